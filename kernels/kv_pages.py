@@ -28,9 +28,9 @@ class KVPages:
     embedding and the write. It changes all scores of a query by the same amount, which softmax
     ignores. With a softcap or sinks the result would change: ``attention`` rejects them.
 
-    ``below`` is the next level of a ladder, at most two in all: the same memory as twice as many
+    ``below`` is the next tier, at most two in all: the same memory as twice as many
     pages of an integer type of half the bits. A page id says which level it belongs to
-    (``kernels/ladder.py``): ``rope_and_cache`` writes the first, ``attention`` reads all of them,
+    (``kernels/kv_tiers.py``): ``rope_and_cache`` writes the first, ``attention`` reads all of them,
     ``page_recoder`` moves a page to another level. All levels are mixed, floats too, and have the
     same centre, so that a page is recoded value by value. Their pages have 128 tokens, so that each
     tile of keys that attention multiplies has one type.

@@ -28,7 +28,7 @@ from sdk.kernels.context import Compute, Context
 from sdk.kernels.errors import KernelError
 from sdk.kernels.graph import Recording
 from sdk.kernels.kv_pages import KVPages
-from sdk.kernels.ladder import page_level
+from sdk.kernels.kv_tiers import page_tier
 from sdk.kernels.layouts import Layout, on_device
 from sdk.kernels.moe import MoEOps
 from sdk.kernels.offload import Offload
@@ -305,18 +305,18 @@ class Ops:
         ``KernelError`` if a page does not exist or the target's tier is not lower. The result is
         the same for any number of threads.
         """
-        levels = layers[0].levels
+        tiers = layers[0].levels
         kernel = self._kernel("recode_page", head_dim=layers[0].head_dim, kv_dtype=layers[0].dtype)
         run = kernel.bind(layers)
 
         def recode(source: int, target: int) -> None:
-            (above, index), (below, at) = page_level(source), page_level(target)
-            if not 0 <= above < below < len(levels):
+            (above, index), (below, at) = page_tier(source), page_tier(target)
+            if not 0 <= above < below < len(tiers):
                 raise KernelError(
                     "recode: expected a source page in a higher tier than the target page, of "
-                    f"{len(levels)} tiers, found tiers {above} and {below}"
+                    f"{len(tiers)} tiers, found tiers {above} and {below}"
                 )
-            pages = levels[above].k.shape[0], levels[below].k.shape[0]
+            pages = tiers[above].k.shape[0], tiers[below].k.shape[0]
             if index >= pages[0] or at >= pages[1]:
                 raise KernelError(
                     f"recode: expected pages below {pages[0]} and {pages[1]}, "

@@ -116,7 +116,7 @@ class QuantSpec:
         return cls("table", bits, table["name"], group=int(table["group"] or size))
 
 
-_LINE = 64  # bytes of a cache line, at which pages of a ladder begin
+_LINE = 64  # bytes of a cache line, at which tiered pages begin
 
 #: The digits in ``k8v4`` and their types.
 _KV_SHORT = {kind.short: kind.name for kind in KV_TYPES.values() if kind.short}
@@ -174,20 +174,20 @@ class KVTypes:
         return KV_TYPES[k], KV_TYPES[v]
 
 
-#: The types of a ladder: each has half the bits of the one before.
-_LADDER = ("float16", "int8", "int4")
+#: The types of a tiered cache: each has half the bits of the one before.
+_TIERS = ("float16", "int8", "int4")
 
 
-def parse_ladder(text: str) -> str:
+def parse_tiers(text: str) -> str:
     """``fp16>int8>int4`` as ``float16>int8>int4``. :raises ValueError: with the accepted forms."""
     names = tuple(KV_ALIASES.get(name, name) for name in text.replace(" ", "").split(">"))
-    if any(len(names) > 1 and names == _LADDER[i : i + len(names)] for i in range(2)):
+    if any(len(names) > 1 and names == _TIERS[i : i + len(names)] for i in range(2)):
         return ">".join(names)
     raise ValueError(f"expected fp16>int8>int4, fp16>int8 or int8>int4, found {safe_repr(text)}")
 
 
 def kv_bits(dtype: str) -> tuple[int, ...]:
-    """Bits of a key or of a value, whichever has fewer; of a ladder those of each type."""
+    """Bits of a key or of a value, whichever has fewer; with tiers one number for each."""
     types = [KVTypes.parse(name) for name in dtype.split(">")]
     return tuple(min(KV_TYPES[one.k].bits, KV_TYPES[one.v].bits) for one in types)
 
@@ -210,8 +210,8 @@ class KVSpec:
     """Shape and numerics of one model's KV cache on one rank.
 
     Per layer keys and values ``[num_pages, kv_heads, page_size, head_dim]`` of the types in
-    ``dtype`` (see :class:`KVTypes`): floats, or codes with a scale per token, head and group. Pages
-    of a ladder, ``float16>int8>int4``, are counted as pages of its first type.
+    ``dtype`` (see :class:`KVTypes`): floats, or codes with a scale per token, head and group.
+    Tiered pages, ``float16>int8>int4``, count as pages of the first type.
     """
 
     num_layers: int
@@ -237,21 +237,21 @@ class KVSpec:
         return sum(part.code_bytes + part.scale_bytes for part in self.parts(layer))
 
     @property
-    def levels(self) -> tuple[KVSpec, ...]:
-        """One for each type of a ladder; without a ladder the spec itself."""
+    def tiers(self) -> tuple[KVSpec, ...]:
+        """One for each type of a tiered cache; without a tiered cache the spec itself."""
         return tuple(replace(self, dtype=dtype) for dtype in self.dtype.split(">"))
 
     @property
     def page_bytes(self) -> int:
         """Bytes of one page over all layers.
 
-        Two pages of a ladder's next level fit into one page. With 64 dimensions the scales of int8
+        Two tiered pages's next tier fit into one page. With 64 dimensions the scales of int8
         make float16 pages 3 % larger, those of int4 9 %.
         """
-        levels = self.levels
+        tiers = self.tiers
         most = 0
-        for index, level in enumerate(levels):
-            size = sum(level.layer_bytes(layer) for layer in range(self.num_layers))
+        for index, tier in enumerate(tiers):
+            size = sum(tier.layer_bytes(layer) for layer in range(self.num_layers))
             most = max(most, size << index)
-        line = _LINE << len(levels) - 1 if len(levels) > 1 else 1
+        line = _LINE << len(tiers) - 1 if len(tiers) > 1 else 1
         return -(-most // line) * line

@@ -13,11 +13,11 @@ from typing import Any, Literal
 
 from sdk.engine.scheduling.policy import POLICIES, PolicyName
 from sdk.errors import QuantizationError, RequestError, SdkError
-from sdk.kernels.ladder import KEPT_PAGES, LADDER_PAGE_SIZE
+from sdk.kernels.kv_tiers import KEPT_PAGES, TIER_PAGE_SIZE
 from sdk.memory.pool import MemoryPool
 from sdk.memory.sizes import parse_bytes
 from sdk.quant.safe_repr import is_value_error, safe_message, safe_repr
-from sdk.quant.spec import KVTypes, parse_ladder
+from sdk.quant.spec import KVTypes, parse_tiers
 
 #: ``(stage, done, total)``; return ``False`` to cancel. Stages: ``"download"`` and ``"load"``
 #: in bytes, ``"generate"`` in requests.
@@ -215,7 +215,7 @@ class EngineConfig:
     def _check_policy(self) -> None:
         policy = _text("kv_policy", self.kv_policy)
         try:
-            object.__setattr__(self, "kv_policy", parse_ladder(policy))
+            object.__setattr__(self, "kv_policy", parse_tiers(policy))
         except ValueError as error:
             raise RequestError(f"kv_policy: {error}") from error
         keep = self.kv_keep
@@ -234,11 +234,11 @@ class EngineConfig:
             raise RequestError(
                 "kv_policy: not supported on a GPU in this release; use kv_cache_dtype instead"
             )
-        if self.block_size not in (_DEFAULT_BLOCK, LADDER_PAGE_SIZE):
+        if self.block_size not in (_DEFAULT_BLOCK, TIER_PAGE_SIZE):
             raise RequestError(
-                f"kv_policy: expected block_size={LADDER_PAGE_SIZE}, found {self.block_size}"
+                f"kv_policy: expected block_size={TIER_PAGE_SIZE}, found {self.block_size}"
             )
-        object.__setattr__(self, "block_size", LADDER_PAGE_SIZE)
+        object.__setattr__(self, "block_size", TIER_PAGE_SIZE)
 
 
 def _is_number(value: object) -> bool:

@@ -14,7 +14,7 @@ from sdk.kernels.cpu.pages import check_levels, inner_contiguous, page_sides, re
 from sdk.kernels.cpu.runtime import NativeRuntime
 from sdk.kernels.errors import KernelError
 from sdk.kernels.kv_pages import KVPages
-from sdk.kernels.ladder import MAX_LEVELS
+from sdk.kernels.kv_tiers import MAX_TIERS
 
 
 class Attention:
@@ -57,7 +57,7 @@ class Attention:
         args = AttentionArgs(
             q.data_ptr(),
             out.data_ptr(),
-            (PageLevel * MAX_LEVELS)(*map(page_sides, pages.levels)),
+            (PageLevel * MAX_TIERS)(*map(page_sides, pages.levels)),
             *(x.data_ptr() for x in index),
             None if sinks is None else sinks.data_ptr(),
             None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ctypes import Structure, c_float, c_int32, c_int64, c_void_p
 
-from sdk.kernels.ladder import MAX_LEVELS
+from sdk.kernels.kv_tiers import MAX_TIERS
 
 
 class PageSide(Structure):
@@ -33,7 +33,7 @@ class RopeArgs(Structure):
 class AttentionArgs(Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("q", "out")),
-        ("levels", PageLevel * MAX_LEVELS),
+        ("levels", PageLevel * MAX_TIERS),
         *((name, c_void_p) for name in ("query_start", "context_len", "page_table")),
         *((name, c_void_p) for name in ("sinks", "shared")),
         *((name, c_int64) for name in ("q_token", "q_head", "table_width")),

@@ -9,8 +9,8 @@ from sdk.kernels.backend import Problem
 from sdk.kernels.cpu.page_args import PageLevel, PageSide
 from sdk.kernels.errors import KernelError
 from sdk.kernels.kv_pages import KVPages
+from sdk.kernels.kv_tiers import MAX_TIERS, TIER_PAGE_SIZE
 from sdk.kernels.kv_types import KV_TYPES, KVType, scale_group
-from sdk.kernels.ladder import LADDER_PAGE_SIZE, MAX_LEVELS
 
 _NAMES = tuple(kind.name for kind in KV_TYPES.values() if kind.cpu_element is not None)
 _MAX_HEAD_DIM = 256
@@ -90,16 +90,16 @@ def _check_scale(kind: KVType, x: Tensor, scale: Tensor | None, head_dim: int) -
 
 
 def check_levels(pages: KVPages, kv_heads: int, head_dim: int) -> None:
-    """:func:`check_pages` for all levels; several levels must be those of one ladder."""
+    """:func:`check_pages` for all tiers; several tiers must be those of one KV cache."""
     levels = pages.levels
     if len(levels) > 1 and (
-        len(levels) > MAX_LEVELS
-        or any(level.page_size != LADDER_PAGE_SIZE for level in levels)
+        len(levels) > MAX_TIERS
+        or any(level.page_size != TIER_PAGE_SIZE for level in levels)
         or any(level.k.shape[0] != pages.k.shape[0] << i for i, level in enumerate(levels))
     ):
         found = [list(level.k.shape) for level in levels]
         raise KernelError(
-            f"KV pages: expected at most {MAX_LEVELS} levels of pages of {LADDER_PAGE_SIZE}, each "
+            f"KV pages: expected at most {MAX_TIERS} levels of pages of {TIER_PAGE_SIZE}, each "
             f"twice as many pages as the level above, found {found}"
         )
     for level in levels:

@@ -1,4 +1,4 @@
-"""Recodes a page of a ladder for a lower level: ``native/recode.hpp``."""
+"""Recodes a page for a lower tier: ``native/recode.hpp``."""
 
 from __future__ import annotations
 

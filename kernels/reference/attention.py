@@ -13,7 +13,7 @@ from torch import Tensor
 from sdk.kernels.backend import Problem
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.kv_pages import KVPages
-from sdk.kernels.ladder import page_level
+from sdk.kernels.kv_tiers import page_tier
 from sdk.kernels.reference.page_codes import mixed, page_floats
 
 QUERY_TILE = 16
@@ -56,11 +56,11 @@ def _gather(pages: KVPages, table: Tensor, length: int) -> tuple[Tensor, Tensor]
     """One request's keys and values, float32 ``[kv_heads, padded length, head_dim]``."""
     count = -(-length // pages.page_size)
     padded = -(-length // KEY_TILE) * KEY_TILE
-    ids = torch.tensor([page_level(page) for page in table[:count].tolist()], device=table.device)
+    ids = torch.tensor([page_tier(page) for page in table[:count].tolist()], device=table.device)
     shape = (count, pages.k.shape[1], pages.page_size, pages.head_dim)
     sides = [torch.empty(shape, device=table.device) for _ in range(2)]
-    for level, part in enumerate(pages.levels):
-        here = ids[:, 0] == level
+    for tier, part in enumerate(pages.levels):
+        here = ids[:, 0] == tier
         for x, floats in zip(sides, page_floats(part, ids[here, 1]), strict=True):
             x[here] = floats
     gathered = []

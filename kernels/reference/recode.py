@@ -1,4 +1,4 @@
-"""Recodes a page of one level of a ladder as a page of a lower level, in torch."""
+"""Recodes a page of one tier of a tiered cache as a page of a lower tier, in torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class RecodePage:
         return None
 
     def bind(self, layers: Sequence[KVPages]) -> Callable[[int, int, int, int], None]:
-        """Recodes page ``index`` of level ``above`` as page ``at`` of level ``below``."""
+        """Recodes page ``index`` of tier ``above`` as page ``at`` of tier ``below``."""
 
         def run(above: int, index: int, below: int, at: int) -> None:
             for pages in layers:
@@ -35,7 +35,7 @@ class RecodePage:
             (target.v, target.v_scale, target.v_type),
         )
         for x, (codes, scales, kind) in zip(floats, sides, strict=True):
-            assert scales is not None  # lower levels are integers
+            assert scales is not None  # lower tiers are integers
             codes[at], words = kind.encode(x[0], scales.shape[1] // codes.shape[1])
             assert words is not None
             scales[at] = words.transpose(1, 2).flatten(0, 1)

@@ -369,7 +369,7 @@ class Engine:
         ``execute_seconds`` spent in native calls; the rest of a caller's wait is Python.
         """
         scheduler = self.scheduler
-        pool, swap = scheduler.pool, scheduler.prefixes.swap
+        pool, swap, tiered = scheduler.pool, scheduler.prefixes.swap, scheduler.tiered_pool
         return {
             "num_running": scheduler.queues.num_running,
             "num_waiting": scheduler.queues.num_waiting,
@@ -391,7 +391,7 @@ class Engine:
             "num_pages_used": pool.capacity - pool.num_available,
             "num_pages_cached": pool.num_cached,
             "num_pages_pinned": scheduler.prefixes.num_pinned,
-            **({} if scheduler.ladder is None else scheduler.ladder.metrics(swap.counts())),
+            **({} if tiered is None else tiered.metrics(swap.counts())),
             "plan_seconds": self._seconds[0],
             "execute_seconds": self._seconds[1],
             "commit_seconds": self._seconds[2],

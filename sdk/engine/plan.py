@@ -47,7 +47,7 @@ class RequestStart:
 class Swap(NamedTuple):
     """A copy of one page to a slot of the swap space (``out``), or from a slot into the cache.
 
-    Both ids contain the tier (``kernels/ladder.py``), which is the same for page and slot.
+    Both ids contain the tier (``kernels/kv_tiers.py``), which is the same for page and slot.
     """
 
     page: int
@@ -58,7 +58,7 @@ class Swap(NamedTuple):
 class Move(NamedTuple):
     """A move of a page within the cache, to a lower tier or within its tier.
 
-    Both ids contain the tier (``kernels/ladder.py``).
+    Both ids contain the tier (``kernels/kv_tiers.py``).
     """
 
     source: int

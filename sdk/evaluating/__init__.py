@@ -16,7 +16,7 @@ from sdk.engine.engine import Output
 from sdk.errors import RequestError
 from sdk.evaluating.divergence import Comparison
 from sdk.evaluating.logits import opened
-from sdk.kernels.ladder import LADDER_PAGE_SIZE
+from sdk.kernels.kv_tiers import TIER_PAGE_SIZE
 from sdk.loading.load import Loaded
 from sdk.loading.progress import reporting
 from sdk.memory.planning import open_model
@@ -113,7 +113,7 @@ def evaluate(
     }
     exact = {"compute": "exact", "kv_cache_dtype": "float32"}
     if options.get("kv_policy") is not None:  # steps that end at page boundaries
-        options["max_num_batched_tokens"] = LADDER_PAGE_SIZE
+        options["max_num_batched_tokens"] = TIER_PAGE_SIZE
     both = {name: options[name] for name in _SHARED_OPTIONS if name in options}
     own = engine_config(model, **{**shared, **options})
     other = engine_config(model if reference is None else reference, **{**shared, **both, **exact})

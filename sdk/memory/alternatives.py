@@ -18,7 +18,7 @@ from typing import Any
 
 from sdk.config import EngineConfig
 from sdk.errors import OutOfMemoryError
-from sdk.kernels.ladder import KEPT_PAGES
+from sdk.kernels.kv_tiers import KEPT_PAGES
 from sdk.loading.checks import check_options, memory_shortage, room_shortage, whole_prompts
 from sdk.memory.kernel_shares import kernel_shares
 from sdk.memory.plan import Alternative, MemoryPlan

@@ -8,7 +8,7 @@ import pytest
 
 from sdk import LLM, RequestError, RequestOutput, SamplingParams
 
-LADDER = "fp16>int8>int4"
+TIERS = "fp16>int8>int4"
 PARAMS = SamplingParams(temperature=0.8, seed=7, max_tokens=60, logprobs=2, ignore_eos=True)
 EXACT = PARAMS.clone(kv_min_bits=16)
 #: Each takes 9 pages, and 10 with its answer.
@@ -34,7 +34,7 @@ def _distance(output: RequestOutput, other: RequestOutput) -> float:
 
 
 def _with_pages(path: Path, pages: int, **options: object) -> LLM:
-    options = {**OPTIONS, "kv_policy": LADDER, "max_num_seqs": 8, **options}
+    options = {**OPTIONS, "kv_policy": TIERS, "max_num_seqs": 8, **options}
     page_bytes = LLM.plan(path, **options).page_bytes
     return LLM(path, **options, kv_cache_memory_bytes=pages * page_bytes)
 
@@ -94,11 +94,11 @@ def test_two_ranks_take_the_same_pages_down(tiny_path: Path) -> None:
     [
         ({"kv_policy": "int8>fp16"}, "expected fp16>int8>int4, fp16>int8 or int8>int4, found"),
         ({"kv_policy": "fp16"}, "kv_policy: expected"),
-        ({"kv_policy": LADDER, "kv_cache_dtype": "int8"}, "expected kv_cache_dtype='auto' with it"),
-        ({"kv_policy": LADDER, "block_size": 64}, "expected block_size=128, found 64"),
-        ({"kv_policy": LADDER, "device": "cuda"}, "kv_policy: not supported on a GPU"),
-        ({"kv_policy": LADDER, "kv_keep": 2}, "kv_keep: expected two numbers of pages, found 2"),
-        ({"kv_policy": LADDER, "kv_keep": (1, -1)}, r"of at least 0, found \(1, -1\)"),
+        ({"kv_policy": TIERS, "kv_cache_dtype": "int8"}, "expected kv_cache_dtype='auto' with it"),
+        ({"kv_policy": TIERS, "block_size": 64}, "expected block_size=128, found 64"),
+        ({"kv_policy": TIERS, "device": "cuda"}, "kv_policy: not supported on a GPU"),
+        ({"kv_policy": TIERS, "kv_keep": 2}, "kv_keep: expected two numbers of pages, found 2"),
+        ({"kv_policy": TIERS, "kv_keep": (1, -1)}, r"of at least 0, found \(1, -1\)"),
         ({"kv_keep": (1, 1)}, r"kv_keep=\(1, 1\) needs a kv_policy"),
     ],
 )
@@ -110,7 +110,7 @@ def test_options_that_cannot_work_are_refused(
 
 
 def test_what_would_fit_in_the_place_of_a_policy_has_nothing_to_keep(tiny_path: Path) -> None:
-    options = {**OPTIONS, "kv_policy": LADDER, "kv_keep": (2, 2), "max_model_len": 2048}
+    options = {**OPTIONS, "kv_policy": TIERS, "kv_keep": (2, 2), "max_model_len": 2048}
     found = LLM.plan(tiny_path, **options, kv_cache_memory_bytes="300KiB").alternatives
     assert any(one.options.get("kv_cache_dtype") == "int8" for one in found)
     for one in found:
@@ -141,7 +141,7 @@ def test_an_answer_after_a_restore_from_pages_of_codes_is_the_same_bits(
 
 
 def test_pages_of_several_types_leave_as_the_best_of_them(tiny_path: Path, tmp_path: Path) -> None:
-    """And come back wherever: into a ladder, into float16, into int8."""
+    """And come back in any cache: tiered, float16 or int8."""
     with _with_pages(tiny_path, 44) as llm:
         llm.generate(PROMPTS, PARAMS)
         [known] = llm.generate(PROMPTS[7:], PARAMS)

@@ -273,7 +273,7 @@ def disturbances(soak: Soak, rng: random.Random) -> Callable[[], None]:
 ENGINES: dict[str, dict[str, Any]] = {
     "few pages": {"pages": 16},
     "priorities and a swap file": {"pages": 16, "scheduling_policy": "priority", "swap": 40},
-    "a ladder with swap space": {"pages": 10, "kv_policy": "fp16>int8>int4", "swap": 6},
+    "tiers with swap space": {"pages": 10, "kv_policy": "fp16>int8>int4", "swap": 6},
 }
 
 
@@ -330,7 +330,7 @@ def test_random_calls_are_answered_once_and_as_by_a_single_thread(
     for name, output in soak.collected.items():
         soak.answers[soak.enqueued[name]] = facts(output)
     assert sorted(soak.answers) == [call.number for call in calls]
-    if "kv_policy" not in engine:  # a ladder's answers depend on what its pages have lost
+    if "kv_policy" not in engine:  # with tiers, answers depend on what the pages have lost
         wrong = [
             call for call in calls if call.whole and soak.answers[call.number] != alone[call.number]
         ]

@@ -19,7 +19,7 @@ import sdk.engine.rank.swap_storage
 from sdk import LLM, SamplingParams
 from sdk.engine.plan import Swap
 from sdk.engine.rank.swap_storage import SwapStorage
-from sdk.kernels.ladder import page_id
+from sdk.kernels.kv_tiers import page_id
 from tests.api.engines import settle, tokens
 
 PARAMS = SamplingParams(temperature=0.8, seed=7, max_tokens=40, ignore_eos=True)
@@ -117,7 +117,7 @@ def test_a_page_that_was_not_written_can_be_read_until_that_was_told(
 ) -> None:
     pages = torch.arange(48, dtype=torch.uint8).view(3, 16)
     storage = SwapStorage(pages, 4, str(tmp_path))
-    small = page_id(1, 5)  # half a page, of a ladder
+    small = page_id(1, 5)  # a page of the second tier
 
     def full(*_: Any) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

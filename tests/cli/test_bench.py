@@ -458,7 +458,7 @@ def test_the_memory_suite_times_each_way_a_prefix_can_come(golden: Path, capsys:
     rows = json.loads(capsys.readouterr().out)["results"]["memory"]
     ways = [(row["kv"], row["from"]) for row in rows]
     prefixes = [(kv, way) for kv in memory.KV_TYPES for way in ("cache", "swap", "snapshot")]
-    assert ways == prefixes + [(memory.LADDER, way) for way in ("fp16>int8", "int8>int4")]
+    assert ways == prefixes + [(memory.TIERS, way) for way in ("fp16>int8", "int8>int4")]
     assert {row["tokens"] for row in rows[:9]} == {rows[0]["tokens"]}
     assert rows[0]["tokens"] % 16 == 0 < rows[0]["tokens"]
     assert rows[-1]["tokens"] == 128

@@ -43,8 +43,8 @@ class Rig:
         self.updates = []
 
     def _is_published(self, place: int) -> bool:
-        ladder = self.scheduler.ladder
-        page = place if ladder is None else ladder._pages.get(place)
+        tiered = self.scheduler.tiered_pool
+        page = place if tiered is None else tiered._pages.get(place)
         return page is not None and self.pool.key(page) is not None
 
     def add(

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from sdk.engine.plan import Sampled, StepPlan, StepResult, StepRow, Swap
-from sdk.kernels.ladder import page_id, page_level
+from sdk.kernels.kv_tiers import page_id, page_tier
 from sdk.logprobs import Logprobs
 
 VOCAB = 1000
@@ -152,33 +152,33 @@ class FakeRunner:
 
     def _slot(self, pages: list[int], position: int) -> tuple[int, int]:
         page = pages[position // self.page_size]
-        level, index = page_level(page)
-        assert 0 < index >> level < self.num_pages, "no such page"
+        tier, index = page_tier(page)
+        assert 0 < index >> tier < self.num_pages, "no such page"
         return page, position % self.page_size
 
     def _swap(self, page: int, slot: int, out: bool) -> None:
-        """What lay in the memory of the target, also as pages of another level, is lost."""
-        assert page_level(page)[0] == page_level(slot)[0], "a page and a slot of another size"
+        """What lay in the memory of the target, also as pages of another tier, is lost."""
+        assert page_tier(page)[0] == page_tier(slot)[0], "a page and a slot of another size"
         source, target = (self.slots, self.swapped) if out else (self.swapped, self.slots)
         begin, end = (page, slot) if out else (slot, page)
         for offset in range(self.page_size):
             self._write(end, offset, source[begin, offset], target)
 
     def _move(self, source: int, target: int) -> None:
-        """Of a ladder; what lay in the memory of the target is lost."""
+        """Of a tiered cache; what lay in the memory of the target is lost."""
         values = [self.slots[source, i] for i in range(self.page_size)]
-        level, _ = page_level(target)
-        assert page_level(source)[0] in (level - 1, level), "a page went up or two steps down"
+        tier, _ = page_tier(target)
+        assert page_tier(source)[0] in (tier - 1, tier), "a page went up or two steps down"
         for offset, value in enumerate(values):
             self._write(target, offset, value, self.slots)
         for state in self.requests.values():
             state["pages"] = [target if page == source else page for page in state["pages"]]
 
     def _write(self, page: int, offset: int, value: bytes, slots: dict) -> None:
-        level, index = page_level(page)
+        tier, index = page_tier(page)
         for other in range(LEVELS):
-            first = index << other - level if other > level else index >> level - other
-            for part in range(1 << max(other - level, 0)) if other != level else ():
+            first = index << other - tier if other > tier else index >> tier - other
+            for part in range(1 << max(other - tier, 0)) if other != tier else ():
                 for i in range(self.page_size):
                     slots.pop((page_id(other, first + part), i), None)
         slots[page, offset] = value
@@ -222,10 +222,10 @@ class FakeRunner:
         assert bool(row.num_output_rows) == ends, "an output in the wrong place"
         values = [self.slots.get(self._slot(pages, i), b"unwritten") for i in range(begin)]
         least = start.params.kv_min_bits or 0
-        assert all(16 >> page_level(page)[0] >= least for page in pages), "below its floor"
+        assert all(16 >> page_tier(page)[0] >= least for page in pages), "below its floor"
         for position in range(begin, end):
             slot = self._slot(pages, position)
-            assert not page_level(slot[0])[0], "a page of a lower type is written"
+            assert not page_tier(slot[0])[0], "a page of a lower type is written"
             assert not self.published(slot[0]), "a page others may read is written"
             values.append(_value(values, tokens[position]))
             self._write(*slot, values[-1], self.slots)

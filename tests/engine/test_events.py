@@ -56,7 +56,7 @@ def test_pages_that_come_back_from_the_swap_space_are_told(rig):
     assert r.scheduler.prefixes.swap.loaded == event.num_pages
 
 
-def test_pages_that_go_down_the_ladder_are_told_to_those_who_hold_them(rig):
+def test_pages_that_move_to_a_lower_tier_are_told_to_those_who_hold_them(rig):
     r = rig(num_pages=20, kv_bits=(16, 8, 4), enable_prefix_caching=False)
     exact = r.add("exact", prompt(0, 24), max_tokens=16, kv_min_bits=16)
     others = [r.add(str(i), prompt(i, 24), max_tokens=16) for i in (1, 2)]
@@ -66,7 +66,7 @@ def test_pages_that_go_down_the_ladder_are_told_to_those_who_hold_them(rig):
     events = [event for request in others for event in request.events]
     assert {event.kind for event in events} == {"recoded"}
     assert {event.kv_bits for event in events} <= {8, 4}
-    assert sum(event.num_pages for event in events) == r.scheduler.ladder.lowered > 0
+    assert sum(event.num_pages for event in events) == r.scheduler.tiered_pool.lowered > 0
 
 
 def test_several_answers_tell_their_events_in_the_order_of_time(rig):

@@ -1,4 +1,4 @@
-"""Keys and values out of pages of a ladder and into those of another."""
+"""Keys and values read from tiered pages and written to others."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sdk.engine.rank.kv_cache import KVCache
 from sdk.engine.rank.kv_transfer import read_layer, write_layer
 from sdk.kernels.kv_pages import KVPages
-from sdk.kernels.ladder import LADDER_PAGE_SIZE, page_id, page_level
+from sdk.kernels.kv_tiers import TIER_PAGE_SIZE, page_id, page_tier
 from sdk.kernels.reference.page_codes import mixed, page_floats
 from sdk.kernels.reference.recode import RecodePage
 from sdk.quant.spec import KVSpec
 from tests.scripts import run_python
 
-LADDER = "float16>int8>int4"
+TIERS = "float16>int8>int4"
 PLACES = [page_id(0, 2), page_id(1, 6), page_id(1, 7), page_id(2, 17), page_id(0, 5)]
 
 
 def _cache(dtype: str, centre: Tensor | None) -> Any:
     """What a rank has: six pages of one layer, two heads of 48."""
-    cache = KVCache(KVSpec(1, 2, 48, LADDER_PAGE_SIZE, dtype), 6)
+    cache = KVCache(KVSpec(1, 2, 48, TIER_PAGE_SIZE, dtype), 6)
     cache.layers = [_with_centre(cache.layers[0], centre)]
     return SimpleNamespace(kv=cache)
 
@@ -38,17 +38,17 @@ def _with_centre(pages: KVPages, centre: Tensor | None) -> KVPages:
 
 @pytest.fixture
 def rank() -> Any:
-    """A ladder's pages, filled at ``PLACES``."""
-    rank = _cache(LADDER, torch.linspace(-4, 4, 96).view(2, 48))
+    """Tiered pages, filled at ``PLACES``."""
+    rank = _cache(TIERS, torch.linspace(-4, 4, 96).view(2, 48))
     [pages] = rank.kv.layers
     random = torch.Generator().manual_seed(1)
     for place in PLACES:
-        level, index = page_level(place)
-        at = index if not level else 4  # a float16 page that nobody needs
+        tier, index = page_tier(place)
+        at = index if not tier else 4  # a float16 page that nobody needs
         for x in (pages.k, pages.v):
             x[at] = torch.randn(x.shape[1:], generator=random).to(torch.float16)
-        if level:
-            RecodePage().bind([pages])(0, at, level, index)
+        if tier:
+            RecodePage().bind([pages])(0, at, tier, index)
     return rank
 
 
@@ -56,8 +56,8 @@ def _floats(rank: Any, places: list[int]) -> tuple[Tensor, Tensor]:
     """What lies there, neither mixed nor centred: ``[tokens, heads, head_dim]`` each."""
     [pages] = rank.kv.layers
     sides: tuple[list[Tensor], list[Tensor]] = ([], [])
-    for level, index in map(page_level, places):
-        found = page_floats(pages.levels[level], torch.tensor([index]))
+    for tier, index in map(page_tier, places):
+        found = page_floats(pages.levels[tier], torch.tensor([index]))
         for side, x, is_mixed in zip(sides, found, (pages.k_mixed, pages.v_mixed), strict=True):
             side.append((mixed(x) if is_mixed else x)[0].transpose(0, 1))
     k, v = (torch.cat(side) for side in sides)
@@ -67,7 +67,7 @@ def _floats(rank: Any, places: list[int]) -> tuple[Tensor, Tensor]:
 def test_rows_of_float16_hold_what_pages_of_three_types_stand_for(rank: Any) -> None:
     first, found = read_layer(rank, 0, PLACES, 0)
     assert first == 0 and found.centre is None
-    assert found.rows.shape == (5 * LADDER_PAGE_SIZE, 2, 4 * 48)
+    assert found.rows.shape == (5 * TIER_PAGE_SIZE, 2, 4 * 48)
     rows = torch.from_numpy(found.rows).view(torch.float16).float()
     for x, y in zip(rows.split(48, dim=-1), _floats(rank, PLACES), strict=True):
         assert (x - y).abs().max() <= y.abs().max() * 2**-11
@@ -77,7 +77,7 @@ def test_rows_of_int8_are_the_bytes_of_the_pages_that_are_int8(rank: Any) -> Non
     _, alone = read_layer(rank, 0, PLACES[1:3], 1)
     _, among = read_layer(rank, 0, PLACES[1:4], 1)
     assert alone.centre is not None
-    assert (alone.rows == among.rows[: 2 * LADDER_PAGE_SIZE]).all()
+    assert (alone.rows == among.rows[: 2 * TIER_PAGE_SIZE]).all()
     pages = rank.kv.layers[0].levels[1]
     keys = pages.k[6:8].transpose(1, 2).flatten(0, 1)
     assert torch.equal(torch.from_numpy(alone.rows[..., :48]).view(torch.int8), keys)
@@ -93,7 +93,7 @@ class Copies(TorchDispatchMode):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = op(*args, **(kwargs or {}))
-        if not op.is_view and result.numel() > LADDER_PAGE_SIZE:
+        if not op.is_view and result.numel() > TIER_PAGE_SIZE:
             self.found.append(str(op))
         return result
 
@@ -114,28 +114,28 @@ def test_pages_of_the_type_wanted_are_copied_without_torchs_threads(dtype: str) 
         assert x is y is None or torch.equal(x[[2, 4]], y[[1, 3]])
 
 
-@pytest.mark.parametrize("level", [0, 1])
+@pytest.mark.parametrize("tier", [0, 1])
 @pytest.mark.parametrize(
     ("dtype", "centred", "error"),
     [
-        *((LADDER, True, 0.001), (LADDER, False, 0.001), ("float16", False, 0.001)),
+        *((TIERS, True, 0.001), (TIERS, False, 0.001), ("float16", False, 0.001)),
         *(("int8", False, 0.035), ("k8v4", True, 0.2)),
     ],
 )
-def test_what_is_read_from_a_ladder_is_written_into_any_pages(
-    rank: Any, dtype: str, centred: bool, level: int, error: float
+def test_what_is_read_from_tiered_pages_is_written_into_any_pages(
+    rank: Any, dtype: str, centred: bool, tier: int, error: float
 ) -> None:
     """``error``: what coding costs beside the largest value, half of it when it was measured; rows
     of int8 cost as much as int8 pages.
     """
-    places = PLACES[level:4]
-    _, stored = read_layer(rank, 0, places, level)
+    places = PLACES[tier:4]
+    _, stored = read_layer(rank, 0, places, tier)
     centre = torch.linspace(1, -1, 96).view(2, 48) if centred else None
     other = _cache(dtype, centre)
     at = list(range(1, len(places) + 1))
-    write_layer(other, 0, at, stored, rank.kv.spec.levels[level])
+    write_layer(other, 0, at, stored, rank.kv.spec.tiers[tier])
     for x, y in zip(_floats(other, at), _floats(rank, places), strict=True):
-        assert (x - y).abs().max() < (error + 0.03 * level) * y.abs().max()
+        assert (x - y).abs().max() < (error + 0.03 * tier) * y.abs().max()
 
 
 _ALONE = """

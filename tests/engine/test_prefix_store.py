@@ -128,13 +128,13 @@ def test_a_pin_of_lowered_pages_outlives_better_ones_that_a_floor_asked_for(rig,
         built.run()
     built.add("other", [20 + i for i in range(26)], max_tokens=1)
     built.run()
-    assert [pool.level(page) for page in pool.match(keys)] == [1, 1]
+    assert [pool.tier(page) for page in pool.match(keys)] == [1, 1]
     assert kept.pin(PREFIX, None) == 8
     for name in ("exact", "as exact"):
         exact = built.add(name, [*PREFIX, 11], max_tokens=1, kv_min_bits=16)
         built.run()
         assert exact.num_cached == swap
-        assert [pool.level(page) for page in pool.match(keys)] == [1, 1]
+        assert [pool.tier(page) for page in pool.match(keys)] == [1, 1]
     built.add("last", [50 + i for i in range(23)], max_tokens=1)
     built.run()
     pool.drop_cached()

@@ -318,7 +318,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         pinned = self.rig.scheduler.prefixes.num_pinned
         room = self.rig.pool.num_available + pinned
         assert room >= self.rig.pool.capacity, "a page leaked"
-        assert room == self.rig.pool.capacity or self.rig.scheduler.ladder is not None
+        assert room == self.rig.pool.capacity or self.rig.scheduler.tiered_pool is not None
 
     @rule(data=st.data(), pages=st.integers(1, 6))
     def pin(self, data: st.DataObject, pages: int) -> None:

@@ -8,7 +8,7 @@ from sdk.engine.pages.buddy import BuddyAllocator
 from sdk.engine.pages.page_pool import PageKey, page_key, root_digest
 from sdk.engine.pages.swap import SwapSpace
 from sdk.engine.plan import Copy, Swap
-from sdk.kernels.ladder import page_id, page_level
+from sdk.kernels.kv_tiers import page_id, page_tier
 
 
 def _chain(length: int) -> list[PageKey]:
@@ -84,45 +84,45 @@ def test_slots_whose_copy_is_not_certain_are_forgotten() -> None:
     swap.check()
 
 
-LEVELS = 3
-level = st.integers(0, LEVELS - 1)
+TIERS = 3
+tier = st.integers(0, TIERS - 1)
 
 
 def _parts(slot: int) -> set[int]:
     """The quarters of slots that a slot is."""
-    depth, index = page_level(slot)
-    count = 1 << LEVELS - 1 - depth
+    depth, index = page_tier(slot)
+    count = 1 << TIERS - 1 - depth
     return set(range(index * count, (index + 1) * count))
 
 
 @settings(deadline=None)
 @given(
     st.integers(1, 4),
-    st.lists(st.tuples(st.sampled_from("sshd"), st.integers(0, 15), level), max_size=60),
+    st.lists(st.tuples(st.sampled_from("sshd"), st.integers(0, 15), tier), max_size=60),
 )
 def test_slots_of_all_levels_hold_what_was_written_last_and_little_is_lost(
     slots: int, events: list[tuple[str, int, int]]
 ) -> None:
     """Against memory of quarters: what a slot holds is whose copy touched all of it last."""
     copies: list[Copy] = []
-    swap, keys = SwapSpace(slots, copies, LEVELS), _chain(16)
-    memory: dict[int, tuple[int, int]] = {}  # quarter -> number of the key and its level
+    swap, keys = SwapSpace(slots, copies, TIERS), _chain(16)
+    memory: dict[int, tuple[int, int]] = {}  # quarter -> number of the key and its tier
     for event, number, depth in events:
         key, before = keys[number], sum(swap.counts())
-        known = swap.match([key], LEVELS) > 0
-        better = not known or swap.level(key) > depth
+        known = swap.match([key], TIERS) > 0
+        better = not known or swap.tier(key) > depth
         if event == "s":
             swap.store(page_id(depth, 1), key)
             assert len(copies) == better
             for copy in copies:
-                assert page_level(copy.slot)[0] == depth
+                assert page_tier(copy.slot)[0] == depth
                 memory |= dict.fromkeys(_parts(copy.slot), (number, depth))
-            most = 1 << LEVELS - 1 - depth
+            most = 1 << TIERS - 1 - depth
             assert sum(swap.counts()) >= before - known - most + 1
             assert swap.match([key], depth) == 1 and swap.match([key], -1) == 0
         elif event == "h" and known:
             held = swap.hold([key])
-            depth, _ = page_level(held[key])
+            depth, _ = page_tier(held[key])
             assert {memory[part] for part in _parts(held[key])} == {(number, depth)}
             swap.put_back(held)
         elif event == "d":
@@ -135,20 +135,20 @@ def test_slots_of_all_levels_hold_what_was_written_last_and_little_is_lost(
 @settings(deadline=None)
 @given(
     st.integers(0, 4),
-    st.lists(level, max_size=8),
+    st.lists(tier, max_size=8),
     st.lists(st.integers(0, 7), max_size=8),
-    st.lists(level, max_size=8),
+    st.lists(tier, max_size=8),
 )
 def test_places_that_fit_can_be_cut_in_any_order(
     count: int, taken: list[int], back: list[int], wanted: list[int]
 ) -> None:
-    slabs, whole = BuddyAllocator(range(1, count + 1), LEVELS), range(1, count + 1)
+    slabs, whole = BuddyAllocator(range(1, count + 1), TIERS), range(1, count + 1)
     held = [(one, slabs.allocate(one)) for one in taken if slabs.fits([0] * one + [1])]
     for index in back:
         if held:
             slabs.release(*held.pop(index % len(held)))
     slabs.check(held, whole)
-    counts = [wanted.count(one) for one in range(LEVELS)]
+    counts = [wanted.count(one) for one in range(TIERS)]
     fits = slabs.fits(counts)
     assert fits == _can_be_cut(slabs, wanted)
     if fits:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from sdk.kernels import cpu, ladder, sampling
+from sdk.kernels import cpu, kv_tiers, sampling
 from sdk.kernels.backend import Problem
 from sdk.kernels.cpu import (
     elementwise,
@@ -100,9 +100,9 @@ def test_limits_are_those_of_the_library(table: Mapping[str, int]) -> None:
     assert table["kTileBytesPerBit"] == packed_weight.TILE_BYTES_PER_BIT
     assert table["kTableSize"] == packed_weight.TABLE_SIZE
     assert ctypes.sizeof(library.WeightView().int8_table) == table["kTableSize"]
-    assert table["kMaxLevels"] == ladder.MAX_LEVELS
-    assert ladder.page_id(1, 0) == 1 << table["kLevelShift"]
-    assert table["kBlockKeys"] == ladder.LADDER_PAGE_SIZE  # a page of one type is one key block
+    assert table["kMaxLevels"] == kv_tiers.MAX_TIERS
+    assert kv_tiers.page_id(1, 0) == 1 << table["kLevelShift"]
+    assert table["kBlockKeys"] == kv_tiers.TIER_PAGE_SIZE  # a page of one type is one key block
     assert len(library.LEVELS) == table["kLevelCount"]
     assert len(runtime._STATUS) + 1 == table["kStatusCount"]
 

@@ -304,7 +304,7 @@ struct PageLevel {
     PageSide keys, values;
 };
 
-// The page ids of a ladder: the level in the high bits, the first being 0.
+// Page ids of a tiered KV cache have the tier in the high bits; the first tier is 0.
 enum { kMaxLevels = 3, kLevelShift = 28 };
 static_assert(kMaxLevels <= 1 << (31 - kLevelShift), "the level is above the page, below the sign");
 // Head sizes of the kernels that read or write KV pages: multiples of kHeadDimStep up to kMaxHeadDim.

@@ -1,4 +1,4 @@
-// A page of one level of a ladder written as one of another type, value by value.
+// Writes a page of one tier as a page of another type, value by value.
 //
 // Row (layer, head, slot) is computed on its own, so threads never matter. Both pages lie mixed, and
 // where keys have a centre it is the same, so neither is undone.

@@ -2,7 +2,7 @@
 
 A prompt's prefix comes from the cache, from the swap space or from a snapshot file. The time to the
 first token is compared with computing the whole prompt. The time to recode a page for a lower level
-of the KV ladder is compared with computing its tokens.
+of the tiered KV cache is compared with computing its tokens.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from sdk.cli.bench.engines import OURS, Engines
 from sdk.cli.bench.report import Result
 from sdk.cli.bench.settings import Settings, make_load
 from sdk.errors import RequestError
-from sdk.quant.spec import parse_ladder
+from sdk.quant.spec import parse_tiers
 
 if TYPE_CHECKING:
     from sdk.llm import LLM
 
 #: Tokens of the prompt, if the model's context has room for them.
 PROMPT = 1000
-LADDER = "fp16>int8>int4"
-KV_TYPES = tuple(parse_ladder(LADDER).split(">"))
+TIERS = "fp16>int8>int4"
+KV_TYPES = tuple(parse_tiers(TIERS).split(">"))
 #: Tokens of a first step that is not timed.
 _WARM = 16
 
@@ -112,19 +112,19 @@ def _first_token(llm: LLM, prompt: tuple[int, ...], known: int) -> float:
 
 
 def _recoding(settings: Settings) -> list[Result]:
-    """One row for each step down the ladder, for one page."""
+    """One row for each move to a lower tier, for one page."""
     from sdk.engine.plan import Move
     from sdk.evaluating.logits import opened
-    from sdk.kernels.ladder import LADDER_PAGE_SIZE, page_id
+    from sdk.kernels.kv_tiers import TIER_PAGE_SIZE, page_id
     from sdk.options import engine_config
     from sdk.params import SamplingParams
 
     config = engine_config(
         settings.model,
         num_threads=settings.threads,
-        kv_policy=LADDER,
+        kv_policy=TIERS,
         max_num_seqs=1,
-        max_model_len=2 * LADDER_PAGE_SIZE,
+        max_model_len=2 * TIER_PAGE_SIZE,
         enable_prefix_caching=False,
         skip_tokenizer_init=True,
     )
@@ -134,12 +134,12 @@ def _recoding(settings: Settings) -> list[Result]:
         "fp16>int8": Move(page_id(0, 1), page_id(1, 0)),
         "int8>int4": Move(page_id(1, 0), page_id(2, 2)),
     }
-    case = {"tokens": LADDER_PAGE_SIZE}
-    results = {name: Result(OURS, _name(), LADDER, {"from": name, **case}) for name in steps}
+    case = {"tokens": TIER_PAGE_SIZE}
+    results = {name: Result(OURS, _name(), TIERS, {"from": name, **case}) for name in steps}
     params = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
     with opened(config) as loaded:
         runner, engine, vocab_size = loaded.runner, loaded.engine, loaded.model_config.vocab_size
-        (prompt,) = make_load(vocab_size, 1, LADDER_PAGE_SIZE, 1, seed=LADDER_PAGE_SIZE).prompts
+        (prompt,) = make_load(vocab_size, 1, TIER_PAGE_SIZE, 1, seed=TIER_PAGE_SIZE).prompts
         for number in range(-1, settings.rounds):
             begin = time.perf_counter()
             engine.add_request("page", prompt, params)

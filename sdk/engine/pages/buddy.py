@@ -13,20 +13,20 @@ class BuddyAllocator:
     Two free halves of a block are merged.
     """
 
-    def __init__(self, slabs: range, num_levels: int) -> None:
-        self.free: list[dict[int, None]] = [{} for _ in range(num_levels)]
+    def __init__(self, slabs: range, num_tiers: int) -> None:
+        self.free: list[dict[int, None]] = [{} for _ in range(num_tiers)]
         self.free[0] = dict.fromkeys(reversed(slabs))
 
-    def take(self, level: int) -> int | None:
+    def take(self, tier: int) -> int | None:
         """A free block of exactly this tier, the one released last."""
-        return self.free[level].popitem()[0] if self.free[level] else None
+        return self.free[tier].popitem()[0] if self.free[tier] else None
 
-    def allocate(self, level: int) -> int:
+    def allocate(self, tier: int) -> int:
         """A block of this tier; splits a larger one if necessary. It must fit (``fits``)."""
-        index = self.take(level)
+        index = self.take(tier)
         if index is None:
-            index = 2 * self.allocate(level - 1)
-            self.free[level][index + 1] = None
+            index = 2 * self.allocate(tier - 1)
+            self.free[tier][index + 1] = None
         return index
 
     def fits(self, counts: Sequence[int]) -> bool:
@@ -38,22 +38,22 @@ class BuddyAllocator:
                 return False
         return True
 
-    def release(self, level: int, index: int) -> None:
+    def release(self, tier: int, index: int) -> None:
         """Give back a block; merges it with its other half if that is free, and so on."""
-        while level and index ^ 1 in self.free[level]:
-            del self.free[level][index ^ 1]
-            level, index = level - 1, index >> 1
-        self.free[level][index] = None
+        while tier and index ^ 1 in self.free[tier]:
+            del self.free[tier][index ^ 1]
+            tier, index = tier - 1, index >> 1
+        self.free[tier][index] = None
 
     def check(self, taken: Iterable[tuple[int, int]], slabs: range) -> None:
         """Assert that taken and free blocks together cover ``slabs`` exactly once."""
         blocks = list(taken)
-        blocks += [(level, index) for level, free in enumerate(self.free) for index in free]
+        blocks += [(tier, index) for tier, free in enumerate(self.free) for index in free]
         whole = 1 << len(self.free) - 1
         parts = [
-            index * (whole >> level) + part
-            for level, index in blocks
-            for part in range(whole >> level)
+            index * (whole >> tier) + part
+            for tier, index in blocks
+            for part in range(whole >> tier)
         ]
         expected = list(range(slabs.start * whole, slabs.stop * whole))
         assert sorted(parts) == expected, "memory was lost or allocated twice"

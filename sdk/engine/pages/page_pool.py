@@ -152,12 +152,12 @@ class PagePool:
         return pages
 
     def acquire(
-        self, hits: Sequence[int], num_new: int, *, spare: int = 0, levels: Sequence[int] = ()
+        self, hits: Sequence[int], num_new: int, *, spare: int = 0, tiers: Sequence[int] = ()
     ) -> list[int] | None:
         """Take ``hits`` (from ``match``, just now), which are shared, and ``num_new`` new pages.
 
         All or nothing: returns ``None`` and changes nothing if fewer than ``spare`` pages would
-        stay available. ``levels``: tiers of the first new pages; the others are in the first tier.
+        stay available. ``tiers``: tiers of the first new pages; the others are in the first tier.
         """
         references, cached = self._references, self._cached
         num_idle = sum(references[page] == 0 for page in hits)

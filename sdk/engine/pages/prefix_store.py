@@ -16,7 +16,7 @@ from sdk.engine.scheduling.request import Request
 from sdk.engine.scheduling.scheduler import Scheduler
 from sdk.errors import OutOfMemoryError, RequestError
 from sdk.executors.base import Executor
-from sdk.kernels.ladder import page_level
+from sdk.kernels.kv_tiers import page_tier
 from sdk.params import SamplingParams
 from sdk.quant.spec import KVSpec
 
@@ -115,20 +115,20 @@ class PrefixStore:
         if len(pages) < len(keys):
             return None
         locations = self._scheduler.pool.locations(pages)
-        level = min(page_level(location)[0] for location in locations)
+        tier = min(page_tier(location)[0] for location in locations)
         layers = []
         step = max(_MAX_TOKENS // self._scheduler.config.page_size, 1)
         for layer in range(self._spec.num_layers):
             parts = []
             for begin in range(0, len(pages), step):
                 some = locations[begin : begin + step]
-                answers = self._executor.on_ranks(read_layer, layer, some, level)
+                answers = self._executor.on_ranks(read_layer, layer, some, tier)
                 parts.append(joined(answers, self._spec.kv_heads))
             rows = parts[0].rows
             if len(parts) > 1:
                 rows = np.concatenate([part.rows for part in parts])
             layers.append(LayerKV(rows, parts[0].centre))
-        return StoredKV(self._spec.levels[level], tuple(layers))
+        return StoredKV(self._spec.tiers[tier], tuple(layers))
 
     def restore(
         self, token_ids: Sequence[int], salt: str | None, stored: StoredKV, *, pin: bool

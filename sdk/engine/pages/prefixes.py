@@ -15,9 +15,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from sdk.engine.pages.ladder_pool import LadderPool
 from sdk.engine.pages.page_pool import PageKey, PagePool, root_digest
 from sdk.engine.pages.swap import SwapSpace
+from sdk.engine.pages.tiered_pool import TieredPagePool
 from sdk.engine.plan import Copy, Swap
 from sdk.engine.scheduling.request import Request
 
@@ -41,12 +41,12 @@ class Prefixes:
         pool: PagePool,
         kv_type: str,
         num_swap_pages: int = 0,
-        ladder: LadderPool | None = None,
+        tiered: TieredPagePool | None = None,
     ) -> None:
         self.pool = pool
-        self._ladder = ladder  # the pool, if it has tiers
-        num_levels = 1 if ladder is None else len(ladder.bits)
-        self.swap = SwapSpace(num_swap_pages, pool.copies, num_levels)
+        self._tiered = tiered  # the pool, if it has tiers
+        num_tiers = 1 if tiered is None else len(tiered.bits)
+        self.swap = SwapSpace(num_swap_pages, pool.copies, num_tiers)
         self.pending: dict[bytes, Request] = {}  # page digest -> the running request writing it
         self.restored = 0  # pages written from snapshots
         self._kv_type = kv_type
@@ -74,12 +74,12 @@ class Prefixes:
         if not request.uses_prefix_cache:
             return Prefix([], [])
         keys = request.keys[: (num_tokens - 1) // size]
-        pages, deepest = self.pool.match(keys), 0
-        if self._ladder is not None:
-            deepest = self._ladder.deepest(request.params.kv_min_bits)
-            pages = self._ladder.leading_pages(pages, deepest)
+        pages, lowest_tier = self.pool.match(keys), 0
+        if self._tiered is not None:
+            lowest_tier = self._tiered.lowest_tier(request.params.kv_min_bits)
+            pages = self._tiered.leading_pages(pages, lowest_tier)
         rest = keys[len(pages) :]
-        swapped = rest[: self.swap.match(rest, deepest)]
+        swapped = rest[: self.swap.match(rest, lowest_tier)]
         known = len(pages) + len(swapped)
         if known < len(keys) and keys[known].digest in self.pending:
             request.waits_for = keys[known].digest
@@ -98,13 +98,13 @@ class Prefixes:
             for one, prefix in zip(sequences, found, strict=True)
         ]
         keys = [key for prefix in found for key in prefix.swapped]
-        levels = [self.swap.level(key) for key in keys]
+        tiers = [self.swap.tier(key) for key in keys]
         held = self.swap.hold(keys)
         hits = [page for prefix in found for page in prefix.pages]
-        pages = pool.acquire(hits, sum(num_new), spare=spare, levels=levels)
+        pages = pool.acquire(hits, sum(num_new), spare=spare, tiers=tiers)
         if pages is None:
             self.swap.put_back(held)
-            return sum(num_new) - sum(level > 0 for level in levels)
+            return sum(num_new) - sum(tier > 0 for tier in tiers)
         loaded, new = pages[len(hits) :][: len(keys)], pages[len(hits) + len(keys) :]
         for one, prefix, num in zip(sequences, found, num_new, strict=True):
             count = len(prefix.swapped)

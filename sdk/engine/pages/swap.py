@@ -28,7 +28,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from sdk.engine.pages.buddy import BuddyAllocator
 from sdk.engine.pages.page_pool import PageKey
 from sdk.engine.plan import Copy, Swap
-from sdk.kernels.ladder import page_id, page_level
+from sdk.kernels.kv_tiers import page_id, page_tier
 
 logger = logging.getLogger("sdk")
 
@@ -41,13 +41,13 @@ class SwapSpace:
     could not be written.
     """
 
-    def __init__(self, num_slots: int, copies: list[Copy], num_levels: int = 1) -> None:
+    def __init__(self, num_slots: int, copies: list[Copy], num_tiers: int = 1) -> None:
         self.num_slots = num_slots
         self.stored = 0
         self.loaded = 0
         self.failed = 0
         self._copies = copies
-        self._slabs = BuddyAllocator(range(num_slots), num_levels)
+        self._slabs = BuddyAllocator(range(num_slots), num_tiers)
         # digest -> key and slot; least recently used first
         self._known: OrderedDict[bytes, tuple[PageKey, int]] = OrderedDict()
 
@@ -59,50 +59,50 @@ class SwapSpace:
     def counts(self) -> list[int]:
         """Stored pages by tier."""
         slots = list(self._known.values())  # in one call: a step may run in another thread
-        levels = [page_level(slot)[0] for _, slot in slots]
-        return [levels.count(level) for level in range(len(self._slabs.free))]
+        tiers = [page_tier(slot)[0] for _, slot in slots]
+        return [tiers.count(tier) for tier in range(len(self._slabs.free))]
 
-    def level(self, key: PageKey) -> int:
+    def tier(self, key: PageKey) -> int:
         """The tier of a stored page."""
-        return page_level(self._known[key.digest][1])[0]
+        return page_tier(self._known[key.digest][1])[0]
 
-    def match(self, keys: Sequence[PageKey], deepest: int = 0) -> int:
+    def match(self, keys: Sequence[PageKey], lowest_tier: int = 0) -> int:
         """How many of the first ``keys`` are stored, none below a tier. Changes nothing."""
         count = 0
         for key in keys:
             found = self._known.get(key.digest)
-            if found is None or found[0] != key or page_level(found[1])[0] > deepest:
+            if found is None or found[0] != key or page_tier(found[1])[0] > lowest_tier:
                 break
             count += 1
         return count
 
     def store(self, location: int, key: PageKey) -> None:
         """Copy out the page at ``location``, which is about to be overwritten."""
-        level, _ = page_level(location)
+        tier, _ = page_tier(location)
         if key.digest in self._known:
-            if self.level(key) <= level:
+            if self.tier(key) <= tier:
                 return
             self.drop(key.digest)
-        while not self._slabs.fits([0] * level + [1]):
+        while not self._slabs.fits([0] * tier + [1]):
             if not self._known:
                 return  # all slots are being read
-            self._evict(level)
-        slot = page_id(level, self._slabs.allocate(level))
+            self._evict(tier)
+        slot = page_id(tier, self._slabs.allocate(tier))
         self._known[key.digest] = key, slot
         self._copies.append(Swap(location, slot, out=True))
         self.stored += 1
 
-    def _evict(self, level: int) -> None:
+    def _evict(self, tier: int) -> None:
         """Forget the oldest page, and its neighbours if a page of this tier is larger."""
         oldest, (_, slot) = next(iter(self._known.items()))
-        smaller, index = page_level(slot)
-        if smaller <= level:
+        smaller, index = page_tier(slot)
+        if smaller <= tier:
             self.drop(oldest)
             return
-        within = index >> smaller - level
+        within = index >> smaller - tier
         for digest, (_, slot) in list(self._known.items()):
-            smaller, index = page_level(slot)
-            if smaller > level and index >> smaller - level == within:
+            smaller, index = page_tier(slot)
+            if smaller > tier and index >> smaller - tier == within:
                 self.drop(digest)
 
     def hold(self, keys: Iterable[PageKey]) -> dict[PageKey, int]:
@@ -143,7 +143,7 @@ class SwapSpace:
         """Forget a page, if it is stored."""
         found = self._known.pop(digest, None)
         if found is not None:
-            self._slabs.release(*page_level(found[1]))
+            self._slabs.release(*page_tier(found[1]))
 
     def clear(self) -> None:
         """Forget all pages."""
@@ -152,6 +152,6 @@ class SwapSpace:
 
     def check(self) -> None:
         """Assert that every slot is free or has one page."""
-        slots = [page_level(slot) for _, slot in self._known.values()]
+        slots = [page_tier(slot) for _, slot in self._known.values()]
         self._slabs.check(slots, range(self.num_slots))
         assert all(digest == key.digest for digest, (key, _) in self._known.items())

@@ -35,7 +35,7 @@ def centre_keys(cache: KVCache, model: CausalLM) -> None:
     ranks of a model must call it together.
     """
     spec = cache.spec
-    lowest = spec.levels[-1]
+    lowest = spec.tiers[-1]
     centred = [lowest.parts(layer)[0].type.centred for layer in range(spec.num_layers)]
     if not any(centred) or not isinstance(model, Decoder) or not model.shift_invariant:
         return
@@ -47,7 +47,7 @@ def centre_keys(cache: KVCache, model: CausalLM) -> None:
 
 
 def _with_centre(pages: KVPages, centre: Tensor) -> KVPages:
-    """The pages with this centre, also in a ladder's lower levels."""
+    """The pages with this centre, also in the lower tiers."""
     below = None if pages.below is None else _with_centre(pages.below, centre)
     return replace(pages, k_centre=centre, below=below)
 

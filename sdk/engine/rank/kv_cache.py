@@ -17,7 +17,7 @@ from sdk.engine.rank.runner_config import RunnerConfig
 from sdk.engine.rank.swap_storage import SwapStorage
 from sdk.errors import OutOfMemoryError, RequestError
 from sdk.kernels.kv_pages import KVPages
-from sdk.kernels.ladder import KEPT_PAGES, page_level
+from sdk.kernels.kv_tiers import KEPT_PAGES, page_tier
 from sdk.kernels.ops import Ops
 from sdk.models.config import ModelConfig
 from sdk.models.parallel import Mesh
@@ -90,7 +90,7 @@ class KVCache:
     ``first_head``: the first of the model's key/value heads that this rank holds.
     ``num_swap_pages`` more pages are in swap space: see
     :class:`~sdk.engine.rank.swap_storage.SwapStorage`. ``keep``: pages at both ends of a request
-    that stay in a ladder's first type.
+    that stay in the first tier.
     """
 
     def __init__(
@@ -129,14 +129,14 @@ class KVCache:
         else:
             memory = self._on_device(size)
         below: Sequence[KVPages | None] = [None] * spec.num_layers
-        for index, level in reversed(list(enumerate(spec.levels))):
+        for index, tier in reversed(list(enumerate(spec.tiers))):
             self.layers = []
             pages = memory.view(num_pages << index, spec.page_bytes >> index)
             offset = 0
             for layer, lower in enumerate(below):
-                own = _layer(pages, level, layer, offset, self._keys_transposed)
+                own = _layer(pages, tier, layer, offset, self._keys_transposed)
                 self.layers.append(replace(own, below=lower))
-                offset += level.layer_bytes(layer)
+                offset += tier.layer_bytes(layer)
             below = self.layers
         self._memory = memory
         num_swap_pages, swap_path = self._swap
@@ -159,7 +159,7 @@ class KVCache:
         return self._mapping is not None and hasattr(self._mapping, "madvise")
 
     def copy(self, copies: Sequence[Copy], ops: Ops) -> None:
-        """Copy pages to and from the swap space and move pages of a ladder, in the order given."""
+        """Copy pages to and from the swap space and move tiered pages, in the order given."""
         for one in copies:
             if isinstance(one, Swap):
                 assert self._storage is not None
@@ -177,8 +177,8 @@ class KVCache:
         return {} if self._storage is None else self._storage.unwritten()
 
     def _move(self, source: int, target: int, ops: Ops) -> None:
-        """Copy a page within its level or recode it for a lower one."""
-        (above, index), (below, at) = page_level(source), page_level(target)
+        """Copy a page within its tier or recode it for a lower one."""
+        (above, index), (below, at) = page_tier(source), page_tier(target)
         if above == below:
             pages = self._memory.view(self.num_pages << above, self.spec.page_bytes >> above)
             pages[at] = pages[index]

@@ -6,7 +6,7 @@ of the value, and the scales of both if there are any. Types with ``hadamard`` a
 the centre of their keys subtracted; others are neither. Rows go into pages of the same type bit for
 bit; for other types they are decoded and encoded again.
 
-Pages of a ladder are read as rows of one type, that of the best of them.
+Tiered pages are read as rows of one type, that of the best of them.
 
 The functions that take a runner run on every rank (see ``Executor.on_ranks``).
 """
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sdk.kernels.kv_pages import KVPages
-from sdk.kernels.ladder import page_level
+from sdk.kernels.kv_tiers import page_tier
 from sdk.kernels.reference.page_codes import encode, mixed
 from sdk.quant.spec import KVPart, KVSpec
 
@@ -84,7 +84,7 @@ class _Side(NamedTuple):
 
 
 def _in_pages(spec: KVSpec, layer: int, kv: KVPages) -> tuple[_Side, _Side]:
-    """How a layer's keys and values are stored in pages of one level."""
+    """How a layer's keys and values are stored in pages of one tier."""
     k, v = spec.parts(layer)
     return _Side(k, kv.k_mixed, kv.k_centre), _Side(v, kv.v_mixed)
 
@@ -96,18 +96,18 @@ def _in_rows(spec: KVSpec, layer: int, centre: Tensor | None) -> tuple[_Side, _S
 
 
 def read_layer(
-    runner: ModelRunner, layer: int, places: list[int], level: int
+    runner: ModelRunner, layer: int, places: list[int], tier: int
 ) -> tuple[int, LayerKV]:
-    """The contents of these pages for the rank's own heads as rows of the type of a ladder's level
-    (0 without a ladder), and the first of the heads.
+    """The contents of these pages for the rank's own heads as rows of the type of a tier
+    (0 without a tiered cache), and the first of the heads.
     """
-    levels, specs = runner.kv.layers[layer].levels, runner.kv.spec.levels
-    mixes = specs[level].parts(layer)[0].type.hadamard
-    centre = levels[0].k_centre if mixes else None
-    to = _in_rows(specs[level], layer, centre)
+    tiers, specs = runner.kv.layers[layer].levels, runner.kv.spec.tiers
+    mixes = specs[tier].parts(layer)[0].type.hadamard
+    centre = tiers[0].k_centre if mixes else None
+    to = _in_rows(specs[tier], layer, centre)
     parts = []
-    for lies, run in groupby(map(page_level, places), key=lambda place: place[0]):
-        kv = levels[lies]
+    for lies, run in groupby(map(page_tier, places), key=lambda place: place[0]):
+        kv = tiers[lies]
         at = torch.tensor([index for _, index in run], device=kv.k.device)
         sides = zip(
             _in_pages(specs[lies], layer, kv),
@@ -156,7 +156,7 @@ def write_layer(
 ) -> None:
     """Fill these pages with ``stored`` tokens of all heads, whose types are those of ``source``.
 
-    The pages are whole ones, in a ladder of its first type.
+    The pages are whole ones, in a tiered cache of its first type.
     """
     kv = runner.kv.layers[layer]
     first, count = runner.kv.first_head, kv.k.shape[1]
@@ -167,7 +167,7 @@ def write_layer(
     if stored.centre is not None:
         theirs = torch.from_numpy(stored.centre[first : first + count].copy()).to(device)
     at = torch.tensor(pages, device=device)
-    own = _in_pages(runner.kv.spec.levels[0], layer, kv)
+    own = _in_pages(runner.kv.spec.tiers[0], layer, kv)
     sides = zip(_in_rows(source, layer, theirs), own, strict=True)
     for side, (given, wanted) in enumerate(sides):
         codes, scales = columns[side], columns[side + 2]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sdk.engine.pages.ladder_pool import moves_to_lowest_tier
+from sdk.engine.pages.tiered_pool import moves_to_lowest_tier
 from sdk.engine.plan import RequestStart, Sampled, StepPlan, StepResult, StepRow
 from sdk.engine.rank.device_graphs import DeviceGraphs
 from sdk.engine.rank.eager import Eager

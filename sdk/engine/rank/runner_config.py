@@ -10,7 +10,7 @@ import torch
 
 from sdk.engine.pages.disk_space import reserved_file
 from sdk.kernels.context import Compute
-from sdk.kernels.ladder import KEPT_PAGES
+from sdk.kernels.kv_tiers import KEPT_PAGES
 from sdk.kernels.offload import Offload, OnDisk, OnHost
 from sdk.kernels.ops import Ops
 from sdk.loaders.open import open_checkpoint

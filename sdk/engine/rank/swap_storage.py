@@ -11,13 +11,13 @@ from torch import Tensor
 
 from sdk.engine.pages.disk_space import reserved_file
 from sdk.engine.plan import Swap
-from sdk.kernels.ladder import page_level
+from sdk.kernels.kv_tiers import page_tier
 
 
 class SwapStorage:
     """``num_slots`` pages in addition to those of a cache, ``pages`` uint8 ``[num_pages,
-    page_bytes]``. In a ladder a slot holds one page of the first type, two of the second or four
-    of the third.
+    page_bytes]``. In a tiered cache a slot holds one page of the first type, two of the second or
+    four of the third.
 
     Without a ``folder`` they are in main memory, which the system provides when a slot is first
     written. For a GPU that memory is pinned, and copies run in the order of its stream. With a
@@ -63,8 +63,8 @@ class SwapStorage:
 
     def _part(self, page: int) -> slice:
         """The bytes of a page or slot within all of them."""
-        level, index = page_level(page)
-        size = self._page_bytes >> level
+        tier, index = page_tier(page)
+        size = self._page_bytes >> tier
         return slice(index * size, (index + 1) * size)
 
     def _through_file(self, slot: int, page: Any, part: slice, *, out: bool) -> None:

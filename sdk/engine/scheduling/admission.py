@@ -97,10 +97,10 @@ class Admission:
     def _swapped_in(self, found: list[Prefix], now: float) -> tuple[RequestEvent, ...]:
         """One event for each KV type among the pages that came back from the swap space."""
         swap, bits = self._prefixes.swap, self._config.kv_bits
-        counts = Counter(swap.level(key) for prefix in found for key in prefix.swapped)
+        counts = Counter(swap.tier(key) for prefix in found for key in prefix.swapped)
         return tuple(
-            RequestEvent(now, "swapped_in", num_pages=count, kv_bits=bits[level])
-            for level, count in counts.items()
+            RequestEvent(now, "swapped_in", num_pages=count, kv_bits=bits[tier])
+            for tier, count in counts.items()
         )
 
     def _may_grow(self, request: Request) -> int:

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
-from sdk.engine.pages.ladder_pool import check_min_bits
 from sdk.engine.pages.prefixes import Prefixes
+from sdk.engine.pages.tiered_pool import check_min_bits
 from sdk.engine.plan import Sampled
 from sdk.engine.scheduling.in_flight import InFlightBatches
 from sdk.engine.scheduling.negative_prompt import longest_answer

@@ -42,9 +42,9 @@ from collections import Counter
 from collections.abc import Callable
 from itertools import chain
 
-from sdk.engine.pages.ladder_pool import LadderPool, lowest_tiers
 from sdk.engine.pages.page_pool import PagePool
 from sdk.engine.pages.prefixes import Prefixes
+from sdk.engine.pages.tiered_pool import TieredPagePool, lowest_tiers
 from sdk.engine.plan import RequestStart, StepPlan, StepResult, StepRow
 from sdk.engine.scheduling.admission import Admission
 from sdk.engine.scheduling.commit import Committer
@@ -74,12 +74,14 @@ class Scheduler:
         self, config: SchedulerConfig, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.config = config
-        self.ladder: LadderPool | None = None
+        self.tiered_pool: TieredPagePool | None = None
         pages = config.num_pages, config.page_size, config.enable_prefix_caching
         if len(config.kv_bits) > 1:
-            self.ladder = LadderPool(*pages, config.first_pages, config.kv_bits, self._lowest_tiers)
-        self.pool = self.ladder or PagePool(*pages, limit=config.first_pages)
-        self.prefixes = Prefixes(self.pool, config.kv_type, config.num_swap_pages, self.ladder)
+            self.tiered_pool = TieredPagePool(
+                *pages, config.first_pages, config.kv_bits, self._lowest_tiers
+            )
+        self.pool = self.tiered_pool or PagePool(*pages, limit=config.first_pages)
+        self.prefixes = Prefixes(self.pool, config.kv_type, config.num_swap_pages, self.tiered_pool)
         self._in_flight = InFlightBatches()
         self.queues = RequestQueues(config, self.prefixes, self._in_flight, clock)
         self.admission = Admission(config, self.queues, self.prefixes)
@@ -245,8 +247,8 @@ class Scheduler:
             tuple(self.queues.take_dropped()),
             self.pool.take_copies(),
         )
-        if self.ladder is not None:
-            plan = self._with_locations(plan, self.ladder)
+        if self.tiered_pool is not None:
+            plan = self._with_locations(plan, self.tiered_pool)
         batch = Batch(plan, [sequence for sequence, _ in rows], num_decodes)
         self._in_flight.batches.append(batch)
         return batch
@@ -268,9 +270,9 @@ class Scheduler:
                 return self.min_concurrent_tokens
         return tokens
 
-    def _with_locations(self, plan: StepPlan, ladder: LadderPool) -> StepPlan:
+    def _with_locations(self, plan: StepPlan, tiered: TieredPagePool) -> StepPlan:
         """The plan with its pages' locations. Requests get events for pages that were recoded."""
-        if lowered := ladder.take_recoded():
+        if lowered := tiered.take_recoded():
             now = self.queues.clock()
             for request in self.queues.running:
                 pages = (page for one in request.sequences for page in one.pages)
@@ -279,7 +281,7 @@ class Scheduler:
                     RequestEvent(now, "recoded", num_pages=count, kv_bits=kind)
                     for kind, count in bits.items()
                 )
-        return ladder.with_locations(plan)
+        return tiered.with_locations(plan)
 
     def _plan_again(self, last: Batch) -> Batch | None:
         """The rows of the last plan again. ``None``: a request may start, or pages are missing.
@@ -304,8 +306,8 @@ class Scheduler:
         self._step_id += 1
         copies = self.pool.take_copies()
         plan = StepPlan(self._step_id, last.plan.rows, new_pages=tuple(new_pages), copies=copies)
-        if self.ladder is not None:
-            plan = self._with_locations(plan, self.ladder)
+        if self.tiered_pool is not None:
+            plan = self._with_locations(plan, self.tiered_pool)
         batch = in_flight.repeatable = Batch(plan, last.sequences, last.num_decodes)
         if not (new_pages or copies):
             in_flight.same = batch
@@ -417,8 +419,9 @@ class Scheduler:
                 sequence.publishes = False
 
     def _lowest_tiers(self) -> dict[int, int]:
-        keep = self.config.kv_keep
-        return {} if self.ladder is None else lowest_tiers(self.queues.running, self.ladder, keep)
+        if self.tiered_pool is None:
+            return {}
+        return lowest_tiers(self.queues.running, self.tiered_pool, self.config.kv_keep)
 
     def check(self) -> None:
         """Assert that queues, pages and counters agree (tests call it after every event)."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from sdk.engine.scheduling.policy import POLICIES, PolicyName
 from sdk.errors import RequestError
-from sdk.kernels.ladder import KEPT_PAGES
+from sdk.kernels.kv_tiers import KEPT_PAGES
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""A ladder of KV types beside a swap space: what went down goes out, and comes back as it was."""
+"""Tiered KV pages in the swap space: they come back with the same bits."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _one(llm: LLM, number: int, params: SamplingParams = PARAMS) -> RequestOutpu
 
 @pytest.fixture(scope="module")
 def lowered(tiny_path: Path) -> tuple[tuple[object, ...], list[np.ndarray]]:
-    """The answer to the last prompt from pages of a ladder that stayed where they were, and what
+    """The answer to the last prompt from tiered pages that stayed where they were, and what
     is in them."""
     with _with_pages(tiny_path, 44) as llm:
         llm.generate(PROMPTS, PARAMS)

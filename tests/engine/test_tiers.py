@@ -1,4 +1,4 @@
-"""Pages that go down a ladder of types before anybody loses one."""
+"""Pages that move to lower tiers before any is evicted."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sdk.errors import RequestError
 
 def pages(r) -> dict[int, int]:
     """In the cache, by their bits."""
-    return dict(zip(r.scheduler.ladder.bits, r.scheduler.ladder._counts, strict=True))
+    return dict(zip(r.scheduler.tiered_pool.bits, r.scheduler.tiered_pool._counts, strict=True))
 
 
 def prompt(number: int, tokens: int) -> list[int]:
@@ -28,7 +28,7 @@ def test_requests_that_need_more_pages_than_there_are_run_together(rig):
     r.assert_answers()
     assert running == 4
     assert r.scheduler.queues.num_preemptions == 0
-    assert r.scheduler.ladder.lowered > 0
+    assert r.scheduler.tiered_pool.lowered > 0
 
 
 def test_without_need_no_page_goes_down(rig):
@@ -36,7 +36,7 @@ def test_without_need_no_page_goes_down(rig):
     for i in range(4):
         r.add(str(i), prompt(i, 12), max_tokens=4)
     r.run()
-    assert r.scheduler.ladder.lowered == 0
+    assert r.scheduler.tiered_pool.lowered == 0
     assert not any(plan.copies for plan in r.runner.plans)
 
 
@@ -48,7 +48,7 @@ def test_cached_pages_go_down_before_those_of_requests_and_before_any_is_evicted
     r.step()
     r.step()  # which needs a ninth page
     assert pages(r) == {16: 7, 8: 2, 4: 0}
-    assert r.scheduler.ladder.lowered == 2
+    assert r.scheduler.tiered_pool.lowered == 2
     assert r.pool.num_cached == 4 and r.pool.evictions == 0
     r.run()
     r.assert_answers()
@@ -61,7 +61,7 @@ def test_a_floor_keeps_the_pages_of_its_request(rig):
     r.add("any", prompt(2, 16), max_tokens=12)
     r.run()  # the runner checks the floors
     r.assert_answers()
-    assert r.scheduler.ladder.lowered > 0
+    assert r.scheduler.tiered_pool.lowered > 0
 
 
 @pytest.mark.parametrize(
@@ -72,13 +72,13 @@ def test_pages_to_keep_at_both_ends_of_a_request_stay_in_the_first_type(rig, kee
     r = rig(num_pages=10, kv_bits=(16, 8), kv_keep=keep, enable_prefix_caching=False)
     one = r.add("one", prompt(0, 25), max_tokens=3)
     r.step()
-    free = r.scheduler.ladder.num_available
+    free = r.scheduler.tiered_pool.num_available
     r.add("other", prompt(1, 4 * free - 1), max_tokens=1)
     r.step()
-    levels = [r.scheduler.ladder.level(page) for page in one.pages]
+    tiers = [r.scheduler.tiered_pool.tier(page) for page in one.pages]
     assert free == 9 - 7 + len(coarse) // 2
-    assert {i for i, level in enumerate(levels) if level} <= coarse
-    assert sum(levels) >= len(coarse) // 2 * 2
+    assert {i for i, tier in enumerate(tiers) if tier} <= coarse
+    assert sum(tiers) >= len(coarse) // 2 * 2
     r.run()
     r.assert_answers()
 
@@ -102,17 +102,17 @@ def test_a_prefix_below_the_floor_is_a_miss_and_the_better_copy_is_known_from_th
 def test_half_empty_slabs_become_full_ones_without_loss(rig):
     """Every second of the lowered pages is given back: what is left moves together."""
     r = rig(num_pages=9, kv_bits=(16, 8), enable_prefix_caching=False, max_num_seqs=8)
-    pool, ladder = r.pool, r.scheduler.ladder
+    pool, tiered = r.pool, r.scheduler.tiered_pool
     pages = pool.acquire((), 8)
-    ladder._lowest_tiers = lambda: dict.fromkeys(pages, 1)
+    tiered._lowest_tiers = lambda: dict.fromkeys(pages, 1)
     more = pool.acquire((), 4)
-    assert ladder.lowered == 8 and pool.num_free == 0
-    ladder._lowest_tiers = dict
+    assert tiered.lowered == 8 and pool.num_free == 0
+    tiered._lowest_tiers = dict
     pool.release(pages[::2])
     assert pool.num_available == 2
-    before = ladder.lowered
+    before = tiered.lowered
     rest = pool.acquire((), 2)
-    assert ladder.lowered == before and len(rest) == 2
+    assert tiered.lowered == before and len(rest) == 2
     pool.check([pages[1::2], more, rest])
 
 

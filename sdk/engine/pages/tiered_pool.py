@@ -30,11 +30,11 @@ from sdk.engine.plan import Move, StepPlan
 from sdk.engine.scheduling.request import Request
 from sdk.engine.scheduling.scheduler_config import SchedulerConfig
 from sdk.errors import RequestError
-from sdk.kernels.ladder import page_id, page_level
+from sdk.kernels.kv_tiers import page_id, page_tier
 from sdk.quant.spec import KVSpec
 
 
-class LadderPool(PagePool):
+class TieredPagePool(PagePool):
     """See above. ``bits``: of each tier, the first tier first. ``num_pages`` and ``capacity`` count
     pages of the first tier, ``lowered`` the moves to a lower tier. Slab 0 is reserved: a page
     passes through it when it moves within its own slab.
@@ -51,9 +51,9 @@ class LadderPool(PagePool):
         bits: Sequence[int],
         lowest: Callable[[], Mapping[int, int]],
     ) -> None:
-        self._deepest = len(bits) - 1
-        self._units = 1 << self._deepest  # parts of a slab
-        super().__init__(((num_pages - 1) << self._deepest) + 1, page_size, enable_prefix_caching)
+        self._last_tier = len(bits) - 1
+        self._units = 1 << self._last_tier  # parts of a slab
+        super().__init__(((num_pages - 1) << self._last_tier) + 1, page_size, enable_prefix_caching)
         limit = num_pages if limit is None else limit
         self.capacity = limit - 1
         self.bits = tuple(bits)
@@ -82,17 +82,17 @@ class LadderPool(PagePool):
     def num_withheld(self) -> int:
         return len(self._withheld_slabs)
 
-    def level(self, page: int) -> int:
+    def tier(self, page: int) -> int:
         """The tier of a page; 0 is the first."""
-        return page_level(self._locations[page])[0]
+        return page_tier(self._locations[page])[0]
 
-    def deepest(self, min_bits: int | None) -> int:
+    def lowest_tier(self, min_bits: int | None) -> int:
         """The lowest tier with at least ``min_bits`` bits; the lowest of all for ``None``."""
         return sum(bits >= (min_bits or 0) for bits in self.bits) - 1
 
-    def leading_pages(self, pages: Sequence[int], deepest: int) -> list[int]:
+    def leading_pages(self, pages: Sequence[int], lowest_tier: int) -> list[int]:
         """The leading ``pages`` that are not below a tier."""
-        coarse = (i for i, page in enumerate(pages) if self.level(page) > deepest)
+        coarse = (i for i, page in enumerate(pages) if self.tier(page) > lowest_tier)
         return list(pages[: next(coarse, len(pages))])
 
     def metrics(self, swapped: Sequence[int]) -> dict[str, float]:
@@ -107,12 +107,12 @@ class LadderPool(PagePool):
     # Owners
 
     def acquire(
-        self, hits: Sequence[int], num_new: int, *, spare: int = 0, levels: Sequence[int] = ()
+        self, hits: Sequence[int], num_new: int, *, spare: int = 0, tiers: Sequence[int] = ()
     ) -> list[int] | None:
         """See :meth:`PagePool.acquire`; moves pages to lower tiers to make room."""
-        wanted = [*levels, *[0] * (num_new - len(levels))]
-        counts = [wanted.count(level) for level in range(self._deepest + 1)]
-        units = sum(self._units >> level for level in wanted)
+        wanted = [*tiers, *[0] * (num_new - len(tiers))]
+        counts = [wanted.count(tier) for tier in range(self._last_tier + 1)]
+        units = sum(self._units >> tier for tier in wanted)
         slabs = -(-units // self._units)
         if self.on_shortage is not None and not self._slabs.fits(counts):
             self.on_shortage(slabs - self.num_free, False)
@@ -131,9 +131,9 @@ class LadderPool(PagePool):
         if not self._slabs.fits(counts):
             self._make_room(counts, set(hits), lowest)
         new = []
-        for level in wanted:
+        for tier in wanted:
             page = self._free.pop()
-            self._put(page, page_id(level, self._slabs.allocate(level)))
+            self._put(page, page_id(tier, self._slabs.allocate(tier)))
             self._references[page] = 1
             new.append(page)
         return [*hits, *new]
@@ -172,7 +172,7 @@ class LadderPool(PagePool):
     def publish(self, page: int, key: PageKey) -> None:
         """See :meth:`PagePool.publish`; of two pages with equal keys the higher tier is known."""
         known = self._known.get(key.digest)
-        if known is not None and self.level(known) > self.level(page):
+        if known is not None and self.tier(known) > self.tier(page):
             self.forget([known])
         super().publish(page, key)
 
@@ -191,21 +191,21 @@ class LadderPool(PagePool):
         held.update(hits)
         staying = set(hits)
         for page in held:
-            level = self.level(page)
+            tier = self.tier(page)
             if page not in staying:
-                level = max(level, lowest.get(page, 0))
-            units += self._units >> level
+                tier = max(tier, lowest.get(page, 0))
+            units += self._units >> tier
         return self.capacity - -(-units // self._units)
 
     def _make_room(
         self, counts: Sequence[int], staying: set[int], lowest: Mapping[int, int]
     ) -> None:
         """Free ``counts`` blocks of the tiers. They are known to be obtainable."""
-        limits = {**dict.fromkeys(self._cached, self._deepest), **lowest}
-        queues: list[deque[int]] = [deque() for _ in range(self._deepest)]
+        limits = {**dict.fromkeys(self._cached, self._last_tier), **lowest}
+        queues: list[deque[int]] = [deque() for _ in range(self._last_tier)]
         for page, limit in limits.items():
-            if page not in staying and (level := self.level(page)) < limit:
-                queues[level].append(page)
+            if page not in staying and (tier := self.tier(page)) < limit:
+                queues[tier].append(page)
         while not self._slabs.fits(counts):
             if self._compact():
                 continue
@@ -215,20 +215,20 @@ class LadderPool(PagePool):
                 continue
             page = queue.popleft()
             self._lower(page)
-            if self.level(page) < limits[page]:
-                queues[self.level(page)].append(page)
+            if self.tier(page) < limits[page]:
+                queues[self.tier(page)].append(page)
 
     def _lower(self, page: int) -> None:
         """Move a page one tier down: into a free block, else into the first half of its own."""
-        level, index = page_level(self._locations[page])
-        free = self._slabs.take(level + 1)
+        tier, index = page_tier(self._locations[page])
+        free = self._slabs.take(tier + 1)
         if free is None:
-            self._move(page, page_id(level + 1, 0))  # by way of slab 0
-            self._move(page, page_id(level + 1, 2 * index))
-            self._slabs.release(level + 1, 2 * index + 1)
+            self._move(page, page_id(tier + 1, 0))  # by way of slab 0
+            self._move(page, page_id(tier + 1, 2 * index))
+            self._slabs.release(tier + 1, 2 * index + 1)
         else:
-            self._move(page, page_id(level + 1, free))
-            self._slabs.release(level, index)
+            self._move(page, page_id(tier + 1, free))
+            self._slabs.release(tier, index)
         self.lowered += 1
         if self._references[page]:
             self._lowered.add(page)
@@ -238,28 +238,28 @@ class LadderPool(PagePool):
 
         False: no tier has two free blocks.
         """
-        for level in range(self._deepest, 0, -1):
-            free = self._slabs.free[level]
+        for tier in range(self._last_tier, 0, -1):
+            free = self._slabs.free[tier]
             if len(free) >= 2:
                 (first, _), (second, _) = free.popitem(), free.popitem()
-                self._relocate(level, first ^ 1, second)
+                self._relocate(tier, first ^ 1, second)
                 free[first] = None
-                self._slabs.release(level, first ^ 1)
+                self._slabs.release(tier, first ^ 1)
                 return True
         return False
 
-    def _relocate(self, level: int, source: int, target: int) -> None:
+    def _relocate(self, tier: int, source: int, target: int) -> None:
         """Move everything in one block, pages and free parts, to the same parts of another."""
-        for deeper in range(level, self._deepest + 1):
-            parts = 1 << deeper - level
+        for lower in range(tier, self._last_tier + 1):
+            parts = 1 << lower - tier
             for part in range(parts):
                 old, new = source * parts + part, target * parts + part
-                page = self._pages.get(page_id(deeper, old))
+                page = self._pages.get(page_id(lower, old))
                 if page is not None:
-                    self._move(page, page_id(deeper, new))
-                elif old in self._slabs.free[deeper]:
-                    del self._slabs.free[deeper][old]
-                    self._slabs.free[deeper][new] = None
+                    self._move(page, page_id(lower, new))
+                elif old in self._slabs.free[lower]:
+                    del self._slabs.free[lower][old]
+                    self._slabs.free[lower][new] = None
 
     def _move(self, page: int, location: int) -> None:
         self.copies.append(Move(self._locations[page], location))
@@ -270,14 +270,14 @@ class LadderPool(PagePool):
     def _put(self, page: int, location: int) -> None:
         self._locations[page] = location
         self._pages[location] = page
-        self._counts[page_level(location)[0]] += 1
+        self._counts[page_tier(location)[0]] += 1
 
     def _leave(self, page: int) -> tuple[int, int]:
         location = self._locations[page]
-        level, index = page_level(location)
+        tier, index = page_tier(location)
         del self._pages[location]
-        self._counts[level] -= 1
-        return level, index
+        self._counts[tier] -= 1
+        return tier, index
 
     # Plans
 
@@ -297,7 +297,7 @@ class LadderPool(PagePool):
     def take_recoded(self) -> dict[int, int]:
         """Pages of requests that moved to a lower tier since the last call, and their bits now."""
         lowered, self._lowered = self._lowered, set()
-        return {page: self.bits[self.level(page)] for page in lowered}
+        return {page: self.bits[self.tier(page)] for page in lowered}
 
     def _check_capacity(self) -> None:
         withheld = len(self._withheld_slabs)
@@ -309,7 +309,7 @@ class LadderPool(PagePool):
         used = {page for page in range(1, self.num_pages) if page not in set(self._free)}
         assert used == set(self._pages.values()), "a page has no location, or more than one"
         assert all(self._locations[page] == location for location, page in self._pages.items())
-        taken = [page_level(location) for location in self._pages]
+        taken = [page_tier(location) for location in self._pages]
         taken += [(0, slab) for slab in self._withheld_slabs]
         self._slabs.check(taken, range(1, self._num_slabs))
 
@@ -322,7 +322,7 @@ def check_min_bits(request: Request, config: SchedulerConfig) -> None:
 
 
 def lowest_tiers(
-    running: Sequence[Request], pool: LadderPool, keep: tuple[int, int]
+    running: Sequence[Request], pool: TieredPagePool, keep: tuple[int, int]
 ) -> dict[int, int]:
     """The lowest tier allowed for each page of the running requests, last request first.
 
@@ -331,11 +331,11 @@ def lowest_tiers(
     first, last = keep
     lowest: dict[int, int] = {}
     for request in reversed(running):
-        deepest = pool.deepest(request.params.kv_min_bits)
+        lowest_tier = pool.lowest_tier(request.params.kv_min_bits)
         for sequence in request.sequences:
             full = sequence.num_computed // pool.page_size
             for index, page in enumerate(sequence.pages):
-                limit = deepest if first <= index < full - last else 0
+                limit = lowest_tier if first <= index < full - last else 0
                 lowest[page] = min(lowest.get(page, limit), limit)
     return lowest
 
@@ -347,11 +347,11 @@ def moves_to_lowest_tier(
     at the beginning and at the end. Each location must be in a slab that holds nothing else.
     """
     moves: list[Move] = []
-    num_levels, (first, last) = len(spec.levels), keep
-    full = num_computed // spec.page_size if num_levels > 1 else 0
+    num_tiers, (first, last) = len(spec.tiers), keep
+    full = num_computed // spec.page_size if num_tiers > 1 else 0
     for location in pages[first : max(full - last, 0)]:
-        for level in range(page_level(location)[0] + 1, num_levels):
-            passing, below = page_id(level, 0), page_id(level, 2 * page_level(location)[1])
+        for tier in range(page_tier(location)[0] + 1, num_tiers):
+            passing, below = page_id(tier, 0), page_id(tier, 2 * page_tier(location)[1])
             moves += [Move(location, passing), Move(passing, below)]
             location = below
     return moves

@@ -16,7 +16,7 @@ from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.cpu import CpuBackend, open_backend
 from sdk.kernels.errors import KernelError
 from sdk.kernels.kv_pages import KVPages
-from sdk.kernels.ladder import LADDER_PAGE_SIZE, page_id
+from sdk.kernels.kv_tiers import TIER_PAGE_SIZE, page_id
 from sdk.kernels.ops import Ops
 from sdk.kernels.reference.attention import Attention
 from sdk.kernels.reference.page_codes import mixed, page_floats
@@ -24,9 +24,9 @@ from sdk.kernels.reference.recode import RecodePage
 from sdk.kernels.reference.rope import RopeAndCache
 from sdk.quant.spec import KVSpec
 
-LADDER = "float16>int8>int4"
+TIERS = "float16>int8>int4"
 SLABS = 12
-#: Of requests, one page in each slab: places of all levels, in no order.
+#: Of requests, one page in each slab: places of all tiers, in no order.
 PLACES = [
     [page_id(0, 5), page_id(1, 2), page_id(2, 13), page_id(0, 7), page_id(2, 12), page_id(0, 9)],
     [page_id(2, 14), page_id(1, 3), page_id(0, 11)],
@@ -35,8 +35,8 @@ PLACES = [
 LENGTHS = [700, 300, 50]
 
 
-def make_cache(head_dim: int, kv_heads: int, ladder: str = LADDER) -> KVCache:
-    return KVCache(KVSpec(1, kv_heads, head_dim, LADDER_PAGE_SIZE, ladder), SLABS)
+def make_cache(head_dim: int, kv_heads: int, tiers: str = TIERS) -> KVCache:
+    return KVCache(KVSpec(1, kv_heads, head_dim, TIER_PAGE_SIZE, tiers), SLABS)
 
 
 def make_batch(new: list[int]) -> AttentionBatch:
@@ -53,7 +53,7 @@ def make_batch(new: list[int]) -> AttentionBatch:
         context_len=torch.tensor(LENGTHS[: len(new)], dtype=torch.int32),
         page_table=table,
         slots=torch.zeros(len(positions), dtype=torch.int64),
-        page_size=LADDER_PAGE_SIZE,
+        page_size=TIER_PAGE_SIZE,
         max_query_len=max(new),
         max_context_len=max(LENGTHS),
     )
@@ -61,12 +61,12 @@ def make_batch(new: list[int]) -> AttentionBatch:
 
 def fill(pages: KVPages, rope: Any, recode: Any) -> None:
     """Write all positions in float16, then take each page to where it belongs."""
-    count, (kv_heads, head_dim) = LADDER_PAGE_SIZE, (pages.k.shape[1], pages.head_dim)
+    count, (kv_heads, head_dim) = TIER_PAGE_SIZE, (pages.k.shape[1], pages.head_dim)
     random = torch.Generator().manual_seed(1)
     still = torch.zeros(count, 0)
     for place in [place for places in PLACES for place in places]:
-        level, index = place >> 28, place & (1 << 28) - 1
-        slab = 2 if level else index
+        tier, index = place >> 28, place & (1 << 28) - 1
+        slab = 2 if tier else index
         batch = replace(
             make_batch([1]),
             positions=torch.arange(count),
@@ -74,8 +74,8 @@ def fill(pages: KVPages, rope: Any, recode: Any) -> None:
         )
         q, k, v = torch.randn(3, count, kv_heads, head_dim, generator=random) * 3
         rope.run(q, k, v, still, still, batch, pages)
-        if level:
-            recode.bind([pages])(0, slab, level, index)
+        if tier:
+            recode.bind([pages])(0, slab, tier, index)
 
 
 def expected(pages: KVPages, batch: AttentionBatch, q: Tensor, window: int | None) -> Tensor:
@@ -159,8 +159,8 @@ def test_a_recoded_page_has_the_bits_of_the_reference(
     backend: CpuBackend, head_dim: int, above: int, below: int, dtype: str
 ) -> None:
     [recode] = backend.implementations("recode_page")
-    ladder = f"{dtype}>int8>int4"
-    first, second = (make_cache(head_dim, 3, ladder).layers[0] for _ in range(2))
+    tiers = f"{dtype}>int8>int4"
+    first, second = (make_cache(head_dim, 3, tiers).layers[0] for _ in range(2))
     for pages in (first, second):
         fill(pages, RopeAndCache(), RecodePage())
         pages.v[5, 1, 17] = float("nan")  # stays visible in its group
@@ -180,7 +180,7 @@ def test_floats_are_written_mixed_and_without_their_centre(backend: CpuBackend) 
     [pages] = make_cache(64, 2).layers
     centre = torch.linspace(-4, 4, 128).view(2, 64)
     pages = replace(pages, k_centre=centre)
-    count = LADDER_PAGE_SIZE
+    count = TIER_PAGE_SIZE
     q, k, v = torch.randn(3, count, 2, 64, generator=torch.Generator().manual_seed(3))
     batch = replace(
         make_batch([1]), positions=torch.arange(count), slots=torch.arange(count) + 2 * count
@@ -209,7 +209,7 @@ def test_a_page_goes_down_only() -> None:
     [pages] = make_cache(64, 1).layers
     recode = ops.page_recoder([pages])
     for source, target in [(page_id(1, 4), page_id(1, 5)), (page_id(1, 4), page_id(0, 5))]:
-        with pytest.raises(KernelError, match="found levels 1 and"):
+        with pytest.raises(KernelError, match="found tiers 1 and"):
             recode(source, target)
     with pytest.raises(KernelError, match="pages of 12 and 24, found 12 and 4"):
         recode(page_id(0, SLABS), page_id(1, 4))
@@ -238,7 +238,7 @@ def test_moves_keep_what_a_page_holds_and_touch_no_other() -> None:
 def test_pages_of_any_level_swap_bit_for_bit_and_touch_no_other(tmp_path: Path, where: str) -> None:
     """One slot takes a page of the first type, or two, or four; what is beside it stays."""
     ops = Ops("cpu", num_threads=1)
-    spec = KVSpec(3, 2, 64, LADDER_PAGE_SIZE, LADDER)
+    spec = KVSpec(3, 2, 64, TIER_PAGE_SIZE, TIERS)
     folder = tmp_path if where == "file" else None
     cache = KVCache(spec, SLABS, num_swap_pages=2, swap_path=folder)
     memory = cache._memory.view(SLABS, 4, -1)

@@ -1,4 +1,4 @@
-"""A ladder beside a swap space: what goes down and out in one plan, and how it comes back.
+"""Tiered pages with a swap space: moved and swapped out in one plan, and swapped in again.
 
 The runner keeps what every place and every slot holds, and loses what lies in memory that something
 else is written to; the answers show whether each copy found what it was to copy.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 
 from sdk.engine.plan import Move, Swap
-from sdk.kernels.ladder import page_level
+from sdk.kernels.kv_tiers import page_tier
 
 
 def prompt(number: int, tokens: int) -> list[int]:
@@ -36,7 +36,7 @@ def test_a_page_that_goes_down_and_out_in_one_plan_is_read_where_it_is_by_then(r
     out = [copy for copy in copies if isinstance(copy, Swap)]
     assert len(out) == 2 and all(copy.out for copy in out)
     for swap in out:
-        assert page_level(swap.page)[0] == page_level(swap.slot)[0] == 2
+        assert page_tier(swap.page)[0] == page_tier(swap.slot)[0] == 2
         before = copies[: copies.index(swap)]
         assert any(isinstance(copy, Move) and copy.target == swap.page for copy in before)
     assert r.scheduler.prefixes.swap.num_used == 1  # two quarters of one slot
@@ -52,15 +52,15 @@ def test_a_page_comes_back_in_its_own_type_and_room(rig):
     r = rig(num_pages=7, kv_bits=(16, 8, 4), num_swap_pages=8)
     ran(r, "cached", prompt(0, 20))
     ran(r, "other", prompt(1, 24))  # needs all slabs
-    swap, ladder = r.scheduler.prefixes.swap, r.scheduler.ladder
+    swap, tiered = r.scheduler.prefixes.swap, r.scheduler.tiered_pool
     assert swap.counts() == [0, 0, 5] and swap.num_used == 2
-    ladder.drop_cached()
+    tiered.drop_cached()
     assert swap.counts() == [6, 0, 5] and swap.num_used == 8
     again = r.add("again", [*prompt(0, 20), 899], max_tokens=1)
     r.scheduler.plan()
     assert again.num_cached == 20
-    assert [ladder.level(page) for page in again.pages] == [2] * 5 + [0]
-    assert ladder.num_free == 3
+    assert [tiered.tier(page) for page in again.pages] == [2] * 5 + [0]
+    assert tiered.num_free == 3
 
 
 @pytest.mark.parametrize(("floor", "cached"), [(None, 4), (4, 4), (8, 0), (16, 0)])
@@ -83,14 +83,14 @@ def test_the_better_of_two_copies_stays(rig):
     exact = ran(r, "exact", prompt(0, 9)[:8], kv_min_bits=16)
     assert exact.num_cached == 0
     key = exact.keys[0]
-    assert swap.level(key) == 2
+    assert swap.tier(key) == 2
     r.pool.drop_cached()
-    assert swap.level(key) == 0
+    assert swap.tier(key) == 0
     stored = swap.stored
     hit = ran(r, "hit", prompt(0, 8), kv_min_bits=16)
     assert hit.num_cached == 4 and swap.loaded == 1
     ran(r, "third", prompt(2, 8))
-    assert swap.level(key) == 0 and swap.stored == stored
+    assert swap.tier(key) == 0 and swap.stored == stored
     assert r.pool.match([key]) == []
     r.scheduler.check()
 
@@ -181,9 +181,9 @@ def test_a_page_that_went_down_and_was_given_up_is_nobodys_news(rig):
     pages = pool.acquire((), 2)
     pool._lowest_tiers = lambda: dict.fromkeys(pages, 1)
     more = pool.acquire((), 1)
-    assert r.scheduler.ladder.lowered == 2
+    assert r.scheduler.tiered_pool.lowered == 2
     pool.release(pages[:1])
-    back = pool.acquire((), 1, levels=[1])
+    back = pool.acquire((), 1, tiers=[1])
     assert back == pages[:1]
     assert pool.take_recoded() == {pages[1]: 8}
     pool.check([pages[1:], more, back])
