@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 from sdk import LLM, MemoryPool, RequestOutput, SamplingParams
 from sdk.memory.sizes import format_bytes
+from sdk.requests import step_sizes
 
 PARAMS = SamplingParams(temperature=0.8, seed=7, max_tokens=60, logprobs=2, ignore_eos=True)
 EXACT = PARAMS.clone(kv_min_bits=16)
@@ -20,6 +22,15 @@ OPTIONS = {
     "kv_policy": "fp16>int8>int4",
     "max_num_seqs": 8,
 }
+
+
+@pytest.fixture(autouse=True, scope="module")
+def steps_of_any_duration() -> Iterator[None]:
+    """A slow machine would cut prompts into smaller chunks next to requests that decode. Which
+    pages are full, and so move to a lower tier, would then depend on the time a step takes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_sizes, "_MIXED_STEP_S", 1e6)
+        yield
 
 
 def _facts(output: RequestOutput) -> tuple[object, ...]:
