@@ -196,18 +196,18 @@ class GgufCheckpoint:
         tensors = self._opened().tensors
         if f"{stem}.input_scale" in tensors:
             self._report(tensors[f"{stem}.input_scale"])
-        beside = tensors.get(f"{stem}.scale")
-        if beside is None:
+        scale = tensors.get(f"{stem}.scale")
+        if scale is None:
             return None
         count = 1 if expert is None else stored.shape[0]
-        if beside.shape != (count,) or beside.type.name != "F32":
+        if scale.shape != (count,) or scale.type.name != "F32":
             raise self._fail(
-                beside, f"expected F32 [{count}], found {beside.type.name} {list(beside.shape)}"
+                scale, f"expected F32 [{count}], found {scale.type.name} {list(scale.shape)}"
             )
-        factor = float(self._opened().data(beside.name).view("<f4")[0, expert or 0])
+        factor = float(self._opened().data(scale.name).view("<f4")[0, expert or 0])
         if not math.isfinite(factor):
-            raise self._fail(beside, f"expected a finite number, found {factor}")
-        self._report(beside)
+            raise self._fail(scale, f"expected a finite number, found {factor}")
+        self._report(scale)
         return factor
 
     def _times(self, stored: GgufTensor, layout: Layout, factor: float) -> Layout:

@@ -95,8 +95,8 @@ class Scheme:
             each = rows * columns // (self.spec.group or columns)
             return rows * columns // 2 + each + (4 * rows if self.text == "nvfp4" else 0)
         groups = rows * -(-columns // (self.spec.group or columns))
-        beside = 4 if self.method == "hqq" else 2 if self.spec.symmetric else 3
-        return rows * -(-columns * self.spec.bits // 8) + groups * beside
+        per_group = 4 if self.method == "hqq" else 2 if self.spec.symmetric else 3
+        return rows * -(-columns * self.spec.bits // 8) + groups * per_group
 
     @classmethod
     def parse(cls, text: str) -> Scheme:

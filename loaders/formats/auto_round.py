@@ -17,7 +17,7 @@ from sdk.loaders.formats.stored_layer import StoredLayer
 from sdk.quant.permuted import Permuted
 
 ENDINGS = (".qweight",)
-BESIDE = (".qzeros", ".scales", ".g_idx")
+COMPANIONS = (".qzeros", ".scales", ".g_idx")
 #: Values of ``packing_format`` for other types than integers.
 _OTHERS = ("fp8", "nvfp", "nv_fp", "mxfp", "mx_fp", "llm_compressor", "fake", "mlx")
 _ROTATIONS = ("rotation_config", "transform_config", "spinquant_config")

@@ -36,7 +36,7 @@ from sdk.loaders.formats.qweight import SCALE_TYPES, expect_order, integer
 from sdk.loaders.formats.stored_layer import StoredLayer
 
 ENDINGS = (".qweight",)
-BESIDE = (".qzeros", ".scales", ".scaled_zeros")
+COMPANIONS = (".qzeros", ".scales", ".scaled_zeros")
 MAX_GROUP = 1 << 22
 BITS = 4
 #: The output that each nibble of a word belongs to, lowest nibble first.

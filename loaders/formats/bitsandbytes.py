@@ -33,7 +33,7 @@ from sdk.quant.errors import CheckpointError
 
 _STATE = ".weight.quant_state.bitsandbytes__"
 ENDINGS = (".SCB", f"{_STATE}nf4", f"{_STATE}fp4")
-BESIDE = (
+COMPANIONS = (
     *(".weight", ".weight_format", ".weight.absmax", ".weight.quant_map"),
     *(".weight.nested_absmax", ".weight.nested_quant_map"),
 )

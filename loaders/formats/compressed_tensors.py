@@ -54,7 +54,7 @@ logger = logging.getLogger("sdk")
 
 ENDINGS = (".weight_packed", ".weight_scale")
 _INPUTS = (".input_scale", ".input_zero_point", ".input_global_scale")
-BESIDE = (
+COMPANIONS = (
     *(".weight", ".weight_shape", ".weight_zero_point", ".weight_global_scale", ".weight_g_idx"),
     *_INPUTS,
 )

@@ -19,7 +19,7 @@ from sdk.loaders.formats.stored_layer import StoredLayer
 from sdk.quant.errors import CheckpointError
 
 ENDINGS = (".weight_scale",)
-BESIDE = (".weight", ".input_scale", ".input_scale_ub")
+COMPANIONS = (".weight", ".input_scale", ".input_scale_ub")
 
 
 def settings(config: Mapping[str, Any], source: str) -> float:

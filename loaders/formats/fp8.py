@@ -30,7 +30,7 @@ from sdk.quant.errors import CheckpointError, UnsupportedError
 _EXPERTS = "_scale_inv"
 ENDINGS = (".weight_scale_inv", ".weight_scale", ".qscale_weight", _EXPERTS)
 _INPUTS = (".input_scale", ".activation_scale", ".qscale_act", "_activation_scale")
-BESIDE = (".weight", *_INPUTS, "")
+COMPANIONS = (".weight", *_INPUTS, "")
 
 
 @dataclass(frozen=True, slots=True)

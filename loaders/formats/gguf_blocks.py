@@ -22,7 +22,7 @@ from sdk.quant.errors import CheckpointError
 from sdk.quant.weight import weight_of
 
 ENDINGS = (".qweight",)
-BESIDE: tuple[str, ...] = ()
+COMPANIONS: tuple[str, ...] = ()
 #: By bits: the format without its quality (q_k_m is q_k) -> GGUF's name.
 _TYPES = {
     (1, "q_0_g128"): "Q1_0", (4, "q_0"): "Q4_0", (8, "q_0"): "Q8_0",

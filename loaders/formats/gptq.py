@@ -43,7 +43,7 @@ from sdk.quant.errors import CheckpointError, UnsupportedError
 from sdk.quant.permuted import Permuted
 
 ENDINGS = (".qweight",)
-BESIDE = (".qzeros", ".scales", ".g_idx")
+COMPANIONS = (".qzeros", ".scales", ".g_idx")
 #: The largest group allowed: no matrix has more columns.
 MAX_GROUP = 1 << 22
 _GPU_ORDERS = ("marlin", "bitblas")

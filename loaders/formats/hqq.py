@@ -32,7 +32,7 @@ _NOTES = (
     *(".unpack_view_dtype", ".view_as_float", ".compute_dtype", ".offload_meta", ".channel_wise"),
     *(".encoded_state_dict", ".stores_quant_config", ".optimize", ".round_zero"),
 )
-BESIDE = (
+COMPANIONS = (
     *(".scale", ".zero", ".nbits", ".group_size", ".shape", ".axis", ".packing"),
     *(".quant_scale", ".quant_zero", *_NOTES),
 )

@@ -25,7 +25,7 @@ from sdk.loaders.formats.stored_layer import StoredLayer
 from sdk.quant.errors import CheckpointError, UnsupportedError
 
 ENDINGS = (".weight_scale",)
-BESIDE = (".weight", ".weight_scale_2", ".input_scale")
+COMPANIONS = (".weight", ".weight_scale_2", ".input_scale")
 _ALGORITHMS = (
     *("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "FP8_BLOCK_SCALES", "MXFP8"),
     *("NVFP4", "W4A16_NVFP4", "MIXED_PRECISION"),

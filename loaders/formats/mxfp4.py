@@ -16,7 +16,7 @@ from sdk.loaders.formats.scales import exponents
 from sdk.loaders.formats.stored_layer import StoredLayer
 
 ENDINGS = ("_blocks",)
-BESIDE = ("_scales",)
+COMPANIONS = ("_scales",)
 
 
 def settings(config: Mapping[str, Any], source: str) -> None:

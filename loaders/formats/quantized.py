@@ -93,7 +93,7 @@ class Quantization:
 
     def tensors_of(self, layer: StoredLayer) -> list[StoredTensor]:
         """All tensors of a packed layer."""
-        endings = (*self.format.ENDINGS, *self.format.BESIDE)
+        endings = (*self.format.ENDINGS, *self.format.COMPANIONS)
         return [layer.stored(ending) for ending in endings if layer.has(ending)]
 
     def entry(self, layer: StoredLayer, name: str) -> TensorEntry:
@@ -146,7 +146,7 @@ def quantization(
         why = f"tensor {name!r} is written by {words}"
     module = _module(method, why, source)
     for name, (ending, _, words) in told.items():
-        if ending not in (*module.ENDINGS, *module.BESIDE):
+        if ending not in (*module.ENDINGS, *module.COMPANIONS):
             raise CheckpointError(f"{source}: {why}, but tensor {name!r} is written by {words}")
     return Quantization(method, module, module.settings(settings or {}, source))
 

@@ -107,8 +107,8 @@ class Format(Protocol):
 
     #: A layer with a tensor of one of these endings is packed, whatever the config says.
     ENDINGS: tuple[str, ...]
-    #: Endings of its other tensors.
-    BESIDE: tuple[str, ...]
+    #: Endings of the other tensors of such a layer.
+    COMPANIONS: tuple[str, ...]
 
     def settings(self, config: Mapping[str, Any], source: str) -> Any:
         """``quantization_config`` (empty if a folder has none), parsed and checked.

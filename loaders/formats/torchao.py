@@ -37,12 +37,12 @@ from sdk.loaders.json_file import parse_json
 from sdk.quant.errors import UnsupportedError
 
 ENDINGS = ("._weight_qdata",)
-BESIDE = (
+COMPANIONS = (
     *("._weight_scale", "._weight_zero_point"),
     *("._weight_act_quant_scale", "._weight_act_quant_zero_point", "._weight_act_pre_scale"),
 )
-_CODES, _SCALE, _POINTS = *ENDINGS, *BESIDE[:2]
-_INPUT_SCALE, _INPUT_POINT, _INPUT_FACTORS = BESIDE[2:]
+_CODES, _SCALE, _POINTS = *ENDINGS, *COMPANIONS[:2]
+_INPUT_SCALE, _INPUT_POINT, _INPUT_FACTORS = COMPANIONS[2:]
 _KINDS = ("Int8Tensor", "IntxUnpackedToInt8Tensor", "Float8Tensor")
 #: Keys of an object in the JSON.
 _ENTRY = ("_type", "_data")

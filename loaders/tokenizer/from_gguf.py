@@ -92,7 +92,7 @@ def tokenizer_from_gguf(
     facts = _facts(meta, vocabulary, specials, warnings)
     add_bos = meta.flag("tokenizer.ggml.add_bos_token", pre.add_bos or model == "llama")
 
-    from sdk.loaders.tokenizer.beside import tokenizer_json_for
+    from sdk.loaders.tokenizer.original_json import tokenizer_json_for
 
     better = tokenizer_json_for(meta, vocabulary, facts, add_bos)
     if better is not None:

@@ -165,7 +165,7 @@ def test_options_that_make_no_sense_are_refused(
     ("folder", "message"),
     [
         ("/nowhere", "disk_offload: cannot create a file in /nowhere"),
-        ("/dev/shm", "files in /dev/shm are kept in memory; disk_offload_path=FOLDER"),
+        ("/dev/shm", "files in /dev/shm are kept in memory; set disk_offload_path"),
     ],
 )
 def test_folders_without_a_disk_are_refused(tiny_path: Path, folder: str, message: str) -> None:

@@ -211,7 +211,7 @@ def test_a_page_goes_down_only() -> None:
     for source, target in [(page_id(1, 4), page_id(1, 5)), (page_id(1, 4), page_id(0, 5))]:
         with pytest.raises(KernelError, match="found tiers 1 and"):
             recode(source, target)
-    with pytest.raises(KernelError, match="pages of 12 and 24, found 12 and 4"):
+    with pytest.raises(KernelError, match="pages below 12 and 24, found 12 and 4"):
         recode(page_id(0, SLABS), page_id(1, 4))
     ops.close()
 

@@ -48,7 +48,8 @@ def test_the_files_on_a_token_s_way_are_those_documented_and_few(smollm2: Path) 
     threading.setprofile(profile)
     try:
         with LLM(smollm2, max_model_len=128, max_num_seqs=2) as llm:
-            pieces = llm.stream("The capital of France is", SamplingParams(max_tokens=40, temperature=0))
+            params = SamplingParams(max_tokens=40, temperature=0)
+            pieces = llm.stream("The capital of France is", params)
             for _ in range(5):
                 next(pieces)
             tracing = True

@@ -141,7 +141,7 @@ class Scheduler:
     @property
     def num_in_flight(self) -> int:
         """Plans that were not committed yet."""
-        return len(self._in_flight)
+        return len(self._in_flight.batches)
 
     @property
     def decodes(self) -> bool:

@@ -30,9 +30,9 @@ def tokenizer_json_for(
     """The tokenizer of that file or key, or None (with a warning in the log if it is unusable)."""
     sources: list[tuple[str, str | Path]] = []
     try:
-        beside = folder_file(Path(meta.file).parent, "tokenizer.json")
-        if beside is not None:
-            sources.append((str(beside), beside))
+        original = folder_file(Path(meta.file).parent, "tokenizer.json")
+        if original is not None:
+            sources.append((str(original), original))
     except CheckpointError as error:
         _LOG.warning("%s; not used", error)
     stored = meta.text(_KEY)
