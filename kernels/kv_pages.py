@@ -28,7 +28,7 @@ class KVPages:
     embedding and the write. It changes all scores of a query by the same amount, which softmax
     ignores. With a softcap or sinks the result would change: ``attention`` rejects them.
 
-    ``below`` is the next tier, at most two in all: the same memory as twice as many
+    ``next_tier`` is the next lower tier, at most two in all: the same memory as twice as many
     pages of an integer type of half the bits. A page id says which level it belongs to
     (``kernels/kv_tiers.py``): ``rope_and_cache`` writes the first, ``attention`` reads all of them,
     ``page_recoder`` moves a page to another level. All levels are mixed, floats too, and have the
@@ -43,7 +43,7 @@ class KVPages:
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
     k_centre: Tensor | None = None
-    below: KVPages | None = None
+    next_tier: KVPages | None = None
 
     @property
     def page_size(self) -> int:
@@ -58,19 +58,19 @@ class KVPages:
         """The types' names: ``int8``, ``int8/int4`` where they differ, ``float16>int8``."""
         k, v = self.k_type.name, self.v_type.name
         own = k if k == v else f"{k}/{v}"
-        return own if self.below is None else f"{own}>{self.below.dtype}"
+        return own if self.next_tier is None else f"{own}>{self.next_tier.dtype}"
 
     @property
-    def levels(self) -> tuple[KVPages, ...]:
+    def tiers(self) -> tuple[KVPages, ...]:
         """These pages and those below them."""
-        return (self,) if self.below is None else (self, *self.below.levels)
+        return (self,) if self.next_tier is None else (self, *self.next_tier.tiers)
 
     @property
     def k_mixed(self) -> bool:
         """Whether keys are mixed."""
-        return self.below is not None or self.k_type.hadamard
+        return self.next_tier is not None or self.k_type.hadamard
 
     @property
     def v_mixed(self) -> bool:
         """Whether values are mixed."""
-        return self.below is not None or self.v_type.hadamard
+        return self.next_tier is not None or self.v_type.hadamard

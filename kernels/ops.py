@@ -305,7 +305,7 @@ class Ops:
         ``KernelError`` if a page does not exist or the target's tier is not lower. The result is
         the same for any number of threads.
         """
-        tiers = layers[0].levels
+        tiers = layers[0].tiers
         kernel = self._kernel("recode_page", head_dim=layers[0].head_dim, kv_dtype=layers[0].dtype)
         run = kernel.bind(layers)
 

@@ -57,7 +57,7 @@ class Attention:
         args = AttentionArgs(
             q.data_ptr(),
             out.data_ptr(),
-            (PageLevel * MAX_TIERS)(*map(page_sides, pages.levels)),
+            (PageLevel * MAX_TIERS)(*map(page_sides, pages.tiers)),
             *(x.data_ptr() for x in index),
             None if sinks is None else sinks.data_ptr(),
             None,
@@ -71,7 +71,7 @@ class Attention:
             kv_heads,
             head_dim,
             pages.page_size,
-            len(pages.levels),
+            len(pages.tiers),
             scale,
             softcap or 0.0,
             0,

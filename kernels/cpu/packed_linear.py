@@ -58,8 +58,8 @@ class PackedLinear:
             return f"quantizes activations to {self._bits} bits, compute is exact"
         plain = problem.layout in ("dense", "float8")
         if self._bits < problem.activation_bits and not plain:
-            wanted = problem.activation_bits
-            return f"quantizes activations to {self._bits} bits, {wanted} bits were requested"
+            requested = problem.activation_bits
+            return f"quantizes activations to {self._bits} bits, {requested} bits were requested"
         if problem.layout == "dense":
             if problem.format not in _VALUES:
                 return f"dense {problem.format}: expected {', '.join(_VALUES)}"

@@ -91,7 +91,7 @@ def _check_scale(kind: KVType, x: Tensor, scale: Tensor | None, head_dim: int) -
 
 def check_levels(pages: KVPages, kv_heads: int, head_dim: int) -> None:
     """:func:`check_pages` for all tiers; several tiers must be those of one KV cache."""
-    levels = pages.levels
+    levels = pages.tiers
     if len(levels) > 1 and (
         len(levels) > MAX_TIERS
         or any(level.page_size != TIER_PAGE_SIZE for level in levels)

@@ -32,7 +32,7 @@ class RecodePage:
         """
         count, kv_heads, head_dim = len(layers), layers[0].k.shape[1], layers[0].head_dim
         sides = []
-        for level in zip(*(pages.levels for pages in layers), strict=True):
+        for level in zip(*(pages.tiers for pages in layers), strict=True):
             for pages in level:
                 check_pages(pages, kv_heads, head_dim)
             sides.append((PageLevel * count)(*map(page_sides, level)))

@@ -59,7 +59,7 @@ def _gather(pages: KVPages, table: Tensor, length: int) -> tuple[Tensor, Tensor]
     ids = torch.tensor([page_tier(page) for page in table[:count].tolist()], device=table.device)
     shape = (count, pages.k.shape[1], pages.page_size, pages.head_dim)
     sides = [torch.empty(shape, device=table.device) for _ in range(2)]
-    for tier, part in enumerate(pages.levels):
+    for tier, part in enumerate(pages.tiers):
         here = ids[:, 0] == tier
         for x, floats in zip(sides, page_floats(part, ids[here, 1]), strict=True):
             x[here] = floats

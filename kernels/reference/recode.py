@@ -24,7 +24,7 @@ class RecodePage:
 
         def run(above: int, index: int, below: int, at: int) -> None:
             for pages in layers:
-                self._run(pages.levels[above], index, pages.levels[below], at)
+                self._run(pages.tiers[above], index, pages.tiers[below], at)
 
         return run
 

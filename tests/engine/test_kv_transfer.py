@@ -32,8 +32,8 @@ def _cache(dtype: str, centre: Tensor | None) -> Any:
 
 
 def _with_centre(pages: KVPages, centre: Tensor | None) -> KVPages:
-    below = None if pages.below is None else _with_centre(pages.below, centre)
-    return replace(pages, k_centre=centre, below=below)
+    below = None if pages.next_tier is None else _with_centre(pages.next_tier, centre)
+    return replace(pages, k_centre=centre, next_tier=below)
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def _floats(rank: Any, places: list[int]) -> tuple[Tensor, Tensor]:
     [pages] = rank.kv.layers
     sides: tuple[list[Tensor], list[Tensor]] = ([], [])
     for tier, index in map(page_tier, places):
-        found = page_floats(pages.levels[tier], torch.tensor([index]))
+        found = page_floats(pages.tiers[tier], torch.tensor([index]))
         for side, x, is_mixed in zip(sides, found, (pages.k_mixed, pages.v_mixed), strict=True):
             side.append((mixed(x) if is_mixed else x)[0].transpose(0, 1))
     k, v = (torch.cat(side) for side in sides)
@@ -78,7 +78,7 @@ def test_rows_of_int8_are_the_bytes_of_the_pages_that_are_int8(rank: Any) -> Non
     _, among = read_layer(rank, 0, PLACES[1:4], 1)
     assert alone.centre is not None
     assert (alone.rows == among.rows[: 2 * TIER_PAGE_SIZE]).all()
-    pages = rank.kv.layers[0].levels[1]
+    pages = rank.kv.layers[0].tiers[1]
     keys = pages.k[6:8].transpose(1, 2).flatten(0, 1)
     assert torch.equal(torch.from_numpy(alone.rows[..., :48]).view(torch.int8), keys)
 

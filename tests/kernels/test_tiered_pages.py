@@ -87,7 +87,7 @@ def expected(pages: KVPages, batch: AttentionBatch, q: Tensor, window: int | Non
         sides = []
         for side in range(2):
             parts = [
-                page_floats(pages.levels[p >> 28], torch.tensor([p & (1 << 28) - 1]))[side][0]
+                page_floats(pages.tiers[p >> 28], torch.tensor([p & (1 << 28) - 1]))[side][0]
                 for p in PLACES[r]
             ]
             x = torch.cat(parts, dim=1)[:, :length].double()
@@ -168,7 +168,7 @@ def test_a_recoded_page_has_the_bits_of_the_reference(
     to = 10 << below
     recode.bind([first])(above, source, below, to)
     RecodePage().bind([second])(above, source, below, to)
-    found, wanted = first.levels[below], second.levels[below]
+    found, wanted = first.tiers[below], second.tiers[below]
     for name in ("k", "v", "k_scale", "v_scale"):
         ours, theirs = (getattr(one, name)[to].contiguous() for one in (found, wanted))
         assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
@@ -227,8 +227,8 @@ def test_moves_keep_what_a_page_holds_and_touch_no_other() -> None:
     own = [(page_id(0, 5), page_id(1, 0)), (page_id(1, 0), page_id(1, 10))]
     cache.copy([Move(*move) for move in own], ops)
     cache.copy([Move(page_id(0, 7), page_id(1, 11)), Move(page_id(1, 10), page_id(1, 14))], ops)
-    assert pages.below is not None
-    after = page_floats(pages.below, torch.tensor([14, 11]))
+    assert pages.next_tier is not None
+    after = page_floats(pages.next_tier, torch.tensor([14, 11]))
     for x, y in zip(before, after, strict=True):
         assert ((x - y).abs() <= x.abs().amax(dim=-1, keepdim=True) / 127 * 0.51 + 1e-3).all()
     ops.close()

@@ -286,8 +286,9 @@ struct PlacesArgs {
 };
 
 // Keys or values in pages: [num_pages][kv_heads][page_size][head_dim] of `type`; strides count
-// elements, for kI4 bytes. A key lies across its page, one slot beside the next, so that keys are
-// vector lanes: `step` apart are its dimensions. A value lies along it: `step` apart are the slots.
+// elements, for kI4 bytes. Keys are transposed: neighbouring elements belong to neighbouring slots, so
+// that keys are vector lanes, and the dimensions of a key are `step` apart. Values are not: the slots
+// are `step` apart.
 // Codes of 8 and 4 bits have a scale per slot and `group` dimensions: row (head * groups + g) of
 // the page's scales, slots side by side; value = scale * (code - zero). It is an f16, and zero 0, or
 // for kI4 two bytes: the upper 8 bits of an f16 without sign, and then zero in sixteenths.
@@ -348,7 +349,7 @@ struct AttentionArgs {
     int32_t split_blocks;   // most key blocks of a split; set by plan_attention
 };
 
-// A page written as one of another type; both lie mixed. One row for each slot of each head of each
+// Writes a page as one of another type; both are mixed. One row for each slot of each head of each
 // layer.
 struct RecodeArgs {
     const PageLevel* source;  // one for each layer

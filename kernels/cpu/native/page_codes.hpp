@@ -1,4 +1,4 @@
-// How keys and values become what lies in a page: floats, or codes with scales.
+// Converts keys and values to the elements of a page: floats, or codes with scales.
 //
 // kernels/kv_types.py and reference/page_codes.py define the same numbers.
 #pragma once

@@ -1,7 +1,7 @@
 // Writes a page of one tier as a page of another type, value by value.
 //
-// Row (layer, head, slot) is computed on its own, so threads never matter. Both pages lie mixed, and
-// where keys have a centre it is the same, so neither is undone.
+// Row (layer, head, slot) is computed on its own, so the number of threads does not matter. Both
+// pages are mixed, and keys have the same centre in both, so neither is undone.
 #pragma once
 
 #include "page_codes.hpp"

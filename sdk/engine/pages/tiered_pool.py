@@ -110,9 +110,9 @@ class TieredPagePool(PagePool):
         self, hits: Sequence[int], num_new: int, *, spare: int = 0, tiers: Sequence[int] = ()
     ) -> list[int] | None:
         """See :meth:`PagePool.acquire`; moves pages to lower tiers to make room."""
-        wanted = [*tiers, *[0] * (num_new - len(tiers))]
-        counts = [wanted.count(tier) for tier in range(self._last_tier + 1)]
-        units = sum(self._units >> tier for tier in wanted)
+        requested = [*tiers, *[0] * (num_new - len(tiers))]
+        counts = [requested.count(tier) for tier in range(self._last_tier + 1)]
+        units = sum(self._units >> tier for tier in requested)
         slabs = -(-units // self._units)
         if self.on_shortage is not None and not self._slabs.fits(counts):
             self.on_shortage(slabs - self.num_free, False)
@@ -131,7 +131,7 @@ class TieredPagePool(PagePool):
         if not self._slabs.fits(counts):
             self._make_room(counts, set(hits), lowest)
         new = []
-        for tier in wanted:
+        for tier in requested:
             page = self._free.pop()
             self._put(page, page_id(tier, self._slabs.allocate(tier)))
             self._references[page] = 1
@@ -316,9 +316,9 @@ class TieredPagePool(PagePool):
 
 def check_min_bits(request: Request, config: SchedulerConfig) -> None:
     """:raises RequestError: no page has as many bits as the request asks for."""
-    wanted, most = request.params.kv_min_bits, config.kv_bits[0]
-    if wanted is not None and wanted > most:
-        raise RequestError(f"kv_min_bits={wanted}: the KV cache has {most} bits ({config.kv_type})")
+    least, most = request.params.kv_min_bits, config.kv_bits[0]
+    if least is not None and least > most:
+        raise RequestError(f"kv_min_bits={least}: the KV cache has {most} bits ({config.kv_type})")
 
 
 def lowest_tiers(

@@ -48,8 +48,8 @@ def centre_keys(cache: KVCache, model: CausalLM) -> None:
 
 def _with_centre(pages: KVPages, centre: Tensor) -> KVPages:
     """The pages with this centre, also in the lower tiers."""
-    below = None if pages.below is None else _with_centre(pages.below, centre)
-    return replace(pages, k_centre=centre, below=below)
+    below = None if pages.next_tier is None else _with_centre(pages.next_tier, centre)
+    return replace(pages, k_centre=centre, next_tier=below)
 
 
 def _run(model: Decoder, spec: KVSpec) -> list[KVPages]:

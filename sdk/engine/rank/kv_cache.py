@@ -135,7 +135,7 @@ class KVCache:
             offset = 0
             for layer, lower in enumerate(below):
                 own = _layer(pages, tier, layer, offset, self._keys_transposed)
-                self.layers.append(replace(own, below=lower))
+                self.layers.append(replace(own, next_tier=lower))
                 offset += tier.layer_bytes(layer)
             below = self.layers
         self._memory = memory

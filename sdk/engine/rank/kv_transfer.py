@@ -101,16 +101,16 @@ def read_layer(
     """The contents of these pages for the rank's own heads as rows of the type of a tier
     (0 without a tiered cache), and the first of the heads.
     """
-    tiers, specs = runner.kv.layers[layer].levels, runner.kv.spec.tiers
+    tiers, specs = runner.kv.layers[layer].tiers, runner.kv.spec.tiers
     mixes = specs[tier].parts(layer)[0].type.hadamard
     centre = tiers[0].k_centre if mixes else None
     to = _in_rows(specs[tier], layer, centre)
     parts = []
-    for lies, run in groupby(map(page_tier, places), key=lambda place: place[0]):
-        kv = tiers[lies]
+    for own_tier, run in groupby(map(page_tier, places), key=lambda place: place[0]):
+        kv = tiers[own_tier]
         at = torch.tensor([index for _, index in run], device=kv.k.device)
         sides = zip(
-            _in_pages(specs[lies], layer, kv),
+            _in_pages(specs[own_tier], layer, kv),
             to,
             ((kv.k, kv.k_scale), (kv.v, kv.v_scale)),
             strict=True,
@@ -124,12 +124,12 @@ def read_layer(
 
 
 def _read(
-    lies: _Side, wanted: _Side, pages: tuple[Tensor, Tensor | None], at: Tensor
+    stored: _Side, target: _Side, pages: tuple[Tensor, Tensor | None], at: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Rows of codes and of scales; floats have no columns of scales."""
     codes, scales = _rows(pages[0], at), pages[1]
     found = codes[..., :0] if scales is None else _rows(_by_slot(scales, codes.shape[1]), at)
-    return (codes, found) if lies.like(wanted) else _converted(codes, found, lies, wanted)
+    return (codes, found) if stored.like(target) else _converted(codes, found, stored, target)
 
 
 def _by_slot(scales: Tensor, heads: int) -> Tensor:
@@ -169,10 +169,10 @@ def write_layer(
     at = torch.tensor(pages, device=device)
     own = _in_pages(runner.kv.spec.tiers[0], layer, kv)
     sides = zip(_in_rows(source, layer, theirs), own, strict=True)
-    for side, (given, wanted) in enumerate(sides):
+    for side, (given, target) in enumerate(sides):
         codes, scales = columns[side], columns[side + 2]
-        if not given.like(wanted):
-            codes, scales = _converted(codes, scales, given, wanted)
+        if not given.like(target):
+            codes, scales = _converted(codes, scales, given, target)
         to, to_scales = ((kv.k, kv.k_scale), (kv.v, kv.v_scale))[side]
         _put(to, at, codes)
         if to_scales is not None:
@@ -191,27 +191,27 @@ def _put(x: Tensor, pages: Tensor, rows: Tensor) -> None:
         x.view(dtype)[pages] = rows.contiguous().view(dtype).view(shape).transpose(1, 2)
 
 
-def _converted(codes: Tensor, scales: Tensor, given: _Side, wanted: _Side) -> tuple[Tensor, Tensor]:
+def _converted(codes: Tensor, scales: Tensor, given: _Side, target: _Side) -> tuple[Tensor, Tensor]:
     """Rows stored one way as rows stored another way."""
     if not codes.is_cpu:
-        return _convert(codes, scales, given, wanted)
+        return _convert(codes, scales, given, target)
     codes = torch.from_numpy(np.ascontiguousarray(codes.numpy()))
     kind = given.part.type
     step = max(_ALONE // (codes.view(kind.storage_dtype)[0].numel() * kind.packing), 1)
     pieces = zip(torch.split(codes, step), torch.split(scales, step), strict=True)
-    made = [_convert(*piece, given, wanted) for piece in pieces]
+    made = [_convert(*piece, given, target) for piece in pieces]
     found, scaled = (np.concatenate([x.numpy() for x in side]) for side in zip(*made, strict=True))
     return torch.from_numpy(found), torch.from_numpy(scaled)
 
 
-def _convert(codes: Tensor, scales: Tensor, given: _Side, wanted: _Side) -> tuple[Tensor, Tensor]:
+def _convert(codes: Tensor, scales: Tensor, given: _Side, target: _Side) -> tuple[Tensor, Tensor]:
     kind = given.part.type
     words = scales.contiguous().view(kind.scale_dtype) if kind.scale else None
     x = kind.decode(codes.contiguous().view(kind.storage_dtype), words)
     x = mixed(x) if given.mixed else x
     x = x if given.centre is None else x + given.centre
-    x = x if wanted.centre is None else x - wanted.centre
-    made, scaled = encode(x, wanted.part.type, wanted.part.groups, mix=wanted.mixed)
+    x = x if target.centre is None else x - target.centre
+    made, scaled = encode(x, target.part.type, target.part.groups, mix=target.mixed)
     return _as_bytes(made), scales[..., :0] if scaled is None else _as_bytes(scaled)
 
 
