@@ -29,9 +29,9 @@ class KVPages:
     ignores. With a softcap or sinks the result would change: ``attention`` rejects them.
 
     ``next_tier`` is the next lower tier, at most two in all: the same memory as twice as many
-    pages of an integer type of half the bits. A page id says which level it belongs to
+    pages of an integer type of half the bits. A page id says which tier it belongs to
     (``kernels/kv_tiers.py``): ``rope_and_cache`` writes the first, ``attention`` reads all of them,
-    ``page_recoder`` moves a page to another level. All levels are mixed, floats too, and have the
+    ``page_recoder`` moves a page to another tier. All tiers are mixed, floats too, and have the
     same centre, so that a page is recoded value by value. Their pages have 128 tokens, so that each
     tile of keys that attention multiplies has one type.
     """

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -61,20 +60,17 @@ class OnDevice:
 
     nbytes = 0
 
-    @contextmanager
-    def load(self, index: int) -> Iterator[None]:
-        yield
+    def load(self, index: int) -> AbstractContextManager[None]:
+        return nullcontext()
 
-    @contextmanager
-    def run(self, index: int) -> Iterator[None]:
-        yield
+    def run(self, index: int) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def keep(self, packed: Any) -> None:
         pass
 
-    @contextmanager
-    def fetched(self, packed: Any) -> Iterator[None]:
-        yield
+    def fetched(self, packed: Any) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 def layer_weights(offload: Offload | None, device: torch.device) -> LayerWeights:

@@ -11,7 +11,7 @@ from sdk.loaders.gguf_reader import GgufFile
 from sdk.loaders.model_shapes import LIMITS
 from sdk.quant.errors import CheckpointError, UnsupportedError
 
-MAX_EXPERTS = 1024
+MAX_EXPERTS = LIMITS["num_experts"][1]
 
 
 class Keys:

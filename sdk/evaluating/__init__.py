@@ -20,7 +20,7 @@ from sdk.kernels.kv_tiers import TIER_PAGE_SIZE
 from sdk.loading.load import Loaded
 from sdk.loading.progress import reporting
 from sdk.memory.planning import open_model
-from sdk.models.auto import read_config
+from sdk.memory.resolve import model_config
 from sdk.options import engine_config
 from sdk.params import RequestOutputKind, SamplingParams
 from sdk.text.token_sequences import Text, evaluation_text, token_sequences
@@ -169,7 +169,7 @@ def _same_sequences(
     sizes: list[int] = []
     for config in (own, other):
         with contextlib.closing(open_model(config)) as checkpoint:
-            facts = read_config({**checkpoint.config, **(config.hf_overrides or {})})
+            facts = model_config(config, checkpoint)
             sizes.append(facts.vocab_size)
             tokenizer = checkpoint.tokenizer
             if tokenizer is not None or (config is other and not found):

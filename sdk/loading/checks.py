@@ -11,7 +11,7 @@ from sdk.errors import CheckpointError, OutOfMemoryError, RequestError, Unsuppor
 from sdk.loading.sampling_defaults import sampling_defaults
 from sdk.memory.machine import available_memory
 from sdk.memory.plan import MemoryPlan
-from sdk.memory.resolve import available_to
+from sdk.memory.resolve import available_to, config_values
 from sdk.memory.sizes import format_bytes
 from sdk.models.auto import model_type, own_model
 from sdk.quant.checkpoint import Checkpoint
@@ -33,7 +33,7 @@ def check_options(config: EngineConfig, checkpoint: Checkpoint, made: MemoryPlan
             f"({config.max_num_batched_tokens}) must be at least "
             f"max_model_len ({made.max_model_len}), because a prompt runs in one step"
         )
-    name = model_type({**checkpoint.config, **(config.hf_overrides or {})})
+    name = model_type(config_values(config, checkpoint))
     if own_model(name) is None:
         ranks = config.tensor_parallel_size
         if ranks > 1:

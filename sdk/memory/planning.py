@@ -23,7 +23,7 @@ from sdk.memory.offload import MemoryLimits, with_offload
 from sdk.memory.plan import MemoryPlan
 from sdk.memory.pool import MemoryPool
 from sdk.memory.products import products_of
-from sdk.memory.resolve import compute_of, model_config
+from sdk.memory.resolve import compute_of, config_values, model_config
 from sdk.memory.sizes import format_bytes
 from sdk.memory.weights import matrix_formats, weight_bytes
 from sdk.models.activation_type import activation_type
@@ -81,7 +81,7 @@ def activations_of(config: EngineConfig, checkpoint: Checkpoint) -> torch.dtype:
     if best == torch.float32:
         return best
     return activation_type(
-        {**checkpoint.config, **(config.hf_overrides or {})},
+        config_values(config, checkpoint),
         best,
         exact=compute_of(config) == "exact",
         stored="float16" if matrix_formats(config, checkpoint)[0] == {"f16"} else "",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 
@@ -48,6 +49,11 @@ def available_to(config: EngineConfig) -> int:
     return int(free * (config.gpu_memory_utilization or _GPU_SHARE))
 
 
+def config_values(config: EngineConfig, checkpoint: Checkpoint) -> dict[str, Any]:
+    """The checkpoint's config with the caller's ``hf_overrides``."""
+    return {**checkpoint.config, **(config.hf_overrides or {})}
+
+
 def model_config(config: EngineConfig, checkpoint: Checkpoint) -> ModelConfig:
-    """The model's config with the caller's ``hf_overrides``."""
-    return read_config({**checkpoint.config, **(config.hf_overrides or {})})
+    """The model that :func:`config_values` describes."""
+    return read_config(config_values(config, checkpoint))

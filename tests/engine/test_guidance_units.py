@@ -82,7 +82,7 @@ def test_a_negative_prompt_that_could_never_run_is_rejected(rig, options, negati
     r = rig(**options)
     with pytest.raises(RequestError, match=message):
         r.add("a", [1, 2, 3, 4, 5], guidance_scale=2, negative=negative)
-    assert "a" not in r.scheduler.queues
+    assert "a" not in r.scheduler.queues.unfinished
 
 
 def test_the_ids_of_negative_sequences_are_reserved(rig):

@@ -275,7 +275,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         request_id = self.someone(data)
 
         def during() -> None:
-            if request_id in self.rig.scheduler.queues:
+            if request_id in self.rig.scheduler.queues.unfinished:
                 self.rig.scheduler.queues.abort(request_id)
                 self.ended[request_id] = "abort"
             self.add_one([1] * min(PAGE, self.longest))

@@ -56,9 +56,9 @@ def test_the_files_on_a_token_s_way_are_those_documented_and_few(smollm2: Path) 
             sys.setprofile(profile)
             for _ in range(5):
                 next(pieces)
-            sys.setprofile(None)
             tracing = False
     finally:
+        sys.setprofile(None)
         threading.setprofile(None)  # type: ignore[arg-type]
     found = {name for name in map(own_file, seen) if name is not None}
     assert {"sdk/engine/engine.py", "kernels/cpu/runtime.py"} <= found

@@ -61,9 +61,6 @@ class RequestQueues:
         self._expired: list[RequestUpdate] = []
         self._num_added = 0
 
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._requests
-
     @property
     def unfinished(self) -> Mapping[str, Request]:
         """Requests waiting and running, by id."""
@@ -82,9 +79,9 @@ class RequestQueues:
     def add(self, request: Request) -> None:
         """Queue a request. :raises RequestError: it could never run; the message says why."""
         self._check(request)
+        self._limit_length(request)
         if not request.params.ignore_eos:
             request.stop_token_ids |= self._config.eos_token_ids
-        self._limit_length(request)
         request.queued_ts = self.clock()
         self._num_added += 1
         request.order = (self._policy(request), request.arrival_time, self._num_added)
