@@ -86,6 +86,7 @@ class PackedShapes:
 
         Returns the rows for which there was no room, ascending: they are drawn unchanged.
         """
+        buffers.mask_tasks.compute()
         if self._sent is not None:
             self._sent.synchronize()  # the previous contents have been copied
         owners, slots, changes, entries, masks = self._arrays

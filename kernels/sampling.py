@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from sdk.kernels.errors import KernelError
+from sdk.kernels.mask_tasks import MaskFunctions, MaskTask, MaskTasks
 
 #: One row, as ``Draw`` of cpu/native/abi.hpp. Temperature 0 is the argmax, below 1e-30 it is 1e-30;
 #: ``min_p`` 0, ``typical_p`` 1, ``top_p`` 1, ``top_k`` 0, a negative ``xtc_threshold`` and a NaN
@@ -264,6 +265,7 @@ class SampleBuffers:
         self.shapes: list[Shape | None] = [None] * rows
         self.mask_slots = np.full(rows, -1, np.int32)
         self.masks = np.zeros((0, 0), np.uint32)
+        self.mask_tasks = MaskTasks(rows)
 
     def set(self, row: int, packed: bytes, uniform: float) -> None:
         """Set the draw of one row; setting the same again costs nothing."""
@@ -303,6 +305,24 @@ class SampleBuffers:
         self.mask_slots[row] = slot
         at = 0 if slot < 0 else self.masks.ctypes.data + slot * self.masks.strides[0]
         self.row_shapes[row] = self.row_shapes["shape"][row], at, words
+
+    def set_mask_tasks(self, functions: MaskFunctions, tasks: Sequence[MaskTask]) -> None:
+        """Have masks computed before the next draw, each for its row; other rows get none.
+
+        :meth:`use_masks` was called.
+        """
+        self.clear_mask_tasks()
+        self.mask_tasks.set(functions, tasks, self.masks)
+        for task in tasks:
+            for row in range(task.row, task.row + 1 + len(task.drafts)):
+                self.set_mask(row, row)
+
+    def clear_mask_tasks(self) -> None:
+        """No row has a mask any more."""
+        if len(self.mask_tasks):
+            self.mask_tasks.clear()
+            for row in np.flatnonzero(self.mask_slots >= 0).tolist():
+                self.set_mask(row, -1)
 
     def mask(self, row: int) -> Mask | None:
         """The mask of a row's slot."""

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from sdk.quantizing import quantize as quantize
     from sdk.params import RequestOutputKind as RequestOutputKind
     from sdk.params import SamplingParams as SamplingParams
+    from sdk.structured.params import StructuredOutputsParams as StructuredOutputsParams
     from sdk.persistence.snapshot import Snapshot as Snapshot
     from sdk.reports.quant_report import LayerReport as LayerReport
     from sdk.reports.quant_report import QuantReport as QuantReport
@@ -59,6 +60,7 @@ _EXPORTS = {
     "MemoryPlan": "sdk.memory.plan",
     "MemoryPool": "sdk.memory.pool",
     "SamplingParams": "sdk.params",
+    "StructuredOutputsParams": "sdk.structured.params",
     "RequestOutputKind": "sdk.params",
     "RequestOutput": "sdk.outputs",
     "CompletionOutput": "sdk.outputs",

@@ -130,6 +130,7 @@ class LLM:
         finally:
             self._close.detach()
             self._reader.close()
+            self._jobs.close()
             release_free_memory()
 
     # ---- batches ---------------------------------------------------------------------------------

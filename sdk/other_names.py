@@ -129,9 +129,9 @@ SAMPLING: dict[str, str] = {
     "streamer": "call LLM.stream or LLM.astream",
     "echo": "the output has the prompt: output.prompt + output.outputs[0].text",
     "top_logprobs": "use logprobs, a number",
-    "response_format": "structured outputs are not available in this release",
-    "grammar": "structured outputs are not available in this release",
-    "json_schema": "structured outputs are not available in this release",
+    "response_format": "use structured_outputs, such as {'json': schema} or {'json_object': True}",
+    "grammar": "use structured_outputs={'grammar': ...}",
+    "json_schema": "use structured_outputs={'json': schema}",
 }
 
 

@@ -22,6 +22,7 @@ from typing import Any
 from sdk.errors import RequestError, SdkError
 from sdk.other_names import SAMPLING
 from sdk.quant.safe_repr import is_value_error, safe_message, safe_repr
+from sdk.structured.params import StructuredOutputsParams, structure_of
 from sdk.text.stop_regex import MAX_PATTERN_LEN, StopRegex
 
 #: Limits, so that one request cannot exhaust the process. Error messages name them.
@@ -166,7 +167,11 @@ class SamplingParams:
     with -1 as many as leave room for ``max_tokens`` (``None``: for a quarter of the context);
     conversations lose whole turns.
 
-    ``structured_outputs`` and ``guided_decoding`` are not supported.
+    **Structure.** ``structured_outputs`` (:class:`StructuredOutputsParams`, or a dict of its
+    fields): the answer follows a JSON schema, a regular expression, a grammar or one of some
+    choices. It is complete even if ``max_tokens`` is small; a request whose shortest answer is
+    longer is rejected. It ends where the structure is complete, whatever ``min_tokens`` and
+    ``ignore_eos`` say. ``guided_decoding`` is its older name.
     """
 
     n: int = 1
@@ -195,8 +200,8 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     truncate_prompt_tokens: int | None = None
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
-    structured_outputs: Any = None
-    guided_decoding: Any = None
+    structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
+    guided_decoding: StructuredOutputsParams | Mapping[str, Any] | None = None
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = ()
@@ -254,6 +259,10 @@ class SamplingParams:
             raise _invalid("best_of", self.best_of, f"[n, {MAX_N}] with n = {self.n}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise _invalid("min_tokens", self.min_tokens, f"[0, max_tokens = {self.max_tokens}]")
+        if self.structured_outputs is not None and self.guided_decoding is not None:
+            raise RequestError(
+                "guided_decoding is the older name of structured_outputs; pass one of them"
+            )
         if not self.detokenize and (self.stop or self.stop_regex):
             raise _invalid("detokenize", False, "True when stop or stop_regex is given")
 
@@ -261,6 +270,13 @@ class SamplingParams:
     def greedy(self) -> bool:
         """Whether the best token is always taken, without random numbers."""
         return self.temperature == 0.0
+
+    @property
+    def structure(self) -> StructuredOutputsParams | None:
+        """The structure that the answer must have."""
+        found = self.structured_outputs or self.guided_decoding
+        assert found is None or isinstance(found, StructuredOutputsParams)
+        return found
 
     @property
     def num_answers(self) -> int:
@@ -451,13 +467,6 @@ def _regex(name: str, value: Any) -> str | None:
     return StopRegex(str.__str__(value)).pattern
 
 
-def _nothing_yet(name: str, value: Any) -> None:
-    if value is not None:
-        raise RequestError(
-            f"{name}: structured outputs are not available in this release; pass None"
-        )
-
-
 def _extra_args(name: str, value: Any) -> dict[str, Any] | None:
     if value is None:
         return None
@@ -478,6 +487,6 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "logits_processors": _processors,
     "stop_regex": _regex,
     "extra_args": _extra_args,
-    "structured_outputs": _nothing_yet,
-    "guided_decoding": _nothing_yet,
+    "structured_outputs": structure_of,
+    "guided_decoding": structure_of,
 }

@@ -16,7 +16,7 @@ from zipimport import zipimporter
 import torch
 
 #: Must equal kAbiVersion in native/abi.hpp; a library with another version is rejected as stale.
-ABI_VERSION = 16
+ABI_VERSION = 17
 
 #: Instruction-set levels, worst to best, in the order of native/levels.hpp.
 LEVELS = ("portable", "avx2", "avx2_vnni", "avx512_vnni")
@@ -225,7 +225,7 @@ class GatedArgs(Structure):
 
 class SampleArgs(Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("logits", "draws", "shapes")),
+        *((name, c_void_p) for name in ("logits", "draws", "shapes", "masks")),
         *((name, c_void_p) for name in ("tokens", "best", "probabilities")),
         *((name, c_int64) for name in ("width", "stride")),
     ]

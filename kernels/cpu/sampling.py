@@ -29,7 +29,8 @@ class Sample:
     def run(self, logits: Tensor, draws: Draws | None, out: SampleBuffers) -> None:
         """``logits [R, V]`` float32, R and V at least 1; without ``draws`` the argmax.
 
-        Shapes and masks are read where ``out`` has them, also in a step that was recorded.
+        Shapes, masks and mask tasks are read where ``out`` has them, also in a step that was
+        recorded.
         """
         if not logits.is_cpu:
             raise KernelError(f"sample: expected logits on cpu, found {logits.device}")
@@ -42,6 +43,7 @@ class Sample:
             logits.data_ptr(),
             None if draws is None else draws.ctypes.data,
             out.rows_address,
+            out.mask_tasks.address,
             out.tokens.ctypes.data,
             out.best.ctypes.data,
             out.probabilities.ctypes.data,

@@ -29,6 +29,7 @@ class Sample:
         return None
 
     def run(self, logits: Tensor, draws: Draws | None, out: SampleBuffers) -> None:
+        out.mask_tasks.compute()
         logits = logits.detach()
         values = logits.amax(-1)
         shaped = out.shaped(len(logits))

@@ -120,7 +120,9 @@ class Completion:
         request, first = self.request, self.num_read
         self.num_read = end
         known = request.token_ids
-        if request.status is _STOP and not request.params.include_stop_str_in_output:
+        if request.status is _STOP and not (
+            request.is_complete or request.params.include_stop_str_in_output
+        ):
             end = min(end, len(known) - 1)  # EOS and stop tokens do not appear in the text
         new = known[first:end]
         detokenizer = self._detokenizer

@@ -9,7 +9,7 @@ Objects that every step creates are named tuples: creating a frozen dataclass of
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -40,6 +40,8 @@ class RequestStart:
     #: For the negative sequence of a request (CFG): the id of that request. A negative sequence is
     #: never sampled; it continues with the tokens of its request.
     negative_of: str | None = None
+    #: The most tokens, prompt and answer.
+    max_len: int = 0
     #: Mirostat's target surprise for the next token, if a token was generated before.
     mirostat_mu: float | None = None
 
@@ -136,6 +138,8 @@ class StepResult(NamedTuple):
     prompt_logprobs: Mapping[str, tuple[Sampled, ...]] = {}
     hidden: Mapping[str, list[float]] = {}
     errors: Mapping[str, str] = {}
+    #: Requests whose structured answer is complete with these tokens.
+    complete: Collection[str] = ()
     #: Slots of the swap space for which writing to the swap file failed, with the reason. These
     #: slots are empty.
     unwritten: Mapping[int, str] = {}

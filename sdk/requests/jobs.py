@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from sdk.engine.engine import Output
 from sdk.engine.plan import RequestKind
@@ -27,7 +27,11 @@ from sdk.requests.prompts import (
     is_conversation,
 )
 from sdk.sampling.resolved import ResolvedParams, resolve
+from sdk.structured.params import StructuredOutputsParams
 from sdk.text.stops import stop_strings
+
+if TYPE_CHECKING:
+    from sdk.structured.compiler import Grammar, GrammarCompiler
 
 MAX_PRIORITY = 2**31 - 1
 MAX_ID_LENGTH = 256
@@ -61,6 +65,7 @@ class JobMaker:
         self._eos_token_ids = eos_token_ids
         self._max_model_len = max_model_len
         self._results = results
+        self._compiler: GrammarCompiler | None = None
         self._ids = itertools.count()
 
     def params(self, given: ParamsLike, count: int) -> list[SamplingParams]:
@@ -187,7 +192,22 @@ class JobMaker:
             eos_token_ids=self._eos_token_ids,
             think_start_id=start,
             think_end_id=end,
+            grammar=None if params.structure is None else self._compile(params.structure),
         )
+
+    def _compile(self, structure: StructuredOutputsParams) -> Grammar:
+        """:raises RequestError: the structure is not supported."""
+        tokenizer = self._reader.need_tokenizer("structured output")
+        from sdk.structured.compiler import GrammarCompiler  # loaded with the first structure
+
+        if self._compiler is None:
+            ends = self._eos_token_ids | tokenizer.eos_token_ids
+            self._compiler = GrammarCompiler(tokenizer, self._vocab_size, ends)
+        return self._compiler.compile(structure)
+
+    def close(self) -> None:
+        """Drop the compiled structures."""
+        self._compiler = None
 
 
 def _priorities(given: Any, count: int) -> list[int | None]:

@@ -156,7 +156,8 @@ class PromptReader:
         self.tokenizer = None
         self._closed = True
 
-    def _need_tokenizer(self, what: str) -> Tokenizer:
+    def need_tokenizer(self, what: str) -> Tokenizer:
+        """:raises RequestError: there is none; the message names ``what`` needs it."""
         if self._closed:
             raise EngineClosedError("this LLM was closed")
         if self.tokenizer is None:
@@ -236,7 +237,7 @@ class PromptReader:
         self, messages: Sequence[Message], params: SamplingParams, options: ChatOptions
     ) -> Prompt:
         """Render with the model's template; control tokens inside messages are ordinary text."""
-        tokenizer = self._need_tokenizer("chat")
+        tokenizer = self.need_tokenizer("chat")
         with as_request_error("messages"):
             keep = self._kept(params, 1)
             limit = self._max_model_len - 1
@@ -318,7 +319,7 @@ class PromptReader:
 
     def _encode(self, text: str, params: SamplingParams, room: int) -> list[int]:
         """The ids of a text. Without truncation, tokenizing stops where the context ends."""
-        tokenizer = self._need_tokenizer("a text prompt")
+        tokenizer = self.need_tokenizer("a text prompt")
         if params.truncate_prompt_tokens is not None:
             return tokenizer.encode(text)
         try:

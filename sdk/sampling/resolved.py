@@ -11,6 +11,7 @@ from sdk.params import SamplingParams
 
 if TYPE_CHECKING:
     from sdk.sampling.rules import Rules
+    from sdk.structured.compiler import Grammar
 
 
 class Vocabulary(Protocol):
@@ -37,6 +38,8 @@ class ResolvedParams:
     #: The tokens that start and end thinking; both or neither.
     think_start_id: int | None = None
     think_end_id: int | None = None
+    #: The compiled structure of the answer.
+    grammar: Grammar | None = field(default=None, compare=False, repr=False)
     #: These and the lists of the parameters, as arrays that all answers share.
     rules: Rules | None = field(default=None, compare=False, repr=False)
 
@@ -49,8 +52,10 @@ def resolve(
     eos_token_ids: Iterable[int] = (),
     think_start_id: int | None = None,
     think_end_id: int | None = None,
+    grammar: Grammar | None = None,
 ) -> ResolvedParams:
-    """Resolve ``params``; ``tokenizer`` is None if none was loaded.
+    """Resolve ``params``; ``tokenizer`` is None if none was loaded. ``grammar``: the compiled
+    structure of ``params``.
 
     :raises RequestError: a token id outside of ``[0, vocab_size)``, strings without a tokenizer,
         or a thinking budget for a model without thinking tokens.
@@ -80,7 +85,7 @@ def resolve(
 
     end_ids = tuple(sorted(ends))
     rules = Rules(params, end_ids, words)
-    return ResolvedParams(end_ids, words, breakers, think_start_id, think_end_id, rules)
+    return ResolvedParams(end_ids, words, breakers, think_start_id, think_end_id, grammar, rules)
 
 
 def _check_ids(params: SamplingParams, vocab_size: int) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from sdk.engine.plan import Sampled
 from sdk.errors import RequestError
 from sdk.kernels.ops import Ops
+from sdk.kernels.reference.sampling import allow
 from sdk.kernels.sampling import GREEDY, SampleBuffers, Tokens, join_draws
 from sdk.memory.demand import scored_rows
 from sdk.sampling.draws import Draw
@@ -33,16 +34,30 @@ class Sampler:
         self._ops = ops
         self._scratch = Scratch(vocab_size)
 
-    def sample(self, logits: Tensor, draws: Sequence[Draw]) -> list[Sampled | str]:
+    def sample(
+        self, logits: Tensor, draws: Sequence[Draw], masks: SampleBuffers | None = None
+    ) -> list[Sampled | str]:
         """:meth:`Draw.write`, the draw and :meth:`collect` in one call."""
         buffers = SampleBuffers(len(draws))
+        if masks is not None:
+            buffers.masks = masks.masks
         for row, one in enumerate(draws):
             one.write(row, buffers)
+            if masks is not None:
+                buffers.set_mask(row, int(masks.mask_slots[row]))
         self._ops.sampling.sample_into(logits, buffers)
-        return self.collect(logits, draws, buffers.read(len(draws)))
+        return self.collect(logits, draws, buffers.read(len(draws)), buffers)
 
-    def collect(self, logits: Tensor, draws: Sequence[Draw], chosen: Tokens) -> list[Sampled | str]:
+    def collect(
+        self,
+        logits: Tensor,
+        draws: Sequence[Draw],
+        chosen: Tokens,
+        masks: SampleBuffers | None = None,
+    ) -> list[Sampled | str]:
         """The results of ``draws``, whose rows come first in ``logits [R or more, V]``.
+
+        ``masks`` has the masks of the rows, for those with callbacks.
 
         A string instead of a result says why that request failed: its logits are not finite (NaN,
         +inf, or only -inf), its parameters forbid every token, or a logits processor raised.
@@ -54,7 +69,7 @@ class Sampler:
         ]
         states = [one.state for one in draws]
         if not all(state.plain for state in states):
-            self._process(logits, states, results)
+            self._process(logits, states, results, masks)
             for i, state in enumerate(states):
                 result = results[i]
                 if state.mirostat and not state.processed and isinstance(result, Sampled):
@@ -67,6 +82,16 @@ class Sampler:
                 if state.mirostat and isinstance(result := results[i], Sampled):
                     results[i] = result._replace(mirostat_mu=state.next_mu)
         return results
+
+    def replaced(
+        self, outcome: Sampled, token_id: int, logits: Tensor, state: RequestState
+    ) -> Sampled:
+        """The result if ``token_id`` takes the place of the token drawn from ``logits [V]``."""
+        if not state.wants_logprobs:
+            return outcome._replace(token_id=token_id)
+        count = state.params.logprobs
+        found = self._scored(logits, token_id, count, state.rules.scored_ids)
+        return found._replace(mirostat_mu=outcome.mirostat_mu)
 
     def _draw(self, logits: Tensor, states: Sequence[RequestState | None]) -> Tokens:
         """One token per row; the argmax for a row without a state."""
@@ -86,7 +111,11 @@ class Sampler:
         return chosen
 
     def _process(
-        self, logits: Tensor, states: Sequence[RequestState], results: list[Sampled | str]
+        self,
+        logits: Tensor,
+        states: Sequence[RequestState],
+        results: list[Sampled | str],
+        masks: SampleBuffers | None,
     ) -> None:
         """Replace the results of the finite rows whose requests have callbacks."""
         indices = [
@@ -94,7 +123,7 @@ class Sampler:
         ]
         at_once = scored_rows(logits.shape[1])
         for begin in range(0, len(indices), at_once):
-            self._process_some(logits, states, results, indices[begin : begin + at_once])
+            self._process_some(logits, states, results, indices[begin : begin + at_once], masks)
 
     def _process_some(
         self,
@@ -102,8 +131,9 @@ class Sampler:
         states: Sequence[RequestState],
         results: list[Sampled | str],
         indices: Sequence[int],
+        masks: SampleBuffers | None,
     ) -> None:
-        """Process the rows ``indices``, few enough for the workspace."""
+        """Process the rows ``indices``, few enough for the workspace. A row's mask comes last."""
         # A copy, in the operators' memory: the C allocator would keep a block of each size.
         rows = self._ops.empty(len(indices), logits.shape[1])
         drawing: list[RequestState | None] = []
@@ -117,6 +147,8 @@ class Sampler:
                 continue
             if changed.data_ptr() != row.data_ptr() or changed.stride() != row.stride():
                 _copy(row, changed)
+            if masks is not None and (mask := masks.mask(i)) is not None:
+                allow(row, mask)
             drawing.append(states[i])
         chosen = self._draw(rows, drawing)
         for i, drawn, token, best in zip(indices, drawing, chosen.tokens, chosen.best, strict=True):

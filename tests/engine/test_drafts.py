@@ -38,6 +38,8 @@ KINDS = {
     "mirostat": DRAWN.clone(mirostat_mode=2, seed=6),
     "callbacks": DRAWN.clone(logits_processors=[lambda _, row: row * 1.01]),
     "guided": GREEDY.clone(guidance_scale=1.5),
+    "structured": DRAWN.clone(structured_outputs={"json": list[int]}, ignore_eos=False),
+    "complete": GREEDY.clone(structured_outputs={"regex": "[a-z]{2,9}(-[0-9]{3}){2}"}),
 }
 #: How many of the proposed tokens are right, by the number of tokens known.
 SCRIPTS: dict[str, Callable[[int], int]] = {

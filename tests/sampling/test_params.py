@@ -60,8 +60,8 @@ BAD = {
     "stop_regex": ["(", "", 3, "x" * 1025],
     "logit_bias": [{-1: 1.0}, {1: 101}, {1: NAN}, {"a": 1}, [1], dict.fromkeys(range(4097), 0.0)],
     "logits_processors": [[3], 3, [len] * 17],
-    "structured_outputs": [{"json": {}}],
-    "guided_decoding": [{"regex": "a"}],
+    "structured_outputs": [3, "json", {}, {"json": {}, "regex": "a"}, {"jsn": {}}, {"json": bytes}],
+    "guided_decoding": [3, {"regex": ""}, {"choice": []}, {"choice": "a"}, {"json": "{"}],
     "extra_args": [[1]],
 }
 

@@ -7,9 +7,10 @@
 // sides.
 #pragma once
 
+#include <stddef.h>
 #include <stdint.h>
 
-enum { kAbiVersion = 16 };
+enum { kAbiVersion = 17 };
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -396,10 +397,35 @@ struct RowShape {
     Mask mask;
 };
 
+// The masks of the output rows of one request, computed by its grammar matcher: one for its next
+// token, then one after each draft token.
+struct MaskTask {
+    void* matcher;
+    uint32_t* masks;         // count masks, one after another
+    const uint32_t* drafts;  // count - 1 tokens
+    int32_t count;
+    int32_t also;    // a token that the first mask allows too; -1: none
+    int32_t failed;  // set to 1 if the matcher reports an error; its masks then allow nothing
+};
+
+// The functions of the matchers' library (llguidance's C interface); all but validate return 0 or, on an
+// error, something else.
+struct MaskTasks {
+    int32_t (*compute)(void* matcher, uint32_t* mask, size_t bytes);
+    int32_t (*validate)(void* matcher, const uint32_t* tokens, size_t count);  // how many are allowed
+    int32_t (*consume)(void* matcher, const uint32_t* tokens, size_t count);
+    int32_t (*rollback)(void* matcher, size_t count);
+    bool (*stopped)(const void* matcher);  // whether the structure is complete
+    int64_t words;  // of a mask
+    int64_t count;
+    MaskTask* tasks;
+};
+
 struct SampleArgs {
     const float* logits;
     const Draw* draws;       // null: the argmax of every row
     const RowShape* shapes;  // null: no row has a shape
+    const MaskTasks* masks;  // null: none; computed before any row is drawn
     int64_t* tokens;
     float* best;            // the changed row's maximum; the row's own unless that is finite
     double* probabilities;  // the token's share of the tokens that could be drawn; 1 without a draw, 0

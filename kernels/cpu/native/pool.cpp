@@ -142,8 +142,32 @@ void Pool::work(int thread) {
                    stop_.load(std::memory_order_seq_cst);
         });
         seen = opened_.load(std::memory_order_seq_cst);
-        while (claim_and_run(thread)) continue;
+        while (claim_side() || claim_and_run(thread)) continue;
     }
+}
+
+void Pool::arm_side(SideBody body, void* context, int count) {
+    side_body_ = body;
+    side_context_ = context;
+    side_count_ = count;
+    side_done_.store(0, std::memory_order_relaxed);
+    side_.store((uint64_t)count << 32, std::memory_order_release);
+}
+
+// A thread that read `side_` in an earlier run may claim here too: what it runs is read after the claim.
+bool Pool::claim_side() {
+    uint64_t side = side_.load(std::memory_order_acquire);
+    if ((uint32_t)side >= side >> 32) return false;
+    side = side_.fetch_add(1, std::memory_order_acq_rel);
+    if ((uint32_t)side >= side >> 32) return false;
+    side_body_(side_context_, (int)(uint32_t)side);
+    side_done_.fetch_add(1, std::memory_order_release);
+    return true;
+}
+
+void Pool::finish_side() {
+    while (claim_side()) continue;
+    while (side_done_.load(std::memory_order_acquire) < side_count_) relax();
 }
 
 void Pool::run(TaskBody task, void* context, const Phase* phases, int count) {

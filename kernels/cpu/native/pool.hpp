@@ -56,7 +56,15 @@ public:
     // Runs all phases; returns when the last is done. One caller at a time (the runtime holds a lock).
     void run(TaskBody task, void* context, const Phase* phases, int count);
 
+    // Side tasks of the next run, which depend on none of its phases: threads other than the caller run
+    // them before they join the phases. A phase that needs their results calls finish_side() first.
+    typedef void (*SideBody)(void* context, int index);
+    void arm_side(SideBody body, void* context, int count);
+    // Runs the side tasks that no thread has begun, and waits for the others.
+    void finish_side();
+
 private:
+    bool claim_side();
     void work(int thread);
     bool claim_and_run(int thread);
     bool claim(int owner, int thread);
@@ -76,7 +84,13 @@ private:
     alignas(kCacheLine) std::atomic<uint32_t> opened_{0};  // phases with more than one task so far
     alignas(kCacheLine) std::atomic<uint32_t> done_{0};
     alignas(kCacheLine) std::atomic<bool> finished_{true};
-    std::atomic<int> sleepers_{0}, callers_{0};
+    // Side tasks: end (32 bits) | next (32), and how many are done.
+    alignas(kCacheLine) std::atomic<uint64_t> side_{0};
+    std::atomic<int> side_done_{0};
+    SideBody side_body_ = nullptr;
+    void* side_context_ = nullptr;
+    int side_count_ = 0;
+    alignas(kCacheLine) std::atomic<int> sleepers_{0}, callers_{0};
     std::atomic<bool> stop_{false};
     TaskBody task_ = nullptr;
     void* context_ = nullptr;

@@ -9,6 +9,7 @@
 #include "moe.hpp"
 #include "file_parts.hpp"
 #include "linear_scratch.hpp"
+#include "masks.hpp"
 #include "pack.hpp"
 
 namespace {
@@ -419,7 +420,9 @@ void Runtime::tiles(const Op& op, const ItemRange& share, int thread) {
             expert_tiles(*kernels, op.experts, share, scratch);
             break;
         case kOpGroup: group_rows(op.group); break;
-        default: kernels->sample(&op.sample, share.begin, share.end, scratch);
+        default:
+            if (op.sample.masks && op.sample.masks->count) pool.finish_side();
+            kernels->sample(&op.sample, share.begin, share.end, scratch);
     }
 }
 
@@ -459,6 +462,11 @@ void Runtime::close() {
 Status Runtime::run(Program& program, const int64_t* counts) {
     const Status status = prepare(program, counts);
     if (status != kOk) return status;
+    for (const Op& op : program.ops_) {
+        if (op.kind != kOpSample || !op.sample.masks || !op.sample.masks->count) continue;
+        pool.arm_side(compute_masks, const_cast<MaskTasks*>(op.sample.masks),
+                      (int)op.sample.masks->count);
+    }
     Frame frame = {this, &program};
     pool.run(&Runtime::run_task, &frame, phases_.data(), (int)phases_.size());
     return kOk;

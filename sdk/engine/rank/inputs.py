@@ -16,6 +16,7 @@ from sdk.engine.rank.request import RankRequest
 from sdk.engine.rank.step_buffers import Buffers, PageTable
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.sampling import SampleBuffers
+from sdk.structured.library import mask_functions
 
 if TYPE_CHECKING:
     from sdk.engine.rank.step_batch import StepBatch
@@ -118,7 +119,23 @@ class StepInputs:
             self._write_adapters(batch)
         for index, draw in enumerate(batch.draws):
             draw.write(index, self.sampling)
+        self._set_mask_tasks(batch)
         return end
+
+    def _set_mask_tasks(self, batch: StepBatch) -> None:
+        """Have the masks of structured answers computed while the step runs."""
+        tasks = []
+        for one in batch.sampled:
+            structured = one.request.structured
+            if structured is not None:
+                task = structured.task(one.first_output, one.row.drafts)
+                if task is not None:
+                    self.sampling.use_masks(structured.vocab_size)
+                    tasks.append(task)
+        if tasks:
+            self.sampling.set_mask_tasks(mask_functions(), tasks)
+        else:
+            self.sampling.clear_mask_tasks()
 
     def _write_adapters(self, batch: StepBatch) -> None:
         """Write the adapter slot of each token and of each output row."""

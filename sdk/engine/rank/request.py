@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from sdk.engine.plan import RequestStart
 from sdk.sampling.state import RequestState
+from sdk.structured.answer import StructuredAnswer
 
 
 class RankRequest:
@@ -18,6 +19,7 @@ class RankRequest:
         "pages",
         "start",
         "state",
+        "structured",
         "token_ids",
         "uses_hidden",
     )
@@ -40,6 +42,22 @@ class RankRequest:
             start.token_ids[start.num_prompt_tokens :],
             start.mirostat_mu,
         )
+
+        #: The structured part of its answer, if it has one.
+        self.structured: StructuredAnswer | None = None
+        grammar = start.resolved.grammar
+        if grammar is not None:
+            resolved, output = start.resolved, start.token_ids[start.num_prompt_tokens :]
+            reasoning = None
+            if resolved.think_start_id is not None and resolved.think_end_id is not None:
+                reasoning = resolved.think_start_id, resolved.think_end_id
+            self.structured = StructuredAnswer(
+                grammar,
+                start.token_ids[: start.num_prompt_tokens],
+                output,
+                start.max_len - start.num_prompt_tokens,
+                reasoning,
+            )
 
     def accept(self, token_ids: Sequence[int]) -> None:
         """Append sampled tokens: one, and one more for each accepted draft.

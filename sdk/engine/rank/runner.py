@@ -21,7 +21,13 @@ from sdk.engine.rank.kv_cache import cache_of_rank
 from sdk.engine.rank.recorded import Recorded
 from sdk.engine.rank.request import RankRequest
 from sdk.engine.rank.runner_config import RunnerConfig
-from sdk.engine.rank.step_batch import ScoredRow, StepBatch, guided_logits, score_prompt
+from sdk.engine.rank.step_batch import (
+    ScoredRow,
+    StepBatch,
+    accepted,
+    guided_logits,
+    score_prompt,
+)
 from sdk.engine.rank.strategy import LaunchedBatch, Repeater, Strategy
 from sdk.errors import RequestError
 from sdk.executors.base import Pending
@@ -33,6 +39,7 @@ from sdk.models.parallel import Mesh
 from sdk.params import SamplingParams
 from sdk.quant.checkpoint import Checkpoint
 from sdk.sampling.sampler import Sampler
+from sdk.structured.library import GrammarError
 
 #: Requests get deferred tokens at the next page boundary after this many repeated steps.
 _MAX_DEFERRED = 64
@@ -172,7 +179,7 @@ class ModelRunner:
     def finish(self, step: _LaunchedStep) -> StepResult:
         """Wait for a step and append the sampled tokens to its requests."""
         plan = step.plan
-        result = _Results([()] * len(plan.rows), {}, {}, {}, {})
+        result = _Results([()] * len(plan.rows), {}, {}, {}, {}, set())
         for launched in step.launched:
             batch = launched.batch
             # guidance and scores use inference tensors, which torch allows only in this mode
@@ -192,24 +199,54 @@ class ModelRunner:
         begin = perf_counter()
         tokens_drawn = launched.read_tokens()
         self._passes.native_seconds += perf_counter() - begin
+        masks = self._inputs.sampling
         if batch.negatives:  # these tokens were drawn without guidance
-            outcomes = self.sampler.sample(guided_logits(batch, launched.logits), batch.draws)
+            logits = guided_logits(batch, launched.logits)
+            outcomes = self.sampler.sample(logits, batch.draws, masks)
         else:
-            outcomes = self.sampler.collect(launched.logits, batch.draws, tokens_drawn)
+            outcomes = self.sampler.collect(launched.logits, batch.draws, tokens_drawn, masks)
         for plan_index, row, request, first in batch.sampled:
+            structured = request.structured
             outcome = outcomes[first]
             if isinstance(outcome, str):
-                result.errors[row.request_id] = outcome
+                error = None if structured is None else structured.error
+                result.errors[row.request_id] = error or outcome
                 continue
-            found = [outcome]
-            for draft, outcome in zip(row.drafts, outcomes[first + 1 :], strict=False):
-                if draft != found[-1].token_id or isinstance(outcome, str):
-                    break  # logits that are not finite fail the request in the next step
-                found.append(outcome)
+            drawn = outcomes[first : first + 1 + len(row.drafts)]
+            if structured is not None:
+                try:
+                    drawn = self._structured(row, request, drawn, launched.logits[first:])
+                except GrammarError as error_:
+                    result.errors[row.request_id] = f"structured_outputs: {error_}"
+                    continue
+            found = accepted(row.drafts, drawn)
+            if structured is not None and structured.complete:
+                result.complete.add(row.request_id)
             if not request.state.plain:
                 result.details[row.request_id] = found
             tokens = result.tokens[plan_index] = [one.token_id for one in found]
             request.accept(tokens)
+
+    def _structured(
+        self, row: StepRow, request: RankRequest, drawn: Sequence[Sampled | str], logits: Tensor
+    ) -> list[Sampled | str]:
+        """The tokens of a structured answer, of those that were drawn: see ``StructuredAnswer``.
+
+        :raises GrammarError: the answer cannot go on.
+        """
+        structured = request.structured
+        assert structured is not None
+        tokens: list[Sampled | str] = []
+        for index, outcome in enumerate(drawn):
+            if isinstance(outcome, str):
+                break
+            token = structured.accept(outcome.token_id)
+            if token != outcome.token_id:
+                outcome = self.sampler.replaced(outcome, token, logits[index], request.state)
+            tokens.append(outcome)
+            if structured.complete or token not in row.drafts[index : index + 1]:
+                break
+        return tokens
 
     def _score(self, scored_row: ScoredRow, launched: LaunchedBatch, result: _Results) -> None:
         """Add log-probabilities of prompt tokens that follow those just run, or an embedding."""
@@ -290,6 +327,7 @@ class _Results(NamedTuple):
     prompt_logprobs: dict[str, tuple[Sampled, ...]]
     hidden: dict[str, list[float]]
     errors: dict[str, str]
+    complete: set[str]
 
 
 class _LaunchedStep:

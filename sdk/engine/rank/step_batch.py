@@ -102,9 +102,13 @@ class StepBatch:
     @property
     def plain(self) -> bool:
         """Whether only the drawn tokens are used: no guidance, no log-probabilities, no callbacks,
-        no mirostat.
+        no mirostat, no structure.
         """
-        return not (self.negatives or self.scored) and all(draw.state.plain for draw in self.draws)
+        return (
+            not (self.negatives or self.scored)
+            and all(draw.state.plain for draw in self.draws)
+            and all(one.request.structured is None for one in self.sampled)
+        )
 
     @property
     def foreseeable(self) -> bool:
@@ -123,6 +127,17 @@ class StepBatch:
             [self.requests[i] for i in indices],
             [self.plan_indices[i] for i in indices],
         )
+
+
+def accepted(drafts: Sequence[int], drawn: Sequence[Sampled | str]) -> list[Sampled]:
+    """The first drawn token, and one more for each draft that equals the token before it."""
+    found: list[Sampled] = []
+    for index, outcome in enumerate(drawn):
+        # logits that are not finite fail the request in the next step
+        if isinstance(outcome, str) or (found and drafts[index - 1] != found[-1].token_id):
+            break
+        found.append(outcome)
+    return found
 
 
 def guided_logits(batch: StepBatch, logits: Tensor) -> Tensor:

@@ -86,7 +86,9 @@ class Committer:
             if request.negative is not None:
                 request.negative.token_ids += tokens
             ends = tokens[-1] in request.stop_token_ids or len(request.token_ids) >= request.max_len
-            if ends or request.watched or scored or details:
+            if result.complete and request_id in result.complete:
+                self._report_complete(request, tokens, details.get(request_id), scored, updates)
+            elif ends or request.watched or scored or details:
                 self._report(request, tokens, details.get(request_id), scored, updates)
         if repeats and in_flight.repeatable is batch:
             in_flight.need_page = need_page
@@ -126,7 +128,8 @@ class Committer:
     ) -> Sequence[int]:
         """The accepted tokens after drafts, up to the one that ends the answer."""
         self.num_draft_tokens += len(drafts)
-        self.num_accepted_tokens += len(tokens) - 1
+        # The last token was no draft, unless a structured answer is complete with one.
+        self.num_accepted_tokens += len(tokens) - (tuple(tokens) != drafts[: len(tokens)])
         stops, least = request.stop_token_ids, request.params.min_tokens
         known, count = request.num_output_tokens, 0
         for token_id in tokens:
@@ -175,6 +178,22 @@ class Committer:
             self._queues.end(request, "length")
         elif not (request.watched or scored):
             return
+        sampled = [Sampled(token) for token in tokens] if details is None else details
+        updates.append(RequestUpdate(request, sampled[: len(tokens)], scored))
+
+    def _report_complete(
+        self,
+        request: Request,
+        tokens: Sequence[int],
+        details: Sequence[Sampled] | None,
+        scored: tuple[Sampled, ...],
+        updates: list[RequestUpdate],
+    ) -> None:
+        """Report the last tokens of a structured answer. It needs no token that ends it."""
+        ends = tokens[-1] in request.stop_token_ids | self._config.eos_token_ids
+        request.is_complete = not ends
+        is_eos = tokens[-1] in self._config.eos_token_ids
+        self._queues.end(request, "stop", tokens[-1] if ends and not is_eos else None)
         sampled = [Sampled(token) for token in tokens] if details is None else details
         updates.append(RequestUpdate(request, sampled[: len(tokens)], scored))
 

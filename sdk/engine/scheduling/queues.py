@@ -133,6 +133,13 @@ class RequestQueues:
             request.max_len = min(request.max_len, num_tokens + request.params.max_tokens)
         if negative is not None:
             negative.max_len = negative.num_tokens + request.max_len - num_tokens
+        grammar = request.resolved.grammar
+        if grammar is not None and request.max_len - num_tokens < len(grammar.way):
+            raise RequestError(
+                f"structured_outputs: the shortest answer has {len(grammar.way)} tokens, and at "
+                f"most {request.max_len - num_tokens} are left; raise max_tokens, or shorten the "
+                "prompt"
+            )
 
     def abort(self, request_id: str) -> Request | None:
         """End a request now, in whatever state it is; its pages are free at once.

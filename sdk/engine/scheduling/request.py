@@ -67,6 +67,7 @@ class Request:
         "deadline",
         "events",
         "first_token_ts",
+        "is_complete",
         "keys",
         "kind",
         "last_token_ts",
@@ -144,12 +145,12 @@ class Request:
         self.mirostat_mu: float | None = None  # as of the last committed token
         self.pages: list[int] = []
         self.keys: list[PageKey] = []  # of its full pages, as far as they were needed
-        self.num_published = 0  # leading pages that are published already
-        self.publishes = False
+        self.num_published, self.publishes = 0, False  # leading pages that are published already
         # Set by Scheduler.add.
         self.order: tuple[float, float, int] = (0, 0.0, 0)  # smaller runs first
         self.max_len = 0  # it finishes with "length" at this many tokens
         self.stop_token_ids = frozenset(params.stop_token_ids or ())
+        self.is_complete = False  # its structure is, so its last token is text
         self.deadline = math.inf
         # Why it was not admitted last time, so that the next plan need not search again.
         self.min_available = 0
@@ -243,6 +244,7 @@ class Request:
             kind=self.kind,
             resolved=self.resolved,
             negative_of=self.negative_of,
+            max_len=self.max_len,
             mirostat_mu=self.mirostat_mu,
         )
 

@@ -1,0 +1,113 @@
+"""How many tokens complete a JSON text at most, whatever its state is: from the schema alone."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+Schema = dict[str, Any]
+
+#: A bound beyond which it is of no use.
+_MOST = 2**30
+#: Tokens of values of these formats; one for each character.
+_FORMATS = {"uuid": 36, "ipv4": 15, "ipv6": 39, "email": 32, "uri": 16, "duration": 8}
+
+
+def longest_completion(schema: Schema, count_tokens: Callable[[str], int]) -> int:
+    """Tokens that one object, array or value needs at most: its required content, and its end.
+
+    The text of a state with k open objects and arrays is completed by at most k + 1 times as many.
+    ``count_tokens``: the tokens of a text.
+    """
+    bound = _Bound(schema, count_tokens)
+    bound.of(schema)
+    return min(bound.largest, _MOST)
+
+
+def longest_match(pattern: str) -> int:
+    """Characters that complete a match of a pattern at most: each of its positions once, times its
+    repeats, which may be nested."""
+    product = 1
+    for number in re.findall(r"\{(\d{1,9})", pattern):
+        product = min(product * max(int(number), 1), _MOST)
+    return min(4 * len(pattern) * product, _MOST)
+
+
+class _Bound:
+    def __init__(self, root: Schema, count_tokens: Callable[[str], int]) -> None:
+        self._root = root
+        self._count = count_tokens
+        self._known: dict[str, int] = {}  # by reference; 0 while it is computed
+        self.largest = 0
+
+    def of(self, schema: Any) -> int:
+        """The tokens of the smallest value of a schema, or more."""
+        if not isinstance(schema, dict):
+            return 2
+        total = 4 + self._scalar(schema) + self._reference(schema.get("$ref"))
+        properties = _object(schema.get("properties"))
+        sizes = {name: self.of(value) for name, value in properties.items()}
+        others = [self.of(value) for value in _object(schema.get("patternProperties")).values()]
+        others.append(self.of(schema.get("additionalProperties")))
+        for name in _array(schema.get("required")):
+            total += self._named(name, sizes.get(name, max(others)))
+        least = _number(schema.get("minProperties"))
+        total += least * (max(others) + 4)
+        items = [self.of(item) for item in _array(schema.get("prefixItems"))]
+        rest = schema.get("items")
+        items += [self.of(item) for item in _array(rest)]
+        each = max(self.of(rest), self.of(schema.get("additionalItems")))
+        total += sum(items) + _number(schema.get("minItems")) * (each + 2)
+        total += sum(self.of(item) for item in _array(schema.get("allOf")))
+        for name in ("anyOf", "oneOf"):
+            total += max([self.of(item) for item in _array(schema.get(name))], default=0)
+        total = min(total, _MOST)
+        # One more property or element, which is not required, may have begun.
+        begun = [self._named(name, size) for name, size in sizes.items()]
+        self.largest = max(self.largest, total + max([*begun, max(others) + 8, each + 2, *items]))
+        return total
+
+    def _named(self, name: str, size: int) -> int:
+        """The tokens of a property."""
+        return self._count(json.dumps(name)) + 3 + size
+
+    def _scalar(self, schema: Schema) -> int:
+        texts = [*_array(schema.get("enum")), *([schema["const"]] if "const" in schema else [])]
+        total = max([self._count(json.dumps(text)) for text in texts], default=0)
+        total += _number(schema.get("minLength")) + _FORMATS.get(str(schema.get("format")), 0)
+        pattern = schema.get("pattern")
+        if isinstance(pattern, str):
+            total += longest_match(pattern)
+        for name in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"):
+            if name in schema:
+                total += len(repr(schema[name])) + 8
+        return total
+
+    def _reference(self, reference: Any) -> int:
+        if not isinstance(reference, str):
+            return 0
+        if reference not in self._known:
+            self._known[reference] = 0  # the smallest value does not contain itself
+            self._known[reference] = self.of(self._resolved(reference))
+        return self._known[reference]
+
+    def _resolved(self, reference: str) -> Any:
+        found: Any = self._root
+        for part in reference.removeprefix("#").split("/")[1:]:
+            part = part.replace("~1", "/").replace("~0", "~")
+            found = found.get(part) if isinstance(found, dict) else None
+        return found
+
+
+def _object(value: Any) -> Schema:
+    return value if isinstance(value, dict) else {}
+
+
+def _array(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _number(value: Any) -> int:
+    return int(value) if isinstance(value, int | float) and value > 0 else 0

@@ -1,0 +1,179 @@
+"""Compiles structures for one model's vocabulary, and keeps the last ones."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from sdk.errors import RequestError
+from sdk.quant.tokenizer import Tokenizer
+from sdk.structured.bound import longest_completion, longest_match
+from sdk.structured.definition import Definition, definition_of
+from sdk.structured.library import GrammarError, Matcher, Vocabulary
+from sdk.structured.params import StructuredOutputsParams
+from sdk.structured.shortest import Search, TokenShapes
+
+#: Limits of a matcher: a state of its lexer takes 1 to 2 kB.
+_LIMITS = {"max_lexer_states": 50_000}
+#: CPU seconds for finding the shortest answer, and the longest one that is looked for.
+_SEARCH_S = 1.0
+_MOST_TOKENS = 4096
+#: The compiled structures that are kept take about this many bytes (64 MiB), an estimate: a matcher
+#: takes about 150 KiB, and 40 bytes for each character of its definition.
+_CACHE_BYTES = 2**26
+_MATCHER_BYTES, _CHARACTER_BYTES = 150_000, 40
+#: Texts that end a value or a container.
+_CLOSERS = ('"', "}", "]", '"}', '"]', "]}", "}}", '""', "0")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Grammar:
+    """A compiled structure. Answers work with copies of ``matcher``.
+
+    ``way``: tokens of the shortest answer that was found. ``size``: see
+    :func:`~sdk.structured.bound.longest_completion`; 0: unknown.
+    """
+
+    matcher: Matcher
+    way: tuple[int, ...]
+    size: int
+    tokens: GrammarTokens
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GrammarTokens:
+    """A vocabulary as matchers and searches use it.
+
+    ``closers``: tokens that may end a value. ``encode``: the tokens of a text, control tokens
+    excluded.
+    """
+
+    vocabulary: Vocabulary
+    shapes: TokenShapes
+    closers: tuple[tuple[int, ...], ...]
+    encode: Callable[[str], list[int]]
+
+    @property
+    def words(self) -> int:
+        """Words of a mask: one bit for each id of the model."""
+        return -(-self.vocabulary.size // 32)
+
+    def search(self) -> Search:
+        """A search of its own."""
+        return Search(self.shapes, self.words)
+
+
+class GrammarCompiler:
+    """Compiles the structures of one model. Safe to use from any thread.
+
+    The vocabulary is read with the first structure. ``vocab_size``: the ids of the model, which may
+    have padding rows. ``eos_token_ids``: the tokens that end an answer.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: frozenset[int]
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
+        self._tokens: GrammarTokens | None = None
+        self._cache: OrderedDict[Definition, Grammar] = OrderedDict()
+        self._cached_bytes = 0
+        self._lock = threading.Lock()
+
+    def compile(self, params: StructuredOutputsParams) -> Grammar:
+        """:raises RequestError: llguidance is missing, a construct is not supported, or no answer
+        can be found that follows it."""
+        definition = definition_of(params, self._is_special)
+        with self._lock:
+            if (found := self._cache.get(definition)) is not None:
+                self._cache.move_to_end(definition)
+                return found
+            if self._tokens is None:
+                self._tokens = self._read_vocabulary()
+            tokens = self._tokens
+        try:
+            grammar = self._compile(definition, tokens)
+        except GrammarError as error:
+            raise RequestError(f"{params.kind}: it cannot be enforced: {error}") from error
+        with self._lock:
+            self._keep(definition, grammar)
+        return grammar
+
+    def _compile(self, definition: Definition, tokens: GrammarTokens) -> Grammar:
+        matcher = Matcher.of(tokens.vocabulary, definition.kind, definition.text, _LIMITS)
+        hints = [self._encode(hint) for hint in definition.hints]
+        way = tokens.search().shortest(
+            matcher, _MOST_TOKENS, hints=[hint for hint in hints if hint], seconds=_SEARCH_S
+        )
+        if way is None:
+            raise GrammarError(
+                f"no answer of at most {_MOST_TOKENS} tokens was found that follows it"
+            )
+        return Grammar(matcher, self._canonical(matcher, way), self._size(definition), tokens)
+
+    def _size(self, definition: Definition) -> int:
+        if definition.kind == "json_schema":
+            schema = json.loads(definition.text)
+            return longest_completion(schema, lambda text: len(self._encode(text)))
+        return longest_match(definition.text) if definition.kind == "regex" else 0
+
+    def _canonical(self, matcher: Matcher, way: tuple[int, ...]) -> tuple[int, ...]:
+        """The way as the tokenizer would write it, if that is no longer."""
+        text = self._tokenizer.decode(way, skip_special_tokens=False)
+        tokens = tuple(self._encode(text))
+        if len(tokens) > len(way) or matcher.allowed(tokens) < len(tokens):
+            return way
+        matcher.consume(tokens)
+        accepting = matcher.accepting
+        matcher.rollback(len(tokens))
+        return tokens if accepting else way
+
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False, parse_special=False)
+
+    def _is_special(self, text: str) -> bool:
+        token = self._tokenizer.token_to_id(text)
+        return token is not None and token in self._tokenizer.special_ids
+
+    def _read_vocabulary(self) -> GrammarTokens:
+        tokenizer = self._tokenizer
+        if not tokenizer.bytewise:
+            raise RequestError(
+                "structured output needs a tokenizer whose tokens are bytes of the text; this "
+                "model's decoder depends on neighbouring tokens"
+            )
+        count = min(tokenizer.vocab_size, self._vocab_size)
+        padding = [b""] * (self._vocab_size - count)
+        special = tokenizer.special_ids | self._eos_token_ids
+        pieces = [tokenizer.id_to_bytes(token) for token in range(count)]
+        texts = [b"" if i in special else piece for i, piece in enumerate(pieces)]
+        marked = [b"\xff" + piece if i in special else piece for i, piece in enumerate(pieces)]
+        ends = sorted(token for token in self._eos_token_ids if token < count)
+        closers = [tuple(self._encode(text)) for text in _CLOSERS]
+        return GrammarTokens(
+            Vocabulary(marked + padding, ends),
+            TokenShapes(texts + padding),
+            ((), *dict.fromkeys(closer for closer in closers if len(closer) == 1)),
+            self._encode,
+        )
+
+    def _keep(self, definition: Definition, grammar: Grammar) -> None:
+        if definition in self._cache:
+            return
+        self._cache[definition] = grammar
+        self._cached_bytes += _estimated_bytes(definition)
+        while self._cached_bytes > _CACHE_BYTES and len(self._cache) > 1:
+            oldest, _ = self._cache.popitem(last=False)
+            self._cached_bytes -= _estimated_bytes(oldest)
+
+
+def _estimated_bytes(definition: Definition) -> int:
+    return _MATCHER_BYTES + _CHARACTER_BYTES * len(definition.text)
+
+
+#: Compiles the structure in a request's parameters.
+Compile = Callable[[StructuredOutputsParams], Grammar]

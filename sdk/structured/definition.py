@@ -1,0 +1,209 @@
+"""What llguidance compiles: structures of a request as its JSON schemas, patterns and grammars."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from sdk.errors import RequestError
+from sdk.quant.safe_repr import safe_repr
+from sdk.structured.params import MAX_TEXT, StructuredOutputsParams
+from sdk.structured.rewriting import rewrite
+
+Schema = dict[str, Any]
+
+#: Values nested deeper are rejected: the library's JSON reader stops at 128.
+_MAX_DEPTH = 100
+#: Keywords whose values are schemas, lists of them, or objects of them. Elsewhere (``const``,
+#: ``enum``, ``default``) the same words are data.
+_OF_SCHEMA = (
+    *("items", "additionalItems", "additionalProperties", "contains", "not", "if", "then", "else"),
+    *("propertyNames", "unevaluatedItems", "unevaluatedProperties"),
+)
+_OF_LIST = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+_OF_OBJECT = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+
+
+class Definition(NamedTuple):
+    """``kind`` and ``text`` for the library (``json_schema``, ``regex``, ``lark``).
+
+    ``hints``: literals of patterns, which may be needed to complete a text.
+    """
+
+    kind: str
+    text: str
+    hints: tuple[str, ...] = ()
+
+
+def definition_of(params: StructuredOutputsParams, is_special: Callable[[str], bool]) -> Definition:
+    """``is_special``: whether a text is a control token of the model.
+
+    :raises RequestError: a construct is not supported; the message names it.
+    """
+    return _DEFINITIONS[params.kind](params, is_special)
+
+
+def _json(params: StructuredOutputsParams, _: Callable[[str], bool]) -> Definition:
+    schema = {"type": "object"} if params.json is None else params.json
+    return _json_definition(_prepared(schema, params))
+
+
+def _json_definition(schema: Schema) -> Definition:
+    text = json.dumps(schema)
+    patterns = [found["pattern"] for found in _schemas(schema, 0) if "pattern" in found]
+    return Definition("json_schema", text, _literals(patterns))
+
+
+def _prepared(schema: Schema, params: StructuredOutputsParams) -> Schema:
+    """The schema in keywords that the library has, with the whitespace of ``params``."""
+    if not isinstance(schema, dict):
+        raise RequestError(f"json: expected a schema, found {safe_repr(schema)}")
+    prepared: Schema = json.loads(json.dumps(schema))
+    for found in _schemas(prepared, 0):
+        rewrite(found)
+        if params.disable_additional_properties and "properties" in found:
+            found.setdefault("additionalProperties", False)
+    guidance: Schema = {"item_separator": ", ?", "key_separator": ": ?"}
+    if params.disable_any_whitespace:
+        guidance = {}
+    guidance["whitespace_flexible"] = False
+    if params.whitespace_pattern is not None:
+        guidance = {"whitespace_pattern": params.whitespace_pattern}
+    prepared["x-guidance"] = guidance
+    return prepared
+
+
+def _schemas(schema: Any, depth: int) -> Iterator[Schema]:
+    """A schema and those inside it."""
+    if depth > _MAX_DEPTH:
+        raise RequestError(f"json: schemas are nested more than {_MAX_DEPTH} deep")
+    if not isinstance(schema, dict):
+        return
+    yield schema
+    for key in _OF_SCHEMA:
+        if isinstance(schema.get(key), dict):
+            yield from _schemas(schema[key], depth + 1)
+    for key in _OF_LIST:
+        if isinstance(schema.get(key), list):
+            for item in schema[key]:
+                yield from _schemas(item, depth + 1)
+    for key in _OF_OBJECT:
+        if isinstance(schema.get(key), dict):
+            for item in schema[key].values():
+                yield from _schemas(item, depth + 1)
+
+
+def _regex(params: StructuredOutputsParams, _: Callable[[str], bool]) -> Definition:
+    assert params.regex is not None
+    _check_length("regex", params.regex)
+    return Definition("regex", _ascii_digits(params.regex), _literals([params.regex]))
+
+
+def _ascii_digits(pattern: str) -> str:
+    r"""The pattern with ``\d`` as 0 to 9, as in JSON Schema; the library's has all of Unicode's."""
+    digits = {r"\d": "[0-9]", r"\D": "[^0-9]"}
+    return re.sub(r"\\.", lambda found: digits.get(found[0], found[0]), pattern, flags=re.DOTALL)
+
+
+def _choice(params: StructuredOutputsParams, _: Callable[[str], bool]) -> Definition:
+    assert params.choice is not None
+    lark = "start: " + " | ".join(json.dumps(item, ensure_ascii=False) for item in params.choice)
+    return Definition("lark", lark)
+
+
+def _grammar(params: StructuredOutputsParams, _: Callable[[str], bool]) -> Definition:
+    assert params.grammar is not None
+    text = params.grammar
+    _check_length("grammar", text)
+    if "::=" in text:
+        from llguidance.gbnf_to_lark import any_to_lark
+
+        try:
+            text = any_to_lark(text)
+        except Exception as error:  # the converter's own errors have no common base class
+            raise RequestError(f"grammar: it cannot be read as GBNF: {error}") from error
+    return Definition("lark", text, _literals(re.findall(r'"(?:[^"\\\n]|\\.)*"|/[^/\n]+/', text)))
+
+
+def _structural_tag(
+    params: StructuredOutputsParams, is_special: Callable[[str], bool]
+) -> Definition:
+    """Free text with tagged structures (the format of vLLM and xgrammar): ``structures`` with
+    ``begin``, ``schema`` and ``end``, and ``triggers``, each the beginning of some ``begin``."""
+    tag = params.structural_tag
+    assert isinstance(tag, Mapping)
+    structures, triggers = tag.get("structures"), tag.get("triggers")
+    if not isinstance(structures, list) or not isinstance(triggers, list) or not structures:
+        raise RequestError(
+            "structural_tag: expected {'structures': [{'begin': ..., 'schema': ..., 'end': ...}], "
+            f"'triggers': [...]}}, found {safe_repr(tag)}"
+        )
+    rules, names = [], []
+    for index, one in enumerate(structures):
+        begin, end, schema = _tag_parts(one)
+        trigger = next(
+            (t for t in triggers if isinstance(t, str) and t and begin.startswith(t)), None
+        )
+        if trigger is None:
+            raise RequestError(
+                f"structural_tag: expected a trigger that {begin!r} begins with, found "
+                f"{safe_repr(triggers)}"
+            )
+        inner = _json_definition(_prepared(schema, params))
+        rest = " ".join(json.dumps(part) for part in (begin.removeprefix(trigger),) if part)
+        tail = json.dumps(end) if end else ""
+        body = f"{rest} %json {inner.text} {tail}"
+        names.append(f"tag_{index}")
+        if is_special(trigger):
+            rules.append(f"tag_{index}: TEXT {_token_name(trigger)} {body}")
+        else:
+            rules.append(f"head_{index}[lazy]: TEXT {json.dumps(trigger)}")
+            rules.append(f"tag_{index}: head_{index} {body}")
+    lark = f"start: ({' | '.join(names)})* rest\nrest: TEXT\nTEXT: /(.|\\n)*/\n" + "\n".join(rules)
+    return Definition("lark", lark)
+
+
+def _tag_parts(one: Any) -> tuple[str, str, Schema]:
+    if not isinstance(one, Mapping) or not isinstance(one.get("begin"), str):
+        raise RequestError(
+            f"structural_tag: expected a structure with 'begin', 'schema' and 'end', found "
+            f"{safe_repr(one)}"
+        )
+    schema, end = one.get("schema", {}), one.get("end", "")
+    if not isinstance(schema, dict) or not isinstance(end, str):
+        raise RequestError(
+            f"structural_tag: expected a schema and a string as 'end', found {safe_repr(one)}"
+        )
+    return one["begin"], end, schema
+
+
+def _token_name(text: str) -> str:
+    """A control token in the library's Lark notation: ``<|name|>``."""
+    return text if re.fullmatch(r"<[^<>\s]+>", text) else json.dumps(text)
+
+
+def _check_length(name: str, text: str) -> None:
+    if len(text) > MAX_TEXT:
+        raise RequestError(f"{name}: expected at most {MAX_TEXT} characters, found {len(text)}")
+
+
+def _literals(patterns: list[str]) -> tuple[str, ...]:
+    """Runs of plain characters in patterns, and single ones, at most 64."""
+    found: dict[str, None] = {}
+    for pattern in patterns:
+        for run in re.findall(r"[A-Za-z0-9_ \-]+", pattern):
+            found[run] = None
+            found.update(dict.fromkeys(run))
+    return tuple(found)[:64]
+
+
+_DEFINITIONS = {
+    "json": _json,
+    "json_object": _json,
+    "regex": _regex,
+    "choice": _choice,
+    "grammar": _grammar,
+    "structural_tag": _structural_tag,
+}

@@ -1,0 +1,260 @@
+"""A short way from a matcher's state to a complete answer.
+
+A matcher only says which tokens may follow. A beam search over tokens looks for the first complete
+text: it prefers tokens that close something (quotes and brackets), then tokens that lead to a state
+not seen before, and it always tries the longest token, because forced text has only one way.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import operator
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sdk.structured.library import GrammarError, Matcher
+
+#: Bytes that end a value or a container in JSON and in most other notations. Where nearly any token
+#: may follow, the text is inside a string, and a quote ends it; elsewhere brackets come first.
+_CLOSERS = b"\"'}])>;"
+_IN_TEXT, _IN_STRUCTURE = b"\"'", b'}])>;"'
+#: The share of a vocabulary from which on the text counts as inside a string.
+_TEXT_SHARE = 1 / 8
+#: States kept after each token, and the most tokens tried in a state.
+_WIDTH, _BRANCHES = 8, 24
+#: The states of one search, each about 0.1 ms; and how often a state may repeat, as far as its mask
+#: says, until the search only goes on with the same token.
+_STATES, _LOOPS = 2000, 16
+#: How often the search believes in the same state that a closing token closes something.
+_VISITS = 8
+#: Bytes tried where many may follow.
+_TRIED = b"\"'}])>;01,.:-_/@+ TZaAPxn\n*=&%$#!?(<[{|~^`\t\\"
+
+
+class TokenShapes:
+    """What the search must know about each token of a vocabulary, in arrays."""
+
+    def __init__(self, tokens: Sequence[bytes]) -> None:
+        self.lengths = np.fromiter(map(len, tokens), np.int32, len(tokens))
+        self._bytes = b"".join(tokens) or b"\0"
+        data = np.frombuffer(self._bytes, np.uint8)
+        self._starts = starts = np.concatenate(([0], np.cumsum(self.lengths)[:-1])).astype(np.int64)
+        closing = np.zeros(256, np.int32)
+        closing[list(_CLOSERS)] = 1
+        counts = np.add.reduceat(closing[data], np.minimum(starts, len(data) - 1))
+        counts[self.lengths == 0] = 0
+        #: Tokens that consist of closing bytes only.
+        self.closes = (counts == self.lengths) & (self.lengths > 0)
+        spaces = np.zeros(256, np.int32)
+        spaces[list(b" \t\r\n")] = 1
+        counts = np.add.reduceat(spaces[data], np.minimum(starts, len(data) - 1))
+        self.spaces = (counts == self.lengths) & (self.lengths > 0)
+        quotes = (data == ord('"')).astype(np.int32)
+        counts = np.add.reduceat(quotes, np.minimum(starts, len(data) - 1))
+        begin = np.minimum(starts, len(data) - 1)
+        end = np.minimum(starts + np.maximum(self.lengths - 1, 0), len(data) - 1)
+        #: Tokens with a quote inside: they begin a string and some text in it.
+        self.begins_text = (self.lengths > 1) & (counts > quotes[begin] + quotes[end])
+        opening = np.zeros(256, np.int32)
+        opening[list(b"{[")] = 1
+        opens = np.add.reduceat(opening[data], np.minimum(starts, len(data) - 1))
+        #: How many brackets each token opens at most.
+        self.opens = np.where(self.lengths > 0, opens, 0)
+        self.first = np.where(self.lengths > 0, data[np.minimum(starts, len(data) - 1)], 0)
+
+    def text(self, token: int) -> bytes:
+        """A token's bytes."""
+        start = int(self._starts[token])
+        return self._bytes[start : start + int(self.lengths[token])]
+
+    def candidates(self, allowed: NDArray[np.intp]) -> tuple[list[int], bool]:
+        """The tokens worth trying among those that are allowed, most promising first, and whether
+        the first of them certainly closes something."""
+        allowed = allowed[self.lengths[allowed] > 0]
+        if not len(allowed):
+            return [], False
+        # Characters beyond ASCII take several tokens, and whitespace leads nowhere. A string is
+        # begun with a token of its own, after which it may end at once.
+        for wanted in (self.first < 128, ~self.spaces, ~self.begins_text):
+            some = allowed[wanted[allowed]]
+            allowed = some if len(some) else allowed
+        closers = _IN_STRUCTURE
+        if len(allowed) > _TEXT_SHARE * len(self.lengths):
+            closers = _IN_TEXT
+        closing = allowed[self.closes[allowed]]
+        found: list[int] = []
+        for byte in closers:
+            some = closing[self.first[closing] == byte]
+            if byte == ord('"') and closers is _IN_STRUCTURE:  # it begins a string
+                some = some[self.lengths[some] <= 2]
+            found += some[np.argsort(-self.lengths[some], kind="stable")][:2].tolist()
+        closes = bool(found)
+        if len(allowed) <= _BRANCHES:
+            found += self._longest_of_each_way(allowed)
+        else:
+            found.append(int(allowed[self.lengths[allowed].argmax()]))
+            found += self._of_each_byte(allowed)
+        return list(dict.fromkeys(found))[:_BRANCHES], closes
+
+    def _longest_of_each_way(self, allowed: NDArray[np.intp]) -> list[int]:
+        """Without tokens that are the beginning of another one: they lead the same way."""
+        found: list[int] = []
+        texts: list[bytes] = []
+        for token in allowed[np.argsort(-self.lengths[allowed], kind="stable")].tolist():
+            text = self.text(token)
+            if not any(other.startswith(text) for other in texts):
+                found.append(token)
+                texts.append(text)
+        return found
+
+    def _of_each_byte(self, allowed: NDArray[np.intp]) -> list[int]:
+        """The shortest token for each first byte, if there are few of them, else of some bytes."""
+        shortest = allowed[np.argsort(self.lengths[allowed], kind="stable")]
+        bytes_, index = np.unique(self.first[shortest], return_index=True)
+        at = dict(zip(bytes_.tolist(), shortest[index].tolist(), strict=True))
+        if len(at) <= _BRANCHES:
+            return list(at.values())
+        # In the middle of a character only some bytes continue it.
+        return [at[byte] for byte in _TRIED if byte in at] or list(at.values())[:_BRANCHES]
+
+
+class _State(NamedTuple):
+    matcher: Matcher
+    path: tuple[int, ...]
+
+
+class Search:
+    """Finds short completions for the matchers of one vocabulary. Not thread-safe."""
+
+    def __init__(self, shapes: TokenShapes, words: int) -> None:
+        self._shapes = shapes
+        self._mask = np.zeros(words, np.uint32)
+        self._deadline = math.inf
+        self._hints: list[tuple[int, ...]] = []
+
+    def shortest(
+        self,
+        matcher: Matcher,
+        most_tokens: int,
+        *,
+        hints: Sequence[Sequence[int]] = (),
+        seconds: float = math.inf,
+        states: int = _STATES,
+        thorough: bool = True,
+    ) -> tuple[int, ...] | None:
+        """At most ``most_tokens`` tokens that complete the text of ``matcher``, which is in the
+        same state afterwards. None: none were found.
+
+        ``hints``: sequences of tokens that may be needed, such as the literals of a pattern.
+        ``seconds``: CPU time of this thread. ``states``: the most states that are compared.
+        ``thorough``: look for ways around dead ends too.
+
+        :raises GrammarError: the grammar is too complex to follow, or the time is over.
+        """
+        if matcher.accepting:
+            return ()
+        self._deadline = time.thread_time() + seconds
+        self._hints = [tuple(hint) for hint in hints]
+        # One state at a time nearly always succeeds; several find ways around dead ends and loops.
+        found = self._one_by_one(matcher, most_tokens, states)
+        return self._beam(matcher, most_tokens, states) if thorough and not found else found
+
+    def _one_by_one(
+        self, matcher: Matcher, most_tokens: int, states: int
+    ) -> tuple[int, ...] | None:
+        """Always the most promising token. Takes about 50 us a token, plus 30 us for each token
+        that is compared."""
+        path: list[int] = []
+        seen: Counter[bytes] = Counter()
+        visits: Counter[bytes] = Counter()
+        last, repeats = b"", 0
+        taken: Counter[tuple[int, ...]] = Counter()
+        try:
+            while len(path) < most_tokens and states > 0:
+                key, allowed = self._allowed(matcher)
+                visits[key] += 1
+                repeats = repeats + 1 if key == last else 0
+                last = key
+                if repeats > _LOOPS and path[-1] in allowed:
+                    step: tuple[int, ...] = (path[-1],)  # long repetition: a minimum length
+                else:
+                    ids, closes = self._shapes.candidates(allowed)
+                    steps: list[tuple[int, ...]] = [(token,) for token in ids]
+                    # A brace in a mail address closes nothing: the same states come again.
+                    if len(ids) > 1 and not (closes and visits[key] <= _VISITS):
+                        steps += [one for one in self._hints if matcher.allowed(one) == len(one)]
+                        states -= len(steps)
+                        steps.sort(
+                            key=lambda one: (*self._looked_ahead(matcher, one, seen), taken[one])
+                        )
+                    if not steps:
+                        return None
+                    step = steps[0]
+                    taken[step] += 1
+                matcher.consume(step)
+                path += step
+                if matcher.accepting:
+                    return tuple(path)
+                if matcher.stopped:
+                    return None
+            return None
+        finally:
+            matcher.rollback(len(path))
+
+    def _looked_ahead(
+        self, matcher: Matcher, step: Sequence[int], seen: Counter[bytes]
+    ) -> tuple[bool, int, int]:
+        """The rank of some tokens; the matcher is in the same state afterwards."""
+        matcher.consume(step)
+        rank = not matcher.accepting, *self._rank(matcher, step[-1], seen)
+        matcher.rollback(len(step))
+        return rank
+
+    def _beam(self, matcher: Matcher, most_tokens: int, states: int) -> tuple[int, ...] | None:
+        """The most promising states after each token."""
+        beam = [_State(matcher.copy(), ())]
+        seen: Counter[bytes] = Counter()
+        for _ in range(most_tokens):
+            ranked: list[tuple[tuple[int, int], _State]] = []
+            for state in beam:
+                ids, _ = self._shapes.candidates(self._allowed(state.matcher)[1])
+                states -= len(ids)
+                if states < 0:
+                    return None
+                for token in ids:
+                    following = state.matcher.copy()
+                    following.consume((token,))
+                    path = (*state.path, token)
+                    if following.accepting:
+                        return path
+                    if not following.stopped:
+                        rank = self._rank(following, token, seen)
+                        ranked.append((rank, _State(following, path)))
+            if not ranked:
+                return None
+            ranked.sort(key=operator.itemgetter(0))
+            beam = [state for _, state in ranked[:_WIDTH]]
+        return None
+
+    def _rank(self, matcher: Matcher, token: int, seen: Counter[bytes]) -> tuple[int, int]:
+        """Small for states that are new, as far as their masks say, and for long tokens."""
+        if matcher.stopped:
+            return (0, 0)
+        key, _ = self._allowed(matcher)
+        seen[key] += 1
+        return seen[key], -int(self._shapes.lengths[token])
+
+    def _allowed(self, matcher: Matcher) -> tuple[bytes, NDArray[np.intp]]:
+        """The tokens that may follow, and a hash of their mask."""
+        if time.thread_time() > self._deadline:
+            raise GrammarError("it is too complex: no complete text was found in time")
+        matcher.mask(self._mask)
+        bits = np.unpackbits(self._mask.view(np.uint8), bitorder="little")
+        key = hashlib.blake2b(self._mask.tobytes(), digest_size=16).digest()
+        return key, np.flatnonzero(bits[: len(self._shapes.lengths)])
