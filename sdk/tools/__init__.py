@@ -14,9 +14,9 @@ from sdk.tools.definitions import (
 )
 from sdk.tools.format import (
     ToolFormat as ToolFormat,
+    all_formats as all_formats,
     format_named as format_named,
     format_of as format_of,
-    formats as formats,
 )
 from sdk.tools.grammar import grammar_for as grammar_for
 from sdk.tools.loop import (

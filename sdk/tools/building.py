@@ -150,6 +150,8 @@ class MessageBuilder:
     def arguments(self, text: str) -> None:
         """Add a piece of the arguments of the call."""
         assert self._open is not None
+        if not text:
+            return
         self._open.pieces.append(text)
         self._new.append(ToolCallDelta(self._open.index, arguments=text))
 

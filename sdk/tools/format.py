@@ -71,7 +71,7 @@ class ToolFormat(NamedTuple):
 
 
 @cache
-def formats() -> tuple[ToolFormat, ...]:
+def all_formats() -> tuple[ToolFormat, ...]:
     """All formats, in the order in which they are tried."""
     package = import_module("sdk.tools.formats")
     names = sorted(module.name for module in pkgutil.iter_modules(package.__path__))
@@ -81,7 +81,7 @@ def formats() -> tuple[ToolFormat, ...]:
 
 def format_named(name: str) -> ToolFormat:
     """The format of this name. :raises RequestError: there is none."""
-    names = {one.name: one for one in formats()}
+    names = {one.name: one for one in all_formats()}
     if name not in names:
         near = difflib.get_close_matches(str(name), names, 1)
         hint = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(names)}"
@@ -95,8 +95,8 @@ def format_of(template: str | None, special_tokens: Iterable[str] = ()) -> ToolF
     The chat template decides. The special tokens of the tokenizer are asked only if no format knows
     the template, because fine-tunes keep tokens that they do not use.
     """
-    for one in formats():
+    for one in all_formats():
         if any(all(mark in (template or "") for mark in marks) for marks in one.in_template):
             return one
     tokens = frozenset(special_tokens)
-    return next((one for one in formats() if tokens.intersection(one.tokens)), None)
+    return next((one for one in all_formats() if tokens.intersection(one.tokens)), None)

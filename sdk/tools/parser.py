@@ -109,7 +109,11 @@ class MessageParser:
                 new_line = yield from self._attempt(format, mark)
 
     def _attempt(self, format: ToolFormat, mark: str) -> Reads[bool]:
-        """Read calls after a mark. Whether there were only calls; anything else becomes content."""
+        """Read calls after a mark. False if there was none: what was read is content.
+
+        The rest of a broken call, up to its closing mark or the end of the line, is part of its
+        arguments.
+        """
         stream, builder = self._stream, self._builder
         stream.keep(mark)
         try:
@@ -118,10 +122,12 @@ class MessageParser:
             text = stream.kept()
             if not builder.in_call:
                 builder.content.write(text)
-            elif closing := format.closing.get(mark):
-                yield from stream.until((closing,), builder.arguments)
-            if builder.in_call:
-                builder.end(str(error))
-            return False
+                return False
+            builder.arguments(text)
+            ends = (format.closing.get(mark, "\n"), *format.turn_ends)
+            end = yield from stream.until(ends, builder.arguments)
+            builder.end(str(error))
+            if end in format.turn_ends:
+                builder.content.end_mark(end)
         stream.kept()
         return True

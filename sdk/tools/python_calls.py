@@ -50,7 +50,7 @@ def _read_arguments(stream: TextStream, builder: MessageBuilder, name: str) -> R
         name = name.removesuffix(".call")
     tool = builder.begin(name, known=True)
     assert tool is not None
-    stream.kept()
+    stream.keep()
     builder.arguments("{")
     count = 0
     while True:
@@ -60,6 +60,7 @@ def _read_arguments(stream: TextStream, builder: MessageBuilder, name: str) -> R
         key, value = yield from _read_argument(stream, tool, count)
         value = to_schema(value, parameter_schema(tool.parameters, key))
         builder.arguments(f"{', ' if count else ''}{dump(key)}: {dump(value)}")
+        stream.keep()
         count += 1
         yield from stream.space()
         if (yield from stream.accept(",")) is None:
@@ -87,7 +88,7 @@ def _read_argument(stream: TextStream, tool: Tool, position: int) -> Reads[tuple
         value = yield from read_literal(stream, PYTHON)
     names = list(tool.parameters.get("properties", ()))
     if position >= len(names):
-        raise NotACallError(f"{tool.name}() has {len(names)} parameters, the call more")
+        raise NotACallError(f"{tool.name}() takes {len(names)} arguments, found more")
     return names[position], value
 
 

@@ -20,7 +20,7 @@ def read_function(stream: TextStream, builder: MessageBuilder) -> Reads[None]:
     name = yield from stream.word(_NAME, _MAX_NAME)
     yield from stream.expect(">")
     tool = builder.begin(name, known=False)
-    stream.kept()
+    stream.keep()
     parameters: Any = {} if tool is None else tool.parameters
     builder.arguments("{")
     comma = ""
@@ -34,11 +34,14 @@ def read_function(stream: TextStream, builder: MessageBuilder) -> Reads[None]:
         yield from stream.accept("\r\n", "\n")
         builder.arguments(f"{comma}{dump(key)}: ")
         schema = parameter_schema(parameters, key)
+        stream.kept()
         if is_only(schema, "string"):
             yield from _read_string(stream, builder)
         else:
+            stream.keep()
             text = yield from _read_text(stream)
             builder.arguments(dump(from_text(text, schema)))
+        stream.keep()
         comma = ", "
     builder.arguments("}")
     builder.end()

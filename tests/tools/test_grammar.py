@@ -11,7 +11,7 @@ from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from sdk.errors import RequestError
-from sdk.tools import Tool, ToolChoice, ToolFormat, format_named, formats, grammar_for
+from sdk.tools import Tool, ToolChoice, ToolFormat, all_formats, format_named, grammar_for
 from sdk.tools.reasoning import REASONINGS
 from tests.tools.outputs import OUTPUTS, TOOLS, WEATHER, Output, by_name, parse
 
@@ -96,7 +96,7 @@ def test_documented_calls_are_accepted(output: Output, choice: ToolChoice) -> No
 
 
 def test_every_format_is_constrained() -> None:
-    assert {output.format for output in CONSTRAINED} == {one.name for one in formats()}
+    assert {output.format for output in CONSTRAINED} == {one.name for one in all_formats()}
 
 
 @pytest.mark.parametrize("output", CONSTRAINED, ids=by_name)

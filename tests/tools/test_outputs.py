@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from sdk.tools import AssistantMessage, formats
+from sdk.tools import AssistantMessage, all_formats
 from tests.tools.outputs import OUTPUTS, Output, added_up, by_name, parse_output
 
 
@@ -35,7 +35,7 @@ def test_a_documented_answer_is_understood(output: Output) -> None:
 
 def test_every_format_has_documented_answers_with_and_without_text() -> None:
     named = {output.format for output in OUTPUTS if output.calls}
-    assert named == {one.name for one in formats()}
+    assert named == {one.name for one in all_formats()}
 
 
 @pytest.mark.parametrize("output", OUTPUTS, ids=by_name)

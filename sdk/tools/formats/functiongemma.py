@@ -33,7 +33,7 @@ def read(stream: TextStream, builder: MessageBuilder, mark: str) -> Reads[None]:
     name = yield from stream.word(_NAME, 64)
     yield from stream.expect("{")
     tool = builder.begin(name, known=False)
-    stream.kept()
+    stream.keep()
     parameters: Mapping[str, Any] = {} if tool is None else tool.parameters
     builder.arguments("{")
     comma = ""
@@ -48,6 +48,7 @@ def read(stream: TextStream, builder: MessageBuilder, mark: str) -> Reads[None]:
             (yield from read_literal(stream, _WORDS)), parameter_schema(parameters, key)
         )
         builder.arguments(f"{comma}{dump(key)}: {dump(value)}")
+        stream.keep()
         comma = ", "
         if (yield from stream.accept(",")) is None:
             yield from stream.expect("}")
