@@ -39,7 +39,7 @@ class TextPart:
 
     def __init__(self) -> None:
         self.pieces: list[str] = []
-        self._new: list[str] = []
+        self.new: list[str] = []  # since the last delta
         self._held: list[str] = []  # whitespace and end marks that may turn out to be the last
         self._after_mark = False
         self._ends = False  # _held has the mark of the end of the turn
@@ -85,10 +85,7 @@ class TextPart:
 
     def take_new(self) -> str:
         """What was added since the last call."""
-        new = self._new
-        if not new:
-            return ""
-        self._new = []
+        new, self.new = self.new, []
         return new[0] if len(new) == 1 else "".join(new)
 
     def _release(self) -> None:
@@ -99,7 +96,7 @@ class TextPart:
 
     def _add(self, text: str) -> None:
         self.pieces.append(text)
-        self._new.append(text)
+        self.new.append(text)
 
 
 class _Call:
@@ -184,7 +181,8 @@ class MessageBuilder:
 
     def take_delta(self) -> MessageDelta:
         """What is new since the last call."""
-        content, reasoning = self.content.take_new(), self.reasoning.take_new()
+        content = self.content.take_new() if self.content.new else ""
+        reasoning = self.reasoning.take_new() if self.reasoning.new else ""
         new = self._new
         if not new:
             return MessageDelta(content, reasoning) if content or reasoning else _NOTHING

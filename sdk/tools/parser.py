@@ -52,14 +52,14 @@ class MessageParser:
             format = None
         self._reader = self._read(format, reasoning, prompt_opens_reasoning)
         self._finished = False
-        self._resume()
+        next(self._reader, None)
 
     def push(self, text: str) -> MessageDelta:
         """Add a piece of the answer; what is certain by now."""
         if self._finished:
             raise RequestError("push: the answer has ended; make a new MessageParser")
         if text and not self._stream.feed(text):
-            self._resume()
+            next(self._reader, None)
         return self._builder.take_delta()
 
     def finish(self) -> MessageDelta:
@@ -67,7 +67,7 @@ class MessageParser:
         if not self._finished:
             self._finished = True
             self._stream.end()
-            self._resume()
+            next(self._reader, None)
             self._builder.finish()
         return self._builder.take_delta()
 
@@ -75,9 +75,6 @@ class MessageParser:
     def message(self) -> AssistantMessage:
         """The message so far; all of it after :meth:`finish`."""
         return self._builder.message()
-
-    def _resume(self) -> None:
-        next(self._reader, None)
 
     def _read(
         self, format: ToolFormat | None, reasoning: Reasoning | None, opened: bool

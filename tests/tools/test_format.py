@@ -12,8 +12,8 @@ from sdk.tools import all_formats, format_named, format_of, reasoning_of
 
 _HERMES_TOOLS = (
     "# Tools\n\nYou may call one or more functions.\n<tools>{{ tool | tojson }}</tools>\n\nFor "
-    "each function call, return a json object within <tool_call></tool_call> XML tags:\n<tool_call>\n"
-    '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
+    "each function call, return a json object within <tool_call></tool_call> XML tags:\n"
+    '<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
 )
 _LLAMA_JSON = (
     "<|start_header_id|>system<|end_header_id|>\n\nEnvironment: ipython\n{{- 'Respond in the "
