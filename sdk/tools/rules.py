@@ -19,7 +19,11 @@ from sdk.tools.values import is_only, parameter_schema
 SPACE = "SPACE?"
 #: Any text; special tokens are not text.
 TEXT = "TEXT"
-_HEADER = ("TEXT: /(?s:.*)/", r"SPACE: /[ \t\r\n]{1,8}/")
+_HEADER = (
+    "TEXT: /(?s:.*)/",
+    r"SPACE: /[ \t\r\n]{1,8}/",
+    r"WORD: /[^,:{}\[\]<>\s]+/",
+)
 _TOKEN = re.compile(r"<[^<>\[\]\s][^<>\s]*>")
 
 
@@ -57,6 +61,12 @@ class Rules:
         name, _, options = name.partition("[")
         unique = f"{name}_{self._count}"
         self._lines.append(f"{unique}[{options}: {body}" if options else f"{unique}: {body}")
+        return unique
+
+    def add_recursive(self, name: str, body: str) -> str:
+        """A new rule that contains itself, at every ``{0}`` of its body."""
+        unique = f"{name}_{self._count + 1}"
+        self.add(name, body.format(unique))
         return unique
 
     def grammar(self, start: str) -> str:

@@ -20,11 +20,19 @@ _CONSTANTS = {"true": True, "false": False, "null": None, "none": None}
 def parameter_schema(parameters: Mapping[str, Any], name: str) -> dict[str, Any]:
     """The schema of one parameter, with the definitions that it may refer to."""
     properties = parameters.get("properties")
-    schema = properties.get(name) if isinstance(properties, Mapping) else None
-    if not isinstance(schema, Mapping):
-        return {}
-    shared = {key: parameters[key] for key in ("$defs", "definitions") if key in parameters}
-    return {**shared, **schema}
+    return inner_schema(parameters, properties.get(name) if properties else None)
+
+
+def inner_schema(schema: Mapping[str, Any], part: object) -> dict[str, Any]:
+    """A part of a schema, with the definitions that it may refer to; references are followed."""
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    for _ in range(_MAX_REFERENCES):
+        if not isinstance(part, Mapping):
+            return {}
+        if not isinstance(reference := part.get("$ref"), str):
+            break
+        part = _resolve(reference, schema)
+    return {**shared, **part} if isinstance(part, Mapping) else {}
 
 
 def types_of(schema: Mapping[str, Any]) -> frozenset[str] | None:

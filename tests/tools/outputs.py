@@ -391,6 +391,23 @@ OUTPUTS: tuple[Output, ...] = (
         f"<end_function_call>{_GEMMA}<start_function_response>",
         (("get_weather", {"city": "Paris, {x}", "days": 3, "metric": False}), PARIS),
     ),
+    Output(
+        "gemma-4",
+        "gemma_4",
+        '<|tool_call>call:get_weather{city:<|"|>Paris<|"|>,days:3}<tool_call|>',
+        (PARIS_3,),
+        constrained=True,
+    ),
+    Output(
+        "gemma-4-thinks",
+        "gemma_4",
+        "<|channel>thought\nHm.\n<channel|>I look."
+        '<|tool_call>call:get_time{zone:<|"|>CET<|"|>}<tool_call|><|tool_response>',
+        (CET,),
+        "I look.",
+        "Hm.",
+        how="channel_thought",
+    ),
     # Granite
     Output("granite", "granite_list", f"<|tool_call|>{_GRANITE}", (PARIS,), constrained=True),
     Output("granite-text", "granite_list", f"<tool_call>{_GRANITE}<|end_of_text|>", (PARIS,)),

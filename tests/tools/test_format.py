@@ -87,6 +87,13 @@ TEMPLATES = [
         "functiongemma",
         None,
     ),
+    # google/gemma-4-31B-it
+    (
+        "gemma-4",
+        "{{- '<|channel>thought\\n' + text }}{{- '<|tool_call>call:' + name + '{' }}<turn|>",
+        "gemma_4",
+        "channel_thought",
+    ),
     # mistralai/Mistral-Small-3.1-24B-Instruct-2503, Devstral-Small-2507, Magistral-Small-2507
     (
         "mistral-3.1",

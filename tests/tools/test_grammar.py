@@ -249,20 +249,48 @@ def test_a_tool_without_parameters_is_called_without_arguments() -> None:
     )
 
 
-def test_values_of_functiongemma() -> None:
-    text = "<start_function_call>call:f{{{}}}<end_function_call>"
+STOP = {"type": "object", "properties": {"zip": {"type": "integer"}}, "required": ["zip"]}
+NODE = {"type": "object", "properties": {"next": {"$ref": "#/$defs/Node"}}}
+
+
+@pytest.mark.parametrize(
+    ("name", "right", "wrong"),
+    [
+        ("kind", ["<escape>a<escape>"], ["<escape>c<escape>", "a"]),
+        ("list", ["[<escape>x<escape>,<escape>y<escape>]", "[]"], ["3", "[3]"]),
+        ("size", ["3", "-1"], ["<escape>3<escape>", "x"]),
+        ("place", ["{a:1.5,b:true}", "{b:false}"], ["{a:1.5}", "3", "{b:1}"]),
+        ("stop", ["{zip:3}"], ["{zip:<escape>a<escape>}", "{}"]),
+        ("stops", ["[{zip:3},{zip:4}]"], ["[3]"]),
+        ("node", ["{}", "{next:{next:{}}}", "{next:" * 12 + "{}" + "}" * 12], ["{other:3}"]),
+        (
+            "other",
+            ["x", "3", "<escape>a b<escape>", "[1,{k:[]}]", "{k:{l:<escape>m<escape>}}"],
+            ["a b"],
+        ),
+    ],
+)
+def test_values_of_functiongemma(name: str, right: list[str], wrong: list[str]) -> None:
+    place = {"b": {"type": "boolean"}, "a": {"type": "number"}}
     properties = {
         "kind": {"enum": ["a", "b"]},
         "list": {"type": "array", "items": {"type": "string"}},
-        "object": {"type": "object"},
+        "node": {"$ref": "#/$defs/Node"},
+        "other": {},
+        "place": {"type": "object", "properties": place, "required": ["b"]},
         "size": {"type": "integer"},
+        "stop": {"$ref": "#/$defs/Stop"},
+        "stops": {"type": "array", "items": {"$ref": "#/$defs/Stop"}},
     }
-    tool = Tool("f", "", {"type": "object", "properties": properties})
+    definitions = {"Stop": STOP, "Node": NODE}
+    tool = Tool("f", "", {"type": "object", "properties": properties, "$defs": definitions})
     made = grammar("functiongemma", tools=(tool,))
-    for right in ("kind:<escape>a<escape>", "list:[<escape>x<escape>,<escape>y<escape>]", "size:3"):
-        assert accepts(made, text.format(right)), right
-    for wrong in ("kind:<escape>c<escape>", "list:3", "size:<escape>", "kind:a"):
-        assert not accepts(made, text.format(wrong)), wrong
+    for value, expected in [*((one, True) for one in right), *((one, False) for one in wrong)]:
+        text = f"<start_function_call>call:f{{{name}:{value}}}<end_function_call>"
+        assert accepts(made, text) == expected, value
+        if expected:
+            (call,) = parse([text], "functiongemma", tools=(tool,)).message.tool_calls
+            assert call.error is None
 
 
 @pytest.mark.parametrize(
