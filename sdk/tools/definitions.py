@@ -80,9 +80,14 @@ def tool_choice_of(choice: object, tools: Iterable[Tool]) -> ToolChoice:
     """``None`` (auto), ``"auto"``, ``"required"``, ``"none"``, the name of a tool, or OpenAI's
     ``{"type": "function", "function": {"name": ...}}``, also with the name at the top.
 
+    A tool whose name is one of these words is meant by its name. Without tools the choice is
+    ``"none"``.
+
     :raises RequestError: it is none of these, there is no such tool, or there are no tools.
     """
     names = [tool.name for tool in tools]
+    if isinstance(choice, ToolChoice):
+        choice = choice.name or choice.mode
     if choice is None:
         return ToolChoice("auto" if names else "none")
     if isinstance(choice, str) and choice not in names:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
 from sdk.errors import RequestError
-from sdk.tools.definitions import Tool, ToolChoice
+from sdk.tools.definitions import Tool, tool_choice_of
 from sdk.tools.format import ToolFormat
 from sdk.tools.reasoning import Reasoning
 from sdk.tools.rules import SPACE, TEXT, CallRules, Rules, escape
@@ -16,7 +16,7 @@ _NO_TOKENS: Mapping[str, int] = MappingProxyType({})
 
 def grammar_for(
     tools: Iterable[Tool],
-    choice: ToolChoice,
+    choice: object,
     format: ToolFormat,
     parallel: bool = True,
     *,
@@ -24,7 +24,7 @@ def grammar_for(
     prompt_opens_reasoning: bool = False,
     special_tokens: Mapping[str, int] = _NO_TOKENS,
 ) -> str:
-    """A Lark grammar of the answers that ``choice`` allows.
+    """A Lark grammar of the answers that ``choice`` allows (see :func:`tool_choice_of`).
 
     ``"required"`` or a named tool: only calls. ``"auto"``: any text, but what begins as a call must
     be one, and the answer ends after the calls. In both cases ``reasoning`` may come first.
@@ -32,19 +32,20 @@ def grammar_for(
     :param parallel: whether there may be several calls.
     :param special_tokens: the tokenizer's special tokens and their ids. Marks among them must be
         these tokens; other marks are ordinary text.
-    :raises RequestError: there are no tools, or ``choice`` is ``"none"``.
+    :raises RequestError: there are no tools, or the choice is ``"none"`` or unknown.
     """
     tools = tuple(tools)
-    if choice.mode == "none":
-        raise RequestError("tool_choice: 'none' allows any text, so it has no grammar")
-    if choice.name is not None:
-        tools = tuple(tool for tool in tools if tool.name == choice.name)
-    if not tools:
-        raise RequestError("tools: expected at least one tool for a grammar, found none")
+    chosen = tool_choice_of(choice, tools)
+    if chosen.mode == "none":
+        raise RequestError(
+            "tool_choice: 'none' and answers without tools allow any text, so they have no grammar"
+        )
+    if chosen.name is not None:
+        tools = tuple(tool for tool in tools if tool.name == chosen.name)
     rules = Rules(special_tokens)
     found = format.rules(rules, tools, parallel)
     calls = rules.add("calls", found.calls)
-    if choice.mode == "auto":
+    if chosen.mode == "auto":
         body = _free_text_or(rules, found, calls)
     elif found.trigger:
         body = f"{SPACE} {rules.mark(found.trigger)} {calls}"

@@ -48,8 +48,6 @@ class MessageParser:
         length = None if format is None else format.call_id_length
         self._stream = TextStream()
         self._builder = MessageBuilder(tools, new_id or (lambda: new_call_id(length)))
-        if format is not None and not self._builder.tools and not format.channels:
-            format = None
         self._reader = self._read(format, reasoning, prompt_opens_reasoning)
         self._finished = False
         next(self._reader, None)
@@ -79,12 +77,14 @@ class MessageParser:
     def _read(
         self, format: ToolFormat | None, reasoning: Reasoning | None, opened: bool
     ) -> Reads[None]:
-        stream, content = self._stream, self._builder.content
+        stream, builder, content = self._stream, self._builder, self._builder.content
         if reasoning is not None and (opened or format is None or not format.channels):
-            yield from read_reasoning(stream, self._builder, reasoning, opened=opened)
+            yield from read_reasoning(stream, builder, reasoning, opened=opened)
         if format is None:
             yield from stream.run(_ANYTHING, content.write, _NOTHING)
             return
+        if not builder.tools and not format.channels:
+            format = format._replace(triggers=(), bare="")
         marks = format.triggers + format.turn_ends + (("\n",) if format.bare else ())
         new_line = True
         while True:

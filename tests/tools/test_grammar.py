@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import random
 from functools import cache
 from typing import Any
 
+import jsonschema
+import numpy as np
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -249,6 +252,67 @@ def test_a_tool_without_parameters_is_called_without_arguments() -> None:
     )
 
 
+PLAN = {
+    "type": "object",
+    "properties": {
+        "mode": {"enum": ["fast", "slow", "a b"]},
+        "count": {"type": "integer"},
+        "on": {"type": "boolean"},
+        "lengths": {"type": "array", "items": {"type": "integer"}},
+        "stop": {"$ref": "#/$defs/Stop"},
+        "maybe": {"type": ["boolean", "null"]},
+    },
+    "required": ["mode", "lengths"],
+    "additionalProperties": False,
+    "$defs": {
+        "Stop": {
+            "type": "object",
+            "properties": {"zip": {"type": "integer"}, "ok": {"type": "boolean"}},
+            "required": ["zip"],
+            "additionalProperties": False,
+        }
+    },
+}
+
+
+def random_text(grammar: str, chance: random.Random) -> str | None:
+    """A text that the grammar accepts; None if it would get too long."""
+    matcher = LLMatcher(constraint_tokenizer(), LLMatcher.grammar_from_lark(grammar))
+    end = tokenizer().token_to_id("<|endoftext|>")
+    ids: list[int] = []
+    while len(ids) < 1000:
+        mask = np.frombuffer(matcher.compute_logit_bias(), dtype=np.uint8)
+        allowed = [int(one) for one in np.nonzero(mask)[0] if one != end]
+        if matcher.is_accepting() and (not allowed or chance.random() < 0.5):
+            return tokenizer().decode(ids, skip_special_tokens=False)
+        texts = [tokenizer().decode([one]) for one in allowed]
+        # Runs of digits and whitespace have no end.
+        weights = [0.2 if text.isspace() or text.isdigit() else 1 for text in texts]
+        ids += chance.choices(allowed, weights)
+        assert matcher.consume_token(ids[-1])
+    return None
+
+
+@pytest.mark.parametrize("format", all_formats(), ids=lambda one: one.name)
+def test_whatever_a_grammar_accepts_is_a_valid_call(format: ToolFormat) -> None:
+    tools = (Tool("plan", "", PLAN), Tool("stop-now", "", {"type": "object", "properties": {}}))
+    schemas = {tool.name: tool.parameters for tool in tools}
+    done = 0
+    for seed in range(8):
+        made = grammar(format, parallel=seed % 2 == 0, tools=tools)
+        text = random_text(made, random.Random(seed))
+        if text is None:
+            continue
+        done += 1
+        message = parse([text], format.name, tools=tools).message
+        assert message.tool_calls, text
+        assert message.content == "" or format.channels, text
+        for call in message.tool_calls:
+            assert call.error is None, text
+            jsonschema.validate(json.loads(call.arguments), schemas[call.name])
+    assert done >= 4
+
+
 STOP = {"type": "object", "properties": {"zip": {"type": "integer"}}, "required": ["zip"]}
 NODE = {"type": "object", "properties": {"next": {"$ref": "#/$defs/Node"}}}
 
@@ -296,13 +360,14 @@ def test_values_of_functiongemma(name: str, right: list[str], wrong: list[str]) 
 @pytest.mark.parametrize(
     ("tools", "choice", "message"),
     [
-        (TOOLS, ToolChoice("none"), "'none' allows any text"),
-        ((), REQUIRED, "expected at least one tool"),
-        ((WEATHER,), ToolChoice("required", "other"), "expected at least one tool"),
+        (TOOLS, "none", "'none' and answers without tools allow any text"),
+        ((), "auto", "'none' and answers without tools allow any text"),
+        ((), REQUIRED, "'required' needs tools"),
+        ((WEATHER,), ToolChoice("required", "other"), "expected .*found 'other'"),
     ],
 )
 def test_a_grammar_needs_tools_and_a_constraint(
-    tools: tuple[Tool, ...], choice: ToolChoice, message: str
+    tools: tuple[Tool, ...], choice: object, message: str
 ) -> None:
     with pytest.raises(RequestError, match=message):
         grammar_for(tools, choice, HERMES)

@@ -101,6 +101,9 @@ def test_what_only_looks_like_a_call_is_content(format: str, text: str) -> None:
 def test_without_tools_there_are_no_calls() -> None:
     text = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
     assert content("hermes", text, tools=()) == text
+    assert content("llama_json", '{"name": "now", "parameters": {}}<|eot_id|>', tools=()) == (
+        '{"name": "now", "parameters": {}}'
+    )
 
 
 def test_channels_are_read_without_tools() -> None:
