@@ -80,31 +80,31 @@ def tool_choice_of(choice: object, tools: Iterable[Tool]) -> ToolChoice:
     """``None`` (auto), ``"auto"``, ``"required"``, ``"none"``, the name of a tool, or OpenAI's
     ``{"type": "function", "function": {"name": ...}}``, also with the name at the top.
 
-    A tool whose name is one of these words is meant by its name. Without tools the choice is
-    ``"none"``.
+    Without tools the choice is ``"none"``.
 
     :raises RequestError: it is none of these, there is no such tool, or there are no tools.
     """
     names = [tool.name for tool in tools]
+    mode: Any = "auto"
+    name: Any = None
     if isinstance(choice, ToolChoice):
-        choice = choice.name or choice.mode
-    if choice is None:
-        return ToolChoice("auto" if names else "none")
-    if isinstance(choice, str) and choice not in names:
-        if choice not in ("auto", "required", "none"):
-            raise _unknown_choice(choice, names)
-        if choice == "required" and not names:
-            raise RequestError("tool_choice: 'required' needs tools, found none; pass tools")
-        return ToolChoice(choice if names else "none")  # type: ignore[arg-type]  # narrowed above
-    if isinstance(choice, Mapping):
+        mode, name = choice
+    elif isinstance(choice, Mapping):
         function = choice.get("function", choice)
         name = function.get("name") if isinstance(function, Mapping) else None
-        if choice.get("type") != "function" or not isinstance(name, str):
+        if choice.get("type") != "function" or name is None:
             raise _unknown_choice(choice, names)
-        choice = name
-    if not isinstance(choice, str) or choice not in names:
-        raise _unknown_choice(choice, names)
-    return ToolChoice("required", choice)
+    elif choice in ("auto", "required", "none"):
+        mode = choice
+    elif choice is not None:
+        name = choice
+    if name is not None:
+        if name not in names:
+            raise _unknown_choice(choice, names)
+        return ToolChoice("required", name)
+    if mode == "required" and not names:
+        raise RequestError("tool_choice: 'required' needs tools, found none; pass tools")
+    return ToolChoice(mode if names else "none")
 
 
 def _unknown_choice(choice: object, names: list[str]) -> RequestError:

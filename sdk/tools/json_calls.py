@@ -100,7 +100,7 @@ def _read_members(
                 written = True
         elif key == "function" and first == "{" and not builder.in_call and not inner:
             yield from _read_members(stream, builder, held, known=known, inner=True)
-            written = True
+            written = builder.in_call
         elif key in _ARGUMENTS and not written and not held:
             yield from _read_arguments(
                 stream, builder.arguments if builder.in_call else held.append
@@ -120,11 +120,13 @@ def _read_arguments(stream: TextStream, sink: Sink) -> Reads[None]:
     """An object; models also write it as a string of JSON, or ``null`` for no arguments."""
     if (yield from stream.peek()) == '"':
         pieces: list[str] = []
-        yield from read_value(stream, pieces.append)
         try:
-            sink(json.loads("".join(pieces)))
-        except ValueError as error:
+            yield from read_value(stream, pieces.append)
+            text = json.loads("".join(pieces))
+        except (NotACallError, ValueError) as error:
+            sink("".join(pieces))
             raise NotACallError(f"the arguments are not JSON: {error}") from error
+        sink(text)
     elif (yield from stream.accept("null")):
         sink("{}")
     else:

@@ -34,6 +34,8 @@ TOOLS = (WEATHER, TIME, NOW)
 PARIS = ("get_weather", {"city": "Paris"})
 PARIS_3 = ("get_weather", {"city": "Paris", "days": 3})
 CET = ("get_time", {"zone": "CET"})
+PARIS_3_METRIC = ("get_weather", {"city": "Paris", "days": 3, "metric": True})
+NOW_CALL: tuple[str, dict[str, Any]] = ("now", {})
 
 Calls = tuple[tuple[str, dict[str, Any]], ...]
 
@@ -150,6 +152,12 @@ OUTPUTS: tuple[Output, ...] = (
         "hermes-no-arguments", "hermes", '<tool_call>{"name": "now"}</tool_call>', (("now", {}),)
     ),
     Output(
+        "hermes-null",
+        "hermes",
+        '<tool_call>{"name": "now", "arguments": null,}</tool_call>',
+        (("now", {}),),
+    ),
+    Output(
         "hermes-openai",
         "hermes",
         '<tool_call>{"type": "function", "function": {"name": "get_weather", '
@@ -223,6 +231,12 @@ OUTPUTS: tuple[Output, ...] = (
         (PARIS, CET),
     ),
     Output(
+        "llama-list",
+        "llama_json",
+        '[{"name": "get_weather", "parameters": {"city": "Paris"}}]<|eot_id|>',
+        (PARIS,),
+    ),
+    Output(
         "llama-function",
         "llama_json",
         '<function=get_weather>{"city": "Paris"}</function><|eom_id|>',
@@ -244,7 +258,10 @@ OUTPUTS: tuple[Output, ...] = (
         (PARIS_3,),
     ),
     Output(
-        "pythonic-position", "pythonic", '[get_weather("Paris", 3), now()]', (PARIS_3, ("now", {}))
+        "pythonic-position",
+        "pythonic",
+        '[get_weather("Paris", 3, True), now()]',
+        (PARIS_3_METRIC, NOW_CALL),
     ),
     # Mistral
     Output(
@@ -383,6 +400,7 @@ OUTPUTS: tuple[Output, ...] = (
         (PARIS, CET),
         "I look.",
     ),
+    Output("gemma-code-list", "gemma_text", "```tool_code\n[now(), now(),]\n```", (NOW_CALL,) * 2),
     Output("functiongemma", "functiongemma", _GEMMA, (PARIS,), constrained=True),
     Output(
         "functiongemma-types",

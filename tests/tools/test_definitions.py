@@ -338,6 +338,7 @@ def test_a_list_of_tools_is_checked(tools: Any, message: str) -> None:
         ("required", ToolChoice("required")),
         ("none", ToolChoice("none")),
         ("get_time", ToolChoice("required", "get_time")),
+        (ToolChoice("required"), ToolChoice("required")),
         (ToolChoice("auto"), ToolChoice("auto")),
         (ToolChoice("required", "now"), ToolChoice("required", "now")),
         ({"type": "function", "function": {"name": "now"}}, ToolChoice("required", "now")),

@@ -175,6 +175,18 @@ def test_a_tool_with_a_schema_of_its_own_gets_what_json_gives() -> None:
     assert contents(run) == ["8"]
 
 
+def test_a_function_without_a_signature_gets_what_json_gives() -> None:
+    tool = Tool("make", "", {"type": "object", "properties": {"a": {}}}, dict)
+    run = run_tools(scripted(answer(("make", '{"a": [1]}')), answer()), QUESTION, [tool])
+    assert contents(run) == ['{"a": [1]}']
+
+
+def test_arguments_that_are_nested_too_deeply_are_an_error() -> None:
+    call = ("fail", '{"text": ' + "[" * 200_000)
+    (text,) = contents(run_tools(scripted(answer(call), answer()), QUESTION, [fail]))
+    assert text == "Error: the arguments are nested too deeply"
+
+
 def test_ctrl_c_in_a_tool_reaches_the_caller() -> None:
     def stop() -> None:
         """Stop."""

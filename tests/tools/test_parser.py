@@ -157,6 +157,18 @@ def test_channels_are_read_without_tools() -> None:
         ),
         (
             "hermes",
+            '<tool_call>{"name": "now", "arguments": "{\\"a\\": 1',
+            '"{\\"a\\": 1',
+            "the arguments are not JSON: the answer ends inside the call",
+        ),
+        (
+            "hermes",
+            '<tool_call>{"name": "now", "arguments": "\\q"}</tool_call>',
+            '"\\q"}',
+            "the arguments are not JSON: Invalid",
+        ),
+        (
+            "hermes",
             '<tool_call>{"name": "now", "arguments": }</tool_call>',
             "}",
             "expected a JSON value",
@@ -172,6 +184,18 @@ def test_channels_are_read_without_tools() -> None:
             "<tool_call><function=get_weather><parameter=city>Par\n",
             '{"city": "Par\\n',
             "the answer ends inside the call",
+        ),
+        (
+            "qwen3_coder",
+            "<function=get_weather><parameter=days>\n3",
+            '{"days": 3',
+            "the answer ends inside the call",
+        ),
+        (
+            "qwen3_coder",
+            "<function=now><parameter=x>\n[NaN]\n</parameter></function>",
+            '{"x": [NaN]\n</parameter>',
+            "an argument has no JSON",
         ),
         (
             "qwen3_coder",
@@ -330,7 +354,8 @@ def test_the_end_of_the_turn_is_no_text() -> None:
 def test_all_words_of_an_answer_are_in_the_message() -> None:
     chance = random.Random(0)
     marks = {mark for one in all_formats() for mark in (*one.marks, *one.turn_ends)}
-    shapes = ["get_weather(", '{"name": "now", "arguments": {"a": ', "call:now{", "now[ARGS]{"]
+    shapes = ['{"name": "now", "arguments": "', '{"name": "get_time", "parameters": {']
+    shapes += ["get_weather(", '{"name": "now", "arguments": {"a": ', "call:now{", "now[ARGS]{"]
     others = ["{", "}", "[", "]", '"', ":", ",", "\n", "<think>", "</think>", "(", ")", "=", "<"]
     parts = [*sorted(marks), *shapes, *others]
     for format in all_formats():
