@@ -1,4 +1,4 @@
-"""Qwen3-Coder: parameters are text between tags, and their types are those of the schema.
+"""Qwen3-Coder and Qwen3.5: parameters are text between tags, and their types are those of the schema.
 
     <tool_call>
     <function=get_weather>
@@ -8,7 +8,8 @@
     </function>
     </tool_call>
 
-Sources: the chat template of Qwen/Qwen3-Coder-30B-A3B-Instruct; vLLM's qwen3coder_tool_parser.py.
+Sources: the chat templates of Qwen/Qwen3-Coder-30B-A3B-Instruct and Qwen/Qwen3.5-9B; vLLM's
+qwen3coder_tool_parser.py.
 The line breaks next to the tags are not part of a value. The model sometimes leaves out the outer
 tags.
 """
