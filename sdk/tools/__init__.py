@@ -32,4 +32,8 @@ from sdk.tools.messages import (
     ToolCallDelta as ToolCallDelta,
 )
 from sdk.tools.parser import MessageParser as MessageParser
-from sdk.tools.reasoning import Reasoning as Reasoning, reasoning_of as reasoning_of
+from sdk.tools.reasoning import (
+    Reasoning as Reasoning,
+    reasoning_named as reasoning_named,
+    reasoning_of as reasoning_of,
+)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import inspect
+import math
 import re
 import typing
 from collections.abc import Callable, Iterable, Mapping
@@ -277,5 +279,7 @@ def _describe(
     """Add a parameter's description and default to its schema."""
     if "description" not in schema and parameter.name in descriptions:
         schema["description"] = descriptions[parameter.name]
-    if isinstance(parameter.default, str | int | float | bool):
-        schema["default"] = parameter.default
+    default = parameter.default
+    default = default.value if isinstance(default, enum.Enum) else default
+    if isinstance(default, str | int) or (isinstance(default, float) and math.isfinite(default)):
+        schema["default"] = default

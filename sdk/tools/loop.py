@@ -35,8 +35,8 @@ class ToolRun(NamedTuple):
     ``messages``: the whole conversation, with the calls and their results.
     ``output``: the last answer of the model.
     ``turns``: how many answers the model gave.
-    ``stopped``: ``"answered"``, or ``"max_turns"``: the last answer has calls that were not run,
-    because of ``max_turns``, or ``"not_run"``: because one of the tools has no function.
+    ``stopped``: ``"answered"``: the last answer has no calls. Otherwise none of its calls was run.
+    ``"max_turns"``: there were that many answers. ``"not_run"``: a tool has no function.
     """
 
     messages: list[dict[str, Any]]
@@ -230,7 +230,7 @@ def _arguments(tool: Tool, text: str) -> dict[str, Any]:
         raise _CallError(str(error)) from error
     names = tool.parameters.get("properties", {})
     for name in given:
-        if name not in names:
+        if name not in names and tool.parameters.get("additionalProperties") is False:
             known = ", ".join(names) or "none"
             raise _CallError(f"{tool.name} has no parameter {name!r}; its parameters are: {known}")
     missing = [name for name in tool.parameters.get("required", ()) if name not in given]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from sdk.errors import RequestError
+from sdk.quant.safe_repr import safe_repr
 from sdk.tools.building import MessageBuilder
 from sdk.tools.stream import Reads, TextStream
 
@@ -50,6 +52,15 @@ REASONINGS = (
         ("Here is my thought process:", "Here's my thought process:"),
     ),
 )
+
+
+def reasoning_named(name: str) -> Reasoning:
+    """The reasoning of this name. :raises RequestError: there is none."""
+    for one in REASONINGS:
+        if one.name == name:
+            return one
+    names = ", ".join(one.name for one in REASONINGS)
+    raise RequestError(f"reasoning: expected one of {names}, found {safe_repr(name)}")
 
 
 def reasoning_of(template: str | None, special_tokens: Iterable[str] = ()) -> Reasoning | None:

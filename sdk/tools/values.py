@@ -13,7 +13,7 @@ from sdk.tools.stream import NotACallError
 #: References of a schema are followed at most this often.
 _MAX_REFERENCES = 16
 _INTEGER = re.compile(r"[+-]?\d{1,4000}")
-_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+_NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
 _CONSTANTS = {"true": True, "false": False, "null": None, "none": None}
 
 

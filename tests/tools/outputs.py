@@ -6,8 +6,15 @@ from collections.abc import Iterable
 from itertools import count
 from typing import Any, NamedTuple
 
-from sdk.tools import AssistantMessage, MessageDelta, MessageParser, Tool, format_named
-from sdk.tools.reasoning import REASONINGS
+from sdk.tools import (
+    AssistantMessage,
+    MessageDelta,
+    MessageParser,
+    Tool,
+    ToolCall,
+    format_named,
+    reasoning_named,
+)
 
 WEATHER = Tool(
     "get_weather",
@@ -70,11 +77,10 @@ def parse(
     tools: tuple[Tool, ...] = TOOLS,
 ) -> Parsed:
     """The message of an answer that arrives in pieces."""
-    reasoning = next((one for one in REASONINGS if one.name == how), None)
     numbers = count()
     parser = MessageParser(
         None if format is None else format_named(format),
-        reasoning,
+        None if how is None else reasoning_named(how),
         tools,
         opened,
         new_id=lambda: f"id-{next(numbers)}",
@@ -90,8 +96,6 @@ def parse_output(output: Output, pieces: Iterable[str]) -> Parsed:
 
 def added_up(deltas: list[MessageDelta]) -> AssistantMessage:
     """The message that deltas add up to, as a client of OpenAI's API would do it."""
-    from sdk.tools import ToolCall
-
     calls: list[dict[str, Any]] = []
     for delta in deltas:
         for one in delta.tool_calls:

@@ -76,6 +76,7 @@ def test_a_function_is_a_tool() -> None:
                     "unit": {
                         "enum": ["celsius", "fahrenheit"],
                         "description": "How temperatures are given.",
+                        "default": "celsius",
                     },
                     "days": {
                         "anyOf": [{"type": "integer"}, {"type": "null"}],
@@ -369,6 +370,19 @@ def test_without_tools_there_is_no_choice() -> None:
 def test_an_unknown_choice_is_rejected(choice: Any) -> None:
     with pytest.raises(RequestError, match=r"tool_choice: .*\(get_weather, get_time, now\), found"):
         tool_choice_of(choice, TOOLS)
+
+
+def defaults(a: float = 1.5, b: float = float("inf"), c: list[int] | None = None) -> None:
+    pass
+
+
+def test_defaults_that_json_has_are_in_the_schema() -> None:
+    properties = tool_from_function(defaults).parameters["properties"]
+    assert {name: schema.get("default") for name, schema in properties.items()} == {
+        "a": 1.5,
+        "b": None,
+        "c": None,
+    }
 
 
 def literal(kind: Literal["a", "b"]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from sdk.errors import RequestError
-from sdk.tools import all_formats, format_named, format_of, reasoning_of
+from sdk.tools import all_formats, format_named, format_of, reasoning_named, reasoning_of
 
 _HERMES_TOOLS = (
     "# Tools\n\nYou may call one or more functions.\n<tools>{{ tool | tojson }}</tools>\n\nFor "
@@ -232,6 +232,9 @@ def test_formats_have_names() -> None:
         format_named("herms")
     with pytest.raises(RequestError, match="use one of harmony, functiongemma"):
         format_named("xyz")
+    assert reasoning_named("think").opening == ("<think>",)
+    with pytest.raises(RequestError, match=r"expected one of harmony, seed, .* found 'xyz'"):
+        reasoning_named("xyz")
 
 
 def test_marks_that_must_stay_in_the_text_are_listed() -> None:

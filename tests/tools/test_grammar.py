@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from sdk.errors import RequestError
 from sdk.tools import Tool, ToolChoice, ToolFormat, all_formats, format_named, grammar_for
-from sdk.tools.reasoning import REASONINGS
+from sdk.tools.reasoning import reasoning_named
 from tests.tools.outputs import OUTPUTS, TOOLS, WEATHER, Output, by_name, parse
 
 REQUIRED, AUTO = ToolChoice("required"), ToolChoice("auto")
@@ -147,7 +147,7 @@ def test_text_may_come_before_a_call_if_the_choice_is_auto(format: str) -> None:
 
 
 def test_reasoning_may_come_first() -> None:
-    think = next(one for one in REASONINGS if one.name == "think")
+    think = reasoning_named("think")
     call = next(one for one in CONSTRAINED if one.name == "hermes").text
     for check, tokens in ((accepts, special_tokens()), (accepts_text, {})):
         made = grammar("hermes", reasoning=think, special_tokens=tokens)
@@ -162,7 +162,7 @@ def test_reasoning_may_come_first() -> None:
 
 
 def test_a_harmony_call_may_follow_analysis_and_a_preamble() -> None:
-    harmony = next(one for one in REASONINGS if one.name == "harmony")
+    harmony = reasoning_named("harmony")
     texts = {output.name: output.text for output in OUTPUTS}
     for choice in (REQUIRED, AUTO):
         made = grammar("harmony", choice, reasoning=harmony)

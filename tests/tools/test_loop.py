@@ -175,6 +175,12 @@ def test_a_tool_with_a_schema_of_its_own_gets_what_json_gives() -> None:
     assert contents(run) == ["8"]
 
 
+def test_a_schema_without_properties_takes_any_arguments() -> None:
+    tool = Tool("make", "", {"type": "object"}, lambda **given: given)
+    run = run_tools(scripted(answer(("make", '{"a": [1]}')), answer()), QUESTION, [tool])
+    assert contents(run) == ['{"a": [1]}']
+
+
 def test_a_function_without_a_signature_gets_what_json_gives() -> None:
     tool = Tool("make", "", {"type": "object", "properties": {"a": {}}}, dict)
     run = run_tools(scripted(answer(("make", '{"a": [1]}')), answer()), QUESTION, [tool])

@@ -13,10 +13,10 @@ import pytest
 
 from sdk.errors import RequestError
 from sdk.tools import MessageDelta, MessageParser, ToolCall, all_formats, format_named
-from sdk.tools.reasoning import REASONINGS
+from sdk.tools.reasoning import reasoning_named
 from tests.tools.outputs import OUTPUTS, TOOLS, parse
 
-THINK = next(one for one in REASONINGS if one.name == "think")
+THINK = reasoning_named("think")
 
 
 def calls(format: str, text: str) -> tuple[ToolCall, ...]:

@@ -1,4 +1,4 @@
-"""Qwen3-Coder and Qwen3.5: parameters are text between tags, and their types are those of the schema.
+"""Qwen3-Coder and Qwen3.5: parameters are text between tags, with the types of the schema.
 
     <tool_call>
     <function=get_weather>
@@ -8,10 +8,9 @@
     </function>
     </tool_call>
 
-Sources: the chat templates of Qwen/Qwen3-Coder-30B-A3B-Instruct and Qwen/Qwen3.5-9B; vLLM's
-qwen3coder_tool_parser.py.
 The line breaks next to the tags are not part of a value. The model sometimes leaves out the outer
-tags.
+tags. Sources: the chat templates of Qwen/Qwen3-Coder-30B-A3B-Instruct and Qwen/Qwen3.5-9B; vLLM's
+qwen3coder_tool_parser.py.
 """
 
 from __future__ import annotations
