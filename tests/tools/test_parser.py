@@ -230,6 +230,24 @@ def test_channels_are_read_without_tools() -> None:
         ),
         ("pythonic", "[get_weather(city='\\xzz')]", "{city='\\xzz')]", "an incomplete escape"),
         (
+            "pythonic",
+            '[get_weather(city="Paris", days=x)]',
+            '{"city": "Paris", days=x)]',
+            "expected a literal",
+        ),
+        (
+            "functiongemma",
+            "<start_function_call>call:get_weather{city:<escape>Paris<escape>, days;",
+            '{"city": "Paris", days;',
+            "expected ':'",
+        ),
+        (
+            "qwen3_coder",
+            "<function=get_weather><parameter=city>Paris</parameter><parameter=days>3</parameter>;",
+            '{"city": "Paris", "days": 3;',
+            "expected '<parameter='",
+        ),
+        (
             "mistral_args",
             '[TOOL_CALLS]get_weather[ARGS]{"city"',
             '{"city"',
