@@ -235,6 +235,13 @@ OUTPUTS: tuple[Output, ...] = (
         (PARIS, CET),
     ),
     Output(
+        "llama-after-text",
+        "llama_json",
+        'Sure:\n\n{"name": "now", "parameters": {}}',
+        (NOW_CALL,),
+        "Sure:",
+    ),
+    Output(
         "llama-list",
         "llama_json",
         '[{"name": "get_weather", "parameters": {"city": "Paris"}}]<|eot_id|>',

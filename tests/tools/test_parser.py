@@ -303,6 +303,12 @@ def test_the_end_of_an_invalid_call_is_the_end_of_its_block() -> None:
     assert message.content == "A B"
 
 
+def test_the_end_of_the_turn_ends_an_invalid_call() -> None:
+    message = parse(["[get_weather(city=x)]<|eot|>"], "pythonic").message
+    assert [call.arguments for call in message.tool_calls] == ["{city=x)]"]
+    assert message.content == ""
+
+
 def test_calls_before_a_broken_one_stay() -> None:
     text = '<tool_call>[{"name": "now", "arguments": {}}, {"nam'
     message = parse([text], "hermes").message
