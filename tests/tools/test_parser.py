@@ -63,6 +63,7 @@ def test_text_without_marks_is_unchanged(format: str | None, text: str) -> None:
         ("qwen3_coder", "<tool_call><function=>"),
         ("qwen3_coder", "<function=" + "x" * 300),
         ("llama_json", '{"name": "unknown", "parameters": {}}'),
+        ("llama_json", 'Text:\n{"name": "unknown", "parameters": {}}'),
         ("llama_json", '{"city": "Paris"}'),
         ("llama_json", "<|python_tag|>print(1)"),
         ("llama_json", 'Inline: {"name": "now", "parameters": {}}'),
