@@ -35,6 +35,10 @@ class LoadCancelled(SdkError):
     """``on_progress`` returned ``False``; everything loaded so far was freed."""
 
 
+class ToolError(SdkError, RuntimeError):
+    """A tool call failed in ``run_tools(..., on_error="raise")``; the cause is the exception."""
+
+
 __all__ = [
     "AlignmentError",
     "CheckpointError",
@@ -47,5 +51,6 @@ __all__ = [
     "RequestError",
     "SdkError",
     "SnapshotError",
+    "ToolError",
     "UnsupportedError",
 ]
