@@ -125,6 +125,7 @@ class Tokenizer(Protocol):
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template: str | None = None,
         **kwargs: Any,
@@ -132,6 +133,8 @@ class Tokenizer(Protocol):
         """The conversation rendered by the model's chat template.
 
         ``chat_template`` is a template's source or the name of one of :attr:`chat_templates`.
+        ``continue_final_message``: the text ends with the last message, without its end-of-turn
+        token and without a generation prompt.
 
         :raises TemplateError: (``sdk.loaders.chat_template``) bad messages, a missing or broken
             template, or one that exceeds its budget of time or output.
@@ -143,6 +146,7 @@ class Tokenizer(Protocol):
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template: str | None = None,
         stop_after: int | None = None,

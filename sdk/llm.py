@@ -165,8 +165,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Like :meth:`generate`, for one or more conversations, through the model's chat template.
 
-        ``template``: ``add_generation_prompt``, ``chat_template``, ``tools``,
-        ``chat_template_kwargs``.
+        ``template``: ``add_generation_prompt``, ``continue_final_message``, ``chat_template``,
+        ``tools``, ``chat_template_kwargs``.
         """
         read, params = self._jobs.read_chats("chat", messages, sampling_params, template)
         return self._calls.run(read, params, priority, use_tqdm)

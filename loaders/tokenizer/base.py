@@ -116,6 +116,7 @@ class TextTokenizer(ABC):
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template: str | None = None,
         **kwargs: Any,
@@ -124,6 +125,7 @@ class TextTokenizer(ABC):
             messages,
             tools=tools,
             add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
             special_tokens=self._facts.names,
             **kwargs,
         )
@@ -133,6 +135,7 @@ class TextTokenizer(ABC):
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template: str | None = None,
         stop_after: int | None = None,
@@ -151,6 +154,7 @@ class TextTokenizer(ABC):
         text = self.apply_chat_template(
             outside.pop("messages"),
             add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
             tools=outside.pop("tools"),
             chat_template=chat_template,
             **outside,

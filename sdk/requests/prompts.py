@@ -266,6 +266,7 @@ class PromptReader:
                 messages,
                 stop_after=limit,
                 add_generation_prompt=options.add_generation_prompt,
+                continue_final_message=options.continue_final_message,
                 chat_template=options.chat_template or self._chat_template,
                 tools=options.tools,
                 **(options.chat_template_kwargs or {}),
