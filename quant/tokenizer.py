@@ -18,6 +18,7 @@ to the rest of the package:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 
@@ -27,6 +28,23 @@ class TooManyTokens(Exception):
     def __init__(self, at_least: int) -> None:
         super().__init__(f"at least {at_least} tokens")
         self.at_least = at_least
+
+
+@dataclass(frozen=True, slots=True)
+class FimTokens:
+    """The fill-in-the-middle (FIM) tokens of a model, and the order of its prompts."""
+
+    prefix: int
+    suffix: int
+    #: None: the answer follows the prefix (Codestral).
+    middle: int | None
+    #: Tokens that end the middle.
+    ends: frozenset[int]
+    #: Whether the model was trained with the suffix before the prefix.
+    suffix_first: bool = False
+    #: In that order, whether prompts are "PREFIX SUFFIX suffix MIDDLE prefix" (Code Llama) and not
+    #: "SUFFIX suffix PREFIX prefix MIDDLE".
+    prefix_token_first: bool = False
 
 
 class Tokenizer(Protocol):
@@ -50,6 +68,11 @@ class Tokenizer(Protocol):
     @property
     def special_ids(self) -> frozenset[int]:
         """Control tokens, which ``skip_special_tokens`` leaves out of the text."""
+        ...
+
+    @property
+    def fim_tokens(self) -> FimTokens | None:
+        """The fill-in-the-middle tokens, if the model has some."""
         ...
 
     @property
@@ -98,6 +121,14 @@ class Tokenizer(Protocol):
 
         :raises TooManyTokens: possibly, if a long text has more than ``stop_after`` tokens; also by
             :meth:`encode_chat`.
+        """
+        ...
+
+    def encode_continued(self, text: str, *, stop_after: int | None = None) -> list[int]:
+        """Token ids of plain text inside a longer text: no control tokens, and no space is put
+        before its first word.
+
+        :raises TooManyTokens: as :meth:`encode`.
         """
         ...
 

@@ -17,6 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from sdk.quant.tokenizer import FimTokens
+
 if TYPE_CHECKING:  # jinja2 is imported with the first conversation
     from sdk.loaders.chat_template import ChatTemplate, ControlTextGuard
 
@@ -34,6 +36,7 @@ class TokenizerFacts:
     chat_templates: Mapping[str, str] = field(default_factory=dict)
     # Passed to templates as bos_token, eos_token, unk_token, pad_token.
     names: Mapping[str, str] = field(default_factory=dict)
+    fim: FimTokens | None = None
     warnings: tuple[str, ...] = ()
 
 
@@ -59,6 +62,10 @@ class TextTokenizer(ABC):
     @property
     def special_ids(self) -> frozenset[int]:
         return self._facts.special_ids
+
+    @property
+    def fim_tokens(self) -> FimTokens | None:
+        return self._facts.fim
 
     @property
     def chat_template(self) -> str | None:
@@ -89,6 +96,9 @@ class TextTokenizer(ABC):
         *,
         stop_after: int | None = None,
     ) -> list[int]: ...
+
+    @abstractmethod
+    def encode_continued(self, text: str, *, stop_after: int | None = None) -> list[int]: ...
 
     @abstractmethod
     def id_to_bytes(self, token_id: int) -> bytes: ...

@@ -127,6 +127,7 @@ class JobMaker:
         """One job for each prompt, with the caller's id or a new one."""
         names = self._names(request_ids, len(prompts))
         priorities = _priorities(priority, len(prompts))
+        params = [_with_stops(q, p) for q, p in zip(params, prompts, strict=True)]
         now = time.monotonic()
         # Once for all prompts that share parameters, and in the caller's thread: a list of a
         # million token ids takes 0.1 s.
@@ -188,6 +189,15 @@ class JobMaker:
             think_start_id=start,
             think_end_id=end,
         )
+
+
+def _with_stops(params: SamplingParams, prompt: Prompt) -> SamplingParams:
+    """The parameters with the tokens that end this prompt's answer."""
+    if not prompt.stop_token_ids or params.ignore_eos:
+        return params
+    known = tuple(params.stop_token_ids or ())
+    more = sorted(prompt.stop_token_ids.difference(known))
+    return params.clone(stop_token_ids=(*known, *more))
 
 
 def _priorities(given: Any, count: int) -> list[int | None]:

@@ -6,7 +6,7 @@ import itertools
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from sdk.errors import EngineClosedError, RequestError
@@ -14,9 +14,11 @@ from sdk.params import SamplingParams
 from sdk.quant.safe_repr import is_value_error, safe_message, safe_repr
 from sdk.quant.tokenizer import Tokenizer, TooManyTokens
 from sdk.requests.conversations import ChatOptions, Message, Turns
+from sdk.requests.infill import fim_prompt, fim_tokens_of
 
-#: Text, token ids, or a dict with ``prompt`` or ``prompt_token_ids`` and perhaps ``cache_salt`` and
-#: ``negative_prompt`` or ``negative_prompt_token_ids`` (for a ``guidance_scale``).
+#: Text, token ids, or a dict with ``prompt`` or ``prompt_token_ids`` and perhaps ``cache_salt``,
+#: ``negative_prompt`` or ``negative_prompt_token_ids`` (for a ``guidance_scale``), and with a
+#: ``prompt`` also ``suffix`` and ``suffix_first`` (fill-in-the-middle).
 PromptLike = str | Sequence[int] | Mapping[str, Any]
 
 #: Limits below which prompts are tokenized in the caller's thread, even in an event loop: a few ms.
@@ -25,6 +27,7 @@ SHORT_CONTEXT = 1024  # tokens
 #: The most prompts or conversations in one call.
 MAX_PROMPTS = 2**20
 
+_INFILL = ("suffix", "suffix_first")
 _NEGATIVE = ("negative_prompt", "negative_prompt_token_ids")
 _BYTES = (str, bytes, bytearray, memoryview)  # sequences too, but not of prompts or token ids
 
@@ -37,6 +40,8 @@ class Prompt:
     text: str | None = None
     cache_salt: str | None = None
     negative_token_ids: tuple[int, ...] | None = None
+    #: Tokens that end this prompt's answer, in addition to those of the parameters.
+    stop_token_ids: frozenset[int] = frozenset()
 
 
 @contextmanager
@@ -205,14 +210,16 @@ class PromptReader:
     def _read_dict(self, prompt: Mapping[str, Any], params: SamplingParams, room: int) -> Prompt:
         given = [key for key in ("prompt", "prompt_token_ids") if key in prompt]
         negatives = [key for key in _NEGATIVE if key in prompt]
-        unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt", *_NEGATIVE}
+        known = {"prompt", "prompt_token_ids", "cache_salt", *_NEGATIVE}
+        unknown = set(prompt) - known - set(_INFILL if "prompt" in given else ())
         if len(given) != 1 or len(negatives) > 1 or unknown:
             hint = (
                 "; pass a conversation, a list of messages, to chat()" if "role" in prompt else ""
             )
             raise RequestError(
                 "prompt: expected a dict with either 'prompt' or 'prompt_token_ids' (and "
-                "optionally 'cache_salt' and 'negative_prompt' or 'negative_prompt_token_ids'), "
+                "optionally 'cache_salt' and 'negative_prompt' or 'negative_prompt_token_ids'; "
+                "with 'prompt' also 'suffix' and 'suffix_first'), "
                 f"found the keys {safe_repr(list(prompt))}{hint}"
             )
         negative: tuple[int, ...] | None = None
@@ -228,9 +235,39 @@ class PromptReader:
         salt = prompt.get("cache_salt")
         if salt is not None and (not isinstance(salt, str) or not salt):
             raise RequestError(f"cache_salt: expected a non-empty string, found {safe_repr(salt)}")
+        if any(key in prompt for key in _INFILL):
+            return replace(
+                self._read_infill(prompt, params, room),
+                cache_salt=salt,
+                negative_token_ids=negative,
+            )
         ids = self._ids(given[0], prompt[given[0]], params, room)
         text = prompt["prompt"] if given[0] == "prompt" else None
         return Prompt(ids, text, salt, negative)
+
+    def _read_infill(self, prompt: Mapping[str, Any], params: SamplingParams, room: int) -> Prompt:
+        """A prefix and a suffix with the model's fill-in-the-middle tokens."""
+        tokenizer = self._need_tokenizer("a suffix")
+        order = prompt.get("suffix_first")
+        if order is not None and not isinstance(order, bool):
+            raise RequestError(f"suffix_first: expected True or False, found {safe_repr(order)}")
+        for key in ("prompt", "suffix"):
+            if not isinstance(prompt.get(key), str):
+                found = safe_repr(prompt.get(key))
+                raise RequestError(
+                    f"{key}: expected a string for fill-in-the-middle, found {found}"
+                )
+        ends = fim_tokens_of(tokenizer, order).ends
+        keep = self._kept(params, room)
+        limit = self._max_model_len if keep is None else None
+        try:
+            prefix = tokenizer.encode(prompt["prompt"], False, False, stop_after=limit)
+            suffix = tokenizer.encode_continued(prompt["suffix"], stop_after=limit)
+        except TooManyTokens as error:
+            raise self._too_long(error.at_least, room, "at least ") from None
+        ids = self._checked(fim_prompt(tokenizer, prefix, suffix, order, keep), room)
+        text = tokenizer.decode(ids, skip_special_tokens=False)
+        return Prompt(ids, text, stop_token_ids=ends)
 
     def read_chat(
         self, messages: Sequence[Message], params: SamplingParams, options: ChatOptions
