@@ -31,9 +31,12 @@ if TYPE_CHECKING:
     from sdk.memory.pool import MemoryPool as MemoryPool
     from sdk.async_llm import AsyncLLM as AsyncLLM
     from sdk.outputs import (
+        ClassificationOutput as ClassificationOutput,
         CompletionOutput as CompletionOutput,
         EmbeddingOutput as EmbeddingOutput,
         Logprob as Logprob,
+        PoolingRequestOutput as PoolingRequestOutput,
+        RerankOutput as RerankOutput,
         RequestEvent as RequestEvent,
         RequestMetrics as RequestMetrics,
         RequestOutput as RequestOutput,
@@ -63,6 +66,9 @@ _EXPORTS = {
     "RequestOutput": "sdk.outputs",
     "CompletionOutput": "sdk.outputs",
     "EmbeddingOutput": "sdk.outputs",
+    "PoolingRequestOutput": "sdk.outputs",
+    "ClassificationOutput": "sdk.outputs",
+    "RerankOutput": "sdk.outputs",
     "Logprob": "sdk.outputs",
     "RequestMetrics": "sdk.outputs",
     "RequestEvent": "sdk.outputs",

@@ -13,14 +13,14 @@ import time
 from collections.abc import Iterable, Sequence
 
 from sdk.engine.completion import Completion, Generation, is_watched
-from sdk.engine.plan import RequestKind
+from sdk.engine.plan import Pooling, RequestKind
 from sdk.engine.scheduling.queues import RequestUpdate
 from sdk.engine.scheduling.request import Request
 from sdk.engine.scheduling.results import ResultReservation
 from sdk.engine.scheduling.scheduler import Scheduler
 from sdk.errors import EngineClosedError, EngineDeadError, RequestError
 from sdk.executors.base import Executor
-from sdk.outputs import EmbeddingOutput, FinishReason, RequestOutput
+from sdk.outputs import EmbeddingOutput, FinishReason, PoolingRequestOutput, RequestOutput
 from sdk.params import SamplingParams
 from sdk.quant.tokenizer import Tokenizer
 from sdk.sampling.resolved import ResolvedParams
@@ -33,7 +33,7 @@ _NOTHING_RESOLVED = ResolvedParams()
 #: inconsistent, so the engine cannot continue.
 _STEP_FAILED = "a step failed"
 logger = logging.getLogger("sdk")
-Output = RequestOutput | EmbeddingOutput
+Output = RequestOutput | EmbeddingOutput | PoolingRequestOutput
 
 
 class Engine:
@@ -84,6 +84,7 @@ class Engine:
         priority: int | None = None,
         cache_salt: str | None = None,
         kind: RequestKind = "generate",
+        pooling: Pooling | None = None,
         arrival_time: float | None = None,
         resolved: ResolvedParams = _NOTHING_RESOLVED,
         negative_prompt_token_ids: Sequence[int] | None = None,
@@ -101,8 +102,7 @@ class Engine:
         if self._tokenizer is None and (params.stop or params.stop_regex):
             raise RequestError("stop and stop_regex need a tokenizer; this engine has none")
         _check_guidance(params, kind, negative_prompt_token_ids)
-        self._check_token_ids(prompt_token_ids)
-        self._check_token_ids(negative_prompt_token_ids or ())
+        self._check_token_ids([*prompt_token_ids, *(negative_prompt_token_ids or ())])
         children = self._fan_out(request_id, params, kind)
         arrival = self.scheduler.queues.clock() if arrival_time is None else arrival_time
         generation = Generation(request_id, prompt_text, prompt_token_ids, params, arrival)
@@ -113,6 +113,7 @@ class Engine:
                 prompt_token_ids,
                 child_params,
                 kind=kind,
+                pooling=pooling,
                 priority=priority,
                 arrival_time=arrival,
                 salt=cache_salt,
@@ -128,10 +129,9 @@ class Engine:
             Completion(index, request, self._tokenizer, stops, self._texts)
             for index, request in enumerate(requests)
         ]
-        for request in requests:  # `add` checks what they share: only the first can raise
-            request.results = generation.results
-            self.scheduler.queues.add(request)
         for request, completion in zip(requests, generation.completions, strict=True):
+            request.results = generation.results
+            self.scheduler.queues.add(request)  # checks what they share: only the first can raise
             self._completions[request.request_id] = (generation, completion)
         self._generations[request_id] = generation
 

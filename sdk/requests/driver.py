@@ -188,6 +188,7 @@ class Driver:
                 priority=job.priority,
                 cache_salt=job.cache_salt,
                 kind=job.kind,
+                pooling=job.pooling,
                 arrival_time=job.arrival_time,
                 resolved=job.resolved,
                 negative_prompt_token_ids=job.negative_prompt_token_ids,

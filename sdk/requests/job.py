@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from sdk.engine.engine import Output
-from sdk.engine.plan import RequestKind
+from sdk.engine.plan import Pooling, RequestKind
 from sdk.params import SamplingParams
 from sdk.sampling.resolved import ResolvedParams
 from sdk.text.stops import StopStrings
@@ -33,6 +33,7 @@ class Job:
     priority: int | None = None
     cache_salt: str | None = None
     kind: RequestKind = "generate"
+    pooling: Pooling | None = None
     arrival_time: float | None = None
     resolved: ResolvedParams = field(default_factory=ResolvedParams)
     negative_prompt_token_ids: tuple[int, ...] | None = None

@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from sdk.engine.engine import Output
-from sdk.engine.plan import RequestKind
+from sdk.engine.plan import Pooling, RequestKind
 from sdk.engine.scheduling.results import ResultBudget
 from sdk.errors import RequestError
+from sdk.models.classifier import Classifier
 from sdk.params import SamplingParams
 from sdk.quant.safe_repr import safe_repr
 from sdk.requests.conversations import ChatOptions
@@ -54,6 +55,7 @@ class JobMaker:
         eos_token_ids: frozenset[int],
         max_model_len: int,
         results: ResultBudget,
+        classifier: Classifier | None = None,
     ) -> None:
         self._reader = reader
         self._default = default
@@ -61,6 +63,7 @@ class JobMaker:
         self._eos_token_ids = eos_token_ids
         self._max_model_len = max_model_len
         self._results = results
+        self._generates = classifier is None or classifier.generates
         self._ids = itertools.count()
 
     def params(self, given: ParamsLike, count: int) -> list[SamplingParams]:
@@ -122,9 +125,15 @@ class JobMaker:
         *,
         priority: int | Sequence[int] | None = None,
         kind: RequestKind = "generate",
+        pooling: Pooling | None = None,
         request_ids: str | Sequence[str] | None = None,
     ) -> list[Job]:
         """One job for each prompt, with the caller's id or a new one."""
+        if kind == "generate" and not self._generates:
+            raise RequestError(
+                "this checkpoint was trained to classify (...ForSequenceClassification) and has no "
+                "head that generates; use classify, score, rerank, encode or embed"
+            )
         names = self._names(request_ids, len(prompts))
         priorities = _priorities(priority, len(prompts))
         params = [_with_stops(q, p) for q, p in zip(params, prompts, strict=True)]
@@ -141,18 +150,22 @@ class JobMaker:
                 priority=urgency,
                 cache_salt=prompt.cache_salt,
                 kind=kind,
+                pooling=pooling,
                 arrival_time=now,
                 resolved=resolved,
                 negative_prompt_token_ids=prompt.negative_token_ids,
                 stops=stops,
-                result_bytes=self._results.required_bytes(
-                    param, len(prompt.token_ids), self._max_model_len
-                ),
+                result_bytes=self._result_bytes(param, len(prompt.token_ids), pooling),
             )
             for name, prompt, param, urgency, (resolved, stops) in zip(
                 names, prompts, params, priorities, read, strict=True
             )
         ]
+
+    def _result_bytes(self, params: SamplingParams, prompt: int, pooling: Pooling | None) -> int:
+        if pooling is not None and pooling.mode == "token":
+            return self._results.required_hidden_bytes(prompt)
+        return self._results.required_bytes(params, prompt, self._max_model_len)
 
     def _names(self, given: Any, count: int) -> list[str]:
         """Request ids. Ids with # are the LLM's own: #7, and #7#1 for a second answer."""

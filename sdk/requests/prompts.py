@@ -288,6 +288,31 @@ class PromptReader:
             checked = self._checked(ids, 1)
             return Prompt(checked, tokenizer.decode(checked, skip_special_tokens=False))
 
+    def read_texts(self, first: str, second: str) -> Prompt:
+        """Two texts, one after the other, for an embedding."""
+        tokenizer, limit = self._need_tokenizer("a pair of texts"), self._max_model_len
+        with as_request_error("prompt"):
+            try:
+                ids = tokenizer.encode(first, parse_special=False, stop_after=limit)
+                ids += tokenizer.encode(second, False, False, stop_after=limit)
+            except TooManyTokens as error:
+                raise self._too_long(error.at_least, 0, "at least ") from None
+            return Prompt(self._checked(ids, 0), first + second)
+
+    def token_of_class(self, spelling: str) -> int:
+        """The token of a class. :raises RequestError: the vocabulary has no such token."""
+        tokenizer = self._need_tokenizer("classifier_from_token")
+        found = tokenizer.token_to_id(spelling)
+        if found is None:
+            ids = tokenizer.encode_continued(spelling)
+            found = ids[0] if len(ids) == 1 else None
+        if found is None:
+            raise RequestError(
+                f"classifier_from_token: expected tokens of the vocabulary, found "
+                f"{safe_repr(spelling)}, which is several tokens or none"
+            )
+        return found
+
     def _encode_chat(
         self,
         tokenizer: Tokenizer,

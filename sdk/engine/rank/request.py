@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sdk.engine.plan import RequestStart
+from sdk.engine.rank.pooling import Pooler
 from sdk.sampling.state import RequestState
 
 
@@ -16,6 +17,7 @@ class RankRequest:
         "num_computed",
         "num_prompt",
         "pages",
+        "pooler",
         "start",
         "state",
         "token_ids",
@@ -32,6 +34,7 @@ class RankRequest:
         self.negative: RankRequest | None = None
         #: Whether hidden states of its rows are used, for prompt log-probabilities or an embedding.
         self.uses_hidden = start.kind == "embed" or start.params.prompt_logprobs is not None
+        self.pooler = Pooler(start.pooling) if start.kind == "embed" else None
         #: Not used by negative sequences.
         self.state = RequestState(
             start.params,

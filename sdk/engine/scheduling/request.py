@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 
 from sdk.engine.pages.page_pool import PageKey, page_key
-from sdk.engine.plan import RequestKind, RequestStart
+from sdk.engine.plan import LAST_TOKEN, Pooling, RequestKind, RequestStart
 from sdk.engine.scheduling.results import ResultReservation
 from sdk.outputs import FinishReason, RequestEvent
 from sdk.params import SamplingParams
@@ -84,6 +84,7 @@ class Request:
         "order",
         "pages",
         "params",
+        "pooling",
         "priority",
         "publishes",
         "queued_ts",
@@ -107,6 +108,7 @@ class Request:
         params: SamplingParams,
         *,
         kind: RequestKind = "generate",
+        pooling: Pooling | None = None,
         priority: int | None = None,
         arrival_time: float = 0.0,
         salt: str | None = None,
@@ -118,6 +120,7 @@ class Request:
         self.request_id = request_id
         self.params = params
         self.kind: RequestKind = kind
+        self.pooling = pooling  # of an "embed" request; None: the last token, normalized
         self.priority = params.priority if priority is None else priority
         self.arrival_time = arrival_time
         self.salt = salt
@@ -131,10 +134,8 @@ class Request:
         self.negative: Request | None = None
         self.negative_of: str | None = None  # in a negative sequence: the id of its request
         if params.guidance_scale != 1.0 and kind == "generate":
-            if negative_prompt_token_ids is None:
-                negative_prompt_token_ids = prompt_token_ids[-1:]
-            self.negative = self._make_negative(negative_prompt_token_ids)
-
+            given = negative_prompt_token_ids
+            self.negative = self._make_negative(prompt_token_ids[-1:] if given is None else given)
         self.token_ids = list(prompt_token_ids)  # prompt, then output
         self.num_prompt_tokens = len(self.token_ids)
         self.num_computed = 0
@@ -229,7 +230,9 @@ class Request:
     @property
     def uses_prefix_cache(self) -> bool:
         """False if every position must run: for prompt logprobs and embeddings (which may pool)."""
-        return self.kind == "generate" and not self.scores_prompt
+        if self.kind == "embed":
+            return self.pooling is not None and self.pooling.reuse_prefix
+        return not self.scores_prompt
 
     def start(self) -> RequestStart:
         """What ranks that do not know the request need to run it."""
@@ -241,6 +244,7 @@ class Request:
             pages=tuple(self.pages),
             params=self.params,
             kind=self.kind,
+            pooling=self.pooling or LAST_TOKEN,
             resolved=self.resolved,
             negative_of=self.negative_of,
             mirostat_mu=self.mirostat_mu,
