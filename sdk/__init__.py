@@ -12,6 +12,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from sdk.beam_search import BeamSearchOutput as BeamSearchOutput
+    from sdk.beam_search import BeamSearchParams as BeamSearchParams
     from sdk.demo import demo_model as demo_model
     from sdk.errors import (
         AlignmentError as AlignmentError,
@@ -61,6 +63,8 @@ _EXPORTS = {
     "Alternative": "sdk.memory.plan",
     "MemoryPlan": "sdk.memory.plan",
     "MemoryPool": "sdk.memory.pool",
+    "BeamSearchParams": "sdk.beam_search",
+    "BeamSearchOutput": "sdk.beam_search",
     "SamplingParams": "sdk.params",
     "RequestOutputKind": "sdk.params",
     "RequestOutput": "sdk.outputs",

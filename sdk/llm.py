@@ -8,6 +8,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sdk.beam_search import BeamSearchOutput, BeamSearchParams
 from sdk.engine.plan import PoolingMode
 from sdk.errors import RequestError
 from sdk.loading.load import load
@@ -30,6 +31,7 @@ from sdk.persistence.snapshot import Snapshot
 from sdk.reports.explain import explain
 from sdk.reports.quant_report import QuantReport, quant_report
 from sdk.requests.async_stream import AnswerStream
+from sdk.requests.beam_searches import BeamSearches
 from sdk.requests.calls import Calls, as_text
 from sdk.requests.conversations import Message
 from sdk.requests.driver import Driver
@@ -96,6 +98,14 @@ class LLM:
         self._calls = Calls(self._driver, self._jobs, self._reader, self.config.on_progress)
         self._pooling = PoolingCalls(
             self._calls, self._jobs, self._reader, loaded.runner.classifier
+        )
+        self._beam_searches = BeamSearches(
+            self._driver,
+            self._jobs,
+            self._reader,
+            loaded.eos_token_ids,
+            self.max_model_len,
+            self.config.on_progress,
         )
         self._collector = Collector()
         self._prefixes = SavedPrefixes(self._driver, loaded, self._jobs)
@@ -176,6 +186,19 @@ class LLM:
         """
         read, params = self._jobs.read_chats("chat", messages, sampling_params, template)
         return self._calls.run(read, params, priority, use_tqdm)
+
+    def beam_search(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[BeamSearchOutput]:
+        """Search each prompt's most probable answers; returns ``beam_width`` of each, best first.
+
+        :raises RequestError: a prompt or a parameter is invalid, or logits are not finite.
+        """
+        return self._beam_searches.run(prompts, params, use_tqdm)
 
     # ---- streams ---------------------------------------------------------------------------------
 
