@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -231,7 +232,7 @@ class LLM:
         Long prompts are tokenized in a thread, so that the loop goes on meanwhile.
         """
         read, params = await self._calls.read_without_blocking(
-            prompts, self._jobs.read, prompts, sampling_params
+            prompts, sampling_params, partial(self._jobs.read, prompts, sampling_params)
         )
         return await self._calls.arun(read, params, priority)
 
@@ -244,8 +245,9 @@ class LLM:
         **template: Any,
     ) -> list[RequestOutput]:
         """:meth:`chat` for an event loop."""
+        read_chats = partial(self._jobs.read_chats, "achat", messages, sampling_params, template)
         read, params = await self._calls.read_without_blocking(
-            messages, self._jobs.read_chats, "achat", messages, sampling_params, template
+            messages, sampling_params, read_chats
         )
         return await self._calls.arun(read, params, priority)
 

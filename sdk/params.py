@@ -110,6 +110,7 @@ _FLOATS = {
 _TOKEN_ID = _Range(0, MAX_TOKEN_ID)
 _BOOLEANS = (
     "ignore_eos",
+    "token_healing",
     "detokenize",
     "skip_special_tokens",
     "spaces_between_special_tokens",
@@ -140,6 +141,9 @@ class SamplingParams:
     forbids repeating an n-gram of that size; ``dry_*`` penalizes continuing a repetition.
     ``logits_processors`` are called as ``f(output_token_ids, logits_row) -> logits_row``; an
     exception in one fails only this request. ``thinking_token_budget`` forces the end of thinking.
+
+    ``token_healing`` takes the last tokens of the prompt away if longer tokens begin with their
+    text, and the answer must begin with that text; ``text`` does not repeat it.
 
     **Guidance.** With a ``guidance_scale`` other than 1 the answer also continues a negative
     prompt (the prompt dict's ``negative_prompt``; default: the prompt's last token), and before
@@ -189,6 +193,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     logprob_token_ids: Sequence[int] | None = None
+    token_healing: bool = False
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True

@@ -91,6 +91,9 @@ class Completion:
                 prompt_token_ids=request.token_ids,
                 skip_special_tokens=params.skip_special_tokens,
                 spaces_between_special_tokens=params.spaces_between_special_tokens,
+                healed_bytes=0
+                if (healing := request.resolved.healing) is None
+                else len(healing.text),
             )
             if stops is not None:
                 self._stops = StopMatcher(stops, params.include_stop_str_in_output)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from sdk.engine.engine import Output
@@ -152,7 +153,7 @@ class JobMaker:
                 kind=kind,
                 pooling=pooling,
                 arrival_time=now,
-                resolved=resolved,
+                resolved=_with_healing(resolved, prompt),
                 negative_prompt_token_ids=prompt.negative_token_ids,
                 stops=stops,
                 result_bytes=self._result_bytes(param, len(prompt.token_ids), pooling),
@@ -211,6 +212,10 @@ def _with_stops(params: SamplingParams, prompt: Prompt) -> SamplingParams:
     known = tuple(params.stop_token_ids or ())
     more = sorted(prompt.stop_token_ids.difference(known))
     return params.clone(stop_token_ids=(*known, *more))
+
+
+def _with_healing(resolved: ResolvedParams, prompt: Prompt) -> ResolvedParams:
+    return resolved if prompt.healing is None else replace(resolved, healing=prompt.healing)
 
 
 def _priorities(given: Any, count: int) -> list[int | None]:

@@ -15,6 +15,7 @@ from sdk.quant.safe_repr import is_value_error, safe_message, safe_repr
 from sdk.quant.tokenizer import Tokenizer, TooManyTokens
 from sdk.requests.conversations import ChatOptions, Message, Turns
 from sdk.requests.infill import fim_prompt, fim_tokens_of
+from sdk.sampling.healing import Healing, TokenPrefixes
 
 #: Text, token ids, or a dict with ``prompt`` or ``prompt_token_ids`` and perhaps ``cache_salt``,
 #: ``negative_prompt`` or ``negative_prompt_token_ids`` (for a ``guidance_scale``), and with a
@@ -42,6 +43,8 @@ class Prompt:
     negative_token_ids: tuple[int, ...] | None = None
     #: Tokens that end this prompt's answer, in addition to those of the parameters.
     stop_token_ids: frozenset[int] = frozenset()
+    #: How the answer must begin if tokens were taken from the end of the prompt.
+    healing: Healing | None = None
 
 
 @contextmanager
@@ -154,11 +157,12 @@ class PromptReader:
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
         self._chat_template = chat_template
+        self._prefixes: TokenPrefixes | None = None
         self._closed = False
 
     def close(self) -> None:
         """Drop the tokenizer (15 MB for 50,000 tokens)."""
-        self.tokenizer = None
+        self.tokenizer = self._prefixes = None
         self._closed = True
 
     def _need_tokenizer(self, what: str) -> Tokenizer:
@@ -172,11 +176,16 @@ class PromptReader:
             )
         return self.tokenizer
 
-    def is_short(self, prompts: object) -> bool:
+    def is_short(self, prompts: object, params: object) -> bool:
         """Whether tokenizing this takes at most a few milliseconds.
 
-        Tokenizing stops where the context ends, so with a short context any text is short.
+        Tokenizing stops where the context ends, so with a short context any text is short. The
+        first prompt with ``token_healing`` sorts the vocabulary: 0.2 s for 49,152 tokens.
         """
+        if self._prefixes is None:
+            given = params if isinstance(params, list | tuple) else [params]
+            if any(isinstance(one, SamplingParams) and one.token_healing for one in given):
+                return False
         if isinstance(prompts, str) and self._max_model_len <= SHORT_CONTEXT:
             return True
         return _is_small(prompts)
@@ -201,11 +210,32 @@ class PromptReader:
         :raises RequestError: the prompt is invalid or too long.
         """
         with as_request_error("prompt"):
-            if isinstance(prompt, Mapping):
-                return self._read_dict(prompt, params, room)
-            if isinstance(prompt, str):
-                return Prompt(self._ids("prompt", prompt, params, room), prompt)
-            return Prompt(self._ids("prompt_token_ids", prompt, params, room))
+            return self._healed(self._read(prompt, params, room), params)
+
+    def _read(self, prompt: PromptLike, params: SamplingParams, room: int) -> Prompt:
+        if isinstance(prompt, Mapping):
+            return self._read_dict(prompt, params, room)
+        if isinstance(prompt, str):
+            return Prompt(self._ids("prompt", prompt, params, room), prompt)
+        return Prompt(self._ids("prompt_token_ids", prompt, params, room))
+
+    def _healed(self, prompt: Prompt, params: SamplingParams) -> Prompt:
+        """The prompt without its last tokens, if the answer may replace them."""
+        if not params.token_healing:
+            return prompt
+        tokenizer = self._need_tokenizer("token_healing")
+        if not tokenizer.bytewise:
+            raise RequestError(
+                "token_healing: expected a tokenizer that decodes byte by byte; this model's "
+                "decoder looks at neighbouring tokens. Leave token_healing out"
+            )
+        if self._prefixes is None:
+            self._prefixes = TokenPrefixes(tokenizer, self._vocab_size)
+        found = self._prefixes.heal(prompt.token_ids)
+        if found is None:
+            return prompt
+        count, healing = found
+        return replace(prompt, token_ids=prompt.token_ids[:-count], healing=healing)
 
     def _read_dict(self, prompt: Mapping[str, Any], params: SamplingParams, room: int) -> Prompt:
         given = [key for key in ("prompt", "prompt_token_ids") if key in prompt]
@@ -286,7 +316,8 @@ class PromptReader:
                     raise self._too_long(error.at_least, 1, "at least ") from None
                 ids = self._newest_turns(tokenizer, messages, options, keep)
             checked = self._checked(ids, 1)
-            return Prompt(checked, tokenizer.decode(checked, skip_special_tokens=False))
+            prompt = Prompt(checked, tokenizer.decode(checked, skip_special_tokens=False))
+            return self._healed(prompt, params) if options.continue_final_message else prompt
 
     def read_texts(self, first: str, second: str) -> Prompt:
         """Two texts, one after the other, for an embedding."""
