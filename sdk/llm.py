@@ -80,11 +80,13 @@ class LLM:
         self._defaults = loaded.defaults
         self._default_params = loaded.defaults.params
         self._runner = weakref.ref(loaded.runner)
+        hidden_size = loaded.model_config.hidden_size
         self._reader = PromptReader(
             loaded.tokenizer,
             vocab_size=loaded.model_config.vocab_size,
             max_model_len=self.max_model_len,
             chat_template=self.config.chat_template,
+            hidden_size=hidden_size if self.config.enable_prompt_embeds else None,
         )
         self._jobs = JobMaker(
             self._reader,

@@ -44,7 +44,6 @@ ENGINE: dict[str, OtherName] = {
     "config_format": OtherName("the format is detected", ("auto", "hf", "mistral")),
     "stream_interval": OtherName("every token is streamed", (1,)),
     "logprobs_mode": OtherName("log-probabilities are the model's own", ("raw_logprobs",)),
-    "enable_prompt_embeds": OtherName("prompts are text or token ids", (False,)),
     "num_scheduler_steps": OtherName("every step is scheduled", (1,)),
     "cpu_offload_gb": OtherName("use disk_offload='4GiB', or cpu_offload='4GiB' on a GPU", (0,)),
     "async_scheduling": OtherName("", (_ANY,)),

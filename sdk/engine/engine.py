@@ -11,6 +11,7 @@ import logging
 import random
 import time
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from sdk.engine.completion import Completion, Generation, is_watched
 from sdk.engine.plan import Pooling, RequestKind
@@ -83,6 +84,7 @@ class Engine:
         prompt_text: str | None = None,
         priority: int | None = None,
         cache_salt: str | None = None,
+        prompt_embeds: Any = None,
         kind: RequestKind = "generate",
         pooling: Pooling | None = None,
         arrival_time: float | None = None,
@@ -97,6 +99,7 @@ class Engine:
         ``priority`` overrides that of ``params``. ``negative_prompt_token_ids`` is for guidance
         (default: the last prompt token). ``stops``: compiled stop strings of ``params``, if any.
         ``result_bytes``: the most its log-probabilities may take; it starts when these are free.
+        ``prompt_embeds``: float32 ``[tokens, hidden]``, run in place of the prompt's token ids.
         """
         self._check_alive()
         if self._tokenizer is None and (params.stop or params.stop_regex):
@@ -105,7 +108,8 @@ class Engine:
         self._check_token_ids([*prompt_token_ids, *(negative_prompt_token_ids or ())])
         children = self._fan_out(request_id, params, kind)
         arrival = self.scheduler.queues.clock() if arrival_time is None else arrival_time
-        generation = Generation(request_id, prompt_text, prompt_token_ids, params, arrival)
+        shown = prompt_token_ids if prompt_embeds is None else ()
+        generation = Generation(request_id, prompt_text, shown, params, arrival)
         generation.results = ResultReservation(result_bytes) if result_bytes else None
         requests = [
             Request(
@@ -117,13 +121,18 @@ class Engine:
                 priority=priority,
                 arrival_time=arrival,
                 salt=cache_salt,
+                prompt_embeds=prompt_embeds,
                 resolved=resolved,
                 negative_prompt_token_ids=negative_prompt_token_ids,
                 watched=is_watched(child_params),
             )
             for child_id, child_params in children
         ]
-        stops = stops or stop_strings(params)
+        self._queue(generation, requests, stops or stop_strings(params))
+
+    def _queue(
+        self, generation: Generation, requests: Sequence[Request], stops: StopStrings | None
+    ) -> None:
         # Completions first: they may raise, and then the scheduler must not have the requests.
         generation.completions = [
             Completion(index, request, self._tokenizer, stops, self._texts)
@@ -133,7 +142,7 @@ class Engine:
             request.results = generation.results
             self.scheduler.queues.add(request)  # checks what they share: only the first can raise
             self._completions[request.request_id] = (generation, completion)
-        self._generations[request_id] = generation
+        self._generations[generation.request_id] = generation
 
     def _check_token_ids(self, token_ids: Sequence[int]) -> None:
         limit = self._vocab_size

@@ -66,6 +66,8 @@ class RequestStart:
     negative_of: str | None = None
     #: Mirostat's target surprise for the next token, if a token was generated before.
     mirostat_mu: float | None = None
+    #: A float32 array ``[num_prompt_tokens, hidden]`` in place of the prompt's token ids.
+    prompt_embeds: Any = field(default=None, compare=False, repr=False)
 
 
 class Swap(NamedTuple):

@@ -56,6 +56,8 @@ class BeamSearches:
         if not isinstance(params, BeamSearchParams):
             raise RequestError(f"params: expected BeamSearchParams, found {safe_repr(params)}")
         read, _ = self._jobs.read(prompts, None)
+        if any(prompt.embeds is not None for prompt in read):
+            raise RequestError("beam_search: expected prompts of tokens, found prompt_embeds")
         searches = [
             Beams(
                 params,

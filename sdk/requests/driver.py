@@ -187,6 +187,7 @@ class Driver:
                 prompt_text=job.prompt,
                 priority=job.priority,
                 cache_salt=job.cache_salt,
+                prompt_embeds=job.prompt_embeds,
                 kind=job.kind,
                 pooling=job.pooling,
                 arrival_time=job.arrival_time,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from sdk.engine.engine import Output
 from sdk.engine.plan import Pooling, RequestKind
@@ -32,6 +32,7 @@ class Job:
     prompt: str | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    prompt_embeds: Any = None  # float32 [tokens, hidden_size]
     kind: RequestKind = "generate"
     pooling: Pooling | None = None
     arrival_time: float | None = None

@@ -150,23 +150,29 @@ class JobMaker:
                 prompt=prompt.text,
                 priority=urgency,
                 cache_salt=prompt.cache_salt,
+                prompt_embeds=prompt.embeds,
                 kind=kind,
                 pooling=pooling,
                 arrival_time=now,
                 resolved=_with_healing(resolved, prompt),
                 negative_prompt_token_ids=prompt.negative_token_ids,
                 stops=stops,
-                result_bytes=self._result_bytes(param, len(prompt.token_ids), pooling),
+                result_bytes=self._result_bytes(param, prompt, pooling),
             )
             for name, prompt, param, urgency, (resolved, stops) in zip(
                 names, prompts, params, priorities, read, strict=True
             )
         ]
 
-    def _result_bytes(self, params: SamplingParams, prompt: int, pooling: Pooling | None) -> int:
+    def _result_bytes(self, params: SamplingParams, prompt: Prompt, pooling: Pooling | None) -> int:
+        """The most that a request may take outside of the planned memory."""
+        budget, count = self._results, len(prompt.token_ids)
+        embeds = (
+            0 if prompt.embeds is None else budget.required_hidden_bytes("prompt_embeds", count)
+        )
         if pooling is not None and pooling.mode == "token":
-            return self._results.required_hidden_bytes(prompt)
-        return self._results.required_bytes(params, prompt, self._max_model_len)
+            return embeds + budget.required_hidden_bytes("pooling='token'", count)
+        return embeds + budget.required_bytes(params, count, self._max_model_len)
 
     def _names(self, given: Any, count: int) -> list[str]:
         """Request ids. Ids with # are the LLM's own: #7, and #7#1 for a second answer."""

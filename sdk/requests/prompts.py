@@ -14,12 +14,13 @@ from sdk.params import SamplingParams
 from sdk.quant.safe_repr import is_value_error, safe_message, safe_repr
 from sdk.quant.tokenizer import Tokenizer, TooManyTokens
 from sdk.requests.conversations import ChatOptions, Message, Turns
+from sdk.requests.embeds import Embeds, check_params, embeds_salt, read_embeds
 from sdk.requests.infill import fim_prompt, fim_tokens_of
 from sdk.sampling.healing import Healing, TokenPrefixes
 
 #: Text, token ids, or a dict with ``prompt`` or ``prompt_token_ids`` and perhaps ``cache_salt``,
 #: ``negative_prompt`` or ``negative_prompt_token_ids`` (for a ``guidance_scale``), and with a
-#: ``prompt`` also ``suffix`` and ``suffix_first`` (fill-in-the-middle).
+#: ``prompt`` also ``suffix`` and ``suffix_first`` (fill-in-the-middle). Or with ``prompt_embeds``.
 PromptLike = str | Sequence[int] | Mapping[str, Any]
 
 #: Limits below which prompts are tokenized in the caller's thread, even in an event loop: a few ms.
@@ -28,6 +29,7 @@ SHORT_CONTEXT = 1024  # tokens
 #: The most prompts or conversations in one call.
 MAX_PROMPTS = 2**20
 
+_PROMPTS = ("prompt", "prompt_token_ids", "prompt_embeds")
 _INFILL = ("suffix", "suffix_first")
 _NEGATIVE = ("negative_prompt", "negative_prompt_token_ids")
 _BYTES = (str, bytes, bytearray, memoryview)  # sequences too, but not of prompts or token ids
@@ -35,7 +37,10 @@ _BYTES = (str, bytes, bytearray, memoryview)  # sequences too, but not of prompt
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One checked prompt: all ids are in the vocabulary, and the context can hold them."""
+    """One checked prompt: all ids are in the vocabulary, and the context can hold them.
+
+    ``embeds``: embeddings of its tokens, whose ids are then all 0.
+    """
 
     token_ids: tuple[int, ...]
     text: str | None = None
@@ -45,6 +50,7 @@ class Prompt:
     stop_token_ids: frozenset[int] = frozenset()
     #: How the answer must begin if tokens were taken from the end of the prompt.
     healing: Healing | None = None
+    embeds: Embeds | None = None
 
 
 @contextmanager
@@ -152,8 +158,11 @@ class PromptReader:
         vocab_size: int,
         max_model_len: int,
         chat_template: str | None = None,
+        hidden_size: int | None = None,
     ) -> None:
+        """``hidden_size``: of the model, if it accepts embeddings."""
         self.tokenizer = tokenizer
+        self._hidden_size = hidden_size
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
         self._chat_template = chat_template
@@ -238,18 +247,18 @@ class PromptReader:
         return replace(prompt, token_ids=prompt.token_ids[:-count], healing=healing)
 
     def _read_dict(self, prompt: Mapping[str, Any], params: SamplingParams, room: int) -> Prompt:
-        given = [key for key in ("prompt", "prompt_token_ids") if key in prompt]
+        given = [key for key in _PROMPTS if key in prompt]
         negatives = [key for key in _NEGATIVE if key in prompt]
-        known = {"prompt", "prompt_token_ids", "cache_salt", *_NEGATIVE}
+        known = {*_PROMPTS, "cache_salt", *_NEGATIVE}
         unknown = set(prompt) - known - set(_INFILL if "prompt" in given else ())
         if len(given) != 1 or len(negatives) > 1 or unknown:
             hint = (
                 "; pass a conversation, a list of messages, to chat()" if "role" in prompt else ""
             )
             raise RequestError(
-                "prompt: expected a dict with either 'prompt' or 'prompt_token_ids' (and "
-                "optionally 'cache_salt' and 'negative_prompt' or 'negative_prompt_token_ids'; "
-                "with 'prompt' also 'suffix' and 'suffix_first'), "
+                "prompt: expected a dict with either 'prompt', 'prompt_token_ids' or "
+                "'prompt_embeds' (and optionally 'cache_salt' and 'negative_prompt' or "
+                "'negative_prompt_token_ids'; with 'prompt' also 'suffix' and 'suffix_first'), "
                 f"found the keys {safe_repr(list(prompt))}{hint}"
             )
         negative: tuple[int, ...] | None = None
@@ -266,14 +275,30 @@ class PromptReader:
         if salt is not None and (not isinstance(salt, str) or not salt):
             raise RequestError(f"cache_salt: expected a non-empty string, found {safe_repr(salt)}")
         if any(key in prompt for key in _INFILL):
-            return replace(
-                self._read_infill(prompt, params, room),
-                cache_salt=salt,
-                negative_token_ids=negative,
-            )
+            infill = self._read_infill(prompt, params, room)
+            return replace(infill, cache_salt=salt, negative_token_ids=negative)
+        if given[0] == "prompt_embeds":
+            check_params(params, negative is not None)
+            embeds = self._read_embeds(prompt["prompt_embeds"], params, room)
+            ids = (0,) * len(embeds)
+            return Prompt(ids, None, embeds_salt(embeds, salt), negative, embeds=embeds)
         ids = self._ids(given[0], prompt[given[0]], params, room)
         text = prompt["prompt"] if given[0] == "prompt" else None
         return Prompt(ids, text, salt, negative)
+
+    def _read_embeds(self, value: Any, params: SamplingParams, room: int) -> Embeds:
+        if self._hidden_size is None:
+            raise RequestError(
+                "prompt_embeds: this LLM was loaded without room for them; load it with "
+                "enable_prompt_embeds=True"
+            )
+        embeds = read_embeds(value, self._hidden_size)
+        keep = self._kept(params, room)
+        if keep is not None:
+            embeds = embeds[-keep:]
+        if len(embeds) > self._max_model_len - room:
+            raise self._too_long(len(embeds), room)
+        return embeds
 
     def _read_infill(self, prompt: Mapping[str, Any], params: SamplingParams, room: int) -> Prompt:
         """A prefix and a suffix with the model's fill-in-the-middle tokens."""

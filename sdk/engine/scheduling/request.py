@@ -11,6 +11,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from sdk.engine.pages.page_pool import PageKey, page_key
 from sdk.engine.plan import LAST_TOKEN, Pooling, RequestKind, RequestStart
@@ -86,6 +87,7 @@ class Request:
         "params",
         "pooling",
         "priority",
+        "prompt_embeds",
         "publishes",
         "queued_ts",
         "request_id",
@@ -113,6 +115,7 @@ class Request:
         arrival_time: float = 0.0,
         salt: str | None = None,
         adapter: str | None = None,
+        prompt_embeds: Any = None,
         resolved: ResolvedParams = _NOTHING_RESOLVED,
         negative_prompt_token_ids: Sequence[int] | None = None,
         watched: bool = True,
@@ -125,17 +128,15 @@ class Request:
         self.arrival_time = arrival_time
         self.salt = salt
         self.adapter = adapter
+        self.prompt_embeds = prompt_embeds
         self.adapter_slot = -1  # of the adapter on the ranks, while the request runs
         self.resolved = resolved
         self.watched = watched
         self.status = RequestStatus.WAITING
         self.stop_reason: int | str | None = None
         self.results: ResultReservation | None = None  # shared by the answers of one call
-        self.negative: Request | None = None
         self.negative_of: str | None = None  # in a negative sequence: the id of its request
-        if params.guidance_scale != 1.0 and kind == "generate":
-            given = negative_prompt_token_ids
-            self.negative = self._make_negative(prompt_token_ids[-1:] if given is None else given)
+        self.negative = self._make_negative(prompt_token_ids, negative_prompt_token_ids)
         self.token_ids = list(prompt_token_ids)  # prompt, then output
         self.num_prompt_tokens = len(self.token_ids)
         self.num_computed = 0
@@ -162,10 +163,14 @@ class Request:
         self.last_token_ts: float | None = None
         self.events: tuple[RequestEvent, ...] = ()  # shared with the outputs, so never changed
 
-    def _make_negative(self, negative_prompt_token_ids: Sequence[int]) -> Request:
+    def _make_negative(
+        self, prompt_token_ids: Sequence[int], given: Sequence[int] | None
+    ) -> Request | None:
+        if self.params.guidance_scale == 1.0 or self.kind != "generate":
+            return None
         negative = Request(
             self.request_id + NEGATIVE_SUFFIX,
-            negative_prompt_token_ids,
+            prompt_token_ids[-1:] if given is None else given,
             _NEGATIVE_PARAMS,
             salt=self.salt,
             adapter=self.adapter,
@@ -248,6 +253,7 @@ class Request:
             resolved=self.resolved,
             negative_of=self.negative_of,
             mirostat_mu=self.mirostat_mu,
+            prompt_embeds=self.prompt_embeds,
         )
 
     def extend_keys(self, root: bytes, page_size: int, num_pages: int) -> None:

@@ -80,15 +80,15 @@ class ResultBudget:
             )
         return total
 
-    def required_hidden_bytes(self, tokens: int) -> int:
-        """The bytes of a prompt's hidden states.
+    def required_hidden_bytes(self, what: str, tokens: int) -> int:
+        """The bytes of a vector for each of a prompt's tokens; ``what`` asks for them.
 
         :raises RequestError: they exceed the budget; the message has the numbers.
         """
         row = 4 * self._hidden_size
         if tokens * row > self.nbytes:
             raise RequestError(
-                f"pooling='token': {tokens} tokens with {format_bytes(row)} each need "
+                f"{what}: {tokens} tokens with {format_bytes(row)} each need "
                 f"{format_bytes(tokens * row)}, but results may take only "
                 f"{format_bytes(self.nbytes)}, enough for {self.nbytes // row} tokens; shorten the "
                 "prompt"
