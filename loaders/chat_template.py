@@ -34,6 +34,7 @@ _RESERVED = frozenset(
         "messages",
         "tools",
         "add_generation_prompt",
+        "continue_final_message",
         "tokenize",
         "chat_template",
         "namespace",
@@ -70,6 +71,7 @@ class ChatTemplate:
             raise TemplateError(
                 f"chat template of {size} bytes: at most {MAX_TEMPLATE_BYTES} are allowed"
             )
+        self._source = source
         self._sandbox = TemplateSandbox(_raise_exception)
         self._sandbox.start()
         try:
@@ -96,6 +98,7 @@ class ChatTemplate:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         special_tokens: Mapping[str, str] | None = None,
         **kwargs: Any,
     ) -> str:
@@ -103,11 +106,16 @@ class ChatTemplate:
 
         ``special_tokens``: bos_token, eos_token, ..., which the template may print. ``kwargs``:
         other variables of the template (``enable_thinking=False``), plain data only.
+        ``continue_final_message``: end the text with the content of the last message.
 
         :raises TemplateError: rendering failed, or exceeded a limit.
         """
         check_conversation(messages, tools, kwargs)
         self._check_read(messages, tools, kwargs)
+        mark = ""
+        if continue_final_message:
+            mark = unused_character([*_texts([messages, tools, kwargs]), self._source])
+            messages = [*messages[:-1], _marked(messages[-1], mark)]
         values = {
             "bos_token": "",
             "eos_token": "",
@@ -116,12 +124,12 @@ class ChatTemplate:
             **kwargs,
             "messages": [self._fitted(message) for message in messages],
             "tools": list(tools) if tools is not None else None,
-            "add_generation_prompt": add_generation_prompt,
+            "add_generation_prompt": add_generation_prompt and not continue_final_message,
         }
         text = self._rendered(values)
         if tools and self._without_tools(values) == text:
             raise TemplateError(f"tools: {_NOT_READ} tools in this conversation")
-        return text
+        return _cut_at(text, mark, messages[-1]) if mark else text
 
     def _without_tools(self, values: Mapping[str, Any]) -> str | None:
         try:
@@ -321,15 +329,55 @@ def _iterates_content(tree: Any) -> bool:
     return False
 
 
+def _marked(message: Mapping[str, Any], mark: str) -> dict[str, Any]:
+    """The message with ``mark`` and a space after its text.
+
+    The space shows whether the template strips the text (transformers does the same).
+    """
+    content = message.get("content")
+    if isinstance(content, str):
+        return {**message, "content": f"{content}{mark} "}
+    if not content:
+        raise TemplateError("continue_final_message: the last message has no text to continue")
+    *others, last = content
+    return {**message, "content": [*others, {**last, "text": f"{last['text']}{mark} "}]}
+
+
+def _cut_at(text: str, mark: str, message: Mapping[str, Any]) -> str:
+    """The rendered ``text`` up to the end of its last message, which was marked."""
+    content = message["content"]
+    last = content if isinstance(content, str) else content[-1]["text"]
+    end = text.rfind(mark)
+    if end < 0 or last.rpartition(mark)[0].strip() not in text:
+        raise TemplateError(
+            "continue_final_message: the chat template changes the last message or leaves it out, "
+            "so it cannot be continued; shorten the message to the part that the template keeps"
+        )
+    kept = text[:end]
+    return kept if text.startswith(f"{mark} ", end) else kept.rstrip()
+
+
+#: The last private-use characters of Unicode: unlikely in any text, and checked to be absent.
+_CANDIDATES = tuple(chr(point) for point in range(0x10FFFD, 0x10FFBD, -1))
+
+
+def unused_character(texts: Sequence[str]) -> str:
+    """A private-use character that is in none of ``texts``."""
+    for candidate in _CANDIDATES:
+        if not any(candidate in text for text in texts):
+            return candidate
+    raise TemplateError(
+        "messages: expected some unused private-use character from U+10FFBE to U+10FFFD, "
+        "found all of them in use"
+    )
+
+
 class ControlTextGuard:
     """Finds control tokens spelled in messages and breaks them up with a private-use character.
 
     A complete spelling is broken up. Because a template may concatenate two texts, so is the first
     part of a spelling at the end of a text, and the last part at its beginning.
     """
-
-    # The last private-use characters of Unicode: unlikely in any text, and checked to be absent.
-    _CANDIDATES = tuple(chr(point) for point in range(0x10FFFD, 0x10FFBD, -1))
 
     def __init__(self, spellings: Iterable[str]) -> None:
         known = [text for text in spellings if len(text) > 1]
@@ -346,13 +394,7 @@ class ControlTextGuard:
         texts = list(_texts(values))
         if not any(map(self._must_break, texts)):
             return None
-        for breaker in self._CANDIDATES:
-            if breaker not in template and not any(breaker in text for text in texts):
-                return breaker
-        raise TemplateError(
-            "messages: expected some unused private-use character from U+10FFBE to U+10FFFD, "
-            "found all of them in use"
-        )
+        return unused_character([*texts, template])
 
     def break_up(self, values: Any, breaker: str) -> Any:
         """``values`` with the breaker in every spelling, in strings and keys at any depth."""

@@ -90,9 +90,30 @@ def build_config(file: GgufFile) -> dict[str, Any]:
     config.update(_experts(keys, own, rules))
     if rules.read is not None:
         rules.read(config, keys)
+    config.update(_classes(file, own, keys))
     config.update(_token_ids(file, config["vocab_size"]))
     check_config(config, str(file.path))
     return config
+
+
+def _classes(file: GgufFile, own: Architecture, keys: Keys) -> dict[str, Any]:
+    """The keys of a classification head (llama.cpp's rerankers); none for other models."""
+    head = file.tensors.get("cls.output.weight")
+    if head is None:
+        return {}
+    key = f"{keys.architecture}.classifier.output_labels"
+    labels = file.metadata.get(key)
+    if labels is None:
+        labels = [f"LABEL_{index}" for index in range(head.shape[0])]
+    named = isinstance(labels, list) and all(isinstance(label, str) for label in labels)
+    if not named or len(labels) != head.shape[0]:
+        found = str(labels)[:80]
+        raise CheckpointError(
+            f"{file.path}: {key} is {found}, expected {head.shape[0]} names, one for each row of "
+            "cls.output.weight"
+        )
+    name = f"{own.model_type.title()}ForSequenceClassification"
+    return {"architectures": [name], "id2label": dict(enumerate(labels))}
 
 
 def _experts(keys: Keys, own: Architecture, rules: GgufRules) -> dict[str, Any]:

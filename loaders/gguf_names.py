@@ -13,6 +13,7 @@ _TOP = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
     "lm_head": "output",
+    "score": "cls.output",
 }
 #: Inside a layer.
 _LAYER = {

@@ -79,6 +79,9 @@ class HfFolder:
         )
         self._files: SafetensorsFiles | None = files
         self._tensors = _canonical_names(files, self._by_mistral)
+        if "score.weight" in self._tensors and "lm_head.weight" not in self._tensors:
+            # A classification head replaces the other one, which the embedding stands in for.
+            self.config = {**self.config, "tie_word_embeddings": True}
         self.kv_scales: Mapping[str, float] = read_kv_scales(files, self._tensors, str(folder))
         self._pulled: set[str] = set()
         self._warned: set[str] = set()

@@ -34,6 +34,9 @@ class CausalLM(Protocol):
         the model's scale. Keys and values are written into ``kv``, one entry per layer.
         """
 
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Token ids int64 ``[T]`` -> embeddings float32 ``[T, hidden]`` with the model's scale."""
+
     def logits(self, hidden: Tensor) -> Tensor:
         """``[R, hidden]`` -> float32 ``[R, vocab]``, after the final scale and soft cap."""
 
@@ -196,6 +199,10 @@ class Decoder:
             delta, residual, self.norm, self.config.rms_norm_eps, wide=True
         )
         return hidden
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """See :class:`CausalLM`."""
+        return self.embedding(token_ids)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See :class:`CausalLM`."""

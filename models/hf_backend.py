@@ -317,6 +317,12 @@ class HFModel:
         return hidden
 
     @torch.no_grad()
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """See :class:`sdk.models.decoder.CausalLM`."""
+        found: Tensor = self._body.get_input_embeddings()(token_ids)
+        return found.to(torch.float32)
+
+    @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
         """See :class:`sdk.models.decoder.CausalLM`."""
         found: Tensor = self._head(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits[0]

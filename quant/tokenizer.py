@@ -18,6 +18,7 @@ to the rest of the package:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 
@@ -27,6 +28,23 @@ class TooManyTokens(Exception):
     def __init__(self, at_least: int) -> None:
         super().__init__(f"at least {at_least} tokens")
         self.at_least = at_least
+
+
+@dataclass(frozen=True, slots=True)
+class FimTokens:
+    """The fill-in-the-middle (FIM) tokens of a model, and the order of its prompts."""
+
+    prefix: int
+    suffix: int
+    #: None: the answer follows the prefix (Codestral).
+    middle: int | None
+    #: Tokens that end the middle.
+    ends: frozenset[int]
+    #: Whether the model was trained with the suffix before the prefix.
+    suffix_first: bool = False
+    #: In that order, whether prompts are "PREFIX SUFFIX suffix MIDDLE prefix" (Code Llama) and not
+    #: "SUFFIX suffix PREFIX prefix MIDDLE".
+    prefix_token_first: bool = False
 
 
 class Tokenizer(Protocol):
@@ -50,6 +68,11 @@ class Tokenizer(Protocol):
     @property
     def special_ids(self) -> frozenset[int]:
         """Control tokens, which ``skip_special_tokens`` leaves out of the text."""
+        ...
+
+    @property
+    def fim_tokens(self) -> FimTokens | None:
+        """The fill-in-the-middle tokens, if the model has some."""
         ...
 
     @property
@@ -101,6 +124,14 @@ class Tokenizer(Protocol):
         """
         ...
 
+    def encode_continued(self, text: str, *, stop_after: int | None = None) -> list[int]:
+        """Token ids of plain text inside a longer text: no control tokens, and no space is put
+        before its first word.
+
+        :raises TooManyTokens: as :meth:`encode`.
+        """
+        ...
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of ``ids``; bytes that are not UTF-8 become U+FFFD."""
         ...
@@ -125,6 +156,7 @@ class Tokenizer(Protocol):
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template: str | None = None,
         **kwargs: Any,
@@ -132,6 +164,8 @@ class Tokenizer(Protocol):
         """The conversation rendered by the model's chat template.
 
         ``chat_template`` is a template's source or the name of one of :attr:`chat_templates`.
+        ``continue_final_message``: the text ends with the last message, without its end-of-turn
+        token and without a generation prompt.
 
         :raises TemplateError: (``sdk.loaders.chat_template``) bad messages, a missing or broken
             template, or one that exceeds its budget of time or output.
@@ -143,6 +177,7 @@ class Tokenizer(Protocol):
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template: str | None = None,
         stop_after: int | None = None,

@@ -12,6 +12,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from sdk.beam_search import BeamSearchOutput as BeamSearchOutput
+    from sdk.beam_search import BeamSearchParams as BeamSearchParams
     from sdk.demo import demo_model as demo_model
     from sdk.errors import (
         AlignmentError as AlignmentError,
@@ -31,9 +33,12 @@ if TYPE_CHECKING:
     from sdk.memory.pool import MemoryPool as MemoryPool
     from sdk.async_llm import AsyncLLM as AsyncLLM
     from sdk.outputs import (
+        ClassificationOutput as ClassificationOutput,
         CompletionOutput as CompletionOutput,
         EmbeddingOutput as EmbeddingOutput,
         Logprob as Logprob,
+        PoolingRequestOutput as PoolingRequestOutput,
+        RerankOutput as RerankOutput,
         RequestEvent as RequestEvent,
         RequestMetrics as RequestMetrics,
         RequestOutput as RequestOutput,
@@ -59,12 +64,17 @@ _EXPORTS = {
     "Alternative": "sdk.memory.plan",
     "MemoryPlan": "sdk.memory.plan",
     "MemoryPool": "sdk.memory.pool",
+    "BeamSearchParams": "sdk.beam_search",
+    "BeamSearchOutput": "sdk.beam_search",
     "SamplingParams": "sdk.params",
     "StructuredOutputsParams": "sdk.structured.params",
     "RequestOutputKind": "sdk.params",
     "RequestOutput": "sdk.outputs",
     "CompletionOutput": "sdk.outputs",
     "EmbeddingOutput": "sdk.outputs",
+    "PoolingRequestOutput": "sdk.outputs",
+    "ClassificationOutput": "sdk.outputs",
+    "RerankOutput": "sdk.outputs",
     "Logprob": "sdk.outputs",
     "RequestMetrics": "sdk.outputs",
     "RequestEvent": "sdk.outputs",

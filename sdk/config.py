@@ -69,6 +69,7 @@ class EngineConfig:
     block_size: int = _DEFAULT_BLOCK
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
+    enable_prompt_embeds: bool = False
     kv_cache_dtype: str = "auto"
     kv_policy: str | None = None
     kv_keep: tuple[int, int] = KEPT_PAGES

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sdk.beam_search import BeamSearchOutput, BeamSearchParams
+from sdk.engine.plan import PoolingMode
 from sdk.errors import RequestError
 from sdk.loading.load import load
 from sdk.memory.alternatives import plan, planned_config
@@ -15,26 +18,28 @@ from sdk.memory.engine_memory import EngineMemory
 from sdk.memory.machine import release_free_memory
 from sdk.memory.plan import MemoryPlan
 from sdk.options import EngineOptions, engine_config, takes_options
-from sdk.outputs import EmbeddingOutput, RequestOutput, ScoringOutput
+from sdk.outputs import (
+    ClassificationOutput,
+    EmbeddingOutput,
+    PoolingRequestOutput,
+    RequestOutput,
+    RerankOutput,
+    ScoringOutput,
+)
 from sdk.params import RequestOutputKind, SamplingParams
 from sdk.persistence.saved_prefixes import SavedPrefixes
 from sdk.persistence.snapshot import Snapshot
 from sdk.reports.explain import explain
 from sdk.reports.quant_report import QuantReport, quant_report
 from sdk.requests.async_stream import AnswerStream
+from sdk.requests.beam_searches import BeamSearches
 from sdk.requests.calls import Calls, as_text
 from sdk.requests.conversations import Message
 from sdk.requests.driver import Driver
-from sdk.requests.embedding import check_pairs, cosines, embedding_of
 from sdk.requests.jobs import JobMaker, ParamsLike
 from sdk.requests.mailboxes import Collector
-from sdk.requests.prompts import (
-    Prompt,
-    PromptLike,
-    PromptReader,
-    as_list,
-    is_conversation,
-)
+from sdk.requests.pooling import PoolingCalls
+from sdk.requests.prompts import Prompt, PromptLike, PromptReader, is_conversation
 from sdk.tokenizer import LLMTokenizer
 
 if TYPE_CHECKING:  # in typing from Python 3.11 on
@@ -75,11 +80,13 @@ class LLM:
         self._defaults = loaded.defaults
         self._default_params = loaded.defaults.params
         self._runner = weakref.ref(loaded.runner)
+        hidden_size = loaded.model_config.hidden_size
         self._reader = PromptReader(
             loaded.tokenizer,
             vocab_size=loaded.model_config.vocab_size,
             max_model_len=self.max_model_len,
             chat_template=self.config.chat_template,
+            hidden_size=hidden_size if self.config.enable_prompt_embeds else None,
         )
         self._jobs = JobMaker(
             self._reader,
@@ -88,9 +95,21 @@ class LLM:
             eos_token_ids=loaded.eos_token_ids,
             max_model_len=self.max_model_len,
             results=loaded.results,
+            classifier=loaded.runner.classifier,
         )
         self._driver = Driver(loaded.engine, loaded.current)
         self._calls = Calls(self._driver, self._jobs, self._reader, self.config.on_progress)
+        self._pooling = PoolingCalls(
+            self._calls, self._jobs, self._reader, loaded.runner.classifier
+        )
+        self._beam_searches = BeamSearches(
+            self._driver,
+            self._jobs,
+            self._reader,
+            loaded.eos_token_ids,
+            self.max_model_len,
+            self.config.on_progress,
+        )
         self._collector = Collector()
         self._prefixes = SavedPrefixes(self._driver, loaded, self._jobs)
         self._memory = EngineMemory(self._driver, loaded)
@@ -166,11 +185,24 @@ class LLM:
     ) -> list[RequestOutput]:
         """Like :meth:`generate`, for one or more conversations, through the model's chat template.
 
-        ``template``: ``add_generation_prompt``, ``chat_template``, ``tools``,
-        ``chat_template_kwargs``.
+        ``template``: ``add_generation_prompt``, ``continue_final_message``, ``chat_template``,
+        ``tools``, ``chat_template_kwargs``.
         """
         read, params = self._jobs.read_chats("chat", messages, sampling_params, template)
         return self._calls.run(read, params, priority, use_tqdm)
+
+    def beam_search(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[BeamSearchOutput]:
+        """Search each prompt's most probable answers; returns ``beam_width`` of each, best first.
+
+        :raises RequestError: a prompt or a parameter is invalid, or logits are not finite.
+        """
+        return self._beam_searches.run(prompts, params, use_tqdm)
 
     # ---- streams ---------------------------------------------------------------------------------
 
@@ -203,7 +235,7 @@ class LLM:
         Long prompts are tokenized in a thread, so that the loop goes on meanwhile.
         """
         read, params = await self._calls.read_without_blocking(
-            prompts, self._jobs.read, prompts, sampling_params
+            prompts, sampling_params, partial(self._jobs.read, prompts, sampling_params)
         )
         return await self._calls.arun(read, params, priority)
 
@@ -216,8 +248,9 @@ class LLM:
         **template: Any,
     ) -> list[RequestOutput]:
         """:meth:`chat` for an event loop."""
+        read_chats = partial(self._jobs.read_chats, "achat", messages, sampling_params, template)
         read, params = await self._calls.read_without_blocking(
-            messages, self._jobs.read_chats, "achat", messages, sampling_params, template
+            messages, sampling_params, read_chats
         )
         return await self._calls.arun(read, params, priority)
 
@@ -428,24 +461,75 @@ class LLM:
         use_tqdm: bool = True,
     ) -> list[EmbeddingOutput]:
         """Each prompt's last hidden state after the final norm, scaled to length 1."""
-        params = SamplingParams(truncate_prompt_tokens=truncate_prompt_tokens)
-        read = [self._reader.read(item, params, room=0) for item in as_list(prompts)]
-        jobs = self._jobs.make(read, [params] * len(read), kind="embed")
-        return [embedding_of(o) for o in self._calls.wait(jobs, "embed", use_tqdm)]
+        return self._pooling.embed(prompts, truncate_prompt_tokens, use_tqdm)
+
+    def encode(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        *,
+        pooling: PoolingMode = "last",
+        normalize: bool = True,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+    ) -> list[PoolingRequestOutput]:
+        """Each prompt's hidden states after the final norm, pooled into ``outputs.data``.
+
+        ``pooling``: the last token's state, the first token's (``"cls"``), the ``"mean"`` or
+        ``"max"`` over all tokens, or every token's (``"token"``). ``normalize`` scales each vector
+        to length 1.
+
+        :raises RequestError: an invalid argument, or more results than memory is set aside for.
+        """
+        return self._pooling.encode(prompts, pooling, normalize, truncate_prompt_tokens, use_tqdm)
+
+    def classify(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        *,
+        use_activation: bool = True,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+    ) -> list[ClassificationOutput]:
+        """Each prompt's classes, with a checkpoint that has a classification head.
+
+        ``use_activation=False`` returns logits instead of probabilities.
+
+        :raises RequestError: the checkpoint has no classification head.
+        """
+        return self._pooling.classify(prompts, use_activation, truncate_prompt_tokens, use_tqdm)
 
     def score(
         self,
         data_1: PromptLike | Sequence[PromptLike],
         data_2: PromptLike | Sequence[PromptLike],
+        *,
+        chat_template: str | None = None,
     ) -> list[ScoringOutput]:
-        """Cosines of embeddings, pair by pair; one ``data_1`` may be compared with many ``data_2``.
+        """How well texts match, pair by pair; one ``data_1`` may be compared with many ``data_2``.
+
+        Cosines of embeddings; with a reranker the probability that ``data_2`` answers ``data_1``.
+        ``chat_template``: see :meth:`rerank`.
 
         :raises RequestError: the lengths do not match.
         """
-        left, right = as_list(data_1), as_list(data_2)
-        check_pairs(len(left), len(right))
-        embedded = self.embed([*left, *right], use_tqdm=False)
-        return cosines(embedded[: len(left)], embedded[len(left) :])
+        return self._pooling.score(data_1, data_2, chat_template)
+
+    def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        top_n: int | None = None,
+        *,
+        chat_template: str | None = None,
+    ) -> list[RerankOutput]:
+        """The ``top_n`` documents (default: all) that match ``query`` best, best first.
+
+        Scores are those of :meth:`score`. ``chat_template`` formats a pair for a reranker: it gets
+        two messages with the roles ``query`` and ``document``. The default is the checkpoint's.
+
+        :raises RequestError: an invalid argument, or a head with other classes.
+        """
+        return self._pooling.rerank(query, documents, top_n, chat_template)
 
     # ---- information -----------------------------------------------------------------------------
 

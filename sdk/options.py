@@ -48,6 +48,7 @@ class EngineOptions(TypedDict, total=False):
     block_size: int
     enable_prefix_caching: bool
     enable_chunked_prefill: bool
+    enable_prompt_embeds: bool
     kv_cache_dtype: str
     kv_policy: str | None
     kv_keep: tuple[int, int]

@@ -30,19 +30,20 @@ ENGINE: dict[str, OtherName] = {
     "disable_log_requests": OtherName("requests are not logged", (True,)),
     "enable_log_requests": OtherName("requests are not logged", (False,)),
     "task": OtherName(
-        "one LLM generates, embeds and scores; nothing else is served",
-        ("auto", "generate", "embed", "embedding", "score"),
+        "one LLM generates, embeds, classifies and scores; nothing else is served",
+        ("auto", "generate", "embed", "embedding", "classify", "score"),
     ),
     "runner": OtherName(
-        "one LLM generates, embeds and scores; nothing else is served",
+        "one LLM generates, embeds, classifies and scores; nothing else is served",
         ("auto", "generate", "pooling"),
     ),
-    "convert": OtherName("every model can embed; leave it unset", ("auto", "none", "embed")),
+    "convert": OtherName(
+        "the checkpoint decides; leave it unset", ("auto", "none", "embed", "classify")
+    ),
     "model_impl": OtherName("this library's own model code is used if it has any", ("auto",)),
     "config_format": OtherName("the format is detected", ("auto", "hf", "mistral")),
     "stream_interval": OtherName("every token is streamed", (1,)),
     "logprobs_mode": OtherName("log-probabilities are the model's own", ("raw_logprobs",)),
-    "enable_prompt_embeds": OtherName("prompts are text or token ids", (False,)),
     "num_scheduler_steps": OtherName("every step is scheduled", (1,)),
     "cpu_offload_gb": OtherName("use disk_offload='4GiB', or cpu_offload='4GiB' on a GPU", (0,)),
     "async_scheduling": OtherName("", (_ANY,)),

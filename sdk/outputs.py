@@ -12,7 +12,7 @@ Objects built in every step are named tuples: creating a frozen dataclass of nin
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from sdk.logprobs import Logprob as Logprob, Logprobs as Logprobs
 
@@ -112,9 +112,59 @@ class EmbeddingOutput:
     metrics: RequestMetrics | None = None
 
 
+class PoolingOutput(NamedTuple):
+    """``data``: a float32 tensor ``[hidden_size]``; with the pooling "token" it is
+    ``[tokens, hidden_size]``."""
+
+    data: Any  # this module does not import torch
+
+
+class PoolingRequestOutput(NamedTuple):
+    """The hidden states of one prompt, pooled (``LLM.encode``)."""
+
+    request_id: str
+    outputs: PoolingOutput
+    prompt_token_ids: list[int]
+    num_cached_tokens: int | None = None
+    finished: bool = True
+    metrics: RequestMetrics | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ClassificationOutput:
+    """The classes of one prompt: a probability for each of ``labels``."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    probs: list[float]
+    labels: list[str]
+    finished: bool = True
+    metrics: RequestMetrics | None = None
+
+    @property
+    def num_classes(self) -> int:
+        """The number of classes."""
+        return len(self.probs)
+
+    @property
+    def label(self) -> str:
+        """The most probable class."""
+        return self.labels[max(range(len(self.probs)), key=self.probs.__getitem__)]
+
+
+@dataclass(frozen=True, slots=True)
+class RerankOutput:
+    """One document of ``LLM.rerank``: its index in the call, its text and how relevant it is."""
+
+    index: int
+    document: str
+    relevance_score: float
+
+
 @dataclass(frozen=True, slots=True)
 class ScoringOutput:
-    """The similarity of two texts: the cosine of their embeddings, -1 to 1."""
+    """How well two texts match: the cosine of their embeddings, -1 to 1, or the probability that
+    the model's classification head gives, 0 to 1."""
 
     request_id: str
     score: float

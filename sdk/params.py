@@ -111,6 +111,7 @@ _FLOATS = {
 _TOKEN_ID = _Range(0, MAX_TOKEN_ID)
 _BOOLEANS = (
     "ignore_eos",
+    "token_healing",
     "detokenize",
     "skip_special_tokens",
     "spaces_between_special_tokens",
@@ -141,6 +142,9 @@ class SamplingParams:
     forbids repeating an n-gram of that size; ``dry_*`` penalizes continuing a repetition.
     ``logits_processors`` are called as ``f(output_token_ids, logits_row) -> logits_row``; an
     exception in one fails only this request. ``thinking_token_budget`` forces the end of thinking.
+
+    ``token_healing`` takes the last tokens of the prompt away if longer tokens begin with their
+    text, and the answer must begin with that text; ``text`` does not repeat it.
 
     **Guidance.** With a ``guidance_scale`` other than 1 the answer also continues a negative
     prompt (the prompt dict's ``negative_prompt``; default: the prompt's last token), and before
@@ -194,6 +198,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     logprob_token_ids: Sequence[int] | None = None
+    token_healing: bool = False
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
@@ -262,6 +267,11 @@ class SamplingParams:
         if self.structured_outputs is not None and self.guided_decoding is not None:
             raise RequestError(
                 "guided_decoding is the older name of structured_outputs; pass one of them"
+            )
+        if self.structure is not None and self.token_healing:
+            raise RequestError(
+                "token_healing cannot be combined with structured_outputs: the first would begin "
+                "the answer with the end of the prompt; pass one of them"
             )
         if not self.detokenize and (self.stop or self.stop_regex):
             raise _invalid("detokenize", False, "True when stop or stop_regex is given")

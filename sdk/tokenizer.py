@@ -8,6 +8,7 @@ from typing import Any, Literal, overload
 from sdk.errors import RequestError
 from sdk.quant.safe_repr import safe_repr
 from sdk.quant.tokenizer import Tokenizer
+from sdk.requests.conversations import ONLY_ONE
 
 
 class Encoding(dict[str, Any]):
@@ -150,6 +151,7 @@ class LLMTokenizer:
         *,
         tokenize: Literal[True] = True,
         add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
         chat_template: str | None = None,
         **variables: Any,
     ) -> list[int]: ...
@@ -161,6 +163,7 @@ class LLMTokenizer:
         *,
         tokenize: Literal[False],
         add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
         chat_template: str | None = None,
         **variables: Any,
     ) -> str: ...
@@ -171,6 +174,7 @@ class LLMTokenizer:
         *,
         tokenize: bool = True,
         add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
         chat_template: str | None = None,
         **variables: Any,
     ) -> list[int] | str:
@@ -180,12 +184,15 @@ class LLMTokenizer:
         """
         from sdk.loaders.chat_template import TemplateError  # loaded with the first conversation
 
+        if add_generation_prompt and continue_final_message:
+            raise RequestError(f"apply_chat_template: {ONLY_ONE}")
         apply = self._inner.encode_chat if tokenize else self._inner.apply_chat_template
         try:
             return apply(
                 conversation,
                 tools=tools,
                 add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
                 chat_template=chat_template,
                 **variables,
             )

@@ -17,6 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from sdk.quant.tokenizer import FimTokens
+
 if TYPE_CHECKING:  # jinja2 is imported with the first conversation
     from sdk.loaders.chat_template import ChatTemplate, ControlTextGuard
 
@@ -34,6 +36,7 @@ class TokenizerFacts:
     chat_templates: Mapping[str, str] = field(default_factory=dict)
     # Passed to templates as bos_token, eos_token, unk_token, pad_token.
     names: Mapping[str, str] = field(default_factory=dict)
+    fim: FimTokens | None = None
     warnings: tuple[str, ...] = ()
 
 
@@ -59,6 +62,10 @@ class TextTokenizer(ABC):
     @property
     def special_ids(self) -> frozenset[int]:
         return self._facts.special_ids
+
+    @property
+    def fim_tokens(self) -> FimTokens | None:
+        return self._facts.fim
 
     @property
     def chat_template(self) -> str | None:
@@ -91,6 +98,9 @@ class TextTokenizer(ABC):
     ) -> list[int]: ...
 
     @abstractmethod
+    def encode_continued(self, text: str, *, stop_after: int | None = None) -> list[int]: ...
+
+    @abstractmethod
     def id_to_bytes(self, token_id: int) -> bytes: ...
 
     @abstractmethod
@@ -116,6 +126,7 @@ class TextTokenizer(ABC):
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template: str | None = None,
         **kwargs: Any,
@@ -124,6 +135,7 @@ class TextTokenizer(ABC):
             messages,
             tools=tools,
             add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
             special_tokens=self._facts.names,
             **kwargs,
         )
@@ -133,6 +145,7 @@ class TextTokenizer(ABC):
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template: str | None = None,
         stop_after: int | None = None,
@@ -151,6 +164,7 @@ class TextTokenizer(ABC):
         text = self.apply_chat_template(
             outside.pop("messages"),
             add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
             tools=outside.pop("tools"),
             chat_template=chat_template,
             **outside,

@@ -18,6 +18,7 @@ from sdk.loaders.json_file import TOKENIZER_DIGITS, read_json
 from sdk.loaders.quiet import transformers_to_our_log
 from sdk.loaders.tokenizer.base import TokenizerFacts
 from sdk.loaders.tokenizer.end_tokens import end_token_ids
+from sdk.loaders.tokenizer.fim import fim_tokens
 from sdk.loaders.tokenizer.from_gguf import tokenizer_from_gguf
 from sdk.loaders.tokenizer.hf import JsonTokenizer
 from sdk.loaders.tokenizer.json_parts import (
@@ -65,6 +66,7 @@ def tokenizer_from_folder(path: str | Path) -> Tokenizer | None:
         chat_template=default,
         chat_templates=templates,
         names=names,
+        fim=fim_tokens(backend.token_to_id),
     )
     add_bos = config.get("add_bos_token")
     if add_bos is not None and not isinstance(add_bos, bool):

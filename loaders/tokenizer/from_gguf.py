@@ -24,6 +24,7 @@ import numpy as np
 from sdk.loaders.tokenizer.base import TokenizerFacts
 from sdk.loaders.tokenizer.byte_level import EncodeText, byte_level_encoder, raw_encoder
 from sdk.loaders.tokenizer.end_tokens import end_token_ids
+from sdk.loaders.tokenizer.fim import fim_tokens, named_fim_tokens
 from sdk.loaders.tokenizer.metadata import Metadata
 from sdk.loaders.tokenizer.pretokenizers import DEFAULT, PRE_TOKENIZERS, PreTokenizer
 from sdk.loaders.tokenizer.spm import SpmEncoder
@@ -185,6 +186,7 @@ def _facts(
         chat_template=meta.template(_TEMPLATE) or named.pop("default", None),
         chat_templates=named,
         names=names,
+        fim=fim_tokens(vocabulary.ids.get, named_fim_tokens(meta, len(vocabulary.tokens))),
         warnings=tuple(warnings),
     )
 

@@ -18,7 +18,7 @@ from typing import Any
 from sdk.loaders.tokenizer.backend_traits import BackendTraits
 from sdk.loaders.tokenizer.base import TextTokenizer, TokenizerFacts, well_formed
 from sdk.loaders.tokenizer.byte_level import token_bytes
-from sdk.loaders.tokenizer.json_parts import library_error, part_state
+from sdk.loaders.tokenizer.json_parts import library_error, part_state, without_leading_space
 from sdk.loaders.tokenizer.portions import (
     PORTION,
     UNBROKEN,
@@ -70,6 +70,7 @@ class JsonTokenizer(TextTokenizer):
         # Recognition of control tokens is a setting of the backend, not of a call.
         self._lock = threading.Lock()
         self._continued: Any = None
+        self._unspaced: Any = None
         self._traits: BackendTraits | None = None
         self._kind, self.strips_leading_space = _decoder_kind(backend.decoder)
         self.bytewise = self._kind != "other"
@@ -132,6 +133,13 @@ class JsonTokenizer(TextTokenizer):
                 del ids[0]
         return ids
 
+    def encode_continued(self, text: str, *, stop_after: int | None = None) -> list[int]:
+        if not self.strips_leading_space:  # nothing is put before a first word
+            return self._run(well_formed(text), False, False, stop_after)
+        if self._unspaced is None:
+            self._unspaced = without_leading_space(self._backend)
+        return self._run_copy(self._unspaced, well_formed(text), stop_after)
+
     def _begins_with(self, token_id: int, text: str) -> bool:
         return text.startswith(self.id_to_token(token_id) or "\0")
 
@@ -193,10 +201,14 @@ class JsonTokenizer(TextTokenizer):
             first, never = '"prepend_scheme":"first"', '"prepend_scheme":"never"'
             self._continued = Tokenizer.from_str(source.replace(first, never))
             self._continued.encode_special_tokens = True
+        return self._run_copy(self._continued, text, stop_after)
+
+    def _run_copy(self, backend: Any, text: str, stop_after: int | None) -> list[int]:
+        """Ids of plain text by a copy of the backend with other settings."""
         try:
             if len(text) <= PORTION:
-                return run_library(self._continued, text)
-            return self._run_portions(text, stop_after, partial(run_library, self._continued))
+                return run_library(backend, text)
+            return self._run_portions(text, stop_after, partial(run_library, backend))
         except TooManyTokens:
             raise
         except BaseException as error:

@@ -53,6 +53,25 @@ def load_tokenizer_json(source: Path | str, where: str) -> Any:
     return backend
 
 
+def without_leading_space(backend: Any) -> Any:
+    """A copy that puts no ▁ before a text, and reads control tokens as text."""
+    from tokenizers import Tokenizer
+
+    state = json.loads(backend.to_str())
+    normalizer = state["normalizer"]
+    if normalizer is not None and normalizer["type"] == "Prepend":
+        state["normalizer"] = None
+    elif normalizer is not None and normalizer["type"] == "Sequence":
+        kept = [step for step in normalizer["normalizers"] if step["type"] != "Prepend"]
+        state["normalizer"] = {**normalizer, "normalizers": kept}
+    source = json.dumps(state, ensure_ascii=False, separators=(",", ":"))
+    for scheme in ("first", "always"):
+        source = source.replace(f'"prepend_scheme":"{scheme}"', '"prepend_scheme":"never"')
+    copy = Tokenizer.from_str(source)
+    copy.encode_special_tokens = True
+    return copy
+
+
 def library_error(error: BaseException, where: str) -> BaseException:
     """The exception to raise for an error of the library. It raises plain Exception and, for files
     that contradict themselves, a PanicException, which ``except Exception`` does not catch."""

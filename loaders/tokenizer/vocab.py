@@ -111,6 +111,10 @@ class VocabTokenizer(TextTokenizer):
                 ids.append(self._rules.add_eos_id)
         return ids
 
+    def encode_continued(self, text: str, *, stop_after: int | None = None) -> list[int]:
+        pieces = self._user_defined.pieces(well_formed(text))
+        return self._encode_pieces(pieces, stop_after, after_special=False)
+
     def _encode_rendered(self, text: str, breaker: str | None, stop_after: int | None) -> list[int]:
         pieces = self._everything.pieces(well_formed(text))
         if breaker is not None:
@@ -126,10 +130,11 @@ class VocabTokenizer(TextTokenizer):
             else:
                 yield from self._user_defined.pieces(piece.replace(breaker, ""))
 
-    def _encode_pieces(self, pieces: Iterable[str | int], stop_after: int | None) -> list[int]:
+    def _encode_pieces(
+        self, pieces: Iterable[str | int], stop_after: int | None, *, after_special: bool = True
+    ) -> list[int]:
         ids: list[int] = []
         rules = self._rules
-        after_special = True
         for piece in pieces:
             left = None if stop_after is None else stop_after - len(ids)
             if left is not None and left < 0:

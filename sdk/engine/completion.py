@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from operator import attrgetter
 
-from sdk.engine.plan import Sampled
+from sdk.engine.plan import Pooled, Sampled
 from sdk.engine.scheduling.request import Request, RequestStatus
 from sdk.engine.scheduling.results import ResultReservation
 from sdk.logprobs import Texts
@@ -18,6 +18,8 @@ from sdk.outputs import (
     EmbeddingOutput,
     FinishReason,
     Logprobs,
+    PoolingOutput,
+    PoolingRequestOutput,
     RequestMetrics,
     RequestOutput,
 )
@@ -77,7 +79,7 @@ class Completion:
         self.request = request
         self.cumulative_logprob: float | None = None if params.logprobs is None else 0.0
         self.logprobs: list[Logprobs] | None = None if params.logprobs is None else []
-        self.embedding: list[float] | None = None
+        self.embedding: Pooled | None = None
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self._texts = texts
@@ -89,6 +91,9 @@ class Completion:
                 prompt_token_ids=request.token_ids,
                 skip_special_tokens=params.skip_special_tokens,
                 spaces_between_special_tokens=params.spaces_between_special_tokens,
+                healed_bytes=0
+                if (healing := request.resolved.healing) is None
+                else len(healing.text),
             )
             if stops is not None:
                 self._stops = StopMatcher(stops, params.include_stop_str_in_output)
@@ -202,17 +207,25 @@ class Generation:
         """True when every answer is finished."""
         return all(map(_REASON, self.completions))
 
-    def output(self) -> RequestOutput | EmbeddingOutput | None:
+    def _pooled(self, found: Pooled) -> EmbeddingOutput | PoolingRequestOutput:
+        prompt, metrics = list(self.prompt_token_ids), self.metrics()
+        request = self.completions[0].request
+        if request.pooling is None:
+            assert isinstance(found, list)
+            return EmbeddingOutput(self.request_id, prompt, found, metrics=metrics)
+        return PoolingRequestOutput(
+            self.request_id, PoolingOutput(found), prompt, request.num_cached, metrics=metrics
+        )
+
+    def output(self) -> RequestOutput | EmbeddingOutput | PoolingRequestOutput | None:
         """The next output, or None if ``output_kind`` requires none now."""
         params, finished = self.params, self.finished
         if self._kind is RequestOutputKind.FINAL_ONLY and not finished:
             return None
         delta = self._kind is RequestOutputKind.DELTA
-        embedding = self.completions[0].embedding
-        if embedding is not None:
-            return EmbeddingOutput(
-                self.request_id, list(self.prompt_token_ids), embedding, metrics=self.metrics()
-            )
+        found = self.completions[0].embedding
+        if found is not None:
+            return self._pooled(found)
         if params.num_answers > params.n:
             best = sorted(self.completions, key=_best_first)[: params.n]
             outputs = [completion.output(False, index) for index, completion in enumerate(best)]

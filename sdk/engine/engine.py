@@ -11,16 +11,17 @@ import logging
 import random
 import time
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from sdk.engine.completion import Completion, Generation, is_watched
-from sdk.engine.plan import RequestKind
+from sdk.engine.plan import Pooling, RequestKind
 from sdk.engine.scheduling.queues import RequestUpdate
 from sdk.engine.scheduling.request import Request
 from sdk.engine.scheduling.results import ResultReservation
 from sdk.engine.scheduling.scheduler import Scheduler
 from sdk.errors import EngineClosedError, EngineDeadError, RequestError
 from sdk.executors.base import Executor
-from sdk.outputs import EmbeddingOutput, FinishReason, RequestOutput
+from sdk.outputs import EmbeddingOutput, FinishReason, PoolingRequestOutput, RequestOutput
 from sdk.params import SamplingParams
 from sdk.quant.tokenizer import Tokenizer
 from sdk.sampling.resolved import ResolvedParams
@@ -33,7 +34,7 @@ _NOTHING_RESOLVED = ResolvedParams()
 #: inconsistent, so the engine cannot continue.
 _STEP_FAILED = "a step failed"
 logger = logging.getLogger("sdk")
-Output = RequestOutput | EmbeddingOutput
+Output = RequestOutput | EmbeddingOutput | PoolingRequestOutput
 
 
 class Engine:
@@ -83,7 +84,9 @@ class Engine:
         prompt_text: str | None = None,
         priority: int | None = None,
         cache_salt: str | None = None,
+        prompt_embeds: Any = None,
         kind: RequestKind = "generate",
+        pooling: Pooling | None = None,
         arrival_time: float | None = None,
         resolved: ResolvedParams = _NOTHING_RESOLVED,
         negative_prompt_token_ids: Sequence[int] | None = None,
@@ -96,16 +99,17 @@ class Engine:
         ``priority`` overrides that of ``params``. ``negative_prompt_token_ids`` is for guidance
         (default: the last prompt token). ``stops``: compiled stop strings of ``params``, if any.
         ``result_bytes``: the most its log-probabilities may take; it starts when these are free.
+        ``prompt_embeds``: float32 ``[tokens, hidden]``, run in place of the prompt's token ids.
         """
         self._check_alive()
         if self._tokenizer is None and (params.stop or params.stop_regex):
             raise RequestError("stop and stop_regex need a tokenizer; this engine has none")
         _check_guidance(params, kind, negative_prompt_token_ids)
-        self._check_token_ids(prompt_token_ids)
-        self._check_token_ids(negative_prompt_token_ids or ())
+        self._check_token_ids([*prompt_token_ids, *(negative_prompt_token_ids or ())])
         children = self._fan_out(request_id, params, kind)
         arrival = self.scheduler.queues.clock() if arrival_time is None else arrival_time
-        generation = Generation(request_id, prompt_text, prompt_token_ids, params, arrival)
+        shown = prompt_token_ids if prompt_embeds is None else ()
+        generation = Generation(request_id, prompt_text, shown, params, arrival)
         generation.results = ResultReservation(result_bytes) if result_bytes else None
         requests = [
             Request(
@@ -113,27 +117,32 @@ class Engine:
                 prompt_token_ids,
                 child_params,
                 kind=kind,
+                pooling=pooling,
                 priority=priority,
                 arrival_time=arrival,
                 salt=cache_salt,
+                prompt_embeds=prompt_embeds,
                 resolved=resolved,
                 negative_prompt_token_ids=negative_prompt_token_ids,
                 watched=is_watched(child_params),
             )
             for child_id, child_params in children
         ]
-        stops = stops or stop_strings(params)
+        self._queue(generation, requests, stops or stop_strings(params))
+
+    def _queue(
+        self, generation: Generation, requests: Sequence[Request], stops: StopStrings | None
+    ) -> None:
         # Completions first: they may raise, and then the scheduler must not have the requests.
         generation.completions = [
             Completion(index, request, self._tokenizer, stops, self._texts)
             for index, request in enumerate(requests)
         ]
-        for request in requests:  # `add` checks what they share: only the first can raise
-            request.results = generation.results
-            self.scheduler.queues.add(request)
         for request, completion in zip(requests, generation.completions, strict=True):
+            request.results = generation.results
+            self.scheduler.queues.add(request)  # checks what they share: only the first can raise
             self._completions[request.request_id] = (generation, completion)
-        self._generations[request_id] = generation
+        self._generations[generation.request_id] = generation
 
     def _check_token_ids(self, token_ids: Sequence[int]) -> None:
         limit = self._vocab_size

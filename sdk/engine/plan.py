@@ -11,13 +11,36 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from sdk.logprobs import Logprobs
 from sdk.params import SamplingParams
 from sdk.sampling.resolved import ResolvedParams
 
 RequestKind = Literal["generate", "embed"]
+PoolingMode = Literal["last", "cls", "mean", "max", "token"]
+#: A vector as a list of floats; with the mode "token" a float32 array ``[tokens, hidden]``.
+Pooled: TypeAlias = Any
+
+
+class Pooling(NamedTuple):
+    """How the hidden states of a prompt become the result of an ``embed`` request.
+
+    ``mode``: the state of the last or of the first token (``cls``), the mean or the maximum of all,
+    or all of them (``token``). ``normalize``: scale each vector to length 1.
+    """
+
+    mode: PoolingMode = "last"
+    normalize: bool = True
+    #: Multiply the vector with the checkpoint's classification head.
+    score: bool = False
+    #: Return the logits of these tokens instead of the vector.
+    token_ids: tuple[int, ...] = ()
+    #: Start after a cached prefix; only the last token must run.
+    reuse_prefix: bool = False
+
+
+LAST_TOKEN = Pooling()
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +58,7 @@ class RequestStart:
     pages: tuple[int, ...]
     params: SamplingParams
     kind: RequestKind = "generate"
+    pooling: Pooling = LAST_TOKEN
     #: Token ids of strings in ``params``: bad words, EOS, sequence breakers.
     resolved: ResolvedParams = field(default_factory=ResolvedParams)
     #: For the negative sequence of a request (CFG): the id of that request. A negative sequence is
@@ -44,6 +68,8 @@ class RequestStart:
     max_len: int = 0
     #: Mirostat's target surprise for the next token, if a token was generated before.
     mirostat_mu: float | None = None
+    #: A float32 array ``[num_prompt_tokens, hidden]`` in place of the prompt's token ids.
+    prompt_embeds: Any = field(default=None, compare=False, repr=False)
 
 
 class Swap(NamedTuple):
@@ -136,7 +162,7 @@ class StepResult(NamedTuple):
     tokens: Sequence[Sequence[int]] = ()
     details: Mapping[str, Sequence[Sampled]] = {}
     prompt_logprobs: Mapping[str, tuple[Sampled, ...]] = {}
-    hidden: Mapping[str, list[float]] = {}
+    hidden: Mapping[str, Pooled] = {}
     errors: Mapping[str, str] = {}
     #: Requests whose structured answer is complete with these tokens.
     complete: Collection[str] = ()

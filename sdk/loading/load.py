@@ -122,10 +122,10 @@ def load(config: EngineConfig, checkpoint: Checkpoint | None = None) -> Loaded:
             overrides=config.hf_overrides or {},
         )
         key = current_key()  # after the load: 1 ms, but up to 60 ms before the file is in memory
-        results = ResultBudget.for_plan(memory.total, vocab_size := model.vocab_size)
+        results = ResultBudget.for_plan(memory.total, vocab := model.vocab_size, model.hidden_size)
         scheduler = Scheduler(_scheduler_config(config, runner_config, memory, eos, results))
         scheduler.pages_ahead, scheduler.batches_in_flight = executor.runner.ahead
-        engine = Engine(scheduler, executor, tokenizer, vocab_size=vocab_size, seed=config.seed)
+        engine = Engine(scheduler, executor, tokenizer, vocab_size=vocab, seed=config.seed)
         undo.pop_all()
     spec = kv_spec(model, model.num_kv_heads, memory.page_size, memory.kv_dtype)
     return Loaded(

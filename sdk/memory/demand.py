@@ -65,6 +65,8 @@ class Demand:
     layers_away: int = 0
     captured_tokens: int = 0
     scratch: Scratch | None = None
+    #: Steps with embeddings run operator by operator, next to a recorded step with its own memory.
+    steps_with_embeds: bool = False
 
     @property
     def tokenizer(self) -> int:
@@ -95,7 +97,8 @@ def workspace_bytes(demand: Demand, seqs: int, tokens: int) -> int:
     logits = min(seqs, tokens) * model.vocab_size * 4
     engine = ENGINE_BYTES + ENGINE_WORD_BYTES * model.vocab_size
     engine += demand.weights.window if demand.offloaded else 0
-    return engine + tokens * row + logits + SCORED_BYTES
+    steps = 2 if demand.steps_with_embeds else 1
+    return engine + steps * (tokens * row + logits) + SCORED_BYTES
 
 
 def scratch_bytes(demand: Demand, seqs: int, tokens: int, context: int) -> int:

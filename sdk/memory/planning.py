@@ -159,6 +159,7 @@ def _demand(
         max_num_batched_tokens=config.max_num_batched_tokens,
         activation_bytes=activations.itemsize,
         has_tokenizer=not config.skip_tokenizer_init,
+        steps_with_embeds=config.enable_prompt_embeds and eager and not config.enforce_eager,
         captured_tokens=0 if eager else min(config.max_num_batched_tokens, MOST_TOKENS),
     )
 

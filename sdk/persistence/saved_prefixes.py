@@ -36,6 +36,8 @@ class SavedPrefixes:
 
     def snapshot(self, prompt: Prompt) -> Snapshot:
         """The full pages of a prompt; missing ones are computed."""
+        if prompt.embeds is not None:
+            raise RequestError("snapshot: expected a prompt of tokens, found prompt_embeds")
         ids, salt = prompt.token_ids, prompt.cache_salt
         stored = self._when_cached(prompt, lambda: self._kept.read(ids, salt))
         return Snapshot(self._model, ids[: len(stored.layers[0].rows)], stored)

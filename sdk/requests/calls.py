@@ -58,14 +58,14 @@ class Calls:
             return run_jobs(self._driver, jobs, report)
 
     async def read_without_blocking(
-        self, prompts: Any, read: Callable[..., T], *arguments: Any
+        self, prompts: Any, sampling_params: Any, read: Callable[[], T]
     ) -> T:
         """What ``read`` returns. It runs in a thread if ``prompts`` are long, so that the event
         loop goes on."""
         self._driver.check_usable()
-        if self._reader.is_short(prompts):
-            return read(*arguments)
-        return await asyncio.to_thread(read, *arguments)
+        if self._reader.is_short(prompts, sampling_params):
+            return read()
+        return await asyncio.to_thread(read)
 
     async def arun(
         self,
@@ -129,8 +129,9 @@ class Calls:
         self._driver.check_usable()
         ChatOptions.of(method, template)
         self._jobs.params(sampling_params, 1)
+        at_once = self._reader.is_short(prompt, sampling_params)
         make = partial(self._stream_job, method, prompt, sampling_params, priority, template, **how)
-        return AnswerStream(self._driver, DeferredJob(make, at_once=self._reader.is_short(prompt)))
+        return AnswerStream(self._driver, DeferredJob(make, at_once=at_once))
 
     def _stream_job(
         self,

@@ -13,7 +13,13 @@ from sdk.quant.safe_repr import safe_repr
 Message = Mapping[str, Any]
 
 #: Variables that every chat template gets; ``chat_template_kwargs`` adds others.
-_TEMPLATE_ARGUMENTS = frozenset({"messages", "tools", "chat_template", "add_generation_prompt"})
+_TEMPLATE_ARGUMENTS = frozenset(
+    {"messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message"}
+)
+ONLY_ONE = (
+    "add_generation_prompt and continue_final_message cannot both be True: the first opens a new "
+    "turn, the second continues the last message; pass only one of them"
+)
 #: Roles whose messages stay when the oldest turns of a conversation are dropped.
 _STAYS = ("system", "developer")
 
@@ -23,6 +29,7 @@ class ChatOptions:
     """How a conversation is rendered; the keyword arguments of ``LLM.chat``."""
 
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
     chat_template: str | None = None
     tools: Sequence[Mapping[str, Any]] | None = None
     chat_template_kwargs: Mapping[str, Any] | None = None
@@ -44,15 +51,16 @@ class ChatOptions:
                 )
         options = cls(**given)
         options._check()
+        if options.continue_final_message and given.get("add_generation_prompt"):
+            raise RequestError(ONLY_ONE)
         return options
 
     def _check(self) -> None:
         template, tools, variables = self.chat_template, self.tools, self.chat_template_kwargs
-        if not isinstance(self.add_generation_prompt, bool):
-            raise RequestError(
-                "add_generation_prompt: expected True or False, found "
-                f"{safe_repr(self.add_generation_prompt)}"
-            )
+        for name in ("add_generation_prompt", "continue_final_message"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise RequestError(f"{name}: expected True or False, found {safe_repr(value)}")
         if template is not None and not isinstance(template, str):
             raise RequestError(
                 "chat_template: expected the source or the name of a template, found "

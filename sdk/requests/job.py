@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from sdk.engine.engine import Output
-from sdk.engine.plan import RequestKind
+from sdk.engine.plan import Pooling, RequestKind
 from sdk.params import SamplingParams
 from sdk.sampling.resolved import ResolvedParams
 from sdk.text.stops import StopStrings
@@ -32,7 +32,9 @@ class Job:
     prompt: str | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    prompt_embeds: Any = None  # float32 [tokens, hidden_size]
     kind: RequestKind = "generate"
+    pooling: Pooling | None = None
     arrival_time: float | None = None
     resolved: ResolvedParams = field(default_factory=ResolvedParams)
     negative_prompt_token_ids: tuple[int, ...] | None = None

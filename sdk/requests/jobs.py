@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from sdk.engine.engine import Output
-from sdk.engine.plan import RequestKind
+from sdk.engine.plan import Pooling, RequestKind
 from sdk.engine.scheduling.results import ResultBudget
 from sdk.errors import RequestError
+from sdk.models.classifier import Classifier
 from sdk.params import SamplingParams
 from sdk.quant.safe_repr import safe_repr
 from sdk.requests.conversations import ChatOptions
@@ -58,6 +60,7 @@ class JobMaker:
         eos_token_ids: frozenset[int],
         max_model_len: int,
         results: ResultBudget,
+        classifier: Classifier | None = None,
     ) -> None:
         self._reader = reader
         self._default = default
@@ -66,6 +69,7 @@ class JobMaker:
         self._max_model_len = max_model_len
         self._results = results
         self._compiler: GrammarCompiler | None = None
+        self._generates = classifier is None or classifier.generates
         self._ids = itertools.count()
 
     def params(self, given: ParamsLike, count: int) -> list[SamplingParams]:
@@ -127,11 +131,18 @@ class JobMaker:
         *,
         priority: int | Sequence[int] | None = None,
         kind: RequestKind = "generate",
+        pooling: Pooling | None = None,
         request_ids: str | Sequence[str] | None = None,
     ) -> list[Job]:
         """One job for each prompt, with the caller's id or a new one."""
+        if kind == "generate" and not self._generates:
+            raise RequestError(
+                "this checkpoint was trained to classify (...ForSequenceClassification) and has no "
+                "head that generates; use classify, score, rerank, encode or embed"
+            )
         names = self._names(request_ids, len(prompts))
         priorities = _priorities(priority, len(prompts))
+        params = [_with_stops(q, p) for q, p in zip(params, prompts, strict=True)]
         now = time.monotonic()
         # Once for all prompts that share parameters, and in the caller's thread: a list of a
         # million token ids takes 0.1 s.
@@ -144,19 +155,29 @@ class JobMaker:
                 prompt=prompt.text,
                 priority=urgency,
                 cache_salt=prompt.cache_salt,
+                prompt_embeds=prompt.embeds,
                 kind=kind,
+                pooling=pooling,
                 arrival_time=now,
-                resolved=resolved,
+                resolved=_with_healing(resolved, prompt),
                 negative_prompt_token_ids=prompt.negative_token_ids,
                 stops=stops,
-                result_bytes=self._results.required_bytes(
-                    param, len(prompt.token_ids), self._max_model_len
-                ),
+                result_bytes=self._result_bytes(param, prompt, pooling),
             )
             for name, prompt, param, urgency, (resolved, stops) in zip(
                 names, prompts, params, priorities, read, strict=True
             )
         ]
+
+    def _result_bytes(self, params: SamplingParams, prompt: Prompt, pooling: Pooling | None) -> int:
+        """The most that a request may take outside of the planned memory."""
+        budget, count = self._results, len(prompt.token_ids)
+        embeds = (
+            0 if prompt.embeds is None else budget.required_hidden_bytes("prompt_embeds", count)
+        )
+        if pooling is not None and pooling.mode == "token":
+            return embeds + budget.required_hidden_bytes("pooling='token'", count)
+        return embeds + budget.required_bytes(params, count, self._max_model_len)
 
     def _names(self, given: Any, count: int) -> list[str]:
         """Request ids. Ids with # are the LLM's own: #7, and #7#1 for a second answer."""
@@ -208,6 +229,19 @@ class JobMaker:
     def close(self) -> None:
         """Drop the compiled structures."""
         self._compiler = None
+
+
+def _with_stops(params: SamplingParams, prompt: Prompt) -> SamplingParams:
+    """The parameters with the tokens that end this prompt's answer."""
+    if not prompt.stop_token_ids or params.ignore_eos:
+        return params
+    known = tuple(params.stop_token_ids or ())
+    more = sorted(prompt.stop_token_ids.difference(known))
+    return params.clone(stop_token_ids=(*known, *more))
+
+
+def _with_healing(resolved: ResolvedParams, prompt: Prompt) -> ResolvedParams:
+    return resolved if prompt.healing is None else replace(resolved, healing=prompt.healing)
 
 
 def _priorities(given: Any, count: int) -> list[int | None]:

@@ -14,6 +14,7 @@ import numpy as np
 
 from sdk.kernels.sampling import Change, ChangeKind, Shape
 from sdk.params import SamplingParams
+from sdk.sampling.healing import Healing
 from sdk.sampling.repeats import Repeats
 from sdk.sampling.resolved import ResolvedParams
 from sdk.sampling.rules import Rules
@@ -48,6 +49,9 @@ class LogitChanges:
         self._end_thinking: Change | None = None
         if params.thinking_token_budget is not None and resolved.think_end_id is not None:
             self._end_thinking = Change(ChangeKind.FORCE, [resolved.think_end_id])
+        self._healing = resolved.healing
+        #: Bytes of the healed text that the output has spelled; None: all of them.
+        self._spelled: int | None = None if resolved.healing is None else 0
         own = (self._penalties, self._dry, self._ngrams, self._end_thinking)
         self._follow = self.rules.follows_tokens or any(x is not None for x in own)
         self._shape = Shape(self.rules.mask)
@@ -68,7 +72,7 @@ class LogitChanges:
 
     def follow(self, output: Sequence[int]) -> bool:
         """Whether the changes depend on the tokens that come after ``output``."""
-        return self._follow or self._forbids_ends(output)
+        return self._follow or self._spelled is not None or self._forbids_ends(output)
 
     def shape(self, output: Sequence[int]) -> Shape | None:
         """All changes after ``output``, which :meth:`extend` was given; None: there are none.
@@ -81,8 +85,10 @@ class LogitChanges:
         return self._shape if self._shape.changes or self._shape.mask is not None else None
 
     def earlier(self, output: Sequence[int]) -> list[Change]:
-        """Bad words, ``min_tokens``, ``logit_bias``."""
+        """Token healing, bad words, ``min_tokens``, ``logit_bias``."""
         found = self.rules.completing(output)
+        if self._healing is not None and self._spelled is not None:
+            found.insert(0, self._healing.change(self._spelled))
         if self.rules.ends is not None and self._forbids_ends(output):
             found.append(self.rules.ends)
         if self.rules.bias is not None:
@@ -120,8 +126,15 @@ class LogitChanges:
         if self._params.thinking_token_budget is not None:
             for token in ids:
                 self._think(token)
-        if self._follow or self.rules.ends is not None:
+        if self._follow or self._healing is not None or self.rules.ends is not None:
             self._shaped = False
+        if weight and self._healing is not None:
+            self._heal(self._healing, ids)
+
+    def _heal(self, healing: Healing, ids: Sequence[int]) -> None:
+        for token_id in ids:
+            if self._spelled is not None:
+                self._spelled = healing.after(self._spelled, token_id)
 
     def _count(self, penalties: Change, times: Counter[int], weight: int) -> None:
         """Add ``weight`` for each occurrence of a token."""

@@ -10,6 +10,7 @@ from sdk.errors import RequestError
 from sdk.params import SamplingParams
 
 if TYPE_CHECKING:
+    from sdk.sampling.healing import Healing
     from sdk.sampling.rules import Rules
     from sdk.structured.compiler import Grammar
 
@@ -42,6 +43,8 @@ class ResolvedParams:
     grammar: Grammar | None = field(default=None, compare=False, repr=False)
     #: These and the lists of the parameters, as arrays that all answers share.
     rules: Rules | None = field(default=None, compare=False, repr=False)
+    #: How the answer must begin. It depends on the prompt too, unlike the other fields.
+    healing: Healing | None = field(default=None, compare=False, repr=False)
 
 
 def resolve(

@@ -98,7 +98,12 @@ def structure_of(name: str, value: Any) -> StructuredOutputsParams | None:
                 f"{name}: {safe_repr(unknown[0])} is not a field of StructuredOutputsParams; they "
                 f"are {', '.join(sorted(known))}"
             )
-        return StructuredOutputsParams(**value)
+        try:
+            return StructuredOutputsParams(**value)
+        except RequestError as error:
+            raise RequestError(
+                f"{name}: {str(error).removeprefix('structured_outputs: ')}"
+            ) from None
     raise RequestError(
         f"{name}: expected StructuredOutputsParams or a dict of its fields, found "
         f"{safe_repr(value)}"

@@ -25,7 +25,7 @@ _MAX_WAITING = 6
 class IncrementalDetokenizer:
     """The text of one request's output. Not shared between threads."""
 
-    __slots__ = ("_rest", "_skipped", "_strip", "_tokenizer", "_window")
+    __slots__ = ("_healed", "_rest", "_skipped", "_strip", "_tokenizer", "_window")
 
     def __init__(
         self,
@@ -34,16 +34,19 @@ class IncrementalDetokenizer:
         prompt_token_ids: Sequence[int] = (),
         skip_special_tokens: bool = True,
         spaces_between_special_tokens: bool = True,
+        healed_bytes: int = 0,
     ) -> None:
         """``prompt_token_ids``: the tokens before the output; only their end is used. After a
         prompt the first word keeps its leading space.
 
         ``spaces_between_special_tokens=False``: if special tokens are shown, the decoder's space
-        between two of them in a row is left out.
+        between two of them in a row is left out. ``healed_bytes``: so many bytes at the beginning
+        belong to the prompt (token healing) and are left out.
         """
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._strip = tokenizer.strips_leading_space and not prompt_token_ids
+        self._healed = healed_bytes
         self._rest = b""  # the first bytes of an unfinished character
         self._window: _Window | None = None
         if not tokenizer.bytewise:
@@ -71,6 +74,8 @@ class IncrementalDetokenizer:
         if self._strip and data:
             self._strip = False
             data = data.removeprefix(b" ")
+        if self._healed:
+            data, self._healed = data[self._healed :], max(0, self._healed - len(data))
         if self._rest:
             data = self._rest + data
         text, used = utf_8_decode(data, "replace", False)

@@ -11,14 +11,17 @@ import pytest
 from sdk import (
     LLM,
     Alternative,
+    ClassificationOutput,
     CompletionOutput,
     EmbeddingOutput,
     LLMTokenizer,
     MemoryPlan,
+    PoolingRequestOutput,
     RequestOutput,
+    RerankOutput,
 )
 from sdk.config import EngineConfig
-from sdk.outputs import ScoringOutput
+from sdk.outputs import PoolingOutput, ScoringOutput
 
 DOCS = Path(__file__).parents[2] / "docs"
 #: Fields that hold nothing in this release, and those that say how a GPU's plan was made.
@@ -32,7 +35,18 @@ def api() -> str:
 
 @pytest.mark.parametrize(
     "kind",
-    [RequestOutput, CompletionOutput, EmbeddingOutput, ScoringOutput, MemoryPlan, Alternative],
+    [
+        RequestOutput,
+        CompletionOutput,
+        EmbeddingOutput,
+        PoolingRequestOutput,
+        PoolingOutput,
+        ClassificationOutput,
+        RerankOutput,
+        ScoringOutput,
+        MemoryPlan,
+        Alternative,
+    ],
 )
 def test_every_field_of_an_output_is_documented(kind: type, api: str) -> None:
     part = api.partition("## What comes back")[2].partition("## Quantizing")[0]

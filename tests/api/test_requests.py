@@ -161,6 +161,7 @@ def test_an_unknown_keyword_of_a_conversation_names_the_method_and_the_known_one
             [{"deep": [[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[1]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]}],
         ),
         ("add_generation_prompt", "yes"),
+        ("continue_final_message", 1),
         ("chat_template_kwargs", {1: 2}),
     ],
 )
@@ -169,6 +170,31 @@ def test_a_bad_option_of_a_conversation_is_a_request_error_that_names_it(
 ) -> None:
     with pytest.raises(RequestError, match=option):
         tiny.chat([USER], SHORT, **{option: value})
+
+
+def test_the_last_message_is_the_beginning_of_the_answer(tiny: LLM) -> None:
+    messages = [USER, {"role": "assistant", "content": "Sure, it"}]
+    template = "{% for m in messages %}[{{ m.content }}]\n{% endfor %}"
+    given = {"chat_template": template, "continue_final_message": True}
+    [output] = tiny.chat(messages, SHORT, **given)
+    assert str(output.prompt).endswith("]\n[Sure, it")
+    [same] = tiny.generate({"prompt_token_ids": output.prompt_token_ids}, SHORT)
+    assert output.outputs[0].token_ids == same.outputs[0].token_ids
+    [piece, *_] = tiny.stream(messages, SHORT, **given)
+    assert piece.prompt_token_ids == output.prompt_token_ids
+    tiny.enqueue([messages], SHORT, **given)
+    assert tiny.wait_for_completion()[0].prompt_token_ids == output.prompt_token_ids
+    tokenizer = tiny.get_tokenizer()
+    assert tokenizer.apply_chat_template(messages, **given) == output.prompt_token_ids
+
+
+def test_a_message_is_continued_or_a_turn_is_opened_not_both(tiny: LLM) -> None:
+    both = {"add_generation_prompt": True, "continue_final_message": True}
+    for call in (tiny.chat, tiny.stream, tiny.get_tokenizer().apply_chat_template):
+        with pytest.raises(RequestError, match="cannot both be True"):
+            call([USER], **both)
+    with pytest.raises(TypeError, match="continue_final_message appl"):
+        tiny.stream("text", continue_final_message=True)
 
 
 # ---- truncation ----------------------------------------------------------------------------------

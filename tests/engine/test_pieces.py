@@ -142,6 +142,25 @@ def test_what_is_asked_of_the_hidden_states_is_there(path: Path, replayed: Repla
     assert replayed.captured
 
 
+def test_embeddings_next_to_tokens_give_the_bits_of_single_operators(path: Path) -> None:
+    wanted = params(20)
+
+    def given(llm: LLM) -> list[Any]:
+        runner: Any = llm._runner()
+        mixed: list[Any] = list(prompts())
+        for index in range(0, len(mixed), 2):
+            with torch.inference_mode():
+                rows = runner.model.embed(torch.tensor(mixed[index]))
+            mixed[index] = {"prompt_embeds": rows}
+        return mixed
+
+    with eager(path) as llm:
+        expected = answers(llm, prompts(), wanted)
+    with on_a_card(path, **SMALL, enable_prompt_embeds=True) as (llm, _):
+        assert answers(llm, given(llm), wanted) == expected
+        assert answers(llm, given(llm)[:1], wanted) == expected[:1]
+
+
 def test_a_step_of_more_tokens_than_the_largest_bucket_runs_operator_by_operator(
     path: Path, replayed: Replayed, monkeypatch: pytest.MonkeyPatch
 ) -> None:

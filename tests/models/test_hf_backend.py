@@ -117,6 +117,7 @@ def test_embeddings_can_be_given_instead_of_ids(load: Callable[..., Any]) -> Non
     ids = prompt(9, 3)
     expected = Paged(model).run("a", ids)
     embedded = oracle.get_input_embeddings()(torch.tensor(ids)).detach()
+    assert torch.equal(model.embed(torch.tensor(ids)), embedded)
     assert torch.equal(Paged(model).step({"a": embedded})["a"], expected)
 
 

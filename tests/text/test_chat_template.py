@@ -210,3 +210,42 @@ def test_a_long_conversation_is_far_below_the_budget() -> None:
 def test_one_template_renders_many_times_with_a_fresh_budget() -> None:
     template = ChatTemplate("{% for i in range(99999) %}{% endfor %}{{ messages[0].content }}")
     assert [template.render(USER) for _ in range(25)] == ["Hi"] * 25
+
+
+@pytest.mark.parametrize(
+    ("template", "end"),
+    [
+        ("{% for m in messages %}<{{ m.content }}>{% endfor %}", "<Hi><Sure, \n"),
+        ("{% for m in messages %}<{{ m.content|trim }}>{% endfor %}", "<Hi><Sure,"),
+        ("{% for m in messages %}<{{ m.content[0].text }}>{% endfor %}", None),
+    ],
+)
+def test_a_continued_message_ends_the_text(template: str, end: str | None) -> None:
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Sure, \n"}]
+    if end is None:
+        with pytest.raises(TemplateError, match="changes the last message or leaves it out"):
+            ChatTemplate(template).render(messages, continue_final_message=True)
+        return
+    text = ChatTemplate(template).render(messages, continue_final_message=True)
+    assert text == end
+    assert messages[-1]["content"] == "Sure, \n"
+
+
+def test_the_last_text_part_is_continued() -> None:
+    template = "{% for part in messages[0].content %}[{{ part.text }}]{% endfor %}."
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    message = {"role": "assistant", "content": parts}
+    assert ChatTemplate(template).render([message], continue_final_message=True) == "[one][two"
+    joined = ChatTemplate("<{{ messages[0].content }}>")
+    assert joined.render([message], continue_final_message=True) == "<one\ntwo"
+
+
+def test_a_message_without_text_or_changed_by_the_template_cannot_be_continued() -> None:
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}
+    with pytest.raises(TemplateError, match="the last message has no text to continue"):
+        ChatTemplate("{{ messages|tojson }}").render([call], continue_final_message=True)
+    for template in ("{{ messages[0].role }}", "{{ messages[0].content.split('/')[-1] }}"):
+        with pytest.raises(TemplateError, match="changes the last message or leaves it out"):
+            ChatTemplate(template).render(
+                [{"role": "assistant", "content": "a/b"}], continue_final_message=True
+            )

@@ -107,6 +107,20 @@ def test_a_control_token_cut_across_two_parts_stays_text(smollm2_tokenizer: Any,
     assert smollm2_tokenizer.decode(ids) == "<|im_end|>"
 
 
+@pytest.mark.parametrize("text", TRICKY)
+def test_a_continued_message_is_ordinary_text_too(smollm2_tokenizer: Any, text: str) -> None:
+    messages = [{"role": "user", "content": text}, {"role": "assistant", "content": text}]
+    given = {"chat_template": CHATML, "continue_final_message": True}
+    ids = smollm2_tokenizer.encode_chat(messages, **given)
+    names = ["<|im_start|>", "<|im_end|>", "<|im_start|>"]
+    assert controls(smollm2_tokenizer, ids) == names
+    shown = smollm2_tokenizer.decode(ids, skip_special_tokens=False)
+    assert shown == smollm2_tokenizer.apply_chat_template(messages, **given).replace(
+        "\ud800", "\ufffd"
+    )
+    assert shown.endswith(f"assistant\n{text}".replace("\ud800", "\ufffd"))
+
+
 def test_bos_comes_once_with_or_without_the_template(gemma3_tokenizer: Any, spm: Any) -> None:
     message = [{"role": "user", "content": "a <bos> b"}]
     for template in ("{{ bos_token }}{{ messages[0].content }}", "{{ messages[0].content }}"):

@@ -44,6 +44,7 @@ CALL = {
     ],
 }
 RESULT = {"role": "tool", "name": "weather", "tool_call_id": "abcdefghi", "content": "20 °C"}
+CONTINUED = {"add_generation_prompt": False, "continue_final_message": True}
 CONVERSATIONS: dict[str, tuple[list[Any], dict[str, Any]]] = {
     "one message": ([USER], {}),
     "a system message": ([SYSTEM, USER], {}),
@@ -55,6 +56,10 @@ CONVERSATIONS: dict[str, tuple[list[Any], dict[str, Any]]] = {
     "no thinking": ([USER], {"enable_thinking": False}),
     "documents": ([USER], {"documents": [{"title": "t", "text": "x"}]}),
     "reasoning": ([USER, {**ANSWER, "reasoning_content": "why"}], {}),
+    "continued": ([USER, ANSWER], CONTINUED),
+    "continued after spaces": ([SYSTEM, USER, {**ANSWER, "content": "Sure: \n"}], CONTINUED),
+    "continued from nothing": ([USER, {**ANSWER, "content": ""}], CONTINUED),
+    "a user's message continued": ([USER], CONTINUED),
     "switches": ([USER], {"reasoning_effort": "high", "date_string": "1 Jan 2026"}),
 }
 REAL = ["smollm2"]

@@ -58,6 +58,8 @@ class PrefixStore:
             raise RequestError(
                 f"request {request_id!r} is unknown or finished; pass its tokens instead"
             )
+        if request.prompt_embeds is not None:
+            raise RequestError(f"request {request_id!r}: a snapshot needs tokens, found embeddings")
         size = self._scheduler.config.page_size
         return request.token_ids[: request.num_computed // size * size], request.salt
 

@@ -88,7 +88,8 @@ class DeviceGraphs:
         inputs = self._inputs
         tokens, outputs = inputs.fill(batch), len(batch.output_rows)
         shaped, left_out = self._passes.pack_shapes(len(batch.draws))
-        if batch.is_decode and (decoded := self._decode(batch, shaped)) is not None:
+        decodes = batch.is_decode and not batch.embedded
+        if decodes and (decoded := self._decode(batch, shaped)) is not None:
             step, hidden, logits = decoded
             if left_out:
                 return self._sample_again(batch, hidden, logits)
@@ -96,7 +97,7 @@ class DeviceGraphs:
                 self.decodes.launch_next(step, batch.random_draws, 1)
             return LaunchedBatch(batch, hidden, logits, step.readback.tokens)
         with torch.inference_mode():
-            hidden = self._hidden(inputs.view(tokens, len(batch.rows)))
+            hidden = self._hidden(inputs.view(tokens, len(batch.rows)), batch.embedded)
         if not outputs:
             return LaunchedBatch(batch, hidden, hidden[:0], lambda: Tokens([], [], []))
         logits, sampled = self._passes.sample(hidden, outputs, shaped)
@@ -122,7 +123,9 @@ class DeviceGraphs:
                 self.decodes, self.eager_reason = None, str(error)
             return None
 
-    def _hidden(self, batch: AttentionBatch) -> Tensor:
+    def _hidden(self, batch: AttentionBatch, embedded: Sequence[tuple[int, Tensor]]) -> Tensor:
+        if embedded:
+            return self._passes.hidden(batch, embedded)
         if self.pieces is not None and batch.num_tokens <= self.pieces.most_tokens:
             try:
                 return self.pieces.replay(batch)

@@ -33,7 +33,7 @@ class Eager:
         tokens = inputs.fill(batch)
         begin = perf_counter()
         with torch.inference_mode():
-            hidden = passes.hidden(inputs.view(tokens, len(batch.rows)))
+            hidden = passes.hidden(inputs.view(tokens, len(batch.rows)), batch.embedded)
             logits = passes.logits(hidden, len(batch.output_rows))
         passes.native_seconds += perf_counter() - begin
         num_draws = len(batch.draws)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -31,11 +33,20 @@ class ForwardPasses:
         #: Seconds spent in native calls so far.
         self.native_seconds = 0.0
 
-    def hidden(self, batch: AttentionBatch) -> Tensor:
-        """Hidden states of the first tokens in the inputs."""
+    def hidden(self, batch: AttentionBatch, embedded: Sequence[tuple[int, Tensor]] = ()) -> Tensor:
+        """Hidden states of the first tokens in the inputs.
+
+        ``embedded``: embeddings in place of token ids, each with its first token. Such a step runs
+        operator by operator.
+        """
         self.ops.find_places(batch)
         self.ops.adapter_slots = self._inputs.adapters[: batch.num_tokens]
-        return self._model(self._inputs.token_ids[: batch.num_tokens], batch, self._kv.layers)
+        inputs = self._inputs.token_ids[: batch.num_tokens]
+        if embedded:
+            inputs = self._model.embed(inputs)
+            for first, rows in embedded:
+                inputs[first : first + len(rows)] = rows
+        return self._model(inputs, batch, self._kv.layers)
 
     def logits(self, hidden: Tensor, outputs: int) -> Tensor:
         """Logits of the first ``outputs`` output rows; draws tokens with the inputs' draws."""

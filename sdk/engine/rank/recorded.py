@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from time import perf_counter
 
+from sdk.engine.rank.eager import Eager
 from sdk.engine.rank.forward import ForwardPasses
 from sdk.engine.rank.inputs import StepInputs
 from sdk.engine.rank.step_batch import StepBatch
@@ -26,12 +27,15 @@ class Recorded:
 
     def __init__(self, passes: ForwardPasses, inputs: StepInputs) -> None:
         self.graph = passes.record()
+        self._eager = Eager(passes, inputs, "prompt_embeds")
         self.passes = passes
         self._inputs = inputs
         self.failed_captures: list[str] = []
 
     def launch(self, batch: StepBatch) -> Sequence[LaunchedBatch]:
         """See :class:`~sdk.engine.rank.strategy.Strategy`."""
+        if batch.embedded:
+            return self._eager.launch(batch)
         inputs = self._inputs
         tokens = inputs.fill(batch)
         begin = perf_counter()

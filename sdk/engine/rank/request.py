@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+from torch import Tensor
+
 from sdk.engine.plan import RequestStart
+from sdk.engine.rank.pooling import Pooler
 from sdk.sampling.state import RequestState
 from sdk.structured.answer import StructuredAnswer
 
@@ -13,10 +17,12 @@ class RankRequest:
     """A request, or the negative sequence of one (CFG): its tokens, pages and sampling state."""
 
     __slots__ = (
+        "embeds",
         "negative",
         "num_computed",
         "num_prompt",
         "pages",
+        "pooler",
         "start",
         "state",
         "structured",
@@ -34,11 +40,15 @@ class RankRequest:
         self.negative: RankRequest | None = None
         #: Whether hidden states of its rows are used, for prompt log-probabilities or an embedding.
         self.uses_hidden = start.kind == "embed" or start.params.prompt_logprobs is not None
+        self.pooler = Pooler(start.pooling) if start.kind == "embed" else None
+        self.embeds: Tensor | None = None
+        if start.prompt_embeds is not None:
+            self.embeds = torch.from_numpy(start.prompt_embeds)
         #: Not used by negative sequences.
         self.state = RequestState(
             start.params,
             start.resolved,
-            start.token_ids[: start.num_prompt_tokens],
+            start.token_ids[: start.num_prompt_tokens] if self.embeds is None else (),
             start.token_ids[start.num_prompt_tokens :],
             start.mirostat_mu,
         )

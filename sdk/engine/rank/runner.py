@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from sdk.engine.pages.tiered_pool import moves_to_lowest_tier
-from sdk.engine.plan import RequestStart, Sampled, StepPlan, StepResult, StepRow
+from sdk.engine.plan import Pooled, RequestStart, Sampled, StepPlan, StepResult, StepRow
 from sdk.engine.rank.device_graphs import DeviceGraphs
 from sdk.engine.rank.eager import Eager
 from sdk.engine.rank.forward import ForwardPasses
 from sdk.engine.rank.inputs import StepInputs
 from sdk.engine.rank.key_centres import centre_keys
 from sdk.engine.rank.kv_cache import cache_of_rank
+from sdk.engine.rank.pooling import as_numbers
 from sdk.engine.rank.recorded import Recorded
 from sdk.engine.rank.request import RankRequest
 from sdk.engine.rank.runner_config import RunnerConfig
@@ -35,6 +36,7 @@ from sdk.kernels.graph import CaptureError
 from sdk.memory.demand import scored_rows
 from sdk.memory.machine import release_free_memory
 from sdk.models.auto import build_model
+from sdk.models.classifier import classifier_of, read_score_head
 from sdk.models.parallel import Mesh
 from sdk.params import SamplingParams
 from sdk.quant.checkpoint import Checkpoint
@@ -66,15 +68,15 @@ class ModelRunner:
             undo.callback(checkpoint.close)
             self.ops = config.open_ops()
             undo.callback(self.ops.close)
+            values = {**checkpoint.config, **config.hf_overrides}
             self.model = build_model(
-                checkpoint,
-                mesh,
-                self.ops,
-                max_model_len=config.max_model_len,
-                config={**checkpoint.config, **config.hf_overrides},
+                checkpoint, mesh, self.ops, max_model_len=config.max_model_len, config=values
             )
-            self.unused_tensors = checkpoint.unused()
             facts = self.model.config
+            #: The classes of the checkpoint, if it has any.
+            self.classifier = classifier_of(values)
+            self._score_head = read_score_head(checkpoint, self.classifier, facts.hidden_size)
+            self.unused_tensors = checkpoint.unused()
             self.kv = cache_of_rank(config, facts, mesh, self.ops)
             undo.callback(self.kv.close)
             centre_keys(self.kv, self.model)
@@ -259,12 +261,27 @@ class ModelRunner:
                     result.prompt_logprobs[request_id] = scored
             except RequestError as error:  # its logits are not finite
                 result.errors[request_id] = str(error)
-        if start.kind == "embed" and scored_row.ends:
-            if bool(hidden[-1].isfinite().all()):
-                vector = torch.nn.functional.normalize(hidden[-1], dim=0)
-                result.hidden[request_id] = vector.tolist()
-            else:
-                result.errors[request_id] = "the model's hidden state is not finite"
+        if scored_row.request.pooler is not None:
+            self._pool(scored_row, hidden, result)
+
+    def _pool(self, scored_row: ScoredRow, hidden: Tensor, result: _Results) -> None:
+        """Pool the hidden states just run; at the end of the prompt, add the request's result."""
+        start, pooler = scored_row.request.start, scored_row.request.pooler
+        assert pooler is not None
+        pooler.add(hidden)
+        if not scored_row.ends:
+            return
+        found = pooler.result()
+        if not bool(found.isfinite().all()):
+            result.errors[start.request_id] = "the model's hidden state is not finite"
+            return
+        if start.pooling.token_ids:
+            [logits] = self._logits(found[None], scored_row.row.adapter)
+            found = logits[0, list(start.pooling.token_ids)]
+        elif start.pooling.score:
+            assert self._score_head is not None
+            found = self._score_head @ found.cpu()
+        result.hidden[start.request_id] = as_numbers(found)
 
     def _prepare_repeat(self, plan: StepPlan, batch: StepBatch, result: _Results) -> None:
         """Prepare for plans with the same rows again."""
@@ -325,7 +342,7 @@ class _Results(NamedTuple):
     tokens: list[Sequence[int]]
     details: dict[str, Sequence[Sampled]]
     prompt_logprobs: dict[str, tuple[Sampled, ...]]
-    hidden: dict[str, list[float]]
+    hidden: dict[str, Pooled]
     errors: dict[str, str]
     complete: set[str]
 

@@ -47,6 +47,7 @@ class StepBatch:
 
     __slots__ = (
         "draws",
+        "embedded",
         "negatives",
         "output_rows",
         "plan_indices",
@@ -71,6 +72,8 @@ class StepBatch:
         #: For each guided request, by id: the last token of its negative sequence in the step.
         self.negatives: dict[str, int] = {}
         self.scored: list[ScoredRow] = []
+        #: Embeddings in place of token ids, each with the first of its tokens in the step.
+        self.embedded: list[tuple[int, Tensor]] = []
         output_rows, draws = self.output_rows, self.draws
         begin = 0
         for plan_index, row, request in zip(plan_indices, rows, requests, strict=True):
@@ -80,6 +83,9 @@ class StepBatch:
                 request.start.kind == "embed" or request.num_computed < request.num_prompt - 1
             ):
                 self.scored.append(ScoredRow(row, request, begin, end, request.num_computed))
+            if request.embeds is not None and request.num_computed < request.num_prompt:
+                known = request.num_computed
+                self.embedded.append((begin, request.embeds[known : known + num_tokens]))
             if count and request.start.negative_of is not None:
                 self.negatives[request.start.negative_of] = end - 1
             elif count:
@@ -101,11 +107,12 @@ class StepBatch:
 
     @property
     def plain(self) -> bool:
-        """Whether only the drawn tokens are used: no guidance, no log-probabilities, no callbacks,
-        no mirostat, no structure.
+        """Whether only the drawn tokens are used, of a step from token ids: no guidance, no
+        log-probabilities, no callbacks, no mirostat, no structure, no embeddings.
         """
+        special = self.negatives or self.scored or self.embedded
         return (
-            not (self.negatives or self.scored)
+            not special
             and all(draw.state.plain for draw in self.draws)
             and all(one.request.structured is None for one in self.sampled)
         )

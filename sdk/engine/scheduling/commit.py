@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sdk.engine.pages.prefixes import Prefixes
-from sdk.engine.plan import Sampled, StepResult
+from sdk.engine.plan import Pooled, Sampled, StepResult
 from sdk.engine.scheduling.in_flight import Batch, InFlightBatches
 from sdk.engine.scheduling.queues import RequestQueues, RequestUpdate
 from sdk.engine.scheduling.request import Request, RequestStatus
@@ -141,7 +141,7 @@ class Committer:
     def _report_prompt(
         self,
         request: Request,
-        hidden: list[float] | None,
+        hidden: Pooled | None,
         scored: tuple[Sampled, ...],
         updates: list[RequestUpdate],
     ) -> None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from sdk.engine.pages.prefixes import Prefixes
 from sdk.engine.pages.tiered_pool import check_min_bits
-from sdk.engine.plan import Sampled
+from sdk.engine.plan import Pooled, Sampled
 from sdk.engine.scheduling.in_flight import InFlightBatches
 from sdk.engine.scheduling.negative_prompt import longest_answer
 from sdk.engine.scheduling.policy import POLICIES
@@ -30,7 +30,7 @@ class RequestUpdate(NamedTuple):
     request: Request
     sampled: Sequence[Sampled] = ()
     prompt_logprobs: tuple[Sampled, ...] = ()
-    hidden: list[float] | None = None
+    hidden: Pooled | None = None
 
 
 class RequestQueues:

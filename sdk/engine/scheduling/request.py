@@ -11,9 +11,10 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from sdk.engine.pages.page_pool import PageKey, page_key
-from sdk.engine.plan import RequestKind, RequestStart
+from sdk.engine.plan import LAST_TOKEN, Pooling, RequestKind, RequestStart
 from sdk.engine.scheduling.results import ResultReservation
 from sdk.outputs import FinishReason, RequestEvent
 from sdk.params import SamplingParams
@@ -85,7 +86,9 @@ class Request:
         "order",
         "pages",
         "params",
+        "pooling",
         "priority",
+        "prompt_embeds",
         "publishes",
         "queued_ts",
         "request_id",
@@ -108,10 +111,12 @@ class Request:
         params: SamplingParams,
         *,
         kind: RequestKind = "generate",
+        pooling: Pooling | None = None,
         priority: int | None = None,
         arrival_time: float = 0.0,
         salt: str | None = None,
         adapter: str | None = None,
+        prompt_embeds: Any = None,
         resolved: ResolvedParams = _NOTHING_RESOLVED,
         negative_prompt_token_ids: Sequence[int] | None = None,
         watched: bool = True,
@@ -119,23 +124,20 @@ class Request:
         self.request_id = request_id
         self.params = params
         self.kind: RequestKind = kind
+        self.pooling = pooling  # of an "embed" request; None: the last token, normalized
         self.priority = params.priority if priority is None else priority
         self.arrival_time = arrival_time
         self.salt = salt
         self.adapter = adapter
+        self.prompt_embeds = prompt_embeds
         self.adapter_slot = -1  # of the adapter on the ranks, while the request runs
         self.resolved = resolved
         self.watched = watched
         self.status = RequestStatus.WAITING
         self.stop_reason: int | str | None = None
         self.results: ResultReservation | None = None  # shared by the answers of one call
-        self.negative: Request | None = None
         self.negative_of: str | None = None  # in a negative sequence: the id of its request
-        if params.guidance_scale != 1.0 and kind == "generate":
-            if negative_prompt_token_ids is None:
-                negative_prompt_token_ids = prompt_token_ids[-1:]
-            self.negative = self._make_negative(negative_prompt_token_ids)
-
+        self.negative = self._make_negative(prompt_token_ids, negative_prompt_token_ids)
         self.token_ids = list(prompt_token_ids)  # prompt, then output
         self.num_prompt_tokens = len(self.token_ids)
         self.num_computed = 0
@@ -162,10 +164,14 @@ class Request:
         self.last_token_ts: float | None = None
         self.events: tuple[RequestEvent, ...] = ()  # shared with the outputs, so never changed
 
-    def _make_negative(self, negative_prompt_token_ids: Sequence[int]) -> Request:
+    def _make_negative(
+        self, prompt_token_ids: Sequence[int], given: Sequence[int] | None
+    ) -> Request | None:
+        if self.params.guidance_scale == 1.0 or self.kind != "generate":
+            return None
         negative = Request(
             self.request_id + NEGATIVE_SUFFIX,
-            negative_prompt_token_ids,
+            prompt_token_ids[-1:] if given is None else given,
             _NEGATIVE_PARAMS,
             salt=self.salt,
             adapter=self.adapter,
@@ -230,7 +236,9 @@ class Request:
     @property
     def uses_prefix_cache(self) -> bool:
         """False if every position must run: for prompt logprobs and embeddings (which may pool)."""
-        return self.kind == "generate" and not self.scores_prompt
+        if self.kind == "embed":
+            return self.pooling is not None and self.pooling.reuse_prefix
+        return not self.scores_prompt
 
     def start(self) -> RequestStart:
         """What ranks that do not know the request need to run it."""
@@ -242,10 +250,12 @@ class Request:
             pages=tuple(self.pages),
             params=self.params,
             kind=self.kind,
+            pooling=self.pooling or LAST_TOKEN,
             resolved=self.resolved,
             negative_of=self.negative_of,
             max_len=self.max_len,
             mirostat_mu=self.mirostat_mu,
+            prompt_embeds=self.prompt_embeds,
         )
 
     def extend_keys(self, root: bytes, page_size: int, num_pages: int) -> None:

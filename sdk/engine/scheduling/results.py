@@ -31,14 +31,15 @@ class ResultReservation:
 class ResultBudget:
     """The memory that all results of one engine may take together."""
 
-    def __init__(self, nbytes: int, vocab_size: int) -> None:
+    def __init__(self, nbytes: int, vocab_size: int, hidden_size: int = 0) -> None:
         self.nbytes = nbytes
         self._vocab_size = vocab_size
+        self._hidden_size = hidden_size
 
     @classmethod
-    def for_plan(cls, planned: int, vocab_size: int) -> ResultBudget:
+    def for_plan(cls, planned: int, vocab_size: int, hidden_size: int = 0) -> ResultBudget:
         """The budget of an engine with ``planned`` bytes."""
-        return cls(max(planned // _BUDGET_SHARE, _MIN_BYTES), vocab_size)
+        return cls(max(planned // _BUDGET_SHARE, _MIN_BYTES), vocab_size, hidden_size)
 
     @property
     def scored_tokens(self) -> int:
@@ -78,6 +79,21 @@ class ResultBudget:
                 "of the two"
             )
         return total
+
+    def required_hidden_bytes(self, what: str, tokens: int) -> int:
+        """The bytes of a vector for each of a prompt's tokens; ``what`` asks for them.
+
+        :raises RequestError: they exceed the budget; the message has the numbers.
+        """
+        row = 4 * self._hidden_size
+        if tokens * row > self.nbytes:
+            raise RequestError(
+                f"{what}: {tokens} tokens with {format_bytes(row)} each need "
+                f"{format_bytes(tokens * row)}, but results may take only "
+                f"{format_bytes(self.nbytes)}, enough for {self.nbytes // row} tokens; shorten the "
+                "prompt"
+            )
+        return tokens * row
 
     def _row(self, count: int, also: int) -> int:
         """Bytes of the log-probabilities of one position; 0 if they are not counted."""

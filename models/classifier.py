@@ -1,0 +1,107 @@
+"""Classification heads: the classes of a checkpoint, and the matrix that scores them.
+
+There are two kinds. ``*ForSequenceClassification`` checkpoints have a matrix ``score`` over the
+decoder's last hidden state. Rerankers such as Qwen3-Reranker are causal language models: their
+classes are the logits of a few tokens (``classifier_from_token``, vLLM's name, in the config).
+
+torch is imported for type checkers only: see :mod:`sdk.models.architecture`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from sdk.models.config_fields import Fields
+from sdk.quant.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from sdk.quant.checkpoint import Checkpoint
+
+Activation = Literal["softmax", "sigmoid", "none"]
+
+_MAX_LABELS = 1 << 16
+_ACTIVATIONS: Mapping[str, Activation] = {
+    "regression": "none",
+    "single_label_classification": "softmax",
+    "multi_label_classification": "sigmoid",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Classifier:
+    """The classes of a checkpoint. ``tokens``: their spellings if each is a token's logit."""
+
+    labels: tuple[str, ...]
+    activation: Activation
+    tokens: tuple[str, ...] = ()
+
+    @property
+    def generates(self) -> bool:
+        """Whether the checkpoint is also a causal language model."""
+        return bool(self.tokens)
+
+
+def classifier_of(config: Mapping[str, Any]) -> Classifier | None:
+    """The classes that a config names; ``None`` for a plain language model.
+
+    :raises CheckpointError: names the field, what was expected and what was found.
+    """
+    fields = Fields(config)
+    tokens = config.get("classifier_from_token")
+    if tokens is not None:
+        if not isinstance(tokens, (list, tuple)) or not 2 <= len(tokens) <= _MAX_LABELS:
+            fields.fail("classifier_from_token", "a list of two or more tokens", tokens)
+        if not all(isinstance(token, str) and token for token in tokens):
+            fields.fail("classifier_from_token", "a list of strings", tokens)
+        return Classifier(tuple(tokens), "softmax", tuple(tokens))
+    names = config.get("architectures")
+    if not isinstance(names, (list, tuple)) or not any(map(_classifies, names)):
+        return None
+    labels = _labels(fields)
+    usual: Activation = "sigmoid" if len(labels) == 1 else "softmax"
+    kind = config.get("problem_type")
+    if kind is not None and kind not in _ACTIVATIONS:
+        fields.fail("problem_type", f"one of {sorted(_ACTIVATIONS)}", kind)
+    return Classifier(labels, usual if kind is None else _ACTIVATIONS[kind])
+
+
+def _classifies(name: object) -> bool:
+    return isinstance(name, str) and name.endswith("ForSequenceClassification")
+
+
+def _labels(fields: Fields) -> tuple[str, ...]:
+    """The names in ``id2label``, in the order of the head's rows."""
+    named = fields.values.get("id2label")
+    if named is None:
+        count = fields.count("num_labels", _MAX_LABELS, default=2)
+        return tuple(f"LABEL_{index}" for index in range(count))
+    if not isinstance(named, Mapping) or not 1 <= len(named) <= _MAX_LABELS:
+        fields.fail("id2label", "a dict of labels", named)
+    by_index = {str(key): value for key, value in named.items()}
+    labels = tuple(by_index.get(str(index)) for index in range(len(named)))
+    if not all(isinstance(label, str) for label in labels):
+        fields.fail("id2label", f"a label for each of 0..{len(named) - 1}", named)
+    return tuple(map(str, labels))
+
+
+def read_score_head(
+    checkpoint: Checkpoint, classifier: Classifier | None, hidden_size: int
+) -> Tensor | None:
+    """The matrix ``score`` float32 ``[labels, hidden]``, if the checkpoint has one.
+
+    :raises CheckpointError: it is missing, or its shape does not match the config.
+    """
+    if classifier is None or classifier.tokens:
+        return None
+    weight = checkpoint.tensor("score.weight")
+    expected = [len(classifier.labels), hidden_size]
+    if list(weight.shape) != expected:
+        raise CheckpointError(
+            f"score.weight: expected shape {expected} (labels of id2label, hidden_size), found "
+            f"{list(weight.shape)}"
+        )
+    return weight

@@ -1,0 +1,64 @@
+"""Pools the hidden states of one request, which come in parts if its prompt runs in chunks.
+
+The result does not depend on where a prompt was cut: the mean adds row after row.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sdk.engine.plan import Pooled, Pooling
+
+
+class Pooler:
+    """The hidden states of a prompt so far, pooled."""
+
+    __slots__ = ("_count", "_kept", "_pooling", "_sum")
+
+    def __init__(self, pooling: Pooling) -> None:
+        self._pooling = pooling
+        self._kept: list[Tensor] = []  # copies: the next step overwrites hidden states
+        self._sum: Tensor | None = None
+        self._count = 0
+
+    def add(self, rows: Tensor) -> None:
+        """The next hidden states, float32 ``[n, hidden]``."""
+        mode = self._pooling.mode
+        if mode == "mean":
+            self._add_to_sum(rows)
+        elif mode == "token":
+            self._kept.append(rows.clone())
+        elif mode == "max":
+            self._kept = [torch.cat([*self._kept, rows]).amax(0, keepdim=True)]
+        elif mode == "last" or not self._kept:
+            self._kept = [rows[-1:].clone() if mode == "last" else rows[:1].clone()]
+
+    def _add_to_sum(self, rows: Tensor) -> None:
+        # In float64, and one by one: another order of the additions would give other bits.
+        total = self._sum
+        if total is None:
+            total = self._sum = rows.new_zeros(rows.shape[1], dtype=torch.float64)
+        for row in rows:
+            total += row
+        self._count += len(rows)
+
+    def result(self) -> Tensor:
+        """The pooled vector float32 ``[hidden]``; all rows ``[tokens, hidden]`` for "token"."""
+        if self._sum is not None:
+            found = (self._sum / self._count).float()
+        else:
+            found = torch.cat(self._kept)
+            if self._pooling.mode != "token":
+                found = found[0]
+        if self._pooling.normalize:
+            found = torch.nn.functional.normalize(found, dim=-1)
+        return found
+
+
+def as_numbers(result: Tensor) -> Pooled:
+    """A vector as a list, a matrix as an array."""
+    if result.ndim == 1:
+        numbers: list[float] = result.tolist()
+        return numbers
+    return result.cpu().numpy()

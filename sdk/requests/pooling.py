@@ -1,0 +1,252 @@
+"""Embeddings, pooled hidden states, classes and scores: calls that generate no tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, get_args
+
+import torch
+
+from sdk.engine.engine import Output
+from sdk.engine.plan import Pooling, PoolingMode
+from sdk.errors import RequestError
+from sdk.models.classifier import Classifier
+from sdk.outputs import (
+    ClassificationOutput,
+    EmbeddingOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    RerankOutput,
+    ScoringOutput,
+)
+from sdk.params import SamplingParams
+from sdk.quant.safe_repr import safe_repr
+from sdk.requests.calls import Calls
+from sdk.requests.jobs import JobMaker
+from sdk.requests.pairs import pair_template, read_pair
+from sdk.requests.prompts import Prompt, PromptLike, PromptReader, as_list
+
+_PARAMS = SamplingParams()
+
+
+class PoolingCalls:
+    """These calls of one ``LLM``. ``classifier``: the classes of its checkpoint, if it has any."""
+
+    def __init__(
+        self, calls: Calls, jobs: JobMaker, reader: PromptReader, classifier: Classifier | None
+    ) -> None:
+        self._calls = calls
+        self._jobs = jobs
+        self._reader = reader
+        self._classifier = classifier
+
+    def embed(self, prompts: Any, truncate: int | None, use_tqdm: bool) -> list[EmbeddingOutput]:
+        """See :meth:`sdk.LLM.embed`."""
+        jobs = self._jobs.make(*self._read(prompts, truncate), kind="embed")
+        return [embedding_of(o) for o in self._calls.wait(jobs, "embed", use_tqdm)]
+
+    def encode(
+        self, prompts: Any, pooling: str, normalize: bool, truncate: int | None, use_tqdm: bool
+    ) -> list[PoolingRequestOutput]:
+        """See :meth:`sdk.LLM.encode`."""
+        if pooling not in get_args(PoolingMode):
+            modes = ", ".join(get_args(PoolingMode))
+            raise RequestError(f"pooling: expected one of {modes}, found {safe_repr(pooling)}")
+        _check_flag("normalize", normalize)
+        mode: Any = pooling
+        found = self._pooled(self._read(prompts, truncate), Pooling(mode, normalize), use_tqdm)
+        return [with_tensor(one) for one in found]
+
+    def classify(
+        self, prompts: Any, use_activation: bool, truncate: int | None, use_tqdm: bool
+    ) -> list[ClassificationOutput]:
+        """See :meth:`sdk.LLM.classify`."""
+        _check_flag("use_activation", use_activation)
+        classifier = self._need_classifier()
+        found = self._pooled(self._read(prompts, truncate), self._head(classifier), use_tqdm)
+        return [
+            ClassificationOutput(
+                one.request_id,
+                one.prompt_token_ids,
+                probabilities(classifier, one) if use_activation else list(one.outputs.data),
+                list(classifier.labels),
+                metrics=one.metrics,
+            )
+            for one in found
+        ]
+
+    def score(self, data_1: Any, data_2: Any, template: str | None) -> list[ScoringOutput]:
+        """See :meth:`sdk.LLM.score`."""
+        left, right = as_list(data_1), as_list(data_2)
+        check_pairs(len(left), len(right))
+        if self._classifier is not None:
+            lefts = left * len(right) if len(left) == 1 else left
+            return self._scored(list(zip(lefts, right, strict=True)), template, False)
+        if template is not None:
+            raise RequestError(
+                "chat_template: this model has no classification head, so it compares embeddings, "
+                "which need no template; leave it out"
+            )
+        embedded = self.embed([*left, *right], None, False)
+        return cosines(embedded[: len(left)], embedded[len(left) :])
+
+    def rerank(
+        self, query: Any, documents: Any, top_n: Any, template: str | None
+    ) -> list[RerankOutput]:
+        """See :meth:`sdk.LLM.rerank`."""
+        if not isinstance(query, str):
+            raise RequestError(f"query: expected a string, found {safe_repr(query)}")
+        if isinstance(documents, str) or not isinstance(documents, Sequence):
+            raise RequestError(
+                f"documents: expected a list of strings, found {safe_repr(documents)}"
+            )
+        for index, document in enumerate(documents):
+            if not isinstance(document, str):
+                found = safe_repr(document)
+                raise RequestError(f"documents[{index}]: expected a string, found {found}")
+        number = isinstance(top_n, int) and not isinstance(top_n, bool)
+        if top_n is not None and not (number and top_n > 0):
+            raise RequestError(f"top_n: expected a positive integer, found {safe_repr(top_n)}")
+        if not documents:
+            return []
+        scores = [one.score for one in self.score(query, list(documents), template)]
+        order = sorted(range(len(scores)), key=lambda index: -scores[index])[:top_n]
+        return [RerankOutput(index, documents[index], scores[index]) for index in order]
+
+    # ---- inside ----------------------------------------------------------------------------------
+
+    def _read(
+        self, prompts: PromptLike | Sequence[PromptLike], truncate: int | None
+    ) -> tuple[list[Prompt], list[SamplingParams]]:
+        params = _PARAMS if truncate is None else SamplingParams(truncate_prompt_tokens=truncate)
+        read = [self._reader.read(item, params, room=0) for item in as_list(prompts)]
+        return read, [params] * len(read)
+
+    def _pooled(
+        self,
+        read: tuple[list[Prompt], list[SamplingParams]],
+        pooling: Pooling,
+        use_tqdm: bool,
+    ) -> list[PoolingRequestOutput]:
+        jobs = self._jobs.make(*read, kind="embed", pooling=pooling)
+        return [pooled_of(o) for o in self._calls.wait(jobs, "encode", use_tqdm)]
+
+    def _need_classifier(self) -> Classifier:
+        if self._classifier is None:
+            raise RequestError(
+                "classify: this model has no classification head. Load a checkpoint whose config "
+                "names an architecture ...ForSequenceClassification (with the matrix "
+                "score.weight), or name the tokens of the classes: "
+                "hf_overrides={'classifier_from_token': ['no', 'yes']}"
+            )
+        return self._classifier
+
+    def _head(self, classifier: Classifier) -> Pooling:
+        if not classifier.tokens:
+            return Pooling("last", False, score=True, reuse_prefix=True)
+        ids = tuple(map(self._reader.token_of_class, classifier.tokens))
+        return Pooling("last", False, token_ids=ids, reuse_prefix=True)
+
+    def _scored(
+        self, pairs: Sequence[tuple[Any, Any]], template: str | None, use_tqdm: bool
+    ) -> list[ScoringOutput]:
+        """The relevance of each pair by the classification head."""
+        classifier = self._need_classifier()
+        relevant = relevant_class(classifier)
+        template = pair_template(self._reader, classifier, template)
+        read = [read_pair(self._reader, pair, template) for pair in pairs]
+        found = self._pooled((read, [_PARAMS] * len(read)), self._head(classifier), use_tqdm)
+        return [
+            ScoringOutput(one.request_id, probabilities(classifier, one)[relevant]) for one in found
+        ]
+
+
+def relevant_class(classifier: Classifier) -> int:
+    """The class whose probability is the relevance of a document.
+
+    :raises RequestError: the model classifies something else.
+    """
+    labels = [label.lower() for label in classifier.labels]
+    if len(labels) == 1:
+        return 0
+    if "yes" in labels:
+        return labels.index("yes")
+    raise RequestError(
+        "score: the model's head has the classes "
+        f"{safe_repr(list(classifier.labels))}, which do not say how well two texts match; "
+        "expected a single class, or the classes yes and no. Use classify"
+    )
+
+
+def probabilities(classifier: Classifier, pooled: PoolingRequestOutput) -> list[float]:
+    """The classes' probabilities, from the logits of the head."""
+    logits = list(pooled.outputs.data)
+    if classifier.activation == "softmax":
+        best = max(logits)
+        parts = [math.exp(value - best) for value in logits]
+        total = math.fsum(parts)
+        return [part / total for part in parts]
+    if classifier.activation == "sigmoid":
+        return [_sigmoid(value) for value in logits]
+    return logits
+
+
+def _sigmoid(value: float) -> float:
+    if value >= 0:
+        return 1 / (1 + math.exp(-value))
+    return math.exp(value) / (1 + math.exp(value))
+
+
+def embedding_of(output: Output) -> EmbeddingOutput:
+    """The embedding. :raises RequestError: the request ended without one; says why."""
+    if isinstance(output, EmbeddingOutput):
+        return output
+    raise _failure("embed", output)
+
+
+def pooled_of(output: Output) -> PoolingRequestOutput:
+    """The pooled states. :raises RequestError: the request ended without them; says why."""
+    if isinstance(output, PoolingRequestOutput):
+        return output
+    raise _failure("encode", output)
+
+
+def _failure(method: str, output: Any) -> RequestError:
+    reason = output.outputs[0]
+    return RequestError(
+        f"{method}: request {output.request_id} ended with {reason.finish_reason}: "
+        f"{reason.stop_reason}"
+    )
+
+
+def with_tensor(output: PoolingRequestOutput) -> PoolingRequestOutput:
+    """The output with a tensor, for callers."""
+    return output._replace(outputs=PoolingOutput(torch.as_tensor(output.outputs.data)))
+
+
+def _check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise RequestError(f"{name}: expected True or False, found {safe_repr(value)}")
+
+
+def check_pairs(first: int, second: int) -> None:
+    """:raises RequestError: the numbers are different, and ``first`` is not 1."""
+    if first not in (1, second):
+        raise RequestError(f"score: expected one text or {second} in data_1, found {first}")
+
+
+def cosines(
+    first: Sequence[EmbeddingOutput], second: Sequence[EmbeddingOutput]
+) -> list[ScoringOutput]:
+    """Cosines of vectors of length 1, pair by pair; a single ``first`` is compared with all."""
+    if len(first) == 1:
+        first = list(first) * len(second)
+    return [
+        ScoringOutput(b.request_id, _dot(a.embedding, b.embedding))
+        for a, b in zip(first, second, strict=True)
+    ]
+
+
+def _dot(a: Sequence[float], b: Sequence[float]) -> float:
+    return sum(x * y for x, y in zip(a, b, strict=True))
