@@ -55,7 +55,7 @@ class BeamSearches:
         """See :meth:`sdk.LLM.beam_search`."""
         if not isinstance(params, BeamSearchParams):
             raise RequestError(f"params: expected BeamSearchParams, found {safe_repr(params)}")
-        read, _ = self._jobs.read(prompts, None)
+        read = self._jobs.read(prompts, None).prompts
         if any(prompt.embeds is not None for prompt in read):
             raise RequestError("beam_search: expected prompts of tokens, found prompt_embeds")
         searches = [
