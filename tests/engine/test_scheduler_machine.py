@@ -24,7 +24,7 @@ from hypothesis.stateful import (
 
 from sdk.engine.pages.elastic import ElasticPages
 from sdk.engine.pages.prefix_store import PrefixStore
-from sdk.engine.scheduling.drafts import Drafts
+from sdk.engine.scheduling.drafts import Drafter, Drafts
 from sdk.engine.scheduling.negative_prompt import in_prefill
 from sdk.errors import OutOfMemoryError, RequestError
 from sdk.quant.spec import KVSpec
@@ -34,7 +34,7 @@ SPEC = KVSpec(num_layers=1, kv_heads=1, head_dim=8, page_size=4)  # pins do not 
 PAGE = 4  # prompts are made of runs this long, so that they share pages whatever the page size
 
 
-class ScriptedDrafter:
+class ScriptedDrafter(Drafter):
     """Knows how each answer goes on, and says so, or something else from some token on."""
 
     def propose(self, request, most):

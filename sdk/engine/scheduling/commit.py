@@ -127,6 +127,8 @@ class Committer:
         """The accepted tokens after drafts, up to the one that ends the answer."""
         self.num_draft_tokens += len(drafts)
         self.num_accepted_tokens += len(tokens) - 1
+        request.num_draft_tokens += len(drafts)
+        request.num_accepted_tokens += len(tokens) - 1
         stops, least = request.stop_token_ids, request.params.min_tokens
         known, count = request.num_output_tokens, 0
         for token_id in tokens:
