@@ -127,8 +127,7 @@ def load(config: EngineConfig, checkpoint: Checkpoint | None = None) -> Loaded:
         )
         key = current_key()  # after the load: 1 ms, but up to 60 ms before the file is in memory
         results = ResultBudget.for_plan(memory.total, vocab_size := model.vocab_size)
-        scheduler = Scheduler(_scheduler_config(config, runner_config, memory, eos, results))
-        scheduler.drafts = _drafts(config, memory)
+        scheduler = _scheduler(config, runner_config, memory, eos, results)
         scheduler.pages_ahead, scheduler.batches_in_flight = executor.runner.ahead
         engine = Engine(scheduler, executor, tokenizer, vocab_size=vocab_size, seed=config.seed)
         undo.pop_all()
@@ -153,14 +152,14 @@ def load(config: EngineConfig, checkpoint: Checkpoint | None = None) -> Loaded:
     )
 
 
-def _scheduler_config(
+def _scheduler(
     config: EngineConfig,
     runner: RunnerConfig,
     memory: MemoryPlan,
     eos: frozenset[int],
     results: ResultBudget,
-) -> SchedulerConfig:
-    return SchedulerConfig(
+) -> Scheduler:
+    limits = SchedulerConfig(
         num_pages=runner.num_pages,
         page_size=memory.page_size,
         max_model_len=memory.max_model_len,
@@ -178,6 +177,9 @@ def _scheduler_config(
         max_scored_tokens=results.scored_tokens,
         max_result_bytes=results.nbytes,
     )
+    scheduler = Scheduler(limits)
+    scheduler.drafts = _drafts(config, memory)
+    return scheduler
 
 
 def _drafts(config: EngineConfig, memory: MemoryPlan) -> Drafts | None:

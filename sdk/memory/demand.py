@@ -84,8 +84,8 @@ def scored_rows(vocab_size: int) -> int:
 
 
 def draft_tokens(vocab_size: int, most: int, requests: int) -> int:
-    """The most draft tokens of a step: ``most`` of each of eight requests, or as many as have 16 MiB
-    of logits. More do not pay off on a CPU: 64 take ten times as long as one.
+    """The most draft tokens of a step: ``most`` for each of eight requests, or as many as have 16
+    MiB of logits. More do not pay off on a CPU: a step of 64 takes ten times as long as one of 1.
     """
     fitting = max(_DRAFT_BYTES // (4 * vocab_size), most)
     return min(fitting, most * min(requests, _DRAFT_REQUESTS))

@@ -162,21 +162,18 @@ def _demand(
         activation_bytes=activations.itemsize,
         has_tokenizer=not config.skip_tokenizer_init,
         captured_tokens=0 if eager else min(config.max_num_batched_tokens, MOST_TOKENS),
-        **_drafting(config, model),
+        draft_tokens=_draft_tokens(config, model),
+        drafter_bytes=0 if config.speculative_config is None else LOOKUP_BYTES,
     )
 
 
-def _drafting(config: EngineConfig, model: ModelConfig) -> dict[str, int]:
-    """The fields of a demand for speculative decoding."""
+def _draft_tokens(config: EngineConfig, model: ModelConfig) -> int:
     speculative = config.speculative_config
     if speculative is None:
-        return {}
+        return 0
     assert isinstance(speculative, SpeculativeConfig)  # EngineConfig has parsed it
     most = speculative.num_speculative_tokens
-    return {
-        "draft_tokens": draft_tokens(model.vocab_size, most, config.max_num_seqs),
-        "drafter_bytes": LOOKUP_BYTES,
-    }
+    return draft_tokens(model.vocab_size, most, config.max_num_seqs)
 
 
 def _scratch(

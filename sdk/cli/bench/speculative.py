@@ -7,6 +7,8 @@ Prefixes are not cached and answers are not kept, so that each round does the sa
 from __future__ import annotations
 
 import inspect
+import json
+import re
 import textwrap
 import time
 from pydoc_data.topics import topics
@@ -20,42 +22,55 @@ from sdk.errors import RequestError
 if TYPE_CHECKING:
     from sdk.llm import LLM
 
+#: The longest prompt, if the model's context has room for it; otherwise its end is used.
+_PROMPT = 1024
 #: ``(decoded tokens per second, share of accepted drafts, the tokens of each answer)``.
 _Run = tuple[float, float, list[list[int]]]
-_NAMES = "Ada Ben Cleo Dan Eve Finn Gus Hana Ida Jon Kim Lea Max Nia Oto Pia".split()
-_TOWNS = "Oslo Lima Rome Bonn Kyiv Cork Riga Bern".split()
+_NAMES = ("Ada", "Ben", "Cleo", "Dan", "Eve", "Finn", "Gus", "Hana")
+_TOWNS = ("Oslo", "Lima", "Rome", "Bonn", "Kyiv", "Cork", "Riga")
+_NOTES = (
+    "the parcel arrived two days late and one corner of the box was damaged",
+    "please send the invoice to the office on the second floor, not to my home",
+    "the blue chair is fine, but the table has a scratch on its left side",
+    "I would like to return the lamp because it does not fit the socket",
+)
+#: Functions that are written again with another name for their argument.
+_CODE = ((textwrap.indent, "text"), (inspect.cleandoc, "doc"), (textwrap.dedent, "text"))
 
 
 def _quote(number: int) -> str:
     """A document to repeat: English that every Python has, its help pages."""
-    words = topics["assignment"].split()[60 * number :][:140]
-    text = " ".join(words)
-    return f"Document:\n{text}\n\nThe document, word for word:\n{text[:60]}"
+    words = topics["assignment"].split()
+    begin = 60 * number % (len(words) - 140)
+    text = " ".join(words[begin : begin + 140])
+    return f"First copy:\n{text}\n\nSecond copy:\n{text}\n\nThird copy:\n{text[:60]}"
 
 
 def _edit(number: int) -> str:
-    """Code to write again with another name."""
-    functions = (textwrap.dedent, textwrap.indent, inspect.cleandoc, inspect.indentsize)
-    code = inspect.getsource(functions[number % len(functions)])
-    first = code[: code.index("\n") + 1]
-    return f"# Before:\n{code}\n# After, in version {number + 2}:\n{first}"
+    """Code to write again with another name: the first function is done."""
+    before, after = [], []
+    for index in range(2):
+        function, name = _CODE[(number + index) % len(_CODE)]
+        before.append(inspect.getsource(function))
+        after.append(re.sub(rf"\b{name}\b", f"source{number}", before[-1]))
+    begun = after[1].partition("\n")[0]
+    return "\n".join(["# Before:", *before, "# After:", after[0], begun, ""])
 
 
 def _json(number: int) -> str:
-    """Records to write as JSON, after an example."""
-    people = [
-        (_NAMES[(3 * number + i) % 16], _TOWNS[(number + i) % 8], 20 + number + i) for i in range(8)
-    ]
-    told = " ".join(f"{name} from {town} is {age} years old." for name, town, age in people)
-    done = ",\n ".join(
-        f'{{"name": "{name}", "town": "{town}", "age": {age}}}' for name, town, age in people[:2]
-    )
-    return f"Text: {told}\nJSON: [{done},\n"
+    """Letters to write as JSON: the first ones are done."""
+    letters = []
+    for index in range(number, number + 6):
+        name, town = _NAMES[index % 8], _TOWNS[index % 7]
+        letters.append({"name": name, "town": town, "text": _NOTES[index % 4]})
+    told = "\n".join(f"{x['name']} from {x['town']} writes: {x['text']}." for x in letters)
+    done = "\n".join(json.dumps(letter) for letter in letters[:3])
+    return f"Letters:\n{told}\n\nThe same letters, one JSON object for each:\n{done}\n"
 
 
 def _prose(number: int) -> str:
     """A story: sampled, so that it does not repeat itself."""
-    return f"{_NAMES[number]} from {_TOWNS[number % 8]} woke up early that morning and"
+    return f"{_NAMES[number % 8]} from {_TOWNS[number % 7]} woke up early that morning and"
 
 
 WORK = {"quote": _quote, "edit": _edit, "json": _json, "prose": _prose}
@@ -70,10 +85,12 @@ def measure_speculative(settings: Settings, engines: Engines) -> list[Result]:
     from sdk.llm import LLM
 
     requests = max(settings.requests)
+    most = LLM.plan(settings.model, kv_cache_dtype=settings.kv, max_num_seqs=1).max_model_len
+    context = min(_PROMPT + settings.output_len, most)
     found = []
     with (
-        _opened(LLM, settings, requests, None) as plain,
-        _opened(LLM, settings, requests, "ngram") as drafting,
+        _opened(LLM, settings, requests, context, None) as plain,
+        _opened(LLM, settings, requests, context, "ngram") as drafting,
     ):
         for count in settings.requests:
             for name in WORK:
@@ -89,13 +106,15 @@ def measure_speculative(settings: Settings, engines: Engines) -> list[Result]:
     return found
 
 
-def _opened(llm: type[LLM], settings: Settings, requests: int, speculative: str | None) -> LLM:
+def _opened(
+    llm: type[LLM], settings: Settings, requests: int, context: int, speculative: str | None
+) -> LLM:
     return llm(
         settings.model,
         num_threads=settings.threads,
         max_num_seqs=requests,
         kv_cache_dtype=settings.kv,
-        max_model_len=1024 + settings.output_len,
+        max_model_len=context,
         enable_prefix_caching=False,
         speculative_config=speculative,
     )
@@ -127,11 +146,11 @@ def _run(llm: LLM, name: str, count: int, output_len: int) -> _Run:
         )
         for number in range(count)
     ]
+    room = llm.memory_plan.max_model_len - output_len
+    encode = llm.get_tokenizer().encode
+    prompts = [{"prompt_token_ids": encode(WORK[name](i))[-room:]} for i in range(count)]
     before = llm.get_metrics()
-    answers: dict[str, list[int]] = {
-        request_id: []
-        for request_id in llm.enqueue([WORK[name](number) for number in range(count)], params)
-    }
+    answers: dict[str, list[int]] = {one: [] for one in llm.enqueue(prompts, params)}
     begin, known = 0.0, 0
     while llm.has_unfinished_requests:
         for output in llm.step():

@@ -29,11 +29,11 @@ class Drafter(ABC):
 
     def end(self, request: Request) -> None:
         """The request has ended and gets no more drafts."""
-        return None
+        return
 
     def reset(self) -> None:
         """Forget what was learned from other requests."""
-        return None
+        return
 
 
 class Drafts:
@@ -133,8 +133,8 @@ class Drafts:
     def take(self, request: Request, budget: int, pool: PagePool) -> tuple[int, ...]:
         """The drafts after a request that needs one token, within ``budget`` tokens.
 
-        Also takes the pages they need, if any are left: no request is preempted for a draft, and a
-        draft without a page does not run.
+        Also takes the pages they need, if any are left: for a draft no request is preempted and no
+        page moves to a lower tier, and a draft without a page does not run.
         """
         known = len(request.token_ids)
         most = min(self._chosen.get(request, 0), budget, request.max_len - known - 1)
@@ -143,7 +143,8 @@ class Drafts:
         drafts = tuple(self.drafter.propose(request, most))[:most]
         missing = -(-(known + len(drafts)) // pool.page_size) - len(request.pages)
         if missing > 0:
-            if (pages := pool.acquire((), missing)) is None:
+            pages = pool.acquire((), missing) if pool.can_spare(missing) else None
+            if pages is None:
                 return drafts[: len(request.pages) * pool.page_size - known]
             request.pages += pages
         return drafts

@@ -33,8 +33,8 @@ class _Reader:
 
     __slots__ = ("answers", "answers_match", "num_read", "text")
 
-    def __init__(self) -> None:
-        self.text = SuffixAutomaton()
+    def __init__(self, most: int | None) -> None:
+        self.text = SuffixAutomaton(most)
         self.num_read = 0
         self.answers: SuffixAutomaton | None = None
         self.answers_match = 0, 0  # state, length
@@ -96,14 +96,11 @@ class PromptLookup(Drafter):
         """See :class:`~sdk.engine.scheduling.drafts.Drafter`."""
         reader = self._readers.get(request)
         if reader is None:
-            reader = self._readers[request] = _Reader()
+            reader = self._readers[request] = _Reader(self._most)
         if not self._read(reader, request):
             return 0
-        length = reader.text.match[0]
-        longest = max(length, reader.answers_match[1])
-        if self._most is not None:
-            longest = min(longest, self._most)
-        return longest if longest >= self._least else 0
+        length = max(reader.text.match[0], reader.answers_match[1])
+        return length if length >= self._least else 0
 
     def _read(self, reader: _Reader, request: Request) -> bool:
         """Read the request's new tokens. False: there are more, or no memory is left for them."""
@@ -134,18 +131,19 @@ class PromptLookup(Drafter):
         """See :class:`~sdk.engine.scheduling.drafts.Drafter`."""
         reader = self._readers[request]
         text, (state, length) = reader.text, reader.answers_match
-        if length > text.match[0] and reader.answers is not None:
-            end = reader.answers.end_of(state)
+        longer = length if self._most is None else min(length, self._most)
+        if longer > text.match[0] and reader.answers is not None:
+            end = reader.answers.end_of(state, length)
             found = reader.answers.tokens[end : end + most]
             if _SEPARATOR in found:
                 found = found[: found.index(_SEPARATOR)]
             if found:
                 return found
-        own, end = text.match if self._most is None else text.match_of(self._most)
+        own, end = text.match
         if own < self._least:
             return []
         found = text.tokens[end : end + most]
-        while len(found) < most:  # the match overlaps the end: the text repeats itself
+        while len(found) < most:  # the text repeats itself
             found += found[: most - len(found)]
         return found
 

@@ -373,7 +373,7 @@ class Scheduler:
         new_pages: list[tuple[str, tuple[int, ...]]],
         budget: int,
     ) -> int:
-        """Put drafts after the tokens that decode, which all have pages by now. Returns how many."""
+        """Put drafts after the tokens that decode and have their pages. Returns how many."""
         left = budget
         if not drafts.choose([request for request, _ in decodes], budget, self._num_steps):
             return 0

@@ -7,16 +7,24 @@ last state is the longest suffix of the text that occurred before, and no search
 
 from __future__ import annotations
 
+#: The suffixes of the text, longest first, of which the last occurrence is noted. Noting it for all
+#: of them would take more than constant time.
+_RECENT = 4
+
 
 class SuffixAutomaton:
-    """Appending a token takes amortized constant time: 1.4 us, and 0.4 KB (docs/log.md)."""
+    """Appending a token takes amortized constant time: 2 us, and 0.4 KB (docs/log.md).
+
+    ``most``: matches are no longer than this.
+    """
 
     #: Bytes per state, of which a text has at most two per token: measured with tracemalloc.
-    STATE_BYTES = 340
+    STATE_BYTES = 360
 
-    __slots__ = ("_ends", "_last", "_lengths", "_links", "_next", "match", "tokens")
+    __slots__ = ("_ends", "_last", "_lengths", "_links", "_most", "_next", "match", "tokens")
 
-    def __init__(self) -> None:
+    def __init__(self, most: int | None = None) -> None:
+        self._most = most
         self.tokens: list[int] = []
         #: Length of the longest suffix that occurred before, and the position after a recent
         #: occurrence.
@@ -49,9 +57,19 @@ class SuffixAutomaton:
             if lengths[other] > lengths[state] + 1:
                 other = self._split(state, token, other)
             links[new] = other
-        found = links[new]
-        self.match = lengths[found], self._ends[found]
-        self._ends[found] = end  # prefer recent occurrences
+        found, most = links[new], self._most
+        if most is None or lengths[found] <= most:
+            self.match = lengths[found], self._ends[found]
+        else:
+            limited = found
+            while lengths[links[limited]] >= most:
+                limited = links[limited]
+            self.match = most, self._ends[limited]
+        for _ in range(_RECENT):
+            self._ends[found] = end
+            found = links[found]
+            if found <= 0:
+                break
 
     def _split(self, state: int, token: int, other: int) -> int:
         """Give the substrings of ``other`` that continue ``state`` their own state."""
@@ -67,32 +85,26 @@ class SuffixAutomaton:
             state = links[state]
         return split
 
-    def match_of(self, most: int) -> tuple[int, int]:
-        """``match`` if no more than the last ``most`` tokens are compared."""
-        length, end = self.match
-        if length <= most:
-            return self.match
-        links, lengths = self._links, self._lengths
-        state = links[self._last]
-        while lengths[links[state]] >= most:
-            state = links[state]
-            end = self._ends[state]
-        return most, end
-
     def follow(self, state: int, length: int, token: int) -> tuple[int, int]:
         """Continue a match of another text by one token.
 
         The match is the ``length`` last tokens of that text, which lead to ``state`` (0, 0: none).
         """
         following, links, lengths = self._next, self._links, self._lengths
-        while state and length <= lengths[links[state]]:
-            state = links[state]  # it was split
+        state = self._of(state, length)
         while state and token not in following[state]:
             state = links[state]
             length = lengths[state]
         target = following[state].get(token)
         return (0, 0) if target is None else (target, length + 1)
 
-    def end_of(self, state: int) -> int:
-        """The position after an occurrence of the substrings of ``state``."""
-        return self._ends[state]
+    def _of(self, state: int, length: int) -> int:
+        """The state of a match; ``state`` was it before states were split."""
+        links, lengths = self._links, self._lengths
+        while state and length <= lengths[links[state]]:
+            state = links[state]
+        return state
+
+    def end_of(self, state: int, length: int) -> int:
+        """The position after a recent occurrence of a match."""
+        return self._ends[self._of(state, length)]
