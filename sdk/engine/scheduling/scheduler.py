@@ -171,8 +171,8 @@ class Scheduler:
         if drafts is not None:
             self._planned_at = self.queues.clock()
             if last is not None and not in_flight.batches:
-                rows = len(last.sequences)
-                budget = (most_tokens or self.config.max_num_batched_tokens) - rows
+                most = self.config.max_num_batched_tokens
+                budget = min(most, most_tokens or most) - len(last.sequences)
                 if drafts.choose(last.sequences, budget, self._num_steps, repeats=True):
                     last = None
         if last is not None and (batch := self._plan_again(last)) is not None:
