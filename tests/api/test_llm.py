@@ -377,7 +377,7 @@ def test_without_a_tokenizer_token_ids_still_work(tiny_path: Path) -> None:
         ({"device": "tpu"}, RequestError, "device"),
         ({"gpu_memory_utilization": 1.5}, RequestError, "share"),
         ({"enable_lora": True}, RequestError, "not available in this release"),
-        ({"speculative_config": {}}, RequestError, "not available in this release"),
+        ({"speculative_config": {}}, RequestError, "method is missing"),
         ({"trust_remote_code": True}, RequestError, "never run"),
         ({"on_progress": 3}, RequestError, "callable"),
         (

@@ -180,6 +180,10 @@ class PagePool:
             pages.append(page)
         return pages
 
+    def can_spare(self, count: int) -> bool:
+        """Whether so many pages are free or only cached: no request is worse off without them."""
+        return count <= len(self._free) + len(self._cached)
+
     def withhold(self, count: int) -> list[int]:
         """Withhold up to ``count`` pages without an owner, free ones first; returns them."""
         taken = self._free[:count]

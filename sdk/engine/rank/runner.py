@@ -84,7 +84,7 @@ class ModelRunner:
             self._inputs = StepInputs(
                 config.max_num_batched_tokens,
                 config.max_num_seqs,
-                config.max_num_seqs * (1 + config.max_draft_tokens),
+                config.max_num_seqs + config.max_draft_tokens,
                 config.max_model_len,
                 config.page_size,
                 self.ops.device,

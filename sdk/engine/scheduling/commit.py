@@ -129,7 +129,10 @@ class Committer:
         """The accepted tokens after drafts, up to the one that ends the answer."""
         self.num_draft_tokens += len(drafts)
         # The last token was no draft, unless a structured answer is complete with one.
-        self.num_accepted_tokens += len(tokens) - (tuple(tokens) != drafts[: len(tokens)])
+        accepted = len(tokens) - (tuple(tokens) != drafts[: len(tokens)])
+        self.num_accepted_tokens += accepted
+        request.num_draft_tokens += len(drafts)
+        request.num_accepted_tokens += accepted
         stops, least = request.stop_token_ids, request.params.min_tokens
         known, count = request.num_output_tokens, 0
         for token_id in tokens:

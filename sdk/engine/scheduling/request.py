@@ -77,8 +77,10 @@ class Request:
         "mirostat_mu",
         "negative",
         "negative_of",
+        "num_accepted_tokens",
         "num_cached",
         "num_computed",
+        "num_draft_tokens",
         "num_preemptions",
         "num_prompt_scored",
         "num_prompt_tokens",
@@ -143,7 +145,7 @@ class Request:
         self.num_computed = 0
         self.num_cached: int | None = None  # the first prefix hit; a preemption does not change it
         self.num_prompt_scored = 0  # prompt_logprobs reported so far
-        self.num_preemptions = 0
+        self.num_preemptions = self.num_draft_tokens = self.num_accepted_tokens = 0
         self.mirostat_mu: float | None = None  # as of the last committed token
         self.pages: list[int] = []
         self.keys: list[PageKey] = []  # of its full pages, as far as they were needed
