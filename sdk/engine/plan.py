@@ -93,7 +93,17 @@ class Move(NamedTuple):
     target: int
 
 
-Copy = Swap | Move
+class Duplicate(NamedTuple):
+    """A copy of a page into another one of its tier; both stay where they are.
+
+    Both ids contain the tier (``kernels/kv_tiers.py``).
+    """
+
+    source: int
+    target: int
+
+
+Copy = Swap | Move | Duplicate
 
 
 class StepRow(NamedTuple):

@@ -1,6 +1,6 @@
 """Runs beam searches: each step of all prompts' beams is one batch of one-token requests.
 
-A request's pages stay in the prefix cache, so the next step finds all whole pages of its beam.
+A request's pages stay in the prefix cache, so the next step finds those of its beam.
 """
 
 from __future__ import annotations

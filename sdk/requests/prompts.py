@@ -259,8 +259,8 @@ class PromptReader:
                 "; pass a conversation, a list of messages, to chat()" if "role" in prompt else ""
             )
             raise RequestError(
-                "prompt: expected a dict with either 'prompt', 'prompt_token_ids' or "
-                "'prompt_embeds' (and optionally 'cache_salt' and 'negative_prompt' or "
+                "prompt: expected a dict with either 'prompt' or 'prompt_token_ids' (or "
+                "'prompt_embeds'; optionally 'cache_salt' and 'negative_prompt' or "
                 "'negative_prompt_token_ids'; with 'prompt' also 'suffix' and 'suffix_first'), "
                 f"found the keys {safe_repr(list(prompt))}{hint}"
             )

@@ -36,7 +36,10 @@ from sdk.engine.plan import Copy
 
 
 class PageKey(NamedTuple):
-    """The identity of a full page: its digest, its predecessor's digest, and its tokens."""
+    """The identity of a page: its digest, its predecessor's digest, and its tokens.
+
+    With fewer tokens than a page has it is the identity of a tail (:class:`Tails`).
+    """
 
     digest: bytes
     parent: bytes
@@ -212,7 +215,8 @@ class PagePool:
     def _evict(self) -> int:
         page, _ = self._cached.popitem(last=False)
         key = self._keys[page]
-        if self.on_evict is not None and key is not None:
+        whole = key is not None and len(key.token_ids) == self.page_size
+        if self.on_evict is not None and key is not None and whole:
             self.on_evict(self.location(page), key)
         self._forget(page)
         self.evictions += 1
