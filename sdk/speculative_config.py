@@ -11,7 +11,7 @@ from typing import Any
 from sdk.errors import RequestError
 from sdk.quant.safe_repr import safe_repr
 
-METHODS = ("ngram",)
+METHODS = ("ngram", "grammar")
 _OPTION = "speculative_config"
 _MOST_DRAFTS = 64
 
@@ -21,7 +21,9 @@ class SpeculativeConfig:
     """How draft tokens are found, and how many.
 
     ``ngram`` looks for the last tokens of a request earlier in its prompt and answer, and in recent
-    answers to other requests, and proposes what followed there. ``prompt_lookup_min``: a match has
+    answers to other requests, and proposes what followed there. ``grammar`` proposes only the
+    tokens of structured answers that leave no choice, which ``ngram`` does too.
+    ``prompt_lookup_min``: a match has
     at least this many tokens; ``prompt_lookup_max``: more are not compared (``None``: all are).
     ``num_speculative_tokens``: the most drafts of one request in a step. ``adaptive``: verify only
     as many as pay off, by measured acceptance and step times; otherwise always as many as possible.

@@ -176,6 +176,8 @@ class StepResult(NamedTuple):
     errors: Mapping[str, str] = {}
     #: Requests whose structured answer is complete with these tokens.
     complete: Collection[str] = ()
+    #: With drafts: the tokens that structures force after these, by request.
+    forced: Mapping[str, Sequence[int]] = {}
     #: Slots of the swap space for which writing to the swap file failed, with the reason. These
     #: slots are empty.
     unwritten: Mapping[int, str] = {}

@@ -21,6 +21,7 @@ from sdk.engine.rank.runner import ModelRunner
 from sdk.engine.rank.runner_config import RunnerConfig
 from sdk.engine.scheduling.draft_lengths import DraftLengths
 from sdk.engine.scheduling.drafts import Drafts
+from sdk.engine.scheduling.forced_tokens import ForcedTokens
 from sdk.engine.scheduling.prompt_lookup import LOOKUP_BYTES, PromptLookup
 from sdk.engine.scheduling.results import ResultBudget
 from sdk.engine.scheduling.scheduler import Scheduler
@@ -187,12 +188,15 @@ def _drafts(config: EngineConfig, memory: MemoryPlan) -> Drafts | None:
     if speculative is None:
         return None
     assert isinstance(speculative, SpeculativeConfig)  # EngineConfig has parsed it
-    drafter = PromptLookup(
-        speculative.prompt_lookup_min,
-        speculative.prompt_lookup_max,
-        LOOKUP_BYTES,
-        shares=config.enable_prefix_caching,
-    )
+    lookup = None
+    if speculative.method == "ngram":
+        lookup = PromptLookup(
+            speculative.prompt_lookup_min,
+            speculative.prompt_lookup_max,
+            LOOKUP_BYTES,
+            shares=config.enable_prefix_caching,
+        )
+    drafter = ForcedTokens(lookup)
     lengths = DraftLengths() if speculative.adaptive else None
     return Drafts(drafter, speculative.num_speculative_tokens, lengths, memory.draft_tokens)
 

@@ -27,6 +27,16 @@ PROMPTS = [
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 DRAWN = GREEDY.clone(temperature=0.9, top_p=0.9, seed=3)
 COLD = DRAWN.clone(temperature=0.1, seed=11)
+#: A structure with forced text.
+FORCED = {
+    "type": "object",
+    "properties": {
+        "first_name": {"type": "string", "maxLength": 4},
+        "year": {"enum": [1999, 2001]},
+    },
+    "required": ["first_name", "year"],
+    "additionalProperties": False,
+}
 KINDS = {
     "greedy": GREEDY,
     "drawn": DRAWN,
@@ -44,6 +54,8 @@ KINDS = {
     "mirostat": COLD.clone(mirostat_mode=2),
     "callbacks": COLD.clone(logits_processors=[lambda _, row: row * 1.01]),
     "guided": GREEDY.clone(guidance_scale=1.5),
+    "object": DRAWN.clone(structured_outputs={"json": FORCED}, ignore_eos=False, max_tokens=90),
+    "choice": GREEDY.clone(structured_outputs={"choice": ["a long choice", "another long one"]}),
 }
 NO_DRAFTS = ("mirostat", "callbacks", "guided")
 #: Options of the engine; each is one row of the matrix.
@@ -100,6 +112,19 @@ def test_answers_are_those_without_drafts(tiny_path: Path, kind: str) -> None:
         assert (metrics["num_draft_tokens"] > 0) == (kind not in NO_DRAFTS)
         llm.reset_prefix_cache()
         assert seen(llm, params) == plain
+
+
+def test_forced_tokens_are_all_accepted(tiny_path: Path) -> None:
+    params = [KINDS["object"].clone(seed=seed) for seed in range(4)]
+    prompts = [PROMPTS[0]] * 4
+    with opened(tiny_path) as llm:
+        plain = seen(llm, params, prompts)
+        steps = llm.get_metrics()["num_steps"]
+    with drafting(tiny_path, speculative_config={"method": "grammar", "adaptive": False}) as llm:
+        assert seen(llm, params, prompts) == plain
+        metrics = llm.get_metrics()
+        assert metrics["num_accepted_tokens"] == metrics["num_draft_tokens"] > 40
+        assert metrics["num_steps"] < 0.7 * steps
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -270,10 +295,10 @@ def test_a_method_a_dict_and_json_mean_the_same() -> None:
     [
         ({}, "method is missing; expected 'ngram'"),
         (3, "expected a dict such as .* found 3"),
-        ("ngramm", "method: expected 'ngram', found 'ngramm'"),
+        ("ngramm", "method: expected 'ngram' or 'grammar', found 'ngramm'"),
         ("{'method': 'ngram'}", "expected a method's name or a JSON object"),
-        ("[" * 100_000, "method: expected 'ngram', found"),
-        ({"method": ["ngram"]}, r"method: expected 'ngram', found \['ngram'\]"),
+        ("[" * 100_000, "method: expected 'ngram' or 'grammar', found"),
+        ({"method": ["ngram"]}, r"method: expected 'ngram' or 'grammar', found \['ngram'\]"),
         ({"method": "ngram", "num_speculative_token": 3}, "did you mean 'num_speculative_tokens'"),
         ({"method": "ngram", "qqq": 3}, "unknown key 'qqq'; expected method, num_spec"),
         ({"method": "ngram", 7: 3}, "unknown key 7"),

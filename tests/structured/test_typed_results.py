@@ -178,7 +178,7 @@ def test_tools_run_until_there_is_an_answer(smol: LLM) -> None:
         ({"tools": [get_weather], "returns": int}, "cannot be combined"),
         ({"tool_choice": "required"}, "needs tools"),
     ],
-    ids=str,
+    ids=["no tool", "no such tool", "no such format", "returns too", "no tools"],
 )
 def test_bad_tools_are_refused(smol: LLM, options: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):

@@ -84,7 +84,7 @@ class Drafts:
             history = self._histories.get(request)
             if history is None:
                 history = self._histories[request] = DraftHistory()
-            if step >= history.look_at:
+            if request.forced or step >= history.look_at:
                 match = self.drafter.match(request)
                 if match:
                     history.misses = 0
@@ -124,6 +124,10 @@ class Drafts:
         for request in [request for request in self._histories if request.finished]:
             del self._histories[request]
             self.drafter.end(request)
+
+    def look_again(self) -> None:
+        """A request has a new proposal: :meth:`choose` looks at all of them in the next step."""
+        self._next_look = 0
 
     def learn_step(self, num_tokens: int, seconds: float) -> None:
         """Learn from the time of a step in which all rows decoded."""

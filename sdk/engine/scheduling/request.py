@@ -68,6 +68,7 @@ class Request:
         "deadline",
         "events",
         "first_token_ts",
+        "forced",
         "is_complete",
         "keys",
         "kind",
@@ -155,6 +156,7 @@ class Request:
         self.max_len = 0  # it finishes with "length" at this many tokens
         self.stop_token_ids = frozenset(params.stop_token_ids or ())
         self.is_complete = False  # its structure is, so its last token is text
+        self.forced: Sequence[int] = ()  # the next tokens, if its structure leaves no choice
         self.deadline = math.inf
         # Why it was not admitted last time, so that the next plan need not search again.
         self.min_available = 0

@@ -192,6 +192,8 @@ class Scheduler:
             if batches[0].num_decodes == len(rows):
                 tokens = self._num_tokens
                 drafts.learn_step(tokens, self.queues.clock() - self._planned_at)
+            if result.forced:
+                drafts.look_again()
         return self.committer.commit(result, self.pages_ahead)
 
     def _plan_anew(self, most_tokens: int | None, busy: frozenset[Request]) -> StepPlan | None:
