@@ -11,7 +11,13 @@ from typing import Any
 from sdk.errors import RequestError
 from sdk.quant.safe_repr import safe_repr
 
-METHODS = ("ngram",)
+METHODS = ("ngram", "self")
+#: Keys that only one method uses.
+_OWN_KEYS = {
+    "prompt_lookup_min": "ngram",
+    "prompt_lookup_max": "ngram",
+    "quantization": "self",
+}
 _OPTION = "speculative_config"
 _MOST_DRAFTS = 64
 
@@ -23,6 +29,7 @@ class SpeculativeConfig:
     ``ngram`` looks for the last tokens of a request earlier in its prompt and answer, and in recent
     answers to other requests, and proposes what followed there. ``prompt_lookup_min``: a match has
     at least this many tokens; ``prompt_lookup_max``: more are not compared (``None``: all are).
+    ``self`` drafts with the model's own weights, packed by the scheme ``quantization``.
     ``num_speculative_tokens``: the most drafts of one request in a step. ``adaptive``: verify only
     as many as pay off, by measured acceptance and step times; otherwise always as many as possible.
     """
@@ -32,6 +39,7 @@ class SpeculativeConfig:
     prompt_lookup_min: int = 2
     prompt_lookup_max: int | None = None
     adaptive: bool = True
+    quantization: str = "int4"
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -55,10 +63,12 @@ class SpeculativeConfig:
             )
 
     def __str__(self) -> str:
-        longest = "" if self.prompt_lookup_max is None else f" to {self.prompt_lookup_max}"
+        longest = " or more" if self.prompt_lookup_max is None else f" to {self.prompt_lookup_max}"
+        how = f"after matches of {self.prompt_lookup_min}{longest} tokens"
+        if self.method == "self":
+            how = f"from the model's weights in {self.quantization}"
         return (
-            f"{self.method}: up to {self.num_speculative_tokens} draft tokens per request, after "
-            f"matches of {self.prompt_lookup_min}{longest or ' or more'} tokens"
+            f"{self.method}: up to {self.num_speculative_tokens} draft tokens per request, {how}"
             + ("" if self.adaptive else ", not adaptive")
         )
 
@@ -86,6 +96,11 @@ def speculative_config(value: object) -> SpeculativeConfig | None:
         raise RequestError(
             f"{_OPTION}: method is missing; expected {' or '.join(map(repr, METHODS))}"
         )
+    for name, method in _OWN_KEYS.items():
+        if name in value and value["method"] in METHODS and value["method"] != method:
+            raise RequestError(
+                f"{_OPTION}: {name} belongs to method {method!r}; remove it or use that method"
+            )
     return SpeculativeConfig(**value)
 
 

@@ -36,6 +36,16 @@ class Drafter(ABC):
         return
 
 
+class SelfDrafter(Drafter):
+    """The ranks draft (engine/rank/self_drafts.py): a plan has only the number of drafts."""
+
+    def match(self, request: Request) -> int:
+        return len(request.token_ids)
+
+    def propose(self, request: Request, most: int) -> Sequence[int]:
+        return (0,) * most
+
+
 class Drafts:
     """Decides how many drafts a step verifies: at most ``most`` for each request, and
     ``most_in_step`` for all. Without ``lengths`` every request gets as many as it can.
