@@ -186,7 +186,7 @@ def _with_drafts(demand: Demand, config: EngineConfig, checkpoint: Checkpoint) -
     both = replace(
         own,
         total=own.total + drafting.total,
-        loading=max(own.loading, own.total + drafting.loading),
+        loading=max(own.loading, own.total + drafting.loading),  # one after the other
     )
     return replace(demand, weights=both, draft_tokens=tokens, drafting_weights=drafting.total)
 

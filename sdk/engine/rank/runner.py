@@ -86,6 +86,8 @@ class ModelRunner:
             self.strategy: Strategy = Eager(self._passes, self._inputs, "enforce_eager")
             self.self_drafts: SelfDrafts | None = None
             if config.drafting_quantization is not None:
+                checkpoint.close()
+                release_free_memory()  # before the same file is loaded again
                 self.self_drafts = SelfDrafts(config, mesh, self.ops, self.kv)
             #: Whether steps should be recorded.
             self.records = False

@@ -126,7 +126,7 @@ class Drafts:
         if self._chosen or not self.lengths.costs(num_rows):
             return
         for request, history in zip(offers, histories, strict=True):
-            if history.probes():
+            if history.probes() and self.lengths.may_probe(num_rows):
                 self._chosen[request] = PROBE_DRAFTS
                 return
 
@@ -138,7 +138,7 @@ class Drafts:
     def learn_step(self, num_tokens: int, seconds: float) -> None:
         """Learn from the time of a step in which all rows decoded."""
         if self.lengths is not None:
-            self.lengths.costs.learn(num_tokens, seconds)
+            self.lengths.learn_step(num_tokens, seconds)
 
     def take(self, request: Request, budget: int, pool: PagePool) -> tuple[int, ...]:
         """The drafts after a request that needs one token, within ``budget`` tokens.
