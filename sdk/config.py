@@ -138,7 +138,7 @@ class EngineConfig:
         self._check_steps()
         self._check_swap()
         self._check_offload()
-        object.__setattr__(self, "speculative_config", speculative_config(self.speculative_config))
+        self._check_speculative()
         if self.kv_cache_dtype != "auto":
             object.__setattr__(self, "kv_cache_dtype", _kv_cache_dtype(self.kv_cache_dtype))
         if self.kv_policy is not None:
@@ -177,6 +177,28 @@ class EngineConfig:
                 f"disk_offload={self.cpu_offload!r} to leave them on the disk"
             )
         self._check_folder("disk_offload_path", "disk_offload")
+
+    def _check_speculative(self) -> None:
+        speculative = speculative_config(self.speculative_config)
+        object.__setattr__(self, "speculative_config", speculative)
+        if speculative is None or speculative.method != "self":
+            return
+        try:
+            _check_quantization(speculative.quantization)
+        except RequestError as error:
+            raise RequestError(f"speculative_config: {error}") from error
+        needed = {"tensor_parallel_size": 1, "disk_offload": 0, "cpu_offload": 0}
+        for name, value in needed.items():
+            if (found := getattr(self, name)) != value:
+                raise RequestError(
+                    f"speculative_config: method 'self' needs {name}={value}, found {found!r}; "
+                    "method 'ngram' works with it"
+                )
+        if self.device == "cuda":
+            raise RequestError(
+                "speculative_config: method 'self' is not supported on a GPU in this release; "
+                "use method 'ngram'"
+            )
 
     def _check_folder(self, name: str, option: str) -> None:
         """``name`` must be a folder, and has an effect only together with ``option``."""

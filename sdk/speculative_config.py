@@ -11,7 +11,14 @@ from typing import Any
 from sdk.errors import RequestError
 from sdk.quant.safe_repr import safe_repr
 
-METHODS = ("ngram", "grammar")
+METHODS = ("ngram", "grammar", "self")
+_EXPECTED = f"{', '.join(map(repr, METHODS[:-1]))} or {METHODS[-1]!r}"
+#: Keys that only one method uses.
+_OWN_KEYS = {
+    "prompt_lookup_min": "ngram",
+    "prompt_lookup_max": "ngram",
+    "quantization": "self",
+}
 _OPTION = "speculative_config"
 _MOST_DRAFTS = 64
 
@@ -22,9 +29,10 @@ class SpeculativeConfig:
 
     ``ngram`` looks for the last tokens of a request earlier in its prompt and answer, and in recent
     answers to other requests, and proposes what followed there. ``grammar`` proposes only the
-    tokens of structured answers that leave no choice, which ``ngram`` does too.
-    ``prompt_lookup_min``: a match has
-    at least this many tokens; ``prompt_lookup_max``: more are not compared (``None``: all are).
+    tokens of structured answers that leave no choice, which ``ngram`` does too. ``self`` drafts
+    with the model's own weights, packed by the scheme ``quantization``.
+    ``prompt_lookup_min``: a match has at least this many tokens; ``prompt_lookup_max``: more are
+    not compared (``None``: all are).
     ``num_speculative_tokens``: the most drafts of one request in a step. ``adaptive``: verify only
     as many as pay off, by measured acceptance and step times; otherwise always as many as possible.
     """
@@ -34,12 +42,12 @@ class SpeculativeConfig:
     prompt_lookup_min: int = 2
     prompt_lookup_max: int | None = None
     adaptive: bool = True
+    quantization: str = "int4"
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise RequestError(
-                f"{_OPTION}: method: expected {' or '.join(map(repr, METHODS))}, "
-                f"found {safe_repr(self.method)}"
+                f"{_OPTION}: method: expected {_EXPECTED}, found {safe_repr(self.method)}"
             )
         _check_count("num_speculative_tokens", self.num_speculative_tokens, 1, _MOST_DRAFTS)
         least, most = self.prompt_lookup_min, self.prompt_lookup_max
@@ -57,10 +65,14 @@ class SpeculativeConfig:
             )
 
     def __str__(self) -> str:
-        longest = "" if self.prompt_lookup_max is None else f" to {self.prompt_lookup_max}"
+        longest = " or more" if self.prompt_lookup_max is None else f" to {self.prompt_lookup_max}"
+        how = f"after matches of {self.prompt_lookup_min}{longest} tokens"
+        if self.method == "grammar":
+            how = "where a structured answer leaves no choice"
+        if self.method == "self":
+            how = f"from the model's weights in {self.quantization}"
         return (
-            f"{self.method}: up to {self.num_speculative_tokens} draft tokens per request, after "
-            f"matches of {self.prompt_lookup_min}{longest or ' or more'} tokens"
+            f"{self.method}: up to {self.num_speculative_tokens} draft tokens per request, {how}"
             + ("" if self.adaptive else ", not adaptive")
         )
 
@@ -85,9 +97,12 @@ def speculative_config(value: object) -> SpeculativeConfig | None:
             hint = f"did you mean {close[0]!r}?" if close else f"expected {', '.join(known)}"
             raise RequestError(f"{_OPTION}: unknown key {safe_repr(name)}; {hint}")
     if "method" not in value:
-        raise RequestError(
-            f"{_OPTION}: method is missing; expected {' or '.join(map(repr, METHODS))}"
-        )
+        raise RequestError(f"{_OPTION}: method is missing; expected {_EXPECTED}")
+    for name, method in _OWN_KEYS.items():
+        if name in value and value["method"] in METHODS and value["method"] != method:
+            raise RequestError(
+                f"{_OPTION}: {name} belongs to method {method!r}; remove it or use that method"
+            )
     return SpeculativeConfig(**value)
 
 

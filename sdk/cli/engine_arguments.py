@@ -14,8 +14,8 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     "quantization": {"help": "quantize float matrices while loading: int4, int8, ..."},
     "speculative_config": {
         "metavar": "METHOD|JSON",
-        "help": "find draft tokens and verify several in one step: ngram, or a JSON object with "
-        "its settings",
+        "help": "find draft tokens and verify several in one step: ngram, self, or a JSON "
+        "object with settings",
     },
     "disk_offload": {
         "help": "weights to leave on the disk: a size such as 2GiB, or auto: all that --memory "

@@ -115,7 +115,8 @@ class StepRow(NamedTuple):
     #: more than there are drafts.
     num_output_rows: int = 0
     #: Tokens that a drafter expects after the known ones. Each is compared with the token sampled
-    #: at the position before it; the first that differs and all after it are rejected.
+    #: at the position before it; the first that differs and all after it are rejected. Ranks that
+    #: draft themselves replace them.
     drafts: tuple[int, ...] = ()
     #: The adapter slot of its tokens; -1: no adapter.
     adapter: int = -1

@@ -20,7 +20,7 @@ from sdk.engine.rank.kv_cache import kv_spec
 from sdk.engine.rank.runner import ModelRunner
 from sdk.engine.rank.runner_config import RunnerConfig
 from sdk.engine.scheduling.draft_lengths import DraftLengths
-from sdk.engine.scheduling.drafts import Drafts
+from sdk.engine.scheduling.drafts import Drafter, Drafts, SelfDrafter
 from sdk.engine.scheduling.forced_tokens import ForcedTokens
 from sdk.engine.scheduling.prompt_lookup import LOOKUP_BYTES, PromptLookup
 from sdk.engine.scheduling.results import ResultBudget
@@ -196,7 +196,7 @@ def _drafts(config: EngineConfig, memory: MemoryPlan) -> Drafts | None:
             LOOKUP_BYTES,
             shares=config.enable_prefix_caching,
         )
-    drafter = ForcedTokens(lookup)
+    drafter: Drafter = SelfDrafter() if speculative.method == "self" else ForcedTokens(lookup)
     lengths = DraftLengths() if speculative.adaptive else None
     return Drafts(drafter, speculative.num_speculative_tokens, lengths, memory.draft_tokens)
 
@@ -247,6 +247,7 @@ def _runner_config(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_draft_tokens=memory.draft_tokens,
+        drafting_quantization=_drafting_quantization(config),
         num_threads=max(threads_of(config) // config.tensor_parallel_size, 1),
         device=_device(config),
         compute=compute_of(config),
@@ -260,6 +261,13 @@ def _runner_config(
         kv_keep=config.kv_keep,
         **_offload_options(config, model, memory),
     )
+
+
+def _drafting_quantization(config: EngineConfig) -> str | None:
+    speculative = config.speculative_config
+    if not isinstance(speculative, SpeculativeConfig) or speculative.method != "self":
+        return None
+    return speculative.quantization
 
 
 def _device(config: EngineConfig) -> str:

@@ -51,7 +51,8 @@ class Demand:
     (GPU). ``page_bytes``: one page of the KV cache, all layers and ranks. ``activation_bytes``: one
     value that a kernel passes to the next. ``captured_tokens``: tokens of the largest step that a
     GPU records, or 0. ``scratch``: what a GPU's kernels need in a step. ``draft_tokens``: the most
-    that a step verifies, of all requests; ``drafter_bytes``: what finding them takes.
+    that a step verifies, of all requests; ``drafter_bytes``: what finding them takes;
+    ``drafting_weights``: the part of ``weights`` that drafts.
     """
 
     weights: WeightBytes
@@ -71,6 +72,7 @@ class Demand:
     steps_with_embeds: bool = False
     draft_tokens: int = 0
     drafter_bytes: int = 0
+    drafting_weights: int = 0
 
     @property
     def tokenizer(self) -> int:
@@ -105,6 +107,8 @@ def workspace_bytes(demand: Demand, seqs: int, tokens: int) -> int:
     logits = min(seqs + demand.draft_tokens, tokens) * model.vocab_size * 4
     engine = ENGINE_BYTES + ENGINE_WORD_BYTES * model.vocab_size + demand.drafter_bytes
     engine += demand.weights.window if demand.offloaded else 0
+    if demand.drafting_weights:  # its steps have one token for each request, and their own buffers
+        engine += demand.max_num_seqs * (_token_bytes(demand) + 4 * model.vocab_size)
     steps = 2 if demand.steps_with_embeds else 1
     return engine + steps * (tokens * _token_bytes(demand) + logits) + SCORED_BYTES
 

@@ -62,6 +62,7 @@ def plan_memory(
         graphs=working[1],
         scratch=working[2],
         draft_tokens=demand.draft_tokens,
+        drafting_weights=demand.drafting_weights,
     )
     if plan.kv_tokens < context or plan.total > limit:
         wanted = None if max_model_len is not None else want_context

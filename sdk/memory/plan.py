@@ -98,6 +98,7 @@ class MemoryPlan:
     graphs: int = 0
     scratch: int = 0
     draft_tokens: int = 0
+    drafting_weights: int = 0
     problem: str = ""
     config: EngineConfig | None = field(default=None, repr=False)
     kernels: tuple[KernelShare, ...] = field(default=(), compare=False)
@@ -183,6 +184,8 @@ class MemoryPlan:
         ]
         if self.offloaded:
             rows.insert(1, ("offloaded", self.offloaded, "weights read again in every step: slow"))
+        if self.drafting_weights:
+            rows.insert(1, ("", self.drafting_weights, "of these are the weights that draft"))
         if self.graphs:
             rows.insert(-2, ("graphs", self.graphs, "activations and logits of recorded steps"))
         if self.scratch:

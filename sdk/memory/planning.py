@@ -10,7 +10,7 @@ import torch
 from sdk.config import EngineConfig
 from sdk.engine.rank.kv_cache import kv_spec
 from sdk.engine.scheduling.prompt_lookup import LOOKUP_BYTES
-from sdk.errors import CheckpointError
+from sdk.errors import CheckpointError, UnsupportedError
 from sdk.kernels.registry import facts_of
 from sdk.kernels.scratch import Scratch
 from sdk.kernels.sized_graphs import MOST_TOKENS
@@ -31,7 +31,7 @@ from sdk.models.activation_type import activation_type
 from sdk.models.config import ModelConfig
 from sdk.models.parallel import Mesh
 from sdk.quant.checkpoint import Checkpoint
-from sdk.quant.online import online_quantized
+from sdk.quant.online import OnlineQuantizedCheckpoint, online_quantized
 from sdk.speculative_config import SpeculativeConfig
 
 
@@ -107,6 +107,7 @@ def plan_for(
     weights = weights or weight_bytes(config, checkpoint)
     demand = _demand(config, model, weights, activations)
     demand = replace(demand, scratch=_scratch(config, model, checkpoint, activations))
+    demand = _with_drafts(demand, config, checkpoint)
     if config.disk_offload or config.cpu_offload:
         demand = with_offload(demand, config, MemoryLimits(limit, kv_budget, config.max_model_len))
     made = plan_memory(
@@ -163,18 +164,33 @@ def _demand(
         has_tokenizer=not config.skip_tokenizer_init,
         steps_with_embeds=config.enable_prompt_embeds and eager and not config.enforce_eager,
         captured_tokens=0 if eager else min(config.max_num_batched_tokens, MOST_TOKENS),
-        draft_tokens=_draft_tokens(config, model),
-        drafter_bytes=0 if config.speculative_config is None else LOOKUP_BYTES,
     )
 
 
-def _draft_tokens(config: EngineConfig, model: ModelConfig) -> int:
+def _with_drafts(demand: Demand, config: EngineConfig, checkpoint: Checkpoint) -> Demand:
+    """The demand with what speculative decoding needs."""
     speculative = config.speculative_config
     if speculative is None:
-        return 0
+        return demand
     assert isinstance(speculative, SpeculativeConfig)  # EngineConfig has parsed it
     most = speculative.num_speculative_tokens
-    return draft_tokens(model.vocab_size, most, config.max_num_seqs)
+    tokens = draft_tokens(demand.model.vocab_size, most, demand.max_num_seqs)
+    if speculative.method != "self":
+        searched = LOOKUP_BYTES if speculative.method == "ngram" else 0
+        return replace(demand, draft_tokens=tokens, drafter_bytes=searched)
+    stored = checkpoint.inner if isinstance(checkpoint, OnlineQuantizedCheckpoint) else checkpoint
+    try:
+        packed = online_quantized(stored, speculative.quantization)
+    except UnsupportedError as error:
+        raise UnsupportedError(f"speculative_config: method 'self': {error}") from error
+    own = demand.weights
+    drafting = weight_bytes(replace(config, quantization=speculative.quantization), packed)
+    both = replace(
+        own,
+        total=own.total + drafting.total,
+        loading=max(own.loading, own.total + drafting.loading),  # one after the other
+    )
+    return replace(demand, weights=both, draft_tokens=tokens, drafting_weights=drafting.total)
 
 
 def _scratch(

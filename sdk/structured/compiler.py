@@ -22,7 +22,7 @@ _LIMITS = {"max_lexer_states": 50_000}
 _SEARCH_S = 1.0
 _MOST_TOKENS = 4096
 #: The compiled structures that are kept take about this many bytes (64 MiB), an estimate: schemas
-#: of MaskBench took 0.2 to 0.45 MiB each, the search for the shortest answer included (mean of 364).
+#: of MaskBench took 0.2 to 0.45 MiB each, with the search for the shortest answer (mean of 364).
 _CACHE_BYTES = 2**26
 _MATCHER_BYTES, _CHARACTER_BYTES = 250_000, 40
 #: Texts that end a value or a container.

@@ -1,21 +1,23 @@
-"""Prompt lookup through the public class: the same answers, fewer steps, and its limits."""
+"""Speculative decoding through the public class: the same answers, fewer steps, its limits."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
-from sdk import LLM, RequestError, SamplingParams
+from sdk import LLM, RequestError, SamplingParams, UnsupportedError
 from sdk.engine.scheduling.suffix_automaton import SuffixAutomaton
 from sdk.params import RequestOutputKind
 from sdk.speculative_config import SpeculativeConfig, speculative_config
 
 #: As many drafts as possible, whatever they cost: the most that can go wrong.
 ALWAYS = {"method": "ngram", "prompt_lookup_min": 1, "adaptive": False}
+#: The weights of a model in 4 bits draft for it.
+SELF = {"method": "self", "num_speculative_tokens": 3, "adaptive": False}
 #: Prompts that repeat themselves, one that does not, and one that begins like the first.
 PROMPTS = [
     [5, 9, 30, 31, 200, 17] * 6,
@@ -61,7 +63,7 @@ NO_DRAFTS = ("mirostat", "callbacks", "guided")
 #: Options of the engine; each is one row of the matrix.
 ENGINES: dict[str, dict[str, Any]] = {
     "default": {},
-    "adaptive": {"speculative_config": "ngram"},
+    "adaptive": {},
     "operator by operator": {"enforce_eager": True},
     "k8v4": {"kv_cache_dtype": "k8v4"},
     "int8": {"kv_cache_dtype": "int8"},
@@ -73,6 +75,20 @@ ENGINES: dict[str, dict[str, Any]] = {
     "no prefix cache": {"enable_prefix_caching": False},
     "tiers": {"kv_policy": "fp16>int8"},
 }
+
+
+class Method(NamedTuple):
+    """A model and how it drafts."""
+
+    path: Path
+    config: dict[str, Any]
+
+
+@pytest.fixture(params=["ngram", "self"])
+def method(request: pytest.FixtureRequest, golden: Path) -> Method:
+    if request.param == "ngram":
+        return Method(golden / "gguf-Q8_0" / "model.gguf", ALWAYS)
+    return Method(golden / "arch-llama3" / "hf", SELF)
 
 
 def opened(path: Path, **options: Any) -> LLM:
@@ -102,11 +118,11 @@ def seen(llm: LLM, params: SamplingParams | list[SamplingParams], prompts: Any =
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_answers_are_those_without_drafts(tiny_path: Path, kind: str) -> None:
+def test_answers_are_those_without_drafts(method: Method, kind: str) -> None:
     params = KINDS[kind]
-    with opened(tiny_path) as llm:
+    with opened(method.path) as llm:
         plain = seen(llm, params)
-    with drafting(tiny_path) as llm:
+    with drafting(method.path, speculative_config=method.config) as llm:
         assert seen(llm, params) == plain
         metrics = llm.get_metrics()
         assert (metrics["num_draft_tokens"] > 0) == (kind not in NO_DRAFTS)
@@ -128,28 +144,31 @@ def test_forced_tokens_are_all_accepted(tiny_path: Path) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_answers_are_those_without_drafts_on_every_engine(tiny_path: Path, engine: str) -> None:
+def test_answers_are_those_without_drafts_on_every_engine(method: Method, engine: str) -> None:
     """All kinds of requests run together."""
-    options = {"speculative_config": ALWAYS, **ENGINES[engine]}
+    options = {"speculative_config": method.config, **ENGINES[engine]}
+    if engine == "adaptive":
+        options["speculative_config"] = method.config | {"adaptive": True}
     params = [params for params in KINDS.values() if params.n == 1]
     if engine in ("whole prompts", "one at a time"):  # not with negative prompts
         params = [params for params in params if params.guidance_scale == 1]
     prompts = [PROMPTS[i % len(PROMPTS)] for i in range(len(params))]
-    with opened(tiny_path, **options | {"speculative_config": None}) as llm:
+    with opened(method.path, **options | {"speculative_config": None}) as llm:
         plain = [found[:2] for found in seen(llm, params, prompts)]
-    with opened(tiny_path, **options) as llm:
+    with opened(method.path, **options) as llm:
         assert [found[:2] for found in seen(llm, params, prompts)] == plain
         again = [found[:2] for found in seen(llm, params, prompts)]  # prefix hits, known answers
         assert again == plain
         assert llm.get_metrics()["num_accepted_tokens"] > 0
 
 
-def test_preempted_requests_come_back_to_the_same_answers(tiny_path: Path) -> None:
+def test_preempted_requests_come_back_to_the_same_answers(method: Method) -> None:
     params = [COLD.clone(max_tokens=70, seed=seed) for seed in range(5)]
-    with opened(tiny_path) as llm:
+    with opened(method.path) as llm:
         plain = [found[0] for found in seen(llm, params)]
         memory = 12 * llm.memory_plan.page_bytes
-    with drafting(tiny_path, kv_cache_memory_bytes=memory) as llm:
+    options = {"kv_cache_memory_bytes": memory, "speculative_config": method.config}
+    with drafting(method.path, **options) as llm:
         outputs = llm.generate(PROMPTS, params)
         assert [output.outputs for output in outputs] == plain
         metrics = llm.get_metrics()
@@ -171,13 +190,13 @@ def test_no_page_moves_to_a_lower_tier_for_a_draft(tiny_path: Path) -> None:
 
 @pytest.mark.parametrize("stop", [{"stop": ["e"]}, {"stop_regex": "[a-f]{2}"}])
 def test_text_that_stops_within_accepted_drafts_ends_there(
-    tiny_path: Path, stop: dict[str, Any]
+    method: Method, stop: dict[str, Any]
 ) -> None:
     params = COLD.clone(**stop, min_tokens=6)
-    with opened(tiny_path) as llm:
+    with opened(method.path) as llm:
         plain = seen(llm, params)
     assert any(found[0][0].finish_reason == "stop" for found in plain)
-    with drafting(tiny_path) as llm:
+    with drafting(method.path, speculative_config=method.config) as llm:
         assert seen(llm, params) == plain
         told = sum(len(found[0][0].token_ids) for found in plain)
         assert llm.get_metrics()["num_generation_tokens"] == told
@@ -264,6 +283,72 @@ def test_the_plan_counts_the_logits_of_drafts_and_what_is_looked_up(tiny_path: P
     assert "4 requests and 32 draft tokens" in str(plan)
 
 
+def test_the_plan_counts_the_weights_that_draft(golden: Path) -> None:
+    path, options = golden / "arch-llama3" / "hf", {"max_model_len": 64, "max_num_seqs": 2}
+    plain = LLM.plan(path, **options)
+    plan = LLM.plan(path, **options, speculative_config="self")
+    packed = LLM.plan(path, **options, quantization="int4")
+    assert plan.drafting_weights == packed.weights
+    assert plan.weights == plain.weights + packed.weights
+    assert plan.loading >= plain.weights + packed.weights
+    rows = 2 * (448 * 4 + 2 * 64 * 4 + (4 * 64 + 3 * 128) * 4) + 16 * 448 * 4
+    assert plan.workspace == plain.workspace + rows
+    assert "of these are the weights that draft" in str(plan)
+    with LLM(path, **options, speculative_config="self") as llm:
+        assert "drafts     self: up to 8 draft tokens per request, from the model" in llm.explain()
+        assert llm.memory_plan.drafting_weights == plan.drafting_weights
+
+
+def test_drafts_of_the_models_own_weights_follow_its_samples(golden: Path) -> None:
+    """The draws of drafts use the random numbers of the tokens they predict: 64 % are accepted.
+    With other random numbers it is 0.2 %, because this model's probabilities are flat.
+    """
+    config = SELF | {"quantization": "int8"}
+    with drafting(golden / "arch-llama3" / "hf", speculative_config=config) as llm:
+        llm.generate(PROMPTS, DRAWN)
+        assert llm.get_metrics()["draft_acceptance_rate"] > 0.4
+
+
+def test_sliding_windows_and_their_own_weights_agree(golden: Path) -> None:
+    params = [GREEDY, COLD, KINDS["penalties"], KINDS["logprobs"], GREEDY]
+    with opened(golden / "arch-gemma3" / "hf") as llm:
+        plain = seen(llm, params)
+    with drafting(golden / "arch-gemma3" / "hf", speculative_config=SELF) as llm:
+        assert seen(llm, params) == plain
+        assert llm.get_metrics()["num_accepted_tokens"] > 0
+
+
+def test_a_model_quantized_while_loading_drafts_with_fewer_bits(golden: Path) -> None:
+    path, options = golden / "arch-llama3" / "hf", {"quantization": "int8"}
+    with opened(path, **options) as llm:
+        plain = seen(llm, COLD)
+    with drafting(path, **options, speculative_config=SELF) as llm:
+        assert seen(llm, COLD) == plain
+        assert llm.get_metrics()["num_accepted_tokens"] > 0
+
+
+def test_weights_that_are_already_packed_do_not_draft(tiny_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match=r"method 'self'.*expected float matrices to pack"):
+        LLM(tiny_path, speculative_config="self")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tensor_parallel_size": 2}, "needs tensor_parallel_size=1, found 2"),
+        ({"disk_offload": "auto"}, "needs disk_offload=0, found 'auto'"),
+        ({"device": "cuda"}, "'self' is not supported on a GPU"),
+        ({"speculative_config": {**SELF, "quantization": "int9"}}, "expected"),
+        ({"speculative_config": {**SELF, "quantization": 4}}, "quantization: expected a string"),
+    ],
+)
+def test_what_the_models_own_weights_cannot_do_is_refused(
+    golden: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(RequestError, match=f"^speculative_config: .*{message}"):
+        LLM.plan(golden / "arch-llama3" / "hf", **{"speculative_config": "self", **options})
+
+
 def test_explain_names_the_method(tiny_path: Path) -> None:
     with opened(tiny_path, speculative_config="ngram") as llm:
         assert "drafts     ngram: up to 8 draft tokens per request" in llm.explain()
@@ -286,6 +371,9 @@ def test_a_method_a_dict_and_json_mean_the_same() -> None:
     given = {"method": "ngram", "num_speculative_tokens": 5}
     assert speculative_config(given) == speculative_config(json.dumps(given)) == config
     assert speculative_config(config) is config
+    assert speculative_config({"method": "self", "quantization": "int4"}) == speculative_config(
+        "self"
+    )
     assert speculative_config("ngram") == SpeculativeConfig(method="ngram")
     assert speculative_config(None) is None
 
@@ -293,12 +381,15 @@ def test_a_method_a_dict_and_json_mean_the_same() -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ({}, "method is missing; expected 'ngram'"),
+        ({}, "method is missing; expected 'ngram', 'grammar' or 'self'"),
         (3, "expected a dict such as .* found 3"),
-        ("ngramm", "method: expected 'ngram' or 'grammar', found 'ngramm'"),
+        ("ngramm", "method: expected 'ngram', 'grammar' or 'self', found 'ngramm'"),
         ("{'method': 'ngram'}", "expected a method's name or a JSON object"),
-        ("[" * 100_000, "method: expected 'ngram' or 'grammar', found"),
-        ({"method": ["ngram"]}, r"method: expected 'ngram' or 'grammar', found \['ngram'\]"),
+        ("[" * 100_000, "method: expected 'ngram', 'grammar' or 'self', found"),
+        (
+            {"method": ["ngram"]},
+            r"method: expected 'ngram', 'grammar' or 'self', found \['ngram'\]",
+        ),
         ({"method": "ngram", "num_speculative_token": 3}, "did you mean 'num_speculative_tokens'"),
         ({"method": "ngram", "qqq": 3}, "unknown key 'qqq'; expected method, num_spec"),
         ({"method": "ngram", 7: 3}, "unknown key 7"),
@@ -310,6 +401,8 @@ def test_a_method_a_dict_and_json_mean_the_same() -> None:
             {"method": "ngram", "prompt_lookup_min": 4, "prompt_lookup_max": 3},
             r"prompt_lookup_max: expected at least prompt_lookup_min \(4\), found 3",
         ),
+        ({"method": "self", "prompt_lookup_min": 3}, "prompt_lookup_min belongs to .* 'ngram'"),
+        ({"method": "ngram", "quantization": "int4"}, "quantization belongs to method 'self'"),
         ({"method": "ngram", "adaptive": "yes"}, "adaptive: expected True or False, found 'yes'"),
     ],
 )

@@ -22,6 +22,7 @@ from sdk.engine.rank.pooling import as_numbers
 from sdk.engine.rank.recorded import Recorded
 from sdk.engine.rank.request import RankRequest
 from sdk.engine.rank.runner_config import RunnerConfig
+from sdk.engine.rank.self_drafts import SelfDrafts
 from sdk.engine.rank.step_batch import (
     ScoredRow,
     StepBatch,
@@ -94,6 +95,11 @@ class ModelRunner:
             )
             self._passes = ForwardPasses(self.model, self.kv, self._inputs, self.ops, mesh)
             self.strategy: Strategy = Eager(self._passes, self._inputs, "enforce_eager")
+            self.self_drafts: SelfDrafts | None = None
+            if config.drafting_quantization is not None:
+                checkpoint.close()
+                release_free_memory()  # before the same file is loaded again
+                self.self_drafts = SelfDrafts(config, mesh, self.ops, self.kv)
             #: Whether steps should be recorded.
             self.records = False
             if not config.enforce_eager:
@@ -111,6 +117,7 @@ class ModelRunner:
         self.kv.close()
         self.ops.close()
         self.__dict__.pop("model", None)
+        self.self_drafts = None
 
     def forget_graphs(self) -> None:
         """Stop using recorded steps and free their memory."""
@@ -138,7 +145,8 @@ class ModelRunner:
     @property
     def native_seconds(self) -> float:
         """Seconds spent in native calls so far."""
-        return self._passes.native_seconds
+        drafting = 0.0 if self.self_drafts is None else self.self_drafts.native_seconds
+        return self._passes.native_seconds + drafting
 
     def launch(self, plan: StepPlan) -> Pending:
         """Launch one step; results must be read in the order of the launches."""
@@ -154,7 +162,10 @@ class ModelRunner:
         requests = [self._requests[row.request_id] for row in plan.rows]
         launched: Sequence[LaunchedBatch] = ()
         if plan.rows:
-            batch = StepBatch(plan.rows, requests, range(len(requests)))
+            rows: Sequence[StepRow] = plan.rows
+            if self.self_drafts is not None and any(row.drafts for row in rows):
+                rows = self.self_drafts.fill_in(rows, requests)
+            batch = StepBatch(rows, requests, range(len(requests)))
             launched = self.strategy.launch(batch)
         for row, request in zip(plan.rows, requests, strict=True):
             request.num_computed += row.num_scheduled_tokens - len(row.drafts)

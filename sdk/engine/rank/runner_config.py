@@ -32,6 +32,8 @@ class RunnerConfig:
     num_threads: int
     #: Draft tokens that a step may verify, of all requests together.
     max_draft_tokens: int = 0
+    #: The scheme of the weights that draft, packed from the model's own; ``None``: there are none.
+    drafting_quantization: str | None = None
     device: str = "cpu"
     compute: Compute = "auto"
     activations: torch.dtype = torch.float32
@@ -58,6 +60,13 @@ class RunnerConfig:
             self.model, revision=self.revision, local_files_only=self.local_files_only
         )
         return online_quantized(checkpoint, self.quantization)
+
+    def open_drafting_model(self) -> Checkpoint:
+        """Open the model's files, with ``drafting_quantization``."""
+        checkpoint = open_checkpoint(
+            self.model, revision=self.revision, local_files_only=self.local_files_only
+        )
+        return online_quantized(checkpoint, self.drafting_quantization)
 
     def open_ops(self) -> Ops:
         """The operators of this rank.

@@ -95,6 +95,11 @@ class StepBatch:
             begin = end
         output_rows += self.negatives.values()
 
+    def draw_behind(self, drafts: Sequence[Sequence[int]]) -> None:
+        """Draw the token of each sampled row as if ``drafts`` were the last ones of its request."""
+        sampled = zip(self.sampled, drafts, strict=True)
+        self.draws = [Draw.behind(one.request.state, tokens) for one, tokens in sampled]
+
     @property
     def num_tokens(self) -> int:
         """Tokens of all rows, including drafts."""

@@ -36,6 +36,16 @@ class Drafter(ABC):
         return
 
 
+class SelfDrafter(Drafter):
+    """The ranks draft (engine/rank/self_drafts.py): a plan has only the number of drafts."""
+
+    def match(self, request: Request) -> int:
+        return len(request.token_ids)
+
+    def propose(self, request: Request, most: int) -> Sequence[int]:
+        return (0,) * most
+
+
 class Drafts:
     """Decides how many drafts a step verifies: at most ``most`` for each request, and
     ``most_in_step`` for all. Without ``lengths`` every request gets as many as it can.
@@ -116,7 +126,7 @@ class Drafts:
         if self._chosen or not self.lengths.costs(num_rows):
             return
         for request, history in zip(offers, histories, strict=True):
-            if history.probes():
+            if history.probes() and self.lengths.may_probe(num_rows):
                 self._chosen[request] = PROBE_DRAFTS
                 return
 
@@ -132,7 +142,7 @@ class Drafts:
     def learn_step(self, num_tokens: int, seconds: float) -> None:
         """Learn from the time of a step in which all rows decoded."""
         if self.lengths is not None:
-            self.lengths.costs.learn(num_tokens, seconds)
+            self.lengths.learn_step(num_tokens, seconds)
 
     def take(self, request: Request, budget: int, pool: PagePool) -> tuple[int, ...]:
         """The drafts after a request that needs one token, within ``budget`` tokens.
