@@ -151,6 +151,14 @@ class Tokenizer(Protocol):
         """A token's spelling in the vocabulary, or None if the id has no token."""
         ...
 
+    def template_source(self, chosen: str | None, tools: object = None) -> str:
+        """The source of a chat template: ``chosen`` itself, or the named one; else the default one,
+        or with ``tools`` the one named ``tool_use``.
+
+        :raises TemplateError: the model has none.
+        """
+        ...
+
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],

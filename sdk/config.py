@@ -18,6 +18,7 @@ from sdk.memory.pool import MemoryPool
 from sdk.memory.sizes import parse_bytes
 from sdk.quant.safe_repr import is_value_error, safe_message, safe_repr
 from sdk.quant.spec import KVTypes, parse_tiers
+from sdk.speculative_config import SpeculativeConfig, speculative_config
 
 #: ``(stage, done, total)``; return ``False`` to cancel. Stages: ``"download"`` and ``"load"``
 #: in bytes, ``"generate"`` in requests.
@@ -25,7 +26,6 @@ ProgressCallback = Callable[[str, int, int], "bool | None"]
 
 #: Options of a later release: the value that means "off", and what to do instead.
 _NOT_YET: dict[str, tuple[Any, str]] = {
-    "speculative_config": (None, "leave it unset"),
     "enable_lora": (False, "merge the adapter into the weights"),
     "trust_remote_code": (False, "code from checkpoints is never run"),
 }
@@ -75,7 +75,7 @@ class EngineConfig:
     kv_keep: tuple[int, int] = KEPT_PAGES
     load_format: Literal["auto", "gguf", "safetensors"] = "auto"
     scheduling_policy: PolicyName = "fcfs"
-    speculative_config: Mapping[str, Any] | None = None
+    speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None = None
     enable_lora: bool = False
     swap_space: int | str = 0
     swap_path: str | None = None
@@ -138,6 +138,7 @@ class EngineConfig:
         self._check_steps()
         self._check_swap()
         self._check_offload()
+        object.__setattr__(self, "speculative_config", speculative_config(self.speculative_config))
         if self.kv_cache_dtype != "auto":
             object.__setattr__(self, "kv_cache_dtype", _kv_cache_dtype(self.kv_cache_dtype))
         if self.kv_policy is not None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from sdk.beam_search import BeamSearchOutput, BeamSearchParams
 from sdk.engine.plan import PoolingMode
@@ -40,10 +40,16 @@ from sdk.requests.jobs import JobMaker, ParamsLike
 from sdk.requests.mailboxes import Collector
 from sdk.requests.pooling import PoolingCalls
 from sdk.requests.prompts import Prompt, PromptLike, PromptReader, is_conversation
+from sdk.requests.views import ToolTurns
 from sdk.tokenizer import LLMTokenizer
+from sdk.tools import AssistantMessage, ToolRun, arun_tools, run_tools
+from sdk.tools.definitions import ToolLike
+from sdk.typed_outputs import MessageOutput, ParsedOutput
 
 if TYPE_CHECKING:  # in typing from Python 3.11 on
     from typing_extensions import Unpack
+
+T = TypeVar("T")
 
 
 class LLM:
@@ -154,26 +160,72 @@ class LLM:
 
     # ---- batches ---------------------------------------------------------------------------------
 
+    @overload
     def generate(
         self,
         prompts: PromptLike | Sequence[PromptLike],
         sampling_params: ParamsLike = None,
         *,
+        returns: None = None,
         priority: int | Sequence[int] | None = None,
         use_tqdm: bool = True,
-    ) -> list[RequestOutput]:
+    ) -> list[RequestOutput]: ...
+    @overload
+    def generate(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        sampling_params: ParamsLike = None,
+        *,
+        returns: type[T] | Mapping[str, Any],
+        priority: int | Sequence[int] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[ParsedOutput[T]]: ...
+    def generate(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        sampling_params: ParamsLike = None,
+        *,
+        returns: Any = None,
+        priority: int | Sequence[int] | None = None,
+        use_tqdm: bool = True,
+    ) -> Any:
         """Complete all prompts and wait; returns one output per prompt, in their order.
 
         ``sampling_params``: one for all prompts or one for each (default: the model's own).
+        ``returns``: a Python type or a JSON schema; ``output.parsed`` is then a value of it.
         Ctrl-C, or any exception raised here, aborts this call's requests and no others.
 
         :raises RequestError: before anything runs, if a prompt or a parameter is invalid.
         :raises EngineDeadError: a worker died.
         :raises EngineClosedError: during or after ``close``.
         """
-        read, params = self._jobs.read(prompts, sampling_params)
-        return self._calls.run(read, params, priority, use_tqdm)
+        calling = self._jobs.read(prompts, sampling_params, returns)
+        return self._calls.run(calling, priority, use_tqdm)
 
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: ParamsLike = None,
+        *,
+        tools: Sequence[ToolLike],
+        tool_choice: str | Mapping[str, Any] = "auto",
+        priority: int | Sequence[int] | None = None,
+        use_tqdm: bool = True,
+        **template: Any,
+    ) -> list[MessageOutput]: ...
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: ParamsLike = None,
+        *,
+        returns: type[T] | Mapping[str, Any],
+        priority: int | Sequence[int] | None = None,
+        use_tqdm: bool = True,
+        **template: Any,
+    ) -> list[ParsedOutput[T]]: ...
+    @overload
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
@@ -182,14 +234,51 @@ class LLM:
         priority: int | Sequence[int] | None = None,
         use_tqdm: bool = True,
         **template: Any,
-    ) -> list[RequestOutput]:
+    ) -> list[RequestOutput]: ...
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: ParamsLike = None,
+        *,
+        returns: Any = None,
+        priority: int | Sequence[int] | None = None,
+        use_tqdm: bool = True,
+        **template: Any,
+    ) -> Any:
         """Like :meth:`generate`, for one or more conversations, through the model's chat template.
 
         ``template``: ``add_generation_prompt``, ``continue_final_message``, ``chat_template``,
-        ``tools``, ``chat_template_kwargs``.
+        ``chat_template_kwargs``; ``tools`` (functions, dicts or ``Tool`` objects; then
+        ``output.message`` has the text, the reasoning and the tool calls), ``tool_choice``,
+        ``parallel_tool_calls``, ``tool_format``.
         """
-        read, params = self._jobs.read_chats("chat", messages, sampling_params, template)
-        return self._calls.run(read, params, priority, use_tqdm)
+        calling = self._jobs.read_chats("chat", messages, sampling_params, template, returns)
+        return self._calls.run(calling, priority, use_tqdm)
+
+    def run_tools(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolLike],
+        sampling_params: SamplingParams | None = None,
+        *,
+        max_turns: int = 8,
+        tool_choice: str | Mapping[str, Any] = "auto",
+        on_error: Literal["message", "raise"] = "message",
+        **template: Any,
+    ) -> ToolRun:
+        """Chat, call the functions the model asks for, and go on until it answers without a call.
+
+        ``tool_choice`` holds for the first answer. See :func:`sdk.tools.run_tools`.
+        """
+        turns = ToolTurns(tools, tool_choice, sampling_params, template)
+        return run_tools(
+            lambda conversation: self.chat(conversation, **turns.next())[0].message,
+            messages,
+            tools,
+            max_turns,
+            on_error=on_error,
+            parsed_arguments=self._jobs.parses_arguments(template),
+        )
 
     def beam_search(
         self,
@@ -206,6 +295,28 @@ class LLM:
 
     # ---- streams ---------------------------------------------------------------------------------
 
+    @overload
+    def stream(
+        self,
+        prompt: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        *,
+        tools: Sequence[ToolLike],
+        tool_choice: str | Mapping[str, Any] = "auto",
+        priority: int | None = None,
+        **template: Any,
+    ) -> Iterator[MessageOutput]: ...
+    @overload
+    def stream(
+        self,
+        prompt: PromptLike | Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        *,
+        returns: type[T] | Mapping[str, Any],
+        priority: int | None = None,
+        **template: Any,
+    ) -> Iterator[ParsedOutput[T]]: ...
+    @overload
     def stream(
         self,
         prompt: PromptLike | Sequence[Message],
@@ -213,13 +324,23 @@ class LLM:
         *,
         priority: int | None = None,
         **template: Any,
-    ) -> Iterator[RequestOutput]:
+    ) -> Iterator[RequestOutput]: ...
+    def stream(
+        self,
+        prompt: PromptLike | Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        *,
+        returns: Any = None,
+        priority: int | None = None,
+        **template: Any,
+    ) -> Iterator[Any]:
         """Yield the answer to one prompt or conversation piece by piece; ``text`` is the new part.
 
         ``output_kind=FINAL_ONLY`` yields the whole answer once, at its end. The request starts
-        right away. Leaving the loop early aborts it.
+        right away. Leaving the loop early aborts it. With ``returns``, ``outputs[0].partial`` is
+        the value so far; with ``tools``, ``outputs[0].delta`` is what is new in the message.
         """
-        return self._calls.stream(prompt, sampling_params, priority, template)
+        return self._calls.stream(prompt, sampling_params, priority, template, returns)
 
     # ---- async twins -----------------------------------------------------------------------------
 
@@ -228,37 +349,65 @@ class LLM:
         prompts: PromptLike | Sequence[PromptLike],
         sampling_params: ParamsLike = None,
         *,
+        returns: Any = None,
         priority: int | Sequence[int] | None = None,
-    ) -> list[RequestOutput]:
+    ) -> list[Any]:
         """:meth:`generate` for an event loop; cancelling the task aborts its requests.
 
         Long prompts are tokenized in a thread, so that the loop goes on meanwhile.
         """
-        read, params = await self._calls.read_without_blocking(
-            prompts, sampling_params, partial(self._jobs.read, prompts, sampling_params)
-        )
-        return await self._calls.arun(read, params, priority)
+        read = partial(self._jobs.read, prompts, sampling_params, returns)
+        calling = await self._calls.read_without_blocking(prompts, sampling_params, read)
+        return await self._calls.arun(calling, priority)
 
     async def achat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: ParamsLike = None,
         *,
+        returns: Any = None,
         priority: int | Sequence[int] | None = None,
         **template: Any,
-    ) -> list[RequestOutput]:
+    ) -> list[Any]:
         """:meth:`chat` for an event loop."""
-        read_chats = partial(self._jobs.read_chats, "achat", messages, sampling_params, template)
-        read, params = await self._calls.read_without_blocking(
-            messages, sampling_params, read_chats
+        read = partial(self._jobs.read_chats, "achat", messages, sampling_params, template, returns)
+        calling = await self._calls.read_without_blocking(messages, sampling_params, read)
+        return await self._calls.arun(calling, priority)
+
+    async def arun_tools(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolLike],
+        sampling_params: SamplingParams | None = None,
+        *,
+        max_turns: int = 8,
+        tool_choice: str | Mapping[str, Any] = "auto",
+        on_error: Literal["message", "raise"] = "message",
+        **template: Any,
+    ) -> ToolRun:
+        """:meth:`run_tools` for an event loop; coroutine functions of one answer run together."""
+        turns = ToolTurns(tools, tool_choice, sampling_params, template)
+
+        async def chat(conversation: list[dict[str, Any]]) -> AssistantMessage:
+            [output] = await self.achat(conversation, **turns.next())
+            message: AssistantMessage = output.message
+            return message
+
+        return await arun_tools(
+            chat,
+            messages,
+            tools,
+            max_turns,
+            on_error=on_error,
+            parsed_arguments=self._jobs.parses_arguments(template),
         )
-        return await self._calls.arun(read, params, priority)
 
     def astream(
         self,
         prompt: PromptLike | Sequence[Message],
         sampling_params: SamplingParams | None = None,
         *,
+        returns: Any = None,
         priority: int | None = None,
         **template: Any,
     ) -> AnswerStream:
@@ -268,7 +417,9 @@ class LLM:
         awaited. A long prompt is tokenized and checked in a thread, with the first piece or by
         ``stream = await llm.astream(...)``.
         """
-        return self._calls.astream("astream", prompt, sampling_params, priority, template)
+        return self._calls.astream(
+            "astream", prompt, sampling_params, priority, template, returns=returns
+        )
 
     # ---- stepping by hand ------------------------------------------------------------------------
 
@@ -290,8 +441,10 @@ class LLM:
         :raises RequestError: an invalid request, or an id that belongs to a request that is
             unfinished or whose last output has not been collected.
         """
-        read, params = self._jobs.read_mixed("enqueue", prompts, sampling_params, template)
-        jobs = self._jobs.make(read, params, priority=priority, request_ids=request_id)
+        calling = self._jobs.read_mixed("enqueue", prompts, sampling_params, template)
+        jobs = self._jobs.make(
+            calling.prompts, calling.params, priority=priority, request_ids=request_id
+        )
         deltas = {job.request_id: job.params.output_kind is RequestOutputKind.DELTA for job in jobs}
         self._collector.expect(
             deltas, lambda: self._driver.submit(jobs, self._collector, run=False)

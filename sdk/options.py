@@ -17,6 +17,7 @@ from sdk.config import EngineConfig, ProgressCallback
 from sdk.engine.scheduling.policy import PolicyName
 from sdk.memory.pool import MemoryPool
 from sdk.other_names import ENGINE, without_effect
+from sdk.speculative_config import SpeculativeConfig
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -54,7 +55,7 @@ class EngineOptions(TypedDict, total=False):
     kv_keep: tuple[int, int]
     load_format: Literal["auto", "gguf", "safetensors"]
     scheduling_policy: PolicyName
-    speculative_config: Mapping[str, Any] | None
+    speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None
     enable_lora: bool
     swap_space: int | str
     swap_path: str | os.PathLike[str] | None

@@ -66,7 +66,8 @@ class RequestMetrics(NamedTuple):
 
     All times are seconds of the engine's monotonic clock, so any two can be subtracted (in vLLM
     ``arrival_time`` is wall-clock time); ``None`` means not yet. For a request with several
-    answers the times cover all of them, and the counts are totals.
+    answers the times cover all of them, and the counts are totals. ``num_draft_tokens`` were
+    verified (speculative decoding), and ``num_accepted_tokens`` of them became part of the answer.
     """
 
     arrival_time: float
@@ -77,6 +78,8 @@ class RequestMetrics(NamedTuple):
     num_generation_tokens: int = 0
     num_preemptions: int = 0
     events: tuple[RequestEvent, ...] = ()
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 class RequestOutput(NamedTuple):

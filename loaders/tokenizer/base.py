@@ -131,7 +131,7 @@ class TextTokenizer(ABC):
         chat_template: str | None = None,
         **kwargs: Any,
     ) -> str:
-        return self._compiled(self._template(chat_template, tools)).render(
+        return self._compiled(self.template_source(chat_template, tools)).render(
             messages,
             tools=tools,
             add_generation_prompt=add_generation_prompt,
@@ -158,7 +158,7 @@ class TextTokenizer(ABC):
             spellings = map(self.id_to_token, sorted(self.special_ids))
             self._guard = ControlTextGuard(text for text in spellings if text)
         outside: dict[str, Any] = {"messages": messages, "tools": tools, **kwargs}
-        breaker = self._guard.choose_breaker(outside, self._template(chat_template, tools))
+        breaker = self._guard.choose_breaker(outside, self.template_source(chat_template, tools))
         if breaker is not None:
             outside = self._guard.break_up(outside, breaker)
         text = self.apply_chat_template(
@@ -184,7 +184,7 @@ class TextTokenizer(ABC):
             self._templates[source] = template
         return template
 
-    def _template(self, chosen: str | None, tools: object) -> str:
+    def template_source(self, chosen: str | None, tools: object = None) -> str:
         """The source of the template to use: the caller's, a named one, or the default one."""
         from sdk.loaders.chat_template import TemplateError
 

@@ -12,6 +12,11 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     "max_num_batched_tokens": {"type": int, "help": "the most tokens in one step"},
     "kv_cache_dtype": {"help": "float16 (default), int8, fp8, int4, k8v4, ..."},
     "quantization": {"help": "quantize float matrices while loading: int4, int8, ..."},
+    "speculative_config": {
+        "metavar": "METHOD|JSON",
+        "help": "find draft tokens and verify several in one step: ngram, or a JSON object with "
+        "its settings",
+    },
     "disk_offload": {
         "help": "weights to leave on the disk: a size such as 2GiB, or auto: all that --memory "
         "cannot hold"

@@ -258,6 +258,8 @@ class Generation:
             len(first.token_ids) - first.num_prompt_tokens,
             first.num_preemptions,
             first.events,
+            first.num_draft_tokens,
+            first.num_accepted_tokens,
         )
         if len(self.completions) == 1:
             return metrics
@@ -275,6 +277,8 @@ class Generation:
             num_generation_tokens=sum(r.num_output_tokens for r in requests),
             num_preemptions=sum(r.num_preemptions for r in requests),
             events=tuple(sorted(event for r in requests for event in r.events)),
+            num_draft_tokens=sum(r.num_draft_tokens for r in requests),
+            num_accepted_tokens=sum(r.num_accepted_tokens for r in requests),
         )
 
 

@@ -378,7 +378,8 @@ class Engine:
         and ``swapped_in`` count pages copied to the swap space and back, ``swap_failed`` pages that
         could not be written to its file, ``restored`` pages written from snapshots.
         ``num_prompt_tokens`` counts computed prompt tokens: without those of prefix hits, and
-        again those computed again after a preemption. ``native_seconds`` is the part of
+        again those computed again after a preemption. ``num_draft_tokens`` were verified and
+        ``num_accepted_tokens`` of them accepted. ``native_seconds`` is the part of
         ``execute_seconds`` spent in native calls; the rest of a caller's wait is Python.
         """
         scheduler = self.scheduler
@@ -390,6 +391,9 @@ class Engine:
             "num_steps": scheduler.num_steps,
             "num_prompt_tokens": scheduler.committer.num_prompt_tokens,
             "num_generation_tokens": scheduler.committer.num_generation_tokens,
+            "num_draft_tokens": (drafted := scheduler.committer.num_draft_tokens),
+            "num_accepted_tokens": (accepted := scheduler.committer.num_accepted_tokens),
+            "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
             "num_preemptions": scheduler.queues.num_preemptions,
             "prefix_queries": pool.queries,
             "prefix_hits": pool.hits,

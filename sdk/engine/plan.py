@@ -93,7 +93,17 @@ class Move(NamedTuple):
     target: int
 
 
-Copy = Swap | Move
+class Duplicate(NamedTuple):
+    """A copy of a page into another one of its tier; both stay where they are.
+
+    Both ids contain the tier (``kernels/kv_tiers.py``).
+    """
+
+    source: int
+    target: int
+
+
+Copy = Swap | Move | Duplicate
 
 
 class StepRow(NamedTuple):
@@ -166,6 +176,8 @@ class StepResult(NamedTuple):
     errors: Mapping[str, str] = {}
     #: Requests whose structured answer is complete with these tokens.
     complete: Collection[str] = ()
+    #: With drafts: the tokens that structures force after these, by request.
+    forced: Mapping[str, Sequence[int]] = {}
     #: Slots of the swap space for which writing to the swap file failed, with the reason. These
     #: slots are empty.
     unwritten: Mapping[int, str] = {}

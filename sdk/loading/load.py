@@ -19,6 +19,10 @@ from sdk.engine.pages.prefix_store import PrefixStore
 from sdk.engine.rank.kv_cache import kv_spec
 from sdk.engine.rank.runner import ModelRunner
 from sdk.engine.rank.runner_config import RunnerConfig
+from sdk.engine.scheduling.draft_lengths import DraftLengths
+from sdk.engine.scheduling.drafts import Drafts
+from sdk.engine.scheduling.forced_tokens import ForcedTokens
+from sdk.engine.scheduling.prompt_lookup import LOOKUP_BYTES, PromptLookup
 from sdk.engine.scheduling.results import ResultBudget
 from sdk.engine.scheduling.scheduler import Scheduler
 from sdk.engine.scheduling.scheduler_config import SchedulerConfig
@@ -41,6 +45,7 @@ from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.spec import kv_bits
 from sdk.quant.tokenizer import Tokenizer
 from sdk.reports.quant_report import quant_report
+from sdk.speculative_config import SpeculativeConfig
 
 if TYPE_CHECKING:
     from sdk.executors.process import ProcessExecutor
@@ -123,7 +128,7 @@ def load(config: EngineConfig, checkpoint: Checkpoint | None = None) -> Loaded:
         )
         key = current_key()  # after the load: 1 ms, but up to 60 ms before the file is in memory
         results = ResultBudget.for_plan(memory.total, vocab := model.vocab_size, model.hidden_size)
-        scheduler = Scheduler(_scheduler_config(config, runner_config, memory, eos, results))
+        scheduler = _scheduler(config, runner_config, memory, eos, results)
         scheduler.pages_ahead, scheduler.batches_in_flight = executor.runner.ahead
         engine = Engine(scheduler, executor, tokenizer, vocab_size=vocab, seed=config.seed)
         undo.pop_all()
@@ -148,14 +153,14 @@ def load(config: EngineConfig, checkpoint: Checkpoint | None = None) -> Loaded:
     )
 
 
-def _scheduler_config(
+def _scheduler(
     config: EngineConfig,
     runner: RunnerConfig,
     memory: MemoryPlan,
     eos: frozenset[int],
     results: ResultBudget,
-) -> SchedulerConfig:
-    return SchedulerConfig(
+) -> Scheduler:
+    limits = SchedulerConfig(
         num_pages=runner.num_pages,
         page_size=memory.page_size,
         max_model_len=memory.max_model_len,
@@ -173,6 +178,27 @@ def _scheduler_config(
         max_scored_tokens=results.scored_tokens,
         max_result_bytes=results.nbytes,
     )
+    scheduler = Scheduler(limits)
+    scheduler.drafts = _drafts(config, memory)
+    return scheduler
+
+
+def _drafts(config: EngineConfig, memory: MemoryPlan) -> Drafts | None:
+    speculative = config.speculative_config
+    if speculative is None:
+        return None
+    assert isinstance(speculative, SpeculativeConfig)  # EngineConfig has parsed it
+    lookup = None
+    if speculative.method == "ngram":
+        lookup = PromptLookup(
+            speculative.prompt_lookup_min,
+            speculative.prompt_lookup_max,
+            LOOKUP_BYTES,
+            shares=config.enable_prefix_caching,
+        )
+    drafter = ForcedTokens(lookup)
+    lengths = DraftLengths() if speculative.adaptive else None
+    return Drafts(drafter, speculative.num_speculative_tokens, lengths, memory.draft_tokens)
 
 
 def _warnings(runner: ModelRunner) -> Iterator[str]:
@@ -220,6 +246,7 @@ def _runner_config(
         max_model_len=memory.max_model_len,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
+        max_draft_tokens=memory.draft_tokens,
         num_threads=max(threads_of(config) // config.tensor_parallel_size, 1),
         device=_device(config),
         compute=compute_of(config),

@@ -19,6 +19,7 @@ TOKENIZER_BYTES = 8 * 2**20
 #: At most this much for logits other than those that a step samples from: see :func:`scored_rows`.
 SCORED_BYTES = 8 * 2**20
 _SCORED_ROWS = 128
+_DRAFT_BYTES, _DRAFT_REQUESTS = 16 * 2**20, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,8 @@ class Demand:
     ``weights`` exclude the ``offloaded`` bytes; ``layers_away`` is the number of offloaded layers
     (GPU). ``page_bytes``: one page of the KV cache, all layers and ranks. ``activation_bytes``: one
     value that a kernel passes to the next. ``captured_tokens``: tokens of the largest step that a
-    GPU records, or 0. ``scratch``: what a GPU's kernels need in a step.
+    GPU records, or 0. ``scratch``: what a GPU's kernels need in a step. ``draft_tokens``: the most
+    that a step verifies, of all requests; ``drafter_bytes``: what finding them takes.
     """
 
     weights: WeightBytes
@@ -67,6 +69,8 @@ class Demand:
     scratch: Scratch | None = None
     #: Steps with embeddings run operator by operator, next to a recorded step with its own memory.
     steps_with_embeds: bool = False
+    draft_tokens: int = 0
+    drafter_bytes: int = 0
 
     @property
     def tokenizer(self) -> int:
@@ -81,8 +85,16 @@ def scored_rows(vocab_size: int) -> int:
     return min(_SCORED_ROWS, max(SCORED_BYTES // (4 * vocab_size), 1))
 
 
+def draft_tokens(vocab_size: int, most: int, requests: int) -> int:
+    """The most draft tokens of a step: ``most`` for each of eight requests, or as many as have 16
+    MiB of logits. More do not pay off on a CPU: a step of 64 takes ten times as long as one of 1.
+    """
+    fitting = max(_DRAFT_BYTES // (4 * vocab_size), most)
+    return min(fitting, most * min(requests, _DRAFT_REQUESTS))
+
+
 def workspace_bytes(demand: Demand, seqs: int, tokens: int) -> int:
-    """The largest step's workspace: activations of its tokens and the logits of its requests.
+    """The largest step's workspace: activations of its tokens, logits of its requests and drafts.
 
     A token has about six rows of hidden and three of intermediate size alive at once (residual,
     norm, q/k/v, attention, output; gate, up, product), and for each of its experts gate, up,
@@ -90,15 +102,19 @@ def workspace_bytes(demand: Demand, seqs: int, tokens: int) -> int:
     are some rows of logits of scored prompt tokens, or copies for logits processors.
     """
     model = demand.model
+    logits = min(seqs + demand.draft_tokens, tokens) * model.vocab_size * 4
+    engine = ENGINE_BYTES + ENGINE_WORD_BYTES * model.vocab_size + demand.drafter_bytes
+    engine += demand.weights.window if demand.offloaded else 0
+    steps = 2 if demand.steps_with_embeds else 1
+    return engine + steps * (tokens * _token_bytes(demand) + logits) + SCORED_BYTES
+
+
+def _token_bytes(demand: Demand) -> int:
+    model = demand.model
     short = 4 * model.hidden_size + 3 * model.intermediate_size
     if model.experts is not None:
         short += model.experts.per_token * (3 * model.experts.width + model.hidden_size)
-    row = 2 * model.hidden_size * 4 + short * demand.activation_bytes
-    logits = min(seqs, tokens) * model.vocab_size * 4
-    engine = ENGINE_BYTES + ENGINE_WORD_BYTES * model.vocab_size
-    engine += demand.weights.window if demand.offloaded else 0
-    steps = 2 if demand.steps_with_embeds else 1
-    return engine + steps * (tokens * row + logits) + SCORED_BYTES
+    return 2 * model.hidden_size * 4 + short * demand.activation_bytes
 
 
 def scratch_bytes(demand: Demand, seqs: int, tokens: int, context: int) -> int:
@@ -106,8 +122,9 @@ def scratch_bytes(demand: Demand, seqs: int, tokens: int, context: int) -> int:
     have a separate memory pool."""
     if demand.scratch is None:
         return 0
-    rows = min(max(seqs, scored_rows(demand.model.vocab_size)), tokens)
-    asked = demand.scratch.nbytes(tokens, rows, context) + demand.scratch.kept(min(seqs, tokens))
+    drawn = min(seqs + demand.draft_tokens, tokens)
+    rows = min(max(drawn, scored_rows(demand.model.vocab_size)), tokens)
+    asked = demand.scratch.nbytes(tokens, rows, context) + demand.scratch.kept(drawn)
     captured = min(demand.captured_tokens, tokens)
     if captured:
         asked += demand.scratch.nbytes(max(captured, min(seqs, tokens)), min(seqs, tokens), context)
@@ -126,7 +143,7 @@ def graph_bytes(demand: Demand, seqs: int, tokens: int) -> int:
     if not captured:
         return 0
     rows = min(seqs, tokens)
-    largest = workspace_bytes(demand, 0, max(captured, rows)) - workspace_bytes(demand, 0, 0)
+    largest = max(captured, rows) * _token_bytes(demand)
     hidden, vocab = demand.model.hidden_size, demand.model.vocab_size
     attention = 2 * captured * hidden * demand.activation_bytes
     return largest + 4 * (rows * (hidden + 2 * vocab) + captured * hidden) + attention

@@ -61,6 +61,7 @@ def plan_memory(
         layers_away=demand.layers_away,
         graphs=working[1],
         scratch=working[2],
+        draft_tokens=demand.draft_tokens,
     )
     if plan.kv_tokens < context or plan.total > limit:
         wanted = None if max_model_len is not None else want_context
@@ -112,7 +113,7 @@ def _breakdown(
     serving = plan.fixed + kv
     rows = [
         ("weights", plan.weights, offloaded),
-        ("workspace", plan.workspace, f"largest step, {plan.max_num_seqs} requests"),
+        ("workspace", plan.workspace, plan.largest_step),
         ("tokenizer", plan.tokenizer, ""),
     ]
     if plan.graphs:

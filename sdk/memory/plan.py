@@ -97,6 +97,7 @@ class MemoryPlan:
     layers_away: int = 0
     graphs: int = 0
     scratch: int = 0
+    draft_tokens: int = 0
     problem: str = ""
     config: EngineConfig | None = field(default=None, repr=False)
     kernels: tuple[KernelShare, ...] = field(default=(), compare=False)
@@ -143,6 +144,11 @@ class MemoryPlan:
         pages_per_request = -(-self.max_model_len // self.page_size)
         return min(self.num_pages / pages_per_request, self.max_num_seqs)
 
+    @property
+    def largest_step(self) -> str:
+        drafts = f" and {self.draft_tokens} draft tokens" if self.draft_tokens else ""
+        return f"largest step, {self.max_num_seqs} requests{drafts}"
+
     def tokens_per_second(
         self, bandwidth: float, context: int = 0, disk: float = DISK_BANDWIDTH
     ) -> float:
@@ -167,7 +173,7 @@ class MemoryPlan:
                 f"{self.kv_tokens} tokens at {self.page_bytes // self.page_size} bytes "
                 f"({self.kv_dtype}), pages of {self.page_size}",
             ),
-            ("workspace", self.workspace, f"largest step, {self.max_num_seqs} requests"),
+            ("workspace", self.workspace, self.largest_step),
             ("tokenizer", self.tokenizer, ""),
             (
                 "total",

@@ -9,6 +9,7 @@ import torch
 
 from sdk.config import EngineConfig
 from sdk.engine.rank.kv_cache import kv_spec
+from sdk.engine.scheduling.prompt_lookup import LOOKUP_BYTES
 from sdk.errors import CheckpointError
 from sdk.kernels.registry import facts_of
 from sdk.kernels.scratch import Scratch
@@ -16,7 +17,7 @@ from sdk.kernels.sized_graphs import MOST_TOKENS
 from sdk.loaders.open import is_remote, open_checkpoint
 from sdk.loading.progress import reporting
 from sdk.memory import resolve
-from sdk.memory.demand import Demand, WeightBytes
+from sdk.memory.demand import Demand, WeightBytes, draft_tokens
 from sdk.memory.fitting import plan_memory
 from sdk.memory.machine import installed_memory
 from sdk.memory.offload import MemoryLimits, with_offload
@@ -31,6 +32,7 @@ from sdk.models.config import ModelConfig
 from sdk.models.parallel import Mesh
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.online import online_quantized
+from sdk.speculative_config import SpeculativeConfig
 
 
 def open_model(config: EngineConfig) -> Checkpoint:
@@ -161,7 +163,18 @@ def _demand(
         has_tokenizer=not config.skip_tokenizer_init,
         steps_with_embeds=config.enable_prompt_embeds and eager and not config.enforce_eager,
         captured_tokens=0 if eager else min(config.max_num_batched_tokens, MOST_TOKENS),
+        draft_tokens=_draft_tokens(config, model),
+        drafter_bytes=0 if config.speculative_config is None else LOOKUP_BYTES,
     )
+
+
+def _draft_tokens(config: EngineConfig, model: ModelConfig) -> int:
+    speculative = config.speculative_config
+    if speculative is None:
+        return 0
+    assert isinstance(speculative, SpeculativeConfig)  # EngineConfig has parsed it
+    most = speculative.num_speculative_tokens
+    return draft_tokens(model.vocab_size, most, config.max_num_seqs)
 
 
 def _scratch(

@@ -36,6 +36,8 @@ def explain(
     declined = ops.context.declined_backends
     lines += [f"           no {name} backend: {reason}" for name, reason in declined]
     lines += _steps(runner)
+    if config.speculative_config is not None:
+        lines.append(f"drafts     {config.speculative_config}, {plan.draft_tokens} per step")
     lines.append(f"sampling   {defaults}")
     lines += [f"memory     {line}" for line in str(plan).splitlines()]
     lines.append("linear layers")

@@ -10,6 +10,7 @@ from sdk.outputs import RequestOutput
 from sdk.requests.driver import Driver
 from sdk.requests.job import Job
 from sdk.requests.mailboxes import AsyncMailbox
+from sdk.requests.views import View
 
 
 class AnswerStream(AsyncIterator[RequestOutput]):
@@ -40,23 +41,23 @@ class AnswerStream(AsyncIterator[RequestOutput]):
 
 
 class DeferredJob:
-    """A job that is made right away if that is quick, otherwise in a thread when it is needed.
+    """A job and its view, made right away if that is quick, otherwise in a thread when needed.
 
     ``make`` raises if the request is invalid.
     """
 
-    def __init__(self, make: Callable[[], Job], *, at_once: bool) -> None:
+    def __init__(self, make: Callable[[], tuple[Job, View]], *, at_once: bool) -> None:
         self._make = make
         self._job = make() if at_once else None
 
-    async def made(self) -> Job:
+    async def made(self) -> tuple[Job, View]:
         if self._job is None:
             self._job = await asyncio.to_thread(self._make)
         return self._job
 
 
 async def _pieces(driver: Driver, request: DeferredJob) -> AsyncGenerator[RequestOutput, None]:
-    job = await request.made()
+    job, view = await request.made()
     mailbox = AsyncMailbox()
     driver.submit([job], mailbox)
     finished = False
@@ -65,7 +66,7 @@ async def _pieces(driver: Driver, request: DeferredJob) -> AsyncGenerator[Reques
             output = await mailbox.get()
             assert isinstance(output, RequestOutput)
             finished = output.finished
-            yield output
+            yield view(output)
     finally:
         if not finished:
             driver.abort([job.request_id])

@@ -1,6 +1,6 @@
 """Runs beam searches: each step of all prompts' beams is one batch of one-token requests.
 
-A request's pages stay in the prefix cache, so the next step finds all whole pages of its beam.
+A request's pages stay in the prefix cache, so the next step finds those of its beam.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class BeamSearches:
         """See :meth:`sdk.LLM.beam_search`."""
         if not isinstance(params, BeamSearchParams):
             raise RequestError(f"params: expected BeamSearchParams, found {safe_repr(params)}")
-        read, _ = self._jobs.read(prompts, None)
+        read = self._jobs.read(prompts, None).prompts
         if any(prompt.embeds is not None for prompt in read):
             raise RequestError("beam_search: expected prompts of tokens, found prompt_embeds")
         searches = [

@@ -16,9 +16,10 @@ from sdk.requests.async_stream import AnswerStream, DeferredJob
 from sdk.requests.conversations import ChatOptions
 from sdk.requests.driver import Driver
 from sdk.requests.job import Job
-from sdk.requests.jobs import JobMaker, once_each, run_jobs
+from sdk.requests.jobs import Calling, JobMaker, once_each, run_jobs
 from sdk.requests.mailboxes import AsyncMailbox, Mailbox
-from sdk.requests.prompts import Prompt, PromptReader
+from sdk.requests.prompts import PromptReader
+from sdk.requests.views import View
 
 T = TypeVar("T")
 
@@ -41,15 +42,13 @@ class Calls:
     # ---- batches ---------------------------------------------------------------------------------
 
     def run(
-        self,
-        prompts: Sequence[Prompt],
-        params: Sequence[SamplingParams],
-        priority: int | Sequence[int] | None,
-        use_tqdm: bool,
+        self, calling: Calling, priority: int | Sequence[int] | None, use_tqdm: bool
     ) -> list[RequestOutput]:
         """Generate for all prompts and wait; the final outputs, in the order of the prompts."""
-        jobs = self._jobs.make(prompts, once_each(params, _final_only), priority=priority)
-        return [as_text(o) for o in self.wait(jobs, "generate", use_tqdm)]
+        calling = calling._replace(params=once_each(calling.params, _final_only))
+        jobs = self._jobs.make(calling.prompts, calling.params, priority=priority)
+        found = self.wait(jobs, "generate", use_tqdm)
+        return [view(as_text(o)) for view, o in zip(calling.views(), found, strict=True)]
 
     def wait(self, jobs: Sequence[Job], stage: str, use_tqdm: bool) -> list[Output]:
         """Run jobs and wait; their last outputs. Reports progress as ``stage``."""
@@ -68,14 +67,12 @@ class Calls:
         return await asyncio.to_thread(read)
 
     async def arun(
-        self,
-        prompts: Sequence[Prompt],
-        params: Sequence[SamplingParams],
-        priority: int | Sequence[int] | None,
+        self, calling: Calling, priority: int | Sequence[int] | None
     ) -> list[RequestOutput]:
         """:meth:`run` for an event loop."""
         mailbox = AsyncMailbox()
-        jobs = self._jobs.make(prompts, once_each(params, _final_only), priority=priority)
+        calling = calling._replace(params=once_each(calling.params, _final_only))
+        jobs = self._jobs.make(calling.prompts, calling.params, priority=priority)
         done: dict[str, Output] = {}
         try:
             self._driver.submit(jobs, mailbox)
@@ -86,7 +83,10 @@ class Calls:
         except BaseException:
             self._driver.abort(job.request_id for job in jobs)
             raise
-        return [as_text(done[job.request_id]) for job in jobs]
+        return [
+            view(as_text(done[job.request_id]))
+            for view, job in zip(calling.views(), jobs, strict=True)
+        ]
 
     # ---- streams ---------------------------------------------------------------------------------
 
@@ -96,14 +96,17 @@ class Calls:
         sampling_params: SamplingParams | None,
         priority: int | None,
         template: Mapping[str, Any],
-    ) -> Iterator[RequestOutput]:
+        returns: Any = None,
+    ) -> Iterator[Any]:
         """Start one request; its outputs as they come."""
-        job = self._stream_job("stream", prompt, sampling_params, priority, template)
-        pieces = self._pieces(job)
+        job, view = self._stream_job(
+            "stream", prompt, sampling_params, priority, template, returns=returns
+        )
+        pieces = self._pieces(job, view)
         next(pieces)  # submits; from here on dropping the iterator, even unread, aborts the request
         return pieces
 
-    def _pieces(self, job: Job) -> Iterator[Any]:
+    def _pieces(self, job: Job, view: View) -> Iterator[Any]:
         finished, mailbox = False, Mailbox()
         try:
             self._driver.submit([job], mailbox)
@@ -111,7 +114,7 @@ class Calls:
             while not finished:
                 output = as_text(mailbox.get())
                 finished = output.finished
-                yield output
+                yield view(output)
         finally:
             if not finished:
                 self._driver.abort([job.request_id])
@@ -143,14 +146,18 @@ class Calls:
         *,
         request_id: str | None = None,
         kind: RequestOutputKind = RequestOutputKind.DELTA,
-    ) -> Job:
-        """The job of one stream. Outputs are of ``kind``, unless the parameters ask for the last
-        one only."""
-        params = self._jobs.params(sampling_params, 1)[0]
-        read = self._reader.read_one(method, prompt, params, template)
+        returns: Any = None,
+    ) -> tuple[Job, View]:
+        """The job of one stream, and how its outputs are shown. They are of ``kind``, unless the
+        parameters ask for the last one only."""
+        calling = self._jobs.read_one(method, prompt, sampling_params, template, returns)
+        [params] = calling.params
         if params.output_kind is RequestOutputKind.CUMULATIVE:
-            params = params.clone(output_kind=kind)
-        return self._jobs.make([read], [params], priority=priority, request_ids=request_id)[0]
+            calling = calling._replace(params=[params.clone(output_kind=kind)])
+        jobs = self._jobs.make(
+            calling.prompts, calling.params, priority=priority, request_ids=request_id
+        )
+        return jobs[0], calling.views()[0]
 
 
 def as_text(output: Output) -> RequestOutput:

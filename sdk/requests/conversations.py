@@ -9,6 +9,8 @@ from typing import Any
 
 from sdk.errors import RequestError
 from sdk.quant.safe_repr import safe_repr
+from sdk.quant.tokenizer import Tokenizer
+from sdk.tools import Tool, ToolFormat, format_named, format_of, tool_choice_of, tools_of
 
 Message = Mapping[str, Any]
 
@@ -31,7 +33,10 @@ class ChatOptions:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template: str | None = None
-    tools: Sequence[Mapping[str, Any]] | None = None
+    tools: Sequence[Tool] | None = None
+    tool_choice: str | Mapping[str, Any] = "auto"
+    parallel_tool_calls: bool = True
+    tool_format: str | None = None
     chat_template_kwargs: Mapping[str, Any] | None = None
 
     @classmethod
@@ -49,6 +54,8 @@ class ChatOptions:
                     f"{method}() got an unexpected keyword argument {name!r}; {hint}"
                     f"for a conversation it takes {', '.join(known)}"
                 )
+        if (tools := given.get("tools")) is not None:
+            given = {**given, "tools": tools_of(tools)}
         options = cls(**given)
         options._check()
         if options.continue_final_message and given.get("add_generation_prompt"):
@@ -56,8 +63,8 @@ class ChatOptions:
         return options
 
     def _check(self) -> None:
-        template, tools, variables = self.chat_template, self.tools, self.chat_template_kwargs
-        for name in ("add_generation_prompt", "continue_final_message"):
+        template, variables = self.chat_template, self.chat_template_kwargs
+        for name in ("add_generation_prompt", "continue_final_message", "parallel_tool_calls"):
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise RequestError(f"{name}: expected True or False, found {safe_repr(value)}")
@@ -66,10 +73,9 @@ class ChatOptions:
                 "chat_template: expected the source or the name of a template, found "
                 f"{safe_repr(template)}"
             )
-        if tools is not None and (
-            not isinstance(tools, list | tuple) or not all(isinstance(t, Mapping) for t in tools)
-        ):
-            raise RequestError(f"tools: expected a list of dicts, found {safe_repr(tools)}")
+        tool_choice_of(self.tool_choice, self.tools or ())
+        if self.tool_format is not None:
+            format_named(self.tool_format)
         if variables is None:
             return
         if not isinstance(variables, Mapping) or not all(isinstance(k, str) for k in variables):
@@ -83,6 +89,23 @@ class ChatOptions:
                 f"chat_template_kwargs: {', '.join(reserved)} cannot be set here; pass it as a "
                 "separate argument"
             )
+
+
+def special_tokens_of(tokenizer: Tokenizer) -> dict[str, int]:
+    """The spellings and ids of a model's control tokens."""
+    named = {
+        tokenizer.id_to_token(token) or "": token
+        for token in sorted(tokenizer.special_ids | tokenizer.eos_token_ids)
+    }
+    return {name: token for name, token in named.items() if name}
+
+
+def tool_format_of(options: ChatOptions, template: str | None, tokenizer: Tokenizer) -> ToolFormat:
+    """How tool calls are written: as the options, the chat template or the control tokens say, or
+    else as Hermes does."""
+    if options.tool_format is not None:
+        return format_named(options.tool_format)
+    return format_of(template, special_tokens_of(tokenizer)) or format_named("hermes")
 
 
 class Turns:

@@ -6,16 +6,17 @@ import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from sdk.engine.engine import Output
 from sdk.engine.plan import Pooling, RequestKind
 from sdk.engine.scheduling.results import ResultBudget
 from sdk.errors import RequestError
 from sdk.models.classifier import Classifier
+from sdk.outputs import RequestOutput
 from sdk.params import SamplingParams
 from sdk.quant.safe_repr import safe_repr
-from sdk.requests.conversations import ChatOptions
+from sdk.requests.conversations import ChatOptions, tool_format_of
 from sdk.requests.driver import Driver
 from sdk.requests.job import Job
 from sdk.requests.mailboxes import Mailbox
@@ -28,6 +29,7 @@ from sdk.requests.prompts import (
     as_request_error,
     is_conversation,
 )
+from sdk.requests.views import Returned, ToolUse, View, Wish
 from sdk.sampling.resolved import ResolvedParams, resolve
 from sdk.structured.params import StructuredOutputsParams
 from sdk.text.stops import stop_strings
@@ -46,6 +48,31 @@ def once_each(params: Sequence[SamplingParams], make: Callable[[SamplingParams],
     made = {id(param): param for param in params}
     results = {key: make(param) for key, param in made.items()}
     return [results[id(param)] for param in params]
+
+
+class Calling(NamedTuple):
+    """The prompts of one call with their parameters, and how their outputs are shown."""
+
+    prompts: list[Prompt]
+    params: list[SamplingParams]
+    wish: Wish | None = None
+
+    def views(self) -> list[View]:
+        """One for each prompt."""
+        if self.wish is None:
+            return [_as_it_is] * len(self.prompts)
+        pairs = zip(self.params, self.prompts, strict=True)
+        return [self.wish.view(params, prompt) for params, prompt in pairs]
+
+
+def _as_it_is(output: RequestOutput) -> RequestOutput:
+    return output
+
+
+def _calling(prompts: list[Prompt], params: list[SamplingParams], wish: Wish | None) -> Calling:
+    if wish is not None:
+        params = [wish.params(one, prompt) for one, prompt in zip(params, prompts, strict=True)]
+    return Calling(prompts, params, wish)
 
 
 class JobMaker:
@@ -91,26 +118,65 @@ class JobMaker:
             return params
 
     def read(
-        self, prompts: PromptLike | Sequence[PromptLike], given: ParamsLike
-    ) -> tuple[list[Prompt], list[SamplingParams]]:
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        given: ParamsLike,
+        returns: Any = None,
+    ) -> Calling:
         """One or more prompts as token ids, each with its parameters."""
         items = as_list(prompts)
         params = self.params(given, len(items))
-        return [self._reader.read(p, q) for p, q in zip(items, params, strict=True)], params
+        read = [self._reader.read(p, q) for p, q in zip(items, params, strict=True)]
+        return _calling(read, params, None if returns is None else Returned(returns))
 
     def read_chats(
-        self, method: str, messages: Any, given: ParamsLike, template: Mapping[str, Any]
-    ) -> tuple[list[Prompt], list[SamplingParams]]:
+        self,
+        method: str,
+        messages: Any,
+        given: ParamsLike,
+        template: Mapping[str, Any],
+        returns: Any = None,
+    ) -> Calling:
         """One or more conversations through the chat template, each with its parameters."""
         options = ChatOptions.of(method, template)
         chats = as_conversations(messages)
         params = self.params(given, len(chats))
         pairs = zip(chats, params, strict=True)
-        return [self._reader.read_chat(c, q, options) for c, q in pairs], params
+        read = [self._reader.read_chat(c, q, options) for c, q in pairs]
+        return _calling(read, params, self._wish(options, returns))
+
+    def read_one(
+        self,
+        method: str,
+        prompt: Any,
+        given: SamplingParams | None,
+        template: Mapping[str, Any],
+        returns: Any = None,
+    ) -> Calling:
+        """One prompt or conversation."""
+        params = self.params(given, 1)
+        read = [self._reader.read_one(method, prompt, params[0], template)]
+        return _calling(read, params, self._wish(ChatOptions.of(method, template), returns))
+
+    def parses_arguments(self, template: Mapping[str, Any]) -> bool:
+        """Whether the chat template wants the arguments of calls as objects: nearly all do."""
+        options = ChatOptions.of("run_tools", template)
+        tokenizer = self._reader.need_tokenizer("tools")
+        format = tool_format_of(options, self._reader.template_of(options), tokenizer)
+        return not format.name.startswith("deepseek")
+
+    def _wish(self, options: ChatOptions, returns: Any) -> Wish | None:
+        """What a call wants of its answers; ``None``: plain outputs."""
+        if options.tools is None:
+            return None if returns is None else Returned(returns)
+        if returns is not None:
+            raise RequestError("returns and tools cannot be combined; pass one of them")
+        tokenizer = self._reader.need_tokenizer("tools")
+        return ToolUse(options, self._reader.template_of(options), tokenizer)
 
     def read_mixed(
         self, method: str, prompts: Any, given: ParamsLike, template: Mapping[str, Any]
-    ) -> tuple[list[Prompt], list[SamplingParams]]:
+    ) -> Calling:
         """Prompts and conversations, each with its parameters; ``template``: options of chats."""
         items: list[Any] = [prompts] if is_conversation(prompts) else as_list(prompts)
         params = self.params(given, len(items))
@@ -122,7 +188,7 @@ class JobMaker:
             self._reader.read_chat(item, param, options) if chat else self._reader.read(item, param)
             for item, param, chat in zip(items, params, chats, strict=True)
         ]
-        return read, params
+        return _calling(read, params, self._wish(options, None))
 
     def make(
         self,

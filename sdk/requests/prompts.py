@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -13,10 +14,11 @@ from sdk.errors import EngineClosedError, RequestError
 from sdk.params import SamplingParams
 from sdk.quant.safe_repr import is_value_error, safe_message, safe_repr
 from sdk.quant.tokenizer import Tokenizer, TooManyTokens
-from sdk.requests.conversations import ChatOptions, Message, Turns
+from sdk.requests.conversations import ChatOptions, Message, Turns, tool_format_of
 from sdk.requests.embeds import Embeds, check_params, embeds_salt, read_embeds
 from sdk.requests.infill import fim_prompt, fim_tokens_of
 from sdk.sampling.healing import Healing, TokenPrefixes
+from sdk.tools import with_described_tools
 
 #: Text, token ids, or a dict with ``prompt`` or ``prompt_token_ids`` and perhaps ``cache_salt``,
 #: ``negative_prompt`` or ``negative_prompt_token_ids`` (for a ``guidance_scale``), and with a
@@ -257,8 +259,8 @@ class PromptReader:
                 "; pass a conversation, a list of messages, to chat()" if "role" in prompt else ""
             )
             raise RequestError(
-                "prompt: expected a dict with either 'prompt', 'prompt_token_ids' or "
-                "'prompt_embeds' (and optionally 'cache_salt' and 'negative_prompt' or "
+                "prompt: expected a dict with either 'prompt' or 'prompt_token_ids' (or "
+                "'prompt_embeds'; optionally 'cache_salt' and 'negative_prompt' or "
                 "'negative_prompt_token_ids'; with 'prompt' also 'suffix' and 'suffix_first'), "
                 f"found the keys {safe_repr(list(prompt))}{hint}"
             )
@@ -331,6 +333,7 @@ class PromptReader:
         """Render with the model's template; control tokens inside messages are ordinary text."""
         tokenizer = self.need_tokenizer("chat")
         with as_request_error("messages"):
+            messages = self._with_tools(messages, options)
             keep = self._kept(params, 1)
             limit = self._max_model_len - 1
             if keep is not None:
@@ -344,6 +347,33 @@ class PromptReader:
             checked = self._checked(ids, 1)
             prompt = Prompt(checked, tokenizer.decode(checked, skip_special_tokens=False))
             return self._healed(prompt, params) if options.continue_final_message else prompt
+
+    def template_of(self, options: ChatOptions) -> str | None:
+        """The source of a conversation's chat template, if the model has one."""
+        from sdk.loaders.chat_template import TemplateError  # loaded with the first conversation
+
+        try:
+            return self.need_tokenizer("chat").template_source(
+                options.chat_template or self._chat_template, options.tools
+            )
+        except TemplateError:
+            return None
+
+    def _reads_tools(self, options: ChatOptions) -> bool:
+        """Whether the chat template has a place for tools."""
+        return re.search(r"\btools\b", self.template_of(options) or "") is not None
+
+    def _rendered_tools(self, options: ChatOptions) -> list[dict[str, Any]] | None:
+        if not options.tools or not self._reads_tools(options):
+            return None
+        return [tool.as_dict() for tool in options.tools]
+
+    def _with_tools(self, messages: Sequence[Message], options: ChatOptions) -> Sequence[Message]:
+        """The messages; with the tools in words if the chat template has no place for them."""
+        if not options.tools or self._reads_tools(options):
+            return messages
+        format = tool_format_of(options, self.template_of(options), self.need_tokenizer("tools"))
+        return with_described_tools(messages, options.tools, format)
 
     def read_texts(self, first: str, second: str) -> Prompt:
         """Two texts, one after the other, for an embedding."""
@@ -387,7 +417,7 @@ class PromptReader:
                 add_generation_prompt=options.add_generation_prompt,
                 continue_final_message=options.continue_final_message,
                 chat_template=options.chat_template or self._chat_template,
-                tools=options.tools,
+                tools=self._rendered_tools(options),
                 **(options.chat_template_kwargs or {}),
             )
         except TemplateError as error:

@@ -99,6 +99,10 @@ class StructuredAnswer:
         self.complete = matcher.stopped or (self.left <= 0 and matcher.accepting)
         return token
 
+    def forced(self, most: int) -> Sequence[int]:
+        """Up to ``most`` tokens that the structure leaves no choice about."""
+        return () if self._reasons or self.complete else self._matcher.forced(most)
+
     def _reason(self, token: int) -> int:
         """A token of the reasoning section. It ends while there are tokens for the structure."""
         needed = len(self._grammar.way) + 1

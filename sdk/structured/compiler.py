@@ -80,6 +80,7 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._tokens: GrammarTokens | None = None
+        self._bytes: list[int] | None = None  # the tokens of single bytes
         self._cache: OrderedDict[Definition, Grammar] = OrderedDict()
         self._cached_bytes = 0
         self._lock = threading.Lock()
@@ -133,7 +134,16 @@ class GrammarCompiler:
         return tokens if accepting else way
 
     def _encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False, parse_special=False)
+        """The tokens of a text; if they do not spell it exactly, a token for each byte."""
+        tokens = self._tokenizer.encode_continued(text)
+        data = text.encode("utf-8", "replace")
+        if b"".join(map(self._tokenizer.id_to_bytes, tokens)) == data:
+            return tokens
+        if self._bytes is None:
+            known = {self._tokenizer.id_to_bytes(i): i for i in range(self._tokenizer.vocab_size)}
+            self._bytes = [known.get(bytes((byte,)), -1) for byte in range(256)]
+        spelled = [self._bytes[byte] for byte in data]
+        return [] if -1 in spelled else spelled
 
     def _is_special(self, text: str) -> bool:
         token = self._tokenizer.token_to_id(text)
@@ -155,7 +165,7 @@ class GrammarCompiler:
         ends = sorted(token for token in self._eos_token_ids if token < count)
         closers = [tuple(self._encode(text)) for text in _CLOSERS]
         return GrammarTokens(
-            Vocabulary(marked + padding, ends),
+            Vocabulary(marked + padding, ends, self._encode),
             TokenShapes(texts + padding),
             ((), *dict.fromkeys(closer for closer in closers if len(closer) == 1)),
             self._encode,

@@ -4,26 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from sdk.errors import RequestError
 from sdk.quant.safe_repr import safe_repr
 from sdk.structured.params import MAX_TEXT, StructuredOutputsParams
-from sdk.structured.rewriting import rewrite
+from sdk.structured.rewriting import rewritten, schemas_in
 
 Schema = dict[str, Any]
-
-#: Values nested deeper are rejected: the library's JSON reader stops at 128.
-_MAX_DEPTH = 100
-#: Keywords whose values are schemas, lists of them, or objects of them. Elsewhere (``const``,
-#: ``enum``, ``default``) the same words are data.
-_OF_SCHEMA = (
-    *("items", "additionalItems", "additionalProperties", "contains", "not", "if", "then", "else"),
-    *("propertyNames", "unevaluatedItems", "unevaluatedProperties"),
-)
-_OF_LIST = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
-_OF_OBJECT = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 
 
 class Definition(NamedTuple):
@@ -52,7 +41,7 @@ def _json(params: StructuredOutputsParams, _: Callable[[str], bool]) -> Definiti
 
 def _json_definition(schema: Schema) -> Definition:
     text = json.dumps(schema)
-    patterns = [found["pattern"] for found in _schemas(schema, 0) if "pattern" in found]
+    patterns = [found["pattern"] for found in schemas_in(schema) if "pattern" in found]
     return Definition("json_schema", text, _literals(patterns))
 
 
@@ -60,9 +49,8 @@ def _prepared(schema: Schema, params: StructuredOutputsParams) -> Schema:
     """The schema in keywords that the library has, with the whitespace of ``params``."""
     if not isinstance(schema, dict):
         raise RequestError(f"json: expected a schema, found {safe_repr(schema)}")
-    prepared: Schema = json.loads(json.dumps(schema))
-    for found in _schemas(prepared, 0):
-        rewrite(found)
+    prepared = rewritten(schema)
+    for found in schemas_in(prepared):
         if params.disable_additional_properties and "properties" in found:
             found.setdefault("additionalProperties", False)
     guidance: Schema = {"item_separator": ", ?", "key_separator": ": ?"}
@@ -73,26 +61,6 @@ def _prepared(schema: Schema, params: StructuredOutputsParams) -> Schema:
         guidance = {"whitespace_pattern": params.whitespace_pattern}
     prepared["x-guidance"] = guidance
     return prepared
-
-
-def _schemas(schema: Any, depth: int) -> Iterator[Schema]:
-    """A schema and those inside it."""
-    if depth > _MAX_DEPTH:
-        raise RequestError(f"json: schemas are nested more than {_MAX_DEPTH} deep")
-    if not isinstance(schema, dict):
-        return
-    yield schema
-    for key in _OF_SCHEMA:
-        if isinstance(schema.get(key), dict):
-            yield from _schemas(schema[key], depth + 1)
-    for key in _OF_LIST:
-        if isinstance(schema.get(key), list):
-            for item in schema[key]:
-                yield from _schemas(item, depth + 1)
-    for key in _OF_OBJECT:
-        if isinstance(schema.get(key), dict):
-            for item in schema[key].values():
-                yield from _schemas(item, depth + 1)
 
 
 def _regex(params: StructuredOutputsParams, _: Callable[[str], bool]) -> Definition:

@@ -4,6 +4,8 @@ exactly the same values."""
 from __future__ import annotations
 
 import fractions
+import json
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from sdk.errors import RequestError
@@ -58,11 +60,51 @@ _ANNOTATIONS = {"title", "description", "$comment", "examples", "default"}
 _NUMBERS = {"int32": (-(2**31), 2**31 - 1)}
 
 
-def rewrite(schema: Schema) -> None:
-    """Rewrite the keywords of one schema in place; not those of schemas inside it.
+#: Values nested deeper are rejected: the library's JSON reader stops at 128.
+_MAX_DEPTH = 100
+#: Keywords whose values are schemas, lists of them, or objects of them. Elsewhere (``const``,
+#: ``enum``, ``default``) the same words are data.
+_OF_SCHEMA = (
+    *("items", "additionalItems", "additionalProperties", "contains", "not", "if", "then", "else"),
+    *("propertyNames", "unevaluatedItems", "unevaluatedProperties"),
+)
+_OF_LIST = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+_OF_OBJECT = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+
+
+def rewritten(schema: Mapping[str, Any]) -> Schema:
+    """A copy of a schema, in keywords that llguidance has.
 
     :raises RequestError: a keyword would be enforced wrongly or far too slowly.
     """
+    copy: Schema = json.loads(json.dumps(schema))
+    for found in schemas_in(copy):
+        _rewrite(found)
+    return copy
+
+
+def schemas_in(schema: Any, depth: int = 0) -> Iterator[Schema]:
+    """A schema and those inside it."""
+    if depth > _MAX_DEPTH:
+        raise RequestError(f"json: schemas are nested more than {_MAX_DEPTH} deep")
+    if not isinstance(schema, dict):
+        return
+    yield schema
+    for key in _OF_SCHEMA:
+        if isinstance(schema.get(key), dict):
+            yield from schemas_in(schema[key], depth + 1)
+    for key in _OF_LIST:
+        if isinstance(schema.get(key), list):
+            for item in schema[key]:
+                yield from schemas_in(item, depth + 1)
+    for key in _OF_OBJECT:
+        if isinstance(schema.get(key), dict):
+            for item in schema[key].values():
+                yield from schemas_in(item, depth + 1)
+
+
+def _rewrite(schema: Schema) -> None:
+    """Rewrite the keywords of one schema in place; not those of schemas inside it."""
     _check_reference(schema)
     _check_multiple(schema)
     _check_min_properties(schema)

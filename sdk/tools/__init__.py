@@ -12,6 +12,10 @@ from sdk.tools.definitions import (
     tool_from_function as tool_from_function,
     tools_of as tools_of,
 )
+from sdk.tools.describe import (
+    describe_tools as describe_tools,
+    with_described_tools as with_described_tools,
+)
 from sdk.tools.format import (
     ToolFormat as ToolFormat,
     all_formats as all_formats,

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from sdk.structured.rewriting import rewritten
 from sdk.tools.definitions import Tool
 from sdk.tools.values import is_only, parameter_schema
 
@@ -99,7 +100,7 @@ class Rules:
 
     def json(self, schema: Mapping[str, Any]) -> str:
         """A value that fits a JSON Schema."""
-        return self.add("value", f"%json {json.dumps(schema, ensure_ascii=False)}")
+        return self.add("value", f"%json {json.dumps(rewritten(schema), ensure_ascii=False)}")
 
     def any_of(self, expressions: Iterable[str]) -> str:
         """One of several expressions."""

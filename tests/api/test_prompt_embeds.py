@@ -185,13 +185,9 @@ def test_what_needs_tokens_is_rejected(llm: LLM) -> None:
         llm.snapshot(request_id=name)
     llm.abort(name)
     llm.wait_for_completion()
-    with pytest.raises(
-        RequestError, match="either 'prompt', 'prompt_token_ids' or 'prompt_embeds'"
-    ):
+    with pytest.raises(RequestError, match="'prompt_embeds'; optionally 'cache_salt'"):
         llm.generate({**given, "prompt": "a"}, SHORT)
-    with pytest.raises(
-        RequestError, match="either 'prompt', 'prompt_token_ids' or 'prompt_embeds'"
-    ):
+    with pytest.raises(RequestError, match="'prompt_embeds'; optionally 'cache_salt'"):
         llm.generate({**given, "suffix": "a"}, SHORT)
 
 

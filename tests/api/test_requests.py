@@ -122,20 +122,31 @@ def test_tool_calls_that_the_template_ignores_are_refused(tiny: LLM) -> None:
         tiny.chat([USER, call], SHORT)
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        None,
-        "{% for m in messages %}{{ m.content }}{% endfor %}",
-        "{% if tools and messages|length > 9 %}{{ tools }}{% endif %}{{ messages[0].content }}",
-    ],
-)
-def test_tools_that_the_template_ignores_are_refused(tiny: LLM, template: str | None) -> None:
+def test_tools_that_the_template_drops_are_refused(tiny: LLM) -> None:
+    template = (
+        "{% if tools and messages|length > 9 %}{{ tools }}{% endif %}{{ messages[0].content }}"
+    )
     with pytest.raises(RequestError, match="tools: the chat template of this model does not use"):
         tiny.chat([USER], SHORT, tools=TOOLS, chat_template=template)
     assert tiny.chat([USER], SHORT, tools=[], chat_template=template)
     [output] = tiny.chat([USER], SHORT, tools=TOOLS, chat_template=READS_TOOLS)
     assert '"parameters"' in str(output.prompt)
+
+
+def test_tools_are_described_if_the_template_has_no_place_for_them(tiny_path: Path) -> None:
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    with LLM(tiny_path, max_model_len=512) as llm:
+        told = [{"role": "system", "content": "Be kind."}, USER]
+        for messages, begins in ([USER], "system: You can call"), (told, "system: Be kind.\n\nYou"):
+            [output] = llm.chat(messages, SHORT, tools=TOOLS, chat_template=template)
+            prompt = str(output.prompt).replace("<s>", "").strip()
+            assert prompt.startswith(begins)
+            assert TOOLS[0]["function"]["name"] in prompt
+        called = {"role": "assistant", "content": "Wait.", "tool_calls": [CALL]}
+        result = {"role": "tool", "name": "now", "content": "noon"}
+        [output] = llm.chat([USER, called, result], SHORT, tools=TOOLS, chat_template=template)
+        assert '<tool_call>{"name": "now"' in str(output.prompt)
+        assert "user: Result of now: noon" in str(output.prompt)
 
 
 @pytest.mark.parametrize("method", ["chat", "stream", "pin"])

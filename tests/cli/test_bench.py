@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from sdk.cli import bench, build_parser, main
-from sdk.cli.bench import accuracy, engines, kv, memory, models, plots, random_models
+from sdk.cli.bench import accuracy, engines, kv, memory, models, plots, random_models, speculative
 from sdk.cli.bench.engines import Load, Peer, Sample
 from sdk.cli.bench.report import Metric, Result, Section, cells, ratio, to_markdown, to_text
 from sdk.cli.bench.settings import make_load
@@ -463,6 +463,39 @@ def test_the_memory_suite_times_each_way_a_prefix_can_come(golden: Path, capsys:
     assert rows[0]["tokens"] % 16 == 0 < rows[0]["tokens"]
     assert rows[-1]["tokens"] == 128
     assert all(value > 0 for row in rows for value in row["median"].values())
+
+
+def test_the_speculative_suite_compares_drafts_with_plain_decoding(
+    golden: Path, capsys: Captured
+) -> None:
+    argv = ["bench", str(golden / "gguf-Q4_1" / "model.gguf"), "--suite", "speculative"]
+    argv += ["--rounds", "2", "--threads", "1", "--output-len", "24", "--streams", "1,2"]
+    assert main([*argv, "--json", "-"]) == 0
+    rows = json.loads(capsys.readouterr().out)["results"]["speculative"]
+    assert [(row["requests"], row["work"]) for row in rows] == [
+        (count, work) for count in (1, 2) for work in ("quote", "edit", "json", "prose")
+    ]
+    for row in rows:
+        rates = [row["samples"][key] for key in ("plain_tok_s", "draft_tok_s", "gain")]
+        assert all(b / a == pytest.approx(c, rel=1e-4) for a, b, c in zip(*rates, strict=True))
+        assert all(0 <= share <= 100 for share in row["samples"]["accepted"])
+    assert any(row["median"]["accepted"] > 0 for row in rows)
+
+
+def test_different_answers_are_no_row_of_the_speculative_suite(
+    golden: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, calls = speculative._run, []
+
+    def other(*args: Any) -> Any:
+        calls.append(args)
+        rate, accepted, answers = run(*args)
+        return rate, accepted, [[len(calls), *tokens] for tokens in answers]
+
+    monkeypatch.setattr(speculative, "_run", other)
+    argv = ["bench", str(golden / "gguf-Q4_1" / "model.gguf"), "--suite", "speculative"]
+    assert main([*argv, "--rounds", "1", "--output-len", "4"]) == 2
+    assert "answers to 'quote' differ with drafts" in capsys.readouterr().err
 
 
 def test_a_prefix_that_did_not_come_is_no_row_of_the_memory_suite(

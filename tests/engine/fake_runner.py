@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from sdk.engine.plan import Sampled, StepPlan, StepResult, StepRow, Swap
+from sdk.engine.plan import Duplicate, Sampled, StepPlan, StepResult, StepRow, Swap
 from sdk.kernels.kv_tiers import page_id, page_tier
 from sdk.logprobs import Logprobs
 
@@ -120,6 +120,8 @@ class FakeRunner:
         for one in plan.copies:
             if isinstance(one, Swap):
                 self._swap(*one)
+            elif isinstance(one, Duplicate):
+                self._duplicate(*one)
             else:
                 self._move(*one)
         for request_id in plan.dropped:
@@ -173,6 +175,13 @@ class FakeRunner:
             self._write(target, offset, value, self.slots)
         for state in self.requests.values():
             state["pages"] = [target if page == source else page for page in state["pages"]]
+
+    def _duplicate(self, source: int, target: int) -> None:
+        """Both pages stay; what lay in the memory of the target is lost."""
+        assert page_tier(source)[0] == page_tier(target)[0] == 0, "a copy of recoded values"
+        values = [self.slots.get((source, i), b"unwritten") for i in range(self.page_size)]
+        for offset, value in enumerate(values):
+            self._write(target, offset, value, self.slots)
 
     def _write(self, page: int, offset: int, value: bytes, slots: dict) -> None:
         tier, index = page_tier(page)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sdk import LLM, SamplingParams
-from sdk.engine.scheduling.drafts import Drafts
+from sdk.engine.scheduling.drafts import Drafter, Drafts
 from sdk.models.layers import Projection
 
 PROMPTS = [[5, 9, 30, 31, 200, 17, 8, 8, 1], [44, 8], [7, 7, 7], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]]
@@ -91,7 +91,7 @@ def test_drafts_run_with_the_adapter_of_their_request(
     config = loading._runner_config
     monkeypatch.setattr(loading, "_runner_config", lambda *args: _with_drafts(config(*args)))
 
-    class Known:
+    class Known(Drafter):
         def propose(self, request: Any, most: int) -> Any:
             tokens = alone[int(request.request_id)][0]
             return tokens[request.num_output_tokens :][:most]
@@ -109,7 +109,7 @@ def test_drafts_run_with_the_adapter_of_their_request(
 def _with_drafts(config: Any) -> Any:
     from dataclasses import replace
 
-    return replace(config, max_draft_tokens=3)
+    return replace(config, max_draft_tokens=12)
 
 
 def test_without_adapters_a_slot_changes_nothing(path: Path) -> None:

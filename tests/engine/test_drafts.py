@@ -15,7 +15,7 @@ import pytest
 from fake_card import on_a_card
 
 from sdk import LLM, SamplingParams
-from sdk.engine.scheduling.drafts import Drafts
+from sdk.engine.scheduling.drafts import Drafter, Drafts
 from sdk.engine.scheduling.request import Request
 from sdk.loading import load as loading
 
@@ -49,7 +49,7 @@ SCRIPTS: dict[str, Callable[[int], int]] = {
 }
 
 
-class Scripted:
+class Scripted(Drafter):
     """Knows how prompts are answered."""
 
     def __init__(self, answers: dict[tuple[int, ...], Sequence[int]], right: str) -> None:
@@ -71,11 +71,11 @@ def path(golden: Path) -> Path:
 
 @pytest.fixture
 def room_for_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks that verify up to ``MOST`` drafts of a request."""
+    """Ranks that verify up to ``MOST`` drafts of each request."""
     config = loading._runner_config
 
     def with_drafts(*args: Any) -> Any:
-        return dataclasses.replace(config(*args), max_draft_tokens=MOST)
+        return dataclasses.replace(config(*args), max_draft_tokens=6 * MOST)
 
     monkeypatch.setattr(loading, "_runner_config", with_drafts)
 

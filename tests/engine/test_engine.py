@@ -199,7 +199,7 @@ def test_several_answers_share_the_prompt_through_the_cache():
     assert all(o.token_ids == WORDS[:6] for o in final.outputs)
     assert not any(o.finished for o in outputs[:-1])
     starts = [s for plan in rig.runner.plans for s in plan.started]
-    assert [s.num_computed for s in starts] == [0, 8, 8]
+    assert [s.num_computed for s in starts] == [0, 9, 9]
     assert [s.params.seed for s in starts] == [child_seed(7, index) for index in range(3)]
     assert [s.params.prompt_logprobs for s in starts] == [0, None, None]
     assert final.metrics.num_generation_tokens == 18

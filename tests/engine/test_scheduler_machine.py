@@ -24,8 +24,9 @@ from hypothesis.stateful import (
 
 from sdk.engine.pages.elastic import ElasticPages
 from sdk.engine.pages.prefix_store import PrefixStore
-from sdk.engine.scheduling.drafts import Drafts
+from sdk.engine.scheduling.drafts import Drafter, Drafts
 from sdk.engine.scheduling.negative_prompt import in_prefill
+from sdk.engine.scheduling.prompt_lookup import PromptLookup
 from sdk.errors import OutOfMemoryError, RequestError
 from sdk.quant.spec import KVSpec
 
@@ -34,7 +35,7 @@ SPEC = KVSpec(num_layers=1, kv_heads=1, head_dim=8, page_size=4)  # pins do not 
 PAGE = 4  # prompts are made of runs this long, so that they share pages whatever the page size
 
 
-class ScriptedDrafter:
+class ScriptedDrafter(Drafter):
     """Knows how each answer goes on, and says so, or something else from some token on."""
 
     def propose(self, request, most):
@@ -75,7 +76,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         bits=st.sampled_from([(16,), (16, 8), (16, 8, 4)]),
         in_flight=st.sampled_from([1, 1, 2, 3]),
         min_concurrent_tokens=st.sampled_from([0, 1, 4]),
-        drafts=st.sampled_from([0, 0, 1, 4]),
+        drafts=st.sampled_from([0, 0, 1, 3, 4]),
     )
     def start(
         self,
@@ -111,7 +112,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.longest = min(max_model_len - 1, pages * page_size)
         self.rig.scheduler.batches_in_flight = in_flight
         self.rig.scheduler.min_concurrent_tokens = min_concurrent_tokens
-        if drafts:
+        if drafts == 3:
+            lookup = PromptLookup(1, None, 2**20, shares=True)
+            self.rig.scheduler.drafts = Drafts(lookup, 4, most_in_step=6)
+        elif drafts:
             self.rig.scheduler.drafts = Drafts(ScriptedDrafter(), drafts)
 
     # Events

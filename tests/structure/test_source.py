@@ -29,7 +29,9 @@ ALLOWED = {
 MAX_FILE_LINES = 600  # an upper bound, not a target: meaning decides where a file ends
 MAX_FUNCTION_LINES = 60
 #: Files that would only get harder to read by being cut: their own limit, and why.
-LONG_FILES: dict[str, tuple[int, str]] = {}
+LONG_FILES: dict[str, tuple[int, str]] = {
+    "sdk/llm.py": (760, "the facade: one short method each, and their types for editors"),
+}
 
 TOP_LEVEL = {
     *("sdk", "quant", "kernels", "models", "loaders", "tests", "docs", "pyproject.toml"),

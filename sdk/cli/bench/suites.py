@@ -17,6 +17,7 @@ from sdk.cli.bench.memory import PROMPT, measure_memory
 from sdk.cli.bench.report import Metric, Result, Section
 from sdk.cli.bench.roofline import measure_gemm, measure_roofline
 from sdk.cli.bench.settings import DECODE_PROMPT, Settings, in_rounds, make_load, same_load
+from sdk.cli.bench.speculative import measure_speculative
 
 #: Tokens of a prompt of the prefix suite, and how many of them the next one shares.
 PREFIX_PROMPT, PREFIX_SHARED = 1100, 1000
@@ -230,6 +231,18 @@ SUITES = {
             Metric("gain", "compute / again", ratio=False),
         ],
         measure_memory,
+    ),
+    "speculative": Suite(
+        "Speculative decoding",
+        "drafts found in the prompt (ngram) compared with plain decoding, on the same engine "
+        "settings in turn; work that copies, and sampled prose that does not; answers are equal",
+        [
+            Metric("plain_tok_s", "plain tok/s", ratio=False),
+            Metric("draft_tok_s", "ngram tok/s", ratio=False),
+            Metric("gain", "ngram / plain", 2, ratio=False),
+            Metric("accepted", "% accepted", ratio=False),
+        ],
+        measure_speculative,
     ),
     "startup": Suite(
         "Start-up",

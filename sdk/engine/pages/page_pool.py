@@ -36,7 +36,10 @@ from sdk.engine.plan import Copy
 
 
 class PageKey(NamedTuple):
-    """The identity of a full page: its digest, its predecessor's digest, and its tokens."""
+    """The identity of a page: its digest, its predecessor's digest, and its tokens.
+
+    With fewer tokens than a page has it is the identity of a tail (:class:`Tails`).
+    """
 
     digest: bytes
     parent: bytes
@@ -180,6 +183,10 @@ class PagePool:
             pages.append(page)
         return pages
 
+    def can_spare(self, count: int) -> bool:
+        """Whether so many pages are free or only cached: no request is worse off without them."""
+        return count <= len(self._free) + len(self._cached)
+
     def withhold(self, count: int) -> list[int]:
         """Withhold up to ``count`` pages without an owner, free ones first; returns them."""
         taken = self._free[:count]
@@ -208,7 +215,8 @@ class PagePool:
     def _evict(self) -> int:
         page, _ = self._cached.popitem(last=False)
         key = self._keys[page]
-        if self.on_evict is not None and key is not None:
+        whole = key is not None and len(key.token_ids) == self.page_size
+        if self.on_evict is not None and key is not None and whole:
             self.on_evict(self.location(page), key)
         self._forget(page)
         self.evictions += 1

@@ -17,20 +17,27 @@ from typing import NamedTuple
 
 from sdk.engine.pages.page_pool import PageKey, PagePool, root_digest
 from sdk.engine.pages.swap import SwapSpace
+from sdk.engine.pages.tails import Tail, Tails
 from sdk.engine.pages.tiered_pool import TieredPagePool
-from sdk.engine.plan import Copy, Swap
+from sdk.engine.plan import Copy, Duplicate, Swap
 from sdk.engine.scheduling.request import Request
 
 
 class Prefix(NamedTuple):
-    """The cached part of one sequence: pages of the cache, then pages of the swap space."""
+    """The cached part of one sequence: pages of the cache, then pages of the swap space, then the
+    first tokens of one more page, which is copied."""
 
     pages: list[int]
     swapped: list[PageKey]
+    tail: Tail | None = None
 
     @property
     def num_pages(self) -> int:
         return len(self.pages) + len(self.swapped)
+
+    def num_tokens(self, page_size: int) -> int:
+        """Tokens that need not be computed."""
+        return self.num_pages * page_size + (0 if self.tail is None else self.tail.num_tokens)
 
 
 class Prefixes:
@@ -48,6 +55,7 @@ class Prefixes:
         num_tiers = 1 if tiered is None else len(tiered.bits)
         self.swap = SwapSpace(num_swap_pages, pool.copies, num_tiers)
         self.pending: dict[bytes, Request] = {}  # page digest -> the running request writing it
+        self.tails = Tails(pool)
         self.restored = 0  # pages written from snapshots
         self._kv_type = kv_type
         self._pins: dict[bytes, tuple[int, ...]] = {}  # digest of the last page -> all of them
@@ -57,8 +65,10 @@ class Prefixes:
 
     def extend_keys(self, request: Request, num_pages: int) -> None:
         """Compute the keys of a request's first ``num_pages`` pages, all of them full."""
-        root = root_digest(request.adapter, self._kv_type, request.salt)
-        request.extend_keys(root, self.pool.page_size, num_pages)
+        request.extend_keys(self._root(request), self.pool.page_size, num_pages)
+
+    def _root(self, request: Request) -> bytes:
+        return root_digest(request.adapter, self._kv_type, request.salt)
 
     def find(self, request: Request) -> Prefix:
         """The cached pages that a request may use. Sets ``waits_for`` if another request is about
@@ -83,11 +93,15 @@ class Prefixes:
         known = len(pages) + len(swapped)
         if known < len(keys) and keys[known].digest in self.pending:
             request.waits_for = keys[known].digest
-        return Prefix(pages, swapped)
+        if request.waits_for is not None or swapped:
+            return Prefix(pages, swapped)
+        parent = keys[known - 1].digest if known else self._root(request)
+        token_ids = request.token_ids[known * size : num_tokens - 1]
+        return Prefix(pages, swapped, self.tails.find(parent, token_ids, known))
 
     def acquire(self, request: Request, found: Sequence[Prefix], spare: int) -> int:
         """Give each sequence of ``request`` pages for all its tokens: those ``found``, then new
-        ones.
+        ones, the first of which may be a copy (``Prefix.tail``).
 
         Returns 0, or the number of new pages if there are too few; then nothing changed. With tiers
         it counts only pages of the first one, so that it is never more than what is needed.
@@ -101,6 +115,8 @@ class Prefixes:
         tiers = [self.swap.tier(key) for key in keys]
         held = self.swap.hold(keys)
         hits = [page for prefix in found for page in prefix.pages]
+        sources = [prefix.tail.page for prefix in found if prefix.tail is not None]
+        hits += sources  # not evicted for the new pages
         pages = pool.acquire(hits, sum(num_new), spare=spare, tiers=tiers)
         if pages is None:
             self.swap.put_back(held)
@@ -122,8 +138,18 @@ class Prefixes:
                 pool.hits += len(prefix.pages)
             for key in one.keys[prefix.num_pages :]:
                 self.pending.setdefault(key.digest, one)
+            if prefix.tail is not None:
+                self._duplicate(prefix.tail, one, prefix.num_pages)
         self.swap.put_back(held)
+        pool.release(sources)
         return 0
+
+    def _duplicate(self, tail: Tail, sequence: Request, index: int) -> None:
+        """Copy a page with the first tokens of page ``index`` of a sequence."""
+        pool, page = self.pool, sequence.pages[index]
+        pool.copies.append(Duplicate(pool.location(tail.page), pool.location(page)))
+        pool.unconfirmed.add(page)
+        sequence.num_computed += tail.num_tokens
 
     def publish(self, request: Request, num_full: int) -> None:
         """Make the pages known that a committed step has filled."""
@@ -132,6 +158,7 @@ class Prefixes:
         for index in range(request.num_published, num_full):
             key = request.keys[index]
             self._publish(request.pages[index], key)
+            self.tails.writers[key.digest] = request
             if self.pending.get(key.digest) is request:
                 del self.pending[key.digest]
         request.num_published = num_full
@@ -145,11 +172,20 @@ class Prefixes:
 
     def release(self, sequence: Request) -> None:
         """Take the pages of a running sequence, and those it was about to publish."""
+        self.tails.forget(sequence)
         self.pool.release(sequence.pages)
         for key in sequence.keys[sequence.num_published :]:
             if self.pending.get(key.digest) is sequence:
                 del self.pending[key.digest]
         sequence.pages = []
+
+    def keep_tail(self, sequence: Request) -> None:
+        """A sequence has ended: keep its last page, which is not full, for one that goes on.
+
+        Not with tiers: they count on known pages being full.
+        """
+        if sequence.publishes and self._tiered is None:
+            self.tails.keep(sequence, self._root(sequence))
 
     def invalidate(self, sequence: Request) -> None:
         """Remove a sequence's pages from cache and swap space: they may hold NaN."""
@@ -170,6 +206,7 @@ class Prefixes:
         self.unpin_all()
         self.pool.reset_prefix_cache()
         self.swap.clear()
+        self.tails.clear()
         self.pending.clear()
 
     def undo(self, copies: Iterable[Copy]) -> None:

@@ -138,6 +138,10 @@ class TieredPagePool(PagePool):
             new.append(page)
         return [*hits, *new]
 
+    def can_spare(self, count: int) -> bool:
+        """See :meth:`PagePool.can_spare`: no page has to move to a lower tier for them."""
+        return count <= self.num_free
+
     def withhold(self, count: int) -> list[int]:
         """See :meth:`PagePool.withhold`: whole slabs, evicting cached pages if necessary."""
         taken: list[int] = []

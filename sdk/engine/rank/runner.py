@@ -81,10 +81,11 @@ class ModelRunner:
             undo.callback(self.kv.close)
             centre_keys(self.kv, self.model)
             self.sampler = Sampler(facts.vocab_size, self.ops)
+            self._drafts = config.max_draft_tokens
             self._inputs = StepInputs(
                 config.max_num_batched_tokens,
                 config.max_num_seqs,
-                config.max_num_seqs * (1 + config.max_draft_tokens),
+                config.max_num_seqs + config.max_draft_tokens,
                 config.max_model_len,
                 config.page_size,
                 self.ops.device,
@@ -181,7 +182,7 @@ class ModelRunner:
     def finish(self, step: _LaunchedStep) -> StepResult:
         """Wait for a step and append the sampled tokens to its requests."""
         plan = step.plan
-        result = _Results([()] * len(plan.rows), {}, {}, {}, {}, set())
+        result = _Results([()] * len(plan.rows), {}, {}, {}, {}, set(), {})
         for launched in step.launched:
             batch = launched.batch
             # guidance and scores use inference tensors, which torch allows only in this mode
@@ -224,6 +225,8 @@ class ModelRunner:
             found = accepted(row.drafts, drawn)
             if structured is not None and structured.complete:
                 result.complete.add(row.request_id)
+            elif structured is not None and self._drafts:
+                result.forced[row.request_id] = structured.forced(self._drafts)
             if not request.state.plain:
                 result.details[row.request_id] = found
             tokens = result.tokens[plan_index] = [one.token_id for one in found]
@@ -345,6 +348,7 @@ class _Results(NamedTuple):
     hidden: dict[str, Pooled]
     errors: dict[str, str]
     complete: set[str]
+    forced: dict[str, Sequence[int]]
 
 
 class _LaunchedStep:

@@ -30,7 +30,7 @@ class RunnerConfig:
     max_num_seqs: int
     max_num_batched_tokens: int
     num_threads: int
-    #: Draft tokens that a step may verify for one request.
+    #: Draft tokens that a step may verify, of all requests together.
     max_draft_tokens: int = 0
     device: str = "cpu"
     compute: Compute = "auto"

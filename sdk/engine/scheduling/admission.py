@@ -65,11 +65,15 @@ class Admission:
             if request.waits_for is not None:
                 index += 1
                 continue
-            num_computed = found[0].num_pages * self._config.page_size
+            num_computed = found[0].num_tokens(self._config.page_size)
             num = request.num_tokens - num_computed
             if num > budget and not self._config.enable_chunked_prefill:
                 return
             request.min_available = self._prefixes.acquire(request, found, spare)
+            if request.min_available and any(prefix.tail is not None for prefix in found):
+                found = [prefix._replace(tail=None) for prefix in found]  # it takes a page more
+                num_computed = found[0].num_tokens(self._config.page_size)
+                request.min_available = self._prefixes.acquire(request, found, spare)
             if request.min_available:
                 return  # asking again is pointless with fewer
             del waiting[index]

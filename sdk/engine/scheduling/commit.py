@@ -39,7 +39,7 @@ class Committer:
         now, updates = self._queues.clock(), self._queues.take_expired()
         page_size, repeats = self._config.page_size, in_flight.repeatable is batch
         errors, details, prompt_logprobs = result.errors, result.details, result.prompt_logprobs
-        rows, found = batch.plan.rows, result.tokens
+        rows, found, forced = batch.plan.rows, result.tokens, result.forced
         need_page: list[Request] = []
         index = -1  # zip(strict=True) costs 25 us after a step (docs/log.md)
         for request in batch.sequences:
@@ -61,6 +61,8 @@ class Committer:
                     tokens = self._accepted(request, drafts, tokens)
                     num += len(tokens) - 1 - len(drafts)
                 request.token_ids += tokens
+                if forced:
+                    request.forced = forced.get(request_id, ())
             after = request.num_computed = before + num
             if before < request.num_prompt_tokens:
                 self.num_prompt_tokens += min(after, request.num_prompt_tokens) - before
@@ -129,7 +131,10 @@ class Committer:
         """The accepted tokens after drafts, up to the one that ends the answer."""
         self.num_draft_tokens += len(drafts)
         # The last token was no draft, unless a structured answer is complete with one.
-        self.num_accepted_tokens += len(tokens) - (tuple(tokens) != drafts[: len(tokens)])
+        accepted = len(tokens) - (tuple(tokens) != drafts[: len(tokens)])
+        self.num_accepted_tokens += accepted
+        request.num_draft_tokens += len(drafts)
+        request.num_accepted_tokens += accepted
         stops, least = request.stop_token_ids, request.params.min_tokens
         known, count = request.num_output_tokens, 0
         for token_id in tokens:

@@ -161,6 +161,9 @@ class RequestQueues:
         """End an unfinished request."""
         if request.status is RequestStatus.RUNNING:
             self._remove(self.running, request)
+            if reason in ("stop", "length"):  # after an error pages may hold NaN
+                for sequence in request.sequences:
+                    self._prefixes.keep_tail(sequence)
             self._release(request)
         else:
             self._remove(self.waiting, request)

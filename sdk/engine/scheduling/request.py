@@ -68,6 +68,7 @@ class Request:
         "deadline",
         "events",
         "first_token_ts",
+        "forced",
         "is_complete",
         "keys",
         "kind",
@@ -77,8 +78,10 @@ class Request:
         "mirostat_mu",
         "negative",
         "negative_of",
+        "num_accepted_tokens",
         "num_cached",
         "num_computed",
+        "num_draft_tokens",
         "num_preemptions",
         "num_prompt_scored",
         "num_prompt_tokens",
@@ -143,7 +146,7 @@ class Request:
         self.num_computed = 0
         self.num_cached: int | None = None  # the first prefix hit; a preemption does not change it
         self.num_prompt_scored = 0  # prompt_logprobs reported so far
-        self.num_preemptions = 0
+        self.num_preemptions = self.num_draft_tokens = self.num_accepted_tokens = 0
         self.mirostat_mu: float | None = None  # as of the last committed token
         self.pages: list[int] = []
         self.keys: list[PageKey] = []  # of its full pages, as far as they were needed
@@ -153,6 +156,7 @@ class Request:
         self.max_len = 0  # it finishes with "length" at this many tokens
         self.stop_token_ids = frozenset(params.stop_token_ids or ())
         self.is_complete = False  # its structure is, so its last token is text
+        self.forced: Sequence[int] = ()  # the next tokens, if its structure leaves no choice
         self.deadline = math.inf
         # Why it was not admitted last time, so that the next plan need not search again.
         self.min_available = 0

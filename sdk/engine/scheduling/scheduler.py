@@ -25,8 +25,8 @@ never preempts a running one.
 *Drafts.* After a request's next token a step may run draft tokens (``drafts.py``). If there are
 prompts too, drafts get half of the budget that decodes leave.
 
-*Repeated batches.* While all running requests need one token each, and no request comes or goes,
-``plan()`` returns the last plan again, or one with the same rows and new pages.
+*Repeated batches.* While all running requests need one token each, no request comes or goes, and
+none gets drafts, ``plan()`` returns the last plan again, or one with the same rows and new pages.
 
 *Several batches in flight.* ``plan`` may be called again before ``commit``, up to
 ``batches_in_flight`` times. A request is in one batch at a time. See ``Scheduler``.
@@ -98,6 +98,7 @@ class Scheduler:
         self.min_concurrent_tokens = _MIN_CONCURRENT_TOKENS
         #: ``None``: no drafts.
         self.drafts: Drafts | None = None
+        self._planned_at = 0.0  # with drafts: when the last plan was begun
 
     @property
     def num_steps(self) -> int:
@@ -166,7 +167,14 @@ class Scheduler:
         if len(in_flight.batches) >= self.batches_in_flight:
             raise RuntimeError(f"step {self._step_id} was planned but not committed")
         self.queues.expire()
-        last = in_flight.repeatable
+        last, drafts = in_flight.repeatable, self.drafts
+        if drafts is not None:
+            self._planned_at = self.queues.clock()
+            if last is not None and not in_flight.batches:
+                most = self.config.max_num_batched_tokens
+                budget = min(most, most_tokens or most) - len(last.sequences)
+                if drafts.choose(last.sequences, budget, self._num_steps, repeats=True):
+                    last = None
         if last is not None and (batch := self._plan_again(last)) is not None:
             self._num_steps += 1
             in_flight.batches.append(batch)
@@ -178,6 +186,14 @@ class Scheduler:
 
     def commit(self, result: StepResult) -> list[RequestUpdate]:
         """Advance the requests of the oldest plan in flight; returns what changed for whom."""
+        drafts, batches = self.drafts, self._in_flight.batches
+        if drafts is not None and len(batches) == 1:
+            rows = batches[0].plan.rows
+            if batches[0].num_decodes == len(rows):
+                tokens = self._num_tokens
+                drafts.learn_step(tokens, self.queues.clock() - self._planned_at)
+            if result.forced:
+                drafts.look_again()
         return self.committer.commit(result, self.pages_ahead)
 
     def _plan_anew(self, most_tokens: int | None, busy: frozenset[Request]) -> StepPlan | None:
@@ -194,14 +210,13 @@ class Scheduler:
         if most_tokens is not None and self.config.enable_chunked_prefill:
             # a request with a negative prompt starts with a token of each of its two sequences
             budget = min(budget, max(most_tokens - num_decodes, 2))
-        if self.drafts is not None:
-            budget -= self._add_drafts(
-                self.drafts,
-                decodes,
-                new_pages,
-                budget,
-                has_prompts=bool(prefills or queues.waiting),
+        num_drafts = 0
+        if self.drafts is not None and decodes:
+            has_prompts = bool(prefills or queues.waiting)
+            num_drafts = self._add_drafts(
+                self.drafts, decodes, new_pages, budget // 2 if has_prompts else budget
             )
+            budget -= num_drafts
         # A scored row costs the head's product and a pass over the logits: 256 of them would delay
         # the requests that decode. Without such requests there is no limit.
         chunked = self.config.enable_chunked_prefill
@@ -224,7 +239,7 @@ class Scheduler:
         batch = self._launch(rows, started, new_pages, num_decodes)
         alone = 0 < num_decodes == len(queues.running)  # no request has a negative prompt
         others = busy or prefills or started
-        if complete and alone and not others and self.drafts is None:
+        if complete and alone and not others and not num_drafts:
             in_flight.repeatable = batch
         return batch.plan
 
@@ -359,14 +374,11 @@ class Scheduler:
         decodes: list[tuple[Request, StepRow]],
         new_pages: list[tuple[str, tuple[int, ...]]],
         budget: int,
-        *,
-        has_prompts: bool,
     ) -> int:
-        """Put drafts after the tokens that decode, which all have pages by now. Returns how many.
-
-        ``has_prompts``: prompts need a part of the budget too.
-        """
-        left = most = budget // 2 if has_prompts else budget
+        """Put drafts after the tokens that decode and have their pages. Returns how many."""
+        left = budget
+        if not drafts.choose([request for request, _ in decodes], budget, self._num_steps):
+            return 0
         for index, (request, row) in enumerate(decodes):
             held = len(request.pages)
             if found := drafts.take(request, left, self.pool):
@@ -378,7 +390,7 @@ class Scheduler:
                 )
             if len(request.pages) > held:
                 new_pages.append((request.request_id, tuple(request.pages[held:])))
-        return most - left
+        return budget - left
 
     def _grow(self, sequence: Request, request: Request, busy: frozenset[Request]) -> int | None:
         """One more page for a sequence of ``request``, taken from the last in order if necessary.
@@ -414,6 +426,8 @@ class Scheduler:
         """Forget all cached and pinned prefixes. Running requests continue; their pages are no
         longer cached."""
         self.prefixes.reset()
+        if self.drafts is not None:
+            self.drafts.reset()
         for request in self.queues.running:
             for sequence in request.sequences:
                 sequence.publishes = False

@@ -1,4 +1,4 @@
-"""The examples of docs/generation.md, from top to bottom."""
+"""The examples of pages in docs/, each page from top to bottom, with a real model."""
 
 from __future__ import annotations
 
@@ -8,20 +8,22 @@ from typing import Any
 
 import pytest
 
-PAGE = Path(__file__).parents[2] / "docs" / "generation.md"
+DOCS = Path(__file__).parents[2] / "docs"
 
 
+@pytest.mark.parametrize("name", ["generation", "structured", "tools"])
 def test_the_examples_run_from_top_to_bottom(
-    smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "model.gguf").symlink_to(smollm2)
     monkeypatch.chdir(tmp_path)
-    text = PAGE.read_text(encoding="utf-8")
-    names: dict[str, Any] = {}
+    page = DOCS / f"{name}.md"
+    text = page.read_text(encoding="utf-8")
+    names: dict[str, Any] = {"__name__": "__main__"}
     try:
         for block in re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
             line = text.count("\n", 0, block.start(1))  # so that errors name the page's line
-            exec(compile("\n" * line + block[1], str(PAGE), "exec"), names)
+            exec(compile("\n" * line + block[1], str(page), "exec"), names)
     finally:
         if "llm" in names:
             names["llm"].close()

@@ -1,0 +1,132 @@
+"""How many drafts pay off: as many as raise the expected tokens per second of the whole step.
+
+A step of ``n`` requests takes ``costs(n)`` and gives n tokens; with ``k`` drafts it takes
+``costs(n + k)`` and gives the tokens that are expected to be accepted in addition. Both sides are
+measured: step times by size (``decode_costs.py``), acceptance for each request, separately for
+short and long matches. Only speed depends on these measurements, never the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import log
+from typing import NamedTuple
+
+from sdk.engine.scheduling.decode_costs import DecodeCosts
+
+#: Matches of at least this many tokens have a separate acceptance, and these shares of their drafts
+#: are expected to be accepted until more is known.
+_GRADES = ((8, 0.85), (4, 0.7), (0, 0.5))
+#: The expectation weighs as much as this many drafts.
+_PRIOR_DRAFTS = 2.0
+#: Each verified proposal multiplies the weight of older ones by this.
+_DECAY = 0.9
+#: Drafts are cut where the probability that one is reached and accepted falls below one of these;
+#: the best one is chosen by expected speed.
+_CUTS = (0.08, 0.2, 0.35, 0.5, 0.65, 0.8)
+_LOG_CUTS = tuple(log(cut) for cut in _CUTS)
+#: Drafts must make a step better by this factor: each also costs planning and launching.
+_LEAST_GAIN = 1.03
+#: After this many proposals that did not seem to pay off, one is verified nevertheless, with this
+#: many drafts. Each time the number of proposals doubles.
+_FIRST_PROBE, _LAST_PROBE, PROBE_DRAFTS = 16, 512, 2
+#: Without a match a request is looked at in every step at first, then in every fourth.
+_LAST_LOOK = 4
+_LOOKS = 8
+
+
+class DraftHistory:
+    """What became of a request's drafts."""
+
+    __slots__ = ("_accepted", "_rejected", "_seen", "grade", "look_at", "misses", "probe", "unused")
+
+    def __init__(self) -> None:
+        self._accepted = [share * _PRIOR_DRAFTS for _, share in _GRADES]
+        self._rejected = [(1 - share) * _PRIOR_DRAFTS for _, share in _GRADES]
+        self._seen = 0, 0  # drafts and accepted ones that were learned from
+        self.grade = 0  # of the last proposal
+        self.look_at = 0  # the step in which to look for a match again
+        self.misses = 0  # looks without a match, one after another
+        self.unused = 0  # proposals since the last one that was verified
+        self.probe = _FIRST_PROBE
+
+    def learn(self, drafted: int, accepted: int) -> None:
+        """Learn from the request's totals."""
+        new = drafted - self._seen[0]
+        if not new:
+            return
+        good = accepted - self._seen[1]
+        self._seen = drafted, accepted
+        grade = self.grade
+        self._accepted[grade] = _DECAY * self._accepted[grade] + good
+        self._rejected[grade] = _DECAY * self._rejected[grade] + (good < new)
+        self.unused = 0
+        if good:
+            self.probe = _FIRST_PROBE
+
+    def acceptance(self, match: int) -> float:
+        """The probability that a draft after a match of this length is accepted, if those before
+        it are. The next proposal is such a one.
+        """
+        grade = 0
+        while match < _GRADES[grade][0]:
+            grade += 1
+        self.grade = grade
+        good = self._accepted[grade]
+        return min(max(good / (good + self._rejected[grade]), 0.01), 0.99)
+
+    def missed(self, step: int) -> None:
+        """There is no match in this step."""
+        self.misses += 1
+        self.look_at = step + min(1 + self.misses // _LOOKS, _LAST_LOOK)
+
+    def probes(self) -> bool:
+        """Whether to verify a proposal that does not seem to pay off."""
+        self.unused += 1
+        if self.unused < self.probe:
+            return False
+        self.probe = min(2 * self.probe, _LAST_PROBE)
+        self.unused = 0
+        return True
+
+
+class Choice(NamedTuple):
+    """Lengths for some proposals, and the expected tokens per second."""
+
+    lengths: list[int]
+    speed: float
+
+
+class DraftLengths:
+    """Chooses the number of drafts, and learns what steps cost."""
+
+    def __init__(self) -> None:
+        self.costs = DecodeCosts()
+
+    def choose(
+        self, shares: Sequence[float], most: Sequence[int], num_rows: int, budget: int
+    ) -> list[int]:
+        """The number of drafts of each proposal, in a step of ``num_rows`` requests.
+
+        ``shares``: the acceptance of each proposal. ``most``: its number of tokens. All together
+        get at most ``budget``.
+        """
+        plain = self.costs(num_rows)
+        if not plain:  # measure a step without drafts first
+            return [0] * len(shares)
+        logs = [log(share) for share in shares]
+        fair = max(budget // len(shares), 1)
+        best = Choice([0] * len(shares), _LEAST_GAIN * num_rows / plain)
+        for cut in _LOG_CUTS:
+            lengths, left, tokens = [], budget, float(num_rows)
+            for share, log_share, limit in zip(shares, logs, most, strict=True):
+                length = min(int(cut / log_share), limit, fair, left)
+                left -= length
+                lengths.append(length)
+                tokens += share * (1 - share**length) / (1 - share)
+            if left == budget:
+                break  # later cuts allow even less
+            speed = tokens / self.costs(num_rows + budget - left)
+            if speed > best.speed:
+                best = Choice(lengths, speed)
+        return best.lengths

@@ -1,0 +1,318 @@
+"""Prompt lookup through the public class: the same answers, fewer steps, and its limits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sdk import LLM, RequestError, SamplingParams
+from sdk.engine.scheduling.suffix_automaton import SuffixAutomaton
+from sdk.params import RequestOutputKind
+from sdk.speculative_config import SpeculativeConfig, speculative_config
+
+#: As many drafts as possible, whatever they cost: the most that can go wrong.
+ALWAYS = {"method": "ngram", "prompt_lookup_min": 1, "adaptive": False}
+#: Prompts that repeat themselves, one that does not, and one that begins like the first.
+PROMPTS = [
+    [5, 9, 30, 31, 200, 17] * 6,
+    [44, 8, 9, 10, 44, 8, 9],
+    [7] * 9,
+    [3, 1, 4, 15, 9, 2, 6, 53],
+    [5, 9, 30, 31, 200, 17] * 6 + [40, 41],
+]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+DRAWN = GREEDY.clone(temperature=0.9, top_p=0.9, seed=3)
+COLD = DRAWN.clone(temperature=0.1, seed=11)
+#: A structure with forced text.
+FORCED = {
+    "type": "object",
+    "properties": {
+        "first_name": {"type": "string", "maxLength": 4},
+        "year": {"enum": [1999, 2001]},
+    },
+    "required": ["first_name", "year"],
+    "additionalProperties": False,
+}
+KINDS = {
+    "greedy": GREEDY,
+    "drawn": DRAWN,
+    "cold": COLD,
+    "penalties": COLD.clone(repetition_penalty=1.1, frequency_penalty=0.2, presence_penalty=0.1),
+    "no n-gram twice": GREEDY.clone(no_repeat_ngram_size=3),
+    "dry": GREEDY.clone(dry_multiplier=0.8, dry_allowed_length=2, dry_sequence_breakers=[]),
+    "logprobs": COLD.clone(logprobs=3),
+    "prompt logprobs": GREEDY.clone(prompt_logprobs=1, logprobs=0),
+    "stop tokens": COLD.clone(stop_token_ids=list(range(0, 440, 9)), min_tokens=12),
+    "bad words": COLD.clone(bad_words=["e", "th"]),
+    "biased": COLD.clone(logit_bias={9: 3.0, 70: 4.0}),
+    "several answers": COLD.clone(n=3),
+    "the best answers": COLD.clone(n=2, best_of=3),
+    "mirostat": COLD.clone(mirostat_mode=2),
+    "callbacks": COLD.clone(logits_processors=[lambda _, row: row * 1.01]),
+    "guided": GREEDY.clone(guidance_scale=1.5),
+    "object": DRAWN.clone(structured_outputs={"json": FORCED}, ignore_eos=False, max_tokens=90),
+    "choice": GREEDY.clone(structured_outputs={"choice": ["a long choice", "another long one"]}),
+}
+NO_DRAFTS = ("mirostat", "callbacks", "guided")
+#: Options of the engine; each is one row of the matrix.
+ENGINES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "adaptive": {"speculative_config": "ngram"},
+    "operator by operator": {"enforce_eager": True},
+    "k8v4": {"kv_cache_dtype": "k8v4"},
+    "int8": {"kv_cache_dtype": "int8"},
+    "float32": {"kv_cache_dtype": "float32"},
+    "exact": {"compute": "exact"},
+    "short steps": {"max_num_batched_tokens": 9, "max_num_seqs": 4},
+    "whole prompts": {"enable_chunked_prefill": False, "max_num_batched_tokens": 256},
+    "one at a time": {"max_num_seqs": 1},
+    "no prefix cache": {"enable_prefix_caching": False},
+    "tiers": {"kv_policy": "fp16>int8"},
+}
+
+
+def opened(path: Path, **options: Any) -> LLM:
+    return LLM(path, **{"max_model_len": 128, "max_num_seqs": 6, **options})
+
+
+def drafting(path: Path, **options: Any) -> LLM:
+    return opened(path, **{"speculative_config": ALWAYS, **options})
+
+
+def facts(outputs: Sequence[Any]) -> list[Any]:
+    """Everything that answers have, except times."""
+    return [
+        (
+            output.outputs,
+            [dict(row) if row else None for row in output.prompt_logprobs or ()],
+            output.num_cached_tokens,
+        )
+        for output in outputs
+    ]
+
+
+def seen(llm: LLM, params: SamplingParams | list[SamplingParams], prompts: Any = PROMPTS) -> Any:
+    found = facts(llm.generate(prompts, params))
+    llm._driver._engine.scheduler.check()
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_answers_are_those_without_drafts(tiny_path: Path, kind: str) -> None:
+    params = KINDS[kind]
+    with opened(tiny_path) as llm:
+        plain = seen(llm, params)
+    with drafting(tiny_path) as llm:
+        assert seen(llm, params) == plain
+        metrics = llm.get_metrics()
+        assert (metrics["num_draft_tokens"] > 0) == (kind not in NO_DRAFTS)
+        llm.reset_prefix_cache()
+        assert seen(llm, params) == plain
+
+
+def test_forced_tokens_are_all_accepted(tiny_path: Path) -> None:
+    params = [KINDS["object"].clone(seed=seed) for seed in range(4)]
+    prompts = [PROMPTS[0]] * 4
+    with opened(tiny_path) as llm:
+        plain = seen(llm, params, prompts)
+        steps = llm.get_metrics()["num_steps"]
+    with drafting(tiny_path, speculative_config={"method": "grammar", "adaptive": False}) as llm:
+        assert seen(llm, params, prompts) == plain
+        metrics = llm.get_metrics()
+        assert metrics["num_accepted_tokens"] == metrics["num_draft_tokens"] > 40
+        assert metrics["num_steps"] < 0.7 * steps
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_answers_are_those_without_drafts_on_every_engine(tiny_path: Path, engine: str) -> None:
+    """All kinds of requests run together."""
+    options = {"speculative_config": ALWAYS, **ENGINES[engine]}
+    params = [params for params in KINDS.values() if params.n == 1]
+    if engine in ("whole prompts", "one at a time"):  # not with negative prompts
+        params = [params for params in params if params.guidance_scale == 1]
+    prompts = [PROMPTS[i % len(PROMPTS)] for i in range(len(params))]
+    with opened(tiny_path, **options | {"speculative_config": None}) as llm:
+        plain = [found[:2] for found in seen(llm, params, prompts)]
+    with opened(tiny_path, **options) as llm:
+        assert [found[:2] for found in seen(llm, params, prompts)] == plain
+        again = [found[:2] for found in seen(llm, params, prompts)]  # prefix hits, known answers
+        assert again == plain
+        assert llm.get_metrics()["num_accepted_tokens"] > 0
+
+
+def test_preempted_requests_come_back_to_the_same_answers(tiny_path: Path) -> None:
+    params = [COLD.clone(max_tokens=70, seed=seed) for seed in range(5)]
+    with opened(tiny_path) as llm:
+        plain = [found[0] for found in seen(llm, params)]
+        memory = 12 * llm.memory_plan.page_bytes
+    with drafting(tiny_path, kv_cache_memory_bytes=memory) as llm:
+        outputs = llm.generate(PROMPTS, params)
+        assert [output.outputs for output in outputs] == plain
+        metrics = llm.get_metrics()
+        assert metrics["num_preemptions"] > 0 < metrics["num_accepted_tokens"]
+
+
+def test_no_page_moves_to_a_lower_tier_for_a_draft(tiny_path: Path) -> None:
+    """Two requests of one page each, in two pages: a draft in a third page does not run."""
+    options = {"max_model_len": 256, "kv_policy": "fp16>int8", "kv_keep": (0, 0)}
+    params = GREEDY.clone(max_tokens=126)
+    with opened(tiny_path, **options) as llm:
+        memory = 2 * llm.memory_plan.page_bytes
+    with drafting(tiny_path, **options, kv_cache_memory_bytes=memory) as llm:
+        llm.generate([[7, 7], [9, 9]], params)
+        metrics = llm.get_metrics()
+        assert metrics["num_accepted_tokens"] > 0
+        assert metrics["num_pages_lowered"] == 0
+
+
+@pytest.mark.parametrize("stop", [{"stop": ["e"]}, {"stop_regex": "[a-f]{2}"}])
+def test_text_that_stops_within_accepted_drafts_ends_there(
+    tiny_path: Path, stop: dict[str, Any]
+) -> None:
+    params = COLD.clone(**stop, min_tokens=6)
+    with opened(tiny_path) as llm:
+        plain = seen(llm, params)
+    assert any(found[0][0].finish_reason == "stop" for found in plain)
+    with drafting(tiny_path) as llm:
+        assert seen(llm, params) == plain
+        told = sum(len(found[0][0].token_ids) for found in plain)
+        assert llm.get_metrics()["num_generation_tokens"] == told
+
+
+def test_a_stream_has_the_same_text_in_fewer_pieces(tiny_path: Path) -> None:
+    params = GREEDY.clone(output_kind=RequestOutputKind.DELTA)
+    with opened(tiny_path) as llm:
+        plain = seen(llm, GREEDY)[0][0][0]
+    with drafting(tiny_path) as llm:
+        pieces = [output.outputs[0] for output in llm.stream(PROMPTS[0], params)]
+        assert "".join(piece.text for piece in pieces) == plain.text
+        assert [token for piece in pieces for token in piece.token_ids] == plain.token_ids
+        assert len(pieces) < 40
+
+
+@pytest.mark.slow
+def test_two_ranks_verify_the_same_drafts(tiny_path: Path) -> None:
+    options = {"tensor_parallel_size": 2, "compute": "exact", "num_threads": 2}
+    params = [GREEDY, COLD, DRAWN, COLD.clone(logprobs=2), GREEDY]
+    with opened(tiny_path, **options) as llm:
+        plain = seen(llm, params)
+    with drafting(tiny_path, **options) as llm:
+        assert seen(llm, params) == plain
+        assert llm.get_metrics()["num_accepted_tokens"] > 0
+
+
+def test_a_question_that_was_asked_before_takes_fewer_steps(tiny_path: Path) -> None:
+    """Its answer is known, but not to requests with another cache salt."""
+    params = DRAWN.clone(max_tokens=64)
+    steps = []
+    with drafting(tiny_path, max_model_len=160) as llm:
+        for salt in ("a", "a", "b"):
+            before = llm.get_metrics()["num_steps"]
+            llm.generate({"prompt_token_ids": PROMPTS[3], "cache_salt": salt}, params)
+            steps.append(llm.get_metrics()["num_steps"] - before)
+    assert steps[1] <= 12
+    assert steps[2] == steps[0] > 40
+
+
+def test_steps_without_drafts_repeat_the_last_batch(tiny_path: Path) -> None:
+    """Nothing is planned request by request, and the rank repeats the same rows."""
+    params = DRAWN.clone(temperature=2.0, top_p=1.0, max_tokens=100)
+    with opened(tiny_path, speculative_config="ngram") as llm:
+        rows: list[Any] = []
+        launch = llm._driver._engine._executor.launch
+
+        def noted(plan: Any) -> None:
+            rows.append(plan.rows)
+            launch(plan)
+
+        llm._driver._engine._executor.launch = noted  # type: ignore[method-assign]
+        llm.generate(PROMPTS[3], params)
+        again = sum(rows[i] is rows[i - 1] for i in range(1, len(rows)))
+        assert again > 90
+
+
+def test_what_was_drafted_and_accepted_is_counted(tiny_path: Path) -> None:
+    with drafting(tiny_path) as llm:
+        outputs = llm.generate(PROMPTS, [*[GREEDY] * 4, GREEDY.clone(n=2)])
+        metrics = llm.get_metrics()
+        counted = [output.metrics for output in outputs if output.metrics is not None]
+        drafted = sum(one.num_draft_tokens for one in counted)
+        accepted = sum(one.num_accepted_tokens for one in counted)
+        assert len(counted) == 5 and drafted > accepted > 0
+        assert metrics["num_draft_tokens"] == drafted
+        assert metrics["num_accepted_tokens"] == accepted
+        assert metrics["draft_acceptance_rate"] == accepted / drafted
+    with opened(tiny_path) as llm:
+        llm.generate(PROMPTS, GREEDY)
+        assert llm.get_metrics()["draft_acceptance_rate"] == 0.0
+
+
+def test_the_plan_counts_the_logits_of_drafts_and_what_is_looked_up(tiny_path: Path) -> None:
+    def workspace(**options: Any) -> int:
+        return LLM.plan(tiny_path, max_model_len=128, max_num_seqs=16, **options).workspace
+
+    plain, few = workspace(), workspace(speculative_config={**ALWAYS, "num_speculative_tokens": 1})
+    many = workspace(speculative_config="ngram")
+    assert many - few == (64 - 8) * 448 * 4
+    assert few - plain > 50_000 * SuffixAutomaton.STATE_BYTES
+    plan = LLM.plan(tiny_path, speculative_config="ngram", max_num_seqs=4)
+    assert plan.draft_tokens == 32
+    assert "4 requests and 32 draft tokens" in str(plan)
+
+
+def test_explain_names_the_method(tiny_path: Path) -> None:
+    with opened(tiny_path, speculative_config="ngram") as llm:
+        assert "drafts     ngram: up to 8 draft tokens per request" in llm.explain()
+        assert "48 per step" in llm.explain()
+
+
+def test_the_example_of_the_docs_runs(tiny_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "speculation.md").read_text(encoding="utf-8")
+    example = text.partition("```python\n")[2].partition("```")[0]
+    scope: dict[str, Any] = {}
+    exec(example.replace("model.gguf", str(tiny_path)), scope)
+    scope["llm"].close()
+    verified, share = capsys.readouterr().out.splitlines()
+    assert int(verified.split()[0]) >= int(verified.split()[2]) > 0
+    assert "0%" not in share.split()
+
+
+def test_a_method_a_dict_and_json_mean_the_same() -> None:
+    config = SpeculativeConfig(method="ngram", num_speculative_tokens=5)
+    given = {"method": "ngram", "num_speculative_tokens": 5}
+    assert speculative_config(given) == speculative_config(json.dumps(given)) == config
+    assert speculative_config(config) is config
+    assert speculative_config("ngram") == SpeculativeConfig(method="ngram")
+    assert speculative_config(None) is None
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({}, "method is missing; expected 'ngram'"),
+        (3, "expected a dict such as .* found 3"),
+        ("ngramm", "method: expected 'ngram' or 'grammar', found 'ngramm'"),
+        ("{'method': 'ngram'}", "expected a method's name or a JSON object"),
+        ("[" * 100_000, "method: expected 'ngram' or 'grammar', found"),
+        ({"method": ["ngram"]}, r"method: expected 'ngram' or 'grammar', found \['ngram'\]"),
+        ({"method": "ngram", "num_speculative_token": 3}, "did you mean 'num_speculative_tokens'"),
+        ({"method": "ngram", "qqq": 3}, "unknown key 'qqq'; expected method, num_spec"),
+        ({"method": "ngram", 7: 3}, "unknown key 7"),
+        ({"method": "ngram", "num_speculative_tokens": 0}, r"an integer in 1\.\.64, found 0"),
+        ({"method": "ngram", "num_speculative_tokens": True}, r"in 1\.\.64, found True"),
+        ({"method": "ngram", "prompt_lookup_min": 1.5}, "prompt_lookup_min: .* found 1.5"),
+        ({"method": "ngram", "prompt_lookup_max": 0}, "prompt_lookup_max: .* found 0"),
+        (
+            {"method": "ngram", "prompt_lookup_min": 4, "prompt_lookup_max": 3},
+            r"prompt_lookup_max: expected at least prompt_lookup_min \(4\), found 3",
+        ),
+        ({"method": "ngram", "adaptive": "yes"}, "adaptive: expected True or False, found 'yes'"),
+    ],
+)
+def test_a_config_that_cannot_be_read_is_refused(value: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=f"^speculative_config: .*{message}"):
+        speculative_config(value)

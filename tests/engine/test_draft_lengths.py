@@ -1,0 +1,117 @@
+"""How many drafts are verified, from measured step times and acceptance."""
+
+from __future__ import annotations
+
+import pytest
+
+from sdk import SamplingParams
+from sdk.engine.pages.page_pool import PagePool
+from sdk.engine.scheduling.decode_costs import DecodeCosts
+from sdk.engine.scheduling.draft_lengths import DraftHistory, DraftLengths
+from sdk.engine.scheduling.drafts import Drafter, Drafts
+from sdk.engine.scheduling.request import Request
+
+
+def lengths(seconds: dict[int, float]) -> DraftLengths:
+    made = DraftLengths()
+    for size, value in seconds.items():
+        made.costs.learn(size, value)
+    return made
+
+
+def test_step_times_between_measured_sizes_are_interpolated() -> None:
+    costs = DecodeCosts()
+    assert costs(4) == 0.0
+    costs.learn(1, 10.0)
+    assert costs(1) == 10.0
+    assert 10.0 < costs(2) < 20.0  # a guess
+    costs.learn(9, 18.0)
+    assert [costs(n) for n in (3, 5, 17)] == [12.0, 14.0, 26.0]
+    costs.learn(9, 1000.0)  # disturbed
+    assert costs(9) == pytest.approx(22.5)
+
+
+def test_a_size_that_is_not_measured_any_more_is_forgotten() -> None:
+    costs = DecodeCosts()
+    costs.learn(1, 10.0)
+    costs.learn(9, 500.0)
+    for _ in range(2048):
+        costs.learn(1, 10.0)
+    assert costs(9) < 50.0
+
+
+def test_cheap_tokens_are_drafted_and_dear_ones_are_not() -> None:
+    cheap, dear = {1: 10.0, 9: 11.0}, {1: 10.0, 9: 90.0}
+    assert lengths(cheap).choose([0.9], [8], 1, 64) == [8]
+    assert lengths(dear).choose([0.9], [8], 1, 64) == [0]
+    assert lengths(cheap).choose([0.02], [8], 1, 64) == [0]
+    few, many = (lengths({1: 10.0, 9: 20.0}).choose([x], [8], 1, 64)[0] for x in (0.5, 0.95))
+    assert 0 < few < many
+
+
+def test_requests_that_accept_more_get_more() -> None:
+    found = lengths({2: 10.0, 18: 30.0}).choose([0.95, 0.4], [8, 8], 2, 64)
+    assert found[0] > found[1]
+
+
+def test_the_budget_is_shared() -> None:
+    found = lengths({4: 10.0, 36: 11.0}).choose([0.99] * 4, [8, 8, 8, 8], 4, 10)
+    assert found == [2, 2, 2, 2]
+    assert lengths({3: 10.0, 36: 11.0}).choose([0.99] * 3, [8, 1, 8], 3, 1) == [1, 0, 0]
+
+
+def test_nothing_is_drafted_before_a_plain_step_was_measured() -> None:
+    assert lengths({}).choose([0.99], [8], 1, 64) == [0]
+
+
+def test_acceptance_follows_the_request_and_the_length_of_the_match() -> None:
+    history = DraftHistory()
+    short, long = history.acceptance(2), history.acceptance(20)
+    assert short < long
+    history.learn(8, 0)  # a long match
+    assert history.acceptance(20) < long
+    assert history.acceptance(2) == short
+    for count in range(1, 20):
+        history.learn(8 + 4 * count, 4 * count)
+    assert history.acceptance(2) > 0.9
+
+
+class Wrong(Drafter):
+    def propose(self, request: Request, most: int) -> list[int]:
+        return [7] * most
+
+
+def test_what_does_not_pay_off_is_tried_again_ever_more_rarely() -> None:
+    """All drafts are rejected, and a step takes longer with them: at most 1 in 30 has any."""
+    drafts = Drafts(Wrong(), 8, DraftLengths(), 64)
+    pool, request = PagePool(100, 16, True), Request("r", [1, 2, 3], SamplingParams())
+    request.max_len, request.pages = 10**6, pool.acquire((), 20) or []
+    verified = []
+    for step in range(3000):
+        count = 0
+        if drafts.choose([request], 64, step):
+            count = len(drafts.take(request, 64, pool))
+        request.num_draft_tokens += count
+        drafts.learn_step(1 + count, 10.0 + count)
+        verified.append(count)
+    tried = [step for step, count in enumerate(verified) if count]
+    assert sum(step >= 1000 for step in tried) in range(1, 9)
+    assert len(tried) < 40
+    assert sum(verified) / (10 * len(verified)) < 0.01, "the time that drafts took"
+
+
+def test_a_repeated_batch_is_not_looked_at_before_it_is_due() -> None:
+    class Nothing(Wrong):
+        looks = 0
+
+        def match(self, request: Request) -> int:
+            self.looks += 1
+            return 0
+
+    drafter = Nothing()
+    drafts = Drafts(drafter, 8, DraftLengths(), 64)
+    request = Request("r", [1, 2, 3], SamplingParams())
+    request.max_len = 1000
+    for step in range(400):
+        assert not drafts.choose([request], 64, step, repeats=True)
+    assert 100 <= drafter.looks < 130
