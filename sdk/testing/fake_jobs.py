@@ -101,7 +101,7 @@ class ScriptedJobs(JobMaker):
         return replace(job, params=params, resolved=ScriptedParams(**values, answers=read))
 
     def _tokens(self, answer: FakeAnswer) -> tuple[int, ...]:
-        return tuple(self._tokenizer.encode(answer.text, False, False))
+        return tuple(self._tokenizer.encode(answer.written, False, False))
 
 
 def _without_structure(params: SamplingParams) -> SamplingParams:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from sdk.beam_search import BeamSearchOutput, BeamSearchParams
 from sdk.config import EngineConfig
@@ -39,11 +39,14 @@ from sdk.requests.jobs import ParamsLike
 from sdk.requests.mailboxes import Collector
 from sdk.requests.pooling import PoolingCalls
 from sdk.requests.prompts import PromptLike
+from sdk.requests.views import ToolTurns
 from sdk.testing.fake_executor import ScriptedExecutor
 from sdk.testing.fake_jobs import FakeReader, ScriptedJobs
 from sdk.testing.fake_tokenizer import END, VOCAB_SIZE, FakeTokenizer
 from sdk.testing.script import Answers, FakeRequest, Script
 from sdk.tokenizer import LLMTokenizer
+from sdk.tools import AssistantMessage, ToolRun, arun_tools, run_tools
+from sdk.tools.definitions import ToolLike
 
 if TYPE_CHECKING:  # these import torch
     from sdk.memory.plan import MemoryPlan
@@ -161,75 +164,130 @@ class FakeLLM:
         prompts: PromptLike | Sequence[PromptLike],
         sampling_params: ParamsLike = None,
         *,
+        returns: Any = None,
         priority: int | Sequence[int] | None = None,
         use_tqdm: bool = True,
-    ) -> list[RequestOutput]:
+    ) -> Any:
         """See :meth:`sdk.LLM.generate`."""
-        read, params = self._jobs.read(prompts, sampling_params)
-        return self._calls.run(read, params, priority, use_tqdm)
+        calling = self._jobs.read(prompts, sampling_params, returns)
+        return self._calls.run(calling, priority, use_tqdm)
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: ParamsLike = None,
         *,
+        returns: Any = None,
         priority: int | Sequence[int] | None = None,
         use_tqdm: bool = True,
         **template: Any,
-    ) -> list[RequestOutput]:
+    ) -> Any:
         """See :meth:`sdk.LLM.chat`."""
-        read, params = self._jobs.read_chats("chat", messages, sampling_params, template)
-        return self._calls.run(read, params, priority, use_tqdm)
+        calling = self._jobs.read_chats("chat", messages, sampling_params, template, returns)
+        return self._calls.run(calling, priority, use_tqdm)
+
+    def run_tools(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolLike],
+        sampling_params: SamplingParams | None = None,
+        *,
+        max_turns: int = 8,
+        tool_choice: str | Mapping[str, Any] = "auto",
+        on_error: Literal["message", "raise"] = "message",
+        **template: Any,
+    ) -> ToolRun:
+        """See :meth:`sdk.LLM.run_tools`."""
+        turns = ToolTurns(tools, tool_choice, sampling_params, template)
+        return run_tools(
+            lambda conversation: self.chat(conversation, **turns.next())[0].message,
+            messages,
+            tools,
+            max_turns,
+            on_error=on_error,
+            parsed_arguments=self._jobs.parses_arguments(template),
+        )
 
     def stream(
         self,
         prompt: PromptLike | Sequence[Message],
         sampling_params: SamplingParams | None = None,
         *,
+        returns: Any = None,
         priority: int | None = None,
         **template: Any,
-    ) -> Iterator[RequestOutput]:
-        """See :meth:`sdk.LLM.stream`; every piece is a word."""
-        return self._calls.stream(prompt, sampling_params, priority, template)
+    ) -> Iterator[Any]:
+        """See :meth:`sdk.LLM.stream`. Every piece is a word."""
+        return self._calls.stream(prompt, sampling_params, priority, template, returns)
 
     async def agenerate(
         self,
         prompts: PromptLike | Sequence[PromptLike],
         sampling_params: ParamsLike = None,
         *,
+        returns: Any = None,
         priority: int | Sequence[int] | None = None,
-    ) -> list[RequestOutput]:
+    ) -> list[Any]:
         """See :meth:`sdk.LLM.agenerate`."""
-        read, params = await self._calls.read_without_blocking(
-            prompts, sampling_params, partial(self._jobs.read, prompts, sampling_params)
-        )
-        return await self._calls.arun(read, params, priority)
+        read = partial(self._jobs.read, prompts, sampling_params, returns)
+        calling = await self._calls.read_without_blocking(prompts, sampling_params, read)
+        return await self._calls.arun(calling, priority)
 
     async def achat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: ParamsLike = None,
         *,
+        returns: Any = None,
         priority: int | Sequence[int] | None = None,
         **template: Any,
-    ) -> list[RequestOutput]:
+    ) -> list[Any]:
         """See :meth:`sdk.LLM.achat`."""
-        read_chats = partial(self._jobs.read_chats, "achat", messages, sampling_params, template)
-        read, params = await self._calls.read_without_blocking(
-            messages, sampling_params, read_chats
+        read = partial(self._jobs.read_chats, "achat", messages, sampling_params, template, returns)
+        calling = await self._calls.read_without_blocking(messages, sampling_params, read)
+        return await self._calls.arun(calling, priority)
+
+    async def arun_tools(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolLike],
+        sampling_params: SamplingParams | None = None,
+        *,
+        max_turns: int = 8,
+        tool_choice: str | Mapping[str, Any] = "auto",
+        on_error: Literal["message", "raise"] = "message",
+        **template: Any,
+    ) -> ToolRun:
+        """See :meth:`sdk.LLM.arun_tools`."""
+        turns = ToolTurns(tools, tool_choice, sampling_params, template)
+
+        async def chat(conversation: list[dict[str, Any]]) -> AssistantMessage:
+            [output] = await self.achat(conversation, **turns.next())
+            message: AssistantMessage = output.message
+            return message
+
+        return await arun_tools(
+            chat,
+            messages,
+            tools,
+            max_turns,
+            on_error=on_error,
+            parsed_arguments=self._jobs.parses_arguments(template),
         )
-        return await self._calls.arun(read, params, priority)
 
     def astream(
         self,
         prompt: PromptLike | Sequence[Message],
         sampling_params: SamplingParams | None = None,
         *,
+        returns: Any = None,
         priority: int | None = None,
         **template: Any,
     ) -> AnswerStream:
         """See :meth:`sdk.LLM.astream`."""
-        return self._calls.astream("astream", prompt, sampling_params, priority, template)
+        return self._calls.astream(
+            "astream", prompt, sampling_params, priority, template, returns=returns
+        )
 
     # ---- stepping by hand ------------------------------------------------------------------------
 
@@ -243,8 +301,10 @@ class FakeLLM:
         **template: Any,
     ) -> list[str]:
         """See :meth:`sdk.LLM.enqueue`."""
-        read, params = self._jobs.read_mixed("enqueue", prompts, sampling_params, template)
-        jobs = self._jobs.make(read, params, priority=priority, request_ids=request_id)
+        calling = self._jobs.read_mixed("enqueue", prompts, sampling_params, template)
+        jobs = self._jobs.make(
+            calling.prompts, calling.params, priority=priority, request_ids=request_id
+        )
         deltas = {job.request_id: job.params.output_kind is RequestOutputKind.DELTA for job in jobs}
         self._collector.expect(
             deltas, lambda: self._driver.submit(jobs, self._collector, run=False)

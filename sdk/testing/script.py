@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,12 +22,14 @@ Asked = str | Sequence[Message]
 class FakeAnswer:
     """One scripted answer.
 
-    ``finish_reason="length"`` ends it as if ``max_tokens`` were reached. ``error`` ends it after
-    its text: an :class:`EngineDeadError` stops the engine, any other exception only this request,
-    whose ``finish_reason`` is then ``"error"`` and whose ``stop_reason`` is the message.
+    ``tool_calls``: pairs of a function's name and its arguments, written after the text as Hermes
+    models do. ``finish_reason="length"`` ends it as if ``max_tokens`` were reached. ``error`` ends
+    it after its text: an :class:`EngineDeadError` stops the engine, any other exception only this
+    request, whose ``finish_reason`` is then ``"error"`` and whose ``stop_reason`` is the message.
     """
 
     text: str = ""
+    tool_calls: Sequence[tuple[str, Mapping[str, Any]]] = ()
     finish_reason: Literal["stop", "length"] = "stop"
     error: Exception | None = None
 
@@ -39,10 +42,18 @@ class FakeAnswer:
                 f"{safe_repr(self.finish_reason)}; use error= for a failure and llm.abort() for an "
                 "abort"
             )
-        if self.finish_reason == "length" and (self.error is not None or not self.text):
+        if self.finish_reason == "length" and (self.error is not None or not self.written):
             raise RequestError(
                 "FakeAnswer: finish_reason 'length' needs a text, and no error; leave one out"
             )
+
+    @property
+    def written(self) -> str:
+        """The text with the tool calls."""
+        calls = [{"name": name, "arguments": dict(given)} for name, given in self.tool_calls]
+        return self.text + "".join(
+            f"\n<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in calls
+        )
 
 
 Answer = str | FakeAnswer | Exception

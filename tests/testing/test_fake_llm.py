@@ -279,6 +279,22 @@ def test_a_structure_needs_no_grammar_and_is_recorded() -> None:
         assert request.sampling_params.structure is not None
 
 
+def test_typed_results_and_tool_calls_are_read_from_the_script() -> None:
+    def add(a: int, b: int) -> int:
+        """Add two numbers."""
+        return a + b
+
+    with FakeLLM("[1, 2]") as llm:
+        assert llm.generate("x", returns=list[int])[0].outputs[0].parsed == [1, 2]
+    call = FakeAnswer("Let me see.", tool_calls=[("add", {"a": 2, "b": 3})])
+    for run in (FakeLLM.run_tools, lambda *args: asyncio.run(FakeLLM.arun_tools(*args))):
+        with FakeLLM([call, "It is 5."]) as llm:
+            done = run(llm, [{"role": "user", "content": "2+3?"}], [add])
+            assert done.output.content == "It is 5."
+            assert [m["role"] for m in llm.requests[1].prompt] == ["user", "assistant", "tool"]
+            assert llm.requests[1].prompt[-1]["content"] == "5"
+
+
 def test_guidance_runs_a_negative_prompt_too() -> None:
     with FakeLLM("one two") as llm:
         prompt = {"prompt": "x", "negative_prompt": "y"}

@@ -39,7 +39,7 @@ def test_out_of_memory_fails_every_request_and_the_engine_is_dead(llm: Any) -> N
 
 
 def test_nan_logits_end_one_request_and_leave_the_cache_clean(llm: Any) -> None:
-    long = "the cat sat on the mat and the dog said hello to the other cats in the world " * 2
+    long = "world of cats and dogs on a mat, because this text has to fill a few pages " * 2
     alone = tokens(llm.generate([long, *PROMPTS], PARAMS, use_tqdm=False))
     llm.reset_prefix_cache()
     with fault(llm, "nan_logits", at_step=2) as found:
