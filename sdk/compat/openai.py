@@ -7,8 +7,7 @@ run on an :class:`sdk.LLM`, or in their tests on a :class:`sdk.testing.FakeLLM`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -57,7 +56,7 @@ class Stream(Generic[T]):
 
     def __init__(
         self,
-        pieces: Iterator[RequestOutput],
+        pieces: Generator[RequestOutput, None, None],
         chunk: Callable[[RequestOutput], T],
         last: Callable[[RequestOutput], T] | None,
     ) -> None:
@@ -87,8 +86,7 @@ class Stream(Generic[T]):
 
     def close(self) -> None:
         """Abort the request unless it has ended."""
-        with suppress(AttributeError):  # an iterator without close() has nothing to abort
-            self._pieces.close()  # type: ignore[attr-defined]
+        self._pieces.close()
 
 
 class AsyncStream(Generic[T]):
@@ -159,13 +157,6 @@ class _Resource:
         params = self._params("create", CHAT_ARGUMENTS, _without(given, _TOOLS))
         return self._responses("chatcmpl", model), params, tools
 
-    def _streamed(self, prompt: Any) -> None:
-        several = isinstance(prompt, Sequence) and not isinstance(prompt, str) and len(prompt) > 1
-        if several and not all(isinstance(item, int) for item in prompt):
-            raise BadRequestError(
-                f"prompt: expected one prompt with stream=True, found {len(prompt)}"
-            )
-
     def _check_embeddings(self, encoding_format: str | None, dimensions: int | None) -> None:
         if encoding_format not in (None, "float"):
             raise BadRequestError(
@@ -173,6 +164,13 @@ class _Resource:
             )
         if dimensions is not None:
             raise BadRequestError("dimensions: is not supported; leave it out")
+
+
+def _check_one(prompt: Any) -> None:
+    """:raises BadRequestError: there are several prompts, which one stream cannot answer."""
+    several = isinstance(prompt, Sequence) and not isinstance(prompt, str) and len(prompt) > 1
+    if several and not all(isinstance(item, int) for item in prompt):
+        raise BadRequestError(f"prompt: expected one prompt with stream=True, found {len(prompt)}")
 
 
 def _without(given: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
@@ -211,7 +209,7 @@ class Completions(_Resource):
             made = self._responses("cmpl", model)
             if not stream:
                 return made.completion(self._llm.generate(prompt, params, use_tqdm=False))
-            self._streamed(prompt)
+            _check_one(prompt)
             usage = includes_usage(given.get("stream_options"))
             last = made.last_completion_chunk if usage else None
             return Stream(self._llm.stream(prompt, params), made.completion_chunk, last)
@@ -263,7 +261,7 @@ class AsyncCompletions(_Resource):
             made = self._responses("cmpl", model)
             if not stream:
                 return made.completion(await self._llm.agenerate(prompt, params))
-            self._streamed(prompt)
+            _check_one(prompt)
             usage = includes_usage(given.get("stream_options"))
             last = made.last_completion_chunk if usage else None
             pieces = await self._llm.astream(prompt, params)

@@ -17,6 +17,7 @@ import pytest
 
 from sdk import (
     LLM,
+    AsyncLLM,
     EngineClosedError,
     EngineDeadError,
     OutOfMemoryError,
@@ -57,7 +58,7 @@ def test_it_keeps_the_contract() -> None:
     assert len(contract_check(FakeLLM("one two three four five six seven eight"))) == 11
 
 
-def test_it_imports_neither_torch_nor_numpy_s_friends() -> None:
+def test_it_imports_neither_torch_nor_a_tokenizer() -> None:
     code = (
         "import json, sys\nfrom sdk.testing import FakeLLM\n"
         "with FakeLLM('yes') as llm:\n"
@@ -361,6 +362,16 @@ def test_many_threads_and_tasks_share_one_fake() -> None:
 
         answers = [text(outputs) for outputs in asyncio.run(many())]
         assert answers == [f"answer to p{i}" for i in range(20)]
+
+
+def test_async_llm_runs_on_a_fake() -> None:
+    async def run() -> list[str]:
+        async with AsyncLLM(llm) as shared:
+            return [piece.outputs[0].text async for piece in shared.generate("x")]
+
+    with FakeLLM("one two") as llm:
+        assert asyncio.run(run()) == ["one", "one two", "one two"]
+        assert text(llm.generate("x")) == "one two"  # its owner closes it
 
 
 def test_a_full_vocabulary_falls_back_to_bytes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from sdk import LLM, QuantizationError, RequestError, SamplingParams
+from sdk import LLM, CheckpointError, QuantizationError, RequestError, SamplingParams
 from sdk.models.architecture import architectures
 from sdk.testing import tiny_model
+from sdk.testing.tiny_models import RandomCheckpoint
 
 PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 CHAT = [{"role": "user", "content": "the cat sat"}]
@@ -95,3 +96,11 @@ def test_wrong_arguments_are_named_and_leave_nothing(tmp_path: Path) -> None:
     with pytest.raises(QuantizationError, match="exists already"):
         tiny_model(tmp_path, "float16")
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_tensor_of_unknown_shape_is_named(tmp_path: Path) -> None:
+    known = architectures()[0]
+    made = RandomCheckpoint(tmp_path, {"model_type": known.model_type}, known, 0)
+    with pytest.raises(CheckpointError, match=r"model\.strange: its shape is unknown"):
+        made.weight("model.strange")
+    assert made.tensors == {} and made.entries() == made.unused() == []
