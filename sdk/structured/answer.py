@@ -9,6 +9,7 @@ tokens and limits, so it is the same in every batch, after a preemption, and wit
 
 from __future__ import annotations
 
+import enum
 import itertools
 from collections.abc import Iterable, Sequence
 
@@ -21,6 +22,14 @@ _DROPPED = 4
 _STATES = 60
 #: What opened elements need is tried again: how many of them, and of how many tokens.
 _MOST_OPENINGS, _LONGEST_OPENING = 8, 64
+
+
+class Phase(enum.Enum):
+    """What an answer's next token may be."""
+
+    START = "the structure, or the mark that begins a reasoning section"
+    REASONING = "anything"
+    STRUCTURE = "the structure"
 
 
 class StructuredAnswer:
@@ -47,8 +56,9 @@ class StructuredAnswer:
         self._opens = 0  # opening brackets so far
         self._openings: list[tuple[int, ...]] = []
         self._start_reasoning, self._end_reasoning = reasoning or (-1, -1)
-        self._reasons = reasoning is not None and _ends_open(prompt, *reasoning)
-        self._begun = False
+        self.phase = Phase.START
+        if reasoning is not None and _ends_open(prompt, *reasoning):
+            self.phase = Phase.REASONING
         self.left = left
         self.complete = False
         for token in output:
@@ -66,9 +76,9 @@ class StructuredAnswer:
 
     def task(self, row: int, drafts: Sequence[int] = ()) -> MaskTask | None:
         """What computes the masks of the next tokens; None while the model reasons."""
-        if self._reasons:
+        if self.phase is Phase.REASONING:
             return None
-        also = -1 if self._begun else self._start_reasoning
+        also = self._start_reasoning if self.phase is Phase.START else -1
         return MaskTask(self._matcher.handle, row, tuple(drafts), also)
 
     def accept(self, token: int) -> int:
@@ -77,9 +87,11 @@ class StructuredAnswer:
         :raises GrammarError: the matcher failed.
         """
         self.left -= 1
-        if self._reasons or (token == self._start_reasoning and not self._begun):
-            return self._reason(token)
-        self._begun = True
+        if self.phase is not Phase.STRUCTURE:
+            begins = self.phase is Phase.START and token == self._start_reasoning
+            if begins or self.phase is Phase.REASONING:
+                return self._reason(token)
+            self.phase = Phase.STRUCTURE
         matcher = self._matcher
         if token in self._ends:
             self.complete = True
@@ -101,14 +113,17 @@ class StructuredAnswer:
 
     def forced(self, most: int) -> Sequence[int]:
         """Up to ``most`` tokens that the structure leaves no choice about."""
-        return () if self._reasons or self.complete else self._matcher.forced(most)
+        if self.phase is Phase.REASONING or self.complete:
+            return ()
+        return self._matcher.forced(most)
 
     def _reason(self, token: int) -> int:
         """A token of the reasoning section. It ends while there are tokens for the structure."""
         needed = len(self._grammar.way) + 1
-        if self._reasons and (self.left < needed or token in self._ends):
+        going_on = self.phase is Phase.REASONING
+        if going_on and (self.left < needed or token in self._ends):
             token = self._end_reasoning
-        self._reasons, self._begun = token != self._end_reasoning, True
+        self.phase = Phase.STRUCTURE if token == self._end_reasoning else Phase.REASONING
         return token
 
     @property

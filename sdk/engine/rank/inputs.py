@@ -119,10 +119,10 @@ class StepInputs:
             self._write_adapters(batch)
         for index, draw in enumerate(batch.draws):
             draw.write(index, self.sampling)
-        self._set_mask_tasks(batch)
+        self.set_mask_tasks(batch)
         return end
 
-    def _set_mask_tasks(self, batch: StepBatch) -> None:
+    def set_mask_tasks(self, batch: StepBatch) -> None:
         """Have the masks of structured answers computed while the step runs."""
         tasks = []
         for one in batch.sampled:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -81,7 +81,8 @@ class ModelRunner:
             undo.callback(self.kv.close)
             centre_keys(self.kv, self.model)
             self.sampler = Sampler(facts.vocab_size, self.ops)
-            self._drafts = config.max_draft_tokens
+            #: The most draft tokens of a step.
+            self.max_drafts = config.max_draft_tokens
             self._inputs = StepInputs(
                 config.max_num_batched_tokens,
                 config.max_num_seqs,
@@ -225,8 +226,8 @@ class ModelRunner:
             found = accepted(row.drafts, drawn)
             if structured is not None and structured.complete:
                 result.complete.add(row.request_id)
-            elif structured is not None and self._drafts:
-                result.forced[row.request_id] = structured.forced(self._drafts)
+            elif structured is not None and self.max_drafts:
+                result.forced[row.request_id] = structured.forced(self.max_drafts)
             if not request.state.plain:
                 result.details[row.request_id] = found
             tokens = result.tokens[plan_index] = [one.token_id for one in found]
@@ -301,6 +302,10 @@ class ModelRunner:
         self._inputs.wait()
         for row, request in enumerate(batch.requests):
             self._inputs.write_pages(row, request)
+
+    def set_mask_tasks(self, batch: StepBatch) -> None:
+        """Have the masks of a batch's structured answers computed in its next step."""
+        self._inputs.set_mask_tasks(batch)
 
     def _logits(self, hidden: Tensor, adapter: int = -1) -> Iterator[Tensor]:
         """Yield logits of rows of one adapter, in parts. Each part is valid until the next."""
@@ -401,6 +406,7 @@ class _RepeatedSteps:
         "_plan",
         "_repeater",
         "_runner",
+        "_structured",
         "_tokens",
         "rows",
     )
@@ -423,6 +429,11 @@ class _RepeatedSteps:
             (row, request.state)
             for row, request in enumerate(batch.requests)
             if not request.state.foreseeable
+        ]
+        self._structured = [
+            (row, request.start.request_id, request.structured)
+            for row, request in enumerate(batch.requests)
+            if request.structured is not None
         ]
         self._plan: StepPlan
 
@@ -450,11 +461,36 @@ class _RepeatedSteps:
                 request.num_computed += 1
             step = _LaunchedStep(self._runner, self._plan, [self._repeater.launched()], {})
             return self._runner.finish(step)
+        results: dict[str, Any] = self._follow_structures(tokens) if self._structured else {}
         self._tokens = tokens
         self._deferred.append(tokens)
         for row, state in self._dependent:
             state.append((tokens[row],))
-        return StepResult(self._plan.step_id, [(token,) for token in tokens])
+        return StepResult(self._plan.step_id, [(token,) for token in tokens], **results)
+
+    def _follow_structures(self, tokens: list[int]) -> dict[str, Any]:
+        """Put the tokens of structured answers in the place of those that were drawn.
+
+        Their mask tasks are the same in every step, except where reasoning begins or ends. Returns
+        fields of the step's result.
+        """
+        complete, forced, errors = set(), {}, {}
+        most, changed = self._runner.max_drafts, False
+        for row, request_id, structured in self._structured:
+            phase = structured.phase
+            try:
+                tokens[row] = structured.accept(tokens[row])
+            except GrammarError as error:
+                errors[request_id] = f"structured_outputs: {error}"
+                continue
+            changed |= structured.phase is not phase
+            if structured.complete:
+                complete.add(request_id)
+            elif most:
+                forced[request_id] = structured.forced(most)
+        if changed:
+            self._runner.set_mask_tasks(self._batch)
+        return {"complete": complete, "forced": forced, "errors": errors}
 
     def apply_deferred(self) -> None:
         """Append the deferred tokens to the requests."""

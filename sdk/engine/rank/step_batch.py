@@ -108,19 +108,17 @@ class StepBatch:
     @property
     def plain(self) -> bool:
         """Whether only the drawn tokens are used, of a step from token ids: no guidance, no
-        log-probabilities, no callbacks, no mirostat, no structure, no embeddings.
+        log-probabilities, no callbacks, no mirostat, no embeddings.
         """
         special = self.negatives or self.scored or self.embedded
-        return (
-            not special
-            and all(draw.state.plain for draw in self.draws)
-            and all(one.request.structured is None for one in self.sampled)
-        )
+        return not special and all(draw.state.plain for draw in self.draws)
 
     @property
     def foreseeable(self) -> bool:
         """Whether the next step's draws can be set up without this step's tokens."""
-        return all(draw.state.foreseeable for draw in self.draws)
+        return all(draw.state.foreseeable for draw in self.draws) and all(
+            one.request.structured is None for one in self.sampled
+        )
 
     @property
     def random_draws(self) -> list[tuple[int, RequestState]]:
