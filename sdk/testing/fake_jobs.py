@@ -31,7 +31,8 @@ class FakeReader(PromptReader):
     ) -> Prompt:
         prompt = super().read_chat(messages, params, options)
         values = {field.name: getattr(prompt, field.name) for field in fields(Prompt)}
-        return _AskedPrompt(**values, messages=messages)
+        copied = [dict(message) for message in messages]  # callers append to their lists
+        return _AskedPrompt(**values, messages=copied)
 
 
 class ScriptedJobs(JobMaker):

@@ -28,5 +28,5 @@ def test_the_tests_on_the_page_pass(pytester: pytest.Pytester) -> None:
     for index, example in enumerate(tests):
         pytester.makepyfile(**{f"test_page_{index}": example})
     plugins = "-p", "no:embedlm", "-p", "embedlm.pytest_plugin", "-p", "no:cacheprovider"
-    found = pytester.runpytest_subprocess(*plugins)
+    found = pytester.runpytest(*plugins)
     found.assert_outcomes(passed=sum(example.count("def test_") for example in tests))

@@ -106,6 +106,15 @@ def test_a_function_gets_the_text_or_the_messages() -> None:
     assert asked == ["plain", "as tokens", ASK]
 
 
+def test_requests_are_recorded_as_they_were_when_they_came() -> None:
+    with FakeLLM("Hi.") as llm:
+        messages = [{"role": "user", "content": "Hello"}]
+        messages.append({"role": "assistant", "content": text(llm.chat(messages))})
+        messages[0]["content"] = "Bye"
+        assert llm.requests[0].prompt == [{"role": "user", "content": "Hello"}]
+        assert llm.requests[0].sampling_params.max_tokens is None
+
+
 def test_what_is_no_answer_is_rejected() -> None:
     with pytest.raises(RequestError, match="answers: expected a text, a list"):
         FakeLLM(7)  # type: ignore[arg-type]
