@@ -241,9 +241,9 @@ def test_prefixes_are_found_within_one_salt_and_not_after_a_reset(tiny: LLM) -> 
     answers: set[tuple[int, ...]] = set()
     tiny.reset_prefix_cache()
     found = [cached("a"), cached("a"), cached("b"), cached(None), cached(None), cached("b")]
-    assert found == [0, 32, 0, 0, 32, 32]
+    assert found == [0, 39, 0, 0, 39, 39]
     assert tiny.reset_prefix_cache()
-    assert [cached("a"), cached(None), cached("a")] == [0, 0, 32]
+    assert [cached("a"), cached(None), cached("a")] == [0, 0, 39]
     assert len(answers) == 1
 
 

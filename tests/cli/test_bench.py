@@ -14,7 +14,17 @@ from typing import Any
 import pytest
 
 from sdk.cli import bench, build_parser, main
-from sdk.cli.bench import accuracy, engines, kv, memory, models, plots, random_models, speculative
+from sdk.cli.bench import (
+    accuracy,
+    engines,
+    kv,
+    memory,
+    models,
+    plots,
+    random_models,
+    speculative,
+    structured,
+)
 from sdk.cli.bench.engines import Load, Peer, Sample
 from sdk.cli.bench.report import Metric, Result, Section, cells, ratio, to_markdown, to_text
 from sdk.cli.bench.settings import make_load
@@ -480,6 +490,25 @@ def test_the_speculative_suite_compares_drafts_with_plain_decoding(
         assert all(b / a == pytest.approx(c, rel=1e-4) for a, b, c in zip(*rates, strict=True))
         assert all(0 <= share <= 100 for share in row["samples"]["accepted"])
     assert any(row["median"]["accepted"] > 0 for row in rows)
+
+
+def test_the_structured_suite_compares_with_free_answers(
+    golden: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(structured, "STRUCTURES", {"any json": {"json_object": True}})
+    argv = ["bench", str(golden / "gguf-Q4_1" / "model.gguf"), "--suite", "structured"]
+    argv += ["--rounds", "1", "--threads", "1", "--streams", "1,2"]
+    assert main([*argv, "--json", "-"]) == 0
+    rows = json.loads(capsys.readouterr().out)["results"]["structured"]
+    assert [(row["requests"], row["structure"]) for row in rows] == [
+        (count, name) for count in (1, 2) for name in structured.STRUCTURES
+    ]
+    for row in rows:
+        free, bound, share = (
+            row["samples"][key][0] for key in ("free_tok_s", "structured_tok_s", "share")
+        )
+        assert bound / free == pytest.approx(share, rel=1e-4)
+        assert row["samples"]["gain"][0] > 0
 
 
 def test_different_answers_are_no_row_of_the_speculative_suite(

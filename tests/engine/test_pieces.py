@@ -114,7 +114,7 @@ def test_a_prefix_that_is_cached_is_read_by_the_pieces_in_between(
     with eager(path) as llm:
         assert [answers(llm, asked, params()) for asked in ([beginning], later)] == found
     assert hits >= 4 + 2 + 4  # pages of 16 tokens
-    assert 9 + 10 + 7 in {b.num_tokens for b in replayed.batches}  # the rest after the hits
+    assert 3 + 10 + 1 in {b.num_tokens for b in replayed.batches}  # after hits and copied tails
 
 
 def test_preempted_requests_are_computed_again_with_the_same_bits(path: Path) -> None:

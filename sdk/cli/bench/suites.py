@@ -18,6 +18,7 @@ from sdk.cli.bench.report import Metric, Result, Section
 from sdk.cli.bench.roofline import measure_gemm, measure_roofline
 from sdk.cli.bench.settings import DECODE_PROMPT, Settings, in_rounds, make_load, same_load
 from sdk.cli.bench.speculative import measure_speculative
+from sdk.cli.bench.structured import measure_structured
 
 #: Tokens of a prompt of the prefix suite, and how many of them the next one shares.
 PREFIX_PROMPT, PREFIX_SHARED = 1100, 1000
@@ -243,6 +244,18 @@ SUITES = {
             Metric("accepted", "% accepted", ratio=False),
         ],
         measure_speculative,
+    ),
+    "structured": Suite(
+        "Structured output",
+        "answers that follow a schema or a pattern compared with free ones, on the same engine in "
+        "turn, and with drafts of forced tokens; while all requests run",
+        [
+            Metric("free_tok_s", "free tok/s", ratio=False),
+            Metric("structured_tok_s", "structured tok/s", ratio=False),
+            Metric("share", "structured / free", 3, ratio=False),
+            Metric("gain", "drafted / structured", 2, ratio=False),
+        ],
+        measure_structured,
     ),
     "startup": Suite(
         "Start-up",
