@@ -16,6 +16,8 @@ from sdk.requests.prompts import PromptLike
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from sdk.testing.fake_llm import FakeLLM
+
 
 class AsyncLLM:
     """Async methods for an :class:`LLM`; not a second engine.
@@ -25,13 +27,17 @@ class AsyncLLM:
     """
 
     @takes_options
-    def __init__(self, model: LLM | str | PathLike[str], **options: Unpack[EngineOptions]) -> None:
-        if isinstance(model, LLM):
+    def __init__(
+        self, model: LLM | FakeLLM | str | PathLike[str], **options: Unpack[EngineOptions]
+    ) -> None:
+        given: Any = model
+        self.llm: LLM | FakeLLM
+        if hasattr(given, "astream"):  # an LLM or a FakeLLM, not a path
             if options:
                 raise TypeError(f"AsyncLLM(llm) takes no options, found {sorted(options)}")
-            self.llm, self._owned = model, False
+            self.llm, self._owned = given, False
         else:
-            self.llm, self._owned = LLM(model, **options), True
+            self.llm, self._owned = LLM(given, **options), True
 
     async def __aenter__(self) -> AsyncLLM:
         return self

@@ -1,14 +1,17 @@
-"""The options of ``pytest --llm-model FILE``.
+"""The options of ``pytest --llm-model FILE``, and the fixtures ``fake_llm`` and ``tiny_llm``.
 
 pytest loads this in every project of an environment with embedlm, even one with a different
-``sdk``. So nothing of ours is imported before one of these options is given.
+``sdk``. So nothing of ours is imported before one of the options is given or a fixture is used.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -58,7 +61,7 @@ def _number(text: str) -> float:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("llm_model"):
         try:
-            ours = import_module(__name__.rpartition(".")[0]).import_ours("sdk.pytest_plugin")
+            ours = _import_ours("sdk.pytest_plugin")
         except ImportError as error:
             raise pytest.UsageError(f"--llm-model: {error}") from None
         config.pluginmanager.register(ours.Models(config), "embedlm-models")
@@ -67,3 +70,43 @@ def pytest_configure(config: pytest.Config) -> None:
         if config.getoption(f"llm_{name}") is not None:
             option = name.replace("_", "-")
             raise pytest.UsageError(f"--llm-{option}: expected --llm-model with it, found none")
+
+
+def _import_ours(name: str) -> Any:
+    return import_module(__name__.rpartition(".")[0]).import_ours(name)
+
+
+@pytest.fixture
+def fake_llm() -> Iterator[Callable[..., Any]]:
+    """``fake_llm(answers, **options)``: a ``sdk.testing.FakeLLM``, closed after the test."""
+    make = _import_ours("sdk.testing").FakeLLM
+    with ExitStack() as made:
+        yield lambda *answers, **options: made.enter_context(make(*answers, **options))
+
+
+@pytest.fixture(scope="session")
+def _tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Writes each tiny model once per session."""
+    made: dict[tuple[str, ...], Path] = {}
+
+    def path_of(*names: str) -> Path:
+        if names not in made:
+            folder = tmp_path_factory.mktemp("tiny-model")
+            made[names] = _import_ours("sdk.testing").tiny_model(folder, *names)
+        return made[names]
+
+    return path_of
+
+
+@pytest.fixture
+def tiny_llm(_tiny_models: Callable[..., Path]) -> Iterator[Callable[..., Any]]:
+    """``tiny_llm(format="q4_k_m", architecture=..., **options)``: an ``LLM`` with a tiny real
+    model, closed after the test. ``architecture`` is that of ``sdk.testing.tiny_model``."""
+    make = _import_ours("sdk").LLM
+    with ExitStack() as made:
+
+        def load(format: str = "q4_k_m", architecture: str | None = None, **options: Any) -> Any:
+            names = (format,) if architecture is None else (format, architecture)
+            return made.enter_context(make(_tiny_models(*names), **options))
+
+        yield load

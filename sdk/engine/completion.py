@@ -265,11 +265,15 @@ class Generation:
             return metrics
         requests = [completion.request for completion in self.completions]
         return metrics._replace(
-            scheduled_ts=min((r.scheduled_ts for r in requests if r.scheduled_ts), default=None),
-            first_token_ts=min(
-                (r.first_token_ts for r in requests if r.first_token_ts), default=None
+            scheduled_ts=min(
+                (r.scheduled_ts for r in requests if r.scheduled_ts is not None), default=None
             ),
-            last_token_ts=max((r.last_token_ts for r in requests if r.last_token_ts), default=None),
+            first_token_ts=min(
+                (r.first_token_ts for r in requests if r.first_token_ts is not None), default=None
+            ),
+            last_token_ts=max(
+                (r.last_token_ts for r in requests if r.last_token_ts is not None), default=None
+            ),
             num_generation_tokens=sum(r.num_output_tokens for r in requests),
             num_preemptions=sum(r.num_preemptions for r in requests),
             events=tuple(sorted(event for r in requests for event in r.events)),

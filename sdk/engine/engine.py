@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from sdk.engine.completion import Completion, Generation, is_watched
@@ -354,6 +354,10 @@ class Engine:
             self._finish(generation, completion, "error", str(self.dead))
 
     # The engine itself
+
+    def wrap_executor(self, wrap: Callable[[Executor], Executor]) -> None:
+        """Run the next steps on ``wrap(executor)``. Called between two steps, by tests."""
+        self._executor = wrap(self._executor)
 
     def _check_alive(self) -> None:
         if self._closed:

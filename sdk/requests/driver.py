@@ -22,6 +22,7 @@ from typing import NamedTuple, NoReturn, TypeVar
 
 from sdk.engine.engine import Engine, Output
 from sdk.errors import EngineClosedError, EngineDeadError, RequestError, SdkError
+from sdk.executors.base import Executor
 from sdk.memory.pool import Lease
 from sdk.quant.safe_repr import safe_repr
 from sdk.requests.job import Job, OutputSink
@@ -349,6 +350,10 @@ class Driver:
                 self._asleep = ""
 
         self._before_engine_thread(rouse)
+
+    def wrap_executor(self, wrap: Callable[[Executor], Executor]) -> None:
+        """Run the next steps on ``wrap(executor)``: how sdk.testing injects faults."""
+        self.between_steps(lambda: self._engine.wrap_executor(wrap))
 
     def metrics(self) -> dict[str, float]:
         """A snapshot of the engine's counters."""

@@ -6,8 +6,6 @@ import math
 from collections.abc import Sequence
 from typing import Any, get_args
 
-import torch
-
 from sdk.engine.engine import Output
 from sdk.engine.plan import Pooling, PoolingMode
 from sdk.errors import RequestError
@@ -222,6 +220,8 @@ def _failure(method: str, output: Any) -> RequestError:
 
 def with_tensor(output: PoolingRequestOutput) -> PoolingRequestOutput:
     """The output with a tensor, for callers."""
+    import torch  # the other calls, and FakeLLM, need none
+
     return output._replace(outputs=PoolingOutput(torch.as_tensor(output.outputs.data)))
 
 

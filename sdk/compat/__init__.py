@@ -1,0 +1,1 @@
+"""Clients with the interfaces of other packages, on an LLM in this process."""

@@ -1,0 +1,339 @@
+"""``OpenAI(llm)`` and ``AsyncOpenAI(llm)``: the methods of the ``openai`` package, in this process.
+
+There is no socket, no server and no dependency. Programs that were written for OpenAI's client can
+run on an :class:`sdk.LLM`, or in their tests on a :class:`sdk.testing.FakeLLM`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
+from types import TracebackType
+from typing import Any, Generic, Protocol, TypeVar
+
+from sdk.compat.openai_errors import (
+    APIConnectionError as APIConnectionError,
+    APIError as APIError,
+    APIStatusError as APIStatusError,
+    APITimeoutError as APITimeoutError,
+    BadRequestError as BadRequestError,
+    InternalServerError as InternalServerError,
+    OpenAIError as OpenAIError,
+    openai_errors,
+)
+from sdk.compat.openai_requests import (
+    CHAT_ARGUMENTS,
+    COMPLETION_ARGUMENTS,
+    Responses,
+    includes_usage,
+    sampling_params,
+)
+from sdk.compat.openai_types import CreateEmbeddingResponse
+from sdk.outputs import EmbeddingOutput, RequestOutput
+from sdk.params import SamplingParams
+from sdk.quant.safe_repr import safe_repr
+from sdk.requests.prompts import is_conversation
+
+T = TypeVar("T")
+_TOOLS = ("tools", "tool_choice", "parallel_tool_calls")
+
+
+class LanguageModel(Protocol):
+    """The methods of :class:`sdk.LLM` that the clients call."""
+
+    def get_default_sampling_params(self) -> SamplingParams: ...
+    def generate(self, prompts: Any, sampling_params: Any = None, **more: Any) -> Any: ...
+    def chat(self, messages: Any, sampling_params: Any = None, **more: Any) -> Any: ...
+    def stream(self, prompt: Any, sampling_params: Any = None, **more: Any) -> Any: ...
+    async def agenerate(self, prompts: Any, sampling_params: Any = None) -> Any: ...
+    async def achat(self, messages: Any, sampling_params: Any = None, **more: Any) -> Any: ...
+    def astream(self, prompt: Any, sampling_params: Any = None, **more: Any) -> Any: ...
+    def embed(self, prompts: Any, **more: Any) -> list[EmbeddingOutput]: ...
+
+
+class Stream(Generic[T]):
+    """The chunks of one answer. Closing it aborts the request."""
+
+    def __init__(
+        self,
+        pieces: Generator[RequestOutput, None, None],
+        chunk: Callable[[RequestOutput], T],
+        last: Callable[[RequestOutput], T] | None,
+    ) -> None:
+        self._pieces = pieces
+        self._chunks = self._read(chunk, last)
+
+    def _read(
+        self, chunk: Callable[[RequestOutput], T], last: Callable[[RequestOutput], T] | None
+    ) -> Iterator[T]:
+        with openai_errors():
+            for piece in self._pieces:
+                yield chunk(piece)
+                if piece.finished and last is not None:
+                    yield last(piece)
+
+    def __iter__(self) -> Iterator[T]:
+        return self
+
+    def __next__(self) -> T:
+        return next(self._chunks)
+
+    def __enter__(self) -> Stream[T]:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Abort the request unless it has ended."""
+        self._pieces.close()
+
+
+class AsyncStream(Generic[T]):
+    """:class:`Stream` for an event loop."""
+
+    def __init__(
+        self,
+        pieces: Any,
+        chunk: Callable[[RequestOutput], T],
+        last: Callable[[RequestOutput], T] | None,
+    ) -> None:
+        self._pieces = pieces
+        self._chunks = self._read(chunk, last)
+
+    async def _read(
+        self, chunk: Callable[[RequestOutput], T], last: Callable[[RequestOutput], T] | None
+    ) -> AsyncIterator[T]:
+        with openai_errors():
+            async for piece in self._pieces:
+                yield chunk(piece)
+                if piece.finished and last is not None:
+                    yield last(piece)
+
+    def __aiter__(self) -> AsyncIterator[T]:
+        return self
+
+    async def __anext__(self) -> T:
+        return await self._chunks.__anext__()
+
+    async def __aenter__(self) -> AsyncStream[T]:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Abort the request unless it has ended."""
+        await self._pieces.aclose()
+
+
+class _Resource:
+    def __init__(self, llm: LanguageModel, name: str) -> None:
+        self._llm = llm
+        self._name = name
+
+    def _params(self, method: str, known: frozenset[str], given: dict[str, Any]) -> SamplingParams:
+        return sampling_params(method, known, given, self._llm.get_default_sampling_params())
+
+    def _responses(self, prefix: str, model: str | None) -> Responses:
+        return Responses(prefix, model or self._name)
+
+    def _chat(
+        self, messages: Any, model: str | None, given: dict[str, Any]
+    ) -> tuple[Responses, SamplingParams, dict[str, Any]]:
+        """The responses, the parameters and the tools of a chat."""
+        if not is_conversation(messages):
+            raise BadRequestError(
+                f"messages: expected a list of messages, found {safe_repr(messages)}"
+            )
+        tools = {name: given[name] for name in _TOOLS if given.get(name) is not None}
+        if tools and not tools.get("tools"):
+            raise BadRequestError(f"{next(iter(tools))}: expected tools too, found none")
+        params = self._params("create", CHAT_ARGUMENTS, _without(given, _TOOLS))
+        return self._responses("chatcmpl", model), params, tools
+
+    def _check_embeddings(self, encoding_format: str | None, dimensions: int | None) -> None:
+        if encoding_format not in (None, "float"):
+            raise BadRequestError(
+                f"encoding_format: expected 'float', found {safe_repr(encoding_format)}"
+            )
+        if dimensions is not None:
+            raise BadRequestError("dimensions: is not supported; leave it out")
+
+
+def _check_one(prompt: Any) -> None:
+    """:raises BadRequestError: there are several prompts, which one stream cannot answer."""
+    several = isinstance(prompt, Sequence) and not isinstance(prompt, str) and len(prompt) > 1
+    if several and not all(isinstance(item, int) for item in prompt):
+        raise BadRequestError(f"prompt: expected one prompt with stream=True, found {len(prompt)}")
+
+
+def _without(given: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    return {name: value for name, value in given.items() if name not in names}
+
+
+class ChatCompletions(_Resource):
+    """``client.chat.completions``."""
+
+    def create(
+        self, *, messages: Any, model: str | None = None, stream: bool = False, **given: Any
+    ) -> Any:
+        """A ``ChatCompletion``, or with ``stream=True`` a :class:`Stream` of its chunks.
+
+        :raises BadRequestError: an argument is invalid or not supported.
+        :raises APITimeoutError: the ``timeout`` has passed.
+        """
+        with openai_errors():
+            made, params, tools = self._chat(messages, model, given)
+            if not stream:
+                return made.chat(self._llm.chat(messages, params, use_tqdm=False, **tools)[0])
+            pieces = self._llm.stream(messages, params, **tools)
+            usage = includes_usage(given.get("stream_options"))
+            return Stream(pieces, made.chunk, made.last_chunk if usage else None)
+
+
+class Completions(_Resource):
+    """``client.completions``."""
+
+    def create(
+        self, *, prompt: Any, model: str | None = None, stream: bool = False, **given: Any
+    ) -> Any:
+        """A ``Completion``, or with ``stream=True`` a :class:`Stream` of parts of one."""
+        with openai_errors():
+            params = self._params("create", COMPLETION_ARGUMENTS, given)
+            made = self._responses("cmpl", model)
+            if not stream:
+                return made.completion(self._llm.generate(prompt, params, use_tqdm=False))
+            _check_one(prompt)
+            usage = includes_usage(given.get("stream_options"))
+            last = made.last_completion_chunk if usage else None
+            return Stream(self._llm.stream(prompt, params), made.completion_chunk, last)
+
+
+class Embeddings(_Resource):
+    """``client.embeddings``."""
+
+    def create(
+        self,
+        *,
+        input: Any,
+        model: str | None = None,
+        encoding_format: str | None = None,
+        dimensions: int | None = None,
+    ) -> CreateEmbeddingResponse:
+        """An embedding for each text, or list of token ids, of ``input``."""
+        with openai_errors():
+            self._check_embeddings(encoding_format, dimensions)
+            found = self._llm.embed(input, use_tqdm=False)
+            return self._responses("embd", model).embeddings(found)
+
+
+class AsyncChatCompletions(_Resource):
+    """``client.chat.completions`` for an event loop."""
+
+    async def create(
+        self, *, messages: Any, model: str | None = None, stream: bool = False, **given: Any
+    ) -> Any:
+        """See :meth:`ChatCompletions.create`."""
+        with openai_errors():
+            made, params, tools = self._chat(messages, model, given)
+            if not stream:
+                return made.chat((await self._llm.achat(messages, params, **tools))[0])
+            pieces = await self._llm.astream(messages, params, **tools)
+            usage = includes_usage(given.get("stream_options"))
+            return AsyncStream(pieces, made.chunk, made.last_chunk if usage else None)
+
+
+class AsyncCompletions(_Resource):
+    """``client.completions`` for an event loop."""
+
+    async def create(
+        self, *, prompt: Any, model: str | None = None, stream: bool = False, **given: Any
+    ) -> Any:
+        """See :meth:`Completions.create`."""
+        with openai_errors():
+            params = self._params("create", COMPLETION_ARGUMENTS, given)
+            made = self._responses("cmpl", model)
+            if not stream:
+                return made.completion(await self._llm.agenerate(prompt, params))
+            _check_one(prompt)
+            usage = includes_usage(given.get("stream_options"))
+            last = made.last_completion_chunk if usage else None
+            pieces = await self._llm.astream(prompt, params)
+            return AsyncStream(pieces, made.completion_chunk, last)
+
+
+class AsyncEmbeddings(_Resource):
+    """``client.embeddings`` for an event loop."""
+
+    async def create(
+        self,
+        *,
+        input: Any,
+        model: str | None = None,
+        encoding_format: str | None = None,
+        dimensions: int | None = None,
+    ) -> CreateEmbeddingResponse:
+        """See :meth:`Embeddings.create`."""
+        with openai_errors():
+            self._check_embeddings(encoding_format, dimensions)
+            found = await asyncio.to_thread(self._llm.embed, input, use_tqdm=False)
+            return self._responses("embd", model).embeddings(found)
+
+
+class Chat:
+    """``client.chat``."""
+
+    def __init__(self, llm: LanguageModel, name: str) -> None:
+        self.completions = ChatCompletions(llm, name)
+
+
+class AsyncChat:
+    """``client.chat`` for an event loop."""
+
+    def __init__(self, llm: LanguageModel, name: str) -> None:
+        self.completions = AsyncChatCompletions(llm, name)
+
+
+class OpenAI:
+    """A client with the shape of ``openai.OpenAI`` on ``llm``, which its owner closes.
+
+    ``model`` is the name in responses to requests that name none.
+    """
+
+    def __init__(self, llm: LanguageModel, *, model: str = "embedlm") -> None:
+        self.chat = Chat(llm, model)
+        self.completions = Completions(llm, model)
+        self.embeddings = Embeddings(llm, model)
+
+    def __enter__(self) -> OpenAI:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Nothing is open: the LLM belongs to its owner."""
+
+
+class AsyncOpenAI:
+    """A client with the shape of ``openai.AsyncOpenAI`` on ``llm``, which its owner closes."""
+
+    def __init__(self, llm: LanguageModel, *, model: str = "embedlm") -> None:
+        self.chat = AsyncChat(llm, model)
+        self.completions = AsyncCompletions(llm, model)
+        self.embeddings = AsyncEmbeddings(llm, model)
+
+    async def __aenter__(self) -> AsyncOpenAI:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Nothing is open: the LLM belongs to its owner."""

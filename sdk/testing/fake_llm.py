@@ -1,0 +1,522 @@
+"""``FakeLLM``: the methods and outputs of :class:`sdk.LLM` without a model.
+
+Prompts, parameters, streams, aborts and errors go through the code that ``LLM`` uses: the reader,
+the scheduler, the engine and its thread. Only the executor is different: its tokens come from a
+script.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
+
+from sdk.beam_search import BeamSearchOutput, BeamSearchParams
+from sdk.config import EngineConfig
+from sdk.engine.engine import Engine
+from sdk.engine.plan import PoolingMode
+from sdk.engine.scheduling.scheduler import Scheduler
+from sdk.engine.scheduling.scheduler_config import SchedulerConfig
+from sdk.errors import RequestError, UnsupportedError
+from sdk.outputs import (
+    ClassificationOutput,
+    EmbeddingOutput,
+    PoolingRequestOutput,
+    RequestOutput,
+    RerankOutput,
+    ScoringOutput,
+)
+from sdk.params import RequestOutputKind, SamplingParams
+from sdk.requests.async_stream import AnswerStream
+from sdk.requests.calls import Calls, as_text
+from sdk.requests.conversations import Message
+from sdk.requests.driver import Driver
+from sdk.requests.jobs import ParamsLike
+from sdk.requests.mailboxes import Collector
+from sdk.requests.pooling import PoolingCalls
+from sdk.requests.prompts import PromptLike
+from sdk.requests.views import ToolTurns
+from sdk.testing.fake_executor import ScriptedExecutor
+from sdk.testing.fake_jobs import FakeReader, ScriptedJobs
+from sdk.testing.fake_tokenizer import END, VOCAB_SIZE, FakeTokenizer
+from sdk.testing.script import Answers, FakeRequest, Script
+from sdk.tokenizer import LLMTokenizer
+from sdk.tools import AssistantMessage, ToolRun, arun_tools, run_tools
+from sdk.tools.definitions import ToolLike
+
+if TYPE_CHECKING:  # these import torch
+    from sdk.memory.plan import MemoryPlan
+    from sdk.persistence.snapshot import Snapshot
+    from sdk.reports.quant_report import QuantReport
+
+_PAGE_SIZE = 16
+_ANSWER = "This is the answer of a fake model."
+
+
+class FakeLLM:
+    """An :class:`sdk.LLM` for unit tests: the same methods and outputs, scripted answers.
+
+    ``answers`` is one of:
+
+    * a text: every request gets it;
+    * a list: request ``i`` gets item ``i`` (with ``n=2`` a request takes two items);
+    * a dict by prompt; for a conversation by the content of its last message;
+    * a function of the prompt: of the text, or of the list of messages.
+
+    An answer is a text, a :class:`FakeAnswer` or an exception. ``errors={2: error}`` replaces the
+    answer of the third request. The call raises an exception before anything runs, as ``LLM`` does
+    for an invalid request; an :class:`EngineDeadError` instead stops the engine. A request for
+    which the script has no answer raises an ``AssertionError``.
+
+    A token is a word. ``max_tokens``, ``stop``, ``n``, ``logprobs`` (every token has probability
+    1), deadlines and priorities work; parameters that would change the model's choice, among them
+    structured outputs, have no effect. ``embeddings`` maps a text to a vector; by default texts
+    with the same words are similar. ``requests`` lists what was asked.
+
+    A step takes ``seconds_per_token``, and ``seconds_to_first_token`` more for a new prompt.
+    ``clock`` and ``sleep`` replace the system's (:class:`ManualClock` has both).
+
+    Methods that need weights (``snapshot``, ``explain``, ...) raise an :class:`UnsupportedError`.
+    """
+
+    def __init__(
+        self,
+        answers: Answers = _ANSWER,
+        *,
+        errors: Mapping[int, Exception] | None = None,
+        seconds_per_token: float = 0.0,
+        seconds_to_first_token: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], object] | None = None,
+        embeddings: Callable[[str], Sequence[float]] | None = None,
+        default_sampling_params: SamplingParams | None = None,
+        max_model_len: int = 4096,
+        max_num_seqs: int = 64,
+    ) -> None:
+        for name, value in (
+            ("seconds_per_token", seconds_per_token),
+            ("seconds_to_first_token", seconds_to_first_token),
+        ):
+            if not value >= 0:
+                raise RequestError(f"{name}: expected at least 0, found {value!r:.80}")
+        self.config = EngineConfig(
+            model="fake", max_model_len=max_model_len, max_num_seqs=max_num_seqs
+        )
+        self.max_model_len = max_model_len
+        self.load_warnings: tuple[str, ...] = ()
+        tokenizer = FakeTokenizer()
+        executor = ScriptedExecutor(
+            tokenizer,
+            seconds_per_token=seconds_per_token,
+            seconds_to_first_token=seconds_to_first_token,
+            sleep=sleep,
+            embeddings=embeddings,
+        )
+        pages = 1 - (-max_model_len // _PAGE_SIZE) * max_num_seqs
+        limits = SchedulerConfig(
+            num_pages=pages,
+            page_size=_PAGE_SIZE,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max(max_model_len, max_num_seqs),
+            eos_token_ids=frozenset({END}),
+        )
+        scheduler = Scheduler(limits, clock)
+        self._engine = Engine(scheduler, executor, tokenizer, vocab_size=VOCAB_SIZE)
+        self._default_params = default_sampling_params or SamplingParams()
+        self._reader = FakeReader(tokenizer, vocab_size=VOCAB_SIZE, max_model_len=max_model_len)
+        script = Script(answers, errors)
+        self._jobs = ScriptedJobs(self._reader, self._default_params, script, clock, max_model_len)
+        self._driver = Driver(self._engine)
+        self._calls = Calls(self._driver, self._jobs, self._reader, None)
+        self._pooling = PoolingCalls(self._calls, self._jobs, self._reader, None)
+        self._collector = Collector()
+        self._close = weakref.finalize(self, self._driver.close)
+
+    @property
+    def requests(self) -> list[FakeRequest]:
+        """The accepted requests, in order."""
+        return list(self._jobs.accepted)
+
+    def __enter__(self) -> FakeLLM:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """See :meth:`sdk.LLM.close`."""
+        try:
+            self._driver.close()
+        finally:
+            self._close.detach()
+            self._reader.close()
+            self._jobs.close()
+
+    # ---- batches, streams and their async twins --------------------------------------------------
+
+    def generate(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        sampling_params: ParamsLike = None,
+        *,
+        returns: Any = None,
+        priority: int | Sequence[int] | None = None,
+        use_tqdm: bool = True,
+    ) -> Any:
+        """See :meth:`sdk.LLM.generate`."""
+        calling = self._jobs.read(prompts, sampling_params, returns)
+        return self._calls.run(calling, priority, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: ParamsLike = None,
+        *,
+        returns: Any = None,
+        priority: int | Sequence[int] | None = None,
+        use_tqdm: bool = True,
+        **template: Any,
+    ) -> Any:
+        """See :meth:`sdk.LLM.chat`."""
+        calling = self._jobs.read_chats("chat", messages, sampling_params, template, returns)
+        return self._calls.run(calling, priority, use_tqdm)
+
+    def run_tools(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolLike],
+        sampling_params: SamplingParams | None = None,
+        *,
+        max_turns: int = 8,
+        tool_choice: str | Mapping[str, Any] = "auto",
+        on_error: Literal["message", "raise"] = "message",
+        **template: Any,
+    ) -> ToolRun:
+        """See :meth:`sdk.LLM.run_tools`."""
+        turns = ToolTurns(tools, tool_choice, sampling_params, template)
+        return run_tools(
+            lambda conversation: self.chat(conversation, **turns.next())[0].message,
+            messages,
+            tools,
+            max_turns,
+            on_error=on_error,
+            parsed_arguments=self._jobs.parses_arguments(template),
+        )
+
+    def stream(
+        self,
+        prompt: PromptLike | Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        *,
+        returns: Any = None,
+        priority: int | None = None,
+        **template: Any,
+    ) -> Iterator[Any]:
+        """See :meth:`sdk.LLM.stream`. Every piece is a word."""
+        return self._calls.stream(prompt, sampling_params, priority, template, returns)
+
+    async def agenerate(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        sampling_params: ParamsLike = None,
+        *,
+        returns: Any = None,
+        priority: int | Sequence[int] | None = None,
+    ) -> list[Any]:
+        """See :meth:`sdk.LLM.agenerate`."""
+        read = partial(self._jobs.read, prompts, sampling_params, returns)
+        calling = await self._calls.read_without_blocking(prompts, sampling_params, read)
+        return await self._calls.arun(calling, priority)
+
+    async def achat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: ParamsLike = None,
+        *,
+        returns: Any = None,
+        priority: int | Sequence[int] | None = None,
+        **template: Any,
+    ) -> list[Any]:
+        """See :meth:`sdk.LLM.achat`."""
+        read = partial(self._jobs.read_chats, "achat", messages, sampling_params, template, returns)
+        calling = await self._calls.read_without_blocking(messages, sampling_params, read)
+        return await self._calls.arun(calling, priority)
+
+    async def arun_tools(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolLike],
+        sampling_params: SamplingParams | None = None,
+        *,
+        max_turns: int = 8,
+        tool_choice: str | Mapping[str, Any] = "auto",
+        on_error: Literal["message", "raise"] = "message",
+        **template: Any,
+    ) -> ToolRun:
+        """See :meth:`sdk.LLM.arun_tools`."""
+        turns = ToolTurns(tools, tool_choice, sampling_params, template)
+
+        async def chat(conversation: list[dict[str, Any]]) -> AssistantMessage:
+            [output] = await self.achat(conversation, **turns.next())
+            message: AssistantMessage = output.message
+            return message
+
+        return await arun_tools(
+            chat,
+            messages,
+            tools,
+            max_turns,
+            on_error=on_error,
+            parsed_arguments=self._jobs.parses_arguments(template),
+        )
+
+    def astream(
+        self,
+        prompt: PromptLike | Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        *,
+        returns: Any = None,
+        priority: int | None = None,
+        **template: Any,
+    ) -> AnswerStream:
+        """See :meth:`sdk.LLM.astream`."""
+        return self._calls.astream(
+            "astream", prompt, sampling_params, priority, template, returns=returns
+        )
+
+    # ---- stepping by hand ------------------------------------------------------------------------
+
+    def enqueue(
+        self,
+        prompts: PromptLike | Sequence[Message] | Sequence[PromptLike | Sequence[Message]],
+        sampling_params: ParamsLike = None,
+        *,
+        priority: int | Sequence[int] | None = None,
+        request_id: str | Sequence[str] | None = None,
+        **template: Any,
+    ) -> list[str]:
+        """See :meth:`sdk.LLM.enqueue`."""
+        calling = self._jobs.read_mixed("enqueue", prompts, sampling_params, template)
+        jobs = self._jobs.make(
+            calling.prompts, calling.params, priority=priority, request_ids=request_id
+        )
+        deltas = {job.request_id: job.params.output_kind is RequestOutputKind.DELTA for job in jobs}
+        self._collector.expect(
+            deltas, lambda: self._driver.submit(jobs, self._collector, run=False)
+        )
+        return list(deltas)
+
+    def wait_for_completion(self) -> list[RequestOutput]:
+        """See :meth:`sdk.LLM.wait_for_completion`."""
+        self._driver.check_usable()
+        requests = self._collector.expected()
+        self._driver.run(requests)
+        try:
+            return [as_text(output) for output in self._collector.wait(requests)]
+        except BaseException:
+            self._driver.abort(requests)
+            raise
+
+    def step(self) -> list[RequestOutput]:
+        """See :meth:`sdk.LLM.step`."""
+        self._driver.check_usable()
+        self._driver.step()
+        return [as_text(output) for output in self._collector.take()]
+
+    def pump(self, max_ms: float) -> list[RequestOutput]:
+        """See :meth:`sdk.LLM.pump`. Time is that of the system, not of ``clock``."""
+        if not max_ms >= 0:
+            raise RequestError(f"pump: expected max_ms of at least 0, found {max_ms!r:.80}")
+        self._driver.check_usable()
+        self._driver.pump(max_ms / 1000)
+        return [as_text(output) for output in self._collector.take()]
+
+    @property
+    def has_unfinished_requests(self) -> bool:
+        """See :meth:`sdk.LLM.has_unfinished_requests`."""
+        return self._driver.has_work or self._collector.has_news
+
+    def abort(self, request_id: str | Sequence[str]) -> None:
+        """See :meth:`sdk.LLM.abort`."""
+        self._driver.abort([request_id] if isinstance(request_id, str) else request_id)
+
+    # ---- embeddings ------------------------------------------------------------------------------
+
+    def embed(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+    ) -> list[EmbeddingOutput]:
+        """See :meth:`sdk.LLM.embed`."""
+        return self._pooling.embed(prompts, truncate_prompt_tokens, use_tqdm)
+
+    def encode(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        *,
+        pooling: PoolingMode = "last",
+        normalize: bool = True,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+    ) -> list[PoolingRequestOutput]:
+        """See :meth:`sdk.LLM.encode`. Imports torch, because it returns tensors.
+
+        Vectors have length 1, and all values of ``pooling`` except "token" mean the same.
+        """
+        return self._pooling.encode(prompts, pooling, normalize, truncate_prompt_tokens, use_tqdm)
+
+    def classify(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        *,
+        use_activation: bool = True,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+    ) -> list[ClassificationOutput]:
+        """Raises the error of a model without a classification head."""
+        return self._pooling.classify(prompts, use_activation, truncate_prompt_tokens, use_tqdm)
+
+    def score(
+        self,
+        data_1: PromptLike | Sequence[PromptLike],
+        data_2: PromptLike | Sequence[PromptLike],
+        *,
+        chat_template: str | None = None,
+    ) -> list[ScoringOutput]:
+        """See :meth:`sdk.LLM.score`."""
+        return self._pooling.score(data_1, data_2, chat_template)
+
+    def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        top_n: int | None = None,
+        *,
+        chat_template: str | None = None,
+    ) -> list[RerankOutput]:
+        """See :meth:`sdk.LLM.rerank`."""
+        return self._pooling.rerank(query, documents, top_n, chat_template)
+
+    # ---- the engine ------------------------------------------------------------------------------
+
+    def get_metrics(self) -> dict[str, float]:
+        """See :meth:`sdk.LLM.get_metrics`."""
+        self._driver.check_usable()
+        return self._driver.metrics()
+
+    def get_tokenizer(self) -> LLMTokenizer:
+        """A tokenizer whose tokens are words."""
+        self._driver.check_usable()
+        return LLMTokenizer(self._reader.need_tokenizer("FakeLLM"))
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """See :meth:`sdk.LLM.get_default_sampling_params`."""
+        return self._default_params
+
+    def reset_prefix_cache(self) -> bool:
+        """See :meth:`sdk.LLM.reset_prefix_cache`."""
+        self._driver.check_usable()
+        return self._driver.between_steps(self._engine.reset_prefix_cache)
+
+    def trim(self) -> None:
+        """See :meth:`sdk.LLM.trim`."""
+        self.reset_prefix_cache()
+
+    def sleep(self, level: int = 1) -> None:
+        """See :meth:`sdk.LLM.sleep`."""
+        if level not in (1, 2):
+            raise RequestError(f"sleep: expected level 1 or 2, found {level!r:.80}")
+
+        def check_idle() -> None:
+            if self._driver.has_work:
+                raise RequestError("sleep: requests are unfinished: wait for them or abort() them")
+
+        self._driver.sleep(check_idle, f"this LLM sleeps (level {level}): call wake_up() first")
+
+    def wake_up(self) -> None:
+        """See :meth:`sdk.LLM.wake_up`."""
+        self._driver.wake(lambda: None)
+
+    # ---- what needs weights ----------------------------------------------------------------------
+
+    @staticmethod
+    def plan(model: str | PathLike[str], **options: Any) -> MemoryPlan:
+        """Not supported."""
+        _needs_weights("plan")
+
+    @property
+    def memory_plan(self) -> MemoryPlan:
+        """Not supported."""
+        _needs_weights("memory_plan")
+
+    @property
+    def model_config(self) -> Any:
+        """Not supported."""
+        _needs_weights("model_config")
+
+    def quantize(self, out: str | PathLike[str], scheme: str | None = None, **options: Any) -> Path:
+        """Not supported."""
+        _needs_weights("quantize")
+
+    def beam_search(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[BeamSearchOutput]:
+        """Not supported: a script has one answer, not the most probable ones."""
+        _needs_weights("beam_search")
+
+    def snapshot(
+        self,
+        prompt: PromptLike | Sequence[Message] | None = None,
+        *,
+        request_id: str | None = None,
+        **template: Any,
+    ) -> Snapshot:
+        """Not supported."""
+        _needs_weights("snapshot")
+
+    def restore(
+        self,
+        snapshot: Snapshot | str | PathLike[str],
+        *,
+        cache_salt: str | None = None,
+        pin: bool = False,
+    ) -> int:
+        """Not supported."""
+        _needs_weights("restore")
+
+    def pin(self, prompt: PromptLike | Sequence[Message], **template: Any) -> int:
+        """Not supported."""
+        _needs_weights("pin")
+
+    def unpin(self, prompt: PromptLike | Sequence[Message], **template: Any) -> bool:
+        """Not supported."""
+        _needs_weights("unpin")
+
+    def resize(self, memory: int | str) -> MemoryPlan:
+        """Not supported."""
+        _needs_weights("resize")
+
+    def explain(self) -> str:
+        """Not supported."""
+        _needs_weights("explain")
+
+    def quant_report(self) -> QuantReport:
+        """Not supported."""
+        _needs_weights("quant_report")
+
+
+def _needs_weights(name: str) -> NoReturn:
+    raise UnsupportedError(
+        f"FakeLLM: {name} needs a model; use LLM(tiny_model(folder)) from sdk.testing"
+    )

@@ -1,0 +1,220 @@
+"""``tiny_model``: writes a real checkpoint of two layers with random weights, in any format."""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from sdk.errors import RequestError
+from sdk.kernels.layouts import Dense
+from sdk.kernels.ops import Ops
+from sdk.loaders.model_shapes import expected_shape
+from sdk.models.architecture import Architecture, architecture, architectures
+from sdk.models.auto import build_model
+from sdk.models.parallel import Mesh
+from sdk.quant.checkpoint import TensorEntry
+from sdk.quant.errors import CheckpointError, QuantizationError
+from sdk.quant.safe_repr import safe_repr
+from sdk.quant.scheme import Scheme
+from sdk.quant.weight import Weight, weight_of
+from sdk.quantizing import quantize
+
+#: 256 columns: the width of a GGUF superblock, and two groups of 128.
+_SHAPE = {
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True}
+_NUM_EXPERTS = 2
+_VOCAB_SIZE = 384
+_SPECIAL = ("<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
+_TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+#: Merges of the tokenizer come from these words.
+_TEXT = (
+    "the cat sat on the mat and the dog said hello to the other cats in the world because "
+    "this is a small text with the words that a small model should know about and write"
+)
+#: Not quantized: a folder in float16.
+_PLAIN = "float16"
+_SEQUENCES, _TOKENS = 4, 64
+
+
+def tiny_model(
+    folder: str | PathLike[str],
+    format: str = "q4_k_m",
+    architecture: str = "llama",
+    *,
+    seed: int = 0,
+) -> Path:
+    """Write a tiny model into ``folder`` and return the path for ``LLM``.
+
+    Two layers with random weights, 384 tokens, a byte-level tokenizer and a chat template. The
+    same arguments write the same weights. The file has less than 3 MB and is written in less than
+    two seconds.
+
+    ``format``: ``"float16"`` (a folder, not quantized) or a scheme of :func:`sdk.quantize`:
+    ``"q4_k_m"`` and ``"f16"`` are GGUF files, ``"gptq"``, ``"awq"``, ``"int4"`` and ``"fp8"``
+    folders. ``architecture``: a ``model_type`` (docs/models.md).
+
+    :raises RequestError: an argument is wrong. :raises QuantizationError: the format is unknown,
+        does not suit the architecture, or the result exists.
+    """
+    known = _known(architecture)
+    if not isinstance(seed, int) or not 0 <= seed < 2**63:
+        raise RequestError(f"seed: expected an integer of at least 0, found {safe_repr(seed)}")
+    if not isinstance(format, str):
+        raise RequestError(f"format: expected a name, found {safe_repr(format)}")
+    scheme = None if format == _PLAIN else Scheme.parse(format)
+    parent = Path(folder).expanduser()
+    gguf = scheme is not None and scheme.container == "gguf"
+    name = f"{known.model_type}-{format}"
+    target = parent / (f"{name}.gguf" if gguf else name)
+    if target.exists():
+        raise QuantizationError(f"{target}: exists already; name another folder")
+    parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".tiny-", dir=parent) as work:
+        plain = Path(work) / "plain"
+        _write_plain(plain, known, seed)
+        if scheme is None:
+            return plain.rename(target)
+        calibration = None
+        if scheme.needs_data:
+            draw = torch.Generator().manual_seed(seed)
+            shape = _SEQUENCES, _TOKENS
+            calibration = torch.randint(_VOCAB_SIZE, shape, generator=draw).tolist()
+        how: dict[str, Any] = {"sequences": _SEQUENCES, "tokens": _TOKENS, "num_threads": 1}
+        return quantize(plain, target, format, calibration=calibration, **how)
+
+
+def _known(name: object) -> Architecture:
+    found = architecture(name) if isinstance(name, str) else None
+    if found is None:
+        names = ", ".join(one.model_type for one in architectures())
+        raise RequestError(f"architecture: expected one of {names}, found {safe_repr(name)}")
+    return found
+
+
+def _write_plain(folder: Path, known: Architecture, seed: int) -> None:
+    """A folder in float16, as transformers writes it."""
+    experts: dict[str, Any] = {}
+    if known.config.expert_width is not None:
+        experts = {**_EXPERTS, "num_experts": _NUM_EXPERTS, "num_local_experts": _NUM_EXPERTS}
+    config = {
+        **known.config.defaults,
+        **_SHAPE,
+        **experts,
+        "model_type": known.model_type,
+        "vocab_size": _VOCAB_SIZE,
+        "eos_token_id": 0,
+        "dtype": "float16",
+    }
+    checkpoint = RandomCheckpoint(folder, config, known, seed)
+    with closing(Ops(num_threads=1)) as ops:
+        build_model(checkpoint, Mesh(), ops, max_model_len=64)
+    folder.mkdir()
+    save_file(checkpoint.tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    _write_tokenizer(folder)
+
+
+def _write_tokenizer(folder: Path) -> None:
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=_VOCAB_SIZE,
+        show_progress=False,
+        special_tokens=[AddedToken(text, special=True) for text in _SPECIAL],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+    )
+    tokenizer.train_from_iterator([_TEXT], trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    facts = {"eos_token": _SPECIAL[0], "chat_template": _TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(facts, indent=2))
+
+
+class RandomCheckpoint:
+    """A :class:`sdk.quant.checkpoint.Checkpoint` that makes the tensors a model pulls.
+
+    ``tensors`` are those that were pulled, in float16, as a folder stores them.
+    """
+
+    format = "safetensors"
+    tokenizer = None
+
+    def __init__(
+        self, path: Path, config: Mapping[str, Any], known: Architecture, seed: int
+    ) -> None:
+        self.path = path
+        self.config = config
+        self.generation_config: Mapping[str, Any] = {}
+        self.kv_scales: Mapping[str, float] = {}
+        self.on_bytes: Callable[[int, int], None] | None = None
+        self.tensors: dict[str, Tensor] = {}
+        self._norm = 0.0 if known.tensors.norms_minus_one else 1.0
+        joined = known.gguf is not None and "mlp.gate_up_proj" in known.gguf.tensors
+        self._joined = ("qkv_proj", "gate_up_proj") if joined else ()
+        self._draw = torch.Generator().manual_seed(seed)
+
+    def _random(self, name: str) -> Tensor:
+        shape = expected_shape(self.config, name)
+        if shape is None:
+            raise CheckpointError(f"{name}: its shape is unknown, so there are no random weights")
+        # Rows of length 1 keep the size of the values. Those of the embedding are as large as what
+        # a layer adds, so that the next token depends on the last one and answers do not repeat.
+        scale = 1.0 if name.endswith("embed_tokens") else 1.0 / math.sqrt(shape[-1])
+        return (torch.randn(shape, generator=self._draw) * scale).to(torch.float16)
+
+    def weight(self, name: str) -> Weight:
+        """A random matrix; with it the values of the residual stream keep their size."""
+        key = f"{name}.weight"
+        if key not in self.tensors:
+            self.tensors[key] = self._random(name)
+        return weight_of(Dense(self.tensors[key]))
+
+    def tensor(self, name: str) -> Tensor:
+        """A norm that changes nothing, or a random vector."""
+        if name not in self.tensors:
+            stem = name.removesuffix(".weight")
+            found = self._random(stem)
+            if "norm" in stem:
+                found.fill_(self._norm)
+            self.tensors[name] = found
+        return self.tensors[name].to(torch.float32)
+
+    def has(self, name: str) -> bool:
+        """Names begin with ``model.``; there are no optional biases."""
+        return name == "model.embed_tokens" or name.endswith(self._joined)
+
+    def entries(self) -> Sequence[TensorEntry]:
+        return []
+
+    def unused(self) -> list[str]:
+        return []
+
+    def close(self) -> None:
+        """Nothing is open."""
