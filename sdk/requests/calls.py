@@ -48,7 +48,7 @@ class Calls:
         calling = calling._replace(params=once_each(calling.params, _final_only))
         jobs = self._jobs.make(calling.prompts, calling.params, priority=priority)
         found = self.wait(jobs, "generate", use_tqdm)
-        return [view(as_text(o)) for view, o in zip(calling.views(), found, strict=True)]
+        return [view(as_text(o)) for view, o in zip(_views(calling), found, strict=True)]
 
     def wait(self, jobs: Sequence[Job], stage: str, use_tqdm: bool) -> list[Output]:
         """Run jobs and wait; their last outputs. Reports progress as ``stage``."""
@@ -85,7 +85,7 @@ class Calls:
             raise
         return [
             view(as_text(done[job.request_id]))
-            for view, job in zip(calling.views(), jobs, strict=True)
+            for view, job in zip(_views(calling), jobs, strict=True)
         ]
 
     # ---- streams ---------------------------------------------------------------------------------
@@ -157,7 +157,15 @@ class Calls:
         jobs = self._jobs.make(
             calling.prompts, calling.params, priority=priority, request_ids=request_id
         )
-        return jobs[0], calling.views()[0]
+        return jobs[0], _views(calling)[0]
+
+
+def _views(calling: Calling) -> list[View]:
+    """How the outputs of each prompt are shown."""
+    if calling.wish is None:
+        return [as_text] * len(calling.prompts)
+    pairs = zip(calling.params, calling.prompts, strict=True)
+    return [calling.wish.view(params, prompt) for params, prompt in pairs]
 
 
 def as_text(output: Output) -> RequestOutput:

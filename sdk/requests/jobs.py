@@ -13,7 +13,6 @@ from sdk.engine.plan import Pooling, RequestKind
 from sdk.engine.scheduling.results import ResultBudget
 from sdk.errors import RequestError
 from sdk.models.classifier import Classifier
-from sdk.outputs import RequestOutput
 from sdk.params import SamplingParams
 from sdk.quant.safe_repr import safe_repr
 from sdk.requests.conversations import ChatOptions, tool_format_of
@@ -29,7 +28,7 @@ from sdk.requests.prompts import (
     as_request_error,
     is_conversation,
 )
-from sdk.requests.views import Returned, ToolUse, View, Wish
+from sdk.requests.views import Returned, ToolUse, Wish
 from sdk.sampling.resolved import ResolvedParams, resolve
 from sdk.structured.params import StructuredOutputsParams
 from sdk.text.stops import stop_strings
@@ -56,17 +55,6 @@ class Calling(NamedTuple):
     prompts: list[Prompt]
     params: list[SamplingParams]
     wish: Wish | None = None
-
-    def views(self) -> list[View]:
-        """One for each prompt."""
-        if self.wish is None:
-            return [_as_it_is] * len(self.prompts)
-        pairs = zip(self.params, self.prompts, strict=True)
-        return [self.wish.view(params, prompt) for params, prompt in pairs]
-
-
-def _as_it_is(output: RequestOutput) -> RequestOutput:
-    return output
 
 
 def _calling(prompts: list[Prompt], params: list[SamplingParams], wish: Wish | None) -> Calling:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from sdk.engine.pages.prefixes import Prefixes
 from sdk.engine.plan import Pooled, Sampled, StepResult
@@ -68,9 +68,7 @@ class Committer:
                 self.num_prompt_tokens += min(after, request.num_prompt_tokens) - before
             if request.publishes and after // page_size > request.num_published:
                 self._prefixes.publish(request, after // page_size)
-            scored: tuple[Sampled, ...] = ()
-            if prompt_logprobs and request_id in prompt_logprobs:
-                scored = self._scored(request, before, prompt_logprobs[request_id])
+            scored = self._scored(request, before, prompt_logprobs) if prompt_logprobs else ()
             if not tokens:
                 if request.kind == "embed" or scored:
                     self._report_prompt(request, result.hidden.get(request_id), scored, updates)
@@ -111,12 +109,12 @@ class Committer:
         return batch
 
     def _scored(
-        self, request: Request, begin: int, found: tuple[Sampled, ...]
+        self, request: Request, begin: int, prompts: Mapping[str, tuple[Sampled, ...]]
     ) -> tuple[Sampled, ...]:
         """The new scores of a prompt, from the token after ``begin`` on. The first ones may be
         known already, because a preempted request computes them again.
         """
-        scored = found[max(0, request.num_prompt_scored - begin) :]
+        scored = prompts.get(request.request_id, ())[max(0, request.num_prompt_scored - begin) :]
         request.num_prompt_scored += len(scored)
         return scored
 
