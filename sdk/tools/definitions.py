@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import functools
 import inspect
+import itertools
 import math
 import re
 import typing
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Union
 
 from sdk.errors import RequestError
-from sdk.quant.safe_repr import safe_message, safe_repr
+from sdk.quant.safe_repr import is_value_error, safe_message, safe_repr
 from sdk.structured.schemas import schema_of
 from sdk.tools.docstrings import read_docstring
 
@@ -67,10 +68,16 @@ def tools_of(given: Iterable[ToolLike] | None) -> tuple[Tool, ...]:
         raise RequestError(
             f"tools: expected a list of functions, dicts or Tool objects, found {safe_repr(given)}"
         )
+    try:
+        listed = list(itertools.islice(given, MAX_TOOLS + 1))
+    except Exception as error:
+        if not is_value_error(error):
+            raise
+        raise RequestError(f"tools: cannot be read: {safe_message(error)}") from error
+    if len(listed) > MAX_TOOLS:
+        raise RequestError(f"tools: expected at most {MAX_TOOLS}, found more")
     tools: dict[str, Tool] = {}
-    for index, one in enumerate(given):
-        if index == MAX_TOOLS:
-            raise RequestError(f"tools: expected at most {MAX_TOOLS}, found more")
+    for index, one in enumerate(listed):
         tool = _tool(one, f"tools[{index}]")
         if tool.name in tools:
             raise RequestError(f"tools[{index}]: the name {tool.name!r} is used twice; rename one")

@@ -319,7 +319,7 @@ def test_abort_ends_a_request_in_the_middle_of_its_prefill(smollm2: Path) -> Non
         ({"prompt_token_ids": [1.5]}, "list of integers"),
         ({"prompt_token_ids": "12"}, "list of integers"),
         ({"prompt": 3}, "expected a string, found int"),
-        ({"prompt": "a", "prompt_token_ids": [1]}, "either 'prompt', 'prompt_token_ids' or"),
+        ({"prompt": "a", "prompt_token_ids": [1]}, "either 'prompt' or 'prompt_token_ids'"),
         ({"text": "a"}, r"found the keys \['text'\]"),
         ({"prompt": "a", "cache_salt": 3}, "cache_salt: expected a non-empty string"),
         (

@@ -267,12 +267,18 @@ class PagePool:
                 self._vacate(page)
 
     def reset_prefix_cache(self) -> None:
-        """Make all pages unknown. Pages in use stay with their owners."""
-        for page in self._cached:
-            self._vacate(page)
-        self._cached.clear()
-        self._known.clear()
+        """Make all pages unknown. Pages in use stay with their owners.
+
+        It runs in the caller's thread, where a signal handler may raise in any function call: then
+        pages are cached but unknown, and evicted later.
+        """
         self._keys = [None] * self.num_pages
+        self._known.clear()
+        self._vacate_cached()
+
+    def _vacate_cached(self) -> None:
+        self._free.extend(self._cached)
+        self._cached.clear()
 
     def _check_capacity(self) -> None:
         assert self.capacity + len(self._withheld) == self.num_pages - 1, "capacity is wrong"

@@ -185,6 +185,10 @@ class TieredPagePool(PagePool):
         self._lowered.discard(page)
         self._slabs.release(*self._leave(page))
 
+    def _vacate_cached(self) -> None:
+        while self._cached:
+            self._vacate(self._cached.popitem()[0])
+
     # Making room
 
     def _obtainable_slabs(self, hits: Sequence[int], lowest: Mapping[int, int], units: int) -> int:
