@@ -170,7 +170,12 @@ def test_answers_with_random_limits(tiny: LLM) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_ten_thousand_answers_with_random_limits(tiny: LLM) -> None:
-    assert sum(_random_answers(tiny, 1000, seed) for seed in range(10, 22)) >= 10_000
+    seed = accepted = 0
+    while accepted < 10_000:
+        seed += 1
+        found = _random_answers(tiny, 1000, seed)
+        assert found > 700
+        accepted += found
 
 
 def test_a_callback_sees_no_masked_token_chosen(tiny: LLM) -> None:
