@@ -20,9 +20,10 @@ from sdk.config import EngineConfig
 from sdk.errors import OutOfMemoryError
 from sdk.kernels.kv_tiers import KEPT_PAGES
 from sdk.loading.checks import check_options, memory_shortage, room_shortage, whole_prompts
+from sdk.memory.files import open_model
 from sdk.memory.kernel_shares import kernel_shares
 from sdk.memory.plan import Alternative, MemoryPlan
-from sdk.memory.planning import open_model, plan_for
+from sdk.memory.planning import plan_for
 from sdk.memory.pool import MemoryPool
 from sdk.memory.resolve import available_to, model_config
 from sdk.memory.sizes import format_bytes
