@@ -181,7 +181,7 @@ class EngineConfig:
     def _check_speculative(self) -> None:
         speculative = speculative_config(self.speculative_config)
         object.__setattr__(self, "speculative_config", speculative)
-        if speculative is None or speculative.method not in ("self", "draft_model"):
+        if speculative is None or not speculative.has_weights:
             return
         if speculative.scheme is not None:
             try:

@@ -74,6 +74,11 @@ class SpeculativeConfig:
             )
 
     @property
+    def has_weights(self) -> bool:
+        """Whether drafts come from weights, which take memory."""
+        return self.method in ("self", "draft_model")
+
+    @property
     def scheme(self) -> str | None:
         """The scheme that packs the weights that draft."""
         return "int4" if self.method == "self" and self.quantization is None else self.quantization

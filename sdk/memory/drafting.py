@@ -82,7 +82,7 @@ def _with_own_weights(
     except UnsupportedError as error:
         raise UnsupportedError(f"speculative_config: method 'self': {error}") from error
     own = replace(config, quantization=speculative.scheme)
-    return _with_weights(demand, own, packed, demand.model, copies=1)
+    return _with_weights(demand, own, packed, demand.model)
 
 
 def _with_draft_model(
@@ -94,32 +94,29 @@ def _with_draft_model(
                 f"speculative_config: model: expected a vocabulary of {demand.model.vocab_size} "
                 f"tokens as in the model, found {model.vocab_size} in {checkpoint.path}"
             )
-        copies = config.tensor_parallel_size  # every rank has all of it
-        demand = _with_weights(demand, own, checkpoint, model, copies)
+        demand = _with_weights(demand, own, checkpoint, model)
     try:
         pages = drafting_kv_spec(model, demand.page_size, demand.kv_dtype).page_bytes
     except ValueError as error:
         raise UnsupportedError(f"speculative_config: model: {error}") from error
     return replace(
         demand,
-        page_bytes=demand.page_bytes + copies * pages,
+        page_bytes=demand.page_bytes + pages,
         drafting_prompts=True,
     )
 
 
 def _with_weights(
-    demand: Demand, config: EngineConfig, checkpoint: Checkpoint, model: ModelConfig, copies: int
+    demand: Demand, config: EngineConfig, checkpoint: Checkpoint, model: ModelConfig
 ) -> Demand:
-    """With ``copies`` of a checkpoint's weights, which are loaded after the model's own."""
+    """With the weights of a checkpoint, which are loaded after the model's own."""
     own, drafting = demand.weights, weight_bytes(config, checkpoint)
     both = replace(
         own,
-        total=own.total + copies * drafting.total,
-        loading=max(own.loading, own.total + copies * drafting.loading),
+        total=own.total + drafting.total,
+        loading=max(own.loading, own.total + drafting.loading),
     )
-    return replace(
-        demand, weights=both, drafting_weights=copies * drafting.total, drafting_model=model
-    )
+    return replace(demand, weights=both, drafting_weights=drafting.total, drafting_model=model)
 
 
 def check_same_vocabulary(tokenizer: Tokenizer | None, drafting: Tokenizer | None) -> None:

@@ -1,4 +1,4 @@
-"""Weights that draft on a rank: the model's own in fewer bits, or a smaller model.
+"""Weights that draft: the model's own in fewer bits, or a smaller model.
 
 The model's own weights use its keys and values. A draft writes those of its token where the model
 will write its own: the step that verifies drafts runs every position from the first drafted one on,
@@ -45,7 +45,7 @@ class _Part(NamedTuple):
 
 
 class DraftingModel:
-    """The drafting weights of one rank, whole on every rank."""
+    """The drafting weights of an engine, all of them on rank 0."""
 
     def __init__(
         self, weights: DraftingWeights, config: RunnerConfig, ops: Ops, shared: KVCache

@@ -95,9 +95,10 @@ class ModelRunner:
             )
             self._passes = ForwardPasses(self.model, self.kv, self._inputs, self.ops, mesh)
             self.strategy: Strategy = Eager(self._passes, self._inputs, "enforce_eager")
-            #: The weights that draft, if there are any.
+            #: The weights that draft, if there are any: on rank 0, which samples.
             self.drafting: DraftingModel | None = None
-            if config.drafting is not None:
+            self._is_drafted = config.drafting is not None
+            if config.drafting is not None and mesh.rank == 0:
                 checkpoint.close()
                 release_free_memory()  # before more weights, perhaps of the same file, are loaded
                 self.drafting = DraftingModel(config.drafting, config, self.ops, self.kv)
@@ -167,16 +168,30 @@ class ModelRunner:
         launched: Sequence[LaunchedBatch] = ()
         if plan.rows:
             rows: Sequence[StepRow] = plan.rows
-            if self.drafting is not None:
-                self.drafting.run_prompts(rows, requests)
-                if any(row.drafts for row in rows):
-                    rows = self.drafting.draft(rows, requests)
+            if self._is_drafted:
+                rows = self._with_drafts(rows, requests)
             batch = StepBatch(rows, requests, range(len(requests)))
             launched = self.strategy.launch(batch)
         for row, request in zip(plan.rows, requests, strict=True):
             request.num_computed += row.num_scheduled_tokens - len(row.drafts)
         self._last_step = _LaunchedStep(self, plan, launched, unwritten)
         return self._last_step
+
+    def _with_drafts(
+        self, rows: Sequence[StepRow], requests: Sequence[RankRequest]
+    ) -> Sequence[StepRow]:
+        """The rows with the drafts of rank 0."""
+        if self.drafting is not None:
+            self.drafting.run_prompts(rows, requests)
+        if not any(row.drafts for row in rows):
+            return rows
+        if self.drafting is not None:
+            rows = self.drafting.draft(rows, requests)
+        if self._mesh.size == 1:
+            return rows
+        tokens = torch.tensor([token for row in rows for token in row.drafts])
+        drafted = iter(self._mesh.all_gather(tokens)[: len(tokens)].tolist())
+        return [row._replace(drafts=tuple(next(drafted) for _ in row.drafts)) for row in rows]
 
     def _update(self, plan: StepPlan) -> dict[int, str]:
         """Apply the plan's updates; returns swap slots whose write failed, with the reason."""
