@@ -181,23 +181,25 @@ class EngineConfig:
     def _check_speculative(self) -> None:
         speculative = speculative_config(self.speculative_config)
         object.__setattr__(self, "speculative_config", speculative)
-        if speculative is None or speculative.method != "self":
+        if speculative is None or not speculative.has_weights:
             return
-        try:
-            _check_quantization(speculative.quantization)
-        except RequestError as error:
-            raise RequestError(f"speculative_config: {error}") from error
-        needed = {"tensor_parallel_size": 1, "disk_offload": 0, "cpu_offload": 0}
+        if speculative.scheme is not None:
+            try:
+                _check_quantization(speculative.scheme)
+            except RequestError as error:
+                raise RequestError(f"speculative_config: {error}") from error
+        needed = {"disk_offload": 0, "cpu_offload": 0}
+        if speculative.method == "self":
+            needed["tensor_parallel_size"] = 1
+        method = f"speculative_config: method {speculative.method!r}"
         for name, value in needed.items():
             if (found := getattr(self, name)) != value:
                 raise RequestError(
-                    f"speculative_config: method 'self' needs {name}={value}, found {found!r}; "
-                    "method 'ngram' works with it"
+                    f"{method} needs {name}={value}, found {found!r}; method 'ngram' works with it"
                 )
         if self.device == "cuda":
             raise RequestError(
-                "speculative_config: method 'self' is not supported on a GPU in this release; "
-                "use method 'ngram'"
+                f"{method} is not supported on a GPU in this release; use method 'ngram'"
             )
 
     def _check_folder(self, name: str, option: str) -> None:

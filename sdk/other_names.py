@@ -88,7 +88,7 @@ ENGINE: dict[str, OtherName] = {
     "lora_path": OtherName("merge the adapter into the weights"),
     "rope_freq_base": OtherName("use hf_overrides={'rope_theta': ...}", (0, 0.0)),
     "verbose": OtherName("use logging.getLogger('sdk'), and explain()", (False,)),
-    "draft_model": OtherName("use speculative_config='ngram' or 'self'"),
+    "draft_model": OtherName("use speculative_config={'model': ...}, or 'ngram'"),
     # transformers
     "pretrained_model_name_or_path": OtherName("pass the model as the first argument, model"),
     "device_map": OtherName("use device='cuda'", ("auto", "cpu")),

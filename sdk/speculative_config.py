@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -11,13 +12,14 @@ from typing import Any
 from sdk.errors import RequestError
 from sdk.quant.safe_repr import safe_repr
 
-METHODS = ("ngram", "grammar", "self")
+METHODS = ("ngram", "grammar", "self", "draft_model")
 _EXPECTED = f"{', '.join(map(repr, METHODS[:-1]))} or {METHODS[-1]!r}"
-#: Keys that only one method uses.
+#: Keys that only some methods use.
 _OWN_KEYS = {
-    "prompt_lookup_min": "ngram",
-    "prompt_lookup_max": "ngram",
-    "quantization": "self",
+    "prompt_lookup_min": ("ngram",),
+    "prompt_lookup_max": ("ngram",),
+    "quantization": ("self", "draft_model"),
+    "model": ("draft_model",),
 }
 _OPTION = "speculative_config"
 _MOST_DRAFTS = 64
@@ -28,11 +30,12 @@ class SpeculativeConfig:
     """How draft tokens are found, and how many.
 
     ``ngram`` looks for the last tokens of a request earlier in its prompt and answer, and in recent
-    answers to other requests, and proposes what followed there. ``grammar`` proposes only the
-    tokens of structured answers that leave no choice, which ``ngram`` does too. ``self`` drafts
-    with the model's own weights, packed by the scheme ``quantization``.
-    ``prompt_lookup_min``: a match has at least this many tokens; ``prompt_lookup_max``: more are
-    not compared (``None``: all are).
+    answers to other requests, and proposes what followed there. A match has at least
+    ``prompt_lookup_min`` tokens; more than ``prompt_lookup_max`` are not compared (``None``: all
+    are). ``grammar`` proposes only the tokens of structured answers that leave no choice, which
+    ``ngram`` does too. ``self`` drafts with the model's own weights, packed by the scheme
+    ``quantization`` (``None``: int4). ``draft_model`` drafts with the checkpoint ``model``, a
+    smaller model of the same vocabulary, whose float weights ``quantization`` may pack.
     ``num_speculative_tokens``: the most drafts of one request in a step. ``adaptive``: verify only
     as many as pay off, by measured acceptance and step times; otherwise always as many as possible.
     """
@@ -42,7 +45,8 @@ class SpeculativeConfig:
     prompt_lookup_min: int = 2
     prompt_lookup_max: int | None = None
     adaptive: bool = True
-    quantization: str = "int4"
+    quantization: str | None = None
+    model: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -59,10 +63,25 @@ class SpeculativeConfig:
                     f"{_OPTION}: prompt_lookup_max: expected at least prompt_lookup_min "
                     f"({least}), found {most}"
                 )
+        if self.method == "draft_model" and not isinstance(self.model, str | os.PathLike):
+            raise RequestError(
+                f"{_OPTION}: model: expected the path or name of the model that drafts, "
+                f"found {safe_repr(self.model)}"
+            )
         if not isinstance(self.adaptive, bool):
             raise RequestError(
                 f"{_OPTION}: adaptive: expected True or False, found {safe_repr(self.adaptive)}"
             )
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether drafts come from weights, which take memory."""
+        return self.method in ("self", "draft_model")
+
+    @property
+    def scheme(self) -> str | None:
+        """The scheme that packs the weights that draft."""
+        return "int4" if self.method == "self" and self.quantization is None else self.quantization
 
     def __str__(self) -> str:
         longest = " or more" if self.prompt_lookup_max is None else f" to {self.prompt_lookup_max}"
@@ -70,7 +89,9 @@ class SpeculativeConfig:
         if self.method == "grammar":
             how = "where a structured answer leaves no choice"
         if self.method == "self":
-            how = f"from the model's weights in {self.quantization}"
+            how = f"from the model's weights in {self.scheme}"
+        if self.method == "draft_model":
+            how = f"from {self.model}" + (f" in {self.scheme}" if self.scheme else "")
         return (
             f"{self.method}: up to {self.num_speculative_tokens} draft tokens per request, {how}"
             + ("" if self.adaptive else ", not adaptive")
@@ -96,12 +117,16 @@ def speculative_config(value: object) -> SpeculativeConfig | None:
             close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
             hint = f"did you mean {close[0]!r}?" if close else f"expected {', '.join(known)}"
             raise RequestError(f"{_OPTION}: unknown key {safe_repr(name)}; {hint}")
+    value = dict(value)
+    if value.get("method", "draft" if "model" in value else None) == "draft":
+        value["method"] = "draft_model"  # vLLM's name; there, too, a model is enough
     if "method" not in value:
         raise RequestError(f"{_OPTION}: method is missing; expected {_EXPECTED}")
-    for name, method in _OWN_KEYS.items():
-        if name in value and value["method"] in METHODS and value["method"] != method:
+    for name, methods in _OWN_KEYS.items():
+        if name in value and value["method"] in METHODS and value["method"] not in methods:
             raise RequestError(
-                f"{_OPTION}: {name} belongs to method {method!r}; remove it or use that method"
+                f"{_OPTION}: {name} belongs to method {' or '.join(map(repr, methods))}; remove it "
+                "or use that method"
             )
     return SpeculativeConfig(**value)
 

@@ -15,7 +15,7 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     "speculative_config": {
         "metavar": "METHOD|JSON",
         "help": "find draft tokens and verify several in one step: ngram, self, or a JSON "
-        "object with settings",
+        'object with settings, such as {"model": "small.gguf"}',
     },
     "disk_offload": {
         "help": "weights to leave on the disk: a size such as 2GiB, or auto: all that --memory "

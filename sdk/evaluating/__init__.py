@@ -19,7 +19,7 @@ from sdk.evaluating.logits import opened
 from sdk.kernels.kv_tiers import TIER_PAGE_SIZE
 from sdk.loading.load import Loaded
 from sdk.loading.progress import reporting
-from sdk.memory.planning import open_model
+from sdk.memory.files import open_model
 from sdk.memory.resolve import model_config
 from sdk.options import engine_config
 from sdk.params import RequestOutputKind, SamplingParams

@@ -18,9 +18,9 @@ from sdk.engine.pages.elastic import ElasticPages
 from sdk.engine.pages.prefix_store import PrefixStore
 from sdk.engine.rank.kv_cache import kv_spec
 from sdk.engine.rank.runner import ModelRunner
-from sdk.engine.rank.runner_config import RunnerConfig
+from sdk.engine.rank.runner_config import DraftingWeights, RunnerConfig
 from sdk.engine.scheduling.draft_lengths import DraftLengths
-from sdk.engine.scheduling.drafts import Drafter, Drafts, SelfDrafter
+from sdk.engine.scheduling.drafts import Drafter, Drafts, RankDrafter
 from sdk.engine.scheduling.forced_tokens import ForcedTokens
 from sdk.engine.scheduling.prompt_lookup import LOOKUP_BYTES, PromptLookup
 from sdk.engine.scheduling.results import ResultBudget
@@ -32,9 +32,11 @@ from sdk.loading.checks import named_tokenizer
 from sdk.loading.progress import reporting
 from sdk.loading.sampling_defaults import SamplingDefaults, sampling_defaults
 from sdk.memory.alternatives import checked_plan
+from sdk.memory.drafting import check_same_vocabulary, opened_draft_model
+from sdk.memory.files import open_model
 from sdk.memory.machine import release_free_memory
 from sdk.memory.plan import MemoryPlan
-from sdk.memory.planning import activations_of, open_model
+from sdk.memory.planning import activations_of
 from sdk.memory.pool import Lease, MemoryPool
 from sdk.memory.resolve import compute_of, device_of, model_config, threads_of
 from sdk.memory.sizes import format_bytes
@@ -179,11 +181,13 @@ def _scheduler(
         max_result_bytes=results.nbytes,
     )
     scheduler = Scheduler(limits)
-    scheduler.drafts = _drafts(config, memory)
+    drafting = runner.drafting
+    longest = None if drafting is None else drafting.max_model_len
+    scheduler.drafts = _drafts(config, memory, longest)
     return scheduler
 
 
-def _drafts(config: EngineConfig, memory: MemoryPlan) -> Drafts | None:
+def _drafts(config: EngineConfig, memory: MemoryPlan, longest: int | None) -> Drafts | None:
     speculative = config.speculative_config
     if speculative is None:
         return None
@@ -196,7 +200,9 @@ def _drafts(config: EngineConfig, memory: MemoryPlan) -> Drafts | None:
             LOOKUP_BYTES,
             shares=config.enable_prefix_caching,
         )
-    drafter: Drafter = SelfDrafter() if speculative.method == "self" else ForcedTokens(lookup)
+    drafter: Drafter = ForcedTokens(lookup)
+    if longest is not None:
+        drafter = RankDrafter(longest)
     lengths = DraftLengths() if speculative.adaptive else None
     return Drafts(drafter, speculative.num_speculative_tokens, lengths, memory.draft_tokens)
 
@@ -247,7 +253,7 @@ def _runner_config(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_draft_tokens=memory.draft_tokens,
-        drafting_quantization=_drafting_quantization(config),
+        drafting=_drafting_weights(config, checkpoint, memory),
         num_threads=max(threads_of(config) // config.tensor_parallel_size, 1),
         device=_device(config),
         compute=compute_of(config),
@@ -263,11 +269,22 @@ def _runner_config(
     )
 
 
-def _drafting_quantization(config: EngineConfig) -> str | None:
+def _drafting_weights(
+    config: EngineConfig, checkpoint: Checkpoint, memory: MemoryPlan
+) -> DraftingWeights | None:
     speculative = config.speculative_config
-    if not isinstance(speculative, SpeculativeConfig) or speculative.method != "self":
+    assert isinstance(speculative, SpeculativeConfig | None)  # EngineConfig has parsed it
+    if speculative is not None and speculative.method == "self":
+        path, overrides = str(checkpoint.path), config.hf_overrides or {}
+        return DraftingWeights(
+            path, speculative.scheme, memory.max_model_len, hf_overrides=overrides
+        )
+    if speculative is None or speculative.method != "draft_model":
         return None
-    return speculative.quantization
+    with opened_draft_model(config, speculative) as (_, drafting, model):
+        check_same_vocabulary(checkpoint.tokenizer, drafting.tokenizer)
+        longest = min(memory.max_model_len, model.max_position)
+        return DraftingWeights(str(drafting.path), speculative.scheme, longest, has_pages=True)
 
 
 def _device(config: EngineConfig) -> str:

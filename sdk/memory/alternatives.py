@@ -20,9 +20,10 @@ from sdk.config import EngineConfig
 from sdk.errors import OutOfMemoryError
 from sdk.kernels.kv_tiers import KEPT_PAGES
 from sdk.loading.checks import check_options, memory_shortage, room_shortage, whole_prompts
+from sdk.memory.files import open_model
 from sdk.memory.kernel_shares import kernel_shares
 from sdk.memory.plan import Alternative, MemoryPlan
-from sdk.memory.planning import open_model, plan_for
+from sdk.memory.planning import plan_for
 from sdk.memory.pool import MemoryPool
 from sdk.memory.resolve import available_to, model_config
 from sdk.memory.sizes import format_bytes
@@ -33,6 +34,7 @@ from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.errors import QuantizationError
 from sdk.quant.online import FLOATS, is_in_block, online_quantized, online_scheme
 from sdk.quant.rewritten_checkpoint import RewrittenCheckpoint
+from sdk.speculative_config import SpeculativeConfig
 
 #: The most alternatives that a plan lists.
 _MAX_ALTERNATIVES = 8
@@ -129,7 +131,7 @@ def _with_help(made: MemoryPlan, config: EngineConfig, checkpoint: Checkpoint) -
     if whole and made.total <= (made.budget or 0):  # the machine has less than the budget
         helps = list(_smaller_budget(config, checkpoint, made))
     if not helps:
-        others = alternatives(config, checkpoint, made)
+        others = (*_without_drafts(config, checkpoint), *alternatives(config, checkpoint, made))
         slow = _offloaded(config, checkpoint)
         helps = [*map(str, others[:3]), *_general_help(config, checkpoint, made), *map(str, slow)]
     lines = [f"  {line}" for line in helps]
@@ -148,17 +150,39 @@ def _smaller_budget(
         yield f"memory={budget!r} {which}"
 
 
+def _without_drafts(config: EngineConfig, checkpoint: Checkpoint) -> tuple[Alternative, ...]:
+    """The plan without the weights that draft. It costs only time."""
+    if not _has_drafting_weights(config):
+        return ()
+    made = plan_for(replace(config, speculative_config=None), checkpoint)
+    if not made.fits:
+        return ()
+    keeps = made.max_model_len >= _context(config, checkpoint)
+    return (Alternative({"speculative_config": None}, made, 0.0, keeps),)
+
+
+def _has_drafting_weights(config: EngineConfig) -> bool:
+    speculative = config.speculative_config
+    return isinstance(speculative, SpeculativeConfig) and speculative.has_weights
+
+
+def _context(config: EngineConfig, checkpoint: Checkpoint) -> int:
+    """The context that was asked for."""
+    return config.max_model_len or model_config(config, checkpoint).max_position
+
+
 def _offloaded(config: EngineConfig, checkpoint: Checkpoint) -> tuple[Alternative, ...]:
     """The plan as asked for, with the weights that do not fit on disk (for a GPU: in host memory).
     It costs only time, but a lot, so it comes last."""
     name = "cpu_offload" if config.device == "cuda" else "disk_offload"
     options: dict[str, Any] = {name: "auto"}
+    if _has_drafting_weights(config):  # they cannot be offloaded
+        options["speculative_config"] = None
     tried = replace(config, **options)
     made = plan_for(tried, checkpoint)
     if not (made.fits and made.offloaded) or getattr(config, name):
         return ()
-    context = model_config(config, checkpoint).max_position
-    keeps = made.max_model_len >= (config.max_model_len or context)
+    keeps = made.max_model_len >= _context(config, checkpoint)
     return (Alternative(options, made, 0.0, keeps),)
 
 

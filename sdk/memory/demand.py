@@ -52,7 +52,8 @@ class Demand:
     value that a kernel passes to the next. ``captured_tokens``: tokens of the largest step that a
     GPU records, or 0. ``scratch``: what a GPU's kernels need in a step. ``draft_tokens``: the most
     that a step verifies, of all requests; ``drafter_bytes``: what finding them takes;
-    ``drafting_weights``: the part of ``weights`` that drafts.
+    ``drafting_weights``: the part of ``weights`` that drafts, of ``drafting_model``, which may run
+    prompts too.
     """
 
     weights: WeightBytes
@@ -73,6 +74,8 @@ class Demand:
     draft_tokens: int = 0
     drafter_bytes: int = 0
     drafting_weights: int = 0
+    drafting_model: ModelConfig | None = None
+    drafting_prompts: bool = False
 
     @property
     def tokenizer(self) -> int:
@@ -107,14 +110,14 @@ def workspace_bytes(demand: Demand, seqs: int, tokens: int) -> int:
     logits = min(seqs + demand.draft_tokens, tokens) * model.vocab_size * 4
     engine = ENGINE_BYTES + ENGINE_WORD_BYTES * model.vocab_size + demand.drafter_bytes
     engine += demand.weights.window if demand.offloaded else 0
-    if demand.drafting_weights:  # its steps have one token for each request, and their own buffers
-        engine += demand.max_num_seqs * (_token_bytes(demand) + 4 * model.vocab_size)
+    if demand.drafting_model is not None:  # its steps have buffers of their own
+        own = max(tokens, 2 * seqs) if demand.drafting_prompts else seqs
+        engine += own * _token_bytes(demand.drafting_model, demand) + 4 * seqs * model.vocab_size
     steps = 2 if demand.steps_with_embeds else 1
-    return engine + steps * (tokens * _token_bytes(demand) + logits) + SCORED_BYTES
+    return engine + steps * (tokens * _token_bytes(demand.model, demand) + logits) + SCORED_BYTES
 
 
-def _token_bytes(demand: Demand) -> int:
-    model = demand.model
+def _token_bytes(model: ModelConfig, demand: Demand) -> int:
     short = 4 * model.hidden_size + 3 * model.intermediate_size
     if model.experts is not None:
         short += model.experts.per_token * (3 * model.experts.width + model.hidden_size)
@@ -147,7 +150,7 @@ def graph_bytes(demand: Demand, seqs: int, tokens: int) -> int:
     if not captured:
         return 0
     rows = min(seqs, tokens)
-    largest = max(captured, rows) * _token_bytes(demand)
+    largest = max(captured, rows) * _token_bytes(demand.model, demand)
     hidden, vocab = demand.model.hidden_size, demand.model.vocab_size
     attention = 2 * captured * hidden * demand.activation_bytes
     return largest + 4 * (rows * (hidden + 2 * vocab) + captured * hidden) + attention

@@ -9,15 +9,12 @@ import torch
 
 from sdk.config import EngineConfig
 from sdk.engine.rank.kv_cache import kv_spec
-from sdk.engine.scheduling.prompt_lookup import LOOKUP_BYTES
-from sdk.errors import CheckpointError, UnsupportedError
 from sdk.kernels.registry import facts_of
 from sdk.kernels.scratch import Scratch
 from sdk.kernels.sized_graphs import MOST_TOKENS
-from sdk.loaders.open import is_remote, open_checkpoint
-from sdk.loading.progress import reporting
 from sdk.memory import resolve
-from sdk.memory.demand import Demand, WeightBytes, draft_tokens
+from sdk.memory.demand import Demand, WeightBytes
+from sdk.memory.drafting import with_drafts
 from sdk.memory.fitting import plan_memory
 from sdk.memory.machine import installed_memory
 from sdk.memory.offload import MemoryLimits, with_offload
@@ -31,29 +28,6 @@ from sdk.models.activation_type import activation_type
 from sdk.models.config import ModelConfig
 from sdk.models.parallel import Mesh
 from sdk.quant.checkpoint import Checkpoint
-from sdk.quant.online import OnlineQuantizedCheckpoint, online_quantized
-from sdk.speculative_config import SpeculativeConfig
-
-
-def open_model(config: EngineConfig) -> Checkpoint:
-    """The files of a model, with checked headers; quantized while loading if ``config`` says so."""
-    remote = is_remote(config.model)
-    with reporting("download", "B", config.on_progress, bar=remote) as report:
-        checkpoint = open_checkpoint(
-            config.model,
-            filename=config.filename,
-            revision=config.revision,
-            local_files_only=config.local_files_only,
-            download_dir=config.download_dir,
-            on_download=report,
-        )
-    if config.load_format not in ("auto", checkpoint.format):
-        checkpoint.close()
-        raise CheckpointError(
-            f"{checkpoint.path}: expected {config.load_format} (load_format), "
-            f"found {checkpoint.format}"
-        )
-    return online_quantized(checkpoint, config.quantization)
 
 
 class _NoRanks:
@@ -107,7 +81,7 @@ def plan_for(
     weights = weights or weight_bytes(config, checkpoint)
     demand = _demand(config, model, weights, activations)
     demand = replace(demand, scratch=_scratch(config, model, checkpoint, activations))
-    demand = _with_drafts(demand, config, checkpoint)
+    demand = with_drafts(demand, config, checkpoint)
     if config.disk_offload or config.cpu_offload:
         demand = with_offload(demand, config, MemoryLimits(limit, kv_budget, config.max_model_len))
     made = plan_memory(
@@ -165,32 +139,6 @@ def _demand(
         steps_with_embeds=config.enable_prompt_embeds and eager and not config.enforce_eager,
         captured_tokens=0 if eager else min(config.max_num_batched_tokens, MOST_TOKENS),
     )
-
-
-def _with_drafts(demand: Demand, config: EngineConfig, checkpoint: Checkpoint) -> Demand:
-    """The demand with what speculative decoding needs."""
-    speculative = config.speculative_config
-    if speculative is None:
-        return demand
-    assert isinstance(speculative, SpeculativeConfig)  # EngineConfig has parsed it
-    most = speculative.num_speculative_tokens
-    tokens = draft_tokens(demand.model.vocab_size, most, demand.max_num_seqs)
-    if speculative.method != "self":
-        searched = LOOKUP_BYTES if speculative.method == "ngram" else 0
-        return replace(demand, draft_tokens=tokens, drafter_bytes=searched)
-    stored = checkpoint.inner if isinstance(checkpoint, OnlineQuantizedCheckpoint) else checkpoint
-    try:
-        packed = online_quantized(stored, speculative.quantization)
-    except UnsupportedError as error:
-        raise UnsupportedError(f"speculative_config: method 'self': {error}") from error
-    own = demand.weights
-    drafting = weight_bytes(replace(config, quantization=speculative.quantization), packed)
-    both = replace(
-        own,
-        total=own.total + drafting.total,
-        loading=max(own.loading, own.total + drafting.loading),  # one after the other
-    )
-    return replace(demand, weights=both, draft_tokens=tokens, drafting_weights=drafting.total)
 
 
 def _scratch(

@@ -11,7 +11,7 @@ import pytest
 
 from sdk import LLM, CheckpointError, RequestError, SamplingParams
 from sdk.loading.sampling_defaults import OWN, SamplingDefaults, sampling_defaults
-from sdk.memory.planning import open_model
+from sdk.memory.files import open_model
 from sdk.options import engine_config
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from sdk import LLM, RequestError, SamplingParams, UnsupportedError
+from sdk import LLM, CheckpointError, RequestError, SamplingParams, UnsupportedError
 from sdk.engine.scheduling.suffix_automaton import SuffixAutomaton
 from sdk.params import RequestOutputKind
 from sdk.speculative_config import SpeculativeConfig, speculative_config
@@ -18,6 +18,7 @@ from sdk.speculative_config import SpeculativeConfig, speculative_config
 ALWAYS = {"method": "ngram", "prompt_lookup_min": 1, "adaptive": False}
 #: The weights of a model in 4 bits draft for it.
 SELF = {"method": "self", "num_speculative_tokens": 3, "adaptive": False}
+SMALLER = {"method": "draft_model", "num_speculative_tokens": 3, "adaptive": False}
 #: Prompts that repeat themselves, one that does not, and one that begins like the first.
 PROMPTS = [
     [5, 9, 30, 31, 200, 17] * 6,
@@ -84,10 +85,13 @@ class Method(NamedTuple):
     config: dict[str, Any]
 
 
-@pytest.fixture(params=["ngram", "self"])
+@pytest.fixture(params=["ngram", "self", "draft_model"])
 def method(request: pytest.FixtureRequest, golden: Path) -> Method:
     if request.param == "ngram":
         return Method(golden / "gguf-Q8_0" / "model.gguf", ALWAYS)
+    if request.param == "draft_model":
+        smaller = golden / "gguf-Q4_0" / "model.gguf"
+        return Method(golden / "gguf-Q8_0" / "model.gguf", SMALLER | {"model": smaller})
     return Method(golden / "arch-llama3" / "hf", SELF)
 
 
@@ -166,8 +170,9 @@ def test_preempted_requests_come_back_to_the_same_answers(method: Method) -> Non
     params = [COLD.clone(max_tokens=70, seed=seed) for seed in range(5)]
     with opened(method.path) as llm:
         plain = [found[0] for found in seen(llm, params)]
-        memory = 12 * llm.memory_plan.page_bytes
-    options = {"kv_cache_memory_bytes": memory, "speculative_config": method.config}
+    options: dict[str, Any] = {"speculative_config": method.config}
+    size = LLM.plan(method.path, max_model_len=128, max_num_seqs=6, **options).page_bytes
+    options["kv_cache_memory_bytes"] = 12 * size
     with drafting(method.path, **options) as llm:
         outputs = llm.generate(PROMPTS, params)
         assert [output.outputs for output in outputs] == plain
@@ -327,6 +332,104 @@ def test_a_model_quantized_while_loading_drafts_with_fewer_bits(golden: Path) ->
         assert llm.get_metrics()["num_accepted_tokens"] > 0
 
 
+def smaller_model(golden: Path, **settings: Any) -> dict[str, Any]:
+    return SMALLER | {"model": golden / "gguf-Q4_0" / "model.gguf"} | settings
+
+
+def test_a_smaller_model_follows_prompts_in_chunks_and_shared_prefixes(
+    tiny_path: Path, golden: Path
+) -> None:
+    """A prompt that comes in chunks, the same one again, and one that goes on differently."""
+    long = [int(token) for token in range(5, 105)]
+    prompts = [long, [*long[:70], 9, 9], [8, 7]]
+    params = GREEDY.clone(max_tokens=20)
+    options = {"max_model_len": 160, "max_num_batched_tokens": 32}
+    with opened(tiny_path, **options) as llm:
+        plain = [seen(llm, params, prompts)[0][0] for _ in range(2)]
+    with drafting(tiny_path, **options, speculative_config=smaller_model(golden)) as llm:
+        rates = []
+        for answers in plain:
+            before = llm.get_metrics()
+            assert seen(llm, params, prompts)[0][0] == answers
+            after = llm.get_metrics()
+            rates.append(
+                (after["num_accepted_tokens"] - before["num_accepted_tokens"])
+                / (after["num_draft_tokens"] - before["num_draft_tokens"])
+            )
+    assert rates[0] == pytest.approx(rates[1], abs=0.1) and rates[0] > 0.1
+
+
+def test_a_model_drafts_for_itself_and_all_drafts_are_accepted(tiny_path: Path) -> None:
+    """So its keys and values are those of the right tokens, also of tokens that it runs later."""
+    config = SMALLER | {"model": tiny_path}
+    with drafting(tiny_path, speculative_config=config) as llm:
+        llm.generate(PROMPTS, [GREEDY, DRAWN, COLD, GREEDY, DRAWN])
+        metrics = llm.get_metrics()
+        assert metrics["num_accepted_tokens"] > 0.97 * metrics["num_draft_tokens"] > 0
+
+
+@pytest.mark.slow
+def test_two_ranks_draft_the_same_tokens(tiny_path: Path, golden: Path) -> None:
+    options = {"tensor_parallel_size": 2, "compute": "exact", "num_threads": 2}
+    params = [GREEDY, COLD, DRAWN, COLD.clone(logprobs=2), GREEDY]
+    with opened(tiny_path, **options) as llm:
+        plain = seen(llm, params)
+    with drafting(tiny_path, **options, speculative_config=smaller_model(golden)) as llm:
+        assert seen(llm, params) == plain
+        assert llm.get_metrics()["num_accepted_tokens"] > 0
+
+
+def test_memory_of_a_smaller_model_is_planned_and_can_be_left_out(
+    tiny_path: Path, golden: Path
+) -> None:
+    options = {"max_model_len": 128, "max_num_seqs": 6}
+    plain = LLM.plan(tiny_path, **options)
+    made = LLM.plan(tiny_path, **options, speculative_config=smaller_model(golden))
+    assert made.page_bytes == 2 * plain.page_bytes
+    assert made.weights == plain.weights + made.drafting_weights > plain.weights
+    small = LLM.plan(
+        tiny_path,
+        **options,
+        memory=(plain.total + made.total) // 2 - 2**18,
+        speculative_config=smaller_model(golden),
+    )
+    assert not small.fits and small.alternatives[0].options == {"speculative_config": None}
+
+
+def test_requests_longer_than_the_context_of_the_smaller_model_get_no_drafts(
+    golden: Path, tmp_path: Path
+) -> None:
+    path = golden / "arch-llama3" / "hf"
+    for file in path.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 48}))
+    params = GREEDY.clone(max_tokens=90)
+    with opened(path) as llm:
+        plain = seen(llm, params)
+    with drafting(path, speculative_config=SMALLER | {"model": str(tmp_path)}) as llm:
+        assert seen(llm, params) == plain
+        assert 0 < llm.get_metrics()["num_draft_tokens"] < 48 * len(PROMPTS)
+
+
+def test_a_model_with_another_vocabulary_does_not_draft(
+    tiny_path: Path, smollm2: Path, golden: Path, tmp_path: Path
+) -> None:
+    path = golden / "arch-llama3" / "hf"
+    for file in path.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    tokenizer = json.loads((path / "tokenizer.json").read_text())
+    known = tokenizer["model"]["vocab"]
+    tokenizer["model"]["vocab"] = dict(zip(known, reversed(known.values()), strict=True))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(RequestError, match=r"found \d+ of \d+ tokens that differ: token 0 is"):
+        LLM(path, speculative_config={"model": str(tmp_path)})
+    with pytest.raises(RequestError, match=r"expected a vocabulary of \d+ tokens as in the model"):
+        LLM.plan(tiny_path, speculative_config={"model": str(smollm2)})
+    with pytest.raises(CheckpointError, match=r"^speculative_config: model: .*nowhere"):
+        LLM.plan(tiny_path, speculative_config={"model": str(tmp_path / "nowhere")})
+
+
 def test_weights_that_are_already_packed_do_not_draft(tiny_path: Path) -> None:
     with pytest.raises(UnsupportedError, match=r"method 'self'.*expected float matrices to pack"):
         LLM(tiny_path, speculative_config="self")
@@ -371,9 +474,9 @@ def test_a_method_a_dict_and_json_mean_the_same() -> None:
     given = {"method": "ngram", "num_speculative_tokens": 5}
     assert speculative_config(given) == speculative_config(json.dumps(given)) == config
     assert speculative_config(config) is config
-    assert speculative_config({"method": "self", "quantization": "int4"}) == speculative_config(
-        "self"
-    )
+    smaller = {"model": "small", "quantization": "int4"}
+    assert speculative_config(smaller) == speculative_config(smaller | {"method": "draft"})
+    assert speculative_config(smaller) == SpeculativeConfig(method="draft_model", **smaller)
     assert speculative_config("ngram") == SpeculativeConfig(method="ngram")
     assert speculative_config(None) is None
 
@@ -381,14 +484,14 @@ def test_a_method_a_dict_and_json_mean_the_same() -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ({}, "method is missing; expected 'ngram', 'grammar' or 'self'"),
+        ({}, "method is missing; expected 'ngram', 'grammar', 'self' or 'draft_model'"),
         (3, "expected a dict such as .* found 3"),
-        ("ngramm", "method: expected 'ngram', 'grammar' or 'self', found 'ngramm'"),
+        ("ngramm", "method: expected 'ngram', 'grammar', 'self' or 'draft_model', found 'ngramm'"),
         ("{'method': 'ngram'}", "expected a method's name or a JSON object"),
-        ("[" * 100_000, "method: expected 'ngram', 'grammar' or 'self', found"),
+        ("[" * 100_000, "method: expected 'ngram', 'grammar', 'self' or 'draft_model', found"),
         (
             {"method": ["ngram"]},
-            r"method: expected 'ngram', 'grammar' or 'self', found \['ngram'\]",
+            r"method: expected 'ngram', 'grammar', 'self' or 'draft_model', found \['ngram'\]",
         ),
         ({"method": "ngram", "num_speculative_token": 3}, "did you mean 'num_speculative_tokens'"),
         ({"method": "ngram", "qqq": 3}, "unknown key 'qqq'; expected method, num_spec"),

@@ -16,6 +16,7 @@ def test_the_examples_run_from_top_to_bottom(
     name: str, smollm2: Path, golden: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "model.gguf").symlink_to(smollm2)
+    (tmp_path / "large.gguf").symlink_to(smollm2)
     (tmp_path / "float16-model").symlink_to(golden / "arch-llama3" / "hf")
     monkeypatch.chdir(tmp_path)
     page = DOCS / f"{name}.md"

@@ -81,6 +81,8 @@ class ElasticPages:
 
 def _vacate(runner: ModelRunner, pages: list[int]) -> None:
     runner.kv.vacate(pages)
+    if runner.drafting is not None:
+        runner.drafting.vacate(pages)
 
 
 def _record_anew(runner: ModelRunner) -> None:

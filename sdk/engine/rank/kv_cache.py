@@ -63,6 +63,27 @@ def cache_of_rank(config: RunnerConfig, model: ModelConfig, mesh: Mesh, ops: Ops
     )
 
 
+def cache_of_drafts(config: RunnerConfig, model: ModelConfig, ops: Ops) -> KVCache:
+    """The cache of a smaller model that drafts, with a page for each of the model's."""
+    return KVCache(
+        drafting_kv_spec(model, config.page_size, config.kv_dtype),
+        config.num_pages,
+        ops.device,
+        keys_transposed=ops.keys_transposed,
+        keep=config.kv_keep,
+    )
+
+
+def drafting_kv_spec(model: ModelConfig, page_size: int, dtype: str) -> KVSpec:
+    """The KV cache of a smaller model that drafts: all of its heads, in the types of the model's.
+
+    Layers that the model skips have no counterpart in it.
+    """
+    if ">" not in dtype:
+        dtype = str(replace(KVTypes.parse(dtype), skip_layers=()))
+    return kv_spec(model, model.num_kv_heads, page_size, dtype)
+
+
 def _map(nbytes: int) -> mmap.mmap:
     """Zeros on huge pages, which numpy asks for too: with small ones a step at a context of 4,096
     tokens misses the TLB all the time."""

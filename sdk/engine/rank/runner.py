@@ -13,6 +13,7 @@ from torch import Tensor
 from sdk.engine.pages.tiered_pool import moves_to_lowest_tier
 from sdk.engine.plan import Pooled, RequestStart, Sampled, StepPlan, StepResult, StepRow
 from sdk.engine.rank.device_graphs import DeviceGraphs
+from sdk.engine.rank.drafting_model import DraftingModel
 from sdk.engine.rank.eager import Eager
 from sdk.engine.rank.forward import ForwardPasses
 from sdk.engine.rank.inputs import StepInputs
@@ -22,7 +23,6 @@ from sdk.engine.rank.pooling import as_numbers
 from sdk.engine.rank.recorded import Recorded
 from sdk.engine.rank.request import RankRequest
 from sdk.engine.rank.runner_config import RunnerConfig
-from sdk.engine.rank.self_drafts import SelfDrafts
 from sdk.engine.rank.step_batch import (
     ScoredRow,
     StepBatch,
@@ -95,11 +95,14 @@ class ModelRunner:
             )
             self._passes = ForwardPasses(self.model, self.kv, self._inputs, self.ops, mesh)
             self.strategy: Strategy = Eager(self._passes, self._inputs, "enforce_eager")
-            self.self_drafts: SelfDrafts | None = None
-            if config.drafting_quantization is not None:
+            #: The weights that draft, if there are any: on rank 0, which samples.
+            self.drafting: DraftingModel | None = None
+            self._is_drafted = config.drafting is not None
+            if config.drafting is not None and mesh.rank == 0:
                 checkpoint.close()
-                release_free_memory()  # before the same file is loaded again
-                self.self_drafts = SelfDrafts(config, mesh, self.ops, self.kv)
+                release_free_memory()  # before more weights, perhaps of the same file, are loaded
+                self.drafting = DraftingModel(config.drafting, config, self.ops, self.kv)
+                undo.callback(self.drafting.close)
             #: Whether steps should be recorded.
             self.records = False
             if not config.enforce_eager:
@@ -117,7 +120,9 @@ class ModelRunner:
         self.kv.close()
         self.ops.close()
         self.__dict__.pop("model", None)
-        self.self_drafts = None
+        if self.drafting is not None:
+            self.drafting.close()
+            self.drafting = None
 
     def forget_graphs(self) -> None:
         """Stop using recorded steps and free their memory."""
@@ -145,7 +150,7 @@ class ModelRunner:
     @property
     def native_seconds(self) -> float:
         """Seconds spent in native calls so far."""
-        drafting = 0.0 if self.self_drafts is None else self.self_drafts.native_seconds
+        drafting = 0.0 if self.drafting is None else self.drafting.native_seconds
         return self._passes.native_seconds + drafting
 
     def launch(self, plan: StepPlan) -> Pending:
@@ -163,14 +168,30 @@ class ModelRunner:
         launched: Sequence[LaunchedBatch] = ()
         if plan.rows:
             rows: Sequence[StepRow] = plan.rows
-            if self.self_drafts is not None and any(row.drafts for row in rows):
-                rows = self.self_drafts.fill_in(rows, requests)
+            if self._is_drafted:
+                rows = self._with_drafts(rows, requests)
             batch = StepBatch(rows, requests, range(len(requests)))
             launched = self.strategy.launch(batch)
         for row, request in zip(plan.rows, requests, strict=True):
             request.num_computed += row.num_scheduled_tokens - len(row.drafts)
         self._last_step = _LaunchedStep(self, plan, launched, unwritten)
         return self._last_step
+
+    def _with_drafts(
+        self, rows: Sequence[StepRow], requests: Sequence[RankRequest]
+    ) -> Sequence[StepRow]:
+        """The rows with the drafts of rank 0."""
+        if self.drafting is not None:
+            self.drafting.run_prompts(rows, requests)
+        if not any(row.drafts for row in rows):
+            return rows
+        if self.drafting is not None:
+            rows = self.drafting.draft(rows, requests)
+        if self._mesh.size == 1:
+            return rows
+        tokens = torch.tensor([token for row in rows for token in row.drafts])
+        drafted = iter(self._mesh.all_gather(tokens)[: len(tokens)].tolist())
+        return [row._replace(drafts=tuple(next(drafted) for _ in row.drafts)) for row in rows]
 
     def _update(self, plan: StepPlan) -> dict[int, str]:
         """Apply the plan's updates; returns swap slots whose write failed, with the reason."""
@@ -181,6 +202,8 @@ class ModelRunner:
         self._inputs.apply_moves(self._requests.values(), plan.copies)
         for request_id, pages in plan.new_pages:
             self._requests[request_id].pages.extend(pages)
+        if self.drafting is not None:
+            self.drafting.update(plan)
         if plan.dropped:
             self._inputs.forget()
         for request_id in plan.dropped:

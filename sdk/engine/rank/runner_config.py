@@ -19,6 +19,22 @@ from sdk.quant.online import online_quantized
 
 
 @dataclass(frozen=True, slots=True)
+class DraftingWeights:
+    """The weights that draft: a model of its own with KV pages, or the model's in fewer bits."""
+
+    model: str
+    quantization: str | None
+    #: The longest request that gets drafts, in tokens.
+    max_model_len: int
+    has_pages: bool = False
+    hf_overrides: Mapping[str, Any] = field(default_factory=dict)
+
+    def open(self) -> Checkpoint:
+        """Open the files, with online quantization if ``quantization`` is set."""
+        return online_quantized(open_checkpoint(self.model), self.quantization)
+
+
+@dataclass(frozen=True, slots=True)
 class RunnerConfig:
     """Everything a rank needs to load its model, as plain values that go to every process."""
 
@@ -32,8 +48,7 @@ class RunnerConfig:
     num_threads: int
     #: Draft tokens that a step may verify, of all requests together.
     max_draft_tokens: int = 0
-    #: The scheme of the weights that draft, packed from the model's own; ``None``: there are none.
-    drafting_quantization: str | None = None
+    drafting: DraftingWeights | None = None
     device: str = "cpu"
     compute: Compute = "auto"
     activations: torch.dtype = torch.float32
@@ -60,13 +75,6 @@ class RunnerConfig:
             self.model, revision=self.revision, local_files_only=self.local_files_only
         )
         return online_quantized(checkpoint, self.quantization)
-
-    def open_drafting_model(self) -> Checkpoint:
-        """Open the model's files, with ``drafting_quantization``."""
-        checkpoint = open_checkpoint(
-            self.model, revision=self.revision, local_files_only=self.local_files_only
-        )
-        return online_quantized(checkpoint, self.drafting_quantization)
 
     def open_ops(self) -> Ops:
         """The operators of this rank.

@@ -36,14 +36,21 @@ class Drafter(ABC):
         return
 
 
-class SelfDrafter(Drafter):
-    """The ranks draft (engine/rank/self_drafts.py): a plan has only the number of drafts."""
+class RankDrafter(Drafter):
+    """The ranks draft (engine/rank/drafting_model.py): a plan has only the number of drafts.
+
+    Requests of up to ``longest`` tokens get some.
+    """
+
+    def __init__(self, longest: int) -> None:
+        self._longest = longest
 
     def match(self, request: Request) -> int:
-        return len(request.token_ids)
+        length = len(request.token_ids)
+        return length if length <= self._longest else 0
 
     def propose(self, request: Request, most: int) -> Sequence[int]:
-        return (0,) * most
+        return (0,) * min(most, self._longest - len(request.token_ids))
 
 
 class Drafts:
