@@ -59,6 +59,7 @@ class FakeRunner:
     """An executor. It knows only what the plans told it, and complains about plans that lie."""
 
     ops = SimpleNamespace(device=SimpleNamespace(type="cpu"))
+    drafting = None
 
     def __init__(self, page_size: int, num_pages: int, published=None) -> None:
         self.page_size = page_size
