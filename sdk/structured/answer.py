@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from sdk.kernels.mask_tasks import MaskTask
 from sdk.structured.compiler import Grammar
 
-#: How many tokens at the beginning of a way may be dropped when it is tried again.
-_DROPPED = 4
+#: The first tokens of a way that are compared with a token; how many of them, and of their bytes,
+#: the token may take the place of.
+_HEAD, _DROPPED, _REPLACED = 8, 4, 16
+#: The last tokens of the shortest answer that may end any other.
+_ENDS = 8
 #: The states that a search between two steps may compare: 5 ms.
 _STATES = 60
 #: What opened elements need is tried again: how many of them, and of how many tokens.
@@ -51,6 +54,8 @@ class StructuredAnswer:
         self._matcher = grammar.matcher.copy()
         self._search = grammar.tokens.search()
         self._ends = frozenset(grammar.tokens.vocabulary.eos_ids)
+        self._end = min(self._ends, default=None)
+        self._closers = grammar.tokens.closers
         #: Tokens that complete the structure; None: not known, but there are certainly enough left.
         self._way: tuple[int, ...] | None = grammar.way
         self._opens = 0  # opening brackets so far
@@ -102,7 +107,7 @@ class StructuredAnswer:
             matcher.rollback(1)
             if not self._way:  # the text before this token is complete
                 self.complete = True
-                return min(self._ends, default=token)
+                return token if self._end is None else self._end
             token, *rest = self._way
             matcher.consume((token,))
             way = tuple(rest)
@@ -135,67 +140,98 @@ class StructuredAnswer:
         """A way from the matcher's state, not longer than the tokens that are left."""
         if self._certain:
             return None
-        rest: tuple[int, ...] = ()
-        tried = self._ends_of_shortest()
-        if self._way is not None:
-            rests = self._rests(self._way, self._grammar.tokens.shapes.text(token))
-            rest = rests[0]
-            tried = itertools.chain(self._variants(rests), tried)
-        for way in tried:
-            if len(way) <= self.left and self._completes(way):
-                return way
-        if self._way is None:  # the first: there must be one
-            return self._search.shortest(self._matcher, self.left)
-        found = self._search.shortest(self._matcher, self.left, states=_STATES, thorough=False)
-        if found is not None:
-            self._remember(found, rest)
+        last = self._way
+        if last and last[0] == token:
+            return last[1:]
+        if last is None:  # the first: there must be one
+            near = (way for way in self._ways_of_shortest() if self._completes(way))
+            found = next((way for way in near if len(way) <= self.left), None)
+            return found or self._search.shortest(self._matcher, self.left)
+        rest, *others = self._rests(last, token)
+        too_long = False
+        usual, others = (rest, *others[:1]), others[1:]  # a mask takes as long as trying a few ways
+        shortest = self._grammar.way
+        ends = [*usual, *others, *(shortest[-count:] for count in range(1, _ENDS + 1))]
+        for ways in (usual, self._variants(rest, others), self._bridged(ends)):
+            for way in ways:
+                if self._completes(way):
+                    if len(way) <= self.left:
+                        return way
+                    too_long = True
+            if too_long:  # a search would only find a longer one
+                return None
+        found = self._search.shortest(
+            self._matcher,
+            self.left,
+            states=_STATES,
+            thorough=False,
+            known_rest=lambda: next(filter(self._completes, self._allowed(ends)), None),
+        )
+        if found is None or len(found) > self.left:
+            return None
+        self._remember(found, rest)
         return found
 
-    def _ends_of_shortest(self) -> Iterable[tuple[int, ...]]:
-        """The ends of the shortest answer, with something closed before it."""
-        way = self._grammar.way
-        for count in range(len(way), -1, -1):
-            for closer in self._grammar.tokens.closers:
-                yield (*closer, *way[count:])
-
-    def _rests(self, way: tuple[int, ...], text: bytes) -> list[tuple[int, ...]]:
-        """What may be left of a way after ``text``: without what they have in common, and, where
-        ``text`` takes the place of the first tokens, what comes after it. Spaces do not count.
-        """
-        pieces = [self._grammar.tokens.shapes.text(token) for token in way]
-        whole, text = b"".join(pieces), text.translate(None, b" ")
-        found, begin = [], 0
-        for dropped, piece in enumerate((b"", *pieces[:_DROPPED])):
-            begin += len(piece)
-            matched, end = _agreement(whole, begin, text)
-            if not dropped or (matched == len(text) and text):
-                found.append(self._from(way, pieces, whole, end if matched else begin))
-        return found
+    def _rests(self, way: tuple[int, ...], token: int) -> Iterable[tuple[int, ...]]:
+        """What may be left of a way after a token that is not its first: without what they have in
+        common, and then without some of its first tokens."""
+        shapes = self._grammar.tokens.shapes
+        text, pieces = shapes.text(token), [shapes.text(one) for one in way[:_HEAD]]
+        head = b"".join(pieces)
+        agreed = _end_of_agreement(head, text)
+        # the token takes the place of as many bytes, of less, or of whole tokens
+        places = [*range(min(len(text), len(head)), -1, -1)[:_REPLACED]]
+        tokens = itertools.accumulate(map(len, pieces[:_DROPPED]))
+        for place in dict.fromkeys((agreed, *tokens, *places)):
+            yield self._from(way, pieces, head, place)
 
     def _from(
-        self, way: tuple[int, ...], pieces: Sequence[bytes], whole: bytes, at: int
+        self, way: tuple[int, ...], pieces: Sequence[bytes], head: bytes, at: int
     ) -> tuple[int, ...]:
-        """The tokens of ``whole``, which are ``way`` with the texts ``pieces``, from ``at`` on."""
+        """The tokens of a way, which begins with ``pieces`` that make up ``head``, from byte ``at``
+        of it on."""
         end = 0
         for index, piece in enumerate(pieces):
             if end >= at:
                 return way[index:]
             end += len(piece)
             if end > at:
-                begun = whole[at:end].decode("utf-8", "replace")
+                begun = head[at:end].decode("utf-8", "replace")
                 return (*self._grammar.tokens.encode(begun), *way[index + 1 :])
-        return ()
+        return way[len(pieces) :]
 
-    def _variants(self, rests: Sequence[tuple[int, ...]]) -> Iterable[tuple[int, ...]]:
-        """Ways like the last one: the rest of it, and with something closed before it."""
-        first = rests[0]
-        for closer in self._grammar.tokens.closers:
-            yield (*closer, *first)
-        yield from rests[1:]
-        for known in self._openings:
-            yield (*known, *first)
-        for count in range(1, min(_DROPPED, len(first)) + 1):
-            yield first[count:]
+    def _variants(
+        self, rest: tuple[int, ...], others: Sequence[tuple[int, ...]]
+    ) -> Iterator[tuple[int, ...]]:
+        """Ways like the last one, of which ``rest`` is left: with something closed or opened before
+        it, or something dropped; and ways like the shortest answer."""
+        before = self._allowed((*self._closers, *self._openings))
+        yield from ((*one, *rest) for one in before)
+        yield from self._allowed(others)
+        yield from self._ways_of_shortest()
+
+    def _ways_of_shortest(self) -> Iterator[tuple[int, ...]]:
+        """The ends of the shortest answer, with something closed before it."""
+        allows, way = self._search.mask(self._matcher), self._grammar.way
+        closers = [one for one in self._closers if allows(one[0])]
+        for count in range(len(way), -1, -1):
+            yield from ((*closer, *way[count:]) for closer in closers)
+            if count == len(way) or allows(way[count]):
+                yield way[count:]
+
+    def _bridged(self, ends: Sequence[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
+        """Known ends of ways after one more token."""
+        matcher = self._matcher
+        for token in self._search.candidates(matcher):
+            matcher.consume((token,))
+            ways = [(token, *end) for end in self._allowed(ends)]
+            matcher.rollback(1)
+            yield from ways
+
+    def _allowed(self, ways: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        """Without those whose first token may not follow."""
+        allows = self._search.mask(self._matcher)
+        return [way for way in ways if not way or allows(way[0])]
 
     def _remember(self, way: tuple[int, ...], rest: tuple[int, ...]) -> None:
         """Keep what a way has before ``rest``: the next element of an array needs the same."""
@@ -209,6 +245,8 @@ class StructuredAnswer:
         matcher = self._matcher
         if not way:
             return matcher.accepting
+        if self._end is not None:  # a third of the time of consuming the tokens and taking them back
+            return matcher.allowed((*way, self._end)) > len(way)
         if matcher.allowed(way) < len(way):
             return False
         matcher.consume(way)
@@ -217,16 +255,20 @@ class StructuredAnswer:
         return accepting
 
 
-def _agreement(whole: bytes, begin: int, text: bytes) -> tuple[int, int]:
-    """How many bytes of ``text`` follow ``begin`` in ``whole``, and where; spaces do not count."""
-    at = begin
-    for matched, byte in enumerate(text):
-        while whole[at : at + 1] == b" ":
-            at += 1
-        if whole[at : at + 1] != bytes((byte,)):
-            return matched, at
-        at += 1
-    return len(text), at
+def _end_of_agreement(head: bytes, text: bytes) -> int:
+    """Where the bytes that ``text`` has in common with the beginning of ``head`` end in it. Spaces
+    do not count, unless all of it agrees."""
+    if head.startswith(text):
+        return len(text)
+    at = 0
+    for byte in text.translate(None, b" "):
+        place = at
+        while head[place : place + 1] == b" ":
+            place += 1
+        if head[place : place + 1] != bytes((byte,)):
+            break
+        at = place + 1
+    return at
 
 
 def _ends_open(prompt: Sequence[int], start: int, end: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,19 @@ Schema = dict[str, Any]
 
 #: A bound beyond which it is of no use.
 _MOST = 2**30
+#: Python's parser of patterns, which has no other name. Its trees are documented by its output.
+_regex_parser: Any = vars(re)["_parser"]
+_CATEGORIES = {
+    "CATEGORY_DIGIT": r"\d",
+    "CATEGORY_NOT_DIGIT": r"\D",
+    "CATEGORY_SPACE": r"\s",
+    "CATEGORY_NOT_SPACE": r"\S",
+    "CATEGORY_WORD": r"\w",
+    "CATEGORY_NOT_WORD": r"\W",
+}
+#: Characters that JSON writes as they are; others take up to six (``\\u001f``), or bytes of UTF-8.
+_PLAIN = sorted({chr(code) for code in range(32, 127)} - {'"', "\\"})
+_ESCAPED = 6
 #: Tokens of values of these formats; one for each character.
 _FORMATS = {"uuid": 36, "ipv4": 15, "ipv6": 39, "email": 32, "uri": 16, "duration": 8}
 
@@ -27,8 +41,70 @@ def longest_completion(schema: Schema, count_tokens: Callable[[str], int]) -> in
 
 
 def longest_match(pattern: str) -> int:
-    """Characters that complete a match of a pattern at most: each of its positions once, times its
-    repeats, which may be nested."""
+    """Characters that complete a match of a pattern at most, whatever part of it has matched.
+
+    The pattern may be unanchored or repeated by its surroundings: the longest rest of a match, and
+    the shortest match.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # a class inside a class has another meaning in Rust
+            least, rest = _lengths(_regex_parser.parse(pattern))
+    except (re.error, ValueError, OverflowError, RecursionError, Warning, _UnknownNode):
+        return _longest_of_unknown(pattern)
+    return min(least + rest, _MOST)
+
+
+class _UnknownNode(Exception):
+    """Part of a pattern that has no bound here."""
+
+
+def _lengths(nodes: Any) -> tuple[int, int]:
+    """The shortest match of a sequence, and the longest rest of one that is as short as possible."""
+    least = rest = 0
+    for kind, value in reversed(list(nodes)):
+        own_least, own_rest = _lengths_of_node(str(kind), value)
+        rest = max(rest, own_rest + least)
+        least += own_least
+    return least, rest
+
+
+def _lengths_of_node(kind: str, value: Any) -> tuple[int, int]:
+    if kind in ("LITERAL", "NOT_LITERAL", "ANY", "IN"):
+        size = 1 if any(_matches(kind, value, ord(one)) for one in _PLAIN) else _ESCAPED
+        return size, size
+    if kind in ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT"):
+        low, _, inner = value
+        least, rest = _lengths(inner)
+        return int(low) * least, rest + max(int(low) - 1, 0) * least
+    if kind == "BRANCH":
+        found = [_lengths(branch) for branch in value[1]]
+        return min(least for least, _ in found), max(rest for _, rest in found)
+    if kind in ("SUBPATTERN", "ATOMIC_GROUP"):
+        return _lengths(value[-1] if kind == "SUBPATTERN" else value)
+    if kind == "AT":
+        return 0, 0
+    raise _UnknownNode(kind)
+
+
+def _matches(kind: str, value: Any, code: int) -> bool:
+    """Whether a node of one character matches a character."""
+    if kind == "LITERAL":
+        return bool(code == value)
+    if kind == "NOT_LITERAL":
+        return bool(code != value)
+    if kind == "RANGE":
+        return bool(value[0] <= code <= value[1])
+    if kind == "CATEGORY":
+        return re.match(_CATEGORIES[str(value)], chr(code)) is not None
+    if kind == "IN":
+        negated = str(value[0][0]) == "NEGATE"
+        return negated != any(_matches(str(one), x, code) for one, x in value[negated:])
+    return True
+
+
+def _longest_of_unknown(pattern: str) -> int:
+    """Each position of a pattern once, times its repeats, which may be nested."""
     product = 1
     for number in re.findall(r"\{(\d{1,9})", pattern):
         product = min(product * max(int(number), 1), _MOST)

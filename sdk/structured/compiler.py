@@ -167,7 +167,7 @@ class GrammarCompiler:
         return GrammarTokens(
             Vocabulary(marked + padding, ends, self._encode),
             TokenShapes(texts + padding),
-            ((), *dict.fromkeys(closer for closer in closers if len(closer) == 1)),
+            tuple(dict.fromkeys(closer for closer in closers if len(closer) == 1)),
             self._encode,
         )
 

@@ -12,7 +12,7 @@ import math
 import operator
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -147,13 +147,15 @@ class Search:
         seconds: float = math.inf,
         states: int = _STATES,
         thorough: bool = True,
+        known_rest: Callable[[], tuple[int, ...] | None] = lambda: None,
     ) -> tuple[int, ...] | None:
         """At most ``most_tokens`` tokens that complete the text of ``matcher``, which is in the
         same state afterwards. None: none were found.
 
         ``hints``: sequences of tokens that may be needed, such as the literals of a pattern.
         ``seconds``: CPU time of this thread. ``states``: the most states that are compared.
-        ``thorough``: look for ways around dead ends too.
+        ``thorough``: look for ways around dead ends too. ``known_rest``: tokens that complete the
+        text from the matcher's state on, if some are known.
 
         :raises GrammarError: the grammar is too complex to follow, or the time is over.
         """
@@ -162,11 +164,25 @@ class Search:
         self._deadline = time.thread_time() + seconds
         self._hints = [tuple(hint) for hint in hints]
         # One state at a time nearly always succeeds; several find ways around dead ends and loops.
-        found = self._one_by_one(matcher, most_tokens, states)
+        found = self._one_by_one(matcher, most_tokens, states, known_rest)
         return self._beam(matcher, most_tokens, states) if thorough and not found else found
 
+    def mask(self, matcher: Matcher) -> Callable[[int], bool]:
+        """Whether a token may follow."""
+        matcher.mask(self._mask)
+        mask = self._mask.copy()
+        return lambda token: bool(int(mask[token >> 5]) >> (token & 31) & 1)
+
+    def candidates(self, matcher: Matcher) -> list[int]:
+        """The tokens worth trying, most promising first."""
+        return self._shapes.candidates(self._allowed(matcher)[1])[0]
+
     def _one_by_one(
-        self, matcher: Matcher, most_tokens: int, states: int
+        self,
+        matcher: Matcher,
+        most_tokens: int,
+        states: int,
+        known_rest: Callable[[], tuple[int, ...] | None],
     ) -> tuple[int, ...] | None:
         """Always the most promising token. Takes about 50 us a token, plus 30 us for each token
         that is compared."""
@@ -203,6 +219,8 @@ class Search:
                     return tuple(path)
                 if matcher.stopped:
                     return None
+                if (rest := known_rest()) is not None:
+                    return (*path, *rest)
             return None
         finally:
             matcher.rollback(len(path))

@@ -13,31 +13,59 @@ from sdk.engine.scheduling.request import Request
 
 
 def lengths(seconds: dict[int, float]) -> DraftLengths:
+    """``seconds``: by number of tokens. The smallest is that of a step without drafts."""
     made = DraftLengths()
     for size, value in seconds.items():
-        made.costs.learn(size, value)
+        made.costs.learn(min(seconds), size, value)
     return made
 
 
 def test_step_times_between_measured_sizes_are_interpolated() -> None:
     costs = DecodeCosts()
-    assert costs(4) == 0.0
-    costs.learn(1, 10.0)
-    assert costs(1) == 10.0
-    assert 10.0 < costs(2) < 20.0  # a guess
-    costs.learn(9, 18.0)
-    assert [costs(n) for n in (3, 5, 17)] == [12.0, 14.0, 26.0]
-    costs.learn(9, 1000.0)  # disturbed
-    assert costs(9) == pytest.approx(22.5)
+    assert costs(1, 4) == 0.0
+    costs.learn(1, 1, 10.0)
+    assert costs(1, 1) == 10.0
+    assert 10.0 < costs(1, 2) < 20.0  # a guess
+    costs.learn(1, 9, 18.0)
+    assert [costs(1, n) for n in (3, 5, 17)] == [12.0, 14.0, 26.0]
+    costs.learn(1, 9, 1000.0)  # disturbed
+    assert costs(1, 9) == pytest.approx(22.5)
+
+
+def test_numbers_of_requests_are_measured_separately() -> None:
+    """Four requests, and one with three drafts that a model had to make first."""
+    costs = DecodeCosts()
+    costs.learn(1, 1, 10.0)
+    costs.learn(1, 4, 40.0)
+    assert costs(4, 4) == 0.0, "a step without drafts must be measured"
+    costs.learn(4, 4, 12.0)
+    assert costs(4, 4) == 12.0
+    assert costs(4, 7) == 42.0, "drafts take as long as for one request"
+    costs.learn(4, 7, 20.0)
+    assert costs(4, 7) == 20.0
+
+
+def test_a_step_without_drafts_is_measured_again() -> None:
+    costs = DecodeCosts()
+    costs.learn(1, 1, 100.0)  # disturbed
+    for _ in range(256):
+        costs.learn(1, 9, 20.0)
+        assert costs(1, 1)
+    costs.learn(1, 9, 20.0)
+    assert costs(1, 1) == 0.0
+    costs.learn(1, 1, 10.0)
+    assert costs(1, 1) == 77.5
 
 
 def test_a_size_that_is_not_measured_any_more_is_forgotten() -> None:
     costs = DecodeCosts()
-    costs.learn(1, 10.0)
-    costs.learn(9, 500.0)
+    costs.learn(1, 1, 10.0)
+    costs.learn(1, 9, 500.0)
+    costs.learn(2, 2, 10.0)
     for _ in range(2048):
-        costs.learn(1, 10.0)
-    assert costs(9) < 50.0
+        costs.learn(1, 1, 10.0)
+    assert costs(1, 9) < 50.0
+    assert costs(2, 2) == 0.0
 
 
 def test_cheap_tokens_are_drafted_and_dear_ones_are_not() -> None:
@@ -92,7 +120,7 @@ def test_what_does_not_pay_off_is_tried_again_ever_more_rarely() -> None:
         if drafts.choose([request], 64, step):
             count = len(drafts.take(request, 64, pool))
         request.num_draft_tokens += count
-        drafts.learn_step(1 + count, 10.0 + count)
+        drafts.learn_step(1, 1 + count, 10.0 + count)
         verified.append(count)
     tried = [step for step, count in enumerate(verified) if count]
     assert sum(step >= 1000 for step in tried) in range(1, 9)

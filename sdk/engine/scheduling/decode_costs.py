@@ -8,6 +8,7 @@ separately, and sizes in between are interpolated.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from math import inf
 
 #: The share of the last step in the average of its size.
 _RATE = 0.25
@@ -15,52 +16,103 @@ _RATE = 0.25
 _MOST_OUTLIER = 2.0
 #: A size that was not measured in this many steps is forgotten: contexts have grown since.
 _MAX_AGE = 1024
-#: While only one size is known: the time of a token more, as a share of the time per token. 0.11
+#: After this many steps with drafts one without is measured again. Other processes may have disturbed
+#: the last one, and then drafts would seem to pay off for as long as they run.
+_MAX_PLAIN_AGE = 256
+#: While no step with drafts is known: the time of a token more, as a share of the time per token. 0.11
 #: (1 token) to 0.6 (8 tokens) were measured.
 _FIRST_SLOPE = 0.3
 
 
 class DecodeCosts:
-    """Average seconds of a step of ``n`` tokens: ``costs(n)``."""
+    """Average seconds of a step of ``n`` requests and ``m`` tokens: ``costs(n, m)``.
+
+    Steps of 4 tokens differ: four requests, or one with drafts, which ranks may have to draft first
+    and which read the keys and values of one request instead of four.
+    """
 
     def __init__(self) -> None:
-        self._sizes: list[int] = []  # measured ones, sorted
-        self._seconds: dict[int, float] = {}
-        self._learned: dict[int, int] = {}  # when last, by size
+        self._curves: dict[int, _Curve] = {}
         self._steps = 0
 
-    def learn(self, num_tokens: int, seconds: float) -> None:
+    def learn(self, num_rows: int, num_tokens: int, seconds: float) -> None:
         """Add a measured step."""
         self._steps += 1
+        curve = self._curves.get(num_rows)
+        if curve is None:
+            curve = self._curves[num_rows] = _Curve()
+        curve.learn(num_tokens, seconds, self._steps)
+        if self._steps % _MAX_AGE == 0:
+            self._curves = {
+                rows: curve
+                for rows, curve in self._curves.items()
+                if curve.forget(self._steps - _MAX_AGE)
+            }
+
+    def __call__(self, num_rows: int, num_tokens: int) -> float:
+        """The expected seconds of a step; 0 while a step without drafts should be measured."""
+        curve = self._curves.get(num_rows)
+        if curve is None or curve.age(num_rows, self._steps) > _MAX_PLAIN_AGE:
+            return 0.0
+        if num_tokens == num_rows or len(curve.sizes) > 1:
+            return curve(num_tokens)
+        return curve(num_rows) + self._first_slope(num_rows, num_tokens) * (num_tokens - num_rows)
+
+    def _first_slope(self, num_rows: int, num_tokens: int) -> float:
+        """The time of a draft, while only steps without drafts are known of so many requests: that
+        of the nearest number of requests."""
+        drafts = num_tokens - num_rows
+        near = min(
+            (rows for rows, curve in self._curves.items() if len(curve.sizes) > 1),
+            key=lambda rows: abs(rows - num_rows),
+            default=None,
+        )
+        if near is None:
+            return _FIRST_SLOPE * self._curves[num_rows](num_rows) / num_rows
+        curve = self._curves[near]
+        return max(curve(near + drafts) - curve(near), 0.0) / drafts
+
+
+class _Curve:
+    """Average seconds by number of tokens, for one number of requests."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []  # measured ones, sorted
+        self._seconds: dict[int, float] = {}
+        self._learned: dict[int, int] = {}  # when last, by size
+
+    def learn(self, num_tokens: int, seconds: float, step: int) -> None:
         known = self._seconds.get(num_tokens)
         if known is None:
-            insort(self._sizes, num_tokens)
+            insort(self.sizes, num_tokens)
             self._seconds[num_tokens] = seconds
         else:
             self._seconds[num_tokens] += _RATE * (min(seconds, _MOST_OUTLIER * known) - known)
-        self._learned[num_tokens] = self._steps
-        if self._steps % _MAX_AGE == 0:
-            self._forget()
+        self._learned[num_tokens] = step
 
-    def _forget(self) -> None:
-        oldest = self._steps - _MAX_AGE
-        self._sizes = [size for size in self._sizes if self._learned[size] > oldest]
-        self._seconds = {size: self._seconds[size] for size in self._sizes}
-        self._learned = {size: self._learned[size] for size in self._sizes}
+    def age(self, num_tokens: int, step: int) -> float:
+        """The steps since this size was measured."""
+        learned = self._learned.get(num_tokens)
+        return inf if learned is None else step - learned
+
+    def forget(self, oldest: int) -> bool:
+        """Forget sizes that were not measured since step ``oldest``; returns whether any is left."""
+        self.sizes = [size for size in self.sizes if self._learned[size] > oldest]
+        self._seconds = {size: self._seconds[size] for size in self.sizes}
+        self._learned = {size: self._learned[size] for size in self.sizes}
+        return bool(self.sizes)
 
     def __call__(self, num_tokens: int) -> float:
-        """The expected seconds of a step; 0 if nothing was measured."""
         known = self._seconds.get(num_tokens)
-        if known is not None or not self._sizes:
-            return known or 0.0
-        sizes, seconds = self._sizes, self._seconds
+        if known is not None:
+            return known
+        sizes, seconds = self.sizes, self._seconds
         first, last = sizes[0], sizes[-1]
         index = bisect_left(sizes, num_tokens)
         if 0 < index < len(sizes):
             first, last = sizes[index - 1], sizes[index]
-        if first == last:
-            slope = _FIRST_SLOPE * seconds[first] / first
-        else:
+        slope = 0.0
+        if first != last:
             slope = max(seconds[last] - seconds[first], 0.0) / (last - first)
         near = last if index == len(sizes) else first
         return max(seconds[near] + slope * (num_tokens - near), 0.0)

@@ -1,7 +1,7 @@
 """How many drafts pay off: as many as raise the expected tokens per second of the whole step.
 
-A step of ``n`` requests takes ``costs(n)`` and gives n tokens; with ``k`` drafts it takes
-``costs(n + k)`` and gives the tokens that are expected to be accepted in addition. Both sides are
+A step of ``n`` requests takes ``costs(n, n)`` and gives n tokens; with ``k`` drafts it takes
+``costs(n, n + k)`` and gives the tokens that are expected to be accepted in addition. Both sides are
 measured: step times by size (``decode_costs.py``), acceptance for each request, separately for
 short and long matches. Only speed depends on these measurements, never the answer.
 """
@@ -107,14 +107,14 @@ class DraftLengths:
         self.costs = DecodeCosts()
         self._probe_seconds = 0.0  # that trials may take now
 
-    def learn_step(self, num_tokens: int, seconds: float) -> None:
+    def learn_step(self, num_rows: int, num_tokens: int, seconds: float) -> None:
         """Learn from the time of a step in which all rows decoded."""
-        self.costs.learn(num_tokens, seconds)
+        self.costs.learn(num_rows, num_tokens, seconds)
         self._probe_seconds += _PROBE_TIME * seconds
 
     def may_probe(self, num_rows: int) -> bool:
         """Whether there is time to verify drafts that do not seem to pay off."""
-        more = self.costs(num_rows + PROBE_DRAFTS) - self.costs(num_rows)
+        more = self.costs(num_rows, num_rows + PROBE_DRAFTS) - self.costs(num_rows, num_rows)
         if more > self._probe_seconds:
             return False
         self._probe_seconds = 0.0
@@ -128,7 +128,7 @@ class DraftLengths:
         ``shares``: the acceptance of each proposal. ``most``: its number of tokens. All together
         get at most ``budget``.
         """
-        plain = self.costs(num_rows)
+        plain = self.costs(num_rows, num_rows)
         if not plain:  # measure a step without drafts first
             return [0] * len(shares)
         logs = [log(share) for share in shares]
@@ -143,7 +143,7 @@ class DraftLengths:
                 tokens += share * (1 - share**length) / (1 - share)
             if left == budget:
                 break  # later cuts allow even less
-            speed = tokens / self.costs(num_rows + budget - left)
+            speed = tokens / self.costs(num_rows, num_rows + budget - left)
             if speed > best.speed:
                 best = Choice(lengths, speed)
         return best.lengths

@@ -130,7 +130,7 @@ class Drafts:
         most = [max(min(self._most, x.max_len - len(x.token_ids) - 1), 0) for x in offers]
         lengths = self.lengths.choose(shares, most, num_rows, budget)
         self._chosen = {x: count for x, count in zip(offers, lengths, strict=True) if count > 0}
-        if self._chosen or not self.lengths.costs(num_rows):
+        if self._chosen or not self.lengths.costs(num_rows, num_rows):
             return
         for request, history in zip(offers, histories, strict=True):
             if history.probes() and self.lengths.may_probe(num_rows):
@@ -146,10 +146,10 @@ class Drafts:
         """A request has a new proposal: :meth:`choose` looks at all of them in the next step."""
         self._next_look = 0
 
-    def learn_step(self, num_tokens: int, seconds: float) -> None:
+    def learn_step(self, num_rows: int, num_tokens: int, seconds: float) -> None:
         """Learn from the time of a step in which all rows decoded."""
         if self.lengths is not None:
-            self.lengths.learn_step(num_tokens, seconds)
+            self.lengths.learn_step(num_rows, num_tokens, seconds)
 
     def take(self, request: Request, budget: int, pool: PagePool) -> tuple[int, ...]:
         """The drafts after a request that needs one token, within ``budget`` tokens.

@@ -190,8 +190,8 @@ class Scheduler:
         if drafts is not None and len(batches) == 1:
             rows = batches[0].plan.rows
             if batches[0].num_decodes == len(rows):
-                tokens = self._num_tokens
-                drafts.learn_step(tokens, self.queues.clock() - self._planned_at)
+                seconds = self.queues.clock() - self._planned_at
+                drafts.learn_step(len(rows), self._num_tokens, seconds)
             if result.forced:
                 drafts.look_again()
         return self.committer.commit(result, self.pages_ahead)
