@@ -60,7 +60,7 @@ class _UnknownNode(Exception):
 
 
 def _lengths(nodes: Any) -> tuple[int, int]:
-    """The shortest match of a sequence, and the longest rest of one that is as short as possible."""
+    """The shortest match of a sequence, and what completes a begun match at most."""
     least = rest = 0
     for kind, value in reversed(list(nodes)):
         own_least, own_rest = _lengths_of_node(str(kind), value)

@@ -16,11 +16,11 @@ _RATE = 0.25
 _MOST_OUTLIER = 2.0
 #: A size that was not measured in this many steps is forgotten: contexts have grown since.
 _MAX_AGE = 1024
-#: After this many steps with drafts one without is measured again. Other processes may have disturbed
-#: the last one, and then drafts would seem to pay off for as long as they run.
+#: After this many steps with drafts one without is measured again. Other processes may have
+#: disturbed the last one, and then drafts would seem to pay off for as long as they run.
 _MAX_PLAIN_AGE = 256
-#: While no step with drafts is known: the time of a token more, as a share of the time per token. 0.11
-#: (1 token) to 0.6 (8 tokens) were measured.
+#: While no step with drafts is known: the time of a token more, as a share of the time per token.
+#: 0.11 (1 token) to 0.6 (8 tokens) were measured.
 _FIRST_SLOPE = 0.3
 
 
@@ -96,7 +96,7 @@ class _Curve:
         return inf if learned is None else step - learned
 
     def forget(self, oldest: int) -> bool:
-        """Forget sizes that were not measured since step ``oldest``; returns whether any is left."""
+        """Forget sizes not measured since step ``oldest``; returns whether any is left."""
         self.sizes = [size for size in self.sizes if self._learned[size] > oldest]
         self._seconds = {size: self._seconds[size] for size in self.sizes}
         self._learned = {size: self._learned[size] for size in self.sizes}

@@ -1,8 +1,8 @@
 """How many drafts pay off: as many as raise the expected tokens per second of the whole step.
 
 A step of ``n`` requests takes ``costs(n, n)`` and gives n tokens; with ``k`` drafts it takes
-``costs(n, n + k)`` and gives the tokens that are expected to be accepted in addition. Both sides are
-measured: step times by size (``decode_costs.py``), acceptance for each request, separately for
+``costs(n, n + k)`` and gives the tokens that are expected to be accepted in addition. Both sides
+are measured: step times by size (``decode_costs.py``), acceptance for each request, separately for
 short and long matches. Only speed depends on these measurements, never the answer.
 """
 
