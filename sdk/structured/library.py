@@ -206,6 +206,10 @@ class GrammarError(Exception):
     """A matcher cannot be built, or cannot go on. The text is the library's."""
 
 
+class SearchTimeout(GrammarError):
+    """No complete text was found in time."""
+
+
 class Matcher:
     """Follows the tokens of one answer through a grammar. Not thread-safe."""
 

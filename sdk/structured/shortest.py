@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from sdk.structured.library import GrammarError, Matcher
+from sdk.structured.library import Matcher, SearchTimeout
 
 #: Bytes that end a value or a container in JSON and in most other notations. Where nearly any token
 #: may follow, the text is inside a string, and a quote ends it; elsewhere brackets come first.
@@ -157,7 +157,8 @@ class Search:
         ``thorough``: look for ways around dead ends too. ``known_rest``: tokens that complete the
         text from the matcher's state on, if some are known.
 
-        :raises GrammarError: the grammar is too complex to follow, or the time is over.
+        :raises SearchTimeout: the time is over. The state of ``matcher`` is undefined then.
+        :raises GrammarError: the grammar is too complex to follow.
         """
         if matcher.accepting:
             return ()
@@ -271,7 +272,7 @@ class Search:
     def _allowed(self, matcher: Matcher) -> tuple[bytes, NDArray[np.intp]]:
         """The tokens that may follow, and a hash of their mask."""
         if time.thread_time() > self._deadline:
-            raise GrammarError("it is too complex: no complete text was found in time")
+            raise SearchTimeout("it is too complex: no complete text was found in time")
         matcher.mask(self._mask)
         bits = np.unpackbits(self._mask.view(np.uint8), bitorder="little")
         key = hashlib.blake2b(self._mask.tobytes(), digest_size=16).digest()

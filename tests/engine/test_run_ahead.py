@@ -20,7 +20,9 @@ from sdk.engine.rank import inputs
 from sdk.engine.rank.run_ahead import Readback, RunAhead
 from sdk.kernels import packed_shapes
 from sdk.kernels.batch import AttentionBatch
+from sdk.kernels.mask_tasks import MaskTasks
 from sdk.kernels.sized_graphs import StepGraphs
+from tests.structured_answers import STRUCTURES
 
 PROMPTS = [[5, 9, 30, 31, 200, 17], [44, 8], [7, 7, 7], [3, 1, 4, 1, 5, 9, 2, 6, 5]]
 
@@ -207,6 +209,37 @@ def test_logits_that_change_before_their_draw_change_beside_others(
     found = both(path, PROMPTS, [one.clone(ignore_eos=True) for one in wanted])
     free = both(path, PROMPTS, [params(12, ignore_eos=True)] * 4)
     assert [found[i] == free[i] for i in range(4)] == [True, False, False, True]
+
+
+def test_masks_of_structured_answers_are_computed_while_the_model_runs(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Next to free answers, with penalties, and with log-probabilities: the same answers."""
+    order: list[str] = []
+    replay, compute = StepGraphs.replay, MaskTasks.compute
+
+    def replaying(self: StepGraphs, *bucket: Any) -> Any:
+        order.append("launch")
+        return replay(self, *bucket)
+
+    def computing(self: MaskTasks) -> None:
+        order.append("masks")
+        compute(self)
+
+    monkeypatch.setattr(StepGraphs, "replay", replaying)
+    monkeypatch.setattr(MaskTasks, "compute", computing)
+    structure, is_valid = STRUCTURES["object"]
+    bound = params(80, structured_outputs=structure)
+    wanted = [bound, params(60), bound.clone(repetition_penalty=1.3), bound.clone(logprobs=1)]
+    with load(path, ahead=True) as llm:
+        found = answers(llm, PROMPTS, wanted)
+        texts = [output.outputs[0].text for output in llm.generate(PROMPTS, wanted)]
+        assert all(is_valid(text) for text in (texts[0], *texts[2:]))
+    launched = [i for i, name in enumerate(order) if name == "launch"]
+    assert len(launched) > 40
+    assert sum(order[i + 1 : i + 2] == ["masks"] for i in launched) > len(launched) // 2
+    with load(path, ahead=False) as llm:
+        assert answers(llm, PROMPTS, wanted) == found
 
 
 def test_few_pages_preempt_and_nothing_is_lost(path: Path, launches: Launches) -> None:

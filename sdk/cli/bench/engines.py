@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -143,6 +143,28 @@ class Worker:
     def logits(self, prompt: Sequence[int], path: Path) -> None:
         """Write float32 ``[len(prompt), vocab_size]``, row-major without a header, to ``path``."""
         self._ask({"logits_of": prompt, "path": str(path)})
+
+    def run_one(
+        self,
+        prompt: Sequence[int],
+        output_len: int,
+        *,
+        temperature: float = 0.0,
+        schema: Mapping[str, Any] | None = None,
+        drafts: bool = False,
+    ) -> tuple[float, list[int]]:
+        """Tokens per second after the first one of a single request, and the tokens."""
+        found = self._ask(
+            {
+                "one": prompt,
+                "output_len": output_len,
+                "temperature": temperature,
+                "schema": schema,
+                "drafts": drafts,
+            }
+        )
+        tokens: list[int] = found["tokens"]
+        return (len(tokens) - 1) / found["seconds"] if len(tokens) > 1 else 0.0, tokens
 
     def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None and self._process.stdout is not None

@@ -10,6 +10,10 @@ Each line gets one reply. On failure the reply is ``{"error"}``, and it is the l
 - ``{"prompts": [[id, ...], ...], "output_len"}`` -> ``{"prefill_s", "decode_s", "decode_tokens"}``:
   greedy, end-of-text ignored, all requests concurrently.
 - ``{"logits_of": [id, ...], "path"}`` -> ``{}``; writes float32 ``[ids, vocab_size]`` to ``path``.
+- ``{"one": [id, ...], "output_len", "temperature", "schema", "drafts"}`` -> ``{"seconds",
+  "tokens"}``: one request through the engine's own class, as an application would run it.
+  ``schema``: a JSON schema or null; ``drafts``: whether it drafts from the prompt. ``seconds``:
+  after the first token.
 """
 
 from __future__ import annotations
@@ -67,6 +71,15 @@ class LlamaCpp:
         self.batch = llama_cpp.llama_batch_init(BATCH, 0, 1)
         self.prefix_cache = prefix_cache
         self.cached: list[int] = []
+        self._classes: dict[bool, Any] = {}
+        self._opening = {
+            "model_path": model,
+            "n_ctx": context,
+            "n_batch": BATCH,
+            "n_threads": threads,
+            "n_threads_batch": threads,
+            "seed": 1,
+        }
         self.hello = {
             "name": f"llama.cpp (llama-cpp-python {llama_cpp.__version__})",
             "kv": LLAMA_KV[kv].lower(),
@@ -99,6 +112,42 @@ class LlamaCpp:
             "decode_s": time.perf_counter() - prefilled,
             "decode_tokens": (output_len - 1) * len(prompts),
         }
+
+    def run_one(
+        self,
+        one: list[int],
+        output_len: int,
+        temperature: float,
+        schema: dict[str, Any] | None,
+        drafts: bool,
+    ) -> dict[str, Any]:
+        llm = self._class(drafts)
+        grammar = None
+        if schema is not None:
+            text = json.dumps(schema)
+            grammar = self.api.LlamaGrammar.from_json_schema(text, verbose=False)
+        tokens: list[int] = []
+        first = last = time.perf_counter()
+        for token in llm.generate(one, temp=temperature, top_p=0.9, top_k=0, grammar=grammar):
+            last = time.perf_counter()
+            first = first if tokens else last
+            tokens.append(token)
+            if len(tokens) == output_len or (grammar and token == llm.token_eos()):
+                break
+        return {"seconds": last - first, "tokens": tokens}
+
+    def _class(self, drafts: bool) -> Any:
+        """llama-cpp-python's class, once with and once without its drafts from the prompt."""
+        if drafts not in self._classes:
+            from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+
+            self._classes[drafts] = self.api.Llama(
+                **self._opening,
+                draft_model=LlamaPromptLookupDecoding(num_pred_tokens=8) if drafts else None,
+                logits_all=drafts,
+                verbose=False,
+            )
+        return self._classes[drafts]
 
     def logits(self, prompt: list[int]) -> Iterator[Any]:
         self._keep_prefix([[]])
@@ -313,6 +362,8 @@ def answers(lines: Iterable[str], open_engine: Callable[..., Any]) -> Iterator[d
                     for row in engine.logits(question["logits_of"]):
                         file.write(row.tobytes())
                 yield {}
+            elif "one" in question:
+                yield engine.run_one(**question)
             else:
                 yield engine.measure(**question)
     except Exception as error:

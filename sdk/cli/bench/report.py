@@ -86,7 +86,8 @@ def cells(section: Section) -> tuple[list[str], list[list[str]]]:
     for result in results:
         row = [result.name, result.kv, *(str(result.case[name]) for name in cases)]
         for metric in section.metrics:
-            row.append(f"{result.median(metric.key):.{metric.digits}f}")
+            known = metric.key in result.samples  # not every engine tells everything
+            row.append(f"{result.median(metric.key):.{metric.digits}f}" if known else "")
             if metric.ratio and compared:
                 found = ratio(result, results, metric.key)
                 row.append("" if found is None else f"{found:.2f}")

@@ -36,6 +36,10 @@ class Settings:
         fine = [p for p in self.peers if p.engine.removesuffix("-bf16") not in without]
         return [Peer(OURS), *fine]
 
+    def peer(self, engine: str) -> Peer | None:
+        """The peer of that name, if it is to be measured."""
+        return next((peer for peer in self.peers if peer.engine == engine), None)
+
     def opening(
         self, engine: str, requests: int, context: int, *, kv: str = "", prefix: bool = False
     ) -> Opening:

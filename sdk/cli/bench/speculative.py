@@ -103,7 +103,39 @@ def measure_speculative(settings: Settings, engines: Engines) -> list[Result]:
                         result.add(**_compared(name, runs[plain], runs[drafting]))
                 settings.progress(f"{name}, requests {count}: {settings.rounds} rounds")
                 found.append(result)
+        return [*found, *_measure_llama_cpp(settings, plain, context)]
+
+
+def _measure_llama_cpp(settings: Settings, llm: LLM, context: int) -> list[Result]:
+    """llama.cpp with its own drafts from the prompt, for one request: all that it can draft for."""
+    peer, found = settings.peer("llama.cpp"), []
+    if peer is None:
+        return []
+    with Engines() as engines:
+        worker = engines.open(settings.opening(peer.engine, 1, context), peer.python)
+        for name in WORK:
+            result = Result(worker.engine, worker.name, worker.kv, {"work": name, "requests": 1})
+            [prompt] = _prompts(llm, name, 1, settings.output_len)
+            temperature = 0.9 if name == "prose" else 0.0
+            for number in range(-1, settings.rounds):
+                rates = {}
+                for drafts in (False, True)[:: 1 if number % 2 else -1]:
+                    rates[drafts], _ = worker.run_one(
+                        prompt, settings.output_len, temperature=temperature, drafts=drafts
+                    )
+                if number >= 0:
+                    plain, drafted = rates[False], rates[True]
+                    result.add(plain_tok_s=plain, draft_tok_s=drafted, gain=drafted / plain)
+            settings.progress(f"{peer.engine}: {name}")
+            found.append(result)
     return found
+
+
+def _prompts(llm: LLM, name: str, count: int, output_len: int) -> list[list[int]]:
+    """The tokens of the prompts, as many as there is room for."""
+    room = llm.memory_plan.max_model_len - output_len
+    encode = llm.get_tokenizer().encode
+    return [encode(WORK[name](number))[-room:] for number in range(count)]
 
 
 def _opened(
@@ -132,7 +164,7 @@ def _compared(name: str, plain: _Run, drafting: _Run) -> dict[str, float]:
 
 
 def _run(llm: LLM, name: str, count: int, output_len: int) -> _Run:
-    """Timed from the first token of the last request to the end."""
+    """Timed while all requests run: from the last one's first token until one has its last."""
     from sdk.params import RequestOutputKind, SamplingParams
 
     params = [
@@ -146,19 +178,22 @@ def _run(llm: LLM, name: str, count: int, output_len: int) -> _Run:
         )
         for number in range(count)
     ]
-    room = llm.memory_plan.max_model_len - output_len
-    encode = llm.get_tokenizer().encode
-    prompts = [{"prompt_token_ids": encode(WORK[name](i))[-room:]} for i in range(count)]
+    prompts = [{"prompt_token_ids": x} for x in _prompts(llm, name, count, output_len)]
     before = llm.get_metrics()
     answers: dict[str, list[int]] = {one: [] for one in llm.enqueue(prompts, params)}
-    begin, known = 0.0, 0
+    begin = end = 0.0
+    known = counted = 0
     while llm.has_unfinished_requests:
+        finished = False
         for output in llm.step():
             answers[output.request_id] += output.outputs[0].token_ids
+            finished |= output.finished
         if not begin and all(answers.values()):
             begin, known = time.perf_counter(), sum(map(len, answers.values()))
-    seconds, after = time.perf_counter() - begin, llm.get_metrics()
+        if finished and not end:
+            end, counted = time.perf_counter(), sum(map(len, answers.values()))
+    after = llm.get_metrics()
     drafted = after["num_draft_tokens"] - before["num_draft_tokens"]
     accepted = after["num_accepted_tokens"] - before["num_accepted_tokens"]
-    rate = (count * output_len - known) / seconds
+    rate = (counted - known) / (end - begin) if end > begin else 0.0
     return rate, accepted / drafted if drafted else 0.0, list(answers.values())

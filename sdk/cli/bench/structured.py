@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from sdk.params import SamplingParams
 
 _CONTEXT = 1024
+#: The most tokens of an answer.
+_MOST = 256
 _TEXT = {"type": "string", "maxLength": 2000}
 #: A form has much text that its schema forces; a report is mostly free text in strings.
 _FORM = {
@@ -82,7 +84,42 @@ def measure_structured(settings: Settings, engines: Engines) -> list[Result]:
                         )
                 settings.progress(f"{name}, requests {count}: {settings.rounds} rounds")
                 found.append(result)
+        return [*found, *_measure_llama_cpp(settings, plain, context)]
+
+
+def _measure_llama_cpp(settings: Settings, llm: LLM, context: int) -> list[Result]:
+    """llama.cpp with its grammars, for one request at a time: all that its class can do."""
+    peer, found = settings.peer("llama.cpp"), []
+    if peer is None:
+        return []
+    prompt = llm.get_tokenizer().apply_chat_template(_conversation(0))
+    with Engines() as engines:
+        worker = engines.open(settings.opening(peer.engine, 1, context), peer.python)
+        for name, structure in STRUCTURES.items():
+            schema = {"type": "object"} if "json_object" in structure else structure.get("json")
+            if schema is None:
+                continue
+            case: dict[str, int | str] = {"structure": name, "requests": 1}
+            result = Result(worker.engine, worker.name, worker.kv, case)
+            for number in range(-1, settings.rounds):
+                rates = {}
+                for bound in (False, True)[:: 1 if number % 2 else -1]:
+                    rates[bound], _ = worker.run_one(
+                        prompt, _MOST, temperature=0.7, schema=schema if bound else None
+                    )
+                if number >= 0:
+                    free, structured = rates[False], rates[True]
+                    result.add(
+                        free_tok_s=free, structured_tok_s=structured, share=structured / free
+                    )
+            settings.progress(f"{peer.engine}: {name}")
+            found.append(result)
     return found
+
+
+def _conversation(number: int) -> list[dict[str, str]]:
+    text = f"Write a long JSON document about the sea, version {number}."
+    return [{"role": "user", "content": text}]
 
 
 def _opened(llm: type[LLM], settings: Settings, context: int, speculative: str | None) -> LLM:
@@ -103,7 +140,7 @@ def _params(settings: Settings, structure: dict[str, Any] | None) -> SamplingPar
         temperature=0.7,
         top_p=0.9,
         seed=1,
-        max_tokens=max(settings.output_len, 256),
+        max_tokens=max(settings.output_len, _MOST),
         ignore_eos=structure is None,
         structured_outputs=structure,
         output_kind=RequestOutputKind.DELTA,
@@ -112,10 +149,7 @@ def _params(settings: Settings, structure: dict[str, Any] | None) -> SamplingPar
 
 def _rate(llm: LLM, params: SamplingParams, count: int) -> float:
     """Tokens per second from the first token of the last request until the first request ends."""
-    prompts: Sequence[Any] = [
-        [{"role": "user", "content": f"Write a long JSON document about the sea, version {i}."}]
-        for i in range(count)
-    ]
+    prompts: Sequence[Any] = [_conversation(number) for number in range(count)]
     names = llm.enqueue(prompts, params)
     tokens = dict.fromkeys(names, 0)
     begin = end = 0.0

@@ -87,10 +87,15 @@ class DeviceGraphs:
         """``whole``: these are all rows of the plan, so the next step may have the same rows."""
         inputs = self._inputs
         tokens, outputs = inputs.fill(batch), len(batch.output_rows)
-        shaped, left_out = self._passes.pack_shapes(len(batch.draws))
+        # the masks of structured answers are computed while the model runs, so it samples after it
+        masked = len(inputs.sampling.mask_tasks) > 0
+        rows = 0 if masked else len(batch.draws)
+        shaped, left_out = self._passes.pack_shapes(rows)
         decodes = batch.is_decode and not batch.embedded
         if decodes and (decoded := self._decode(batch, shaped)) is not None:
             step, hidden, logits = decoded
+            if masked:
+                return self._sample_masked(batch, hidden, logits)
             if left_out:
                 return self._sample_again(batch, hidden, logits)
             if whole and self.decodes is not None and batch.plain and batch.foreseeable:
@@ -100,9 +105,19 @@ class DeviceGraphs:
             hidden = self._hidden(inputs.view(tokens, len(batch.rows)), batch.embedded)
         if not outputs:
             return LaunchedBatch(batch, hidden, hidden[:0], lambda: Tokens([], [], []))
+        if masked:
+            shaped, left_out = self._passes.pack_shapes(len(batch.draws))
         logits, sampled = self._passes.sample(hidden, outputs, shaped)
         if left_out:
             return self._sample_again(batch, hidden, logits)
+        return LaunchedBatch(batch, hidden, logits, self._readbacks.start(sampled).tokens)
+
+    def _sample_masked(self, batch: StepBatch, hidden: Tensor, logits: Tensor) -> LaunchedBatch:
+        """Sample with masks that are computed now, while the device computes ``logits``."""
+        shaped, left_out = self._passes.pack_shapes(len(batch.draws))
+        if left_out:
+            return self._sample_again(batch, hidden, logits)
+        sampled = self._passes.draw(logits[: len(batch.draws)], shaped)
         return LaunchedBatch(batch, hidden, logits, self._readbacks.start(sampled).tokens)
 
     def _sample_again(self, batch: StepBatch, hidden: Tensor, logits: Tensor) -> LaunchedBatch:

@@ -105,10 +105,14 @@ class ForwardPasses:
 
         ``shaped``: they change by the shapes that :meth:`pack_shapes` sent last.
         """
-        inputs, shapes = self._inputs, self._shapes if shaped else None
         with torch.inference_mode():
             logits = self._head(hidden, outputs)
-            return logits, self.ops.sampling.sample_rows(logits, inputs.draws[:outputs], shapes)
+            return logits, self.draw(logits, shaped)
+
+    def draw(self, logits: Tensor, shaped: bool) -> Tensor:
+        """``SamplingOps.sample_rows`` of the first output rows' logits: see :meth:`sample`."""
+        draws, shapes = self._inputs.draws[: len(logits)], self._shapes if shaped else None
+        return self.ops.sampling.sample_rows(logits, draws, shapes)
 
     def no_pieces_reason(self) -> str | None:
         """Why steps cannot be recorded in pieces between attention operators. None: they can."""
