@@ -14,6 +14,7 @@ import pytest
 
 from sdk.cli import bench, main
 from sdk.cli.bench import engines as bench_engines
+from sdk.cli.bench import structured
 from sdk.cli.bench.engines import Engines, Load, Opening, Sample, Worker
 from sdk.cli.bench.own import OwnEngine
 from sdk.cli.bench.peer import answers, open_peer
@@ -231,6 +232,14 @@ say({'name': hello['engine'], 'kv': hello['kv'], 'open_s': 0.5, 'vocab_size': 44
 last = []
 for line in sys.stdin:
     load = json.loads(line)
+    if 'one' in load:
+        kind = 'schema' if load['schema'] else 'drafts' if load['drafts'] else 'plain'
+        note('one ' + kind)
+        if 'properties' in (load['schema'] or {}):
+            say({'error': 'ValueError: no such repetition'})
+            break
+        say({'seconds': {'schema': 2.0, 'drafts': 0.5, 'plain': 1.0}[kind], 'tokens': [5] * 101})
+        continue
     prompts, count = load['prompts'], load['output_len']
     note('%d x %d + %d' % (len(prompts), len(prompts[0]), count))
     known = 0
@@ -304,6 +313,33 @@ def test_every_start_up_is_a_fresh_process_and_the_first_does_not_count(
     for row in results["startup"]:
         assert row["samples"]["open_s"] == [0.516, 0.516]
         assert all(seconds > 0.016 for seconds in row["samples"]["process_s"])
+
+
+def test_llama_cpp_drafts_in_turn_with_plain_decoding(run_with_fakes: Run) -> None:
+    options = "--suite speculative --streams 1 --output-len 4 --against llama.cpp=py"
+    results, log = run_with_fakes(*options.split())
+    theirs = [row for row in results["speculative"] if row["engine"] == "llama.cpp"]
+    assert [row["work"] for row in theirs] == ["quote", "edit", "json", "prose"]
+    assert all(
+        row["median"] == {"plain_tok_s": 100.0, "draft_tok_s": 200.0, "gain": 2.0} for row in theirs
+    )
+    ways = ["one drafts", "one plain"]  # one round warms up
+    assert [line.split(" ", 1)[1] for line in log[1:7]] == ways[::-1] + ways + ways[::-1]
+
+
+def test_a_schema_that_llama_cpp_cannot_compile_is_left_out(
+    run_with_fakes: Run, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = {name: structured.STRUCTURES[name] for name in ("report", "any json", "regex")}
+    monkeypatch.setattr(structured, "STRUCTURES", known)
+    options = "--suite structured --streams 1 --against llama.cpp=py"
+    results, log = run_with_fakes(*options.split())
+    theirs = [row for row in results["structured"] if row["engine"] == "llama.cpp"]
+    assert [(row["structure"], row["median"]) for row in theirs] == [
+        ("any json", {"free_tok_s": 100.0, "structured_tok_s": 50.0, "share": 0.5})
+    ]
+    assert "report: left out: llama.cpp: the worker failed: ValueError" in capsys.readouterr().err
+    assert sum("open" in line for line in log) == 2
 
 
 def test_the_context_suite_opens_one_stream_of_the_longest(run_with_fakes: Run) -> None:
