@@ -114,11 +114,10 @@ def _measure_llama_cpp(settings: Settings, llm: LLM, context: int) -> list[Resul
                         result.add(
                             free_tok_s=free, structured_tok_s=structured, share=structured / free
                         )
-            except SdkError as error:  # it cannot compile every schema
-                settings.progress(f"{peer.engine}: {name}: left out: {str(error)[:200]}")
-                continue
-        settings.progress(f"{peer.engine}: {name}")
-        found.append(result)
+                settings.progress(f"{peer.engine}: {name}")
+            except SdkError as error:  # it cannot compile every schema: a row without numbers
+                settings.progress(f"{peer.engine}: {name}: {str(error)[:200]}")
+            found.append(result)
     return found
 
 
