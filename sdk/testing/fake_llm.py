@@ -74,8 +74,8 @@ class FakeLLM:
 
     A token is a word. ``max_tokens``, ``stop``, ``n``, ``logprobs`` (every token has probability
     1), deadlines and priorities work; parameters that would change the model's choice, among them
-    structured outputs, have no effect. ``embeddings`` maps a text to a vector; by default texts
-    with the same words are similar. ``requests`` lists what was asked.
+    structured outputs and banned strings, have no effect. ``embeddings`` maps a text to a vector;
+    by default texts with the same words are similar. ``requests`` lists what was asked.
 
     A step takes ``seconds_per_token``, and ``seconds_to_first_token`` more for a new prompt.
     ``clock`` and ``sleep`` replace the system's (:class:`ManualClock` has both).
