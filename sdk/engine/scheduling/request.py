@@ -133,12 +133,10 @@ class Request:
         self.pooling = pooling  # of an "embed" request; None: the last token, normalized
         self.priority = params.priority if priority is None else priority
         self.arrival_time = arrival_time
-        self.salt = salt
-        self.adapter = adapter
+        self.salt, self.adapter = salt, adapter
         self.prompt_embeds = prompt_embeds
         self.adapter_slot = -1  # of the adapter on the ranks, while the request runs
-        self.resolved = resolved
-        self.watched = watched
+        self.resolved, self.watched = resolved, watched
         self.status = RequestStatus.WAITING
         self.stop_reason: int | str | None = None
         self.results: ResultReservation | None = None  # shared by the answers of one call
