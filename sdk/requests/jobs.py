@@ -18,7 +18,7 @@ from sdk.quant.safe_repr import safe_repr
 from sdk.requests.conversations import ChatOptions, tool_format_of
 from sdk.requests.driver import Driver
 from sdk.requests.job import Job
-from sdk.requests.mailboxes import Mailbox
+from sdk.requests.mailboxes import AsyncMailbox, Mailbox
 from sdk.requests.prompts import (
     Prompt,
     PromptLike,
@@ -322,6 +322,22 @@ def _priorities(given: Any, count: int) -> list[int | None]:
                     f"{safe_repr(item)}"
                 )
         return priorities
+
+
+async def arun_jobs(driver: Driver, jobs: Sequence[Job]) -> list[Output]:
+    """:func:`run_jobs` for an event loop."""
+    done: dict[str, Output] = {}
+    mailbox = AsyncMailbox()
+    try:
+        driver.submit(jobs, mailbox)
+        while len(done) < len(jobs):
+            output = await mailbox.get()
+            if output.finished:
+                done[output.request_id] = output
+    except BaseException:
+        driver.abort(job.request_id for job in jobs)
+        raise
+    return [done[job.request_id] for job in jobs]
 
 
 def run_jobs(
