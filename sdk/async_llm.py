@@ -1,4 +1,8 @@
-"""``AsyncLLM``: the method names of vLLM's async engine on top of an :class:`sdk.LLM`."""
+"""``AsyncLLM``: the method names of vLLM's async engine on top of an :class:`sdk.LLM`.
+
+It has the methods of ``LLM`` that wait for the engine and have no twin there (``agenerate``,
+``achat``, ``astream``, ``arun_tools``).
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,17 @@ from collections.abc import Sequence
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
+from sdk.beam_search import BeamSearchOutput, BeamSearchParams
+from sdk.engine.plan import PoolingMode
 from sdk.llm import LLM
 from sdk.options import EngineOptions, takes_options
+from sdk.outputs import (
+    ClassificationOutput,
+    EmbeddingOutput,
+    PoolingRequestOutput,
+    RerankOutput,
+    ScoringOutput,
+)
 from sdk.params import RequestOutputKind, SamplingParams
 from sdk.requests.async_stream import AnswerStream
 from sdk.requests.conversations import Message
@@ -76,6 +89,73 @@ class AsyncLLM:
             request_id=request_id,
             kind=RequestOutputKind.CUMULATIVE,
         )
+
+    async def beam_search(
+        self, prompts: PromptLike | Sequence[PromptLike], params: BeamSearchParams
+    ) -> list[BeamSearchOutput]:
+        """:meth:`LLM.beam_search`. Cancelling this, or a call below, aborts its requests."""
+        llm = self.llm
+        return await llm._calls.ado(llm._beam_searches.search(prompts, params), prompts)
+
+    async def embed(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        *,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[EmbeddingOutput]:
+        """:meth:`LLM.embed` for an event loop."""
+        llm = self.llm
+        return await llm._calls.ado(llm._pooling.embed(prompts, truncate_prompt_tokens), prompts)
+
+    async def encode(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        *,
+        pooling: PoolingMode = "last",
+        normalize: bool = True,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[PoolingRequestOutput]:
+        """:meth:`LLM.encode` for an event loop. (vLLM's streams one output.)"""
+        llm = self.llm
+        work = llm._pooling.encode(prompts, pooling, normalize, truncate_prompt_tokens)
+        return await llm._calls.ado(work, prompts)
+
+    async def classify(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        *,
+        use_activation: bool = True,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[ClassificationOutput]:
+        """:meth:`LLM.classify` for an event loop."""
+        llm = self.llm
+        work = llm._pooling.classify(prompts, use_activation, truncate_prompt_tokens)
+        return await llm._calls.ado(work, prompts)
+
+    async def score(
+        self,
+        data_1: PromptLike | Sequence[PromptLike],
+        data_2: PromptLike | Sequence[PromptLike],
+        *,
+        chat_template: str | None = None,
+    ) -> list[ScoringOutput]:
+        """:meth:`LLM.score` for an event loop."""
+        llm = self.llm
+        work = llm._pooling.score(data_1, data_2, chat_template)
+        return await llm._calls.ado(work, [data_1, data_2])
+
+    async def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        top_n: int | None = None,
+        *,
+        chat_template: str | None = None,
+    ) -> list[RerankOutput]:
+        """:meth:`LLM.rerank` for an event loop."""
+        llm = self.llm
+        work = llm._pooling.rerank(query, documents, top_n, chat_template)
+        return await llm._calls.ado(work, [query, documents])
 
     def abort(self, request_id: str | Sequence[str]) -> None:
         """See :meth:`LLM.abort`."""

@@ -105,11 +105,8 @@ class LLM:
         )
         self._driver = Driver(loaded.engine, loaded.current)
         self._calls = Calls(self._driver, self._jobs, self._reader, self.config.on_progress)
-        self._pooling = PoolingCalls(
-            self._calls, self._jobs, self._reader, loaded.runner.classifier
-        )
+        self._pooling = PoolingCalls(self._jobs, self._reader, loaded.runner.classifier)
         self._beam_searches = BeamSearches(
-            self._driver,
             self._jobs,
             self._reader,
             loaded.eos_token_ids,
@@ -291,7 +288,7 @@ class LLM:
 
         :raises RequestError: a prompt or a parameter is invalid, or logits are not finite.
         """
-        return self._beam_searches.run(prompts, params, use_tqdm)
+        return self._calls.do(self._beam_searches.search(prompts, params, use_tqdm))
 
     # ---- streams ---------------------------------------------------------------------------------
 
@@ -614,7 +611,7 @@ class LLM:
         use_tqdm: bool = True,
     ) -> list[EmbeddingOutput]:
         """Each prompt's last hidden state after the final norm, scaled to length 1."""
-        return self._pooling.embed(prompts, truncate_prompt_tokens, use_tqdm)
+        return self._calls.do(self._pooling.embed(prompts, truncate_prompt_tokens), use_tqdm)
 
     def encode(
         self,
@@ -633,7 +630,8 @@ class LLM:
 
         :raises RequestError: an invalid argument, or more results than memory is set aside for.
         """
-        return self._pooling.encode(prompts, pooling, normalize, truncate_prompt_tokens, use_tqdm)
+        work = self._pooling.encode(prompts, pooling, normalize, truncate_prompt_tokens)
+        return self._calls.do(work, use_tqdm)
 
     def classify(
         self,
@@ -649,7 +647,8 @@ class LLM:
 
         :raises RequestError: the checkpoint has no classification head.
         """
-        return self._pooling.classify(prompts, use_activation, truncate_prompt_tokens, use_tqdm)
+        work = self._pooling.classify(prompts, use_activation, truncate_prompt_tokens)
+        return self._calls.do(work, use_tqdm)
 
     def score(
         self,
@@ -665,7 +664,7 @@ class LLM:
 
         :raises RequestError: the lengths do not match.
         """
-        return self._pooling.score(data_1, data_2, chat_template)
+        return self._calls.do(self._pooling.score(data_1, data_2, chat_template))
 
     def rerank(
         self,
@@ -682,7 +681,7 @@ class LLM:
 
         :raises RequestError: an invalid argument, or a head with other classes.
         """
-        return self._pooling.rerank(query, documents, top_n, chat_template)
+        return self._calls.do(self._pooling.rerank(query, documents, top_n, chat_template))
 
     # ---- information -----------------------------------------------------------------------------
 

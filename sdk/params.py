@@ -35,6 +35,9 @@ MAX_TOKEN_LIST = 4096  # stop_token_ids, logprob_token_ids, logit_bias
 MAX_ALLOWED_IDS = 2**20
 MAX_BAD_WORDS = 1024
 MAX_BAD_WORD_LENGTH = 256
+MAX_BANNED_STRINGS = 1024
+MAX_BANNED_LENGTH = 256
+MAX_BANNED_CHARACTERS = 2**16  # of all strings together: 15 MB while the request runs
 MAX_PROCESSORS = 16
 _INT31 = 2**31 - 1
 
@@ -125,6 +128,7 @@ _TOKEN_LISTS = {
 _STRING_LISTS = {
     "stop": (MAX_STOP_STRINGS, MAX_STOP_LENGTH),
     "bad_words": (MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH),
+    "banned_strings": (MAX_BANNED_STRINGS, MAX_BANNED_LENGTH),
     "dry_sequence_breakers": (MAX_STOP_STRINGS, MAX_STOP_LENGTH),
 }
 
@@ -142,6 +146,10 @@ class SamplingParams:
     forbids repeating an n-gram of that size; ``dry_*`` penalizes continuing a repetition.
     ``logits_processors`` are called as ``f(output_token_ids, logits_row) -> logits_row``; an
     exception in one fails only this request. ``thinking_token_budget`` forces the end of thinking.
+
+    ``banned_strings`` never appear in the text, however tokens split them: the answer goes back to
+    the token in which the string began, which is forbidden there. Text that may be the beginning
+    of one is held back.
 
     ``token_healing`` takes the last tokens of the prompt away if longer tokens begin with their
     text, and the answer must begin with that text; ``text`` does not repeat it.
@@ -210,6 +218,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = ()
+    banned_strings: Sequence[str] | None = ()
     logits_processors: Sequence[LogitsProcessor] | None = ()
     dry_multiplier: float = 0.0
     dry_base: float = 1.75
@@ -273,8 +282,9 @@ class SamplingParams:
                 "token_healing cannot be combined with structured_outputs: the first would begin "
                 "the answer with the end of the prompt; pass one of them"
             )
-        if not self.detokenize and (self.stop or self.stop_regex):
-            raise _invalid("detokenize", False, "True when stop or stop_regex is given")
+        if not self.detokenize and (self.stop or self.stop_regex or self.banned_strings):
+            allowed = "True when stop, stop_regex or banned_strings is given"
+            raise _invalid("detokenize", False, allowed)
 
     @property
     def greedy(self) -> bool:
@@ -445,6 +455,10 @@ def _strings(name: str, value: Any) -> tuple[str, ...]:
             raise _invalid(name, text, "a list of non-empty strings")
         if len(text) > length:
             raise RequestError(f"{name}: a string has at most {length} characters, got {len(text)}")
+    if name == "banned_strings" and (total := sum(map(len, texts))) > MAX_BANNED_CHARACTERS:
+        raise RequestError(
+            f"{name}: expected at most {MAX_BANNED_CHARACTERS} characters in all, got {total}"
+        )
     return texts
 
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from operator import attrgetter
 
 from sdk.engine.plan import Pooled, Sampled
+from sdk.engine.rewinds import Rewinder
 from sdk.engine.scheduling.request import Request, RequestStatus
 from sdk.engine.scheduling.results import ResultReservation
 from sdk.logprobs import Texts
@@ -25,6 +26,7 @@ from sdk.outputs import (
 )
 from sdk.params import RequestOutputKind, SamplingParams
 from sdk.quant.tokenizer import Tokenizer
+from sdk.text.automaton import StringAutomaton
 from sdk.text.detokenizer import IncrementalDetokenizer
 from sdk.text.stops import StopMatcher, StopStrings
 
@@ -37,7 +39,7 @@ def is_watched(params: SamplingParams) -> bool:
     return (
         params.output_kind is not RequestOutputKind.FINAL_ONLY
         or params.logprobs is not None
-        or bool(params.stop or params.stop_regex)
+        or bool(params.stop or params.stop_regex or params.banned_strings)
     )
 
 
@@ -45,7 +47,8 @@ class Completion:
     """One answer: text and log-probabilities of its request's tokens. Finds stop strings.
 
     A watched request (:func:`is_watched`) is detokenized at every token, any other at its end. The
-    text contains no characters that may turn out to be part of a stop string.
+    text contains no characters that may turn out to be part of a stop string. With banned strings
+    it gets the tokens that ``rewinder`` has let pass.
     """
 
     __slots__ = (
@@ -63,6 +66,7 @@ class Completion:
         "logprobs",
         "num_read",
         "request",
+        "rewinder",
         "stop_reason",
     )
 
@@ -73,6 +77,7 @@ class Completion:
         tokenizer: Tokenizer | None,
         stops: StopStrings | None,
         texts: Texts | None,
+        banned: StringAutomaton | None = None,
     ) -> None:
         params = request.params
         self.index = index
@@ -97,6 +102,10 @@ class Completion:
             )
             if stops is not None:
                 self._stops = StopMatcher(stops, params.include_stop_str_in_output)
+        self.rewinder: Rewinder | None = None
+        if banned is not None and self._detokenizer is not None:
+            stopping = None if self._stops is None else self._stops.copy()
+            self.rewinder = Rewinder(request, banned, self._detokenizer.copy(), stopping)
         self._stopped = False  # at a stop string; later text is dropped
         self._text = ""  # with DELTA outputs only what is not returned yet, else all
         self.num_read = request.num_prompt_tokens  # tokens already turned into text
@@ -108,7 +117,13 @@ class Completion:
         """True if tokens or the end were not returned in a DELTA output yet."""
         if self.finish_reason is not None:
             return not self._end_returned
-        return self._num_returned < len(self.request.token_ids)
+        return self._num_returned < self._num_known
+
+    @property
+    def _num_known(self) -> int:
+        """The tokens of the request that may be returned."""
+        held = self.rewinder is not None and self.finish_reason is None
+        return self.num_read if held else len(self.request.token_ids)
 
     def push(self, sampled: Sampled) -> str | None:
         """Add the next token of the request. Returns the stop string it completed, if any."""
@@ -147,6 +162,9 @@ class Completion:
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None) -> None:
         """End the answer. Adds text that was held back, unless a stop string ended the text."""
+        if self.rewinder is not None:
+            for sampled in self.rewinder.take_all():
+                self.push(sampled)
         self.finish_reason = reason
         self.stop_reason = stop_reason
         self._read(len(self.request.token_ids))
@@ -158,9 +176,9 @@ class Completion:
     def output(self, delta: bool, index: int | None = None) -> CompletionOutput:
         """The answer so far, or with ``delta`` what is new. Its lists are copies."""
         request, text, logprobs = self.request, self._text, self.logprobs
-        first = request.num_prompt_tokens
+        first, end = request.num_prompt_tokens, self._num_known
         if delta:
-            first, self._num_returned, self._text = self._num_returned, len(request.token_ids), ""
+            first, self._num_returned, self._text = self._num_returned, end, ""
             self._end_returned = self.finish_reason is not None
         if logprobs is not None and delta:  # the output takes the old list
             self.logprobs = []
@@ -169,7 +187,7 @@ class Completion:
         return CompletionOutput(
             self.index if index is None else index,
             text,
-            request.token_ids[first:],
+            request.token_ids[first:end],
             self.cumulative_logprob,
             logprobs,
             self.finish_reason,

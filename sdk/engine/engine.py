@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from sdk.engine.completion import Completion, Generation, is_watched
-from sdk.engine.plan import Pooling, RequestKind
+from sdk.engine.plan import Pooling, RequestKind, Sampled
+from sdk.engine.rewinds import Rewinder
 from sdk.engine.scheduling.queues import RequestUpdate
 from sdk.engine.scheduling.request import Request
 from sdk.engine.scheduling.results import ResultReservation
@@ -26,6 +27,8 @@ from sdk.params import SamplingParams
 from sdk.quant.tokenizer import Tokenizer
 from sdk.sampling.resolved import ResolvedParams
 from sdk.sampling.uniform import child_seed
+from sdk.text.automaton import StringAutomaton
+from sdk.text.banned import banned_strings
 from sdk.text.stops import StopStrings, stop_strings
 from sdk.text.token_texts import TokenTexts
 
@@ -91,19 +94,22 @@ class Engine:
         resolved: ResolvedParams = _NOTHING_RESOLVED,
         negative_prompt_token_ids: Sequence[int] | None = None,
         stops: StopStrings | None = None,
+        banned: StringAutomaton | None = None,
         result_bytes: int = 0,
     ) -> None:
         """Queue a request, or raise RequestError, EngineDeadError or EngineClosedError.
 
         ``arrival_time``: a time of the scheduler's clock (default: now) that orders requests.
         ``priority`` overrides that of ``params``. ``negative_prompt_token_ids`` is for guidance
-        (default: the last prompt token). ``stops``: compiled stop strings of ``params``, if any.
+        (default: the last prompt token). ``stops``, ``banned``: the compiled strings of ``params``.
         ``result_bytes``: the most its log-probabilities may take; it starts when these are free.
         ``prompt_embeds``: float32 ``[tokens, hidden]``, run in place of the prompt's token ids.
         """
         self._check_alive()
-        if self._tokenizer is None and (params.stop or params.stop_regex):
-            raise RequestError("stop and stop_regex need a tokenizer; this engine has none")
+        if self._tokenizer is None and (params.stop or params.stop_regex or params.banned_strings):
+            raise RequestError(
+                "stop, stop_regex and banned_strings need a tokenizer; this engine has none"
+            )
         _check_guidance(params, kind, negative_prompt_token_ids)
         self._check_token_ids([*prompt_token_ids, *(negative_prompt_token_ids or ())])
         children = self._fan_out(request_id, params, kind)
@@ -128,14 +134,19 @@ class Engine:
             )
             for child_id, child_params in children
         ]
-        self._queue(generation, requests, stops or stop_strings(params))
+        compiled = stops or stop_strings(params), banned or banned_strings(params)
+        self._queue(generation, requests, *compiled)
 
     def _queue(
-        self, generation: Generation, requests: Sequence[Request], stops: StopStrings | None
+        self,
+        generation: Generation,
+        requests: Sequence[Request],
+        stops: StopStrings | None,
+        banned: StringAutomaton | None,
     ) -> None:
         # Completions first: they may raise, and then the scheduler must not have the requests.
         generation.completions = [
-            Completion(index, request, self._tokenizer, stops, self._texts)
+            Completion(index, request, self._tokenizer, stops, self._texts, banned)
             for index, request in enumerate(requests)
         ]
         for request, completion in zip(requests, generation.completions, strict=True):
@@ -288,18 +299,21 @@ class Engine:
         if owner is None or owner[1].request is not update.request:
             return
         generation, completion = owner
-        request = update.request
+        request, sampled = update.request, update.sampled
         stop: str | None = None
+        problem: str | None = None
         try:
+            if completion.rewinder is not None and sampled:
+                sampled, problem = self._take_certain(request, completion.rewinder, sampled)
             if update.prompt_logprobs and generation.prompt_logprobs is not None:
                 generation.prompt_logprobs += [
                     scored.top.with_texts(self._texts)
                     for scored in update.prompt_logprobs
                     if scored.top is not None
                 ]
-            if update.sampled:
-                for sampled in update.sampled:
-                    if (stop := completion.push(sampled)) is not None:
+            if sampled:
+                for one in sampled:
+                    if (stop := completion.push(one)) is not None:
                         break
                 self._updated[generation] = None
             elif update.hidden is not None:
@@ -309,13 +323,29 @@ class Engine:
             self.scheduler.queues.finish(request.request_id, "error")
             self._finish(generation, completion, "error", f"{type(error).__name__}: {error}")
             return
-        if stop is not None:
+        if problem is not None:
+            self.scheduler.queues.finish(request.request_id, "error")
+            self._finish(generation, completion, "error", problem)
+        elif stop is not None:
             # The scheduler may have finished it at the same token; the stop string has precedence.
             self.scheduler.queues.finish(request.request_id, "stop", stop)
             self.scheduler.committer.shorten(request, completion.num_read)
             self._finish(generation, completion, "stop", stop)
         elif request.finish_reason is not None:
             self._finish(generation, completion, request.finish_reason, request.stop_reason)
+
+    def _take_certain(
+        self, request: Request, rewinder: Rewinder, sampled: Sequence[Sampled]
+    ) -> tuple[Sequence[Sampled], str | None]:
+        """The tokens that no banned string can take back any more, after a rewind if there must be
+        one; and why the answer cannot go on, if it cannot.
+        """
+        certain, rewind = rewinder.read(sampled)
+        if rewind is not None:
+            request.mirostat_mu = rewind.mirostat_mu
+            num_tokens = request.num_prompt_tokens + rewind.num_tokens
+            self.scheduler.rewind(request, num_tokens, rewind.forbidden)
+        return certain, None if rewind is None else rewind.problem
 
     def _finish(
         self,
@@ -379,7 +409,8 @@ class Engine:
         could not be written to its file, ``restored`` pages written from snapshots.
         ``num_prompt_tokens`` counts computed prompt tokens: without those of prefix hits, and
         again those computed again after a preemption. ``num_draft_tokens`` were verified and
-        ``num_accepted_tokens`` of them accepted. ``native_seconds`` is the part of
+        ``num_accepted_tokens`` of them accepted. ``num_rewinds`` counts banned strings that answers
+        took back. ``native_seconds`` is the part of
         ``execute_seconds`` spent in native calls; the rest of a caller's wait is Python.
         """
         scheduler = self.scheduler
@@ -395,6 +426,7 @@ class Engine:
             "num_accepted_tokens": (accepted := scheduler.committer.num_accepted_tokens),
             "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
             "num_preemptions": scheduler.queues.num_preemptions,
+            "num_rewinds": scheduler.num_rewinds,
             "prefix_queries": pool.queries,
             "prefix_hits": pool.hits,
             "cache_hit_rate": pool.hits / pool.queries if pool.queries else 0.0,

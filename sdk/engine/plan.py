@@ -45,7 +45,8 @@ LAST_TOKEN = Pooling()
 
 @dataclass(frozen=True, slots=True)
 class RequestStart:
-    """Everything a rank must know about a request that is new to it, or that was preempted.
+    """Everything a rank must know about a request that is new to it, or that starts over: after a
+    preemption, or a rewind of its answer.
 
     ``token_ids`` are the prompt and the tokens generated so far. The keys and values of the first
     ``num_computed`` tokens are already in ``pages`` (a prefix hit).
@@ -68,6 +69,8 @@ class RequestStart:
     max_len: int = 0
     #: Mirostat's target surprise for the next token, if a token was generated before.
     mirostat_mu: float | None = None
+    #: Tokens that must not come next, because a banned string began with them.
+    forbidden: tuple[int, ...] = ()
     #: A float32 array ``[num_prompt_tokens, hidden]`` in place of the prompt's token ids.
     prompt_embeds: Any = field(default=None, compare=False, repr=False)
 
@@ -134,7 +137,7 @@ class StepPlan(NamedTuple):
     rows: tuple[StepRow, ...] = ()
     started: tuple[RequestStart, ...] = ()
     new_pages: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    #: Requests finished, aborted or preempted since the last plan: ranks forget them.
+    #: Requests finished, aborted, preempted or rewound since the last plan: ranks forget them.
     dropped: tuple[str, ...] = ()
     #: Copies of pages, made one after another. Each names pages by their ids at its turn. Ranks
     #: update the page tables of the requests they know, but not ids in this plan's ``new_pages``

@@ -6,6 +6,7 @@ A request's pages stay in the prefix cache, so the next step finds those of its 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from sdk.beam_search import (
     Beam,
@@ -22,9 +23,10 @@ from sdk.logprobs import Logprobs
 from sdk.outputs import RequestOutput
 from sdk.params import MAX_LOGPROBS, SamplingParams
 from sdk.quant.safe_repr import safe_repr
-from sdk.requests.driver import Driver
-from sdk.requests.jobs import JobMaker, run_jobs
-from sdk.requests.prompts import Prompt, PromptLike, PromptReader
+from sdk.requests.calls import Stage, Work
+from sdk.requests.job import Job
+from sdk.requests.jobs import JobMaker
+from sdk.requests.prompts import Prompt, PromptReader
 
 
 class BeamSearches:
@@ -32,26 +34,21 @@ class BeamSearches:
 
     def __init__(
         self,
-        driver: Driver,
         jobs: JobMaker,
         reader: PromptReader,
         eos_token_ids: frozenset[int],
         max_model_len: int,
         on_progress: ProgressCallback | None,
     ) -> None:
-        self._driver = driver
         self._jobs = jobs
         self._reader = reader
         self._eos_token_ids = eos_token_ids
         self._max_model_len = max_model_len
         self._on_progress = on_progress
 
-    def run(
-        self,
-        prompts: PromptLike | Sequence[PromptLike],
-        params: BeamSearchParams,
-        use_tqdm: bool,
-    ) -> list[BeamSearchOutput]:
+    def search(
+        self, prompts: Any, params: BeamSearchParams, use_tqdm: bool = False
+    ) -> Work[list[BeamSearchOutput]]:
         """See :meth:`sdk.LLM.beam_search`."""
         if not isinstance(params, BeamSearchParams):
             raise RequestError(f"params: expected BeamSearchParams, found {safe_repr(params)}")
@@ -70,13 +67,16 @@ class BeamSearches:
         with reporting("beam_search", "prompt", self._on_progress, bar=bar) as report:
             open_ = list(zip(read, searches, strict=True))
             while open_:
-                self._step(open_)
+                jobs = self._jobs_of_step(open_)
+                rows = map(_candidates, (yield Stage(jobs)))
+                for _, beams in open_:
+                    beams.advance([next(rows) for _ in beams.running])
                 open_ = [one for one in open_ if not one[1].done]
                 report(len(read) - len(open_), len(read))
         return [self._output(*one) for one in zip(read, searches, strict=True)]
 
-    def _step(self, searches: Sequence[tuple[Prompt, Beams]]) -> None:
-        """One token more for all beams of all prompts."""
+    def _jobs_of_step(self, searches: Sequence[tuple[Prompt, Beams]]) -> list[Job]:
+        """Requests for one token more for all beams of all prompts."""
         count = min(max(beams.num_candidates for _, beams in searches), MAX_LOGPROBS)
         params = SamplingParams(
             temperature=0, max_tokens=1, logprobs=count, ignore_eos=True, detokenize=False
@@ -86,10 +86,7 @@ class BeamSearches:
             for prompt, beams in searches
             for beam in beams.running
         ]
-        jobs = self._jobs.make(prompts, [params] * len(prompts))
-        rows = map(_candidates, run_jobs(self._driver, jobs))
-        for _, beams in searches:
-            beams.advance([next(rows) for _ in beams.running])
+        return self._jobs.make(prompts, [params] * len(prompts))
 
     def _output(self, prompt: Prompt, beams: Beams) -> BeamSearchOutput:
         return BeamSearchOutput([self._sequence(prompt, one) for one in beams.finished])

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from sdk.config import ProgressCallback
 from sdk.engine.engine import Output
@@ -16,12 +16,24 @@ from sdk.requests.async_stream import AnswerStream, DeferredJob
 from sdk.requests.conversations import ChatOptions
 from sdk.requests.driver import Driver
 from sdk.requests.job import Job
-from sdk.requests.jobs import Calling, JobMaker, once_each, run_jobs
-from sdk.requests.mailboxes import AsyncMailbox, Mailbox
+from sdk.requests.jobs import Calling, JobMaker, arun_jobs, once_each, run_jobs
+from sdk.requests.mailboxes import Mailbox
 from sdk.requests.prompts import PromptReader
 from sdk.requests.views import View
 
 T = TypeVar("T")
+
+
+class Stage(NamedTuple):
+    """Requests that run together; progress is reported under ``name``, if it has one."""
+
+    jobs: Sequence[Job]
+    name: str = ""
+
+
+#: A call that generates no text: it yields stages, gets their last outputs, and returns a result.
+#: So one definition serves threads and event loops.
+Work: TypeAlias = Generator[Stage, Sequence[Output], T]
 
 
 class Calls:
@@ -51,7 +63,9 @@ class Calls:
         return [view(as_text(o)) for view, o in zip(_views(calling), found, strict=True)]
 
     def wait(self, jobs: Sequence[Job], stage: str, use_tqdm: bool) -> list[Output]:
-        """Run jobs and wait; their last outputs. Reports progress as ``stage``."""
+        """Run jobs and wait; their last outputs. Reports progress as ``stage``, if it is named."""
+        if not stage:
+            return run_jobs(self._driver, jobs)
         bar = use_tqdm and len(jobs) > 1
         with reporting(stage, "request", self._on_progress, bar=bar) as report:
             return run_jobs(self._driver, jobs, report)
@@ -70,23 +84,36 @@ class Calls:
         self, calling: Calling, priority: int | Sequence[int] | None
     ) -> list[RequestOutput]:
         """:meth:`run` for an event loop."""
-        mailbox = AsyncMailbox()
         calling = calling._replace(params=once_each(calling.params, _final_only))
         jobs = self._jobs.make(calling.prompts, calling.params, priority=priority)
-        done: dict[str, Output] = {}
+        found = await arun_jobs(self._driver, jobs)
+        return [view(as_text(o)) for view, o in zip(_views(calling), found, strict=True)]
+
+    # ---- work in stages --------------------------------------------------------------------------
+
+    def do(self, work: Work[T], use_tqdm: bool = False) -> T:
+        """What ``work`` returns."""
         try:
-            self._driver.submit(jobs, mailbox)
-            while len(done) < len(jobs):
-                output = await mailbox.get()
-                if output.finished:
-                    done[output.request_id] = output
-        except BaseException:
-            self._driver.abort(job.request_id for job in jobs)
-            raise
-        return [
-            view(as_text(done[job.request_id]))
-            for view, job in zip(_views(calling), jobs, strict=True)
-        ]
+            stage = next(work)
+            while True:
+                stage = work.send(self.wait(stage.jobs, stage.name, use_tqdm))
+        except StopIteration as done:
+            result: T = done.value
+            return result
+        finally:
+            work.close()
+
+    async def ado(self, work: Work[T], prompts: object) -> T:
+        """:meth:`do` for an event loop. ``prompts``: what the work begins by reading."""
+        try:
+            stage, result = await self.read_without_blocking(prompts, None, partial(_send, work))
+            while stage is not None:
+                outputs = await arun_jobs(self._driver, stage.jobs)
+                stage, result = _send(work, outputs)
+        finally:
+            work.close()
+        assert result is not None
+        return result
 
     # ---- streams ---------------------------------------------------------------------------------
 
@@ -158,6 +185,16 @@ class Calls:
             calling.prompts, calling.params, priority=priority, request_ids=request_id
         )
         return jobs[0], _views(calling)[0]
+
+
+def _send(
+    work: Work[T], outputs: Sequence[Output] | None = None
+) -> tuple[Stage | None, T | None]:
+    """The next stage of ``work``, or its result. (A coroutine must not raise StopIteration.)"""
+    try:
+        return (next(work) if outputs is None else work.send(outputs)), None
+    except StopIteration as done:
+        return None, done.value
 
 
 def _views(calling: Calling) -> list[View]:

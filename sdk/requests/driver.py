@@ -195,6 +195,7 @@ class Driver:
                 resolved=job.resolved,
                 negative_prompt_token_ids=job.negative_prompt_token_ids,
                 stops=job.stops,
+                banned=job.banned,
                 result_bytes=job.result_bytes,
             )
         except Exception as error:  # rejected: its caller gets the reason

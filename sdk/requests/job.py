@@ -9,6 +9,7 @@ from sdk.engine.engine import Output
 from sdk.engine.plan import Pooling, RequestKind
 from sdk.params import SamplingParams
 from sdk.sampling.resolved import ResolvedParams
+from sdk.text.automaton import StringAutomaton
 from sdk.text.stops import StopStrings
 
 
@@ -39,4 +40,5 @@ class Job:
     resolved: ResolvedParams = field(default_factory=ResolvedParams)
     negative_prompt_token_ids: tuple[int, ...] | None = None
     stops: StopStrings | None = None
+    banned: StringAutomaton | None = None
     result_bytes: int = 0

@@ -18,7 +18,7 @@ from sdk.quant.safe_repr import safe_repr
 from sdk.requests.conversations import ChatOptions, tool_format_of
 from sdk.requests.driver import Driver
 from sdk.requests.job import Job
-from sdk.requests.mailboxes import Mailbox
+from sdk.requests.mailboxes import AsyncMailbox, Mailbox
 from sdk.requests.prompts import (
     Prompt,
     PromptLike,
@@ -31,7 +31,9 @@ from sdk.requests.prompts import (
 from sdk.requests.views import Returned, ToolUse, Wish
 from sdk.sampling.resolved import ResolvedParams, resolve
 from sdk.structured.params import StructuredOutputsParams
-from sdk.text.stops import stop_strings
+from sdk.text.automaton import StringAutomaton
+from sdk.text.banned import banned_strings
+from sdk.text.stops import StopStrings, stop_strings
 
 if TYPE_CHECKING:
     from sdk.structured.compiler import Grammar, GrammarCompiler
@@ -200,7 +202,7 @@ class JobMaker:
         now = time.monotonic()
         # Once for all prompts that share parameters, and in the caller's thread: a list of a
         # million token ids takes 0.1 s.
-        read = once_each(params, lambda one: (self._resolve(one), stop_strings(one)))
+        read = once_each(params, self._compiled)
         return [
             Job(
                 request_id=name,
@@ -216,9 +218,10 @@ class JobMaker:
                 resolved=_with_healing(resolved, prompt),
                 negative_prompt_token_ids=prompt.negative_token_ids,
                 stops=stops,
+                banned=banned,
                 result_bytes=self._result_bytes(param, prompt, pooling),
             )
-            for name, prompt, param, urgency, (resolved, stops) in zip(
+            for name, prompt, param, urgency, (resolved, stops, banned) in zip(
                 names, prompts, params, priorities, read, strict=True
             )
         ]
@@ -254,6 +257,11 @@ class JobMaker:
             if len(set(names)) < count:
                 raise RequestError("request_id: expected different ids, found one twice")
             return names
+
+    def _compiled(
+        self, params: SamplingParams
+    ) -> tuple[ResolvedParams, StopStrings | None, StringAutomaton | None]:
+        return self._resolve(params), stop_strings(params), banned_strings(params)
 
     def _resolve(self, params: SamplingParams) -> ResolvedParams:
         """The token ids of the strings in ``params``."""
@@ -314,6 +322,22 @@ def _priorities(given: Any, count: int) -> list[int | None]:
                     f"{safe_repr(item)}"
                 )
         return priorities
+
+
+async def arun_jobs(driver: Driver, jobs: Sequence[Job]) -> list[Output]:
+    """:func:`run_jobs` for an event loop."""
+    done: dict[str, Output] = {}
+    mailbox = AsyncMailbox()
+    try:
+        driver.submit(jobs, mailbox)
+        while len(done) < len(jobs):
+            output = await mailbox.get()
+            if output.finished:
+                done[output.request_id] = output
+    except BaseException:
+        driver.abort(job.request_id for job in jobs)
+        raise
+    return [done[job.request_id] for job in jobs]
 
 
 def run_jobs(

@@ -20,7 +20,7 @@ from sdk.outputs import (
 )
 from sdk.params import SamplingParams
 from sdk.quant.safe_repr import safe_repr
-from sdk.requests.calls import Calls
+from sdk.requests.calls import Stage, Work
 from sdk.requests.jobs import JobMaker
 from sdk.requests.pairs import pair_template, read_pair
 from sdk.requests.prompts import Prompt, PromptLike, PromptReader, as_list
@@ -32,37 +32,37 @@ class PoolingCalls:
     """These calls of one ``LLM``. ``classifier``: the classes of its checkpoint, if it has any."""
 
     def __init__(
-        self, calls: Calls, jobs: JobMaker, reader: PromptReader, classifier: Classifier | None
+        self, jobs: JobMaker, reader: PromptReader, classifier: Classifier | None
     ) -> None:
-        self._calls = calls
         self._jobs = jobs
         self._reader = reader
         self._classifier = classifier
 
-    def embed(self, prompts: Any, truncate: int | None, use_tqdm: bool) -> list[EmbeddingOutput]:
+    def embed(self, prompts: Any, truncate: int | None) -> Work[list[EmbeddingOutput]]:
         """See :meth:`sdk.LLM.embed`."""
         jobs = self._jobs.make(*self._read(prompts, truncate), kind="embed")
-        return [embedding_of(o) for o in self._calls.wait(jobs, "embed", use_tqdm)]
+        outputs = yield Stage(jobs, "embed")
+        return [embedding_of(output) for output in outputs]
 
     def encode(
-        self, prompts: Any, pooling: str, normalize: bool, truncate: int | None, use_tqdm: bool
-    ) -> list[PoolingRequestOutput]:
+        self, prompts: Any, pooling: str, normalize: bool, truncate: int | None
+    ) -> Work[list[PoolingRequestOutput]]:
         """See :meth:`sdk.LLM.encode`."""
         if pooling not in get_args(PoolingMode):
             modes = ", ".join(get_args(PoolingMode))
             raise RequestError(f"pooling: expected one of {modes}, found {safe_repr(pooling)}")
         _check_flag("normalize", normalize)
         mode: Any = pooling
-        found = self._pooled(self._read(prompts, truncate), Pooling(mode, normalize), use_tqdm)
+        found = yield from self._pooled(self._read(prompts, truncate), Pooling(mode, normalize))
         return [with_tensor(one) for one in found]
 
     def classify(
-        self, prompts: Any, use_activation: bool, truncate: int | None, use_tqdm: bool
-    ) -> list[ClassificationOutput]:
+        self, prompts: Any, use_activation: bool, truncate: int | None
+    ) -> Work[list[ClassificationOutput]]:
         """See :meth:`sdk.LLM.classify`."""
         _check_flag("use_activation", use_activation)
         classifier = self._need_classifier()
-        found = self._pooled(self._read(prompts, truncate), self._head(classifier), use_tqdm)
+        found = yield from self._pooled(self._read(prompts, truncate), self._head(classifier))
         return [
             ClassificationOutput(
                 one.request_id,
@@ -74,24 +74,24 @@ class PoolingCalls:
             for one in found
         ]
 
-    def score(self, data_1: Any, data_2: Any, template: str | None) -> list[ScoringOutput]:
+    def score(self, data_1: Any, data_2: Any, template: str | None) -> Work[list[ScoringOutput]]:
         """See :meth:`sdk.LLM.score`."""
         left, right = as_list(data_1), as_list(data_2)
         check_pairs(len(left), len(right))
         if self._classifier is not None:
             lefts = left * len(right) if len(left) == 1 else left
-            return self._scored(list(zip(lefts, right, strict=True)), template, False)
+            return (yield from self._scored(list(zip(lefts, right, strict=True)), template))
         if template is not None:
             raise RequestError(
                 "chat_template: this model has no classification head, so it compares embeddings, "
                 "which need no template; leave it out"
             )
-        embedded = self.embed([*left, *right], None, False)
+        embedded = yield from self.embed([*left, *right], None)
         return cosines(embedded[: len(left)], embedded[len(left) :])
 
     def rerank(
         self, query: Any, documents: Any, top_n: Any, template: str | None
-    ) -> list[RerankOutput]:
+    ) -> Work[list[RerankOutput]]:
         """See :meth:`sdk.LLM.rerank`."""
         if not isinstance(query, str):
             raise RequestError(f"query: expected a string, found {safe_repr(query)}")
@@ -108,7 +108,8 @@ class PoolingCalls:
             raise RequestError(f"top_n: expected a positive integer, found {safe_repr(top_n)}")
         if not documents:
             return []
-        scores = [one.score for one in self.score(query, list(documents), template)]
+        scored = yield from self.score(query, list(documents), template)
+        scores = [one.score for one in scored]
         order = sorted(range(len(scores)), key=lambda index: -scores[index])[:top_n]
         return [RerankOutput(index, documents[index], scores[index]) for index in order]
 
@@ -125,10 +126,9 @@ class PoolingCalls:
         self,
         read: tuple[list[Prompt], list[SamplingParams]],
         pooling: Pooling,
-        use_tqdm: bool,
-    ) -> list[PoolingRequestOutput]:
-        jobs = self._jobs.make(*read, kind="embed", pooling=pooling)
-        return [pooled_of(o) for o in self._calls.wait(jobs, "encode", use_tqdm)]
+    ) -> Work[list[PoolingRequestOutput]]:
+        outputs = yield Stage(self._jobs.make(*read, kind="embed", pooling=pooling), "encode")
+        return [pooled_of(output) for output in outputs]
 
     def _need_classifier(self) -> Classifier:
         if self._classifier is None:
@@ -147,14 +147,14 @@ class PoolingCalls:
         return Pooling("last", False, token_ids=ids, reuse_prefix=True)
 
     def _scored(
-        self, pairs: Sequence[tuple[Any, Any]], template: str | None, use_tqdm: bool
-    ) -> list[ScoringOutput]:
+        self, pairs: Sequence[tuple[Any, Any]], template: str | None
+    ) -> Work[list[ScoringOutput]]:
         """The relevance of each pair by the classification head."""
         classifier = self._need_classifier()
         relevant = relevant_class(classifier)
         template = pair_template(self._reader, classifier, template)
         read = [read_pair(self._reader, pair, template) for pair in pairs]
-        found = self._pooled((read, [_PARAMS] * len(read)), self._head(classifier), use_tqdm)
+        found = yield from self._pooled((read, [_PARAMS] * len(read)), self._head(classifier))
         return [
             ScoringOutput(one.request_id, probabilities(classifier, one)[relevant]) for one in found
         ]

@@ -50,12 +50,20 @@ class LogitChanges:
         if params.thinking_token_budget is not None and resolved.think_end_id is not None:
             self._end_thinking = Change(ChangeKind.FORCE, [resolved.think_end_id])
         self._healing = resolved.healing
+        #: After so many tokens of output, some tokens are forbidden.
+        self._rewound: tuple[int, Change] | None = None
         #: Bytes of the healed text that the output has spelled; None: all of them.
         self._spelled: int | None = None if resolved.healing is None else 0
         own = (self._penalties, self._dry, self._ngrams, self._end_thinking)
         self._follow = self.rules.follows_tokens or any(x is not None for x in own)
         self._shape = Shape(self.rules.mask)
         self._shaped = False  # whether the shape is up to date
+
+    def forbid(self, position: int, token_ids: Sequence[int]) -> None:
+        """Forbid tokens after ``position`` tokens of output, only there. The output is not longer
+        yet."""
+        if token_ids:
+            self._rewound = position, Change(ChangeKind.FORBID, token_ids)
 
     def copy(self) -> LogitChanges:
         """A copy that is extended independently, with its own shape."""
@@ -72,6 +80,8 @@ class LogitChanges:
 
     def follow(self, output: Sequence[int]) -> bool:
         """Whether the changes depend on the tokens that come after ``output``."""
+        if self._rewound is not None and len(output) <= self._rewound[0]:
+            return True
         return self._follow or self._spelled is not None or self._forbids_ends(output)
 
     def shape(self, output: Sequence[int]) -> Shape | None:
@@ -85,8 +95,10 @@ class LogitChanges:
         return self._shape if self._shape.changes or self._shape.mask is not None else None
 
     def earlier(self, output: Sequence[int]) -> list[Change]:
-        """Token healing, bad words, ``min_tokens``, ``logit_bias``."""
+        """Token healing, banned strings, bad words, ``min_tokens``, ``logit_bias``."""
         found = self.rules.completing(output)
+        if self._rewound is not None and len(output) == self._rewound[0]:
+            found.insert(0, self._rewound[1])
         if self._healing is not None and self._spelled is not None:
             found.insert(0, self._healing.change(self._spelled))
         if self.rules.ends is not None and self._forbids_ends(output):
@@ -126,7 +138,8 @@ class LogitChanges:
         if self._params.thinking_token_budget is not None:
             for token in ids:
                 self._think(token)
-        if self._follow or self._healing is not None or self.rules.ends is not None:
+        changing = (self._healing, self.rules.ends, self._rewound)
+        if self._follow or any(x is not None for x in changing):
             self._shaped = False
         if weight and self._healing is not None:
             self._heal(self._healing, ids)

@@ -23,7 +23,9 @@ class RequestState:
         prompt: Sequence[int],
         output: Sequence[int],
         mirostat_mu: float | None = None,
+        forbidden: Sequence[int] = (),
     ) -> None:
+        """``forbidden``: tokens that must not come next."""
         self.params = params
         self.resolved = resolved
         self.output = list(output)
@@ -44,6 +46,7 @@ class RequestState:
         self._changing = self.mirostat or params.xtc_probability > 0
         self.changes.extend(prompt, 0)
         self.changes.extend(output, 1)
+        self.changes.forbid(len(output), forbidden)
 
     def append(self, token_ids: Iterable[int]) -> None:
         """Add committed tokens."""

@@ -69,8 +69,8 @@ class ScriptedJobs(JobMaker):
         pooling: Pooling | None = None,
         request_ids: str | Sequence[str] | None = None,
     ) -> list[Job]:
-        # The script decides the answer, so a structure needs no grammar.
-        plain = [p if p.structure is None else _without_structure(p) for p in params]
+        # The script decides the answer: a structure needs no grammar, and nothing is drawn again.
+        plain = [_unconstrained(p) for p in params]
         how: dict[str, Any] = {"priority": priority, "kind": kind, "pooling": pooling}
         jobs = super().make(prompts, plain, request_ids=request_ids, **how)
         asked = [self._asked(prompt) for prompt in prompts]
@@ -105,5 +105,7 @@ class ScriptedJobs(JobMaker):
         return tuple(self._tokenizer.encode(answer.written, False, False))
 
 
-def _without_structure(params: SamplingParams) -> SamplingParams:
-    return params.clone(structured_outputs=None, guided_decoding=None)
+def _unconstrained(params: SamplingParams) -> SamplingParams:
+    if params.structure is None and not params.banned_strings:
+        return params
+    return params.clone(structured_outputs=None, guided_decoding=None, banned_strings=())

@@ -74,8 +74,8 @@ class FakeLLM:
 
     A token is a word. ``max_tokens``, ``stop``, ``n``, ``logprobs`` (every token has probability
     1), deadlines and priorities work; parameters that would change the model's choice, among them
-    structured outputs, have no effect. ``embeddings`` maps a text to a vector; by default texts
-    with the same words are similar. ``requests`` lists what was asked.
+    structured outputs and banned strings, have no effect. ``embeddings`` maps a text to a vector;
+    by default texts with the same words are similar. ``requests`` lists what was asked.
 
     A step takes ``seconds_per_token``, and ``seconds_to_first_token`` more for a new prompt.
     ``clock`` and ``sleep`` replace the system's (:class:`ManualClock` has both).
@@ -133,7 +133,8 @@ class FakeLLM:
         self._jobs = ScriptedJobs(self._reader, self._default_params, script, clock, max_model_len)
         self._driver = Driver(self._engine)
         self._calls = Calls(self._driver, self._jobs, self._reader, None)
-        self._pooling = PoolingCalls(self._calls, self._jobs, self._reader, None)
+        self._pooling = PoolingCalls(self._jobs, self._reader, None)
+        self._beam_searches = _NoBeams()
         self._collector = Collector()
         self._close = weakref.finalize(self, self._driver.close)
 
@@ -355,7 +356,7 @@ class FakeLLM:
         use_tqdm: bool = True,
     ) -> list[EmbeddingOutput]:
         """See :meth:`sdk.LLM.embed`."""
-        return self._pooling.embed(prompts, truncate_prompt_tokens, use_tqdm)
+        return self._calls.do(self._pooling.embed(prompts, truncate_prompt_tokens), use_tqdm)
 
     def encode(
         self,
@@ -370,7 +371,8 @@ class FakeLLM:
 
         Vectors have length 1, and all values of ``pooling`` except "token" mean the same.
         """
-        return self._pooling.encode(prompts, pooling, normalize, truncate_prompt_tokens, use_tqdm)
+        work = self._pooling.encode(prompts, pooling, normalize, truncate_prompt_tokens)
+        return self._calls.do(work, use_tqdm)
 
     def classify(
         self,
@@ -381,7 +383,8 @@ class FakeLLM:
         use_tqdm: bool = True,
     ) -> list[ClassificationOutput]:
         """Raises the error of a model without a classification head."""
-        return self._pooling.classify(prompts, use_activation, truncate_prompt_tokens, use_tqdm)
+        work = self._pooling.classify(prompts, use_activation, truncate_prompt_tokens)
+        return self._calls.do(work, use_tqdm)
 
     def score(
         self,
@@ -391,7 +394,7 @@ class FakeLLM:
         chat_template: str | None = None,
     ) -> list[ScoringOutput]:
         """See :meth:`sdk.LLM.score`."""
-        return self._pooling.score(data_1, data_2, chat_template)
+        return self._calls.do(self._pooling.score(data_1, data_2, chat_template))
 
     def rerank(
         self,
@@ -402,7 +405,7 @@ class FakeLLM:
         chat_template: str | None = None,
     ) -> list[RerankOutput]:
         """See :meth:`sdk.LLM.rerank`."""
-        return self._pooling.rerank(query, documents, top_n, chat_template)
+        return self._calls.do(self._pooling.rerank(query, documents, top_n, chat_template))
 
     # ---- the engine ------------------------------------------------------------------------------
 
@@ -473,7 +476,7 @@ class FakeLLM:
         use_tqdm: bool = True,
     ) -> list[BeamSearchOutput]:
         """Not supported: a script has one answer, not the most probable ones."""
-        _needs_weights("beam_search")
+        self._beam_searches.search(prompts, params)
 
     def snapshot(
         self,
@@ -514,6 +517,13 @@ class FakeLLM:
     def quant_report(self) -> QuantReport:
         """Not supported."""
         _needs_weights("quant_report")
+
+
+class _NoBeams:
+    """In place of :class:`sdk.requests.beam_searches.BeamSearches`."""
+
+    def search(self, *_: object) -> NoReturn:
+        _needs_weights("beam_search")
 
 
 def _needs_weights(name: str) -> NoReturn:

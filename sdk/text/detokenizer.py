@@ -10,6 +10,7 @@ the last few tokens are decoded with and without the new one; the difference is 
 
 from __future__ import annotations
 
+import copy
 from codecs import utf_8_decode
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -54,6 +55,19 @@ class IncrementalDetokenizer:
             self._window = _Window(
                 tokenizer, prompt_token_ids[-_MAX_WAITING:], self._skipped, tight
             )
+
+    @property
+    def waits(self) -> bool:
+        """Whether the last tokens have text that is not final yet."""
+        return bool(self._rest) if self._window is None else self._window.waits
+
+    def copy(self) -> IncrementalDetokenizer:
+        """A copy that goes on independently."""
+        other = copy.copy(self)
+        if self._window is not None:
+            other._window = copy.copy(self._window)  # push replaces its lists, except one
+            other._window._ids = self._window._ids.copy()
+        return other
 
     def push(self, token_id: int) -> str:
         """The text that is final once this token is known; may be empty."""
@@ -105,6 +119,10 @@ class _Window:
         self._shown = self._decode(self._ids)
         self._tight = tight
         self._after_special = False
+
+    @property
+    def waits(self) -> bool:
+        return len(self._ids) > self._read
 
     def push(self, token_id: int) -> str:
         if self._tokenizer.id_to_token(token_id) is None:

@@ -1,19 +1,20 @@
 """Stop strings and stop patterns across token boundaries.
 
-An Aho-Corasick automaton matches all stop strings of a request at once, character by character.
-Its state is the longest end of the text that begins a stop string, which is exactly the text that
-must not be shown yet. The result does not depend on token boundaries: the match that ends first,
-and the longest of those that end together.
+An automaton (``automaton.py``) matches all stop strings of a request at once, character by
+character. Its state is the longest end of the text that begins a stop string, which is exactly the
+text that must not be shown yet. The result does not depend on token boundaries: the match that ends
+first, and the longest of those that end together.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import copy
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from sdk.errors import RequestError
 from sdk.params import SamplingParams
+from sdk.text.automaton import StringAutomaton
 from sdk.text.stop_regex import RegexRun, StopRegex
 
 MAX_STOPS = 256
@@ -53,44 +54,10 @@ class StopStrings:
                     f"stop: expected strings of 1 to {MAX_STOP_LEN} characters, found {size}"
                 )
         self.patterns = tuple(StopRegex(pattern) for pattern in stop_regex)
-        self.edges: list[dict[str, int]] = [{}]
-        self.depth = [0]
-        self.found: list[str | None] = [None]
-        for text in stop:
-            self._insert(text)
-        self.fallback = self._link()
+        self.strings = StringAutomaton(stop)
 
     def __bool__(self) -> bool:
-        return len(self.edges) > 1 or bool(self.patterns)
-
-    def _insert(self, text: str) -> None:
-        state = 0
-        for character in text:
-            following = self.edges[state].get(character)
-            if following is None:
-                following = len(self.edges)
-                self.edges[state][character] = following
-                self.edges.append({})
-                self.depth.append(self.depth[state] + 1)
-                self.found.append(None)
-            state = following
-        self.found[state] = text
-
-    def _link(self) -> list[int]:
-        """The next state if no edge matches: the longest other prefix that the text ends with."""
-        fallback = [0] * len(self.edges)
-        queue = deque(self.edges[0].values())
-        while queue:
-            state = queue.popleft()
-            for character, following in self.edges[state].items():
-                queue.append(following)
-                other = fallback[state]
-                while other and character not in self.edges[other]:
-                    other = fallback[other]
-                fallback[following] = self.edges[other].get(character, 0)
-                if self.found[following] is None:
-                    self.found[following] = self.found[fallback[following]]
-        return fallback
+        return bool(self.strings or self.patterns)
 
 
 def stop_strings(params: SamplingParams) -> StopStrings | None:
@@ -127,7 +94,7 @@ class StopMatcher:
                 keep = end if self._include else end - length
                 self._held = ""
                 return StopUpdate(everything[:keep], stop, len(everything) - keep)
-        held = self._stops.depth[self._state]
+        held = self._stops.strings.depth[self._state]
         for run in self._runs:
             held = max(held, run.held)
         cut = len(everything) - held
@@ -139,13 +106,16 @@ class StopMatcher:
         held, self._held = self._held, ""
         return held
 
+    def copy(self) -> StopMatcher:
+        """A copy that reads on independently."""
+        other = copy.copy(self)
+        other._runs = [copy.copy(run) for run in self._runs]
+        return other
+
     def _read(self, character: str) -> tuple[str | None, int]:
         stops = self._stops
-        state = self._state
-        while state and character not in stops.edges[state]:
-            state = stops.fallback[state]
-        self._state = stops.edges[state].get(character, 0)
-        stop = stops.found[self._state]
+        self._state = stops.strings.follow(self._state, character)
+        stop = stops.strings.found[self._state]
         length = 0 if stop is None else len(stop)
         for pattern, run in zip(stops.patterns, self._runs, strict=True):
             matched = run.read(character)

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
 
-from sdk import LLM, AsyncLLM, RequestError, RequestOutput, RequestOutputKind, SamplingParams
+from sdk import (
+    LLM,
+    AsyncLLM,
+    BeamSearchParams,
+    RequestError,
+    RequestOutput,
+    RequestOutputKind,
+    SamplingParams,
+    UnsupportedError,
+)
+from sdk.testing import FakeLLM
+from tests.api.engines import Caller, Gate, settle
 
 PROMPT = {"prompt_token_ids": [5, 9, 200, 31]}
 PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -84,3 +96,103 @@ def test_a_bad_request_is_refused_at_the_call(tiny: LLM) -> None:
         engine.generate(PROMPT, PARAMS, "")
     with pytest.raises(TypeError, match=r"generate\(\) got an unexpected keyword argument 'tool'"):
         engine.generate([{"role": "user", "content": "Hi"}], PARAMS, tool=[])
+
+
+#: Methods of LLM that return at once, that step by hand, or that act between two steps.
+NOT_ASYNC = {
+    "abort", "close", "enqueue", "explain", "get_default_sampling_params", "get_metrics",
+    "get_tokenizer", "pin", "plan", "pump", "quant_report", "quantize", "reset_prefix_cache",
+    "resize", "restore", "sleep", "snapshot", "step", "trim", "unpin", "wait_for_completion",
+    "wake_up",
+}  # fmt: skip
+
+
+def test_every_method_that_waits_for_answers_has_an_async_twin() -> None:
+    names = {n for n, one in vars(LLM).items() if inspect.isfunction(one) and n[0] != "_"}
+    names |= {"plan"}
+    twins = {name for name in names if f"a{name}" in names}
+    assert twins == {"generate", "chat", "stream", "run_tools"}
+    rest = names - twins - {f"a{name}" for name in twins}
+    assert NOT_ASYNC <= rest
+    own = {n for n, one in vars(AsyncLLM).items() if inspect.iscoroutinefunction(one)}
+    assert {name for name in own if name[0] != "_"} == rest - NOT_ASYNC
+    for name in rest - NOT_ASYNC:
+        here, there = (inspect.signature(getattr(owner, name)) for owner in (AsyncLLM, LLM))
+        shared = [one for one in there.parameters.values() if one.name != "use_tqdm"]
+        assert here == there.replace(parameters=shared), name
+
+
+def plain(output: Any) -> Any:
+    """Without request ids, times and tensors."""
+    if hasattr(output, "outputs"):
+        return output.outputs.data.tolist()
+    return getattr(output, "embedding", getattr(output, "score", output))
+
+
+PROMPTS = [{"prompt_token_ids": [5 + i, 9, 200]} for i in range(3)]
+CALLS: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
+    "embed": ("embed", (PROMPTS,), {}),
+    "long texts": ("embed", (["many words " * 2000] * 3,), {"truncate_prompt_tokens": 20}),
+    "encode": ("encode", (PROMPTS,), {"pooling": "mean", "normalize": False}),
+    "score": ("score", (PROMPTS[0], PROMPTS), {}),
+    "rerank": ("rerank", ("one text", ["one", "another text", "one text"], 2), {}),
+    "nothing to rank": ("rerank", ("one text", []), {}),
+    "beams": ("beam_search", (PROMPTS[:2], BeamSearchParams(beam_width=3, max_tokens=5)), {}),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_coroutine_returns_what_the_method_returns(tiny: LLM, call: str) -> None:
+    name, given, more = CALLS[call]
+    expected = getattr(tiny, name)(*given, **more)
+
+    async def twice() -> list[Any]:
+        coroutine = getattr(AsyncLLM(tiny), name)
+        return await asyncio.gather(coroutine(*given, **more), coroutine(*given, **more))
+
+    for found in asyncio.run(twice()):
+        assert type(found) is type(expected)
+        if name == "beam_search":
+            assert found == expected
+        else:
+            assert list(map(plain, found)) == list(map(plain, expected))
+
+
+def test_errors_of_coroutines_are_those_of_the_methods(tiny: LLM) -> None:
+    engine, fake = AsyncLLM(tiny), AsyncLLM(FakeLLM())
+    beams = BeamSearchParams(beam_width=2, max_tokens=2)
+    for coroutine, kind, words in (
+        (engine.classify(PROMPTS), RequestError, "no classification head"),
+        (engine.encode(PROMPTS, pooling="middle"), RequestError, "pooling: expected one of"),  # type: ignore[arg-type]
+        (engine.score(PROMPTS[:2], PROMPTS), RequestError, "expected one text or 3 in data_1"),
+        (engine.embed(["x" * 100_000]), RequestError, "max_model_len"),
+        (engine.beam_search(PROMPTS, "four"), RequestError, "BeamSearchParams"),  # type: ignore[arg-type]
+        (fake.beam_search("x", beams), UnsupportedError, "FakeLLM: beam_search needs a model"),
+    ):
+        with pytest.raises(kind, match=words):
+            asyncio.run(coroutine)
+
+
+@pytest.mark.parametrize("call", ["embed", "beams"])
+def test_cancelling_a_coroutine_aborts_its_requests(tiny: LLM, call: str) -> None:
+    gate = Gate()
+    held = Caller(lambda: tiny.generate(PROMPT, PARAMS.clone(logits_processors=[gate])))
+    gate.wait()
+    name, given, more = CALLS[call]
+    before = tiny.get_metrics()["num_prompt_tokens"]
+
+    async def cancelled() -> None:
+        task = asyncio.ensure_future(getattr(AsyncLLM(tiny), name)(*given, **more))
+        while len(tiny._driver._sinks) < 2:
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancelled())
+    gate.open()
+    held.get_or_raise()
+    settle(tiny)
+    assert not tiny._driver._sinks
+    # those of the held request, and of one more
+    assert tiny.get_metrics()["num_prompt_tokens"] - before <= 4 + 6

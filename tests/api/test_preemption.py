@@ -42,6 +42,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "xtc": {"xtc_probability": 0.5, "xtc_threshold": 0.02},
     "no_repeat_ngram_size": {"temperature": 0.0, "no_repeat_ngram_size": 2},
     "bad_words": {"temperature": 0.1, "bad_words": ["a", "the", "er", "in"]},
+    "banned_strings": {"temperature": 0.1, "banned_strings": ["a", "the", "er", "in", "0"]},
     "min_tokens": {"min_tokens": 30, "ignore_eos": False, "stop_token_ids": list(range(3, 200))},
     "logit_bias": {"logit_bias": {5: 4.0, 9: 4.0, 17: -100.0}},
     "allowed_token_ids": {"allowed_token_ids": list(range(100, 160))},

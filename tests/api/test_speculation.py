@@ -51,6 +51,7 @@ KINDS = {
     "prompt logprobs": GREEDY.clone(prompt_logprobs=1, logprobs=0),
     "stop tokens": COLD.clone(stop_token_ids=list(range(0, 440, 9)), min_tokens=12),
     "bad words": COLD.clone(bad_words=["e", "th"]),
+    "banned strings": COLD.clone(banned_strings=["e", "th", "ro", "a", " f"], logprobs=1),
     "biased": COLD.clone(logit_bias={9: 3.0, 70: 4.0}),
     "several answers": COLD.clone(n=3),
     "the best answers": COLD.clone(n=2, best_of=3),

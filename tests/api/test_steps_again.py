@@ -24,6 +24,7 @@ KINDS = {
     "biased": GREEDY.clone(logit_bias={9: 3.0, 70: 100.0, 71: 99.9, 72: 99.8}),
     "some allowed": DRAWN.clone(allowed_token_ids=range(60, 90)),
     "bad words": GREEDY.clone(bad_words=["the", "a"]),
+    "banned strings": GREEDY.clone(banned_strings=["e", "th", "a", "o", "S"]),
     "no n-gram twice": GREEDY.clone(no_repeat_ngram_size=2),
     "guided": GREEDY.clone(guidance_scale=1.5),
 }
@@ -153,6 +154,17 @@ def test_a_stop_token_and_a_stop_string_end_their_requests(llm: LLM, eager: LLM)
     for found, wanted in zip(outputs, plain, strict=True):
         assert found.outputs[0] == wanted.outputs[0] and found.outputs[0].finish_reason == "stop"
     assert again
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_an_answer_may_end_after_min_tokens_wherever_the_batch_changes(
+    llm: LLM, count: int
+) -> None:
+    """The other request leaves just before: the first step that may be repeated forbids EOS."""
+    other = GREEDY.clone(max_tokens=count)
+    ends = DRAWN.clone(min_tokens=3, ignore_eos=False, logit_bias={2: 100.0})
+    outputs = llm.generate([prompt(1), prompt(2)], [other, ends])
+    assert [len(tokens(output)) for output in outputs] == [count, 4]
 
 
 def test_nothing_of_a_finished_request_is_kept(llm: LLM) -> None:

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from sdk.engine.plan import Duplicate, Sampled, StepPlan, StepResult, StepRow, Swap
+from sdk.engine.scheduling.drafts import Drafter
 from sdk.kernels.kv_tiers import page_id, page_tier
 from sdk.logprobs import Logprobs
 
@@ -42,8 +43,23 @@ def _scored(token: int, logprob: float) -> Sampled:
     return Sampled(token, logprob, 1, Logprobs(*arrays, 0.0))
 
 
-def expected_tokens(prompt: list[int], num: int, negative: list[int] | None = None) -> list[int]:
-    """The answer of a request that runs alone, in one piece, in pages nobody touched before."""
+def _allowed(token: int, forbidden: tuple[int, ...]) -> int:
+    """The next token that is not forbidden."""
+    while token in forbidden:
+        token = (token + 1) % VOCAB
+    return token
+
+
+def expected_tokens(
+    prompt: list[int],
+    num: int,
+    negative: list[int] | None = None,
+    forbidden: dict[int, tuple[int, ...]] | None = None,
+) -> list[int]:
+    """The answer of a request that runs alone, in one piece, in pages nobody touched before.
+
+    ``forbidden``: tokens that a position of the answer must not have.
+    """
     answer: list[int] = []
     prompts = [prompt] if negative is None else [prompt, negative]
     values: list[list[bytes]] = [[] for _ in prompts]
@@ -51,8 +67,22 @@ def expected_tokens(prompt: list[int], num: int, negative: list[int] | None = No
         for known, start in zip(values, prompts, strict=True):
             for token in [*start, *answer][len(known) :]:
                 known.append(_value(known, token))
-        answer.append(_token(*(known[-1] for known in values)))
+        token = _token(*(known[-1] for known in values))
+        answer.append(_allowed(token, (forbidden or {}).get(len(answer), ())))
     return answer
+
+
+class ScriptedDrafter(Drafter):
+    """Knows how each answer goes on, and says so, or something else from some token on."""
+
+    def propose(self, request, most):
+        known = request.num_tokens
+        prompt = request.token_ids[: request.num_prompt_tokens]
+        answer = expected_tokens(prompt, request.num_output_tokens + most)
+        right = answer[request.num_output_tokens :]
+        count = known * 7 % (most + 2)  # right ones; one more than there are: all of them
+        wrong = [(token + 1) % VOCAB for token in right[count:]]
+        return (right[:count] + wrong)[: known % 5]  # sometimes fewer, or none
 
 
 class FakeRunner:
@@ -125,6 +155,8 @@ class FakeRunner:
                 self._duplicate(*one)
             else:
                 self._move(*one)
+        for request_id, pages in plan.new_pages:
+            self.requests[request_id]["pages"] += pages
         for request_id in plan.dropped:
             self.requests.pop(request_id, None)
         for start in plan.started:
@@ -139,8 +171,6 @@ class FakeRunner:
             }
             if start.negative_of is not None:
                 self.requests[start.negative_of]["negative"] = self.requests[start.request_id]
-        for request_id, pages in plan.new_pages:
-            self.requests[request_id]["pages"] += pages
         assert not plan.sampled, "this rank samples itself"
         scored, hidden = {}, {}
         states = [self.requests[row.request_id] for row in plan.rows]
@@ -212,7 +242,8 @@ class FakeRunner:
             for value, draft in zip(
                 state["values"][-row.num_output_rows :], [*row.drafts, None], strict=True
             ):
-                found.append(_token(value, *more))
+                begins = len(state["tokens"]) + len(found) == len(start.token_ids)
+                found.append(_allowed(_token(value, *more), start.forbidden if begins else ()))
                 if found[-1] != draft:
                     break
             if start.params.logprobs is not None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from contextlib import suppress
 
 import pytest
-from fake_runner import VOCAB, expected_tokens
+from fake_runner import ScriptedDrafter, expected_tokens
 from hypothesis import HealthCheck, settings, strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -24,7 +24,7 @@ from hypothesis.stateful import (
 
 from sdk.engine.pages.elastic import ElasticPages
 from sdk.engine.pages.prefix_store import PrefixStore
-from sdk.engine.scheduling.drafts import Drafter, Drafts
+from sdk.engine.scheduling.drafts import Drafts
 from sdk.engine.scheduling.negative_prompt import in_prefill
 from sdk.engine.scheduling.prompt_lookup import PromptLookup
 from sdk.errors import OutOfMemoryError, RequestError
@@ -33,19 +33,6 @@ from sdk.quant.spec import KVSpec
 SPEC = KVSpec(num_layers=1, kv_heads=1, head_dim=8, page_size=4)  # pins do not look into pages
 
 PAGE = 4  # prompts are made of runs this long, so that they share pages whatever the page size
-
-
-class ScriptedDrafter(Drafter):
-    """Knows how each answer goes on, and says so, or something else from some token on."""
-
-    def propose(self, request, most):
-        known = request.num_tokens
-        prompt = request.token_ids[: request.num_prompt_tokens]
-        answer = expected_tokens(prompt, request.num_output_tokens + most)
-        right = answer[request.num_output_tokens :]
-        count = known * 7 % (most + 2)  # right ones; one more than there are: all of them
-        wrong = [(token + 1) % VOCAB for token in right[count:]]
-        return (right[:count] + wrong)[: known % 5]  # sometimes fewer, or none
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -58,6 +45,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.rig = None
         self.num_added = 0
         self.ended: dict[str, str] = {}  # the reasons this machine caused itself
+        self.forbidden: dict[str, dict[int, tuple[int, ...]]] = {}  # by position of the answer
         self.rooms: dict[str, int] = {}  # pages a request could get when it was added
         self.pinned: list[tuple[list[int], str | None]] = []
         self.steps_of_first = 0  # since the first in order last advanced
@@ -135,6 +123,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         negative=st.one_of(
             st.none(), st.none(), st.lists(st.integers(0, 1), min_size=1, max_size=12)
         ),
+        rewinds=st.sampled_from([True, True, False]),
     )
     def add(self, count, runs, tail, kind, negative, **params) -> None:
         prompt = ([run for run in runs for _ in range(PAGE)] + tail)[: self.longest]
@@ -153,14 +142,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         for i in range(count):  # a batch with one prefix
             self.add_one([*prompt[:-1], 7 * i], kind=kind, **params)
 
-    def add_one(self, prompt, **params) -> None:
-        """Where pins leave room for it."""
+    def add_one(self, prompt, rewinds=False, **params) -> None:
+        """Where pins leave room for it. ``rewinds``: no token of its answer is certain."""
         request_id, prefixes = str(self.num_added), self.rig.scheduler.prefixes
         try:
             request = self.rig.add(request_id, prompt, **params)
         except RequestError:
             assert prefixes.num_pinned
             return
+        if rewinds and request.kind == "generate":
+            self.forbidden[request_id] = {}
+            for sequence in request.sequences:
+                sequence.num_certain = sequence.num_prompt_tokens
         self.rooms[request_id] = prefixes.available_pages(request)
         self.num_added += 1
 
@@ -177,6 +170,50 @@ class SchedulerMachine(RuleBasedStateMachine):
     def step(self, times: int) -> None:
         for _ in range(times):
             self.do_step()
+
+    @rule(data=st.data(), times=st.integers(1, 8), certain=st.integers(0, 3))
+    def step_and_rewind(self, data: st.DataObject, times: int, certain: int) -> None:
+        """After each step an answer may lose its last tokens, maybe one it has just ended with."""
+        for _ in range(times):
+            self.step_then_rewind(data, certain)
+
+    def step_then_rewind(self, data: st.DataObject, certain: int) -> None:
+        rig, scheduler = self.rig, self.rig.scheduler
+        alive = [one for one in map(rig.requests.get, self.forbidden) if not one.finished]
+        self.do_step()
+        busy = {row.request_id for plan, _, _ in rig.runner.launched for row in plan.rows}
+        choices = [
+            one
+            for one in alive
+            if one.finish_reason in (None, "stop", "length")
+            and one.status.value in ("running", "stop", "length")
+            and one.num_certain < one.num_tokens
+            and busy.isdisjoint(sequence.request_id for sequence in one.sequences)
+        ]
+        if not choices:
+            return
+        request = data.draw(st.sampled_from(choices))
+        num_tokens = data.draw(st.integers(request.num_certain, request.num_tokens - 1))
+        position = num_tokens - request.num_prompt_tokens
+        forbidden = self.forbidden[request.request_id]
+        for later in [one for one in forbidden if one > position]:
+            del forbidden[later]
+        forbidden[position] = (*forbidden.get(position, ()), request.token_ids[num_tokens])
+        self.forget_updates(request, request.num_tokens - num_tokens)
+        scheduler.rewind(request, num_tokens, forbidden[position])
+        scheduler.check()
+        for sequence in request.sequences:
+            sequence.num_certain += min(certain, num_tokens - request.num_certain)
+
+    def forget_updates(self, request, count: int) -> None:
+        """The last tokens reported of a request are taken back."""
+        updates = self.rig.updates
+        for index in reversed(range(len(updates))):
+            if count and updates[index].request is request:
+                sampled = updates[index].sampled
+                kept = max(len(sampled) - count, 0)
+                updates[index] = updates[index]._replace(sampled=sampled[:kept])
+                count -= len(sampled) - kept
 
     def do_step(self, during=None, errors=None) -> None:
         """One step; the checks of ``Rig.step`` and that the first in order is never held up."""
@@ -206,13 +243,13 @@ class SchedulerMachine(RuleBasedStateMachine):
     def launch(self, scheduler, *, heard: bool = True) -> bool:
         """Plan a step, check it and have it run; False: there is none."""
         rig = self.rig
-        running = set(scheduler.queues.running)
+        running, rewound = set(scheduler.queues.running), set(scheduler.queues._rewound)
         plan = scheduler.plan()
         scheduler.check()
         if plan is None:
             assert rig.runner.launched, "nothing is in flight, and nothing is planned"
             return False
-        self.check_turns(plan, running)
+        self.check_turns(plan, running, rewound)
         counts = {row.request_id: row.num_scheduled_tokens for row in plan.rows}
         assert len(counts) == len(plan.rows), "a request is twice in a step"
         assert sum(counts.values()) <= rig.config.max_num_batched_tokens
@@ -233,13 +270,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         urgency = request.priority if self.rig.config.policy == "priority" else 0
         return urgency, int(request.request_id)
 
-    def check_turns(self, plan, running) -> None:
-        """Nobody starts before one whose turn is earlier, or while one that runs lacks a page."""
+    def check_turns(self, plan, running, rewound) -> None:
+        """Nobody starts before one whose turn is earlier, or while one that runs lacks a page.
+        Those that were ``rewound`` have been running."""
         started = [
             self.rig.requests[start.request_id]
             for start in plan.started
             if start.negative_of is None
         ]
+        started = [request for request in started if request not in rewound]
         if not started:
             return
         counts = {row.request_id for row in plan.rows}
@@ -410,7 +449,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         params, config, reason = request.params, self.rig.config, request.finish_reason
         guide = request.negative
         negative = None if guide is None else guide.token_ids[: guide.num_prompt_tokens]
-        assert output == expected_tokens(prompt, len(output), negative)
+        forbidden = self.forbidden.get(request_id)
+        assert output == expected_tokens(prompt, len(output), negative, forbidden)
         updates = [update for update in self.rig.updates if update.request is request]
         sampled = [one.token_id for update in updates for one in update.sampled]
         assert sampled == output, "a token was reported twice or never"

@@ -170,6 +170,16 @@ def test_single_bad_tokens_are_foreseen() -> None:
     assert state.shape() is shape and np.isneginf(result(shape)).sum() == 2
 
 
+def test_tokens_of_a_rewind_are_forbidden_at_one_position() -> None:
+    state = RequestState(SamplingParams(temperature=0), ResolvedParams(), [1], [2, 3], None, [5, 8])
+    assert not state.foreseeable
+    assert np.flatnonzero(np.isneginf(result(state.shape()))).tolist() == [5, 8]
+    ahead = Draw.behind(state, [4]).state
+    assert ahead.shape() is None and ahead.foreseeable
+    state.append([4])
+    assert state.shape() is None and state.foreseeable
+
+
 def test_another_process_makes_the_same_shape_of_what_it_is_sent() -> None:
     params = params_of({"allowed", "bias", "penalties", "min_tokens"}, stop_token_ids=[7])
     resolved = resolve(params, None, V)

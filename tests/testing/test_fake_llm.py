@@ -281,6 +281,10 @@ def test_a_prefix_is_cached_as_in_an_engine() -> None:
 
 
 def test_a_structure_needs_no_grammar_and_is_recorded() -> None:
+    banned = SamplingParams(banned_strings=["answer"])
+    with FakeLLM("an answer") as llm:
+        assert text(llm.chat(ASK, banned)) == "an answer"
+        assert llm.requests[0].sampling_params.banned_strings == ("answer",)
     structured = SamplingParams(structured_outputs={"json": {"type": "object"}})
     with FakeLLM('{"a": 1}') as llm:
         assert json.loads(text(llm.chat(ASK, structured))) == {"a": 1}

@@ -179,6 +179,24 @@ class Prefixes:
                 del self.pending[key.digest]
         sequence.pages = []
 
+    def may_rewrite(self, sequence: Request, num_tokens: int) -> bool:
+        """Whether a running sequence may write the tokens after its first ``num_tokens - 1`` again:
+        their pages are its own, and in the first tier.
+        """
+        first = (num_tokens - 1) // self.pool.page_size
+        if sequence.num_published > first:
+            return False
+        tiered = self._tiered
+        return tiered is None or not any(map(tiered.tier, sequence.pages[first:]))
+
+    def forget_keys(self, sequence: Request) -> None:
+        """A sequence has lost its last tokens, so pages that it promised will hold others."""
+        num_full = sequence.num_tokens // self.pool.page_size
+        for key in sequence.keys[num_full:]:
+            if self.pending.get(key.digest) is sequence:
+                del self.pending[key.digest]
+        del sequence.keys[num_full:]
+
     def keep_tail(self, sequence: Request) -> None:
         """A sequence has ended: keep its last page, which is not full, for one that goes on.
 

@@ -63,6 +63,9 @@ class _RecordedRepeater:
         states = [(row, draw.state) for row, draw in enumerate(batch.draws)]
         self._random = [(row, x) for row, x in states if x.foreseeable and not x.greedy]
         self._dependent = [(row, x) for row, x in states if not x.foreseeable]
+        for row, state in states:
+            if state.foreseeable:  # its changes may have ended with the last token: min_tokens
+                inputs.sampling.set_shape(row, state.shape())
 
     def launch(self, tokens: list[int], ahead: int) -> None:
         inputs = self._inputs

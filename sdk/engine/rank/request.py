@@ -51,6 +51,7 @@ class RankRequest:
             start.token_ids[: start.num_prompt_tokens] if self.embeds is None else (),
             start.token_ids[start.num_prompt_tokens :],
             start.mirostat_mu,
+            start.forbidden,
         )
 
         #: The structured part of its answer, if it has one.

@@ -67,7 +67,7 @@ class Committer:
             if before < request.num_prompt_tokens:
                 self.num_prompt_tokens += min(after, request.num_prompt_tokens) - before
             if request.publishes and after // page_size > request.num_published:
-                self._prefixes.publish(request, after // page_size)
+                self._publish(request, after)
             scored = self._scored(request, before, prompt_logprobs) if prompt_logprobs else ()
             if not tokens:
                 if request.kind == "embed" or scored:
@@ -93,6 +93,12 @@ class Committer:
         if repeats and in_flight.repeatable is batch:
             in_flight.need_page = need_page
         return updates
+
+    def _publish(self, request: Request, num_computed: int) -> None:
+        """Publish the pages that are full of tokens which stay."""
+        num_full = min(num_computed, request.num_certain) // self._config.page_size
+        if num_full > request.num_published:
+            self._prefixes.publish(request, num_full)
 
     def _take(self, result: StepResult) -> Batch:
         """Remove and return the oldest batch in flight."""

@@ -28,7 +28,7 @@ class Drafter(ABC):
         """Up to ``most`` tokens that may follow ``request.token_ids``; fewer, or none, are fine."""
 
     def end(self, request: Request) -> None:
-        """The request has ended and gets no more drafts."""
+        """The request has ended, or has lost tokens: forget what was read of it."""
         return
 
     def reset(self) -> None:
@@ -141,6 +141,11 @@ class Drafts:
         for request in [request for request in self._histories if request.finished]:
             del self._histories[request]
             self.drafter.end(request)
+
+    def rewind(self, request: Request) -> None:
+        """The request has lost its last tokens: the drafter reads it again."""
+        self._chosen.pop(request, None)
+        self.drafter.end(request)
 
     def look_again(self) -> None:
         """A request has a new proposal: :meth:`choose` looks at all of them in the next step."""

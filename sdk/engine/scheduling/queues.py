@@ -59,6 +59,7 @@ class RequestQueues:
         self._deadlines: list[tuple[float, int, Request]] = []  # heap
         self._dropped: list[str] = []  # the ranks must forget them
         self._expired: list[RequestUpdate] = []
+        self._rewound: dict[Request, None] = {}  # the ranks must start them again
         self._num_added = 0
 
     @property
@@ -178,6 +179,7 @@ class RequestQueues:
 
     def _release(self, request: Request) -> None:
         """Take the pages and pending prefixes of a running request; the ranks will forget it."""
+        self._rewound.pop(request, None)
         for sequence in request.sequences:
             self._prefixes.release(sequence)
             self._dropped.append(sequence.request_id)
@@ -193,13 +195,47 @@ class RequestQueues:
         """Send the last running request back to wait. It starts over from its known tokens."""
         request = self.running.pop()
         self._release(request)
-        for sequence in request.sequences:
-            sequence.status = RequestStatus.PREEMPTED
-            sequence.num_computed = 0  # the cache is searched again when it is admitted
+        self._wait_again(request)
+
+    def _wait_again(self, request: Request) -> None:
+        """Queue a request that has lost its pages."""
         request.num_preemptions += 1
         self.num_preemptions += 1
         request.events += (RequestEvent(self.clock(), "preempted", num_tokens=request.num_tokens),)
+        for sequence in request.sequences:
+            sequence.status = RequestStatus.PREEMPTED
+            sequence.num_computed = 0  # the cache is searched again when it is admitted
         insort(self.waiting, request, key=ORDER)
+
+    def rewind(self, request: Request, num_tokens: int, forbidden: tuple[int, ...]) -> None:
+        """Between two steps: take back the tokens of a request after its first ``num_tokens``; the
+        next one must be none of ``forbidden``.
+
+        It goes on in the same pages. If some of these are shared by now, it starts over, as after a
+        preemption. So does a request that ended with one of the tokens taken back.
+        """
+        removed = request.num_tokens - num_tokens
+        request.forbidden = num_tokens, forbidden
+        request.forced = ()
+        stays = request.status is RequestStatus.RUNNING
+        if stays and not all(
+            self._prefixes.may_rewrite(one, one.num_tokens - removed) for one in request.sequences
+        ):
+            self._remove(self.running, request)
+            self._release(request)
+            stays = False
+        for sequence in request.sequences:
+            del sequence.token_ids[sequence.num_tokens - removed :]
+            sequence.num_computed = min(sequence.num_computed, sequence.num_tokens - 1)
+            self._prefixes.forget_keys(sequence)
+        if stays:
+            self._dropped += [sequence.request_id for sequence in request.sequences]
+            self._rewound[request] = None
+            self._in_flight.stop_repeating()
+            return
+        request.stop_reason, request.is_complete = None, False
+        self._requests[request.request_id] = request
+        self._wait_again(request)
 
     def expire(self) -> None:
         """End the requests whose deadline has passed; :meth:`take_expired` reports them."""
@@ -221,6 +257,11 @@ class RequestQueues:
         """Ids of the sequences that the ranks must forget, since the last call."""
         dropped, self._dropped = self._dropped, []
         return dropped
+
+    def take_rewound(self) -> list[Request]:
+        """The running requests that the ranks must start again, since the last call."""
+        rewound, self._rewound = self._rewound, {}
+        return list(rewound)
 
     def drop_again(self, request_ids: Sequence[str]) -> None:
         """The plan with these dropped sequences was undone: the next plan must name them again."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -68,6 +69,7 @@ class Request:
         "deadline",
         "events",
         "first_token_ts",
+        "forbidden",
         "forced",
         "is_complete",
         "keys",
@@ -80,6 +82,7 @@ class Request:
         "negative_of",
         "num_accepted_tokens",
         "num_cached",
+        "num_certain",
         "num_computed",
         "num_draft_tokens",
         "num_preemptions",
@@ -130,12 +133,10 @@ class Request:
         self.pooling = pooling  # of an "embed" request; None: the last token, normalized
         self.priority = params.priority if priority is None else priority
         self.arrival_time = arrival_time
-        self.salt = salt
-        self.adapter = adapter
+        self.salt, self.adapter = salt, adapter
         self.prompt_embeds = prompt_embeds
         self.adapter_slot = -1  # of the adapter on the ranks, while the request runs
-        self.resolved = resolved
-        self.watched = watched
+        self.resolved, self.watched = resolved, watched
         self.status = RequestStatus.WAITING
         self.stop_reason: int | str | None = None
         self.results: ResultReservation | None = None  # shared by the answers of one call
@@ -151,6 +152,9 @@ class Request:
         self.pages: list[int] = []
         self.keys: list[PageKey] = []  # of its full pages, as far as they were needed
         self.num_published, self.publishes = 0, False  # leading pages that are published already
+        self.num_certain = sys.maxsize  # tokens that no rewind takes back: only these are published
+        # After a rewind: a number of known tokens, and tokens that must not follow them.
+        self.forbidden: tuple[int, tuple[int, ...]] | None = None
         # Set by Scheduler.add.
         self.order: tuple[float, float, int] = (0, 0.0, 0)  # smaller runs first
         self.max_len = 0  # it finishes with "length" at this many tokens
@@ -161,7 +165,6 @@ class Request:
         # Why it was not admitted last time, so that the next plan need not search again.
         self.min_available = 0
         self.waits_for: bytes | None = None
-
         self.queued_ts = 0.0
         self.scheduled_ts: float | None = None
         self.first_token_ts: float | None = None
@@ -244,6 +247,13 @@ class Request:
             return self.pooling is not None and self.pooling.reuse_prefix
         return not self.scores_prompt
 
+    @property
+    def _forbidden_next(self) -> tuple[int, ...]:
+        """Tokens that must not come next, because a banned string began with them."""
+        if self.forbidden is None or self.forbidden[0] != len(self.token_ids):
+            return ()
+        return self.forbidden[1]
+
     def start(self) -> RequestStart:
         """What ranks that do not know the request need to run it."""
         return RequestStart(
@@ -259,6 +269,7 @@ class Request:
             negative_of=self.negative_of,
             max_len=self.max_len,
             mirostat_mu=self.mirostat_mu,
+            forbidden=self._forbidden_next,
             prompt_embeds=self.prompt_embeds,
         )
 

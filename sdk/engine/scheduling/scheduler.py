@@ -86,6 +86,7 @@ class Scheduler:
         self.queues = RequestQueues(config, self.prefixes, self._in_flight, clock)
         self.admission = Admission(config, self.queues, self.prefixes)
         self.committer = Committer(config, self.queues, self.prefixes, self._in_flight)
+        self.num_rewinds = 0
         self._num_tokens = 0  # of the last plan
         self._step_id = self._num_steps = 0
         #: In repeated batches a request gets a new page this many steps before it needs it.
@@ -235,6 +236,8 @@ class Scheduler:
         rows = decodes + [(sequence, _row(sequence, num)) for sequence, num in parts]
         if busy and not (rows or new_pages):
             return None
+        for request in queues.take_rewound():
+            started += [sequence.start() for sequence in request.sequences]
         rows.sort(key=_has_several_tokens)  # of one token first
         batch = self._launch(rows, started, new_pages, num_decodes)
         alone = 0 < num_decodes == len(queues.running)  # no request has a negative prompt
@@ -404,6 +407,14 @@ class Scheduler:
             self.queues.preempt_last()
         sequence.pages += pages
         return pages[0]
+
+    def rewind(self, request: Request, num_tokens: int, forbidden: tuple[int, ...]) -> None:
+        """See :meth:`RequestQueues.rewind`. The request may just have ended."""
+        self.committer.num_generation_tokens -= request.num_tokens - num_tokens
+        self.num_rewinds += 1
+        self.queues.rewind(request, num_tokens, forbidden)
+        if self.drafts is not None:
+            self.drafts.rewind(request)
 
     def rollback(self) -> None:
         """Undo all steps in flight, because one of them was interrupted."""
