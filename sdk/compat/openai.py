@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequen
 from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar
 
+from sdk.compat._responses import Responses
 from sdk.compat.openai_errors import (
     APIConnectionError as APIConnectionError,
     APIError as APIError,
@@ -24,7 +25,7 @@ from sdk.compat.openai_errors import (
 from sdk.compat.openai_requests import (
     CHAT_ARGUMENTS,
     COMPLETION_ARGUMENTS,
-    Responses,
+    check_ended,
     includes_usage,
     sampling_params,
 )
@@ -141,7 +142,7 @@ class _Resource:
         return sampling_params(method, known, given, self._llm.get_default_sampling_params())
 
     def _responses(self, prefix: str, model: str | None) -> Responses:
-        return Responses(prefix, model or self._name)
+        return Responses(prefix, model or self._name, check_ended)
 
     def _chat(
         self, messages: Any, model: str | None, given: dict[str, Any]
