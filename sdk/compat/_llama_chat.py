@@ -12,6 +12,7 @@ from sdk.outputs import RequestOutput
 from sdk.quant.safe_repr import safe_repr
 
 Response = dict[str, Any]
+_EMPTY: Mapping[str, None] = {"content": None, "function_call": None, "tool_calls": None}
 _USAGE = ("prompt_tokens", "completion_tokens", "total_tokens")
 
 
@@ -125,28 +126,47 @@ def chunk_dicts(
     made: Responses,
     pieces: Generator[RequestOutput, None, None],
     shown: Callable[[RequestOutput], RequestOutput],
+    *,
+    forced: bool,
 ) -> Iterator[Response]:
-    """The chunks of a stream with llama-cpp-python's keys: the role, the text, the end."""
+    """The chunks of a stream with llama-cpp-python's keys: the role, the text, the end.
+
+    ``forced``: ``tool_choice`` names a tool; then every delta has all keys.
+    """
+    names: dict[int, Response] = {}
+    role: Response = {"role": "assistant", **(_EMPTY if forced else {})}
+    end: Response = {"role": None, **_EMPTY} if forced else {}
     try:
         for number, piece in enumerate(pieces):
             chunk = made.chunk(shown(piece))
             if number == 0:
-                yield _chunk(chunk, {"role": "assistant"})
+                yield _chunk(chunk, role)
             [choice] = chunk.choices
-            delta = _delta(choice.delta.content, choice.delta.tool_calls)
+            delta = _delta(choice.delta.content, choice.delta.tool_calls, names)
             if delta:
                 logprobs = None if choice.logprobs is None else choice.logprobs.model_dump()
                 yield _chunk(chunk, delta, logprobs)
             if choice.finish_reason is not None:
-                yield _chunk(chunk, {}, None, choice.finish_reason)
+                yield _chunk(chunk, end, None, choice.finish_reason)
     finally:
         pieces.close()
 
 
-def _delta(content: str | None, calls: Sequence[Any] | None) -> Response:
+def _delta(
+    content: str | None, calls: Sequence[Any] | None, names: dict[int, Response]
+) -> Response:
+    """``names``: of the calls so far. Every piece of a call has its id and name."""
     if not calls:
         return {"content": content} if content else {}
-    plain = [call.model_dump() for call in calls]
+    plain = []
+    for call in calls:
+        if call.id is not None:
+            names[call.index] = {"id": call.id, "name": call.function.name}
+        known = names[call.index]
+        function = {"name": known["name"], "arguments": call.function.arguments}
+        plain.append(
+            {"index": call.index, "id": known["id"], "type": "function", "function": function}
+        )
     return {
         "role": None,
         "content": content or None,
@@ -158,10 +178,11 @@ def _delta(content: str | None, calls: Sequence[Any] | None) -> Response:
 def _chunk(
     chunk: ChatCompletionChunk, delta: Response, logprobs: Any = None, reason: str | None = None
 ) -> Response:
+    choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
     return {
         "id": chunk.id,
         "model": chunk.model,
         "created": chunk.created,
         "object": chunk.object,
-        "choices": [{"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": reason}],
+        "choices": [choice],
     }

@@ -123,20 +123,23 @@ class TextCompletions:
         """Tokens with their offsets in the text and their log-probabilities."""
         texts, offsets = [], []
         for token, _ in rows:
-            text = self._tokenizer.decode_bytes([token], skip_special_tokens=True)
-            texts.append(text.decode("utf-8", errors="ignore"))
+            texts.append(self._text(token))
             offsets.append(self._length)
             self._length += len(texts[-1])
         return {
             "tokens": texts,
             "text_offset": offsets,
             "token_logprobs": [row and row[token].logprob for token, row in rows],
-            "top_logprobs": [row and _best(row) for _, row in rows],
+            "top_logprobs": [row and self._best(row) for _, row in rows],
         }
 
+    def _best(self, row: Logprobs) -> dict[str, float]:
+        return {self._text(token): entry.logprob for token, entry in row.entries()}
 
-def _best(row: Logprobs) -> dict[str, float]:
-    return {entry.decoded_token or "": entry.logprob for _, entry in row.entries()}
+    def _text(self, token: int) -> str:
+        """The text of one token, without bytes of other characters."""
+        text = self._tokenizer.decode_bytes([token], skip_special_tokens=True)
+        return text.decode("utf-8", errors="ignore")
 
 
 def _choice(text: str, logprobs: Response | None, reason: str | None) -> Response:

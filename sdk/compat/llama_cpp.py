@@ -346,7 +346,8 @@ class Llama:
             return self.chat_handler(llama=self, **given)
         made, found = self._chat(given)
         if stream:
-            return chunk_dicts(made, found, self._shown)
+            choice = tool_arguments(given).get("tool_choice")
+            return chunk_dicts(made, found, self._shown, forced=isinstance(choice, Mapping))
         return chat_dict(made.chat(found))
 
     def create_chat_completion_openai_v1(self, *args: Any, **kwargs: Any) -> Any:
