@@ -400,7 +400,7 @@ def _sizes(changed: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def structure_options(given: Mapping[str, Any]) -> dict[str, bool]:
+def structure_options(given: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of all requests' ``StructuredOutputsParams`` in ``structured_outputs_config``.
 
     :raises RequestError: it has a key that cannot be honored.

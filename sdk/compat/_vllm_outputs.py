@@ -26,6 +26,9 @@ class RequestStateStats:
     first_token_ts: float = 0.0
     last_token_ts: float = 0.0
     first_token_latency: float = 0.0
+    is_corrupted: bool = False
+    is_watermarked: bool = False
+    is_watermark_skipped: bool = False
 
 
 @dataclass

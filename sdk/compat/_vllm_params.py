@@ -227,7 +227,7 @@ def our_prompt(prompt: Any) -> tuple[Any, str | None]:
     return given, text
 
 
-def our_params(given: Any, structure: Mapping[str, bool]) -> Any:
+def our_params(given: Any, structure: Mapping[str, Any]) -> Any:
     """Parameters for ``sdk.LLM``: one, or a list with one for each prompt.
 
     ``structure``: fields of every request's structure.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from sdk.compat._responses import structure_of
 from sdk.compat.openai_errors import APIError, APITimeoutError, BadRequestError, InternalServerError
@@ -17,11 +18,32 @@ _SAME = (
     *("max_tokens", "best_of"),
 )
 #: Arguments about a request that are valid and change nothing here.
-_IGNORED = ("user", "metadata", "store", "safety_identifier", "prompt_cache_key", "service_tier")
+_IGNORED = (
+    *("user", "metadata", "store", "safety_identifier", "service_tier", "prompt_cache_key"),
+    *("prompt_cache_options", "prompt_cache_retention", "extra_headers", "extra_query"),
+)
 _CHAT = ("max_completion_tokens", "logprobs", "top_logprobs", "response_format", "reasoning_effort")
 _ALL = (*_SAME, *_IGNORED, "logit_bias", "timeout", "extra_body", "stream_options")
 CHAT_ARGUMENTS = frozenset((*_ALL, *_CHAT))
 COMPLETION_ARGUMENTS = frozenset((*_ALL, "echo", "suffix", "logprobs"))
+TOOL_ARGUMENTS = ("tools", "tool_choice", "parallel_tool_calls")
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def shows(*names: str) -> Callable[[_Function], _Function]:
+    """Make ``inspect.signature``, and so notebooks, show ``names`` instead of ``**given``."""
+
+    def show(function: _Function) -> _Function:
+        signature = inspect.signature(function)
+        kept = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        kind = inspect.Parameter.KEYWORD_ONLY
+        more = [inspect.Parameter(name, kind, default=None) for name in sorted(names)]
+        function.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            parameters=[*kept, *more]
+        )
+        return function
+
+    return show
 
 
 def sampling_params(

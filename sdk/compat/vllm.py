@@ -52,7 +52,7 @@ from sdk.compat._vllm_params import (
     our_params,
     our_prompt,
 )
-from sdk.errors import RequestError
+from sdk.errors import RequestError, SdkError
 from sdk.loading.sampling_defaults import OWN, OWN_SOURCE
 from sdk.logprobs import Logprob as Logprob
 from sdk.params import RequestOutputKind as RequestOutputKind
@@ -465,6 +465,25 @@ class AsyncLLMEngine:
     async def check_health(self) -> None:
         """:raises EngineDeadError: the engine died. :raises EngineClosedError: it was closed."""
         self.llm.get_metrics()
+
+    @property
+    def errored(self) -> bool:
+        """Whether the engine died or was closed."""
+        try:
+            self.llm.get_metrics()
+        except SdkError:
+            return True
+        return False
+
+    @property
+    def is_running(self) -> bool:
+        """Whether requests are accepted."""
+        return not self.errored
+
+    @property
+    def is_stopped(self) -> bool:
+        """The same as :attr:`errored`."""
+        return self.errored
 
     async def do_log_stats(self) -> None:
         """Nothing is logged; ``llm.get_metrics()`` has the numbers."""

@@ -53,7 +53,7 @@ OBJECTS: dict[str, tuple[str, list[str]]] = {
     "openai": (
         "openai",
         [
-            *(f"openai:{name}" for name in ("OpenAI", "AsyncOpenAI", "Stream", "AsyncStream")),
+            *(f"openai:{name}" for name in ("OpenAI", "AsyncOpenAI")),
             "openai.resources.chat.completions:Completions",
             "openai.resources.chat.completions:AsyncCompletions",
             "openai.resources.completions:Completions",
@@ -92,7 +92,7 @@ def plain(value: Any) -> Any:
 
 
 def facts_of(thing: Any) -> dict[str, Any]:
-    """What a class offers: its members, keys or callables with their parameters."""
+    """What a class offers: its members, its keys, or its constructor and public methods."""
     if isinstance(thing, type) and issubclass(thing, enum.Enum):
         return {"members": [member.name for member in thing]}
     if hasattr(thing, "__required_keys__"):  # a TypedDict, of typing or typing_extensions
@@ -101,21 +101,15 @@ def facts_of(thing: Any) -> dict[str, Any]:
         made = parameters_of(thing)
     except ValueError:  # a class in C without a signature
         made = {}
-    methods, attributes = {}, []
+    methods = {}
     for name in sorted(dir(thing)):
         if name.startswith("_") and name != "__call__":
             continue
         member = inspect.getattr_static(thing, name)
         inner = getattr(member, "__func__", member)
-        if not inspect.isfunction(inner):
-            attributes.append(name)
-        elif name != "__call__" or _own(thing, name):
+        if inspect.isfunction(inner):
             methods[name] = parameters_of(inner)
-    return {"constructor": made, "methods": methods, "attributes": attributes}
-
-
-def _own(thing: Any, name: str) -> bool:
-    return any(name in vars(base) for base in thing.__mro__[:-1])
+    return {"constructor": made, "methods": methods}
 
 
 def read(package: str) -> dict[str, Any]:
