@@ -11,6 +11,7 @@ from sdk.compat._llama_sampling import Callbacks
 from sdk.errors import SdkError
 from sdk.outputs import CompletionOutput, Logprobs, RequestOutput
 from sdk.tokenizer import LLMTokenizer
+from sdk.typed_outputs import MessageAnswer
 
 Response = dict[str, Any]
 
@@ -38,7 +39,8 @@ def _without_end(answer: Any, ends: frozenset[int]) -> Any:
     shorter = answer._replace(
         token_ids=ids[:-1], logprobs=None if answer.logprobs is None else answer.logprobs[:-1]
     )
-    shorter.__dict__.update(getattr(answer, "__dict__", {}))  # a MessageAnswer's message
+    if isinstance(answer, MessageAnswer):  # its message is not one of the tuple's fields
+        vars(shorter).update(vars(answer))
     return shorter
 
 

@@ -58,7 +58,9 @@ WITHOUT_EFFECT = (
     *("logits_all", "embedding", "offload_kqv", "flash_attn", "op_offload", "swa_full", "no_perf"),
     *("lora_scale", "numa", "verbose"),
 )
-_MOST_SEQS = 64
+#: llama-cpp-python runs one request at a time and has memory for one context; texts are embedded
+#: together.
+_EMBEDDED_AT_ONCE = 8
 _MOST_DRAFTS = 64
 
 
@@ -75,7 +77,7 @@ def llm_options(given: Mapping[str, Any]) -> dict[str, Any]:
     options: dict[str, Any] = {
         "max_model_len": n_ctx or None,
         "max_num_batched_tokens": at_once,
-        "max_num_seqs": min(at_once, _MOST_SEQS),
+        "max_num_seqs": min(at_once, _EMBEDDED_AT_ONCE if given["embedding"] else 1),
         "num_threads": given["n_threads"] or given["n_threads_batch"],
         "device": "cuda" if given["n_gpu_layers"] and torch.cuda.is_available() else "cpu",
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +42,7 @@ class LlamaGrammar:
     def from_json_schema(cls, json_schema: str, verbose: bool = True) -> LlamaGrammar:
         """Answers that follow a JSON schema. :raises RequestError: the text is not a schema."""
         grammar = cls(_grammar=json_schema)
-        grammar._schema = StructuredOutputsParams(json=json.loads(json_schema)).json
+        grammar._schema = StructuredOutputsParams(json=json_schema).json
         return grammar
 
     @property

@@ -65,6 +65,7 @@ from sdk.llm import LLM
 from sdk.outputs import RequestOutput
 from sdk.params import SamplingParams
 from sdk.quant.safe_repr import safe_repr
+from sdk.requests.prompts import is_conversation
 
 _NOT_GIVEN = ("self", "__class__", "kwargs")
 
@@ -361,8 +362,11 @@ class Llama:
 
     def _chat(self, given: Mapping[str, Any]) -> tuple[Responses, Any]:
         """The output of a chat, or with ``stream`` its pieces."""
-        messages = list(given["messages"])
-        template = tool_arguments(given)
+        messages, template = given["messages"], tool_arguments(given)
+        if not is_conversation(messages):
+            raise RequestError(
+                f"messages: expected a list of messages, found {safe_repr(messages)}"
+            )
         callbacks = None
         if Callbacks.needed(given):
             chats = self.llm._jobs.read_chats("create_chat_completion", messages, None, template)
@@ -530,10 +534,10 @@ class Llama:
         if suffix is not None:
             order = {"suffix_first": True} if self.spm_infill else {}
             return {"prompt": prompt, "suffix": suffix, **order}
-        if isinstance(prompt, str) and prompt:
-            return prompt
-        ids = [self.token_bos()] if isinstance(prompt, str) else list(prompt)
-        return {"prompt_token_ids": ids}
+        if not isinstance(prompt, str):
+            return {"prompt_token_ids": list(prompt)}
+        bos = self.token_bos()
+        return {"prompt_token_ids": [bos]} if not prompt and bos >= 0 else prompt
 
     def _params(self, given: Mapping[str, Any], callbacks: Callbacks | None) -> SamplingParams:
         if (seed := given.get("seed")) is not None:

@@ -160,6 +160,8 @@ class LLM:
     ) -> list[BeamSearchOutput]:
         """Search each prompt's most probable answers."""
         check_absent(lora_request=lora_request)
+        if not isinstance(params, BeamSearchParams):
+            raise RequestError(f"params: expected BeamSearchParams, found {safe_repr(params)}")
         items = [our_prompt(one)[0] for one in as_list(prompts)]
         step = concurrency_limit or max(1, len(items))
         found = [

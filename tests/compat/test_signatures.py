@@ -100,11 +100,11 @@ def test_the_comparison_notices_names_kinds_and_defaults() -> None:
 
 
 def test_values_are_read_as_json() -> None:
-    def function(self, a=(), b=object, c=(1, 2), d={}): ...  # type: ignore[no-untyped-def]
+    def function(self, a=(), b=object, c=(1, 2), d=frozenset()): ...  # type: ignore[no-untyped-def]
 
     assert parameters_of(function) == {
         "a": ["POSITIONAL_OR_KEYWORD", {"empty": "tuple"}],
         "b": ["POSITIONAL_OR_KEYWORD", {"object": "type"}],
         "c": ["POSITIONAL_OR_KEYWORD", [1, 2]],
-        "d": ["POSITIONAL_OR_KEYWORD", {"empty": "dict"}],
+        "d": ["POSITIONAL_OR_KEYWORD", {"empty": "frozenset"}],
     }
