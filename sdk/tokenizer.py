@@ -207,7 +207,10 @@ class LLMTokenizer:
         return self._inner.decode(ids, skip_special_tokens)
 
     def decode_bytes(self, token_ids: Iterable[int], skip_special_tokens: bool = False) -> bytes:
-        """The bytes of ids, which may begin or end in the middle of a character."""
+        """The bytes of ids, which may begin or end in the middle of a character.
+
+        The space that some tokenizers put before a text stays, unlike in :meth:`decode`.
+        """
         ids, inner = list(token_ids), self._inner
         if not inner.bytewise:
             return inner.decode(ids, skip_special_tokens).encode()

@@ -89,6 +89,14 @@ def test_arguments_become_options(gguf: str) -> None:
         assert llama.llm.config.max_num_seqs == 1
 
 
+def test_the_page_lists_every_argument() -> None:
+    page = Path(__file__).parents[2] / "docs" / "compat.md"
+    section = page.read_text(encoding="utf-8").partition("## llama-cpp-python")[2]
+    for name, (_, instead) in REFUSED.items():
+        assert f"| `{name}` | {instead} |" in section
+    assert all(f"`{name}`" in section for name in (*WITHOUT_EFFECT, *FORMATS))
+
+
 @pytest.mark.parametrize("found", [False, True])
 def test_layers_go_to_a_gpu_if_there_is_one(monkeypatch: pytest.MonkeyPatch, found: bool) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: found)

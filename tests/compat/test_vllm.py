@@ -32,6 +32,7 @@ from sdk.compat.vllm import (
 from sdk.loaders.open import open_checkpoint
 from sdk.outputs import ClassificationOutput
 
+PAGE = (Path(__file__).parents[2] / "docs" / "compat.md").read_text(encoding="utf-8")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
 ASK = [{"role": "user", "content": "How are you?"}]
 
@@ -133,6 +134,16 @@ def test_engine_args_are_attributes(model: str) -> None:
         assert made.llm.max_model_len == 32
         assert made.get_world_size() == 1
     assert EngineArgs().model == "Qwen/Qwen3-0.6B"  # type: ignore[attr-defined]
+
+
+def test_the_page_lists_every_option() -> None:
+    section = PAGE.partition("### Options")[2].partition("## llama-cpp-python")[0]
+    rejected, _, free = section.partition("These are accepted")
+    for name, option in OPTIONS.items():
+        if option.use == "only":
+            assert f"| `{name}` | {option.instead} |" in rejected
+        else:
+            assert f"`{name}`" in (free if option.use == "free" else rejected), name
 
 
 # ---- parameters ----------------------------------------------------------------------------------
