@@ -206,6 +206,17 @@ class LLMTokenizer:
         ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
         return self._inner.decode(ids, skip_special_tokens)
 
+    def decode_bytes(self, token_ids: Iterable[int], skip_special_tokens: bool = False) -> bytes:
+        """The bytes of ids, which may begin or end in the middle of a character.
+
+        The space that some tokenizers put before a text stays, unlike in :meth:`decode`.
+        """
+        ids, inner = list(token_ids), self._inner
+        if not inner.bytewise:
+            return inner.decode(ids, skip_special_tokens).encode()
+        hidden = inner.special_ids if skip_special_tokens else frozenset()
+        return b"".join(inner.id_to_bytes(token) for token in ids if token not in hidden)
+
     def batch_decode(
         self, sequences: Iterable[Iterable[int]], skip_special_tokens: bool = False
     ) -> list[str]:

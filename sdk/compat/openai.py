@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequen
 from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar
 
+from sdk.compat._responses import Responses
 from sdk.compat.openai_errors import (
     APIConnectionError as APIConnectionError,
     APIError as APIError,
@@ -24,9 +25,11 @@ from sdk.compat.openai_errors import (
 from sdk.compat.openai_requests import (
     CHAT_ARGUMENTS,
     COMPLETION_ARGUMENTS,
-    Responses,
+    TOOL_ARGUMENTS,
+    check_ended,
     includes_usage,
     sampling_params,
+    shows,
 )
 from sdk.compat.openai_types import CreateEmbeddingResponse
 from sdk.outputs import EmbeddingOutput, RequestOutput
@@ -35,7 +38,6 @@ from sdk.quant.safe_repr import safe_repr
 from sdk.requests.prompts import is_conversation
 
 T = TypeVar("T")
-_TOOLS = ("tools", "tool_choice", "parallel_tool_calls")
 
 
 class LanguageModel(Protocol):
@@ -141,7 +143,7 @@ class _Resource:
         return sampling_params(method, known, given, self._llm.get_default_sampling_params())
 
     def _responses(self, prefix: str, model: str | None) -> Responses:
-        return Responses(prefix, model or self._name)
+        return Responses(prefix, model or self._name, check_ended)
 
     def _chat(
         self, messages: Any, model: str | None, given: dict[str, Any]
@@ -151,10 +153,10 @@ class _Resource:
             raise BadRequestError(
                 f"messages: expected a list of messages, found {safe_repr(messages)}"
             )
-        tools = {name: given[name] for name in _TOOLS if given.get(name) is not None}
+        tools = {name: given[name] for name in TOOL_ARGUMENTS if given.get(name) is not None}
         if tools and not tools.get("tools"):
             raise BadRequestError(f"{next(iter(tools))}: expected tools too, found none")
-        params = self._params("create", CHAT_ARGUMENTS, _without(given, _TOOLS))
+        params = self._params("create", CHAT_ARGUMENTS, _without(given, TOOL_ARGUMENTS))
         return self._responses("chatcmpl", model), params, tools
 
     def _check_embeddings(self, encoding_format: str | None, dimensions: int | None) -> None:
@@ -180,6 +182,7 @@ def _without(given: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
 class ChatCompletions(_Resource):
     """``client.chat.completions``."""
 
+    @shows(*CHAT_ARGUMENTS, *TOOL_ARGUMENTS)
     def create(
         self, *, messages: Any, model: str | None = None, stream: bool = False, **given: Any
     ) -> Any:
@@ -200,6 +203,7 @@ class ChatCompletions(_Resource):
 class Completions(_Resource):
     """``client.completions``."""
 
+    @shows(*COMPLETION_ARGUMENTS)
     def create(
         self, *, prompt: Any, model: str | None = None, stream: bool = False, **given: Any
     ) -> Any:
@@ -236,6 +240,7 @@ class Embeddings(_Resource):
 class AsyncChatCompletions(_Resource):
     """``client.chat.completions`` for an event loop."""
 
+    @shows(*CHAT_ARGUMENTS, *TOOL_ARGUMENTS)
     async def create(
         self, *, messages: Any, model: str | None = None, stream: bool = False, **given: Any
     ) -> Any:
@@ -252,6 +257,7 @@ class AsyncChatCompletions(_Resource):
 class AsyncCompletions(_Resource):
     """``client.completions`` for an event loop."""
 
+    @shows(*COMPLETION_ARGUMENTS)
     async def create(
         self, *, prompt: Any, model: str | None = None, stream: bool = False, **given: Any
     ) -> Any:

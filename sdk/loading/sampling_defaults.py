@@ -21,6 +21,7 @@ from sdk.quant.safe_repr import safe_repr
 
 #: Used if the model's files name none. Measured on SmolLM2-135M: see docs/log.md.
 OWN: Mapping[str, Any] = {"temperature": 0.7, "top_p": 0.9, "min_p": 0.05}
+OWN_SOURCE = "this library's defaults (the model's files have none)"
 #: Name in transformers' generation_config.json -> name in ``SamplingParams``.
 _NAMES = {
     **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "typical_p")},
@@ -75,7 +76,7 @@ def _chosen(config: EngineConfig, checkpoint: Checkpoint) -> tuple[dict[str, Any
         kind = _FILE if checkpoint.format == "safetensors" else "general.sampling of the file"
         if any(name != "max_tokens" for name in named):
             return named, kind
-        return {**OWN, **named}, "this library's defaults (the model's files have none)"
+        return {**OWN, **named}, OWN_SOURCE
     path = Path(choice).expanduser() / _FILE
     if not path.is_file():
         raise CheckpointError(

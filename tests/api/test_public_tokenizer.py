@@ -101,3 +101,14 @@ def test_what_is_no_text_or_conversation_is_refused(ours: Any) -> None:
     ):
         with pytest.raises(RequestError):
             call()
+
+
+def test_bytes_of_tokens_add_up(ours: Any) -> None:
+    for text in TEXTS:
+        ids = ours.encode(text, add_special_tokens=False, parse_special=False)
+        data = b"".join(ours.decode_bytes([token]) for token in ids)
+        assert data == ours.decode_bytes(ids)
+        assert data.decode() in (text, f" {text}")  # decode drops the space that may be added
+    marked = ours.encode("Hi")
+    assert ours.decode_bytes(marked, skip_special_tokens=True) == b" Hi"
+    assert ours.decode_bytes(marked) == ours.bos_token.encode() + b" Hi"

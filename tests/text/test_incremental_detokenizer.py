@@ -11,6 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from sdk.loaders.tokenizer.base import TokenizerFacts
 from sdk.loaders.tokenizer.hf import JsonTokenizer
 from sdk.text.detokenizer import IncrementalDetokenizer
+from sdk.tokenizer import LLMTokenizer
 
 WORDS = ["hello", "##ing", "##s", ".", ",", "n", "'", "t", "do", "world", "[SEP]", "[CLS]"]
 PIECES = ["▁", "▁hello", "a", "▁▁", "b▁c", "é", "日", *(f"<0x{byte:02X}>" for byte in range(256))]
@@ -78,6 +79,14 @@ def test_random_ids_of_library_tokenizers(kind: str, data: Any, skip: bool) -> N
 def test_the_decoders_that_can_are_byte_by_byte(kind: str) -> None:
     assert LIBRARY[kind].bytewise is (kind not in ("wordpiece", "bpe suffix"))
     assert LIBRARY[kind].strips_leading_space is (kind in ("metaspace", "sentencepiece"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_bytes_of_ids_are_those_of_their_text(kind: str) -> None:
+    tokenizer = LLMTokenizer(LIBRARY[kind])
+    ids = tokenizer.encode("hello world", add_special_tokens=False)
+    text = tokenizer.decode(ids)
+    assert ids and tokenizer.decode_bytes(ids).decode().lstrip(" ") == text.lstrip(" ")
 
 
 @pytest.mark.parametrize("kind", ["metaspace", "sentencepiece", "no strip"])

@@ -1,0 +1,188 @@
+"""Chats: llama-cpp-python's chat formats, tools and dicts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from sdk.compat._responses import Responses
+from sdk.compat.openai_types import ChatCompletion, ChatCompletionChunk
+from sdk.errors import RequestError
+from sdk.outputs import RequestOutput
+from sdk.quant.safe_repr import safe_repr
+
+Response = dict[str, Any]
+_EMPTY: Mapping[str, None] = {"content": None, "function_call": None, "tool_calls": None}
+_USAGE = ("prompt_tokens", "completion_tokens", "total_tokens")
+
+
+class ChatFormat(NamedTuple):
+    """A chat template (Jinja) and the strings that end its answers."""
+
+    template: str
+    stop: tuple[str, ...] = ()
+
+
+def _turns(begin: str, end: str, answer: str) -> str:
+    """A template that wraps each message in the same way."""
+    message = "{% for m in messages %}" + begin + "{{ m.content }}" + end + "{% endfor %}"
+    return message + "{% if add_generation_prompt %}" + answer + "{% endif %}"
+
+
+_CHATML = ChatFormat(
+    _turns("<|im_start|>{{ m.role }}\n", "<|im_end|>\n", "<|im_start|>assistant\n"),
+    ("<|im_end|>",),
+)
+#: The formats by the names that ``chat_format`` has. The system message is a part of the first
+#: user message where a format has no place of its own for it.
+FORMATS: Mapping[str, ChatFormat] = {
+    "chatml": _CHATML,
+    "chatml-function-calling": _CHATML,
+    "llama-2": ChatFormat(
+        "{{ bos_token }}{% for m in messages %}"
+        "{% if m.role == 'system' %}[INST] <<SYS>>\n{{ m.content }}\n<</SYS>>\n\n"
+        "{% elif m.role == 'user' %}"
+        "{% if loop.previtem is not defined or loop.previtem.role != 'system' %}[INST] {% endif %}"
+        "{{ m.content }} [/INST]"
+        "{% else %} {{ m.content }} {{ eos_token }}{% endif %}{% endfor %}"
+    ),
+    "llama-3": ChatFormat(
+        "{{ bos_token }}"
+        + _turns(
+            "<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n",
+            "<|eot_id|>",
+            "<|start_header_id|>assistant<|end_header_id|>\n\n",
+        ),
+        ("<|eot_id|>",),
+    ),
+    "mistral-instruct": ChatFormat(
+        "{{ bos_token }}{% for m in messages %}"
+        "{% if m.role == 'assistant' %} {{ m.content }}{{ eos_token }}"
+        "{% else %}[INST] {{ m.content }} [/INST]{% endif %}{% endfor %}"
+    ),
+    "vicuna": ChatFormat(
+        "{% for m in messages %}{% if m.role == 'system' %}{{ m.content }} "
+        "{% elif m.role == 'user' %}USER: {{ m.content }} "
+        "{% else %}ASSISTANT: {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}ASSISTANT:{% endif %}",
+        ("USER:",),
+    ),
+    "zephyr": ChatFormat(
+        _turns("<|{{ m.role }}|>\n", "{{ eos_token }}\n", "<|assistant|>\n"), ("<|user|>",)
+    ),
+}
+_OWN = "chat_template."
+
+
+def chat_format(name: str | None) -> ChatFormat | None:
+    """The format of a name; None: the model's own template.
+
+    :raises RequestError: the name is unknown.
+    """
+    if name is None or name == f"{_OWN}default":
+        return None
+    if isinstance(name, str) and name.startswith(_OWN):  # a named template of the file
+        return ChatFormat(name.removeprefix(_OWN))
+    if name not in FORMATS:
+        raise RequestError(
+            f"chat_format: expected None (the model's own template) or one of "
+            f"{', '.join(FORMATS)}, found {safe_repr(name)}; pass another template as "
+            "chat_template="
+        )
+    return FORMATS[name]
+
+
+def tool_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+    """``tools`` and ``tool_choice`` of ``LLM.chat``; ``functions`` are their older form."""
+    tools, choice = given["tools"], given["tool_choice"]
+    if given["functions"] is not None:
+        tools = [{"type": "function", "function": one} for one in given["functions"]]
+    if (call := given["function_call"]) is not None:
+        choice = call
+        if isinstance(call, Mapping) and "name" in call:
+            choice = {"type": "function", "function": {"name": call["name"]}}
+    if not tools:
+        if choice not in (None, "none", "auto"):
+            raise RequestError("tool_choice: expected tools too, found none")
+        return {}
+    return {"tools": tools} | ({} if choice is None else {"tool_choice": choice})
+
+
+def chat_dict(completion: ChatCompletion) -> Response:
+    """The completion with llama-cpp-python's keys."""
+    found = completion.model_dump()
+    found["usage"] = {name: found["usage"][name] for name in _USAGE}
+    for choice in found["choices"]:
+        message = choice["message"]
+        kept = {"role": message["role"], "content": message["content"]}
+        if message["tool_calls"]:
+            kept["tool_calls"] = message["tool_calls"]
+            kept["function_call"] = message["tool_calls"][0]["function"]  # the older form
+        choice["message"] = kept
+    return found
+
+
+def chunk_dicts(
+    made: Responses,
+    pieces: Generator[RequestOutput, None, None],
+    shown: Callable[[RequestOutput], RequestOutput],
+    *,
+    forced: bool,
+) -> Iterator[Response]:
+    """The chunks of a stream with llama-cpp-python's keys: the role, the text, the end.
+
+    ``forced``: ``tool_choice`` names a tool; then every delta has all keys.
+    """
+    names: dict[int, Response] = {}
+    role: Response = {"role": "assistant", **(_EMPTY if forced else {})}
+    end: Response = {"role": None, **_EMPTY} if forced else {}
+    try:
+        for number, piece in enumerate(pieces):
+            chunk = made.chunk(shown(piece))
+            if number == 0:
+                yield _chunk(chunk, role)
+            [choice] = chunk.choices
+            delta = _delta(choice.delta.content, choice.delta.tool_calls, names)
+            if delta:
+                logprobs = None if choice.logprobs is None else choice.logprobs.model_dump()
+                yield _chunk(chunk, delta, logprobs)
+            if choice.finish_reason is not None:
+                yield _chunk(chunk, end, None, choice.finish_reason)
+    finally:
+        pieces.close()
+
+
+def _delta(
+    content: str | None, calls: Sequence[Any] | None, names: dict[int, Response]
+) -> Response:
+    """``names``: of the calls so far. Every piece of a call has its id and name."""
+    if not calls:
+        return {"content": content} if content else {}
+    plain = []
+    for call in calls:
+        if call.id is not None:
+            names[call.index] = {"id": call.id, "name": call.function.name}
+        known = names[call.index]
+        function = {"name": known["name"], "arguments": call.function.arguments}
+        plain.append(
+            {"index": call.index, "id": known["id"], "type": "function", "function": function}
+        )
+    return {
+        "role": None,
+        "content": content or None,
+        "function_call": plain[0]["function"],
+        "tool_calls": plain,
+    }
+
+
+def _chunk(
+    chunk: ChatCompletionChunk, delta: Response, logprobs: Any = None, reason: str | None = None
+) -> Response:
+    choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+    return {
+        "id": chunk.id,
+        "model": chunk.model,
+        "created": chunk.created,
+        "object": chunk.object,
+        "choices": [choice],
+    }

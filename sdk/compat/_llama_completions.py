@@ -1,0 +1,148 @@
+"""Text completions in the form of llama-cpp-python's dicts."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Generator, Iterator, Sequence
+from typing import Any
+
+from sdk.compat._llama_sampling import Callbacks
+from sdk.errors import SdkError
+from sdk.outputs import CompletionOutput, Logprobs, RequestOutput
+from sdk.tokenizer import LLMTokenizer
+from sdk.typed_outputs import MessageAnswer
+
+Response = dict[str, Any]
+
+
+class CompletionError(SdkError, RuntimeError):
+    """A request failed while it ran."""
+
+
+def check_ended(answer: CompletionOutput) -> None:
+    """:raises CompletionError: the answer did not end by itself."""
+    if answer.finish_reason in ("error", "abort", "deadline"):
+        why = f": {answer.stop_reason}" if answer.stop_reason is not None else ""
+        raise CompletionError(f"the request ended with {answer.finish_reason!r}{why}")
+
+
+def without_end(output: RequestOutput, ends: frozenset[int]) -> RequestOutput:
+    """The output without the tokens that ended its answers: llama.cpp does not count them."""
+    return output._replace(outputs=[_without_end(answer, ends) for answer in output.outputs])
+
+
+def _without_end(answer: Any, ends: frozenset[int]) -> Any:
+    ids = answer.token_ids
+    if answer.finish_reason != "stop" or not ids or ids[-1] not in ends:
+        return answer
+    shorter = answer._replace(
+        token_ids=ids[:-1], logprobs=None if answer.logprobs is None else answer.logprobs[:-1]
+    )
+    if isinstance(answer, MessageAnswer):  # its message is not one of the tuple's fields
+        vars(shorter).update(vars(answer))
+    return shorter
+
+
+class TextCompletions:
+    """The responses to one request: they share ``id``, ``created`` and ``model``."""
+
+    def __init__(
+        self, model: str, tokenizer: LLMTokenizer, prompt: str, callbacks: Callbacks | None
+    ) -> None:
+        """``prompt``: its text, if it was given as text."""
+        self._facts = {
+            "id": f"cmpl-{uuid.uuid4()}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": model,
+        }
+        self._tokenizer = tokenizer
+        self._prompt = prompt
+        self._callbacks = callbacks
+        self._length = len(prompt)  # characters before the next token
+
+    def whole(self, output: RequestOutput, *, echo: bool) -> Response:
+        """The completion."""
+        output = without_end(output, self._tokenizer.eos_token_ids)
+        [answer] = output.outputs
+        reason = self._reason(answer)
+        logprobs = None
+        if answer.logprobs is not None:
+            rows: list[tuple[int, Logprobs | None]] = []
+            if echo:
+                self._length = 0
+                rows = self._prompt_rows(output)
+            rows += zip(answer.token_ids, answer.logprobs, strict=True)
+            logprobs = self._logprobs(rows)
+        counts = len(output.prompt_token_ids), len(answer.token_ids)
+        return {
+            **self._facts,
+            "choices": [_choice(self._prompt * echo + answer.text, logprobs, reason)],
+            "usage": {
+                "prompt_tokens": counts[0],
+                "completion_tokens": counts[1],
+                "total_tokens": sum(counts),
+            },
+        }
+
+    def chunks(self, pieces: Generator[RequestOutput, None, None]) -> Iterator[Response]:
+        """The completion piece by piece. Closing the iterator aborts the request."""
+        try:
+            for output in pieces:
+                output = without_end(output, self._tokenizer.eos_token_ids)
+                [answer] = output.outputs
+                reason = self._reason(answer)
+                if answer.text or answer.logprobs:
+                    yield self._chunk(answer)
+                if reason is not None:
+                    yield {**self._facts, "choices": [_choice("", None, reason)]}
+                    return
+        finally:
+            pieces.close()
+
+    def _chunk(self, answer: CompletionOutput) -> Response:
+        logprobs = None
+        if answer.logprobs:
+            logprobs = self._logprobs(list(zip(answer.token_ids, answer.logprobs, strict=True)))
+        return {**self._facts, "choices": [_choice(answer.text, logprobs, None)]}
+
+    def _reason(self, answer: CompletionOutput) -> str | None:
+        if self._callbacks is not None and self._callbacks.stopped and answer.finished:
+            return "stop"
+        check_ended(answer)
+        return answer.finish_reason
+
+    def _prompt_rows(self, output: RequestOutput) -> list[tuple[int, Logprobs | None]]:
+        """The tokens of the prompt without BOS; the first one has no log-probability."""
+        assert output.prompt_logprobs is not None
+        ids, rows = output.prompt_token_ids, list(output.prompt_logprobs)
+        if ids[0] == self._tokenizer.bos_token_id:
+            ids, rows = ids[1:], rows[1:]
+        return list(zip(ids, [None, *rows[1:]][: len(ids)], strict=True))
+
+    def _logprobs(self, rows: Sequence[tuple[int, Logprobs | None]]) -> Response:
+        """Tokens with their offsets in the text and their log-probabilities."""
+        texts, offsets = [], []
+        for token, _ in rows:
+            texts.append(self._text(token))
+            offsets.append(self._length)
+            self._length += len(texts[-1])
+        return {
+            "tokens": texts,
+            "text_offset": offsets,
+            "token_logprobs": [row and row[token].logprob for token, row in rows],
+            "top_logprobs": [row and self._best(row) for _, row in rows],
+        }
+
+    def _best(self, row: Logprobs) -> dict[str, float]:
+        return {self._text(token): entry.logprob for token, entry in row.entries()}
+
+    def _text(self, token: int) -> str:
+        """The text of one token, without bytes of other characters."""
+        text = self._tokenizer.decode_bytes([token], skip_special_tokens=True)
+        return text.decode("utf-8", errors="ignore")
+
+
+def _choice(text: str, logprobs: Response | None, reason: str | None) -> Response:
+    return {"text": text, "index": 0, "logprobs": logprobs, "finish_reason": reason}

@@ -1,0 +1,196 @@
+"""Responses of OpenAI's API, made from our outputs: what its client and llama.cpp's share."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from sdk.compat.openai_types import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatCompletionMessage,
+    ChatCompletionMessageToolCall,
+    ChatCompletionTokenLogprob,
+    Choice,
+    ChoiceDelta,
+    ChoiceDeltaToolCall,
+    ChoiceLogprobs,
+    ChunkChoice,
+    Completion,
+    CompletionChoice,
+    CompletionUsage,
+    CreateEmbeddingResponse,
+    Embedding,
+    EmbeddingUsage,
+    Function,
+    PromptTokensDetails,
+    TopLogprob,
+)
+from sdk.errors import RequestError
+from sdk.outputs import CompletionOutput, EmbeddingOutput, RequestOutput
+from sdk.quant.safe_repr import safe_repr
+from sdk.typed_outputs import MessageAnswer
+
+_KINDS = ("text", "json_object", "json_schema")
+
+
+def structure_of(wanted: object) -> dict[str, Any] | None:
+    """``structured_outputs`` for a ``response_format``. A ``json_object`` may have a ``schema``.
+
+    :raises RequestError: it is not one.
+    """
+    kind = wanted.get("type") if isinstance(wanted, Mapping) else None
+    if not isinstance(wanted, Mapping) or kind not in _KINDS:
+        raise RequestError(
+            "response_format: expected a dict with the type 'text', 'json_object' or "
+            f"'json_schema', found {safe_repr(wanted)}"
+        )
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        schema = wanted.get("schema")
+        return {"json_object": True} if schema is None else {"json": schema}
+    named = wanted.get("json_schema")
+    schema = named.get("schema") if isinstance(named, Mapping) else None
+    if schema is None:
+        raise RequestError(
+            "response_format: expected {'type': 'json_schema', 'json_schema': {'name': ..., "
+            f"'schema': {{...}}}}}}, found {safe_repr(wanted)}"
+        )
+    return {"json": schema}
+
+
+def usage_of(outputs: Sequence[RequestOutput]) -> CompletionUsage:
+    """The tokens of whole outputs."""
+    prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    answer = sum(len(one.token_ids) for output in outputs for one in output.outputs)
+    cached = sum(output.num_cached_tokens or 0 for output in outputs)
+    return CompletionUsage(prompt, answer, prompt + answer, PromptTokensDetails(cached))
+
+
+class Responses:
+    """Makes the responses to one request: they share ``id``, ``created`` and ``model``.
+
+    ``check`` raises if an answer did not end by itself.
+    """
+
+    def __init__(self, prefix: str, model: str, check: Callable[[CompletionOutput], None]) -> None:
+        self._check = check
+        self._facts: dict[str, Any] = {
+            "id": f"{prefix}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": model,
+        }
+        self._started: set[int] = set()
+        self._calls: set[int] = set()  # answers with tool calls
+        self._num_tokens = 0
+
+    # ---- chats -----------------------------------------------------------------------------------
+
+    def chat(self, output: RequestOutput) -> ChatCompletion:
+        choices = [self._choice(answer) for answer in output.outputs]
+        return ChatCompletion(choices=choices, usage=usage_of([output]), **self._facts)
+
+    def _choice(self, answer: CompletionOutput) -> Choice:
+        self._check(answer)
+        message = ChatCompletionMessage(answer.text)
+        reason = str(answer.finish_reason)
+        if isinstance(answer, MessageAnswer):
+            found = answer.message
+            message.content = found.content or None
+            message.reasoning_content = found.reasoning or None
+            if found.tool_calls:
+                reason = "tool_calls"
+                message.tool_calls = [
+                    ChatCompletionMessageToolCall(call.id, Function(call.name, call.arguments))
+                    for call in found.tool_calls
+                ]
+        return Choice(answer.index, message, reason, _logprobs(answer))
+
+    def chunk(self, output: RequestOutput) -> ChatCompletionChunk:
+        choices = [self._chunk_choice(answer) for answer in output.outputs]
+        self._num_tokens += sum(len(answer.token_ids) for answer in output.outputs)
+        return ChatCompletionChunk(choices=choices, **self._facts)
+
+    def _chunk_choice(self, answer: CompletionOutput) -> ChunkChoice:
+        self._check(answer)
+        delta, reason = ChoiceDelta(answer.text), answer.finish_reason
+        if isinstance(answer, MessageAnswer):
+            found = answer.delta
+            delta.content = found.content or None
+            delta.reasoning_content = found.reasoning or None
+            if found.tool_calls:
+                self._calls.add(answer.index)
+                delta.tool_calls = [
+                    ChoiceDeltaToolCall(
+                        call.index,
+                        call.id,
+                        Function(call.name, call.arguments),
+                        None if call.id is None else "function",
+                    )
+                    for call in found.tool_calls
+                ]
+        if answer.index not in self._started:
+            self._started.add(answer.index)
+            delta.role = "assistant"
+        ended = "tool_calls" if reason and answer.index in self._calls else reason
+        return ChunkChoice(answer.index, delta, ended, _logprobs(answer))
+
+    def last_chunk(self, output: RequestOutput) -> ChatCompletionChunk:
+        """The chunk with the usage of a whole stream."""
+        return ChatCompletionChunk(choices=[], usage=self._stream_usage(output), **self._facts)
+
+    def _stream_usage(self, output: RequestOutput) -> CompletionUsage:
+        usage = usage_of([output._replace(outputs=[])])
+        usage.completion_tokens = self._num_tokens
+        usage.total_tokens += self._num_tokens
+        return usage
+
+    # ---- completions and embeddings --------------------------------------------------------------
+
+    def completion(self, outputs: Sequence[RequestOutput]) -> Completion:
+        answers = [answer for output in outputs for answer in output.outputs]
+        for answer in answers:
+            self._check(answer)
+        choices = [
+            CompletionChoice(index, answer.text, answer.finish_reason)
+            for index, answer in enumerate(answers)
+        ]
+        return Completion(choices=choices, usage=usage_of(outputs), **self._facts)
+
+    def completion_chunk(self, output: RequestOutput) -> Completion:
+        for answer in output.outputs:
+            self._check(answer)
+        self._num_tokens += sum(len(answer.token_ids) for answer in output.outputs)
+        choices = [CompletionChoice(a.index, a.text, a.finish_reason) for a in output.outputs]
+        return Completion(choices=choices, **self._facts)
+
+    def last_completion_chunk(self, output: RequestOutput) -> Completion:
+        return Completion(choices=[], usage=self._stream_usage(output), **self._facts)
+
+    def embeddings(self, outputs: Sequence[EmbeddingOutput]) -> CreateEmbeddingResponse:
+        count = sum(len(output.prompt_token_ids) for output in outputs)
+        data = [Embedding(output.embedding, index) for index, output in enumerate(outputs)]
+        model = self._facts["model"]
+        return CreateEmbeddingResponse(data, model, EmbeddingUsage(count, count))
+
+
+def _logprobs(answer: CompletionOutput) -> ChoiceLogprobs | None:
+    if answer.logprobs is None:
+        return None
+    content = []
+    for token_id, entry in zip(answer.token_ids, answer.logprobs, strict=True):
+        tops = [
+            TopLogprob(one.decoded_token or "", one.logprob, _bytes(one.decoded_token))
+            for _, one in entry.entries()
+        ]
+        own = entry[token_id]
+        text = own.decoded_token or ""
+        content.append(ChatCompletionTokenLogprob(text, own.logprob, _bytes(text), tops))
+    return ChoiceLogprobs(content)
+
+
+def _bytes(text: str | None) -> list[int] | None:
+    return None if text is None else list(text.encode("utf-8"))

@@ -1,0 +1,111 @@
+"""Where our interfaces differ from the originals: docs/compat.md shows this table.
+
+Keys are patterns (``fnmatch``) of ``Object``, ``Object.method``, ``Object(parameter)`` and
+``Object.method(parameter)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+DIFFERENCES: Mapping[str, Mapping[str, str]] = {
+    "vllm": {
+        "LLM.apply_model": "use `llm.llm.quant_report()`; the model's modules are not public",
+        "LLM.collective_rpc": "ranks run no code of callers",
+        "LLM.get_metrics": "use `llm.llm.get_metrics()`, a dict of numbers",
+        "LLM.release_kv_cache_memory": "use `sleep(1)`",
+        "LLM.reset_mm_cache": "models read text only",
+        "LLM.*_profile": "use a profiler of your own; `embedlm bench` measures steps",
+        "LLM.*weight*": "weights are not replaced while an engine runs",
+        "EngineArgs.*": "options are attributes; there are no config objects and no parser",
+        "AsyncEngineArgs.*": "the same",
+        "AsyncLLMEngine(*)": "`AsyncLLMEngine(llm)` or `from_engine_args`",
+        "AsyncLLMEngine.from_vllm_config": "there are no config objects",
+        "AsyncLLMEngine.from_engine_args(usage_context)": "None here; it has no effect",
+        "AsyncLLMEngine.*lora*": "adapters are not supported yet",
+        "AsyncLLMEngine.*weight*": "weights are not replaced while an engine runs",
+        "AsyncLLMEngine.*_profile": "use a profiler of your own",
+        "AsyncLLMEngine.checkpoint_*": "use `llm.snapshot` and `restore`",
+        "AsyncLLMEngine.*_generation": "use `sleep` and `wake_up`",
+        "AsyncLLMEngine.is_paused": "use `is_sleeping`",
+        "AsyncLLMEngine.add_request": "use `generate`",
+        "AsyncLLMEngine.check_admission": "all requests are queued",
+        "AsyncLLMEngine.collective_rpc": "ranks run no code of callers",
+        "AsyncLLMEngine.get_kv_event_sources": "there are no events",
+        "AsyncLLMEngine.get_num_*": "use `llm.get_metrics()`",
+        "AsyncLLMEngine.get_status": "use `check_health`",
+        "AsyncLLMEngine.get_supported_tasks": "one engine generates, embeds, classifies and scores",
+        "AsyncLLMEngine.handle_fault": "a dead engine is not restarted",
+        "AsyncLLMEngine.is_tracing_enabled": "requests are not traced",
+        "AsyncLLMEngine.notify_kv_transfer_request_rejected": "keys and values are not transferred",
+        "AsyncLLMEngine.release_kv_cache_memory": "use `sleep(1)`",
+        "AsyncLLMEngine.reset_encoder_cache": "models read text only",
+        "AsyncLLMEngine.reset_mm_cache": "models read text only",
+        "AsyncLLMEngine.scale_elastic_ep": "the number of ranks is fixed",
+        "AsyncLLMEngine.wait_for_requests_to_drain": "`shutdown` ends all requests",
+        "SamplingParams.from_optional(*)": "takes the fields of `SamplingParams` as keywords",
+        "SamplingParams.for_sampler_warmup": "internal",
+        "SamplingParams.update_from_*": "internal",
+        "SamplingParams.verify": "the constructor verifies",
+        "StructuredOutputsParams(*)": "is `sdk.StructuredOutputsParams`, whose fields are keywords",
+        "StructuredOutputsParams.all_*": "there is always exactly one structure",
+        "PoolingParams.verify": "the constructor verifies",
+        "RequestOutput(kwargs)": "outputs are made by the engine",
+        "RequestOutput.add": "use `output_kind` to get whole answers",
+        "*.from_base": "outputs are made by the engine",
+        "BeamSearchSequence.get_prompt": "use `orig_prompt`",
+    },
+    "llama_cpp": {
+        "Llama.*(stop)": "the default is None, which means no strings, as `[]` does there",
+        "Llama.logits_to_logprobs": "internal",
+        "Llama.longest_token_prefix": "internal",
+        "LlamaState(scores)": "logits are not kept",
+        "LlamaState(llama_state*)": "`snapshot` has the keys and values",
+        "LlamaDraftModel.__call__": "drafts are found by the engine",
+        "LlamaPromptLookupDecoding.__call__": "drafts are found by the engine",
+        "LlamaPromptLookupDecoding.find_candidate_pred_tokens": "drafts are found by the engine",
+    },
+    "openai": {
+        "*OpenAI(*)": "the client takes an `LLM` instead of keys, addresses and retries",
+        "*OpenAI.*": "there is no HTTP client",
+        "*Completions(client)": "resources are made by the client",
+        "*Embeddings(client)": "resources are made by the client",
+        "*.create(model)": "may be left out",
+        "*.create(stream)": "the default is False, which means the same",
+        "*.create(audio)": "models read and write text only",
+        "*.create(modalities)": "models read and write text only",
+        "*.create(moderation)": "answers are not moderated",
+        "*.create(prediction)": "use `speculative_config` of the LLM",
+        "*.create(functions)": "use `tools`",
+        "*.create(function_call)": "use `tool_choice`",
+        "*.create(verbosity)": "has no equivalent",
+        "*.create(web_search_options)": "nothing is searched",
+        "*Embeddings.create(user)": "there is no HTTP request",
+        "*Embeddings.create(extra_*)": "there is no HTTP request",
+        "*Embeddings.create(timeout)": "embeddings have no deadline",
+        "*ChatCompletions.delete": "completions are not stored",
+        "*ChatCompletions.list": "completions are not stored",
+        "*ChatCompletions.retrieve": "completions are not stored",
+        "*ChatCompletions.update": "completions are not stored",
+        "*ChatCompletions.parse": "use `llm.chat(..., returns=Type)`",
+        "*ChatCompletions.stream": "use `create(stream=True)`",
+    },
+}
+#: Defaults that mean "not given" there and are None here.
+NOT_GIVEN = (
+    {"object": "Omit"},
+    {"object": "NotGiven"},
+    {"object": "_HAS_DEFAULT_FACTORY_CLASS"},
+    {"object": "Factory"},
+    {"enum": "TRITON"},
+    {"enum": "O2"},
+)
+#: Keys of results with another type: (key, type there, type here) -> why.
+SHAPES: Mapping[tuple[str, str, str], str] = {
+    ("metrics", "NoneType", "dict"): "always there, not only with `disable_log_stats=False`",
+    ("num_cache_creation_tokens", "int", "NoneType"): "not counted",
+    ("weight_versions", "list", "NoneType"): "weights have one version",
+    ("decoded_token", "NoneType", "str"): "the texts of a beam's tokens are there too",
+    ("prompt_token_ids", "list", "empty"): "`score` does not return the tokens of the pair",
+    ("bytes", "NoneType", "list"): "the bytes of a token are there too",
+}
