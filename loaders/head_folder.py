@@ -92,10 +92,8 @@ class HeadFolder(HfFolder):
         for key in _NESTED:
             if isinstance(raw.get(key), dict):
                 raw = {**raw, **raw[key]}
-        if raw.get("model_type", "") in ("", "eagle", "eagle3"):
-            raw["model_type"] = "llama"
         single = {key: value for key, value in raw.items() if key != "layer_types"}
-        complete = complete_config({**single, "num_hidden_layers": 1}, source)
+        complete = complete_config({"model_type": method, **single, "num_hidden_layers": 1}, source)
         return {**complete, "model_type": method}
 
     def _named(self, files: SafetensorsFiles) -> dict[str, StoredTensor]:

@@ -38,9 +38,6 @@ class Committer:
         batch, in_flight = self._take(result), self._in_flight
         now, updates = self._queues.clock(), self._queues.take_expired()
         page_size, repeats = self._config.page_size, in_flight.repeatable is batch
-        if result.left_out:
-            for request in batch.sequences:
-                request.is_drafted &= request.request_id not in result.left_out
         errors, details, prompt_logprobs = result.errors, result.details, result.prompt_logprobs
         rows, found, forced = batch.plan.rows, result.tokens, result.forced
         need_page: list[Request] = []
@@ -109,6 +106,9 @@ class Committer:
             self._prefixes.pool.confirm_copies()
         if result.unwritten:
             self._prefixes.swap.drop_unwritten(result.unwritten)
+        if result.left_out:
+            for request in batch.sequences:
+                request.is_drafted &= request.request_id not in result.left_out
         return batch
 
     def _scored(

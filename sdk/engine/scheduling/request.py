@@ -157,13 +157,12 @@ class Request:
         self.max_len = 0  # it finishes with "length" at this many tokens
         self.stop_token_ids = frozenset(params.stop_token_ids or ())
         self.is_complete = False  # its structure is, so its last token is text
-        self.is_drafted = True  # False: the ranks that draft cannot draft for it
+        self.is_drafted = True  # unless the ranks cannot draft for it
         self.forced: Sequence[int] = ()  # the next tokens, if its structure leaves no choice
         self.deadline = math.inf
         # Why it was not admitted last time, so that the next plan need not search again.
         self.min_available = 0
         self.waits_for: bytes | None = None
-
         self.queued_ts = 0.0
         self.scheduled_ts: float | None = None
         self.first_token_ts: float | None = None
