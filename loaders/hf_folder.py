@@ -70,15 +70,15 @@ class HfFolder:
                 settings = folder_file(folder, name)
                 if settings is not None:
                     raw["quantization_config"] = read_json(settings, MAX_CONFIG)
-        files = open_weights(folder, weights)
+        files = self._open(folder, weights)
         self._quantization = quantization(raw, files.tensors, str(folder))
-        self.config: Mapping[str, Any] = complete_config(raw, str(source))
+        self.config: Mapping[str, Any] = self._completed(raw, str(source), files)
         generation = folder_file(folder, "generation_config.json")
         self.generation_config: Mapping[str, Any] = (
             {} if generation is None else read_json(generation, MAX_CONFIG)
         )
         self._files: SafetensorsFiles | None = files
-        self._tensors = _canonical_names(files, self._by_mistral)
+        self._tensors = self._named(files)
         if "score.weight" in self._tensors and "lm_head.weight" not in self._tensors:
             # A classification head replaces the other one, which the embedding stands in for.
             self.config = {**self.config, "tie_word_embeddings": True}
@@ -171,6 +171,20 @@ class HfFolder:
         self.__dict__.pop("tokenizer", None)  # callers may keep it alive
 
     # -- inside --------------------------------------------------------------------------------
+
+    def _open(self, folder: Path, weights: Path | None) -> SafetensorsFiles:
+        """The files of the weights."""
+        return open_weights(folder, weights)
+
+    def _completed(
+        self, raw: dict[str, Any], source: str, files: SafetensorsFiles
+    ) -> Mapping[str, Any]:
+        """The config, from that in the file ``source``."""
+        return complete_config(raw, source)
+
+    def _named(self, files: SafetensorsFiles) -> dict[str, StoredTensor]:
+        """Every tensor of the model by our name."""
+        return _canonical_names(files, self._by_mistral)
 
     def _opened(self) -> SafetensorsFiles:
         if self._files is None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -67,18 +67,23 @@ class StoredTensor:
     nbytes: int
 
 
+#: The tensors of a file, and the strings of its metadata.
+ReadHeader = Callable[[ModelFile], tuple[list[StoredTensor], dict[str, str]]]
+
+
 class SafetensorsFiles:
     """The tensors of one checkpoint, in one or several files, by name.
 
-    ``metadata``: the ``__metadata__`` strings of all headers.
+    ``metadata``: the ``__metadata__`` strings of all headers. ``read_header``: for files of another
+    format whose tensors are ranges of the file, too.
     """
 
-    def __init__(self, files: Iterable[Path]) -> None:
+    def __init__(self, files: Iterable[Path], read_header: ReadHeader | None = None) -> None:
         self.tensors: dict[str, StoredTensor] = {}
         self.metadata: dict[str, str] = {}
         blocks = ReadBlocks()
         for path in files:
-            tensors, metadata = _read_header(ModelFile(path, blocks))
+            tensors, metadata = (read_header or _read_header)(ModelFile(path, blocks))
             self.metadata |= metadata
             for tensor in tensors:
                 other = self.tensors.get(tensor.name)

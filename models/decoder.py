@@ -67,17 +67,12 @@ class Attention:
         self.sinks: Tensor | None = None
         d = c.head_dim
         keys = (c.num_kv_heads * d, heads.kv_start * d, heads.kv_count * d)
-        self.qkv = source.columns(
-            path,
-            "qkv_proj",
-            [
-                ("q_proj", c.num_heads * d, heads.start * d, heads.count * d),
-                ("k_proj", *keys),
-                ("v_proj", *keys),
-            ],
-            bias=c.attention_bias,
-            accurate=True,
-        )
+        parts = [
+            ("q_proj", c.num_heads * d, heads.start * d, heads.count * d),
+            ("k_proj", *keys),
+            ("v_proj", *keys),
+        ]
+        self.qkv = self.projection(source, path, parts)
         self.out = source.row(
             f"{path}.o_proj",
             c.num_heads * d,
@@ -86,12 +81,23 @@ class Attention:
             bias=c.output_bias,
         )
 
+    def projection(
+        self, source: Source, path: str, parts: Sequence[tuple[str, int, int, int]]
+    ) -> Projection:
+        """The projection to queries, keys and values."""
+        bias = source.config.attention_bias
+        return source.columns(path, "qkv_proj", parts, bias=bias, accurate=True)
+
     def normalize(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Change q ``[T, heads, head_dim]`` and k ``[T, kv_heads, head_dim]`` before rotation."""
         return q, k
 
     def __call__(self, x: Tensor, step: Step, pages: KVPages) -> Tensor:
-        heads = self.qkv(x).view(x.shape[0], -1, self.head_dim)
+        return self.attend(self.qkv(x), step, pages)
+
+    def attend(self, qkv: Tensor, step: Step, pages: KVPages) -> Tensor:
+        """Attention of the projected ``[T, features of q, k and v]``."""
+        heads = qkv.view(qkv.shape[0], -1, self.head_dim)
         q, k, v = heads.split_with_sizes([self.heads, self.kv_heads, self.kv_heads], dim=1)
         q, k = self.normalize(q, k)
         cos, sin = step.angles if self.window is None else step.local_angles
@@ -173,6 +179,10 @@ class Decoder:
         self.rope = source.rope(c.rope)
         self.local_rope = None if c.local_rope is None else source.rope(c.local_rope)
         self._linears = source.linears
+        #: Layers of which ``streams`` has the input in each step, in ascending order.
+        self.streamed: Sequence[int] = ()
+        #: The residual streams that enter those layers in the last step, float32 ``[T, hidden]``.
+        self.streams: list[Tensor] = []
 
     @property
     def shift_invariant(self) -> bool:
@@ -192,7 +202,11 @@ class Decoder:
         if self.local_rope is not None:
             local = self.local_rope.cos_sin(batch.positions, self.ops)
         step = Step(batch, angles, local)
+        self.streams = []
         for i, (layer, pages) in enumerate(zip(self.layers, kv, strict=True)):
+            if i in self.streamed:
+                stream = self.ops.add(self.ops.zeros(*delta.shape), residual)
+                self.streams.append(self.ops.add(stream, delta))
             with self.ops.layers.run(i):
                 delta, residual = layer(delta, residual, step, pages)
         hidden, _ = self.ops.add_rms_norm(

@@ -259,19 +259,49 @@ class Source:
         that holds them joined under ``fused`` (Phi-3) gives the same result. ``accurate``: with
         ``ACCURATE`` activation bits (see :meth:`sdk.kernels.ops.Ops.linear`) instead of 8.
         """
-        activation_bits = ACCURATE if accurate else 8
+        weight, joined = self._columns(path, fused, parts, self.config.hidden_size, bias)
+        bits = ACCURATE if accurate else 8
+        return self._bound(f"{path}.{fused}", weight, joined, narrow=True, activation_bits=bits)
+
+    def column_halves(
+        self,
+        path: str,
+        fused: str,
+        parts: Sequence[tuple[str, int, int, int]],
+        *,
+        bias: bool = False,
+    ) -> tuple[Projection, Projection]:
+        """Like :meth:`columns`, for an input of two joined vectors of the hidden size each.
+
+        There is one projection for each of them, because no operator joins vectors. The sum of
+        their results is that of the whole. The first one has the bias.
+        """
         hidden = self.config.hidden_size
+        weight, joined = self._columns(path, fused, parts, 2 * hidden, bias)
+        first, second = weight.narrow("in", 0, hidden), weight.narrow("in", hidden, hidden)
+        return (
+            self._bound(f"{path}.{fused}", first, joined, activation_bits=ACCURATE),
+            self._bound(f"{path}.{fused}.second", second, None, activation_bits=ACCURATE),
+        )
+
+    def _columns(
+        self,
+        path: str,
+        fused: str,
+        parts: Sequence[tuple[str, int, int, int]],
+        inputs: int,
+        bias: bool,
+    ) -> tuple[Weight, Tensor | None]:
+        """This rank's part of the matrix and of the bias of :meth:`columns`."""
         whole = f"{path}.{fused}"
         total = sum(size for _, size, _, _ in parts)
         weights: list[Weight] = []
         biases: list[Tensor | None] = []
         if self.checkpoint.has(self._name(whole)):
-            weight = self._pull(whole, (total, hidden))
+            weight = self._pull(whole, (total, inputs))
             joined = self._bias(whole, total, bias)
             if sum(count for *_, count in parts) == total:
-                return self._bound(
-                    whole, weight, joined, narrow=True, activation_bits=activation_bits
-                )
+                return weight, joined
             offset = 0
             for _, size, start, count in parts:
                 weights.append(self._cut(whole, weight, "out", offset + start, count))
@@ -282,7 +312,7 @@ class Source:
             for name, size, start, count in parts:
                 part = f"{path}.{name}"
                 weights.append(
-                    self._cut(part, self._pull(part, (size, hidden)), "out", start, count)
+                    self._cut(part, self._pull(part, (size, inputs)), "out", start, count)
                 )
                 own = self._bias(part, size, bias)
                 biases.append(None if own is None else own[start : start + count])
@@ -292,10 +322,7 @@ class Source:
                 torch.zeros(w.shape[0], device=self.ops.device) if b is None else b
                 for b, w in zip(biases, weights, strict=True)
             ]
-        joined = torch.cat(present) if present else None
-        return self._bound(
-            whole, concat(weights), joined, narrow=True, activation_bits=activation_bits
-        )
+        return concat(weights), torch.cat(present) if present else None
 
     def row(
         self, path: str, in_features: int, start: int, count: int, *, bias: bool = False
@@ -306,11 +333,15 @@ class Source:
         weight = self._cut(path, weight, "in", start, count)
         return self._bound(path, weight, self._bias(path, hidden, bias), reduce=True)
 
+    def matrix(self, path: str, out_features: int, in_features: int) -> Projection:
+        """A projection that every rank has as a whole, with a bias if the file has one."""
+        weight = self._pull(path, (out_features, in_features))
+        bias = self._bias(path, out_features, False)
+        return self._bound(path, weight, bias, activation_bits=ACCURATE)
+
     def router(self, path: str, count: int) -> Projection:
         """The logits of ``count`` experts; every rank has all of them."""
-        weight = self._pull(path, (count, self.config.hidden_size))
-        bias = self._bias(path, count, False)
-        return self._bound(path, weight, bias, activation_bits=ACCURATE)
+        return self.matrix(path, count, self.config.hidden_size)
 
     def expert_columns(
         self, path: str, names: tuple[str, ...], start: int, count: int
@@ -371,17 +402,25 @@ class Source:
 
     def embedding_and_head(self) -> tuple[Embedding, Head]:
         """The first and the last matrix of the model; if tied, they share one weight."""
-        c = self.config
-        start, count = self.mesh.vocabulary(c.vocab_size)
+        embedding = self.embedding()
+        weight = embedding.weight
+        if not self.config.tie_word_embeddings:
+            weight = self._by_token("lm_head")
+        return embedding, Head(self._bound("lm_head", weight, None), self.config)
 
-        def pull(path: str) -> Weight:
-            weight = self._pull(path, (c.vocab_size, c.hidden_size))
-            weight = self._cut(path, weight, "out", start, count)
-            weight.bind(self.ops, ACCURATE)
-            return weight
+    def embedding(self) -> Embedding:
+        """The first matrix of the model."""
+        weight, (start, _) = self._by_token("model.embed_tokens"), self._tokens
+        return Embedding(weight, start, self.config.embedding_scale, self.mesh, self.ops)
 
-        weight = pull("model.embed_tokens")
-        embedding = Embedding(weight, start, c.embedding_scale, self.mesh, self.ops)
-        if not c.tie_word_embeddings:
-            weight = pull("lm_head")
-        return embedding, Head(self._bound("lm_head", weight, None), c)
+    @property
+    def _tokens(self) -> tuple[int, int]:
+        """This rank's range ``(start, count)`` of the vocabulary."""
+        return self.mesh.vocabulary(self.config.vocab_size)
+
+    def _by_token(self, path: str) -> Weight:
+        """This rank's rows of a matrix with one row for each token."""
+        weight = self._pull(path, (self.config.vocab_size, self.config.hidden_size))
+        weight = self._cut(path, weight, "out", *self._tokens)
+        weight.bind(self.ops, ACCURATE)
+        return weight

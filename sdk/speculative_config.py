@@ -12,14 +12,17 @@ from typing import Any
 from sdk.errors import RequestError
 from sdk.quant.safe_repr import safe_repr
 
-METHODS = ("ngram", "grammar", "self", "draft_model")
+#: Methods with a head that was trained for the model.
+_HEADS = ("eagle", "eagle3", "medusa")
+_MODELS = ("draft_model", *_HEADS)
+METHODS = ("ngram", "grammar", "self", *_MODELS)
 _EXPECTED = f"{', '.join(map(repr, METHODS[:-1]))} or {METHODS[-1]!r}"
 #: Keys that only some methods use.
 _OWN_KEYS = {
     "prompt_lookup_min": ("ngram",),
     "prompt_lookup_max": ("ngram",),
-    "quantization": ("self", "draft_model"),
-    "model": ("draft_model",),
+    "quantization": ("self", *_MODELS),
+    "model": _MODELS,
 }
 _OPTION = "speculative_config"
 _MOST_DRAFTS = 64
@@ -35,7 +38,9 @@ class SpeculativeConfig:
     are). ``grammar`` proposes only the tokens of structured answers that leave no choice, which
     ``ngram`` does too. ``self`` drafts with the model's own weights, packed by the scheme
     ``quantization`` (``None``: int4). ``draft_model`` drafts with the checkpoint ``model``, a
-    smaller model of the same vocabulary, whose float weights ``quantization`` may pack.
+    smaller model of the same vocabulary, whose float weights ``quantization`` may pack. ``eagle``,
+    ``eagle3`` and ``medusa`` draft with a head in the folder ``model`` that was trained for this
+    model and reads its hidden states.
     ``num_speculative_tokens``: the most drafts of one request in a step. ``adaptive``: verify only
     as many as pay off, by measured acceptance and step times; otherwise always as many as possible.
     """
@@ -63,7 +68,7 @@ class SpeculativeConfig:
                     f"{_OPTION}: prompt_lookup_max: expected at least prompt_lookup_min "
                     f"({least}), found {most}"
                 )
-        if self.method == "draft_model" and not isinstance(self.model, str | os.PathLike):
+        if self.method in _MODELS and not isinstance(self.model, str | os.PathLike):
             raise RequestError(
                 f"{_OPTION}: model: expected the path or name of the model that drafts, "
                 f"found {safe_repr(self.model)}"
@@ -76,7 +81,12 @@ class SpeculativeConfig:
     @property
     def has_weights(self) -> bool:
         """Whether drafts come from weights, which take memory."""
-        return self.method in ("self", "draft_model")
+        return self.method in ("self", *_MODELS)
+
+    @property
+    def is_head(self) -> bool:
+        """Whether a head drafts, which reads the model's hidden states."""
+        return self.method in _HEADS
 
     @property
     def scheme(self) -> str | None:
@@ -90,7 +100,7 @@ class SpeculativeConfig:
             how = "where a structured answer leaves no choice"
         if self.method == "self":
             how = f"from the model's weights in {self.scheme}"
-        if self.method == "draft_model":
+        if self.method in _MODELS:
             how = f"from {self.model}" + (f" in {self.scheme}" if self.scheme else "")
         return (
             f"{self.method}: up to {self.num_speculative_tokens} draft tokens per request, {how}"
@@ -118,8 +128,12 @@ def speculative_config(value: object) -> SpeculativeConfig | None:
             hint = f"did you mean {close[0]!r}?" if close else f"expected {', '.join(known)}"
             raise RequestError(f"{_OPTION}: unknown key {safe_repr(name)}; {hint}")
     value = dict(value)
-    if value.get("method", "draft" if "model" in value else None) == "draft":
-        value["method"] = "draft_model"  # vLLM's name; there, too, a model is enough
+    if "method" not in value and isinstance(model := value.get("model"), str | os.PathLike):
+        from sdk.loaders.head_folder import method_of_folder  # imports torch
+
+        value["method"] = method_of_folder(os.fspath(model)) or "draft_model"  # as in vLLM
+    if value.get("method") == "draft":
+        value["method"] = "draft_model"  # vLLM's name
     if "method" not in value:
         raise RequestError(f"{_OPTION}: method is missing; expected {_EXPECTED}")
     for name, methods in _OWN_KEYS.items():

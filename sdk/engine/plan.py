@@ -185,3 +185,5 @@ class StepResult(NamedTuple):
     #: Slots of the swap space for which writing to the swap file failed, with the reason. These
     #: slots are empty.
     unwritten: Mapping[int, str] = {}
+    #: Requests that the ranks will not draft for.
+    left_out: Collection[str] = ()

@@ -32,7 +32,7 @@ from sdk.loading.checks import named_tokenizer
 from sdk.loading.progress import reporting
 from sdk.loading.sampling_defaults import SamplingDefaults, sampling_defaults
 from sdk.memory.alternatives import checked_plan
-from sdk.memory.drafting import check_same_vocabulary, opened_draft_model
+from sdk.memory.drafting import check_same_vocabulary, opened_draft_model, opened_head
 from sdk.memory.files import open_model
 from sdk.memory.machine import release_free_memory
 from sdk.memory.plan import MemoryPlan
@@ -183,11 +183,16 @@ def _scheduler(
     scheduler = Scheduler(limits)
     drafting = runner.drafting
     longest = None if drafting is None else drafting.max_model_len
-    scheduler.drafts = _drafts(config, memory, longest)
+    head = None if drafting is None else drafting.head
+    # a head without a layer predicts only so many tokens
+    most = None if head is None or head.has_layer else head.num_heads
+    scheduler.drafts = _drafts(config, memory, longest, most)
     return scheduler
 
 
-def _drafts(config: EngineConfig, memory: MemoryPlan, longest: int | None) -> Drafts | None:
+def _drafts(
+    config: EngineConfig, memory: MemoryPlan, longest: int | None, most: int | None
+) -> Drafts | None:
     speculative = config.speculative_config
     if speculative is None:
         return None
@@ -204,7 +209,8 @@ def _drafts(config: EngineConfig, memory: MemoryPlan, longest: int | None) -> Dr
     if longest is not None:
         drafter = RankDrafter(longest)
     lengths = DraftLengths() if speculative.adaptive else None
-    return Drafts(drafter, speculative.num_speculative_tokens, lengths, memory.draft_tokens)
+    asked = speculative.num_speculative_tokens
+    return Drafts(drafter, min(asked, most or asked), lengths, memory.draft_tokens)
 
 
 def _warnings(runner: ModelRunner) -> Iterator[str]:
@@ -279,11 +285,19 @@ def _drafting_weights(
         return DraftingWeights(
             path, speculative.scheme, memory.max_model_len, hf_overrides=overrides
         )
-    if speculative is None or speculative.method != "draft_model":
+    if speculative is None or not speculative.has_weights:
         return None
+    longest = memory.max_model_len
+    if speculative.is_head:
+        target = model_config(config, checkpoint)
+        with opened_head(config, speculative, target) as (_, files, head):
+            if head.has_layer:
+                longest = min(longest, head.model.max_position)
+            path, scheme = str(files.path), speculative.scheme
+            return DraftingWeights(path, scheme, longest, has_pages=head.has_layer, head=head)
     with opened_draft_model(config, speculative) as (_, drafting, model):
         check_same_vocabulary(checkpoint.tokenizer, drafting.tokenizer)
-        longest = min(memory.max_model_len, model.max_position)
+        longest = min(longest, model.max_position)
         return DraftingWeights(str(drafting.path), speculative.scheme, longest, has_pages=True)
 
 

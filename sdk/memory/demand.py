@@ -20,6 +20,7 @@ TOKENIZER_BYTES = 8 * 2**20
 SCORED_BYTES = 8 * 2**20
 _SCORED_ROWS = 128
 _DRAFT_BYTES, _DRAFT_REQUESTS = 16 * 2**20, 8
+_WAITING_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class Demand:
     GPU records, or 0. ``scratch``: what a GPU's kernels need in a step. ``draft_tokens``: the most
     that a step verifies, of all requests; ``drafter_bytes``: what finding them takes;
     ``drafting_weights``: the part of ``weights`` that drafts, of ``drafting_model``, which may run
-    prompts too.
+    prompts too. ``feature_bytes``: hidden states of one token for a head that drafts.
     """
 
     weights: WeightBytes
@@ -76,6 +77,7 @@ class Demand:
     drafting_weights: int = 0
     drafting_model: ModelConfig | None = None
     drafting_prompts: bool = False
+    feature_bytes: int = 0
 
     @property
     def tokenizer(self) -> int:
@@ -88,6 +90,12 @@ def scored_rows(vocab_size: int) -> int:
     """Rows of logits in addition to those that a step samples from: of scored prompts or
     benchmarks, or copies for logits processors."""
     return min(_SCORED_ROWS, max(SCORED_BYTES // (4 * vocab_size), 1))
+
+
+def waiting_rows(requests: int) -> int:
+    """Rows of hidden states that may wait for a head that drafts, in addition to those of a step:
+    so many are run at the cost of one step."""
+    return max(_WAITING_ROWS, 2 * requests)
 
 
 def draft_tokens(vocab_size: int, most: int, requests: int) -> int:
@@ -113,6 +121,8 @@ def workspace_bytes(demand: Demand, seqs: int, tokens: int) -> int:
     if demand.drafting_model is not None:  # its steps have buffers of their own
         own = max(tokens, 2 * seqs) if demand.drafting_prompts else seqs
         engine += own * _token_bytes(demand.drafting_model, demand) + 4 * seqs * model.vocab_size
+    if demand.feature_bytes:
+        engine += (tokens + waiting_rows(seqs)) * demand.feature_bytes
     steps = 2 if demand.steps_with_embeds else 1
     return engine + steps * (tokens * _token_bytes(demand.model, demand) + logits) + SCORED_BYTES
 

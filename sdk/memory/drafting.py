@@ -11,11 +11,15 @@ from sdk.config import EngineConfig
 from sdk.engine.rank.kv_cache import drafting_kv_spec
 from sdk.engine.scheduling.prompt_lookup import LOOKUP_BYTES
 from sdk.errors import RequestError, SdkError, UnsupportedError
+from sdk.loaders.head_folder import method_of_folder, open_head
+from sdk.loaders.hub import HubAccess
 from sdk.memory.demand import Demand, draft_tokens
+from sdk.memory.drafting_heads import head_config
 from sdk.memory.files import open_model
 from sdk.memory.resolve import model_config
-from sdk.memory.weights import weight_bytes
+from sdk.memory.weights import end_bytes, weight_bytes
 from sdk.models.config import ModelConfig
+from sdk.models.drafting_heads import HeadConfig
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.online import OnlineQuantizedCheckpoint, online_quantized
 from sdk.quant.safe_repr import safe_repr
@@ -35,8 +39,27 @@ def opened_draft_model(
 
     :raises SdkError: they cannot be read. The message says that they are those that draft.
     """
+    own = _options(config, speculative)
+    method = method_of_folder(own.model)
+    if method is not None:
+        raise RequestError(
+            f"speculative_config: model: expected a whole model, found a head in {own.model}; use "
+            f"method {method!r}"
+        )
+    try:
+        checkpoint = open_model(own)
+    except SdkError as error:
+        raise type(error)(f"speculative_config: model: {error}") from error
+    try:
+        yield own, checkpoint, model_config(own, checkpoint)
+    finally:
+        checkpoint.close()
+
+
+def _options(config: EngineConfig, speculative: SpeculativeConfig) -> EngineConfig:
+    """The options for the files that draft."""
     assert speculative.model is not None  # SpeculativeConfig has checked it
-    own = replace(
+    return replace(
         config,
         model=os.fspath(speculative.model),
         quantization=speculative.scheme,
@@ -46,14 +69,27 @@ def opened_draft_model(
         load_format="auto",
         speculative_config=None,
     )
+
+
+@contextlib.contextmanager
+def opened_head(
+    config: EngineConfig, speculative: SpeculativeConfig, target: ModelConfig
+) -> Iterator[tuple[EngineConfig, Checkpoint, HeadConfig]]:
+    """The files of the head that drafts for ``target``, with the options that concern it.
+
+    :raises SdkError: they cannot be read, or it was not trained for this model.
+    """
+    own = _options(config, speculative)
+    hub = HubAccess(None, config.local_files_only, config.download_dir)
     try:
-        checkpoint = open_model(own)
+        folder = open_head(own.model, hub)
     except SdkError as error:
         raise type(error)(f"speculative_config: model: {error}") from error
     try:
-        yield own, checkpoint, model_config(own, checkpoint)
+        head = head_config(folder, speculative.method, target)
+        yield own, online_quantized(folder, speculative.scheme), head
     finally:
-        checkpoint.close()
+        folder.close()
 
 
 def with_drafts(demand: Demand, config: EngineConfig, checkpoint: Checkpoint) -> Demand:
@@ -69,6 +105,8 @@ def with_drafts(demand: Demand, config: EngineConfig, checkpoint: Checkpoint) ->
         return _with_own_weights(demand, config, checkpoint, speculative)
     if speculative.method == "draft_model":
         return _with_draft_model(demand, config, speculative)
+    if speculative.is_head:
+        return _with_head(demand, config, checkpoint, speculative)
     searched = LOOKUP_BYTES if speculative.method == "ngram" else 0
     return replace(demand, drafter_bytes=searched)
 
@@ -95,22 +133,47 @@ def _with_draft_model(
                 f"tokens as in the model, found {model.vocab_size} in {checkpoint.path}"
             )
         demand = _with_weights(demand, own, checkpoint, model)
+    return _with_pages(demand, model)
+
+
+def _with_head(
+    demand: Demand, config: EngineConfig, checkpoint: Checkpoint, speculative: SpeculativeConfig
+) -> Demand:
+    target, seqs = demand.model, demand.max_num_seqs
+    with opened_head(config, speculative, target) as (own, folder, head):
+        demand = _with_weights(demand, own, folder, head.model)
+        uses_model = not (folder.has("model.embed_tokens") and folder.has("lm_head"))
+    if config.tensor_parallel_size > 1 and head.has_layer and uses_model:
+        # rank 0 loads the whole embedding and head again: each rank has only a part of them
+        again = end_bytes(config, checkpoint)
+        demand = replace(demand, drafting_weights=demand.drafting_weights + again)
+        more = replace(demand.weights, total=demand.weights.total + again)
+        demand = replace(demand, weights=replace(more, loading=max(more.loading, more.total)))
+    most = min(speculative.num_speculative_tokens, head.num_heads if not head.has_layer else 64)
+    copies = 2 if head.draft_vocab != target.vocab_size else 0  # of logits, to spread them
+    demand = replace(
+        demand,
+        draft_tokens=draft_tokens(target.vocab_size, most, seqs),
+        feature_bytes=4 * (2 * head.features + head.model.hidden_size),
+        drafter_bytes=copies * 4 * seqs * target.vocab_size,
+    )
+    return _with_pages(demand, head.model) if head.has_layer else demand
+
+
+def _with_pages(demand: Demand, model: ModelConfig) -> Demand:
+    """With the keys and values of what drafts."""
     try:
         pages = drafting_kv_spec(model, demand.page_size, demand.kv_dtype).page_bytes
     except ValueError as error:
         raise UnsupportedError(f"speculative_config: model: {error}") from error
-    return replace(
-        demand,
-        page_bytes=demand.page_bytes + pages,
-        drafting_prompts=True,
-    )
+    return replace(demand, page_bytes=demand.page_bytes + pages, drafting_prompts=True)
 
 
 def _with_weights(
     demand: Demand, config: EngineConfig, checkpoint: Checkpoint, model: ModelConfig
 ) -> Demand:
     """With the weights of a checkpoint, which are loaded after the model's own."""
-    own, drafting = demand.weights, weight_bytes(config, checkpoint)
+    own, drafting = demand.weights, weight_bytes(config, checkpoint, model)
     both = replace(
         own,
         total=own.total + drafting.total,

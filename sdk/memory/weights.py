@@ -26,9 +26,14 @@ _SCALES_OF_EXPERTS = 8
 _LAYER = re.compile(r"\b(?:layers|blk)\.(\d+)\.")
 
 
-def weight_bytes(config: EngineConfig, checkpoint: Checkpoint) -> WeightBytes:
-    """The bytes of the weights of ``checkpoint`` in an engine with ``config``."""
-    model = model_config(config, checkpoint)
+def weight_bytes(
+    config: EngineConfig, checkpoint: Checkpoint, model: ModelConfig | None = None
+) -> WeightBytes:
+    """The bytes of the weights of ``checkpoint`` in an engine with ``config``.
+
+    ``model``: its sizes, unless its config says them.
+    """
+    model = model or model_config(config, checkpoint)
     device = resolve.device_of(config)
     entries = [replace(each, held=held_bytes(each, device)) for each in checkpoint.entries()]
     early, late = _loading_bytes(config, entries, model)
@@ -50,6 +55,13 @@ def weight_bytes(config: EngineConfig, checkpoint: Checkpoint) -> WeightBytes:
         early=early,
         layers=layers,
     )
+
+
+def end_bytes(config: EngineConfig, checkpoint: Checkpoint) -> int:
+    """The bytes of embedding and head."""
+    device = resolve.device_of(config)
+    ends = [each for each in checkpoint.entries() if is_embedding_or_head(each.name)]
+    return sum(held_bytes(each, device) for each in ends)
 
 
 def held_bytes(entry: TensorEntry, device: str) -> int:

@@ -13,20 +13,13 @@ from sdk import LLM, CheckpointError, RequestError, SamplingParams, UnsupportedE
 from sdk.engine.scheduling.suffix_automaton import SuffixAutomaton
 from sdk.params import RequestOutputKind
 from sdk.speculative_config import SpeculativeConfig, speculative_config
+from tests.drafting_heads import PROMPTS, TinyHeads
 
 #: As many drafts as possible, whatever they cost: the most that can go wrong.
 ALWAYS = {"method": "ngram", "prompt_lookup_min": 1, "adaptive": False}
 #: The weights of a model in 4 bits draft for it.
 SELF = {"method": "self", "num_speculative_tokens": 3, "adaptive": False}
 SMALLER = {"method": "draft_model", "num_speculative_tokens": 3, "adaptive": False}
-#: Prompts that repeat themselves, one that does not, and one that begins like the first.
-PROMPTS = [
-    [5, 9, 30, 31, 200, 17] * 6,
-    [44, 8, 9, 10, 44, 8, 9],
-    [7] * 9,
-    [3, 1, 4, 15, 9, 2, 6, 53],
-    [5, 9, 30, 31, 200, 17] * 6 + [40, 41],
-]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 DRAWN = GREEDY.clone(temperature=0.9, top_p=0.9, seed=3)
 COLD = DRAWN.clone(temperature=0.1, seed=11)
@@ -61,6 +54,8 @@ KINDS = {
     "object": DRAWN.clone(structured_outputs={"json": FORCED}, ignore_eos=False, max_tokens=90),
     "choice": GREEDY.clone(structured_outputs={"choice": ["a long choice", "another long one"]}),
 }
+#: How messages list the methods.
+METHODS = "'ngram', 'grammar', 'self', 'draft_model', 'eagle', 'eagle3' or 'medusa'"
 NO_DRAFTS = ("mirostat", "callbacks", "guided")
 #: Options of the engine; each is one row of the matrix.
 ENGINES: dict[str, dict[str, Any]] = {
@@ -86,8 +81,12 @@ class Method(NamedTuple):
     config: dict[str, Any]
 
 
-@pytest.fixture(params=["ngram", "self", "draft_model"])
+@pytest.fixture(params=["ngram", "self", "draft_model", "eagle", "eagle3", "medusa"])
 def method(request: pytest.FixtureRequest, golden: Path) -> Method:
+    if request.param in ("eagle", "eagle3", "medusa"):
+        heads: TinyHeads = request.getfixturevalue("tiny_heads")
+        config = SMALLER | {"method": request.param, "model": heads.folders[request.param]}
+        return Method(heads.target, config)
     if request.param == "ngram":
         return Method(golden / "gguf-Q8_0" / "model.gguf", ALWAYS)
     if request.param == "draft_model":
@@ -485,14 +484,14 @@ def test_a_method_a_dict_and_json_mean_the_same() -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ({}, "method is missing; expected 'ngram', 'grammar', 'self' or 'draft_model'"),
+        ({}, f"method is missing; expected {METHODS}"),
         (3, "expected a dict such as .* found 3"),
-        ("ngramm", "method: expected 'ngram', 'grammar', 'self' or 'draft_model', found 'ngramm'"),
+        ("ngramm", f"method: expected {METHODS}, found 'ngramm'"),
         ("{'method': 'ngram'}", "expected a method's name or a JSON object"),
-        ("[" * 100_000, "method: expected 'ngram', 'grammar', 'self' or 'draft_model', found"),
+        ("[" * 100_000, f"method: expected {METHODS}, found"),
         (
             {"method": ["ngram"]},
-            r"method: expected 'ngram', 'grammar', 'self' or 'draft_model', found \['ngram'\]",
+            rf"method: expected {METHODS}, found \['ngram'\]",
         ),
         ({"method": "ngram", "num_speculative_token": 3}, "did you mean 'num_speculative_tokens'"),
         ({"method": "ngram", "qqq": 3}, "unknown key 'qqq'; expected method, num_spec"),

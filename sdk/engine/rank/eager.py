@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from time import perf_counter
 
 import torch
@@ -37,7 +38,8 @@ class Eager:
             logits = passes.logits(hidden, len(batch.output_rows))
         passes.native_seconds += perf_counter() - begin
         num_draws = len(batch.draws)
-        return [LaunchedBatch(batch, hidden, logits, lambda: inputs.sampling.read(num_draws))]
+        read = partial(inputs.sampling.read, num_draws)
+        return [LaunchedBatch(batch, hidden, logits, read, passes.streams)]
 
     def repeater(self, batch: StepBatch) -> Repeater | None:
         """See :class:`~sdk.engine.rank.strategy.Strategy`."""

@@ -48,6 +48,11 @@ class ForwardPasses:
                 inputs[first : first + len(rows)] = rows
         return self._model(inputs, batch, self._kv.layers)
 
+    @property
+    def streams(self) -> Sequence[Tensor]:
+        """``Decoder.streams`` of the last pass."""
+        return self._model.streams if isinstance(self._model, Decoder) else ()
+
     def logits(self, hidden: Tensor, outputs: int) -> Tensor:
         """Logits of the first ``outputs`` output rows; draws tokens with the inputs' draws."""
         if not outputs:

@@ -34,7 +34,8 @@ class StepInputs:
 
     If a request has the same row as in the step before, only its new pages are written.
     ``max_requests`` and ``max_outputs``: the most rows and output rows of a step. ``find_shared``:
-    look for pages that all requests begin with (``AttentionBatch.shared_len``).
+    look for pages that all requests begin with (``AttentionBatch.shared_len``). ``shift``: token
+    i + ``shift`` is at position i.
     """
 
     def __init__(
@@ -47,8 +48,10 @@ class StepInputs:
         device: torch.device = _CPU,
         *,
         find_shared: bool = False,
+        shift: int = 0,
     ) -> None:
         self._find_shared = find_shared
+        self._shift = shift
         width = -(-max_model_len // page_size)
         self._table = PageTable(device, max_requests, width)
         self._buffers = Buffers(
@@ -101,15 +104,15 @@ class StepInputs:
         and page slots.
         """
         self.wait()
-        end = 0
+        end, shift = 0, self._shift
         for index, (row, request) in enumerate(zip(batch.rows, batch.requests, strict=True)):
             first, count = request.num_computed, row.num_scheduled_tokens
             begin, end = end, end + count
             if count == 1:
-                self._tokens[begin] = request.token_ids[first]
+                self._tokens[begin] = request.token_ids[first + shift]
             else:
-                known = end - len(row.drafts)
-                self._tokens[begin:known] = request.token_ids[first : first + known - begin]
+                known, token = end - len(row.drafts), first + shift
+                self._tokens[begin:known] = request.token_ids[token : token + known - begin]
                 self._tokens[known:end] = row.drafts
             self._starts[index + 1] = end
             self._lengths[index] = first + count

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from time import perf_counter
 
 from sdk.engine.rank.eager import Eager
@@ -27,6 +28,7 @@ class Recorded:
 
     def __init__(self, passes: ForwardPasses, inputs: StepInputs) -> None:
         self.graph = passes.record()
+        self._streams = passes.streams  # buffers of the graph
         self._eager = Eager(passes, inputs, "prompt_embeds")
         self.passes = passes
         self._inputs = inputs
@@ -41,8 +43,13 @@ class Recorded:
         begin = perf_counter()
         self.graph.replay(tokens=tokens, outputs=len(batch.output_rows), requests=len(batch.rows))
         self.passes.native_seconds += perf_counter() - begin
-        num_draws = len(batch.draws)
-        return [LaunchedBatch(batch, *self.graph.result, lambda: inputs.sampling.read(num_draws))]
+        return [self.launched(batch)]
+
+    def launched(self, batch: StepBatch) -> LaunchedBatch:
+        """The results of the last step, which ran ``batch``."""
+        inputs, num_draws = self._inputs, len(batch.draws)
+        read = partial(inputs.sampling.read, num_draws)
+        return LaunchedBatch(batch, *self.graph.result, read, self._streams)
 
     def repeater(self, batch: StepBatch) -> Repeater | None:
         """See :class:`~sdk.engine.rank.strategy.Strategy`."""
@@ -56,6 +63,7 @@ class _RecordedRepeater:
 
     def __init__(self, recorded: Recorded, inputs: StepInputs, batch: StepBatch) -> None:
         self._batch = batch
+        self._recorded = recorded
         self._graph = recorded.graph
         self._passes = recorded.passes
         self._inputs = inputs
@@ -82,6 +90,4 @@ class _RecordedRepeater:
         return self._inputs.sampled(self._count)
 
     def launched(self) -> LaunchedBatch:
-        return LaunchedBatch(
-            self._batch, *self._graph.result, lambda: self._inputs.sampling.read(self._count)
-        )
+        return self._recorded.launched(self._batch)

@@ -101,7 +101,9 @@ class ModelRunner:
             if config.drafting is not None and mesh.rank == 0:
                 checkpoint.close()
                 release_free_memory()  # before more weights, perhaps of the same file, are loaded
-                self.drafting = DraftingModel(config.drafting, config, self.ops, self.kv)
+                self.drafting = DraftingModel(
+                    config.drafting, config, self.ops, mesh, self.model, self.kv
+                )
                 undo.callback(self.drafting.close)
             #: Whether steps should be recorded.
             self.records = False
@@ -163,6 +165,8 @@ class ModelRunner:
             repeated.apply_deferred()
         if self._last_step is not None:
             self._last_step.read_results(plan.dropped)
+        if self.drafting is not None:
+            self.drafting.prepare(plan)
         unwritten = self._update(plan)
         requests = [self._requests[row.request_id] for row in plan.rows]
         launched: Sequence[LaunchedBatch] = ()
@@ -227,9 +231,12 @@ class ModelRunner:
                     self._sample(launched, result)
                 for scored_row in batch.scored:
                     self._score(scored_row, launched, result)
+            if self.drafting is not None and self.drafting.reads_hidden:
+                self.drafting.keep(launched, _num_right(batch, result.tokens))
         if len(step.launched) == 1 and step is self._last_step and self._mesh.rank == 0:
             self._prepare_repeat(plan, step.launched[0].batch, result)
-        return StepResult(plan.step_id, *result, step.unwritten)
+        left_out = () if self.drafting is None else self.drafting.newly_left_out()
+        return StepResult(plan.step_id, *result, step.unwritten, left_out)
 
     def _sample(self, launched: LaunchedBatch, result: _Results) -> None:
         """Append the sampled tokens and the accepted drafts to the requests of a batch."""
@@ -378,6 +385,15 @@ class ModelRunner:
         self._inputs.forget()
 
 
+def _num_right(batch: StepBatch, found: Sequence[Sequence[int]]) -> list[int]:
+    """How many rows of each request of a batch are not those of rejected drafts."""
+    counts = []
+    for index, row in zip(batch.plan_indices, batch.rows, strict=True):
+        rejected = len(row.drafts) - max(len(found[index]) - 1, 0)
+        counts.append(row.num_scheduled_tokens - rejected)
+    return counts
+
+
 class _Results(NamedTuple):
     """Most fields of a :class:`sdk.engine.plan.StepResult`."""
 
@@ -437,6 +453,8 @@ class _RepeatedSteps:
         "_batch",
         "_deferred",
         "_dependent",
+        "_drafting",
+        "_ones",
         "_plan",
         "_repeater",
         "_runner",
@@ -469,12 +487,17 @@ class _RepeatedSteps:
             for row, request in enumerate(batch.requests)
             if request.structured is not None
         ]
+        #: What reads hidden states, and that each row counts.
+        drafting = runner.drafting
+        self._drafting = drafting if drafting is not None and drafting.reads_hidden else None
+        self._ones = [1] * len(rows)
         self._plan: StepPlan
 
     @property
     def ready(self) -> bool:
         """Whether the next step can be launched now."""
-        return self._repeater.ready
+        drafting = self._drafting
+        return self._repeater.ready and (drafting is None or not drafting.must_run)
 
     def launch(self, plan: StepPlan) -> _RepeatedSteps:
         """Launch the same rows, some of which may have new pages."""
@@ -496,6 +519,8 @@ class _RepeatedSteps:
             step = _LaunchedStep(self._runner, self._plan, [self._repeater.launched()], {})
             return self._runner.finish(step)
         results: dict[str, Any] = self._follow_structures(tokens) if self._structured else {}
+        if self._drafting is not None:
+            self._drafting.keep(self._repeater.launched(), self._ones)
         self._tokens = tokens
         self._deferred.append(tokens)
         for row, state in self._dependent:

@@ -13,25 +13,30 @@ from sdk.kernels.context import Compute
 from sdk.kernels.kv_tiers import KEPT_PAGES
 from sdk.kernels.offload import Offload, OnDisk, OnHost
 from sdk.kernels.ops import Ops
+from sdk.loaders.head_folder import open_head
 from sdk.loaders.open import open_checkpoint
+from sdk.models.drafting_heads import HeadConfig
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.online import online_quantized
 
 
 @dataclass(frozen=True, slots=True)
 class DraftingWeights:
-    """The weights that draft: a model of its own with KV pages, or the model's in fewer bits."""
+    """The weights that draft: the model's in fewer bits, a model of its own, or a ``head``."""
 
     model: str
     quantization: str | None
     #: The longest request that gets drafts, in tokens.
     max_model_len: int
+    #: Whether they have keys and values of their own.
     has_pages: bool = False
     hf_overrides: Mapping[str, Any] = field(default_factory=dict)
+    head: HeadConfig | None = None
 
     def open(self) -> Checkpoint:
         """Open the files, with online quantization if ``quantization`` is set."""
-        return online_quantized(open_checkpoint(self.model), self.quantization)
+        opened = open_checkpoint(self.model) if self.head is None else open_head(self.model)
+        return online_quantized(opened, self.quantization)
 
 
 @dataclass(frozen=True, slots=True)

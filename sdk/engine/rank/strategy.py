@@ -17,18 +17,25 @@ from sdk.kernels.sampling import Tokens
 
 class LaunchedBatch:
     """A batch that was launched. The ``hidden`` states of its tokens and the ``logits`` of its
-    output rows are valid until the next launch. ``read_tokens`` waits for the sampled tokens.
+    output rows are valid until the next launch, as are ``streams`` (``Decoder.streams``).
+    ``read_tokens`` waits for the sampled tokens.
     """
 
-    __slots__ = ("batch", "hidden", "logits", "read_tokens")
+    __slots__ = ("batch", "hidden", "logits", "read_tokens", "streams")
 
     def __init__(
-        self, batch: StepBatch, hidden: Tensor, logits: Tensor, read_tokens: Callable[[], Tokens]
+        self,
+        batch: StepBatch,
+        hidden: Tensor,
+        logits: Tensor,
+        read_tokens: Callable[[], Tokens],
+        streams: Sequence[Tensor] = (),
     ) -> None:
         self.batch = batch
         self.hidden = hidden
         self.logits = logits
         self.read_tokens = read_tokens
+        self.streams = streams
 
 
 class Repeater(Protocol):

@@ -112,6 +112,9 @@ class Committer:
             self._prefixes.pool.confirm_copies()
         if result.unwritten:
             self._prefixes.swap.drop_unwritten(result.unwritten)
+        if result.left_out:
+            for request in batch.sequences:
+                request.is_drafted &= request.request_id not in result.left_out
         return batch
 
     def _scored(

@@ -72,6 +72,7 @@ class Request:
         "forbidden",
         "forced",
         "is_complete",
+        "is_drafted",
         "keys",
         "kind",
         "last_token_ts",
@@ -160,6 +161,7 @@ class Request:
         self.max_len = 0  # it finishes with "length" at this many tokens
         self.stop_token_ids = frozenset(params.stop_token_ids or ())
         self.is_complete = False  # its structure is, so its last token is text
+        self.is_drafted = True  # unless the ranks cannot draft for it
         self.forced: Sequence[int] = ()  # the next tokens, if its structure leaves no choice
         self.deadline = math.inf
         # Why it was not admitted last time, so that the next plan need not search again.
@@ -232,13 +234,13 @@ class Request:
 
     @property
     def takes_drafts(self) -> bool:
-        """False if a token changes more than the next token (guidance, mirostat's target), or if a
-        caller's logits processor would see drafts that are wrong.
+        """False if a token changes more than the next token (guidance, mirostat's target), if a
+        caller's logits processor would see drafts that are wrong, or if the ranks cannot draft.
         """
         params = self.params
         guided = self.negative is not None or self.negative_of is not None
         excluded = guided or params.mirostat_mode or params.logits_processors
-        return self.kind == "generate" and not excluded
+        return self.kind == "generate" and not excluded and self.is_drafted
 
     @property
     def uses_prefix_cache(self) -> bool:
