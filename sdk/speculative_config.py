@@ -19,11 +19,13 @@ METHODS = ("ngram", "grammar", "self", *_MODELS)
 _EXPECTED = f"{', '.join(map(repr, METHODS[:-1]))} or {METHODS[-1]!r}"
 #: Keys that only some methods use.
 _OWN_KEYS = {
-    "prompt_lookup_min": ("ngram",),
-    "prompt_lookup_max": ("ngram",),
+    "prompt_lookup_min": ("ngram", "self", *_MODELS),
+    "prompt_lookup_max": ("ngram", "self", *_MODELS),
     "quantization": ("self", *_MODELS),
     "model": _MODELS,
 }
+#: Tokens that must match where nothing else proposes, and where weights could draft instead.
+_LEAST_MATCH, _LEAST_MATCH_BEFORE_WEIGHTS = 2, 8
 _OPTION = "speculative_config"
 _MOST_DRAFTS = 64
 
@@ -34,20 +36,21 @@ class SpeculativeConfig:
 
     ``ngram`` looks for the last tokens of a request earlier in its prompt and answer, and in recent
     answers to other requests, and proposes what followed there. A match has at least
-    ``prompt_lookup_min`` tokens; more than ``prompt_lookup_max`` are not compared (``None``: all
-    are). ``grammar`` proposes only the tokens of structured answers that leave no choice, which
-    ``ngram`` does too. ``self`` drafts with the model's own weights, packed by the scheme
-    ``quantization`` (``None``: int4). ``draft_model`` drafts with the checkpoint ``model``, a
-    smaller model of the same vocabulary, whose float weights ``quantization`` may pack. ``eagle``,
-    ``eagle3`` and ``medusa`` draft with a head in the folder ``model`` that was trained for this
-    model and reads its hidden states.
+    ``prompt_lookup_min`` tokens (``None``: 2); more than ``prompt_lookup_max`` are not compared
+    (``None``: all are). ``grammar`` proposes only the tokens of structured answers that leave no
+    choice. All methods do that, and those below do what ``ngram`` does after matches of at least
+    ``prompt_lookup_min`` tokens (``None``: 8; 0: never). ``self`` drafts with the model's own
+    weights, packed by the scheme ``quantization`` (``None``: int4). ``draft_model`` drafts with the
+    checkpoint ``model``, a smaller model of the same vocabulary, whose float weights
+    ``quantization`` may pack. ``eagle``, ``eagle3`` and ``medusa`` draft with a head in the folder
+    ``model`` that was trained for this model and reads its hidden states.
     ``num_speculative_tokens``: the most drafts of one request in a step. ``adaptive``: verify only
     as many as pay off, by measured acceptance and step times; otherwise always as many as possible.
     """
 
     method: str
     num_speculative_tokens: int = 8
-    prompt_lookup_min: int = 2
+    prompt_lookup_min: int | None = None
     prompt_lookup_max: int | None = None
     adaptive: bool = True
     quantization: str | None = None
@@ -59,11 +62,14 @@ class SpeculativeConfig:
                 f"{_OPTION}: method: expected {_EXPECTED}, found {safe_repr(self.method)}"
             )
         _check_count("num_speculative_tokens", self.num_speculative_tokens, 1, _MOST_DRAFTS)
-        least, most = self.prompt_lookup_min, self.prompt_lookup_max
-        _check_count("prompt_lookup_min", least, 1, 2**20)
+        most = self.prompt_lookup_max
+        if self.prompt_lookup_min is not None:
+            fewest = 1 if self.method == "ngram" else 0
+            _check_count("prompt_lookup_min", self.prompt_lookup_min, fewest, 2**20)
         if most is not None:
             _check_count("prompt_lookup_max", most, 1, 2**20)
-            if most < least:
+            least = self.least_match
+            if least is not None and most < least:
                 raise RequestError(
                     f"{_OPTION}: prompt_lookup_max: expected at least prompt_lookup_min "
                     f"({least}), found {most}"
@@ -77,6 +83,14 @@ class SpeculativeConfig:
             raise RequestError(
                 f"{_OPTION}: adaptive: expected True or False, found {safe_repr(self.adaptive)}"
             )
+
+    @property
+    def least_match(self) -> int | None:
+        """The tokens that must match before what followed them is proposed; None: never."""
+        if self.method == "grammar" or self.prompt_lookup_min == 0:
+            return None
+        default = _LEAST_MATCH if self.method == "ngram" else _LEAST_MATCH_BEFORE_WEIGHTS
+        return self.prompt_lookup_min or default
 
     @property
     def has_weights(self) -> bool:
@@ -95,7 +109,7 @@ class SpeculativeConfig:
 
     def __str__(self) -> str:
         longest = " or more" if self.prompt_lookup_max is None else f" to {self.prompt_lookup_max}"
-        how = f"after matches of {self.prompt_lookup_min}{longest} tokens"
+        how = f"after matches of {self.least_match}{longest} tokens"
         if self.method == "grammar":
             how = "where a structured answer leaves no choice"
         if self.method == "self":

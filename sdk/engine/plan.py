@@ -109,6 +109,10 @@ class Duplicate(NamedTuple):
 Copy = Swap | Move | Duplicate
 
 
+#: In the place of a draft token that the ranks draft.
+TO_DRAFT = -1
+
+
 class StepRow(NamedTuple):
     """The tokens that one request runs in a step: its next tokens, then drafts."""
 
@@ -118,11 +122,16 @@ class StepRow(NamedTuple):
     #: more than there are drafts.
     num_output_rows: int = 0
     #: Tokens that a drafter expects after the known ones. Each is compared with the token sampled
-    #: at the position before it; the first that differs and all after it are rejected. Ranks that
-    #: draft themselves replace them.
+    #: at the position before it; the first that differs and all after it are rejected. Ranks draft
+    #: the tokens in the place of :data:`TO_DRAFT`: all of a row's drafts, or none.
     drafts: tuple[int, ...] = ()
     #: The adapter slot of its tokens; -1: no adapter.
     adapter: int = -1
+
+    @property
+    def drafts_on_rank(self) -> bool:
+        """Whether the ranks draft this row's drafts."""
+        return bool(self.drafts) and self.drafts[0] == TO_DRAFT
 
 
 class StepPlan(NamedTuple):

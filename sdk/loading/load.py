@@ -20,7 +20,7 @@ from sdk.engine.rank.kv_cache import kv_spec
 from sdk.engine.rank.runner import ModelRunner
 from sdk.engine.rank.runner_config import DraftingWeights, RunnerConfig
 from sdk.engine.scheduling.draft_lengths import DraftLengths
-from sdk.engine.scheduling.drafts import Drafter, Drafts, RankDrafter
+from sdk.engine.scheduling.drafts import Drafter, Drafts, FirstMatch, RankDrafter
 from sdk.engine.scheduling.forced_tokens import ForcedTokens
 from sdk.engine.scheduling.prompt_lookup import LOOKUP_BYTES, PromptLookup
 from sdk.engine.scheduling.results import ResultBudget
@@ -197,20 +197,17 @@ def _drafts(
     if speculative is None:
         return None
     assert isinstance(speculative, SpeculativeConfig)  # EngineConfig has parsed it
-    lookup = None
-    if speculative.method == "ngram":
-        lookup = PromptLookup(
-            speculative.prompt_lookup_min,
-            speculative.prompt_lookup_max,
-            LOOKUP_BYTES,
-            shares=config.enable_prefix_caching,
+    drafters: list[Drafter] = [ForcedTokens()]
+    if (least := speculative.least_match) is not None:
+        shares = config.enable_prefix_caching
+        drafters.append(
+            PromptLookup(least, speculative.prompt_lookup_max, LOOKUP_BYTES, shares=shares)
         )
-    drafter: Drafter = ForcedTokens(lookup)
     if longest is not None:
-        drafter = RankDrafter(longest)
+        drafters.append(RankDrafter(longest))
     lengths = DraftLengths() if speculative.adaptive else None
     asked = speculative.num_speculative_tokens
-    return Drafts(drafter, min(asked, most or asked), lengths, memory.draft_tokens)
+    return Drafts(FirstMatch(drafters), min(asked, most or asked), lengths, memory.draft_tokens)
 
 
 def _warnings(runner: ModelRunner) -> Iterator[str]:

@@ -100,15 +100,15 @@ def with_drafts(demand: Demand, config: EngineConfig, checkpoint: Checkpoint) ->
     assert isinstance(speculative, SpeculativeConfig)  # EngineConfig has parsed it
     most = speculative.num_speculative_tokens
     tokens = draft_tokens(demand.model.vocab_size, most, demand.max_num_seqs)
-    demand = replace(demand, draft_tokens=tokens)
+    searched = 0 if speculative.least_match is None else LOOKUP_BYTES
+    demand = replace(demand, draft_tokens=tokens, drafter_bytes=searched)
     if speculative.method == "self":
         return _with_own_weights(demand, config, checkpoint, speculative)
     if speculative.method == "draft_model":
         return _with_draft_model(demand, config, speculative)
     if speculative.is_head:
         return _with_head(demand, config, checkpoint, speculative)
-    searched = LOOKUP_BYTES if speculative.method == "ngram" else 0
-    return replace(demand, drafter_bytes=searched)
+    return demand
 
 
 def _with_own_weights(
@@ -155,7 +155,7 @@ def _with_head(
         demand,
         draft_tokens=draft_tokens(target.vocab_size, most, seqs),
         feature_bytes=4 * (2 * head.features + head.model.hidden_size),
-        drafter_bytes=copies * 4 * seqs * target.vocab_size,
+        drafter_bytes=demand.drafter_bytes + copies * 4 * seqs * target.vocab_size,
     )
     return _with_pages(demand, head.model) if head.has_layer else demand
 

@@ -10,6 +10,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from sdk import LLM, CheckpointError, RequestError, SamplingParams, UnsupportedError
+from sdk.engine.plan import StepRow
+from sdk.engine.scheduling.drafts import Drafts
+from sdk.engine.scheduling.prompt_lookup import LOOKUP_BYTES
 from sdk.engine.scheduling.suffix_automaton import SuffixAutomaton
 from sdk.params import RequestOutputKind
 from sdk.speculative_config import SpeculativeConfig, speculative_config
@@ -18,8 +21,9 @@ from tests.drafting_heads import PROMPTS, TinyHeads
 #: As many drafts as possible, whatever they cost: the most that can go wrong.
 ALWAYS = {"method": "ngram", "prompt_lookup_min": 1, "adaptive": False}
 #: The weights of a model in 4 bits draft for it.
-SELF = {"method": "self", "num_speculative_tokens": 3, "adaptive": False}
-SMALLER = {"method": "draft_model", "num_speculative_tokens": 3, "adaptive": False}
+ONLY_WEIGHTS = {"num_speculative_tokens": 3, "adaptive": False, "prompt_lookup_min": 0}
+SELF = {"method": "self", **ONLY_WEIGHTS}
+SMALLER = {"method": "draft_model", **ONLY_WEIGHTS}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 DRAWN = GREEDY.clone(temperature=0.9, top_p=0.9, seed=3)
 COLD = DRAWN.clone(temperature=0.1, seed=11)
@@ -81,7 +85,9 @@ class Method(NamedTuple):
     config: dict[str, Any]
 
 
-@pytest.fixture(params=["ngram", "self", "draft_model", "eagle", "eagle3", "medusa"])
+@pytest.fixture(
+    params=["ngram", "self", "draft_model", "eagle", "eagle3", "medusa", "weights and matches"]
+)
 def method(request: pytest.FixtureRequest, golden: Path) -> Method:
     if request.param in ("eagle", "eagle3", "medusa"):
         heads: TinyHeads = request.getfixturevalue("tiny_heads")
@@ -89,9 +95,11 @@ def method(request: pytest.FixtureRequest, golden: Path) -> Method:
         return Method(heads.target, config)
     if request.param == "ngram":
         return Method(golden / "gguf-Q8_0" / "model.gguf", ALWAYS)
-    if request.param == "draft_model":
-        smaller = golden / "gguf-Q4_0" / "model.gguf"
-        return Method(golden / "gguf-Q8_0" / "model.gguf", SMALLER | {"model": smaller})
+    if request.param in ("draft_model", "weights and matches"):
+        config = SMALLER | {"model": golden / "gguf-Q4_0" / "model.gguf"}
+        if request.param != "draft_model":
+            config |= {"prompt_lookup_min": 2}
+        return Method(golden / "gguf-Q8_0" / "model.gguf", config)
     return Method(golden / "arch-llama3" / "hf", SELF)
 
 
@@ -291,7 +299,8 @@ def test_the_plan_counts_the_logits_of_drafts_and_what_is_looked_up(tiny_path: P
 def test_the_plan_counts_the_weights_that_draft(golden: Path) -> None:
     path, options = golden / "arch-llama3" / "hf", {"max_model_len": 64, "max_num_seqs": 2}
     plain = LLM.plan(path, **options)
-    plan = LLM.plan(path, **options, speculative_config="self")
+    only_weights = {"method": "self", "prompt_lookup_min": 0}
+    plan = LLM.plan(path, **options, speculative_config=only_weights)
     packed = LLM.plan(path, **options, quantization="int4")
     assert plan.drafting_weights == packed.weights
     assert plan.weights == plain.weights + packed.weights
@@ -299,7 +308,9 @@ def test_the_plan_counts_the_weights_that_draft(golden: Path) -> None:
     rows = 2 * (448 * 4 + 2 * 64 * 4 + (4 * 64 + 3 * 128) * 4) + 16 * 448 * 4
     assert plan.workspace == plain.workspace + rows
     assert "of these are the weights that draft" in str(plan)
-    with LLM(path, **options, speculative_config="self") as llm:
+    both = LLM.plan(path, **options, speculative_config="self")
+    assert both.workspace == plan.workspace + LOOKUP_BYTES
+    with LLM(path, **options, speculative_config=only_weights) as llm:
         assert "drafts     self: up to 8 draft tokens per request, from the model" in llm.explain()
         assert llm.memory_plan.drafting_weights == plan.drafting_weights
 
@@ -312,6 +323,38 @@ def test_drafts_of_the_models_own_weights_follow_its_samples(golden: Path) -> No
     with drafting(golden / "arch-llama3" / "hf", speculative_config=config) as llm:
         llm.generate(PROMPTS, DRAWN)
         assert llm.get_metrics()["draft_acceptance_rate"] > 0.4
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_forced_text_and_matches_come_before_weights(
+    golden: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    """One engine uses all of them, some in the same step."""
+    seen_rows: list[Sequence[StepRow]] = []
+    learn = Drafts.learn_step
+
+    def learning(self: Drafts, rows: Sequence[StepRow], *rest: Any) -> None:
+        seen_rows.append(rows)
+        learn(self, rows, *rest)
+
+    monkeypatch.setattr(Drafts, "learn_step", learning)
+    path, smaller = (golden / f"gguf-{name}" / "model.gguf" for name in ("Q8_0", "Q4_0"))
+    options = {"compute": "exact", "num_threads": ranks}
+    params = [KINDS["object"], GREEDY, COLD, KINDS["object"].clone(seed=8)]
+    prompts = [PROMPTS[0], [5, 6, 7, 8] * 6, PROMPTS[1], PROMPTS[2]]
+    with opened(path, **options) as llm:
+        plain = seen(llm, params, prompts)
+    config = {**SMALLER, "model": smaller, "prompt_lookup_min": 3}
+    options |= {"tensor_parallel_size": ranks}
+    with drafting(path, **options, speculative_config=config) as llm:
+        assert seen(llm, params, prompts) == plain
+        drafted = [outputs.metrics for outputs in llm.generate(prompts, params)]
+    kinds = {row.drafts_on_rank for rows in seen_rows for row in rows if row.drafts}
+    assert kinds == {True, False}
+    assert any(
+        len({row.drafts_on_rank for row in rows if row.drafts}) == 2 for rows in seen_rows
+    ), "no step had both"
+    assert all(one is not None and one.num_accepted_tokens for one in drafted[:2])
 
 
 def test_sliding_windows_and_their_own_weights_agree(golden: Path) -> None:
@@ -504,7 +547,9 @@ def test_a_method_a_dict_and_json_mean_the_same() -> None:
             {"method": "ngram", "prompt_lookup_min": 4, "prompt_lookup_max": 3},
             r"prompt_lookup_max: expected at least prompt_lookup_min \(4\), found 3",
         ),
-        ({"method": "self", "prompt_lookup_min": 3}, "prompt_lookup_min belongs to .* 'ngram'"),
+        ({"method": "ngram", "prompt_lookup_min": 0}, r"prompt_lookup_min: .* 1\.\.\d+, found 0"),
+        ({"method": "self", "prompt_lookup_max": 3}, r"at least prompt_lookup_min \(8\), found 3"),
+        ({"method": "grammar", "prompt_lookup_min": 3}, "prompt_lookup_min belongs to .* 'ngram'"),
         ({"method": "ngram", "quantization": "int4"}, "quantization belongs to method 'self'"),
         ({"method": "ngram", "adaptive": "yes"}, "adaptive: expected True or False, found 'yes'"),
     ],

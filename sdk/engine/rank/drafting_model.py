@@ -192,9 +192,9 @@ class DraftingModel:
             if not drafts_for(request) or self._leaves_out(row.request_id, request):
                 continue
             end = request.num_computed + row.num_scheduled_tokens - len(row.drafts)
-            if row.drafts:
+            if row.drafts_on_rank:
                 end -= _WITH_DRAFT  # the first draft's step runs the last ones
-            elif row.num_scheduled_tokens == 1:
+            elif row.drafts or row.num_scheduled_tokens == 1:
                 continue
             if end <= self._longest and self._features is None:
                 begin = self._pages.num_held(row.request_id, request)
@@ -241,17 +241,18 @@ class DraftingModel:
         self._inputs.forget()
 
     def draft(self, rows: Sequence[StepRow], requests: Sequence[RankRequest]) -> list[StepRow]:
-        """The rows of a plan with the tokens of their drafts, of which it has only the number.
+        """The rows of a plan with the tokens of those drafts of which it has only the number.
 
         The requests must have the pages of their drafts.
         """
-        drafted: list[list[int]] = [[] for _ in rows]
+        drafted: dict[int, list[int]] = {}
         begins: dict[int, int] = {}
         for index, row in enumerate(rows):
-            begin = self._first_to_run(row, requests[index]) if row.drafts else None
-            if begin is None:
-                drafted[index] = [0] * len(row.drafts)
-            else:
+            if not row.drafts_on_rank:
+                continue
+            begin = self._first_to_run(row, requests[index])
+            drafted[index] = [0] * len(row.drafts) if begin is None else []
+            if begin is not None:
                 begins[index] = begin
         step, hidden = 0, dict[int, Tensor]()
         while current := [index for index in begins if len(rows[index].drafts) > step]:
@@ -272,7 +273,10 @@ class DraftingModel:
         for index in begins:
             self._drafted(rows[index].request_id, requests[index], drafted[index])
         self._inputs.forget()
-        return [row._replace(drafts=tuple(x)) for row, x in zip(rows, drafted, strict=True)]
+        return [
+            row._replace(drafts=tuple(drafted[index])) if index in drafted else row
+            for index, row in enumerate(rows)
+        ]
 
     def _first_to_run(self, row: StepRow, request: RankRequest) -> int | None:
         """The first position that the first draft's step runs; None: there can be no draft."""

@@ -187,7 +187,7 @@ class ModelRunner:
         """The rows with the drafts of rank 0."""
         if self.drafting is not None:
             self.drafting.run_prompts(rows, requests)
-        if not any(row.drafts for row in rows):
+        if not any(row.drafts_on_rank for row in rows):
             return rows
         if self.drafting is not None:
             rows = self.drafting.draft(rows, requests)

@@ -27,49 +27,55 @@ _FIRST_SLOPE = 0.3
 class DecodeCosts:
     """Average seconds of a step of ``n`` requests and ``m`` tokens: ``costs(n, m)``.
 
-    Steps of 4 tokens differ: four requests, or one with drafts, which ranks may have to draft first
-    and which read the keys and values of one request instead of four.
+    Steps of 4 tokens differ: four requests, or one with drafts, which reads the keys and values of
+    one request instead of four. Steps whose drafts the ranks made (``on_ranks``) take longer.
     """
 
     def __init__(self) -> None:
-        self._curves: dict[int, _Curve] = {}
+        #: By number of requests, and whether the drafts were made by ranks.
+        self._curves: dict[tuple[int, bool], _Curve] = {}
         self._steps = 0
 
-    def learn(self, num_rows: int, num_tokens: int, seconds: float) -> None:
+    def learn(
+        self, num_rows: int, num_tokens: int, seconds: float, *, on_ranks: bool = False
+    ) -> None:
         """Add a measured step."""
         self._steps += 1
-        curve = self._curves.get(num_rows)
-        if curve is None:
-            curve = self._curves[num_rows] = _Curve()
-        curve.learn(num_tokens, seconds, self._steps)
+        for kind in (False, True) if num_tokens == num_rows else (on_ranks,):
+            curve = self._curves.get((num_rows, kind))
+            if curve is None:
+                curve = self._curves[num_rows, kind] = _Curve()
+            curve.learn(num_tokens, seconds, self._steps)
         if self._steps % _MAX_AGE == 0:
             self._curves = {
-                rows: curve
-                for rows, curve in self._curves.items()
+                key: curve
+                for key, curve in self._curves.items()
                 if curve.forget(self._steps - _MAX_AGE)
             }
 
-    def __call__(self, num_rows: int, num_tokens: int) -> float:
+    def __call__(self, num_rows: int, num_tokens: int, *, on_ranks: bool = False) -> float:
         """The expected seconds of a step; 0 while a step without drafts should be measured."""
-        curve = self._curves.get(num_rows)
+        curve = self._curves.get((num_rows, on_ranks))
         if curve is None or curve.age(num_rows, self._steps) > _MAX_PLAIN_AGE:
             return 0.0
         if num_tokens == num_rows or len(curve.sizes) > 1:
             return curve(num_tokens)
-        return curve(num_rows) + self._first_slope(num_rows, num_tokens) * (num_tokens - num_rows)
+        slope = self._first_slope(num_rows, num_tokens, on_ranks)
+        return curve(num_rows) + slope * (num_tokens - num_rows)
 
-    def _first_slope(self, num_rows: int, num_tokens: int) -> float:
+    def _first_slope(self, num_rows: int, num_tokens: int, on_ranks: bool) -> float:
         """The time of a draft, while only steps without drafts are known of so many requests: that
         of the nearest number of requests."""
         drafts = num_tokens - num_rows
-        near = min(
-            (rows for rows, curve in self._curves.items() if len(curve.sizes) > 1),
-            key=lambda rows: abs(rows - num_rows),
-            default=None,
-        )
-        if near is None:
-            return _FIRST_SLOPE * self._curves[num_rows](num_rows) / num_rows
-        curve = self._curves[near]
+        known = [
+            rows
+            for (rows, kind), curve in self._curves.items()
+            if kind is on_ranks and len(curve.sizes) > 1
+        ]
+        if not known:
+            return _FIRST_SLOPE * self._curves[num_rows, on_ranks](num_rows) / num_rows
+        near = min(known, key=lambda rows: abs(rows - num_rows))
+        curve = self._curves[near, on_ranks]
         return max(curve(near + drafts) - curve(near), 0.0) / drafts
 
 

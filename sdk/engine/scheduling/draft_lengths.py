@@ -107,9 +107,11 @@ class DraftLengths:
         self.costs = DecodeCosts()
         self._probe_seconds = 0.0  # that trials may take now
 
-    def learn_step(self, num_rows: int, num_tokens: int, seconds: float) -> None:
-        """Learn from the time of a step in which all rows decoded."""
-        self.costs.learn(num_rows, num_tokens, seconds)
+    def learn_step(
+        self, num_rows: int, num_tokens: int, seconds: float, *, on_ranks: bool = False
+    ) -> None:
+        """Learn from the time of a step in which all rows decoded. ``on_ranks``: ranks drafted."""
+        self.costs.learn(num_rows, num_tokens, seconds, on_ranks=on_ranks)
         self._probe_seconds += _PROBE_TIME * seconds
 
     def may_probe(self, num_rows: int) -> bool:
@@ -121,12 +123,18 @@ class DraftLengths:
         return True
 
     def choose(
-        self, shares: Sequence[float], most: Sequence[int], num_rows: int, budget: int
+        self,
+        shares: Sequence[float],
+        most: Sequence[int],
+        num_rows: int,
+        budget: int,
+        *,
+        on_ranks: bool = False,
     ) -> list[int]:
         """The number of drafts of each proposal, in a step of ``num_rows`` requests.
 
         ``shares``: the acceptance of each proposal. ``most``: its number of tokens. All together
-        get at most ``budget``.
+        get at most ``budget``. ``on_ranks``: ranks draft some of them, which takes time.
         """
         plain = self.costs(num_rows, num_rows)
         if not plain:  # measure a step without drafts first
@@ -143,7 +151,7 @@ class DraftLengths:
                 tokens += share * (1 - share**length) / (1 - share)
             if left == budget:
                 break  # later cuts allow even less
-            speed = tokens / self.costs(num_rows, num_rows + budget - left)
+            speed = tokens / self.costs(num_rows, num_rows + budget - left, on_ranks=on_ranks)
             if speed > best.speed:
                 best = Choice(lengths, speed)
         return best.lengths

@@ -12,8 +12,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from sdk.engine.pages.page_pool import PagePool
+from sdk.engine.plan import TO_DRAFT, StepRow
 from sdk.engine.scheduling.draft_lengths import PROBE_DRAFTS, DraftHistory, DraftLengths
 from sdk.engine.scheduling.request import Request
+
+
+#: Drafts of weights are expected to be accepted as often as those after a match of this length.
+_MODEL_MATCH = 4
 
 
 class Drafter(ABC):
@@ -22,6 +27,10 @@ class Drafter(ABC):
     def match(self, request: Request) -> int:
         """How many of the last tokens the next proposal is based on; 0: there is none."""
         return 1
+
+    def is_on_ranks(self, request: Request) -> bool:
+        """Whether the ranks make the next proposal."""
+        return False
 
     @abstractmethod
     def propose(self, request: Request, most: int) -> Sequence[int]:
@@ -46,11 +55,51 @@ class RankDrafter(Drafter):
         self._longest = longest
 
     def match(self, request: Request) -> int:
-        length = len(request.token_ids)
-        return length if length <= self._longest else 0
+        """See :class:`Drafter`."""
+        return _MODEL_MATCH if len(request.token_ids) <= self._longest else 0
+
+    def is_on_ranks(self, request: Request) -> bool:
+        """See :class:`Drafter`."""
+        return True
 
     def propose(self, request: Request, most: int) -> Sequence[int]:
-        return (0,) * min(most, self._longest - len(request.token_ids))
+        """See :class:`Drafter`."""
+        return (TO_DRAFT,) * min(most, self._longest - len(request.token_ids))
+
+
+class FirstMatch(Drafter):
+    """The first of several drafters that has a proposal."""
+
+    def __init__(self, drafters: Sequence[Drafter]) -> None:
+        self._drafters = drafters
+        self._chosen: dict[Request, Drafter] = {}
+
+    def match(self, request: Request) -> int:
+        """See :class:`Drafter`."""
+        for drafter in self._drafters:
+            if found := drafter.match(request):
+                self._chosen[request] = drafter
+                return found
+        return 0
+
+    def is_on_ranks(self, request: Request) -> bool:
+        """See :class:`Drafter`."""
+        return self._chosen[request].is_on_ranks(request)
+
+    def propose(self, request: Request, most: int) -> Sequence[int]:
+        """See :class:`Drafter`."""
+        return self._chosen[request].propose(request, most)
+
+    def end(self, request: Request) -> None:
+        """See :class:`Drafter`."""
+        self._chosen.pop(request, None)
+        for drafter in self._drafters:
+            drafter.end(request)
+
+    def reset(self) -> None:
+        """See :class:`Drafter`."""
+        for drafter in self._drafters:
+            drafter.reset()
 
 
 class Drafts:
@@ -123,12 +172,13 @@ class Drafts:
             self._chosen = dict.fromkeys(offers, self._most)
             return
         histories = [self._histories[request] for request in offers]
+        on_ranks = any(map(self.drafter.is_on_ranks, offers))
         shares = []
         for request, history, match in zip(offers, histories, matches, strict=True):
             history.learn(request.num_draft_tokens, request.num_accepted_tokens)
             shares.append(history.acceptance(match))
         most = [max(min(self._most, x.max_len - len(x.token_ids) - 1), 0) for x in offers]
-        lengths = self.lengths.choose(shares, most, num_rows, budget)
+        lengths = self.lengths.choose(shares, most, num_rows, budget, on_ranks=on_ranks)
         self._chosen = {x: count for x, count in zip(offers, lengths, strict=True) if count > 0}
         if self._chosen or not self.lengths.costs(num_rows, num_rows):
             return
@@ -151,10 +201,11 @@ class Drafts:
         """A request has a new proposal: :meth:`choose` looks at all of them in the next step."""
         self._next_look = 0
 
-    def learn_step(self, num_rows: int, num_tokens: int, seconds: float) -> None:
-        """Learn from the time of a step in which all rows decoded."""
+    def learn_step(self, rows: Sequence[StepRow], num_tokens: int, seconds: float) -> None:
+        """Learn from the time of a step in which all ``rows`` decoded."""
         if self.lengths is not None:
-            self.lengths.learn_step(num_rows, num_tokens, seconds)
+            on_ranks = any(row.drafts_on_rank for row in rows)
+            self.lengths.learn_step(len(rows), num_tokens, seconds, on_ranks=on_ranks)
 
     def take(self, request: Request, budget: int, pool: PagePool) -> tuple[int, ...]:
         """The drafts after a request that needs one token, within ``budget`` tokens.

@@ -16,30 +16,12 @@ _CERTAIN = 2**20
 
 
 class ForcedTokens(Drafter):
-    """See :class:`~sdk.engine.scheduling.drafts.Drafter`. ``other`` proposes where nothing is
-    forced."""
-
-    def __init__(self, other: Drafter | None = None) -> None:
-        self._other = other
+    """See :class:`~sdk.engine.scheduling.drafts.Drafter`."""
 
     def match(self, request: Request) -> int:
         """See :class:`~sdk.engine.scheduling.drafts.Drafter`."""
-        if request.forced:
-            return _CERTAIN
-        return 0 if self._other is None else self._other.match(request)
+        return _CERTAIN if request.forced else 0
 
     def propose(self, request: Request, most: int) -> Sequence[int]:
         """See :class:`~sdk.engine.scheduling.drafts.Drafter`."""
-        if request.forced:
-            return request.forced[:most]
-        return () if self._other is None else self._other.propose(request, most)
-
-    def end(self, request: Request) -> None:
-        """See :class:`~sdk.engine.scheduling.drafts.Drafter`."""
-        if self._other is not None:
-            self._other.end(request)
-
-    def reset(self) -> None:
-        """See :class:`~sdk.engine.scheduling.drafts.Drafter`."""
-        if self._other is not None:
-            self._other.reset()
+        return request.forced[:most]

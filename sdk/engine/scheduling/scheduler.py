@@ -192,7 +192,7 @@ class Scheduler:
             rows = batches[0].plan.rows
             if batches[0].num_decodes == len(rows):
                 seconds = self.queues.clock() - self._planned_at
-                drafts.learn_step(len(rows), self._num_tokens, seconds)
+                drafts.learn_step(rows, self._num_tokens, seconds)
             if result.forced:
                 drafts.look_again()
         return self.committer.commit(result, self.pages_ahead)
