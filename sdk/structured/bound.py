@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +13,8 @@ Schema = dict[str, Any]
 _MOST = 2**30
 #: Python's parser of patterns, which has no other name. Its trees are documented by its output.
 _regex_parser: Any = vars(re)["_parser"]
+#: Classes in classes, and differences of classes: Python reads them as characters, and warns.
+_ONLY_IN_RUST = re.compile(r"\[[^\]]*(?:\[|--|&&|~~|\|\|)")
 _CATEGORIES = {
     "CATEGORY_DIGIT": r"\d",
     "CATEGORY_NOT_DIGIT": r"\D",
@@ -46,11 +47,11 @@ def longest_match(pattern: str) -> int:
     The pattern may be unanchored or repeated by its surroundings: the longest rest of a match, and
     the shortest match.
     """
+    if _ONLY_IN_RUST.search(pattern):
+        return _longest_of_unknown(pattern)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")  # a class inside a class has another meaning in Rust
-            least, rest = _lengths(_regex_parser.parse(pattern))
-    except (re.error, ValueError, OverflowError, RecursionError, Warning, _UnknownNode):
+        least, rest = _lengths(_regex_parser.parse(pattern))
+    except (re.error, ValueError, OverflowError, RecursionError, _UnknownNode):
         return _longest_of_unknown(pattern)
     return min(least + rest, _MOST)
 

@@ -6,6 +6,7 @@ import pytest
 
 from sdk import SamplingParams
 from sdk.engine.pages.page_pool import PagePool
+from sdk.engine.plan import StepRow
 from sdk.engine.scheduling.decode_costs import DecodeCosts
 from sdk.engine.scheduling.draft_lengths import DraftHistory, DraftLengths
 from sdk.engine.scheduling.drafts import Drafter, Drafts
@@ -120,7 +121,7 @@ def test_what_does_not_pay_off_is_tried_again_ever_more_rarely() -> None:
         if drafts.choose([request], 64, step):
             count = len(drafts.take(request, 64, pool))
         request.num_draft_tokens += count
-        drafts.learn_step(1, 1 + count, 10.0 + count)
+        drafts.learn_step([StepRow("r", 1 + count)], 1 + count, 10.0 + count)
         verified.append(count)
     tried = [step for step, count in enumerate(verified) if count]
     assert sum(step >= 1000 for step in tried) in range(1, 9)

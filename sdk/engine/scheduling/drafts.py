@@ -16,7 +16,6 @@ from sdk.engine.plan import TO_DRAFT, StepRow
 from sdk.engine.scheduling.draft_lengths import PROBE_DRAFTS, DraftHistory, DraftLengths
 from sdk.engine.scheduling.request import Request
 
-
 #: Drafts of weights are expected to be accepted as often as those after a match of this length.
 _MODEL_MATCH = 4
 
