@@ -187,9 +187,7 @@ class Calls:
         return jobs[0], _views(calling)[0]
 
 
-def _send(
-    work: Work[T], outputs: Sequence[Output] | None = None
-) -> tuple[Stage | None, T | None]:
+def _send(work: Work[T], outputs: Sequence[Output] | None = None) -> tuple[Stage | None, T | None]:
     """The next stage of ``work``, or its result. (A coroutine must not raise StopIteration.)"""
     try:
         return (next(work) if outputs is None else work.send(outputs)), None

@@ -31,9 +31,7 @@ _PARAMS = SamplingParams()
 class PoolingCalls:
     """These calls of one ``LLM``. ``classifier``: the classes of its checkpoint, if it has any."""
 
-    def __init__(
-        self, jobs: JobMaker, reader: PromptReader, classifier: Classifier | None
-    ) -> None:
+    def __init__(self, jobs: JobMaker, reader: PromptReader, classifier: Classifier | None) -> None:
         self._jobs = jobs
         self._reader = reader
         self._classifier = classifier
