@@ -183,7 +183,7 @@ def test_cancelling_a_coroutine_aborts_its_requests(
     gate = Gate()
     held = Caller(lambda: tiny.generate(PROMPT, PARAMS.clone(logits_processors=[gate])))
     gate.wait()
-    prompts = [{"prompt_token_ids": [50 + i] * 60} for i in range(2)]
+    prompts = [{"prompt_token_ids": [50 + 9 * len(more) + i] * 60} for i in range(2)]
     before = tiny.get_metrics()["num_prompt_tokens"]
 
     async def cancelled() -> None:
