@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdk.errors import RequestError
@@ -49,7 +49,7 @@ def _structure(option: str, name: str, value: Any) -> StructuredOutputsParams:
 
     if name == "json" and not value.lstrip().startswith("{"):
         value = _read(option, value, "JSON (it begins with '{')")
-    elif name == "grammar" and (os.path.exists(value) or ":" not in value):
+    elif name == "grammar" and (":" not in value or _exists(value)):
         value = _read(option, value, "the text of a grammar")
     try:
         library()  # llguidance is installed
@@ -58,10 +58,17 @@ def _structure(option: str, name: str, value: Any) -> StructuredOutputsParams:
         raise RequestError(f"{option}: {str(error).removeprefix(f'{name}: ')}") from None
 
 
+def _exists(path: str) -> bool:
+    try:
+        return Path(path).exists()
+    except OSError:  # too long for a name: a grammar
+        return False
+
+
 def _read(option: str, path: str, other: str) -> str:
     """The text of a file, which may be a pipe."""
     try:
-        with open(path, "rb") as file:
+        with Path(path).open("rb") as file:
             data = file.read(_MOST_BYTES + 1)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error

@@ -40,6 +40,8 @@ def test_texts_and_files_give_the_structure(tmp_path: Path) -> None:
     assert found("--choice", "yes", "--choice", "no: never") == ("choice", ("yes", "no: never"))
     assert found("--grammar", str(grammar)) == ("grammar", "start: /a+/")
     assert found("--grammar", 'root ::= "a"') == ("grammar", 'root ::= "a"')
+    long = 'start: "' + "a" * 5000 + '"'
+    assert found("--grammar", long) == ("grammar", long)
 
 
 def test_a_schema_may_come_from_a_pipe(tmp_path: Path) -> None:
