@@ -116,6 +116,7 @@ class LLM:
         self._collector = Collector()
         self._prefixes = SavedPrefixes(self._driver, loaded, self._jobs)
         self._memory = EngineMemory(self._driver, loaded)
+        self._jobs.before_structures = self._memory.hold_vocabulary
         self._close = weakref.finalize(self, self._driver.close)
 
     @staticmethod

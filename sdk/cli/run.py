@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sdk.cli.engine_arguments import add_engine_arguments, as_arguments, engine_options
+from sdk.cli.structure_arguments import add_structure_arguments, structure
 from sdk.demo import demo_model
 from sdk.errors import OutOfMemoryError, RequestError
 from sdk.loading.progress import is_terminal
@@ -68,6 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--top-p", type=float, help="sample from the most likely tokens with this total probability"
     )
     parser.add_argument("--seed", type=int, help="the same seed gives the same answer")
+    add_structure_arguments(parser)
     add_engine_arguments(parser)
     parser.add_argument("--threads", type=int, help="default: the CPUs of this process")
     parser.add_argument("--stats", action="store_true", help="print tokens per second to stderr")
@@ -127,6 +129,8 @@ def sampling_params(args: argparse.Namespace) -> Any:
 
     names = ("max_tokens", "temperature", "top_p", "seed")
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    if (form := structure(args)) is not None:
+        given["structured_outputs"] = form
     SamplingParams(**given)
 
     def of(llm: LLM) -> SamplingParams:

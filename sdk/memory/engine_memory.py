@@ -7,10 +7,11 @@ from dataclasses import replace
 from sdk.engine.rank.runner import ModelRunner
 from sdk.errors import CheckpointError, OutOfMemoryError, RequestError
 from sdk.loading.load import Loaded
+from sdk.memory.demand import STRUCTURE_WORD_BYTES
 from sdk.memory.machine import installed_memory, release_free_memory
 from sdk.memory.plan import MemoryPlan
 from sdk.memory.pool import Lease
-from sdk.memory.resolve import available_to
+from sdk.memory.resolve import available_to, device_of
 from sdk.memory.sizes import format_bytes, parse_bytes
 from sdk.requests.driver import Driver
 
@@ -28,6 +29,7 @@ class EngineMemory:
         self._lease = loaded.lease
         self._key = loaded.model_key
         self._current_key = loaded.current_key
+        self._words = loaded.model_config.vocab_size
         self._level = 0
         if self._lease is not None:
             driver.lease, driver.give_back = self._lease, self._give_back
@@ -59,6 +61,46 @@ class EngineMemory:
     def _reclaim(self) -> None:
         self._driver.try_between_steps(self._give_back)
 
+    # Structured output
+
+    def hold_vocabulary(self) -> None:
+        """Before the first structure: count what llguidance takes to read the vocabulary.
+
+        If the budget has no room for it, the KV cache gives up pages. On a GPU it does not count:
+        the vocabulary is in host memory.
+
+        :raises RequestError: requests or pinned prefixes need the pages, or the memory pool is
+            full. Then nothing has changed.
+        """
+        assert self.plan.config is not None
+        if not self.plan.structures and device_of(self.plan.config) == "cpu":
+            self._driver.between_steps(self._hold_vocabulary)
+
+    def _hold_vocabulary(self) -> None:
+        plan, nbytes = self.plan, STRUCTURE_WORD_BYTES * self._words
+        if plan.structures:  # for a request that came at the same time
+            return
+        pages = plan.num_pages
+        if self._lease is not None:
+            if not self._lease.take(nbytes, urgent=True):
+                raise RequestError(
+                    f"structured output needs {format_bytes(nbytes)} for this model's vocabulary, "
+                    f"and its memory pool has {format_bytes(max(self._lease.pool.free, 0))} left; "
+                    "use a larger pool, or close() another model"
+                )
+        elif plan.budget is not None and plan.serving + nbytes > plan.budget:
+            pages -= -(-(plan.serving + nbytes - plan.budget) // plan.page_bytes)
+            if pages < self._elastic.min_pages:
+                raise RequestError(
+                    f"structured output needs {format_bytes(nbytes)} for this model's vocabulary, "
+                    f"and memory={format_bytes(plan.budget)} has no room for it next to the KV "
+                    "cache that requests and pinned prefixes need; raise memory, or ask again when "
+                    "they have ended"
+                )
+            self._elastic.resize(pages)
+            release_free_memory()
+        self.plan = replace(plan, structures=nbytes, num_pages=pages)
+
     # Shrinking and growing
 
     def trim(self) -> None:
@@ -89,7 +131,7 @@ class EngineMemory:
             )
         self._check_machine(budget, (pages - plan.num_pages) * plan.page_bytes)
         self._driver.between_steps(lambda: self._elastic.resize(pages))
-        self.plan = replace(plan, budget=budget, num_pages=pages)
+        self.plan = replace(self.plan, budget=budget, num_pages=pages)
         release_free_memory()
         return self.plan
 

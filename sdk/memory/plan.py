@@ -91,6 +91,7 @@ class MemoryPlan:
     max_model_len: int
     max_num_seqs: int
     tokenizer: int = 0
+    structures: int = 0
     loading: int = 0
     read: int = 0
     offloaded: int = 0
@@ -127,7 +128,7 @@ class MemoryPlan:
     @property
     def serving(self) -> int:
         """The peak memory once the model is loaded."""
-        return self.fixed + self.kv_cache + self.tokenizer
+        return self.fixed + self.kv_cache + self.tokenizer + self.structures
 
     @property
     def total(self) -> int:
@@ -192,6 +193,8 @@ class MemoryPlan:
             rows.insert(
                 -2, ("scratch", self.scratch, "of kernels: dequantized weights, partial sums")
             )
+        if self.structures:
+            rows.insert(-1, ("structures", self.structures, "the vocabulary of structured output"))
         if self.loading + self.tokenizer == self.total:
             rows.insert(-1, ("loading", self.loading, "briefly, more than serving takes"))
         lines = [

@@ -86,6 +86,8 @@ class JobMaker:
         self._max_model_len = max_model_len
         self._results = results
         self._compiler: GrammarCompiler | None = None
+        #: Called before the vocabulary is read for the first structure; raises if it must not be.
+        self.before_structures: Callable[[], object] = lambda: None
         self._generates = classifier is None or classifier.generates
         self._ids = itertools.count()
 
@@ -284,6 +286,7 @@ class JobMaker:
         from sdk.structured.compiler import GrammarCompiler  # loaded with the first structure
 
         if self._compiler is None:
+            self.before_structures()
             ends = self._eos_token_ids | tokenizer.eos_token_ids
             self._compiler = GrammarCompiler(tokenizer, self._vocab_size, ends)
         return self._compiler.compile(structure)

@@ -173,16 +173,21 @@ def test_errors_of_coroutines_are_those_of_the_methods(tiny: LLM) -> None:
             asyncio.run(coroutine)
 
 
-@pytest.mark.parametrize("call", ["embed", "beams"])
-def test_cancelling_a_coroutine_aborts_its_requests(tiny: LLM, call: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [("embed", ()), ("beam_search", (BeamSearchParams(beam_width=2, max_tokens=3),))],
+)
+def test_cancelling_a_coroutine_aborts_its_requests(
+    tiny: LLM, name: str, more: tuple[Any, ...]
+) -> None:
     gate = Gate()
     held = Caller(lambda: tiny.generate(PROMPT, PARAMS.clone(logits_processors=[gate])))
     gate.wait()
-    name, given, more = CALLS[call]
+    prompts = [{"prompt_token_ids": [50 + 9 * len(more) + i] * 60} for i in range(2)]
     before = tiny.get_metrics()["num_prompt_tokens"]
 
     async def cancelled() -> None:
-        task = asyncio.ensure_future(getattr(AsyncLLM(tiny), name)(*given, **more))
+        task = asyncio.ensure_future(getattr(AsyncLLM(tiny), name)(prompts, *more))
         while len(tiny._driver._sinks) < 2:
             await asyncio.sleep(0)
         task.cancel()

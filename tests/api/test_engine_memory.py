@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sdk import LLM, OutOfMemoryError, RequestError, SamplingParams
+from sdk import LLM, MemoryPool, OutOfMemoryError, RequestError, SamplingParams
 from sdk.memory import resolve
 from sdk.memory.machine import release_free_memory
 
@@ -171,3 +171,72 @@ def test_a_size_larger_than_the_machine_changes_nothing(
         assert llm.memory_plan == plan
         assert llm.get_metrics()["num_pages"] == plan.num_pages
         assert llm.resize(plan.serving + plan.page_bytes).num_pages == plan.num_pages + 1
+
+
+#: For llguidance to read the 448 entries of the tiny vocabulary.
+VOCABULARY = 620 * 448
+CHOICE = GREEDY.clone(structured_outputs={"choice": ["yes", "no"]})
+
+
+def test_the_vocabulary_of_structures_takes_pages_of_a_full_budget(tiny_path: Path) -> None:
+    whole = LLM.plan(tiny_path, max_model_len=128, max_num_seqs=4)
+    options = {"max_model_len": 128, "max_num_seqs": 4, "memory": whole.total}
+    with LLM(tiny_path, **options) as llm:
+        before = llm.memory_plan
+        answers = tokens(llm, prompts(4, 30))
+        assert before.structures == 0 and "structures" not in str(before)
+        [output] = llm.generate({"prompt_token_ids": [5, 9]}, CHOICE)
+        assert output.outputs[0].text in ("yes", "no")
+        after = llm.memory_plan
+        assert after.structures == VOCABULARY and after.total <= whole.total
+        missing = before.serving + VOCABULARY - whole.total
+        assert before.num_pages - after.num_pages == -(-missing // before.page_bytes) > 0
+        assert llm.get_metrics()["num_pages"] == after.num_pages
+        assert "structures" in str(after)
+        llm.generate({"prompt_token_ids": [5, 9]}, CHOICE.clone(seed=1))
+        assert llm.memory_plan == after  # once
+        assert tokens(llm, prompts(4, 30)) == answers
+        smaller = llm.resize(whole.total - 2 * before.page_bytes)
+        assert smaller.structures == VOCABULARY and smaller.num_pages == after.num_pages - 2
+
+
+def test_without_a_budget_the_vocabulary_is_only_counted(tiny_path: Path) -> None:
+    with LLM(tiny_path, max_model_len=128) as llm:
+        before = llm.memory_plan
+        llm.generate({"prompt_token_ids": [5, 9]}, CHOICE)
+        after = llm.memory_plan
+        assert after.num_pages == before.num_pages
+        assert after.serving - before.serving == after.structures == VOCABULARY
+
+
+def test_a_structure_without_room_is_refused_and_changes_nothing(tiny_path: Path) -> None:
+    options = {"max_model_len": 128, "max_num_seqs": 6}
+    memory = LLM.plan(tiny_path, **options).total
+    with LLM(tiny_path, **options, memory=memory) as llm:
+        before, kept = llm.memory_plan, prompts(5, 112)
+        for prompt in kept:
+            llm.pin(prompt)
+        with pytest.raises(RequestError, match=r"structured output needs 271\.2 KiB .* raise memory"):
+            llm.generate({"prompt_token_ids": [5, 9]}, CHOICE)
+        assert llm.memory_plan == before
+        for prompt in kept:
+            llm.unpin(prompt)
+        llm.generate({"prompt_token_ids": [5, 9]}, CHOICE)
+        assert llm.memory_plan.num_pages < before.num_pages
+
+
+def test_a_pool_lends_the_memory_of_the_vocabulary(tiny_path: Path) -> None:
+    need = LLM.plan(tiny_path, max_model_len=128, max_num_seqs=1).total
+    for more, fits in ((VOCABULARY, True), (VOCABULARY - 1, False)):
+        pool = MemoryPool(need + more)
+        with LLM(tiny_path, max_model_len=128, max_num_seqs=1, memory=pool) as llm:
+            llm.generate({"prompt_token_ids": [5, 9]}, GREEDY)
+            used = pool.used
+            if not fits:
+                pool.budget = used + VOCABULARY - 1
+                with pytest.raises(RequestError, match=r"its memory pool has 271\.2 KiB left"):
+                    llm.generate({"prompt_token_ids": [5, 9]}, CHOICE)
+                continue
+            llm.generate({"prompt_token_ids": [5, 9]}, CHOICE)
+            assert pool.used == used + VOCABULARY
+        assert pool.used == 0

@@ -6,8 +6,8 @@
 Each case is a process of its own: it runs a tiny model first, so that all libraries are there, and
 notes its memory. Then it loads the model and serves the plan's largest load: as many requests as
 there may be, their pages full, drawn at random with penalties and a logits processor, and one
-prompt scored token by token. What counts is the highest resident memory (VmHWM) above the note,
-loading included.
+prompt scored token by token; with ``structured=1`` some structured answers too. What counts is the
+highest resident memory (VmHWM) above the note, loading included.
 """
 
 from __future__ import annotations
@@ -80,10 +80,14 @@ def _child(model: str, options: dict[str, Any]) -> dict[str, float]:
     release_free_memory()
     before = _status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+    structured = options.pop("structured", False)
     llm = LLM(plan=LLM.plan(model, **options))
     plan = llm.memory_plan
     loaded = _status("VmHWM") - before
     _serve(llm)
+    if structured:
+        _serve_structures(llm)
+        plan = llm.memory_plan
     peak = _status("VmHWM") - before
     speed = _speed(llm)
     parts = {
@@ -140,6 +144,16 @@ def _serve(llm: Any) -> None:
     llm.generate([prompt(length - answer) for length in lengths], params, use_tqdm=False)
     scored = SamplingParams(max_tokens=1, prompt_logprobs=1)
     llm.generate(prompt(min(room, 256) - 1), scored, use_tqdm=False)
+
+
+def _serve_structures(llm: Any) -> None:
+    """The vocabulary is read, and some structures are compiled."""
+    from sdk import SamplingParams
+
+    for count in range(3):
+        schema = {"type": "array", "items": {"type": "string", "maxLength": 5}, "minItems": count}
+        params = SamplingParams(max_tokens=60, structured_outputs={"json": schema})
+        llm.generate({"prompt_token_ids": [5, 9, 30]}, params, use_tqdm=False)
 
 
 def _table(folder: Path) -> None:
