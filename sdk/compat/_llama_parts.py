@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from sdk.errors import RequestError
 from sdk.quant.safe_repr import safe_repr
+from sdk.structured.gbnf import is_gbnf
 from sdk.structured.params import StructuredOutputsParams
 from sdk.tokenizer import LLMTokenizer
 
@@ -50,7 +51,7 @@ class LlamaGrammar:
         """The grammar as ``SamplingParams`` take it."""
         if self._schema is not None:
             return StructuredOutputsParams(json=self._schema)
-        if "::=" not in self._grammar:  # would be read as Lark's notation
+        if not is_gbnf(self._grammar):  # would be read as Lark's notation
             raise RequestError(
                 f"grammar: expected rules in GBNF (name ::= ...), found {safe_repr(self._grammar)}"
             )

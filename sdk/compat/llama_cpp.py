@@ -7,6 +7,7 @@ LLM with everything that llama-cpp-python has no name for. docs/compat.md lists 
 from __future__ import annotations
 
 import inspect
+import operator
 import random
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -226,7 +227,7 @@ class Llama:
             callbacks = Callbacks(given, read.token_ids, self.last_n_tokens_size)
         params = self._params(given, callbacks)
         tokenizer = self.llm.get_tokenizer()
-        text = prompt if isinstance(prompt, str) else tokenizer.decode(prompt)
+        text = prompt if isinstance(prompt, str) else tokenizer.decode(asked["prompt_token_ids"])
         made = TextCompletions(model or self.model_path, tokenizer, text, callbacks)
         if stream:
             return made.chunks(self._watched(asked, params))
@@ -264,7 +265,7 @@ class Llama:
         ``reset=False``: they follow the tokens of the last request.
         """
         given = {**_given(locals()), "temperature": temp}
-        prompt = [*([] if reset else self._tokens), *tokens]
+        prompt = [*([] if reset else self._tokens), *_ids("tokens", tokens)]
         callbacks = Callbacks(given, prompt, self.last_n_tokens_size)
         needed = callbacks if Callbacks.needed(given) else None
         params = self._params(given, needed).clone(ignore_eos=True)
@@ -276,7 +277,7 @@ class Llama:
 
     def eval(self, tokens: Sequence[int]) -> None:
         """Add tokens to the context. They are computed when the next token is sampled."""
-        self._tokens += map(int, tokens)
+        self._tokens += _ids("tokens", tokens)
 
     def sample(
         self,
@@ -414,6 +415,8 @@ class Llama:
         file names a type. ``truncate`` keeps the first ``n_batch`` tokens.
         """
         texts = [input] if isinstance(input, str) else input
+        if not isinstance(texts, list | tuple) or not all(isinstance(t, str) for t in texts):
+            raise RequestError(f"input: expected a text or a list of them, found {input!r:.80}")
         rows = [self.tokenize(text.encode()) for text in texts]
         if truncate:
             rows = [row[: self.n_batch] for row in rows]
@@ -523,6 +526,8 @@ class Llama:
 
     def load_state(self, state: LlamaState) -> None:
         """Go back to a saved context."""
+        if not isinstance(state, LlamaState):
+            raise RequestError(f"state: expected a LlamaState, found {safe_repr(state)}")
         if state.snapshot is not None:
             self.llm.restore(state.snapshot)
         self._tokens = state.input_ids.tolist()
@@ -535,7 +540,7 @@ class Llama:
             order = {"suffix_first": True} if self.spm_infill else {}
             return {"prompt": prompt, "suffix": suffix, **order}
         if not isinstance(prompt, str):
-            return {"prompt_token_ids": list(prompt)}
+            return {"prompt_token_ids": _ids("prompt", prompt)}
         bos = self.token_bos()
         return {"prompt_token_ids": [bos]} if not prompt and bos >= 0 else prompt
 
@@ -569,6 +574,16 @@ class Llama:
 def _given(names: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a method: its ``locals()`` before it has others."""
     return {name: value for name, value in names.items() if name not in _NOT_GIVEN}
+
+
+def _ids(name: str, tokens: object) -> list[int]:
+    """Token ids of a list or an array."""
+    try:
+        return [operator.index(token) for token in tokens]  # type: ignore[attr-defined]
+    except TypeError as error:
+        raise RequestError(
+            f"{name}: expected a list of token ids, found {safe_repr(tokens)}"
+        ) from error
 
 
 def _or_none(token: int | None) -> int:

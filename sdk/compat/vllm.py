@@ -117,7 +117,7 @@ class LLM:
             [prompt for prompt, _ in items], params, priority=priority, use_tqdm=bool(use_tqdm)
         )
         pairs = zip(found, items, strict=True)
-        return [request_output(output, text) for output, (_, text) in pairs]
+        return [request_output(output, self._text_of, text) for output, (_, text) in pairs]
 
     def chat(
         self,
@@ -148,7 +148,7 @@ class LLM:
         found = self.llm.chat(
             messages, params, priority=priority, use_tqdm=bool(use_tqdm), **template
         )
-        return [request_output(output) for output in found]
+        return [request_output(output, self._text_of) for output in found]
 
     def beam_search(
         self,
@@ -163,7 +163,9 @@ class LLM:
         if not isinstance(params, BeamSearchParams):
             raise RequestError(f"params: expected BeamSearchParams, found {safe_repr(params)}")
         items = [our_prompt(one)[0] for one in as_list(prompts)]
-        step = concurrency_limit or max(1, len(items))
+        step = max(1, len(items)) if concurrency_limit is None else concurrency_limit
+        if not isinstance(step, int) or step < 1:
+            raise RequestError(f"concurrency_limit: expected at least 1, found {safe_repr(step)}")
         found = [
             output
             for first in range(0, len(items), step)
@@ -174,7 +176,8 @@ class LLM:
         decode = partial(
             self.get_tokenizer().decode, skip_special_tokens=params.skip_special_tokens
         )
-        return [beam_output(*pair, decode) for pair in zip(items, found, strict=True)]
+        pairs = zip(items, found, strict=True)
+        return [beam_output(*pair, decode, self._text_of) for pair in pairs]
 
     def get_default_sampling_params(self) -> SamplingParams:
         """vLLM's defaults, changed by the model's files."""
@@ -183,6 +186,10 @@ class LLM:
         values = {name: getattr(found, name) for name in _FROM_FILES}
         given = {name: value for name, value in values.items() if own.get(name) != value}
         return SamplingParams.from_optional(**given, max_tokens=found.max_tokens)
+
+    def _text_of(self, token: int) -> str:
+        data = self.get_tokenizer().decode_bytes([token])
+        return data.decode("utf-8", errors="ignore")
 
     def _params(self, given: Any) -> Any:
         """Parameters for ``self.llm``."""
@@ -237,7 +244,8 @@ class LLM:
         self, output_type: Any = None, *, use_tqdm: Any = True
     ) -> list[RequestOutput]:
         """Run all queued requests; their outputs, in the order of queueing."""
-        return [request_output(output) for output in self.llm.wait_for_completion()]
+        found = self.llm.wait_for_completion()
+        return [request_output(output, self._text_of) for output in found]
 
     # ---- embeddings ------------------------------------------------------------------------------
 
@@ -408,7 +416,7 @@ class AsyncLLMEngine:
         pieces = self._engine.generate(item, params, request_id, priority=priority)
         try:
             async for piece in pieces:
-                yield request_output(piece, prompt_text or text)
+                yield request_output(piece, self._offline._text_of, prompt_text or text)
         finally:
             await pieces.aclose()
 

@@ -247,6 +247,22 @@ def test_prompts_are_translated() -> None:
 # ---- answers -------------------------------------------------------------------------------------
 
 
+def numbers(row: Any) -> dict[int, Any]:
+    return {token: (entry.logprob, entry.rank) for token, entry in row.items()}
+
+
+def test_the_texts_of_tokens_are_vllm_s(llm: LLM) -> None:
+    """With the space before a word, and nothing for a part of a character."""
+    [output] = llm.generate("the cat", SamplingParams(max_tokens=1, prompt_logprobs=1))
+    rows = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
+    texts = [row[token].decoded_token for token, row in rows]
+    assert "".join(texts) == " the cat"
+    last = next(i for i in range(256, 0, -1) if llm._text_of(i) == "")
+    params = SamplingParams(max_tokens=1, logprobs=0, allowed_token_ids=[last])
+    [part] = llm.generate("the cat", params)
+    assert part.outputs[0].logprobs[0][last].decoded_token == ""
+
+
 def test_answers_are_those_of_our_llm(llm: LLM) -> None:
     texts = ["the cat", "a dog ran"]
     params = SamplingParams(temperature=0.0, max_tokens=5, logprobs=2, prompt_logprobs=1)
@@ -256,7 +272,7 @@ def test_answers_are_those_of_our_llm(llm: LLM) -> None:
         [answer], [expected] = output.outputs, own.outputs
         assert (answer.text, answer.token_ids) == (expected.text, expected.token_ids)
         assert answer.cumulative_logprob == expected.cumulative_logprob
-        assert answer.logprobs == [dict(row) for row in expected.logprobs]
+        assert list(map(numbers, answer.logprobs)) == list(map(numbers, expected.logprobs))
         assert output.prompt_logprobs[0] is None
         assert output.metrics.num_generation_tokens == 5
         assert output.metrics.first_token_latency > 0
@@ -338,6 +354,9 @@ def test_beams(llm: LLM) -> None:
         pytest.approx(best.cum_logprob)
     )
     assert next(iter(best.logprobs[0])) == best.tokens[-3]
+    assert llm.beam_search([], params) == [] and llm.generate([]) == []
+    with pytest.raises(RequestError, match="concurrency_limit: expected at least 1, found 0"):
+        llm.beam_search(prompts, params, concurrency_limit=0)
     with pytest.raises(RequestError, match="params: expected BeamSearchParams, found"):
         llm.beam_search(prompts, GREEDY)  # type: ignore[arg-type]
 
