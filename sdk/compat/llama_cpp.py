@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from sdk import LLM
 from sdk.compat._llama_chat import chat_dict, chat_format, chunk_dicts, tool_arguments
 from sdk.compat._llama_completions import (
     CompletionError as CompletionError,
@@ -62,7 +63,6 @@ from sdk.compat._llama_parts import (
 from sdk.compat._llama_sampling import Callbacks, sampling_params
 from sdk.compat._responses import Responses, structure_of
 from sdk.errors import RequestError
-from sdk.llm import LLM
 from sdk.outputs import RequestOutput
 from sdk.params import SamplingParams
 from sdk.quant.safe_repr import safe_repr

@@ -11,8 +11,7 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 from functools import partial
 from typing import Any
 
-import sdk.llm
-from sdk.async_llm import AsyncLLM as _AsyncLLM
+from sdk import LLM as _OurLLM, AsyncLLM as _OurAsyncLLM
 from sdk.compat._vllm_options import (
     LLM_SIGNATURE,
     AsyncEngineArgs as AsyncEngineArgs,
@@ -79,7 +78,7 @@ class LLM:
 
     def __init__(self, model: str, **options: Any) -> None:
         self._structure = structure_options(options)
-        self.llm = sdk.llm.LLM(model, **llm_options(options))
+        self.llm = _OurLLM(model, **llm_options(options))
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> LLM:
@@ -368,7 +367,7 @@ class AsyncLLMEngine:
     def __init__(self, llm: LLM) -> None:
         self._offline = llm
         self.llm = llm.llm
-        self._engine = _AsyncLLM(self.llm)
+        self._engine = _OurAsyncLLM(self.llm)
         self._owned = False
         self._sleeping = False
 

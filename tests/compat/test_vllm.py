@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from sdk import EngineClosedError, RequestError
+from sdk import LLM as OurLLM, EngineClosedError, RequestError
 from sdk.compat import vllm
 from sdk.compat._vllm_options import OPTIONS, llm_options
 from sdk.compat._vllm_outputs import class_output
@@ -73,7 +73,7 @@ def test_options_of_the_same_name_are_passed_on() -> None:
     assert {"max_model_len", "dtype", "enforce_eager", "seed"} <= set(same)
     assert llm_options({name: OPTIONS[name].default for name in same}) == {}
     assert llm_options({"max_model_len": 64, "seed": 3}) == {"max_model_len": 64, "seed": 3}
-    known = set(inspect.signature(vllm.sdk.llm.LLM).parameters)
+    known = set(inspect.signature(OurLLM).parameters)
     assert set(same) <= known
 
 
