@@ -78,6 +78,8 @@ FORMATS: Mapping[str, ChatFormat] = {
         ("</s>",),
     ),
 }
+#: For files without a chat template.
+FALLBACK = "llama-2"
 _OWN = "chat_template."
 
 
@@ -97,6 +99,20 @@ def chat_format(name: str | None) -> ChatFormat | None:
             "chat_template="
         )
     return FORMATS[name]
+
+
+def check_named(name: str | None, read: Callable[[], Mapping[str, str]]) -> None:
+    """``read``: the metadata of the file.
+
+    :raises RequestError: ``name`` is a template that the file does not have.
+    """
+    if name is None or not name.startswith(_OWN) or name == f"{_OWN}default":
+        return
+    metadata = read()
+    if f"tokenizer.{name}" not in metadata:
+        known = [key for key in metadata if key.startswith(f"tokenizer.{_OWN}")]
+        found = ", ".join(key.removeprefix("tokenizer.") for key in known) or "none"
+        raise RequestError(f"chat_format: {name!r} is not in the file; it has {found}")
 
 
 def tool_arguments(given: Mapping[str, Any]) -> dict[str, Any]:

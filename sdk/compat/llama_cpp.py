@@ -7,7 +7,6 @@ LLM with everything that llama-cpp-python has no name for. docs/compat.md lists 
 from __future__ import annotations
 
 import inspect
-import operator
 import random
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -18,7 +17,14 @@ from typing import Any
 import numpy as np
 
 from sdk import LLM
-from sdk.compat._llama_chat import chat_dict, chat_format, chunk_dicts, tool_arguments
+from sdk.compat._llama_chat import (
+    FALLBACK,
+    chat_dict,
+    chat_format,
+    check_named,
+    chunk_dicts,
+    tool_arguments,
+)
 from sdk.compat._llama_completions import (
     CompletionError as CompletionError,
     TextCompletions,
@@ -59,6 +65,8 @@ from sdk.compat._llama_parts import (
     MinTokensLogitsProcessor as MinTokensLogitsProcessor,
     StoppingCriteria as StoppingCriteria,
     StoppingCriteriaList as StoppingCriteriaList,
+    metadata_of,
+    token_ids,
 )
 from sdk.compat._llama_sampling import Callbacks, sampling_params
 from sdk.compat._responses import Responses, structure_of
@@ -144,11 +152,12 @@ class Llama:
         self._pooling: int = given["pooling_type"]
         self._format = chat_format(self.chat_format)
         options = llm_options(given)
-        if self._format is not None:
-            options["chat_template"] = self._format.template
         if not Path(self.model_path).exists():
             raise RequestError(f"model_path: expected a file, found {safe_repr(self.model_path)}")
+        check_named(self.chat_format, lambda: self.metadata)
         self.llm = LLM(self.model_path, **{**options, **more})
+        if self._format is None and not self._has_template():
+            self.chat_format, self._format = FALLBACK, chat_format(FALLBACK)
         self._tokens: list[int] = []  # of the last request; eval adds to them
         self.set_seed(given["seed"] or LLAMA_DEFAULT_SEED)
 
@@ -265,7 +274,7 @@ class Llama:
         ``reset=False``: they follow the tokens of the last request.
         """
         given = {**_given(locals()), "temperature": temp}
-        prompt = [*([] if reset else self._tokens), *_ids("tokens", tokens)]
+        prompt = [*([] if reset else self._tokens), *token_ids("tokens", tokens)]
         callbacks = Callbacks(given, prompt, self.last_n_tokens_size)
         needed = callbacks if Callbacks.needed(given) else None
         params = self._params(given, needed).clone(ignore_eos=True)
@@ -277,7 +286,7 @@ class Llama:
 
     def eval(self, tokens: Sequence[int]) -> None:
         """Add tokens to the context. They are computed when the next token is sampled."""
-        self._tokens += _ids("tokens", tokens)
+        self._tokens += token_ids("tokens", tokens)
 
     def sample(
         self,
@@ -368,6 +377,8 @@ class Llama:
             raise RequestError(
                 f"messages: expected a list of messages, found {safe_repr(messages)}"
             )
+        if self._format is not None:
+            template["chat_template"] = self._format.template
         callbacks = None
         if Callbacks.needed(given):
             chats = self.llm._jobs.read_chats("create_chat_completion", messages, None, template)
@@ -486,13 +497,7 @@ class Llama:
     @cached_property
     def metadata(self) -> dict[str, str]:
         """The numbers and texts of a GGUF file's header; empty for other checkpoints."""
-        from sdk.loaders.gguf_reader import read_gguf
-
-        if Path(self.model_path).suffix != ".gguf":
-            return {}
-        found = read_gguf(Path(self.model_path)).metadata
-        kinds = (bool, int, float, str)
-        return {key: _as_text(value) for key, value in found.items() if isinstance(value, kinds)}
+        return metadata_of(Path(self.model_path))
 
     @property
     def n_tokens(self) -> int:
@@ -540,9 +545,13 @@ class Llama:
             order = {"suffix_first": True} if self.spm_infill else {}
             return {"prompt": prompt, "suffix": suffix, **order}
         if not isinstance(prompt, str):
-            return {"prompt_token_ids": _ids("prompt", prompt)}
+            return {"prompt_token_ids": token_ids("prompt", prompt)}
         bos = self.token_bos()
         return {"prompt_token_ids": [bos]} if not prompt and bos >= 0 else prompt
+
+    def _has_template(self) -> bool:
+        chosen = self.llm.config.chat_template
+        return (chosen or self.llm.get_tokenizer().chat_template) is not None
 
     def _params(self, given: Mapping[str, Any], callbacks: Callbacks | None) -> SamplingParams:
         if (seed := given.get("seed")) is not None:
@@ -576,19 +585,5 @@ def _given(names: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in names.items() if name not in _NOT_GIVEN}
 
 
-def _ids(name: str, tokens: object) -> list[int]:
-    """Token ids of a list or an array."""
-    try:
-        return [operator.index(token) for token in tokens]  # type: ignore[attr-defined]
-    except TypeError as error:
-        raise RequestError(
-            f"{name}: expected a list of token ids, found {safe_repr(tokens)}"
-        ) from error
-
-
 def _or_none(token: int | None) -> int:
     return -1 if token is None else token
-
-
-def _as_text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -15,7 +15,7 @@ import torch
 
 from sdk import LLM, EngineClosedError, RequestError, SamplingParams
 from sdk.compat import llama_cpp
-from sdk.compat._llama_chat import FORMATS
+from sdk.compat._llama_chat import FORMATS, chat_format, check_named
 from sdk.compat._llama_options import REFUSED, WITHOUT_EFFECT, llm_options
 from sdk.compat._llama_sampling import Callbacks
 from sdk.compat.llama_cpp import (
@@ -491,11 +491,29 @@ def test_a_chat_format_is_used_with_its_stop_strings(gguf: str) -> None:
         assert found["choices"][0]["message"]["content"] == ""
 
 
+def prompt_of(llama: Llama) -> str:
+    """The prompt of a chat, as the model got it."""
+    llama.create_chat_completion(ASK, max_tokens=1)
+    return llama.detokenize(llama.input_ids.tolist()[:-1], special=True).decode()
+
+
 def test_the_file_s_own_template_has_a_name(gguf: str) -> None:
-    with Llama(gguf, n_ctx=64, chat_format="chat_template.default", n_threads=1) as llama:
-        assert llama.llm.config.chat_template is None
-    with Llama(gguf, n_ctx=64, chat_format="chat_template.tool_use", n_threads=1) as llama:
-        assert llama.llm.config.chat_template == "tool_use"
+    with Llama(gguf, n_ctx=128, n_threads=1) as llama:
+        own = prompt_of(llama)
+    with Llama(gguf, n_ctx=128, chat_format="chat_template.default", n_threads=1) as llama:
+        assert prompt_of(llama) == own
+    with Llama(gguf, n_ctx=128, chat_template="{{ messages[0].content }}!", n_threads=1) as llama:
+        assert prompt_of(llama).lstrip() == "How are you?!"
+    with pytest.raises(RequestError, match=r"'chat_template.rag' is not in the file; it has none"):
+        Llama(gguf, chat_format="chat_template.rag")
+    check_named("chat_template.rag", lambda: {"tokenizer.chat_template.rag": "x"})
+    assert chat_format("chat_template.rag") == ("rag", ())
+
+
+def test_a_file_without_a_template_has_llama_2_s(gemma3: Path) -> None:
+    with Llama(str(gemma3), n_ctx=64) as llama:
+        assert llama.chat_format == "llama-2"
+        assert prompt_of(llama).endswith("<s>[INST]How are you?  [/INST]")
 
 
 def test_tools_and_their_older_names(tiny: Llama) -> None:
