@@ -43,6 +43,7 @@ from sdk.compat._vllm_outputs import (
 from sdk.compat._vllm_params import (
     BeamSearchParams as BeamSearchParams,
     LoRARequest as LoRARequest,
+    PoolerConfig as PoolerConfig,
     PoolingParams as PoolingParams,
     SamplingParams as SamplingParams,
     TextPrompt as TextPrompt,
@@ -50,6 +51,7 @@ from sdk.compat._vllm_params import (
     check_absent,
     our_params,
     our_prompt,
+    pooler_of,
 )
 from sdk.errors import RequestError, SdkError
 from sdk.loading.sampling_defaults import OWN, OWN_SOURCE
@@ -78,6 +80,7 @@ class LLM:
 
     def __init__(self, model: str, **options: Any) -> None:
         self._structure = structure_options(options)
+        self._pooler = pooler_of(options.get("pooler_config"))
         self.llm = _OurLLM(model, **llm_options(options))
 
     @classmethod
@@ -271,8 +274,8 @@ class LLM:
         items = [our_prompt(one)[0] for one in as_list(prompts)]
         found = self.llm.encode(
             items,
-            pooling="token" if task == "token_embed" else "last",
-            normalize=params.activates,
+            pooling="token" if task == "token_embed" else self._pooler.mode,
+            normalize=self._pooler.activates(params),
             use_tqdm=bool(use_tqdm),
         )
         return [pooling_output(output) for output in found]
@@ -289,8 +292,9 @@ class LLM:
         """Each prompt's last hidden state; scaled to length 1 unless ``use_activation=False``."""
         check_absent(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
         items = [our_prompt(one)[0] for one in as_list(prompts)]
+        activates = self._pooler.activates(_pooling(pooling_params))
         found = self.llm.encode(
-            items, normalize=_pooling(pooling_params).activates, use_tqdm=bool(use_tqdm)
+            items, pooling=self._pooler.mode, normalize=activates, use_tqdm=bool(use_tqdm)
         )
         return [embedding_output(output) for output in found]
 
@@ -306,7 +310,7 @@ class LLM:
         """Each prompt's classes, with a checkpoint that has a classification head."""
         check_absent(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
         items = [our_prompt(one)[0] for one in as_list(prompts)]
-        activates = _pooling(pooling_params).activates
+        activates = self._pooler.activates(_pooling(pooling_params))
         found = self.llm.classify(items, use_activation=activates, use_tqdm=bool(use_tqdm))
         return [class_output(output) for output in found]
 
@@ -324,8 +328,11 @@ class LLM:
     ) -> list[ScoringRequestOutput]:
         """How well texts match, pair by pair."""
         check_absent(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
-        if not _pooling(pooling_params).activates:
-            raise RequestError("use_activation=False is not supported by score: leave it out")
+        if not self._pooler.activates(_pooling(pooling_params)) or self._pooler.mode != "last":
+            raise RequestError(
+                "score: use_activation=False and other poolings than LAST are not supported; use "
+                "embed"
+            )
         found = self.llm.score(data_1, data_2, chat_template=chat_template)
         return [score_output(output) for output in found]
 

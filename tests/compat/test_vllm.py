@@ -24,6 +24,7 @@ from sdk.compat.vllm import (
     EngineArgs,
     GuidedDecodingParams,
     LoRARequest,
+    PoolerConfig,
     PoolingParams,
     RequestOutputKind,
     SamplingParams,
@@ -224,7 +225,14 @@ def test_optional_values_and_older_names() -> None:
 
 
 def test_pooling_and_beam_parameters() -> None:
-    assert PoolingParams().activates and not PoolingParams(use_activation=False).activates
+    off = PoolingParams(use_activation=False)
+    assert PoolerConfig().activates(PoolingParams()) and not PoolerConfig().activates(off)
+    assert not PoolerConfig(use_activation=False).activates(PoolingParams())
+    assert PoolerConfig(use_activation=False).activates(PoolingParams(use_activation=True))
+    with pytest.raises(RequestError, match=r"logit_mean=0.5 is not supported: leave it out"):
+        PoolerConfig(logit_mean=0.5)
+    with pytest.raises(RequestError, match="pooling_type: expected one of LAST, CLS, MEAN, ALL"):
+        PoolerConfig(pooling_type="STEP")
     assert PoolingParams(task="embed").clone() == PoolingParams(task="embed")
     with pytest.raises(RequestError, match="dimensions=8 is not supported: leave it out"):
         PoolingParams(dimensions=8)
@@ -407,10 +415,24 @@ def test_embedding_errors(llm: LLM) -> None:
         llm.encode("x")
     with pytest.raises(RequestError, match="pooling_params: expected PoolingParams, found 'cls'"):
         llm.embed("x", pooling_params="cls")  # type: ignore[arg-type]
-    with pytest.raises(RequestError, match="use_activation=False is not supported by score"):
+    with pytest.raises(RequestError, match="score: use_activation=False and other poolings"):
         llm.score("x", "y", pooling_params=PoolingParams(use_activation=False))
     with pytest.raises(RequestError, match="classify: this model has no classification head"):
         llm.classify("x")
+
+
+@pytest.mark.parametrize("kind", ["LAST", "CLS", "MEAN", "ALL", None])
+def test_a_pooler_config(model: str, kind: str | None) -> None:
+    config = {"pooling_type": kind, "use_activation": False}
+    with LLM(model, max_model_len=64, num_threads=1, pooler_config=config) as made:
+        [found] = made.embed("the cat")
+        mode: Any = {"CLS": "cls", "MEAN": "mean"}.get(kind or "", "last")
+        [expected] = made.llm.encode("the cat", pooling=mode, normalize=False)
+        assert found.outputs.embedding == expected.outputs.data.tolist()
+        [pooled] = made.encode("the cat", pooling_task="embed")
+        assert pooled.outputs.data.tolist() == found.outputs.embedding
+    with pytest.raises(RequestError, match="pooler_config: expected a PoolerConfig, found 'mean'"):
+        LLM(model, pooler_config="mean")
 
 
 def test_classes(model: str) -> None:
