@@ -26,29 +26,35 @@ class ChatFormat(NamedTuple):
 def _turns(begin: str, end: str, answer: str) -> str:
     """A template that wraps each message in the same way."""
     message = "{% for m in messages %}" + begin + "{{ m.content }}" + end + "{% endfor %}"
-    return message + "{% if add_generation_prompt %}" + answer + "{% endif %}"
+    return message + answer + "\n"  # Jinja drops one at the end
 
 
+#: Two formats begin with a system message, even if it is empty.
+_EMPTY_SYSTEM = "{% if messages[0].role != 'system' %}(){% endif %}"
 _CHATML = ChatFormat(
-    _turns("<|im_start|>{{ m.role }}\n", "<|im_end|>\n", "<|im_start|>assistant\n"),
+    _EMPTY_SYSTEM.replace("()", "<|im_start|>system\n<|im_end|>\n")
+    + _turns("<|im_start|>{{ m.role }}\n", "<|im_end|>\n", "<|im_start|>assistant\n"),
     ("<|im_end|>",),
 )
-#: The formats by the names that ``chat_format`` has. The system message is a part of the first
-#: user message where a format has no place of its own for it.
+_VICUNA = (
+    "A chat between a curious user and an artificial intelligence assistant. The assistant gives "
+    "helpful, detailed, and polite answers to the user's questions. "
+)
+#: The formats by the names that ``chat_format`` has, with their prompts and stop strings. BOS is
+#: added as the model's file says.
 FORMATS: Mapping[str, ChatFormat] = {
     "chatml": _CHATML,
     "chatml-function-calling": _CHATML,
     "llama-2": ChatFormat(
-        "{{ bos_token }}{% for m in messages %}"
-        "{% if m.role == 'system' %}[INST] <<SYS>>\n{{ m.content }}\n<</SYS>>\n\n"
-        "{% elif m.role == 'user' %}"
-        "{% if loop.previtem is not defined or loop.previtem.role != 'system' %}[INST] {% endif %}"
-        "{{ m.content }} [/INST]"
-        "{% else %} {{ m.content }} {{ eos_token }}{% endif %}{% endfor %}"
+        "{% set first = messages[0].role == 'system' %}"
+        "{% if first %}[INST] <<SYS>>\n{{ messages[0].content }}\n<</SYS>>{% endif %} "
+        "{% for m in messages %}{% if m.role == 'user' %}"
+        "{% if first and loop.index0 == 1 %}{{ m.content }} {% else %}<s>[INST]{{ m.content }}  "
+        "{% endif %}"
+        "{% elif m.role == 'assistant' %}[/INST]{{ m.content }} </s>{% endif %}{% endfor %}[/INST]"
     ),
     "llama-3": ChatFormat(
-        "{{ bos_token }}"
-        + _turns(
+        _turns(
             "<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n",
             "<|eot_id|>",
             "<|start_header_id|>assistant<|end_header_id|>\n\n",
@@ -56,21 +62,24 @@ FORMATS: Mapping[str, ChatFormat] = {
         ("<|eot_id|>",),
     ),
     "mistral-instruct": ChatFormat(
-        "{{ bos_token }}{% for m in messages %}"
-        "{% if m.role == 'assistant' %} {{ m.content }}{{ eos_token }}"
-        "{% else %}[INST] {{ m.content }} [/INST]{% endif %}{% endfor %}"
+        "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+        "{% elif m.role == 'assistant' %}{{ m.content }}</s>{% endif %}{% endfor %}",
+        ("</s>",),
     ),
     "vicuna": ChatFormat(
-        "{% for m in messages %}{% if m.role == 'system' %}{{ m.content }} "
-        "{% elif m.role == 'user' %}USER: {{ m.content }} "
-        "{% else %}ASSISTANT: {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}ASSISTANT:{% endif %}",
-        ("USER:",),
+        _VICUNA + "{% for m in messages %}{% if m.role == 'user' %}USER: {{ m.content }} "
+        "{% elif m.role == 'assistant' %}ASSISTANT: {{ m.content }}</s>{% endif %}{% endfor %}"
+        "ASSISTANT:"
     ),
     "zephyr": ChatFormat(
-        _turns("<|{{ m.role }}|>\n", "{{ eos_token }}\n", "<|assistant|>\n"), ("<|user|>",)
+        _EMPTY_SYSTEM.replace("()", "<|system|>\n</s>\n")
+        + "{% for m in messages %}<|{{ m.role }}|>\n{% if m.role != 'system' %}{{ '\\n' }}"
+        "{% endif %}{{ m.content }}</s>\n{% endfor %}<|assistant|>\n\n\n",
+        ("</s>",),
     ),
 }
+#: For files without a chat template.
+FALLBACK = "llama-2"
 _OWN = "chat_template."
 
 
@@ -92,10 +101,26 @@ def chat_format(name: str | None) -> ChatFormat | None:
     return FORMATS[name]
 
 
+def check_named(name: str | None, read: Callable[[], Mapping[str, str]]) -> None:
+    """``read``: the metadata of the file.
+
+    :raises RequestError: ``name`` is a template that the file does not have.
+    """
+    if name is None or not name.startswith(_OWN) or name == f"{_OWN}default":
+        return
+    metadata = read()
+    if f"tokenizer.{name}" not in metadata:
+        known = [key for key in metadata if key.startswith(f"tokenizer.{_OWN}")]
+        found = ", ".join(key.removeprefix("tokenizer.") for key in known) or "none"
+        raise RequestError(f"chat_format: {name!r} is not in the file; it has {found}")
+
+
 def tool_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
     """``tools`` and ``tool_choice`` of ``LLM.chat``; ``functions`` are their older form."""
     tools, choice = given["tools"], given["tool_choice"]
     if given["functions"] is not None:
+        if not isinstance(given["functions"], Sequence):
+            raise RequestError(f"functions: expected a list, found {given['functions']!r:.80}")
         tools = [{"type": "function", "function": one} for one in given["functions"]]
     if (call := given["function_call"]) is not None:
         choice = call

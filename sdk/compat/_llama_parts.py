@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 
 from sdk.errors import RequestError
 from sdk.quant.safe_repr import safe_repr
+from sdk.structured.gbnf import is_gbnf
 from sdk.structured.params import StructuredOutputsParams
 from sdk.tokenizer import LLMTokenizer
 
@@ -50,7 +52,7 @@ class LlamaGrammar:
         """The grammar as ``SamplingParams`` take it."""
         if self._schema is not None:
             return StructuredOutputsParams(json=self._schema)
-        if "::=" not in self._grammar:  # would be read as Lark's notation
+        if not is_gbnf(self._grammar):  # would be read as Lark's notation
             raise RequestError(
                 f"grammar: expected rules in GBNF (name ::= ...), found {safe_repr(self._grammar)}"
             )
@@ -169,3 +171,24 @@ class LlamaTokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         """:meth:`detokenize` as a string; bytes that are not UTF-8 are left out."""
         return self.detokenize(tokens).decode("utf-8", errors="ignore")
+
+
+def token_ids(name: str, tokens: object) -> list[int]:
+    """Token ids of a list or an array."""
+    try:
+        return [operator.index(token) for token in tokens]  # type: ignore[attr-defined]
+    except TypeError as error:
+        raise RequestError(
+            f"{name}: expected a list of token ids, found {safe_repr(tokens)}"
+        ) from error
+
+
+def metadata_of(path: Path) -> dict[str, str]:
+    """The numbers and texts of a GGUF file's header; empty for other files."""
+    from sdk.loaders.gguf_reader import read_gguf
+
+    if path.suffix != ".gguf":
+        return {}
+    kinds = (bool, int, float, str)
+    found = {k: v for k, v in read_gguf(path).metadata.items() if isinstance(v, kinds)}
+    return {k: str(v).lower() if isinstance(v, bool) else str(v) for k, v in found.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,8 @@ from sdk.quant.safe_repr import safe_repr
 _SAME = ("top_k", "typical_p", "min_p", "top_p", "mirostat_tau", "mirostat_eta")
 _OFF = {"top_k": 0, "typical_p": 1.0, "min_p": 0.0, "top_p": 1.0}
 _MOST_BIAS = 100.0
+_PENALTIES = ("repeat", "frequency", "presence")
+_NO_PENALTIES = (1.0, 0.0, 0.0)
 
 
 class Stop(Exception):
@@ -36,9 +39,7 @@ class Callbacks:
         self._prompt = list(prompt)
         self._processors = given.get("logits_processor")
         self._criteria = given.get("stopping_criteria")
-        self._repeat = float(given["repeat_penalty"])
-        self._frequency = float(given["frequency_penalty"])
-        self._presence = float(given["presence_penalty"])
+        self._repeat, self._frequency, self._presence = _penalties(given)
         self._last_n = max(last_n, 0)
         #: Whether a stopping criterion ended the answer.
         self.stopped = False
@@ -46,9 +47,8 @@ class Callbacks:
     @staticmethod
     def needed(given: Mapping[str, Any]) -> bool:
         """Whether a request with these arguments has any."""
-        penalties = (given["repeat_penalty"], given["frequency_penalty"], given["presence_penalty"])
         callbacks = (given.get("logits_processor"), given.get("stopping_criteria"))
-        return penalties != (1.0, 0.0, 0.0) or any(one is not None for one in callbacks)
+        return _penalties(given) != _NO_PENALTIES or any(one is not None for one in callbacks)
 
     def __call__(self, output: Sequence[int], row: Tensor) -> Tensor:
         """:raises Stop: the answer ends here."""
@@ -63,7 +63,8 @@ class Callbacks:
         return torch.from_numpy(scores)
 
     def _penalize(self, recent: Sequence[int], scores: Scores) -> None:
-        if not recent or (self._repeat, self._frequency, self._presence) == (1.0, 0.0, 0.0):
+        penalties = self._repeat, self._frequency, self._presence
+        if not recent or penalties == _NO_PENALTIES:
             return
         ids, counts = np.unique(np.array(recent, np.intp), return_counts=True)
         values = scores[ids]
@@ -71,25 +72,49 @@ class Callbacks:
         scores[ids] = values - counts * self._frequency - self._presence
 
 
+def _penalties(given: Mapping[str, Any]) -> tuple[float, float, float]:
+    """:raises RequestError: one is not a number, or ``repeat_penalty`` is not above 0."""
+    repeat, *others = (_number(f"{name}_penalty", given) for name in _PENALTIES)
+    if not repeat > 0:
+        raise RequestError(f"repeat_penalty: expected a number above 0, found {repeat}")
+    return repeat, others[0], others[1]
+
+
+def _number(name: str, given: Mapping[str, Any]) -> float:
+    value = given[name]
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value):
+        raise RequestError(f"{name}: expected a number, found {safe_repr(value)}")
+    return float(value)
+
+
+def _integer(name: str, value: object) -> int:
+    if not isinstance(value, int):
+        raise RequestError(f"{name}: expected an integer, found {safe_repr(value)}")
+    return int(value)
+
+
 def sampling_params(
     given: Mapping[str, Any], seed: int, callbacks: Callbacks | None
 ) -> SamplingParams:
-    """:raises RequestError: a value is out of range."""
+    """:raises RequestError: a value is out of range or has the wrong type."""
     changes: dict[str, Any] = {name: given[name] for name in _SAME} | _truncation(given)
     limit = given.get("max_tokens")
-    changes["max_tokens"] = None if limit is None or limit <= 0 else limit
+    if limit is not None:
+        limit = _integer("max_tokens", limit)
+    changes["max_tokens"] = limit if limit is not None and limit > 0 else None
     changes["stop"] = given.get("stop") or ()
     changes["seed"] = seed
     if (bias := given.get("logit_bias")) is not None:
-        changes["logit_bias"] = {int(token): _clipped(add) for token, add in bias.items()}
+        changes["logit_bias"] = _biases(bias)
     if callbacks is not None:
         changes["logits_processors"] = [callbacks]
     if (grammar := given.get("grammar")) is not None:
         if not isinstance(grammar, LlamaGrammar):
             raise RequestError(f"grammar: expected a LlamaGrammar, found {safe_repr(grammar)}")
         changes["structured_outputs"] = grammar.structure
-    if given.get("logprobs") is not None:
-        changes["logprobs"] = int(given["logprobs"])
+    if (count := given.get("logprobs")) is not None:
+        changes["logprobs"] = _integer("logprobs", count)
     return SamplingParams(**changes)
 
 
@@ -99,7 +124,7 @@ def _truncation(given: Mapping[str, Any]) -> dict[str, Any]:
     It applies ``min_p`` before the temperature, and this library after it: a token with the
     probability ``r`` times the best one's has ``r ** (1 / temperature)`` times afterwards.
     """
-    temperature, mode = float(given["temperature"]), given["mirostat_mode"]
+    temperature, mode = _number("temperature", given), given["mirostat_mode"]
     if temperature < 0:  # the model's own distribution
         return {"temperature": 1.0, **_OFF}
     if mode:
@@ -109,22 +134,28 @@ def _truncation(given: Mapping[str, Any]) -> dict[str, Any]:
                 "supported, use 2"
             )
         return {"temperature": 1.0, "mirostat_mode": 2, **_OFF} if temperature else _greedy()
-    if temperature == 0:
+    top_p, min_p = _number("top_p", given), _number("min_p", given)
+    if temperature == 0 or top_p <= 0:  # one token is always kept
         return _greedy()
-    found = {"temperature": temperature, "top_k": max(given["top_k"], 0)}
-    found["typical_p"] = min(float(given["typical_p"]), 1.0)
-    found["top_p"] = min(float(given["top_p"]), 1.0)
-    if found["top_p"] <= 0:  # one token is always kept
-        return _greedy()
-    if 0 < given["min_p"] < 1:
-        found["min_p"] = given["min_p"] ** (1 / temperature)
-    return found
+    return {
+        "temperature": temperature,
+        "top_k": max(_integer("top_k", given["top_k"]), 0),
+        "typical_p": min(_number("typical_p", given), 1.0),
+        "top_p": min(top_p, 1.0),
+        "min_p": min_p ** (1 / temperature) if 0 < min_p < 1 else min_p,
+    }
 
 
 def _greedy() -> dict[str, Any]:
     return {"temperature": 0.0, **_OFF}
 
 
-def _clipped(bias: Any) -> float:
-    """-100 already forbids a token; programs write -inf."""
-    return float(min(max(float(bias), -_MOST_BIAS), _MOST_BIAS))
+def _biases(given: object) -> dict[int, float]:
+    """Biases between -100, which already forbids a token, and 100; programs write -inf."""
+    if not isinstance(given, Mapping):
+        raise RequestError(f"logit_bias: expected a dict, found {safe_repr(given)}")
+    try:
+        found = {int(token): float(add) for token, add in given.items()}
+    except (TypeError, ValueError) as error:
+        raise RequestError(f"logit_bias: expected token ids and numbers: {error}") from error
+    return {token: min(max(add, -_MOST_BIAS), _MOST_BIAS) for token, add in found.items()}

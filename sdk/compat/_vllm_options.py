@@ -235,7 +235,7 @@ OPTIONS: Mapping[str, Option] = {
     "enable_mm_processor_stats": _free(False),
     "scheduling_policy": _same("fcfs"),
     "scheduler_cls": _only(None, "use scheduling_policy"),
-    "pooler_config": _only(None, "use the methods of llm.llm: encode(prompts, pooling='mean')"),
+    "pooler_config": _read(None),
     "compilation_config": _free(None),
     "attention_config": _free(None),
     "engram_config": _only(None, "there are no engrams"),

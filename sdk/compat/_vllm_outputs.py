@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 from sdk import outputs as ours
@@ -12,6 +12,8 @@ from sdk.logprobs import Logprob, Logprobs
 
 T = TypeVar("T")
 LogprobsOnePosition = dict[int, Logprob]
+#: The text of one token, with the space before it and without bytes of other characters.
+TextOf = Callable[[int], str]
 
 
 @dataclass
@@ -162,29 +164,33 @@ class BeamSearchOutput:
     sequences: list[BeamSearchSequence]
 
 
-def request_output(found: ours.RequestOutput, text: str | None = None) -> RequestOutput:
+def request_output(
+    found: ours.RequestOutput, text_of: TextOf, text: str | None = None
+) -> RequestOutput:
     """``text``: of a prompt that was passed as token ids together with its text."""
     rows = found.prompt_logprobs
     if rows is not None:
         pairs = zip(found.prompt_token_ids, rows, strict=True)
-        prompt_logprobs = [None if row is None else _position(token, row) for token, row in pairs]
+        prompt_logprobs = [
+            None if row is None else _position(token, row, text_of) for token, row in pairs
+        ]
     return RequestOutput(
         found.request_id,
         text if found.prompt is None else found.prompt,
         found.prompt_token_ids,
         None if rows is None else prompt_logprobs,
-        [_completion(answer) for answer in found.outputs],
+        [_completion(answer, text_of) for answer in found.outputs],
         found.finished,
         None if found.metrics is None else _stats(found.metrics),
         num_cached_tokens=found.num_cached_tokens,
     )
 
 
-def _completion(answer: ours.CompletionOutput) -> CompletionOutput:
+def _completion(answer: ours.CompletionOutput, text_of: TextOf) -> CompletionOutput:
     logprobs = None
     if answer.logprobs is not None:
         pairs = zip(answer.token_ids, answer.logprobs, strict=True)
-        logprobs = [_position(token, row) for token, row in pairs]
+        logprobs = [_position(token, row, text_of) for token, row in pairs]
     return CompletionOutput(
         answer.index,
         answer.text,
@@ -196,10 +202,14 @@ def _completion(answer: ours.CompletionOutput) -> CompletionOutput:
     )
 
 
-def _position(token: int, row: Mapping[int, Logprob]) -> LogprobsOnePosition:
+def _position(token: int, row: Mapping[int, Logprob], text_of: TextOf) -> LogprobsOnePosition:
     """In vLLM the token itself comes first, then the best ones."""
     entries = row.entries() if isinstance(row, Logprobs) else row.items()
-    return {token: row[token], **dict(entries)}
+    first = {token: row[token], **dict(entries)}
+    return {
+        one: entry if entry.decoded_token is None else replace(entry, decoded_token=text_of(one))
+        for one, entry in first.items()
+    }
 
 
 def _stats(metrics: ours.RequestMetrics) -> RequestStateStats:
@@ -243,21 +253,21 @@ def score_output(found: ours.ScoringOutput) -> ScoringRequestOutput:
 
 
 def beam_output(
-    prompt: Any, found: OurBeams, decode: Callable[[list[int]], str]
+    prompt: Any, found: OurBeams, decode: Callable[[list[int]], str], text_of: TextOf
 ) -> BeamSearchOutput:
     """The beams of ``prompt``."""
-    return BeamSearchOutput([_beam(prompt, one, decode) for one in found.sequences])
+    return BeamSearchOutput([_beam(prompt, one, decode, text_of) for one in found.sequences])
 
 
 def _beam(
-    prompt: Any, found: OurSequence, decode: Callable[[list[int]], str]
+    prompt: Any, found: OurSequence, decode: Callable[[list[int]], str], text_of: TextOf
 ) -> BeamSearchSequence:
     answer = found.tokens[len(found.tokens) - len(found.logprobs) :]
     pairs = zip(answer, found.logprobs, strict=True)
     return BeamSearchSequence(
         prompt,
         found.tokens,
-        [_position(token, row) for token, row in pairs],
+        [_position(token, row, text_of) for token, row in pairs],
         cum_logprob=found.cum_logprob,
         text=None if found.text is None else decode(found.tokens),
         finish_reason=found.finish_reason,

@@ -16,7 +16,15 @@ from typing import Any
 
 import numpy as np
 
-from sdk.compat._llama_chat import chat_dict, chat_format, chunk_dicts, tool_arguments
+from sdk import LLM
+from sdk.compat._llama_chat import (
+    FALLBACK,
+    chat_dict,
+    chat_format,
+    check_named,
+    chunk_dicts,
+    tool_arguments,
+)
 from sdk.compat._llama_completions import (
     CompletionError as CompletionError,
     TextCompletions,
@@ -57,11 +65,12 @@ from sdk.compat._llama_parts import (
     MinTokensLogitsProcessor as MinTokensLogitsProcessor,
     StoppingCriteria as StoppingCriteria,
     StoppingCriteriaList as StoppingCriteriaList,
+    metadata_of,
+    token_ids,
 )
 from sdk.compat._llama_sampling import Callbacks, sampling_params
 from sdk.compat._responses import Responses, structure_of
 from sdk.errors import RequestError
-from sdk.llm import LLM
 from sdk.outputs import RequestOutput
 from sdk.params import SamplingParams
 from sdk.quant.safe_repr import safe_repr
@@ -143,11 +152,12 @@ class Llama:
         self._pooling: int = given["pooling_type"]
         self._format = chat_format(self.chat_format)
         options = llm_options(given)
-        if self._format is not None:
-            options["chat_template"] = self._format.template
         if not Path(self.model_path).exists():
             raise RequestError(f"model_path: expected a file, found {safe_repr(self.model_path)}")
+        check_named(self.chat_format, lambda: self.metadata)
         self.llm = LLM(self.model_path, **{**options, **more})
+        if self._format is None and not self._has_template():
+            self.chat_format, self._format = FALLBACK, chat_format(FALLBACK)
         self._tokens: list[int] = []  # of the last request; eval adds to them
         self.set_seed(given["seed"] or LLAMA_DEFAULT_SEED)
 
@@ -226,7 +236,7 @@ class Llama:
             callbacks = Callbacks(given, read.token_ids, self.last_n_tokens_size)
         params = self._params(given, callbacks)
         tokenizer = self.llm.get_tokenizer()
-        text = prompt if isinstance(prompt, str) else tokenizer.decode(prompt)
+        text = prompt if isinstance(prompt, str) else tokenizer.decode(asked["prompt_token_ids"])
         made = TextCompletions(model or self.model_path, tokenizer, text, callbacks)
         if stream:
             return made.chunks(self._watched(asked, params))
@@ -264,7 +274,7 @@ class Llama:
         ``reset=False``: they follow the tokens of the last request.
         """
         given = {**_given(locals()), "temperature": temp}
-        prompt = [*([] if reset else self._tokens), *tokens]
+        prompt = [*([] if reset else self._tokens), *token_ids("tokens", tokens)]
         callbacks = Callbacks(given, prompt, self.last_n_tokens_size)
         needed = callbacks if Callbacks.needed(given) else None
         params = self._params(given, needed).clone(ignore_eos=True)
@@ -276,7 +286,7 @@ class Llama:
 
     def eval(self, tokens: Sequence[int]) -> None:
         """Add tokens to the context. They are computed when the next token is sampled."""
-        self._tokens += map(int, tokens)
+        self._tokens += token_ids("tokens", tokens)
 
     def sample(
         self,
@@ -367,6 +377,8 @@ class Llama:
             raise RequestError(
                 f"messages: expected a list of messages, found {safe_repr(messages)}"
             )
+        if self._format is not None:
+            template["chat_template"] = self._format.template
         callbacks = None
         if Callbacks.needed(given):
             chats = self.llm._jobs.read_chats("create_chat_completion", messages, None, template)
@@ -414,6 +426,8 @@ class Llama:
         file names a type. ``truncate`` keeps the first ``n_batch`` tokens.
         """
         texts = [input] if isinstance(input, str) else input
+        if not isinstance(texts, list | tuple) or not all(isinstance(t, str) for t in texts):
+            raise RequestError(f"input: expected a text or a list of them, found {input!r:.80}")
         rows = [self.tokenize(text.encode()) for text in texts]
         if truncate:
             rows = [row[: self.n_batch] for row in rows]
@@ -483,13 +497,7 @@ class Llama:
     @cached_property
     def metadata(self) -> dict[str, str]:
         """The numbers and texts of a GGUF file's header; empty for other checkpoints."""
-        from sdk.loaders.gguf_reader import read_gguf
-
-        if Path(self.model_path).suffix != ".gguf":
-            return {}
-        found = read_gguf(Path(self.model_path)).metadata
-        kinds = (bool, int, float, str)
-        return {key: _as_text(value) for key, value in found.items() if isinstance(value, kinds)}
+        return metadata_of(Path(self.model_path))
 
     @property
     def n_tokens(self) -> int:
@@ -523,6 +531,8 @@ class Llama:
 
     def load_state(self, state: LlamaState) -> None:
         """Go back to a saved context."""
+        if not isinstance(state, LlamaState):
+            raise RequestError(f"state: expected a LlamaState, found {safe_repr(state)}")
         if state.snapshot is not None:
             self.llm.restore(state.snapshot)
         self._tokens = state.input_ids.tolist()
@@ -535,9 +545,13 @@ class Llama:
             order = {"suffix_first": True} if self.spm_infill else {}
             return {"prompt": prompt, "suffix": suffix, **order}
         if not isinstance(prompt, str):
-            return {"prompt_token_ids": list(prompt)}
+            return {"prompt_token_ids": token_ids("prompt", prompt)}
         bos = self.token_bos()
         return {"prompt_token_ids": [bos]} if not prompt and bos >= 0 else prompt
+
+    def _has_template(self) -> bool:
+        chosen = self.llm.config.chat_template
+        return (chosen or self.llm.get_tokenizer().chat_template) is not None
 
     def _params(self, given: Mapping[str, Any], callbacks: Callbacks | None) -> SamplingParams:
         if (seed := given.get("seed")) is not None:
@@ -573,7 +587,3 @@ def _given(names: dict[str, Any]) -> dict[str, Any]:
 
 def _or_none(token: int | None) -> int:
     return -1 if token is None else token
-
-
-def _as_text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -11,8 +11,7 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 from functools import partial
 from typing import Any
 
-import sdk.llm
-from sdk.async_llm import AsyncLLM as _AsyncLLM
+from sdk import LLM as _OurLLM, AsyncLLM as _OurAsyncLLM
 from sdk.compat._vllm_options import (
     LLM_SIGNATURE,
     AsyncEngineArgs as AsyncEngineArgs,
@@ -44,6 +43,7 @@ from sdk.compat._vllm_outputs import (
 from sdk.compat._vllm_params import (
     BeamSearchParams as BeamSearchParams,
     LoRARequest as LoRARequest,
+    PoolerConfig as PoolerConfig,
     PoolingParams as PoolingParams,
     SamplingParams as SamplingParams,
     TextPrompt as TextPrompt,
@@ -51,6 +51,7 @@ from sdk.compat._vllm_params import (
     check_absent,
     our_params,
     our_prompt,
+    pooler_of,
 )
 from sdk.errors import RequestError, SdkError
 from sdk.loading.sampling_defaults import OWN, OWN_SOURCE
@@ -79,7 +80,8 @@ class LLM:
 
     def __init__(self, model: str, **options: Any) -> None:
         self._structure = structure_options(options)
-        self.llm = sdk.llm.LLM(model, **llm_options(options))
+        self._pooler = pooler_of(options.get("pooler_config"))
+        self.llm = _OurLLM(model, **llm_options(options))
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> LLM:
@@ -117,7 +119,7 @@ class LLM:
             [prompt for prompt, _ in items], params, priority=priority, use_tqdm=bool(use_tqdm)
         )
         pairs = zip(found, items, strict=True)
-        return [request_output(output, text) for output, (_, text) in pairs]
+        return [request_output(output, self._text_of, text) for output, (_, text) in pairs]
 
     def chat(
         self,
@@ -148,7 +150,7 @@ class LLM:
         found = self.llm.chat(
             messages, params, priority=priority, use_tqdm=bool(use_tqdm), **template
         )
-        return [request_output(output) for output in found]
+        return [request_output(output, self._text_of) for output in found]
 
     def beam_search(
         self,
@@ -163,7 +165,9 @@ class LLM:
         if not isinstance(params, BeamSearchParams):
             raise RequestError(f"params: expected BeamSearchParams, found {safe_repr(params)}")
         items = [our_prompt(one)[0] for one in as_list(prompts)]
-        step = concurrency_limit or max(1, len(items))
+        step = max(1, len(items)) if concurrency_limit is None else concurrency_limit
+        if not isinstance(step, int) or step < 1:
+            raise RequestError(f"concurrency_limit: expected at least 1, found {safe_repr(step)}")
         found = [
             output
             for first in range(0, len(items), step)
@@ -174,7 +178,8 @@ class LLM:
         decode = partial(
             self.get_tokenizer().decode, skip_special_tokens=params.skip_special_tokens
         )
-        return [beam_output(*pair, decode) for pair in zip(items, found, strict=True)]
+        pairs = zip(items, found, strict=True)
+        return [beam_output(*pair, decode, self._text_of) for pair in pairs]
 
     def get_default_sampling_params(self) -> SamplingParams:
         """vLLM's defaults, changed by the model's files."""
@@ -183,6 +188,10 @@ class LLM:
         values = {name: getattr(found, name) for name in _FROM_FILES}
         given = {name: value for name, value in values.items() if own.get(name) != value}
         return SamplingParams.from_optional(**given, max_tokens=found.max_tokens)
+
+    def _text_of(self, token: int) -> str:
+        data = self.get_tokenizer().decode_bytes([token])
+        return data.decode("utf-8", errors="ignore")
 
     def _params(self, given: Any) -> Any:
         """Parameters for ``self.llm``."""
@@ -237,7 +246,8 @@ class LLM:
         self, output_type: Any = None, *, use_tqdm: Any = True
     ) -> list[RequestOutput]:
         """Run all queued requests; their outputs, in the order of queueing."""
-        return [request_output(output) for output in self.llm.wait_for_completion()]
+        found = self.llm.wait_for_completion()
+        return [request_output(output, self._text_of) for output in found]
 
     # ---- embeddings ------------------------------------------------------------------------------
 
@@ -264,8 +274,8 @@ class LLM:
         items = [our_prompt(one)[0] for one in as_list(prompts)]
         found = self.llm.encode(
             items,
-            pooling="token" if task == "token_embed" else "last",
-            normalize=params.activates,
+            pooling="token" if task == "token_embed" else self._pooler.mode,
+            normalize=self._pooler.activates(params),
             use_tqdm=bool(use_tqdm),
         )
         return [pooling_output(output) for output in found]
@@ -282,8 +292,9 @@ class LLM:
         """Each prompt's last hidden state; scaled to length 1 unless ``use_activation=False``."""
         check_absent(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
         items = [our_prompt(one)[0] for one in as_list(prompts)]
+        activates = self._pooler.activates(_pooling(pooling_params))
         found = self.llm.encode(
-            items, normalize=_pooling(pooling_params).activates, use_tqdm=bool(use_tqdm)
+            items, pooling=self._pooler.mode, normalize=activates, use_tqdm=bool(use_tqdm)
         )
         return [embedding_output(output) for output in found]
 
@@ -299,7 +310,7 @@ class LLM:
         """Each prompt's classes, with a checkpoint that has a classification head."""
         check_absent(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
         items = [our_prompt(one)[0] for one in as_list(prompts)]
-        activates = _pooling(pooling_params).activates
+        activates = self._pooler.activates(_pooling(pooling_params))
         found = self.llm.classify(items, use_activation=activates, use_tqdm=bool(use_tqdm))
         return [class_output(output) for output in found]
 
@@ -317,8 +328,11 @@ class LLM:
     ) -> list[ScoringRequestOutput]:
         """How well texts match, pair by pair."""
         check_absent(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
-        if not _pooling(pooling_params).activates:
-            raise RequestError("use_activation=False is not supported by score: leave it out")
+        if not self._pooler.activates(_pooling(pooling_params)) or self._pooler.mode != "last":
+            raise RequestError(
+                "score: use_activation=False and other poolings than LAST are not supported; use "
+                "embed"
+            )
         found = self.llm.score(data_1, data_2, chat_template=chat_template)
         return [score_output(output) for output in found]
 
@@ -360,7 +374,7 @@ class AsyncLLMEngine:
     def __init__(self, llm: LLM) -> None:
         self._offline = llm
         self.llm = llm.llm
-        self._engine = _AsyncLLM(self.llm)
+        self._engine = _OurAsyncLLM(self.llm)
         self._owned = False
         self._sleeping = False
 
@@ -408,7 +422,7 @@ class AsyncLLMEngine:
         pieces = self._engine.generate(item, params, request_id, priority=priority)
         try:
             async for piece in pieces:
-                yield request_output(piece, prompt_text or text)
+                yield request_output(piece, self._offline._text_of, prompt_text or text)
         finally:
             await pieces.aclose()
 

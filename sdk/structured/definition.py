@@ -9,10 +9,12 @@ from typing import Any, NamedTuple
 
 from sdk.errors import RequestError
 from sdk.quant.safe_repr import safe_repr
+from sdk.structured.gbnf import is_gbnf, lark_of
 from sdk.structured.params import MAX_TEXT, StructuredOutputsParams
 from sdk.structured.rewriting import rewritten, schemas_in
 
 Schema = dict[str, Any]
+_ESCAPES = {r"\n": "\n", r"\r": "\r", r"\t": "\t"}
 
 
 class Definition(NamedTuple):
@@ -85,13 +87,8 @@ def _grammar(params: StructuredOutputsParams, _: Callable[[str], bool]) -> Defin
     assert params.grammar is not None
     text = params.grammar
     _check_length("grammar", text)
-    if "::=" in text:
-        from llguidance.gbnf_to_lark import any_to_lark
-
-        try:
-            text = any_to_lark(text)
-        except Exception as error:  # the converter's own errors have no common base class
-            raise RequestError(f"grammar: it cannot be read as GBNF: {error}") from error
+    if is_gbnf(text):
+        text = lark_of(text)
     return Definition("lark", text, _literals(re.findall(r'"(?:[^"\\\n]|\\.)*"|/[^/\n]+/', text)))
 
 
@@ -158,8 +155,11 @@ def _check_length(name: str, text: str) -> None:
 
 
 def _literals(patterns: list[str]) -> tuple[str, ...]:
-    """Runs of plain characters in patterns, and single ones, at most 64."""
+    """Runs of plain characters in patterns, single ones and ends of lines, at most 64."""
     found: dict[str, None] = {}
+    for escape, character in _ESCAPES.items():
+        if any(escape in pattern for pattern in patterns):
+            found[character] = None
     for pattern in patterns:
         for run in re.findall(r"[A-Za-z0-9_ \-]+", pattern):
             found[run] = None

@@ -50,6 +50,7 @@ DIFFERENCES: Mapping[str, Mapping[str, str]] = {
         "StructuredOutputsParams(*)": "is `sdk.StructuredOutputsParams`, whose fields are keywords",
         "StructuredOutputsParams.all_*": "there is always exactly one structure",
         "PoolingParams.verify": "the constructor verifies",
+        "PoolerConfig.*": "internal",
         "RequestOutput(kwargs)": "outputs are made by the engine",
         "RequestOutput.add": "use `output_kind` to get whole answers",
         "*.from_base": "outputs are made by the engine",

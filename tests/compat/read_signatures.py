@@ -34,6 +34,7 @@ OBJECTS: dict[str, tuple[str, list[str]]] = {
             *(f"vllm:{name}" for name in ("ClassificationOutput", "ClassificationRequestOutput")),
             *(f"vllm:{name}" for name in ("ScoringOutput", "ScoringRequestOutput")),
             "vllm.logprobs:Logprob",
+            "vllm.config:PoolerConfig",
             "vllm.lora.request:LoRARequest",
             "vllm.entrypoints.generate.beam_search.utils:BeamSearchOutput",
             "vllm.entrypoints.generate.beam_search.utils:BeamSearchSequence",

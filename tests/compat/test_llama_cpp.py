@@ -15,7 +15,7 @@ import torch
 
 from sdk import LLM, EngineClosedError, RequestError, SamplingParams
 from sdk.compat import llama_cpp
-from sdk.compat._llama_chat import FORMATS
+from sdk.compat._llama_chat import FORMATS, chat_format, check_named
 from sdk.compat._llama_options import REFUSED, WITHOUT_EFFECT, llm_options
 from sdk.compat._llama_sampling import Callbacks
 from sdk.compat.llama_cpp import (
@@ -34,6 +34,7 @@ from sdk.errors import SdkError
 from sdk.testing import tiny_model
 from tests.loaders.hub_server import serving
 
+ORIGINALS = Path(__file__).parent / "originals"
 CAPITAL = "The capital of France is"
 ASK = [{"role": "user", "content": "How are you?"}]
 TOOL = {"name": "now", "parameters": {"type": "object", "properties": {}}}
@@ -239,6 +240,43 @@ def test_sampling_errors(tiny: Llama) -> None:
         tiny.sample(idx=3)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prompt": None}, "prompt: expected a list of token ids, found None"),
+        ({"prompt": []}, r"prompt: it is empty \(no tokens\)"),
+        ({"max_tokens": "x"}, "max_tokens: expected an integer, found 'x'"),
+        ({"temperature": "x"}, "temperature: expected a number, found 'x'"),
+        ({"temperature": float("nan")}, "temperature: expected a number, found nan"),
+        ({"top_p": None}, "top_p: expected a number, found None"),
+        ({"min_p": -1.0}, "min_p must be"),
+        ({"top_k": None}, "top_k: expected an integer, found None"),
+        ({"logprobs": "x"}, "logprobs: expected an integer, found 'x'"),
+        ({"stop": [3]}, "stop must be a list of non-empty strings"),
+        ({"repeat_penalty": 0.0}, "repeat_penalty: expected a number above 0, found 0.0"),
+        ({"presence_penalty": None}, "presence_penalty: expected a number, found None"),
+        ({"logit_bias": [3]}, r"logit_bias: expected a dict, found \[3\]"),
+        ({"logit_bias": {"x": 1}}, "logit_bias: expected token ids and numbers: invalid"),
+        ({"logit_bias": {1: float("nan")}}, "logit_bias must be a number"),
+    ],
+)
+def test_wrong_values_are_named(tiny: Llama, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        tiny(**{"prompt": "a", **arguments})
+
+
+def test_wrong_values_of_other_methods_are_named(tiny: Llama) -> None:
+    with pytest.raises(RequestError, match="input: expected a text or a list of them, found 3"):
+        tiny.embed(3)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="state: expected a LlamaState, found 3"):
+        tiny.load_state(3)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="tokens: expected a list of token ids, found 'a'"):
+        tiny.eval("a")  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="functions: expected a list, found 3"):
+        tiny.create_chat_completion(ASK, functions=3)  # type: ignore[arg-type]
+    assert tiny.create_embedding([])["data"] == []
+
+
 def test_seeds_repeat_answers(gguf: str) -> None:
     def answers(seed: int) -> list[str]:
         with Llama(gguf, n_ctx=64, seed=seed, n_threads=1) as llama:
@@ -413,42 +451,69 @@ def test_grammars(tiny: Llama, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_chat_formats_render(gguf: str, name: str) -> None:
+def test_chat_formats_are_those_of_llama_cpp(name: str, real: Llama) -> None:
+    """The prompts were rendered by llama-cpp-python 0.3.36: with a system message and without."""
+    text = (ORIGINALS / "llama_cpp_formats.json").read_text(encoding="utf-8")
+    known = json.loads(text)["chatml" if name.startswith("chatml") else name]
     conversation = [
-        {"role": "system", "content": "BE BRIEF"},
-        {"role": "user", "content": "FIRST"},
-        {"role": "assistant", "content": "REPLY"},
-        {"role": "user", "content": "SECOND"},
+        {"role": "system", "content": "SYS"},
+        {"role": "user", "content": "U1"},
+        {"role": "assistant", "content": "A1"},
+        {"role": "user", "content": "U2"},
     ]
-    with Llama(gguf, n_ctx=512, n_threads=1, chat_format=name) as llama:
-        llama.create_chat_completion(conversation, max_tokens=1)
-        text = llama.detokenize(llama.input_ids.tolist(), special=True).decode("utf-8", "replace")
-        places = [text.index(one) for one in ("BE BRIEF", "FIRST", "REPLY", "SECOND")]
-        assert places == sorted(places)
-        prompt = llama.llm.get_tokenizer().apply_chat_template(
-            conversation,
-            tokenize=False,
-            add_generation_prompt=True,
-            chat_template=FORMATS[name].template,
-        )
-        for end in FORMATS[name].stop:
-            assert end in prompt or end == "<|user|>"
+    tokenizer = real.llm.get_tokenizer()
+    for messages, prompt in zip([conversation, conversation[1:]], known["prompts"], strict=True):
+        template = FORMATS[name].template
+        found = tokenizer.apply_chat_template(messages, tokenize=False, chat_template=template)
+        assert found == prompt
+    assert list(FORMATS[name].stop) == ([] if known["stop"] is None else [known["stop"]])
 
 
-def test_llama_2_has_the_system_message_in_the_first_turn(tiny: Llama) -> None:
-    text = tiny.llm.get_tokenizer().apply_chat_template(
-        [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}],
-        tokenize=False,
-        chat_template=FORMATS["llama-2"].template,
-    )
-    assert text.endswith("[INST] <<SYS>>\nS\n<</SYS>>\n\nU [/INST]")
+def test_a_chat_format_is_used_with_its_stop_strings(gguf: str) -> None:
+    with Llama(gguf, n_ctx=512, n_threads=1, chat_format="vicuna") as llama:
+        llama.create_chat_completion(ASK, max_tokens=1)
+        prompt = llama.detokenize(llama.input_ids.tolist()[:-1], special=True).decode()
+        assert prompt.endswith("USER: How are you? ASSISTANT:")
+    with Llama(gguf, n_ctx=512, n_threads=1, chat_format="zephyr") as llama:
+        end = llama.llm.get_tokenizer().encode("</s>", parse_special=False)
+        begun: list[int] = []
+
+        def forcing(ids: Any, scores: Any) -> Any:
+            """The model says the stop string."""
+            begun.append(len(ids))
+            scores[:] = -100.0
+            scores[end[len(ids) - begun[0]]] = 0.0
+            return scores
+
+        forced = LogitsProcessorList([forcing])
+        found = llama.create_chat_completion(ASK, max_tokens=20, logits_processor=forced)
+        assert found["choices"][0]["finish_reason"] == "stop"
+        assert found["choices"][0]["message"]["content"] == ""
+
+
+def prompt_of(llama: Llama) -> str:
+    """The prompt of a chat, as the model got it."""
+    llama.create_chat_completion(ASK, max_tokens=1)
+    return llama.detokenize(llama.input_ids.tolist()[:-1], special=True).decode()
 
 
 def test_the_file_s_own_template_has_a_name(gguf: str) -> None:
-    with Llama(gguf, n_ctx=64, chat_format="chat_template.default", n_threads=1) as llama:
-        assert llama.llm.config.chat_template is None
-    with Llama(gguf, n_ctx=64, chat_format="chat_template.tool_use", n_threads=1) as llama:
-        assert llama.llm.config.chat_template == "tool_use"
+    with Llama(gguf, n_ctx=128, n_threads=1) as llama:
+        own = prompt_of(llama)
+    with Llama(gguf, n_ctx=128, chat_format="chat_template.default", n_threads=1) as llama:
+        assert prompt_of(llama) == own
+    with Llama(gguf, n_ctx=128, chat_template="{{ messages[0].content }}!", n_threads=1) as llama:
+        assert prompt_of(llama).lstrip() == "How are you?!"
+    with pytest.raises(RequestError, match=r"'chat_template.rag' is not in the file; it has none"):
+        Llama(gguf, chat_format="chat_template.rag")
+    check_named("chat_template.rag", lambda: {"tokenizer.chat_template.rag": "x"})
+    assert chat_format("chat_template.rag") == ("rag", ())
+
+
+def test_a_file_without_a_template_has_llama_2_s(gemma3: Path) -> None:
+    with Llama(str(gemma3), n_ctx=64) as llama:
+        assert llama.chat_format == "llama-2"
+        assert prompt_of(llama).endswith("<s>[INST]How are you?  [/INST]")
 
 
 def test_tools_and_their_older_names(tiny: Llama) -> None:
@@ -540,6 +605,10 @@ def test_tokens_one_by_one(real: Llama) -> None:
     assert (real.sample(temp=0.0), real.n_tokens) == (7042, len(prompt))
     real.eval([7042])
     assert real.sample(temp=0.0) == 30
+    real.reset()
+    real.eval(np.array(prompt, np.intc))
+    assert real.n_tokens == len(prompt)
+    real.eval([7042])
     more = real.generate([30], temp=0.0, reset=False)
     assert next(more) == 198
     more.close()  # type: ignore[attr-defined]

@@ -83,6 +83,7 @@ def test_arguments_reach_the_sampling_parameters(fake_llm: Any) -> None:
         timeout=30,
         temperature=None,
         user="me",
+        extra_headers={"a": "b"},
         extra_body={"min_p": 0.1},
     )
     params = llm.requests[0].sampling_params

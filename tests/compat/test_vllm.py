@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from sdk import EngineClosedError, RequestError
+from sdk import LLM as OurLLM, EngineClosedError, RequestError
 from sdk.compat import vllm
 from sdk.compat._vllm_options import OPTIONS, llm_options
 from sdk.compat._vllm_outputs import class_output
@@ -24,6 +24,7 @@ from sdk.compat.vllm import (
     EngineArgs,
     GuidedDecodingParams,
     LoRARequest,
+    PoolerConfig,
     PoolingParams,
     RequestOutputKind,
     SamplingParams,
@@ -73,7 +74,7 @@ def test_options_of_the_same_name_are_passed_on() -> None:
     assert {"max_model_len", "dtype", "enforce_eager", "seed"} <= set(same)
     assert llm_options({name: OPTIONS[name].default for name in same}) == {}
     assert llm_options({"max_model_len": 64, "seed": 3}) == {"max_model_len": 64, "seed": 3}
-    known = set(inspect.signature(vllm.sdk.llm.LLM).parameters)
+    known = set(inspect.signature(OurLLM).parameters)
     assert set(same) <= known
 
 
@@ -224,7 +225,14 @@ def test_optional_values_and_older_names() -> None:
 
 
 def test_pooling_and_beam_parameters() -> None:
-    assert PoolingParams().activates and not PoolingParams(use_activation=False).activates
+    off = PoolingParams(use_activation=False)
+    assert PoolerConfig().activates(PoolingParams()) and not PoolerConfig().activates(off)
+    assert not PoolerConfig(use_activation=False).activates(PoolingParams())
+    assert PoolerConfig(use_activation=False).activates(PoolingParams(use_activation=True))
+    with pytest.raises(RequestError, match=r"logit_mean=0.5 is not supported: leave it out"):
+        PoolerConfig(logit_mean=0.5)
+    with pytest.raises(RequestError, match="pooling_type: expected one of LAST, CLS, MEAN, ALL"):
+        PoolerConfig(pooling_type="STEP")
     assert PoolingParams(task="embed").clone() == PoolingParams(task="embed")
     with pytest.raises(RequestError, match="dimensions=8 is not supported: leave it out"):
         PoolingParams(dimensions=8)
@@ -247,6 +255,22 @@ def test_prompts_are_translated() -> None:
 # ---- answers -------------------------------------------------------------------------------------
 
 
+def numbers(row: Any) -> dict[int, Any]:
+    return {token: (entry.logprob, entry.rank) for token, entry in row.items()}
+
+
+def test_the_texts_of_tokens_are_vllm_s(llm: LLM) -> None:
+    """With the space before a word, and nothing for a part of a character."""
+    [output] = llm.generate("the cat", SamplingParams(max_tokens=1, prompt_logprobs=1))
+    rows = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
+    texts = [row[token].decoded_token for token, row in rows]
+    assert "".join(texts) == " the cat"
+    last = next(i for i in range(256, 0, -1) if llm._text_of(i) == "")
+    params = SamplingParams(max_tokens=1, logprobs=0, allowed_token_ids=[last])
+    [part] = llm.generate("the cat", params)
+    assert part.outputs[0].logprobs[0][last].decoded_token == ""
+
+
 def test_answers_are_those_of_our_llm(llm: LLM) -> None:
     texts = ["the cat", "a dog ran"]
     params = SamplingParams(temperature=0.0, max_tokens=5, logprobs=2, prompt_logprobs=1)
@@ -256,7 +280,7 @@ def test_answers_are_those_of_our_llm(llm: LLM) -> None:
         [answer], [expected] = output.outputs, own.outputs
         assert (answer.text, answer.token_ids) == (expected.text, expected.token_ids)
         assert answer.cumulative_logprob == expected.cumulative_logprob
-        assert answer.logprobs == [dict(row) for row in expected.logprobs]
+        assert list(map(numbers, answer.logprobs)) == list(map(numbers, expected.logprobs))
         assert output.prompt_logprobs[0] is None
         assert output.metrics.num_generation_tokens == 5
         assert output.metrics.first_token_latency > 0
@@ -338,6 +362,9 @@ def test_beams(llm: LLM) -> None:
         pytest.approx(best.cum_logprob)
     )
     assert next(iter(best.logprobs[0])) == best.tokens[-3]
+    assert llm.beam_search([], params) == [] and llm.generate([]) == []
+    with pytest.raises(RequestError, match="concurrency_limit: expected at least 1, found 0"):
+        llm.beam_search(prompts, params, concurrency_limit=0)
     with pytest.raises(RequestError, match="params: expected BeamSearchParams, found"):
         llm.beam_search(prompts, GREEDY)  # type: ignore[arg-type]
 
@@ -388,10 +415,24 @@ def test_embedding_errors(llm: LLM) -> None:
         llm.encode("x")
     with pytest.raises(RequestError, match="pooling_params: expected PoolingParams, found 'cls'"):
         llm.embed("x", pooling_params="cls")  # type: ignore[arg-type]
-    with pytest.raises(RequestError, match="use_activation=False is not supported by score"):
+    with pytest.raises(RequestError, match="score: use_activation=False and other poolings"):
         llm.score("x", "y", pooling_params=PoolingParams(use_activation=False))
     with pytest.raises(RequestError, match="classify: this model has no classification head"):
         llm.classify("x")
+
+
+@pytest.mark.parametrize("kind", ["LAST", "CLS", "MEAN", "ALL", None])
+def test_a_pooler_config(model: str, kind: str | None) -> None:
+    config = {"pooling_type": kind, "use_activation": False}
+    with LLM(model, max_model_len=64, num_threads=1, pooler_config=config) as made:
+        [found] = made.embed("the cat")
+        mode: Any = {"CLS": "cls", "MEAN": "mean"}.get(kind or "", "last")
+        [expected] = made.llm.encode("the cat", pooling=mode, normalize=False)
+        assert found.outputs.embedding == expected.outputs.data.tolist()
+        [pooled] = made.encode("the cat", pooling_task="embed")
+        assert pooled.outputs.data.tolist() == found.outputs.embedding
+    with pytest.raises(RequestError, match="pooler_config: expected a PoolerConfig, found 'mean'"):
+        LLM(model, pooler_config="mean")
 
 
 def test_classes(model: str) -> None:

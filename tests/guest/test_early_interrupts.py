@@ -63,6 +63,17 @@ def test_an_interrupt_is_not_raised_inside_of_torch(golden: Path, module: str) -
     assert "site-packages/torch" not in _assert_interrupted(process)
 
 
+@pytest.mark.parametrize("package", ["vllm", "llama_cpp"])
+def test_an_interrupt_while_a_compatible_interface_is_imported(package: str) -> None:
+    """These modules are imported first by programs that were written for the originals."""
+    code = f"""
+    press_at("torch._C")
+    import sdk.compat.{package}
+    """
+    process = _start(_BEGIN + code)
+    assert "site-packages/torch" not in _assert_interrupted(process)
+
+
 def test_a_program_is_interrupted_whenever_ctrl_c_comes(golden: Path) -> None:
     model = golden / "gguf-Q8_0" / "model.gguf"
     code = f"{_BEGIN}\n    print('begun', flush=True)\n{_USE}"
