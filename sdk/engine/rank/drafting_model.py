@@ -306,6 +306,7 @@ class DraftingModel:
         outputs = 0 if drafted is None else 1
         rows = [StepRow(part.request_id, part.end - part.begin, outputs) for part in parts]
         batch = StepBatch(rows, [part.request for part in parts], range(len(parts)))
+        batch.embedded.clear()  # what reads embeddings has left such requests out
         if drafted is not None:
             batch.draw_behind(drafted)
         (launched,) = self._strategies[min(step, len(self._strategies) - 1)].launch(batch)
