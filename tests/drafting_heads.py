@@ -306,6 +306,21 @@ def save(folder: Path, head: nn.Module, config: dict[str, Any]) -> Path:
     return folder
 
 
+def untrained_eagle(folder: Path, hidden: int, vocab: int) -> None:
+    """Write a head for a model of these sizes."""
+    inner, attention, mlp = 2 * hidden, "layers.0.self_attn", "layers.0.mlp"
+    shapes = {"fc": (hidden, 2 * hidden), f"{mlp}.down_proj": (hidden, inner)}
+    shapes |= {f"{attention}.{name}_proj": (hidden, hidden) for name in "qkvo"}
+    shapes |= {f"{mlp}.{name}_proj": (inner, hidden) for name in ("gate", "up")}
+    tensors = {f"{name}.weight": torch.randn(shape) / 64 for name, shape in shapes.items()}
+    tensors["layers.0.post_attention_layernorm.weight"] = torch.ones(hidden)
+    sizes = {"hidden_size": hidden, "intermediate_size": inner, "vocab_size": vocab}
+    heads = {"num_attention_heads": hidden // 64, "num_key_value_heads": hidden // 64}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(layer_config(**sizes, **heads)))
+    save_file(tensors, folder / "model.safetensors")
+
+
 def draft_logits(
     head: nn.Module, found: tuple[Tensor, Tensor, Tensor], tokens: Sequence[int], known: int
 ) -> Tensor:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import StableLmConfig, StableLmForCausalLM
 
 import sdk.engine.rank.drafting_model as drafting_model
 from sdk import LLM, CheckpointError, RequestError, SamplingParams, UnsupportedError
@@ -521,6 +522,27 @@ def test_a_model_of_few_layers_has_not_three_streams(tiny_heads: TinyHeads, gold
     config = {"method": "eagle3", "model": tiny_heads.folders["eagle3"]}
     with pytest.raises(UnsupportedError, match="expected at least 7 layers, found 2"):
         LLM.plan(golden / "arch-llama3" / "hf", speculative_config=config)
+
+
+def test_a_model_of_transformers_own_code_gives_only_its_last_hidden_states(
+    tiny_heads: TinyHeads, golden: Path, tmp_path: Path
+) -> None:
+    sizes = tiny_heads.model.config.to_dict()
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+    torch.manual_seed(0)
+    model = StableLmForCausalLM(StableLmConfig(**{name: sizes[name] for name in names}))
+    model.save_pretrained(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(golden / "arch-llama3" / "hf" / name, tmp_path)
+    heads = tiny_heads._replace(target=tmp_path)
+    with opened(heads, "eagle", speculative_config=None) as llm:
+        plain = answers(llm, PROMPTS)
+    for method in ("eagle", "medusa"):
+        with opened(heads, method) as llm:
+            assert answers(llm, PROMPTS) == plain
+            assert llm.get_metrics()["num_draft_tokens"] > 0
+    with pytest.raises(UnsupportedError, match=r"runs through transformers.* use method 'eagle'"):
+        opened(heads, "eagle3")
 
 
 @pytest.mark.parametrize(
