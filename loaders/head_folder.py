@@ -177,6 +177,8 @@ def method_of_folder(model: str | Path) -> str | None:
         config = read_json(folder / "config.json", MAX_CONFIG)
         if "medusa_num_heads" in config:
             return "medusa"
-        return HeadFolder(folder).method
+        head = HeadFolder(folder)
+        head.close()
+        return head.method
     except (CheckpointError, OSError, ValueError):
         return None

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -211,6 +212,17 @@ def medusa(target: LlamaForCausalLM) -> nn.ModuleList:
     return nn.ModuleList(heads)
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Several threads would wait for each other longer than they compute."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def features(target: LlamaForCausalLM, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The last hidden states, the three residual streams joined, and the logits."""
     with torch.no_grad():
@@ -294,21 +306,39 @@ def save(folder: Path, head: nn.Module, config: dict[str, Any]) -> Path:
     return folder
 
 
+def untrained_eagle(folder: Path, hidden: int, vocab: int) -> None:
+    """Write a head for a model of these sizes."""
+    inner, attention, mlp = 2 * hidden, "layers.0.self_attn", "layers.0.mlp"
+    shapes = {"fc": (hidden, 2 * hidden), f"{mlp}.down_proj": (hidden, inner)}
+    shapes |= {f"{attention}.{name}_proj": (hidden, hidden) for name in "qkvo"}
+    shapes |= {f"{mlp}.{name}_proj": (inner, hidden) for name in ("gate", "up")}
+    tensors = {f"{name}.weight": torch.randn(shape) / 64 for name, shape in shapes.items()}
+    tensors["layers.0.post_attention_layernorm.weight"] = torch.ones(hidden)
+    sizes = {"hidden_size": hidden, "intermediate_size": inner, "vocab_size": vocab}
+    heads = {"num_attention_heads": hidden // 64, "num_key_value_heads": hidden // 64}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(layer_config(**sizes, **heads)))
+    save_file(tensors, folder / "model.safetensors")
+
+
 def draft_logits(
-    head: nn.Module, target: LlamaForCausalLM, tokens: Sequence[int], known: int
+    head: nn.Module, found: tuple[Tensor, Tensor, Tensor], tokens: Sequence[int], known: int
 ) -> Tensor:
-    """The logits of the draft after ``tokens``, of which the last ones are drafts themselves."""
-    last, streams, _ = features(target, torch.tensor([tokens[: known - 1]]))
+    """The logits of the draft after ``tokens``, of which the last ones are drafts themselves.
+
+    ``found``: the :func:`features` of the known ones, or of more.
+    """
+    last, streams = (values[0, : known - 1] for values in found[:2])
     with torch.no_grad():
         if isinstance(head, nn.ModuleList):
-            return head[len(tokens) - known](last[0, -1])
-        hidden = head.inputs((streams if isinstance(head, Eagle3) else last)[0])
+            return head[len(tokens) - known](last[-1])
+        hidden = head.inputs(streams if isinstance(head, Eagle3) else last)
         shifted = torch.tensor(tokens[1:])
         while True:
-            found = head(shifted[: len(hidden)], hidden)
+            following = head(shifted[: len(hidden)], hidden)
             if len(hidden) == len(shifted):
-                return head.logits(found[-1])
-            hidden = torch.cat([hidden, found[-1:]])
+                return head.logits(following[-1])
+            hidden = torch.cat([hidden, following[-1:]])
 
 
 class TinyHeads(NamedTuple):
@@ -321,11 +351,7 @@ class TinyHeads(NamedTuple):
 
 
 def write_tiny_heads(folder: Path, tokenizer: Path) -> TinyHeads:
-    """Train one head for each method, on one thread: more would wait for each other longer than
-    they compute.
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    """Train one head for each method."""
     model, path = tiny_target(), folder / "target"
     model.save_pretrained(path)
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -336,7 +362,7 @@ def write_tiny_heads(folder: Path, tokenizer: Path) -> TinyHeads:
     configs = {"eagle": layer_config(), "eagle3": EAGLE3_CONFIG, "medusa": MEDUSA_CONFIG}
     folders = {}
     for method, module in modules.items():
-        train(module, model, tokens)
+        with one_thread():
+            train(module, model, tokens)
         folders[method] = save(folder / method, module, configs[method])
-    torch.set_num_threads(threads)
     return TinyHeads(path, model, folders, modules)

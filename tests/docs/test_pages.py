@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.drafting_heads import untrained_eagle
+
 DOCS = Path(__file__).parents[2] / "docs"
 
 
@@ -18,6 +20,7 @@ def test_the_examples_run_from_top_to_bottom(
     (tmp_path / "model.gguf").symlink_to(smollm2)
     (tmp_path / "large.gguf").symlink_to(smollm2)
     (tmp_path / "float16-model").symlink_to(golden / "arch-llama3" / "hf")
+    untrained_eagle(tmp_path / "eagle-head", hidden=576, vocab=49152)
     monkeypatch.chdir(tmp_path)
     page = DOCS / f"{name}.md"
     text = page.read_text(encoding="utf-8")

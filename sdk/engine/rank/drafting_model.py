@@ -151,9 +151,11 @@ class DraftingModel:
         if pages is not None and (plan.started or plan.dropped or self.must_run):
             parts = []
             for request_id, request in features.waiting():
-                begin = pages.num_held(request_id, request)
-                if request.num_computed <= self._longest:
-                    parts.append(_Part(request_id, request, begin, request.num_computed))
+                begin, end = pages.num_held(request_id, request), request.num_computed
+                if end > self._longest or features.first(request_id) > begin:
+                    self._leave_out(request_id)  # too long, or a step of it was given up
+                else:
+                    parts.append(_Part(request_id, request, begin, end))
             self._run_missed(parts)
             features.only_last(features.waiting())
         features.compact()
@@ -209,9 +211,16 @@ class DraftingModel:
             held = pages.num_held(request_id, request)
             is_behind = self._features is not None and held < request.num_computed
             if is_behind or request.embeds is not None:  # an embedding has no token id
-                self._left_out.add(request_id)
-                self._not_reported.append(request_id)
+                self._leave_out(request_id)
         return request_id in self._left_out
+
+    def _leave_out(self, request_id: str) -> None:
+        """Draft no more for the request."""
+        if request_id not in self._left_out:
+            self._left_out.add(request_id)
+            self._not_reported.append(request_id)
+            if self._features is not None:
+                self._features.forget([request_id])
 
     def _run_missed(self, parts: Sequence[_Part]) -> None:
         while parts := [part for part in parts if part.begin < part.end]:
@@ -281,9 +290,9 @@ class DraftingModel:
     def _first_to_run(self, row: StepRow, request: RankRequest) -> int | None:
         """The first position that the first draft's step runs; None: there can be no draft."""
         request_id, end = row.request_id, len(request.token_ids) - self._shift
-        first = 0 if self._features is None else self._features.first(request_id)
-        if request_id in self._left_out or first is None:
+        if request_id in self._left_out:
             return None
+        first = 0 if self._features is None else self._features.first(request_id)
         begin = end - 1
         if self._pages is not None:
             begin = min(begin, self._pages.num_held(request_id, request))
@@ -310,6 +319,7 @@ class DraftingModel:
         outputs = 0 if drafted is None else 1
         rows = [StepRow(part.request_id, part.end - part.begin, outputs) for part in parts]
         batch = StepBatch(rows, [part.request for part in parts], range(len(parts)))
+        batch.embedded.clear()  # what reads embeddings has left such requests out
         if drafted is not None:
             batch.draw_behind(drafted)
         (launched,) = self._strategies[min(step, len(self._strategies) - 1)].launch(batch)

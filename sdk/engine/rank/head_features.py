@@ -8,6 +8,7 @@ while the same requests decode, every Python object that is touched costs time (
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from math import inf
 from typing import NamedTuple
 
 import torch
@@ -84,20 +85,20 @@ class HeadFeatures:
         """The requests whose rows are kept."""
         return [(request_id, kept.request) for request_id, kept in self._kept.items()]
 
-    def first(self, request_id: str) -> int | None:
-        """The position of the first row that is kept of a request; None if none is.
+    def first(self, request_id: str) -> float:
+        """The position of the first row that is kept of a request; infinite if none is.
 
         The last one is that of the last token that the model has computed.
         """
         kept = self._kept.get(request_id)
-        return None if kept is None else kept.request.num_computed - kept.num
+        return inf if kept is None else kept.request.num_computed - kept.num
 
     def feed(self, positions: Sequence[tuple[str, int, int]]) -> None:
         """Make rows the head's next inputs: of each request those ``begin`` to ``end``."""
         values = []
         for request_id, begin, end in positions:
-            kept, first = self._kept[request_id], self.first(request_id)
-            assert first is not None
+            kept = self._kept[request_id]
+            first = kept.request.num_computed - kept.num
             values.append(torch.cat(kept.parts)[begin - first : end - first])
         with torch.inference_mode():
             self.feed_rows(self._head.project(torch.cat(values)))
@@ -125,6 +126,7 @@ class HeadFeatures:
         """These requests have ended, or start again."""
         for request_id in request_ids:
             self._kept.pop(request_id, None)
+            self._divided.discard(request_id)
 
 
 def drafts_for(request: RankRequest) -> bool:
