@@ -127,8 +127,7 @@ class Request:
         negative_prompt_token_ids: Sequence[int] | None = None,
         watched: bool = True,
     ) -> None:
-        self.request_id = request_id
-        self.params = params
+        self.request_id, self.params = request_id, params
         self.kind: RequestKind = kind
         self.pooling = pooling  # of an "embed" request; None: the last token, normalized
         self.priority = params.priority if priority is None else priority
