@@ -26,23 +26,23 @@ from sdk.outputs import (
     RerankOutput,
     ScoringOutput,
 )
-from sdk.params import RequestOutputKind, SamplingParams
+from sdk.params import SamplingParams
 from sdk.persistence.saved_prefixes import SavedPrefixes
 from sdk.persistence.snapshot import Snapshot
 from sdk.reports.explain import explain
 from sdk.reports.quant_report import QuantReport, quant_report
 from sdk.requests.async_stream import AnswerStream
 from sdk.requests.beam_searches import BeamSearches
-from sdk.requests.calls import Calls, as_text
+from sdk.requests.calls import Calls
 from sdk.requests.conversations import Message
 from sdk.requests.driver import Driver
 from sdk.requests.jobs import JobMaker, ParamsLike
-from sdk.requests.mailboxes import Collector
 from sdk.requests.pooling import PoolingCalls
 from sdk.requests.prompts import Prompt, PromptLike, PromptReader, is_conversation
+from sdk.requests.stepping import Stepping
 from sdk.requests.views import ToolTurns
 from sdk.tokenizer import LLMTokenizer
-from sdk.tools import AssistantMessage, ToolRun, arun_tools, run_tools
+from sdk.tools import ToolRun
 from sdk.tools.definitions import ToolLike
 from sdk.typed_outputs import MessageOutput, ParsedOutput
 
@@ -113,7 +113,7 @@ class LLM:
             self.max_model_len,
             self.config.on_progress,
         )
-        self._collector = Collector()
+        self._stepping = Stepping(self._driver, self._jobs)
         self._prefixes = SavedPrefixes(self._driver, loaded, self._jobs)
         self._memory = EngineMemory(self._driver, loaded)
         self._jobs.before_structures = self._memory.hold_vocabulary
@@ -268,15 +268,9 @@ class LLM:
 
         ``tool_choice`` holds for the first answer. See :func:`sdk.tools.run_tools`.
         """
-        turns = ToolTurns(tools, tool_choice, sampling_params, template)
-        return run_tools(
-            lambda conversation: self.chat(conversation, **turns.next())[0].message,
-            messages,
-            tools,
-            max_turns,
-            on_error=on_error,
-            parsed_arguments=self._jobs.parses_arguments(template),
-        )
+        parsed = self._jobs.parses_arguments(template)
+        turns = ToolTurns(tools, tool_choice, sampling_params, template, parsed)
+        return turns.run(self.chat, messages, max_turns, on_error)
 
     def beam_search(
         self,
@@ -384,21 +378,9 @@ class LLM:
         **template: Any,
     ) -> ToolRun:
         """:meth:`run_tools` for an event loop; coroutine functions of one answer run together."""
-        turns = ToolTurns(tools, tool_choice, sampling_params, template)
-
-        async def chat(conversation: list[dict[str, Any]]) -> AssistantMessage:
-            [output] = await self.achat(conversation, **turns.next())
-            message: AssistantMessage = output.message
-            return message
-
-        return await arun_tools(
-            chat,
-            messages,
-            tools,
-            max_turns,
-            on_error=on_error,
-            parsed_arguments=self._jobs.parses_arguments(template),
-        )
+        parsed = self._jobs.parses_arguments(template)
+        turns = ToolTurns(tools, tool_choice, sampling_params, template, parsed)
+        return await turns.arun(self.achat, messages, max_turns, on_error)
 
     def astream(
         self,
@@ -439,15 +421,7 @@ class LLM:
         :raises RequestError: an invalid request, or an id that belongs to a request that is
             unfinished or whose last output has not been collected.
         """
-        calling = self._jobs.read_mixed("enqueue", prompts, sampling_params, template)
-        jobs = self._jobs.make(
-            calling.prompts, calling.params, priority=priority, request_ids=request_id
-        )
-        deltas = {job.request_id: job.params.output_kind is RequestOutputKind.DELTA for job in jobs}
-        self._collector.expect(
-            deltas, lambda: self._driver.submit(jobs, self._collector, run=False)
-        )
-        return list(deltas)
+        return self._stepping.enqueue(prompts, sampling_params, priority, request_id, template)
 
     def wait_for_completion(self) -> list[RequestOutput]:
         """Finish all requests enqueued so far; final outputs in the order of enqueueing.
@@ -456,14 +430,7 @@ class LLM:
         fails, its error is raised and the next call returns the others. Ctrl-C aborts the
         requests; the next call returns what they had generated.
         """
-        self._driver.check_usable()
-        requests = self._collector.expected()
-        self._driver.run(requests)
-        try:
-            return [as_text(output) for output in self._collector.wait(requests)]
-        except BaseException:
-            self._driver.abort(requests)
-            raise
+        return self._stepping.wait_for_completion()
 
     def step(self) -> list[RequestOutput]:
         """Run one engine step in this thread; return the new outputs of enqueued requests.
@@ -472,9 +439,7 @@ class LLM:
         not returned here. If there is nothing to return and a request has failed, its error is
         raised. An exception of a signal handler in the middle of a step may end the engine.
         """
-        self._driver.check_usable()
-        self._driver.step()
-        return [as_text(output) for output in self._collector.take()]
+        return self._stepping.step()
 
     def pump(self, max_ms: float) -> list[RequestOutput]:
         """Run steps for about ``max_ms`` milliseconds, for a host that draws frames.
@@ -486,20 +451,16 @@ class LLM:
 
         :raises RequestError: ``max_ms`` is negative or not a number.
         """
-        if not max_ms >= 0:
-            raise RequestError(f"pump: expected max_ms of at least 0, found {max_ms!r:.80}")
-        self._driver.check_usable()
-        self._driver.pump(max_ms / 1000)
-        return [as_text(output) for output in self._collector.take()]
+        return self._stepping.pump(max_ms)
 
     @property
     def has_unfinished_requests(self) -> bool:
         """Whether a step would do or return anything."""
-        return self._driver.has_work or self._collector.has_news
+        return self._stepping.has_unfinished_requests
 
     def abort(self, request_id: str | Sequence[str]) -> None:
         """End requests with ``finish_reason="abort"``; unknown and finished ids are ignored."""
-        self._driver.abort([request_id] if isinstance(request_id, str) else request_id)
+        self._stepping.abort(request_id)
 
     # ---- saved prefixes --------------------------------------------------------------------------
 

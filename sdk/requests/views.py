@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Literal, Protocol
 
 from sdk.errors import RequestError
 from sdk.outputs import CompletionOutput, RequestOutput
 from sdk.params import RequestOutputKind, SamplingParams
 from sdk.quant.tokenizer import Tokenizer
-from sdk.requests.conversations import ChatOptions, special_tokens_of, tool_format_of
+from sdk.requests.conversations import ChatOptions, Message, special_tokens_of, tool_format_of
 from sdk.requests.prompts import Prompt
 from sdk.structured.params import StructuredOutputsParams
 from sdk.structured.schemas import is_pydantic, load
-from sdk.tools import MessageParser, grammar_for, reasoning_of, tool_choice_of
+from sdk.tools import (
+    AssistantMessage,
+    MessageParser,
+    ToolRun,
+    arun_tools,
+    grammar_for,
+    reasoning_of,
+    run_tools,
+    tool_choice_of,
+)
 from sdk.tools.definitions import ToolLike
 from sdk.typed_outputs import (
     MessageAnswer,
@@ -75,7 +84,10 @@ class Returned:
 
 
 class ToolTurns:
-    """The keyword arguments of the chats of one ``run_tools``."""
+    """The chats of one ``run_tools``, and their keyword arguments.
+
+    ``parsed_arguments``: see :func:`sdk.tools.run_tools`.
+    """
 
     def __init__(
         self,
@@ -83,11 +95,47 @@ class ToolTurns:
         choice: str | Mapping[str, Any],
         params: SamplingParams | None,
         template: Mapping[str, Any],
+        parsed_arguments: bool,
     ) -> None:
         self._first = {"tool_choice": choice}
         self._always = {**template, "tools": tools, "sampling_params": params}
+        self._tools = tools
+        self._parsed = parsed_arguments
 
-    def next(self) -> dict[str, Any]:
+    def run(
+        self,
+        chat: Callable[..., Sequence[Any]],
+        messages: Sequence[Message],
+        max_turns: int,
+        on_error: Literal["message", "raise"],
+    ) -> ToolRun:
+        """``chat``: ``LLM.chat``."""
+
+        def answer(conversation: list[dict[str, Any]]) -> AssistantMessage:
+            message: AssistantMessage = chat(conversation, **self._next())[0].message
+            return message
+
+        how: dict[str, Any] = {"on_error": on_error, "parsed_arguments": self._parsed}
+        return run_tools(answer, messages, self._tools, max_turns, **how)
+
+    async def arun(
+        self,
+        chat: Callable[..., Awaitable[Sequence[Any]]],
+        messages: Sequence[Message],
+        max_turns: int,
+        on_error: Literal["message", "raise"],
+    ) -> ToolRun:
+        """``chat``: ``LLM.achat``."""
+
+        async def answer(conversation: list[dict[str, Any]]) -> AssistantMessage:
+            [output] = await chat(conversation, **self._next())
+            message: AssistantMessage = output.message
+            return message
+
+        how: dict[str, Any] = {"on_error": on_error, "parsed_arguments": self._parsed}
+        return await arun_tools(answer, messages, self._tools, max_turns, **how)
+
+    def _next(self) -> dict[str, Any]:
         """``tool_choice`` holds for the first answer: "required" would never end."""
         first, self._first = self._first, {}
         return {**self._always, **first}

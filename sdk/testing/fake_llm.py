@@ -30,22 +30,22 @@ from sdk.outputs import (
     RerankOutput,
     ScoringOutput,
 )
-from sdk.params import RequestOutputKind, SamplingParams
+from sdk.params import SamplingParams
 from sdk.requests.async_stream import AnswerStream
-from sdk.requests.calls import Calls, as_text
+from sdk.requests.calls import Calls
 from sdk.requests.conversations import Message
 from sdk.requests.driver import Driver
 from sdk.requests.jobs import ParamsLike
-from sdk.requests.mailboxes import Collector
 from sdk.requests.pooling import PoolingCalls
 from sdk.requests.prompts import PromptLike
+from sdk.requests.stepping import Stepping
 from sdk.requests.views import ToolTurns
 from sdk.testing.fake_executor import ScriptedExecutor
 from sdk.testing.fake_jobs import FakeReader, ScriptedJobs
 from sdk.testing.fake_tokenizer import END, VOCAB_SIZE, FakeTokenizer
 from sdk.testing.script import Answers, FakeRequest, Script
 from sdk.tokenizer import LLMTokenizer
-from sdk.tools import AssistantMessage, ToolRun, arun_tools, run_tools
+from sdk.tools import ToolRun
 from sdk.tools.definitions import ToolLike
 
 if TYPE_CHECKING:  # these import torch
@@ -135,7 +135,7 @@ class FakeLLM:
         self._calls = Calls(self._driver, self._jobs, self._reader, None)
         self._pooling = PoolingCalls(self._jobs, self._reader, None)
         self._beam_searches = _NoBeams()
-        self._collector = Collector()
+        self._stepping = Stepping(self._driver, self._jobs)
         self._close = weakref.finalize(self, self._driver.close)
 
     @property
@@ -199,15 +199,9 @@ class FakeLLM:
         **template: Any,
     ) -> ToolRun:
         """See :meth:`sdk.LLM.run_tools`."""
-        turns = ToolTurns(tools, tool_choice, sampling_params, template)
-        return run_tools(
-            lambda conversation: self.chat(conversation, **turns.next())[0].message,
-            messages,
-            tools,
-            max_turns,
-            on_error=on_error,
-            parsed_arguments=self._jobs.parses_arguments(template),
-        )
+        parsed = self._jobs.parses_arguments(template)
+        turns = ToolTurns(tools, tool_choice, sampling_params, template, parsed)
+        return turns.run(self.chat, messages, max_turns, on_error)
 
     def stream(
         self,
@@ -260,21 +254,9 @@ class FakeLLM:
         **template: Any,
     ) -> ToolRun:
         """See :meth:`sdk.LLM.arun_tools`."""
-        turns = ToolTurns(tools, tool_choice, sampling_params, template)
-
-        async def chat(conversation: list[dict[str, Any]]) -> AssistantMessage:
-            [output] = await self.achat(conversation, **turns.next())
-            message: AssistantMessage = output.message
-            return message
-
-        return await arun_tools(
-            chat,
-            messages,
-            tools,
-            max_turns,
-            on_error=on_error,
-            parsed_arguments=self._jobs.parses_arguments(template),
-        )
+        parsed = self._jobs.parses_arguments(template)
+        turns = ToolTurns(tools, tool_choice, sampling_params, template, parsed)
+        return await turns.arun(self.achat, messages, max_turns, on_error)
 
     def astream(
         self,
@@ -302,49 +284,28 @@ class FakeLLM:
         **template: Any,
     ) -> list[str]:
         """See :meth:`sdk.LLM.enqueue`."""
-        calling = self._jobs.read_mixed("enqueue", prompts, sampling_params, template)
-        jobs = self._jobs.make(
-            calling.prompts, calling.params, priority=priority, request_ids=request_id
-        )
-        deltas = {job.request_id: job.params.output_kind is RequestOutputKind.DELTA for job in jobs}
-        self._collector.expect(
-            deltas, lambda: self._driver.submit(jobs, self._collector, run=False)
-        )
-        return list(deltas)
+        return self._stepping.enqueue(prompts, sampling_params, priority, request_id, template)
 
     def wait_for_completion(self) -> list[RequestOutput]:
         """See :meth:`sdk.LLM.wait_for_completion`."""
-        self._driver.check_usable()
-        requests = self._collector.expected()
-        self._driver.run(requests)
-        try:
-            return [as_text(output) for output in self._collector.wait(requests)]
-        except BaseException:
-            self._driver.abort(requests)
-            raise
+        return self._stepping.wait_for_completion()
 
     def step(self) -> list[RequestOutput]:
         """See :meth:`sdk.LLM.step`."""
-        self._driver.check_usable()
-        self._driver.step()
-        return [as_text(output) for output in self._collector.take()]
+        return self._stepping.step()
 
     def pump(self, max_ms: float) -> list[RequestOutput]:
         """See :meth:`sdk.LLM.pump`. Time is that of the system, not of ``clock``."""
-        if not max_ms >= 0:
-            raise RequestError(f"pump: expected max_ms of at least 0, found {max_ms!r:.80}")
-        self._driver.check_usable()
-        self._driver.pump(max_ms / 1000)
-        return [as_text(output) for output in self._collector.take()]
+        return self._stepping.pump(max_ms)
 
     @property
     def has_unfinished_requests(self) -> bool:
         """See :meth:`sdk.LLM.has_unfinished_requests`."""
-        return self._driver.has_work or self._collector.has_news
+        return self._stepping.has_unfinished_requests
 
     def abort(self, request_id: str | Sequence[str]) -> None:
         """See :meth:`sdk.LLM.abort`."""
-        self._driver.abort([request_id] if isinstance(request_id, str) else request_id)
+        self._stepping.abort(request_id)
 
     # ---- embeddings ------------------------------------------------------------------------------
 

@@ -216,9 +216,8 @@ def test_a_structure_without_room_is_refused_and_changes_nothing(tiny_path: Path
         before, kept = llm.memory_plan, prompts(5, 112)
         for prompt in kept:
             llm.pin(prompt)
-        with pytest.raises(
-            RequestError, match=r"structured output needs 271\.2 KiB .* raise memory"
-        ):
+        refused = r"structured output needs 271\.2 KiB .* raise memory"
+        with pytest.raises(RequestError, match=refused):
             llm.generate({"prompt_token_ids": [5, 9]}, CHOICE)
         assert llm.memory_plan == before
         for prompt in kept:

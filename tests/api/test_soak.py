@@ -46,6 +46,7 @@ KINDS: list[dict[str, Any]] = [
     {"dry_multiplier": 1.5, "xtc_probability": 0.3},
     {"no_repeat_ngram_size": 3, "min_tokens": 4, "stop_token_ids": list(range(3, 40))},
     {"stop": ["e", "th"]},
+    {"banned_strings": ["e", "th", "a"], "stop": ["ro"]},
     {"n": 2, "logprobs": 1},
     {"guidance_scale": 1.4, "mirostat_mode": 2},
     {"prompt_logprobs": 1},

@@ -242,6 +242,20 @@ def test_masks_of_structured_answers_are_computed_while_the_model_runs(
         assert answers(llm, PROMPTS, wanted) == found
 
 
+def test_an_answer_goes_back_while_steps_are_in_flight(path: Path, launches: Launches) -> None:
+    """The step that was launched with its discarded token is not used."""
+    banned = ["e", "th", "ro", "a", "o", "S"]
+    wanted = [
+        params(20),
+        params(20, banned_strings=banned),
+        params(12, banned_strings=banned, logprobs=1),
+        params(20),
+    ]
+    found = both(path, PROMPTS, [one.clone(ignore_eos=True) for one in wanted])
+    free = both(path, PROMPTS, [one.clone(ignore_eos=True, banned_strings=()) for one in wanted])
+    assert [found[i] == free[i] for i in range(4)] == [True, False, False, True]
+
+
 def test_few_pages_preempt_and_nothing_is_lost(path: Path, launches: Launches) -> None:
     wanted = [params(60, ignore_eos=True)] * 4
     with load(path, ahead=False) as llm:
