@@ -1,5 +1,8 @@
-"""Keywords of JSON Schema that llguidance lacks, in terms of those it has. A rewriting never accepts
-a value that the schema rejects; docs/structured.md says where it accepts fewer."""
+"""Keywords of JSON Schema that llguidance lacks, in terms of those it has.
+
+A rewriting never accepts a value that the schema rejects; docs/structured.md says where it accepts
+fewer.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +30,8 @@ from sdk.structured.unevaluated import rewrite_unevaluated
 _MAX_MULTIPLE = 10_000
 #: Parts of a ``oneOf`` that are compared with each other: 64 are 2,016 pairs.
 _MOST_OPTIONS = 64
+#: Keywords next to ``oneOf`` that help to tell its parts apart.
+_OF_ONE_OF = ("type", "required", "properties")
 #: Keywords that describe a value and do not restrict it.
 _ANNOTATIONS = {"title", "description", "$comment", "examples", "default"}
 
@@ -181,18 +186,28 @@ def _rewrite_one_of(schema: Schema, document: Document) -> None:
     options = schema.get("oneOf")
     if not isinstance(options, list) or not 0 < len(options) <= _MOST_OPTIONS:
         return
+    around = {key: schema[key] for key in _OF_ONE_OF if key in schema}
     parts = []
     for index, option in enumerate(options):
+        inside = {"allOf": [around, option]}
         others = [
             negation(other, document)
             for place, other in enumerate(options)
-            if place != index and not disjoint(option, other, document)
+            if place != index and not disjoint(inside, other, document)
         ]
         if None in others:
             return  # llguidance may know that the parts do not overlap
         parts.append({"allOf": [option, *others]} if others else option)
-    del schema["oneOf"]
-    also(schema, {"anyOf": parts})
+    # Properties come in the order of the keywords: the new one takes the place of the old one.
+    items = list(schema.items())
+    schema.clear()
+    for key, value in items:
+        if key != "oneOf":
+            schema[key] = value
+        elif any(name == "anyOf" for name, _ in items):
+            also(schema, {"anyOf": parts})
+        else:
+            schema["anyOf"] = parts
 
 
 def _rewrite_dependencies(schema: Schema, _: Document) -> None:
