@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-Schema = dict[str, Any]
+from sdk.structured.document import Schema, schemas_in
 
 #: A bound beyond which it is of no use.
 _MOST = 2**30
@@ -117,7 +117,27 @@ class _Bound:
         self._root = root
         self._count = count_tokens
         self._known: dict[str, int] = {}  # by reference; 0 while it is computed
+        #: Schemas that may be merged with others. Those may require what these only describe.
+        self._merged: dict[int, Schema] = {}
+        self._find_merged()
+        every = self._merged.values()
+        self._required = {name for one in every for name in _array(one.get("required"))}
+        self._elements = max((_number(one.get("minItems")) for one in every), default=0)
         self.largest = 0
+
+    def _find_merged(self) -> None:
+        pending: list[Any] = []
+        for one in (self._root, *_object(self._root.get("$defs")).values()):
+            for found in schemas_in(one):
+                lists = any(key in found for key in ("allOf", "anyOf", "oneOf"))
+                if lists or ("$ref" in found and len(found) > 1):
+                    pending.append(found)
+        while pending:
+            for found in schemas_in(pending.pop()):
+                if id(found) not in self._merged:
+                    self._merged[id(found)] = found
+                    if isinstance(found.get("$ref"), str):
+                        pending.append(self._resolved(found["$ref"]))
 
     def of(self, schema: Any) -> int:
         """The tokens of the smallest value of a schema, or more."""
@@ -128,7 +148,11 @@ class _Bound:
         sizes = {name: self.of(value) for name, value in properties.items()}
         others = [self.of(value) for value in _object(schema.get("patternProperties")).values()]
         others.append(self.of(schema.get("additionalProperties")))
-        for name in _array(schema.get("required")):
+        merged = id(schema) in self._merged
+        required = dict.fromkeys(_array(schema.get("required")))
+        if merged:
+            required.update(dict.fromkeys(name for name in sizes if name in self._required))
+        for name in required:
             total += self._named(name, sizes.get(name, max(others)))
         least = _number(schema.get("minProperties"))
         total += least * (max(others) + 4)
@@ -136,7 +160,8 @@ class _Bound:
         rest = schema.get("items")
         items += [self.of(item) for item in _array(rest)]
         each = max(self.of(rest), self.of(schema.get("additionalItems")))
-        total += sum(items) + _number(schema.get("minItems")) * (each + 2)
+        least = max(_number(schema.get("minItems")), self._elements if merged else 0)
+        total += sum(items) + least * (each + 2)
         total += sum(self.of(item) for item in _array(schema.get("allOf")))
         for name in ("anyOf", "oneOf"):
             total += max([self.of(item) for item in _array(schema.get(name))], default=0)

@@ -9,9 +9,13 @@ from typing import Any, NamedTuple
 
 from sdk.errors import RequestError
 from sdk.quant.safe_repr import safe_repr
+<<<<<<< HEAD
 from sdk.structured.gbnf import is_gbnf, lark_of
+=======
+from sdk.structured.document import schemas_in
+>>>>>>> schemas
 from sdk.structured.params import MAX_TEXT, StructuredOutputsParams
-from sdk.structured.rewriting import rewritten, schemas_in
+from sdk.structured.rewriting import rewritten
 
 Schema = dict[str, Any]
 _ESCAPES = {r"\n": "\n", r"\r": "\r", r"\t": "\t"}
@@ -43,7 +47,8 @@ def _json(params: StructuredOutputsParams, _: Callable[[str], bool]) -> Definiti
 
 def _json_definition(schema: Schema) -> Definition:
     text = json.dumps(schema)
-    patterns = [found["pattern"] for found in schemas_in(schema) if "pattern" in found]
+    every = [schema, *schema.get("$defs", {}).values()]
+    patterns = [x["pattern"] for one in every for x in schemas_in(one) if "pattern" in x]
     return Definition("json_schema", text, _literals(patterns))
 
 
@@ -51,10 +56,7 @@ def _prepared(schema: Schema, params: StructuredOutputsParams) -> Schema:
     """The schema in keywords that the library has, with the whitespace of ``params``."""
     if not isinstance(schema, dict):
         raise RequestError(f"json: expected a schema, found {safe_repr(schema)}")
-    prepared = rewritten(schema)
-    for found in schemas_in(prepared):
-        if params.disable_additional_properties and "properties" in found:
-            found.setdefault("additionalProperties", False)
+    prepared = rewritten(schema, closed=params.disable_additional_properties)
     guidance: Schema = {"item_separator": ", ?", "key_separator": ": ?"}
     if params.disable_any_whitespace:
         guidance = {}

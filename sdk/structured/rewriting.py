@@ -1,120 +1,108 @@
-"""Keywords of JSON Schema that llguidance lacks, in terms of those it has. Every rewriting accepts
-exactly the same values."""
+"""Keywords of JSON Schema that llguidance lacks, in terms of those it has.
+
+A rewriting never accepts a value that the schema rejects; docs/structured.md says where it accepts
+fewer.
+"""
 
 from __future__ import annotations
 
 import fractions
-import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from sdk.errors import RequestError
-from sdk.quant.safe_repr import safe_repr
-
-Schema = dict[str, Any]
+from sdk.structured.arrays import rewrite_contains, rewrite_unique
+from sdk.structured.disjoint import disjoint
+from sdk.structured.document import (
+    OF_LIST,
+    OF_OBJECT,
+    OF_SCHEMA,
+    Document,
+    Schema,
+    also,
+)
+from sdk.structured.formats import rewrite_format
+from sdk.structured.negation import negation
+from sdk.structured.unevaluated import rewrite_unevaluated
 
 #: The largest ``multipleOf``, without factors of ten: an automaton of 99,991 states takes 0.9 s.
 _MAX_MULTIPLE = 10_000
-#: ``format`` as RFC 3339 has it, exact to the day: llguidance's patterns allow February 30, the
-#: year 0 and leap seconds, which Python's datetime does not.
-_YEAR = r"(?:[1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])"
-_DAY = (
-    r"(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
-    r"|02-(?:0[1-9]|1[0-9]|2[0-8]))"
-)
-_LEAP = r"(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
-_DATE = rf"(?:{_YEAR}-{_DAY}|{_LEAP}-02-29)"
-_TIME = (
-    r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,6})?"
-    r"(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
-)
-#: Up to four labels without two hyphens in a row: those are internationalized names with rules that
-#: no pattern has.
-_LABEL = r"[A-Za-z0-9]{1,15}(?:-[A-Za-z0-9]{1,15}){0,2}"
-_HOST = rf"{_LABEL}(?:\.{_LABEL}){{0,3}}"
-_POINTER = r"(?:/(?:[^~/]|~[01])*)*"
-_PATTERNS = {
-    "date": _DATE,
-    "time": _TIME,
-    "date-time": f"{_DATE}T{_TIME}",
-    "hostname": _HOST,
-    "idn-hostname": _HOST,
-    "json-pointer": _POINTER,
-    "relative-json-pointer": rf"(?:0|[1-9][0-9]*)(?:#|{_POINTER})",
-}
-#: Formats with the same values as another one, or fewer.
-_SAME = {
-    "idn-email": "email",
-    "iri": "uri",
-    "uri-reference": "uri",
-    "iri-reference": "uri",
-    "url": "uri",
-}
-#: Formats that llguidance enforces, and the others of the specification, which nothing here does.
-_ENFORCED = ("duration", "email", "ipv4", "ipv6", "uuid", "uri")
-_NOT_ENFORCED = ("regex", "uri-template")
-_TYPES = {"null", "boolean", "number", "string", "array", "object"}
+#: Parts of a ``oneOf`` that are compared with each other: 64 are 2,016 pairs.
+_MOST_OPTIONS = 64
+#: Keywords next to ``oneOf`` that help to tell its parts apart.
+_OF_ONE_OF = ("type", "required", "properties")
 #: Keywords that describe a value and do not restrict it.
 _ANNOTATIONS = {"title", "description", "$comment", "examples", "default"}
-#: Formats of OpenAPI that are ranges.
-_NUMBERS = {"int32": (-(2**31), 2**31 - 1)}
+
+#: Keywords next to which ``propertyNames`` is a condition of its own.
+_OTHER_PROPERTIES = {
+    *("properties", "patternProperties", "required", "allOf", "anyOf", "oneOf", "$ref"),
+}
+_INTEGERS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
 
 
-#: Values nested deeper are rejected: the library's JSON reader stops at 128.
-_MAX_DEPTH = 100
-#: Keywords whose values are schemas, lists of them, or objects of them. Elsewhere (``const``,
-#: ``enum``, ``default``) the same words are data.
-_OF_SCHEMA = (
-    *("items", "additionalItems", "additionalProperties", "contains", "not", "if", "then", "else"),
-    *("propertyNames", "unevaluatedItems", "unevaluatedProperties"),
-)
-_OF_LIST = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
-_OF_OBJECT = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-
-
-def rewritten(schema: Mapping[str, Any]) -> Schema:
+def rewritten(schema: Mapping[str, Any], closed: bool = False) -> Schema:
     """A copy of a schema, in keywords that llguidance has.
 
+    ``closed``: objects that list properties have no others.
     :raises RequestError: a keyword would be enforced wrongly or far too slowly.
     """
-    copy: Schema = json.loads(json.dumps(schema))
-    for found in schemas_in(copy):
-        _rewrite(found)
-    return copy
+    try:
+        document = Document(schema)
+        if closed:
+            for found in (document.root, *document.definitions.values()):
+                _close(found)
+        root = _rewritten(document.root, document)
+        definitions: Schema = {}
+        while missing := [name for name in document.definitions if name not in definitions]:
+            for name in missing:
+                definitions[name] = _rewritten(document.definitions[name], document)
+    except RequestError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise RequestError(f"json: it is not a valid JSON Schema: {error}") from error
+    if definitions:
+        root["$defs"] = definitions
+    return root
 
 
-def schemas_in(schema: Any, depth: int = 0) -> Iterator[Schema]:
-    """A schema and those inside it."""
-    if depth > _MAX_DEPTH:
-        raise RequestError(f"json: schemas are nested more than {_MAX_DEPTH} deep")
+def _close(schema: Any) -> None:
+    """Forbid additional properties; not in conditions, which list only what they depend on."""
     if not isinstance(schema, dict):
         return
-    yield schema
-    for key in _OF_SCHEMA:
-        if isinstance(schema.get(key), dict):
-            yield from schemas_in(schema[key], depth + 1)
-    for key in _OF_LIST:
-        if isinstance(schema.get(key), list):
-            for item in schema[key]:
-                yield from schemas_in(item, depth + 1)
-    for key in _OF_OBJECT:
-        if isinstance(schema.get(key), dict):
-            for item in schema[key].values():
-                yield from schemas_in(item, depth + 1)
+    if "properties" in schema:
+        schema.setdefault("additionalProperties", False)
+    for key in ("items", "additionalProperties"):
+        _close(schema.get(key))
+    for key in ("allOf", "anyOf", "oneOf", "prefixItems"):
+        for item in schema.get(key, ()):
+            _close(item)
+    for key in ("properties", "patternProperties"):
+        for item in schema.get(key, {}).values():
+            _close(item)
 
 
-def _rewrite(schema: Schema) -> None:
-    """Rewrite the keywords of one schema in place; not those of schemas inside it."""
-    _check_reference(schema)
-    _check_multiple(schema)
-    _check_min_properties(schema)
-    _rewrite_not(schema)
-    _rewrite_format(schema)
-    _rewrite_dependencies(schema)
-    _rewrite_property_names(schema)
-    for name in ("minItems", "maxItems", "minLength", "maxLength", "minProperties"):
-        _as_integer(schema, name)
-    _as_integer(schema, "maxProperties")
+def _rewritten(schema: Any, document: Document, depth: int = 0) -> Any:
+    """A schema and those inside it. The schemas inside are as the caller wrote them until the
+    outer one is done, because a rewritten schema may accept fewer values."""
+    document.work(depth)
+    if not isinstance(schema, dict):
+        return schema
+    found = dict(schema)
+    for rewrite in _REWRITE:
+        rewrite(found, document)
+    for key in OF_SCHEMA:
+        if isinstance(found.get(key), dict):
+            found[key] = _rewritten(found[key], document, depth + 1)
+    for key in OF_LIST:
+        if isinstance(found.get(key), list):
+            found[key] = [_rewritten(item, document, depth + 1) for item in found[key]]
+    for key in OF_OBJECT:
+        if isinstance(found.get(key), dict):
+            items = found[key].items()
+            found[key] = {name: _rewritten(item, document, depth + 1) for name, item in items}
+    return found
 
 
 def _as_integer(schema: Schema, name: str) -> None:
@@ -122,15 +110,6 @@ def _as_integer(schema: Schema, name: str) -> None:
     value = schema.get(name)
     if isinstance(value, float) and value.is_integer():
         schema[name] = int(value)
-
-
-def _check_reference(schema: Schema) -> None:
-    reference = schema.get("$ref")
-    if isinstance(reference, str) and not reference.startswith("#"):
-        raise RequestError(
-            f"json: $ref {safe_repr(reference)} is not supported: expected a reference inside the "
-            "schema, such as '#/$defs/name'"
-        )
 
 
 def _check_multiple(schema: Schema) -> None:
@@ -159,59 +138,79 @@ def _check_min_properties(schema: Schema) -> None:
         )
 
 
-def _rewrite_format(schema: Schema) -> None:
-    name = schema.get("format")
-    if not isinstance(name, str) or name in _ENFORCED:
+def _check(schema: Schema, _: Document) -> None:
+    """Limits that llguidance does not have."""
+    _check_multiple(schema)
+    _check_min_properties(schema)
+    for name in _INTEGERS:
+        _as_integer(schema, name)
+
+
+def _rewrite_not(schema: Schema, document: Document) -> None:
+    if "not" not in schema:
         return
-    if name in _NOT_ENFORCED:
-        raise RequestError(f"json: format {name!r} is not supported; remove it, or use 'pattern'")
-    del schema["format"]
-    if name in _SAME:
-        schema["format"] = _SAME[name]
-    elif name in _PATTERNS:
-        _require(schema, {"type": "string", "pattern": f"^(?:{_PATTERNS[name]})$"})
-    elif name in _NUMBERS and schema.get("type") in ("integer", "number"):
-        low, high = _NUMBERS[name]
-        schema.setdefault("minimum", low)
-        schema.setdefault("maximum", high)
-    # Any other name is an annotation: the specification does not define it.
+    opposite = negation(schema.pop("not"), document)
+    if opposite is None:
+        raise RequestError(
+            "json: not is not supported here: no schema expresses the opposite of its keywords; "
+            "say which values are allowed"
+        )
+    if opposite is not True:
+        also(schema, opposite)
 
 
-def _require(schema: Schema, pattern: Schema) -> None:
-    """Add a pattern for strings to a schema, whose other types stay as they are."""
-    if schema.get("type") == "string" and "pattern" not in schema:
-        schema.update(pattern)
+def _rewrite_if(schema: Schema, document: Document) -> None:
+    """A value fits ``if`` and ``then``, or neither ``if`` nor what ``else`` forbids."""
+    condition = schema.pop("if", None)
+    fits, fails = schema.pop("then", True), schema.pop("else", True)
+    if condition is None or (_is_free(fits) and _is_free(fails)):
         return
-    others = ["null", "boolean", "number", "array", "object"]
-    schema.setdefault("allOf", []).append({"anyOf": [{"type": others}, pattern]})
-
-
-def _rewrite_not(schema: Schema) -> None:
-    """``not`` of types, of required properties, of ``not`` and of ``anyOf``."""
-    inner = schema.get("not")
-    if inner is False:
-        del schema["not"]
-    if not isinstance(inner, dict):
+    if _is_free(fits):
+        also(schema, {"anyOf": [condition, fails]})
         return
-    keys = inner.keys() - _ANNOTATIONS
-    types = inner.get("type")
-    named = {types} if isinstance(types, str) else set(types or ())
-    if keys == {"required"}:
-        absent = [{"properties": {name: False}} for name in inner["required"]]
-        found: list[Schema] = [{"type": "object", "anyOf": absent}]
-    elif keys == {"type"} and (named & {"number", "integer"}) != {"integer"}:
-        found = [{"type": sorted(_TYPES - named)}]
-    elif keys == {"not"}:
-        found = [inner["not"]]
-    elif keys == {"anyOf"}:
-        found = [{"not": item} for item in inner["anyOf"]]
-    else:
+    opposite = negation(condition, document)
+    if opposite is None:
+        raise RequestError(
+            "json: if is not supported here: no schema expresses the opposite of its keywords; "
+            "use const, enum, type or required in it"
+        )
+    also(schema, {"anyOf": [{"allOf": [condition, fits]}, {"allOf": [opposite, fails]}]})
+
+
+def _is_free(schema: Any) -> bool:
+    return schema is True or (isinstance(schema, dict) and not schema.keys() - _ANNOTATIONS)
+
+
+def _rewrite_one_of(schema: Schema, document: Document) -> None:
+    """Each part without the values of other parts that may overlap."""
+    options = schema.get("oneOf")
+    if not isinstance(options, list) or not 0 < len(options) <= _MOST_OPTIONS:
         return
-    del schema["not"]
-    schema.setdefault("allOf", []).extend(found)
+    around = {key: schema[key] for key in _OF_ONE_OF if key in schema}
+    parts = []
+    for index, option in enumerate(options):
+        inside = {"allOf": [around, option]}
+        others = [
+            negation(other, document)
+            for place, other in enumerate(options)
+            if place != index and not disjoint(inside, other, document)
+        ]
+        if None in others:
+            return  # llguidance may know that the parts do not overlap
+        parts.append({"allOf": [option, *others]} if others else option)
+    # Properties come in the order of the keywords: the new one takes the place of the old one.
+    items = list(schema.items())
+    schema.clear()
+    for key, value in items:
+        if key != "oneOf":
+            schema[key] = value
+        elif any(name == "anyOf" for name, _ in items):
+            also(schema, {"anyOf": parts})
+        else:
+            schema["anyOf"] = parts
 
 
-def _rewrite_dependencies(schema: Schema) -> None:
+def _rewrite_dependencies(schema: Schema, _: Document) -> None:
     """If one property is present, others must be, or a schema must fit."""
     for keyword in ("dependencies", "dependentRequired", "dependentSchemas"):
         rules = schema.get(keyword)
@@ -221,28 +220,85 @@ def _rewrite_dependencies(schema: Schema) -> None:
         for name, rule in rules.items():
             fits = {"required": rule} if isinstance(rule, list) else rule
             absent = {"properties": {name: False}}
-            schema.setdefault("allOf", []).append({"anyOf": [absent, fits]})
+            also(schema, {"anyOf": [absent, fits]})
 
 
-def _rewrite_property_names(schema: Schema) -> None:
-    """Names become patterns of properties, where nothing else names properties."""
+def _rewrite_property_names(schema: Schema, document: Document) -> None:
+    """Names become patterns of properties."""
     names = schema.get("propertyNames")
-    if names is True or names == {}:
-        del schema["propertyNames"]
+    if isinstance(names, dict) and names.keys() - _ANNOTATIONS == {"$ref"}:
+        names = document.target(names["$ref"])
+    if names is None or names is True or names is False:
+        schema.pop("propertyNames", None)
+        also(schema, *([{"maxProperties": 0}] if names is False else []))
         return
-    others = {"properties", "patternProperties", "required", "allOf", "anyOf", "oneOf", "$ref"}
-    if not isinstance(names, dict) or others & schema.keys():
-        return
-    value = schema.get("additionalProperties", {})
     kinds = names.keys() - _ANNOTATIONS - {"type"}
+    if names.get("type", "string") != "string":
+        return
+    if "const" in kinds:
+        names, kinds = {**names, "enum": [names["const"]]}, kinds - {"const"} | {"enum"}
+    alone = not schema.keys() & _OTHER_PROPERTIES
+    value = schema.get("additionalProperties", True) if alone else True
+    rules: Schema = {"additionalProperties": False}
     if kinds == {"pattern"}:
-        schema["patternProperties"] = {names["pattern"]: value}
-    elif kinds == {"enum"} and all(isinstance(item, str) for item in names["enum"]):
-        schema["properties"] = dict.fromkeys(names["enum"], value)
-    elif kinds and kinds <= {"minLength", "maxLength"}:
-        least, most = names.get("minLength", 0), names.get("maxLength", "")
-        schema["patternProperties"] = {f"^(?s:.){{{least},{most}}}$": value}
+        rules["patternProperties"] = {names["pattern"]: value}
+    elif kinds == {"enum"}:
+        rules["properties"] = {name: value for name in names["enum"] if isinstance(name, str)}
+    elif kinds <= {"minLength", "maxLength"}:
+        least, most = int(names.get("minLength", 0)), names.get("maxLength")
+        times = f"{least},{'' if most is None else int(most)}"
+        rules["patternProperties"] = {f"^(?s:.){{{times}}}$": value}
+    elif kinds == {"not"} and (pattern := _only_pattern(negation(names["not"], document))):
+        rules["patternProperties"] = {pattern: value}
     else:
         return
     del schema["propertyNames"]
-    schema["additionalProperties"] = False
+    if alone:
+        schema.update(rules)
+    else:
+        also(schema, rules)
+
+
+def _only_pattern(schema: Any) -> str | None:
+    """The pattern of the strings that fit an opposite, if it restricts them by one."""
+    ways = schema.get("anyOf", [schema]) if isinstance(schema, dict) else []
+    patterns = [way["pattern"] for way in ways if "pattern" in way]
+    return patterns[0] if len(patterns) == 1 else None
+
+
+def _rewrite_patterns(schema: Schema, _: Document) -> None:
+    """llguidance refuses patterns that overlap; some of them need not be patterns."""
+    patterns = schema.get("patternProperties")
+    if not isinstance(patterns, dict) or len(patterns) < 2:
+        return
+    for pattern, value in list(patterns.items()):
+        if _is_free(value) and "additionalProperties" not in schema:
+            patterns = {name: patterns[name] for name in patterns if name != pattern}
+        elif _matches_all(pattern):
+            also(schema, {"additionalProperties": value})
+            patterns = {name: patterns[name] for name in patterns if name != pattern}
+    schema["patternProperties"] = patterns
+
+
+def _matches_all(pattern: str) -> bool:
+    """Whether a pattern matches somewhere in every text: it matches nothing, anywhere."""
+    try:
+        return not re.search(r"[\^$\\(]", pattern) and re.search(pattern, "") is not None
+    except re.error:
+        return False
+
+
+#: In this order: the first ones read schemas inside that the others replace.
+_REWRITE: tuple[Callable[[Schema, Document], None], ...] = (
+    rewrite_unevaluated,
+    rewrite_contains,
+    rewrite_unique,
+    _rewrite_not,
+    _rewrite_if,
+    _rewrite_one_of,
+    rewrite_format,
+    _rewrite_dependencies,
+    _rewrite_property_names,
+    _rewrite_patterns,
+    _check,
+)

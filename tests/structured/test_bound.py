@@ -73,3 +73,17 @@ def test_a_format_counts_its_own_length() -> None:
     day = {"type": "string", "pattern": "^(?:[1-9][0-9]{3}|0[1-9][0-9]{2})-(?:0[1-9]|1[0-2])$"}
     schema = {"type": "object", "properties": {"day": day}, "required": ["day"]}
     assert longest_completion(schema, len) < 100
+
+
+def test_a_part_may_require_what_another_one_describes() -> None:
+    """As the rewriting of ``if`` and ``contains`` has it."""
+    long = {"type": "string", "minLength": 1000}
+    objects = {
+        "properties": {"a": long, "b": long, "c": {"type": "object", "properties": {"d": long}}},
+        "allOf": [{"required": ["a", "b"]}, {"properties": {"c": {"required": ["d"]}}}],
+    }
+    assert longest_completion(objects, len) > 3000
+    arrays = {"items": long, "anyOf": [{"minItems": 3}, {"maxItems": 0}]}
+    assert longest_completion(arrays, len) > 3000
+    apart = {"properties": {"a": long, "b": {"required": ["a"], "properties": {"a": {}}}}}
+    assert longest_completion(apart, len) < 1100

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import os
@@ -13,6 +14,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from sdk.errors import RequestError
 from sdk.structured.compiler import Grammar, GrammarCompiler
@@ -68,8 +70,9 @@ def test_the_json_schema_test_suite(compiler: GrammarCompiler) -> None:
                 elif valid and not allowed and "format" not in file:
                     missed.append(name)
     assert wrong == []
-    assert counts["accepted"] >= 200, counts
-    # Another order of properties, and whole numbers written as 1.0 where the schema has 1.
+    assert counts["accepted"] >= 364, counts
+    # Another order of properties, whole numbers written as 1.0 where the schema has 1, and answers
+    # that docs/structured.md says are left out.
     assert len(missed) <= 12, missed
 
 
@@ -98,6 +101,172 @@ REWRITTEN: list[tuple[dict[str, Any], list[Any]]] = [
     ({"type": "string", "format": "my own"}, ["anything"]),
     ({"type": "string", "minLength": 2.0}, ["a", "ab"]),
     ({"type": "number", "multipleOf": 0.01}, [0.01, 0.015, 7, 7.25]),
+    # References by name.
+    (
+        {
+            "$id": "https://example.com/root.json",
+            "properties": {
+                "a": {"$ref": "part.json#whole"},
+                "b": {"$ref": "/part.json#/$defs/a~1%25b"},
+                "c": {"$ref": "#"},
+            },
+            "$defs": {
+                "part": {
+                    "$id": "part.json",
+                    "$anchor": "whole",
+                    "type": ["integer", "array"],
+                    "items": {"$ref": "#"},
+                    "$defs": {"a/%b": {"type": "boolean"}},
+                }
+            },
+        },
+        [{"a": 1}, {"a": "x"}, {"a": [1, [2]]}, {"a": [None]}, {"b": True}, {"b": 1}, {"c": 1}]
+        + [{"c": {"a": 1}}, {"c": {"a": "x"}}],
+    ),
+    (
+        {"$defs": {"foo": {"$dynamicAnchor": "x", "type": "null"}}, "items": {"$dynamicRef": "#x"}},
+        [[None], [1], []],
+    ),
+    (
+        {
+            "$schema": "http://json-schema.org/draft-07/schema#",
+            "items": [{"$ref": "#/definitions/a", "minimum": 3}],
+            "additionalItems": False,
+            "definitions": {"a": {"$id": "#b", "type": "integer"}},
+            "properties": {"x": {"$ref": "#b"}},
+        },
+        [[1], ["a"], [1, 2], {"x": 1}, {"x": "a"}],
+    ),
+    # if, then and else.
+    (
+        {
+            "type": "object",
+            "properties": {"kind": {"enum": ["a", "b", "c"]}},
+            "required": ["kind"],
+            "if": {"properties": {"kind": {"const": "a"}}, "required": ["kind"]},
+            "then": {"required": ["x"]},
+            "else": {"properties": {"x": False}},
+        },
+        [{"kind": "a"}, {"kind": "a", "x": 1}, {"kind": "b"}, {"kind": "b", "x": 1}, {}],
+    ),
+    ({"if": {"type": "string"}, "then": {"minLength": 3}}, ["ab", "abc", 1, None]),
+    ({"if": {"maximum": 5}, "else": {"multipleOf": 2}}, [3, 5, 7, 8, "a"]),
+    ({"if": {"const": "ab"}, "then": False}, ["ab", "a", "abc", "", "b", 'a"', "é", 1]),
+    ({"then": {"type": "null"}, "else": False, "type": "integer"}, [1, "a"]),
+    ({"minContains": 2, "type": "array"}, [[], [1]]),
+    # not.
+    (
+        {"not": {"enum": [1, 2.5, "a", None, [1], {"a": 1}]}},
+        [0, 1, 2, 2.5, 3, "", "a", "b", None, [], [1], {}, {"a": 1}],
+    ),
+    ({"not": {"const": [1, 2]}}, [[1, 2], [1], [2, 2], [1, 3], [1, 2, 3], {}, 1]),
+    ({"not": {"const": {"a": 1}}}, [{"a": 1}, {}, {"a": 2}, [1]]),
+    ({"not": {"const": False}}, [False, True, 0]),
+    (
+        {"not": {"properties": {"a": {"type": "string"}}, "required": ["a", "b"]}},
+        [{"a": "x", "b": 1}, {"a": 1, "b": 1}, {"a": "x"}, {}, 3],
+    ),
+    ({"not": {"items": {"type": "string"}}}, [[], ["a"], [1], ["a", 1], 1]),
+    ({"not": {"minimum": 3, "maxLength": 2}}, [2, 3, "ab", "abc", None]),
+    ({"not": {"oneOf": [{"minimum": 3}, {"maximum": 5}]}}, [2, 4, 6, "a"]),
+    (
+        {
+            "not": {"$ref": "#/$defs/list"},
+            "$defs": {"list": {"items": {"$ref": "#/$defs/list"}, "type": "array"}},
+        },
+        [[], [[]], [1], [[1]], 1],
+    ),
+    # oneOf.
+    (
+        {"oneOf": [{"required": ["a"]}, {"required": ["b"]}], "type": "object"},
+        [{}, {"a": 1}, {"b": 1}, {"a": 1, "b": 1}],
+    ),
+    ({"oneOf": [{"type": "number"}, {"minimum": 3}]}, [1, 3, "a"]),
+    ({"oneOf": [{"minimum": 3}, {"maximum": 5}], "type": "number"}, [2, 3, 4, 6]),
+    # contains.
+    ({"contains": {"const": 1}}, [[], [1], [2, 1], [2, 3], "a"]),
+    ({"contains": {"type": "null"}, "minContains": 2}, [[None], [None, 1, None], [None, None]]),
+    ({"contains": {"const": 1}, "maxContains": 1}, [[1], [1, 2], [1, 1], [2, 1, 3], []]),
+    ({"contains": {"const": 1}, "maxContains": 1, "minContains": 0}, [[], [2], [1, 2], [1, 1]]),
+    ({"contains": True, "maxContains": 2}, [[], [1], [1, 2], [1, 2, 3]]),
+    ({"contains": False}, [[], [1], 1]),
+    # unevaluatedProperties and unevaluatedItems.
+    (
+        {
+            "properties": {"a": True},
+            "allOf": [{"properties": {"b": True}}, {"$ref": "#/$defs/c"}],
+            "unevaluatedProperties": {"type": "null"},
+            "$defs": {"c": {"patternProperties": {"^c": {"type": "integer"}}}},
+        },
+        [{"a": 1, "b": 1}, {"d": 1}, {"d": None}, {"c1": 2}, {"c1": None}, 3],
+    ),
+    (
+        {
+            "anyOf": [
+                {"properties": {"a": {"const": 1}}, "required": ["a"]},
+                {"properties": {"b": {"const": 2}}, "required": ["b"]},
+            ],
+            "unevaluatedProperties": False,
+        },
+        [{"a": 1}, {"b": 2}, {"a": 1, "b": 2}, {"a": 1, "b": 3}, {"a": 1, "c": 1}, {}],
+    ),
+    (
+        {
+            "if": {"required": ["a"], "properties": {"a": True}},
+            "then": {"properties": {"b": True}},
+            "else": {"properties": {"c": True}},
+            "unevaluatedProperties": False,
+        },
+        [{"a": 1}, {"a": 1, "b": 1}, {"a": 1, "c": 1}, {"b": 1}, {"c": 1}, {}],
+    ),
+    (
+        {
+            "dependentSchemas": {"a": {"properties": {"a": True, "b": True}}},
+            "unevaluatedProperties": False,
+        },
+        [{"a": 1}, {"a": 1, "b": 1}, {"b": 1}, {}],
+    ),
+    (
+        {"prefixItems": [True], "contains": {"const": 1}, "unevaluatedItems": {"const": 2}},
+        [[1], [3, 1], [3, 1, 2], [3, 1, 3], [1, 2, 2]],
+    ),
+    # uniqueItems.
+    ({"uniqueItems": True, "maxItems": 1}, [[], [1], [1, 2], 1]),
+    ({"uniqueItems": True, "items": {"enum": ["a", "b"]}}, [[], ["b"], ["b", "a"], ["a", "a"]]),
+    (
+        {"uniqueItems": True, "prefixItems": [{"type": "null"}, {"const": 1}], "items": False},
+        [[None, 1], [None], [1, None], [None, 1, 2]],
+    ),
+    # Names of properties.
+    ({"propertyNames": False}, [{}, {"a": 1}, 1]),
+    (
+        {"propertyNames": {"pattern": "^x"}, "properties": {"x1": {"type": "null"}, "a": True}},
+        [{}, {"x1": None}, {"x1": 1}, {"x2": 1}, {"a": 1}],
+    ),
+    ({"propertyNames": {"not": {"const": "a"}}}, [{"a": 1}, {"b": 1}, {"aa": 1}]),
+    (
+        {"patternProperties": {"a*": {"type": "integer"}, "aaa": {"maximum": 3}}},
+        [{"b": 1}, {"b": "x"}, {"aaa": 2}, {"aaa": 4}, {"aaa": "x"}],
+    ),
+]
+#: A schema, values that are allowed, and valid ones that are not.
+NARROWED: list[tuple[dict[str, Any], list[Any], list[Any]]] = [
+    ({"not": {"type": "integer"}}, ["a", None], [1.5]),
+    ({"not": {"type": "string", "pattern": "^a"}}, [1, None], ["b"]),
+    ({"contains": {"const": 1}}, [[2, 2, 2, 2, 1]], [[2, 2, 2, 2, 2, 1]]),
+    ({"contains": {"pattern": "a"}, "maxContains": 1}, [["a"]], [["a", "b"]]),
+    (
+        {"uniqueItems": True, "items": {"enum": list("abcdef")}},
+        [[], ["a", "b", "c", "d", "e", "f"], ["b", "e"]],
+        [["b", "a"]],
+    ),
+    (
+        {"uniqueItems": True, "prefixItems": [{"type": "boolean"}] * 2},
+        [[True, False], [False]],
+        [[True, False, 1]],
+    ),
+    ({"type": "string", "format": "regex"}, ["^a(b|c+)*[a-z ]?$", "a{2,}"], ["((a))"]),
+    ({"type": "string", "format": "uri-template"}, ["/a/{b}{?c,d*}"], ["/ä"]),
 ]
 
 
@@ -105,12 +274,85 @@ REWRITTEN: list[tuple[dict[str, Any], list[Any]]] = [
 def test_what_is_rewritten_accepts_the_same_values(
     compiler: GrammarCompiler, schema: dict[str, Any], values: list[Any]
 ) -> None:
-    validator = jsonschema.Draft202012Validator(
-        schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER
-    )
+    draft = jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)
+    validator = draft(schema, format_checker=draft.FORMAT_CHECKER)
     grammar = compiled(compiler, schema)
     found = {json.dumps(value): allows(compiler, grammar, value) for value in values}
     assert found == {json.dumps(value): validator.is_valid(value) for value in values}
+
+
+@pytest.mark.parametrize(("schema", "allowed", "left_out"), NARROWED, ids=lambda x: str(x)[:60])
+def test_what_is_left_out_is_valid_and_the_rest_is_useful(
+    compiler: GrammarCompiler, schema: dict[str, Any], allowed: list[Any], left_out: list[Any]
+) -> None:
+    grammar = compiled(compiler, schema)
+    validator = jsonschema.Draft202012Validator(schema)
+    assert all(validator.is_valid(value) for value in [*allowed, *left_out])
+    assert [value for value in allowed if not allows(compiler, grammar, value)] == []
+    assert [value for value in left_out if allows(compiler, grammar, value)] == []
+
+
+_NAMES = st.sampled_from("ab")
+_SCALARS = st.sampled_from([None, True, 1, 2, 3.5, "a", "aa"])
+_VALUES = st.recursive(
+    _SCALARS,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.dictionaries(st.sampled_from("abc"), inner, max_size=3)
+    ),
+    max_leaves=4,
+)
+_TYPES = st.sampled_from(["null", "boolean", "integer", "number", "string", "array", "object"])
+
+
+def _keywords(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    lists = st.lists(inner, min_size=1, max_size=3)
+    small = st.integers(0, 2)
+    keywords: dict[str, st.SearchStrategy[Any]] = {
+        **dict.fromkeys(("not", "if", "then", "else", "items", "contains"), inner),
+        **dict.fromkeys(("additionalProperties", "unevaluatedProperties"), inner),
+        **dict.fromkeys(("unevaluatedItems",), inner),
+        **dict.fromkeys(("allOf", "anyOf", "oneOf", "prefixItems"), lists),
+        **dict.fromkeys(("minItems", "maxItems", "minContains", "maxContains", "minimum"), small),
+        **dict.fromkeys(("maxLength", "maximum"), small),
+        **dict.fromkeys(("properties", "dependentSchemas"), st.dictionaries(_NAMES, inner)),
+        "required": st.lists(_NAMES, max_size=2, unique=True),
+        "type": _TYPES,
+        "const": _VALUES,
+        "enum": st.lists(_VALUES, min_size=1, max_size=3),
+        "$ref": st.sampled_from(["#/$defs/one", "two"]),
+    }
+    return st.lists(st.sampled_from(sorted(keywords)), min_size=1, max_size=4, unique=True).flatmap(
+        lambda names: st.fixed_dictionaries({name: keywords[name] for name in names})
+    )
+
+
+_SCHEMAS = st.recursive(
+    st.one_of(st.booleans(), _TYPES.map(lambda name: {"type": name}), _keywords(st.just(True))),
+    _keywords,
+    max_leaves=6,
+)
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+@given(_keywords(_SCHEMAS), _SCHEMAS, _SCHEMAS, st.lists(_VALUES, min_size=10, max_size=20))
+def test_no_schema_allows_an_invalid_value(
+    compiler: GrammarCompiler, schema: dict[str, Any], one: Any, two: Any, values: list[Any]
+) -> None:
+    if isinstance(two, dict):
+        two = {**two, "$id": "two"}
+    schema = {**schema, "$id": "https://example.com/", "$defs": {"one": one, "two": two}}
+    try:
+        grammar = compiled(compiler, schema)
+    except RequestError:
+        return
+    validator = jsonschema.Draft202012Validator(schema)
+    for value in values:
+        if allows(compiler, grammar, value):
+            try:
+                valid = validator.is_valid(value)
+            except RecursionError:  # a schema that is part of itself has no meaning
+                return
+            assert valid, value
 
 
 def test_times_are_exact(compiler: GrammarCompiler) -> None:
@@ -137,14 +379,35 @@ def test_times_are_exact(compiler: GrammarCompiler) -> None:
 
 REJECTED: list[tuple[Any, str]] = [
     ({"uniqueItems": True, "type": "array"}, "uniqueItems"),
-    ({"if": {"type": "string"}, "then": {"minLength": 3}}, "if"),
-    ({"contains": {"const": 1}}, "contains"),
-    ({"not": {"const": 1}}, "not"),
+    ({"uniqueItems": True, "items": {"type": "string"}}, "uniqueItems"),
+    ({"if": {"pattern": "a"}, "then": {"minLength": 3}}, "if"),
+    ({"oneOf": [{"pattern": "a"}, {"pattern": "b"}]}, "oneOf"),
+    ({"not": {"multipleOf": 3}}, "not"),
+    ({"not": {"minLength": "3"}}, "not a valid JSON Schema"),
+    ({"$ref": "#/$defs/b", "$defs": {"a": {}}}, r"\$ref '#/\$defs/b'.* no such part"),
+    ({"$ref": "#b", "$defs": {"a": {"$anchor": "a"}}}, r"\$ref '#b'.* no such part"),
+    (
+        {
+            "$ref": "#/$defs/a",
+            "$defs": {
+                "a": {"$id": "a", "$dynamicRef": "#x", "$defs": {"x": {"$dynamicAnchor": "x"}}},
+                "b": {"$id": "b", "$dynamicAnchor": "x"},
+            },
+        },
+        r"\$dynamicRef 'x'.* found 2",
+    ),
+    (
+        {
+            "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}, {"properties": {"b": True}}]}},
+            "$ref": "#/$defs/a",
+            "unevaluatedProperties": False,
+        },
+        r"\$ref '#/\$defs/a' is part of itself",
+    ),
     ({"$ref": "https://example.com/schema.json"}, r"\$ref 'https://example.com/schema.json'"),
     ({"$ref": "other.json#/a"}, "inside the schema"),
     ({"minProperties": 3}, "minProperties 3"),
     ({"multipleOf": 99991}, "multipleOf 99991"),
-    ({"format": "uri-template"}, "format 'uri-template'"),
     ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
     ({"minimum": 3, "maximum": 2, "type": "integer"}, "Unsatisfiable"),
     ({"enum": []}, "Unsatisfiable"),
@@ -179,7 +442,50 @@ def _doubling(count: int) -> dict[str, Any]:
     return {"$ref": f"#/$defs/d{count - 1}", "$defs": definitions}
 
 
+def _ifs_in_ifs(depth: int) -> Any:
+    schema: Any = {"const": 1}
+    for number in range(depth):
+        schema = {"if": schema, "then": {"const": number}, "else": {"const": -number}}
+    return schema
+
+
+def _unevaluated(count: int) -> Any:
+    two = [{"anyOf": [{"properties": {f"{x}{i}": True}} for x in "abcd"]} for i in range(count)]
+    return {"allOf": two, "unevaluatedProperties": False}
+
+
+def _overlapping(count: int) -> Any:
+    properties = [{"properties": {f"a{i}": {"minLength": i}}} for i in range(count)]
+    return {"oneOf": [{"anyOf": properties}, *properties]}
+
+
 BOMBS: dict[str, dict[str, Any]] = {
+    "if in if": {"json": _ifs_in_ifs(40)},
+    "ways to be evaluated": {"json": _unevaluated(12)},
+    "overlapping choices": {"json": _overlapping(60)},
+    "oneOf in oneOf": {
+        "json": functools.reduce(
+            lambda x, i: {"oneOf": [x, {"minimum": i}, {"minLength": i}]},
+            range(30),
+            {"minItems": 1},
+        )
+    },
+    "unique pairs": {
+        "json": {"uniqueItems": True, "minItems": 9, "items": {"enum": list(range(1000))}}
+    },
+    "references in references": {
+        "json": {
+            "$ref": "#/$defs/0",
+            "$defs": {
+                str(i): {
+                    "allOf": [{"$ref": f"#/$defs/{i + 1}"}] * 2,
+                    "unevaluatedProperties": False,
+                }
+                for i in range(40)
+            }
+            | {"40": {"properties": {"a": True}}},
+        }
+    },
     "a long array": {"json": {"type": "array", "minItems": 10**6, "items": {"type": "string"}}},
     "a long string": {"json": {"type": "string", "minLength": 10**6}},
     "deep": {"json": _nested(300)},
