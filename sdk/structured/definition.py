@@ -9,11 +9,8 @@ from typing import Any, NamedTuple
 
 from sdk.errors import RequestError
 from sdk.quant.safe_repr import safe_repr
-<<<<<<< HEAD
-from sdk.structured.gbnf import is_gbnf, lark_of
-=======
 from sdk.structured.document import schemas_in
->>>>>>> schemas
+from sdk.structured.gbnf import is_gbnf, lark_of
 from sdk.structured.params import MAX_TEXT, StructuredOutputsParams
 from sdk.structured.rewriting import rewritten
 
