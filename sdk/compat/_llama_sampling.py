@@ -15,8 +15,8 @@ from sdk.errors import RequestError
 from sdk.params import SamplingParams
 from sdk.quant.safe_repr import safe_repr
 
-#: Arguments with another name or the same one in ``SamplingParams``. ``tfs_z`` and ``penalize_nl``
-#: have no effect in llama-cpp-python either.
+#: Arguments with the same name in ``SamplingParams``. ``tfs_z`` and ``penalize_nl`` have no effect
+#: in llama-cpp-python either.
 _SAME = ("top_k", "typical_p", "min_p", "top_p", "mirostat_tau", "mirostat_eta")
 _OFF = {"top_k": 0, "typical_p": 1.0, "min_p": 0.0, "top_p": 1.0}
 _MOST_BIAS = 100.0

@@ -243,7 +243,7 @@ class Llama:
         if echo and logprobs is not None:
             params = params.clone(prompt_logprobs=params.logprobs)
         [output] = self.llm.generate(asked, params, use_tqdm=False)
-        self._remember(output, output.outputs[0].token_ids)
+        self._remember(output)
         return made.whole(output, echo=echo)
 
     __call__ = create_completion
@@ -394,7 +394,7 @@ class Llama:
         if given["stream"]:
             return made, self._watched(messages, params, **template)
         [output] = self.llm.chat(messages, params, use_tqdm=False, **template)
-        self._remember(output, output.outputs[0].token_ids)
+        self._remember(output)
         return made, self._shown(output)
 
     def _shown(self, output: RequestOutput) -> RequestOutput:
@@ -567,17 +567,18 @@ class Llama:
         return self._remembering(self.llm.stream(prompt, params, **template))
 
     def _remembering(self, pieces: Any) -> Generator[RequestOutput, None, None]:
-        answer: list[int] = []
+        context: list[int] = []
         try:
             for output in pieces:
-                answer += output.outputs[0].token_ids
-                self._remember(output, answer)
+                if not context:
+                    context = self._tokens = list(output.prompt_token_ids)
+                context += output.outputs[0].token_ids
                 yield output
         finally:
             pieces.close()
 
-    def _remember(self, output: RequestOutput, answer: Sequence[int]) -> None:
-        self._tokens = [*output.prompt_token_ids, *answer]
+    def _remember(self, output: RequestOutput) -> None:
+        self._tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids]
 
 
 def _given(names: dict[str, Any]) -> dict[str, Any]:

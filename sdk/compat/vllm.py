@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterable, Sequence
-from functools import partial
 from typing import Any
 
 from sdk import LLM as _OurLLM, AsyncLLM as _OurAsyncLLM
@@ -175,9 +174,10 @@ class LLM:
                 items[first : first + step], params.ours(), use_tqdm=use_tqdm
             )
         ]
-        decode = partial(
-            self.get_tokenizer().decode, skip_special_tokens=params.skip_special_tokens
-        )
+
+        def decode(ids: list[int]) -> str:
+            return self.get_tokenizer().decode(ids, params.skip_special_tokens)
+
         pairs = zip(items, found, strict=True)
         return [beam_output(*pair, decode, self._text_of) for pair in pairs]
 
