@@ -171,9 +171,9 @@ def _other_than(values: list[Any]) -> Any:
         ways += [{"const": value} for value in (True, False) if value not in kinds["boolean"]]
     if kinds["number"]:
         ways += _other_numbers(sorted(set(kinds["number"])))
-    if texts := set(kinds["string"]):
-        if max(map(len, texts)) <= _MOST_CHARACTERS:
-            ways.append({"type": "string", "pattern": f"^{_other_text(texts)}$"})
+    texts = set(kinds["string"])
+    if texts and max(map(len, texts)) <= _MOST_CHARACTERS:
+        ways.append({"type": "string", "pattern": f"^{_other_text(texts)}$"})
     for kind, others in (("array", _other_array), ("object", _other_object)):
         if kinds[kind]:
             ways.append({"type": kind, "allOf": [{"anyOf": others(x)} for x in kinds[kind]]})

@@ -53,7 +53,7 @@ def rewritten(schema: Mapping[str, Any], closed: bool = False) -> Schema:
         if closed:
             for found in (document.root, *document.definitions.values()):
                 _close(found)
-        root = _rewritten(document.root, document)
+        root: Schema = _rewritten(document.root, document)
         definitions: Schema = {}
         while missing := [name for name in document.definitions if name not in definitions]:
             for name in missing:

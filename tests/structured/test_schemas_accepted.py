@@ -120,8 +120,10 @@ REWRITTEN: list[tuple[dict[str, Any], list[Any]]] = [
                 }
             },
         },
-        [{"a": 1}, {"a": "x"}, {"a": [1, [2]]}, {"a": [None]}, {"b": True}, {"b": 1}, {"c": 1}]
-        + [{"c": {"a": 1}}, {"c": {"a": "x"}}],
+        [
+            *[{"a": 1}, {"a": "x"}, {"a": [1, [2]]}, {"a": [None]}, {"b": True}, {"b": 1}],
+            *[{"c": 1}, {"c": {"a": 1}}, {"c": {"a": "x"}}],
+        ],
     ),
     (
         {"$defs": {"foo": {"$dynamicAnchor": "x", "type": "null"}}, "items": {"$dynamicRef": "#x"}},
