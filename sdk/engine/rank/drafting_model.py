@@ -6,7 +6,8 @@ and each layer writes before it reads. So they need no pages, and after a prefix
 preemption there is nothing to restore. A smaller model and a head have keys and values of their own
 (:class:`~sdk.engine.rank.drafting_pages.DraftingPages`). A head also reads hidden states of the
 model (:class:`~sdk.engine.rank.head_features.HeadFeatures`). At position i it runs token i + 1, so
-it is always one position behind.
+it is always one position behind. The last position of a shared prefix was therefore run with the
+next token of another request. If the tokens differ there, drafts get a little worse.
 """
 
 from __future__ import annotations
