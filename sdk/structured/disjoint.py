@@ -12,6 +12,8 @@ from sdk.structured.negation import type_of
 
 #: Properties inside properties, and references after references, that are looked at.
 _MOST_STEPS = 8
+#: Properties that are tried to tell two schemas apart.
+_MOST_NAMES = 16
 
 
 @dataclass(slots=True)
@@ -47,6 +49,18 @@ def disjoint(first: Any, second: Any, document: Document, steps: int = 0) -> boo
     if any(_all_disjoint(choice, first, document, steps) for choice in other.choices):
         return True
     return _contradict(one, other, document, steps)
+
+
+def telling_names(first: Any, second: Any, document: Document) -> list[str]:
+    """Properties of a schema with which no value fits the other one, at most 16."""
+    facts = _Facts()
+    _collect(facts, first, document, 0)
+    names = list(facts.properties)[:_MOST_NAMES] if facts.types == {"object"} else []
+    return [
+        name
+        for name in names
+        if disjoint({"allOf": [first, {"required": [name]}]}, second, document)
+    ]
 
 
 def _all_disjoint(options: list[Any], schema: Any, document: Document, steps: int) -> bool:

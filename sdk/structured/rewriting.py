@@ -13,7 +13,7 @@ from typing import Any
 
 from sdk.errors import RequestError
 from sdk.structured.arrays import rewrite_contains, rewrite_unique
-from sdk.structured.disjoint import disjoint
+from sdk.structured.disjoint import disjoint, telling_names
 from sdk.structured.document import (
     OF_LIST,
     OF_OBJECT,
@@ -191,7 +191,7 @@ def _rewrite_one_of(schema: Schema, document: Document) -> None:
     for index, option in enumerate(options):
         inside = {"allOf": [around, option]}
         others = [
-            negation(other, document)
+            _without(inside, other, document)
             for place, other in enumerate(options)
             if place != index and not disjoint(inside, other, document)
         ]
@@ -208,6 +208,15 @@ def _rewrite_one_of(schema: Schema, document: Document) -> None:
             also(schema, {"anyOf": parts})
         else:
             schema["anyOf"] = parts
+
+
+def _without(schema: Any, other: Any, document: Document) -> Any:
+    """A condition that values of ``schema`` fulfil only if they do not fit ``other``."""
+    opposite = negation(other, document)
+    required = [{"required": [name]} for name in telling_names(schema, other, document)]
+    if not required or opposite is True:
+        return opposite
+    return {"anyOf": [*([] if opposite is None else [opposite]), *required]}
 
 
 def _rewrite_dependencies(schema: Schema, _: Document) -> None:

@@ -184,6 +184,16 @@ REWRITTEN: list[tuple[dict[str, Any], list[Any]]] = [
         [{}, {"a": 1}, {"b": 1}, {"a": 1, "b": 1}],
     ),
     ({"oneOf": [{"type": "number"}, {"minimum": 3}]}, [1, 3, "a"]),
+    (
+        {
+            "oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}],
+            "$defs": {
+                name: {"type": "object", "properties": {name: {}}, "additionalProperties": False}
+                for name in "ab"
+            },
+        },
+        [{"a": 1}, {"b": 1}, {}, {"a": 1, "b": 1}, 1],
+    ),
     ({"oneOf": [{"minimum": 3}, {"maximum": 5}], "type": "number"}, [2, 3, 4, 6]),
     # contains.
     ({"contains": {"const": 1}}, [[], [1], [2, 1], [2, 3], "a"]),
