@@ -42,12 +42,16 @@ LONG = [int(token) for token in range(5, 105)]
 Change = Callable[[dict[str, Tensor]], None]
 
 
+#: Only the head drafts.
+DRAFTS = {"adaptive": False, "num_speculative_tokens": 3, "prompt_lookup_min": 0}
+
+
 def opened(heads: TinyHeads, method: str, **options: Any) -> LLM:
-    config = {"method": method, "model": heads.folders[method], "adaptive": False}
+    config = {"method": method, "model": heads.folders[method], **DRAFTS}
     settings: dict[str, Any] = {
         "max_model_len": 192,
         "max_num_seqs": 6,
-        "speculative_config": config | {"num_speculative_tokens": 3},
+        "speculative_config": config,
     }
     return LLM(heads.target, **settings | options)
 
@@ -343,7 +347,7 @@ def test_other_spellings_of_a_head_draft_the_same(
 def test_a_file_of_torch_holds_the_same_head(tiny_heads: TinyHeads, tmp_path: Path) -> None:
     torch.save(tensors_of(tiny_heads.folders["eagle3"]), tmp_path / "pytorch_model.bin")
     shutil.copy(tiny_heads.folders["eagle3"] / "config.json", tmp_path)
-    config = {"model": tmp_path, "adaptive": False, "num_speculative_tokens": 3}
+    config = {"model": tmp_path, **DRAFTS}
     with (
         opened(tiny_heads, "eagle3") as llm,
         opened(tiny_heads, "eagle3", speculative_config=config) as other,
@@ -354,7 +358,7 @@ def test_a_file_of_torch_holds_the_same_head(tiny_heads: TinyHeads, tmp_path: Pa
 def test_a_head_uses_its_own_embedding_if_it_has_one(tiny_heads: TinyHeads, tmp_path: Path) -> None:
     """With one of zeros EAGLE-3 does not know the tokens, so it accepts fewer drafts."""
     folder = copied(tiny_heads, "eagle3", tmp_path, with_embedding)
-    config = {"model": folder, "adaptive": False, "num_speculative_tokens": 3}
+    config = {"model": folder, **DRAFTS}
     with (
         opened(tiny_heads, "eagle3") as llm,
         opened(tiny_heads, "eagle3", speculative_config=config) as other,
@@ -364,12 +368,7 @@ def test_a_head_uses_its_own_embedding_if_it_has_one(tiny_heads: TinyHeads, tmp_
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_head_is_packed_while_it_is_loaded(tiny_heads: TinyHeads, method: str) -> None:
-    config = {
-        "model": tiny_heads.folders[method],
-        "quantization": "int8",
-        "adaptive": False,
-        "num_speculative_tokens": 3,
-    }
+    config = {"model": tiny_heads.folders[method], "quantization": "int8", **DRAFTS}
     plain = LLM.plan(tiny_heads.target, speculative_config={"model": config["model"]})
     with opened(tiny_heads, method, speculative_config=config) as llm:
         assert rate(llm, PROMPTS) > 0.08
