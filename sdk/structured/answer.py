@@ -144,15 +144,18 @@ class StructuredAnswer:
         if last and last[0] == token:
             return last[1:]
         if last is None:  # the first: there must be one
-            near = (way for way in self._ways_of_shortest() if self._completes(way))
-            found = next((way for way in near if len(way) <= self.left), None)
+            complete = filter(self._completes, self._ways_of_shortest())
+            found = next((way for way in complete if len(way) <= self.left), None)
             return found or self._search.shortest(self._matcher, self.left)
-        rest, *others = self._rests(last, token)
-        too_long = False
-        usual, others = (rest, *others[:1]), others[1:]  # a mask takes as long as trying a few ways
-        shortest = self._grammar.way
-        ends = [*usual, *others, *(shortest[-count:] for count in range(1, _ENDS + 1))]
-        for ways in (usual, self._variants(rest, others), self._bridged(ends)):
+        rests = iter(self._rests(last, token))
+        rest = next(rests)
+        too_long = self._completes(rest)
+        if too_long and len(rest) <= self.left:  # nearly always, inside a string
+            return rest
+        others, shortest = list(rests), self._grammar.way
+        ends = [rest, *others, *(shortest[-count:] for count in range(1, _ENDS + 1))]
+        near, others = others[:1], others[1:]  # a mask takes as long as trying a few ways
+        for ways in (near, self._variants(rest, others), self._bridged(ends)):
             for way in ways:
                 if self._completes(way):
                     if len(way) <= self.left:

@@ -27,7 +27,7 @@ _LIMITS = {"max_lexer_states": 50_000}
 #: schemas of MaskBench 95 % took up to 0.12 s, one took 0.56 s, and three took more than a second.
 _SEARCH_S, _MOST_TOKENS = 0.7, 4096
 #: After this many seconds a search continues on a thread of its own that has this niceness. On two
-#: saturated CPUs it then gets 0.4 of one, and steps take 1.3 instead of 1.6 to 1.8 times as long.
+#: busy CPUs steps then took 1.2 to 1.6 times as long, instead of 1.6 to 2.3 times (docs/log.md).
 _QUICK_S, _NICENESS = 0.1, 3
 #: The compiled structures that are kept take about this many bytes (64 MiB), an estimate: schemas
 #: of MaskBench took 0.2 to 0.45 MiB each, with the search for the shortest answer (mean of 364).
