@@ -133,4 +133,8 @@ def test_a_close_that_was_interrupted_can_be_made_again(
         signal.signal(signal.SIGINT, before)
     llm.close()
     assert "sdk-engine" not in [thread.name for thread in threading.enumerate()]
-    assert psutil.Process().num_threads() < threads  # the native ones have gone too
+    # The native ones go too. A joined thread is still counted while the kernel takes it down.
+    deadline = time.monotonic() + 10
+    while psutil.Process().num_threads() >= threads and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert psutil.Process().num_threads() < threads
