@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import enum
 import itertools
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
 from sdk.kernels.mask_tasks import MaskTask
@@ -23,8 +24,10 @@ _HEAD, _DROPPED, _REPLACED = 8, 4, 16
 _ENDS = 8
 #: The states that a search between two steps may compare: 5 ms.
 _STATES = 60
-#: What opened elements need is tried again: how many of them, and of how many tokens.
-_MOST_OPENINGS, _LONGEST_OPENING = 8, 64
+#: Changes of a way that are tried again: how many of them, and of how many tokens.
+_EDITS, _LONGEST_EDIT = 8, 64
+#: How often changes may make a way longer until a short one is searched for again.
+_MOST_LONGER = 16
 
 
 class Phase(enum.Enum):
@@ -59,7 +62,9 @@ class StructuredAnswer:
         #: Tokens that complete the structure; None: not known, but there are certainly enough left.
         self._way: tuple[int, ...] | None = grammar.way
         self._opens = 0  # opening brackets so far
-        self._openings: list[tuple[int, ...]] = []
+        #: Tokens that took the place of the first tokens of a way, and of how many.
+        self._edits: deque[tuple[tuple[int, ...], int]] = deque(maxlen=_EDITS)
+        self._longer = 0  # how often a change made the way longer since one was searched for
         self._start_reasoning, self._end_reasoning = reasoning or (-1, -1)
         self.phase = Phase.START
         if reasoning is not None and _ends_open(prompt, *reasoning):
@@ -148,32 +153,61 @@ class StructuredAnswer:
             found = next((way for way in complete if len(way) <= self.left), None)
             return found or self._search.shortest(self._matcher, self.left)
         rests = iter(self._rests(last, token))
-        rest = next(rests)
-        too_long = self._completes(rest)
-        if too_long and len(rest) <= self.left:  # nearly always, inside a string
-            return rest
-        others, shortest = list(rests), self._grammar.way
+        rest = next(rests)  # nearly always right, inside a string
+        edited = self._edited(last) if self._longer < _MOST_LONGER else ()
+        way = self._first(itertools.chain((rest,), itertools.islice(rests, 1), edited))
+        if way is not None and len(way) > len(last):
+            self._longer += 1
+        if way is None or (self._longer and len(way) > self.left):
+            way, self._longer = self._far_way(rest, list(rests)), 0
+            if way is not None:
+                self._remember(last, way)
+        return way if way is not None and len(way) <= self.left else None
+
+    def _far_way(
+        self, rest: tuple[int, ...], others: Sequence[tuple[int, ...]]
+    ) -> tuple[int, ...] | None:
+        """A way when neither ``rest`` of the last one nor a known change of it completes the text.
+        Of the last one, ``others`` may be left too."""
+        shortest = self._grammar.way
         ends = [rest, *others, *(shortest[-count:] for count in range(1, _ENDS + 1))]
-        near, others = others[:1], others[1:]  # a mask takes as long as trying a few ways
-        for ways in (near, self._variants(rest, others), self._bridged(ends)):
-            for way in ways:
-                if self._completes(way):
-                    if len(way) <= self.left:
-                        return way
-                    too_long = True
-            if too_long:  # a search would only find a longer one
-                return None
-        found = self._search.shortest(
-            self._matcher,
-            self.left,
-            states=_STATES,
-            thorough=False,
-            known_rest=lambda: next(filter(self._completes, self._allowed(ends)), None),
-        )
-        if found is None or len(found) > self.left:
-            return None
-        self._remember(found, rest)
-        return found
+        way = self._first(self._variants(rest, others))
+        if way is None:
+            way = self._first(self._bridged(ends))
+        if way is None:
+            way = self._search.shortest(
+                self._matcher,
+                self.left,
+                states=_STATES,
+                thorough=False,
+                known_rest=lambda: next(filter(self._completes, self._allowed(ends)), None),
+            )
+        return way
+
+    def _first(self, ways: Iterable[tuple[int, ...]]) -> tuple[int, ...] | None:
+        """The first way that completes the text with the tokens that are left, else one that takes
+        more: a search would only find a longer one."""
+        too_long = None
+        for way in ways:
+            if self._completes(way):
+                if len(way) <= self.left:
+                    return way
+                too_long = way
+        return too_long
+
+    def _edited(self, way: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        """A way with the changes that others needed, the last change first."""
+        for head, dropped in reversed(self._edits):
+            yield (*head, *way[dropped:])
+
+    def _remember(self, last: tuple[int, ...], way: tuple[int, ...]) -> None:
+        """Keep how ``way`` differs from the one before it: where a pattern repeats or an array has
+        one more element, the same change is needed again."""
+        pairs = zip(reversed(last), reversed(way), strict=False)
+        same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        edit = way[: len(way) - same], len(last) - same
+        if len(edit[0]) <= _LONGEST_EDIT and edit not in self._edits:
+            self._edits.append(edit)
 
     def _rests(self, way: tuple[int, ...], token: int) -> Iterable[tuple[int, ...]]:
         """What may be left of a way after a token that is not its first: without what they have in
@@ -206,9 +240,9 @@ class StructuredAnswer:
     def _variants(
         self, rest: tuple[int, ...], others: Sequence[tuple[int, ...]]
     ) -> Iterator[tuple[int, ...]]:
-        """Ways like the last one, of which ``rest`` is left: with something closed or opened before
-        it, or something dropped; and ways like the shortest answer."""
-        before = self._allowed((*self._closers, *self._openings))
+        """Ways like the last one, of which ``rest`` is left: with something closed before it, or
+        something dropped; and ways like the shortest answer."""
+        before = self._allowed(self._closers)
         yield from ((*one, *rest) for one in before)
         yield from self._allowed(others)
         yield from self._ways_of_shortest()
@@ -235,14 +269,6 @@ class StructuredAnswer:
         """Without those whose first token may not follow."""
         allows = self._search.mask(self._matcher)
         return [way for way in ways if not way or allows(way[0])]
-
-    def _remember(self, way: tuple[int, ...], rest: tuple[int, ...]) -> None:
-        """Keep what a way has before ``rest``: the next element of an array needs the same."""
-        if 0 < len(way) - len(rest) <= _LONGEST_OPENING and way[len(way) - len(rest) :] == rest:
-            opening = way[: len(way) - len(rest)]
-            if opening not in self._openings:
-                self._openings.append(opening)
-                del self._openings[:-_MOST_OPENINGS]
 
     def _completes(self, way: tuple[int, ...]) -> bool:
         matcher = self._matcher

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -33,6 +34,7 @@ _QUICK_S, _NICENESS = 0.1, 3
 #: of MaskBench took 0.2 to 0.45 MiB each, with the search for the shortest answer (mean of 364).
 _CACHE_BYTES = 2**26
 _MATCHER_BYTES, _CHARACTER_BYTES = 250_000, 40
+_KNOWN_TEXTS = 4096
 #: Texts that end a value or a container.
 _CLOSERS = ('"', "}", "]", '"}', '"]', "]}", "}}", '""', "0")
 
@@ -56,13 +58,13 @@ class GrammarTokens:
     """A vocabulary as matchers and searches use it.
 
     ``closers``: tokens that may end a value. ``encode``: the tokens of a text, control tokens
-    excluded.
+    excluded; known texts take 1 us instead of 30 us.
     """
 
     vocabulary: Vocabulary
     shapes: TokenShapes
     closers: tuple[tuple[int, ...], ...]
-    encode: Callable[[str], list[int]]
+    encode: Callable[[str], tuple[int, ...]]
 
     @property
     def words(self) -> int:
@@ -189,7 +191,7 @@ class GrammarCompiler:
             Vocabulary(marked + padding, ends, self._encode),
             TokenShapes(texts + padding),
             tuple(dict.fromkeys(closer for closer in closers if len(closer) == 1)),
-            self._encode,
+            functools.lru_cache(maxsize=_KNOWN_TEXTS)(lambda text: tuple(self._encode(text))),
         )
 
     def _keep(self, definition: Definition, grammar: Grammar) -> None:
