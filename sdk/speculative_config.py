@@ -28,6 +28,9 @@ _OWN_KEYS = {
 _LEAST_MATCH, _LEAST_MATCH_BEFORE_WEIGHTS = 2, 8
 _OPTION = "speculative_config"
 _MOST_DRAFTS = 64
+#: How the model's own weights are packed to draft. Of three drafts in a row with SmolLM2-135M 91 % are
+#: accepted. With 4 bits 67 % are, for a pass that takes 15 % less time (docs/log.md).
+_OWN_SCHEME = "rtn-w6g64-h6"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +43,8 @@ class SpeculativeConfig:
     (``None``: all are). ``grammar`` proposes only the tokens of structured answers that leave no
     choice. All methods do that, and those below do what ``ngram`` does after matches of at least
     ``prompt_lookup_min`` tokens (``None``: 8; 0: never). ``self`` drafts with the model's own
-    weights, packed by the scheme ``quantization`` (``None``: int4). ``draft_model`` drafts with the
-    checkpoint ``model``, a smaller model of the same vocabulary, whose float weights
+    weights, packed by the scheme ``quantization`` (``None``: rtn-w6g64-h6). ``draft_model`` drafts
+    with the checkpoint ``model``, a smaller model of the same vocabulary, whose float weights
     ``quantization`` may pack. ``eagle``, ``eagle3`` and ``medusa`` draft with a head in the folder
     ``model`` that was trained for this model and reads its hidden states.
     ``num_speculative_tokens``: the most drafts of one request in a step. ``adaptive``: verify only
@@ -105,7 +108,7 @@ class SpeculativeConfig:
     @property
     def scheme(self) -> str | None:
         """The scheme that packs the weights that draft."""
-        return "int4" if self.method == "self" and self.quantization is None else self.quantization
+        return self.quantization or (_OWN_SCHEME if self.method == "self" else None)
 
     def __str__(self) -> str:
         longest = " or more" if self.prompt_lookup_max is None else f" to {self.prompt_lookup_max}"

@@ -8,7 +8,7 @@ from sdk import SamplingParams
 from sdk.engine.pages.page_pool import PagePool
 from sdk.engine.plan import StepRow
 from sdk.engine.scheduling.decode_costs import DecodeCosts
-from sdk.engine.scheduling.draft_lengths import DraftHistory, DraftLengths
+from sdk.engine.scheduling.draft_lengths import Acceptance, DraftHistory, DraftLengths
 from sdk.engine.scheduling.drafts import Drafter, Drafts
 from sdk.engine.scheduling.request import Request
 
@@ -94,15 +94,31 @@ def test_nothing_is_drafted_before_a_plain_step_was_measured() -> None:
 
 
 def test_acceptance_follows_the_request_and_the_length_of_the_match() -> None:
-    history = DraftHistory()
-    short, long = history.acceptance(2), history.acceptance(20)
+    history = DraftHistory(Acceptance.of_weights())
+    short, long = (history.acceptance(match, on_ranks=False) for match in (2, 20))
     assert short < long
     history.learn(8, 0)  # a long match
-    assert history.acceptance(20) < long
-    assert history.acceptance(2) == short
+    assert history.acceptance(20, on_ranks=False) < long
+    assert history.acceptance(2, on_ranks=False) == short
     for count in range(1, 20):
         history.learn(8 + 4 * count, 4 * count)
-    assert history.acceptance(2) > 0.9
+    assert history.acceptance(2, on_ranks=False) > 0.9
+
+
+def test_a_request_begins_with_what_weights_achieved_for_others() -> None:
+    of_weights = Acceptance.of_weights()
+    first = DraftHistory(of_weights)
+    expected = first.acceptance(1, on_ranks=True)
+    for count in range(1, 20):
+        first.learn(4 * count, 4 * count)
+    second = DraftHistory(of_weights)
+    assert second.acceptance(1, on_ranks=True) > 0.9 > expected
+    match = second.acceptance(20, on_ranks=False)
+    second.learn(8, 0)  # a match that was wrong
+    assert second.acceptance(20, on_ranks=False) < match
+    assert second.acceptance(1, on_ranks=True) == DraftHistory(of_weights).acceptance(
+        1, on_ranks=True
+    )
 
 
 class Wrong(Drafter):

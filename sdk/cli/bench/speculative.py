@@ -147,6 +147,8 @@ def _opened(
         max_num_seqs=requests,
         kv_cache_dtype=settings.kv,
         max_model_len=context,
+        # All prompts run in one step: otherwise the first answer may end before the last begins.
+        max_num_batched_tokens=requests * context,
         enable_prefix_caching=False,
         speculative_config=speculative,
     )

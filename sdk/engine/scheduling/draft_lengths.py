@@ -3,7 +3,9 @@
 A step of ``n`` requests takes ``costs(n, n)`` and gives n tokens; with ``k`` drafts it takes
 ``costs(n, n + k)`` and gives the tokens that are expected to be accepted in addition. Both sides
 are measured: step times by size (``decode_costs.py``), acceptance for each request, separately for
-short and long matches. Only speed depends on these measurements, never the answer.
+short matches, long matches and drafts of weights. Weights draft about as well for one request as for
+another, so a request begins with what they achieved for others. Only speed depends on these
+measurements, never the answer.
 """
 
 from __future__ import annotations
@@ -17,10 +19,12 @@ from sdk.engine.scheduling.decode_costs import DecodeCosts
 #: Matches of at least this many tokens have a separate acceptance, and these shares of their drafts
 #: are expected to be accepted until more is known.
 _GRADES = ((8, 0.85), (4, 0.7), (0, 0.5))
+#: The same for drafts of weights, whose grade is the one after these.
+_OF_WEIGHTS, _WEIGHTS_SHARE = len(_GRADES), 0.7
 #: The expectation weighs as much as this many drafts.
 _PRIOR_DRAFTS = 2.0
-#: Each verified proposal multiplies the weight of older ones by this.
-_DECAY = 0.9
+#: Each verified proposal multiplies the weight of older ones by this; over all requests by more.
+_DECAY, _SLOW_DECAY = 0.9, 0.99
 #: Drafts are cut where the probability that one is reached and accepted falls below one of these;
 #: the best one is chosen by expected speed.
 _CUTS = (0.08, 0.2, 0.35, 0.5, 0.65, 0.8)
@@ -38,14 +42,44 @@ _LAST_LOOK = 4
 _LOOKS = 8
 
 
+class Acceptance:
+    """The probability that a draft is accepted, if those before it are.
+
+    ``expected``: what it is until more is known.
+    """
+
+    __slots__ = ("_accepted", "_decay", "_rejected")
+
+    def __init__(self, expected: float, decay: float) -> None:
+        self._accepted = expected * _PRIOR_DRAFTS
+        self._rejected = (1 - expected) * _PRIOR_DRAFTS
+        self._decay = decay
+
+    def learn(self, drafted: int, accepted: int) -> None:
+        """Learn from one proposal."""
+        self._accepted = self._decay * self._accepted + accepted
+        self._rejected = self._decay * self._rejected + (accepted < drafted)
+
+    @property
+    def share(self) -> float:
+        """The probability, from 0.01 to 0.99."""
+        return min(max(self._accepted / (self._accepted + self._rejected), 0.01), 0.99)
+
+    @classmethod
+    def of_weights(cls) -> Acceptance:
+        """That of drafts of weights, over all requests."""
+        return cls(_WEIGHTS_SHARE, _SLOW_DECAY)
+
+
 class DraftHistory:
-    """What became of a request's drafts."""
+    """What became of a request's drafts. ``of_weights``: what became of all drafts of weights."""
 
-    __slots__ = ("_accepted", "_rejected", "_seen", "grade", "look_at", "misses", "probe", "unused")
+    __slots__ = ("_known", "_of_weights", "_seen", "grade", "look_at", "misses", "probe", "unused")
 
-    def __init__(self) -> None:
-        self._accepted = [share * _PRIOR_DRAFTS for _, share in _GRADES]
-        self._rejected = [(1 - share) * _PRIOR_DRAFTS for _, share in _GRADES]
+    def __init__(self, of_weights: Acceptance) -> None:
+        shares = [*(share for _, share in _GRADES), of_weights.share]
+        self._known = [Acceptance(share, _DECAY) for share in shares]  # by grade
+        self._of_weights = of_weights
         self._seen = 0, 0  # drafts and accepted ones that were learned from
         self.grade = 0  # of the last proposal
         self.look_at = 0  # the step in which to look for a match again
@@ -60,23 +94,23 @@ class DraftHistory:
             return
         good = accepted - self._seen[1]
         self._seen = drafted, accepted
-        grade = self.grade
-        self._accepted[grade] = _DECAY * self._accepted[grade] + good
-        self._rejected[grade] = _DECAY * self._rejected[grade] + (good < new)
+        self._known[self.grade].learn(new, good)
+        if self.grade == _OF_WEIGHTS:
+            self._of_weights.learn(new, good)
         self.unused = 0
         if good:
             self.probe = _FIRST_PROBE
 
-    def acceptance(self, match: int) -> float:
-        """The probability that a draft after a match of this length is accepted, if those before
-        it are. The next proposal is such a one.
+    def acceptance(self, match: int, *, on_ranks: bool) -> float:
+        """The probability that a draft of the next proposal is accepted, if those before it are.
+
+        ``match``: how many tokens it is based on. ``on_ranks``: weights draft.
         """
-        grade = 0
-        while match < _GRADES[grade][0]:
+        grade = _OF_WEIGHTS if on_ranks else 0
+        while not on_ranks and match < _GRADES[grade][0]:
             grade += 1
         self.grade = grade
-        good = self._accepted[grade]
-        return min(max(good / (good + self._rejected[grade]), 0.01), 0.99)
+        return self._known[grade].share
 
     def missed(self, step: int) -> None:
         """There is no match in this step."""

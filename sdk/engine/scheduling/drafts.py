@@ -13,11 +13,8 @@ from collections.abc import Sequence
 
 from sdk.engine.pages.page_pool import PagePool
 from sdk.engine.plan import TO_DRAFT, StepRow
-from sdk.engine.scheduling.draft_lengths import PROBE_DRAFTS, DraftHistory, DraftLengths
+from sdk.engine.scheduling.draft_lengths import PROBE_DRAFTS, Acceptance, DraftHistory, DraftLengths
 from sdk.engine.scheduling.request import Request
-
-#: Drafts of weights are expected to be accepted as often as those after a match of this length.
-_MODEL_MATCH = 4
 
 
 class Drafter(ABC):
@@ -55,7 +52,7 @@ class RankDrafter(Drafter):
 
     def match(self, request: Request) -> int:
         """See :class:`Drafter`."""
-        return _MODEL_MATCH if len(request.token_ids) <= self._longest else 0
+        return int(len(request.token_ids) <= self._longest)
 
     def is_on_ranks(self, request: Request) -> bool:
         """See :class:`Drafter`."""
@@ -118,6 +115,7 @@ class Drafts:
         self._most = most
         self._most_in_step = most_in_step
         self._histories: dict[Request, DraftHistory] = {}
+        self._of_weights = Acceptance.of_weights()
         self._chosen: dict[Request, int] = {}  # in step ``_step``
         self._step = -1
         self._next_look = 0
@@ -148,7 +146,7 @@ class Drafts:
                 continue
             history = self._histories.get(request)
             if history is None:
-                history = self._histories[request] = DraftHistory()
+                history = self._histories[request] = DraftHistory(self._of_weights)
             if request.forced or step >= history.look_at:
                 match = self.drafter.match(request)
                 if match:
@@ -171,13 +169,15 @@ class Drafts:
             self._chosen = dict.fromkeys(offers, self._most)
             return
         histories = [self._histories[request] for request in offers]
-        on_ranks = any(map(self.drafter.is_on_ranks, offers))
+        on_ranks = [self.drafter.is_on_ranks(request) for request in offers]
         shares = []
-        for request, history, match in zip(offers, histories, matches, strict=True):
+        for request, history, match, drafted in zip(
+            offers, histories, matches, on_ranks, strict=True
+        ):
             history.learn(request.num_draft_tokens, request.num_accepted_tokens)
-            shares.append(history.acceptance(match))
+            shares.append(history.acceptance(match, on_ranks=drafted))
         most = [max(min(self._most, x.max_len - len(x.token_ids) - 1), 0) for x in offers]
-        lengths = self.lengths.choose(shares, most, num_rows, budget, on_ranks=on_ranks)
+        lengths = self.lengths.choose(shares, most, num_rows, budget, on_ranks=any(on_ranks))
         self._chosen = {x: count for x, count in zip(offers, lengths, strict=True) if count > 0}
         if self._chosen or not self.lengths.costs(num_rows, num_rows):
             return
