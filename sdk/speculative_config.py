@@ -25,7 +25,7 @@ _OWN_KEYS = {
     "model": _MODELS,
 }
 #: Tokens that must match where nothing else proposes, and where weights could draft instead.
-_LEAST_MATCH, _LEAST_MATCH_BEFORE_WEIGHTS = 2, 8
+_LEAST_MATCH, _LEAST_MATCH_BEFORE_WEIGHTS = 1, 8
 _OPTION = "speculative_config"
 _MOST_DRAFTS = 64
 #: How the model's own weights are packed to draft. Of three drafts in a row with SmolLM2-135M 91 % are
@@ -39,7 +39,7 @@ class SpeculativeConfig:
 
     ``ngram`` looks for the last tokens of a request earlier in its prompt and answer, and in recent
     answers to other requests, and proposes what followed there. A match has at least
-    ``prompt_lookup_min`` tokens (``None``: 2); more than ``prompt_lookup_max`` are not compared
+    ``prompt_lookup_min`` tokens (``None``: 1); more than ``prompt_lookup_max`` are not compared
     (``None``: all are). ``grammar`` proposes only the tokens of structured answers that leave no
     choice. All methods do that, and those below do what ``ngram`` does after matches of at least
     ``prompt_lookup_min`` tokens (``None``: 8; 0: never). ``self`` drafts with the model's own

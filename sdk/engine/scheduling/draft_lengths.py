@@ -18,7 +18,7 @@ from sdk.engine.scheduling.decode_costs import DecodeCosts
 
 #: Matches of at least this many tokens have a separate acceptance, and these shares of their drafts
 #: are expected to be accepted until more is known.
-_GRADES = ((8, 0.85), (4, 0.7), (0, 0.5))
+_GRADES = ((8, 0.85), (4, 0.7), (2, 0.5), (0, 0.35))
 #: The same for drafts of weights, whose grade is the one after these.
 _OF_WEIGHTS, _WEIGHTS_SHARE = len(_GRADES), 0.7
 #: The expectation weighs as much as this many drafts.
