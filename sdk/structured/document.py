@@ -32,6 +32,8 @@ _NAMES = ("$id", "$anchor", "$dynamicAnchor", *_DEFINITIONS)
 _DRAFT = re.compile(
     r"https?://json-schema\.org/(draft-0[4-7]|draft/2019-09|draft/2020-12)/schema#?"
 )
+#: Their keywords have other meanings. Schemas of unknown versions are read as 2020-12.
+_TOO_OLD = re.compile(r"https?://json-schema\.org/draft-0[0-3]\b")
 
 
 def schemas_in(schema: Any, depth: int = 0) -> Iterator[Schema]:
@@ -80,7 +82,12 @@ class Document:
 
     def __init__(self, schema: Mapping[str, Any]) -> None:
         self.root: Schema = json.loads(json.dumps(schema))
-        draft = _DRAFT.fullmatch(str(self.root.get("$schema")))
+        version = str(self.root.get("$schema"))
+        if _TOO_OLD.match(version):
+            raise RequestError(
+                f"json: $schema {safe_repr(version)} is not supported: expected draft 4 or later"
+            )
+        draft = _DRAFT.fullmatch(version)
         self._draft = draft[1] if draft else ""
         self._old = self._draft.startswith("draft-0")
         recursive = ("$recursiveRef",) if self._draft == "draft/2019-09" else ()
@@ -184,8 +191,7 @@ class Document:
                 del schema[key]
         for key in _NAMES:
             schema.pop(key, None)
-        if self._draft:
-            schema.pop("$schema", None)
+        schema.pop("$schema", None)
         if "$recursiveRef" in self._references and schema.get("$recursiveAnchor"):
             raise RequestError("json: $recursiveAnchor is not supported; use $ref")
         if self._old:

@@ -70,10 +70,10 @@ def test_the_json_schema_test_suite(compiler: GrammarCompiler) -> None:
                 elif valid and not allowed and "format" not in file:
                     missed.append(name)
     assert wrong == []
-    assert counts["accepted"] >= 364, counts
-    # Another order of properties, whole numbers written as 1.0 where the schema has 1, and answers
-    # that docs/structured.md says are left out.
-    assert len(missed) <= 12, missed
+    assert counts["accepted"] >= 366, counts
+    # Another order of properties, whole numbers written as 1.0 where the schema has 1, answers that
+    # docs/structured.md says are left out, and one of a version in which keywords have no meaning.
+    assert len(missed) <= 13, missed
 
 
 REWRITTEN: list[tuple[dict[str, Any], list[Any]]] = [
@@ -390,6 +390,7 @@ def test_times_are_exact(compiler: GrammarCompiler) -> None:
 
 
 REJECTED: list[tuple[Any, str]] = [
+    ({"$schema": "http://json-schema.org/draft-03/schema#"}, "expected draft 4 or later"),
     ({"uniqueItems": True, "type": "array"}, "uniqueItems"),
     ({"uniqueItems": True, "items": {"type": "string"}}, "uniqueItems"),
     ({"if": {"pattern": "a"}, "then": {"minLength": 3}}, "if"),
