@@ -28,8 +28,8 @@ _OWN_KEYS = {
 _LEAST_MATCH, _LEAST_MATCH_BEFORE_WEIGHTS = 1, 8
 _OPTION = "speculative_config"
 _MOST_DRAFTS = 64
-#: How the model's own weights are packed to draft. Of three drafts in a row with SmolLM2-135M 91 % are
-#: accepted. With 4 bits 67 % are, for a pass that takes 15 % less time (docs/log.md).
+#: How the model's own weights are packed to draft. Of three drafts in a row with SmolLM2-135M 91 %
+#: are accepted. With 4 bits 67 % are, for a pass that takes 15 % less time (docs/log.md).
 _OWN_SCHEME = "rtn-w6g64-h6"
 
 

@@ -29,7 +29,7 @@ _LIMITS = {"max_lexer_states": 50_000}
 _SEARCH_S, _MOST_TOKENS = 0.7, 4096
 #: After this many seconds a search continues on a thread of its own that has this niceness. On two
 #: busy CPUs steps then took 1.2 to 1.6 times as long, instead of 1.6 to 2.3 times (docs/log.md).
-_QUICK_S, _NICENESS = 0.1, 3
+_QUICK_S, _NICENESS = 0.1, 10
 #: The compiled structures that are kept take about this many bytes (64 MiB), an estimate: schemas
 #: of MaskBench took 0.2 to 0.45 MiB each, with the search for the shortest answer (mean of 364).
 _CACHE_BYTES = 2**26

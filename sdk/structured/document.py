@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin
@@ -18,6 +19,10 @@ TYPES = ("array", "boolean", "null", "number", "object", "string")
 _MAX_DEPTH = 100
 #: Schemas that are read or written while a document is rewritten; 50,000 take 0.5 s.
 _MAX_WORK = 50_000
+#: After so many of them (1 ms) other threads get the interpreter for a moment: one that waits for it
+#: would only get it after 5 ms, and does so several times in a step. After the first 5,000, which
+#: few schemas need, the pause is as long as the work, so that steps get the CPU too.
+_TURN, _SHORT_PAUSE_S, _PAUSE_S, _SHORT_WORK = 100, 1e-4, 1e-3, 5000
 #: Keywords whose values are schemas, lists of them, or objects of them. Elsewhere (``const``,
 #: ``enum``, ``default``) the same words are data.
 OF_SCHEMA = (
@@ -111,6 +116,8 @@ class Document:
         :raises RequestError: there are too many, or they are nested too deep.
         """
         self._work += 1
+        if self._work % _TURN == 0:
+            time.sleep(_SHORT_PAUSE_S if self._work < _SHORT_WORK else _PAUSE_S)
         if depth > _MAX_DEPTH:
             raise too_deep()
         if self._work > _MAX_WORK:

@@ -3,8 +3,8 @@
 A step of ``n`` requests takes ``costs(n, n)`` and gives n tokens; with ``k`` drafts it takes
 ``costs(n, n + k)`` and gives the tokens that are expected to be accepted in addition. Both sides
 are measured: step times by size (``decode_costs.py``), acceptance for each request, separately for
-short matches, long matches and drafts of weights. Weights draft about as well for one request as for
-another, so a request begins with what they achieved for others. Only speed depends on these
+short matches, long matches and drafts of weights. Weights draft about as well for one request as
+for another, so a request begins with what they achieved for others. Only speed depends on these
 measurements, never the answer.
 """
 
