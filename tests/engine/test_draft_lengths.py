@@ -46,6 +46,19 @@ def test_numbers_of_requests_are_measured_separately() -> None:
     assert costs(4, 7) == 20.0
 
 
+def test_drafts_of_weights_take_the_same_time_each() -> None:
+    costs = DecodeCosts()
+    costs.learn(1, 1, 10.0)
+    costs.learn(1, 3, 22.0, on_ranks=True)
+    assert costs(1, 9, on_ranks=True) == 58.0
+    assert costs(1, 1, on_ranks=True) == 10.0
+    costs.learn(1, 5, 50.0, on_ranks=True)  # 10 for each draft
+    assert costs(1, 3, on_ranks=True) == 24.0
+    assert 10.0 < costs(1, 3) < 24.0, "a match costs no time to find"
+    costs.learn(4, 4, 20.0)
+    assert costs(4, 6, on_ranks=True) == 34.0, "as for one request"
+
+
 def test_a_step_without_drafts_is_measured_again() -> None:
     costs = DecodeCosts()
     costs.learn(1, 1, 100.0)  # disturbed

@@ -3,6 +3,9 @@
 The curve has kinks where kernels change (SmolLM2 135M on two cores: 1 token 6.8 ms, 9 tokens
 12.6 ms, 72 tokens 64 ms), and its slope decides how many drafts pay off. So each size is averaged
 separately, and sizes in between are interpolated.
+
+Weights that draft take most of the time of a step, as much for each draft. So there is one average
+for a draft, whatever the size: of many sizes, each measured a few times, the luckiest looked best.
 """
 
 from __future__ import annotations
@@ -32,8 +35,9 @@ class DecodeCosts:
     """
 
     def __init__(self) -> None:
-        #: By number of requests, and whether the drafts were made by ranks.
-        self._curves: dict[tuple[int, bool], _Curve] = {}
+        self._curves: dict[int, _Curve] = {}  # by number of requests
+        #: Seconds of a draft that the ranks make and verify, by number of requests.
+        self._on_ranks: dict[int, float] = {}
         self._steps = 0
 
     def learn(
@@ -41,42 +45,51 @@ class DecodeCosts:
     ) -> None:
         """Add a measured step."""
         self._steps += 1
-        for kind in (False, True) if num_tokens == num_rows else (on_ranks,):
-            curve = self._curves.get((num_rows, kind))
-            if curve is None:
-                curve = self._curves[num_rows, kind] = _Curve()
-            curve.learn(num_tokens, seconds, self._steps)
+        curve = self._curves.get(num_rows)
+        if on_ranks and num_tokens > num_rows:
+            if curve is not None:
+                more = max(seconds - curve(num_rows), 0.0) / (num_tokens - num_rows)
+                self._on_ranks[num_rows] = _averaged(self._on_ranks.get(num_rows), more)
+            return
+        if curve is None:
+            curve = self._curves[num_rows] = _Curve()
+        curve.learn(num_tokens, seconds, self._steps)
         if self._steps % _MAX_AGE == 0:
-            self._curves = {
-                key: curve
-                for key, curve in self._curves.items()
-                if curve.forget(self._steps - _MAX_AGE)
-            }
+            oldest = self._steps - _MAX_AGE
+            kept = {rows: curve for rows, curve in self._curves.items() if curve.forget(oldest)}
+            self._curves = kept
+            self._on_ranks = {rows: x for rows, x in self._on_ranks.items() if rows in kept}
 
     def __call__(self, num_rows: int, num_tokens: int, *, on_ranks: bool = False) -> float:
         """The expected seconds of a step; 0 while a step without drafts should be measured."""
-        curve = self._curves.get((num_rows, on_ranks))
+        curve = self._curves.get(num_rows)
         if curve is None or curve.age(num_rows, self._steps) > _MAX_PLAIN_AGE:
             return 0.0
-        if num_tokens == num_rows or len(curve.sizes) > 1:
+        if num_tokens == num_rows or (len(curve.sizes) > 1 and not on_ranks):
             return curve(num_tokens)
-        slope = self._first_slope(num_rows, num_tokens, on_ranks)
-        return curve(num_rows) + slope * (num_tokens - num_rows)
+        of_draft = self._of_draft(num_rows, num_tokens - num_rows, on_ranks)
+        return curve(num_rows) + of_draft * (num_tokens - num_rows)
 
-    def _first_slope(self, num_rows: int, num_tokens: int, on_ranks: bool) -> float:
-        """The time of a draft, while only steps without drafts are known of so many requests: that
+    def _of_draft(self, num_rows: int, drafts: int, on_ranks: bool) -> float:
+        """The seconds of a draft. If only steps without drafts are known of so many requests: that
         of the nearest number of requests."""
-        drafts = num_tokens - num_rows
-        known = [
-            rows
-            for (rows, kind), curve in self._curves.items()
-            if kind is on_ranks and len(curve.sizes) > 1
-        ]
+        known = list(self._on_ranks)
+        if not on_ranks:
+            known = [rows for rows, curve in self._curves.items() if len(curve.sizes) > 1]
         if not known:
-            return _FIRST_SLOPE * self._curves[num_rows, on_ranks](num_rows) / num_rows
+            return _FIRST_SLOPE * self._curves[num_rows](num_rows) / num_rows
         near = min(known, key=lambda rows: abs(rows - num_rows))
-        curve = self._curves[near, on_ranks]
+        if on_ranks:
+            return self._on_ranks[near]
+        curve = self._curves[near]
         return max(curve(near + drafts) - curve(near), 0.0) / drafts
+
+
+def _averaged(known: float | None, seconds: float) -> float:
+    """The average with one more value."""
+    if known is None:
+        return seconds
+    return known + _RATE * (min(seconds, _MOST_OUTLIER * known) - known)
 
 
 class _Curve:
@@ -91,9 +104,7 @@ class _Curve:
         known = self._seconds.get(num_tokens)
         if known is None:
             insort(self.sizes, num_tokens)
-            self._seconds[num_tokens] = seconds
-        else:
-            self._seconds[num_tokens] += _RATE * (min(seconds, _MOST_OUTLIER * known) - known)
+        self._seconds[num_tokens] = _averaged(known, seconds)
         self._learned[num_tokens] = step
 
     def age(self, num_tokens: int, step: int) -> float:
