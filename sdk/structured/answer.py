@@ -139,7 +139,7 @@ class StructuredAnswer:
     @property
     def _certain(self) -> bool:
         """Whether the tokens that are left complete the structure whatever its state is."""
-        return 0 < self._grammar.size * (self._opens + 2) < self.left
+        return 0 < self._grammar.bound.after(self._opens) < self.left
 
     def _way_after(self, token: int) -> tuple[int, ...] | None:
         """A way from the matcher's state, not longer than the tokens that are left."""
@@ -149,9 +149,12 @@ class StructuredAnswer:
         if last and last[0] == token:
             return last[1:]
         if last is None:  # the first: there must be one
-            complete = filter(self._completes, self._ways_of_shortest())
-            found = next((way for way in complete if len(way) <= self.left), None)
-            return found or self._search.shortest(self._matcher, self.left)
+            ends = [self._grammar.way[-count:] for count in range(1, len(self._grammar.way) + 1)]
+            for ways in (self._ways_of_shortest(), self._bridged(ends)):
+                way = self._first(ways)
+                if way is not None and len(way) <= self.left:
+                    return way
+            return self._search.shortest(self._matcher, self.left)
         rests = iter(self._rests(last, token))
         rest = next(rests)  # nearly always right, inside a string
         edited = self._edited(last) if self._longer < _MOST_LONGER else ()

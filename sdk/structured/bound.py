@@ -1,11 +1,15 @@
-"""How many tokens complete a JSON text at most, whatever its state is: from the schema alone."""
+"""How many tokens complete a text at most, whatever its state is: from the schema or pattern alone.
+
+For JSON this is the smallest value, and for each level what a begun part takes more than the
+smallest one. A schema that refers to itself has no such sum: there every open bracket counts.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from sdk.structured.document import Schema, schemas_in
 
@@ -23,37 +27,60 @@ _CATEGORIES = {
     "CATEGORY_WORD": r"\w",
     "CATEGORY_NOT_WORD": r"\W",
 }
+#: Keywords of objects and arrays.
+_OBJECT = ("properties", "patternProperties", "additionalProperties", "required", "minProperties")
+_ARRAY = ("items", "prefixItems", "additionalItems", "minItems", "maxItems")
 #: Characters that JSON writes as they are; others take up to six (``\\u001f``), or bytes of UTF-8.
 _PLAIN = sorted({chr(code) for code in range(32, 127)} - {'"', "\\"})
 _ESCAPED = 6
+#: A value of any type is completed by at most this many tokens (the rest of an escape, a quote, a
+#: colon, a value), and by so many for each open bracket.
+_FREE, _PER_BRACKET = 16, 2
+#: What the rest of a string may take more: of a format, and of an escape or a character.
+_FORMAT, _BEGUN = 64, 8
+#: Bytes of UTF-8 that complete a character.
+_CHARACTER = 3
 #: Tokens of values of these formats; one for each character.
 _FORMATS = {"uuid": 36, "ipv4": 15, "ipv6": 39, "email": 32, "uri": 16, "duration": 8}
 
 
-def longest_completion(schema: Schema, count_tokens: Callable[[str], int]) -> int:
-    """Tokens that one object, array or value needs at most: its required content, and its end.
+class Bound(NamedTuple):
+    """``tokens``, and ``per_bracket`` more for each bracket that was opened, complete a text at
+    most, whatever its state is. 0 tokens: nothing is known."""
 
-    The text of a state with k open objects and arrays is completed by at most k + 1 times as many.
-    ``count_tokens``: the tokens of a text.
-    """
+    tokens: int = 0
+    per_bracket: int = 0
+
+    def after(self, brackets: int) -> int:
+        """The tokens that complete a text with so many opening brackets at most; 0: unknown."""
+        return self.tokens + self.per_bracket * brackets
+
+
+def longest_completion(schema: Schema, count_tokens: Callable[[str], int]) -> Bound:
+    """``count_tokens``: the tokens of a text."""
     bound = _Bound(schema, count_tokens)
     bound.of(schema)
-    return min(bound.largest, _MOST)
+    if bound.recursive:  # what one object, array or value needs, for each that may be open
+        size = min(bound.largest, _MOST)
+        return Bound(2 * size, size)
+    return Bound(min(bound.begun(schema), _MOST), _PER_BRACKET if bound.free else 0)
 
 
-def longest_match(pattern: str) -> int:
-    """Characters that complete a match of a pattern at most, whatever part of it has matched.
+def longest_match(pattern: str) -> Bound:
+    """For a text that is one match of a pattern. Each character may take a token."""
+    _, rest = _lengths_of_pattern(pattern)
+    return Bound(min(rest + _CHARACTER, _MOST))
 
-    The pattern may be unanchored or repeated by its surroundings: the longest rest of a match, and
-    the shortest match.
-    """
-    if _ONLY_IN_RUST.search(pattern):
-        return _longest_of_unknown(pattern)
-    try:
-        least, rest = _lengths(_regex_parser.parse(pattern))
-    except (re.error, ValueError, OverflowError, RecursionError, _UnknownNode):
-        return _longest_of_unknown(pattern)
-    return min(least + rest, _MOST)
+
+def _lengths_of_pattern(pattern: str) -> tuple[int, int]:
+    """The shortest match, and the characters that complete a begun one at most."""
+    if not _ONLY_IN_RUST.search(pattern):
+        try:
+            return _lengths(_regex_parser.parse(pattern))
+        except (re.error, ValueError, OverflowError, RecursionError, _UnknownNode):
+            pass
+    longest = _longest_of_unknown(pattern)
+    return longest, longest
 
 
 class _UnknownNode(Exception):
@@ -117,6 +144,9 @@ class _Bound:
         self._root = root
         self._count = count_tokens
         self._known: dict[str, int] = {}  # by reference; 0 while it is computed
+        #: By the id of a schema. None while references are read: sizes are not final then.
+        self._sizes: dict[int, int] | None = None
+        self._begun: dict[int, int] = {}
         #: Schemas that may be merged with others. Those may require what these only describe.
         self._merged: dict[int, Schema] = {}
         self._find_merged()
@@ -124,6 +154,8 @@ class _Bound:
         self._required = {name for one in every for name in _array(one.get("required"))}
         self._elements = max((_number(one.get("minItems")) for one in every), default=0)
         self.largest = 0
+        self.recursive = False
+        self.free = False  # whether a part may be any JSON
 
     def _find_merged(self) -> None:
         pending: list[Any] = []
@@ -143,6 +175,64 @@ class _Bound:
         """The tokens of the smallest value of a schema, or more."""
         if not isinstance(schema, dict):
             return 2
+        if self._sizes is None:
+            return self._size(schema)
+        if id(schema) not in self._sizes:
+            self._sizes[id(schema)] = self._size(schema)
+        return self._sizes[id(schema)]
+
+    def begun(self, schema: Any) -> int:
+        """The tokens that complete a value of a schema, whatever its state is, or more."""
+        if not isinstance(schema, dict):
+            self.free |= schema is not False
+            return _FREE
+        if self._sizes is None:
+            self._sizes = {}
+        if id(schema) not in self._begun:
+            more = max(self._more_of_object(schema), self._more_of_array(schema))
+            more += sum(map(self._more, _array(schema.get("allOf"))))
+            for name in ("anyOf", "oneOf"):
+                more += max(map(self._more, _array(schema.get(name))), default=0)
+            if isinstance(schema.get("$ref"), str):
+                more += self._more(self._resolved(schema["$ref"]))
+            self._begun[id(schema)] = self.of(schema) + more + self._more_of_scalar(schema)
+        return self._begun[id(schema)]
+
+    def _more(self, schema: Any) -> int:
+        """What completing a value takes more than the smallest value."""
+        return self.begun(schema) - self.of(schema)
+
+    def _more_of_object(self, schema: Schema) -> int:
+        if not _allows(schema, "object"):
+            return 0
+        required = _array(schema.get("required"))
+        named = [0]
+        for name, value in _object(schema.get("properties")).items():
+            size = self._more(value) if name in required else self.begun(value)
+            named.append(_bytes(name) + _BEGUN + size)
+        patterns = _object(schema.get("patternProperties")).values()
+        named[0] = max(map(self.begun, patterns), default=0) + _BEGUN
+        others = self.begun(schema.get("additionalProperties", True)) + _BEGUN
+        return max(named[0] + max(named[1:], default=0), others)
+
+    def _more_of_array(self, schema: Schema) -> int:
+        if not _allows(schema, "array"):
+            return 0
+        first = [self.begun(item) for item in _array(schema.get("prefixItems"))]
+        rest = schema.get("items", True)
+        first += [self.begun(item) for item in _array(rest)]
+        if isinstance(rest, list):
+            rest = schema.get("additionalItems", True)
+        has_first = _number(schema.get("minItems")) > 0
+        return max([*first, self._more(rest) if has_first else self.begun(rest) + 2])
+
+    def _more_of_scalar(self, schema: Schema) -> int:
+        """Of a literal or an escape that was begun with other tokens than the usual ones."""
+        texts = [*_array(schema.get("enum")), *([schema["const"]] if "const" in schema else [])]
+        begun = max(map(_bytes, texts), default=0)
+        return _BEGUN + max(begun, _FORMAT if "format" in schema else 0)
+
+    def _size(self, schema: Schema) -> int:
         total = 4 + self._scalar(schema) + self._reference(schema.get("$ref"))
         properties = _object(schema.get("properties"))
         sizes = {name: self.of(value) for name, value in properties.items()}
@@ -181,7 +271,7 @@ class _Bound:
         total += _number(schema.get("minLength")) + _FORMATS.get(str(schema.get("format")), 0)
         pattern = schema.get("pattern")
         if isinstance(pattern, str):
-            total += longest_match(pattern)
+            total += sum(_lengths_of_pattern(pattern))
         for name in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"):
             if name in schema:
                 total += len(repr(schema[name])) + 8
@@ -190,6 +280,8 @@ class _Bound:
     def _reference(self, reference: Any) -> int:
         if not isinstance(reference, str):
             return 0
+        if self._known.get(reference) == 0:
+            self.recursive = True
         if reference not in self._known:
             self._known[reference] = 0  # the smallest value does not contain itself
             self._known[reference] = self.of(self._resolved(reference))
@@ -201,6 +293,21 @@ class _Bound:
             part = part.replace("~1", "/").replace("~0", "~")
             found = found.get(part) if isinstance(found, dict) else None
         return found
+
+
+def _allows(schema: Schema, kind: str) -> bool:
+    """Whether a value may be of a type. Where parts say what it may be, they are read instead."""
+    if "type" in schema:
+        return kind in (schema["type"], *_array(schema["type"]))
+    of_kind = _OBJECT if kind == "object" else _ARRAY
+    if any(name in schema for name in of_kind):
+        return True
+    return not any(name in schema for name in ("enum", "const", "allOf", "anyOf", "oneOf", "$ref"))
+
+
+def _bytes(value: Any) -> int:
+    """The bytes of a value as JSON, of which each may be a token."""
+    return len(json.dumps(value, ensure_ascii=True))
 
 
 def _object(value: Any) -> Schema:

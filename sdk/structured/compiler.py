@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from sdk.errors import RequestError
 from sdk.quant.tokenizer import Tokenizer
-from sdk.structured.bound import longest_completion, longest_match
+from sdk.structured.bound import Bound, longest_completion, longest_match
 from sdk.structured.definition import Definition, definition_of
 from sdk.structured.library import GrammarError, Matcher, SearchTimeout, Vocabulary
 from sdk.structured.params import StructuredOutputsParams
@@ -28,7 +28,7 @@ _LIMITS = {"max_lexer_states": 50_000}
 #: schemas of MaskBench 95 % took up to 0.12 s, one took 0.56 s, and three took more than a second.
 _SEARCH_S, _MOST_TOKENS = 0.7, 4096
 #: After this many seconds a search continues on a thread of its own that has this niceness. On two
-#: busy CPUs steps then took 1.2 to 1.6 times as long, instead of 1.6 to 2.3 times (docs/log.md).
+#: busy CPUs steps then took 1.3 to 1.7 times as long, instead of 1.6 to 2.3 times (docs/log.md).
 _QUICK_S, _NICENESS = 0.1, 10
 #: The compiled structures that are kept take about this many bytes (64 MiB), an estimate: schemas
 #: of MaskBench took 0.2 to 0.45 MiB each, with the search for the shortest answer (mean of 364).
@@ -43,13 +43,12 @@ _CLOSERS = ('"', "}", "]", '"}', '"]', "]}", "}}", '""', "0")
 class Grammar:
     """A compiled structure. Answers work with copies of ``matcher``.
 
-    ``way``: tokens of the shortest answer that was found. ``size``: see
-    :func:`~sdk.structured.bound.longest_completion`; 0: unknown.
+    ``way``: tokens of the shortest answer that was found. ``bound``: what completes any text.
     """
 
     matcher: Matcher
     way: tuple[int, ...]
-    size: int
+    bound: Bound
     tokens: GrammarTokens
 
 
@@ -137,13 +136,13 @@ class GrammarCompiler:
             raise GrammarError(
                 f"no answer of at most {_MOST_TOKENS} tokens was found that follows it"
             )
-        return Grammar(matcher, self._canonical(matcher, way), self._size(definition), tokens)
+        return Grammar(matcher, self._canonical(matcher, way), self._bound(definition), tokens)
 
-    def _size(self, definition: Definition) -> int:
+    def _bound(self, definition: Definition) -> Bound:
         if definition.kind == "json_schema":
             schema = json.loads(definition.text)
             return longest_completion(schema, lambda text: len(self._encode(text)))
-        return longest_match(definition.text) if definition.kind == "regex" else 0
+        return longest_match(definition.text) if definition.kind == "regex" else Bound()
 
     def _canonical(self, matcher: Matcher, way: tuple[int, ...]) -> tuple[int, ...]:
         """The way as the tokenizer would write it, if that is no longer."""

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import random
 import re
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from sdk.errors import RequestError
 from sdk.structured.bound import longest_completion, longest_match
+from sdk.structured.compiler import GrammarCompiler
+from sdk.structured.params import StructuredOutputsParams
+from tests.structured.test_schemas_accepted import SUITE
 
+#: Bytes that complete a character.
+CHARACTER = 3
 #: Pattern -> the longest rest of a match, and the shortest match.
 PATTERNS = {
     "": (0, 0),
@@ -31,12 +39,15 @@ PATTERNS = {
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_patterns(pattern: str) -> None:
-    assert longest_match(pattern) == sum(PATTERNS[pattern])
+    assert longest_match(pattern) == (PATTERNS[pattern][0] + CHARACTER, 0)
+    schema = {"type": "string", "pattern": pattern}
+    without = longest_completion({"type": "string"}, len)
+    assert longest_completion(schema, len).tokens == without.tokens + sum(PATTERNS[pattern])
 
 
 @pytest.mark.parametrize("pattern", ["(", r"\p{L}{3}", "(?=a)b", r"(a)\1", "[[:alpha:]]{7}"])
 def test_what_python_reads_differently_has_a_large_bound(pattern: str) -> None:
-    assert longest_match(pattern) >= 4 * len(pattern)
+    assert longest_match(pattern).tokens >= 4 * len(pattern)
 
 
 PIECES = st.recursive(
@@ -59,7 +70,7 @@ def test_every_beginning_of_a_match_is_completed_within_the_bound(
     """A beginning of a match, completed with the shortest texts of a few characters."""
     whole = data.draw(st.from_regex(pattern, fullmatch=True).filter(str.isascii))
     begun = whole[: data.draw(st.integers(0, len(whole)))]
-    bound = longest_match(pattern)
+    bound = longest_match(pattern).tokens - CHARACTER
     rests = [""]
     for _ in range(min(bound, 5) + 1):
         if any(re.fullmatch(pattern, begun + rest, re.DOTALL) for rest in rests):
@@ -72,7 +83,7 @@ def test_a_format_counts_its_own_length() -> None:
     """A date has ten characters; its pattern has repeats of alternatives in alternatives."""
     day = {"type": "string", "pattern": "^(?:[1-9][0-9]{3}|0[1-9][0-9]{2})-(?:0[1-9]|1[0-2])$"}
     schema = {"type": "object", "properties": {"day": day}, "required": ["day"]}
-    assert longest_completion(schema, len) < 100
+    assert longest_completion(schema, len).tokens < 100
 
 
 def test_a_part_may_require_what_another_one_describes() -> None:
@@ -82,8 +93,54 @@ def test_a_part_may_require_what_another_one_describes() -> None:
         "properties": {"a": long, "b": long, "c": {"type": "object", "properties": {"d": long}}},
         "allOf": [{"required": ["a", "b"]}, {"properties": {"c": {"required": ["d"]}}}],
     }
-    assert longest_completion(objects, len) > 3000
+    assert longest_completion(objects, len).tokens > 3000
     arrays = {"items": long, "anyOf": [{"minItems": 3}, {"maxItems": 0}]}
-    assert longest_completion(arrays, len) > 3000
+    assert longest_completion(arrays, len).tokens > 3000
     apart = {"properties": {"a": long, "b": {"required": ["a"], "properties": {"a": {}}}}}
-    assert longest_completion(apart, len) < 1100
+    assert longest_completion(apart, len).tokens < 1100
+
+
+def test_brackets_count_only_where_any_json_or_the_schema_itself_may_be_inside() -> None:
+    closed = {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "null"}}}}
+    assert longest_completion({**closed, "additionalProperties": False}, len).per_bracket == 0
+    assert longest_completion(closed, len).per_bracket > 0, "another property may be anything"
+    assert longest_completion({"enum": [[1], {}]}, len).per_bracket == 0
+    tree = {"type": "array", "items": {"$ref": "#"}}
+    assert longest_completion(tree, len).per_bracket > 0
+
+
+def test_a_form_is_not_counted_once_for_each_of_its_brackets() -> None:
+    form = {
+        "type": "object",
+        "properties": {name: {"type": "integer"} for name in "abcdefgh"},
+        "required": list("abcdefgh"),
+        "additionalProperties": False,
+    }
+    bound = longest_completion({"type": "array", "items": form, "minItems": 2}, len)
+    assert bound.after(3) < 350  # two forms take 200
+
+
+def test_texts_of_the_suite_are_completed_within_the_bound(compiler: GrammarCompiler) -> None:
+    """Beginnings of valid examples of each schema, spelled in two ways."""
+    chosen, compared = random.Random(1), 0
+    for groups in json.loads(SUITE.read_text()).values():
+        for group in groups:
+            valid = [value for _, value, valid in group["tests"] if valid]
+            if not valid or not isinstance(group["schema"], dict):
+                continue
+            try:
+                grammar = compiler.compile(StructuredOutputsParams(json=group["schema"]))
+            except RequestError:
+                continue
+            text = json.dumps(chosen.choice(valid), ensure_ascii=False)
+            pieces = chosen.choice([[text], list(text)])
+            tokens = [token for piece in pieces for token in grammar.tokens.encode(piece)]
+            matcher = grammar.matcher.copy()
+            begun = tokens[: chosen.randint(0, matcher.allowed(tokens))]
+            matcher.consume(begun)
+            way = None if matcher.stopped else grammar.tokens.search().shortest(matcher, 400)
+            if way is not None:
+                opened = sum(int(grammar.tokens.shapes.opens[token]) for token in begun)
+                assert len(way) <= grammar.bound.after(opened), (group["schema"], text, len(begun))
+                compared += 1
+    assert compared > 250
