@@ -301,7 +301,7 @@ def test_the_plan_counts_the_weights_that_draft(golden: Path) -> None:
     plain = LLM.plan(path, **options)
     only_weights = {"method": "self", "prompt_lookup_min": 0}
     plan = LLM.plan(path, **options, speculative_config=only_weights)
-    packed = LLM.plan(path, **options, quantization="int4")
+    packed = LLM.plan(path, **options, quantization="rtn-w6g64-h6")
     assert plan.drafting_weights == packed.weights
     assert plan.weights == plain.weights + packed.weights
     assert plan.loading >= plain.weights + packed.weights
