@@ -206,14 +206,14 @@ class _Bound:
         if not _allows(schema, "object"):
             return 0
         required = _array(schema.get("required"))
-        named = [0]
+        named = patterns = 0  # a property may have both
         for name, value in _object(schema.get("properties")).items():
             size = self._more(value) if name in required else self.begun(value)
-            named.append(_bytes(name) + _BEGUN + size)
-        patterns = _object(schema.get("patternProperties")).values()
-        named[0] = max(map(self.begun, patterns), default=0) + _BEGUN
+            named = max(named, _bytes(name) + _BEGUN + size)
+        for value in _object(schema.get("patternProperties")).values():
+            patterns = max(patterns, self.begun(value) + _BEGUN)
         others = self.begun(schema.get("additionalProperties", True)) + _BEGUN
-        return max(named[0] + max(named[1:], default=0), others)
+        return max(named + patterns, others)
 
     def _more_of_array(self, schema: Schema) -> int:
         if not _allows(schema, "array"):

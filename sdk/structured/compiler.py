@@ -185,12 +185,13 @@ class GrammarCompiler:
         texts = [b"" if i in special else piece for i, piece in enumerate(pieces)]
         marked = [b"\xff" + piece if i in special else piece for i, piece in enumerate(pieces)]
         ends = sorted(token for token in self._eos_token_ids if token < count)
-        closers = [tuple(self._encode(text)) for text in _CLOSERS]
+        encode = functools.lru_cache(maxsize=_KNOWN_TEXTS)(lambda text: tuple(self._encode(text)))
+        closers = [encode(text) for text in _CLOSERS]
         return GrammarTokens(
-            Vocabulary(marked + padding, ends, self._encode),
+            Vocabulary(marked + padding, ends, encode),
             TokenShapes(texts + padding),
             tuple(dict.fromkeys(closer for closer in closers if len(closer) == 1)),
-            functools.lru_cache(maxsize=_KNOWN_TEXTS)(lambda text: tuple(self._encode(text))),
+            encode,
         )
 
     def _keep(self, definition: Definition, grammar: Grammar) -> None:

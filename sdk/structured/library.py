@@ -88,7 +88,6 @@ class _MatcherInit(Structure):
 _TOKENS = POINTER(c_uint32)
 #: ``LlgTokenizeFn``: user data, bytes, their number, the tokens to write, and at most how many.
 _TOKENIZE = ctypes.CFUNCTYPE(c_size_t, c_void_p, c_void_p, c_size_t, _TOKENS, c_size_t)
-_KNOWN_TEXTS = 4096
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "new_tokenizer_v2": (c_void_p, (POINTER(_TokenizerInit), c_char_p, c_size_t)),
     "free_tokenizer": (None, (c_void_p,)),
@@ -158,7 +157,6 @@ class Vocabulary:
     ) -> None:
         self.size = len(tokens)
         self._encode = encode
-        self._known: dict[bytes, Sequence[int]] = {}
         self._tokenize = _TOKENIZE(self._write_tokens)  # must live as long as the handle
         self.eos_ids = tuple(eos_ids)
         lengths = np.fromiter(map(len, tokens), np.uint32, len(tokens))
@@ -187,12 +185,7 @@ class Vocabulary:
 
     def _write_tokens(self, _: int, text: Any, size: int, out: Any, room: int) -> int:
         """The library's ``LlgTokenizeFn``. The texts are few: the names of a schema."""
-        key = ctypes.string_at(text, size)
-        found = self._known.get(key)
-        if found is None:
-            if len(self._known) >= _KNOWN_TEXTS:
-                self._known.clear()
-            found = self._known[key] = tuple(self._encode(key.decode("utf-8", "replace")))
+        found = self._encode(ctypes.string_at(text, size).decode("utf-8", "replace"))
         for index, token in enumerate(found[:room]):
             out[index] = token
         return len(found)

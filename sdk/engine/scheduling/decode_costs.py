@@ -45,6 +45,11 @@ class DecodeCosts:
     ) -> None:
         """Add a measured step."""
         self._steps += 1
+        if self._steps % _MAX_AGE == 0:
+            oldest = self._steps - _MAX_AGE
+            kept = {rows: curve for rows, curve in self._curves.items() if curve.forget(oldest)}
+            self._curves = kept
+            self._on_ranks = {rows: x for rows, x in self._on_ranks.items() if rows in kept}
         curve = self._curves.get(num_rows)
         if on_ranks and num_tokens > num_rows:
             if curve is not None:
@@ -54,11 +59,6 @@ class DecodeCosts:
         if curve is None:
             curve = self._curves[num_rows] = _Curve()
         curve.learn(num_tokens, seconds, self._steps)
-        if self._steps % _MAX_AGE == 0:
-            oldest = self._steps - _MAX_AGE
-            kept = {rows: curve for rows, curve in self._curves.items() if curve.forget(oldest)}
-            self._curves = kept
-            self._on_ranks = {rows: x for rows, x in self._on_ranks.items() if rows in kept}
 
     def __call__(self, num_rows: int, num_tokens: int, *, on_ranks: bool = False) -> float:
         """The expected seconds of a step; 0 while a step without drafts should be measured."""

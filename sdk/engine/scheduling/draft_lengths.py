@@ -32,9 +32,6 @@ _LOG_CUTS = tuple(log(cut) for cut in _CUTS)
 #: Drafts must make a step better by this factor. Of many sizes that were measured a few times, the
 #: one that looks best was often only lucky: with 1.03, four requests lost 14 % (docs/log.md).
 _LEAST_GAIN = 1.1
-#: Of numbers of drafts that are nearly as fast, weights make the fewest: from 2 to 6 drafts of
-#: SmolLM2-135M the expected speed differs by 6 %, less than the times of single steps do.
-_NEARLY = 0.97
 #: After this many proposals that did not seem to pay off, one is verified nevertheless, with this
 #: many drafts. Each time the number of proposals doubles.
 _FIRST_PROBE, _LAST_PROBE, PROBE_DRAFTS = 16, 512, 2
@@ -189,7 +186,6 @@ class DraftLengths:
             if left == budget:
                 break  # later cuts allow even less
             speed = tokens / self.costs(num_rows, num_rows + budget - left, on_ranks=on_ranks)
-            # later cuts mean fewer drafts
-            if speed > best.speed * (_NEARLY if on_ranks and any(best.lengths) else 1.0):
-                best = Choice(lengths, max(speed, best.speed))
+            if speed > best.speed:
+                best = Choice(lengths, speed)
         return best.lengths
