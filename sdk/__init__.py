@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         LoadCancelled as LoadCancelled,
         OutOfMemoryError as OutOfMemoryError,
         QuantizationError as QuantizationError,
+        QueueFullError as QueueFullError,
         RequestError as RequestError,
         SdkError as SdkError,
         SnapshotError as SnapshotError,
@@ -42,6 +43,11 @@ if TYPE_CHECKING:
         RequestEvent as RequestEvent,
         RequestMetrics as RequestMetrics,
         RequestOutput as RequestOutput,
+    )
+    from sdk.engine.scheduling.policy import (
+        FairPolicy as FairPolicy,
+        PriorityPolicy as PriorityPolicy,
+        SchedulingPolicy as SchedulingPolicy,
     )
     from sdk.evaluating import Evaluation as Evaluation, evaluate as evaluate
     from sdk.quantizing import quantize as quantize
@@ -80,6 +86,9 @@ _EXPORTS = {
     "RequestEvent": "sdk.outputs",
     "QuantReport": "sdk.reports.quant_report",
     "LayerReport": "sdk.reports.quant_report",
+    "SchedulingPolicy": "sdk.engine.scheduling.policy",
+    "PriorityPolicy": "sdk.engine.scheduling.policy",
+    "FairPolicy": "sdk.engine.scheduling.policy",
     "Snapshot": "sdk.persistence.snapshot",
     "LLMTokenizer": "sdk.tokenizer",
     "demo_model": "sdk.demo",
@@ -99,6 +108,7 @@ _EXPORTS = {
             "LoadCancelled",
             "SnapshotError",
             "QuantizationError",
+            "QueueFullError",
         ),
         "sdk.errors",
     ),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from sdk.kernels.errors import KernelError, SdkError
 from sdk.quant.errors import (
     AlignmentError,
@@ -17,6 +19,20 @@ class RequestError(SdkError, ValueError):
 
 class OutOfMemoryError(SdkError, MemoryError):
     """The memory budget is too small; has a memory breakdown and three changes that would help."""
+
+
+class QueueFullError(SdkError, RuntimeError):
+    """Too many requests are unfinished (``max_waiting``), and none of the call's was accepted.
+
+    ``expected_wait``: seconds until there should be room, by how fast requests ended lately.
+    """
+
+    def __init__(self, message: str, expected_wait: float) -> None:
+        super().__init__(message)
+        self.expected_wait = expected_wait
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.expected_wait)
 
 
 class SnapshotError(SdkError):
@@ -48,6 +64,7 @@ __all__ = [
     "LoadCancelled",
     "OutOfMemoryError",
     "QuantizationError",
+    "QueueFullError",
     "RequestError",
     "SdkError",
     "SnapshotError",

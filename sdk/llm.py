@@ -103,7 +103,7 @@ class LLM:
             results=loaded.results,
             classifier=loaded.runner.classifier,
         )
-        self._driver = Driver(loaded.engine, loaded.current)
+        self._driver = Driver(loaded.engine, loaded.current, max_waiting=self.config.max_waiting)
         self._calls = Calls(self._driver, self._jobs, self._reader, self.config.on_progress)
         self._pooling = PoolingCalls(self._jobs, self._reader, loaded.runner.classifier)
         self._beam_searches = BeamSearches(
@@ -461,6 +461,18 @@ class LLM:
     def abort(self, request_id: str | Sequence[str]) -> None:
         """End requests with ``finish_reason="abort"``; unknown and finished ids are ignored."""
         self._stepping.abort(request_id)
+
+    # ---- scheduling ------------------------------------------------------------------------------
+
+    def set_tenant_weight(self, tenant: str | None, weight: float) -> None:
+        """Give a tenant another weight, from now on; ``None``: requests without a tenant.
+
+        A tenant of weight 4 gets four times the tokens of one of weight 1, the default, while both
+        have requests. See ``docs/scheduling.md``.
+
+        :raises RequestError: ``scheduling_policy`` is not ``"fair"``, or a bad value.
+        """
+        self._driver.set_tenant_weight(tenant, weight)
 
     # ---- saved prefixes --------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from sdk.engine.scheduling.forced_tokens import ForcedTokens
 from sdk.engine.scheduling.prompt_lookup import LOOKUP_BYTES, PromptLookup
 from sdk.engine.scheduling.results import ResultBudget
 from sdk.engine.scheduling.scheduler import Scheduler
-from sdk.engine.scheduling.scheduler_config import SchedulerConfig
+from sdk.engine.scheduling.scheduler_config import SHORT_STEP, SHORT_STEP_GPU, SchedulerConfig
 from sdk.executors.local import LocalExecutor
 from sdk.kernels.self_check import failures
 from sdk.loading.checks import named_tokenizer
@@ -171,6 +171,10 @@ def _scheduler(
         enable_prefix_caching=config.enable_prefix_caching,
         enable_chunked_prefill=config.enable_chunked_prefill,
         policy=config.scheduling_policy,
+        tenant_weights=config.tenant_weights,
+        priority_aging=config.priority_aging,
+        short_step_tokens=SHORT_STEP if runner.device == "cpu" else SHORT_STEP_GPU,
+        prefix_eviction=config.prefix_eviction,
         kv_type=memory.kv_dtype,
         kv_bits=kv_bits(memory.kv_dtype),
         kv_keep=config.kv_keep,

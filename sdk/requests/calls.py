@@ -62,13 +62,16 @@ class Calls:
         found = self.wait(jobs, "generate", use_tqdm)
         return [view(as_text(o)) for view, o in zip(_views(calling), found, strict=True)]
 
-    def wait(self, jobs: Sequence[Job], stage: str, use_tqdm: bool) -> list[Output]:
-        """Run jobs and wait; their last outputs. Reports progress as ``stage``, if it is named."""
+    def wait(
+        self, jobs: Sequence[Job], stage: str, use_tqdm: bool, *, goes_on: bool = False
+    ) -> list[Output]:
+        """Run jobs and wait; their last outputs. Reports progress as ``stage``, if it is named.
+        ``goes_on``: the call has run requests before."""
         if not stage:
-            return run_jobs(self._driver, jobs)
+            return run_jobs(self._driver, jobs, goes_on=goes_on)
         bar = use_tqdm and len(jobs) > 1
         with reporting(stage, "request", self._on_progress, bar=bar) as report:
-            return run_jobs(self._driver, jobs, report)
+            return run_jobs(self._driver, jobs, report, goes_on=goes_on)
 
     async def read_without_blocking(
         self, prompts: Any, sampling_params: Any, read: Callable[[], T]
@@ -94,9 +97,10 @@ class Calls:
     def do(self, work: Work[T], use_tqdm: bool = False) -> T:
         """What ``work`` returns."""
         try:
-            stage = next(work)
+            stage, goes_on = next(work), False
             while True:
-                stage = work.send(self.wait(stage.jobs, stage.name, use_tqdm))
+                outputs = self.wait(stage.jobs, stage.name, use_tqdm, goes_on=goes_on)
+                stage, goes_on = work.send(outputs), True
         except StopIteration as done:
             result: T = done.value
             return result
@@ -107,9 +111,11 @@ class Calls:
         """:meth:`do` for an event loop. ``prompts``: what the work begins by reading."""
         try:
             stage, result = await self.read_without_blocking(prompts, None, partial(_send, work))
+            goes_on = False
             while stage is not None:
-                outputs = await arun_jobs(self._driver, stage.jobs)
+                outputs = await arun_jobs(self._driver, stage.jobs, goes_on=goes_on)
                 stage, result = _send(work, outputs)
+                goes_on = True
         finally:
             work.close()
         assert result is not None

@@ -327,12 +327,12 @@ def _priorities(given: Any, count: int) -> list[int | None]:
         return priorities
 
 
-async def arun_jobs(driver: Driver, jobs: Sequence[Job]) -> list[Output]:
+async def arun_jobs(driver: Driver, jobs: Sequence[Job], *, goes_on: bool = False) -> list[Output]:
     """:func:`run_jobs` for an event loop."""
     done: dict[str, Output] = {}
     mailbox = AsyncMailbox()
     try:
-        driver.submit(jobs, mailbox)
+        driver.submit(jobs, mailbox, goes_on=goes_on)
         while len(done) < len(jobs):
             output = await mailbox.get()
             if output.finished:
@@ -347,12 +347,17 @@ def run_jobs(
     driver: Driver,
     jobs: Sequence[Job],
     report: Callable[[int, int], None] | None = None,
+    *,
+    goes_on: bool = False,
 ) -> list[Output]:
-    """Submit jobs and wait; their last outputs, in order. Any exception aborts them."""
+    """Submit jobs and wait; their last outputs, in order. Any exception aborts them.
+
+    ``goes_on``: see :meth:`Driver.submit`.
+    """
     done: dict[str, Output] = {}
     mailbox = Mailbox()
     try:
-        driver.submit(jobs, mailbox)
+        driver.submit(jobs, mailbox, goes_on=goes_on)
         while len(done) < len(jobs):
             output = mailbox.get()
             if output.finished:
