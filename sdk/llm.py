@@ -246,7 +246,7 @@ class LLM:
         """Like :meth:`generate`, for one or more conversations, through the model's chat template.
 
         ``template``: ``add_generation_prompt``, ``continue_final_message``, ``chat_template``,
-        ``chat_template_kwargs``; ``tools`` (functions, dicts or ``Tool`` objects; then
+        ``chat_template_kwargs``, ``cache_salt``; ``tools`` (functions, dicts or ``Tool`` objects; then
         ``output.message`` has the text, the reasoning and the tool calls), ``tool_choice``,
         ``parallel_tool_calls``, ``tool_format``.
         """

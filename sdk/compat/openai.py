@@ -151,7 +151,10 @@ class _Resource:
 
     def _chat(self, messages: Any, given: dict[str, Any]) -> ChatRequest:
         default = self._llm.get_default_sampling_params()
-        return request_of(read_chat, CHAT_ARGUMENTS, given, default, messages=messages)
+        asked = request_of(read_chat, CHAT_ARGUMENTS, given, default, messages=messages)
+        if asked.cache_salt is not None:
+            asked.template["cache_salt"] = asked.cache_salt
+        return asked
 
     def _completion(
         self, prompt: Any, model: str | None, given: dict[str, Any], stream: bool

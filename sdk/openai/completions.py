@@ -9,7 +9,7 @@ from typing import Any
 
 from sdk.logprobs import Logprobs as Row
 from sdk.openai.requests import CompletionRequest
-from sdk.openai.responses import stream_usage, usage_of
+from sdk.openai.responses import reason_of, stream_usage, usage_of
 from sdk.openai.types import Completion, CompletionChoice, CompletionUsage, Logprobs
 from sdk.outputs import CompletionOutput, RequestOutput
 
@@ -42,7 +42,6 @@ class CompletionResponses:
             "model": model,
         }
         self._offsets: dict[int, int] = {}  # characters so far, of each choice of a stream
-        self._num_tokens = 0
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -56,34 +55,33 @@ class CompletionResponses:
             for number, output in enumerate(outputs)
             for answer in output.outputs
         ]
-        usage = usage_of(outputs)
-        if self._scores:
-            usage = CompletionUsage(usage.prompt_tokens, 0, usage.prompt_tokens)
+        usage = self._usage(usage_of(outputs))
         return Completion(choices=choices, usage=usage, **self._facts)
 
     def chunk(self, output: RequestOutput, number: int = 0) -> Completion:
         """What is new in the answers to prompt ``number``."""
-        self._num_tokens += sum(len(answer.token_ids) for answer in output.outputs)
         choices = [
             self._choice(output, answer, number * self._n + answer.index)
             for answer in output.outputs
         ]
         return Completion(choices=choices, **self._facts)
 
-    def last_chunk(self, output: RequestOutput) -> Completion:
-        """The chunk with the usage of a stream of one prompt."""
-        return self.usage_chunk(stream_usage(output, self._num_tokens))
-
-    def usage_chunk(self, usage: CompletionUsage) -> Completion:
-        """A chunk without choices."""
+    def last_chunk(self, *outputs: RequestOutput) -> Completion:
+        """The chunk with the usage of a stream, from the last output of each prompt."""
+        usage = self._usage(stream_usage(outputs))
         return Completion(choices=[], usage=usage, **self._facts)
+
+    def _usage(self, found: CompletionUsage) -> CompletionUsage:
+        if self._scores:
+            return CompletionUsage(found.prompt_tokens, 0, found.prompt_tokens)
+        return found
 
     def _choice(
         self, output: RequestOutput, answer: CompletionOutput, index: int
     ) -> CompletionChoice:
         self._check(answer)
         rows: list[_Scored] = []
-        text, reason = answer.text, answer.finish_reason
+        text, reason = answer.text, reason_of(answer)
         first = index not in self._offsets
         if answer.logprobs is not None:
             rows = list(zip(answer.token_ids, answer.logprobs, strict=True))

@@ -38,11 +38,17 @@ def usage_of(outputs: Sequence[RequestOutput]) -> CompletionUsage:
     return CompletionUsage(prompt, answer, prompt + answer, PromptTokensDetails(cached))
 
 
-def stream_usage(output: RequestOutput, num_tokens: int) -> CompletionUsage:
-    """The usage of a stream with ``num_tokens`` tokens until now. ``output``: any of its own."""
-    usage = usage_of([output._replace(outputs=[])])
-    usage.completion_tokens = num_tokens
-    usage.total_tokens += num_tokens
+def reason_of(answer: CompletionOutput) -> str | None:
+    """The finish reason with OpenAI's words: a deadline limits the length of an answer."""
+    return "length" if answer.finish_reason == "deadline" else answer.finish_reason
+
+
+def stream_usage(outputs: Sequence[RequestOutput]) -> CompletionUsage:
+    """The tokens of streams until now, from the newest output of each."""
+    usage = usage_of([output._replace(outputs=[]) for output in outputs])
+    found = [output.metrics for output in outputs if output.metrics is not None]
+    usage.completion_tokens = sum(metrics.num_generation_tokens for metrics in found)
+    usage.total_tokens += usage.completion_tokens
     return usage
 
 
@@ -61,7 +67,6 @@ class Responses:
         }
         self._started: set[int] = set()
         self._calls: set[int] = set()  # answers with tool calls
-        self._num_tokens = 0
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -77,7 +82,7 @@ class Responses:
     def _choice(self, answer: CompletionOutput) -> Choice:
         self._check(answer)
         message = ChatCompletionMessage(answer.text)
-        reason = str(answer.finish_reason)
+        reason = reason_of(answer) or "stop"
         if isinstance(answer, MessageAnswer):
             found = answer.message
             message.content = found.content or None
@@ -92,12 +97,11 @@ class Responses:
 
     def chunk(self, output: RequestOutput) -> ChatCompletionChunk:
         choices = [self._chunk_choice(answer) for answer in output.outputs]
-        self._num_tokens += sum(len(answer.token_ids) for answer in output.outputs)
         return ChatCompletionChunk(choices=choices, **self._facts)
 
     def _chunk_choice(self, answer: CompletionOutput) -> ChunkChoice:
         self._check(answer)
-        delta, reason = ChoiceDelta(answer.text), answer.finish_reason
+        delta, reason = ChoiceDelta(answer.text), reason_of(answer)
         if isinstance(answer, MessageAnswer):
             found = answer.delta
             delta.content = found.content or None
@@ -120,8 +124,8 @@ class Responses:
         return ChunkChoice(answer.index, delta, ended, _logprobs(answer))
 
     def last_chunk(self, output: RequestOutput) -> ChatCompletionChunk:
-        """The chunk with the usage of a whole stream."""
-        usage = stream_usage(output, self._num_tokens)
+        """The chunk with the usage of a whole stream, from its last output."""
+        usage = stream_usage([output])
         return ChatCompletionChunk(choices=[], usage=usage, **self._facts)
 
     def embeddings(self, outputs: Sequence[EmbeddingOutput]) -> CreateEmbeddingResponse:

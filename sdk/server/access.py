@@ -95,13 +95,15 @@ class Outcome:
     """What a request used and how it ended.
 
     ``reason``: the finish reason of its (last) answer, ``"cancelled"`` if the client has gone, or
-    ``"error"``. ``status``: the HTTP status that was sent. ``seconds``: from its arrival.
+    ``"error"``. ``status``: the HTTP status that was sent (499: the client has gone before).
+    ``seconds``: from its arrival. ``completion_tokens``: ``None`` if they are not known, because
+    the client has gone before its whole answer was complete: count what was reserved.
     """
 
     request_id: str
     prompt_tokens: int
     cached_tokens: int
-    completion_tokens: int
+    completion_tokens: int | None
     reason: str
     status: int = 200
     seconds: float = 0.0
