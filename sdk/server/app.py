@@ -16,7 +16,7 @@ from sdk.server.access import Access, Open, Role
 from sdk.server.endpoint import Endpoint, Handler, Services
 from sdk.server.errors import INTERNAL, Problem
 from sdk.server.models import Models
-from sdk.server.routes import generate, state
+from sdk.server.routes import generate, pooling, responses, state, tokens
 
 #: 16 MiB: a context of a million tokens as text has 4 MB.
 MAX_BODY_BYTES = 2**24
@@ -25,12 +25,19 @@ MAX_BODY_BYTES = 2**24
 _OPENAI: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/chat/completions", generate.chat_completions),
     ("POST", "/completions", generate.completions),
+    ("POST", "/responses", responses.responses),
+    ("POST", "/embeddings", pooling.embeddings),
+    ("POST", "/rerank", pooling.rerank),
+    ("POST", "/score", pooling.score),
     ("GET", "/models", state.models),
     ("GET", "/models/{model:path}", state.model),
 )
 _OTHERS: tuple[tuple[str, str, Handler, Role | None], ...] = (
     ("GET", "/health", state.health, None),
     ("GET", "/ready", state.ready, None),
+    ("POST", "/tokenize", tokens.tokenize, "user"),
+    ("POST", "/detokenize", tokens.detokenize, "user"),
+    ("POST", "/v2/rerank", pooling.rerank, "user"),  # Cohere's
 )
 
 
