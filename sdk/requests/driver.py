@@ -9,10 +9,12 @@ most.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
@@ -22,12 +24,19 @@ from typing import NamedTuple, NoReturn, TypeVar
 
 from sdk.engine.engine import Engine, Output
 from sdk.engine.scheduling.policy import FairPolicy
-from sdk.errors import EngineClosedError, EngineDeadError, RequestError, SdkError
+from sdk.errors import (
+    EngineAsleepError,
+    EngineClosedError,
+    EngineDeadError,
+    RequestError,
+    SdkError,
+)
 from sdk.executors.base import Executor
 from sdk.memory.pool import Lease
 from sdk.quant.safe_repr import safe_repr
 from sdk.requests.job import Job, OutputSink
 from sdk.requests.queue_limit import Place, QueueLimit
+from sdk.requests.loop_inbox import LoopInbox
 from sdk.requests.step_sizes import StepSizes
 from sdk.requests.wakeups import Wakeups
 
@@ -98,11 +107,23 @@ class Driver:
         self.give_back: Callable[[], None] | None = None
         self._asleep = ""  # why requests are rejected for now
         self._owner = os.getpid()
+        self._inboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopInbox] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def loop_inbox(self) -> LoopInbox:
+        """Where outputs for the running event loop go."""
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            found = self._inboxes.get(loop)
+            if found is None:
+                found = self._inboxes[loop] = LoopInbox(loop)
+            return found
 
     def check_usable(self, *, asleep: bool = False) -> None:
         """:raises EngineClosedError: after ``close`` or in a forked child.
         :raises EngineDeadError: after a failed step.
-        :raises RequestError: while it sleeps, unless ``asleep`` allows that."""
+        :raises EngineAsleepError: while it sleeps, unless ``asleep`` allows that."""
         check_process(self._owner)
         self._check_open(asleep=asleep)
 
@@ -113,7 +134,7 @@ class Driver:
         if self._failure is not None:
             raise self._failure
         if self._asleep and not asleep:
-            raise RequestError(self._asleep)
+            raise EngineAsleepError(self._asleep)
 
     # ---- commands --------------------------------------------------------------------------------
 
