@@ -1,7 +1,8 @@
 """An interactive tenant beside a batch that always has requests waiting, and two such batches.
 
-The same chats, one after another at random times, run alone, beside the batch under ``fair``, and
-beside it in the order of arrival. Time to first token is counted from the call.
+The same chats, one after another at random times, run alone and beside the batch, with
+``scheduling_policy="fair"``. (In the order of arrival each would wait for the whole batch.) Time to
+first token is counted from the call.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from sdk.cli.bench.engines import OURS, Engines
@@ -46,26 +47,18 @@ def measure_tenants(settings: Settings, engines: Engines) -> list[Result]:
     }
     name = f"{OURS} {__version__}"
     ways = {
-        way: Result(OURS, name, settings.kv, {"chats": way})
-        for way in ("alone", "beside a batch, fair", "beside a batch, fcfs")
+        way: Result(OURS, name, settings.kv, {"chats": way}) for way in ("alone", "beside a batch")
     }
     shares = Result(OURS, name, settings.kv, {"chats": f"two batches, {WEIGHT}:1"})
-    weights = {"chat": WEIGHT}
-    with (
-        LLM(settings.model, scheduling_policy="fair", tenant_weights=weights, **options) as fair,
-        LLM(settings.model, **options) as fcfs,
-    ):
-        run_chats(fair, 3, seed=-1)
-        run_chats(fcfs, 3, seed=-1)
+    options |= {"scheduling_policy": "fair", "tenant_weights": {"chat": WEIGHT}}
+    with LLM(settings.model, **options) as llm:
+        run_chats(llm, 3, seed=-1)
         for number in range(settings.rounds):
-            order = list(ways.items())
-            for way, result in order if number % 2 == 0 else order[::-1]:
-                llm = fcfs if way.endswith("fcfs") else fair
-                with batch_of(llm, number) if way != "alone" else _nothing():
-                    times = run_chats(llm, _CHATS, seed=number)
-                result.add(**_summary(times))
+            for way in list(ways)[:: 1 if number % 2 == 0 else -1]:
+                with batch_of(llm, number) if way != "alone" else nullcontext():
+                    ways[way].add(**_summary(run_chats(llm, _CHATS, seed=number)))
             settings.progress(f"tenants: round {number + 1} of {settings.rounds}")
-            shares.add(chat_share=share_of_tokens(fair))
+            shares.add(chat_share=share_of_tokens(llm))
     return [*ways.values(), shares]
 
 
@@ -125,15 +118,11 @@ def batch_of(llm: LLM, seed: int) -> Iterator[None]:
         thread.join()
 
 
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
-
-
 def share_of_tokens(llm: LLM) -> float:
     """The percentage that goes to the tenant of the larger weight, of two that saturate."""
     owners = {name: tenant for tenant in ("chat", "batch") for name in _enqueue(llm, tenant, 0)}
-    lengths, counts = {}, Counter[str]()
+    lengths: dict[str, int] = {}
+    counts: Counter[str] = Counter()
     begin = time.perf_counter()
     while (now := time.perf_counter() - begin) < _SHARED_S:
         for output in llm.step():
@@ -145,4 +134,4 @@ def share_of_tokens(llm: LLM) -> float:
             counts[owners[output.request_id]] += new if now > _SETTLED_S else 0
     llm.abort(list(owners))
     llm.wait_for_completion()
-    return 100 * counts["chat"] / max(counts.total(), 1)
+    return 100 * counts["chat"] / max(sum(counts.values()), 1)
