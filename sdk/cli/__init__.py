@@ -32,6 +32,7 @@ COMMANDS = {
     "doctor": "doctor",
     "bench": "bench",
     "tune": "tune",
+    "keys": "keys",
     "fetch-demo": "fetch_demo",
 }
 

@@ -75,7 +75,8 @@ class Demand:
 
     ``prompt_tokens``: of all prompts together. ``max_tokens``: the most that each of the ``n``
     answers per prompt may have, or 0 for embeddings and scores. ``prompts``: how many there are.
-    ``model``: as the request names it; an adapter has its own name.
+    ``model``: as the request names it; an adapter has its own name. ``body``: the request itself,
+    for an audit log that was asked to keep it.
     """
 
     prompt_tokens: int
@@ -83,6 +84,7 @@ class Demand:
     n: int
     model: str
     prompts: int = 1
+    body: Mapping[str, object] | None = None
 
     @property
     def most_tokens(self) -> int:
@@ -95,13 +97,15 @@ class Outcome:
     """What a request used and how it ended.
 
     ``reason``: the finish reason of its (last) answer, ``"cancelled"`` if the client has gone, or
-    ``"error"``. ``status``: the HTTP status that was sent. ``seconds``: from its arrival.
+    ``"error"``. ``status``: the HTTP status that was sent (499: the client has gone before).
+    ``seconds``: from its arrival. ``completion_tokens``: ``None`` if they are not known, because
+    the client has gone before its whole answer was complete: count what was reserved.
     """
 
     request_id: str
     prompt_tokens: int
     cached_tokens: int
-    completion_tokens: int
+    completion_tokens: int | None
     reason: str
     status: int = 200
     seconds: float = 0.0

@@ -1,0 +1,50 @@
+"""How many requests are inside at one time."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+from sdk.server.access import Refused
+
+
+class Gate:
+    """Lets at most ``places`` requests in; the others are refused at once, before anything is read.
+
+    The time to retry is an estimate: the refused requests of the last second share the places in
+    turn, each place becoming free after the mean time of the requests so far (an exponential mean
+    over about 32 requests). It is at least 1 s and at most 60 s.
+
+    Not thread-safe: of one event loop.
+    """
+
+    def __init__(self, places: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.places = places
+        self.inside = 0
+        self._clock = clock
+        self._mean = 1.0
+        self._refused = 0
+        self._second = 0.0
+
+    def enter(self) -> float:
+        """Take a place; returns the time for :meth:`leave`. :raises Refused: 429, none is free."""
+        now = self._clock()
+        if self.inside >= self.places:
+            if now - self._second >= 1:
+                self._second, self._refused = now, 0
+            self._refused += 1
+            wait = min(60, max(1, math.ceil(self._mean * self._refused / self.places)))
+            raise Refused(
+                429,
+                f"The server is busy with {self.places} requests. Try again in {wait} s.",
+                "server_busy",
+                {"retry-after": str(wait)},
+            )
+        self.inside += 1
+        return now
+
+    def leave(self, entered: float) -> None:
+        """Give the place back."""
+        self.inside -= 1
+        self._mean += (self._clock() - entered - self._mean) / 32
