@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from sdk.errors import (
         AlignmentError as AlignmentError,
         CheckpointError as CheckpointError,
+        EngineAsleepError as EngineAsleepError,
         EngineClosedError as EngineClosedError,
         EngineDeadError as EngineDeadError,
         LoadCancelled as LoadCancelled,
@@ -94,6 +95,7 @@ _EXPORTS = {
             "AlignmentError",
             "RequestError",
             "OutOfMemoryError",
+            "EngineAsleepError",
             "EngineClosedError",
             "EngineDeadError",
             "LoadCancelled",

@@ -15,6 +15,10 @@ class RequestError(SdkError, ValueError):
     """A request or option is invalid: the message names the parameter, its limit and its value."""
 
 
+class EngineAsleepError(RequestError):
+    """The engine sleeps (``LLM.sleep``): requests are rejected until ``wake_up``."""
+
+
 class OutOfMemoryError(SdkError, MemoryError):
     """The memory budget is too small; has a memory breakdown and three changes that would help."""
 
@@ -42,6 +46,7 @@ class ToolError(SdkError, RuntimeError):
 __all__ = [
     "AlignmentError",
     "CheckpointError",
+    "EngineAsleepError",
     "EngineClosedError",
     "EngineDeadError",
     "KernelError",

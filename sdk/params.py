@@ -39,6 +39,7 @@ MAX_BANNED_STRINGS = 1024
 MAX_BANNED_LENGTH = 256
 MAX_BANNED_CHARACTERS = 2**16  # of all strings together: 15 MB while the request runs
 MAX_PROCESSORS = 16
+MAX_TENANT_LENGTH = 256
 _INT31 = 2**31 - 1
 
 #: ``(output_token_ids, logits_row [V] float32) -> logits_row``, called for every sampled position.
@@ -169,6 +170,10 @@ class SamplingParams:
     (``None``: to the end of the context), EOS unless ``ignore_eos``, ``deadline`` in seconds after
     arrival (finish reason ``"deadline"``; the partial answer is returned).
 
+    **Scheduling.** ``tenant``: who the request is for, a name of 1 to 256 characters; requests
+    without one are one tenant together. ``priority``: smaller runs first, under the policy
+    ``"priority"``.
+
     **Memory.** ``kv_min_bits`` 16, 8 or 4: the fewest bits of its keys and values under a
     ``kv_policy``.
 
@@ -234,6 +239,7 @@ class SamplingParams:
     guidance_scale: float = 1.0
     thinking_token_budget: int | None = None
     priority: int = 0
+    tenant: str | None = None
     deadline: float | None = None
     kv_min_bits: int | None = None
     extra_args: Mapping[str, Any] | None = None
@@ -491,6 +497,14 @@ def _regex(name: str, value: Any) -> str | None:
     return StopRegex(str.__str__(value)).pattern
 
 
+def _tenant(name: str, value: Any) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_TENANT_LENGTH:
+        raise _invalid(name, value, f"None or a name of 1 to {MAX_TENANT_LENGTH} characters")
+    return str.__str__(value)  # a plain string: it is a key of dicts
+
+
 def _extra_args(name: str, value: Any) -> dict[str, Any] | None:
     if value is None:
         return None
@@ -510,6 +524,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "logit_bias": _logit_bias,
     "logits_processors": _processors,
     "stop_regex": _regex,
+    "tenant": _tenant,
     "extra_args": _extra_args,
     "structured_outputs": structure_of,
     "guided_decoding": structure_of,

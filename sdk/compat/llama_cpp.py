@@ -69,8 +69,9 @@ from sdk.compat._llama_parts import (
     token_ids,
 )
 from sdk.compat._llama_sampling import Callbacks, sampling_params
-from sdk.compat._responses import Responses, structure_of
 from sdk.errors import RequestError
+from sdk.openai.requests import structure_of
+from sdk.openai.responses import Responses
 from sdk.outputs import RequestOutput
 from sdk.params import SamplingParams
 from sdk.quant.safe_repr import safe_repr

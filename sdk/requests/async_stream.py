@@ -35,6 +35,14 @@ class AnswerStream(AsyncIterator[RequestOutput]):
         yield from self._request.made().__await__()
         return self
 
+    @property
+    def prompt_token_ids(self) -> tuple[int, ...]:
+        """The tokens of the prompt, once the stream has been awaited or read.
+
+        :raises RuntimeError: a long prompt has not been tokenized yet.
+        """
+        return self._request.job.prompt_token_ids
+
     async def aclose(self) -> None:
         """Stop; a running request is aborted."""
         await self._pieces.aclose()
@@ -49,6 +57,13 @@ class DeferredJob:
     def __init__(self, make: Callable[[], tuple[Job, View]], *, at_once: bool) -> None:
         self._make = make
         self._job = make() if at_once else None
+
+    @property
+    def job(self) -> Job:
+        """:raises RuntimeError: it has not been made yet."""
+        if self._job is None:
+            raise RuntimeError("the prompt was not tokenized yet: await the stream first")
+        return self._job[0]
 
     async def made(self) -> tuple[Job, View]:
         if self._job is None:

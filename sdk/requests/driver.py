@@ -21,7 +21,13 @@ from time import thread_time
 from typing import NamedTuple, NoReturn, TypeVar
 
 from sdk.engine.engine import Engine, Output
-from sdk.errors import EngineClosedError, EngineDeadError, RequestError, SdkError
+from sdk.errors import (
+    EngineAsleepError,
+    EngineClosedError,
+    EngineDeadError,
+    RequestError,
+    SdkError,
+)
 from sdk.executors.base import Executor
 from sdk.memory.pool import Lease
 from sdk.quant.safe_repr import safe_repr
@@ -92,7 +98,7 @@ class Driver:
     def check_usable(self, *, asleep: bool = False) -> None:
         """:raises EngineClosedError: after ``close`` or in a forked child.
         :raises EngineDeadError: after a failed step.
-        :raises RequestError: while it sleeps, unless ``asleep`` allows that."""
+        :raises EngineAsleepError: while it sleeps, unless ``asleep`` allows that."""
         check_process(self._owner)
         self._check_open(asleep=asleep)
 
@@ -103,7 +109,7 @@ class Driver:
         if self._failure is not None:
             raise self._failure
         if self._asleep and not asleep:
-            raise RequestError(self._asleep)
+            raise EngineAsleepError(self._asleep)
 
     # ---- commands --------------------------------------------------------------------------------
 

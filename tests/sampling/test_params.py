@@ -47,6 +47,7 @@ BAD = {
     "no_repeat_ngram_size": [-1, 1025],
     "thinking_token_budget": [-1],
     "priority": [2**31, 1.5],
+    "tenant": ["", 3, b"a", "x" * 257],
     "deadline": [0, -1, NAN, INF],
     "guidance_scale": [-0.1, 1001, NAN],
     "ignore_eos": [1, None],
