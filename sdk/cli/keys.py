@@ -67,12 +67,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     revoke.add_argument("name", help="a name, or an id from `embedlm keys list`")
 
 
-def add_limit_arguments(parser: argparse.ArgumentParser) -> None:
+def add_limit_arguments(parser: argparse._ActionsContainer, whose: str = "") -> None:
     """Add ``--requests-per-minute`` and the other limits of a caller."""
     for name, text in LIMITS.items():
-        parser.add_argument(
-            f"--{name.replace('_', '-')}", type=int, metavar="N", help=f"limit: {text}"
-        )
+        option = f"--{name.replace('_', '-')}"
+        parser.add_argument(option, type=int, metavar="N", help=f"limit{whose}: {text}")
 
 
 def limits_of(args: argparse.Namespace) -> Limits:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Iterable
 
@@ -122,16 +123,40 @@ class Edge:
                 await self._access.enter(scope["headers"], scope.get("client"))
             limits.check_length(scope["headers"])
             body = await self._read(request)
-            deadline = Deadline(limits.request_seconds)
-            try:
-                async with deadline:
-                    await self._app(scope, request.replay(body), response.send)
-            except TimeoutError:
-                if not deadline.over:
-                    raise
-                await _late(limits, request, response)
+            if limits.request_seconds is None:
+                await self._app(scope, request.replay(body), response.send)
+            else:
+                await self._in_time(request.replay(body), limits.request_seconds, request, response)
         finally:
             self.gate.leave(entered)
+
+    async def _in_time(
+        self, receive: Receive, seconds: float, request: _Request, response: _Response
+    ) -> None:
+        """Run the application; when the time is over, the client has gone as far as it knows."""
+        late = asyncio.Event()
+        timer = asyncio.get_running_loop().call_later(seconds, late.set)
+
+        async def receive_in_time() -> Message:
+            reading = asyncio.ensure_future(receive())
+            waiting = asyncio.ensure_future(late.wait())
+            try:
+                await asyncio.wait((reading, waiting), return_when=asyncio.FIRST_COMPLETED)
+                return reading.result() if reading.done() else {"type": "http.disconnect"}
+            finally:
+                reading.cancel()
+                waiting.cancel()
+
+        async def send_in_time(message: Message) -> None:
+            if not late.is_set():
+                await response.send(message)
+
+        try:
+            await self._app(request.scope, receive_in_time, send_in_time)
+        finally:
+            timer.cancel()
+        if late.is_set() and not response.complete:
+            await _end_late(seconds, request, response)
 
     async def _read(self, request: _Request) -> bytes:
         """The whole body. :raises Refused: 400, 408, 413 or 429."""
@@ -294,14 +319,14 @@ async def _refuse(refused: Refused, request: _Request, response: _Response) -> N
         pass
 
 
-async def _late(limits: HttpLimits, request: _Request, response: _Response) -> None:
-    """The time for the request is over; the application was cancelled."""
-    message = f"The response was not complete after {limits.request_seconds:g} s."
+async def _end_late(seconds: float, request: _Request, response: _Response) -> None:
+    """The time for the request is over, and the application has ended."""
+    message = f"The response was not complete after {seconds:g} s."
     late = Refused(504, message, "deadline_exceeded")
     if not response.started:
         await _refuse(late, request, response)
-    elif response.is_stream and not response.complete:
+    elif response.is_stream:
         event = b"data: " + error_body(late) + b"\n\n"
         await response.send({"type": "http.response.body", "body": event, "more_body": False})
-    elif not response.complete:
-        raise TimeoutError(message)
+    else:
+        raise TimeoutError(message)  # uvicorn closes the connection, so the client notices

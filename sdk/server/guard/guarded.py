@@ -108,9 +108,7 @@ class _Admitted:
 
     def finish(self, outcome: Outcome) -> None:
         """Count what was used, and record it."""
-        used = outcome.completion_tokens
-        reserved = self._reservation.tokens
-        self._reservation.settle(reserved if used is None else outcome.prompt_tokens + used)
+        self._reservation.settle(self._used(outcome))
         if self._audit is not None:
             self._audit.write(
                 {
@@ -126,3 +124,9 @@ class _Admitted:
                     "error": outcome.error,
                 }
             )
+
+    def _used(self, outcome: Outcome) -> int:
+        if outcome.completion_tokens is not None:
+            return outcome.prompt_tokens + outcome.completion_tokens
+        # Who leaves may have used all of it. Errors without an answer are not paid for.
+        return self._reservation.tokens if outcome.reason == "cancelled" else 0

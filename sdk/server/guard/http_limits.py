@@ -19,8 +19,10 @@ class HttpLimits:
     Body: ``body_bytes``; ``body_seconds`` until it is complete; ``json_depth``; ``buffered_bytes``:
     of all bodies that are held at one time.
     Requests: ``requests``: inside at one time, running and waiting; ``request_seconds``: until the
-    response is complete (``None``: no limit).
-    Connections: ``connections`` at one time; ``idle_seconds`` between two requests;
+    response is complete (``None``: no limit); then the application is told that the client has
+    gone, and the client gets an error.
+    Connections: ``connections`` at one time; ``idle_seconds`` between two requests (longer
+    than clients keep a connection, or they send a request into a closed one);
     ``stalled_seconds``: how long a client may leave the response unread.
 
     :raises RequestError: a limit is not a positive number.

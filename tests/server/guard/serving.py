@@ -119,8 +119,7 @@ class App:
 
     #: What it was asked, in order.
     paths: list[str] = field(default_factory=list)
-    #: Whether a request was cancelled, or its client has gone.
-    cancelled: threading.Event = field(default_factory=threading.Event)
+    #: Whether the client of a request has gone.
     gone: threading.Event = field(default_factory=threading.Event)
     #: Ends the requests of ``/wait``.
     release: threading.Event = field(default_factory=threading.Event)
@@ -134,21 +133,21 @@ class App:
             body += message["body"]
             more = message["more_body"]
         action = scope["path"].rpartition("/")[2]
-        try:
-            if action == "raise":
-                raise RuntimeError("a secret of the host")
-            while action == "late" or (action == "wait" and not self.release.is_set()):
-                await asyncio.sleep(0.005)
-            if action in ("stream", "flood", "raise-late"):
-                await self._stream(action, receive, send)
-            else:
-                length = str(len(body)).encode()
-                headers = [(b"content-type", b"application/json"), (b"content-length", length)]
-                await send({"type": "http.response.start", "status": 200, "headers": headers})
-                await send({"type": "http.response.body", "body": body, "more_body": False})
-        except asyncio.CancelledError:
-            self.cancelled.set()
-            raise
+        if action == "raise":
+            raise RuntimeError("a secret of the host")
+        while action == "wait" and not self.release.is_set():
+            await asyncio.sleep(0.005)
+        if action == "late":
+            assert (await receive())["type"] == "http.disconnect"
+            self.gone.set()
+            return
+        if action in ("stream", "flood", "raise-late"):
+            await self._stream(action, receive, send)
+        else:
+            length = str(len(body)).encode()
+            headers = [(b"content-type", b"application/json"), (b"content-length", length)]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await send({"type": "http.response.body", "body": body, "more_body": False})
 
     async def _stream(self, action: str, receive: Any, send: Any) -> None:
         headers = [(b"content-type", b"text/event-stream")]
