@@ -107,16 +107,18 @@ def serve(
     import uvicorn
 
     from sdk.server.app import create_app
-    from sdk.server.guard import protected, uvicorn_options
+    from sdk.server.guard import Gate, protected, uvicorn_options
+
+    gate = Gate(guard.http.requests)
 
     app = create_app(
         llms, access=guard.access, max_body_bytes=guard.http.body_bytes, limits=guard.body
     )
     config = uvicorn.Config(
-        protected(app, access=guard.access, limits=guard.http, origins=guard.origins),
+        protected(app, access=guard.access, limits=guard.http, origins=guard.origins, gate=gate),
         log_config=None,
         access_log=False,
-        **uvicorn_options(guard.http),
+        **uvicorn_options(guard.http, gate),
         proxy_headers=args.forwarded_allow_ips is not None,
         forwarded_allow_ips=args.forwarded_allow_ips,
     )

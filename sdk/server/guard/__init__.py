@@ -11,6 +11,7 @@ from sdk.server.guard.authenticate import Anyone, Authenticate, ByKey, KnownCall
 from sdk.server.guard.body_limits import BodyLimits
 from sdk.server.guard.connections import uvicorn_options
 from sdk.server.guard.edge import Edge, protected
+from sdk.server.guard.gate import Gate
 from sdk.server.guard.guarded import GuardedAccess
 from sdk.server.guard.http_limits import HttpLimits
 from sdk.server.guard.key_file import KeyFile
@@ -25,6 +26,7 @@ __all__ = [
     "BodyLimits",
     "ByKey",
     "Edge",
+    "Gate",
     "GuardedAccess",
     "HttpLimits",
     "KeyFile",

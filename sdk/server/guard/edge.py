@@ -73,13 +73,14 @@ class Edge:
         access: Access | None = None,
         limits: HttpLimits | None = None,
         origins: Origins | None = None,
+        gate: Gate | None = None,
     ) -> None:
         self._app = app
         self._access = access
         self._limits = limits or HttpLimits()
         self._origins = origins or Origins()
         self._buffered = 0
-        self.gate = Gate(self._limits.requests)
+        self.gate = gate or Gate(self._limits.requests)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -195,12 +196,15 @@ def protected(
     access: Access | None = None,
     limits: HttpLimits | None = None,
     origins: Origins | None = None,
+    gate: Gate | None = None,
 ) -> ASGIApp:
     """``app`` behind an :class:`Edge`; pages of ``origins.allowed`` may read responses (CORS).
 
+    ``gate``: one that :func:`~sdk.server.guard.connections.uvicorn_options` has too.
+
     :raises ModuleNotFoundError: origins are allowed and starlette is not installed.
     """
-    edge = Edge(app, access=access, limits=limits, origins=origins)
+    edge = Edge(app, access=access, limits=limits, origins=origins, gate=gate)
     if origins is None or not origins.allowed:
         return edge
     from starlette.middleware.cors import CORSMiddleware

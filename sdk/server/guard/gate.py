@@ -22,27 +22,39 @@ class Gate:
     def __init__(self, places: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.places = places
         self.inside = 0
+        #: How many were refused since the server began.
+        self.refused = 0
         self._clock = clock
         self._mean = 1.0
-        self._refused = 0
+        self._recently = 0
         self._second = 0.0
+
+    @property
+    def full(self) -> bool:
+        """Whether the next request would be refused."""
+        return self.inside >= self.places
 
     def enter(self) -> float:
         """Take a place; returns the time for :meth:`leave`. :raises Refused: 429, none is free."""
-        now = self._clock()
         if self.inside >= self.places:
-            if now - self._second >= 1:
-                self._second, self._refused = now, 0
-            self._refused += 1
-            wait = min(60, max(1, math.ceil(self._mean * self._refused / self.places)))
-            raise Refused(
-                429,
-                f"The server is busy with {self.places} requests. Try again in {wait} s.",
-                "server_busy",
-                {"retry-after": str(wait)},
-            )
+            raise self.refusal()
         self.inside += 1
-        return now
+        return self._clock()
+
+    def refusal(self) -> Refused:
+        """Count a refusal, and say when to try again."""
+        now = self._clock()
+        if now - self._second >= 1:
+            self._second, self._recently = now, 0
+        self._recently += 1
+        self.refused += 1
+        wait = min(60, max(1, math.ceil(self._mean * self._recently / self.places)))
+        return Refused(
+            429,
+            f"The server is busy with {self.places} requests. Try again in {wait} s.",
+            "server_busy",
+            {"retry-after": str(wait)},
+        )
 
     def leave(self, entered: float) -> None:
         """Give the place back."""

@@ -14,13 +14,13 @@ from typing import Any
 
 import uvicorn
 
-from sdk.server.guard import HttpLimits, uvicorn_options
+from sdk.server.guard import Gate, HttpLimits, uvicorn_options
 
 
 @contextlib.contextmanager
-def serving(app: Any, limits: HttpLimits | None = None) -> Iterator[int]:
+def serving(app: Any, limits: HttpLimits | None = None, gate: Gate | None = None) -> Iterator[int]:
     """Serves ``app`` in a thread; the port."""
-    options = uvicorn_options(limits or HttpLimits())
+    options = uvicorn_options(limits or HttpLimits(), gate)
     config = uvicorn.Config(app, port=0, log_config=None, lifespan="off", **options)
     server = uvicorn.Server(config)
     listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
