@@ -33,6 +33,7 @@ COMMANDS = {
     "serve": "serve",
     "bench": "bench",
     "tune": "tune",
+    "keys": "keys",
     "fetch-demo": "fetch_demo",
 }
 

@@ -19,15 +19,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdk.cli.engine_arguments import add_engine_arguments, as_arguments, engine_options
+from sdk.cli.guard_arguments import Protection, add_guard_arguments, protection, warning
 from sdk.demo import demo_model
 from sdk.errors import OutOfMemoryError, RequestError
 
 if TYPE_CHECKING:
     from sdk.llm import LLM
-
-#: Clients keep connections for the next request. A server that closes them earlier than they do
-#: makes them send it into a closed connection.
-_KEEP_ALIVE_S = 75
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="IPS",
         help="proxies whose X-Forwarded-For names the client",
     )
+    add_guard_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -72,12 +70,15 @@ def run(args: argparse.Namespace) -> int:
             f'{error.name} is not installed: pip install "embedlm[server]"', name=error.name
         ) from error
     with contextlib.ExitStack() as stack:
+        guard = stack.enter_context(protection(args))
+        if (text := warning(args)) is not None:
+            say(text)
         listening = stack.enter_context(bound(args.host, args.port))
         llms = {
             name: stack.enter_context(opened(name, options, args))
             for name, options in with_options(named, args).items()
         }
-        return serve(listening, llms, args)
+        return serve(listening, llms, args, guard)
 
 
 def named_models(words: list[str]) -> dict[str, str]:
@@ -99,21 +100,27 @@ def named_models(words: list[str]) -> dict[str, str]:
     return named
 
 
-def serve(listening: socket.socket, llms: dict[str, LLM], args: argparse.Namespace) -> int:
+def serve(
+    listening: socket.socket, llms: dict[str, LLM], args: argparse.Namespace, guard: Protection
+) -> int:
     """Serve until a signal comes; the exit code."""
     import uvicorn
 
     from sdk.server.app import create_app
+    from sdk.server.guard import Gate, protected, uvicorn_options
 
     host, port = listening.getsockname()[:2]
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    gate = Gate(guard.http.requests)
+
+    app = create_app(
+        llms, access=guard.access, max_body_bytes=guard.http.body_bytes, limits=guard.body
+    )
     config = uvicorn.Config(
-        create_app(llms),
+        protected(app, access=guard.access, limits=guard.http, origins=guard.origins, gate=gate),
         log_config=None,
         access_log=False,
-        server_header=False,
-        ws="none",
-        timeout_keep_alive=_KEEP_ALIVE_S,
+        **uvicorn_options(guard.http, gate),
         proxy_headers=args.forwarded_allow_ips is not None,
         forwarded_allow_ips=args.forwarded_allow_ips,
     )

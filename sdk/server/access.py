@@ -75,7 +75,8 @@ class Demand:
 
     ``prompt_tokens``: of all prompts together. ``max_tokens``: the most that each of the ``n``
     answers per prompt may have, or 0 for embeddings and scores. ``prompts``: how many there are.
-    ``model``: as the request names it; an adapter has its own name.
+    ``model``: as the request names it; an adapter has its own name. ``body``: the request itself,
+    for an audit log that was asked to keep it.
     """
 
     prompt_tokens: int
@@ -83,6 +84,7 @@ class Demand:
     n: int
     model: str
     prompts: int = 1
+    body: Mapping[str, object] | None = None
 
     @property
     def most_tokens(self) -> int:

@@ -15,6 +15,7 @@ from sdk import __version__
 from sdk.server.access import Access, Open, Role
 from sdk.server.endpoint import Endpoint, Handler, Services
 from sdk.server.errors import INTERNAL, Problem
+from sdk.server.guard.body_limits import BodyLimits
 from sdk.server.models import Models
 from sdk.server.routes import generate, pooling, responses, state, tokens
 
@@ -47,12 +48,14 @@ def create_app(
     model_name: str | None = None,
     access: Access | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
+    limits: BodyLimits | None = None,
 ) -> FastAPI:
     """An application that answers OpenAI's API with ``models``, which their owner closes.
 
     ``models``: an :class:`sdk.LLM`, or a mapping of the names that requests use to them.
     ``model_name``: the name of a single model (default: that of its file or folder). ``access``:
-    who may do what (default: everybody everything; see :mod:`sdk.server.access`).
+    who may do what (default: everybody everything; see :mod:`sdk.server.access`). ``limits``: of
+    the parameters of one request. :func:`sdk.server.guard.protected` adds the limits of HTTP.
 
     ``host.mount("/", create_app(llm))`` has ``/v1/chat/completions``, ``/health`` and so on, and so
     has ``host.mount("/v1", create_app(llm))`` for OpenAI's routes. The app has no lifespan and no
@@ -60,7 +63,9 @@ def create_app(
 
     :raises RequestError: ``models`` are none, or a name is invalid.
     """
-    services = Services(Models(models, model_name), access or Open(), max_body_bytes)
+    services = Services(
+        Models(models, model_name), access or Open(), max_body_bytes, limits or BodyLimits()
+    )
     app = FastAPI(
         title="embedlm", version=__version__, docs_url=None, redoc_url=None, openapi_url=None
     )

@@ -6,12 +6,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sdk.outputs import RequestOutput
 from sdk.server.access import Access, Admission, Caller, Demand, Outcome, Refused, Role
 from sdk.server.errors import INTERNAL, STOPPING, problem_of
 from sdk.server.exchange import ClientGone, Exchange, Receive, Scope, Send
+from sdk.server.guard.body_limits import BodyLimits
 from sdk.server.models import Models
 
 logger = logging.getLogger("sdk")
@@ -24,6 +25,7 @@ class Services:
     models: Models
     access: Access
     max_body_bytes: int
+    limits: BodyLimits
 
 
 Handler = Callable[[Exchange, Services], Awaitable[None]]
@@ -38,7 +40,7 @@ class Endpoint:
         self._role = role
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = Exchange(scope, receive, send)
+        exchange = Exchange(scope, receive, send, self._services.limits.check)
         try:
             if self._role is not None:
                 await self._enter(exchange, self._role)
@@ -107,6 +109,7 @@ class Use:
 
 async def admitted(exchange: Exchange, services: Services, demand: Demand) -> Use:
     """Ask the access control. :raises Refused: it is too much."""
+    demand = replace(demand, body=exchange.body)
     admission = await services.access.admit(exchange.caller, demand)
     exchange.headers.update(admission.headers)
     return Use(admission, exchange, demand.prompt_tokens)

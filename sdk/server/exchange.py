@@ -35,13 +35,18 @@ class ClientGone(Exception):
 class Exchange:
     """A request, and the response to it, which is whole or a stream.
 
+    ``check``: raises ``Refused`` for a body with more than is allowed (the limits of a server).
     ``id`` is in the header ``x-request-id`` of the response: the client's own, if it sent one.
     """
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(
+        self, scope: Scope, receive: Receive, send: Send, check: Callable[[dict[str, Any]], None]
+    ) -> None:
         self._scope = scope
         self._receive = receive
         self._send = send
+        self._check = check
+        self.body: dict[str, Any] | None = None  # once it was read
         self.began = time.monotonic()
         self.status = 0  # 0: the response has not begun
         self.caller = Caller()
@@ -116,6 +121,8 @@ class Exchange:
             raise Refused(400, f"body: expected JSON: {error}", "invalid_json") from None
         if not isinstance(value, dict):
             raise RequestError(f"body: expected a JSON object, found {safe_repr(value)}")
+        self._check(value)
+        self.body = value
         return value
 
     async def wait_for_disconnect(self) -> None:
