@@ -15,8 +15,10 @@ from sdk import __version__
 from sdk.server.access import Access, Open, Role
 from sdk.server.endpoint import Endpoint, Handler, Services
 from sdk.server.errors import INTERNAL, Problem
+from sdk.server.live import Live
 from sdk.server.models import Models
 from sdk.server.routes import generate, state
+from sdk.server.web_page import page_routes
 
 #: 16 MiB: a context of a million tokens as text has 4 MB.
 MAX_BODY_BYTES = 2**24
@@ -40,12 +42,14 @@ def create_app(
     model_name: str | None = None,
     access: Access | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
+    page: bool = False,
 ) -> FastAPI:
     """An application that answers OpenAI's API with ``models``, which their owner closes.
 
     ``models``: an :class:`sdk.LLM`, or a mapping of the names that requests use to them.
     ``model_name``: the name of a single model (default: that of its file or folder). ``access``:
-    who may do what (default: everybody everything; see :mod:`sdk.server.access`).
+    who may do what (default: everybody everything; see :mod:`sdk.server.access`). ``page``: serve
+    the page at ``/`` and its live view, ``/live``.
 
     ``host.mount("/", create_app(llm))`` has ``/v1/chat/completions``, ``/health`` and so on, and so
     has ``host.mount("/v1", create_app(llm))`` for OpenAI's routes. The app has no lifespan and no
@@ -62,6 +66,9 @@ def create_app(
             _add(app, method, prefix + path, Endpoint(handler, services))
     for method, path, handler, role in _OTHERS:
         _add(app, method, path, Endpoint(handler, services, role))
+    if page:
+        app.router.routes.extend(page_routes())
+        _add(app, "GET", "/live", Endpoint(Live(services.models), services, "metrics"))
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _internal_error)
     return app
