@@ -246,8 +246,8 @@ class LLM:
         """Like :meth:`generate`, for one or more conversations, through the model's chat template.
 
         ``template``: ``add_generation_prompt``, ``continue_final_message``, ``chat_template``,
-        ``chat_template_kwargs``, ``cache_salt``; ``tools`` (functions, dicts or ``Tool`` objects; then
-        ``output.message`` has the text, the reasoning and the tool calls), ``tool_choice``,
+        ``chat_template_kwargs``, ``cache_salt``; ``tools`` (functions, dicts or ``Tool`` objects;
+        then ``output.message`` has the text, the reasoning and the tool calls), ``tool_choice``,
         ``parallel_tool_calls``, ``tool_format``.
         """
         calling = self._jobs.read_chats("chat", messages, sampling_params, template, returns)

@@ -30,6 +30,7 @@ COMMANDS = {
     "quantize": "quantize",
     "eval": "evaluate",
     "doctor": "doctor",
+    "serve": "serve",
     "bench": "bench",
     "tune": "tune",
     "fetch-demo": "fetch_demo",

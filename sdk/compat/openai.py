@@ -34,13 +34,13 @@ from sdk.openai.requests import (
     CompletionRequest,
     read_chat,
     read_completion,
-    with_salt,
 )
 from sdk.openai.responses import Responses
 from sdk.openai.types import CreateEmbeddingResponse
 from sdk.outputs import EmbeddingOutput, RequestOutput
 from sdk.params import SamplingParams
 from sdk.quant.safe_repr import safe_repr
+from sdk.requests.prompts import with_salt
 from sdk.tokenizer import LLMTokenizer
 
 T = TypeVar("T")

@@ -136,6 +136,10 @@ class Body:
             raise RequestError(f"{name}: expected a non-empty string, found {safe_repr(value)}")
         return value
 
+    def rest(self) -> dict[str, Any]:
+        """What nobody has taken."""
+        return dict(self._left)
+
     def end(self) -> None:
         """:raises RequestError: a parameter is unknown or not supported."""
         self.take_all(IGNORED)
@@ -286,15 +290,6 @@ def prompts_of(given: object, name: str = "prompt") -> list[PromptLike]:
                 f"{name}: expected texts or lists of token ids, found {safe_repr(one)}"
             )
     return list(given)
-
-
-def with_salt(prompt: PromptLike, salt: str | None) -> PromptLike:
-    """The prompt, whose prefix is shared only with prompts of the same salt."""
-    if salt is None:
-        return prompt
-    if isinstance(prompt, Mapping):
-        return {**prompt, "cache_salt": salt}
-    return {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt, "cache_salt": salt}
 
 
 def read_stream(body: Body) -> StreamOptions:

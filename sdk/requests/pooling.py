@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, get_args
 
 from sdk.engine.engine import Output
@@ -23,7 +24,7 @@ from sdk.quant.safe_repr import safe_repr
 from sdk.requests.calls import Stage, Work
 from sdk.requests.jobs import JobMaker
 from sdk.requests.pairs import pair_template, read_pair
-from sdk.requests.prompts import Prompt, PromptLike, PromptReader, as_list
+from sdk.requests.prompts import Prompt, PromptLike, PromptReader, as_list, with_salt
 
 _PARAMS = SamplingParams()
 
@@ -72,25 +73,32 @@ class PoolingCalls:
             for one in found
         ]
 
-    def score(self, data_1: Any, data_2: Any, template: str | None) -> Work[list[ScoringOutput]]:
-        """See :meth:`sdk.LLM.score`."""
+    def score(
+        self, data_1: Any, data_2: Any, template: str | None, salt: str | None = None
+    ) -> Work[list[ScoringOutput]]:
+        """See :meth:`sdk.LLM.score`. ``salt``: the ``cache_salt`` of all prompts."""
         left, right = as_list(data_1), as_list(data_2)
         check_pairs(len(left), len(right))
         if self._classifier is not None:
             lefts = left * len(right) if len(left) == 1 else left
-            return (yield from self._scored(list(zip(lefts, right, strict=True)), template))
+            return (yield from self._scored(list(zip(lefts, right, strict=True)), template, salt))
         if template is not None:
             raise RequestError(
                 "chat_template: this model has no classification head, so it compares embeddings, "
                 "which need no template; leave it out"
             )
-        embedded = yield from self.embed([*left, *right], None)
+        embedded = yield from self.embed([with_salt(one, salt) for one in (*left, *right)], None)
         return cosines(embedded[: len(left)], embedded[len(left) :])
 
     def rerank(
-        self, query: Any, documents: Any, top_n: Any, template: str | None
+        self,
+        query: Any,
+        documents: Any,
+        top_n: Any,
+        template: str | None,
+        salt: str | None = None,
     ) -> Work[list[RerankOutput]]:
-        """See :meth:`sdk.LLM.rerank`."""
+        """See :meth:`sdk.LLM.rerank`. ``salt``: the ``cache_salt`` of all prompts."""
         if not isinstance(query, str):
             raise RequestError(f"query: expected a string, found {safe_repr(query)}")
         if isinstance(documents, str) or not isinstance(documents, Sequence):
@@ -106,7 +114,7 @@ class PoolingCalls:
             raise RequestError(f"top_n: expected a positive integer, found {safe_repr(top_n)}")
         if not documents:
             return []
-        scored = yield from self.score(query, list(documents), template)
+        scored = yield from self.score(query, list(documents), template, salt)
         scores = [one.score for one in scored]
         order = sorted(range(len(scores)), key=lambda index: -scores[index])[:top_n]
         return [RerankOutput(index, documents[index], scores[index]) for index in order]
@@ -145,13 +153,13 @@ class PoolingCalls:
         return Pooling("last", False, token_ids=ids, reuse_prefix=True)
 
     def _scored(
-        self, pairs: Sequence[tuple[Any, Any]], template: str | None
+        self, pairs: Sequence[tuple[Any, Any]], template: str | None, salt: str | None
     ) -> Work[list[ScoringOutput]]:
         """The relevance of each pair by the classification head."""
         classifier = self._need_classifier()
         relevant = relevant_class(classifier)
         template = pair_template(self._reader, classifier, template)
-        read = [read_pair(self._reader, pair, template) for pair in pairs]
+        read = [replace(read_pair(self._reader, pair, template), cache_salt=salt) for pair in pairs]
         found = yield from self._pooled((read, [_PARAMS] * len(read)), self._head(classifier))
         return [
             ScoringOutput(one.request_id, probabilities(classifier, one)[relevant]) for one in found

@@ -150,6 +150,15 @@ def _is_id(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def with_salt(prompt: PromptLike, salt: str | None) -> PromptLike:
+    """The prompt, whose prefix is shared only with prompts of the same salt."""
+    if salt is None:
+        return prompt
+    if isinstance(prompt, Mapping):
+        return {**prompt, "cache_salt": salt}
+    return {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt, "cache_salt": salt}
+
+
 class PromptReader:
     """Turns prompts into :class:`Prompt` for one model, which may have no tokenizer."""
 

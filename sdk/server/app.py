@@ -17,7 +17,7 @@ from sdk.server.endpoint import Endpoint, Handler, Services
 from sdk.server.errors import INTERNAL, Problem
 from sdk.server.live import Live
 from sdk.server.models import Models
-from sdk.server.routes import generate, state
+from sdk.server.routes import generate, pooling, responses, state, tokens
 from sdk.server.web_page import page_routes
 
 #: 16 MiB: a context of a million tokens as text has 4 MB.
@@ -27,12 +27,19 @@ MAX_BODY_BYTES = 2**24
 _OPENAI: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/chat/completions", generate.chat_completions),
     ("POST", "/completions", generate.completions),
+    ("POST", "/responses", responses.responses),
+    ("POST", "/embeddings", pooling.embeddings),
+    ("POST", "/rerank", pooling.rerank),
+    ("POST", "/score", pooling.score),
     ("GET", "/models", state.models),
     ("GET", "/models/{model:path}", state.model),
 )
 _OTHERS: tuple[tuple[str, str, Handler, Role | None], ...] = (
     ("GET", "/health", state.health, None),
     ("GET", "/ready", state.ready, None),
+    ("POST", "/tokenize", tokens.tokenize, "user"),
+    ("POST", "/detokenize", tokens.detokenize, "user"),
+    ("POST", "/v2/rerank", pooling.rerank, "user"),  # Cohere's
 )
 
 
@@ -68,7 +75,8 @@ def create_app(
         _add(app, method, path, Endpoint(handler, services, role))
     if page:
         app.router.routes.extend(page_routes())
-        _add(app, "GET", "/live", Endpoint(Live(services.models), services, "metrics"))
+        app.state.live = Live(services.models)  # its owner closes it before it waits for requests
+        _add(app, "GET", "/live", Endpoint(app.state.live, services, "metrics"))
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _internal_error)
     return app

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 
 from sdk.outputs import RequestOutput
 from sdk.server.access import Access, Admission, Caller, Demand, Outcome, Refused, Role
-from sdk.server.errors import INTERNAL, problem_of
+from sdk.server.errors import INTERNAL, STOPPING, problem_of
 from sdk.server.exchange import ClientGone, Exchange, Receive, Scope, Send
 from sdk.server.models import Models
 
@@ -44,6 +45,8 @@ class Endpoint:
             await self._handler(exchange, self._services)
         except ClientGone:
             return
+        except asyncio.CancelledError:  # the server stops, and the time to drain is over
+            await exchange.fail(STOPPING)
         except Exception as error:
             problem = problem_of(error)
             if problem is None:

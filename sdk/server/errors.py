@@ -102,3 +102,4 @@ def problem_of(error: Exception) -> Problem | None:
 
 #: For errors that are bugs: details are in the log, not in the response.
 INTERNAL = Problem(500, "internal error; the server's log has more", "internal_error")
+STOPPING = Problem(503, "the server is stopping", "stopping", headers={"Connection": "close"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import time
@@ -38,24 +39,33 @@ class Live:
     def __init__(self, models: Models, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._models = models
         self._clock = clock
-        self._viewers = 0
+        self._closed = asyncio.Event()
+        self.viewers = 0
         self._made = -PERIOD_S
         self._event = b""
 
     async def __call__(self, exchange: Exchange, services: Services) -> None:
-        """:raises Refused: there are too many viewers."""
-        if self._viewers >= MAX_VIEWERS:
+        """:raises Refused: there are too many viewers, or the server is closing."""
+        if self._closed.is_set():
+            raise Refused(503, "the server is closing", "closing")
+        if self.viewers >= MAX_VIEWERS:
             message = f"live view: expected at most {MAX_VIEWERS} viewers; close another one"
             raise Refused(429, message, "too_many_viewers", {"Retry-After": "10"})
-        self._viewers += 1
+        self.viewers += 1
         try:
             async with Departure(exchange):
                 await exchange.stream()
-                while True:
+                while not self._closed.is_set():
                     await exchange.write(self._state())
-                    await asyncio.sleep(PERIOD_S)
+                    with contextlib.suppress(asyncio.TimeoutError):
+                        await asyncio.wait_for(self._closed.wait(), PERIOD_S)
+                await exchange.end()
         finally:
-            self._viewers -= 1
+            self.viewers -= 1
+
+    def close(self) -> None:
+        """End all streams: a server that waits for its requests must not wait for viewers."""
+        self._closed.set()
 
     def _state(self) -> bytes:
         """The event of this moment; viewers within half a period see the same one."""

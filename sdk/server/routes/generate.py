@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 from contextlib import AsyncExitStack
+from typing import Any, Protocol
 
 from sdk.openai.completions import CompletionResponses
-from sdk.openai.requests import Body, read_chat, read_completion, with_salt
+from sdk.openai.requests import Body, ChatRequest, read_chat, read_completion
 from sdk.openai.responses import Responses
+from sdk.outputs import RequestOutput
+from sdk.requests.prompts import with_salt
 from sdk.server.answers import Answers, ask
 from sdk.server.endpoint import Services, Use, salted
 from sdk.server.errors import check_ended
 from sdk.server.events import ChatEvents, CompletionEvents
 from sdk.server.exchange import Departure, Exchange
+from sdk.server.models import Target
 
 
 async def chat_completions(exchange: Exchange, services: Services) -> None:
@@ -20,11 +24,7 @@ async def chat_completions(exchange: Exchange, services: Services) -> None:
     body = Body(await exchange.read_json(services.max_body_bytes))
     target = services.models.resolve(body.take("model"))
     asked = read_chat(body, target.llm.get_default_sampling_params())
-    template = dict(asked.template)
-    if (salt := salted(exchange.caller, asked.cache_salt)) is not None:
-        template["cache_salt"] = salt
-    if "tools" not in template and target.served.reasons:
-        template["tools"] = []  # splits the reasoning from the answer
+    salt = salted(exchange.caller, asked.cache_salt)
     made = Responses("chatcmpl", target.name, check_ended)
     streaming = asked.streaming
     async with Departure(exchange), AsyncExitStack() as stack:
@@ -36,13 +36,33 @@ async def chat_completions(exchange: Exchange, services: Services) -> None:
             [asked.messages],
             asked.params,
             streamed=streaming.stream,
-            template=template,
+            template=chat_template(asked, target, salt),
         )
         if streaming.stream:
             await stream_answers(exchange, answers, use, ChatEvents(made, streaming))
             return
         use.outputs = dict(enumerate(await answers.whole()))
         await exchange.respond(_json(made.chat(use.outputs[0]).wire()))
+
+
+def chat_template(asked: ChatRequest, target: Target, salt: str | None) -> dict[str, Any]:
+    """The keyword arguments of ``LLM.astream`` for a conversation."""
+    template = dict(asked.template)
+    if salt is not None:
+        template["cache_salt"] = salt
+    if "tools" not in template and target.served.reasons:
+        template["tools"] = []  # splits the reasoning from the answer
+    return template
+
+
+class Events(Protocol):
+    """Makes the bytes of a stream."""
+
+    def of(self, number: int, output: RequestOutput) -> bytes:
+        """Those of one output of prompt ``number``; empty if it has nothing new to show."""
+
+    def end(self, outputs: dict[int, RequestOutput]) -> bytes:
+        """The last ones. ``outputs``: the last one of each prompt."""
 
 
 async def completions(exchange: Exchange, services: Services) -> None:
@@ -73,9 +93,7 @@ async def completions(exchange: Exchange, services: Services) -> None:
         await exchange.respond(_json(made.whole(outputs).wire()))
 
 
-async def stream_answers(
-    exchange: Exchange, answers: Answers, use: Use, events: ChatEvents | CompletionEvents
-) -> None:
+async def stream_answers(exchange: Exchange, answers: Answers, use: Use, events: Events) -> None:
     """Send the pieces as they come. The response begins with the first one, so that a request
     that is rejected before has its own status."""
     async for number, output in answers.pieces():
