@@ -53,17 +53,19 @@ class Served:
 
     def __init__(self, models: Any, **options: Any) -> None:
         self.app = create_app(models, page=True, **options)
-        self._socket = socket.socket()
-        self._socket.bind(("127.0.0.1", 0))
+        self._bind(0)
         self.port = self._socket.getsockname()[1]
         self.address = f"http://127.0.0.1:{self.port}/"
         self.start()
 
+    def _bind(self, port: int) -> None:
+        self._socket = socket.socket()
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._socket.bind(("127.0.0.1", port))
+
     def start(self) -> None:
         if self._socket.fileno() < 0:
-            self._socket = socket.socket()
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            self._socket.bind(("127.0.0.1", self.port))
+            self._bind(self.port)
         config = uvicorn.Config(self.app, log_config=None, access_log=False, lifespan="off")
         config.timeout_graceful_shutdown = 0
         self._server = uvicorn.Server(config)

@@ -24,7 +24,7 @@ const KINDS = { 401: "key", 403: "forbidden", 404: "missing", 429: "busy", 503: 
 export class Client {
   /**
    * `base`: where the server is; it ends with a slash. `askForKey(refused)`: resolves to a key, or
-   * to null if the user cancels; `refused` says whether a key was sent. `onGone()`: nobody answers.
+   * to null if the user cancels; `refused` says whether a key was sent. `onGone()`: perhaps nobody answers any more.
    */
   constructor(base, { askForKey, onGone }) {
     this.base = base;
@@ -76,7 +76,10 @@ export class Client {
       for await (const data of events(response.body)) {
         if (data === "[DONE]") return;
         const chunk = JSON.parse(data);
-        if (chunk.error) throw new ApiError("reported", chunk.error.message ?? words.errors.server);
+        if (chunk.error) {
+          this.onGone(); // a server that stops says so in its last event
+          throw new ApiError("reported", chunk.error.message || words.errors.server(""));
+        }
         yield chunk;
       }
     } catch (error) {

@@ -12,16 +12,21 @@ export class Connection {
     this.wake = () => {};
   }
 
-  /** Somebody got no answer. Resolves when the server answers again. */
+  /** Somebody got no answer, or a bad one. Resolves when the server answers. */
   async lost() {
     if (!this.up) return;
     this.up = false;
+    if (await this.answers()) {
+      this.up = true; // it was something else
+      return;
+    }
     for (let wait = FIRST_WAIT; ; wait = Math.min(2 * wait, LONGEST_WAIT)) {
-      if (await this.answers()) break;
       for (let seconds = wait; seconds > 0; seconds -= 1) {
         this.onChange({ up: false, seconds });
         if (await this.sleep(1000)) break;
       }
+      this.onChange({ up: false, seconds: 0 });
+      if (await this.answers()) break;
     }
     this.up = true;
     this.onChange({ up: true, seconds: 0 });

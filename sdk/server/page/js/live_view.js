@@ -27,7 +27,7 @@ export class LiveView {
     this.pause = el("button", { type: "button", onclick: () => this.toggle() }, said.pause);
     this.state = el("p", { class: "hint" });
     this.models = el("select", { id: "live-model", onchange: () => this.choose(this.models.value) });
-    this.modelField = el("div", { class: "field" }, el("label", { for: "live-model" }, words.model.label), this.models);
+    this.modelField = el("div", { class: "field" }, el("label", { for: "live-model" }, said.model), this.models);
     this.tiles = {
       speed: new Tile(said.speed, short),
       prefill: new Tile(said.prefill, short),

@@ -205,8 +205,9 @@ class Inlines {
   newline() {
     const hard = /(?: {2,})$/.test(this.plain.slice(-3));
     this.plain = this.plain.trimEnd();
-    if (hard) this.push({ type: "break" });
-    else this.plain += "\n";
+    if (!hard) this.plain += "\n";
+    this.flush(); // the next line begins a text of its own: trimming all of them would be quadratic
+    if (hard) this.found.push({ type: "break" });
     this.at += 1;
   }
 

@@ -182,6 +182,7 @@ export const words = {
 
   live: {
     label: "Live view",
+    model: "Model shown",
     pause: "Pause",
     resume: "Resume",
     connecting: "Connecting…",
