@@ -50,7 +50,7 @@ def page_routes() -> list[Route]:
 
     The addresses in the page are relative, so that it also works where an app is mounted.
     """
-    known = dict(_read(files("sdk.server") / "page", ""))
+    known = page_files()
 
     async def index(request: Request) -> Response:
         return known["index.html"].respond(request)
@@ -67,11 +67,16 @@ def page_routes() -> list[Route]:
     ]
 
 
-class _File:
-    """A file of the page, read once: all are 130 KB together."""
+def page_files() -> dict[str, PageFile]:
+    """The files by name, also from inside a zip file: ``index.html``, ``js/app.js``, ..."""
+    return dict(_read(files("sdk.server") / "page", ""))
+
+
+class PageFile:
+    """A file of the page, read once: all are 120 KB together."""
 
     def __init__(self, name: str, content: bytes) -> None:
-        self._content = content
+        self.content = content
         tag = hashlib.sha256(content).hexdigest()[:32]
         suffix = name[name.rindex(".") :]
         self._headers = {**_HEADERS, "Content-Type": _TYPES[suffix], "ETag": f'"{tag}"'}
@@ -79,14 +84,14 @@ class _File:
     def respond(self, request: Request) -> Response:
         if self._headers["ETag"] in request.headers.get("if-none-match", ""):
             return Response(status_code=304, headers=self._headers)
-        return Response(self._content, headers=self._headers)
+        return Response(self.content, headers=self._headers)
 
 
-def _read(folder: Traversable, prefix: str) -> Iterator[tuple[str, _File]]:
+def _read(folder: Traversable, prefix: str) -> Iterator[tuple[str, PageFile]]:
     # Only names of the folder are served: a path with ".." matches none of them.
     for entry in folder.iterdir():
         name = prefix + entry.name
         if entry.is_dir():
             yield from _read(entry, f"{name}/")
         elif name.endswith(tuple(_TYPES)):
-            yield name, _File(name, entry.read_bytes())
+            yield name, PageFile(name, entry.read_bytes())

