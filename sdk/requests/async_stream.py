@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator
 from typing import Any
 
@@ -23,13 +24,29 @@ class AnswerStream(AsyncIterator[RequestOutput]):
 
     def __init__(self, driver: Driver, request: DeferredJob) -> None:
         self._request = request
-        self._pieces = _pieces(driver, request)  # has no reference to self: no cycle to collect
+        self._batches = _batches(driver, request)  # has no reference to self: no cycle to collect
+        self._ready: deque[RequestOutput] = deque()
 
     def __aiter__(self) -> AnswerStream:
         return self
 
     async def __anext__(self) -> RequestOutput:
-        return await self._pieces.__anext__()
+        if not self._ready:
+            self._ready.extend(await self._batches.__anext__())
+        return self._ready.popleft()
+
+    async def take(self) -> list[RequestOutput]:
+        """All pieces that are here, at least one; empty at the end.
+
+        A server writes them at once: after a burst, reading them one by one is slower.
+        """
+        if self._ready:
+            found = list(self._ready)
+            self._ready.clear()
+            return found
+        async for batch in self._batches:
+            return batch
+        return []
 
     def __await__(self) -> Generator[Any, None, AnswerStream]:
         yield from self._request.made().__await__()
@@ -45,7 +62,7 @@ class AnswerStream(AsyncIterator[RequestOutput]):
 
     async def aclose(self) -> None:
         """Stop; a running request is aborted."""
-        await self._pieces.aclose()
+        await self._batches.aclose()
 
 
 class DeferredJob:
@@ -71,17 +88,18 @@ class DeferredJob:
         return self._job
 
 
-async def _pieces(driver: Driver, request: DeferredJob) -> AsyncGenerator[RequestOutput, None]:
+async def _batches(
+    driver: Driver, request: DeferredJob
+) -> AsyncGenerator[list[RequestOutput], None]:
     job, view = await request.made()
-    mailbox = AsyncMailbox()
+    mailbox = AsyncMailbox(driver.loop_inbox())
     driver.submit([job], mailbox)
     finished = False
     try:
         while not finished:
-            output = await mailbox.get()
-            assert isinstance(output, RequestOutput)
-            finished = output.finished
-            yield view(output)
+            outputs = [await mailbox.get(), *mailbox.get_more()]
+            finished = outputs[-1].finished
+            yield [view(output) for output in outputs]
     finally:
         if not finished:
             driver.abort([job.request_id])

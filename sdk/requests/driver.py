@@ -9,10 +9,12 @@ most.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
@@ -32,6 +34,7 @@ from sdk.executors.base import Executor
 from sdk.memory.pool import Lease
 from sdk.quant.safe_repr import safe_repr
 from sdk.requests.job import Job, OutputSink
+from sdk.requests.loop_inbox import LoopInbox
 from sdk.requests.step_sizes import StepSizes
 from sdk.requests.wakeups import Wakeups
 
@@ -94,6 +97,18 @@ class Driver:
         self.give_back: Callable[[], None] | None = None
         self._asleep = ""  # why requests are rejected for now
         self._owner = os.getpid()
+        self._inboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopInbox] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def loop_inbox(self) -> LoopInbox:
+        """Where outputs for the running event loop go."""
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            found = self._inboxes.get(loop)
+            if found is None:
+                found = self._inboxes[loop] = LoopInbox(loop)
+            return found
 
     def check_usable(self, *, asleep: bool = False) -> None:
         """:raises EngineClosedError: after ``close`` or in a forked child.

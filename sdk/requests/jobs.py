@@ -330,7 +330,7 @@ def _priorities(given: Any, count: int) -> list[int | None]:
 async def arun_jobs(driver: Driver, jobs: Sequence[Job]) -> list[Output]:
     """:func:`run_jobs` for an event loop."""
     done: dict[str, Output] = {}
-    mailbox = AsyncMailbox()
+    mailbox = AsyncMailbox(driver.loop_inbox())
     try:
         driver.submit(jobs, mailbox)
         while len(done) < len(jobs):
