@@ -64,7 +64,10 @@ def create_app(
 
     :raises RequestError: ``models`` are none, or a name is invalid.
     """
-    services = Services(Models(models, model_name), access or Open(), max_body_bytes)
+    served = Models(models, model_name)
+    live = Live(served) if page else None
+    on_end = None if live is None else live.ended
+    services = Services(served, access or Open(), max_body_bytes, on_end)
     app = FastAPI(
         title="embedlm", version=__version__, docs_url=None, redoc_url=None, openapi_url=None
     )
@@ -73,10 +76,10 @@ def create_app(
             _add(app, method, prefix + path, Endpoint(handler, services))
     for method, path, handler, role in _OTHERS:
         _add(app, method, path, Endpoint(handler, services, role))
-    if page:
+    if live is not None:
         app.router.routes.extend(page_routes())
-        app.state.live = Live(services.models)  # its owner closes it before it waits for requests
-        _add(app, "GET", "/live", Endpoint(app.state.live, services, "metrics"))
+        _add(app, "GET", "/live", Endpoint(live, services, "metrics"))
+        app.state.live = live  # its owner closes it before it waits for requests
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _internal_error)
     return app

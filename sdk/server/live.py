@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import math
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from typing import Any
 
+from sdk.engine.running_requests import RequestInfo
 from sdk.errors import EngineAsleepError, SdkError
+from sdk.metrics.timeline import RequestEvent, Timeline
+from sdk.outputs import RequestOutput
 from sdk.server.access import Refused
 from sdk.server.endpoint import Services
 from sdk.server.exchange import Departure, Exchange
@@ -19,8 +22,10 @@ from sdk.server.models import Models, Served
 #: Two states per second: a person sees no more.
 PERIOD_S = 0.5
 MAX_VIEWERS = 32
-#: Requests listed per model. 1,000 would be 200 KB per event.
+#: Requests listed per model. 1,000 would be 250 KB per event.
 MAX_REQUESTS = 100
+#: Requests whose timelines are sent after their end: 1 KB each, if nothing special happened.
+MAX_ENDED = 10
 
 
 class Live:
@@ -31,7 +36,8 @@ class Live:
     * ``name``; ``state``: ``ready``, ``asleep``, or the error of a model that is closed or dead;
     * ``metrics``: :meth:`sdk.LLM.get_metrics`;
     * ``requests``: the first :data:`MAX_REQUESTS` unfinished answers, without their texts, and
-      ``more``: how many there are besides.
+      ``more``: how many there are besides;
+    * ``ended``: the timelines of the last :data:`MAX_ENDED` requests of the server, latest first.
 
     A state is made when a viewer needs one, and shared by all: without viewers nothing runs.
     """
@@ -40,9 +46,10 @@ class Live:
         self._models = models
         self._clock = clock
         self._closed = asyncio.Event()
-        self.viewers = 0
+        self._ended: dict[str, deque[tuple[str, Timeline]]] = {}
         self._made = -PERIOD_S
         self._event = b""
+        self.viewers = 0
 
     async def __call__(self, exchange: Exchange, services: Services) -> None:
         """:raises Refused: there are too many viewers, or the server is closing."""
@@ -56,7 +63,7 @@ class Live:
             async with Departure(exchange):
                 await exchange.stream()
                 while not self._closed.is_set():
-                    await exchange.write(self._state())
+                    await exchange.write(self.event())
                     with contextlib.suppress(asyncio.TimeoutError):
                         await asyncio.wait_for(self._closed.wait(), PERIOD_S)
                 await exchange.end()
@@ -67,38 +74,40 @@ class Live:
         """End all streams: a server that waits for its requests must not wait for viewers."""
         self._closed.set()
 
-    def _state(self) -> bytes:
+    def ended(self, model: str, outputs: Iterable[RequestOutput]) -> None:
+        """Requests to ``model`` have ended with ``outputs``. Keeps what they say about times."""
+        kept = self._ended.setdefault(model, deque(maxlen=MAX_ENDED))
+        for output in outputs:
+            timeline = output.timeline
+            if timeline is not None:
+                kept.append((output.request_id, timeline))
+
+    def event(self) -> bytes:
         """The event of this moment; viewers within half a period see the same one."""
         now = self._clock()
         if now - self._made > PERIOD_S / 2:
             self._made = now
-            state = {"time": time.time(), "models": [_model(served) for served in self._models]}
+            state = {"time": time.time(), "models": [self._model(one) for one in self._models]}
             self._event = b"data: " + json.dumps(state, separators=(",", ":")).encode() + b"\n\n"
         return self._event
 
-
-def _model(served: Served) -> dict[str, Any]:
-    try:
-        metrics, requests = served.llm.get_metrics(), served.llm.list_requests()
-    except EngineAsleepError:
-        return _empty(served.name, "asleep")
-    except SdkError as error:
-        return _empty(served.name, str(error))
-    return {
-        "name": served.name,
-        "state": "ready",
-        # JSON has no NaN and no infinity
-        "metrics": {key: x if math.isfinite(x) else None for key, x in metrics.items()},
-        "requests": [_request(one) for one in requests[:MAX_REQUESTS]],
-        "more": max(0, len(requests) - MAX_REQUESTS),
-    }
+    def _model(self, served: Served) -> dict[str, Any]:
+        found: dict[str, Any] = {"name": served.name, "state": "ready", "metrics": {}}
+        requests: list[RequestInfo] = []
+        try:
+            found["metrics"] = served.llm.get_metrics()
+            requests = served.llm.list_requests()
+        except EngineAsleepError:
+            found["state"] = "asleep"
+        except SdkError as error:
+            found["state"] = str(error)
+        found["requests"] = [_unfinished(one) for one in requests[:MAX_REQUESTS]]
+        found["more"] = max(0, len(requests) - MAX_REQUESTS)
+        found["ended"] = [_timeline(*one) for one in reversed(self._ended.get(served.name, ()))]
+        return found
 
 
-def _empty(name: str, state: str) -> dict[str, Any]:
-    return {"name": name, "state": state, "metrics": {}, "requests": [], "more": 0}
-
-
-def _request(one: Any) -> dict[str, Any]:
+def _unfinished(one: RequestInfo) -> dict[str, Any]:
     answer = f"{one.request_id} #{one.index + 1}" if one.index else one.request_id
     return {
         "id": answer,
@@ -114,3 +123,27 @@ def _request(one: Any) -> dict[str, Any]:
         "age": one.age,
         "pages": {f"{bits}bit": count for bits, count in one.kv_pages.items()},
     }
+
+
+def _timeline(request_id: str, timeline: Timeline) -> dict[str, Any]:
+    last = timeline.events[-1]
+    return {
+        "id": request_id,
+        "reasons": timeline.finish_reasons,
+        "seconds": last.ts + last.seconds - timeline.arrival_time,
+        "generated_tokens": last.num_tokens if last.kind == "finished" else None,
+        "events": [_event(one, timeline.arrival_time) for one in timeline.events],
+    }
+
+
+def _event(event: RequestEvent, arrival_time: float) -> dict[str, Any]:
+    numbers = {
+        "tokens": event.num_tokens,
+        "pages": event.num_pages,
+        "bits": event.kv_bits,
+        "seconds": event.seconds,
+        "events": event.num_events,
+        "answer": event.answer,
+    }
+    shown = {name: number for name, number in numbers.items() if number}
+    return {"kind": event.kind, "at": event.ts - arrival_time, **shown}

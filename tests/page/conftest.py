@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import socket
@@ -52,7 +53,7 @@ class Served:
     """An app on a port of its own, which can go away and come back."""
 
     def __init__(self, models: Any, **options: Any) -> None:
-        self.app = create_app(models, page=True, **options)
+        self.app = create_app(models, **{"page": True, **options})
         self._bind(0)
         self.port = self._socket.getsockname()[1]
         self.address = f"http://127.0.0.1:{self.port}/"
@@ -69,10 +70,20 @@ class Served:
         config = uvicorn.Config(self.app, log_config=None, access_log=False, lifespan="off")
         config.timeout_graceful_shutdown = 0
         self._server = uvicorn.Server(config)
-        run = lambda: self._server.run([self._socket])  # noqa: E731
-        self._thread = threading.Thread(target=run, daemon=True)
+        self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
         wait_until(lambda: self._server.started)
+
+    def _run(self) -> None:
+        async def serve() -> None:
+            self._loop = asyncio.get_running_loop()
+            await self._server.serve([self._socket])
+
+        asyncio.run(serve())
+
+    def call(self, function: Callable[[], object]) -> None:
+        """Call it on the app's event loop."""
+        self._loop.call_soon_threadsafe(function)
 
     def stop(self) -> None:
         if self._socket.fileno() < 0:

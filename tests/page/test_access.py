@@ -71,6 +71,8 @@ def test_axe_finds_nothing(serve: Serve, visit: Visit, scheme: str, width: int) 
     page.get_by_role("link", name="Live").click()
     page.get_by_role("heading", name="KV pages").wait_for()
     assert violations(page) == []
+    page.evaluate("document.documentElement.removeAttribute('lang')")
+    assert violations(page)[0].startswith("html-has-lang")  # it looks, and finds
 
 
 def test_everything_works_by_keyboard(serve: Serve, visit: Visit) -> None:

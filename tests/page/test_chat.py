@@ -157,7 +157,12 @@ def test_settings_are_sent_checked_and_kept(serve: Serve, visit: Visit) -> None:
     assert request.prompt[0] == {"role": "system", "content": "Be brief."}
     page.reload()
     page.get_by_role("button", name="Settings").click()
-    expect(page.get_by_label("Temperature", exact=True)).to_have_value("0.5")
+    temperature = page.get_by_label("Temperature", exact=True)
+    expect(temperature).to_have_value("0.5")
+    page.get_by_role("button", name="Back to defaults").click()
+    expect(temperature).to_have_value("")
+    page.get_by_role("button", name="Undo").click()
+    expect(temperature).to_have_value("0.5")
 
 
 def test_a_structured_answer_is_indented_and_checked_while_it_is_written(

@@ -15,6 +15,7 @@ from tests.page.conftest import Served, Visitor
 Serve = Callable[..., Served]
 Visit = Callable[..., Visitor]
 
+# ruff: noqa: E501  (hostile texts)
 FOLDER = Path(__file__).parents[2] / "sdk" / "server" / "page"
 EVIL = "<img src=x onerror=window.evil=1>"
 OUTPUTS = [

@@ -34,6 +34,7 @@ def call(browser: Browser) -> Iterator[Call]:
     served.stop()
 
 
+# ruff: noqa: E501  (tables of cases)
 RENDERED = "(() => { const v = new m.MarkdownView(); v.update(x); return v.node.innerHTML; })()"
 
 

@@ -66,7 +66,7 @@ def test_a_wrong_key_is_asked_for_again_and_kept_for_the_tab_only(
     expect(page.get_by_text("needs a key with the role “metrics”")).to_be_visible()
     page.get_by_role("button", name="Key").click()
     page.get_by_role("button", name="Forget the key").click()
-    expect(dialog).to_be_visible()
+    expect(dialog).to_be_visible()  # the list of models needs one
     page.keyboard.press("Escape")
     expect(dialog).to_be_hidden()
 

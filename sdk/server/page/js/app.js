@@ -25,7 +25,7 @@ class Page {
     this.announcer = new Announcer();
     this.notices = new Notices();
     this.client = new Client(BASE, {
-      askForKey: (refused) => this.dialog.ask({ refused }),
+      askForKey: (refused) => this.dialog.ask({ needed: true, refused }),
       onGone: () => this.lost(),
     });
     this.connection = new Connection(() => this.client.answers(), (state) => this.showConnection(state));
@@ -71,7 +71,10 @@ class Page {
         this.sidebar.focus(null);
       },
     });
-    this.settings = new SettingsView((settings) => all.setSettings(settings));
+    this.settings = new SettingsView(
+      (settings) => all.setSettings(settings),
+      (undo) => this.wasReset(undo),
+    );
     this.live = new LiveView(this.client);
   }
 
@@ -152,6 +155,11 @@ class Page {
     this.notices.tell(words.settings.fix);
     this.settings.focusError();
     return false;
+  }
+
+  wasReset(undo) {
+    this.notices.tell(words.settings.wasReset, undo);
+    this.panels.uncover(); // the notice is below
   }
 
   // The button that was pressed is gone afterwards.

@@ -24,6 +24,7 @@ export class ChatView {
     this.form = this.composer();
     this.node = el("div", { class: "chat" }, this.scroller, el("div", { class: "bottom" }, this.toEnd, notices, this.form));
     this.follows = true;
+    new ResizeObserver(() => this.follow()).observe(this.scroller); // notices and panels come and go
   }
 
   composer() {

@@ -36,9 +36,12 @@ export class KeyDialog {
     this.resolve = () => {};
   }
 
-  /** A key, "" to forget it, or null. `refused`: a key was sent and not accepted. */
-  ask({ refused = false, stored = false } = {}) {
-    setText(this.title, stored ? words.key.change : words.key.title);
+  /**
+   * A key, "" to forget it, or null. `needed`: the server asked for one. `refused`: a key was sent and
+   * not accepted. `stored`: there is one to forget.
+   */
+  ask({ needed = false, refused = false, stored = false }) {
+    setText(this.title, needed ? words.key.title : words.key.change);
     setText(this.error, refused ? words.key.refused : "");
     show(this.forget, stored);
     this.input.value = "";

@@ -1,8 +1,6 @@
-// What the live view knows: states of the server over the last minutes, and rates between them.
+// What the live view knows: states of the server over the last minutes.
 
 export const SPAN = 120; // seconds
-
-const RATES = { speed: "num_generation_tokens", prefill: "num_prompt_tokens" };
 
 /** The course of one model. */
 export class History {
@@ -19,8 +17,7 @@ export class History {
       this.samples = [];
       this.requests.clear();
     }
-    const last = this.samples[this.samples.length - 1];
-    this.samples.push({ time, metrics, values: values(metrics, time, last) });
+    this.samples.push({ time, metrics, values: values(metrics) });
     while (this.samples[0].time < time - SPAN) this.samples.shift();
     this.follow(time, requests);
   }
@@ -34,6 +31,11 @@ export class History {
   /** A value now. */
   now(name) {
     return this.samples[this.samples.length - 1]?.values[name] ?? null;
+  }
+
+  /** A metric of the engine now. */
+  metric(name) {
+    return this.samples[this.samples.length - 1].metrics[name];
   }
 
   /** How much a counter grew over the last minutes. */
@@ -58,18 +60,18 @@ export class History {
   }
 }
 
-function values(metrics, time, last) {
-  const found = {
+function values(metrics) {
+  return {
+    speed: metrics.generation_tokens_per_second,
+    prefill: metrics.prompt_tokens_per_second,
     running: metrics.num_running,
     waiting: metrics.num_waiting,
+    kv: metrics.kv_usage,
+    hits: metrics.prefix_queries ? metrics.cache_hit_rate : null,
     preemptions: metrics.num_preemptions,
-    hits: metrics.prefix_queries ? metrics.prefix_hits / metrics.prefix_queries : null,
-    kv: metrics.num_pages ? metrics.num_pages_used / metrics.num_pages : null,
+    ttft: metrics.ttft_p50 || null,
+    itl: metrics.itl_p50 || null,
   };
-  for (const [name, counter] of Object.entries(RATES)) {
-    found[name] = last ? (metrics[counter] - last.metrics[counter]) / (time - last.time) : null;
-  }
-  return found;
 }
 
 // A phase goes on, or another one begins. What was before the first look counts as waiting.

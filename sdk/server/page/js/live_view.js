@@ -3,9 +3,9 @@
 import { PartsBar, Tile } from "./charts.js";
 import { el, setText, show } from "./dom.js";
 import { History, SPAN } from "./live_model.js";
-import { RequestTable } from "./request_table.js";
-import { percent, short, whole } from "./text.js";
-import { TimelineView } from "./timeline_view.js";
+import { endedTable, unfinishedTable } from "./request_table.js";
+import { duration, percent, short, whole } from "./text.js";
+import { endedTimeline, seenTimeline, TimelineView } from "./timeline_view.js";
 import { words } from "./words.js";
 
 const said = words.live;
@@ -34,14 +34,17 @@ export class LiveView {
       running: new Tile(said.running, whole),
       waiting: new Tile(said.waiting, whole),
       kv: new Tile(said.kv, percent, { top: 1 }),
+      ttft: new Tile(said.ttft, duration, { chart: false }),
+      itl: new Tile(said.itl, duration, { chart: false }),
       hits: new Tile(said.hitRate, percent, { top: 1 }),
       preemptions: new Tile(said.preemptions, whole),
     };
     this.pages = new PartsBar(said.pages);
     this.timeline = new TimelineView();
-    this.table = new RequestTable((id) => this.select(id));
+    this.unfinished = unfinishedTable((id) => this.select(id));
+    this.ended = endedTable((id) => this.select(id));
     const tiles = el("div", { class: "tiles" }, Object.values(this.tiles).map(({ node }) => node));
-    this.body = el("div", { class: "live-body", hidden: true }, tiles, this.pages.node, this.table.node, this.timeline.node);
+    this.body = el("div", { class: "live-body", hidden: true }, tiles, this.pages.node, this.unfinished.node, this.ended.node, this.timeline.node);
     this.node = el(
       "div",
       { class: "live", tabindex: "0", role: "region", "aria-label": said.label },
@@ -137,11 +140,21 @@ export class LiveView {
       tile.update(history.now(name), history.points(name), SPAN, this.note(name, history));
     }
     this.pages.update(pageParts(model.metrics));
-    this.table.update(model, this.selected);
-    this.timeline.update(history.requests.get(this.selected) ?? null, time);
+    this.unfinished.update(model.requests, this.selected, model.more);
+    this.ended.update(model.ended, this.selected);
+    this.timeline.update(this.timelineOf(model, history, time));
+  }
+
+  // What the engine says is exact; it says so when a request has ended.
+  timelineOf({ ended }, history, time) {
+    const exact = ended.find(({ id }) => id === this.selected);
+    if (exact) return endedTimeline(exact);
+    const seen = history.requests.get(this.selected);
+    return seen ? seenTimeline(seen, time) : null;
   }
 
   note(name, history) {
+    if (name === "ttft" || name === "itl") return said.latency(history.metric(`${name}_p95`), history.metric(`${name}_p99`));
     if (name === "preemptions") return `${whole(history.growth("num_preemptions"))} in the ${said.last(SPAN)}`;
     if (name === "hits") return said.since;
     return "";

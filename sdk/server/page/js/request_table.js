@@ -1,29 +1,41 @@
-// The running and waiting requests.
+// Tables of requests: those that run or wait, and those that ended last.
 
 import { el, setText, show } from "./dom.js";
 import { duration, whole } from "./text.js";
 import { words } from "./words.js";
 
 const said = words.live;
-const COLUMNS = ["id", "state", "prompt", "computed", "generated", "pages", "age", "tenant", "adapter"];
-const NUMBERS = ["prompt", "computed", "generated", "pages", "age"];
 
-export class RequestTable {
-  /** `onSelect(id)`: a request was chosen. */
-  constructor(onSelect) {
+/** The unfinished requests. `onSelect(id)`: one was chosen. */
+export function unfinishedTable(onSelect) {
+  const names = { ...said.columns };
+  return new RequestTable({ title: said.requests, none: said.noRequests, names, cells: unfinishedCells, onSelect });
+}
+
+/** The requests that ended last. */
+export function endedTable(onSelect) {
+  return new RequestTable({ title: said.ended, none: said.noneEnded, names: said.endedColumns, cells: endedCells, onSelect });
+}
+
+const NUMBERS = new Set(["prompt", "computed", "generated", "pages", "age", "took"]);
+
+class RequestTable {
+  constructor({ title, none, names, cells, onSelect }) {
     this.onSelect = onSelect;
-    this.rows = new Map(); // nodes of a row by the id of its request: the focus stays while numbers change
+    this.cells = cells;
+    this.names = Object.keys(names);
+    this.rows = new Map(); // by the id of the request: the focus stays while numbers change
     this.body = el("tbody", {});
-    const head = COLUMNS.map((name) => el("th", { scope: "col", class: NUMBERS.includes(name) && "number" }, said.columns[name]));
-    const title = el("h3", { id: "requests" }, said.requests);
-    this.table = el("table", { "aria-labelledby": "requests" }, el("thead", {}, el("tr", {}, head)), this.body);
-    this.scroller = el("div", { class: "table", tabindex: "0", role: "region", "aria-labelledby": "requests" }, this.table);
-    this.none = el("p", { class: "hint" }, said.noRequests);
+    const id = `requests-${this.names.length}`;
+    const head = this.names.map((name) => el("th", { scope: "col", class: NUMBERS.has(name) && "number" }, names[name]));
+    const table = el("table", { "aria-labelledby": id }, el("thead", {}, el("tr", {}, head)), this.body);
+    this.scroller = el("div", { class: "table", tabindex: "0", role: "region", "aria-labelledby": id }, table);
+    this.none = el("p", { class: "hint" }, none);
     this.more = el("p", { class: "hint" });
-    this.node = el("section", { class: "card" }, title, this.none, this.scroller, this.more);
+    this.node = el("section", { class: "card" }, el("h3", { id }, title), this.none, this.scroller, this.more);
   }
 
-  update({ requests, more }, selected) {
+  update(requests, selected, more = 0) {
     const ids = new Set(requests.map(({ id }) => id));
     for (const [id, row] of this.rows) {
       if (ids.has(id)) continue;
@@ -33,7 +45,10 @@ export class RequestTable {
     requests.forEach((request, i) => {
       const row = this.rows.get(request.id) ?? this.add(request.id);
       if (this.body.children[i] !== row.node) this.body.insertBefore(row.node, this.body.children[i] ?? null);
-      this.fill(row, request, request.id === selected);
+      row.button.setAttribute("aria-pressed", String(request.id === selected));
+      row.node.classList.toggle("selected", request.id === selected);
+      for (const [name, text] of Object.entries(this.cells(request))) setText(row.nodes[name], text);
+      if (request.state) row.nodes.state.dataset.state = request.state;
     });
     show(this.none, requests.length === 0);
     show(this.scroller, requests.length > 0);
@@ -41,32 +56,40 @@ export class RequestTable {
   }
 
   add(id) {
-    const cells = Object.fromEntries(COLUMNS.map((name) => [name, el("td", { class: NUMBERS.includes(name) && "number" })]));
+    const nodes = Object.fromEntries(this.names.map((name) => [name, el("td", { class: NUMBERS.has(name) && "number" })]));
     const button = el("button", { type: "button", class: "link", "aria-label": said.showTimeline(id), onclick: () => this.onSelect(id) }, el("bdi", {}, id));
-    cells.id.append(button);
-    const row = { node: el("tr", {}, Object.values(cells)), cells, button };
+    nodes.id.append(button);
+    const row = { node: el("tr", {}, Object.values(nodes)), nodes, button };
     this.rows.set(id, row);
     return row;
   }
+}
 
-  fill({ cells, button, node }, request, selected) {
-    button.setAttribute("aria-pressed", String(selected));
-    node.classList.toggle("selected", selected);
-    setText(cells.state, said.states[request.state] ?? request.state);
-    cells.state.dataset.state = request.state;
-    setText(cells.tenant, request.tenant ?? "–");
-    setText(cells.adapter, request.adapter ?? "–");
-    setText(cells.prompt, whole(request.prompt_tokens));
-    setText(cells.computed, whole(request.computed_tokens));
-    setText(cells.generated, whole(request.generated_tokens));
-    setText(cells.pages, pagesText(request.pages));
-    setText(cells.age, duration(request.age));
-  }
+function unfinishedCells(request) {
+  return {
+    state: said.states[request.state] ?? request.state,
+    prompt: whole(request.prompt_tokens),
+    computed: whole(request.computed_tokens),
+    generated: whole(request.generated_tokens),
+    pages: pagesText(request.pages),
+    age: duration(request.age),
+    tenant: request.tenant ?? "–",
+    adapter: request.adapter ?? "–",
+  };
 }
 
 function pagesText(pages) {
-  const parts = Object.entries(pages ?? {}).filter(([, count]) => count > 0);
+  const parts = Object.entries(pages).filter(([, count]) => count > 0);
   if (parts.length === 0) return "0";
   if (parts.length === 1) return whole(parts[0][1]);
   return parts.map(([type, count]) => `${said.pageTypes[type] ?? type}: ${whole(count)}`).join(", ");
+}
+
+function endedCells({ reasons, generated_tokens: generated, seconds }) {
+  const known = reasons.filter(Boolean).map((reason) => said.reasons[reason] ?? reason);
+  return {
+    reason: known.length ? known.join(", ") : said.left,
+    generated: generated === null ? "–" : whole(generated),
+    took: duration(seconds),
+  };
 }

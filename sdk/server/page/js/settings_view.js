@@ -16,9 +16,13 @@ const NUMBERS = [
 ];
 
 export class SettingsView {
-  /** `onChange(settings)`: values that were set; what is left out has the model's default. */
-  constructor(onChange) {
+  /**
+   * `onChange(settings)`: values that were set; what is left out has the model's default.
+   * `onReset(undo)`: all were taken back.
+   */
+  constructor(onChange, onReset) {
     this.onChange = onChange;
+    this.onReset = onReset;
     this.fields = new Map();
     const numbers = NUMBERS.map(([name, least, most, step]) => this.number(name, least, most, step));
     this.node = el(
@@ -54,8 +58,16 @@ export class SettingsView {
   }
 
   reset() {
+    const before = [...this.fields.values()].map(({ input }) => input.value);
     this.show({});
     this.changed();
+    this.onReset(() => {
+      [...this.fields.values()].forEach((field, i) => {
+        field.input.value = before[i];
+        this.check(field);
+      });
+      this.changed();
+    });
   }
 
   changed() {
