@@ -48,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--options", type=Path, metavar="FILE", help="further options of LLM, a JSON object"
     )
+    parser.add_argument("--no-page", action="store_true", help="no page at / and no live view")
     parser.add_argument(
         "--forwarded-allow-ips",
         metavar="IPS",
@@ -111,10 +112,14 @@ def serve(
 
     host, port = listening.getsockname()[:2]
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    page = "" if args.no_page else f"; page at http://{address}/"
     gate = Gate(guard.http.requests)
-
     app = create_app(
-        llms, access=guard.access, max_body_bytes=guard.http.body_bytes, limits=guard.body
+        llms,
+        access=guard.access,
+        max_body_bytes=guard.http.body_bytes,
+        limits=guard.body,
+        page=not args.no_page,
     )
     config = uvicorn.Config(
         protected(app, access=guard.access, limits=guard.http, origins=guard.origins, gate=gate),
@@ -130,7 +135,7 @@ def serve(
 
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
-            say(f"listening at http://{address}/v1 for {', '.join(llms)} (Ctrl-C stops)")
+            say(f"listening at http://{address}/v1 for {', '.join(llms)}{page} (Ctrl-C stops)")
 
         @contextlib.contextmanager
         def capture_signals(self) -> Iterator[None]:
@@ -150,6 +155,9 @@ def serve(
                 return
             self.should_exit = True
             count = len(self.server_state.tasks)
+            if not args.no_page:
+                count -= app.state.live.viewers
+                app.state.live.close()
             if count:
                 say(
                     f"stopping; {count} request(s) may end within {args.drain_seconds:g} s "

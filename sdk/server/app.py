@@ -16,8 +16,10 @@ from sdk.server.access import Access, Open, Role
 from sdk.server.endpoint import Endpoint, Handler, Services
 from sdk.server.errors import INTERNAL, Problem
 from sdk.server.guard.body_limits import BodyLimits
+from sdk.server.live import Live
 from sdk.server.models import Models
 from sdk.server.routes import generate, pooling, responses, state, tokens
+from sdk.server.web_page import page_routes
 
 #: 16 MiB: a context of a million tokens as text has 4 MB.
 MAX_BODY_BYTES = 2**24
@@ -49,6 +51,7 @@ def create_app(
     access: Access | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
     limits: BodyLimits | None = None,
+    page: bool = False,
 ) -> FastAPI:
     """An application that answers OpenAI's API with ``models``, which their owner closes.
 
@@ -56,6 +59,7 @@ def create_app(
     ``model_name``: the name of a single model (default: that of its file or folder). ``access``:
     who may do what (default: everybody everything; see :mod:`sdk.server.access`). ``limits``: of
     the parameters of one request. :func:`sdk.server.guard.protected` adds the limits of HTTP.
+    ``page``: serve the page at ``/`` and its live view, ``/live``.
 
     ``host.mount("/", create_app(llm))`` has ``/v1/chat/completions``, ``/health`` and so on, and so
     has ``host.mount("/v1", create_app(llm))`` for OpenAI's routes. The app has no lifespan and no
@@ -63,8 +67,14 @@ def create_app(
 
     :raises RequestError: ``models`` are none, or a name is invalid.
     """
+    served = Models(models, model_name)
+    live = Live(served) if page else None
     services = Services(
-        Models(models, model_name), access or Open(), max_body_bytes, limits or BodyLimits()
+        served,
+        access or Open(),
+        max_body_bytes,
+        limits or BodyLimits(),
+        None if live is None else live.ended,
     )
     app = FastAPI(
         title="embedlm", version=__version__, docs_url=None, redoc_url=None, openapi_url=None
@@ -74,6 +84,10 @@ def create_app(
             _add(app, method, prefix + path, Endpoint(handler, services))
     for method, path, handler, role in _OTHERS:
         _add(app, method, path, Endpoint(handler, services, role))
+    if live is not None:
+        app.router.routes.extend(page_routes())
+        _add(app, "GET", "/live", Endpoint(live, services, "metrics"))
+        app.state.live = live  # its owner closes it before it waits for requests
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _internal_error)
     return app

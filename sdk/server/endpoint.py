@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
 
 from sdk.outputs import RequestOutput
@@ -26,6 +26,8 @@ class Services:
     access: Access
     max_body_bytes: int
     limits: BodyLimits
+    #: Told the model and the last outputs of each use that has ended.
+    on_end: Callable[[str, Iterable[RequestOutput]], None] | None = None
 
 
 Handler = Callable[[Exchange, Services], Awaitable[None]]
@@ -69,10 +71,13 @@ class Use:
     ``outputs``: the newest output of each prompt, which the route keeps here.
     """
 
-    def __init__(self, admission: Admission, exchange: Exchange, prompt_tokens: int) -> None:
+    def __init__(
+        self, admission: Admission, exchange: Exchange, services: Services, demand: Demand
+    ) -> None:
         self._admission = admission
         self._exchange = exchange
-        self._prompt_tokens = prompt_tokens
+        self._services = services
+        self._demand = demand
         self.outputs: dict[int, RequestOutput] = {}
 
     def __enter__(self) -> Use:
@@ -96,7 +101,7 @@ class Use:
         self._admission.finish(
             Outcome(
                 request_id=self._exchange.id,
-                prompt_tokens=self._prompt_tokens,
+                prompt_tokens=self._demand.prompt_tokens,
                 cached_tokens=cached,
                 completion_tokens=generated if self.outputs or error is None else None,
                 reason=reason,
@@ -105,6 +110,8 @@ class Use:
                 error=text,
             )
         )
+        if self._services.on_end is not None:
+            self._services.on_end(self._demand.model, self.outputs.values())
 
 
 async def admitted(exchange: Exchange, services: Services, demand: Demand) -> Use:
@@ -112,7 +119,7 @@ async def admitted(exchange: Exchange, services: Services, demand: Demand) -> Us
     demand = replace(demand, body=exchange.body)
     admission = await services.access.admit(exchange.caller, demand)
     exchange.headers.update(admission.headers)
-    return Use(admission, exchange, demand.prompt_tokens)
+    return Use(admission, exchange, services, demand)
 
 
 def salted(caller: Caller, salt: str | None) -> str | None:
