@@ -44,7 +44,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a file or folder to load (default: the demo model); with --url the name that "
         "requests have (default: the server's first model)",
     )
-    where = parser.add_argument_group("what is measured")
+    _add_subject_arguments(parser.add_argument_group("what is measured"))
+    _add_load_arguments(parser.add_argument_group("load"))
+    add_workload_arguments(parser)
+    engine = parser.add_argument_group("options of the engine in this process")
+    add_engine_arguments(engine)
+    engine.add_argument("--max-num-seqs", type=parse_count, help="the most requests at a time")
+    engine.add_argument("--threads", type=parse_count, help="default: the CPUs of this process")
+    engine.add_argument(
+        "--options", metavar="FILE", help="more options of LLM, as a JSON object in a file"
+    )
+    out = parser.add_argument_group("output")
+    out.add_argument("--json", metavar="FILE", help="write all numbers; - for stdout, no table")
+    out.add_argument("--markdown", metavar="FILE", help="write the table and the command")
+    out.add_argument("--records", metavar="FILE", help="write the times of every request")
+    out.add_argument("--plots", metavar="FOLDER", help="draw latencies and rates (matplotlib)")
+
+
+def _add_subject_arguments(where: argparse._ArgumentGroup) -> None:
     where.add_argument("--url", help="a server with OpenAI's API, such as http://127.0.0.1:8000")
     where.add_argument(
         "--http",
@@ -75,7 +92,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="answers may end early; otherwise end-of-text is ignored by servers that can",
     )
-    how = parser.add_argument_group("load")
+
+
+def _add_load_arguments(how: argparse._ArgumentGroup) -> None:
     how.add_argument(
         "--qps",
         type=parse_rates,
@@ -127,19 +146,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="a request that takes longer has failed (default: 600)",
     )
-    add_workload_arguments(parser)
-    engine = parser.add_argument_group("options of the engine in this process")
-    add_engine_arguments(engine)
-    engine.add_argument("--max-num-seqs", type=parse_count, help="the most requests at a time")
-    engine.add_argument("--threads", type=parse_count, help="default: the CPUs of this process")
-    engine.add_argument(
-        "--options", metavar="FILE", help="more options of LLM, as a JSON object in a file"
-    )
-    out = parser.add_argument_group("output")
-    out.add_argument("--json", metavar="FILE", help="write all numbers; - for stdout, no table")
-    out.add_argument("--markdown", metavar="FILE", help="write the table and the command")
-    out.add_argument("--records", metavar="FILE", help="write the times of every request")
-    out.add_argument("--plots", metavar="FOLDER", help="draw latencies and rates (matplotlib)")
 
 
 def run(args: argparse.Namespace) -> int:

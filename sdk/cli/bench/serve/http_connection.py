@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -243,7 +243,7 @@ class Address:
 class HttpClient:
     """Requests to one server, over as many connections as there are requests at a time."""
 
-    def __init__(self, address: Address, headers: dict[str, str] | None = None) -> None:
+    def __init__(self, address: Address, headers: Mapping[str, str] | None = None) -> None:
         self._address = address
         self._idle: list[_Connection] = []
         host = f"[{address.host}]" if ":" in address.host else address.host

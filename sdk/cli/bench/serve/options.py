@@ -15,7 +15,7 @@ from sdk.cli.bench.serve.lengths import parse_lengths
 from sdk.cli.bench.serve.slo import parse_slo
 from sdk.cli.bench.serve.texts import SOURCES
 from sdk.cli.bench.serve.trace import read_trace
-from sdk.cli.bench.serve.workload import Workload
+from sdk.cli.bench.serve.workload import Session, Workload
 from sdk.errors import RequestError
 
 
@@ -78,7 +78,20 @@ def parse_object(text: str) -> dict[str, Any]:
 
 def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     """What is asked, how often, and when an answer is good."""
-    asked = parser.add_argument_group("requests")
+    _add_length_arguments(parser.add_argument_group("requests"))
+    _add_session_arguments(parser.add_argument_group("sessions"))
+    _add_arrival_arguments(parser.add_argument_group("arrivals"))
+    parser.add_argument(
+        "--slo",
+        type=parse_slo,
+        metavar="NAME=TIME[,...]",
+        help="what makes a request good: upper bounds in seconds (or ms) for ttft, itl (95th "
+        "percentile of a request's gaps), tpot or e2e, such as ttft=0.5,itl=50ms",
+    )
+    parser.add_argument("--seed", type=parse_number(0), default=0, help="of all random choices")
+
+
+def _add_length_arguments(asked: argparse._ArgumentGroup) -> None:
     asked.add_argument(
         "--input-len",
         type=parse_lengths,
@@ -101,6 +114,9 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
         help="what prompts are made of: random words of one token each, or English prose, whose "
         "length is an estimate (default: words)",
     )
+
+
+def _add_session_arguments(asked: argparse._ArgumentGroup) -> None:
     asked.add_argument(
         "--prefix-len",
         type=parse_number(0),
@@ -148,8 +164,9 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FACTOR",
         help="play a trace so many times as fast (default: 1)",
     )
-    asked.add_argument("--seed", type=parse_number(0), default=0, help="of all random choices")
-    rate = parser.add_argument_group("arrivals")
+
+
+def _add_arrival_arguments(rate: argparse._ArgumentGroup) -> None:
     rate.add_argument(
         "--burstiness",
         type=parse_shape,
@@ -164,20 +181,13 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="ON,OFF",
         help="requests arrive for ON seconds, then none for OFF seconds; --qps is the mean",
     )
-    parser.add_argument(
-        "--slo",
-        type=parse_slo,
-        metavar="NAME=TIME[,...]",
-        help="what makes a request good: upper bounds in seconds (or ms) for ttft, itl (95th "
-        "percentile of a request's gaps), tpot or e2e, such as ttft=0.5,itl=50ms",
-    )
 
 
 def workload_of(args: argparse.Namespace) -> Workload:
     """:raises RequestError: the trace cannot be read, or options do not fit together."""
     if not 0 <= args.think < 1e6:
         raise RequestError(f"--think: expected seconds, at least 0, found {args.think}")
-    trace = ()
+    trace: tuple[Session, ...] = ()
     if args.trace is not None:
         if args.turns > 1 or args.prefix_len:
             raise RequestError(

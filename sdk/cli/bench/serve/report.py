@@ -55,6 +55,10 @@ def single(run: Run, slo: Slo | None) -> str:
     )
     if slo is not None:
         lines.append(f"goodput     {goodput(summary)} with {slo}")
+    if run.client_s is not None:
+        pieces = sum(len(record.text) for record in run.records)
+        each = f", {1e6 * run.client_s / pieces:.0f} us per piece of text" if pieces else ""
+        lines.append(f"client      {run.client_s:.2f} s of CPU time{each}")
     for kind, count in summary.errors.items():
         detail = run.details.get(kind, kind)
         lines.append(f"failed      {count}: {detail[:300]}")
@@ -153,7 +157,9 @@ def sweep_cells(probes: Sequence[Probe]) -> tuple[list[str], list[list[str]]]:
 
 def run_json(run: Run) -> dict[str, Any]:
     case: dict[str, Any] = {"rate": run.case.rate, "concurrency": run.case.concurrency}
-    return {"engine": run.subject, **case, "complete": run.complete, **run.summary.to_json()}
+    cost = {} if run.client_s is None else {"client_cpu_s": round(run.client_s, 6)}
+    complete = {"complete": run.complete}
+    return {"engine": run.subject, **case, **complete, **run.summary.to_json(), **cost}
 
 
 def probe_json(probe: Probe) -> Mapping[str, Any]:

@@ -22,7 +22,7 @@ from sdk.cli.bench.serve.progress import ProgressLine
 from sdk.cli.bench.serve.runs import Case, Run, Runs
 from sdk.cli.bench.serve.subjects import Subject
 from sdk.cli.bench.serve.summary import Summary
-from sdk.cli.bench.serve.sweep import Probe, sweep
+from sdk.cli.bench.serve.sweep import FIRST_RATE, Probe, sweep
 from sdk.errors import SdkError
 from sdk.loading.progress import is_terminal
 
@@ -54,7 +54,9 @@ class Results:
                 case = Case(arrivals_of(self._args, rate), limit)
                 return self._add(runs.run(subject, case)).summary
 
-            self._sweeps[subject.name] = sweep(offer, self._args.goodput, report=self._say)
+            self._sweeps[subject.name] = sweep(
+                offer, self._args.goodput, first=FIRST_RATE, report=self._say
+            )
 
     def _add(self, run: Run) -> Run:
         if run.records or run.complete:

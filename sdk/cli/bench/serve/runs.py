@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -64,13 +65,15 @@ class Size:
 
 @dataclass(slots=True)
 class Run:
-    """A run and its results. ``complete``: it was not interrupted."""
+    """A run and its results. ``client_s``: CPU time of this process, if it is only the client.
+    ``complete``: the run was not interrupted."""
 
     subject: str
     case: Case
     summary: Summary
     records: list[Record] = field(default_factory=list)
     details: dict[str, str] = field(default_factory=dict)
+    client_s: float | None = None
     complete: bool = True
 
 
@@ -132,7 +135,7 @@ class Runs:
                 started.append(generator)
                 await self._send(generator, case, number)
 
-        complete = True
+        complete, cpu = True, time.process_time()
         try:
             asyncio.run(run())
         except KeyboardInterrupt:
@@ -141,7 +144,9 @@ class Runs:
             complete = False
         (generator,) = started
         summary = summarize(generator.records, self._slo)
-        return Run(subject.name, case, summary, generator.records, generator.details, complete)
+        client_s = time.process_time() - cpu if subject.apart else None
+        records, details = generator.records, generator.details
+        return Run(subject.name, case, summary, records, details, client_s, complete)
 
     async def _send(self, generator: LoadGenerator, case: Case, number: int) -> None:
         size, workload = self._size, self._workload

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from sdk.cli.bench.serve.http_connection import Address, HttpClient
 from sdk.cli.bench.serve.http_target import HttpTarget
@@ -16,10 +16,13 @@ from sdk.cli.bench.serve.load import Target
 
 
 class Subject(Protocol):
-    """One row of a comparison. ``name``: for reports."""
+    """One row of a comparison. ``name``: for reports; ``apart``: it runs in another process."""
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def apart(self) -> bool: ...
 
     def connected(self, *, chat: bool) -> AbstractContextManager[Target]:
         """A target for one run, in the event loop that is running."""
@@ -33,6 +36,7 @@ class OwnEngine:
     name: str
     llm: Streams
     ignore_eos: bool = True
+    apart: ClassVar[bool] = False
 
     @contextlib.contextmanager
     def connected(self, *, chat: bool) -> Iterator[Target]:
@@ -49,6 +53,7 @@ class Server:
     headers: Mapping[str, str]
     body: Mapping[str, Any]
     ignore_eos: bool = True
+    apart: ClassVar[bool] = True
 
     @contextlib.contextmanager
     def connected(self, *, chat: bool) -> Iterator[Target]:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from sdk.cli.bench.serve.summary import Summary
 
-#: The search starts at this many requests per second, and stops at the other.
+#: The search starts at this many requests per second, and ends at the other. Downwards it ends at
+#: a sixteenth of the first.
 FIRST_RATE, LAST_RATE = 1.0, 4096.0
 #: It ends when the lowest rate that fails is at most this much above the highest that passes.
 RESOLUTION = 1.05
@@ -52,7 +53,7 @@ def sweep(
     while high <= LAST_RATE and passes(high):
         low, high = high, 2 * high
     if not low:  # the first rate was too high
-        while high > first / 1024:
+        while high > first / 16:
             high /= 2
             if passes(high):
                 low, high = high, 2 * high

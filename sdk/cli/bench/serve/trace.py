@@ -75,7 +75,7 @@ def _session(entry: Any, output_len: Lengths, chat: bool) -> Session:
 
 def _messages(found: Any, chat: bool) -> list[Message]:
     if not chat:
-        raise ValueError("messages need --endpoint chat")
+        raise ValueError("messages need --chat")
     roles = ("system", "user", "assistant")
     fine = isinstance(found, list) and all(
         isinstance(one, Mapping)
