@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from importlib.resources import files
-from importlib.resources.abc import Traversable
+from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+
+if TYPE_CHECKING:  # importlib.resources.abc from Python 3.11 on
+    from importlib.abc import Traversable
 
 _TYPES = {
     ".html": "text/html; charset=utf-8",
