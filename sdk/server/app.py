@@ -19,6 +19,7 @@ from sdk.server.guard.body_limits import BodyLimits
 from sdk.server.live import Live
 from sdk.server.models import Models
 from sdk.server.routes import generate, pooling, responses, state, tokens
+from sdk.server.routes.metrics import Metrics
 from sdk.server.web_page import page_routes
 
 #: 16 MiB: a context of a million tokens as text has 4 MB.
@@ -52,6 +53,7 @@ def create_app(
     max_body_bytes: int = MAX_BODY_BYTES,
     limits: BodyLimits | None = None,
     page: bool = False,
+    metrics_prefix: str = "embedlm",
 ) -> FastAPI:
     """An application that answers OpenAI's API with ``models``, which their owner closes.
 
@@ -59,7 +61,8 @@ def create_app(
     ``model_name``: the name of a single model (default: that of its file or folder). ``access``:
     who may do what (default: everybody everything; see :mod:`sdk.server.access`). ``limits``: of
     the parameters of one request. :func:`sdk.server.guard.protected` adds the limits of HTTP.
-    ``page``: serve the page at ``/`` and its live view, ``/live``.
+    ``page``: serve the page at ``/`` and its live view, ``/live``. ``metrics_prefix``: of the names
+    at ``/metrics``; with ``"vllm"`` they are those of vLLM.
 
     ``host.mount("/", create_app(llm))`` has ``/v1/chat/completions``, ``/health`` and so on, and so
     has ``host.mount("/v1", create_app(llm))`` for OpenAI's routes. The app has no lifespan and no
@@ -84,6 +87,7 @@ def create_app(
             _add(app, method, prefix + path, Endpoint(handler, services))
     for method, path, handler, role in _OTHERS:
         _add(app, method, path, Endpoint(handler, services, role))
+    _add(app, "GET", "/metrics", Endpoint(Metrics(served, metrics_prefix), services, "metrics"))
     if live is not None:
         app.router.routes.extend(page_routes())
         _add(app, "GET", "/live", Endpoint(live, services, "metrics"))

@@ -14,7 +14,7 @@ from sdk.params import SamplingParams
 from sdk.quant.safe_repr import safe_repr
 from sdk.requests.conversations import ChatOptions, special_tokens_of
 from sdk.requests.prompts import Prompt, PromptLike
-from sdk.server.access import Refused
+from sdk.server.access import Caller, Refused
 from sdk.tokenizer import LLMTokenizer
 from sdk.tools import reasoning_of
 
@@ -42,6 +42,7 @@ class Served:
         self.llm = llm
         self.created = int(time.time())
         self._reasons: bool | None = None
+        self._weights: dict[str, float] = {}  # of tenants, as they were set last
 
     @property
     def reasons(self) -> bool:
@@ -52,6 +53,15 @@ class Served:
             template = reader.template_of(ChatOptions())
             self._reasons = reasoning_of(template, special_tokens_of(tokenizer)) is not None
         return self._reasons
+
+    def weigh(self, caller: Caller) -> None:
+        """Give the tenant of a caller its share of the model, under the policy ``"fair"``."""
+        tenant, weight = caller.tenant, caller.weight
+        if tenant is None or self._weights.get(tenant, 1.0) == weight:
+            return
+        if self.llm.config.scheduling_policy == "fair":
+            self.llm.set_tenant_weight(tenant, weight)
+            self._weights[tenant] = weight
 
     async def read(self, prompts: Sequence[PromptLike], cut: int | None = None) -> list[Prompt]:
         """Prompts for embeddings as token ids, checked; long ones are tokenized in a thread.
