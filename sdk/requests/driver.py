@@ -25,8 +25,12 @@ from sdk.engine.scheduling.policy import FairPolicy
 from sdk.errors import EngineClosedError, EngineDeadError, RequestError, SdkError
 from sdk.executors.base import Executor
 from sdk.memory.pool import Lease
+from sdk.outputs import Estimate
+from sdk.params import SamplingParams
 from sdk.quant.safe_repr import safe_repr
+from sdk.requests.estimates import estimate
 from sdk.requests.job import Job, OutputSink
+from sdk.requests.prompts import Prompt
 from sdk.requests.queue_limit import Place, QueueLimit
 from sdk.requests.step_sizes import StepSizes
 from sdk.requests.wakeups import Wakeups
@@ -383,6 +387,11 @@ class Driver:
                 f"{safe_repr(self._engine.scheduler.config.policy)}"
             )
         policy.set_weight(tenant, weight)
+
+    def estimate(self, prompt: Prompt, params: SamplingParams, priority: int | None) -> Estimate:
+        """See :meth:`sdk.LLM.estimate`. No step has to wait for it."""
+        self.check_usable()
+        return estimate(self._engine.scheduler, prompt, params, priority)
 
     def metrics(self) -> dict[str, float]:
         """A snapshot of the engine's counters."""
