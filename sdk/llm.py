@@ -25,6 +25,7 @@ from sdk.options import EngineOptions, engine_config, takes_options
 from sdk.outputs import (
     ClassificationOutput,
     EmbeddingOutput,
+    Estimate,
     PoolingRequestOutput,
     RequestOutput,
     RerankOutput,
@@ -480,6 +481,27 @@ class LLM:
         :raises RequestError: ``scheduling_policy`` is not ``"fair"``, or a bad value.
         """
         self._driver.set_tenant_weight(tenant, weight)
+
+    def estimate(
+        self,
+        prompt: PromptLike | Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int | None = None,
+        **template: Any,
+    ) -> Estimate:
+        """Seconds until the first token and the end of a request, if it came now. Nothing runs.
+
+        Looks ahead from the running and waiting requests, cached prefixes, measured times of steps
+        and the lengths of the last answers. ``docs/scheduling.md`` says how good it is. A shortage
+        of pages and requests that come later are not foreseen. Without ``ignore_eos`` the end is a
+        guess, because nobody knows how long an answer becomes.
+
+        :raises RequestError: a prompt or a parameter is invalid.
+        """
+        params = sampling_params or self._default_params
+        read = self._reader.read_one("estimate", prompt, params, template)
+        return self._driver.estimate(read, params, priority)
 
     # ---- saved prefixes --------------------------------------------------------------------------
 

@@ -33,9 +33,13 @@ from sdk.errors import (
 )
 from sdk.executors.base import Executor
 from sdk.memory.pool import Lease
+from sdk.outputs import Estimate
+from sdk.params import SamplingParams
 from sdk.quant.safe_repr import safe_repr
+from sdk.requests.estimates import estimate
 from sdk.requests.job import Job, OutputSink
 from sdk.requests.loop_inbox import LoopInbox
+from sdk.requests.prompts import Prompt
 from sdk.requests.queue_limit import Place, QueueLimit
 from sdk.requests.step_sizes import StepSizes
 from sdk.requests.wakeups import Wakeups
@@ -449,6 +453,11 @@ class Driver:
         """Jobs that the engine has not taken yet."""
         with self._lock:
             return [command.job for command in self._inbox if isinstance(command, _Add)]
+
+    def estimate(self, prompt: Prompt, params: SamplingParams, priority: int | None) -> Estimate:
+        """See :meth:`sdk.LLM.estimate`. No step has to wait for it."""
+        self.check_usable()
+        return estimate(self._engine.scheduler, prompt, params, priority)
 
     # ---- one step --------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from sdk.config import EngineConfig
 from sdk.engine.engine import Engine
 from sdk.engine.plan import PoolingMode
 from sdk.engine.running_requests import RequestInfo
+from sdk.engine.scheduling.policy import PolicyName, SchedulingPolicy
 from sdk.engine.scheduling.scheduler import Scheduler
 from sdk.engine.scheduling.scheduler_config import SchedulerConfig
 from sdk.errors import RequestError, UnsupportedError
@@ -29,6 +30,7 @@ from sdk.metrics.trace import Trace
 from sdk.outputs import (
     ClassificationOutput,
     EmbeddingOutput,
+    Estimate,
     PoolingRequestOutput,
     RequestOutput,
     RerankOutput,
@@ -78,9 +80,10 @@ class FakeLLM:
     which the script has no answer raises an ``AssertionError``.
 
     A token is a word. ``max_tokens``, ``stop``, ``n``, ``logprobs`` (every token has probability
-    1), deadlines and priorities work; parameters that would change the model's choice, among them
-    structured outputs and banned strings, have no effect. ``embeddings`` maps a text to a vector;
-    by default texts with the same words are similar. ``requests`` lists what was asked.
+    1), deadlines, priorities, tenants and ``max_waiting`` work; parameters that would change the
+    model's choice, among them structured outputs and banned strings, have no effect.
+    ``embeddings`` maps a text to a vector; by default texts with the same words are similar.
+    ``requests`` lists what was asked.
 
     A step takes ``seconds_per_token``, and ``seconds_to_first_token`` more for a new prompt.
     ``clock`` and ``sleep`` replace the system's (:class:`ManualClock` has both).
@@ -101,6 +104,9 @@ class FakeLLM:
         default_sampling_params: SamplingParams | None = None,
         max_model_len: int = 4096,
         max_num_seqs: int = 64,
+        max_waiting: int | None = None,
+        scheduling_policy: PolicyName | SchedulingPolicy = "fcfs",
+        tenant_weights: Mapping[str, float] | None = None,
     ) -> None:
         for name, value in (
             ("seconds_per_token", seconds_per_token),
@@ -109,7 +115,12 @@ class FakeLLM:
             if not value >= 0:
                 raise RequestError(f"{name}: expected at least 0, found {value!r:.80}")
         self.config = EngineConfig(
-            model="fake", max_model_len=max_model_len, max_num_seqs=max_num_seqs
+            model="fake",
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_waiting=max_waiting,
+            scheduling_policy=scheduling_policy,
+            tenant_weights=tenant_weights,
         )
         self.max_model_len = max_model_len
         self.load_warnings: tuple[str, ...] = ()
@@ -129,6 +140,8 @@ class FakeLLM:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max(max_model_len, max_num_seqs),
             eos_token_ids=frozenset({END}),
+            policy=scheduling_policy,
+            tenant_weights=tenant_weights,
         )
         scheduler = Scheduler(limits, clock)
         self._engine = Engine(scheduler, executor, tokenizer, vocab_size=VOCAB_SIZE)
@@ -136,7 +149,7 @@ class FakeLLM:
         self._reader = FakeReader(tokenizer, vocab_size=VOCAB_SIZE, max_model_len=max_model_len)
         script = Script(answers, errors)
         self._jobs = ScriptedJobs(self._reader, self._default_params, script, clock, max_model_len)
-        self._driver = Driver(self._engine)
+        self._driver = Driver(self._engine, max_waiting=max_waiting)
         self._calls = Calls(self._driver, self._jobs, self._reader, None)
         self._pooling = PoolingCalls(self._jobs, self._reader, None)
         self._beam_searches = _NoBeams()
@@ -313,6 +326,25 @@ class FakeLLM:
     def abort(self, request_id: str | Sequence[str]) -> None:
         """See :meth:`sdk.LLM.abort`."""
         self._stepping.abort(request_id)
+
+    # ---- scheduling ------------------------------------------------------------------------------
+
+    def set_tenant_weight(self, tenant: str | None, weight: float) -> None:
+        """See :meth:`sdk.LLM.set_tenant_weight`."""
+        self._driver.set_tenant_weight(tenant, weight)
+
+    def estimate(
+        self,
+        prompt: PromptLike | Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int | None = None,
+        **template: Any,
+    ) -> Estimate:
+        """See :meth:`sdk.LLM.estimate`."""
+        params = sampling_params or self._default_params
+        read = self._reader.read_one("estimate", prompt, params, template)
+        return self._driver.estimate(read, params, priority)
 
     # ---- embeddings ------------------------------------------------------------------------------
 

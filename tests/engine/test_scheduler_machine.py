@@ -62,6 +62,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         policy=st.sampled_from(["fcfs", "priority", "fair"]),
         aging=st.sampled_from([0.5, 60.0, math.inf]),
         short=st.sampled_from([1, 3, 64]),
+        eviction=st.sampled_from(["lru", "cost"]),
         eos=st.sampled_from([False, False, True]),
         swap=st.sampled_from([0, 1, 3, 40]),
         bits=st.sampled_from([(16,), (16, 8), (16, 8, 4)]),
@@ -81,6 +82,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         policy,
         aging,
         short,
+        eviction,
         eos,
         swap,
         bits,
@@ -103,6 +105,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             tenant_weights={"a": 4, "b": 0.5} if policy == "fair" else None,
             priority_aging=aging,
             short_step_tokens=short,
+            prefix_eviction=eviction,
             eos_token_ids=frozenset(range(0, 1000, 20)) if eos else frozenset(),
         )
         self.longest = min(max_model_len - 1, pages * page_size)

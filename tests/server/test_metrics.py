@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -14,10 +15,11 @@ from tests.server.serving import Serve, running
 
 
 def test_a_scrape_has_every_model_and_counts_requests() -> None:
-    with FakeLLM("One.") as one, FakeLLM("Two.") as two:
-        with running(create_app({"a": one, "b": two})) as client:
-            assert client.post("/v1/completions", {"model": "b", "prompt": "Hi"}).status == 200
-            found = client.get("/metrics")
+    with ExitStack() as stack:
+        llms = {name: stack.enter_context(FakeLLM("Fine.")) for name in "ab"}
+        client = stack.enter_context(running(create_app(llms)))
+        assert client.post("/v1/completions", {"model": "b", "prompt": "Hi"}).status == 200
+        found = client.get("/metrics")
     assert found.status == 200 and found.headers["content-type"].startswith("text/plain")
     families = {one.name: one for one in text_string_to_metric_families(found.body.decode())}
     counts = {"a": 0.0, "b": 0.0}
@@ -41,8 +43,9 @@ def test_metrics_have_a_role_of_their_own(serve: Serve) -> None:
 def test_the_weight_of_a_caller_is_that_of_its_tenant(tmp_path: Path) -> None:
     access = Open(Caller(tenant="gold", weight=4.0))
     body = {"prompt": "Hi", "max_tokens": 2}
-    with LLM(tiny_model(tmp_path / "model"), scheduling_policy="fair") as llm:
-        with running(create_app(llm, access=access)) as client:
-            assert client.post("/v1/completions", body).status == 200
+    with ExitStack() as stack:
+        llm = stack.enter_context(LLM(tiny_model(tmp_path / "model"), scheduling_policy="fair"))
+        client = stack.enter_context(running(create_app(llm, access=access)))
+        assert client.post("/v1/completions", body).status == 200
         policy = llm._driver.engine.scheduler.queues.policy
         assert policy.weight("gold") == 4.0  # type: ignore[attr-defined]

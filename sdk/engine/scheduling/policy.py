@@ -171,11 +171,12 @@ class FairPolicy(SchedulingPolicy):
 
     def position(self, queue: Hashable) -> Position:
         # of equal counters, such as one that was just raised, first the one with fewer slots
-        return self._used[queue], self._running.get(queue, 0) / self.weight(queue)
+        used = self._used.get(queue, 0.0)
+        return used, self._running.get(queue, 0) / self.weight(queue)
 
     def overtakes(self, waiting: Request, running: Request) -> bool:
         mine, other = waiting.tenant, running.tenant
-        if mine == other or self._used[mine] > self._used[other]:
+        if mine == other or self._used[mine] > self._used.get(other, 0.0):
             return False
         slots = self._running.get(other, 0) * self.weight(mine)
         return slots > (self._running.get(mine, 0) + 1) * self.weight(other)
@@ -210,7 +211,8 @@ class FairPolicy(SchedulingPolicy):
 
     def ran(self, request: Request, prompt_tokens: int, answer_tokens: int) -> None:
         cost = prompt_tokens + ANSWER_COST * answer_tokens
-        self._used[request.tenant] += cost / self.weight(request.tenant)
+        used = self._used.get(request.tenant, 0.0)
+        self._used[request.tenant] = used + cost / self.weight(request.tenant)
 
     def forecast(self) -> FairPolicy:
         copy = FairPolicy(aging=self._aging)

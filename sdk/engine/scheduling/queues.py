@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import insort
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import NamedTuple
@@ -26,6 +27,7 @@ _RUNNING_ORDER = attrgetter("position", "order")
 #: A request runs at least this many new tokens before one that waits preempts it, and at least a
 #: page, because full pages stay in the cache: so it never loses more than it computed in its turn.
 _QUANTUM = 16
+_LAST_ANSWERS = 128
 
 
 class RequestUpdate(NamedTuple):
@@ -68,6 +70,8 @@ class RequestQueues:
         self._expired: list[RequestUpdate] = []
         self._rewound: dict[Request, None] = {}  # the ranks must start them again
         self.num_added = 0
+        #: Tokens of the answers that ended last.
+        self.answer_lengths: deque[int] = deque(maxlen=_LAST_ANSWERS)
         #: When the last request arrived that overtakes a running one.
         self.overtaken_at = -math.inf
         self._quantum = max(_QUANTUM, config.page_size)
@@ -201,6 +205,8 @@ class RequestQueues:
         request.stop_reason = stop
         del self._requests[request.request_id]
         self.policy.ended(request)
+        if request.kind == "generate" and reason in ("stop", "length"):
+            self.answer_lengths.append(request.num_output_tokens)
 
     def _stop(self, request: Request) -> None:
         """Remove a request from the running ones."""

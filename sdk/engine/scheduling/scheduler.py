@@ -42,7 +42,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain
 
 from sdk.engine.pages.page_pool import PagePool
@@ -58,6 +58,7 @@ from sdk.engine.scheduling.prompt_steps import PromptSteps
 from sdk.engine.scheduling.queues import RequestQueues, RequestUpdate
 from sdk.engine.scheduling.request import Request, RequestStatus
 from sdk.engine.scheduling.scheduler_config import SchedulerConfig
+from sdk.engine.scheduling.step_times import StepTimes
 from sdk.metrics.recorder import Recorder
 from sdk.outputs import RequestEvent
 
@@ -115,6 +116,7 @@ class Scheduler:
         self.min_concurrent_tokens = _MIN_CONCURRENT_TOKENS
         #: ``None``: no drafts.
         self.drafts: Drafts | None = None
+        self.times = StepTimes()
         self._planned_at = 0.0  # with drafts: when the last plan was begun
 
     @property
@@ -211,13 +213,22 @@ class Scheduler:
                 drafts.learn_step(rows, self._num_tokens, seconds)
             if result.forced:
                 drafts.look_again()
-        return self.committer.commit(result, self.pages_ahead)
+        updates = self.committer.commit(result, self.pages_ahead)
+        if not self.queues.unfinished:  # the time until the next request comes does not count
+            self._end_steps()
+        return updates
+
+    def _end_steps(self) -> None:
+        """Learn how long the steps since the last one planned request by request took."""
+        generated = self.committer.num_generation_tokens
+        self.times.end(self.queues.clock(), self._num_steps, generated)
 
     def _plan_anew(self, most_tokens: int | None, busy: frozenset[Request]) -> StepPlan | None:
         """:meth:`plan`, request by request, without those that are ``busy`` in other steps."""
         queues, in_flight = self.queues, self._in_flight
         in_flight.repeatable = in_flight.same = None
         self._num_added = queues.num_added
+        self._end_steps()
         queues.refresh()
         if queues.policy.preemptive and queues.waiting:
             self.admission.make_room(busy)
@@ -240,6 +251,7 @@ class Scheduler:
             budget -= num_drafts
         parts, joined = self._prompts.plan(prefills, budget, bool(decodes), may_start=complete)
         started += [sequence.start() for request in joined for sequence in request.sequences]
+        self._begin_steps(num_decodes, parts)
         rows = decodes + [(sequence, _row(sequence, num)) for sequence, num in parts]
         if busy and not (rows or new_pages):
             return None
@@ -252,6 +264,14 @@ class Scheduler:
         if complete and alone and not others and not num_drafts:
             in_flight.repeatable = batch
         return batch.plan
+
+    def _begin_steps(self, num_decodes: int, parts: Sequence[tuple[Request, int]]) -> None:
+        """A step with so many decodes and these parts of prompts begins."""
+        tokens = sum(num for _, num in parts)
+        pairs = sum(num * (one.num_computed + num / 2) for one, num in parts)
+        generated = self.committer.num_generation_tokens
+        now = self.queues.clock()
+        self.times.begin(now, self._num_steps, num_decodes, tokens, pairs, generated)
 
     def _launch(
         self,

@@ -57,6 +57,10 @@ class WaitingRequests:
             else:
                 heapq.heappop(heap)
 
+    def snapshot(self) -> list[Request]:
+        """All of them in any order, also for another thread while a step runs."""
+        return [request for queue in list(self._queues.values()) for request in list(queue)]
+
     def first(self) -> Request | None:
         """The one that should start next."""
         return next(iter(self), None)
