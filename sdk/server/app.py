@@ -18,7 +18,7 @@ from sdk.server.errors import INTERNAL, Problem
 from sdk.server.guard.body_limits import BodyLimits
 from sdk.server.live import Live
 from sdk.server.models import Models
-from sdk.server.routes import generate, pooling, responses, state, tokens
+from sdk.server.routes import generate, ollama, pooling, responses, state, tokens
 from sdk.server.routes.metrics import Metrics
 from sdk.server.web_page import page_routes
 
@@ -42,6 +42,12 @@ _OTHERS: tuple[tuple[str, str, Handler, Role | None], ...] = (
     ("POST", "/tokenize", tokens.tokenize, "user"),
     ("POST", "/detokenize", tokens.detokenize, "user"),
     ("POST", "/v2/rerank", pooling.rerank, "user"),  # Cohere's
+)
+_OLLAMA: tuple[tuple[str, str, Handler], ...] = (
+    ("POST", "/api/chat", ollama.chat),
+    ("POST", "/api/generate", ollama.generate),
+    ("GET", "/api/tags", ollama.tags),
+    ("GET", "/api/version", ollama.version),
 )
 
 
@@ -87,6 +93,8 @@ def create_app(
             _add(app, method, prefix + path, Endpoint(handler, services))
     for method, path, handler, role in _OTHERS:
         _add(app, method, path, Endpoint(handler, services, role))
+    for method, path, handler in _OLLAMA:
+        _add(app, method, path, Endpoint(handler, services, "user", ollama.ERRORS))
     _add(app, "GET", "/metrics", Endpoint(Metrics(served, metrics_prefix), services, "metrics"))
     if live is not None:
         app.router.routes.extend(page_routes())
