@@ -24,6 +24,8 @@ from sdk.demo import demo_model
 from sdk.errors import OutOfMemoryError, RequestError
 
 if TYPE_CHECKING:
+    import uvicorn
+
     from sdk.llm import LLM
 
 
@@ -106,22 +108,7 @@ def serve(
     """Serve until a signal comes; the exit code."""
     import uvicorn
 
-    from sdk.server.app import create_app
-    from sdk.server.guard import Gate, protected, uvicorn_options
-
-    gate = Gate(guard.http.requests)
-
-    app = create_app(
-        llms, access=guard.access, max_body_bytes=guard.http.body_bytes, limits=guard.body
-    )
-    config = uvicorn.Config(
-        protected(app, access=guard.access, limits=guard.http, origins=guard.origins, gate=gate),
-        log_config=None,
-        access_log=False,
-        **uvicorn_options(guard.http, gate),
-        proxy_headers=args.forwarded_allow_ips is not None,
-        forwarded_allow_ips=args.forwarded_allow_ips,
-    )
+    config = configured(llms, args, guard)
 
     class Server(uvicorn.Server):
         """Ends when told, without raising the signal again: the exit code says how it ended."""
@@ -152,7 +139,7 @@ def serve(
 
     # Its message about requests that are aborted is said below.
     logging.getLogger("uvicorn.error").addFilter(lambda record: "running task" not in record.msg)
-    config.timeout_graceful_shutdown = args.drain_seconds  # type: ignore[assignment]  # any number
+    config.timeout_graceful_shutdown = args.drain_seconds  # any number
     server = Server(config)
     host, port = listening.getsockname()[:2]
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -163,6 +150,27 @@ def serve(
         return 130
     say("stopped")
     return 0
+
+
+def configured(llms: dict[str, LLM], args: argparse.Namespace, guard: Protection) -> uvicorn.Config:
+    """The protected application, and how uvicorn runs it."""
+    import uvicorn
+
+    from sdk.server.app import create_app
+    from sdk.server.guard import Gate, protected, uvicorn_options
+
+    gate = Gate(guard.http.requests)
+    app = create_app(
+        llms, access=guard.access, max_body_bytes=guard.http.body_bytes, limits=guard.body
+    )
+    return uvicorn.Config(
+        protected(app, access=guard.access, limits=guard.http, origins=guard.origins, gate=gate),
+        log_config=None,
+        access_log=False,
+        proxy_headers=args.forwarded_allow_ips is not None,
+        forwarded_allow_ips=args.forwarded_allow_ips,
+        **uvicorn_options(guard.http, gate),
+    )
 
 
 def bound(host: str, port: int) -> socket.socket:
