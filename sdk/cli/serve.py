@@ -24,6 +24,9 @@ from sdk.demo import demo_model
 from sdk.errors import OutOfMemoryError, RequestError
 
 if TYPE_CHECKING:
+    import uvicorn
+    from fastapi import FastAPI
+
     from sdk.llm import LLM
 
 
@@ -108,12 +111,9 @@ def serve(
     import uvicorn
 
     from sdk.server.app import create_app
-    from sdk.server.guard import Gate, protected, uvicorn_options
 
     host, port = listening.getsockname()[:2]
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    page = "" if args.no_page else f"; page at http://{address}/"
-    gate = Gate(guard.http.requests)
     app = create_app(
         llms,
         access=guard.access,
@@ -121,21 +121,15 @@ def serve(
         limits=guard.body,
         page=not args.no_page,
     )
-    config = uvicorn.Config(
-        protected(app, access=guard.access, limits=guard.http, origins=guard.origins, gate=gate),
-        log_config=None,
-        access_log=False,
-        **uvicorn_options(guard.http, gate),
-        proxy_headers=args.forwarded_allow_ips is not None,
-        forwarded_allow_ips=args.forwarded_allow_ips,
-    )
 
     class Server(uvicorn.Server):
         """Ends when told, without raising the signal again: the exit code says how it ended."""
 
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
-            say(f"listening at http://{address}/v1 for {', '.join(llms)}{page} (Ctrl-C stops)")
+            say(f"listening at http://{address}/v1 for {', '.join(llms)} (Ctrl-C stops)")
+            if not args.no_page:
+                say(f"page at http://{address}/")
 
         @contextlib.contextmanager
         def capture_signals(self) -> Iterator[None]:
@@ -156,8 +150,7 @@ def serve(
             self.should_exit = True
             count = len(self.server_state.tasks)
             if not args.no_page:
-                count -= app.state.live.viewers
-                app.state.live.close()
+                count -= app.state.live.close()
             if count:
                 say(
                     f"stopping; {count} request(s) may end within {args.drain_seconds:g} s "
@@ -166,14 +159,32 @@ def serve(
 
     # Its message about requests that are aborted is said below.
     logging.getLogger("uvicorn.error").addFilter(lambda record: "running task" not in record.msg)
-    config.timeout_graceful_shutdown = args.drain_seconds
-    server = Server(config)
+    server = Server(server_config(app, args, guard))
     server.run(sockets=[listening])
     if server.force_exit:
         say("stopped; the running requests were aborted")
         return 130
     say("stopped")
     return 0
+
+
+def server_config(app: FastAPI, args: argparse.Namespace, guard: Protection) -> uvicorn.Config:
+    """How uvicorn runs the protected application."""
+    import uvicorn
+
+    from sdk.server.guard import Gate, protected, uvicorn_options
+
+    gate = Gate(guard.http.requests)
+    config = uvicorn.Config(
+        protected(app, access=guard.access, limits=guard.http, origins=guard.origins, gate=gate),
+        log_config=None,
+        access_log=False,
+        proxy_headers=args.forwarded_allow_ips is not None,
+        forwarded_allow_ips=args.forwarded_allow_ips,
+        **uvicorn_options(guard.http, gate),
+    )
+    config.timeout_graceful_shutdown = args.drain_seconds
+    return config
 
 
 def bound(host: str, port: int) -> socket.socket:

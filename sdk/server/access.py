@@ -115,8 +115,9 @@ class Outcome:
 class Admission(Protocol):
     """One admitted request."""
 
-    #: Headers for its response, such as ``x-ratelimit-remaining-tokens``.
-    headers: Mapping[str, str]
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """Headers for its response, such as ``x-ratelimit-remaining-tokens``."""
 
     def finish(self, outcome: Outcome) -> None:
         """The request has ended. Called once, on the event loop; must not block."""
