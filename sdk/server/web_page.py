@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from importlib.resources import files
-from importlib.resources.abc import Traversable
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -87,8 +87,8 @@ class PageFile:
         return Response(self.content, headers=self._headers)
 
 
-def _read(folder: Traversable, prefix: str) -> Iterator[tuple[str, PageFile]]:
-    # Only names of the folder are served: a path with ".." matches none of them.
+def _read(folder: Any, prefix: str) -> Iterator[tuple[str, PageFile]]:
+    # ``folder`` is a Traversable, whose module has another name in Python 3.10. Only names in it are served: a path with ".." matches none of them.
     for entry in folder.iterdir():
         name = prefix + entry.name
         if entry.is_dir():
