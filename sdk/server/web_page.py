@@ -88,7 +88,8 @@ class PageFile:
 
 
 def _read(folder: Any, prefix: str) -> Iterator[tuple[str, PageFile]]:
-    # ``folder`` is a Traversable, whose module has another name in Python 3.10. Only names in it are served: a path with ".." matches none of them.
+    # ``folder`` is a Traversable, which Python 3.10 has in another module. Only names found in it
+    # are served: a path with ".." matches none of them.
     for entry in folder.iterdir():
         name = prefix + entry.name
         if entry.is_dir():
