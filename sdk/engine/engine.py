@@ -414,6 +414,9 @@ class Engine:
             if generation.results is not None:
                 self.scheduler.admission.release_results(generation.results)
             self._num_finished += 1
+            if completion.request.kind == "generate":
+                tokens = max(one.request.num_output_tokens for one in generation.completions)
+                self.scheduler.recorder.longest_answer.add(tokens)
 
     def trace_unfinished(self, trace: Trace) -> None:
         """Add the requests that are not finished to a trace that ends."""

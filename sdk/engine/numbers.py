@@ -43,6 +43,7 @@ def numbers(
         "prefix_queries": pool.queries,
         "prefix_hits": pool.hits,
         "cache_hit_rate": pool.hits / pool.queries if pool.queries else 0.0,
+        "num_prompt_tokens_begun": recorder.num_prompt_tokens,
         "num_prompt_tokens_queried": recorder.num_queried_tokens,
         "num_prompt_tokens_cached": recorder.num_hit_tokens,
         "swapped_out": swap.stored,

@@ -118,6 +118,7 @@ class Recorder:
         self.inter_token_latency = Histogram()
         self.step_seconds = Histogram()
         self.step_tokens = Histogram(TOKENS)
+        self.longest_answer = Histogram(TOKENS)
         #: Prompt tokens of admitted requests, those of them found in the cache, and prompt tokens
         #: of requests that have their first token: what vLLM counts under these names.
         self.num_queried_tokens = self.num_hit_tokens = self.num_prompt_tokens = 0
@@ -133,6 +134,7 @@ class Recorder:
             inter_token_latency=self.inter_token_latency.read(),
             step_seconds=self.step_seconds.read(),
             step_tokens=self.step_tokens.read(),
+            longest_answer=self.longest_answer.read(),
             slo=self.slo,
         )
 

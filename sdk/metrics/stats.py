@@ -81,7 +81,8 @@ class EngineStats:
     ``by_adapter``: of those that have one (from the 65th tenant or adapter on, under
     ``"(other)"``). ``inter_token_latency``: seconds between two steps that gave an answer tokens,
     as in vLLM: with accepted drafts such a step gives several. ``step_seconds`` and
-    ``step_tokens``: of each step. ``slo``: what ``num_within_slo`` counts now.
+    ``step_tokens``: of each step. ``longest_answer``: of each request that ended, the tokens of the
+    longest of its answers. ``slo``: what ``num_within_slo`` counts now.
     """
 
     metrics: Mapping[str, float]
@@ -91,4 +92,5 @@ class EngineStats:
     inter_token_latency: HistogramData
     step_seconds: HistogramData
     step_tokens: HistogramData
+    longest_answer: HistogramData
     slo: SLO | None

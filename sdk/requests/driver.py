@@ -99,6 +99,9 @@ class Driver:
         #: models need memory.
         self.lease: Lease | None = None
         self.give_back: Callable[[], None] | None = None
+        #: Sees requests in their caller's thread, and returns the sink that gets their outputs. It
+        #: must return at once, and must not raise.
+        self.tap: Callable[[Sequence[Job], OutputSink], OutputSink] | None = None
         self._asleep = ""  # why requests are rejected for now
         self._owner = os.getpid()
         self._inboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopInbox] = (
@@ -140,7 +143,6 @@ class Driver:
         self.check_usable()  # before the lock, which a forked child may have inherited locked
         if run:
             self._check_outside_step()
-        commands = [_Add(job, sink) for job in jobs]
         with self._lock:
             self.check_usable()
             for job in jobs:
@@ -151,6 +153,9 @@ class Driver:
                     )
             if run:
                 self._start()
+            if self.tap is not None:
+                sink = self.tap(jobs, sink)
+            commands = [_Add(job, sink) for job in jobs]
             for command in commands:  # without Python calls that a signal handler could interrupt
                 self._sinks[command.job.request_id] = sink
                 self._inbox.append(command)

@@ -18,3 +18,10 @@ def rig():
     if not hasattr(module, "Rig"):
         spec.loader.exec_module(module)
     return module.Rig
+
+
+@pytest.fixture
+def documented() -> str:
+    """docs/metrics.md."""
+    path = Path(__file__).parents[2] / "docs" / "metrics.md"
+    return path.read_text(encoding="utf-8")
