@@ -23,6 +23,9 @@ from sdk.demo import demo_model
 from sdk.errors import OutOfMemoryError, RequestError
 
 if TYPE_CHECKING:
+    import uvicorn
+    from fastapi import FastAPI
+
     from sdk.llm import LLM
 
 #: Clients keep connections for the next request. A server that closes them earlier than they do
@@ -109,16 +112,6 @@ def serve(listening: socket.socket, llms: dict[str, LLM], args: argparse.Namespa
     host, port = listening.getsockname()[:2]
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     app = create_app(llms, page=not args.no_page)
-    config = uvicorn.Config(
-        app,
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        ws="none",
-        timeout_keep_alive=_KEEP_ALIVE_S,
-        proxy_headers=args.forwarded_allow_ips is not None,
-        forwarded_allow_ips=args.forwarded_allow_ips,
-    )
 
     class Server(uvicorn.Server):
         """Ends when told, without raising the signal again: the exit code says how it ended."""
@@ -148,8 +141,7 @@ def serve(listening: socket.socket, llms: dict[str, LLM], args: argparse.Namespa
             self.should_exit = True
             count = len(self.server_state.tasks)
             if not args.no_page:
-                count -= app.state.live.viewers
-                app.state.live.close()
+                count -= app.state.live.close()
             if count:
                 say(
                     f"stopping; {count} request(s) may end within {args.drain_seconds:g} s "
@@ -158,14 +150,31 @@ def serve(listening: socket.socket, llms: dict[str, LLM], args: argparse.Namespa
 
     # Its message about requests that are aborted is said below.
     logging.getLogger("uvicorn.error").addFilter(lambda record: "running task" not in record.msg)
-    config.timeout_graceful_shutdown = args.drain_seconds
-    server = Server(config)
+    server = Server(server_config(app, args))
     server.run(sockets=[listening])
     if server.force_exit:
         say("stopped; the running requests were aborted")
         return 130
     say("stopped")
     return 0
+
+
+def server_config(app: FastAPI, args: argparse.Namespace) -> uvicorn.Config:
+    """How the app is served."""
+    import uvicorn
+
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        ws="none",
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        proxy_headers=args.forwarded_allow_ips is not None,
+        forwarded_allow_ips=args.forwarded_allow_ips,
+    )
+    config.timeout_graceful_shutdown = args.drain_seconds
+    return config
 
 
 def bound(host: str, port: int) -> socket.socket:
