@@ -36,7 +36,7 @@ from sdk.openai.requests import (
     read_completion,
 )
 from sdk.openai.responses import Responses
-from sdk.openai.types import CreateEmbeddingResponse
+from sdk.openai.objects import CreateEmbeddingResponse
 from sdk.outputs import EmbeddingOutput, RequestOutput
 from sdk.params import SamplingParams
 from sdk.quant.safe_repr import safe_repr
