@@ -70,9 +70,11 @@ class Live:
         finally:
             self.viewers -= 1
 
-    def close(self) -> None:
-        """End all streams: a server that waits for its requests must not wait for viewers."""
+    def close(self) -> int:
+        """End all streams, and return how many: a server that waits for its requests must not wait
+        for viewers."""
         self._closed.set()
+        return self.viewers
 
     def ended(self, model: str, outputs: Iterable[RequestOutput]) -> None:
         """Requests to ``model`` have ended with ``outputs``. Keeps what they say about times."""

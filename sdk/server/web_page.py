@@ -5,14 +5,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from importlib.resources import files
-from typing import TYPE_CHECKING
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-
-if TYPE_CHECKING:  # importlib.resources.abc from Python 3.11 on
-    from importlib.abc import Traversable
 
 _TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -90,8 +87,9 @@ class PageFile:
         return Response(self.content, headers=self._headers)
 
 
-def _read(folder: Traversable, prefix: str) -> Iterator[tuple[str, PageFile]]:
-    # Only names of the folder are served: a path with ".." matches none of them.
+def _read(folder: Any, prefix: str) -> Iterator[tuple[str, PageFile]]:
+    # ``folder`` is a Traversable, which Python 3.10 has in another module. Only names found in it
+    # are served: a path with ".." matches none of them.
     for entry in folder.iterdir():
         name = prefix + entry.name
         if entry.is_dir():
