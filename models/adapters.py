@@ -108,6 +108,11 @@ class ModelAdapters:
         :raises KernelError: no memory is left.
         """
         split = self._split(adapter)
+        for path, matrix in adapter.matrices.items():
+            for name, tensor in matrix._asdict().items():
+                if tensor is not None and not bool(tensor.isfinite().all()):
+                    where = f"adapter {adapter.name!r}, {path}"
+                    raise AdapterError(f"{where}: {name} contains numbers that are not finite")
         sizes = self._sizes(split)
         memory = factor_memory(sum(sizes.values()), self._ops.device)
         updates: dict[int, Update] = {}
@@ -217,9 +222,5 @@ def _check(where: str, path: str, matrix: LowRank, part: Part) -> None:
     if bias is not None and bias.shape != (out,):
         raise AdapterError(f"{where}: expected a bias [{out}], found {list(bias.shape)}")
     for name, tensor in (("a", a), ("b", b), ("bias", bias)):
-        if tensor is None:
-            continue
-        if not tensor.is_floating_point():
+        if tensor is not None and not tensor.is_floating_point():
             raise AdapterError(f"{where}: expected floats in {name}, found {tensor.dtype}")
-        if not bool(tensor.isfinite().all()):
-            raise AdapterError(f"{where}: {name} contains numbers that are not finite")
