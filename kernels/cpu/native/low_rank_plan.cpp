@@ -2,6 +2,9 @@
 
 namespace {
 
+// Bytes of factors that a thread prefetches: half of a second-level cache.
+constexpr int64_t kMostAhead = 1 << 19;
+
 int64_t widest(const LowRankArgs& args) {
     int64_t most = 0;
     for (int64_t g = 0; g < args.rows->count; ++g) {
