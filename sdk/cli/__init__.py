@@ -33,6 +33,7 @@ COMMANDS = {
     "bench": "bench",
     "bench serve": "bench.serve",
     "tune": "tune",
+    "tune serve": "tune_serve",
     "fetch-demo": "fetch_demo",
 }
 
