@@ -28,19 +28,21 @@ def sweep(
     needed: float,
     *,
     first: float = FIRST_RATE,
+    growth: float = 2.0,
     resolution: float = RESOLUTION,
+    tries: int = 2,
     report: Callable[[Probe], None] = lambda probe: None,
 ) -> tuple[float, list[Probe]]:
     """The highest rate of which a share of at least ``needed`` of the requests is good, 0 if there
     is none, and all probes. ``run`` offers a rate and needs an SLO.
 
-    A rate that fails is offered once more, and fails only if it does so again: other programs on
-    the machine can make a run worse, never better.
+    The rate grows from ``first`` by the factor ``growth`` until it fails. A rate fails only if it
+    does so in ``tries`` runs: other programs on the machine can make a run worse, never better.
     """
     probes: list[Probe] = []
 
     def passes(rate: float) -> bool:
-        for _ in range(2):
+        for _ in range(tries):
             summary = run(rate)
             probe = Probe(rate, summary, (summary.good_share or 0.0) >= needed)
             probes.append(probe)
@@ -51,12 +53,12 @@ def sweep(
 
     low, high = 0.0, first
     while high <= LAST_RATE and passes(high):
-        low, high = high, 2 * high
+        low, high = high, growth * high
     if not low:  # the first rate was too high
         while high > first / 16:
-            high /= 2
+            high /= growth
             if passes(high):
-                low, high = high, 2 * high
+                low, high = high, growth * high
                 break
         else:
             return 0.0, probes
