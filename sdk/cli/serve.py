@@ -108,10 +108,16 @@ def serve(
     """Serve until a signal comes; the exit code."""
     import uvicorn
 
+    host, port = listening.getsockname()[:2]
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     config = configured(llms, args, guard)
 
     class Server(uvicorn.Server):
         """Ends when told, without raising the signal again: the exit code says how it ended."""
+
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            say(f"listening at http://{address}/v1 for {', '.join(llms)} (Ctrl-C stops)")
 
         @contextlib.contextmanager
         def capture_signals(self) -> Iterator[None]:
@@ -139,11 +145,8 @@ def serve(
 
     # Its message about requests that are aborted is said below.
     logging.getLogger("uvicorn.error").addFilter(lambda record: "running task" not in record.msg)
-    config.timeout_graceful_shutdown = args.drain_seconds  # any number
+    config.timeout_graceful_shutdown = args.drain_seconds
     server = Server(config)
-    host, port = listening.getsockname()[:2]
-    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    say(f"listening at http://{address}/v1 for {', '.join(llms)}")
     server.run(sockets=[listening])
     if server.force_exit:
         say("stopped; the running requests were aborted")
@@ -176,21 +179,25 @@ def configured(llms: dict[str, LLM], args: argparse.Namespace, guard: Protection
 def bound(host: str, port: int) -> socket.socket:
     """A socket bound before the model is loaded; nobody can connect to it yet.
 
-    :raises OSError: the address cannot be used; the message names it.
+    :raises OSError: the address cannot be used; the message names it. :raises RequestError: there
+        is no such port.
     """
+    if not 0 <= port < 2**16:
+        raise RequestError(f"--port: expected 0 to {2**16 - 1}, found {port}")
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         raise OSError(f"--host {host} --port {port}: {error}") from error
     family, kind, protocol, _, address = found[0]
     made = socket.socket(family, kind, protocol)
     try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         made.bind(address)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         made.close()
-        what = error.strerror if isinstance(error, OSError) else str(error)
-        raise OSError(f"cannot listen at {host}:{port}: {what}; choose another --port") from error
+        raise OSError(
+            f"cannot listen at {host}:{port}: {error.strerror}; choose another --port"
+        ) from error
     return made
 
 

@@ -59,8 +59,8 @@ def chat_body(body: Body) -> dict[str, Any]:
     elif reasoning is not None:
         raise RequestError(f"reasoning: expected an object, found {safe_repr(reasoning)}")
     made["response_format"] = _format(body.take("text"))
-    if (tops := body.take("top_logprobs")) is not None:
-        made |= {"logprobs": True, "top_logprobs": tops}
+    if body.take("top_logprobs", 0) != 0:
+        raise RequestError("top_logprobs: is supported only by chat completions; leave it out")
     return made
 
 

@@ -21,10 +21,11 @@ from sdk.requests.prompts import PromptLike, is_conversation
 IGNORED = frozenset(
     (
         *("user", "metadata", "store", "safety_identifier", "service_tier", "prompt_cache_key"),
-        *("prompt_cache_options", "prompt_cache_retention", "verbosity", "moderation"),
-        *("guided_decoding_backend", "disallow_custom_tools", "request_id"),
+        *("prompt_cache_options", "prompt_cache_retention"),
     )
 )
+#: Those that only servers get.
+_IGNORED_TOO = ("verbosity", "moderation", "guided_decoding_backend", "request_id")
 #: Parameters that are accepted with the values that ask for nothing special.
 _ONLY: Mapping[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
@@ -143,6 +144,7 @@ class Body:
     def end(self) -> None:
         """:raises RequestError: a parameter is unknown or not supported."""
         self.take_all(IGNORED)
+        self.take_all(_IGNORED_TOO)
         for name, allowed in _ONLY.items():
             if name in self._left and self._left.pop(name) not in allowed:
                 instead = _INSTEAD.get(name, "leave it out")

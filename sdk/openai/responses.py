@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from sdk.openai.types import (
+from sdk.openai.objects import (
     ChatCompletion,
     ChatCompletionChunk,
     ChatCompletionMessage,

@@ -99,7 +99,7 @@ async def _batches(
         while not finished:
             outputs = [await mailbox.get(), *mailbox.get_more()]
             finished = outputs[-1].finished
-            yield [view(output) for output in outputs]
+            yield [view(output) for output in outputs if isinstance(output, RequestOutput)]
     finally:
         if not finished:
             driver.abort([job.request_id])

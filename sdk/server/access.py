@@ -133,7 +133,7 @@ class Access(Protocol):
         """Reserve what the request may use. :raises Refused: it is too much, or too much now."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Free:
     """An admission without limits."""
 

@@ -17,7 +17,7 @@ from sdk.server.endpoint import Endpoint, Handler, Services
 from sdk.server.errors import INTERNAL, Problem
 from sdk.server.guard.body_limits import BodyLimits
 from sdk.server.models import Models
-from sdk.server.routes import generate, pooling, responses, state, tokens
+from sdk.server.routes import generate, ollama, pooling, responses, state, tokens
 
 #: 16 MiB: a context of a million tokens as text has 4 MB.
 MAX_BODY_BYTES = 2**24
@@ -39,6 +39,12 @@ _OTHERS: tuple[tuple[str, str, Handler, Role | None], ...] = (
     ("POST", "/tokenize", tokens.tokenize, "user"),
     ("POST", "/detokenize", tokens.detokenize, "user"),
     ("POST", "/v2/rerank", pooling.rerank, "user"),  # Cohere's
+)
+_OLLAMA: tuple[tuple[str, str, Handler], ...] = (
+    ("POST", "/api/chat", ollama.chat),
+    ("POST", "/api/generate", ollama.generate),
+    ("GET", "/api/tags", ollama.tags),
+    ("GET", "/api/version", ollama.version),
 )
 
 
@@ -74,6 +80,8 @@ def create_app(
             _add(app, method, prefix + path, Endpoint(handler, services))
     for method, path, handler, role in _OTHERS:
         _add(app, method, path, Endpoint(handler, services, role))
+    for method, path, handler in _OLLAMA:
+        _add(app, method, path, Endpoint(handler, services, "user", ollama.ERRORS))
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _internal_error)
     return app

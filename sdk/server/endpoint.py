@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from sdk.outputs import RequestOutput
 from sdk.server.access import Access, Admission, Caller, Demand, Outcome, Refused, Role
-from sdk.server.errors import INTERNAL, STOPPING, problem_of
+from sdk.server.errors import INTERNAL, OPENAI, STOPPING, ErrorShape, problem_of
 from sdk.server.exchange import ClientGone, Exchange, Receive, Scope, Send
 from sdk.server.guard.body_limits import BodyLimits
 from sdk.server.models import Models
@@ -34,13 +34,21 @@ Handler = Callable[[Exchange, Services], Awaitable[None]]
 class Endpoint:
     """An ASGI application for one route. ``role``: what its caller must be; ``None``: anybody."""
 
-    def __init__(self, handler: Handler, services: Services, role: Role | None = "user") -> None:
+    def __init__(
+        self,
+        handler: Handler,
+        services: Services,
+        role: Role | None = "user",
+        errors: ErrorShape = OPENAI,
+    ) -> None:
         self._handler = handler
         self._services = services
         self._role = role
+        self._errors = errors
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send, self._services.limits.check)
+        exchange.errors = self._errors
         try:
             if self._role is not None:
                 await self._enter(exchange, self._role)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from sdk.errors import (
     EngineAsleepError,
@@ -59,6 +59,16 @@ class Problem:
     def as_json(self) -> bytes:
         """The body as bytes."""
         return json.dumps(self.as_dict()).encode()
+
+
+class ErrorShape(NamedTuple):
+    """How an interface writes errors: as a response, and at the end of a stream that has begun."""
+
+    body: Callable[[Problem], bytes]
+    last: Callable[[bytes], bytes]
+
+
+OPENAI = ErrorShape(Problem.as_json, lambda body: b"data: " + body + b"\n\ndata: [DONE]\n\n")
 
 
 class AnswerError(SdkError):

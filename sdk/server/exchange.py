@@ -13,7 +13,7 @@ from typing import Any
 from sdk.errors import RequestError
 from sdk.quant.safe_repr import safe_repr
 from sdk.server.access import Caller, Client, Headers, Refused
-from sdk.server.errors import Problem
+from sdk.server.errors import OPENAI, Problem
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -50,6 +50,7 @@ class Exchange:
         self.began = time.monotonic()
         self.status = 0  # 0: the response has not begun
         self.caller = Caller()
+        self.errors = OPENAI
         #: For the response, in addition to the usual ones.
         self.headers: dict[str, str] = {}
         given = self.header(b"x-request-id") or b""
@@ -150,11 +151,11 @@ class Exchange:
 
     async def fail(self, problem: Problem) -> None:
         """Send an error: as the response, or in a stream that has begun as its last event."""
+        body = self.errors.body(problem)
         if not self.status:
-            await self.respond(problem.as_json(), problem.status, headers=problem.headers)
-            return
-        await self.write(b"data: " + problem.as_json() + b"\n\n")
-        await self.end(b"data: [DONE]\n\n")
+            await self.respond(body, problem.status, headers=problem.headers)
+        else:
+            await self.end(self.errors.last(body))
 
     async def stream(self, kind: list[tuple[bytes, bytes]] = _EVENTS) -> None:
         """Begin a stream, of server-sent events by default."""

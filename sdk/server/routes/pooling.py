@@ -96,11 +96,12 @@ def _documents(given: object) -> list[str]:
     """Documents are texts, or objects with one."""
     if not isinstance(given, list):
         raise RequestError(f"documents: expected a list of texts, found {safe_repr(given)}")
-    texts = [one.get("text") if isinstance(one, dict) else one for one in given]
-    for index, text in enumerate(texts):
+    texts: list[str] = []
+    for index, one in enumerate(given):
+        text = one.get("text") if isinstance(one, dict) else one
         if not isinstance(text, str):
-            found = safe_repr(given[index])
-            raise RequestError(f"documents[{index}]: expected a text, found {found}")
+            raise RequestError(f"documents[{index}]: expected a text, found {safe_repr(one)}")
+        texts.append(text)
     return texts
 
 
