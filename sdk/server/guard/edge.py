@@ -129,6 +129,7 @@ class Edge:
             else:
                 await self._in_time(request.replay(body), limits.request_seconds, request, response)
         finally:
+            self._buffered -= request.size
             self.gate.leave(entered)
 
     async def _in_time(
@@ -161,16 +162,16 @@ class Edge:
 
     async def _read(self, request: _Request) -> bytes:
         """The whole body. :raises Refused: 400, 408, 413 or 429."""
-        limits, chunks, size = self._limits, list[bytes](), 0
+        limits, chunks = self._limits, list[bytes]()
         deadline = Deadline(limits.body_seconds)
         try:
             async with deadline:
                 while not request.body_read:
                     chunk = await request.next_chunk()
-                    size += len(chunk)
+                    request.size += len(chunk)
                     self._buffered += len(chunk)
                     chunks.append(chunk)
-                    if size > limits.body_bytes:
+                    if request.size > limits.body_bytes:
                         raise limits.too_large()
                     if self._buffered > limits.buffered_bytes:
                         message = "The server holds too many large requests. Try again in 1 s."
@@ -183,8 +184,6 @@ class Edge:
                 f"The body was not complete after {limits.body_seconds:g} s.",
                 "body_timeout",
             ) from None
-        finally:
-            self._buffered -= size
         body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
         check_depth(body, limits.json_depth)
         return body
@@ -229,6 +228,8 @@ class _Request:
         self.length = 0
         self.waits_for_continue = False
         self.body_read = False
+        #: What counts as held: the bytes of the body that were read and not refused.
+        self.size = 0
         for name, value in scope["headers"]:
             if name == b"content-length":
                 self.length = int(value) if value.isdigit() and len(value) < 17 else -1

@@ -17,7 +17,7 @@ class HttpLimits:
     Head: ``head_bytes``: all header lines together, ``headers``: how many, ``target_bytes``: path
     and query; ``head_seconds``: from the connection, or the first byte, until it is complete.
     Body: ``body_bytes``; ``body_seconds`` until it is complete; ``json_depth``; ``buffered_bytes``:
-    of all bodies that are held at one time.
+    of the bodies of all requests that are inside.
     Requests: ``requests``: inside at one time, running and waiting; ``request_seconds``: until the
     response is complete (``None``: no limit); then the application is told that the client has
     gone, and the client gets an error.

@@ -1,8 +1,9 @@
 """Many connections at one time: ``python -m tests.server.guard.overload PORT --connections 1000``.
 
-Each connection asks again and again until the time is over. What is refused waits for its
-``Retry-After``. Prints one JSON object: latencies in milliseconds of refusals (429, 503) and of the
-first token of answers, counts by status, and what went wrong.
+The server is any, or ``python -m tests.server.guard.overload 0``: one with a fake model, which
+prints its port. Each connection asks again and again until the time is over. What is refused waits
+for its ``Retry-After``. Prints one JSON object: latencies in milliseconds of refusals (429, 503)
+and of the first token of answers, counts by status, and what went wrong.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import asyncio
 import json
 import random
 import resource
+import socket
 import statistics
 import time
 from collections import Counter
@@ -59,7 +61,7 @@ class Load:
                 if wait:
                     wait *= random.uniform(1.0, 1.5)
                     await asyncio.sleep(min(wait, max(0, self.end - time.perf_counter())))
-        except (OSError, EOFError) as error:
+        except (OSError, EOFError, KeyError) as error:
             self.errors[repr(error)] += 1
         finally:
             writer.close()
@@ -75,7 +77,7 @@ class Load:
         if status != 200:
             await reader.readexactly(int(headers["content-length"]))
             self.refused.append(time.perf_counter() - began)
-            return float(headers.get("retry-after", 0))
+            return float(headers["retry-after"])
         first = True
         while size := int(await reader.readline(), 16):
             await reader.readexactly(size + 2)
@@ -118,6 +120,25 @@ def percentiles(seconds: list[float]) -> dict[str, float]:
     return {name: round(value * 1000, 1) for name, value in values.items()}
 
 
+def serve() -> None:
+    """A protected server with a fake model: 32 requests in a step of 5 ms, 64 inside."""
+    import uvicorn
+
+    from sdk.server.app import create_app
+    from sdk.server.guard import Gate, HttpLimits, protected, uvicorn_options
+    from sdk.testing import FakeLLM
+
+    limits = HttpLimits(requests=64)
+    gate = Gate(limits.requests)
+    llm = FakeLLM("word " * 100, seconds_per_token=0.005, max_num_seqs=32)
+    app = protected(create_app(llm), limits=limits, gate=gate)
+    options = uvicorn_options(limits, gate)
+    config = uvicorn.Config(app, log_config=None, lifespan="off", **options)
+    listener = socket.create_server(("127.0.0.1", 0), backlog=limits.connections)
+    print(listener.getsockname()[1], flush=True)
+    uvicorn.Server(config).run([listener])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("port", type=int)
@@ -130,7 +151,10 @@ def main() -> None:
     args = parser.parse_args()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 8192)), hard))
-    print(json.dumps(asyncio.run(start(args))))
+    if args.port == 0:
+        serve()
+    else:
+        print(json.dumps(asyncio.run(start(args))))
 
 
 async def start(args: argparse.Namespace) -> dict[str, Any]:
