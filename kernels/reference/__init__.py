@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from sdk.kernels.offload import OnDisk
+from sdk.kernels.reference.adapters import LowRank
 from sdk.kernels.reference.attention import Attention
 from sdk.kernels.reference.elementwise import Map, Places, SelectRows, TakeColumns
 from sdk.kernels.reference.linear import ReferenceLinear, ReferenceLinearAsFile
@@ -51,6 +52,7 @@ class ReferenceBackend:
     def __init__(self) -> None:
         self._implementations: dict[str, Sequence[Any]] = {
             "linear": (ReferenceLinear(), ReferenceLinearAsFile()),
+            "low_rank": (LowRank(),),
             "route": (Route(),),
             "group": (Group(),),
             "add_owners_bias": (AddOwnersBias(),),
