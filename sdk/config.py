@@ -26,7 +26,6 @@ ProgressCallback = Callable[[str, int, int], "bool | None"]
 
 #: Options of a later release: the value that means "off", and what to do instead.
 _NOT_YET: dict[str, tuple[Any, str]] = {
-    "enable_lora": (False, "merge the adapter into the weights"),
     "trust_remote_code": (False, "code from checkpoints is never run"),
 }
 
@@ -77,6 +76,10 @@ class EngineConfig:
     scheduling_policy: PolicyName = "fcfs"
     speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None = None
     enable_lora: bool = False
+    max_loras: int = 1
+    max_lora_rank: int = 16
+    max_cpu_loras: int | None = None
+    lora_memory: int | str | None = None
     swap_space: int | str = 0
     swap_path: str | None = None
     disk_offload: int | str = 0
@@ -139,6 +142,7 @@ class EngineConfig:
         self._check_swap()
         self._check_offload()
         self._check_speculative()
+        self._check_lora()
         if self.kv_cache_dtype != "auto":
             object.__setattr__(self, "kv_cache_dtype", _kv_cache_dtype(self.kv_cache_dtype))
         if self.kv_policy is not None:
@@ -201,6 +205,25 @@ class EngineConfig:
             raise RequestError(
                 f"{method} is not supported on a GPU in this release; use method 'ngram'"
             )
+
+    def _check_lora(self) -> None:
+        if not isinstance(self.enable_lora, bool):
+            found = safe_repr(self.enable_lora)
+            raise RequestError(f"enable_lora: expected True or False, found {found}")
+        if self.lora_memory is not None:
+            if not self.enable_lora:
+                raise RequestError("lora_memory needs enable_lora=True: pass it too")
+            object.__setattr__(self, "lora_memory", parse_bytes(self.lora_memory, "lora_memory"))
+        if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
+            raise RequestError(
+                f"max_cpu_loras ({self.max_cpu_loras}) must be at least max_loras "
+                f"({self.max_loras})"
+            )
+
+    @property
+    def adapter_slots(self) -> int:
+        """Adapters that may be in memory at a time; all of them may run in one step."""
+        return max(self.max_loras, self.max_cpu_loras or 0) if self.enable_lora else 0
 
     def _check_folder(self, name: str, option: str) -> None:
         """``name`` must be a folder, and has an effect only together with ``option``."""
@@ -313,4 +336,7 @@ _COUNTS: dict[str, tuple[int, int]] = {
     "max_num_seqs": (1, 4096),
     "max_num_batched_tokens": (1, 2**20),
     "block_size": (1, 1024),
+    "max_loras": (1, 4096),
+    "max_lora_rank": (1, 4096),
+    "max_cpu_loras": (1, 4096),
 }

@@ -18,6 +18,7 @@ from sdk.loaders.model_file import ModelFile
 from sdk.quant.adapter import Adapter, LowRank
 from sdk.quant.errors import CheckpointError
 
+MAX_RANK = 1 << 14
 _PIECE = 16 * 2**20
 
 
@@ -126,6 +127,27 @@ def _pieces(path: Path) -> Iterator[memoryview]:
             yield file.read(start, min(_PIECE, file.size - start)).data
     finally:
         file.close()
+
+
+def check_shapes(
+    source: str, shape: MatrixShape, other_rank: int, expected: tuple[int, int] | None
+) -> None:
+    """Check an update against the model's matrix ``(out, in)``; ``None``: it is not known.
+
+    ``other_rank``: the rank of the second factor.
+
+    :raises CheckpointError: the shapes contradict each other.
+    """
+    if not 1 <= shape.rank == other_rank <= MAX_RANK:
+        raise CheckpointError(
+            f"{source}: expected two factors of one rank from 1 to {MAX_RANK}, found "
+            f"{shape.rank} and {other_rank}"
+        )
+    if expected is not None and (shape.outputs, shape.inputs) != expected:
+        raise CheckpointError(
+            f"{source}: expected a matrix {list(expected)} as in the model, found "
+            f"{[shape.outputs, shape.inputs]}: the adapter was made for another model"
+        )
 
 
 def low_rank(a: Tensor, b: Tensor, scale: float, source: str) -> LowRank:

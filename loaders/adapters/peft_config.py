@@ -1,4 +1,4 @@
-"""``adapter_config.json`` of a PEFT folder: what it says about the arithmetic, or why it cannot run.
+"""``adapter_config.json`` of a PEFT folder: the arithmetic it asks for, or why it cannot run.
 
 Every option of LoRA that would change what an adapter computes is either followed or rejected by
 its name. So is any option that this release does not know, unless it is off.
@@ -12,26 +12,54 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from sdk.loaders.adapters.adapter_file import MAX_RANK
 from sdk.loaders.adapters.patterns import Matcher, compile_pattern, find, is_simple
 from sdk.loaders.json_file import read_json
 from sdk.quant.errors import CheckpointError, UnsupportedError
 from sdk.quant.safe_repr import safe_repr
 
 MAX_CONFIG = 8 << 20
-MAX_RANK = 1 << 14
 #: Keys of a pattern, and those of them that are no plain names: bounds of the time to match them.
 _MAX_PATTERNS, _MAX_DIFFICULT = 1 << 14, 64
 T = TypeVar("T")
 #: Options that change nothing in a trained adapter, or nothing that its tensors do not say.
 _NEUTRAL = frozenset(
-    """auto_mapping base_model_name_or_path corda_config ensure_weight_tying eva_config
-    exclude_modules fan_in_fan_out inference_mode layers_pattern layers_to_transform loftq_config
-    lora_dropout lora_ga_config megatron_core parent_library peft_version qalora_group_size revision
-    runtime_config target_modules task_type unsloth_fixed""".split()
+    [
+        "auto_mapping",
+        "base_model_name_or_path",
+        "corda_config",
+        "ensure_weight_tying",
+        "eva_config",
+        "exclude_modules",
+        "fan_in_fan_out",
+        "inference_mode",
+        "layers_pattern",
+        "layers_to_transform",
+        "loftq_config",
+        "lora_dropout",
+        "lora_ga_config",
+        "megatron_core",
+        "parent_library",
+        "peft_version",
+        "qalora_group_size",
+        "revision",
+        "runtime_config",
+        "target_modules",
+        "task_type",
+        "unsloth_fixed",
+    ]
 )
 _READ = frozenset(
-    """alpha_pattern bias init_lora_weights lora_alpha peft_type r rank_pattern
-    use_rslora""".split()
+    [
+        "alpha_pattern",
+        "bias",
+        "init_lora_weights",
+        "lora_alpha",
+        "peft_type",
+        "r",
+        "rank_pattern",
+        "use_rslora",
+    ]
 )
 #: Ways to initialize an adapter that leave the weights of its model as they are.
 _PLAIN_INITS = (True, False, "gaussian", "eva", "orthogonal")
@@ -118,9 +146,7 @@ def _check_supported(raw: Mapping[str, Any], source: str) -> None:
         if name in _READ or name in _NEUTRAL or value in (None, False, 0, "", [], {}):
             continue
         why = _REASONS.get(name, f"this release does not know this option; {_MERGE}")
-        raise UnsupportedError(
-            f"{source}: {name[:80]}={safe_repr(value)} is not supported: {why}"
-        )
+        raise UnsupportedError(f"{source}: {name[:80]}={safe_repr(value)} is not supported: {why}")
 
 
 def _wrong(source: str, name: str, value: object, expected: str) -> CheckpointError:

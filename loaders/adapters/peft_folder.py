@@ -10,25 +10,29 @@ Names begin with ``base_model.model.``; then come the path of a module and one o
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from sdk.loaders.adapters.adapter_file import AdapterFile, MatrixShape, StoredMatrix, low_rank
+from sdk.loaders.adapters.adapter_file import (
+    AdapterFile,
+    MatrixShape,
+    StoredMatrix,
+    check_shapes,
+    low_rank,
+)
 from sdk.loaders.adapters.peft_config import PeftConfig, read_peft_config
 from sdk.loaders.folder_file import folder_file, weight_file
-from sdk.loaders.model_shapes import expected_shape
 from sdk.loaders.other_kinds import ADAPTER_CONFIG
 from sdk.loaders.safetensors_reader import SafetensorsFiles, StoredTensor
 from sdk.quant.adapter import LowRank
 from sdk.quant.errors import CheckpointError, UnsupportedError
 
 WEIGHTS = "adapter_model.safetensors"
-_PICKLE = "adapter_model.bin"
+PICKLE = "adapter_model.bin"
 _PREFIX = "base_model.model."
 #: Beginnings of paths in other classes of transformers -> those of a causal language model.
 _ROOTS = (
@@ -66,10 +70,12 @@ class _Module(NamedTuple):
     tensors: dict[str, StoredTensor]
 
 
-def open_peft_folder(folder: Path, config: Mapping[str, Any]) -> AdapterFile:
+def open_peft_folder(
+    folder: Path, model: Mapping[str, tuple[int, int]], scale: float = 1.0
+) -> AdapterFile:
     """Open a folder; its headers are read and checked.
 
-    ``config``: that of the model, with the names of Hugging Face.
+    ``model``: the shapes of the model's matrices. ``scale`` multiplies the update.
 
     :raises CheckpointError: it is damaged, or does not fit the model.
     :raises UnsupportedError: it holds something that is not supported; names it.
@@ -82,9 +88,9 @@ def open_peft_folder(folder: Path, config: Mapping[str, Any]) -> AdapterFile:
         )
     settings = read_peft_config(described)
     if not (folder / WEIGHTS).is_file():
-        if (folder / _PICKLE).is_file():
+        if (folder / PICKLE).is_file():
             raise UnsupportedError(
-                f"{folder}: found only {_PICKLE}, a pickle. Reading it can run any code, so it is "
+                f"{folder}: found only {PICKLE}, a pickle. Reading it can run any code, so it is "
                 "not opened. If you trust it, load the adapter with peft and save it again: "
                 "save_pretrained writes safetensors"
             )
@@ -94,15 +100,15 @@ def open_peft_folder(folder: Path, config: Mapping[str, Any]) -> AdapterFile:
     try:
         modules = _modules(files.tensors, weights)
         matrices = {
-            path: _matrix(files, path, module, settings, config) for path, module in modules.items()
+            path: _matrix(files, path, module, settings, model.get(path), scale)
+            for path, module in modules.items()
         }
-        matrices = {path: found for path, found in matrices.items() if found is not None}
-        if not matrices:
+        found = {path: one for path, one in matrices.items() if one is not None}
+        if not found:
             raise CheckpointError(f"{weights}: expected tensors of an adapter, found none")
     except BaseException:
         files.close()
         raise
-    found = {path: one for path, one in matrices.items() if one is not None}
     return AdapterFile(folder, found, (described, weights), files.close)
 
 
@@ -145,11 +151,11 @@ def _matrix(
     path: str,
     module: _Module,
     settings: PeftConfig,
-    config: Mapping[str, Any],
+    expected: tuple[int, int] | None,
+    factor: float,
 ) -> StoredMatrix | None:
     """The update of one module. ``None``: the file holds only the model's own weights of it."""
     tensors, source = module.tensors, f"{settings.source.rpartition('/')[0]}: {module.name}"
-    expected = expected_shape(config, path)
     own = tensors.get("own")
     if own is not None and (path not in _ENDS or (expected and own.shape != expected)):
         found, wanted = list(own.shape), list(expected or ())
@@ -160,6 +166,8 @@ def _matrix(
     bias = tensors.get("bias")
     if bias is not None and settings.bias == "none":
         raise CheckpointError(f"{source}: a bias, but the config says bias='none'")
+    if bias is not None and factor != 1.0:
+        raise UnsupportedError(f"{source}: an adapter with biases cannot be scaled by {factor}")
     rows = "rows_a" in tensors or "rows_b" in tensors
     pair = ("rows_a", "rows_b") if rows else ("a", "b")
     missing = [kind for kind in pair if kind not in tensors]
@@ -168,34 +176,31 @@ def _matrix(
     if missing or (rows and ("a" in tensors or "b" in tensors)):
         raise CheckpointError(f"{source}: expected both factors, A and B, of one kind")
     a, b = (tensors[kind] for kind in pair)
-    if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != b.shape[1] or 0 in a.shape + b.shape:
+    if len(a.shape) != 2 or len(b.shape) != 2:
         raise CheckpointError(
-            f"{source}: expected factors A [r, in] and B [out, r], found {list(a.shape)} and "
+            f"{source}: expected factors of two dimensions, found {list(a.shape)} and "
             f"{list(b.shape)}"
         )
-    rank = a.shape[0]
     outputs, inputs = (a.shape[1], b.shape[0]) if rows else (b.shape[0], a.shape[1])
-    if expected is not None and (outputs, inputs) != expected:
-        raise CheckpointError(
-            f"{source}: the model's matrix is {list(expected)}, the adapter's {[outputs, inputs]}; "
-            "it was trained for another model"
-        )
+    rank = a.shape[0]
+    shape = MatrixShape(rank, inputs, outputs, bias is not None)
+    check_shapes(source, shape, b.shape[1], expected)
     if bias is not None and bias.shape != (outputs,):
         raise CheckpointError(f"{source}: bias: expected [{outputs}], found {list(bias.shape)}")
-    scale = settings.scale(module.name, rank)
+    scale = factor * settings.scale(module.name, rank)
     names = a.name, b.name, None if bias is None else bias.name
     read = partial(_read_rows if rows else _read, files, names, scale, source)
-    return StoredMatrix(MatrixShape(rank, inputs, outputs, bias is not None), read)
+    return StoredMatrix(shape, read)
 
 
 def _only_bias(
-    files: SafetensorsFiles, source: str, bias: StoredTensor, expected: tuple[int, ...] | None
+    files: SafetensorsFiles, source: str, bias: StoredTensor, expected: tuple[int, int] | None
 ) -> StoredMatrix:
     """A bias of a module without factors (``bias="all"``), next to factors that are zero."""
-    if expected is None or len(expected) != 2 or bias.shape != expected[:1]:
+    if expected is None or bias.shape != expected[:1]:
         raise CheckpointError(
-            f"{source}: bias: expected that of a matrix of the model, {list(expected or ())}, found "
-            f"{list(bias.shape)}"
+            f"{source}: bias: expected that of a matrix of the model, {list(expected or ())}, "
+            f"found {list(bias.shape)}"
         )
     outputs, inputs = expected
 

@@ -205,8 +205,10 @@ class Generation:
         prompt_token_ids: Sequence[int],
         params: SamplingParams,
         arrival_time: float,
+        lora_request: object = None,
     ) -> None:
         self.request_id = request_id
+        self.lora_request = lora_request
         self.prompt_text = prompt_text
         self.prompt_token_ids = list(prompt_token_ids)
         self.params = params
@@ -260,7 +262,7 @@ class Generation:
             outputs,
             finished,
             self.metrics(),
-            None,
+            self.lora_request,
             self.completions[0].request.num_cached,
         )
 

@@ -71,14 +71,17 @@ class Calls:
             return run_jobs(self._driver, jobs, report)
 
     async def read_without_blocking(
-        self, prompts: Any, sampling_params: Any, read: Callable[[], T]
+        self, prompts: Any, sampling_params: Any, read: Callable[[], T], lora: Any = None
     ) -> T:
-        """What ``read`` returns. It runs in a thread if ``prompts`` are long, so that the event
-        loop goes on."""
+        """What ``read`` returns. It runs in a thread if ``prompts`` are long or an adapter is new,
+        so that the event loop goes on."""
         self._driver.check_usable()
-        if self._reader.is_short(prompts, sampling_params):
+        if self._is_quick(prompts, sampling_params, lora):
             return read()
         return await asyncio.to_thread(read)
+
+    def _is_quick(self, prompts: Any, sampling_params: Any, lora: Any) -> bool:
+        return self._reader.is_short(prompts, sampling_params) and self._jobs.adapters.knows(lora)
 
     async def arun(
         self, calling: Calling, priority: int | Sequence[int] | None
@@ -103,10 +106,11 @@ class Calls:
         finally:
             work.close()
 
-    async def ado(self, work: Work[T], prompts: object) -> T:
-        """:meth:`do` for an event loop. ``prompts``: what the work begins by reading."""
+    async def ado(self, work: Work[T], prompts: object, lora: Any = None) -> T:
+        """:meth:`do` for an event loop. ``prompts``, ``lora``: what the work begins by reading."""
         try:
-            stage, result = await self.read_without_blocking(prompts, None, partial(_send, work))
+            first = partial(_send, work)
+            stage, result = await self.read_without_blocking(prompts, None, first, lora)
             while stage is not None:
                 outputs = await arun_jobs(self._driver, stage.jobs)
                 stage, result = _send(work, outputs)
@@ -124,10 +128,11 @@ class Calls:
         priority: int | None,
         template: Mapping[str, Any],
         returns: Any = None,
+        lora: Any = None,
     ) -> Iterator[Any]:
         """Start one request; its outputs as they come."""
         job, view = self._stream_job(
-            "stream", prompt, sampling_params, priority, template, returns=returns
+            "stream", prompt, sampling_params, priority, template, returns=returns, lora=lora
         )
         pieces = self._pieces(job, view)
         next(pieces)  # submits; from here on dropping the iterator, even unread, aborts the request
@@ -159,7 +164,7 @@ class Calls:
         self._driver.check_usable()
         ChatOptions.of(method, template)
         self._jobs.params(sampling_params, 1)
-        at_once = self._reader.is_short(prompt, sampling_params)
+        at_once = self._is_quick(prompt, sampling_params, how.get("lora"))
         make = partial(self._stream_job, method, prompt, sampling_params, priority, template, **how)
         return AnswerStream(self._driver, DeferredJob(make, at_once=at_once))
 
@@ -174,10 +179,11 @@ class Calls:
         request_id: str | None = None,
         kind: RequestOutputKind = RequestOutputKind.DELTA,
         returns: Any = None,
+        lora: Any = None,
     ) -> tuple[Job, View]:
         """The job of one stream, and how its outputs are shown. They are of ``kind``, unless the
         parameters ask for the last one only."""
-        calling = self._jobs.read_one(method, prompt, sampling_params, template, returns)
+        calling = self._jobs.read_one(method, prompt, sampling_params, template, returns, lora)
         [params] = calling.params
         if params.output_kind is RequestOutputKind.CUMULATIVE:
             calling = calling._replace(params=[params.clone(output_kind=kind)])

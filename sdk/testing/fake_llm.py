@@ -22,6 +22,7 @@ from sdk.engine.plan import PoolingMode
 from sdk.engine.scheduling.scheduler import Scheduler
 from sdk.engine.scheduling.scheduler_config import SchedulerConfig
 from sdk.errors import RequestError, UnsupportedError
+from sdk.lora import LoRAInfo, LoRALike, LoRARequest, LoRAsLike
 from sdk.outputs import (
     ClassificationOutput,
     EmbeddingOutput,
@@ -166,11 +167,12 @@ class FakeLLM:
         sampling_params: ParamsLike = None,
         *,
         returns: Any = None,
+        lora_request: LoRAsLike = None,
         priority: int | Sequence[int] | None = None,
         use_tqdm: bool = True,
     ) -> Any:
         """See :meth:`sdk.LLM.generate`."""
-        calling = self._jobs.read(prompts, sampling_params, returns)
+        calling = self._jobs.read(prompts, sampling_params, returns, lora_request)
         return self._calls.run(calling, priority, use_tqdm)
 
     def chat(
@@ -179,12 +181,15 @@ class FakeLLM:
         sampling_params: ParamsLike = None,
         *,
         returns: Any = None,
+        lora_request: LoRAsLike = None,
         priority: int | Sequence[int] | None = None,
         use_tqdm: bool = True,
         **template: Any,
     ) -> Any:
         """See :meth:`sdk.LLM.chat`."""
-        calling = self._jobs.read_chats("chat", messages, sampling_params, template, returns)
+        calling = self._jobs.read_chats(
+            "chat", messages, sampling_params, template, returns, lora_request
+        )
         return self._calls.run(calling, priority, use_tqdm)
 
     def run_tools(
@@ -196,12 +201,15 @@ class FakeLLM:
         max_turns: int = 8,
         tool_choice: str | Mapping[str, Any] = "auto",
         on_error: Literal["message", "raise"] = "message",
+        lora_request: LoRALike | None = None,
         **template: Any,
     ) -> ToolRun:
         """See :meth:`sdk.LLM.run_tools`."""
         parsed = self._jobs.parses_arguments(template)
         turns = ToolTurns(tools, tool_choice, sampling_params, template, parsed)
-        return turns.run(self.chat, messages, max_turns, on_error)
+        return turns.run(
+            partial(self.chat, lora_request=lora_request), messages, max_turns, on_error
+        )
 
     def stream(
         self,
@@ -209,11 +217,14 @@ class FakeLLM:
         sampling_params: SamplingParams | None = None,
         *,
         returns: Any = None,
+        lora_request: LoRALike | None = None,
         priority: int | None = None,
         **template: Any,
     ) -> Iterator[Any]:
         """See :meth:`sdk.LLM.stream`. Every piece is a word."""
-        return self._calls.stream(prompt, sampling_params, priority, template, returns)
+        return self._calls.stream(
+            prompt, sampling_params, priority, template, returns, lora_request
+        )
 
     async def agenerate(
         self,
@@ -221,11 +232,14 @@ class FakeLLM:
         sampling_params: ParamsLike = None,
         *,
         returns: Any = None,
+        lora_request: LoRAsLike = None,
         priority: int | Sequence[int] | None = None,
     ) -> list[Any]:
         """See :meth:`sdk.LLM.agenerate`."""
-        read = partial(self._jobs.read, prompts, sampling_params, returns)
-        calling = await self._calls.read_without_blocking(prompts, sampling_params, read)
+        read = partial(self._jobs.read, prompts, sampling_params, returns, lora_request)
+        calling = await self._calls.read_without_blocking(
+            prompts, sampling_params, read, lora_request
+        )
         return await self._calls.arun(calling, priority)
 
     async def achat(
@@ -234,12 +248,23 @@ class FakeLLM:
         sampling_params: ParamsLike = None,
         *,
         returns: Any = None,
+        lora_request: LoRAsLike = None,
         priority: int | Sequence[int] | None = None,
         **template: Any,
     ) -> list[Any]:
         """See :meth:`sdk.LLM.achat`."""
-        read = partial(self._jobs.read_chats, "achat", messages, sampling_params, template, returns)
-        calling = await self._calls.read_without_blocking(messages, sampling_params, read)
+        read = partial(
+            self._jobs.read_chats,
+            "achat",
+            messages,
+            sampling_params,
+            template,
+            returns,
+            lora_request,
+        )
+        calling = await self._calls.read_without_blocking(
+            messages, sampling_params, read, lora_request
+        )
         return await self._calls.arun(calling, priority)
 
     async def arun_tools(
@@ -251,12 +276,15 @@ class FakeLLM:
         max_turns: int = 8,
         tool_choice: str | Mapping[str, Any] = "auto",
         on_error: Literal["message", "raise"] = "message",
+        lora_request: LoRALike | None = None,
         **template: Any,
     ) -> ToolRun:
         """See :meth:`sdk.LLM.arun_tools`."""
         parsed = self._jobs.parses_arguments(template)
         turns = ToolTurns(tools, tool_choice, sampling_params, template, parsed)
-        return await turns.arun(self.achat, messages, max_turns, on_error)
+        return await turns.arun(
+            partial(self.achat, lora_request=lora_request), messages, max_turns, on_error
+        )
 
     def astream(
         self,
@@ -264,12 +292,19 @@ class FakeLLM:
         sampling_params: SamplingParams | None = None,
         *,
         returns: Any = None,
+        lora_request: LoRALike | None = None,
         priority: int | None = None,
         **template: Any,
     ) -> AnswerStream:
         """See :meth:`sdk.LLM.astream`."""
         return self._calls.astream(
-            "astream", prompt, sampling_params, priority, template, returns=returns
+            "astream",
+            prompt,
+            sampling_params,
+            priority,
+            template,
+            returns=returns,
+            lora=lora_request,
         )
 
     # ---- stepping by hand ------------------------------------------------------------------------
@@ -279,12 +314,15 @@ class FakeLLM:
         prompts: PromptLike | Sequence[Message] | Sequence[PromptLike | Sequence[Message]],
         sampling_params: ParamsLike = None,
         *,
+        lora_request: LoRAsLike = None,
         priority: int | Sequence[int] | None = None,
         request_id: str | Sequence[str] | None = None,
         **template: Any,
     ) -> list[str]:
         """See :meth:`sdk.LLM.enqueue`."""
-        return self._stepping.enqueue(prompts, sampling_params, priority, request_id, template)
+        return self._stepping.enqueue(
+            prompts, sampling_params, priority, request_id, template, lora_request
+        )
 
     def wait_for_completion(self) -> list[RequestOutput]:
         """See :meth:`sdk.LLM.wait_for_completion`."""
@@ -314,10 +352,13 @@ class FakeLLM:
         prompts: PromptLike | Sequence[PromptLike],
         *,
         truncate_prompt_tokens: int | None = None,
+        lora_request: LoRAsLike = None,
         use_tqdm: bool = True,
     ) -> list[EmbeddingOutput]:
         """See :meth:`sdk.LLM.embed`."""
-        return self._calls.do(self._pooling.embed(prompts, truncate_prompt_tokens), use_tqdm)
+        return self._calls.do(
+            self._pooling.embed(prompts, truncate_prompt_tokens, lora_request), use_tqdm
+        )
 
     def encode(
         self,
@@ -326,13 +367,16 @@ class FakeLLM:
         pooling: PoolingMode = "last",
         normalize: bool = True,
         truncate_prompt_tokens: int | None = None,
+        lora_request: LoRAsLike = None,
         use_tqdm: bool = True,
     ) -> list[PoolingRequestOutput]:
         """See :meth:`sdk.LLM.encode`. Imports torch, because it returns tensors.
 
         Vectors have length 1, and all values of ``pooling`` except "token" mean the same.
         """
-        work = self._pooling.encode(prompts, pooling, normalize, truncate_prompt_tokens)
+        work = self._pooling.encode(
+            prompts, pooling, normalize, truncate_prompt_tokens, lora_request
+        )
         return self._calls.do(work, use_tqdm)
 
     def classify(
@@ -341,10 +385,11 @@ class FakeLLM:
         *,
         use_activation: bool = True,
         truncate_prompt_tokens: int | None = None,
+        lora_request: LoRAsLike = None,
         use_tqdm: bool = True,
     ) -> list[ClassificationOutput]:
         """Raises the error of a model without a classification head."""
-        work = self._pooling.classify(prompts, use_activation, truncate_prompt_tokens)
+        work = self._pooling.classify(prompts, use_activation, truncate_prompt_tokens, lora_request)
         return self._calls.do(work, use_tqdm)
 
     def score(
@@ -352,10 +397,11 @@ class FakeLLM:
         data_1: PromptLike | Sequence[PromptLike],
         data_2: PromptLike | Sequence[PromptLike],
         *,
+        lora_request: LoRALike | None = None,
         chat_template: str | None = None,
     ) -> list[ScoringOutput]:
         """See :meth:`sdk.LLM.score`."""
-        return self._calls.do(self._pooling.score(data_1, data_2, chat_template))
+        return self._calls.do(self._pooling.score(data_1, data_2, chat_template, lora_request))
 
     def rerank(
         self,
@@ -363,10 +409,37 @@ class FakeLLM:
         documents: Sequence[str],
         top_n: int | None = None,
         *,
+        lora_request: LoRALike | None = None,
         chat_template: str | None = None,
     ) -> list[RerankOutput]:
         """See :meth:`sdk.LLM.rerank`."""
-        return self._calls.do(self._pooling.rerank(query, documents, top_n, chat_template))
+        return self._calls.do(
+            self._pooling.rerank(query, documents, top_n, chat_template, lora_request)
+        )
+
+    # ---- adapters --------------------------------------------------------------------------------
+
+    def add_lora(
+        self,
+        lora: LoRARequest | str,
+        path: str | PathLike[str] | None = None,
+        *,
+        pin: bool = False,
+    ) -> LoRARequest:
+        """See :meth:`sdk.LLM.add_lora`."""
+        return self._jobs.adapters.add(lora, path, pin=pin)
+
+    def remove_lora(self, lora: LoRARequest | str | int) -> bool:
+        """See :meth:`sdk.LLM.remove_lora`."""
+        return self._jobs.adapters.remove(lora)
+
+    def pin_lora(self, lora: LoRARequest | str | int) -> bool:
+        """See :meth:`sdk.LLM.pin_lora`."""
+        return self._jobs.adapters.pin(lora)
+
+    def list_loras(self) -> list[LoRAInfo]:
+        """See :meth:`sdk.LLM.list_loras`."""
+        return self._jobs.adapters.list()
 
     # ---- the engine ------------------------------------------------------------------------------
 
@@ -434,6 +507,7 @@ class FakeLLM:
         prompts: PromptLike | Sequence[PromptLike],
         params: BeamSearchParams,
         *,
+        lora_request: LoRALike | None = None,
         use_tqdm: bool = True,
     ) -> list[BeamSearchOutput]:
         """Not supported: a script has one answer, not the most probable ones."""
@@ -459,11 +533,23 @@ class FakeLLM:
         """Not supported."""
         _needs_weights("restore")
 
-    def pin(self, prompt: PromptLike | Sequence[Message], **template: Any) -> int:
+    def pin(
+        self,
+        prompt: PromptLike | Sequence[Message],
+        *,
+        lora_request: LoRALike | None = None,
+        **template: Any,
+    ) -> int:
         """Not supported."""
         _needs_weights("pin")
 
-    def unpin(self, prompt: PromptLike | Sequence[Message], **template: Any) -> bool:
+    def unpin(
+        self,
+        prompt: PromptLike | Sequence[Message],
+        *,
+        lora_request: LoRALike | None = None,
+        **template: Any,
+    ) -> bool:
         """Not supported."""
         _needs_weights("unpin")
 

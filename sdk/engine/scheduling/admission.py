@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from sdk.engine.pages.prefixes import Prefix, Prefixes
+from sdk.engine.scheduling.adapter_slots import AdapterSlots
 from sdk.engine.scheduling.negative_prompt import share
 from sdk.engine.scheduling.queues import RequestQueues
 from sdk.engine.scheduling.request import Request
@@ -20,16 +21,24 @@ class Admission:
     A request starts only if one page stays available for each running request that may still need
     one, so that the next decode does not preempt it. A request whose longest answer fits the pages
     it holds counts for none: ``max_num_seqs`` requests of full length run in exactly the pages they
-    fill. No request overtakes the oldest waiting one, except in two cases. A request whose next
+    fill. No request overtakes the oldest waiting one, except in these cases. A request whose next
     page is about to be published by a running request waits for that page instead of computing it
     again: this is how ``n`` answers share a prompt, and how a batch with one system prompt computes
-    it once. And a request waits while there is no memory for its log-probabilities.
+    it once. And a request waits while there is no memory for its log-probabilities, or while its
+    adapter is in no slot (``adapter_slots.py``).
     """
 
-    def __init__(self, config: SchedulerConfig, queues: RequestQueues, prefixes: Prefixes) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        queues: RequestQueues,
+        prefixes: Prefixes,
+        adapters: AdapterSlots | None = None,
+    ) -> None:
         self._config = config
         self._queues = queues
         self._prefixes = prefixes
+        self._adapters = adapters
         self.reserved_bytes = 0  # for the results of started requests
 
     def admit(
@@ -43,13 +52,18 @@ class Admission:
         waiting, index, blocked = self._queues.waiting, 0, False
         spare = sum(map(self._may_grow, self._queues.running))
         slots = sum(len(request.sequences) for request in self._queues.running)
-        pool = self._prefixes.pool
+        pool, adapters = self._prefixes.pool, self._adapters
+        if adapters is not None:
+            adapters.begin_pass()
         while budget and index < len(waiting):
             request = waiting[index]
             sequences = request.sequences
             lacks_memory = self._lacks_result_memory(request, blocked)
             if lacks_memory or (request.scores_prompt and not scoring):
                 blocked |= lacks_memory
+                index += 1
+                continue
+            if adapters is not None and not adapters.may_start(request):
                 index += 1
                 continue
             slots += len(sequences)  # a request that waits for a prefix keeps its slot

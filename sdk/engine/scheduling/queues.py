@@ -12,6 +12,7 @@ from typing import NamedTuple
 from sdk.engine.pages.prefixes import Prefixes
 from sdk.engine.pages.tiered_pool import check_min_bits
 from sdk.engine.plan import Pooled, Sampled
+from sdk.engine.scheduling.adapter_slots import AdapterSlots, AdapterSource
 from sdk.engine.scheduling.in_flight import InFlightBatches
 from sdk.engine.scheduling.negative_prompt import longest_answer
 from sdk.engine.scheduling.policy import POLICIES
@@ -46,6 +47,7 @@ class RequestQueues:
         prefixes: Prefixes,
         in_flight: InFlightBatches,
         clock: Callable[[], float],
+        adapters: AdapterSlots | None = None,
     ) -> None:
         self.waiting: list[Request] = []
         self.running: list[Request] = []
@@ -54,6 +56,7 @@ class RequestQueues:
         self._config = config
         self._prefixes = prefixes
         self._in_flight = in_flight
+        self._adapters = adapters
         self._policy = POLICIES[config.policy]
         self._requests: dict[str, Request] = {}  # unfinished, by id
         self._deadlines: list[tuple[float, int, Request]] = []  # heap
@@ -77,10 +80,12 @@ class RequestQueues:
         """Requests that hold no pages, including preempted ones."""
         return len(self.waiting)
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, adapter: AdapterSource | None = None) -> None:
         """Queue a request. :raises RequestError: it could never run; the message says why."""
         self._check(request)
         self._limit_length(request)
+        if self._adapters is not None and adapter is not None:
+            self._adapters.attach(adapter)
         if not request.params.ignore_eos:
             request.stop_token_ids |= self._config.eos_token_ids
         request.queued_ts = self.clock()
@@ -172,6 +177,8 @@ class RequestQueues:
             sequence.status = RequestStatus(reason)
         request.stop_reason = stop
         del self._requests[request.request_id]
+        if self._adapters is not None:
+            self._adapters.detach(request)
 
     @staticmethod
     def _remove(queue: list[Request], request: Request) -> None:
@@ -180,6 +187,8 @@ class RequestQueues:
     def _release(self, request: Request) -> None:
         """Take the pages and pending prefixes of a running request; the ranks will forget it."""
         self._rewound.pop(request, None)
+        if self._adapters is not None:
+            self._adapters.release(request)
         for sequence in request.sequences:
             self._prefixes.release(sequence)
             self._dropped.append(sequence.request_id)
@@ -187,6 +196,8 @@ class RequestQueues:
 
     def start(self, request: Request) -> None:
         """Run a request that was removed from ``waiting`` and has its pages."""
+        if self._adapters is not None:
+            self._adapters.start(request)
         for sequence in request.sequences:
             sequence.status = RequestStatus.RUNNING
         insort(self.running, request, key=ORDER)
@@ -235,6 +246,8 @@ class RequestQueues:
             return
         request.stop_reason, request.is_complete = None, False
         self._requests[request.request_id] = request
+        if self._adapters is not None:
+            self._adapters.reattach(request)
         self._wait_again(request)
 
     def expire(self) -> None:

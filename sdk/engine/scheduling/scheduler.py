@@ -46,6 +46,7 @@ from sdk.engine.pages.page_pool import PagePool
 from sdk.engine.pages.prefixes import Prefixes
 from sdk.engine.pages.tiered_pool import TieredPagePool, lowest_tiers
 from sdk.engine.plan import RequestStart, StepPlan, StepResult, StepRow
+from sdk.engine.scheduling.adapter_slots import AdapterSlots
 from sdk.engine.scheduling.admission import Admission
 from sdk.engine.scheduling.commit import Committer
 from sdk.engine.scheduling.drafts import Drafts
@@ -83,8 +84,13 @@ class Scheduler:
         self.pool = self.tiered_pool or PagePool(*pages, limit=config.first_pages)
         self.prefixes = Prefixes(self.pool, config.kv_type, config.num_swap_pages, self.tiered_pool)
         self._in_flight = InFlightBatches()
-        self.queues = RequestQueues(config, self.prefixes, self._in_flight, clock)
-        self.admission = Admission(config, self.queues, self.prefixes)
+        #: ``None``: requests cannot have adapters.
+        self.adapters: AdapterSlots | None = None
+        if config.adapter_slots:
+            patience = config.max_num_seqs  # a batch of requests may overtake one that waits
+            self.adapters = AdapterSlots(config.adapter_slots, config.adapter_bytes, patience)
+        self.queues = RequestQueues(config, self.prefixes, self._in_flight, clock, self.adapters)
+        self.admission = Admission(config, self.queues, self.prefixes, self.adapters)
         self.committer = Committer(config, self.queues, self.prefixes, self._in_flight)
         self.num_rewinds = 0
         self._num_tokens = 0  # of the last plan
