@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from sdk.kernels.backend import Problem
-from sdk.kernels.checks import expect_floats
+from sdk.kernels.checks import expect, expect_floats
 from sdk.kernels.context import Context
 from sdk.kernels.errors import KernelError
 
@@ -54,14 +54,24 @@ class Update:
     bias: Tensor | None
 
 
+class Shape(NamedTuple):
+    """Of a table. ``of_ids``: the product is an embedding of ``in_features`` tokens."""
+
+    slots: int
+    in_features: int
+    out_features: int
+    of_ids: bool = False
+
+
 class Table(Protocol):
     """The slots of one product, in the memory layout of one backend."""
 
-    def factor_bytes(self, shapes: Sequence[tuple[int, int, int]], dtype: torch.dtype) -> int:
-        """Bytes of packed factors with these ``(rank, in, count)``; multiples of 64 are best."""
+    def factor_bytes(self, rank: int, first: int, count: int, dtype: torch.dtype) -> int:
+        """Bytes of packed factors."""
 
-    def place(self, factors: Factors, a: Tensor, b: Tensor, memory: Tensor) -> Factors:
-        """``factors`` with ``a`` and ``b``, of their final type, packed into ``memory``, uint8."""
+    def place(self, factors: Factors, memory: Tensor) -> Factors:
+        """Factors that have their final type and device, packed into ``memory``: uint8
+        ``[factor_bytes]``."""
 
     def write(self, slot: int, update: Update | None) -> None:
         """Put an update into a slot, or nothing. No step is running."""
@@ -77,18 +87,17 @@ class LowRankKernel(Protocol):
 
     def reject(self, problem: Problem) -> str | None: ...
 
-    def table(self, slots: int, in_features: int, out_features: int) -> Table: ...
+    def table(self, shape: Shape) -> Table: ...
 
 
 class AdapterTable:
-    """The adapters of one product with ``in_features`` and ``out_features``, by slot."""
+    """The adapters of one product, by slot."""
 
-    def __init__(self, context: Context, slots: int, in_features: int, out_features: int) -> None:
-        self.slots, self.in_features, self.out_features = slots, in_features, out_features
+    def __init__(self, context: Context, shape: Shape) -> None:
+        self.shape = shape
         self._context = context
         kernel: LowRankKernel = context.kernel("low_rank")
-        self._table = kernel.table(slots, in_features, out_features)
-        self._filled: set[int] = set()
+        self._table = kernel.table(shape)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -98,14 +107,14 @@ class AdapterTable:
         short = self._context.activations
         return torch.float16 if short == torch.float32 else short
 
-    def nbytes(self, shapes: Sequence[tuple[int, int]], *, bias: bool) -> int:
-        """Bytes of an update with factors of these ``(rank, count)``, and a bias."""
-        total = sum(self._part_bytes(rank, count) for rank, count in shapes)
-        return total + (_aligned(4 * self.out_features) if bias else 0)
+    def nbytes(self, parts: Sequence[Factors], *, bias: bool) -> int:
+        """Bytes of an update with such factors, and a bias."""
+        total = sum(self._part_bytes(part) for part in parts)
+        return total + (_aligned(4 * self.shape.out_features) if bias else 0)
 
-    def _part_bytes(self, rank: int, count: int) -> int:
-        shape = (rank, self.in_features, count)
-        return _aligned(self._table.factor_bytes([shape], self.dtype))
+    def _part_bytes(self, part: Factors) -> int:
+        count, rank = part.b.shape
+        return _aligned(self._table.factor_bytes(rank, part.first, count, self.dtype))
 
     def pack(self, parts: Sequence[Factors], bias: Tensor | None, memory: Tensor) -> Update:
         """Convert factors to their final type and layout, into ``memory``: uint8 ``[nbytes]`` of
@@ -118,39 +127,38 @@ class AdapterTable:
             rank, count = part.a.shape[0], part.b.shape[0]
             last = part.first + count
             if (
-                part.a.shape != (rank, self.in_features)
+                part.a.shape != (rank, self.shape.in_features)
                 or part.b.shape != (count, rank)
-                or not 0 <= part.first <= last <= self.out_features
+                or not 0 <= part.first <= last <= self.shape.out_features
             ):
                 raise KernelError(
-                    f"adapter: expected a [r, {self.in_features}] and b [n, r] for some of "
-                    f"{self.out_features} outputs, found {list(part.a.shape)}, "
+                    f"adapter: expected a [r, {self.shape.in_features}] and b [n, r] for some of "
+                    f"{self.shape.out_features} outputs, found {list(part.a.shape)}, "
                     f"{list(part.b.shape)} from {part.first} on"
                 )
-            own, memory = _split(memory, self._part_bytes(rank, count))
-            a, b, scale = self._converted(part)
-            placed.append(self._table.place(part._replace(scale=scale), a, b, own))
+            own, memory = _split(memory, self._part_bytes(part))
+            placed.append(self._table.place(self._converted(part), own))
         if bias is not None:
-            own, memory = _split(memory, 4 * self.out_features)
+            own, memory = _split(memory, 4 * self.shape.out_features)
             bias = own.view(torch.float32).copy_(bias)
         return Update(tuple(placed), bias)
 
-    def _converted(self, part: Factors) -> tuple[Tensor, Tensor, float]:
-        """a and b in their final type on the device, and what their product is to be scaled by."""
+    def _converted(self, part: Factors) -> Factors:
+        """The factors in their final type on the device."""
         device, dtype, scale = self._context.device, self.dtype, part.scale
         if dtype != torch.float16:
-            return part.a.to(device, dtype), part.b.to(device, dtype), scale
+            return part._replace(a=part.a.to(device, dtype), b=part.b.to(device, dtype))
         found = []
         for factor in (part.a.float(), part.b.float()):
             power = _power(factor)
             found.append((factor * 2.0**power).to(device, dtype))
             scale *= 2.0**-power
-        return found[0], found[1], scale
+        return part._replace(a=found[0], b=found[1], scale=scale)
 
     def write(self, slot: int, update: Update | None) -> None:
         """Put an update into a slot, or nothing. No step may run meanwhile."""
-        if not 0 <= slot < self.slots:
-            raise KernelError(f"adapter slot: expected 0..{self.slots - 1}, found {slot}")
+        if not 0 <= slot < self.shape.slots:
+            raise KernelError(f"adapter slot: expected 0..{self.shape.slots - 1}, found {slot}")
         self._table.write(slot, update)
 
     def add(self, x: Tensor, y: Tensor, slots: Tensor) -> None:
@@ -160,17 +168,18 @@ class AdapterTable:
 
         :raises KernelError: shapes or types that do not fit.
         """
-        tokens = x.shape[0]
-        if x.is_floating_point():
-            expect_floats("adapter x", x, self._context.activations, tokens, self.in_features)
-            x = x.contiguous()
-        expect_floats("adapter y", y, self._context.activations, tokens, self.out_features)
+        tokens, inputs, outputs = x.shape[0], self.shape.in_features, self.shape.out_features
+        if self.shape.of_ids:
+            expect("adapter ids", x, torch.int64, None)
+        else:
+            expect_floats("adapter x", x, self._context.activations, tokens, inputs)
+        expect_floats("adapter y", y, self._context.activations, tokens, outputs)
         if slots.dtype != torch.int32 or slots.shape != (tokens,) or not slots.is_contiguous():
             raise KernelError(
                 f"adapter slots: expected int32 [{tokens}], found {slots.dtype} {list(slots.shape)}"
             )
         if tokens:
-            self._table.add(x, y, slots)
+            self._table.add(x.contiguous(), y, slots)
 
 
 def factor_memory(nbytes: int, device: torch.device) -> Tensor:

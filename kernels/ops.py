@@ -30,7 +30,7 @@ from sdk.kernels.graph import Recording
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.kv_tiers import page_tier
 from sdk.kernels.layouts import Layout, on_device
-from sdk.kernels.low_rank import AdapterTable
+from sdk.kernels.low_rank import AdapterTable, Shape
 from sdk.kernels.moe import MoEOps
 from sdk.kernels.offload import Offload
 from sdk.kernels.registry import linear_problem
@@ -118,12 +118,12 @@ class Ops:
         self.layers.keep(packed)
         return BoundLinear(choice, packed, layout.shape, self.context, problem)
 
-    def adapter_table(self, slots: int, in_features: int, out_features: int) -> AdapterTable:
-        """The low-rank adapters of one product, or of an embedding of ``in_features`` tokens.
+    def adapter_table(self, shape: Shape) -> AdapterTable:
+        """The low-rank adapters of one product: see :mod:`sdk.kernels.low_rank`.
 
-        See :mod:`sdk.kernels.low_rank`; the table's ``add`` is the operator.
+        The table's ``add`` is the operator.
         """
-        return AdapterTable(self.context, slots, in_features, out_features)
+        return AdapterTable(self.context, shape)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension; x may be strided."""

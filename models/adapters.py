@@ -14,7 +14,7 @@ from difflib import get_close_matches
 import torch
 from torch import Tensor
 
-from sdk.kernels.low_rank import AdapterTable, Factors, Update, factor_memory
+from sdk.kernels.low_rank import AdapterTable, Factors, Shape, Update, factor_memory
 from sdk.kernels.ops import Ops
 from sdk.models.decoder import CausalLM, Decoder
 from sdk.models.layers import Embedding, ExpertProjection, Part, Projection
@@ -67,13 +67,13 @@ class ModelAdapters:
                 self._experts.append(path.rpartition(".")[0])
             elif linear.parts:
                 out, inputs = linear.weight.shape
-                self._add(linear, ops.adapter_table(slots, inputs, out), linear.parts)
+                self._add(linear, ops.adapter_table(Shape(slots, inputs, out)), linear.parts)
         if isinstance(model, Decoder):
             embedding, config = model.embedding, model.config
             count, width = embedding.weight.shape
             shape = (width, config.vocab_size)  # of ids, which are one-hot, to rows
             part = Part(EMBEDDING, shape, 0, ((0, width),), (embedding.start, count))
-            self._add(embedding, ops.adapter_table(slots, count, width), [part])
+            self._add(embedding, ops.adapter_table(Shape(slots, count, width, True)), [part])
 
     def _add(
         self, layer: Projection | Embedding, table: AdapterTable, parts: Sequence[Part]
@@ -171,9 +171,7 @@ class ModelAdapters:
     def _sizes(self, split: Mapping[int, tuple[list[Factors], Tensor | None]]) -> dict[int, int]:
         """Bytes of each target's update."""
         return {
-            index: self._targets[index].table.nbytes(
-                [(len(one.a), len(one.b)) for one in factors], bias=bias is not None
-            )
+            index: self._targets[index].table.nbytes(factors, bias=bias is not None)
             for index, (factors, bias) in split.items()
         }
 

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from sdk.kernels.offload import OnDisk
-from sdk.kernels.reference.adapters import LowRank
 from sdk.kernels.reference.attention import Attention
 from sdk.kernels.reference.elementwise import Map, Places, SelectRows, TakeColumns
 from sdk.kernels.reference.linear import ReferenceLinear, ReferenceLinearAsFile
+from sdk.kernels.reference.low_rank import LowRank
 from sdk.kernels.reference.moe import AddOwnersBias, Combine, Group, Route
 from sdk.kernels.reference.norm import AddRmsNorm, GatedActivation, RmsNorm
 from sdk.kernels.reference.recode import RecodePage

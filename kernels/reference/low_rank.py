@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from sdk.kernels.backend import Problem
-from sdk.kernels.low_rank import Factors, Update
+from sdk.kernels.low_rank import Factors, Shape, Update
 from sdk.kernels.reference.linear import multiply
 
 
@@ -20,25 +18,27 @@ class LowRank:
     def reject(self, problem: Problem) -> str | None:
         return None
 
-    def table(self, slots: int, in_features: int, out_features: int) -> ReferenceTable:
-        return ReferenceTable(slots)
+    def table(self, shape: Shape) -> ReferenceTable:
+        return ReferenceTable(shape)
 
 
 class ReferenceTable:
     """See :class:`sdk.kernels.low_rank.Table`."""
 
-    def __init__(self, slots: int) -> None:
-        self._slots: list[Update | None] = [None] * slots
+    def __init__(self, shape: Shape) -> None:
+        self._shape = shape
+        self._slots: list[Update | None] = [None] * shape.slots
 
-    def factor_bytes(self, shapes: Sequence[tuple[int, int, int]], dtype: torch.dtype) -> int:
-        return sum(rank * (inputs + count) for rank, inputs, count in shapes) * dtype.itemsize
+    def factor_bytes(self, rank: int, first: int, count: int, dtype: torch.dtype) -> int:
+        return rank * (self._shape.in_features + count) * dtype.itemsize
 
-    def place(self, factors: Factors, a: Tensor, b: Tensor, memory: Tensor) -> Factors:
-        split = a.numel() * a.element_size()
-        placed = [part.view(a.dtype) for part in memory.split([split, len(memory) - split])]
-        placed[0].copy_(a.flatten())
-        placed[1].copy_(b.flatten())
-        return factors._replace(a=placed[0].view(a.shape), b=placed[1].view(b.shape))
+    def place(self, factors: Factors, memory: Tensor) -> Factors:
+        a, b = factors.a, factors.b
+        values = memory[: (a.numel() + b.numel()) * a.element_size()].view(a.dtype)
+        first, second = values.split([a.numel(), b.numel()])
+        first.view(a.shape).copy_(a)
+        second.view(b.shape).copy_(b)
+        return factors._replace(a=first.view(a.shape), b=second.view(b.shape))
 
     def write(self, slot: int, update: Update | None) -> None:
         self._slots[slot] = update
@@ -50,10 +50,10 @@ class ReferenceTable:
                 continue
             total = y[rows].float()
             for a, b, first, scale in update.factors:
-                if x.is_floating_point():
-                    low = multiply(x[rows].float(), a.float())
+                if self._shape.of_ids:
+                    low = a.float()[:, x[rows]].t()
                 else:
-                    low = a.float()[:, x[rows]].t().contiguous()
+                    low = multiply(x[rows].float(), a.float())
                 total[:, first : first + len(b)] += multiply(low * scale, b.float())
             if update.bias is not None:
                 total += update.bias
