@@ -207,9 +207,9 @@ class EngineConfig:
             )
 
     def _check_lora(self) -> None:
-        if not isinstance(self.enable_lora, bool):
-            found = safe_repr(self.enable_lora)
-            raise RequestError(f"enable_lora: expected True or False, found {found}")
+        enabled: object = self.enable_lora
+        if not isinstance(enabled, bool):
+            raise RequestError(f"enable_lora: expected True or False, found {safe_repr(enabled)}")
         if self.lora_memory is not None:
             if not self.enable_lora:
                 raise RequestError("lora_memory needs enable_lora=True: pass it too")

@@ -264,9 +264,8 @@ class LLM:
         ``output.message`` has the text, the reasoning and the tool calls), ``tool_choice``,
         ``parallel_tool_calls``, ``tool_format``.
         """
-        calling = self._jobs.read_chats(
-            "chat", messages, sampling_params, template, returns, lora_request
-        )
+        given = sampling_params, template, returns, lora_request
+        calling = self._jobs.read_chats("chat", messages, *given)
         return self._calls.run(calling, priority, use_tqdm)
 
     def run_tools(
@@ -286,10 +285,8 @@ class LLM:
         ``tool_choice`` holds for the first answer. See :func:`sdk.tools.run_tools`.
         """
         parsed = self._jobs.parses_arguments(template)
-        turns = ToolTurns(tools, tool_choice, sampling_params, template, parsed)
-        return turns.run(
-            partial(self.chat, lora_request=lora_request), messages, max_turns, on_error
-        )
+        turns = ToolTurns(tools, tool_choice, sampling_params, template, parsed, lora_request)
+        return turns.run(self.chat, messages, max_turns, on_error)
 
     def beam_search(
         self,
@@ -376,10 +373,7 @@ class LLM:
         Long prompts are tokenized in a thread, so that the loop goes on meanwhile.
         """
         read = partial(self._jobs.read, prompts, sampling_params, returns, lora_request)
-        calling = await self._calls.read_without_blocking(
-            prompts, sampling_params, read, lora_request
-        )
-        return await self._calls.arun(calling, priority)
+        return await self._calls.abatch(read, prompts, sampling_params, priority, lora_request)
 
     async def achat(
         self,
@@ -392,19 +386,9 @@ class LLM:
         **template: Any,
     ) -> list[Any]:
         """:meth:`chat` for an event loop."""
-        read = partial(
-            self._jobs.read_chats,
-            "achat",
-            messages,
-            sampling_params,
-            template,
-            returns,
-            lora_request,
-        )
-        calling = await self._calls.read_without_blocking(
-            messages, sampling_params, read, lora_request
-        )
-        return await self._calls.arun(calling, priority)
+        given = sampling_params, template, returns, lora_request
+        read = partial(self._jobs.read_chats, "achat", messages, *given)
+        return await self._calls.abatch(read, messages, sampling_params, priority, lora_request)
 
     async def arun_tools(
         self,
@@ -420,10 +404,8 @@ class LLM:
     ) -> ToolRun:
         """:meth:`run_tools` for an event loop; coroutine functions of one answer run together."""
         parsed = self._jobs.parses_arguments(template)
-        turns = ToolTurns(tools, tool_choice, sampling_params, template, parsed)
-        return await turns.arun(
-            partial(self.achat, lora_request=lora_request), messages, max_turns, on_error
-        )
+        turns = ToolTurns(tools, tool_choice, sampling_params, template, parsed, lora_request)
+        return await turns.arun(self.achat, messages, max_turns, on_error)
 
     def astream(
         self,
@@ -442,13 +424,7 @@ class LLM:
         ``stream = await llm.astream(...)``.
         """
         return self._calls.astream(
-            "astream",
-            prompt,
-            sampling_params,
-            priority,
-            template,
-            returns=returns,
-            lora=lora_request,
+            "astream", prompt, sampling_params, priority, template, returns, lora_request
         )
 
     # ---- stepping by hand ------------------------------------------------------------------------
@@ -680,9 +656,8 @@ class LLM:
         use_tqdm: bool = True,
     ) -> list[EmbeddingOutput]:
         """Each prompt's last hidden state after the final norm, scaled to length 1."""
-        return self._calls.do(
-            self._pooling.embed(prompts, truncate_prompt_tokens, lora_request), use_tqdm
-        )
+        work = self._pooling.embed(prompts, truncate_prompt_tokens, lora_request)
+        return self._calls.do(work, use_tqdm)
 
     def encode(
         self,
@@ -758,9 +733,8 @@ class LLM:
 
         :raises RequestError: an invalid argument, or a head with other classes.
         """
-        return self._calls.do(
-            self._pooling.rerank(query, documents, top_n, chat_template, lora_request)
-        )
+        work = self._pooling.rerank(query, documents, top_n, chat_template, lora_request)
+        return self._calls.do(work)
 
     # ---- information -----------------------------------------------------------------------------
 

@@ -63,7 +63,7 @@ class AdapterLoader:
         if cleared := slots.take_cleared():
             self._executor.on_ranks(clear_slots, cleared)
         self._queue.extend(slots.take_wanted())
-        failed = []
+        failed: list[tuple[Resident, Exception]] = []
         reading = self._reading
         if reading is not None and reading.done.is_set():
             try:

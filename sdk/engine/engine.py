@@ -306,13 +306,13 @@ class Engine:
             raise
         slots = self.scheduler.adapters
         assert slots is not None
-        for adapter, error in failed:
+        for adapter, reason in failed:
             key = adapter.source.key
             for generation, completion in list(self._completions.values()):
                 if completion.request.adapter == key:
                     queues.finish(completion.request.request_id, "error")
-                    self._finish(generation, completion, "error", str(error))
-            adapter.error = error
+                    self._finish(generation, completion, "error", str(reason))
+            adapter.error = reason
             slots.failed(adapter)
 
     def _finish_step(self) -> None:

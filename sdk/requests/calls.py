@@ -70,7 +70,22 @@ class Calls:
         with reporting(stage, "request", self._on_progress, bar=bar) as report:
             return run_jobs(self._driver, jobs, report)
 
-    async def read_without_blocking(
+    async def abatch(
+        self,
+        read: Callable[[], Calling],
+        prompts: Any,
+        sampling_params: Any,
+        priority: int | Sequence[int] | None,
+        lora: Any,
+    ) -> list[RequestOutput]:
+        """:meth:`run` for an event loop, of what ``read`` makes of the other arguments."""
+        calling = await self._read_without_blocking(prompts, sampling_params, read, lora)
+        calling = calling._replace(params=once_each(calling.params, _final_only))
+        jobs = self._jobs.make(calling.prompts, calling.params, priority=priority)
+        found = await arun_jobs(self._driver, jobs)
+        return [view(as_text(o)) for view, o in zip(_views(calling), found, strict=True)]
+
+    async def _read_without_blocking(
         self, prompts: Any, sampling_params: Any, read: Callable[[], T], lora: Any = None
     ) -> T:
         """What ``read`` returns. It runs in a thread if ``prompts`` are long or an adapter is new,
@@ -82,15 +97,6 @@ class Calls:
 
     def _is_quick(self, prompts: Any, sampling_params: Any, lora: Any) -> bool:
         return self._reader.is_short(prompts, sampling_params) and self._jobs.adapters.knows(lora)
-
-    async def arun(
-        self, calling: Calling, priority: int | Sequence[int] | None
-    ) -> list[RequestOutput]:
-        """:meth:`run` for an event loop."""
-        calling = calling._replace(params=once_each(calling.params, _final_only))
-        jobs = self._jobs.make(calling.prompts, calling.params, priority=priority)
-        found = await arun_jobs(self._driver, jobs)
-        return [view(as_text(o)) for view, o in zip(_views(calling), found, strict=True)]
 
     # ---- work in stages --------------------------------------------------------------------------
 
@@ -110,7 +116,7 @@ class Calls:
         """:meth:`do` for an event loop. ``prompts``, ``lora``: what the work begins by reading."""
         try:
             first = partial(_send, work)
-            stage, result = await self.read_without_blocking(prompts, None, first, lora)
+            stage, result = await self._read_without_blocking(prompts, None, first, lora)
             while stage is not None:
                 outputs = await arun_jobs(self._driver, stage.jobs)
                 stage, result = _send(work, outputs)
@@ -158,13 +164,16 @@ class Calls:
         sampling_params: SamplingParams | None,
         priority: int | None,
         template: Mapping[str, Any],
+        returns: Any = None,
+        lora: Any = None,
         **how: Any,
     ) -> AnswerStream:
         """:meth:`stream` for an event loop; ``how``: see :meth:`_stream_job`."""
+        how |= {"returns": returns, "lora": lora}
         self._driver.check_usable()
         ChatOptions.of(method, template)
         self._jobs.params(sampling_params, 1)
-        at_once = self._is_quick(prompt, sampling_params, how.get("lora"))
+        at_once = self._is_quick(prompt, sampling_params, lora)
         make = partial(self._stream_job, method, prompt, sampling_params, priority, template, **how)
         return AnswerStream(self._driver, DeferredJob(make, at_once=at_once))
 

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 from sdk.engine.engine import Output
 from sdk.engine.plan import Pooling, RequestKind
-from sdk.engine.scheduling.adapter_slots import AdapterSource
 from sdk.params import SamplingParams
+from sdk.requests.adapters import KnownAdapter
 from sdk.sampling.resolved import ResolvedParams
 from sdk.text.automaton import StringAutomaton
 from sdk.text.stops import StopStrings
@@ -43,4 +43,4 @@ class Job:
     stops: StopStrings | None = None
     banned: StringAutomaton | None = None
     result_bytes: int = 0
-    adapter: AdapterSource | None = None
+    adapter: KnownAdapter | None = None

@@ -187,9 +187,8 @@ class FakeLLM:
         **template: Any,
     ) -> Any:
         """See :meth:`sdk.LLM.chat`."""
-        calling = self._jobs.read_chats(
-            "chat", messages, sampling_params, template, returns, lora_request
-        )
+        given = sampling_params, template, returns, lora_request
+        calling = self._jobs.read_chats("chat", messages, *given)
         return self._calls.run(calling, priority, use_tqdm)
 
     def run_tools(
@@ -206,10 +205,8 @@ class FakeLLM:
     ) -> ToolRun:
         """See :meth:`sdk.LLM.run_tools`."""
         parsed = self._jobs.parses_arguments(template)
-        turns = ToolTurns(tools, tool_choice, sampling_params, template, parsed)
-        return turns.run(
-            partial(self.chat, lora_request=lora_request), messages, max_turns, on_error
-        )
+        turns = ToolTurns(tools, tool_choice, sampling_params, template, parsed, lora_request)
+        return turns.run(self.chat, messages, max_turns, on_error)
 
     def stream(
         self,
@@ -237,10 +234,7 @@ class FakeLLM:
     ) -> list[Any]:
         """See :meth:`sdk.LLM.agenerate`."""
         read = partial(self._jobs.read, prompts, sampling_params, returns, lora_request)
-        calling = await self._calls.read_without_blocking(
-            prompts, sampling_params, read, lora_request
-        )
-        return await self._calls.arun(calling, priority)
+        return await self._calls.abatch(read, prompts, sampling_params, priority, lora_request)
 
     async def achat(
         self,
@@ -253,19 +247,9 @@ class FakeLLM:
         **template: Any,
     ) -> list[Any]:
         """See :meth:`sdk.LLM.achat`."""
-        read = partial(
-            self._jobs.read_chats,
-            "achat",
-            messages,
-            sampling_params,
-            template,
-            returns,
-            lora_request,
-        )
-        calling = await self._calls.read_without_blocking(
-            messages, sampling_params, read, lora_request
-        )
-        return await self._calls.arun(calling, priority)
+        given = sampling_params, template, returns, lora_request
+        read = partial(self._jobs.read_chats, "achat", messages, *given)
+        return await self._calls.abatch(read, messages, sampling_params, priority, lora_request)
 
     async def arun_tools(
         self,
@@ -281,10 +265,8 @@ class FakeLLM:
     ) -> ToolRun:
         """See :meth:`sdk.LLM.arun_tools`."""
         parsed = self._jobs.parses_arguments(template)
-        turns = ToolTurns(tools, tool_choice, sampling_params, template, parsed)
-        return await turns.arun(
-            partial(self.achat, lora_request=lora_request), messages, max_turns, on_error
-        )
+        turns = ToolTurns(tools, tool_choice, sampling_params, template, parsed, lora_request)
+        return await turns.arun(self.achat, messages, max_turns, on_error)
 
     def astream(
         self,
@@ -298,13 +280,7 @@ class FakeLLM:
     ) -> AnswerStream:
         """See :meth:`sdk.LLM.astream`."""
         return self._calls.astream(
-            "astream",
-            prompt,
-            sampling_params,
-            priority,
-            template,
-            returns=returns,
-            lora=lora_request,
+            "astream", prompt, sampling_params, priority, template, returns, lora_request
         )
 
     # ---- stepping by hand ------------------------------------------------------------------------
@@ -356,9 +332,8 @@ class FakeLLM:
         use_tqdm: bool = True,
     ) -> list[EmbeddingOutput]:
         """See :meth:`sdk.LLM.embed`."""
-        return self._calls.do(
-            self._pooling.embed(prompts, truncate_prompt_tokens, lora_request), use_tqdm
-        )
+        work = self._pooling.embed(prompts, truncate_prompt_tokens, lora_request)
+        return self._calls.do(work, use_tqdm)
 
     def encode(
         self,
@@ -413,9 +388,8 @@ class FakeLLM:
         chat_template: str | None = None,
     ) -> list[RerankOutput]:
         """See :meth:`sdk.LLM.rerank`."""
-        return self._calls.do(
-            self._pooling.rerank(query, documents, top_n, chat_template, lora_request)
-        )
+        work = self._pooling.rerank(query, documents, top_n, chat_template, lora_request)
+        return self._calls.do(work)
 
     # ---- adapters --------------------------------------------------------------------------------
 

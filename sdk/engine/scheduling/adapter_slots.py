@@ -13,7 +13,7 @@ overtaken it, no more of those start. Then the slot becomes free when the runnin
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from sdk.engine.scheduling.request import Request
@@ -27,15 +27,25 @@ class AdapterSource(Protocol):
     ``read_bytes``: what it takes in addition while it is read.
     """
 
-    name: str
-    key: str
-    nbytes: int
-    read_bytes: int
-    #: What outputs show.
-    lora_request: Any
+    @property
+    def name(self) -> str: ...
 
-    def read(self) -> Any:
-        """The adapter. Called in a thread. :raises SdkError: it cannot be read any more."""
+    @property
+    def key(self) -> str: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def read_bytes(self) -> int: ...
+
+    @property
+    def lora_request(self) -> object:
+        """What outputs show."""
+
+    @property
+    def read(self) -> Callable[[], Any]:
+        """Returns the adapter; runs in a thread. :raises SdkError: it cannot be read any more."""
 
 
 class Resident:
