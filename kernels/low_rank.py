@@ -55,18 +55,23 @@ class Update:
 
 
 class Shape(NamedTuple):
-    """Of a table. ``of_ids``: the product is an embedding of ``in_features`` tokens."""
+    """Of a table: slots, the product's features, and the most factors of an update and their ranks.
+
+    ``of_ids``: the product is an embedding of ``in_features`` tokens.
+    """
 
     slots: int
     in_features: int
     out_features: int
+    parts: int = 1
+    max_rank: int = 64
     of_ids: bool = False
 
 
 class Table(Protocol):
     """The slots of one product, in the memory layout of one backend."""
 
-    def factor_bytes(self, rank: int, first: int, count: int, dtype: torch.dtype) -> int:
+    def factor_bytes(self, rank: int, first: int, count: int) -> int:
         """Bytes of packed factors."""
 
     def place(self, factors: Factors, memory: Tensor) -> Factors:
@@ -87,7 +92,8 @@ class LowRankKernel(Protocol):
 
     def reject(self, problem: Problem) -> str | None: ...
 
-    def table(self, shape: Shape) -> Table: ...
+    def table(self, shape: Shape, dtype: torch.dtype, device: torch.device) -> Table:
+        """``dtype``: of packed factors."""
 
 
 class AdapterTable:
@@ -96,16 +102,9 @@ class AdapterTable:
     def __init__(self, context: Context, shape: Shape) -> None:
         self.shape = shape
         self._context = context
+        self.dtype = _factor_type(context)
         kernel: LowRankKernel = context.kernel("low_rank")
-        self._table = kernel.table(shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The type of packed factors."""
-        if self._context.compute == "exact":
-            return torch.float32
-        short = self._context.activations
-        return torch.float16 if short == torch.float32 else short
+        self._table = kernel.table(shape, self.dtype, context.device)
 
     def nbytes(self, parts: Sequence[Factors], *, bias: bool) -> int:
         """Bytes of an update with such factors, and a bias."""
@@ -114,14 +113,20 @@ class AdapterTable:
 
     def _part_bytes(self, part: Factors) -> int:
         count, rank = part.b.shape
-        return _aligned(self._table.factor_bytes(rank, part.first, count, self.dtype))
+        return _aligned(self._table.factor_bytes(rank, part.first, count))
 
     def pack(self, parts: Sequence[Factors], bias: Tensor | None, memory: Tensor) -> Update:
         """Convert factors to their final type and layout, into ``memory``: uint8 ``[nbytes]`` of
         :meth:`nbytes`, on the device. Changes nothing else, so that any thread may call it.
 
-        :raises KernelError: shapes that do not fit the product.
+        :raises KernelError: shapes that do not fit the product, or too many factors.
         """
+        ranks = [len(part.a) for part in parts]
+        if len(ranks) > self.shape.parts or max(ranks, default=0) > self.shape.max_rank:
+            raise KernelError(
+                f"adapter: expected at most {self.shape.parts} factors of ranks up to "
+                f"{self.shape.max_rank}, found ranks {ranks}"
+            )
         placed: list[Factors] = []
         for part in parts:
             rank, count = part.a.shape[0], part.b.shape[0]
@@ -207,6 +212,12 @@ def _aligned(nbytes: int) -> int:
 
 def _split(memory: Tensor, nbytes: int) -> tuple[Tensor, Tensor]:
     return memory[:nbytes], memory[_aligned(nbytes) :]
+
+
+def _factor_type(context: Context) -> torch.dtype:
+    if context.compute == "exact":
+        return torch.float32
+    return torch.float16 if context.activations == torch.float32 else context.activations
 
 
 def _power(factor: Tensor) -> int:

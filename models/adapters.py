@@ -52,12 +52,13 @@ class ModelAdapters:
     Create it before steps are recorded: only then are adapters part of them. :meth:`pack` does the
     work and may run in any thread while the model runs. :meth:`write` and :meth:`clear` only
     exchange pointers; they must run between two steps, and no request may use the slot.
+    ``max_rank``: the largest rank of an adapter's matrices.
     """
 
-    def __init__(self, model: CausalLM, ops: Ops, slots: int) -> None:
-        if slots < 1:
-            raise ValueError(f"adapter slots: expected at least 1, found {slots}")
-        self.slots = slots
+    def __init__(self, model: CausalLM, ops: Ops, slots: int, max_rank: int = 64) -> None:
+        if slots < 1 or max_rank < 1:
+            raise ValueError(f"adapters: expected slots and ranks, found {slots}, {max_rank}")
+        self.slots, self.max_rank = slots, max_rank
         self._ops = ops
         self._targets: list[_Target] = []
         self._parts: dict[str, tuple[int, Part]] = {}
@@ -66,21 +67,22 @@ class ModelAdapters:
             if isinstance(linear, ExpertProjection):
                 self._experts.append(path.rpartition(".")[0])
             elif linear.parts:
-                out, inputs = linear.weight.shape
-                self._add(linear, ops.adapter_table(Shape(slots, inputs, out)), linear.parts)
+                self._add(linear, linear.weight.shape, linear.parts)
         if isinstance(model, Decoder):
             embedding, config = model.embedding, model.config
             count, width = embedding.weight.shape
             shape = (width, config.vocab_size)  # of ids, which are one-hot, to rows
             part = Part(EMBEDDING, shape, 0, ((0, width),), (embedding.start, count))
-            self._add(embedding, ops.adapter_table(Shape(slots, count, width, True)), [part])
+            self._add(embedding, (width, count), [part])
 
     def _add(
-        self, layer: Projection | Embedding, table: AdapterTable, parts: Sequence[Part]
+        self, layer: Projection | Embedding, shape: tuple[int, int], parts: Sequence[Part]
     ) -> None:
         for part in parts:
             self._parts[part.path] = (len(self._targets), part)
-        self._targets.append(_Target(layer, table))
+        (out, inputs), of_ids = shape, isinstance(layer, Embedding)
+        whole = Shape(self.slots, inputs, out, len(parts), self.max_rank, of_ids)
+        self._targets.append(_Target(layer, self._ops.adapter_table(whole)))
 
     @property
     def matrices(self) -> dict[str, tuple[int, int]]:
@@ -106,6 +108,11 @@ class ModelAdapters:
         :raises KernelError: no memory is left.
         """
         split = self._split(adapter)
+        for path, matrix in adapter.matrices.items():
+            for name, tensor in matrix._asdict().items():
+                if tensor is not None and not bool(tensor.isfinite().all()):
+                    where = f"adapter {adapter.name!r}, {path}"
+                    raise AdapterError(f"{where}: {name} contains numbers that are not finite")
         sizes = self._sizes(split)
         memory = factor_memory(sum(sizes.values()), self._ops.device)
         updates: dict[int, Update] = {}
@@ -139,6 +146,10 @@ class ModelAdapters:
             if path == EMBEDDING:
                 matrix = _of_ids(where, matrix)
             _check(where, path, matrix, part)
+            if len(matrix.a) > self.max_rank:
+                raise AdapterError(
+                    f"{where}: expected a rank of at most {self.max_rank}, found {len(matrix.a)}"
+                )
             factors, bias = found.setdefault(index, ([], None))
             columns = slice(part.columns[0], sum(part.columns))
             rows = [slice(start, start + count) for start, count in part.rows]
@@ -211,9 +222,5 @@ def _check(where: str, path: str, matrix: LowRank, part: Part) -> None:
     if bias is not None and bias.shape != (out,):
         raise AdapterError(f"{where}: expected a bias [{out}], found {list(bias.shape)}")
     for name, tensor in (("a", a), ("b", b), ("bias", bias)):
-        if tensor is None:
-            continue
-        if not tensor.is_floating_point():
+        if tensor is not None and not tensor.is_floating_point():
             raise AdapterError(f"{where}: expected floats in {name}, found {tensor.dtype}")
-        if not bool(tensor.isfinite().all()):
-            raise AdapterError(f"{where}: {name} contains numbers that are not finite")

@@ -178,7 +178,7 @@ class Head:
         if mesh.size > 1:  # the last rank's range may be shorter: pad it, gather equal lengths
             missing = -(-self.vocab_size // mesh.size) - logits.shape[1]
             logits = mesh.all_gather(torch.nn.functional.pad(logits, (0, missing)))
-            logits = logits[:, : self.vocab_size]
+            logits = logits[:, : self.vocab_size].contiguous()
         logits = self.linear.ops.scale(logits, 1.0 / self.scale)
         if self.softcap is not None:
             logits = self.linear.ops.softcap(logits, self.softcap)

@@ -30,23 +30,24 @@ class LowRank:
     def reject(self, problem: Problem) -> str | None:
         return None
 
-    def table(self, shape: Shape) -> CpuTable:
-        return CpuTable(self._runtime, shape)
+    def table(self, shape: Shape, dtype: torch.dtype, device: torch.device) -> CpuTable:
+        return CpuTable(self._runtime, shape, dtype)
 
 
 class CpuTable:
     """See :class:`sdk.kernels.low_rank.Table`."""
 
-    def __init__(self, runtime: NativeRuntime, shape: Shape) -> None:
+    def __init__(self, runtime: NativeRuntime, shape: Shape, dtype: torch.dtype) -> None:
         self._runtime = runtime
         self._shape = shape
+        self._dtype = dtype
         self._slots: Array[Any] = (LowRankSlot * shape.slots)()
         #: What the pointers in the slots point to.
         self._kept: list[tuple[Update, Array[Any]] | None] = [None] * shape.slots
 
-    def factor_bytes(self, rank: int, first: int, count: int, dtype: torch.dtype) -> int:
+    def factor_bytes(self, rank: int, first: int, count: int) -> int:
         a, b = self._shapes(rank, first, count)
-        return _aligned(math.prod(a) * dtype.itemsize) + math.prod(b) * dtype.itemsize
+        return _aligned(math.prod(a) * self._dtype.itemsize) + math.prod(b) * self._dtype.itemsize
 
     def _shapes(self, rank: int, first: int, count: int) -> tuple[tuple[int, int], tuple[int, ...]]:
         """The shapes of packed factors: see LowRankPart in native/abi.hpp."""
@@ -57,7 +58,7 @@ class CpuTable:
     def place(self, factors: Factors, memory: Tensor) -> Factors:
         (rank, inputs), (count, _) = factors.a.shape, factors.b.shape
         a_shape, b_shape = self._shapes(rank, factors.first, count)
-        dtype = factors.a.dtype
+        dtype = self._dtype
         split = a_shape[0] * a_shape[1] * dtype.itemsize
         a = memory[:split].view(dtype).view(a_shape)
         end = _aligned(split) + math.prod(b_shape) * dtype.itemsize

@@ -18,27 +18,23 @@ class LowRank:
     def reject(self, problem: Problem) -> str | None:
         return None
 
-    def table(self, shape: Shape) -> ReferenceTable:
-        return ReferenceTable(shape)
+    def table(self, shape: Shape, dtype: torch.dtype, device: torch.device) -> ReferenceTable:
+        return ReferenceTable(shape, dtype)
 
 
 class ReferenceTable:
     """See :class:`sdk.kernels.low_rank.Table`."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, dtype: torch.dtype) -> None:
         self._shape = shape
+        self._dtype = dtype
         self._slots: list[Update | None] = [None] * shape.slots
 
-    def factor_bytes(self, rank: int, first: int, count: int, dtype: torch.dtype) -> int:
-        return rank * (self._shape.in_features + count) * dtype.itemsize
+    def factor_bytes(self, rank: int, first: int, count: int) -> int:
+        return rank * (self._shape.in_features + count) * self._dtype.itemsize
 
     def place(self, factors: Factors, memory: Tensor) -> Factors:
-        a, b = factors.a, factors.b
-        values = memory[: (a.numel() + b.numel()) * a.element_size()].view(a.dtype)
-        first, second = values.split([a.numel(), b.numel()])
-        first.view(a.shape).copy_(a)
-        second.view(b.shape).copy_(b)
-        return factors._replace(a=first.view(a.shape), b=second.view(b.shape))
+        return place_plain(factors, memory)
 
     def write(self, slot: int, update: Update | None) -> None:
         self._slots[slot] = update
@@ -58,3 +54,13 @@ class ReferenceTable:
             if update.bias is not None:
                 total += update.bias
             y[rows] = total.to(y.dtype)
+
+
+def place_plain(factors: Factors, memory: Tensor) -> Factors:
+    """Factors copied into the beginning of ``memory``, ``a`` and then ``b``, as they are."""
+    a, b = factors.a, factors.b
+    values = memory[: (a.numel() + b.numel()) * a.element_size()].view(a.dtype)
+    first, second = values.split([a.numel(), b.numel()])
+    first.view(a.shape).copy_(a)
+    second.view(b.shape).copy_(b)
+    return factors._replace(a=first.view(a.shape), b=second.view(b.shape))

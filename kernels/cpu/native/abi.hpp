@@ -557,6 +557,18 @@ enum OpKind {
 // What a step counts; an operator runs over one of these (row-wise operators: times `per`).
 enum Count { kTokens = 0, kOutputs = 1, kRequests = 2, kCounts = 3 };
 
+// Memory that a thread reads in a later phase, in pieces: the threads of a product prefetch it.
+struct MemoryStream {
+    enum { kMostPieces = 64 };
+    struct Piece {
+        const uint8_t *begin, *end;
+    };
+    int32_t phase;  // during which it is prefetched; -1: none
+    int32_t next, count;
+    int64_t bytes;  // of the pieces from `next` on
+    Piece pieces[kMostPieces];
+};
+
 // Items of a phase for one thread. The thread usually continues with the items up to `reach`, and
 // often comes from the items before `begin` (then `resumed`): one call may prefetch for the next.
 struct ItemRange {
@@ -564,6 +576,9 @@ struct ItemRange {
     int32_t resumed;
     // What the thread will read first in a later phase: prefetched after `reach`; null: unknown.
     const uint8_t *then = nullptr, *then_end = nullptr;
+    // Besides, `stream_bytes` of it for each item; null: none.
+    MemoryStream* stream = nullptr;
+    int64_t stream_bytes = 0;
 };
 
 // Scratch memory and everything laid out in it starts at a cache line.

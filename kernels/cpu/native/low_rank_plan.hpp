@@ -18,6 +18,7 @@ enum {
     kLowUnit = 8,           // ranks of an item
     kLowRows = 32,          // its rows: their x (up to 2048 features) stays in the second-level cache
     kUpBlocks = 2,          // 16-column blocks of an item
+    kMostAhead = 1 << 19,   // bytes of factors that a thread prefetches: half of a second-level cache
     kLowPadding = 16,       // a row of `low` is padded to a multiple of it, the widest vector
 };
 
@@ -50,6 +51,10 @@ LowRankItems down_items(const LowRankArgs& args);
 LowRankItems up_items(const LowRankArgs& args);
 // Bytes of args.low.
 size_t low_bytes(const LowRankArgs& args);
+
+// The bytes of factors that a thread with the items `down` and `up` reads, up to kMostAhead.
+void factors_of(const LowRankArgs& args, const ItemRange& down, const ItemRange& up,
+                MemoryStream* stream);
 
 // The rows of a run by slot. Operators over the same rows share them; nothing is allocated once the
 // vectors have grown.

@@ -212,7 +212,10 @@ void Program::add_part(int op, Work work, bool alone) {
     if (hinted) stages_[(size_t)last_tiles_].then = (int)stages_.size();
     // Updates by adapters, most of which have no rows, leave it to the stage before to prefetch.
     if (work == kTiles && ops_[(size_t)op].kind != kOpLowRank) last_tiles_ = (int)stages_.size();
-    stages_.push_back({part, part + 1, count, work, -1, hinted, alone});
+    if (work == kTiles && ops_[(size_t)op].kind == kOpLowRank && op &&
+        integer(ops_[(size_t)op - 1]))
+        stages_.back().factors = (int)stages_.size();
+    stages_.push_back({part, part + 1, count, work, -1, hinted, alone, -1});
 }
 
 void Program::clear() {
@@ -458,6 +461,25 @@ void Runtime::hint_next(const Program& program, int stage, int thread, ItemRange
     share->then_end = w.codes + code_bytes(w, strips.end);
 }
 
+// Has the thread prefetch the factors that it will read in the stages `next` and `next` + 1, while it
+// runs its own strips.
+void Runtime::hint_factors(const Program& program, int stage, int next, int thread,
+                           ItemRange* share) {
+    const Phase &down = phases_[(size_t)next], &up = phases_[(size_t)next + 1];
+    const ItemRange own = pool.own(phases_[(size_t)stage], thread);
+    if (!up.total || share->begin < own.begin || share->end > own.end) return;
+    MemoryStream& stream = streams_[(size_t)thread];
+    if (stream.phase != stage) {
+        const int op = program.parts_[(size_t)program.stages_[(size_t)next].first].op;
+        factors_of(program.ops_[(size_t)op].low_rank, pool.own(down, thread), pool.own(up, thread),
+                   &stream);
+        stream.phase = stage;
+    }
+    if (stream.next == stream.count) return;
+    share->stream = &stream;
+    share->stream_bytes = stream.bytes / (own.end - share->begin) + kCacheLine;
+}
+
 void Runtime::run_task(void* context, int phase, const ItemRange& task, int thread) {
     const Frame& frame = *static_cast<const Frame*>(context);
     if (task.begin == task.end) return;
@@ -465,6 +487,8 @@ void Runtime::run_task(void* context, int phase, const ItemRange& task, int thre
     const Program::Stage& stage = program.stages_[(size_t)phase];
     ItemRange share = task;
     if (stage.then >= 0) frame.runtime->hint_next(program, stage.then, thread, &share);
+    if (stage.factors >= 0)
+        frame.runtime->hint_factors(program, phase, stage.factors, thread, &share);
     if (stage.hinted) {
         const ItemRange own = frame.runtime->pool.own(frame.runtime->phases_[(size_t)phase], thread);
         share.resumed |= share.begin == own.begin;
@@ -490,6 +514,8 @@ Status Runtime::run(Program& program, const int64_t* counts) {
         pool.arm_side(compute_masks, const_cast<MaskTasks*>(op.sample.masks),
                       (int)op.sample.masks->count);
     }
+    streams_.resize((size_t)pool.threads());
+    for (MemoryStream& stream : streams_) stream.phase = -1;
     Frame frame = {this, &program};
     pool.run(&Runtime::run_task, &frame, phases_.data(), (int)phases_.size());
     return kOk;
