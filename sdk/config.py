@@ -96,6 +96,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         try:
             self._check()
+            self._check_lora()
         except SdkError:
             raise
         except Exception as error:
@@ -142,7 +143,6 @@ class EngineConfig:
         self._check_swap()
         self._check_offload()
         self._check_speculative()
-        self._check_lora()
         if self.kv_cache_dtype != "auto":
             object.__setattr__(self, "kv_cache_dtype", _kv_cache_dtype(self.kv_cache_dtype))
         if self.kv_policy is not None:

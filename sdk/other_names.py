@@ -83,7 +83,7 @@ ENGINE: dict[str, OtherName] = {
     "embedding": OtherName("", (_ANY,)),
     "logits_all": OtherName("use SamplingParams(prompt_logprobs=...)", (False,)),
     "chat_format": OtherName("use chat_template="),
-    "lora_path": OtherName("use enable_lora=True, then lora_request=LoRARequest('name', 1, path)"),
+    "lora_path": OtherName("use enable_lora=True and add_lora('name', path)"),
     "rope_freq_base": OtherName("use hf_overrides={'rope_theta': ...}", (0, 0.0)),
     "verbose": OtherName("use logging.getLogger('sdk'), and explain()", (False,)),
     "draft_model": OtherName("use speculative_config={'model': ...}, or 'ngram'"),

@@ -205,10 +205,9 @@ class Generation:
         prompt_token_ids: Sequence[int],
         params: SamplingParams,
         arrival_time: float,
-        lora_request: object = None,
     ) -> None:
         self.request_id = request_id
-        self.lora_request = lora_request
+        self.lora_request: object = None
         self.prompt_text = prompt_text
         self.prompt_token_ids = list(prompt_token_ids)
         self.params = params

@@ -122,8 +122,7 @@ class Engine:
         children = self._fan_out(request_id, params, kind)
         arrival = self.scheduler.queues.clock() if arrival_time is None else arrival_time
         shown = prompt_token_ids if prompt_embeds is None else ()
-        lora_request = None if adapter is None else adapter.lora_request
-        generation = Generation(request_id, prompt_text, shown, params, arrival, lora_request)
+        generation = Generation(request_id, prompt_text, shown, params, arrival)
         generation.results = ResultReservation(result_bytes) if result_bytes else None
         requests = [
             Request(
@@ -154,6 +153,7 @@ class Engine:
         banned: StringAutomaton | None,
         adapter: AdapterSource | None,
     ) -> None:
+        generation.lora_request = None if adapter is None else adapter.lora_request
         # Completions first: they may raise, and then the scheduler must not have the requests.
         generation.completions = [
             Completion(index, request, self._tokenizer, stops, self._texts, banned)

@@ -104,8 +104,7 @@ def load(config: EngineConfig, checkpoint: Checkpoint | None = None) -> Loaded:
     ``checkpoint`` replaces the one that ``config`` names, and is closed.
     """
     with contextlib.ExitStack() as undo:
-        if checkpoint is None:
-            checkpoint = open_model(config)
+        checkpoint = checkpoint or open_model(config)
         undo.callback(checkpoint.close)
         model = model_config(config, checkpoint)
         memory = checked_plan(config, checkpoint)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from sdk.errors import OutOfMemoryError, RequestError, SdkError
 from sdk.quant.adapter import Adapter, LowRank
 
 if TYPE_CHECKING:
-    from sdk.engine.rank.runner import ModelRunner
     from sdk.models.adapters import ModelAdapters, PackedAdapter
 
 
@@ -46,10 +45,19 @@ class RankAdapters:
         self._packed = None
 
 
+class AdaptedRank(Protocol):
+    """A rank: :class:`sdk.engine.rank.runner.ModelRunner`."""
+
+    @property
+    def rank(self) -> int: ...
+
+    adapters: RankAdapters | None
+
+
 # What executors call on every rank. An exception would end the ranks, so errors are returned.
 
 
-def clear_slots(runner: ModelRunner, slots: Iterable[int]) -> None:
+def clear_slots(runner: AdaptedRank, slots: Iterable[int]) -> None:
     """Empty slots, and drop an adapter on its way."""
     adapters = _of(runner)
     adapters.drop()
@@ -57,13 +65,13 @@ def clear_slots(runner: ModelRunner, slots: Iterable[int]) -> None:
         adapters.model.clear(slot)
 
 
-def add_parts(runner: ModelRunner, matrices: Mapping[str, LowRank]) -> None:
+def add_parts(runner: AdaptedRank, matrices: Mapping[str, LowRank]) -> None:
     """See :meth:`RankAdapters.add_parts`. Rank 0 has the whole adapter already."""
     if runner.rank:
         _of(runner).add_parts(matrices)
 
 
-def pack_parts(runner: ModelRunner, name: str) -> Exception | None:
+def pack_parts(runner: AdaptedRank, name: str) -> Exception | None:
     """See :meth:`RankAdapters.pack_parts`; why it failed."""
     if not runner.rank:
         return None
@@ -74,12 +82,12 @@ def pack_parts(runner: ModelRunner, name: str) -> Exception | None:
     return None
 
 
-def write_slot(runner: ModelRunner, slot: int) -> None:
+def write_slot(runner: AdaptedRank, slot: int) -> None:
     """See :meth:`RankAdapters.write`."""
     _of(runner).write(slot)
 
 
-def _of(runner: ModelRunner) -> RankAdapters:
+def _of(runner: AdaptedRank) -> RankAdapters:
     if runner.adapters is None:
         raise RequestError("this rank has no adapter slots")
     return runner.adapters

@@ -77,10 +77,7 @@ class ModelRunner:
             )
             facts = self.model.config
             #: The slots of adapters, if requests may have any.
-            self.adapters: RankAdapters | None = None
-            if config.adapter_slots:
-                slots = ModelAdapters(self.model, self.ops, config.adapter_slots)
-                self.adapters = RankAdapters(slots)
+            self.adapters = self._adapter_slots(config.adapter_slots)
             #: The classes of the checkpoint, if it has any.
             self.classifier = classifier_of(values)
             self._score_head = read_score_head(checkpoint, self.classifier, facts.hidden_size)
@@ -119,6 +116,9 @@ class ModelRunner:
             undo.pop_all()
         checkpoint.close()
         release_free_memory()
+
+    def _adapter_slots(self, count: int) -> RankAdapters | None:
+        return RankAdapters(ModelAdapters(self.model, self.ops, count)) if count else None
 
     def close(self) -> None:
         """Free everything. Idempotent; the runner must not be used afterwards."""
