@@ -33,7 +33,7 @@ from sdk.quant.errors import CheckpointError, UnsupportedError
 
 WEIGHTS = "adapter_model.safetensors"
 PICKLE = "adapter_model.bin"
-_PREFIX = "base_model.model."
+PREFIX = "base_model.model."
 #: Beginnings of paths in other classes of transformers -> those of a causal language model.
 _ROOTS = (
     ("model.language_model.", "model."),
@@ -116,15 +116,15 @@ def _modules(tensors: Mapping[str, StoredTensor], source: Path) -> dict[str, _Mo
     modules: dict[str, _Module] = {}
     for name, stored in tensors.items():
         ending = next((ending for ending in _KINDS if name.endswith(ending)), None)
-        if not name.startswith(_PREFIX) or ending is None:
+        if not name.startswith(PREFIX) or ending is None:
             reason = next((why for part, why in _REASONS if part in name), None)
-            if reason is not None and name.startswith(_PREFIX):
+            if reason is not None and name.startswith(PREFIX):
                 raise UnsupportedError(f"{source}: tensor {name[:200]!r}: {reason}")
             raise CheckpointError(
-                f"{source}: tensor {name[:200]!r}: expected {_PREFIX}PATH.lora_A.weight and others "
+                f"{source}: tensor {name[:200]!r}: expected {PREFIX}PATH.lora_A.weight and others "
                 "that PEFT saves for LoRA"
             )
-        own = name[len(_PREFIX) : -len(ending)]
+        own = name[len(PREFIX) : -len(ending)]
         path = canonical(own)
         module = modules.setdefault(path, _Module(own, {}))
         if module.name != own or _KINDS[ending] in module.tensors:

@@ -462,6 +462,7 @@ class Engine:
         """
         scheduler = self.scheduler
         pool, swap, tiered = scheduler.pool, scheduler.prefixes.swap, scheduler.tiered_pool
+        adapters = scheduler.adapters
         return {
             "num_running": scheduler.queues.num_running,
             "num_waiting": scheduler.queues.num_waiting,
@@ -488,6 +489,7 @@ class Engine:
             "num_pages_cached": pool.num_cached,
             "num_pages_pinned": scheduler.prefixes.num_pinned,
             **({} if tiered is None else tiered.metrics(swap.counts())),
+            **({} if adapters is None else adapters.metrics()),
             "plan_seconds": self._seconds[0],
             "execute_seconds": self._seconds[1],
             "commit_seconds": self._seconds[2],

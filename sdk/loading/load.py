@@ -137,7 +137,6 @@ def load(config: EngineConfig, checkpoint: Checkpoint | None = None) -> Loaded:
         scheduler = _scheduler(config, runner_config, memory, eos, results)
         scheduler.pages_ahead, scheduler.batches_in_flight = executor.runner.ahead
         engine = Engine(scheduler, executor, tokenizer, vocab_size=vocab, seed=config.seed)
-        opener = _with_adapters(engine, config, executor, config_values(config, checkpoint))
         undo.pop_all()
     spec = kv_spec(model, model.num_kv_heads, memory.page_size, memory.kv_dtype)
     return Loaded(
@@ -157,7 +156,7 @@ def load(config: EngineConfig, checkpoint: Checkpoint | None = None) -> Loaded:
         kv_scales=len(checkpoint.kv_scales),
         runner_device=runner_config.device,
         results=results,
-        open_adapter=opener,
+        open_adapter=_with_adapters(engine, config, executor, config_values(config, checkpoint)),
     )
 
 

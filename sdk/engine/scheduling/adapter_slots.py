@@ -113,10 +113,13 @@ class AdapterSlots:
         """Bytes of all adapters in slots, with what is being read."""
         return sum(one.nbytes for one in self._known.values())
 
-    @property
-    def num_ready(self) -> int:
-        """Adapters that can run now."""
-        return sum(one.ready for one in self._known.values())
+    def metrics(self) -> dict[str, float]:
+        """Counters of :meth:`sdk.LLM.get_metrics`."""
+        return {
+            "num_loras": sum(one.ready for one in self._known.values()),
+            "lora_bytes": self.nbytes,
+            "lora_loads": self.num_loads,
+        }
 
     @property
     def has_work(self) -> bool:
