@@ -38,6 +38,8 @@ class SavedPrefixes:
         """The full pages of a prompt; missing ones are computed."""
         if prompt.embeds is not None:
             raise RequestError("snapshot: expected a prompt of tokens, found prompt_embeds")
+        if prompt.adapter is not None:
+            raise RequestError("snapshot: a prompt with an adapter cannot be saved; use pin")
         ids, salt = prompt.token_ids, prompt.cache_salt
         stored = self._when_cached(prompt, lambda: self._kept.read(ids, salt))
         return Snapshot(self._model, ids[: len(stored.layers[0].rows)], stored)

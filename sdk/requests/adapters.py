@@ -60,6 +60,8 @@ class Adapters:
         self._residency = residency
         self._known: dict[str, KnownAdapter] = {}
         self._lock = threading.Lock()  # of the names
+        #: The adapter of calls that name none.
+        self.default: str | None = None
 
     # ---- requests --------------------------------------------------------------------------------
 
@@ -76,6 +78,7 @@ class Adapters:
         :raises RequestError: ``given`` is no adapter, or unknown.
         :raises CheckpointError: its files are missing, damaged, or for another model.
         """
+        given = self.default if given is None else given
         if given is None:
             return [None] * count
         if isinstance(given, str | LoRARequest) or _is_foreign(given):
@@ -99,7 +102,7 @@ class Adapters:
                     "Add it with add_lora(name, path)"
                 )
             return found
-        return self._same(given) or self._add(_ours(given))
+        return self._same(given) or self._add(as_ours(given))
 
     def _check_on(self) -> None:
         if self._open is None:
@@ -234,7 +237,8 @@ def _is_foreign(given: object) -> bool:
     return hasattr(given, "lora_name") and hasattr(given, "lora_int_id")
 
 
-def _ours(given: Any) -> LoRARequest:
+def as_ours(given: Any) -> LoRARequest:
+    """A ``LoRARequest`` of vLLM, or of ours. :raises RequestError: it is neither."""
     if isinstance(given, LoRARequest):
         return given
     if not _is_foreign(given):

@@ -128,7 +128,7 @@ class JobMaker:
 
     def adapted(self, prompts: list[Prompt], lora: Any) -> list[Prompt]:
         """The prompts with the adapters that ``lora_request=`` asks for."""
-        if lora is None:
+        if lora is None and self.adapters.default is None:
             return prompts
         adapters = self.adapters.of(lora, len(prompts))
         return [replace(p, adapter=one) for p, one in zip(prompts, adapters, strict=True)]
