@@ -52,13 +52,15 @@ _KINDS = {
     ".bias": "bias",
     ".base_layer.weight": "own",
 }
-_REASONS = (
-    (".lora_magnitude_vector", "DoRA is not supported; merge the adapter into its model"),
-    (".lora_B.bias", "biases of the factors B (lora_bias) are not supported"),
-    (".token_adapter.", "trainable_token_indices are not supported"),
-    (".weight", "the file replaces a whole matrix of the model (modules_to_save, or a vocabulary "
-     "of another size), which is not supported; merge the adapter into its model"),
-)  # fmt: skip
+_REASONS = {
+    ".lora_magnitude_vector": "DoRA is not supported; merge the adapter into its model",
+    ".lora_B.bias": "biases of the factors B (lora_bias) are not supported",
+    ".token_adapter.": "trainable_token_indices are not supported",
+}
+_WHOLE = (
+    "the file replaces a whole matrix of the model (modules_to_save, or a vocabulary of another "
+    "size), which is not supported; merge the adapter into its model"
+)
 #: The modules of which PEFT saves the model's own weights beside the factors.
 _ENDS = ("model.embed_tokens", "lm_head")
 
@@ -116,10 +118,12 @@ def _modules(tensors: Mapping[str, StoredTensor], source: Path) -> dict[str, _Mo
     modules: dict[str, _Module] = {}
     for name, stored in tensors.items():
         ending = next((ending for ending in _KINDS if name.endswith(ending)), None)
+        reason = next((why for part, why in _REASONS.items() if part in name), None)
+        if reason is None and ending is None and name.endswith(".weight") and "lora_" not in name:
+            reason = _WHOLE
+        if reason is not None and name.startswith(PREFIX):
+            raise UnsupportedError(f"{source}: tensor {name[:200]!r}: {reason}")
         if not name.startswith(PREFIX) or ending is None:
-            reason = next((why for part, why in _REASONS if part in name), None)
-            if reason is not None and name.startswith(PREFIX):
-                raise UnsupportedError(f"{source}: tensor {name[:200]!r}: {reason}")
             raise CheckpointError(
                 f"{source}: tensor {name[:200]!r}: expected {PREFIX}PATH.lora_A.weight and others "
                 "that PEFT saves for LoRA"
