@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         UnsupportedError as UnsupportedError,
     )
     from sdk.llm import LLM as LLM
+    from sdk.lora import LoRAInfo as LoRAInfo, LoRARequest as LoRARequest
     from sdk.memory.plan import Alternative as Alternative, MemoryPlan as MemoryPlan
     from sdk.memory.pool import MemoryPool as MemoryPool
     from sdk.async_llm import AsyncLLM as AsyncLLM
@@ -75,6 +76,8 @@ __distribution__ = "embedlm"
 _EXPORTS = {
     "LLM": "sdk.llm",
     "AsyncLLM": "sdk.async_llm",
+    "LoRAInfo": "sdk.lora",
+    "LoRARequest": "sdk.lora",
     "Alternative": "sdk.memory.plan",
     "MemoryPlan": "sdk.memory.plan",
     "MemoryPool": "sdk.memory.pool",

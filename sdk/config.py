@@ -32,7 +32,6 @@ ProgressCallback = Callable[[str, int, int], "bool | None"]
 
 #: Options of a later release: the value that means "off", and what to do instead.
 _NOT_YET: dict[str, tuple[Any, str]] = {
-    "enable_lora": (False, "merge the adapter into the weights"),
     "trust_remote_code": (False, "code from checkpoints is never run"),
 }
 
@@ -87,6 +86,10 @@ class EngineConfig:
     prefix_eviction: Literal["lru", "cost"] = "lru"
     speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None = None
     enable_lora: bool = False
+    max_loras: int = 1
+    max_lora_rank: int = 16
+    max_cpu_loras: int | None = None
+    lora_memory: int | str | None = None
     swap_space: int | str = 0
     swap_path: str | None = None
     disk_offload: int | str = 0
@@ -103,6 +106,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         try:
             self._check()
+            self._check_lora()
         except SdkError:
             raise
         except Exception as error:
@@ -218,6 +222,25 @@ class EngineConfig:
             raise RequestError(
                 f"{method} is not supported on a GPU in this release; use method 'ngram'"
             )
+
+    def _check_lora(self) -> None:
+        enabled: object = self.enable_lora
+        if not isinstance(enabled, bool):
+            raise RequestError(f"enable_lora: expected True or False, found {safe_repr(enabled)}")
+        if self.lora_memory is not None:
+            if not self.enable_lora:
+                raise RequestError("lora_memory needs enable_lora=True: pass it too")
+            object.__setattr__(self, "lora_memory", parse_bytes(self.lora_memory, "lora_memory"))
+        if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
+            raise RequestError(
+                f"max_cpu_loras ({self.max_cpu_loras}) must be at least max_loras "
+                f"({self.max_loras})"
+            )
+
+    @property
+    def adapter_slots(self) -> int:
+        """Adapters that may be in memory at a time; all of them may run in one step."""
+        return max(self.max_loras, self.max_cpu_loras or 0) if self.enable_lora else 0
 
     def _check_folder(self, name: str, option: str) -> None:
         """``name`` must be a folder, and has an effect only together with ``option``."""
@@ -355,4 +378,7 @@ _COUNTS: dict[str, tuple[int, int]] = {
     "max_num_batched_tokens": (1, 2**20),
     "max_waiting": (0, 2**31 - 1),
     "block_size": (1, 1024),
+    "max_loras": (1, 4096),
+    "max_lora_rank": (1, 4096),
+    "max_cpu_loras": (1, 4096),
 }

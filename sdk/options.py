@@ -61,6 +61,10 @@ class EngineOptions(TypedDict, total=False):
     prefix_eviction: Literal["lru", "cost"]
     speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None
     enable_lora: bool
+    max_loras: int
+    max_lora_rank: int
+    max_cpu_loras: int | None
+    lora_memory: int | str | None
     swap_space: int | str
     swap_path: str | os.PathLike[str] | None
     disk_offload: int | str

@@ -248,6 +248,7 @@ class Driver:
                 stops=job.stops,
                 banned=job.banned,
                 result_bytes=job.result_bytes,
+                adapter=job.adapter,
             )
         except Exception as error:  # rejected: its caller gets the reason
             self._forget(job.request_id)

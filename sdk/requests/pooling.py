@@ -37,14 +37,21 @@ class PoolingCalls:
         self._reader = reader
         self._classifier = classifier
 
-    def embed(self, prompts: Any, truncate: int | None) -> Work[list[EmbeddingOutput]]:
+    def embed(
+        self, prompts: Any, truncate: int | None, lora: Any = None
+    ) -> Work[list[EmbeddingOutput]]:
         """See :meth:`sdk.LLM.embed`."""
-        jobs = self._jobs.make(*self._read(prompts, truncate), kind="embed")
+        jobs = self._jobs.make(*self._read(prompts, truncate, lora), kind="embed")
         outputs = yield Stage(jobs, "embed")
         return [embedding_of(output) for output in outputs]
 
     def encode(
-        self, prompts: Any, pooling: str, normalize: bool, truncate: int | None
+        self,
+        prompts: Any,
+        pooling: str,
+        normalize: bool,
+        truncate: int | None,
+        lora: Any = None,
     ) -> Work[list[PoolingRequestOutput]]:
         """See :meth:`sdk.LLM.encode`."""
         if pooling not in get_args(PoolingMode):
@@ -52,16 +59,18 @@ class PoolingCalls:
             raise RequestError(f"pooling: expected one of {modes}, found {safe_repr(pooling)}")
         _check_flag("normalize", normalize)
         mode: Any = pooling
-        found = yield from self._pooled(self._read(prompts, truncate), Pooling(mode, normalize))
+        read = self._read(prompts, truncate, lora)
+        found = yield from self._pooled(read, Pooling(mode, normalize))
         return [with_tensor(one) for one in found]
 
     def classify(
-        self, prompts: Any, use_activation: bool, truncate: int | None
+        self, prompts: Any, use_activation: bool, truncate: int | None, lora: Any = None
     ) -> Work[list[ClassificationOutput]]:
         """See :meth:`sdk.LLM.classify`."""
         _check_flag("use_activation", use_activation)
         classifier = self._need_classifier()
-        found = yield from self._pooled(self._read(prompts, truncate), self._head(classifier))
+        read = self._read(prompts, truncate, lora)
+        found = yield from self._pooled(read, self._head(classifier))
         return [
             ClassificationOutput(
                 one.request_id,
@@ -74,20 +83,27 @@ class PoolingCalls:
         ]
 
     def score(
-        self, data_1: Any, data_2: Any, template: str | None, salt: str | None = None
+        self,
+        data_1: Any,
+        data_2: Any,
+        template: str | None,
+        lora: Any = None,
+        salt: str | None = None,
     ) -> Work[list[ScoringOutput]]:
         """See :meth:`sdk.LLM.score`. ``salt``: the ``cache_salt`` of all prompts."""
         left, right = as_list(data_1), as_list(data_2)
         check_pairs(len(left), len(right))
         if self._classifier is not None:
             lefts = left * len(right) if len(left) == 1 else left
-            return (yield from self._scored(list(zip(lefts, right, strict=True)), template, salt))
+            pairs = list(zip(lefts, right, strict=True))
+            return (yield from self._scored(pairs, template, lora, salt))
         if template is not None:
             raise RequestError(
                 "chat_template: this model has no classification head, so it compares embeddings, "
                 "which need no template; leave it out"
             )
-        embedded = yield from self.embed([with_salt(one, salt) for one in (*left, *right)], None)
+        prompts = [with_salt(one, salt) for one in (*left, *right)]
+        embedded = yield from self.embed(prompts, None, lora)
         return cosines(embedded[: len(left)], embedded[len(left) :])
 
     def rerank(
@@ -96,6 +112,7 @@ class PoolingCalls:
         documents: Any,
         top_n: Any,
         template: str | None,
+        lora: Any = None,
         salt: str | None = None,
     ) -> Work[list[RerankOutput]]:
         """See :meth:`sdk.LLM.rerank`. ``salt``: the ``cache_salt`` of all prompts."""
@@ -114,7 +131,7 @@ class PoolingCalls:
             raise RequestError(f"top_n: expected a positive integer, found {safe_repr(top_n)}")
         if not documents:
             return []
-        scored = yield from self.score(query, list(documents), template, salt)
+        scored = yield from self.score(query, list(documents), template, lora, salt)
         scores = [one.score for one in scored]
         order = sorted(range(len(scores)), key=lambda index: -scores[index])[:top_n]
         return [RerankOutput(index, documents[index], scores[index]) for index in order]
@@ -122,11 +139,11 @@ class PoolingCalls:
     # ---- inside ----------------------------------------------------------------------------------
 
     def _read(
-        self, prompts: PromptLike | Sequence[PromptLike], truncate: int | None
+        self, prompts: PromptLike | Sequence[PromptLike], truncate: int | None, lora: Any
     ) -> tuple[list[Prompt], list[SamplingParams]]:
         params = _PARAMS if truncate is None else SamplingParams(truncate_prompt_tokens=truncate)
         read = [self._reader.read(item, params, room=0) for item in as_list(prompts)]
-        return read, [params] * len(read)
+        return self._jobs.adapted(read, lora), [params] * len(read)
 
     def _pooled(
         self,
@@ -153,13 +170,14 @@ class PoolingCalls:
         return Pooling("last", False, token_ids=ids, reuse_prefix=True)
 
     def _scored(
-        self, pairs: Sequence[tuple[Any, Any]], template: str | None, salt: str | None
+        self, pairs: Sequence[tuple[Any, Any]], template: str | None, lora: Any, salt: str | None
     ) -> Work[list[ScoringOutput]]:
         """The relevance of each pair by the classification head."""
         classifier = self._need_classifier()
         relevant = relevant_class(classifier)
         template = pair_template(self._reader, classifier, template)
         read = [replace(read_pair(self._reader, pair, template), cache_salt=salt) for pair in pairs]
+        read = self._jobs.adapted(read, lora)
         found = yield from self._pooled((read, [_PARAMS] * len(read)), self._head(classifier))
         return [
             ScoringOutput(one.request_id, probabilities(classifier, one)[relevant]) for one in found

@@ -14,6 +14,7 @@ from sdk.errors import EngineClosedError, RequestError
 from sdk.params import SamplingParams
 from sdk.quant.safe_repr import is_value_error, safe_message, safe_repr
 from sdk.quant.tokenizer import Tokenizer, TooManyTokens
+from sdk.requests.adapters import KnownAdapter
 from sdk.requests.conversations import ChatOptions, Message, Turns, check_salt, tool_format_of
 from sdk.requests.embeds import Embeds, check_params, embeds_salt, read_embeds
 from sdk.requests.infill import fim_prompt, fim_tokens_of
@@ -53,6 +54,8 @@ class Prompt:
     #: How the answer must begin if tokens were taken from the end of the prompt.
     healing: Healing | None = None
     embeds: Embeds | None = None
+    #: The adapter that runs it.
+    adapter: KnownAdapter | None = None
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from sdk.engine.pages.prefixes import Prefix, Prefixes
+from sdk.engine.scheduling.adapter_slots import AdapterSlots
 from sdk.engine.scheduling.negative_prompt import share
 from sdk.engine.scheduling.prompt_budget import PromptBudget
 from sdk.engine.scheduling.queues import RequestQueues
@@ -22,10 +23,11 @@ class Admission:
     A request starts only if one page stays available for each running request that may still need
     one, so that the next decode does not preempt it. A request whose longest answer fits the pages
     it holds counts for none: ``max_num_seqs`` requests of full length run in exactly the pages they
-    fill. No request overtakes the first waiting one, except in two cases. A request whose next
+    fill. No request overtakes the first waiting one, except in these cases. A request whose next
     page is about to be published by a running request waits for that page instead of computing it
     again: this is how ``n`` answers share a prompt, and how a batch with one system prompt computes
-    it once. And a request waits while there is no memory for its log-probabilities.
+    it once. And a request waits while there is no memory for its log-probabilities, or while its
+    adapter is in no slot (``adapter_slots.py``).
 
     If the policy says that the first waiting request overtakes running ones, :meth:`make_room`
     preempts as many of those as it needs slots and pages.
@@ -37,11 +39,13 @@ class Admission:
         queues: RequestQueues,
         prefixes: Prefixes,
         recorder: Recorder,
+        adapters: AdapterSlots | None = None,
     ) -> None:
         self._config = config
         self._queues = queues
         self._prefixes = prefixes
         self._recorder = recorder
+        self._adapters = adapters
         self.reserved_bytes = 0  # for the results of started requests
 
     def admit(
@@ -54,7 +58,9 @@ class Admission:
         """
         queues, blocked = self._queues, False
         spare, slots = self._spare(), self._slots()
-        pool = self._prefixes.pool
+        pool, adapters = self._prefixes.pool, self._adapters
+        if adapters is not None:
+            adapters.begin_pass()
         for request in queues.waiting:
             if not budget.tokens:
                 return
@@ -64,6 +70,8 @@ class Admission:
             lacks_memory = self._lacks_result_memory(request, blocked)
             if lacks_memory or (request.scores_prompt and not budget.scoring):
                 blocked |= lacks_memory
+                continue
+            if adapters is not None and not adapters.may_start(request):
                 continue
             most = budget.most(request)
             slots += len(sequences)  # a request that waits for a prefix keeps its slot

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from sdk.engine.pages.prefixes import Prefixes
 from sdk.engine.pages.tiered_pool import check_min_bits
 from sdk.engine.plan import Pooled, Sampled
+from sdk.engine.scheduling.adapter_slots import AdapterSlots, AdapterSource
 from sdk.engine.scheduling.in_flight import InFlightBatches
 from sdk.engine.scheduling.negative_prompt import longest_answer
 from sdk.engine.scheduling.policy import make_policy
@@ -53,6 +54,7 @@ class RequestQueues:
         prefixes: Prefixes,
         in_flight: InFlightBatches,
         clock: Callable[[], float],
+        adapters: AdapterSlots | None = None,
     ) -> None:
         self.policy = policy = make_policy(
             config.policy, config.tenant_weights, config.priority_aging
@@ -64,6 +66,7 @@ class RequestQueues:
         self._config = config
         self._prefixes = prefixes
         self._in_flight = in_flight
+        self._adapters = adapters
         self._requests: dict[str, Request] = {}  # unfinished, by id
         self._deadlines: list[tuple[float, int, Request]] = []  # heap
         self._dropped: list[str] = []  # the ranks must forget them
@@ -91,10 +94,12 @@ class RequestQueues:
         """Requests that hold no pages, including preempted ones."""
         return len(self.waiting)
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, adapter: AdapterSource | None = None) -> None:
         """Queue a request. :raises RequestError: it could never run; the message says why."""
         self._check(request)
         self._limit_length(request)
+        if self._adapters is not None and adapter is not None:
+            self._adapters.attach(adapter)
         if not request.params.ignore_eos:
             request.stop_token_ids |= self._config.eos_token_ids
         request.queued_ts = self.clock()
@@ -207,6 +212,8 @@ class RequestQueues:
         self.policy.ended(request)
         if request.kind == "generate" and reason in ("stop", "length"):
             self.answer_lengths.append(request.num_output_tokens)
+        if self._adapters is not None:
+            self._adapters.detach(request)
 
     def _stop(self, request: Request) -> None:
         """Remove a request from the running ones."""
@@ -255,6 +262,8 @@ class RequestQueues:
     def _release(self, request: Request) -> None:
         """Take the pages and pending prefixes of a running request; the ranks will forget it."""
         self._rewound.pop(request, None)
+        if self._adapters is not None:
+            self._adapters.release(request)
         for sequence in request.sequences:
             self._prefixes.release(sequence)
             self._dropped.append(sequence.request_id)
@@ -262,6 +271,8 @@ class RequestQueues:
 
     def start(self, request: Request) -> None:
         """Run a request that was removed from ``waiting`` and has its pages."""
+        if self._adapters is not None:
+            self._adapters.start(request)
         for sequence in request.sequences:
             sequence.status = RequestStatus.RUNNING
             # tokens found in the cache, and those that ran before a preemption, are not reported
@@ -327,6 +338,8 @@ class RequestQueues:
         if request.request_id not in self._requests:
             self._requests[request.request_id] = request
             self.policy.added(request)
+        if self._adapters is not None:
+            self._adapters.reattach(request)
         self._wait_again(request)
 
     def expire(self) -> None:

@@ -49,6 +49,7 @@ from sdk.engine.pages.page_pool import PagePool
 from sdk.engine.pages.prefixes import Prefixes
 from sdk.engine.pages.tiered_pool import TieredPagePool, lowest_tiers
 from sdk.engine.plan import RequestStart, StepPlan, StepResult, StepRow
+from sdk.engine.scheduling.adapter_slots import AdapterSlots
 from sdk.engine.scheduling.admission import Admission
 from sdk.engine.scheduling.commit import Committer
 from sdk.engine.scheduling.drafts import Drafts
@@ -97,9 +98,14 @@ class Scheduler:
         )
         self.prefixes = Prefixes(self.pool, config.kv_type, config.num_swap_pages, self.tiered_pool)
         self._in_flight = InFlightBatches()
-        self.queues = RequestQueues(config, self.prefixes, self._in_flight, clock)
+        #: ``None``: requests cannot have adapters.
+        self.adapters: AdapterSlots | None = None
+        if config.adapter_slots:
+            patience = config.max_num_seqs  # a batch of requests may overtake one that waits
+            self.adapters = AdapterSlots(config.adapter_slots, config.adapter_bytes, patience)
+        self.queues = RequestQueues(config, self.prefixes, self._in_flight, clock, self.adapters)
         self.recorder = recorder = Recorder(clock())
-        self.admission = Admission(config, self.queues, self.prefixes, recorder)
+        self.admission = Admission(config, self.queues, self.prefixes, recorder, self.adapters)
         self._prompts = PromptSteps(config, self.queues, self.admission)
         self.committer = Committer(config, self.queues, self.prefixes, self._in_flight, recorder)
         self.num_rewinds = 0

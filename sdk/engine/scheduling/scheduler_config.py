@@ -53,6 +53,9 @@ class SchedulerConfig:
     max_scored_tokens: int = 2**31
     #: Memory for the log-probabilities of all unfinished requests.
     max_result_bytes: int = 2**63
+    #: Slots of low-rank adapters, and the bytes that all adapters together may take.
+    adapter_slots: int = 0
+    adapter_bytes: int = 0
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
