@@ -515,7 +515,7 @@ def test_the_structured_suite_compares_with_free_answers(
 def test_the_tenants_suite_runs_chats_alone_and_beside_a_batch(
     golden: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    small = {"_CHATS": 2, "_PAUSE_S": 0.01, "_QUEUED": 20, "_SHARED_S": 0.6, "_SETTLED_S": 0.1}
+    small = {"_CHATS": 2, "_PAUSE_S": 0.01, "_QUEUED": 20, "_SHARED": 30}
     sizes = {"CHAT_PROMPT": 12, "CHAT_ANSWER": 4, "BATCH_PROMPT": 16, "BATCH_ANSWER": 8}
     for name, value in (small | sizes).items():
         monkeypatch.setattr(tenants, name, value)

@@ -30,8 +30,9 @@ WEIGHT = 4
 _CHATS, _PAUSE_S = 20, 0.2
 #: Requests of a batch that are queued at once: more than it can finish meanwhile.
 _QUEUED = 400
-#: How long two batches share the engine, and after how long the counting begins.
-_SHARED_S, _SETTLED_S = 12.0, 2.0
+#: Requests of each of two batches that share the engine. Tokens are counted from when one batch has
+#: finished a tenth of them until it has finished seven tenths, so that both always wait.
+_SHARED = 100
 
 
 def measure_tenants(settings: Settings, engines: Engines) -> list[Result]:
@@ -93,21 +94,21 @@ def _prompt(rng: random.Random, llm: LLM, count: int) -> dict[str, list[int]]:
     return {"prompt_token_ids": [rng.randrange(100, vocab) for _ in range(count)]}
 
 
-def _enqueue(llm: LLM, tenant: str, seed: int) -> list[str]:
+def _enqueue(llm: LLM, tenant: str, count: int, seed: int) -> list[str]:
     from sdk.params import SamplingParams
 
     rng = random.Random(f"{tenant} {seed}")
     params = SamplingParams(
         temperature=0, max_tokens=BATCH_ANSWER, ignore_eos=True, detokenize=False, tenant=tenant
     )
-    lengths = [rng.randrange(BATCH_PROMPT // 4, BATCH_PROMPT) for _ in range(_QUEUED)]
+    lengths = [rng.randrange(BATCH_PROMPT // 4, BATCH_PROMPT) for _ in range(count)]
     return llm.enqueue([_prompt(rng, llm, length) for length in lengths], params)
 
 
 @contextmanager
 def batch_of(llm: LLM, seed: int) -> Iterator[None]:
     """A batch that runs meanwhile and is aborted in the end."""
-    names = _enqueue(llm, "batch", seed)
+    names = _enqueue(llm, "batch", _QUEUED, seed)
     thread = threading.Thread(target=llm.wait_for_completion)
     thread.start()
     try:
@@ -119,19 +120,19 @@ def batch_of(llm: LLM, seed: int) -> Iterator[None]:
 
 
 def share_of_tokens(llm: LLM) -> float:
-    """The percentage that goes to the tenant of the larger weight, of two that saturate."""
-    owners = {name: tenant for tenant in ("chat", "batch") for name in _enqueue(llm, tenant, 0)}
-    lengths: dict[str, int] = {}
+    """The percentage that goes to the tenant of the larger weight, of two that always wait."""
+    names = {tenant: _enqueue(llm, tenant, _SHARED, 0) for tenant in ("chat", "batch")}
+    owners = {name: tenant for tenant, mine in names.items() for name in mine}
+    lengths: Counter[str] = Counter()
     counts: Counter[str] = Counter()
-    begin = time.perf_counter()
-    while (now := time.perf_counter() - begin) < _SHARED_S:
+    ended: Counter[str] = Counter()
+    while (most := max(ended.values(), default=0)) < 0.7 * _SHARED:
         for output in llm.step():
-            done = len(output.outputs[0].token_ids)
-            new = done - lengths.get(output.request_id, 0)
-            if not lengths.get(output.request_id):
-                new += len(output.prompt_token_ids or ())
-            lengths[output.request_id] = done
-            counts[owners[output.request_id]] += new if now > _SETTLED_S else 0
+            name, done = output.request_id, len(output.outputs[0].token_ids)
+            new = done - lengths[name] + (0 if lengths[name] else len(output.prompt_token_ids))
+            lengths[name] = done
+            counts[owners[name]] += new if most >= 0.1 * _SHARED else 0
+            ended[owners[name]] += output.finished
     llm.abort(list(owners))
     llm.wait_for_completion()
-    return 100 * counts["chat"] / max(sum(counts.values()), 1)
+    return 100 * counts["chat"] / sum(counts.values())

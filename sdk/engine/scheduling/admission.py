@@ -126,19 +126,19 @@ class Admission:
         ):
             return
         while True:
-            slots = self._slots() + len(first.sequences) - self._config.max_num_seqs
-            pages = self._missing_pages(first)
-            if slots <= 0 and pages <= 0:
-                return
             victims = [
                 request
                 for request in reversed(queues.running)
                 if queues.may_preempt(first, request) and busy.isdisjoint(request.sequences)
             ]
+            if not victims:
+                return
+            slots = self._slots() + len(first.sequences) - self._config.max_num_seqs
+            pages = self._missing_pages(first)
+            if slots <= 0 and pages <= 0:
+                return
             sequences = [sequence for request in victims for sequence in request.sequences]
             if len(sequences) < slots or sum(len(one.pages) for one in sequences) < pages:
-                return
-            if not victims:
                 return
             queues.preempt(victims[0])
 
