@@ -173,6 +173,10 @@ class AdapterSlots:
             known = self._known[source.key] = Resident(source)
         return known
 
+    def is_ready(self, request: Request) -> bool:
+        """Whether the adapter of a request is in a slot, if it has one."""
+        return request.adapter is None or self._known[request.adapter].ready
+
     def begin_pass(self) -> None:
         """Before the waiting requests are looked at, in order."""
         self._needed.clear()

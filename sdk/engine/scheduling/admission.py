@@ -123,6 +123,7 @@ class Admission:
             first is None
             or first.waits_for in self._prefixes.pending
             or self._lacks_result_memory(first, False)
+            or not (self._adapters is None or self._adapters.is_ready(first))
         ):
             return
         while True:
