@@ -17,7 +17,7 @@ from sdk.cli.bench.serve.summary import Summary, summarize
 from sdk.cli.bench.serve.workload import Session, Turn, Workload
 from sdk.cli.tune_serve.replay import Replay
 from sdk.cli.tune_serve.search import Found, ImpossibleOptions, OutOfTime, Search
-from sdk.cli.tune_serve.space import NAMES, SPACE, Options, default_options
+from sdk.cli.tune_serve.space import NAMES, SPACE, Options, default_options, parse_values
 from sdk.cli.tune_serve.trials import EngineTrials
 from sdk.errors import RequestError
 from sdk.testing import FakeAnswer, FakeLLM, ManualClock, tiny_model
@@ -311,3 +311,13 @@ def test_found_options_are_what_llm_takes() -> None:
         if options["max_num_batched_tokens"] >= options["max_num_seqs"]:
             engine_config("m", **options)
     assert Found(START, 1.0).options.keys() == set(NAMES)
+
+
+def test_values_replace_those_of_an_option(capsys: Captured) -> None:
+    assert parse_values("max_num_seqs=16,8,16").values == (8, 16)
+    assert parse_values("speculative_config=none,ngram,self").values == (None, "ngram", "self")
+    assert parse_values("kv_cache_dtype=k8v4").name == "kv_cache_dtype"
+    for text in ("", "max_num_seqs", "max_num_seqs=", "max_num_seqs=0", "threads=2", "=3"):
+        with pytest.raises(SystemExit):
+            main(["tune", "serve", f"--values={text}"])
+        assert "such as max_num_seqs=8,16; found" in capsys.readouterr().err
