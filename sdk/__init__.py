@@ -43,7 +43,13 @@ if TYPE_CHECKING:
         RequestEvent as RequestEvent,
         RequestMetrics as RequestMetrics,
         RequestOutput as RequestOutput,
+        Timeline as Timeline,
     )
+    from sdk.engine.running_requests import RequestInfo as RequestInfo
+    from sdk.metrics.histogram import HistogramData as HistogramData
+    from sdk.metrics.slo import SLO as SLO
+    from sdk.metrics.stats import EngineStats as EngineStats, RequestStats as RequestStats
+    from sdk.metrics.trace import Trace as Trace
     from sdk.evaluating import Evaluation as Evaluation, evaluate as evaluate
     from sdk.quantizing import quantize as quantize
     from sdk.params import RequestOutputKind as RequestOutputKind
@@ -79,6 +85,13 @@ _EXPORTS = {
     "Logprob": "sdk.outputs",
     "RequestMetrics": "sdk.outputs",
     "RequestEvent": "sdk.outputs",
+    "Timeline": "sdk.outputs",
+    "RequestInfo": "sdk.engine.running_requests",
+    "HistogramData": "sdk.metrics.histogram",
+    "SLO": "sdk.metrics.slo",
+    "EngineStats": "sdk.metrics.stats",
+    "RequestStats": "sdk.metrics.stats",
+    "Trace": "sdk.metrics.trace",
     "QuantReport": "sdk.reports.quant_report",
     "LayerReport": "sdk.reports.quant_report",
     "Snapshot": "sdk.persistence.snapshot",

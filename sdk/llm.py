@@ -11,12 +11,16 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from sdk.beam_search import BeamSearchOutput, BeamSearchParams
 from sdk.engine.plan import PoolingMode
+from sdk.engine.running_requests import RequestInfo
 from sdk.errors import RequestError
 from sdk.loading.load import load
 from sdk.memory.alternatives import plan, planned_config
 from sdk.memory.engine_memory import EngineMemory
 from sdk.memory.machine import release_free_memory
 from sdk.memory.plan import MemoryPlan
+from sdk.metrics.slo import SLO
+from sdk.metrics.stats import EngineStats
+from sdk.metrics.trace import Trace
 from sdk.options import EngineOptions, engine_config, takes_options
 from sdk.outputs import (
     ClassificationOutput,
@@ -37,6 +41,7 @@ from sdk.requests.calls import Calls
 from sdk.requests.conversations import Message
 from sdk.requests.driver import Driver
 from sdk.requests.jobs import JobMaker, ParamsLike
+from sdk.requests.monitoring import Monitoring
 from sdk.requests.pooling import PoolingCalls
 from sdk.requests.prompts import Prompt, PromptLike, PromptReader, is_conversation
 from sdk.requests.stepping import Stepping
@@ -114,6 +119,7 @@ class LLM:
             self.config.on_progress,
         )
         self._stepping = Stepping(self._driver, self._jobs)
+        self._monitoring = Monitoring(self._driver)
         self._prefixes = SavedPrefixes(self._driver, loaded, self._jobs)
         self._memory = EngineMemory(self._driver, loaded)
         self._jobs.before_structures = self._memory.hold_vocabulary
@@ -152,6 +158,7 @@ class LLM:
             self._driver.close()  # not self._close, which would not run again after an interrupt
         finally:
             self._close.detach()
+            self._monitoring.close()
             self._reader.close()
             self._jobs.close()
             release_free_memory()
@@ -663,9 +670,42 @@ class LLM:
         return quant_report(runner.model.linears(), self._kv_scales)
 
     def get_metrics(self) -> dict[str, float]:
-        """Counters of the engine since it started."""
-        self._driver.check_usable()
-        return self._driver.metrics()
+        """Numbers of the engine since it started, flat: see docs/metrics.md for every name."""
+        return self._monitoring.metrics()
+
+    def stats(self) -> EngineStats:
+        """Histograms and counts: of all requests, by tenant and by adapter, and of the steps.
+
+        The difference of two snapshots' histograms has the values in between.
+        """
+        return self._monitoring.stats()
+
+    def set_slo(self, slo: SLO | str | None) -> None:
+        """Count answers that keep a service level objective, from now on (see :class:`sdk.SLO`).
+
+        ``slo``: also as a text, ``"ttft=0.5,tpot=0.05"``, in seconds. ``None``: none.
+
+        :raises RequestError: it is something else.
+        """
+        self._monitoring.set_slo(slo)
+
+    def list_requests(self) -> list[RequestInfo]:
+        """The unfinished requests, oldest first, one entry for each of a request's answers.
+
+        A consistent view between two steps that does not wait for a step in progress.
+        """
+        return self._monitoring.list_requests()
+
+    def trace(self, path: str | PathLike[str]) -> Trace:
+        """Record steps and requests until ``stop()`` or ``close()``, for https://ui.perfetto.dev.
+
+        ``with llm.trace("trace.json"): ...`` also ends it. The file is written then, in Chrome's
+        trace event format, compressed if its name ends in ``.gz``. The last 100,000 steps and
+        10,000 answers are kept.
+
+        :raises RequestError: the file cannot be written, or a trace is recorded already.
+        """
+        return self._monitoring.trace(path)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached and pinned prefixes. Always succeeds, so always ``True``."""

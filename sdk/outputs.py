@@ -15,6 +15,11 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from sdk.logprobs import Logprob as Logprob, Logprobs as Logprobs
+from sdk.metrics.timeline import (
+    RequestEvent as RequestEvent,
+    RequestMetrics as RequestMetrics,
+    Timeline as Timeline,
+)
 
 FinishReason = Literal["stop", "length", "abort", "error", "deadline"]
 
@@ -44,44 +49,6 @@ class CompletionOutput(NamedTuple):
         return self.finish_reason is not None
 
 
-class RequestEvent(NamedTuple):
-    """What a shortage of memory did to a request, at time ``ts`` (see :class:`RequestMetrics`).
-
-    ``preempted``: it lost its pages when it had ``num_tokens`` tokens, prompt and answer.
-    ``resumed``: it has pages again; ``num_tokens`` tokens were cached and not computed again.
-    ``swapped_in``: ``num_pages`` pages of ``kv_bits`` bits were copied back from the swap space,
-    of its prefix or of what it had before it was preempted. ``recoded``: ``num_pages`` of its
-    pages moved to a lower tier of ``kv_policy`` and have ``kv_bits`` bits from then on.
-    """
-
-    ts: float
-    kind: Literal["preempted", "resumed", "swapped_in", "recoded"]
-    num_tokens: int = 0
-    num_pages: int = 0
-    kv_bits: int = 0
-
-
-class RequestMetrics(NamedTuple):
-    """Times and counts of one request, and what happened to it (``events``, oldest first).
-
-    All times are seconds of the engine's monotonic clock, so any two can be subtracted (in vLLM
-    ``arrival_time`` is wall-clock time); ``None`` means not yet. For a request with several
-    answers the times cover all of them, and the counts are totals. ``num_draft_tokens`` were
-    verified (speculative decoding), and ``num_accepted_tokens`` of them became part of the answer.
-    """
-
-    arrival_time: float
-    queued_ts: float
-    scheduled_ts: float | None = None
-    first_token_ts: float | None = None
-    last_token_ts: float | None = None
-    num_generation_tokens: int = 0
-    num_preemptions: int = 0
-    events: tuple[RequestEvent, ...] = ()
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-
-
 class RequestOutput(NamedTuple):
     """The state of one request: its prompt and its answers so far.
 
@@ -100,6 +67,18 @@ class RequestOutput(NamedTuple):
     lora_request: object | None = None
     num_cached_tokens: int | None = None
 
+    @property
+    def timeline(self) -> Timeline | None:
+        """What happened to the request and when; ``print(output.timeline)`` shows it.
+
+        ``None`` for outputs that were made without metrics.
+        """
+        if self.metrics is None:
+            return None
+        reasons = {answer.index: answer.finish_reason for answer in self.outputs}
+        reasons_in_order = [reasons.get(index) for index in range(max(reasons, default=-1) + 1)]
+        return Timeline.of(self.metrics, len(self.prompt_token_ids), reasons_in_order)
+
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingOutput:
@@ -113,6 +92,11 @@ class EmbeddingOutput:
     embedding: list[float]
     finished: bool = True
     metrics: RequestMetrics | None = None
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """See :attr:`RequestOutput.timeline`."""
+        return _timeline(self.metrics, self.prompt_token_ids)
 
 
 class PoolingOutput(NamedTuple):
@@ -132,6 +116,11 @@ class PoolingRequestOutput(NamedTuple):
     finished: bool = True
     metrics: RequestMetrics | None = None
 
+    @property
+    def timeline(self) -> Timeline | None:
+        """See :attr:`RequestOutput.timeline`."""
+        return _timeline(self.metrics, self.prompt_token_ids)
+
 
 @dataclass(frozen=True, slots=True)
 class ClassificationOutput:
@@ -143,6 +132,11 @@ class ClassificationOutput:
     labels: list[str]
     finished: bool = True
     metrics: RequestMetrics | None = None
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """See :attr:`RequestOutput.timeline`."""
+        return _timeline(self.metrics, self.prompt_token_ids)
 
     @property
     def num_classes(self) -> int:
@@ -171,3 +165,8 @@ class ScoringOutput:
 
     request_id: str
     score: float
+
+
+def _timeline(metrics: RequestMetrics | None, prompt_token_ids: list[int]) -> Timeline | None:
+    """Of a request that does not generate."""
+    return None if metrics is None else Timeline.of(metrics, len(prompt_token_ids))

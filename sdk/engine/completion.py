@@ -14,6 +14,7 @@ from sdk.engine.rewinds import Rewinder
 from sdk.engine.scheduling.request import Request, RequestStatus
 from sdk.engine.scheduling.results import ResultReservation
 from sdk.logprobs import Texts
+from sdk.metrics.timeline import RequestEvent, merged_events
 from sdk.outputs import (
     CompletionOutput,
     EmbeddingOutput,
@@ -30,6 +31,7 @@ from sdk.text.automaton import StringAutomaton
 from sdk.text.detokenizer import IncrementalDetokenizer
 from sdk.text.stops import StopMatcher, StopStrings
 
+Events = tuple[RequestEvent, ...]
 _STOP = RequestStatus.STOP
 _REASON = attrgetter("finish_reason")
 
@@ -62,6 +64,7 @@ class Completion:
         "cumulative_logprob",
         "embedding",
         "finish_reason",
+        "finished_ts",
         "index",
         "logprobs",
         "num_read",
@@ -87,6 +90,7 @@ class Completion:
         self.embedding: Pooled | None = None
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
+        self.finished_ts: float | None = None
         self._texts = texts
         self._detokenizer: IncrementalDetokenizer | None = None
         self._stops: StopMatcher | None = None
@@ -173,6 +177,24 @@ class Completion:
             if self._stops is not None and not self._stopped:
                 self._text += self._stops.finish()
 
+    def metrics(self) -> RequestMetrics:
+        """Of this answer alone."""
+        request = self.request
+        return RequestMetrics(
+            request.arrival_time,
+            request.queued_ts,
+            request.scheduled_ts,
+            request.first_token_ts,
+            request.last_token_ts,
+            len(request.token_ids) - request.num_prompt_tokens,
+            request.num_preemptions,
+            request.events,
+            request.num_draft_tokens,
+            request.num_accepted_tokens,
+            self.finished_ts,
+            request.mask_seconds,
+        )
+
     def output(self, delta: bool, index: int | None = None) -> CompletionOutput:
         """The answer so far, or with ``delta`` what is new. Its lists are copies."""
         request, text, logprobs = self.request, self._text, self.logprobs
@@ -214,8 +236,11 @@ class Generation:
         self.completions: list[Completion] = []
         self.results: ResultReservation | None = None
         self._kind = params.output_kind
-        if params.num_answers > params.n:  # the best answers are known only at the end
+        self._selects = params.num_answers > params.n
+        if self._selects:  # the best answers are known only at the end
             self._kind = RequestOutputKind.FINAL_ONLY
+        self._events: Events = ()  # of several answers, merged
+        self._merged: list[Events] = []  # what they were merged from
         self.prompt_logprobs: list[Logprobs | None] | None = None
         if params.prompt_logprobs is not None:
             self.prompt_logprobs = [None]
@@ -237,14 +262,15 @@ class Generation:
 
     def output(self) -> RequestOutput | EmbeddingOutput | PoolingRequestOutput | None:
         """The next output, or None if ``output_kind`` requires none now."""
-        params, finished = self.params, self.finished
+        finished = self.finished
         if self._kind is RequestOutputKind.FINAL_ONLY and not finished:
             return None
         delta = self._kind is RequestOutputKind.DELTA
         found = self.completions[0].embedding
         if found is not None:
             return self._pooled(found)
-        if params.num_answers > params.n:
+        if self._selects:
+            params = self.params
             best = sorted(self.completions, key=_best_first)[: params.n]
             outputs = [completion.output(False, index) for index, completion in enumerate(best)]
             if params.logprobs is None:  # computed only to find the best
@@ -266,19 +292,7 @@ class Generation:
 
     def metrics(self) -> RequestMetrics:
         """Metrics over all answers: the earliest of first times, the latest of last times."""
-        first = self.completions[0].request
-        metrics = RequestMetrics(
-            self.arrival_time,
-            first.queued_ts,
-            first.scheduled_ts,
-            first.first_token_ts,
-            first.last_token_ts,
-            len(first.token_ids) - first.num_prompt_tokens,
-            first.num_preemptions,
-            first.events,
-            first.num_draft_tokens,
-            first.num_accepted_tokens,
-        )
+        metrics = self.completions[0].metrics()
         if len(self.completions) == 1:
             return metrics
         requests = [completion.request for completion in self.completions]
@@ -294,10 +308,24 @@ class Generation:
             ),
             num_generation_tokens=sum(r.num_output_tokens for r in requests),
             num_preemptions=sum(r.num_preemptions for r in requests),
-            events=tuple(sorted(event for r in requests for event in r.events)),
+            events=self._all_events([r.events for r in requests]),
             num_draft_tokens=sum(r.num_draft_tokens for r in requests),
             num_accepted_tokens=sum(r.num_accepted_tokens for r in requests),
+            finished_ts=self._finished_ts(),
+            mask_seconds=sum(r.mask_seconds for r in requests),
         )
+
+    def _finished_ts(self) -> float | None:
+        """When the last answer ended; ``None`` while one has not."""
+        ends = [one.finished_ts for one in self.completions if one.finished_ts is not None]
+        return max(ends) if len(ends) == len(self.completions) else None
+
+    def _all_events(self, answers: list[Events]) -> Events:
+        """The events of all answers. Merged again only if there are new ones: most steps have
+        none."""
+        if answers != self._merged:
+            self._merged, self._events = answers, merged_events(answers)
+        return self._events
 
 
 def _best_first(completion: Completion) -> tuple[bool, float]:

@@ -9,19 +9,22 @@ from __future__ import annotations
 
 import logging
 import random
-import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from sdk.engine.completion import Completion, Generation, is_watched
+from sdk.engine.numbers import numbers, trace_step, traced
 from sdk.engine.plan import Pooling, RequestKind, Sampled
 from sdk.engine.rewinds import Rewinder
+from sdk.engine.running_requests import RequestInfo, request_info
 from sdk.engine.scheduling.queues import RequestUpdate
 from sdk.engine.scheduling.request import Request
 from sdk.engine.scheduling.results import ResultReservation
 from sdk.engine.scheduling.scheduler import Scheduler
 from sdk.errors import EngineClosedError, EngineDeadError, RequestError
 from sdk.executors.base import Executor
+from sdk.metrics.stats import EngineStats
+from sdk.metrics.trace import Trace
 from sdk.outputs import EmbeddingOutput, FinishReason, PoolingRequestOutput, RequestOutput
 from sdk.params import SamplingParams
 from sdk.quant.tokenizer import Tokenizer
@@ -37,6 +40,7 @@ _NOTHING_RESOLVED = ResolvedParams()
 #: inconsistent, so the engine cannot continue.
 _STEP_FAILED = "a step failed"
 logger = logging.getLogger("sdk")
+T = TypeVar("T")
 Output = RequestOutput | EmbeddingOutput | PoolingRequestOutput
 
 
@@ -74,6 +78,11 @@ class Engine:
         self._texts = None if tokenizer is None else TokenTexts(tokenizer)
         self._num_finished = 0
         self._seconds = [0.0] * 4  # plan, execute, commit, outputs
+        self._clock = scheduler.queues.clock
+        #: Records steps and requests while it is set.
+        self.trace: Trace | None = None
+        #: The number of steps planned, while the ranks work: until then nothing changes here.
+        self.standstill: int | None = None
         self._closed = False
 
     # Requests
@@ -152,6 +161,7 @@ class Engine:
         for request, completion in zip(requests, generation.completions, strict=True):
             request.results = generation.results
             self.scheduler.queues.add(request)  # checks what they share: only the first can raise
+            self.scheduler.recorder.added(request)
             self._completions[request.request_id] = (generation, completion)
         self._generations[generation.request_id] = generation
 
@@ -230,9 +240,10 @@ class Engine:
             self._check_alive()
         if not (self._generations or self._updated):
             return []
-        scheduler, clock = self.scheduler, time.perf_counter
+        scheduler, clock = self.scheduler, self._clock
+        plan, begin = None, clock()
+        planned = started = begin
         while scheduler.num_in_flight < scheduler.batches_in_flight:
-            begin = clock()
             try:
                 plan = scheduler.plan(most_tokens)
                 planned = clock()
@@ -243,37 +254,53 @@ class Engine:
             if plan is None:
                 break
             try:
-                self._executor.launch(plan)
+                self._on_ranks(self._executor.launch, plan)
             except Exception as error:
                 self._fail_engine("the executor failed", error)
                 return self._outputs()
             except BaseException:
                 scheduler.rollback()
                 raise
-            self._seconds[1] += clock() - planned
-        self._finish_step()
-        if not self._updated:
-            return []
-        begin = clock()
+            begin = clock()
+            self._seconds[1] += begin - planned
+        self._finish_step(started)
+        outputs = self._timed_outputs() if self._updated else []
+        if (trace := self.trace) is not None:
+            trace_step(trace, self.scheduler, plan, started, planned)
+        return outputs
+
+    def _timed_outputs(self) -> list[Output]:
+        begin = self._clock()
         try:
             outputs = self._outputs()
         except BaseException as error:
             self._fail_engine(_STEP_FAILED, error)
             raise
-        self._seconds[3] += clock() - begin
+        self._seconds[3] += self._clock() - begin
         return outputs
+
+    def _on_ranks(self, call: Callable[..., T], *args: Any) -> T:
+        """Launch a step, or wait for one."""
+        self.standstill = self.scheduler.num_steps
+        try:
+            return call(*args)
+        finally:
+            self.standstill = None
 
     def settle(self) -> None:
         """Wait for all steps in flight. The next call of ``step`` returns their outputs."""
         while self.scheduler.num_in_flight and self.dead is None:
-            self._finish_step()
+            self._finish_step(self._clock())
 
-    def _finish_step(self) -> None:
-        """Wait for the oldest step in flight, commit it and update the answers."""
-        clock, seconds = time.perf_counter, self._seconds
+    def _finish_step(self, started: float) -> None:
+        """Wait for the oldest step in flight, commit it and update the answers.
+
+        ``started``: when the work on this step, or on the next one in flight, began.
+        """
+        clock, seconds = self._clock, self._seconds
         begin = clock()
         try:
-            result = self._executor.result()
+            result = self._on_ranks(self._executor.result)
             executed = clock()
         except Exception as error:
             self._fail_engine("the executor failed", error)
@@ -282,8 +309,22 @@ class Engine:
             self.scheduler.rollback()
             raise
         try:
-            updates = self.scheduler.commit(result)
+            scheduler = self.scheduler
+            recorder, committer = scheduler.recorder, scheduler.committer
+            if executed >= recorder.rates.ends:
+                recorder.roll(
+                    executed, committer.num_prompt_tokens, committer.num_generation_tokens
+                )
+            updates = scheduler.commit(result)
             committed = clock()
+            recorder.step(
+                committed - started,
+                scheduler.num_tokens,
+                committer.interval,
+                committer.num_together,
+            )
+            if (trace := self.trace) is not None:  # another thread may end it at any time
+                trace.executed, trace.committed = executed, committed
             for update in updates:
                 self._apply(update)
             seconds[1] += executed - begin
@@ -360,6 +401,11 @@ class Engine:
             logger.warning("request %s failed", completion.request.request_id, exc_info=True)
             completion.finish_reason = "error"
             completion.stop_reason = f"{type(error).__name__}: {error}"
+        completion.finished_ts = now = self._clock()
+        ended = completion.finish_reason or reason  # an error if the text cannot be made
+        self.scheduler.recorder.finished(completion.request, ended, now)
+        if (trace := self.trace) is not None:
+            trace.request(*traced(generation, completion))
         del self._completions[completion.request.request_id]
         self._updated[generation] = None
         if generation.finished:
@@ -368,6 +414,24 @@ class Engine:
             if generation.results is not None:
                 self.scheduler.admission.release_results(generation.results)
             self._num_finished += 1
+            if completion.request.kind == "generate":
+                tokens = max(one.request.num_output_tokens for one in generation.completions)
+                self.scheduler.recorder.longest_answer.add(tokens)
+
+    def trace_unfinished(self, trace: Trace) -> None:
+        """Add the requests that are not finished to a trace that ends."""
+        for generation, completion in list(self._completions.values()):
+            trace.request(*traced(generation, completion))
+
+    def list_requests(self) -> list[RequestInfo]:
+        """The unfinished answers, in the order in which they were added."""
+        now = self._clock()
+        return [
+            request_info(one.request_id, answer.index, answer.request, self.scheduler, now)
+            for one in list(self._generations.values())
+            for answer in one.completions
+            if answer.finish_reason is None
+        ]
 
     def _outputs(self) -> list[Output]:
         updated, self._updated = self._updated, {}
@@ -401,52 +465,13 @@ class Engine:
         return True
 
     def get_metrics(self) -> dict[str, float]:
-        """Counters since the engine was built; times are in seconds.
+        """See :meth:`sdk.LLM.get_metrics`. Any thread may call it."""
+        counts = self._num_finished, self._executor.native_seconds
+        return numbers(self.scheduler, self._seconds, *counts, self._clock())
 
-        ``prefix_queries`` and ``prefix_hits`` count full pages looked up and found in the cache
-        when requests were admitted; ``cache_hit_rate`` is hits divided by queries. ``swapped_out``
-        and ``swapped_in`` count pages copied to the swap space and back, ``swap_failed`` pages that
-        could not be written to its file, ``restored`` pages written from snapshots.
-        ``num_prompt_tokens`` counts computed prompt tokens: without those of prefix hits, and
-        again those computed again after a preemption. ``num_draft_tokens`` were verified and
-        ``num_accepted_tokens`` of them accepted. ``num_rewinds`` counts banned strings that answers
-        took back. ``native_seconds`` is the part of
-        ``execute_seconds`` spent in native calls; the rest of a caller's wait is Python.
-        """
-        scheduler = self.scheduler
-        pool, swap, tiered = scheduler.pool, scheduler.prefixes.swap, scheduler.tiered_pool
-        return {
-            "num_running": scheduler.queues.num_running,
-            "num_waiting": scheduler.queues.num_waiting,
-            "num_finished": self._num_finished,
-            "num_steps": scheduler.num_steps,
-            "num_prompt_tokens": scheduler.committer.num_prompt_tokens,
-            "num_generation_tokens": scheduler.committer.num_generation_tokens,
-            "num_draft_tokens": (drafted := scheduler.committer.num_draft_tokens),
-            "num_accepted_tokens": (accepted := scheduler.committer.num_accepted_tokens),
-            "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
-            "num_preemptions": scheduler.queues.num_preemptions,
-            "num_rewinds": scheduler.num_rewinds,
-            "prefix_queries": pool.queries,
-            "prefix_hits": pool.hits,
-            "cache_hit_rate": pool.hits / pool.queries if pool.queries else 0.0,
-            "swapped_out": swap.stored,
-            "swapped_in": swap.loaded,
-            "swap_failed": swap.failed,
-            "swap_pages": swap.num_slots,
-            "swap_pages_used": swap.num_used,
-            "restored": scheduler.prefixes.restored,
-            "num_pages": pool.capacity,
-            "num_pages_used": pool.capacity - pool.num_available,
-            "num_pages_cached": pool.num_cached,
-            "num_pages_pinned": scheduler.prefixes.num_pinned,
-            **({} if tiered is None else tiered.metrics(swap.counts())),
-            "plan_seconds": self._seconds[0],
-            "execute_seconds": self._seconds[1],
-            "commit_seconds": self._seconds[2],
-            "output_seconds": self._seconds[3],
-            "native_seconds": self._executor.native_seconds,
-        }
+    def stats(self) -> EngineStats:
+        """See :meth:`sdk.LLM.stats`. Any thread may call it."""
+        return self.scheduler.recorder.read(self.get_metrics())
 
     def break_off(self) -> None:
         """Make a step fail that waits for other processes. The step runs in another thread."""

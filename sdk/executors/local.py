@@ -99,8 +99,8 @@ class LocalExecutor(Generic[RunnerT]):
 
     @property
     def native_seconds(self) -> float:
-        """See :class:`sdk.executors.base.Executor`."""
-        return self.runner.native_seconds
+        """See :class:`sdk.executors.base.Executor`. 0 while it is stopped."""
+        return 0.0 if self._runner is None else self._runner.native_seconds
 
     def break_off(self) -> None:
         """See :class:`sdk.executors.base.Executor`. A step here never waits for other processes."""

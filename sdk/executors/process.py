@@ -194,8 +194,8 @@ class ProcessExecutor(Generic[RunnerT]):
 
     @property
     def native_seconds(self) -> float:
-        """See :class:`sdk.executors.base.Executor`."""
-        return self.runner.native_seconds
+        """See :class:`sdk.executors.base.Executor`. 0 while it is stopped."""
+        return 0.0 if self._runner is None else self._runner.native_seconds
 
     def _check_owner(self) -> None:
         # before the lock: a forked child may have inherited it locked

@@ -42,6 +42,10 @@ logger = logging.getLogger("sdk")
 #: The most seconds of its thread that adding requests may add to a step. One request takes 0.1 ms,
 #: one with n = 64 some 5 ms.
 _COMMAND_SECONDS = 0.02
+#: :meth:`Driver.observe`: how often it looks before it waits for a step to end, and the time
+#: between: planning and committing a step take less than a millisecond.
+_MOST_LOOKS = 50
+_LOOK_AGAIN_S = 0.0005
 T = TypeVar("T")
 _CLOSED = "this LLM was closed"
 #: How long ``close`` waits for a step. Steps take milliseconds unless a worker is stopped.
@@ -95,6 +99,9 @@ class Driver:
         #: models need memory.
         self.lease: Lease | None = None
         self.give_back: Callable[[], None] | None = None
+        #: Sees requests in their caller's thread, and returns the sink that gets their outputs. It
+        #: must return at once, and must not raise.
+        self.tap: Callable[[Sequence[Job], OutputSink], OutputSink] | None = None
         self._asleep = ""  # why requests are rejected for now
         self._owner = os.getpid()
         self._inboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopInbox] = (
@@ -136,7 +143,6 @@ class Driver:
         self.check_usable()  # before the lock, which a forked child may have inherited locked
         if run:
             self._check_outside_step()
-        commands = [_Add(job, sink) for job in jobs]
         with self._lock:
             self.check_usable()
             for job in jobs:
@@ -147,6 +153,9 @@ class Driver:
                     )
             if run:
                 self._start()
+            if self.tap is not None:
+                sink = self.tap(jobs, sink)
+            commands = [_Add(job, sink) for job in jobs]
             for command in commands:  # without Python calls that a signal handler could interrupt
                 self._sinks[command.job.request_id] = sink
                 self._inbox.append(command)
@@ -377,9 +386,41 @@ class Driver:
         """Run the next steps on ``wrap(executor)``: how sdk.testing injects faults."""
         self.between_steps(lambda: self._engine.wrap_executor(wrap))
 
-    def metrics(self) -> dict[str, float]:
-        """A snapshot of the engine's counters."""
-        return self._engine.get_metrics()
+    @property
+    def engine(self) -> Engine:
+        """The engine; what changes it must run between two steps."""
+        return self._engine
+
+    def observe(self, look: Callable[[], T]) -> T:
+        """What ``look`` returns. It changes nothing, and sees the state between two steps.
+
+        It does not wait for a step: while the ranks work, which is nearly all of the time, nothing
+        changes. Only if it never meets that, does it wait.
+        """
+        self.check_usable(asleep=True)
+        for _ in range(_MOST_LOOKS):
+            if self._step_lock.acquire(blocking=False):
+                try:
+                    return look()
+                finally:
+                    self._step_lock.release()
+            before = self._engine.standstill
+            if before is not None:
+                try:
+                    found = look()
+                except Exception:  # it may have seen half of a change
+                    if self._engine.standstill == before:
+                        raise
+                else:
+                    if self._engine.standstill == before:
+                        return found
+            time.sleep(_LOOK_AGAIN_S)
+        return self._before_engine_thread(look)
+
+    def waiting_jobs(self) -> list[Job]:
+        """Jobs that the engine has not taken yet."""
+        with self._lock:
+            return [command.job for command in self._inbox if isinstance(command, _Add)]
 
     # ---- one step --------------------------------------------------------------------------------
 

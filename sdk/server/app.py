@@ -17,6 +17,7 @@ from sdk.server.endpoint import Endpoint, Handler, Services
 from sdk.server.errors import INTERNAL, Problem
 from sdk.server.models import Models
 from sdk.server.routes import generate, ollama, pooling, responses, state, tokens
+from sdk.server.routes.metrics import Metrics
 
 #: 16 MiB: a context of a million tokens as text has 4 MB.
 MAX_BODY_BYTES = 2**24
@@ -53,12 +54,14 @@ def create_app(
     model_name: str | None = None,
     access: Access | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
+    metrics_prefix: str = "embedlm",
 ) -> FastAPI:
     """An application that answers OpenAI's API with ``models``, which their owner closes.
 
     ``models``: an :class:`sdk.LLM`, or a mapping of the names that requests use to them.
     ``model_name``: the name of a single model (default: that of its file or folder). ``access``:
     who may do what (default: everybody everything; see :mod:`sdk.server.access`).
+    ``metrics_prefix``: of the names in ``/metrics``; ``"vllm"`` suits dashboards made for vLLM.
 
     ``host.mount("/", create_app(llm))`` has ``/v1/chat/completions``, ``/health`` and so on, and so
     has ``host.mount("/v1", create_app(llm))`` for OpenAI's routes. The app has no lifespan and no
@@ -75,6 +78,7 @@ def create_app(
             _add(app, method, prefix + path, Endpoint(handler, services))
     for method, path, handler, role in _OTHERS:
         _add(app, method, path, Endpoint(handler, services, role))
+    _add(app, "GET", "/metrics", Endpoint(Metrics(metrics_prefix), services, "metrics"))
     for method, path, handler in _OLLAMA:
         _add(app, method, path, Endpoint(handler, services, "user", ollama.ERRORS))
     app.add_exception_handler(HTTPException, _http_error)

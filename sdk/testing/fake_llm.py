@@ -19,9 +19,13 @@ from sdk.beam_search import BeamSearchOutput, BeamSearchParams
 from sdk.config import EngineConfig
 from sdk.engine.engine import Engine
 from sdk.engine.plan import PoolingMode
+from sdk.engine.running_requests import RequestInfo
 from sdk.engine.scheduling.scheduler import Scheduler
 from sdk.engine.scheduling.scheduler_config import SchedulerConfig
 from sdk.errors import RequestError, UnsupportedError
+from sdk.metrics.slo import SLO
+from sdk.metrics.stats import EngineStats
+from sdk.metrics.trace import Trace
 from sdk.outputs import (
     ClassificationOutput,
     EmbeddingOutput,
@@ -36,6 +40,7 @@ from sdk.requests.calls import Calls
 from sdk.requests.conversations import Message
 from sdk.requests.driver import Driver
 from sdk.requests.jobs import ParamsLike
+from sdk.requests.monitoring import Monitoring
 from sdk.requests.pooling import PoolingCalls
 from sdk.requests.prompts import PromptLike
 from sdk.requests.stepping import Stepping
@@ -136,6 +141,7 @@ class FakeLLM:
         self._pooling = PoolingCalls(self._jobs, self._reader, None)
         self._beam_searches = _NoBeams()
         self._stepping = Stepping(self._driver, self._jobs)
+        self._monitoring = Monitoring(self._driver)
         self._close = weakref.finalize(self, self._driver.close)
 
     @property
@@ -155,6 +161,7 @@ class FakeLLM:
             self._driver.close()
         finally:
             self._close.detach()
+            self._monitoring.close()
             self._reader.close()
             self._jobs.close()
 
@@ -372,8 +379,23 @@ class FakeLLM:
 
     def get_metrics(self) -> dict[str, float]:
         """See :meth:`sdk.LLM.get_metrics`."""
-        self._driver.check_usable()
-        return self._driver.metrics()
+        return self._monitoring.metrics()
+
+    def stats(self) -> EngineStats:
+        """See :meth:`sdk.LLM.stats`."""
+        return self._monitoring.stats()
+
+    def set_slo(self, slo: SLO | str | None) -> None:
+        """See :meth:`sdk.LLM.set_slo`."""
+        self._monitoring.set_slo(slo)
+
+    def list_requests(self) -> list[RequestInfo]:
+        """See :meth:`sdk.LLM.list_requests`."""
+        return self._monitoring.list_requests()
+
+    def trace(self, path: str | PathLike[str]) -> Trace:
+        """See :meth:`sdk.LLM.trace`."""
+        return self._monitoring.trace(path)
 
     def get_tokenizer(self) -> LLMTokenizer:
         """A tokenizer whose tokens are words."""

@@ -330,7 +330,7 @@ def test_metrics_tell_when_and_how_much():
     assert (engine["prefix_queries"], engine["prefix_hits"]) == (4, 2)
     assert engine["cache_hit_rate"] == 0.5 and engine["num_finished"] == 2
     assert engine["num_running"] == engine["num_waiting"] == engine["num_pages_used"] == 0
-    assert engine["num_steps"] == 6 and engine["plan_seconds"] > 0
+    assert engine["num_steps"] == 6 and engine["plan_seconds"] == 0  # this clock stands still
     assert rig.engine.reset_prefix_cache() and rig.engine.get_metrics()["num_pages_cached"] == 0
 
 

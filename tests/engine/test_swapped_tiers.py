@@ -42,9 +42,9 @@ def test_a_page_that_goes_down_and_out_in_one_plan_is_read_where_it_is_by_then(r
     assert r.scheduler.prefixes.swap.num_used == 1  # two quarters of one slot
     again = ran(r, "again", [*prompt(0, 7), 899])
     assert again.num_cached == 4
-    assert [(event.kind, event.num_pages, event.kv_bits) for event in again.events] == [
-        ("swapped_in", 1, 4)
-    ]
+    admitted, loaded, _prefill = again.events
+    assert (admitted.kind, admitted.num_tokens) == ("admitted", 4)
+    assert (loaded.kind, loaded.num_pages, loaded.kv_bits) == ("swapped_in", 1, 4)
 
 
 def test_a_page_comes_back_in_its_own_type_and_room(rig):
@@ -128,7 +128,7 @@ def test_preempted_requests_find_their_pages_in_either_tier(rig):
     r.run()
     r.assert_answers()
     kinds = {event.kind for one in r.requests.values() for event in one.events}
-    assert kinds == {"preempted", "resumed", "swapped_in", "recoded"}
+    assert kinds == {"admitted", "prefill", "preempted", "resumed", "swapped_in", "recoded"}
 
 
 @pytest.mark.parametrize("heard", [False, True])

@@ -11,6 +11,7 @@ from sdk.engine.scheduling.queues import RequestQueues
 from sdk.engine.scheduling.request import Request
 from sdk.engine.scheduling.results import ResultReservation
 from sdk.engine.scheduling.scheduler_config import SchedulerConfig
+from sdk.metrics.recorder import Recorder
 from sdk.outputs import RequestEvent
 
 
@@ -26,10 +27,17 @@ class Admission:
     it once. And a request waits while there is no memory for its log-probabilities.
     """
 
-    def __init__(self, config: SchedulerConfig, queues: RequestQueues, prefixes: Prefixes) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        queues: RequestQueues,
+        prefixes: Prefixes,
+        recorder: Recorder,
+    ) -> None:
         self._config = config
         self._queues = queues
         self._prefixes = prefixes
+        self._recorder = recorder
         self.reserved_bytes = 0  # for the results of started requests
 
     def admit(
@@ -94,9 +102,11 @@ class Admission:
         if request.num_cached is None:
             request.num_cached = num_computed
             request.scheduled_ts = now
+            request.note(RequestEvent(now, "admitted", num_computed))
+            self._recorder.admitted(request, num_computed, now)
         else:
-            request.events += (RequestEvent(now, "resumed", num_tokens=num_computed),)
-        request.events += self._swapped_in(found, now)
+            request.note(RequestEvent(now, "resumed", num_computed))
+        request.note(*self._swapped_in(found, now))
 
     def _swapped_in(self, found: list[Prefix], now: float) -> tuple[RequestEvent, ...]:
         """One event for each KV type among the pages that came back from the swap space."""

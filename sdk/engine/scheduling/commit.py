@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from sdk.engine.pages.prefixes import Prefixes
@@ -10,8 +11,11 @@ from sdk.engine.scheduling.in_flight import Batch, InFlightBatches
 from sdk.engine.scheduling.queues import RequestQueues, RequestUpdate
 from sdk.engine.scheduling.request import Request, RequestStatus
 from sdk.engine.scheduling.scheduler_config import SchedulerConfig
+from sdk.metrics.recorder import Recorder
+from sdk.outputs import RequestEvent
 
 _RUNNING = RequestStatus.RUNNING
+_NEVER = math.nan
 
 
 class Committer:
@@ -23,6 +27,7 @@ class Committer:
         queues: RequestQueues,
         prefixes: Prefixes,
         in_flight: InFlightBatches,
+        recorder: Recorder,
     ) -> None:
         self.num_prompt_tokens = 0
         self.num_generation_tokens = 0
@@ -32,6 +37,9 @@ class Committer:
         self._queues = queues
         self._prefixes = prefixes
         self._in_flight = in_flight
+        self._recorder = recorder
+        #: Of the last step: the requests that got a token ``interval`` after the one before.
+        self.num_together, self.interval = 0, 0.0
 
     def commit(self, result: StepResult, ahead: int) -> list[RequestUpdate]:
         """Advance the oldest batch's requests; returns updates. ``ahead``: ``pages_ahead``."""
@@ -41,6 +49,7 @@ class Committer:
         errors, details, prompt_logprobs = result.errors, result.details, result.prompt_logprobs
         rows, found, forced = batch.plan.rows, result.tokens, result.forced
         need_page: list[Request] = []
+        earlier, together = _last_token(batch.sequences), 0
         index = -1  # zip(strict=True) costs 25 us after a step (docs/log.md)
         for request in batch.sequences:
             index += 1
@@ -53,8 +62,7 @@ class Committer:
             tokens: Sequence[int] = ()
             before = request.num_computed
             if num_output_rows and request.negative_of is None:
-                tokens = found[index] if found else ()
-                if not tokens:
+                if not (tokens := found[index] if found else ()):
                     self._fail(request, "the step returned no token", updates)
                     continue
                 if drafts:
@@ -64,8 +72,8 @@ class Committer:
                 if forced:
                     request.forced = forced.get(request_id, ())
             after = request.num_computed = before + num
-            if before < request.num_prompt_tokens:
-                self.num_prompt_tokens += min(after, request.num_prompt_tokens) - before
+            if before < request.num_prompt_tokens or num > 1:
+                self._ran(request, before, num, bool(drafts), batch.planned_ts, now)
             if request.publishes and after // page_size > request.num_published:
                 self._publish(request, after)
             scored = self._scored(request, before, prompt_logprobs) if prompt_logprobs else ()
@@ -73,16 +81,15 @@ class Committer:
                 if request.kind == "embed" or scored:
                     self._report_prompt(request, result.hidden.get(request_id), scored, updates)
                 continue
-            if (
-                repeats
-                and (after + ahead) % page_size <= ahead
-                and self._needs_page(request, ahead)
-            ):
+            full = repeats and (after + ahead) % page_size <= ahead
+            if full and self._needs_page(request, ahead):
                 need_page.append(request)
             self.num_generation_tokens += len(tokens)
+            if request.last_token_ts is earlier:  # the same object: of the same step
+                together += 1
+            else:
+                self._note_interval(request, now)
             request.last_token_ts = now
-            if request.first_token_ts is None:
-                request.first_token_ts = now
             if request.negative is not None:
                 request.negative.token_ids += tokens
             ends = tokens[-1] in request.stop_token_ids or len(request.token_ids) >= request.max_len
@@ -92,7 +99,27 @@ class Committer:
                 self._report(request, tokens, details.get(request_id), scored, updates)
         if repeats and in_flight.repeatable is batch:
             in_flight.need_page = need_page
+        self.num_together, self.interval = together, now - earlier
         return updates
+
+    def _note_interval(self, request: Request, now: float) -> None:
+        """A request has its first token, or one whose predecessor is not as old as the others'."""
+        if request.last_token_ts is None:
+            request.first_token_ts = now
+            self._recorder.first_token(request, now)
+        else:
+            self._recorder.inter_token_latency.add(now - request.last_token_ts)
+
+    def _ran(
+        self, request: Request, before: int, num: int, drafts: bool, begun: float, now: float
+    ) -> None:
+        """``num`` tokens after the first ``before`` ran: count those of the prompt. If all were
+        known before, that is an event."""
+        left = request.num_prompt_tokens - before
+        if left > 0:
+            self.num_prompt_tokens += min(num, left)
+        if not drafts:
+            request.note(RequestEvent(begun, "prefill", num, seconds=now - begun))
 
     def _publish(self, request: Request, num_computed: int) -> None:
         """Publish the pages that are full of tokens which stay."""
@@ -220,3 +247,10 @@ class Committer:
         """Drop the tokens of a finished request after the one that ended it."""
         self.num_generation_tokens -= len(request.token_ids) - num_tokens
         del request.token_ids[num_tokens:]
+
+
+def _last_token(sequences: Sequence[Request]) -> float:
+    """When the first sequence got its last token; most of the others in a step that decodes got
+    theirs in the same step."""
+    last = sequences[0].last_token_ts if sequences else None
+    return _NEVER if last is None else last

@@ -17,6 +17,8 @@ class Batch(NamedTuple):
     sequences: Sequence[Request]
     #: How many of the rows decode: one token, with or without drafts after it.
     num_decodes: int = 0
+    #: When it was planned; of a batch that is repeated: the first time.
+    planned_ts: float = 0.0
 
 
 class InFlightBatches:

@@ -201,7 +201,7 @@ class RequestQueues:
         """Queue a request that has lost its pages."""
         request.num_preemptions += 1
         self.num_preemptions += 1
-        request.events += (RequestEvent(self.clock(), "preempted", num_tokens=request.num_tokens),)
+        request.note(RequestEvent(self.clock(), "preempted", request.num_tokens))
         for sequence in request.sequences:
             sequence.status = RequestStatus.PREEMPTED
             sequence.num_computed = 0  # the cache is searched again when it is admitted

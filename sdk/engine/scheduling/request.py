@@ -17,7 +17,8 @@ from typing import Any
 from sdk.engine.pages.page_pool import PageKey, page_key
 from sdk.engine.plan import LAST_TOKEN, Pooling, RequestKind, RequestStart
 from sdk.engine.scheduling.results import ResultReservation
-from sdk.outputs import FinishReason, RequestEvent
+from sdk.metrics.timeline import RequestEvent, with_event
+from sdk.outputs import FinishReason
 from sdk.params import SamplingParams
 from sdk.sampling.resolved import ResolvedParams
 
@@ -76,6 +77,7 @@ class Request:
         "keys",
         "kind",
         "last_token_ts",
+        "mask_seconds",
         "max_len",
         "min_available",
         "mirostat_mu",
@@ -166,7 +168,7 @@ class Request:
         # Why it was not admitted last time, so that the next plan need not search again.
         self.min_available = 0
         self.waits_for: bytes | None = None
-        self.queued_ts = 0.0
+        self.queued_ts = self.mask_seconds = 0.0
         self.scheduled_ts: float | None = None
         self.first_token_ts: float | None = None
         self.last_token_ts: float | None = None
@@ -254,6 +256,11 @@ class Request:
         if self.forbidden is None or self.forbidden[0] != len(self.token_ids):
             return ()
         return self.forbidden[1]
+
+    def note(self, *events: RequestEvent) -> None:
+        """Add events to the request's timeline, which is bounded."""
+        for event in events:
+            self.events = with_event(self.events, event)
 
     def start(self) -> RequestStart:
         """What ranks that do not know the request need to run it."""

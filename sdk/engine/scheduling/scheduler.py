@@ -54,6 +54,7 @@ from sdk.engine.scheduling.negative_prompt import in_prefill, share
 from sdk.engine.scheduling.queues import RequestQueues, RequestUpdate
 from sdk.engine.scheduling.request import Request, RequestStatus
 from sdk.engine.scheduling.scheduler_config import SchedulerConfig
+from sdk.metrics.recorder import Recorder
 from sdk.outputs import RequestEvent
 
 #: From this many tokens on, a GPU computes for longer than it reads the weights: at 990 TFLOP/s and
@@ -84,8 +85,9 @@ class Scheduler:
         self.prefixes = Prefixes(self.pool, config.kv_type, config.num_swap_pages, self.tiered_pool)
         self._in_flight = InFlightBatches()
         self.queues = RequestQueues(config, self.prefixes, self._in_flight, clock)
-        self.admission = Admission(config, self.queues, self.prefixes)
-        self.committer = Committer(config, self.queues, self.prefixes, self._in_flight)
+        self.recorder = recorder = Recorder(clock())
+        self.admission = Admission(config, self.queues, self.prefixes, recorder)
+        self.committer = Committer(config, self.queues, self.prefixes, self._in_flight, recorder)
         self.num_rewinds = 0
         self._num_tokens = 0  # of the last plan
         self._step_id = self._num_steps = 0
@@ -267,7 +269,8 @@ class Scheduler:
         )
         if self.tiered_pool is not None:
             plan = self._with_locations(plan, self.tiered_pool)
-        batch = Batch(plan, [sequence for sequence, _ in rows], num_decodes)
+        now = self.queues.clock()
+        batch = Batch(plan, [sequence for sequence, _ in rows], num_decodes, now)
         self._in_flight.batches.append(batch)
         return batch
 
@@ -295,10 +298,8 @@ class Scheduler:
             for request in self.queues.running:
                 pages = (page for one in request.sequences for page in one.pages)
                 bits = Counter(lowered[page] for page in pages if page in lowered)
-                request.events += tuple(
-                    RequestEvent(now, "recoded", num_pages=count, kv_bits=kind)
-                    for kind, count in bits.items()
-                )
+                for kind, count in bits.items():
+                    request.note(RequestEvent(now, "recoded", num_pages=count, kv_bits=kind))
         return tiered.with_locations(plan)
 
     def _plan_again(self, last: Batch) -> Batch | None:
