@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from sdk.errors import RequestError
+from sdk.lora import LoRAInfo
 from sdk.params import SamplingParams
 from sdk.quant.safe_repr import safe_repr
 from sdk.requests.conversations import ChatOptions, special_tokens_of
@@ -32,6 +33,7 @@ class LanguageModel(Protocol):
     def get_default_sampling_params(self) -> SamplingParams: ...
     def get_tokenizer(self) -> LLMTokenizer: ...
     def get_metrics(self) -> dict[str, float]: ...
+    def list_loras(self) -> list[LoRAInfo]: ...
 
 
 class Served:
@@ -53,6 +55,10 @@ class Served:
             template = reader.template_of(ChatOptions())
             self._reasons = reasoning_of(template, special_tokens_of(tokenizer)) is not None
         return self._reasons
+
+    def adapters(self) -> list[str]:
+        """The names of its adapters, which are models for clients."""
+        return [one.name for one in self.llm.list_loras()]
 
     def weigh(self, caller: Caller) -> None:
         """Give the tenant of a caller its share of the model, under the policy ``"fair"``."""
@@ -126,27 +132,35 @@ class Models:
         if not isinstance(name, str):
             raise RequestError(f"model: expected a string, found {safe_repr(name)}")
         found = self._served.get(name)
-        if found is None:
-            known = ", ".join(self._served)
-            raise Refused(
-                404,
-                f"model: expected one of {known}, found {safe_repr(name)}",
-                "model_not_found",
-                param="model",
-            )
-        return Target(name, found, {})
+        if found is not None:
+            return Target(name, found, {})
+        for served in self:
+            if name in served.adapters():
+                return Target(name, served, {"lora_request": name})
+        raise Refused(
+            404,
+            f"model: expected one of {', '.join(self._names())}, found {safe_repr(name)}",
+            "model_not_found",
+            param="model",
+        )
+
+    def _names(self) -> list[str]:
+        """The models, then their adapters."""
+        return [*self._served, *(name for served in self for name in served.adapters())]
 
     def cards(self) -> list[dict[str, Any]]:
-        """The entries of ``/v1/models``."""
+        """The entries of ``/v1/models``: models, each with its adapters after it."""
         return [
             {
-                "id": served.name,
+                "id": name,
                 "object": "model",
                 "created": served.created,
                 "owned_by": "embedlm",
+                "parent": None if name == served.name else served.name,
                 "max_model_len": served.llm.max_model_len,
             }
             for served in self
+            for name in (served.name, *served.adapters())
         ]
 
 
