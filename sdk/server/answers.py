@@ -123,7 +123,7 @@ async def ask(
     kind = RequestOutputKind.DELTA if streamed else RequestOutputKind.FINAL_ONLY
     params = params.clone(output_kind=kind, tenant=exchange.caller.tenant)
     target.served.weigh(exchange.caller)
-    more = {**target.more, **(template or {})}
+    more = {"lora_request": target.lora, **(template or {})}
     streams = [target.llm.astream(prompt, params, **more) for prompt in prompts]
     answers = await stack.enter_async_context(Answers(streams))
     count = await answers.tokenized()

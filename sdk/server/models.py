@@ -91,11 +91,11 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a name means. ``more``: further keywords of the model's calls (an adapter)."""
+    """What a name means. ``lora``: the name of an adapter of the model, or none."""
 
     name: str
     served: Served
-    more: Mapping[str, Any]
+    lora: str | None = None
 
     @property
     def llm(self) -> Any:
@@ -128,15 +128,15 @@ class Models:
         """The model that a request names. :raises Refused: there is no such model."""
         if name is None:
             served = next(iter(self._served.values()))
-            return Target(served.name, served, {})
+            return Target(served.name, served)
         if not isinstance(name, str):
             raise RequestError(f"model: expected a string, found {safe_repr(name)}")
         found = self._served.get(name)
         if found is not None:
-            return Target(name, found, {})
+            return Target(name, found)
         for served in self:
             if name in served.adapters():
-                return Target(name, served, {"lora_request": name})
+                return Target(name, served, lora=name)
         raise Refused(
             404,
             f"model: expected one of {', '.join(self._names())}, found {safe_repr(name)}",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from sdk import LLM
@@ -32,6 +34,14 @@ def test_a_scrape_has_every_model_and_counts_requests() -> None:
 def test_the_prefix_of_names_can_be_vllm_s(serve: Serve) -> None:
     client, _ = serve(app={"metrics_prefix": "vllm"})
     assert b"\nvllm:num_requests_running{" in client.get("/metrics").body
+
+
+def test_without_prometheus_client_it_says_what_to_install(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    found = serve()[0].get("/metrics")
+    assert found.status == 501 and "embedlm[server]" in found.error["message"]
 
 
 def test_metrics_have_a_role_of_their_own(serve: Serve) -> None:

@@ -42,7 +42,7 @@ async def embeddings(exchange: Exchange, services: Services) -> None:
             given = [{"prompt_token_ids": one.token_ids} for one in read]
             if salt is not None:
                 given = [{**one, "cache_salt": salt} for one in given]  # type: ignore[dict-item]
-            found = await AsyncLLM(target.llm).embed(given, **target.more)
+            found = await AsyncLLM(target.llm).embed(given, lora_request=target.lora)
             made = Responses("embd", target.name, check_ended).embeddings(found)
             if encoding == "base64":
                 for one in made.data:
@@ -72,8 +72,8 @@ async def rerank(exchange: Exchange, services: Services) -> None:
         demand = Demand(count, 0, 1, target.name, max(1, len(documents)))
         with await admitted(exchange, services, demand):
             llm = target.llm
-            work = llm._pooling.rerank(query, documents, top_n, None, salt)
-            found = await llm._calls.ado(work, [query, documents])
+            work = llm._pooling.rerank(query, documents, top_n, None, target.lora, salt)
+            found = await llm._calls.ado(work, [query, documents], target.lora)
             results = [
                 {
                     "index": one.index,
@@ -117,8 +117,8 @@ async def score(exchange: Exchange, services: Services) -> None:
         count = await _count_pairs(target, left, right)
         with await admitted(exchange, services, Demand(count, 0, 1, target.name, len(right))):
             llm = target.llm
-            work = llm._pooling.score(left, right, None, salt)
-            found = await llm._calls.ado(work, [left, right])
+            work = llm._pooling.score(left, right, None, target.lora, salt)
+            found = await llm._calls.ado(work, [left, right], target.lora)
             data = [
                 {"index": index, "object": "score", "score": one.score}
                 for index, one in enumerate(found)
