@@ -61,7 +61,8 @@ def create_app(
     ``models``: an :class:`sdk.LLM`, or a mapping of the names that requests use to them.
     ``model_name``: the name of a single model (default: that of its file or folder). ``access``:
     who may do what (default: everybody everything; see :mod:`sdk.server.access`). ``limits``: of
-    the parameters of one request. :func:`sdk.server.guard.protected` adds the limits of HTTP.
+    the parameters of one request, besides those of ``SamplingParams``.
+    :func:`sdk.server.guard.protected` adds the limits of HTTP.
 
     ``host.mount("/", create_app(llm))`` has ``/v1/chat/completions``, ``/health`` and so on, and so
     has ``host.mount("/v1", create_app(llm))`` for OpenAI's routes. The app has no lifespan and no
@@ -69,9 +70,7 @@ def create_app(
 
     :raises RequestError: ``models`` are none, or a name is invalid.
     """
-    services = Services(
-        Models(models, model_name), access or Open(), max_body_bytes, limits or BodyLimits()
-    )
+    services = Services(Models(models, model_name), access or Open(), max_body_bytes, limits)
     app = FastAPI(
         title="embedlm", version=__version__, docs_url=None, redoc_url=None, openapi_url=None
     )
