@@ -84,7 +84,7 @@ class Demand:
     n: int
     model: str
     prompts: int = 1
-    body: Mapping[str, object] | None = None
+    body: Mapping[str, object] | None = field(default=None, repr=False, compare=False)
 
     @property
     def most_tokens(self) -> int:

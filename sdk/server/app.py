@@ -66,9 +66,10 @@ def create_app(
     ``models``: an :class:`sdk.LLM`, or a mapping of the names that requests use to them.
     ``model_name``: the name of a single model (default: that of its file or folder). ``access``:
     who may do what (default: everybody everything; see :mod:`sdk.server.access`). ``limits``: of
-    the parameters of one request. :func:`sdk.server.guard.protected` adds the limits of HTTP.
-    ``page``: serve the page at ``/`` and its live view, ``/live``. ``metrics_prefix``: of the names
-    at ``/metrics``; with ``"vllm"`` they are those of vLLM.
+    the parameters of one request, besides those of ``SamplingParams``.
+    :func:`sdk.server.guard.protected` adds the limits of HTTP. ``page``: serve the page at ``/``
+    and its live view, ``/live``. ``metrics_prefix``: of the names at ``/metrics``; with ``"vllm"``
+    they are those of vLLM.
 
     ``host.mount("/", create_app(llm))`` has ``/v1/chat/completions``, ``/health`` and so on, and so
     has ``host.mount("/v1", create_app(llm))`` for OpenAI's routes. The app has no lifespan and no
@@ -82,7 +83,7 @@ def create_app(
         served,
         access or Open(),
         max_body_bytes,
-        limits or BodyLimits(),
+        limits,
         None if live is None else live.ended,
     )
     app = FastAPI(

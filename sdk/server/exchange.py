@@ -40,7 +40,11 @@ class Exchange:
     """
 
     def __init__(
-        self, scope: Scope, receive: Receive, send: Send, check: Callable[[dict[str, Any]], None]
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        check: Callable[[dict[str, Any]], None] | None,
     ) -> None:
         self._scope = scope
         self._receive = receive
@@ -122,7 +126,8 @@ class Exchange:
             raise Refused(400, f"body: expected JSON: {error}", "invalid_json") from None
         if not isinstance(value, dict):
             raise RequestError(f"body: expected a JSON object, found {safe_repr(value)}")
-        self._check(value)
+        if self._check is not None:
+            self._check(value)
         self.body = value
         return value
 

@@ -30,7 +30,7 @@ TEXT = "/v1/completions"
         (CHAT, {"messages": [{"role": "user"}]}, "messages", "expected content"),
         (CHAT, {"messages": ASK, "temperature": -1}, "temperature", "in [0"),
         (CHAT, {"messages": ASK, "temperature": "hot"}, "temperature", "must be"),
-        (CHAT, {"messages": ASK, "n": 1000}, "n", "at most 16"),
+        (CHAT, {"messages": ASK, "n": 1000}, "n", "in [1, 64]"),
         (CHAT, {"messages": ASK, "max_tokens": 0}, "max_tokens", "in [1"),
         (CHAT, {"messages": ASK, "temprature": 1}, "temprature", "did you mean temperature?"),
         (CHAT, {"messages": ASK, "frobnicate": 1}, "frobnicate", "unknown parameter"),

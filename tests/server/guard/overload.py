@@ -11,12 +11,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
 import resource
 import socket
 import statistics
 import time
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 
@@ -58,7 +60,7 @@ class Load:
         try:
             while time.perf_counter() < self.end:
                 wait = await self.ask(reader, writer)
-                if wait:
+                if wait and not self.args.impatient:
                     wait *= random.uniform(1.0, 1.5)
                     await asyncio.sleep(min(wait, max(0, self.end - time.perf_counter())))
         except (OSError, EOFError, KeyError) as error:
@@ -120,7 +122,13 @@ def percentiles(seconds: list[float]) -> dict[str, float]:
     return {name: round(value * 1000, 1) for name, value in values.items()}
 
 
-def serve() -> None:
+def cpu_seconds(process: int) -> float:
+    """What a process has used so far."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def serve(args: argparse.Namespace) -> None:
     """A protected server with a fake model: 32 requests in a step of 5 ms, 64 inside."""
     import uvicorn
 
@@ -132,7 +140,9 @@ def serve() -> None:
     gate = Gate(limits.requests)
     llm = FakeLLM("word " * 100, seconds_per_token=0.005, max_num_seqs=32)
     app = protected(create_app(llm), limits=limits, gate=gate)
-    options = uvicorn_options(limits, gate)
+    if args.full:
+        gate.inside = limits.requests
+    options = uvicorn_options(limits, None if args.full == "through-uvicorn" else gate)
     config = uvicorn.Config(app, log_config=None, lifespan="off", **options)
     listener = socket.create_server(("127.0.0.1", 0), backlog=limits.connections)
     print(listener.getsockname()[1], flush=True)
@@ -148,13 +158,25 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=16)
     parser.add_argument("--spread", type=float, default=2, help="seconds of the first requests")
     parser.add_argument("--key")
+    parser.add_argument("--impatient", action="store_true", help="do not wait for Retry-After")
+    parser.add_argument("--process", type=int, help="of the server: report its CPU time")
+    parser.add_argument(
+        "--full",
+        choices=("at-once", "through-uvicorn"),
+        help="with port 0: refuse every request, and where",
+    )
     args = parser.parse_args()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 8192)), hard))
     if args.port == 0:
-        serve()
-    else:
-        print(json.dumps(asyncio.run(start(args))))
+        serve(args)
+        return
+    before = cpu_seconds(args.process) if args.process else 0.0
+    result = asyncio.run(start(args))
+    if args.process:
+        used = cpu_seconds(args.process) - before
+        result["server_cpu_us_per_request"] = round(used * 1e6 / sum(result["status"].values()))
+    print(json.dumps(result))
 
 
 async def start(args: argparse.Namespace) -> dict[str, Any]:
