@@ -12,9 +12,9 @@ from json.encoder import encode_basestring_ascii as quoted
 from typing import Any
 
 from sdk.openai.completions import CompletionResponses
+from sdk.openai.objects import Model
 from sdk.openai.requests import StreamOptions
 from sdk.openai.responses import Responses
-from sdk.openai.objects import Model
 from sdk.outputs import CompletionOutput, RequestOutput
 
 DONE = b"data: [DONE]\n\n"
