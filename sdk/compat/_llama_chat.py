@@ -6,8 +6,8 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from sdk.errors import RequestError
-from sdk.openai.responses import Responses
 from sdk.openai.objects import ChatCompletion, ChatCompletionChunk
+from sdk.openai.responses import Responses
 from sdk.outputs import RequestOutput
 from sdk.quant.safe_repr import safe_repr
 

@@ -29,6 +29,7 @@ from sdk.compat.openai_requests import (
     shows,
 )
 from sdk.openai.completions import CompletionResponses
+from sdk.openai.objects import CreateEmbeddingResponse
 from sdk.openai.requests import (
     ChatRequest,
     CompletionRequest,
@@ -36,7 +37,6 @@ from sdk.openai.requests import (
     read_completion,
 )
 from sdk.openai.responses import Responses
-from sdk.openai.objects import CreateEmbeddingResponse
 from sdk.outputs import EmbeddingOutput, RequestOutput
 from sdk.params import SamplingParams
 from sdk.quant.safe_repr import safe_repr

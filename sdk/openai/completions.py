@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from sdk.logprobs import Logprobs as Row
+from sdk.openai.objects import Completion, CompletionChoice, CompletionUsage, Logprobs
 from sdk.openai.requests import CompletionRequest
 from sdk.openai.responses import reason_of, stream_usage, usage_of
-from sdk.openai.objects import Completion, CompletionChoice, CompletionUsage, Logprobs
 from sdk.outputs import CompletionOutput, RequestOutput
 
 #: A token and its log-probabilities; the first token of a prompt has none.

@@ -18,6 +18,7 @@ from sdk.server.errors import INTERNAL, Problem
 from sdk.server.live import Live
 from sdk.server.models import Models
 from sdk.server.routes import generate, ollama, pooling, responses, state, tokens
+from sdk.server.routes.metrics import Metrics
 from sdk.server.web_page import page_routes
 
 #: 16 MiB: a context of a million tokens as text has 4 MB.
@@ -55,14 +56,16 @@ def create_app(
     model_name: str | None = None,
     access: Access | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
+    metrics_prefix: str = "embedlm",
     page: bool = False,
 ) -> FastAPI:
     """An application that answers OpenAI's API with ``models``, which their owner closes.
 
     ``models``: an :class:`sdk.LLM`, or a mapping of the names that requests use to them.
     ``model_name``: the name of a single model (default: that of its file or folder). ``access``:
-    who may do what (default: everybody everything; see :mod:`sdk.server.access`). ``page``: serve
-    the page at ``/`` and its live view, ``/live``.
+    who may do what (default: everybody everything; see :mod:`sdk.server.access`).
+    ``metrics_prefix``: of the names in ``/metrics``; ``"vllm"`` suits dashboards made for vLLM.
+    ``page``: serve the page at ``/`` and its live view, ``/live``.
 
     ``host.mount("/", create_app(llm))`` has ``/v1/chat/completions``, ``/health`` and so on, and so
     has ``host.mount("/v1", create_app(llm))`` for OpenAI's routes. The app has no lifespan and no
@@ -82,6 +85,7 @@ def create_app(
             _add(app, method, prefix + path, Endpoint(handler, services))
     for method, path, handler, role in _OTHERS:
         _add(app, method, path, Endpoint(handler, services, role))
+    _add(app, "GET", "/metrics", Endpoint(Metrics(metrics_prefix), services, "metrics"))
     for method, path, handler in _OLLAMA:
         _add(app, method, path, Endpoint(handler, services, "user", ollama.ERRORS))
     if live is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import struct
+import sys
 from typing import Any
 
 import pytest
@@ -162,3 +163,19 @@ def test_tokens_of_texts_and_conversations(serve: Serve) -> None:
     assert llm.get_tokenizer().apply_chat_template(messages, add_generation_prompt=True) == chat
     long = "a " * 5000  # is read in a thread
     assert client.post("/tokenize", {"prompt": long}).json["count"] > 4096
+
+
+def test_numbers_for_prometheus(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    client, _ = serve("one two")
+    client.post("/v1/completions", {"prompt": "a"})
+    for _ in range(2):
+        found = client.get("/metrics")
+        assert found.status == 200 and found.headers["content-type"].startswith("text/plain")
+    text = found.body.decode()
+    assert 'embedlm:generation_tokens_total{model_name="tiny"} 3.0' in text
+    assert "embedlm:time_to_first_token_seconds_bucket" in text
+    renamed, _ = serve(app={"metrics_prefix": "vllm"})
+    assert "vllm:generation_tokens_total" in renamed.get("/metrics").body.decode()
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    found = client.get("/metrics")
+    assert found.status == 501 and "embedlm[metrics]" in found.error["message"]

@@ -203,8 +203,8 @@ class _Lines:
         return {"model": self._model, "created_at": _time()}
 
     def _summary(self, output: RequestOutput) -> dict[str, Any]:
-        [answer] = output.outputs or [None]
-        reason = "length" if answer and answer.finish_reason in ("length", "deadline") else "stop"
+        cut = any(answer.finish_reason in ("length", "deadline") for answer in output.outputs)
+        reason = "length" if cut else "stop"
         made: dict[str, Any] = {"done": True, "done_reason": reason}
         times = output.metrics
         if times is not None and times.first_token_ts and times.last_token_ts:
