@@ -12,24 +12,30 @@ from playwright.sync_api import Page, expect
 
 from sdk import LLM, SamplingParams
 from sdk.testing import FakeAnswer, FakeLLM
-from tests.page.conftest import Served, Visitor, wait_until
+from tests.page.conftest import Pace, Served, Visitor, wait_until
 
 Serve = Callable[..., Served]
 Visit = Callable[..., Visitor]
 
-LONG = " ".join(f"word{i}" for i in range(2000))
+LONG = " ".join(f"word{i}" for i in range(3500))
 ANSWER = "Blue light is **scattered** more.\n\n- one\n- two\n\n```python\nprint(1)\n```\n"
 
 
 def test_an_answer_is_streamed_and_kept_over_a_reload(serve: Serve, visit: Visit) -> None:
-    llm = FakeLLM(ANSWER, seconds_per_token=0.03)
+    pace = Pace()
+    llm = FakeLLM(ANSWER, seconds_per_token=0.01, sleep=pace)
     served = serve({"tiny": llm})
     visitor = visit(served.address)
     page = visitor.page
     visitor.ask("Why is the sky blue?")
     answer = page.get_by_role("article", name="Answer of tiny")
+    pace.allow(3)
     expect(answer).to_contain_text("Blue light")
     assert answer.get_attribute("aria-busy") == "true"
+    expect(page.get_by_role("button", name="Send", exact=True)).to_be_hidden()
+    pace.allow(3)
+    page.wait_for_timeout(100)  # a moment between two tokens: else there is no speed
+    pace.go()
     visitor.ended()
     expect(answer.locator("strong")).to_have_text("scattered")
     expect(answer.locator("li")).to_have_text(["one", "two"])
@@ -48,11 +54,13 @@ def test_an_answer_is_streamed_and_kept_over_a_reload(serve: Serve, visit: Visit
     assert llm.requests[1].prompt[1]["content"] == ANSWER
 
 
-@pytest.mark.parametrize("way", ["button", "escape", "delete", "leave"])
+@pytest.mark.parametrize(
+    "way", ["button", "escape", "leave", pytest.param("delete", marks=pytest.mark.slow)]
+)
 def test_an_answer_that_nobody_wants_ends_on_the_server(
     serve: Serve, visit: Visit, way: str
 ) -> None:
-    llm = FakeLLM(LONG, seconds_per_token=0.01)
+    llm = FakeLLM(LONG, seconds_per_token=0.02)  # more than a minute
     visitor = visit(serve({"tiny": llm}).address)
     page = visitor.page
     visitor.ask("Count")
@@ -68,7 +76,7 @@ def test_an_answer_that_nobody_wants_ends_on_the_server(
     else:
         page.goto("about:blank")
     wait_until(lambda: llm.get_metrics()["num_running"] == 0)
-    assert llm.get_metrics()["num_generation_tokens"] < 2000
+    assert llm.get_metrics()["num_generation_tokens"] < 3500
     if way in ("button", "escape"):
         expect(answer.locator(".note")).to_have_text("Stopped.")
         expect(page.get_by_label("Message", exact=True)).to_be_focused()
@@ -179,7 +187,8 @@ def test_a_structured_answer_is_indented_and_checked_while_it_is_written(
         "additionalProperties": False,
     }
     good, bad = '{"name": "Ada Lovelace", "age": 36}', '{"name": "Ada", "age": -1}'
-    llm = FakeLLM([good, bad], seconds_per_token=0.1)
+    pace = Pace()
+    llm = FakeLLM([good, bad], seconds_per_token=0.01, sleep=pace)
     visitor = visit(serve({"tiny": llm}).address)
     page = visitor.page
     page.get_by_role("button", name="Settings").click()
@@ -189,7 +198,9 @@ def test_a_structured_answer_is_indented_and_checked_while_it_is_written(
     box.fill(json.dumps(schema))
     visitor.ask("Who?")
     state = page.locator(".state")
+    pace.allow(3)
     expect(state).to_have_text("Valid so far")
+    pace.go()
     expect(state).to_have_text("Valid: the answer follows the schema.")
     lines = page.get_by_role("region", name="JSON").inner_text()
     assert lines == '{\n  "name": "Ada Lovelace",\n  "age": 36\n}'
