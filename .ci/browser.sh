@@ -9,7 +9,7 @@ for name in "${EMBEDLM_CHROMIUM:-}" chromium chromium-browser google-chrome goog
 done
 install() {
   echo "embedlm: installing Chromium for tests/page"
-  apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium >/dev/null
+  apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium fonts-liberation >/dev/null
 }
 export DEBIAN_FRONTEND=noninteractive
 if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null && install; then

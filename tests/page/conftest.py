@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import uvicorn
-from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 
 from sdk.server import create_app
 
@@ -42,6 +42,7 @@ def chromium(own: str) -> str:
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Browser]:
     """Chromium without a window, for all tests of a process."""
+    expect.set_options(timeout=TIMEOUT_MS)
     with sync_playwright() as tools:
         path = chromium(tools.chromium.executable_path)
         found = tools.chromium.launch(executable_path=path, args=[*FLAGS])
@@ -92,6 +93,26 @@ class Served:
         self._thread.join(20)
         assert not self._thread.is_alive()
         self._socket.close()
+
+
+class Pace:
+    """The ``sleep`` of a FakeLLM whose steps wait until the test allows them."""
+
+    def __init__(self) -> None:
+        self._steps = threading.Semaphore(0)
+        self._free = False
+
+    def __call__(self, seconds: float) -> None:
+        if not self._free:
+            self._steps.acquire(timeout=2 * TIMEOUT_MS / 1000)
+
+    def allow(self, steps: int) -> None:
+        self._steps.release(steps)
+
+    def go(self) -> None:
+        """Allow all."""
+        self._free = True
+        self.allow(1)
 
 
 def wait_until(true: Callable[[], object]) -> None:

@@ -33,7 +33,8 @@ def violations(page: Page) -> list[str]:
     """What axe-core finds wrong, in WCAG 2.2 AA and its best practices."""
     if not page.evaluate("() => Boolean(window.axe)"):
         page.evaluate(axe())
-    run = "axe.run(document, {resultTypes: ['violations'], rules: {region: {enabled: true}}})"
+    rules = "{'target-size': {enabled: true}}"  # of WCAG 2.2; off by default
+    run = f"axe.run(document, {{resultTypes: ['violations'], rules: {rules}}})"
     found = page.evaluate(f"{run}.then((results) => results.violations)")
     return [
         f"{one['id']}: {node['target']} {node['failureSummary']}"
@@ -45,7 +46,7 @@ def violations(page: Page) -> list[str]:
 @pytest.mark.parametrize(
     ("scheme", "width"),
     [
-        ("light", 1280),
+        pytest.param("light", 1280, marks=pytest.mark.slow),
         pytest.param("dark", 1280, marks=pytest.mark.slow),
         ("dark", 320),
     ],
@@ -76,8 +77,8 @@ def test_axe_finds_nothing(serve: Serve, visit: Visit, scheme: str, width: int) 
 
 
 def test_everything_works_by_keyboard(serve: Serve, visit: Visit) -> None:
-    long = " ".join(f"word{i}" for i in range(2000))
-    llm = FakeLLM([long, "short", "third"], seconds_per_token=0.01)
+    long = " ".join(f"word{i}" for i in range(3500))
+    llm = FakeLLM([long, "short", "third"], seconds_per_token=0.02)
     visitor = visit(serve({"tiny": llm}).address)
     page = visitor.page
     keys = page.keyboard
@@ -154,7 +155,9 @@ def test_a_screen_reader_hears_paragraphs_and_not_tokens(serve: Serve, visit: Vi
 
 
 @pytest.mark.parametrize("view", ["#chat", "#live"])
-@pytest.mark.parametrize(("width", "height"), [(320, 568), (640, 400)])
+@pytest.mark.parametrize(
+    ("width", "height"), [(320, 568), pytest.param(640, 400, marks=pytest.mark.slow)]
+)
 def test_narrow_and_enlarged_pages_scroll_in_one_direction_only(
     serve: Serve, visit: Visit, width: int, height: int, view: str
 ) -> None:

@@ -4,37 +4,47 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import expect
+from playwright.sync_api import Page, expect
 
+from sdk import LLM, SamplingParams
 from sdk.testing import FakeAnswer, FakeLLM
-from tests.page.conftest import Served, Visitor, wait_until
+from tests.page.conftest import Pace, Served, Visitor, wait_until
 
 Serve = Callable[..., Served]
 Visit = Callable[..., Visitor]
 
-LONG = " ".join(f"word{i}" for i in range(2000))
+LONG = " ".join(f"word{i}" for i in range(3500))
 ANSWER = "Blue light is **scattered** more.\n\n- one\n- two\n\n```python\nprint(1)\n```\n"
 
 
 def test_an_answer_is_streamed_and_kept_over_a_reload(serve: Serve, visit: Visit) -> None:
-    llm = FakeLLM(ANSWER, seconds_per_token=0.03)
+    pace = Pace()
+    llm = FakeLLM(ANSWER, seconds_per_token=0.01, sleep=pace)
     served = serve({"tiny": llm})
     visitor = visit(served.address)
     page = visitor.page
     visitor.ask("Why is the sky blue?")
     answer = page.get_by_role("article", name="Answer of tiny")
+    pace.allow(3)
     expect(answer).to_contain_text("Blue light")
     assert answer.get_attribute("aria-busy") == "true"
+    expect(page.get_by_role("button", name="Send", exact=True)).to_be_hidden()
+    pace.allow(3)
+    page.wait_for_timeout(100)  # a moment between two tokens: else there is no speed
+    pace.go()
     visitor.ended()
     expect(answer.locator("strong")).to_have_text("scattered")
     expect(answer.locator("li")).to_have_text(["one", "two"])
     expect(answer.get_by_role("region", name="Code, python")).to_have_text("print(1)")
     expect(answer.locator(".stats")).to_contain_text("tokens/s")
     expect(answer.locator(".stats")).to_contain_text("prompt")
+    page.get_by_label("Message", exact=True).fill("a draft")
     page.reload()
+    expect(page.get_by_label("Message", exact=True)).to_have_value("a draft")
     expect(page.get_by_role("article", name="You")).to_contain_text("Why is the sky blue?")
     expect(answer.locator("strong")).to_have_text("scattered")
     # what was said before is sent with the next question
@@ -44,11 +54,13 @@ def test_an_answer_is_streamed_and_kept_over_a_reload(serve: Serve, visit: Visit
     assert llm.requests[1].prompt[1]["content"] == ANSWER
 
 
-@pytest.mark.parametrize("way", ["button", "escape", "delete", "leave"])
+@pytest.mark.parametrize(
+    "way", ["button", "escape", "leave", pytest.param("delete", marks=pytest.mark.slow)]
+)
 def test_an_answer_that_nobody_wants_ends_on_the_server(
     serve: Serve, visit: Visit, way: str
 ) -> None:
-    llm = FakeLLM(LONG, seconds_per_token=0.01)
+    llm = FakeLLM(LONG, seconds_per_token=0.02)  # more than a minute
     visitor = visit(serve({"tiny": llm}).address)
     page = visitor.page
     visitor.ask("Count")
@@ -64,7 +76,7 @@ def test_an_answer_that_nobody_wants_ends_on_the_server(
     else:
         page.goto("about:blank")
     wait_until(lambda: llm.get_metrics()["num_running"] == 0)
-    assert llm.get_metrics()["num_generation_tokens"] < 2000
+    assert llm.get_metrics()["num_generation_tokens"] < 3500
     if way in ("button", "escape"):
         expect(answer.locator(".note")).to_have_text("Stopped.")
         expect(page.get_by_label("Message", exact=True)).to_be_focused()
@@ -135,7 +147,7 @@ def test_settings_are_sent_checked_and_kept(serve: Serve, visit: Visit) -> None:
         ("Temperature", "0.5"),
         ("Top p", "0.9"),
         ("Top k", "20"),
-        ("Most tokens", "7"),
+        ("Max tokens", "7"),
         ("Seed", "3"),
         ("Stop strings", "END\n\\n\\n"),
         ("System prompt", "Be brief."),
@@ -175,7 +187,8 @@ def test_a_structured_answer_is_indented_and_checked_while_it_is_written(
         "additionalProperties": False,
     }
     good, bad = '{"name": "Ada Lovelace", "age": 36}', '{"name": "Ada", "age": -1}'
-    llm = FakeLLM([good, bad], seconds_per_token=0.1)
+    pace = Pace()
+    llm = FakeLLM([good, bad], seconds_per_token=0.01, sleep=pace)
     visitor = visit(serve({"tiny": llm}).address)
     page = visitor.page
     page.get_by_role("button", name="Settings").click()
@@ -185,7 +198,9 @@ def test_a_structured_answer_is_indented_and_checked_while_it_is_written(
     box.fill(json.dumps(schema))
     visitor.ask("Who?")
     state = page.locator(".state")
+    pace.allow(3)
     expect(state).to_have_text("Valid so far")
+    pace.go()
     expect(state).to_have_text("Valid: the answer follows the schema.")
     lines = page.get_by_role("region", name="JSON").inner_text()
     assert lines == '{\n  "name": "Ada Lovelace",\n  "age": 36\n}'
@@ -219,3 +234,57 @@ def test_calls_of_tools_are_shown_and_the_user_types_their_results(
         ("tool", "12:00"),
     ]
     assert [one["tool_call_id"] for one in results] == ids
+
+
+def test_reasoning_is_folded_above_the_answer(serve: Serve, visit: Visit) -> None:
+    visitor = visit(serve({"tiny": FakeLLM()}).address)
+    page = visitor.page
+    deltas = [{"reasoning_content": "Hmm, "}, {"reasoning_content": "**let** me see."}]
+    chunks = [{"choices": [{"delta": delta}]} for delta in [*deltas, {"content": "It is 4."}]]
+    lines = [f"data: {json.dumps(chunk)}\n\n" for chunk in chunks]
+    body = "".join([*lines, "data: [DONE]\n\n"])
+    # models that reason are large: the server's part is tested in tests/server
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(body=body, status=200))
+    visitor.ask("2 + 2?")
+    answer = page.get_by_role("article", name="Answer of tiny")
+    expect(answer).to_contain_text("It is 4.")
+    expect(answer.locator(".reasoning .markdown")).to_be_hidden()
+    answer.get_by_text("Reasoning").click()
+    expect(answer.locator(".reasoning strong")).to_have_text("let")
+    assert answer.locator(".reasoning").inner_text().endswith("Hmm, let me see.")
+
+
+@pytest.mark.slow
+def test_a_real_model_answers_and_follows_a_schema(
+    serve: Serve, visit: Visit, smollm2: Path
+) -> None:
+    schema = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}}
+    schema |= {"required": ["city"], "additionalProperties": False}
+    with LLM(str(smollm2), max_model_len=512) as llm:
+        visitor = visit(serve(llm).address)
+        page = visitor.page
+        page.get_by_role("button", name="Settings").click()
+        page.get_by_label("Temperature", exact=True).fill("0")
+        page.get_by_label("Max tokens", exact=True).fill("40")
+        visitor.ask("What is the capital of France?")
+        visitor.ended()
+        name = "Answer of SmolLM2-135M-Instruct.Q4_1"
+        answer = page.get_by_role("article", name=name).first
+        messages = [{"role": "user", "content": "What is the capital of France?"}]
+        [expected] = llm.chat(messages, SamplingParams(temperature=0, max_tokens=40))
+        assert stored_messages(page)[1]["content"] == expected.outputs[0].text
+        expect(answer.locator(".stats")).to_contain_text("first after")
+        page.get_by_label("JSON schema", exact=True).fill(json.dumps(schema))
+        visitor.ask("The capital of France as JSON.")
+        visitor.ended()
+        expect(page.locator(".state")).to_have_text("Valid: the answer follows the schema.")
+
+
+def stored_messages(page: Page) -> list[dict[str, Any]]:
+    """The messages of the only conversation in the browser's storage."""
+    [text] = page.evaluate(
+        "Object.keys(localStorage).filter((x) => x.includes('conversation'))"
+        ".map((x) => localStorage[x])"
+    )
+    found: list[dict[str, Any]] = json.loads(text)["messages"]
+    return found

@@ -258,3 +258,77 @@ def test_events_are_read_however_they_are_cut(call: Call, size: int) -> None:
 )
 def test_seconds_to_wait(call: Call, header: str | None, seconds: int | None) -> None:
     assert call("client.js", "m.retry_after(x)", header) == seconds
+
+
+def test_the_request_has_what_was_set_and_nothing_else(call: Call) -> None:
+    body = "m.requestBody(x)"
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "", "error": {"text": "failed"}, "tool_calls": []},
+        {"role": "user", "content": "b"},
+        {
+            "role": "assistant",
+            "content": "",
+            "reasoning": "long",
+            "tool_calls": [{"id": "1", "name": "f", "arguments": "{}"}],
+        },
+        {"role": "tool", "tool_call_id": "1", "content": "c"},
+    ]
+    found = call("answer.js", body, {"model": "m", "messages": messages, "settings": {}})
+    assert found == {
+        "model": "m",
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "messages": [
+            {"role": "user", "content": "a\n\nb"},
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [
+                    {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+                ],
+            },
+            {"role": "tool", "tool_call_id": "1", "content": "c"},
+        ],
+    }
+    tools = [{"name": "f"}, {"type": "function", "function": {"name": "g"}}]
+    settings = {"temperature": 0, "stop": "a\n\\n", "system": "s", "tools": json.dumps(tools)}
+    found = call("answer.js", body, {"model": "m", "messages": [], "settings": settings})
+    assert (found["temperature"], found["stop"], found["tool_choice"]) == (0, ["a", "\n"], "auto")
+    assert [tool["function"]["name"] for tool in found["tools"]] == ["f", "g"]
+    assert found["messages"] == [{"role": "system", "content": "s"}]
+
+
+def test_chunks_become_an_answer_with_its_times(call: Call) -> None:
+    deltas: list[dict[str, Any]] = [
+        {"role": "assistant"},
+        {"reasoning_content": "hm"},
+        {"content": "a"},
+        {"tool_calls": [{"index": 1, "id": "2", "function": {"name": "g", "arguments": ""}}]},
+        {"tool_calls": [{"index": 0, "id": "1", "function": {"name": "f", "arguments": "{"}}]},
+        {"tool_calls": [{"index": 0, "function": {"arguments": "}"}}]},
+    ]
+    chunks: list[dict[str, Any]] = [{"choices": [{"delta": delta}]} for delta in deltas]
+    usage = {"prompt_tokens": 7, "completion_tokens": 11}
+    usage |= {"prompt_tokens_details": {"cached_tokens": 4}}  # type: ignore[dict-item]
+    chunks += [{"choices": [{"finish_reason": "tool_calls"}]}, {"choices": [], "usage": usage}]
+    read = """(() => {
+      let now = 0;
+      const message = m.newAnswer('tiny');
+      const reader = new m.AnswerReader(message, () => now);
+      for (const chunk of x) { now += 500; reader.add(chunk); }
+      return message;
+    })()"""
+    assert call("answer.js", read, chunks) == {
+        "role": "assistant",
+        "model": "tiny",
+        "reasoning": "hm",
+        "content": "a",
+        "tool_calls": [
+            {"id": "1", "name": "f", "arguments": "{}"},
+            {"id": "2", "name": "g", "arguments": ""},
+        ],
+        "finish_reason": "tool_calls",
+        # 11 tokens: the first after 1 s, the last 2 s later
+        "stats": {"prompt": 7, "cached": 4, "generated": 11, "first_seconds": 1, "speed": 5},
+    }

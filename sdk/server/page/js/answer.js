@@ -103,7 +103,11 @@ export function stopStrings(text) {
 function sent(messages, system) {
   const list = system ? [{ role: "system", content: system }] : [];
   for (const one of messages) {
-    if (one.role !== "assistant") {
+    const last = list[list.length - 1];
+    if (one.role === "user" && last?.role === "user") {
+      // The answer between them failed. Many chat templates reject two messages of the user in a row.
+      last.content += "\n\n" + one.content;
+    } else if (one.role !== "assistant") {
       const { role, content, tool_call_id } = one;
       list.push(tool_call_id ? { role, content, tool_call_id } : { role, content });
     } else if (one.content || one.tool_calls?.length) {

@@ -5,6 +5,7 @@ import { messageView } from "./message_view.js";
 import { words } from "./words.js";
 
 const said = words.chat;
+const DRAFT = "embedlm.draft";
 const NEAR = 80; // pixels from the end that still count as the end
 
 export class ChatView {
@@ -38,6 +39,8 @@ export class ChatView {
       event.preventDefault();
       this.send();
     });
+    this.input.addEventListener("input", () => this.keepDraft());
+    this.input.value = sessionStorage.getItem(DRAFT) ?? "";
     const send = (event) => {
       event.preventDefault();
       this.send();
@@ -55,8 +58,18 @@ export class ChatView {
     const text = this.input.value;
     if (!text.trim() || this.busy || !this.actions.send(text)) return;
     this.input.value = "";
+    this.keepDraft();
     this.follows = true;
     this.input.focus();
+  }
+
+  // What was typed is there after a reload.
+  keepDraft() {
+    try {
+      sessionStorage.setItem(DRAFT, this.input.value);
+    } catch {
+      // without storage it is lost
+    }
   }
 
   stop() {

@@ -121,7 +121,7 @@ export const words = {
     temperatureHint: "0 always takes the most likely token.",
     top_p: "Top p",
     top_k: "Top k",
-    max_tokens: "Most tokens",
+    max_tokens: "Max tokens",
     seed: "Seed",
     stop: "Stop strings",
     stopHint: "One per line; \\n is a line break.",
