@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+import subprocess
 import sys
+import time
 from argparse import Namespace
 from asyncio import StreamWriter
 from pathlib import Path
@@ -265,8 +268,27 @@ def test_a_server_that_ends_or_never_answers_shows_its_output() -> None:
     argv = [sys.executable, "-c", "print('hm', flush=True); import time; time.sleep(60)"]
     with pytest.raises(SdkError, match="other: the server does not answer"):
         ServerProcess("other", argv, dict(os.environ), free_port(), start_s=0.5)
-    with pytest.raises(SdkError, match="cannot be started"):
-        ServerProcess("other", ["/nowhere/python"], {}, free_port())
+    with pytest.raises(SdkError, match=r"ended with code 127: .*No such file"):
+        ServerProcess("other", ["/nowhere/python"], dict(os.environ), free_port())
+
+
+def test_a_server_ends_with_a_command_that_is_killed() -> None:
+    port = free_port()
+    code = (
+        "import os, sys\n"
+        "from sdk.cli.bench.serve.servers import ServerProcess\n"
+        f"argv = [sys.executable, '-c', {LISTENS!r}, '{port}']\n"
+        f"ServerProcess('other', argv, dict(os.environ), {port})\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    assert subprocess.run([sys.executable, "-c", code], env=env, timeout=100).returncode == -9
+    for _ in range(1000):
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)):
+                return
+        time.sleep(0.02)
+    raise AssertionError("the server still listens")
 
 
 def test_lengths_and_slos_show_themselves_as_they_were_written() -> None:

@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 
 from sdk.cli.bench.engines import OURS, Opening, Peer, environment
@@ -78,18 +79,14 @@ class ServerProcess:
         self.name = name
         self.address = Address("127.0.0.1", port, False, "/v1")
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
-        try:
-            self._process = subprocess.Popen(
-                argv,
-                stdin=subprocess.DEVNULL,
-                stdout=self._log,
-                stderr=subprocess.STDOUT,
-                env=env,
-                start_new_session=True,  # Ctrl-C reaches only this process, which ends the others
-            )
-        except OSError as error:
-            self._log.close()
-            raise SdkError(f"{name}: {argv[0]} cannot be started: {error}") from error
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("supervise.py")), *argv],
+            stdin=subprocess.PIPE,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            env=env,
+            start_new_session=True,  # Ctrl-C reaches only this process, which ends the others
+        )
         try:
             progress(f"starting {name}")
             self._wait(time.monotonic() + start_s)
@@ -125,12 +122,12 @@ class ServerProcess:
     def close(self) -> None:
         """End the server: as by Ctrl-C, after fifteen seconds by force."""
         if self._process.poll() is None:
-            self._process.send_signal(signal.SIGINT)
+            os.killpg(self._process.pid, signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout=_STOP_S)
         with contextlib.suppress(ProcessLookupError):  # also processes that it left behind
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        self._process.communicate()
         self._log.close()
 
 
