@@ -65,6 +65,21 @@ _PAGE_SIZE = 16
 _ANSWER = "This is the answer of a fake model."
 
 
+def _limits(config: EngineConfig, max_model_len: int) -> SchedulerConfig:
+    """A scheduler's limits; there are pages for all slots at full length."""
+    slots = config.max_num_seqs
+    return SchedulerConfig(
+        num_pages=1 - (-max_model_len // _PAGE_SIZE) * slots,
+        page_size=_PAGE_SIZE,
+        max_model_len=max_model_len,
+        max_num_seqs=slots,
+        max_num_batched_tokens=max(max_model_len, slots),
+        eos_token_ids=frozenset({END}),
+        policy=config.scheduling_policy,
+        tenant_weights=config.tenant_weights,
+    )
+
+
 class FakeLLM:
     """An :class:`sdk.LLM` for unit tests: the same methods and outputs, scripted answers.
 
@@ -133,18 +148,7 @@ class FakeLLM:
             sleep=sleep,
             embeddings=embeddings,
         )
-        pages = 1 - (-max_model_len // _PAGE_SIZE) * max_num_seqs
-        limits = SchedulerConfig(
-            num_pages=pages,
-            page_size=_PAGE_SIZE,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max(max_model_len, max_num_seqs),
-            eos_token_ids=frozenset({END}),
-            policy=scheduling_policy,
-            tenant_weights=tenant_weights,
-        )
-        scheduler = Scheduler(limits, clock)
+        scheduler = Scheduler(_limits(self.config, max_model_len), clock)
         self._engine = Engine(scheduler, executor, tokenizer, vocab_size=VOCAB_SIZE)
         self._default_params = default_sampling_params or SamplingParams()
         self._reader = FakeReader(tokenizer, vocab_size=VOCAB_SIZE, max_model_len=max_model_len)

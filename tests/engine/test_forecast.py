@@ -156,6 +156,18 @@ def test_an_estimate_changes_nothing(rig):
     r.assert_answers()
 
 
+def test_a_request_that_needs_more_slots_than_there_are_ends_the_simulation():
+    times = StepTimes()
+    times.begin(0.0, 0, 1, 0, 0.0, 0)
+    times.end(0.01, 1, 1)
+    times.begin(0.0, 1, 0, 100, 5000.0, 0)
+    times.end(0.11, 2, 0)
+    first, finish = forecast(
+        times, [], [], Work(10, 0, 10, slots=2), [], max_num_seqs=1, step_tokens=64
+    )
+    assert 0 < first < finish
+
+
 def test_a_long_queue_is_extrapolated():
     times = StepTimes()
     times.begin(0.0, 0, 1, 0, 0.0, 0)

@@ -132,6 +132,22 @@ def test_an_interactive_prompt_goes_before_a_long_one_in_progress(rig):
     r.assert_answers()
 
 
+def test_overtaken_requests_decode_in_every_other_step_of_an_urgent_prompt(rig):
+    r = rig(max_num_seqs=4, max_num_batched_tokens=8, num_pages=200, policy="priority")
+    for i in range(2):
+        r.add(f"low{i}", prompt(4, i), priority=5, max_tokens=60)
+    r.add("peer", prompt(4, 5), priority=0, max_tokens=60)
+    for _ in range(6):
+        r.step()
+    r.add("chat", prompt(40, seed=2), priority=0, max_tokens=2)
+    rows = [{row.request_id for row in r.step()[0].rows} for _ in range(6)]
+    both = {"low0", "low1"}
+    assert [both <= names for names in rows] == [True, False, True, False, True, False]
+    assert all({"peer", "chat"} <= names for names in rows)
+    r.run()
+    r.assert_answers()
+
+
 def test_steps_stay_short_while_requests_come_that_overtake(rig):
     options = {"num_pages": 400, "max_model_len": 900, "max_num_batched_tokens": 200}
     r = rig(**options, max_num_seqs=4, policy="priority", short_step_tokens=16)

@@ -287,8 +287,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         return request.arrival_time + request.priority * config.priority_aging, arrival
 
     def may_wait(self, request) -> bool:
-        """Whether a step may run nothing of a running request: a prompt, next to an urgent one."""
-        return self.rig.config.policy != "fcfs" and in_prefill(request) and not request.urgent
+        """Whether a step may run nothing of a running request: next to an urgent prompt."""
+        return self.rig.config.policy != "fcfs" and not (request.urgent and in_prefill(request))
 
     def check_turns(self, plan, running, rewound) -> None:
         """Nobody starts before one whose turn is earlier, or while one that runs lacks a page.

@@ -81,7 +81,9 @@ class _Simulation:
         """The times of the first and the last token of ``own``, which is one of ``waiting``."""
         first, index = 0.0, 0
         while True:
-            while index < len(waiting) and waiting[index].slots <= self._free:
+            while index < len(waiting) and (
+                waiting[index].slots <= self._free or not (self._prompts or self._ends)
+            ):
                 self.start(waiting[index])
                 index += 1
             done = self._run_prompts() if self._prompts else self._run_decodes()

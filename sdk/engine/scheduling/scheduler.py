@@ -123,6 +123,7 @@ class Scheduler:
         #: ``None``: no drafts.
         self.drafts: Drafts | None = None
         self.times = StepTimes()
+        self._paused = False  # whether some requests did not decode for an urgent prompt
         self._planned_at = 0.0  # with drafts: when the last plan was begun
 
     @property
@@ -388,11 +389,14 @@ class Scheduler:
             # an equal share for each batch
             slots = sum(len(r.sequences) for r in running if not in_prefill(r))
             most = max(-(-slots // self.batches_in_flight), 2)  # a negative prompt takes a slot too
+        urgent = self._urgent_prompt(busy)
         for request in running:  # preemption shortens the list after this request
             if busy and not busy.isdisjoint(request.sequences):
                 continue
             if in_prefill(request):
                 prefills.append(request)
+                continue
+            if urgent is not None and self.queues.policy.overtakes(urgent, request):
                 continue
             sequences = request.sequences
             if len(decodes) + len(sequences) > most:
@@ -408,6 +412,19 @@ class Scheduler:
                 for sequence in sequences:
                     decodes.append((sequence, _row(sequence, 1)))
         return complete
+
+    def _urgent_prompt(self, busy: frozenset[Request]) -> Request | None:
+        """A prompt for which the requests that it overtakes do not decode in this step. They do in
+        every other step, so that no answer stops for the whole of a long prompt.
+        """
+        found = None
+        if self.queues.policy.preemptive and not self._paused:
+            for request in self.queues.running:
+                if request.urgent and in_prefill(request) and busy.isdisjoint(request.sequences):
+                    found = request
+                    break
+        self._paused = found is not None
+        return found
 
     def _add_drafts(
         self,
