@@ -49,8 +49,9 @@ ENVIRONMENTS = {
     ),
     "compressed-tensors": Environment(("llmcompressor==0.14.0.1 sentencepiece protobuf",)),
     "llama-cpp": Environment((LLAMA_CPP,), torch=False),
-    # clients of OpenAI's API, for tests/interop/test_clients.py
-    "clients": Environment(("openai==3.54.0 litellm langchain-openai instructor",), torch=False),
+    # clients of OpenAI's API; instructor 1.17.0 wants an older openai than the others
+    "clients": Environment(("openai==3.54.0 litellm langchain-openai",), torch=False),
+    "instructor": Environment(("instructor==1.17.0",), torch=False),
     "lm-eval": Environment((f"-C wheel.cmake=false -e {ROOT}[lm-eval]",)),
 }
 

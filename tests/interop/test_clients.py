@@ -17,6 +17,14 @@ from tests.server.serving import running
 
 ASK = [{"role": "user", "content": "What is the capital of France? Answer briefly."}]
 CITIES = ("Paris", "Rome")
+#: By environment.
+PROGRAMS = {
+    "clients": (
+        *("sync", "stream", "asynchronous", "tools", "streamed_tools", "parse", "logprobs"),
+        *("completions", "responses", "embeddings", "errors", "with_litellm", "with_langchain"),
+    ),
+    "instructor": ("with_instructor",),
+}
 
 
 @pytest.fixture(scope="module")
@@ -30,17 +38,20 @@ def found(
         params = SamplingParams(temperature=0, max_tokens=24)
         [own] = llm.chat(ASK, params)
         with running(create_app({"smol": llm})) as client:
-            program = HERE / "drivers" / "openai_clients.py"
-            address = f"http://127.0.0.1:{client.port}/v1"
-            done = subprocess.run(
-                [str(python("clients")), str(program), address, "smol"],
-                cwd=tmp_path_factory.mktemp("clients"),
-                env=surroundings(),
-                capture_output=True,
-                text=True,
-            )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return {**json.loads(done.stdout.splitlines()[-1]), "": own}
+            results = {"": own}
+            for environment, programs in PROGRAMS.items():
+                program = str(HERE / "drivers" / "openai_clients.py")
+                address = f"http://127.0.0.1:{client.port}/v1"
+                done = subprocess.run(
+                    [str(python(environment)), program, address, "smol", *programs],
+                    cwd=tmp_path_factory.mktemp("clients"),
+                    env=surroundings(),
+                    capture_output=True,
+                    text=True,
+                )
+                assert done.returncode == 0, done.stderr[-3000:]
+                results |= json.loads(done.stdout.splitlines()[-1])
+    return results
 
 
 def of(found: dict[str, Any], name: str) -> Any:

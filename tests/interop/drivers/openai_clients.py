@@ -1,6 +1,6 @@
 """Programs for clients of OpenAI's API, unmodified, against a server: prints what each found.
 
-``python openai_clients.py BASE_URL MODEL``.
+``python openai_clients.py BASE_URL MODEL [PROGRAM ...]``. Not all libraries can live together.
 """
 
 from __future__ import annotations
@@ -12,14 +12,10 @@ import traceback
 from collections.abc import Callable
 from typing import Any, Literal
 
-import instructor
-import litellm
 import openai
-from langchain_core.tools import tool
-from langchain_openai import ChatOpenAI, OpenAI as LangchainOpenAI, OpenAIEmbeddings
 from pydantic import BaseModel
 
-BASE, MODEL = sys.argv[1:3]
+BASE, MODEL, *NAMED = sys.argv[1:]
 KEY = "none"
 ASK: Any = [{"role": "user", "content": "What is the capital of France? Answer briefly."}]
 EXACT: Any = {"temperature": 0, "max_tokens": 24}
@@ -160,6 +156,8 @@ def errors() -> Any:
 
 
 def with_litellm() -> Any:
+    import litellm
+
     how: Any = {"model": f"openai/{MODEL}", "api_base": BASE, "api_key": KEY, "messages": ASK}
     whole = litellm.completion(**how, **EXACT).choices[0].message.content
     pieces = litellm.completion(**how, **EXACT, stream=True)
@@ -175,6 +173,9 @@ def with_litellm() -> Any:
 
 
 def with_langchain() -> Any:
+    from langchain_core.tools import tool
+    from langchain_openai import ChatOpenAI, OpenAI as LangchainOpenAI, OpenAIEmbeddings
+
     settings: Any = {"model": MODEL, "base_url": BASE, "api_key": KEY, "temperature": 0}
     chat = ChatOpenAI(**settings, max_tokens=24)
     whole = chat.invoke("What is the capital of France?").content
@@ -196,6 +197,8 @@ def with_langchain() -> Any:
 
 
 def with_instructor() -> Any:
+    import instructor
+
     found = []
     for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
         wrapped = instructor.from_openai(client, mode=mode)
@@ -215,6 +218,8 @@ PROGRAMS: tuple[Callable[[], Any], ...] = (
 def main() -> None:
     found = {}
     for program in PROGRAMS:
+        if NAMED and program.__name__ not in NAMED:
+            continue
         try:
             found[program.__name__] = {"found": program()}
         except Exception:
