@@ -421,7 +421,7 @@ void Runtime::tiles(const Op& op, const ItemRange& share, int thread) {
             break;
         case kOpGroup: group_rows(op.group); break;
         default:
-            if (op.sample.masks && op.sample.masks->count) pool.finish_side();
+            if (op.sample.masks && op.sample.masks->count) wait_for_masks(pool, *op.sample.masks);
             kernels->sample(&op.sample, share.begin, share.end, scratch);
     }
 }
