@@ -23,7 +23,7 @@ NATIVE := CMakeLists.txt $(shell find kernels/cpu -name '*.cpp' -o -name '*.c' -
 BUILT_FROM := pyproject.toml $(wildcard $(NATIVE))
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all aot gpu test-interop build wheel native packages models demo-model lint sanitize fuzz frontier bench clean
+.PHONY: help run test test-all aot gpu test-interop build wheel native packages models browser demo-model lint sanitize fuzz frontier bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -38,10 +38,10 @@ RUN_TESTS = status=0; for part in tests tests/gpu; do \
 	  [ $$status -ne 2 ] || break; \
 	done; exit $$status
 
-test: $(VENV)/.embedlm-dev models ## set up, build and run the tests but for the slow ones, which it counts
+test: $(VENV)/.embedlm-dev models browser ## set up, build and run the tests but for the slow ones, which it counts
 	@$(call RUN_TESTS,-m "not slow")
 
-test-all: $(VENV)/.embedlm-dev models ## the same with the slow tests
+test-all: $(VENV)/.embedlm-dev models browser ## the same with the slow tests
 	@$(call RUN_TESTS)
 
 aot: $(VENV)/.embedlm-dev ## compile every new or changed GPU kernel for every card, without one
@@ -66,6 +66,9 @@ wheel: | $(PY) ## build dist/embedlm-*.whl for this machine; one wheel is for ev
 
 models: build ## fetch both real models the tests use into the user's cache
 	$(PY) -m sdk fetch-demo --gemma
+
+browser: ## install Chromium for tests/page, as root on Debian; elsewhere say what to do
+	@.ci/browser.sh
 
 demo-model: build
 	@$(PY) -m sdk fetch-demo

@@ -30,6 +30,7 @@ from sdk.kernels.graph import Recording
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.kv_tiers import page_tier
 from sdk.kernels.layouts import Layout, on_device
+from sdk.kernels.low_rank import AdapterTable, Shape
 from sdk.kernels.moe import MoEOps
 from sdk.kernels.offload import Offload
 from sdk.kernels.registry import linear_problem
@@ -116,6 +117,13 @@ class Ops:
         packed = choice.implementation.pack(layout)
         self.layers.keep(packed)
         return BoundLinear(choice, packed, layout.shape, self.context, problem)
+
+    def adapter_table(self, shape: Shape) -> AdapterTable:
+        """The low-rank adapters of one product: see :mod:`sdk.kernels.low_rank`.
+
+        The table's ``add`` is the operator.
+        """
+        return AdapterTable(self.context, shape)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension; x may be strided."""

@@ -96,16 +96,23 @@ class HubAccess:
         return Path(self.cache or constants.HF_HUB_CACHE)
 
 
-def download(model: HubModel, hub: HubAccess) -> Path:
+#: Chooses the files of a repository by their names, fetches them into a folder with the given
+#: function, and returns the path to open. :raises CheckpointError: it has no such files.
+Choose = Callable[[HubModel, Sequence[str], Callable[[Sequence[str]], Path]], Path]
+
+
+def download(model: HubModel, hub: HubAccess, choose: Choose | None = None) -> Path:
     """The local GGUF file (of a split model the first) or folder, downloaded if it is missing.
 
-    Without a connection, a model in the cache is used.
+    Without a connection, a model in the cache is used. ``choose``: for repositories of other
+    files than models.
 
     Raises:
         CheckpointError: no connection, no such model or several, no access, or (with
             ``local_files_only``) not in the cache.
     """
     why: Exception | None = None
+    choose = choose or _choose
     if not hub.local_files_only:
         try:
             commit, sizes = _listing(model.repo, hub.revision)
@@ -113,7 +120,7 @@ def download(model: HubModel, hub: HubAccess) -> Path:
             why = error
         else:
             files = _Online(model, hub, commit, sizes)
-            return _choose(model, list(sizes), files.fetch)
+            return choose(model, list(sizes), files.fetch)
     folder = _cached_snapshot(model.repo, hub)
     if folder is None:
         raise _explained(model, hub, why) from why
@@ -121,7 +128,7 @@ def download(model: HubModel, hub: HubAccess) -> Path:
         logger.warning("%s: the hub cannot be reached, using the cached files: %s", model, why)
     names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
     try:
-        return _choose(model, sorted(names), lambda wanted: folder)
+        return choose(model, sorted(names), lambda wanted: folder)
     except CheckpointError as error:
         raise CheckpointError(f"{error} (in the local cache, {folder})") from why
 

@@ -93,7 +93,7 @@ def locate(model: str | Path, filename: str | None = None, hub: HubAccess | None
     Raises:
         CheckpointError: it exists neither here nor on the hub; see :func:`open_checkpoint`.
     """
-    path = _existing(model)
+    path = existing_path(model)
     if path is not None:
         if filename is not None and not path.is_dir():
             raise CheckpointError(f"{path}: filename={filename!r} with a file; leave it out")
@@ -113,10 +113,13 @@ def locate(model: str | Path, filename: str | None = None, hub: HubAccess | None
 
 def is_remote(model: str | Path) -> bool:
     """Whether opening it may access the hub."""
-    return isinstance(model, str) and _existing(model) is None and parse_hub_id(model) is not None
+    return (
+        isinstance(model, str) and existing_path(model) is None and parse_hub_id(model) is not None
+    )
 
 
-def _existing(model: str | Path) -> Path | None:
+def existing_path(model: str | Path) -> Path | None:
+    """The path if it exists. :raises CheckpointError: no path can have this name."""
     path = Path(model).expanduser()
     try:
         return path if path.exists() else None

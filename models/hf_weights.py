@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from sdk.kernels.layouts import Dense
 from sdk.kernels.ops import Ops
-from sdk.models.layers import ExpertProjection, Projection
+from sdk.models.layers import ExpertProjection, Projection, whole
 from sdk.models.parallel import Mesh
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.errors import CheckpointError, UnsupportedError
@@ -167,7 +167,7 @@ class Filling:
 
     def _linear(self, name: str, weight: Weight, module: Any) -> Projection:
         bias = None if module.bias is None else self._tensor(f"{name}.bias", module.bias)
-        linear = Projection(weight, bias, Mesh(), self.ops)
+        linear = Projection(weight, bias, Mesh(), self.ops, parts=[whole(name, weight.shape)])
         self.linears.append((name, linear))
         return linear
 

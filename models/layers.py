@@ -9,7 +9,7 @@ model loads.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -40,20 +40,42 @@ ACCURATE = 16
 
 
 class Adapters(Protocol):
-    """Low-rank adapters (Hu et al. 2021, arXiv 2106.09685) of one projection."""
+    """Low-rank adapters (Hu et al. 2021, arXiv 2106.09685) of one projection or embedding."""
 
     def add(self, x: Tensor, y: Tensor, slots: Tensor) -> None:
         """Add the output of adapter ``slots[t]`` for ``x[t]`` to ``y[t]`` (``y [T, out]``).
 
-        ``slots``: int32, -1 for no adapter.
+        ``slots``: int32, -1 for no adapter. x of an embedding: token ids.
         """
+
+
+class Part(NamedTuple):
+    """What a projection has of one matrix ``[out, in]`` of a checkpoint, under the path of that.
+
+    ``rows``: this rank's ranges ``(start, count)`` of the matrix's output features. Together they
+    are the projection's output features from ``first`` on. ``columns``: its range of the input
+    features. A matrix that a model joins with others may be named alone (``q_proj``) or as a part
+    of the joined one (``qkv_proj``), so parts may overlap.
+    """
+
+    path: str
+    shape: tuple[int, int]
+    first: int
+    rows: tuple[tuple[int, int], ...]
+    columns: tuple[int, int]
+
+
+def whole(path: str, shape: tuple[int, int]) -> Part:
+    """All of a matrix."""
+    return Part(path, shape, 0, ((0, shape[0]),), (0, shape[1]))
 
 
 class Projection:
     """``y = x @ w.T + bias``; with ``reduce`` the products of all ranks are summed first.
 
-    ``adapters`` add to the product of rows that have one; without adapters nothing is run or
-    recorded. ``narrow``: only another kernel reads y, so it has the type of activations
+    ``parts``: the matrices of the checkpoint that it multiplies with. ``adapters`` add to the
+    product of rows that have one; without adapters nothing is run or recorded. ``narrow``: only
+    another kernel reads y, so it has the type of activations
     (:attr:`sdk.kernels.ops.Ops.activations`); else y is float32.
     """
 
@@ -64,12 +86,14 @@ class Projection:
         mesh: Mesh,
         ops: Ops,
         *,
+        parts: Sequence[Part] = (),
         reduce: bool = False,
         narrow: bool = False,
     ) -> None:
         self.ops = ops
         self.weight = weight
         self.bias = bias
+        self.parts = tuple(parts)
         self.mesh = mesh
         self.reduce = reduce
         self.narrow = narrow and ops.activations != torch.float32
@@ -122,15 +146,18 @@ class Embedding:
         self.start = start
         self.scale = scale
         self.mesh = mesh
+        self.adapters: Adapters | None = None
 
     def __call__(self, ids: Tensor) -> Tensor:
         """ids int64 ``[T]`` -> float32 ``[T, hidden]``, times ``scale``."""
-        if self.mesh.size == 1:
-            x = self.weight.rows(ids)
-        else:
-            local = ids - self.start
-            mine = (local >= 0) & (local < self.weight.shape[0])
-            x = self.weight.rows(torch.where(mine, local, 0))
+        slots = None if self.adapters is None else self.ops.adapter_slots
+        if self.mesh.size > 1:
+            mine = (ids >= self.start) & (ids < self.start + self.weight.shape[0])
+            ids = torch.where(mine, ids - self.start, 0)
+        x = self.weight.rows(ids)
+        if self.adapters is not None and slots is not None:
+            self.adapters.add(ids, x, slots)
+        if self.mesh.size > 1:
             x = self.mesh.all_reduce(x * mine.unsqueeze(1))  # one rank's row plus zeros: exact
         return self.ops.scale(x, self.scale)
 
@@ -151,7 +178,7 @@ class Head:
         if mesh.size > 1:  # the last rank's range may be shorter: pad it, gather equal lengths
             missing = -(-self.vocab_size // mesh.size) - logits.shape[1]
             logits = mesh.all_gather(torch.nn.functional.pad(logits, (0, missing)))
-            logits = logits[:, : self.vocab_size]
+            logits = logits[:, : self.vocab_size].contiguous()
         logits = self.linear.ops.scale(logits, 1.0 / self.scale)
         if self.softcap is not None:
             logits = self.linear.ops.softcap(logits, self.softcap)
@@ -234,13 +261,16 @@ class Source:
         path: str,
         weight: Weight,
         bias: Tensor | None,
+        parts: Sequence[Part],
         *,
         reduce: bool = False,
         narrow: bool = False,
         activation_bits: int = 8,
     ) -> Projection:
         weight.bind(self.ops, activation_bits)
-        linear = Projection(weight, bias, self.mesh, self.ops, reduce=reduce, narrow=narrow)
+        linear = Projection(
+            weight, bias, self.mesh, self.ops, parts=parts, reduce=reduce, narrow=narrow
+        )
         self.linears.append((path, linear))
         return linear
 
@@ -260,8 +290,15 @@ class Source:
         ``ACCURATE`` activation bits (see :meth:`sdk.kernels.ops.Ops.linear`) instead of 8.
         """
         weight, joined = self._columns(path, fused, parts, self.config.hidden_size, bias)
-        bits = ACCURATE if accurate else 8
-        return self._bound(f"{path}.{fused}", weight, joined, narrow=True, activation_bits=bits)
+        whole = f"{path}.{fused}"
+        return self._bound(
+            whole,
+            weight,
+            joined,
+            _joined_parts(path, whole, parts, self.config.hidden_size),
+            narrow=True,
+            activation_bits=ACCURATE if accurate else 8,
+        )
 
     def column_halves(
         self,
@@ -280,8 +317,8 @@ class Source:
         weight, joined = self._columns(path, fused, parts, 2 * hidden, bias)
         first, second = weight.narrow("in", 0, hidden), weight.narrow("in", hidden, hidden)
         return (
-            self._bound(f"{path}.{fused}", first, joined, activation_bits=ACCURATE),
-            self._bound(f"{path}.{fused}.second", second, None, activation_bits=ACCURATE),
+            self._bound(f"{path}.{fused}", first, joined, (), activation_bits=ACCURATE),
+            self._bound(f"{path}.{fused}.second", second, None, (), activation_bits=ACCURATE),
         )
 
     def _columns(
@@ -331,13 +368,15 @@ class Source:
         hidden = self.config.hidden_size
         weight = self._pull(path, (hidden, in_features))
         weight = self._cut(path, weight, "in", start, count)
-        return self._bound(path, weight, self._bias(path, hidden, bias), reduce=True)
+        part = Part(path, (hidden, in_features), 0, ((0, hidden),), (start, count))
+        return self._bound(path, weight, self._bias(path, hidden, bias), (part,), reduce=True)
 
     def matrix(self, path: str, out_features: int, in_features: int) -> Projection:
         """A projection that every rank has as a whole, with a bias if the file has one."""
         weight = self._pull(path, (out_features, in_features))
         bias = self._bias(path, out_features, False)
-        return self._bound(path, weight, bias, activation_bits=ACCURATE)
+        parts = (whole(path, weight.shape),)
+        return self._bound(path, weight, bias, parts, activation_bits=ACCURATE)
 
     def router(self, path: str, count: int) -> Projection:
         """The logits of ``count`` experts; every rank has all of them."""
@@ -406,7 +445,9 @@ class Source:
         weight = embedding.weight
         if not self.config.tie_word_embeddings:
             weight = self._by_token("lm_head")
-        return embedding, Head(self._bound("lm_head", weight, None), self.config)
+        shape = (self.config.vocab_size, self.config.hidden_size)
+        part = Part("lm_head", shape, 0, (self._tokens,), (0, self.config.hidden_size))
+        return embedding, Head(self._bound("lm_head", weight, None, (part,)), self.config)
 
     def embedding(self) -> Embedding:
         """The first matrix of the model."""
@@ -424,3 +465,19 @@ class Source:
         weight = self._cut(path, weight, "out", *self._tokens)
         weight.bind(self.ops, ACCURATE)
         return weight
+
+
+def _joined_parts(
+    path: str, fused: str, parts: Sequence[tuple[str, int, int, int]], inputs: int
+) -> list[Part]:
+    """The parts of :meth:`Source.columns`: each matrix under its own name, and all of them as one
+    matrix called ``fused``."""
+    found: list[Part] = []
+    joined: list[tuple[int, int]] = []
+    first = offset = 0
+    for name, size, start, count in parts:
+        found.append(Part(f"{path}.{name}", (size, inputs), first, ((start, count),), (0, inputs)))
+        joined.append((offset + start, count))
+        first += count
+        offset += size
+    return [*found, Part(fused, (offset, inputs), 0, tuple(joined), (0, inputs))]

@@ -16,6 +16,10 @@ class UnsupportedError(CheckpointError):
     """The file is valid but holds something that is not supported; the message says what to do."""
 
 
+class AdapterError(CheckpointError):
+    """An adapter does not fit the model; the message names the matrix."""
+
+
 class AlignmentError(SdkError):
     """A weight cannot be cut here: the cut falls inside a quantization group."""
 

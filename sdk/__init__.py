@@ -18,17 +18,20 @@ if TYPE_CHECKING:
     from sdk.errors import (
         AlignmentError as AlignmentError,
         CheckpointError as CheckpointError,
+        EngineAsleepError as EngineAsleepError,
         EngineClosedError as EngineClosedError,
         EngineDeadError as EngineDeadError,
         LoadCancelled as LoadCancelled,
         OutOfMemoryError as OutOfMemoryError,
         QuantizationError as QuantizationError,
+        QueueFullError as QueueFullError,
         RequestError as RequestError,
         SdkError as SdkError,
         SnapshotError as SnapshotError,
         UnsupportedError as UnsupportedError,
     )
     from sdk.llm import LLM as LLM
+    from sdk.lora import LoRAInfo as LoRAInfo, LoRARequest as LoRARequest
     from sdk.memory.plan import Alternative as Alternative, MemoryPlan as MemoryPlan
     from sdk.memory.pool import MemoryPool as MemoryPool
     from sdk.async_llm import AsyncLLM as AsyncLLM
@@ -36,6 +39,7 @@ if TYPE_CHECKING:
         ClassificationOutput as ClassificationOutput,
         CompletionOutput as CompletionOutput,
         EmbeddingOutput as EmbeddingOutput,
+        Estimate as Estimate,
         Logprob as Logprob,
         PoolingRequestOutput as PoolingRequestOutput,
         RerankOutput as RerankOutput,
@@ -43,6 +47,11 @@ if TYPE_CHECKING:
         RequestMetrics as RequestMetrics,
         RequestOutput as RequestOutput,
         Timeline as Timeline,
+    )
+    from sdk.engine.scheduling.policy import (
+        FairPolicy as FairPolicy,
+        PriorityPolicy as PriorityPolicy,
+        SchedulingPolicy as SchedulingPolicy,
     )
     from sdk.engine.running_requests import RequestInfo as RequestInfo
     from sdk.metrics.histogram import HistogramData as HistogramData
@@ -67,6 +76,8 @@ __distribution__ = "embedlm"
 _EXPORTS = {
     "LLM": "sdk.llm",
     "AsyncLLM": "sdk.async_llm",
+    "LoRAInfo": "sdk.lora",
+    "LoRARequest": "sdk.lora",
     "Alternative": "sdk.memory.plan",
     "MemoryPlan": "sdk.memory.plan",
     "MemoryPool": "sdk.memory.pool",
@@ -78,6 +89,7 @@ _EXPORTS = {
     "RequestOutput": "sdk.outputs",
     "CompletionOutput": "sdk.outputs",
     "EmbeddingOutput": "sdk.outputs",
+    "Estimate": "sdk.outputs",
     "PoolingRequestOutput": "sdk.outputs",
     "ClassificationOutput": "sdk.outputs",
     "RerankOutput": "sdk.outputs",
@@ -93,6 +105,9 @@ _EXPORTS = {
     "Trace": "sdk.metrics.trace",
     "QuantReport": "sdk.reports.quant_report",
     "LayerReport": "sdk.reports.quant_report",
+    "SchedulingPolicy": "sdk.engine.scheduling.policy",
+    "PriorityPolicy": "sdk.engine.scheduling.policy",
+    "FairPolicy": "sdk.engine.scheduling.policy",
     "Snapshot": "sdk.persistence.snapshot",
     "LLMTokenizer": "sdk.tokenizer",
     "demo_model": "sdk.demo",
@@ -107,11 +122,13 @@ _EXPORTS = {
             "AlignmentError",
             "RequestError",
             "OutOfMemoryError",
+            "EngineAsleepError",
             "EngineClosedError",
             "EngineDeadError",
             "LoadCancelled",
             "SnapshotError",
             "QuantizationError",
+            "QueueFullError",
         ),
         "sdk.errors",
     ),

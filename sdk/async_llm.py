@@ -6,6 +6,7 @@ It has the methods of ``LLM`` that wait for the engine and have no twin there (`
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from os import PathLike
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from sdk.beam_search import BeamSearchOutput, BeamSearchParams
 from sdk.engine.plan import PoolingMode
 from sdk.llm import LLM
+from sdk.lora import LoRAInfo, LoRALike, LoRARequest, LoRAsLike
 from sdk.options import EngineOptions, takes_options
 from sdk.outputs import (
     ClassificationOutput,
@@ -69,6 +71,7 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
+        lora_request: LoRALike | None = None,
         priority: int | None = None,
         **template: Any,
     ) -> AnswerStream:
@@ -88,24 +91,32 @@ class AsyncLLM:
             template,
             request_id=request_id,
             kind=RequestOutputKind.CUMULATIVE,
+            lora=lora_request,
         )
 
     async def beam_search(
-        self, prompts: PromptLike | Sequence[PromptLike], params: BeamSearchParams
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        params: BeamSearchParams,
+        *,
+        lora_request: LoRALike | None = None,
     ) -> list[BeamSearchOutput]:
         """:meth:`LLM.beam_search`. Cancelling this, or a call below, aborts its requests."""
         llm = self.llm
-        return await llm._calls.ado(llm._beam_searches.search(prompts, params), prompts)
+        work = llm._beam_searches.search(prompts, params, False, lora_request)
+        return await llm._calls.ado(work, prompts, lora_request)
 
     async def embed(
         self,
         prompts: PromptLike | Sequence[PromptLike],
         *,
         truncate_prompt_tokens: int | None = None,
+        lora_request: LoRAsLike = None,
     ) -> list[EmbeddingOutput]:
         """:meth:`LLM.embed` for an event loop."""
         llm = self.llm
-        return await llm._calls.ado(llm._pooling.embed(prompts, truncate_prompt_tokens), prompts)
+        work = llm._pooling.embed(prompts, truncate_prompt_tokens, lora_request)
+        return await llm._calls.ado(work, prompts, lora_request)
 
     async def encode(
         self,
@@ -114,11 +125,14 @@ class AsyncLLM:
         pooling: PoolingMode = "last",
         normalize: bool = True,
         truncate_prompt_tokens: int | None = None,
+        lora_request: LoRAsLike = None,
     ) -> list[PoolingRequestOutput]:
         """:meth:`LLM.encode` for an event loop. (vLLM's streams one output.)"""
         llm = self.llm
-        work = llm._pooling.encode(prompts, pooling, normalize, truncate_prompt_tokens)
-        return await llm._calls.ado(work, prompts)
+        work = llm._pooling.encode(
+            prompts, pooling, normalize, truncate_prompt_tokens, lora_request
+        )
+        return await llm._calls.ado(work, prompts, lora_request)
 
     async def classify(
         self,
@@ -126,23 +140,25 @@ class AsyncLLM:
         *,
         use_activation: bool = True,
         truncate_prompt_tokens: int | None = None,
+        lora_request: LoRAsLike = None,
     ) -> list[ClassificationOutput]:
         """:meth:`LLM.classify` for an event loop."""
         llm = self.llm
-        work = llm._pooling.classify(prompts, use_activation, truncate_prompt_tokens)
-        return await llm._calls.ado(work, prompts)
+        work = llm._pooling.classify(prompts, use_activation, truncate_prompt_tokens, lora_request)
+        return await llm._calls.ado(work, prompts, lora_request)
 
     async def score(
         self,
         data_1: PromptLike | Sequence[PromptLike],
         data_2: PromptLike | Sequence[PromptLike],
         *,
+        lora_request: LoRALike | None = None,
         chat_template: str | None = None,
     ) -> list[ScoringOutput]:
         """:meth:`LLM.score` for an event loop."""
         llm = self.llm
-        work = llm._pooling.score(data_1, data_2, chat_template)
-        return await llm._calls.ado(work, [data_1, data_2])
+        work = llm._pooling.score(data_1, data_2, chat_template, lora_request)
+        return await llm._calls.ado(work, [data_1, data_2], lora_request)
 
     async def rerank(
         self,
@@ -150,12 +166,35 @@ class AsyncLLM:
         documents: Sequence[str],
         top_n: int | None = None,
         *,
+        lora_request: LoRALike | None = None,
         chat_template: str | None = None,
     ) -> list[RerankOutput]:
         """:meth:`LLM.rerank` for an event loop."""
         llm = self.llm
-        work = llm._pooling.rerank(query, documents, top_n, chat_template)
-        return await llm._calls.ado(work, [query, documents])
+        work = llm._pooling.rerank(query, documents, top_n, chat_template, lora_request)
+        return await llm._calls.ado(work, [query, documents], lora_request)
+
+    async def add_lora(
+        self,
+        lora: LoRARequest | str,
+        path: str | PathLike[str] | None = None,
+        *,
+        pin: bool = False,
+    ) -> LoRARequest:
+        """:meth:`LLM.add_lora` in a thread."""
+        return await asyncio.to_thread(self.llm.add_lora, lora, path, pin=pin)
+
+    async def remove_lora(self, lora: LoRARequest | str | int) -> bool:
+        """:meth:`LLM.remove_lora` in a thread."""
+        return await asyncio.to_thread(self.llm.remove_lora, lora)
+
+    async def pin_lora(self, lora: LoRARequest | str | int) -> bool:
+        """:meth:`LLM.pin_lora` in a thread."""
+        return await asyncio.to_thread(self.llm.pin_lora, lora)
+
+    async def list_loras(self) -> list[LoRAInfo]:
+        """:meth:`LLM.list_loras`."""
+        return self.llm.list_loras()
 
     def abort(self, request_id: str | Sequence[str]) -> None:
         """See :meth:`LLM.abort`."""

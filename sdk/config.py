@@ -11,7 +11,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sdk.engine.scheduling.policy import POLICIES, PolicyName
+from sdk.engine.scheduling.policy import (
+    POLICIES,
+    PolicyName,
+    SchedulingPolicy,
+    check_aging,
+    make_policy,
+)
 from sdk.errors import QuantizationError, RequestError, SdkError
 from sdk.kernels.kv_tiers import KEPT_PAGES, TIER_PAGE_SIZE
 from sdk.memory.pool import MemoryPool
@@ -26,7 +32,6 @@ ProgressCallback = Callable[[str, int, int], "bool | None"]
 
 #: Options of a later release: the value that means "off", and what to do instead.
 _NOT_YET: dict[str, tuple[Any, str]] = {
-    "enable_lora": (False, "merge the adapter into the weights"),
     "trust_remote_code": (False, "code from checkpoints is never run"),
 }
 
@@ -74,9 +79,17 @@ class EngineConfig:
     kv_policy: str | None = None
     kv_keep: tuple[int, int] = KEPT_PAGES
     load_format: Literal["auto", "gguf", "safetensors"] = "auto"
-    scheduling_policy: PolicyName = "fcfs"
+    scheduling_policy: PolicyName | SchedulingPolicy = "fcfs"
+    tenant_weights: Mapping[str, float] | None = None
+    priority_aging: float | None = None
+    max_waiting: int | None = None
+    prefix_eviction: Literal["lru", "cost"] = "lru"
     speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None = None
     enable_lora: bool = False
+    max_loras: int = 1
+    max_lora_rank: int = 16
+    max_cpu_loras: int | None = None
+    lora_memory: int | str | None = None
     swap_space: int | str = 0
     swap_path: str | None = None
     disk_offload: int | str = 0
@@ -93,6 +106,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         try:
             self._check()
+            self._check_lora()
         except SdkError:
             raise
         except Exception as error:
@@ -109,12 +123,7 @@ class EngineConfig:
                     f"{name}={safe_repr(getattr(self, name))} is not available in this release: "
                     f"{instead}"
                 )
-        for name, allowed in _CHOICES.items():
-            if getattr(self, name) not in allowed:
-                raise RequestError(
-                    f"{name}: expected one of {', '.join(map(repr, allowed))}, "
-                    f"found {safe_repr(getattr(self, name))}"
-                )
+        self._check_choices()
         for name, (low, high) in _COUNTS.items():
             value = getattr(self, name)
             if value is None:
@@ -136,6 +145,7 @@ class EngineConfig:
         if self.dtype in _SHORT_FOR:  # vLLM's other spellings
             object.__setattr__(self, "dtype", _SHORT_FOR[self.dtype])
         self._check_steps()
+        self._check_scheduling()
         self._check_swap()
         self._check_offload()
         self._check_speculative()
@@ -160,6 +170,17 @@ class EngineConfig:
             raise RequestError(
                 f"on_progress: expected a callable, found {safe_repr(self.on_progress)}"
             )
+
+    def _check_choices(self) -> None:
+        for name, allowed in _CHOICES.items():
+            value = getattr(self, name)
+            if name == "scheduling_policy" and isinstance(value, SchedulingPolicy):
+                continue
+            if value not in allowed:
+                raise RequestError(
+                    f"{name}: expected one of {', '.join(map(repr, allowed))}, "
+                    f"found {safe_repr(value)}"
+                )
 
     def _check_offload(self) -> None:
         for name in ("disk_offload", "cpu_offload"):
@@ -202,6 +223,25 @@ class EngineConfig:
                 f"{method} is not supported on a GPU in this release; use method 'ngram'"
             )
 
+    def _check_lora(self) -> None:
+        enabled: object = self.enable_lora
+        if not isinstance(enabled, bool):
+            raise RequestError(f"enable_lora: expected True or False, found {safe_repr(enabled)}")
+        if self.lora_memory is not None:
+            if not self.enable_lora:
+                raise RequestError("lora_memory needs enable_lora=True: pass it too")
+            object.__setattr__(self, "lora_memory", parse_bytes(self.lora_memory, "lora_memory"))
+        if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
+            raise RequestError(
+                f"max_cpu_loras ({self.max_cpu_loras}) must be at least max_loras "
+                f"({self.max_loras})"
+            )
+
+    @property
+    def adapter_slots(self) -> int:
+        """Adapters that may be in memory at a time; all of them may run in one step."""
+        return max(self.max_loras, self.max_cpu_loras or 0) if self.enable_lora else 0
+
     def _check_folder(self, name: str, option: str) -> None:
         """``name`` must be a folder, and has an effect only together with ``option``."""
         value = getattr(self, name)
@@ -221,6 +261,29 @@ class EngineConfig:
                 f"max_num_batched_tokens ({tokens}) must be at least max_num_seqs ({seqs}): every "
                 f"running request decodes in every step; pass max_num_seqs={tokens} too"
             )
+
+    def _check_scheduling(self) -> None:
+        policy, weights, aging = self.scheduling_policy, self.tenant_weights, self.priority_aging
+        if weights is not None:
+            if policy != "fair":
+                raise RequestError(
+                    f"tenant_weights needs scheduling_policy='fair', found {safe_repr(policy)}"
+                )
+            if not isinstance(weights, Mapping):
+                raise RequestError(
+                    "tenant_weights: expected a mapping of tenant to weight, found "
+                    f"{safe_repr(weights)}"
+                )
+            object.__setattr__(self, "tenant_weights", dict(weights))
+        if aging is not None:
+            if policy not in ("priority", "fair"):
+                raise RequestError(
+                    "priority_aging needs scheduling_policy='priority' or 'fair', found "
+                    f"{safe_repr(policy)}"
+                )
+            object.__setattr__(self, "priority_aging", check_aging(aging))
+        if not isinstance(policy, SchedulingPolicy):
+            make_policy(policy, self.tenant_weights)  # checks the weights
 
     def _check_swap(self) -> None:
         self._check_folder("swap_path", "swap_space")
@@ -302,7 +365,8 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "dtype": ("auto", "float32", "float16", "bfloat16", "float", "half"),
     "device": ("auto", "cpu", "cuda"),
     "load_format": ("auto", "gguf", "safetensors"),
-    "scheduling_policy": tuple(POLICIES),
+    "scheduling_policy": POLICIES,
+    "prefix_eviction": ("lru", "cost"),
     "compute": ("auto", "exact"),
 }
 _COUNTS: dict[str, tuple[int, int]] = {
@@ -312,5 +376,9 @@ _COUNTS: dict[str, tuple[int, int]] = {
     "max_model_len": (1, 2**31 - 1),
     "max_num_seqs": (1, 4096),
     "max_num_batched_tokens": (1, 2**20),
+    "max_waiting": (0, 2**31 - 1),
     "block_size": (1, 1024),
+    "max_loras": (1, 4096),
+    "max_lora_rank": (1, 4096),
+    "max_cpu_loras": (1, 4096),
 }

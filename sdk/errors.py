@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from sdk.kernels.errors import KernelError, SdkError
 from sdk.quant.errors import (
     AlignmentError,
@@ -15,8 +17,26 @@ class RequestError(SdkError, ValueError):
     """A request or option is invalid: the message names the parameter, its limit and its value."""
 
 
+class EngineAsleepError(RequestError):
+    """The engine sleeps (``LLM.sleep``): requests are rejected until ``wake_up``."""
+
+
 class OutOfMemoryError(SdkError, MemoryError):
     """The memory budget is too small; has a memory breakdown and three changes that would help."""
+
+
+class QueueFullError(SdkError, RuntimeError):
+    """Too many requests are unfinished (``max_waiting``), and none of the call's was accepted.
+
+    ``expected_wait``: seconds until there should be room, by how fast requests ended lately.
+    """
+
+    def __init__(self, message: str, expected_wait: float) -> None:
+        super().__init__(message)
+        self.expected_wait = expected_wait
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.expected_wait)
 
 
 class SnapshotError(SdkError):
@@ -42,12 +62,14 @@ class ToolError(SdkError, RuntimeError):
 __all__ = [
     "AlignmentError",
     "CheckpointError",
+    "EngineAsleepError",
     "EngineClosedError",
     "EngineDeadError",
     "KernelError",
     "LoadCancelled",
     "OutOfMemoryError",
     "QuantizationError",
+    "QueueFullError",
     "RequestError",
     "SdkError",
     "SnapshotError",

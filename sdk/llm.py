@@ -14,6 +14,7 @@ from sdk.engine.plan import PoolingMode
 from sdk.engine.running_requests import RequestInfo
 from sdk.errors import RequestError
 from sdk.loading.load import load
+from sdk.lora import LoRAInfo, LoRALike, LoRARequest, LoRAsLike
 from sdk.memory.alternatives import plan, planned_config
 from sdk.memory.engine_memory import EngineMemory
 from sdk.memory.machine import release_free_memory
@@ -25,6 +26,7 @@ from sdk.options import EngineOptions, engine_config, takes_options
 from sdk.outputs import (
     ClassificationOutput,
     EmbeddingOutput,
+    Estimate,
     PoolingRequestOutput,
     RequestOutput,
     RerankOutput,
@@ -35,6 +37,8 @@ from sdk.persistence.saved_prefixes import SavedPrefixes
 from sdk.persistence.snapshot import Snapshot
 from sdk.reports.explain import explain
 from sdk.reports.quant_report import QuantReport, quant_report
+from sdk.requests.adapter_residency import EngineResidency
+from sdk.requests.adapters import Adapters
 from sdk.requests.async_stream import AnswerStream
 from sdk.requests.beam_searches import BeamSearches
 from sdk.requests.calls import Calls
@@ -99,6 +103,10 @@ class LLM:
             chat_template=self.config.chat_template,
             hidden_size=hidden_size if self.config.enable_prompt_embeds else None,
         )
+        self._driver = Driver(loaded.engine, loaded.current, max_waiting=self.config.max_waiting)
+        residency = None
+        if loaded.open_adapter is not None:
+            residency = EngineResidency(self._driver, loaded.engine)
         self._jobs = JobMaker(
             self._reader,
             self._default_params,
@@ -106,9 +114,9 @@ class LLM:
             eos_token_ids=loaded.eos_token_ids,
             max_model_len=self.max_model_len,
             results=loaded.results,
+            adapters=Adapters(loaded.open_adapter, residency),
             classifier=loaded.runner.classifier,
         )
-        self._driver = Driver(loaded.engine, loaded.current)
         self._calls = Calls(self._driver, self._jobs, self._reader, self.config.on_progress)
         self._pooling = PoolingCalls(self._jobs, self._reader, loaded.runner.classifier)
         self._beam_searches = BeamSearches(
@@ -172,6 +180,7 @@ class LLM:
         sampling_params: ParamsLike = None,
         *,
         returns: None = None,
+        lora_request: LoRAsLike = None,
         priority: int | Sequence[int] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]: ...
@@ -182,6 +191,7 @@ class LLM:
         sampling_params: ParamsLike = None,
         *,
         returns: type[T] | Mapping[str, Any],
+        lora_request: LoRAsLike = None,
         priority: int | Sequence[int] | None = None,
         use_tqdm: bool = True,
     ) -> list[ParsedOutput[T]]: ...
@@ -191,6 +201,7 @@ class LLM:
         sampling_params: ParamsLike = None,
         *,
         returns: Any = None,
+        lora_request: LoRAsLike = None,
         priority: int | Sequence[int] | None = None,
         use_tqdm: bool = True,
     ) -> Any:
@@ -204,7 +215,7 @@ class LLM:
         :raises EngineDeadError: a worker died.
         :raises EngineClosedError: during or after ``close``.
         """
-        calling = self._jobs.read(prompts, sampling_params, returns)
+        calling = self._jobs.read(prompts, sampling_params, returns, lora_request)
         return self._calls.run(calling, priority, use_tqdm)
 
     @overload
@@ -215,6 +226,7 @@ class LLM:
         *,
         tools: Sequence[ToolLike],
         tool_choice: str | Mapping[str, Any] = "auto",
+        lora_request: LoRAsLike = None,
         priority: int | Sequence[int] | None = None,
         use_tqdm: bool = True,
         **template: Any,
@@ -226,6 +238,7 @@ class LLM:
         sampling_params: ParamsLike = None,
         *,
         returns: type[T] | Mapping[str, Any],
+        lora_request: LoRAsLike = None,
         priority: int | Sequence[int] | None = None,
         use_tqdm: bool = True,
         **template: Any,
@@ -236,6 +249,7 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: ParamsLike = None,
         *,
+        lora_request: LoRAsLike = None,
         priority: int | Sequence[int] | None = None,
         use_tqdm: bool = True,
         **template: Any,
@@ -246,6 +260,7 @@ class LLM:
         sampling_params: ParamsLike = None,
         *,
         returns: Any = None,
+        lora_request: LoRAsLike = None,
         priority: int | Sequence[int] | None = None,
         use_tqdm: bool = True,
         **template: Any,
@@ -253,11 +268,12 @@ class LLM:
         """Like :meth:`generate`, for one or more conversations, through the model's chat template.
 
         ``template``: ``add_generation_prompt``, ``continue_final_message``, ``chat_template``,
-        ``chat_template_kwargs``; ``tools`` (functions, dicts or ``Tool`` objects; then
-        ``output.message`` has the text, the reasoning and the tool calls), ``tool_choice``,
+        ``chat_template_kwargs``, ``cache_salt``; ``tools`` (functions, dicts or ``Tool`` objects;
+        then ``output.message`` has the text, the reasoning and the tool calls), ``tool_choice``,
         ``parallel_tool_calls``, ``tool_format``.
         """
-        calling = self._jobs.read_chats("chat", messages, sampling_params, template, returns)
+        given = sampling_params, template, returns, lora_request
+        calling = self._jobs.read_chats("chat", messages, *given)
         return self._calls.run(calling, priority, use_tqdm)
 
     def run_tools(
@@ -269,6 +285,7 @@ class LLM:
         max_turns: int = 8,
         tool_choice: str | Mapping[str, Any] = "auto",
         on_error: Literal["message", "raise"] = "message",
+        lora_request: LoRALike | None = None,
         **template: Any,
     ) -> ToolRun:
         """Chat, call the functions the model asks for, and go on until it answers without a call.
@@ -276,7 +293,7 @@ class LLM:
         ``tool_choice`` holds for the first answer. See :func:`sdk.tools.run_tools`.
         """
         parsed = self._jobs.parses_arguments(template)
-        turns = ToolTurns(tools, tool_choice, sampling_params, template, parsed)
+        turns = ToolTurns(tools, tool_choice, sampling_params, template, parsed, lora_request)
         return turns.run(self.chat, messages, max_turns, on_error)
 
     def beam_search(
@@ -284,13 +301,14 @@ class LLM:
         prompts: PromptLike | Sequence[PromptLike],
         params: BeamSearchParams,
         *,
+        lora_request: LoRALike | None = None,
         use_tqdm: bool = True,
     ) -> list[BeamSearchOutput]:
         """Search each prompt's most probable answers; returns ``beam_width`` of each, best first.
 
         :raises RequestError: a prompt or a parameter is invalid, or logits are not finite.
         """
-        return self._calls.do(self._beam_searches.search(prompts, params, use_tqdm))
+        return self._calls.do(self._beam_searches.search(prompts, params, use_tqdm, lora_request))
 
     # ---- streams ---------------------------------------------------------------------------------
 
@@ -302,6 +320,7 @@ class LLM:
         *,
         tools: Sequence[ToolLike],
         tool_choice: str | Mapping[str, Any] = "auto",
+        lora_request: LoRALike | None = None,
         priority: int | None = None,
         **template: Any,
     ) -> Iterator[MessageOutput]: ...
@@ -312,6 +331,7 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         returns: type[T] | Mapping[str, Any],
+        lora_request: LoRALike | None = None,
         priority: int | None = None,
         **template: Any,
     ) -> Iterator[ParsedOutput[T]]: ...
@@ -321,6 +341,7 @@ class LLM:
         prompt: PromptLike | Sequence[Message],
         sampling_params: SamplingParams | None = None,
         *,
+        lora_request: LoRALike | None = None,
         priority: int | None = None,
         **template: Any,
     ) -> Iterator[RequestOutput]: ...
@@ -330,6 +351,7 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         returns: Any = None,
+        lora_request: LoRALike | None = None,
         priority: int | None = None,
         **template: Any,
     ) -> Iterator[Any]:
@@ -339,7 +361,9 @@ class LLM:
         right away. Leaving the loop early aborts it. With ``returns``, ``outputs[0].partial`` is
         the value so far; with ``tools``, ``outputs[0].delta`` is what is new in the message.
         """
-        return self._calls.stream(prompt, sampling_params, priority, template, returns)
+        return self._calls.stream(
+            prompt, sampling_params, priority, template, returns, lora_request
+        )
 
     # ---- async twins -----------------------------------------------------------------------------
 
@@ -349,15 +373,15 @@ class LLM:
         sampling_params: ParamsLike = None,
         *,
         returns: Any = None,
+        lora_request: LoRAsLike = None,
         priority: int | Sequence[int] | None = None,
     ) -> list[Any]:
         """:meth:`generate` for an event loop; cancelling the task aborts its requests.
 
         Long prompts are tokenized in a thread, so that the loop goes on meanwhile.
         """
-        read = partial(self._jobs.read, prompts, sampling_params, returns)
-        calling = await self._calls.read_without_blocking(prompts, sampling_params, read)
-        return await self._calls.arun(calling, priority)
+        read = partial(self._jobs.read, prompts, sampling_params, returns, lora_request)
+        return await self._calls.abatch(read, prompts, sampling_params, priority, lora_request)
 
     async def achat(
         self,
@@ -365,13 +389,14 @@ class LLM:
         sampling_params: ParamsLike = None,
         *,
         returns: Any = None,
+        lora_request: LoRAsLike = None,
         priority: int | Sequence[int] | None = None,
         **template: Any,
     ) -> list[Any]:
         """:meth:`chat` for an event loop."""
-        read = partial(self._jobs.read_chats, "achat", messages, sampling_params, template, returns)
-        calling = await self._calls.read_without_blocking(messages, sampling_params, read)
-        return await self._calls.arun(calling, priority)
+        given = sampling_params, template, returns, lora_request
+        read = partial(self._jobs.read_chats, "achat", messages, *given)
+        return await self._calls.abatch(read, messages, sampling_params, priority, lora_request)
 
     async def arun_tools(
         self,
@@ -382,11 +407,12 @@ class LLM:
         max_turns: int = 8,
         tool_choice: str | Mapping[str, Any] = "auto",
         on_error: Literal["message", "raise"] = "message",
+        lora_request: LoRALike | None = None,
         **template: Any,
     ) -> ToolRun:
         """:meth:`run_tools` for an event loop; coroutine functions of one answer run together."""
         parsed = self._jobs.parses_arguments(template)
-        turns = ToolTurns(tools, tool_choice, sampling_params, template, parsed)
+        turns = ToolTurns(tools, tool_choice, sampling_params, template, parsed, lora_request)
         return await turns.arun(self.achat, messages, max_turns, on_error)
 
     def astream(
@@ -395,6 +421,7 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         returns: Any = None,
+        lora_request: LoRALike | None = None,
         priority: int | None = None,
         **template: Any,
     ) -> AnswerStream:
@@ -405,7 +432,7 @@ class LLM:
         ``stream = await llm.astream(...)``.
         """
         return self._calls.astream(
-            "astream", prompt, sampling_params, priority, template, returns=returns
+            "astream", prompt, sampling_params, priority, template, returns, lora_request
         )
 
     # ---- stepping by hand ------------------------------------------------------------------------
@@ -415,6 +442,7 @@ class LLM:
         prompts: PromptLike | Sequence[Message] | Sequence[PromptLike | Sequence[Message]],
         sampling_params: ParamsLike = None,
         *,
+        lora_request: LoRAsLike = None,
         priority: int | Sequence[int] | None = None,
         request_id: str | Sequence[str] | None = None,
         **template: Any,
@@ -428,7 +456,9 @@ class LLM:
         :raises RequestError: an invalid request, or an id that belongs to a request that is
             unfinished or whose last output has not been collected.
         """
-        return self._stepping.enqueue(prompts, sampling_params, priority, request_id, template)
+        return self._stepping.enqueue(
+            prompts, sampling_params, priority, request_id, template, lora_request
+        )
 
     def wait_for_completion(self) -> list[RequestOutput]:
         """Finish all requests enqueued so far; final outputs in the order of enqueueing.
@@ -468,6 +498,39 @@ class LLM:
     def abort(self, request_id: str | Sequence[str]) -> None:
         """End requests with ``finish_reason="abort"``; unknown and finished ids are ignored."""
         self._stepping.abort(request_id)
+
+    # ---- scheduling ------------------------------------------------------------------------------
+
+    def set_tenant_weight(self, tenant: str | None, weight: float) -> None:
+        """Give a tenant another weight, from now on; ``None``: requests without a tenant.
+
+        A tenant of weight 4 gets four times the tokens of one of weight 1, the default, while both
+        have requests. See ``docs/scheduling.md``.
+
+        :raises RequestError: ``scheduling_policy`` is not ``"fair"``, or a bad value.
+        """
+        self._driver.set_tenant_weight(tenant, weight)
+
+    def estimate(
+        self,
+        prompt: PromptLike | Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int | None = None,
+        **template: Any,
+    ) -> Estimate:
+        """Seconds until the first token and the end of a request, if it came now. Nothing runs.
+
+        Looks ahead from the running and waiting requests, cached prefixes, measured times of steps
+        and the lengths of the last answers. ``docs/scheduling.md`` says how good it is. A shortage
+        of pages and requests that come later are not foreseen. Without ``ignore_eos`` the end is a
+        guess, because nobody knows how long an answer becomes.
+
+        :raises RequestError: a prompt or a parameter is invalid.
+        """
+        params = sampling_params or self._default_params
+        read = self._reader.read_one("estimate", prompt, params, template)
+        return self._driver.estimate(read, params, priority)
 
     # ---- saved prefixes --------------------------------------------------------------------------
 
@@ -510,24 +573,77 @@ class LLM:
         """
         return self._prefixes.restore(snapshot, cache_salt, pin=pin)
 
-    def pin(self, prompt: PromptLike | Sequence[Message], **template: Any) -> int:
+    def pin(
+        self,
+        prompt: PromptLike | Sequence[Message],
+        *,
+        lora_request: LoRALike | None = None,
+        **template: Any,
+    ) -> int:
         """Keep the whole pages of a prompt in the cache until :meth:`unpin`, computed if needed.
 
         Returns how many tokens they hold. Requests cannot use these pages for anything else.
 
         :raises OutOfMemoryError: too few pages would be left; with a breakdown.
         """
-        return self._prefixes.pin(self._read_one("pin", prompt, template))
+        return self._prefixes.pin(self._read_one("pin", prompt, template, lora_request))
 
-    def unpin(self, prompt: PromptLike | Sequence[Message], **template: Any) -> bool:
+    def unpin(
+        self,
+        prompt: PromptLike | Sequence[Message],
+        *,
+        lora_request: LoRALike | None = None,
+        **template: Any,
+    ) -> bool:
         """Remove the pin of exactly this prompt, or of a snapshot's tokens. ``False``: no pin."""
-        return self._prefixes.unpin(self._read_one("unpin", prompt, template))
+        return self._prefixes.unpin(self._read_one("unpin", prompt, template, lora_request))
 
-    def _read_one(self, method: str, prompt: Any, template: Mapping[str, Any]) -> Prompt:
+    def _read_one(
+        self, method: str, prompt: Any, template: Mapping[str, Any], lora: LoRALike | None = None
+    ) -> Prompt:
         """Read one prompt or conversation; the latter without the opening of an answer."""
         if is_conversation(prompt):
             template = {"add_generation_prompt": False, **template}
-        return self._reader.read_one(method, prompt, self._default_params, template)
+        read = self._reader.read_one(method, prompt, self._default_params, template)
+        return self._jobs.adapted([read], lora)[0]
+
+    # ---- adapters --------------------------------------------------------------------------------
+
+    def add_lora(
+        self,
+        lora: LoRARequest | str,
+        path: str | PathLike[str] | None = None,
+        *,
+        pin: bool = False,
+    ) -> LoRARequest:
+        """Load an adapter: ``add_lora("sql", "path/to/adapter")``, or with a ``LoRARequest``.
+
+        Then ``lora_request="sql"`` selects it. It needs ``enable_lora=True``. If running requests
+        use all slots (``max_loras``), a request loads it later. ``pin``: see :meth:`pin_lora`.
+
+        :raises CheckpointError: the files are missing, damaged, or for another model.
+        :raises UnsupportedError: the adapter is of a kind that is not supported.
+        :raises RequestError: the name is taken, or a limit is exceeded.
+        """
+        return self._jobs.adapters.add(lora, path, pin=pin)
+
+    def remove_lora(self, lora: LoRARequest | str | int) -> bool:
+        """Forget an adapter, by its name or number. Requests that use it finish first.
+
+        Returns ``False`` if there is none.
+        """
+        return self._jobs.adapters.remove(lora)
+
+    def pin_lora(self, lora: LoRARequest | str | int) -> bool:
+        """Load an adapter and keep it in memory until :meth:`remove_lora`.
+
+        :raises RequestError: it was not added, or requests use all slots now.
+        """
+        return self._jobs.adapters.pin(lora)
+
+    def list_loras(self) -> list[LoRAInfo]:
+        """All adapters that were added, or came with a request."""
+        return self._jobs.adapters.list()
 
     # ---- memory ----------------------------------------------------------------------------------
 
@@ -577,10 +693,12 @@ class LLM:
         prompts: PromptLike | Sequence[PromptLike],
         *,
         truncate_prompt_tokens: int | None = None,
+        lora_request: LoRAsLike = None,
         use_tqdm: bool = True,
     ) -> list[EmbeddingOutput]:
         """Each prompt's last hidden state after the final norm, scaled to length 1."""
-        return self._calls.do(self._pooling.embed(prompts, truncate_prompt_tokens), use_tqdm)
+        work = self._pooling.embed(prompts, truncate_prompt_tokens, lora_request)
+        return self._calls.do(work, use_tqdm)
 
     def encode(
         self,
@@ -589,6 +707,7 @@ class LLM:
         pooling: PoolingMode = "last",
         normalize: bool = True,
         truncate_prompt_tokens: int | None = None,
+        lora_request: LoRAsLike = None,
         use_tqdm: bool = True,
     ) -> list[PoolingRequestOutput]:
         """Each prompt's hidden states after the final norm, pooled into ``outputs.data``.
@@ -599,7 +718,9 @@ class LLM:
 
         :raises RequestError: an invalid argument, or more results than memory is set aside for.
         """
-        work = self._pooling.encode(prompts, pooling, normalize, truncate_prompt_tokens)
+        work = self._pooling.encode(
+            prompts, pooling, normalize, truncate_prompt_tokens, lora_request
+        )
         return self._calls.do(work, use_tqdm)
 
     def classify(
@@ -608,6 +729,7 @@ class LLM:
         *,
         use_activation: bool = True,
         truncate_prompt_tokens: int | None = None,
+        lora_request: LoRAsLike = None,
         use_tqdm: bool = True,
     ) -> list[ClassificationOutput]:
         """Each prompt's classes, with a checkpoint that has a classification head.
@@ -616,7 +738,7 @@ class LLM:
 
         :raises RequestError: the checkpoint has no classification head.
         """
-        work = self._pooling.classify(prompts, use_activation, truncate_prompt_tokens)
+        work = self._pooling.classify(prompts, use_activation, truncate_prompt_tokens, lora_request)
         return self._calls.do(work, use_tqdm)
 
     def score(
@@ -624,6 +746,7 @@ class LLM:
         data_1: PromptLike | Sequence[PromptLike],
         data_2: PromptLike | Sequence[PromptLike],
         *,
+        lora_request: LoRALike | None = None,
         chat_template: str | None = None,
     ) -> list[ScoringOutput]:
         """How well texts match, pair by pair; one ``data_1`` may be compared with many ``data_2``.
@@ -633,7 +756,7 @@ class LLM:
 
         :raises RequestError: the lengths do not match.
         """
-        return self._calls.do(self._pooling.score(data_1, data_2, chat_template))
+        return self._calls.do(self._pooling.score(data_1, data_2, chat_template, lora_request))
 
     def rerank(
         self,
@@ -641,6 +764,7 @@ class LLM:
         documents: Sequence[str],
         top_n: int | None = None,
         *,
+        lora_request: LoRALike | None = None,
         chat_template: str | None = None,
     ) -> list[RerankOutput]:
         """The ``top_n`` documents (default: all) that match ``query`` best, best first.
@@ -650,7 +774,8 @@ class LLM:
 
         :raises RequestError: an invalid argument, or a head with other classes.
         """
-        return self._calls.do(self._pooling.rerank(query, documents, top_n, chat_template))
+        work = self._pooling.rerank(query, documents, top_n, chat_template, lora_request)
+        return self._calls.do(work)
 
     # ---- information -----------------------------------------------------------------------------
 

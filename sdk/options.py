@@ -14,7 +14,7 @@ from dataclasses import MISSING, fields
 from typing import Any, Literal, TypedDict, TypeVar
 
 from sdk.config import EngineConfig, ProgressCallback
-from sdk.engine.scheduling.policy import PolicyName
+from sdk.engine.scheduling.policy import PolicyName, SchedulingPolicy
 from sdk.memory.pool import MemoryPool
 from sdk.other_names import ENGINE, without_effect
 from sdk.speculative_config import SpeculativeConfig
@@ -54,9 +54,17 @@ class EngineOptions(TypedDict, total=False):
     kv_policy: str | None
     kv_keep: tuple[int, int]
     load_format: Literal["auto", "gguf", "safetensors"]
-    scheduling_policy: PolicyName
+    scheduling_policy: PolicyName | SchedulingPolicy
+    tenant_weights: Mapping[str, float] | None
+    priority_aging: float | None
+    max_waiting: int | None
+    prefix_eviction: Literal["lru", "cost"]
     speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None
     enable_lora: bool
+    max_loras: int
+    max_lora_rank: int
+    max_cpu_loras: int | None
+    lora_memory: int | str | None
     swap_space: int | str
     swap_path: str | os.PathLike[str] | None
     disk_offload: int | str

@@ -81,6 +81,25 @@ class RequestOutput(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class Estimate:
+    """How long a request would take if it came now (``LLM.estimate``): seconds until its first
+    token and until its end, expected and as a range ``(low, high)``.
+
+    ``None`` until the engine has run prompts and answers, because the times of its steps are
+    measured. ``num_waiting``: requests that would start before it. ``num_cached_tokens`` of its
+    ``num_prompt_tokens`` would not be computed.
+    """
+
+    first_token: float | None
+    finish: float | None
+    first_token_range: tuple[float, float] | None
+    finish_range: tuple[float, float] | None
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_waiting: int
+
+
+@dataclass(frozen=True, slots=True)
 class EmbeddingOutput:
     """The last hidden state of one prompt: ``hidden_size`` numbers, a vector of length 1.
 

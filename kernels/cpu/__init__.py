@@ -24,6 +24,7 @@ from sdk.kernels.cpu.elementwise import (
     TakeColumns,
 )
 from sdk.kernels.cpu.library import find_library, levels
+from sdk.kernels.cpu.low_rank import LowRank
 from sdk.kernels.cpu.moe import AddOwnersBias, Combine, Group, Route
 from sdk.kernels.cpu.packed_linear import PackedLinear
 from sdk.kernels.cpu.packed_weight import BLOCK_SOURCES, packed_bytes
@@ -100,6 +101,7 @@ class CpuBackend:
                 *(PackedLinear(runtime, self._memory, bits) for bits in (8, 16, 32)),
                 SchemeLinear(runtime, self._memory),
             ),
+            "low_rank": (LowRank(runtime),),
             "route": (Route(runtime),),
             "group": (Group(runtime),),
             "add_owners_bias": (AddOwnersBias(runtime),),

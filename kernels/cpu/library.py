@@ -16,7 +16,7 @@ from zipimport import zipimporter
 import torch
 
 #: Must equal kAbiVersion in native/abi.hpp; a library with another version is rejected as stale.
-ABI_VERSION = 17
+ABI_VERSION = 18
 
 #: Instruction-set levels, worst to best, in the order of native/levels.hpp.
 LEVELS = ("portable", "avx2", "avx2_vnni", "avx512_vnni")
@@ -55,6 +55,7 @@ class OpKind(IntEnum):
     BIAS = 15
     COMBINE = 16
     RECODE = 17
+    LOW_RANK = 18
 
 
 class Count(IntEnum):
@@ -228,6 +229,31 @@ class SampleArgs(Structure):
         *((name, c_void_p) for name in ("logits", "draws", "shapes", "masks")),
         *((name, c_void_p) for name in ("tokens", "best", "probabilities")),
         *((name, c_int64) for name in ("width", "stride")),
+    ]
+
+
+class LowRankPart(Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("a", "b")),
+        *((name, c_int64) for name in ("rank", "first_block", "blocks")),
+        ("scale", c_float),
+        ("type", c_int32),
+    ]
+
+
+class LowRankSlot(Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("parts", "bias")),
+        *((name, c_int64) for name in ("count", "ranks")),
+    ]
+
+
+class LowRankArgs(Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("x", "ids", "y", "slots", "table")),
+        *((name, c_int64) for name in ("y_stride", "size", "k", "n")),
+        *((name, c_void_p) for name in ("rows", "low")),
+        ("low_stride", c_int64),
     ]
 
 

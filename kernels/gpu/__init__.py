@@ -114,7 +114,7 @@ def open_backend(
     device: str, num_threads: int, *, fixed: bool = False, offload: OnDisk | None = None
 ) -> GpuBackend:
     """``fixed``: the same order of additions for every batch (slower). No threads are used."""
-    from sdk.kernels.gpu import attention, elementwise, experts, norm, rope, sampling
+    from sdk.kernels.gpu import attention, elementwise, experts, low_rank, norm, rope, sampling
     from sdk.kernels.gpu.dense import DenseLinear
     from sdk.kernels.gpu.linear import TritonLinear
     from sdk.kernels.gpu.linear_as_file import TritonLinearAsFile, bytes_of_card
@@ -136,6 +136,7 @@ def open_backend(
             **norm.OPS,
             **elementwise.OPS,
             **experts.OPS,
+            **low_rank.OPS,
             **sampling.OPS,
         },
         on_card=torch.device(device).type != "cpu",

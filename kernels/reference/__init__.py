@@ -15,6 +15,7 @@ from sdk.kernels.offload import OnDisk
 from sdk.kernels.reference.attention import Attention
 from sdk.kernels.reference.elementwise import Map, Places, SelectRows, TakeColumns
 from sdk.kernels.reference.linear import ReferenceLinear, ReferenceLinearAsFile
+from sdk.kernels.reference.low_rank import LowRank
 from sdk.kernels.reference.moe import AddOwnersBias, Combine, Group, Route
 from sdk.kernels.reference.norm import AddRmsNorm, GatedActivation, RmsNorm
 from sdk.kernels.reference.recode import RecodePage
@@ -51,6 +52,7 @@ class ReferenceBackend:
     def __init__(self) -> None:
         self._implementations: dict[str, Sequence[Any]] = {
             "linear": (ReferenceLinear(), ReferenceLinearAsFile()),
+            "low_rank": (LowRank(),),
             "route": (Route(),),
             "group": (Group(),),
             "add_owners_bias": (AddOwnersBias(),),

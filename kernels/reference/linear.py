@@ -40,18 +40,9 @@ class ReferenceLinear:
         return packed
 
     def matmul(self, packed: Layout, x: Tensor, out: Tensor) -> None:
-        tokens = x.shape[0]
-        tiles = -(-tokens // ROW_TILE)
-        padded = torch.nn.functional.pad(x.float(), (0, 0, 0, tiles * ROW_TILE - tokens))
         for start in range(0, packed.shape[0], OUT_TILE):
             stop = min(start + OUT_TILE, packed.shape[0])
-            w = decode(slice_rows(packed, start, stop))
-            w = torch.nn.functional.pad(w, (0, 0, 0, -w.shape[0] % ROW_TILE))
-            for tile in range(tiles):
-                first = tile * ROW_TILE
-                last = min(first + ROW_TILE, tokens)
-                y = torch.mm(padded[first : first + ROW_TILE], w.t())
-                out[first:last, start:stop] = y[: last - first, : stop - start]
+            out[:, start:stop] = multiply(x.float(), decode(slice_rows(packed, start, stop)))
 
     def rows(self, packed: Layout, ids: Tensor, out: Tensor) -> None:
         out.copy_(decode(gather_rows(packed, ids)))
@@ -80,6 +71,15 @@ class ReferenceLinearAsFile(ReferenceLinear):
     def matmul(self, packed: Layout, x: Tensor, out: Tensor) -> None:
         scheme = inputs_of(packed)
         super().matmul(packed, x if scheme is None else fake_quantize(x.float(), scheme), out)
+
+
+def multiply(x: Tensor, w: Tensor) -> Tensor:
+    """``x @ w.T`` in tiles, float32: x ``[M, K]``, w ``[N, K]``."""
+    (tokens, _), count = x.shape, w.shape[0]
+    x = torch.nn.functional.pad(x, (0, 0, 0, -tokens % ROW_TILE))
+    w = torch.nn.functional.pad(w, (0, 0, 0, -count % ROW_TILE))
+    tiles = [torch.mm(tile, w.t()) for tile in torch.split(x, ROW_TILE)]
+    return torch.cat(tiles)[:tokens, :count]
 
 
 def slice_rows(layout: Layout, start: int, stop: int, step: int = 1) -> Layout:

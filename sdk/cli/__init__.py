@@ -22,7 +22,7 @@ from typing import TextIO
 from sdk import __version__
 from sdk.errors import SdkError
 
-#: Command -> module of this folder.
+#: Command -> module of this folder. A command may have two words.
 COMMANDS = {
     "run": "run",
     "inspect": "inspect_file",
@@ -30,8 +30,12 @@ COMMANDS = {
     "quantize": "quantize",
     "eval": "evaluate",
     "doctor": "doctor",
+    "serve": "serve",
     "bench": "bench",
+    "bench serve": "bench.serve",
     "tune": "tune",
+    "keys": "keys",
+    "tune serve": "tune_serve",
     "fetch-demo": "fetch_demo",
 }
 
@@ -58,7 +62,7 @@ def build_parser(named: str = "") -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     argv = _joined(sys.argv[1:] if argv is None else argv)
-    named = next((word for word in argv if not word.startswith("-")), "")
+    argv, named = _with_command(argv)
     args = build_parser(named).parse_args(argv)
     try:
         with _closed_streams_replaced(), _warnings_shown():
@@ -80,6 +84,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         if sys.stderr is not None:  # print would use stdout instead of None
             print(f"embedlm: {error}", file=sys.stderr)
         return 2
+
+
+def _with_command(argv: list[str]) -> tuple[list[str], str]:
+    """Join the two words of a command such as ``bench serve``; also returns the command, "" if none
+    is named."""
+    for place, word in enumerate(argv):
+        if not word.startswith("-"):
+            two = " ".join(argv[place : place + 2])
+            if two in COMMANDS:
+                return [*argv[:place], two, *argv[place + 2 :]], two
+            return argv, word
+    return argv, ""
 
 
 def _joined(argv: Sequence[str]) -> list[str]:

@@ -26,7 +26,7 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
 _KEYWORD = re.compile(r"\b([a-z_]+)=('[^']*'|\w+)")
 
 
-def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+def add_engine_arguments(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     """Add ``--memory`` and the other shared options."""
     for name, settings in _ARGUMENTS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", **settings)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from sdk.compat._responses import Responses
-from sdk.compat.openai_types import ChatCompletion, ChatCompletionChunk
 from sdk.errors import RequestError
+from sdk.openai.objects import ChatCompletion, ChatCompletionChunk
+from sdk.openai.responses import Responses
 from sdk.outputs import RequestOutput
 from sdk.quant.safe_repr import safe_repr
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,20 +49,21 @@ REFUSED: Mapping[str, tuple[Any, str]] = {
     "yarn_beta_fast": (32.0, "the file's scaling is used"),
     "yarn_beta_slow": (1.0, "the file's scaling is used"),
     "yarn_orig_ctx": (0, "the file's scaling is used"),
-    "lora_base": (None, "merge the adapter into the weights"),
-    "lora_path": (None, "merge the adapter into the weights"),
+    "lora_base": (None, "leave it out: an adapter is added to the weights as they are"),
     "tokenizer": (None, "the file's own tokenizer is used"),
 }
 #: Arguments about speed, memory or logging: any value is accepted, answers do not depend on it.
 WITHOUT_EFFECT = (
     *("split_mode", "tensor_split", "use_mmap", "use_mlock", "n_ubatch", "n_threads_batch"),
     *("logits_all", "embedding", "offload_kqv", "flash_attn", "op_offload", "swa_full", "no_perf"),
-    *("lora_scale", "numa", "verbose"),
+    *("numa", "verbose"),
 )
 #: llama-cpp-python runs one request at a time and has memory for one context; texts are embedded
 #: together.
 _EMBEDDED_AT_ONCE = 8
 _MOST_DRAFTS = 64
+#: llama.cpp has no limit of an adapter's rank.
+_MOST_RANK = 4096
 
 
 def llm_options(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -87,12 +89,24 @@ def llm_options(given: Mapping[str, Any]) -> dict[str, Any]:
         options["hf_overrides"] = {"rope_theta": given["rope_freq_base"]}
     if given["draft_model"] is not None:
         options["speculative_config"] = _speculation(given["draft_model"])
+    if given["lora_path"] is not None:
+        options |= {"enable_lora": True, "max_lora_rank": _MOST_RANK}
+        options["lora_memory"] = _room_for(Path(given["lora_path"]))
     if given["pooling_type"] not in (LLAMA_POOLING_TYPE_UNSPECIFIED, *POOLINGS):
         raise RequestError(
             f"pooling_type: expected -1 to {LLAMA_POOLING_TYPE_LAST}, found "
             f"{safe_repr(given['pooling_type'])}; for a reranker use LLM.score"
         )
     return options
+
+
+def _room_for(path: Path) -> int:
+    """Bytes for one adapter. Its values take up to 2 bytes, and 4 more while they are read; a file
+    has at least 2 for each."""
+    files = [path] if path.is_file() else list(path.glob("adapter_model.safetensors"))
+    if not files:
+        raise RequestError(f"lora_path: expected a LoRA adapter, found {safe_repr(str(path))}")
+    return 4 * sum(file.stat().st_size for file in files) + 2**20
 
 
 def _count(name: str, given: Mapping[str, Any], low: int) -> int:

@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 from sdk import outputs as ours
 from sdk.beam_search import BeamSearchOutput as OurBeams, BeamSearchSequence as OurSequence
 from sdk.logprobs import Logprob, Logprobs
+from sdk.lora import LoRARequest
 
 T = TypeVar("T")
 LogprobsOnePosition = dict[int, Logprob]
@@ -182,6 +183,7 @@ def request_output(
         [_completion(answer, text_of) for answer in found.outputs],
         found.finished,
         None if found.metrics is None else _stats(found.metrics),
+        lora_request=found.lora_request,
         num_cached_tokens=found.num_cached_tokens,
     )
 
@@ -253,10 +255,15 @@ def score_output(found: ours.ScoringOutput) -> ScoringRequestOutput:
 
 
 def beam_output(
-    prompt: Any, found: OurBeams, decode: Callable[[list[int]], str], text_of: TextOf
+    prompt: Any,
+    found: OurBeams,
+    decode: Callable[[list[int]], str],
+    text_of: TextOf,
+    lora: LoRARequest | None = None,
 ) -> BeamSearchOutput:
     """The beams of ``prompt``."""
-    return BeamSearchOutput([_beam(prompt, one, decode, text_of) for one in found.sequences])
+    beams = [_beam(prompt, one, decode, text_of) for one in found.sequences]
+    return BeamSearchOutput([replace(beam, lora_request=lora) for beam in beams])
 
 
 def _beam(

@@ -232,7 +232,7 @@ def pooler_of(given: Any) -> PoolerConfig:
 
 @dataclass
 class LoRARequest:
-    """An adapter. A request with one is rejected: merge the adapter into the weights."""
+    """An adapter, for ``enable_lora=True``: see :class:`sdk.LoRARequest`."""
 
     lora_name: str
     lora_int_id: int
@@ -301,8 +301,6 @@ def our_params(given: Any, structure: Mapping[str, Any]) -> Any:
 
 def check_absent(**given: Any) -> None:
     """:raises RequestError: an argument that cannot be honored was given."""
-    reasons = {"lora_request": "adapters are not supported; merge it into the weights"}
     for name, value in given.items():
         if value not in (None, [], {}):
-            why = reasons.get(name, "leave it out")
-            raise RequestError(f"{name}={safe_repr(value)} is not supported: {why}")
+            raise RequestError(f"{name}={safe_repr(value)} is not supported: leave it out")

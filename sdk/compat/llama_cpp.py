@@ -69,8 +69,10 @@ from sdk.compat._llama_parts import (
     token_ids,
 )
 from sdk.compat._llama_sampling import Callbacks, sampling_params
-from sdk.compat._responses import Responses, structure_of
 from sdk.errors import RequestError
+from sdk.lora import LoRARequest
+from sdk.openai.requests import structure_of
+from sdk.openai.responses import Responses
 from sdk.outputs import RequestOutput
 from sdk.params import SamplingParams
 from sdk.quant.safe_repr import safe_repr
@@ -156,6 +158,9 @@ class Llama:
             raise RequestError(f"model_path: expected a file, found {safe_repr(self.model_path)}")
         check_named(self.chat_format, lambda: self.metadata)
         self.llm = LLM(self.model_path, **{**options, **more})
+        if given["lora_path"] is not None:
+            adapter = LoRARequest("lora", 1, given["lora_path"], lora_scale=given["lora_scale"])
+            self.llm._jobs.adapters.default = self.llm.add_lora(adapter, pin=True).lora_name
         if self._format is None and not self._has_template():
             self.chat_format, self._format = FALLBACK, chat_format(FALLBACK)
         self._tokens: list[int] = []  # of the last request; eval adds to them
@@ -525,7 +530,8 @@ class Llama:
     def save_state(self) -> LlamaState:
         """The context with its keys and values."""
         snapshot = None
-        if len(self._tokens) > self.llm.config.block_size:
+        adapted = self.llm.config.enable_lora  # snapshots are of the model alone
+        if len(self._tokens) > self.llm.config.block_size and not adapted:
             snapshot = self.llm.snapshot({"prompt_token_ids": self._tokens})
         return LlamaState(self.input_ids, self.n_tokens, self._seed, snapshot)
 

@@ -7,11 +7,10 @@ run on an :class:`sdk.LLM`, or in their tests on a :class:`sdk.testing.FakeLLM`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar
 
-from sdk.compat._responses import Responses
 from sdk.compat.openai_errors import (
     APIConnectionError as APIConnectionError,
     APIError as APIError,
@@ -25,17 +24,24 @@ from sdk.compat.openai_errors import (
 from sdk.compat.openai_requests import (
     CHAT_ARGUMENTS,
     COMPLETION_ARGUMENTS,
-    TOOL_ARGUMENTS,
     check_ended,
-    includes_usage,
-    sampling_params,
+    request_of,
     shows,
 )
-from sdk.compat.openai_types import CreateEmbeddingResponse
+from sdk.openai.completions import CompletionResponses
+from sdk.openai.objects import CreateEmbeddingResponse
+from sdk.openai.requests import (
+    ChatRequest,
+    CompletionRequest,
+    read_chat,
+    read_completion,
+)
+from sdk.openai.responses import Responses
 from sdk.outputs import EmbeddingOutput, RequestOutput
 from sdk.params import SamplingParams
 from sdk.quant.safe_repr import safe_repr
-from sdk.requests.prompts import is_conversation
+from sdk.requests.prompts import with_salt
+from sdk.tokenizer import LLMTokenizer
 
 T = TypeVar("T")
 
@@ -51,6 +57,7 @@ class LanguageModel(Protocol):
     async def achat(self, messages: Any, sampling_params: Any = None, **more: Any) -> Any: ...
     def astream(self, prompt: Any, sampling_params: Any = None, **more: Any) -> Any: ...
     def embed(self, prompts: Any, **more: Any) -> list[EmbeddingOutput]: ...
+    def get_tokenizer(self) -> LLMTokenizer: ...
 
 
 class Stream(Generic[T]):
@@ -139,25 +146,28 @@ class _Resource:
         self._llm = llm
         self._name = name
 
-    def _params(self, method: str, known: frozenset[str], given: dict[str, Any]) -> SamplingParams:
-        return sampling_params(method, known, given, self._llm.get_default_sampling_params())
-
     def _responses(self, prefix: str, model: str | None) -> Responses:
         return Responses(prefix, model or self._name, check_ended)
 
-    def _chat(
-        self, messages: Any, model: str | None, given: dict[str, Any]
-    ) -> tuple[Responses, SamplingParams, dict[str, Any]]:
-        """The responses, the parameters and the tools of a chat."""
-        if not is_conversation(messages):
+    def _chat(self, messages: Any, given: dict[str, Any]) -> ChatRequest:
+        default = self._llm.get_default_sampling_params()
+        asked = request_of(read_chat, CHAT_ARGUMENTS, given, default, messages=messages)
+        if asked.cache_salt is not None:
+            asked.template["cache_salt"] = asked.cache_salt
+        return asked
+
+    def _completion(
+        self, prompt: Any, model: str | None, given: dict[str, Any], stream: bool
+    ) -> tuple[CompletionResponses, list[Any], CompletionRequest]:
+        default = self._llm.get_default_sampling_params()
+        asked = request_of(read_completion, COMPLETION_ARGUMENTS, given, default, prompt=prompt)
+        if stream and len(asked.prompts) > 1:
             raise BadRequestError(
-                f"messages: expected a list of messages, found {safe_repr(messages)}"
+                f"prompt: expected one prompt with stream=True, found {len(asked.prompts)}"
             )
-        tools = {name: given[name] for name in TOOL_ARGUMENTS if given.get(name) is not None}
-        if tools and not tools.get("tools"):
-            raise BadRequestError(f"{next(iter(tools))}: expected tools too, found none")
-        params = self._params("create", CHAT_ARGUMENTS, _without(given, TOOL_ARGUMENTS))
-        return self._responses("chatcmpl", model), params, tools
+        text_of = self._llm.get_tokenizer().decode
+        made = CompletionResponses(model or self._name, check_ended, asked, text_of)
+        return made, [with_salt(one, asked.cache_salt) for one in asked.prompts], asked
 
     def _check_embeddings(self, encoding_format: str | None, dimensions: int | None) -> None:
         if encoding_format not in (None, "float"):
@@ -168,21 +178,10 @@ class _Resource:
             raise BadRequestError("dimensions: is not supported; leave it out")
 
 
-def _check_one(prompt: Any) -> None:
-    """:raises BadRequestError: there are several prompts, which one stream cannot answer."""
-    several = isinstance(prompt, Sequence) and not isinstance(prompt, str) and len(prompt) > 1
-    if several and not all(isinstance(item, int) for item in prompt):
-        raise BadRequestError(f"prompt: expected one prompt with stream=True, found {len(prompt)}")
-
-
-def _without(given: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    return {name: value for name, value in given.items() if name not in names}
-
-
 class ChatCompletions(_Resource):
     """``client.chat.completions``."""
 
-    @shows(*CHAT_ARGUMENTS, *TOOL_ARGUMENTS)
+    @shows(*CHAT_ARGUMENTS)
     def create(
         self, *, messages: Any, model: str | None = None, stream: bool = False, **given: Any
     ) -> Any:
@@ -192,12 +191,13 @@ class ChatCompletions(_Resource):
         :raises APITimeoutError: the ``timeout`` has passed.
         """
         with openai_errors():
-            made, params, tools = self._chat(messages, model, given)
+            asked = self._chat(messages, {**given, "stream": stream})
+            made, params = self._responses("chatcmpl", model), asked.params
             if not stream:
-                return made.chat(self._llm.chat(messages, params, use_tqdm=False, **tools)[0])
-            pieces = self._llm.stream(messages, params, **tools)
-            usage = includes_usage(given.get("stream_options"))
-            return Stream(pieces, made.chunk, made.last_chunk if usage else None)
+                found = self._llm.chat(messages, params, use_tqdm=False, **asked.template)
+                return made.chat(found[0])
+            pieces = self._llm.stream(messages, params, **asked.template)
+            return Stream(pieces, made.chunk, made.last_chunk if asked.streaming.usage else None)
 
 
 class Completions(_Resource):
@@ -209,14 +209,12 @@ class Completions(_Resource):
     ) -> Any:
         """A ``Completion``, or with ``stream=True`` a :class:`Stream` of parts of one."""
         with openai_errors():
-            params = self._params("create", COMPLETION_ARGUMENTS, given)
-            made = self._responses("cmpl", model)
+            given = {**given, "stream": stream}
+            made, prompts, asked = self._completion(prompt, model, given, stream)
             if not stream:
-                return made.completion(self._llm.generate(prompt, params, use_tqdm=False))
-            _check_one(prompt)
-            usage = includes_usage(given.get("stream_options"))
-            last = made.last_completion_chunk if usage else None
-            return Stream(self._llm.stream(prompt, params), made.completion_chunk, last)
+                return made.whole(self._llm.generate(prompts, asked.params, use_tqdm=False))
+            last = made.last_chunk if asked.streaming.usage else None
+            return Stream(self._llm.stream(prompts[0], asked.params), made.chunk, last)
 
 
 class Embeddings(_Resource):
@@ -240,18 +238,19 @@ class Embeddings(_Resource):
 class AsyncChatCompletions(_Resource):
     """``client.chat.completions`` for an event loop."""
 
-    @shows(*CHAT_ARGUMENTS, *TOOL_ARGUMENTS)
+    @shows(*CHAT_ARGUMENTS)
     async def create(
         self, *, messages: Any, model: str | None = None, stream: bool = False, **given: Any
     ) -> Any:
         """See :meth:`ChatCompletions.create`."""
         with openai_errors():
-            made, params, tools = self._chat(messages, model, given)
+            asked = self._chat(messages, {**given, "stream": stream})
+            made, params = self._responses("chatcmpl", model), asked.params
             if not stream:
-                return made.chat((await self._llm.achat(messages, params, **tools))[0])
-            pieces = await self._llm.astream(messages, params, **tools)
-            usage = includes_usage(given.get("stream_options"))
-            return AsyncStream(pieces, made.chunk, made.last_chunk if usage else None)
+                return made.chat((await self._llm.achat(messages, params, **asked.template))[0])
+            pieces = await self._llm.astream(messages, params, **asked.template)
+            last = made.last_chunk if asked.streaming.usage else None
+            return AsyncStream(pieces, made.chunk, last)
 
 
 class AsyncCompletions(_Resource):
@@ -263,15 +262,13 @@ class AsyncCompletions(_Resource):
     ) -> Any:
         """See :meth:`Completions.create`."""
         with openai_errors():
-            params = self._params("create", COMPLETION_ARGUMENTS, given)
-            made = self._responses("cmpl", model)
+            given = {**given, "stream": stream}
+            made, prompts, asked = self._completion(prompt, model, given, stream)
             if not stream:
-                return made.completion(await self._llm.agenerate(prompt, params))
-            _check_one(prompt)
-            usage = includes_usage(given.get("stream_options"))
-            last = made.last_completion_chunk if usage else None
-            pieces = await self._llm.astream(prompt, params)
-            return AsyncStream(pieces, made.completion_chunk, last)
+                return made.whole(await self._llm.agenerate(prompts, asked.params))
+            last = made.last_chunk if asked.streaming.usage else None
+            pieces = await self._llm.astream(prompts[0], asked.params)
+            return AsyncStream(pieces, made.chunk, last)
 
 
 class AsyncEmbeddings(_Resource):

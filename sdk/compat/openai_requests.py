@@ -1,4 +1,4 @@
-"""From the arguments of openai's methods to ours."""
+"""The arguments of openai's methods: which ones there are, and what of them is about a client."""
 
 from __future__ import annotations
 
@@ -6,28 +6,24 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from sdk.compat._responses import structure_of
 from sdk.compat.openai_errors import APIError, APITimeoutError, BadRequestError, InternalServerError
+from sdk.openai.requests import IGNORED, Body, ChatRequest, CompletionRequest, Request
 from sdk.outputs import CompletionOutput
 from sdk.params import SamplingParams
 from sdk.quant.safe_repr import safe_repr
 
-#: Arguments that have the same name and meaning in ``SamplingParams``.
-_SAME = (
+_CLIENT = ("timeout", "extra_body", "extra_headers", "extra_query")
+_ALL = (
     *("temperature", "top_p", "n", "stop", "seed", "presence_penalty", "frequency_penalty"),
-    *("max_tokens", "best_of"),
+    *("max_tokens", "best_of", "logit_bias", "logprobs", "stream_options", *_CLIENT, *IGNORED),
 )
-#: Arguments about a request that are valid and change nothing here.
-_IGNORED = (
-    *("user", "metadata", "store", "safety_identifier", "service_tier", "prompt_cache_key"),
-    *("prompt_cache_options", "prompt_cache_retention", "extra_headers", "extra_query"),
-)
-_CHAT = ("max_completion_tokens", "logprobs", "top_logprobs", "response_format", "reasoning_effort")
-_ALL = (*_SAME, *_IGNORED, "logit_bias", "timeout", "extra_body", "stream_options")
-CHAT_ARGUMENTS = frozenset((*_ALL, *_CHAT))
-COMPLETION_ARGUMENTS = frozenset((*_ALL, "echo", "suffix", "logprobs"))
-TOOL_ARGUMENTS = ("tools", "tool_choice", "parallel_tool_calls")
+_CHAT = ("max_completion_tokens", "top_logprobs", "response_format", "reasoning_effort")
+CHAT_ARGUMENTS = frozenset((*_ALL, *_CHAT, "tools", "tool_choice", "parallel_tool_calls"))
+COMPLETION_ARGUMENTS = frozenset((*_ALL, "echo", "suffix"))
+#: Fields of ``SamplingParams`` that only a caller in this process can set.
+_PYTHON = ("output_kind", "logits_processors", "detokenize", "extra_args", "tenant")
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+_Request = TypeVar("_Request", bound=Request)
 
 
 def shows(*names: str) -> Callable[[_Function], _Function]:
@@ -46,52 +42,30 @@ def shows(*names: str) -> Callable[[_Function], _Function]:
     return show
 
 
-def sampling_params(
-    method: str, known: frozenset[str], given: Mapping[str, Any], default: SamplingParams
-) -> SamplingParams:
-    """The parameters of one request; ``None`` means the default.
+def request_of(
+    read: Callable[[Body, SamplingParams], _Request],
+    known: frozenset[str],
+    given: Mapping[str, Any],
+    default: SamplingParams,
+    **body: Any,
+) -> _Request:
+    """The request that the arguments ``given`` and ``body`` describe; ``read``: see
+    :mod:`sdk.openai.requests`.
 
-    :raises TypeError: an argument is unknown. :raises BadRequestError: one is not supported.
+    :raises TypeError: an argument is unknown. :raises RequestError: a value is invalid.
     """
-    unknown = sorted(given.keys() - known)
+    unknown = sorted(given.keys() - known - {"stream"})
     if unknown:
-        raise TypeError(f"{method}() got an unexpected keyword argument {unknown[0]!r}")
-    values = {name: value for name, value in given.items() if value is not None}
-    changes: dict[str, Any] = {name: values[name] for name in _SAME if name in values}
-    if "max_completion_tokens" in values:
-        changes["max_tokens"] = values["max_completion_tokens"]
-    if isinstance(bias := values.get("logit_bias"), Mapping):  # keys of JSON are strings
-        changes["logit_bias"] = {_token_id(token): add for token, add in bias.items()}
-    if "timeout" in values:
-        changes["deadline"] = values["timeout"]
-    for name in ("echo", "suffix", "reasoning_effort"):
-        if values.get(name):
-            raise BadRequestError(f"{name}: is not supported; leave it out")
-    if "response_format" in values:
-        changes["structured_outputs"] = structure_of(values["response_format"])
-    if values.get("logprobs"):
-        if known is COMPLETION_ARGUMENTS:
-            raise BadRequestError("logprobs: supported only by chat.completions; leave it out")
-        changes["logprobs"] = values.get("top_logprobs", 0)
-    elif "top_logprobs" in values:
-        raise BadRequestError("top_logprobs: needs logprobs=True")
-    extra = values.get("extra_body", {})
+        raise TypeError(f"create() got an unexpected keyword argument {unknown[0]!r}")
+    extra = given.get("extra_body") or {}
     if not isinstance(extra, Mapping):
         raise BadRequestError(f"extra_body: expected a dict, found {safe_repr(extra)}")
-    changes |= extra
-    try:
-        return default.clone(**changes)
-    except TypeError as error:
-        raise BadRequestError(f"extra_body: {error}") from error
-
-
-def _token_id(token: object) -> object:
-    return int(token) if isinstance(token, str) and token.isdecimal() else token
-
-
-def includes_usage(options: object) -> bool:
-    """Whether ``stream_options`` asks for a last chunk with the usage."""
-    return isinstance(options, Mapping) and bool(options.get("include_usage"))
+    here = {name: value for name, value in given.items() if name not in _CLIENT}
+    here |= {name: value for name, value in extra.items() if name not in _PYTHON}
+    if given.get("timeout") is not None:
+        here["deadline"] = given["timeout"]
+    python = {name: extra[name] for name in _PYTHON if name in extra}
+    return read(Body({**here, **body}), default.clone(**python) if python else default)
 
 
 def check_ended(answer: CompletionOutput) -> None:
@@ -102,3 +76,14 @@ def check_ended(answer: CompletionOutput) -> None:
         raise APITimeoutError("the timeout of the request has passed")
     if answer.finish_reason == "abort":
         raise APIError("the request was aborted")
+
+
+__all__ = [
+    "CHAT_ARGUMENTS",
+    "COMPLETION_ARGUMENTS",
+    "ChatRequest",
+    "CompletionRequest",
+    "check_ended",
+    "request_of",
+    "shows",
+]

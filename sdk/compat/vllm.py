@@ -57,6 +57,7 @@ from sdk.loading.sampling_defaults import OWN, OWN_SOURCE
 from sdk.logprobs import Logprob as Logprob
 from sdk.params import RequestOutputKind as RequestOutputKind
 from sdk.quant.safe_repr import safe_repr
+from sdk.requests.adapters import as_ours
 from sdk.requests.prompts import as_list
 from sdk.structured.params import StructuredOutputsParams as StructuredOutputsParams
 from sdk.tokenizer import LLMTokenizer
@@ -111,11 +112,15 @@ class LLM:
         mm_processor_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Complete all prompts; outputs come in their order."""
-        _check(lora_request, tokenization_kwargs, mm_processor_kwargs)
+        _check(tokenization_kwargs, mm_processor_kwargs)
         items = [our_prompt(one) for one in as_list(prompts)]
         params = self._params(sampling_params)
         found = self.llm.generate(
-            [prompt for prompt, _ in items], params, priority=priority, use_tqdm=bool(use_tqdm)
+            [prompt for prompt, _ in items],
+            params,
+            lora_request=lora_request,
+            priority=priority,
+            use_tqdm=bool(use_tqdm),
         )
         pairs = zip(found, items, strict=True)
         return [request_output(output, self._text_of, text) for output, (_, text) in pairs]
@@ -137,7 +142,7 @@ class LLM:
         mm_processor_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one or more conversations."""
-        _check(lora_request, tokenization_kwargs, mm_processor_kwargs)
+        _check(tokenization_kwargs, mm_processor_kwargs)
         template = _template(
             chat_template,
             add_generation_prompt,
@@ -147,7 +152,12 @@ class LLM:
         )
         params = self._params(sampling_params)
         found = self.llm.chat(
-            messages, params, priority=priority, use_tqdm=bool(use_tqdm), **template
+            messages,
+            params,
+            lora_request=lora_request,
+            priority=priority,
+            use_tqdm=bool(use_tqdm),
+            **template,
         )
         return [request_output(output, self._text_of) for output in found]
 
@@ -160,26 +170,36 @@ class LLM:
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
         """Search each prompt's most probable answers."""
-        check_absent(lora_request=lora_request)
         if not isinstance(params, BeamSearchParams):
             raise RequestError(f"params: expected BeamSearchParams, found {safe_repr(params)}")
         items = [our_prompt(one)[0] for one in as_list(prompts)]
         step = max(1, len(items)) if concurrency_limit is None else concurrency_limit
         if not isinstance(step, int) or step < 1:
             raise RequestError(f"concurrency_limit: expected at least 1, found {safe_repr(step)}")
+        adapters = self.llm._jobs.adapters.of(lora_request, len(items))
         found = [
             output
             for first in range(0, len(items), step)
-            for output in self.llm.beam_search(
-                items[first : first + step], params.ours(), use_tqdm=use_tqdm
+            for output in self.llm._calls.do(
+                self.llm._beam_searches.search(
+                    items[first : first + step],
+                    params.ours(),
+                    use_tqdm,
+                    [one and one.lora_request for one in adapters[first : first + step]],
+                )
             )
         ]
 
         def decode(ids: list[int]) -> str:
             return self.get_tokenizer().decode(ids, params.skip_special_tokens)
 
-        pairs = zip(items, found, strict=True)
-        return [beam_output(*pair, decode, self._text_of) for pair in pairs]
+        parts = zip(items, found, adapters, strict=True)
+        return [
+            beam_output(
+                item, one, decode, self._text_of, None if lora is None else lora.lora_request
+            )
+            for item, one, lora in parts
+        ]
 
     def get_default_sampling_params(self) -> SamplingParams:
         """vLLM's defaults, changed by the model's files."""
@@ -209,10 +229,10 @@ class LLM:
         mm_processor_kwargs: dict[str, Any] | None = None,
     ) -> list[str]:
         """Queue prompts; :meth:`wait_for_completion` runs them."""
-        _check(lora_request, tokenization_kwargs, mm_processor_kwargs)
+        _check(tokenization_kwargs, mm_processor_kwargs)
         items = [our_prompt(one)[0] for one in as_list(prompts)]
         params = self._params(sampling_params)
-        return self.llm.enqueue(items, params, priority=priority)
+        return self.llm.enqueue(items, params, lora_request=lora_request, priority=priority)
 
     def enqueue_chat(
         self,
@@ -231,7 +251,7 @@ class LLM:
         mm_processor_kwargs: dict[str, Any] | None = None,
     ) -> list[str]:
         """Queue conversations; :meth:`wait_for_completion` runs them."""
-        _check(lora_request, tokenization_kwargs, mm_processor_kwargs)
+        _check(tokenization_kwargs, mm_processor_kwargs)
         template = _template(
             chat_template,
             add_generation_prompt,
@@ -240,7 +260,9 @@ class LLM:
             chat_template_kwargs,
         )
         params = self._params(sampling_params)
-        return self.llm.enqueue(messages, params, priority=priority, **template)
+        return self.llm.enqueue(
+            messages, params, lora_request=lora_request, priority=priority, **template
+        )
 
     def wait_for_completion(
         self, output_type: Any = None, *, use_tqdm: Any = True
@@ -262,7 +284,7 @@ class LLM:
         tokenization_kwargs: dict[str, Any] | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """Pooled hidden states. ``pooling_task``: "embed", "token_embed" or "classify"."""
-        check_absent(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
+        check_absent(tokenization_kwargs=tokenization_kwargs)
         params = _pooling(pooling_params)
         task = pooling_task or params.task
         if task not in _TASKS:
@@ -270,12 +292,14 @@ class LLM:
                 f"pooling_task: expected one of {', '.join(_TASKS)}, found {safe_repr(task)}"
             )
         if task == "classify":
-            return [_as_tensor(one) for one in self.classify(prompts, pooling_params=params)]
+            classes = self.classify(prompts, pooling_params=params, lora_request=lora_request)
+            return [_as_tensor(one) for one in classes]
         items = [our_prompt(one)[0] for one in as_list(prompts)]
         found = self.llm.encode(
             items,
             pooling="token" if task == "token_embed" else self._pooler.mode,
             normalize=self._pooler.activates(params),
+            lora_request=lora_request,
             use_tqdm=bool(use_tqdm),
         )
         return [pooling_output(output) for output in found]
@@ -290,11 +314,15 @@ class LLM:
         tokenization_kwargs: dict[str, Any] | None = None,
     ) -> list[EmbeddingRequestOutput]:
         """Each prompt's last hidden state; scaled to length 1 unless ``use_activation=False``."""
-        check_absent(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
+        check_absent(tokenization_kwargs=tokenization_kwargs)
         items = [our_prompt(one)[0] for one in as_list(prompts)]
         activates = self._pooler.activates(_pooling(pooling_params))
         found = self.llm.encode(
-            items, pooling=self._pooler.mode, normalize=activates, use_tqdm=bool(use_tqdm)
+            items,
+            pooling=self._pooler.mode,
+            normalize=activates,
+            lora_request=lora_request,
+            use_tqdm=bool(use_tqdm),
         )
         return [embedding_output(output) for output in found]
 
@@ -308,10 +336,12 @@ class LLM:
         tokenization_kwargs: dict[str, Any] | None = None,
     ) -> list[ClassificationRequestOutput]:
         """Each prompt's classes, with a checkpoint that has a classification head."""
-        check_absent(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
+        check_absent(tokenization_kwargs=tokenization_kwargs)
         items = [our_prompt(one)[0] for one in as_list(prompts)]
         activates = self._pooler.activates(_pooling(pooling_params))
-        found = self.llm.classify(items, use_activation=activates, use_tqdm=bool(use_tqdm))
+        found = self.llm.classify(
+            items, use_activation=activates, lora_request=lora_request, use_tqdm=bool(use_tqdm)
+        )
         return [class_output(output) for output in found]
 
     def score(
@@ -327,13 +357,15 @@ class LLM:
         chat_template: str | None = None,
     ) -> list[ScoringRequestOutput]:
         """How well texts match, pair by pair."""
-        check_absent(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
+        check_absent(tokenization_kwargs=tokenization_kwargs)
         if not self._pooler.activates(_pooling(pooling_params)) or self._pooler.mode != "last":
             raise RequestError(
                 "score: use_activation=False and other poolings than LAST are not supported; use "
                 "embed"
             )
-        found = self.llm.score(data_1, data_2, chat_template=chat_template)
+        found = self.llm.score(
+            data_1, data_2, lora_request=lora_request, chat_template=chat_template
+        )
         return [score_output(output) for output in found]
 
     # ---- the engine ------------------------------------------------------------------------------
@@ -416,10 +448,12 @@ class AsyncLLMEngine:
         reasoning_parser_kwargs: dict[str, Any] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Stream the answer to one prompt. Closing the generator aborts the request."""
-        check_absent(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
+        check_absent(tokenization_kwargs=tokenization_kwargs)
         item, text = our_prompt(prompt)
         params = self._offline._params(sampling_params)
-        pieces = self._engine.generate(item, params, request_id, priority=priority)
+        pieces = self._engine.generate(
+            item, params, request_id, lora_request=lora_request, priority=priority
+        )
         try:
             async for piece in pieces:
                 yield request_output(piece, self._offline._text_of, prompt_text or text)
@@ -452,6 +486,23 @@ class AsyncLLMEngine:
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
         """End requests; their generators yield a last output with ``finish_reason="abort"``."""
         self.llm.abort(request_id if isinstance(request_id, str) else list(request_id))
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter."""
+        await self._engine.add_lora(as_ours(lora_request))
+        return True
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        """Forget an adapter. ``False``: there is none of this number."""
+        return await self._engine.remove_lora(lora_id)
+
+    async def pin_lora(self, lora_id: int) -> bool:
+        """Keep an adapter in memory."""
+        return await self._engine.pin_lora(lora_id)
+
+    async def list_loras(self) -> set[int]:
+        """The numbers of all adapters."""
+        return {known.int_id for known in await self._engine.list_loras()}
 
     def get_tokenizer(self) -> LLMTokenizer:
         """The model's tokenizer with transformers' methods."""
@@ -508,12 +559,8 @@ class AsyncLLMEngine:
 AsyncLLM = AsyncLLMEngine
 
 
-def _check(lora_request: Any, tokenization_kwargs: Any, mm_processor_kwargs: Any) -> None:
-    check_absent(
-        lora_request=lora_request,
-        tokenization_kwargs=tokenization_kwargs,
-        mm_processor_kwargs=mm_processor_kwargs,
-    )
+def _check(tokenization_kwargs: Any, mm_processor_kwargs: Any) -> None:
+    check_absent(tokenization_kwargs=tokenization_kwargs, mm_processor_kwargs=mm_processor_kwargs)
 
 
 def _template(

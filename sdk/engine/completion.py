@@ -229,6 +229,7 @@ class Generation:
         arrival_time: float,
     ) -> None:
         self.request_id = request_id
+        self.lora_request: object = None
         self.prompt_text = prompt_text
         self.prompt_token_ids = list(prompt_token_ids)
         self.params = params
@@ -286,7 +287,7 @@ class Generation:
             outputs,
             finished,
             self.metrics(),
-            None,
+            self.lora_request,
             self.completions[0].request.num_cached,
         )
 

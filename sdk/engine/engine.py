@@ -12,11 +12,13 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
+from sdk.engine.adapter_loader import AdapterLoader
 from sdk.engine.completion import Completion, Generation, is_watched
 from sdk.engine.numbers import numbers, trace_step, traced
 from sdk.engine.plan import Pooling, RequestKind, Sampled
 from sdk.engine.rewinds import Rewinder
 from sdk.engine.running_requests import RequestInfo, request_info
+from sdk.engine.scheduling.adapter_slots import AdapterSource
 from sdk.engine.scheduling.queues import RequestUpdate
 from sdk.engine.scheduling.request import Request
 from sdk.engine.scheduling.results import ResultReservation
@@ -39,6 +41,8 @@ _NOTHING_RESOLVED = ResolvedParams()
 #: For failures in the scheduler or while outputs are made. They leave queues, pages and answers
 #: inconsistent, so the engine cannot continue.
 _STEP_FAILED = "a step failed"
+#: How long a step waits for an adapter if there is nothing else to run: new requests wait as long.
+_ADAPTER_SECONDS = 0.01
 logger = logging.getLogger("sdk")
 T = TypeVar("T")
 Output = RequestOutput | EmbeddingOutput | PoolingRequestOutput
@@ -84,6 +88,8 @@ class Engine:
         #: The number of steps planned, while the ranks work: until then nothing changes here.
         self.standstill: int | None = None
         self._closed = False
+        #: Loads the adapters of requests. ``None``: they cannot have any.
+        self.adapters: AdapterLoader | None = None
 
     # Requests
 
@@ -105,6 +111,7 @@ class Engine:
         stops: StopStrings | None = None,
         banned: StringAutomaton | None = None,
         result_bytes: int = 0,
+        adapter: AdapterSource | None = None,
     ) -> None:
         """Queue a request, or raise RequestError, EngineDeadError or EngineClosedError.
 
@@ -136,6 +143,8 @@ class Engine:
                 priority=priority,
                 arrival_time=arrival,
                 salt=cache_salt,
+                adapter=None if adapter is None else adapter.key,
+                adapter_name=None if adapter is None else adapter.name,
                 prompt_embeds=prompt_embeds,
                 resolved=resolved,
                 negative_prompt_token_ids=negative_prompt_token_ids,
@@ -144,7 +153,7 @@ class Engine:
             for child_id, child_params in children
         ]
         compiled = stops or stop_strings(params), banned or banned_strings(params)
-        self._queue(generation, requests, *compiled)
+        self._queue(generation, requests, *compiled, adapter)
 
     def _queue(
         self,
@@ -152,7 +161,9 @@ class Engine:
         requests: Sequence[Request],
         stops: StopStrings | None,
         banned: StringAutomaton | None,
+        adapter: AdapterSource | None,
     ) -> None:
+        generation.lora_request = None if adapter is None else adapter.lora_request
         # Completions first: they may raise, and then the scheduler must not have the requests.
         generation.completions = [
             Completion(index, request, self._tokenizer, stops, self._texts, banned)
@@ -160,7 +171,8 @@ class Engine:
         ]
         for request, completion in zip(requests, generation.completions, strict=True):
             request.results = generation.results
-            self.scheduler.queues.add(request)  # checks what they share: only the first can raise
+            # checks what they share: only the first can raise
+            self.scheduler.queues.add(request, adapter)
             self.scheduler.recorder.added(request)
             self._completions[request.request_id] = (generation, completion)
         self._generations[generation.request_id] = generation
@@ -239,6 +251,8 @@ class Engine:
         if self._closed or self.dead is not None:
             self._check_alive()
         if not (self._generations or self._updated):
+            if self.adapters is not None and self.adapters.busy:
+                self.advance_adapters()
             return []
         scheduler, clock = self.scheduler, self._clock
         plan, begin = None, clock()
@@ -264,6 +278,8 @@ class Engine:
             begin = clock()
             self._seconds[1] += begin - planned
         self._finish_step(started)
+        if self.adapters is not None and self.adapters.busy:
+            self.advance_adapters()
         outputs = self._timed_outputs() if self._updated else []
         if (trace := self.trace) is not None:
             trace_step(trace, self.scheduler, plan, started, planned)
@@ -291,6 +307,38 @@ class Engine:
         """Wait for all steps in flight. The next call of ``step`` returns their outputs."""
         while self.scheduler.num_in_flight and self.dead is None:
             self._finish_step(self._clock())
+
+    def advance_adapters(self) -> None:
+        """Between two steps: load the adapters that waiting requests need, as far as they are read.
+
+        An adapter that cannot be loaded ends its requests. If nothing else can run, this waits for
+        up to 10 ms.
+        """
+        loader, queues = self.adapters, self.scheduler.queues
+        assert loader is not None
+        if not queues.running and all(request.adapter for request in queues.waiting):
+            loader.wait(_ADAPTER_SECONDS)
+        self.settle()
+        if self.dead is not None:
+            return
+        try:
+            failed = loader.advance()
+        except Exception as error:
+            self._fail_engine("the executor failed", error)
+            return
+        except BaseException as error:
+            self._fail_engine(_STEP_FAILED, error)
+            raise
+        slots = self.scheduler.adapters
+        assert slots is not None
+        for adapter, reason in failed:
+            key = adapter.source.key
+            for generation, completion in list(self._completions.values()):
+                if completion.request.adapter == key:
+                    queues.finish(completion.request.request_id, "error")
+                    self._finish(generation, completion, "error", str(reason))
+            adapter.error = reason
+            slots.failed(adapter)
 
     def _finish_step(self, started: float) -> None:
         """Wait for the oldest step in flight, commit it and update the answers.
@@ -493,6 +541,8 @@ class Engine:
                 self._completions.clear()
                 self._updated.clear()
                 self._tokenizer = self._texts = None
+                if self.adapters is not None:
+                    self.adapters.close()
                 self._executor.close()
 
 

@@ -58,6 +58,7 @@ def numbers(
         "num_pages_pinned": scheduler.prefixes.num_pinned,
         "kv_usage": used / pool.capacity if pool.capacity else 0.0,
         **({} if tiered is None else tiered.metrics(swap.counts())),
+        **({} if scheduler.adapters is None else scheduler.adapters.metrics()),
         **dict(zip(_PARTS, seconds, strict=True)),
         "native_seconds": native_seconds,
         **recorder.read_rates(now, *tokens),

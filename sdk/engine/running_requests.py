@@ -65,7 +65,7 @@ def request_info(
         request.kind,
         state,
         request.params.tenant,
-        request.adapter,
+        request.adapter_name,
         request.priority,
         request.num_prompt_tokens,
         request.num_cached or 0,

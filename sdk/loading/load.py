@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sdk.config import EngineConfig
+from sdk.engine.adapter_loader import AdapterLoader
 from sdk.engine.engine import Engine
 from sdk.engine.pages.disk_space import disk_folder
 from sdk.engine.pages.elastic import ElasticPages
 from sdk.engine.pages.prefix_store import PrefixStore
+from sdk.engine.rank.adapters import RankAdapters
 from sdk.engine.rank.kv_cache import kv_spec
 from sdk.engine.rank.runner import ModelRunner
 from sdk.engine.rank.runner_config import DraftingWeights, RunnerConfig
@@ -25,9 +27,10 @@ from sdk.engine.scheduling.forced_tokens import ForcedTokens
 from sdk.engine.scheduling.prompt_lookup import LOOKUP_BYTES, PromptLookup
 from sdk.engine.scheduling.results import ResultBudget
 from sdk.engine.scheduling.scheduler import Scheduler
-from sdk.engine.scheduling.scheduler_config import SchedulerConfig
+from sdk.engine.scheduling.scheduler_config import SHORT_STEP, SHORT_STEP_GPU, SchedulerConfig
 from sdk.executors.local import LocalExecutor
 from sdk.kernels.self_check import failures
+from sdk.loading.adapters import AdapterOpener
 from sdk.loading.checks import named_tokenizer
 from sdk.loading.progress import reporting
 from sdk.loading.sampling_defaults import SamplingDefaults, sampling_defaults
@@ -38,7 +41,7 @@ from sdk.memory.machine import release_free_memory
 from sdk.memory.plan import MemoryPlan
 from sdk.memory.planning import activations_of
 from sdk.memory.pool import Lease, MemoryPool
-from sdk.memory.resolve import compute_of, device_of, model_config, threads_of
+from sdk.memory.resolve import compute_of, config_values, device_of, model_config, threads_of
 from sdk.memory.sizes import format_bytes
 from sdk.models.config import ModelConfig
 from sdk.models.parallel import Mesh
@@ -80,6 +83,8 @@ class Loaded:
     kv_scales: int
     runner_device: str
     results: ResultBudget
+    #: ``None``: requests cannot have adapters.
+    open_adapter: AdapterOpener | None
 
     @property
     def runner(self) -> ModelRunner:
@@ -99,8 +104,7 @@ def load(config: EngineConfig, checkpoint: Checkpoint | None = None) -> Loaded:
     ``checkpoint`` replaces the one that ``config`` names, and is closed.
     """
     with contextlib.ExitStack() as undo:
-        if checkpoint is None:
-            checkpoint = open_model(config)
+        checkpoint = checkpoint or open_model(config)
         undo.callback(checkpoint.close)
         model = model_config(config, checkpoint)
         memory = checked_plan(config, checkpoint)
@@ -152,7 +156,28 @@ def load(config: EngineConfig, checkpoint: Checkpoint | None = None) -> Loaded:
         kv_scales=len(checkpoint.kv_scales),
         runner_device=runner_config.device,
         results=results,
+        open_adapter=_with_adapters(engine, config, executor, config_values(config, checkpoint)),
     )
+
+
+def _with_adapters(
+    engine: Engine,
+    config: EngineConfig,
+    executor: LocalExecutor[ModelRunner] | ProcessExecutor[ModelRunner],
+    values: Mapping[str, Any],
+) -> AdapterOpener | None:
+    """Let the requests of an engine have adapters, if the options ask for that."""
+    slots = engine.scheduler.adapters
+    if slots is None:
+        return None
+
+    def own_rank() -> RankAdapters:
+        adapters = executor.runner.adapters
+        assert adapters is not None
+        return adapters
+
+    engine.adapters = AdapterLoader(slots, executor, own_rank, config.tensor_parallel_size)
+    return AdapterOpener(config, values, own_rank, slots.max_bytes)
 
 
 def _scheduler(
@@ -171,6 +196,10 @@ def _scheduler(
         enable_prefix_caching=config.enable_prefix_caching,
         enable_chunked_prefill=config.enable_chunked_prefill,
         policy=config.scheduling_policy,
+        tenant_weights=config.tenant_weights,
+        priority_aging=config.priority_aging,
+        short_step_tokens=SHORT_STEP if runner.device == "cpu" else SHORT_STEP_GPU,
+        prefix_eviction=config.prefix_eviction,
         kv_type=memory.kv_dtype,
         kv_bits=kv_bits(memory.kv_dtype),
         kv_keep=config.kv_keep,
@@ -179,6 +208,8 @@ def _scheduler(
         eos_token_ids=eos,
         max_scored_tokens=results.scored_tokens,
         max_result_bytes=results.nbytes,
+        adapter_slots=runner.adapter_slots,
+        adapter_bytes=memory.adapters,
     )
     scheduler = Scheduler(limits)
     drafting = runner.drafting
@@ -268,6 +299,7 @@ def _runner_config(
         num_swap_pages=memory.swap_pages,
         swap_path=config.swap_path,
         kv_keep=config.kv_keep,
+        adapter_slots=config.adapter_slots,
         **_offload_options(config, model, memory),
     )
 

@@ -58,6 +58,7 @@ class Demand:
     that a step verifies, of all requests; ``drafter_bytes``: what finding them takes;
     ``drafting_weights``: the part of ``weights`` that drafts, of ``drafting_model``, which may run
     prompts too. ``feature_bytes``: hidden states of one token for a head that drafts.
+    ``adapter_bytes``: all low-rank adapters together.
     """
 
     weights: WeightBytes
@@ -81,6 +82,7 @@ class Demand:
     drafting_model: ModelConfig | None = None
     drafting_prompts: bool = False
     feature_bytes: int = 0
+    adapter_bytes: int = 0
 
     @property
     def tokenizer(self) -> int:

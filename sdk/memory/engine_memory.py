@@ -191,6 +191,8 @@ class EngineMemory:
                 raise
             if self._lease is not None:
                 self._lease.give_back(self.plan.total - self.plan.serving)
+            if self._engine.adapters is not None:
+                self._engine.adapters.restart()
         elif self._level == 1:
             self._elastic.wake()
         self._level = 0

@@ -30,7 +30,7 @@ def plan_memory(
     seqs, want_context = demand.max_num_seqs, max_model_len or demand.model.max_position
     tokens = min(demand.max_num_batched_tokens, seqs * want_context)
     limit, working = budget or available, _working_memory(demand, tokens, want_context)
-    left = limit - demand.weights.total - sum(working) - demand.tokenizer
+    left = limit - demand.weights.total - sum(working) - demand.tokenizer - demand.adapter_bytes
     most = max(left, 0) // demand.page_bytes
     if kv_budget is not None:
         pages = kv_budget // demand.page_bytes
@@ -63,6 +63,7 @@ def plan_memory(
         scratch=working[2],
         draft_tokens=demand.draft_tokens,
         drafting_weights=demand.drafting_weights,
+        adapters=demand.adapter_bytes,
     )
     if plan.kv_tokens < context or plan.total > limit:
         wanted = None if max_model_len is not None else want_context
@@ -121,6 +122,8 @@ def _breakdown(
         rows.append(("graphs", plan.graphs, ""))
     if plan.scratch:
         rows.append(("scratch", plan.scratch, ""))
+    if plan.adapters:
+        rows.append(("adapters", plan.adapters, "lora_memory"))
     rows.append(("KV cache", kv, kv_note))
     if plan.loading > serving:
         rows.append(

@@ -100,6 +100,7 @@ class MemoryPlan:
     scratch: int = 0
     draft_tokens: int = 0
     drafting_weights: int = 0
+    adapters: int = 0
     problem: str = ""
     config: EngineConfig | None = field(default=None, repr=False)
     kernels: tuple[KernelShare, ...] = field(default=(), compare=False)
@@ -123,7 +124,7 @@ class MemoryPlan:
     @property
     def fixed(self) -> int:
         """What serving takes whatever the number of pages, without the tokenizer."""
-        return self.weights + self.workspace + self.graphs + self.scratch
+        return self.weights + self.workspace + self.graphs + self.scratch + self.adapters
 
     @property
     def serving(self) -> int:
@@ -145,6 +146,12 @@ class MemoryPlan:
         """How many requests of ``max_model_len`` tokens fit at once."""
         pages_per_request = -(-self.max_model_len // self.page_size)
         return min(self.num_pages / pages_per_request, self.max_num_seqs)
+
+    @property
+    def largest_adapters(self) -> str:
+        """What the room for adapters is for."""
+        slots = 0 if self.config is None else self.config.adapter_slots
+        return f"at most {slots} at a time, and one being loaded"
 
     @property
     def largest_step(self) -> str:
@@ -193,6 +200,8 @@ class MemoryPlan:
             rows.insert(
                 -2, ("scratch", self.scratch, "of kernels: dequantized weights, partial sums")
             )
+        if self.adapters:
+            rows.insert(-1, ("adapters", self.adapters, self.largest_adapters))
         if self.structures:
             rows.insert(-1, ("structures", self.structures, "the vocabulary of structured output"))
         if self.loading + self.tokenizer == self.total:

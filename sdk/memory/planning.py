@@ -13,6 +13,7 @@ from sdk.kernels.registry import facts_of
 from sdk.kernels.scratch import Scratch
 from sdk.kernels.sized_graphs import MOST_TOKENS
 from sdk.memory import resolve
+from sdk.memory.adapters import adapter_bytes
 from sdk.memory.demand import Demand, WeightBytes
 from sdk.memory.drafting import with_drafts
 from sdk.memory.fitting import plan_memory
@@ -137,6 +138,7 @@ def _demand(
         activation_bytes=activations.itemsize,
         has_tokenizer=not config.skip_tokenizer_init,
         steps_with_embeds=config.enable_prompt_embeds and eager and not config.enforce_eager,
+        adapter_bytes=adapter_bytes(config, model, activations),
         captured_tokens=0 if eager else min(config.max_num_batched_tokens, MOST_TOKENS),
     )
 

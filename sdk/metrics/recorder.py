@@ -225,7 +225,7 @@ class Recorder:
 
     def _series(self, request: Request) -> tuple[RequestSeries, ...]:
         """What a request counts in."""
-        tenant, adapter = request.params.tenant, request.adapter
+        tenant, adapter = request.params.tenant, request.adapter_name
         if tenant is None and adapter is None:
             return (self.requests,)
         found = [self.requests]

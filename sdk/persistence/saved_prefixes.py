@@ -38,6 +38,8 @@ class SavedPrefixes:
         """The full pages of a prompt; missing ones are computed."""
         if prompt.embeds is not None:
             raise RequestError("snapshot: expected a prompt of tokens, found prompt_embeds")
+        if prompt.adapter is not None:
+            raise RequestError("snapshot: a prompt with an adapter cannot be saved; use pin")
         ids, salt = prompt.token_ids, prompt.cache_salt
         stored = self._when_cached(prompt, lambda: self._kept.read(ids, salt))
         return Snapshot(self._model, ids[: len(stored.layers[0].rows)], stored)
@@ -88,13 +90,13 @@ class SavedPrefixes:
 
     def pin(self, prompt: Prompt) -> int:
         """Pin a prompt's full pages, computing missing ones; returns the number of tokens."""
-        ids, salt = prompt.token_ids, prompt.cache_salt
-        return self._when_cached(prompt, lambda: self._kept.pin(ids, salt))
+        ids, salt, adapter = prompt.token_ids, prompt.cache_salt, _key_of(prompt)
+        return self._when_cached(prompt, lambda: self._kept.pin(ids, salt, adapter))
 
     def unpin(self, prompt: Prompt) -> bool:
         """Remove the pin of exactly these pages. False: there is none."""
         return self._driver.between_steps(
-            lambda: self._kept.unpin(prompt.token_ids, prompt.cache_salt)
+            lambda: self._kept.unpin(prompt.token_ids, prompt.cache_salt, _key_of(prompt))
         )
 
     def forget(self) -> bool:
@@ -127,3 +129,8 @@ class SavedPrefixes:
         [answer] = output.outputs
         if answer.finish_reason not in ("stop", "length"):
             raise RequestError(f"the prefix was not computed: {answer.stop_reason}")
+
+
+def _key_of(prompt: Prompt) -> str | None:
+    """The hash of its adapter: prefixes of other adapters are others."""
+    return None if prompt.adapter is None else prompt.adapter.key

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator
 from typing import Any
 
@@ -23,21 +24,45 @@ class AnswerStream(AsyncIterator[RequestOutput]):
 
     def __init__(self, driver: Driver, request: DeferredJob) -> None:
         self._request = request
-        self._pieces = _pieces(driver, request)  # has no reference to self: no cycle to collect
+        self._batches = _batches(driver, request)  # has no reference to self: no cycle to collect
+        self._ready: deque[RequestOutput] = deque()
 
     def __aiter__(self) -> AnswerStream:
         return self
 
     async def __anext__(self) -> RequestOutput:
-        return await self._pieces.__anext__()
+        if not self._ready:
+            self._ready.extend(await self._batches.__anext__())
+        return self._ready.popleft()
+
+    async def take(self) -> list[RequestOutput]:
+        """All pieces that are here, at least one; empty at the end.
+
+        A server writes them at once: after a burst, reading them one by one is slower.
+        """
+        if self._ready:
+            found = list(self._ready)
+            self._ready.clear()
+            return found
+        async for batch in self._batches:
+            return batch
+        return []
 
     def __await__(self) -> Generator[Any, None, AnswerStream]:
         yield from self._request.made().__await__()
         return self
 
+    @property
+    def prompt_token_ids(self) -> tuple[int, ...]:
+        """The tokens of the prompt, once the stream has been awaited or read.
+
+        :raises RuntimeError: a long prompt has not been tokenized yet.
+        """
+        return self._request.job.prompt_token_ids
+
     async def aclose(self) -> None:
         """Stop; a running request is aborted."""
-        await self._pieces.aclose()
+        await self._batches.aclose()
 
 
 class DeferredJob:
@@ -50,23 +75,31 @@ class DeferredJob:
         self._make = make
         self._job = make() if at_once else None
 
+    @property
+    def job(self) -> Job:
+        """:raises RuntimeError: it has not been made yet."""
+        if self._job is None:
+            raise RuntimeError("the prompt was not tokenized yet: await the stream first")
+        return self._job[0]
+
     async def made(self) -> tuple[Job, View]:
         if self._job is None:
             self._job = await asyncio.to_thread(self._make)
         return self._job
 
 
-async def _pieces(driver: Driver, request: DeferredJob) -> AsyncGenerator[RequestOutput, None]:
+async def _batches(
+    driver: Driver, request: DeferredJob
+) -> AsyncGenerator[list[RequestOutput], None]:
     job, view = await request.made()
-    mailbox = AsyncMailbox()
+    mailbox = AsyncMailbox(driver.loop_inbox())
     driver.submit([job], mailbox)
     finished = False
     try:
         while not finished:
-            output = await mailbox.get()
-            assert isinstance(output, RequestOutput)
-            finished = output.finished
-            yield view(output)
+            outputs = [await mailbox.get(), *mailbox.get_more()]
+            finished = outputs[-1].finished
+            yield [view(output) for output in outputs if isinstance(output, RequestOutput)]
     finally:
         if not finished:
             driver.abort([job.request_id])

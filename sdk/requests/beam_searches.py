@@ -47,12 +47,12 @@ class BeamSearches:
         self._on_progress = on_progress
 
     def search(
-        self, prompts: Any, params: BeamSearchParams, use_tqdm: bool = False
+        self, prompts: Any, params: BeamSearchParams, use_tqdm: bool = False, lora: Any = None
     ) -> Work[list[BeamSearchOutput]]:
         """See :meth:`sdk.LLM.beam_search`."""
         if not isinstance(params, BeamSearchParams):
             raise RequestError(f"params: expected BeamSearchParams, found {safe_repr(params)}")
-        read = self._jobs.read(prompts, None).prompts
+        read = self._jobs.read(prompts, None, None, lora).prompts
         if any(prompt.embeds is not None for prompt in read):
             raise RequestError("beam_search: expected prompts of tokens, found prompt_embeds")
         searches = [
@@ -82,7 +82,11 @@ class BeamSearches:
             temperature=0, max_tokens=1, logprobs=count, ignore_eos=True, detokenize=False
         )
         prompts = [
-            Prompt((*prompt.token_ids, *beam.tokens), cache_salt=prompt.cache_salt)
+            Prompt(
+                (*prompt.token_ids, *beam.tokens),
+                cache_salt=prompt.cache_salt,
+                adapter=prompt.adapter,
+            )
             for prompt, beams in searches
             for beam in beams.running
         ]

@@ -62,54 +62,70 @@ class Calls:
         found = self.wait(jobs, "generate", use_tqdm)
         return [view(as_text(o)) for view, o in zip(_views(calling), found, strict=True)]
 
-    def wait(self, jobs: Sequence[Job], stage: str, use_tqdm: bool) -> list[Output]:
-        """Run jobs and wait; their last outputs. Reports progress as ``stage``, if it is named."""
+    def wait(
+        self, jobs: Sequence[Job], stage: str, use_tqdm: bool, *, goes_on: bool = False
+    ) -> list[Output]:
+        """Run jobs and wait; their last outputs. Reports progress as ``stage``, if it is named.
+        ``goes_on``: the call has run requests before."""
         if not stage:
-            return run_jobs(self._driver, jobs)
+            return run_jobs(self._driver, jobs, goes_on=goes_on)
         bar = use_tqdm and len(jobs) > 1
         with reporting(stage, "request", self._on_progress, bar=bar) as report:
-            return run_jobs(self._driver, jobs, report)
+            return run_jobs(self._driver, jobs, report, goes_on=goes_on)
 
-    async def read_without_blocking(
-        self, prompts: Any, sampling_params: Any, read: Callable[[], T]
-    ) -> T:
-        """What ``read`` returns. It runs in a thread if ``prompts`` are long, so that the event
-        loop goes on."""
-        self._driver.check_usable()
-        if self._reader.is_short(prompts, sampling_params):
-            return read()
-        return await asyncio.to_thread(read)
-
-    async def arun(
-        self, calling: Calling, priority: int | Sequence[int] | None
+    async def abatch(
+        self,
+        read: Callable[[], Calling],
+        prompts: Any,
+        sampling_params: Any,
+        priority: int | Sequence[int] | None,
+        lora: Any,
     ) -> list[RequestOutput]:
-        """:meth:`run` for an event loop."""
+        """:meth:`run` for an event loop, of what ``read`` makes of the other arguments."""
+        calling = await self._read_without_blocking(prompts, sampling_params, read, lora)
         calling = calling._replace(params=once_each(calling.params, _final_only))
         jobs = self._jobs.make(calling.prompts, calling.params, priority=priority)
         found = await arun_jobs(self._driver, jobs)
         return [view(as_text(o)) for view, o in zip(_views(calling), found, strict=True)]
+
+    async def _read_without_blocking(
+        self, prompts: Any, sampling_params: Any, read: Callable[[], T], lora: Any = None
+    ) -> T:
+        """What ``read`` returns. It runs in a thread if ``prompts`` are long or an adapter is new,
+        so that the event loop goes on."""
+        self._driver.check_usable()
+        if self._is_quick(prompts, sampling_params, lora):
+            return read()
+        return await asyncio.to_thread(read)
+
+    def _is_quick(self, prompts: Any, sampling_params: Any, lora: Any) -> bool:
+        return self._reader.is_short(prompts, sampling_params) and self._jobs.adapters.knows(lora)
 
     # ---- work in stages --------------------------------------------------------------------------
 
     def do(self, work: Work[T], use_tqdm: bool = False) -> T:
         """What ``work`` returns."""
         try:
-            stage = next(work)
+            stage, goes_on = next(work), False
             while True:
-                stage = work.send(self.wait(stage.jobs, stage.name, use_tqdm))
+                outputs = self.wait(stage.jobs, stage.name, use_tqdm, goes_on=goes_on)
+                stage, goes_on = work.send(outputs), True
         except StopIteration as done:
             result: T = done.value
             return result
         finally:
             work.close()
 
-    async def ado(self, work: Work[T], prompts: object) -> T:
-        """:meth:`do` for an event loop. ``prompts``: what the work begins by reading."""
+    async def ado(self, work: Work[T], prompts: object, lora: Any = None) -> T:
+        """:meth:`do` for an event loop. ``prompts``, ``lora``: what the work begins by reading."""
         try:
-            stage, result = await self.read_without_blocking(prompts, None, partial(_send, work))
+            first = partial(_send, work)
+            stage, result = await self._read_without_blocking(prompts, None, first, lora)
+            goes_on = False
             while stage is not None:
-                outputs = await arun_jobs(self._driver, stage.jobs)
+                outputs = await arun_jobs(self._driver, stage.jobs, goes_on=goes_on)
                 stage, result = _send(work, outputs)
+                goes_on = True
         finally:
             work.close()
         assert result is not None
@@ -124,10 +140,11 @@ class Calls:
         priority: int | None,
         template: Mapping[str, Any],
         returns: Any = None,
+        lora: Any = None,
     ) -> Iterator[Any]:
         """Start one request; its outputs as they come."""
         job, view = self._stream_job(
-            "stream", prompt, sampling_params, priority, template, returns=returns
+            "stream", prompt, sampling_params, priority, template, returns=returns, lora=lora
         )
         pieces = self._pieces(job, view)
         next(pieces)  # submits; from here on dropping the iterator, even unread, aborts the request
@@ -153,13 +170,16 @@ class Calls:
         sampling_params: SamplingParams | None,
         priority: int | None,
         template: Mapping[str, Any],
+        returns: Any = None,
+        lora: Any = None,
         **how: Any,
     ) -> AnswerStream:
         """:meth:`stream` for an event loop; ``how``: see :meth:`_stream_job`."""
+        how |= {"returns": returns, "lora": lora}
         self._driver.check_usable()
         ChatOptions.of(method, template)
         self._jobs.params(sampling_params, 1)
-        at_once = self._reader.is_short(prompt, sampling_params)
+        at_once = self._is_quick(prompt, sampling_params, lora)
         make = partial(self._stream_job, method, prompt, sampling_params, priority, template, **how)
         return AnswerStream(self._driver, DeferredJob(make, at_once=at_once))
 
@@ -174,10 +194,11 @@ class Calls:
         request_id: str | None = None,
         kind: RequestOutputKind = RequestOutputKind.DELTA,
         returns: Any = None,
+        lora: Any = None,
     ) -> tuple[Job, View]:
         """The job of one stream, and how its outputs are shown. They are of ``kind``, unless the
         parameters ask for the last one only."""
-        calling = self._jobs.read_one(method, prompt, sampling_params, template, returns)
+        calling = self._jobs.read_one(method, prompt, sampling_params, template, returns, lora)
         [params] = calling.params
         if params.output_kind is RequestOutputKind.CUMULATIVE:
             calling = calling._replace(params=[params.clone(output_kind=kind)])

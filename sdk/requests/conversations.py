@@ -26,9 +26,18 @@ ONLY_ONE = (
 _STAYS = ("system", "developer")
 
 
+def check_salt(salt: object) -> None:
+    """:raises RequestError: a ``cache_salt`` is not a text, or empty."""
+    if salt is not None and (not isinstance(salt, str) or not salt):
+        raise RequestError(f"cache_salt: expected a non-empty string, found {safe_repr(salt)}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatOptions:
-    """How a conversation is rendered; the keyword arguments of ``LLM.chat``."""
+    """How a conversation is rendered; the keyword arguments of ``LLM.chat``.
+
+    ``cache_salt``: its prefix is shared only with prompts of the same salt.
+    """
 
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -38,6 +47,7 @@ class ChatOptions:
     parallel_tool_calls: bool = True
     tool_format: str | None = None
     chat_template_kwargs: Mapping[str, Any] | None = None
+    cache_salt: str | None = None
 
     @classmethod
     def of(cls, method: str, given: Mapping[str, Any]) -> ChatOptions:
@@ -73,6 +83,7 @@ class ChatOptions:
                 "chat_template: expected the source or the name of a template, found "
                 f"{safe_repr(template)}"
             )
+        check_salt(self.cache_salt)
         tool_choice_of(self.tool_choice, self.tools or ())
         if self.tool_format is not None:
             format_named(self.tool_format)

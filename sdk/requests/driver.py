@@ -9,10 +9,12 @@ most.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
@@ -21,11 +23,24 @@ from time import thread_time
 from typing import NamedTuple, NoReturn, TypeVar
 
 from sdk.engine.engine import Engine, Output
-from sdk.errors import EngineClosedError, EngineDeadError, RequestError, SdkError
+from sdk.engine.scheduling.policy import FairPolicy
+from sdk.errors import (
+    EngineAsleepError,
+    EngineClosedError,
+    EngineDeadError,
+    RequestError,
+    SdkError,
+)
 from sdk.executors.base import Executor
 from sdk.memory.pool import Lease
+from sdk.outputs import Estimate
+from sdk.params import SamplingParams
 from sdk.quant.safe_repr import safe_repr
+from sdk.requests.estimates import estimate
 from sdk.requests.job import Job, OutputSink
+from sdk.requests.loop_inbox import LoopInbox
+from sdk.requests.prompts import Prompt
+from sdk.requests.queue_limit import Place, QueueLimit
 from sdk.requests.step_sizes import StepSizes
 from sdk.requests.wakeups import Wakeups
 
@@ -69,7 +84,11 @@ class Driver:
     """Owns an engine; see the module. ``close`` is idempotent and safe from any thread."""
 
     def __init__(
-        self, engine: Engine, current: Callable[[], AbstractContextManager[object]] = nullcontext
+        self,
+        engine: Engine,
+        current: Callable[[], AbstractContextManager[object]] = nullcontext,
+        *,
+        max_waiting: int | None = None,
     ) -> None:
         """``current``: a context in which the engine's device is the thread's current device."""
         self._engine = engine
@@ -80,7 +99,11 @@ class Driver:
         self._step_lock = threading.RLock()
         self._lock_waiters: set[int] = set()  # other threads that want the step lock: they go first
         self._stepping: int | None = None  # the thread inside a step
-        self._sinks: dict[str, OutputSink] = {}  # of all unfinished requests
+        self._sinks: dict[str, Place] = {}  # of all unfinished requests
+        self._limit: QueueLimit | None = None
+        if max_waiting is not None:
+            slots, policy = engine.scheduler.config.max_num_seqs, engine.scheduler.queues.policy
+            self._limit = QueueLimit(slots, max_waiting, policy)
         self._background: set[str] = set()  # requests that the engine thread has to finish
         self._sizes = StepSizes(engine.scheduler)
         self._thread: threading.Thread | None = None
@@ -95,11 +118,23 @@ class Driver:
         self.tap: Callable[[Sequence[Job], OutputSink], OutputSink] | None = None
         self._asleep = ""  # why requests are rejected for now
         self._owner = os.getpid()
+        self._inboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopInbox] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def loop_inbox(self) -> LoopInbox:
+        """Where outputs for the running event loop go."""
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            found = self._inboxes.get(loop)
+            if found is None:
+                found = self._inboxes[loop] = LoopInbox(loop)
+            return found
 
     def check_usable(self, *, asleep: bool = False) -> None:
         """:raises EngineClosedError: after ``close`` or in a forked child.
         :raises EngineDeadError: after a failed step.
-        :raises RequestError: while it sleeps, unless ``asleep`` allows that."""
+        :raises EngineAsleepError: while it sleeps, unless ``asleep`` allows that."""
         check_process(self._owner)
         self._check_open(asleep=asleep)
 
@@ -110,14 +145,18 @@ class Driver:
         if self._failure is not None:
             raise self._failure
         if self._asleep and not asleep:
-            raise RequestError(self._asleep)
+            raise EngineAsleepError(self._asleep)
 
     # ---- commands --------------------------------------------------------------------------------
 
-    def submit(self, jobs: Sequence[Job], sink: OutputSink, *, run: bool = True) -> None:
+    def submit(
+        self, jobs: Sequence[Job], sink: OutputSink, *, run: bool = True, goes_on: bool = False
+    ) -> None:
         """Add requests whose outputs go to ``sink``. ``run=False``: the caller does the stepping.
+        ``goes_on``: they belong to a call that was accepted, so the queue is not full for them.
 
         :raises RequestError: inside a logits processor, where the answer would never come.
+        :raises QueueFullError: too many requests are unfinished; none of these was added.
         """
         self.check_usable()  # before the lock, which a forked child may have inherited locked
         if run:
@@ -130,13 +169,16 @@ class Driver:
                         f"request_id: {safe_repr(job.request_id)} belongs to an unfinished "
                         "request; use another id"
                     )
+            if self._limit is not None and jobs and not goes_on:
+                self._limit.check(self._sinks.values(), jobs)
             if run:
                 self._start()
             if self.tap is not None:
                 sink = self.tap(jobs, sink)
-            commands = [_Add(job, sink) for job in jobs]
-            for command in commands:  # without Python calls that a signal handler could interrupt
-                self._sinks[command.job.request_id] = sink
+            commands = [(_Add(job, sink), Place.of(job, sink)) for job in jobs]
+            # without Python calls that a signal handler could interrupt
+            for command, place in commands:
+                self._sinks[command.job.request_id] = place
                 self._inbox.append(command)
             if run:
                 self._background.update(job.request_id for job in jobs)
@@ -206,6 +248,7 @@ class Driver:
                 stops=job.stops,
                 banned=job.banned,
                 result_bytes=job.result_bytes,
+                adapter=job.adapter,
             )
         except Exception as error:  # rejected: its caller gets the reason
             self._forget(job.request_id)
@@ -365,6 +408,17 @@ class Driver:
         """Run the next steps on ``wrap(executor)``: how sdk.testing injects faults."""
         self.between_steps(lambda: self._engine.wrap_executor(wrap))
 
+    def set_tenant_weight(self, tenant: str | None, weight: float) -> None:
+        """See :meth:`sdk.LLM.set_tenant_weight`. No step has to wait for it."""
+        self.check_usable()
+        policy = self._engine.scheduler.queues.policy
+        if not isinstance(policy, FairPolicy):
+            raise RequestError(
+                "set_tenant_weight: weights need scheduling_policy='fair', found "
+                f"{safe_repr(self._engine.scheduler.config.policy)}"
+            )
+        policy.set_weight(tenant, weight)
+
     @property
     def engine(self) -> Engine:
         """The engine; what changes it must run between two steps."""
@@ -400,6 +454,11 @@ class Driver:
         """Jobs that the engine has not taken yet."""
         with self._lock:
             return [command.job for command in self._inbox if isinstance(command, _Add)]
+
+    def estimate(self, prompt: Prompt, params: SamplingParams, priority: int | None) -> Estimate:
+        """See :meth:`sdk.LLM.estimate`. No step has to wait for it."""
+        self.check_usable()
+        return estimate(self._engine.scheduler, prompt, params, priority)
 
     # ---- one step --------------------------------------------------------------------------------
 
@@ -451,19 +510,21 @@ class Driver:
         return outputs
 
     def _deliver(self, output: Output) -> None:
-        sink = self._sinks.get(output.request_id)
-        if sink is None:
+        place = self._sinks.get(output.request_id)
+        if place is None:
             return
         if output.finished:
             self._forget(output.request_id)
-        if not sink.deliver(output) and not output.finished:
+        if not place.sink.deliver(output) and not output.finished:
             self._forget(output.request_id)
             self._engine.abort((output.request_id,))
 
     def _forget(self, request_id: str) -> None:
         with self._lock:
-            self._sinks.pop(request_id, None)
+            place = self._sinks.pop(request_id, None)
             self._background.discard(request_id)
+            if place is not None and self._limit is not None:
+                self._limit.ended(place)
 
     # ---- failing and closing ---------------------------------------------------------------------
 
@@ -483,8 +544,8 @@ class Driver:
             self._sinks.clear()
             self._background.clear()
             self._inbox.clear()
-        for request_id, sink in waiting:
-            sink.fail(request_id, error)
+        for request_id, place in waiting:
+            place.sink.fail(request_id, error)
 
     def close(self) -> None:
         """Let the step in progress end, fail all waiting requests, give everything back.

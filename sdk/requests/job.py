@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from sdk.engine.engine import Output
 from sdk.engine.plan import Pooling, RequestKind
 from sdk.params import SamplingParams
+from sdk.requests.adapters import KnownAdapter
 from sdk.sampling.resolved import ResolvedParams
 from sdk.text.automaton import StringAutomaton
 from sdk.text.stops import StopStrings
@@ -42,3 +43,4 @@ class Job:
     stops: StopStrings | None = None
     banned: StringAutomaton | None = None
     result_bytes: int = 0
+    adapter: KnownAdapter | None = None

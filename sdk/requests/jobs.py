@@ -15,6 +15,7 @@ from sdk.errors import RequestError
 from sdk.models.classifier import Classifier
 from sdk.params import SamplingParams
 from sdk.quant.safe_repr import safe_repr
+from sdk.requests.adapters import Adapters
 from sdk.requests.conversations import ChatOptions, tool_format_of
 from sdk.requests.driver import Driver
 from sdk.requests.job import Job
@@ -77,6 +78,7 @@ class JobMaker:
         eos_token_ids: frozenset[int],
         max_model_len: int,
         results: ResultBudget,
+        adapters: Adapters,
         classifier: Classifier | None = None,
     ) -> None:
         self._reader = reader
@@ -85,6 +87,7 @@ class JobMaker:
         self._eos_token_ids = eos_token_ids
         self._max_model_len = max_model_len
         self._results = results
+        self.adapters = adapters
         self._compiler: GrammarCompiler | None = None
         #: Called before the vocabulary is read for the first structure; raises if it must not be.
         self.before_structures: Callable[[], object] = lambda: None
@@ -114,12 +117,21 @@ class JobMaker:
         prompts: PromptLike | Sequence[PromptLike],
         given: ParamsLike,
         returns: Any = None,
+        lora: Any = None,
     ) -> Calling:
-        """One or more prompts as token ids, each with its parameters."""
+        """One or more prompts as token ids, each with its parameters and adapter."""
         items = as_list(prompts)
         params = self.params(given, len(items))
         read = [self._reader.read(p, q) for p, q in zip(items, params, strict=True)]
+        read = self.adapted(read, lora)
         return _calling(read, params, None if returns is None else Returned(returns))
+
+    def adapted(self, prompts: list[Prompt], lora: Any) -> list[Prompt]:
+        """The prompts with the adapters that ``lora_request=`` asks for."""
+        if lora is None and self.adapters.default is None:
+            return prompts
+        adapters = self.adapters.of(lora, len(prompts))
+        return [replace(p, adapter=one) for p, one in zip(prompts, adapters, strict=True)]
 
     def read_chats(
         self,
@@ -128,13 +140,14 @@ class JobMaker:
         given: ParamsLike,
         template: Mapping[str, Any],
         returns: Any = None,
+        lora: Any = None,
     ) -> Calling:
         """One or more conversations through the chat template, each with its parameters."""
         options = ChatOptions.of(method, template)
         chats = as_conversations(messages)
         params = self.params(given, len(chats))
         pairs = zip(chats, params, strict=True)
-        read = [self._reader.read_chat(c, q, options) for c, q in pairs]
+        read = self.adapted([self._reader.read_chat(c, q, options) for c, q in pairs], lora)
         return _calling(read, params, self._wish(options, returns))
 
     def read_one(
@@ -144,10 +157,12 @@ class JobMaker:
         given: SamplingParams | None,
         template: Mapping[str, Any],
         returns: Any = None,
+        lora: Any = None,
     ) -> Calling:
         """One prompt or conversation."""
         params = self.params(given, 1)
         read = [self._reader.read_one(method, prompt, params[0], template)]
+        read = self.adapted(read, lora)
         return _calling(read, params, self._wish(ChatOptions.of(method, template), returns))
 
     def parses_arguments(self, template: Mapping[str, Any]) -> bool:
@@ -167,7 +182,12 @@ class JobMaker:
         return ToolUse(options, self._reader.template_of(options), tokenizer)
 
     def read_mixed(
-        self, method: str, prompts: Any, given: ParamsLike, template: Mapping[str, Any]
+        self,
+        method: str,
+        prompts: Any,
+        given: ParamsLike,
+        template: Mapping[str, Any],
+        lora: Any = None,
     ) -> Calling:
         """Prompts and conversations, each with its parameters; ``template``: options of chats."""
         items: list[Any] = [prompts] if is_conversation(prompts) else as_list(prompts)
@@ -180,6 +200,7 @@ class JobMaker:
             self._reader.read_chat(item, param, options) if chat else self._reader.read(item, param)
             for item, param, chat in zip(items, params, chats, strict=True)
         ]
+        read = self.adapted(read, lora)
         return _calling(read, params, self._wish(options, None))
 
     def make(
@@ -222,6 +243,7 @@ class JobMaker:
                 stops=stops,
                 banned=banned,
                 result_bytes=self._result_bytes(param, prompt, pooling),
+                adapter=prompt.adapter,
             )
             for name, prompt, param, urgency, (resolved, stops, banned) in zip(
                 names, prompts, params, priorities, read, strict=True
@@ -327,12 +349,12 @@ def _priorities(given: Any, count: int) -> list[int | None]:
         return priorities
 
 
-async def arun_jobs(driver: Driver, jobs: Sequence[Job]) -> list[Output]:
+async def arun_jobs(driver: Driver, jobs: Sequence[Job], *, goes_on: bool = False) -> list[Output]:
     """:func:`run_jobs` for an event loop."""
     done: dict[str, Output] = {}
-    mailbox = AsyncMailbox()
+    mailbox = AsyncMailbox(driver.loop_inbox())
     try:
-        driver.submit(jobs, mailbox)
+        driver.submit(jobs, mailbox, goes_on=goes_on)
         while len(done) < len(jobs):
             output = await mailbox.get()
             if output.finished:
@@ -347,12 +369,17 @@ def run_jobs(
     driver: Driver,
     jobs: Sequence[Job],
     report: Callable[[int, int], None] | None = None,
+    *,
+    goes_on: bool = False,
 ) -> list[Output]:
-    """Submit jobs and wait; their last outputs, in order. Any exception aborts them."""
+    """Submit jobs and wait; their last outputs, in order. Any exception aborts them.
+
+    ``goes_on``: see :meth:`Driver.submit`.
+    """
     done: dict[str, Output] = {}
     mailbox = Mailbox()
     try:
-        driver.submit(jobs, mailbox)
+        driver.submit(jobs, mailbox, goes_on=goes_on)
         while len(done) < len(jobs):
             output = mailbox.get()
             if output.finished:

@@ -15,6 +15,7 @@ from sdk.engine.engine import Output
 from sdk.errors import EngineClosedError, RequestError
 from sdk.quant.safe_repr import safe_repr
 from sdk.requests.driver import check_process
+from sdk.requests.loop_inbox import LoopInbox
 from sdk.requests.wakeups import Wakeups
 
 _Item = Output | Exception
@@ -49,15 +50,17 @@ class Mailbox:
 
 
 class AsyncMailbox:
-    """The same for the event loop it was created in.
+    """A :class:`Mailbox` for the event loop it was created in.
 
     A coroutine may fork while others wait here, and the child may go on with a copy of the loop.
     A timer of that loop then raises the error in the coroutines that wait there.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, inbox: LoopInbox) -> None:
         self._loop = asyncio.get_running_loop()
-        self._items: asyncio.Queue[_Item] = asyncio.Queue()
+        self.inbox = inbox
+        self._items: deque[_Item] = deque()
+        self._waiting: asyncio.Future[None] | None = None
         self._owner = os.getpid()
         self._loop.call_later(_FORK_CHECK_S, _look_for_fork, weakref.ref(self))
 
@@ -66,30 +69,46 @@ class AsyncMailbox:
         try:
             check_process(self._owner)
         except EngineClosedError as error:
-            self._items.put_nowait(error)
+            self.put(error)
             return True
         return False
 
-    def _post(self, item: _Item) -> bool:
-        try:
-            self._loop.call_soon_threadsafe(self._items.put_nowait, item)
-        except RuntimeError:  # the loop was closed, so nothing will read this
-            return False
-        return True
+    def put(self, item: _Item) -> None:
+        """Add an item. In the loop's thread."""
+        self._items.append(item)
+        waiting = self._waiting
+        if waiting is not None and not waiting.done():
+            waiting.set_result(None)
 
     def deliver(self, output: Output) -> bool:
-        return self._post(output)
+        return self.inbox.post(self.put, output)
 
     def fail(self, request_id: str, error: Exception) -> None:
-        self._post(error)
+        self.inbox.post(self.put, error)
 
     async def get(self) -> Output:
-        """The next output; raises what the request failed with.
+        """The next output; raises what the request failed with. One coroutine may wait.
 
         :raises EngineClosedError: in a forked child, where no output will ever come.
         """
         check_process(self._owner)
-        item = await self._items.get()
+        while not self._items:
+            self._waiting = self._loop.create_future()
+            try:
+                await self._waiting
+            finally:
+                self._waiting = None
+        return self._first()
+
+    def get_more(self) -> list[Output]:
+        """All further outputs that are here."""
+        outputs = []
+        while self._items and not isinstance(self._items[0], Exception):
+            outputs.append(self._first())
+        return outputs
+
+    def _first(self) -> Output:
+        item = self._items.popleft()
         if isinstance(item, Exception):
             raise item
         return item
@@ -99,6 +118,7 @@ def _look_for_fork(mailbox: weakref.ref[AsyncMailbox]) -> None:
     """Fail the mailbox in a forked child; in the owner check again a second later."""
     waiting = mailbox()
     if waiting is not None and not waiting.fail_after_fork():
+        waiting.inbox.empty()  # if a signal handler's exception kept it from waking the loop
         asyncio.get_running_loop().call_later(_FORK_CHECK_S, _look_for_fork, mailbox)
 
 

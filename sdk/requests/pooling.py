@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, get_args
 
 from sdk.engine.engine import Output
@@ -23,7 +24,7 @@ from sdk.quant.safe_repr import safe_repr
 from sdk.requests.calls import Stage, Work
 from sdk.requests.jobs import JobMaker
 from sdk.requests.pairs import pair_template, read_pair
-from sdk.requests.prompts import Prompt, PromptLike, PromptReader, as_list
+from sdk.requests.prompts import Prompt, PromptLike, PromptReader, as_list, with_salt
 
 _PARAMS = SamplingParams()
 
@@ -36,14 +37,21 @@ class PoolingCalls:
         self._reader = reader
         self._classifier = classifier
 
-    def embed(self, prompts: Any, truncate: int | None) -> Work[list[EmbeddingOutput]]:
+    def embed(
+        self, prompts: Any, truncate: int | None, lora: Any = None
+    ) -> Work[list[EmbeddingOutput]]:
         """See :meth:`sdk.LLM.embed`."""
-        jobs = self._jobs.make(*self._read(prompts, truncate), kind="embed")
+        jobs = self._jobs.make(*self._read(prompts, truncate, lora), kind="embed")
         outputs = yield Stage(jobs, "embed")
         return [embedding_of(output) for output in outputs]
 
     def encode(
-        self, prompts: Any, pooling: str, normalize: bool, truncate: int | None
+        self,
+        prompts: Any,
+        pooling: str,
+        normalize: bool,
+        truncate: int | None,
+        lora: Any = None,
     ) -> Work[list[PoolingRequestOutput]]:
         """See :meth:`sdk.LLM.encode`."""
         if pooling not in get_args(PoolingMode):
@@ -51,16 +59,18 @@ class PoolingCalls:
             raise RequestError(f"pooling: expected one of {modes}, found {safe_repr(pooling)}")
         _check_flag("normalize", normalize)
         mode: Any = pooling
-        found = yield from self._pooled(self._read(prompts, truncate), Pooling(mode, normalize))
+        read = self._read(prompts, truncate, lora)
+        found = yield from self._pooled(read, Pooling(mode, normalize))
         return [with_tensor(one) for one in found]
 
     def classify(
-        self, prompts: Any, use_activation: bool, truncate: int | None
+        self, prompts: Any, use_activation: bool, truncate: int | None, lora: Any = None
     ) -> Work[list[ClassificationOutput]]:
         """See :meth:`sdk.LLM.classify`."""
         _check_flag("use_activation", use_activation)
         classifier = self._need_classifier()
-        found = yield from self._pooled(self._read(prompts, truncate), self._head(classifier))
+        read = self._read(prompts, truncate, lora)
+        found = yield from self._pooled(read, self._head(classifier))
         return [
             ClassificationOutput(
                 one.request_id,
@@ -72,25 +82,40 @@ class PoolingCalls:
             for one in found
         ]
 
-    def score(self, data_1: Any, data_2: Any, template: str | None) -> Work[list[ScoringOutput]]:
-        """See :meth:`sdk.LLM.score`."""
+    def score(
+        self,
+        data_1: Any,
+        data_2: Any,
+        template: str | None,
+        lora: Any = None,
+        salt: str | None = None,
+    ) -> Work[list[ScoringOutput]]:
+        """See :meth:`sdk.LLM.score`. ``salt``: the ``cache_salt`` of all prompts."""
         left, right = as_list(data_1), as_list(data_2)
         check_pairs(len(left), len(right))
         if self._classifier is not None:
             lefts = left * len(right) if len(left) == 1 else left
-            return (yield from self._scored(list(zip(lefts, right, strict=True)), template))
+            pairs = list(zip(lefts, right, strict=True))
+            return (yield from self._scored(pairs, template, lora, salt))
         if template is not None:
             raise RequestError(
                 "chat_template: this model has no classification head, so it compares embeddings, "
                 "which need no template; leave it out"
             )
-        embedded = yield from self.embed([*left, *right], None)
+        prompts = [with_salt(one, salt) for one in (*left, *right)]
+        embedded = yield from self.embed(prompts, None, lora)
         return cosines(embedded[: len(left)], embedded[len(left) :])
 
     def rerank(
-        self, query: Any, documents: Any, top_n: Any, template: str | None
+        self,
+        query: Any,
+        documents: Any,
+        top_n: Any,
+        template: str | None,
+        lora: Any = None,
+        salt: str | None = None,
     ) -> Work[list[RerankOutput]]:
-        """See :meth:`sdk.LLM.rerank`."""
+        """See :meth:`sdk.LLM.rerank`. ``salt``: the ``cache_salt`` of all prompts."""
         if not isinstance(query, str):
             raise RequestError(f"query: expected a string, found {safe_repr(query)}")
         if isinstance(documents, str) or not isinstance(documents, Sequence):
@@ -106,7 +131,7 @@ class PoolingCalls:
             raise RequestError(f"top_n: expected a positive integer, found {safe_repr(top_n)}")
         if not documents:
             return []
-        scored = yield from self.score(query, list(documents), template)
+        scored = yield from self.score(query, list(documents), template, lora, salt)
         scores = [one.score for one in scored]
         order = sorted(range(len(scores)), key=lambda index: -scores[index])[:top_n]
         return [RerankOutput(index, documents[index], scores[index]) for index in order]
@@ -114,11 +139,11 @@ class PoolingCalls:
     # ---- inside ----------------------------------------------------------------------------------
 
     def _read(
-        self, prompts: PromptLike | Sequence[PromptLike], truncate: int | None
+        self, prompts: PromptLike | Sequence[PromptLike], truncate: int | None, lora: Any
     ) -> tuple[list[Prompt], list[SamplingParams]]:
         params = _PARAMS if truncate is None else SamplingParams(truncate_prompt_tokens=truncate)
         read = [self._reader.read(item, params, room=0) for item in as_list(prompts)]
-        return read, [params] * len(read)
+        return self._jobs.adapted(read, lora), [params] * len(read)
 
     def _pooled(
         self,
@@ -145,13 +170,14 @@ class PoolingCalls:
         return Pooling("last", False, token_ids=ids, reuse_prefix=True)
 
     def _scored(
-        self, pairs: Sequence[tuple[Any, Any]], template: str | None
+        self, pairs: Sequence[tuple[Any, Any]], template: str | None, lora: Any, salt: str | None
     ) -> Work[list[ScoringOutput]]:
         """The relevance of each pair by the classification head."""
         classifier = self._need_classifier()
         relevant = relevant_class(classifier)
         template = pair_template(self._reader, classifier, template)
-        read = [read_pair(self._reader, pair, template) for pair in pairs]
+        read = [replace(read_pair(self._reader, pair, template), cache_salt=salt) for pair in pairs]
+        read = self._jobs.adapted(read, lora)
         found = yield from self._pooled((read, [_PARAMS] * len(read)), self._head(classifier))
         return [
             ScoringOutput(one.request_id, probabilities(classifier, one)[relevant]) for one in found

@@ -14,7 +14,8 @@ from sdk.errors import EngineClosedError, RequestError
 from sdk.params import SamplingParams
 from sdk.quant.safe_repr import is_value_error, safe_message, safe_repr
 from sdk.quant.tokenizer import Tokenizer, TooManyTokens
-from sdk.requests.conversations import ChatOptions, Message, Turns, tool_format_of
+from sdk.requests.adapters import KnownAdapter
+from sdk.requests.conversations import ChatOptions, Message, Turns, check_salt, tool_format_of
 from sdk.requests.embeds import Embeds, check_params, embeds_salt, read_embeds
 from sdk.requests.infill import fim_prompt, fim_tokens_of
 from sdk.sampling.healing import Healing, TokenPrefixes
@@ -53,6 +54,8 @@ class Prompt:
     #: How the answer must begin if tokens were taken from the end of the prompt.
     healing: Healing | None = None
     embeds: Embeds | None = None
+    #: The adapter that runs it.
+    adapter: KnownAdapter | None = None
 
 
 @contextmanager
@@ -148,6 +151,15 @@ def _bounded(items: Sequence[Any]) -> list[Any]:
 
 def _is_id(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def with_salt(prompt: PromptLike, salt: str | None) -> PromptLike:
+    """The prompt, whose prefix is shared only with prompts of the same salt."""
+    if salt is None:
+        return prompt
+    if isinstance(prompt, Mapping):
+        return {**prompt, "cache_salt": salt}
+    return {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt, "cache_salt": salt}
 
 
 class PromptReader:
@@ -275,8 +287,7 @@ class PromptReader:
             except RequestError as error:
                 raise RequestError(f"{negatives[0]}: {error}") from None
         salt = prompt.get("cache_salt")
-        if salt is not None and (not isinstance(salt, str) or not salt):
-            raise RequestError(f"cache_salt: expected a non-empty string, found {safe_repr(salt)}")
+        check_salt(salt)
         if any(key in prompt for key in _INFILL):
             infill = self._read_infill(prompt, params, room)
             return replace(infill, cache_salt=salt, negative_token_ids=negative)
@@ -345,7 +356,8 @@ class PromptReader:
                     raise self._too_long(error.at_least, 1, "at least ") from None
                 ids = self._newest_turns(tokenizer, messages, options, keep)
             checked = self._checked(ids, 1)
-            prompt = Prompt(checked, tokenizer.decode(checked, skip_special_tokens=False))
+            text = tokenizer.decode(checked, skip_special_tokens=False)
+            prompt = Prompt(checked, text, options.cache_salt)
             return self._healed(prompt, params) if options.continue_final_message else prompt
 
     def template_of(self, options: ChatOptions) -> str | None:

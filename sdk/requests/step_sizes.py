@@ -10,10 +10,10 @@ from sdk.engine.scheduling.step_costs import StepCosts
 #: Seconds within which a step that mixes a prompt with decoding requests should end. 256 tokens at
 #: the end of a prompt of 7,000 took 1.2 s. Each step takes longer than the last, because the
 #: context has grown.
-_MIXED_STEP_S = 0.35
+MIXED_STEP_S = 0.35
 #: Such a step may always have this many tokens. Reading the weights, once per step, then takes a
 #: tenth of the time, whatever the model's size (0.5 bytes/weight, 20 GB/s, 0.5e12 operations/s).
-_MIN_MIXED_TOKENS = 64
+MIN_MIXED_TOKENS = 64
 #: Seconds after a call of ``pump`` in which the next call is expected.
 _PUMP_EXPECTED_S = 1.0
 
@@ -65,9 +65,9 @@ class StepSizes:
             return None
         if not self._scheduler.decodes or self._tokens_per_second is None:
             return None
-        return max(int(self._tokens_per_second * _MIXED_STEP_S), _MIN_MIXED_TOKENS)
+        return max(int(self._tokens_per_second * MIXED_STEP_S), MIN_MIXED_TOKENS)
 
     def learn_from_engine_thread(self, tokens: int, seconds: float) -> None:
         """Learn the speed of large steps."""
-        if tokens >= _MIN_MIXED_TOKENS:
+        if tokens >= MIN_MIXED_TOKENS:
             self._tokens_per_second = tokens / seconds

@@ -29,9 +29,10 @@ class Stepping:
         priority: int | Sequence[int] | None,
         request_id: str | Sequence[str] | None,
         template: Mapping[str, Any],
+        lora: Any = None,
     ) -> list[str]:
         """See :meth:`sdk.LLM.enqueue`."""
-        calling = self._jobs.read_mixed("enqueue", prompts, sampling_params, template)
+        calling = self._jobs.read_mixed("enqueue", prompts, sampling_params, template, lora)
         jobs = self._jobs.make(
             calling.prompts, calling.params, priority=priority, request_ids=request_id
         )

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 from sdk.errors import RequestError
+from sdk.lora import LoRALike
 from sdk.outputs import CompletionOutput, RequestOutput
 from sdk.params import RequestOutputKind, SamplingParams
 from sdk.quant.tokenizer import Tokenizer
@@ -96,9 +97,11 @@ class ToolTurns:
         params: SamplingParams | None,
         template: Mapping[str, Any],
         parsed_arguments: bool,
+        lora: LoRALike | None = None,
     ) -> None:
         self._first = {"tool_choice": choice}
-        self._always = {**template, "tools": tools, "sampling_params": params}
+        how = {"tools": tools, "sampling_params": params, "lora_request": lora}
+        self._always = {**template, **how}
         self._tools = tools
         self._parsed = parsed_arguments
 

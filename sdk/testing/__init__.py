@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from sdk.testing.fake_llm import FakeLLM as FakeLLM
     from sdk.testing.faults import Fault as Fault, fault as fault, slow_consumer as slow_consumer
     from sdk.testing.script import FakeAnswer as FakeAnswer, FakeRequest as FakeRequest
+    from sdk.testing.tiny_adapters import tiny_adapter as tiny_adapter
     from sdk.testing.tiny_models import tiny_model as tiny_model
 
 _EXPORTS = {
@@ -26,6 +27,7 @@ _EXPORTS = {
     "Fault": "sdk.testing.faults",
     "fault": "sdk.testing.faults",
     "slow_consumer": "sdk.testing.faults",
+    "tiny_adapter": "sdk.testing.tiny_adapters",
     "tiny_model": "sdk.testing.tiny_models",
 }
 __all__ = [*_EXPORTS]

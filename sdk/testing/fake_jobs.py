@@ -8,7 +8,9 @@ from typing import Any
 
 from sdk.engine.plan import Pooling, RequestKind
 from sdk.engine.scheduling.results import ResultBudget
+from sdk.lora import LoRARequest
 from sdk.params import SamplingParams
+from sdk.requests.adapters import Adapters, KnownAdapter
 from sdk.requests.conversations import ChatOptions, Message
 from sdk.requests.job import Job
 from sdk.requests.jobs import JobMaker
@@ -53,6 +55,7 @@ class ScriptedJobs(JobMaker):
             eos_token_ids=frozenset({END}),
             max_model_len=max_model_len,
             results=ResultBudget.for_plan(0, VOCAB_SIZE, HIDDEN_SIZE),
+            adapters=Adapters(_unopened, None),
         )
         self._tokenizer = reader.need_tokenizer("FakeLLM")
         self._script = script
@@ -76,7 +79,10 @@ class ScriptedJobs(JobMaker):
         asked = [self._asked(prompt) for prompt in prompts]
         if kind == "generate":
             jobs = [self._scripted(job, one) for job, one in zip(jobs, asked, strict=True)]
-        self.accepted += [FakeRequest(one, p, kind) for one, p in zip(asked, params, strict=True)]
+        self.accepted += [
+            FakeRequest(one, p, kind, None if job.adapter is None else job.adapter.lora_request)
+            for one, p, job in zip(asked, params, jobs, strict=True)
+        ]
         now = self._clock()
         return [replace(job, arrival_time=now) for job in jobs]
 
@@ -103,6 +109,12 @@ class ScriptedJobs(JobMaker):
 
     def _tokens(self, answer: FakeAnswer) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(answer.written, False, False))
+
+
+def _unopened(request: LoRARequest) -> KnownAdapter:
+    """An adapter whose files are not looked at: a script knows what it answers."""
+    key = f"{request.lora_name} {request.lora_path}"
+    return KnownAdapter(request, key, rank=0, nbytes=0, read_bytes=0, read=lambda: None)
 
 
 def _unconstrained(params: SamplingParams) -> SamplingParams:

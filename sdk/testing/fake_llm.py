@@ -20,15 +20,18 @@ from sdk.config import EngineConfig
 from sdk.engine.engine import Engine
 from sdk.engine.plan import PoolingMode
 from sdk.engine.running_requests import RequestInfo
+from sdk.engine.scheduling.policy import PolicyName, SchedulingPolicy
 from sdk.engine.scheduling.scheduler import Scheduler
 from sdk.engine.scheduling.scheduler_config import SchedulerConfig
 from sdk.errors import RequestError, UnsupportedError
+from sdk.lora import LoRAInfo, LoRALike, LoRARequest, LoRAsLike
 from sdk.metrics.slo import SLO
 from sdk.metrics.stats import EngineStats
 from sdk.metrics.trace import Trace
 from sdk.outputs import (
     ClassificationOutput,
     EmbeddingOutput,
+    Estimate,
     PoolingRequestOutput,
     RequestOutput,
     RerankOutput,
@@ -78,9 +81,10 @@ class FakeLLM:
     which the script has no answer raises an ``AssertionError``.
 
     A token is a word. ``max_tokens``, ``stop``, ``n``, ``logprobs`` (every token has probability
-    1), deadlines and priorities work; parameters that would change the model's choice, among them
-    structured outputs and banned strings, have no effect. ``embeddings`` maps a text to a vector;
-    by default texts with the same words are similar. ``requests`` lists what was asked.
+    1), deadlines, priorities, tenants and ``max_waiting`` work; parameters that would change the
+    model's choice, among them structured outputs and banned strings, have no effect.
+    ``embeddings`` maps a text to a vector; by default texts with the same words are similar.
+    ``requests`` lists what was asked.
 
     A step takes ``seconds_per_token``, and ``seconds_to_first_token`` more for a new prompt.
     ``clock`` and ``sleep`` replace the system's (:class:`ManualClock` has both).
@@ -101,6 +105,9 @@ class FakeLLM:
         default_sampling_params: SamplingParams | None = None,
         max_model_len: int = 4096,
         max_num_seqs: int = 64,
+        max_waiting: int | None = None,
+        scheduling_policy: PolicyName | SchedulingPolicy = "fcfs",
+        tenant_weights: Mapping[str, float] | None = None,
     ) -> None:
         for name, value in (
             ("seconds_per_token", seconds_per_token),
@@ -109,7 +116,12 @@ class FakeLLM:
             if not value >= 0:
                 raise RequestError(f"{name}: expected at least 0, found {value!r:.80}")
         self.config = EngineConfig(
-            model="fake", max_model_len=max_model_len, max_num_seqs=max_num_seqs
+            model="fake",
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_waiting=max_waiting,
+            scheduling_policy=scheduling_policy,
+            tenant_weights=tenant_weights,
         )
         self.max_model_len = max_model_len
         self.load_warnings: tuple[str, ...] = ()
@@ -129,6 +141,8 @@ class FakeLLM:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max(max_model_len, max_num_seqs),
             eos_token_ids=frozenset({END}),
+            policy=scheduling_policy,
+            tenant_weights=tenant_weights,
         )
         scheduler = Scheduler(limits, clock)
         self._engine = Engine(scheduler, executor, tokenizer, vocab_size=VOCAB_SIZE)
@@ -136,7 +150,7 @@ class FakeLLM:
         self._reader = FakeReader(tokenizer, vocab_size=VOCAB_SIZE, max_model_len=max_model_len)
         script = Script(answers, errors)
         self._jobs = ScriptedJobs(self._reader, self._default_params, script, clock, max_model_len)
-        self._driver = Driver(self._engine)
+        self._driver = Driver(self._engine, max_waiting=max_waiting)
         self._calls = Calls(self._driver, self._jobs, self._reader, None)
         self._pooling = PoolingCalls(self._jobs, self._reader, None)
         self._beam_searches = _NoBeams()
@@ -173,11 +187,12 @@ class FakeLLM:
         sampling_params: ParamsLike = None,
         *,
         returns: Any = None,
+        lora_request: LoRAsLike = None,
         priority: int | Sequence[int] | None = None,
         use_tqdm: bool = True,
     ) -> Any:
         """See :meth:`sdk.LLM.generate`."""
-        calling = self._jobs.read(prompts, sampling_params, returns)
+        calling = self._jobs.read(prompts, sampling_params, returns, lora_request)
         return self._calls.run(calling, priority, use_tqdm)
 
     def chat(
@@ -186,12 +201,14 @@ class FakeLLM:
         sampling_params: ParamsLike = None,
         *,
         returns: Any = None,
+        lora_request: LoRAsLike = None,
         priority: int | Sequence[int] | None = None,
         use_tqdm: bool = True,
         **template: Any,
     ) -> Any:
         """See :meth:`sdk.LLM.chat`."""
-        calling = self._jobs.read_chats("chat", messages, sampling_params, template, returns)
+        given = sampling_params, template, returns, lora_request
+        calling = self._jobs.read_chats("chat", messages, *given)
         return self._calls.run(calling, priority, use_tqdm)
 
     def run_tools(
@@ -203,11 +220,12 @@ class FakeLLM:
         max_turns: int = 8,
         tool_choice: str | Mapping[str, Any] = "auto",
         on_error: Literal["message", "raise"] = "message",
+        lora_request: LoRALike | None = None,
         **template: Any,
     ) -> ToolRun:
         """See :meth:`sdk.LLM.run_tools`."""
         parsed = self._jobs.parses_arguments(template)
-        turns = ToolTurns(tools, tool_choice, sampling_params, template, parsed)
+        turns = ToolTurns(tools, tool_choice, sampling_params, template, parsed, lora_request)
         return turns.run(self.chat, messages, max_turns, on_error)
 
     def stream(
@@ -216,11 +234,14 @@ class FakeLLM:
         sampling_params: SamplingParams | None = None,
         *,
         returns: Any = None,
+        lora_request: LoRALike | None = None,
         priority: int | None = None,
         **template: Any,
     ) -> Iterator[Any]:
         """See :meth:`sdk.LLM.stream`. Every piece is a word."""
-        return self._calls.stream(prompt, sampling_params, priority, template, returns)
+        return self._calls.stream(
+            prompt, sampling_params, priority, template, returns, lora_request
+        )
 
     async def agenerate(
         self,
@@ -228,12 +249,12 @@ class FakeLLM:
         sampling_params: ParamsLike = None,
         *,
         returns: Any = None,
+        lora_request: LoRAsLike = None,
         priority: int | Sequence[int] | None = None,
     ) -> list[Any]:
         """See :meth:`sdk.LLM.agenerate`."""
-        read = partial(self._jobs.read, prompts, sampling_params, returns)
-        calling = await self._calls.read_without_blocking(prompts, sampling_params, read)
-        return await self._calls.arun(calling, priority)
+        read = partial(self._jobs.read, prompts, sampling_params, returns, lora_request)
+        return await self._calls.abatch(read, prompts, sampling_params, priority, lora_request)
 
     async def achat(
         self,
@@ -241,13 +262,14 @@ class FakeLLM:
         sampling_params: ParamsLike = None,
         *,
         returns: Any = None,
+        lora_request: LoRAsLike = None,
         priority: int | Sequence[int] | None = None,
         **template: Any,
     ) -> list[Any]:
         """See :meth:`sdk.LLM.achat`."""
-        read = partial(self._jobs.read_chats, "achat", messages, sampling_params, template, returns)
-        calling = await self._calls.read_without_blocking(messages, sampling_params, read)
-        return await self._calls.arun(calling, priority)
+        given = sampling_params, template, returns, lora_request
+        read = partial(self._jobs.read_chats, "achat", messages, *given)
+        return await self._calls.abatch(read, messages, sampling_params, priority, lora_request)
 
     async def arun_tools(
         self,
@@ -258,11 +280,12 @@ class FakeLLM:
         max_turns: int = 8,
         tool_choice: str | Mapping[str, Any] = "auto",
         on_error: Literal["message", "raise"] = "message",
+        lora_request: LoRALike | None = None,
         **template: Any,
     ) -> ToolRun:
         """See :meth:`sdk.LLM.arun_tools`."""
         parsed = self._jobs.parses_arguments(template)
-        turns = ToolTurns(tools, tool_choice, sampling_params, template, parsed)
+        turns = ToolTurns(tools, tool_choice, sampling_params, template, parsed, lora_request)
         return await turns.arun(self.achat, messages, max_turns, on_error)
 
     def astream(
@@ -271,12 +294,13 @@ class FakeLLM:
         sampling_params: SamplingParams | None = None,
         *,
         returns: Any = None,
+        lora_request: LoRALike | None = None,
         priority: int | None = None,
         **template: Any,
     ) -> AnswerStream:
         """See :meth:`sdk.LLM.astream`."""
         return self._calls.astream(
-            "astream", prompt, sampling_params, priority, template, returns=returns
+            "astream", prompt, sampling_params, priority, template, returns, lora_request
         )
 
     # ---- stepping by hand ------------------------------------------------------------------------
@@ -286,12 +310,15 @@ class FakeLLM:
         prompts: PromptLike | Sequence[Message] | Sequence[PromptLike | Sequence[Message]],
         sampling_params: ParamsLike = None,
         *,
+        lora_request: LoRAsLike = None,
         priority: int | Sequence[int] | None = None,
         request_id: str | Sequence[str] | None = None,
         **template: Any,
     ) -> list[str]:
         """See :meth:`sdk.LLM.enqueue`."""
-        return self._stepping.enqueue(prompts, sampling_params, priority, request_id, template)
+        return self._stepping.enqueue(
+            prompts, sampling_params, priority, request_id, template, lora_request
+        )
 
     def wait_for_completion(self) -> list[RequestOutput]:
         """See :meth:`sdk.LLM.wait_for_completion`."""
@@ -314,6 +341,25 @@ class FakeLLM:
         """See :meth:`sdk.LLM.abort`."""
         self._stepping.abort(request_id)
 
+    # ---- scheduling ------------------------------------------------------------------------------
+
+    def set_tenant_weight(self, tenant: str | None, weight: float) -> None:
+        """See :meth:`sdk.LLM.set_tenant_weight`."""
+        self._driver.set_tenant_weight(tenant, weight)
+
+    def estimate(
+        self,
+        prompt: PromptLike | Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int | None = None,
+        **template: Any,
+    ) -> Estimate:
+        """See :meth:`sdk.LLM.estimate`."""
+        params = sampling_params or self._default_params
+        read = self._reader.read_one("estimate", prompt, params, template)
+        return self._driver.estimate(read, params, priority)
+
     # ---- embeddings ------------------------------------------------------------------------------
 
     def embed(
@@ -321,10 +367,12 @@ class FakeLLM:
         prompts: PromptLike | Sequence[PromptLike],
         *,
         truncate_prompt_tokens: int | None = None,
+        lora_request: LoRAsLike = None,
         use_tqdm: bool = True,
     ) -> list[EmbeddingOutput]:
         """See :meth:`sdk.LLM.embed`."""
-        return self._calls.do(self._pooling.embed(prompts, truncate_prompt_tokens), use_tqdm)
+        work = self._pooling.embed(prompts, truncate_prompt_tokens, lora_request)
+        return self._calls.do(work, use_tqdm)
 
     def encode(
         self,
@@ -333,13 +381,16 @@ class FakeLLM:
         pooling: PoolingMode = "last",
         normalize: bool = True,
         truncate_prompt_tokens: int | None = None,
+        lora_request: LoRAsLike = None,
         use_tqdm: bool = True,
     ) -> list[PoolingRequestOutput]:
         """See :meth:`sdk.LLM.encode`. Imports torch, because it returns tensors.
 
         Vectors have length 1, and all values of ``pooling`` except "token" mean the same.
         """
-        work = self._pooling.encode(prompts, pooling, normalize, truncate_prompt_tokens)
+        work = self._pooling.encode(
+            prompts, pooling, normalize, truncate_prompt_tokens, lora_request
+        )
         return self._calls.do(work, use_tqdm)
 
     def classify(
@@ -348,10 +399,11 @@ class FakeLLM:
         *,
         use_activation: bool = True,
         truncate_prompt_tokens: int | None = None,
+        lora_request: LoRAsLike = None,
         use_tqdm: bool = True,
     ) -> list[ClassificationOutput]:
         """Raises the error of a model without a classification head."""
-        work = self._pooling.classify(prompts, use_activation, truncate_prompt_tokens)
+        work = self._pooling.classify(prompts, use_activation, truncate_prompt_tokens, lora_request)
         return self._calls.do(work, use_tqdm)
 
     def score(
@@ -359,10 +411,11 @@ class FakeLLM:
         data_1: PromptLike | Sequence[PromptLike],
         data_2: PromptLike | Sequence[PromptLike],
         *,
+        lora_request: LoRALike | None = None,
         chat_template: str | None = None,
     ) -> list[ScoringOutput]:
         """See :meth:`sdk.LLM.score`."""
-        return self._calls.do(self._pooling.score(data_1, data_2, chat_template))
+        return self._calls.do(self._pooling.score(data_1, data_2, chat_template, lora_request))
 
     def rerank(
         self,
@@ -370,10 +423,36 @@ class FakeLLM:
         documents: Sequence[str],
         top_n: int | None = None,
         *,
+        lora_request: LoRALike | None = None,
         chat_template: str | None = None,
     ) -> list[RerankOutput]:
         """See :meth:`sdk.LLM.rerank`."""
-        return self._calls.do(self._pooling.rerank(query, documents, top_n, chat_template))
+        work = self._pooling.rerank(query, documents, top_n, chat_template, lora_request)
+        return self._calls.do(work)
+
+    # ---- adapters --------------------------------------------------------------------------------
+
+    def add_lora(
+        self,
+        lora: LoRARequest | str,
+        path: str | PathLike[str] | None = None,
+        *,
+        pin: bool = False,
+    ) -> LoRARequest:
+        """See :meth:`sdk.LLM.add_lora`."""
+        return self._jobs.adapters.add(lora, path, pin=pin)
+
+    def remove_lora(self, lora: LoRARequest | str | int) -> bool:
+        """See :meth:`sdk.LLM.remove_lora`."""
+        return self._jobs.adapters.remove(lora)
+
+    def pin_lora(self, lora: LoRARequest | str | int) -> bool:
+        """See :meth:`sdk.LLM.pin_lora`."""
+        return self._jobs.adapters.pin(lora)
+
+    def list_loras(self) -> list[LoRAInfo]:
+        """See :meth:`sdk.LLM.list_loras`."""
+        return self._jobs.adapters.list()
 
     # ---- the engine ------------------------------------------------------------------------------
 
@@ -456,6 +535,7 @@ class FakeLLM:
         prompts: PromptLike | Sequence[PromptLike],
         params: BeamSearchParams,
         *,
+        lora_request: LoRALike | None = None,
         use_tqdm: bool = True,
     ) -> list[BeamSearchOutput]:
         """Not supported: a script has one answer, not the most probable ones."""
@@ -481,11 +561,23 @@ class FakeLLM:
         """Not supported."""
         _needs_weights("restore")
 
-    def pin(self, prompt: PromptLike | Sequence[Message], **template: Any) -> int:
+    def pin(
+        self,
+        prompt: PromptLike | Sequence[Message],
+        *,
+        lora_request: LoRALike | None = None,
+        **template: Any,
+    ) -> int:
         """Not supported."""
         _needs_weights("pin")
 
-    def unpin(self, prompt: PromptLike | Sequence[Message], **template: Any) -> bool:
+    def unpin(
+        self,
+        prompt: PromptLike | Sequence[Message],
+        *,
+        lora_request: LoRALike | None = None,
+        **template: Any,
+    ) -> bool:
         """Not supported."""
         _needs_weights("unpin")
 

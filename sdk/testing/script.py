@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from sdk.errors import EngineDeadError, RequestError
+from sdk.lora import LoRARequest
 from sdk.params import SamplingParams
 from sdk.quant.safe_repr import safe_repr
 from sdk.requests.conversations import Message
@@ -67,6 +68,7 @@ class FakeRequest:
     prompt: Any
     sampling_params: SamplingParams
     kind: Literal["generate", "embed"] = "generate"
+    lora_request: LoRARequest | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from sdk.outputs import PoolingOutput, ScoringOutput
 
 DOCS = Path(__file__).parents[2] / "docs"
 #: Fields that hold nothing in this release, and those that say how a GPU's plan was made.
-UNSAID = {"lora_request", "tokenizer_mode", "layers_away", "read"}
+UNSAID = {"tokenizer_mode", "layers_away", "read"}
 
 
 @pytest.fixture(scope="module")

@@ -24,6 +24,7 @@ from sdk.cli.bench import (
     random_models,
     speculative,
     structured,
+    tenants,
 )
 from sdk.cli.bench.engines import Load, Peer, Sample
 from sdk.cli.bench.report import Metric, Result, Section, cells, ratio, to_markdown, to_text
@@ -509,6 +510,23 @@ def test_the_structured_suite_compares_with_free_answers(
         )
         assert bound / free == pytest.approx(share, rel=1e-4)
         assert row["samples"]["gain"][0] > 0
+
+
+def test_the_tenants_suite_runs_chats_alone_and_beside_a_batch(
+    golden: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = {"_CHATS": 2, "_PAUSE_S": 0.01, "_QUEUED": 20, "_SHARED": 30}
+    sizes = {"CHAT_PROMPT": 12, "CHAT_ANSWER": 4, "BATCH_PROMPT": 16, "BATCH_ANSWER": 8}
+    for name, value in (small | sizes).items():
+        monkeypatch.setattr(tenants, name, value)
+    argv = ["bench", str(golden / "gguf-Q4_1" / "model.gguf"), "--suite", "tenants"]
+    assert main([*argv, "--rounds", "2", "--threads", "1", "--json", "-"]) == 0
+    rows = json.loads(capsys.readouterr().out)["results"]["tenants"]
+    assert [row["chats"] for row in rows] == ["alone", "beside a batch", "two batches, 4:1"]
+    for row in rows[:2]:
+        first, last = row["samples"]["ttft_p50_ms"], row["samples"]["ttft_p99_ms"]
+        assert len(first) == 2 and all(0 < a <= b for a, b in zip(first, last, strict=True))
+    assert all(0 < share < 100 for share in rows[2]["samples"]["chat_share"])
 
 
 def test_different_answers_are_no_row_of_the_speculative_suite(

@@ -22,7 +22,6 @@ DIFFERENCES: Mapping[str, Mapping[str, str]] = {
         "AsyncLLMEngine(*)": "`AsyncLLMEngine(llm)` or `from_engine_args`",
         "AsyncLLMEngine.from_vllm_config": "there are no config objects",
         "AsyncLLMEngine.from_engine_args(usage_context)": "None here; it has no effect",
-        "AsyncLLMEngine.*lora*": "adapters are not supported yet",
         "AsyncLLMEngine.*weight*": "weights are not replaced while an engine runs",
         "AsyncLLMEngine.*_profile": "use a profiler of your own",
         "AsyncLLMEngine.checkpoint_*": "use `llm.snapshot` and `restore`",

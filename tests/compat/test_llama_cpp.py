@@ -144,7 +144,7 @@ def test_every_argument_is_used_or_listed() -> None:
     used = {
         *("model_path", "n_gpu_layers", "seed", "n_ctx", "n_batch", "n_threads", "pooling_type"),
         *("rope_freq_base", "last_n_tokens_size", "chat_format", "chat_handler", "draft_model"),
-        *("type_k", "type_v", "spm_infill"),
+        *("type_k", "type_v", "spm_infill", "lora_path", "lora_scale"),
     }
     assert given - {"self", "kwargs"} == used | set(REFUSED) | set(WITHOUT_EFFECT)
 

@@ -102,8 +102,8 @@ def test_unknown_and_unsupported_arguments_are_errors(fake_llm: Any) -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"response_format": {"type": "xml"}}, "response_format: expected a dict with the type"),
         ({"response_format": {"type": "json_schema"}}, "response_format: expected {'type'"),
-        ({"top_logprobs": 2}, "top_logprobs: needs logprobs=True"),
-        ({"reasoning_effort": "high"}, "reasoning_effort: is not supported"),
+        ({"top_logprobs": 2}, "top_logprobs: needs logprobs=true"),
+        ({"reasoning_effort": 3}, "reasoning_effort: expected a non-empty string"),
         ({"extra_body": 3}, "extra_body: expected a dict, found 3"),
         ({"extra_body": {"top_q": 1}}, "top_q"),
         ({"temperature": -1}, "temperature"),
@@ -116,7 +116,7 @@ def test_unknown_and_unsupported_arguments_are_errors(fake_llm: Any) -> None:
     for messages in ([], [ASK], "hello", None):
         with pytest.raises(BadRequestError, match="messages: expected a list of messages"):
             client.chat.completions.create(messages=messages)
-    for arguments in ({"echo": True}, {"suffix": "x"}, {"logprobs": 3}):
+    for arguments in ({"echo": 1}, {"suffix": "x", "echo": True}, {"logprobs": -3}):
         with pytest.raises(BadRequestError, match=next(iter(arguments))):
             client.completions.create(prompt="x", **arguments)
     with pytest.raises(BadRequestError, match="expected one prompt with stream=True, found 2"):

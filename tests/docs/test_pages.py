@@ -13,7 +13,9 @@ from tests.drafting_heads import untrained_eagle
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-@pytest.mark.parametrize("name", ["compat", "generation", "speculation", "structured", "tools"])
+@pytest.mark.parametrize(
+    "name", ["compat", "generation", "server", "speculation", "structured", "tools"]
+)
 def test_the_examples_run_from_top_to_bottom(
     name: str, smollm2: Path, golden: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -407,7 +407,7 @@ def test_what_can_never_run_is_refused_while_others_wait(rig):
     [
         ({"max_num_seqs": 0}, "max_num_seqs must be at least 1"),
         ({"max_model_len": 0}, "max_model_len must be at least 1"),
-        ({"policy": "lifo"}, "policy must be one of .'fcfs', 'priority'., got 'lifo'"),
+        ({"policy": "lifo"}, "policy must be one of .'fcfs', 'priority', 'fair'., got 'lifo'"),
         ({"max_num_seqs": 9, "max_num_batched_tokens": 8}, "must be at least max_num_seqs"),
         ({"enable_chunked_prefill": False, "max_model_len": 4096}, "without chunked prefill"),
     ],

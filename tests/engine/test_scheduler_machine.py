@@ -9,6 +9,7 @@ checked; each answer must be what the request alone would have got.
 
 from __future__ import annotations
 
+import math
 from contextlib import suppress
 
 import pytest
@@ -58,7 +59,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget=st.integers(0, 12),
         chunked=st.booleans(),
         caching=st.sampled_from([True, True, False]),
-        policy=st.sampled_from(["fcfs", "priority"]),
+        policy=st.sampled_from(["fcfs", "priority", "fair"]),
+        aging=st.sampled_from([0.5, 60.0, math.inf]),
+        short=st.sampled_from([1, 3, 64]),
+        eviction=st.sampled_from(["lru", "cost"]),
         eos=st.sampled_from([False, False, True]),
         swap=st.sampled_from([0, 1, 3, 40]),
         bits=st.sampled_from([(16,), (16, 8), (16, 8, 4)]),
@@ -76,6 +80,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         chunked,
         caching,
         policy,
+        aging,
+        short,
+        eviction,
         eos,
         swap,
         bits,
@@ -95,6 +102,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_swap_pages=swap if caching else 0,
             kv_bits=bits,
             policy=policy,
+            tenant_weights={"a": 4, "b": 0.5} if policy == "fair" else None,
+            priority_aging=aging,
+            short_step_tokens=short,
+            prefix_eviction=eviction,
             eos_token_ids=frozenset(range(0, 1000, 20)) if eos else frozenset(),
         )
         self.longest = min(max_model_len - 1, pages * page_size)
@@ -115,6 +126,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         kind=st.sampled_from(["generate", "generate", "generate", "embed"]),
         salt=st.sampled_from([None, None, "s"]),
         priority=st.integers(-1, 1),
+        tenant=st.sampled_from([None, "a", "b", "c"]),
         max_tokens=st.one_of(st.none(), st.integers(1, 30)),
         min_tokens=st.integers(0, 5),
         prompt_logprobs=st.sampled_from([None, None, 0]),
@@ -226,7 +238,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         alive = [r for r in alive if not r.finished]  # not those whose deadline has come
         in_flight = {row.request_id for plan, _, _ in rig.runner.launched for row in plan.rows}
         assert bool(in_flight) or not alive, "nothing runs though somebody waits"
-        if alive:
+        if alive and self.rig.config.policy != "fair":
             first = min(alive, key=self.turn)
             held_up = not any(one.request_id in in_flight for one in first.sequences)
             # It may wait for a prefix that another is computing, or (priorities) for those who
@@ -266,9 +278,17 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.rig.scheduler.check()
 
     def turn(self, request):
-        """Who is first, as the policy says."""
-        urgency = request.priority if self.rig.config.policy == "priority" else 0
-        return urgency, int(request.request_id)
+        """Who is first, as the policy says; under "fair" within a tenant."""
+        config, arrival = self.rig.config, int(request.request_id)
+        if config.policy == "fcfs":
+            return 0, arrival
+        if math.isinf(config.priority_aging):
+            return request.priority, arrival
+        return request.arrival_time + request.priority * config.priority_aging, arrival
+
+    def may_wait(self, request) -> bool:
+        """Whether a step may run nothing of a running request: a prompt, next to an urgent one."""
+        return self.rig.config.policy != "fcfs" and in_prefill(request) and not request.urgent
 
     def check_turns(self, plan, running, rewound) -> None:
         """Nobody starts before one whose turn is earlier, or while one that runs lacks a page.
@@ -287,9 +307,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             ran = any(one.request_id in counts for one in request.sequences)
             # those who decode may wait for others who do, to run together
             waits = self.rig.scheduler.batches_in_flight > 1 and not in_prefill(request)
-            assert ran or waits or request not in running
+            assert ran or waits or request not in running or self.may_wait(request)
+        fair = self.rig.config.policy == "fair"
         for request in self.rig.scheduler.queues.waiting:
-            early = self.turn(request) < max(map(self.turn, started))
+            others = [one for one in started if not fair or one.tenant == request.tenant]
+            early = others and self.turn(request) < max(map(self.turn, others))
             assert not early or request.waits_for is not None, "overtaken"
 
     def someone(self, data: st.DataObject, *, running: bool = False) -> str | None:

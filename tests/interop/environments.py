@@ -49,6 +49,8 @@ ENVIRONMENTS = {
     ),
     "compressed-tensors": Environment(("llmcompressor==0.14.0.1 sentencepiece protobuf",)),
     "llama-cpp": Environment((LLAMA_CPP,), torch=False),
+    # clients of OpenAI's API, for tests/interop/test_clients.py
+    "clients": Environment(("openai==3.54.0 litellm langchain-openai instructor",), torch=False),
     "lm-eval": Environment((f"-C wheel.cmake=false -e {ROOT}[lm-eval]",)),
 }
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sdk.kernels.cpu import CpuBackend, levels, open_backend
 from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks, Dense, Float8, Layout
+from sdk.kernels.low_rank import AdapterTable, Factors, Shape, Update, factor_memory
 from sdk.kernels.reference.decode import pack_codes
 
 LEVELS = levels()
@@ -177,6 +178,39 @@ class Cases:
         inverse = torch.where(peak > 0, torch.full_like(peak, 127.0) / peak, 0.0)
         codes = torch.round(padded * inverse)
         return (codes.double() * (peak / 127.0).double()).flatten(1)[:, :k]
+
+    @staticmethod
+    def low_rank_parts(
+        shape: Shape, ranks: Sequence[int], seed: int = 0, size: float = 0.1
+    ) -> list[Factors]:
+        """Factors of these ranks: neighbouring ranges of the outputs that begin anywhere."""
+        random = torch.Generator().manual_seed(seed)
+        edges = [shape.out_features * i // len(ranks) for i in range(len(ranks) + 1)]
+        return [
+            Factors(
+                torch.randn(rank, shape.in_features, generator=random) * size,
+                torch.randn(end - first, rank, generator=random) * size,
+                first,
+            )
+            for rank, first, end in zip(ranks, edges, edges[1:], strict=False)
+        ]
+
+    @staticmethod
+    def pack(table: AdapterTable, parts: Sequence[Factors], bias: Tensor | None = None) -> Update:
+        """Packed for the table, in memory of its own."""
+        nbytes = table.nbytes(parts, bias=bias is not None)
+        return table.pack(parts, bias, factor_memory(nbytes, torch.device("cpu")))
+
+    @staticmethod
+    def low_rank(x: Tensor, parts: Sequence[Factors], out: int) -> Tensor:
+        """What the factors add, float64; x int64: ids."""
+        wide = x.double()
+        if not x.is_floating_point():
+            wide = torch.nn.functional.one_hot(x, parts[0].a.shape[1]).double()
+        found = torch.zeros(len(x), out, dtype=torch.float64)
+        for a, b, first, _ in parts:
+            found[:, first : first + len(b)] += wide @ a.double().t() @ b.double().t()
+        return found
 
     @staticmethod
     def nmse(found: Tensor, expected: Tensor) -> float:

@@ -14,6 +14,7 @@ import pytest
 
 from sdk import LLM, LoadCancelled, SamplingParams
 from sdk.cli import main
+from sdk.loaders.adapters.open import locate_adapter
 from sdk.loaders.hub import HubAccess, parse_hub_id
 from sdk.loaders.hub_files import gguf_files, weight_files
 from sdk.loaders.open import locate, open_checkpoint
@@ -329,3 +330,43 @@ def test_hf_endpoint_names_another_hub(quants: Hub, tmp_path: Path) -> None:
     )
     assert Path(done.stdout.strip()).name == "tiny-Q8_0.gguf"
     assert str(tmp_path / "home") in done.stdout
+
+
+# ---- adapters ------------------------------------------------------------------------------------
+
+
+def test_an_adapter_is_fetched_without_the_rest_of_its_repository(hub: Hub) -> None:
+    files = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"1"}
+    more = {"adapter_model.bin": b"1", "README.md": b"#", "training_args.bin": b"1"}
+    hub.add("org/adapter", **files, **more)
+    path = locate_adapter("org/adapter", HubAccess())
+    assert {file.name for file in path.iterdir()} == set(files) == set(hub.got())
+    hub.asked.clear()
+    assert locate_adapter("org/adapter", HubAccess(local_files_only=True)) == path
+    assert not hub.asked
+
+
+def test_a_gguf_adapter_is_fetched(hub: Hub) -> None:
+    hub.add("org/adapter", **{"style-f16.gguf": b"GGUF", "README.md": b"#"})
+    assert locate_adapter("org/adapter", HubAccess()).name == "style-f16.gguf"
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"README.md": b"#"}, r"expected a LoRA adapter in it .*, found README\.md"),
+        ({"adapter_model.bin": b"1"}, r"adapter_model\.bin, a pickle, which is not opened"),
+    ],
+)
+def test_a_repository_without_an_adapter_says_so(
+    hub: Hub, files: dict[str, bytes], message: str
+) -> None:
+    hub.add("org/adapter", **files)
+    with pytest.raises(CheckpointError, match=message):
+        locate_adapter("org/adapter", HubAccess())
+
+
+@pytest.mark.parametrize("name", ["nowhere/at/all", "./nowhere", "org/name:Q4_0", Path("nowhere")])
+def test_an_adapter_that_is_nowhere_is_named(hub: Hub, name: str | Path) -> None:
+    with pytest.raises(CheckpointError, match="no such file or folder"):
+        locate_adapter(name, HubAccess())

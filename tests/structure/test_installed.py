@@ -192,6 +192,9 @@ def test_the_hook_of_pyinstaller_collects_modules_tables_and_the_native_library(
     )
     assert found["binaries"] == [[str(native), "sdk/kernels/cpu"]]
     datas = {(Path(path).name, folder) for path, folder in found["datas"]}
+    page = {(name, folder) for name, folder in datas if folder.startswith("sdk/server/page")}
+    assert {("index.html", "sdk/server/page"), ("app.js", "sdk/server/page/js")} <= page
+    datas -= page
     assert datas == {
         ("expected_loss.json", "sdk/quant"),
         ("some-card.json", "sdk/kernels/tuned"),
@@ -220,6 +223,8 @@ with LLM(sys.argv[1], max_model_len=32) as llm:
 from sdk.kernels.gpu.tuning import read_tuning
 assert read_tuning("Some Card", 1).dense_from == 77
 assert read_tuning("Unknown", 1).table is None
+from sdk.server.web_page import page_files
+assert b"<!doctype html>" in page_files()["index.html"].content
 """
 
 

@@ -101,7 +101,9 @@ def test_a_wheel_has_every_module_under_one_name_and_nothing_else(names: set[str
     tops = {name.partition("/")[0] for name in names}
     assert tops == {"sdk", "embedlm", f"embedlm-{sdk.__version__}.dist-info"}
     endings = {Path(name).suffix for name in names if ".dist-info/" not in name}
-    assert endings <= {".py", ".typed", ".json"}  # C++ sources stay out of it
+    page = {".html", ".css", ".js", ".svg"}  # of the server
+    assert endings <= {".py", ".typed", ".json", *page}  # C++ sources stay out of it
+    assert "sdk/server/page/index.html" in names
 
 
 def test_every_extra_is_explained_and_none_is_named_that_does_not_exist() -> None:

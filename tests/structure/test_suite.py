@@ -101,7 +101,7 @@ def test_a_worker_that_crashes_and_a_test_that_hangs_are_failures_and_the_others
 
 def commands(*targets: str) -> str:
     """What make would run, if everything before it were there."""
-    made = ["build", "models", ".venv/.embedlm-dev", ".venv/embedlm-constraints.txt"]
+    made = ["build", "models", "browser", ".venv/.embedlm-dev", ".venv/embedlm-constraints.txt"]
     old = [option for name in made for option in ("-o", name)]
     command = ["make", "-n", *old, "VENV=.venv", *targets]
     environment = {key: x for key, x in os.environ.items() if not key.startswith("MAKE")}
@@ -118,7 +118,9 @@ def test_make_test_leaves_slow_tests_out_and_make_test_all_and_ci_do_not() -> No
     assert '-m "not slow"' in some
     assert "not slow" not in all_of_them
     script = (ROOT / ".ci" / "run").read_text().splitlines()
-    assert [line for line in script if line.startswith("make")] == ["make lint", "make test-all"]
+    assert [line for line in script if line.startswith("make")] == [
+        *("make lint", "make browser", "make test-all")
+    ]
 
 
 def test_a_failure_of_the_first_run_is_the_result_and_ctrl_c_ends_both(tmp_path: Path) -> None:

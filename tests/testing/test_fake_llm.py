@@ -21,6 +21,7 @@ from sdk import (
     EngineClosedError,
     EngineDeadError,
     OutOfMemoryError,
+    QueueFullError,
     RequestError,
     SamplingParams,
     UnsupportedError,
@@ -393,6 +394,19 @@ def test_a_full_vocabulary_falls_back_to_bytes(monkeypatch: pytest.MonkeyPatch) 
         [output] = llm.generate("x")
         assert output.outputs[0].text == "one two three"
         assert len(output.outputs[0].token_ids) == 1 + 4 + 6 + 1
+
+
+def test_a_full_queue_and_tenants_work_as_in_an_engine() -> None:
+    options = {"max_num_seqs": 1, "max_waiting": 1, "scheduling_policy": "fair"}
+    with FakeLLM("one two three", tenant_weights={"a": 3}, **options) as llm:
+        names = llm.enqueue(["x", "y"], SamplingParams(tenant="a"))
+        with pytest.raises(QueueFullError, match="at most 2 are allowed"):
+            llm.enqueue("z", SamplingParams(tenant="a"))
+        llm.set_tenant_weight("b", 4)
+        assert [output.request_id for output in llm.wait_for_completion()] == names
+        assert llm.estimate("x").num_prompt_tokens == 1
+    with FakeLLM() as llm, pytest.raises(RequestError, match="need scheduling_policy='fair'"):
+        llm.set_tenant_weight("a", 2)
 
 
 def test_prompts_that_are_too_long_are_rejected() -> None:

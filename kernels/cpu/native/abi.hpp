@@ -10,7 +10,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum { kAbiVersion = 17 };
+enum { kAbiVersion = 18 };
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -486,9 +486,52 @@ struct CombineArgs {
     int32_t k;
 };
 
+// What an adapter adds to 16-column blocks of a product: scale * b (a x), both factors kF16 or kF32.
+struct LowRankPart {
+    const void* a;  // [rank][k rounded up to 16], the rest zero; of an embedding [k][rank]
+    const void* b;  // [blocks][rank][16]
+    int64_t rank, first_block, blocks;
+    float scale;
+    int32_t type;
+};
+
+// What is in an adapter slot of one product; count 0: nothing.
+struct LowRankSlot {
+    const LowRankPart* parts;
+    const float* bias;  // [n]; null: none
+    int64_t count;
+    int64_t ranks;  // of all parts together
+};
+
+// Rows of a step with the same adapter slot: rows[first..first + count) of SlotRows.
+struct RowGroup {
+    int32_t slot, count;
+    int64_t first;
+};
+
+// The rows of a step that have an adapter, by slot.
+struct SlotRows {
+    const RowGroup* groups;
+    const int32_t* rows;
+    int64_t count, total;  // groups, rows
+};
+
+// y[t] += what slot slots[t] adds for x[t]; the slots are read when the operator runs.
+struct LowRankArgs {
+    const float* x;      // [m, k]
+    const int64_t* ids;  // [m], instead of x: one-hot rows of an embedding; else null
+    float* y;            // [m, n], rows y_stride apart
+    const int32_t* slots;  // [m]; -1: none
+    const LowRankSlot* table;  // [size]
+    int64_t y_stride, size, k, n;
+    const SlotRows* rows;  // these and the rest are set by the runtime
+    float* low;            // a x of the rows with an adapter, low_stride apart
+    int64_t low_stride;
+};
+
 // The operators. Most are row-wise: row t of the result depends only on row t of the arguments.
-// Exceptions: kOpAttention, kOpSample, kOpGroup, and kOpLinear and kOpExperts except for quantizing
-// their activations; kOpCombine reads rows of other tokens. kOpPlaces prepares the step for the others.
+// Exceptions: kOpAttention, kOpSample, kOpGroup, kOpLowRank, and kOpLinear and kOpExperts except for
+// quantizing their activations; kOpCombine reads rows of other tokens. kOpPlaces prepares the step for the others.
 enum OpKind {
     kOpEmbedding = 0,
     kOpLinear = 1,
@@ -508,11 +551,24 @@ enum OpKind {
     kOpBias = 15,
     kOpCombine = 16,
     kOpRecode = 17,
-    kOpKinds = 18,
+    kOpLowRank = 18,
+    kOpKinds = 19,
 };
 
 // What a step counts; an operator runs over one of these (row-wise operators: times `per`).
 enum Count { kTokens = 0, kOutputs = 1, kRequests = 2, kCounts = 3 };
+
+// Memory that a thread reads in a later phase, in pieces: the threads of a product prefetch it.
+struct MemoryStream {
+    enum { kMostPieces = 64 };
+    struct Piece {
+        const uint8_t *begin, *end;
+    };
+    int32_t phase;  // during which it is prefetched; -1: none
+    int32_t next, count;
+    int64_t bytes;  // of the pieces from `next` on
+    Piece pieces[kMostPieces];
+};
 
 // Items of a phase for one thread. The thread usually continues with the items up to `reach`, and
 // often comes from the items before `begin` (then `resumed`): one call may prefetch for the next.
@@ -521,6 +577,9 @@ struct ItemRange {
     int32_t resumed;
     // What the thread will read first in a later phase: prefetched after `reach`; null: unknown.
     const uint8_t *then = nullptr, *then_end = nullptr;
+    // Besides, `stream_bytes` of it for each item; null: none.
+    MemoryStream* stream = nullptr;
+    int64_t stream_bytes = 0;
 };
 
 // Scratch memory and everything laid out in it starts at a cache line.
@@ -540,4 +599,6 @@ struct KernelTable {
     void (*rope_angles)(const AnglesArgs*, int64_t t_begin, int64_t t_end);
     void (*sample)(const SampleArgs*, int64_t row_begin, int64_t row_end, uint8_t* scratch);
     int64_t (*sample_scratch)(int64_t width);  // bytes
+    void (*low_rank_down)(const LowRankArgs*, int64_t item_begin, int64_t item_end);
+    void (*low_rank_up)(const LowRankArgs*, int64_t item_begin, int64_t item_end);
 };

@@ -4,6 +4,7 @@
 #include "elementwise.hpp"
 #include "linear_float.hpp"
 #include "linear_int.hpp"
+#include "low_rank.hpp"
 #include "recode.hpp"
 #include "rope.hpp"
 #include "sampling.hpp"
@@ -17,5 +18,6 @@ const KernelTable JOIN(kernels_, LEVEL) = {
     LEVEL::quantize, LEVEL::linear_int, LEVEL::linear_float, LEVEL::rms_norm,
     LEVEL::gated,    LEVEL::map,        LEVEL::rope,         LEVEL::attention,
     LEVEL::recode,   LEVEL::rope_angles, LEVEL::sample, LEVEL::sample_scratch,
+    LEVEL::low_rank_down, LEVEL::low_rank_up,
 };
 }

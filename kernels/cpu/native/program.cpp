@@ -133,6 +133,7 @@ size_t args_size(int kind) {
         case kOpBias: return sizeof(BiasArgs);
         case kOpCombine: return sizeof(CombineArgs);
         case kOpRecode: return sizeof(RecodeArgs);
+        case kOpLowRank: return sizeof(LowRankArgs);
         default: return 0;
     }
 }
@@ -169,19 +170,23 @@ bool Program::add(int kind, const void* args, Count count, int64_t per) {
     const int index = (int)ops_.size() - 1;
     switch (op.kind) {
         case kOpLinear:
-            if (quantizes(op) && !quantized) add_part(index, false);
-            add_part(index, true);
+            if (quantizes(op) && !quantized) add_part(index, kRows);
+            add_part(index, kTiles);
             break;
         case kOpExperts:
-            if (quantizes(op.experts.each)) add_part(index, false);
-            add_part(index, true);
+            if (quantizes(op.experts.each)) add_part(index, kRows);
+            add_part(index, kTiles);
+            break;
+        case kOpLowRank:
+            add_part(index, kTiles);
+            add_part(index, kMoreTiles);
             break;
         case kOpAttention:
         case kOpGroup:
-        case kOpSample: add_part(index, true); break;
+        case kOpSample: add_part(index, kTiles); break;
         case kOpPlaces: break;  // before the threads start: see prepare
-        case kOpCombine: add_part(index, false, true); break;
-        default: add_part(index, false);
+        case kOpCombine: add_part(index, kRows, true); break;
+        default: add_part(index, kRows);
     }
     return true;
 }
@@ -194,19 +199,23 @@ bool Program::same_activations(const Op& op) const {
            same_quantization(last.linear, op.linear) && last.count == op.count && last.per == op.per;
 }
 
-void Program::add_part(int op, bool tiles, bool alone) {
+void Program::add_part(int op, Work work, bool alone) {
     const Count count = ops_[(size_t)op].count;
     const int part = (int)parts_.size();
-    parts_.push_back({op, tiles});
-    if (!tiles && !alone && !stages_.empty() && !stages_.back().tiles && !stages_.back().alone &&
-        stages_.back().count == count) {
+    parts_.push_back({op, work});
+    if (work == kRows && !alone && !stages_.empty() && stages_.back().work == kRows &&
+        !stages_.back().alone && stages_.back().count == count) {
         stages_.back().last = part + 1;
         return;
     }
-    const bool hinted = tiles && last_tiles_ >= 0 && integer(ops_[(size_t)op]);
+    const bool hinted = work == kTiles && last_tiles_ >= 0 && integer(ops_[(size_t)op]);
     if (hinted) stages_[(size_t)last_tiles_].then = (int)stages_.size();
-    if (tiles) last_tiles_ = (int)stages_.size();
-    stages_.push_back({part, part + 1, count, tiles, -1, hinted, alone});
+    // Updates by adapters, most of which have no rows, leave it to the stage before to prefetch.
+    if (work == kTiles && ops_[(size_t)op].kind != kOpLowRank) last_tiles_ = (int)stages_.size();
+    if (work == kTiles && ops_[(size_t)op].kind == kOpLowRank && op &&
+        integer(ops_[(size_t)op - 1]))
+        stages_.back().factors = (int)stages_.size();
+    stages_.push_back({part, part + 1, count, work, -1, hinted, alone, -1});
 }
 
 void Program::clear() {
@@ -241,6 +250,7 @@ struct Runtime::Needs {
     AttentionPlan plan = {};
     const AttentionArgs* planned = nullptr;
     const RopeArgs* written = nullptr;
+    size_t low = 0;
 };
 
 namespace {
@@ -317,6 +327,11 @@ Status Runtime::bind(Op* op, int64_t n, Needs* needs) {
             needs->written = &op->rope;
             break;
         }
+        case kOpLowRank:
+            fits = slots_.assign(&op->low_rank, n) && (!op->low_rank.ids ||
+                   in_range(op->low_rank.ids, n, op->low_rank.k));
+            at_least(&needs->low, low_bytes(op->low_rank));
+            break;
         case kOpSample:
             at_least(&needs->each_thread, (size_t)kernels->sample_scratch(op->sample.width));
             break;
@@ -326,7 +341,12 @@ Status Runtime::bind(Op* op, int64_t n, Needs* needs) {
 }
 
 // Items and tasks of a stage that runs the tiles of one operator.
-Phase Runtime::tile_phase(const Op& op, int64_t count) const {
+Phase Runtime::tile_phase(const Op& op, Program::Work kind, int64_t count) const {
+    if (op.kind == kOpLowRank) {
+        const bool up = kind == Program::kMoreTiles;
+        const LowRankItems items = up ? up_items(op.low_rank) : down_items(op.low_rank);
+        return {items.count, tasks_for(items.count, items.work)};
+    }
     if (op.kind == kOpAttention) {
         // Items of a task prefetch for one another; large items get a task each.
         const int64_t least = kTasksPerThread * pool.threads(), fine = op.work / kItemTaskWork;
@@ -350,15 +370,17 @@ Phase Runtime::tile_phase(const Op& op, int64_t count) const {
 // Everything that depends on the counts of a run: fields of operators, scratch memory, phases.
 Status Runtime::prepare(Program& program, const int64_t* counts) {
     Needs needs;
+    slots_.clear();
     for (Op& op : program.ops_) {
         const Status status = bind(&op, counts[op.count] * op.per, &needs);
         if (status != kOk) return status;
     }
     if (!activations_.reserve(needs.activations) || !attention_.reserve(needs.attention, true) ||
-        !reserve_private(needs.each_thread))
+        !reserve_private(needs.each_thread) || !low_.reserve(needs.low))
         return kOutOfMemory;
     for (Op& op : program.ops_) {
         if (op.kind == kOpAttention) op.attention.shared = attention_.data();
+        if (op.kind == kOpLowRank) op.low_rank.low = (float*)low_.data();
         if (quantizes(op)) place_activations(&op.linear, activations_.data());
         if (op.kind == kOpExperts && quantizes(op.experts.each))
             place_activations(&op.experts.each, activations_.data());
@@ -366,9 +388,9 @@ Status Runtime::prepare(Program& program, const int64_t* counts) {
     phases_.clear();
     for (const Program::Stage& stage : program.stages_) {
         const int64_t count = counts[stage.count];
-        if (stage.tiles) {
+        if (stage.work != Program::kRows) {
             const int op = program.parts_[(size_t)stage.first].op;
-            phases_.push_back(tile_phase(program.ops_[(size_t)op], count));
+            phases_.push_back(tile_phase(program.ops_[(size_t)op], stage.work, count));
             continue;
         }
         int64_t work = 0;
@@ -404,7 +426,7 @@ void Runtime::rows(const Op& op, int64_t begin, int64_t end) {
     }
 }
 
-void Runtime::tiles(const Op& op, const ItemRange& share, int thread) {
+void Runtime::tiles(const Op& op, Program::Work kind, const ItemRange& share, int thread) {
     uint8_t* scratch = private_scratch(thread);
     switch (op.kind) {
         case kOpLinear: {
@@ -420,6 +442,10 @@ void Runtime::tiles(const Op& op, const ItemRange& share, int thread) {
             expert_tiles(*kernels, op.experts, share, scratch);
             break;
         case kOpGroup: group_rows(op.group); break;
+        case kOpLowRank:
+            (kind == Program::kTiles ? kernels->low_rank_down : kernels->low_rank_up)(
+                &op.low_rank, share.begin, share.end);
+            break;
         default:
             if (op.sample.masks && op.sample.masks->count) wait_for_masks(pool, *op.sample.masks);
             kernels->sample(&op.sample, share.begin, share.end, scratch);
@@ -435,6 +461,25 @@ void Runtime::hint_next(const Program& program, int stage, int thread, ItemRange
     share->then_end = w.codes + code_bytes(w, strips.end);
 }
 
+// Has the thread prefetch the factors that it will read in the stages `next` and `next` + 1, while it
+// runs its own strips.
+void Runtime::hint_factors(const Program& program, int stage, int next, int thread,
+                           ItemRange* share) {
+    const Phase &down = phases_[(size_t)next], &up = phases_[(size_t)next + 1];
+    const ItemRange own = pool.own(phases_[(size_t)stage], thread);
+    if (!up.total || share->begin < own.begin || share->end > own.end) return;
+    MemoryStream& stream = streams_[(size_t)thread];
+    if (stream.phase != stage) {
+        const int op = program.parts_[(size_t)program.stages_[(size_t)next].first].op;
+        factors_of(program.ops_[(size_t)op].low_rank, pool.own(down, thread), pool.own(up, thread),
+                   &stream);
+        stream.phase = stage;
+    }
+    if (stream.next == stream.count) return;
+    share->stream = &stream;
+    share->stream_bytes = stream.bytes / (own.end - share->begin) + kCacheLine;
+}
+
 void Runtime::run_task(void* context, int phase, const ItemRange& task, int thread) {
     const Frame& frame = *static_cast<const Frame*>(context);
     if (task.begin == task.end) return;
@@ -442,13 +487,15 @@ void Runtime::run_task(void* context, int phase, const ItemRange& task, int thre
     const Program::Stage& stage = program.stages_[(size_t)phase];
     ItemRange share = task;
     if (stage.then >= 0) frame.runtime->hint_next(program, stage.then, thread, &share);
+    if (stage.factors >= 0)
+        frame.runtime->hint_factors(program, phase, stage.factors, thread, &share);
     if (stage.hinted) {
         const ItemRange own = frame.runtime->pool.own(frame.runtime->phases_[(size_t)phase], thread);
         share.resumed |= share.begin == own.begin;
     }
     for (int i = stage.first; i < stage.last; ++i) {
         const Op& op = program.ops_[(size_t)program.parts_[(size_t)i].op];
-        if (stage.tiles) frame.runtime->tiles(op, share, thread);
+        if (stage.work != Program::kRows) frame.runtime->tiles(op, stage.work, share, thread);
         else frame.runtime->rows(op, share.begin * op.per, share.end * op.per);
     }
 }
@@ -456,7 +503,7 @@ void Runtime::run_task(void* context, int phase, const ItemRange& task, int thre
 void Runtime::close() {
     closed = true;
     pool.stop();
-    for (Scratch* memory : {&activations_, &attention_, &private_}) memory->release();
+    for (Scratch* memory : {&activations_, &attention_, &private_, &low_}) memory->release();
 }
 
 Status Runtime::run(Program& program, const int64_t* counts) {
@@ -467,6 +514,8 @@ Status Runtime::run(Program& program, const int64_t* counts) {
         pool.arm_side(compute_masks, const_cast<MaskTasks*>(op.sample.masks),
                       (int)op.sample.masks->count);
     }
+    streams_.resize((size_t)pool.threads());
+    for (MemoryStream& stream : streams_) stream.phase = -1;
     Frame frame = {this, &program};
     pool.run(&Runtime::run_task, &frame, phases_.data(), (int)phases_.size());
     return kOk;

@@ -6,12 +6,13 @@
 // share has rows of the same width (kernels/graph.py). A matrix product is one phase over strips of 32
 // output rows; quantizing its activations is row-wise and joins the phase before. Attention is one
 // phase over its work items (attention.hpp), a product of experts one over the strips of the experts
-// that have rows (moe.hpp).
+// that have rows (moe.hpp). The update of a product by adapters is two phases (low_rank.hpp).
 #pragma once
 
 #include <vector>
 
 #include "levels.hpp"
+#include "low_rank_plan.hpp"
 #include "pool.hpp"
 
 struct Op {
@@ -38,6 +39,7 @@ struct Op {
         BiasArgs bias;
         CombineArgs combine;
         RecodeArgs recode;
+        LowRankArgs low_rank;
     };
 };
 
@@ -52,20 +54,23 @@ public:
 
 private:
     friend class Runtime;
-    // What a phase runs: row-wise parts one after another, or the tiles of one operator.
+    // What a phase runs: row-wise parts one after another, or tiles of one operator: the only, the
+    // first or the second kind.
+    enum Work { kRows, kTiles, kMoreTiles };
     struct Part {
         int op;
-        bool tiles;
+        Work work;
     };
     struct Stage {
         int first, last;  // parts
         Count count;
-        bool tiles;
+        Work work;
         int then;        // the next stage of tiles if it reads integer weights, else -1
         bool hinted;  // this stage is another's `then`
         bool alone;      // no other part may join: its rows depend on other rows
+        int factors;     // the stage of adapters after this product: their factors; else -1
     };
-    void add_part(int op, bool tiles, bool alone = false);
+    void add_part(int op, Work work, bool alone = false);
     bool same_activations(const Op& op) const;
 
     std::vector<Op> ops_;
@@ -129,13 +134,16 @@ private:
     Status bind(Op* op, int64_t n, Needs* needs);
     void note_file_part(LinearArgs* args);
     Status plan_items(Op* op, int64_t requests, Needs* needs);
-    Phase tile_phase(const Op& op, int64_t count) const;
+    Phase tile_phase(const Op& op, Program::Work kind, int64_t count) const;
     void rows(const Op& op, int64_t begin, int64_t end);
-    void tiles(const Op& op, const ItemRange& share, int thread);
+    void tiles(const Op& op, Program::Work kind, const ItemRange& share, int thread);
+    void hint_factors(const Program& program, int stage, int next, int thread, ItemRange* share);
     void hint_next(const Program& program, int stage, int thread, ItemRange* share) const;
     static void run_task(void* context, int phase, const ItemRange& share, int thread);
 
-    Scratch activations_, attention_, private_;
+    Scratch activations_, attention_, private_, low_;
+    SlotPlans slots_;
+    std::vector<MemoryStream> streams_;  // of each thread
     FilePart* used_ = nullptr;  // last
     size_t stride_ = 0;
     std::vector<Phase> phases_;

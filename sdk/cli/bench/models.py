@@ -67,6 +67,14 @@ def write_unpacked(model: Path, folder: Path) -> None:
         unpacked.save_pretrained(folder)
 
 
+def write_tokenizer(model: Path, folder: Path) -> None:
+    """Write the tokenizer and chat template of the GGUF ``model``, for servers."""
+    from transformers import AutoTokenizer
+
+    with contextlib.redirect_stderr(io.StringIO()):
+        AutoTokenizer.from_pretrained(model.parent, gguf_file=model.name).save_pretrained(folder)
+
+
 @dataclass(frozen=True, slots=True)
 class Work:
     """The least work for one token, by the headers of a model file."""

@@ -19,6 +19,7 @@ from sdk.cli.bench.roofline import measure_gemm, measure_roofline
 from sdk.cli.bench.settings import DECODE_PROMPT, Settings, in_rounds, make_load, same_load
 from sdk.cli.bench.speculative import measure_speculative
 from sdk.cli.bench.structured import measure_structured
+from sdk.cli.bench.tenants import CHAT_PROMPT, SLOTS, WEIGHT, measure_tenants
 
 #: Tokens of a prompt of the prefix suite, and how many of them the next one shares.
 PREFIX_PROMPT, PREFIX_SHARED = 1100, 1000
@@ -256,6 +257,18 @@ SUITES = {
             Metric("gain", "drafted / structured", 2, ratio=False),
         ],
         measure_structured,
+    ),
+    "tenants": Suite(
+        "Tenants",
+        f"time to first token of {CHAT_PROMPT} tokens, of chats one after another: alone, and with "
+        f"{SLOTS} slots beside a batch that always waits (weights {WEIGHT}:1); the share of tokens "
+        "of two tenants that always wait",
+        [
+            Metric("ttft_p50_ms", "first token p50 ms", ratio=False),
+            Metric("ttft_p99_ms", "p99 ms", ratio=False),
+            Metric("chat_share", "% of tokens", ratio=False),
+        ],
+        measure_tenants,
     ),
     "startup": Suite(
         "Start-up",

@@ -18,8 +18,9 @@ another request's text. A page becomes known (``publish``) only after the step t
 committed, and it is never written again while known: requests that share it may read it at any
 time.
 
-*Eviction.* Least recently used first. The pages of one request are given back tail first, so that a
-prefix loses its end before its beginning (a page whose predecessor is gone can never be hit again).
+*Eviction.* Least recently used first, or what costs least to compute again (``cost_eviction.py``).
+The pages of one request are given back tail first, so that a prefix loses its end before its
+beginning (a page whose predecessor is gone can never be hit again).
 
 *Page 0* is reserved for padding in page tables and batches. No request owns it.
 """
@@ -30,8 +31,9 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from hashlib import sha256
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
+from sdk.engine.pages.cost_eviction import CostOrder
 from sdk.engine.plan import Copy
 
 
@@ -72,6 +74,7 @@ class PagePool:
         enable_prefix_caching: bool = True,
         *,
         limit: int | None = None,
+        eviction: Literal["lru", "cost"] = "lru",
     ) -> None:
         if num_pages < 2:
             raise ValueError(f"num_pages must be at least 2 (page 0 is reserved), got {num_pages}")
@@ -99,7 +102,11 @@ class PagePool:
         self.on_shortage: Callable[[int, bool], None] | None = None
         self._withheld = list(range(num_pages - 1, limit - 1, -1))
         self._free = list(range(limit - 1, 0, -1))  # a stack: last in, first out
-        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._costs = CostOrder(num_pages, page_size) if eviction == "cost" else None
+        # the pages to evict, first to last; of an OrderedDict: least recently used first
+        self._cached: OrderedDict[int, None] | CostOrder = (
+            OrderedDict() if self._costs is None else self._costs
+        )
         self._known: dict[bytes, int] = {}  # digest -> page
 
     @property
@@ -172,6 +179,8 @@ class PagePool:
             short = num_new + num_idle + spare - len(self._free) - len(cached)
         if short > 0:
             return None
+        if self._costs is not None:
+            self._costs.used(hits)
         for page in hits:  # before any eviction, which must not take them
             if references[page] == 0:
                 del cached[page]
@@ -227,9 +236,13 @@ class PagePool:
         if key is not None:
             self._keys[page] = None
             del self._known[key.digest]
+            if self._costs is not None:
+                self._costs.forget(page)
 
     def release(self, pages: Sequence[int]) -> None:
         """Give back one reference to each page; a request's whole table at once, head first."""
+        if self._costs is not None:
+            self._costs.released(pages)
         for page in reversed(pages):  # tail first into the LRU order: the tail is evicted first
             count = self._references[page]
             if count == 0:
@@ -243,6 +256,8 @@ class PagePool:
 
     def _vacate(self, page: int) -> None:
         """The page has no content and no owner any more."""
+        if self._costs is not None:
+            self._costs.forget(page)  # also what a page that was never known was given
         self._free.append(page)
 
     def publish(self, page: int, key: PageKey) -> None:
@@ -274,6 +289,9 @@ class PagePool:
         """
         self._keys = [None] * self.num_pages
         self._known.clear()
+        if self._costs is not None:
+            for page in range(self.num_pages):
+                self._costs.forget(page)
         self._vacate_cached()
 
     def _vacate_cached(self) -> None:

@@ -35,7 +35,9 @@ class PrefixStore:
         self._executor = executor
         self._spec = spec
 
-    def _keys(self, token_ids: Sequence[int], salt: str | None) -> list[PageKey]:
+    def _keys(
+        self, token_ids: Sequence[int], salt: str | None, adapter: str | None = None
+    ) -> list[PageKey]:
         """The keys of the full pages of a prefix. :raises RequestError: it has none."""
         config = self._scheduler.config
         if not config.enable_prefix_caching:
@@ -47,7 +49,7 @@ class PrefixStore:
                 f"a saved or pinned prefix consists of pages of {config.page_size} tokens; this "
                 f"one has only {len(token_ids)} tokens"
             )
-        prefix = Request("", token_ids, SamplingParams(), salt=salt)
+        prefix = Request("", token_ids, SamplingParams(), salt=salt, adapter=adapter)
         self._scheduler.prefixes.extend_keys(prefix, len(token_ids) // config.page_size)
         return prefix.keys
 
@@ -60,18 +62,25 @@ class PrefixStore:
             )
         if request.prompt_embeds is not None:
             raise RequestError(f"request {request_id!r}: a snapshot needs tokens, found embeddings")
+        if request.adapter is not None:
+            raise RequestError(
+                f"request {request_id!r}: it runs with an adapter; snapshots of such requests are "
+                "not supported"
+            )
         size = self._scheduler.config.page_size
         return request.token_ids[: request.num_computed // size * size], request.salt
 
     # Pins
 
-    def pin(self, token_ids: Sequence[int], salt: str | None) -> int | None:
+    def pin(
+        self, token_ids: Sequence[int], salt: str | None, adapter: str | None = None
+    ) -> int | None:
         """Keep a prefix; returns the number of tokens kept. ``None``: not all of it is cached.
 
         :raises OutOfMemoryError: too few pages would be left for an unfinished request, or none.
         """
         scheduler = self._scheduler
-        keys, prefixes = self._keys(token_ids, salt), scheduler.prefixes
+        keys, prefixes = self._keys(token_ids, salt, adapter), scheduler.prefixes
         before = prefixes.num_pinned
         if not prefixes.pin(keys):
             return None
@@ -100,9 +109,9 @@ class PrefixStore:
                     f"{name} may need {need} and could get {available}"
                 )
 
-    def unpin(self, token_ids: Sequence[int], salt: str | None) -> bool:
+    def unpin(self, token_ids: Sequence[int], salt: str | None, adapter: str | None = None) -> bool:
         """Remove the pin of exactly this prefix. False: there is none."""
-        return self._scheduler.prefixes.unpin(self._keys(token_ids, salt))
+        return self._scheduler.prefixes.unpin(self._keys(token_ids, salt, adapter))
 
     # Snapshots
 

@@ -9,7 +9,7 @@ are written. A page that is swapped out is swapped in to the same tier.
 *Making room.* Lossless first: two half-empty slabs become a full and an empty one. Then the coldest
 page of the first tier moves one tier down, then the next coldest, until none is left that may; then
 those of the second tier. Only then are cached pages evicted, as in any pool, and after that
-requests are preempted. Coldest are the cached pages, least recently used first, then those of the
+requests are preempted. Coldest are the cached pages, in the order of eviction, then those of the
 request that would be preempted first. Some pages stay in their tier: a request's first page, where
 trained models put much of their attention, pages that are not full yet (``kv_keep``: more of them
 at both ends), and those of requests with a ``kv_min_bits``. No page moves back up.
@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Literal
 
 from sdk.engine.pages.buddy import BuddyAllocator
 from sdk.engine.pages.page_pool import PageKey, PagePool
@@ -50,10 +51,12 @@ class TieredPagePool(PagePool):
         limit: int | None,
         bits: Sequence[int],
         lowest: Callable[[], Mapping[int, int]],
+        eviction: Literal["lru", "cost"] = "lru",
     ) -> None:
         self._last_tier = len(bits) - 1
         self._units = 1 << self._last_tier  # parts of a slab
-        super().__init__(((num_pages - 1) << self._last_tier) + 1, page_size, enable_prefix_caching)
+        count = ((num_pages - 1) << self._last_tier) + 1
+        super().__init__(count, page_size, enable_prefix_caching, eviction=eviction)
         limit = num_pages if limit is None else limit
         self.capacity = limit - 1
         self.bits = tuple(bits)
@@ -128,6 +131,8 @@ class TieredPagePool(PagePool):
             if self._references[page] == 0:
                 del self._cached[page]
             self._references[page] += 1
+        if self._costs is not None:
+            self._costs.used(hits)
         if not self._slabs.fits(counts):
             self._make_room(counts, set(hits), lowest)
         new = []

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sdk.engine.pages.tiered_pool import moves_to_lowest_tier
 from sdk.engine.plan import Pooled, RequestStart, Sampled, StepPlan, StepResult, StepRow
+from sdk.engine.rank.adapters import RankAdapters
 from sdk.engine.rank.device_graphs import DeviceGraphs
 from sdk.engine.rank.drafting_model import DraftingModel
 from sdk.engine.rank.eager import Eager
@@ -36,6 +37,7 @@ from sdk.executors.base import Pending
 from sdk.kernels.graph import CaptureError
 from sdk.memory.demand import scored_rows
 from sdk.memory.machine import release_free_memory
+from sdk.models.adapters import ModelAdapters
 from sdk.models.auto import build_model
 from sdk.models.classifier import classifier_of, read_score_head
 from sdk.models.parallel import Mesh
@@ -74,6 +76,8 @@ class ModelRunner:
                 checkpoint, mesh, self.ops, max_model_len=config.max_model_len, config=values
             )
             facts = self.model.config
+            #: The slots of adapters, if requests may have any.
+            self.adapters = self._adapter_slots(config.adapter_slots)
             #: The classes of the checkpoint, if it has any.
             self.classifier = classifier_of(values)
             self._score_head = read_score_head(checkpoint, self.classifier, facts.hidden_size)
@@ -113,6 +117,9 @@ class ModelRunner:
         checkpoint.close()
         release_free_memory()
 
+    def _adapter_slots(self, count: int) -> RankAdapters | None:
+        return RankAdapters(ModelAdapters(self.model, self.ops, count)) if count else None
+
     def close(self) -> None:
         """Free everything. Idempotent; the runner must not be used afterwards."""
         self._requests.clear()
@@ -122,6 +129,7 @@ class ModelRunner:
         self.kv.close()
         self.ops.close()
         self.__dict__.pop("model", None)
+        self.adapters = None
         if self.drafting is not None:
             self.drafting.close()
             self.drafting = None
@@ -143,6 +151,11 @@ class ModelRunner:
             self.strategy = Recorded(self._passes, self._inputs)
         except CaptureError as error:
             self.strategy = Eager(self._passes, self._inputs, str(error))
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank."""
+        return self._mesh.rank
 
     @property
     def ahead(self) -> tuple[int, int]:

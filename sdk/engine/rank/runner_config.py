@@ -73,6 +73,8 @@ class RunnerConfig:
     disk_folder: str = ""
     #: GPU only: the first layer whose weights are offloaded to host memory.
     host_from: int | None = None
+    #: Slots of low-rank adapters.
+    adapter_slots: int = 0
 
     def open_model(self) -> Checkpoint:
         """Open the model's files, with online quantization if ``quantization`` is set."""

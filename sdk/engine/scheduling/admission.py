@@ -6,7 +6,9 @@ from collections import Counter
 from collections.abc import Iterator
 
 from sdk.engine.pages.prefixes import Prefix, Prefixes
+from sdk.engine.scheduling.adapter_slots import AdapterSlots
 from sdk.engine.scheduling.negative_prompt import share
+from sdk.engine.scheduling.prompt_budget import PromptBudget
 from sdk.engine.scheduling.queues import RequestQueues
 from sdk.engine.scheduling.request import Request
 from sdk.engine.scheduling.results import ResultReservation
@@ -21,10 +23,14 @@ class Admission:
     A request starts only if one page stays available for each running request that may still need
     one, so that the next decode does not preempt it. A request whose longest answer fits the pages
     it holds counts for none: ``max_num_seqs`` requests of full length run in exactly the pages they
-    fill. No request overtakes the oldest waiting one, except in two cases. A request whose next
+    fill. No request overtakes the first waiting one, except in these cases. A request whose next
     page is about to be published by a running request waits for that page instead of computing it
     again: this is how ``n`` answers share a prompt, and how a batch with one system prompt computes
-    it once. And a request waits while there is no memory for its log-probabilities.
+    it once. And a request waits while there is no memory for its log-probabilities, or while its
+    adapter is in no slot (``adapter_slots.py``).
+
+    If the policy says that the first waiting request overtakes running ones, :meth:`make_room`
+    preempts as many of those as it needs slots and pages.
     """
 
     def __init__(
@@ -33,49 +39,55 @@ class Admission:
         queues: RequestQueues,
         prefixes: Prefixes,
         recorder: Recorder,
+        adapters: AdapterSlots | None = None,
     ) -> None:
         self._config = config
         self._queues = queues
         self._prefixes = prefixes
         self._recorder = recorder
+        self._adapters = adapters
         self.reserved_bytes = 0  # for the results of started requests
 
     def admit(
-        self, budget: int, scoring: int, now: float
+        self, budget: PromptBudget, now: float, ahead_of: Request | None = None
     ) -> Iterator[tuple[Request, list[tuple[Request, int]]]]:
-        """Start waiting requests in order, within ``budget`` tokens and the free slots and pages.
+        """Start waiting requests in order, within the ``budget`` and the free slots and pages.
 
-        Yields each started request with the scheduled tokens of each of its sequences. ``scoring``:
-        the prompt tokens that may be scored in this step.
+        Yields each started request with the scheduled tokens of each of its sequences.
+        ``ahead_of``: only those that overtake this running request.
         """
-        waiting, index, blocked = self._queues.waiting, 0, False
-        spare = sum(map(self._may_grow, self._queues.running))
-        slots = sum(len(request.sequences) for request in self._queues.running)
-        pool = self._prefixes.pool
-        while budget and index < len(waiting):
-            request = waiting[index]
+        queues, blocked = self._queues, False
+        spare, slots = self._spare(), self._slots()
+        pool, adapters = self._prefixes.pool, self._adapters
+        if adapters is not None:
+            adapters.begin_pass()
+        for request in queues.waiting:
+            if not budget.tokens:
+                return
+            if ahead_of is not None and not queues.policy.overtakes(request, ahead_of):
+                return
             sequences = request.sequences
             lacks_memory = self._lacks_result_memory(request, blocked)
-            if lacks_memory or (request.scores_prompt and not scoring):
+            if lacks_memory or (request.scores_prompt and not budget.scoring):
                 blocked |= lacks_memory
-                index += 1
                 continue
+            if adapters is not None and not adapters.may_start(request):
+                continue
+            most = budget.most(request)
             slots += len(sequences)  # a request that waits for a prefix keeps its slot
-            if slots > self._config.max_num_seqs or len(sequences) > budget:
+            if slots > self._config.max_num_seqs or len(sequences) > most:
                 return
             if request.waits_for in self._prefixes.pending:
-                index += 1
                 continue
             if pool.num_available < request.min_available + spare and not pool.on_shortage:
                 return
             found = [self._prefixes.find(sequence) for sequence in sequences]
             request.waits_for = next((one.waits_for for one in sequences if one.waits_for), None)
             if request.waits_for is not None:
-                index += 1
                 continue
             num_computed = found[0].num_tokens(self._config.page_size)
             num = request.num_tokens - num_computed
-            if num > budget and not self._config.enable_chunked_prefill:
+            if num > most and not self._config.enable_chunked_prefill:
                 return
             request.min_available = self._prefixes.acquire(request, found, spare)
             if request.min_available and any(prefix.tail is not None for prefix in found):
@@ -84,15 +96,66 @@ class Admission:
                 request.min_available = self._prefixes.acquire(request, found, spare)
             if request.min_available:
                 return  # asking again is pointless with fewer
-            del waiting[index]
+            queues.waiting.remove(request)
             self._start(request, found, num_computed, now)
             spare += self._may_grow(request)
-            scored = request.scores_prompt
-            shares = share(request, min(budget, scoring) if scored else budget)
+            shares = share(request, most)
             num = sum(num for _, num in shares)
-            budget -= num
-            scoring -= num if scored else 0
+            budget.take(request, num)
+            queues.will_run(request, num)
             yield request, shares
+
+    def _spare(self) -> int:
+        """Pages that stay available for the running requests."""
+        return sum(map(self._may_grow, self._queues.running))
+
+    def _slots(self) -> int:
+        """Slots taken by the running requests."""
+        return sum(len(request.sequences) for request in self._queues.running)
+
+    def make_room(self, busy: frozenset[Request]) -> None:
+        """Preempt running requests for the first waiting one, as far as it overtakes them: the last
+        in order first, none of the ``busy`` ones, and none if that would not be enough.
+        """
+        queues = self._queues
+        first = queues.waiting.first() if queues.running else None
+        if (
+            first is None
+            or first.waits_for in self._prefixes.pending
+            or self._lacks_result_memory(first, False)
+            or not (self._adapters is None or self._adapters.is_ready(first))
+        ):
+            return
+        while True:
+            victims = [
+                request
+                for request in reversed(queues.running)
+                if queues.may_preempt(first, request) and busy.isdisjoint(request.sequences)
+            ]
+            if not victims:
+                return
+            slots = self._slots() + len(first.sequences) - self._config.max_num_seqs
+            pages = self._missing_pages(first)
+            if slots <= 0 and pages <= 0:
+                return
+            sequences = [sequence for request in victims for sequence in request.sequences]
+            if len(sequences) < slots or sum(len(one.pages) for one in sequences) < pages:
+                return
+            queues.preempt(victims[0])
+
+    def _missing_pages(self, request: Request) -> int:
+        """The pages that a waiting request lacks now; at most 0 if it can start, or waits for a
+        prefix."""
+        prefixes = self._prefixes
+        found = [prefixes.find(sequence) for sequence in request.sequences]
+        if any(sequence.waits_for for sequence in request.sequences):
+            return 0
+        size = self._config.page_size
+        needed = sum(-(-one.num_tokens // size) for one in request.sequences)
+        hits = sum(len(prefix.pages) for prefix in found)
+        return (
+            max(needed - hits, request.min_available) + self._spare() - prefixes.pool.num_available
+        )
 
     def _start(self, request: Request, found: list[Prefix], num_computed: int, now: float) -> None:
         if request.results is not None and not request.results.active:

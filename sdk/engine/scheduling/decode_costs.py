@@ -35,7 +35,7 @@ class DecodeCosts:
     """
 
     def __init__(self) -> None:
-        self._curves: dict[int, _Curve] = {}  # by number of requests
+        self._curves: dict[int, Curve] = {}  # by number of requests
         #: Seconds of a draft that the ranks make and verify, by number of requests.
         self._on_ranks: dict[int, float] = {}
         self._steps = 0
@@ -57,7 +57,7 @@ class DecodeCosts:
                 self._on_ranks[num_rows] = _averaged(self._on_ranks.get(num_rows), more)
             return
         if curve is None:
-            curve = self._curves[num_rows] = _Curve()
+            curve = self._curves[num_rows] = Curve()
         curve.learn(num_tokens, seconds, self._steps)
 
     def __call__(self, num_rows: int, num_tokens: int, *, on_ranks: bool = False) -> float:
@@ -92,8 +92,8 @@ def _averaged(known: float | None, seconds: float) -> float:
     return known + _RATE * (min(seconds, _MOST_OUTLIER * known) - known)
 
 
-class _Curve:
-    """Average seconds by number of tokens, for one number of requests."""
+class Curve:
+    """Average seconds of a step by its size; sizes that were not measured are interpolated."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []  # measured ones, sorted

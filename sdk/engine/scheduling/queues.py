@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import heapq
 import math
-from bisect import bisect_left, insort
+from bisect import insort
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import NamedTuple
@@ -12,16 +13,22 @@ from typing import NamedTuple
 from sdk.engine.pages.prefixes import Prefixes
 from sdk.engine.pages.tiered_pool import check_min_bits
 from sdk.engine.plan import Pooled, Sampled
+from sdk.engine.scheduling.adapter_slots import AdapterSlots, AdapterSource
 from sdk.engine.scheduling.in_flight import InFlightBatches
 from sdk.engine.scheduling.negative_prompt import longest_answer
-from sdk.engine.scheduling.policy import POLICIES
+from sdk.engine.scheduling.policy import make_policy
 from sdk.engine.scheduling.request import NEGATIVE_SUFFIX, Request, RequestStatus
 from sdk.engine.scheduling.scheduler_config import SchedulerConfig
+from sdk.engine.scheduling.waiting import WaitingRequests
 from sdk.errors import RequestError
 from sdk.outputs import FinishReason, RequestEvent
 
-#: Queues are sorted by it: smaller runs first.
-ORDER = attrgetter("order")
+#: ``running`` is sorted by it: the last one is preempted first.
+_RUNNING_ORDER = attrgetter("position", "order")
+#: A request runs at least this many new tokens before one that waits preempts it, and at least a
+#: page, because full pages stay in the cache: so it never loses more than it computed in its turn.
+_QUANTUM = 16
+_LAST_ANSWERS = 128
 
 
 class RequestUpdate(NamedTuple):
@@ -37,7 +44,8 @@ class RequestQueues:
     """Requests waiting and running, with their pages and deadlines. Not thread-safe.
 
     Requests may come and go while a step runs: what it computes for a request that has gone is
-    ignored. ``waiting`` and ``running`` are sorted by ``Request.order``.
+    ignored. ``waiting`` yields requests in the policy's order, ``running`` is sorted by it as of
+    the last :meth:`refresh`.
     """
 
     def __init__(
@@ -46,21 +54,30 @@ class RequestQueues:
         prefixes: Prefixes,
         in_flight: InFlightBatches,
         clock: Callable[[], float],
+        adapters: AdapterSlots | None = None,
     ) -> None:
-        self.waiting: list[Request] = []
+        self.policy = policy = make_policy(
+            config.policy, config.tenant_weights, config.priority_aging
+        )
+        self.waiting = WaitingRequests(policy)
         self.running: list[Request] = []
         self.num_preemptions = 0
         self.clock = clock
         self._config = config
         self._prefixes = prefixes
         self._in_flight = in_flight
-        self._policy = POLICIES[config.policy]
+        self._adapters = adapters
         self._requests: dict[str, Request] = {}  # unfinished, by id
         self._deadlines: list[tuple[float, int, Request]] = []  # heap
         self._dropped: list[str] = []  # the ranks must forget them
         self._expired: list[RequestUpdate] = []
         self._rewound: dict[Request, None] = {}  # the ranks must start them again
-        self._num_added = 0
+        self.num_added = 0
+        #: Tokens of the answers that ended last.
+        self.answer_lengths: deque[int] = deque(maxlen=_LAST_ANSWERS)
+        #: When the last request arrived that overtakes a running one.
+        self.overtaken_at = -math.inf
+        self._quantum = max(_QUANTUM, config.page_size)
 
     @property
     def unfinished(self) -> Mapping[str, Request]:
@@ -77,23 +94,43 @@ class RequestQueues:
         """Requests that hold no pages, including preempted ones."""
         return len(self.waiting)
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, adapter: AdapterSource | None = None) -> None:
         """Queue a request. :raises RequestError: it could never run; the message says why."""
         self._check(request)
         self._limit_length(request)
+        if self._adapters is not None and adapter is not None:
+            self._adapters.attach(adapter)
         if not request.params.ignore_eos:
             request.stop_token_ids |= self._config.eos_token_ids
         request.queued_ts = self.clock()
-        self._num_added += 1
-        request.order = (self._policy(request), request.arrival_time, self._num_added)
+        self._place(request)
         if request.params.deadline is not None:
             request.deadline = request.arrival_time + request.params.deadline
             if len(self._deadlines) > 2 * len(self._requests) + 64:  # mostly of finished requests
                 self._deadlines = [entry for entry in self._deadlines if not entry[2].finished]
                 heapq.heapify(self._deadlines)
-            heapq.heappush(self._deadlines, (request.deadline, self._num_added, request))
+            heapq.heappush(self._deadlines, (request.deadline, self.num_added, request))
         self._requests[request.request_id] = request
-        insort(self.waiting, request, key=ORDER)
+        self._join(request)
+        if self.policy.preemptive and self.running:
+            request.urgent = self.policy.overtakes(request, self.running[-1])
+            if request.urgent:
+                self.overtaken_at = request.queued_ts
+
+    def _place(self, request: Request) -> None:
+        """Ask the policy for the place of a new request."""
+        self.num_added += 1
+        order = float(self.policy.order(request))
+        request.order = (order, request.arrival_time, self.num_added)
+        request.queue = self.policy.queue(request)
+        hash(request.queue)  # raises here, where it fails only this request
+
+    def _join(self, request: Request) -> None:
+        """A request that is new, or had ended, waits from now on."""
+        if self.policy.dynamic:
+            self._charge()  # a policy compares the newcomer with the others
+        self.policy.added(request)
+        self.waiting.add(request)
 
     def _check(self, request: Request) -> None:
         config, num_tokens = self._config, request.num_tokens
@@ -161,25 +198,72 @@ class RequestQueues:
     def end(self, request: Request, reason: FinishReason, stop: int | str | None = None) -> None:
         """End an unfinished request."""
         if request.status is RequestStatus.RUNNING:
-            self._remove(self.running, request)
+            self._stop(request)
             if reason in ("stop", "length"):  # after an error pages may hold NaN
                 for sequence in request.sequences:
                     self._prefixes.keep_tail(sequence)
             self._release(request)
         else:
-            self._remove(self.waiting, request)
+            self.waiting.remove(request)
         for sequence in request.sequences:
             sequence.status = RequestStatus(reason)
         request.stop_reason = stop
         del self._requests[request.request_id]
+        self.policy.ended(request)
+        if request.kind == "generate" and reason in ("stop", "length"):
+            self.answer_lengths.append(request.num_output_tokens)
+        if self._adapters is not None:
+            self._adapters.detach(request)
 
-    @staticmethod
-    def _remove(queue: list[Request], request: Request) -> None:
-        del queue[bisect_left(queue, request.order, key=ORDER)]
+    def _stop(self, request: Request) -> None:
+        """Remove a request from the running ones."""
+        self.running.remove(request)
+        if self.policy.dynamic:
+            self._report(request, 0)
+        self.policy.stopped(request)
+
+    def _charge(self) -> None:
+        """Tell the policy which tokens ran since it was told last."""
+        for request in self.running:
+            if request.num_computed > request.num_reported or request.negative is not None:
+                self._report(request, 0)
+
+    def _report(self, request: Request, planned: int) -> None:
+        """The same for one request, and for ``planned`` tokens that its first sequence will run."""
+        prompt = answer = 0
+        for sequence in request.sequences:
+            begin, end = sequence.num_reported, sequence.num_computed + planned
+            planned = 0
+            if end > begin:
+                sequence.num_reported = end
+                of_prompt = max(min(end, sequence.num_prompt_tokens) - begin, 0)
+                prompt, answer = prompt + of_prompt, answer + end - begin - of_prompt
+        if prompt or answer:
+            self.policy.ran(request, prompt, answer)
+
+    def refresh(self) -> None:
+        """Sort ``running`` by the positions of the policy's queues as they are now."""
+        policy = self.policy
+        if not policy.dynamic:
+            return
+        self._charge()
+        positions = {}
+        for request in self.running:
+            name = request.queue
+            if name not in positions:
+                positions[name] = policy.position(name)
+            request.position = positions[name]
+        self.running.sort(key=_RUNNING_ORDER)
+
+    def may_preempt(self, waiting: Request, running: Request) -> bool:
+        """Whether ``running`` may lose its place to ``waiting`` now."""
+        return running.num_computed >= running.turn_ends and self.policy.overtakes(waiting, running)
 
     def _release(self, request: Request) -> None:
         """Take the pages and pending prefixes of a running request; the ranks will forget it."""
         self._rewound.pop(request, None)
+        if self._adapters is not None:
+            self._adapters.release(request)
         for sequence in request.sequences:
             self._prefixes.release(sequence)
             self._dropped.append(sequence.request_id)
@@ -187,15 +271,32 @@ class RequestQueues:
 
     def start(self, request: Request) -> None:
         """Run a request that was removed from ``waiting`` and has its pages."""
+        if self._adapters is not None:
+            self._adapters.start(request)
         for sequence in request.sequences:
             sequence.status = RequestStatus.RUNNING
-        insort(self.running, request, key=ORDER)
+            # tokens found in the cache, and those that ran before a preemption, are not reported
+            sequence.num_reported = max(sequence.num_reported, sequence.num_computed)
+        request.turn_ends = request.num_reported + self._quantum
+        request.position = self.policy.position(request.queue)
+        insort(self.running, request, key=_RUNNING_ORDER)
+        self.policy.started(request)
 
-    def preempt_last(self) -> None:
-        """Send the last running request back to wait. It starts over from its known tokens."""
-        request = self.running.pop()
+    def will_run(self, request: Request, num_tokens: int) -> None:
+        """A request that was just started runs so many tokens in this step: its queue's position
+        takes them into account before the next request is chosen."""
+        if self.policy.dynamic:
+            self._report(request, num_tokens)
+
+    def preempt(self, request: Request) -> None:
+        """Send a running request back to wait. It starts over from its known tokens."""
+        self._stop(request)
         self._release(request)
         self._wait_again(request)
+
+    def preempt_last(self) -> None:
+        """:meth:`preempt` the last running request."""
+        self.preempt(self.running[-1])
 
     def _wait_again(self, request: Request) -> None:
         """Queue a request that has lost its pages."""
@@ -205,7 +306,7 @@ class RequestQueues:
         for sequence in request.sequences:
             sequence.status = RequestStatus.PREEMPTED
             sequence.num_computed = 0  # the cache is searched again when it is admitted
-        insort(self.waiting, request, key=ORDER)
+        self.waiting.add(request)
 
     def rewind(self, request: Request, num_tokens: int, forbidden: tuple[int, ...]) -> None:
         """Between two steps: take back the tokens of a request after its first ``num_tokens``; the
@@ -221,7 +322,7 @@ class RequestQueues:
         if stays and not all(
             self._prefixes.may_rewrite(one, one.num_tokens - removed) for one in request.sequences
         ):
-            self._remove(self.running, request)
+            self._stop(request)
             self._release(request)
             stays = False
         for sequence in request.sequences:
@@ -234,7 +335,11 @@ class RequestQueues:
             self._in_flight.stop_repeating()
             return
         request.stop_reason, request.is_complete = None, False
-        self._requests[request.request_id] = request
+        if request.request_id not in self._requests:
+            self._requests[request.request_id] = request
+            self.policy.added(request)
+        if self._adapters is not None:
+            self._adapters.reattach(request)
         self._wait_again(request)
 
     def expire(self) -> None:
@@ -269,10 +374,12 @@ class RequestQueues:
 
     def check(self) -> None:
         """Assert that the queues agree (tests)."""
-        queued = self.waiting + self.running
+        queued = [*self.waiting, *self.running]
+        assert len(queued) == len(self._requests), "a request is lost or twice"
         assert {r.request_id: r for r in queued} == self._requests, "a request is lost or twice"
-        for queue in (self.waiting, self.running):
-            assert queue == sorted(queue, key=ORDER), "a queue is out of order"
+        self.waiting.check()
+        in_order = sorted(self.running, key=_RUNNING_ORDER)
+        assert self.running == in_order, "the running requests are out of order"
         for request in self.waiting:
             for one in request.sequences:
                 assert not one.pages and not one.num_computed, "a waiting request holds KV"

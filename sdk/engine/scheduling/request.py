@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from sdk.engine.pages.page_pool import PageKey, page_key
@@ -65,6 +65,7 @@ class Request:
 
     __slots__ = (
         "adapter",
+        "adapter_name",
         "adapter_slot",
         "arrival_time",
         "deadline",
@@ -92,13 +93,16 @@ class Request:
         "num_prompt_scored",
         "num_prompt_tokens",
         "num_published",
+        "num_reported",
         "order",
         "pages",
         "params",
         "pooling",
+        "position",
         "priority",
         "prompt_embeds",
         "publishes",
+        "queue",
         "queued_ts",
         "request_id",
         "resolved",
@@ -109,6 +113,8 @@ class Request:
         "stop_reason",
         "stop_token_ids",
         "token_ids",
+        "turn_ends",
+        "urgent",
         "waits_for",
         "watched",
     )
@@ -125,6 +131,7 @@ class Request:
         arrival_time: float = 0.0,
         salt: str | None = None,
         adapter: str | None = None,
+        adapter_name: str | None = None,
         prompt_embeds: Any = None,
         resolved: ResolvedParams = _NOTHING_RESOLVED,
         negative_prompt_token_ids: Sequence[int] | None = None,
@@ -136,6 +143,7 @@ class Request:
         self.priority = params.priority if priority is None else priority
         self.arrival_time = arrival_time
         self.salt, self.adapter = salt, adapter
+        self.adapter_name = adapter_name  # the caller's, for metrics
         self.prompt_embeds = prompt_embeds
         self.adapter_slot = -1  # of the adapter on the ranks, while the request runs
         self.resolved, self.watched = resolved, watched
@@ -157,8 +165,7 @@ class Request:
         self.num_certain = sys.maxsize  # tokens that no rewind takes back: only these are published
         # After a rewind: a number of known tokens, and tokens that must not follow them.
         self.forbidden: tuple[int, tuple[int, ...]] | None = None
-        # Set by Scheduler.add.
-        self.order: tuple[float, float, int] = (0, 0.0, 0)  # smaller runs first
+        self._init_place()
         self.max_len = 0  # it finishes with "length" at this many tokens
         self.stop_token_ids = frozenset(params.stop_token_ids or ())
         self.is_complete = False  # its structure is, so its last token is text
@@ -174,6 +181,17 @@ class Request:
         self.last_token_ts: float | None = None
         self.events: tuple[RequestEvent, ...] = ()  # shared with the outputs, so never changed
 
+    def _init_place(self) -> None:
+        """Its place among the requests, which ``RequestQueues`` sets."""
+        self.queue: Hashable = None  # of the policy
+        self.order: tuple[float, float, int] = (0, 0.0, 0)  # in its queue: smaller runs first
+        self.urgent = False  # it arrived ahead of a running one
+        # Of a running request: the position of its queue, and from how many computed tokens on one
+        # that waits may preempt it.
+        self.position: tuple[float, ...] = ()
+        self.turn_ends = 0
+        self.num_reported = 0  # the most tokens that the policy knows to have run or been cached
+
     def _make_negative(
         self, prompt_token_ids: Sequence[int], given: Sequence[int] | None
     ) -> Request | None:
@@ -185,6 +203,7 @@ class Request:
             _NEGATIVE_PARAMS,
             salt=self.salt,
             adapter=self.adapter,
+            adapter_name=self.adapter_name,
         )
         negative.negative_of = self.request_id
         return negative
@@ -199,6 +218,11 @@ class Request:
     def sequences(self) -> tuple[Request, ...]:
         """The request itself, and its negative sequence if it has one."""
         return (self,) if self.negative is None else (self, self.negative)
+
+    @property
+    def tenant(self) -> str | None:
+        """Who it is for."""
+        return self.params.tenant
 
     @property
     def num_tokens(self) -> int:

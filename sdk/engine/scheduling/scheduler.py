@@ -3,13 +3,14 @@
 ``plan()`` decides and ``commit()`` advances the requests by what the step computed. The cost of
 both is proportional to the number of running requests (a prompt is hashed once, when it is first
 looked at). The parts: ``queues.py`` holds the requests, ``policy.py`` orders them, ``admission.py``
-starts waiting ones, ``commit.py`` applies results, ``in_flight.py`` holds the batches in between.
+starts waiting ones, ``prompt_steps.py`` divides the rest of a step among prompts, ``commit.py``
+applies results, ``in_flight.py`` holds the batches in between.
 
 A step has a budget of ``max_num_batched_tokens`` (or less, for a host that has little time):
 
 1. Every running request that needs one token (decode) gets it.
-2. The rest of the budget goes to prompts in progress, then to waiting requests, oldest first. The
-   budget is at least ``max_num_seqs``, so a prompt in progress gets at least one token per step
+2. The rest of the budget goes to prompts in progress, then to waiting requests, in the policy's
+   order. The budget is at least ``max_num_seqs``, so some prompt gets at least one token per step
    however many requests decode, and decodes never wait for a long prompt.
 3. Waiting requests are admitted with pages for all their known tokens (``admission.py``).
 
@@ -18,7 +19,8 @@ order is preempted: it gives back its pages and starts over from its known token
 prefix hit) when there is room. A request that is itself the last one waits for a step. The first
 request in order can take every page, and all pages together are enough for it (``add`` rejects
 requests for which they are not), so it always advances and no request starves. A waiting request
-never preempts a running one.
+preempts running ones only if the policy says that it overtakes them (``Admission.make_room``), and
+only after they ran for a while (``RequestQueues.may_preempt``).
 
 *Negative prompts.* A request with a negative prompt runs as two sequences (``negative_prompt.py``).
 
@@ -27,6 +29,7 @@ prompts too, drafts get half of the budget that decodes leave.
 
 *Repeated batches.* While all running requests need one token each, no request comes or goes, and
 none gets drafts, ``plan()`` returns the last plan again, or one with the same rows and new pages.
+While requests wait that might overtake, every eighth step is planned request by request.
 
 *Several batches in flight.* ``plan`` may be called again before ``commit``, up to
 ``batches_in_flight`` times. A request is in one batch at a time. See ``Scheduler``.
@@ -39,27 +42,32 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain
 
 from sdk.engine.pages.page_pool import PagePool
 from sdk.engine.pages.prefixes import Prefixes
 from sdk.engine.pages.tiered_pool import TieredPagePool, lowest_tiers
 from sdk.engine.plan import RequestStart, StepPlan, StepResult, StepRow
+from sdk.engine.scheduling.adapter_slots import AdapterSlots
 from sdk.engine.scheduling.admission import Admission
 from sdk.engine.scheduling.commit import Committer
 from sdk.engine.scheduling.drafts import Drafts
 from sdk.engine.scheduling.in_flight import Batch, InFlightBatches
-from sdk.engine.scheduling.negative_prompt import in_prefill, share
+from sdk.engine.scheduling.negative_prompt import in_prefill
+from sdk.engine.scheduling.prompt_steps import PromptSteps
 from sdk.engine.scheduling.queues import RequestQueues, RequestUpdate
 from sdk.engine.scheduling.request import Request, RequestStatus
 from sdk.engine.scheduling.scheduler_config import SchedulerConfig
+from sdk.engine.scheduling.step_times import StepTimes
 from sdk.metrics.recorder import Recorder
 from sdk.outputs import RequestEvent
 
 #: From this many tokens on, a GPU computes for longer than it reads the weights: at 990 TFLOP/s and
 #: 3.35 TB/s (H100, 16 bits) from 295; by arithmetic, not measured.
 _MIN_CONCURRENT_TOKENS = 512
+#: While requests wait that might overtake running ones, one of so many steps looks at them.
+_LOOK_EVERY = 8
 _NO_SEQUENCES: frozenset[Request] = frozenset()
 
 
@@ -79,18 +87,31 @@ class Scheduler:
         pages = config.num_pages, config.page_size, config.enable_prefix_caching
         if len(config.kv_bits) > 1:
             self.tiered_pool = TieredPagePool(
-                *pages, config.first_pages, config.kv_bits, self._lowest_tiers
+                *pages,
+                config.first_pages,
+                config.kv_bits,
+                self._lowest_tiers,
+                config.prefix_eviction,
             )
-        self.pool = self.tiered_pool or PagePool(*pages, limit=config.first_pages)
+        self.pool = self.tiered_pool or PagePool(
+            *pages, limit=config.first_pages, eviction=config.prefix_eviction
+        )
         self.prefixes = Prefixes(self.pool, config.kv_type, config.num_swap_pages, self.tiered_pool)
         self._in_flight = InFlightBatches()
-        self.queues = RequestQueues(config, self.prefixes, self._in_flight, clock)
+        #: ``None``: requests cannot have adapters.
+        self.adapters: AdapterSlots | None = None
+        if config.adapter_slots:
+            patience = config.max_num_seqs  # a batch of requests may overtake one that waits
+            self.adapters = AdapterSlots(config.adapter_slots, config.adapter_bytes, patience)
+        self.queues = RequestQueues(config, self.prefixes, self._in_flight, clock, self.adapters)
         self.recorder = recorder = Recorder(clock())
-        self.admission = Admission(config, self.queues, self.prefixes, recorder)
+        self.admission = Admission(config, self.queues, self.prefixes, recorder, self.adapters)
+        self._prompts = PromptSteps(config, self.queues, self.admission)
         self.committer = Committer(config, self.queues, self.prefixes, self._in_flight, recorder)
         self.num_rewinds = 0
         self._num_tokens = 0  # of the last plan
         self._step_id = self._num_steps = 0
+        self._num_added = 0  # requests when a step was last planned request by request
         #: In repeated batches a request gets a new page this many steps before it needs it.
         self.pages_ahead = 0
         #: Plans that may be in flight: 1, or 2 on a GPU, or the stages of a pipeline.
@@ -101,6 +122,7 @@ class Scheduler:
         self.min_concurrent_tokens = _MIN_CONCURRENT_TOKENS
         #: ``None``: no drafts.
         self.drafts: Drafts | None = None
+        self.times = StepTimes()
         self._planned_at = 0.0  # with drafts: when the last plan was begun
 
     @property
@@ -197,12 +219,25 @@ class Scheduler:
                 drafts.learn_step(rows, self._num_tokens, seconds)
             if result.forced:
                 drafts.look_again()
-        return self.committer.commit(result, self.pages_ahead)
+        updates = self.committer.commit(result, self.pages_ahead)
+        if not self.queues.unfinished:  # the time until the next request comes does not count
+            self._end_steps()
+        return updates
+
+    def _end_steps(self) -> None:
+        """Learn how long the steps since the last one planned request by request took."""
+        generated = self.committer.num_generation_tokens
+        self.times.end(self.queues.clock(), self._num_steps, generated)
 
     def _plan_anew(self, most_tokens: int | None, busy: frozenset[Request]) -> StepPlan | None:
         """:meth:`plan`, request by request, without those that are ``busy`` in other steps."""
         queues, in_flight = self.queues, self._in_flight
         in_flight.repeatable = in_flight.same = None
+        self._num_added = queues.num_added
+        self._end_steps()
+        queues.refresh()
+        if queues.policy.preemptive and queues.waiting:
+            self.admission.make_room(busy)
         started: list[RequestStart] = []
         new_pages: list[tuple[str, tuple[int, ...]]] = []
         decodes: list[tuple[Request, StepRow]] = []
@@ -220,21 +255,9 @@ class Scheduler:
                 self.drafts, decodes, new_pages, budget // 2 if has_prompts else budget
             )
             budget -= num_drafts
-        # A scored row costs the head's product and a pass over the logits: 256 of them would delay
-        # the requests that decode. Without such requests there is no limit.
-        chunked = self.config.enable_chunked_prefill
-        scoring = self.config.max_scored_tokens if decodes and chunked else budget
-        parts: list[tuple[Request, int]] = []
-        for request in prefills:
-            most = min(budget, scoring) if request.scores_prompt else budget
-            for part in share(request, most) if most else ():
-                budget -= part[1]
-                scoring -= part[1] if request.scores_prompt else 0
-                parts.append(part)
-        if queues.waiting and budget and complete:
-            for request, shares in self.admission.admit(budget, scoring, queues.clock()):
-                parts += shares
-                started += [sequence.start() for sequence in request.sequences]
+        parts, joined = self._prompts.plan(prefills, budget, bool(decodes), may_start=complete)
+        started += [sequence.start() for request in joined for sequence in request.sequences]
+        self._begin_steps(num_decodes, parts)
         rows = decodes + [(sequence, _row(sequence, num)) for sequence, num in parts]
         if busy and not (rows or new_pages):
             return None
@@ -247,6 +270,14 @@ class Scheduler:
         if complete and alone and not others and not num_drafts:
             in_flight.repeatable = batch
         return batch.plan
+
+    def _begin_steps(self, num_decodes: int, parts: Sequence[tuple[Request, int]]) -> None:
+        """A step with so many decodes and these parts of prompts begins."""
+        tokens = sum(num for _, num in parts)
+        pairs = sum(num * (one.num_computed + num / 2) for one, num in parts)
+        generated = self.committer.num_generation_tokens
+        now = self.queues.clock()
+        self.times.begin(now, self._num_steps, num_decodes, tokens, pairs, generated)
 
     def _launch(
         self,
@@ -310,7 +341,13 @@ class Scheduler:
         queues, in_flight = self.queues, self._in_flight
         if in_flight.batches:
             return None
-        if queues.waiting and len(queues.running) < self.config.max_num_seqs:
+        if queues.waiting and (
+            len(queues.running) < self.config.max_num_seqs
+            or (
+                queues.policy.preemptive
+                and (queues.num_added != self._num_added or self._num_steps % _LOOK_EVERY == 0)
+            )
+        ):
             return None
         if in_flight.same is not None and not in_flight.need_page:
             in_flight.repeatable = in_flight.same

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
-from sdk.engine.scheduling.policy import POLICIES, PolicyName
+from sdk.engine.scheduling.policy import POLICIES, PolicyName, SchedulingPolicy
 from sdk.errors import RequestError
 from sdk.kernels.kv_tiers import KEPT_PAGES
+
+#: With so many tokens, reading the weights once takes a tenth of a step on a CPU
+#: (sdk/requests/step_sizes.py).
+SHORT_STEP = 64
+#: On a GPU the weights take longer than so many tokens (H100, scheduler.py).
+SHORT_STEP_GPU = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +31,14 @@ class SchedulerConfig:
     max_num_batched_tokens: int = 2048
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
-    policy: PolicyName = "fcfs"
+    policy: PolicyName | SchedulingPolicy = "fcfs"
+    #: Options of the built-in policies.
+    tenant_weights: Mapping[str, float] | None = None
+    priority_aging: float | None = None
+    #: Tokens of prompts in a step while requests that overtake others come (prompt_steps.py).
+    short_step_tokens: int = SHORT_STEP
+    #: Which cached page is evicted first.
+    prefix_eviction: Literal["lru", "cost"] = "lru"
     kv_type: str = "auto"
     #: Bits of each tier of the KV cache; without tiers, of its only type.
     kv_bits: tuple[int, ...] = (16,)
@@ -38,12 +53,15 @@ class SchedulerConfig:
     max_scored_tokens: int = 2**31
     #: Memory for the log-probabilities of all unfinished requests.
     max_result_bytes: int = 2**63
+    #: Slots of low-rank adapters, and the bytes that all adapters together may take.
+    adapter_slots: int = 0
+    adapter_bytes: int = 0
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.policy not in POLICIES:
+        if not isinstance(self.policy, SchedulingPolicy) and self.policy not in POLICIES:
             raise ValueError(f"policy must be one of {list(POLICIES)}, got {self.policy!r}")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise RequestError(

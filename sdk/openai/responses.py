@@ -1,13 +1,13 @@
-"""Responses of OpenAI's API, made from our outputs: what its client and llama.cpp's share."""
+"""Responses of OpenAI's API, made from our outputs."""
 
 from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from sdk.compat.openai_types import (
+from sdk.openai.objects import (
     ChatCompletion,
     ChatCompletionChunk,
     ChatCompletionMessage,
@@ -18,8 +18,6 @@ from sdk.compat.openai_types import (
     ChoiceDeltaToolCall,
     ChoiceLogprobs,
     ChunkChoice,
-    Completion,
-    CompletionChoice,
     CompletionUsage,
     CreateEmbeddingResponse,
     Embedding,
@@ -28,38 +26,8 @@ from sdk.compat.openai_types import (
     PromptTokensDetails,
     TopLogprob,
 )
-from sdk.errors import RequestError
 from sdk.outputs import CompletionOutput, EmbeddingOutput, RequestOutput
-from sdk.quant.safe_repr import safe_repr
 from sdk.typed_outputs import MessageAnswer
-
-_KINDS = ("text", "json_object", "json_schema")
-
-
-def structure_of(wanted: object) -> dict[str, Any] | None:
-    """``structured_outputs`` for a ``response_format``. A ``json_object`` may have a ``schema``.
-
-    :raises RequestError: it is not one.
-    """
-    kind = wanted.get("type") if isinstance(wanted, Mapping) else None
-    if not isinstance(wanted, Mapping) or kind not in _KINDS:
-        raise RequestError(
-            "response_format: expected a dict with the type 'text', 'json_object' or "
-            f"'json_schema', found {safe_repr(wanted)}"
-        )
-    if kind == "text":
-        return None
-    if kind == "json_object":
-        schema = wanted.get("schema")
-        return {"json_object": True} if schema is None else {"json": schema}
-    named = wanted.get("json_schema")
-    schema = named.get("schema") if isinstance(named, Mapping) else None
-    if schema is None:
-        raise RequestError(
-            "response_format: expected {'type': 'json_schema', 'json_schema': {'name': ..., "
-            f"'schema': {{...}}}}}}, found {safe_repr(wanted)}"
-        )
-    return {"json": schema}
 
 
 def usage_of(outputs: Sequence[RequestOutput]) -> CompletionUsage:
@@ -68,6 +36,20 @@ def usage_of(outputs: Sequence[RequestOutput]) -> CompletionUsage:
     answer = sum(len(one.token_ids) for output in outputs for one in output.outputs)
     cached = sum(output.num_cached_tokens or 0 for output in outputs)
     return CompletionUsage(prompt, answer, prompt + answer, PromptTokensDetails(cached))
+
+
+def reason_of(answer: CompletionOutput) -> str | None:
+    """The finish reason with OpenAI's words: a deadline limits the length of an answer."""
+    return "length" if answer.finish_reason == "deadline" else answer.finish_reason
+
+
+def stream_usage(outputs: Sequence[RequestOutput]) -> CompletionUsage:
+    """The tokens of streams until now, from the newest output of each."""
+    usage = usage_of([output._replace(outputs=[]) for output in outputs])
+    found = [output.metrics for output in outputs if output.metrics is not None]
+    usage.completion_tokens = sum(metrics.num_generation_tokens for metrics in found)
+    usage.total_tokens += usage.completion_tokens
+    return usage
 
 
 class Responses:
@@ -85,7 +67,11 @@ class Responses:
         }
         self._started: set[int] = set()
         self._calls: set[int] = set()  # answers with tool calls
-        self._num_tokens = 0
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """``id``, ``created`` and ``model``."""
+        return dict(self._facts)
 
     # ---- chats -----------------------------------------------------------------------------------
 
@@ -96,7 +82,7 @@ class Responses:
     def _choice(self, answer: CompletionOutput) -> Choice:
         self._check(answer)
         message = ChatCompletionMessage(answer.text)
-        reason = str(answer.finish_reason)
+        reason = reason_of(answer) or "stop"
         if isinstance(answer, MessageAnswer):
             found = answer.message
             message.content = found.content or None
@@ -111,12 +97,11 @@ class Responses:
 
     def chunk(self, output: RequestOutput) -> ChatCompletionChunk:
         choices = [self._chunk_choice(answer) for answer in output.outputs]
-        self._num_tokens += sum(len(answer.token_ids) for answer in output.outputs)
         return ChatCompletionChunk(choices=choices, **self._facts)
 
     def _chunk_choice(self, answer: CompletionOutput) -> ChunkChoice:
         self._check(answer)
-        delta, reason = ChoiceDelta(answer.text), answer.finish_reason
+        delta, reason = ChoiceDelta(answer.text), reason_of(answer)
         if isinstance(answer, MessageAnswer):
             found = answer.delta
             delta.content = found.content or None
@@ -139,36 +124,9 @@ class Responses:
         return ChunkChoice(answer.index, delta, ended, _logprobs(answer))
 
     def last_chunk(self, output: RequestOutput) -> ChatCompletionChunk:
-        """The chunk with the usage of a whole stream."""
-        return ChatCompletionChunk(choices=[], usage=self._stream_usage(output), **self._facts)
-
-    def _stream_usage(self, output: RequestOutput) -> CompletionUsage:
-        usage = usage_of([output._replace(outputs=[])])
-        usage.completion_tokens = self._num_tokens
-        usage.total_tokens += self._num_tokens
-        return usage
-
-    # ---- completions and embeddings --------------------------------------------------------------
-
-    def completion(self, outputs: Sequence[RequestOutput]) -> Completion:
-        answers = [answer for output in outputs for answer in output.outputs]
-        for answer in answers:
-            self._check(answer)
-        choices = [
-            CompletionChoice(index, answer.text, answer.finish_reason)
-            for index, answer in enumerate(answers)
-        ]
-        return Completion(choices=choices, usage=usage_of(outputs), **self._facts)
-
-    def completion_chunk(self, output: RequestOutput) -> Completion:
-        for answer in output.outputs:
-            self._check(answer)
-        self._num_tokens += sum(len(answer.token_ids) for answer in output.outputs)
-        choices = [CompletionChoice(a.index, a.text, a.finish_reason) for a in output.outputs]
-        return Completion(choices=choices, **self._facts)
-
-    def last_completion_chunk(self, output: RequestOutput) -> Completion:
-        return Completion(choices=[], usage=self._stream_usage(output), **self._facts)
+        """The chunk with the usage of a whole stream, from its last output."""
+        usage = stream_usage([output])
+        return ChatCompletionChunk(choices=[], usage=usage, **self._facts)
 
     def embeddings(self, outputs: Sequence[EmbeddingOutput]) -> CreateEmbeddingResponse:
         count = sum(len(output.prompt_token_ids) for output in outputs)

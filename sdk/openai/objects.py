@@ -4,11 +4,28 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 
 class Model:
     """Base of the responses: the methods of pydantic models that callers use."""
+
+    #: The fields that a server writes as ``null``; it leaves out others that are not set.
+    NULLABLE: ClassVar[frozenset[str]] = frozenset()
+
+    def wire(self) -> dict[str, Any]:
+        """The values as a server writes them."""
+        found = {}
+        for name in self.__slots__:  # type: ignore[attr-defined]  # of its dataclass
+            value = getattr(self, name)
+            if value is None and name not in self.NULLABLE:
+                continue
+            if isinstance(value, Model):
+                value = value.wire()
+            elif type(value) is list and value and isinstance(value[0], Model):
+                value = [item.wire() for item in value]
+            found[name] = value
+        return found
 
     def model_dump(self, *, exclude_none: bool = False) -> dict[str, Any]:
         """All values as plain dicts and lists."""
@@ -68,6 +85,8 @@ class ChatCompletionMessageToolCall(Model):
 
 @dataclass(slots=True)
 class ChatCompletionMessage(Model):
+    NULLABLE: ClassVar[frozenset[str]] = frozenset(("content", "refusal"))
+
     content: str | None
     role: str = "assistant"
     tool_calls: list[ChatCompletionMessageToolCall] | None = None
@@ -98,6 +117,8 @@ class ChoiceLogprobs(Model):
 
 @dataclass(slots=True)
 class Choice(Model):
+    NULLABLE: ClassVar[frozenset[str]] = frozenset(("logprobs",))
+
     index: int
     message: ChatCompletionMessage
     finish_reason: str
@@ -133,6 +154,8 @@ class ChoiceDelta(Model):
 
 @dataclass(slots=True)
 class ChunkChoice(Model):
+    NULLABLE: ClassVar[frozenset[str]] = frozenset(("finish_reason", "logprobs"))
+
     index: int
     delta: ChoiceDelta
     finish_reason: str | None = None
@@ -150,10 +173,25 @@ class ChatCompletionChunk(Model):
 
 
 @dataclass(slots=True)
+class Logprobs(Model):
+    """Log-probabilities of a completion; the first token of an echoed prompt has none."""
+
+    NULLABLE: ClassVar[frozenset[str]] = frozenset(("top_logprobs",))
+
+    text_offset: list[int] = field(default_factory=list)
+    token_logprobs: list[float | None] = field(default_factory=list)
+    tokens: list[str] = field(default_factory=list)
+    top_logprobs: list[dict[str, float] | None] | None = None
+
+
+@dataclass(slots=True)
 class CompletionChoice(Model):
+    NULLABLE: ClassVar[frozenset[str]] = frozenset(("finish_reason", "logprobs"))
+
     index: int
     text: str
     finish_reason: str | None = None
+    logprobs: Logprobs | None = None
 
 
 @dataclass(slots=True)
@@ -168,7 +206,7 @@ class Completion(Model):
 
 @dataclass(slots=True)
 class Embedding(Model):
-    embedding: list[float]
+    embedding: list[float] | str  # str: base64 of little-endian float32
     index: int
     object: str = "embedding"
 

@@ -1,0 +1,263 @@
+"""Answer OpenAI's API over HTTP.
+
+Progress goes to stderr. Ctrl-C or SIGTERM ends it: no new request is accepted, those that run may
+end within ``--drain-seconds``, and the others are aborted. A second Ctrl-C aborts them at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sdk.cli.engine_arguments import add_engine_arguments, as_arguments, engine_options
+from sdk.cli.guard_arguments import Protection, add_guard_arguments, protection, warning
+from sdk.demo import demo_model
+from sdk.errors import OutOfMemoryError, RequestError
+
+if TYPE_CHECKING:
+    import uvicorn
+    from fastapi import FastAPI
+
+    from sdk.llm import LLM
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "models",
+        nargs="*",
+        metavar="[NAME=]MODEL",
+        help="models, with the names that requests use (default: the demo model)",
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen at (%(default)s)")
+    parser.add_argument("--port", type=int, default=8000, help="0: any free port (%(default)s)")
+    parser.add_argument(
+        "--drain-seconds",
+        type=float,
+        default=30.0,
+        help="how long running requests may go on after a signal (%(default)s)",
+    )
+    parser.add_argument("--max-num-seqs", type=int, help="the most requests in one step")
+    parser.add_argument("--threads", type=int, help="default: the CPUs of this process")
+    add_engine_arguments(parser)
+    parser.add_argument(
+        "--options", type=Path, metavar="FILE", help="further options of LLM, a JSON object"
+    )
+    parser.add_argument("--no-page", action="store_true", help="no page at / and no live view")
+    parser.add_argument(
+        "--forwarded-allow-ips",
+        metavar="IPS",
+        help="proxies whose X-Forwarded-For names the client",
+    )
+    add_guard_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    named = named_models(args.models)
+    if args.drain_seconds < 0:
+        raise RequestError(
+            f"--drain-seconds: expected at least 0, found {args.drain_seconds:g}; 0 aborts at once"
+        )
+    try:
+        import fastapi  # noqa: F401  # before the model is loaded
+        import uvicorn  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f'{error.name} is not installed: pip install "embedlm[server]"', name=error.name
+        ) from error
+    with contextlib.ExitStack() as stack:
+        guard = stack.enter_context(protection(args))
+        if (text := warning(args)) is not None:
+            say(text)
+        listening = stack.enter_context(bound(args.host, args.port))
+        llms = {
+            name: stack.enter_context(opened(name, options, args))
+            for name, options in with_options(named, args).items()
+        }
+        return serve(listening, llms, args, guard)
+
+
+def named_models(words: list[str]) -> dict[str, str]:
+    """The models by name. :raises RequestError: two have the same name."""
+    named: dict[str, str] = {}
+    for word in words or [str(demo_model())]:
+        name, equals, model = word.partition("=")
+        if not equals or "/" in name or not name:
+            model = word
+            name = Path(word).stem if word.endswith(".gguf") else word
+            name = Path(name).name if Path(word).exists() else name
+        if not model:
+            raise RequestError(f"models: expected NAME=MODEL, found {word!r}")
+        if name in named:
+            raise RequestError(
+                f"models: two have the name {name!r}; give each its own: NAME={model}"
+            )
+        named[name] = model
+    return named
+
+
+def serve(
+    listening: socket.socket, llms: dict[str, LLM], args: argparse.Namespace, guard: Protection
+) -> int:
+    """Serve until a signal comes; the exit code."""
+    import uvicorn
+
+    from sdk.server.app import create_app
+
+    host, port = listening.getsockname()[:2]
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    app = create_app(
+        llms,
+        access=guard.access,
+        max_body_bytes=guard.http.body_bytes,
+        limits=guard.body,
+        page=not args.no_page,
+    )
+
+    class Server(uvicorn.Server):
+        """Ends when told, without raising the signal again: the exit code says how it ended."""
+
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            say(f"listening at http://{address}/v1 for {', '.join(llms)} (Ctrl-C stops)")
+            if not args.no_page:
+                say(f"page at http://{address}/")
+
+        @contextlib.contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            loop = asyncio.get_running_loop()
+            handled = (signal.SIGINT, signal.SIGTERM)
+            for number in handled:
+                loop.add_signal_handler(number, self.stop, number)
+            try:
+                yield
+            finally:
+                for number in handled:
+                    loop.remove_signal_handler(number)
+
+        def stop(self, number: int) -> None:
+            if self.should_exit:
+                self.force_exit = True
+                return
+            self.should_exit = True
+            count = len(self.server_state.tasks)
+            if not args.no_page:
+                count -= app.state.live.close()
+            if count:
+                say(
+                    f"stopping; {count} request(s) may end within {args.drain_seconds:g} s "
+                    "(Ctrl-C aborts them)"
+                )
+
+    # Its message about requests that are aborted is said below.
+    logging.getLogger("uvicorn.error").addFilter(lambda record: "running task" not in record.msg)
+    server = Server(server_config(app, args, guard))
+    server.run(sockets=[listening])
+    if server.force_exit:
+        say("stopped; the running requests were aborted")
+        return 130
+    say("stopped")
+    return 0
+
+
+def server_config(app: FastAPI, args: argparse.Namespace, guard: Protection) -> uvicorn.Config:
+    """How uvicorn runs the protected application."""
+    import uvicorn
+
+    from sdk.server.guard import Gate, protected, uvicorn_options
+
+    gate = Gate(guard.http.requests)
+    config = uvicorn.Config(
+        protected(app, access=guard.access, limits=guard.http, origins=guard.origins, gate=gate),
+        log_config=None,
+        access_log=False,
+        proxy_headers=args.forwarded_allow_ips is not None,
+        forwarded_allow_ips=args.forwarded_allow_ips,
+        **uvicorn_options(guard.http, gate),
+    )
+    config.timeout_graceful_shutdown = args.drain_seconds
+    return config
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """A socket bound before the model is loaded; nobody can connect to it yet.
+
+    :raises OSError: the address cannot be used; the message names it. :raises RequestError: there
+        is no such port.
+    """
+    if not 0 <= port < 2**16:
+        raise RequestError(f"--port: expected 0 to {2**16 - 1}, found {port}")
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise OSError(f"--host {host} --port {port}: {error}") from error
+    family, kind, protocol, _, address = found[0]
+    made = socket.socket(family, kind, protocol)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind(address)
+    except OSError as error:
+        made.close()
+        raise OSError(
+            f"cannot listen at {host}:{port}: {error.strerror}; choose another --port"
+        ) from error
+    return made
+
+
+def with_options(named: dict[str, str], args: argparse.Namespace) -> dict[str, Any]:
+    """The options of each model. With several, ``--memory`` is the budget of all together."""
+    from sdk.memory.pool import MemoryPool
+
+    options = {} if args.options is None else read_options(args.options)
+    options |= engine_options(args, "max_num_seqs")
+    if args.threads is not None:
+        options["num_threads"] = args.threads
+    if len(named) > 1 and "memory" in options:
+        options["memory"] = MemoryPool(options["memory"])
+    return {name: {**options, "model": model} for name, model in named.items()}
+
+
+def read_options(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. :raises RequestError: it is none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise RequestError(f"--options {path}: expected a JSON object: {error}") from error
+    if not isinstance(found, dict):
+        raise RequestError(f"--options {path}: expected a JSON object, found {found!r:.80}")
+    return found
+
+
+def opened(name: str, options: dict[str, Any], args: argparse.Namespace) -> LLM:
+    """Load one model. :raises OutOfMemoryError: with advice as arguments of this command."""
+    from sdk.llm import LLM
+
+    say(f"loading {options['model']} as {name}")
+    try:
+        llm = LLM(**options)
+    except OutOfMemoryError as error:
+        raise OutOfMemoryError(as_arguments(str(error), args)) from error
+    except TypeError as error:
+        if args.options is None:
+            raise
+        raise RequestError(f"--options {args.options}: {error}") from error
+    plan = llm.memory_plan
+    say(
+        f"{name}: context of {plan.max_model_len} tokens, "
+        f"up to {plan.max_num_seqs} requests at a time"
+    )
+    return llm
+
+
+def say(text: str) -> None:
+    """One line of progress on stderr."""
+    if sys.stderr is not None:
+        print(f"embedlm: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,93 @@
+"""Adapters on one rank: packed beside the steps, and exchanged between two of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Protocol
+
+from sdk.errors import OutOfMemoryError, RequestError, SdkError
+from sdk.quant.adapter import Adapter, LowRank
+
+if TYPE_CHECKING:
+    from sdk.models.adapters import ModelAdapters, PackedAdapter
+
+
+class RankAdapters:
+    """The slots of one rank, and an adapter on its way into one."""
+
+    def __init__(self, model: ModelAdapters) -> None:
+        self.model = model
+        self._parts: dict[str, LowRank] = {}
+        self._packed: PackedAdapter | None = None
+
+    def pack(self, adapter: Adapter) -> None:
+        """Convert an adapter. May run in a thread, while the model runs steps."""
+        self._packed = self.model.pack(adapter)
+
+    def add_parts(self, matrices: Mapping[str, LowRank]) -> None:
+        """Matrices of the adapter that :meth:`pack_parts` packs."""
+        self._parts |= matrices
+
+    def pack_parts(self, name: str) -> None:
+        """Pack the matrices that came so far."""
+        parts, self._parts = self._parts, {}
+        self.pack(Adapter(name, parts))
+
+    def write(self, slot: int) -> None:
+        """Put the packed adapter into a slot, between two steps."""
+        packed, self._packed = self._packed, None
+        assert packed is not None
+        self.model.write(slot, packed)
+
+    def drop(self) -> None:
+        """Forget an adapter on its way."""
+        self._parts.clear()
+        self._packed = None
+
+
+class AdaptedRank(Protocol):
+    """A rank: :class:`sdk.engine.rank.runner.ModelRunner`."""
+
+    @property
+    def rank(self) -> int: ...
+
+    adapters: RankAdapters | None
+
+
+# What executors call on every rank. An exception would end the ranks, so errors are returned.
+
+
+def clear_slots(runner: AdaptedRank, slots: Iterable[int]) -> None:
+    """Empty slots, and drop an adapter on its way."""
+    adapters = _of(runner)
+    adapters.drop()
+    for slot in slots:
+        adapters.model.clear(slot)
+
+
+def add_parts(runner: AdaptedRank, matrices: Mapping[str, LowRank]) -> None:
+    """See :meth:`RankAdapters.add_parts`. Rank 0 has the whole adapter already."""
+    if runner.rank:
+        _of(runner).add_parts(matrices)
+
+
+def pack_parts(runner: AdaptedRank, name: str) -> Exception | None:
+    """See :meth:`RankAdapters.pack_parts`; why it failed."""
+    if not runner.rank:
+        return None
+    try:
+        _of(runner).pack_parts(name)
+    except (SdkError, MemoryError, RuntimeError) as error:  # torch raises RuntimeError
+        return error if isinstance(error, SdkError) else OutOfMemoryError(str(error))
+    return None
+
+
+def write_slot(runner: AdaptedRank, slot: int) -> None:
+    """See :meth:`RankAdapters.write`."""
+    _of(runner).write(slot)
+
+
+def _of(runner: AdaptedRank) -> RankAdapters:
+    if runner.adapters is None:
+        raise RequestError("this rank has no adapter slots")
+    return runner.adapters

@@ -1,0 +1,47 @@
+"""The room that a memory plan sets aside for low-rank adapters."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sdk.config import EngineConfig
+from sdk.memory.resolve import compute_of
+from sdk.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    import torch
+
+#: Factors begin at multiples of this.
+_ALIGN = 64
+#: Bytes of a value while an adapter is read: float32.
+_READ = 4
+
+
+def adapter_bytes(config: EngineConfig, model: ModelConfig, activations: torch.dtype) -> int:
+    """Bytes of all adapters together: ``lora_memory``, or enough for ``max_loras`` adapters of
+    ``max_lora_rank`` on every linear layer of the blocks, one of which is being read.
+    """
+    if not config.enable_lora:
+        return 0
+    if config.lora_memory is not None:
+        assert isinstance(config.lora_memory, int)  # EngineConfig has parsed it
+        return config.lora_memory
+    short = 4 if compute_of(config) == "exact" else 2
+    held = short * _values(model, config.max_lora_rank, config.tensor_parallel_size)
+    read = _READ * _values(model, config.max_lora_rank, 1)
+    return config.adapter_slots * held + read
+
+
+def _values(model: ModelConfig, rank: int, ranks: int) -> int:
+    """Numbers of an adapter on all ranks together. Ranks share one of each matrix's factors."""
+    hidden = model.hidden_size
+    queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    columns = [queries, keys, keys]  # split by outputs: every rank has the whole factor A
+    rows = [queries]  # split by inputs: every rank has the whole factor B
+    if model.experts is None:
+        columns += [model.intermediate_size] * 2
+        rows += [model.intermediate_size]
+    layer = sum(rank * (ranks * hidden + out) for out in columns)
+    layer += sum(rank * (width + ranks * hidden) for width in rows)
+    padding = _ALIGN * ranks * 2 * (len(columns) + len(rows))
+    return model.num_layers * (layer + padding)

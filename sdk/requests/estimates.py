@@ -1,0 +1,170 @@
+"""``LLM.estimate``: how long a request would take if it came now."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from sdk.engine.scheduling.forecast import Work, forecast
+from sdk.engine.scheduling.policy import SchedulingPolicy
+from sdk.engine.scheduling.request import Request
+from sdk.engine.scheduling.scheduler import Scheduler
+from sdk.engine.scheduling.waiting import WaitingRequests
+from sdk.outputs import Estimate
+from sdk.params import SamplingParams
+from sdk.requests.prompts import Prompt
+from sdk.requests.step_sizes import MIN_MIXED_TOKENS, MIXED_STEP_S
+
+#: The length of an answer while none has ended.
+_FIRST_ANSWER = 256
+#: Shares of the answers that are shorter than what the ends of the range take for the others.
+_QUARTILES = 0.25, 0.75
+#: Predicted times of a step are wrong by the mean error that was measured, and a busy machine
+#: changes all of them together; so the range is so many times as wide.
+_ERRORS = 2.0
+_Length = Callable[[Request], float]
+
+
+def estimate(
+    scheduler: Scheduler, prompt: Prompt, params: SamplingParams, priority: int | None
+) -> Estimate:
+    """See :meth:`sdk.LLM.estimate`. Reads the scheduler's state while a step may change it."""
+    queues, times = scheduler.queues, scheduler.times
+    request = Request(
+        "estimate",
+        prompt.token_ids,
+        params,
+        priority=priority,
+        arrival_time=queues.clock(),
+        salt=prompt.cache_salt,
+    )
+    cached = _cached_tokens(scheduler, request)
+    running, waiting = list(queues.running), queues.waiting.snapshot()
+    policy = queues.policy.forecast()
+    order = float(queues.policy.order(request))
+    request.order = order, request.arrival_time, queues.num_added + 1
+    request.queue = queues.policy.queue(request)
+    if policy is not None:
+        policy.added(request)
+    first_victim = _overtaken(scheduler, policy or queues.policy, request, running)
+    ahead, behind = _in_order(policy or queues.policy, waiting, request, charge=policy is not None)
+    counts = len(prompt.token_ids), cached, len(ahead)
+    if not times.known:
+        return Estimate(None, None, None, None, *counts)
+
+    def look(share: float | None) -> tuple[float, float]:
+        length = _lengths(scheduler, share)
+        own = _work(request, length)
+        own.prompt, own.context = own.prompt - cached, cached
+        return forecast(
+            times,
+            [_work(one, length) for one in running if one is not first_victim],
+            [_work(one, length) for one in ahead],
+            own,
+            [_work(one, length) for one in behind],
+            max_num_seqs=scheduler.config.max_num_seqs,
+            step_tokens=_step_tokens(scheduler, len(running)),
+        )
+
+    step = times.decode(len(running)) if running else 0.0  # one may be in progress
+    wrong = 1 + _ERRORS * times.error
+    first, finish = (value + step / 2 for value in look(None))
+    low, high = look(_QUARTILES[0]), look(_QUARTILES[1])
+    # requests that come later make steps as long as the last ones were
+    length = _lengths(scheduler, _QUARTILES[1])(request)
+    slow = high[0] + length * times.step / times.tokens_per_row
+    return Estimate(
+        first,
+        finish,
+        (min(low[0], first) / wrong, max(high[0] + step, first) * wrong),
+        (min(low[1], finish) / wrong, max(high[1] + step, finish, slow) * wrong),
+        *counts,
+    )
+
+
+def _cached_tokens(scheduler: Scheduler, request: Request) -> int:
+    """Tokens of a prompt that are cached, swapped out, or about to be cached."""
+    prefixes, size = scheduler.prefixes, scheduler.config.page_size
+    if not scheduler.config.enable_prefix_caching or not request.uses_prefix_cache:
+        return 0
+    num_pages = (request.num_tokens - 1) // size
+    prefixes.extend_keys(request, num_pages)
+    found = len(prefixes.pool.match(request.keys))
+    found += prefixes.swap.match(request.keys[found:])
+    while found < num_pages and request.keys[found].digest in prefixes.pending:
+        found += 1
+    return found * size
+
+
+def _overtaken(
+    scheduler: Scheduler, policy: SchedulingPolicy, request: Request, running: Sequence[Request]
+) -> Request | None:
+    """The running request that would give its slot to this one."""
+    slots = sum(len(one.sequences) for one in running) + len(request.sequences)
+    if slots > scheduler.config.max_num_seqs and policy.preemptive:
+        for one in reversed(running):
+            if policy.overtakes(request, one):
+                return one
+    return None
+
+
+def _in_order(
+    policy: SchedulingPolicy, waiting: Sequence[Request], own: Request, *, charge: bool
+) -> tuple[list[Request], list[Request]]:
+    """The waiting requests that start before ``own``, and those after it. ``charge``: the tokens of
+    each change the positions of the next."""
+    queues = WaitingRequests(policy)
+    for request in [*waiting, own]:
+        queues.add(request)
+    ahead: list[Request] = []
+    order = queues.in_order(policy)
+    for request in order:
+        if request is own:
+            break
+        ahead.append(request)
+        if charge:
+            policy.started(request)
+            policy.ran(request, request.num_prompt_tokens, _FIRST_ANSWER)
+    known = set(ahead)
+    return ahead, [one for one in waiting if one not in known]
+
+
+def _lengths(scheduler: Scheduler, share: float | None) -> _Length:
+    """How long answers become: from those that ended last, the mean or a quantile of those that
+    are longer than an answer is by now."""
+    ended = sorted(scheduler.queues.answer_lengths)
+    most = scheduler.config.max_model_len
+
+    def length(request: Request) -> float:
+        if request.kind != "generate":
+            return 0
+        allowed = most - request.num_prompt_tokens
+        if request.params.max_tokens is not None:
+            allowed = min(allowed, request.params.max_tokens)
+        if request.params.ignore_eos and not request.params.stop_token_ids:
+            return allowed
+        longer = [one for one in ended if one > request.num_output_tokens]
+        if not longer:
+            expected = max(_FIRST_ANSWER, 2 * request.num_output_tokens) if not ended else allowed
+            return min(expected, allowed)
+        if share is not None:
+            return min(longer[int(share * len(longer))], allowed)
+        return sum(min(one, allowed) for one in longer) / len(longer)
+
+    return length
+
+
+def _work(request: Request, length: _Length) -> Work:
+    left = request.num_tokens - request.num_computed
+    answer = max(length(request) - request.num_output_tokens, 0 if request.kind == "embed" else 1)
+    prompt = 0 if request.pages and left == 1 and request.kind == "generate" else max(left, 1)
+    return Work(prompt, request.num_computed, answer, len(request.sequences))
+
+
+def _step_tokens(scheduler: Scheduler, num_running: int) -> int:
+    """The most tokens of a step with prompts."""
+    most = scheduler.config.max_num_batched_tokens
+    per_token = scheduler.times.prompt(1, 0)
+    if num_running and not math.isclose(per_token, 0.0):
+        most = min(most, max(int(MIXED_STEP_S / per_token), MIN_MIXED_TOKENS))
+    return most

@@ -1,0 +1,134 @@
+"""The answers to one HTTP request: admitted, submitted, collected or streamed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, aclosing
+from typing import Any
+
+from sdk.outputs import RequestOutput
+from sdk.params import RequestOutputKind, SamplingParams
+from sdk.server.access import Demand
+from sdk.server.endpoint import Services, Use, admitted
+from sdk.server.exchange import Exchange
+from sdk.server.models import Target
+
+#: A prompt's number and a piece of its answers.
+Piece = tuple[int, RequestOutput]
+
+
+class Answers:
+    """The requests for one or more prompts. A context manager: they are aborted if it ends early.
+
+    Nothing is submitted before :meth:`whole` or :meth:`pieces`.
+    """
+
+    def __init__(self, streams: Sequence[Any]) -> None:
+        self._streams = streams
+
+    async def tokenized(self) -> int:
+        """Tokenize and check all prompts; how many tokens they have.
+
+        :raises RequestError: one is invalid, or too long.
+        """
+        for stream in self._streams:
+            await stream
+        return sum(len(stream.prompt_token_ids) for stream in self._streams)
+
+    @property
+    def longest(self) -> int:
+        """The tokens of the longest prompt."""
+        return max(len(stream.prompt_token_ids) for stream in self._streams)
+
+    async def whole(self) -> list[RequestOutput]:
+        """The last outputs, in the order of the prompts."""
+        if len(self._streams) == 1:
+            return [await _last(self._streams[0])]
+        tasks = [asyncio.ensure_future(_last(stream)) for stream in self._streams]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            await _cancelled(tasks)
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """The outputs as they come."""
+        if len(self._streams) == 1:
+            async for output in self._streams[0]:
+                yield 0, output
+            return
+        ready: asyncio.Queue[Piece | Exception | None] = asyncio.Queue()
+
+        async def collect(number: int, stream: Any) -> None:
+            try:
+                async for output in stream:
+                    ready.put_nowait((number, output))
+                ready.put_nowait(None)
+            except Exception as error:
+                ready.put_nowait(error)
+
+        tasks = [asyncio.ensure_future(collect(*pair)) for pair in enumerate(self._streams)]
+        try:
+            running = len(tasks)
+            while running:
+                found = await ready.get()
+                if isinstance(found, Exception):
+                    raise found
+                if found is None:
+                    running -= 1
+                else:
+                    yield found
+        finally:
+            await _cancelled(tasks)
+
+    async def __aenter__(self) -> Answers:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        for stream in self._streams:
+            await stream.aclose()
+
+
+async def _last(stream: Any) -> RequestOutput:
+    last: RequestOutput | None = None
+    async with aclosing(stream):
+        async for output in stream:
+            last = output
+    assert last is not None
+    return last
+
+
+async def _cancelled(tasks: Sequence[asyncio.Future[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def ask(
+    stack: AsyncExitStack,
+    exchange: Exchange,
+    services: Services,
+    target: Target,
+    prompts: Sequence[Any],
+    params: SamplingParams,
+    *,
+    streamed: bool,
+    template: dict[str, Any] | None = None,
+) -> tuple[Answers, Use]:
+    """Prepare answers to ``prompts`` (or to one conversation, with ``template``), and have them
+    admitted. They end with ``stack``.
+
+    :raises RequestError: an invalid request. :raises Refused: it was not admitted.
+    """
+    kind = RequestOutputKind.DELTA if streamed else RequestOutputKind.FINAL_ONLY
+    params = params.clone(output_kind=kind, tenant=exchange.caller.tenant)
+    target.served.weigh(exchange.caller)
+    more = {"lora_request": target.lora, **(template or {})}
+    streams = [target.llm.astream(prompt, params, **more) for prompt in prompts]
+    answers = await stack.enter_async_context(Answers(streams))
+    count = await answers.tokenized()
+    room = target.llm.max_model_len - answers.longest
+    most = room if params.max_tokens is None else min(params.max_tokens, room)
+    demand = Demand(count, most, params.num_answers, target.name, len(prompts))
+    use = stack.enter_context(await admitted(exchange, services, demand))
+    return answers, use

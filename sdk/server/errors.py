@@ -1,0 +1,115 @@
+"""Errors as responses: OpenAI's shape, whatever went wrong and wherever."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from sdk.errors import (
+    EngineAsleepError,
+    EngineClosedError,
+    EngineDeadError,
+    OutOfMemoryError,
+    RequestError,
+    SdkError,
+    UnsupportedError,
+)
+from sdk.openai.requests import param_of
+from sdk.outputs import CompletionOutput
+from sdk.server.access import Refused
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+}
+#: What the message of a prompt that does not fit contains (sdk/requests/prompts.py).
+_TOO_LONG = ("the context holds", "of the context's")
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """The response to a request that failed."""
+
+    status: int
+    message: str
+    code: str | None = None
+    param: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The body."""
+        kind = _TYPES.get(self.status)
+        if kind is None:
+            kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {
+            "error": {
+                "message": self.message,
+                "type": kind,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+    def as_json(self) -> bytes:
+        """The body as bytes."""
+        return json.dumps(self.as_dict()).encode()
+
+
+class ErrorShape(NamedTuple):
+    """How an interface writes errors: as a response, and at the end of a stream that has begun."""
+
+    body: Callable[[Problem], bytes]
+    last: Callable[[bytes], bytes]
+
+
+OPENAI = ErrorShape(Problem.as_json, lambda body: b"data: " + body + b"\n\ndata: [DONE]\n\n")
+
+
+class AnswerError(SdkError):
+    """An answer did not end by itself."""
+
+    def __init__(self, message: str, status: int = 500) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def check_ended(answer: CompletionOutput) -> None:
+    """:raises AnswerError: the answer was aborted, or failed."""
+    if answer.finish_reason == "error":
+        raise AnswerError(f"the request failed: {answer.stop_reason}")
+    if answer.finish_reason == "abort":
+        raise AnswerError("the request was aborted by the server", 503)
+
+
+def problem_of(error: Exception) -> Problem | None:
+    """The response for an error; ``None``: it is none of ours, and nobody may see its message."""
+    if isinstance(error, Refused):
+        return Problem(error.status, error.message, error.code, error.param, error.headers)
+    if isinstance(error, AnswerError):
+        return Problem(error.status, str(error))
+    if isinstance(error, EngineAsleepError):
+        return Problem(503, str(error), "model_asleep", headers={"Retry-After": "10"})
+    wait = getattr(error, "expected_wait", None)
+    if wait is not None:  # the queue is full
+        seconds = max(1, math.ceil(wait)) if math.isfinite(wait) else 60
+        return Problem(429, str(error), "queue_full", headers={"Retry-After": str(seconds)})
+    if isinstance(error, RequestError | UnsupportedError):
+        message = str(error)
+        code = "context_length_exceeded" if any(x in message for x in _TOO_LONG) else None
+        return Problem(400, message, code, param_of(message))
+    if isinstance(error, EngineClosedError | EngineDeadError):
+        return Problem(503, str(error), "model_unavailable")
+    if isinstance(error, OutOfMemoryError | SdkError):
+        return Problem(500, str(error))
+    return None
+
+
+#: For errors that are bugs: details are in the log, not in the response.
+INTERNAL = Problem(500, "internal error; the server's log has more", "internal_error")
+STOPPING = Problem(503, "the server is stopping", "stopping", headers={"Connection": "close"})

@@ -1,0 +1,173 @@
+"""The models of an app: which name in a request means which LLM (and adapter)."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from sdk.errors import RequestError
+from sdk.lora import LoRAInfo
+from sdk.params import SamplingParams
+from sdk.quant.safe_repr import safe_repr
+from sdk.requests.conversations import ChatOptions, special_tokens_of
+from sdk.requests.prompts import Prompt, PromptLike
+from sdk.server.access import Caller, Refused
+from sdk.tokenizer import LLMTokenizer
+from sdk.tools import reasoning_of
+
+T = TypeVar("T")
+_PARAMS = SamplingParams()
+
+
+class LanguageModel(Protocol):
+    """What the server uses of :class:`sdk.LLM` and :class:`sdk.testing.FakeLLM`."""
+
+    max_model_len: int
+    config: Any
+
+    def astream(self, prompt: Any, sampling_params: Any = None, **more: Any) -> Any: ...
+    def get_default_sampling_params(self) -> SamplingParams: ...
+    def get_tokenizer(self) -> LLMTokenizer: ...
+    def get_metrics(self) -> dict[str, float]: ...
+    def list_loras(self) -> list[LoRAInfo]: ...
+
+
+class Served:
+    """One loaded model under its name."""
+
+    def __init__(self, name: str, llm: Any) -> None:
+        self.name = name
+        self.llm = llm
+        self.created = int(time.time())
+        self._reasons: bool | None = None
+        self._weights: dict[str, float] = {}  # of tenants, as they were set last
+
+    @property
+    def reasons(self) -> bool:
+        """Whether its chat template knows reasoning, so that answers are split."""
+        if self._reasons is None:
+            reader = self.llm._reader
+            tokenizer = reader.need_tokenizer("chat")
+            template = reader.template_of(ChatOptions())
+            self._reasons = reasoning_of(template, special_tokens_of(tokenizer)) is not None
+        return self._reasons
+
+    def adapters(self) -> list[str]:
+        """The names of its adapters, which are models for clients."""
+        return [one.name for one in self.llm.list_loras()]
+
+    def weigh(self, caller: Caller) -> None:
+        """Give the tenant of a caller its share of the model, under the policy ``"fair"``."""
+        tenant, weight = caller.tenant, caller.weight
+        if tenant is None or self._weights.get(tenant, 1.0) == weight:
+            return
+        if self.llm.config.scheduling_policy == "fair":
+            self.llm.set_tenant_weight(tenant, weight)
+            self._weights[tenant] = weight
+
+    async def read(self, prompts: Sequence[PromptLike], cut: int | None = None) -> list[Prompt]:
+        """Prompts for embeddings as token ids, checked; long ones are tokenized in a thread.
+
+        ``cut``: ``truncate_prompt_tokens``. :raises RequestError: one is invalid or too long.
+        """
+        params = _PARAMS if cut is None else SamplingParams(truncate_prompt_tokens=cut)
+        reader = self.llm._reader
+
+        def read() -> list[Prompt]:
+            return [reader.read(prompt, params, room=0) for prompt in prompts]
+
+        return await self.briefly(prompts, read)
+
+    async def briefly(self, data: object, work: Callable[[], T]) -> T:
+        """What ``work`` returns, which tokenizes ``data``: in a thread unless that is short."""
+        if self.llm._reader.is_short(data, None):
+            return work()
+        return await asyncio.to_thread(work)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a name means. ``lora``: the name of an adapter of the model, or none."""
+
+    name: str
+    served: Served
+    lora: str | None = None
+
+    @property
+    def llm(self) -> Any:
+        return self.served.llm
+
+
+class Models:
+    """The models of one app by name; the first is used by requests that name none."""
+
+    def __init__(self, llms: Any, name: str | None = None) -> None:
+        """``llms``: one LLM, or a mapping of names to them. ``name``: of the only one."""
+        if isinstance(llms, Mapping):
+            if name is not None:
+                raise RequestError("model_name: the mapping of models has the names; leave it out")
+            if not llms:
+                raise RequestError("models: expected at least one, found none")
+        else:
+            llms = {_name_of(llms) if name is None else name: llms}
+        for key, llm in llms.items():
+            if not isinstance(key, str) or not key:
+                raise RequestError(f"models: expected names as keys, found {safe_repr(key)}")
+            if not hasattr(llm, "astream"):
+                raise RequestError(f"models: expected an LLM for {key!r}, found {safe_repr(llm)}")
+        self._served = {name: Served(name, llm) for name, llm in llms.items()}
+
+    def __iter__(self) -> Any:
+        return iter(self._served.values())
+
+    def resolve(self, name: object) -> Target:
+        """The model that a request names. :raises Refused: there is no such model."""
+        if name is None:
+            served = next(iter(self._served.values()))
+            return Target(served.name, served)
+        if not isinstance(name, str):
+            raise RequestError(f"model: expected a string, found {safe_repr(name)}")
+        found = self._served.get(name)
+        if found is not None:
+            return Target(name, found)
+        for served in self:
+            if name in served.adapters():
+                return Target(name, served, lora=name)
+        raise Refused(
+            404,
+            f"model: expected one of {', '.join(self._names())}, found {safe_repr(name)}",
+            "model_not_found",
+            param="model",
+        )
+
+    def _names(self) -> list[str]:
+        """The models, then their adapters."""
+        return [*self._served, *(name for served in self for name in served.adapters())]
+
+    def cards(self) -> list[dict[str, Any]]:
+        """The entries of ``/v1/models``: models, each with its adapters after it."""
+        return [
+            {
+                "id": name,
+                "object": "model",
+                "created": served.created,
+                "owned_by": "embedlm",
+                "parent": None if name == served.name else served.name,
+                "max_model_len": served.llm.max_model_len,
+            }
+            for served in self
+            for name in (served.name, *served.adapters())
+        ]
+
+
+def _name_of(llm: Any) -> str:
+    """The name of a model that got none: that of its file or folder, or its hub id."""
+    model = str(getattr(getattr(llm, "config", None), "model", None) or "model")
+    path = Path(model)
+    if path.suffix == ".gguf":
+        return path.stem
+    return path.name if path.exists() else model

@@ -1,0 +1,1 @@
+"""The routes: one module for each interface, with handlers of (exchange, services)."""

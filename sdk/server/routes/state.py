@@ -1,0 +1,49 @@
+"""``/health``, ``/ready``, ``/v1/models``: what is there, and whether it can be used."""
+
+from __future__ import annotations
+
+from sdk.errors import EngineAsleepError, SdkError
+from sdk.server.endpoint import Services
+from sdk.server.exchange import Exchange
+
+
+async def health(exchange: Exchange, services: Services) -> None:
+    """200 while the process can work; 503 once a model is dead or closed: restart it."""
+    dead = {}
+    for served in services.models:
+        try:
+            served.llm.get_metrics()
+        except EngineAsleepError:
+            pass
+        except SdkError as error:
+            dead[served.name] = str(error)
+    state = {"status": "dead", "models": dead} if dead else {"status": "ok"}
+    await exchange.respond_json(state, 503 if dead else 200)
+
+
+async def ready(exchange: Exchange, services: Services) -> None:
+    """200 if every model accepts requests; 503 while one sleeps, or is dead or closed."""
+    states = {}
+    for served in services.models:
+        try:
+            served.llm.get_metrics()
+            states[served.name] = "ready"
+        except EngineAsleepError:
+            states[served.name] = "asleep"
+        except SdkError as error:
+            states[served.name] = str(error)
+    fine = all(state == "ready" for state in states.values())
+    state = {"status": "ready" if fine else "not ready", "models": states}
+    await exchange.respond_json(state, 200 if fine else 503)
+
+
+async def models(exchange: Exchange, services: Services) -> None:
+    """The names that requests may use."""
+    await exchange.respond_json({"object": "list", "data": services.models.cards()})
+
+
+async def model(exchange: Exchange, services: Services) -> None:
+    """One of them. :raises Refused: there is no such model."""
+    name = services.models.resolve(exchange.path_parameter("model")).name
+    [card] = [card for card in services.models.cards() if card["id"] == name]
+    await exchange.respond_json(card)

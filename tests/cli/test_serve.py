@@ -1,0 +1,162 @@
+"""``embedlm serve``: names, options, the socket, signals and exit codes."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sdk.cli import build_parser, main
+from sdk.cli.serve import bound, named_models, read_options, with_options
+from sdk.errors import RequestError
+from sdk.memory.pool import MemoryPool
+from sdk.testing import tiny_model
+
+Captured = pytest.CaptureFixture[str]
+
+
+def test_models_have_the_names_of_their_files_or_those_given(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    assert named_models(["a/small.gguf", "fast=b.gguf", "org/name-GGUF:Q4_K_M", str(folder)]) == {
+        "small": "a/small.gguf",
+        "fast": "b.gguf",
+        "org/name-GGUF:Q4_K_M": "org/name-GGUF:Q4_K_M",
+        "folder": str(folder),
+    }
+    assert named_models(["./a=b.gguf"]) == {"a=b": "./a=b.gguf"}
+    with pytest.raises(RequestError, match="two have the name 'a'"):
+        named_models(["a.gguf", "x/a.gguf"])
+    with pytest.raises(RequestError, match="expected NAME=MODEL, found 'a='"):
+        named_models(["a="])
+
+
+def test_options_of_a_file_and_of_arguments(tmp_path: Path) -> None:
+    path = tmp_path / "options.json"
+    path.write_text('{"max_num_seqs": 4, "kv_cache_dtype": "int8"}')
+    words = ["serve", "a.gguf", "--options", str(path), "--max-num-seqs", "8", "--memory", "1GiB"]
+    args = build_parser("serve").parse_args(words)
+    [options] = with_options({"a": "a.gguf"}, args).values()
+    assert options == {
+        "model": "a.gguf",
+        "max_num_seqs": 8,
+        "kv_cache_dtype": "int8",
+        "memory": "1GiB",
+    }
+    both = with_options({"a": "a.gguf", "b": "b.gguf"}, args)
+    assert both["a"]["memory"] is both["b"]["memory"]
+    assert isinstance(both["a"]["memory"], MemoryPool)
+    for text, message in (("[]", "found \\[\\]"), ("{", "expected a JSON object")):
+        path.write_text(text)
+        with pytest.raises(RequestError, match=message):
+            read_options(path)
+
+
+def test_an_address_that_cannot_be_used_is_an_error_before_loading(capsys: Captured) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["serve", "none.gguf", "--port", str(port)]) == 2
+        assert f"cannot listen at 127.0.0.1:{port}" in capsys.readouterr().err
+    assert main(["serve", "none.gguf", "--host", "no.such.host.invalid"]) == 2
+    assert "--host no.such.host.invalid" in capsys.readouterr().err
+    assert main(["serve", "none.gguf", "--port", "70000"]) == 2
+    assert "70000" in capsys.readouterr().err
+    assert main(["serve", "none.gguf", "--drain-seconds", "-1"]) == 2
+    assert "--drain-seconds: expected at least 0" in capsys.readouterr().err
+
+
+def test_nobody_can_connect_before_the_model_is_loaded() -> None:
+    with bound("127.0.0.1", 0) as made, pytest.raises(ConnectionRefusedError):
+        socket.create_connection(made.getsockname(), timeout=5)
+
+
+def test_a_missing_extra_says_how_to_install_it(
+    capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    assert main(["serve", "none.gguf"]) == 2
+    assert 'pip install "embedlm[server]"' in capsys.readouterr().err
+
+
+class Serving:
+    """A server process, once it listens."""
+
+    def __init__(self, *words: str) -> None:
+        command = [sys.executable, "-m", "sdk", "serve", *words, "--port", "0"]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        self.said = ""
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.said += line
+            found = re.search(r"http://127\.0\.0\.1:(\d+)/v1", line)
+            if found:
+                self.port = int(found[1])
+                return
+        raise AssertionError(f"it did not start: {self.said}")
+
+    def ask(self, **more: object) -> http.client.HTTPResponse:
+        """A long answer; the response when its first part is here."""
+        body = {"prompt": "a", "max_tokens": 10_000, "ignore_eos": True, "stream": True, **more}
+        self.connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        kind = {"Content-Type": "application/json"}
+        self.connection.request("POST", "/v1/completions", json.dumps(body), kind)
+        return self.connection.getresponse()
+
+    def end(self) -> int:
+        """The exit code; what was said is in ``said``."""
+        _, rest = self.process.communicate(timeout=60)
+        self.said += rest or ""
+        return self.process.returncode
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Iterator[Path]:
+    yield tiny_model(tmp_path / "tiny.gguf")
+
+
+def test_a_server_answers_and_drains_after_a_signal(tiny: Path) -> None:
+    serving = Serving(str(tiny), f"other={tiny}", "--threads", "1")
+    with serving.ask(max_tokens=40, model="other") as response:
+        assert response.status == 200
+        response.read(10)
+        serving.process.send_signal(signal.SIGTERM)
+        rest = response.read()
+    assert rest.endswith(b"data: [DONE]\n\n") and b'"finish_reason":"length"' in rest
+    assert serving.end() == 0
+    assert "loading" in serving.said and serving.said.endswith("embedlm: stopped\n")
+    assert "Traceback" not in serving.said
+
+
+@pytest.mark.slow
+def test_requests_that_do_not_end_in_time_are_aborted(tiny: Path) -> None:
+    serving = Serving(
+        str(tiny), "--threads", "1", "--drain-seconds", "0.3", "--max-model-len", "4096"
+    )
+    with serving.ask() as response:
+        response.read(10)
+        serving.process.send_signal(signal.SIGINT)
+        rest = response.read()
+    assert b'"code": "stopping"' in rest
+    assert serving.end() == 0
+    assert "may end within 0.3 s" in serving.said and "Traceback" not in serving.said
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_does_not_wait(tiny: Path) -> None:
+    serving = Serving(str(tiny), "--threads", "1", "--drain-seconds", "1000")
+    with serving.ask() as response:
+        response.read(10)
+        serving.process.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+        serving.process.send_signal(signal.SIGINT)
+        assert serving.end() == 130
+    assert "aborted" in serving.said and "Traceback" not in serving.said
