@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from ctypes import POINTER, Structure, c_bool, c_int32, c_int64, c_size_t, c_uint32, c_void_p
+from time import perf_counter_ns
 from typing import NamedTuple
 
 import numpy as np
@@ -59,6 +60,7 @@ class _TasksRecord(Structure):
         *((name, c_void_p) for name in MaskFunctions._fields),
         *((name, c_int64) for name in ("words", "count")),
         ("tasks", POINTER(_TaskRecord)),
+        ("waited_ns", c_int64),
     ]
 
 
@@ -85,7 +87,7 @@ class MaskTasks:
         record = self._record
         for name, address in zip(functions._fields, functions, strict=True):
             setattr(record, name, address)
-        record.words, record.count = masks.shape[1], len(tasks)
+        record.words, record.count, record.waited_ns = masks.shape[1], len(tasks), 0
         self._masks, self._drafts, self._done = masks, [], False
         base, stride = masks.ctypes.data, masks.strides[0]
         for one, task in zip(self._tasks, tasks, strict=False):
@@ -100,6 +102,11 @@ class MaskTasks:
         """There is nothing to compute any more."""
         self._record.count, self._drafts = 0, []
 
+    def take_waited_seconds(self) -> float:
+        """How long the last step waited for the masks, after it had computed the logits."""
+        waited, self._record.waited_ns = self._record.waited_ns, 0
+        return float(waited) * 1e-9
+
     def failed(self, index: int) -> bool:
         """Whether the matcher of a task reported an error; its row then allows no token."""
         return bool(self._tasks[index].failed)
@@ -109,6 +116,11 @@ class MaskTasks:
         if not self._record.count or self._done:
             return
         self._done = True
+        begin = perf_counter_ns()
+        self._compute()
+        self._record.waited_ns = perf_counter_ns() - begin
+
+    def _compute(self) -> None:
         record, size = self._record, self._record.words * 4
         compute = _PROTOTYPES[0](record.compute)
         validate, consume = _PROTOTYPES[1](record.validate), _PROTOTYPES[1](record.consume)

@@ -196,3 +196,5 @@ class StepResult(NamedTuple):
     unwritten: Mapping[int, str] = {}
     #: Requests that the ranks will not draft for.
     left_out: Collection[str] = ()
+    #: How long the step waited for the masks of structured answers, after the model had run.
+    mask_seconds: float = 0.0

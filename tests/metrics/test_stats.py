@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 
@@ -227,3 +228,38 @@ def test_a_request_that_was_rejected_does_not_count(make):
         llm.generate(" ".join(["w"] * 9000), use_tqdm=False)
     requests = llm.stats().requests
     assert requests.num_unfinished == requests.num_finished == 0
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_every_token_after_the_first_has_one_interval_whatever_happens(make, seed):
+    """Requests come, are preempted and aborted at random; the sums agree with their tokens."""
+    chance = random.Random(seed)
+    llm = make(lambda prompt: "w " * chance.randrange(1, 9), max_num_seqs=4)
+    queues = llm._engine.scheduler.queues
+    outputs, open_ids, number = {}, [], 0
+    for _ in range(60):
+        act = chance.randrange(8)
+        if act < 3:
+            number += 1
+            params = SamplingParams(n=chance.randrange(1, 3), max_tokens=chance.randrange(1, 7))
+            open_ids += llm.enqueue(f"{number} x y", params, request_id=f"r{number}")
+        elif act == 3 and queues.running:
+            llm._driver.between_steps(queues.preempt_last)
+        elif act == 4 and open_ids:
+            llm.abort(chance.choice(open_ids))
+        else:
+            outputs |= {output.request_id: output for output in llm.step()}
+    outputs |= {output.request_id: output for output in llm.wait_for_completion()}
+    answers = [answer for output in outputs.values() for answer in output.outputs]
+    lengths = [len(answer.token_ids) for answer in answers]
+    stats = llm.stats()
+    assert stats.inter_token_latency.count == sum(max(length - 1, 0) for length in lengths)
+    assert stats.requests.ttft.count == sum(length > 0 for length in lengths)
+    assert stats.requests.generation_tokens.sum == sum(lengths)
+    assert stats.requests.num_finished == len(answers) == stats.requests.e2e.count
+    assert stats.requests.num_unfinished == 0
+    assert stats.longest_answer.count == len(outputs)
+    for answer in answers:
+        assert answer.finish_reason in stats.requests.finished
+    whole = sum(output.timeline.events[-1].ts for output in outputs.values())
+    assert math.isfinite(whole)

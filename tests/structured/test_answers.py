@@ -187,3 +187,18 @@ def test_a_callback_sees_no_masked_token_chosen(tiny: LLM) -> None:
 
     [output] = tiny.generate([PROMPTS[0]], STRUCTURED.clone(logits_processors=[prefer]))
     assert VALID(output.outputs[0].text)
+
+
+@pytest.mark.parametrize("how", ["recorded", "operators"])
+def test_the_time_that_steps_wait_for_masks_is_told(tiny_path: Path, how: str) -> None:
+    """Every step computes its masks while the model runs, or after it: neither takes no time."""
+    with LLM(tiny_path, max_model_len=512, enforce_eager=how == "operators") as llm:
+        [plain] = llm.generate([PROMPTS[0]], DRAWN, use_tqdm=False)
+        [structured] = llm.generate([PROMPTS[0]], STRUCTURED, use_tqdm=False)
+        [after] = llm.generate([PROMPTS[0]], DRAWN, use_tqdm=False)
+    assert plain.metrics is not None and after.metrics is not None
+    assert plain.metrics.mask_seconds == after.metrics.mask_seconds == 0
+    metrics = structured.metrics
+    assert metrics is not None and metrics.finished_ts is not None
+    assert 0 < metrics.mask_seconds < metrics.finished_ts - metrics.arrival_time
+    assert "ms waiting for masks" in str(structured.timeline)

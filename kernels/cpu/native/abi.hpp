@@ -419,6 +419,7 @@ struct MaskTasks {
     int64_t words;  // of a mask
     int64_t count;
     MaskTask* tasks;
+    mutable int64_t waited_ns;  // the longest that a thread waited for them in the last run
 };
 
 struct SampleArgs {

@@ -112,7 +112,7 @@ constexpr AbiEntry kEntries[] = {
     SIZE(MaskTasks), FIELD(MaskTasks, compute), FIELD(MaskTasks, validate),
         FIELD(MaskTasks, consume), FIELD(MaskTasks, rollback), FIELD(MaskTasks, stopped),
         FIELD(MaskTasks, words),
-        FIELD(MaskTasks, count), FIELD(MaskTasks, tasks),
+        FIELD(MaskTasks, count), FIELD(MaskTasks, tasks), FIELD(MaskTasks, waited_ns),
     SIZE(SampleArgs), FIELD(SampleArgs, logits), FIELD(SampleArgs, draws),
         FIELD(SampleArgs, shapes), FIELD(SampleArgs, masks), FIELD(SampleArgs, tokens),
         FIELD(SampleArgs, best),

@@ -3,7 +3,10 @@
 
 #include <string.h>
 
+#include <chrono>
+
 #include "abi.hpp"
+#include "pool.hpp"
 
 // The masks of one task, a side task of a run (pool.hpp). After a draft that its mask forbids, and after
 // one that completes the structure, nothing is accepted: the masks there allow everything.
@@ -28,4 +31,17 @@ inline void compute_masks(void* context, int index) {
     if (row < task.count)
         memset(task.masks + row * all.words, 0xff, bytes * (size_t)(task.count - row));
     if (consumed && all.rollback(task.matcher, consumed) != 0) task.failed = 1;
+}
+
+// Waits for all masks, computing those that nobody has begun, and notes how long that took. Several
+// threads may do it at once: the longest wait counts.
+inline void wait_for_masks(Pool& pool, const MaskTasks& all) {
+    const auto begin = std::chrono::steady_clock::now();
+    pool.finish_side();
+    const std::chrono::nanoseconds waited = std::chrono::steady_clock::now() - begin;
+    int64_t known = __atomic_load_n(&all.waited_ns, __ATOMIC_RELAXED);
+    while (waited.count() > known &&
+           !__atomic_compare_exchange_n(&all.waited_ns, &known, (int64_t)waited.count(), true,
+                                        __ATOMIC_RELAXED, __ATOMIC_RELAXED))
+        continue;
 }

@@ -447,7 +447,7 @@ void Runtime::tiles(const Op& op, Program::Work kind, const ItemRange& share, in
                 &op.low_rank, share.begin, share.end);
             break;
         default:
-            if (op.sample.masks && op.sample.masks->count) pool.finish_side();
+            if (op.sample.masks && op.sample.masks->count) wait_for_masks(pool, *op.sample.masks);
             kernels->sample(&op.sample, share.begin, share.end, scratch);
     }
 }

@@ -249,7 +249,8 @@ class ModelRunner:
         if len(step.launched) == 1 and step is self._last_step and self._mesh.rank == 0:
             self._prepare_repeat(plan, step.launched[0].batch, result)
         left_out = () if self.drafting is None else self.drafting.newly_left_out()
-        return StepResult(plan.step_id, *result, step.unwritten, left_out)
+        waited = self.take_mask_seconds()
+        return StepResult(plan.step_id, *result, step.unwritten, left_out, waited)
 
     def _sample(self, launched: LaunchedBatch, result: _Results) -> None:
         """Append the sampled tokens and the accepted drafts to the requests of a batch."""
@@ -356,6 +357,11 @@ class ModelRunner:
         self._inputs.wait()
         for row, request in enumerate(batch.requests):
             self._inputs.write_pages(row, request)
+
+    def take_mask_seconds(self) -> float:
+        """How long the last step waited for masks."""
+        masks = self._inputs.sampling.mask_tasks
+        return masks.take_waited_seconds() if len(masks) else 0.0
 
     def set_mask_tasks(self, batch: StepBatch) -> None:
         """Have the masks of a batch's structured answers computed in its next step."""
@@ -562,7 +568,8 @@ class _RepeatedSteps:
                 forced[request_id] = structured.forced(most)
         if changed:
             self._runner.set_mask_tasks(self._batch)
-        return {"complete": complete, "forced": forced, "errors": errors}
+        waited = self._runner.take_mask_seconds()
+        return {"complete": complete, "forced": forced, "errors": errors, "mask_seconds": waited}
 
     def apply_deferred(self) -> None:
         """Append the deferred tokens to the requests."""

@@ -139,6 +139,10 @@ class Committer:
             self._prefixes.pool.confirm_copies()
         if result.unwritten:
             self._prefixes.swap.drop_unwritten(result.unwritten)
+        if result.mask_seconds:
+            for request in batch.sequences:
+                if request.resolved.grammar is not None:
+                    request.mask_seconds += result.mask_seconds
         if result.left_out:
             for request in batch.sequences:
                 request.is_drafted &= request.request_id not in result.left_out
