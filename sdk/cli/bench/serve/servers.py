@@ -46,6 +46,7 @@ def command(peer: Peer, launch: Launch, port: int) -> list[str]:
     threads, context = str(launch.threads), str(launch.context)
     if peer.engine == OURS:
         limits = ["--max-model-len", context, "--max-num-seqs", str(launch.requests)]
+        limits += ["--threads", threads]
         return [peer.python, "-m", "sdk", "serve", launch.model, *listen, *limits]
     if peer.engine == "llama.cpp":
         # It answers one request at a time, so one context is all it needs.
@@ -153,8 +154,6 @@ def start(
     opening = Opening(peer.engine, launch.model, launch.threads, launch.requests, launch.context)
     env = environment(opening)
     env["PYTHONUNBUFFERED"] = "1"
-    if peer.engine == OURS:
-        env["OMP_NUM_THREADS"] = str(launch.threads)
     process = ServerProcess(peer.engine, command(peer, launch, port), env, port, progress=progress)
     try:
         server = server_at(peer.engine, process.address, None, {}, {}, ignore_eos=ignore_eos)
