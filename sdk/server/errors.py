@@ -30,6 +30,8 @@ _TYPES = {
 }
 #: What the message of a prompt that does not fit contains (sdk/requests/prompts.py).
 _TOO_LONG = ("the context holds", "of the context's")
+#: Clients such as litellm look for OpenAI's own words.
+_CONTEXT = " (this model's maximum context length is exceeded)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +103,11 @@ def problem_of(error: Exception) -> Problem | None:
         return Problem(429, str(error), "queue_full", headers={"Retry-After": str(seconds)})
     if isinstance(error, RequestError | UnsupportedError):
         message = str(error)
-        code = "context_length_exceeded" if any(x in message for x in _TOO_LONG) else None
-        return Problem(400, message, code, param_of(message))
+        param, code = param_of(message), None
+        if any(words in message for words in _TOO_LONG):
+            code = "context_length_exceeded"
+            message += _CONTEXT
+        return Problem(400, message, code, param)
     if isinstance(error, EngineClosedError | EngineDeadError):
         return Problem(503, str(error), "model_unavailable")
     if isinstance(error, OutOfMemoryError | SdkError):

@@ -152,6 +152,7 @@ def test_a_prompt_that_is_too_long_has_openai_s_code(serve: Serve) -> None:
     ):
         found = client.post(path, body)
         assert found.status == 400 and found.error["code"] == "context_length_exceeded"
+        assert "this model's maximum context length is" in found.error["message"]
 
 
 @pytest.mark.parametrize("stream", [False, True])

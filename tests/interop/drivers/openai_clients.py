@@ -123,14 +123,15 @@ def responses() -> Any:
     found = client.responses.create(
         model=MODEL, input="Name a river.", instructions="Be brief.", max_output_tokens=16
     )
-    text = ""
+    text = whole = ""
     with client.responses.stream(
         model=MODEL, input="Name a river.", temperature=0, max_output_tokens=16
     ) as events:
         for event in events:
             if event.type == "response.output_text.delta":
                 text += event.delta
-        whole = events.get_final_response().output_text
+            elif event.type in ("response.completed", "response.incomplete"):
+                whole = event.response.output_text
     parsed = client.responses.parse(model=MODEL, input="A city.", text_format=City)
     assert parsed.output_parsed is not None
     return bool(found.output_text), text == whole != "", parsed.output_parsed.model_dump()
