@@ -178,8 +178,8 @@ void sampling(Random& random, TestRuntime& one, TestRuntime& many) {
         Buffer<double> shares[2] = {Buffer<double>(rows), Buffer<double>(rows)};
         Buffer<float> best(rows);
         for (int i = 0; i < 2; ++i) {
-            SampleArgs args{logits.data(), draw, draw ? shapes.data() : nullptr, tokens[i].data(),
-                            best.data(), shares[i].data(), width, stride};
+            SampleArgs args{logits.data(), draw, draw ? shapes.data() : nullptr, nullptr,
+                            tokens[i].data(), best.data(), shares[i].data(), width, stride};
             (i ? many : one).run(kOpSample, args, rows);
         }
         CHECK(tokens[0].starts_like(tokens[1], rows) && shares[0].starts_like(shares[1], rows));
