@@ -110,17 +110,9 @@ def serve(
     """Serve until a signal comes; the exit code."""
     import uvicorn
 
-    from sdk.server.app import create_app
-
     host, port = listening.getsockname()[:2]
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    app = create_app(
-        llms,
-        access=guard.access,
-        max_body_bytes=guard.http.body_bytes,
-        limits=guard.body,
-        page=not args.no_page,
-    )
+    app = made_app(llms, args, guard)
 
     class Server(uvicorn.Server):
         """Ends when told, without raising the signal again: the exit code says how it ended."""
@@ -166,6 +158,19 @@ def serve(
         return 130
     say("stopped")
     return 0
+
+
+def made_app(llms: dict[str, LLM], args: argparse.Namespace, guard: Protection) -> FastAPI:
+    """The application, with the limits of single requests."""
+    from sdk.server.app import create_app
+
+    return create_app(
+        llms,
+        access=guard.access,
+        max_body_bytes=guard.http.body_bytes,
+        limits=guard.body,
+        page=not args.no_page,
+    )
 
 
 def server_config(app: FastAPI, args: argparse.Namespace, guard: Protection) -> uvicorn.Config:

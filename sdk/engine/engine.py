@@ -144,7 +144,6 @@ class Engine:
                 arrival_time=arrival,
                 salt=cache_salt,
                 adapter=None if adapter is None else adapter.key,
-                adapter_name=None if adapter is None else adapter.name,
                 prompt_embeds=prompt_embeds,
                 resolved=resolved,
                 negative_prompt_token_ids=negative_prompt_token_ids,

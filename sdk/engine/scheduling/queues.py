@@ -100,6 +100,7 @@ class RequestQueues:
         self._limit_length(request)
         if self._adapters is not None and adapter is not None:
             self._adapters.attach(adapter)
+            request.adapter_name = adapter.name
         if not request.params.ignore_eos:
             request.stop_token_ids |= self._config.eos_token_ids
         request.queued_ts = self.clock()

@@ -131,7 +131,6 @@ class Request:
         arrival_time: float = 0.0,
         salt: str | None = None,
         adapter: str | None = None,
-        adapter_name: str | None = None,
         prompt_embeds: Any = None,
         resolved: ResolvedParams = _NOTHING_RESOLVED,
         negative_prompt_token_ids: Sequence[int] | None = None,
@@ -143,7 +142,7 @@ class Request:
         self.priority = params.priority if priority is None else priority
         self.arrival_time = arrival_time
         self.salt, self.adapter = salt, adapter
-        self.adapter_name = adapter_name  # the caller's, for metrics
+        self.adapter_name: str | None = None  # for metrics
         self.prompt_embeds = prompt_embeds
         self.adapter_slot = -1  # of the adapter on the ranks, while the request runs
         self.resolved, self.watched = resolved, watched
@@ -203,7 +202,6 @@ class Request:
             _NEGATIVE_PARAMS,
             salt=self.salt,
             adapter=self.adapter,
-            adapter_name=self.adapter_name,
         )
         negative.negative_of = self.request_id
         return negative

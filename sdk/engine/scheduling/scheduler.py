@@ -342,7 +342,7 @@ class Scheduler:
         queues, in_flight = self.queues, self._in_flight
         if in_flight.batches:
             return None
-        if queues.waiting and (
+        if queues.waiting.count and (  # len() would be a call in every step
             len(queues.running) < self.config.max_num_seqs
             or (
                 queues.policy.preemptive

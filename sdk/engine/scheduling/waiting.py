@@ -20,10 +20,10 @@ class WaitingRequests:
     def __init__(self, policy: SchedulingPolicy) -> None:
         self._policy = policy
         self._queues: dict[Hashable, list[Request]] = {}  # none is empty
-        self._count = 0
+        self.count = 0  # how many
 
     def __len__(self) -> int:
-        return self._count
+        return self.count
 
     def __iter__(self) -> Iterator[Request]:
         """Requests may be removed or started, and positions may change, while one is looked at."""
@@ -68,19 +68,19 @@ class WaitingRequests:
     def add(self, request: Request) -> None:
         """Queue a request. :raises TypeError: its queue is not hashable or its order no number."""
         insort(self._queues.setdefault(request.queue, []), request, key=ORDER)
-        self._count += 1
+        self.count += 1
 
     def remove(self, request: Request) -> None:
         """Remove one that waits."""
         queue = self._queues[request.queue]
         del queue[bisect_left(queue, request.order, key=ORDER)]
-        self._count -= 1
+        self.count -= 1
         if not queue:
             del self._queues[request.queue]
 
     def check(self) -> None:
         """Assert that the queues agree (tests)."""
-        assert self._count == sum(map(len, self._queues.values())), "wrong count"
+        assert self.count == sum(map(len, self._queues.values())), "wrong count"
         for name, queue in self._queues.items():
             assert queue, "an empty queue"
             assert queue == sorted(queue, key=ORDER), "a queue is out of order"
