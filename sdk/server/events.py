@@ -1,7 +1,7 @@
 """Server-sent events of streamed answers as bytes.
 
 Most chunks have nothing but a piece of text. They are put together from constant parts and the
-text as JSON, which takes 0.5 us; ``Responses.chunk`` with ``json.dumps`` takes 15 us and makes all
+text as JSON, which takes 0.5 us; ``Responses.chunk`` with ``json.dumps`` takes 8 us and makes all
 others. A test compares the two.
 """
 
