@@ -203,7 +203,8 @@ def write_answer(
     """Stream one answer to stdout; Ctrl-C ends it and returns the part so far."""
     answer = Answer(started=time.monotonic())
     try:
-        stream = llm.stream(prompt, params, lora_request=lora)
+        how: dict[str, Any] = {} if lora is None else {"lora_request": lora}
+        stream = llm.stream(prompt, params, **how)
     except RequestError as error:  # with advice that fits this command
         text, full, _ = str(error).partition("; shorten")
         more = "; shorten it, or start with a larger --max-model-len or more --memory"

@@ -127,11 +127,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="type of keys and values for us and llama.cpp, where int8 means q8_0 and int4 q4_0 "
         "(default: auto, each engine's own)",
     )
-    parser.add_argument(
-        "--lora",
-        metavar="random:RANK|PATH",
-        help="adapters of the lora suite: random ones, or one of yours (default: random:16)",
-    )
+    text = "adapters of the lora suite: random ones, or one of yours (default: random:16)"
+    parser.add_argument("--lora", metavar="random:RANK|PATH", help=text)
     parser.add_argument("--rounds", type=parse_count, help="rounds of measuring (default: 5)")
     parser.add_argument("--threads", type=parse_count, help="default: the CPUs of this process")
     _add_gpu_arguments(parser)

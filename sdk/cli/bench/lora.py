@@ -6,17 +6,19 @@ adapter beside loaded ones, all requests with one adapter, and each with its own
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sdk.cli.bench.engines import OURS, Engines
+from sdk.cli.bench.engines import OURS, Engines, Peer
 from sdk.cli.bench.report import Result
 from sdk.cli.bench.settings import DECODE_PROMPT, Settings, make_load
-from sdk.errors import RequestError
+from sdk.errors import RequestError, SdkError
 from sdk.memory.adapters import adapter_options
 
 if TYPE_CHECKING:
@@ -41,8 +43,8 @@ def measure_lora(settings: Settings, engines: Engines) -> list[Result]:
         most = max(settings.requests)
         paths = _adapters(settings, Path(folder), most)
         found = _measure_own(settings, paths)
-        if settings.peer(PEER) is not None:
-            found += _measure_peft(settings, paths)
+        if (peer := settings.peer(PEER)) is not None:
+            found += _measure_peft(settings, peer, paths)
         return found
 
 
@@ -133,64 +135,36 @@ def _rate(llm: LLM, prompts: Sequence[Sequence[int]], output_len: int, lora: Any
 # ---- peft ----------------------------------------------------------------------------------------
 
 
-def _measure_peft(settings: Settings, paths: Sequence[Path]) -> list[Result]:
+def _measure_peft(settings: Settings, peer: Peer, paths: Sequence[Path]) -> list[Result]:
     """The same by transformers and peft in float32, all requests in one batch."""
-    import peft
-    import torch
-
     found = []
-    with _peft_model(settings, paths) as model:
-        for count in settings.requests:
-            vocab = model.config.vocab_size
-            load = make_load(vocab, count, DECODE_PROMPT, settings.output_len, seed=count)
-            prompts = torch.tensor(load.prompts)
-            for case in _CASES if len(set(paths)) > 1 else _CASES[:2]:
-                result = Result(
-                    PEER, f"{PEER} {peft.__version__}", "f32", {"requests": count, "adapters": case}
-                )
-                names = ["0"] * count if case == "one" else [str(n) for n in range(count)]
-                for number in range(-1, settings.rounds):
-                    base = _peft_rate(model, prompts, settings.output_len, None)
-                    given = None if case == "beside" else names
-                    rate = _peft_rate(model, prompts, settings.output_len, given)
-                    if number >= 0:
-                        result.add(plain_tok_s=base, lora_tok_s=rate, share=rate / base)
-                found.append(result)
-            settings.progress(f"{PEER}: requests {count}")
+    cases = _CASES if len(set(paths)) > 1 else _CASES[:2]
+    asked = {
+        "model": settings.unpacked(),
+        "adapters": [str(path) for path in paths],
+        "prompt_len": DECODE_PROMPT,
+        "output_len": settings.output_len,
+        "rounds": settings.rounds,
+        "requests": list(settings.requests),
+        "cases": list(cases),
+    }
+    settings.progress(f"{PEER}: all cases")
+    done = subprocess.run(
+        [peer.python, str(Path(__file__).with_name("peft_peer.py"))],
+        input=json.dumps(asked),
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": str(settings.threads)},
+        check=False,
+    )
+    if done.returncode:
+        last = next(iter(done.stderr.strip().splitlines()[::-1]), "no message")
+        raise SdkError(f"{PEER}: the process ended with code {done.returncode}: {last}")
+    answer = json.loads(done.stdout)
+    for row in answer["rows"]:
+        case = {"requests": row["requests"], "adapters": row["case"]}
+        result = Result(PEER, f"{PEER} {answer['version']}", "f32", case)
+        for plain, rate in row["rates"]:
+            result.add(plain_tok_s=plain, lora_tok_s=rate, share=rate / plain)
+        found.append(result)
     return found
-
-
-@contextmanager
-def _peft_model(settings: Settings, paths: Sequence[Path]) -> Iterator[Any]:
-    import torch
-    import transformers
-    from peft import PeftModel
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(settings.threads)
-    try:
-        path = settings.unpacked()
-        base = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        model = PeftModel.from_pretrained(base, str(paths[0]), adapter_name="0")
-        for number, path_ in enumerate(paths[1:], 1):
-            model.load_adapter(str(path_), adapter_name=str(number))
-        yield model.eval()
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _peft_rate(model: Any, prompts: Any, output_len: int, names: list[str] | None) -> float:
-    import torch
-
-    mixed: dict[str, Any] = {}
-    if names is not None and len(set(names)) > 1:
-        mixed["adapter_names"] = names
-    elif names is not None:
-        model.set_adapter(names[0])
-    with torch.no_grad(), model.disable_adapter() if names is None else nullcontext():
-        out = model(prompts, use_cache=True, **mixed)
-        begin = time.perf_counter()
-        for _ in range(output_len - 1):
-            tokens = out.logits[:, -1].argmax(-1, keepdim=True)
-            out = model(tokens, past_key_values=out.past_key_values, use_cache=True, **mixed)
-        return float((output_len - 1) * len(prompts) / (time.perf_counter() - begin))
