@@ -65,7 +65,8 @@ def _measure_own(settings: Settings, paths: Sequence[Path]) -> list[Result]:
     from sdk import __version__
     from sdk.llm import LLM
 
-    most, found = max(settings.requests), []
+    most = max(settings.requests)
+    found: list[Result] = []
     cases = _CASES if len(set(paths)) > 1 else _CASES[:2]  # a given adapter is always the same
     options: dict[str, Any] = {
         "num_threads": settings.threads,
@@ -137,7 +138,7 @@ def _rate(llm: LLM, prompts: Sequence[Sequence[int]], output_len: int, lora: Any
 
 def _measure_peft(settings: Settings, peer: Peer, paths: Sequence[Path]) -> list[Result]:
     """The same by transformers and peft in float32, all requests in one batch."""
-    found = []
+    found: list[Result] = []
     cases = _CASES if len(set(paths)) > 1 else _CASES[:2]
     asked = {
         "model": settings.unpacked(),
