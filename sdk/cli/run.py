@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +25,11 @@ if TYPE_CHECKING:
     from sdk.params import SamplingParams
 
 Message = dict[str, str]
+#: The name of no adapter.
+_OFF = "off"
 
 HELP = """/clear   forget the conversation
+/lora    the adapters of --lora; /lora NAME switches to one, /lora off to none
 /help    this text
 /exit    leave (or Ctrl-D)
 Ctrl-C ends an answer; the conversation keeps the part so far."""
@@ -71,6 +74,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, help="the same seed gives the same answer")
     add_structure_arguments(parser)
     add_engine_arguments(parser)
+    parser.add_argument(
+        "--lora",
+        action="append",
+        default=[],
+        metavar="[NAME=]PATH",
+        help="a LoRA adapter: a PEFT folder, a GGUF adapter or a hub id; repeat it for several, of "
+        "which the first one answers",
+    )
     parser.add_argument("--threads", type=int, help="default: the CPUs of this process")
     parser.add_argument("--stats", action="store_true", help="print tokens per second to stderr")
 
@@ -80,7 +91,9 @@ def run(args: argparse.Namespace) -> int:
     if args.raw and (prompt is None or args.system is not None):
         raise RequestError("--raw: expected --prompt or piped text, and no --system")
     params = sampling_params(args)
-    with opened(args) as llm:
+    adapters = named_adapters(args.lora)
+    with opened(args, list(adapters.values())) as llm:
+        lora = add_adapters(llm, adapters)
         if not args.raw and llm.get_tokenizer().chat_template is None:
             raise RequestError(
                 "the model has no chat template, so it cannot chat; use --raw --prompt TEXT to "
@@ -88,11 +101,11 @@ def run(args: argparse.Namespace) -> int:
             )
         if prompt is not None:
             messages = opening(args.system, prompt)
-            answer = write_answer(llm, prompt if args.raw else messages, params(llm))
+            answer = write_answer(llm, prompt if args.raw else messages, params(llm), lora)
             if args.stats or is_terminal(sys.stderr):
                 print(answer.summary(), file=sys.stderr)
             return 0 if answer.finish_reason is not None else 130
-        return chat(llm, args, params(llm))
+        return chat(llm, args, params(llm), lora)
 
 
 def model_name(args: argparse.Namespace) -> str:
@@ -104,7 +117,27 @@ def model_name(args: argparse.Namespace) -> str:
     return args.file or args.model or str(demo_model())
 
 
-def opened(args: argparse.Namespace) -> LLM:
+def named_adapters(given: list[str]) -> dict[str, str]:
+    """Paths of the adapters by name; without a name an adapter is called as its path ends."""
+    found: dict[str, str] = {}
+    for text in given:
+        name, named, path = text.partition("=")
+        path = path if named else text
+        name = name if named else path.rstrip("/").rpartition("/")[2]
+        if not name or not path or name in found or name == _OFF:
+            raise RequestError(f"--lora: expected NAME=PATH with a new name, found {text!r}")
+        found[name] = path
+    return found
+
+
+def add_adapters(llm: LLM, adapters: dict[str, str]) -> str | None:
+    """Load the adapters; the name of the first one."""
+    for name, path in adapters.items():
+        llm.add_lora(name, path, pin=True)
+    return next(iter(adapters), None)
+
+
+def opened(args: argparse.Namespace, adapters: Sequence[str] = ()) -> LLM:
     """The model for one user: one request at a time.
 
     :raises OutOfMemoryError: with advice as arguments of this command.
@@ -114,6 +147,10 @@ def opened(args: argparse.Namespace) -> LLM:
     options = engine_options(args)
     if args.threads is not None:
         options["num_threads"] = args.threads
+    if adapters:
+        from sdk.memory.adapters import adapter_options
+
+        options |= adapter_options(adapters)
     try:
         return LLM(model_name(args), max_num_seqs=1, **options)
     except OutOfMemoryError as error:
@@ -160,11 +197,14 @@ def opening(system: str | None, prompt: str) -> list[Message]:
     return [*messages, {"role": "user", "content": prompt}]
 
 
-def write_answer(llm: LLM, prompt: str | list[Message], params: SamplingParams) -> Answer:
+def write_answer(
+    llm: LLM, prompt: str | list[Message], params: SamplingParams, lora: str | None = None
+) -> Answer:
     """Stream one answer to stdout; Ctrl-C ends it and returns the part so far."""
     answer = Answer(started=time.monotonic())
     try:
-        stream = llm.stream(prompt, params)
+        how: dict[str, Any] = {} if lora is None else {"lora_request": lora}
+        stream = llm.stream(prompt, params, **how)
     except RequestError as error:  # with advice that fits this command
         text, full, _ = str(error).partition("; shorten")
         more = "; shorten it, or start with a larger --max-model-len or more --memory"
@@ -197,7 +237,9 @@ def _collect(stream: Iterable[RequestOutput], answer: Answer) -> None:
         print(piece.text, end="", flush=True)
 
 
-def chat(llm: LLM, args: argparse.Namespace, params: SamplingParams) -> int:
+def chat(
+    llm: LLM, args: argparse.Namespace, params: SamplingParams, lora: str | None = None
+) -> int:
     """Read a line, answer it, keep the history; until Ctrl-D, Ctrl-C or /exit."""
     print("Ctrl-C ends an answer, Ctrl-D leaves, /help has more.", file=sys.stderr)
     first = [] if args.system is None else [{"role": "system", "content": args.system}]
@@ -213,6 +255,10 @@ def chat(llm: LLM, args: argparse.Namespace, params: SamplingParams) -> int:
             return 0
         if line == "/clear":
             history = list(first)
+        if line.split()[:1] == ["/lora"]:
+            lora, said = _switched(llm, line, lora)
+            print(said, file=sys.stderr)
+            continue
         if line.startswith("/"):
             print(_command(line), file=sys.stderr)
             continue
@@ -220,7 +266,7 @@ def chat(llm: LLM, args: argparse.Namespace, params: SamplingParams) -> int:
             continue
         turn = [*history, {"role": "user", "content": line}]
         try:
-            answer = write_answer(llm, turn, params)
+            answer = write_answer(llm, turn, params, lora)
         except RequestError as error:
             # A message that is too long must not end the program.
             print(f"embedlm: {error}", file=sys.stderr)
@@ -230,6 +276,19 @@ def chat(llm: LLM, args: argparse.Namespace, params: SamplingParams) -> int:
             print(f"embedlm: {said}", file=sys.stderr)
         if args.stats or is_terminal(sys.stderr):
             print(answer.summary(), file=sys.stderr)
+
+
+def _switched(llm: LLM, line: str, lora: str | None) -> tuple[str | None, str]:
+    """The adapter after ``/lora`` or ``/lora NAME``, and the reply."""
+    names = [known.name for known in llm.list_loras()]
+    asked = line.split(maxsplit=1)[1:]
+    if asked == [_OFF]:
+        return None, "no adapter answers"
+    if asked and asked[0] in names:
+        return asked[0], f"{asked[0]} answers"
+    there = ", ".join(names) or "none; start with --lora NAME=PATH"
+    now = f"{lora or 'no adapter'} answers"
+    return lora, f"no such adapter; there are {there}" if asked else f"{now}; there are {there}"
 
 
 def _command(line: str) -> str:

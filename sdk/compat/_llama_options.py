@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from sdk.compat._llama_parts import LlamaPromptLookupDecoding
 from sdk.errors import RequestError
+from sdk.memory.adapters import adapter_options
 from sdk.quant.safe_repr import safe_repr
 
 LLAMA_DEFAULT_SEED = 0xFFFFFFFF
@@ -62,8 +62,6 @@ WITHOUT_EFFECT = (
 #: together.
 _EMBEDDED_AT_ONCE = 8
 _MOST_DRAFTS = 64
-#: llama.cpp has no limit of an adapter's rank.
-_MOST_RANK = 4096
 
 
 def llm_options(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -90,23 +88,13 @@ def llm_options(given: Mapping[str, Any]) -> dict[str, Any]:
     if given["draft_model"] is not None:
         options["speculative_config"] = _speculation(given["draft_model"])
     if given["lora_path"] is not None:
-        options |= {"enable_lora": True, "max_lora_rank": _MOST_RANK}
-        options["lora_memory"] = _room_for(Path(given["lora_path"]))
+        options |= adapter_options([given["lora_path"]])
     if given["pooling_type"] not in (LLAMA_POOLING_TYPE_UNSPECIFIED, *POOLINGS):
         raise RequestError(
             f"pooling_type: expected -1 to {LLAMA_POOLING_TYPE_LAST}, found "
             f"{safe_repr(given['pooling_type'])}; for a reranker use LLM.score"
         )
     return options
-
-
-def _room_for(path: Path) -> int:
-    """Bytes for one adapter. Its values take up to 2 bytes, and 4 more while they are read; a file
-    has at least 2 for each."""
-    files = [path] if path.is_file() else list(path.glob("adapter_model.safetensors"))
-    if not files:
-        raise RequestError(f"lora_path: expected a LoRA adapter, found {safe_repr(str(path))}")
-    return 4 * sum(file.stat().st_size for file in files) + 2**20
 
 
 def _count(name: str, given: Mapping[str, Any], low: int) -> int:

@@ -154,6 +154,10 @@ class Llama:
         self._pooling: int = given["pooling_type"]
         self._format = chat_format(self.chat_format)
         options = llm_options(given)
+        if given["lora_path"] is not None and not Path(given["lora_path"]).exists():
+            raise RequestError(
+                f"lora_path: expected a LoRA adapter, found {safe_repr(given['lora_path'])}"
+            )
         if not Path(self.model_path).exists():
             raise RequestError(f"model_path: expected a file, found {safe_repr(self.model_path)}")
         check_named(self.chat_format, lambda: self.metadata)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from sdk.config import EngineConfig
 from sdk.memory.resolve import compute_of
@@ -45,3 +48,21 @@ def _values(model: ModelConfig, rank: int, ranks: int) -> int:
     layer += sum(rank * (width + ranks * hidden) for width in rows)
     padding = _ALIGN * ranks * 2 * (len(columns) + len(rows))
     return model.num_layers * (layer + padding)
+
+
+def adapter_options(paths: Sequence[str | os.PathLike[str]]) -> dict[str, Any]:
+    """Options of an engine for these adapters and no others, of any rank.
+
+    A value takes up to 2 bytes, and 4 more while it is read; a file has at least 2 for each. The
+    sizes of adapters on the hub are not known: they get the room of rank 64.
+    """
+    options: dict[str, Any] = {"enable_lora": True, "max_loras": len(paths), "max_lora_rank": 4096}
+    sizes = [_file_size(Path(path)) for path in paths]
+    if None in sizes:
+        return {**options, "max_lora_rank": 64}
+    return {**options, "lora_memory": 4 * sum(size or 0 for size in sizes) + 2**20}
+
+
+def _file_size(path: Path) -> int | None:
+    files = [path] if path.is_file() else [*path.glob("*.safetensors"), *path.glob("*.gguf")]
+    return sum(file.stat().st_size for file in files) if files else None

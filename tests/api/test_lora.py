@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -428,3 +429,78 @@ def test_the_plan_has_room_for_adapters(tiny_path: Path) -> None:
     assert "adapters" in str(four) and "adapters" not in str(without)
     tight = LLM.plan(tiny_path, memory=without.fixed + 2**20, enable_lora=True, max_loras=4096)
     assert not tight.fits and "adapters" in tight.problem
+
+
+@pytest.mark.slow
+def test_ranks_in_other_processes_have_the_adapters_too(
+    tiny_path: Path, adapters: dict[str, Path]
+) -> None:
+    options = OPTIONS | {"compute": "exact", "max_loras": 2}
+    names = ["a", None, "b", "d"]
+
+    def answers(**more: Any) -> list[Any]:
+        with LLM(tiny_path, **options, **more) as llm:
+            llm.add_lora("a", adapters["a"])
+            for index, name in enumerate("bd"):
+                llm.add_lora(LoRARequest(name, index + 5, str(adapters[name])))
+            found = llm.generate(PROMPTS, GREEDY, lora_request=names, use_tqdm=False)
+            assert llm.remove_lora("a")
+            return [output.outputs[0].token_ids for output in found]
+
+    assert answers(tensor_parallel_size=2) == answers()
+
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+FORMATS = sorted(
+    path.parent.name
+    for path in GOLDEN.glob("*/origin.json")
+    if not path.parent.name.startswith(("arch-", "gptoss"))
+)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_runs_adapters(name: str, golden: Path, tmp_path: Path) -> None:
+    """As far as bits go; tests/models compares with merged weights."""
+    opened = json.loads((golden / name / "origin.json").read_text())["paths"][-1]
+    path = golden / name / opened
+    options = OPTIONS | {"max_model_len": 64, "skip_tokenizer_init": True}
+    with LLM(path, **options) as llm:
+        for index, adapter in enumerate("ab"):
+            llm.add_lora(adapter, tiny_adapter(tmp_path / adapter, path, rank=5, seed=index))
+        names = ["a", None, "b"]
+        apart = [alone(llm, PROMPTS[0], one) for one in names]
+        llm.reset_prefix_cache()
+        together = llm.generate([PROMPTS[0]] * 3, PARAMS, lora_request=names, use_tqdm=False)
+        assert [answer(one) for one in together] == apart
+        assert len({json.dumps(one) for one in apart}) == 3
+
+
+@pytest.mark.slow
+def test_many_loads_leave_memory_as_it_was(
+    tiny_path: Path, adapters: dict[str, Path], tmp_path: Path
+) -> None:
+    import psutil
+
+    paths = [tiny_adapter(tmp_path / str(i), tiny_path, rank=16, seed=i) for i in range(6)]
+    draw, process = random.Random(3), psutil.Process()
+    with LLM(tiny_path, **OPTIONS) as llm:
+
+        def churn(count: int) -> int:
+            for _ in range(count):
+                name = str(draw.randrange(6))
+                known = [info.name for info in llm.list_loras()]
+                if name in known and draw.random() < 0.5:
+                    llm.remove_lora(name)
+                    continue
+                if name not in known:
+                    llm.add_lora(name, paths[int(name)])
+                llm.generate(PROMPTS[1], GREEDY, lora_request=name, use_tqdm=False)
+            for info in llm.list_loras():
+                llm.remove_lora(info.name)
+            assert llm.get_metrics()["lora_bytes"] == llm.get_metrics()["num_loras"] == 0
+            return process.memory_info().rss
+
+        before = churn(60)
+        after = churn(200)
+    one = paths[0].joinpath("adapter_model.safetensors").stat().st_size
+    assert after - before < 2 * one + 2**21  # 200 of them would be 100 times as much

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
 
 from sdk import LLM
 from tests.peft_adapters import expected, save, scores, with_peft
@@ -49,6 +51,51 @@ def test_a_variant_of_the_config_is_followed(variant: str, golden: Path, tmp_pat
         assert (found - expected(model, IDS)).abs().max() < 2e-4
         assert (found - plain).abs().max() > 0.05
         assert (scores(llm, IDS, None) == plain).all()  # its pages are others
+
+
+@pytest.mark.parametrize("bias", ["all", "lora_only"])
+def test_biases_are_those_of_the_adapter(bias: str, tmp_path: Path) -> None:
+    config = transformers.Qwen2Config(
+        vocab_size=320,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attn_implementation="eager",
+    )
+    torch.manual_seed(0)
+    base = transformers.Qwen2ForCausalLM(config)
+    for name, parameter in base.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.1)
+    base.save_pretrained(tmp_path / "base")
+    model = with_peft(base, r=4, target_modules=["q_proj", "o_proj"], bias=bias)
+    save(model, tmp_path / "adapter")
+    with LLM(tmp_path / "base", **OPTIONS) as llm:
+        llm.add_lora("a", tmp_path / "adapter")
+        assert (scores(llm, IDS, "a") - expected(model, IDS)).abs().max() < 2e-4
+
+
+def test_a_joined_matrix_has_one_adapter(tmp_path: Path) -> None:
+    config = transformers.Phi3Config(
+        vocab_size=320,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        pad_token_id=0,
+        attn_implementation="eager",
+    )
+    torch.manual_seed(0)
+    base = transformers.Phi3ForCausalLM(config)
+    base.save_pretrained(tmp_path / "base")
+    model = with_peft(base, r=4, target_modules=["qkv_proj", "gate_up_proj"])
+    save(model, tmp_path / "adapter")
+    with LLM(tmp_path / "base", **OPTIONS) as llm:
+        llm.add_lora("a", tmp_path / "adapter")
+        assert (scores(llm, IDS, "a") - expected(model, IDS)).abs().max() < 2e-4
 
 
 @pytest.mark.parametrize("file", ["hf", "model.gguf"])

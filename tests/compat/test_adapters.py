@@ -111,6 +111,6 @@ def test_llamas_adapter_applies_to_everything(
 
 def test_llamas_bad_adapters_are_errors(model: str, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="lora_path: expected a LoRA adapter, found"):
-        Llama(model, n_ctx=64, lora_path=str(tmp_path))
+        Llama(model, n_ctx=64, lora_path=str(tmp_path / "none"))
     with pytest.raises(RequestError, match=r"lora_base=.* is not supported: leave it out"):
         Llama(model, n_ctx=64, lora_base="base.gguf")

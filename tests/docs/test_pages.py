@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
+from sdk.testing import tiny_adapter
 from tests.drafting_heads import untrained_eagle
 
 DOCS = Path(__file__).parents[2] / "docs"
 
 
 @pytest.mark.parametrize(
-    "name", ["compat", "generation", "server", "speculation", "structured", "tools"]
+    "name", ["compat", "generation", "lora", "server", "speculation", "structured", "tools"]
 )
 def test_the_examples_run_from_top_to_bottom(
     name: str, smollm2: Path, golden: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -22,6 +23,8 @@ def test_the_examples_run_from_top_to_bottom(
     (tmp_path / "model.gguf").symlink_to(smollm2)
     (tmp_path / "large.gguf").symlink_to(smollm2)
     (tmp_path / "float16-model").symlink_to(golden / "arch-llama3" / "hf")
+    for name_, rank in (("sql", 8), ("style", 16)):
+        tiny_adapter(tmp_path / f"{name_}-adapter", smollm2, rank=rank, scale=0.1)
     untrained_eagle(tmp_path / "eagle-head", hidden=576, vocab=49152)
     monkeypatch.chdir(tmp_path)
     page = DOCS / f"{name}.md"

@@ -161,6 +161,15 @@ def test_an_adapter_is_not_pinned_where_a_waiting_request_needs_its_slot() -> No
     assert rig.slots.load(B, pin=True) is not None
 
 
+def test_an_adapter_is_not_pinned_into_the_slot_of_a_request_that_has_not_started_yet() -> None:
+    rig = Rig(1)
+    rig.add(B)
+    rig.step()  # B is in its slot; its request starts with the next step
+    with pytest.raises(RequestError, match=r"'A' cannot be pinned while a request waits"):
+        rig.slots.load(A, pin=True)
+    rig.run()
+
+
 def test_an_adapter_larger_than_all_room_is_rejected_with_the_numbers() -> None:
     rig = Rig(2, nbytes=14)
     with pytest.raises(RequestError, match=r"needs 15 bytes while it is loaded.*14; raise lora"):

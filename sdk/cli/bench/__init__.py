@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from sdk.cli.bench.engines import PEERS, check_peer, parse_peers
+from sdk.cli.bench.lora import parse_lora
 from sdk.cli.bench.models import ModelFiles, Work, work_of
 from sdk.cli.bench.plots import check_matplotlib, write_plots
 from sdk.cli.bench.random_models import SHAPES
@@ -36,6 +37,7 @@ DEFAULTS: dict[str, Any] = {
     "context": (256, 1024, 2048, 4096),
     "output_len": 64,
     "kv_dtype": "auto",
+    "lora": "random:16",
     "rounds": 5,
     "threads": None,
 }
@@ -125,6 +127,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="type of keys and values for us and llama.cpp, where int8 means q8_0 and int4 q4_0 "
         "(default: auto, each engine's own)",
     )
+    text = "adapters of the lora suite: random ones, or one of yours (default: random:16)"
+    parser.add_argument("--lora", metavar="random:RANK|PATH", help=text)
     parser.add_argument("--rounds", type=parse_count, help="rounds of measuring (default: 5)")
     parser.add_argument("--threads", type=parse_count, help="default: the CPUs of this process")
     _add_gpu_arguments(parser)
@@ -171,6 +175,7 @@ def run(args: argparse.Namespace) -> int:
             output_len=args.output_len,
             unpacked=model.unpacked,
             progress=_progress,
+            lora=parse_lora(args.lora),
         )
         work = work_of(model.path)
         before = machine_limits(settings.threads)

@@ -31,6 +31,7 @@ PEERS = {
     "vllm-bf16": "vllm",
     "transformers": "transformers",
     "transformers-bf16": "transformers",
+    "peft": "peft",
 }
 #: Threads of an OpenMP runtime go on spinning after their last work, up to 0.2 s in Intel's.
 _SETTLE = 0.25

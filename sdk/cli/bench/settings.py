@@ -30,9 +30,12 @@ class Settings:
     output_len: int
     unpacked: Callable[[], str]
     progress: Callable[[str], None]
+    #: ``random:RANK``, or the path of an adapter.
+    lora: str = "random:16"
 
     def engines(self, without: Sequence[str] = ()) -> list[Peer]:
         """Ours first, then the peers except those in ``without`` and their ``-bf16`` variants."""
+        without = [*without, "peft"]  # which only the lora suite measures
         fine = [p for p in self.peers if p.engine.removesuffix("-bf16") not in without]
         return [Peer(OURS), *fine]
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from sdk.cli.bench.accuracy import measure_accuracy
 from sdk.cli.bench.engines import Engines, Load, Worker
 from sdk.cli.bench.kv import measure_kv
+from sdk.cli.bench.lora import measure_lora
 from sdk.cli.bench.memory import PROMPT, measure_memory
 from sdk.cli.bench.report import Metric, Result, Section
 from sdk.cli.bench.roofline import measure_gemm, measure_roofline
@@ -269,6 +270,17 @@ SUITES = {
             Metric("chat_share", "% of tokens", ratio=False),
         ],
         measure_tenants,
+    ),
+    "lora": Suite(
+        "LoRA adapters",
+        "decoding of requests without an adapter beside loaded ones, with one adapter, and with "
+        "one each, compared with the same engine without adapters, in turn; while all requests run",
+        [
+            Metric("plain_tok_s", "plain tok/s"),
+            Metric("lora_tok_s", "LoRA tok/s"),
+            Metric("share", "LoRA / plain", 3, ratio=False),
+        ],
+        measure_lora,
     ),
     "startup": Suite(
         "Start-up",

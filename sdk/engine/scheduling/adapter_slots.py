@@ -139,8 +139,12 @@ class AdapterSlots:
                 f"has {self.max_bytes}; raise lora_memory"
             )
         known = self._known.get(source.key)
-        if known is not None and known.slot >= 0:
-            return
+        if known is None or known.slot < 0:
+            self._check_pins(source)
+
+    def _check_pins(self, source: AdapterSource) -> None:
+        """:raises RequestError: pinned adapters would never leave room for this one."""
+        known, need = self._known.get(source.key), source.nbytes + source.read_bytes
         pinned = [one for one in self._known.values() if one.pinned and one is not known]
         kept = sum(one.source.nbytes for one in pinned)
         if len(pinned) >= self.num_slots or kept + need > self.max_bytes:
@@ -333,8 +337,8 @@ class AdapterSlots:
         adapter.pinned = True
         try:
             for other in self._known.values():
-                if other.num_requests and other is not adapter:
-                    self.check(other.source)
+                if other.num_requests and not other.pinned:  # it may lose its slot until it runs
+                    self._check_pins(other.source)
         except RequestError as error:
             adapter.pinned = False
             raise RequestError(
