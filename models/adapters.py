@@ -119,6 +119,8 @@ class ModelAdapters:
         for index, (factors, bias) in split.items():
             own, memory = memory[: sizes[index]], memory[sizes[index] :]
             updates[index] = self._targets[index].table.pack(factors, bias, own)
+        if memory.is_cuda:  # the steps may run on another stream than this thread's
+            torch.cuda.current_stream(memory.device).synchronize()
         return PackedAdapter(adapter.name, sum(sizes.values()), updates)
 
     def write(self, slot: int, packed: PackedAdapter) -> None:

@@ -156,10 +156,10 @@ class GpuTable:
     def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
         self._shape = shape
         self._dtype = dtype
-        made = {"dtype": torch.int64, "device": device}
-        self._table = torch.zeros(shape.slots, shape.parts, _FIELDS.value, **made)
-        self._biases = torch.zeros(shape.slots, **made)
-        self._scales = torch.ones(shape.slots, shape.parts, device=device)
+        places = (shape.slots, shape.parts)
+        self._table = torch.zeros((*places, _FIELDS.value), dtype=torch.int64, device=device)
+        self._biases = torch.zeros(shape.slots, dtype=torch.int64, device=device)
+        self._scales = torch.ones(places, device=device)
         #: What the addresses in the table point to.
         self._kept: list[Update | None] = [None] * shape.slots
 

@@ -78,7 +78,7 @@ def multiply(x: Tensor, w: Tensor) -> Tensor:
     (tokens, _), count = x.shape, w.shape[0]
     x = torch.nn.functional.pad(x, (0, 0, 0, -tokens % ROW_TILE))
     w = torch.nn.functional.pad(w, (0, 0, 0, -count % ROW_TILE))
-    tiles = [torch.mm(tile, w.t()) for tile in x.split(ROW_TILE)]
+    tiles = [torch.mm(tile, w.t()) for tile in torch.split(x, ROW_TILE)]
     return torch.cat(tiles)[:tokens, :count]
 
 

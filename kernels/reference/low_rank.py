@@ -60,7 +60,7 @@ def place_plain(factors: Factors, memory: Tensor) -> Factors:
     """Factors copied into the beginning of ``memory``, ``a`` and then ``b``, as they are."""
     a, b = factors.a, factors.b
     values = memory[: (a.numel() + b.numel()) * a.element_size()].view(a.dtype)
-    first, second = values.split([a.numel(), b.numel()])
+    first, second = torch.split(values, [a.numel(), b.numel()])
     first.view(a.shape).copy_(a)
     second.view(b.shape).copy_(b)
     return factors._replace(a=first.view(a.shape), b=second.view(b.shape))

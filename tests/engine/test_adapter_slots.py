@@ -11,7 +11,9 @@ from torch import Tensor
 
 from sdk import LLM, SamplingParams
 from sdk.engine.scheduling.drafts import Drafter, Drafts
+from sdk.models.adapters import ModelAdapters
 from sdk.models.layers import Projection
+from sdk.quant.adapter import Adapter, LowRank
 
 PROMPTS = [[5, 9, 30, 31, 200, 17, 8, 8, 1], [44, 8], [7, 7, 7], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]]
 SLOTS = [1, -1, 0, 1]
@@ -118,3 +120,49 @@ def test_without_adapters_a_slot_changes_nothing(path: Path) -> None:
         base = answers(llm, [0, 1, 2, 3], [-1] * 4)
         llm.reset_prefix_cache()
         assert answers(llm, [0, 1, 2, 3]) == base
+
+
+def low_rank(adapters: ModelAdapters, seed: int) -> Adapter:
+    """Random factors for every matrix, under its own name."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(rows: int, columns: int) -> Tensor:
+        return torch.randn(rows, columns, generator=generator) / columns**0.5
+
+    return Adapter(
+        str(seed),
+        {
+            path: LowRank(random(4, inputs), random(out, 4))
+            if path != "model.embed_tokens"
+            else LowRank(random(4, inputs) * 0.2, random(out, 4))
+            for path, (out, inputs) in adapters.matrices.items()
+            if not path.endswith(("qkv_proj", "gate_up_proj"))
+        },
+    )
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_adapters_come_and_go_while_the_recorded_step_stays(path: Path, eager: bool) -> None:
+    with LLM(path, enforce_eager=True, **OPTIONS) as llm:
+        base = answers(llm, [0, 1, 2, 3], [-1] * 4)
+        runner = llm._runner()
+        adapters = ModelAdapters(runner.model, runner.ops, 2)
+        if not eager:
+            runner.record()
+            assert runner.strategy.eager_reason is None
+        found = {}
+        for first, second in ((1, 2), (3, 1), (0, 3)):
+            for slot, seed in enumerate((first, second)):
+                if seed:
+                    adapters.write(slot, adapters.pack(low_rank(adapters, seed)))
+                else:
+                    adapters.clear(slot)
+            llm.reset_prefix_cache()
+            together = answers(llm, [0, 1, 2, 3])
+            seeds = [second, -1, first, second]  # SLOTS
+            for index, seed in enumerate(seeds):
+                llm.reset_prefix_cache()
+                assert answers(llm, [index]) == [together[index]]
+                wanted = found.setdefault((index, seed), together[index])
+                assert together[index] == wanted
+                assert (together[index] == base[index]) == (seed in (-1, 0))

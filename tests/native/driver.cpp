@@ -178,8 +178,8 @@ void sampling(Random& random, TestRuntime& one, TestRuntime& many) {
         Buffer<double> shares[2] = {Buffer<double>(rows), Buffer<double>(rows)};
         Buffer<float> best(rows);
         for (int i = 0; i < 2; ++i) {
-            SampleArgs args{logits.data(), draw, draw ? shapes.data() : nullptr, tokens[i].data(),
-                            best.data(), shares[i].data(), width, stride};
+            SampleArgs args{logits.data(), draw, draw ? shapes.data() : nullptr, nullptr,
+                            tokens[i].data(), best.data(), shares[i].data(), width, stride};
             (i ? many : one).run(kOpSample, args, rows);
         }
         CHECK(tokens[0].starts_like(tokens[1], rows) && shares[0].starts_like(shares[1], rows));
@@ -490,6 +490,100 @@ void experts(Random& random, TestRuntime& one, TestRuntime& many) {
     }
 }
 
+// --- adapters ---
+
+// Factors of 16 bits of a table whose slots have 0 to 3 parts.
+struct Table {
+    std::vector<Buffer<uint16_t>> factors;
+    std::vector<std::vector<LowRankPart>> parts;
+    std::vector<LowRankSlot> slots;
+    Buffer<float> bias;
+
+    Table(Random& random, int64_t size, int64_t k, int64_t n, bool ids) : bias(floats(random, n)) {
+        factors.reserve((size_t)(6 * size));  // they must not move
+        for (int64_t s = 0; s < size; ++s) {
+            parts.emplace_back();
+            int64_t ranks = 0;
+            for (int64_t count = ids ? 1 : random.below(4); count; --count) {
+                const int64_t rank = random.between(1, 20), blocks = (n + kTileRows - 1) / kTileRows;
+                const int64_t first = random.below(blocks), own = random.between(1, blocks - first);
+                factors.push_back(halves(random, ids ? k * rank : rank * ((k + 15) / 16 * 16)));
+                factors.push_back(halves(random, own * rank * kTileRows));
+                for (int64_t j = 0; !ids && j < rank; ++j)
+                    for (int64_t i = k; i % 16; ++i)
+                        factors[factors.size() - 2][j * ((k + 15) / 16 * 16) + i] = 0;
+                parts.back().push_back({factors[factors.size() - 2].data(), factors.back().data(),
+                                        rank, first, own, 0.5f, kF16});
+                ranks += rank;
+            }
+            slots.push_back({parts.back().data(), random.below(2) ? bias.data() : nullptr,
+                             (int64_t)parts.back().size(), ranks});
+        }
+    }
+
+    static Buffer<uint16_t> halves(Random& random, int64_t count) {
+        Buffer<uint16_t> made(count);
+        for (int64_t i = 0; i < count; ++i) made[i] = (uint16_t)(0x2c00 + random.below(0x1000));
+        return made;
+    }
+};
+
+// A row gets the same from its adapter alone and in a batch, called and recorded, on any number of
+// threads; rows without one stay.
+void adapters(Random& random, TestRuntime& one, TestRuntime& many) {
+    for (int ids = 0; ids < 2; ++ids) {
+        const int64_t size = 3, m = random.between(1, 70), k = random.between(1, 200);
+        const int64_t n = random.between(1, 150), stride = n + random.below(3);
+        Table table(random, size, k, n, ids);
+        Packed weight = affine(random, n, k);
+        point(weight);
+        check_packing(many, weight);
+        Buffer<float> x = floats(random, m * k), y((m - 1) * stride + n);
+        Buffer<int64_t> tokens = indices(random, m, k);
+        Buffer<int32_t> slots(m);
+        for (int64_t t = 0; t < m; ++t) slots[t] = (int32_t)random.below(size + 1) - 1;
+        LinearArgs product{};
+        product.w = &weight.w;
+        product.x = x.data();
+        product.out = y.data();
+        product.out_stride = stride;
+        product.terms = 1;
+        LowRankArgs args{};
+        args.x = ids ? nullptr : x.data();
+        args.ids = ids ? tokens.data() : nullptr;
+        args.y = y.data();
+        args.slots = slots.data();
+        args.table = table.slots.data();
+        args.y_stride = stride;
+        args.size = size;
+        args.k = k;
+        args.n = n;
+        for (int64_t i = 0; i < y.size(); ++i) y[i] = -77.0f;
+        one.run(kOpLinear, product, m);
+        const Buffer<float> plain = y;
+        one.run(kOpLowRank, args, m);
+        Buffer<float> expected = y;
+        void* recorded = embedlm_program_create();
+        CHECK(embedlm_program_add(recorded, kOpLinear, &product, kTokens, 1) == kOk);
+        CHECK(embedlm_program_add(recorded, kOpLowRank, &args, kTokens, 1) == kOk);
+        for (int64_t rows : {m, (m + 1) / 2, (int64_t)1, (int64_t)0}) {
+            for (int64_t i = 0; i < y.size(); ++i) y[i] = -77.0f;
+            const int64_t counts[kCounts] = {rows, 0, 0};
+            CHECK(embedlm_program_run(many.handle, recorded, counts) == kOk);
+            for (int64_t t = 0; t < rows; ++t) {
+                Buffer<float> unchanged = plain;
+                const float* wanted = slots[t] < 0 ? &unchanged[t * stride] : &expected[t * stride];
+                CHECK(memcmp(&y[t * stride], wanted, sizeof(float) * (size_t)n) == 0);
+                for (int64_t i = n; t + 1 < m && i < stride; ++i) CHECK(y[t * stride + i] == -77.0f);
+            }
+        }
+        slots[m - 1] = (int32_t)size;
+        const int64_t counts[kCounts] = {m, 0, 0};
+        CHECK(embedlm_program_run(many.handle, recorded, counts) == kBadIndex);
+        embedlm_program_destroy(recorded);
+    }
+}
+
 // --- runtimes ---
 
 void everything(Random& random, TestRuntime& one, TestRuntime& many) {
@@ -499,6 +593,7 @@ void everything(Random& random, TestRuntime& one, TestRuntime& many) {
     attention(random, one, many);
     program(random, one, many);
     experts(random, one, many);
+    adapters(random, one, many);
 }
 
 // Two threads at once, each with its own runtime, and both with the same one.

@@ -55,10 +55,13 @@ __attribute__((noinline)) static void dots(const LowRankPart* part, int64_t at, 
         }
     }
     if (whole < k) {
+#pragma GCC unroll 8
         for (int r = 0; r < ROWS; ++r) {
             float rest[kTileRows] = {};
             memcpy(rest, x[r] + whole, sizeof(float) * (size_t)(k - whole));
+#pragma GCC unroll 4
             for (int v = 0; v < kLowVectors; ++v)
+#pragma GCC unroll 16
                 for (int j = 0; j < RANKS; ++j)
                     sums[r][j][v] = fma(load_as(TYPE, a, j * stride + whole + v * kLanes),
                                         load(rest + v * kLanes), sums[r][j][v]);
@@ -178,18 +181,20 @@ INLINE void outputs(const LowRankPart* part, const uint8_t* const* b, const floa
             for (int v = 0; v < VECTORS; ++v) sums[r][v] = fma(factors[v], each, sums[r][v]);
         }
     }
+    if (VECTORS * kLanes <= left) {
 #pragma GCC unroll 8
-    for (int r = 0; r < ROWS; ++r) {
-        for (int v = 0; v < VECTORS; ++v) {
-            float* to = y[r] + v * kLanes;
-            if ((v + 1) * kLanes <= left) {
-                store(to, add(load(to), sums[r][v]));
-                continue;
-            }
-            float last[kLanes];
-            store(last, sums[r][v]);
-            for (int64_t i = 0; v * kLanes + i < left; ++i) to[i] += last[i];
-        }
+        for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 8
+            for (int v = 0; v < VECTORS; ++v)
+                store(y[r] + v * kLanes, add(load(y[r] + v * kLanes), sums[r][v]));
+        return;
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; ++r) {  // the end of a row
+        float last[VECTORS * kLanes];
+#pragma GCC unroll 8
+        for (int v = 0; v < VECTORS; ++v) store(last + v * kLanes, sums[r][v]);
+        for (int64_t i = 0; i < left; ++i) y[r][i] += last[i];
     }
 }
 
@@ -235,6 +240,9 @@ static void up_part(const LowRankArgs* args, const RowGroup& group, const LowRan
         } else if (left >= 4) {
             up<TYPE, 4>(args, group, part, offset, vector);
             vector += 4;
+        } else if (left >= 2) {
+            up<TYPE, 2>(args, group, part, offset, vector);
+            vector += 2;
         } else {
             up<TYPE, 1>(args, group, part, offset, vector);
             vector += 1;

@@ -4,7 +4,7 @@
 //
 // Rows with the same slot are a group, so that a step reads the factors of an adapter once. Down, the
 // product with a: an item is 8 ranks of one part for up to 32 rows of a group. Up, the product with b: an
-// item is 32 columns for all rows.
+// item is 64 columns for all rows.
 #pragma once
 
 #include <stddef.h>
@@ -17,8 +17,7 @@
 enum {
     kLowUnit = 8,           // ranks of an item
     kLowRows = 32,          // its rows: their x (up to 2048 features) stays in the second-level cache
-    kUpBlocks = 2,          // 16-column blocks of an item
-    kMostAhead = 1 << 19,   // bytes of factors that a thread prefetches: half of a second-level cache
+    kUpBlocks = 4,          // 16-column blocks of an item: the columns of up to four vectors
     kLowPadding = 16,       // a row of `low` is padded to a multiple of it, the widest vector
 };
 

@@ -25,8 +25,9 @@ from machine_code import Source, answer, launches
 
 from sdk.engine.rank.kv_cache import KVCache
 from sdk.kernels.batch import AttentionBatch
-from sdk.kernels.gpu import attention, elementwise, experts, norm, rope, sampling
+from sdk.kernels.gpu import attention, elementwise, experts, low_rank, norm, rope, sampling
 from sdk.kernels.kv_pages import KVPages
+from sdk.kernels.low_rank import Shape
 from sdk.kernels.packed_shapes import PackedShapes
 from sdk.kernels.routes import Routes
 from sdk.quant.spec import KVSpec
@@ -117,6 +118,21 @@ def run_experts(short: torch.dtype) -> None:
     experts.Combine().run(rows, routes, torch.zeros(1, 576))
 
 
+def run_adapters(short: torch.dtype) -> None:
+    slots, cpu = torch.zeros(16, dtype=torch.int32), torch.device("cpu")
+    for factors, x, y in (
+        (short, short, short),
+        (short, short, torch.float32),
+        (short, torch.float32, torch.float32),
+        (torch.float32, torch.float32, torch.float32),
+    ):
+        table = low_rank.GpuTable(Shape(8, 4096, 1024, 3), factors, cpu)
+        table.add(torch.zeros(16, 4096, dtype=x), torch.zeros(16, 1024, dtype=y), slots)
+    for factors in (short, torch.float32):
+        table = low_rank.GpuTable(Shape(8, 32000, 4096, of_ids=True), factors, cpu)
+        table.add(torch.zeros(16, dtype=torch.int64), torch.zeros(16, 4096), slots)
+
+
 def run_sampling() -> None:
     logits = torch.zeros(2, 32000)
     draws = torch.zeros(2, 8, dtype=torch.float64)
@@ -131,6 +147,7 @@ def cases(short: torch.dtype) -> Iterator[tuple[str, Callable[[], None]]]:
     yield "rows", partial(run_rows, short)
     yield "sampling", run_sampling
     yield "experts", partial(run_experts, short)
+    yield "adapters", partial(run_adapters, short)
     for dtype in DTYPES:
         yield f"rope {dtype}", partial(run_rope, short, dtype)
         for head_dim, rich in itertools.product((64, 80, 96, 128, 256), (False, True)):
