@@ -20,6 +20,7 @@ from sdk import (
     AsyncLLM,
     EngineClosedError,
     EngineDeadError,
+    LoRARequest,
     OutOfMemoryError,
     QueueFullError,
     RequestError,
@@ -415,3 +416,17 @@ def test_prompts_that_are_too_long_are_rejected() -> None:
             llm.generate("word " * 17)
         [output] = llm.generate("word " * 10)
         assert output.outputs[0].finish_reason == "length"
+
+
+def test_a_request_may_name_an_adapter_without_files() -> None:
+    adapter = LoRARequest("sql", 1, "nowhere")
+    with FakeLLM("yes") as llm:
+        [output] = llm.generate("x", lora_request=adapter)
+        assert output.lora_request == adapter == llm.requests[0].lora_request
+        llm.add_lora("style", "nowhere else")
+        outputs = llm.generate(["x", "y"], lora_request=["style", None])
+        assert [one.lora_request and one.lora_request.name for one in outputs] == ["style", None]
+        assert [known.name for known in llm.list_loras()] == ["sql", "style"]
+        assert llm.pin_lora("sql") and llm.remove_lora("sql") and not llm.remove_lora("sql")
+        with pytest.raises(RequestError, match="no adapter is called 'sql'"):
+            llm.generate("x", lora_request="sql")
