@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sdk.cli.engine_arguments import add_engine_arguments, as_arguments, engine_options
+from sdk.cli.lora_arguments import OFF, add_adapters, add_lora_argument, named_adapters
 from sdk.cli.structure_arguments import add_structure_arguments, structure
 from sdk.demo import demo_model
 from sdk.errors import OutOfMemoryError, RequestError
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
 Message = dict[str, str]
 #: The name of no adapter.
-_OFF = "off"
 
 HELP = """/clear   forget the conversation
 /lora    the adapters of --lora; /lora NAME switches to one, /lora off to none
@@ -74,14 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, help="the same seed gives the same answer")
     add_structure_arguments(parser)
     add_engine_arguments(parser)
-    parser.add_argument(
-        "--lora",
-        action="append",
-        default=[],
-        metavar="[NAME=]PATH",
-        help="a LoRA adapter: a PEFT folder, a GGUF adapter or a hub id; repeat it for several, of "
-        "which the first one answers",
-    )
+    add_lora_argument(parser, "of which the first one answers")
     parser.add_argument("--threads", type=int, help="default: the CPUs of this process")
     parser.add_argument("--stats", action="store_true", help="print tokens per second to stderr")
 
@@ -115,26 +108,6 @@ def model_name(args: argparse.Namespace) -> str:
             f"model: expected one, found {args.file!r} and --model {args.model!r}; leave one out"
         )
     return args.file or args.model or str(demo_model())
-
-
-def named_adapters(given: list[str]) -> dict[str, str]:
-    """Paths of the adapters by name; without a name an adapter is called as its path ends."""
-    found: dict[str, str] = {}
-    for text in given:
-        name, named, path = text.partition("=")
-        path = path if named else text
-        name = name if named else path.rstrip("/").rpartition("/")[2]
-        if not name or not path or name in found or name == _OFF:
-            raise RequestError(f"--lora: expected NAME=PATH with a new name, found {text!r}")
-        found[name] = path
-    return found
-
-
-def add_adapters(llm: LLM, adapters: dict[str, str]) -> str | None:
-    """Load the adapters; the name of the first one."""
-    for name, path in adapters.items():
-        llm.add_lora(name, path, pin=True)
-    return next(iter(adapters), None)
 
 
 def opened(args: argparse.Namespace, adapters: Sequence[str] = ()) -> LLM:
@@ -282,7 +255,7 @@ def _switched(llm: LLM, line: str, lora: str | None) -> tuple[str | None, str]:
     """The adapter after ``/lora`` or ``/lora NAME``, and the reply."""
     names = [known.name for known in llm.list_loras()]
     asked = line.split(maxsplit=1)[1:]
-    if asked == [_OFF]:
+    if asked == [OFF]:
         return None, "no adapter answers"
     if asked and asked[0] in names:
         return asked[0], f"{asked[0]} answers"

@@ -14,12 +14,13 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdk.cli.engine_arguments import add_engine_arguments, as_arguments, engine_options
 from sdk.cli.guard_arguments import Protection, add_guard_arguments, protection, warning
+from sdk.cli.lora_arguments import add_adapters, add_lora_argument, named_adapters
 from sdk.demo import demo_model
 from sdk.errors import OutOfMemoryError, RequestError
 
@@ -48,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-num-seqs", type=int, help="the most requests in one step")
     parser.add_argument("--threads", type=int, help="default: the CPUs of this process")
     add_engine_arguments(parser)
+    add_lora_argument(parser, "which are models for clients; with one model")
     parser.add_argument(
         "--options", type=Path, metavar="FILE", help="further options of LLM, a JSON object"
     )
@@ -62,6 +64,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     named = named_models(args.models)
+    adapters = named_adapters(args.lora)
+    check_adapters(adapters, named)
     if args.drain_seconds < 0:
         raise RequestError(
             f"--drain-seconds: expected at least 0, found {args.drain_seconds:g}; 0 aborts at once"
@@ -80,8 +84,9 @@ def run(args: argparse.Namespace) -> int:
         listening = stack.enter_context(bound(args.host, args.port))
         llms = {
             name: stack.enter_context(opened(name, options, args))
-            for name, options in with_options(named, args).items()
+            for name, options in with_options(named, args, adapters).items()
         }
+        add_adapters(next(iter(llms.values())), adapters)
         return serve(listening, llms, args, guard)
 
 
@@ -217,11 +222,28 @@ def bound(host: str, port: int) -> socket.socket:
     return made
 
 
-def with_options(named: dict[str, str], args: argparse.Namespace) -> dict[str, Any]:
-    """The options of each model. With several, ``--memory`` is the budget of all together."""
+def check_adapters(adapters: Mapping[str, str], named: Mapping[str, str]) -> None:
+    """:raises RequestError: it is not clear whose adapters they are, or one has a model's name."""
+    if adapters and len(named) > 1:
+        raise RequestError(
+            f"--lora: expected one model, found {len(named)}; serve the others in another process"
+        )
+    if same := sorted(set(adapters) & set(named)):
+        raise RequestError(f"--lora: {same[0]!r} is the name of the model; expected another")
+
+
+def with_options(
+    named: Mapping[str, str], args: argparse.Namespace, adapters: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """The options of each model, with room for ``adapters``. With several models, ``--memory`` is
+    the budget of all together."""
     from sdk.memory.pool import MemoryPool
 
     options = {} if args.options is None else read_options(args.options)
+    if adapters:
+        from sdk.memory.adapters import adapter_options
+
+        options = {**adapter_options(list(adapters.values())), **options}
     options |= engine_options(args, "max_num_seqs")
     if args.threads is not None:
         options["num_threads"] = args.threads

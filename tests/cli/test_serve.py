@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from sdk.cli import build_parser, main
-from sdk.cli.serve import bound, named_models, read_options, with_options
+from sdk.cli.serve import bound, check_adapters, named_models, read_options, with_options
 from sdk.errors import RequestError
 from sdk.memory.pool import MemoryPool
 from sdk.testing import tiny_model
@@ -38,6 +38,17 @@ def test_models_have_the_names_of_their_files_or_those_given(tmp_path: Path) -> 
         named_models(["a.gguf", "x/a.gguf"])
     with pytest.raises(RequestError, match="expected NAME=MODEL, found 'a='"):
         named_models(["a="])
+
+
+def test_adapters_need_one_model_and_names_of_their_own(tmp_path: Path) -> None:
+    args = build_parser("serve").parse_args(["serve", "a.gguf", "--lora", "x=org/name"])
+    [options] = with_options({"a": "a.gguf"}, args, {"x": "org/name"}).values()
+    assert options["enable_lora"] is True and options["max_loras"] == 1
+    check_adapters({}, {"a": "a.gguf", "b": "b.gguf"})
+    with pytest.raises(RequestError, match="--lora: expected one model, found 2"):
+        check_adapters({"x": "path"}, {"a": "a.gguf", "b": "b.gguf"})
+    with pytest.raises(RequestError, match="'a' is the name of the model"):
+        check_adapters({"a": "path"}, {"a": "a.gguf"})
 
 
 def test_options_of_a_file_and_of_arguments(tmp_path: Path) -> None:

@@ -1,0 +1,46 @@
+"""The argument ``--lora`` of commands that answer with adapters."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from sdk.errors import RequestError
+
+if TYPE_CHECKING:
+    from sdk.llm import LLM
+
+#: The word for no adapter in a chat.
+OFF = "off"
+
+
+def add_lora_argument(parser: argparse.ArgumentParser, what: str) -> None:
+    """Add ``--lora``; ``what``: what the adapters are for."""
+    parser.add_argument(
+        "--lora",
+        action="append",
+        default=[],
+        metavar="[NAME=]PATH",
+        help="a LoRA adapter: a PEFT folder, a GGUF adapter or a hub id; repeat it for several, "
+        + what,
+    )
+
+
+def named_adapters(given: list[str]) -> dict[str, str]:
+    """Paths of the adapters by name; without a name an adapter is called as its path ends."""
+    found: dict[str, str] = {}
+    for text in given:
+        name, named, path = text.partition("=")
+        path = path if named else text
+        name = name if named else path.rstrip("/").rpartition("/")[2]
+        if not name or not path or name in found or name == OFF:
+            raise RequestError(f"--lora: expected NAME=PATH with a new name, found {text!r}")
+        found[name] = path
+    return found
+
+
+def add_adapters(llm: LLM, adapters: dict[str, str]) -> str | None:
+    """Load the adapters; the name of the first one."""
+    for name, path in adapters.items():
+        llm.add_lora(name, path, pin=True)
+    return next(iter(adapters), None)
