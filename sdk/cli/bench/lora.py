@@ -19,7 +19,6 @@ from sdk.cli.bench.engines import OURS, Engines, Peer
 from sdk.cli.bench.report import Result
 from sdk.cli.bench.settings import DECODE_PROMPT, Settings, make_load
 from sdk.errors import RequestError, SdkError
-from sdk.memory.adapters import adapter_options
 
 if TYPE_CHECKING:
     from sdk.llm import LLM
@@ -64,6 +63,7 @@ def _adapters(settings: Settings, folder: Path, count: int) -> list[Path]:
 def _measure_own(settings: Settings, paths: Sequence[Path]) -> list[Result]:
     from sdk import __version__
     from sdk.llm import LLM
+    from sdk.memory.adapters import adapter_options
 
     most = max(settings.requests)
     found: list[Result] = []
