@@ -29,7 +29,7 @@ def steps_of_any_duration() -> Iterator[None]:
     """A slow machine would cut prompts into smaller chunks next to requests that decode. Which
     pages are full, and so move to a lower tier, would then depend on the time a step takes."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step_sizes, "_MIXED_STEP_S", 1e6)
+        patch.setattr(step_sizes, "MIXED_STEP_S", 1e6)
         yield
 
 

@@ -52,7 +52,7 @@ def test_a_stale_library_is_refused(tmp_path: Path) -> None:
 def test_arguments_have_the_size_the_library_reads(kind: library.OpKind) -> None:
     native = library.find_library()
     assert not isinstance(native, str), native
-    name = f"{kind.name.capitalize()}Args"
+    name = f"{kind.name.title().replace('_', '')}Args"
     arguments = getattr(page_args, name, None) or getattr(library, name)
     assert ctypes.sizeof(arguments) == native.embedlm_args_size(kind)
     assert native.embedlm_args_size(len(library.OpKind)) == 0

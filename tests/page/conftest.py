@@ -39,9 +39,13 @@ def chromium(own: str) -> str:
     return path
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """Chromium without a window, for all tests of a process."""
+    """Chromium without a window, for the tests of a module.
+
+    Playwright runs an event loop in this thread and has child processes. Tests of other areas find
+    both, so it must not stay for the whole run.
+    """
     expect.set_options(timeout=TIMEOUT_MS)
     with sync_playwright() as tools:
         path = chromium(tools.chromium.executable_path)
