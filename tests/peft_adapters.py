@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,10 @@ def with_peft(base: Path | Any, seed: int = 0, **config: Any) -> Any:
     import transformers
     from peft import LoraConfig, get_peft_model
 
-    transformers.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
     if isinstance(base, Path):
         how = {"dtype": torch.float32, "attn_implementation": "eager"}
-        base = transformers.AutoModelForCausalLM.from_pretrained(base, **how)
+        with quiet(transformers):
+            base = transformers.AutoModelForCausalLM.from_pretrained(base, **how)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = get_peft_model(base, LoraConfig(**config)).eval()
@@ -33,6 +33,21 @@ def with_peft(base: Path | Any, seed: int = 0, **config: Any) -> Any:
             with torch.no_grad():
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
     return model
+
+
+@contextmanager
+def quiet(transformers: Any) -> Iterator[None]:
+    """Without warnings and progress bars of transformers, whose settings are the process's."""
+    log, before = transformers.utils.logging, transformers.utils.logging.get_verbosity()
+    bars = log.is_progress_bar_enabled()
+    log.set_verbosity_error()
+    log.disable_progress_bar()
+    try:
+        yield
+    finally:
+        log.set_verbosity(before)
+        if bars:
+            log.enable_progress_bar()
 
 
 def save(model: Any, folder: Path) -> Path:
