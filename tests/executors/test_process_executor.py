@@ -39,7 +39,8 @@ def nothing_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator
     gc.collect()
     assert [p.cmdline() for p in psutil.Process().children(recursive=True)] == []
     assert list(temporary.iterdir()) == []
-    assert threading.active_count() == threads
+    # Those of servers that earlier tests stopped may end meanwhile.
+    assert threading.active_count() <= threads
 
 
 @pytest.fixture

@@ -175,13 +175,14 @@ class KeyFile:
             state = self._stat()
             if state == self._state:
                 return
-            self._state = state
             try:
                 self.table = read_keys(self.path)
             except (RequestError, OSError) as error:
                 _LOG.error("the keys read before stay valid: %s", error)
             else:
                 _LOG.info("%s: %d keys", self.path, len(self.table))
+            # Not before: until the table is there, other callers must wait for it.
+            self._state = state
 
     def _stat(self) -> tuple[int, ...] | None:
         try:
