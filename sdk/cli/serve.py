@@ -189,6 +189,7 @@ def server_config(app: FastAPI, args: argparse.Namespace, guard: Protection) -> 
         protected(app, access=guard.access, limits=guard.http, origins=guard.origins, gate=gate),
         log_config=None,
         access_log=False,
+        lifespan="off",  # the app has none
         proxy_headers=args.forwarded_allow_ips is not None,
         forwarded_allow_ips=args.forwarded_allow_ips,
         **uvicorn_options(guard.http, gate),

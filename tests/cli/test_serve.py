@@ -148,10 +148,8 @@ def test_a_server_answers_and_drains_after_a_signal(tiny: Path) -> None:
 
 
 @pytest.mark.slow
-def test_requests_that_do_not_end_in_time_are_aborted(tiny: Path) -> None:
-    serving = Serving(
-        str(tiny), "--threads", "1", "--drain-seconds", "0.3", "--max-model-len", "4096"
-    )
+def test_requests_that_do_not_end_in_time_are_aborted(smollm2: Path) -> None:
+    serving = Serving(str(smollm2), "--threads", "1", "--drain-seconds", "0.3")
     with serving.ask() as response:
         response.read(10)
         serving.process.send_signal(signal.SIGINT)
@@ -162,8 +160,8 @@ def test_requests_that_do_not_end_in_time_are_aborted(tiny: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_second_ctrl_c_does_not_wait(tiny: Path) -> None:
-    serving = Serving(str(tiny), "--threads", "1", "--drain-seconds", "1000")
+def test_a_second_ctrl_c_does_not_wait(smollm2: Path) -> None:
+    serving = Serving(str(smollm2), "--threads", "1", "--drain-seconds", "1000")
     with serving.ask() as response:
         response.read(10)
         serving.process.send_signal(signal.SIGINT)
