@@ -35,19 +35,6 @@ class AnswerStream(AsyncIterator[RequestOutput]):
             self._ready.extend(await self._batches.__anext__())
         return self._ready.popleft()
 
-    async def take(self) -> list[RequestOutput]:
-        """All pieces that are here, at least one; empty at the end.
-
-        A server writes them at once: after a burst, reading them one by one is slower.
-        """
-        if self._ready:
-            found = list(self._ready)
-            self._ready.clear()
-            return found
-        async for batch in self._batches:
-            return batch
-        return []
-
     def __await__(self) -> Generator[Any, None, AnswerStream]:
         yield from self._request.made().__await__()
         return self
