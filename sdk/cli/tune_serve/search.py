@@ -1,8 +1,9 @@
 """Coordinate descent over the options of an engine: one option at a time, as long as it helps.
 
 A full grid of four options has 144 points. Each of them needs a search for its highest rate. A
-coordinate descent needs some ten: it asks of a neighbour only whether it sustains a rate a little
-above the best one so far. Most do not, and such a run ends at its second bad request or so.
+coordinate descent tries some 15 other values a round, and asks of each only whether it sustains a
+rate a little above the best one so far. Most do not, and such a run ends at its second bad request
+or so.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from sdk.cli.bench.serve.summary import Summary
-from sdk.cli.bench.serve.sweep import sweep
+from sdk.cli.bench.serve.sweep import LAST_RATE, sweep
 from sdk.cli.tune_serve.space import Dimension, Options, shown
 
 #: A change must raise the rate by more than the noise of measuring.
@@ -102,23 +103,21 @@ class Search:
             yield Found(options, rate)
 
     def _along(self, dimension: Dimension, best: Found, first: float) -> Found:
-        for path in _paths(dimension, best.options[dimension.name]):
-            improved = False
-            for value in path:
-                options = {**best.options, dimension.name: value}
-                rate = self._challenge(options, best, first, f"{dimension.name}={value}")
-                if rate is None:
-                    if dimension.ordered:
-                        break
-                    continue
-                best, improved = Found(options, rate), True
-            if improved:
-                break  # it gets better in this direction, so worse in the other
+        # All values: with 4 requests at a time instead of 64 a machine served twice as many within
+        # a limit on the gaps between tokens, with 16 fewer.
+        for value in _others(dimension, best.options[dimension.name]):
+            options = {**best.options, dimension.name: value}
+            rate = self._challenge(options, best, first, f"{dimension.name}={value}")
+            if rate is not None:
+                best = Found(options, rate)
         return best
 
     def _challenge(self, options: Options, best: Found, first: float, change: str) -> float | None:
         """The rate of ``options`` if it is clearly higher than the best one, otherwise ``None``."""
         asked = best.rate * GAIN or first / 4
+        if asked > LAST_RATE:
+            self._say(f"{change}: no: rates above {LAST_RATE:g} per second are not measured")
+            return None
         try:
             summary = self._trials.run(options, asked)
             if (summary.good_share or 0.0) < self._needed:
@@ -133,14 +132,14 @@ class Search:
         return rate
 
 
-def _paths(dimension: Dimension, value: Any) -> list[tuple[Any, ...]]:
-    """The values to try in turn, in one or two directions from ``value``."""
-    if not dimension.ordered:
-        return [tuple(other for other in dimension.values if other != value)]
-    return [
-        tuple(other for other in dimension.values if other > value),
-        tuple(other for other in reversed(dimension.values) if other < value),
-    ]
+def _others(dimension: Dimension, value: Any) -> list[Any]:
+    """The other values, of an ordered dimension the nearest first."""
+    values = list(dimension.values)
+    if not dimension.ordered or value not in values:
+        return [other for other in values if other != value]
+    here = values.index(value)
+    order = sorted(range(len(values)), key=lambda index: abs(index - here))
+    return [values[index] for index in order if index != here]
 
 
 def _why(summary: Summary) -> str:

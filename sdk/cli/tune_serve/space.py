@@ -12,8 +12,8 @@ Options = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Dimension:
-    """One option. ``ordered``: neighbours are alike, so a search moves step by step and stops where
-    it gets worse. ``why``: what the option trades, for the report."""
+    """One option. ``ordered``: values are numbers, and a search tries the nearest first. ``why``:
+    what the option trades, for the report."""
 
     name: str
     values: tuple[Any, ...]

@@ -122,6 +122,21 @@ def test_the_search_ends_with_the_best_so_far_when_its_time_is_up() -> None:
         Search(Simulated(most=1), 0.99, said.append).descend(START, 4.0, SPACE)
 
 
+def test_the_search_looks_beyond_a_value_that_is_worse() -> None:
+    """Between 64 and 4 requests at a time rates are lower than at both."""
+    rates = {4: 6.0, 8: 2.0, 16: 2.5, 32: 2.8, 64: 3.0, 128: 1.0}
+    trials = Simulated(lambda options: rates[options["max_num_seqs"]])
+    best = Search(trials, 0.99, lambda text: None).descend(START, 4.0, SPACE)
+    assert best.options["max_num_seqs"] == 4 and best.rate == pytest.approx(6.0, rel=0.05)
+
+
+def test_rates_without_a_limit_end_the_search() -> None:
+    said: list[str] = []
+    trials = Simulated(lambda options: float("inf"))
+    Search(trials, 0.99, said.append).descend(START, 4.0, SPACE)
+    assert "not measured" in said[-1] and trials.runs < 100
+
+
 def test_options_that_sustain_nothing_can_still_be_improved() -> None:
     def rate(options: Options) -> float:
         return rate_of(options) if options["max_num_seqs"] <= 32 else 0.0
