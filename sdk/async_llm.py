@@ -112,10 +112,11 @@ class AsyncLLM:
         *,
         truncate_prompt_tokens: int | None = None,
         lora_request: LoRAsLike = None,
+        tenant: str | None = None,
     ) -> list[EmbeddingOutput]:
         """:meth:`LLM.embed` for an event loop."""
         llm = self.llm
-        work = llm._pooling.embed(prompts, truncate_prompt_tokens, lora_request)
+        work = llm._pooling.embed(prompts, truncate_prompt_tokens, lora_request, tenant)
         return await llm._calls.ado(work, prompts, lora_request)
 
     async def encode(
@@ -126,11 +127,12 @@ class AsyncLLM:
         normalize: bool = True,
         truncate_prompt_tokens: int | None = None,
         lora_request: LoRAsLike = None,
+        tenant: str | None = None,
     ) -> list[PoolingRequestOutput]:
         """:meth:`LLM.encode` for an event loop. (vLLM's streams one output.)"""
         llm = self.llm
         work = llm._pooling.encode(
-            prompts, pooling, normalize, truncate_prompt_tokens, lora_request
+            prompts, pooling, normalize, truncate_prompt_tokens, lora_request, tenant
         )
         return await llm._calls.ado(work, prompts, lora_request)
 
@@ -141,10 +143,13 @@ class AsyncLLM:
         use_activation: bool = True,
         truncate_prompt_tokens: int | None = None,
         lora_request: LoRAsLike = None,
+        tenant: str | None = None,
     ) -> list[ClassificationOutput]:
         """:meth:`LLM.classify` for an event loop."""
         llm = self.llm
-        work = llm._pooling.classify(prompts, use_activation, truncate_prompt_tokens, lora_request)
+        work = llm._pooling.classify(
+            prompts, use_activation, truncate_prompt_tokens, lora_request, tenant
+        )
         return await llm._calls.ado(work, prompts, lora_request)
 
     async def score(
@@ -154,10 +159,12 @@ class AsyncLLM:
         *,
         lora_request: LoRALike | None = None,
         chat_template: str | None = None,
+        tenant: str | None = None,
+        cache_salt: str | None = None,
     ) -> list[ScoringOutput]:
         """:meth:`LLM.score` for an event loop."""
         llm = self.llm
-        work = llm._pooling.score(data_1, data_2, chat_template, lora_request)
+        work = llm._pooling.score(data_1, data_2, chat_template, lora_request, tenant, cache_salt)
         return await llm._calls.ado(work, [data_1, data_2], lora_request)
 
     async def rerank(
@@ -168,10 +175,14 @@ class AsyncLLM:
         *,
         lora_request: LoRALike | None = None,
         chat_template: str | None = None,
+        tenant: str | None = None,
+        cache_salt: str | None = None,
     ) -> list[RerankOutput]:
         """:meth:`LLM.rerank` for an event loop."""
         llm = self.llm
-        work = llm._pooling.rerank(query, documents, top_n, chat_template, lora_request)
+        work = llm._pooling.rerank(
+            query, documents, top_n, chat_template, lora_request, tenant, cache_salt
+        )
         return await llm._calls.ado(work, [query, documents], lora_request)
 
     async def add_lora(

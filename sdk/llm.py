@@ -694,10 +694,14 @@ class LLM:
         *,
         truncate_prompt_tokens: int | None = None,
         lora_request: LoRAsLike = None,
+        tenant: str | None = None,
         use_tqdm: bool = True,
     ) -> list[EmbeddingOutput]:
-        """Each prompt's last hidden state after the final norm, scaled to length 1."""
-        work = self._pooling.embed(prompts, truncate_prompt_tokens, lora_request)
+        """Each prompt's last hidden state after the final norm, scaled to length 1.
+
+        ``tenant``: see :class:`SamplingParams`.
+        """
+        work = self._pooling.embed(prompts, truncate_prompt_tokens, lora_request, tenant)
         return self._calls.do(work, use_tqdm)
 
     def encode(
@@ -708,6 +712,7 @@ class LLM:
         normalize: bool = True,
         truncate_prompt_tokens: int | None = None,
         lora_request: LoRAsLike = None,
+        tenant: str | None = None,
         use_tqdm: bool = True,
     ) -> list[PoolingRequestOutput]:
         """Each prompt's hidden states after the final norm, pooled into ``outputs.data``.
@@ -719,7 +724,7 @@ class LLM:
         :raises RequestError: an invalid argument, or more results than memory is set aside for.
         """
         work = self._pooling.encode(
-            prompts, pooling, normalize, truncate_prompt_tokens, lora_request
+            prompts, pooling, normalize, truncate_prompt_tokens, lora_request, tenant
         )
         return self._calls.do(work, use_tqdm)
 
@@ -730,6 +735,7 @@ class LLM:
         use_activation: bool = True,
         truncate_prompt_tokens: int | None = None,
         lora_request: LoRAsLike = None,
+        tenant: str | None = None,
         use_tqdm: bool = True,
     ) -> list[ClassificationOutput]:
         """Each prompt's classes, with a checkpoint that has a classification head.
@@ -738,7 +744,9 @@ class LLM:
 
         :raises RequestError: the checkpoint has no classification head.
         """
-        work = self._pooling.classify(prompts, use_activation, truncate_prompt_tokens, lora_request)
+        work = self._pooling.classify(
+            prompts, use_activation, truncate_prompt_tokens, lora_request, tenant
+        )
         return self._calls.do(work, use_tqdm)
 
     def score(
@@ -748,15 +756,20 @@ class LLM:
         *,
         lora_request: LoRALike | None = None,
         chat_template: str | None = None,
+        tenant: str | None = None,
+        cache_salt: str | None = None,
     ) -> list[ScoringOutput]:
         """How well texts match, pair by pair; one ``data_1`` may be compared with many ``data_2``.
 
         Cosines of embeddings; with a reranker the probability that ``data_2`` answers ``data_1``.
-        ``chat_template``: see :meth:`rerank`.
+        ``chat_template``: see :meth:`rerank`. ``cache_salt``: cached prefixes are shared only with
+        requests that have the same one.
 
         :raises RequestError: the lengths do not match.
         """
-        return self._calls.do(self._pooling.score(data_1, data_2, chat_template, lora_request))
+        return self._calls.do(
+            self._pooling.score(data_1, data_2, chat_template, lora_request, tenant, cache_salt)
+        )
 
     def rerank(
         self,
@@ -766,6 +779,8 @@ class LLM:
         *,
         lora_request: LoRALike | None = None,
         chat_template: str | None = None,
+        tenant: str | None = None,
+        cache_salt: str | None = None,
     ) -> list[RerankOutput]:
         """The ``top_n`` documents (default: all) that match ``query`` best, best first.
 
@@ -774,7 +789,9 @@ class LLM:
 
         :raises RequestError: an invalid argument, or a head with other classes.
         """
-        work = self._pooling.rerank(query, documents, top_n, chat_template, lora_request)
+        work = self._pooling.rerank(
+            query, documents, top_n, chat_template, lora_request, tenant, cache_salt
+        )
         return self._calls.do(work)
 
     # ---- information -----------------------------------------------------------------------------

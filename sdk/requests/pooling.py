@@ -22,11 +22,10 @@ from sdk.outputs import (
 from sdk.params import SamplingParams
 from sdk.quant.safe_repr import safe_repr
 from sdk.requests.calls import Stage, Work
+from sdk.requests.conversations import check_salt
 from sdk.requests.jobs import JobMaker
 from sdk.requests.pairs import pair_template, read_pair
 from sdk.requests.prompts import Prompt, PromptLike, PromptReader, as_list, with_salt
-
-_PARAMS = SamplingParams()
 
 
 class PoolingCalls:
@@ -38,10 +37,10 @@ class PoolingCalls:
         self._classifier = classifier
 
     def embed(
-        self, prompts: Any, truncate: int | None, lora: Any = None
+        self, prompts: Any, truncate: int | None, lora: Any = None, tenant: str | None = None
     ) -> Work[list[EmbeddingOutput]]:
         """See :meth:`sdk.LLM.embed`."""
-        jobs = self._jobs.make(*self._read(prompts, truncate, lora), kind="embed")
+        jobs = self._jobs.make(*self._read(prompts, truncate, lora, tenant), kind="embed")
         outputs = yield Stage(jobs, "embed")
         return [embedding_of(output) for output in outputs]
 
@@ -52,6 +51,7 @@ class PoolingCalls:
         normalize: bool,
         truncate: int | None,
         lora: Any = None,
+        tenant: str | None = None,
     ) -> Work[list[PoolingRequestOutput]]:
         """See :meth:`sdk.LLM.encode`."""
         if pooling not in get_args(PoolingMode):
@@ -59,17 +59,22 @@ class PoolingCalls:
             raise RequestError(f"pooling: expected one of {modes}, found {safe_repr(pooling)}")
         _check_flag("normalize", normalize)
         mode: Any = pooling
-        read = self._read(prompts, truncate, lora)
+        read = self._read(prompts, truncate, lora, tenant)
         found = yield from self._pooled(read, Pooling(mode, normalize))
         return [with_tensor(one) for one in found]
 
     def classify(
-        self, prompts: Any, use_activation: bool, truncate: int | None, lora: Any = None
+        self,
+        prompts: Any,
+        use_activation: bool,
+        truncate: int | None,
+        lora: Any = None,
+        tenant: str | None = None,
     ) -> Work[list[ClassificationOutput]]:
         """See :meth:`sdk.LLM.classify`."""
         _check_flag("use_activation", use_activation)
         classifier = self._need_classifier()
-        read = self._read(prompts, truncate, lora)
+        read = self._read(prompts, truncate, lora, tenant)
         found = yield from self._pooled(read, self._head(classifier))
         return [
             ClassificationOutput(
@@ -88,6 +93,7 @@ class PoolingCalls:
         data_2: Any,
         template: str | None,
         lora: Any = None,
+        tenant: str | None = None,
         salt: str | None = None,
     ) -> Work[list[ScoringOutput]]:
         """See :meth:`sdk.LLM.score`. ``salt``: the ``cache_salt`` of all prompts."""
@@ -96,14 +102,14 @@ class PoolingCalls:
         if self._classifier is not None:
             lefts = left * len(right) if len(left) == 1 else left
             pairs = list(zip(lefts, right, strict=True))
-            return (yield from self._scored(pairs, template, lora, salt))
+            return (yield from self._scored(pairs, template, lora, tenant, salt))
         if template is not None:
             raise RequestError(
                 "chat_template: this model has no classification head, so it compares embeddings, "
                 "which need no template; leave it out"
             )
         prompts = [with_salt(one, salt) for one in (*left, *right)]
-        embedded = yield from self.embed(prompts, None, lora)
+        embedded = yield from self.embed(prompts, None, lora, tenant)
         return cosines(embedded[: len(left)], embedded[len(left) :])
 
     def rerank(
@@ -113,6 +119,7 @@ class PoolingCalls:
         top_n: Any,
         template: str | None,
         lora: Any = None,
+        tenant: str | None = None,
         salt: str | None = None,
     ) -> Work[list[RerankOutput]]:
         """See :meth:`sdk.LLM.rerank`. ``salt``: the ``cache_salt`` of all prompts."""
@@ -131,7 +138,7 @@ class PoolingCalls:
             raise RequestError(f"top_n: expected a positive integer, found {safe_repr(top_n)}")
         if not documents:
             return []
-        scored = yield from self.score(query, list(documents), template, lora, salt)
+        scored = yield from self.score(query, list(documents), template, lora, tenant, salt)
         scores = [one.score for one in scored]
         order = sorted(range(len(scores)), key=lambda index: -scores[index])[:top_n]
         return [RerankOutput(index, documents[index], scores[index]) for index in order]
@@ -139,9 +146,13 @@ class PoolingCalls:
     # ---- inside ----------------------------------------------------------------------------------
 
     def _read(
-        self, prompts: PromptLike | Sequence[PromptLike], truncate: int | None, lora: Any
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        truncate: int | None,
+        lora: Any,
+        tenant: str | None,
     ) -> tuple[list[Prompt], list[SamplingParams]]:
-        params = _PARAMS if truncate is None else SamplingParams(truncate_prompt_tokens=truncate)
+        params = SamplingParams(truncate_prompt_tokens=truncate, tenant=tenant)
         read = [self._reader.read(item, params, room=0) for item in as_list(prompts)]
         return self._jobs.adapted(read, lora), [params] * len(read)
 
@@ -170,15 +181,22 @@ class PoolingCalls:
         return Pooling("last", False, token_ids=ids, reuse_prefix=True)
 
     def _scored(
-        self, pairs: Sequence[tuple[Any, Any]], template: str | None, lora: Any, salt: str | None
+        self,
+        pairs: Sequence[tuple[Any, Any]],
+        template: str | None,
+        lora: Any,
+        tenant: str | None,
+        salt: str | None,
     ) -> Work[list[ScoringOutput]]:
         """The relevance of each pair by the classification head."""
         classifier = self._need_classifier()
         relevant = relevant_class(classifier)
         template = pair_template(self._reader, classifier, template)
+        check_salt(salt)
         read = [replace(read_pair(self._reader, pair, template), cache_salt=salt) for pair in pairs]
         read = self._jobs.adapted(read, lora)
-        found = yield from self._pooled((read, [_PARAMS] * len(read)), self._head(classifier))
+        params = [SamplingParams(tenant=tenant)] * len(read)
+        found = yield from self._pooled((read, params), self._head(classifier))
         return [
             ScoringOutput(one.request_id, probabilities(classifier, one)[relevant]) for one in found
         ]

@@ -372,10 +372,11 @@ class FakeLLM:
         *,
         truncate_prompt_tokens: int | None = None,
         lora_request: LoRAsLike = None,
+        tenant: str | None = None,
         use_tqdm: bool = True,
     ) -> list[EmbeddingOutput]:
         """See :meth:`sdk.LLM.embed`."""
-        work = self._pooling.embed(prompts, truncate_prompt_tokens, lora_request)
+        work = self._pooling.embed(prompts, truncate_prompt_tokens, lora_request, tenant)
         return self._calls.do(work, use_tqdm)
 
     def encode(
@@ -386,6 +387,7 @@ class FakeLLM:
         normalize: bool = True,
         truncate_prompt_tokens: int | None = None,
         lora_request: LoRAsLike = None,
+        tenant: str | None = None,
         use_tqdm: bool = True,
     ) -> list[PoolingRequestOutput]:
         """See :meth:`sdk.LLM.encode`. Imports torch, because it returns tensors.
@@ -393,7 +395,7 @@ class FakeLLM:
         Vectors have length 1, and all values of ``pooling`` except "token" mean the same.
         """
         work = self._pooling.encode(
-            prompts, pooling, normalize, truncate_prompt_tokens, lora_request
+            prompts, pooling, normalize, truncate_prompt_tokens, lora_request, tenant
         )
         return self._calls.do(work, use_tqdm)
 
@@ -404,10 +406,13 @@ class FakeLLM:
         use_activation: bool = True,
         truncate_prompt_tokens: int | None = None,
         lora_request: LoRAsLike = None,
+        tenant: str | None = None,
         use_tqdm: bool = True,
     ) -> list[ClassificationOutput]:
         """Raises the error of a model without a classification head."""
-        work = self._pooling.classify(prompts, use_activation, truncate_prompt_tokens, lora_request)
+        work = self._pooling.classify(
+            prompts, use_activation, truncate_prompt_tokens, lora_request, tenant
+        )
         return self._calls.do(work, use_tqdm)
 
     def score(
@@ -417,9 +422,13 @@ class FakeLLM:
         *,
         lora_request: LoRALike | None = None,
         chat_template: str | None = None,
+        tenant: str | None = None,
+        cache_salt: str | None = None,
     ) -> list[ScoringOutput]:
         """See :meth:`sdk.LLM.score`."""
-        return self._calls.do(self._pooling.score(data_1, data_2, chat_template, lora_request))
+        return self._calls.do(
+            self._pooling.score(data_1, data_2, chat_template, lora_request, tenant, cache_salt)
+        )
 
     def rerank(
         self,
@@ -429,9 +438,13 @@ class FakeLLM:
         *,
         lora_request: LoRALike | None = None,
         chat_template: str | None = None,
+        tenant: str | None = None,
+        cache_salt: str | None = None,
     ) -> list[RerankOutput]:
         """See :meth:`sdk.LLM.rerank`."""
-        work = self._pooling.rerank(query, documents, top_n, chat_template, lora_request)
+        work = self._pooling.rerank(
+            query, documents, top_n, chat_template, lora_request, tenant, cache_salt
+        )
         return self._calls.do(work)
 
     # ---- adapters --------------------------------------------------------------------------------

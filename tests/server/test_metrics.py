@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -59,3 +60,19 @@ def test_the_weight_of_a_caller_is_that_of_its_tenant(tmp_path: Path) -> None:
         assert client.post("/v1/completions", body).status == 200
         policy = llm._driver.engine.scheduler.queues.policy
         assert policy.weight("gold") == 4.0  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/embeddings", {"input": ["one", "two"]}),
+        ("/v1/score", {"text_1": "one", "text_2": "two"}),
+        ("/v1/rerank", {"query": "one", "documents": ["two"]}),
+    ],
+)
+def test_requests_without_answers_belong_to_the_tenant_of_their_caller(
+    serve: Serve, path: str, body: dict[str, Any]
+) -> None:
+    client, llm = serve(app={"access": Open(Caller(tenant="gold"))})
+    assert client.post(path, body).status == 200
+    assert {one.sampling_params.tenant for one in llm.requests} == {"gold"}

@@ -42,7 +42,9 @@ async def embeddings(exchange: Exchange, services: Services) -> None:
             given = [{"prompt_token_ids": one.token_ids} for one in read]
             if salt is not None:
                 given = [{**one, "cache_salt": salt} for one in given]  # type: ignore[dict-item]
-            found = await AsyncLLM(target.llm).embed(given, lora_request=target.lora)
+            found = await AsyncLLM(target.llm).embed(
+                given, lora_request=target.lora, tenant=_tenant(exchange, target)
+            )
             made = Responses("embd", target.name, check_ended).embeddings(found)
             if encoding == "base64":
                 for one in made.data:
@@ -71,9 +73,14 @@ async def rerank(exchange: Exchange, services: Services) -> None:
         count = await _count_pairs(target, [query], documents)
         demand = Demand(count, 0, 1, target.name, max(1, len(documents)))
         with await admitted(exchange, services, demand):
-            llm = target.llm
-            work = llm._pooling.rerank(query, documents, top_n, None, target.lora, salt)
-            found = await llm._calls.ado(work, [query, documents], target.lora)
+            found = await AsyncLLM(target.llm).rerank(
+                query,
+                documents,
+                top_n,
+                lora_request=target.lora,
+                tenant=_tenant(exchange, target),
+                cache_salt=salt,
+            )
             results = [
                 {
                     "index": one.index,
@@ -116,9 +123,13 @@ async def score(exchange: Exchange, services: Services) -> None:
     async with Departure(exchange):
         count = await _count_pairs(target, left, right)
         with await admitted(exchange, services, Demand(count, 0, 1, target.name, len(right))):
-            llm = target.llm
-            work = llm._pooling.score(left, right, None, target.lora, salt)
-            found = await llm._calls.ado(work, [left, right], target.lora)
+            found = await AsyncLLM(target.llm).score(
+                left,
+                right,
+                lora_request=target.lora,
+                tenant=_tenant(exchange, target),
+                cache_salt=salt,
+            )
             data = [
                 {"index": index, "object": "score", "score": one.score}
                 for index, one in enumerate(found)
@@ -132,6 +143,12 @@ async def score(exchange: Exchange, services: Services) -> None:
                     "usage": {"prompt_tokens": count, "total_tokens": count},
                 }
             )
+
+
+def _tenant(exchange: Exchange, target: Target) -> str | None:
+    """The caller's tenant, which now has its share of the model."""
+    target.served.weigh(exchange.caller)
+    return exchange.caller.tenant
 
 
 async def _count_pairs(target: Target, left: Sequence[Any], right: Sequence[Any]) -> int:
