@@ -8,7 +8,8 @@ Factors have 16 bits: float16, or the type of activations if those have 16 bits;
 ``compute="exact"`` float32. A matrix in float16 is multiplied by a power of two that brings its
 largest magnitude to 2^14..2^15, and the product by the inverse. So factors of a 16-bit file are
 exact if their magnitudes are within 2^29 of each other, whatever their range is; float32 ones are
-rounded to 11 bits. Sums are float32.
+rounded to 11 bits. On a CPU factors may be int8: values are rounded by at most 1/254 of the largest
+magnitude that the matrix has for the rank. Sums are float32.
 """
 
 from __future__ import annotations
@@ -37,13 +38,15 @@ _TOP = 15
 class Factors(NamedTuple):
     """``y[:, first : first + count] += scale * (x @ a.T) @ b.T``: a ``[r, in]``, b ``[count, r]``.
 
-    x of an embedding is one-hot: then column i of ``a`` belongs to token i.
+    x of an embedding is one-hot: then column i of ``a`` belongs to token i. int8 factors have
+    ``scales``, float32 ``[r]``: those of a rank's codes in ``a`` and in ``b``, multiplied.
     """
 
     a: Tensor
     b: Tensor
     first: int
     scale: float = 1.0
+    scales: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,10 +102,10 @@ class LowRankKernel(Protocol):
 class AdapterTable:
     """The adapters of one product, by slot."""
 
-    def __init__(self, context: Context, shape: Shape) -> None:
+    def __init__(self, context: Context, shape: Shape, dtype: torch.dtype | None = None) -> None:
         self.shape = shape
         self._context = context
-        self.dtype = _factor_type(context)
+        self.dtype = _factor_type(context) if dtype is None else dtype
         kernel: LowRankKernel = context.kernel("low_rank")
         self._table = kernel.table(shape, self.dtype, context.device)
 
@@ -151,6 +154,9 @@ class AdapterTable:
     def _converted(self, part: Factors) -> Factors:
         """The factors in their final type on the device."""
         device, dtype, scale = self._context.device, self.dtype, part.scale
+        if dtype == torch.int8:
+            (a, of_a), (b, of_b) = (_rounded(one.float()) for one in (part.a, part.b.t()))
+            return Factors(a, b.t(), part.first, scale, of_a * of_b)
         if dtype != torch.float16:
             return part._replace(a=part.a.to(device, dtype), b=part.b.to(device, dtype))
         found = []
@@ -218,6 +224,15 @@ def _factor_type(context: Context) -> torch.dtype:
     if context.compute == "exact":
         return torch.float32
     return torch.float16 if context.activations == torch.float32 else context.activations
+
+
+def _rounded(factor: Tensor) -> tuple[Tensor, Tensor]:
+    """int8, and a float32 scale for each row."""
+    if not factor.numel():  # a part without outputs
+        return factor.to(torch.int8), factor.new_ones(len(factor))
+    scales = factor.abs().amax(1) / 127
+    scales[scales == 0] = 1.0
+    return (factor / scales[:, None]).round().to(torch.int8), scales
 
 
 def _power(factor: Tensor) -> int:

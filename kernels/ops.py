@@ -118,12 +118,15 @@ class Ops:
         self.layers.keep(packed)
         return BoundLinear(choice, packed, layout.shape, self.context, problem)
 
-    def adapter_table(self, shape: Shape) -> AdapterTable:
+    def adapter_table(self, shape: Shape, dtype: torch.dtype | None = None) -> AdapterTable:
         """The low-rank adapters of one product: see :mod:`sdk.kernels.low_rank`.
 
-        The table's ``add`` is the operator.
+        The table's ``add`` is the operator. ``dtype``: of factors (default: chosen for the device);
+        int8 only on a CPU.
+
+        :raises KernelError: the device's kernels have no factors of this type.
         """
-        return AdapterTable(self.context, shape)
+        return AdapterTable(self.context, shape, dtype)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension; x may be strided."""

@@ -52,14 +52,22 @@ class ModelAdapters:
     Create it before steps are recorded: only then are adapters part of them. :meth:`pack` does the
     work and may run in any thread while the model runs. :meth:`write` and :meth:`clear` only
     exchange pointers; they must run between two steps, and no request may use the slot.
-    ``max_rank``: the largest rank of an adapter's matrices.
+    ``max_rank``: the largest rank of an adapter's matrices. ``dtype``: of factors in memory
+    (default: chosen for the device); int8 only on a CPU.
     """
 
-    def __init__(self, model: CausalLM, ops: Ops, slots: int, max_rank: int = 64) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        ops: Ops,
+        slots: int,
+        max_rank: int = 64,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         if slots < 1 or max_rank < 1:
             raise ValueError(f"adapters: expected slots and ranks, found {slots}, {max_rank}")
         self.slots, self.max_rank = slots, max_rank
-        self._ops = ops
+        self._ops, self._dtype = ops, dtype
         self._targets: list[_Target] = []
         self._parts: dict[str, tuple[int, Part]] = {}
         self._experts: list[str] = []
@@ -82,7 +90,7 @@ class ModelAdapters:
             self._parts[part.path] = (len(self._targets), part)
         (out, inputs), of_ids = shape, isinstance(layer, Embedding)
         whole = Shape(self.slots, inputs, out, len(parts), self.max_rank, of_ids)
-        self._targets.append(_Target(layer, self._ops.adapter_table(whole)))
+        self._targets.append(_Target(layer, self._ops.adapter_table(whole, self._dtype)))
 
     @property
     def matrices(self) -> dict[str, tuple[int, int]]:

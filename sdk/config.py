@@ -90,6 +90,7 @@ class EngineConfig:
     max_lora_rank: int = 16
     max_cpu_loras: int | None = None
     lora_memory: int | str | None = None
+    lora_dtype: Literal["auto", "int8"] = "auto"
     swap_space: int | str = 0
     swap_path: str | None = None
     disk_offload: int | str = 0
@@ -231,6 +232,11 @@ class EngineConfig:
             if not self.enable_lora:
                 raise RequestError("lora_memory needs enable_lora=True: pass it too")
             object.__setattr__(self, "lora_memory", parse_bytes(self.lora_memory, "lora_memory"))
+        if self.lora_dtype != "auto":
+            if not self.enable_lora:
+                raise RequestError("lora_dtype needs enable_lora=True: pass it too")
+            if self.device == "cuda":
+                raise RequestError("lora_dtype: with device='cuda' expected 'auto', found 'int8'")
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
             raise RequestError(
                 f"max_cpu_loras ({self.max_cpu_loras}) must be at least max_loras "
@@ -367,6 +373,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "load_format": ("auto", "gguf", "safetensors"),
     "scheduling_policy": POLICIES,
     "prefix_eviction": ("lru", "cost"),
+    "lora_dtype": ("auto", "int8"),
     "compute": ("auto", "exact"),
 }
 _COUNTS: dict[str, tuple[int, int]] = {

@@ -65,6 +65,7 @@ class EngineOptions(TypedDict, total=False):
     max_lora_rank: int
     max_cpu_loras: int | None
     lora_memory: int | str | None
+    lora_dtype: Literal["auto", "int8"]
     swap_space: int | str
     swap_path: str | os.PathLike[str] | None
     disk_offload: int | str

@@ -16,7 +16,7 @@ from zipimport import zipimporter
 import torch
 
 #: Must equal kAbiVersion in native/abi.hpp; a library with another version is rejected as stale.
-ABI_VERSION = 18
+ABI_VERSION = 19
 
 #: Instruction-set levels, worst to best, in the order of native/levels.hpp.
 LEVELS = ("portable", "avx2", "avx2_vnni", "avx512_vnni")
@@ -234,7 +234,7 @@ class SampleArgs(Structure):
 
 class LowRankPart(Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("a", "b")),
+        *((name, c_void_p) for name in ("a", "b", "scales")),
         *((name, c_int64) for name in ("rank", "first_block", "blocks")),
         ("scale", c_float),
         ("type", c_int32),
@@ -253,7 +253,7 @@ class LowRankArgs(Structure):
         *((name, c_void_p) for name in ("x", "ids", "y", "slots", "table")),
         *((name, c_int64) for name in ("y_stride", "size", "k", "n")),
         *((name, c_void_p) for name in ("rows", "low")),
-        ("low_stride", c_int64),
+        *((name, c_int64) for name in ("low_stride", "units")),
     ]
 
 

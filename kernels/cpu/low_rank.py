@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from ctypes import Array, addressof
 from typing import Any
 
@@ -15,8 +14,10 @@ from sdk.kernels.cpu.runtime import NativeRuntime
 from sdk.kernels.errors import KernelError
 from sdk.kernels.low_rank import ALIGN, Factors, Shape, Update
 
-#: Columns of a block of ``b``, and what rows of ``a`` are padded to.
+#: Columns of a block of ``b``, and of a block of ``a``.
 BLOCK = 16
+#: Ranks of ``a`` that lie together: ``kLowUnit``.
+UNIT = 8
 
 
 class LowRank:
@@ -46,33 +47,60 @@ class CpuTable:
         self._kept: list[tuple[Update, Array[Any]] | None] = [None] * shape.slots
 
     def factor_bytes(self, rank: int, first: int, count: int) -> int:
-        a, b = self._shapes(rank, first, count)
-        return _aligned(math.prod(a) * self._dtype.itemsize) + math.prod(b) * self._dtype.itemsize
+        return sum(_aligned(one) for one in self._sizes(rank, first, count))
 
-    def _shapes(self, rank: int, first: int, count: int) -> tuple[tuple[int, int], tuple[int, ...]]:
-        """The shapes of packed factors: see LowRankPart in native/abi.hpp."""
-        inputs = self._shape.in_features
-        a = (inputs, rank) if self._shape.of_ids else (rank, _up(inputs) * BLOCK)
-        return a, (_up(first + count) - first // BLOCK, rank, BLOCK)
+    def _sizes(self, rank: int, first: int, count: int) -> tuple[int, ...]:
+        """Bytes of a, b and the scales: see LowRankPart in native/abi.hpp."""
+        width = self._shape.in_features if self._shape.of_ids else self._depth
+        blocks = -(-(first + count) // BLOCK) - first // BLOCK
+        if self._dtype == torch.int8:
+            return rank * width, blocks * _even(rank) * BLOCK, 4 * rank
+        size = self._dtype.itemsize
+        return rank * width * size, blocks * rank * BLOCK * size
+
+    @property
+    def _depth(self) -> int:
+        """Input features, padded to whole blocks of ``a``."""
+        return -(-self._shape.in_features // self._block) * self._block
+
+    @property
+    def _block(self) -> int:
+        return 2 * BLOCK if self._dtype == torch.int8 else BLOCK
 
     def place(self, factors: Factors, memory: Tensor) -> Factors:
-        (rank, inputs), (count, _) = factors.a.shape, factors.b.shape
-        a_shape, b_shape = self._shapes(rank, factors.first, count)
-        dtype = self._dtype
-        split = a_shape[0] * a_shape[1] * dtype.itemsize
-        a = memory[:split].view(dtype).view(a_shape)
-        end = _aligned(split) + math.prod(b_shape) * dtype.itemsize
-        b = memory[_aligned(split) : end].view(dtype).view(b_shape)
+        """``a`` becomes ``[rank, ...]`` and ``b`` ``[blocks, ...]``; within, values lie as the
+        kernels read them."""
+        rank, count = factors.a.shape[0], factors.b.shape[0]
+        placed = []
+        for size in self._sizes(rank, factors.first, count):
+            own, memory = memory[:size], memory[_aligned(size) :]
+            placed.append(own)
+        a, b = placed[0].view(self._dtype), placed[1].view(self._dtype)
         if self._shape.of_ids:
-            a.copy_(factors.a.t())
+            a.view(-1, rank).copy_(factors.a.t())
         else:
-            a[:, :inputs] = factors.a
-            a[:, inputs:] = 0
-        before = factors.first % BLOCK
-        columns = factors.b.new_zeros(b_shape[0] * BLOCK, rank)
-        columns[before : before + count] = factors.b
-        b.copy_(columns.view(b_shape[0], BLOCK, rank).transpose(1, 2))
-        return factors._replace(a=a, b=b)
+            self._place_units(factors.a, a)
+        if factors.scales is None:
+            blocks = b.view(-1, rank, BLOCK)
+            _place_outputs(factors.b, factors.first, blocks.transpose(1, 2))
+            return factors._replace(a=a.view(rank, -1), b=blocks)
+        pairs = factors.b.new_zeros(count, _even(rank))
+        pairs[:, :rank] = factors.b
+        blocks = b.view(-1, pairs.shape[1] // 2, BLOCK, 2)
+        halves = pairs.view(count, pairs.shape[1] // 2, 2)
+        _place_outputs(halves, factors.first, blocks.transpose(1, 2))
+        scales = placed[2].view(torch.float32).copy_(factors.scales)
+        return factors._replace(a=a.view(rank, -1), b=blocks, scales=scales)
+
+    def _place_units(self, a: Tensor, memory: Tensor) -> None:
+        rank, inputs = a.shape
+        padded = a.new_zeros(rank, self._depth)
+        padded[:, :inputs] = a
+        for begin in range(0, rank, UNIT):
+            unit = padded[begin : begin + UNIT]
+            blocks = unit.view(len(unit), -1, self._block).transpose(0, 1)
+            own, memory = memory[: unit.numel()], memory[unit.numel() :]
+            own.view(blocks.shape).copy_(blocks)
 
     def write(self, slot: int, update: Update | None) -> None:
         if update is None:
@@ -82,10 +110,11 @@ class CpuTable:
         parts = (LowRankPart * len(update.factors))()
         ranks = 0
         for index, part in enumerate(update.factors):
-            blocks, rank, _ = part.b.shape
+            rank, blocks = len(part.a), len(part.b)
             parts[index] = LowRankPart(
                 part.a.data_ptr(),
                 part.b.data_ptr(),
+                None if part.scales is None else part.scales.data_ptr(),
                 rank,
                 part.first // BLOCK,
                 blocks,
@@ -115,8 +144,16 @@ class CpuTable:
         self._runtime.run(OpKind.LOW_RANK, args, x.shape[0], "adapters")
 
 
-def _up(count: int) -> int:
-    return -(-count // BLOCK)
+def _place_outputs(rows: Tensor, first: int, blocks: Tensor) -> None:
+    """Rows ``[count, ...]`` of outputs from ``first`` on into ``[blocks, BLOCK, ...]``."""
+    padded = rows.new_zeros(blocks.shape[0] * BLOCK, *rows.shape[1:])
+    begin = first % BLOCK
+    padded[begin : begin + len(rows)] = rows
+    blocks.copy_(padded.view(blocks.shape))
+
+
+def _even(rank: int) -> int:
+    return rank + rank % 2
 
 
 def _aligned(nbytes: int) -> int:

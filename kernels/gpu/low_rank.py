@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sdk.kernels.backend import Problem
+from sdk.kernels.errors import KernelError
 from sdk.kernels.gpu.launch import INTERPRETED, expect_on_device
 from sdk.kernels.low_rank import Factors, Shape, Update
 from sdk.kernels.reference.low_rank import place_plain
@@ -147,6 +148,8 @@ class LowRank:
         return None
 
     def table(self, shape: Shape, dtype: torch.dtype, device: torch.device) -> GpuTable:
+        if dtype == torch.int8:
+            raise KernelError("adapters in int8: expected a CPU, found a GPU")
         return GpuTable(shape, dtype, device)
 
 

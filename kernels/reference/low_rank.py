@@ -45,12 +45,12 @@ class ReferenceTable:
             if update is None or not len(rows):
                 continue
             total = y[rows].float()
-            for a, b, first, scale in update.factors:
-                if self._shape.of_ids:
-                    low = a.float()[:, x[rows]].t()
-                else:
-                    low = multiply(x[rows].float(), a.float())
-                total[:, first : first + len(b)] += multiply(low * scale, b.float())
+            for part in update.factors:
+                a, b = part.a.float(), part.b.float()
+                if part.scales is not None:
+                    b = b * part.scales
+                low = a[:, x[rows]].t() if self._shape.of_ids else multiply(x[rows].float(), a)
+                total[:, part.first : part.first + len(b)] += multiply(low * part.scale, b)
             if update.bias is not None:
                 total += update.bias
             y[rows] = total.to(y.dtype)

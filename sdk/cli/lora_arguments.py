@@ -24,6 +24,13 @@ def add_lora_argument(parser: argparse.ArgumentParser, what: str) -> None:
         help="a LoRA adapter: a PEFT folder, a GGUF adapter or a hub id; repeat it for several, "
         + what,
     )
+    parser.add_argument(
+        "--lora-dtype",
+        choices=("auto", "int8"),
+        default="auto",
+        help="type of their values in memory: int8 is faster with many adapters (default: auto, "
+        "16 bits)",
+    )
 
 
 def named_adapters(given: list[str]) -> dict[str, str]:

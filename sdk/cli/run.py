@@ -123,7 +123,7 @@ def opened(args: argparse.Namespace, adapters: Sequence[str] = ()) -> LLM:
     if adapters:
         from sdk.memory.adapters import adapter_options
 
-        options |= adapter_options(adapters)
+        options |= {**adapter_options(adapters), "lora_dtype": args.lora_dtype}
     try:
         return LLM(model_name(args), max_num_seqs=1, **options)
     except OutOfMemoryError as error:

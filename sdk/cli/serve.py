@@ -244,7 +244,8 @@ def with_options(
     if adapters:
         from sdk.memory.adapters import adapter_options
 
-        options = {**adapter_options(list(adapters.values())), **options}
+        own = {**adapter_options(list(adapters.values())), "lora_dtype": args.lora_dtype}
+        options = {**own, **options}
     options |= engine_options(args, "max_num_seqs")
     if args.threads is not None:
         options["num_threads"] = args.threads

@@ -300,6 +300,8 @@ def _runner_config(
         swap_path=config.swap_path,
         kv_keep=config.kv_keep,
         adapter_slots=config.adapter_slots,
+        max_adapter_rank=config.max_lora_rank,
+        adapter_dtype=torch.int8 if config.lora_dtype == "int8" else None,
         **_offload_options(config, model, memory),
     )
 

@@ -29,14 +29,17 @@ def adapter_bytes(config: EngineConfig, model: ModelConfig, activations: torch.d
     if config.lora_memory is not None:
         assert isinstance(config.lora_memory, int)  # EngineConfig has parsed it
         return config.lora_memory
-    short = 4 if compute_of(config) == "exact" else 2
-    held = short * _values(model, config.max_lora_rank, config.tensor_parallel_size)
-    read = _READ * _values(model, config.max_lora_rank, 1)
-    return config.adapter_slots * held + read
+    rank, ranks = config.max_lora_rank, config.tensor_parallel_size
+    if config.lora_dtype == "int8":
+        held = _bytes(model, rank, ranks, 1, scales=True)
+    else:
+        held = _bytes(model, rank, ranks, 4 if compute_of(config) == "exact" else 2)
+    return config.adapter_slots * held + _bytes(model, rank, 1, _READ)
 
 
-def _values(model: ModelConfig, rank: int, ranks: int) -> int:
-    """Numbers of an adapter on all ranks together. Ranks share one of each matrix's factors."""
+def _bytes(model: ModelConfig, rank: int, ranks: int, size: int, *, scales: bool = False) -> int:
+    """Of an adapter on all ranks together, with values of ``size`` bytes and perhaps a float32
+    scale for each rank. Ranks share one of each matrix's factors."""
     hidden = model.hidden_size
     queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     columns = [queries, keys, keys]  # split by outputs: every rank has the whole factor A
@@ -44,10 +47,13 @@ def _values(model: ModelConfig, rank: int, ranks: int) -> int:
     if model.experts is None:
         columns += [model.intermediate_size] * 2
         rows += [model.intermediate_size]
-    layer = sum(rank * (ranks * hidden + out) for out in columns)
-    layer += sum(rank * (width + ranks * hidden) for width in rows)
-    padding = _ALIGN * ranks * 2 * (len(columns) + len(rows))
-    return model.num_layers * (layer + padding)
+    values = sum(rank * (ranks * hidden + out) for out in columns)
+    values += sum(rank * (width + ranks * hidden) for width in rows)
+    layer = size * values
+    if scales:
+        layer += 4 * ranks * rank * (len(columns) + len(rows))
+    parts = 3 if scales else 2
+    return model.num_layers * (layer + _ALIGN * ranks * parts * (len(columns) + len(rows)))
 
 
 def adapter_options(paths: Sequence[str | os.PathLike[str]]) -> dict[str, Any]:

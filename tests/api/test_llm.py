@@ -378,6 +378,13 @@ def test_without_a_tokenizer_token_ids_still_work(tiny_path: Path) -> None:
         ({"gpu_memory_utilization": 1.5}, RequestError, "share"),
         ({"enable_lora": 1}, RequestError, "enable_lora: expected True or False, found 1"),
         ({"lora_memory": "1GiB"}, RequestError, "lora_memory needs enable_lora=True"),
+        ({"lora_dtype": "int8"}, RequestError, "lora_dtype needs enable_lora=True"),
+        (
+            {"lora_dtype": "int8", "enable_lora": True, "device": "cuda"},
+            RequestError,
+            "lora_dtype: with device='cuda' expected 'auto'",
+        ),
+        ({"lora_dtype": "int4", "enable_lora": True}, RequestError, "lora_dtype: expected one of"),
         ({"max_loras": 0}, RequestError, r"max_loras: expected an integer in 1\.\."),
         (
             {"enable_lora": True, "max_loras": 3, "max_cpu_loras": 2},

@@ -504,3 +504,53 @@ def test_many_loads_leave_memory_as_it_was(
         after = churn(200)
     one = paths[0].joinpath("adapter_model.safetensors").stat().st_size
     assert after - before < 2 * one + 2**21  # 200 of them would be 100 times as much
+
+
+def test_requests_with_int8_adapters_are_answered_as_if_alone(
+    tiny_path: Path, adapters: dict[str, Path], lora: LLM
+) -> None:
+    with LLM(tiny_path, **OPTIONS, lora_dtype="int8") as llm:
+        for name in "abc":
+            llm.add_lora(name, adapters[name])
+        names = ["a", "b", "c", None]
+        together = llm.generate(PROMPTS, PARAMS, lora_request=names, use_tqdm=False)
+        for prompt, name, output in zip(PROMPTS, names, together, strict=True):
+            assert answer(output) == alone(llm, prompt, name)
+        sizes = {one.name: one.nbytes for one in llm.list_loras()}
+    plain = {one.name: one.nbytes for one in lora.list_loras()}
+    assert all(sizes[name] < 0.75 * plain[name] for name in "ab")
+    plans = [LLM.plan(tiny_path, **OPTIONS, lora_dtype=dtype) for dtype in ("auto", "int8")]
+    assert plans[1].adapters < plans[0].adapters
+
+
+def test_int8_adapters_change_the_model_as_others_do_within_rounding(
+    tiny_path: Path, adapters: dict[str, Path]
+) -> None:
+    """Rounding both factors to 1/254 of their largest changes an update by about 1 %."""
+    found = []
+    params = SamplingParams(max_tokens=1, prompt_logprobs=300, temperature=0)
+    for dtype in ("auto", "int8"):
+        with LLM(tiny_path, **OPTIONS, lora_dtype=dtype, compute="exact") as llm:
+            llm.add_lora("d", adapters["d"])
+            for name in ("d", None):
+                found.append(_by_place(alone(llm, PROMPTS[0], name, params)[1]))
+    wide, base, int8, again = found
+    assert again == base
+    assert 0 < _error(int8, wide) < 0.03**2 * _error(base, wide)
+
+
+def _by_place(rows: list[Any]) -> dict[tuple[int, int], float]:
+    return {(i, key): value for i, row in enumerate(rows) for key, value in (row or {}).items()}
+
+
+def _error(a: dict[tuple[int, int], float], b: dict[tuple[int, int], float]) -> float:
+    """The mean square of the differences."""
+    common = a.keys() & b.keys()
+    return sum((a[place] - b[place]) ** 2 for place in common) / len(common)
+
+
+def test_an_adapter_may_have_a_rank_above_64(tiny_path: Path, tmp_path: Path) -> None:
+    path = tiny_adapter(tmp_path / "wide", tiny_path, rank=100)
+    with LLM(tiny_path, **OPTIONS | {"max_lora_rank": 100}) as llm:
+        llm.add_lora("wide", path)
+        assert alone(llm, PROMPTS[0], "wide") != alone(llm, PROMPTS[0], None)

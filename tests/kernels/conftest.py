@@ -208,8 +208,9 @@ class Cases:
         if not x.is_floating_point():
             wide = torch.nn.functional.one_hot(x, parts[0].a.shape[1]).double()
         found = torch.zeros(len(x), out, dtype=torch.float64)
-        for a, b, first, _ in parts:
-            found[:, first : first + len(b)] += wide @ a.double().t() @ b.double().t()
+        for part in parts:
+            own = slice(part.first, part.first + len(part.b))
+            found[:, own] += wide @ part.a.double().t() @ part.b.double().t()
         return found
 
     @staticmethod

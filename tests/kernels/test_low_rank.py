@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sdk.kernels.cpu import CpuBackend, levels, open_backend
 from sdk.kernels.errors import KernelError
-from sdk.kernels.low_rank import AdapterTable, Factors, Shape
+from sdk.kernels.low_rank import AdapterTable, Factors, Shape, factor_memory
 from sdk.kernels.ops import Ops
 from sdk.kernels.reference import ReferenceBackend
 
@@ -23,14 +23,16 @@ RANKS = [(1,), (3, 8, 16), (64,), (17, 5)]
 SLOTS = [0, -1, 2, 2, 1, 0, 3, -1, 2] + [1] * 40
 
 
-def table_of(backend: Any, shape: Shape, compute: str = "auto") -> AdapterTable:
+def table_of(
+    backend: Any, shape: Shape, compute: str = "auto", dtype: torch.dtype | None = None
+) -> AdapterTable:
     context: Any = SimpleNamespace(
         kernel=lambda op: backend.implementations(op)[0],
         compute=compute,
         activations=torch.float32,
         device=torch.device("cpu"),
     )
-    return AdapterTable(context, shape)
+    return AdapterTable(context, shape, dtype)
 
 
 @pytest.fixture(scope="module", params=["reference", *levels()])
@@ -80,8 +82,13 @@ def test_each_row_gets_the_update_of_its_slot(
     either: Any, cases: Any, k: int, n: int, ranks: tuple[int, ...]
 ) -> None:
     shape = Shape(4, k, n, len(ranks))
-    for compute, error in (("exact", 1e-12), ("auto", 1e-6)):  # auto: factors of 11 bits
-        table = table_of(either, shape, compute)
+    # auto: factors of 11 bits; int8: two factors with errors of up to 1/254 of a row's largest
+    for compute, dtype, error in (
+        ("exact", None, 1e-12),
+        ("auto", None, 1e-6),
+        ("auto", torch.int8, 4e-4),
+    ):
+        table = table_of(either, shape, compute, dtype)
         placed = fill(cases, table, ranks)
         x, y, slots = inputs(cases, shape)
         before = y.clone()
@@ -98,17 +105,19 @@ def test_each_row_gets_the_update_of_its_slot(
 @pytest.mark.parametrize("rank", [1, 9, 64])
 def test_an_embedding_takes_columns_by_id(either: Any, cases: Any, rank: int) -> None:
     shape = Shape(4, 71, 90, of_ids=True)
-    table = table_of(either, shape, "exact")
-    placed = fill(cases, table, (rank,))
-    x, y, slots = inputs(cases, shape)
-    y.zero_()
-    table.add(x, y, slots)
-    assert cases.nmse(y, expected(cases, placed, x, y, slots)) < 1e-12
+    for dtype, error in ((None, 1e-12), (torch.int8, 4e-4)):
+        table = table_of(either, shape, "exact", dtype)
+        placed = fill(cases, table, (rank,))
+        x, y, slots = inputs(cases, shape)
+        y.zero_()
+        table.add(x, y, slots)
+        assert cases.nmse(y, expected(cases, placed, x, y, slots)) < error
 
 
-def test_a_row_has_the_same_bits_in_any_batch(either: Any, cases: Any) -> None:
+@pytest.mark.parametrize("dtype", [None, torch.int8], ids=str)
+def test_a_row_has_the_same_bits_in_any_batch(either: Any, cases: Any, dtype: Any) -> None:
     shape = Shape(4, 200, 120, 2)
-    table = table_of(either, shape)
+    table = table_of(either, shape, dtype=dtype)
     fill(cases, table, (16, 5))
     x, y, slots = inputs(cases, shape)
     alone = y.clone()
@@ -122,12 +131,13 @@ def test_a_row_has_the_same_bits_in_any_batch(either: Any, cases: Any) -> None:
     assert torch.equal(backwards.flip(0), y)
 
 
-def test_threads_and_levels_with_fma_agree_bit_for_bit(cases: Any) -> None:
+@pytest.mark.parametrize("dtype", [None, torch.int8], ids=str)
+def test_threads_and_levels_with_fma_agree_bit_for_bit(cases: Any, dtype: Any) -> None:
     shape, found = Shape(4, 577, 203, 3), []
     for level in levels():
         for threads in (1, 3):
             backend = open_backend("cpu", threads, level)
-            table = table_of(backend, shape)
+            table = table_of(backend, shape, dtype=dtype)
             fill(cases, table, (8, 16, 3))
             x, y, slots = inputs(cases, shape)
             table.add(x, y, slots)
@@ -137,7 +147,32 @@ def test_threads_and_levels_with_fma_agree_bit_for_bit(cases: Any) -> None:
     assert all(torch.equal(y, fused[0]) for y in fused)
     portable = [y for level, y in found if level == "portable"]
     assert torch.equal(*portable)
+    if dtype == torch.int8:  # integers
+        assert all(torch.equal(y, portable[0]) for y in fused)
     assert cases.nmse(portable[0], (fused or portable)[0]) < 1e-12
+
+
+def test_int8_sums_of_the_largest_codes_do_not_overflow(either: Any) -> None:
+    """x and every factor are largest, so that sums of more than 8,192 features and 512 ranks do."""
+    shape = Shape(1, 20_000, 3, max_rank=1200)
+    table = table_of(either, shape, dtype=torch.int8)
+    part = Factors(torch.ones(1200, 20_000), torch.ones(3, 1200), 0)
+    memory = factor_memory(table.nbytes([part], bias=False), torch.device("cpu"))
+    table.write(0, table.pack([part], None, memory))
+    y = torch.zeros(1, 3)
+    table.add(torch.ones(1, 20_000), y, torch.zeros(1).int())
+    assert torch.allclose(y, torch.full((1, 3), 1200 * 20_000.0), rtol=1e-4)
+
+
+def test_int8_rows_that_are_zero_or_not_finite(either: Any, cases: Any) -> None:
+    shape = Shape(1, 40, 20)
+    table = table_of(either, shape, dtype=torch.int8)
+    table.write(0, cases.pack(table, cases.low_rank_parts(shape, (4,), seed=1), None))
+    x, y = cases.activations(4, 40), torch.ones(4, 20)
+    x[1], x[2, 39], x[3, 3] = 0.0, float("inf"), float("nan")
+    table.add(x, y, torch.zeros(4).int())
+    assert y[0].isfinite().all() and (y[1] == 1).all()
+    assert not y[2:].isfinite().any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

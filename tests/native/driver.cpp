@@ -492,38 +492,57 @@ void experts(Random& random, TestRuntime& one, TestRuntime& many) {
 
 // --- adapters ---
 
-// Factors of 16 bits of a table whose slots have 0 to 3 parts.
+// A table whose slots have 0 to 3 parts with factors of 8 or 16 bits.
 struct Table {
-    std::vector<Buffer<uint16_t>> factors;
+    std::vector<Buffer<uint8_t>> factors;
+    std::vector<Buffer<float>> scales;
     std::vector<std::vector<LowRankPart>> parts;
     std::vector<LowRankSlot> slots;
     Buffer<float> bias;
 
     Table(Random& random, int64_t size, int64_t k, int64_t n, bool ids) : bias(floats(random, n)) {
         factors.reserve((size_t)(6 * size));  // they must not move
+        scales.reserve((size_t)(3 * size));
         for (int64_t s = 0; s < size; ++s) {
             parts.emplace_back();
             int64_t ranks = 0;
             for (int64_t count = ids ? 1 : random.below(4); count; --count) {
-                const int64_t rank = random.between(1, 20), blocks = (n + kTileRows - 1) / kTileRows;
-                const int64_t first = random.below(blocks), own = random.between(1, blocks - first);
-                factors.push_back(halves(random, ids ? k * rank : rank * ((k + 15) / 16 * 16)));
-                factors.push_back(halves(random, own * rank * kTileRows));
-                for (int64_t j = 0; !ids && j < rank; ++j)
-                    for (int64_t i = k; i % 16; ++i)
-                        factors[factors.size() - 2][j * ((k + 15) / 16 * 16) + i] = 0;
-                parts.back().push_back({factors[factors.size() - 2].data(), factors.back().data(),
-                                        rank, first, own, 0.5f, kF16});
-                ranks += rank;
+                parts.back().push_back(part(random, k, n, ids));
+                ranks += parts.back().back().rank;
             }
             slots.push_back({parts.back().data(), random.below(2) ? bias.data() : nullptr,
                              (int64_t)parts.back().size(), ranks});
         }
     }
 
-    static Buffer<uint16_t> halves(Random& random, int64_t count) {
-        Buffer<uint16_t> made(count);
-        for (int64_t i = 0; i < count; ++i) made[i] = (uint16_t)(0x2c00 + random.below(0x1000));
+    LowRankPart part(Random& random, int64_t k, int64_t n, bool ids) {
+        const int64_t rank = random.between(1, 20), blocks = (n + kTileRows - 1) / kTileRows;
+        const int64_t first = random.below(blocks), own = random.between(1, blocks - first);
+        const bool small = random.below(2);
+        const int64_t bytes = small ? 1 : 2, depth = small ? 32 : 16, even = (rank + 1) / 2 * 2;
+        const int64_t width = ids ? k : (k + depth - 1) / depth * depth;
+        factors.push_back(codes(random, rank * width, bytes));
+        Buffer<uint8_t>& a = factors.back();
+        // behind k: zeros, in the last block of each rank of a unit
+        for (int64_t unit = 0; !ids && k % depth && unit < rank; unit += kLowUnit) {
+            const int64_t count = rank - unit < kLowUnit ? rank - unit : (int64_t)kLowUnit;
+            uint8_t* last = &a[(unit * width + count * (width - depth)) * bytes];
+            for (int64_t r = 0; r < count; ++r)
+                memset(last + (r * depth + k % depth) * bytes, 0, (size_t)((depth - k % depth) * bytes));
+        }
+        factors.push_back(codes(random, own * (small ? even : rank) * kTileRows, bytes));
+        scales.push_back(floats(random, rank));
+        return {a.data(), factors.back().data(), small ? scales.back().data() : nullptr,
+                rank, first, own, 0.5f, small ? kI8 : kF16};
+    }
+
+    static Buffer<uint8_t> codes(Random& random, int64_t count, int64_t bytes) {
+        Buffer<uint8_t> made(count * bytes);
+        for (int64_t i = 0; i < count; ++i) {
+            const uint16_t half = (uint16_t)(0x2c00 + random.below(0x1000));
+            if (bytes == 2) memcpy(&made[2 * i], &half, 2);
+            else made[i] = (uint8_t)(int8_t)random.between(-127, 127);
+        }
         return made;
     }
 };

@@ -10,7 +10,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum { kAbiVersion = 18 };
+enum { kAbiVersion = 19 };
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -486,10 +486,13 @@ struct CombineArgs {
     int32_t k;
 };
 
-// What an adapter adds to 16-column blocks of a product: scale * b (a x), both factors kF16 or kF32.
+// What an adapter adds to 16-column blocks of a product: scale * b (a x), both factors kF16, kF32 or kI8.
 struct LowRankPart {
-    const void* a;  // [rank][k rounded up to 16], the rest zero; of an embedding [k][rank]
-    const void* b;  // [blocks][rank][16]
+    // Units of kLowUnit ranks, the last one of what is left: each [k / 16][ranks of the unit][16], of kI8
+    // [k / 32][ranks][32]; k is rounded up, the rest zero. Of an embedding [k][rank].
+    const void* a;
+    const void* b;  // [blocks][rank][16]; of kI8 [blocks][rank / 2, rounded up][16][2]
+    const float* scales;  // of kI8: [rank], of the rank's codes in a times those in b; else null
     int64_t rank, first_block, blocks;
     float scale;
     int32_t type;
@@ -527,6 +530,7 @@ struct LowRankArgs {
     const SlotRows* rows;  // these and the rest are set by the runtime
     float* low;            // a x of the rows with an adapter, low_stride apart
     int64_t low_stride;
+    int64_t units;  // work items of a x
 };
 
 // The operators. Most are row-wise: row t of the result depends only on row t of the arguments.
@@ -558,18 +562,6 @@ enum OpKind {
 // What a step counts; an operator runs over one of these (row-wise operators: times `per`).
 enum Count { kTokens = 0, kOutputs = 1, kRequests = 2, kCounts = 3 };
 
-// Memory that a thread reads in a later phase, in pieces: the threads of a product prefetch it.
-struct MemoryStream {
-    enum { kMostPieces = 64 };
-    struct Piece {
-        const uint8_t *begin, *end;
-    };
-    int32_t phase;  // during which it is prefetched; -1: none
-    int32_t next, count;
-    int64_t bytes;  // of the pieces from `next` on
-    Piece pieces[kMostPieces];
-};
-
 // Items of a phase for one thread. The thread usually continues with the items up to `reach`, and
 // often comes from the items before `begin` (then `resumed`): one call may prefetch for the next.
 struct ItemRange {
@@ -577,9 +569,6 @@ struct ItemRange {
     int32_t resumed;
     // What the thread will read first in a later phase: prefetched after `reach`; null: unknown.
     const uint8_t *then = nullptr, *then_end = nullptr;
-    // Besides, `stream_bytes` of it for each item; null: none.
-    MemoryStream* stream = nullptr;
-    int64_t stream_bytes = 0;
 };
 
 // Scratch memory and everything laid out in it starts at a cache line.
@@ -599,6 +588,6 @@ struct KernelTable {
     void (*rope_angles)(const AnglesArgs*, int64_t t_begin, int64_t t_end);
     void (*sample)(const SampleArgs*, int64_t row_begin, int64_t row_end, uint8_t* scratch);
     int64_t (*sample_scratch)(int64_t width);  // bytes
-    void (*low_rank_down)(const LowRankArgs*, int64_t item_begin, int64_t item_end);
-    void (*low_rank_up)(const LowRankArgs*, int64_t item_begin, int64_t item_end);
+    void (*low_rank_down)(const LowRankArgs*, int64_t item_begin, int64_t item_end, uint8_t* scratch);
+    void (*low_rank_up)(const LowRankArgs*, int64_t item_begin, int64_t item_end, uint8_t* scratch);
 };

@@ -40,8 +40,7 @@ struct Panel {
     int64_t step;  // bytes between tiles
     // What to prefetch meanwhile: `lines` of 64 bytes per block, in two ranges. `ahead` null: from
     // where the panel before this one ended.
-    // After them, a part of ItemRange::stream.
-    const uint8_t *ahead, *ahead_end, *then, *then_end, *side, *side_end;
+    const uint8_t *ahead, *ahead_end, *then, *then_end;
     int64_t lines;
     const uint8_t *start, *reach;  // this panel; the end of the thread's memory
     const uint8_t *later, *later_end;  // what it will read after that
@@ -72,8 +71,7 @@ INLINE void plan_prefetch(Panel* p, int64_t products) {
     p->ahead_end = beyond < 0 ? p->start + bytes + further : p->reach;
     if (beyond > 0 && p->later)
         p->then_end = beyond < p->later_end - p->later ? p->later + beyond : p->later_end;
-    const int64_t wanted =
-        p->ahead_end - p->ahead + (p->then_end - p->then) + (p->side_end - p->side);
+    const int64_t wanted = p->ahead_end - p->ahead + (p->then_end - p->then);
     const int64_t lines = (wanted + 63) / 64, steps = products * p->blocks;
     p->lines = p->fresh ? p->tiles / 64 : (lines + steps - 1) / steps;
 }
@@ -105,13 +103,8 @@ __attribute__((noinline)) static void panel_int(Panel* p, const Q8Block* x, floa
         const uint8_t* stop = ahead + ahead_bytes < ahead_end ? ahead + ahead_bytes : ahead_end;
         for (; ahead < stop; ahead += 64) __builtin_prefetch(ahead);
         if (ahead == ahead_end) {
-            if (p->then != p->then_end) {
-                ahead = p->then;
-                ahead_end = p->then = p->then_end;
-            } else {
-                ahead = p->side;
-                ahead_end = p->side = p->side_end;
-            }
+            ahead = p->then;
+            ahead_end = p->then = p->then_end;
         }
         VF t0[MR], t1[MR];
 #pragma GCC unroll 2
@@ -259,20 +252,6 @@ INLINE Strip strip_at(const Weight* w, int64_t index) {
     return strip;
 }
 
-// Gives the panel up to `bytes` of a stream to prefetch, from one piece of it.
-INLINE void take_stream(Panel* p, MemoryStream* stream, int64_t bytes) {
-    if (stream->next == stream->count) return;
-    MemoryStream::Piece* piece = stream->pieces + stream->next;
-    p->side = piece->begin;
-    if (piece->end - piece->begin <= bytes) {
-        p->side_end = piece->end;
-        ++stream->next;
-    } else {
-        p->side_end = piece->begin += bytes;
-    }
-    stream->bytes -= p->side_end - p->side;
-}
-
 // [m][kStripRows] into the strip's columns of out.
 static void store_strip(const LinearArgs* args, int64_t index, int valid, int64_t m, int64_t m_end,
                         const float* sums) {
@@ -339,7 +318,6 @@ static void strips_int(const LinearArgs* args, const ItemRange* strips, uint8_t*
         panel.later = again ? nullptr : strips->then;
         panel.then = panel.then_end = panel.later ? panel.later : panel.reach;
         panel.later_end = strips->then_end;
-        panel.side = panel.side_end = nullptr;
         panel.fresh = again || !strips->resumed;
         if (panel.fresh) {
             const uint8_t* start = w->codes + strips->begin * kStripBlocks * row_bytes;
@@ -372,8 +350,6 @@ static void strips_int(const LinearArgs* args, const ItemRange* strips, uint8_t*
                 panel.zero = (MINUS ? 0 : (int32_t)w->zero) - (is_wide<BITS>() ? kWideOffset : 0);
                 panel.int8_table = w->int8_table;
                 panel.first = c == 0;
-                if (strips->stream)
-                    take_stream(&panel, strips->stream, strips->stream_bytes / panels);
                 multiply_int<BITS, SUBGROUP, MINUS>(&panel, args->act.blocks + m * row + i, m_end - m,
                                                     to, expanded);
                 panel.fresh = false;

@@ -2,10 +2,6 @@
 
 namespace {
 
-// Bytes of factors that a thread prefetches. With 512 KiB, half of a second-level cache, weights and
-// factors displaced each other: eight adapters took 10 % longer.
-constexpr int64_t kMostAhead = 160 << 10;
-
 int64_t widest(const LowRankArgs& args) {
     int64_t most = 0;
     for (int64_t g = 0; g < args.rows->count; ++g) {
@@ -63,6 +59,13 @@ size_t low_bytes(const LowRankArgs& args) {
     return (size_t)(args.rows->total * args.low_stride) * sizeof(float);
 }
 
+size_t low_scratch(const LowRankArgs& args) {
+    const int64_t rows = args.rows->total < kLowRows ? args.rows->total : (int64_t)kLowRows;
+    const int64_t down = rows * rank_bytes(args.k, kI8) * 2;  // 16 bits for each of 8
+    const int64_t up = args.rows->total * (4 + 2 * args.low_stride);
+    return (size_t)(down > up ? down : up);
+}
+
 LowRankItems down_items(const LowRankArgs& args) {
     LowRankItems items = {0, 0};
     for (int64_t g = 0; g < args.rows->count; ++g) {
@@ -84,53 +87,4 @@ LowRankItems up_items(const LowRankArgs& args) {
         if (slot.bias) work += group.count * args.n;
     }
     return {work ? (column_blocks(args) + kUpBlocks - 1) / kUpBlocks : 0, work};
-}
-
-namespace {
-
-void add_piece(MemoryStream* stream, const void* data, int64_t begin, int64_t end) {
-    if (begin >= end || stream->count == MemoryStream::kMostPieces) return;
-    if (stream->bytes + end - begin > kMostAhead) end = begin + kMostAhead - stream->bytes;
-    if (begin >= end) return;
-    const uint8_t* base = static_cast<const uint8_t*>(data);
-    stream->pieces[stream->count++] = {base + begin, base + end};
-    stream->bytes += end - begin;
-}
-
-int64_t clamp(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
-
-}  // namespace
-
-void factors_of(const LowRankArgs& args, const ItemRange& down, const ItemRange& up,
-                MemoryStream* stream) {
-    stream->next = stream->count = 0;
-    stream->bytes = 0;
-    const int64_t stride = padded_low(args.k);
-    int64_t item = 0;
-    for (int64_t g = 0; !args.ids && g < args.rows->count; ++g) {
-        const RowGroup& group = args.rows->groups[g];
-        const LowRankSlot& slot = args.table[group.slot];
-        const int64_t chunks = row_chunks(group), units = low_units(args, slot);
-        // With more rows the factors are reused, and their first read is a small part of the work.
-        for (int64_t p = 0, first = item; chunks == 1 && p < slot.count; ++p) {
-            const LowRankPart& part = slot.parts[p];
-            const int64_t own = (part.rank + kLowUnit - 1) / kLowUnit;
-            const int64_t row = stride * (part.type == kF16 ? 2 : 4);
-            const int64_t begin = clamp(down.begin - first, 0, own) * kLowUnit;
-            const int64_t end = clamp(clamp(down.end - first, 0, own) * kLowUnit, 0, part.rank);
-            add_piece(stream, part.a, begin * row, end * row);
-            first += own;
-        }
-        item += chunks * units;
-    }
-    for (int64_t g = 0; g < args.rows->count; ++g) {
-        const LowRankSlot& slot = args.table[args.rows->groups[g].slot];
-        for (int64_t p = 0; p < slot.count; ++p) {
-            const LowRankPart& part = slot.parts[p];
-            const int64_t block = part.rank * kTileRows * (part.type == kF16 ? 2 : 4);
-            const int64_t begin = clamp(up.begin * kUpBlocks - part.first_block, 0, part.blocks);
-            const int64_t end = clamp(up.end * kUpBlocks - part.first_block, 0, part.blocks);
-            add_piece(stream, part.b, begin * block, end * block);
-        }
-    }
 }

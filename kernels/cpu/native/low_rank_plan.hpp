@@ -25,6 +25,17 @@ static inline int64_t padded_low(int64_t width) {
     return (width + kLowPadding - 1) / kLowPadding * kLowPadding;
 }
 
+// Bytes of a rank of `a`: 8-bit factors are in blocks of 32.
+static inline int64_t rank_bytes(int64_t k, int32_t type) {
+    if (type == kI8) return (k + 2 * kTileRows - 1) / (2 * kTileRows) * (2 * kTileRows);
+    return padded_low(k) * (type == kF32 ? 4 : 2);
+}
+
+// Ranks of a column of `b`: 8-bit factors are in pairs.
+static inline int64_t column_ranks(const LowRankPart& part) {
+    return part.type == kI8 ? (part.rank + 1) / 2 * 2 : part.rank;
+}
+
 static inline int64_t row_chunks(const RowGroup& group) {
     return (group.count + kLowRows - 1) / kLowRows;
 }
@@ -48,12 +59,10 @@ struct LowRankItems {
 
 LowRankItems down_items(const LowRankArgs& args);
 LowRankItems up_items(const LowRankArgs& args);
+// Bytes of a thread's scratch.
+size_t low_scratch(const LowRankArgs& args);
 // Bytes of args.low.
 size_t low_bytes(const LowRankArgs& args);
-
-// The bytes of factors that a thread with the items `down` and `up` reads, up to kMostAhead.
-void factors_of(const LowRankArgs& args, const ItemRange& down, const ItemRange& up,
-                MemoryStream* stream);
 
 // The rows of a run by slot. Operators over the same rows share them; nothing is allocated once the
 // vectors have grown.

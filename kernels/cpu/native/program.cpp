@@ -199,7 +199,20 @@ bool Program::same_activations(const Op& op) const {
            same_quantization(last.linear, op.linear) && last.count == op.count && last.per == op.per;
 }
 
+// The first product of an update reads what the product before it reads, so they share a stage.
+bool Program::joins_product(int op) const {
+    if (!op || ops_[(size_t)op].kind != kOpLowRank || ops_[(size_t)op - 1].kind != kOpLinear) return false;
+    const Op &product = ops_[(size_t)op - 1], &update = ops_[(size_t)op];
+    return update.low_rank.x && update.low_rank.x == product.linear.x &&
+           update.low_rank.k == product.linear.w->k && update.count == product.count &&
+           update.per == product.per;
+}
+
 void Program::add_part(int op, Work work, bool alone) {
+    if (work == kTiles && joins_product(op)) {
+        stages_.back().down = op;
+        return;
+    }
     const Count count = ops_[(size_t)op].count;
     const int part = (int)parts_.size();
     parts_.push_back({op, work});
@@ -212,9 +225,6 @@ void Program::add_part(int op, Work work, bool alone) {
     if (hinted) stages_[(size_t)last_tiles_].then = (int)stages_.size();
     // Updates by adapters, most of which have no rows, leave it to the stage before to prefetch.
     if (work == kTiles && ops_[(size_t)op].kind != kOpLowRank) last_tiles_ = (int)stages_.size();
-    if (work == kTiles && ops_[(size_t)op].kind == kOpLowRank && op &&
-        integer(ops_[(size_t)op - 1]))
-        stages_.back().factors = (int)stages_.size();
     stages_.push_back({part, part + 1, count, work, -1, hinted, alone, -1});
 }
 
@@ -331,6 +341,8 @@ Status Runtime::bind(Op* op, int64_t n, Needs* needs) {
             fits = slots_.assign(&op->low_rank, n) && (!op->low_rank.ids ||
                    in_range(op->low_rank.ids, n, op->low_rank.k));
             at_least(&needs->low, low_bytes(op->low_rank));
+            op->low_rank.units = down_items(op->low_rank).count;
+            at_least(&needs->each_thread, low_scratch(op->low_rank));
             break;
         case kOpSample:
             at_least(&needs->each_thread, (size_t)kernels->sample_scratch(op->sample.width));
@@ -444,7 +456,7 @@ void Runtime::tiles(const Op& op, Program::Work kind, const ItemRange& share, in
         case kOpGroup: group_rows(op.group); break;
         case kOpLowRank:
             (kind == Program::kTiles ? kernels->low_rank_down : kernels->low_rank_up)(
-                &op.low_rank, share.begin, share.end);
+                &op.low_rank, share.begin, share.end, scratch);
             break;
         default:
             if (op.sample.masks && op.sample.masks->count) wait_for_masks(pool, *op.sample.masks);
@@ -461,23 +473,12 @@ void Runtime::hint_next(const Program& program, int stage, int thread, ItemRange
     share->then_end = w.codes + code_bytes(w, strips.end);
 }
 
-// Has the thread prefetch the factors that it will read in the stages `next` and `next` + 1, while it
-// runs its own strips.
-void Runtime::hint_factors(const Program& program, int stage, int next, int thread,
-                           ItemRange* share) {
-    const Phase &down = phases_[(size_t)next], &up = phases_[(size_t)next + 1];
-    const ItemRange own = pool.own(phases_[(size_t)stage], thread);
-    if (!up.total || share->begin < own.begin || share->end > own.end) return;
-    MemoryStream& stream = streams_[(size_t)thread];
-    if (stream.phase != stage) {
-        const int op = program.parts_[(size_t)program.stages_[(size_t)next].first].op;
-        factors_of(program.ops_[(size_t)op].low_rank, pool.own(down, thread), pool.own(up, thread),
-                   &stream);
-        stream.phase = stage;
-    }
-    if (stream.next == stream.count) return;
-    share->stream = &stream;
-    share->stream_bytes = stream.bytes / (own.end - share->begin) + kCacheLine;
+// The work items of an update's first product that are done with strips of the product before it.
+ItemRange Runtime::down_units(const Program& program, int stage, const ItemRange& strips) const {
+    const int64_t units = program.ops_[(size_t)program.stages_[(size_t)stage].down].low_rank.units;
+    const int64_t total = phases_[(size_t)stage].total;
+    const int64_t end = strips.end * units / total;
+    return {strips.begin * units / total, end, end, 0};
 }
 
 void Runtime::run_task(void* context, int phase, const ItemRange& task, int thread) {
@@ -487,8 +488,6 @@ void Runtime::run_task(void* context, int phase, const ItemRange& task, int thre
     const Program::Stage& stage = program.stages_[(size_t)phase];
     ItemRange share = task;
     if (stage.then >= 0) frame.runtime->hint_next(program, stage.then, thread, &share);
-    if (stage.factors >= 0)
-        frame.runtime->hint_factors(program, phase, stage.factors, thread, &share);
     if (stage.hinted) {
         const ItemRange own = frame.runtime->pool.own(frame.runtime->phases_[(size_t)phase], thread);
         share.resumed |= share.begin == own.begin;
@@ -498,6 +497,9 @@ void Runtime::run_task(void* context, int phase, const ItemRange& task, int thre
         if (stage.work != Program::kRows) frame.runtime->tiles(op, stage.work, share, thread);
         else frame.runtime->rows(op, share.begin * op.per, share.end * op.per);
     }
+    if (stage.down >= 0)
+        frame.runtime->tiles(program.ops_[(size_t)stage.down], Program::kTiles,
+                             frame.runtime->down_units(program, phase, share), thread);
 }
 
 void Runtime::close() {
@@ -514,8 +516,6 @@ Status Runtime::run(Program& program, const int64_t* counts) {
         pool.arm_side(compute_masks, const_cast<MaskTasks*>(op.sample.masks),
                       (int)op.sample.masks->count);
     }
-    streams_.resize((size_t)pool.threads());
-    for (MemoryStream& stream : streams_) stream.phase = -1;
     Frame frame = {this, &program};
     pool.run(&Runtime::run_task, &frame, phases_.data(), (int)phases_.size());
     return kOk;

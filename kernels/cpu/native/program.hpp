@@ -68,8 +68,9 @@ private:
         int then;        // the next stage of tiles if it reads integer weights, else -1
         bool hinted;  // this stage is another's `then`
         bool alone;      // no other part may join: its rows depend on other rows
-        int factors;     // the stage of adapters after this product: their factors; else -1
+        int down;        // the update by adapters whose first product joins this one; else -1
     };
+    bool joins_product(int op) const;
     void add_part(int op, Work work, bool alone = false);
     bool same_activations(const Op& op) const;
 
@@ -137,13 +138,12 @@ private:
     Phase tile_phase(const Op& op, Program::Work kind, int64_t count) const;
     void rows(const Op& op, int64_t begin, int64_t end);
     void tiles(const Op& op, Program::Work kind, const ItemRange& share, int thread);
-    void hint_factors(const Program& program, int stage, int next, int thread, ItemRange* share);
+    ItemRange down_units(const Program& program, int stage, const ItemRange& strips) const;
     void hint_next(const Program& program, int stage, int thread, ItemRange* share) const;
     static void run_task(void* context, int phase, const ItemRange& share, int thread);
 
     Scratch activations_, attention_, private_, low_;
     SlotPlans slots_;
-    std::vector<MemoryStream> streams_;  // of each thread
     FilePart* used_ = nullptr;  // last
     size_t stride_ = 0;
     std::vector<Phase> phases_;

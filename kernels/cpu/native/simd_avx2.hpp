@@ -181,6 +181,12 @@ INLINE float reduce_add(VF a) {
     b = _mm_add_ps(b, _mm_movehl_ps(b, b));
     return _mm_cvtss_f32(_mm_add_ss(b, _mm_movehdup_ps(b)));
 }
+INLINE VI widen_pairs(const int8_t* p) {
+    return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p));
+}
+INLINE VI dot_pairs(VI acc, VI codes, VI x) {
+    return _mm256_add_epi32(acc, _mm256_madd_epi16(codes, x));
+}
 INLINE float reduce_max(VF a) {
     __m128 b = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
     b = _mm_max_ps(b, _mm_movehl_ps(b, b));

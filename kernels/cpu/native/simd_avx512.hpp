@@ -156,6 +156,11 @@ INLINE VI dot4(VI acc, VB codes, const int8_t* a) {
     return _mm512_dpbusd_epi32(acc, codes, _mm512_set1_epi32(load_int(a)));
 }
 INLINE VI dot4_wide(VI acc, VB codes, const int8_t* a) { return dot4(acc, codes, a); }
+// 2 * kLanes codes as 16 bits, and acc + the sum of the two products of every lane's pairs.
+INLINE VI widen_pairs(const int8_t* p) {
+    return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p));
+}
+INLINE VI dot_pairs(VI acc, VI codes, VI x) { return _mm512_dpwssd_epi32(acc, codes, x); }
 enum { kWideOffset = 0 };
 INLINE float reduce_add(VF x) {
     __m256 a = _mm256_add_ps(_mm512_castps512_ps256(x),

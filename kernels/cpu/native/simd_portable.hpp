@@ -170,6 +170,15 @@ INLINE VI dot4(VI acc, VB c, const int8_t* a) {
 INLINE VI dot4_wide(VI acc, VB codes, const int8_t* a) { return dot4(acc, codes, a); }
 enum { kWideOffset = 0 };
 INLINE float reduce_add(VF a) { return (a[0] + a[2]) + (a[1] + a[3]); }
+// A lane has two numbers of 16 bits.
+INLINE VI widen_pairs(const int8_t* p) {
+    VI found;
+    for (int i = 0; i < 4; ++i) found[i] = (int32_t)((uint32_t)p[2 * i + 1] << 16 | (uint16_t)p[2 * i]);
+    return found;
+}
+INLINE VI dot_pairs(VI acc, VI codes, VI x) {
+    return acc + (codes << 16 >> 16) * (x << 16 >> 16) + (codes >> 16) * (x >> 16);
+}
 INLINE float reduce_max(VF a) {
     float low = a[0] > a[1] ? a[0] : a[1], high = a[2] > a[3] ? a[2] : a[3];
     return low > high ? low : high;

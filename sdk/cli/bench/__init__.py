@@ -38,6 +38,7 @@ DEFAULTS: dict[str, Any] = {
     "output_len": 64,
     "kv_dtype": "auto",
     "lora": "random:16",
+    "lora_dtype": "auto",
     "rounds": 5,
     "threads": None,
 }
@@ -129,6 +130,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     text = "adapters of the lora suite: random ones, or one of yours (default: random:16)"
     parser.add_argument("--lora", metavar="random:RANK|PATH", help=text)
+    text = "type of their factors in memory (default: auto, 16 bits)"
+    parser.add_argument("--lora-dtype", choices=("auto", "int8"), help=text)
     parser.add_argument("--rounds", type=parse_count, help="rounds of measuring (default: 5)")
     parser.add_argument("--threads", type=parse_count, help="default: the CPUs of this process")
     _add_gpu_arguments(parser)
@@ -176,6 +179,7 @@ def run(args: argparse.Namespace) -> int:
             unpacked=model.unpacked,
             progress=_progress,
             lora=parse_lora(args.lora),
+            lora_dtype=args.lora_dtype,
         )
         work = work_of(model.path)
         before = machine_limits(settings.threads)

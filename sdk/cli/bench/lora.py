@@ -76,7 +76,7 @@ def _measure_own(settings: Settings, paths: Sequence[Path]) -> list[Result]:
         "kv_cache_dtype": settings.kv,
         "enable_prefix_caching": False,
     }
-    adapted = adapter_options(paths)
+    adapted = {**adapter_options(paths), "lora_dtype": settings.lora_dtype}
     with LLM(settings.model, **options) as plain, LLM(settings.model, **options, **adapted) as llm:
         names = [llm.add_lora(f"{n}", path, pin=True).lora_name for n, path in enumerate(paths)]
         vocab = llm.model_config.vocab_size

@@ -32,6 +32,8 @@ class Settings:
     progress: Callable[[str], None]
     #: ``random:RANK``, or the path of an adapter.
     lora: str = "random:16"
+    #: The type of its factors, as in ``LLM(lora_dtype=)``.
+    lora_dtype: str = "auto"
 
     def engines(self, without: Sequence[str] = ()) -> list[Peer]:
         """Ours first, then the peers except those in ``without`` and their ``-bf16`` variants."""

@@ -77,7 +77,7 @@ class ModelRunner:
             )
             facts = self.model.config
             #: The slots of adapters, if requests may have any.
-            self.adapters = self._adapter_slots(config.adapter_slots)
+            self.adapters = self._make_adapters(config)
             #: The classes of the checkpoint, if it has any.
             self.classifier = classifier_of(values)
             self._score_head = read_score_head(checkpoint, self.classifier, facts.hidden_size)
@@ -117,8 +117,12 @@ class ModelRunner:
         checkpoint.close()
         release_free_memory()
 
-    def _adapter_slots(self, count: int) -> RankAdapters | None:
-        return RankAdapters(ModelAdapters(self.model, self.ops, count)) if count else None
+    def _make_adapters(self, config: RunnerConfig) -> RankAdapters | None:
+        if not config.adapter_slots:
+            return None
+        most, dtype = config.max_adapter_rank, config.adapter_dtype
+        slots = ModelAdapters(self.model, self.ops, config.adapter_slots, most, dtype)
+        return RankAdapters(slots)
 
     def close(self) -> None:
         """Free everything. Idempotent; the runner must not be used afterwards."""

@@ -75,6 +75,9 @@ class RunnerConfig:
     host_from: int | None = None
     #: Slots of low-rank adapters.
     adapter_slots: int = 0
+    #: The largest rank of an adapter, and the type of its factors.
+    max_adapter_rank: int = 64
+    adapter_dtype: torch.dtype | None = None
 
     def open_model(self) -> Checkpoint:
         """Open the model's files, with online quantization if ``quantization`` is set."""
