@@ -93,10 +93,15 @@ def test_close_works_where_no_thread_was_to_be_had(llm: LLM) -> None:
         ask(llm, 1)
 
 
+def _engines() -> set[threading.Thread]:
+    """The threads of engines, also of those that other tests share."""
+    return {thread for thread in threading.enumerate() if thread.name == "sdk-engine"}
+
+
 def test_a_start_of_the_thread_that_is_interrupted_is_made_again(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start = threading.Thread.start
+    start, others = threading.Thread.start, set(threading.enumerate())
 
     def interrupted(thread: threading.Thread) -> None:
         start(thread)
@@ -107,16 +112,17 @@ def test_a_start_of_the_thread_that_is_interrupted_is_made_again(
         with pytest.raises(KeyboardInterrupt):
             llm.generate(ids(1), SHORT)
     assert len(ask(llm, 1)[0]) == 8
-    assert [t.name for t in threading.enumerate()].count("sdk-engine") == 1
+    assert len(_engines() - others) == 1
     llm.close()
-    assert "sdk-engine" not in [thread.name for thread in threading.enumerate()]
+    assert not _engines() - others
 
 
 def test_a_close_that_was_interrupted_can_be_made_again(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    others = set(threading.enumerate())
     assert len(ask(llm, 1)[0]) == 8  # torch may start threads of its own in it
-    own = [thread for thread in threading.enumerate() if thread.name == "sdk-engine"]
+    own = _engines() - others
     threads = psutil.Process().num_threads() - len(own)
 
     def press(*_: object) -> None:
@@ -132,7 +138,7 @@ def test_a_close_that_was_interrupted_can_be_made_again(
     finally:
         signal.signal(signal.SIGINT, before)
     llm.close()
-    assert "sdk-engine" not in [thread.name for thread in threading.enumerate()]
+    assert not _engines() - others
     # The native ones go too. A joined thread is still counted while the kernel takes it down.
     deadline = time.monotonic() + 10
     while psutil.Process().num_threads() >= threads and time.monotonic() < deadline:

@@ -486,6 +486,8 @@ struct CombineArgs {
     int32_t k;
 };
 
+enum { kLowUnit = 8 };  // ranks of a factor that lie together
+
 // What an adapter adds to 16-column blocks of a product: scale * b (a x), both factors kF16, kF32 or kI8.
 struct LowRankPart {
     // Units of kLowUnit ranks, the last one of what is left: each [k / 16][ranks of the unit][16], of kI8

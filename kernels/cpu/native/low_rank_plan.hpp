@@ -15,7 +15,6 @@
 #include "abi.hpp"
 
 enum {
-    kLowUnit = 8,           // ranks of an item
     kLowRows = 32,          // its rows: their x (up to 2048 features) stays in the second-level cache
     kUpBlocks = 4,          // 16-column blocks of an item: the columns of up to four vectors
     kLowPadding = 16,       // a row of `low` is padded to a multiple of it, the widest vector
