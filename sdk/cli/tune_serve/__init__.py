@@ -219,7 +219,10 @@ def report(
 def print_grid(found: Sequence[Found]) -> None:
     """Every combination, from the highest rate."""
     if not found:
-        raise RequestError("tune serve: no engine can have any of these options")
+        raise RequestError(
+            "tune serve: nothing was measured: no engine can have any of these options, or "
+            "--seconds are too few"
+        )
     rows = [
         [*map(str, one.options.values()), f"{one.rate:.2f}"]
         for one in sorted(found, key=lambda one: -one.rate)

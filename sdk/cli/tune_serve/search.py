@@ -91,7 +91,7 @@ class Search:
         return best
 
     def grid(self, first: float, space: Sequence[Dimension]) -> Iterator[Found]:
-        """Every combination of values. Impossible ones are left out."""
+        """Every combination of values, as long as there is time. Impossible ones are left out."""
         for values in itertools.product(*(dimension.values for dimension in space)):
             options = {d.name: value for d, value in zip(space, values, strict=True)}
             try:
@@ -99,6 +99,9 @@ class Search:
             except ImpossibleOptions as error:
                 self._say(f"{shown(options)}: not possible: {error}")
                 continue
+            except OutOfTime:
+                self._say("the time is used up: the grid ends here; --seconds gives it more")
+                return
             self._say(f"{shown(options)}: {rate:.3g} per second")
             yield Found(options, rate)
 

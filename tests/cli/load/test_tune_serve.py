@@ -160,6 +160,12 @@ def test_a_grid_measures_every_combination() -> None:
     assert best.rate == pytest.approx(rate({**START, **best.options}), rel=0.06)
 
 
+def test_a_grid_without_time_keeps_what_it_has() -> None:
+    said: list[str] = []
+    found = list(Search(Simulated(most=30), 0.99, said.append).grid(4.0, SPACE))
+    assert 0 < len(found) < 30 and "--seconds gives it more" in said[-1]
+
+
 # ---- replays ----------------------------------------------------------------------------------
 
 
