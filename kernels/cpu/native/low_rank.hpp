@@ -1,11 +1,11 @@
-// y += scale * b (a x) + bias of the adapter of each row, in fp32 on factors of 8, 16 or 32 bits.
+// y += scale * b (a x) + bias of the adapter of each row, in fp32 on factors of 16 or 32 bits (8 bits:
+// low_rank_int8.hpp).
 //
 // Down: low = scale * (a x). Lane l of 16 sums the products of k = l, l + 16, ... by fma in this order;
 // then lanes i and i + 8 are added, i and i + 4, i and i + 2, i and i + 1. Up: each output sums its
 // products over the ranks by fma, in order from zero, and is then added to y; the parts of an adapter one
-// after another, last the bias. So a row gets the same bits for any other rows, items and threads, and the levels with a fused
-// multiply-add agree bit for bit.
-// (low_rank_int8.hpp: 8-bit factors.)
+// after another, last the bias. So a row gets the same bits for any other rows, items and threads, and
+// the levels with a fused multiply-add agree bit for bit.
 //
 // Factors are read once per step, in the order in which they lie in memory, and prefetched kAhead bytes
 // before: eight adapters nearly double the bytes of a step.
@@ -105,18 +105,6 @@ __attribute__((noinline)) static void dots(const LowUnit& unit, int64_t at, int6
 
 namespace LEVEL {
 
-template <int TYPE, int ROWS, int RANKS>
-INLINE void some_ranks(const LowUnit& unit, int64_t at, int64_t k, bool fresh, const float* const* x,
-                       float (*found)[kLowUnit]) {
-    dots<TYPE, ROWS, RANKS>(unit, at, k, fresh, x, found);
-}
-
-template <int TYPE, int ROWS, int RANKS>
-INLINE void some_ranks(const LowUnit& unit, int64_t at, int64_t k, bool fresh, const int16_t* const* x,
-                       float (*found)[kLowUnit]) {
-    dots_int8<ROWS, RANKS>(unit, at, k, fresh, x, found);
-}
-
 // All ranks of a unit for ROWS rows. X: float, or int16_t for 8-bit factors.
 template <int TYPE, int ROWS, typename X>
 static void ranks(const LowUnit& unit, int64_t k, bool fresh, const X* const* x,
@@ -127,12 +115,12 @@ static void ranks(const LowUnit& unit, int64_t k, bool fresh, const X* const* x,
         const int64_t left = unit.ranks - at;
         int done = 1;
         if (kMost >= 8 && left >= 8)
-            some_ranks<TYPE, ROWS, kMost >= 8 ? 8 : 1>(unit, at, k, fresh, x, found), done = 8;
+            dots<TYPE, ROWS, kMost >= 8 ? 8 : 1>(unit, at, k, fresh, x, found), done = 8;
         else if (kMost >= 4 && left >= 4)
-            some_ranks<TYPE, ROWS, kMost >= 4 ? 4 : 1>(unit, at, k, fresh, x, found), done = 4;
+            dots<TYPE, ROWS, kMost >= 4 ? 4 : 1>(unit, at, k, fresh, x, found), done = 4;
         else if (kMost >= 2 && left >= 2)
-            some_ranks<TYPE, ROWS, kMost >= 2 ? 2 : 1>(unit, at, k, fresh, x, found), done = 2;
-        else some_ranks<TYPE, ROWS, 1>(unit, at, k, fresh, x, found);
+            dots<TYPE, ROWS, kMost >= 2 ? 2 : 1>(unit, at, k, fresh, x, found), done = 2;
+        else dots<TYPE, ROWS, 1>(unit, at, k, fresh, x, found);
         at += done;
     }
 }

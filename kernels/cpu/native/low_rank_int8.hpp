@@ -40,7 +40,7 @@ static float to_int16(const float* x, int64_t count, int64_t padding, int16_t* t
     return largest / 32767.0f;
 }
 
-// Lanes first.. of the sums of pairs of codes with pairs of 16-bit numbers.
+// Pairs of 16-bit numbers, one for each lane; and one pair for all lanes.
 INLINE VI load_pairs(const int16_t* x) {
     VI pairs;
     memcpy(&pairs, x, sizeof pairs);
@@ -53,10 +53,10 @@ INLINE VI load_pair(const int16_t* x) {
     return set1_int(pair);
 }
 
-// ROWS rows of x times RANKS ranks of a unit from `at` on, as `dots`.
-template <int ROWS, int RANKS>
-__attribute__((noinline)) static void dots_int8(const LowUnit& unit, int64_t at, int64_t k, bool fresh,
-                                                const int16_t* const* x, float (*found)[kLowUnit]) {
+// ROWS rows of x times RANKS ranks of a unit from `at` on: `dots` of rows of 16 bits.
+template <int TYPE, int ROWS, int RANKS>
+__attribute__((noinline)) static void dots(const LowUnit& unit, int64_t at, int64_t k, bool fresh,
+                                           const int16_t* const* x, float (*found)[kLowUnit]) {
     const int64_t depth = (k + kPairs - 1) / kPairs * kPairs, step = unit.ranks * kPairs;
     VF totals[ROWS][RANKS][kLowVectors];
     for (int64_t begin = 0; begin < depth; begin += kExactDepth) {

@@ -60,8 +60,15 @@ size_t low_bytes(const LowRankArgs& args) {
 }
 
 size_t low_scratch(const LowRankArgs& args) {
+    bool codes = false;
+    for (int64_t g = 0; g < args.rows->count; ++g) {
+        const LowRankSlot& slot = args.table[args.rows->groups[g].slot];
+        for (int64_t p = 0; p < slot.count; ++p) codes |= slot.parts[p].type == kI8;
+    }
+    if (!codes) return 0;
     const int64_t rows = args.rows->total < kLowRows ? args.rows->total : (int64_t)kLowRows;
-    const int64_t down = rows * rank_bytes(args.k, kI8) * 2;  // 16 bits for each of 8
+    // 16 bits for each of 8; an embedding has no x, and k is its vocabulary.
+    const int64_t down = args.ids ? 0 : rows * rank_bytes(args.k, kI8) * 2;
     const int64_t up = args.rows->total * (4 + 2 * args.low_stride);
     return (size_t)(down > up ? down : up);
 }

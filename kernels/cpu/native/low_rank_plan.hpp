@@ -58,7 +58,7 @@ struct LowRankItems {
 
 LowRankItems down_items(const LowRankArgs& args);
 LowRankItems up_items(const LowRankArgs& args);
-// Bytes of a thread's scratch.
+// Bytes of a thread's scratch, which only 8-bit factors need.
 size_t low_scratch(const LowRankArgs& args);
 // Bytes of args.low.
 size_t low_bytes(const LowRankArgs& args);
