@@ -62,6 +62,7 @@ class SlidingWindow:
 
     def charge(self, amount: int, now: float) -> Entry:
         """Add a charge. The clock must not run backwards."""
+        self.forget(now)  # also where no limit asks for the total
         entry = Entry(now, amount)
         self._entries.append(entry)
         self.total += amount

@@ -68,7 +68,6 @@ def test_the_log_forgets_what_is_old() -> None:
     window = SlidingWindow(60.0)
     for second in range(10_000):
         window.charge(1, float(second))
-        window.forget(float(second))
     assert len(window) == 60
     assert window.total == 60
 
