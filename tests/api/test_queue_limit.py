@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from sdk import LLM, AsyncLLM, QueueFullError, RequestError, SamplingParams, SdkError
+from tests.api.engines import Gate
 
 ONE = SamplingParams(max_tokens=1, temperature=0)
 LONG = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
@@ -83,11 +84,12 @@ def test_it_holds_when_many_threads_call_at_once(small: LLM) -> None:
 
 def test_without_waiting_only_free_slots_count(tiny_path: Path) -> None:
     with LLM(tiny_path, max_model_len=64, max_num_seqs=2, max_waiting=0) as llm:
-        first = llm.stream(ids(0), LONG)
+        gate = Gate()  # so that both still run when the third one comes, however fast they are
+        first = llm.stream(ids(0), LONG.clone(logits_processors=[gate]))
         second = llm.stream(ids(1), LONG)
-        next(first), next(second)
         with pytest.raises(QueueFullError):
             llm.generate(ids(2), ONE)
+        gate.open()
         first.close()
         list(second)
         assert llm.generate(ids(2), ONE)
