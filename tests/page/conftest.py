@@ -165,6 +165,8 @@ class Visitor:
             self.errors.append(message.text)
 
     def ask(self, text: str) -> None:
+        model = self.page.get_by_label("Model", exact=True)
+        expect(model).not_to_have_value("")  # the list of models is there
         self.page.get_by_label("Message", exact=True).fill(text)
         self.page.keyboard.press("Enter")
 

@@ -282,6 +282,7 @@ def test_the_prompts_of_a_trace_are_not_those_of_the_warm_up() -> None:
     assert len(asked) == 6 and asked[4:] == ["q0", "q0"] and "q0" not in asked[:4]
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_keeps_what_has_ended() -> None:
     async def behave(server: FakeServer, asked: Asked, writer: asyncio.StreamWriter) -> None:
         if len(server.questions) == 3:
