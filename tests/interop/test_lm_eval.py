@@ -151,7 +151,7 @@ def test_text_is_generated_up_to_the_stop_string(
 REFUSED = {
     "EmbedLM()": "model_args: expected pretrained=MODEL, found none",
     "EmbedLM(path, nonsense=1)": "LLM() got an unknown option 'nonsense'",
-    "EmbedLM(path)._params({'beams': 2})": "generation_kwargs: beams: expected until, ",
+    "EmbedLM(path)._params({'beams': 2})": "generation_kwargs: expected until, ",
     "EmbedLM(path, max_length=8)._loglikelihood_tokens([(None, [1], [5] * 7)])": (
         "continuation: expected fewer than 7 tokens (max_length), found 7"
     ),
