@@ -62,7 +62,12 @@ class LinearKernel(Implementation, Protocol):
     def matmul(self, packed: Any, x: Tensor, out: Tensor) -> None:
         """``out [M, N] = x [M, K] @ w.T``; x is contiguous, both have any type of the backend."""
 
-    def rows(self, packed: Any, ids: Tensor, out: Tensor) -> None:
+    #: Whether ``rows`` takes ``part`` (:meth:`sdk.kernels.bound.BoundLinear.rows`).
+    reads_parts: bool
+
+    def rows(
+        self, packed: Any, ids: Tensor, out: Tensor, part: tuple[int, int] | None = None
+    ) -> None:
         """``out [T, K] = w[ids]``, dequantized exactly; ids int64 ``[T]``, already checked."""
 
     def nbytes(self, packed: Any) -> int:

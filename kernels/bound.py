@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,18 +46,27 @@ class BoundLinear:
             self.choice.implementation.matmul(self.packed, x.contiguous(), out)
         return out
 
-    def rows(self, ids: Tensor) -> Tensor:
-        """``w[ids]``, dequantized exactly: ids int64 ``[T]`` -> float32 ``[T, K]``."""
+    def rows(self, ids: Tensor, part: tuple[int, int] | None = None) -> Tensor:
+        """``w[ids]``, dequantized exactly: ids int64 ``[T]`` -> float32 ``[T, K]``.
+
+        ``part``: the first row of this weight in a matrix, and how many that has; ids are those of
+        the matrix, and rows that are not here are zeros.
+        """
         expect("rows ids", ids, torch.int64, None)
+        count = self.shape[0] if part is None else part[1]
         # On a GPU this check would wait for the device; its kernels skip ids that are out of range.
         if ids.numel() and self.context.capture_pool is None and ids.is_cpu:
             low, high = int(ids.min()), int(ids.max())
-            if low < 0 or high >= self.shape[0]:
+            if low < 0 or high >= count:
                 bad = low if low < 0 else high
-                raise KernelError(f"rows: expected ids in 0..{self.shape[0] - 1}, found {bad}")
+                raise KernelError(f"rows: expected ids in 0..{count - 1}, found {bad}")
+        kernel = self.choice.implementation
+        if part is not None and not kernel.reads_parts:
+            return rows_of_part(self.rows, self.shape[0], ids, part)
         out = self.context.empty(ids.shape[0], self.shape[1])
         if ids.numel():
-            self.choice.implementation.rows(self.packed, ids.contiguous(), out)
+            given = () if part is None else (part,)
+            kernel.rows(self.packed, ids.contiguous(), out, *given)
         return out
 
     def layout(self) -> Layout:
@@ -68,6 +78,15 @@ class BoundLinear:
     @property
     def nbytes(self) -> int:
         return int(self.choice.implementation.nbytes(self.packed))
+
+
+def rows_of_part(
+    rows: Callable[[Tensor], Tensor], count: int, ids: Tensor, part: tuple[int, int]
+) -> Tensor:
+    """:meth:`BoundLinear.rows` with ``part``, where ``rows`` reads the ``count`` rows that are
+    here."""
+    here = (ids >= part[0]) & (ids < part[0] + count)
+    return rows(torch.where(here, ids - part[0], 0)) * here.unsqueeze(1)
 
 
 @dataclass(frozen=True, slots=True)

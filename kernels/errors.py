@@ -7,5 +7,13 @@ class SdkError(Exception):
     """Base class: ``except sdk.SdkError`` catches everything the package raises on purpose."""
 
 
+class CollectiveError(SdkError):
+    """A sum or a gather over ranks failed: another rank ended, or did not take part in time."""
+
+
 class KernelError(SdkError):
     """No kernel can run the problem, or its arguments disagree (shape, dtype, device)."""
+
+
+class CaptureError(KernelError):
+    """The forward pass cannot be recorded; the message says why."""

@@ -26,7 +26,7 @@ from sdk.kernels.activations import ActivationPool
 from sdk.kernels.backend import GraphRecorder, Recorded
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.context import Context
-from sdk.kernels.errors import KernelError
+from sdk.kernels.errors import CaptureError, KernelError
 
 Result = TypeVar("Result")
 #: One attention of a forward pass: queries ``[T, heads, head_dim]``, the batch of the step, and
@@ -45,10 +45,6 @@ _VIEWS = frozenset(
         *("_unsafe_view", "_reshape_alias"),
     )
 )
-
-
-class CaptureError(KernelError):
-    """The forward pass cannot be recorded; the message says why."""
 
 
 class Graph(Generic[Result]):

@@ -27,6 +27,7 @@ from sdk.kernels.checks import expect, expect_floats
 from sdk.kernels.context import Compute, Context
 from sdk.kernels.errors import KernelError
 from sdk.kernels.graph import Recording
+from sdk.kernels.groups import Group
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.kv_tiers import page_tier
 from sdk.kernels.layouts import Layout, on_device
@@ -199,6 +200,24 @@ class Ops:
         if x.numel():
             self._kernel("softcap").run(x, None, cap)
         return x
+
+    def all_reduce(self, x: Tensor, group: Group) -> Tensor:
+        """``x [T, N]`` becomes its sum over the ranks of ``group``; returns x."""
+        expect_floats("all_reduce x", x, self.activations, None, None)
+        if x.numel():
+            self._kernel("all_reduce").run(x, group)
+        return x
+
+    def all_gather(self, x: Tensor, group: Group, width: int, total: int) -> Tensor:
+        """The x of all ranks side by side: ``[T, width]`` of each, ``[T, total]``.
+
+        The last rank's x may have fewer columns.
+        """
+        expect_floats("all_gather x", x, self.activations, None, None)
+        out = self.empty(x.shape[0], total, dtype=x.dtype)
+        if out.numel():
+            self._kernel("all_gather").run(x, group, width, out)
+        return out
 
     def select_rows(self, x: Tensor, rows: Tensor) -> Tensor:
         """``x[rows]``: x ``[T, N]``, rows int64 ``[R]``, all of them in 0..T - 1."""

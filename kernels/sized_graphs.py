@@ -22,8 +22,8 @@ from torch import Tensor
 
 from sdk.kernels.backend import GraphRecorder
 from sdk.kernels.batch import AttentionBatch
-from sdk.kernels.errors import KernelError
-from sdk.kernels.graph import Attend, CaptureError, Cut
+from sdk.kernels.errors import CaptureError, KernelError
+from sdk.kernels.graph import Attend, Cut
 
 logger = logging.getLogger("sdk")
 Result = TypeVar("Result")

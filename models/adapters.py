@@ -78,9 +78,9 @@ class ModelAdapters:
                 self._add(linear, linear.weight.shape, linear.parts)
         if isinstance(model, Decoder):
             embedding, config = model.embedding, model.config
-            count, width = embedding.weight.shape
+            count, width = config.vocab_size, embedding.weight.shape[1]  # whole on every rank
             shape = (width, config.vocab_size)  # of ids, which are one-hot, to rows
-            part = Part(EMBEDDING, shape, 0, ((0, width),), (embedding.start, count))
+            part = Part(EMBEDDING, shape, 0, ((0, width),), (0, count))
             self._add(embedding, (width, count), [part])
 
     def _add(

@@ -108,8 +108,8 @@ class Projection:
         y = self.weight.matmul(x, out)
         if self.adapters is not None and self.ops.adapter_slots is not None:
             self.adapters.add(x, y, self.ops.adapter_slots)
-        if self.reduce:
-            self.mesh.all_reduce(y)
+        if self.reduce and self.mesh.group is not None:
+            self.ops.all_reduce(y, self.mesh.group)
         if self.bias is not None:
             self.ops.add_bias(y, self.bias)
         return y
@@ -140,25 +140,28 @@ class ExpertProjection:
 class Embedding:
     """Rows of a weight by token id; this rank's range of the vocabulary begins at ``start``."""
 
-    def __init__(self, weight: Weight, start: int, scale: float, mesh: Mesh, ops: Ops) -> None:
+    def __init__(
+        self, weight: Weight, start: int, config: ModelConfig, mesh: Mesh, ops: Ops
+    ) -> None:
         self.ops = ops
         self.weight = weight
         self.start = start
-        self.scale = scale
+        self.vocab_size = config.vocab_size
+        self.scale = config.embedding_scale
         self.mesh = mesh
         self.adapters: Adapters | None = None
 
     def __call__(self, ids: Tensor) -> Tensor:
-        """ids int64 ``[T]`` -> float32 ``[T, hidden]``, times ``scale``."""
+        """ids int64 ``[T]`` -> float32 ``[T, hidden]``, times the model's scale."""
         slots = None if self.adapters is None else self.ops.adapter_slots
-        if self.mesh.size > 1:
-            mine = (ids >= self.start) & (ids < self.start + self.weight.shape[0])
-            ids = torch.where(mine, ids - self.start, 0)
-        x = self.weight.rows(ids)
+        group, part = self.mesh.group, None
+        if group is not None:
+            part = self.start, self.vocab_size
+        x = self.weight.rows(ids, part)
+        if group is not None:
+            self.ops.all_reduce(x, group)  # one rank's row plus zeros: exact
         if self.adapters is not None and slots is not None:
-            self.adapters.add(ids, x, slots)
-        if self.mesh.size > 1:
-            x = self.mesh.all_reduce(x * mine.unsqueeze(1))  # one rank's row plus zeros: exact
+            self.adapters.add(ids, x, slots)  # every rank has adapters of the whole embedding
         return self.ops.scale(x, self.scale)
 
 
@@ -175,10 +178,9 @@ class Head:
         """``[R, hidden] -> [R, vocab]``, float32."""
         mesh = self.linear.mesh
         logits = self.linear(hidden)
-        if mesh.size > 1:  # the last rank's range may be shorter: pad it, gather equal lengths
-            missing = -(-self.vocab_size // mesh.size) - logits.shape[1]
-            logits = mesh.all_gather(torch.nn.functional.pad(logits, (0, missing)))
-            logits = logits[:, : self.vocab_size].contiguous()
+        if mesh.group is not None:
+            width = -(-self.vocab_size // mesh.size)  # of each rank, but for the last
+            logits = self.linear.ops.all_gather(logits, mesh.group, width, self.vocab_size)
         logits = self.linear.ops.scale(logits, 1.0 / self.scale)
         if self.softcap is not None:
             logits = self.linear.ops.softcap(logits, self.softcap)
@@ -452,7 +454,7 @@ class Source:
     def embedding(self) -> Embedding:
         """The first matrix of the model."""
         weight, (start, _) = self._by_token("model.embed_tokens"), self._tokens
-        return Embedding(weight, start, self.config.embedding_scale, self.mesh, self.ops)
+        return Embedding(weight, start, self.config, self.mesh, self.ops)
 
     @property
     def _tokens(self) -> tuple[int, int]:

@@ -35,4 +35,5 @@ class ExpertMLP:
         spec = self.spec
         routes = self.ops.moe.route(self.router(x), spec.per_token, normalized=spec.normalized)
         hidden = self.ops.gated_activation(self.gate_up(x, routes), self.activation)
-        return self.mesh.all_reduce(self.ops.moe.combine(self.down(hidden, routes), routes))
+        y = self.ops.moe.combine(self.down(hidden, routes), routes)
+        return y if self.mesh.group is None else self.ops.all_reduce(y, self.mesh.group)

@@ -13,22 +13,9 @@ row-parallel product (inputs split) whose outputs are summed over the ranks.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
-import torch
-from torch import Tensor
-
+from sdk.kernels.groups import Group
 from sdk.quant.errors import AlignmentError
-
-
-class Group(Protocol):
-    """Moves tensors between ranks; every rank makes the same calls in the same order."""
-
-    def all_reduce(self, x: Tensor) -> None:
-        """Sum ``x`` over all ranks, in place; the same bits on every rank."""
-
-    def all_gather(self, x: Tensor) -> list[Tensor]:
-        """The ``x`` of every rank, in rank order; all of one shape."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +34,7 @@ class HeadShard:
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """This rank among ``size`` ranks. With ``size`` 1 nothing is sent or split."""
+    """This rank among ``size`` ranks, which exchange tensors over ``group``. One rank has none."""
 
     rank: int = 0
     size: int = 1
@@ -58,18 +45,6 @@ class Mesh:
             raise ValueError(f"mesh: expected a rank in 0..{self.size - 1}, found {self.rank}")
         if self.size > 1 and self.group is None:
             raise ValueError(f"mesh: {self.size} ranks need a group")
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum over the ranks, in place; returns ``x``."""
-        if self.group is not None and self.size > 1:
-            self.group.all_reduce(x)
-        return x
-
-    def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
-        """The ranks' tensors (of one shape) joined along ``dim``."""
-        if self.group is None or self.size == 1:
-            return x
-        return torch.cat(self.group.all_gather(x.contiguous()), dim=dim)
 
     def heads(self, num_heads: int, num_kv_heads: int) -> HeadShard:
         """This rank's attention heads.

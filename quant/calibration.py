@@ -111,8 +111,8 @@ class ObservedWeight(Weight):
             raise QuantizationError(f"{' and '.join(self.names)}: {error}") from error
         return self.inner.matmul(x, out)
 
-    def rows(self, ids: Tensor) -> Tensor:
-        return self.inner.rows(ids)
+    def rows(self, ids: Tensor, part: tuple[int, int] | None = None) -> Tensor:
+        return self.inner.rows(ids, part)
 
     def choices(self) -> list[Choice]:
         return self.inner.choices()

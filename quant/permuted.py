@@ -80,8 +80,8 @@ class PermutedWeight(Weight):
         assert self._ops is not None, "bind() the weight before matmul()"
         return self.inner.matmul(self._ops.take_columns(x, self.order), out)
 
-    def rows(self, ids: Tensor) -> Tensor:
-        found = self.inner.rows(ids)
+    def rows(self, ids: Tensor, part: tuple[int, int] | None = None) -> Tensor:
+        found = self.inner.rows(ids, part)
         if self._ops is None:
             return self._back(found)
         return self._ops.take_columns(found, self.order, back=True)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sdk.kernels.backend import Choice
-from sdk.kernels.bound import BoundLinear
+from sdk.kernels.bound import BoundLinear, rows_of_part
 from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks, Dense, Float8, Layout, check_layout
 from sdk.kernels.ops import Ops
 from sdk.kernels.reference.decode import cut_codes, decode, flat_scales
@@ -81,7 +81,7 @@ class Weight(ABC):
         """``x [M, in] -> x @ w.T [M, out]``, float32; in ``out`` (rows may be strided) or new."""
 
     @abstractmethod
-    def rows(self, ids: Tensor) -> Tensor:
+    def rows(self, ids: Tensor, part: tuple[int, int] | None = None) -> Tensor:
         """Output rows ``ids`` (int64 ``[T]``), dequantized: float32 ``[T, in]``."""
 
     @abstractmethod
@@ -156,10 +156,10 @@ class PackedWeight(Weight):
     def matmul(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         return self.bound.matmul(x, out)
 
-    def rows(self, ids: Tensor) -> Tensor:
+    def rows(self, ids: Tensor, part: tuple[int, int] | None = None) -> Tensor:
         if self._bound is None:
             return decode(gather_rows(self.layout, ids))
-        return self._bound.rows(ids)
+        return self._bound.rows(ids, part)
 
     def choices(self) -> list[Choice]:
         return [] if self._bound is None else [self._bound.choice]
@@ -346,14 +346,16 @@ class StackedWeight(Weight):
             offset += part.shape[0]
         return out
 
-    def rows(self, ids: Tensor) -> Tensor:
+    def rows(self, ids: Tensor, part: tuple[int, int] | None = None) -> Tensor:
+        if part is not None:
+            return rows_of_part(self.rows, self.shape[0], ids, part)
         out = torch.empty(ids.shape[0], self.shape[1], device=ids.device)
         offset = 0
-        for part in self.parts:
-            inside = (ids >= offset) & (ids < offset + part.shape[0])
+        for piece in self.parts:
+            inside = (ids >= offset) & (ids < offset + piece.shape[0])
             if bool(inside.any()):
-                out[inside] = part.rows(ids[inside] - offset)
-            offset += part.shape[0]
+                out[inside] = piece.rows(ids[inside] - offset)
+            offset += piece.shape[0]
         return out
 
     def choices(self) -> list[Choice]:

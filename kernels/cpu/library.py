@@ -7,7 +7,18 @@ with the same field names; tests/kernels/test_native_abi.py compares sizes, offs
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_int64, c_uint8, c_void_p
+from ctypes import (
+    POINTER,
+    Structure,
+    c_char_p,
+    c_double,
+    c_float,
+    c_int,
+    c_int32,
+    c_int64,
+    c_uint8,
+    c_void_p,
+)
 from enum import IntEnum
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,7 +27,7 @@ from zipimport import zipimporter
 import torch
 
 #: Must equal kAbiVersion in native/abi.hpp; a library with another version is rejected as stale.
-ABI_VERSION = 19
+ABI_VERSION = 20
 
 #: Instruction-set levels, worst to best, in the order of native/levels.hpp.
 LEVELS = ("portable", "avx2", "avx2_vnni", "avx512_vnni")
@@ -56,6 +67,7 @@ class OpKind(IntEnum):
     COMBINE = 16
     RECODE = 17
     LOW_RANK = 18
+    EXCHANGE = 19
 
 
 class Count(IntEnum):
@@ -168,7 +180,10 @@ class CombineArgs(Structure):
 
 
 class EmbeddingArgs(Structure):
-    _fields_ = [(name, c_void_p) for name in ("w", "ids", "out", "file")]
+    _fields_ = [
+        *((name, c_void_p) for name in ("w", "ids", "out", "file")),
+        *((name, c_int64) for name in ("first", "whole")),
+    ]
 
 
 class MapArgs(Structure):
@@ -257,6 +272,13 @@ class LowRankArgs(Structure):
     ]
 
 
+class ExchangeArgs(Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("group", "x", "out")),
+        *((name, c_int64) for name in ("own", "x_stride", "width", "out_width", "number")),
+    ]
+
+
 _SIGNATURES = {
     "levels": (c_int, ()),
     "runtime_create": (c_void_p, (c_int, c_int)),
@@ -267,6 +289,11 @@ _SIGNATURES = {
     "unpack": (c_int, (c_void_p, POINTER(WeightView), c_void_p, c_int64)),
     "args_size": (c_int64, (c_int,)),
     "run": (c_int, (c_void_p, c_int, c_void_p, c_int64)),
+    "ranks_create": (c_void_p, (c_int, c_int, c_double)),
+    "ranks_join": (c_int, (c_void_p, c_char_p, c_double)),
+    "ranks_gather": (c_int, (c_void_p, c_void_p, c_int64, c_void_p)),
+    "ranks_give_up": (None, (c_void_p,)),
+    "ranks_destroy": (None, (c_void_p,)),
     "program_create": (c_void_p, ()),
     "program_destroy": (None, (c_void_p,)),
     "program_add": (c_int, (c_void_p, c_int, c_void_p, c_int, c_int64)),

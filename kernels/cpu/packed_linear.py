@@ -45,6 +45,8 @@ class PackedLinear:
     always for plain floats: everything is fp32.
     """
 
+    reads_parts = True
+
     def __init__(self, runtime: NativeRuntime, memory: WeightMemory, activation_bits: int) -> None:
         self._runtime = runtime
         self._memory = memory
@@ -140,11 +142,13 @@ class PackedLinear:
             file=_address(packed.file),
         )
 
-    def rows(self, packed: Packed, ids: Tensor, out: Tensor) -> None:
+    def rows(
+        self, packed: Packed, ids: Tensor, out: Tensor, part: tuple[int, int] = (0, 0)
+    ) -> None:
         if ids.dtype != torch.int64:
             raise KernelError(f"rows: expected int64 ids, found {ids.dtype}")
         file = _address(packed.file)
-        args = EmbeddingArgs(addressof(packed.view), ids.data_ptr(), out.data_ptr(), file)
+        args = EmbeddingArgs(addressof(packed.view), ids.data_ptr(), out.data_ptr(), file, *part)
         self._runtime.run(OpKind.EMBEDDING, args, ids.shape[0], "rows")
 
     def nbytes(self, packed: Packed) -> int:

@@ -6,14 +6,16 @@ import weakref
 from ctypes import Structure, byref, c_int64
 
 from sdk.kernels.cpu.library import LEVELS, Count, OpKind, find_library, levels
-from sdk.kernels.errors import KernelError
+from sdk.kernels.errors import CollectiveError, KernelError
 
 _STATUS = {
     1: "out of memory",
     2: "the engine is closed",
     3: "no such operator",
     4: "a token or page id, row, slot or length lies outside of its tensor",
+    5: "another rank ended, gave up or did not answer in time",
 }
+_RANK_LOST = 5
 
 
 class NativeRuntime:
@@ -108,6 +110,10 @@ class Program:
 
 
 def check(status: int, op: str) -> None:
-    """:raises KernelError: unless a native call reports success."""
+    """Raise unless a native call reports success.
+
+    :raises CollectiveError: another rank was lost. :raises KernelError: anything else.
+    """
     if status:
-        raise KernelError(f"{op}: {_STATUS[status]}")
+        error = CollectiveError if status == _RANK_LOST else KernelError
+        raise error(f"{op}: {_STATUS[status]}")

@@ -31,6 +31,7 @@ class DenseLinear:
     """
 
     name = "gpu.dense"
+    reads_parts = False
 
     def __init__(self, *, fixed: bool = False) -> None:
         self._fixed = fixed

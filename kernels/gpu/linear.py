@@ -54,6 +54,8 @@ class TritonLinear:
     not depend on the others.
     """
 
+    reads_parts = False
+
     def __init__(self, dtype: torch.dtype, tuning: Tuning, *, fixed: bool = False) -> None:
         self.dtype = dtype
         self._tuning = tuning

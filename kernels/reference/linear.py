@@ -29,6 +29,7 @@ class ReferenceLinear:
     """See :class:`sdk.kernels.registry.LinearKernel`."""
 
     name = "reference.linear"
+    reads_parts = False
 
     def reject(self, problem: Problem) -> str | None:
         return None if not problem.inputs else f"the file asks for activations in {problem.inputs}"

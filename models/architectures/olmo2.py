@@ -37,14 +37,14 @@ class Olmo2Attention(Attention):
 
     def normalize(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         wide_q, wide_k = q.flatten(1), k.flatten(1)
-        if self.mesh.size == 1:
+        if self.mesh.group is None:
             wide_q = self.ops.rms_norm(wide_q, self.q_norm, self.eps)
             wide_k = self.ops.rms_norm(wide_k, self.k_norm, self.eps)
         else:
             squares = wide_q.new_empty(len(wide_q), 2)
             squares[:, 0] = (wide_q * wide_q).sum(dim=1) / self.q_width
             squares[:, 1] = (wide_k * wide_k).sum(dim=1) / (self.k_width * self.kv_copies)
-            shrink = (self.mesh.all_reduce(squares) + self.eps).rsqrt()
+            shrink = (self.ops.all_reduce(squares, self.mesh.group) + self.eps).rsqrt()
             wide_q = wide_q * shrink[:, :1] * self.q_norm
             wide_k = wide_k * shrink[:, 1:] * self.k_norm
         return wide_q.view(q.shape), wide_k.view(k.shape)

@@ -23,8 +23,9 @@ from typing import Any
 
 from sdk.errors import EngineDeadError
 from sdk.executors.channel import Channel, pack
-from sdk.executors.gloo import CollectiveError, GlooGroup
+from sdk.executors.groups import RankGroup, meeting_place
 from sdk.executors.worker import WorkerStart
+from sdk.kernels.errors import CollectiveError
 
 _TICK_S = 1.0
 _STDERR_LINES, _STDERR_BYTES = 20, 4096
@@ -144,7 +145,7 @@ class Children:
     """All workers of one executor, their rendezvous folder, and rank 0's group."""
 
     def __init__(self) -> None:
-        self.group: GlooGroup | None = None
+        self.group: RankGroup | None = None
         self.folder = ""
         self._children: list[Child] = []
         self._owner = os.getpid()
@@ -159,7 +160,7 @@ class Children:
                 "multiprocessing.set_executable, or use tensor_parallel_size=1)"
             )
         try:
-            self.folder = tempfile.mkdtemp(prefix="embedlm-")
+            self.folder = meeting_place()
             path = _import_path()
             for rank in range(1, size):
                 self._children.append(Child(rank, self.folder, python, path))

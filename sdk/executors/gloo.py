@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch._C import _distributed_c10d
 
-from sdk.errors import SdkError
+from sdk.kernels.errors import CollectiveError
 
 # Untyped, because torch's stubs lack most of the backend's methods. `torch.distributed` exports the
 # same objects, but some only from torch 2.6 on.
@@ -32,12 +32,8 @@ _c10d: Any = _distributed_c10d
 _DESCRIPTORS = 16
 
 
-class CollectiveError(SdkError):
-    """A collective failed: another rank died, or did not take part in time."""
-
-
 class GlooGroup:
-    """Sums and gathers float32 CPU tensors over the ranks (:class:`sdk.models.parallel.Group`).
+    """Sums and gathers float32 CPU tensors over the ranks (:class:`sdk.kernels.groups.Group`).
 
     Every rank gets the same bits, and an element's sum does not depend on its position in the
     tensor: two addends commute, and more are added in rank order. Gloo's own sum of three or more

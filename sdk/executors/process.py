@@ -30,9 +30,10 @@ from sdk.errors import EngineClosedError, EngineDeadError
 from sdk.executors.base import Pending, RankCall
 from sdk.executors.channel import pack
 from sdk.executors.children import ChildLost, Children
-from sdk.executors.gloo import CollectiveError, connect
+from sdk.executors.groups import connect, transport
 from sdk.executors.local import RankFactory, RunnerT
 from sdk.executors.worker import WorkerStart
+from sdk.kernels.errors import CollectiveError
 from sdk.models.parallel import Mesh
 from sdk.params import SamplingParams
 from sdk.sampling.resolved import ResolvedParams
@@ -115,6 +116,7 @@ class ProcessExecutor(Generic[RunnerT]):
             0,
             self._size,
             "",
+            transport(),
             self._num_threads,
             self._startup_s,
             self._factory,
@@ -124,6 +126,7 @@ class ProcessExecutor(Generic[RunnerT]):
         self._children.spawn(self._size)
         self._children.introduce(start, self._startup_s)
         group = connect(
+            start.transport,
             self._children.folder,
             0,
             self._size,

@@ -19,10 +19,13 @@ import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sdk.executors.base import RankCall
 from sdk.executors.channel import Channel, pack
+
+if TYPE_CHECKING:
+    from sdk.executors.groups import Transport
 
 # How long to wait for rank 0 inside a collective: the host may be in a debugger for hours.
 _PATIENCE_S = 24 * 3600.0
@@ -36,6 +39,7 @@ class WorkerStart:
     rank: int
     size: int
     folder: str
+    transport: Transport
     num_threads: int
     connect_s: float
     factory: Callable[[Any, Any], Any]
@@ -81,13 +85,18 @@ def _serve(channel: Channel) -> None:
     start: WorkerStart = channel.receive()
     import torch  # takes a second, so only after the watching thread has started
 
-    from sdk.executors.gloo import connect
+    from sdk.executors.groups import connect
     from sdk.models.parallel import Mesh
 
     torch.set_num_threads(start.num_threads)  # this process runs nothing else
     channel.send(pack(("joining",)))
     group = connect(
-        start.folder, start.rank, start.size, connect_s=start.connect_s, limit_s=_PATIENCE_S
+        start.transport,
+        start.folder,
+        start.rank,
+        start.size,
+        connect_s=start.connect_s,
+        limit_s=_PATIENCE_S,
     )
     runner = start.factory(start.config, Mesh(start.rank, start.size, group))
     channel.send(pack(("ready",)))

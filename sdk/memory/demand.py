@@ -58,7 +58,8 @@ class Demand:
     that a step verifies, of all requests; ``drafter_bytes``: what finding them takes;
     ``drafting_weights``: the part of ``weights`` that drafts, of ``drafting_model``, which may run
     prompts too. ``feature_bytes``: hidden states of one token for a head that drafts.
-    ``adapter_bytes``: all low-rank adapters together.
+    ``adapter_bytes``: all low-rank adapters together. ``ranks``: of a tensor-parallel model; the
+    weights and pages are those of all ranks.
     """
 
     weights: WeightBytes
@@ -83,6 +84,7 @@ class Demand:
     drafting_prompts: bool = False
     feature_bytes: int = 0
     adapter_bytes: int = 0
+    ranks: int = 1
 
     @property
     def tokenizer(self) -> int:
@@ -117,10 +119,15 @@ def workspace_bytes(demand: Demand, seqs: int, tokens: int) -> int:
     A token has about six rows of hidden and three of intermediate size alive at once (residual,
     norm, q/k/v, attention, output; gate, up, product), and for each of its experts gate, up,
     product and output. The residual and what is added to it are always float32. In addition there
-    are some rows of logits of scored prompt tokens, or copies for logits processors.
+    are some rows of logits of scored prompt tokens, or copies for logits processors. Every rank has
+    the hidden states and the logits as a whole, and a part of what is between them.
     """
     model = demand.model
-    logits = min(seqs + demand.draft_tokens, tokens) * model.vocab_size * 4
+    rows = min(seqs + demand.draft_tokens, tokens)
+    logits = rows * model.vocab_size * 4 * demand.ranks
+    if demand.ranks > 1:
+        logits += rows * model.vocab_size * 4  # each rank's part, before they are gathered
+        logits += _exchanged_bytes(demand, rows, tokens)
     engine = ENGINE_BYTES + ENGINE_WORD_BYTES * model.vocab_size + demand.drafter_bytes
     engine += demand.weights.window if demand.offloaded else 0
     if demand.drafting_model is not None:  # its steps have buffers of their own
@@ -132,11 +139,19 @@ def workspace_bytes(demand: Demand, seqs: int, tokens: int) -> int:
     return engine + steps * (tokens * _token_bytes(demand.model, demand) + logits) + SCORED_BYTES
 
 
+def _exchanged_bytes(demand: Demand, rows: int, tokens: int) -> int:
+    """The memory that the ranks share: two areas each, for the largest sum or gather of a step."""
+    part = -(-demand.model.vocab_size // demand.ranks)
+    return 2 * demand.ranks * 4 * max(tokens * demand.model.hidden_size, rows * part)
+
+
 def _token_bytes(model: ModelConfig, demand: Demand) -> int:
-    short = 4 * model.hidden_size + 3 * model.intermediate_size
+    """Of all ranks together."""
+    short = 4 * demand.ranks * model.hidden_size + 3 * model.intermediate_size
     if model.experts is not None:
-        short += model.experts.per_token * (3 * model.experts.width + model.hidden_size)
-    return 2 * model.hidden_size * 4 + short * demand.activation_bytes
+        split, whole = 3 * model.experts.width, demand.ranks * model.hidden_size
+        short += model.experts.per_token * (split + whole)
+    return 2 * demand.ranks * model.hidden_size * 4 + short * demand.activation_bytes
 
 
 def scratch_bytes(demand: Demand, seqs: int, tokens: int, context: int) -> int:

@@ -139,6 +139,7 @@ def _demand(
         has_tokenizer=not config.skip_tokenizer_init,
         steps_with_embeds=config.enable_prompt_embeds and eager and not config.enforce_eager,
         adapter_bytes=adapter_bytes(config, model, activations),
+        ranks=config.tensor_parallel_size,
         captured_tokens=0 if eager else min(config.max_num_batched_tokens, MOST_TOKENS),
     )
 

@@ -68,6 +68,22 @@ def test_two_ranks_with_rounded_activations_leave_the_path_only_at_near_ties(smo
             assert best - second < noise, f"token {at}"
 
 
+@pytest.mark.parametrize("adapters", [{}, {"enable_lora": True, "max_lora_rank": 8}], ids=str)
+def test_steps_of_ranks_are_recorded_with_the_results_of_operators_one_by_one(
+    tiny_path: Path, adapters: dict[str, Any]
+) -> None:
+    prompts = [{"prompt_token_ids": list(range(5 + i, 30 + 9 * i))} for i in range(3)]
+    found = []
+    for eager in (True, False):
+        options = {"tensor_parallel_size": 2, "enforce_eager": eager, **adapters}
+        options |= {"max_num_batched_tokens": 32, "max_num_seqs": 8}
+        with LLM(tiny_path, max_model_len=128, **options) as llm:
+            assert ("one recorded graph" in str(llm.explain())) is not eager
+            outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+        found.append([(one.outputs[0].token_ids, one.outputs[0].logprobs) for one in outputs])
+    assert found[0] == found[1]
+
+
 @pytest.fixture
 def pair(tiny_path: Path) -> Iterator[tuple[LLM, psutil.Process]]:
     """A tiny engine of two ranks, and its worker."""

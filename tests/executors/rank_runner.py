@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from sdk.engine.plan import StepPlan, StepResult
 from sdk.errors import AlignmentError
@@ -69,12 +70,19 @@ class FakeRunner:
         self.steps += 1
         fail(self.config.faults.get((self.mesh.rank, plan.step_id)), self.config.folder)
         parts = torch.arange(64.0).reshape(8, 8).chunk(self.mesh.size, dim=1)
-        total = self.mesh.all_reduce(parts[self.mesh.rank].sum(dim=1))
+        group = self.mesh.group
+        total = parts[self.mesh.rank].sum(dim=1)
+        if group is not None:
+            group.all_reduce(total)
+
+        def gathered(x: Tensor) -> Tensor:
+            return x if group is None else torch.cat(group.all_gather(x))
+
         # the pattern of a column-parallel layer: every rank holds some of the outputs
-        doubled = self.mesh.all_gather((2 * total).chunk(self.mesh.size)[self.mesh.rank])
-        pids = self.mesh.all_gather(torch.tensor([float(os.getpid())]))
+        doubled = gathered((2 * total).chunk(self.mesh.size)[self.mesh.rank])
+        pids = gathered(torch.tensor([float(os.getpid())]))
         ignoring = float(signal.getsignal(signal.SIGINT) is signal.SIG_IGN)
-        quiet = self.mesh.all_gather(torch.tensor([ignoring]))
+        quiet = gathered(torch.tensor([ignoring]))
         return StepResult(
             plan.step_id,
             hidden={

@@ -116,15 +116,35 @@ def test_two_executors_work_side_by_side(started) -> None:
     assert run_step(two, StepPlan(9)).step_id == 9
 
 
-@pytest.mark.slow
-def test_gloo_is_bound_to_loopback_alone(started) -> None:
-    executor = started()
-    addresses = {
+def addresses(executor) -> set[str]:
+    return {
         connection.laddr.ip
         for pid in (os.getpid(), worker_of(executor))
         for connection in psutil.Process(pid).net_connections("inet")
     }
-    assert addresses == {"127.0.0.1"}
+
+
+@pytest.mark.slow
+def test_gloo_is_bound_to_loopback_alone(started, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sdk.executors.process.transport", lambda: "gloo")
+    executor = started()
+    assert addresses(executor) == {"127.0.0.1"}
+    assert run_step(executor, StepPlan(1)).step_id == 1
+
+
+def test_ranks_that_share_memory_have_no_network_socket_and_leave_no_file(started) -> None:
+    before = addresses_of_this_process(), files_in_memory()
+    executor = started()
+    assert addresses(executor) == before[0] and files_in_memory() == before[1]
+    executor.close()
+
+
+def addresses_of_this_process() -> set[str]:
+    return {one.laddr.ip for one in psutil.Process().net_connections("inet")}
+
+
+def files_in_memory() -> set[str]:
+    return {path.name for path in Path("/dev/shm").glob("embedlm-*")}
 
 
 def test_the_own_factory_builds_rank_0_and_is_never_pickled(ranks: ModuleType, started) -> None:

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from sdk.kernels.cpu.library import SelectArgs
-from sdk.kernels.errors import KernelError
-from sdk.kernels.graph import CaptureError
+from sdk.kernels.errors import CaptureError, KernelError
 from sdk.kernels.ops import Ops
 
 TOKENS, OUTPUTS, REQUESTS = 24, 6, 4

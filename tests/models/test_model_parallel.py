@@ -90,13 +90,6 @@ def test_a_mesh_checks_its_place() -> None:
         Mesh(0, 2)
 
 
-def test_one_rank_sends_nothing() -> None:
-    x = torch.ones(2, 3)
-    alone = Mesh(0, 1, NoGroup())
-    assert alone.all_reduce(x) is x
-    assert alone.all_gather(x) is x
-
-
 #: Uneven heads, copied key heads, joined files, norms over the whole width, biases, soft caps.
 CUT: dict[str, tuple[str, int, dict[str, Any]]] = {
     "llama": ("llama", 2, {}),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sdk.kernels.graph import CaptureError
+from sdk.kernels.errors import CaptureError
 from sdk.kernels.layouts import Dense
 from sdk.kernels.ops import Ops
 from sdk.quant.expert_weights import ExpertWeights

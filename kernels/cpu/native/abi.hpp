@@ -10,7 +10,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum { kAbiVersion = 19 };
+enum { kAbiVersion = 20 };
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -62,7 +62,16 @@ enum SourceKind {
 
 // What every exported function returns.
 // kBadIndex: a token or page id, row, slot or length points outside of its tensor.
-enum Status { kOk = 0, kOutOfMemory = 1, kClosed = 2, kUnknownOp = 3, kBadIndex = 4, kStatusCount = 5 };
+// kRankLost: another rank has ended, gave up, or did not answer in time.
+enum Status {
+    kOk = 0,
+    kOutOfMemory = 1,
+    kClosed = 2,
+    kUnknownOp = 3,
+    kBadIndex = 4,
+    kRankLost = 5,
+    kStatusCount = 6
+};
 
 // A tile of codes: 16 rows by 32 k.
 enum { kTileRows = 16, kTileDepth = 32 };
@@ -203,6 +212,8 @@ struct EmbeddingArgs {
     const int64_t* ids;
     float* out;
     FilePart* file;  // as in LinearArgs
+    int64_t first;   // the weight has the rows from here on of a matrix of
+    int64_t whole;   // so many; the others give zeros. 0: it has all rows
 };
 
 // Row t of x is row (t / inner, t % inner): the heads of a wider projection need no copy.
@@ -535,6 +546,18 @@ struct LowRankArgs {
     int64_t units;  // work items of a x
 };
 
+// What the ranks of a group compute together. A sum: x[t] becomes the sum of all ranks' x[t], added in
+// the order of the ranks. Otherwise out[t] = the x[t] of all ranks, side by side.
+struct ExchangeArgs {
+    class RankGroup* group;
+    float* x;         // [m, own], rows x_stride apart
+    float* out;       // [m, out_width], contiguous; null: a sum
+    int64_t own, x_stride;
+    int64_t width;    // columns of every rank's x, except that the last may have fewer
+    int64_t out_width;
+    int64_t number;   // of the exchange; set by the runtime
+};
+
 // The operators. Most are row-wise: row t of the result depends only on row t of the arguments.
 // Exceptions: kOpAttention, kOpSample, kOpGroup, kOpLowRank, and kOpLinear and kOpExperts except for
 // quantizing their activations; kOpCombine reads rows of other tokens. kOpPlaces prepares the step for the others.
@@ -558,7 +581,8 @@ enum OpKind {
     kOpCombine = 16,
     kOpRecode = 17,
     kOpLowRank = 18,
-    kOpKinds = 19,
+    kOpExchange = 19,
+    kOpKinds = 20,
 };
 
 // What a step counts; an operator runs over one of these (row-wise operators: times `per`).

@@ -6,6 +6,7 @@
 
 #include "pack.hpp"
 #include "program.hpp"
+#include "rank_group.hpp"
 
 namespace {
 
@@ -119,3 +120,24 @@ EXPORT int embedlm_program_run(void* handle, void* program, const int64_t* count
     if (runtime->closed) return kClosed;
     return guarded([=]() -> int { return runtime->run(*static_cast<Program*>(program), counts); });
 }
+
+// A group that nobody has joined yet. Exchanges wait `patience_s` seconds for a rank that is alive.
+EXPORT void* embedlm_ranks_create(int rank, int size, double patience_s) {
+    return new (std::nothrow) RankGroup(rank, size, patience_s);
+}
+
+// Meets the other ranks of this machine in `folder`; waits `seconds` for their files.
+EXPORT int embedlm_ranks_join(void* group, const char* folder, double seconds) {
+    return static_cast<RankGroup*>(group)->join(folder, seconds);
+}
+
+// `out` gets `bytes` of every rank, by rank.
+EXPORT int embedlm_ranks_gather(void* group, const void* mine, int64_t bytes, void* out) {
+    return static_cast<RankGroup*>(group)->gather(mine, bytes, out);
+}
+
+// See RankGroup::give_up.
+EXPORT void embedlm_ranks_give_up(void* group) { static_cast<RankGroup*>(group)->give_up(); }
+
+// Gives the memory back; no exchange may run.
+EXPORT void embedlm_ranks_destroy(void* group) { delete static_cast<RankGroup*>(group); }

@@ -267,12 +267,18 @@ void dense_blocks(const Weight& w, void* plain, bool unpack, int64_t begin, int6
     }
 }
 
-void gather_rows(const Weight& w, const int64_t* ids, float* out, int64_t begin, int64_t end) {
+void gather_rows(const EmbeddingArgs& args, int64_t begin, int64_t end) {
+    const Weight& w = *args.w;
     const Planes planes(w.bits);
     for (int64_t t = begin; t < end; ++t) {
-        const int64_t b = ids[t] / kTileRows;
-        const int r = (int)(ids[t] % kTileRows);
-        float* to = out + t * w.k;
+        const int64_t id = args.ids[t] - args.first;
+        float* to = args.out + t * w.k;
+        if (id < 0 || id >= w.n) {  // another rank has it
+            memset(to, 0, sizeof(float) * (size_t)w.k);
+            continue;
+        }
+        const int64_t b = id / kTileRows;
+        const int r = (int)(id % kTileRows);
         if (w.dense) {
             for (int64_t k = 0; k < w.k; ++k) {
                 to[k] = element(w.scale_type, w.codes, (b * w.k + k) * kTileRows + r);
@@ -284,16 +290,16 @@ void gather_rows(const Weight& w, const int64_t* ids, float* out, int64_t begin,
         }
         const Tiles tiles = tiles_of(&w, b);
         for (int64_t u = 0; u * w.subgroup < w.k; ++u) {
-            const int64_t at = w.subgroup == 1 ? u * w.scale_rows + ids[t] % w.scale_rows
+            const int64_t at = w.subgroup == 1 ? u * w.scale_rows + id % w.scale_rows
                                            : (b * w.groups + u / w.subgroups_per_group) * kTileRows + r;
             float scale = element(w.scale_type, w.scale, at);
             float minus = w.minus ? element(w.minus_type, w.minus, at) : 0.0f;
             const float zero = w.zeros ? element(w.zeros_type, w.zeros, at) : w.zero;
             if (w.scale_table) {
-                const int64_t group = ids[t] * w.groups + u / w.subgroups_per_group;
+                const int64_t group = id * w.groups + u / w.subgroups_per_group;
                 const int64_t over = group / w.subgroups_per_super;
                 scale = w.scale_table[((const uint8_t*)w.scale)[at]];
-                scale = scale * ((const float*)w.super_scale)[over] + w.scale_offset[ids[t]];
+                scale = scale * ((const float*)w.super_scale)[over] + w.scale_offset[id];
             } else if (w.super_scale) {
                 const int64_t over = (b * w.supers + u / w.subgroups_per_super) * kTileRows + r;
                 scale = element(w.super_type, w.super_scale, over) * scale;

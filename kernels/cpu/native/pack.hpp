@@ -17,5 +17,5 @@ void unpack_blocks(const Weight& w, uint8_t* out, int64_t row_bytes, int64_t beg
                    uint8_t* codes);
 // Dense values [N, K] <-> [row block][K][16].
 void dense_blocks(const Weight& w, void* plain, bool unpack, int64_t begin, int64_t end);
-// out[t] = w[ids[t]] for t in begin..end, with the operations of reference/decode.py.
-void gather_rows(const Weight& w, const int64_t* ids, float* out, int64_t begin, int64_t end);
+// The rows begin..end of an embedding, with the operations of reference/decode.py.
+void gather_rows(const EmbeddingArgs& args, int64_t begin, int64_t end);

@@ -2,32 +2,9 @@
 
 #include <unistd.h>
 
-#include <chrono>
+#include "spin.hpp"
 
 namespace {
-
-constexpr std::chrono::microseconds kSpin(200);
-
-inline void relax() {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    asm volatile("yield");
-#endif
-}
-
-// Spins until `ready()` or until kSpin is over; reads the clock every 32 turns (about 1 us).
-template <typename Ready>
-bool spin(Ready ready) {
-    const auto deadline = std::chrono::steady_clock::now() + kSpin;
-    do {
-        for (int i = 0; i < 32; ++i) {
-            if (ready()) return true;
-            relax();
-        }
-    } while (std::chrono::steady_clock::now() < deadline);
-    return false;
-}
 
 constexpr uint32_t kTaskMask = (1u << kTaskBits) - 1;
 static_assert(2 * kTaskBits == 32, "end and next are below the 32 bits of the epoch");
@@ -127,7 +104,7 @@ bool Pool::claim_and_run(int thread) {
 // Spins, then sleeps until `ready()`; `waiting` counts the threads that others have to wake.
 template <typename Ready>
 void Pool::await(std::condition_variable& signal, std::atomic<int>& waiting, Ready ready) {
-    if (spin(ready)) return;
+    if (spin_until(ready)) return;
     std::unique_lock<std::mutex> lock(mutex_);
     waiting.fetch_add(1, std::memory_order_seq_cst);
     signal.wait(lock, ready);

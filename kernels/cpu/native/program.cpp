@@ -54,6 +54,7 @@ int64_t row_work(const Op& op) {
         case kOpCombine: return op.combine.width * op.combine.k;
         // keys are transposed in their pages: every number is a separate store
         case kOpRecode: return 16 * (int64_t)op.recode.head_dim;
+        case kOpExchange: return op.exchange.width * op.exchange.group->size();
         case kOpRope: return 4 * (op.rope.heads + 2 * op.rope.kv_heads) * (int64_t)op.rope.head_dim;
         default: return 0;
     }
@@ -72,6 +73,35 @@ void take_columns(const TakeArgs& a, int64_t begin, int64_t end) {
             for (int64_t k = 0; k < a.width; ++k) out[a.order[k]] = x[k];
         else
             for (int64_t k = 0; k < a.width; ++k) out[k] = x[a.order[k]];
+    }
+}
+
+float* area_of(const ExchangeArgs& a, int rank) {
+    return reinterpret_cast<float*>(a.group->area(rank, (uint32_t)a.number));
+}
+
+void send_rows(const ExchangeArgs& a, int64_t begin, int64_t end) {
+    float* to = area_of(a, a.group->rank());
+    for (int64_t t = begin; t < end; ++t)
+        memcpy(to + t * a.width, a.x + t * a.x_stride, sizeof(float) * (size_t)a.own);
+}
+
+void receive_rows(const ExchangeArgs& a, int64_t begin, int64_t end) {
+    if (!a.group->wait((uint32_t)a.number)) return;
+    for (int rank = 0; rank < a.group->size(); ++rank) {
+        const float* from = area_of(a, rank);
+        const int64_t left = a.out_width - rank * a.width;
+        const int64_t count = left < a.width ? left : a.width;
+        for (int64_t t = begin; t < end; ++t) {
+            const float* part = from + t * a.width;
+            float* x = a.x + t * a.x_stride;
+            if (a.out)
+                memcpy(a.out + t * a.out_width + rank * a.width, part, sizeof(float) * (size_t)count);
+            else if (rank)
+                for (int64_t i = 0; i < a.width; ++i) x[i] += part[i];
+            else
+                memcpy(x, part, sizeof(float) * (size_t)a.width);
+        }
     }
 }
 
@@ -134,6 +164,7 @@ size_t args_size(int kind) {
         case kOpCombine: return sizeof(CombineArgs);
         case kOpRecode: return sizeof(RecodeArgs);
         case kOpLowRank: return sizeof(LowRankArgs);
+        case kOpExchange: return sizeof(ExchangeArgs);
         default: return 0;
     }
 }
@@ -186,6 +217,10 @@ bool Program::add(int kind, const void* args, Count count, int64_t per) {
         case kOpSample: add_part(index, kTiles); break;
         case kOpPlaces: break;  // before the threads start: see prepare
         case kOpCombine: add_part(index, kRows, true); break;
+        case kOpExchange:
+            add_part(index, kRows, true);
+            add_part(index, kMoreRows);
+            break;
         default: add_part(index, kRows);
     }
     return true;
@@ -216,7 +251,7 @@ void Program::add_part(int op, Work work, bool alone) {
     const Count count = ops_[(size_t)op].count;
     const int part = (int)parts_.size();
     parts_.push_back({op, work});
-    if (work == kRows && !alone && !stages_.empty() && stages_.back().work == kRows &&
+    if (work <= kMoreRows && !alone && !stages_.empty() && stages_.back().work == kRows &&
         !stages_.back().alone && stages_.back().count == count) {
         stages_.back().last = part + 1;
         return;
@@ -225,7 +260,8 @@ void Program::add_part(int op, Work work, bool alone) {
     if (hinted) stages_[(size_t)last_tiles_].then = (int)stages_.size();
     // Updates by adapters, most of which have no rows, leave it to the stage before to prefetch.
     if (work == kTiles && ops_[(size_t)op].kind != kOpLowRank) last_tiles_ = (int)stages_.size();
-    stages_.push_back({part, part + 1, count, work, -1, hinted, alone, -1});
+    const Work kind = work == kMoreRows ? kRows : work;
+    stages_.push_back({part, part + 1, count, kind, -1, hinted, alone, -1});
 }
 
 void Program::clear() {
@@ -261,6 +297,7 @@ struct Runtime::Needs {
     const AttentionArgs* planned = nullptr;
     const RopeArgs* written = nullptr;
     size_t low = 0;
+    int64_t exchanged = 0;  // the most bytes of a rank
 };
 
 namespace {
@@ -324,7 +361,8 @@ Status Runtime::bind(Op* op, int64_t n, Needs* needs) {
         case kOpPlaces: fits = find_places(op->places, n); break;
         case kOpEmbedding:
             release_part(op->embedding.file);  // the rows of the last step
-            fits = in_range(op->embedding.ids, n, op->embedding.w->n);
+            fits = in_range(op->embedding.ids, n,
+                            op->embedding.whole ? op->embedding.whole : op->embedding.w->n);
             break;
         case kOpSelect: fits = in_range(op->select.rows, n, op->select.size); break;
         case kOpTake: fits = in_range(op->take.order, op->take.width, op->take.width); break;
@@ -344,6 +382,12 @@ Status Runtime::bind(Op* op, int64_t n, Needs* needs) {
             op->low_rank.units = down_items(op->low_rank).count;
             at_least(&needs->each_thread, low_scratch(op->low_rank));
             break;
+        case kOpExchange: {
+            const int64_t bytes = n * op->exchange.width * (int64_t)sizeof(float);
+            needs->exchanged = bytes > needs->exchanged ? bytes : needs->exchanged;
+            group_ = op->exchange.group;
+            break;
+        }
         case kOpSample:
             at_least(&needs->each_thread, (size_t)kernels->sample_scratch(op->sample.width));
             break;
@@ -382,6 +426,7 @@ Phase Runtime::tile_phase(const Op& op, Program::Work kind, int64_t count) const
 // Everything that depends on the counts of a run: fields of operators, scratch memory, phases.
 Status Runtime::prepare(Program& program, const int64_t* counts) {
     Needs needs;
+    group_ = nullptr;
     slots_.clear();
     for (Op& op : program.ops_) {
         const Status status = bind(&op, counts[op.count] * op.per, &needs);
@@ -390,7 +435,14 @@ Status Runtime::prepare(Program& program, const int64_t* counts) {
     if (!activations_.reserve(needs.activations) || !attention_.reserve(needs.attention, true) ||
         !reserve_private(needs.each_thread) || !low_.reserve(needs.low))
         return kOutOfMemory;
+    if (group_) {
+        const Status status = group_->reserve(needs.exchanged);
+        if (status != kOk) return status;
+    }
     for (Op& op : program.ops_) {
+        // Without rows nothing is exchanged; a number that nobody counts would break the order of areas.
+        if (op.kind == kOpExchange && counts[op.count] * op.per)
+            op.exchange.number = group_->next();
         if (op.kind == kOpAttention) op.attention.shared = attention_.data();
         if (op.kind == kOpLowRank) op.low_rank.low = (float*)low_.data();
         if (quantizes(op)) place_activations(&op.linear, activations_.data());
@@ -416,10 +468,10 @@ Status Runtime::prepare(Program& program, const int64_t* counts) {
 }
 
 // Rows begin..end of a row-wise part.
-void Runtime::rows(const Op& op, int64_t begin, int64_t end) {
+void Runtime::rows(const Op& op, Program::Work kind, int64_t begin, int64_t end) {
     switch (op.kind) {
         case kOpEmbedding:
-            gather_rows(*op.embedding.w, op.embedding.ids, op.embedding.out, begin, end);
+            gather_rows(op.embedding, begin, end);
             break;
         case kOpLinear: kernels->quantize(&op.linear, begin, end); break;
         case kOpNorm: kernels->rms_norm(&op.norm, begin, end); break;
@@ -434,6 +486,10 @@ void Runtime::rows(const Op& op, int64_t begin, int64_t end) {
         case kOpCombine: combine(op.combine, begin, end); break;
         case kOpRope: kernels->rope(&op.rope, begin, end); break;
         case kOpRecode: kernels->recode(&op.recode, begin, end); break;
+        case kOpExchange:
+            if (kind == Program::kRows) send_rows(op.exchange, begin, end);
+            else receive_rows(op.exchange, begin, end);
+            break;
         default: break;
     }
 }
@@ -495,7 +551,9 @@ void Runtime::run_task(void* context, int phase, const ItemRange& task, int thre
     for (int i = stage.first; i < stage.last; ++i) {
         const Op& op = program.ops_[(size_t)program.parts_[(size_t)i].op];
         if (stage.work != Program::kRows) frame.runtime->tiles(op, stage.work, share, thread);
-        else frame.runtime->rows(op, share.begin * op.per, share.end * op.per);
+        else
+            frame.runtime->rows(op, program.parts_[(size_t)i].work, share.begin * op.per,
+                                share.end * op.per);
     }
     if (stage.down >= 0)
         frame.runtime->tiles(program.ops_[(size_t)stage.down], Program::kTiles,
@@ -518,5 +576,5 @@ Status Runtime::run(Program& program, const int64_t* counts) {
     }
     Frame frame = {this, &program};
     pool.run(&Runtime::run_task, &frame, phases_.data(), (int)phases_.size());
-    return kOk;
+    return group_ && group_->broken() ? kRankLost : kOk;
 }

@@ -6,7 +6,8 @@
 // share has rows of the same width (kernels/graph.py). A matrix product is one phase over strips of 32
 // output rows; quantizing its activations is row-wise and joins the phase before. Attention is one
 // phase over its work items (attention.hpp), a product of experts one over the strips of the experts
-// that have rows (moe.hpp). The update of a product by adapters is two phases (low_rank.hpp).
+// that have rows (moe.hpp). The update of a product by adapters is two phases (low_rank.hpp), and so is an
+// exchange with other ranks (rank_group.hpp): its second phase is row-wise, and others join it.
 #pragma once
 
 #include <vector>
@@ -14,6 +15,7 @@
 #include "levels.hpp"
 #include "low_rank_plan.hpp"
 #include "pool.hpp"
+#include "rank_group.hpp"
 
 struct Op {
     OpKind kind;
@@ -40,6 +42,7 @@ struct Op {
         CombineArgs combine;
         RecodeArgs recode;
         LowRankArgs low_rank;
+        ExchangeArgs exchange;
     };
 };
 
@@ -54,9 +57,9 @@ public:
 
 private:
     friend class Runtime;
-    // What a phase runs: row-wise parts one after another, or tiles of one operator: the only, the
-    // first or the second kind.
-    enum Work { kRows, kTiles, kMoreTiles };
+    // What a phase runs: row-wise parts one after another, or tiles of one operator. kMore: the second
+    // kind of work of an operator that has two.
+    enum Work { kRows, kMoreRows, kTiles, kMoreTiles };
     struct Part {
         int op;
         Work work;
@@ -64,7 +67,7 @@ private:
     struct Stage {
         int first, last;  // parts
         Count count;
-        Work work;
+        Work work;   // kRows for both kinds of rows
         int then;        // the next stage of tiles if it reads integer weights, else -1
         bool hinted;  // this stage is another's `then`
         bool alone;      // no other part may join: its rows depend on other rows
@@ -136,7 +139,7 @@ private:
     void note_file_part(LinearArgs* args);
     Status plan_items(Op* op, int64_t requests, Needs* needs);
     Phase tile_phase(const Op& op, Program::Work kind, int64_t count) const;
-    void rows(const Op& op, int64_t begin, int64_t end);
+    void rows(const Op& op, Program::Work kind, int64_t begin, int64_t end);
     void tiles(const Op& op, Program::Work kind, const ItemRange& share, int thread);
     ItemRange down_units(const Program& program, int stage, const ItemRange& strips) const;
     void hint_next(const Program& program, int stage, int thread, ItemRange* share) const;
@@ -145,6 +148,7 @@ private:
     Scratch activations_, attention_, private_, low_;
     SlotPlans slots_;
     FilePart* used_ = nullptr;  // last
+    RankGroup* group_ = nullptr;  // of the exchanges of the run; null: it has none
     size_t stride_ = 0;
     std::vector<Phase> phases_;
 };

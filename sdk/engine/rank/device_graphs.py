@@ -15,7 +15,7 @@ from sdk.engine.rank.step_batch import StepBatch
 from sdk.engine.rank.strategy import LaunchedBatch, Repeater
 from sdk.kernels.backend import GraphRecorder
 from sdk.kernels.batch import AttentionBatch
-from sdk.kernels.graph import CaptureError
+from sdk.kernels.errors import CaptureError
 from sdk.kernels.sampling import Tokens
 from sdk.kernels.sized_graphs import PieceGraphs
 

@@ -32,7 +32,7 @@ from sdk.engine.rank.request import RankRequest
 from sdk.engine.rank.runner_config import DraftingWeights, RunnerConfig
 from sdk.engine.rank.step_batch import StepBatch
 from sdk.engine.rank.strategy import LaunchedBatch, Strategy
-from sdk.kernels.graph import CaptureError
+from sdk.kernels.errors import CaptureError
 from sdk.kernels.ops import Ops
 from sdk.memory.demand import waiting_rows
 from sdk.models.auto import build_model

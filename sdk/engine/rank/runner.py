@@ -34,7 +34,7 @@ from sdk.engine.rank.step_batch import (
 from sdk.engine.rank.strategy import LaunchedBatch, Repeater, Strategy
 from sdk.errors import RequestError
 from sdk.executors.base import Pending
-from sdk.kernels.graph import CaptureError
+from sdk.kernels.errors import CaptureError
 from sdk.memory.demand import scored_rows
 from sdk.memory.machine import release_free_memory
 from sdk.models.adapters import ModelAdapters
@@ -208,10 +208,10 @@ class ModelRunner:
             return rows
         if self.drafting is not None:
             rows = self.drafting.draft(rows, requests)
-        if self._mesh.size == 1:
+        if self._mesh.group is None:
             return rows
         tokens = torch.tensor([token for row in rows for token in row.drafts])
-        drafted = iter(self._mesh.all_gather(tokens)[: len(tokens)].tolist())
+        drafted = iter(self._mesh.group.all_gather(tokens)[0].tolist())
         return [row._replace(drafts=tuple(next(drafted) for _ in row.drafts)) for row in rows]
 
     def _update(self, plan: StepPlan) -> dict[int, str]:

@@ -1,0 +1,226 @@
+#include "rank_group.hpp"
+
+#include <fcntl.h>
+#include <sched.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/file.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <new>
+
+#include "spin.hpp"
+
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#endif
+
+namespace {
+
+// How long a sleeping rank waits before it looks whether the others live.
+constexpr int64_t kTickNs = 100 * 1000 * 1000;
+constexpr int kNameBytes = 4096;
+
+void sleep_ns(int64_t nanoseconds) {
+    const timespec time = {0, (long)nanoseconds};
+    nanosleep(&time, nullptr);
+}
+
+// Sleeps until `word` is not `seen`, for at most a tick; may return early.
+void sleep_on(std::atomic<uint32_t>* word, uint32_t seen) {
+#if defined(__linux__)
+    const timespec tick = {0, kTickNs};
+    syscall(SYS_futex, word, FUTEX_WAIT, seen, &tick, nullptr, 0);
+#else
+    (void)word, (void)seen;
+    sleep_ns(50 * 1000);
+#endif
+}
+
+void wake_all(std::atomic<uint32_t>* word) {
+#if defined(__linux__)
+    syscall(SYS_futex, word, FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0);
+#else
+    (void)word;
+#endif
+}
+
+bool name_of(char* name, const char* folder, int rank, const char* suffix) {
+    const int length = snprintf(name, kNameBytes, "%s/rank-%d%s", folder, rank, suffix);
+    return length > 0 && length < kNameBytes;
+}
+
+// Linux reports a full file system here, not by a signal when the memory is first written.
+bool extend(int file, int64_t bytes) {
+#if defined(__linux__)
+    return posix_fallocate(file, 0, bytes) == 0;
+#else
+    return ftruncate(file, bytes) == 0;
+#endif
+}
+
+}  // namespace
+
+static_assert(std::atomic<uint32_t>::is_always_lock_free, "a count is shared by processes");
+
+bool RankGroup::map(int rank, int64_t bytes) {
+    Peer& peer = peers_[rank];
+    if (peer.memory) munmap(peer.memory, (size_t)mapped_);
+    void* memory = mmap(nullptr, (size_t)bytes, PROT_READ | PROT_WRITE, MAP_SHARED, peer.file, 0);
+    peer.memory = memory == MAP_FAILED ? nullptr : static_cast<uint8_t*>(memory);
+    return peer.memory != nullptr;
+}
+
+Status RankGroup::open_own(const char* folder) {
+    char hidden[kNameBytes], name[kNameBytes];
+    if (!name_of(hidden, folder, rank_, ".new") || !name_of(name, folder, rank_, "")) return kRankLost;
+    const int file = open(hidden, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
+    if (file < 0) return kRankLost;
+    peers_[rank_].file = file;
+    // flock locks belong to this opening of the file, and end with the process.
+    if (flock(file, LOCK_EX | LOCK_NB) != 0) return kRankLost;
+    if (!extend(file, kHeaderBytes) || !map(rank_, kHeaderBytes)) return kOutOfMemory;
+    new (&header(rank_)) Header();
+    return rename(hidden, name) == 0 ? kOk : kRankLost;  // the others see it complete, or not at all
+}
+
+Status RankGroup::open_peer(const char* folder, int rank, double seconds) {
+    char name[kNameBytes];
+    if (!name_of(name, folder, rank, "")) return kRankLost;
+    for (double waited = 0;; waited += 0.001) {
+        peers_[rank].file = open(name, O_RDWR | O_CLOEXEC);
+        if (peers_[rank].file >= 0) return map(rank, kHeaderBytes) ? kOk : kOutOfMemory;
+        if (waited >= seconds || broken()) return kRankLost;
+        sleep_ns(1000 * 1000);
+    }
+}
+
+// With fewer CPUs than ranks, a rank that spins takes the time of the one it waits for.
+void RankGroup::choose_spinning() {
+#if defined(__linux__)
+    cpu_set_t cpus;
+    if (sched_getaffinity(0, sizeof cpus, &cpus) == 0) spins_ = CPU_COUNT(&cpus) >= size_;
+#endif
+}
+
+Status RankGroup::join(const char* folder, double seconds) {
+    choose_spinning();
+    if (size_ > kMaxRanks) return kRankLost;
+    Status status = open_own(folder);
+    for (int rank = 0; rank < size_ && status == kOk; ++rank)
+        if (rank != rank_) status = open_peer(folder, rank, seconds);
+    if (status == kOk && !wait(next())) status = kRankLost;
+    if (status != kOk) give_up();
+    return status;
+}
+
+void RankGroup::give_up() {
+    if (getpid() != owner_) return;
+    broken_.store(true);
+    if (!peers_[rank_].memory) return;
+    Header& own = header(rank_);
+    own.lost.store(1);
+    wake_all(&own.count);
+}
+
+RankGroup::~RankGroup() {
+    give_up();
+    for (int rank = 0; rank < size_ && rank < kMaxRanks; ++rank) {
+        Peer& peer = peers_[rank];
+        if (peer.memory) munmap(peer.memory, (size_t)mapped_);
+        if (peer.file >= 0) ::close(peer.file);
+    }
+}
+
+// A lock that this process could take is one that its holder's death has released.
+bool RankGroup::alive(int rank) const {
+    if (flock(peers_[rank].file, LOCK_SH | LOCK_NB) != 0) return true;
+    flock(peers_[rank].file, LOCK_UN);
+    return false;
+}
+
+bool RankGroup::arrived(int rank, uint32_t number) const {
+    return (int32_t)(header(rank).count.load(std::memory_order_acquire) - number) >= 0;
+}
+
+bool RankGroup::await(int rank, uint32_t number) {
+    Header& other = header(rank);
+    if (arrived(rank, number)) return true;
+    if (spins_) spin_until([&] { return arrived(rank, number) || broken(); });
+    // Ticks instead of a clock: a host that was suspended does not give up its ranks when it wakes up.
+    for (double waited = 0; !arrived(rank, number); waited += 1e-9 * kTickNs) {
+        if (broken() || other.lost.load() || waited >= patience_s_) return false;
+        // The lock of a rank that has just arrived may be gone already.
+        if (waited > 0 && !alive(rank)) return arrived(rank, number);
+        const auto begin = std::chrono::steady_clock::now();
+        do {
+            other.sleepers.fetch_add(1);
+            const uint32_t seen = other.count.load();
+            if ((int32_t)(seen - number) < 0 && !other.lost.load()) sleep_on(&other.count, seen);
+            other.sleepers.fetch_sub(1);
+        } while (!arrived(rank, number) && !broken() && !other.lost.load() &&
+                 std::chrono::steady_clock::now() - begin < std::chrono::nanoseconds(kTickNs / 2));
+    }
+    return true;
+}
+
+bool RankGroup::wait(uint32_t number) {
+    if (broken()) return false;
+    Header& own = header(rank_);
+    if (own.count.load(std::memory_order_relaxed) != number) {
+        own.count.store(number);
+        if (own.sleepers.load()) wake_all(&own.count);
+    }
+    for (int rank = 0; rank < size_; ++rank) {
+        if (rank == rank_ || await(rank, number)) continue;
+        give_up();
+        return false;
+    }
+    return true;
+}
+
+bool RankGroup::grow(int64_t bytes) {
+    if (!extend(peers_[rank_].file, kHeaderBytes + 2 * bytes)) return false;
+    return wait(next());  // all files have the new size
+}
+
+Status RankGroup::reserve(int64_t bytes) {
+    if (bytes <= capacity_) return broken() ? kRankLost : kOk;
+    bytes = (bytes + kHeaderBytes - 1) / kHeaderBytes * kHeaderBytes;
+    // Nobody reads an area any more once all have come here.
+    if (!wait(next())) return kRankLost;
+    if (!grow(bytes)) {
+        const bool lost = broken();
+        give_up();
+        return lost ? kRankLost : kOutOfMemory;
+    }
+    const int64_t size = kHeaderBytes + 2 * bytes;
+    for (int rank = 0; rank < size_; ++rank) {
+        if (map(rank, size)) continue;
+        for (int other = rank; other < size_; ++other)  // of the old size
+            if (other != rank && peers_[other].memory) munmap(peers_[other].memory, (size_t)mapped_);
+        for (int other = rank; other < size_; ++other) peers_[other].memory = nullptr;
+        mapped_ = size;
+        broken_.store(true);
+        return kOutOfMemory;
+    }
+    capacity_ = bytes;
+    mapped_ = size;
+    return kOk;
+}
+
+Status RankGroup::gather(const void* mine, int64_t bytes, void* out) {
+    const Status status = reserve(bytes);
+    if (status != kOk) return status;
+    const uint32_t number = next();
+    memcpy(area(rank_, number), mine, (size_t)bytes);
+    if (!wait(number)) return kRankLost;
+    for (int rank = 0; rank < size_; ++rank)
+        memcpy(static_cast<uint8_t*>(out) + rank * bytes, area(rank, number), (size_t)bytes);
+    return kOk;
+}

@@ -1,0 +1,87 @@
+// Exchanges between the ranks of one machine: every rank writes its part into shared memory and reads
+// those of the others.
+//
+// Each rank owns one file, which all map: a header, and two areas of the same size. In exchange n a rank
+// writes into its area n % 2, sets `count` of its header to n, waits until the others' count is n, and
+// reads their areas. Two areas suffice: who writes exchange n has seen count n - 1 of every rank, and a
+// rank counts n - 1 only after it has read exchange n - 2, the last one in this area.
+//
+// A rank that waits spins for a while and then sleeps in the kernel. It wakes every 100 ms to see whether
+// the ranks it waits for are alive: a rank holds a lock on its file, which the kernel releases when the
+// process ends, however it ends. An exchange that fails leaves the group broken: all later ones fail at
+// once, on every rank.
+#pragma once
+
+#include <stdint.h>
+#include <unistd.h>
+
+#include <atomic>
+
+#include "abi.hpp"
+
+class RankGroup {
+public:
+    // What a call found: kOk, kOutOfMemory or kRankLost.
+    RankGroup(int rank, int size, double patience_s)
+        : rank_(rank), size_(size), patience_s_(patience_s), owner_(getpid()) {}
+    ~RankGroup();
+    RankGroup(const RankGroup&) = delete;
+    RankGroup& operator=(const RankGroup&) = delete;
+
+    // Creates this rank's file in `folder`, and waits for those of the others.
+    Status join(const char* folder, double seconds);
+    // Makes every exchange fail, here and on the other ranks, also those that wait now. Any thread. No
+    // effect in a forked child: the rank is the process that created the group.
+    void give_up();
+
+    int rank() const { return rank_; }
+    int size() const { return size_; }
+    bool broken() const { return broken_.load(std::memory_order_relaxed); }
+
+    // All ranks make these calls in the same order, with the same sizes.
+
+    // Areas of at least `bytes`.
+    Status reserve(int64_t bytes);
+    // The number of the next exchange.
+    uint32_t next() { return ++number_; }
+    // Where a rank's part of exchange `number` is.
+    uint8_t* area(int rank, uint32_t number) const {
+        return peers_[rank].memory + kHeaderBytes + (number & 1) * capacity_;
+    }
+    // This rank's part is written: publishes it and waits for the others. False: a rank is lost. Any
+    // number of threads.
+    bool wait(uint32_t number);
+    // Gathers `bytes` of each rank: `out` has them one after the other.
+    Status gather(const void* mine, int64_t bytes, void* out);
+
+private:
+    enum { kMaxRanks = 256, kHeaderBytes = 4096 };
+    struct Header {
+        std::atomic<uint32_t> count;  // what others sleep on
+        std::atomic<uint32_t> lost;   // this rank has given up
+        alignas(kCacheLine) std::atomic<uint32_t> sleepers;
+    };
+    static_assert(sizeof(Header) <= kHeaderBytes, "the areas follow the header");
+    struct Peer {
+        int file = -1;
+        uint8_t* memory = nullptr;
+    };
+    Header& header(int rank) const { return *reinterpret_cast<Header*>(peers_[rank].memory); }
+    void choose_spinning();
+    Status open_own(const char* folder);
+    Status open_peer(const char* folder, int rank, double seconds);
+    bool map(int rank, int64_t bytes);
+    bool grow(int64_t bytes);
+    bool arrived(int rank, uint32_t number) const;
+    bool await(int rank, uint32_t number);
+    bool alive(int rank) const;
+
+    int rank_, size_;
+    double patience_s_;
+    pid_t owner_;
+    uint32_t number_ = 0;
+    bool spins_ = true;
+    int64_t capacity_ = 0, mapped_ = kHeaderBytes;
+    std::atomic<bool> broken_{false};
+    Peer peers_[kMaxRanks];
+};

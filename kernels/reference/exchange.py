@@ -1,0 +1,35 @@
+"""Sums and gathers over ranks by the group itself."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sdk.kernels.backend import Problem
+from sdk.kernels.groups import Group
+
+
+class AllReduce:
+    """See :meth:`sdk.kernels.ops.Ops.all_reduce`."""
+
+    name = "reference.all_reduce"
+
+    def reject(self, problem: Problem) -> str | None:
+        return None
+
+    def run(self, x: Tensor, group: Group) -> None:
+        group.all_reduce(x)
+
+
+class AllGather:
+    """See :meth:`sdk.kernels.ops.Ops.all_gather`."""
+
+    name = "reference.all_gather"
+
+    def reject(self, problem: Problem) -> str | None:
+        return None
+
+    def run(self, x: Tensor, group: Group, width: int, out: Tensor) -> None:
+        missing = width - x.shape[1]  # of the last rank
+        padded = torch.nn.functional.pad(x, (0, missing)) if missing else x.contiguous()
+        out.copy_(torch.cat(group.all_gather(padded), dim=1)[:, : out.shape[1]])
