@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import sdk
 from sdk.cli import bench, build_parser, main
 from sdk.cli.bench import (
     accuracy,
@@ -20,6 +21,7 @@ from sdk.cli.bench import (
     kv,
     memory,
     models,
+    parallel,
     plots,
     random_models,
     speculative,
@@ -527,6 +529,21 @@ def test_the_tenants_suite_runs_chats_alone_and_beside_a_batch(
         first, last = row["samples"]["ttft_p50_ms"], row["samples"]["ttft_p99_ms"]
         assert len(first) == 2 and all(0 < a <= b for a, b in zip(first, last, strict=True))
     assert all(0 < share < 100 for share in rows[2]["samples"]["chat_share"])
+
+
+def test_the_parallel_suite_measures_one_rank_and_two(
+    golden: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parallel, "PROMPT", 24)
+    argv = ["bench", str(golden / "gguf-Q8_0" / "model.gguf"), "--threads", "2", "--rounds", "1"]
+    argv += ["--suite", "parallel", "--streams", "1,2", "--output-len", "4", "--json", "-"]
+    assert main(argv) == 0
+    rows = json.loads(capsys.readouterr().out)["results"]["parallel"]
+    one = f"embedlm {sdk.__version__}"
+    assert [(row["engine"], row["requests"]) for row in rows] == [
+        *((one, 1), (f"{one}, 2 ranks", 1), (one, 2), (f"{one}, 2 ranks", 2))
+    ]
+    assert all(value > 0 for row in rows for value in row["median"].values())
 
 
 def test_different_answers_are_no_row_of_the_speculative_suite(

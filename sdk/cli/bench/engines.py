@@ -65,7 +65,8 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """What a worker opens. ``requests``: the most concurrent ones; ``context``: tokens of each."""
+    """What a worker opens. ``requests``: the most concurrent ones; ``context``: tokens of each;
+    ``ranks``: of tensor parallelism, among which ``threads`` are divided."""
 
     engine: str
     model: str
@@ -74,6 +75,7 @@ class Opening:
     context: int
     kv: str = "auto"
     prefix_cache: bool = False
+    ranks: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +131,10 @@ class Worker:
         except OSError as error:
             raise SdkError(f"{opening.engine}: {python} cannot be started: {error}") from error
         try:
-            hello = self._ask(asdict(opening))
+            given = asdict(opening)
+            if opening.engine != OURS:
+                del given["ranks"]  # peers have none
+            hello = self._ask(given)
         except BaseException:
             self.close(now=True)
             raise

@@ -24,6 +24,7 @@ class OwnEngine:
         context: int,
         kv: str,
         prefix_cache: bool,
+        ranks: int = 1,
     ) -> None:
         from sdk.llm import LLM
 
@@ -33,13 +34,14 @@ class OwnEngine:
         self._llm: LLM = LLM(
             model,
             num_threads=threads,
+            tensor_parallel_size=ranks,
             max_num_seqs=2 * requests,
             max_model_len=context,
             enable_prefix_caching=prefix_cache,
             kv_cache_dtype=kv,
         )
         self.hello = {
-            "name": f"{engine} {__version__}",
+            "name": f"{engine} {__version__}" + (f", {ranks} ranks" if ranks > 1 else ""),
             "kv": str(self._llm.memory_plan.kv_dtype),
             "vocab_size": self._llm.model_config.vocab_size,
             "open_s": time.perf_counter() - start,

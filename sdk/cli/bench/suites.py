@@ -15,6 +15,7 @@ from sdk.cli.bench.engines import Engines, Load, Worker
 from sdk.cli.bench.kv import measure_kv
 from sdk.cli.bench.lora import measure_lora
 from sdk.cli.bench.memory import PROMPT, measure_memory
+from sdk.cli.bench.parallel import PROMPT as PARALLEL_PROMPT, measure_parallel
 from sdk.cli.bench.report import Metric, Result, Section
 from sdk.cli.bench.roofline import measure_gemm, measure_roofline
 from sdk.cli.bench.settings import DECODE_PROMPT, Settings, in_rounds, make_load, same_load
@@ -234,6 +235,13 @@ SUITES = {
             Metric("gain", "compute / again", ratio=False),
         ],
         measure_memory,
+    ),
+    "parallel": Suite(
+        "Ranks",
+        f"one rank with all threads and several that divide them: a prompt of {PARALLEL_PROMPT} "
+        f"tokens, and requests that decode after {DECODE_PROMPT}",
+        [PREFILL, DECODE],
+        measure_parallel,
     ),
     "speculative": Suite(
         "Speculative decoding",
