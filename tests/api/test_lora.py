@@ -84,6 +84,20 @@ def test_a_request_of_an_engine_with_adapters_is_that_of_one_without(lora: LLM, 
     assert alone(lora, PROMPTS[0], None, params) == alone(tiny, PROMPTS[0], None, params)
 
 
+def test_structured_answers_of_adapters_follow_their_structures(lora: LLM) -> None:
+    digits = PARAMS.clone(structured_outputs={"regex": "[0-9]{9}"}, max_tokens=20, ignore_eos=False)
+    names = ["a", None, "b", "a"]
+    params = [digits, digits, digits, PARAMS]
+    apart = [alone(lora, p, n, s) for p, n, s in zip(PROMPTS, names, params, strict=True)]
+    lora.reset_prefix_cache()
+    together = lora.generate(PROMPTS, params, lora_request=names, use_tqdm=False)
+    assert [answer(one) for one in together] == apart
+    for one in together[:3]:
+        text = one.outputs[0].text
+        assert len(text) == 9 and text.isdecimal()
+    assert alone(lora, PROMPTS[0], None, digits) != apart[0]
+
+
 def test_prefixes_are_cached_for_each_adapter(lora: LLM) -> None:
     prompt = list(range(40))
     lora.reset_prefix_cache()

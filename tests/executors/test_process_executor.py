@@ -20,6 +20,7 @@ import pytest
 import sdk
 from sdk.engine.plan import StepPlan, StepResult
 from sdk.errors import AlignmentError, EngineClosedError, EngineDeadError
+from sdk.executors import groups
 from sdk.executors.local import LocalExecutor
 from sdk.executors.process import ProcessExecutor
 
@@ -116,35 +117,39 @@ def test_two_executors_work_side_by_side(started) -> None:
     assert run_step(two, StepPlan(9)).step_id == 9
 
 
-def addresses(executor) -> set[str]:
-    return {
-        connection.laddr.ip
-        for pid in (os.getpid(), worker_of(executor))
-        for connection in psutil.Process(pid).net_connections("inet")
-    }
-
-
 @pytest.mark.slow
 def test_gloo_is_bound_to_loopback_alone(started, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sdk.executors.process.transport", lambda: "gloo")
     executor = started()
-    assert addresses(executor) == {"127.0.0.1"}
+    addresses = {
+        connection.laddr.ip
+        for pid in (os.getpid(), worker_of(executor))
+        for connection in psutil.Process(pid).net_connections("inet")
+    }
+    assert addresses == {"127.0.0.1"}
     assert run_step(executor, StepPlan(1)).step_id == 1
 
 
-def test_ranks_that_share_memory_have_no_network_socket_and_leave_no_file(started) -> None:
-    before = addresses_of_this_process(), files_in_memory()
+def test_ranks_that_share_memory_have_no_network_socket_and_leave_no_file(
+    started, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    monkeypatch.setattr("sdk.executors.groups._IN_MEMORY", str(memory))
+    monkeypatch.setattr("sdk.executors.groups._ENOUGH", 0)
     executor = started()
-    assert addresses(executor) == before[0] and files_in_memory() == before[1]
-    executor.close()
+    assert list(memory.iterdir()) == []
+    assert psutil.Process(worker_of(executor)).net_connections("inet") == []
+    assert run_step(executor, StepPlan(1)).step_id == 1  # areas grow without the files
 
 
-def addresses_of_this_process() -> set[str]:
-    return {one.laddr.ip for one in psutil.Process().net_connections("inet")}
-
-
-def files_in_memory() -> set[str]:
-    return {path.name for path in Path("/dev/shm").glob("embedlm-*")}
+def test_the_meeting_place_is_on_a_disk_when_memory_is_short(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sdk.executors.groups._ENOUGH", 2**62)
+    folder = Path(groups.meeting_place())
+    assert folder.parent == Path(tempfile.gettempdir()) and folder.stat().st_mode & 0o77 == 0
+    folder.rmdir()
 
 
 def test_the_own_factory_builds_rank_0_and_is_never_pickled(ranks: ModuleType, started) -> None:
