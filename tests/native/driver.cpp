@@ -5,8 +5,11 @@
 #include "driver.hpp"
 
 #include <math.h>
+#include <stdlib.h>
+#include <unistd.h>
 
 #include <functional>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -57,8 +60,8 @@ void check_products(Random& random, TestRuntime& one, TestRuntime& many, Packed&
     }
     Buffer<int64_t> ids = indices(random, 5, n);
     Buffer<float> first(5 * k), second(5 * k);
-    one.run(kOpEmbedding, EmbeddingArgs{&made.w, ids.data(), first.data(), nullptr}, 5);
-    many.run(kOpEmbedding, EmbeddingArgs{&made.w, ids.data(), second.data(), nullptr}, 5);
+    one.run(kOpEmbedding, EmbeddingArgs{&made.w, ids.data(), first.data(), nullptr, 0, 0}, 5);
+    many.run(kOpEmbedding, EmbeddingArgs{&made.w, ids.data(), second.data(), nullptr, 0, 0}, 5);
     CHECK(first.starts_like(second, 5 * k));
 }
 
@@ -395,7 +398,7 @@ void program(Random& random, TestRuntime& one, TestRuntime& many) {
         const uint8_t* begin = reinterpret_cast<const uint8_t*>(&args);
         lines.push_back({kind, count, std::vector<uint8_t>(begin, begin + sizeof args)});
     };
-    add(kOpEmbedding, kTokens, EmbeddingArgs{&embedding.w, ids.data(), delta.data(), nullptr});
+    add(kOpEmbedding, kTokens, EmbeddingArgs{&embedding.w, ids.data(), delta.data(), nullptr, 0, 0});
     add(kOpMap, kTokens, MapArgs{sum.data(), nullptr, width, 0, kMapZero});
     for (int layer = 0; layer < 2; ++layer) {
         add(kOpNorm, kTokens,
@@ -603,6 +606,62 @@ void adapters(Random& random, TestRuntime& one, TestRuntime& many) {
     }
 }
 
+// --- ranks ---
+
+// A rank: sums recorded in one program, single sums, gathers of bytes; sizes vary, so that areas grow.
+void take_part(const char* folder, int rank, int size, int level) {
+    void* group = embedlm_ranks_create(rank, size, 60.0);
+    CHECK(embedlm_ranks_join(group, folder, 60.0) == kOk);
+    TestRuntime runtime(1 + rank % 2, level);
+    Random sizes(7);  // the same on every rank
+    for (int turn = 0; turn < 12; ++turn) {
+        const int64_t most = sizes.between(1, 40), width = sizes.between(1, 300);
+        Buffer<float> x(most * width), all(most * width * size);
+        const ExchangeArgs sum = {static_cast<RankGroup*>(group), x.data(), nullptr, width, width,
+                                  width, width, 0};
+        ExchangeArgs gather = sum;
+        gather.out = all.data();
+        gather.out_width = width * size;
+        const MapArgs twice = {x.data(), nullptr, width, 2.0f, kMapScale};
+        void* recorded = embedlm_program_create();
+        const auto add = [&](OpKind kind, const void* args) {
+            CHECK(embedlm_program_add(recorded, kind, args, kTokens, 1) == kOk);
+        };
+        for (int i = 0; i < 3; ++i) {
+            add(kOpExchange, &sum);
+            add(kOpMap, &twice);
+        }
+        add(kOpExchange, &gather);
+        for (int64_t m : {most, (int64_t)0, (int64_t)1}) {
+            for (int64_t i = 0; i < m * width; ++i) x[i] = (float)(rank + 1);
+            const int64_t counts[kCounts] = {m, 0, 0};
+            CHECK(embedlm_program_run(runtime.handle, recorded, counts) == kOk);
+            const float total = (float)(size * (size + 1) / 2 * size * size * 8);
+            for (int64_t i = 0; i < m * width * size; ++i) CHECK(all[i] == total);
+        }
+        embedlm_program_destroy(recorded);
+        Buffer<int32_t> numbers(size);
+        CHECK(embedlm_ranks_gather(group, &rank, sizeof rank, numbers.data()) == kOk);
+        for (int i = 0; i < size; ++i) CHECK(numbers[i] == i);
+    }
+    if (rank == 0) embedlm_ranks_give_up(group);
+    int32_t own = rank;
+    Buffer<int32_t> numbers(size);
+    CHECK(embedlm_ranks_gather(group, &own, sizeof own, numbers.data()) == kRankLost);
+    embedlm_ranks_destroy(group);
+}
+
+void ranks(int size, int level) {
+    char folder[] = "/tmp/embedlm-driver-XXXXXX";
+    CHECK(mkdtemp(folder) != nullptr);
+    std::vector<std::thread> threads;
+    for (int rank = 0; rank < size; ++rank) threads.emplace_back(take_part, folder, rank, size, level);
+    for (std::thread& thread : threads) thread.join();
+    for (int rank = 0; rank < size; ++rank)
+        CHECK(unlink((folder + std::string("/rank-") + std::to_string(rank)).c_str()) == 0);
+    CHECK(rmdir(folder) == 0);
+}
+
 // --- runtimes ---
 
 void everything(Random& random, TestRuntime& one, TestRuntime& many) {
@@ -650,6 +709,7 @@ int main(int argc, char** argv) {
         }
         together(level, false);
         together(level, true);
+        for (int size : {2, 3}) ranks(size, level);
         printf("driver: level %d, %d rounds\n", level, rounds);
     }
 }
