@@ -560,7 +560,8 @@ struct ExchangeArgs {
 
 // The operators. Most are row-wise: row t of the result depends only on row t of the arguments.
 // Exceptions: kOpAttention, kOpSample, kOpGroup, kOpLowRank, and kOpLinear and kOpExperts except for
-// quantizing their activations; kOpCombine reads rows of other tokens. kOpPlaces prepares the step for the others.
+// quantizing their activations; kOpCombine reads rows of other tokens, kOpExchange those of other ranks.
+// kOpPlaces prepares the step for the others.
 enum OpKind {
     kOpEmbedding = 0,
     kOpLinear = 1,
