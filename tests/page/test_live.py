@@ -164,6 +164,8 @@ def test_the_page_shows_what_runs_and_what_happened(serve: Serve, visit: Visit) 
     wait_until(lambda: live.viewers == 0)
     page.get_by_role("button", name="Stop").click()
     visitor.ask("word " * 20)
+    second = page.get_by_role("article", name="Answer of tiny").nth(1)
+    second.get_by_text("word3").wait_for()  # it runs, so it will have ended
     page.get_by_role("button", name="Stop").click()
     page.get_by_role("link", name="Live").click()
     expect(page.get_by_text("No request runs or waits.")).to_be_visible()
