@@ -133,6 +133,12 @@ class Backend(Protocol):
     def implementations(self, op: str) -> Sequence[Any]:
         """Implementations of ``op``, best first; empty if the backend has none."""
 
+    def restart_threads(self, num_threads: int) -> None:
+        """Use ``num_threads`` new threads, in a forked child of the process that opened this.
+
+        Packed weights stay valid, recorded operators do not.
+        """
+
     def close(self) -> None:
         """Free threads and memory. Idempotent."""
 

@@ -91,6 +91,12 @@ class Ops:
         #: before the model runs. ``None``: no row has an adapter.
         self.adapter_slots: Tensor | None = None
 
+    def restart_threads(self, num_threads: int) -> None:
+        """See :meth:`sdk.kernels.backend.Backend.restart_threads`."""
+        self.context.num_threads = num_threads
+        for backend in self.context.backends:
+            backend.restart_threads(num_threads)
+
     def close(self) -> None:
         """Stop the threads. Idempotent; the operators must not be used afterwards."""
         self.context.close()

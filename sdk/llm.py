@@ -16,7 +16,6 @@ from sdk.errors import RequestError
 from sdk.loading.load import load
 from sdk.lora import LoRAInfo, LoRALike, LoRARequest, LoRAsLike
 from sdk.memory.alternatives import plan, planned_config
-from sdk.memory.engine_memory import EngineMemory
 from sdk.memory.machine import release_free_memory
 from sdk.memory.plan import MemoryPlan
 from sdk.metrics.slo import SLO
@@ -33,21 +32,16 @@ from sdk.outputs import (
     ScoringOutput,
 )
 from sdk.params import SamplingParams
-from sdk.persistence.saved_prefixes import SavedPrefixes
 from sdk.persistence.snapshot import Snapshot
-from sdk.reports.explain import explain
-from sdk.reports.quant_report import QuantReport, quant_report
-from sdk.requests.adapter_residency import EngineResidency
-from sdk.requests.adapters import Adapters
+from sdk.reports.quant_report import QuantReport
 from sdk.requests.async_stream import AnswerStream
 from sdk.requests.beam_searches import BeamSearches
 from sdk.requests.calls import Calls
 from sdk.requests.conversations import Message
-from sdk.requests.driver import Driver
 from sdk.requests.jobs import JobMaker, ParamsLike
-from sdk.requests.monitoring import Monitoring
 from sdk.requests.pooling import PoolingCalls
 from sdk.requests.prompts import Prompt, PromptLike, PromptReader, is_conversation
+from sdk.requests.served import Served, ServedEngine
 from sdk.requests.stepping import Stepping
 from sdk.requests.views import ToolTurns
 from sdk.tokenizer import LLMTokenizer
@@ -87,49 +81,48 @@ class LLM:
         **options: Unpack[EngineOptions],
     ) -> None:
         self.config = planned_config(plan, model, **options)
-        loaded = load(self.config)
-        self.model_config = loaded.model_config
-        self.max_model_len = loaded.plan.max_model_len
-        self.load_warnings = loaded.warnings
-        self._kv_scales = loaded.kv_scales
-        self._defaults = loaded.defaults
-        self._default_params = loaded.defaults.params
-        self._runner = weakref.ref(loaded.runner)
-        hidden_size = loaded.model_config.hidden_size
+        self._open(ServedEngine(load(self.config)))
+
+    def _open(self, served: Served) -> None:
+        facts, vocab_size = served.facts, served.facts.model_config.vocab_size
+        self.model_config = facts.model_config
+        self.max_model_len = facts.plan.max_model_len
+        self.load_warnings = served.warnings
+        self._served = served
+        self._defaults = facts.defaults
+        self._default_params = facts.defaults.params
+        hidden_size = facts.model_config.hidden_size
         self._reader = PromptReader(
-            loaded.tokenizer,
-            vocab_size=loaded.model_config.vocab_size,
+            facts.tokenizer,
+            vocab_size=vocab_size,
             max_model_len=self.max_model_len,
             chat_template=self.config.chat_template,
             hidden_size=hidden_size if self.config.enable_prompt_embeds else None,
         )
-        self._driver = Driver(loaded.engine, loaded.current, max_waiting=self.config.max_waiting)
-        residency = None
-        if loaded.open_adapter is not None:
-            residency = EngineResidency(self._driver, loaded.engine)
+        self._driver = served.driver
+        self._runner = served.model_runner
         self._jobs = JobMaker(
             self._reader,
             self._default_params,
-            vocab_size=loaded.model_config.vocab_size,
-            eos_token_ids=loaded.eos_token_ids,
+            vocab_size=vocab_size,
+            eos_token_ids=facts.eos_token_ids,
             max_model_len=self.max_model_len,
-            results=loaded.results,
-            adapters=Adapters(loaded.open_adapter, residency),
-            classifier=loaded.runner.classifier,
+            results=facts.results,
+            adapters=served.adapters,
+            classifier=facts.classifier,
         )
         self._calls = Calls(self._driver, self._jobs, self._reader, self.config.on_progress)
-        self._pooling = PoolingCalls(self._jobs, self._reader, loaded.runner.classifier)
+        self._pooling = PoolingCalls(self._jobs, self._reader, facts.classifier)
         self._beam_searches = BeamSearches(
             self._jobs,
             self._reader,
-            loaded.eos_token_ids,
+            facts.eos_token_ids,
             self.max_model_len,
             self.config.on_progress,
         )
         self._stepping = Stepping(self._driver, self._jobs)
-        self._monitoring = Monitoring(self._driver)
-        self._prefixes = SavedPrefixes(self._driver, loaded, self._jobs)
-        self._memory = EngineMemory(self._driver, loaded)
+        self._monitoring = served.monitoring
+        self._prefixes, self._memory = served.saved_with(self._jobs)
         self._jobs.before_structures = self._memory.hold_vocabulary
         self._close = weakref.finalize(self, self._driver.close)
 
@@ -684,7 +677,7 @@ class LLM:
         :raises CheckpointError: the files have changed since it was loaded; it stays asleep.
         :raises OutOfMemoryError: its memory pool has too little free memory now.
         """
-        self._runner = weakref.ref(self._memory.wake_up())
+        self._memory.wake_up()
 
     # ---- embeddings ------------------------------------------------------------------------------
 
@@ -799,17 +792,12 @@ class LLM:
     def explain(self) -> str:
         """What runs where and why: memory, each layer's kernel, and why faster ones reject it."""
         self._driver.check_usable()
-        runner = self._runner()
-        assert runner is not None
-        facts = (self.config, self.model_config, self.memory_plan, self._defaults)
-        return explain(*facts, runner, self.load_warnings)
+        return self._served.explain(self.memory_plan)
 
     def quant_report(self) -> QuantReport:
         """Format, bits, bytes and kernel of every linear layer, and why faster ones reject it."""
         self._driver.check_usable()
-        runner = self._runner()
-        assert runner is not None
-        return quant_report(runner.model.linears(), self._kv_scales)
+        return self._served.quant_report()
 
     def get_metrics(self) -> dict[str, float]:
         """Numbers of the engine since it started, flat: see docs/metrics.md for every name."""

@@ -140,6 +140,10 @@ class CpuBackend:
         finally:
             self.runtime.recording = None
 
+    def restart_threads(self, num_threads: int) -> None:
+        """See :class:`sdk.kernels.backend.Backend`."""
+        self.runtime.restart(num_threads)
+
     def close(self) -> None:
         self.runtime.close()
         self._memory.close()

@@ -30,20 +30,30 @@ class NativeRuntime:
             raise KernelError(library)
         if level is not None and level not in levels():
             raise KernelError(f"SIMD level: expected one of {levels()}, found {level!r}")
-        index = -1 if level is None else LEVELS.index(level)
-        handle = library.embedlm_runtime_create(num_threads, index)
-        if not handle:
-            raise KernelError(f"CPU kernels with {num_threads} threads: out of memory")
-        self.handle: int = handle
-        self.level = LEVELS[library.embedlm_runtime_level(handle)]
         self.pack = library.embedlm_pack
         self.unpack = library.embedlm_unpack
         self.library = library
         self.recording: Program | None = None
         self._run = library.embedlm_run
+        self.handle = self._open(num_threads, level)
+        self.level = LEVELS[library.embedlm_runtime_level(self.handle)]
+
+    def _open(self, num_threads: int, level: str | None) -> int:
+        index = -1 if level is None else LEVELS.index(level)
+        handle: int = self.library.embedlm_runtime_create(num_threads, index)
+        if not handle:
+            raise KernelError(f"CPU kernels with {num_threads} threads: out of memory")
         # Destroyed only when nothing refers to it, and not at exit: another thread, even a daemon
         # thread, may be in a call.
-        weakref.finalize(self, library.embedlm_runtime_destroy, handle).atexit = False
+        weakref.finalize(self, self.library.embedlm_runtime_destroy, handle).atexit = False
+        return handle
+
+    def restart(self, num_threads: int) -> None:
+        """Use ``num_threads`` new threads, in a forked child, which has none of the old ones.
+
+        Programs that were recorded before the fork must not run.
+        """
+        self.handle = self._open(num_threads, self.level)
 
     def run(self, kind: OpKind, args: Structure, rows: int, what: str) -> None:
         """Run one operator over ``rows`` rows (attention and places: requests); while a program is

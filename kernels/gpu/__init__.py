@@ -161,5 +161,8 @@ class GpuBackend:
     def implementations(self, op: str) -> Sequence[Any]:
         return self._implementations.get(op, ())
 
+    def restart_threads(self, num_threads: int) -> None:
+        """Nothing: there are no threads, and CUDA does not work in a forked child."""
+
     def close(self) -> None:
         """Nothing to free: memory belongs to torch."""

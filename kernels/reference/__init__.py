@@ -77,5 +77,8 @@ class ReferenceBackend:
     def implementations(self, op: str) -> Sequence[Any]:
         return self._implementations.get(op, ())
 
+    def restart_threads(self, num_threads: int) -> None:
+        """Nothing: torch's threads belong to the process."""
+
     def close(self) -> None:
         """Nothing to free."""

@@ -133,7 +133,7 @@ def _compared(
                 _compare(known, tested, row, comparison, own.model)
                 report(done, len(ids))
         prompt_speed, decode_speed = _speeds(tested, ids[0].tolist())
-        plan = tested.plan
+        plan = tested.facts.plan
         weight_bytes, num_weights = _weights(own)
         known_perplexity, perplexity = comparison.perplexities
         return Evaluation(

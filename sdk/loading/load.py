@@ -6,7 +6,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +19,7 @@ from sdk.engine.pages.elastic import ElasticPages
 from sdk.engine.pages.prefix_store import PrefixStore
 from sdk.engine.rank.adapters import RankAdapters
 from sdk.engine.rank.kv_cache import kv_spec
+from sdk.engine.rank.rank_model import RankModel
 from sdk.engine.rank.runner import ModelRunner
 from sdk.engine.rank.runner_config import DraftingWeights, RunnerConfig
 from sdk.engine.scheduling.draft_lengths import DraftLengths
@@ -43,6 +44,7 @@ from sdk.memory.planning import activations_of
 from sdk.memory.pool import Lease, MemoryPool
 from sdk.memory.resolve import compute_of, config_values, device_of, model_config, threads_of
 from sdk.memory.sizes import format_bytes
+from sdk.models.classifier import Classifier, classifier_of
 from sdk.models.config import ModelConfig
 from sdk.models.parallel import Mesh
 from sdk.persistence.model_key import ModelKey, model_key
@@ -63,26 +65,48 @@ _ROOM_TO_GROW = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
-    """The parts of an :class:`sdk.LLM`."""
+class ModelFacts:
+    """What is known of an engine before its weights are read."""
 
+    config: EngineConfig
+    path: str
+    #: The model's config with Hugging Face's names, and the same as the engine reads it.
+    values: Mapping[str, Any]
+    model_config: ModelConfig
+    plan: MemoryPlan
+    runner_config: RunnerConfig
+    tokenizer: Tokenizer | None
+    eos_token_ids: frozenset[int]
+    defaults: SamplingDefaults
+    classifier: Classifier | None
+    kv_scales: int
+    results: ResultBudget
+
+    def key(self) -> ModelKey:
+        """The key of the model's files as they are now."""
+        config = self.config
+        return model_key(
+            Path(self.path),
+            self.model_config,
+            self.plan.max_model_len,
+            quantization=config.quantization,
+            overrides=config.hf_overrides or {},
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A running engine and its parts."""
+
+    facts: ModelFacts
     engine: Engine
     executor: LocalExecutor[ModelRunner] | ProcessExecutor[ModelRunner]
     kept: PrefixStore
     elastic: ElasticPages
     lease: Lease | None
+    #: Of the files that were read.
     model_key: ModelKey
-    #: Computes the key of the model's files as they are now.
-    current_key: Callable[[], ModelKey]
-    tokenizer: Tokenizer | None
-    model_config: ModelConfig
-    plan: MemoryPlan
-    defaults: SamplingDefaults
-    eos_token_ids: frozenset[int]
     warnings: tuple[str, ...]
-    kv_scales: int
-    runner_device: str
-    results: ResultBudget
     #: ``None``: requests cannot have adapters.
     open_adapter: AdapterOpener | None
 
@@ -94,7 +118,7 @@ class Loaded:
     def current(self) -> contextlib.AbstractContextManager[object]:
         """A context in which the engine's GPU is the thread's current device. Each thread has its
         own current device, the first GPU unless it chose another."""
-        device = self.runner_device
+        device = self.facts.runner_config.device
         return contextlib.nullcontext() if device == "cpu" else torch.cuda.device(device)
 
 
@@ -106,65 +130,86 @@ def load(config: EngineConfig, checkpoint: Checkpoint | None = None) -> Loaded:
     with contextlib.ExitStack() as undo:
         checkpoint = checkpoint or open_model(config)
         undo.callback(checkpoint.close)
-        model = model_config(config, checkpoint)
         memory = checked_plan(config, checkpoint)
         pool = config.memory if isinstance(config.memory, MemoryPool) else None
         lease = None if pool is None else pool.lease(str(checkpoint.path), memory.total)
         if lease is not None:
             undo.callback(lease.close)
-        tokenizer = _tokenizer(config, checkpoint)
-        release_free_memory()  # building the tokenizer left 16 to 22 MiB; this may be the peak
-        defaults = sampling_defaults(config, checkpoint)
-        runner_config = _runner_config(config, checkpoint, model, memory)
-        eos = frozenset(_eos(checkpoint) if tokenizer is None else tokenizer.eos_token_ids)
-        executor = _executor(config, runner_config, checkpoint)
-        undo.callback(executor.close)
+        facts = read_facts(config, checkpoint, memory)
+        opened = [checkpoint]
+
+        def own_weights(given: RunnerConfig, mesh: Mesh) -> RankModel:
+            # the first start uses the open checkpoint
+            return RankModel.load(given, mesh, opened.pop() if opened else None)
+
         with reporting("load", "B", config.on_progress) as report:
             checkpoint.on_bytes = report
-            executor.start()
+            loaded = start(facts, own_weights, lease)
+        undo.pop_all()
+    return loaded
+
+
+def read_facts(config: EngineConfig, checkpoint: Checkpoint, memory: MemoryPlan) -> ModelFacts:
+    """What the headers of a checkpoint say about an engine with this plan."""
+    model, values = model_config(config, checkpoint), config_values(config, checkpoint)
+    tokenizer = _tokenizer(config, checkpoint)
+    release_free_memory()  # building the tokenizer left 16 to 22 MiB; this may be the peak
+    return ModelFacts(
+        config=config,
+        path=str(checkpoint.path),
+        values=values,
+        model_config=model,
+        plan=memory,
+        runner_config=_runner_config(config, checkpoint, model, memory),
+        tokenizer=tokenizer,
+        eos_token_ids=frozenset(_eos(checkpoint) if tokenizer is None else tokenizer.eos_token_ids),
+        defaults=sampling_defaults(config, checkpoint),
+        classifier=classifier_of(values),
+        kv_scales=len(checkpoint.kv_scales),
+        results=ResultBudget.for_plan(memory.total, model.vocab_size, model.hidden_size),
+    )
+
+
+def start(
+    facts: ModelFacts,
+    own_weights: Callable[[RunnerConfig, Mesh], RankModel],
+    lease: Lease | None = None,
+) -> Loaded:
+    """Start the ranks and the engine; ``own_weights``: those of the rank in this process.
+
+    On any error everything built so far is freed.
+    """
+    config, memory, model = facts.config, facts.plan, facts.model_config
+    with contextlib.ExitStack() as undo:
+        executor = _executor(facts, own_weights)
+        undo.callback(executor.close)
+        executor.start()
         if lease is not None:
             lease.give_back(memory.total - memory.serving)
-        current_key = partial(
-            model_key,
-            checkpoint.path,
-            model,
-            memory.max_model_len,
-            quantization=config.quantization,
-            overrides=config.hf_overrides or {},
-        )
-        key = current_key()  # after the load: 1 ms, but up to 60 ms before the file is in memory
-        results = ResultBudget.for_plan(memory.total, vocab := model.vocab_size, model.hidden_size)
-        scheduler = _scheduler(config, runner_config, memory, eos, results)
+        key = facts.key()  # after the load: 1 ms, but up to 60 ms before the file is in memory
+        scheduler = _scheduler(facts)
         scheduler.pages_ahead, scheduler.batches_in_flight = executor.runner.ahead
-        engine = Engine(scheduler, executor, tokenizer, vocab_size=vocab, seed=config.seed)
+        vocab = model.vocab_size
+        engine = Engine(scheduler, executor, facts.tokenizer, vocab_size=vocab, seed=config.seed)
         undo.pop_all()
     spec = kv_spec(model, model.num_kv_heads, memory.page_size, memory.kv_dtype)
     return Loaded(
+        facts=facts,
         engine=engine,
         executor=executor,
         elastic=ElasticPages(scheduler, executor),
         lease=lease,
         kept=PrefixStore(scheduler, executor, spec),
         model_key=key,
-        current_key=current_key,
-        tokenizer=tokenizer,
-        model_config=model,
-        plan=memory,
-        defaults=defaults,
-        eos_token_ids=eos,
         warnings=tuple(_warnings(executor.runner)),
-        kv_scales=len(checkpoint.kv_scales),
-        runner_device=runner_config.device,
-        results=results,
-        open_adapter=_with_adapters(engine, config, executor, config_values(config, checkpoint)),
+        open_adapter=_with_adapters(engine, facts, executor),
     )
 
 
 def _with_adapters(
     engine: Engine,
-    config: EngineConfig,
+    facts: ModelFacts,
     executor: LocalExecutor[ModelRunner] | ProcessExecutor[ModelRunner],
-    values: Mapping[str, Any],
 ) -> AdapterOpener | None:
     """Let the requests of an engine have adapters, if the options ask for that."""
     slots = engine.scheduler.adapters
@@ -176,17 +221,13 @@ def _with_adapters(
         assert adapters is not None
         return adapters
 
+    config = facts.config
     engine.adapters = AdapterLoader(slots, executor, own_rank, config.tensor_parallel_size)
-    return AdapterOpener(config, values, own_rank, slots.max_bytes)
+    return AdapterOpener(config, facts.values, own_rank, slots.max_bytes)
 
 
-def _scheduler(
-    config: EngineConfig,
-    runner: RunnerConfig,
-    memory: MemoryPlan,
-    eos: frozenset[int],
-    results: ResultBudget,
-) -> Scheduler:
+def _scheduler(facts: ModelFacts) -> Scheduler:
+    config, runner, memory = facts.config, facts.runner_config, facts.plan
     limits = SchedulerConfig(
         num_pages=runner.num_pages,
         page_size=memory.page_size,
@@ -205,9 +246,9 @@ def _scheduler(
         kv_keep=config.kv_keep,
         num_swap_pages=runner.num_swap_pages,
         first_pages=memory.num_pages + 1,
-        eos_token_ids=eos,
-        max_scored_tokens=results.scored_tokens,
-        max_result_bytes=results.nbytes,
+        eos_token_ids=facts.eos_token_ids,
+        max_scored_tokens=facts.results.scored_tokens,
+        max_result_bytes=facts.results.nbytes,
         adapter_slots=runner.adapter_slots,
         adapter_bytes=memory.adapters,
     )
@@ -387,22 +428,22 @@ def _eos(checkpoint: Checkpoint) -> list[int]:
 
 
 def _executor(
-    config: EngineConfig, runner_config: RunnerConfig, checkpoint: Checkpoint
+    facts: ModelFacts, own_weights: Callable[[RunnerConfig, Mesh], RankModel]
 ) -> LocalExecutor[ModelRunner] | ProcessExecutor[ModelRunner]:
-    """Rank 0 uses the open checkpoint at its first start; other ranks open the file themselves."""
-    opened = [checkpoint]
+    """Ranks of other processes read the model's files themselves."""
+    config = facts.runner_config
 
     def own(given: RunnerConfig, mesh: Mesh) -> ModelRunner:
-        return ModelRunner(given, mesh, opened.pop() if opened else None)
+        return ModelRunner(given, mesh, own_weights(given, mesh))
 
-    if config.tensor_parallel_size == 1:
-        return LocalExecutor(own, runner_config)
+    if facts.config.tensor_parallel_size == 1:
+        return LocalExecutor(own, config)
     from sdk.executors.process import ProcessExecutor
 
     return ProcessExecutor(
         ModelRunner,
-        runner_config,
-        config.tensor_parallel_size,
-        num_threads=runner_config.num_threads,
+        config,
+        facts.config.tensor_parallel_size,
+        num_threads=config.num_threads,
         own_factory=own,
     )

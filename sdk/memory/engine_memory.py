@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sdk.engine.rank.runner import ModelRunner
 from sdk.errors import CheckpointError, OutOfMemoryError, RequestError
 from sdk.loading.load import Loaded
 from sdk.memory.demand import STRUCTURE_WORD_BYTES
@@ -20,7 +19,7 @@ class EngineMemory:
     """The memory of one ``LLM``; ``plan`` is what it may use now."""
 
     def __init__(self, driver: Driver, loaded: Loaded) -> None:
-        self.plan: MemoryPlan = loaded.plan
+        self.plan: MemoryPlan = loaded.facts.plan
         self._driver = driver
         self._engine = loaded.engine
         self._executor = loaded.executor
@@ -28,8 +27,8 @@ class EngineMemory:
         self._pages = loaded.engine.scheduler.pool
         self._lease = loaded.lease
         self._key = loaded.model_key
-        self._current_key = loaded.current_key
-        self._words = loaded.model_config.vocab_size
+        self._current_key = loaded.facts.key
+        self._words = loaded.facts.model_config.vocab_size
         self._level = 0
         if self._lease is not None:
             driver.lease, driver.give_back = self._lease, self._give_back
@@ -173,11 +172,10 @@ class EngineMemory:
             self._lease.give_back(self._lease.nbytes)
         release_free_memory()
 
-    def wake_up(self) -> ModelRunner:
-        """See :meth:`sdk.LLM.wake_up`; returns the runner, which may be a new one."""
+    def wake_up(self) -> None:
+        """See :meth:`sdk.LLM.wake_up`."""
         self._driver.check_usable(asleep=True)
         self._driver.wake(self._start)
-        return self._executor.runner
 
     def _start(self) -> None:
         if self._level == 2:

@@ -30,8 +30,8 @@ class SavedPrefixes:
         self._engine = loaded.engine
         self._kept = loaded.kept
         self._model = loaded.model_key
-        self._config = loaded.model_config
-        self._max_model_len = loaded.plan.max_model_len
+        self._config = loaded.facts.model_config
+        self._max_model_len = loaded.facts.plan.max_model_len
         self._jobs = jobs
 
     def snapshot(self, prompt: Prompt) -> Snapshot:

@@ -8,8 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator
 from typing import Any
 
 from sdk.outputs import RequestOutput
-from sdk.requests.driver import Driver
-from sdk.requests.job import Job
+from sdk.requests.job import Job, JobDriver
 from sdk.requests.mailboxes import AsyncMailbox
 from sdk.requests.views import View
 
@@ -22,7 +21,7 @@ class AnswerStream(AsyncIterator[RequestOutput]):
     before that; this returns the stream.
     """
 
-    def __init__(self, driver: Driver, request: DeferredJob) -> None:
+    def __init__(self, driver: JobDriver, request: DeferredJob) -> None:
         self._request = request
         self._batches = _batches(driver, request)  # has no reference to self: no cycle to collect
         self._ready: deque[RequestOutput] = deque()
@@ -76,7 +75,7 @@ class DeferredJob:
 
 
 async def _batches(
-    driver: Driver, request: DeferredJob
+    driver: JobDriver, request: DeferredJob
 ) -> AsyncGenerator[list[RequestOutput], None]:
     job, view = await request.made()
     mailbox = AsyncMailbox(driver.loop_inbox())

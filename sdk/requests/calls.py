@@ -14,8 +14,7 @@ from sdk.outputs import RequestOutput
 from sdk.params import RequestOutputKind, SamplingParams
 from sdk.requests.async_stream import AnswerStream, DeferredJob
 from sdk.requests.conversations import ChatOptions
-from sdk.requests.driver import Driver
-from sdk.requests.job import Job
+from sdk.requests.job import Job, JobDriver
 from sdk.requests.jobs import Calling, JobMaker, arun_jobs, once_each, run_jobs
 from sdk.requests.mailboxes import Mailbox
 from sdk.requests.prompts import PromptReader
@@ -41,7 +40,7 @@ class Calls:
 
     def __init__(
         self,
-        driver: Driver,
+        driver: JobDriver,
         jobs: JobMaker,
         reader: PromptReader,
         on_progress: ProgressCallback | None,

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from sdk.engine.engine import Output
 from sdk.engine.plan import Pooling, RequestKind
+from sdk.executors.base import Executor
+from sdk.outputs import Estimate
 from sdk.params import SamplingParams
 from sdk.requests.adapters import KnownAdapter
+from sdk.requests.loop_inbox import LoopInbox
+from sdk.requests.prompts import Prompt
 from sdk.sampling.resolved import ResolvedParams
 from sdk.text.automaton import StringAutomaton
 from sdk.text.stops import StopStrings
@@ -44,3 +49,52 @@ class Job:
     banned: StringAutomaton | None = None
     result_bytes: int = 0
     adapter: KnownAdapter | None = None
+
+
+class JobDriver(Protocol):
+    """Runs jobs, for callers on any thread and any event loop: :class:`sdk.requests.driver.Driver`
+    for one engine, or :class:`sdk.replicas.replica_set.ReplicaSet`.
+    """
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+
+    def loop_inbox(self) -> LoopInbox:
+        """Where outputs for the running event loop go."""
+
+    def check_usable(self, *, asleep: bool = False) -> None:
+        """:raises EngineClosedError: after ``close`` or in a forked child.
+        :raises EngineDeadError: after a failed step.
+        :raises EngineAsleepError: while it sleeps, unless ``asleep`` allows that."""
+
+    def submit(
+        self, jobs: Sequence[Job], sink: OutputSink, *, run: bool = True, goes_on: bool = False
+    ) -> None:
+        """Add requests whose outputs go to ``sink``. ``run=False``: the caller does the stepping.
+        ``goes_on``: they belong to a call that was accepted, so the queue is not full for them.
+        """
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """End requests; unknown and finished ids are ignored."""
+
+    def run(self, request_ids: Iterable[str]) -> None:
+        """Finish submitted requests without the caller's stepping."""
+
+    def step(self) -> Sequence[Output]:
+        """Run one step, deliver its outputs and return them."""
+
+    def pump(self, seconds: float) -> None:
+        """Run steps for about ``seconds``."""
+
+    def wrap_executor(self, wrap: Callable[[Executor], Executor]) -> None:
+        """Run the next steps on ``wrap(executor)``: how sdk.testing injects faults."""
+
+    def set_tenant_weight(self, tenant: str | None, weight: float) -> None:
+        """See :meth:`sdk.LLM.set_tenant_weight`."""
+
+    def estimate(self, prompt: Prompt, params: SamplingParams, priority: int | None) -> Estimate:
+        """See :meth:`sdk.LLM.estimate`."""
+
+    def close(self) -> None:
+        """End all requests and give everything back. Idempotent, from any thread."""

@@ -17,8 +17,7 @@ from sdk.params import SamplingParams
 from sdk.quant.safe_repr import safe_repr
 from sdk.requests.adapters import Adapters
 from sdk.requests.conversations import ChatOptions, tool_format_of
-from sdk.requests.driver import Driver
-from sdk.requests.job import Job
+from sdk.requests.job import Job, JobDriver
 from sdk.requests.mailboxes import AsyncMailbox, Mailbox
 from sdk.requests.prompts import (
     Prompt,
@@ -349,7 +348,9 @@ def _priorities(given: Any, count: int) -> list[int | None]:
         return priorities
 
 
-async def arun_jobs(driver: Driver, jobs: Sequence[Job], *, goes_on: bool = False) -> list[Output]:
+async def arun_jobs(
+    driver: JobDriver, jobs: Sequence[Job], *, goes_on: bool = False
+) -> list[Output]:
     """:func:`run_jobs` for an event loop."""
     done: dict[str, Output] = {}
     mailbox = AsyncMailbox(driver.loop_inbox())
@@ -366,7 +367,7 @@ async def arun_jobs(driver: Driver, jobs: Sequence[Job], *, goes_on: bool = Fals
 
 
 def run_jobs(
-    driver: Driver,
+    driver: JobDriver,
     jobs: Sequence[Job],
     report: Callable[[int, int], None] | None = None,
     *,

@@ -9,7 +9,7 @@ from sdk.errors import RequestError
 from sdk.outputs import RequestOutput
 from sdk.params import RequestOutputKind
 from sdk.requests.calls import as_text
-from sdk.requests.driver import Driver
+from sdk.requests.job import JobDriver
 from sdk.requests.jobs import JobMaker, ParamsLike
 from sdk.requests.mailboxes import Collector
 
@@ -17,7 +17,7 @@ from sdk.requests.mailboxes import Collector
 class Stepping:
     """The enqueued requests of one ``LLM``, and their outputs until they are taken."""
 
-    def __init__(self, driver: Driver, jobs: JobMaker) -> None:
+    def __init__(self, driver: JobDriver, jobs: JobMaker) -> None:
         self._driver = driver
         self._jobs = jobs
         self._collector = Collector()

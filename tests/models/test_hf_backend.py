@@ -145,7 +145,6 @@ def test_the_registered_attention_leaves_the_hosts_models_alone(load: Callable[.
         ({"model_type": "stablelm", "num_hidden_layers": 10**9}, CheckpointError, "1..512"),
         ({"model_type": "bloom"}, UnsupportedError, "'bloom'.*code of its own.*paged KV cache"),
         ({"model_type": "falcon"}, UnsupportedError, "'falcon'.*code of its own"),
-        ({"model_type": "gptj"}, UnsupportedError, "'gptj'.*code of its own"),
         ({"model_type": "bert"}, UnsupportedError, "'bert' is an encoder .is_decoder is false."),
         ({"model_type": "t5"}, UnsupportedError, "'t5' is an encoder-decoder"),
         (

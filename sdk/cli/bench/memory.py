@@ -138,7 +138,8 @@ def _recoding(settings: Settings) -> list[Result]:
     results = {name: Result(OURS, _name(), TIERS, {"from": name, **case}) for name in steps}
     params = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
     with opened(config) as loaded:
-        runner, engine, vocab_size = loaded.runner, loaded.engine, loaded.model_config.vocab_size
+        runner, engine = loaded.runner, loaded.engine
+        vocab_size = loaded.facts.model_config.vocab_size
         (prompt,) = make_load(vocab_size, 1, TIER_PAGE_SIZE, 1, seed=TIER_PAGE_SIZE).prompts
         for number in range(-1, settings.rounds):
             begin = time.perf_counter()

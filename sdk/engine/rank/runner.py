@@ -21,6 +21,7 @@ from sdk.engine.rank.inputs import StepInputs
 from sdk.engine.rank.key_centres import centre_keys
 from sdk.engine.rank.kv_cache import cache_of_rank
 from sdk.engine.rank.pooling import as_numbers
+from sdk.engine.rank.rank_model import RankModel
 from sdk.engine.rank.recorded import Recorded
 from sdk.engine.rank.request import RankRequest
 from sdk.engine.rank.runner_config import RunnerConfig
@@ -38,11 +39,8 @@ from sdk.kernels.errors import CaptureError
 from sdk.memory.demand import scored_rows
 from sdk.memory.machine import release_free_memory
 from sdk.models.adapters import ModelAdapters
-from sdk.models.auto import build_model
-from sdk.models.classifier import classifier_of, read_score_head
 from sdk.models.parallel import Mesh
 from sdk.params import SamplingParams
-from sdk.quant.checkpoint import Checkpoint
 from sdk.sampling.sampler import Sampler
 from sdk.structured.library import GrammarError
 
@@ -56,32 +54,24 @@ class ModelRunner:
     ``close`` frees weights, pages and threads.
     """
 
-    def __init__(
-        self, config: RunnerConfig, mesh: Mesh, checkpoint: Checkpoint | None = None
-    ) -> None:
+    def __init__(self, config: RunnerConfig, mesh: Mesh, weights: RankModel | None = None) -> None:
+        """``weights``: closed with the runner (default: they are read now)."""
         self._mesh = mesh
         self._requests: dict[str, RankRequest] = {}
         #: The last step that was launched from a plan, and what repeats it.
         self._last_step: _LaunchedStep | None = None
         self._repeated: _RepeatedSteps | None = None
-        self.unused_tensors: list[str] = []
         with contextlib.ExitStack() as undo:
-            if checkpoint is None:
-                checkpoint = config.open_model()
-            undo.callback(checkpoint.close)
-            self.ops = config.open_ops()
+            weights = weights or RankModel.load(config, mesh)
+            self.ops, self.model = weights.ops, weights.model
             undo.callback(self.ops.close)
-            values = {**checkpoint.config, **config.hf_overrides}
-            self.model = build_model(
-                checkpoint, mesh, self.ops, max_model_len=config.max_model_len, config=values
-            )
             facts = self.model.config
             #: The slots of adapters, if requests may have any.
             self.adapters = self._make_adapters(config)
             #: The classes of the checkpoint, if it has any.
-            self.classifier = classifier_of(values)
-            self._score_head = read_score_head(checkpoint, self.classifier, facts.hidden_size)
-            self.unused_tensors = checkpoint.unused()
+            self.classifier = weights.classifier
+            self._score_head = weights.score_head
+            self.unused_tensors = weights.unused_tensors
             self.kv = cache_of_rank(config, facts, mesh, self.ops)
             undo.callback(self.kv.close)
             centre_keys(self.kv, self.model)
@@ -103,7 +93,6 @@ class ModelRunner:
             self.drafting: DraftingModel | None = None
             self._is_drafted = config.drafting is not None
             if config.drafting is not None and mesh.rank == 0:
-                checkpoint.close()
                 release_free_memory()  # before more weights, perhaps of the same file, are loaded
                 self.drafting = DraftingModel(
                     config.drafting, config, self.ops, mesh, self.model, self.kv
@@ -114,7 +103,6 @@ class ModelRunner:
             if not config.enforce_eager:
                 self.record()
             undo.pop_all()
-        checkpoint.close()
         release_free_memory()
 
     def _make_adapters(self, config: RunnerConfig) -> RankAdapters | None:

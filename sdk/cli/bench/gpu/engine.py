@@ -78,7 +78,7 @@ def warm(card: Card, loaded: Loaded, requests: int) -> None:
     First come prompts of each bucket of tokens, then ``requests`` concurrent requests that end one
     after the other.
     """
-    engine, vocabulary = loaded.engine, loaded.model_config.vocab_size
+    engine, vocabulary = loaded.engine, loaded.facts.model_config.vocab_size
     most = loaded.runner.strategy.most_tokens_in_pieces
     for tokens in token_buckets(most) if most else ():
         add(engine, f"prompt of {tokens}", vocabulary, tokens, 2)
@@ -91,7 +91,7 @@ def warm(card: Card, loaded: Loaded, requests: int) -> None:
 def _decoding(card: Card, loaded: Loaded) -> int:
     """Start one request and decode its first tokens; returns the length of its context."""
     prompt, first = card.size(_PROMPT, 5), card.size(_FIRST, 2)
-    add(loaded.engine, "decoding", loaded.model_config.vocab_size, prompt, _LONGEST)
+    add(loaded.engine, "decoding", loaded.facts.model_config.vocab_size, prompt, _LONGEST)
     while loaded.engine.step() == []:
         pass
     for _ in range(first):
@@ -193,7 +193,7 @@ def measure_requests(card: Card) -> Iterator[Finding]:
     config = qwen3_config(card)
     options = {"max_num_seqs": len(lengths), "max_num_batched_tokens": card.size(8192, 16)}
     with opened(card, config, 16, **options) as loaded:
-        engine, vocabulary = loaded.engine, loaded.model_config.vocab_size
+        engine, vocabulary = loaded.engine, loaded.facts.model_config.vocab_size
         warm(card, loaded, len(lengths))
         if card.rehearsing:
             return
@@ -231,7 +231,7 @@ def measure_generate(card: Card) -> Iterator[Finding]:
     with opened(card, qwen3_config(card), 16, max_num_seqs=1) as loaded:
         seconds = 0.0
         for name in ("first", "timed"):
-            add(loaded.engine, name, loaded.model_config.vocab_size, prompt, output)
+            add(loaded.engine, name, loaded.facts.model_config.vocab_size, prompt, output)
             begin = time.perf_counter()
             finish(loaded.engine)
             seconds = time.perf_counter() - begin

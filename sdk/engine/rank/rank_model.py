@@ -1,0 +1,50 @@
+"""The weights of one rank, and the operators that run them."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from sdk.engine.rank.runner_config import RunnerConfig
+from sdk.kernels.ops import Ops
+from sdk.models.auto import build_model
+from sdk.models.classifier import Classifier, classifier_of, read_score_head
+from sdk.models.decoder import CausalLM
+from sdk.models.parallel import Mesh
+from sdk.quant.checkpoint import Checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class RankModel:
+    """What a rank reads from the model's files. A forked child shares its memory."""
+
+    ops: Ops
+    model: CausalLM
+    #: The classes of the checkpoint, if it has any, and their matrix.
+    classifier: Classifier | None
+    score_head: Tensor | None
+    unused_tensors: list[str]
+
+    @classmethod
+    def load(
+        cls, config: RunnerConfig, mesh: Mesh, checkpoint: Checkpoint | None = None
+    ) -> RankModel:
+        """Read the weights; the checkpoint (default: the one ``config`` names) is closed then."""
+        with contextlib.ExitStack() as undo:
+            if checkpoint is None:
+                checkpoint = config.open_model()
+            undo.callback(checkpoint.close)
+            ops = config.open_ops()
+            undo.callback(ops.close)
+            values = {**checkpoint.config, **config.hf_overrides}
+            model = build_model(
+                checkpoint, mesh, ops, max_model_len=config.max_model_len, config=values
+            )
+            classifier = classifier_of(values)
+            score_head = read_score_head(checkpoint, classifier, model.config.hidden_size)
+            unused = checkpoint.unused()
+            undo.pop_all()
+        checkpoint.close()
+        return cls(ops, model, classifier, score_head, unused)
