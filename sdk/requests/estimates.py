@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 from sdk.engine.scheduling.forecast import Work, forecast
@@ -13,7 +12,7 @@ from sdk.engine.scheduling.waiting import WaitingRequests
 from sdk.outputs import Estimate
 from sdk.params import SamplingParams
 from sdk.requests.prompts import Prompt
-from sdk.requests.step_sizes import MIN_MIXED_TOKENS, MIXED_STEP_S
+from sdk.requests.step_sizes import mixed_step_tokens
 
 #: The length of an answer while none has ended.
 _FIRST_ANSWER = 256
@@ -38,7 +37,7 @@ def estimate(
         arrival_time=queues.clock(),
         salt=prompt.cache_salt,
     )
-    cached = _cached_tokens(scheduler, request)
+    cached = scheduler.prefixes.cached_tokens(request)
     running, waiting = list(queues.running), queues.waiting.snapshot()
     policy = queues.policy.forecast()
     order = float(queues.policy.order(request))
@@ -63,7 +62,7 @@ def estimate(
             own,
             [_work(one, length) for one in behind],
             max_num_seqs=scheduler.config.max_num_seqs,
-            step_tokens=_step_tokens(scheduler, len(running)),
+            step_tokens=mixed_step_tokens(scheduler),
         )
 
     step = times.decode(len(running)) if running else 0.0  # one may be in progress
@@ -80,20 +79,6 @@ def estimate(
         (min(low[1], finish) / wrong, max(high[1] + step, finish, slow) * wrong),
         *counts,
     )
-
-
-def _cached_tokens(scheduler: Scheduler, request: Request) -> int:
-    """Tokens of a prompt that are cached, swapped out, or about to be cached."""
-    prefixes, size = scheduler.prefixes, scheduler.config.page_size
-    if not scheduler.config.enable_prefix_caching or not request.uses_prefix_cache:
-        return 0
-    num_pages = (request.num_tokens - 1) // size
-    prefixes.extend_keys(request, num_pages)
-    found = len(prefixes.pool.match(request.keys))
-    found += prefixes.swap.match(request.keys[found:])
-    while found < num_pages and request.keys[found].digest in prefixes.pending:
-        found += 1
-    return found * size
 
 
 def _overtaken(
@@ -159,12 +144,3 @@ def _work(request: Request, length: _Length) -> Work:
     answer = max(length(request) - request.num_output_tokens, 0 if request.kind == "embed" else 1)
     prompt = 0 if request.pages and left == 1 and request.kind == "generate" else max(left, 1)
     return Work(prompt, request.num_computed, answer, len(request.sequences))
-
-
-def _step_tokens(scheduler: Scheduler, num_running: int) -> int:
-    """The most tokens of a step with prompts."""
-    most = scheduler.config.max_num_batched_tokens
-    per_token = scheduler.times.prompt(1, 0)
-    if num_running and not math.isclose(per_token, 0.0):
-        most = min(most, max(int(MIXED_STEP_S / per_token), MIN_MIXED_TOKENS))
-    return most

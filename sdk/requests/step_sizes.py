@@ -71,3 +71,13 @@ class StepSizes:
         """Learn the speed of large steps."""
         if tokens >= MIN_MIXED_TOKENS:
             self._tokens_per_second = tokens / seconds
+
+
+def mixed_step_tokens(scheduler: Scheduler) -> int:
+    """The most tokens of a step with prompts, as expected from the step times that were measured:
+    fewer while requests decode."""
+    most = scheduler.config.max_num_batched_tokens
+    per_token = scheduler.times.prompt(1, 0)
+    if scheduler.queues.running and per_token > 0:
+        most = min(most, max(int(MIXED_STEP_S / per_token), MIN_MIXED_TOKENS))
+    return most

@@ -95,6 +95,8 @@ class PagePool:
         self.unconfirmed: set[int] = set()
         #: Called with the location and the key of a cached page before it is evicted.
         self.on_evict: Callable[[int, PageKey], None] | None = None
+        #: Called when a page becomes known (True) or unknown (False); ``None``: all became unknown.
+        self.on_known: Callable[[PageKey | None, bool], None] | None = None
         self._references = [0] * num_pages
         self._keys: list[PageKey | None] = [None] * num_pages
         #: Called with a number of missing pages, before cached ones are evicted, and once more
@@ -132,6 +134,11 @@ class PagePool:
     def key(self, page: int) -> PageKey | None:
         """The key of a known page; ``None`` for any other."""
         return self._keys[page]
+
+    @property
+    def digests(self) -> list[bytes]:
+        """The digests of all known pages, also of those with a tail."""
+        return list(self._known)
 
     def location(self, page: int) -> int:
         """The kernels' id of a page, once all copies noted so far are made."""
@@ -236,6 +243,8 @@ class PagePool:
         if key is not None:
             self._keys[page] = None
             del self._known[key.digest]
+            if self.on_known is not None:
+                self.on_known(key, False)
             if self._costs is not None:
                 self._costs.forget(page)
 
@@ -272,6 +281,8 @@ class PagePool:
             return
         if self._known.setdefault(key.digest, page) == page:
             self._keys[page] = key
+            if self.on_known is not None:
+                self.on_known(key, True)
 
     def forget(self, pages: Iterable[int]) -> None:
         """Make these pages unknown, because their content may be wrong. Owners keep them."""
@@ -289,6 +300,8 @@ class PagePool:
         """
         self._keys = [None] * self.num_pages
         self._known.clear()
+        if self.on_known is not None:
+            self.on_known(None, False)
         if self._costs is not None:
             for page in range(self.num_pages):
                 self._costs.forget(page)

@@ -99,6 +99,20 @@ class Prefixes:
         token_ids = request.token_ids[known * size : num_tokens - 1]
         return Prefix(pages, swapped, self.tails.find(parent, token_ids, known))
 
+    def cached_tokens(self, request: Request) -> int:
+        """Tokens of a prompt that are cached, swapped out, or about to be cached."""
+        size = self.pool.page_size
+        if not self.pool.enable_prefix_caching or not request.uses_prefix_cache:
+            return 0
+        num_pages = (request.num_tokens - 1) // size
+        self.extend_keys(request, num_pages)
+        keys = request.keys[:num_pages]
+        found = len(self.pool.match(keys))
+        found += self.swap.match(keys[found:])
+        while found < num_pages and keys[found].digest in self.pending:
+            found += 1
+        return found * size
+
     def acquire(self, request: Request, found: Sequence[Prefix], spare: int) -> int:
         """Give each sequence of ``request`` pages for all its tokens: those ``found``, then new
         ones, the first of which may be a copy (``Prefix.tail``).

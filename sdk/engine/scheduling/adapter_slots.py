@@ -122,6 +122,11 @@ class AdapterSlots:
         }
 
     @property
+    def ready_keys(self) -> tuple[str, ...]:
+        """The keys of the adapters that can run now."""
+        return tuple(one.source.key for one in self._known.values() if one.ready)
+
+    @property
     def has_work(self) -> bool:
         """Whether the ranks have something to do before the next step."""
         return bool(self._wanted or self._cleared or self._removed)

@@ -49,7 +49,7 @@ class StepTimes:
 
     def prompt(self, tokens: int, context: float) -> float:
         """What ``tokens`` of a prompt add to a step, after ``context`` tokens."""
-        per_token, per_pair = self._slopes()
+        per_token, per_pair = self.slopes()
         return per_token * tokens + per_pair * tokens * (context + tokens / 2)
 
     def fixed(self) -> float:
@@ -93,12 +93,12 @@ class StepTimes:
             return
         expected = self.decode(rows) or self.fixed()
         if tokens:
-            per_token, per_pair = self._slopes()
+            per_token, per_pair = self.slopes()
             expected += per_token * tokens + per_pair * pairs
         if expected > 0:
             self.error += 0.05 * (min(abs(seconds / expected - 1), 2.0) - self.error)
 
-    def _slopes(self) -> tuple[float, float]:
+    def slopes(self) -> tuple[float, float]:
         """Seconds per token and per pair, by least squares; neither is negative."""
         tokens2, both, pairs2, with_tokens, with_pairs = self._sums
         if not tokens2:

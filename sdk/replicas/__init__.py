@@ -1,0 +1,1 @@
+"""Data-parallel replicas: which of them runs a request."""

@@ -1,0 +1,218 @@
+"""What a replica tells the router: its state between two steps, and the prefixes it holds."""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import NamedTuple
+
+from sdk.engine.pages.page_pool import PageKey
+from sdk.engine.scheduling.policy import FairPolicy
+from sdk.engine.scheduling.request import Request
+from sdk.engine.scheduling.scheduler import Scheduler
+from sdk.requests.step_sizes import mixed_step_tokens
+
+#: Keys of pages in one report: 4096 take 150 KB. What is left comes with the next one.
+_MOST_KEYS = 4096
+#: While the same requests decode, one of so many steps is reported: only pages and answers grow.
+_REPORT_EVERY = 64
+#: Tokens of an answer while none has ended.
+_FIRST_ANSWER = 256
+
+
+class TenantWork(NamedTuple):
+    """Prompt tokens that a tenant's unfinished requests still have to compute, and its weight."""
+
+    tenant: str | None
+    tokens: int
+    weight: float
+
+
+class ReplicaReport(NamedTuple):
+    """The state of a replica between two steps. Picklable; only numbers, names and digests.
+
+    ``prompt_tokens`` and ``prompt_pairs`` are what is left of the prompts of all unfinished
+    requests: tokens that are not cached, and the keys that these read, summed
+    (``sdk/engine/scheduling/step_times.py``). Times are seconds, 0 while nothing was measured.
+    """
+
+    #: Plans made so far.
+    step: int
+    #: Requests that the replica has received from the router since it joined, however they ended.
+    received: int
+    num_waiting: int
+    num_running: int
+    #: Those of the running requests that need one token in the next step.
+    num_decoding: int
+    prompt_tokens: int
+    prompt_pairs: float
+    #: Expected tokens that are left of the answers of all unfinished requests, and of a new one.
+    output_tokens: float
+    answer_tokens: float
+    #: Pages that a new request could get now, free or only cached.
+    free_pages: int
+    total_pages: int
+    page_size: int
+    kv_type: str
+    max_num_seqs: int
+    #: The most tokens of a step with prompts.
+    step_tokens: int
+    seconds_per_token: float
+    seconds_per_pair: float
+    #: A step with one decoding request, and what each further one adds.
+    decode_seconds: float
+    decode_row_seconds: float
+    #: With a fair policy: its tenants with unfinished requests.
+    tenants: tuple[TenantWork, ...]
+    #: Keys of the adapters that are in a slot.
+    adapters: tuple[str, ...]
+    #: Digests of pages that became known or unknown since the last report, each in one of the two.
+    published: tuple[bytes, ...]
+    evicted: tuple[bytes, ...]
+    #: What earlier reports published is void: this is the first one, or the cache was reset.
+    full: bool
+
+
+class Reporter:
+    """Makes the reports of one scheduler, in the process of its replica. Not thread-safe.
+
+    It is the pool's ``on_known``. Call :meth:`report` between two steps, after ``commit``.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._pool = scheduler.pool
+        self._uncached: dict[str, int] = {}  # of waiting requests, by id
+        self._changed: dict[bytes, bool] = {}  # digest -> whether it is known now
+        self._full = True
+        self._last: tuple[int, ...] = ()
+        self._next_step = 0
+        self._list_all()
+        self._pool.on_known = self._on_known
+
+    def _list_all(self) -> None:
+        self._full = True
+        self._changed = dict.fromkeys(self._pool.digests, True)
+
+    def _on_known(self, key: PageKey | None, known: bool) -> None:
+        if key is None:
+            self._full, self._changed = True, {}
+        elif len(key.token_ids) == self._pool.page_size:
+            self._changed[key.digest] = known
+            if len(self._changed) > 2 * self._pool.num_pages + _MOST_KEYS:  # nobody asks
+                self._list_all()
+
+    def report(self, received: int | None = None) -> ReplicaReport | None:
+        """The state now; ``None`` if the router need not know what has changed.
+
+        ``received``: see :class:`ReplicaReport`; by default all requests of the scheduler.
+        """
+        scheduler = self._scheduler
+        queues, committer, slots = scheduler.queues, scheduler.committer, scheduler.adapters
+        step = scheduler.num_steps
+        received = queues.num_added if received is None else received
+        state = (
+            received,
+            queues.num_added,
+            len(queues.unfinished),
+            queues.num_preemptions,
+            committer.num_prompt_tokens,
+            len(queues.running),
+            0 if slots is None else slots.num_loads,
+        )
+        many = self._full or len(self._changed) >= _MOST_KEYS
+        if state == self._last and step < self._next_step and not many:
+            return None
+        self._last, self._next_step = state, step + _REPORT_EVERY
+        return self._make(step, received)
+
+    def _make(self, step: int, received: int) -> ReplicaReport:
+        scheduler, config = self._scheduler, self._scheduler.config
+        queues, times = scheduler.queues, scheduler.times
+        answer = self._answer_tokens()
+        tokens, pairs, output, decoding = 0, 0.0, 0.0, 0
+        tenants: dict[str | None, int] | None = {} if queues.policy.dynamic else None
+        uncached: dict[str, int] = {}
+        for waits, requests in ((False, queues.running), (True, queues.waiting.snapshot())):
+            for request in requests:
+                left = request.num_tokens - request.num_computed
+                if waits:
+                    left = uncached[request.request_id] = self._left(request)
+                elif left == 1 and request.kind == "generate":
+                    decoding += 1
+                    left = 0
+                if left:
+                    tokens += left
+                    pairs += left * (request.num_tokens - left / 2)
+                if tenants is not None:
+                    tenants[request.tenant] = tenants.get(request.tenant, 0) + left
+                output += _output_left(request, answer)
+        self._uncached = uncached
+        per_token, per_pair = times.slopes()
+        one, most = times.decode(1), config.max_num_seqs
+        row = max(times.decode(most) - one, 0.0) / (most - 1) if most > 1 else 0.0
+        published, evicted, full = self._take_keys()
+        return ReplicaReport(
+            step=step,
+            received=received,
+            num_waiting=queues.num_waiting,
+            num_running=queues.num_running,
+            num_decoding=decoding,
+            prompt_tokens=tokens,
+            prompt_pairs=pairs,
+            output_tokens=output,
+            answer_tokens=answer,
+            free_pages=self._pool.num_available,
+            total_pages=self._pool.capacity,
+            page_size=config.page_size,
+            kv_type=config.kv_type,
+            max_num_seqs=most,
+            step_tokens=mixed_step_tokens(scheduler),
+            seconds_per_token=per_token,
+            seconds_per_pair=per_pair,
+            decode_seconds=one,
+            decode_row_seconds=row,
+            tenants=self._shares(tenants or {}),
+            adapters=() if scheduler.adapters is None else scheduler.adapters.ready_keys,
+            published=published,
+            evicted=evicted,
+            full=full,
+        )
+
+    def _left(self, request: Request) -> int:
+        """Tokens of a waiting request that are not cached, as of when it was first seen here."""
+        known = self._uncached.get(request.request_id)
+        if known is not None:
+            return known
+        return request.num_tokens - self._scheduler.prefixes.cached_tokens(request)
+
+    def _answer_tokens(self) -> float:
+        lengths = self._scheduler.queues.answer_lengths
+        return sum(lengths) / len(lengths) if lengths else _FIRST_ANSWER
+
+    def _shares(self, tenants: dict[str | None, int]) -> tuple[TenantWork, ...]:
+        policy = self._scheduler.queues.policy
+        return tuple(
+            TenantWork(name, left, policy.weight(name) if isinstance(policy, FairPolicy) else 1.0)
+            for name, left in tenants.items()
+        )
+
+    def _take_keys(self) -> tuple[tuple[bytes, ...], tuple[bytes, ...], bool]:
+        """The changes for the next report, oldest first, and whether it starts a new list."""
+        changed, full = self._changed, self._full
+        taken = list(islice(changed.items(), _MOST_KEYS))
+        if len(taken) == len(changed):
+            self._changed = {}
+        else:
+            for digest, _ in taken:
+                del changed[digest]
+        self._full = False
+        published = tuple(digest for digest, known in taken if known)
+        return published, tuple(digest for digest, known in taken if not known), full
+
+
+def _output_left(request: Request, answer: float) -> float:
+    """Expected tokens that are left of an answer: as long as the last ones, but at least 1."""
+    if request.kind != "generate":
+        return 0.0
+    generated = request.num_output_tokens
+    return max(min(answer, request.max_len - request.num_prompt_tokens) - generated, 1.0)
