@@ -56,6 +56,8 @@ class EngineConfig:
     skip_tokenizer_init: bool = False
     trust_remote_code: bool = False
     tensor_parallel_size: int = 1
+    data_parallel_size: int = 1
+    replica_routing: Literal["state", "requests", "round_robin"] = "state"
     dtype: Literal["auto", "float32", "float16", "bfloat16", "float", "half"] = "auto"
     quantization: str | None = None
     revision: str | None = None
@@ -150,6 +152,7 @@ class EngineConfig:
         self._check_swap()
         self._check_offload()
         self._check_speculative()
+        self._check_replicas()
         if self.kv_cache_dtype != "auto":
             object.__setattr__(self, "kv_cache_dtype", _kv_cache_dtype(self.kv_cache_dtype))
         if self.kv_policy is not None:
@@ -200,6 +203,30 @@ class EngineConfig:
             )
         self._check_folder("disk_offload_path", "disk_offload")
 
+    def _check_replicas(self) -> None:
+        if self.data_parallel_size == 1:
+            return
+        if isinstance(self.memory, MemoryPool):
+            raise RequestError(
+                "memory: replicas (data_parallel_size > 1) cannot share a MemoryPool with other "
+                "models; pass a number of bytes for all of them together"
+            )
+        if self.device == "cuda":
+            raise RequestError(
+                "device='cuda': data_parallel_size must be 1 in this release; start one LLM for "
+                "each GPU"
+            )
+        if self.disk_offload:
+            raise RequestError(
+                "disk_offload: offloaded weights are read by one replica only; use "
+                "data_parallel_size=1"
+            )
+        if isinstance(self.scheduling_policy, SchedulingPolicy):
+            raise RequestError(
+                "scheduling_policy: each replica has a policy of its own, expected its name with "
+                f"data_parallel_size > 1, found {safe_repr(self.scheduling_policy)}"
+            )
+
     def _check_speculative(self) -> None:
         speculative = speculative_config(self.speculative_config)
         object.__setattr__(self, "speculative_config", speculative)
@@ -242,6 +269,11 @@ class EngineConfig:
                 f"max_cpu_loras ({self.max_cpu_loras}) must be at least max_loras "
                 f"({self.max_loras})"
             )
+
+    @property
+    def num_ranks(self) -> int:
+        """The ranks of a replica."""
+        return self.tensor_parallel_size
 
     @property
     def adapter_slots(self) -> int:
@@ -373,11 +405,13 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "load_format": ("auto", "gguf", "safetensors"),
     "scheduling_policy": POLICIES,
     "prefix_eviction": ("lru", "cost"),
+    "replica_routing": ("state", "requests", "round_robin"),
     "lora_dtype": ("auto", "int8"),
     "compute": ("auto", "exact"),
 }
 _COUNTS: dict[str, tuple[int, int]] = {
     "tensor_parallel_size": (1, 64),
+    "data_parallel_size": (1, 64),
     "seed": (0, 2**64 - 1),
     "num_threads": (1, 1024),
     "max_model_len": (1, 2**31 - 1),

@@ -80,8 +80,21 @@ class LLM:
         plan: MemoryPlan | None = None,
         **options: Unpack[EngineOptions],
     ) -> None:
-        self.config = planned_config(plan, model, **options)
-        self._open(ServedEngine(load(self.config)))
+        self.config = config = planned_config(plan, model, **options)
+        if config.data_parallel_size == 1:
+            self._open(ServedEngine(load(config)))
+        else:
+            from sdk.replicas.served import ServedReplicas  # not needed by most programs
+
+            self._open(ServedReplicas(config))
+
+    @classmethod
+    def _on(cls, served: Served) -> LLM:
+        """An LLM whose parts exist."""
+        llm = cls.__new__(cls)
+        llm.config = served.facts.config
+        llm._open(served)
+        return llm
 
     def _open(self, served: Served) -> None:
         facts, vocab_size = served.facts, served.facts.model_config.vocab_size

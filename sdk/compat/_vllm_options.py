@@ -89,7 +89,7 @@ OPTIONS: Mapping[str, Option] = {
     "dcp_q_replicate": _free(None),
     "dcp_kv_cache_interleave_size": _free(1),
     "cp_kv_cache_interleave_size": _free(None),
-    "data_parallel_size": _only(1, "make one LLM for each copy of the model"),
+    "data_parallel_size": _same(1),
     "data_parallel_rank": _free(None),
     "data_parallel_start_rank": _free(None),
     "data_parallel_size_local": _free(None),

@@ -161,7 +161,7 @@ class Children:
             )
         try:
             self.folder = meeting_place()
-            path = _import_path()
+            path = import_path()
             for rank in range(1, size):
                 self._children.append(Child(rank, self.folder, python, path))
         except OSError as error:
@@ -234,7 +234,7 @@ def _wait(children: list[Child], seconds: float) -> None:
             child.process.wait(max(deadline - time.monotonic(), 0.0))
 
 
-def _import_path() -> list[str]:
+def import_path() -> list[str]:
     """Our ``sys.path`` with absolute entries, and the folder that this package came from."""
     path = [str(Path(entry).absolute()) for entry in sys.path if isinstance(entry, str)]
     root = str(Path(__file__).absolute().parents[2])

@@ -80,7 +80,7 @@ def planned_config(
         raise OutOfMemoryError(plan.problem)
     limits: dict[str, Any] = {
         "max_model_len": plan.max_model_len,
-        "kv_cache_memory_bytes": plan.kv_cache,
+        "kv_cache_memory_bytes": plan.kv_cache * plan.replicas,
     }
     for name in ("disk_offload", "cpu_offload"):
         if getattr(plan.config, name):  # "auto" would depend on the memory free now
@@ -131,7 +131,11 @@ def _with_help(made: MemoryPlan, config: EngineConfig, checkpoint: Checkpoint) -
     if whole and made.total <= (made.budget or 0):  # the machine has less than the budget
         helps = list(_smaller_budget(config, checkpoint, made))
     if not helps:
-        others = (*_without_drafts(config, checkpoint), *alternatives(config, checkpoint, made))
+        others = (
+            *_one_replica(config, checkpoint),
+            *_without_drafts(config, checkpoint),
+            *alternatives(config, checkpoint, made),
+        )
         slow = _offloaded(config, checkpoint)
         helps = [*map(str, others[:3]), *_general_help(config, checkpoint, made), *map(str, slow)]
     lines = [f"  {line}" for line in helps]
@@ -171,9 +175,21 @@ def _context(config: EngineConfig, checkpoint: Checkpoint) -> int:
     return config.max_model_len or model_config(config, checkpoint).max_position
 
 
+def _one_replica(config: EngineConfig, checkpoint: Checkpoint) -> tuple[Alternative, ...]:
+    """The plan with one replica instead of several."""
+    if config.data_parallel_size == 1:
+        return ()
+    options: dict[str, Any] = {"data_parallel_size": 1}
+    made = plan_for(replace(config, **options), checkpoint)
+    keeps = made.max_model_len >= _context(config, checkpoint)
+    return (Alternative(options, made, 0.0, keeps),) if made.fits else ()
+
+
 def _offloaded(config: EngineConfig, checkpoint: Checkpoint) -> tuple[Alternative, ...]:
     """The plan as asked for, with the weights that do not fit on disk (for a GPU: in host memory).
     It costs only time, but a lot, so it comes last."""
+    if config.data_parallel_size > 1:
+        return ()
     name = "cpu_offload" if config.device == "cuda" else "disk_offload"
     options: dict[str, Any] = {name: "auto"}
     if _has_drafting_weights(config):  # they cannot be offloaded

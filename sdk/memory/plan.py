@@ -77,8 +77,9 @@ class Alternative:
 class MemoryPlan:
     """The most bytes that an engine occupies. ``str()`` gives the breakdown as a table.
 
-    ``problem`` says why the plan does not fit and is empty if it does. ``alternatives`` would fit,
-    best first. ``LLM(plan=plan)`` loads exactly this plan.
+    With ``replicas`` the parts are those of one, and ``total`` is that of all; those with one rank
+    each share the weights. ``problem`` says why the plan does not fit and is empty if it does.
+    ``alternatives`` would fit, best first. ``LLM(plan=plan)`` loads exactly this plan.
     """
 
     budget: int | None
@@ -101,6 +102,7 @@ class MemoryPlan:
     draft_tokens: int = 0
     drafting_weights: int = 0
     adapters: int = 0
+    replicas: int = 1
     problem: str = ""
     config: EngineConfig | None = field(default=None, repr=False)
     kernels: tuple[KernelShare, ...] = field(default=(), compare=False)
@@ -134,7 +136,16 @@ class MemoryPlan:
     @property
     def total(self) -> int:
         """The peak memory at any time: while serving, or briefly while loading."""
-        return max(self.serving, self.loading + self.tokenizer)
+        one = max(self.serving, self.loading + self.tokenizer)
+        return one + (self.replicas - 1) * (self.serving - self.shared)
+
+    @property
+    def shared(self) -> int:
+        """The part of ``serving`` that all replicas have together: the weights, unless each replica
+        has several ranks, which read them themselves."""
+        if self.config is not None and self.config.num_ranks > 1:
+            return 0
+        return self.weights - self.drafting_weights
 
     @property
     def kv_tokens(self) -> int:
@@ -204,7 +215,11 @@ class MemoryPlan:
             rows.insert(-1, ("adapters", self.adapters, self.largest_adapters))
         if self.structures:
             rows.insert(-1, ("structures", self.structures, "the vocabulary of structured output"))
-        if self.loading + self.tokenizer == self.total:
+        if self.replicas > 1:
+            more = (self.replicas - 1) * (self.serving - self.shared)
+            note = ", which share the weights" if self.shared else ""
+            rows.insert(-1, ("replicas", more, f"{self.replicas - 1} more of the same{note}"))
+        if self.loading > self.serving - self.tokenizer:
             rows.insert(-1, ("loading", self.loading, "briefly, more than serving takes"))
         lines = [
             f"{name:<10} {format_bytes(size):>10}  {note}".rstrip() for name, size, note in rows

@@ -83,6 +83,12 @@ def plan_for(
     demand = _demand(config, model, weights, activations)
     demand = replace(demand, scratch=_scratch(config, model, checkpoint, activations))
     demand = with_drafts(demand, config, checkpoint)
+    whole, replicas = budget, config.data_parallel_size
+    if replicas > 1:
+        shared = demand.weights.total - demand.drafting_weights if config.num_ranks == 1 else 0
+        limit = _part(limit, shared, replicas)
+        budget = None if budget is None else _part(budget, shared, replicas)
+        kv_budget = None if kv_budget is None else kv_budget // replicas
     if config.disk_offload or config.cpu_offload:
         demand = with_offload(demand, config, MemoryLimits(limit, kv_budget, config.max_model_len))
     made = plan_memory(
@@ -92,12 +98,20 @@ def plan_for(
         max_model_len=config.max_model_len,
         available=limit,
     )
+    if replicas > 1:
+        problem = made.problem and f"each of {replicas} replicas: {made.problem}"
+        made = replace(made, budget=whole, replicas=replicas, problem=problem)
     if pool is not None:  # the model owns the pages of one request and borrows the others
         own = -(-made.max_model_len // made.page_size)
         made = replace(made, num_pages=min(made.num_pages, own))
     if made.fits and budget is not None and config.device != "cuda":
         made = _within_machine(made, budget)
     return replace(made, config=config)
+
+
+def _part(limit: int, shared: int, replicas: int) -> int:
+    """What one of several replicas may take, including what all of them share."""
+    return shared + (limit - shared) // replicas if limit > shared else limit
 
 
 def _within_machine(made: MemoryPlan, budget: int) -> MemoryPlan:

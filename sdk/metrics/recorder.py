@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping
-from types import MappingProxyType
 
 from sdk.engine.scheduling.request import Request
 from sdk.metrics.histogram import SECONDS, TOKENS, Histogram
@@ -65,7 +64,7 @@ class RequestSeries:
             e2e=self.e2e.read(),
             prompt_tokens=self.prompt_tokens.read(),
             generation_tokens=self.generation_tokens.read(),
-            finished=MappingProxyType(finished),
+            finished=finished,
             num_unfinished=self.num_added - sum(finished.values()),
             num_within_slo=self.num_within_slo,
             num_judged=self.num_judged,
@@ -127,7 +126,7 @@ class Recorder:
     def read(self, metrics: Mapping[str, float]) -> EngineStats:
         """A snapshot; ``metrics``: the flat numbers of the same moment."""
         return EngineStats(
-            metrics=MappingProxyType(dict(metrics)),
+            metrics=dict(metrics),
             requests=self.requests.read(),
             by_tenant=_read(self.by_tenant),
             by_adapter=_read(self.by_adapter),
@@ -241,4 +240,4 @@ class Recorder:
 
 def _read(labels: Mapping[str, RequestSeries]) -> Mapping[str, RequestStats]:
     """Snapshots by label; the thread that steps may add labels meanwhile."""
-    return MappingProxyType({name: series.read() for name, series in list(labels.items())})
+    return {name: series.read() for name, series in list(labels.items())}

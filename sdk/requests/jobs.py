@@ -224,7 +224,7 @@ class JobMaker:
         now = time.monotonic()
         # Once for all prompts that share parameters, and in the caller's thread: a list of a
         # million token ids takes 0.1 s.
-        read = once_each(params, self._compiled)
+        read = once_each(params, self.compiled)
         return [
             Job(
                 request_id=name,
@@ -281,9 +281,13 @@ class JobMaker:
                 raise RequestError("request_id: expected different ids, found one twice")
             return names
 
-    def _compiled(
+    def compiled(
         self, params: SamplingParams
     ) -> tuple[ResolvedParams, StopStrings | None, StringAutomaton | None]:
+        """What the engine needs besides the parameters.
+
+        :raises RequestError: a token id, a string or a structure is not supported.
+        """
         return self._resolve(params), stop_strings(params), banned_strings(params)
 
     def _resolve(self, params: SamplingParams) -> ResolvedParams:

@@ -1,0 +1,178 @@
+"""The messages between an ``LLM``, the parent of its replicas, and the replicas.
+
+They are pickled and cross unnamed socket pairs, both ends of which are this program
+(:mod:`sdk.executors.channel`).
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from sdk.config import EngineConfig
+from sdk.engine.engine import Output
+from sdk.errors import RequestError
+from sdk.lora import LoRARequest
+from sdk.requests.job import Job
+from sdk.sampling.resolved import ResolvedParams
+
+# ---- to the parent -----------------------------------------------------------------------------
+
+
+class Load(NamedTuple):
+    """Read the model; the answer is :class:`Progress`, then :class:`Loaded` or :class:`Failed`."""
+
+    config: EngineConfig
+    num_threads: int  # while the weights are packed
+
+
+class Fork(NamedTuple):
+    """Start a replica. Its end of a socket pair comes over the second socket. ``launch``: a number
+    of its own for each start."""
+
+    launch: int
+
+
+class Kill(NamedTuple):
+    """Kill a replica, whatever it does."""
+
+    launch: int
+
+
+# ---- from the parent ---------------------------------------------------------------------------
+
+
+class Progress(NamedTuple):
+    """Bytes of the model's files that were read."""
+
+    done: int
+    total: int
+
+
+class Loaded(NamedTuple):
+    """The model was read: replicas can be started."""
+
+
+class Failed(NamedTuple):
+    """The model could not be read, or a replica could not be started."""
+
+    error: Exception
+
+
+class Forked(NamedTuple):
+    """A replica has a process."""
+
+    launch: int
+    pid: int
+
+
+class Ended(NamedTuple):
+    """The process of a replica has ended; ``code`` as in ``subprocess.Popen.returncode``."""
+
+    launch: int
+    code: int
+
+
+# ---- to a replica ------------------------------------------------------------------------------
+
+
+class Add(NamedTuple):
+    """New requests, each from :func:`packed_job`."""
+
+    jobs: tuple[bytes, ...]
+
+
+class Abort(NamedTuple):
+    """End requests."""
+
+    request_ids: tuple[str, ...]
+
+
+class Call(NamedTuple):
+    """``part.method(*args)``. ``part``: "" for the replica's ``LLM``, the name of one of its
+    private parts, or "calls" for its :class:`sdk.replicas.calls.ReplicaCalls`."""
+
+    number: int
+    part: str
+    method: str
+    args: tuple[Any, ...]
+
+
+class Stop(NamedTuple):
+    """Close the engine and end."""
+
+
+# ---- from a replica ----------------------------------------------------------------------------
+
+
+class Ready(NamedTuple):
+    """The engine runs."""
+
+    warnings: tuple[str, ...]
+
+
+class Update(NamedTuple):
+    """What a step changed."""
+
+    outputs: Sequence[Output]
+    failures: Sequence[tuple[str, Exception]]
+    report: Any
+
+
+class Answer(NamedTuple):
+    """The result of a :class:`Call`, or the exception that it raised."""
+
+    number: int
+    value: Any
+    error: Exception | None
+
+
+class Beat(NamedTuple):
+    """The process is alive. A long step does not delay it."""
+
+
+class Lost(NamedTuple):
+    """The engine is dead, and the process ends."""
+
+    reason: str
+
+
+class PlainJob(NamedTuple):
+    """A job without what was compiled for it: each replica compiles structures, stop strings and
+    banned strings itself, and opens adapters itself."""
+
+    job: Job
+    lora: LoRARequest | None
+
+    @classmethod
+    def of(cls, job: Job) -> PlainJob:
+        lora = None if job.adapter is None else job.adapter.lora_request
+        resolved = ResolvedParams(healing=job.resolved.healing)
+        plain = replace(job, resolved=resolved, stops=None, banned=None, adapter=None)
+        return cls(plain, lora)
+
+
+def packed_job(job: Job) -> bytes:
+    """The pickled :class:`PlainJob`.
+
+    :raises RequestError: a part of it cannot be pickled.
+    """
+    try:
+        return pickle.dumps(PlainJob.of(job), protocol=pickle.HIGHEST_PROTOCOL)
+    except Exception as error:
+        raise RequestError(
+            "with data_parallel_size > 1 requests run in other processes, so sampling parameters "
+            "must be picklable (functions at the top of a module, no lambdas in "
+            f"logits_processors): {type(error).__name__}: {error}"
+        ) from error
+
+
+def sendable(error: Exception) -> Exception:
+    """The exception, or one with its text if it cannot be pickled."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RequestError(f"{type(error).__name__}: {error}")
+    return error

@@ -1,0 +1,109 @@
+"""Starts the parent of the replicas, and talks to it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import tempfile
+from multiprocessing import spawn
+
+from sdk.errors import EngineDeadError
+from sdk.executors.children import import_path
+from sdk.replicas.connection import Connection
+from sdk.replicas.messages import Fork, Load
+
+_STDERR_LINES, _STDERR_BYTES = 20, 4096
+#: Seconds in which the parent and its replicas end by themselves.
+_PATIENCE_S = 5.0
+_BOOT = """\
+import sys
+sys.path[:] = sys.argv[3:]
+from sdk.replicas.parent import main
+main(int(sys.argv[1]), int(sys.argv[2]))
+"""
+
+
+class ParentProcess:
+    """The process of ``sdk/replicas/parent.py``, as its own parent sees it.
+
+    :raises EngineDeadError: it cannot be started.
+    """
+
+    def __init__(self, load: Load) -> None:
+        python = os.fsdecode(spawn.get_executable() or "")
+        if not python:
+            raise EngineDeadError(
+                "cannot start replicas: sys.executable is empty (name an interpreter with "
+                "multiprocessing.set_executable, or use data_parallel_size=1)"
+            )
+        with contextlib.ExitStack() as undo:
+            try:
+                ours, theirs = socket.socketpair()
+                undo.callback(ours.close)
+                with theirs:
+                    self._descriptors, descriptors = socket.socketpair()
+                    undo.callback(self._descriptors.close)
+                    with descriptors:
+                        # An unnamed file cannot be left behind. The replicas write to it too.
+                        self._stderr = tempfile.TemporaryFile(  # noqa: SIM115
+                            mode="ab+", buffering=0
+                        )
+                        undo.callback(self._stderr.close)
+                        inherited = [theirs.fileno(), descriptors.fileno()]
+                        arguments = [*map(str, inherited), *import_path()]
+                        self._process = subprocess.Popen(
+                            [python, "-c", _BOOT, *arguments],
+                            stdin=subprocess.DEVNULL,
+                            stdout=subprocess.DEVNULL,
+                            stderr=self._stderr,
+                            pass_fds=inherited,
+                        )
+            except OSError as error:
+                raise EngineDeadError(f"cannot start replicas with {python}: {error}") from error
+            self.connection = Connection(ours)
+            self.connection.queue(load)
+            undo.pop_all()
+
+    @property
+    def pid(self) -> int:
+        """The process."""
+        return self._process.pid
+
+    def fork(self, launch: int) -> Connection:
+        """Start a replica; the connection to it."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            socket.send_fds(self._descriptors, [b"\0"], [theirs.fileno()])
+        self.connection.queue(Fork(launch))
+        return Connection(ours)
+
+    def last_words(self) -> str:
+        """The end of what the parent and the replicas wrote to their standard error."""
+        size = os.fstat(self._stderr.fileno()).st_size
+        data = os.pread(self._stderr.fileno(), _STDERR_BYTES, max(size - _STDERR_BYTES, 0))
+        lines = data.decode("utf-8", "replace").splitlines()[-_STDERR_LINES:]
+        return "\nits last messages:\n  " + "\n  ".join(lines) if lines else ""
+
+    def close(self, patience_s: float = _PATIENCE_S) -> None:
+        """End the process and with it all replicas. Idempotent."""
+        self.connection.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(patience_s)
+        self._process.kill()  # the kernel kills the replicas then
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_PATIENCE_S)
+        self._descriptors.close()
+        self._stderr.close()
+
+
+def describe(code: int) -> str:
+    """How a process ended."""
+    if code < 0:
+        import signal
+
+        with contextlib.suppress(ValueError):
+            return f"was killed ({signal.Signals(-code).name})"
+        return f"was killed (signal {-code})"
+    return f"ended with exit code {code}"

@@ -1,0 +1,208 @@
+"""One replica: an ``LLM`` in a process of its own, which runs what its connection brings.
+
+The main thread takes messages, runs a step, and sends what the step changed. Calls, and requests
+with structures to compile, run in a second thread: a long one does not hold up the steps. A third
+thread tells the other side that the process is alive, also during a long step.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import select
+import socket
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from sdk.engine.engine import Output
+from sdk.errors import EngineClosedError, EngineDeadError, SdkError
+from sdk.executors.channel import Channel, pack
+from sdk.llm import LLM
+from sdk.loading.load import Loaded
+from sdk.replicas.calls import ReplicaCalls
+from sdk.replicas.messages import (
+    Abort,
+    Add,
+    Answer,
+    Beat,
+    Call,
+    Lost,
+    PlainJob,
+    Ready,
+    Stop,
+    Update,
+    sendable,
+)
+from sdk.replicas.report import Reporter
+from sdk.requests.driver import Driver
+from sdk.requests.job import Job
+from sdk.requests.served import ServedEngine
+
+#: Seconds between two signs of life.
+BEAT_S = 0.5
+
+
+class Replica:
+    """Serves one connection until the other side closes it or sends :class:`Stop`."""
+
+    def __init__(self, llm: LLM, driver: Driver, sock: socket.socket) -> None:
+        self._llm = llm
+        self._calls = ReplicaCalls(llm)
+        self._driver = driver
+        self._channel = Channel(sock)
+        self._sending = threading.Lock()
+        self._outputs: list[Output] = []
+        self._failures: list[tuple[str, Exception]] = []
+        self._reporter = Reporter(driver.engine.scheduler)
+        self._received = 0
+        self._worker = ThreadPoolExecutor(1, "sdk-replica-calls")
+        self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._main = threading.get_ident()
+
+    def run(self) -> None:
+        """Serve. Returns after :class:`Stop`. :raises EOFError: the other side has closed."""
+        self._send(Ready(self._llm.load_warnings))
+        threading.Thread(target=self._beat, daemon=True).start()
+        poller = select.poll()
+        poller.register(self._channel.socket, select.POLLIN)
+        poller.register(self._woken, select.POLLIN)
+        while True:
+            wait = 0 if self._driver.has_work or self._outputs or self._failures else None
+            for descriptor, _ in poller.poll(wait):
+                if descriptor == self._woken:
+                    os.eventfd_read(self._woken)
+                elif not self._take(self._channel.receive()):
+                    return
+            if self._driver.has_work:
+                try:
+                    self._driver.step()
+                except EngineDeadError as error:
+                    self._send(Lost(str(error)))
+                    return
+            self._flush()
+
+    # ---- messages --------------------------------------------------------------------------------
+
+    def _take(self, message: Any) -> bool:
+        """Act on a message. False: it was the last one."""
+        match message:
+            case Add(packed):
+                self._received += len(packed)
+                jobs: list[PlainJob] = [pickle.loads(data) for data in packed]
+                slow = any(one.job.params.structure or one.lora for one in jobs)
+                if slow:
+                    self._worker.submit(self._add, jobs)
+                else:
+                    self._add(jobs)
+            case Abort(request_ids):
+                # after the requests that the worker has yet to add
+                self._worker.submit(self._driver.abort, request_ids)
+                self._worker.submit(self._wake)
+            case Call():
+                self._worker.submit(self._call, message)
+            case Stop():
+                return False
+        return True
+
+    def _add(self, jobs: Sequence[PlainJob]) -> None:
+        for plain in jobs:
+            try:
+                self._driver.submit([self._compiled(plain)], self, run=False)
+            except Exception as error:
+                self.fail(plain.job.request_id, error)
+        self._wake()
+
+    def _compiled(self, plain: PlainJob) -> Job:
+        job, maker = plain.job, self._llm._jobs
+        resolved, stops, banned = maker.compiled(job.params)
+        resolved = replace(resolved, healing=job.resolved.healing)
+        adapter = None if plain.lora is None else self._calls.adapter(plain.lora)
+        return replace(job, resolved=resolved, stops=stops, banned=banned, adapter=adapter)
+
+    def _call(self, call: Call) -> None:
+        part: Any = self._calls if call.part == "calls" else self._llm
+        if call.part.startswith("_"):
+            part = getattr(part, call.part)
+        try:
+            value = getattr(part, call.method)(*call.args)
+            data = pack(Answer(call.number, value, None))
+        except Exception as error:
+            data = pack(Answer(call.number, None, sendable(error)))
+        with suppress(OSError), self._sending:  # the main thread finds a closed connection too
+            self._channel.send(data)
+        self._wake()
+
+    # ---- outputs: the sink of all requests -------------------------------------------------------
+
+    def deliver(self, output: Output) -> bool:
+        """See :class:`sdk.requests.job.OutputSink`."""
+        self._outputs.append(output)
+        self._wake_from_elsewhere()
+        return True
+
+    def fail(self, request_id: str, error: Exception) -> None:
+        """See :class:`sdk.requests.job.OutputSink`."""
+        if isinstance(error, EngineDeadError | EngineClosedError):
+            return  # another replica runs it again
+        self._failures.append((request_id, sendable(error)))
+        self._wake_from_elsewhere()
+
+    def _flush(self) -> None:
+        report = self._driver.observe(lambda: self._reporter.report(self._received))
+        if self._outputs or self._failures or report is not None:
+            outputs, self._outputs = self._outputs, []
+            failures, self._failures = self._failures, []
+            self._send(Update(outputs, failures, report))
+
+    # ---- the connection --------------------------------------------------------------------------
+
+    def _send(self, message: object) -> None:
+        data = pack(message)
+        with self._sending:
+            self._channel.send(data)
+
+    def _wake(self) -> None:
+        os.eventfd_write(self._woken, 1)
+
+    def _wake_from_elsewhere(self) -> None:
+        """Another thread has run a step, for a call: the main thread may be waiting."""
+        if threading.get_ident() != self._main:
+            self._wake()
+
+    def _beat(self) -> None:
+        """Tell the other side that this process lives; end the process when it is gone."""
+        poller = select.poll()
+        poller.register(self._channel.socket, 0)  # wakes only on hang-up
+        while not poller.poll(BEAT_S * 1000):
+            try:
+                self._send(Beat())
+            except OSError:
+                break
+        os._exit(0)
+
+
+def serve(make: Callable[[], Loaded], sock: socket.socket) -> int:
+    """Run a replica to its end; the exit code of its process."""
+    try:
+        served = ServedEngine(make())
+        llm = LLM._on(served)
+    except Exception as error:
+        traceback.print_exc()
+        kind = error if isinstance(error, SdkError) else EngineDeadError(repr(error))
+        Channel(sock).send(pack(Lost(str(kind))))
+        return 1
+    try:
+        Replica(llm, served.driver, sock).run()
+    except (EOFError, OSError):
+        return 0
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    finally:
+        llm.close()
+    return 0

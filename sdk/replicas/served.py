@@ -1,0 +1,232 @@
+"""The parts of an ``LLM`` whose requests run on replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from os import PathLike
+from typing import Any
+
+from sdk.config import EngineConfig
+from sdk.engine.rank.runner import ModelRunner
+from sdk.engine.running_requests import RequestInfo
+from sdk.errors import OutOfMemoryError, RequestError
+from sdk.loading.load import ModelFacts, read_facts
+from sdk.loading.progress import reporting
+from sdk.lora import LoRARequest
+from sdk.memory.alternatives import checked_plan
+from sdk.memory.files import open_model
+from sdk.memory.machine import release_free_memory
+from sdk.memory.plan import MemoryPlan
+from sdk.memory.resolve import threads_of
+from sdk.memory.sizes import parse_bytes
+from sdk.metrics.slo import SLO
+from sdk.metrics.stats import EngineStats
+from sdk.metrics.trace import Trace
+from sdk.persistence.snapshot import Snapshot
+from sdk.replicas.replica_set import ReplicaSet
+from sdk.replicas.totals import total_stats
+from sdk.reports.quant_report import QuantReport
+from sdk.requests.adapters import Adapters, KnownAdapter
+from sdk.requests.jobs import JobMaker
+from sdk.requests.prompts import Prompt
+from sdk.requests.served import Memory, Prefixes
+
+
+def replica_config(config: EngineConfig, memory: MemoryPlan) -> EngineConfig:
+    """The options of each replica: its part of the threads and of the memory."""
+    return replace(
+        config,
+        data_parallel_size=1,
+        num_threads=max(threads_of(config) // config.data_parallel_size, 1),
+        memory=None,
+        kv_cache_memory_bytes=memory.kv_cache,
+        max_model_len=memory.max_model_len,
+        max_waiting=None,
+        on_progress=None,
+    )
+
+
+class ServedReplicas:
+    """See :class:`sdk.requests.served.Served`: every replica is an ``LLM`` with one engine."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        checkpoint = open_model(config)
+        try:
+            memory = checked_plan(config, checkpoint)
+            self.facts = read_facts(config, checkpoint, memory)
+        finally:
+            checkpoint.close()
+        release_free_memory()
+        with reporting("load", "B", config.on_progress) as report:
+            own = replica_config(config, memory)
+            self.driver = ReplicaSet(config, own, threads_of(config), report)
+        call = self.driver.call_all
+        self.adapters = Adapters(
+            self._open_adapter if config.enable_lora else None, _Residency(call)
+        )
+        self.monitoring = _Monitoring(self.driver)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """See :class:`sdk.requests.served.Served`."""
+        return self.driver.warnings
+
+    def saved_with(self, jobs: JobMaker) -> tuple[Prefixes, Memory]:
+        """See :class:`sdk.requests.served.Served`."""
+        return _Prefixes(self.driver), _Memory(self.driver, self.facts)
+
+    def model_runner(self) -> ModelRunner:
+        """See :class:`sdk.requests.served.Served`."""
+        raise RequestError("with data_parallel_size > 1 the ranks are in other processes")
+
+    def explain(self, memory: MemoryPlan) -> str:
+        """See :class:`sdk.requests.served.Served`."""
+        count = self.facts.config.data_parallel_size
+        first: str = self.driver.call_one(0, "", "explain")
+        return f"replicas   {count}, in processes of their own; this is the first one:\n{first}"
+
+    def quant_report(self) -> QuantReport:
+        """See :class:`sdk.requests.served.Served`."""
+        found: QuantReport = self.driver.call_one(0, "", "quant_report")
+        return found
+
+    def _open_adapter(self, request: LoRARequest) -> KnownAdapter:
+        """A replica checks the files against the model; all read them when a request needs them."""
+        opened = self.driver.call_one(0, "calls", "describe_adapter", request)
+        return KnownAdapter(**opened, read=_read_elsewhere)
+
+
+def _read_elsewhere() -> Any:
+    raise RequestError("an adapter of replicas is read by them")
+
+
+_CallAll = Callable[..., list[Any]]
+
+
+class _Residency:
+    """See :class:`sdk.requests.adapters.Residency`."""
+
+    def __init__(self, call: _CallAll) -> None:
+        self._call = call
+
+    def load(self, adapter: KnownAdapter, *, pin: bool) -> None:
+        self._call("calls", "load_adapter", adapter.lora_request, pin)
+
+    def remove(self, adapter: KnownAdapter) -> None:
+        self._call("", "remove_lora", adapter.name)
+
+    def state(self, adapter: KnownAdapter) -> tuple[bool, bool, int]:
+        states = self._call("calls", "adapter_state", adapter.name)
+        return any(s[0] for s in states), any(s[1] for s in states), sum(s[2] for s in states)
+
+
+class _Monitoring:
+    """See :class:`sdk.requests.served.Monitor`."""
+
+    def __init__(self, replicas: ReplicaSet) -> None:
+        self._replicas = replicas
+
+    def metrics(self) -> dict[str, float]:
+        self._replicas.check_usable()
+        return dict(self.stats().metrics)
+
+    def stats(self) -> EngineStats:
+        found = total_stats(self._replicas.call_all("", "stats"))
+        counts = {
+            "num_replicas": self._replicas.num_ready,
+            "num_replicas_replaced": self._replicas.num_replaced,
+        }
+        return replace(found, metrics={**found.metrics, **counts})
+
+    def set_slo(self, slo: SLO | str | None) -> None:
+        self._replicas.call_all("", "set_slo", slo)
+
+    def list_requests(self) -> list[RequestInfo]:
+        found = [one for part in self._replicas.call_all("", "list_requests") for one in part]
+        return sorted(found, key=lambda one: -one.age)
+
+    def trace(self, path: str | PathLike[str]) -> Trace:
+        raise RequestError(
+            "trace: with data_parallel_size > 1 the steps run in other processes; trace the same "
+            "load with data_parallel_size=1"
+        )
+
+    def close(self) -> None:
+        """Nothing: there is no trace."""
+
+
+class _Prefixes:
+    """See :class:`sdk.requests.served.Prefixes`. Every replica keeps what is pinned."""
+
+    def __init__(self, replicas: ReplicaSet) -> None:
+        self._replicas = replicas
+
+    def snapshot(self, prompt: Prompt) -> Snapshot:
+        found: Snapshot = self._replicas.call_one(0, "_prefixes", "snapshot", prompt)
+        return found
+
+    def snapshot_of(self, request_id: str) -> Snapshot:
+        number = self._replicas.replica_of(request_id)
+        found: Snapshot = self._replicas.call_one(number, "_prefixes", "snapshot_of", request_id)
+        return found
+
+    def restore(
+        self, source: Snapshot | str | PathLike[str], salt: str | None, *, pin: bool
+    ) -> int:
+        found: list[int] = self._replicas.call_all("calls", "restore", source, salt, pin)
+        return min(found)
+
+    def pin(self, prompt: Prompt) -> int:
+        found: list[int] = self._replicas.call_all("calls", "pin", *_without_adapter(prompt))
+        return min(found)
+
+    def unpin(self, prompt: Prompt) -> bool:
+        return any(self._replicas.call_all("calls", "unpin", *_without_adapter(prompt)))
+
+    def forget(self) -> bool:
+        return all(self._replicas.call_all("_prefixes", "forget"))
+
+
+def _without_adapter(prompt: Prompt) -> tuple[Prompt, LoRARequest | None]:
+    if prompt.adapter is None:
+        return prompt, None
+    return replace(prompt, adapter=None), prompt.adapter.lora_request
+
+
+class _Memory:
+    """See :class:`sdk.requests.served.Memory`."""
+
+    def __init__(self, replicas: ReplicaSet, facts: ModelFacts) -> None:
+        self.plan = facts.plan
+        self._replicas = replicas
+
+    def hold_vocabulary(self) -> None:
+        """Nothing: a replica does it with its first structure."""
+
+    def trim(self) -> None:
+        self._replicas.call_all("", "trim")
+        release_free_memory()
+
+    def resize(self, memory: int | str) -> MemoryPlan:
+        budget, plan = parse_bytes(memory, "resize"), self.plan
+        others = (plan.replicas - 1) * plan.shared
+        own = (budget + others) // plan.replicas
+        if own <= plan.shared:
+            raise OutOfMemoryError(
+                f"resize: {budget} bytes leave no room for {plan.replicas} replicas, which take "
+                f"{plan.total - plan.replicas * plan.kv_cache} without their KV caches"
+            )
+        found: list[MemoryPlan] = self._replicas.call_all("", "resize", own)
+        self.plan = replace(plan, budget=budget, num_pages=min(one.num_pages for one in found))
+        return self.plan
+
+    def sleep(self, level: int) -> None:
+        if self._replicas.has_work:
+            raise RequestError("sleep: requests are unfinished: wait for them or abort() them")
+        self._replicas.call_all("", "sleep", level)
+        self._replicas.sleep(f"this LLM sleeps (level {level}): call wake_up() first")
+
+    def wake_up(self) -> None:
+        self._replicas.call_all("", "wake_up")
+        self._replicas.sleep("")

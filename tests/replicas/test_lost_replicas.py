@@ -1,0 +1,170 @@
+"""Replicas and their parent are killed and stopped: no answer is lost, wrong or late for long."""
+
+from __future__ import annotations
+
+import random
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sdk import LLM, EngineDeadError, RequestOutput, SamplingParams
+from tests.replicas.conftest import LIMIT_S, children, hurt, replicas, wait_for
+
+PROMPTS = [f"prompt {i} of many" for i in range(10)]
+LONG = SamplingParams(temperature=1.0, seed=3, max_tokens=100, ignore_eos=True, logprobs=1)
+
+
+def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+@pytest.fixture
+def llm(tiny_path: Path) -> Any:
+    with LLM(tiny_path, max_model_len=128, data_parallel_size=2, num_threads=2) as llm:
+        yield llm
+
+
+def in_background(llm: LLM, found: list[Any]) -> threading.Thread:
+    def run() -> None:
+        try:
+            found.append(tokens(llm.generate(PROMPTS, LONG)))
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+def running(llm: LLM) -> bool:
+    return any(one.replica >= 0 for one in list(llm._driver._requests.values()))
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP, signal.SIGSEGV])
+def test_requests_of_a_lost_replica_run_again_with_the_same_answers(
+    llm: LLM, one: LLM, how: int
+) -> None:
+    expected = tokens(one.generate(PROMPTS, LONG))
+    victim, found = replicas(llm)[0], []
+    thread = in_background(llm, found)
+    wait_for(lambda: running(llm), "a running request")
+    hurt(victim.pid, how)
+    thread.join(LIMIT_S)
+    assert found == [expected]
+    wait_for(lambda: llm._driver.num_ready == 2, "a new replica")
+    assert llm.get_metrics()["num_replicas_replaced"] == 1
+    assert tokens(llm.generate(PROMPTS, LONG)) == expected
+
+
+def test_a_lost_parent_is_started_again(llm: LLM, one: LLM) -> None:
+    expected = tokens(one.generate(PROMPTS, LONG))
+    found: list[Any] = []
+    thread = in_background(llm, found)
+    wait_for(lambda: running(llm), "a running request")
+    old = {replica.pid for replica in replicas(llm)}
+    hurt(llm._driver._parent.pid)
+    thread.join(LIMIT_S)
+    assert found == [expected]
+    wait_for(lambda: llm._driver.num_ready == 2, "new replicas")
+    assert not old & children()
+
+
+def test_a_stream_goes_on_without_a_seam(llm: LLM, one: LLM) -> None:
+    params = LONG.clone(n=2)
+    [whole] = one.generate(PROMPTS[0], params)
+    seams = sum(check_stream(llm, whole, params) for _ in range(5))
+    assert seams  # a tiny model may have finished before its replica was killed
+
+
+def check_stream(llm: LLM, whole: RequestOutput, params: SamplingParams) -> bool:
+    """Read a stream whose replica is killed after the first piece. Whether it ran again."""
+    wait_for(lambda: llm._driver.num_ready == 2, "two replicas")
+    texts, ids, scores = ["", ""], [[], []], [[], []]
+    again = False
+    for piece in llm.stream(PROMPTS[0], params):
+        for answer in piece.outputs:
+            index = answer.index
+            texts[index] += answer.text
+            ids[index] += answer.token_ids
+            scores[index] += answer.logprobs
+        requests = list(llm._driver._requests.values())
+        if requests and not again:
+            hurt(replicas(llm)[requests[0].replica].pid)
+            again = True
+    for answer in whole.outputs:
+        assert ids[answer.index] == list(answer.token_ids)
+        assert texts[answer.index] == answer.text
+        assert len(scores[answer.index]) == len(answer.token_ids)
+    return again
+
+
+def test_an_aborted_request_of_a_lost_replica_ends(llm: LLM) -> None:
+    llm.enqueue(PROMPTS[0], LONG, request_id="one")
+    wait_for(lambda: running(llm), "a running request")
+    [request] = llm._driver._requests.values()
+    hurt(replicas(llm)[request.replica].pid, signal.SIGSTOP)
+    llm.abort("one")
+    ended = []
+    while llm.has_unfinished_requests:
+        ended += llm.step()
+    assert ended[-1].outputs[0].finish_reason in ("abort", "length")
+
+
+def test_a_request_that_takes_replicas_with_it_is_given_up(llm: LLM) -> None:
+    found: list[Any] = []
+
+    def run() -> None:
+        try:
+            llm.generate(PROMPTS[0], LONG.clone(max_tokens=120))
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    deadline = time.monotonic() + LIMIT_S
+    while thread.is_alive() and time.monotonic() < deadline:
+        for request in list(llm._driver._requests.values()):
+            if request.replica >= 0:
+                hurt(replicas(llm)[request.replica].pid)
+        time.sleep(0.002)
+    thread.join(1)
+    [error] = found
+    assert isinstance(error, EngineDeadError)
+    assert "replicas were lost" in str(error)
+
+
+def test_close_while_a_replica_is_stopped_leaves_nothing(tiny_path: Path) -> None:
+    before = children()
+    llm = LLM(tiny_path, max_model_len=128, data_parallel_size=2)
+    hurt(replicas(llm)[1].pid, signal.SIGSTOP)
+    begin = time.monotonic()
+    llm.close()
+    assert time.monotonic() - begin < LIMIT_S
+    assert children() == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+def test_drills(tiny_path: Path, one: LLM, seed: int) -> None:
+    """Ten failures each: whoever is hit, at whatever moment, every answer is right or an error that
+    says what happened, none takes longer than the limit, and nothing is left."""
+    expected = tokens(one.generate(PROMPTS, LONG))
+    before, chance, slowest = children(), random.Random(seed), 0.0
+    with LLM(tiny_path, max_model_len=128, data_parallel_size=2, num_threads=2) as llm:
+        for _ in range(10):
+            wait_for(lambda: llm._driver.num_ready == 2, "two replicas")
+            found: list[Any] = []
+            thread = in_background(llm, found)
+            time.sleep(chance.random() * 0.2)
+            how = chance.choice([signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM])
+            hurt(replicas(llm)[chance.randrange(2)].pid, how)
+            begin = time.monotonic()
+            thread.join(LIMIT_S)
+            slowest = max(slowest, time.monotonic() - begin)
+            assert found == [expected]
+    assert slowest < LIMIT_S
+    assert children() == before
