@@ -134,8 +134,8 @@ class _Monitoring:
     def stats(self) -> EngineStats:
         found = total_stats(self._replicas.call_all("", "stats"))
         counts = {
-            "num_replicas": self._replicas.num_ready,
-            "num_replicas_replaced": self._replicas.num_replaced,
+            "num_replicas": self._replicas.processes.num_ready,
+            "num_replicas_replaced": self._replicas.processes.num_replaced,
         }
         return replace(found, metrics={**found.metrics, **counts})
 

@@ -40,7 +40,7 @@ def one(tiny_path: Path) -> Iterator[LLM]:
 
 def replicas(llm: LLM) -> list[Any]:
     """The host's view of the replicas."""
-    return list(llm._driver._replicas)
+    return list(llm._driver.processes.replicas)
 
 
 def wait_for(condition: Callable[[], bool], what: str) -> float:

@@ -55,7 +55,7 @@ def test_requests_of_a_lost_replica_run_again_with_the_same_answers(
     hurt(victim.pid, how)
     thread.join(LIMIT_S)
     assert found == [expected]
-    wait_for(lambda: llm._driver.num_ready == 2, "a new replica")
+    wait_for(lambda: llm._driver.processes.num_ready == 2, "a new replica")
     assert llm.get_metrics()["num_replicas_replaced"] == 1
     assert tokens(llm.generate(PROMPTS, LONG)) == expected
 
@@ -66,10 +66,10 @@ def test_a_lost_parent_is_started_again(llm: LLM, one: LLM) -> None:
     thread = in_background(llm, found)
     wait_for(lambda: running(llm), "a running request")
     old = {replica.pid for replica in replicas(llm)}
-    hurt(llm._driver._parent.pid)
+    hurt(llm._driver.processes.parent.pid)
     thread.join(LIMIT_S)
     assert found == [expected]
-    wait_for(lambda: llm._driver.num_ready == 2, "new replicas")
+    wait_for(lambda: llm._driver.processes.num_ready == 2, "new replicas")
     assert not old & children()
 
 
@@ -82,7 +82,7 @@ def test_a_stream_goes_on_without_a_seam(llm: LLM, one: LLM) -> None:
 
 def check_stream(llm: LLM, whole: RequestOutput, params: SamplingParams) -> bool:
     """Read a stream whose replica is killed after the first piece. Whether it ran again."""
-    wait_for(lambda: llm._driver.num_ready == 2, "two replicas")
+    wait_for(lambda: llm._driver.processes.num_ready == 2, "two replicas")
     texts, ids, scores = ["", ""], [[], []], [[], []]
     again = False
     for piece in llm.stream(PROMPTS[0], params):
@@ -156,7 +156,7 @@ def test_drills(tiny_path: Path, one: LLM, seed: int) -> None:
     before, chance, slowest = children(), random.Random(seed), 0.0
     with LLM(tiny_path, max_model_len=128, data_parallel_size=2, num_threads=2) as llm:
         for _ in range(10):
-            wait_for(lambda: llm._driver.num_ready == 2, "two replicas")
+            wait_for(lambda: llm._driver.processes.num_ready == 2, "two replicas")
             found: list[Any] = []
             thread = in_background(llm, found)
             time.sleep(chance.random() * 0.2)

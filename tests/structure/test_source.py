@@ -47,6 +47,11 @@ EXEMPT = {
     ("sdk/executors/worker.py", "signal.signal"): "a child process of ours: the parent ends it",
     ("sdk/executors/worker.py", "torch.set_num_threads"): "the same: the child's torch is ours",
     ("sdk/executors/channel.py", "pickle.loads"): "plans and results from our own child process",
+    ("sdk/replicas/connection.py", "pickle.loads"): "messages of our own child processes",
+    ("sdk/replicas/messages.py", "pickle.loads"): "of what was just pickled: can it be read again?",
+    ("sdk/replicas/replica.py", "pickle.loads"): "in a child process of ours: jobs of its parent",
+    ("sdk/replicas/parent.py", "signal.signal"): "a child process of ours: its parent ends it",
+    ("sdk/replicas/parent.py", "torch.set_num_threads"): "the same: its torch is ours",
 }
 
 #: Modules of the engine that only decide, and must import without torch and numpy.
