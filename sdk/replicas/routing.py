@@ -95,6 +95,11 @@ class Router:
         """The replicas that get requests."""
         return sorted(self._keys)
 
+    @property
+    def alive(self) -> bool:
+        """Whether there is a replica that gets requests."""
+        return bool(self._order)
+
     def unfinished(self, replica: int) -> list[str]:
         """The ids of the unfinished requests that were sent to a replica, in order."""
         load = self._replicas.get(replica)
