@@ -85,6 +85,7 @@ class Router:
         #: The replicas that get requests, those with the least to do first.
         self._order: list[tuple[float, int, int]] = []
         self._keys: dict[int, tuple[float, int, int]] = {}
+        self._alive = 0  # the same replicas as bits
         self._prefixes: PrefixIndex | None = None  # until the first report
         self._seconds = StepSeconds()  # the last that a replica measured
         self._placed: dict[str, int] = {}  # request -> replica
@@ -116,8 +117,7 @@ class Router:
             raise RequestError(
                 f"replica {replica} has joined already; call lost({replica}) before it joins again"
             )
-        load = self._replicas[replica] = ReplicaLoad(replica)
-        load.seconds = self._seconds
+        load = self._replicas[replica] = ReplicaLoad(replica, self._seconds)
         self._sort(load)
 
     def closing(self, replica: int) -> None:
@@ -156,11 +156,9 @@ class Router:
                 f"{prefixes.kv_type!r}, as the other replicas have, found {report.page_size} and "
                 f"{report.kv_type!r}"
             )
-        load.reported(report, self._clock())
+        load.reported(report, self._clock(), self._seconds)
         if load.measured:
             self._seconds = load.seconds
-        elif load.seconds is not self._seconds:
-            load.seconds = self._seconds
         if report.full:
             prefixes.clear(replica, promised=False)
         prefixes.publish(replica, report.published)
@@ -226,13 +224,18 @@ class Router:
 
     def _first(self, replicas: int) -> list[tuple[int, int]]:
         """Some of ``replicas`` (bits) with their places: those with the least to do."""
-        order, found = self._order, []
-        most = _COMPARED if len(order) > _COMPARED else len(order)
-        for place in range(len(order)):
-            replica = order[place][2]
+        order, keys, found = self._order, self._keys, []
+        if replicas >= 0 and replicas.bit_count() <= _COMPARED < len(order):
+            while replicas:  # without looking at all others
+                replica = replicas.bit_length() - 1
+                replicas ^= 1 << replica
+                if replica in keys:
+                    found.append((bisect_left(order, keys[replica]), replica))
+            return found
+        for place, (_, _, replica) in enumerate(order):
             if replicas >> replica & 1:
                 found.append((place, replica))
-                if len(found) == most:
+                if len(found) == _COMPARED:
                     break
         return found
 
@@ -277,9 +280,11 @@ class Router:
             key = load.score(0, 0.0, self._clock(), None, None)
         entry = key, load.num_sent, load.index
         self._keys[load.index] = entry
+        self._alive |= 1 << load.index
         insort(self._order, entry)
 
     def _unsort(self, replica: int) -> None:
         entry = self._keys.pop(replica, None)
         if entry is not None:
             del self._order[bisect_left(self._order, entry)]
+            self._alive &= ~(1 << replica)

@@ -191,8 +191,8 @@ def test_requests_that_a_report_contains_are_not_counted_twice() -> None:
 def test_waiting_for_a_slot_counts(slots: int, chosen: int) -> None:
     replicas = Replicas(2)
     busy = {"num_running": 16, "num_decoding": 16, "output_tokens": 1600.0}
-    replicas.report(0, **busy, max_num_seqs=slots)
-    replicas.report(1, prompt_tokens=250)
+    replicas.report(0, **busy, max_num_seqs=slots, answer_tokens=10.0)
+    replicas.report(1, prompt_tokens=250, answer_tokens=10.0)
     assert replicas.send(prompt(50)) == chosen
 
 
