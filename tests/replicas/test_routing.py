@@ -238,7 +238,7 @@ def test_a_report_counts_for_what_is_left_of_it_now() -> None:
 
 def test_an_adapter_that_is_loaded_or_about_to_be_counts() -> None:
     replicas = Replicas(2)
-    replicas.report(1, adapters=("a",), num_decoding=2, num_running=2)
+    replicas.report(1, adapters=("a",), num_decoding=1, num_running=1)
     assert replicas.send(prompt(20, 1), adapter="a") == 1
     assert replicas.send(prompt(20, 2), adapter="b") == 0
     replicas.report(1, adapters=("a",), received=1)
