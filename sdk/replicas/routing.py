@@ -225,12 +225,12 @@ class Router:
     def _first(self, replicas: int) -> list[tuple[int, int]]:
         """Some of ``replicas`` (bits) with their places: those with the least to do."""
         order, keys, found = self._order, self._keys, []
-        if replicas >= 0 and replicas.bit_count() <= _COMPARED < len(order):
+        replicas &= self._alive
+        if replicas.bit_count() <= _COMPARED < len(order):
             while replicas:  # without looking at all others
                 replica = replicas.bit_length() - 1
                 replicas ^= 1 << replica
-                if replica in keys:
-                    found.append((bisect_left(order, keys[replica]), replica))
+                found.append((bisect_left(order, keys[replica]), replica))
             return found
         for place, (_, _, replica) in enumerate(order):
             if replicas >> replica & 1:
