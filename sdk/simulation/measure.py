@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sdk.errors import RequestError
 from sdk.simulation.costs import StepCosts
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ _SHORT = 16  # tokens of prompts while decoding is measured
 _DECODE_STEPS = 16
 _LONG_ROWS = 4
 _REPEATS = 3
+_LEAST_CONTEXT = 128
 
 
 def measure_costs(
@@ -27,11 +29,17 @@ def measure_costs(
     """The step costs of ``model``; ``options`` of :class:`sdk.LLM`. Takes the quickest of several
     equal steps, as other processes only ever make a step slower.
 
+    :raises RequestError: the context is too short to measure anything.
     :raises SdkError: the model cannot be loaded.
     """
     from sdk.llm import LLM
 
     with LLM(model, enable_prefix_caching=False, **options) as llm:
+        if llm.max_model_len < _LEAST_CONTEXT:
+            raise RequestError(
+                f"measuring step costs: expected max_model_len of at least {_LEAST_CONTEXT}, found "
+                f"{llm.max_model_len}"
+            )
         return _Measurement(llm, progress).costs(Path(model).name)
 
 
@@ -46,17 +54,18 @@ class _Measurement:
 
     def costs(self, source: str) -> StepCosts:
         rows = sorted({min(2**power, self._seqs) for power in range(9)})
-        rows = rows if len(rows) > 1 else [1, 2]
         most = self._llm.max_model_len - 2
         prompts = sorted({min(max(int(share * self._step_tokens), 1), most) for share in _PROMPTS})
         steps = [step for tokens in prompts for step in self._prompt(tokens)]
         fixed, per_token, per_pair = fit_prompts(steps)
-        curve = [(count, self._decode(count, _SHORT)) for count in rows if count <= self._seqs]
+        found = [(count, self._decode(count, _SHORT)) for count in rows]
+        # where memory is short, not all of many requests run at once
+        curve = [(count, seconds) for count, seconds in found if seconds is not None]
         if len(curve) == 1:
             curve.append((2, 2 * curve[0][1]))
-        long = min(most // 2, 4 * self._step_tokens)
-        many = min(_LONG_ROWS, self._seqs)
-        more = self._decode(many, long) - self._decode(many, _SHORT)
+        long, many = min(most // 2, 4 * self._step_tokens), min(_LONG_ROWS, self._seqs)
+        longer, shorter = self._decode(many, long), self._decode(many, _SHORT)
+        more = 0.0 if longer is None or shorter is None else longer - shorter
         return StepCosts(
             decode=tuple(curve),
             prompt_step=fixed,
@@ -85,11 +94,12 @@ class _Measurement:
             context += num
         return steps
 
-    def _decode(self, rows: int, context: int) -> float:
-        """Seconds of a step in which so many requests decode."""
+    def _decode(self, rows: int, context: int) -> float | None:
+        """Seconds of a step in which so many requests decode; ``None``: they never all did."""
         self._progress(f"{rows} requests that decode after {context} tokens")
         self._enqueue(rows, context, _DECODE_STEPS + rows * context // self._step_tokens + 2)
-        return min(seconds for seconds, tokens in self._steps() if tokens == rows)
+        steps = [seconds for seconds, tokens in self._steps() if tokens == rows]
+        return min(steps, default=None)
 
     def _enqueue(self, count: int, tokens: int, answer: int) -> None:
         from sdk.params import RequestOutputKind, SamplingParams

@@ -9,6 +9,7 @@ import pytest
 
 from sdk.cli import main
 from sdk.simulation.costs import StepCosts
+from sdk.testing import tiny_model
 
 SMALL = ("--requests", "60", "--rate", "1")
 
@@ -99,14 +100,23 @@ def test_a_speed_that_makes_no_sense_is_rejected(
 
 
 def test_step_costs_are_measured_and_can_be_used(
-    tmp_path: Path, tiny_llama: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "costs.json"
+    path, model = tmp_path / "costs.json", str(tiny_model(tmp_path))
     options = ("--max-num-seqs", "4", "--max-num-batched-tokens", "16", "--memory", "64MiB")
-    assert simulate("--measure", str(path), "--model", str(tiny_llama), *options) == 0
+    assert simulate("--measure", str(path), "--model", model, *options) == 0
     assert "prompt tokens/s" in capsys.readouterr().out
     costs = StepCosts.read(path)
     assert costs.max_num_seqs == 4
     assert costs.max_num_batched_tokens == 16
     assert [rows for rows, _ in costs.decode] == [1, 2, 4]
     assert all(seconds > 0 for _, seconds in costs.decode)
+
+
+def test_a_context_that_is_too_short_to_measure_is_rejected(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = str(tiny_model(tmp_path))
+    options = ("--measure", str(tmp_path / "costs.json"), "--model", model)
+    assert simulate(*options, "--max-model-len", "64", "--memory", "64MiB") == 2
+    assert "expected max_model_len of at least 128, found 64" in capsys.readouterr().err

@@ -47,7 +47,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="step costs and engine limits (default: of SmolLM2-135M on two cores)",
     )
     parser.add_argument("--json", metavar="FILE", help="write the results there")
-    requests = parser.add_argument_group("requests")
+    _add_requests(parser.add_argument_group("requests"))
+    _add_events(parser.add_argument_group("events"))
+    measure = parser.add_argument_group("measuring step costs")
+    measure.add_argument("--measure", metavar="FILE", help="write the step costs of --model there")
+    measure.add_argument("--model", help="a .gguf file, a folder with safetensors, or a hub id")
+    measure.add_argument("--max-num-seqs", type=int, help="the most concurrent requests")
+    add_engine_arguments(measure)
+
+
+def _add_requests(requests: argparse._ArgumentGroup) -> None:
     requests.add_argument("--rate", type=float, help="sessions that begin per second")
     requests.add_argument("--requests", type=int, default=2000, help="(default: 2000)")
     requests.add_argument(
@@ -71,7 +80,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     requests.add_argument(
         "--slo", default="ttft=1,tpot=0.1", help="what counts as good (default: %(default)s)"
     )
-    events = parser.add_argument_group("events")
+
+
+def _add_events(events: argparse._ArgumentGroup) -> None:
     events.add_argument(
         "--fail",
         action="append",
@@ -94,11 +105,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     events.add_argument(
         "--startup", type=float, default=30.0, help="seconds until an added replica is ready"
     )
-    measure = parser.add_argument_group("measuring step costs")
-    measure.add_argument("--measure", metavar="FILE", help="write the step costs of --model there")
-    measure.add_argument("--model", help="a .gguf file, a folder with safetensors, or a hub id")
-    measure.add_argument("--max-num-seqs", type=int, help="the most concurrent requests")
-    add_engine_arguments(measure)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -140,8 +146,10 @@ def _measure(args: argparse.Namespace) -> int:
     options = engine_options(args, "max_num_seqs")
     costs = measure_costs(args.model, lambda text: print(text, file=sys.stderr), **options)
     costs.write(args.measure)
-    print(f"{args.measure}: {1 / costs.per_token:.0f} prompt tokens/s, ", end="")
-    print(f"{1000 * costs.of_rows(1):.1f} ms for one request that decodes")
+    most = costs.max_num_batched_tokens
+    rate = most / costs.seconds(0, 0, most, most * most / 2)
+    one = 1000 * costs.of_rows(1)
+    print(f"{args.measure}: {rate:.0f} prompt tokens/s, {one:.1f} ms for a token of one answer")
     return 0
 
 
