@@ -164,7 +164,7 @@ class Simulation:
                 "restart"
             )
         for index in list(self._replicas):
-            self._leave(index)
+            self._count(index)
         self.results.seconds = clock.now
         return self.results
 
@@ -277,6 +277,14 @@ class Simulation:
 
     def _leave(self, index: int) -> list[str]:
         """A replica is gone; its unfinished requests."""
+        self._count(index)
+        self._closing.discard(index)
+        lost = self.router.lost(index)
+        self._count_replicas()
+        return lost
+
+    def _count(self, index: int) -> None:
+        """Add what a replica did to the results. It takes no part any more."""
         replica, results = self._replicas.pop(index), self.results
         results.replica_seconds += self.clock.now - self._started.pop(index)
         results.busy_seconds += replica.busy_seconds
@@ -285,10 +293,6 @@ class Simulation:
         gaps, more = results.gaps, replica.scheduler.recorder.inter_token_latency
         gaps.counts = [a + b for a, b in zip(gaps.counts, more.counts, strict=True)]
         gaps.sum += more.sum
-        self._closing.discard(index)
-        lost = self.router.lost(index)
-        self._count_replicas()
-        return lost
 
     def _count_replicas(self) -> None:
         self.results.replicas.append((self.clock.now, len(self._replicas)))

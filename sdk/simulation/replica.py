@@ -86,10 +86,11 @@ class SimulatedReplica:
         scheduler, seconds = self.scheduler, self.executor.seconds
         updates = scheduler.commit(self.executor.result())
         committer = scheduler.committer
-        tokens, interval = scheduler.num_tokens, committer.interval
-        scheduler.recorder.step(seconds, tokens, interval, committer.num_together)
+        if committer.num_together:
+            gaps = scheduler.recorder.inter_token_latency
+            gaps.add(committer.interval, committer.num_together)
         if self._sized and seconds > 0:
-            self._sizes.learn_from_engine_thread(tokens, seconds)
+            self._sizes.learn_from_engine_thread(scheduler.num_tokens, seconds)
         for update in updates:
             del self.executor.answers[update.request.request_id]
         return updates
