@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from sys import maxsize
 from typing import NamedTuple
@@ -32,6 +33,24 @@ class StepSeconds(NamedTuple):
         return self.one + self.row * max(rows - 1, 0)
 
 
+class Routed(NamedTuple):
+    """A request as the router sees it. ``adapter`` is the key of its adapter's files
+    (``Request.adapter``), ``arrival`` a time of the scheduler's clock (no policy looks at it)."""
+
+    request_id: str
+    token_ids: Sequence[int]
+    cache_salt: str | None = None
+    adapter: str | None = None
+    tenant: str | None = None
+    priority: int = 0
+    max_tokens: int | None = None
+    arrival: float | None = None
+
+
+#: For the order of replicas: a request without tokens.
+NOTHING = Routed("", ())
+
+
 @dataclass(slots=True)
 class Sent:
     """A request that was sent to a replica. ``tokens`` of its prompt are not cached there; they
@@ -40,6 +59,7 @@ class Sent:
     request_id: str
     number: int  # among those sent to this replica
     tenant: str | None
+    priority: int
     adapter: str | None
     tokens: int
     pairs: float
@@ -120,18 +140,19 @@ class ReplicaLoad:
         if decoding:
             self._fixed += 0.5 * self._step  # of the step that runs
 
-    def score(
-        self, tokens: int, pairs: float, now: float, tenant: str | None, adapter: str | None
-    ) -> float:
-        """Expected seconds to the first token of a request with so much to compute, and what its
-        work counts. ``now``: a time of the router's clock.
+    def score(self, request: Routed, tokens: int, pairs: float, now: float) -> float:
+        """Expected seconds to the first token of a request that has so much to compute here, and
+        what its work counts. ``now``: a time of the router's clock.
         """
         report, (token, pair, _, _) = self.report, self.seconds
         ahead = self._ahead
         work = token * ahead + pair * self._ahead_pairs
         if report is not None:
-            if report.tenants and ahead:
-                share = self._ahead_of(report, tenant, tokens) / ahead
+            if ahead and (report.tenants or report.priorities):
+                if report.tenants:
+                    share = self._fair_ahead(report, request.tenant, tokens) / ahead
+                else:
+                    share = self._urgent_ahead(report, request.priority) / ahead
                 ahead, work = round(ahead * share), work * share
             if self._overdue:  # one that does not report in time gets later and later
                 work = abs(work - (now - self._reported_at))
@@ -141,11 +162,16 @@ class ReplicaLoad:
                 work += self._until_free(report, tokens)
         own = token * tokens + pair * pairs
         steps = 1 + (ahead + tokens) // self._room
-        if adapter is not None and not self._has_adapter(adapter):
+        if request.adapter is not None and not self._has_adapter(request.adapter):
             work += _ADAPTER_SECONDS
         return work + (1 + _PROMPT_WEIGHT) * own + steps * self._step + self._fixed
 
-    def _ahead_of(self, report: ReplicaReport, tenant: str | None, tokens: int) -> float:
+    def _urgent_ahead(self, report: ReplicaReport, priority: int) -> int:
+        """Prompt tokens that run before a new request of ``priority``: a smaller one is first."""
+        ahead = sum(tokens for level, tokens in report.priorities if level <= priority)
+        return ahead + sum(sent.tokens for sent in self._unseen if sent.priority <= priority)
+
+    def _fair_ahead(self, report: ReplicaReport, tenant: str | None, tokens: int) -> float:
         """Prompt tokens that a fair policy runs before a new request of ``tenant``: those of its
         own requests, and of each other tenant as much as its weight allows until then."""
         work = {one.tenant: one for one in report.tenants}

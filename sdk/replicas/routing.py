@@ -24,8 +24,15 @@ and in the process of each replica::
     reporter = Reporter(scheduler)        # when the engine was made
     report = reporter.report(received)    # after each step; None: nothing to send
 
+or, in another thread than that of the steps::
+
+    report = driver.observe(lambda: reporter.look(received))
+    if report is not None:
+        reporter.taken(report)            # and send it
+
 ``received`` counts the requests that the replica has taken from its connection since it started.
-The router relies on requests arriving in the order of ``choose``.
+The router relies on requests arriving in the order of ``choose``, and on reports of a replica that
+was lost not coming after its successor has joined.
 """
 
 from __future__ import annotations
@@ -33,12 +40,12 @@ from __future__ import annotations
 import time
 from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple, TypeAlias, get_args
+from typing import Literal, TypeAlias, get_args
 
 from sdk.errors import EngineDeadError, RequestError
 from sdk.quant.safe_repr import safe_repr
 from sdk.replicas.prefix_index import Level, PrefixIndex, Prompt
-from sdk.replicas.replica_load import ReplicaLoad, Sent, StepSeconds
+from sdk.replicas.replica_load import NOTHING, ReplicaLoad, Routed as Routed, Sent, StepSeconds
 from sdk.replicas.report import ReplicaReport
 
 RoutingPolicy: TypeAlias = Literal["state", "requests", "round_robin"]
@@ -47,20 +54,6 @@ ROUTING_POLICIES: tuple[RoutingPolicy, ...] = get_args(RoutingPolicy)
 #: Of the replicas that hold the same part of a prompt, so many are compared: those with the least
 #: to do. With up to so many replicas all are compared.
 _COMPARED = 8
-
-
-class Routed(NamedTuple):
-    """A request as the router sees it. ``adapter`` is the key of its adapter's files
-    (``Request.adapter``), ``arrival`` a time of the router's clock."""
-
-    request_id: str
-    token_ids: Sequence[int]
-    cache_salt: str | None = None
-    adapter: str | None = None
-    tenant: str | None = None
-    priority: int = 0
-    max_tokens: int | None = None
-    arrival: float | None = None
 
 
 class Router:
@@ -216,9 +209,7 @@ class Router:
             tokens = length - pages * size
             pairs = tokens * (length - tokens / 2)
             for place, replica in self._first(replicas):
-                score = self._replicas[replica].score(
-                    tokens, pairs, now, request.tenant, request.adapter
-                )
+                score = self._replicas[replica].score(request, tokens, pairs, now)
                 least = min(least, (score, place))
         return self._order[least[1]][2]
 
@@ -257,6 +248,7 @@ class Router:
             request_id=request.request_id,
             number=load.num_sent,
             tenant=request.tenant,
+            priority=request.priority,
             adapter=request.adapter,
             tokens=tokens,
             pairs=tokens * (length - tokens / 2),
@@ -277,7 +269,7 @@ class Router:
             return
         key = float(len(load.unfinished))
         if self.policy == "state":
-            key = load.score(0, 0.0, self._clock(), None, None)
+            key = load.score(NOTHING, 0, 0.0, self._clock())
         entry = key, load.num_sent, load.index
         self._keys[load.index] = entry
         self._alive |= 1 << load.index

@@ -211,3 +211,53 @@ def test_tenants_are_reported_if_the_policy_is_fair() -> None:
     replica.add("1", list(range(30)), tenant="a")
     replica.add("2", list(range(40, 60)), tenant="b")
     assert set(replica.report().tenants) == {("a", 30, 1.0), ("b", 20, 2.0)}
+
+
+def test_priorities_are_reported_if_the_policy_looks_at_them() -> None:
+    replica = Replica(policy="priority")
+    replica.add("1", list(range(30)), priority=2)
+    replica.add("2", list(range(40, 60)), priority=-1)
+    assert replica.report().priorities == ((-1, 20), (2, 30))
+    assert Replica().report().priorities == ()
+
+
+def test_what_was_looked_at_and_not_taken_is_in_the_next_report() -> None:
+    replica = Replica()
+    replica.report()
+    replica.add("a", list(range(100)), answer=1)
+    replica.run()
+    first = replica.reporter.look()
+    assert first is not None
+    assert len(first.published) == 6
+    assert replica.reporter.look() == first
+    replica.reporter.taken(first)
+    assert replica.reporter.look() is None
+
+
+def test_what_changes_after_a_look_is_in_the_next_report() -> None:
+    replica = Replica()
+    replica.report()
+    replica.add("a", list(range(100)), answer=1)
+    replica.run()
+    first = replica.reporter.look()
+    assert first is not None
+    pool = replica.scheduler.pool
+    gone = next(
+        page for page in range(101) if pool.key(page) and pool.key(page)[0] in known([first])
+    )
+    digest = pool.key(gone)[0]
+    pool.forget([gone])
+    replica.reporter.taken(first)
+    second = replica.report(received=7)
+    assert (second.published, second.evicted) == ((), (digest,))
+
+
+def test_a_cache_that_is_reset_after_a_look_makes_that_report_void() -> None:
+    replica = Replica()
+    replica.add("a", list(range(100)), answer=1)
+    replica.run()
+    first = replica.reporter.look()
+    assert first is not None
+    replica.scheduler.reset_prefix_cache()
+    replica.reporter.taken(first)
+    assert replica.report().full

@@ -35,6 +35,7 @@ IDLE = ReplicaReport(
     decode_seconds=1e-2,
     decode_row_seconds=1e-3,
     tenants=(),
+    priorities=(),
     adapters=(),
     published=(),
     evicted=(),
@@ -252,6 +253,14 @@ def test_a_tenant_does_not_wait_for_all_that_another_tenant_has_queued() -> None
     replicas.report(1, prompt_tokens=1000, num_running=1, num_waiting=1)
     assert replicas.send(prompt(100, 1), tenant="heavy") == 1
     assert replicas.send(prompt(100, 2), tenant="light") == 0
+
+
+def test_an_urgent_request_does_not_wait_for_less_urgent_ones() -> None:
+    replicas = Replicas(2)
+    replicas.report(0, prompt_tokens=5000, num_running=1, num_waiting=9, priorities=((5, 5000),))
+    replicas.report(1, prompt_tokens=1000, num_running=1, num_waiting=1, priorities=((0, 1000),))
+    assert replicas.send(prompt(100, 1), priority=5) == 1
+    assert replicas.send(prompt(100, 2), priority=0) == 0
 
 
 def test_a_lost_replica_gives_back_its_requests_in_order_and_gets_no_more() -> None:
