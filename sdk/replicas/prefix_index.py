@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from sdk.engine.pages.page_pool import page_digest, root_digest
+from sdk.errors import RequestError
 
 #: Pages of a request that are promised after those that are known. 256 of 16 tokens cost 0.25 ms.
 _MOST_PROMISED = 256
@@ -64,8 +65,11 @@ class PrefixIndex:
         return len(self._holders)
 
     def prompt(self, token_ids: Sequence[int], adapter: str | None, salt: str | None) -> Prompt:
-        """A prompt to look up."""
-        return Prompt(token_ids, root_digest(adapter, self.kv_type, salt), self.page_size)
+        """A prompt to look up. :raises RequestError: a token id is no integer of 64 bits."""
+        try:
+            return Prompt(token_ids, root_digest(adapter, self.kv_type, salt), self.page_size)
+        except (TypeError, OverflowError) as error:
+            raise RequestError(f"token ids: expected integers of 64 bits: {error}") from None
 
     def find(self, prompt: Prompt) -> list[Level]:
         """The replicas that hold at least one page, the longest prefixes first."""

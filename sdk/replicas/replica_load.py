@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from sys import maxsize
@@ -78,6 +78,7 @@ class ReplicaLoad:
         self.seconds = seconds
         self.num_sent = 0
         self.unfinished: dict[str, Sent] = {}
+        self._adapters: Counter[str] = Counter()  # of unfinished requests
         self._reported_at = 0.0
         #: Sent, and not in the last report yet; their sums.
         self._unseen: deque[Sent] = deque()
@@ -88,9 +89,18 @@ class ReplicaLoad:
         """A request was sent."""
         self.num_sent += 1
         self.unfinished[one.request_id] = one
+        if one.adapter is not None:
+            self._adapters[one.adapter] += 1
         self._unseen.append(one)
         self._add(one, 1)
         self._refresh()
+
+    def ended(self, request_id: str) -> Sent:
+        """A request has ended. Until the replica reports so, its work counts."""
+        one = self.unfinished.pop(request_id)
+        if one.adapter is not None:
+            self._adapters[one.adapter] -= 1
+        return one
 
     def _add(self, one: Sent, sign: int) -> None:
         self._tokens += sign * one.tokens
@@ -203,7 +213,6 @@ class ReplicaLoad:
         return 2 * ends / count * self._output / count * step
 
     def _has_adapter(self, adapter: str) -> bool:
-        report = self.report
-        if report is not None and adapter in report.adapters:
-            return True
-        return any(one.adapter == adapter for one in self.unfinished.values())
+        """Whether an adapter is loaded, or an earlier request needs it too."""
+        loaded = self.report is not None and adapter in self.report.adapters
+        return loaded or self._adapters[adapter] > 0

@@ -140,6 +140,15 @@ class Router:
         load = self._replicas.get(replica)
         if load is None:
             return
+        if self.policy == "state":
+            self._take_keys(replica, report)
+        load.reported(report, self._clock(), self._seconds)
+        if load.measured:
+            self._seconds = load.seconds
+        self._sort(load)
+
+    def _take_keys(self, replica: int, report: ReplicaReport) -> None:
+        """Note which pages a replica holds."""
         prefixes = self._prefixes
         if prefixes is None:
             prefixes = self._prefixes = PrefixIndex(report.page_size, report.kv_type)
@@ -149,14 +158,10 @@ class Router:
                 f"{prefixes.kv_type!r}, as the other replicas have, found {report.page_size} and "
                 f"{report.kv_type!r}"
             )
-        load.reported(report, self._clock(), self._seconds)
-        if load.measured:
-            self._seconds = load.seconds
         if report.full:
             prefixes.clear(replica, promised=False)
         prefixes.publish(replica, report.published)
         prefixes.evict(replica, report.evicted)
-        self._sort(load)
 
     # ---- requests come and go --------------------------------------------------------------------
 
@@ -173,7 +178,7 @@ class Router:
         self._num_chosen += 1
         prompt: Prompt | None = None
         levels: list[Level] = []
-        if self.policy == "state" and self._prefixes is not None:
+        if self._prefixes is not None:
             prompt = self._prefixes.prompt(request.token_ids, request.adapter, request.cache_salt)
             levels = self._prefixes.find(prompt)
             replica = self._best(request, levels)
@@ -191,7 +196,7 @@ class Router:
         if replica is None:
             return
         load = self._replicas[replica]
-        sent = load.unfinished.pop(request_id)
+        sent = load.ended(request_id)
         if self._prefixes is not None:
             self._prefixes.withdraw(replica, request_id, sent.promised)
         if not load.closing:

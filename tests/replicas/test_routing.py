@@ -325,6 +325,13 @@ def test_a_replica_cannot_join_twice_and_an_id_cannot_be_used_twice() -> None:
         replicas.router.choose(Routed("r1", [1, 2]))
 
 
+@pytest.mark.parametrize("wrong", [2**70, "a"])
+def test_a_token_id_that_is_none_is_rejected(wrong: Any) -> None:
+    replicas = Replicas(1)
+    with pytest.raises(RequestError, match="token ids: expected integers of 64 bits"):
+        replicas.send([*prompt(40), wrong])
+
+
 def test_a_replica_with_other_pages_is_rejected() -> None:
     replicas = Replicas(2)
     with pytest.raises(RequestError, match="replica 1: expected pages of 16 tokens"):
