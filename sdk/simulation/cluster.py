@@ -295,7 +295,10 @@ class Simulation:
         gaps.sum += more.sum
 
     def _count_replicas(self) -> None:
-        self.results.replicas.append((self.clock.now, len(self._replicas)))
+        changes = self.results.replicas
+        if changes and changes[-1][0] == self.clock.now:
+            changes.pop()
+        changes.append((self.clock.now, len(self._replicas)))
 
     def _fail(self, failure: Failure) -> None:
         if failure.replica not in self._replicas:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from sdk.errors import RequestError
 from sdk.metrics.histogram import Histogram
+from sdk.metrics.percentiles import percentile as of_sorted
 from sdk.metrics.slo import SLO
 
 
@@ -94,19 +97,21 @@ class Results:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """A percentile of values in any order, interpolated linearly; NaN without values."""
-    ordered = sorted(values)
-    if not ordered:
-        return float("nan")
-    position = (len(ordered) - 1) * percent / 100
-    low = int(position)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+    """A percentile of values in any order; NaN without values."""
+    return of_sorted(sorted(values), percent) if values else math.nan
 
 
 def deviation(simulated: Sequence[float], measured: Sequence[float]) -> Mapping[str, float]:
     """How far simulated times to the first token are from measured ones of the same requests:
-    ``simulated / measured - 1`` of the mean and of percentiles."""
+    ``simulated / measured - 1`` of the mean and of percentiles.
+
+    :raises RequestError: there are none, or not as many of both.
+    """
+    if not simulated or len(simulated) != len(measured):
+        raise RequestError(
+            f"deviation: expected as many simulated times as measured ones, found {len(simulated)} "
+            f"and {len(measured)}"
+        )
     pairs = {"mean": (sum(simulated) / len(simulated), sum(measured) / len(measured))}
     for percent in (50, 90, 99):
         pairs[f"p{percent}"] = percentile(simulated, percent), percentile(measured, percent)

@@ -145,7 +145,7 @@ def test_the_requests_of_a_failed_replica_are_run_by_another() -> None:
     assert results.all.output_tokens == sum(len(one.answer) for one in requests)
     _, undisturbed = run(requests, Scenario(2, COSTS))
     assert results.seconds > undisturbed.seconds
-    assert [number for _, number in results.replicas][:3] == [1, 2, 1]
+    assert results.replicas == [(0.0, 2), (2.0, 1)]
 
 
 def test_requests_wait_while_no_replica_is_alive() -> None:
@@ -207,6 +207,11 @@ def test_deviation_compares_simulated_times_with_measured_ones() -> None:
     found = deviation([1.1, 2.2, 3.3], [1.0, 2.0, 3.0])
     assert set(found) == {"mean", "p50", "p90", "p99"}
     assert all(value == pytest.approx(0.1) for value in found.values())
+
+
+def test_deviation_needs_as_many_times_of_both() -> None:
+    with pytest.raises(RequestError, match=r"deviation: expected as many .* found 1 and 2"):
+        deviation([1.0], [1.0, 2.0])
 
 
 @pytest.mark.parametrize(
