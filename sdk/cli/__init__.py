@@ -35,6 +35,7 @@ COMMANDS = {
     "bench serve": "bench.serve",
     "tune": "tune",
     "keys": "keys",
+    "simulate": "simulate",
     "tune serve": "tune_serve",
     "fetch-demo": "fetch_demo",
 }

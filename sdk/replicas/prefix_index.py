@@ -11,10 +11,12 @@ replica it was sent to. So requests with a common prefix that arrive together go
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from sdk.engine.pages.page_pool import page_key, root_digest
+from sdk.engine.pages.page_pool import page_digest, root_digest
+from sdk.errors import RequestError
 
 #: Pages of a request that are promised after those that are known. 256 of 16 tokens cost 0.25 ms.
 _MOST_PROMISED = 256
@@ -34,16 +36,17 @@ class Prompt:
         self.digests: list[bytes] = []
         # the last token always runs, so a page that ends with it is never used
         self.most_pages = (len(token_ids) - 1) // page_size
-        self._token_ids, self._page_size = token_ids, page_size
+        self._bytes = array("q", list(token_ids)).tobytes() if self.most_pages else b""
+        self._page_bytes = 8 * page_size
         self._last = root
 
     def digest(self, index: int) -> bytes:
         """That of page ``index``, at most the number of those known."""
         if index == len(self.digests):
-            begin = index * self._page_size
-            key = page_key(self._last, self._token_ids[begin : begin + self._page_size])
-            self._last = key.digest
-            self.digests.append(key.digest)
+            begin = index * self._page_bytes
+            page = self._bytes[begin : begin + self._page_bytes]
+            self._last = page_digest(self._last, page)
+            self.digests.append(self._last)
         return self.digests[index]
 
 
@@ -62,8 +65,11 @@ class PrefixIndex:
         return len(self._holders)
 
     def prompt(self, token_ids: Sequence[int], adapter: str | None, salt: str | None) -> Prompt:
-        """A prompt to look up."""
-        return Prompt(token_ids, root_digest(adapter, self.kv_type, salt), self.page_size)
+        """A prompt to look up. :raises RequestError: a token id is no integer of 64 bits."""
+        try:
+            return Prompt(token_ids, root_digest(adapter, self.kv_type, salt), self.page_size)
+        except (TypeError, OverflowError) as error:
+            raise RequestError(f"token ids: expected integers of 64 bits: {error}") from None
 
     def find(self, prompt: Prompt) -> list[Level]:
         """The replicas that hold at least one page, the longest prefixes first."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
+from sys import maxsize
 from typing import NamedTuple
 
 from sdk.replicas.report import ReplicaReport
@@ -14,7 +16,7 @@ _ADAPTER_SECONDS = 0.05
 #: computing its prompt, and each decode step of its answer. With 0, a prompt is computed on an idle
 #: replica rather than a moment later where it is cached, and answers gather where prefixes are.
 _PROMPT_WEIGHT = 0.2
-_ANSWER_WEIGHT = 0.1
+_ANSWER_WEIGHT = 0.3
 
 
 class StepSeconds(NamedTuple):
@@ -31,6 +33,24 @@ class StepSeconds(NamedTuple):
         return self.one + self.row * max(rows - 1, 0)
 
 
+class Routed(NamedTuple):
+    """A request as the router sees it. ``adapter`` is the key of its adapter's files
+    (``Request.adapter``), ``arrival`` a time of the scheduler's clock (no policy looks at it)."""
+
+    request_id: str
+    token_ids: Sequence[int]
+    cache_salt: str | None = None
+    adapter: str | None = None
+    tenant: str | None = None
+    priority: int = 0
+    max_tokens: int | None = None
+    arrival: float | None = None
+
+
+#: For the order of replicas: a request without tokens.
+NOTHING = Routed("", ())
+
+
 @dataclass(slots=True)
 class Sent:
     """A request that was sent to a replica. ``tokens`` of its prompt are not cached there; they
@@ -39,6 +59,7 @@ class Sent:
     request_id: str
     number: int  # among those sent to this replica
     tenant: str | None
+    priority: int
     adapter: str | None
     tokens: int
     pairs: float
@@ -50,24 +71,36 @@ class Sent:
 class ReplicaLoad:
     """The last report of a replica and the requests sent to it, in seconds and tokens."""
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, seconds: StepSeconds) -> None:
         self.index = index
         self.closing = False
         self.report: ReplicaReport | None = None
-        self.seconds = StepSeconds()
+        self.seconds = seconds
         self.num_sent = 0
         self.unfinished: dict[str, Sent] = {}
+        self._adapters: Counter[str] = Counter()  # of unfinished requests
         self._reported_at = 0.0
         #: Sent, and not in the last report yet; their sums.
         self._unseen: deque[Sent] = deque()
         self._tokens, self._pairs, self._answers, self._pages = 0, 0.0, 0.0, 0
+        self._refresh()
 
     def sent(self, one: Sent) -> None:
         """A request was sent."""
         self.num_sent += 1
         self.unfinished[one.request_id] = one
+        if one.adapter is not None:
+            self._adapters[one.adapter] += 1
         self._unseen.append(one)
         self._add(one, 1)
+        self._refresh()
+
+    def ended(self, request_id: str) -> Sent:
+        """A request has ended. Until the replica reports so, its work counts."""
+        one = self.unfinished.pop(request_id)
+        if one.adapter is not None:
+            self._adapters[one.adapter] -= 1
+        return one
 
     def _add(self, one: Sent, sign: int) -> None:
         self._tokens += sign * one.tokens
@@ -75,18 +108,21 @@ class ReplicaLoad:
         self._answers += sign * one.answer
         self._pages += sign * one.pages
 
-    def reported(self, report: ReplicaReport, now: float) -> None:
-        """A report has come. It contains the first ``report.received`` requests."""
+    def reported(self, report: ReplicaReport, now: float, seconds: StepSeconds) -> None:
+        """A report has come. It contains the first ``report.received`` requests. ``seconds`` count
+        while it has measured none."""
         self.report, self._reported_at = report, now
         while self._unseen and self._unseen[0].number < report.received:
             self._add(self._unseen.popleft(), -1)
-        if report.seconds_per_token > 0 and report.decode_seconds > 0:
+        self.seconds = seconds
+        if self.measured:
             self.seconds = StepSeconds(
                 report.seconds_per_token,
                 report.seconds_per_pair,
                 report.decode_seconds,
                 report.decode_row_seconds,
             )
+        self._refresh()
 
     @property
     def measured(self) -> bool:
@@ -94,49 +130,58 @@ class ReplicaLoad:
         report = self.report
         return report is not None and report.seconds_per_token > 0 and report.decode_seconds > 0
 
-    def score(
-        self, tokens: int, pairs: float, now: float, tenant: str | None, adapter: str | None
-    ) -> float:
-        """Expected seconds to the first token of a request with so much to compute, and what its
-        work counts. ``now``: a time of the router's clock.
-        """
+    def _refresh(self) -> None:
+        """Compute what :meth:`score` needs for any request."""
         report, seconds = self.report, self.seconds
-        ahead, ahead_pairs = self._tokens, self._pairs
-        count, answers, answer = len(self._unseen), self._answers, 0.0
-        decoding, slots, step_tokens = 0, 0, 0
+        self._ahead, self._ahead_pairs = self._tokens, self._pairs
+        self._count, self._output = len(self._unseen), self._answers
+        decoding, answer, self._room, self._slots, self._overdue = 0, 0.0, maxsize, maxsize, False
         if report is not None:
-            decoding, slots, step_tokens = (
-                report.num_decoding,
-                report.max_num_seqs,
-                report.step_tokens,
-            )
-            ahead += report.prompt_tokens
-            ahead_pairs += report.prompt_pairs
-            count += report.num_running + report.num_waiting
-            answers += report.output_tokens
-            answer = report.answer_tokens
-            if report.tenants and ahead:
-                share = self._ahead_of(report, tenant, tokens) / ahead
-                ahead, ahead_pairs = round(ahead * share), ahead_pairs * share
-        step = seconds.decode(decoding)
-        steps = 1.0
-        if step_tokens:
-            steps += (ahead + tokens) // max(step_tokens - decoding, 1)
-        work = seconds.token * ahead + seconds.pair * ahead_pairs
-        if ahead and report is not None and report.prompt_tokens:
-            # a replica that does not report in time gets later and later
-            work = abs(work - (now - self._reported_at))
-        own = seconds.token * tokens + seconds.pair * pairs
-        first = work + own + steps * step
+            decoding, answer = report.num_decoding, report.answer_tokens
+            self._ahead += report.prompt_tokens
+            self._ahead_pairs += report.prompt_pairs
+            self._count += report.num_running + report.num_waiting
+            self._output += report.output_tokens
+            self._room = max(report.step_tokens - decoding, 1)
+            self._slots = report.max_num_seqs
+            self._overdue = report.prompt_tokens > 0
+        self._step = seconds.decode(decoding)
+        self._fixed = _ANSWER_WEIGHT * answer * seconds.decode(self._count + 1)
         if decoding:
-            first += 0.5 * step  # of the one that runs
-        if count:
-            first += self._until_free(tokens, count, slots, answers)
-        if adapter is not None and not self._has_adapter(adapter):
-            first += _ADAPTER_SECONDS
-        return first + _PROMPT_WEIGHT * own + _ANSWER_WEIGHT * answer * seconds.decode(count + 1)
+            self._fixed += 0.5 * self._step  # of the step that runs
 
-    def _ahead_of(self, report: ReplicaReport, tenant: str | None, tokens: int) -> float:
+    def score(self, request: Routed, tokens: int, pairs: float, now: float) -> float:
+        """Expected seconds to the first token of a request that has so much to compute here, and
+        what its work counts. ``now``: a time of the router's clock.
+        """
+        report, (token, pair, _, _) = self.report, self.seconds
+        ahead = self._ahead
+        work = token * ahead + pair * self._ahead_pairs
+        if report is not None:
+            if ahead and (report.tenants or report.priorities):
+                if report.tenants:
+                    share = self._fair_ahead(report, request.tenant, tokens) / ahead
+                else:
+                    share = self._urgent_ahead(report, request.priority) / ahead
+                ahead, work = round(ahead * share), work * share
+            if self._overdue:  # one that does not report in time gets later and later
+                work = abs(work - (now - self._reported_at))
+            if self._count >= self._slots or -(-tokens // report.page_size) > (
+                report.free_pages - self._pages
+            ):
+                work += self._until_free(report, tokens)
+        own = token * tokens + pair * pairs
+        steps = 1 + (ahead + tokens) // self._room
+        if request.adapter is not None and not self._has_adapter(request.adapter):
+            work += _ADAPTER_SECONDS
+        return work + (1 + _PROMPT_WEIGHT) * own + steps * self._step + self._fixed
+
+    def _urgent_ahead(self, report: ReplicaReport, priority: int) -> int:
+        """Prompt tokens that run before a new request of ``priority``: a smaller one is first."""
+        ahead = sum(tokens for level, tokens in report.priorities if level <= priority)
+        return ahead + sum(sent.tokens for sent in self._unseen if sent.priority <= priority)
+
+    def _fair_ahead(self, report: ReplicaReport, tenant: str | None, tokens: int) -> float:
         """Prompt tokens that a fair policy runs before a new request of ``tenant``: those of its
         own requests, and of each other tenant as much as its weight allows until then."""
         work = {one.tenant: one for one in report.tenants}
@@ -155,23 +200,19 @@ class ReplicaLoad:
             ahead += min(left, (mine + tokens) * (known.weight if known else 1.0) / weight)
         return ahead
 
-    def _until_free(self, tokens: int, count: int, slots: int, answers: float) -> float:
-        """Seconds until a slot and pages for ``tokens`` are free. The ``count`` requests before are
-        taken to end one after another, evenly until twice the mean of what is left of them."""
-        report = self.report
-        if report is None:
-            return 0.0
-        ends = max(count + 1 - slots, 0)
+    def _until_free(self, report: ReplicaReport, tokens: int) -> float:
+        """Seconds until a slot and pages for ``tokens`` are free. The requests before are taken to
+        end one after another, evenly until twice the mean of what is left of them."""
+        count = max(self._count, 1)
+        ends = max(self._count + 1 - self._slots, 0)
         lacking = self._pages + -(-tokens // report.page_size) - report.free_pages
         if lacking > 0:
             used = max(report.total_pages - report.free_pages + self._pages, 1)
             ends = max(ends, -(-lacking * count // used))
-        if not ends:
-            return 0.0
-        return 2 * ends / count * answers / count * self.seconds.decode(min(count, slots))
+        step = self.seconds.decode(min(count, self._slots))
+        return 2 * ends / count * self._output / count * step
 
     def _has_adapter(self, adapter: str) -> bool:
-        report = self.report
-        if report is not None and adapter in report.adapters:
-            return True
-        return any(one.adapter == adapter for one in self.unfinished.values())
+        """Whether an adapter is loaded, or an earlier request needs it too."""
+        loaded = self.report is not None and adapter in self.report.adapters
+        return loaded or self._adapters[adapter] > 0

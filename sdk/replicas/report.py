@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import islice
 from typing import NamedTuple
 
 from sdk.engine.pages.page_pool import PageKey
-from sdk.engine.scheduling.policy import FairPolicy
+from sdk.engine.scheduling.policy import FairPolicy, PriorityPolicy
 from sdk.engine.scheduling.request import Request
 from sdk.engine.scheduling.scheduler import Scheduler
 from sdk.requests.step_sizes import mixed_step_tokens
@@ -63,6 +64,8 @@ class ReplicaReport(NamedTuple):
     decode_row_seconds: float
     #: With a fair policy: its tenants with unfinished requests.
     tenants: tuple[TenantWork, ...]
+    #: With the policy "priority": ``prompt_tokens`` by priority.
+    priorities: tuple[tuple[int, int], ...]
     #: Keys of the adapters that are in a slot.
     adapters: tuple[str, ...]
     #: Digests of pages that became known or unknown since the last report, each in one of the two.
@@ -73,38 +76,53 @@ class ReplicaReport(NamedTuple):
 
 
 class Reporter:
-    """Makes the reports of one scheduler, in the process of its replica. Not thread-safe.
+    """Makes the reports of one scheduler, in the process of its replica.
 
-    It is the pool's ``on_known``. Call :meth:`report` between two steps, after ``commit``.
+    It is the pool's ``on_known``. :meth:`report` is for the thread that runs the steps, between two
+    of them. Another thread uses :meth:`look` and, once it has a report that it will send,
+    :meth:`taken`.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._pool = scheduler.pool
+        self._by_priority = isinstance(scheduler.queues.policy, PriorityPolicy)
         self._uncached: dict[str, int] = {}  # of waiting requests, by id
         self._changed: dict[bytes, bool] = {}  # digest -> whether it is known now
         self._full = True
+        self._lists = 0  # how often earlier reports became void
         self._last: tuple[int, ...] = ()
         self._next_step = 0
-        self._list_all()
+        self._looked: tuple[int, tuple[int, ...]] = (0, ())  # what taken() needs of the last look
+        self._restart(self._pool.digests)
         self._pool.on_known = self._on_known
 
-    def _list_all(self) -> None:
-        self._full = True
-        self._changed = dict.fromkeys(self._pool.digests, True)
+    def _restart(self, digests: Iterable[bytes]) -> None:
+        """Earlier reports are void."""
+        self._lists += 1
+        self._full, self._changed = True, dict.fromkeys(digests, True)
 
     def _on_known(self, key: PageKey | None, known: bool) -> None:
         if key is None:
-            self._full, self._changed = True, {}
+            self._restart(())
         elif len(key.token_ids) == self._pool.page_size:
             self._changed[key.digest] = known
             if len(self._changed) > 2 * self._pool.num_pages + _MOST_KEYS:  # nobody asks
-                self._list_all()
+                self._restart(self._pool.digests)
 
     def report(self, received: int | None = None) -> ReplicaReport | None:
         """The state now; ``None`` if the router need not know what has changed.
 
         ``received``: see :class:`ReplicaReport`; by default all requests of the scheduler.
+        """
+        report = self.look(received)
+        if report is not None:
+            self.taken(report)
+        return report
+
+    def look(self, received: int | None = None) -> ReplicaReport | None:
+        """:meth:`report`, without taking the report: the next one has all of it again. Another
+        thread may call it while a step runs (``Driver.observe``).
         """
         scheduler = self._scheduler
         queues, committer, slots = scheduler.queues, scheduler.committer, scheduler.adapters
@@ -122,8 +140,21 @@ class Reporter:
         many = self._full or len(self._changed) >= _MOST_KEYS
         if state == self._last and step < self._next_step and not many:
             return None
-        self._last, self._next_step = state, step + _REPORT_EVERY
+        self._looked = self._lists, state
         return self._make(step, received)
+
+    def taken(self, report: ReplicaReport) -> None:
+        """The last report that :meth:`look` has returned will be sent."""
+        lists, self._last = self._looked
+        self._next_step = report.step + _REPORT_EVERY
+        if lists != self._lists:  # it is void by now: the next report has everything
+            return
+        self._full, changed = False, self._changed
+        for known, digests in ((True, report.published), (False, report.evicted)):
+            for digest in digests:
+                now = changed.pop(digest, known)
+                if now is not known:  # it has changed again since
+                    changed.setdefault(digest, now)
 
     def _make(self, step: int, received: int) -> ReplicaReport:
         scheduler, config = self._scheduler, self._scheduler.config
@@ -131,6 +162,7 @@ class Reporter:
         answer = self._answer_tokens()
         tokens, pairs, output, decoding = 0, 0.0, 0.0, 0
         tenants: dict[str | None, int] | None = {} if queues.policy.dynamic else None
+        priorities: dict[int, int] | None = {} if self._by_priority else None
         uncached: dict[str, int] = {}
         for waits, requests in ((False, queues.running), (True, queues.waiting.snapshot())):
             for request in requests:
@@ -145,12 +177,15 @@ class Reporter:
                     pairs += left * (request.num_tokens - left / 2)
                 if tenants is not None:
                     tenants[request.tenant] = tenants.get(request.tenant, 0) + left
+                if priorities is not None and left:
+                    level = request.priority
+                    priorities[level] = priorities.get(level, 0) + left
                 output += _output_left(request, answer)
         self._uncached = uncached
         per_token, per_pair = times.slopes()
         one, most = times.decode(1), config.max_num_seqs
         row = max(times.decode(most) - one, 0.0) / (most - 1) if most > 1 else 0.0
-        published, evicted, full = self._take_keys()
+        published, evicted = self._keys()
         return ReplicaReport(
             step=step,
             received=received,
@@ -172,10 +207,11 @@ class Reporter:
             decode_seconds=one,
             decode_row_seconds=row,
             tenants=self._shares(tenants or {}),
+            priorities=tuple(sorted((priorities or {}).items())),
             adapters=() if scheduler.adapters is None else scheduler.adapters.ready_keys,
             published=published,
             evicted=evicted,
-            full=full,
+            full=self._full,
         )
 
     def _left(self, request: Request) -> int:
@@ -196,18 +232,11 @@ class Reporter:
             for name, left in tenants.items()
         )
 
-    def _take_keys(self) -> tuple[tuple[bytes, ...], tuple[bytes, ...], bool]:
-        """The changes for the next report, oldest first, and whether it starts a new list."""
-        changed, full = self._changed, self._full
-        taken = list(islice(changed.items(), _MOST_KEYS))
-        if len(taken) == len(changed):
-            self._changed = {}
-        else:
-            for digest, _ in taken:
-                del changed[digest]
-        self._full = False
-        published = tuple(digest for digest, known in taken if known)
-        return published, tuple(digest for digest, known in taken if not known), full
+    def _keys(self) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
+        """The digests for the next report, those that changed first: published and evicted."""
+        first = list(islice(self._changed.items(), _MOST_KEYS))
+        published = tuple(digest for digest, known in first if known)
+        return published, tuple(digest for digest, known in first if not known)
 
 
 def _output_left(request: Request, answer: float) -> float:

@@ -24,8 +24,15 @@ and in the process of each replica::
     reporter = Reporter(scheduler)        # when the engine was made
     report = reporter.report(received)    # after each step; None: nothing to send
 
+or, in another thread than that of the steps::
+
+    report = driver.observe(lambda: reporter.look(received))
+    if report is not None:
+        reporter.taken(report)            # and send it
+
 ``received`` counts the requests that the replica has taken from its connection since it started.
-The router relies on requests arriving in the order of ``choose``.
+The router relies on requests arriving in the order of ``choose``, and on reports of a replica that
+was lost not coming after its successor has joined.
 """
 
 from __future__ import annotations
@@ -33,12 +40,12 @@ from __future__ import annotations
 import time
 from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple, TypeAlias, get_args
+from typing import Literal, TypeAlias, get_args
 
 from sdk.errors import EngineDeadError, RequestError
 from sdk.quant.safe_repr import safe_repr
 from sdk.replicas.prefix_index import Level, PrefixIndex, Prompt
-from sdk.replicas.replica_load import ReplicaLoad, Sent, StepSeconds
+from sdk.replicas.replica_load import NOTHING, ReplicaLoad, Routed as Routed, Sent, StepSeconds
 from sdk.replicas.report import ReplicaReport
 
 RoutingPolicy: TypeAlias = Literal["state", "requests", "round_robin"]
@@ -47,20 +54,6 @@ ROUTING_POLICIES: tuple[RoutingPolicy, ...] = get_args(RoutingPolicy)
 #: Of the replicas that hold the same part of a prompt, so many are compared: those with the least
 #: to do. With up to so many replicas all are compared.
 _COMPARED = 8
-
-
-class Routed(NamedTuple):
-    """A request as the router sees it. ``adapter`` is the key of its adapter's files
-    (``Request.adapter``), ``arrival`` a time of the router's clock."""
-
-    request_id: str
-    token_ids: Sequence[int]
-    cache_salt: str | None = None
-    adapter: str | None = None
-    tenant: str | None = None
-    priority: int = 0
-    max_tokens: int | None = None
-    arrival: float | None = None
 
 
 class Router:
@@ -85,6 +78,7 @@ class Router:
         #: The replicas that get requests, those with the least to do first.
         self._order: list[tuple[float, int, int]] = []
         self._keys: dict[int, tuple[float, int, int]] = {}
+        self._alive = 0  # the same replicas as bits
         self._prefixes: PrefixIndex | None = None  # until the first report
         self._seconds = StepSeconds()  # the last that a replica measured
         self._placed: dict[str, int] = {}  # request -> replica
@@ -94,6 +88,11 @@ class Router:
     def replicas(self) -> list[int]:
         """The replicas that get requests."""
         return sorted(self._keys)
+
+    @property
+    def alive(self) -> bool:
+        """Whether there is a replica that gets requests."""
+        return bool(self._order)
 
     def unfinished(self, replica: int) -> list[str]:
         """The ids of the unfinished requests that were sent to a replica, in order."""
@@ -111,8 +110,7 @@ class Router:
             raise RequestError(
                 f"replica {replica} has joined already; call lost({replica}) before it joins again"
             )
-        load = self._replicas[replica] = ReplicaLoad(replica)
-        load.seconds = self._seconds
+        load = self._replicas[replica] = ReplicaLoad(replica, self._seconds)
         self._sort(load)
 
     def closing(self, replica: int) -> None:
@@ -142,6 +140,15 @@ class Router:
         load = self._replicas.get(replica)
         if load is None:
             return
+        if self.policy == "state":
+            self._take_keys(replica, report)
+        load.reported(report, self._clock(), self._seconds)
+        if load.measured:
+            self._seconds = load.seconds
+        self._sort(load)
+
+    def _take_keys(self, replica: int, report: ReplicaReport) -> None:
+        """Note which pages a replica holds."""
         prefixes = self._prefixes
         if prefixes is None:
             prefixes = self._prefixes = PrefixIndex(report.page_size, report.kv_type)
@@ -151,16 +158,10 @@ class Router:
                 f"{prefixes.kv_type!r}, as the other replicas have, found {report.page_size} and "
                 f"{report.kv_type!r}"
             )
-        load.reported(report, self._clock())
-        if load.measured:
-            self._seconds = load.seconds
-        elif load.seconds is not self._seconds:
-            load.seconds = self._seconds
         if report.full:
             prefixes.clear(replica, promised=False)
         prefixes.publish(replica, report.published)
         prefixes.evict(replica, report.evicted)
-        self._sort(load)
 
     # ---- requests come and go --------------------------------------------------------------------
 
@@ -177,7 +178,7 @@ class Router:
         self._num_chosen += 1
         prompt: Prompt | None = None
         levels: list[Level] = []
-        if self.policy == "state" and self._prefixes is not None:
+        if self._prefixes is not None:
             prompt = self._prefixes.prompt(request.token_ids, request.adapter, request.cache_salt)
             levels = self._prefixes.find(prompt)
             replica = self._best(request, levels)
@@ -195,7 +196,7 @@ class Router:
         if replica is None:
             return
         load = self._replicas[replica]
-        sent = load.unfinished.pop(request_id)
+        sent = load.ended(request_id)
         if self._prefixes is not None:
             self._prefixes.withdraw(replica, request_id, sent.promised)
         if not load.closing:
@@ -213,21 +214,24 @@ class Router:
             tokens = length - pages * size
             pairs = tokens * (length - tokens / 2)
             for place, replica in self._first(replicas):
-                score = self._replicas[replica].score(
-                    tokens, pairs, now, request.tenant, request.adapter
-                )
+                score = self._replicas[replica].score(request, tokens, pairs, now)
                 least = min(least, (score, place))
         return self._order[least[1]][2]
 
     def _first(self, replicas: int) -> list[tuple[int, int]]:
         """Some of ``replicas`` (bits) with their places: those with the least to do."""
-        order, found = self._order, []
-        most = _COMPARED if len(order) > _COMPARED else len(order)
-        for place in range(len(order)):
-            replica = order[place][2]
+        order, keys, found = self._order, self._keys, []
+        replicas &= self._alive
+        if replicas.bit_count() <= _COMPARED < len(order):
+            while replicas:  # without looking at all others
+                replica = replicas.bit_length() - 1
+                replicas ^= 1 << replica
+                found.append((bisect_left(order, keys[replica]), replica))
+            return found
+        for place, (_, _, replica) in enumerate(order):
             if replicas >> replica & 1:
                 found.append((place, replica))
-                if len(found) == most:
+                if len(found) == _COMPARED:
                     break
         return found
 
@@ -249,6 +253,7 @@ class Router:
             request_id=request.request_id,
             number=load.num_sent,
             tenant=request.tenant,
+            priority=request.priority,
             adapter=request.adapter,
             tokens=tokens,
             pairs=tokens * (length - tokens / 2),
@@ -269,12 +274,14 @@ class Router:
             return
         key = float(len(load.unfinished))
         if self.policy == "state":
-            key = load.score(0, 0.0, self._clock(), None, None)
+            key = load.score(NOTHING, 0, 0.0, self._clock())
         entry = key, load.num_sent, load.index
         self._keys[load.index] = entry
+        self._alive |= 1 << load.index
         insort(self._order, entry)
 
     def _unsort(self, replica: int) -> None:
         entry = self._keys.pop(replica, None)
         if entry is not None:
             del self._order[bisect_left(self._order, entry)]
+            self._alive &= ~(1 << replica)

@@ -35,6 +35,7 @@ IDLE = ReplicaReport(
     decode_seconds=1e-2,
     decode_row_seconds=1e-3,
     tenants=(),
+    priorities=(),
     adapters=(),
     published=(),
     evicted=(),
@@ -191,8 +192,8 @@ def test_requests_that_a_report_contains_are_not_counted_twice() -> None:
 def test_waiting_for_a_slot_counts(slots: int, chosen: int) -> None:
     replicas = Replicas(2)
     busy = {"num_running": 16, "num_decoding": 16, "output_tokens": 1600.0}
-    replicas.report(0, **busy, max_num_seqs=slots)
-    replicas.report(1, prompt_tokens=250)
+    replicas.report(0, **busy, max_num_seqs=slots, answer_tokens=10.0)
+    replicas.report(1, prompt_tokens=250, answer_tokens=10.0)
     assert replicas.send(prompt(50)) == chosen
 
 
@@ -238,7 +239,7 @@ def test_a_report_counts_for_what_is_left_of_it_now() -> None:
 
 def test_an_adapter_that_is_loaded_or_about_to_be_counts() -> None:
     replicas = Replicas(2)
-    replicas.report(1, adapters=("a",), num_decoding=2, num_running=2)
+    replicas.report(1, adapters=("a",), num_decoding=1, num_running=1)
     assert replicas.send(prompt(20, 1), adapter="a") == 1
     assert replicas.send(prompt(20, 2), adapter="b") == 0
     replicas.report(1, adapters=("a",), received=1)
@@ -252,6 +253,14 @@ def test_a_tenant_does_not_wait_for_all_that_another_tenant_has_queued() -> None
     replicas.report(1, prompt_tokens=1000, num_running=1, num_waiting=1)
     assert replicas.send(prompt(100, 1), tenant="heavy") == 1
     assert replicas.send(prompt(100, 2), tenant="light") == 0
+
+
+def test_an_urgent_request_does_not_wait_for_less_urgent_ones() -> None:
+    replicas = Replicas(2)
+    replicas.report(0, prompt_tokens=5000, num_running=1, num_waiting=9, priorities=((5, 5000),))
+    replicas.report(1, prompt_tokens=1000, num_running=1, num_waiting=1, priorities=((0, 1000),))
+    assert replicas.send(prompt(100, 1), priority=5) == 1
+    assert replicas.send(prompt(100, 2), priority=0) == 0
 
 
 def test_a_lost_replica_gives_back_its_requests_in_order_and_gets_no_more() -> None:
@@ -314,6 +323,13 @@ def test_a_replica_cannot_join_twice_and_an_id_cannot_be_used_twice() -> None:
     replicas.send([1, 2])
     with pytest.raises(RequestError, match="'r1' is already in use"):
         replicas.router.choose(Routed("r1", [1, 2]))
+
+
+@pytest.mark.parametrize("wrong", [2**70, "a"])
+def test_a_token_id_that_is_none_is_rejected(wrong: Any) -> None:
+    replicas = Replicas(1)
+    with pytest.raises(RequestError, match="token ids: expected integers of 64 bits"):
+        replicas.send([*prompt(40), wrong])
 
 
 def test_a_replica_with_other_pages_is_rejected() -> None:

@@ -198,6 +198,7 @@ def test_the_hook_of_pyinstaller_collects_modules_tables_and_the_native_library(
     assert datas == {
         ("expected_loss.json", "sdk/quant"),
         ("some-card.json", "sdk/kernels/tuned"),
+        ("smollm2_135m.json", "sdk/simulation"),
         ("py.typed", "sdk"),
     }
     assert found["aliases"]["embedlm.cli"] == "sdk.cli" and "embedlm" not in found["aliases"]

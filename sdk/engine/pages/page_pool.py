@@ -53,10 +53,14 @@ def root_digest(adapter: str | None, kv_type: str, salt: str | None) -> bytes:
     return sha256(repr((adapter, kv_type, salt)).encode("utf-8", "surrogatepass")).digest()
 
 
+def page_digest(parent: bytes, tokens: bytes) -> bytes:
+    """The digest of the page with these tokens, 8 bytes each, that follows the page ``parent``."""
+    return sha256(parent + tokens).digest()
+
+
 def page_key(parent: bytes, token_ids: Sequence[int]) -> PageKey:
     """The key of the page with these tokens that follows the page ``parent``."""
-    digest = sha256(parent + array("q", token_ids).tobytes()).digest()
-    return PageKey(digest, parent, tuple(token_ids))
+    return PageKey(page_digest(parent, array("q", token_ids).tobytes()), parent, tuple(token_ids))
 
 
 class PagePool:
