@@ -76,7 +76,7 @@ class ModelAdapters:
                 self._experts.append(path.rpartition(".")[0])
             elif linear.parts:
                 self._add(linear, linear.weight.shape, linear.parts)
-        if isinstance(model, Decoder):
+        if isinstance(model, Decoder) and model.embedding is not None:
             embedding, config = model.embedding, model.config
             count, width = config.vocab_size, embedding.weight.shape[1]  # whole on every rank
             shape = (width, config.vocab_size)  # of ids, which are one-hot, to rows
