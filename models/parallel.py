@@ -74,6 +74,11 @@ class Mesh:
         return self.stage == self.stages - 1
 
     @property
+    def number(self) -> int:
+        """This rank among those of all stages, numbered from the last stage on."""
+        return (self.stages - 1 - self.stage) * self.size + self.rank
+
+    @property
     def samples(self) -> bool:
         """Whether this rank draws tokens: the first one of the last stage."""
         return self.is_last and self.rank == 0

@@ -56,6 +56,7 @@ class EngineConfig:
     skip_tokenizer_init: bool = False
     trust_remote_code: bool = False
     tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
     dtype: Literal["auto", "float32", "float16", "bfloat16", "float", "half"] = "auto"
     quantization: str | None = None
     revision: str | None = None
@@ -149,6 +150,7 @@ class EngineConfig:
         self._check_scheduling()
         self._check_swap()
         self._check_offload()
+        self._check_stages()
         self._check_speculative()
         if self.kv_cache_dtype != "auto":
             object.__setattr__(self, "kv_cache_dtype", _kv_cache_dtype(self.kv_cache_dtype))
@@ -200,6 +202,17 @@ class EngineConfig:
             )
         self._check_folder("disk_offload_path", "disk_offload")
 
+    def _check_stages(self) -> None:
+        if self.pipeline_parallel_size == 1:
+            return
+        for name, value in (("device", "cuda"), ("disk_offload", 0)):
+            found = getattr(self, name)
+            if (found == value) == (name == "device"):
+                raise RequestError(
+                    f"pipeline_parallel_size: {name}={safe_repr(found)} needs "
+                    "pipeline_parallel_size=1 in this release"
+                )
+
     def _check_speculative(self) -> None:
         speculative = speculative_config(self.speculative_config)
         object.__setattr__(self, "speculative_config", speculative)
@@ -210,7 +223,7 @@ class EngineConfig:
                 _check_quantization(speculative.scheme)
             except RequestError as error:
                 raise RequestError(f"speculative_config: {error}") from error
-        needed = {"disk_offload": 0, "cpu_offload": 0}
+        needed = {"disk_offload": 0, "cpu_offload": 0, "pipeline_parallel_size": 1}
         if speculative.method == "self":
             needed["tensor_parallel_size"] = 1
         method = f"speculative_config: method {speculative.method!r}"
@@ -242,6 +255,11 @@ class EngineConfig:
                 f"max_cpu_loras ({self.max_cpu_loras}) must be at least max_loras "
                 f"({self.max_loras})"
             )
+
+    @property
+    def num_ranks(self) -> int:
+        """The processes that compute the model, this one included."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def adapter_slots(self) -> int:
@@ -378,6 +396,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 }
 _COUNTS: dict[str, tuple[int, int]] = {
     "tensor_parallel_size": (1, 64),
+    "pipeline_parallel_size": (1, 64),
     "seed": (0, 2**64 - 1),
     "num_threads": (1, 1024),
     "max_model_len": (1, 2**31 - 1),

@@ -91,7 +91,7 @@ class LLM:
         self.model_config = loaded.model_config
         self.max_model_len = loaded.plan.max_model_len
         self.load_warnings = loaded.warnings
-        self._kv_scales = loaded.kv_scales
+        self._kv_scales, self._other_layers = loaded.kv_scales, loaded.other_layers
         self._defaults = loaded.defaults
         self._default_params = loaded.defaults.params
         self._runner = weakref.ref(loaded.runner)
@@ -802,14 +802,14 @@ class LLM:
         runner = self._runner()
         assert runner is not None
         facts = (self.config, self.model_config, self.memory_plan, self._defaults)
-        return explain(*facts, runner, self.load_warnings)
+        return explain(*facts, runner, self.load_warnings, self._other_layers)
 
     def quant_report(self) -> QuantReport:
         """Format, bits, bytes and kernel of every linear layer, and why faster ones reject it."""
         self._driver.check_usable()
         runner = self._runner()
         assert runner is not None
-        return quant_report(runner.model.linears(), self._kv_scales)
+        return quant_report(runner.model.linears(), self._kv_scales, self._other_layers)
 
     def get_metrics(self) -> dict[str, float]:
         """Numbers of the engine since it started, flat: see docs/metrics.md for every name."""

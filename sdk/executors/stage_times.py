@@ -35,10 +35,9 @@ class StageTimes:
             self._since = None
 
     def numbers(self) -> dict[str, float]:
-        """For ``get_metrics()``; nothing if there is one stage. docs/metrics.md describes them."""
-        if len(self.computing) == 1:
-            return {}
-        in_flight, possible = self.in_flight, len(self.computing) * self.in_flight
+        """For ``get_metrics()``; docs/metrics.md describes them."""
+        in_flight = self.in_flight
+        possible = len(self.computing) * in_flight
         found = {f"stage_{i}_seconds": seconds for i, seconds in enumerate(self.computing)}
         found["pipeline_seconds"] = in_flight
         busy = sum(self.computing) / possible if possible else 1.0

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -43,13 +43,14 @@ from sdk.memory.planning import activations_of
 from sdk.memory.pool import Lease, MemoryPool
 from sdk.memory.resolve import compute_of, config_values, device_of, model_config, threads_of
 from sdk.memory.sizes import format_bytes
+from sdk.memory.stages import stage_layers
 from sdk.models.config import ModelConfig
 from sdk.models.parallel import Mesh
 from sdk.persistence.model_key import ModelKey, model_key
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.spec import kv_bits
 from sdk.quant.tokenizer import Tokenizer
-from sdk.reports.quant_report import quant_report
+from sdk.reports.quant_report import LayerReport, quant_report
 from sdk.speculative_config import SpeculativeConfig
 
 if TYPE_CHECKING:
@@ -80,6 +81,8 @@ class Loaded:
     defaults: SamplingDefaults
     eos_token_ids: frozenset[int]
     warnings: tuple[str, ...]
+    #: The linear layers of the stages before the last one.
+    other_layers: tuple[LayerReport, ...]
     kv_scales: int
     runner_device: str
     results: ResultBudget
@@ -136,7 +139,12 @@ def load(config: EngineConfig, checkpoint: Checkpoint | None = None) -> Loaded:
         results = ResultBudget.for_plan(memory.total, vocab := model.vocab_size, model.hidden_size)
         scheduler = _scheduler(config, runner_config, memory, eos, results)
         scheduler.pages_ahead, scheduler.batches_in_flight = executor.runner.ahead
+        if (stages := config.pipeline_parallel_size) > 1:
+            scheduler.batches_in_flight, scheduler.min_concurrent_tokens = stages, 0
         engine = Engine(scheduler, executor, tokenizer, vocab_size=vocab, seed=config.seed)
+        if stages > 1 and not isinstance(executor, LocalExecutor):
+            engine.stage_times = executor.stage_times
+        others = _others(executor, stages)
         undo.pop_all()
     spec = kv_spec(model, model.num_kv_heads, memory.page_size, memory.kv_dtype)
     return Loaded(
@@ -152,7 +160,8 @@ def load(config: EngineConfig, checkpoint: Checkpoint | None = None) -> Loaded:
         plan=memory,
         defaults=defaults,
         eos_token_ids=eos,
-        warnings=tuple(_warnings(executor.runner)),
+        warnings=tuple(_warnings(executor.runner, others)),
+        other_layers=others.layers,
         kv_scales=len(checkpoint.kv_scales),
         runner_device=runner_config.device,
         results=results,
@@ -176,7 +185,8 @@ def _with_adapters(
         assert adapters is not None
         return adapters
 
-    engine.adapters = AdapterLoader(slots, executor, own_rank, config.tensor_parallel_size)
+    ranks, stages = config.num_ranks, config.pipeline_parallel_size
+    engine.adapters = AdapterLoader(slots, executor, own_rank, ranks, stages)
     return AdapterOpener(config, values, own_rank, slots.max_bytes)
 
 
@@ -241,7 +251,30 @@ def _drafts(
     return Drafts(FirstMatch(drafters), min(asked, most or asked), lengths, memory.draft_tokens)
 
 
-def _warnings(runner: ModelRunner) -> Iterator[str]:
+class _OtherStages(NamedTuple):
+    """What the stages before the last one have: linear layers, and tensors that nobody uses."""
+
+    layers: tuple[LayerReport, ...]
+    unused: frozenset[str] | None
+
+
+def _others(
+    executor: LocalExecutor[ModelRunner] | ProcessExecutor[ModelRunner], stages: int
+) -> _OtherStages:
+    if stages == 1:
+        return _OtherStages((), None)
+    answers = executor.on_ranks(_of_rank)
+    width = len(answers) // stages
+    first = answers[width::width][::-1]  # the first rank of each stage, stage 0 first
+    layers = tuple(layer for found, _ in first for layer in found)
+    return _OtherStages(layers, frozenset.intersection(*(unused for _, unused in first)))
+
+
+def _of_rank(runner: ModelRunner) -> tuple[tuple[LayerReport, ...], frozenset[str]]:
+    return quant_report(runner.model.linears()).layers, frozenset(runner.unused_tensors)
+
+
+def _warnings(runner: ModelRunner, others: _OtherStages) -> Iterator[str]:
     """Problems that a user should know about, but that did not stop the load."""
     text = _slow_kernels(runner)
     if text is not None:
@@ -255,8 +288,9 @@ def _warnings(runner: ModelRunner) -> Iterator[str]:
         logger.warning(text)
         yield text
     for name in runner.unused_tensors:
-        yield f"unused tensor {name}"
-    for layer in quant_report(runner.model.linears()).layers:
+        if others.unused is None or name in others.unused:
+            yield f"unused tensor {name}"
+    for layer in (*others.layers, *quant_report(runner.model.linears()).layers):
         for kernel, why in failures(layer.declined):
             text = f"{layer.name}: {kernel} {why}; {layer.kernel} runs it"
             logger.warning(text)
@@ -288,7 +322,7 @@ def _runner_config(
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_draft_tokens=memory.draft_tokens,
         drafting=_drafting_weights(config, checkpoint, memory),
-        num_threads=max(threads_of(config) // config.tensor_parallel_size, 1),
+        num_threads=max(threads_of(config) // config.num_ranks, 1),
         device=_device(config),
         compute=compute_of(config),
         activations=activations_of(config, checkpoint),
@@ -299,6 +333,7 @@ def _runner_config(
         num_swap_pages=memory.swap_pages,
         swap_path=config.swap_path,
         kv_keep=config.kv_keep,
+        stage_layers=stage_layers(config, checkpoint, model),
         adapter_slots=config.adapter_slots,
         max_adapter_rank=config.max_lora_rank,
         adapter_dtype=torch.int8 if config.lora_dtype == "int8" else None,
@@ -395,7 +430,7 @@ def _executor(
     def own(given: RunnerConfig, mesh: Mesh) -> ModelRunner:
         return ModelRunner(given, mesh, opened.pop() if opened else None)
 
-    if config.tensor_parallel_size == 1:
+    if config.num_ranks == 1:
         return LocalExecutor(own, runner_config)
     from sdk.executors.process import ProcessExecutor
 
@@ -403,6 +438,7 @@ def _executor(
         ModelRunner,
         runner_config,
         config.tensor_parallel_size,
+        stages=config.pipeline_parallel_size,
         num_threads=runner_config.num_threads,
         own_factory=own,
     )

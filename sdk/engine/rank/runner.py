@@ -73,9 +73,15 @@ class ModelRunner:
             undo.callback(self.ops.close)
             values = {**checkpoint.config, **config.hf_overrides}
             self.model = build_model(
-                checkpoint, mesh, self.ops, max_model_len=config.max_model_len, config=values
+                checkpoint,
+                mesh,
+                self.ops,
+                max_model_len=config.max_model_len,
+                config=values,
+                layers=config.stage_layers[mesh.stage] if config.stage_layers else None,
             )
             facts = self.model.config
+            mesh.reserve(4 * config.max_num_batched_tokens * facts.hidden_size)
             #: The slots of adapters, if requests may have any.
             self.adapters = self._make_adapters(config)
             #: The classes of the checkpoint, if it has any.
@@ -102,7 +108,7 @@ class ModelRunner:
             #: The weights that draft, if there are any: on rank 0, which samples.
             self.drafting: DraftingModel | None = None
             self._is_drafted = config.drafting is not None
-            if config.drafting is not None and mesh.rank == 0:
+            if config.drafting is not None and mesh.samples:
                 checkpoint.close()
                 release_free_memory()  # before more weights, perhaps of the same file, are loaded
                 self.drafting = DraftingModel(
@@ -158,8 +164,8 @@ class ModelRunner:
 
     @property
     def rank(self) -> int:
-        """The number of this rank."""
-        return self._mesh.rank
+        """The number of this rank among those of all stages; rank 0 samples."""
+        return self._mesh.number
 
     @property
     def ahead(self) -> tuple[int, int]:
@@ -244,13 +250,13 @@ class ModelRunner:
             # guidance and scores use inference tensors, which torch allows only in this mode
             special = batch.negatives or batch.scored
             with torch.inference_mode() if special else contextlib.nullcontext():
-                if batch.draws and self._mesh.rank == 0:
+                if batch.draws and self._mesh.samples:
                     self._sample(launched, result)
-                for scored_row in batch.scored:
+                for scored_row in batch.scored if self._mesh.is_last else ():
                     self._score(scored_row, launched, result)
             if self.drafting is not None and self.drafting.reads_hidden:
                 self.drafting.keep(launched, _num_right(batch, result.tokens))
-        if len(step.launched) == 1 and step is self._last_step and self._mesh.rank == 0:
+        if len(step.launched) == 1 and step is self._last_step and self._mesh.samples:
             self._prepare_repeat(plan, step.launched[0].batch, result)
         left_out = () if self.drafting is None else self.drafting.newly_left_out()
         waited = self.take_mask_seconds()

@@ -73,6 +73,8 @@ class RunnerConfig:
     disk_folder: str = ""
     #: GPU only: the first layer whose weights are offloaded to host memory.
     host_from: int | None = None
+    #: The layers of each stage; empty: every rank has a part of all.
+    stage_layers: tuple[range, ...] = ()
     #: Slots of low-rank adapters.
     adapter_slots: int = 0
     #: The largest rank of an adapter, and the type of its factors.
