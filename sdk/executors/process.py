@@ -105,6 +105,11 @@ class ProcessExecutor(Generic[RunnerT]):
             raise EngineClosedError("the executor is not running")
         return self._runner
 
+    @property
+    def stages(self) -> int:
+        """The number of stages, and of steps that may be in flight."""
+        return self._grid.stages
+
     def start(self) -> None:
         """Start the children, connect, build all ranks.
 

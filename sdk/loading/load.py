@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -29,6 +29,7 @@ from sdk.engine.scheduling.results import ResultBudget
 from sdk.engine.scheduling.scheduler import Scheduler
 from sdk.engine.scheduling.scheduler_config import SHORT_STEP, SHORT_STEP_GPU, SchedulerConfig
 from sdk.executors.local import LocalExecutor
+from sdk.executors.stage_times import StageTimes
 from sdk.kernels.self_check import failures
 from sdk.loading.adapters import AdapterOpener
 from sdk.loading.checks import named_tokenizer
@@ -56,6 +57,8 @@ from sdk.speculative_config import SpeculativeConfig
 if TYPE_CHECKING:
     from sdk.executors.process import ProcessExecutor
 
+    _Ranks: TypeAlias = LocalExecutor[ModelRunner] | ProcessExecutor[ModelRunner]
+
 logger = logging.getLogger("sdk")
 
 
@@ -68,7 +71,7 @@ class Loaded:
     """The parts of an :class:`sdk.LLM`."""
 
     engine: Engine
-    executor: LocalExecutor[ModelRunner] | ProcessExecutor[ModelRunner]
+    executor: _Ranks
     kept: PrefixStore
     elastic: ElasticPages
     lease: Lease | None
@@ -111,9 +114,7 @@ def load(config: EngineConfig, checkpoint: Checkpoint | None = None) -> Loaded:
         undo.callback(checkpoint.close)
         model = model_config(config, checkpoint)
         memory = checked_plan(config, checkpoint)
-        pool = config.memory if isinstance(config.memory, MemoryPool) else None
-        lease = None if pool is None else pool.lease(str(checkpoint.path), memory.total)
-        if lease is not None:
+        if (lease := _lease(config, checkpoint, memory)) is not None:
             undo.callback(lease.close)
         tokenizer = _tokenizer(config, checkpoint)
         release_free_memory()  # building the tokenizer left 16 to 22 MiB; this may be the peak
@@ -122,8 +123,7 @@ def load(config: EngineConfig, checkpoint: Checkpoint | None = None) -> Loaded:
         eos = frozenset(_eos(checkpoint) if tokenizer is None else tokenizer.eos_token_ids)
         executor = _executor(config, runner_config, checkpoint)
         undo.callback(executor.close)
-        with reporting("load", "B", config.on_progress) as report:
-            checkpoint.on_bytes = report
+        with reporting("load", "B", config.on_progress) as checkpoint.on_bytes:
             executor.start()
         if lease is not None:
             lease.give_back(memory.total - memory.serving)
@@ -138,13 +138,10 @@ def load(config: EngineConfig, checkpoint: Checkpoint | None = None) -> Loaded:
         key = current_key()  # after the load: 1 ms, but up to 60 ms before the file is in memory
         results = ResultBudget.for_plan(memory.total, vocab := model.vocab_size, model.hidden_size)
         scheduler = _scheduler(config, runner_config, memory, eos, results)
-        scheduler.pages_ahead, scheduler.batches_in_flight = executor.runner.ahead
-        if (stages := config.pipeline_parallel_size) > 1:
-            scheduler.batches_in_flight, scheduler.min_concurrent_tokens = stages, 0
         engine = Engine(scheduler, executor, tokenizer, vocab_size=vocab, seed=config.seed)
-        if stages > 1 and not isinstance(executor, LocalExecutor):
-            engine.stage_times = executor.stage_times
-        others = _others(executor, stages)
+        engine.stage_times = _set_steps_in_flight(scheduler, executor)
+        others = _others(executor, config)
+        open_adapter = _with_adapters(engine, config, executor, checkpoint)
         undo.pop_all()
     spec = kv_spec(model, model.num_kv_heads, memory.page_size, memory.kv_dtype)
     return Loaded(
@@ -165,15 +162,29 @@ def load(config: EngineConfig, checkpoint: Checkpoint | None = None) -> Loaded:
         kv_scales=len(checkpoint.kv_scales),
         runner_device=runner_config.device,
         results=results,
-        open_adapter=_with_adapters(engine, config, executor, config_values(config, checkpoint)),
+        open_adapter=open_adapter,
     )
+
+
+def _lease(config: EngineConfig, checkpoint: Checkpoint, memory: MemoryPlan) -> Lease | None:
+    pool = config.memory if isinstance(config.memory, MemoryPool) else None
+    return None if pool is None else pool.lease(str(checkpoint.path), memory.total)
+
+
+def _set_steps_in_flight(scheduler: Scheduler, executor: _Ranks) -> StageTimes | None:
+    """As many as there are stages, whose times this returns; else as many as the rank can have."""
+    scheduler.pages_ahead, scheduler.batches_in_flight = executor.runner.ahead
+    if isinstance(executor, LocalExecutor) or executor.stages == 1:
+        return None
+    scheduler.batches_in_flight, scheduler.min_concurrent_tokens = executor.stages, 0
+    return executor.stage_times
 
 
 def _with_adapters(
     engine: Engine,
     config: EngineConfig,
-    executor: LocalExecutor[ModelRunner] | ProcessExecutor[ModelRunner],
-    values: Mapping[str, Any],
+    executor: _Ranks,
+    checkpoint: Checkpoint,
 ) -> AdapterOpener | None:
     """Let the requests of an engine have adapters, if the options ask for that."""
     slots = engine.scheduler.adapters
@@ -187,6 +198,7 @@ def _with_adapters(
 
     ranks, stages = config.num_ranks, config.pipeline_parallel_size
     engine.adapters = AdapterLoader(slots, executor, own_rank, ranks, stages)
+    values = config_values(config, checkpoint)
     return AdapterOpener(config, values, own_rank, slots.max_bytes)
 
 
@@ -258,14 +270,12 @@ class _OtherStages(NamedTuple):
     unused: frozenset[str] | None
 
 
-def _others(
-    executor: LocalExecutor[ModelRunner] | ProcessExecutor[ModelRunner], stages: int
-) -> _OtherStages:
-    if stages == 1:
+def _others(executor: _Ranks, config: EngineConfig) -> _OtherStages:
+    if config.pipeline_parallel_size == 1:
         return _OtherStages((), None)
-    answers = executor.on_ranks(_of_rank)
-    width = len(answers) // stages
-    first = answers[width::width][::-1]  # the first rank of each stage, stage 0 first
+    width = config.tensor_parallel_size
+    # the first rank of each stage, stage 0 first
+    first = executor.on_ranks(_of_rank)[width::width][::-1]
     layers = tuple(layer for found, _ in first for layer in found)
     return _OtherStages(layers, frozenset.intersection(*(unused for _, unused in first)))
 
@@ -421,9 +431,7 @@ def _eos(checkpoint: Checkpoint) -> list[int]:
     return []
 
 
-def _executor(
-    config: EngineConfig, runner_config: RunnerConfig, checkpoint: Checkpoint
-) -> LocalExecutor[ModelRunner] | ProcessExecutor[ModelRunner]:
+def _executor(config: EngineConfig, runner_config: RunnerConfig, checkpoint: Checkpoint) -> _Ranks:
     """Rank 0 uses the open checkpoint at its first start; other ranks open the file themselves."""
     opened = [checkpoint]
 

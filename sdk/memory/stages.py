@@ -8,8 +8,8 @@ from sdk.models.config import ModelConfig
 from sdk.models.parallel import split_layers
 from sdk.quant.checkpoint import Checkpoint
 
-#: What planning, sampling and answers cost the last stage, in bytes that could be read meanwhile: 0.3
-#: ms a step with 8 requests, at 10 GB/s.
+#: What planning, sampling and answers cost the last stage, in bytes that could be read meanwhile:
+#: 0.3 ms a step with 8 requests, at 10 GB/s.
 HOST_BYTES = 3 * 2**20
 
 

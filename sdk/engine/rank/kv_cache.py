@@ -51,7 +51,7 @@ def kv_spec(config: ModelConfig, kv_heads: int, page_size: int, dtype: str) -> K
 def cache_of_rank(config: RunnerConfig, model: ModelConfig, mesh: Mesh, ops: Ops) -> KVCache:
     """The cache of one rank, empty."""
     heads = mesh.heads(model.num_heads, model.num_kv_heads)
-    layers = config.stage_layers[mesh.stage] if config.stage_layers else range(model.num_layers)
+    layers = config.layers_of(mesh.stage) or range(model.num_layers)
     return KVCache(
         kv_spec(model, heads.kv_count, config.page_size, config.kv_dtype).of_layers(layers),
         config.num_pages,

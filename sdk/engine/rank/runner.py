@@ -40,6 +40,7 @@ from sdk.memory.machine import release_free_memory
 from sdk.models.adapters import ModelAdapters
 from sdk.models.auto import build_model
 from sdk.models.classifier import classifier_of, read_score_head
+from sdk.models.decoder import CausalLM
 from sdk.models.parallel import Mesh
 from sdk.params import SamplingParams
 from sdk.quant.checkpoint import Checkpoint
@@ -72,16 +73,8 @@ class ModelRunner:
             self.ops = config.open_ops()
             undo.callback(self.ops.close)
             values = {**checkpoint.config, **config.hf_overrides}
-            self.model = build_model(
-                checkpoint,
-                mesh,
-                self.ops,
-                max_model_len=config.max_model_len,
-                config=values,
-                layers=config.stage_layers[mesh.stage] if config.stage_layers else None,
-            )
+            self.model = self._build(checkpoint, config, values)
             facts = self.model.config
-            mesh.reserve(4 * config.max_num_batched_tokens * facts.hidden_size)
             #: The slots of adapters, if requests may have any.
             self.adapters = self._make_adapters(config)
             #: The classes of the checkpoint, if it has any.
@@ -103,6 +96,7 @@ class ModelRunner:
                 self.ops.device,
                 find_shared=self.ops.shares_keys,
             )
+            mesh.reserve(4 * config.max_num_batched_tokens * facts.hidden_size)
             self._passes = ForwardPasses(self.model, self.kv, self._inputs, self.ops, mesh)
             self.strategy: Strategy = Eager(self._passes, self._inputs, "enforce_eager")
             #: The weights that draft, if there are any: on rank 0, which samples.
@@ -122,6 +116,13 @@ class ModelRunner:
             undo.pop_all()
         checkpoint.close()
         release_free_memory()
+
+    def _build(self, checkpoint: Checkpoint, config: RunnerConfig, values: Any) -> CausalLM:
+        mesh, layers = self._mesh, config.layers_of(self._mesh.stage)
+        longest = config.max_model_len
+        return build_model(
+            checkpoint, mesh, self.ops, max_model_len=longest, config=values, layers=layers
+        )
 
     def _make_adapters(self, config: RunnerConfig) -> RankAdapters | None:
         if not config.adapter_slots:

@@ -81,6 +81,10 @@ class RunnerConfig:
     max_adapter_rank: int = 64
     adapter_dtype: torch.dtype | None = None
 
+    def layers_of(self, stage: int) -> range | None:
+        """The layers of a stage; ``None``: all of them."""
+        return self.stage_layers[stage] if self.stage_layers else None
+
     def open_model(self) -> Checkpoint:
         """Open the model's files, with online quantization if ``quantization`` is set."""
         checkpoint = open_checkpoint(
