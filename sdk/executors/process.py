@@ -190,10 +190,12 @@ class ProcessExecutor(Generic[RunnerT]):
                 if unwritten:  # a page is lost if any rank's part of it is
                     result = result._replace(unwritten={**unwritten, **result.unwritten})
             times.end(len(self._launched))
+            # a plan that was launched meanwhile may use an id again: for another request
+            anew = {start.request_id for later, _ in self._launched for start in later.started}
             self._sampled += [
                 (row.request_id, tuple(tokens))
                 for row, tokens in zip(plan.rows, result.tokens, strict=False)
-                if tokens
+                if tokens and row.request_id not in anew
             ]
             return result
 
