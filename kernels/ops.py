@@ -27,7 +27,7 @@ from sdk.kernels.checks import expect, expect_floats
 from sdk.kernels.context import Compute, Context
 from sdk.kernels.errors import KernelError
 from sdk.kernels.graph import Recording
-from sdk.kernels.groups import Group
+from sdk.kernels.groups import Group, Link
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.kv_tiers import page_tier
 from sdk.kernels.layouts import Layout, on_device
@@ -223,6 +223,19 @@ class Ops:
         out = self.empty(x.shape[0], total, dtype=x.dtype)
         if out.numel():
             self._kernel("all_gather").run(x, group, width, out)
+        return out
+
+    def send(self, x: Tensor, link: Link) -> None:
+        """Send ``x [T, N]``, float32, over ``link``."""
+        expect("send x", x, torch.float32, None, None)
+        if x.numel():
+            self._kernel("send").run(x.contiguous(), link)
+
+    def receive(self, rows: int, width: int, link: Link) -> Tensor:
+        """What the other end of ``link`` has sent, float32 ``[rows, width]``."""
+        out = self.empty(rows, width)
+        if out.numel():
+            self._kernel("receive").run(out, link)
         return out
 
     def select_rows(self, x: Tensor, rows: Tensor) -> Tensor:

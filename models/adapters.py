@@ -71,12 +71,14 @@ class ModelAdapters:
         self._targets: list[_Target] = []
         self._parts: dict[str, tuple[int, Part]] = {}
         self._experts: list[str] = []
+        #: See :meth:`features`: the matrices that only other stages have.
+        self.elsewhere: Mapping[str, tuple[tuple[int, int], int]] = {}
         for path, linear in model.linears():
             if isinstance(linear, ExpertProjection):
                 self._experts.append(path.rpartition(".")[0])
             elif linear.parts:
                 self._add(linear, linear.weight.shape, linear.parts)
-        if isinstance(model, Decoder):
+        if isinstance(model, Decoder) and model.embedding is not None:
             embedding, config = model.embedding, model.config
             count, width = config.vocab_size, embedding.weight.shape[1]  # whole on every rank
             shape = (width, config.vocab_size)  # of ids, which are one-hot, to rows
@@ -96,10 +98,34 @@ class ModelAdapters:
     def matrices(self) -> dict[str, tuple[int, int]]:
         """The matrices that an adapter may change, by path: the shapes ``(out, in)`` of the whole
         matrices; of the embedding ``(vocab, hidden)``."""
-        found = {path: part.shape for path, (_, part) in self._parts.items()}
+        found = {path: shape for path, (shape, _) in self.elsewhere.items()}
+        found |= {path: part.shape for path, (_, part) in self._parts.items()}
         if EMBEDDING in found:
             found[EMBEDDING] = found[EMBEDDING][::-1]
         return found
+
+    @property
+    def _value_bytes(self) -> int:
+        dtype: torch.dtype = self._targets[0].table.dtype
+        return dtype.itemsize
+
+    @property
+    def features(self) -> dict[str, tuple[tuple[int, int], int]]:
+        """This rank's matrices by path: the shape of the whole matrix, and how many of its input
+        and output features are here."""
+        return {
+            path: (part.shape, part.columns[1] + sum(count for _, count in part.rows))
+            for path, (_, part) in self._parts.items()
+        }
+
+    def nbytes_elsewhere(self, adapter: Adapter) -> int:
+        """About how many bytes the adapter will take on the ranks of other stages."""
+        total = 0
+        for path, matrix in adapter.matrices.items():
+            if path in self.elsewhere:
+                _, features = self.elsewhere[path]
+                total += self._value_bytes * len(matrix.a) * features
+        return total
 
     def nbytes(self, adapter: Adapter) -> int:
         """Bytes that the adapter will take on this rank.
@@ -150,6 +176,8 @@ class ModelAdapters:
         found: dict[int, tuple[list[Factors], Tensor | None]] = {}
         for path, matrix in adapter.matrices.items():
             where = f"adapter {adapter.name!r}, {path}"
+            if path in self.elsewhere:
+                continue
             if path not in self._parts:
                 raise AdapterError(f"{where}: {self._why_missing(path)}")
             index, part = self._parts[path]

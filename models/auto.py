@@ -23,12 +23,14 @@ def build_model(
     *,
     max_model_len: int,
     config: Mapping[str, Any] | None = None,
+    layers: range | None = None,
 ) -> CausalLM:
     """Build one rank's model; its weights are pulled and packed for their kernels.
 
     ``max_model_len``: the longest request the engine will accept; some rotary scalings depend on it
-    (:mod:`sdk.models.rope`). ``config`` replaces the checkpoint's own. Tensors that the model does
-    not use stay in ``checkpoint.unused()``.
+    (:mod:`sdk.models.rope`). ``config`` replaces the checkpoint's own. ``layers``: those of
+    ``mesh.stage`` (default: all). Tensors that the model does not use stay in
+    ``checkpoint.unused()``.
 
     :raises CheckpointError: config or tensor missing or wrong, by name.
     :raises UnsupportedError: an architecture that neither we nor transformers can run.
@@ -38,7 +40,7 @@ def build_model(
     model = own_model(model_type(values))
     if model is not None:
         facts = ModelConfig.from_dict(values)
-        return model(Source(checkpoint, facts, mesh, ops, max_model_len))
+        return model(Source(checkpoint, facts, mesh, ops, max_model_len, layers))
     from sdk.models.hf_backend import build_hf_model
 
     return build_hf_model(checkpoint, values, mesh, ops)

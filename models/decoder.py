@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from sdk.kernels.batch import AttentionBatch
     from sdk.kernels.kv_pages import KVPages
     from sdk.models.config import ModelConfig
-    from sdk.models.layers import ExpertProjection, Projection, Source
+    from sdk.models.layers import Embedding, ExpertProjection, Head, Projection, Source
 
 
 class CausalLM(Protocol):
@@ -30,8 +30,10 @@ class CausalLM(Protocol):
     def __call__(self, inputs: Tensor, batch: AttentionBatch, kv: Sequence[KVPages]) -> Tensor:
         """Run one step; hidden states float32 ``[T, hidden]`` after the final norm.
 
+        A stage that is not the last one returns its residual stream, which it has sent on.
         ``inputs``: token ids int64 ``[T]``, or embeddings float32 ``[T, hidden]`` that already have
-        the model's scale. Keys and values are written into ``kv``, one entry per layer.
+        the model's scale; only the first stage reads them. Keys and values are written into ``kv``,
+        one entry for each layer of this stage.
         """
 
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -160,7 +162,11 @@ class Layer(Protocol):
 
 
 class Decoder:
-    """Embedding, layers, final norm and head: a :class:`CausalLM` for one class of ``layer``."""
+    """Embedding, layers, final norm and head: a :class:`CausalLM` for one class of ``layer``.
+
+    One stage of several has only some of the layers; the first one has the embedding, the last one
+    norm and head.
+    """
 
     layer: ClassVar[type[Layer]]
     #: Whether attention has attention sinks: see :class:`Attention`.
@@ -170,12 +176,16 @@ class Decoder:
         c = source.config
         self.config = c
         self.ops = source.ops
-        self.embedding, self.head = source.embedding_and_head()
+        self._mesh = mesh = source.mesh
+        self.embedding: Embedding | None = source.embedding() if mesh.is_first else None
+        self.head: Head | None = source.head(self.embedding) if mesh.is_last else None
+        #: The numbers of the layers of this stage.
+        self.numbers = source.layers
         self.layers: list[Layer] = []
-        for i in range(c.num_layers):
+        for i in self.numbers:
             with self.ops.layers.load(i):
                 self.layers.append(self.layer(source, f"model.layers.{i}", i))
-        self.norm = source.norm("model.norm")
+        self.norm: Tensor | None = source.norm("model.norm") if mesh.is_last else None
         self.rope = source.rope(c.rope)
         self.local_rope = None if c.local_rope is None else source.rope(c.local_rope)
         self._linears = source.linears
@@ -195,7 +205,7 @@ class Decoder:
 
     def __call__(self, inputs: Tensor, batch: AttentionBatch, kv: Sequence[KVPages]) -> Tensor:
         """See :class:`CausalLM`."""
-        delta = inputs if inputs.is_floating_point() else self.embedding(inputs)
+        delta = self._enter(inputs)
         residual = self.ops.zeros(*delta.shape)
         angles = self.rope.cos_sin(batch.positions, self.ops)
         local = angles
@@ -203,21 +213,34 @@ class Decoder:
             local = self.local_rope.cos_sin(batch.positions, self.ops)
         step = Step(batch, angles, local)
         self.streams = []
-        for i, (layer, pages) in enumerate(zip(self.layers, kv, strict=True)):
+        for i, layer, pages in zip(self.numbers, self.layers, kv, strict=True):
             if i in self.streamed:
                 stream = self.ops.add(self.ops.zeros(*delta.shape), residual)
                 self.streams.append(self.ops.add(stream, delta))
             with self.ops.layers.run(i):
                 delta, residual = layer(delta, residual, step, pages)
+        if self.norm is None:
+            stream = self.ops.add(residual, delta)
+            assert self._mesh.downstream is not None
+            self.ops.send(stream, self._mesh.downstream)
+            return stream
         hidden, _ = self.ops.add_rms_norm(
             delta, residual, self.norm, self.config.rms_norm_eps, wide=True
         )
         return hidden
 
+    def _enter(self, inputs: Tensor) -> Tensor:
+        """The input of the first layer here: embeddings, or the stream of the stage before."""
+        if self._mesh.upstream is not None:
+            return self.ops.receive(len(inputs), self.config.hidden_size, self._mesh.upstream)
+        return inputs if inputs.is_floating_point() else self.embed(inputs)
+
     def embed(self, token_ids: Tensor) -> Tensor:
         """See :class:`CausalLM`."""
+        assert self.embedding is not None
         return self.embedding(token_ids)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See :class:`CausalLM`."""
+        assert self.head is not None
         return self.head(hidden)

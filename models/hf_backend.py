@@ -54,10 +54,11 @@ def build_hf_model(
     """See :func:`sdk.models.auto.build_model`."""
     hf_config = _read_config(values)
     name = hf_config.model_type
-    if mesh.size > 1:
+    if mesh.size > 1 or mesh.stages > 1:
         raise UnsupportedError(
             f"model_type {name!r} runs through transformers, on one rank only: "
-            f"expected tensor_parallel_size=1, found {mesh.size}"
+            f"expected tensor_parallel_size=1, found {mesh.size}, and pipeline_parallel_size=1, "
+            f"found {mesh.stages}"
         )
     config = _facts(hf_config)
     model = _construct(hf_config)

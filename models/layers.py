@@ -190,19 +190,27 @@ class Head:
 class Source:
     """One rank's view of a checkpoint, from which a model pulls its weights.
 
+    ``layers``: the numbers of those that the rank's stage runs (default: all).
     Every method raises :class:`CheckpointError` for a tensor that is missing or has a wrong shape,
     and :class:`AlignmentError` for one that cannot be split over the ranks, with its name.
     ``linears`` collects all projections with their paths.
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, config: ModelConfig, mesh: Mesh, ops: Ops, max_model_len: int
+        self,
+        checkpoint: Checkpoint,
+        config: ModelConfig,
+        mesh: Mesh,
+        ops: Ops,
+        max_model_len: int,
+        layers: range | None = None,
     ) -> None:
         self.checkpoint = checkpoint
         self.config = config
         self.mesh = mesh
         self.ops = ops
         self.max_model_len = max_model_len
+        self.layers = range(config.num_layers) if layers is None else layers
         self.heads = mesh.heads(config.num_heads, config.num_kv_heads)
         self.linears: list[tuple[str, Projection | ExpertProjection]] = []
         own = architecture(config.model_type)
@@ -441,15 +449,16 @@ class Source:
         self.linears.append((path, linear))
         return linear
 
-    def embedding_and_head(self) -> tuple[Embedding, Head]:
-        """The first and the last matrix of the model; if tied, they share one weight."""
-        embedding = self.embedding()
-        weight = embedding.weight
+    def head(self, embedding: Embedding | None) -> Head:
+        """The last matrix of the model. If tied, it shares the weight of ``embedding``; ``None``:
+        the embedding is in another stage."""
         if not self.config.tie_word_embeddings:
             weight = self._by_token("lm_head")
+        else:
+            weight = embedding.weight if embedding else self._by_token("model.embed_tokens")
         shape = (self.config.vocab_size, self.config.hidden_size)
         part = Part("lm_head", shape, 0, (self._tokens,), (0, self.config.hidden_size))
-        return embedding, Head(self._bound("lm_head", weight, None, (part,)), self.config)
+        return Head(self._bound("lm_head", weight, None, (part,)), self.config)
 
     def embedding(self) -> Embedding:
         """The first matrix of the model."""

@@ -236,6 +236,15 @@ class KVSpec:
         """Bytes of one page of one layer, keys and values with their scales."""
         return sum(part.code_bytes + part.scale_bytes for part in self.parts(layer))
 
+    def of_layers(self, layers: range) -> KVSpec:
+        """The cache of these layers only; the first of them is layer 0 of it."""
+        dtype = self.dtype
+        if ">" not in dtype:
+            types = KVTypes.parse(dtype)
+            skipped = tuple(i - layers.start for i in types.skip_layers if i in layers)
+            dtype = str(replace(types, skip_layers=skipped))
+        return replace(self, num_layers=len(layers), dtype=dtype)
+
     @property
     def tiers(self) -> tuple[KVSpec, ...]:
         """One for each type of a tiered cache; without a tiered cache the spec itself."""

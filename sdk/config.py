@@ -56,6 +56,7 @@ class EngineConfig:
     skip_tokenizer_init: bool = False
     trust_remote_code: bool = False
     tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
     data_parallel_size: int = 1
     replica_routing: Literal["state", "requests", "round_robin"] = "state"
     dtype: Literal["auto", "float32", "float16", "bfloat16", "float", "half"] = "auto"
@@ -151,6 +152,7 @@ class EngineConfig:
         self._check_scheduling()
         self._check_swap()
         self._check_offload()
+        self._check_stages()
         self._check_speculative()
         self._check_replicas()
         if self.kv_cache_dtype != "auto":
@@ -203,6 +205,17 @@ class EngineConfig:
             )
         self._check_folder("disk_offload_path", "disk_offload")
 
+    def _check_stages(self) -> None:
+        if self.pipeline_parallel_size == 1:
+            return
+        for name, value in (("device", "cuda"), ("disk_offload", 0)):
+            found = getattr(self, name)
+            if (found == value) == (name == "device"):
+                raise RequestError(
+                    f"pipeline_parallel_size: {name}={safe_repr(found)} needs "
+                    "pipeline_parallel_size=1 in this release"
+                )
+
     def _check_replicas(self) -> None:
         if self.data_parallel_size == 1:
             return
@@ -237,7 +250,7 @@ class EngineConfig:
                 _check_quantization(speculative.scheme)
             except RequestError as error:
                 raise RequestError(f"speculative_config: {error}") from error
-        needed = {"disk_offload": 0, "cpu_offload": 0}
+        needed = {"disk_offload": 0, "cpu_offload": 0, "pipeline_parallel_size": 1}
         if speculative.method == "self":
             needed["tensor_parallel_size"] = 1
         method = f"speculative_config: method {speculative.method!r}"
@@ -272,8 +285,8 @@ class EngineConfig:
 
     @property
     def num_ranks(self) -> int:
-        """The ranks of a replica."""
-        return self.tensor_parallel_size
+        """The processes that compute the model, this one included."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def adapter_slots(self) -> int:
@@ -411,6 +424,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 }
 _COUNTS: dict[str, tuple[int, int]] = {
     "tensor_parallel_size": (1, 64),
+    "pipeline_parallel_size": (1, 64),
     "data_parallel_size": (1, 64),
     "seed": (0, 2**64 - 1),
     "num_threads": (1, 1024),

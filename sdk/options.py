@@ -31,6 +31,7 @@ class EngineOptions(TypedDict, total=False):
     skip_tokenizer_init: bool
     trust_remote_code: bool
     tensor_parallel_size: int
+    pipeline_parallel_size: int
     data_parallel_size: int
     replica_routing: Literal["state", "requests", "round_robin"]
     dtype: Literal["auto", "float32", "float16", "bfloat16", "float", "half"]

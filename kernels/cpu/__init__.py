@@ -23,7 +23,7 @@ from sdk.kernels.cpu.elementwise import (
     SelectRows,
     TakeColumns,
 )
-from sdk.kernels.cpu.exchange import AllGather, AllReduce
+from sdk.kernels.cpu.exchange import AllGather, AllReduce, Receive, Send
 from sdk.kernels.cpu.library import find_library, levels
 from sdk.kernels.cpu.low_rank import LowRank
 from sdk.kernels.cpu.moe import AddOwnersBias, Combine, Group, Route
@@ -105,6 +105,8 @@ class CpuBackend:
             "low_rank": (LowRank(runtime),),
             "all_reduce": (AllReduce(runtime),),
             "all_gather": (AllGather(runtime),),
+            "send": (Send(runtime),),
+            "receive": (Receive(runtime),),
             "route": (Route(runtime),),
             "group": (Group(runtime),),
             "add_owners_bias": (AddOwnersBias(runtime),),

@@ -1,15 +1,15 @@
-"""Sums and gathers over ranks as native operators."""
+"""Sums and gathers over ranks, and transfers between two of them, as native operators."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from sdk.kernels.backend import Problem
-from sdk.kernels.cpu.library import ExchangeArgs, OpKind
-from sdk.kernels.cpu.rank_group import SharedGroup
+from sdk.kernels.cpu.library import ExchangeArgs, OpKind, TransferArgs
+from sdk.kernels.cpu.rank_group import SharedGroup, SharedLink
 from sdk.kernels.cpu.runtime import NativeRuntime
 from sdk.kernels.errors import CaptureError
-from sdk.kernels.groups import Group
+from sdk.kernels.groups import Group, Link
 from sdk.kernels.reference import exchange
 
 
@@ -57,6 +57,48 @@ class AllGather:
         self._runtime.run(OpKind.EXCHANGE, args, rows, self.name)
 
 
-def _expect_no_recording(runtime: NativeRuntime, group: Group) -> None:
+class _Transfer:
+    """Sends rows, or receives them into a tensor: the end of the link determines which."""
+
+    name: str
+
+    def __init__(self, runtime: NativeRuntime) -> None:
+        self._runtime = runtime
+
+    def reject(self, problem: Problem) -> str | None:
+        return None
+
+    def _transfer(self, x: Tensor, link: Link) -> bool:
+        """False: the link is not native."""
+        if not isinstance(link, SharedLink):
+            _expect_no_recording(self._runtime, link)
+            return False
+        rows, width = x.shape
+        args = TransferArgs(link.handle, x.data_ptr(), width, 0)
+        self._runtime.run(OpKind.TRANSFER, args, rows, self.name)
+        return True
+
+
+class Send(_Transfer):
+    """See :meth:`sdk.kernels.ops.Ops.send`."""
+
+    name = "cpu.send"
+
+    def run(self, x: Tensor, link: Link) -> None:
+        if not self._transfer(x, link):
+            link.send(x)
+
+
+class Receive(_Transfer):
+    """See :meth:`sdk.kernels.ops.Ops.receive`."""
+
+    name = "cpu.receive"
+
+    def run(self, out: Tensor, link: Link) -> None:
+        if not self._transfer(out, link):
+            link.receive(out)
+
+
+def _expect_no_recording(runtime: NativeRuntime, over: Group | Link) -> None:
     if runtime.recording is not None:
-        raise CaptureError(f"sums over a {type(group).__name__} cannot be recorded")
+        raise CaptureError(f"exchanges over a {type(over).__name__} cannot be recorded")

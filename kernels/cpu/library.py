@@ -27,7 +27,7 @@ from zipimport import zipimporter
 import torch
 
 #: Must equal kAbiVersion in native/abi.hpp; a library with another version is rejected as stale.
-ABI_VERSION = 20
+ABI_VERSION = 21
 
 #: Instruction-set levels, worst to best, in the order of native/levels.hpp.
 LEVELS = ("portable", "avx2", "avx2_vnni", "avx512_vnni")
@@ -68,6 +68,7 @@ class OpKind(IntEnum):
     RECODE = 17
     LOW_RANK = 18
     EXCHANGE = 19
+    TRANSFER = 20
 
 
 class Count(IntEnum):
@@ -279,6 +280,13 @@ class ExchangeArgs(Structure):
     ]
 
 
+class TransferArgs(Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("link", "x")),
+        *((name, c_int64) for name in ("width", "rows")),
+    ]
+
+
 _SIGNATURES = {
     "levels": (c_int, ()),
     "runtime_create": (c_void_p, (c_int, c_int)),
@@ -289,9 +297,12 @@ _SIGNATURES = {
     "unpack": (c_int, (c_void_p, POINTER(WeightView), c_void_p, c_int64)),
     "args_size": (c_int64, (c_int,)),
     "run": (c_int, (c_void_p, c_int, c_void_p, c_int64)),
-    "ranks_create": (c_void_p, (c_int, c_int, c_double)),
+    "ranks_create": (c_void_p, (c_int, c_int, c_int, c_int, c_double)),
     "ranks_join": (c_int, (c_void_p, c_char_p, c_double)),
     "ranks_gather": (c_int, (c_void_p, c_void_p, c_int64, c_void_p)),
+    "ranks_reserve": (c_int, (c_void_p, c_int64)),
+    "ranks_transfer": (c_int, (c_void_p, c_void_p, c_int64)),
+    "ranks_waited_ns": (c_int64, (c_void_p,)),
     "ranks_give_up": (None, (c_void_p,)),
     "ranks_destroy": (None, (c_void_p,)),
     "program_create": (c_void_p, ()),

@@ -22,7 +22,49 @@ def why_not_shared() -> str | None:
     return found if isinstance(found, str) else None
 
 
-class SharedGroup:
+class _Shared:
+    """A native group: see native/rank_group.hpp.
+
+    :param slots: of a link; 0 for other groups.
+    :param processes: how many compute at the same time, in this group and in others.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        rank: int,
+        size: int,
+        *,
+        connect_s: float,
+        limit_s: float,
+        processes: int,
+        slots: int = 0,
+    ) -> None:
+        library = find_library()
+        if isinstance(library, str):
+            raise CollectiveError(library)
+        handle = library.embedlm_ranks_create(rank, size, processes, slots, limit_s)
+        if not handle:
+            raise CollectiveError(f"rank {rank}: out of memory")
+        self.handle: int = handle
+        self._library = library
+        # Native programs hold the handle, and their model holds this group.
+        weakref.finalize(self, library.embedlm_ranks_destroy, handle).atexit = False
+        joined = library.embedlm_ranks_join(handle, os.fsencode(folder), connect_s)
+        check(joined, f"rank {rank} cannot connect to the others")
+
+    def close(self) -> None:
+        """Let all exchanges fail, here and on the other ranks. Idempotent.
+
+        The memory is given back with the object.
+        """
+        self._library.embedlm_ranks_give_up(self.handle)
+
+    def abandon(self) -> None:
+        """For a forked child, in which the group does nothing."""
+
+
+class SharedGroup(_Shared):
     """A :class:`sdk.kernels.groups.Group`. The native operators exchange through it directly.
 
     The ranks meet in ``folder``, best one in memory (``/dev/shm``); they need it only until all
@@ -31,25 +73,25 @@ class SharedGroup:
     :param connect_s: seconds to wait for the others.
     :param limit_s: seconds to wait in an exchange for a rank that is alive. One that has ended is
         noticed after 0.1 to 0.2 s.
+    :param processes: how many processes compute at the same time (default: ``size``). With fewer
+        CPUs a waiting rank does not spin.
     :raises CollectiveError: the others do not come in time.
     """
 
     def __init__(
-        self, folder: str, rank: int, size: int, *, connect_s: float, limit_s: float
+        self,
+        folder: str,
+        rank: int,
+        size: int,
+        *,
+        connect_s: float,
+        limit_s: float,
+        processes: int | None = None,
     ) -> None:
-        library = find_library()
-        if isinstance(library, str):
-            raise CollectiveError(library)
-        handle = library.embedlm_ranks_create(rank, size, limit_s)
-        if not handle:
-            raise CollectiveError(f"rank {rank}: out of memory")
-        self.handle: int = handle
-        self._library = library
         self._size = size
-        # Native programs hold the handle, and their model holds this group.
-        weakref.finalize(self, library.embedlm_ranks_destroy, handle).atexit = False
-        joined = library.embedlm_ranks_join(handle, os.fsencode(folder), connect_s)
-        check(joined, f"rank {rank} cannot connect to the others")
+        super().__init__(
+            folder, rank, size, connect_s=connect_s, limit_s=limit_s, processes=processes or size
+        )
 
     def all_reduce(self, x: Tensor) -> None:
         """See :class:`sdk.kernels.groups.Group`."""
@@ -70,12 +112,52 @@ class SharedGroup:
             check(gather(self.handle, x.data_ptr(), x.nbytes, out.data_ptr()), what)
         return list(out.unbind(0))
 
-    def close(self) -> None:
-        """Let all exchanges fail, here and on the other ranks. Idempotent.
 
-        The memory is given back with the object.
-        """
-        self._library.embedlm_ranks_give_up(self.handle)
+class SharedLink(_Shared):
+    """One end of a :class:`sdk.kernels.groups.Link`; the native operators use it directly.
 
-    def abandon(self) -> None:
-        """For a forked child, in which the group does nothing."""
+    :param sends: which end it is.
+    :param slots: tensors that may be on the way (rounded up to a power of two).
+    :param processes: as for :class:`SharedGroup`, and ``folder``, ``connect_s``, ``limit_s`` too.
+    :raises CollectiveError: the other end does not come in time.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        *,
+        sends: bool,
+        slots: int,
+        connect_s: float,
+        limit_s: float,
+        processes: int = 2,
+    ) -> None:
+        super().__init__(
+            folder,
+            0 if sends else 1,
+            2,
+            connect_s=connect_s,
+            limit_s=limit_s,
+            processes=processes,
+            slots=1 << max(slots - 1, 0).bit_length(),
+        )
+
+    def send(self, x: Tensor) -> None:
+        """See :class:`sdk.kernels.groups.Link`."""
+        self._transfer("send", x)
+
+    def receive(self, out: Tensor) -> None:
+        """See :class:`sdk.kernels.groups.Link`."""
+        self._transfer("receive", out)
+
+    def _transfer(self, what: str, x: Tensor) -> None:
+        check(self._library.embedlm_ranks_transfer(self.handle, x.data_ptr(), x.nbytes), what)
+
+    def reserve(self, nbytes: int) -> None:
+        """See :class:`sdk.kernels.groups.Link`."""
+        check(self._library.embedlm_ranks_reserve(self.handle, nbytes), "reserve")
+
+    @property
+    def waited_seconds(self) -> float:
+        """How long this end has waited for the other one so far."""
+        return float(self._library.embedlm_ranks_waited_ns(self.handle)) * 1e-9

@@ -14,7 +14,7 @@ import torch
 from sdk.kernels.offload import OnDisk
 from sdk.kernels.reference.attention import Attention
 from sdk.kernels.reference.elementwise import Map, Places, SelectRows, TakeColumns
-from sdk.kernels.reference.exchange import AllGather, AllReduce
+from sdk.kernels.reference.exchange import AllGather, AllReduce, Receive, Send
 from sdk.kernels.reference.linear import ReferenceLinear, ReferenceLinearAsFile
 from sdk.kernels.reference.low_rank import LowRank
 from sdk.kernels.reference.moe import AddOwnersBias, Combine, Group, Route
@@ -56,6 +56,8 @@ class ReferenceBackend:
             "low_rank": (LowRank(),),
             "all_reduce": (AllReduce(),),
             "all_gather": (AllGather(),),
+            "send": (Send(),),
+            "receive": (Receive(),),
             "route": (Route(),),
             "group": (Group(),),
             "add_owners_bias": (AddOwnersBias(),),

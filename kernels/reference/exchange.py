@@ -1,4 +1,4 @@
-"""Sums and gathers over ranks by the group itself."""
+"""Sums and gathers over ranks by the group itself, transfers between two by their link."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sdk.kernels.backend import Problem
-from sdk.kernels.groups import Group
+from sdk.kernels.groups import Group, Link
 
 
 class AllReduce:
@@ -33,3 +33,27 @@ class AllGather:
         missing = width - x.shape[1]  # of the last rank
         padded = torch.nn.functional.pad(x, (0, missing)) if missing else x.contiguous()
         out.copy_(torch.cat(group.all_gather(padded), dim=1)[:, : out.shape[1]])
+
+
+class Send:
+    """See :meth:`sdk.kernels.ops.Ops.send`."""
+
+    name = "reference.send"
+
+    def reject(self, problem: Problem) -> str | None:
+        return None
+
+    def run(self, x: Tensor, link: Link) -> None:
+        link.send(x)
+
+
+class Receive:
+    """See :meth:`sdk.kernels.ops.Ops.receive`."""
+
+    name = "reference.receive"
+
+    def reject(self, problem: Problem) -> str | None:
+        return None
+
+    def run(self, out: Tensor, link: Link) -> None:
+        link.receive(out)

@@ -71,7 +71,7 @@ OPTIONS: Mapping[str, Option] = {
     "max_cudagraph_capture_size": _free(None),
     "ir_op_priority": _free(None),
     "distributed_executor_backend": _free(None),
-    "pipeline_parallel_size": _only(1, "use tensor_parallel_size"),
+    "pipeline_parallel_size": _same(1),
     "master_addr": _free("127.0.0.1"),
     "master_port": _free(29501),
     "nnodes": _only(1, "an engine runs on one machine"),

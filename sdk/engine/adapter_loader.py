@@ -11,7 +11,15 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
 
-from sdk.engine.rank.adapters import RankAdapters, add_parts, clear_slots, pack_parts, write_slot
+from sdk.engine.rank.adapters import (
+    RankAdapters,
+    add_parts,
+    clear_slots,
+    features,
+    learn_elsewhere,
+    pack_parts,
+    write_slot,
+)
 from sdk.engine.scheduling.adapter_slots import AdapterSlots, Resident
 from sdk.errors import SdkError
 from sdk.executors.base import Executor
@@ -33,14 +41,26 @@ class AdapterLoader:
         executor: Executor,
         own_rank: Callable[[], RankAdapters],
         num_ranks: int,
+        num_stages: int = 1,
     ) -> None:
         self._slots = slots
         self._executor = executor
         self._own_rank = own_rank
-        self._num_ranks = num_ranks
+        self._num_ranks, self._num_stages = num_ranks, num_stages
         self._queue: deque[Resident] = deque()
         self._reading: _Reading | None = None
         self._delivery: Generator[None, None, None] | None = None
+        self._introduce()
+
+    def _introduce(self) -> None:
+        """Tell the ranks which matrices are in other stages."""
+        if self._num_stages == 1:
+            return
+        found: dict[str, tuple[tuple[int, int], int]] = {}
+        for answer in self._executor.on_ranks(features):
+            for path, (shape, count) in answer.items():
+                found[path] = shape, count + (found[path][1] if path in found else 0)
+        self._executor.on_ranks(learn_elsewhere, found)
 
     @property
     def busy(self) -> bool:
@@ -103,6 +123,7 @@ class AdapterLoader:
     def restart(self) -> None:
         """The ranks were started again, and their slots are empty."""
         self._stop()
+        self._introduce()
         self._slots.reload_all()
 
     def close(self) -> None:

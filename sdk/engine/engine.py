@@ -25,6 +25,7 @@ from sdk.engine.scheduling.results import ResultReservation
 from sdk.engine.scheduling.scheduler import Scheduler
 from sdk.errors import EngineClosedError, EngineDeadError, RequestError
 from sdk.executors.base import Executor
+from sdk.executors.stage_times import StageTimes
 from sdk.metrics.stats import EngineStats
 from sdk.metrics.trace import Trace
 from sdk.outputs import EmbeddingOutput, FinishReason, PoolingRequestOutput, RequestOutput
@@ -90,6 +91,8 @@ class Engine:
         self._closed = False
         #: Loads the adapters of requests. ``None``: they cannot have any.
         self.adapters: AdapterLoader | None = None
+        #: How long the stages compute, if there are several.
+        self.stage_times: StageTimes | None = None
 
     # Requests
 
@@ -514,7 +517,8 @@ class Engine:
     def get_metrics(self) -> dict[str, float]:
         """See :meth:`sdk.LLM.get_metrics`. Any thread may call it."""
         counts = self._num_finished, self._executor.native_seconds
-        return numbers(self.scheduler, self._seconds, *counts, self._clock())
+        found = numbers(self.scheduler, self._seconds, *counts, self._clock())
+        return found if self.stage_times is None else found | self.stage_times.numbers()
 
     def stats(self) -> EngineStats:
         """See :meth:`sdk.LLM.stats`. Any thread may call it."""

@@ -23,6 +23,7 @@ from typing import Any
 
 from sdk.errors import EngineDeadError
 from sdk.executors.channel import Channel, pack
+from sdk.executors.grid import Grid
 from sdk.executors.groups import RankGroup, meeting_place
 from sdk.executors.worker import WorkerStart
 from sdk.kernels.errors import CollectiveError
@@ -48,8 +49,8 @@ class ChildLost(Exception):
 class Child:
     """One worker process, rank 1 or above."""
 
-    def __init__(self, rank: int, folder: str, python: str, path: list[str]) -> None:
-        self.rank = rank
+    def __init__(self, rank: int, name: str, folder: str, python: str, path: list[str]) -> None:
+        self.rank, self.name = rank, name
         ours, theirs = socket.socketpair()
         try:
             # An unnamed file cannot be left behind; the worker keeps it below 1 MiB.
@@ -79,7 +80,7 @@ class Child:
         try:
             self._channel.send(message, limit_s)
         except OSError as error:
-            raise ChildLost(f"rank {self.rank}: {error}") from error
+            raise ChildLost(f"{self.name}: {error}") from error
 
     def receive(self, limit_s: float) -> tuple[Any, ...] | None:
         """The next message; None after ``limit_s`` seconds in which this process was running.
@@ -95,7 +96,7 @@ class Child:
                 if self.process.poll() is not None and not self._channel.readable(0):
                     raise EOFError("the worker has ended")
             except (EOFError, OSError) as error:
-                raise ChildLost(f"rank {self.rank}: {error}") from error
+                raise ChildLost(f"{self.name}: {error}") from error
         return None
 
     def expect(self, kind: str, limit_s: float) -> tuple[Any, ...]:
@@ -106,7 +107,7 @@ class Child:
         """
         message = self.receive(limit_s)
         if message is None:
-            raise ChildLost(f"rank {self.rank}: no answer within {limit_s:g} s")
+            raise ChildLost(f"{self.name}: no answer within {limit_s:g} s")
         if message[0] != kind:
             raise self._reported(message)
         return message
@@ -117,15 +118,17 @@ class Child:
             while (message := self.receive(1.0)) is not None:
                 if message[0] == "failed":
                     consequence = message[2] == CollectiveError.__name__
-                    return (2 if consequence else 0), self._reported(message)
+                    return (3 if consequence else 0), self._reported(message)
         except ChildLost:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 how = _exit_text(self.process.wait(1.0))
-                return 1, EngineDeadError(f"rank {self.rank} {how}{self._stderr_text()}")
-        return 3, EngineDeadError(f"rank {self.rank} is alive but does not answer")
+                return 1, EngineDeadError(f"{self.name} {how}{self._stderr_text()}")
+        if _is_stopped(self.process.pid):
+            return 2, EngineDeadError(f"{self.name} was stopped by a signal and does not answer")
+        return 4, EngineDeadError(f"{self.name} is alive but does not answer")
 
     def _reported(self, message: tuple[Any, ...]) -> EngineDeadError:
-        return EngineDeadError(f"rank {self.rank} failed: {message[1]}{self._stderr_text()}")
+        return EngineDeadError(f"{self.name} failed: {message[1]}{self._stderr_text()}")
 
     def _stderr_text(self) -> str:
         size = os.fstat(self._stderr.fileno()).st_size
@@ -142,28 +145,28 @@ class Child:
 
 
 class Children:
-    """All workers of one executor, their rendezvous folder, and rank 0's group."""
+    """All workers of one executor, their rendezvous folder, and rank 0's connections to them."""
 
     def __init__(self) -> None:
-        self.group: RankGroup | None = None
+        self.groups: list[RankGroup] = []
         self.folder = ""
         self._children: list[Child] = []
         self._owner = os.getpid()
 
-    def spawn(self, size: int) -> None:
-        """Start ranks 1 to ``size`` - 1. :raises EngineDeadError: a worker cannot be started."""
+    def spawn(self, grid: Grid) -> None:
+        """Start all ranks but rank 0. :raises EngineDeadError: a worker cannot be started."""
         # The interpreter of multiprocessing: hosts that embed Python set it there.
         python = os.fsdecode(spawn.get_executable() or "")
         if not python:
             raise EngineDeadError(
                 "cannot start a worker: sys.executable is empty (name an interpreter with "
-                "multiprocessing.set_executable, or use tensor_parallel_size=1)"
+                "multiprocessing.set_executable, or use only one rank)"
             )
         try:
             self.folder = meeting_place()
             path = import_path()
-            for rank in range(1, size):
-                self._children.append(Child(rank, self.folder, python, path))
+            for rank in range(1, grid.size):
+                self._children.append(Child(rank, grid.name(rank), self.folder, python, path))
         except OSError as error:
             raise EngineDeadError(f"cannot start a worker with {python}: {error}") from error
 
@@ -174,11 +177,11 @@ class Children:
             child.send(pack(own), limit_s)
         self.expect("joining", limit_s)
 
-    def send(self, message: object, limit_s: float) -> None:
-        """Send ``message`` to every worker."""
-        data = pack(message)
+    def send(self, message: bytes, limit_s: float, ranks: range | None = None) -> None:
+        """Send the bytes from ``pack`` to these workers (default: all)."""
         for child in self._children:
-            child.send(data, limit_s)
+            if ranks is None or child.rank in ranks:
+                child.send(message, limit_s)
 
     def expect(self, kind: str, limit_s: float) -> list[tuple[Any, ...]]:
         """Wait until every worker has answered with ``kind``; the answers by rank."""
@@ -187,7 +190,7 @@ class Children:
     def diagnose(self, error: BaseException) -> EngineDeadError:
         """After ``error`` with the workers: find the one that is the cause, and why."""
         found = [child.failure() for child in self._children]
-        stopped = (3, EngineDeadError("the workers were stopped"))
+        stopped = (4, EngineDeadError("the workers were stopped"))
         likelihood, cause = min(found, key=lambda item: item[0], default=stopped)
         return EngineDeadError(f"{cause} ({error})") if likelihood > 1 else cause
 
@@ -204,9 +207,9 @@ class Children:
 
         In a forked child of the owner it only prevents gloo from hanging when objects are freed.
         """
-        group, self.group = self.group, None
+        groups, self.groups = self.groups, []
         if os.getpid() != self._owner:
-            if group is not None:
+            for group in groups:
                 group.abandon()
             return
         children, self._children = self._children, []
@@ -223,7 +226,7 @@ class Children:
         for child in children:
             child.close()
         self.remove_folder()
-        if group is not None:
+        for group in groups:
             group.close()
 
 
@@ -239,6 +242,15 @@ def import_path() -> list[str]:
     path = [str(Path(entry).absolute()) for entry in sys.path if isinstance(entry, str)]
     root = str(Path(__file__).absolute().parents[2])
     return path if root in path else [root, *path]
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a signal has stopped a process; False where the system does not say."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return status.rpartition(")")[2].split()[:1] == ["T"]
 
 
 def _exit_text(code: int) -> str:

@@ -7,12 +7,12 @@ import tempfile
 from typing import Literal
 
 from sdk.executors.gloo import GlooGroup, connect as connect_gloo
-from sdk.kernels.cpu.rank_group import SharedGroup, why_not_shared
+from sdk.kernels.cpu.rank_group import SharedGroup, SharedLink, why_not_shared
 
 #: ``"memory"``: shared memory of one machine; a sum of 16 KB over two ranks takes about 5 us.
 #: ``"gloo"``: sockets of the loopback device; 260 us.
 Transport = Literal["memory", "gloo"]
-RankGroup = SharedGroup | GlooGroup
+RankGroup = SharedGroup | GlooGroup | SharedLink
 
 # A file system in memory. The files of a large model's ranks have tens of MB, and containers often
 # have 64 MB there: then a folder on a disk is used, whose files stay in the page cache.
@@ -36,13 +36,24 @@ def meeting_place() -> str:
 
 
 def connect(
-    kind: Transport, folder: str, rank: int, size: int, *, connect_s: float, limit_s: float
-) -> RankGroup:
+    kind: Transport,
+    folder: str,
+    rank: int,
+    size: int,
+    *,
+    connect_s: float,
+    limit_s: float,
+    processes: int | None = None,
+) -> SharedGroup | GlooGroup:
     """Join the ranks that meet in ``folder``; returns when this rank is connected to all others.
 
     :param connect_s: seconds to wait for the others.
     :param limit_s: seconds that one collective may wait for another rank.
+    :param processes: how many processes compute at the same time (default: ``size``).
     :raises CollectiveError: the others do not connect in time.
     """
-    join = SharedGroup if kind == "memory" else connect_gloo
-    return join(folder, rank, size, connect_s=connect_s, limit_s=limit_s)
+    if kind == "gloo":
+        return connect_gloo(folder, rank, size, connect_s=connect_s, limit_s=limit_s)
+    return SharedGroup(
+        folder, rank, size, connect_s=connect_s, limit_s=limit_s, processes=processes
+    )

@@ -1,8 +1,12 @@
-"""Tensor parallelism over processes: rank 0 here, every other rank in a child process.
+"""Ranks in processes: rank 0 here, every other rank in a child process.
 
-In one step every worker gets the plan, all ranks run it at the same time and synchronize in the
-collectives of their models, rank 0 produces the result, and the workers' answers end the step. So
-the ranks are never more than one step apart.
+In one step every worker gets the plan, all ranks run it and synchronize in the exchanges of their
+models, rank 0 produces the result, and the workers' answers end the step.
+
+Without stages all ranks run it at the same time, so they are never more than one step apart. Stages
+run it one after the other. The earlier ones get a plan when it is launched, and run it while the
+last one is still busy with the plan before. The ranks of the last stage get it when that is done:
+until then they would not read it, and a large message would wait for them.
 
 Any failure of one rank in a step ends all ranks: the others would wait for it in their next
 collective. The kernel closes a dead worker's connections, so rank 0's collective (or its wait for
@@ -27,11 +31,13 @@ from typing import Any, Generic
 
 from sdk.engine.plan import StepPlan, StepResult
 from sdk.errors import EngineClosedError, EngineDeadError
-from sdk.executors.base import Pending, RankCall
+from sdk.executors.base import RankCall
 from sdk.executors.channel import pack
 from sdk.executors.children import ChildLost, Children
-from sdk.executors.groups import connect, transport
+from sdk.executors.grid import Grid
+from sdk.executors.groups import transport
 from sdk.executors.local import RankFactory, RunnerT
+from sdk.executors.stage_times import StageTimes
 from sdk.executors.worker import WorkerStart
 from sdk.kernels.errors import CollectiveError
 from sdk.models.parallel import Mesh
@@ -44,12 +50,15 @@ _LOST = (CollectiveError, ChildLost)
 
 
 class ProcessExecutor(Generic[RunnerT]):
-    """Runs every step on ``size`` ranks: rank 0 in the calling thread, the others in children.
+    """Runs every step on ``stages`` stages of ``size`` ranks.
+
+    Rank 0, the first rank of the last stage, runs in the calling thread, the others in children.
 
     :param factory: builds a rank's runner. Pickled by reference: a function or class that the
         children can import.
     :param config: its first argument, in every rank; pickled.
-    :param size: the number of ranks.
+    :param size: the number of ranks of each stage.
+    :param stages: the number of stages; as many steps may be in flight.
     :param num_threads: torch's threads in each child.
     :param own_factory: builds rank 0's runner instead of ``factory``; never pickled.
     :param startup_s: seconds that a child may take to import and connect, and to finish its runner
@@ -63,6 +72,7 @@ class ProcessExecutor(Generic[RunnerT]):
         config: Any,
         size: int,
         *,
+        stages: int = 1,
         num_threads: int = 1,
         own_factory: RankFactory[RunnerT] | None = None,
         startup_s: float = 120.0,
@@ -70,11 +80,14 @@ class ProcessExecutor(Generic[RunnerT]):
     ) -> None:
         self._factory, self._own_factory = factory, own_factory or factory
         self._config = config
-        self._size = size
+        self._grid = Grid(size, stages)
+        self._mesh = Mesh()
+        self.stage_times = StageTimes(stages)
         self._num_threads = num_threads
         self._startup_s, self._collective_s = startup_s, collective_s
         self._runner: RunnerT | None = None
-        self._launched: deque[tuple[StepPlan, Pending]] = deque()
+        #: The steps in flight, each with its message to the workers.
+        self._launched: deque[tuple[StepPlan, bytes]] = deque()
         #: Tokens sampled in the last steps, for the ranks that do not sample.
         self._sampled: list[tuple[str, tuple[int, ...]]] = []
         self._failure: str | None = None
@@ -91,6 +104,11 @@ class ProcessExecutor(Generic[RunnerT]):
         if self._runner is None:
             raise EngineClosedError("the executor is not running")
         return self._runner
+
+    @property
+    def stages(self) -> int:
+        """The number of stages, and of steps that may be in flight."""
+        return self._grid.stages
 
     def start(self) -> None:
         """Start the children, connect, build all ranks.
@@ -114,7 +132,7 @@ class ProcessExecutor(Generic[RunnerT]):
     def _start(self) -> None:
         start = WorkerStart(
             0,
-            self._size,
+            self._grid,
             "",
             transport(),
             self._num_threads,
@@ -123,49 +141,61 @@ class ProcessExecutor(Generic[RunnerT]):
             self._config,
         )
         pack(start)  # fails if it cannot be pickled, before a process is started
-        self._children.spawn(self._size)
+        self._children.spawn(self._grid)
         self._children.introduce(start, self._startup_s)
-        group = connect(
+        self._mesh, self._children.groups = self._grid.join(
+            0,
             start.transport,
             self._children.folder,
-            0,
-            self._size,
             connect_s=self._startup_s,
             limit_s=self._collective_s,
         )
-        self._children.group = group
         begin = time.monotonic()
-        self._runner = self._own_factory(self._config, Mesh(0, self._size, group))
+        self._runner = self._own_factory(self._config, self._mesh)
         built_s = time.monotonic() - begin
         self._children.expect("ready", self._startup_s + 3 * built_s)
         self._children.remove_folder()
 
     def launch(self, plan: StepPlan) -> None:
-        """Begin one step on all ranks.
-
-        A KeyboardInterrupt in the middle of rank 0's part also ends the ranks: call this on a
-        thread that gets no interrupts.
+        """Begin one step on the stages before the last one.
 
         :raises EngineDeadError: a rank failed in this step or an earlier one.
         :raises EngineClosedError: after :meth:`close`, even in the middle of the step.
         """
         with self._running():
             sampled, self._sampled = tuple(self._sampled), []
-            self._children.send(_for_workers(plan, sampled), self._collective_s)
-            self._launched.append((plan, self.runner.launch(plan)))
+            message = pack(_for_workers(plan, sampled))
+            grid = self._grid
+            self._children.send(message, self._collective_s, range(grid.width, grid.size))
+            self._launched.append((plan, message))
+            self.stage_times.begin()
 
     def result(self) -> StepResult:
-        """Wait for all ranks; rank 0's result. Raises as :meth:`launch` does."""
+        """Run the last stage's part of the oldest step and wait for all ranks; rank 0's result.
+
+        A KeyboardInterrupt in the middle of it also ends the ranks: call this on a thread that gets
+        no interrupts. Raises as :meth:`launch` does.
+        """
         with self._running():
-            plan, pending = self._launched.popleft()
-            result = pending.result()
-            for _, unwritten in self._children.expect("done", self._collective_s):
+            plan, message = self._launched.popleft()
+            self._children.send(message, self._collective_s, range(self._grid.width))
+            times, mesh = self.stage_times, self._mesh
+            begin, waited = time.monotonic(), mesh.waited_seconds
+            result = self.runner.launch(plan).result()
+            times.computing[-1] += time.monotonic() - begin - (mesh.waited_seconds - waited)
+            answers = self._children.expect("done", self._collective_s)
+            for rank, (_, unwritten, seconds) in enumerate(answers, 1):
+                if rank % self._grid.width == 0:  # the first rank of its stage
+                    times.computing[self._grid.stage(rank)] += seconds
                 if unwritten:  # a page is lost if any rank's part of it is
                     result = result._replace(unwritten={**unwritten, **result.unwritten})
+            times.end(len(self._launched))
+            # a plan that was launched meanwhile may use an id again: for another request
+            anew = {start.request_id for later, _ in self._launched for start in later.started}
             self._sampled += [
                 (row.request_id, tuple(tokens))
                 for row, tokens in zip(plan.rows, result.tokens, strict=False)
-                if tokens
+                if tokens and row.request_id not in anew
             ]
             return result
 
@@ -190,7 +220,7 @@ class ProcessExecutor(Generic[RunnerT]):
     def on_ranks(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """See :class:`sdk.executors.base.Executor`. Raises as :meth:`launch` does."""
         with self._running():
-            self._children.send(RankCall(function, args), self._collective_s)
+            self._children.send(pack(RankCall(function, args)), self._collective_s)
             own = function(self.runner, *args)
             answers = self._children.expect("done", self._collective_s)
             return [own, *(answer for _, answer in answers)]
@@ -221,6 +251,7 @@ class ProcessExecutor(Generic[RunnerT]):
         elif isinstance(error, _LOST):
             raised = self._children.diagnose(error)
         self._children.stop(0.0)
+        self._launched.clear()
         return raised
 
     def break_off(self) -> None:
@@ -235,6 +266,7 @@ class ProcessExecutor(Generic[RunnerT]):
             self._check()
             self._children.stop()
             runner, self._runner = self._runner, None
+            self._mesh = Mesh()  # with its descriptors
             if runner is not None:
                 runner.close()
             self._finalizer.detach()
@@ -260,6 +292,7 @@ class ProcessExecutor(Generic[RunnerT]):
         try:
             self._children.stop()
             runner, self._runner = self._runner, None
+            self._mesh = Mesh()  # with its descriptors
             if runner is not None:
                 runner.close()
             self._finalizer.detach()

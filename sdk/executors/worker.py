@@ -19,12 +19,14 @@ import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from sdk.executors.base import RankCall
 from sdk.executors.channel import Channel, pack
 
 if TYPE_CHECKING:
+    from sdk.executors.grid import Grid
     from sdk.executors.groups import Transport
 
 # How long to wait for rank 0 inside a collective: the host may be in a debugger for hours.
@@ -37,7 +39,7 @@ class WorkerStart:
     """The first message to a worker: what to build, and its rank."""
 
     rank: int
-    size: int
+    grid: Grid
     folder: str
     transport: Transport
     num_threads: int
@@ -85,27 +87,21 @@ def _serve(channel: Channel) -> None:
     start: WorkerStart = channel.receive()
     import torch  # takes a second, so only after the watching thread has started
 
-    from sdk.executors.groups import connect
-    from sdk.models.parallel import Mesh
-
     torch.set_num_threads(start.num_threads)  # this process runs nothing else
     channel.send(pack(("joining",)))
-    group = connect(
-        start.transport,
-        start.folder,
-        start.rank,
-        start.size,
-        connect_s=start.connect_s,
-        limit_s=_PATIENCE_S,
+    mesh, _ = start.grid.join(
+        start.rank, start.transport, start.folder, connect_s=start.connect_s, limit_s=_PATIENCE_S
     )
-    runner = start.factory(start.config, Mesh(start.rank, start.size, group))
+    runner = start.factory(start.config, mesh)
     channel.send(pack(("ready",)))
     while (message := channel.receive()) is not None:
         if isinstance(message, RankCall):
             channel.send(pack(("done", message.function(runner, *message.args))))
         else:
+            begin, waited = monotonic(), mesh.waited_seconds
             result = runner.launch(message).result()
-            channel.send(pack(("done", dict(result.unwritten))))
+            seconds = monotonic() - begin - (mesh.waited_seconds - waited)
+            channel.send(pack(("done", dict(result.unwritten), seconds)))
         _limit_stderr()
     runner.close()
 

@@ -51,8 +51,9 @@ class AdapterOpener:
                     f"adapter {request.lora_name!r}: rank {file.rank} exceeds max_lora_rank="
                     f"{self.config.max_lora_rank}; load the LLM with max_lora_rank={file.rank}"
                 )
-            nbytes = self.own_rank().model.nbytes(_shape_of(request.lora_name, file.shapes))
-            nbytes *= self.config.tensor_parallel_size
+            model, shapes = self.own_rank().model, _shape_of(request.lora_name, file.shapes)
+            nbytes = model.nbytes(shapes) * self.config.tensor_parallel_size
+            nbytes += model.nbytes_elsewhere(shapes)
             read_bytes = sum(4 * shape.num_values for shape in file.shapes.values())
             if nbytes + read_bytes > self.max_bytes:
                 need = format_bytes(nbytes + read_bytes)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from sdk.config import EngineConfig
 from sdk.engine.pages.disk_space import disk_folder, disk_space_problem
 from sdk.errors import CheckpointError, OutOfMemoryError, RequestError, UnsupportedError
+from sdk.kernels.cpu.rank_group import why_not_shared
 from sdk.loading.sampling_defaults import sampling_defaults
 from sdk.memory.machine import available_memory
 from sdk.memory.plan import MemoryPlan
@@ -33,14 +34,19 @@ def check_options(config: EngineConfig, checkpoint: Checkpoint, made: MemoryPlan
             f"({config.max_num_batched_tokens}) must be at least "
             f"max_model_len ({made.max_model_len}), because a prompt runs in one step"
         )
+    if config.pipeline_parallel_size > 1 and (reason := why_not_shared()) is not None:
+        raise UnsupportedError(
+            f"pipeline_parallel_size={config.pipeline_parallel_size}: stages exchange tensors "
+            f"through shared memory only, which is not possible here: {reason}"
+        )
     name = model_type(config_values(config, checkpoint))
     if own_model(name) is None:
-        ranks = config.tensor_parallel_size
-        if ranks > 1:
-            raise UnsupportedError(
-                f"model_type {name!r} runs through transformers, on one rank only: "
-                f"expected tensor_parallel_size=1, found {ranks}"
-            )
+        for option in ("tensor_parallel_size", "pipeline_parallel_size"):
+            if (found := getattr(config, option)) > 1:
+                raise UnsupportedError(
+                    f"model_type {name!r} runs through transformers, on one rank only: "
+                    f"expected {option}=1, found {found}"
+                )
         if config.cpu_offload:
             raise UnsupportedError(
                 f"{checkpoint.path}: cpu_offload supports only this library's own model code, and "

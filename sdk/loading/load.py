@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -30,6 +30,7 @@ from sdk.engine.scheduling.results import ResultBudget
 from sdk.engine.scheduling.scheduler import Scheduler
 from sdk.engine.scheduling.scheduler_config import SHORT_STEP, SHORT_STEP_GPU, SchedulerConfig
 from sdk.executors.local import LocalExecutor
+from sdk.executors.stage_times import StageTimes
 from sdk.kernels.self_check import failures
 from sdk.loading.adapters import AdapterOpener
 from sdk.loading.checks import named_tokenizer
@@ -44,6 +45,7 @@ from sdk.memory.planning import activations_of
 from sdk.memory.pool import Lease, MemoryPool
 from sdk.memory.resolve import compute_of, config_values, device_of, model_config, threads_of
 from sdk.memory.sizes import format_bytes
+from sdk.memory.stages import stage_layers
 from sdk.models.classifier import Classifier, classifier_of
 from sdk.models.config import ModelConfig
 from sdk.models.parallel import Mesh
@@ -51,11 +53,13 @@ from sdk.persistence.model_key import ModelKey, model_key
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.spec import kv_bits
 from sdk.quant.tokenizer import Tokenizer
-from sdk.reports.quant_report import quant_report
+from sdk.reports.quant_report import LayerReport, quant_report
 from sdk.speculative_config import SpeculativeConfig
 
 if TYPE_CHECKING:
     from sdk.executors.process import ProcessExecutor
+
+    _Ranks: TypeAlias = LocalExecutor[ModelRunner] | ProcessExecutor[ModelRunner]
 
 logger = logging.getLogger("sdk")
 
@@ -100,13 +104,15 @@ class Loaded:
 
     facts: ModelFacts
     engine: Engine
-    executor: LocalExecutor[ModelRunner] | ProcessExecutor[ModelRunner]
+    executor: _Ranks
     kept: PrefixStore
     elastic: ElasticPages
     lease: Lease | None
     #: Of the files that were read.
     model_key: ModelKey
     warnings: tuple[str, ...]
+    #: The linear layers of the stages before the last one.
+    other_layers: tuple[LayerReport, ...]
     #: ``None``: requests cannot have adapters.
     open_adapter: AdapterOpener | None
 
@@ -131,9 +137,7 @@ def load(config: EngineConfig, checkpoint: Checkpoint | None = None) -> Loaded:
         checkpoint = checkpoint or open_model(config)
         undo.callback(checkpoint.close)
         memory = checked_plan(config, checkpoint)
-        pool = config.memory if isinstance(config.memory, MemoryPool) else None
-        lease = None if pool is None else pool.lease(str(checkpoint.path), memory.total)
-        if lease is not None:
+        if (lease := _lease(config, checkpoint, memory)) is not None:
             undo.callback(lease.close)
         facts = read_facts(config, checkpoint, memory)
         opened = [checkpoint]
@@ -188,9 +192,11 @@ def start(
             lease.give_back(memory.total - memory.serving)
         key = facts.key()  # after the load: 1 ms, but up to 60 ms before the file is in memory
         scheduler = _scheduler(facts)
-        scheduler.pages_ahead, scheduler.batches_in_flight = executor.runner.ahead
         vocab = model.vocab_size
         engine = Engine(scheduler, executor, facts.tokenizer, vocab_size=vocab, seed=config.seed)
+        engine.stage_times = _set_steps_in_flight(scheduler, executor)
+        others = _others(executor, config)
+        open_adapter = _with_adapters(engine, facts, executor)
         undo.pop_all()
     spec = kv_spec(model, model.num_kv_heads, memory.page_size, memory.kv_dtype)
     return Loaded(
@@ -201,15 +207,30 @@ def start(
         lease=lease,
         kept=PrefixStore(scheduler, executor, spec),
         model_key=key,
-        warnings=tuple(_warnings(executor.runner)),
-        open_adapter=_with_adapters(engine, facts, executor),
+        warnings=tuple(_warnings(executor.runner, others)),
+        other_layers=others.layers,
+        open_adapter=open_adapter,
     )
+
+
+def _lease(config: EngineConfig, checkpoint: Checkpoint, memory: MemoryPlan) -> Lease | None:
+    pool = config.memory if isinstance(config.memory, MemoryPool) else None
+    return None if pool is None else pool.lease(str(checkpoint.path), memory.total)
+
+
+def _set_steps_in_flight(scheduler: Scheduler, executor: _Ranks) -> StageTimes | None:
+    """As many as there are stages, whose times this returns; else as many as the rank can have."""
+    scheduler.pages_ahead, scheduler.batches_in_flight = executor.runner.ahead
+    if isinstance(executor, LocalExecutor) or executor.stages == 1:
+        return None
+    scheduler.batches_in_flight, scheduler.min_concurrent_tokens = executor.stages, 0
+    return executor.stage_times
 
 
 def _with_adapters(
     engine: Engine,
     facts: ModelFacts,
-    executor: LocalExecutor[ModelRunner] | ProcessExecutor[ModelRunner],
+    executor: _Ranks,
 ) -> AdapterOpener | None:
     """Let the requests of an engine have adapters, if the options ask for that."""
     slots = engine.scheduler.adapters
@@ -222,7 +243,8 @@ def _with_adapters(
         return adapters
 
     config = facts.config
-    engine.adapters = AdapterLoader(slots, executor, own_rank, config.tensor_parallel_size)
+    ranks, stages = config.num_ranks, config.pipeline_parallel_size
+    engine.adapters = AdapterLoader(slots, executor, own_rank, ranks, stages)
     return AdapterOpener(config, facts.values, own_rank, slots.max_bytes)
 
 
@@ -282,7 +304,28 @@ def _drafts(
     return Drafts(FirstMatch(drafters), min(asked, most or asked), lengths, memory.draft_tokens)
 
 
-def _warnings(runner: ModelRunner) -> Iterator[str]:
+class _OtherStages(NamedTuple):
+    """What the stages before the last one have: linear layers, and tensors that nobody uses."""
+
+    layers: tuple[LayerReport, ...]
+    unused: frozenset[str] | None
+
+
+def _others(executor: _Ranks, config: EngineConfig) -> _OtherStages:
+    if config.pipeline_parallel_size == 1:
+        return _OtherStages((), None)
+    width = config.tensor_parallel_size
+    # the first rank of each stage, stage 0 first
+    first = executor.on_ranks(_of_rank)[width::width][::-1]
+    layers = tuple(layer for found, _ in first for layer in found)
+    return _OtherStages(layers, frozenset.intersection(*(unused for _, unused in first)))
+
+
+def _of_rank(runner: ModelRunner) -> tuple[tuple[LayerReport, ...], frozenset[str]]:
+    return quant_report(runner.model.linears()).layers, frozenset(runner.unused_tensors)
+
+
+def _warnings(runner: ModelRunner, others: _OtherStages) -> Iterator[str]:
     """Problems that a user should know about, but that did not stop the load."""
     text = _slow_kernels(runner)
     if text is not None:
@@ -296,8 +339,9 @@ def _warnings(runner: ModelRunner) -> Iterator[str]:
         logger.warning(text)
         yield text
     for name in runner.unused_tensors:
-        yield f"unused tensor {name}"
-    for layer in quant_report(runner.model.linears()).layers:
+        if others.unused is None or name in others.unused:
+            yield f"unused tensor {name}"
+    for layer in (*others.layers, *quant_report(runner.model.linears()).layers):
         for kernel, why in failures(layer.declined):
             text = f"{layer.name}: {kernel} {why}; {layer.kernel} runs it"
             logger.warning(text)
@@ -329,7 +373,7 @@ def _runner_config(
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_draft_tokens=memory.draft_tokens,
         drafting=_drafting_weights(config, checkpoint, memory),
-        num_threads=max(threads_of(config) // config.tensor_parallel_size, 1),
+        num_threads=max(threads_of(config) // config.num_ranks, 1),
         device=_device(config),
         compute=compute_of(config),
         activations=activations_of(config, checkpoint),
@@ -340,6 +384,7 @@ def _runner_config(
         num_swap_pages=memory.swap_pages,
         swap_path=config.swap_path,
         kv_keep=config.kv_keep,
+        stage_layers=stage_layers(config, checkpoint, model),
         adapter_slots=config.adapter_slots,
         max_adapter_rank=config.max_lora_rank,
         adapter_dtype=torch.int8 if config.lora_dtype == "int8" else None,
@@ -427,23 +472,22 @@ def _eos(checkpoint: Checkpoint) -> list[int]:
     return []
 
 
-def _executor(
-    facts: ModelFacts, own_weights: Callable[[RunnerConfig, Mesh], RankModel]
-) -> LocalExecutor[ModelRunner] | ProcessExecutor[ModelRunner]:
+def _executor(facts: ModelFacts, own_weights: Callable[[RunnerConfig, Mesh], RankModel]) -> _Ranks:
     """Ranks of other processes read the model's files themselves."""
-    config = facts.runner_config
+    config, runner_config = facts.config, facts.runner_config
 
     def own(given: RunnerConfig, mesh: Mesh) -> ModelRunner:
         return ModelRunner(given, mesh, own_weights(given, mesh))
 
-    if facts.config.tensor_parallel_size == 1:
-        return LocalExecutor(own, config)
+    if config.num_ranks == 1:
+        return LocalExecutor(own, runner_config)
     from sdk.executors.process import ProcessExecutor
 
     return ProcessExecutor(
         ModelRunner,
-        config,
-        facts.config.tensor_parallel_size,
-        num_threads=config.num_threads,
+        runner_config,
+        config.tensor_parallel_size,
+        stages=config.pipeline_parallel_size,
+        num_threads=runner_config.num_threads,
         own_factory=own,
     )

@@ -58,8 +58,8 @@ class Demand:
     that a step verifies, of all requests; ``drafter_bytes``: what finding them takes;
     ``drafting_weights``: the part of ``weights`` that drafts, of ``drafting_model``, which may run
     prompts too. ``feature_bytes``: hidden states of one token for a head that drafts.
-    ``adapter_bytes``: all low-rank adapters together. ``ranks``: of a tensor-parallel model; the
-    weights and pages are those of all ranks.
+    ``adapter_bytes``: all low-rank adapters together. ``ranks``: of a tensor-parallel model;
+    ``stages``: of a pipeline, with ``ranks`` ranks each. The weights and pages are those of all.
     """
 
     weights: WeightBytes
@@ -85,6 +85,7 @@ class Demand:
     feature_bytes: int = 0
     adapter_bytes: int = 0
     ranks: int = 1
+    stages: int = 1
 
     @property
     def tokenizer(self) -> int:
@@ -136,13 +137,25 @@ def workspace_bytes(demand: Demand, seqs: int, tokens: int) -> int:
     if demand.feature_bytes:
         engine += (tokens + waiting_rows(seqs)) * demand.feature_bytes
     steps = 2 if demand.steps_with_embeds else 1
-    return engine + steps * (tokens * _token_bytes(demand.model, demand) + logits) + SCORED_BYTES
+    activations = demand.stages * tokens * _token_bytes(demand.model, demand)
+    engine += _link_bytes(demand, tokens)
+    return engine + steps * (activations + logits) + SCORED_BYTES
 
 
 def _exchanged_bytes(demand: Demand, rows: int, tokens: int) -> int:
     """The memory that the ranks share: two areas each, for the largest sum or gather of a step."""
     part = -(-demand.model.vocab_size // demand.ranks)
-    return 2 * demand.ranks * 4 * max(tokens * demand.model.hidden_size, rows * part)
+    stream = tokens * demand.model.hidden_size
+    areas = (demand.stages - 1) * stream + max(stream, rows * part)
+    return 2 * demand.ranks * 4 * areas
+
+
+def _link_bytes(demand: Demand, tokens: int) -> int:
+    """The memory between the stages. A link has as many slots as there are stages, rounded up to a
+    power of two."""
+    slots = 1 << (demand.stages - 1).bit_length()
+    links = (demand.stages - 1) * demand.ranks
+    return links * slots * 4 * tokens * demand.model.hidden_size
 
 
 def _token_bytes(model: ModelConfig, demand: Demand) -> int:

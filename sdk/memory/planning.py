@@ -24,7 +24,8 @@ from sdk.memory.pool import MemoryPool
 from sdk.memory.products import products_of
 from sdk.memory.resolve import compute_of, config_values, model_config
 from sdk.memory.sizes import format_bytes
-from sdk.memory.weights import matrix_formats, weight_bytes
+from sdk.memory.stages import stage_layers
+from sdk.memory.weights import end_bytes, matrix_formats, weight_bytes
 from sdk.models.activation_type import activation_type
 from sdk.models.config import ModelConfig
 from sdk.models.parallel import Mesh
@@ -81,6 +82,8 @@ def plan_for(
     limit = resolve.available_to(config) if budget is None else budget
     weights = weights or weight_bytes(config, checkpoint)
     demand = _demand(config, model, weights, activations)
+    if stage_layers(config, checkpoint, model) and model.tie_word_embeddings:
+        demand = replace(demand, weights=_with_copy(weights, end_bytes(config, checkpoint)))
     demand = replace(demand, scratch=_scratch(config, model, checkpoint, activations))
     demand = with_drafts(demand, config, checkpoint)
     whole, replicas = budget, config.data_parallel_size
@@ -112,6 +115,16 @@ def plan_for(
 def _part(limit: int, shared: int, replicas: int) -> int:
     """What one of several replicas may take, including what all of them share."""
     return shared + (limit - shared) // replicas if limit > shared else limit
+
+
+def _with_copy(weights: WeightBytes, embedding: int) -> WeightBytes:
+    """The first and the last stage both have an embedding that is also the head."""
+    return replace(
+        weights,
+        total=weights.total + embedding,
+        loading=weights.loading + embedding,
+        early=weights.early + embedding,
+    )
 
 
 def _within_machine(made: MemoryPlan, budget: int) -> MemoryPlan:
@@ -154,6 +167,7 @@ def _demand(
         steps_with_embeds=config.enable_prompt_embeds and eager and not config.enforce_eager,
         adapter_bytes=adapter_bytes(config, model, activations),
         ranks=config.tensor_parallel_size,
+        stages=config.pipeline_parallel_size,
         captured_tokens=0 if eager else min(config.max_num_batched_tokens, MOST_TOKENS),
     )
 

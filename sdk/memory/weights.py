@@ -57,6 +57,28 @@ def weight_bytes(
     )
 
 
+def costs(
+    config: EngineConfig, checkpoint: Checkpoint, model: ModelConfig
+) -> tuple[list[float], float]:
+    """How long a step of some requests takes, in bytes that could be read meanwhile: of each layer,
+    and of embedding and head together.
+
+    With 8 requests a number is multiplied in the time in which a byte is read: 80 ps at 100
+    billion multiplications per second, and 100 ps at 10 GB/s.
+    """
+    device = resolve.device_of(config)
+    entries = [replace(each, held=held_bytes(each, device)) for each in checkpoint.entries()]
+    layers, ends = [0.0] * model.num_layers, 0.0
+    for entry in entries:
+        found = _LAYER.search(entry.name)
+        cost = _read_bytes(entry, model) * (1 + entry.num_elements / max(_held(entry), 1))
+        if found is not None and int(found[1]) < len(layers):
+            layers[int(found[1])] += cost
+        elif is_embedding_or_head(entry.name):
+            ends += cost
+    return layers, ends
+
+
 def end_bytes(config: EngineConfig, checkpoint: Checkpoint) -> int:
     """The bytes of embedding and head."""
     device = resolve.device_of(config)

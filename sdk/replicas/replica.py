@@ -153,7 +153,9 @@ class Replica:
         self._wake_from_elsewhere()
 
     def _flush(self) -> None:
-        report = self._driver.observe(lambda: self._reporter.report(self._received))
+        report = self._driver.observe(lambda: self._reporter.look(self._received))
+        if report is not None:
+            self._reporter.taken(report)
         if self._outputs or self._failures or report is not None:
             outputs, self._outputs = self._outputs, []
             failures, self._failures = self._failures, []

@@ -181,7 +181,7 @@ class ReplicaSet:
 
     def _send(self, request: _Request) -> None:
         """Send a request to the replica that the router chooses."""
-        if not self._router.replicas:
+        if not self._router.alive:
             self._homeless.append(request)
             return
         number = self._router.choose(request.routed)

@@ -8,7 +8,7 @@ from sdk.config import EngineConfig
 from sdk.loading.sampling_defaults import SamplingDefaults
 from sdk.memory.plan import MemoryPlan
 from sdk.models.config import ModelConfig
-from sdk.reports.quant_report import quant_report
+from sdk.reports.quant_report import LayerReport, quant_report
 
 if TYPE_CHECKING:
     from sdk.engine.rank.runner import ModelRunner
@@ -21,6 +21,7 @@ def explain(
     defaults: SamplingDefaults,
     runner: ModelRunner,
     warnings: tuple[str, ...],
+    other_layers: tuple[LayerReport, ...] = (),
 ) -> str:
     """The text of :meth:`sdk.LLM.explain`."""
     ops = runner.ops
@@ -41,7 +42,8 @@ def explain(
     lines.append(f"sampling   {defaults}")
     lines += [f"memory     {line}" for line in str(plan).splitlines()]
     lines.append("linear layers")
-    lines += [f"  {line}" for line in str(quant_report(runner.model.linears())).splitlines()]
+    report = quant_report(runner.model.linears(), others=other_layers)
+    lines += [f"  {line}" for line in str(report).splitlines()]
     lines.append("other operators")
     for problem, choice in ops.context.chosen():
         head = f"head_dim {problem.head_dim}" if problem.head_dim else ""

@@ -89,11 +89,15 @@ class QuantReport:
 
 
 def quant_report(
-    linears: Iterable[tuple[str, Projection | ExpertProjection]], kv_scales: int = 0
+    linears: Iterable[tuple[str, Projection | ExpertProjection]],
+    kv_scales: int = 0,
+    others: tuple[LayerReport, ...] = (),
 ) -> QuantReport:
-    """The report of a model's linear layers; with several ranks, of this rank's share."""
+    """The report of a model's linear layers; with several ranks, of this rank's share. ``others``:
+    the layers of other stages."""
     return QuantReport(
-        tuple(
+        others
+        + tuple(
             LayerReport(
                 name,
                 weight.shape,

@@ -122,6 +122,7 @@ class ServedEngine:
             facts.defaults,
             self._loaded.runner,
             self.warnings,
+            self._loaded.other_layers,
         )
 
     def model_runner(self) -> ModelRunner:
@@ -130,4 +131,6 @@ class ServedEngine:
 
     def quant_report(self) -> QuantReport:
         """See :class:`Served`."""
-        return quant_report(self._loaded.runner.model.linears(), self.facts.kv_scales)
+        loaded = self._loaded
+        linears = loaded.runner.model.linears()
+        return quant_report(linears, self.facts.kv_scales, loaded.other_layers)

@@ -96,7 +96,7 @@ def test_an_option_of_another_library_names_ours(name: str) -> None:
 
 def test_what_other_libraries_ask_for_and_is_so_anyway_is_accepted() -> None:
     harmless = {
-        "pipeline_parallel_size": 1,
+        "data_parallel_size": 1,
         "disable_log_stats": True,
         "runner": "generate",
         "max_seq_len_to_capture": 8192,
@@ -106,10 +106,10 @@ def test_what_other_libraries_ask_for_and_is_so_anyway_is_accepted() -> None:
         "rope_scaling": None,
     }
     assert engine_config("m", **harmless) == engine_config("m")
-    with pytest.raises(RequestError, match=r"pipeline_parallel_size=2 .* use tensor_parallel_size"):
-        engine_config("m", pipeline_parallel_size=2)
-    with pytest.raises(RequestError, match="pipeline_parallel_size=True"):
-        engine_config("m", pipeline_parallel_size=True)
+    with pytest.raises(RequestError, match=r"data_parallel_size=2 .* make one LLM for each copy"):
+        engine_config("m", data_parallel_size=2)
+    with pytest.raises(RequestError, match="data_parallel_size=True"):
+        engine_config("m", data_parallel_size=True)
 
 
 @pytest.mark.parametrize("name", SAMPLING)

@@ -97,6 +97,50 @@ class FakeRunner:
         self.closed += 1
 
 
+class StageRunner:
+    """Adds 1 to what the stage before has sent: the first stage begins with the step's id.
+
+    Notes each step in the folder. Rank 0 samples the id of the step for every row.
+    """
+
+    native_seconds = 0.0
+
+    def __init__(self, config: FakeConfig, mesh: Mesh) -> None:
+        self.config, self.mesh = config, mesh
+        self.seen: list[tuple[int, object]] = []
+        fail(config.faults.get((mesh.number, 0)), config.folder)
+        mesh.reserve(4)
+
+    def launch(self, plan: StepPlan) -> StageRunner:
+        mesh, config = self.mesh, self.config
+        self.seen.append((plan.step_id, plan.sampled))
+        fail(config.faults.get((mesh.number, plan.step_id)), config.folder)
+        x = torch.tensor([float(plan.step_id)])
+        if mesh.upstream is not None:
+            mesh.upstream.receive(x)
+        x += 1
+        if mesh.group is not None:
+            mesh.group.all_reduce(x)
+            x /= mesh.size
+        if mesh.downstream is not None:
+            mesh.downstream.send(x)
+        Path(config.folder, f"rank-{mesh.number}-step-{plan.step_id}").touch()
+        tokens = [(plan.step_id,)] * len(plan.rows) if mesh.samples else []
+        self.found = StepResult(plan.step_id, tokens, hidden={"value": x.tolist()})
+        return self
+
+    def result(self) -> StepResult:
+        return self.found
+
+    def close(self) -> None:
+        pass
+
+
+def seen_by(runner: StageRunner) -> list[tuple[int, object]]:
+    """For ``Executor.on_ranks``: the steps it ran, and the tokens that came with them."""
+    return runner.seen
+
+
 def run_step(executor, plan: StepPlan) -> StepResult:
     """One step, from its launch to its result."""
     executor.launch(plan)

@@ -282,15 +282,22 @@ def ops(request: pytest.FixtureRequest) -> Iterator[Ops]:
 
 @pytest.fixture
 def load(ops: Ops) -> Callable[..., CausalLM]:
-    """``load(transformers model or checkpoint, max_model_len=, mesh=)`` -> our model.
+    """``load(transformers model or checkpoint, max_model_len=, mesh=, layers=)`` -> our model.
 
     One at a time: simulated ranks share an engine, whose memory for weights is for one thread.
     """
     loading = threading.Lock()
 
-    def load(source: Any, max_model_len: int = 256, mesh: Mesh | None = None) -> CausalLM:
+    def load(
+        source: Any,
+        max_model_len: int = 256,
+        mesh: Mesh | None = None,
+        layers: range | None = None,
+    ) -> CausalLM:
         checkpoint = source if isinstance(source, DictCheckpoint) else checkpoint_of(source)
         with loading:
-            return build_model(checkpoint, mesh or Mesh(), ops, max_model_len=max_model_len)
+            return build_model(
+                checkpoint, mesh or Mesh(), ops, max_model_len=max_model_len, layers=layers
+            )
 
     return load

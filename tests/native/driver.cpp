@@ -6,6 +6,7 @@
 
 #include <math.h>
 #include <stdlib.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <functional>
@@ -610,7 +611,7 @@ void adapters(Random& random, TestRuntime& one, TestRuntime& many) {
 
 // A rank: sums recorded in one program, single sums, gathers of bytes; sizes vary, so that areas grow.
 void take_part(const char* folder, int rank, int size, int level) {
-    void* group = embedlm_ranks_create(rank, size, 60.0);
+    void* group = embedlm_ranks_create(rank, size, size, 0, 60.0);
     CHECK(embedlm_ranks_join(group, folder, 60.0) == kOk);
     TestRuntime runtime(1 + rank % 2, level);
     Random sizes(7);  // the same on every rank
@@ -662,6 +663,76 @@ void ranks(int size, int level) {
     CHECK(rmdir(folder) == 0);
 }
 
+// A stage of a pipeline: receives rows from the one before, doubles them, sends them to the next one.
+// Sizes vary, so that slots grow and are used again.
+void run_stage(const char* folder, int stage, int stages, int level) {
+    void* links[2] = {nullptr, nullptr};  // from the stage before, to the next one
+    for (int i = 0; i < 2; ++i) {
+        if (stage + i == 0 || stage + i == stages) continue;
+        const std::string own = folder + std::string("/link-") + std::to_string(stage + i);
+        links[i] = embedlm_ranks_create(1 - i, 2, stages, 4, 60.0);
+        CHECK(embedlm_ranks_join(links[i], own.c_str(), 60.0) == kOk);
+    }
+    TestRuntime runtime(1 + stage % 2, level);
+    Random sizes(11);  // the same in every stage
+    for (int turn = 0; turn < 12; ++turn) {
+        const int64_t most = sizes.between(1, 40), width = sizes.between(1, 300);
+        Buffer<float> x(most * width);
+        void* recorded = embedlm_program_create();
+        const auto add = [&](OpKind kind, const void* args) {
+            CHECK(embedlm_program_add(recorded, kind, args, kTokens, 1) == kOk);
+        };
+        const auto move = [&](void* link) {
+            const TransferArgs args = {static_cast<RankGroup*>(link), x.data(), width, 0};
+            if (link) add(kOpTransfer, &args);
+        };
+        const MapArgs twice = {x.data(), nullptr, width, 2.0f, kMapScale};
+        move(links[0]);
+        add(kOpMap, &twice);
+        move(links[1]);
+        for (int64_t m : {most, (int64_t)0, (int64_t)1, most, most}) {
+            for (int64_t i = 0; i < m * width; ++i) x[i] = stage ? -1.0f : (float)(turn + i);
+            const int64_t counts[kCounts] = {m, 0, 0};
+            CHECK(embedlm_program_run(runtime.handle, recorded, counts) == kOk);
+            const float factor = (float)(2 << stage);
+            for (int64_t i = 0; i < m * width; ++i) CHECK(x[i] == factor * (float)(turn + i));
+        }
+        embedlm_program_destroy(recorded);
+    }
+    Buffer<uint8_t> bytes(5000);
+    for (int64_t i = 0; i < bytes.size(); ++i) bytes[i] = stage ? 0 : (uint8_t)i;
+    for (void* link : links)
+        if (link) CHECK(embedlm_ranks_transfer(link, bytes.data(), bytes.size()) == kOk);
+    for (int64_t i = 0; i < bytes.size(); ++i) CHECK(bytes[i] == (uint8_t)i);
+    // Behind a stage that gives up, the next one fails, gives up too, and so on.
+    float x = 0;
+    for (int i = 0; i < 2; ++i) {
+        const TransferArgs args = {static_cast<RankGroup*>(links[i]), &x, 1, 0};
+        if (i == 1 && links[i]) embedlm_ranks_give_up(links[i]);
+        if (links[i]) CHECK(embedlm_run(runtime.handle, kOpTransfer, &args, 1) == kRankLost);
+    }
+    for (void* link : links) {
+        CHECK(!link || embedlm_ranks_waited_ns(link) >= 0);
+        if (link) embedlm_ranks_destroy(link);
+    }
+}
+
+void pipeline(int stages, int level) {
+    char folder[] = "/tmp/embedlm-driver-XXXXXX";
+    CHECK(mkdtemp(folder) != nullptr);
+    const auto link = [&](int stage) { return folder + std::string("/link-") + std::to_string(stage); };
+    for (int stage = 1; stage < stages; ++stage) CHECK(mkdir(link(stage).c_str(), 0700) == 0);
+    std::vector<std::thread> threads;
+    for (int stage = 0; stage < stages; ++stage)
+        threads.emplace_back(run_stage, folder, stage, stages, level);
+    for (std::thread& thread : threads) thread.join();
+    for (int stage = 1; stage < stages; ++stage) {
+        for (const char* end : {"/rank-0", "/rank-1"}) CHECK(unlink((link(stage) + end).c_str()) == 0);
+        CHECK(rmdir(link(stage).c_str()) == 0);
+    }
+    CHECK(rmdir(folder) == 0);
+}
+
 // --- runtimes ---
 
 void everything(Random& random, TestRuntime& one, TestRuntime& many) {
@@ -710,6 +781,7 @@ int main(int argc, char** argv) {
         together(level, false);
         together(level, true);
         for (int size : {2, 3}) ranks(size, level);
+        for (int stages : {2, 3}) pipeline(stages, level);
         printf("driver: level %d, %d rounds\n", level, rounds);
     }
 }

@@ -24,9 +24,12 @@ void* embedlm_program_create();
 void embedlm_program_destroy(void* program);
 int embedlm_program_add(void* program, int kind, const void* args, int count, int64_t per);
 int embedlm_program_run(void* handle, void* program, const int64_t* counts);
-void* embedlm_ranks_create(int rank, int size, double patience_s);
+void* embedlm_ranks_create(int rank, int size, int processes, int slots, double patience_s);
 int embedlm_ranks_join(void* group, const char* folder, double seconds);
 int embedlm_ranks_gather(void* group, const void* mine, int64_t bytes, void* out);
+int embedlm_ranks_reserve(void* group, int64_t bytes);
+int embedlm_ranks_transfer(void* link, void* data, int64_t bytes);
+int64_t embedlm_ranks_waited_ns(void* group);
 void embedlm_ranks_give_up(void* group);
 void embedlm_ranks_destroy(void* group);
 }

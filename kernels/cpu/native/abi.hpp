@@ -10,7 +10,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum { kAbiVersion = 20 };
+enum { kAbiVersion = 21 };
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -558,10 +558,18 @@ struct ExchangeArgs {
     int64_t number;   // of the exchange; set by the runtime
 };
 
+// Rows that one process sends to another, which receives them into its x (rank_group.hpp).
+struct TransferArgs {
+    class RankGroup* link;
+    float* x;       // [rows, width]
+    int64_t width;
+    int64_t rows;   // set by the runtime
+};
+
 // The operators. Most are row-wise: row t of the result depends only on row t of the arguments.
 // Exceptions: kOpAttention, kOpSample, kOpGroup, kOpLowRank, and kOpLinear and kOpExperts except for
-// quantizing their activations; kOpCombine reads rows of other tokens, kOpExchange those of other ranks.
-// kOpPlaces prepares the step for the others.
+// quantizing their activations; kOpCombine reads rows of other tokens, kOpExchange and
+// kOpTransfer those of other ranks. kOpPlaces prepares the step for the others.
 enum OpKind {
     kOpEmbedding = 0,
     kOpLinear = 1,
@@ -583,7 +591,8 @@ enum OpKind {
     kOpRecode = 17,
     kOpLowRank = 18,
     kOpExchange = 19,
-    kOpKinds = 20,
+    kOpTransfer = 20,
+    kOpKinds = 21,
 };
 
 // What a step counts; an operator runs over one of these (row-wise operators: times `per`).

@@ -145,6 +145,8 @@ constexpr AbiEntry kEntries[] = {
     SIZE(ExchangeArgs), FIELD(ExchangeArgs, group), FIELD(ExchangeArgs, x), FIELD(ExchangeArgs, out),
         FIELD(ExchangeArgs, own), FIELD(ExchangeArgs, x_stride), FIELD(ExchangeArgs, width),
         FIELD(ExchangeArgs, out_width), FIELD(ExchangeArgs, number),
+    SIZE(TransferArgs), FIELD(TransferArgs, link), FIELD(TransferArgs, x), FIELD(TransferArgs, width),
+        FIELD(TransferArgs, rows),
     CONSTANT(kAbiVersion), CONSTANT(kTileRows), CONSTANT(kTileDepth), CONSTANT(kTileBytesPerBit),
     CONSTANT(kByteTile), CONSTANT(kTableSize), CONSTANT(kScaleTableSize), CONSTANT(kMaxLevels),
     CONSTANT(kLevelShift), CONSTANT(kMaxHeadDim), CONSTANT(kHeadDimStep),
@@ -167,6 +169,7 @@ constexpr AbiEntry kEntries[] = {
     CONSTANT(kOpAttention), CONSTANT(kOpPlaces), CONSTANT(kOpSample), CONSTANT(kOpTake),
     CONSTANT(kOpRoute), CONSTANT(kOpGroup), CONSTANT(kOpExperts), CONSTANT(kOpBias),
     CONSTANT(kOpCombine), CONSTANT(kOpRecode), CONSTANT(kOpLowRank), CONSTANT(kOpExchange),
+    CONSTANT(kOpTransfer),
     CONSTANT(kOpKinds), CONSTANT(kTokens),
     CONSTANT(kOutputs), CONSTANT(kRequests), CONSTANT(kCounts),
 };

@@ -122,8 +122,9 @@ EXPORT int embedlm_program_run(void* handle, void* program, const int64_t* count
 }
 
 // A group that nobody has joined yet. Exchanges wait `patience_s` seconds for a rank that is alive.
-EXPORT void* embedlm_ranks_create(int rank, int size, double patience_s) {
-    return new (std::nothrow) RankGroup(rank, size, patience_s);
+// `processes`, `slots`: see RankGroup.
+EXPORT void* embedlm_ranks_create(int rank, int size, int processes, int slots, double patience_s) {
+    return new (std::nothrow) RankGroup(rank, size, processes, slots, patience_s);
 }
 
 // Meets the other ranks of this machine in `folder`; waits `seconds` for their files.
@@ -135,6 +136,19 @@ EXPORT int embedlm_ranks_join(void* group, const char* folder, double seconds) {
 EXPORT int embedlm_ranks_gather(void* group, const void* mine, int64_t bytes, void* out) {
     return static_cast<RankGroup*>(group)->gather(mine, bytes, out);
 }
+
+// See RankGroup::reserve: all ranks call it.
+EXPORT int embedlm_ranks_reserve(void* group, int64_t bytes) {
+    return static_cast<RankGroup*>(group)->reserve(bytes);
+}
+
+// See RankGroup::transfer.
+EXPORT int embedlm_ranks_transfer(void* link, void* data, int64_t bytes) {
+    return static_cast<RankGroup*>(link)->transfer(data, bytes);
+}
+
+// See RankGroup::waited_ns.
+EXPORT int64_t embedlm_ranks_waited_ns(void* group) { return static_cast<RankGroup*>(group)->waited_ns(); }
 
 // See RankGroup::give_up.
 EXPORT void embedlm_ranks_give_up(void* group) { static_cast<RankGroup*>(group)->give_up(); }

@@ -165,6 +165,7 @@ size_t args_size(int kind) {
         case kOpRecode: return sizeof(RecodeArgs);
         case kOpLowRank: return sizeof(LowRankArgs);
         case kOpExchange: return sizeof(ExchangeArgs);
+        case kOpTransfer: return sizeof(TransferArgs);
         default: return 0;
     }
 }
@@ -214,6 +215,7 @@ bool Program::add(int kind, const void* args, Count count, int64_t per) {
             break;
         case kOpAttention:
         case kOpGroup:
+        case kOpTransfer:
         case kOpSample: add_part(index, kTiles); break;
         case kOpPlaces: break;  // before the threads start: see prepare
         case kOpCombine: add_part(index, kRows, true); break;
@@ -259,7 +261,8 @@ void Program::add_part(int op, Work work, bool alone) {
     const bool hinted = work == kTiles && last_tiles_ >= 0 && integer(ops_[(size_t)op]);
     if (hinted) stages_[(size_t)last_tiles_].then = (int)stages_.size();
     // Updates by adapters, most of which have no rows, leave it to the stage before to prefetch.
-    if (work == kTiles && ops_[(size_t)op].kind != kOpLowRank) last_tiles_ = (int)stages_.size();
+    const OpKind own = ops_[(size_t)op].kind;
+    if (work == kTiles && own != kOpLowRank && own != kOpTransfer) last_tiles_ = (int)stages_.size();
     const Work kind = work == kMoreRows ? kRows : work;
     stages_.push_back({part, part + 1, count, kind, -1, hinted, alone, -1});
 }
@@ -357,6 +360,7 @@ Status Runtime::bind(Op* op, int64_t n, Needs* needs) {
             break;
         }
         case kOpGroup: op->group.rows = n; break;
+        case kOpTransfer: op->transfer.rows = n; break;
         case kOpAttention: return plan_items(op, n, needs);
         case kOpPlaces: fits = find_places(op->places, n); break;
         case kOpEmbedding:
@@ -411,7 +415,7 @@ Phase Runtime::tile_phase(const Op& op, Program::Work kind, int64_t count) const
         return {op.items, op.work < kWorthSharing || most < 1 ? 1 : wanted < most ? wanted : most};
     }
     if (op.kind == kOpSample) return {count, tasks_for(count, count * op.sample.width)};
-    if (op.kind == kOpGroup) return {1, 1};
+    if (op.kind == kOpGroup || op.kind == kOpTransfer) return {1, 1};
     if (op.kind == kOpExperts) {
         const LinearArgs& each = op.experts.each;
         const int64_t strips = expert_strips(op.experts);
@@ -427,6 +431,7 @@ Phase Runtime::tile_phase(const Op& op, Program::Work kind, int64_t count) const
 Status Runtime::prepare(Program& program, const int64_t* counts) {
     Needs needs;
     group_ = nullptr;
+    transferred_ = kOk;
     slots_.clear();
     for (Op& op : program.ops_) {
         const Status status = bind(&op, counts[op.count] * op.per, &needs);
@@ -494,6 +499,16 @@ void Runtime::rows(const Op& op, Program::Work kind, int64_t begin, int64_t end)
     }
 }
 
+// Once a rank is lost, what this one computes is wrong: nobody may get it.
+void Runtime::transfer(const TransferArgs& args) {
+    if (transferred_ == kOk && group_ && group_->broken()) transferred_ = kRankLost;
+    if (transferred_ == kOk && args.rows)
+        transferred_ = args.link->transfer(args.x, args.rows * args.width * (int64_t)sizeof(float));
+    if (transferred_ == kOk) return;
+    args.link->give_up();
+    if (group_) group_->give_up();
+}
+
 void Runtime::tiles(const Op& op, Program::Work kind, const ItemRange& share, int thread) {
     uint8_t* scratch = private_scratch(thread);
     switch (op.kind) {
@@ -510,6 +525,7 @@ void Runtime::tiles(const Op& op, Program::Work kind, const ItemRange& share, in
             expert_tiles(*kernels, op.experts, share, scratch);
             break;
         case kOpGroup: group_rows(op.group); break;
+        case kOpTransfer: transfer(op.transfer); break;
         case kOpLowRank:
             (kind == Program::kTiles ? kernels->low_rank_down : kernels->low_rank_up)(
                 &op.low_rank, share.begin, share.end, scratch);
@@ -576,5 +592,5 @@ Status Runtime::run(Program& program, const int64_t* counts) {
     }
     Frame frame = {this, &program};
     pool.run(&Runtime::run_task, &frame, phases_.data(), (int)phases_.size());
-    return group_ && group_->broken() ? kRankLost : kOk;
+    return group_ && group_->broken() ? kRankLost : transferred_;
 }

@@ -7,7 +7,8 @@
 // output rows; quantizing its activations is row-wise and joins the phase before. Attention is one
 // phase over its work items (attention.hpp), a product of experts one over the strips of the experts
 // that have rows (moe.hpp). The update of a product by adapters is two phases (low_rank.hpp), and so is an
-// exchange with other ranks (rank_group.hpp): its second phase is row-wise, and others join it.
+// exchange with other ranks (rank_group.hpp): its second phase is row-wise, and others join it. One thread
+// alone sends or receives the rows of a transfer.
 #pragma once
 
 #include <vector>
@@ -43,6 +44,7 @@ struct Op {
         RecodeArgs recode;
         LowRankArgs low_rank;
         ExchangeArgs exchange;
+        TransferArgs transfer;
     };
 };
 
@@ -143,12 +145,14 @@ private:
     void tiles(const Op& op, Program::Work kind, const ItemRange& share, int thread);
     ItemRange down_units(const Program& program, int stage, const ItemRange& strips) const;
     void hint_next(const Program& program, int stage, int thread, ItemRange* share) const;
+    void transfer(const TransferArgs& args);
     static void run_task(void* context, int phase, const ItemRange& share, int thread);
 
     Scratch activations_, attention_, private_, low_;
     SlotPlans slots_;
     FilePart* used_ = nullptr;  // last
     RankGroup* group_ = nullptr;  // of the exchanges of the run; null: it has none
+    Status transferred_ = kOk;    // by the run so far
     size_t stride_ = 0;
     std::vector<Phase> phases_;
 };

@@ -68,11 +68,18 @@ bool extend(int file, int64_t bytes) {
 
 static_assert(std::atomic<uint32_t>::is_always_lock_free, "a count is shared by processes");
 
+void RankGroup::unmap(int rank) {
+    Peer& peer = peers_[rank];
+    if (peer.memory) munmap(peer.memory, (size_t)peer.mapped);
+    peer.memory = nullptr;
+}
+
 bool RankGroup::map(int rank, int64_t bytes) {
     Peer& peer = peers_[rank];
-    if (peer.memory) munmap(peer.memory, (size_t)mapped_);
+    unmap(rank);
     void* memory = mmap(nullptr, (size_t)bytes, PROT_READ | PROT_WRITE, MAP_SHARED, peer.file, 0);
     peer.memory = memory == MAP_FAILED ? nullptr : static_cast<uint8_t*>(memory);
+    peer.mapped = bytes;
     return peer.memory != nullptr;
 }
 
@@ -100,11 +107,11 @@ Status RankGroup::open_peer(const char* folder, int rank, double seconds) {
     }
 }
 
-// With fewer CPUs than ranks, a rank that spins takes the time of the one it waits for.
+// With fewer CPUs than processes, a rank that spins takes the time of the one it waits for.
 void RankGroup::choose_spinning() {
 #if defined(__linux__)
     cpu_set_t cpus;
-    if (sched_getaffinity(0, sizeof cpus, &cpus) == 0) spins_ = CPU_COUNT(&cpus) >= size_;
+    if (sched_getaffinity(0, sizeof cpus, &cpus) == 0) spins_ = CPU_COUNT(&cpus) >= processes_;
 #endif
 }
 
@@ -132,7 +139,7 @@ RankGroup::~RankGroup() {
     give_up();
     for (int rank = 0; rank < size_ && rank < kMaxRanks; ++rank) {
         Peer& peer = peers_[rank];
-        if (peer.memory) munmap(peer.memory, (size_t)mapped_);
+        unmap(rank);
         if (peer.file >= 0) ::close(peer.file);
     }
 }
@@ -169,13 +176,16 @@ bool RankGroup::await(int rank, uint32_t number) {
     return true;
 }
 
+void RankGroup::publish(uint32_t number) {
+    Header& own = header(rank_);
+    if (own.count.load(std::memory_order_relaxed) == number) return;
+    own.count.store(number);
+    if (own.sleepers.load()) wake_all(&own.count);
+}
+
 bool RankGroup::wait(uint32_t number) {
     if (broken()) return false;
-    Header& own = header(rank_);
-    if (own.count.load(std::memory_order_relaxed) != number) {
-        own.count.store(number);
-        if (own.sleepers.load()) wake_all(&own.count);
-    }
+    publish(number);
     for (int rank = 0; rank < size_; ++rank) {
         if (rank == rank_ || await(rank, number)) continue;
         give_up();
@@ -185,7 +195,7 @@ bool RankGroup::wait(uint32_t number) {
 }
 
 bool RankGroup::grow(int64_t bytes) {
-    if (!extend(peers_[rank_].file, kHeaderBytes + 2 * bytes)) return false;
+    if (!extend(peers_[rank_].file, file_bytes(rank_, bytes))) return false;
     return wait(next());  // all files have the new size
 }
 
@@ -199,18 +209,31 @@ Status RankGroup::reserve(int64_t bytes) {
         give_up();
         return lost ? kRankLost : kOutOfMemory;
     }
-    const int64_t size = kHeaderBytes + 2 * bytes;
     for (int rank = 0; rank < size_; ++rank) {
-        if (map(rank, size)) continue;
-        for (int other = rank; other < size_; ++other)  // of the old size
-            if (other != rank && peers_[other].memory) munmap(peers_[other].memory, (size_t)mapped_);
-        for (int other = rank; other < size_; ++other) peers_[other].memory = nullptr;
-        mapped_ = size;
+        if (map(rank, file_bytes(rank, bytes))) continue;
         broken_.store(true);
         return kOutOfMemory;
     }
     capacity_ = bytes;
-    mapped_ = size;
+    return kOk;
+}
+
+Status RankGroup::transfer(void* data, int64_t bytes) {
+    const Status status = reserve(bytes);
+    if (status != kOk) return status;
+    const uint32_t number = next();
+    const bool sends = rank_ == 0;
+    const auto begin = std::chrono::steady_clock::now();
+    const bool ready = await(1 - rank_, sends ? number - (uint32_t)areas_ : number);
+    const std::chrono::nanoseconds waited = std::chrono::steady_clock::now() - begin;
+    waited_ns_.fetch_add(waited.count(), std::memory_order_relaxed);
+    if (!ready) {
+        give_up();
+        return kRankLost;
+    }
+    if (sends) memcpy(area(0, number), data, (size_t)bytes);
+    else memcpy(data, area(0, number), (size_t)bytes);
+    publish(number);
     return kOk;
 }
 

@@ -51,11 +51,15 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The times of one load: until every request has its first token, then while all decode."""
+    """The times of one load: until every request has its first token, then while all decode.
+
+    ``bubble``: the share of decoding in which a stage of a pipeline did not compute.
+    """
 
     prefill_s: float
     decode_s: float
     decode_tokens: int
+    bubble: float | None = None
 
     @property
     def decode_rate(self) -> float:
@@ -66,7 +70,8 @@ class Sample:
 @dataclass(frozen=True, slots=True)
 class Opening:
     """What a worker opens. ``requests``: the most concurrent ones; ``context``: tokens of each;
-    ``ranks``: of tensor parallelism, among which ``threads`` are divided."""
+    ``ranks``: of tensor parallelism, ``stages``: of a pipeline; ``threads`` are divided among them.
+    """
 
     engine: str
     model: str
@@ -76,6 +81,7 @@ class Opening:
     kv: str = "auto"
     prefix_cache: bool = False
     ranks: int = 1
+    stages: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +139,7 @@ class Worker:
         try:
             given = asdict(opening)
             if opening.engine != OURS:
-                del given["ranks"]  # peers have none
+                del given["ranks"], given["stages"]  # peers have none
             hello = self._ask(given)
         except BaseException:
             self.close(now=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,7 @@ class OwnEngine:
         kv: str,
         prefix_cache: bool,
         ranks: int = 1,
+        stages: int = 1,
     ) -> None:
         from sdk.llm import LLM
 
@@ -35,13 +37,16 @@ class OwnEngine:
             model,
             num_threads=threads,
             tensor_parallel_size=ranks,
+            pipeline_parallel_size=stages,
             max_num_seqs=2 * requests,
             max_model_len=context,
             enable_prefix_caching=prefix_cache,
             kv_cache_dtype=kv,
         )
         self.hello = {
-            "name": f"{engine} {__version__}" + (f", {ranks} ranks" if ranks > 1 else ""),
+            "name": f"{engine} {__version__}"
+            + (f", {ranks} ranks" if ranks > 1 else "")
+            + (f", {stages} stages" if stages > 1 else ""),
             "kv": str(self._llm.memory_plan.kv_dtype),
             "vocab_size": self._llm.model_config.vocab_size,
             "open_s": time.perf_counter() - start,
@@ -63,6 +68,7 @@ class OwnEngine:
         left = set(waiting)
         prefilled = ended = start
         tokens = 0
+        begun = self._llm.get_metrics()
         while left:
             outputs = self._llm.step()
             now = time.perf_counter()
@@ -78,11 +84,22 @@ class OwnEngine:
                 ended = now
             elif not waiting and prefilled == start:
                 prefilled = ended = now
-        return {
+                begun = self._llm.get_metrics()
+        found = {
             "prefill_s": prefilled - start,
             "decode_s": ended - prefilled,
             "decode_tokens": tokens,
         }
+        if bubble := _bubble(begun, self._llm.get_metrics()):
+            found["bubble"] = bubble
+        return found
+
+
+def _bubble(begun: dict[str, float], ended: dict[str, float]) -> float:
+    """The share of the time between two readings of metrics in which a stage did not compute."""
+    names = [name for name in begun if re.fullmatch(r"stage_\d+_seconds", name)]
+    passed = len(names) * (ended.get("pipeline_seconds", 0.0) - begun.get("pipeline_seconds", 0.0))
+    return 1.0 - sum(ended[name] - begun[name] for name in names) / passed if passed else 0.0
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One rank with all threads compared with several ranks that share them (tensor parallelism)."""
+"""One rank with all threads compared with several ranks, or stages, that share them."""
 
 from __future__ import annotations
 
@@ -13,21 +13,24 @@ PROMPT = 512
 
 
 def measure_parallel(settings: Settings, engines: Engines) -> list[Result]:
-    """Rows for each number of requests and of ranks: 1, 2, 4, ... up to the number of threads."""
+    """Rows for each number of requests and of ranks: 1, 2, 4, ... up to the number of threads. The
+    ranks compute each layer together (tensor parallelism), or are the stages of a pipeline."""
     requests = max(settings.requests)
     context = max(DECODE_PROMPT, PROMPT) + settings.output_len
-    ranks, found = 1, []
+    found: list[Result] = []
+    counts = [2**i for i in range(settings.threads.bit_length())]
+    ways = [{"ranks": count} for count in counts] + [{"stages": count} for count in counts[1:]]
     with Engines() as opened:
-        while ranks <= settings.threads:
-            settings.progress(f"opening {ranks} ranks")
-            opened.open(replace(settings.opening(OURS, requests, context), ranks=ranks))
-            ranks *= 2
+        for way in ways:
+            settings.progress("opening " + ", ".join(f"{n} {name}" for name, n in way.items()))
+            opened.open(replace(settings.opening(OURS, requests, context), **way))
         prompt = make_load(opened.vocab_size, 1, PROMPT, 1, seed=PROMPT)
 
         def sample(engine: Worker, load: Load) -> dict[str, float]:
             seconds = engine.measure(prompt).prefill_s
-            rate = engine.measure(load).decode_rate
-            return {"prefill_tok_s": PROMPT / seconds, "decode_tok_s": rate}
+            decoded = engine.measure(load)
+            found = {"prefill_tok_s": PROMPT / seconds, "decode_tok_s": decoded.decode_rate}
+            return found if decoded.bubble is None else found | {"bubble": 100 * decoded.bubble}
 
         for count in settings.requests:
             load = make_load(

@@ -238,9 +238,10 @@ SUITES = {
     ),
     "parallel": Suite(
         "Ranks",
-        f"one rank with all threads and several that divide them: a prompt of {PARALLEL_PROMPT} "
-        f"tokens, and requests that decode after {DECODE_PROMPT}",
-        [PREFILL, DECODE],
+        f"one rank with all threads, and several ranks or stages that divide them: a prompt of "
+        f"{PARALLEL_PROMPT} tokens, and requests that decode after {DECODE_PROMPT}; bubble: the "
+        "share of the time in which a stage does not compute",
+        [PREFILL, DECODE, Metric("bubble", "% bubble", ratio=False)],
         measure_parallel,
     ),
     "speculative": Suite(

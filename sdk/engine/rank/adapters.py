@@ -57,6 +57,20 @@ class AdaptedRank(Protocol):
 # What executors call on every rank. An exception would end the ranks, so errors are returned.
 
 
+def features(runner: AdaptedRank) -> dict[str, tuple[tuple[int, int], int]]:
+    """See :attr:`sdk.models.adapters.ModelAdapters.features`."""
+    return _of(runner).model.features
+
+
+def learn_elsewhere(
+    runner: AdaptedRank, features: Mapping[str, tuple[tuple[int, int], int]]
+) -> None:
+    """Tell a rank the matrices of all stages."""
+    model = _of(runner).model
+    own = model.features
+    model.elsewhere = {path: found for path, found in features.items() if path not in own}
+
+
 def clear_slots(runner: AdaptedRank, slots: Iterable[int]) -> None:
     """Empty slots, and drop an adapter on its way."""
     adapters = _of(runner)

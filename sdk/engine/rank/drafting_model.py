@@ -392,6 +392,7 @@ def _ends(
     checkpoint = config.open_model()
     try:
         source = Source(checkpoint, target.config, Mesh(), ops, config.max_model_len)
-        return ModelEnds(*source.embedding_and_head())
+        embedding = source.embedding()
+        return ModelEnds(embedding, source.head(embedding))
     finally:
         checkpoint.close()

@@ -28,7 +28,7 @@ class ForwardPasses:
         self._kv = kv
         self._inputs = inputs
         self.ops = ops
-        self._samples = mesh.rank == 0
+        self._mesh = mesh
         self._shapes: PackedShapes | None = None
         #: Seconds spent in native calls so far.
         self.native_seconds = 0.0
@@ -42,7 +42,7 @@ class ForwardPasses:
         self.ops.find_places(batch)
         self.ops.adapter_slots = self._inputs.adapters[: batch.num_tokens]
         inputs = self._inputs.token_ids[: batch.num_tokens]
-        if embedded:
+        if embedded and self._mesh.is_first:
             inputs = self._model.embed(inputs)
             for first, rows in embedded:
                 inputs[first : first + len(rows)] = rows
@@ -54,11 +54,12 @@ class ForwardPasses:
         return self._model.streams if isinstance(self._model, Decoder) else ()
 
     def logits(self, hidden: Tensor, outputs: int) -> Tensor:
-        """Logits of the first ``outputs`` output rows; draws tokens with the inputs' draws."""
-        if not outputs:
+        """Logits of the first ``outputs`` output rows; draws tokens with the inputs' draws. None in
+        a stage without a head."""
+        if not outputs or not self._mesh.is_last:
             return hidden[:0]
         logits = self._head(hidden, outputs)
-        if self._samples:
+        if self._mesh.samples:
             self.ops.sampling.sample_into(logits, self._inputs.sampling)
         return logits
 

@@ -19,8 +19,9 @@ from torch import Tensor
 from sdk.engine.rank.kv_cache import KVCache
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.kv_pages import KVPages
+from sdk.kernels.kv_types import KV_TYPES
 from sdk.models.decoder import CausalLM, Decoder
-from sdk.quant.spec import KVSpec
+from sdk.quant.spec import KVSpec, KVTypes
 
 _PAGE = 16
 #: Tokens that are measured, in steps as small as any engine's; their ids are spread over the
@@ -37,12 +38,14 @@ def centre_keys(cache: KVCache, model: CausalLM) -> None:
     spec = cache.spec
     lowest = spec.tiers[-1]
     centred = [lowest.parts(layer)[0].type.centred for layer in range(spec.num_layers)]
-    if not any(centred) or not isinstance(model, Decoder) or not model.shift_invariant:
+    # also if this stage has no such layer: the others need what it computes
+    wanted = KV_TYPES[KVTypes.parse(lowest.dtype).k].centred
+    if not wanted or not isinstance(model, Decoder) or not model.shift_invariant:
         return
     pages = _run(model, spec)
     cache.layers = [
-        _with_centre(layer, _centre(seen)) if wanted else layer
-        for layer, seen, wanted in zip(cache.layers, pages, centred, strict=True)
+        _with_centre(layer, _centre(seen)) if is_centred else layer
+        for layer, seen, is_centred in zip(cache.layers, pages, centred, strict=True)
     ]
 
 

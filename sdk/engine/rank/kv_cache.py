@@ -51,12 +51,14 @@ def kv_spec(config: ModelConfig, kv_heads: int, page_size: int, dtype: str) -> K
 def cache_of_rank(config: RunnerConfig, model: ModelConfig, mesh: Mesh, ops: Ops) -> KVCache:
     """The cache of one rank, empty."""
     heads = mesh.heads(model.num_heads, model.num_kv_heads)
+    layers = config.layers_of(mesh.stage) or range(model.num_layers)
     return KVCache(
-        kv_spec(model, heads.kv_count, config.page_size, config.kv_dtype),
+        kv_spec(model, heads.kv_count, config.page_size, config.kv_dtype).of_layers(layers),
         config.num_pages,
         ops.device,
         keys_transposed=ops.keys_transposed,
         first_head=heads.kv_start,
+        first_layer=layers.start,
         num_swap_pages=config.num_swap_pages,
         swap_path=config.swap_path,
         keep=config.kv_keep,
@@ -108,7 +110,8 @@ class KVCache:
     touch 60 huge pages of 2 MiB. Within a page a layer has its keys, its values, and the scales of
     both if they are codes.
 
-    ``first_head``: the first of the model's key/value heads that this rank holds.
+    ``first_head``, ``first_layer``: the first of the model's key/value heads and layers that this
+    rank holds.
     ``num_swap_pages`` more pages are in swap space: see
     :class:`~sdk.engine.rank.swap_storage.SwapStorage`. ``keep``: pages at both ends of a request
     that stay in the first tier.
@@ -122,6 +125,7 @@ class KVCache:
         *,
         keys_transposed: bool = True,
         first_head: int = 0,
+        first_layer: int = 0,
         num_swap_pages: int = 0,
         swap_path: str | None = None,
         keep: tuple[int, int] = KEPT_PAGES,
@@ -129,7 +133,7 @@ class KVCache:
         self.spec = spec
         self.keep = keep
         self.num_pages = num_pages
-        self.first_head = first_head
+        self.first_head, self.first_layer = first_head, first_layer
         self._device = torch.device(device)
         self._keys_transposed = keys_transposed
         self._swap = num_swap_pages, swap_path

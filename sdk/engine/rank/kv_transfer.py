@@ -97,10 +97,13 @@ def _in_rows(spec: KVSpec, layer: int, centre: Tensor | None) -> tuple[_Side, _S
 
 def read_layer(
     runner: ModelRunner, layer: int, places: list[int], tier: int
-) -> tuple[int, LayerKV]:
+) -> tuple[int, LayerKV] | None:
     """The contents of these pages for the rank's own heads as rows of the type of a tier
-    (0 without a tiered cache), and the first of the heads.
+    (0 without a tiered cache), and the first of the heads. ``None``: another stage has the layer.
     """
+    layer -= runner.kv.first_layer
+    if not 0 <= layer < len(runner.kv.layers):
+        return None
     tiers, specs = runner.kv.layers[layer].tiers, runner.kv.spec.tiers
     mixes = specs[tier].parts(layer)[0].type.hadamard
     centre = tiers[0].k_centre if mixes else None
@@ -156,9 +159,13 @@ def write_layer(
 ) -> None:
     """Fill these pages with ``stored`` tokens of all heads, whose types are those of ``source``.
 
-    The pages are whole ones, in a tiered cache of its first type.
+    The pages are whole ones, in a tiered cache of its first type. Nothing happens on ranks that do
+    not have the layer.
     """
-    kv = runner.kv.layers[layer]
+    own_layer = layer - runner.kv.first_layer
+    if not 0 <= own_layer < len(runner.kv.layers):
+        return
+    kv = runner.kv.layers[own_layer]
     first, count = runner.kv.first_head, kv.k.shape[1]
     device = kv.k.device
     rows = torch.from_numpy(stored.rows[:, first : first + count].copy()).to(device)
@@ -167,7 +174,7 @@ def write_layer(
     if stored.centre is not None:
         theirs = torch.from_numpy(stored.centre[first : first + count].copy()).to(device)
     at = torch.tensor(pages, device=device)
-    own = _in_pages(runner.kv.spec.tiers[0], layer, kv)
+    own = _in_pages(runner.kv.spec.tiers[0], own_layer, kv)
     sides = zip(_in_rows(source, layer, theirs), own, strict=True)
     for side, (given, target) in enumerate(sides):
         codes, scales = columns[side], columns[side + 2]
@@ -215,8 +222,10 @@ def _convert(codes: Tensor, scales: Tensor, given: _Side, target: _Side) -> tupl
     return _as_bytes(made), scales[..., :0] if scaled is None else _as_bytes(scaled)
 
 
-def joined(parts: Sequence[tuple[int, LayerKV]], kv_heads: int) -> LayerKV:
-    """All heads of a layer, joined from the ranks' parts; ranks may have the same heads."""
+def joined(answers: Sequence[tuple[int, LayerKV] | None], kv_heads: int) -> LayerKV:
+    """All heads of a layer, joined from the ranks' parts; ranks may have the same heads, and those
+    of other stages have none."""
+    parts = [answer for answer in answers if answer is not None]
     if len(parts) == 1:
         return parts[0][1]
     first = parts[0][1]

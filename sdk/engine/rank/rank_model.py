@@ -39,8 +39,9 @@ class RankModel:
             ops = config.open_ops()
             undo.callback(ops.close)
             values = {**checkpoint.config, **config.hf_overrides}
+            longest, layers = config.max_model_len, config.layers_of(mesh.stage)
             model = build_model(
-                checkpoint, mesh, ops, max_model_len=config.max_model_len, config=values
+                checkpoint, mesh, ops, max_model_len=longest, config=values, layers=layers
             )
             classifier = classifier_of(values)
             score_head = read_score_head(checkpoint, classifier, model.config.hidden_size)

@@ -87,12 +87,13 @@ class ModelRunner:
                 self.ops.device,
                 find_shared=self.ops.shares_keys,
             )
+            mesh.reserve(4 * config.max_num_batched_tokens * facts.hidden_size)
             self._passes = ForwardPasses(self.model, self.kv, self._inputs, self.ops, mesh)
             self.strategy: Strategy = Eager(self._passes, self._inputs, "enforce_eager")
             #: The weights that draft, if there are any: on rank 0, which samples.
             self.drafting: DraftingModel | None = None
             self._is_drafted = config.drafting is not None
-            if config.drafting is not None and mesh.rank == 0:
+            if config.drafting is not None and mesh.samples:
                 release_free_memory()  # before more weights, perhaps of the same file, are loaded
                 self.drafting = DraftingModel(
                     config.drafting, config, self.ops, mesh, self.model, self.kv
@@ -146,8 +147,8 @@ class ModelRunner:
 
     @property
     def rank(self) -> int:
-        """The number of this rank."""
-        return self._mesh.rank
+        """The number of this rank among those of all stages; rank 0 samples."""
+        return self._mesh.number
 
     @property
     def ahead(self) -> tuple[int, int]:
@@ -232,13 +233,13 @@ class ModelRunner:
             # guidance and scores use inference tensors, which torch allows only in this mode
             special = batch.negatives or batch.scored
             with torch.inference_mode() if special else contextlib.nullcontext():
-                if batch.draws and self._mesh.rank == 0:
+                if batch.draws and self._mesh.samples:
                     self._sample(launched, result)
-                for scored_row in batch.scored:
+                for scored_row in batch.scored if self._mesh.is_last else ():
                     self._score(scored_row, launched, result)
             if self.drafting is not None and self.drafting.reads_hidden:
                 self.drafting.keep(launched, _num_right(batch, result.tokens))
-        if len(step.launched) == 1 and step is self._last_step and self._mesh.rank == 0:
+        if len(step.launched) == 1 and step is self._last_step and self._mesh.samples:
             self._prepare_repeat(plan, step.launched[0].batch, result)
         left_out = () if self.drafting is None else self.drafting.newly_left_out()
         waited = self.take_mask_seconds()

@@ -73,11 +73,17 @@ class RunnerConfig:
     disk_folder: str = ""
     #: GPU only: the first layer whose weights are offloaded to host memory.
     host_from: int | None = None
+    #: The layers of each stage; empty: every rank has a part of all.
+    stage_layers: tuple[range, ...] = ()
     #: Slots of low-rank adapters.
     adapter_slots: int = 0
     #: The largest rank of an adapter, and the type of its factors.
     max_adapter_rank: int = 64
     adapter_dtype: torch.dtype | None = None
+
+    def layers_of(self, stage: int) -> range | None:
+        """The layers of a stage; ``None``: all of them."""
+        return self.stage_layers[stage] if self.stage_layers else None
 
     def open_model(self) -> Checkpoint:
         """Open the model's files, with online quantization if ``quantization`` is set."""

@@ -205,6 +205,8 @@ class Scheduler:
             self._num_steps += 1
             in_flight.batches.append(batch)
             return batch.plan
+        if last is not None and in_flight.batches and not self.queues.waiting.count:
+            return None  # it contains everything that runs
         busy = in_flight.sequences() if in_flight.batches else _NO_SEQUENCES
         if busy and self._concurrent_tokens(busy) < self.min_concurrent_tokens:
             return None

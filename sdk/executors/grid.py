@@ -1,0 +1,70 @@
+"""Where the ranks of one executor are: which stage, and which rank of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from sdk.executors.groups import RankGroup, Transport, connect
+from sdk.kernels.cpu.rank_group import SharedLink
+from sdk.models.parallel import Mesh
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """``stages`` stages of ``width`` ranks each.
+
+    Ranks are numbered from the last stage on, because rank 0, the process of the host, samples.
+    """
+
+    width: int = 1
+    stages: int = 1
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.width * self.stages
+
+    def stage(self, rank: int) -> int:
+        """The stage of a rank."""
+        return self.stages - 1 - rank // self.width
+
+    def name(self, rank: int) -> str:
+        """A rank in messages."""
+        return f"rank {rank}" + (f" (stage {self.stage(rank)})" if self.stages > 1 else "")
+
+    def join(
+        self, rank: int, kind: Transport, folder: str, *, connect_s: float, limit_s: float
+    ) -> tuple[Mesh, list[RankGroup]]:
+        """Connect a rank to its neighbours, which meet in ``folder``; all ranks call it.
+
+        Returns its mesh, and what has to be closed.
+
+        :raises CollectiveError: the others do not connect in time.
+        """
+        stage, number = self.stage(rank), rank % self.width
+        times = {"connect_s": connect_s, "limit_s": limit_s}
+        group = None
+        if self.width > 1:
+            own = _made(folder, f"stage-{stage}")
+            group = connect(kind, own, number, self.width, processes=self.size, **times)
+        ends: list[SharedLink | None] = [None, None]
+        # stage 0 waits only for stage 1, which then waits for stage 2, and so on
+        for index, first in enumerate((stage - 1, stage)):
+            if 0 <= first < self.stages - 1:
+                ends[index] = SharedLink(
+                    _made(folder, f"link-{first}-{number}"),
+                    sends=index == 1,
+                    slots=self.stages,  # as many as there are batches in flight
+                    processes=self.size,
+                    **times,
+                )
+        upstream, downstream = ends
+        mesh = Mesh(number, self.width, group, stage, self.stages, upstream, downstream)
+        return mesh, [each for each in (group, upstream, downstream) if each is not None]
+
+
+def _made(folder: str, name: str) -> str:
+    path = Path(folder, name)
+    path.mkdir(mode=0o700, exist_ok=True)
+    return str(path)
