@@ -34,11 +34,16 @@ class HeadShard:
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """This rank among ``size`` ranks, which exchange tensors over ``group``. One rank has none."""
+    """This rank among ``size`` ranks, which exchange tensors over ``group``. One rank has none.
+
+    ``redundant_experts``: ``None`` if every rank has a part of each expert. Otherwise it has whole
+    experts, of which so many more than the model has are copies (models/expert_parallel.py).
+    """
 
     rank: int = 0
     size: int = 1
     group: Group | None = None
+    redundant_experts: int | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:

@@ -56,6 +56,8 @@ class EngineConfig:
     skip_tokenizer_init: bool = False
     trust_remote_code: bool = False
     tensor_parallel_size: int = 1
+    enable_expert_parallel: bool = False
+    num_redundant_experts: int = 0
     dtype: Literal["auto", "float32", "float16", "bfloat16", "float", "half"] = "auto"
     quantization: str | None = None
     revision: str | None = None
@@ -108,6 +110,7 @@ class EngineConfig:
         try:
             self._check()
             self._check_lora()
+            self._check_experts()
         except SdkError:
             raise
         except Exception as error:
@@ -242,6 +245,29 @@ class EngineConfig:
                 f"max_cpu_loras ({self.max_cpu_loras}) must be at least max_loras "
                 f"({self.max_loras})"
             )
+
+    def _check_experts(self) -> None:
+        enabled: object = self.enable_expert_parallel
+        if not isinstance(enabled, bool):
+            raise RequestError(
+                f"enable_expert_parallel: expected True or False, found {safe_repr(enabled)}"
+            )
+        if self.num_redundant_experts and self.redundant_experts is None:
+            raise RequestError(
+                f"num_redundant_experts={self.num_redundant_experts}: copies of experts need "
+                "enable_expert_parallel=True and a tensor_parallel_size of at least 2"
+            )
+        if self.redundant_experts is not None and self.disk_offload:
+            raise RequestError(
+                "disk_offload: not supported together with enable_expert_parallel in this release; "
+                "leave out one of them"
+            )
+
+    @property
+    def redundant_experts(self) -> int | None:
+        """Copies of experts, if whole experts are spread over several ranks; else ``None``."""
+        spread = self.enable_expert_parallel and self.tensor_parallel_size > 1
+        return self.num_redundant_experts if spread else None
 
     @property
     def adapter_slots(self) -> int:
@@ -378,6 +404,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 }
 _COUNTS: dict[str, tuple[int, int]] = {
     "tensor_parallel_size": (1, 64),
+    "num_redundant_experts": (0, 2**16),
     "seed": (0, 2**64 - 1),
     "num_threads": (1, 1024),
     "max_model_len": (1, 2**31 - 1),

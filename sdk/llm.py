@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from sdk.beam_search import BeamSearchOutput, BeamSearchParams
+from sdk.engine.expert_balance import ExpertBalance
 from sdk.engine.plan import PoolingMode
 from sdk.engine.running_requests import RequestInfo
 from sdk.errors import RequestError
@@ -131,6 +132,8 @@ class LLM:
         self._prefixes = SavedPrefixes(self._driver, loaded, self._jobs)
         self._memory = EngineMemory(self._driver, loaded)
         self._jobs.before_structures = self._memory.hold_vocabulary
+        redundant = self.config.redundant_experts
+        self._experts = ExpertBalance(loaded.executor, lambda: loaded.runner, redundant)
         self._close = weakref.finalize(self, self._driver.close)
 
     @staticmethod
@@ -830,6 +833,35 @@ class LLM:
         :raises RequestError: it is something else.
         """
         self._monitoring.set_slo(slo)
+
+    def expert_load(self) -> dict[int, list[int]]:
+        """The rows that were routed to each expert, by layer, since the engine was loaded or since
+        the last :meth:`rebalance_experts`. A token counts once for each of its experts.
+
+        :raises RequestError: the engine has no ``enable_expert_parallel`` on several ranks.
+        """
+        self._experts.check("expert_load")
+        return self._driver.between_steps(self._experts.load)
+
+    def rebalance_experts(self) -> int:
+        """Spread experts over the ranks by their load (:meth:`expert_load`), and give the copies of
+        ``num_redundant_experts`` to the busiest ones. Returns how many experts moved.
+
+        Runs between two steps, which wait: ranks load what they get from the model's files. While a
+        layer moves, its new experts are in memory in addition to the old ones. Answers stay the
+        same, also of unfinished requests. Afterwards counting begins again. ``sleep(2)`` forgets
+        the placement.
+
+        :raises CheckpointError: the files have changed or cannot be read; all experts stay usable.
+        :raises RequestError: the engine has no ``enable_expert_parallel`` on several ranks.
+        """
+        self._experts.check("rebalance_experts")
+
+        def act() -> int:
+            self._memory.expect_same_model("rebalance_experts")
+            return self._experts.rebalance()
+
+        return self._driver.between_steps(act)
 
     def list_requests(self) -> list[RequestInfo]:
         """The unfinished requests, oldest first, one entry for each of a request's answers.

@@ -31,6 +31,8 @@ class EngineOptions(TypedDict, total=False):
     skip_tokenizer_init: bool
     trust_remote_code: bool
     tensor_parallel_size: int
+    enable_expert_parallel: bool
+    num_redundant_experts: int
     dtype: Literal["auto", "float32", "float16", "bfloat16", "float", "half"]
     quantization: str | None
     revision: str | None

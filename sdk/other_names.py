@@ -25,7 +25,6 @@ ENGINE: dict[str, OtherName] = {
     # vLLM
     "pipeline_parallel_size": OtherName("use tensor_parallel_size", (1,)),
     "data_parallel_size": OtherName("make one LLM for each copy of the model", (1,)),
-    "enable_expert_parallel": OtherName("use tensor_parallel_size", (False,)),
     "disable_log_stats": OtherName("nothing is logged; use get_metrics()", (True,)),
     "disable_log_requests": OtherName("requests are not logged", (True,)),
     "enable_log_requests": OtherName("requests are not logged", (False,)),

@@ -26,7 +26,7 @@ class AllReduce:
 
     def run(self, x: Tensor, group: Group) -> None:
         if not isinstance(group, SharedGroup) or x.stride(1) != 1:
-            _expect_no_recording(self._runtime, group)
+            expect_no_recording(self._runtime, group)
             exchange.AllReduce().run(x, group)
             return
         rows, width = x.shape
@@ -47,7 +47,7 @@ class AllGather:
 
     def run(self, x: Tensor, group: Group, width: int, out: Tensor) -> None:
         if not isinstance(group, SharedGroup) or x.stride(1) != 1:
-            _expect_no_recording(self._runtime, group)
+            expect_no_recording(self._runtime, group)
             exchange.AllGather().run(x, group, width, out)
             return
         rows, own = x.shape
@@ -57,6 +57,7 @@ class AllGather:
         self._runtime.run(OpKind.EXCHANGE, args, rows, self.name)
 
 
-def _expect_no_recording(runtime: NativeRuntime, group: Group) -> None:
+def expect_no_recording(runtime: NativeRuntime, group: Group) -> None:
+    """:raises CaptureError: a step is being recorded, and this group has no native operators."""
     if runtime.recording is not None:
         raise CaptureError(f"sums over a {type(group).__name__} cannot be recorded")

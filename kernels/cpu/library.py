@@ -27,7 +27,7 @@ from zipimport import zipimporter
 import torch
 
 #: Must equal kAbiVersion in native/abi.hpp; a library with another version is rejected as stale.
-ABI_VERSION = 20
+ABI_VERSION = 21
 
 #: Instruction-set levels, worst to best, in the order of native/levels.hpp.
 LEVELS = ("portable", "avx2", "avx2_vnni", "avx512_vnni")
@@ -68,6 +68,7 @@ class OpKind(IntEnum):
     RECODE = 17
     LOW_RANK = 18
     EXCHANGE = 19
+    COMBINE_RANKS = 20
 
 
 class Count(IntEnum):
@@ -154,7 +155,8 @@ class GroupArgs(Structure):
         *((name, c_void_p) for name in ("chosen", "places", "tokens", "owners")),
         *((name, c_void_p) for name in ("starts", "active")),
         *((name, c_int64) for name in ("count", "rows")),
-        ("k", c_int32),
+        *((name, c_void_p) for name in ("first", "ranks", "local", "servers", "load")),
+        *((name, c_int32) for name in ("k", "rank")),
     ]
 
 
@@ -168,7 +170,10 @@ class ExpertsArgs(Structure):
 
 
 class BiasArgs(Structure):
-    _fields_ = [*((name, c_void_p) for name in ("x", "bias", "owners")), ("width", c_int64)]
+    _fields_ = [
+        *((name, c_void_p) for name in ("x", "bias", "owners", "used")),
+        ("width", c_int64),
+    ]
 
 
 class CombineArgs(Structure):
@@ -176,6 +181,14 @@ class CombineArgs(Structure):
         *((name, c_void_p) for name in ("x", "weights", "places", "out")),
         ("width", c_int64),
         ("k", c_int32),
+    ]
+
+
+class CombineRanksArgs(Structure):
+    _fields_ = [
+        ("own", CombineArgs),
+        *((name, c_void_p) for name in ("group", "servers")),
+        ("number", c_int64),
     ]
 
 
@@ -236,7 +249,13 @@ class NormArgs(Structure):
 
 
 class GatedArgs(Structure):
-    _fields_ = [("gate_up", c_void_p), ("out", c_void_p), ("width", c_int64), ("kind", c_int32)]
+    _fields_ = [
+        ("gate_up", c_void_p),
+        ("out", c_void_p),
+        ("width", c_int64),
+        ("used", c_void_p),
+        ("kind", c_int32),
+    ]
 
 
 class SampleArgs(Structure):

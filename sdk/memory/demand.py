@@ -59,7 +59,7 @@ class Demand:
     ``drafting_weights``: the part of ``weights`` that drafts, of ``drafting_model``, which may run
     prompts too. ``feature_bytes``: hidden states of one token for a head that drafts.
     ``adapter_bytes``: all low-rank adapters together. ``ranks``: of a tensor-parallel model; the
-    weights and pages are those of all ranks.
+    weights and pages are those of all ranks. ``whole_experts``: these ranks have whole experts.
     """
 
     weights: WeightBytes
@@ -85,6 +85,7 @@ class Demand:
     feature_bytes: int = 0
     adapter_bytes: int = 0
     ranks: int = 1
+    whole_experts: bool = False
 
     @property
     def tokenizer(self) -> int:
@@ -142,7 +143,10 @@ def workspace_bytes(demand: Demand, seqs: int, tokens: int) -> int:
 def _exchanged_bytes(demand: Demand, rows: int, tokens: int) -> int:
     """The memory that the ranks share: two areas each, for the largest sum or gather of a step."""
     part = -(-demand.model.vocab_size // demand.ranks)
-    return 2 * demand.ranks * 4 * max(tokens * demand.model.hidden_size, rows * part)
+    each = 1
+    if demand.whole_experts and demand.model.experts is not None:
+        each = demand.model.experts.per_token  # a rank may have all rows of a step
+    return 2 * demand.ranks * 4 * max(each * tokens * demand.model.hidden_size, rows * part)
 
 
 def _token_bytes(model: ModelConfig, demand: Demand) -> int:
@@ -150,6 +154,8 @@ def _token_bytes(model: ModelConfig, demand: Demand) -> int:
     short = 4 * demand.ranks * model.hidden_size + 3 * model.intermediate_size
     if model.experts is not None:
         split, whole = 3 * model.experts.width, demand.ranks * model.hidden_size
+        if demand.whole_experts:
+            split *= demand.ranks  # each has room for all rows
         short += model.experts.per_token * (split + whole)
     return 2 * demand.ranks * model.hidden_size * 4 + short * demand.activation_bytes
 

@@ -7,7 +7,8 @@
 // output rows; quantizing its activations is row-wise and joins the phase before. Attention is one
 // phase over its work items (attention.hpp), a product of experts one over the strips of the experts
 // that have rows (moe.hpp). The update of a product by adapters is two phases (low_rank.hpp), and so is an
-// exchange with other ranks (rank_group.hpp): its second phase is row-wise, and others join it.
+// exchange with other ranks (rank_group.hpp), also one that combines the rows of experts (moe.hpp): its
+// second phase is row-wise, and others join it.
 #pragma once
 
 #include <vector>
@@ -43,6 +44,7 @@ struct Op {
         RecodeArgs recode;
         LowRankArgs low_rank;
         ExchangeArgs exchange;
+        CombineRanksArgs combine_ranks;
     };
 };
 

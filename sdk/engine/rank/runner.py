@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from sdk.engine.rank.adapters import RankAdapters
 from sdk.engine.rank.device_graphs import DeviceGraphs
 from sdk.engine.rank.drafting_model import DraftingModel
 from sdk.engine.rank.eager import Eager
+from sdk.engine.rank.experts import MovingExperts, unused_tensors
 from sdk.engine.rank.forward import ForwardPasses
 from sdk.engine.rank.inputs import StepInputs
 from sdk.engine.rank.key_centres import centre_keys
@@ -56,15 +58,18 @@ class ModelRunner:
     ``close`` frees weights, pages and threads.
     """
 
+    #: Experts on their way to this rank.
+    moving: MovingExperts | None = None
+
     def __init__(
         self, config: RunnerConfig, mesh: Mesh, checkpoint: Checkpoint | None = None
     ) -> None:
-        self._mesh = mesh
+        self.config = config
+        self.mesh = mesh = replace(mesh, redundant_experts=config.redundant_experts)
         self._requests: dict[str, RankRequest] = {}
         #: The last step that was launched from a plan, and what repeats it.
         self._last_step: _LaunchedStep | None = None
         self._repeated: _RepeatedSteps | None = None
-        self.unused_tensors: list[str] = []
         with contextlib.ExitStack() as undo:
             if checkpoint is None:
                 checkpoint = config.open_model()
@@ -81,7 +86,7 @@ class ModelRunner:
             #: The classes of the checkpoint, if it has any.
             self.classifier = classifier_of(values)
             self._score_head = read_score_head(checkpoint, self.classifier, facts.hidden_size)
-            self.unused_tensors = checkpoint.unused()
+            self.unused_tensors = unused_tensors(checkpoint, self.model)
             self.kv = cache_of_rank(config, facts, mesh, self.ops)
             undo.callback(self.kv.close)
             centre_keys(self.kv, self.model)
@@ -159,7 +164,7 @@ class ModelRunner:
     @property
     def rank(self) -> int:
         """The number of this rank."""
-        return self._mesh.rank
+        return self.mesh.rank
 
     @property
     def ahead(self) -> tuple[int, int]:
@@ -208,10 +213,10 @@ class ModelRunner:
             return rows
         if self.drafting is not None:
             rows = self.drafting.draft(rows, requests)
-        if self._mesh.group is None:
+        if self.mesh.group is None:
             return rows
         tokens = torch.tensor([token for row in rows for token in row.drafts])
-        drafted = iter(self._mesh.group.all_gather(tokens)[0].tolist())
+        drafted = iter(self.mesh.group.all_gather(tokens)[0].tolist())
         return [row._replace(drafts=tuple(next(drafted) for _ in row.drafts)) for row in rows]
 
     def _update(self, plan: StepPlan) -> dict[int, str]:
@@ -244,13 +249,13 @@ class ModelRunner:
             # guidance and scores use inference tensors, which torch allows only in this mode
             special = batch.negatives or batch.scored
             with torch.inference_mode() if special else contextlib.nullcontext():
-                if batch.draws and self._mesh.rank == 0:
+                if batch.draws and self.mesh.rank == 0:
                     self._sample(launched, result)
                 for scored_row in batch.scored:
                     self._score(scored_row, launched, result)
             if self.drafting is not None and self.drafting.reads_hidden:
                 self.drafting.keep(launched, _num_right(batch, result.tokens))
-        if len(step.launched) == 1 and step is self._last_step and self._mesh.rank == 0:
+        if len(step.launched) == 1 and step is self._last_step and self.mesh.rank == 0:
             self._prepare_repeat(plan, step.launched[0].batch, result)
         left_out = () if self.drafting is None else self.drafting.newly_left_out()
         waited = self.take_mask_seconds()

@@ -78,6 +78,8 @@ class RunnerConfig:
     #: The largest rank of an adapter, and the type of its factors.
     max_adapter_rank: int = 64
     adapter_dtype: torch.dtype | None = None
+    #: See :class:`sdk.models.parallel.Mesh`.
+    redundant_experts: int | None = None
 
     def open_model(self) -> Checkpoint:
         """Open the model's files, with online quantization if ``quantization`` is set."""
