@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from sdk.quant.errors import CheckpointError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -68,17 +70,20 @@ class ExpertMLP:
         return self.ops.all_reduce(y, self.mesh.group)
 
     def load(self, source: Source, placement: Placement) -> list[ExpertArrival]:
-        """Load the experts that another placement gives this rank."""
+        """Load the experts that another placement gives this rank.
+
+        :raises CheckpointError: only some experts have a bias.
+        """
         assert self.share is not None
-        width = self.spec.width
-        return [
-            ExpertArrival(
-                index,
-                source.expert_column(self.path, _GATE_UP, expert, 0, width),
-                source.expert_row(self.path, "down_proj", expert, 0, width),
-            )
-            for index, expert in self.share.arrivals(placement)
-        ]
+        arrivals, width = [], self.spec.width
+        for place, expert in self.share.arrivals(placement):
+            gate_up = source.expert_column(self.path, _GATE_UP, expert, 0, width)
+            down = source.expert_row(self.path, "down_proj", expert, 0, width)
+            for own, (_, bias) in ((self.gate_up, gate_up), (self.down, down)):
+                if (bias is None) != (own.bias is None):
+                    raise CheckpointError(f"{self.path}: expected a bias for every expert or none")
+            arrivals.append(ExpertArrival(place, gate_up, down))
+        return arrivals
 
     def move(self, arrivals: Sequence[ExpertArrival], placement: Placement) -> None:
         """Exchange experts for those that :meth:`load` has loaded, and route by ``placement``.

@@ -141,3 +141,17 @@ def test_a_missing_bias_of_an_expert_is_named(missing: str, load: Callable[..., 
         CheckpointError, match=rf"layers\.1\.mlp\.experts.*expected a bias {wanted}"
     ):
         load(DictCheckpoint(found.config, left))
+
+
+def test_an_expert_whose_bias_is_missing_does_not_move(load: Callable[..., Any], ops: Ops) -> None:
+    found = checkpoint_of(tiny("gpt_oss", num_local_experts=4, num_experts_per_tok=2))
+    own = Mesh(0, 2, Ranks(2).mesh(0).group, redundant_experts=0)
+    model = load(found, mesh=own)
+    first = mixtures(model)[0]
+    assert first.share is not None and first.share.own == [0, 2]
+    name = "model.layers.0.mlp.experts.3.down_proj.bias"
+    left = {key: value for key, value in found.tensors.items() if key != name}
+    source = Source(DictCheckpoint(found.config, left), model.config, own, ops, 256)
+    with pytest.raises(CheckpointError, match="expected a bias for every expert or none"):
+        first.load(source, ((0, 3), (1, 2)))
+    assert [arrival.place for arrival in first.load(source, ((1, 2), (0, 3)))] == [0]

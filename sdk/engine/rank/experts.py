@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Protocol
 
+import torch
+
 from sdk.engine.rank.runner_config import RunnerConfig
 from sdk.kernels.ops import Ops
 from sdk.memory.machine import release_free_memory
@@ -57,6 +59,15 @@ def unused_tensors(checkpoint: Checkpoint, model: CausalLM) -> list[str]:
         return bool(found and share and int(found[2]) < len(share.routing.local))
 
     return [name for name in checkpoint.unused() if not elsewhere(name)]
+
+
+def all_record(mesh: Mesh, records: bool) -> bool:
+    """Whether every rank can record its steps: they must all do the same, because a recorded step
+    reserves the memory of its exchanges at once. Ranks differ if some experts have other formats.
+    """
+    if mesh.group is None or mesh.redundant_experts is None:
+        return True
+    return all(bool(flag) for flag in mesh.group.all_gather(torch.tensor([float(records)])))
 
 
 class MovingExperts:

@@ -17,7 +17,7 @@ from sdk.engine.rank.adapters import RankAdapters
 from sdk.engine.rank.device_graphs import DeviceGraphs
 from sdk.engine.rank.drafting_model import DraftingModel
 from sdk.engine.rank.eager import Eager
-from sdk.engine.rank.experts import MovingExperts, unused_tensors
+from sdk.engine.rank.experts import MovingExperts, all_record, unused_tensors
 from sdk.engine.rank.forward import ForwardPasses
 from sdk.engine.rank.inputs import StepInputs
 from sdk.engine.rank.key_centres import centre_keys
@@ -160,6 +160,9 @@ class ModelRunner:
             self.strategy = Recorded(self._passes, self._inputs)
         except CaptureError as error:
             self.strategy = Eager(self._passes, self._inputs, str(error))
+        if not all_record(self.mesh, isinstance(self.strategy, Recorded)):
+            why = self.strategy.eager_reason or "the experts of another rank cannot be recorded"
+            self.strategy = Eager(self._passes, self._inputs, why)
 
     @property
     def rank(self) -> int:
