@@ -9,6 +9,7 @@ result of a row does not depend on the other rows of its expert.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from sdk.kernels.bound import BoundExperts, BoundLinear
 from sdk.kernels.checks import expect, expect_floats
 from sdk.kernels.context import Context
 from sdk.kernels.errors import KernelError
-from sdk.kernels.routes import Routes
+from sdk.kernels.routes import RankExperts, Routes
 
 
 class MoEOps:
@@ -37,11 +38,14 @@ class MoEOps:
             return None
         return BoundExperts(implementation, packed, len(experts), first.shape, self._context)
 
-    def route(self, logits: Tensor, k: int, *, normalized: bool) -> Routes:
+    def route(
+        self, logits: Tensor, k: int, *, normalized: bool, experts: RankExperts | None = None
+    ) -> Routes:
         """For each token the k experts with the highest ``logits [T, E]``; the first wins a tie.
 
         Their weights are the softmax over the k logits (``normalized``), or their share of the
-        softmax over all experts.
+        softmax over all experts. ``experts``: which rank has which (on a CPU only). Every rank must
+        make the same calls with the same logits.
         """
         expect("route logits", logits, torch.float32, None, None)
         tokens, count = logits.shape
@@ -49,10 +53,14 @@ class MoEOps:
             raise KernelError(f"route: expected 1 to {count} experts per token, found {k}")
 
         weights, chosen = self._context.empty(tokens, k), self._integers(tokens, k)
-        routes = self._empty_routes(weights, count)
+        routes = self._empty_routes(weights, count if experts is None else experts.count)
+        if experts is not None:
+            expect("route experts", experts.load, torch.int64, count)
+            routes = replace(routes, experts=experts, servers=self._integers(tokens, k))
         if tokens:
             self._context.kernel("route").run(logits.contiguous(), normalized, chosen, weights)
-            self._context.kernel("group").run(chosen, routes)
+            operator = "group" if experts is None else "group_ranks"
+            self._context.kernel(operator).run(chosen, routes)
         return routes
 
     def routes(self, chosen: Tensor, weights: Tensor, count: int) -> Routes:
@@ -99,9 +107,14 @@ class MoEOps:
         return x
 
     def combine(self, x: Tensor, routes: Routes) -> Tensor:
-        """The weighted sum of each token's rows of ``x [R, N]``: float32 ``[T, N]``."""
+        """The weighted sum of each token's rows of ``x [R, N]``: float32 ``[T, N]``.
+
+        Rows at other ranks are fetched from them first, and all are added in the order of the
+        token's experts, so that the bits are those of one rank with all experts.
+        """
         expect_floats("combine x", x, self._context.activations, routes.tokens.shape[0], None)
         out = self._context.empty(routes.weights.shape[0], x.shape[1])
         if out.numel():
-            self._context.kernel("combine").run(x, routes, out)
+            operator = "combine" if routes.experts is None else "combine_ranks"
+            self._context.kernel(operator).run(x, routes, out)
         return out

@@ -159,15 +159,21 @@ class Ops:
             self._kernel("add_rms_norm").run(x, residual, weight, eps, out)
         return out, residual
 
-    def gated_activation(self, gate_up: Tensor, kind: Activation) -> Tensor:
-        """``act(gate) * up`` for ``gate_up [T, 2 I]`` = gate then up; ``[T, I]``."""
+    def gated_activation(
+        self, gate_up: Tensor, kind: Activation, used: Tensor | None = None
+    ) -> Tensor:
+        """``act(gate) * up`` for ``gate_up [T, 2 I]`` = gate then up; ``[T, I]``.
+
+        ``used``, int32 ``[1]``: only so many rows have values (CPU kernels leave out the others).
+        """
         expect_floats("gated_activation", gate_up, self.activations, None, None)
         tokens, width = gate_up.shape
         if width % 2:
             raise KernelError(f"gated_activation: expected an even width, found {width}")
         out = self.empty(tokens, width // 2, dtype=gate_up.dtype)
         if tokens:
-            self._kernel("gated_activation", format=kind).run(gate_up.contiguous(), kind, out)
+            kernel = self._kernel("gated_activation", format=kind)
+            kernel.run(gate_up.contiguous(), kind, out, *(() if used is None else (used,)))
         return out
 
     def zeros(self, rows: int, width: int) -> Tensor:

@@ -7,6 +7,28 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from sdk.kernels.groups import Group
+
+
+@dataclass(frozen=True, slots=True)
+class RankExperts:
+    """Which ranks have which of a layer's E experts, where every rank has whole experts.
+
+    Several ranks may have copies of an expert: the n-th row of the expert since its counter in
+    ``load`` was zero goes to the ``n % copies``-th of them. All ranks see all rows, so they agree.
+    The tensors are on the CPU and are changed in place. ``first`` int32 ``[E + 1]`` and ``ranks``
+    int32: expert e is on the ranks ``ranks[first[e] : first[e + 1]]``. ``local`` int32 ``[E]``: its
+    number among the ``count`` experts of this rank, or -1. ``load`` int64 ``[E]``: its rows so far.
+    """
+
+    rank: int
+    group: Group
+    count: int
+    first: Tensor
+    ranks: Tensor
+    local: Tensor
+    load: Tensor
+
 
 @dataclass(frozen=True, slots=True)
 class Routes:
@@ -16,6 +38,11 @@ class Routes:
     token's j-th expert. ``tokens [R]`` and ``owners [R]``: the token and the expert of each row.
     Expert e has the rows ``starts[e] : starts[e + 1]``, with ``starts [E + 1]``. ``active [E + 1]``
     lists the experts that have rows; its last element is their number.
+
+    ``experts``: where the experts are if every rank has whole ones. E is then the number of those
+    of this rank, and its rows are the first ``starts[E]`` of the R; the other rows, and ``tokens``
+    and ``owners`` of them, have no values. ``places`` is -1 for a row of another rank. ``servers``
+    int32 ``[T, k]``: the rank of each row.
     """
 
     weights: Tensor
@@ -24,6 +51,13 @@ class Routes:
     owners: Tensor
     starts: Tensor
     active: Tensor
+    experts: RankExperts | None = None
+    servers: Tensor | None = None
+
+    @property
+    def used(self) -> Tensor | None:
+        """The number of rows that have values, int32 ``[1]``; ``None``: all of them."""
+        return None if self.experts is None else self.starts[-1:]
 
     def parts(self, x: Tensor, by_token: bool) -> Iterator[tuple[int, slice, Tensor]]:
         """Each expert that has rows, the slice of its rows, and these rows of x.
@@ -31,9 +65,9 @@ class Routes:
         x is ``[T, K]`` (``by_token``) or ``[R, K]`` in the order of the experts. It reads the
         values, so it cannot be recorded.
         """
-        if by_token:
-            x = x[self.tokens.long()]
         starts = self.starts.tolist()
+        if by_token:
+            x = x[self.tokens[: starts[-1]].long()]
         for expert in self.active[: int(self.active[-1])].tolist():
             rows = slice(starts[expert], starts[expert + 1])
             yield expert, rows, x[rows]

@@ -18,6 +18,7 @@ from sdk.kernels.ops import Ops
 from sdk.kernels.routes import Routes
 from sdk.models.architecture import architecture
 from sdk.models.config import ModelConfig
+from sdk.models.expert_parallel import ExpertShare
 from sdk.models.parallel import Mesh
 from sdk.models.rope import Rope, RopeSpec
 from sdk.quant.checkpoint import Checkpoint
@@ -135,6 +136,13 @@ class ExpertProjection:
         if self.bias is not None:
             self.ops.moe.add_owners_bias(y, self.bias, routes)
         return y
+
+    def replace(self, index: int, weight: Weight, bias: Tensor | None) -> None:
+        """Exchange one expert for another of the same checkpoint."""
+        self.weight.replace(index, weight)
+        if self.bias is not None:
+            assert bias is not None
+            self.bias[index] = bias
 
 
 class Embedding:
@@ -392,59 +400,75 @@ class Source:
         """The logits of ``count`` experts; every rank has all of them."""
         return self.matrix(path, count, self.config.hidden_size)
 
+    def expert_share(self, path: str) -> ExpertShare | None:
+        """This rank's experts of the layer ``path``; ``None``: it has a part of each one."""
+        spec = self.config.experts
+        if self.mesh.redundant_experts is None or spec is None:
+            return None
+        return ExpertShare(self.mesh, spec.count, layer=int(path.split(".")[2]))
+
     def expert_columns(
-        self, path: str, names: tuple[str, ...], start: int, count: int
+        self, path: str, names: tuple[str, ...], experts: Sequence[int], start: int, count: int
     ) -> ExpertProjection:
-        """Projections of one input for every expert: this rank's range of each, joined."""
+        """Projections of one input for each of ``experts``: a range of the outputs, joined."""
+        loaded = [self.expert_column(path, names, expert, start, count) for expert in experts]
+        fused = "_".join(name.removesuffix("_proj") for name in names) + "_proj"
+        return self._bound_experts(f"{path}.{fused}", loaded, by_token=True)
+
+    def expert_column(
+        self, path: str, names: tuple[str, ...], expert: int, start: int, count: int
+    ) -> tuple[Weight, Tensor | None]:
+        """What one expert has of :meth:`expert_columns`: its weight and its bias."""
         hidden, spec = self.config.hidden_size, self.config.experts
         assert spec is not None
-        weights, biases = [], []
-        for expert in range(spec.count):
-            parts = [f"{path}.{expert}.{name}" for name in names]
-            whole = [self._pull(part, (spec.width, hidden)) for part in parts]
-            cut = [
-                self._cut(part, weight, "out", start, count)
-                for part, weight in zip(parts, whole, strict=True)
-            ]
-            weights.append(concat(cut))
-            weights[-1].bind(self.ops)
-            own = [self._bias(part, spec.width, False) for part in parts]
-            biases.append([None if b is None else b[start : start + count] for b in own])
-        fused = "_".join(name.removesuffix("_proj") for name in names) + "_proj"
-        return self._bound_experts(f"{path}.{fused}", weights, biases, by_token=True)
+        parts = [f"{path}.{expert}.{name}" for name in names]
+        whole = [self._pull(part, (spec.width, hidden)) for part in parts]
+        cut = [
+            self._cut(part, weight, "out", start, count)
+            for part, weight in zip(parts, whole, strict=True)
+        ]
+        weight = concat(cut)
+        weight.bind(self.ops)
+        biases = [self._bias(part, spec.width, False) for part in parts]
+        present = [bias[start : start + count] for bias in biases if bias is not None]
+        if len(present) not in (0, len(parts)):
+            raise CheckpointError(
+                f"{self._name(parts[0])}: expected a bias of all parts or of none"
+            )
+        return weight, torch.cat(present) if present else None
 
-    def expert_rows(self, path: str, name: str, start: int, count: int) -> ExpertProjection:
-        """The projection back to the hidden size for every expert: this rank's inputs.
+    def expert_rows(
+        self, path: str, name: str, experts: Sequence[int], start: int, count: int
+    ) -> ExpertProjection:
+        """The projection back to the hidden size for each of ``experts``: a range of the inputs."""
+        loaded = [self.expert_row(path, name, expert, start, count) for expert in experts]
+        return self._bound_experts(f"{path}.{name}", loaded, by_token=False)
 
-        The ranks' results get summed, so only rank 0 has the bias.
+    def expert_row(
+        self, path: str, name: str, expert: int, start: int, count: int
+    ) -> tuple[Weight, Tensor | None]:
+        """What one expert has of :meth:`expert_rows`: its weight and its bias.
+
+        Results of parts of an expert get summed, so only rank 0 has the bias then.
         """
         hidden, spec = self.config.hidden_size, self.config.experts
         assert spec is not None
-        weights, biases = [], []
-        for expert in range(spec.count):
-            part = f"{path}.{expert}.{name}"
-            weight = self._cut(part, self._pull(part, (hidden, spec.width)), "in", start, count)
-            weight.bind(self.ops)
-            weights.append(weight)
-            bias = self._bias(part, hidden, False)
-            biases.append([bias if self.mesh.rank == 0 else None])
-        return self._bound_experts(f"{path}.{name}", weights, biases, by_token=False)
+        part = f"{path}.{expert}.{name}"
+        weight = self._cut(part, self._pull(part, (hidden, spec.width)), "in", start, count)
+        weight.bind(self.ops)
+        bias = self._bias(part, hidden, False)
+        return weight, bias if self.mesh.rank == 0 or count == spec.width else None
 
     def _bound_experts(
-        self,
-        path: str,
-        weights: list[Weight],
-        biases: list[list[Tensor | None]],
-        *,
-        by_token: bool,
+        self, path: str, loaded: Sequence[tuple[Weight, Tensor | None]], *, by_token: bool
     ) -> ExpertProjection:
-        """``biases``: of each expert's parts; all experts have them or none."""
-        weight = ExpertWeights(weights)
+        """``loaded``: the weight and the bias of each expert; all have a bias or none."""
+        weight = ExpertWeights([own for own, _ in loaded])
         weight.bind(self.ops)
-        present = [[b for b in own if b is not None] for own in biases]
-        if len({len(own) for own in present}) != 1 or len(present[0]) not in (0, len(biases[0])):
+        present = [bias for _, bias in loaded if bias is not None]
+        if len(present) not in (0, len(loaded)):
             raise CheckpointError(f"{self._name(path)}: expected a bias for every expert or none")
-        joined = torch.stack([torch.cat(own) for own in present]) if present[0] else None
+        joined = torch.stack(present) if present else None
         linear = ExpertProjection(weight, joined, self.ops, by_token=by_token)
         self.linears.append((path, linear))
         return linear

@@ -1,22 +1,40 @@
 """A mixture of experts (MoE) instead of an MLP: a router selects a few small MLPs per token.
 
-``y = sum over the selected experts e of weight[e] * down[e](act(gate[e](x)) * up[e](x))``. With
-tensor parallelism every rank has a part of each expert, as of an MLP, and routes by itself: inputs
-have the same bits on all ranks, so all ranks select the same experts.
+``y = sum over the selected experts e of weight[e] * down[e](act(gate[e](x)) * up[e](x))``. Every
+rank routes by itself: inputs have the same bits on all ranks, so all ranks select the same experts.
+With tensor parallelism a rank has a part of each expert, as of an MLP, and the ranks' results are
+summed. With expert parallelism (:mod:`sdk.models.expert_parallel`) it has whole experts, and the
+ranks exchange the rows that these have computed.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from sdk.quant.errors import CheckpointError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from sdk.models.expert_placement import Placement
     from sdk.models.layers import Source
+    from sdk.quant.weight import Weight
+
+_GATE_UP = ("gate_proj", "up_proj")
+
+
+class ExpertArrival(NamedTuple):
+    """The weights and biases of an expert that takes a ``place`` among those of this rank."""
+
+    place: int
+    gate_up: tuple[Weight, Tensor | None]
+    down: tuple[Weight, Tensor | None]
 
 
 class ExpertMLP:
-    """``router``: its name, next to that of the experts."""
+    """``router``: its name, next to that of the experts. ``share``: the experts of this rank, if it
+    has whole ones."""
 
     def __init__(self, source: Source, path: str, router: str = "gate") -> None:
         c = source.config
@@ -25,15 +43,55 @@ class ExpertMLP:
         self.mesh = source.mesh
         self.spec = c.experts
         self.activation = c.activation
+        self.path = f"{path}.experts"
         self.router = source.router(f"{path}.{router}", self.spec.count)
-        cut = source.mesh.columns(self.spec.width)
-        self.gate_up = source.expert_columns(f"{path}.experts", ("gate_proj", "up_proj"), *cut)
-        self.down = source.expert_rows(f"{path}.experts", "down_proj", *cut)
+        self.share = source.expert_share(path)
+        experts, cut = list(range(self.spec.count)), (0, self.spec.width)
+        if self.share is not None:
+            experts = self.share.own
+        else:
+            cut = self.mesh.columns(self.spec.width)
+        self.gate_up = source.expert_columns(self.path, _GATE_UP, experts, *cut)
+        self.down = source.expert_rows(self.path, "down_proj", experts, *cut)
 
     def __call__(self, x: Tensor) -> Tensor:
         """``[T, hidden] -> [T, hidden]``, float32."""
-        spec = self.spec
-        routes = self.ops.moe.route(self.router(x), spec.per_token, normalized=spec.normalized)
-        hidden = self.ops.gated_activation(self.gate_up(x, routes), self.activation)
+        spec, share = self.spec, self.share
+        routes = self.ops.moe.route(
+            self.router(x),
+            spec.per_token,
+            normalized=spec.normalized,
+            experts=None if share is None else share.routing,
+        )
+        hidden = self.ops.gated_activation(self.gate_up(x, routes), self.activation, routes.used)
         y = self.ops.moe.combine(self.down(hidden, routes), routes)
-        return y if self.mesh.group is None else self.ops.all_reduce(y, self.mesh.group)
+        if share is not None or self.mesh.group is None:
+            return y
+        return self.ops.all_reduce(y, self.mesh.group)
+
+    def load(self, source: Source, placement: Placement) -> list[ExpertArrival]:
+        """Load the experts that another placement gives this rank.
+
+        :raises CheckpointError: only some experts have a bias.
+        """
+        assert self.share is not None
+        arrivals, width = [], self.spec.width
+        for place, expert in self.share.arrivals(placement):
+            gate_up = source.expert_column(self.path, _GATE_UP, expert, 0, width)
+            down = source.expert_row(self.path, "down_proj", expert, 0, width)
+            for own, (_, bias) in ((self.gate_up, gate_up), (self.down, down)):
+                if (bias is None) != (own.bias is None):
+                    raise CheckpointError(f"{self.path}: expected a bias for every expert or none")
+            arrivals.append(ExpertArrival(place, gate_up, down))
+        return arrivals
+
+    def move(self, arrivals: Sequence[ExpertArrival], placement: Placement) -> None:
+        """Exchange experts for those that :meth:`load` has loaded, and route by ``placement``.
+
+        Recorded steps have the addresses of the weights that leave: they must not run any more.
+        """
+        assert self.share is not None
+        for arrival in arrivals:
+            self.gate_up.replace(arrival.place, *arrival.gate_up)
+            self.down.replace(arrival.place, *arrival.down)
+        self.share.move(placement)

@@ -42,7 +42,9 @@ class Mesh:
     """This rank among ``size`` ranks, which exchange tensors over ``group``. One rank has none.
 
     The ranks are those of one of ``stages`` stages. ``upstream``, ``downstream``: the links to the
-    rank of the same number in the stage before and in the next one.
+    rank of the same number in the stage before and in the next one. ``redundant_experts``: ``None``
+    if every rank has a part of each expert. Otherwise it has whole experts, of which so many more
+    than the model has are copies (models/expert_parallel.py).
     """
 
     rank: int = 0
@@ -52,6 +54,7 @@ class Mesh:
     stages: int = 1
     upstream: Link | None = None
     downstream: Link | None = None
+    redundant_experts: int | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:

@@ -24,9 +24,17 @@ class ExpertWeights(StackedWeight):
 
     def bind(self, ops: Ops, activation_bits: int = 8) -> None:
         super().bind(ops, activation_bits)
+        self._group(ops)
+
+    def _group(self, ops: Ops) -> None:
         bound = [part.bound for part in self.parts if isinstance(part, PackedWeight)]
-        if len(bound) == len(self.parts):
-            self._grouped = ops.moe.group(bound)
+        self._grouped = ops.moe.group(bound) if len(bound) == len(self.parts) else None
+
+    def replace(self, index: int, part: Weight) -> None:
+        """Exchange one of the weights for another one that is bound."""
+        assert self._ops is not None and part.shape == self.parts[index].shape
+        self.parts = (*self.parts[:index], part, *self.parts[index + 1 :])
+        self._group(self._ops)
 
     def matmul_routed(self, x: Tensor, routes: Routes, *, by_token: bool) -> Tensor:
         """``[R, out]`` sorted by expert, for x ``[T, in]`` (``by_token``) or ``[R, in]``.

@@ -59,6 +59,8 @@ class EngineConfig:
     pipeline_parallel_size: int = 1
     data_parallel_size: int = 1
     replica_routing: Literal["state", "requests", "round_robin"] = "state"
+    enable_expert_parallel: bool = False
+    num_redundant_experts: int = 0
     dtype: Literal["auto", "float32", "float16", "bfloat16", "float", "half"] = "auto"
     quantization: str | None = None
     revision: str | None = None
@@ -111,6 +113,7 @@ class EngineConfig:
         try:
             self._check()
             self._check_lora()
+            self._check_experts()
         except SdkError:
             raise
         except Exception as error:
@@ -283,6 +286,34 @@ class EngineConfig:
                 f"({self.max_loras})"
             )
 
+    def _check_experts(self) -> None:
+        enabled: object = self.enable_expert_parallel
+        if not isinstance(enabled, bool):
+            raise RequestError(
+                f"enable_expert_parallel: expected True or False, found {safe_repr(enabled)}"
+            )
+        if self.num_redundant_experts and self.redundant_experts is None:
+            raise RequestError(
+                f"num_redundant_experts={self.num_redundant_experts}: copies of experts need "
+                "enable_expert_parallel=True and a tensor_parallel_size of at least 2"
+            )
+        if self.redundant_experts is not None and self.pipeline_parallel_size > 1:
+            raise RequestError(
+                "enable_expert_parallel: expected pipeline_parallel_size=1 with it in this "
+                f"release, found {self.pipeline_parallel_size}; leave out one of them"
+            )
+        if self.redundant_experts is not None and self.disk_offload:
+            raise RequestError(
+                "disk_offload: not supported together with enable_expert_parallel in this release; "
+                "leave out one of them"
+            )
+
+    @property
+    def redundant_experts(self) -> int | None:
+        """Copies of experts, if whole experts are spread over several ranks; else ``None``."""
+        spread = self.enable_expert_parallel and self.tensor_parallel_size > 1
+        return self.num_redundant_experts if spread else None
+
     @property
     def num_ranks(self) -> int:
         """The processes that compute the model, this one included."""
@@ -426,6 +457,7 @@ _COUNTS: dict[str, tuple[int, int]] = {
     "tensor_parallel_size": (1, 64),
     "pipeline_parallel_size": (1, 64),
     "data_parallel_size": (1, 64),
+    "num_redundant_experts": (0, 2**16),
     "seed": (0, 2**64 - 1),
     "num_threads": (1, 1024),
     "max_model_len": (1, 2**31 - 1),

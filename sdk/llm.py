@@ -832,6 +832,28 @@ class LLM:
         """
         self._monitoring.set_slo(slo)
 
+    def expert_load(self) -> dict[int, list[int]]:
+        """The rows that were routed to each expert, by layer, since the engine was loaded or since
+        the last :meth:`rebalance_experts`. A token counts once for each of its experts.
+
+        :raises RequestError: the engine has no ``enable_expert_parallel`` on several ranks.
+        """
+        return self._served.expert_load()
+
+    def rebalance_experts(self) -> int:
+        """Spread experts over the ranks by their load (:meth:`expert_load`), and give the copies of
+        ``num_redundant_experts`` to the busiest ones. Returns how many experts moved.
+
+        Runs between two steps, which wait: ranks load what they get from the model's files. While a
+        layer moves, its new experts are in memory in addition to the old ones. Answers stay the
+        same, also of unfinished requests. Afterwards counting begins again. ``sleep(2)`` forgets
+        the placement.
+
+        :raises CheckpointError: the files have changed or cannot be read; all experts stay usable.
+        :raises RequestError: the engine has no ``enable_expert_parallel`` on several ranks.
+        """
+        return self._served.rebalance_experts()
+
     def list_requests(self) -> list[RequestInfo]:
         """The unfinished requests, oldest first, one entry for each of a request's answers.
 

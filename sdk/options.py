@@ -34,6 +34,8 @@ class EngineOptions(TypedDict, total=False):
     pipeline_parallel_size: int
     data_parallel_size: int
     replica_routing: Literal["state", "requests", "round_robin"]
+    enable_expert_parallel: bool
+    num_redundant_experts: int
     dtype: Literal["auto", "float32", "float16", "bfloat16", "float", "half"]
     quantization: str | None
     revision: str | None

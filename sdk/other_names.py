@@ -23,7 +23,6 @@ class OtherName:
 #: Options of vLLM's LLM, of llama-cpp-python's Llama and of transformers' from_pretrained.
 ENGINE: dict[str, OtherName] = {
     # vLLM
-    "enable_expert_parallel": OtherName("use tensor_parallel_size", (False,)),
     "disable_log_stats": OtherName("nothing is logged; use get_metrics()", (True,)),
     "disable_log_requests": OtherName("requests are not logged", (True,)),
     "enable_log_requests": OtherName("requests are not logged", (False,)),

@@ -95,9 +95,15 @@ class GatedActivation:
             return f"activation {problem.format!r}: expected one of {', '.join(_KINDS)}"
         return None
 
-    def run(self, gate_up: Tensor, kind: str, out: Tensor) -> None:
+    def run(self, gate_up: Tensor, kind: str, out: Tensor, used: Tensor | None = None) -> None:
         floats(gate_up, "gated_activation")
-        args = GatedArgs(gate_up.data_ptr(), out.data_ptr(), out.shape[1], _KINDS[kind])
+        args = GatedArgs(
+            gate_up.data_ptr(),
+            out.data_ptr(),
+            out.shape[1],
+            None if used is None else used.data_ptr(),
+            _KINDS[kind],
+        )
         self._runtime.run(OpKind.GATED, args, out.shape[0], "gated")
 
 

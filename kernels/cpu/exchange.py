@@ -26,7 +26,7 @@ class AllReduce:
 
     def run(self, x: Tensor, group: Group) -> None:
         if not isinstance(group, SharedGroup) or x.stride(1) != 1:
-            _expect_no_recording(self._runtime, group)
+            expect_no_recording(self._runtime, group)
             exchange.AllReduce().run(x, group)
             return
         rows, width = x.shape
@@ -47,7 +47,7 @@ class AllGather:
 
     def run(self, x: Tensor, group: Group, width: int, out: Tensor) -> None:
         if not isinstance(group, SharedGroup) or x.stride(1) != 1:
-            _expect_no_recording(self._runtime, group)
+            expect_no_recording(self._runtime, group)
             exchange.AllGather().run(x, group, width, out)
             return
         rows, own = x.shape
@@ -71,7 +71,7 @@ class _Transfer:
     def _transfer(self, x: Tensor, link: Link) -> bool:
         """False: the link is not native."""
         if not isinstance(link, SharedLink):
-            _expect_no_recording(self._runtime, link)
+            expect_no_recording(self._runtime, link)
             return False
         rows, width = x.shape
         args = TransferArgs(link.handle, x.data_ptr(), width, 0)
@@ -99,6 +99,7 @@ class Receive(_Transfer):
             link.receive(out)
 
 
-def _expect_no_recording(runtime: NativeRuntime, over: Group | Link) -> None:
+def expect_no_recording(runtime: NativeRuntime, over: Group | Link) -> None:
+    """:raises CaptureError: a step is being recorded, and ``over`` has no native operators."""
     if runtime.recording is not None:
         raise CaptureError(f"exchanges over a {type(over).__name__} cannot be recorded")

@@ -69,6 +69,7 @@ class OpKind(IntEnum):
     LOW_RANK = 18
     EXCHANGE = 19
     TRANSFER = 20
+    COMBINE_RANKS = 21
 
 
 class Count(IntEnum):
@@ -155,7 +156,8 @@ class GroupArgs(Structure):
         *((name, c_void_p) for name in ("chosen", "places", "tokens", "owners")),
         *((name, c_void_p) for name in ("starts", "active")),
         *((name, c_int64) for name in ("count", "rows")),
-        ("k", c_int32),
+        *((name, c_void_p) for name in ("first", "ranks", "local", "servers", "load")),
+        *((name, c_int32) for name in ("k", "rank")),
     ]
 
 
@@ -169,7 +171,10 @@ class ExpertsArgs(Structure):
 
 
 class BiasArgs(Structure):
-    _fields_ = [*((name, c_void_p) for name in ("x", "bias", "owners")), ("width", c_int64)]
+    _fields_ = [
+        *((name, c_void_p) for name in ("x", "bias", "owners", "used")),
+        ("width", c_int64),
+    ]
 
 
 class CombineArgs(Structure):
@@ -177,6 +182,14 @@ class CombineArgs(Structure):
         *((name, c_void_p) for name in ("x", "weights", "places", "out")),
         ("width", c_int64),
         ("k", c_int32),
+    ]
+
+
+class CombineRanksArgs(Structure):
+    _fields_ = [
+        ("own", CombineArgs),
+        *((name, c_void_p) for name in ("group", "servers")),
+        ("number", c_int64),
     ]
 
 
@@ -237,7 +250,13 @@ class NormArgs(Structure):
 
 
 class GatedArgs(Structure):
-    _fields_ = [("gate_up", c_void_p), ("out", c_void_p), ("width", c_int64), ("kind", c_int32)]
+    _fields_ = [
+        ("gate_up", c_void_p),
+        ("out", c_void_p),
+        ("width", c_int64),
+        ("used", c_void_p),
+        ("kind", c_int32),
+    ]
 
 
 class SampleArgs(Structure):

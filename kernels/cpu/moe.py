@@ -6,8 +6,18 @@ from torch import Tensor
 
 from sdk.kernels.backend import Problem
 from sdk.kernels.cpu.elementwise import floats
-from sdk.kernels.cpu.library import BiasArgs, CombineArgs, GroupArgs, OpKind, RouteArgs
+from sdk.kernels.cpu.exchange import expect_no_recording
+from sdk.kernels.cpu.library import (
+    BiasArgs,
+    CombineArgs,
+    CombineRanksArgs,
+    GroupArgs,
+    OpKind,
+    RouteArgs,
+)
+from sdk.kernels.cpu.rank_group import SharedGroup
 from sdk.kernels.cpu.runtime import NativeRuntime
+from sdk.kernels.reference import moe as reference
 from sdk.kernels.routes import Routes
 
 
@@ -36,7 +46,7 @@ class Route:
 
 
 class Group:
-    """Sorts the choices of all tokens by expert."""
+    """Sorts the choices of all tokens by expert, or those of this rank's experts."""
 
     name = "cpu.group"
 
@@ -55,9 +65,13 @@ class Group:
             routes.starts.data_ptr(),
             routes.active.data_ptr(),
             routes.starts.shape[0] - 1,
-            0,
-            chosen.shape[1],
+            k=chosen.shape[1],
         )
+        if (own := routes.experts) is not None:
+            assert routes.servers is not None
+            args.first, args.ranks = own.first.data_ptr(), own.ranks.data_ptr()
+            args.local, args.load = own.local.data_ptr(), own.load.data_ptr()
+            args.servers, args.rank = routes.servers.data_ptr(), own.rank
         self._runtime.run(OpKind.GROUP, args, chosen.numel(), "group")
 
 
@@ -74,7 +88,8 @@ class AddOwnersBias:
 
     def run(self, x: Tensor, bias: Tensor, routes: Routes) -> None:
         bias = floats(bias, "add_owners_bias bias")
-        args = BiasArgs(x.data_ptr(), bias.data_ptr(), routes.owners.data_ptr(), x.shape[1])
+        used = None if routes.used is None else routes.used.data_ptr()
+        args = BiasArgs(x.data_ptr(), bias.data_ptr(), routes.owners.data_ptr(), used, x.shape[1])
         self._runtime.run(OpKind.BIAS, args, x.shape[0], "add_owners_bias")
 
 
@@ -91,12 +106,40 @@ class Combine:
 
     def run(self, x: Tensor, routes: Routes, out: Tensor) -> None:
         x = floats(x, "combine x")
-        args = CombineArgs(
-            x.data_ptr(),
-            routes.weights.data_ptr(),
-            routes.places.data_ptr(),
-            out.data_ptr(),
-            out.shape[1],
-            routes.weights.shape[1],
+        self._runtime.run(OpKind.COMBINE, _combine_args(x, routes, out), out.shape[0], "combine")
+
+
+class CombineRanks:
+    """The same where every rank has whole experts."""
+
+    name = "cpu.combine_ranks"
+
+    def __init__(self, runtime: NativeRuntime) -> None:
+        self._runtime = runtime
+
+    def reject(self, problem: Problem) -> str | None:
+        return None
+
+    def run(self, x: Tensor, routes: Routes, out: Tensor) -> None:
+        assert routes.experts is not None and routes.servers is not None
+        group = routes.experts.group
+        if not isinstance(group, SharedGroup):
+            expect_no_recording(self._runtime, group)
+            reference.CombineRanks().run(x, routes, out)
+            return
+        x = floats(x, "combine x")
+        args = CombineRanksArgs(
+            _combine_args(x, routes, out), group.handle, routes.servers.data_ptr()
         )
-        self._runtime.run(OpKind.COMBINE, args, out.shape[0], "combine")
+        self._runtime.run(OpKind.COMBINE_RANKS, args, out.shape[0], "combine")
+
+
+def _combine_args(x: Tensor, routes: Routes, out: Tensor) -> CombineArgs:
+    return CombineArgs(
+        x.data_ptr(),
+        routes.weights.data_ptr(),
+        routes.places.data_ptr(),
+        out.data_ptr(),
+        out.shape[1],
+        routes.weights.shape[1],
+    )

@@ -4,7 +4,8 @@ Offloaded weights go to a file instead (``weight_file.py``).
 
 A model has a few hundred matrices, most of them smaller than a huge page of 2 MiB. Taken one after
 another from common mappings they share huge pages, whose faults and zeroing cost less at load. A
-mapping is freed as a whole, when its last weight is gone.
+mapping is freed as a whole, when its last weight is gone. Before that a weight takes the place of
+one of the same size that is gone: experts are exchanged while a model runs.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import contextlib
 import math
 import mmap
 import sys
+import weakref
+from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
@@ -25,6 +28,7 @@ from sdk.kernels.errors import KernelError
 from sdk.kernels.offload import OnDisk
 
 _Bytes = NDArray[np.uint8]
+_Place = tuple[mmap.mmap, int]
 
 #: Bytes of a mapping; pages that are never written cost nothing.
 MAPPING_BYTES = 64 * 2**20
@@ -40,6 +44,8 @@ class WeightMemory:
     def __init__(self, offload: OnDisk | None = None) -> None:
         self._mapping: mmap.mmap | None = None
         self._used = self._populated = 0
+        #: Where weights were that are gone, by their bytes. ``None``: closed.
+        self._free: dict[int, list[_Place]] | None = defaultdict(list)
         self._room = 0 if offload is None else offload.stays
         #: For weights beyond the bytes that may stay in memory.
         self.file = None if offload is None else WeightFile(offload)
@@ -54,6 +60,8 @@ class WeightMemory:
             if nbytes > self._room:
                 return _tensor(self.file.take(nbytes), shape, dtype)
             self._room -= nbytes
+        if self._free is not None and (places := self._free.get(nbytes)):
+            return self._weight(*places.pop(), shape, dtype)
         if self._mapping is None or self._used + nbytes > len(self._mapping):
             self._mapping = _map(max(nbytes, MAPPING_BYTES))
             self._used = self._populated = 0
@@ -63,7 +71,15 @@ class WeightMemory:
             _populate(self._mapping, self._populated, whole)
             self._populated = whole
         self._used = -(-end // _ALIGN) * _ALIGN
-        return _tensor(np.frombuffer(self._mapping, np.uint8, nbytes, start), shape, dtype)
+        return self._weight(self._mapping, start, shape, dtype)
+
+    def _weight(
+        self, mapping: mmap.mmap, start: int, shape: Sequence[int], dtype: torch.dtype
+    ) -> Tensor:
+        part = np.frombuffer(mapping, np.uint8, math.prod(shape) * dtype.itemsize, start)
+        gone = weakref.finalize(part, _give_back, weakref.ref(self), part.nbytes, (mapping, start))
+        gone.atexit = False
+        return _tensor(part, shape, dtype)
 
     def keep(self, tensor: Tensor | None) -> Tensor | None:
         """``tensor``, or its copy in the file if weights are offloaded."""
@@ -76,9 +92,15 @@ class WeightMemory:
     def close(self) -> None:
         """Forget the current mapping, which is freed with its weights. With a file, no product may
         run after this."""
-        self._mapping = None
+        self._mapping = self._free = None
         if self.file is not None:
             self.file.close()
+
+
+def _give_back(memory: weakref.ref[WeightMemory], nbytes: int, place: _Place) -> None:
+    found = memory()
+    if found is not None and found._free is not None:
+        found._free[nbytes].append(place)
 
 
 def _tensor(part: _Bytes, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -17,7 +17,14 @@ from sdk.kernels.reference.elementwise import Map, Places, SelectRows, TakeColum
 from sdk.kernels.reference.exchange import AllGather, AllReduce, Receive, Send
 from sdk.kernels.reference.linear import ReferenceLinear, ReferenceLinearAsFile
 from sdk.kernels.reference.low_rank import LowRank
-from sdk.kernels.reference.moe import AddOwnersBias, Combine, Group, Route
+from sdk.kernels.reference.moe import (
+    AddOwnersBias,
+    Combine,
+    CombineRanks,
+    Group,
+    GroupRanks,
+    Route,
+)
 from sdk.kernels.reference.norm import AddRmsNorm, GatedActivation, RmsNorm
 from sdk.kernels.reference.recode import RecodePage
 from sdk.kernels.reference.rope import RopeAndCache, RopeAngles
@@ -60,8 +67,10 @@ class ReferenceBackend:
             "receive": (Receive(),),
             "route": (Route(),),
             "group": (Group(),),
+            "group_ranks": (GroupRanks(),),
             "add_owners_bias": (AddOwnersBias(),),
             "combine": (Combine(),),
+            "combine_ranks": (CombineRanks(),),
             "rms_norm": (RmsNorm(),),
             "add_rms_norm": (AddRmsNorm(),),
             "gated_activation": (GatedActivation(),),

@@ -41,12 +41,45 @@ class Group:
         routes.places.view(-1)[order] = torch.arange(
             len(flat), dtype=torch.int32, device=flat.device
         )
-        rows = torch.bincount(flat, minlength=count)
-        routes.starts.zero_()
-        routes.starts[1:] = rows.cumsum(0)
-        active = rows.nonzero().reshape(-1)
-        routes.active[: len(active)] = active.int()
-        routes.active[count] = len(active)
+        _write_counts(torch.bincount(flat, minlength=count), routes)
+
+
+class GroupRanks:
+    """Assigns the choices to ranks, and sorts those of this one's experts."""
+
+    name = "reference.group_ranks"
+
+    def reject(self, problem: Problem) -> str | None:
+        return None
+
+    def run(self, chosen: Tensor, routes: Routes) -> None:
+        own = routes.experts
+        assert own is not None and routes.servers is not None
+        served = routes.servers.view(-1)
+        here: list[int] = []
+        for row, expert in enumerate(chosen.reshape(-1).tolist()):
+            first, end = own.first[expert : expert + 2].tolist()
+            served[row] = own.ranks[first + int(own.load[expert]) % (end - first)]
+            own.load[expert] += 1
+            here.append(int(own.local[expert]) if served[row] == own.rank else -1)
+        numbers = torch.tensor(here, dtype=torch.int32)
+        rows = (numbers >= 0).nonzero().reshape(-1)
+        order = rows[numbers[rows].argsort(stable=True)]
+        counts = torch.bincount(numbers[rows].long(), minlength=own.count)
+        routes.owners[: len(order)] = numbers[order]
+        routes.tokens[: len(order)] = (order // chosen.shape[1]).int()
+        routes.places.fill_(-1)
+        routes.places.view(-1)[order] = torch.arange(len(order), dtype=torch.int32)
+        _write_counts(counts, routes)
+
+
+def _write_counts(counts: Tensor, routes: Routes) -> None:
+    """``starts`` and ``active``, from the number of rows of each expert."""
+    routes.starts.zero_()
+    routes.starts[1:] = counts.cumsum(0)
+    active = counts.nonzero().reshape(-1)
+    routes.active[: len(active)] = active.int()
+    routes.active[-1] = len(active)
 
 
 class AddOwnersBias:
@@ -58,7 +91,8 @@ class AddOwnersBias:
         return None
 
     def run(self, x: Tensor, bias: Tensor, routes: Routes) -> None:
-        x += bias[routes.owners.long()]
+        rows = slice(None if routes.used is None else int(routes.used))
+        x[rows] += bias[routes.owners[rows].long()]
 
 
 class Combine:
@@ -73,3 +107,22 @@ class Combine:
         out.zero_()
         for weight, place in zip(routes.weights.unbind(1), routes.places.unbind(1), strict=True):
             out += weight.unsqueeze(1) * x[place.long()]
+
+
+class CombineRanks:
+    """The same where every rank has whole experts."""
+
+    name = "reference.combine_ranks"
+
+    def reject(self, problem: Problem) -> str | None:
+        return None
+
+    def run(self, x: Tensor, routes: Routes, out: Tensor) -> None:
+        assert routes.experts is not None and routes.servers is not None
+        places, servers = routes.places.long(), routes.servers.long()
+        own = torch.where((places >= 0).unsqueeze(2), x[places.clamp(min=0)], 0.0)
+        sent = torch.stack(routes.experts.group.all_gather(own))  # [ranks, T, k, N]
+        tokens = torch.arange(len(out))
+        out.zero_()
+        for j, weight in enumerate(routes.weights.unbind(1)):
+            out += weight.unsqueeze(1) * sent[servers[:, j], tokens, j]

@@ -45,7 +45,7 @@ class GatedActivation:
     def reject(self, problem: Problem) -> str | None:
         return None
 
-    def run(self, gate_up: Tensor, kind: str, out: Tensor) -> None:
+    def run(self, gate_up: Tensor, kind: str, out: Tensor, used: Tensor | None = None) -> None:
         gate, up = gate_up.float().chunk(2, dim=1)
         if kind == "silu":
             activated = F.silu(gate)

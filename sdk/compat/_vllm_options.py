@@ -100,7 +100,7 @@ OPTIONS: Mapping[str, Option] = {
     "data_parallel_multi_port_external_lb": _free(False),
     "data_parallel_backend": _free("mp"),
     "enable_hc_sp": _free(False),
-    "enable_expert_parallel": _free(False),
+    "enable_expert_parallel": _same(False),
     "enable_batch_sharded_sampling": _free(None),
     "enable_ep_weight_filter": _free(False),
     "moe_backend": _free("auto"),

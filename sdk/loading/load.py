@@ -388,6 +388,7 @@ def _runner_config(
         adapter_slots=config.adapter_slots,
         max_adapter_rank=config.max_lora_rank,
         adapter_dtype=torch.int8 if config.lora_dtype == "int8" else None,
+        redundant_experts=config.redundant_experts,
         **_offload_options(config, model, memory),
     )
 

@@ -60,6 +60,7 @@ class Demand:
     prompts too. ``feature_bytes``: hidden states of one token for a head that drafts.
     ``adapter_bytes``: all low-rank adapters together. ``ranks``: of a tensor-parallel model;
     ``stages``: of a pipeline, with ``ranks`` ranks each. The weights and pages are those of all.
+    ``whole_experts``: these ranks have whole experts.
     """
 
     weights: WeightBytes
@@ -86,6 +87,7 @@ class Demand:
     adapter_bytes: int = 0
     ranks: int = 1
     stages: int = 1
+    whole_experts: bool = False
 
     @property
     def tokenizer(self) -> int:
@@ -145,7 +147,10 @@ def workspace_bytes(demand: Demand, seqs: int, tokens: int) -> int:
 def _exchanged_bytes(demand: Demand, rows: int, tokens: int) -> int:
     """The memory that the ranks share: two areas each, for the largest sum or gather of a step."""
     part = -(-demand.model.vocab_size // demand.ranks)
-    stream = tokens * demand.model.hidden_size
+    each = 1
+    if demand.whole_experts and demand.model.experts is not None:
+        each = demand.model.experts.per_token  # a rank may have all rows of a step
+    stream = each * tokens * demand.model.hidden_size
     areas = (demand.stages - 1) * stream + max(stream, rows * part)
     return 2 * demand.ranks * 4 * areas
 
@@ -163,6 +168,8 @@ def _token_bytes(model: ModelConfig, demand: Demand) -> int:
     short = 4 * demand.ranks * model.hidden_size + 3 * model.intermediate_size
     if model.experts is not None:
         split, whole = 3 * model.experts.width, demand.ranks * model.hidden_size
+        if demand.whole_experts:
+            split *= demand.ranks  # each has room for all rows
         short += model.experts.per_token * (split + whole)
     return 2 * demand.ranks * model.hidden_size * 4 + short * demand.activation_bytes
 

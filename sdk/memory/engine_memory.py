@@ -179,7 +179,7 @@ class EngineMemory:
 
     def _start(self) -> None:
         if self._level == 2:
-            self._expect_same_model()
+            self.expect_same_model("wake_up")
             self._take_again(self._lease)
             try:
                 self._executor.start()
@@ -195,14 +195,14 @@ class EngineMemory:
             self._elastic.wake()
         self._level = 0
 
-    def _expect_same_model(self) -> None:
-        """:raises CheckpointError: the model's files have changed."""
+    def expect_same_model(self, what: str) -> None:
+        """:raises CheckpointError: the model's files have changed, so ``what`` cannot read them."""
         found = self._current_key()
         if found.digest != self._key.digest:
             raise CheckpointError(
-                f"wake_up: the files of {self._key.name} have changed or are gone since this LLM "
+                f"{what}: the files of {self._key.name} have changed or are gone since this LLM "
                 "was loaded, so it would answer as another model: put them back and call "
-                "wake_up() again, or close() this LLM and load the new files"
+                f"{what}() again, or close() this LLM and load the new files"
             )
 
     def _take_again(self, lease: Lease | None) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from sdk.config import EngineConfig
 from sdk.engine.rank.kv_cache import kv_spec
+from sdk.errors import RequestError
 from sdk.kernels.registry import facts_of
 from sdk.kernels.scratch import Scratch
 from sdk.kernels.sized_graphs import MOST_TOKENS
@@ -28,6 +29,7 @@ from sdk.memory.stages import stage_layers
 from sdk.memory.weights import end_bytes, matrix_formats, weight_bytes
 from sdk.models.activation_type import activation_type
 from sdk.models.config import ModelConfig
+from sdk.models.expert_placement import place_experts
 from sdk.models.parallel import Mesh
 from sdk.quant.checkpoint import Checkpoint
 
@@ -42,12 +44,20 @@ class _NoRanks:
         raise NotImplementedError
 
 
-def _check_split(size: int, model: ModelConfig) -> None:
+def _check_split(config: EngineConfig, model: ModelConfig) -> None:
     """Reject a number of ranks that cannot split the model, before any of them starts."""
+    size = config.tensor_parallel_size
+    if config.enable_expert_parallel and model.experts is None:
+        raise RequestError(
+            "enable_expert_parallel: expected a mixture of experts, but this model has none: leave "
+            "the option out"
+        )
     mesh = Mesh(0, size, _NoRanks())
     mesh.heads(model.num_heads, model.num_kv_heads)
     mesh.columns(model.intermediate_size)
-    if model.experts is not None:
+    if model.experts is not None and config.redundant_experts is not None:
+        place_experts([0] * model.experts.count, size, config.redundant_experts)
+    elif model.experts is not None:
         mesh.columns(model.experts.width)
     mesh.vocabulary(model.vocab_size)
 
@@ -147,7 +157,7 @@ def _demand(
     dtype = config.kv_policy or config.kv_cache_dtype
     if dtype == "auto":
         dtype = "float32" if compute_of(config) == "exact" else "float16"
-    _check_split(config.tensor_parallel_size, model)
+    _check_split(config, model)
     # Every rank is a process on this machine: the budget contains the pages of all ranks. With
     # more ranks than heads some heads are stored twice.
     heads = max(model.num_kv_heads, config.tensor_parallel_size)
@@ -168,6 +178,7 @@ def _demand(
         adapter_bytes=adapter_bytes(config, model, activations),
         ranks=config.tensor_parallel_size,
         stages=config.pipeline_parallel_size,
+        whole_experts=config.redundant_experts is not None,
         captured_tokens=0 if eager else min(config.max_num_batched_tokens, MOST_TOKENS),
     )
 

@@ -35,7 +35,8 @@ def weight_bytes(
     """
     model = model or model_config(config, checkpoint)
     device = resolve.device_of(config)
-    entries = [replace(each, held=held_bytes(each, device)) for each in checkpoint.entries()]
+    once = [replace(each, held=held_bytes(each, device)) for each in checkpoint.entries()]
+    entries = [_with_copies(each, config, model) for each in once]
     early, late = _loading_bytes(config, entries, model)
     matrices = [
         entry for entry in entries if len(entry.shape) > 1 and not is_embedding_or_head(entry.name)
@@ -48,7 +49,7 @@ def weight_bytes(
     return WeightBytes(
         total=sum(map(_held, entries)),
         loading=max(early, late),
-        read=int(sum(_read_bytes(entry, model) for entry in entries)),
+        read=int(sum(_read_bytes(entry, model) for entry in once)),
         movable=sum(map(_held, matrices)),
         window=window,
         packing=2 * max((_one_matrix(entry, model) for entry in matrices), default=0),
@@ -95,6 +96,14 @@ def held_bytes(entry: TensorEntry, device: str) -> int:
         rows, columns = math.prod(entry.shape[:-1]), entry.shape[-1]
         held = facts_of(device).held_bytes(entry.format.lower(), rows, columns)
     return entry.nbytes if held is None else held
+
+
+def _with_copies(entry: TensorEntry, config: EngineConfig, model: ModelConfig) -> TensorEntry:
+    """The entry with its share of the redundant experts, whichever of them are copied."""
+    if not config.num_redundant_experts or model.experts is None or not _is_expert(entry.name):
+        return entry
+    slots = model.experts.count + config.num_redundant_experts
+    return replace(entry, held=-(-_held(entry) * slots // model.experts.count))
 
 
 def _held(entry: TensorEntry) -> int:

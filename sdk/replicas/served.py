@@ -76,6 +76,18 @@ class ServedReplicas:
         """See :class:`sdk.requests.served.Served`."""
         return _Prefixes(self.driver), _Memory(self.driver, self.facts)
 
+    def expert_load(self) -> dict[int, list[int]]:
+        """See :class:`sdk.requests.served.Served`: of all replicas together."""
+        parts: list[dict[int, list[int]]] = self.driver.call_all("", "expert_load")
+        return {
+            layer: [sum(counts) for counts in zip(*(part[layer] for part in parts), strict=True)]
+            for layer in parts[0]
+        }
+
+    def rebalance_experts(self) -> int:
+        """See :class:`sdk.requests.served.Served`: each replica by its own load."""
+        return sum(self.driver.call_all("", "rebalance_experts"))
+
     def model_runner(self) -> ModelRunner:
         """See :class:`sdk.requests.served.Served`."""
         raise RequestError("with data_parallel_size > 1 the ranks are in other processes")

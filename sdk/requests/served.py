@@ -5,6 +5,7 @@ from __future__ import annotations
 from os import PathLike
 from typing import Protocol
 
+from sdk.engine.expert_balance import ExpertBalance
 from sdk.engine.rank.runner import ModelRunner
 from sdk.engine.running_requests import RequestInfo
 from sdk.loading.load import Loaded, ModelFacts
@@ -79,6 +80,12 @@ class Served(Protocol):
     def saved_with(self, jobs: JobMaker) -> tuple[Prefixes, Memory]:
         """The parts that run jobs of their own."""
 
+    def expert_load(self) -> dict[int, list[int]]:
+        """See :meth:`sdk.LLM.expert_load`."""
+
+    def rebalance_experts(self) -> int:
+        """See :meth:`sdk.LLM.rebalance_experts`."""
+
     def model_runner(self) -> ModelRunner:
         """Rank 0's; a new one after a sleep that freed the weights.
 
@@ -105,12 +112,29 @@ class ServedEngine:
             residency = EngineResidency(self.driver, loaded.engine)
         self.adapters = Adapters(loaded.open_adapter, residency)
         self.monitoring = Monitoring(self.driver)
+        self._memory = EngineMemory(self.driver, loaded)
+        self._experts = ExpertBalance(loaded.executor, self.model_runner, config.redundant_experts)
         self._loaded = loaded
 
     def saved_with(self, jobs: JobMaker) -> tuple[Prefixes, Memory]:
         """See :class:`Served`."""
         loaded = self._loaded
-        return SavedPrefixes(self.driver, loaded, jobs), EngineMemory(self.driver, loaded)
+        return SavedPrefixes(self.driver, loaded, jobs), self._memory
+
+    def expert_load(self) -> dict[int, list[int]]:
+        """See :class:`Served`."""
+        self._experts.check("expert_load")
+        return self.driver.between_steps(self._experts.load)
+
+    def rebalance_experts(self) -> int:
+        """See :class:`Served`."""
+        self._experts.check("rebalance_experts")
+
+        def rebalance() -> int:
+            self._memory.expect_same_model("rebalance_experts")
+            return self._experts.rebalance()
+
+        return self.driver.between_steps(rebalance)
 
     def explain(self, memory: MemoryPlan) -> str:
         """See :class:`Served`."""

@@ -476,3 +476,20 @@ def test_packed_weights_share_mappings_that_end_with_the_last_of_them(
     del second, large
     for packed in (first, again):
         assert cases.same(kernel.unpack(packed), cases.affine(32, 64, 4, 32))
+
+
+def test_a_weight_takes_the_place_of_one_that_is_gone(backend: CpuBackend, cases: Any) -> None:
+    """Experts that move between ranks do not make memory grow."""
+    kernel, _ = kernels(backend)
+    kept = kernel.pack(cases.affine(32, 64, 4, 32, seed=1))
+    seen = set()
+    for seed in range(2, 8):
+        packed = kernel.pack(cases.affine(32, 64, 4, 32, seed=seed))
+        assert cases.same(kernel.unpack(packed), cases.affine(32, 64, 4, 32, seed=seed))
+        seen.add(packed.codes.data_ptr())
+        del packed
+    assert len(seen) == 1
+    assert cases.same(kernel.unpack(kept), cases.affine(32, 64, 4, 32, seed=1))
+    codes = kernel.pack(cases.affine(32, 64, 4, 32, seed=1)).codes
+    again = kernel.pack(cases.affine(32, 64, 4, 32, seed=2)).codes
+    assert codes.data_ptr() != again.data_ptr()  # a tensor of it is still there

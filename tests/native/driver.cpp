@@ -118,7 +118,7 @@ void rowwise(Random& random, TestRuntime& one, TestRuntime& many) {
     Buffer<float> gate_up = floats(random, count * 2 * width);
     for (int kind = kSilu; kind <= kGelu; ++kind) {
         both(one, many, count * width, [&](TestRuntime& runtime, float* out) {
-            runtime.run(kOpGated, GatedArgs{gate_up.data(), out, width, kind}, count);
+            runtime.run(kOpGated, GatedArgs{gate_up.data(), out, width, nullptr, kind}, count);
         });
     }
     for (int kind = kMapZero; kind <= kMapSoftcap; ++kind) {
@@ -408,7 +408,7 @@ void program(Random& random, TestRuntime& one, TestRuntime& many) {
         add(kOpLinear, kTokens, linear(up, taken, gate_up));
         add(kOpLinear, kTokens, linear(up, taken, gate_up));  // the same rows: quantized once
         add(kOpMap, kTokens, MapArgs{gate_up.data(), bias.data(), 2 * wide, 0, kMapBias});
-        add(kOpGated, kTokens, GatedArgs{gate_up.data(), gated.data(), wide, kSilu});
+        add(kOpGated, kTokens, GatedArgs{gate_up.data(), gated.data(), wide, nullptr, kSilu});
         add(kOpLinear, kTokens, linear(down, gated, delta));
     }
     add(kOpMap, kTokens, MapArgs{sum.data(), delta.data(), width, 0, kMapAdd});
@@ -474,11 +474,13 @@ void experts(Random& random, TestRuntime& one, TestRuntime& many) {
                        number);
             runtime.run(kOpGroup,
                        GroupArgs{chosen.data(), places.data(), whose.data(), owners.data(),
-                                 starts.data(), active.data(), count, 0, k},
+                                 starts.data(), active.data(), count, 0, nullptr, nullptr, nullptr,
+                                 nullptr, nullptr, k, 0},
                        rows);
             runtime.run(kOpExperts,
                        ExpertsArgs{each, views.data(), starts.data(), active.data(), count, k}, rows);
-            runtime.run(kOpBias, BiasArgs{product.data(), bias.data(), owners.data(), wide}, rows);
+            runtime.run(kOpBias,
+                       BiasArgs{product.data(), bias.data(), owners.data(), nullptr, wide}, rows);
             runtime.run(kOpCombine,
                        CombineArgs{product.data(), weights.data(), places.data(), sum.data(), wide, k},
                        number);
@@ -609,6 +611,54 @@ void adapters(Random& random, TestRuntime& one, TestRuntime& many) {
 
 // --- ranks ---
 
+// Whole experts on each rank, the first on all: every row of expert e is e + 1, added up over tokens.
+void share_experts(RankGroup* group, TestRuntime& runtime, int rank, int size) {
+    const int64_t tokens = 9, width = 24;
+    const int32_t k = 2, all = 2 * size + 1;
+    Buffer<int32_t> first(all + 1), ranks(all + size), local(all);
+    int32_t copies = 0, count = 0;
+    for (int32_t e = 0; e < all; ++e) {
+        first[e] = copies;
+        local[e] = e == 0 || e % size == rank ? count++ : -1;
+        for (int32_t r = 0; r < size; ++r)
+            if (e == 0 || e % size == r) ranks[copies++] = r;
+    }
+    first[all] = copies;
+    const int64_t rows = tokens * k;
+    Buffer<int64_t> load(all);
+    Buffer<int32_t> chosen(rows), places(rows), whose(rows), owners(rows), servers(rows);
+    Buffer<int32_t> starts(count + 1), active(count + 1);
+    Buffer<float> x(rows * width), bias(count * width), weights(rows), sum(tokens * width);
+    for (int32_t e = 0; e < all; ++e) {
+        load[e] = 0;
+        for (int64_t i = 0; local[e] >= 0 && i < width; ++i) bias[local[e] * width + i] = (float)(e + 1);
+    }
+    for (int64_t i = 0; i < rows; ++i) {
+        chosen[i] = (int32_t)(i % 3 ? i % all : 0);
+        weights[i] = 1.0f;
+    }
+    const GroupArgs grouped = {chosen.data(), places.data(), whose.data(), owners.data(), starts.data(),
+                               active.data(), count, 0, first.data(), ranks.data(), local.data(),
+                               servers.data(), load.data(), k, rank};
+    const MapArgs zero = {x.data(), nullptr, width, 0.0f, kMapZero};
+    const BiasArgs biased = {x.data(), bias.data(), owners.data(), &starts[count], width};
+    const CombineRanksArgs combined = {
+        {x.data(), weights.data(), places.data(), sum.data(), width, k}, group, servers.data(), 0};
+    void* recorded = embedlm_program_create();
+    CHECK(embedlm_program_add(recorded, kOpGroup, &grouped, kTokens, k) == kOk);
+    CHECK(embedlm_program_add(recorded, kOpMap, &zero, kTokens, k) == kOk);
+    CHECK(embedlm_program_add(recorded, kOpBias, &biased, kTokens, k) == kOk);
+    CHECK(embedlm_program_add(recorded, kOpCombineRanks, &combined, kTokens, 1) == kOk);
+    for (int64_t m : {tokens, (int64_t)0, (int64_t)1, tokens}) {
+        const int64_t counts[kCounts] = {m, 0, 0};
+        CHECK(embedlm_program_run(runtime.handle, recorded, counts) == kOk);
+        for (int64_t t = 0; t < m; ++t)
+            for (int64_t i = 0; i < width; ++i)
+                CHECK(sum[t * width + i] == (float)(chosen[t * k] + chosen[t * k + 1] + 2));
+    }
+    embedlm_program_destroy(recorded);
+}
+
 // A rank: sums recorded in one program, single sums, gathers of bytes; sizes vary, so that areas grow.
 void take_part(const char* folder, int rank, int size, int level) {
     void* group = embedlm_ranks_create(rank, size, size, 0, 60.0);
@@ -645,6 +695,7 @@ void take_part(const char* folder, int rank, int size, int level) {
         CHECK(embedlm_ranks_gather(group, &rank, sizeof rank, numbers.data()) == kOk);
         for (int i = 0; i < size; ++i) CHECK(numbers[i] == i);
     }
+    share_experts(static_cast<RankGroup*>(group), runtime, rank, size);
     if (rank == 0) embedlm_ranks_give_up(group);
     int32_t own = rank;
     Buffer<int32_t> numbers(size);

@@ -84,3 +84,19 @@ def test_only_experts_of_one_kind_can_be_recorded(ops: Ops) -> None:
         else:
             with pytest.raises(CaptureError, match="cannot be recorded"):
                 ops.recording.capture(forward, **counts)
+
+
+@pytest.mark.parametrize("kind", ["alike", "permuted"])
+def test_an_expert_can_be_exchanged_for_another(kind: str, ops: Ops) -> None:
+    whole = ExpertWeights([KINDS[kind](seed) for seed in range(EXPERTS)])
+    whole.bind(ops)
+    other = KINDS[kind](9)
+    values = torch.stack([weight.dequantize() for weight in whole.parts])
+    values[2] = other.dequantize()
+    other.bind(ops)
+    whole.replace(2, other)
+    x = torch.randn(TOKENS, WIDTH)
+    routes = ops.moe.route(torch.randn(TOKENS, EXPERTS), 3, normalized=True)
+    found = whole.matmul_routed(x, routes, by_token=True)
+    rows, owners = x[routes.tokens.long()], routes.owners.long()
+    assert torch.allclose(found, torch.einsum("rk,rnk->rn", rows, values[owners]), atol=1e-4)

@@ -234,6 +234,7 @@ struct GatedArgs {
     const float* gate_up;
     float* out;
     int64_t width;  // of the output
+    const int32_t* used;  // the number of rows that have values; null: all
     int32_t kind;
 };
 
@@ -457,16 +458,25 @@ struct RouteArgs {
 };
 
 // The rows of a step in the order of experts: one row for each token and each of its k experts.
+//
+// With several ranks that have whole experts, `chosen` counts the experts of all of them. The n-th row
+// of an expert since the counts in `load` began goes to the (n % copies)-th rank that has a copy. A rank
+// places only its own rows; the buffers have room for all, so the last ones stay unused.
 struct GroupArgs {
     const int32_t* chosen;  // [rows], token by token
-    int32_t* places;        // [rows]: the row of each choice
+    int32_t* places;        // [rows]: the row of each choice; -1: at another rank
     int32_t* tokens;        // [rows], by expert: the token of the row
     int32_t* owners;        // [rows], by expert: the expert of the row
     int32_t* starts;        // [count + 1]: the first row of each expert
     int32_t* active;        // [count + 1]: the experts that have rows; last, their number
-    int64_t count;          // experts
+    int64_t count;          // experts that this rank has
     int64_t rows;           // set by the runtime
-    int32_t k;
+    const int32_t* first;   // [all experts + 1]: where each one's part of `ranks` begins; null: one rank
+    const int32_t* ranks;   // the ranks that have a copy of each expert, one expert after another
+    const int32_t* local;   // [all experts]: their numbers on this rank, if it has them
+    int32_t* servers;       // [rows]: the rank that computes each choice
+    int64_t* load;          // [all experts]: the rows so far
+    int32_t k, rank;
 };
 
 // One matrix per expert, all of one shape and format; `each` has the rows of all of them.
@@ -484,6 +494,7 @@ struct BiasArgs {
     float* x;
     const float* bias;  // [experts, width]
     const int32_t* owners;
+    const int32_t* used;  // the number of rows that have values; null: all
     int64_t width;
 };
 
@@ -495,6 +506,15 @@ struct CombineArgs {
     float* out;
     int64_t width;
     int32_t k;
+};
+
+// The same sum where the rows are at several ranks: every rank sends those that it has computed, and
+// adds all of a token in the order of j. So the bits do not depend on which rank computes which row.
+struct CombineRanksArgs {
+    CombineArgs own;         // places: -1 for rows of other ranks
+    class RankGroup* group;
+    const int32_t* servers;  // [T, k]: the rank of each row
+    int64_t number;          // of the exchange; set by the runtime
 };
 
 enum { kLowUnit = 8 };  // ranks of a factor that lie together
@@ -569,7 +589,7 @@ struct TransferArgs {
 // The operators. Most are row-wise: row t of the result depends only on row t of the arguments.
 // Exceptions: kOpAttention, kOpSample, kOpGroup, kOpLowRank, and kOpLinear and kOpExperts except for
 // quantizing their activations; kOpCombine reads rows of other tokens, kOpExchange and
-// kOpTransfer those of other ranks. kOpPlaces prepares the step for the others.
+// kOpTransfer and kOpCombineRanks those of other ranks. kOpPlaces prepares the step for the others.
 enum OpKind {
     kOpEmbedding = 0,
     kOpLinear = 1,
@@ -592,7 +612,8 @@ enum OpKind {
     kOpLowRank = 18,
     kOpExchange = 19,
     kOpTransfer = 20,
-    kOpKinds = 21,
+    kOpCombineRanks = 21,
+    kOpKinds = 22,
 };
 
 // What a step counts; an operator runs over one of these (row-wise operators: times `per`).

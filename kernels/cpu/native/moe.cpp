@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "file_parts.hpp"
+#include "rank_group.hpp"
 
 namespace {
 
@@ -59,6 +60,35 @@ void one_expert(const KernelTable& kernels, const ExpertsArgs& args, const Weigh
     }
 }
 
+// Counts row i, and names the rank that computes it. Its expert's number here; -1: at another rank.
+int32_t serve(const GroupArgs& args, int64_t i) {
+    const int32_t expert = args.chosen[i];
+    const int32_t* ranks = args.ranks + args.first[expert];
+    const int64_t copies = args.first[expert + 1] - args.first[expert];
+    args.servers[i] = ranks[args.load[expert]++ % copies];
+    return args.servers[i] == args.rank ? args.local[expert] : -1;
+}
+
+float* area_of(const CombineRanksArgs& args, int rank) {
+    return reinterpret_cast<float*>(args.group->area(rank, (uint32_t)args.number));
+}
+
+// The weighted sums of the tokens begin..end; `row_of(t * k + j)` is token t's j-th row.
+template <typename RowOf>
+void weighted_sums(const CombineArgs& args, int64_t begin, int64_t end, const RowOf& row_of) {
+    for (int64_t t = begin; t < end; ++t) {
+        float* out = args.out + t * args.width;
+        for (int32_t j = 0; j < args.k; ++j) {
+            const float weight = args.weights[t * args.k + j];
+            const float* x = row_of(t * args.k + j);
+            if (j == 0)
+                for (int64_t i = 0; i < args.width; ++i) out[i] = weight * x[i];
+            else
+                for (int64_t i = 0; i < args.width; ++i) out[i] += weight * x[i];
+        }
+    }
+}
+
 }  // namespace
 
 void route(const RouteArgs& args, int64_t begin, int64_t end) {
@@ -80,7 +110,10 @@ void route(const RouteArgs& args, int64_t begin, int64_t end) {
 
 void group_rows(const GroupArgs& args) {
     memset(args.starts, 0, sizeof(int32_t) * (size_t)(args.count + 1));
-    for (int64_t i = 0; i < args.rows; ++i) ++args.starts[args.chosen[i] + 1];
+    for (int64_t i = 0; i < args.rows; ++i) {
+        args.places[i] = args.first ? serve(args, i) : args.chosen[i];
+        if (args.places[i] >= 0) ++args.starts[args.places[i] + 1];
+    }
     int32_t used = 0;
     for (int64_t e = 0; e < args.count; ++e) {
         if (args.starts[e + 1]) args.active[used++] = (int32_t)e;
@@ -88,10 +121,12 @@ void group_rows(const GroupArgs& args) {
     }
     args.active[args.count] = used;
     for (int64_t i = 0; i < args.rows; ++i) {  // starts[e] advances to the start of expert e + 1
-        const int32_t place = args.starts[args.chosen[i]]++;
+        const int32_t expert = args.places[i];
+        if (expert < 0) continue;
+        const int32_t place = args.starts[expert]++;
         args.places[i] = place;
         args.tokens[place] = (int32_t)(i / args.k);
-        args.owners[place] = args.chosen[i];
+        args.owners[place] = expert;
     }
     memmove(args.starts + 1, args.starts, sizeof(int32_t) * (size_t)args.count);
     args.starts[0] = 0;
@@ -106,17 +141,24 @@ void add_biases(const BiasArgs& args, int64_t begin, int64_t end) {
 }
 
 void combine(const CombineArgs& args, int64_t begin, int64_t end) {
-    for (int64_t t = begin; t < end; ++t) {
-        float* out = args.out + t * args.width;
-        for (int32_t j = 0; j < args.k; ++j) {
-            const float weight = args.weights[t * args.k + j];
-            const float* x = args.x + args.places[t * args.k + j] * args.width;
-            if (j == 0)
-                for (int64_t i = 0; i < args.width; ++i) out[i] = weight * x[i];
-            else
-                for (int64_t i = 0; i < args.width; ++i) out[i] += weight * x[i];
-        }
-    }
+    weighted_sums(args, begin, end,
+                  [&](int64_t row) { return args.x + args.places[row] * args.width; });
+}
+
+void send_expert_rows(const CombineRanksArgs& args, int64_t begin, int64_t end) {
+    const CombineArgs& own = args.own;
+    float* to = area_of(args, args.group->rank());
+    for (int64_t row = begin * own.k; row < end * own.k; ++row)
+        if (own.places[row] >= 0)
+            memcpy(to + row * own.width, own.x + own.places[row] * own.width,
+                   sizeof(float) * (size_t)own.width);
+}
+
+void combine_ranks(const CombineRanksArgs& args, int64_t begin, int64_t end) {
+    if (!args.group->wait((uint32_t)args.number)) return;
+    weighted_sums(args.own, begin, end, [&](int64_t row) {
+        return area_of(args, args.servers[row]) + row * args.own.width;
+    });
 }
 
 void quantize_expert_rows(const KernelTable& kernels, const ExpertsArgs& args, int64_t begin,

@@ -13,6 +13,10 @@ void route(const RouteArgs& args, int64_t begin, int64_t end);
 void group_rows(const GroupArgs& args);
 void add_biases(const BiasArgs& args, int64_t begin, int64_t end);
 void combine(const CombineArgs& args, int64_t begin, int64_t end);
+// The two parts of kOpCombineRanks for the tokens begin..end. Row (t, j) lies at t * k + j in the area
+// of the rank that has computed it.
+void send_expert_rows(const CombineRanksArgs& args, int64_t begin, int64_t end);
+void combine_ranks(const CombineRanksArgs& args, int64_t begin, int64_t end);
 
 // Strips of all experts that have rows, expert by expert: at most as many experts as rows.
 inline int64_t expert_strips(const ExpertsArgs& args) {

@@ -52,6 +52,7 @@ int64_t row_work(const Op& op) {
         case kOpExperts: return 2 * op.experts.each.w->k;
         case kOpBias: return op.bias.width;
         case kOpCombine: return op.combine.width * op.combine.k;
+        case kOpCombineRanks: return op.combine_ranks.own.width * op.combine_ranks.own.k;
         // keys are transposed in their pages: every number is a separate store
         case kOpRecode: return 16 * (int64_t)op.recode.head_dim;
         case kOpExchange: return op.exchange.width * op.exchange.group->size();
@@ -103,6 +104,12 @@ void receive_rows(const ExchangeArgs& a, int64_t begin, int64_t end) {
                 memcpy(x, part, sizeof(float) * (size_t)a.width);
         }
     }
+}
+
+// Where the rows begin..end stop to have values: see GatedArgs::used.
+int64_t used_end(const int32_t* used, int64_t begin, int64_t end) {
+    if (!used || *used >= end) return end;
+    return *used > begin ? *used : begin;
 }
 
 // False if a request's tokens or pages are outside of their tensors.
@@ -166,6 +173,7 @@ size_t args_size(int kind) {
         case kOpLowRank: return sizeof(LowRankArgs);
         case kOpExchange: return sizeof(ExchangeArgs);
         case kOpTransfer: return sizeof(TransferArgs);
+        case kOpCombineRanks: return sizeof(CombineRanksArgs);
         default: return 0;
     }
 }
@@ -220,6 +228,7 @@ bool Program::add(int kind, const void* args, Count count, int64_t per) {
         case kOpPlaces: break;  // before the threads start: see prepare
         case kOpCombine: add_part(index, kRows, true); break;
         case kOpExchange:
+        case kOpCombineRanks:
             add_part(index, kRows, true);
             add_part(index, kMoreRows);
             break;
@@ -392,6 +401,13 @@ Status Runtime::bind(Op* op, int64_t n, Needs* needs) {
             group_ = op->exchange.group;
             break;
         }
+        case kOpCombineRanks: {
+            const CombineArgs& own = op->combine_ranks.own;
+            const int64_t bytes = n * own.k * own.width * (int64_t)sizeof(float);
+            needs->exchanged = bytes > needs->exchanged ? bytes : needs->exchanged;
+            group_ = op->combine_ranks.group;
+            break;
+        }
         case kOpSample:
             at_least(&needs->each_thread, (size_t)kernels->sample_scratch(op->sample.width));
             break;
@@ -448,6 +464,8 @@ Status Runtime::prepare(Program& program, const int64_t* counts) {
         // Without rows nothing is exchanged; a number that nobody counts would break the order of areas.
         if (op.kind == kOpExchange && counts[op.count] * op.per)
             op.exchange.number = group_->next();
+        if (op.kind == kOpCombineRanks && counts[op.count] * op.per)
+            op.combine_ranks.number = group_->next();
         if (op.kind == kOpAttention) op.attention.shared = attention_.data();
         if (op.kind == kOpLowRank) op.low_rank.low = (float*)low_.data();
         if (quantizes(op)) place_activations(&op.linear, activations_.data());
@@ -480,20 +498,24 @@ void Runtime::rows(const Op& op, Program::Work kind, int64_t begin, int64_t end)
             break;
         case kOpLinear: kernels->quantize(&op.linear, begin, end); break;
         case kOpNorm: kernels->rms_norm(&op.norm, begin, end); break;
-        case kOpGated: kernels->gated(&op.gated, begin, end); break;
+        case kOpGated: kernels->gated(&op.gated, begin, used_end(op.gated.used, begin, end)); break;
         case kOpMap: kernels->map(&op.map, begin, end); break;
         case kOpAngles: kernels->rope_angles(&op.angles, begin, end); break;
         case kOpSelect: select_rows(op.select, begin, end); break;
         case kOpTake: take_columns(op.take, begin, end); break;
         case kOpRoute: route(op.route, begin, end); break;
         case kOpExperts: quantize_expert_rows(*kernels, op.experts, begin, end); break;
-        case kOpBias: add_biases(op.bias, begin, end); break;
+        case kOpBias: add_biases(op.bias, begin, used_end(op.bias.used, begin, end)); break;
         case kOpCombine: combine(op.combine, begin, end); break;
         case kOpRope: kernels->rope(&op.rope, begin, end); break;
         case kOpRecode: kernels->recode(&op.recode, begin, end); break;
         case kOpExchange:
             if (kind == Program::kRows) send_rows(op.exchange, begin, end);
             else receive_rows(op.exchange, begin, end);
+            break;
+        case kOpCombineRanks:
+            if (kind == Program::kRows) send_expert_rows(op.combine_ranks, begin, end);
+            else combine_ranks(op.combine_ranks, begin, end);
             break;
         default: break;
     }

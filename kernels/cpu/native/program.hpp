@@ -7,8 +7,8 @@
 // output rows; quantizing its activations is row-wise and joins the phase before. Attention is one
 // phase over its work items (attention.hpp), a product of experts one over the strips of the experts
 // that have rows (moe.hpp). The update of a product by adapters is two phases (low_rank.hpp), and so is an
-// exchange with other ranks (rank_group.hpp): its second phase is row-wise, and others join it. One thread
-// alone sends or receives the rows of a transfer.
+// exchange with other ranks (rank_group.hpp), also one that combines the rows of experts (moe.hpp): its
+// second phase is row-wise, and others join it. One thread alone sends or receives the rows of a transfer.
 #pragma once
 
 #include <vector>
@@ -45,6 +45,7 @@ struct Op {
         LowRankArgs low_rank;
         ExchangeArgs exchange;
         TransferArgs transfer;
+        CombineRanksArgs combine_ranks;
     };
 };
 

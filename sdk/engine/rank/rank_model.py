@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from sdk.engine.rank.experts import unused_tensors
 from sdk.engine.rank.runner_config import RunnerConfig
 from sdk.kernels.ops import Ops
 from sdk.models.auto import build_model
@@ -32,6 +33,7 @@ class RankModel:
         cls, config: RunnerConfig, mesh: Mesh, checkpoint: Checkpoint | None = None
     ) -> RankModel:
         """Read the weights; the checkpoint (default: the one ``config`` names) is closed then."""
+        mesh = config.mesh_of(mesh)
         with contextlib.ExitStack() as undo:
             if checkpoint is None:
                 checkpoint = config.open_model()
@@ -45,7 +47,7 @@ class RankModel:
             )
             classifier = classifier_of(values)
             score_head = read_score_head(checkpoint, classifier, model.config.hidden_size)
-            unused = checkpoint.unused()
+            unused = unused_tensors(checkpoint, model)
             undo.pop_all()
         checkpoint.close()
         return cls(ops, model, classifier, score_head, unused)

@@ -16,6 +16,7 @@ from sdk.engine.rank.adapters import RankAdapters
 from sdk.engine.rank.device_graphs import DeviceGraphs
 from sdk.engine.rank.drafting_model import DraftingModel
 from sdk.engine.rank.eager import Eager
+from sdk.engine.rank.experts import MovingExperts, all_record
 from sdk.engine.rank.forward import ForwardPasses
 from sdk.engine.rank.inputs import StepInputs
 from sdk.engine.rank.key_centres import centre_keys
@@ -54,9 +55,13 @@ class ModelRunner:
     ``close`` frees weights, pages and threads.
     """
 
+    #: Experts on their way to this rank.
+    moving: MovingExperts | None = None
+
     def __init__(self, config: RunnerConfig, mesh: Mesh, weights: RankModel | None = None) -> None:
         """``weights``: closed with the runner (default: they are read now)."""
-        self._mesh = mesh
+        self.config = config
+        self.mesh = mesh = config.mesh_of(mesh)
         self._requests: dict[str, RankRequest] = {}
         #: The last step that was launched from a plan, and what repeats it.
         self._last_step: _LaunchedStep | None = None
@@ -144,11 +149,14 @@ class ModelRunner:
             self.strategy = Recorded(self._passes, self._inputs)
         except CaptureError as error:
             self.strategy = Eager(self._passes, self._inputs, str(error))
+        if not all_record(self.mesh, isinstance(self.strategy, Recorded)):
+            why = self.strategy.eager_reason or "the experts of another rank cannot be recorded"
+            self.strategy = Eager(self._passes, self._inputs, why)
 
     @property
     def rank(self) -> int:
         """The number of this rank among those of all stages; rank 0 samples."""
-        return self._mesh.number
+        return self.mesh.number
 
     @property
     def ahead(self) -> tuple[int, int]:
@@ -197,10 +205,10 @@ class ModelRunner:
             return rows
         if self.drafting is not None:
             rows = self.drafting.draft(rows, requests)
-        if self._mesh.group is None:
+        if self.mesh.group is None:
             return rows
         tokens = torch.tensor([token for row in rows for token in row.drafts])
-        drafted = iter(self._mesh.group.all_gather(tokens)[0].tolist())
+        drafted = iter(self.mesh.group.all_gather(tokens)[0].tolist())
         return [row._replace(drafts=tuple(next(drafted) for _ in row.drafts)) for row in rows]
 
     def _update(self, plan: StepPlan) -> dict[int, str]:
@@ -233,13 +241,13 @@ class ModelRunner:
             # guidance and scores use inference tensors, which torch allows only in this mode
             special = batch.negatives or batch.scored
             with torch.inference_mode() if special else contextlib.nullcontext():
-                if batch.draws and self._mesh.samples:
+                if batch.draws and self.mesh.samples:
                     self._sample(launched, result)
-                for scored_row in batch.scored if self._mesh.is_last else ():
+                for scored_row in batch.scored if self.mesh.is_last else ():
                     self._score(scored_row, launched, result)
             if self.drafting is not None and self.drafting.reads_hidden:
                 self.drafting.keep(launched, _num_right(batch, result.tokens))
-        if len(step.launched) == 1 and step is self._last_step and self._mesh.samples:
+        if len(step.launched) == 1 and step is self._last_step and self.mesh.samples:
             self._prepare_repeat(plan, step.launched[0].batch, result)
         left_out = () if self.drafting is None else self.drafting.newly_left_out()
         waited = self.take_mask_seconds()

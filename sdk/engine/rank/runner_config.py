@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from sdk.kernels.ops import Ops
 from sdk.loaders.head_folder import open_head
 from sdk.loaders.open import open_checkpoint
 from sdk.models.drafting_heads import HeadConfig
+from sdk.models.parallel import Mesh
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.online import online_quantized
 
@@ -80,10 +81,16 @@ class RunnerConfig:
     #: The largest rank of an adapter, and the type of its factors.
     max_adapter_rank: int = 64
     adapter_dtype: torch.dtype | None = None
+    #: See :class:`sdk.models.parallel.Mesh`.
+    redundant_experts: int | None = None
 
     def layers_of(self, stage: int) -> range | None:
         """The layers of a stage; ``None``: all of them."""
         return self.stage_layers[stage] if self.stage_layers else None
+
+    def mesh_of(self, mesh: Mesh) -> Mesh:
+        """A rank's place with what these options say about it."""
+        return replace(mesh, redundant_experts=self.redundant_experts)
 
     def open_model(self) -> Checkpoint:
         """Open the model's files, with online quantization if ``quantization`` is set."""

@@ -1,0 +1,245 @@
+"""Experts that are spread over ranks: who computes which row, and the sums over all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sdk.kernels.errors import CaptureError, KernelError
+from sdk.kernels.groups import Group
+from sdk.kernels.ops import Ops
+from sdk.kernels.routes import RankExperts, Routes
+from tests.kernels.test_exchange import Ranks
+
+EXPERTS, K, WIDTH, INNER = 7, 3, 96, 64
+#: The experts of each rank: uneven; with copies on all, or on some ranks; by size.
+SPREAD = {
+    "uneven": ([0, 2, 3, 6], [1, 4, 5]),
+    "copies": ([0, 1, 2, 3, 4], [0, 3, 5, 6, 1]),
+    "three": ([6, 0], [5, 4, 0], [1, 2, 3, 0]),
+}
+
+
+class NoGroup:
+    """A group that is not used."""
+
+    def all_reduce(self, x: Tensor) -> None:
+        raise AssertionError
+
+    def all_gather(self, x: Tensor) -> list[Tensor]:
+        raise AssertionError
+
+
+def spread(own: Sequence[Sequence[int]], rank: int, group: Group, count: int) -> RankExperts:
+    ranks = [[r for r, held in enumerate(own) if e in held] for e in range(count)]
+    first = torch.tensor([0, *map(len, ranks)]).cumsum(0).int()
+    local = torch.full((count,), -1, dtype=torch.int32)
+    local[list(own[rank])] = torch.arange(len(own[rank]), dtype=torch.int32)
+    flat = torch.tensor([r for each in ranks for r in each], dtype=torch.int32)
+    load = torch.zeros(count, dtype=torch.int64)
+    return RankExperts(rank, group, len(own[rank]), first, flat, local, load)
+
+
+def logits_for(chosen: Sequence[Sequence[int]], count: int) -> Tensor:
+    """Logits with which each token chooses these experts, in this order."""
+    found = torch.full((len(chosen), count), -9.0)
+    for token, experts in enumerate(chosen):
+        for j, expert in enumerate(experts):
+            found[token, expert] = 5.0 - j
+    return found
+
+
+@pytest.fixture(params=["cpu", "reference"])
+def ops(request: pytest.FixtureRequest) -> Iterator[Ops]:
+    opened = Ops("cpu", num_threads=2, backends=[request.param])
+    yield opened
+    opened.close()
+
+
+def routed(ops: Ops, chosen: Sequence[Sequence[int]], experts: RankExperts) -> Routes:
+    count = experts.load.shape[0]
+    logits = logits_for(chosen, count)
+    return ops.moe.route(logits, len(chosen[0]), normalized=True, experts=experts)
+
+
+def test_a_rank_places_the_rows_of_its_own_experts(ops: Ops) -> None:
+    chosen = [[3, 0], [1, 2], [0, 1], [3, 2]]
+    routes = routed(ops, chosen, spread([[2, 0], [1, 3]], 0, NoGroup(), 4))
+    assert routes.places.tolist() == [[-1, 2], [-1, 0], [3, -1], [-1, 1]]
+    assert routes.servers is not None
+    assert routes.servers.tolist() == [[1, 0], [1, 0], [0, 1], [1, 0]]
+    assert routes.starts.tolist() == [0, 2, 4]
+    assert routes.tokens[:4].tolist() == [1, 3, 0, 2]
+    assert routes.owners[:4].tolist() == [0, 0, 1, 1]  # as this rank numbers them
+    assert routes.active.tolist() == [0, 1, 2]
+    assert routes.used is not None and routes.used.tolist() == [4]
+
+
+def test_copies_of_an_expert_take_turns_also_over_steps(ops: Ops) -> None:
+    own = [[0, 1], [0, 2], [2, 1]]
+    given = [spread(own, rank, NoGroup(), 3) for rank in range(3)]
+    found = []
+    for _ in range(3):
+        steps = [routed(ops, [[0]], each) for each in given]
+        assert all(torch.equal(step.servers, steps[0].servers) for step in steps)
+        found.append(int(steps[0].servers))
+    several = routed(ops, [[0], [2], [0], [2]], given[0])
+    assert several.servers is not None
+    assert found + several.servers.flatten().tolist() == [0, 1, 0, 1, 1, 0, 2]
+    assert given[0].load.tolist() == [5, 0, 2]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_rank_may_have_all_rows_and_another_none(ops: Ops, rank: int) -> None:
+    routes = routed(ops, [[0, 1], [1, 0]], spread([[0, 1], [2, 3]], rank, NoGroup(), 4))
+    assert routes.starts.tolist() == ([0, 2, 4] if rank == 0 else [0, 0, 0])
+    assert int(routes.active[-1]) == (2 if rank == 0 else 0)
+    assert bool((routes.places >= 0).all()) == (rank == 0)
+    assert list(routes.parts(torch.zeros(2, 5), by_token=True)) == [] or rank == 0
+
+
+def test_both_backends_place_rows_alike() -> None:
+    generator = torch.Generator().manual_seed(3)
+    logits = [torch.randn(n, EXPERTS, generator=generator) for n in (1, 40, 7)]
+    found = []
+    for backend in ("cpu", "reference"):
+        ops = Ops("cpu", num_threads=2, backends=[backend])
+        for rank in range(3):
+            experts = spread(SPREAD["three"], rank, NoGroup(), EXPERTS)
+            for given in logits:
+                routes = ops.moe.route(given, K, normalized=False, experts=experts)
+                assert routes.servers is not None and routes.used is not None
+                used = int(routes.used)
+                found.append(
+                    [
+                        *(routes.places, routes.servers, routes.starts),
+                        *(routes.tokens[:used], routes.owners[:used]),
+                        *(routes.active[: int(routes.active[-1])], experts.load.clone()),
+                    ]
+                )
+        ops.close()
+    half = len(found) // 2
+    for ours, reference in zip(found[:half], found[half:], strict=True):
+        for mine, other in zip(ours, reference, strict=True):
+            assert torch.equal(mine, other)
+
+
+def test_rows_without_values_are_left_alone(ops: Ops) -> None:
+    routes = routed(ops, [[0, 1], [1, 2], [3, 1]], spread([[1, 2], [0, 3]], 0, NoGroup(), 4))
+    x, bias = torch.zeros(6, 8), torch.tensor([[1.0], [2.0]]).expand(2, 8).contiguous()
+    ops.moe.add_owners_bias(x, bias, routes)
+    assert x[:, 0].tolist() == [1, 1, 1, 2, 0, 0]
+    gated = ops.gated_activation(torch.ones(6, 8), "silu", routes.used)
+    assert torch.equal(gated[:4], ops.gated_activation(torch.ones(4, 8), "silu"))
+
+
+class Mixture:
+    """A mixture of packed experts with biases: whole, or the part of one rank."""
+
+    def __init__(self, ops: Ops, cases: Any, own: Sequence[int]) -> None:
+        self.ops = ops
+        up = [cases.affine(2 * INNER, WIDTH, seed=seed) for seed in range(EXPERTS)]
+        down = [cases.affine(WIDTH, INNER, seed=10 + seed) for seed in range(EXPERTS)]
+        self.up = ops.moe.group([ops.linear(up[e]) for e in own])
+        self.down = ops.moe.group([ops.linear(down[e]) for e in own])
+        biases = torch.randn(EXPERTS, WIDTH, generator=torch.Generator().manual_seed(5))
+        self.bias = biases[list(own)]
+
+    def __call__(self, x: Tensor, logits: Tensor, experts: RankExperts | None = None) -> Tensor:
+        moe = self.ops.moe
+        routes = moe.route(logits, K, normalized=True, experts=experts)
+        assert self.up is not None and self.down is not None
+        hidden = self.up.matmul(x, routes, by_token=True)
+        hidden = self.ops.gated_activation(hidden, "silu", routes.used)
+        y = self.down.matmul(hidden, routes, by_token=False)
+        return moe.combine(moe.add_owners_bias(y, self.bias, routes), routes)
+
+
+@pytest.fixture(params=SPREAD)
+def own(request: pytest.FixtureRequest) -> Sequence[Sequence[int]]:
+    found: Sequence[Sequence[int]] = SPREAD[request.param]
+    return found
+
+
+@pytest.mark.parametrize("recorded", [False, True], ids=["one by one", "recorded"])
+def test_ranks_with_whole_experts_give_the_bits_of_one(
+    own: Sequence[Sequence[int]], recorded: bool, cases: Any, tmp_path: Path
+) -> None:
+    """For any number of tokens, wherever the experts are, in whatever step before."""
+    generator = torch.Generator().manual_seed(1)
+    steps = [40, 1, 5, 40, 33, 2]
+    given = [
+        (
+            cases.activations(tokens, WIDTH, seed=tokens),
+            3 * torch.randn(tokens, EXPERTS, generator=generator),
+        )
+        for tokens in steps
+    ]
+    given[2][1][:, :] = logits_for([[0, 1, 2]], EXPERTS)  # as many as possible for one rank
+    alone = Ops("cpu", num_threads=2, backends=["cpu"])
+    whole = Mixture(alone, cases, range(EXPERTS))
+    expected = [whole(x, logits) for x, logits in given]
+    ranks = Ranks(tmp_path, len(own), 2)
+
+    def call(rank: int, group: Group, ops: Ops) -> list[Tensor]:
+        mixture = Mixture(ops, cases, own[rank])
+        experts = spread(own, rank, group, EXPERTS)
+        if not recorded:
+            return [mixture(x, logits, experts) for x, logits in given]
+        inputs, scores = torch.empty(64, WIDTH), torch.empty(64, EXPERTS)
+        graph = ops.recording.capture(
+            lambda: mixture(inputs, scores, experts), tokens=64, outputs=1, requests=1
+        )
+        found = []
+        for x, logits in given:
+            inputs[: len(x)], scores[: len(x)] = x, logits
+            graph.replay(tokens=len(x), outputs=1, requests=1)
+            found.append(graph.result[: len(x)].clone())
+        return found
+
+    for found in ranks.do(call):
+        for mine, wanted in zip(found, expected, strict=True):
+            assert torch.equal(mine, wanted)
+    ranks.close()
+    alone.close()
+
+
+def test_no_tokens_need_no_exchange(cases: Any, tmp_path: Path) -> None:
+    ranks = Ranks(tmp_path, 2, 1)
+
+    def call(rank: int, group: Group, ops: Ops) -> Tensor:
+        mixture = Mixture(ops, cases, SPREAD["uneven"][rank])
+        experts = spread(SPREAD["uneven"], rank, group, EXPERTS)
+        return mixture(torch.empty(0, WIDTH), torch.empty(0, EXPERTS), experts)
+
+    assert [found.shape for found in ranks.do(call)] == [(0, WIDTH)] * 2
+    ranks.close()
+
+
+def test_what_does_not_fit_is_refused(ops: Ops) -> None:
+    experts = spread([[0, 2], [1, 3]], 0, NoGroup(), 4)
+    with pytest.raises(KernelError, match=r"route experts: expected torch\.int64 \[5\]"):
+        ops.moe.route(torch.zeros(2, 5), 2, normalized=True, experts=experts)
+
+
+def test_a_group_without_native_exchanges_cannot_be_recorded() -> None:
+    ops = Ops("cpu", num_threads=1, backends=["cpu"])
+    experts = spread([[0, 2], [1, 3]], 0, NoGroup(), 4)
+
+    logits, x = torch.zeros(2, 4), torch.zeros(4, 8)
+
+    def forward() -> Tensor:
+        routes = ops.moe.route(logits, 2, normalized=True, experts=experts)
+        return ops.moe.combine(x, routes)
+
+    with (
+        torch.inference_mode(),
+        pytest.raises(CaptureError, match="sums over a NoGroup cannot be recorded"),
+    ):
+        ops.recording.capture(forward, tokens=2, outputs=1, requests=1)
+    ops.close()
