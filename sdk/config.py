@@ -24,6 +24,7 @@ from sdk.memory.pool import MemoryPool
 from sdk.memory.sizes import parse_bytes
 from sdk.quant.safe_repr import is_value_error, safe_message, safe_repr
 from sdk.quant.spec import KVTypes, parse_tiers
+from sdk.remote import RemoteWorkers
 from sdk.speculative_config import SpeculativeConfig, speculative_config
 
 #: ``(stage, done, total)``; return ``False`` to cancel. Stages: ``"download"`` and ``"load"``
@@ -56,6 +57,7 @@ class EngineConfig:
     skip_tokenizer_init: bool = False
     trust_remote_code: bool = False
     tensor_parallel_size: int = 1
+    remote_workers: RemoteWorkers | None = None
     dtype: Literal["auto", "float32", "float16", "bfloat16", "float", "half"] = "auto"
     quantization: str | None = None
     revision: str | None = None
@@ -149,6 +151,7 @@ class EngineConfig:
         self._check_scheduling()
         self._check_swap()
         self._check_offload()
+        self._check_remote()
         self._check_speculative()
         if self.kv_cache_dtype != "auto":
             object.__setattr__(self, "kv_cache_dtype", _kv_cache_dtype(self.kv_cache_dtype))
@@ -199,6 +202,19 @@ class EngineConfig:
                 f"disk_offload={self.cpu_offload!r} to leave them on the disk"
             )
         self._check_folder("disk_offload_path", "disk_offload")
+
+    def _check_remote(self) -> None:
+        remote: object = self.remote_workers
+        if remote is None:
+            return
+        if not isinstance(remote, RemoteWorkers):
+            raise RequestError(
+                f"remote_workers: expected RemoteWorkers(...), found {safe_repr(remote)}"
+            )
+        if self.tensor_parallel_size == 1:
+            raise RequestError(
+                "remote_workers needs a tensor_parallel_size of at least 2, this process included"
+            )
 
     def _check_speculative(self) -> None:
         speculative = speculative_config(self.speculative_config)

@@ -17,6 +17,7 @@ from sdk.config import EngineConfig, ProgressCallback
 from sdk.engine.scheduling.policy import PolicyName, SchedulingPolicy
 from sdk.memory.pool import MemoryPool
 from sdk.other_names import ENGINE, without_effect
+from sdk.remote import RemoteWorkers
 from sdk.speculative_config import SpeculativeConfig
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -31,6 +32,7 @@ class EngineOptions(TypedDict, total=False):
     skip_tokenizer_init: bool
     trust_remote_code: bool
     tensor_parallel_size: int
+    remote_workers: RemoteWorkers | None
     dtype: Literal["auto", "float32", "float16", "bfloat16", "float", "half"]
     quantization: str | None
     revision: str | None

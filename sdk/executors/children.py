@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from dataclasses import replace
 from multiprocessing import spawn
 from pathlib import Path
@@ -23,7 +24,7 @@ from typing import Any
 
 from sdk.errors import EngineDeadError
 from sdk.executors.channel import Channel, pack
-from sdk.executors.groups import RankGroup, meeting_place
+from sdk.executors.groups import RankGroup, connect, meeting_place
 from sdk.executors.worker import WorkerStart
 from sdk.kernels.errors import CollectiveError
 
@@ -45,8 +46,74 @@ class ChildLost(Exception):
     """A worker has ended or does not answer; :meth:`Children.diagnose` finds out why."""
 
 
-class Child:
-    """One worker process, rank 1 or above."""
+class Worker(ABC):
+    """One rank other than rank 0, however it is reached."""
+
+    rank: int
+
+    @abstractmethod
+    def send(self, message: bytes, limit_s: float) -> None:
+        """:raises ChildLost: the worker has ended or does not read."""
+
+    @abstractmethod
+    def receive(self, limit_s: float) -> tuple[Any, ...] | None:
+        """The next message; None after ``limit_s`` seconds in which this process was running.
+
+        :raises ChildLost: the worker has ended.
+        """
+
+    def expect(self, kind: str, limit_s: float) -> tuple[Any, ...]:
+        """Wait for the next message, which must be of ``kind``.
+
+        :raises ChildLost: the worker has ended or does not answer.
+        :raises EngineDeadError: it reports a failure instead.
+        """
+        message = self.receive(limit_s)
+        if message is None:
+            raise ChildLost(f"rank {self.rank}: no answer within {limit_s:g} s")
+        if message[0] != kind:
+            raise self.reported(message)
+        return message
+
+    def failure(self) -> tuple[int, EngineDeadError]:
+        """What is wrong with this worker, and its rank as the likely cause (0: most likely)."""
+        try:
+            while (message := self.receive(1.0)) is not None:
+                if message[0] == "failed":
+                    consequence = message[2] == CollectiveError.__name__
+                    return (2 if consequence else 0), self.reported(message)
+        except ChildLost as lost:
+            if (ended := self.how_it_ended(lost)) is not None:
+                return 1, ended
+        return 3, EngineDeadError(f"rank {self.rank} is alive but does not answer")
+
+    @abstractmethod
+    def reported(self, message: tuple[Any, ...]) -> EngineDeadError:
+        """The failure that a worker's message reports."""
+
+    @abstractmethod
+    def how_it_ended(self, lost: ChildLost) -> EngineDeadError | None:
+        """Why a lost worker is gone; None if it is not."""
+
+    @abstractmethod
+    def wait(self, seconds: float) -> None:
+        """Wait until the worker has ended, at most this long."""
+
+    @abstractmethod
+    def terminate(self) -> None:
+        """Have the worker end now."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """End the worker, whatever it does."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release what this process holds of the worker, which was killed."""
+
+
+class Child(Worker):
+    """A child process."""
 
     def __init__(self, rank: int, folder: str, python: str, path: list[str]) -> None:
         self.rank = rank
@@ -75,17 +142,12 @@ class Child:
         self._channel = Channel(ours)
 
     def send(self, message: bytes, limit_s: float) -> None:
-        """:raises ChildLost: the worker has ended or does not read."""
         try:
             self._channel.send(message, limit_s)
         except OSError as error:
             raise ChildLost(f"rank {self.rank}: {error}") from error
 
     def receive(self, limit_s: float) -> tuple[Any, ...] | None:
-        """The next message; None after ``limit_s`` seconds in which this process was running.
-
-        :raises ChildLost: the worker has ended.
-        """
         for _ in range(math.ceil(limit_s / _TICK_S)):
             try:
                 if self._channel.readable(min(_TICK_S, limit_s)):
@@ -98,33 +160,13 @@ class Child:
                 raise ChildLost(f"rank {self.rank}: {error}") from error
         return None
 
-    def expect(self, kind: str, limit_s: float) -> tuple[Any, ...]:
-        """Wait for the next message, which must be of ``kind``.
+    def how_it_ended(self, lost: ChildLost) -> EngineDeadError | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            how = _exit_text(self.process.wait(1.0))
+            return EngineDeadError(f"rank {self.rank} {how}{self._stderr_text()}")
+        return None
 
-        :raises ChildLost: the worker has ended or does not answer.
-        :raises EngineDeadError: it reports a failure instead.
-        """
-        message = self.receive(limit_s)
-        if message is None:
-            raise ChildLost(f"rank {self.rank}: no answer within {limit_s:g} s")
-        if message[0] != kind:
-            raise self._reported(message)
-        return message
-
-    def failure(self) -> tuple[int, EngineDeadError]:
-        """What is wrong with this worker, and its rank as the likely cause (0: most likely)."""
-        try:
-            while (message := self.receive(1.0)) is not None:
-                if message[0] == "failed":
-                    consequence = message[2] == CollectiveError.__name__
-                    return (2 if consequence else 0), self._reported(message)
-        except ChildLost:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                how = _exit_text(self.process.wait(1.0))
-                return 1, EngineDeadError(f"rank {self.rank} {how}{self._stderr_text()}")
-        return 3, EngineDeadError(f"rank {self.rank} is alive but does not answer")
-
-    def _reported(self, message: tuple[Any, ...]) -> EngineDeadError:
+    def reported(self, message: tuple[Any, ...]) -> EngineDeadError:
         return EngineDeadError(f"rank {self.rank} failed: {message[1]}{self._stderr_text()}")
 
     def _stderr_text(self) -> str:
@@ -132,6 +174,16 @@ class Child:
         data = os.pread(self._stderr.fileno(), _STDERR_BYTES, max(size - _STDERR_BYTES, 0))
         lines = data.decode("utf-8", "replace").splitlines()[-_STDERR_LINES:]
         return "\nits last messages:\n  " + "\n  ".join(lines) if lines else ""
+
+    def wait(self, seconds: float) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(seconds)
+
+    def terminate(self) -> None:
+        self.process.terminate()
+
+    def kill(self) -> None:
+        self.process.kill()
 
     def close(self) -> None:
         """Reap the ended process and close the descriptors."""
@@ -147,8 +199,29 @@ class Children:
     def __init__(self) -> None:
         self.group: RankGroup | None = None
         self.folder = ""
-        self._children: list[Child] = []
+        self._children: list[Worker] = []
         self._owner = os.getpid()
+
+    def bring_up(self, start: WorkerStart, startup_s: float, collective_s: float) -> RankGroup:
+        """Start all workers and connect all ranks; rank 0's group.
+
+        :param start: what the workers are told; each gets its own rank.
+        :param startup_s: seconds that a worker may take.
+        :param collective_s: seconds that rank 0 waits for a rank in an exchange.
+        :raises EngineDeadError: a worker cannot be started.
+        :raises CollectiveError: a worker does not connect.
+        """
+        self.pack(start)  # fails if it cannot be pickled, before a process is started
+        self.spawn(start.size)
+        self.introduce(start, startup_s)
+        self.group = connect(
+            start.transport, self.folder, 0, start.size, connect_s=startup_s, limit_s=collective_s
+        )
+        return self.group
+
+    def pack(self, message: object) -> bytes:
+        """A message for the workers as bytes."""
+        return pack(message)
 
     def spawn(self, size: int) -> None:
         """Start ranks 1 to ``size`` - 1. :raises EngineDeadError: a worker cannot be started."""
@@ -171,12 +244,12 @@ class Children:
         """Tell every worker what to build, and wait until all are about to connect."""
         for child in self._children:
             own = replace(start, rank=child.rank, folder=self.folder)
-            child.send(pack(own), limit_s)
+            child.send(self.pack(own), limit_s)
         self.expect("joining", limit_s)
 
     def send(self, message: object, limit_s: float) -> None:
         """Send ``message`` to every worker."""
-        data = pack(message)
+        data = self.pack(message)
         for child in self._children:
             child.send(data, limit_s)
 
@@ -213,13 +286,13 @@ class Children:
         if patience_s > 0:
             for child in children:
                 with contextlib.suppress(ChildLost):
-                    child.send(pack(None), 0.5)
+                    child.send(self.pack(None), 0.5)
             _wait(children, patience_s)
             for child in children:
-                child.process.terminate()
+                child.terminate()
             _wait(children, 1.0)
         for child in children:
-            child.process.kill()
+            child.kill()
         for child in children:
             child.close()
         self.remove_folder()
@@ -227,11 +300,10 @@ class Children:
             group.close()
 
 
-def _wait(children: list[Child], seconds: float) -> None:
+def _wait(children: list[Worker], seconds: float) -> None:
     deadline = time.monotonic() + seconds
     for child in children:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.process.wait(max(deadline - time.monotonic(), 0.0))
+        child.wait(max(deadline - time.monotonic(), 0.0))
 
 
 def _import_path() -> list[str]:

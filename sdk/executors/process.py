@@ -1,4 +1,5 @@
-"""Tensor parallelism over processes: rank 0 here, every other rank in a child process.
+"""Tensor parallelism over processes: rank 0 here, every other rank in a process of its own, a child
+or on another host (:mod:`sdk.executors.remote`).
 
 In one step every worker gets the plan, all ranks run it at the same time and synchronize in the
 collectives of their models, rank 0 produces the result, and the workers' answers end the step. So
@@ -28,9 +29,8 @@ from typing import Any, Generic
 from sdk.engine.plan import StepPlan, StepResult
 from sdk.errors import EngineClosedError, EngineDeadError
 from sdk.executors.base import Pending, RankCall
-from sdk.executors.channel import pack
 from sdk.executors.children import ChildLost, Children
-from sdk.executors.groups import connect, transport
+from sdk.executors.groups import transport
 from sdk.executors.local import RankFactory, RunnerT
 from sdk.executors.worker import WorkerStart
 from sdk.kernels.errors import CollectiveError
@@ -52,6 +52,7 @@ class ProcessExecutor(Generic[RunnerT]):
     :param size: the number of ranks.
     :param num_threads: torch's threads in each child.
     :param own_factory: builds rank 0's runner instead of ``factory``; never pickled.
+    :param workers: makes the other ranks: child processes, or ranks on other hosts.
     :param startup_s: seconds that a child may take to import and connect, and to finish its runner
         after rank 0 has finished (plus three times what rank 0 took).
     :param collective_s: seconds that rank 0 waits for a rank that is alive.
@@ -65,6 +66,7 @@ class ProcessExecutor(Generic[RunnerT]):
         *,
         num_threads: int = 1,
         own_factory: RankFactory[RunnerT] | None = None,
+        workers: Callable[[], Children] = Children,
         startup_s: float = 120.0,
         collective_s: float = 300.0,
     ) -> None:
@@ -81,7 +83,8 @@ class ProcessExecutor(Generic[RunnerT]):
         self._closed = False
         self._lock = threading.Lock()
         self._owner = os.getpid()
-        self._children = Children()
+        self._workers = workers
+        self._children = workers()
         # also at interpreter exit, and in a forked child
         self._finalizer = weakref.finalize(self, Children.stop, self._children, 1.0)
 
@@ -122,18 +125,7 @@ class ProcessExecutor(Generic[RunnerT]):
             self._factory,
             self._config,
         )
-        pack(start)  # fails if it cannot be pickled, before a process is started
-        self._children.spawn(self._size)
-        self._children.introduce(start, self._startup_s)
-        group = connect(
-            start.transport,
-            self._children.folder,
-            0,
-            self._size,
-            connect_s=self._startup_s,
-            limit_s=self._collective_s,
-        )
-        self._children.group = group
+        group = self._children.bring_up(start, self._startup_s, self._collective_s)
         begin = time.monotonic()
         self._runner = self._own_factory(self._config, Mesh(0, self._size, group))
         built_s = time.monotonic() - begin
@@ -238,7 +230,7 @@ class ProcessExecutor(Generic[RunnerT]):
             if runner is not None:
                 runner.close()
             self._finalizer.detach()
-            self._children = Children()
+            self._children = self._workers()
             self._finalizer = weakref.finalize(self, Children.stop, self._children, 1.0)
 
     def close(self) -> None:

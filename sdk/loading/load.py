@@ -41,7 +41,14 @@ from sdk.memory.machine import release_free_memory
 from sdk.memory.plan import MemoryPlan
 from sdk.memory.planning import activations_of
 from sdk.memory.pool import Lease, MemoryPool
-from sdk.memory.resolve import compute_of, config_values, device_of, model_config, threads_of
+from sdk.memory.resolve import (
+    compute_of,
+    config_values,
+    device_of,
+    model_config,
+    ranks_here,
+    threads_of,
+)
 from sdk.memory.sizes import format_bytes
 from sdk.models.config import ModelConfig
 from sdk.models.parallel import Mesh
@@ -288,7 +295,7 @@ def _runner_config(
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_draft_tokens=memory.draft_tokens,
         drafting=_drafting_weights(config, checkpoint, memory),
-        num_threads=max(threads_of(config) // config.tensor_parallel_size, 1),
+        num_threads=max(threads_of(config) // ranks_here(config), 1),
         device=_device(config),
         compute=compute_of(config),
         activations=activations_of(config, checkpoint),
@@ -397,12 +404,19 @@ def _executor(
 
     if config.tensor_parallel_size == 1:
         return LocalExecutor(own, runner_config)
+    from sdk.executors.children import Children
     from sdk.executors.process import ProcessExecutor
 
+    workers: Callable[[], Children] = Children
+    if config.remote_workers is not None:
+        from sdk.executors.remote.ranks import RemoteRanks
+
+        workers = partial(RemoteRanks, config.remote_workers)
     return ProcessExecutor(
         ModelRunner,
         runner_config,
         config.tensor_parallel_size,
         num_threads=runner_config.num_threads,
         own_factory=own,
+        workers=workers,
     )
