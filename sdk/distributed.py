@@ -50,6 +50,8 @@ def run_worker(
         raise RequestError(f"num_threads: expected a number, found {safe_repr(num_threads)}")
     if rank is not None and not (isinstance(rank, int) and rank > 0):
         raise RequestError(f"rank: expected 1 or more, found {safe_repr(rank)}")
+    if timeout is not None and not timeout > 0:
+        raise RequestError(f"timeout: expected seconds, found {safe_repr(timeout)}")
     options = WorkerOptions(
         model=os.fspath(model),
         address=parse_address(connect, "connect"),

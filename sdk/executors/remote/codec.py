@@ -121,8 +121,7 @@ class Codec:
             name = str(value.dtype).removeprefix("torch.")
             if name not in _TENSOR_TYPES:
                 raise CodecError(f"tensors of {value.dtype} are not sent to other hosts")
-            raw = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-            _write_array(b"x", name, tuple(value.shape), raw, out)
+            _write_array(b"x", name, tuple(value.shape), _bytes_of(value), out)
         elif isinstance(value, torch.dtype) and str(value)[6:] in _TENSOR_TYPES:
             _write_bytes(b"y", str(value)[6:].encode(), out)
         elif isinstance(value, SdkError) and type(value).__name__ in _ERRORS:
@@ -236,6 +235,13 @@ class _Reader:
 
 def _name(function: Any) -> str:
     return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', '')}"
+
+
+def _bytes_of(tensor: Tensor) -> bytes:
+    if not tensor.numel():
+        return b""
+    dense = tensor.detach().clone(memory_format=torch.contiguous_format)
+    return dense.view(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _write_int(value: int, out: bytearray) -> None:

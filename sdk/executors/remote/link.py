@@ -56,6 +56,7 @@ class Link:
             with self._sending:
                 self._signed.send(_MESSAGE + message, limit_s)
         except (OSError, EOFError) as error:
+            self.wait_closed(_TICK_S)  # the thread knows more
             raise LinkLost(self._lost or str(error)) from error
 
     def receive(self, limit_s: float) -> bytearray | None:
@@ -93,7 +94,7 @@ class Link:
     def _read(self) -> None:
         try:
             reason = self._read_messages()
-        except EOFError:
+        except (EOFError, ConnectionResetError, BrokenPipeError):
             reason = "it has ended: the connection was closed"
         except (OSError, ValueError) as error:
             reason = f"the connection failed: {error}"

@@ -41,7 +41,7 @@ class TcpGroup:
         """See :class:`sdk.kernels.groups.Group`."""
         total, *others = self.all_gather(x)
         if not self._rank:
-            total = total.clone()  # it is x itself
+            total = total.clone()  # it may be x itself
         for other in others:
             total += other
         x.copy_(total)
@@ -49,6 +49,8 @@ class TcpGroup:
     def all_gather(self, x: Tensor) -> list[Tensor]:
         """See :class:`sdk.kernels.groups.Group`."""
         own = x.contiguous()
+        if own.numel() == 1:  # may have any stride, and be no bytes then
+            own = own.clone(memory_format=torch.contiguous_format)
         parts = {self._rank: own}
         if own.numel():
             data = _bytes_of(own)
