@@ -57,7 +57,7 @@ class EngineConfig:
     skip_tokenizer_init: bool = False
     trust_remote_code: bool = False
     tensor_parallel_size: int = 1
-    remote_workers: RemoteWorkers | None = None
+    remote_workers: RemoteWorkers | Mapping[str, Any] | None = None
     dtype: Literal["auto", "float32", "float16", "bfloat16", "float", "half"] = "auto"
     quantization: str | None = None
     revision: str | None = None
@@ -207,7 +207,9 @@ class EngineConfig:
         remote: object = self.remote_workers
         if remote is None:
             return
-        if not isinstance(remote, RemoteWorkers):
+        if isinstance(remote, Mapping):
+            object.__setattr__(self, "remote_workers", RemoteWorkers.of(remote))
+        elif not isinstance(remote, RemoteWorkers):
             raise RequestError(
                 f"remote_workers: expected RemoteWorkers(...), found {safe_repr(remote)}"
             )

@@ -32,7 +32,7 @@ class EngineOptions(TypedDict, total=False):
     skip_tokenizer_init: bool
     trust_remote_code: bool
     tensor_parallel_size: int
-    remote_workers: RemoteWorkers | None
+    remote_workers: RemoteWorkers | Mapping[str, Any] | None
     dtype: Literal["auto", "float32", "float16", "bfloat16", "float", "half"]
     quantization: str | None
     revision: str | None

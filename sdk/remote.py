@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from sdk.errors import RequestError
 from sdk.executors.remote.wire import Address
@@ -50,6 +52,19 @@ class RemoteWorkers:
         if self.tensor_address is not None:
             parse_address(f"{self.tensor_address}:1", "remote_workers: tensor_address")
         read_token(self.token, self.token_file)
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> RemoteWorkers:
+        """From a JSON object. :raises RequestError: a name is not known, or a value not valid."""
+        names = {one.name for one in fields(cls)}
+        for name in values:
+            if name not in names:
+                raise RequestError(
+                    f"remote_workers: expected {', '.join(sorted(names))}, found {safe_repr(name)}"
+                )
+        if "listen" not in values:
+            raise RequestError("remote_workers: listen is missing")
+        return cls(**values)
 
     @property
     def address(self) -> Address:

@@ -56,6 +56,7 @@ from sdk.persistence.model_key import ModelKey, model_key
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.spec import kv_bits
 from sdk.quant.tokenizer import Tokenizer
+from sdk.remote import RemoteWorkers
 from sdk.reports.quant_report import quant_report
 from sdk.speculative_config import SpeculativeConfig
 
@@ -411,6 +412,7 @@ def _executor(
     if config.remote_workers is not None:
         from sdk.executors.remote.ranks import RemoteRanks
 
+        assert isinstance(config.remote_workers, RemoteWorkers)  # EngineConfig has read it
         workers = partial(RemoteRanks, config.remote_workers)
     return ProcessExecutor(
         ModelRunner,

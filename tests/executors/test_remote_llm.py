@@ -16,7 +16,9 @@ import pytest
 
 import sdk
 from sdk import LLM, LoRARequest, RemoteWorkers, RequestError, SamplingParams, launched_llm
+from sdk.config import EngineConfig
 from sdk.errors import EngineDeadError
+from sdk.memory.resolve import available_to, hosts_of, ranks_here
 from sdk.testing import tiny_adapter
 
 HERE = Path(__file__).parent
@@ -239,6 +241,9 @@ def test_the_token_is_in_no_text() -> None:
     ("options", "why"),
     [
         ({"remote_workers": "10.0.0.1:29500"}, "expected RemoteWorkers"),
+        ({"remote_workers": {"tokens": TOKEN}}, "expected listen, .* found 'tokens'"),
+        ({"remote_workers": {"token": TOKEN}}, "listen is missing"),
+        ({"remote_workers": {"listen": "127.0.0.1:29500", "token": 7}}, "at least 16 characters"),
         (
             {"tensor_parallel_size": 1, "remote_workers": ...},
             "remote_workers needs a tensor_parallel_size of at least 2",
@@ -267,10 +272,13 @@ def test_an_invalid_option_of_a_worker_is_named(options: dict, why: str) -> None
         sdk.run_worker("m", **{"connect": "127.0.0.1:29500", "token": TOKEN, **options})
 
 
-def test_the_plan_counts_the_memory_of_all_hosts(golden: Path) -> None:
-    from sdk.config import EngineConfig
-    from sdk.memory.resolve import available_to, hosts_of, ranks_here
+def test_remote_workers_may_be_a_json_object() -> None:
+    given = {"listen": "127.0.0.1:29500", "token": TOKEN, "timeout": 5}
+    config = EngineConfig(model="m", tensor_parallel_size=2, remote_workers=given)
+    assert config.remote_workers == RemoteWorkers(**given)
 
+
+def test_the_plan_counts_the_memory_of_all_hosts(golden: Path) -> None:
     workers = RemoteWorkers(listen="127.0.0.1:29500", token=TOKEN)
     config = EngineConfig(model="m", tensor_parallel_size=3, remote_workers=workers)
     local = EngineConfig(model="m", tensor_parallel_size=3)

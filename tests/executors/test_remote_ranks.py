@@ -411,6 +411,19 @@ def test_a_worker_that_leaves_while_others_are_awaited_is_replaced(remote: Modul
         worker.close()
 
 
+def test_tensors_may_have_an_address_of_their_own(remote: ModuleType) -> None:
+    port = remote.free_port()
+    worker = remote.WorkerProcess(port, once=True)
+    executor = remote.executor_at(port, remote={"tensor_address": "127.0.0.2"})
+    executor.start()
+    connections = psutil.Process().net_connections("inet")
+    own = {c.laddr.ip for c in connections if c.status == "ESTABLISHED"}
+    assert own == {"127.0.0.1", "127.0.0.2"}
+    assert run_step(executor, StepPlan(1)).step_id == 1
+    executor.close()
+    worker.close()
+
+
 def test_a_message_that_is_not_ours_ends_the_engine(started, hosts: Hosts) -> None:
     executor = started()
     executor._children._codec._functions.clear()

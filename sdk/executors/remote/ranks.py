@@ -147,7 +147,7 @@ class RemoteRanks(Children):
             case _:  # the tensors of an engine that has ended
                 arrival.signed.wire.close()
                 return
-        name = f"{host[:64]} ({arrival.peer})"
+        name = f"{host[:64] if host.isprintable() else 'a host'} ({arrival.peer})"
         link = Link(arrival.signed, name, self._give_up)
         worker = RemoteRank(link, self._codec, name, wanted)
         taken = {child.wanted for child in self._ranks()} - {None}
