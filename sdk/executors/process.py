@@ -86,7 +86,7 @@ class ProcessExecutor(Generic[RunnerT]):
         self._workers = workers
         self._children = workers()
         # also at interpreter exit, and in a forked child
-        self._finalizer = weakref.finalize(self, Children.stop, self._children, 1.0)
+        self._finalizer = weakref.finalize(self, self._children.stop, 1.0)
 
     @property
     def runner(self) -> RunnerT:
@@ -231,7 +231,7 @@ class ProcessExecutor(Generic[RunnerT]):
                 runner.close()
             self._finalizer.detach()
             self._children = self._workers()
-            self._finalizer = weakref.finalize(self, Children.stop, self._children, 1.0)
+            self._finalizer = weakref.finalize(self, self._children.stop, 1.0)
 
     def close(self) -> None:
         """End the children and close rank 0's runner.

@@ -121,8 +121,8 @@ def _demand(
     if dtype == "auto":
         dtype = "float32" if compute_of(config) == "exact" else "float16"
     _check_split(config.tensor_parallel_size, model)
-    # The budget contains the pages of all ranks, on this machine or on several. With
-    # more ranks than heads some heads are stored twice.
+    # The budget contains the pages of all ranks, on this machine or on several. With more ranks
+    # than heads some heads are stored twice.
     heads = max(model.num_kv_heads, config.tensor_parallel_size)
     page_bytes = kv_spec(model, heads, config.block_size, dtype).page_bytes
     # On a CPU the memory of a recorded step is its workspace.

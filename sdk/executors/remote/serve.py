@@ -104,7 +104,7 @@ def serve_engines(
                 why = _why_lost(link, parts.codec, error)
                 if once:
                     raise EngineDeadError(why) from error
-                logger.warning(why)
+                (on_event or logger.warning)(why)
         if once:
             return
 
