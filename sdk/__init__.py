@@ -66,6 +66,8 @@ if TYPE_CHECKING:
     from sdk.persistence.snapshot import Snapshot as Snapshot
     from sdk.reports.quant_report import LayerReport as LayerReport
     from sdk.reports.quant_report import QuantReport as QuantReport
+    from sdk.remote import RemoteWorkers as RemoteWorkers
+    from sdk.distributed import launched_llm as launched_llm, run_worker as run_worker
     from sdk.tokenizer import LLMTokenizer as LLMTokenizer
 
 __version__ = "0.1.0"
@@ -110,6 +112,9 @@ _EXPORTS = {
     "FairPolicy": "sdk.engine.scheduling.policy",
     "Snapshot": "sdk.persistence.snapshot",
     "LLMTokenizer": "sdk.tokenizer",
+    "RemoteWorkers": "sdk.remote",
+    "run_worker": "sdk.distributed",
+    "launched_llm": "sdk.distributed",
     "demo_model": "sdk.demo",
     "quantize": "sdk.quantizing",
     "evaluate": "sdk.evaluating",

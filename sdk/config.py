@@ -24,6 +24,7 @@ from sdk.memory.pool import MemoryPool
 from sdk.memory.sizes import parse_bytes
 from sdk.quant.safe_repr import is_value_error, safe_message, safe_repr
 from sdk.quant.spec import KVTypes, parse_tiers
+from sdk.remote import RemoteWorkers
 from sdk.speculative_config import SpeculativeConfig, speculative_config
 
 #: ``(stage, done, total)``; return ``False`` to cancel. Stages: ``"download"`` and ``"load"``
@@ -61,6 +62,7 @@ class EngineConfig:
     replica_routing: Literal["state", "requests", "round_robin"] = "state"
     enable_expert_parallel: bool = False
     num_redundant_experts: int = 0
+    remote_workers: RemoteWorkers | Mapping[str, Any] | None = None
     dtype: Literal["auto", "float32", "float16", "bfloat16", "float", "half"] = "auto"
     quantization: str | None = None
     revision: str | None = None
@@ -156,6 +158,7 @@ class EngineConfig:
         self._check_swap()
         self._check_offload()
         self._check_stages()
+        self._check_remote()
         self._check_speculative()
         self._check_replicas()
         if self.kv_cache_dtype != "auto":
@@ -207,6 +210,32 @@ class EngineConfig:
                 f"disk_offload={self.cpu_offload!r} to leave them on the disk"
             )
         self._check_folder("disk_offload_path", "disk_offload")
+
+    def _check_remote(self) -> None:
+        remote: object = self.remote_workers
+        if remote is None:
+            return
+        if isinstance(remote, Mapping):
+            object.__setattr__(self, "remote_workers", RemoteWorkers.of(remote))
+        elif not isinstance(remote, RemoteWorkers):
+            raise RequestError(
+                f"remote_workers: expected RemoteWorkers(...), found {safe_repr(remote)}"
+            )
+        if self.tensor_parallel_size == 1:
+            raise RequestError(
+                "remote_workers needs a tensor_parallel_size of at least 2, this process included"
+            )
+        needed = {
+            "pipeline_parallel_size": 1,
+            "data_parallel_size": 1,
+            "enable_expert_parallel": False,
+        }
+        for name, value in needed.items():
+            if (found := getattr(self, name)) != value:
+                raise RequestError(
+                    f"remote_workers: expected {name}={value} with it in this release, found "
+                    f"{safe_repr(found)}"
+                )
 
     def _check_stages(self) -> None:
         if self.pipeline_parallel_size == 1:

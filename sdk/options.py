@@ -17,6 +17,7 @@ from sdk.config import EngineConfig, ProgressCallback
 from sdk.engine.scheduling.policy import PolicyName, SchedulingPolicy
 from sdk.memory.pool import MemoryPool
 from sdk.other_names import ENGINE, without_effect
+from sdk.remote import RemoteWorkers
 from sdk.speculative_config import SpeculativeConfig
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -36,6 +37,7 @@ class EngineOptions(TypedDict, total=False):
     replica_routing: Literal["state", "requests", "round_robin"]
     enable_expert_parallel: bool
     num_redundant_experts: int
+    remote_workers: RemoteWorkers | Mapping[str, Any] | None
     dtype: Literal["auto", "float32", "float16", "bfloat16", "float", "half"]
     quantization: str | None
     revision: str | None

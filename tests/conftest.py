@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.left_out import (  # noqa: F401  (hooks, found by name)
+    pytest_collection_modifyitems,
     pytest_deselected,
     pytest_sessionfinish,
     pytest_terminal_summary,

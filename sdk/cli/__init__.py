@@ -31,6 +31,7 @@ COMMANDS = {
     "eval": "evaluate",
     "doctor": "doctor",
     "serve": "serve",
+    "worker": "worker",
     "bench": "bench",
     "bench serve": "bench.serve",
     "tune": "tune",

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from dataclasses import replace
 from multiprocessing import spawn
 from pathlib import Path
@@ -27,6 +28,7 @@ from sdk.executors.grid import Grid
 from sdk.executors.groups import RankGroup, meeting_place
 from sdk.executors.worker import WorkerStart
 from sdk.kernels.errors import CollectiveError
+from sdk.models.parallel import Mesh
 
 _TICK_S = 1.0
 _STDERR_LINES, _STDERR_BYTES = 20, 4096
@@ -46,8 +48,79 @@ class ChildLost(Exception):
     """A worker has ended or does not answer; :meth:`Children.diagnose` finds out why."""
 
 
-class Child:
-    """One worker process, rank 1 or above."""
+class Worker(ABC):
+    """One rank other than rank 0, however it is reached."""
+
+    rank: int
+
+    @abstractmethod
+    def send(self, message: bytes, limit_s: float) -> None:
+        """:raises ChildLost: the worker has ended or does not read."""
+
+    @abstractmethod
+    def receive(self, limit_s: float) -> tuple[Any, ...] | None:
+        """The next message; None after ``limit_s`` seconds in which this process was running.
+
+        :raises ChildLost: the worker has ended.
+        """
+
+    def expect(self, kind: str, limit_s: float) -> tuple[Any, ...]:
+        """Wait for the next message, which must be of ``kind``.
+
+        :raises ChildLost: the worker has ended or does not answer.
+        :raises EngineDeadError: it reports a failure instead.
+        """
+        message = self.receive(limit_s)
+        if message is None:
+            raise ChildLost(f"{self}: no answer within {limit_s:g} s")
+        if message[0] != kind:
+            raise self.reported(message)
+        return message
+
+    def failure(self) -> tuple[int, EngineDeadError]:
+        """What is wrong with this worker, and its rank as the likely cause (0: most likely)."""
+        try:
+            while (message := self.receive(1.0)) is not None:
+                if message[0] == "failed":
+                    consequence = message[2] == CollectiveError.__name__
+                    return (3 if consequence else 0), self.reported(message)
+        except ChildLost as lost:
+            if (ended := self.how_it_ended(lost)) is not None:
+                return 1, ended
+        likelihood, why = self.why_silent()
+        return likelihood, EngineDeadError(f"{self} {why}")
+
+    def why_silent(self) -> tuple[int, str]:
+        """Why a worker that lives does not answer, and how likely it is the cause."""
+        return 4, "is alive but does not answer"
+
+    @abstractmethod
+    def reported(self, message: tuple[Any, ...]) -> EngineDeadError:
+        """The failure that a worker's message reports."""
+
+    @abstractmethod
+    def how_it_ended(self, lost: ChildLost) -> EngineDeadError | None:
+        """Why a lost worker is gone; None if it is not."""
+
+    @abstractmethod
+    def wait(self, seconds: float) -> None:
+        """Wait until the worker has ended, at most this long."""
+
+    @abstractmethod
+    def terminate(self) -> None:
+        """Have the worker end now."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """End the worker, whatever it does."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release what this process holds of the worker, which was killed."""
+
+
+class Child(Worker):
+    """A child process."""
 
     def __init__(self, rank: int, name: str, folder: str, python: str, path: list[str]) -> None:
         self.rank, self.name = rank, name
@@ -76,17 +149,12 @@ class Child:
         self._channel = Channel(ours)
 
     def send(self, message: bytes, limit_s: float) -> None:
-        """:raises ChildLost: the worker has ended or does not read."""
         try:
             self._channel.send(message, limit_s)
         except OSError as error:
-            raise ChildLost(f"{self.name}: {error}") from error
+            raise ChildLost(f"{self}: {error}") from error
 
     def receive(self, limit_s: float) -> tuple[Any, ...] | None:
-        """The next message; None after ``limit_s`` seconds in which this process was running.
-
-        :raises ChildLost: the worker has ended.
-        """
         for _ in range(math.ceil(limit_s / _TICK_S)):
             try:
                 if self._channel.readable(min(_TICK_S, limit_s)):
@@ -96,45 +164,38 @@ class Child:
                 if self.process.poll() is not None and not self._channel.readable(0):
                     raise EOFError("the worker has ended")
             except (EOFError, OSError) as error:
-                raise ChildLost(f"{self.name}: {error}") from error
+                raise ChildLost(f"{self}: {error}") from error
         return None
 
-    def expect(self, kind: str, limit_s: float) -> tuple[Any, ...]:
-        """Wait for the next message, which must be of ``kind``.
+    def how_it_ended(self, lost: ChildLost) -> EngineDeadError | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            how = _exit_text(self.process.wait(1.0))
+            return EngineDeadError(f"{self} {how}{self._stderr_text()}")
+        return None
 
-        :raises ChildLost: the worker has ended or does not answer.
-        :raises EngineDeadError: it reports a failure instead.
-        """
-        message = self.receive(limit_s)
-        if message is None:
-            raise ChildLost(f"{self.name}: no answer within {limit_s:g} s")
-        if message[0] != kind:
-            raise self._reported(message)
-        return message
+    def reported(self, message: tuple[Any, ...]) -> EngineDeadError:
+        return EngineDeadError(f"{self} failed: {message[1]}{self._stderr_text()}")
 
-    def failure(self) -> tuple[int, EngineDeadError]:
-        """What is wrong with this worker, and its rank as the likely cause (0: most likely)."""
-        try:
-            while (message := self.receive(1.0)) is not None:
-                if message[0] == "failed":
-                    consequence = message[2] == CollectiveError.__name__
-                    return (3 if consequence else 0), self._reported(message)
-        except ChildLost:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                how = _exit_text(self.process.wait(1.0))
-                return 1, EngineDeadError(f"{self.name} {how}{self._stderr_text()}")
+    def why_silent(self) -> tuple[int, str]:
         if _is_stopped(self.process.pid):
-            return 2, EngineDeadError(f"{self.name} was stopped by a signal and does not answer")
-        return 4, EngineDeadError(f"{self.name} is alive but does not answer")
-
-    def _reported(self, message: tuple[Any, ...]) -> EngineDeadError:
-        return EngineDeadError(f"{self.name} failed: {message[1]}{self._stderr_text()}")
+            return 2, "was stopped by a signal and does not answer"
+        return super().why_silent()
 
     def _stderr_text(self) -> str:
         size = os.fstat(self._stderr.fileno()).st_size
         data = os.pread(self._stderr.fileno(), _STDERR_BYTES, max(size - _STDERR_BYTES, 0))
         lines = data.decode("utf-8", "replace").splitlines()[-_STDERR_LINES:]
         return "\nits last messages:\n  " + "\n  ".join(lines) if lines else ""
+
+    def wait(self, seconds: float) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(seconds)
+
+    def terminate(self) -> None:
+        self.process.terminate()
+
+    def kill(self) -> None:
+        self.process.kill()
 
     def close(self) -> None:
         """Reap the ended process and close the descriptors."""
@@ -150,8 +211,29 @@ class Children:
     def __init__(self) -> None:
         self.groups: list[RankGroup] = []
         self.folder = ""
-        self._children: list[Child] = []
+        self._children: list[Worker] = []
         self._owner = os.getpid()
+
+    def bring_up(self, start: WorkerStart, startup_s: float, collective_s: float) -> Mesh:
+        """Start all workers and connect all ranks; rank 0's mesh.
+
+        :param start: what the workers are told; each gets its own rank.
+        :param startup_s: seconds that a worker may take.
+        :param collective_s: seconds that rank 0 waits for a rank in an exchange.
+        :raises EngineDeadError: a worker cannot be started.
+        :raises CollectiveError: a worker does not connect.
+        """
+        self.pack(start)  # fails if it cannot be pickled, before a process is started
+        self.spawn(start.grid)
+        self.introduce(start, startup_s)
+        mesh, self.groups = start.grid.join(
+            0, start.transport, self.folder, connect_s=startup_s, limit_s=collective_s
+        )
+        return mesh
+
+    def pack(self, message: object) -> bytes:
+        """A message for the workers as bytes."""
+        return pack(message)
 
     def spawn(self, grid: Grid) -> None:
         """Start all ranks but rank 0. :raises EngineDeadError: a worker cannot be started."""
@@ -174,11 +256,11 @@ class Children:
         """Tell every worker what to build, and wait until all are about to connect."""
         for child in self._children:
             own = replace(start, rank=child.rank, folder=self.folder)
-            child.send(pack(own), limit_s)
+            child.send(self.pack(own), limit_s)
         self.expect("joining", limit_s)
 
     def send(self, message: bytes, limit_s: float, ranks: range | None = None) -> None:
-        """Send the bytes from ``pack`` to these workers (default: all)."""
+        """Send the bytes from :meth:`pack` to these workers (default: all)."""
         for child in self._children:
             if ranks is None or child.rank in ranks:
                 child.send(message, limit_s)
@@ -216,13 +298,13 @@ class Children:
         if patience_s > 0:
             for child in children:
                 with contextlib.suppress(ChildLost):
-                    child.send(pack(None), 0.5)
+                    child.send(self.pack(None), 0.5)
             _wait(children, patience_s)
             for child in children:
-                child.process.terminate()
+                child.terminate()
             _wait(children, 1.0)
         for child in children:
-            child.process.kill()
+            child.kill()
         for child in children:
             child.close()
         self.remove_folder()
@@ -230,11 +312,10 @@ class Children:
             group.close()
 
 
-def _wait(children: list[Child], seconds: float) -> None:
+def _wait(children: list[Worker], seconds: float) -> None:
     deadline = time.monotonic() + seconds
     for child in children:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.process.wait(max(deadline - time.monotonic(), 0.0))
+        child.wait(max(deadline - time.monotonic(), 0.0))
 
 
 def import_path() -> list[str]:

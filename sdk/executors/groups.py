@@ -7,12 +7,13 @@ import tempfile
 from typing import Literal
 
 from sdk.executors.gloo import GlooGroup, connect as connect_gloo
+from sdk.executors.remote.tcp_group import TcpGroup
 from sdk.kernels.cpu.rank_group import SharedGroup, SharedLink, why_not_shared
 
 #: ``"memory"``: shared memory of one machine; a sum of 16 KB over two ranks takes about 5 us.
 #: ``"gloo"``: sockets of the loopback device; 260 us.
 Transport = Literal["memory", "gloo"]
-RankGroup = SharedGroup | GlooGroup | SharedLink
+RankGroup = SharedGroup | GlooGroup | SharedLink | TcpGroup
 
 # A file system in memory. The files of a large model's ranks have tens of MB, and containers often
 # have 64 MB there: then a folder on a disk is used, whose files stay in the page cache.

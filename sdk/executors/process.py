@@ -1,4 +1,5 @@
-"""Ranks in processes: rank 0 here, every other rank in a child process.
+"""Ranks in processes: rank 0 here, every other rank in a process of its own, a child or on another
+host (:mod:`sdk.executors.remote`).
 
 In one step every worker gets the plan, all ranks run it and synchronize in the exchanges of their
 models, rank 0 produces the result, and the workers' answers end the step.
@@ -32,7 +33,6 @@ from typing import Any, Generic
 from sdk.engine.plan import StepPlan, StepResult
 from sdk.errors import EngineClosedError, EngineDeadError
 from sdk.executors.base import RankCall
-from sdk.executors.channel import pack
 from sdk.executors.children import ChildLost, Children
 from sdk.executors.grid import Grid
 from sdk.executors.groups import transport
@@ -61,6 +61,7 @@ class ProcessExecutor(Generic[RunnerT]):
     :param stages: the number of stages; as many steps may be in flight.
     :param num_threads: torch's threads in each child.
     :param own_factory: builds rank 0's runner instead of ``factory``; never pickled.
+    :param workers: makes the other ranks: child processes, or ranks on other hosts.
     :param startup_s: seconds that a child may take to import and connect, and to finish its runner
         after rank 0 has finished (plus three times what rank 0 took).
     :param collective_s: seconds that rank 0 waits for a rank that is alive.
@@ -75,6 +76,7 @@ class ProcessExecutor(Generic[RunnerT]):
         stages: int = 1,
         num_threads: int = 1,
         own_factory: RankFactory[RunnerT] | None = None,
+        workers: Callable[[], Children] = Children,
         startup_s: float = 120.0,
         collective_s: float = 300.0,
     ) -> None:
@@ -94,9 +96,10 @@ class ProcessExecutor(Generic[RunnerT]):
         self._closed = False
         self._lock = threading.Lock()
         self._owner = os.getpid()
-        self._children = Children()
+        self._workers = workers
+        self._children = workers()
         # also at interpreter exit, and in a forked child
-        self._finalizer = weakref.finalize(self, Children.stop, self._children, 1.0)
+        self._finalizer = weakref.finalize(self, self._children.stop, 1.0)
 
     @property
     def runner(self) -> RunnerT:
@@ -140,16 +143,7 @@ class ProcessExecutor(Generic[RunnerT]):
             self._factory,
             self._config,
         )
-        pack(start)  # fails if it cannot be pickled, before a process is started
-        self._children.spawn(self._grid)
-        self._children.introduce(start, self._startup_s)
-        self._mesh, self._children.groups = self._grid.join(
-            0,
-            start.transport,
-            self._children.folder,
-            connect_s=self._startup_s,
-            limit_s=self._collective_s,
-        )
+        self._mesh = self._children.bring_up(start, self._startup_s, self._collective_s)
         begin = time.monotonic()
         self._runner = self._own_factory(self._config, self._mesh)
         built_s = time.monotonic() - begin
@@ -164,7 +158,7 @@ class ProcessExecutor(Generic[RunnerT]):
         """
         with self._running():
             sampled, self._sampled = tuple(self._sampled), []
-            message = pack(_for_workers(plan, sampled))
+            message = self._children.pack(_for_workers(plan, sampled))
             grid = self._grid
             self._children.send(message, self._collective_s, range(grid.width, grid.size))
             self._launched.append((plan, message))
@@ -220,7 +214,8 @@ class ProcessExecutor(Generic[RunnerT]):
     def on_ranks(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """See :class:`sdk.executors.base.Executor`. Raises as :meth:`launch` does."""
         with self._running():
-            self._children.send(pack(RankCall(function, args)), self._collective_s)
+            call = self._children.pack(RankCall(function, args))
+            self._children.send(call, self._collective_s)
             own = function(self.runner, *args)
             answers = self._children.expect("done", self._collective_s)
             return [own, *(answer for _, answer in answers)]
@@ -270,8 +265,8 @@ class ProcessExecutor(Generic[RunnerT]):
             if runner is not None:
                 runner.close()
             self._finalizer.detach()
-            self._children = Children()
-            self._finalizer = weakref.finalize(self, Children.stop, self._children, 1.0)
+            self._children = self._workers()
+            self._finalizer = weakref.finalize(self, self._children.stop, 1.0)
 
     def close(self) -> None:
         """End the children and close rank 0's runner.

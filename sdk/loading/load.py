@@ -43,7 +43,14 @@ from sdk.memory.machine import release_free_memory
 from sdk.memory.plan import MemoryPlan
 from sdk.memory.planning import activations_of
 from sdk.memory.pool import Lease, MemoryPool
-from sdk.memory.resolve import compute_of, config_values, device_of, model_config, threads_of
+from sdk.memory.resolve import (
+    compute_of,
+    config_values,
+    device_of,
+    model_config,
+    ranks_here,
+    threads_of,
+)
 from sdk.memory.sizes import format_bytes
 from sdk.memory.stages import stage_layers
 from sdk.models.classifier import Classifier, classifier_of
@@ -53,6 +60,7 @@ from sdk.persistence.model_key import ModelKey, model_key
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.spec import kv_bits
 from sdk.quant.tokenizer import Tokenizer
+from sdk.remote import RemoteWorkers
 from sdk.reports.quant_report import LayerReport, quant_report
 from sdk.speculative_config import SpeculativeConfig
 
@@ -373,7 +381,7 @@ def _runner_config(
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_draft_tokens=memory.draft_tokens,
         drafting=_drafting_weights(config, checkpoint, memory),
-        num_threads=max(threads_of(config) // config.num_ranks, 1),
+        num_threads=max(threads_of(config) // ranks_here(config), 1),
         device=_device(config),
         compute=compute_of(config),
         activations=activations_of(config, checkpoint),
@@ -482,8 +490,15 @@ def _executor(facts: ModelFacts, own_weights: Callable[[RunnerConfig, Mesh], Ran
 
     if config.num_ranks == 1:
         return LocalExecutor(own, runner_config)
+    from sdk.executors.children import Children
     from sdk.executors.process import ProcessExecutor
 
+    workers: Callable[[], Children] = Children
+    if config.remote_workers is not None:
+        from sdk.executors.remote.ranks import RemoteRanks
+
+        assert isinstance(config.remote_workers, RemoteWorkers)  # EngineConfig has read it
+        workers = partial(RemoteRanks, config.remote_workers)
     return ProcessExecutor(
         ModelRunner,
         runner_config,
@@ -491,4 +506,5 @@ def _executor(facts: ModelFacts, own_weights: Callable[[RunnerConfig, Mesh], Ran
         stages=config.pipeline_parallel_size,
         num_threads=runner_config.num_threads,
         own_factory=own,
+        workers=workers,
     )

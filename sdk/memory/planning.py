@@ -118,7 +118,7 @@ def plan_for(
         own = -(-made.max_model_len // made.page_size)
         made = replace(made, num_pages=min(made.num_pages, own))
     if made.fits and budget is not None and config.device != "cuda":
-        made = _within_machine(made, budget)
+        made = _within_machine(made, budget, resolve.hosts_of(config))
     return replace(made, config=config)
 
 
@@ -137,9 +137,9 @@ def _with_copy(weights: WeightBytes, embedding: int) -> WeightBytes:
     )
 
 
-def _within_machine(made: MemoryPlan, budget: int) -> MemoryPlan:
+def _within_machine(made: MemoryPlan, budget: int, hosts: int) -> MemoryPlan:
     """The plan, with a problem if the machine has less memory than the budget."""
-    installed = installed_memory()
+    installed = installed_memory() * hosts
     if budget > installed:
         breakdown = (
             "the budget is larger than this machine's memory:\n"
@@ -158,8 +158,8 @@ def _demand(
     if dtype == "auto":
         dtype = "float32" if compute_of(config) == "exact" else "float16"
     _check_split(config, model)
-    # Every rank is a process on this machine: the budget contains the pages of all ranks. With
-    # more ranks than heads some heads are stored twice.
+    # The budget contains the pages of all ranks, on this machine or on several. With more ranks
+    # than heads some heads are stored twice.
     heads = max(model.num_kv_heads, config.tensor_parallel_size)
     page_bytes = kv_spec(model, heads, config.block_size, dtype).page_bytes
     # On a CPU the memory of a recorded step is its workspace.

@@ -41,10 +41,20 @@ def threads_of(config: EngineConfig) -> int:
     return config.num_threads or len(os.sched_getaffinity(0))
 
 
+def ranks_here(config: EngineConfig) -> int:
+    """How many ranks share this machine."""
+    return 1 if config.remote_workers is not None else config.tensor_parallel_size
+
+
+def hosts_of(config: EngineConfig) -> int:
+    """How many machines the ranks run on; the plan takes them to be like this one."""
+    return config.tensor_parallel_size // ranks_here(config)
+
+
 def available_to(config: EngineConfig) -> int:
-    """Bytes that weights, pages and workspace may take if no budget is given."""
+    """Bytes that weights, pages and workspace may take if no budget is given, on all hosts."""
     if device_of(config) == "cpu":
-        return available_memory()
+        return available_memory() * hosts_of(config)
     free: int = torch.cuda.mem_get_info()[0]
     return int(free * (config.gpu_memory_utilization or _GPU_SHARE))
 

@@ -63,6 +63,19 @@ def model_key(
     return ModelKey(path.name, digest.hexdigest()[:32])
 
 
+def files_key(path: Path) -> str:
+    """The part of :func:`model_key` that depends on the files alone, not on options.
+
+    :raises CheckpointError: a file cannot be read.
+    """
+    digest = hashlib.sha256()
+    try:
+        _hash_files(path, digest)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    return digest.hexdigest()[:32]
+
+
 def _hash_files(path: Path, digest: hashlib._Hash) -> None:
     files = _weight_files(path)
     count = max(_BLOCKS // max(len(files), 1), 2)

@@ -19,6 +19,12 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.fixture
+def remote(ranks: ModuleType) -> ModuleType:
+    """The module of fake workers on other hosts."""
+    return importlib.import_module("remote_fakes")
+
+
+@pytest.fixture
 def eventually() -> Callable[[Callable[[], bool]], bool]:
     """Polls until true; the bound only keeps a broken program from hanging the tests."""
 

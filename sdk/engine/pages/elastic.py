@@ -110,3 +110,7 @@ def _wake(runner: ModelRunner) -> None:
         runner.kv.allocate()
         centre_keys(runner.kv, runner.model)
         _record_anew(runner)
+
+
+#: What this module calls on every rank, by reference; ranks on other hosts know these by name.
+ON_RANKS = (_vacate, _record_anew, _empty_cache, _sleep, _wake)

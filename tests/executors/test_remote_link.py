@@ -1,0 +1,168 @@
+"""The control connection, and ranks that say something else than they should."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import ModuleType
+
+import pytest
+
+from sdk.engine.rank.runner_config import RunnerConfig
+from sdk.errors import EngineDeadError
+from sdk.executors.children import ChildLost
+from sdk.executors.remote import link as links
+from sdk.executors.remote.link import Link, LinkLost
+from sdk.executors.remote.listener import Listener
+from sdk.executors.remote.messages import engine_codec
+from sdk.executors.remote.ranks import RemoteRank, accept_peers
+from sdk.executors.remote.serve import (
+    WorkerOptions,
+    WorkerParts,
+    _connection,
+    localized,
+    serve_engines,
+)
+from sdk.executors.remote.wire import Address, SignedWire
+
+CODEC = engine_codec()
+
+
+@pytest.fixture
+def signed(remote: ModuleType) -> Iterator[tuple[SignedWire, SignedWire]]:
+    with remote.connected() as ends:
+        yield remote.shake_hands(*ends)
+
+
+def test_messages_arrive_in_order_and_a_goodbye_after_them(signed) -> None:
+    lost: list[int] = []
+    one = Link(signed[0], "one", lambda: lost.append(1))
+    other = Link(signed[1], "other", lambda: lost.append(2))
+    for message in (b"first", b"", b"x" * 3_000_000):
+        one.send(message, 30)
+    one.close()
+    one.close()
+    assert [bytes(other.receive(30) or b"") for _ in range(2)] == [b"first", b""]
+    assert len(other.receive(30) or b"") == 3_000_000
+    with pytest.raises(LinkLost, match=r"^it has ended$"):
+        other.receive(30)
+    assert other.lost == "it has ended"
+    with pytest.raises(LinkLost, match="it has ended"):
+        other.send(bytes(50_000_000), 5)
+    other.close()
+    assert sorted(lost) == [1, 2]
+
+
+def test_a_link_without_a_message_waits_only_so_long_and_stays(signed) -> None:
+    one, other = Link(signed[0], "one", int), Link(signed[1], "other", int)
+    assert one.receive(0.01) is None and not one.wait_closed(1.2)  # beats are no messages
+    assert one.lost is None and other.lost is None
+    one.close()
+    other.close()
+
+
+def test_an_end_that_is_silent_is_lost(signed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "_TICK_S", 0.02)
+    link = Link(signed[0], "one", int)
+    assert link.wait_closed(30)
+    assert link.lost == "no sign of life for 4 s"
+    link.close()
+
+
+def test_a_message_that_was_not_signed_ends_the_link(signed) -> None:
+    link = Link(signed[0], "one", int)
+    signed[1].wire.send(bytes(100), 5)
+    assert link.wait_closed(30)
+    assert link.lost == "the connection failed: a message has a wrong signature"
+    link.close()
+
+
+@pytest.mark.parametrize("message", [b"?", CODEC.encode(7), CODEC.encode(())])
+def test_a_worker_that_says_something_else_is_lost(signed, message: bytes) -> None:
+    one, other = Link(signed[0], "one", int), Link(signed[1], "other", int)
+    rank = RemoteRank(one, CODEC, "a host", None)
+    other.send(message, 5)
+    with pytest.raises(ChildLost, match=r"rank 0 on a host: (expected a message|message: )"):
+        rank.expect("done", 30)
+    one.close()
+    other.close()
+
+
+def test_peers_that_do_not_come_are_named_and_those_of_another_engine_sent_away() -> None:
+    listener = Listener(Address("127.0.0.1", 0), b"0123456789abcdef", CODEC)
+    stranger = _connection(listener.address, b"0123456789abcdef")
+    stranger.send(CODEC.encode(("tensors", b"another engine", 1)), 5)
+    found: dict[int, SignedWire] = {}
+    with pytest.raises(EngineDeadError, match=r"rank 1, 2: no connection for tensors within 1 s"):
+        accept_peers(listener, found, {1, 2}, b"this engine", 1.0, int)
+    assert found == {}
+    with pytest.raises((EOFError, OSError)):
+        stranger.wire.receive(1, 5)
+    stranger.wire.close()
+    listener.close()
+
+
+@pytest.fixture
+def worker_of() -> Iterator[Callable[..., list[str]]]:
+    """``worker_of(*messages)``: what a worker in a thread raises when rank 0 says these."""
+    token = b"0123456789abcdef"
+
+    def run(*messages: object) -> list[str]:
+        listener = Listener(Address("127.0.0.1", 0), token, CODEC)
+        errors: list[str] = []
+
+        def work() -> None:
+            parts = WorkerParts(CODEC, lambda config, mesh: None, lambda config, options: config)
+            options = WorkerOptions("", listener.address, token, 1)
+            try:
+                serve_engines(options, once=True, parts=parts)
+            except EngineDeadError as error:
+                errors.append(str(error))
+
+        working = threading.Thread(target=work)
+        working.start()
+        arrival = listener.accept(30)
+        assert arrival is not None and arrival.hello[0] == "control"
+        link = Link(arrival.signed, "worker", int)
+        for message in messages:
+            link.send(CODEC.encode(message), 5)
+        working.join(30)
+        link.close()
+        listener.close()
+        return errors
+
+    threads = threading.active_count()
+    yield run
+    deadline = time.monotonic() + 10
+    while threading.active_count() > threads and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() == threads
+
+
+def test_a_worker_names_what_rank_0_should_not_have_said(
+    worker_of: Callable[..., list[str]], remote: ModuleType
+) -> None:
+    assert worker_of(None) == []
+    assert "expected a start, found ('ready',)" in worker_of(("ready",))[0]
+    start = ("start", 2, 3, b"session", 5.0, None)
+    assert "expected addresses, found None" in worker_of(start, None)[0]
+    assert "refuses this worker: you" in worker_of(start, ("refused", "you"))[0]
+    port = remote.free_port()
+    addresses = [None, ("127.0.0.1", port)]
+    (why,) = worker_of(start, ("connect", [*addresses, None]))
+    assert f"rank 1 at 127.0.0.1:{port}: " in why and "refused" in why
+
+
+def test_a_worker_takes_no_other_config_and_only_its_own_files() -> None:
+    options = WorkerOptions("/here/model.gguf", Address("a", 1), b"", 3)
+    with pytest.raises(EngineDeadError, match="rank 0 sent a dict instead of a config"):
+        localized({}, options)
+    sent = RunnerConfig(
+        *("/there/model.gguf", 17, 16, "float16", 128, 8, 128, 2),
+        swap_path="/there",
+        disk_folder="/there",
+    )
+    own = localized(sent, options)
+    assert (own.model, own.num_threads) == ("/here/model.gguf", 3)
+    assert own.swap_path is None and own.disk_folder == ""
