@@ -11,12 +11,11 @@ from numpy.typing import NDArray
 
 from sdk.engine.pages.page_pool import PageKey
 from sdk.engine.pages.prefix_store import PrefixStore
-from sdk.engine.rank.kv_transfer import LayerKV, StoredKV
 from sdk.errors import RequestError, TransferError
 from sdk.persistence.model_key import ModelKey
 from sdk.quant.safe_repr import safe_repr
 from sdk.requests.driver import Driver
-from sdk.transfer.connector import Offer, Rows
+from sdk.transfer.connector import Offer
 
 if TYPE_CHECKING:
     from sdk.llm import LLM
@@ -44,8 +43,7 @@ class EnginePages:
         self.scheduler = driver.engine.scheduler
         self._model = model
         self._spec = kept.spec
-        self._centres: list[NDArray[np.float32] | None] = driver.between_steps(kept.centres)
-        self._numerics = _numerics(model, self._centres)
+        self._numerics = _numerics(model, driver.between_steps(kept.centres))
 
     @classmethod
     def of(cls, llm: LLM) -> EnginePages:
@@ -115,11 +113,6 @@ class EnginePages:
                 f"a prefix of {len(offer.token_ids)} tokens does not fit into a KV cache of "
                 f"{capacity}"
             )
-
-    def stored(self, rows: Sequence[Rows]) -> StoredKV:
-        """Rows of an accepted offer, one for each layer."""
-        layers = (LayerKV(*pair) for pair in zip(rows, self._centres, strict=True))
-        return StoredKV(self._spec, tuple(layers))
 
 
 def _numerics(model: ModelKey, centres: Sequence[NDArray[np.float32] | None]) -> bytes:

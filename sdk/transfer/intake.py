@@ -158,7 +158,7 @@ class Intake:
         def write(count: int) -> int:
             begin = (done - first) * size
             some = [layer[begin : begin + count * size] for layer in rows]
-            return pages.kept.write_pages(self._keys[: done + count], done, pages.stored(some))
+            return pages.kept.write_pages(self._keys[: done + count], done, some)
 
         while done < last:
             self._pace.wait()

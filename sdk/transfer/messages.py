@@ -155,9 +155,8 @@ def read_offer(frame: Frame) -> Offer:
         tokens = tuple(ids.tolist())
         return Offer(_text(fields["transfer_id"]), model, numerics, spec, tokens, *names)
     except (CheckpointError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise TransferError(
-            f"an OFFER frame contradicts itself or lacks a field: {error}"
-        ) from error
+        found = f"{type(error).__name__}: {error}"
+        raise TransferError(f"an OFFER frame cannot be used: {found}") from error
 
 
 def _count(value: Any, name: str) -> int:

@@ -16,9 +16,8 @@ from contextlib import closing
 from dataclasses import dataclass
 
 from sdk.engine.pages.page_pool import PageKey
-from sdk.engine.rank.kv_transfer import StoredKV
 from sdk.errors import SdkError, TransferError
-from sdk.transfer.connector import KVConnector, Offer, Part, Sending
+from sdk.transfer.connector import KVConnector, Offer, Part, Rows, Sending
 from sdk.transfer.engine_pages import EnginePages, HandedOver, checked_count
 
 logger = logging.getLogger("sdk")
@@ -146,14 +145,14 @@ class HandOverSender:
             problem = None if at >= end else f"the sender has only {at} of {end} tokens"
             return HandedOver(offer.transfer_id, sending.finish(at), known, problem)
 
-    def _next(self, task: _Task, sending: Sending, at: int, end: int) -> StoredKV | None:
+    def _next(self, task: _Task, sending: Sending, at: int, end: int) -> list[Rows] | None:
         """The pages from token ``at`` on that are there, at least a unit; waits for them.
         ``None``: no more will come.
         """
         pages, size = self._pages, self._pages.page_size
         per_unit, unit_bytes = sending.unit // size, pages.group_bytes(sending.unit)
 
-        def read() -> tuple[StoredKV | None, bool]:
+        def read() -> tuple[list[Rows] | None, bool]:
             more = self._may_come(task, keys[:per_unit])
             most = _READ_BYTES if pages.driver.has_work else sending.most_bytes
             units = max(most // unit_bytes, 1)
@@ -166,7 +165,7 @@ class HandOverSender:
             # If a step of the request runs, this waits for its end, and reads before the next one.
             found, more = pages.driver.between_steps(read)
             if found is not None:
-                return found if len(found.layers[0].rows) >= sending.unit else None
+                return found if len(found[0]) >= sending.unit else None
             if not more:
                 return None
             self._wait(task, keys[:per_unit])
@@ -193,14 +192,14 @@ class HandOverSender:
             if not self._pages.driver.observe(lambda: self._may_come(task, keys)):
                 return
 
-    def _send(self, sending: Sending, digests: list[bytes], at: int, found: StoredKV) -> int:
+    def _send(self, sending: Sending, digests: list[bytes], at: int, found: list[Rows]) -> int:
         """Send whole units in groups; returns where they end."""
-        count = len(found.layers[0].rows) // sending.unit * sending.unit
+        count = len(found[0]) // sending.unit * sending.unit
         size = self._pages.page_size
         units = max(sending.most_bytes // self._pages.group_bytes(sending.unit), 1)
         for begin in range(0, count, units * sending.unit):
             end = min(begin + units * sending.unit, count)
             digest = digests[(at + end) // size - 1]
-            for layer, stored in enumerate(found.layers):
-                sending.send(Part(layer, at + begin, stored.rows[begin:end], digest))
+            for layer, rows in enumerate(found):
+                sending.send(Part(layer, at + begin, rows[begin:end], digest))
         return at + count

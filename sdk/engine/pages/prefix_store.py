@@ -12,7 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sdk.engine.pages.page_pool import PageKey
-from sdk.engine.rank.kv_transfer import LayerKV, StoredKV, joined, read_layer, write_layer
+from sdk.engine.rank.kv_transfer import (
+    Bytes,
+    LayerKV,
+    StoredKV,
+    joined,
+    read_layer,
+    write_layer,
+)
+from sdk.engine.rank.page_rows import joined_rows, read_rows, write_rows
 from sdk.engine.scheduling.request import Request
 from sdk.engine.scheduling.scheduler import Scheduler
 from sdk.errors import OutOfMemoryError, RequestError
@@ -193,14 +201,16 @@ class PrefixStore:
         """How many of these pages, from the first on, are cached. Changes nothing."""
         return len(self._scheduler.pool.match(keys))
 
-    def read_pages(self, keys: Sequence[PageKey]) -> StoredKV | None:
-        """These pages as rows of the first tier, up to the first one that is not cached there.
-        ``None``: that is the first.
+    def read_pages(self, keys: Sequence[PageKey]) -> list[Bytes] | None:
+        """These pages, up to the first one that is not cached in the first tier: for each layer the
+        rows of its tokens. ``None``: that is the first.
         """
         locations = self._scheduler.pool.locations(self._scheduler.pool.match(keys))
         lower = (i for i, location in enumerate(locations) if page_tier(location)[0])
         locations = locations[: next(lower, len(locations))]
-        return self._read(locations, 0) if locations else None
+        if not locations:
+            return None
+        return joined_rows(self._executor.on_ranks(read_rows, locations), self._spec.kv_heads)
 
     def refresh(self, keys: Sequence[PageKey]) -> int:
         """Make the cached ones of these pages, up to the first that is not, the most recently used;
@@ -211,9 +221,10 @@ class PrefixStore:
         pool.release(pages)
         return len(pages)
 
-    def write_pages(self, keys: Sequence[PageKey], first: int, stored: StoredKV) -> int:
+    def write_pages(self, keys: Sequence[PageKey], first: int, rows: Sequence[Bytes]) -> int:
         """Continue a cached prefix: ``keys`` are those of its pages up to the last new one, and
-        ``stored`` has those from ``first`` on.
+        ``rows`` those of its tokens from page ``first`` on, for each layer, as ``read_pages``
+        returns them in an engine with the same KV types and centres.
 
         Returns how many of the pages are cached now. These are fewer than ``keys`` if too few pages
         are unused, not counting those before ``first``, or if page ``first - 1`` is gone.
@@ -226,9 +237,14 @@ class PrefixStore:
             count = min(len(keys) - known, pool.num_available - begin)
             if known < first or count <= 0:
                 return known
-            new = pool.acquire((), count) or []
+            if not (new := pool.acquire((), count)):
+                return known
             pages = pages + new
-            self._write(new, known - first, stored)
+            run_copies(self._scheduler, self._executor)
+            size = self._scheduler.config.page_size
+            begin, end = (known - first) * size, (known - first + len(new)) * size
+            some = [layer[begin:end] for layer in rows]
+            self._executor.on_ranks(write_rows, pool.locations(new), some, self.spec)
             for page, key in zip(new, keys[known:], strict=False):
                 pool.publish(page, key)
         finally:
