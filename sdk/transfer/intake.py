@@ -20,7 +20,9 @@ _LOOK_S = 0.0005
 class Pace:
     """Decides how many pages all hand-overs of a receiver may write between two steps.
 
-    While requests run, writing takes ``share`` of the time of a step, but one page at least.
+    While requests run, receiving and writing takes ``share`` of the time of a step, but one page is
+    written at least. Receiving counts, because the cores are those of the steps: where there are
+    just as many as threads, a step takes longer by as much CPU time as others use meanwhile.
     """
 
     def __init__(self, pages: EnginePages, share: float) -> None:
@@ -30,12 +32,16 @@ class Pace:
         self._page_seconds = 0.0  # of the last writes
         self._last = time.monotonic(), 0  # the end of the last write, and the steps until then
 
-    def write(self, most: int, action: Callable[[int], int]) -> int:
-        """What ``action(count)`` returns, between two steps, for up to ``most`` pages."""
+    def write(self, most: int, received: float, action: Callable[[int], int]) -> int:
+        """What ``action(count)`` returns, between two steps, for up to ``most`` pages. Each of
+        them took ``received`` seconds of a CPU to receive.
+        """
         with self._lock:
-            return self._driver.between_steps(lambda: self._timed(self._count(most), action))
+            return self._driver.between_steps(
+                lambda: self._timed(self._count(most, received), action)
+            )
 
-    def _count(self, most: int) -> int:
+    def _count(self, most: int, received: float) -> int:
         if not self._driver.has_work:
             return most
         ended, steps = self._last
@@ -43,7 +49,7 @@ class Pace:
         if not passed or not self._page_seconds:
             return 1
         seconds = (time.monotonic() - ended) / passed * self._share
-        return max(min(int(seconds / self._page_seconds), most), 1)
+        return max(min(int(seconds / (self._page_seconds + received)), most), 1)
 
     def _timed(self, count: int, action: Callable[[int], int]) -> int:
         begin = time.monotonic()
@@ -106,6 +112,7 @@ class Intake:
     def take(self, receiving: Receiving) -> None:
         """Receive and write all groups. :raises SdkError: not everything came or fitted."""
         rows: list[Rows] = []
+        begin = time.thread_time()
         while True:
             part = receiving.receive()
             if isinstance(part, End):
@@ -113,9 +120,10 @@ class Intake:
             self._check(part, rows)
             rows.append(part.rows)
             if len(rows) == self._offer.spec.num_layers:
-                self._write(rows)
+                self._write(rows, time.thread_time() - begin)
                 rows = []
                 receiving.release()
+                begin = time.thread_time()
         if rows or part.num_tokens != self.num_tokens:
             raise TransferError(
                 f"the sender says that it sent {part.num_tokens} tokens; {self.num_tokens} arrived"
@@ -149,8 +157,11 @@ class Intake:
         if part.digest != self._digests[(at + count) // self._offer.spec.page_size - 1]:
             raise TransferError(f"the part from token {at} on belongs to another prompt")
 
-    def _write(self, rows: list[Rows]) -> None:
-        """Write a group. :raises TransferError: the cache has no room for all of it."""
+    def _write(self, rows: list[Rows], received: float) -> None:
+        """Write a group, which took so many seconds of a CPU to receive.
+
+        :raises TransferError: the cache has no room for all of it.
+        """
         pages, size = self._pages, self._pages.page_size
         first = done = self.num_tokens // size
         last = done + len(rows[0]) // size
@@ -162,7 +173,7 @@ class Intake:
 
         while done < last:
             self._pace.wait()
-            found = self._pace.write(last - done, write)
+            found = self._pace.write(last - done, received / (last - first), write)
             if found <= done:
                 self._refresh()
                 raise TransferError(

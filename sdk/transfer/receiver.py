@@ -31,8 +31,8 @@ class HandOverReceiver:
 
     ``max_active``: hand-overs at the same time; others wait. ``group_bytes``: how much of each is
     in memory, apart from the pages (one page, if that is larger). ``step_share``: how much longer
-    writing may make the steps of running requests. Use it as a context manager, or call
-    :meth:`close`.
+    receiving and writing may make the steps of running requests. Use it as a context manager, or
+    call :meth:`close`.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class HandOverReceiver:
         listener: KVListener | None = None,
         *,
         max_active: int = 4,
-        group_bytes: int = 8 << 20,
+        group_bytes: int = 4 << 20,
         step_share: float = 0.1,
     ) -> None:
         if not isinstance(step_share, int | float) or not 0 < step_share <= 1:

@@ -127,8 +127,8 @@ class _SenderRing(FrameStream):
 
     def handshake(self) -> None:
         """Pass the memory to a process of the same user."""
-        _check_user(self._socket)
         try:
+            _check_user(self._socket)
             socket.send_fds(self._socket, [_HELLO.pack(_MAGIC, self._size)], [self._file])
         except OSError as error:
             raise TransferError(f"the connection is lost: {error}") from error
@@ -190,9 +190,9 @@ class _ReceiverRing(FrameStream):
 
     def handshake(self) -> None:
         """Map the memory of a process of the same user."""
-        _check_user(self._socket)
-        self._socket.settimeout(self._timeout)
         try:
+            _check_user(self._socket)
+            self._socket.settimeout(self._timeout)
             data, files, _, _ = socket.recv_fds(
                 self._socket, _HELLO.size, 1, socket.MSG_CMSG_CLOEXEC
             )

@@ -36,6 +36,9 @@ from sdk.transfer.messages import (
     read_reason,
 )
 
+#: Bytes of the tokens of an offer: 4 million tokens, which take 150 MB as Python integers.
+_MOST_OFFER = 1 << 24
+
 
 def checked_seconds(timeout: float) -> float:
     """:raises RequestError: it is no time to wait."""
@@ -79,6 +82,8 @@ class FrameStream:
     def __init__(self, sock: socket.socket, timeout: float) -> None:
         self._socket = sock
         self._timeout = timeout
+        #: Of a frame that is received. Above it no memory is taken.
+        self.most_payload = _MOST_OFFER
 
     def handshake(self) -> None:
         """What comes before the first frame."""
@@ -94,6 +99,11 @@ class FrameStream:
         """The next frame, checked. The payload is valid until :meth:`release`."""
         ends = time.monotonic() + self._timeout
         header = read_header(self.read(HEADER_BYTES, ends))
+        if header.payload_bytes > self.most_payload:
+            raise TransferError(
+                f"a {header.kind.name} frame with {header.payload_bytes} bytes; expected at most "
+                f"{self.most_payload}"
+            )
         head = self.read(header.head_bytes, ends)
         payload = self._payload(header, ends)
         header.check(head, payload)
@@ -226,6 +236,7 @@ class FramedReceiving:
 
     def accept(self, num_known: int, unit: int, most_bytes: int) -> None:
         """See the protocol."""
+        self._stream.most_payload = most_bytes
         self._stream.send(Kind.ACCEPT, pack_accept(num_known, unit, most_bytes))
 
     def refuse(self, reason: str) -> None:

@@ -168,6 +168,70 @@ def test_a_payload_outside_of_the_ring_is_refused() -> None:
         one.close()
 
 
+@pytest.mark.parametrize("connect", CONNECTORS.values(), ids=CONNECTORS)
+def test_an_answer_of_another_kind_ends_an_offer(connect: Connect) -> None:
+    connector, listener = connect()
+
+    def serve() -> None:
+        receiving = listener.accept()
+        assert receiving is not None
+        with closing(receiving):
+            receiving.offer()
+            receiving.done(4)
+            with pytest.raises(TransferError):
+                receiving.receive()  # the sender leaves
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    with pytest.raises(TransferError, match=r"expected a frame .*ACCEPT, found DONE"):
+        connector.open(OFFER, listener.address)
+    thread.join(LIMIT)
+    assert not thread.is_alive()
+    listener.close()
+
+
+def test_a_part_that_is_larger_than_a_group_takes_no_memory(
+    ends: tuple[Sending, Receiving],
+) -> None:
+    sending, receiving = ends
+    sending._stream.send_bytes(pack_header(Kind.PART, bytes(48), bytes((1 << 20) + 1)))
+    with pytest.raises(TransferError, match="a PART frame with 1048577 bytes; expected at most"):
+        receiving.receive()
+
+
+def test_a_connection_that_is_lost_before_memory_is_passed() -> None:
+    for ring in (ours._SenderRing, ours._ReceiverRing):
+        left, right = socket.socketpair()
+        made = ring(left, 1.0, 1 << 20) if ring is ours._SenderRing else ring(left, 1.0)
+        right.close()
+        if ring is ours._ReceiverRing:
+            left.close()
+        with pytest.raises(TransferError, match="the connection is lost"):
+            made.handshake()
+        made.close()
+
+
+def test_memory_that_cannot_be_mapped_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*arguments: object, **options: object) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    file = _memory(1 << 20)
+    monkeypatch.setattr(ours.mmap, "mmap", fails)
+    data = ours._HELLO.pack(ours._MAGIC, 1 << 20)
+    listener = SharedMemoryListener(timeout=2)
+    assert "cannot be mapped" in _said(listener, lambda sock: socket.send_fds(sock, [data], [file]))
+    os.close(file)
+
+
+def test_an_address_that_is_taken_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    listener = SharedMemoryListener()
+    taken = listener.address.removeprefix("embedlm-kv-")
+    monkeypatch.setattr(ours.secrets, "token_hex", lambda count: taken)
+    with pytest.raises(TransferError, match="cannot listen at a Unix socket"):
+        SharedMemoryListener()
+    listener.close()
+
+
 def _said(listener: KVListener, say: Callable[[socket.socket], object]) -> str:
     """What a receiver finds wrong with a sender that does this."""
     receiving: list[Receiving | None] = []

@@ -393,6 +393,28 @@ def test_an_engine_that_was_closed_ends_its_hand_overs(tiny_path: Path) -> None:
         two.receiver.close()
 
 
+def test_a_system_without_threads_is_an_error_and_a_refusal(
+    two: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer(two.a, PROMPT, PREFILL)
+    start = threading.Thread.start
+
+    def fails(thread: threading.Thread) -> None:
+        if thread.name == "sdk-hand-over" and limit.pop():
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", fails)
+    limit = [False, True]
+    with pytest.raises(TransferError, match="no thread for a hand-over"):
+        two.begin()
+    limit = [True, False]
+    two.begin()
+    assert two.last.result(LIMIT).problem is not None  # the receiver has none
+    limit = [False, False]
+    assert two.end(two.begin()).num_tokens == USABLE
+
+
 def _open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
