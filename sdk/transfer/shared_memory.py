@@ -49,7 +49,7 @@ class SharedMemoryConnector:
     pages of all layers at least.
     """
 
-    def __init__(self, *, ring_bytes: int = 32 << 20, timeout: float = 30.0) -> None:
+    def __init__(self, *, ring_bytes: int = 32 << 20, timeout: float = 120.0) -> None:
         if not isinstance(ring_bytes, int) or not _LEAST_RING <= ring_bytes <= _MOST_RING:
             raise RequestError(
                 f"ring_bytes: expected {_LEAST_RING} to {_MOST_RING}, found {safe_repr(ring_bytes)}"
@@ -80,7 +80,7 @@ class SharedMemoryConnector:
 class SharedMemoryListener:
     """Receives from processes of this user. See ``KVListener``."""
 
-    def __init__(self, *, timeout: float = 30.0) -> None:
+    def __init__(self, *, timeout: float = 120.0) -> None:
         self._timeout = checked_seconds(timeout)
         self._address = _PREFIX + secrets.token_hex(16)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
