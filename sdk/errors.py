@@ -43,6 +43,10 @@ class SnapshotError(SdkError):
     """A snapshot cannot be written or read, is damaged, or belongs to another model."""
 
 
+class TransferError(SdkError):
+    """Keys and values were not handed over: the other side refused, left, or sent what is wrong."""
+
+
 class EngineClosedError(SdkError, RuntimeError):
     """The engine was closed, or is used in a forked child process that does not own it."""
 
@@ -74,5 +78,6 @@ __all__ = [
     "SdkError",
     "SnapshotError",
     "ToolError",
+    "TransferError",
     "UnsupportedError",
 ]

@@ -43,7 +43,7 @@ def threads_of(config: EngineConfig) -> int:
 
 def ranks_here(config: EngineConfig) -> int:
     """How many ranks share this machine."""
-    return 1 if config.remote_workers is not None else config.tensor_parallel_size
+    return 1 if config.remote_workers is not None else config.num_ranks
 
 
 def hosts_of(config: EngineConfig) -> int:

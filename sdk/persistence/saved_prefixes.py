@@ -28,8 +28,8 @@ class SavedPrefixes:
     def __init__(self, driver: Driver, loaded: Loaded, jobs: JobMaker) -> None:
         self._driver = driver
         self._engine = loaded.engine
-        self._kept = loaded.kept
-        self._model = loaded.model_key
+        self.kept = loaded.kept
+        self.model_key = loaded.model_key
         self._config = loaded.facts.model_config
         self._max_model_len = loaded.facts.plan.max_model_len
         self._jobs = jobs
@@ -41,21 +41,21 @@ class SavedPrefixes:
         if prompt.adapter is not None:
             raise RequestError("snapshot: a prompt with an adapter cannot be saved; use pin")
         ids, salt = prompt.token_ids, prompt.cache_salt
-        stored = self._when_cached(prompt, lambda: self._kept.read(ids, salt))
-        return Snapshot(self._model, ids[: len(stored.layers[0].rows)], stored)
+        stored = self._when_cached(prompt, lambda: self.kept.read(ids, salt))
+        return Snapshot(self.model_key, ids[: len(stored.layers[0].rows)], stored)
 
     def snapshot_of(self, request_id: str) -> Snapshot:
         """The full pages of an unfinished request so far."""
 
         def read() -> Snapshot:
-            ids, salt = self._kept.tokens_of(request_id)
-            stored = self._kept.read(ids, salt)
+            ids, salt = self.kept.tokens_of(request_id)
+            stored = self.kept.read(ids, salt)
             if stored is None:
                 raise RequestError(
                     f"request {request_id!r}: its pages are no longer in the prefix cache; take "
                     "the snapshot again once it runs"
                 )
-            return Snapshot(self._model, tuple(ids), stored)
+            return Snapshot(self.model_key, tuple(ids), stored)
 
         return self._driver.between_steps(read)
 
@@ -67,11 +67,11 @@ class SavedPrefixes:
         self._check(snapshot)
         ids = snapshot.token_ids[: self._max_model_len - 1]  # the most that a prompt can use
         return self._driver.between_steps(
-            lambda: self._kept.restore(ids, salt, snapshot.kv, pin=pin)
+            lambda: self.kept.restore(ids, salt, snapshot.kv, pin=pin)
         )
 
     def _check(self, snapshot: Snapshot) -> None:
-        given, own = snapshot.model, self._model
+        given, own = snapshot.model, self.model_key
         if given.digest != own.digest:
             raise SnapshotError(
                 f"the snapshot belongs to {given.name} ({given.digest}), but this LLM runs "
@@ -91,12 +91,12 @@ class SavedPrefixes:
     def pin(self, prompt: Prompt) -> int:
         """Pin a prompt's full pages, computing missing ones; returns the number of tokens."""
         ids, salt, adapter = prompt.token_ids, prompt.cache_salt, _key_of(prompt)
-        return self._when_cached(prompt, lambda: self._kept.pin(ids, salt, adapter))
+        return self._when_cached(prompt, lambda: self.kept.pin(ids, salt, adapter))
 
     def unpin(self, prompt: Prompt) -> bool:
         """Remove the pin of exactly these pages. False: there is none."""
         return self._driver.between_steps(
-            lambda: self._kept.unpin(prompt.token_ids, prompt.cache_salt, _key_of(prompt))
+            lambda: self.kept.unpin(prompt.token_ids, prompt.cache_salt, _key_of(prompt))
         )
 
     def forget(self) -> bool:

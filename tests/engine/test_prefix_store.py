@@ -107,7 +107,7 @@ def test_an_interrupted_restore_costs_requests_a_restart_and_no_answer(rig) -> N
     kept = PrefixStore(built.scheduler, _Broken(), SPEC)
     with pytest.raises(RuntimeError, match=r"[1-9] copies"):
         kept.restore([*PREFIX, *PREFIX], None, StoredKV(SPEC, ()), pin=False)
-    assert one.num_preemptions == 1 and built.pool.match(kept._keys(PREFIX, None)) == []
+    assert one.num_preemptions == 1 and built.pool.match(kept.keys(PREFIX, None)) == []
     built.scheduler.check()
     built.run()
     built.assert_answers()
@@ -118,7 +118,7 @@ def test_a_pin_of_lowered_pages_outlives_better_ones_that_a_floor_asked_for(rig,
     """Computed again, or from the swap space: they are that request's alone."""
     built = rig(num_pages=9, kv_bits=(16, 8), num_swap_pages=swap, max_num_seqs=2)
     kept = PrefixStore(built.scheduler, built.runner, SPEC)
-    keys, pool = kept._keys(PREFIX, None), built.pool
+    keys, pool = kept.keys(PREFIX, None), built.pool
     built.add("warm", [*PREFIX, 9], max_tokens=1)
     built.run()
     if swap:

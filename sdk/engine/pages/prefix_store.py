@@ -9,9 +9,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sdk.engine.pages.page_pool import PageKey
-from sdk.engine.rank.kv_transfer import LayerKV, StoredKV, joined, read_layer, write_layer
+from sdk.engine.rank.kv_transfer import (
+    Bytes,
+    LayerKV,
+    StoredKV,
+    joined,
+    read_layer,
+    write_layer,
+)
+from sdk.engine.rank.page_rows import joined_rows, read_rows, write_rows
 from sdk.engine.scheduling.request import Request
 from sdk.engine.scheduling.scheduler import Scheduler
 from sdk.errors import OutOfMemoryError, RequestError
@@ -35,7 +44,7 @@ class PrefixStore:
         self._executor = executor
         self._spec = spec
 
-    def _keys(
+    def keys(
         self, token_ids: Sequence[int], salt: str | None, adapter: str | None = None
     ) -> list[PageKey]:
         """The keys of the full pages of a prefix. :raises RequestError: it has none."""
@@ -80,7 +89,7 @@ class PrefixStore:
         :raises OutOfMemoryError: too few pages would be left for an unfinished request, or none.
         """
         scheduler = self._scheduler
-        keys, prefixes = self._keys(token_ids, salt, adapter), scheduler.prefixes
+        keys, prefixes = self.keys(token_ids, salt, adapter), scheduler.prefixes
         before = prefixes.num_pinned
         if not prefixes.pin(keys):
             return None
@@ -111,7 +120,7 @@ class PrefixStore:
 
     def unpin(self, token_ids: Sequence[int], salt: str | None, adapter: str | None = None) -> bool:
         """Remove the pin of exactly this prefix. False: there is none."""
-        return self._scheduler.prefixes.unpin(self._keys(token_ids, salt, adapter))
+        return self._scheduler.prefixes.unpin(self.keys(token_ids, salt, adapter))
 
     # Snapshots
 
@@ -121,17 +130,21 @@ class PrefixStore:
         Tiered pages are read in the highest tier among them: the others are quantized again, so
         that a snapshot has one type and its readers need not know about tiers.
         """
-        keys = self._keys(token_ids, salt)
+        keys = self.keys(token_ids, salt)
         pages = self._scheduler.pool.match(keys)
         if len(pages) < len(keys):
             return None
         locations = self._scheduler.pool.locations(pages)
         tier = min(page_tier(location)[0] for location in locations)
+        return self._read(locations, tier)
+
+    def _read(self, locations: list[int], tier: int) -> StoredKV:
+        """The contents of pages as rows of the type of a tier."""
         layers = []
         step = max(_MAX_TOKENS // self._scheduler.config.page_size, 1)
         for layer in range(self._spec.num_layers):
             parts = []
-            for begin in range(0, len(pages), step):
+            for begin in range(0, len(locations), step):
                 some = locations[begin : begin + step]
                 answers = self._executor.on_ranks(read_layer, layer, some, tier)
                 parts.append(joined(answers, self._spec.kv_heads))
@@ -148,7 +161,7 @@ class PrefixStore:
 
         :raises OutOfMemoryError: ``pin`` is set and the prefix does not fit.
         """
-        keys, size = self._keys(token_ids, salt), self._scheduler.config.page_size
+        keys, size = self.keys(token_ids, salt), self._scheduler.config.page_size
         pool = self._scheduler.pool
         pages = pool.acquire(pool.match(keys), 0) or []
         known = len(pages)
@@ -170,6 +183,74 @@ class PrefixStore:
             pool.release(pages)
         self._scheduler.prefixes.restored += len(new)
         return len(pages) * size
+
+    # Parts of prefixes, which are handed over between engines
+
+    @property
+    def spec(self) -> KVSpec:
+        """What is written into pages: shape and type of the first tier, over all ranks."""
+        return self._spec.tiers[0]
+
+    def centres(self) -> list[NDArray[np.float32] | None]:
+        """For each layer what is subtracted from its keys, ``[kv_heads, head_dim]``, if anything.
+        Equal rows stand for equal keys only where these are equal.
+        """
+        return [layer.centre for layer in self._read([0], 0).layers]  # page 0: of no request
+
+    def num_cached(self, keys: Sequence[PageKey]) -> int:
+        """How many of these pages, from the first on, are cached. Changes nothing."""
+        return len(self._scheduler.pool.match(keys))
+
+    def read_pages(self, keys: Sequence[PageKey]) -> list[Bytes] | None:
+        """These pages, up to the first one that is not cached in the first tier: for each layer the
+        rows of its tokens. ``None``: that is the first.
+        """
+        locations = self._scheduler.pool.locations(self._scheduler.pool.match(keys))
+        lower = (i for i, location in enumerate(locations) if page_tier(location)[0])
+        locations = locations[: next(lower, len(locations))]
+        if not locations:
+            return None
+        return joined_rows(self._executor.on_ranks(read_rows, locations), self._spec.kv_heads)
+
+    def refresh(self, keys: Sequence[PageKey]) -> int:
+        """Make the cached ones of these pages, up to the first that is not, the most recently used;
+        returns how many they are.
+        """
+        pool = self._scheduler.pool
+        pages = pool.acquire(pool.match(keys), 0) or []
+        pool.release(pages)
+        return len(pages)
+
+    def write_pages(self, keys: Sequence[PageKey], first: int, rows: Sequence[Bytes]) -> int:
+        """Continue a cached prefix: ``keys`` are those of its pages up to the last new one, and
+        ``rows`` those of its tokens from page ``first`` on, for each layer, as ``read_pages``
+        returns them in an engine with the same KV types and centres.
+
+        Returns how many of the pages are cached now. These are fewer than ``keys`` if too few pages
+        are unused, not counting those before ``first``, or if page ``first - 1`` is gone.
+        """
+        pool = self._scheduler.pool
+        begin = max(first - 1, 0)
+        pages = pool.acquire(pool.match(keys[begin:]), 0) or []  # not evicted for the new ones
+        try:
+            known = begin + len(pages)
+            count = min(len(keys) - known, pool.num_available - begin)
+            if known < first or count <= 0:
+                return known
+            if not (new := pool.acquire((), count)):
+                return known
+            pages = pages + new
+            run_copies(self._scheduler, self._executor)
+            size = self._scheduler.config.page_size
+            begin, end = (known - first) * size, (known - first + len(new)) * size
+            some = [layer[begin:end] for layer in rows]
+            self._executor.on_ranks(write_rows, pool.locations(new), some, self.spec)
+            for page, key in zip(new, keys[known:], strict=False):
+                pool.publish(page, key)
+        finally:
+            pool.release(pages)
+        self._scheduler.prefixes.restored += len(new)
+        return known + len(new)
 
     def _write(self, pages: list[int], first: int, stored: StoredKV) -> None:
         """Fill pages with the stored ones from page ``first`` on."""

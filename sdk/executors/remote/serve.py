@@ -212,7 +212,8 @@ def _run_steps(talk: _Talk, runner: Any) -> None:
         if isinstance(message, RankCall):
             talk.say("done", message.function(runner, *message.args))
         else:
-            talk.say("done", dict(runner.launch(message).result().unwritten))
+            unwritten = dict(runner.launch(message).result().unwritten)
+            talk.say("done", unwritten, 0.0)  # only stages are timed
 
 
 class _Talk:
