@@ -56,6 +56,7 @@ class EngineConfig:
     skip_tokenizer_init: bool = False
     trust_remote_code: bool = False
     tensor_parallel_size: int = 1
+    distributed_executor_backend: Literal["mp", "uni", "ray"] | None = None
     dtype: Literal["auto", "float32", "float16", "bfloat16", "float", "half"] = "auto"
     quantization: str | None = None
     revision: str | None = None
@@ -182,6 +183,12 @@ class EngineConfig:
                     f"{name}: expected one of {', '.join(map(repr, allowed))}, "
                     f"found {safe_repr(value)}"
                 )
+
+        if self.distributed_executor_backend == "uni" and self.tensor_parallel_size > 1:
+            raise RequestError(
+                "distributed_executor_backend='uni' has one rank: expected tensor_parallel_size=1, "
+                f"found {self.tensor_parallel_size}; use 'mp'"
+            )
 
     def _check_offload(self) -> None:
         for name in ("disk_offload", "cpu_offload"):
@@ -366,7 +373,8 @@ def _kv_cache_dtype(text: object) -> str:
 
 
 _SHORT_FOR: dict[str, str] = {"half": "float16", "float": "float32"}
-_CHOICES: dict[str, tuple[str, ...]] = {
+_CHOICES: dict[str, tuple[str | None, ...]] = {
+    "distributed_executor_backend": (None, "mp", "uni", "ray"),
     "tokenizer_mode": ("auto",),
     "dtype": ("auto", "float32", "float16", "bfloat16", "float", "half"),
     "device": ("auto", "cpu", "cuda"),

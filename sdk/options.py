@@ -31,6 +31,7 @@ class EngineOptions(TypedDict, total=False):
     skip_tokenizer_init: bool
     trust_remote_code: bool
     tensor_parallel_size: int
+    distributed_executor_backend: Literal["mp", "uni", "ray"] | None
     dtype: Literal["auto", "float32", "float16", "bfloat16", "float", "half"]
     quantization: str | None
     revision: str | None

@@ -23,7 +23,7 @@ from typing import Any
 
 from sdk.errors import EngineDeadError
 from sdk.executors.channel import Channel, pack
-from sdk.executors.groups import RankGroup, meeting_place
+from sdk.executors.groups import RankGroup, connect, meeting_place
 from sdk.executors.worker import WorkerStart
 from sdk.kernels.errors import CollectiveError
 
@@ -170,9 +170,21 @@ class Children:
     def introduce(self, start: WorkerStart, limit_s: float) -> None:
         """Tell every worker what to build, and wait until all are about to connect."""
         for child in self._children:
-            own = replace(start, rank=child.rank, folder=self.folder)
+            own = replace(start, rank=child.rank, place=self.folder)
             child.send(pack(own), limit_s)
         self.expect("joining", limit_s)
+
+    def connect(self, start: WorkerStart, limit_s: float) -> RankGroup:
+        """Join the workers as rank 0. See :func:`sdk.executors.groups.connect`."""
+        self.group = connect(
+            start.transport,
+            self.folder,
+            0,
+            start.size,
+            connect_s=start.connect_s,
+            limit_s=limit_s,
+        )
+        return self.group
 
     def send(self, message: object, limit_s: float) -> None:
         """Send ``message`` to every worker."""
@@ -186,10 +198,7 @@ class Children:
 
     def diagnose(self, error: BaseException) -> EngineDeadError:
         """After ``error`` with the workers: find the one that is the cause, and why."""
-        found = [child.failure() for child in self._children]
-        stopped = (3, EngineDeadError("the workers were stopped"))
-        likelihood, cause = min(found, key=lambda item: item[0], default=stopped)
-        return EngineDeadError(f"{cause} ({error})") if likelihood > 1 else cause
+        return likeliest([child.failure() for child in self._children], error)
 
     def remove_folder(self) -> None:
         """Remove the rendezvous folder; all ranks are connected, or never will be."""
@@ -225,6 +234,13 @@ class Children:
         self.remove_folder()
         if group is not None:
             group.close()
+
+
+def likeliest(found: list[tuple[int, EngineDeadError]], error: BaseException) -> EngineDeadError:
+    """The cause among the failures of all workers after ``error``; see :meth:`Child.failure`."""
+    stopped = (3, EngineDeadError("the workers were stopped"))
+    likelihood, cause = min(found, key=lambda item: item[0], default=stopped)
+    return EngineDeadError(f"{cause} ({error})") if likelihood > 1 else cause
 
 
 def _wait(children: list[Child], seconds: float) -> None:

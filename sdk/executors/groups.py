@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Callable
 from typing import Literal
 
-from sdk.executors.gloo import GlooGroup, connect as connect_gloo
+from sdk.executors.gloo import GlooGroup, connect as connect_gloo, connect_tcp
 from sdk.kernels.cpu.rank_group import SharedGroup, why_not_shared
 
 #: ``"memory"``: shared memory of one machine; a sum of 16 KB over two ranks takes about 5 us.
-#: ``"gloo"``: sockets of the loopback device; 260 us.
-Transport = Literal["memory", "gloo"]
+#: ``"gloo"``: sockets of the loopback device; 260 us. ``"tcp"``: sockets between machines, neither
+#: encrypted nor authenticated.
+Transport = Literal["memory", "gloo", "tcp"]
 RankGroup = SharedGroup | GlooGroup
 
 # A file system in memory. The files of a large model's ranks have tens of MB, and containers often
@@ -36,13 +38,18 @@ def meeting_place() -> str:
 
 
 def connect(
-    kind: Transport, folder: str, rank: int, size: int, *, connect_s: float, limit_s: float
+    kind: Transport, place: str, rank: int, size: int, *, connect_s: float, limit_s: float
 ) -> RankGroup:
-    """Join the ranks that meet in ``folder``; returns when this rank is connected to all others.
+    """Join the ranks that meet at ``place``; returns when this rank is connected to all others.
 
+    :param place: a folder; for ``"tcp"`` the address of a store that rank 0 keeps, ``host:port``.
     :param connect_s: seconds to wait for the others.
     :param limit_s: seconds that one collective may wait for another rank.
     :raises CollectiveError: the others do not connect in time.
     """
-    join = SharedGroup if kind == "memory" else connect_gloo
-    return join(folder, rank, size, connect_s=connect_s, limit_s=limit_s)
+    joins: dict[Transport, Callable[..., RankGroup]] = {
+        "memory": SharedGroup,
+        "gloo": connect_gloo,
+        "tcp": connect_tcp,
+    }
+    return joins[kind](place, rank, size, connect_s=connect_s, limit_s=limit_s)

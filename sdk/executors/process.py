@@ -1,4 +1,6 @@
-"""Tensor parallelism over processes: rank 0 here, every other rank in a child process.
+"""Tensor parallelism over processes: rank 0 here, every other rank in a process of its own.
+
+These are child processes (:class:`Children`), or actors of Ray (sdk/executors/ray_ranks.py).
 
 In one step every worker gets the plan, all ranks run it at the same time and synchronize in the
 collectives of their models, rank 0 produces the result, and the workers' answers end the step. So
@@ -23,14 +25,14 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Generic
+from typing import Any, Generic, Protocol
 
 from sdk.engine.plan import StepPlan, StepResult
 from sdk.errors import EngineClosedError, EngineDeadError
 from sdk.executors.base import Pending, RankCall
 from sdk.executors.channel import pack
 from sdk.executors.children import ChildLost, Children
-from sdk.executors.groups import connect, transport
+from sdk.executors.groups import RankGroup, transport
 from sdk.executors.local import RankFactory, RunnerT
 from sdk.executors.worker import WorkerStart
 from sdk.kernels.errors import CollectiveError
@@ -41,6 +43,19 @@ from sdk.sampling.resolved import ResolvedParams
 logger = logging.getLogger("sdk")
 
 _LOST = (CollectiveError, ChildLost)
+
+
+class Workers(Protocol):
+    """The ranks other than 0 of one executor: see :class:`Children`, which says what is raised."""
+
+    def spawn(self, size: int) -> None: ...
+    def introduce(self, start: WorkerStart, limit_s: float) -> None: ...
+    def connect(self, start: WorkerStart, limit_s: float) -> RankGroup: ...
+    def send(self, message: object, limit_s: float) -> None: ...
+    def expect(self, kind: str, limit_s: float) -> list[tuple[Any, ...]]: ...
+    def diagnose(self, error: BaseException) -> EngineDeadError: ...
+    def remove_folder(self) -> None: ...
+    def stop(self, patience_s: float = 5.0) -> None: ...
 
 
 class ProcessExecutor(Generic[RunnerT]):
@@ -55,6 +70,7 @@ class ProcessExecutor(Generic[RunnerT]):
     :param startup_s: seconds that a child may take to import and connect, and to finish its runner
         after rank 0 has finished (plus three times what rank 0 took).
     :param collective_s: seconds that rank 0 waits for a rank that is alive.
+    :param workers: what starts the other ranks and speaks to them; child processes by default.
     """
 
     def __init__(
@@ -67,6 +83,7 @@ class ProcessExecutor(Generic[RunnerT]):
         own_factory: RankFactory[RunnerT] | None = None,
         startup_s: float = 120.0,
         collective_s: float = 300.0,
+        workers: Callable[[], Workers] = Children,
     ) -> None:
         self._factory, self._own_factory = factory, own_factory or factory
         self._config = config
@@ -81,9 +98,10 @@ class ProcessExecutor(Generic[RunnerT]):
         self._closed = False
         self._lock = threading.Lock()
         self._owner = os.getpid()
-        self._children = Children()
+        self._new_workers = workers
+        self._children = workers()
         # also at interpreter exit, and in a forked child
-        self._finalizer = weakref.finalize(self, Children.stop, self._children, 1.0)
+        self._finalizer = weakref.finalize(self, self._children.stop, 1.0)
 
     @property
     def runner(self) -> RunnerT:
@@ -125,15 +143,7 @@ class ProcessExecutor(Generic[RunnerT]):
         pack(start)  # fails if it cannot be pickled, before a process is started
         self._children.spawn(self._size)
         self._children.introduce(start, self._startup_s)
-        group = connect(
-            start.transport,
-            self._children.folder,
-            0,
-            self._size,
-            connect_s=self._startup_s,
-            limit_s=self._collective_s,
-        )
-        self._children.group = group
+        group = self._children.connect(start, self._collective_s)
         begin = time.monotonic()
         self._runner = self._own_factory(self._config, Mesh(0, self._size, group))
         built_s = time.monotonic() - begin
@@ -238,8 +248,8 @@ class ProcessExecutor(Generic[RunnerT]):
             if runner is not None:
                 runner.close()
             self._finalizer.detach()
-            self._children = Children()
-            self._finalizer = weakref.finalize(self, Children.stop, self._children, 1.0)
+            self._children = self._new_workers()
+            self._finalizer = weakref.finalize(self, self._children.stop, 1.0)
 
     def close(self) -> None:
         """End the children and close rank 0's runner.

@@ -25,7 +25,7 @@ from sdk.executors.base import RankCall
 from sdk.executors.channel import Channel, pack
 
 if TYPE_CHECKING:
-    from sdk.executors.groups import Transport
+    from sdk.executors.groups import RankGroup, Transport
 
 # How long to wait for rank 0 inside a collective: the host may be in a debugger for hours.
 _PATIENCE_S = 24 * 3600.0
@@ -38,7 +38,8 @@ class WorkerStart:
 
     rank: int
     size: int
-    folder: str
+    #: Where the ranks meet: see :func:`sdk.executors.groups.connect`.
+    place: str
     transport: Transport
     num_threads: int
     connect_s: float
@@ -83,31 +84,49 @@ def _end_with(channel: Channel, parent: int, folder: str) -> None:
 
 def _serve(channel: Channel) -> None:
     start: WorkerStart = channel.receive()
-    import torch  # takes a second, so only after the watching thread has started
-
-    from sdk.executors.groups import connect
-    from sdk.models.parallel import Mesh
-
-    torch.set_num_threads(start.num_threads)  # this process runs nothing else
+    prepare(start)  # takes a second, so only after the watching thread has started
     channel.send(pack(("joining",)))
-    group = connect(
+    runner = build(start, join(start))
+    channel.send(pack(("ready",)))
+    while (message := channel.receive()) is not None:
+        channel.send(pack(("done", answer(runner, message))))
+        _limit_stderr()
+    runner.close()
+
+
+def prepare(start: WorkerStart) -> None:
+    """Import torch and set its threads, in a process that runs nothing but a rank."""
+    import torch
+
+    torch.set_num_threads(start.num_threads)
+
+
+def join(start: WorkerStart) -> RankGroup:
+    """Join the other ranks. :raises CollectiveError: they do not come in time."""
+    from sdk.executors.groups import connect
+
+    return connect(
         start.transport,
-        start.folder,
+        start.place,
         start.rank,
         start.size,
         connect_s=start.connect_s,
         limit_s=_PATIENCE_S,
     )
-    runner = start.factory(start.config, Mesh(start.rank, start.size, group))
-    channel.send(pack(("ready",)))
-    while (message := channel.receive()) is not None:
-        if isinstance(message, RankCall):
-            channel.send(pack(("done", message.function(runner, *message.args))))
-        else:
-            result = runner.launch(message).result()
-            channel.send(pack(("done", dict(result.unwritten))))
-        _limit_stderr()
-    runner.close()
+
+
+def build(start: WorkerStart, group: RankGroup) -> Any:
+    """This rank's runner. Raises what ``start.factory`` raises."""
+    from sdk.models.parallel import Mesh
+
+    return start.factory(start.config, Mesh(start.rank, start.size, group))
+
+
+def answer(runner: Any, message: Any) -> Any:
+    """Do what rank 0 asks for, a step or a :class:`RankCall`; what it wants to know of that."""
+    if isinstance(message, RankCall):
+        return message.function(runner, *message.args)
+    return dict(runner.launch(message).result().unwritten)
 
 
 def _limit_stderr() -> None:

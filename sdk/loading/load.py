@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -28,7 +28,10 @@ from sdk.engine.scheduling.prompt_lookup import LOOKUP_BYTES, PromptLookup
 from sdk.engine.scheduling.results import ResultBudget
 from sdk.engine.scheduling.scheduler import Scheduler
 from sdk.engine.scheduling.scheduler_config import SHORT_STEP, SHORT_STEP_GPU, SchedulerConfig
+from sdk.errors import RequestError
+from sdk.executors.children import Children
 from sdk.executors.local import LocalExecutor
+from sdk.executors.process import ProcessExecutor, Workers
 from sdk.kernels.self_check import failures
 from sdk.loading.adapters import AdapterOpener
 from sdk.loading.checks import named_tokenizer
@@ -51,9 +54,6 @@ from sdk.quant.spec import kv_bits
 from sdk.quant.tokenizer import Tokenizer
 from sdk.reports.quant_report import quant_report
 from sdk.speculative_config import SpeculativeConfig
-
-if TYPE_CHECKING:
-    from sdk.executors.process import ProcessExecutor
 
 logger = logging.getLogger("sdk")
 
@@ -397,12 +397,25 @@ def _executor(
 
     if config.tensor_parallel_size == 1:
         return LocalExecutor(own, runner_config)
-    from sdk.executors.process import ProcessExecutor
-
     return ProcessExecutor(
         ModelRunner,
         runner_config,
         config.tensor_parallel_size,
         num_threads=runner_config.num_threads,
         own_factory=own,
+        workers=_workers(config, runner_config),
     )
+
+
+def _workers(config: EngineConfig, runner_config: RunnerConfig) -> Callable[[], Workers]:
+    """What starts the ranks other than 0."""
+    if config.distributed_executor_backend != "ray":
+        return Children
+    try:
+        from sdk.executors.ray_ranks import RayRanks
+    except ModuleNotFoundError as error:
+        raise RequestError(
+            f"distributed_executor_backend='ray': {error}; install it with "
+            'pip install "embedlm[ray]"'
+        ) from error
+    return partial(RayRanks, runner_config.num_threads)
