@@ -279,7 +279,7 @@ def _runner_config(
     config: EngineConfig, checkpoint: Checkpoint, model: ModelConfig, memory: MemoryPlan
 ) -> RunnerConfig:
     return RunnerConfig(
-        model=str(checkpoint.path),
+        model=str(checkpoint.path.absolute()),  # actors of Ray have another working directory
         num_pages=_pages_set_aside(config, memory) + 1,  # page 0 is never allocated
         page_size=memory.page_size,
         kv_dtype=memory.kv_dtype,
@@ -312,7 +312,7 @@ def _drafting_weights(
     speculative = config.speculative_config
     assert isinstance(speculative, SpeculativeConfig | None)  # EngineConfig has parsed it
     if speculative is not None and speculative.method == "self":
-        path, overrides = str(checkpoint.path), config.hf_overrides or {}
+        path, overrides = str(checkpoint.path.absolute()), config.hf_overrides or {}
         return DraftingWeights(
             path, speculative.scheme, memory.max_model_len, hf_overrides=overrides
         )
@@ -324,12 +324,13 @@ def _drafting_weights(
         with opened_head(config, speculative, target) as (_, files, head):
             if head.has_layer:
                 longest = min(longest, head.model.max_position)
-            path, scheme = str(files.path), speculative.scheme
+            path, scheme = str(files.path.absolute()), speculative.scheme
             return DraftingWeights(path, scheme, longest, has_pages=head.has_layer, head=head)
     with opened_draft_model(config, speculative) as (_, drafting, model):
         check_same_vocabulary(checkpoint.tokenizer, drafting.tokenizer)
         longest = min(longest, model.max_position)
-        return DraftingWeights(str(drafting.path), speculative.scheme, longest, has_pages=True)
+        path, scheme = str(drafting.path.absolute()), speculative.scheme
+        return DraftingWeights(path, scheme, longest, has_pages=True)
 
 
 def _device(config: EngineConfig) -> str:

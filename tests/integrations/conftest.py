@@ -8,6 +8,7 @@ ports and a folder (in /tmp/ray) of its own.
 from __future__ import annotations
 
 import shutil
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +25,12 @@ OBJECT_STORE = 80 * 2**20
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """A node with two CPUs, to which this process is connected."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("RAY_USAGE_STATS_ENABLED", "0")  # which are sent over the network
+        yield from _cluster()
+
+
+def _cluster() -> Iterator[Cluster]:
     made = Cluster(
         initialize_head=True,
         head_node_args={
@@ -40,6 +47,14 @@ def cluster() -> Iterator[Cluster]:
         ray.shutdown()
         made.shutdown()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def free_port() -> int:
+    """For Serve."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 @pytest.fixture(scope="session")

@@ -109,6 +109,17 @@ def test_ranks_on_one_node_share_memory_and_answer_like_child_processes(
 
 
 @pytest.mark.slow
+def test_a_real_model_answers_the_same_and_a_relative_path_means_the_same_file(
+    nothing_left: None, smollm2: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LLM(smollm2, **TWO) as llm:
+        expected = answers(llm)
+    monkeypatch.chdir(smollm2.parent)
+    with LLM(smollm2.name, **ON_RAY) as llm:
+        assert answers(llm) == expected
+
+
+@pytest.mark.slow
 def test_ranks_on_two_nodes_exchange_over_tcp_and_answer_the_same(
     cluster: Cluster, tiny: Path, nothing_left: None
 ) -> None:

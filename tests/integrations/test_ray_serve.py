@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import threading
 import time
 import urllib.error
@@ -25,13 +24,10 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def port(cluster: Cluster) -> Iterator[int]:
+def port(cluster: Cluster, free_port: int) -> Iterator[int]:
     """Serve, at a port that is free."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        free = int(probe.getsockname()[1])
-    serve.start(http_options={"host": "127.0.0.1", "port": free})
-    yield free
+    serve.start(http_options={"host": "127.0.0.1", "port": free_port})
+    yield free_port
     serve.shutdown()
 
 

@@ -201,7 +201,8 @@ async def _all(work: list[Any]) -> list[Row]:
     """The results of all; the first failure cancels the others, whose requests are aborted."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
-        return await asyncio.gather(*tasks)
+        rows: list[Row] = await asyncio.gather(*tasks)
+        return rows
     except BaseException:
         for task in tasks:
             task.cancel()

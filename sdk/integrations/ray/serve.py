@@ -6,6 +6,7 @@ balances requests; inside a replica they share the steps of one engine.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -71,10 +72,8 @@ class LLMServer:
 
     def check_health(self) -> None:
         """Serve replaces the replica if this raises. :raises EngineDeadError: the engine died."""
-        try:
+        with contextlib.suppress(EngineAsleepError):  # which can be woken up
             self.llm.get_metrics()
-        except EngineAsleepError:
-            pass  # it can be woken up
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """What Serve gives to the policy.
@@ -84,13 +83,13 @@ class LLMServer:
         go on decoding. ``load``: how many replicas these requests are worth.
         """
         try:
-            metrics, requests = self.llm.get_metrics(), self.llm.list_requests()
+            requests = self.llm.list_requests()
             estimate = self.llm.estimate({"prompt_token_ids": [0]}, _ONE_TOKEN)
         except EngineAsleepError:
             return {"expected_wait": 0.0, "uncached_tokens": 0.0, "load": 0.0}
-        waiting = metrics["num_waiting"]
-        wait = (estimate.first_token or 0.0) if waiting else 0.0
-        slots = (metrics["num_running"] + waiting) / self.llm.config.max_num_seqs
+        # without requests before it, a short one starts at once; None: nothing was measured yet
+        wait = (estimate.first_token or 0.0) if estimate.num_waiting else 0.0
+        slots = len(requests) / self.llm.config.max_num_seqs
         uncached = sum(
             one.num_prompt_tokens + one.num_generated_tokens - one.num_computed_tokens
             for one in requests
