@@ -14,9 +14,11 @@ import pytest
 import ray
 from ray.serve.config import AutoscalingContext
 
+import sdk
 from sdk import LLM, SamplingParams
 from sdk.errors import EngineClosedError, EngineDeadError, RequestError
 from sdk.integrations.ray import Embed, Generate, LLMServer, llm_app
+from sdk.integrations.ray.resources import with_resources
 from sdk.integrations.ray.serve import replicas_for_wait
 from sdk.testing import fault
 
@@ -97,6 +99,35 @@ def test_arguments_are_checked_before_a_model_is_loaded() -> None:
         Generate("nowhere", SamplingParams(n=2))
     with pytest.raises(RequestError, match=r"on_error: expected 'raise' or 'column', found 'x'"):
         Embed("nowhere", on_error="x")
+
+
+def test_an_actor_whose_memory_is_too_small_for_python_and_torch_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Context:
+        memory = 2.0**29
+
+        def get_actor_id(self) -> str:
+            return "an actor"
+
+        def get_assigned_resources(self) -> dict[str, float]:
+            return {"CPU": 3.0, "memory": self.memory}
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "get_runtime_context", Context)
+    with pytest.raises(RequestError, match="memory=536870912 of the actor: expected more than"):
+        with_resources({})
+    Context.memory = 2.0**30
+    assert with_resources({}) == {"num_threads": 3, "memory": 2**29}
+    assert with_resources({"num_threads": 1, "memory": "1GiB"}) == {
+        "num_threads": 1,
+        "memory": "1GiB",
+    }
+
+
+def test_only_what_is_named_is_there() -> None:
+    with pytest.raises(AttributeError, match=r"'sdk\.integrations\.ray' has no attribute 'LLM'"):
+        sdk.integrations.ray.LLM  # noqa: B018
 
 
 def test_a_dead_engine_is_no_error_of_a_row(tiny: Path) -> None:

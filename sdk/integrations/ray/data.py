@@ -24,7 +24,7 @@ from sdk.requests.prompts import is_conversation
 
 Row = dict[str, Any]
 OnError = Literal["raise", "column"]
-#: No row can succeed after them: the actor fails, and Ray starts another.
+#: No row can succeed after them, so they end the data set.
 _FATAL = (EngineAsleepError, EngineClosedError, EngineDeadError)
 
 

@@ -8,7 +8,8 @@ import ray
 
 from sdk.errors import RequestError
 
-#: Of an actor's memory, what is not the LLM's: Python with torch and Ray takes 350 to 500 MiB.
+#: Of an actor's memory, what is not the LLM's. With Python, torch, Ray Data and a model of 3 MB an
+#: actor has 400 MiB, of which 32 are planned for the LLM (docs/ray.md).
 _OUTSIDE = 2**29
 
 
