@@ -63,6 +63,7 @@ class EngineConfig:
     enable_expert_parallel: bool = False
     num_redundant_experts: int = 0
     remote_workers: RemoteWorkers | Mapping[str, Any] | None = None
+    distributed_executor_backend: Literal["mp", "uni", "ray"] | None = None
     dtype: Literal["auto", "float32", "float16", "bfloat16", "float", "half"] = "auto"
     quantization: str | None = None
     revision: str | None = None
@@ -158,6 +159,7 @@ class EngineConfig:
         self._check_swap()
         self._check_offload()
         self._check_stages()
+        self._check_backend()
         self._check_remote()
         self._check_speculative()
         self._check_replicas()
@@ -211,6 +213,17 @@ class EngineConfig:
             )
         self._check_folder("disk_offload_path", "disk_offload")
 
+    def _check_backend(self) -> None:
+        if self.distributed_executor_backend == "uni" and self.num_ranks > 1:
+            raise RequestError(
+                "distributed_executor_backend='uni' has one rank: expected tensor_parallel_size=1 "
+                f"and pipeline_parallel_size=1, found {self.tensor_parallel_size} and "
+                f"{self.pipeline_parallel_size}; use 'mp'"
+            )
+        if self.distributed_executor_backend == "ray":
+            name = "distributed_executor_backend='ray'"
+            self._check_alone(name, pipeline_parallel_size=1, data_parallel_size=1)
+
     def _check_remote(self) -> None:
         remote: object = self.remote_workers
         if remote is None:
@@ -225,15 +238,20 @@ class EngineConfig:
             raise RequestError(
                 "remote_workers needs a tensor_parallel_size of at least 2, this process included"
             )
-        needed = {
-            "pipeline_parallel_size": 1,
-            "data_parallel_size": 1,
-            "enable_expert_parallel": False,
-        }
+        self._check_alone(
+            "remote_workers",
+            pipeline_parallel_size=1,
+            data_parallel_size=1,
+            enable_expert_parallel=False,
+            distributed_executor_backend=None,
+        )
+
+    def _check_alone(self, option: str, **needed: object) -> None:
+        """Other options that ``option`` cannot be combined with must have these values."""
         for name, value in needed.items():
             if (found := getattr(self, name)) != value:
                 raise RequestError(
-                    f"remote_workers: expected {name}={value} with it in this release, found "
+                    f"{option}: expected {name}={value!r} with it in this release, found "
                     f"{safe_repr(found)}"
                 )
 
@@ -471,7 +489,8 @@ def _kv_cache_dtype(text: object) -> str:
 
 
 _SHORT_FOR: dict[str, str] = {"half": "float16", "float": "float32"}
-_CHOICES: dict[str, tuple[str, ...]] = {
+_CHOICES: dict[str, tuple[str | None, ...]] = {
+    "distributed_executor_backend": (None, "mp", "uni", "ray"),
     "tokenizer_mode": ("auto",),
     "dtype": ("auto", "float32", "float16", "bfloat16", "float", "half"),
     "device": ("auto", "cpu", "cuda"),

@@ -38,6 +38,7 @@ class EngineOptions(TypedDict, total=False):
     enable_expert_parallel: bool
     num_redundant_experts: int
     remote_workers: RemoteWorkers | Mapping[str, Any] | None
+    distributed_executor_backend: Literal["mp", "uni", "ray"] | None
     dtype: Literal["auto", "float32", "float16", "bfloat16", "float", "half"]
     quantization: str | None
     revision: str | None

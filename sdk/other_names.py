@@ -46,7 +46,6 @@ ENGINE: dict[str, OtherName] = {
     "async_scheduling": OtherName("", (_ANY,)),
     "disable_cascade_attn": OtherName("", (_ANY,)),
     "disable_custom_all_reduce": OtherName("", (_ANY,)),
-    "distributed_executor_backend": OtherName("ranks are processes", ("mp", "uni")),
     "enable_sleep_mode": OtherName("", (_ANY,)),
     "max_logprobs": OtherName("", (_ANY,)),
     "max_parallel_loading_workers": OtherName("", (_ANY,)),

@@ -255,7 +255,7 @@ class Children:
     def introduce(self, start: WorkerStart, limit_s: float) -> None:
         """Tell every worker what to build, and wait until all are about to connect."""
         for child in self._children:
-            own = replace(start, rank=child.rank, folder=self.folder)
+            own = replace(start, rank=child.rank, place=self.folder)
             child.send(self.pack(own), limit_s)
         self.expect("joining", limit_s)
 
@@ -271,10 +271,7 @@ class Children:
 
     def diagnose(self, error: BaseException) -> EngineDeadError:
         """After ``error`` with the workers: find the one that is the cause, and why."""
-        found = [child.failure() for child in self._children]
-        stopped = (4, EngineDeadError("the workers were stopped"))
-        likelihood, cause = min(found, key=lambda item: item[0], default=stopped)
-        return EngineDeadError(f"{cause} ({error})") if likelihood > 1 else cause
+        return likeliest([child.failure() for child in self._children], error)
 
     def remove_folder(self) -> None:
         """Remove the rendezvous folder; all ranks are connected, or never will be."""
@@ -310,6 +307,13 @@ class Children:
         self.remove_folder()
         for group in groups:
             group.close()
+
+
+def likeliest(found: list[tuple[int, EngineDeadError]], error: BaseException) -> EngineDeadError:
+    """The cause among the failures of all workers after ``error``; see :meth:`Worker.failure`."""
+    stopped = (4, EngineDeadError("the workers were stopped"))
+    likelihood, cause = min(found, key=lambda item: item[0], default=stopped)
+    return EngineDeadError(f"{cause} ({error})") if likelihood > 1 else cause
 
 
 def _wait(children: list[Worker], seconds: float) -> None:

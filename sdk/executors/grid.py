@@ -46,7 +46,7 @@ class Grid:
         times = {"connect_s": connect_s, "limit_s": limit_s}
         group = None
         if self.width > 1:
-            own = _made(folder, f"stage-{stage}")
+            own = folder if kind == "tcp" else _made(folder, f"stage-{stage}")
             group = connect(kind, own, number, self.width, processes=self.size, **times)
         ends: list[SharedLink | None] = [None, None]
         # stage 0 waits only for stage 1, which then waits for stage 2, and so on

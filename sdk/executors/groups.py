@@ -6,13 +6,14 @@ import os
 import tempfile
 from typing import Literal
 
-from sdk.executors.gloo import GlooGroup, connect as connect_gloo
+from sdk.executors.gloo import GlooGroup, connect as connect_gloo, connect_tcp
 from sdk.executors.remote.tcp_group import TcpGroup
 from sdk.kernels.cpu.rank_group import SharedGroup, SharedLink, why_not_shared
 
 #: ``"memory"``: shared memory of one machine; a sum of 16 KB over two ranks takes about 5 us.
-#: ``"gloo"``: sockets of the loopback device; 260 us.
-Transport = Literal["memory", "gloo"]
+#: ``"gloo"``: sockets of the loopback device; 260 us. ``"tcp"``: gloo's sockets between machines,
+#: neither encrypted nor authenticated.
+Transport = Literal["memory", "gloo", "tcp"]
 RankGroup = SharedGroup | GlooGroup | SharedLink | TcpGroup
 
 # A file system in memory. The files of a large model's ranks have tens of MB, and containers often
@@ -38,7 +39,7 @@ def meeting_place() -> str:
 
 def connect(
     kind: Transport,
-    folder: str,
+    place: str,
     rank: int,
     size: int,
     *,
@@ -46,15 +47,15 @@ def connect(
     limit_s: float,
     processes: int | None = None,
 ) -> SharedGroup | GlooGroup:
-    """Join the ranks that meet in ``folder``; returns when this rank is connected to all others.
+    """Join the ranks that meet at ``place``; returns when this rank is connected to all others.
 
+    :param place: a folder; for ``"tcp"`` the address of a store that rank 0 keeps, ``host:port``.
     :param connect_s: seconds to wait for the others.
     :param limit_s: seconds that one collective may wait for another rank.
     :param processes: how many processes compute at the same time (default: ``size``).
     :raises CollectiveError: the others do not connect in time.
     """
-    if kind == "gloo":
-        return connect_gloo(folder, rank, size, connect_s=connect_s, limit_s=limit_s)
-    return SharedGroup(
-        folder, rank, size, connect_s=connect_s, limit_s=limit_s, processes=processes
-    )
+    if kind != "memory":
+        join = connect_gloo if kind == "gloo" else connect_tcp
+        return join(place, rank, size, connect_s=connect_s, limit_s=limit_s)
+    return SharedGroup(place, rank, size, connect_s=connect_s, limit_s=limit_s, processes=processes)

@@ -1,5 +1,7 @@
-"""Ranks in processes: rank 0 here, every other rank in a process of its own, a child or on another
-host (:mod:`sdk.executors.remote`).
+"""Ranks in processes: rank 0 here, every other rank in a process of its own.
+
+These are children (:class:`Children`), processes on other hosts (:mod:`sdk.executors.remote`), or
+actors of Ray (sdk/executors/ray_ranks.py).
 
 In one step every worker gets the plan, all ranks run it and synchronize in the exchanges of their
 models, rank 0 produces the result, and the workers' answers end the step.
@@ -28,7 +30,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Generic
+from typing import Any, Generic, Protocol
 
 from sdk.engine.plan import StepPlan, StepResult
 from sdk.errors import EngineClosedError, EngineDeadError
@@ -49,6 +51,18 @@ logger = logging.getLogger("sdk")
 _LOST = (CollectiveError, ChildLost)
 
 
+class Workers(Protocol):
+    """The ranks other than 0 of one executor: see :class:`Children`, which says what is raised."""
+
+    def bring_up(self, start: WorkerStart, startup_s: float, collective_s: float) -> Mesh: ...
+    def pack(self, message: object) -> Any: ...
+    def send(self, message: Any, limit_s: float, ranks: range | None = None) -> None: ...
+    def expect(self, kind: str, limit_s: float) -> list[tuple[Any, ...]]: ...
+    def diagnose(self, error: BaseException) -> EngineDeadError: ...
+    def remove_folder(self) -> None: ...
+    def stop(self, patience_s: float = 5.0) -> None: ...
+
+
 class ProcessExecutor(Generic[RunnerT]):
     """Runs every step on ``stages`` stages of ``size`` ranks.
 
@@ -61,10 +75,11 @@ class ProcessExecutor(Generic[RunnerT]):
     :param stages: the number of stages; as many steps may be in flight.
     :param num_threads: torch's threads in each child.
     :param own_factory: builds rank 0's runner instead of ``factory``; never pickled.
-    :param workers: makes the other ranks: child processes, or ranks on other hosts.
+    :param workers: makes the other ranks: child processes, ranks on other hosts, actors of Ray.
     :param startup_s: seconds that a child may take to import and connect, and to finish its runner
         after rank 0 has finished (plus three times what rank 0 took).
     :param collective_s: seconds that rank 0 waits for a rank that is alive.
+    :param workers: what starts the other ranks and speaks to them; child processes by default.
     """
 
     def __init__(
@@ -76,9 +91,9 @@ class ProcessExecutor(Generic[RunnerT]):
         stages: int = 1,
         num_threads: int = 1,
         own_factory: RankFactory[RunnerT] | None = None,
-        workers: Callable[[], Children] = Children,
         startup_s: float = 120.0,
         collective_s: float = 300.0,
+        workers: Callable[[], Workers] = Children,
     ) -> None:
         self._factory, self._own_factory = factory, own_factory or factory
         self._config = config

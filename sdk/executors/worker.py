@@ -27,7 +27,8 @@ from sdk.executors.channel import Channel, pack
 
 if TYPE_CHECKING:
     from sdk.executors.grid import Grid
-    from sdk.executors.groups import Transport
+    from sdk.executors.groups import RankGroup, Transport
+    from sdk.models.parallel import Mesh
 
 # How long to wait for rank 0 inside a collective: the host may be in a debugger for hours.
 _PATIENCE_S = 24 * 3600.0
@@ -40,7 +41,8 @@ class WorkerStart:
 
     rank: int
     grid: Grid
-    folder: str
+    #: Where the ranks meet: see :func:`sdk.executors.groups.connect`.
+    place: str
     transport: Transport
     num_threads: int
     connect_s: float
@@ -85,25 +87,43 @@ def _end_with(channel: Channel, parent: int, folder: str) -> None:
 
 def _serve(channel: Channel) -> None:
     start: WorkerStart = channel.receive()
-    import torch  # takes a second, so only after the watching thread has started
-
-    torch.set_num_threads(start.num_threads)  # this process runs nothing else
+    prepare(start)  # takes a second, so only after the watching thread has started
     channel.send(pack(("joining",)))
-    mesh, _ = start.grid.join(
-        start.rank, start.transport, start.folder, connect_s=start.connect_s, limit_s=_PATIENCE_S
-    )
+    mesh, _ = join(start)
     runner = start.factory(start.config, mesh)
     channel.send(pack(("ready",)))
     while (message := channel.receive()) is not None:
-        if isinstance(message, RankCall):
-            channel.send(pack(("done", message.function(runner, *message.args))))
-        else:
-            begin, waited = monotonic(), mesh.waited_seconds
-            result = runner.launch(message).result()
-            seconds = monotonic() - begin - (mesh.waited_seconds - waited)
-            channel.send(pack(("done", dict(result.unwritten), seconds)))
+        channel.send(pack(("done", *answer(runner, mesh, message))))
         _limit_stderr()
     runner.close()
+
+
+def prepare(start: WorkerStart) -> None:
+    """Import torch and set its threads, in a process that runs nothing but a rank."""
+    import torch
+
+    torch.set_num_threads(start.num_threads)
+
+
+def join(start: WorkerStart) -> tuple[Mesh, list[RankGroup]]:
+    """Join the other ranks: see :meth:`sdk.executors.grid.Grid.join`."""
+    return start.grid.join(
+        start.rank, start.transport, start.place, connect_s=start.connect_s, limit_s=_PATIENCE_S
+    )
+
+
+def answer(runner: Any, mesh: Mesh, message: Any) -> tuple[Any, ...]:
+    """Do what rank 0 asks for; what it wants to know of that.
+
+    Of a :class:`RankCall` its result; of a step the slots that were not written, and how long this
+    rank has computed.
+    """
+    if isinstance(message, RankCall):
+        return (message.function(runner, *message.args),)
+    begin, waited = monotonic(), mesh.waited_seconds
+    result = runner.launch(message).result()
+    seconds = monotonic() - begin - (mesh.waited_seconds - waited)
+    return dict(result.unwritten), seconds
 
 
 def _limit_stderr() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -30,7 +30,10 @@ from sdk.engine.scheduling.prompt_lookup import LOOKUP_BYTES, PromptLookup
 from sdk.engine.scheduling.results import ResultBudget
 from sdk.engine.scheduling.scheduler import Scheduler
 from sdk.engine.scheduling.scheduler_config import SHORT_STEP, SHORT_STEP_GPU, SchedulerConfig
+from sdk.errors import RequestError
+from sdk.executors.children import Children
 from sdk.executors.local import LocalExecutor
+from sdk.executors.process import ProcessExecutor, Workers
 from sdk.executors.stage_times import StageTimes
 from sdk.kernels.self_check import failures
 from sdk.loading.adapters import AdapterOpener
@@ -65,11 +68,7 @@ from sdk.remote import RemoteWorkers
 from sdk.reports.quant_report import LayerReport, quant_report
 from sdk.speculative_config import SpeculativeConfig
 
-if TYPE_CHECKING:
-    from sdk.executors.process import ProcessExecutor
-
-    _Ranks: TypeAlias = LocalExecutor[ModelRunner] | ProcessExecutor[ModelRunner]
-
+_Ranks: TypeAlias = LocalExecutor[ModelRunner] | ProcessExecutor[ModelRunner]
 logger = logging.getLogger("sdk")
 
 
@@ -373,7 +372,7 @@ def _runner_config(
     config: EngineConfig, checkpoint: Checkpoint, model: ModelConfig, memory: MemoryPlan
 ) -> RunnerConfig:
     return RunnerConfig(
-        model=str(checkpoint.path),
+        model=str(checkpoint.path.absolute()),  # actors of Ray have another working directory
         num_pages=_pages_set_aside(config, memory) + 1,  # page 0 is never allocated
         page_size=memory.page_size,
         kv_dtype=memory.kv_dtype,
@@ -408,7 +407,7 @@ def _drafting_weights(
     speculative = config.speculative_config
     assert isinstance(speculative, SpeculativeConfig | None)  # EngineConfig has parsed it
     if speculative is not None and speculative.method == "self":
-        path, overrides = str(checkpoint.path), config.hf_overrides or {}
+        path, overrides = str(checkpoint.path.absolute()), config.hf_overrides or {}
         return DraftingWeights(
             path, speculative.scheme, memory.max_model_len, hf_overrides=overrides
         )
@@ -420,12 +419,13 @@ def _drafting_weights(
         with opened_head(config, speculative, target) as (_, files, head):
             if head.has_layer:
                 longest = min(longest, head.model.max_position)
-            path, scheme = str(files.path), speculative.scheme
+            path, scheme = str(files.path.absolute()), speculative.scheme
             return DraftingWeights(path, scheme, longest, has_pages=head.has_layer, head=head)
     with opened_draft_model(config, speculative) as (_, drafting, model):
         check_same_vocabulary(checkpoint.tokenizer, drafting.tokenizer)
         longest = min(longest, model.max_position)
-        return DraftingWeights(str(drafting.path), speculative.scheme, longest, has_pages=True)
+        path, scheme = str(drafting.path.absolute()), speculative.scheme
+        return DraftingWeights(path, scheme, longest, has_pages=True)
 
 
 def _device(config: EngineConfig) -> str:
@@ -491,15 +491,6 @@ def _executor(facts: ModelFacts, own_weights: Callable[[RunnerConfig, Mesh], Ran
 
     if config.num_ranks == 1:
         return LocalExecutor(own, runner_config)
-    from sdk.executors.children import Children
-    from sdk.executors.process import ProcessExecutor
-
-    workers: Callable[[], Children] = Children
-    if config.remote_workers is not None:
-        from sdk.executors.remote.ranks import RemoteRanks
-
-        assert isinstance(config.remote_workers, RemoteWorkers)  # EngineConfig has read it
-        workers = partial(RemoteRanks, config.remote_workers)
     return ProcessExecutor(
         ModelRunner,
         runner_config,
@@ -507,5 +498,24 @@ def _executor(facts: ModelFacts, own_weights: Callable[[RunnerConfig, Mesh], Ran
         stages=config.pipeline_parallel_size,
         num_threads=runner_config.num_threads,
         own_factory=own,
-        workers=workers,
+        workers=_workers(config, runner_config),
     )
+
+
+def _workers(config: EngineConfig, runner_config: RunnerConfig) -> Callable[[], Workers]:
+    """What starts the ranks other than 0."""
+    if config.remote_workers is not None:
+        from sdk.executors.remote.ranks import RemoteRanks
+
+        assert isinstance(config.remote_workers, RemoteWorkers)  # EngineConfig has read it
+        return partial(RemoteRanks, config.remote_workers)
+    if config.distributed_executor_backend != "ray":
+        return Children
+    try:
+        from sdk.executors.ray_ranks import RayRanks
+    except ModuleNotFoundError as error:
+        raise RequestError(
+            f"distributed_executor_backend='ray': {error}; install it with "
+            'pip install "embedlm[ray]"'
+        ) from error
+    return partial(RayRanks, runner_config.num_threads)

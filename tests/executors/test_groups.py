@@ -1,14 +1,17 @@
-"""Both ways in which ranks exchange tensors; three ranks are three threads of this process."""
+"""All ways in which ranks exchange tensors; three ranks are three threads of this process."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
 
+import psutil
 import pytest
 import torch
 
+from sdk.executors.gloo import TcpStore
 from sdk.executors.groups import Transport, connect
 from sdk.kernels.errors import CollectiveError
 
@@ -18,18 +21,60 @@ def kind(request: pytest.FixtureRequest) -> Transport:
     return request.param
 
 
-def test_ranks_that_do_not_come_are_given_up(kind: Transport, tmp_path: Path) -> None:
+@pytest.fixture
+def place(kind: Transport, tmp_path: Path) -> Iterator[str]:
+    """Where three ranks meet."""
+    if kind != "tcp":
+        yield str(tmp_path)
+        return
+    store = TcpStore("127.0.0.1", 3)
+    yield store.place
+    store.close()
+
+
+def test_ranks_that_do_not_come_are_given_up(kind: Transport, place: str) -> None:
     with pytest.raises(CollectiveError, match="rank 0 cannot connect to the others"):
-        connect(kind, str(tmp_path), 0, 2, connect_s=0.2, limit_s=1)
+        connect(kind, place, 0, 3, connect_s=0.5, limit_s=1)
+
+
+def test_ranks_of_several_machines_listen_only_where_they_reach_the_store() -> None:
+    store = TcpStore("127.0.0.2", 2)
+    try:
+        group = []
+        other = threading.Thread(
+            target=lambda: group.append(connect("tcp", store.place, 1, 2, connect_s=60, limit_s=60))
+        )
+        other.start()
+        group.append(connect("tcp", store.place, 0, 2, connect_s=60, limit_s=60))
+        other.join()
+        listening = {
+            one.laddr.ip
+            for one in psutil.Process().net_connections("inet")
+            if one.status == psutil.CONN_LISTEN
+        }
+        assert listening <= {"127.0.0.1", "127.0.0.2"} and "127.0.0.2" in listening
+        for one in group:
+            one.close()
+    finally:
+        store.close()
+
+
+def test_an_address_of_another_machine_and_a_store_that_is_gone_are_named() -> None:
+    with pytest.raises(CollectiveError, match=r"cannot listen at 203\.0\.113\.1: "):
+        TcpStore("203.0.113.1", 2)
+    store = TcpStore("127.0.0.1", 2)
+    store.close()
+    with pytest.raises(CollectiveError, match=f"rank 1 cannot reach rank 0 at {store.place}: "):
+        connect("tcp", store.place, 1, 2, connect_s=5, limit_s=5)
 
 
 @pytest.fixture
-def three(kind: Transport, tmp_path: Path):
+def three(kind: Transport, place: str):
     """Three ranks on three threads of this process."""
     groups = {}
 
     def join(rank: int) -> None:
-        groups[rank] = connect(kind, str(tmp_path), rank, 3, connect_s=60, limit_s=60)
+        groups[rank] = connect(kind, place, rank, 3, connect_s=60, limit_s=60)
 
     threads = [threading.Thread(target=join, args=(rank,)) for rank in range(3)]
     for thread in threads:
