@@ -60,6 +60,7 @@ class EngineConfig:
     pipeline_parallel_size: int = 1
     data_parallel_size: int = 1
     replica_routing: Literal["state", "requests", "round_robin"] = "state"
+    prefill_replicas: int = 0
     enable_expert_parallel: bool = False
     num_redundant_experts: int = 0
     remote_workers: RemoteWorkers | Mapping[str, Any] | None = None
@@ -267,6 +268,16 @@ class EngineConfig:
                 )
 
     def _check_replicas(self) -> None:
+        if self.prefill_replicas >= self.data_parallel_size:
+            if self.prefill_replicas:
+                raise RequestError(
+                    f"prefill_replicas: expected fewer than data_parallel_size "
+                    f"({self.data_parallel_size}), because the others make the answers; found "
+                    f"{self.prefill_replicas}"
+                )
+        elif self.prefill_replicas:
+            name = "prefill_replicas"
+            self._check_alone(name, pipeline_parallel_size=1, enable_prefix_caching=True)
         if self.data_parallel_size == 1:
             return
         if isinstance(self.memory, MemoryPool):
@@ -505,6 +516,7 @@ _COUNTS: dict[str, tuple[int, int]] = {
     "tensor_parallel_size": (1, 64),
     "pipeline_parallel_size": (1, 64),
     "data_parallel_size": (1, 64),
+    "prefill_replicas": (0, 63),
     "num_redundant_experts": (0, 2**16),
     "seed": (0, 2**64 - 1),
     "num_threads": (1, 1024),

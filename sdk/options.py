@@ -35,6 +35,7 @@ class EngineOptions(TypedDict, total=False):
     pipeline_parallel_size: int
     data_parallel_size: int
     replica_routing: Literal["state", "requests", "round_robin"]
+    prefill_replicas: int
     enable_expert_parallel: bool
     num_redundant_experts: int
     remote_workers: RemoteWorkers | Mapping[str, Any] | None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from sdk.config import EngineConfig
 from sdk.engine.engine import Output
@@ -17,6 +17,10 @@ from sdk.errors import RequestError
 from sdk.lora import LoRARequest
 from sdk.requests.job import Job
 from sdk.sampling.resolved import ResolvedParams
+
+#: What a replica does: everything; only prompts, whose keys and values it hands over; or the rest
+#: of prompts that others computed, and all answers.
+Role = Literal["both", "prefill", "decode"]
 
 # ---- to the parent -----------------------------------------------------------------------------
 
@@ -33,6 +37,7 @@ class Fork(NamedTuple):
     of its own for each start."""
 
     launch: int
+    role: Role
 
 
 class Kill(NamedTuple):
@@ -84,6 +89,15 @@ class Add(NamedTuple):
     jobs: tuple[bytes, ...]
 
 
+class Prefill(NamedTuple):
+    """Compute a prompt and hand its keys and values over to ``destination``. The answer is
+    :class:`Prefilled`. ``number``: of this attempt."""
+
+    number: int
+    job: bytes  # from packed_job
+    destination: str
+
+
 class Abort(NamedTuple):
     """End requests."""
 
@@ -108,9 +122,10 @@ class Stop(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """The engine runs."""
+    """The engine runs. ``address``: where keys and values can be handed over to."""
 
     warnings: tuple[str, ...]
+    address: str | None = None
 
 
 class Update(NamedTuple):
@@ -119,6 +134,14 @@ class Update(NamedTuple):
     outputs: Sequence[Output]
     failures: Sequence[tuple[str, Exception]]
     report: Any
+
+
+class Prefilled(NamedTuple):
+    """A hand-over has ended. ``problem``: why not all of it came; the rest is computed there."""
+
+    number: int
+    request_id: str
+    problem: str | None
 
 
 class Answer(NamedTuple):

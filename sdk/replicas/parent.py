@@ -22,7 +22,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from sdk.executors.channel import Channel, pack
-from sdk.replicas.messages import Ended, Failed, Fork, Forked, Kill, Load, Loaded, Progress
+from sdk.replicas.messages import Ended, Failed, Fork, Forked, Kill, Load, Loaded, Progress, Role
 
 if TYPE_CHECKING:
     from sdk.engine.rank.rank_model import RankModel
@@ -74,9 +74,9 @@ class _Parent:
                     self._send(Failed(error))
                     return
                 self._send(Loaded())
-            case Fork(launch):
+            case Fork(launch, role):
                 _, (descriptor,), _, _ = socket.recv_fds(self._descriptors, 1, 1)
-                self._fork(launch, socket.socket(fileno=descriptor))
+                self._fork(launch, role, socket.socket(fileno=descriptor))
             case Kill(launch):
                 if launch in self._pids:
                     os.kill(self._pids[launch], signal.SIGKILL)
@@ -124,7 +124,7 @@ class _Parent:
 
     # ---- replicas --------------------------------------------------------------------------------
 
-    def _fork(self, launch: int, sock: socket.socket) -> None:
+    def _fork(self, launch: int, role: Role, sock: socket.socket) -> None:
         sys.stderr.flush()
         try:
             pid = os.fork()
@@ -145,7 +145,7 @@ class _Parent:
             self._pids.clear()
             from sdk.replicas.replica import serve
 
-            code = serve(self._make, sock)
+            code = serve(self._make, role, sock)
         finally:
             sys.stderr.flush()
             os._exit(code)  # nothing of the parent's may be cleaned up here

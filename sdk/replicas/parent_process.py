@@ -12,7 +12,7 @@ from multiprocessing import spawn
 from sdk.errors import EngineDeadError
 from sdk.executors.children import import_path
 from sdk.replicas.connection import Connection
-from sdk.replicas.messages import Fork, Load
+from sdk.replicas.messages import Fork, Load, Role
 
 _STDERR_LINES, _STDERR_BYTES = 20, 4096
 #: Seconds in which the parent and its replicas end by themselves.
@@ -71,12 +71,12 @@ class ParentProcess:
         """The process."""
         return self._process.pid
 
-    def fork(self, launch: int) -> Connection:
+    def fork(self, launch: int, role: Role) -> Connection:
         """Start a replica; the connection to it."""
         ours, theirs = socket.socketpair()
         with theirs:
             socket.send_fds(self._descriptors, [b"\0"], [theirs.fileno()])
-        self.connection.queue(Fork(launch))
+        self.connection.queue(Fork(launch, role))
         return Connection(ours)
 
     def last_words(self) -> str:

@@ -11,7 +11,7 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
@@ -27,8 +27,10 @@ from sdk.replicas.messages import (
     Load,
     Loaded,
     Lost,
+    Prefilled,
     Progress,
     Ready,
+    Role,
     Stop,
     Update,
 )
@@ -55,6 +57,9 @@ class Events(Protocol):
     def updated(self, number: int, update: Update) -> None:
         """A replica has run a step."""
 
+    def prefilled(self, number: int, message: Prefilled) -> None:
+        """A hand-over has ended."""
+
     def answered(self, number: int, answer: Answer) -> None:
         """A call has ended."""
 
@@ -70,6 +75,7 @@ class _Replica:
     """A replica as it is known here. Only the thread changes it."""
 
     number: int
+    role: Role
     connection: Connection | None = None
     launch: int = -1
     pid: int = 0
@@ -81,7 +87,7 @@ class _Replica:
 
 
 class ReplicaProcesses:
-    """``count`` replicas of the model that ``load`` names.
+    """A replica of the model that ``load`` names for each of ``roles``.
 
     The constructor returns when all of them run. ``report``: bytes that were read, and all.
 
@@ -89,13 +95,13 @@ class ReplicaProcesses:
     """
 
     def __init__(
-        self, count: int, load: Load, events: Events, report: Callable[[int, int], None]
+        self, roles: Sequence[Role], load: Load, events: Events, report: Callable[[int, int], None]
     ) -> None:
         self._load = load
         self._events = events
         self._report = report
         self._launches = itertools.count()
-        self.replicas = [_Replica(number) for number in range(count)]
+        self.replicas = [_Replica(number, role) for number, role in enumerate(roles)]
         #: Replicas that were started because another one was lost.
         self.num_replaced = 0
         self.parent: ParentProcess | None = None
@@ -164,7 +170,7 @@ class ReplicaProcesses:
     def _fork(self, one: _Replica) -> None:
         assert self.parent is not None
         one.launch = next(self._launches)
-        one.connection = self.parent.fork(one.launch)
+        one.connection = self.parent.fork(one.launch, one.role)
         one.is_ready, one.pid, one.heard = False, 0, time.monotonic()
         one.starts += 1
         one.is_cut, one.reason = False, ""
@@ -294,6 +300,8 @@ class ReplicaProcesses:
             match message:
                 case Update():
                     self._events.updated(one.number, message)
+                case Prefilled():
+                    self._events.prefilled(one.number, message)
                 case Answer():
                     self._events.answered(one.number, message)
                 case Ready():

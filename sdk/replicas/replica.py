@@ -24,6 +24,7 @@ from sdk.errors import EngineClosedError, EngineDeadError, SdkError
 from sdk.executors.channel import Channel, pack
 from sdk.llm import LLM
 from sdk.loading.load import Loaded
+from sdk.params import SamplingParams
 from sdk.replicas.calls import ReplicaCalls
 from sdk.replicas.messages import (
     Abort,
@@ -33,7 +34,10 @@ from sdk.replicas.messages import (
     Call,
     Lost,
     PlainJob,
+    Prefill,
+    Prefilled,
     Ready,
+    Role,
     Stop,
     Update,
     sendable,
@@ -42,15 +46,23 @@ from sdk.replicas.report import Reporter
 from sdk.requests.driver import Driver
 from sdk.requests.job import Job
 from sdk.requests.served import ServedEngine
+from sdk.transfer import (
+    EnginePages,
+    HandOverReceiver,
+    HandOverSender,
+    SharedMemoryConnector,
+    SharedMemoryListener,
+)
 
 #: Seconds between two signs of life.
 BEAT_S = 0.5
+_ONE = SamplingParams(temperature=0.0, max_tokens=1)
 
 
 class Replica:
     """Serves one connection until the other side closes it or sends :class:`Stop`."""
 
-    def __init__(self, llm: LLM, driver: Driver, sock: socket.socket) -> None:
+    def __init__(self, llm: LLM, driver: Driver, role: Role, sock: socket.socket) -> None:
         self._llm = llm
         self._calls = ReplicaCalls(llm)
         self._driver = driver
@@ -63,10 +75,19 @@ class Replica:
         self._worker = ThreadPoolExecutor(1, "sdk-replica-calls")
         self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._main = threading.get_ident()
+        self._sender: HandOverSender | None = None
+        self._receiving: SharedMemoryListener | None = None
+        self._receiver: HandOverReceiver | None = None
+        if role == "prefill":
+            self._sender = HandOverSender(EnginePages.of(llm), SharedMemoryConnector())
+        elif role == "decode":
+            self._receiving = SharedMemoryListener()
+            self._receiver = HandOverReceiver(EnginePages.of(llm), self._receiving)
 
     def run(self) -> None:
         """Serve. Returns after :class:`Stop`. :raises EOFError: the other side has closed."""
-        self._send(Ready(self._llm.load_warnings))
+        address = None if self._receiving is None else self._receiving.address
+        self._send(Ready(self._llm.load_warnings, address))
         threading.Thread(target=self._beat, daemon=True).start()
         poller = select.poll()
         poller.register(self._channel.socket, select.POLLIN)
@@ -86,6 +107,13 @@ class Replica:
                     return
             self._flush()
 
+    def close(self) -> None:
+        """End hand-overs; the engine is closed next."""
+        if self._sender is not None:
+            self._sender.close()
+        if self._receiver is not None:
+            self._receiver.close()
+
     # ---- messages --------------------------------------------------------------------------------
 
     def _take(self, message: Any) -> bool:
@@ -99,6 +127,9 @@ class Replica:
                     self._worker.submit(self._add, jobs)
                 else:
                     self._add(jobs)
+            case Prefill():
+                self._received += 1
+                self._worker.submit(self._prefill, message)
             case Abort(request_ids):
                 # after the requests that the worker has yet to add
                 self._worker.submit(self._driver.abort, request_ids)
@@ -115,6 +146,35 @@ class Replica:
                 self._driver.submit([self._compiled(plain)], self, run=False)
             except Exception as error:
                 self.fail(plain.job.request_id, error)
+        self._wake()
+
+    def _prefill(self, message: Prefill) -> None:
+        """Run a prompt and hand it over while it runs. Its only token is not used."""
+        plain: PlainJob = pickle.loads(message.job)
+        job, number = plain.job, message.number
+        name = job.request_id
+        try:
+            assert self._sender is not None
+            adapter = None if plain.lora is None else self._calls.adapter(plain.lora)
+            params = _ONE.clone(tenant=job.params.tenant, priority=job.params.priority)
+            resolved = self._llm._jobs.compiled(params)[0]
+            only = replace(job, params=params, resolved=resolved, adapter=adapter, result_bytes=0)
+            self._driver.submit([only], _Nobody(), run=False)
+            outcome = self._sender.hand_over(
+                f"{name} {number}",
+                message.destination,
+                job.prompt_token_ids,
+                request_id=name,
+                cache_salt=job.cache_salt,
+                adapter=None if adapter is None else adapter.key,
+            )
+        except Exception as error:
+            self._driver.abort([name])
+            self._send(Prefilled(number, name, f"{type(error).__name__}: {error}"))
+        else:
+            outcome.add_done_callback(
+                lambda done: self._send(Prefilled(number, name, done.result().problem))
+            )
         self._wake()
 
     def _compiled(self, plain: PlainJob) -> Job:
@@ -188,7 +248,18 @@ class Replica:
         os._exit(0)
 
 
-def serve(make: Callable[[], Loaded], sock: socket.socket) -> int:
+class _Nobody:
+    """The sink of prompts that are handed over."""
+
+    def deliver(self, output: Output) -> bool:
+        """See :class:`sdk.requests.job.OutputSink`."""
+        return True
+
+    def fail(self, request_id: str, error: Exception) -> None:
+        """See :class:`sdk.requests.job.OutputSink`: the hand-over says how far it came."""
+
+
+def serve(make: Callable[[], Loaded], role: Role, sock: socket.socket) -> int:
     """Run a replica to its end; the exit code of its process."""
     try:
         served = ServedEngine(make())
@@ -198,13 +269,15 @@ def serve(make: Callable[[], Loaded], sock: socket.socket) -> int:
         kind = error if isinstance(error, SdkError) else EngineDeadError(repr(error))
         Channel(sock).send(pack(Lost(str(kind))))
         return 1
+    replica = Replica(llm, served.driver, role, sock)
     try:
-        Replica(llm, served.driver, sock).run()
+        replica.run()
     except (EOFError, OSError):
         return 0
     except BaseException:
         traceback.print_exc()
         return 1
     finally:
+        replica.close()
         llm.close()
     return 0

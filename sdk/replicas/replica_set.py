@@ -26,7 +26,19 @@ from sdk.executors.base import Executor
 from sdk.outputs import Estimate
 from sdk.params import SamplingParams
 from sdk.quant.safe_repr import safe_repr
-from sdk.replicas.messages import Abort, Add, Answer, Call, Load, Ready, Update, packed_job
+from sdk.replicas.messages import (
+    Abort,
+    Add,
+    Answer,
+    Call,
+    Load,
+    Prefill,
+    Prefilled,
+    Ready,
+    Role,
+    Update,
+    packed_job,
+)
 from sdk.replicas.processes import ReplicaProcesses
 from sdk.replicas.replay import Progress
 from sdk.replicas.routing import Routed, Router
@@ -36,6 +48,8 @@ from sdk.requests.loop_inbox import LoopInbox
 from sdk.requests.prompts import Prompt
 from sdk.requests.queue_limit import Place, QueueLimit
 
+#: A prompt with fewer tokens to compute is not handed over: a step that decodes computes it too.
+_LEAST_HANDED_OVER = 64
 #: A request that was on so many replicas when they were lost is not tried again: it may be the
 #: reason.
 _MOST_RUNS = 3
@@ -52,6 +66,9 @@ class _Request:
     place: Place
     progress: Progress
     replica: int = -1
+    #: The replica that computes its prompt for it, and the number of that attempt.
+    prefill: int = -1
+    attempt: int = -1
     runs: int = 0
     aborted: bool = False
 
@@ -81,6 +98,10 @@ class ReplicaSet:
         report: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
         self._router = Router(config.replica_routing)
+        self._num_prefill = config.prefill_replicas  # the first ones
+        self._prefill_router = Router(config.replica_routing)
+        self._addresses: dict[int, str | None] = {}  # where a replica receives hand-overs
+        self.num_hand_overs = self.num_failed_hand_overs = 0
         self._random = random.Random(config.seed)
         self._lock = threading.RLock()  # of everything below
         self._changed = threading.Condition(self._lock)
@@ -102,7 +123,10 @@ class ReplicaSet:
             policy = make_policy(config.scheduling_policy, config.tenant_weights)
             self._limit = QueueLimit(count * config.max_num_seqs, config.max_waiting, policy)
         self.warnings: tuple[str, ...] = ()
-        self.processes = ReplicaProcesses(count, Load(own, packing_threads), self, report)
+        prefill, load = config.prefill_replicas, Load(own, packing_threads)
+        others: Role = "decode" if prefill else "both"
+        roles: list[Role] = ["prefill" if i < prefill else others for i in range(count)]
+        self.processes = ReplicaProcesses(roles, load, self, report)
 
     # ---- commands --------------------------------------------------------------------------------
 
@@ -184,12 +208,44 @@ class ReplicaSet:
         if not self._router.alive:
             self._homeless.append(request)
             return
-        number = self._router.choose(request.routed)
-        request.replica = number
+        request.replica = self._router.choose(request.routed)
         request.runs += 1
-        self.processes.send(number, Add((request.data,)))
+        if self._is_handed_over(request):
+            request.prefill = self._prefill_router.choose(request.routed)
+            request.attempt = next(self._numbers)
+            address = self._addresses[request.replica]
+            assert address is not None
+            message = Prefill(request.attempt, request.data, address)
+            self.processes.send(request.prefill, message)
+        else:
+            self._start(request)
+
+    def _is_handed_over(self, request: _Request) -> bool:
+        job = request.job
+        params = job.params
+        return (
+            self._prefill_router.alive
+            and not request.aborted
+            and job.kind == "generate"
+            and job.prompt_embeds is None
+            and params.prompt_logprobs is None
+            and params.guidance_scale == 1.0
+            and self._router.uncached(job.request_id) >= _LEAST_HANDED_OVER
+        )
+
+    def _start(self, request: _Request) -> None:
+        """Let its replica run a request."""
+        self.processes.send(request.replica, Add((request.data,)))
         if request.aborted:
-            self.processes.send(number, Abort((request.job.request_id,)))
+            self.processes.send(request.replica, Abort((request.job.request_id,)))
+
+    def _end_prefill(self, request: _Request) -> None:
+        """Nobody waits for the hand-over of its prompt any more."""
+        name = request.job.request_id
+        if request.prefill >= 0:
+            self.processes.send(request.prefill, Abort((name,)))
+            self._prefill_router.ended(name)
+            request.prefill = -1
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """See :class:`sdk.requests.job.JobDriver`."""
@@ -203,7 +259,10 @@ class ReplicaSet:
                 if request is None or request.aborted:
                     continue
                 request.aborted = True
-                if request.replica >= 0:
+                if request.prefill >= 0:
+                    self._end_prefill(request)
+                    self._start(request)
+                elif request.replica >= 0:
                     self.processes.send(request.replica, Abort((name,)))
 
     def run(self, request_ids: Iterable[str]) -> None:
@@ -250,9 +309,19 @@ class ReplicaSet:
 
         :raises EngineDeadError: no replica is left.
         """
+        prompts, answers = self.alive()
+        return self.call_each([*prompts, *answers], part, method, *args)
+
+    def alive(self) -> tuple[list[int], list[int]]:
+        """The replicas that run: those that compute only prompts, and the others."""
+        with self._lock:
+            return self._prefill_router.replicas, self._router.replicas
+
+    def call_each(self, replicas: Sequence[int], part: str, method: str, *args: Any) -> list[Any]:
+        """The same in these replicas."""
         with self._lock:
             self.check_usable(asleep=True)
-            waiting = [self._call(one, part, method, args) for one in self._router.replicas]
+            waiting = [self._call(one, part, method, args) for one in replicas]
         answers = [self._answer(one) for one in waiting]
         found = [answer.value for answer in answers if answer is not None]
         if not found:
@@ -295,6 +364,10 @@ class ReplicaSet:
         """See :class:`sdk.replicas.processes.Events`."""
         with self._lock:
             self.warnings = message.warnings
+            self._addresses[number] = message.address
+            if number < self._num_prefill:
+                self._prefill_router.joined(number)
+                return
             self._router.joined(number)
             waiting, self._homeless = self._homeless, []
             for request in waiting:
@@ -320,7 +393,9 @@ class ReplicaSet:
                     self._forget(request)
                     failed.append((request.place.sink, request_id, error))
             if update.report is not None:
-                self._router.report(number, update.report)
+                prefills = number < self._num_prefill
+                router = self._prefill_router if prefills else self._router
+                router.report(number, update.report)
         for sink, output in delivered:
             if not sink.deliver(output) and not output.finished:
                 self.abort([output.request_id])
@@ -333,9 +408,22 @@ class ReplicaSet:
 
     def _forget(self, request: _Request) -> None:
         self._requests.pop(request.job.request_id, None)
+        self._end_prefill(request)
         self._router.ended(request.job.request_id)
         if self._limit is not None:
             self._limit.ended(request.place)
+
+    def prefilled(self, number: int, message: Prefilled) -> None:
+        """See :class:`sdk.replicas.processes.Events`: now its replica finds the prompt cached."""
+        with self._lock:
+            request = self._requests.get(message.request_id)
+            if request is None or request.prefill < 0 or request.attempt != message.number:
+                return
+            self.num_hand_overs += 1
+            self.num_failed_hand_overs += message.problem is not None
+            request.prefill = -1
+            self._prefill_router.ended(message.request_id)
+            self._start(request)
 
     def answered(self, number: int, answer: Answer) -> None:
         """See :class:`sdk.replicas.processes.Events`."""
@@ -349,8 +437,13 @@ class ReplicaSet:
         """See :class:`sdk.replicas.processes.Events`: run its requests elsewhere."""
         given_up = []
         with self._lock:
+            for name in self._prefill_router.lost(number):
+                request = self._requests[name]
+                request.prefill = -1
+                self._start(request)  # it computes the prompt itself
             requests = [self._requests[name] for name in self._router.lost(number)]
             for request in requests:
+                self._end_prefill(request)
                 request.replica = -1
                 if request.runs >= _MOST_RUNS:
                     self._forget(request)

@@ -190,6 +190,11 @@ class Router:
         self._send(request, replica, prompt, levels)
         return replica
 
+    def uncached(self, request_id: str) -> int:
+        """Prompt tokens of an unfinished request that its replica has to compute, as far as the
+        router knows."""
+        return self._replicas[self._placed[request_id]].unfinished[request_id].tokens
+
     def ended(self, request_id: str) -> None:
         """A request has ended, or never reached its replica. Unknown ids are ignored."""
         replica = self._placed.pop(request_id, None)

@@ -38,6 +38,7 @@ def replica_config(config: EngineConfig, memory: MemoryPlan) -> EngineConfig:
     return replace(
         config,
         data_parallel_size=1,
+        prefill_replicas=0,
         num_threads=max(threads_of(config) // config.data_parallel_size, 1),
         memory=None,
         kv_cache_memory_bytes=memory.kv_cache,
@@ -144,8 +145,17 @@ class _Monitoring:
         return dict(self.stats().metrics)
 
     def stats(self) -> EngineStats:
-        found = total_stats(self._replicas.call_all("", "stats"))
+        # the requests of the first ones are the prompts of the others' requests
+        first, others = self._replicas.alive()
+        found = total_stats(self._replicas.call_each(others, "", "stats"))
+        prompts = 0.0
+        if first:
+            parts = self._replicas.call_each(first, "", "get_metrics")
+            prompts = sum(one["num_prompt_tokens"] for one in parts)
         counts = {
+            "num_prompt_tokens": found.metrics["num_prompt_tokens"] + prompts,
+            "num_hand_overs": self._replicas.num_hand_overs,
+            "num_hand_overs_failed": self._replicas.num_failed_hand_overs,
             "num_replicas": self._replicas.processes.num_ready,
             "num_replicas_replaced": self._replicas.processes.num_replaced,
         }
