@@ -30,7 +30,10 @@ _DECODED = 64
 #: The speed is measured with half of a sequence as the prompt; neither half may be empty.
 _FEWEST_TOKENS = 16
 #: Options that evaluate() sets itself for both models.
-_OWN_OPTIONS = ("max_model_len", "max_num_seqs", "tensor_parallel_size", "skip_tokenizer_init")
+_OWN_OPTIONS = (
+    *("max_model_len", "max_num_seqs", "skip_tokenizer_init"),
+    *("tensor_parallel_size", "pipeline_parallel_size"),
+)
 #: Options that the reference gets too; the step size because both are compared step by step.
 _SHARED_OPTIONS = ("hf_overrides", "num_threads", "max_num_batched_tokens")
 

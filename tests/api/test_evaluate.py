@@ -168,6 +168,7 @@ def test_models_of_other_vocabularies_are_refused(base: Path, golden: Path) -> N
         ({"windows": 0}, "expected 1 or more sequences"),
         ({"tokens": 10**6}, "the model's context"),
         ({"max_model_len": 64}, "max_model_len: evaluate\\(\\) sets it"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size: evaluate\\(\\) sets it"),
         ({"compute": "fast"}, "compute: expected"),
     ],
 )

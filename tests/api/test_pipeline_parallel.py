@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import threading
 import time
@@ -14,6 +15,7 @@ import psutil
 import pytest
 
 from sdk import LLM, AlignmentError, EngineDeadError, RequestError, SamplingParams, UnsupportedError
+from sdk.engine.plan import StepPlan
 from sdk.testing import tiny_adapter, tiny_model
 
 PROMPTS = [[5, 9, 30, 31, 200, 17, 8, 8, 1, 4], [44, 8], [7, 7, 7], [3, 1, 4, 1, 5, 9, 2, 6, 5] * 5]
@@ -221,7 +223,7 @@ def test_adapters_change_the_layers_of_every_stage(
     staged: LLM, alone: LLM, tiny_path: Path, tmp_path: Path
 ) -> None:
     everywhere = tiny_adapter(tmp_path / "all", tiny_path, rank=4, seed=1)
-    both = []
+    both, sizes = [], []
     for llm in (staged, alone):
         llm.add_lora("all", everywhere)
         names = ["all", None, "all", None]
@@ -231,8 +233,10 @@ def test_adapters_change_the_layers_of_every_stage(
                 for out in llm.generate(PROMPTS, GREEDY, lora_request=names, use_tqdm=False)
             ]
         )
+        sizes.append(llm.get_metrics()["lora_bytes"])
         assert llm.remove_lora("all")
     assert both[0] == both[1]
+    assert sizes[0] == pytest.approx(sizes[1], rel=0.1)  # estimated for the other stages
     plain = [facts(out) for out in staged.generate(PROMPTS, GREEDY, use_tqdm=False)]
     assert both[0][0] != plain[0] and both[0][1] == plain[1]
 
@@ -273,23 +277,34 @@ def test_metrics_tell_how_long_each_stage_computes(staged: LLM, alone: LLM) -> N
     assert "pipeline_seconds" not in alone.get_metrics()
 
 
-def test_requests_are_divided_over_the_steps_in_flight(staged: LLM) -> None:
-    steps: list[int] = []
-    scheduler = staged._driver._engine.scheduler
+def planned(llm: LLM, prompts: list[list[int]]) -> list[StepPlan]:
+    """The plans of a call of ``generate`` in which each request has one token."""
+    scheduler, plans = llm._driver._engine.scheduler, []
     inner = scheduler.plan
 
-    def plan(*args: Any) -> Any:
+    def plan(*args: Any) -> StepPlan | None:
         found = inner(*args)
         if found is not None and all(row.num_scheduled_tokens == 1 for row in found.rows):
-            steps.append(len(found.rows))
+            plans.append(found)
         return found
 
     scheduler.plan = plan  # type: ignore[method-assign]
     try:
-        staged.generate([[i + 1, 2] for i in range(4)], GREEDY, use_tqdm=False)
+        llm.generate(prompts, GREEDY, use_tqdm=False)
     finally:
         scheduler.plan = inner  # type: ignore[method-assign]
-    assert max(steps) == 2 and steps.count(2) >= 20
+    return plans
+
+
+def test_requests_are_divided_over_the_steps_in_flight(staged: LLM) -> None:
+    rows = [len(plan.rows) for plan in planned(staged, [[i + 1, 2] for i in range(4)])]
+    assert max(rows) == 2 and rows.count(2) >= 20
+
+
+def test_the_steps_of_a_single_request_are_repeated(staged: LLM) -> None:
+    """One plan is in flight then; asking for another one must not end the repetition."""
+    plans = planned(staged, [[1, 2, 3]])
+    assert sum(a.rows is b.rows for a, b in itertools.pairwise(plans)) >= 10
 
 
 @pytest.mark.slow
