@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType
 
 import psutil
@@ -18,6 +23,8 @@ from sdk.executors.local import LocalExecutor
 from sdk.executors.process import ProcessExecutor
 from sdk.executors.remote.handshake import open_handshake
 from sdk.executors.remote.wire import Address, Wire
+
+HERE = Path(__file__).parent
 
 
 def run_step(executor: ProcessExecutor, plan: StepPlan) -> StepResult:
@@ -186,6 +193,42 @@ def test_a_worker_killed_between_steps_is_named(started, hosts: Hosts) -> None:
         run_step(executor, StepPlan(3))
 
 
+@pytest.mark.parametrize(
+    ("number", "why"),
+    [
+        (signal.SIGKILL, "was lost: it has ended: the connection was closed"),
+        pytest.param(signal.SIGSTOP, "was lost: no sign of life for 4 s", marks=pytest.mark.slow),
+    ],
+)
+def test_a_worker_whose_engine_is_killed_or_stopped_waits_for_the_next(
+    remote: ModuleType, number: signal.Signals, why: str
+) -> None:
+    port = remote.free_port()
+    worker = remote.WorkerProcess(port)
+    given = json.dumps({"listen": f"127.0.0.1:{port}"})
+    command = [sys.executable, str(HERE / "remote_programs.py"), "steps", given]
+    engine = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert engine.stdout is not None and json.loads(engine.stdout.readline()) == {"running": True}
+    engine.send_signal(number)
+    assert worker.says(why) and worker.says("waiting for an engine")
+    engine.kill()
+    engine.communicate()
+    executor = remote.executor_at(port)
+    executor.start()
+    assert run_step(executor, StepPlan(1)).step_id == 1
+    executor.close()
+    worker.close()
+
+
+def test_a_worker_that_is_delayed_for_a_second_is_waited_for(started, hosts: Hosts) -> None:
+    executor = started()
+    pid = int(run_step(executor, StepPlan(1)).hidden["pids"][1])
+    os.kill(pid, signal.SIGSTOP)
+    threading.Timer(1.5, os.kill, (pid, signal.SIGCONT)).start()
+    assert run_step(executor, StepPlan(2)).step_id == 2
+
+
+@pytest.mark.slow
 def test_of_three_ranks_the_one_that_is_the_cause_is_named(started, hosts: Hosts) -> None:
     executor = started({(2, 1): "kill"}, size=4)
     with pytest.raises(EngineDeadError, match=r"^lost rank 2 on"):
@@ -262,6 +305,7 @@ def test_close_while_it_waits_for_workers_ends_the_waiting(remote: ModuleType, e
     assert not [t.name for t in threading.enumerate() if t.name.startswith("sdk-")]
 
 
+@pytest.mark.slow
 def test_workers_that_never_come_are_counted_and_the_refused_ones_named(
     remote: ModuleType,
 ) -> None:
@@ -280,6 +324,7 @@ def test_workers_that_never_come_are_counted_and_the_refused_ones_named(
     worker.close()
 
 
+@pytest.mark.slow
 def test_the_right_worker_gets_in_after_one_with_a_wrong_token(
     remote: ModuleType, hosts: Hosts, started
 ) -> None:
@@ -332,7 +377,12 @@ def test_a_worker_names_an_address_where_something_else_is(remote: ModuleType) -
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("embedlm", "9.9.9"), ("SIMD level", "abacus"), ("model files", "0123"), ("protocol", "2")],
+    [
+        ("embedlm", "9.9.9"),
+        pytest.param("SIMD level", "abacus", marks=pytest.mark.slow),
+        pytest.param("model files", "0123", marks=pytest.mark.slow),
+        pytest.param("protocol", "2", marks=pytest.mark.slow),
+    ],
 )
 def test_hosts_that_differ_are_an_error_on_every_rank(
     remote: ModuleType, monkeypatch: pytest.MonkeyPatch, key: str, value: str
@@ -355,6 +405,7 @@ def test_hosts_that_differ_are_an_error_on_every_rank(
     worker.close()
 
 
+@pytest.mark.slow
 def test_a_worker_may_ask_for_its_rank_and_a_taken_one_is_refused(remote: ModuleType) -> None:
     port = remote.free_port()
     second = remote.WorkerProcess(port, rank=2)
@@ -375,6 +426,7 @@ def test_a_worker_may_ask_for_its_rank_and_a_taken_one_is_refused(remote: Module
         worker.close()
 
 
+@pytest.mark.slow
 def test_a_worker_once_ends_with_its_engine(remote: ModuleType) -> None:
     port = remote.free_port()
     for faults, line, code in (
@@ -394,6 +446,7 @@ def test_a_worker_once_ends_with_its_engine(remote: ModuleType) -> None:
         worker.close()
 
 
+@pytest.mark.slow
 def test_a_worker_that_leaves_while_others_are_awaited_is_replaced(remote: ModuleType) -> None:
     port = remote.free_port()
     early = remote.WorkerProcess(port, once=True)

@@ -13,8 +13,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 CONFTEST = (
-    "from tests.left_out import (pytest_deselected, pytest_sessionfinish,"
-    " pytest_terminal_summary, pytest_testnodedown)"
+    "from tests.left_out import (pytest_collection_modifyitems, pytest_deselected,"
+    " pytest_sessionfinish, pytest_terminal_summary, pytest_testnodedown)"
 )
 SUITE = """
 import pytest
@@ -45,7 +45,8 @@ def run(tmp_path: Path) -> Run:
     """``run(files, *options)``: the exit status of pytest on them, and what it printed."""
 
     def call(files: dict[str, str], *options: str) -> tuple[int, str]:
-        ini = f"[pytest]\npythonpath = {ROOT}\nmarkers = slow\naddopts = --import-mode=importlib\n"
+        markers = "markers =\n slow\n two_hosts\n"
+        ini = f"[pytest]\npythonpath = {ROOT}\n{markers}addopts = --import-mode=importlib\n"
         for name, text in {"pytest.ini": ini, "conftest.py": CONFTEST, **files}.items():
             path = tmp_path / name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -74,6 +75,25 @@ def test_a_run_without_slow_tests_counts_them_by_area_and_says_how_to_run_them(
     assert said.startswith("left out: 4 slow tests (areas/a 3, areas/b 1); `make test-all` runs")
     assert "make test-interop" in said and "make gpu" in said
     assert "2 passed" in last
+
+
+@pytest.mark.parametrize(
+    "workers",
+    [
+        pytest.param((), id="one process"),
+        pytest.param(("-n", "2"), id="two workers", marks=pytest.mark.slow),
+    ],
+)
+def test_tests_of_two_hosts_are_counted_where_none_can_be_made(
+    run: Run, workers: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")  # without `ip`
+    files = {"areas/a/test_it.py": SUITE.format(slow=1).replace("slow", "two_hosts")}
+    status, text = run(files, *workers)
+    assert status == 0, text
+    *_, said, last = text.splitlines()
+    assert said == "left out: 1 tests of two hosts; they need root and `ip netns` (iproute2)"
+    assert "1 passed" in last
 
 
 @pytest.mark.slow
