@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -183,3 +185,33 @@ def test_an_error_of_a_row_names_the_row_and_ends_the_data_set(tiny: Path) -> No
     )
     with pytest.raises(Exception, match="prompt"):
         data.take_all()
+
+
+class Dying(Generate):
+    """Its first actor is killed while answers are being written."""
+
+    def __init__(self, died: str, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.died = Path(died)
+
+    async def __call__(self, batch: Any) -> dict[str, Any]:
+        found = await super().__call__(batch)
+        if not self.died.exists():
+            self.died.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return found
+
+
+def test_an_actor_that_dies_is_replaced_and_no_row_is_lost(tiny: Path, tmp_path: Path) -> None:
+    with LLM(tiny, max_model_len=256) as llm:
+        expected = llm.generate(WORDS, PARAMS, use_tqdm=False)
+    options = {"model": str(tiny), "sampling_params": PARAMS, "max_model_len": 256}
+    data = source(WORDS).map_batches(
+        Dying,
+        fn_constructor_kwargs={"died": str(tmp_path / "died"), **options},
+        concurrency=1,
+        batch_size=2,
+    )
+    found = rows(data)
+    assert (tmp_path / "died").exists()
+    assert [row["generated_text"] for row in found] == [one.outputs[0].text for one in expected]

@@ -119,29 +119,59 @@ def test_a_real_model_answers_the_same_and_a_relative_path_means_the_same_file(
         assert answers(llm) == expected
 
 
+def listening(pid: int | None = None) -> set[str]:
+    """The addresses and ports at which a process listens."""
+    found = psutil.Process(pid).net_connections("inet")
+    return {f"{x.laddr.ip}:{x.laddr.port}" for x in found if x.status == psutil.CONN_LISTEN}
+
+
+@pytest.fixture
+def other_node(cluster: Cluster, nothing_left: None) -> Iterator[str]:
+    """A second node with more CPUs than the first; its id."""
+    node = cluster.add_node(num_cpus=4, object_store_memory=OBJECT_STORE)
+    yield node.node_id
+    cluster.remove_node(node)
+
+
 @pytest.mark.slow
 def test_ranks_on_two_nodes_exchange_over_tcp_and_answer_the_same(
-    cluster: Cluster, tiny: Path, nothing_left: None
+    other_node: str, tiny: Path
 ) -> None:
     with LLM(tiny, **TWO) as llm:
         expected = answers(llm)
-    node = cluster.add_node(num_cpus=4, object_store_memory=OBJECT_STORE)
-    try:
-        # a rank needs four CPUs, and this node has two
-        with LLM(tiny, **{**ON_RAY, "num_threads": 8}) as llm:
-            workers = llm._driver._engine._executor._children
-            assert answers(llm) == expected
-            assert type(workers.group).__name__ == "GlooGroup"
-            [rank] = workers._ranks
-            assert rank.here.node_id == node.node_id != ray.get_runtime_context().get_node_id()
-            addresses = {
-                connection.laddr.ip
-                for connection in psutil.Process(rank.here.pid).net_connections("inet")
-                if connection.status == psutil.CONN_LISTEN and connection.laddr.port != 0
-            }
-            assert "127.0.0.1" not in addresses
-    finally:
-        cluster.remove_node(node)
+    before = listening()
+    # a rank needs four CPUs, and this node has two
+    with LLM(tiny, **{**ON_RAY, "num_threads": 8}) as llm:
+        workers = llm._driver._engine._executor._children
+        assert answers(llm) == expected
+        assert type(workers.group).__name__ == "GlooGroup"
+        [rank] = workers._ranks
+        assert rank.here.node_id == other_node != ray.get_runtime_context().get_node_id()
+        opened = listening() - before
+        assert opened and {one.rpartition(":")[0] for one in opened} == {rank.here.address}
+        assert not any(one.startswith("127.") for one in listening(rank.here.pid))
+    assert listening() <= before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("kill", r"^rank 1: .*\(process \d+ of node"),
+        ("raise", r"^rank 1 failed: AlignmentError: 7 heads cannot be dealt out \(process \d+ of"),
+    ],
+)
+def test_a_rank_lost_on_another_node_is_named_within_five_seconds(
+    other_node: str, started, fault: str, message: str
+) -> None:
+    executor = started({(1, 2): fault}, cpus=4)
+    assert run_step(executor, 1).step_id == 1
+    assert type(executor._children.group).__name__ == "GlooGroup"
+    begin = time.monotonic()
+    with pytest.raises(EngineDeadError, match=message):
+        run_step(executor, 2)
+    assert time.monotonic() - begin < 5
+    executor.close()
 
 
 @pytest.mark.slow
