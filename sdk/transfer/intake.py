@@ -111,12 +111,25 @@ class Intake:
 
     def take(self, receiving: Receiving) -> None:
         """Receive and write all groups. :raises SdkError: not everything came or fitted."""
+        try:
+            sent = self._groups(receiving)
+        finally:  # pages became cached one after the other; the first is to be evicted last
+            keys = self._keys[: self.num_tokens // self._pages.page_size]
+            found = self._pages.driver.between_steps(lambda: self._pages.kept.refresh(keys))
+            self.num_tokens = found * self._pages.page_size
+        receiving.done(self.num_tokens)
+        if sent < self._end:
+            raise TransferError(f"the sender had only {sent} of {self._end} tokens")
+        if self.num_tokens < self._end:
+            raise TransferError(
+                f"all tokens but the first {self.num_tokens} have been evicted again"
+            )
+
+    def _groups(self, receiving: Receiving) -> int:
+        """Receive and write until the end; returns how many tokens were sent or known."""
         rows: list[Rows] = []
         begin = time.thread_time()
-        while True:
-            part = receiving.receive()
-            if isinstance(part, End):
-                break
+        while not isinstance(part := receiving.receive(), End):
             self._check(part, rows)
             rows.append(part.rows)
             if len(rows) == self._offer.spec.num_layers:
@@ -128,14 +141,7 @@ class Intake:
             raise TransferError(
                 f"the sender says that it sent {part.num_tokens} tokens; {self.num_tokens} arrived"
             )
-        self._refresh()
-        receiving.done(self.num_tokens)
-        if part.num_tokens < self._end:
-            raise TransferError(f"the sender had only {part.num_tokens} of {self._end} tokens")
-        if self.num_tokens < self._end:
-            raise TransferError(
-                f"all tokens but the first {self.num_tokens} have been evicted again"
-            )
+        return part.num_tokens
 
     def _check(self, part: Part, rows: list[Rows]) -> None:
         """:raises TransferError: it is not the part that follows the others of its group."""
@@ -175,16 +181,9 @@ class Intake:
             self._pace.wait()
             found = self._pace.write(last - done, received / (last - first), write)
             if found <= done:
-                self._refresh()
                 raise TransferError(
                     f"the KV cache has no room for more than {self.num_tokens} tokens: the other "
                     "pages are used"
                 )
             done = found
             self.num_tokens = done * size
-
-    def _refresh(self) -> None:
-        """The pages became cached one after the other; the first is to be evicted last."""
-        keys = self._keys[: self.num_tokens // self._pages.page_size]
-        found = self._pages.driver.between_steps(lambda: self._pages.kept.refresh(keys))
-        self.num_tokens = found * self._pages.page_size

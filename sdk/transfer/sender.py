@@ -143,7 +143,10 @@ class HandOverSender:
                     break
                 at = self._send(sending, digests, at, found)
             problem = None if at >= end else f"the sender has only {at} of {end} tokens"
-            return HandedOver(offer.transfer_id, sending.finish(at), known, problem)
+            cached = sending.finish(at)
+            if cached < at:
+                problem = f"the receiver has only {cached} of {at} tokens that it got"
+            return HandedOver(offer.transfer_id, cached, known, problem)
 
     def _next(self, task: _Task, sending: Sending, at: int, end: int) -> list[Rows] | None:
         """The pages from token ``at`` on that are there, at least a unit; waits for them.

@@ -25,6 +25,9 @@ from sdk.transfer.connector import End, Offer, Part, Rows
 from sdk.transfer.engine_pages import checked_count
 from sdk.transfer.messages import HEADER_BYTES, Kind, pack_header, read_header
 
+#: What is taken from an engine at once.
+_GROUP_BYTES = 8 << 20
+
 
 class KVStore(Protocol):
     """Values by key: ``get`` and ``put`` of whatever stores bytes. Safe from several threads. May
@@ -70,7 +73,7 @@ class StoreSending:
         self.unit = offer.spec.page_size
         known = (i for i, key in enumerate(self._digests) if not store.contains(key))
         self.num_known = next(known, len(self._digests)) * self.unit
-        self.most_bytes = 8 << 20
+        self.most_bytes = _GROUP_BYTES
 
     def send(self, part: Part) -> None:
         """See the protocol."""

@@ -1,7 +1,7 @@
 """Measures hand-overs between two processes; not a test. ``python -m tests.transfer.measure``.
 
-Every number is the median of ``ROUNDS`` rounds; with and without a hand-over take turns. Each
-process has one thread, so that two cores are enough for both.
+Numbers are medians of ``ROUNDS`` rounds, and percentiles over all of them; with and without a
+hand-over take turns. Each process has one thread, so that two cores are enough for both.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ def decode(name: str) -> None:
         assert process.hear() == "ready"
         idle, busy, taken = [], [], []
         for index in range(ROUNDS):
-            idle.append(_between_tokens(llm, lambda: None))
+            idle += _between_tokens(llm, lambda: time.sleep(3))
 
             def arrive(index: int = index) -> None:
                 begin = time.monotonic()
@@ -215,18 +215,17 @@ def decode(name: str) -> None:
                 assert receiver.result(str(index)).result(600).num_tokens == 2000
                 taken.append(time.monotonic() - begin)
 
-            busy.append(_between_tokens(llm, arrive))
+            busy += _between_tokens(llm, arrive)
             llm.reset_prefix_cache()
             assert process.hear() == "2000 None"
     print(f"{name}: a prompt of 2,000 tokens arrives in {statistics.median(taken):.2f} s")
     for share in (50, 99):
-        a, b = ([np.percentile(x, share) * 1e3 for x in side] for side in (idle, busy))
-        x, y = statistics.median(a), statistics.median(b)
+        x, y = (float(np.percentile(side, share)) * 1e3 for side in (idle, busy))
         print(f"    p{share} between tokens: {x:.1f} ms idle, {y:.1f} ms meanwhile ({y / x:.2f}x)")
 
 
 def _between_tokens(llm: LLM, arrive: Callable[[], None]) -> list[float]:
-    """The times between the tokens of a request while ``arrive`` runs, or for 100 tokens."""
+    """The times between the tokens of a request while ``arrive`` runs."""
     params = SamplingParams(temperature=0, max_tokens=1500, ignore_eos=True)
     times: list[float] = []
     streams = [llm.stream({"prompt_token_ids": [9 + i] * 8}, params) for i in range(8)]
@@ -239,7 +238,7 @@ def _between_tokens(llm: LLM, arrive: Callable[[], None]) -> list[float]:
         next(streams[0])
     arriving = threading.Thread(target=arrive)
     arriving.start()
-    while arriving.is_alive() or len(times) < 100:
+    while arriving.is_alive():
         next(streams[0])
         times.append(time.monotonic())
     arriving.join()

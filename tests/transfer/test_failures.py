@@ -330,6 +330,34 @@ def test_pages_that_are_evicted_before_they_are_used_are_computed(tiny_path: Pat
         assert facts(output) == alone
 
 
+def test_pages_that_are_evicted_while_others_arrive_are_computed(
+    engines: tuple[LLM, LLM],
+) -> None:
+    a, b = engines
+    b.reset_prefix_cache()
+    alone = facts(answer(b))
+    b.reset_prefix_cache()
+    pages = EnginePages.of(b)
+    keys = pages.kept.keys(PROMPT[:USABLE], None)
+
+    def evict(sending: Sending, parts: list[Part]) -> None:
+        _send(sending, parts)
+        while pages.kept.num_cached(keys) < len(keys):
+            time.sleep(0.001)  # the timeout of the test ends this
+        b.reset_prefix_cache()
+
+    connector, listener = shared_memory()
+    answer(a, PROMPT, PREFILL)
+    two = Pair(a, b, FaultyConnector(connector, evict), listener)
+    result = two.end(two.begin())
+    assert result.problem == "all tokens but the first 0 have been evicted again"
+    sent = two.last.result(LIMIT)
+    assert sent.num_tokens == 0
+    assert sent.problem == "the receiver has only 0 of 64 tokens that it got"
+    assert facts(answer(b)) == alone
+    two.close()
+
+
 def test_pages_that_the_sender_has_evicted_are_not_sent(two: Pair) -> None:
     assert two.end(two.begin()).problem == "the sender had only 0 of 64 tokens"
     answer(two.a, PROMPT[:40], PREFILL)
