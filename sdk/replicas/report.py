@@ -17,7 +17,7 @@ _MOST_KEYS = 4096
 #: While the same requests decode, one of so many steps is reported: only pages and answers grow.
 _REPORT_EVERY = 64
 #: Tokens of an answer while none has ended.
-_FIRST_ANSWER = 256
+FIRST_ANSWER = 256
 
 
 class TenantWork(NamedTuple):
@@ -46,8 +46,9 @@ class ReplicaReport(NamedTuple):
     num_decoding: int
     prompt_tokens: int
     prompt_pairs: float
-    #: Expected tokens that are left of the answers of all unfinished requests, and of a new one.
+    #: Expected tokens that are left of the answers of all unfinished requests.
     output_tokens: float
+    #: The mean length of the answers that ended last; 0: none has ended.
     answer_tokens: float
     #: Pages that a new request could get now, free or only cached.
     free_pages: int
@@ -159,7 +160,8 @@ class Reporter:
     def _make(self, step: int, received: int) -> ReplicaReport:
         scheduler, config = self._scheduler, self._scheduler.config
         queues, times = scheduler.queues, scheduler.times
-        answer = self._answer_tokens()
+        lengths = queues.answer_lengths
+        answer = sum(lengths) / len(lengths) if lengths else 0.0
         tokens, pairs, output, decoding = 0, 0.0, 0.0, 0
         tenants: dict[str | None, int] | None = {} if queues.policy.dynamic else None
         priorities: dict[int, int] | None = {} if self._by_priority else None
@@ -180,7 +182,7 @@ class Reporter:
                 if priorities is not None and left:
                     level = request.priority
                     priorities[level] = priorities.get(level, 0) + left
-                output += _output_left(request, answer)
+                output += _output_left(request, answer or FIRST_ANSWER)
         self._uncached = uncached
         per_token, per_pair = times.slopes()
         one, most = times.decode(1), config.max_num_seqs
@@ -220,10 +222,6 @@ class Reporter:
         if known is not None:
             return known
         return request.num_tokens - self._scheduler.prefixes.cached_tokens(request)
-
-    def _answer_tokens(self) -> float:
-        lengths = self._scheduler.queues.answer_lengths
-        return sum(lengths) / len(lengths) if lengths else _FIRST_ANSWER
 
     def _shares(self, tenants: dict[str | None, int]) -> tuple[TenantWork, ...]:
         policy = self._scheduler.queues.policy

@@ -192,9 +192,9 @@ def test_requests_that_a_report_contains_are_not_counted_twice() -> None:
 def test_waiting_for_a_slot_counts(slots: int, chosen: int) -> None:
     replicas = Replicas(2)
     busy = {"num_running": 16, "num_decoding": 16, "output_tokens": 1600.0}
-    replicas.report(0, **busy, max_num_seqs=slots, answer_tokens=10.0)
-    replicas.report(1, prompt_tokens=250, answer_tokens=10.0)
-    assert replicas.send(prompt(50)) == chosen
+    replicas.report(0, **busy, max_num_seqs=slots)
+    replicas.report(1, prompt_tokens=250)
+    assert replicas.send(prompt(50), max_tokens=10) == chosen
 
 
 @pytest.mark.parametrize(("pages", "chosen"), [(4, 0), (3, 1)])
@@ -219,6 +219,15 @@ def test_a_replica_that_has_measured_nothing_counts_as_fast_as_the_others() -> N
     replicas.report(0, seconds_per_token=0.0, decode_seconds=0.0, decode_row_seconds=0.0)
     chosen = [replicas.send(prompt(200, number)) for number in range(1, 21)]
     assert chosen.count(0) == 10
+
+
+def test_a_replica_that_has_finished_nothing_is_as_good_as_one_with_short_answers() -> None:
+    replicas = Replicas(20)  # more than are compared one by one
+    unknown = {"answer_tokens": 0.0, "seconds_per_token": 0.0, "decode_seconds": 0.0}
+    for replica in range(20):
+        replicas.report(replica, **(unknown if replica < 10 else {"answer_tokens": 20.0}))
+    chosen = [replicas.send(prompt(100, number)) for number in range(1, 21)]
+    assert sorted(chosen) == list(range(20))
 
 
 def test_a_replica_that_does_not_report_in_time_is_avoided() -> None:
