@@ -12,9 +12,12 @@ from sdk.replicas.report import FIRST_ANSWER, ReplicaReport
 
 #: Seconds until an adapter is loaded that is in no slot.
 _ADAPTER_SECONDS = 0.05
-#: What the work for a request counts that delays others, next to a second of its own waiting:
-#: computing its prompt, and each decode step of its answer. With 0, a prompt is computed on an idle
-#: replica rather than a moment later where it is cached, and answers gather where prefixes are.
+#: What the work for a request counts, which delays others, next to a second of its own waiting: the
+#: time of its prompt for itself and each request that decodes meanwhile; and for each token of its
+#: answer the step, with what it adds to the steps of the others. With 0, a prompt is computed on an
+#: idle replica rather than a moment later where it is cached, and answers gather where prefixes
+#: are. Chosen by simulations (8 and 100 replicas): twice as much for answers makes times between
+#: tokens 5 to 25 % shorter and most times to the first token 10 to 25 % longer.
 _PROMPT_WEIGHT = 0.2
 _ANSWER_WEIGHT = 0.3
 #: The share of a report in the averages over all replicas.
@@ -191,10 +194,16 @@ class ReplicaLoad:
         if self._decoding:
             step += row * (self._decoding - 1)
             steps += 0.5  # of the step that runs
-        answer = self._expected.answer_of(request) * (one + row * self._count)
+        answer = self._expected.answer_of(request) * (one + 2 * row * self._count)
         if request.adapter is not None and not self._has_adapter(request.adapter):
             work += _ADAPTER_SECONDS
-        return work + (1 + _PROMPT_WEIGHT) * own + steps * step + _ANSWER_WEIGHT * answer
+        return (
+            work
+            + own
+            + _PROMPT_WEIGHT * own * (1 + self._decoding)
+            + steps * step
+            + _ANSWER_WEIGHT * answer
+        )
 
     def _urgent_ahead(self, report: ReplicaReport, priority: int) -> int:
         """Prompt tokens that run before a new request of ``priority``: a smaller one is first."""
