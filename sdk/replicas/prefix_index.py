@@ -60,10 +60,6 @@ class PrefixIndex:
         self._promised: dict[int, dict[bytes, str]] = {}  # replica -> digest -> request id
         self._publishers = 0  # replicas that have published pages
 
-    def __len__(self) -> int:
-        """Pages that some replica holds or will hold."""
-        return len(self._holders)
-
     def prompt(self, token_ids: Sequence[int], adapter: str | None, salt: str | None) -> Prompt:
         """A prompt to look up. :raises RequestError: a token id is no integer of 64 bits."""
         try:

@@ -17,7 +17,7 @@ _MOST_KEYS = 4096
 #: While the same requests decode, one of so many steps is reported: only pages and answers grow.
 _REPORT_EVERY = 64
 #: Tokens of an answer while none has ended.
-_FIRST_ANSWER = 256
+FIRST_ANSWER = 256
 
 
 class TenantWork(NamedTuple):
@@ -46,8 +46,9 @@ class ReplicaReport(NamedTuple):
     num_decoding: int
     prompt_tokens: int
     prompt_pairs: float
-    #: Expected tokens that are left of the answers of all unfinished requests, and of a new one.
+    #: Expected tokens that are left of the answers of all unfinished requests.
     output_tokens: float
+    #: The mean length of the answers that ended last; 0: none has ended.
     answer_tokens: float
     #: Pages that a new request could get now, free or only cached.
     free_pages: int
@@ -88,27 +89,29 @@ class Reporter:
         self._pool = scheduler.pool
         self._by_priority = isinstance(scheduler.queues.policy, PriorityPolicy)
         self._uncached: dict[str, int] = {}  # of waiting requests, by id
-        self._changed: dict[bytes, bool] = {}  # digest -> whether it is known now
-        self._full = True
-        self._lists = 0  # how often earlier reports became void
+        #: The number of a list of keys, and its changes that were not taken yet: digest -> whether
+        #: it is known now. Replaced as a whole, since two threads use it.
+        self._keys: tuple[int, dict[bytes, bool]] = 0, {}
+        self._taken_list = 0
         self._last: tuple[int, ...] = ()
         self._next_step = 0
-        self._looked: tuple[int, tuple[int, ...]] = (0, ())  # what taken() needs of the last look
-        self._restart(self._pool.digests)
+        #: What taken() needs of the last look.
+        self._looked: tuple[tuple[int, dict[bytes, bool]], tuple[int, ...]] = self._keys, ()
+        self._begin_list(self._pool.digests)
         self._pool.on_known = self._on_known
 
-    def _restart(self, digests: Iterable[bytes]) -> None:
+    def _begin_list(self, digests: Iterable[bytes]) -> None:
         """Earlier reports are void."""
-        self._lists += 1
-        self._full, self._changed = True, dict.fromkeys(digests, True)
+        self._keys = self._keys[0] + 1, dict.fromkeys(digests, True)
 
     def _on_known(self, key: PageKey | None, known: bool) -> None:
         if key is None:
-            self._restart(())
+            self._begin_list(())
         elif len(key.token_ids) == self._pool.page_size:
-            self._changed[key.digest] = known
-            if len(self._changed) > 2 * self._pool.num_pages + _MOST_KEYS:  # nobody asks
-                self._restart(self._pool.digests)
+            changed = self._keys[1]
+            changed[key.digest] = known
+            if len(changed) > 2 * self._pool.num_pages + _MOST_KEYS:  # nobody asks
+                self._begin_list(self._pool.digests)
 
     def report(self, received: int | None = None) -> ReplicaReport | None:
         """The state now; ``None`` if the router need not know what has changed.
@@ -137,34 +140,35 @@ class Reporter:
             len(queues.running),
             0 if slots is None else slots.num_loads,
         )
-        many = self._full or len(self._changed) >= _MOST_KEYS
+        keys = self._keys
+        many = keys[0] != self._taken_list or len(keys[1]) >= _MOST_KEYS
         if state == self._last and step < self._next_step and not many:
             return None
-        self._looked = self._lists, state
-        return self._make(step, received)
+        self._looked = keys, state
+        return self._make(step, received, *keys)
 
     def taken(self, report: ReplicaReport) -> None:
         """The last report that :meth:`look` has returned will be sent."""
-        lists, self._last = self._looked
+        (self._taken_list, changed), self._last = self._looked
         self._next_step = report.step + _REPORT_EVERY
-        if lists != self._lists:  # it is void by now: the next report has everything
-            return
-        self._full, changed = False, self._changed
         for known, digests in ((True, report.published), (False, report.evicted)):
             for digest in digests:
                 now = changed.pop(digest, known)
                 if now is not known:  # it has changed again since
                     changed.setdefault(digest, now)
 
-    def _make(self, step: int, received: int) -> ReplicaReport:
+    def _make(
+        self, step: int, received: int, number: int, changed: dict[bytes, bool]
+    ) -> ReplicaReport:
         scheduler, config = self._scheduler, self._scheduler.config
         queues, times = scheduler.queues, scheduler.times
-        answer = self._answer_tokens()
+        lengths = queues.answer_lengths
+        answer = sum(lengths) / len(lengths) if lengths else 0.0
         tokens, pairs, output, decoding = 0, 0.0, 0.0, 0
         tenants: dict[str | None, int] | None = {} if queues.policy.dynamic else None
         priorities: dict[int, int] | None = {} if self._by_priority else None
         uncached: dict[str, int] = {}
-        for waits, requests in ((False, queues.running), (True, queues.waiting.snapshot())):
+        for waits, requests in ((False, list(queues.running)), (True, queues.waiting.snapshot())):
             for request in requests:
                 left = request.num_tokens - request.num_computed
                 if waits:
@@ -180,12 +184,12 @@ class Reporter:
                 if priorities is not None and left:
                     level = request.priority
                     priorities[level] = priorities.get(level, 0) + left
-                output += _output_left(request, answer)
+                output += _output_left(request, answer or FIRST_ANSWER)
         self._uncached = uncached
         per_token, per_pair = times.slopes()
         one, most = times.decode(1), config.max_num_seqs
         row = max(times.decode(most) - one, 0.0) / (most - 1) if most > 1 else 0.0
-        published, evicted = self._keys()
+        first = list(islice(changed.items(), _MOST_KEYS))
         return ReplicaReport(
             step=step,
             received=received,
@@ -209,9 +213,9 @@ class Reporter:
             tenants=self._shares(tenants or {}),
             priorities=tuple(sorted((priorities or {}).items())),
             adapters=() if scheduler.adapters is None else scheduler.adapters.ready_keys,
-            published=published,
-            evicted=evicted,
-            full=self._full,
+            published=tuple(digest for digest, known in first if known),
+            evicted=tuple(digest for digest, known in first if not known),
+            full=number != self._taken_list,
         )
 
     def _left(self, request: Request) -> int:
@@ -221,22 +225,12 @@ class Reporter:
             return known
         return request.num_tokens - self._scheduler.prefixes.cached_tokens(request)
 
-    def _answer_tokens(self) -> float:
-        lengths = self._scheduler.queues.answer_lengths
-        return sum(lengths) / len(lengths) if lengths else _FIRST_ANSWER
-
     def _shares(self, tenants: dict[str | None, int]) -> tuple[TenantWork, ...]:
         policy = self._scheduler.queues.policy
         return tuple(
             TenantWork(name, left, policy.weight(name) if isinstance(policy, FairPolicy) else 1.0)
             for name, left in tenants.items()
         )
-
-    def _keys(self) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
-        """The digests for the next report, those that changed first: published and evicted."""
-        first = list(islice(self._changed.items(), _MOST_KEYS))
-        published = tuple(digest for digest, known in first if known)
-        return published, tuple(digest for digest, known in first if not known)
 
 
 def _output_left(request: Request, answer: float) -> float:

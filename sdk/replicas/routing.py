@@ -45,7 +45,7 @@ from typing import Literal, TypeAlias, get_args
 from sdk.errors import EngineDeadError, RequestError
 from sdk.quant.safe_repr import safe_repr
 from sdk.replicas.prefix_index import Level, PrefixIndex, Prompt
-from sdk.replicas.replica_load import NOTHING, ReplicaLoad, Routed as Routed, Sent, StepSeconds
+from sdk.replicas.replica_load import NOTHING, Expected, ReplicaLoad, Routed as Routed, Sent
 from sdk.replicas.report import ReplicaReport
 
 RoutingPolicy: TypeAlias = Literal["state", "requests", "round_robin"]
@@ -80,7 +80,8 @@ class Router:
         self._keys: dict[int, tuple[float, int, int]] = {}
         self._alive = 0  # the same replicas as bits
         self._prefixes: PrefixIndex | None = None  # until the first report
-        self._seconds = StepSeconds()  # the last that a replica measured
+        self._expected = Expected()
+        self._sorted_for = 0.0  # what was expected when all replicas were put in order
         self._placed: dict[str, int] = {}  # request -> replica
         self._num_chosen = 0
 
@@ -110,7 +111,7 @@ class Router:
             raise RequestError(
                 f"replica {replica} has joined already; call lost({replica}) before it joins again"
             )
-        load = self._replicas[replica] = ReplicaLoad(replica, self._seconds)
+        load = self._replicas[replica] = ReplicaLoad(replica, self._expected)
         self._sort(load)
 
     def closing(self, replica: int) -> None:
@@ -142,10 +143,10 @@ class Router:
             return
         if self.policy == "state":
             self._take_keys(replica, report)
-        load.reported(report, self._clock(), self._seconds)
-        if load.measured:
-            self._seconds = load.seconds
+        load.reported(report, self._clock())
+        self._expected.learn(load.seconds, report.answer_tokens)
         self._sort(load)
+        self._sort_all()
 
     def _take_keys(self, replica: int, report: ReplicaReport) -> None:
         """Note which pages a replica holds."""
@@ -244,15 +245,11 @@ class Router:
         self, request: Routed, replica: int, prompt: Prompt | None, levels: Sequence[Level]
     ) -> None:
         load, length, promised, pages = self._replicas[replica], len(request.token_ids), [], 0
-        size, answer = 16, 0.0
+        size, answer = 16, self._expected.answer_of(request)
         if prompt is not None and self._prefixes is not None:
             size = self._prefixes.page_size
             pages = next((one.num_pages for one in levels if one.replicas >> replica & 1), 0)
             promised = self._prefixes.promise(replica, request.request_id, prompt)
-        if load.report is not None:
-            answer = load.report.answer_tokens
-            if request.max_tokens is not None:
-                answer = min(answer, request.max_tokens)
         tokens = length - pages * size
         sent = Sent(
             request_id=request.request_id,
@@ -284,6 +281,14 @@ class Router:
         self._keys[load.index] = entry
         self._alive |= 1 << load.index
         insort(self._order, entry)
+
+    def _sort_all(self) -> None:
+        """Put idle replicas, which do not report, where they belong once more is known."""
+        expected = self._expected.answer * self._expected.seconds.one
+        if self.policy == "state" and not 0.8 <= self._sorted_for / expected <= 1.25:
+            self._sorted_for = expected
+            for load in self._replicas.values():
+                self._sort(load)
 
     def _unsort(self, replica: int) -> None:
         entry = self._keys.pop(replica, None)

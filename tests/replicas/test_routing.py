@@ -158,8 +158,8 @@ def test_a_full_report_replaces_what_was_published_before() -> None:
 def test_requests_with_one_prefix_that_come_together_go_to_one_replica() -> None:
     replicas = Replicas(4)
     system = prompt(800)
-    chosen = {replicas.send([*system, *prompt(5, number)]) for number in range(1, 6)}
-    assert len(chosen) == 1
+    prompts = [[*system, *prompt(5, number)] for number in range(1, 6)]
+    assert len({replicas.send(one, max_tokens=10) for one in prompts}) == 1
 
 
 def test_a_promised_prefix_is_forgotten_when_its_request_ends_without_publishing_it() -> None:
@@ -192,9 +192,9 @@ def test_requests_that_a_report_contains_are_not_counted_twice() -> None:
 def test_waiting_for_a_slot_counts(slots: int, chosen: int) -> None:
     replicas = Replicas(2)
     busy = {"num_running": 16, "num_decoding": 16, "output_tokens": 1600.0}
-    replicas.report(0, **busy, max_num_seqs=slots, answer_tokens=10.0)
-    replicas.report(1, prompt_tokens=250, answer_tokens=10.0)
-    assert replicas.send(prompt(50)) == chosen
+    replicas.report(0, **busy, max_num_seqs=slots)
+    replicas.report(1, prompt_tokens=500)
+    assert replicas.send(prompt(50), max_tokens=10) == chosen
 
 
 @pytest.mark.parametrize(("pages", "chosen"), [(4, 0), (3, 1)])
@@ -221,6 +221,15 @@ def test_a_replica_that_has_measured_nothing_counts_as_fast_as_the_others() -> N
     assert chosen.count(0) == 10
 
 
+def test_a_replica_that_has_finished_nothing_is_as_good_as_one_with_short_answers() -> None:
+    replicas = Replicas(20)  # more than are compared one by one
+    unknown = {"answer_tokens": 0.0, "seconds_per_token": 0.0, "decode_seconds": 0.0}
+    for replica in range(20):
+        replicas.report(replica, **(unknown if replica < 10 else {"answer_tokens": 20.0}))
+    chosen = [replicas.send(prompt(100, number)) for number in range(1, 21)]
+    assert sorted(chosen) == list(range(20))
+
+
 def test_a_replica_that_does_not_report_in_time_is_avoided() -> None:
     replicas = Replicas(2)
     replicas.report(0, prompt_tokens=100)  # 0.1 s
@@ -240,10 +249,10 @@ def test_a_report_counts_for_what_is_left_of_it_now() -> None:
 def test_an_adapter_that_is_loaded_or_about_to_be_counts() -> None:
     replicas = Replicas(2)
     replicas.report(1, adapters=("a",), num_decoding=1, num_running=1)
-    assert replicas.send(prompt(20, 1), adapter="a") == 1
-    assert replicas.send(prompt(20, 2), adapter="b") == 0
+    assert replicas.send(prompt(20, 1), adapter="a", max_tokens=10) == 1
+    assert replicas.send(prompt(20, 2), adapter="b", max_tokens=10) == 0
     replicas.report(1, adapters=("a",), received=1)
-    assert replicas.send(prompt(20, 3), adapter="b") == 0
+    assert replicas.send(prompt(20, 3), adapter="b", max_tokens=10) == 0
 
 
 def test_a_tenant_does_not_wait_for_all_that_another_tenant_has_queued() -> None:

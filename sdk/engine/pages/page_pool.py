@@ -141,8 +141,10 @@ class PagePool:
 
     @property
     def digests(self) -> list[bytes]:
-        """The digests of all known pages, also of those with a tail."""
-        return list(self._known)
+        """The digests of all known pages that are full."""
+        keys, size = self._keys, self.page_size
+        known = (keys[page] for page in self._known.values())
+        return [key.digest for key in known if key is not None and len(key.token_ids) == size]
 
     def location(self, page: int) -> int:
         """The kernels' id of a page, once all copies noted so far are made."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from sdk.engine.pages.page_pool import PageKey, PagePool, root_digest
+from sdk.engine.pages.page_pool import PageKey, PagePool, page_key, root_digest
 from sdk.engine.pages.swap import SwapSpace
 from sdk.engine.pages.tails import Tail, Tails
 from sdk.engine.pages.tiered_pool import TieredPagePool
@@ -100,17 +100,22 @@ class Prefixes:
         return Prefix(pages, swapped, self.tails.find(parent, token_ids, known))
 
     def cached_tokens(self, request: Request) -> int:
-        """Tokens of a prompt that are cached, swapped out, or about to be cached."""
-        size = self.pool.page_size
+        """Tokens of a prompt that are cached, swapped out, or about to be cached.
+
+        Changes nothing, not even the request's keys: another thread may ask.
+        """
+        size, known = self.pool.page_size, request.keys
         if not self.pool.enable_prefix_caching or not request.uses_prefix_cache:
             return 0
-        num_pages = (request.num_tokens - 1) // size
-        self.extend_keys(request, num_pages)
-        keys = request.keys[:num_pages]
-        found = len(self.pool.match(keys))
-        found += self.swap.match(keys[found:])
-        while found < num_pages and keys[found].digest in self.pending:
-            found += 1
+        found, parent = 0, self._root(request)
+        while (found + 1) * size < request.num_tokens:
+            begin = found * size
+            tokens = request.token_ids[begin : begin + size]
+            key = known[found] if found < len(known) else page_key(parent, tokens)
+            held = self.pool.match((key,)) or self.swap.match((key,))
+            if not held and key.digest not in self.pending:
+                break
+            found, parent = found + 1, key.digest
         return found * size
 
     def acquire(self, request: Request, found: Sequence[Prefix], spare: int) -> int:
