@@ -173,7 +173,9 @@ def _context(config: EngineConfig, checkpoint: Checkpoint) -> int:
 
 def _offloaded(config: EngineConfig, checkpoint: Checkpoint) -> tuple[Alternative, ...]:
     """The plan as asked for, with the weights that do not fit on disk (for a GPU: in host memory).
-    It costs only time, but a lot, so it comes last."""
+    It costs only time, but a lot, so it comes last. Experts that may move stay in memory."""
+    if config.redundant_experts is not None:
+        return ()
     name = "cpu_offload" if config.device == "cuda" else "disk_offload"
     options: dict[str, Any] = {name: "auto"}
     if _has_drafting_weights(config):  # they cannot be offloaded
