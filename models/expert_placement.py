@@ -27,7 +27,7 @@ def place_experts(loads: Sequence[int], ranks: int, redundant: int = 0, turn: in
     :raises AlignmentError: a rank would have no expert, or an expert two copies on one rank.
     """
     count = len(loads)
-    _check(count, ranks, redundant)
+    check_spread(count, ranks, redundant)
     copies = [1] * count
     for _ in range(redundant):
         below = (e for e in range(count) if copies[e] < ranks)
@@ -36,21 +36,30 @@ def place_experts(loads: Sequence[int], ranks: int, redundant: int = 0, turn: in
     total = count + redundant
     room = [total // ranks + ((rank - turn) % ranks < total % ranks) for rank in range(ranks)]
     held: list[set[int]] = [set() for _ in range(ranks)]
+    carried = [0.0] * ranks
 
     def rank_order(rank: int) -> tuple[float, int, int]:
-        return sum(share[e] for e in held[rank]), len(held[rank]), (rank - turn) % ranks
+        return carried[rank], len(held[rank]), (rank - turn) % ranks
 
     for expert in sorted(range(count), key=lambda e: (-share[e], e)):
         for _ in range(copies[expert]):
             free = [rank for rank in range(ranks) if len(held[rank]) < room[rank]]
             fitting = [rank for rank in free if expert not in held[rank]]
-            if not fitting:
-                fitting = [_make_room(held, free[0], expert, share)]
-            held[min(fitting, key=rank_order)].add(expert)
+            if fitting:
+                chosen = min(fitting, key=rank_order)
+            else:
+                chosen = next(rank for rank in range(ranks) if expert not in held[rank])
+                _make_room(held, carried, chosen, free[0], share)
+            held[chosen].add(expert)
+            carried[chosen] += share[expert]
     return tuple(tuple(sorted(own)) for own in held)
 
 
-def _check(count: int, ranks: int, redundant: int) -> None:
+def check_spread(count: int, ranks: int, redundant: int) -> None:
+    """Reject what :func:`place_experts` cannot place.
+
+    :raises AlignmentError: a rank would have no expert, or an expert two copies on one rank.
+    """
     if count < ranks:
         raise AlignmentError(
             f"cannot spread {count} experts over {ranks} ranks: expected at most {count} ranks; "
@@ -63,14 +72,15 @@ def _check(count: int, ranks: int, redundant: int) -> None:
         )
 
 
-def _make_room(held: list[set[int]], free: int, expert: int, share: Sequence[float]) -> int:
-    """All ranks with room have ``expert``: move another one to ``free``, from a full rank without
-    it. That rank has at least as many experts as ``free``, so one that ``free`` does not have."""
-    full = next(rank for rank, own in enumerate(held) if expert not in own)
+def _make_room(
+    held: list[set[int]], carried: list[float], full: int, free: int, share: Sequence[float]
+) -> None:
+    """Move an expert from a full rank to one with room. The full rank has at least as many experts,
+    and lacks one that the other has: so it has one that the other lacks."""
     moved = min(held[full] - held[free], key=lambda e: (share[e], e))
-    held[full].remove(moved)
-    held[free].add(moved)
-    return full
+    for rank, sign in ((full, -1), (free, 1)):
+        held[rank] ^= {moved}
+        carried[rank] += sign * share[moved]
 
 
 def rebalanced(before: Placement, loads: Sequence[int], redundant: int, turn: int = 0) -> Placement:

@@ -180,6 +180,8 @@ def _one_replica(config: EngineConfig, checkpoint: Checkpoint) -> tuple[Alternat
     if config.data_parallel_size == 1:
         return ()
     options: dict[str, Any] = {"data_parallel_size": 1}
+    if config.prefill_replicas:
+        options["prefill_replicas"] = 0
     made = plan_for(replace(config, **options), checkpoint)
     keeps = made.max_model_len >= _context(config, checkpoint)
     return (Alternative(options, made, 0.0, keeps),) if made.fits else ()
@@ -187,8 +189,10 @@ def _one_replica(config: EngineConfig, checkpoint: Checkpoint) -> tuple[Alternat
 
 def _offloaded(config: EngineConfig, checkpoint: Checkpoint) -> tuple[Alternative, ...]:
     """The plan as asked for, with the weights that do not fit on disk (for a GPU: in host memory).
-    It costs only time, but a lot, so it comes last."""
-    if config.data_parallel_size > 1:
+    It costs only time, but a lot, so it comes last. Not for what cannot be offloaded: replicas,
+    stages, experts that may move."""
+    several = max(config.data_parallel_size, config.pipeline_parallel_size) > 1
+    if several or config.redundant_experts is not None:
         return ()
     name = "cpu_offload" if config.device == "cuda" else "disk_offload"
     options: dict[str, Any] = {name: "auto"}

@@ -29,7 +29,7 @@ from sdk.memory.stages import stage_layers
 from sdk.memory.weights import end_bytes, matrix_formats, weight_bytes
 from sdk.models.activation_type import activation_type
 from sdk.models.config import ModelConfig
-from sdk.models.expert_placement import place_experts
+from sdk.models.expert_placement import check_spread
 from sdk.models.parallel import Mesh
 from sdk.quant.checkpoint import Checkpoint
 
@@ -56,7 +56,7 @@ def _check_split(config: EngineConfig, model: ModelConfig) -> None:
     mesh.heads(model.num_heads, model.num_kv_heads)
     mesh.columns(model.intermediate_size)
     if model.experts is not None and config.redundant_experts is not None:
-        place_experts([0] * model.experts.count, size, config.redundant_experts)
+        check_spread(model.experts.count, size, config.redundant_experts)
     elif model.experts is not None:
         mesh.columns(model.experts.width)
     mesh.vocabulary(model.vocab_size)

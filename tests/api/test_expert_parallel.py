@@ -239,6 +239,15 @@ def test_a_plan_counts_each_expert_once_and_its_copies(mixtral: Path) -> None:
     assert copied.weights - one.weights == 2 * 5 * 3 * 256 * 256 * 34 // 32
 
 
+def test_a_budget_that_is_too_small_names_what_would_fit(mixtral: Path) -> None:
+    whole = LLM.plan(mixtral, **SMALL, **SPREAD)
+    budget = whole.total - whole.kv_cache + 4 * whole.page_bytes
+    plan = LLM.plan(mixtral, **SMALL, **SPREAD, memory=budget)
+    assert not plan.fits and plan.alternatives
+    assert not any("disk_offload" in each.options for each in plan.alternatives)
+    assert all(each.plan.config.enable_expert_parallel for each in plan.alternatives)
+
+
 def expert_bytes(llm: LLM) -> int:
     layers = llm.quant_report().layers
     return sum(layer.nbytes for layer in layers if ".experts." in layer.name)

@@ -150,9 +150,11 @@ class Mixture:
         biases = torch.randn(EXPERTS, WIDTH, generator=torch.Generator().manual_seed(5))
         self.bias = biases[list(own)]
 
-    def __call__(self, x: Tensor, logits: Tensor, experts: RankExperts | None = None) -> Tensor:
+    def __call__(
+        self, x: Tensor, logits: Tensor, k: int, experts: RankExperts | None = None
+    ) -> Tensor:
         moe = self.ops.moe
-        routes = moe.route(logits, K, normalized=True, experts=experts)
+        routes = moe.route(logits, k, normalized=True, experts=experts)
         assert self.up is not None and self.down is not None
         hidden = self.up.matmul(x, routes, by_token=True)
         hidden = self.ops.gated_activation(hidden, "silu", routes.used)
@@ -166,11 +168,15 @@ def own(request: pytest.FixtureRequest) -> Sequence[Sequence[int]]:
     return found
 
 
+@pytest.mark.parametrize("k", [1, K])
 @pytest.mark.parametrize("recorded", [False, True], ids=["one by one", "recorded"])
 def test_ranks_with_whole_experts_give_the_bits_of_one(
-    own: Sequence[Sequence[int]], recorded: bool, cases: Any, tmp_path: Path
+    own: Sequence[Sequence[int]], recorded: bool, k: int, cases: Any, tmp_path: Path
 ) -> None:
-    """For any number of tokens, wherever the experts are, in whatever step before."""
+    """For any number of tokens, wherever the experts are, after any steps.
+
+    Buffers of rows and of tokens have one size where k is 1: none may be written too soon.
+    """
     generator = torch.Generator().manual_seed(1)
     steps = [40, 1, 5, 40, 33, 2]
     given = [
@@ -183,17 +189,17 @@ def test_ranks_with_whole_experts_give_the_bits_of_one(
     given[2][1][:, :] = logits_for([[0, 1, 2]], EXPERTS)  # as many as possible for one rank
     alone = Ops("cpu", num_threads=2, backends=["cpu"])
     whole = Mixture(alone, cases, range(EXPERTS))
-    expected = [whole(x, logits) for x, logits in given]
+    expected = [whole(x, logits, k) for x, logits in given]
     ranks = Ranks(tmp_path, len(own), 2)
 
     def call(rank: int, group: Group, ops: Ops) -> list[Tensor]:
         mixture = Mixture(ops, cases, own[rank])
         experts = spread(own, rank, group, EXPERTS)
         if not recorded:
-            return [mixture(x, logits, experts) for x, logits in given]
+            return [mixture(x, logits, k, experts) for x, logits in given]
         inputs, scores = torch.empty(64, WIDTH), torch.empty(64, EXPERTS)
         graph = ops.recording.capture(
-            lambda: mixture(inputs, scores, experts), tokens=64, outputs=1, requests=1
+            lambda: mixture(inputs, scores, k, experts), tokens=64, outputs=1, requests=1
         )
         found = []
         for x, logits in given:
@@ -215,7 +221,7 @@ def test_no_tokens_need_no_exchange(cases: Any, tmp_path: Path) -> None:
     def call(rank: int, group: Group, ops: Ops) -> Tensor:
         mixture = Mixture(ops, cases, SPREAD["uneven"][rank])
         experts = spread(SPREAD["uneven"], rank, group, EXPERTS)
-        return mixture(torch.empty(0, WIDTH), torch.empty(0, EXPERTS), experts)
+        return mixture(torch.empty(0, WIDTH), torch.empty(0, EXPERTS), K, experts)
 
     assert [found.shape for found in ranks.do(call)] == [(0, WIDTH)] * 2
     ranks.close()
