@@ -97,7 +97,10 @@ def parse_mix(text: str) -> dict[str, float]:
 
 @dataclass(slots=True)
 class SyntheticWorkload:
-    """Sessions that begin at ``times``, until there were ``num_requests`` requests."""
+    """Sessions that begin at ``times``, until there were ``num_requests`` requests.
+
+    :raises RequestError: the context is too short for prompts with answers of ``MAX_TOKENS``.
+    """
 
     mix: Mapping[str, float]
     times: Sequence[float]
@@ -107,6 +110,14 @@ class SyntheticWorkload:
     max_model_len: int = 8192
     _count: int = field(default=0, init=False)
     _systems: dict[tuple[str, int], bytes] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        least = MAX_TOKENS + 64 + max(KINDS[kind].system for kind in self.mix)
+        if self.max_model_len < least:
+            raise RequestError(
+                f"max_model_len: these requests need at least {least} tokens, found "
+                f"{self.max_model_len}; play a trace of shorter ones"
+            )
 
     def arrivals(self) -> Iterator[SimulatedRequest]:
         """The first turns of all sessions."""

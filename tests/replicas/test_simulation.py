@@ -127,7 +127,7 @@ def test_conversations_grow_and_find_their_prefix() -> None:
     assert 0 < results.utilization < 1
 
 
-def test_the_state_policy_halves_the_slowest_first_tokens_of_chats() -> None:
+def test_chats_get_their_first_tokens_sooner_with_the_state_policy() -> None:
     found = {}
     for policy in ("state", "requests"):
         scenario = Scenario(4, COSTS, policy)  # type: ignore[arg-type]

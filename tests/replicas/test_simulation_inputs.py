@@ -232,6 +232,13 @@ def test_a_workload_ends_with_its_last_request_and_fits_the_context() -> None:
     assert all(len(one.prompt) + MAX_TOKENS <= 2048 for one in requests)
 
 
+def test_a_context_without_room_for_an_answer_is_rejected() -> None:
+    with pytest.raises(RequestError, match="max_model_len: these requests need at least 1488"):
+        SyntheticWorkload({"chats": 1.0}, [0.0], 1, max_model_len=1487)
+    documents = SyntheticWorkload({"documents": 1.0}, [0.0], 1, max_model_len=1100).arrivals()
+    assert len(next(documents).prompt) == 1100 - MAX_TOKENS
+
+
 def test_the_same_seed_draws_the_same_requests_and_another_one_others() -> None:
     first, again, other = (list(synthetic({"chats": 1.0}, 9, s).arrivals()) for s in (1, 1, 2))
     assert first == again
