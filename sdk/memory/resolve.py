@@ -48,7 +48,7 @@ def ranks_here(config: EngineConfig) -> int:
 
 def hosts_of(config: EngineConfig) -> int:
     """How many machines the ranks run on; the plan takes them to be like this one."""
-    return config.tensor_parallel_size // ranks_here(config)
+    return config.num_ranks // ranks_here(config)
 
 
 def available_to(config: EngineConfig) -> int:

@@ -531,7 +531,7 @@ def test_the_tenants_suite_runs_chats_alone_and_beside_a_batch(
     assert all(0 < share < 100 for share in rows[2]["samples"]["chat_share"])
 
 
-def test_the_parallel_suite_measures_one_rank_and_two_and_two_stages(
+def test_the_parallel_suite_measures_one_rank_two_ranks_two_stages_and_two_replicas(
     golden: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(parallel, "PROMPT", 24)
@@ -541,10 +541,12 @@ def test_the_parallel_suite_measures_one_rank_and_two_and_two_stages(
     rows = json.loads(capsys.readouterr().out)["results"]["parallel"]
     one = f"embedlm {sdk.__version__}"
     assert [(row["engine"], row["requests"]) for row in rows] == [
-        (f"{one}{more}", count) for count in (1, 2) for more in ("", ", 2 ranks", ", 2 stages")
+        (f"{one}{more}", count)
+        for count in (1, 2)
+        for more in ("", ", 2 ranks", ", 2 stages", ", 2 replicas")
     ]
     assert all(value > 0 for row in rows for value in row["median"].values())
-    assert [row["median"].get("bubble", 0) > 0 for row in rows] == [False, False, True] * 2
+    assert [row["median"].get("bubble", 0) > 0 for row in rows] == [False, False, True, False] * 2
     assert all(row["median"].get("bubble", 0) < 100 for row in rows)
 
 

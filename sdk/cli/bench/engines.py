@@ -70,7 +70,8 @@ class Sample:
 @dataclass(frozen=True, slots=True)
 class Opening:
     """What a worker opens. ``requests``: the most concurrent ones; ``context``: tokens of each;
-    ``ranks``: of tensor parallelism, ``stages``: of a pipeline; ``threads`` are divided among them.
+    ``ranks``: of tensor parallelism, ``stages``: of a pipeline, ``replicas``: engines in processes
+    of their own; ``threads`` are divided among them.
     """
 
     engine: str
@@ -82,6 +83,7 @@ class Opening:
     prefix_cache: bool = False
     ranks: int = 1
     stages: int = 1
+    replicas: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +141,7 @@ class Worker:
         try:
             given = asdict(opening)
             if opening.engine != OURS:
-                del given["ranks"], given["stages"]  # peers have none
+                del given["ranks"], given["stages"], given["replicas"]  # peers have none
             hello = self._ask(given)
         except BaseException:
             self.close(now=True)

@@ -27,6 +27,7 @@ class OwnEngine:
         prefix_cache: bool,
         ranks: int = 1,
         stages: int = 1,
+        replicas: int = 1,
     ) -> None:
         from sdk.llm import LLM
 
@@ -38,6 +39,7 @@ class OwnEngine:
             num_threads=threads,
             tensor_parallel_size=ranks,
             pipeline_parallel_size=stages,
+            data_parallel_size=replicas,
             max_num_seqs=2 * requests,
             max_model_len=context,
             enable_prefix_caching=prefix_cache,
@@ -46,7 +48,8 @@ class OwnEngine:
         self.hello = {
             "name": f"{engine} {__version__}"
             + (f", {ranks} ranks" if ranks > 1 else "")
-            + (f", {stages} stages" if stages > 1 else ""),
+            + (f", {stages} stages" if stages > 1 else "")
+            + (f", {replicas} replicas" if replicas > 1 else ""),
             "kv": str(self._llm.memory_plan.kv_dtype),
             "vocab_size": self._llm.model_config.vocab_size,
             "open_s": time.perf_counter() - start,

@@ -1,4 +1,4 @@
-"""One rank with all threads compared with several ranks, or stages, that share them."""
+"""One rank with all threads compared with several ranks, stages or replicas that share them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ PROMPT = 512
 
 def measure_parallel(settings: Settings, engines: Engines) -> list[Result]:
     """Rows for each number of requests and of ranks: 1, 2, 4, ... up to the number of threads. The
-    ranks compute each layer together (tensor parallelism), or are the stages of a pipeline."""
+    ranks compute each layer together (tensor parallelism), are the stages of a pipeline, or are
+    replicas, each with an engine of its own."""
     requests = max(settings.requests)
     context = max(DECODE_PROMPT, PROMPT) + settings.output_len
     found: list[Result] = []
     counts = [2**i for i in range(settings.threads.bit_length())]
-    ways = [{"ranks": count} for count in counts] + [{"stages": count} for count in counts[1:]]
+    ways = [{"ranks": count} for count in counts]
+    ways += [{kind: count} for kind in ("stages", "replicas") for count in counts[1:]]
     with Engines() as opened:
         for way in ways:
             settings.progress("opening " + ", ".join(f"{n} {name}" for name, n in way.items()))

@@ -238,9 +238,9 @@ SUITES = {
     ),
     "parallel": Suite(
         "Ranks",
-        f"one rank with all threads, and several ranks or stages that divide them: a prompt of "
-        f"{PARALLEL_PROMPT} tokens, and requests that decode after {DECODE_PROMPT}; bubble: the "
-        "share of the time in which a stage does not compute",
+        "one rank with all threads, and several ranks, stages or replicas that divide them: a "
+        f"prompt of {PARALLEL_PROMPT} tokens, and requests that decode after {DECODE_PROMPT}; "
+        "bubble: the share of the time in which a stage does not compute",
         [PREFILL, DECODE, Metric("bubble", "% bubble", ratio=False)],
         measure_parallel,
     ),
