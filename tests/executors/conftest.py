@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import importlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -19,9 +19,12 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.fixture
-def remote(ranks: ModuleType) -> ModuleType:
-    """The module of fake workers on other hosts."""
-    return importlib.import_module("remote_fakes")
+def remote(ranks: ModuleType) -> Iterator[ModuleType]:
+    """The module of fake workers on other hosts; those of this test end with it."""
+    module = importlib.import_module("remote_fakes")
+    yield module
+    while module.WorkerProcess.running:
+        module.WorkerProcess.running.pop().close()
 
 
 @pytest.fixture

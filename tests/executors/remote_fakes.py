@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import rank_runner
 
@@ -61,9 +62,19 @@ def executor_at(port: int, faults=None, size: int = 2, folder: str = "", **optio
 
 
 class WorkerProcess:
-    """A process of ``embedlm worker`` with the fake runner; its lines of text are kept."""
+    """A process of ``embedlm worker`` with the fake runner; its lines of text are kept.
 
-    def __init__(self, port: int, *, host: str = "127.0.0.1", command=(), **options) -> None:
+    It ends with its test, unless ``shared`` says that others will use it.
+    """
+
+    #: Those to end after the test.
+    running: ClassVar[list[WorkerProcess]] = []
+
+    def __init__(
+        self, port: int, *, host: str = "127.0.0.1", command=(), shared: bool = False, **options
+    ) -> None:
+        if not shared:
+            self.running.append(self)
         given = json.dumps({"host": host, "port": port, "token": TOKEN, **options})
         self.process = subprocess.Popen(
             [*command, sys.executable, __file__, given], stdout=subprocess.PIPE, text=True

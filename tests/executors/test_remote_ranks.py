@@ -41,7 +41,7 @@ class Hosts:
         self.workers: list = []
 
     def add(self, **options):
-        worker = self._fakes.WorkerProcess(self.port, **options)
+        worker = self._fakes.WorkerProcess(self.port, shared=True, **options)
         self.workers.append(worker)
         return worker
 

@@ -41,7 +41,7 @@ class TcpGroup:
     def all_reduce(self, x: Tensor) -> None:
         """See :class:`sdk.kernels.groups.Group`."""
         # numpy adds in this thread. From 32,768 values on torch would share the work with its
-        # threads, which spin for each other: a step of 256 tokens took 5 s on two busy cores.
+        # threads, which spin: a 500-token prompt took 11 to 14 s on two busy cores, now 2 to 3.5 s.
         first, *others = (part.numpy() for part in self.all_gather(x.detach()))
         total = first + others[0]
         for other in others[1:]:
