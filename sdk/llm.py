@@ -845,9 +845,9 @@ class LLM:
         ``num_redundant_experts`` to the busiest ones. Returns how many experts moved.
 
         Runs between two steps, which wait: ranks load what they get from the model's files. While a
-        layer moves, its new experts are in memory in addition to the old ones. Answers stay the
-        same, also of unfinished requests. Afterwards counting begins again. ``sleep(2)`` forgets
-        the placement.
+        layer moves, its new experts are in memory in addition to the old ones; the plan counts
+        them. Answers stay the same, also of unfinished requests. Afterwards counting begins again.
+        ``sleep(2)`` forgets the placement.
 
         :raises CheckpointError: the files have changed or cannot be read; all experts stay usable.
         :raises RequestError: the engine has no ``enable_expert_parallel`` on several ranks.

@@ -61,7 +61,7 @@ class ExpertBalance:
                 self._all_succeed(self._executor.on_ranks(load_experts, layer, placement))
                 moved += sum(self._executor.on_ranks(move_experts, layer, placement))
         finally:
-            self._executor.on_ranks(end_moves)
+            self._executor.on_ranks(end_moves, bool(wanted))
         return moved
 
     @staticmethod

@@ -34,7 +34,8 @@ class WeightBytes:
     load before the matrices of the blocks. ``read``: what one token reads. ``movable``: what can be
     offloaded (everything except embedding and head); of that, ``window`` is in memory at a time
     during a step, and ``packing`` while a matrix is packed. ``layers``: the bytes of each layer if
-    only whole layers can be offloaded (GPU).
+    only whole layers can be offloaded (GPU). ``moving``: the experts of one layer, if they can move
+    between ranks: those that arrive are in memory before the others leave.
     """
 
     total: int
@@ -45,6 +46,7 @@ class WeightBytes:
     packing: int = 0
     early: int = 0
     layers: tuple[int, ...] = ()
+    moving: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +135,7 @@ def workspace_bytes(demand: Demand, seqs: int, tokens: int) -> int:
         logits += _exchanged_bytes(demand, rows, tokens)
     engine = ENGINE_BYTES + ENGINE_WORD_BYTES * model.vocab_size + demand.drafter_bytes
     engine += demand.weights.window if demand.offloaded else 0
+    engine += demand.weights.moving
     if demand.drafting_model is not None:  # its steps have buffers of their own
         own = max(tokens, 2 * seqs) if demand.drafting_prompts else seqs
         engine += own * _token_bytes(demand.drafting_model, demand) + 4 * seqs * model.vocab_size

@@ -55,6 +55,7 @@ def weight_bytes(
         packing=2 * max((_one_matrix(entry, model) for entry in matrices), default=0),
         early=early,
         layers=layers,
+        moving=_moving_bytes(config, entries, model),
     )
 
 
@@ -104,6 +105,14 @@ def _with_copies(entry: TensorEntry, config: EngineConfig, model: ModelConfig) -
         return entry
     slots = model.experts.count + config.num_redundant_experts
     return replace(entry, held=-(-_held(entry) * slots // model.experts.count))
+
+
+def _moving_bytes(config: EngineConfig, entries: Sequence[TensorEntry], model: ModelConfig) -> int:
+    """The experts of a layer, of all ranks together, if they can move."""
+    if config.redundant_experts is None or model.experts is None:
+        return 0
+    experts = sum(_held(entry) for entry in entries if _is_expert(entry.name))
+    return experts // max(sum(model.experts.layers), 1)
 
 
 def _held(entry: TensorEntry) -> int:

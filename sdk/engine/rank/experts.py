@@ -128,14 +128,16 @@ def move_experts(runner: RankWithExperts, layer: int, placement: Placement) -> i
     return runner.moving.move(layer, placement)
 
 
-def end_moves(runner: RankWithExperts) -> None:
-    """Begin to count again, close the checkpoint, and record steps again."""
+def end_moves(runner: RankWithExperts, begun: bool) -> None:
+    """Begin to count again. If moves have ``begun``, on this rank or on another one, close the
+    checkpoint and record steps again: ranks record together (:func:`all_record`)."""
     for share in shares_of(runner.model).values():
         share.routing.load.zero_()  # on all ranks: they assign rows to copies by it
-    if runner.moving is None:
+    if not begun:
         return
-    runner.moving.close()
-    runner.moving = None
+    if runner.moving is not None:
+        runner.moving.close()
+        runner.moving = None
     if runner.records:
         runner.record()
     release_free_memory()
