@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,12 @@ import psutil
 import pytest
 
 from sdk import LLM, AlignmentError, EngineDeadError, RequestError, SamplingParams, UnsupportedError
+from sdk.config import EngineConfig
 from sdk.engine.plan import StepPlan
+from sdk.memory.files import open_model
+from sdk.memory.resolve import model_config
+from sdk.memory.stages import stage_layers
+from sdk.memory.weights import costs
 from sdk.testing import tiny_adapter, tiny_model
 
 PROMPTS = [[5, 9, 30, 31, 200, 17, 8, 8, 1, 4], [44, 8], [7, 7, 7], [3, 1, 4, 1, 5, 9, 2, 6, 5] * 5]
@@ -327,6 +333,16 @@ def test_the_plan_counts_every_stage(tiny_path: Path) -> None:
     assert two.page_bytes == one.page_bytes and two.weights == one.weights
     link = 2 * tokens * hidden * 4
     assert two.workspace - one.workspace > link
+
+
+def test_the_last_stage_has_fewer_layers_because_it_has_the_head(golden: Path) -> None:
+    config = EngineConfig(model=str(golden / "arch-gemma3" / "hf"), pipeline_parallel_size=2)
+    with closing(open_model(config)) as checkpoint:
+        model = model_config(config, checkpoint)
+        layers, head = costs(config, checkpoint, model)
+        first, last = stage_layers(config, checkpoint, model)
+    assert len(layers) == 6 and max(layers) < 1.1 * min(layers) and head > 0
+    assert [*first, *last] == list(range(6)) and len(first) > len(last)
 
 
 def test_options_that_stages_do_not_support_are_named(tiny_path: Path, tmp_path: Path) -> None:
