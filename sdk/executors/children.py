@@ -20,7 +20,7 @@ from abc import ABC, abstractmethod
 from dataclasses import replace
 from multiprocessing import spawn
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from sdk.errors import EngineDeadError
 from sdk.executors.channel import Channel, pack
@@ -169,7 +169,7 @@ class Child(Worker):
 
     def how_it_ended(self, lost: ChildLost) -> EngineDeadError | None:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            how = _exit_text(self.process.wait(1.0))
+            how = exit_text(self.process.wait(1.0))
             return EngineDeadError(f"{self} {how}{self._stderr_text()}")
         return None
 
@@ -182,10 +182,7 @@ class Child(Worker):
         return super().why_silent()
 
     def _stderr_text(self) -> str:
-        size = os.fstat(self._stderr.fileno()).st_size
-        data = os.pread(self._stderr.fileno(), _STDERR_BYTES, max(size - _STDERR_BYTES, 0))
-        lines = data.decode("utf-8", "replace").splitlines()[-_STDERR_LINES:]
-        return "\nits last messages:\n  " + "\n  ".join(lines) if lines else ""
+        return last_messages(self._stderr)
 
     def wait(self, seconds: float) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -338,7 +335,15 @@ def _is_stopped(pid: int) -> bool:
     return status.rpartition(")")[2].split()[:1] == ["T"]
 
 
-def _exit_text(code: int) -> str:
+def last_messages(stderr: IO[bytes]) -> str:
+    """The end of what a process wrote to its standard error, as lines of an error message."""
+    size = os.fstat(stderr.fileno()).st_size
+    data = os.pread(stderr.fileno(), _STDERR_BYTES, max(size - _STDERR_BYTES, 0))
+    lines = data.decode("utf-8", "replace").splitlines()[-_STDERR_LINES:]
+    return "\nits last messages:\n  " + "\n  ".join(lines) if lines else ""
+
+
+def exit_text(code: int) -> str:
     if code >= 0:
         return f"ended with exit code {code}"
     try:

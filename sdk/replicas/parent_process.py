@@ -10,11 +10,10 @@ import tempfile
 from multiprocessing import spawn
 
 from sdk.errors import EngineDeadError
-from sdk.executors.children import import_path
+from sdk.executors.children import import_path, last_messages
 from sdk.replicas.connection import Connection
 from sdk.replicas.messages import Fork, Load, Role
 
-_STDERR_LINES, _STDERR_BYTES = 20, 4096
 #: Seconds in which the parent and its replicas end by themselves.
 _PATIENCE_S = 5.0
 _BOOT = """\
@@ -81,10 +80,7 @@ class ParentProcess:
 
     def last_words(self) -> str:
         """The end of what the parent and the replicas wrote to their standard error."""
-        size = os.fstat(self._stderr.fileno()).st_size
-        data = os.pread(self._stderr.fileno(), _STDERR_BYTES, max(size - _STDERR_BYTES, 0))
-        lines = data.decode("utf-8", "replace").splitlines()[-_STDERR_LINES:]
-        return "\nits last messages:\n  " + "\n  ".join(lines) if lines else ""
+        return last_messages(self._stderr)
 
     def close(self, patience_s: float = _PATIENCE_S) -> None:
         """End the process and with it all replicas. Idempotent."""
@@ -96,14 +92,3 @@ class ParentProcess:
             self._process.wait(_PATIENCE_S)
         self._descriptors.close()
         self._stderr.close()
-
-
-def describe(code: int) -> str:
-    """How a process ended."""
-    if code < 0:
-        import signal
-
-        with contextlib.suppress(ValueError):
-            return f"was killed ({signal.Signals(-code).name})"
-        return f"was killed (signal {-code})"
-    return f"ended with exit code {code}"

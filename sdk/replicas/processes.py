@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from sdk.errors import EngineDeadError
+from sdk.executors.children import exit_text
 from sdk.replicas.connection import Connection
 from sdk.replicas.messages import (
     Answer,
@@ -34,7 +35,7 @@ from sdk.replicas.messages import (
     Stop,
     Update,
 )
-from sdk.replicas.parent_process import ParentProcess, describe
+from sdk.replicas.parent_process import ParentProcess
 
 logger = logging.getLogger("sdk")
 
@@ -268,7 +269,7 @@ class ReplicaProcesses:
                 case Ended(launch, code):
                     for one in self.replicas:
                         if one.launch == launch:
-                            self._lost(one, f"{describe(code)}{parent.last_words()}")
+                            self._lost(one, f"{exit_text(code)}{parent.last_words()}")
 
     def _parent_lost(self, parent: ParentProcess) -> None:
         """The parent has ended, and the kernel has killed all replicas with it."""

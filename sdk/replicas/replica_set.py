@@ -8,12 +8,10 @@ left out (``replay.py``). A lost replica is replaced (``processes.py``).
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import os
 import random
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -44,7 +42,7 @@ from sdk.replicas.replay import Progress
 from sdk.replicas.routing import Routed, Router
 from sdk.requests.driver import check_process
 from sdk.requests.job import Job, OutputSink
-from sdk.requests.loop_inbox import LoopInbox
+from sdk.requests.loop_inbox import LoopInbox, LoopInboxes
 from sdk.requests.prompts import Prompt
 from sdk.requests.queue_limit import Place, QueueLimit
 
@@ -114,9 +112,7 @@ class ReplicaSet:
         self._closed = False
         self._asleep = ""
         self._owner = os.getpid()
-        self._inboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopInbox] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._inboxes = LoopInboxes()
         self._limit: QueueLimit | None = None
         count = config.data_parallel_size
         if config.max_waiting is not None:
@@ -132,12 +128,7 @@ class ReplicaSet:
 
     def loop_inbox(self) -> LoopInbox:
         """See :class:`sdk.requests.job.JobDriver`."""
-        loop = asyncio.get_running_loop()
-        with self._lock:
-            found = self._inboxes.get(loop)
-            if found is None:
-                found = self._inboxes[loop] = LoopInbox(loop)
-            return found
+        return self._inboxes.current()
 
     def check_usable(self, *, asleep: bool = False) -> None:
         """See :class:`sdk.requests.job.JobDriver`."""

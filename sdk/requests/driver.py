@@ -9,12 +9,10 @@ most.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
@@ -38,7 +36,7 @@ from sdk.params import SamplingParams
 from sdk.quant.safe_repr import safe_repr
 from sdk.requests.estimates import estimate
 from sdk.requests.job import Job, OutputSink
-from sdk.requests.loop_inbox import LoopInbox
+from sdk.requests.loop_inbox import LoopInbox, LoopInboxes
 from sdk.requests.prompts import Prompt
 from sdk.requests.queue_limit import Place, QueueLimit
 from sdk.requests.step_sizes import StepSizes
@@ -118,18 +116,11 @@ class Driver:
         self.tap: Callable[[Sequence[Job], OutputSink], OutputSink] | None = None
         self._asleep = ""  # why requests are rejected for now
         self._owner = os.getpid()
-        self._inboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopInbox] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._inboxes = LoopInboxes()
 
     def loop_inbox(self) -> LoopInbox:
         """Where outputs for the running event loop go."""
-        loop = asyncio.get_running_loop()
-        with self._lock:
-            found = self._inboxes.get(loop)
-            if found is None:
-                found = self._inboxes[loop] = LoopInbox(loop)
-            return found
+        return self._inboxes.current()
 
     def check_usable(self, *, asleep: bool = False) -> None:
         """:raises EngineClosedError: after ``close`` or in a forked child.

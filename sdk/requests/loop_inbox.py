@@ -7,6 +7,7 @@ step would make 32.
 from __future__ import annotations
 
 import asyncio
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -53,3 +54,22 @@ class LoopInbox:
         while items:
             put, item = items.popleft()
             put(item)
+
+
+class LoopInboxes:
+    """One inbox for each event loop, for callers on any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopInbox] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def current(self) -> LoopInbox:
+        """That of the running loop."""
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            found = self._inboxes.get(loop)
+            if found is None:
+                found = self._inboxes[loop] = LoopInbox(loop)
+            return found

@@ -1,0 +1,203 @@
+"""Measurements of replicas on a quiet machine: ``python -m tests.replicas.measure PART [MODEL]``.
+
+``lost``: how long answers and a new replica take after one was killed. ``routing``: times to the
+first token with routing by state, by requests, and in turn, on the same requests. ``apart``: times
+between the tokens of running requests while long prompts come, with one engine, two replicas, and
+one of two that computes the prompts. ``simulated``: times to the first token of two replicas next
+to those that the simulator predicts from step costs measured just before.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import sdk
+from sdk import LLM, SamplingParams
+from sdk.simulation.cluster import Scenario, Simulation
+from sdk.simulation.measure import measure_costs
+from sdk.simulation.results import deviation, percentile
+from sdk.simulation.traces import TraceEntry, TraceWorkload
+
+ROUNDS = 3
+#: The most tokens of an engine's step: a long prompt is computed in parts of so many.
+STEP = 256
+
+
+def ids(seed: int, length: int) -> list[int]:
+    drawn = random.Random(seed)
+    return [drawn.randrange(100, 40000) for _ in range(length)]
+
+
+def open_llm(model: Path, **options: Any) -> LLM:
+    return LLM(
+        model,
+        max_model_len=4096,
+        num_threads=2,
+        max_num_batched_tokens=STEP,
+        kv_cache_memory_bytes="2GiB",
+        **options,
+    )
+
+
+def lost(model: Path) -> None:
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    prompts = [{"prompt_token_ids": ids(seed, 64)} for seed in range(8)]
+    with open_llm(model, data_parallel_size=2) as llm:
+        for _ in range(ROUNDS):
+            begin = time.monotonic()
+            expected = llm.generate(prompts, params, use_tqdm=False)
+            undisturbed = time.monotonic() - begin
+            found: list[Any] = []
+            thread = threading.Thread(
+                target=lambda f=found: f.append(llm.generate(prompts, params, use_tqdm=False))
+            )
+            begin = time.monotonic()
+            thread.start()
+            time.sleep(undisturbed / 3)
+            killed = time.monotonic()
+            os.kill(llm._driver.processes.replicas[0].pid, signal.SIGKILL)
+            while llm._driver.processes.num_ready == 2:
+                time.sleep(0.001)
+            noticed = time.monotonic()
+            while llm._driver.processes.num_ready < 2:
+                time.sleep(0.001)
+            ready = time.monotonic()
+            thread.join()
+            same = [o.outputs[0].token_ids for o in found[0]] == [
+                o.outputs[0].token_ids for o in expected
+            ]
+            print(
+                f"all answers {time.monotonic() - begin:.2f} s (undisturbed {undisturbed:.2f} s), "
+                f"noticed {noticed - killed:.2f} s after the kill, new replica ready after "
+                f"{ready - killed:.2f} s, same tokens: {same}"
+            )
+
+
+def mixed(seed: int, count: int, seconds: float) -> list[TraceEntry]:
+    """Chats with one of four system prompts, and one document in ten."""
+    drawn, entries = random.Random(seed), []
+    for number in range(count):
+        arrival = drawn.random() * seconds
+        if drawn.random() < 0.1:
+            prompt = tuple(ids(1000 + number, 2000))
+        else:
+            system = ids(drawn.randrange(4), 400)
+            prompt = (*system, *ids(2000 + number, drawn.randrange(20, 100)))
+        entries.append(TraceEntry(arrival, len(prompt), drawn.randrange(20, 80), prompt))
+    return sorted(entries)
+
+
+def first_tokens(llm: LLM, entries: Sequence[TraceEntry]) -> list[float]:
+    """Send each request at its time; the seconds until its first token."""
+    names, begin, found = {}, time.monotonic(), {}
+    waiting = list(entries)
+    while waiting or llm.has_unfinished_requests:
+        now = time.monotonic() - begin
+        while waiting and waiting[0].arrival <= now:
+            entry = waiting.pop(0)
+            params = SamplingParams(temperature=0, max_tokens=entry.answer, ignore_eos=True)
+            [name] = llm.enqueue([{"prompt_token_ids": list(entry.prompt)}], params)
+            names[name] = entry.arrival
+        for output in llm.pump(5):
+            if output.request_id not in found and output.outputs[0].token_ids:
+                found[output.request_id] = time.monotonic() - begin - names[output.request_id]
+        if not llm.has_unfinished_requests and waiting:
+            time.sleep(min(max(waiting[0].arrival - (time.monotonic() - begin), 0), 0.005))
+    return [found[name] for name in names]
+
+
+def routing(model: Path) -> None:
+    for round_ in range(ROUNDS):
+        entries = mixed(round_, 60, 30.0)
+        for policy in ("state", "requests", "round_robin"):
+            with open_llm(model, data_parallel_size=2, replica_routing=policy) as llm:
+                llm.generate([{"prompt_token_ids": ids(9, 300)}] * 4, use_tqdm=False)
+                times = first_tokens(llm, entries)
+                hits = llm.get_metrics()["num_prompt_tokens_cached"]
+            chats = [t for t, entry in zip(times, entries, strict=True) if entry.length < 1000]
+            print(
+                f"{policy:12} all: p50 {percentile(times, 50):.3f} p99 {percentile(times, 99):.3f}"
+                f"  chats: p50 {percentile(chats, 50):.3f} p99 {percentile(chats, 99):.3f}"
+                f"  cached tokens {hits:.0f}",
+                flush=True,
+            )
+
+
+def gaps(llm: LLM, prompts: int) -> list[float]:
+    """Seconds between the tokens of four running requests while ``prompts`` long prompts come."""
+    params = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
+    running = llm.enqueue([{"prompt_token_ids": ids(seed, 32)} for seed in range(4)], params)
+    last: dict[str, float] = {}
+    found: list[float] = []
+    sent, begin = 0, time.monotonic()
+    while running and llm.has_unfinished_requests:
+        if sent < prompts and len(last) == 4 and time.monotonic() - begin > 0.5 * (sent + 1):
+            one = params.clone(max_tokens=2)
+            llm.enqueue([{"prompt_token_ids": ids(5000 + sent, 2000)}], one)
+            sent += 1
+        for output in llm.step():
+            if output.request_id in running:
+                now = time.monotonic()
+                if output.request_id in last and output.outputs[0].token_ids:
+                    found.append(now - last[output.request_id])
+                last[output.request_id] = now
+                if output.finished:
+                    running.remove(output.request_id)
+    while llm.has_unfinished_requests:
+        llm.step()
+    return found
+
+
+def apart(model: Path) -> None:
+    ways: dict[str, dict[str, Any]] = {
+        "one engine": {},
+        "two replicas": {"data_parallel_size": 2},
+        "prompts apart": {"data_parallel_size": 2, "prefill_replicas": 1},
+    }
+    for name, options in ways.items():
+        ratios = []
+        with open_llm(model, **options) as llm:
+            gaps(llm, 1)
+            for _ in range(ROUNDS):
+                idle, busy = gaps(llm, 0), gaps(llm, 3)
+                pair = percentile(idle, 99), percentile(busy, 99)
+                ratios.append(pair[1] / pair[0])
+                print(f"{name}: p99 {1e3 * pair[0]:.1f} -> {1e3 * pair[1]:.1f} ms", flush=True)
+            handed = llm.get_metrics().get("num_hand_overs", 0)
+        print(f"{name}: median ratio {statistics.median(ratios):.2f}, {handed:.0f} hand-overs")
+
+
+def simulated(model: Path) -> None:
+    costs = measure_costs(
+        str(model),
+        lambda text: None,
+        max_model_len=4096,
+        max_num_batched_tokens=STEP,
+        max_num_seqs=64,
+        num_threads=1,
+        kv_cache_memory_bytes="1GiB",
+    )
+    for round_ in range(ROUNDS):
+        entries = mixed(100 + round_, 40, 30.0)
+        with open_llm(model, data_parallel_size=2) as llm:
+            llm.generate([{"prompt_token_ids": ids(9, 300)}] * 4, use_tqdm=False)
+            real = first_tokens(llm, entries)
+        found = Simulation(Scenario(replicas=2, costs=costs), TraceWorkload(entries, 4096)).run()
+        print({p: (percentile(real, p), percentile(found.all.ttft, p)) for p in (50, 90, 99)})
+        print({name: round(value, 3) for name, value in deviation(found.all.ttft, real).items()})
+
+
+PARTS = {"lost": lost, "routing": routing, "apart": apart, "simulated": simulated}
+
+if __name__ == "__main__":
+    path = Path(sys.argv[2]) if len(sys.argv) > 2 else sdk.demo_model()
+    PARTS[sys.argv[1]](path)
