@@ -84,9 +84,10 @@ class Ended(NamedTuple):
 
 
 class Add(NamedTuple):
-    """New requests, each from :func:`packed_job`."""
+    """A new request, from :func:`packed_job`."""
 
-    jobs: tuple[bytes, ...]
+    request_id: str
+    job: bytes
 
 
 class Prefill(NamedTuple):
@@ -94,6 +95,7 @@ class Prefill(NamedTuple):
     :class:`Prefilled`. ``number``: of this attempt."""
 
     number: int
+    request_id: str
     job: bytes  # from packed_job
     destination: str
 

@@ -13,14 +13,14 @@ import select
 import socket
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from sdk.engine.engine import Output
-from sdk.errors import EngineClosedError, EngineDeadError, SdkError
+from sdk.errors import EngineClosedError, EngineDeadError, RequestError, SdkError
 from sdk.executors.channel import Channel, pack
 from sdk.llm import LLM
 from sdk.loading.load import Loaded
@@ -119,14 +119,13 @@ class Replica:
     def _take(self, message: Any) -> bool:
         """Act on a message. False: it was the last one."""
         match message:
-            case Add(packed):
-                self._received += len(packed)
-                jobs: list[PlainJob] = [pickle.loads(data) for data in packed]
-                slow = any(one.job.params.structure or one.lora for one in jobs)
-                if slow:
-                    self._worker.submit(self._add, jobs)
-                else:
-                    self._add(jobs)
+            case Add():
+                self._received += 1
+                plain = self._unpacked(message)
+                if plain is not None and (plain.job.params.structure or plain.lora):
+                    self._worker.submit(self._add, plain)
+                elif plain is not None:
+                    self._add(plain)
             case Prefill():
                 self._received += 1
                 self._worker.submit(self._prefill, message)
@@ -140,20 +139,33 @@ class Replica:
                 return False
         return True
 
-    def _add(self, jobs: Sequence[PlainJob]) -> None:
-        for plain in jobs:
-            try:
-                self._driver.submit([self._compiled(plain)], self, run=False)
-            except Exception as error:
-                self.fail(plain.job.request_id, error)
+    def _unpacked(self, message: Add) -> PlainJob | None:
+        """The request; ``None``: it was refused."""
+        try:
+            plain: PlainJob = pickle.loads(message.job)
+        except Exception as error:
+            refused = RequestError(
+                "with data_parallel_size > 1 requests run in other processes, which cannot import "
+                f"a part of the sampling parameters ({type(error).__name__}: {error}); put "
+                "functions such as logits_processors into a module that can be imported"
+            )
+            self.fail(message.request_id, refused)
+            return None
+        return plain
+
+    def _add(self, plain: PlainJob) -> None:
+        try:
+            self._driver.submit([self._compiled(plain)], self, run=False)
+        except Exception as error:
+            self.fail(plain.job.request_id, error)
         self._wake()
 
     def _prefill(self, message: Prefill) -> None:
         """Run a prompt and hand it over while it runs. Its only token is not used."""
-        plain: PlainJob = pickle.loads(message.job)
-        job, number = plain.job, message.number
-        name = job.request_id
+        number, name = message.number, message.request_id
         try:
+            plain: PlainJob = pickle.loads(message.job)
+            job = plain.job
             assert self._sender is not None
             adapter = None if plain.lora is None else self._calls.adapter(plain.lora)
             params = _ONE.clone(tenant=job.params.tenant, priority=job.params.priority)

@@ -51,6 +51,8 @@ _LEAST_HANDED_OVER = 64
 #: A request that was on so many replicas when they were lost is not tried again: it may be the
 #: reason.
 _MOST_RUNS = 3
+#: How long a call waits for a replica if none runs.
+_PATIENCE_S = 30.0
 _CLOSED = "this LLM was closed"
 
 
@@ -107,6 +109,8 @@ class ReplicaSet:
         self._homeless: list[_Request] = []  # no replica is ready for them
         self._delivered: list[Output] = []  # since the last step()
         self._calls: dict[int, tuple[int, _Waiting]] = {}  # with the replica that runs it
+        #: Calls that every replica must have had, in order: a new one gets them first.
+        self._standing: dict[Any, tuple[str, str, tuple[Any, ...]]] = {}
         self._numbers = itertools.count()
         self._failure: EngineDeadError | None = None
         self._closed = False
@@ -206,7 +210,8 @@ class ReplicaSet:
             request.attempt = next(self._numbers)
             address = self._addresses[request.replica]
             assert address is not None
-            message = Prefill(request.attempt, request.data, address)
+            name = request.job.request_id
+            message = Prefill(request.attempt, name, request.data, address)
             self.processes.send(request.prefill, message)
         else:
             self._start(request)
@@ -226,9 +231,10 @@ class ReplicaSet:
 
     def _start(self, request: _Request) -> None:
         """Let its replica run a request."""
-        self.processes.send(request.replica, Add((request.data,)))
+        name = request.job.request_id
+        self.processes.send(request.replica, Add(name, request.data))
         if request.aborted:
-            self.processes.send(request.replica, Abort((request.job.request_id,)))
+            self.processes.send(request.replica, Abort((name,)))
 
     def _end_prefill(self, request: _Request) -> None:
         """Nobody waits for the hand-over of its prompt any more."""
@@ -283,7 +289,7 @@ class ReplicaSet:
 
     def set_tenant_weight(self, tenant: str | None, weight: float) -> None:
         """See :meth:`sdk.LLM.set_tenant_weight`."""
-        self.call_all("", "set_tenant_weight", tenant, weight)
+        self.call_always(("weight", tenant), "", "set_tenant_weight", tenant, weight)
 
     def estimate(self, prompt: Prompt, params: SamplingParams, priority: int | None) -> Estimate:
         """See :meth:`sdk.LLM.estimate`: the earliest of all replicas."""
@@ -303,9 +309,30 @@ class ReplicaSet:
         prompts, answers = self.alive()
         return self.call_each([*prompts, *answers], part, method, *args)
 
-    def alive(self) -> tuple[list[int], list[int]]:
-        """The replicas that run: those that compute only prompts, and the others."""
+    @property
+    def _is_over(self) -> bool:
+        return self._closed or self._failure is not None
+
+    def call_always(self, key: Any, part: str, method: str, *args: Any) -> list[Any]:
+        """:meth:`call_all`, and the same in every replica that starts later, until
+        :meth:`call_no_more` with this key.
+        """
+        found = self.call_all(part, method, *args)
         with self._lock:
+            self._standing.pop(key, None)
+            self._standing[key] = part, method, args
+        return found
+
+    def call_no_more(self, key: Any) -> None:
+        """See :meth:`call_always`. Unknown keys are ignored."""
+        with self._lock:
+            self._standing.pop(key, None)
+
+    def alive(self) -> tuple[list[int], list[int]]:
+        """The replicas that run: those that compute only prompts, and the others. If there is none,
+        waits for a while: a lost one is replaced."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_over or self._router.alive, _PATIENCE_S)
             return self._prefill_router.replicas, self._router.replicas
 
     def call_each(self, replicas: Sequence[int], part: str, method: str, *args: Any) -> list[Any]:
@@ -356,6 +383,9 @@ class ReplicaSet:
         with self._lock:
             self.warnings = message.warnings
             self._addresses[number] = message.address
+            for part, method, args in self._standing.values():
+                self.processes.send(number, Call(next(self._numbers), part, method, args))
+            self._changed.notify_all()
             if number < self._num_prefill:
                 self._prefill_router.joined(number)
                 return

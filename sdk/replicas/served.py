@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from os import PathLike
 from typing import Any
@@ -62,9 +61,8 @@ class ServedReplicas:
         with reporting("load", "B", config.on_progress) as report:
             own = replica_config(config, memory)
             self.driver = ReplicaSet(config, own, threads_of(config), report)
-        call = self.driver.call_all
         self.adapters = Adapters(
-            self._open_adapter if config.enable_lora else None, _Residency(call)
+            self._open_adapter if config.enable_lora else None, _Residency(self.driver)
         )
         self.monitoring = _Monitoring(self.driver)
 
@@ -114,23 +112,22 @@ def _read_elsewhere() -> Any:
     raise RequestError("an adapter of replicas is read by them")
 
 
-_CallAll = Callable[..., list[Any]]
-
-
 class _Residency:
     """See :class:`sdk.requests.adapters.Residency`."""
 
-    def __init__(self, call: _CallAll) -> None:
-        self._call = call
+    def __init__(self, replicas: ReplicaSet) -> None:
+        self._replicas = replicas
 
     def load(self, adapter: KnownAdapter, *, pin: bool) -> None:
-        self._call("calls", "load_adapter", adapter.lora_request, pin)
+        key = "adapter", adapter.name
+        self._replicas.call_always(key, "calls", "load_adapter", adapter.lora_request, pin)
 
     def remove(self, adapter: KnownAdapter) -> None:
-        self._call("", "remove_lora", adapter.name)
+        self._replicas.call_no_more(("adapter", adapter.name))
+        self._replicas.call_all("", "remove_lora", adapter.name)
 
     def state(self, adapter: KnownAdapter) -> tuple[bool, bool, int]:
-        states = self._call("calls", "adapter_state", adapter.name)
+        states = self._replicas.call_all("calls", "adapter_state", adapter.name)
         return any(s[0] for s in states), any(s[1] for s in states), sum(s[2] for s in states)
 
 
@@ -162,7 +159,7 @@ class _Monitoring:
         return replace(found, metrics={**found.metrics, **counts})
 
     def set_slo(self, slo: SLO | str | None) -> None:
-        self._replicas.call_all("", "set_slo", slo)
+        self._replicas.call_always("slo", "", "set_slo", slo)
 
     def list_requests(self) -> list[RequestInfo]:
         found = [one for part in self._replicas.call_all("", "list_requests") for one in part]
@@ -196,18 +193,31 @@ class _Prefixes:
     def restore(
         self, source: Snapshot | str | PathLike[str], salt: str | None, *, pin: bool
     ) -> int:
-        found: list[int] = self._replicas.call_all("calls", "restore", source, salt, pin)
-        return min(found)
+        call = "calls", "restore", source, salt, pin
+        if not pin:
+            found: list[int] = self._replicas.call_all(*call)
+            return min(found)
+        snapshot = source if isinstance(source, Snapshot) else Snapshot.load(source)
+        key = "pin", tuple(snapshot.token_ids), salt, None
+        return int(min(self._replicas.call_always(key, *call)))
 
     def pin(self, prompt: Prompt) -> int:
-        found: list[int] = self._replicas.call_all("calls", "pin", *_without_adapter(prompt))
+        args = _without_adapter(prompt)
+        found: list[int] = self._replicas.call_always(_pin(prompt), "calls", "pin", *args)
         return min(found)
 
     def unpin(self, prompt: Prompt) -> bool:
+        self._replicas.call_no_more(_pin(prompt))
         return any(self._replicas.call_all("calls", "unpin", *_without_adapter(prompt)))
 
     def forget(self) -> bool:
         return all(self._replicas.call_all("_prefixes", "forget"))
+
+
+def _pin(prompt: Prompt) -> Any:
+    """The key of a pin."""
+    adapter = None if prompt.adapter is None else prompt.adapter.key
+    return "pin", prompt.token_ids, prompt.cache_salt, adapter
 
 
 def _without_adapter(prompt: Prompt) -> tuple[Prompt, LoRARequest | None]:
@@ -239,16 +249,17 @@ class _Memory:
                 f"resize: {budget} bytes leave no room for {plan.replicas} replicas, which take "
                 f"{plan.total - plan.replicas * plan.kv_cache} without their KV caches"
             )
-        found: list[MemoryPlan] = self._replicas.call_all("", "resize", own)
+        found: list[MemoryPlan] = self._replicas.call_always("resize", "", "resize", own)
         self.plan = replace(plan, budget=budget, num_pages=min(one.num_pages for one in found))
         return self.plan
 
     def sleep(self, level: int) -> None:
         if self._replicas.has_work:
             raise RequestError("sleep: requests are unfinished: wait for them or abort() them")
-        self._replicas.call_all("", "sleep", level)
+        self._replicas.call_always("sleep", "", "sleep", level)
         self._replicas.sleep(f"this LLM sleeps (level {level}): call wake_up() first")
 
     def wake_up(self) -> None:
+        self._replicas.call_no_more("sleep")
         self._replicas.call_all("", "wake_up")
         self._replicas.sleep("")

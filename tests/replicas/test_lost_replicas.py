@@ -137,6 +137,44 @@ def test_a_request_that_takes_replicas_with_it_is_given_up(llm: LLM) -> None:
     assert "replicas were lost" in str(error)
 
 
+def test_a_new_replica_gets_pins_and_settings(tiny_path: Path, one: LLM) -> None:
+    options = {"scheduling_policy": "fair", "max_model_len": 128, "data_parallel_size": 2}
+    prompt = "a long beginning that many requests have in common, kept for them all " * 2
+    other = "another beginning, as long as the first one, restored from a snapshot"
+    with LLM(tiny_path, **options) as llm:
+        llm.set_tenant_weight("a", 4.0)
+        llm.set_slo("ttft=1")
+        llm.pin(prompt)
+        llm.restore(one.snapshot(other), pin=True)
+        before = llm._driver.call_all("", "get_metrics")
+        for victim in replicas(llm):
+            hurt(victim.pid)
+        wait_for(lambda: llm._driver.processes.num_replaced == 2, "replacements")
+        wait_for(lambda: llm._driver.processes.num_ready == 2, "new replicas")
+        wait_for(
+            lambda: (
+                [part["num_pages_pinned"] for part in llm._driver.call_all("", "get_metrics")]
+                == [part["num_pages_pinned"] for part in before]
+            ),
+            "the pins",
+        )
+        assert llm.stats().slo is not None
+        assert llm.unpin(prompt)
+        llm.sleep(1)
+        hurt(replicas(llm)[0].pid)
+        wait_for(lambda: llm._driver.processes.num_replaced == 3, "a replacement")
+        wait_for(lambda: llm._driver.processes.num_ready == 2, "a new replica")
+        llm.wake_up()
+        assert tokens(llm.generate(PROMPTS, LONG)) == tokens(one.generate(PROMPTS, LONG))
+
+
+def test_numbers_wait_for_a_replica(llm: LLM) -> None:
+    for victim in replicas(llm):
+        hurt(victim.pid)
+    wait_for(lambda: llm._driver.processes.num_ready == 0, "no replica")
+    assert llm.get_metrics()["num_replicas"] >= 1
+
+
 def test_close_while_a_replica_is_stopped_leaves_nothing(tiny_path: Path) -> None:
     before = children()
     llm = LLM(tiny_path, max_model_len=128, data_parallel_size=2)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
+import types
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +116,14 @@ def test_bad_requests_are_refused_and_others_go_on(two: LLM) -> None:
         two.generate("x", SamplingParams(temperature=-1))
     with pytest.raises(RequestError, match="must be picklable"):
         two.generate("x", SamplingParams(logits_processors=[lambda ids, logits: logits]))
+    elsewhere = types.ModuleType("only_in_this_process")
+    exec("def keep(ids, logits): return logits", elsewhere.__dict__)
+    sys.modules[elsewhere.__name__] = elsewhere
+    try:
+        with pytest.raises(RequestError, match=r"cannot import .*ModuleNotFoundError.*only_in"):
+            two.generate("x", SamplingParams(logits_processors=[elsewhere.keep]))
+    finally:
+        del sys.modules[elsewhere.__name__]
     with pytest.raises(RequestError, match="other processes; trace the same"):
         two.trace("trace.json")
     with pytest.raises(RequestError, match="data_parallel_size=1"):
