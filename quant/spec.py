@@ -225,6 +225,11 @@ class KVSpec:
         k, v = KVTypes.parse(self.dtype).of_layer(layer)
         return self._part(k, 0), self._part(v, 1)
 
+    @property
+    def key_type(self) -> KVType:
+        """Of the keys, except in layers that are kept in another type."""
+        return KV_TYPES[KVTypes.parse(self.dtype).k]
+
     def _part(self, kind: KVType, side: int) -> KVPart:
         groups = kind.scales_per_head(self.head_dim, side)
         slots = self.kv_heads * self.page_size

@@ -30,13 +30,13 @@ class NativeRuntime:
             raise KernelError(library)
         if level is not None and level not in levels():
             raise KernelError(f"SIMD level: expected one of {levels()}, found {level!r}")
-        self.pack = library.embedlm_pack
-        self.unpack = library.embedlm_unpack
         self.library = library
-        self.recording: Program | None = None
-        self._run = library.embedlm_run
         self.handle = self._open(num_threads, level)
         self.level = LEVELS[library.embedlm_runtime_level(self.handle)]
+        self.pack = library.embedlm_pack
+        self.unpack = library.embedlm_unpack
+        self.recording: Program | None = None
+        self._run = library.embedlm_run
 
     def _open(self, num_threads: int, level: str | None) -> int:
         index = -1 if level is None else LEVELS.index(level)

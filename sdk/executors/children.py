@@ -148,6 +148,9 @@ class Child(Worker):
             theirs.close()
         self._channel = Channel(ours)
 
+    def __str__(self) -> str:
+        return self.name
+
     def send(self, message: bytes, limit_s: float) -> None:
         try:
             self._channel.send(message, limit_s)

@@ -63,6 +63,7 @@ if TYPE_CHECKING:  # these import torch
 
 _PAGE_SIZE = 16
 _ANSWER = "This is the answer of a fake model."
+_NO_EXPERTS = "a fake model has no experts"
 
 
 def _limits(config: EngineConfig, max_model_len: int) -> SchedulerConfig:
@@ -484,6 +485,14 @@ class FakeLLM:
     def set_slo(self, slo: SLO | str | None) -> None:
         """See :meth:`sdk.LLM.set_slo`."""
         self._monitoring.set_slo(slo)
+
+    def expert_load(self) -> dict[int, list[int]]:
+        """:raises RequestError: always; there are no experts."""
+        raise RequestError(_NO_EXPERTS)
+
+    def rebalance_experts(self) -> int:
+        """:raises RequestError: always; there are no experts."""
+        raise RequestError(_NO_EXPERTS)
 
     def list_requests(self) -> list[RequestInfo]:
         """See :meth:`sdk.LLM.list_requests`."""

@@ -237,7 +237,9 @@ def test_the_engine_s_gpu_is_current_in_whichever_thread_works_for_it(
     loaded = loading.load
 
     def load(config: EngineConfig, *rest: Any) -> Any:
-        return replace(loaded(config, *rest), runner_device="cuda:1")
+        found = loaded(config, *rest)
+        runner_config = replace(found.facts.runner_config, device="cuda:1")
+        return replace(found, facts=replace(found.facts, runner_config=runner_config))
 
     monkeypatch.setattr("sdk.llm.load", load)
     with LLM(tiny_path, max_model_len=64) as llm:

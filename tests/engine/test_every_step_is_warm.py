@@ -23,7 +23,9 @@ def test_after_warming_no_graph_is_captured_while_something_is_timed(golden: Pat
         runner.record()
         graphs = runner.strategy
         config = runner.model.config
-        loaded: Any = SimpleNamespace(engine=engine, runner=runner, model_config=config)
+        loaded: Any = SimpleNamespace(
+            engine=engine, runner=runner, facts=SimpleNamespace(model_config=config)
+        )
         warm(bench_card, loaded, REQUESTS)
         assert graphs.decodes is not None and graphs.pieces is not None
         decoded = {size for size, *_ in graphs.decodes.graphs.captured.sizes}

@@ -77,7 +77,7 @@ def hosts(remote: ModuleType, module_hosts: dict) -> Hosts:
 @pytest.fixture
 def started(remote: ModuleType, hosts: Hosts) -> Iterator[Callable[..., ProcessExecutor]]:
     """Starts executors with the given faults; nothing of them is left after the test."""
-    threads = threading.active_count()
+    threads, before = threading.active_count(), threading.enumerate()
     executors = []
 
     def start(faults=None, size: int = 2, **options) -> ProcessExecutor:
@@ -91,8 +91,8 @@ def started(remote: ModuleType, hosts: Hosts) -> Iterator[Callable[..., ProcessE
     yield start
     for executor, _ in executors:
         executor.close()
-    left = [thread.name for thread in threading.enumerate() if thread.name.startswith("sdk-")]
-    assert left == []
+    left = [thread.name for thread in threading.enumerate() if thread not in before]
+    assert [name for name in left if name.startswith("sdk-")] == []
     listening = [c for c in psutil.Process().net_connections("inet") if c.status != "TIME_WAIT"]
     assert listening == []
 

@@ -196,6 +196,7 @@ def test_with_few_descriptors_nothing_is_left_behind(model: Path, tmp_path: Path
     code = """
         import resource, tempfile
         from sdk import SdkError
+        from sdk.executors.grid import Grid
         from sdk.executors.children import Children
         tempfile.tempdir = sys.argv[2]
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -217,7 +218,7 @@ def test_with_few_descriptors_nothing_is_left_behind(model: Path, tmp_path: Path
         def workers():
             children = Children()
             try:
-                children.spawn(2)
+                children.spawn(Grid(2))
             finally:
                 children.stop(0.0)
         def load():

@@ -36,7 +36,7 @@ def test_without_a_connection_to_ray_an_llm_says_what_to_call(tiny: Path) -> Non
 def test_one_rank_needs_no_ray_and_uni_is_one_rank(tiny: Path) -> None:
     with LLM(tiny, distributed_executor_backend="ray", max_model_len=256) as llm:
         assert len(llm.generate("the cat", use_tqdm=False)) == 1
-    with pytest.raises(RequestError, match=r"'uni' has one rank: .*tensor_parallel_size=1, found"):
+    with pytest.raises(RequestError, match=r"'uni' has one rank: .*tensor_parallel_size=1 and"):
         LLM(tiny, **TWO, distributed_executor_backend="uni")
     with pytest.raises(RequestError, match=r"expected one of None, 'mp', 'uni', 'ray', found 'x'"):
         LLM(tiny, **TWO, distributed_executor_backend="x")

@@ -245,7 +245,7 @@ def test_a_group_without_native_exchanges_cannot_be_recorded() -> None:
 
     with (
         torch.inference_mode(),
-        pytest.raises(CaptureError, match="sums over a NoGroup cannot be recorded"),
+        pytest.raises(CaptureError, match="exchanges over a NoGroup cannot be recorded"),
     ):
         ops.recording.capture(forward, tokens=2, outputs=1, requests=1)
     ops.close()

@@ -31,7 +31,7 @@ MAX_FUNCTION_LINES = 60
 #: Files that would only get harder to read by being cut: their own limit, and why.
 LONG_FILES: dict[str, tuple[int, str]] = {
     "sdk/llm.py": (905, "the facade: one short method each, and their types for editors"),
-    "sdk/testing/fake_llm.py": (630, "the same methods, for tests of applications"),
+    "sdk/testing/fake_llm.py": (640, "the same methods, for tests of applications"),
 }
 
 TOP_LEVEL = {

@@ -19,9 +19,8 @@ from torch import Tensor
 from sdk.engine.rank.kv_cache import KVCache
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.kv_pages import KVPages
-from sdk.kernels.kv_types import KV_TYPES
 from sdk.models.decoder import CausalLM, Decoder
-from sdk.quant.spec import KVSpec, KVTypes
+from sdk.quant.spec import KVSpec
 
 _PAGE = 16
 #: Tokens that are measured, in steps as small as any engine's; their ids are spread over the
@@ -39,7 +38,7 @@ def centre_keys(cache: KVCache, model: CausalLM) -> None:
     lowest = spec.tiers[-1]
     centred = [lowest.parts(layer)[0].type.centred for layer in range(spec.num_layers)]
     # also if this stage has no such layer: the others need what it computes
-    wanted = KV_TYPES[KVTypes.parse(lowest.dtype).k].centred
+    wanted = lowest.key_type.centred
     if not wanted or not isinstance(model, Decoder) or not model.shift_invariant:
         return
     pages = _run(model, spec)

@@ -15,7 +15,7 @@ from sdk.engine.plan import (
     StepRow,
     Swap,
 )
-from sdk.engine.rank import adapters, kv_transfer
+from sdk.engine.rank import adapters, kv_transfer, page_rows
 from sdk.engine.rank.runner_config import DraftingWeights, RunnerConfig
 from sdk.executors.base import RankCall
 from sdk.executors.remote.codec import Codec, Record
@@ -27,7 +27,7 @@ from sdk.sampling.resolved import ResolvedParams
 #: Whole, field by field.
 _WHOLE: tuple[type[Any], ...] = (
     *(StepPlan, StepRow, RequestStart, Pooling, Swap, Move, Duplicate, RankCall),
-    *(RunnerConfig, KVSpec, kv_transfer.LayerKV, LowRank),
+    *(RunnerConfig, KVSpec, kv_transfer.LayerKV, page_rows.RankRows, LowRank),
 )
 #: Only rank 0 samples and drafts: the others need to know that there are drafts, and which logits
 #: all ranks compute.
@@ -39,7 +39,9 @@ _PARTS = (
 #: What ``Executor.on_ranks`` is called with.
 _FUNCTIONS = (
     *(adapters.clear_slots, adapters.add_parts, adapters.pack_parts, adapters.write_slot),
+    *(adapters.features, adapters.learn_elsewhere),
     *(kv_transfer.read_layer, kv_transfer.write_layer),
+    *(page_rows.read_rows, page_rows.write_rows),
     *elastic.ON_RANKS,
 )
 
