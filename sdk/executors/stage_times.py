@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from time import monotonic
 
 
@@ -37,9 +38,14 @@ class StageTimes:
     def numbers(self) -> dict[str, float]:
         """For ``get_metrics()``; docs/metrics.md describes them."""
         in_flight = self.in_flight
-        possible = len(self.computing) * in_flight
         found = {f"stage_{i}_seconds": seconds for i, seconds in enumerate(self.computing)}
         found["pipeline_seconds"] = in_flight
-        busy = sum(self.computing) / possible if possible else 1.0
-        found["pipeline_bubble"] = min(max(1.0 - busy, 0.0), 1.0)
+        found["pipeline_bubble"] = bubble(self.computing, in_flight)
         return found
+
+
+def bubble(computing: Sequence[float], in_flight: float) -> float:
+    """The share of the time with steps in flight in which a stage did not compute."""
+    possible = len(computing) * in_flight
+    busy = sum(computing) / possible if possible else 1.0
+    return min(max(1.0 - busy, 0.0), 1.0)

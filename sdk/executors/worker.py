@@ -94,7 +94,7 @@ def _serve(channel: Channel) -> None:
     channel.send(pack(("ready",)))
     while (message := channel.receive()) is not None:
         channel.send(pack(("done", *answer(runner, mesh, message))))
-        _limit_stderr()
+        limit_stderr()
     runner.close()
 
 
@@ -126,7 +126,7 @@ def answer(runner: Any, mesh: Mesh, message: Any) -> tuple[Any, ...]:
     return dict(result.unwritten), seconds
 
 
-def _limit_stderr() -> None:
+def limit_stderr() -> None:
     """Truncate standard error, the parent's unnamed file in append mode; only its end matters."""
     sys.stderr.flush()
     if os.fstat(2).st_size > _MAX_STDERR:

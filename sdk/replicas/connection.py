@@ -6,9 +6,11 @@ import pickle
 import socket
 import struct
 from collections import deque
+from contextlib import suppress
 from typing import Any
 
-from sdk.executors.channel import MAX_MESSAGE, pack
+from sdk.executors.channel import MAX_MESSAGE
+from sdk.replicas.messages import packed
 
 _HEADER = struct.Struct("<Q")
 _READ_BYTES = 1 << 18
@@ -28,7 +30,7 @@ class Connection:
 
     def queue(self, message: object) -> None:
         """Send a message with the next calls of :meth:`flush`. From any thread."""
-        self._waiting.append(memoryview(pack(message)))
+        self._waiting.append(memoryview(packed(message)))
 
     @property
     def has_waiting(self) -> bool:
@@ -80,4 +82,6 @@ class Connection:
 
     def close(self) -> None:
         self._waiting.clear()
+        with suppress(OSError):  # also where a forked child of this process has a copy
+            self.socket.shutdown(socket.SHUT_RDWR)
         self.socket.close()

@@ -14,10 +14,13 @@ from typing import Any, Literal, NamedTuple
 from sdk.config import EngineConfig
 from sdk.engine.engine import Output
 from sdk.errors import RequestError
+from sdk.executors.channel import MAX_MESSAGE, pack
 from sdk.lora import LoRARequest
 from sdk.requests.job import Job
 from sdk.sampling.resolved import ResolvedParams
 
+#: A request with what surrounds it fits one message.
+_MOST_JOB = MAX_MESSAGE - 4096
 #: What a replica does: everything; only prompts, whose keys and values it hands over; or the rest
 #: of prompts that others computed, and all answers.
 Role = Literal["both", "prefill", "decode"]
@@ -30,6 +33,7 @@ class Load(NamedTuple):
 
     config: EngineConfig
     num_threads: int  # while the weights are packed
+    num_replicas: int = 1
 
 
 class Fork(NamedTuple):
@@ -61,7 +65,7 @@ class Loaded(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """The model could not be read, or a replica could not be started."""
+    """The model could not be read."""
 
     error: Exception
 
@@ -74,10 +78,10 @@ class Forked(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """The process of a replica has ended; ``code`` as in ``subprocess.Popen.returncode``."""
+    """The process of a replica has ended, or could not be started. ``how``: "was killed"."""
 
     launch: int
-    code: int
+    how: str
 
 
 # ---- to a replica ------------------------------------------------------------------------------
@@ -108,16 +112,15 @@ class Abort(NamedTuple):
 
 class Call(NamedTuple):
     """``part.method(*args)``. ``part``: "" for the replica's ``LLM``, the name of one of its
-    private parts, or "calls" for its :class:`sdk.replicas.calls.ReplicaCalls`."""
+    private parts, or "calls" for its :class:`sdk.replicas.calls.ReplicaCalls`.
+
+    ``first``: it runs before messages that come later, and only a failure is answered."""
 
     number: int
     part: str
     method: str
     args: tuple[Any, ...]
-
-
-class Stop(NamedTuple):
-    """Close the engine and end."""
+    first: bool = False
 
 
 # ---- from a replica ----------------------------------------------------------------------------
@@ -185,12 +188,30 @@ def packed_job(job: Job) -> bytes:
     :raises RequestError: a part of it cannot be pickled.
     """
     try:
-        return pickle.dumps(PlainJob.of(job), protocol=pickle.HIGHEST_PROTOCOL)
+        data = pickle.dumps(PlainJob.of(job), protocol=pickle.HIGHEST_PROTOCOL)
     except Exception as error:
         raise RequestError(
             "with data_parallel_size > 1 requests run in other processes, so sampling parameters "
             "must be picklable (functions at the top of a module, no lambdas in "
             f"logits_processors): {type(error).__name__}: {error}"
+        ) from error
+    if len(data) > _MOST_JOB:
+        raise RequestError(
+            f"with data_parallel_size > 1 a request has at most {_MOST_JOB} bytes, found "
+            f"{len(data)}; use data_parallel_size=1"
+        )
+    return data
+
+
+def packed(message: object) -> bytes:
+    """:func:`sdk.executors.channel.pack`. :raises RequestError: the message is too large."""
+    try:
+        return pack(message)
+    except ValueError as error:
+        raise RequestError(
+            f"with data_parallel_size > 1 requests, results and snapshots cross processes, at most "
+            f"{MAX_MESSAGE} bytes at a time; use data_parallel_size=1, or a file for a snapshot "
+            f"({error})"
         ) from error
 
 

@@ -18,11 +18,25 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from sdk.executors.channel import Channel, pack
-from sdk.replicas.messages import Ended, Failed, Fork, Forked, Kill, Load, Loaded, Progress, Role
+from sdk.executors.children import exit_text
+from sdk.executors.worker import limit_stderr
+from sdk.replicas.messages import (
+    Ended,
+    Failed,
+    Fork,
+    Forked,
+    Kill,
+    Load,
+    Loaded,
+    Progress,
+    Role,
+    sendable,
+)
 
 if TYPE_CHECKING:
     from sdk.engine.rank.rank_model import RankModel
@@ -44,6 +58,8 @@ def main(messages: int, descriptors: int) -> None:
         parent.run()
     except (EOFError, OSError):
         pass  # the host is gone
+    except BaseException:
+        traceback.print_exc()
     finally:
         parent.kill_all()
         sys.stderr.flush()
@@ -60,10 +76,12 @@ class _Parent:
 
     def run(self) -> None:
         """Until the other side closes. :raises EOFError, OSError: it has."""
-        while True:
+        host = os.getppid()
+        while os.getppid() == host:  # a forked child of the host may keep the socket open
             if self._channel.readable(_TICK_MS / 1000):
                 self._take(self._channel.receive())
             self._reap()
+            limit_stderr()
 
     def _take(self, message: Any) -> None:
         match message:
@@ -71,7 +89,8 @@ class _Parent:
                 try:
                     self._load(message)
                 except Exception as error:
-                    self._send(Failed(error))
+                    traceback.print_exc()
+                    self._send(Failed(sendable(error)))
                     return
                 self._send(Loaded())
             case Fork(launch, role):
@@ -130,7 +149,7 @@ class _Parent:
             pid = os.fork()
         except OSError as error:
             sock.close()
-            self._send(Ended(launch, error.errno or 1))
+            self._send(Ended(launch, f"could not be started: {error}"))
             return
         if pid:
             sock.close()
@@ -175,7 +194,7 @@ class _Parent:
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
                 del self._pids[launch]
-                self._send(Ended(launch, os.waitstatus_to_exitcode(status)))
+                self._send(Ended(launch, exit_text(os.waitstatus_to_exitcode(status))))
 
     def kill_all(self) -> None:
         """Kill the replicas that still run; they would end with this process anyway."""

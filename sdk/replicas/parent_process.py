@@ -17,7 +17,8 @@ from sdk.replicas.messages import Fork, Load, Role
 #: Seconds in which the parent and its replicas end by themselves.
 _PATIENCE_S = 5.0
 _BOOT = """\
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.SIG_IGN)
 sys.path[:] = sys.argv[3:]
 from sdk.replicas.parent import main
 main(int(sys.argv[1]), int(sys.argv[2]))

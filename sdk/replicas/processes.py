@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from sdk.errors import EngineDeadError
-from sdk.executors.children import exit_text
 from sdk.replicas.connection import Connection
 from sdk.replicas.messages import (
     Answer,
@@ -32,7 +31,6 @@ from sdk.replicas.messages import (
     Progress,
     Ready,
     Role,
-    Stop,
     Update,
 )
 from sdk.replicas.parent_process import ParentProcess
@@ -45,7 +43,7 @@ _SILENCE_S = 3.0
 _TICK_S = 0.25
 #: A replica that was lost so often in a row before it was ready is not replaced again.
 _MOST_STARTS = 3
-#: Seconds that the start of all replicas may take.
+#: Seconds that the start of a replica may take once the model is read.
 _START_S = 600.0
 
 
@@ -84,6 +82,7 @@ class _Replica:
     heard: float = 0.0
     is_cut: bool = False  # its connection was closed; its parent will say why
     starts: int = 0  # in a row without being ready
+    is_due: bool = True  # to be started
     reason: str = ""  # why it was lost
 
 
@@ -107,6 +106,7 @@ class ReplicaProcesses:
         self.num_replaced = 0
         self.parent: ParentProcess | None = None
         self._is_loaded = False
+        self._parent_starts = 0  # in a row without a replica that was ready
         self._is_over = False  # closed, or nothing is left to run
         self._error: Exception | None = None  # of the start
         self._thread: threading.Thread | None = None
@@ -119,6 +119,7 @@ class ReplicaProcesses:
         try:
             self._start_parent()
             self._await_start()
+            self._report = _no_report  # its time is over: later loads are nobody's progress
             self._thread = threading.Thread(target=self._loop, name="sdk-replicas", daemon=True)
             self._thread.start()
         except BaseException:
@@ -130,18 +131,20 @@ class ReplicaProcesses:
         """The replicas that run."""
         return sum(one.is_ready for one in self.replicas)
 
-    def send(self, number: int, message: object) -> None:
-        """Send a message to a replica; no effect if it was lost. From any thread.
+    def send(self, number: int, message: object) -> bool:
+        """Send a message to a replica; ``False`` if it was lost. From any thread.
 
-        :raises Exception: the message cannot be pickled.
+        :raises RequestError: the message is too large.
         """
         connection = self.replicas[number].connection
-        if connection is not None:
-            connection.queue(message)
-            self._wake()
+        if connection is None:
+            return False
+        connection.queue(message)
+        self._wake()
+        return True
 
     def close(self) -> None:
-        """End all processes. A step that does not end gets five seconds."""
+        """End all processes."""
         self._is_over = True
         self._wake()
         if self._thread is not None and self._thread is not threading.current_thread():
@@ -152,12 +155,12 @@ class ReplicaProcesses:
 
     def _start_parent(self) -> None:
         self._is_loaded = False
+        self._parent_starts += 1
         self.parent = ParentProcess(self._load)
         self._watch(self.parent.connection, self.parent)
 
     def _await_start(self) -> None:
         """Wait in the constructor until all replicas run."""
-        end = time.monotonic() + _START_S
         while not all(one.is_ready for one in self.replicas):
             self._turn()
             if self._error is not None:
@@ -165,17 +168,33 @@ class ReplicaProcesses:
             for one in self.replicas:
                 if one.reason:
                     raise EngineDeadError(f"replica {one.number} did not start: {one.reason}")
-            if time.monotonic() > end:
-                raise EngineDeadError(f"the replicas did not start within {_START_S:g} s")
 
-    def _fork(self, one: _Replica) -> None:
-        assert self.parent is not None
-        one.launch = next(self._launches)
-        one.connection = self.parent.fork(one.launch, one.role)
-        one.is_ready, one.pid, one.heard = False, 0, time.monotonic()
-        one.starts += 1
-        one.is_cut, one.reason = False, ""
-        self._watch(one.connection, one)
+    def _start_due(self) -> None:
+        """Start the replicas that are to be started, if the model is read."""
+        if self.parent is None or not self._is_loaded:
+            return
+        for one in self.replicas:
+            if not one.is_due:
+                continue
+            one.launch, one.starts = next(self._launches), one.starts + 1
+            try:
+                one.connection = self.parent.fork(one.launch, one.role)
+            except OSError as error:  # no descriptor is left, say: tried again soon
+                one.reason = f"it cannot be started: {error}"
+                self._expect_hope(one.reason)
+                continue
+            one.is_due, one.is_ready, one.pid, one.heard = False, False, 0, time.monotonic()
+            one.is_cut, one.reason = False, ""
+            self._watch(one.connection, one)
+
+    def _expect_hope(self, reason: str) -> None:
+        """Give up if no replica runs or can be started."""
+        for one in self.replicas:
+            one.is_due = one.is_due and one.starts < _MOST_STARTS
+        if self._thread is not None and not any(
+            one.is_due or one.connection is not None for one in self.replicas
+        ):
+            self._fail(EngineDeadError(f"all replicas were lost; the last one: {reason}"))
 
     # ---- the thread ------------------------------------------------------------------------------
 
@@ -239,7 +258,10 @@ class ReplicaProcesses:
             if late > _SILENCE_S / 2:
                 one.heard = now  # this process was stopped, not the replica
             elif (one.is_ready or one.is_cut) and now - one.heard > _SILENCE_S:
-                self._lost(one, f"gave no sign of life for {_SILENCE_S:g} s")
+                self._lost(one, f"it gave no sign of life for {_SILENCE_S:g} s")
+            elif now - one.heard > _START_S:
+                self._lost(one, f"it did not start within {_START_S:g} s")
+        self._start_due()
 
     # ---- messages from the parent ----------------------------------------------------------------
 
@@ -255,9 +277,7 @@ class ReplicaProcesses:
                     self._report(done, total)
                 case Loaded():
                     self._is_loaded = True
-                    for one in self.replicas:
-                        if one.starts < _MOST_STARTS:
-                            self._fork(one)
+                    self._start_due()
                 case Failed(error):
                     self._error = error
                     if self._thread is not None:
@@ -266,10 +286,10 @@ class ReplicaProcesses:
                     for one in self.replicas:
                         if one.launch == launch:
                             one.pid = pid
-                case Ended(launch, code):
+                case Ended(launch, how):
                     for one in self.replicas:
                         if one.launch == launch:
-                            self._lost(one, f"{exit_text(code)}{parent.last_words()}")
+                            self._lost(one, f"its process {how}{parent.last_words()}")
 
     def _parent_lost(self, parent: ParentProcess) -> None:
         """The parent has ended, and the kernel has killed all replicas with it."""
@@ -283,6 +303,9 @@ class ReplicaProcesses:
         logger.warning("the parent of the replicas ended; it is started again%s", words)
         for one in self.replicas:
             self._lost(one, f"the parent of the replicas ended{words}")
+        if self._parent_starts >= _MOST_STARTS:
+            times = f"the parent of the replicas ended {self._parent_starts} times"
+            self._fail(EngineDeadError(f"{times} before a replica was ready{words}"))
         if not self._is_over:
             self._start_parent()
 
@@ -306,7 +329,7 @@ class ReplicaProcesses:
                 case Answer():
                     self._events.answered(one.number, message)
                 case Ready():
-                    one.is_ready, one.starts = True, 0
+                    one.is_ready, one.starts, self._parent_starts = True, 0, 0
                     self._events.ready(one.number, message)
                 case Lost(reason):
                     self._lost(one, reason)
@@ -323,15 +346,14 @@ class ReplicaProcesses:
         connection.close()
         if self._thread is None or self._is_over:
             return
-        logger.warning("replica %d was lost: it %s", one.number, reason)
+        logger.warning("replica %d was lost: %s", one.number, reason)
         self._events.lost(one.number, reason)
-        if self.parent is not None and self._is_loaded:
+        one.is_due = True
+        self.num_replaced += 1
+        if self.parent is not None:
             self.parent.connection.queue(Kill(one.launch))
-            if one.starts < _MOST_STARTS:
-                self.num_replaced += 1
-                self._fork(one)
-        if all(two.connection is None and two.starts >= _MOST_STARTS for two in self.replicas):
-            self._fail(EngineDeadError(f"all replicas were lost; the last one: {reason}"))
+        self._expect_hope(reason)
+        self._start_due()
 
     def _fail(self, error: EngineDeadError) -> None:
         logger.error("engine stopped: %s", error)
@@ -342,9 +364,6 @@ class ReplicaProcesses:
         for one in self.replicas:
             connection, one.connection = one.connection, None
             if connection is not None:
-                connection.queue(Stop())
-                with suppress(OSError):
-                    connection.flush()
                 connection.close()
         parent, self.parent = self.parent, None
         if parent is not None:
@@ -352,3 +371,7 @@ class ReplicaProcesses:
         self._selector.close()
         self._woken.close()
         self._waker.close()
+
+
+def _no_report(done: int, total: int) -> None:
+    """Nobody asks."""

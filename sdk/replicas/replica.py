@@ -1,8 +1,9 @@
 """One replica: an ``LLM`` in a process of its own, which runs what its connection brings.
 
-The main thread takes messages, runs a step, and sends what the step changed. Calls, and requests
-with structures to compile, run in a second thread: a long one does not hold up the steps. A third
-thread tells the other side that the process is alive, also during a long step.
+The main thread takes messages, runs a step, and sends what the step changed. Calls run in a thread
+of their own, and so does making requests with structures to compile or adapters to open: a long one
+does not hold up the steps. Another thread tells the other side that the process is alive, also
+during a long step.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from time import monotonic
 from typing import Any
 
 from sdk.engine.engine import Output
-from sdk.errors import EngineClosedError, EngineDeadError, RequestError, SdkError
+from sdk.errors import EngineClosedError, EngineDeadError, RequestError
 from sdk.executors.channel import Channel, pack
 from sdk.llm import LLM
 from sdk.loading.load import Loaded
+from sdk.outputs import RequestOutput
 from sdk.params import SamplingParams
 from sdk.replicas.calls import ReplicaCalls
 from sdk.replicas.messages import (
@@ -38,8 +41,8 @@ from sdk.replicas.messages import (
     Prefilled,
     Ready,
     Role,
-    Stop,
     Update,
+    packed,
     sendable,
 )
 from sdk.replicas.report import Reporter
@@ -56,11 +59,13 @@ from sdk.transfer import (
 
 #: Seconds between two signs of life.
 BEAT_S = 0.5
+#: The most seconds that messages are taken before the next step.
+_TAKE_S = 0.02
 _ONE = SamplingParams(temperature=0.0, max_tokens=1)
 
 
 class Replica:
-    """Serves one connection until the other side closes it or sends :class:`Stop`."""
+    """Serves one connection until the other side closes it."""
 
     def __init__(self, llm: LLM, driver: Driver, role: Role, sock: socket.socket) -> None:
         self._llm = llm
@@ -72,7 +77,9 @@ class Replica:
         self._failures: list[tuple[str, Exception]] = []
         self._reporter = Reporter(driver.engine.scheduler)
         self._received = 0
-        self._worker = ThreadPoolExecutor(1, "sdk-replica-calls")
+        self._calling = ThreadPoolExecutor(1, "sdk-replica-calls")
+        self._compiling = ThreadPoolExecutor(1, "sdk-replica-requests")
+        self._slow: set[str] = set()  # requests that the second of them has yet to add
         self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._main = threading.get_ident()
         self._sender: HandOverSender | None = None
@@ -85,7 +92,7 @@ class Replica:
             self._receiver = HandOverReceiver(EnginePages.of(llm), self._receiving)
 
     def run(self) -> None:
-        """Serve. Returns after :class:`Stop`. :raises EOFError: the other side has closed."""
+        """Serve until the engine is dead. :raises EOFError: the other side has closed."""
         address = None if self._receiving is None else self._receiving.address
         self._send(Ready(self._llm.load_warnings, address))
         threading.Thread(target=self._beat, daemon=True).start()
@@ -97,13 +104,13 @@ class Replica:
             for descriptor, _ in poller.poll(wait):
                 if descriptor == self._woken:
                     os.eventfd_read(self._woken)
-                elif not self._take(self._channel.receive()):
-                    return
+                else:
+                    self._take_all()
             if self._driver.has_work:
                 try:
                     self._driver.step()
                 except EngineDeadError as error:
-                    self._send(Lost(str(error)))
+                    self._send(Lost(f"its engine is dead: {error}"))
                     return
             self._flush()
 
@@ -116,28 +123,38 @@ class Replica:
 
     # ---- messages --------------------------------------------------------------------------------
 
-    def _take(self, message: Any) -> bool:
-        """Act on a message. False: it was the last one."""
+    def _take_all(self) -> None:
+        """Act on the messages that are here: the next step runs all new requests together."""
+        ends = monotonic() + _TAKE_S
+        while True:
+            self._take(self._channel.receive())
+            if not self._channel.readable(0) or monotonic() > ends:
+                return
+
+    def _take(self, message: Any) -> None:
         match message:
             case Add():
                 self._received += 1
                 plain = self._unpacked(message)
                 if plain is not None and (plain.job.params.structure or plain.lora):
-                    self._worker.submit(self._add, plain)
+                    self._slow.add(message.request_id)
+                    self._compiling.submit(self._add, plain)
                 elif plain is not None:
                     self._add(plain)
             case Prefill():
                 self._received += 1
-                self._worker.submit(self._prefill, message)
+                self._slow.add(message.request_id)
+                self._compiling.submit(self._prefill, message)
             case Abort(request_ids):
-                # after the requests that the worker has yet to add
-                self._worker.submit(self._driver.abort, request_ids)
-                self._worker.submit(self._wake)
+                slow = [name for name in request_ids if name in self._slow]
+                if slow:  # not before they are added
+                    self._compiling.submit(self._driver.abort, slow)
+                    self._compiling.submit(self._wake)
+                self._driver.abort(name for name in request_ids if name not in self._slow)
+            case Call(first=True):
+                self._call(message)
             case Call():
-                self._worker.submit(self._call, message)
-            case Stop():
-                return False
-        return True
+                self._calling.submit(self._call, message)
 
     def _unpacked(self, message: Add) -> PlainJob | None:
         """The request; ``None``: it was refused."""
@@ -158,6 +175,7 @@ class Replica:
             self._driver.submit([self._compiled(plain)], self, run=False)
         except Exception as error:
             self.fail(plain.job.request_id, error)
+        self._slow.discard(plain.job.request_id)
         self._wake()
 
     def _prefill(self, message: Prefill) -> None:
@@ -172,6 +190,7 @@ class Replica:
             resolved = self._llm._jobs.compiled(params)[0]
             only = replace(job, params=params, resolved=resolved, adapter=adapter, result_bytes=0)
             self._driver.submit([only], _Nobody(), run=False)
+            self._slow.discard(name)
             outcome = self._sender.hand_over(
                 f"{name} {number}",
                 message.destination,
@@ -181,6 +200,7 @@ class Replica:
                 adapter=None if adapter is None else adapter.key,
             )
         except Exception as error:
+            self._slow.discard(name)
             self._driver.abort([name])
             self._send(Prefilled(number, name, f"{type(error).__name__}: {error}"))
         else:
@@ -202,9 +222,11 @@ class Replica:
             part = getattr(part, call.part)
         try:
             value = getattr(part, call.method)(*call.args)
-            data = pack(Answer(call.number, value, None))
+            if call.first:
+                return
+            data = packed(Answer(call.number, value, None))
         except Exception as error:
-            data = pack(Answer(call.number, None, sendable(error)))
+            data = packed(Answer(call.number, None, sendable(error)))
         with suppress(OSError), self._sending:  # the main thread finds a closed connection too
             self._channel.send(data)
         self._wake()
@@ -229,14 +251,26 @@ class Replica:
         if report is not None:
             self._reporter.taken(report)
         if self._outputs or self._failures or report is not None:
-            outputs, self._outputs = self._outputs, []
+            outputs, self._outputs = list(map(_without_prompt, self._outputs)), []
             failures, self._failures = self._failures, []
-            self._send(Update(outputs, failures, report))
+            try:
+                self._send(Update(outputs, failures, report))
+            except RequestError:  # too large in all: one by one
+                for output in outputs:
+                    self._send_one(output)
+                self._send(Update((), failures, report))
+
+    def _send_one(self, output: Output) -> None:
+        try:
+            self._send(Update((output,), (), None))
+        except RequestError as error:
+            self._send(Update((), ((output.request_id, error),), None))
+            self._driver.abort([output.request_id])
 
     # ---- the connection --------------------------------------------------------------------------
 
     def _send(self, message: object) -> None:
-        data = pack(message)
+        data = packed(message)
         with self._sending:
             self._channel.send(data)
 
@@ -276,12 +310,11 @@ def serve(make: Callable[[], Loaded], role: Role, sock: socket.socket) -> int:
     try:
         served = ServedEngine(make())
         llm = LLM._on(served)
+        replica = Replica(llm, served.driver, role, sock)
     except Exception as error:
         traceback.print_exc()
-        kind = error if isinstance(error, SdkError) else EngineDeadError(repr(error))
-        Channel(sock).send(pack(Lost(str(kind))))
+        Channel(sock).send(pack(Lost(f"it failed to start: {type(error).__name__}: {error}")))
         return 1
-    replica = Replica(llm, served.driver, role, sock)
     try:
         replica.run()
     except (EOFError, OSError):
@@ -293,3 +326,10 @@ def serve(make: Callable[[], Loaded], role: Role, sock: socket.socket) -> int:
         replica.close()
         llm.close()
     return 0
+
+
+def _without_prompt(output: Output) -> Output:
+    """The other side has the prompt: 4,096 tokens take 0.3 ms to pickle and to read."""
+    if isinstance(output, RequestOutput):
+        return output._replace(prompt=None, prompt_token_ids=[])
+    return output

@@ -9,11 +9,12 @@ left out (``replay.py``). A lost replica is replaced (``processes.py``).
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import random
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from sdk.config import EngineConfig
@@ -21,7 +22,7 @@ from sdk.engine.engine import Output
 from sdk.engine.scheduling.policy import make_policy
 from sdk.errors import EngineAsleepError, EngineClosedError, EngineDeadError, RequestError
 from sdk.executors.base import Executor
-from sdk.outputs import Estimate
+from sdk.outputs import Estimate, RequestOutput
 from sdk.params import SamplingParams
 from sdk.quant.safe_repr import safe_repr
 from sdk.replicas.messages import (
@@ -45,6 +46,8 @@ from sdk.requests.job import Job, OutputSink
 from sdk.requests.loop_inbox import LoopInbox, LoopInboxes
 from sdk.requests.prompts import Prompt
 from sdk.requests.queue_limit import Place, QueueLimit
+
+logger = logging.getLogger("sdk")
 
 #: A prompt with fewer tokens to compute is not handed over: a step that decodes computes it too.
 _LEAST_HANDED_OVER = 64
@@ -71,6 +74,18 @@ class _Request:
     attempt: int = -1
     runs: int = 0
     aborted: bool = False
+    prompt_token_ids: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        shown = self.job.prompt_token_ids if self.job.prompt_embeds is None else ()
+        self.prompt_token_ids = list(shown)
+
+    def with_prompt(self, output: Output) -> Output:
+        """An output of a replica, which leaves the prompt out."""
+        if not isinstance(output, RequestOutput):
+            return output
+        prompt, ids = self.job.prompt, self.prompt_token_ids
+        return output._replace(prompt=prompt, prompt_token_ids=ids)
 
 
 class _Waiting(NamedTuple):
@@ -107,7 +122,7 @@ class ReplicaSet:
         self._changed = threading.Condition(self._lock)
         self._requests: dict[str, _Request] = {}
         self._homeless: list[_Request] = []  # no replica is ready for them
-        self._delivered: list[Output] = []  # since the last step()
+        self._has_news = False  # something was delivered since the last step()
         self._calls: dict[int, tuple[int, _Waiting]] = {}  # with the replica that runs it
         #: Calls that every replica must have had, in order: a new one gets them first.
         self._standing: dict[Any, tuple[str, str, tuple[Any, ...]]] = {}
@@ -123,7 +138,7 @@ class ReplicaSet:
             policy = make_policy(config.scheduling_policy, config.tenant_weights)
             self._limit = QueueLimit(count * config.max_num_seqs, config.max_waiting, policy)
         self.warnings: tuple[str, ...] = ()
-        prefill, load = config.prefill_replicas, Load(own, packing_threads)
+        prefill, load = config.prefill_replicas, Load(own, packing_threads, count)
         others: Role = "decode" if prefill else "both"
         roles: list[Role] = ["prefill" if i < prefill else others for i in range(count)]
         self.processes = ReplicaProcesses(roles, load, self, report)
@@ -267,21 +282,21 @@ class ReplicaSet:
         self.check_usable()
 
     def step(self) -> Sequence[Output]:
-        """Wait until something was delivered, if there is work; what was delivered since the last
-        call."""
+        """Wait until something was delivered since the last call, if there is work. The sinks have
+        it: nothing is returned."""
         with self._changed:
             self.check_usable()
-            self._changed.wait_for(lambda: self._delivered or not self._requests or self._closed)
+            self._changed.wait_for(lambda: self._has_news or not self._requests or self._closed)
             self.check_usable()
-            outputs, self._delivered = self._delivered, []
-            return outputs
+            self._has_news = False
+        return ()
 
     def pump(self, seconds: float) -> None:
         """Wait for ``seconds``, or less if there is no work: the replicas run steps meanwhile."""
         with self._changed:
             self.check_usable()
             self._changed.wait_for(lambda: not self._requests or self._closed, seconds)
-            self._delivered.clear()
+            self._has_news = False
 
     def wrap_executor(self, wrap: Callable[[Executor], Executor]) -> None:
         """:raises RequestError: the executors are in other processes."""
@@ -294,7 +309,8 @@ class ReplicaSet:
     def estimate(self, prompt: Prompt, params: SamplingParams, priority: int | None) -> Estimate:
         """See :meth:`sdk.LLM.estimate`: the earliest of all replicas."""
         plain = replace(prompt, adapter=None)
-        found: list[Estimate] = self.call_all("_driver", "estimate", plain, params, priority)
+        args = plain, params, priority
+        found: list[Estimate] = self.call_each(self.alive()[1], "_driver", "estimate", *args)
         return min(found, key=lambda one: (one.first_token is None, one.first_token or 0.0))
 
     # ---- calls -----------------------------------------------------------------------------------
@@ -317,11 +333,17 @@ class ReplicaSet:
         """:meth:`call_all`, and the same in every replica that starts later, until
         :meth:`call_no_more` with this key.
         """
-        found = self.call_all(part, method, *args)
         with self._lock:
-            self._standing.pop(key, None)
+            before = self._standing.pop(key, None)
             self._standing[key] = part, method, args
-        return found
+        try:
+            return self.call_all(part, method, *args)
+        except BaseException:
+            self.call_no_more(key)
+            with self._lock:
+                if before is not None:
+                    self._standing[key] = before
+            raise
 
     def call_no_more(self, key: Any) -> None:
         """See :meth:`call_always`. Unknown keys are ignored."""
@@ -331,12 +353,14 @@ class ReplicaSet:
     def alive(self) -> tuple[list[int], list[int]]:
         """The replicas that run: those that compute only prompts, and the others. If there is none,
         waits for a while: a lost one is replaced."""
+        self.check_usable(asleep=True)  # before the lock, which a forked child may have locked
         with self._changed:
             self._changed.wait_for(lambda: self._is_over or self._router.alive, _PATIENCE_S)
             return self._prefill_router.replicas, self._router.replicas
 
     def call_each(self, replicas: Sequence[int], part: str, method: str, *args: Any) -> list[Any]:
         """The same in these replicas."""
+        self.check_usable(asleep=True)
         with self._lock:
             self.check_usable(asleep=True)
             waiting = [self._call(one, part, method, args) for one in replicas]
@@ -349,6 +373,7 @@ class ReplicaSet:
 
     def call_one(self, number: int, part: str, method: str, *args: Any) -> Any:
         """The same in one replica; in another one if it is lost."""
+        self.check_usable(asleep=True)
         with self._lock:
             self.check_usable(asleep=True)
             ready = self._router.replicas
@@ -362,8 +387,10 @@ class ReplicaSet:
     def _call(self, replica: int, part: str, method: str, args: tuple[Any, ...]) -> _Waiting:
         waiting = _Waiting(threading.Event(), [])
         number = next(self._numbers)
-        self.processes.send(replica, Call(number, part, method, args))
-        self._calls[number] = replica, waiting
+        if self.processes.send(replica, Call(number, part, method, args)):
+            self._calls[number] = replica, waiting
+        else:  # it was lost just now
+            waiting.done.set()
         return waiting
 
     @staticmethod
@@ -384,7 +411,7 @@ class ReplicaSet:
             self.warnings = message.warnings
             self._addresses[number] = message.address
             for part, method, args in self._standing.values():
-                self.processes.send(number, Call(next(self._numbers), part, method, args))
+                self.processes.send(number, Call(-1, part, method, args, first=True))
             self._changed.notify_all()
             if number < self._num_prefill:
                 self._prefill_router.joined(number)
@@ -403,7 +430,7 @@ class ReplicaSet:
                 request = self._requests.get(output.request_id)
                 if request is None or request.replica != number:
                     continue
-                new = request.progress.new(output)
+                new = request.progress.new(request.with_prompt(output))
                 if output.finished:
                     self._forget(request)
                 if new is not None:
@@ -424,7 +451,7 @@ class ReplicaSet:
             sink.fail(request_id, error)
         if delivered or failed:
             with self._changed:
-                self._delivered += [output for _, output in delivered]
+                self._has_news = True
                 self._changed.notify_all()
 
     def _forget(self, request: _Request) -> None:
@@ -450,6 +477,8 @@ class ReplicaSet:
         """See :class:`sdk.replicas.processes.Events`."""
         with self._lock:
             _, waiting = self._calls.pop(answer.number, (0, None))
+        if answer.error is not None and waiting is None:
+            logger.warning("replica %d lacks a setting of the lost one: %s", number, answer.error)
         if waiting is not None:
             waiting.answers.append(answer)
             waiting.done.set()

@@ -73,7 +73,7 @@ class ServedReplicas:
 
     def saved_with(self, jobs: JobMaker) -> tuple[Prefixes, Memory]:
         """See :class:`sdk.requests.served.Served`."""
-        return _Prefixes(self.driver), _Memory(self.driver, self.facts)
+        return _Prefixes(self.driver, self.facts.plan.page_size), _Memory(self.driver, self.facts)
 
     def expert_load(self) -> dict[int, list[int]]:
         """See :class:`sdk.requests.served.Served`: of all replicas together."""
@@ -178,8 +178,18 @@ class _Monitoring:
 class _Prefixes:
     """See :class:`sdk.requests.served.Prefixes`. Every replica keeps what is pinned."""
 
-    def __init__(self, replicas: ReplicaSet) -> None:
+    def __init__(self, replicas: ReplicaSet, page_size: int) -> None:
         self._replicas = replicas
+        self._page_size = page_size
+
+    def _key(self, token_ids: tuple[int, ...], salt: str | None, adapter: str | None) -> Any:
+        """The key of a pin, which holds whole pages."""
+        whole = len(token_ids) // self._page_size * self._page_size
+        return "pin", token_ids[:whole], salt, adapter
+
+    def _key_of(self, prompt: Prompt) -> Any:
+        adapter = None if prompt.adapter is None else prompt.adapter.key
+        return self._key(tuple(prompt.token_ids), prompt.cache_salt, adapter)
 
     def snapshot(self, prompt: Prompt) -> Snapshot:
         found: Snapshot = self._replicas.call_one(0, "_prefixes", "snapshot", prompt)
@@ -198,26 +208,20 @@ class _Prefixes:
             found: list[int] = self._replicas.call_all(*call)
             return min(found)
         snapshot = source if isinstance(source, Snapshot) else Snapshot.load(source)
-        key = "pin", tuple(snapshot.token_ids), salt, None
+        key = self._key(tuple(snapshot.token_ids), salt, None)
         return int(min(self._replicas.call_always(key, *call)))
 
     def pin(self, prompt: Prompt) -> int:
         args = _without_adapter(prompt)
-        found: list[int] = self._replicas.call_always(_pin(prompt), "calls", "pin", *args)
+        found: list[int] = self._replicas.call_always(self._key_of(prompt), "calls", "pin", *args)
         return min(found)
 
     def unpin(self, prompt: Prompt) -> bool:
-        self._replicas.call_no_more(_pin(prompt))
+        self._replicas.call_no_more(self._key_of(prompt))
         return any(self._replicas.call_all("calls", "unpin", *_without_adapter(prompt)))
 
     def forget(self) -> bool:
         return all(self._replicas.call_all("_prefixes", "forget"))
-
-
-def _pin(prompt: Prompt) -> Any:
-    """The key of a pin."""
-    adapter = None if prompt.adapter is None else prompt.adapter.key
-    return "pin", prompt.token_ids, prompt.cache_salt, adapter
 
 
 def _without_adapter(prompt: Prompt) -> tuple[Prompt, LoRARequest | None]:
@@ -254,10 +258,14 @@ class _Memory:
         return self.plan
 
     def sleep(self, level: int) -> None:
-        if self._replicas.has_work:
-            raise RequestError("sleep: requests are unfinished: wait for them or abort() them")
-        self._replicas.call_always("sleep", "", "sleep", level)
         self._replicas.sleep(f"this LLM sleeps (level {level}): call wake_up() first")
+        try:
+            if self._replicas.has_work:
+                raise RequestError("sleep: requests are unfinished: wait for them or abort() them")
+            self._replicas.call_always("sleep", "", "sleep", level)
+        except BaseException:
+            self.wake_up()  # those that sleep already
+            raise
 
     def wake_up(self) -> None:
         self._replicas.call_no_more("sleep")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from functools import reduce
 from operator import add
 
+from sdk.executors.stage_times import bubble
 from sdk.metrics.histogram import HistogramData
 from sdk.metrics.stats import EngineStats, RequestStats, flat_numbers
 
@@ -30,6 +32,9 @@ def total_stats(parts: Sequence[EngineStats]) -> EngineStats:
             found[name] = found.get(name, 0) + value
     for name, (part, whole) in _SHARES.items():
         found[name] = found[part] / found[whole] if found[whole] else 0.0
+    stages = [value for name, value in found.items() if re.fullmatch(r"stage_\d+_seconds", name)]
+    if stages:
+        found["pipeline_bubble"] = bubble(stages, found["pipeline_seconds"])
     found.update(flat_numbers(requests, intervals, steps))
     return EngineStats(
         metrics=found,

@@ -168,6 +168,53 @@ def test_a_new_replica_gets_pins_and_settings(tiny_path: Path, one: LLM) -> None
         assert tokens(llm.generate(PROMPTS, LONG)) == tokens(one.generate(PROMPTS, LONG))
 
 
+def test_a_parent_that_ends_again_and_again_is_given_up(llm: LLM) -> None:
+    """As if the system lacked the memory to read the model once more."""
+    found: list[Any] = []
+    thread = in_background(llm, found)
+    deadline, last = time.monotonic() + LIMIT_S, -1
+    while thread.is_alive() and time.monotonic() < deadline:
+        parent = llm._driver.processes.parent
+        if parent is not None and parent.pid != last:
+            last = parent.pid
+            hurt(last)
+        time.sleep(0.01)
+    thread.join(1)
+    [error] = found
+    assert isinstance(error, EngineDeadError)
+    assert "ended 3 times before a replica was ready" in str(error)
+
+
+def test_a_replica_that_cannot_be_started_now_is_started_later(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parent, failures = llm._driver.processes.parent, iter([OSError(24, "no descriptors left")])
+    fork = parent.fork
+
+    def failing(*args: Any) -> Any:
+        for error in failures:
+            raise error
+        return fork(*args)
+
+    monkeypatch.setattr(parent, "fork", failing)
+    hurt(replicas(llm)[0].pid)
+    wait_for(lambda: llm._driver.processes.num_replaced == 1, "the loss")
+    wait_for(lambda: llm._driver.processes.num_ready == 2, "a new replica")
+    assert next(failures, None) is None
+
+
+def test_the_callback_of_the_load_is_not_called_later(tiny_path: Path) -> None:
+    calls: list[int] = []
+    options = {"max_model_len": 128, "data_parallel_size": 2}
+    with LLM(tiny_path, on_progress=lambda *args: calls.append(1), **options) as llm:
+        assert calls
+        calls.clear()
+        hurt(llm._driver.processes.parent.pid)
+        wait_for(lambda: llm._driver.processes.num_ready == 0, "the loss")
+        wait_for(lambda: llm._driver.processes.num_ready == 2, "new replicas")
+    assert not calls
+
+
 def test_numbers_wait_for_a_replica(llm: LLM) -> None:
     for victim in replicas(llm):
         hurt(victim.pid)

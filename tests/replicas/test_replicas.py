@@ -21,6 +21,7 @@ from sdk import (
     SamplingParams,
 )
 from sdk.params import RequestOutputKind
+from sdk.replicas.messages import Call
 from tests.replicas.conftest import children, replicas
 
 PROMPTS = [f"a prompt with the number {i}" for i in range(12)]
@@ -109,6 +110,49 @@ def test_structured_answers_are_compiled_in_the_replicas(two: LLM) -> None:
     schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
     [output] = two.generate("a number:", SamplingParams(max_tokens=40), returns=schema)
     assert isinstance(output.parsed["n"], int)
+
+
+def test_requests_that_come_together_run_in_one_step(two: LLM) -> None:
+    before = two.get_metrics()["num_steps"]
+    two.generate([f"one of many {i}" for i in range(40)], SamplingParams(max_tokens=1))
+    assert two.get_metrics()["num_steps"] - before < 20
+
+
+def test_outputs_share_the_list_of_the_prompt_and_nothing_is_kept(two: LLM) -> None:
+    pieces = list(two.stream("once upon a time", SamplingParams(max_tokens=6, ignore_eos=True)))
+    assert len({id(piece.prompt_token_ids) for piece in pieces}) == 1
+    assert pieces[0].prompt_token_ids == two.get_tokenizer().encode("once upon a time")
+    assert pieces[-1].prompt == "once upon a time"
+    assert not two._driver._requests and not two._driver._calls
+
+
+def test_an_abort_does_not_wait_for_calls(two: LLM) -> None:
+    [name] = two.enqueue(["x"], SamplingParams(max_tokens=110, ignore_eos=True))
+    for number in two._driver.alive()[1]:
+        two._driver.processes.send(number, Call(-2, "calls", "pin", (None, None)))  # fails
+    two.abort(name)
+    ended = []
+    while two.has_unfinished_requests:
+        ended += two.step()
+    assert ended[-1].finished
+
+
+def test_requests_and_results_have_a_largest_size(
+    two: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sdk.replicas.messages._MOST_JOB", 1000)
+    with pytest.raises(RequestError, match="a request has at most 1000 bytes, found"):
+        two.generate([{"prompt_token_ids": [5] * 120}], SamplingParams(max_tokens=1))
+    assert not two.has_unfinished_requests
+    monkeypatch.setattr("sdk.executors.channel.MAX_MESSAGE", 500)
+    with pytest.raises(RequestError, match="cross processes, at most"):
+        two.snapshot("a prompt of some length that is sent to a replica " * 3)
+
+
+def test_a_failed_sleep_leaves_it_awake(two: LLM) -> None:
+    with pytest.raises(RequestError, match="expected level 1 or 2"):
+        two.sleep(3)
+    assert two.generate("x", DRAWN)[0].finished
 
 
 def test_bad_requests_are_refused_and_others_go_on(two: LLM) -> None:
