@@ -39,8 +39,11 @@ def one(tiny_path: Path) -> Iterator[LLM]:
 
 
 def replicas(llm: LLM) -> list[Any]:
-    """The host's view of the replicas."""
-    return list(llm._driver.processes.replicas)
+    """The host's view of the replicas. Those that are connected have a process id: their parent
+    tells it at about the time at which they are ready."""
+    found = list(llm._driver.processes.replicas)
+    wait_for(lambda: all(one.pid or one.connection is None for one in found), "process ids")
+    return found
 
 
 def wait_for(condition: Callable[[], bool], what: str) -> float:
@@ -54,6 +57,7 @@ def wait_for(condition: Callable[[], bool], what: str) -> float:
 
 def hurt(pid: int, how: int = signal.SIGKILL) -> None:
     """Send a signal to a process that may have ended."""
+    assert pid > 0, "0 would be this process and all around it"
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, how)
 

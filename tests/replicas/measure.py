@@ -9,9 +9,7 @@ to those that the simulator predicts from step costs measured just before.
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 import statistics
 import sys
 import threading
@@ -26,6 +24,7 @@ from sdk.simulation.cluster import Scenario, Simulation
 from sdk.simulation.measure import measure_costs
 from sdk.simulation.results import deviation, percentile
 from sdk.simulation.traces import TraceEntry, TraceWorkload
+from tests.replicas.conftest import hurt, replicas
 
 ROUNDS = 3
 #: The most tokens of an engine's step: a long prompt is computed in parts of so many.
@@ -64,7 +63,7 @@ def lost(model: Path) -> None:
             thread.start()
             time.sleep(undisturbed / 3)
             killed = time.monotonic()
-            os.kill(llm._driver.processes.replicas[0].pid, signal.SIGKILL)
+            hurt(replicas(llm)[0].pid)
             while llm._driver.processes.num_ready == 2:
                 time.sleep(0.001)
             noticed = time.monotonic()

@@ -128,8 +128,9 @@ def test_a_request_that_takes_replicas_with_it_is_given_up(llm: LLM) -> None:
     deadline = time.monotonic() + LIMIT_S
     while thread.is_alive() and time.monotonic() < deadline:
         for request in list(llm._driver._requests.values()):
-            if request.replica >= 0:
-                hurt(replicas(llm)[request.replica].pid)
+            number = request.replica
+            if number >= 0:
+                hurt(replicas(llm)[number].pid)
         time.sleep(0.002)
     thread.join(1)
     [error] = found
