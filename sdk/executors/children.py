@@ -15,8 +15,10 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing import spawn
 from pathlib import Path
@@ -32,6 +34,9 @@ from sdk.models.parallel import Mesh
 
 _TICK_S = 1.0
 _STDERR_LINES, _STDERR_BYTES = 20, 4096
+#: A worker that a signal has stopped (SIGSTOP) for so long, while this process runs, is given up.
+_STOPPED_S = 3.0
+_WATCH_S = 0.5
 
 # Sets signals and sys.path first: until then Ctrl-C would kill the worker, and our package may not
 # be importable. -c instead of -m, because -m needs the package on the initial path.
@@ -158,6 +163,7 @@ class Child(Worker):
             raise ChildLost(f"{self}: {error}") from error
 
     def receive(self, limit_s: float) -> tuple[Any, ...] | None:
+        stopped = 0
         for _ in range(math.ceil(limit_s / _TICK_S)):
             try:
                 if self._channel.readable(min(_TICK_S, limit_s)):
@@ -166,6 +172,9 @@ class Child(Worker):
                 # if a forked child of the host holds a copy of the worker's end, no hang-up comes
                 if self.process.poll() is not None and not self._channel.readable(0):
                     raise EOFError("the worker has ended")
+                stopped = stopped + 1 if _is_stopped(self.process.pid) else 0
+                if stopped * _TICK_S >= _STOPPED_S:
+                    raise EOFError("the worker was stopped by a signal")
             except (EOFError, OSError) as error:
                 raise ChildLost(f"{self}: {error}") from error
         return None
@@ -213,6 +222,8 @@ class Children:
         self.folder = ""
         self._children: list[Worker] = []
         self._owner = os.getpid()
+        self._watching: threading.Thread | None = None
+        self._ended = threading.Event()
 
     def bring_up(self, start: WorkerStart, startup_s: float, collective_s: float) -> Mesh:
         """Start all workers and connect all ranks; rank 0's mesh.
@@ -230,6 +241,27 @@ class Children:
             0, start.transport, self.folder, connect_s=startup_s, limit_s=collective_s
         )
         return mesh
+
+    def watch(self, works: Callable[[], bool]) -> None:
+        """Let exchanges fail that wait for a worker which a signal has stopped.
+
+        An exchange waits in native code, which does not know the other processes. Without this it
+        would wait as long as for one that computes. ``works``: whether somebody waits for a worker.
+        """
+        self._watching = threading.Thread(
+            target=self._watch, args=(works,), name="sdk-ranks", daemon=True
+        )
+        self._watching.start()
+
+    def _watch(self, works: Callable[[], bool]) -> None:
+        pids = [child.process.pid for child in self._children if isinstance(child, Child)]
+        stopped = 0
+        while not self._ended.wait(_WATCH_S):
+            stopped = stopped + 1 if any(map(_is_stopped, pids)) else 0
+            if stopped * _WATCH_S >= _STOPPED_S and works():
+                for group in self.groups:
+                    group.close()
+                return
 
     def pack(self, message: object) -> bytes:
         """A message for the workers as bytes."""
@@ -291,6 +323,10 @@ class Children:
             for group in groups:
                 group.abandon()
             return
+        self._ended.set()
+        watching, self._watching = self._watching, None
+        if watching is not None and watching is not threading.current_thread():
+            watching.join()
         children, self._children = self._children, []
         if patience_s > 0:
             for child in children:

@@ -16,6 +16,7 @@ import os
 import shutil
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -282,6 +283,9 @@ class RayRanks:
         """After ``error`` with the ranks: find the one that is the cause, and why."""
         deadline = time.monotonic() + _DIAGNOSIS_S
         return likeliest([one.failure(deadline) for one in self._ranks], error)
+
+    def watch(self, works: Callable[[], bool]) -> None:
+        """Nothing: Ray reports what happens to actors."""
 
     def remove_folder(self) -> None:
         """Remove the meeting place; all ranks are connected, or never will be."""

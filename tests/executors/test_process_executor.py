@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -208,6 +209,16 @@ def test_a_worker_that_is_stuck_is_given_up(started) -> None:
     executor = started({(1, 1): "stop"}, collective_s=1.0)
     with pytest.raises(EngineDeadError, match=r"rank 1 was stopped by a signal .* \(all_reduce"):
         run_step(executor, StepPlan(1))
+
+
+def test_a_worker_that_a_signal_has_stopped_is_given_up_within_seconds(started) -> None:
+    """Long before the limit for a worker that computes, which is 300 s."""
+    executor = started()
+    os.kill(worker_of(executor), signal.SIGSTOP)
+    begin = time.monotonic()
+    with pytest.raises(EngineDeadError, match=r"rank 1 was stopped by a signal and does not"):
+        run_step(executor, StepPlan(1))
+    assert time.monotonic() - begin < 60
 
 
 @pytest.mark.slow

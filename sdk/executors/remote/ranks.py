@@ -87,6 +87,9 @@ class RemoteRanks(Children):
         self._listeners: list[Listener] = []
         self._stopped = False
 
+    def watch(self, works: Callable[[], bool]) -> None:
+        """Nothing: each link has a heartbeat."""
+
     def pack(self, message: object) -> bytes:
         return self._codec.encode(message)
 
