@@ -401,9 +401,9 @@ def test_offers_that_contradict_themselves_are_refused(engines: tuple[LLM, LLM])
     pages = EnginePages.of(engines[1])
     offer = pages.offer("x", PROMPT, None, None)
     pages.check(offer)
-    with pytest.raises(TransferError, match=r"made differently: layers.*\(3, "):
+    with pytest.raises(TransferError, match=r"another shape: layers.*\(3, "):
         pages.check(replace(offer, spec=replace(offer.spec, num_layers=3)))
-    with pytest.raises(TransferError, match="and the same centres of keys"):
+    with pytest.raises(TransferError, match="another kv_policy or other centres of keys"):
         pages.check(replace(offer, numerics=bytes(32)))
     capacity = pages.scheduler.pool.capacity * 16
     with pytest.raises(TransferError, match=f"does not fit into a KV cache of {capacity}"):

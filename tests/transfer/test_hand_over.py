@@ -14,7 +14,14 @@ from sdk.engine.rank.kv_transfer import read_layer
 from sdk.engine.rank.page_rows import read_rows, write_rows
 from sdk.errors import TransferError
 from sdk.testing import tiny_adapter
-from sdk.transfer import EnginePages, HandOverReceiver, HandOverSender, SharedMemoryConnector
+from sdk.transfer import (
+    EnginePages,
+    HandOverReceiver,
+    HandOverSender,
+    MemoryStore,
+    SharedMemoryConnector,
+    StoreConnector,
+)
 from tests.transfer.pairs import (
     CONNECTORS,
     LIMIT,
@@ -184,6 +191,31 @@ def test_tiered_pages_are_handed_over_as_long_as_they_are_in_the_first_tier(
         assert two.hand_over(LONG)[1:] == (256, 0, None)
         output = answer(two.b, LONG)
         assert output.num_cached_tokens == 256 and facts(output) == alone
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"kv_policy": "float16>int8"}, {"kv_cache_dtype": "float16"}),
+        ({"kv_cache_dtype": "float16"}, {"kv_policy": "float16>int8"}),
+        ({"kv_policy": "float16>int8"}, {"kv_policy": "float16>int8>int4"}),
+    ],
+)
+def test_pages_are_not_handed_over_between_engines_with_different_policies(
+    tiny_path: Path, first: dict[str, Any], second: dict[str, Any]
+) -> None:
+    """Their first tiers have the same type, but the same rows mean other keys and values."""
+    with pair(tiny_path, first=first, second=second, max_model_len=512, block_size=128) as two:
+        alone = _alone(two.b, LONG)
+        answer(two.a, LONG, PREFILL)
+        result = two.end(two.begin(LONG))
+        assert result.num_tokens == 0 and "another kv_policy" in (result.problem or "")
+        store = StoreConnector(MemoryStore(1 << 24))
+        with HandOverSender(EnginePages.of(two.a), store) as sender:
+            assert sender.hand_over("x", "", LONG).result(LIMIT).num_tokens == 256
+        assert two.receiver.fetch(store, LONG).num_tokens == 0
+        output = answer(two.b, LONG)
+        assert output.num_cached_tokens == 0 and facts(output) == alone
 
 
 def test_pages_in_a_lower_tier_are_not_handed_over(tiny_path: Path) -> None:
