@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -253,6 +254,72 @@ def test_rows_of_pages_are_those_that_snapshots_have(tiny_path: Path, dtype: str
                 assert (rows == again).all()
 
 
+@pytest.mark.parametrize("is_prefix_cached", [False, True])
+def test_hand_overs_of_requests_that_wait_do_not_block_those_of_others(
+    tiny_path: Path, is_prefix_cached: bool
+) -> None:
+    """Three requests of low priority wait; one of high priority comes last and runs first."""
+    options = {"scheduling_policy": "priority", "max_num_seqs": 1, "max_model_len": 512}
+    low = [[*PROMPT[:32], *range(20 * i, 20 * i + 38)] for i in range(1, 4)]
+    with pair(tiny_path, first=options) as two:
+        if is_prefix_cached:
+            answer(two.a, PROMPT[:40], PREFILL)
+        pages, address = EnginePages.of(two.a), two.listener.address
+        with HandOverSender(pages, SharedMemoryConnector(), max_active=2) as sender:
+            names = two.a.enqueue(low, PREFILL.clone(priority=1))
+            later = [
+                sender.hand_over(name, address, prompt, request_id=name)
+                for name, prompt in zip(names, low, strict=True)
+            ]
+            time.sleep(0.05)  # all threads of the sender have work
+            [name] = two.a.enqueue([PROMPT[::-1]], PREFILL.clone(priority=0))
+            urgent = sender.hand_over(name, address, PROMPT[::-1], request_id=name)
+            two.a.step()
+            assert urgent.result(LIMIT)[1:] == (USABLE, 0, None)
+            assert not any(outcome.done() for outcome in later)
+            two.a.wait_for_completion()
+            for outcome in later:
+                found = outcome.result(LIMIT)
+                assert found.num_tokens == USABLE and found.problem is None
+
+
+def test_a_hand_over_that_is_looked_at_while_its_sender_is_closed_has_a_result(
+    two: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = threading.Event()
+
+    def look(task: object) -> bool:
+        looks.set()
+        return two.sender._closed.wait(LIMIT)
+
+    monkeypatch.setattr(two.sender, "_is_early", look)
+    two.begin()
+    assert looks.wait(LIMIT)
+    two.sender.close()
+    assert two.last.result(LIMIT).problem == "the sender was closed"
+
+
+def test_what_is_read_at_a_time_is_bounded(two: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer(two.a, PROMPT, PREFILL)
+    pages, counts = EnginePages.of(two.a), []
+    read = pages.kept.read_pages
+    monkeypatch.setattr(
+        pages.kept, "read_pages", lambda keys: counts.append(len(keys)) or read(keys)
+    )
+    page = pages.group_bytes(pages.page_size)
+    for is_busy in (False, True):
+        if is_busy:
+            two.a.enqueue([PROMPT[::-1]], PREFILL)
+        for size, expected in ((1, [1, 1, 1, 1]), (3 * page, [3, 1]), (64 << 20, [4])):
+            two.b.reset_prefix_cache()
+            counts.clear()
+            with HandOverSender(pages, SharedMemoryConnector(), read_bytes=size) as sender:
+                outcome = sender.hand_over("x", two.listener.address, PROMPT)
+                assert outcome.result(LIMIT).num_tokens == USABLE
+            assert counts == expected
+    two.a.wait_for_completion()
+
+
 def test_options_must_make_sense(two: Pair) -> None:
     pages = EnginePages.of(two.a)
     with pytest.raises(RequestError, match="15 tokens has no full page of 16"):
@@ -261,6 +328,8 @@ def test_options_must_make_sense(two: Pair) -> None:
         two.sender.hand_over("", "x", PROMPT)
     with pytest.raises(RequestError, match="max_active: expected at least 1, found 0"):
         HandOverSender(pages, SharedMemoryConnector(), max_active=0)
+    with pytest.raises(RequestError, match="read_bytes: expected at least 1, found 0"):
+        HandOverSender(pages, SharedMemoryConnector(), read_bytes=0)
     with pytest.raises(RequestError, match="step_share: expected 0 to 1, found 2"):
         HandOverReceiver(pages, step_share=2)
     with pytest.raises(RequestError, match="group_bytes: expected at least 1"):
