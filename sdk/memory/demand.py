@@ -24,6 +24,11 @@ SCORED_BYTES = 8 * 2**20
 _SCORED_ROWS = 128
 _DRAFT_BYTES, _DRAFT_REQUESTS = 16 * 2**20, 8
 _WAITING_ROWS = 64
+#: Replicas that hand prompts over: so many at a time, and for each of them what is read between two
+#: steps at most.
+HAND_OVERS = 2
+HAND_OVER_READ_BYTES = 8 * 2**20
+_RING_BYTES = 8 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +67,8 @@ class Demand:
     prompts too. ``feature_bytes``: hidden states of one token for a head that drafts.
     ``adapter_bytes``: all low-rank adapters together. ``ranks``: of a tensor-parallel model;
     ``stages``: of a pipeline, with ``ranks`` ranks each. The weights and pages are those of all.
-    ``whole_experts``: these ranks have whole experts.
+    ``whole_experts``: these ranks have whole experts. ``hand_over_bytes``: for hand-overs between
+    replicas.
     """
 
     weights: WeightBytes
@@ -90,12 +96,28 @@ class Demand:
     ranks: int = 1
     stages: int = 1
     whole_experts: bool = False
+    hand_over_bytes: int = 0
 
     @property
     def tokenizer(self) -> int:
         if not self.has_tokenizer:
             return 0
         return TOKENIZER_BYTES + TOKENIZER_WORD_BYTES * self.model.vocab_size
+
+
+def hand_over_ring(page_bytes: int) -> int:
+    """The memory between two replicas for one hand-over. Two groups fit, each of a page at least
+    (sdk/transfer/shared_memory.py).
+    """
+    return max(_RING_BYTES, 2 * page_bytes)
+
+
+def hand_over_bytes(page_bytes: int) -> int:
+    """What a replica takes for hand-overs: 2 * (8 MiB + 8 MiB) = 32 MiB, or with pages of more than
+    4 MiB what these need. The sender has what it read and the rings; the receiver takes less,
+    because it reads rows where they lie in the same rings.
+    """
+    return HAND_OVERS * (max(HAND_OVER_READ_BYTES, page_bytes) + hand_over_ring(page_bytes))
 
 
 def scored_rows(vocab_size: int) -> int:
@@ -135,7 +157,7 @@ def workspace_bytes(demand: Demand, seqs: int, tokens: int) -> int:
         logits += _exchanged_bytes(demand, rows, tokens)
     engine = ENGINE_BYTES + ENGINE_WORD_BYTES * model.vocab_size + demand.drafter_bytes
     engine += demand.weights.window if demand.offloaded else 0
-    engine += demand.weights.moving
+    engine += demand.weights.moving + demand.hand_over_bytes
     if demand.drafting_model is not None:  # its steps have buffers of their own
         own = max(tokens, 2 * seqs) if demand.drafting_prompts else seqs
         engine += own * _token_bytes(demand.drafting_model, demand) + 4 * seqs * model.vocab_size

@@ -15,7 +15,7 @@ from sdk.kernels.scratch import Scratch
 from sdk.kernels.sized_graphs import MOST_TOKENS
 from sdk.memory import resolve
 from sdk.memory.adapters import adapter_bytes
-from sdk.memory.demand import Demand, WeightBytes
+from sdk.memory.demand import Demand, WeightBytes, hand_over_bytes
 from sdk.memory.drafting import with_drafts
 from sdk.memory.fitting import plan_memory
 from sdk.memory.machine import installed_memory
@@ -179,6 +179,7 @@ def _demand(
         ranks=config.tensor_parallel_size,
         stages=config.pipeline_parallel_size,
         whole_experts=config.redundant_experts is not None,
+        hand_over_bytes=hand_over_bytes(page_bytes) if config.prefill_replicas else 0,
         captured_tokens=0 if eager else min(config.max_num_batched_tokens, MOST_TOKENS),
     )
 

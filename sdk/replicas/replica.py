@@ -26,6 +26,7 @@ from sdk.errors import EngineClosedError, EngineDeadError, RequestError
 from sdk.executors.channel import Channel, pack
 from sdk.llm import LLM
 from sdk.loading.load import Loaded
+from sdk.memory.demand import HAND_OVER_READ_BYTES, HAND_OVERS, hand_over_ring
 from sdk.outputs import RequestOutput
 from sdk.params import SamplingParams
 from sdk.replicas.calls import ReplicaCalls
@@ -56,6 +57,7 @@ from sdk.transfer import (
     SharedMemoryConnector,
     SharedMemoryListener,
 )
+from sdk.transfer.shared_memory import MOST_RING
 
 #: Seconds between two signs of life.
 BEAT_S = 0.5
@@ -86,10 +88,17 @@ class Replica:
         self._receiving: SharedMemoryListener | None = None
         self._receiver: HandOverReceiver | None = None
         if role == "prefill":
-            self._sender = HandOverSender(EnginePages.of(llm), SharedMemoryConnector())
+            pages = EnginePages.of(llm)
+            ring = hand_over_ring(pages.group_bytes(pages.page_size))
+            connector = SharedMemoryConnector(ring_bytes=min(ring, MOST_RING))
+            self._sender = HandOverSender(
+                pages, connector, max_active=HAND_OVERS, read_bytes=HAND_OVER_READ_BYTES
+            )
         elif role == "decode":
             self._receiving = SharedMemoryListener()
-            self._receiver = HandOverReceiver(EnginePages.of(llm), self._receiving)
+            self._receiver = HandOverReceiver(
+                EnginePages.of(llm), self._receiving, max_active=HAND_OVERS
+            )
 
     def run(self) -> None:
         """Serve until the engine is dead. :raises EOFError: the other side has closed."""

@@ -14,6 +14,7 @@ from sdk.loading.load import ModelFacts, read_facts
 from sdk.loading.progress import reporting
 from sdk.lora import LoRARequest
 from sdk.memory.alternatives import checked_plan
+from sdk.memory.demand import hand_over_bytes
 from sdk.memory.files import open_model
 from sdk.memory.machine import release_free_memory
 from sdk.memory.plan import MemoryPlan
@@ -248,6 +249,8 @@ class _Memory:
         budget, plan = parse_bytes(memory, "resize"), self.plan
         others = (plan.replicas - 1) * plan.shared
         own = (budget + others) // plan.replicas
+        if plan.config is not None and plan.config.prefill_replicas:
+            own -= hand_over_bytes(plan.page_bytes)  # replicas do not know of it
         if own <= plan.shared:
             raise OutOfMemoryError(
                 f"resize: {budget} bytes leave no room for {plan.replicas} replicas, which take "

@@ -44,7 +44,8 @@ class EnginePages:
         self.scheduler = driver.engine.scheduler
         self._model = model
         self._spec = kept.spec
-        self._numerics = _numerics(model, driver.between_steps(kept.centres))
+        centres = driver.between_steps(kept.centres)
+        self._numerics = _numerics(model, kept.dtype, centres)
 
     @classmethod
     def of(cls, llm: LLM) -> EnginePages:
@@ -113,10 +114,16 @@ class EnginePages:
             )
         shape = given.num_layers, given.kv_heads, given.head_dim
         expected = own.num_layers, own.kv_heads, own.head_dim
-        if shape != expected or offer.numerics != self._numerics:
+        if shape != expected:
             raise TransferError(
-                f"the sender's keys and values are made differently: layers, heads and head size "
-                f"{shape}, expected {expected}, and the same centres of keys"
+                f"the sender's keys and values have another shape: layers, heads and head size "
+                f"{shape}, expected {expected}"
+            )
+        if offer.numerics != self._numerics:
+            raise TransferError(
+                "the sender's keys and values are made differently: it has another kv_policy or "
+                f"other centres of keys than this engine, whose KV cache is {self.kept.dtype}; set "
+                "the same kv_policy, or none, for both"
             )
         capacity = self.scheduler.pool.capacity * self.page_size
         if len(offer.token_ids) > capacity:
@@ -126,9 +133,12 @@ class EnginePages:
             )
 
 
-def _numerics(model: ModelKey, centres: Sequence[NDArray[np.float32] | None]) -> bytes:
-    """The digest of :class:`Offer`: rows mean the same where model and centres are the same."""
-    digest = sha256(model.digest.encode())
+def _numerics(model: ModelKey, dtype: str, centres: Sequence[NDArray[np.float32] | None]) -> bytes:
+    """The digest of :class:`Offer`: rows mean the same where all of this is the same. ``dtype``
+    has all tiers, because below a first tier others change how it stores keys and values: rotated,
+    and with a centre subtracted from keys.
+    """
+    digest = sha256(f"{model.digest} {dtype} ".encode())
     for centre in centres:
         digest.update(b"none" if centre is None else centre.astype("<f4").tobytes())
     return digest.digest()

@@ -166,7 +166,7 @@ class Intake:
     def _write(self, rows: list[Rows], received: float) -> None:
         """Write a group, which took so many seconds of a CPU to receive.
 
-        :raises TransferError: the cache has no room for all of it.
+        :raises TransferError: the cache has no room for all of it, or lost the page before it.
         """
         pages, size = self._pages, self._pages.page_size
         first = done = self.num_tokens // size
@@ -180,7 +180,9 @@ class Intake:
         while done < last:
             self._pace.wait()
             found = self._pace.write(last - done, received / (last - first), write)
-            if found <= done:
+            if found < done:
+                raise TransferError("the first pages have been evicted again")
+            if found == done:
                 raise TransferError(
                     f"the KV cache has no room for more than {self.num_tokens} tokens: the other "
                     "pages are used"

@@ -112,8 +112,15 @@ def read_header(data: Bytes) -> Header:
 
 
 def pack_offer(offer: Offer) -> tuple[bytes, bytes]:
-    """Head and payload of an OFFER."""
+    """Head and payload of an OFFER. :raises TransferError: a name in it is too long."""
     spec = offer.spec
+    names = {"transfer_id": offer.transfer_id, "cache_salt": offer.salt, "adapter": offer.adapter}
+    for name, text in names.items():
+        if text is not None and len(text) > _MOST_NAME:
+            raise TransferError(
+                f"{name}: a text of {len(text)} characters cannot be handed over; expected at most "
+                f"{_MOST_NAME}"
+            )
     head = {
         "transfer_id": offer.transfer_id,
         "model": offer.model._asdict(),

@@ -14,15 +14,15 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 
 from sdk.engine.pages.page_pool import PageKey
+from sdk.engine.scheduling.request import RequestStatus
 from sdk.errors import SdkError, TransferError
 from sdk.transfer.connector import KVConnector, Offer, Part, Rows, Sending
 from sdk.transfer.engine_pages import EnginePages, HandedOver, checked_count
 
 logger = logging.getLogger("sdk")
-#: What is read between two steps at most, while requests run: it waits in memory to be sent.
-_READ_BYTES = 64 << 20
 #: How often a hand-over without news looks for them. A look takes 10 us and stops no step.
 _LOOK_S = 0.002
 _KEEP_ALIVE_S = 5.0
@@ -41,15 +41,24 @@ class _Task:
 class HandOverSender:
     """Sends prefixes of one engine through one connector, which it closes.
 
-    ``max_active``: hand-overs at the same time; others wait. An active one may hold 64 MiB (one
-    page, if that is larger) that it has read but not sent yet. Use it as a context manager, or call
-    :meth:`close`.
+    ``max_active``: hand-overs at the same time; others wait. One that is to send what a request
+    computes is not active before that request runs. ``read_bytes``: what an active one reads
+    between two steps at most (one page, if that is larger), and holds in memory until it is sent.
+    Use it as a context manager, or call :meth:`close`.
     """
 
-    def __init__(self, pages: EnginePages, connector: KVConnector, *, max_active: int = 4) -> None:
+    def __init__(
+        self,
+        pages: EnginePages,
+        connector: KVConnector,
+        *,
+        max_active: int = 4,
+        read_bytes: int = 64 << 20,
+    ) -> None:
         self._pages = pages
         self._connector = connector
         self._max_active = checked_count("max_active", max_active)
+        self._read_bytes = checked_count("read_bytes", read_bytes)
         self._lock = threading.Lock()
         self._waiting: deque[_Task] = deque()
         self._threads: set[threading.Thread] = set()
@@ -121,6 +130,10 @@ class HandOverSender:
                 task = self._waiting.popleft()
             transfer_id = task.offer.transfer_id
             try:
+                if self._pages.driver.observe(partial(self._is_early, task)):
+                    self._put_back(task)
+                    self._closed.wait(_LOOK_S)
+                    continue
                 outcome = self._hand_over(task)
             except SdkError as error:
                 outcome = HandedOver(transfer_id, 0, 0, str(error))
@@ -129,10 +142,26 @@ class HandOverSender:
                 outcome = HandedOver(transfer_id, 0, 0, f"{type(error).__name__}: {error}")
             task.outcome.set_result(outcome)
 
+    def _is_early(self, task: _Task) -> bool:
+        """Whether its request has yet to run. Until then it has no thread, here or at the receiver:
+        others may be due first, because the scheduler has an order of its own.
+        """
+        if not self._may_come(task, task.keys):
+            return False
+        unfinished, name = self._pages.scheduler.queues.unfinished, f"{task.request_id}"
+        request = unfinished.get(name) or unfinished.get(f"{name}#0")
+        waits = request is None or request.status is not RequestStatus.RUNNING
+        return waits or self._may_come(task, task.keys[:1])
+
+    def _put_back(self, task: _Task) -> None:
+        """Let it wait behind the others. :raises TransferError: the sender was closed."""
+        with self._lock:
+            if self._closed.is_set():
+                raise TransferError(_CLOSED)
+            self._waiting.append(task)
+
     def _hand_over(self, task: _Task) -> HandedOver:
         offer = task.offer
-        while self._may_come(task, task.keys[:1]):  # else the other side would wait for them
-            self._wait(task, task.keys[:1])
         with closing(self._connector.open(offer, task.destination)) as sending:
             at = known = sending.num_known
             end = len(offer.token_ids) // sending.unit * sending.unit
@@ -142,6 +171,7 @@ class HandOverSender:
                 if found is None:
                     break
                 at = self._send(sending, digests, at, found)
+                del found  # before more is read
             problem = None if at >= end else f"the sender has only {at} of {end} tokens"
             cached = sending.finish(at)
             if cached < at:
@@ -157,7 +187,9 @@ class HandOverSender:
 
         def read() -> tuple[list[Rows] | None, bool]:
             more = self._may_come(task, keys[:per_unit])
-            most = _READ_BYTES if pages.driver.has_work else sending.most_bytes
+            most = self._read_bytes
+            if not pages.driver.has_work:  # no step to send during: begin to send early
+                most = min(most, sending.most_bytes)
             units = max(most // unit_bytes, 1)
             units = min(units, pages.kept.num_cached(keys) // per_unit)
             return pages.kept.read_pages(keys[: units * per_unit]), more

@@ -36,8 +36,9 @@ _PREFIX = "embedlm-kv-"
 _HELLO = struct.Struct("<8sQ")
 _MAGIC = b"EMBEDKVS"
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
-_LEAST_RING, _MOST_RING = 1 << 20, 1 << 34
+_LEAST_RING, MOST_RING = 1 << 20, 1 << 34
 _BACKLOG = 16
+_CLOSED = "the connection was closed"
 #: Without these a sender could cut the file, and reading it would end this process.
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -46,20 +47,24 @@ class SharedMemoryConnector:
     """Sends to the address of a :class:`SharedMemoryListener` of the same user.
 
     ``ring_bytes``: of the memory between the two, for each hand-over. Two groups must fit: two
-    pages of all layers at least.
+    pages of all layers at least. If the sides differ in page size, these are pages of the least
+    common multiple.
     """
 
     def __init__(self, *, ring_bytes: int = 32 << 20, timeout: float = 120.0) -> None:
-        if not isinstance(ring_bytes, int) or not _LEAST_RING <= ring_bytes <= _MOST_RING:
+        if not isinstance(ring_bytes, int) or not _LEAST_RING <= ring_bytes <= MOST_RING:
             raise RequestError(
-                f"ring_bytes: expected {_LEAST_RING} to {_MOST_RING}, found {safe_repr(ring_bytes)}"
+                f"ring_bytes: expected {_LEAST_RING} to {MOST_RING}, found {safe_repr(ring_bytes)}"
             )
         self._ring_bytes = ring_bytes
         self._timeout = checked_seconds(timeout)
         self._streams = OpenStreams()
 
     def open(self, offer: Offer, destination: str) -> FramedSending:
-        """See :class:`sdk.transfer.connector.KVConnector`."""
+        """See :class:`sdk.transfer.connector.KVConnector`.
+
+        :raises TransferError: also if the ring is too small for the pages of both sides.
+        """
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             sock.settimeout(self._timeout)
@@ -69,6 +74,12 @@ class SharedMemoryConnector:
             sock.close()
             raise TransferError(f"{destination}: no connection: {error}") from error
         sending = FramedSending(self._streams.added(stream), offer)
+        # The receiver frees whole groups. One of up to half the ring always fits, wherever it
+        # begins, and even if the end of the ring is skipped because a part does not fit there.
+        group = sending.unit // offer.spec.page_size * offer.spec.page_bytes
+        if 2 * group > self._ring_bytes:
+            sending.close()
+            raise _too_small(f"a group of {sending.unit} tokens", group, self._ring_bytes)
         sending.most_bytes = min(sending.most_bytes, self._ring_bytes // 2)
         return sending
 
@@ -138,17 +149,16 @@ class _SenderRing(FrameStream):
         position = 0
         if len(payload):
             position = self._place(len(payload))
-            at = position % self._size
-            self._ring[at : at + len(payload)] = np.frombuffer(payload, dtype=np.uint8)
+            ring, at = self._ring, position % self._size  # another thread may close meanwhile
+            if not len(ring):
+                raise TransferError(_CLOSED)
+            ring[at : at + len(payload)] = np.frombuffer(payload, dtype=np.uint8)
         self.send_bytes(pack_header(kind, head, payload, position) + bytes(head))
 
     def _place(self, count: int) -> int:
         """Room for so many bytes in a row; waits until the receiver has freed it."""
         if 2 * count > self._size:
-            raise TransferError(
-                f"ring_bytes: a part of {count} bytes needs a ring of {2 * count}, found "
-                f"{self._size}; pass a larger ring_bytes to the connector"
-            )
+            raise _too_small("a part", count, self._size)
         at = self._next % self._size
         position = self._next + (self._size - at if at + count > self._size else 0)
         # also without need, so that the receiver never waits for this side to read
@@ -207,9 +217,12 @@ class _ReceiverRing(FrameStream):
                 os.close(file)
 
     def _payload(self, header: Header, ends: float) -> memoryview:
-        count, size = header.payload_bytes, len(self._ring)
+        ring = self._ring  # another thread may close meanwhile
+        count, size = header.payload_bytes, len(ring)
         if not count:
             return memoryview(b"")
+        if not size:
+            raise TransferError(_CLOSED)
         at = header.position % size
         if header.position < self._seen or at + count > size:
             raise TransferError(
@@ -217,7 +230,7 @@ class _ReceiverRing(FrameStream):
                 f"{size} after {self._seen}"
             )
         self._seen = header.position + count
-        return self._ring[at : at + count]
+        return ring[at : at + count]
 
     def release(self) -> None:
         """See the base class."""
@@ -231,13 +244,20 @@ class _ReceiverRing(FrameStream):
         self._ring = memoryview(b"")
 
 
+def _too_small(what: str, count: int, size: int) -> TransferError:
+    return TransferError(
+        f"ring_bytes: {what} of {count} bytes needs a ring of {2 * count}, found {size}; pass a "
+        "larger ring_bytes to the connector"
+    )
+
+
 def _mapped(file: int, magic: bytes, size: int) -> memoryview:
     try:
         seals = fcntl.fcntl(file, fcntl.F_GET_SEALS)
     except OSError as error:
         raise TransferError(f"expected a memory file, found another one: {error}") from error
     found = os.fstat(file).st_size
-    if magic != _MAGIC or size != found or not _LEAST_RING <= size <= _MOST_RING:
+    if magic != _MAGIC or size != found or not _LEAST_RING <= size <= MOST_RING:
         raise TransferError(f"expected a ring of {size} bytes, found {found} in {magic!r}")
     if seals & _SEALS != _SEALS:
         raise TransferError("the sender's memory is not sealed, so it could be cut")

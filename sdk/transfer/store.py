@@ -71,8 +71,8 @@ class StoreSending:
         self._rows: list[Rows] = []  # of a group that has not all layers yet
         self._num_layers = offer.spec.num_layers
         self.unit = offer.spec.page_size
-        known = (i for i, key in enumerate(self._digests) if not store.contains(key))
-        self.num_known = next(known, len(self._digests)) * self.unit
+        missing = (i for i, key in enumerate(self._digests) if not store.contains(key))
+        self.num_known = next(missing, len(self._digests)) * self.unit
         self.most_bytes = _GROUP_BYTES
 
     def send(self, part: Part) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from sdk import LLM, RequestError, SamplingParams
+from sdk import LLM, OutOfMemoryError, RequestError, SamplingParams
+from sdk.memory.demand import hand_over_bytes, hand_over_ring
 from tests.replicas.conftest import LIMIT_S, hurt, replicas, wait_for
 
 LONG = SamplingParams(temperature=1.0, seed=3, max_tokens=12, ignore_eos=True, logprobs=1)
@@ -43,6 +44,32 @@ def test_long_prompts_are_handed_over_and_answers_are_the_same_bits(apart: LLM, 
     # with the prefix cache of the replica that answers, nothing is handed over
     assert answers(apart.generate(PROMPTS, LONG)) == expected
     assert apart.get_metrics()["num_hand_overs"] == 4
+
+
+def test_the_memory_of_hand_overs_is_a_part_of_the_plan(tiny_path: Path) -> None:
+    options: dict[str, Any] = {"data_parallel_size": 2, "max_model_len": 128}
+    plain = LLM.plan(tiny_path, **options)
+    plan = LLM.plan(tiny_path, prefill_replicas=1, **options)
+    assert plan.workspace == plain.workspace + 32 * 2**20
+    assert plan.total == plain.total + 2 * 32 * 2**20
+    page = plan.page_bytes
+    least = plan.total - 2 * (plan.num_pages - 128 // plan.page_size) * page
+    assert LLM.plan(tiny_path, prefill_replicas=1, memory=least + 2 * page, **options).fits
+    assert not LLM.plan(tiny_path, prefill_replicas=1, memory=least - 2 * page, **options).fits
+    with LLM(tiny_path, prefill_replicas=1, memory=least + 8 * page, **options) as llm:
+        smaller = llm.resize(least + 2 * page)
+        assert smaller.total <= least + 2 * page and smaller.num_pages >= 128 // plan.page_size
+        with pytest.raises(OutOfMemoryError, match="leave no room for 2 replicas"):
+            llm.resize(2 * 32 * 2**20)
+
+
+@pytest.mark.parametrize(
+    ("page", "expected"), [(1, 16), (4 << 20, 16), (5 << 20, 18), (64 << 20, 192)]
+)
+def test_hand_overs_of_large_pages_have_more_memory(page: int, expected: int) -> None:
+    """A page is read at once, and two of them fit between the replicas."""
+    assert hand_over_bytes(page) == 2 * expected * 2**20
+    assert hand_over_ring(page) >= 2 * page
 
 
 @pytest.mark.parametrize("victim", [0, 1])

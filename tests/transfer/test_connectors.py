@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ import pytest
 from sdk import RequestError
 from sdk.engine.rank.kv_transfer import row_widths
 from sdk.errors import TransferError
+from sdk.quant.spec import KVSpec
 from sdk.transfer import (
     KVConnector,
     KVListener,
@@ -25,7 +27,7 @@ from sdk.transfer import (
     shared_memory as ours,
 )
 from sdk.transfer.connector import End, Part, Receiving, Sending
-from sdk.transfer.messages import Kind, pack_count, pack_header
+from sdk.transfer.messages import HEADER_BYTES, Kind, pack_count, pack_header
 from sdk.transfer.tcp import accepted
 from tests.transfer.pairs import CONNECTORS, LIMIT, TOKEN
 from tests.transfer.test_messages import OFFER, SPEC
@@ -144,6 +146,70 @@ def test_a_ring_is_used_again_and_again_and_what_is_too_large_for_it_is_refused(
         sending.send(Part(0, 4, np.zeros((tokens * 2, 2, width), dtype=np.uint8), bytes(32)))
     for one in (sending, receiving, listener, connector):
         one.close()
+
+
+def test_pages_that_are_too_large_for_a_ring_are_refused_at_once() -> None:
+    """Half of the ring is enough for a group, a byte less is not."""
+    spec = KVSpec(2, 2, 8, 4, "float32")
+    page = spec.page_bytes
+    assert page == 2 * 2 * 4 * 2 * 8 * 4
+    tokens = (1 << 19) // page * spec.page_size
+    for unit, fits in ((tokens, True), (tokens + spec.page_size, False)):
+        offer = replace(OFFER, spec=spec, token_ids=(1,) * 2 * unit)
+        connector, listener = SharedMemoryConnector(ring_bytes=1 << 20), SharedMemoryListener()
+        thread = threading.Thread(target=_accept, args=(listener, unit))
+        thread.start()
+        try:
+            if fits:
+                connector.open(offer, listener.address).close()
+            else:
+                size = (1 << 19) + page
+                words = f"a group of {unit} tokens of {size} bytes needs a ring of {2 * size}"
+                with pytest.raises(TransferError, match=f"ring_bytes: {words}, found 1048576"):
+                    connector.open(offer, listener.address)
+        finally:
+            thread.join(LIMIT)
+            listener.close()
+            connector.close()
+
+
+def _accept(listener: KVListener, unit: int) -> None:
+    """Accept a hand-over that the sender closes."""
+    receiving = listener.accept()
+    assert receiving is not None
+    with closing(receiving):
+        receiving.offer()
+        receiving.accept(0, unit, 1 << 30)
+        with pytest.raises(TransferError):
+            receiving.receive()
+
+
+def test_a_ring_may_be_closed_just_before_a_payload_is_written_or_read() -> None:
+    """By another thread, which stands for ``close`` in the calls that come before."""
+    connector, listener = SharedMemoryConnector(timeout=2), SharedMemoryListener(timeout=2)
+    sending, receiving = _open(connector, listener)
+    sending.send(Part(0, 4, _rows(0), bytes(32)))
+    sender, receiver = sending._stream, receiving._stream
+    place, read = sender._place, receiver.read
+
+    def place_and_close(count: int) -> int:
+        found = place(count)
+        sender.close()
+        return found
+
+    def read_and_close(size: int, ends: float) -> memoryview:
+        found = read(size, ends)
+        if size != HEADER_BYTES:  # the head; the payload is next
+            receiver.close()
+        return found
+
+    sender._place, receiver.read = place_and_close, read_and_close
+    with pytest.raises(TransferError, match="the connection was closed"):
+        sending.send(Part(1, 4, _rows(1), bytes(32)))
+    with pytest.raises(TransferError, match="the connection was closed"):
+        receiving.receive()
+    listener.close()
+    connector.close()
 
 
 def test_a_receiver_that_frees_what_was_not_sent_is_left() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,14 @@ from sdk.engine.rank.kv_transfer import read_layer
 from sdk.engine.rank.page_rows import read_rows, write_rows
 from sdk.errors import TransferError
 from sdk.testing import tiny_adapter
-from sdk.transfer import EnginePages, HandOverReceiver, HandOverSender, SharedMemoryConnector
+from sdk.transfer import (
+    EnginePages,
+    HandOverReceiver,
+    HandOverSender,
+    MemoryStore,
+    SharedMemoryConnector,
+    StoreConnector,
+)
 from tests.transfer.pairs import (
     CONNECTORS,
     LIMIT,
@@ -186,6 +194,31 @@ def test_tiered_pages_are_handed_over_as_long_as_they_are_in_the_first_tier(
         assert output.num_cached_tokens == 256 and facts(output) == alone
 
 
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"kv_policy": "float16>int8"}, {"kv_cache_dtype": "float16"}),
+        ({"kv_cache_dtype": "float16"}, {"kv_policy": "float16>int8"}),
+        ({"kv_policy": "float16>int8"}, {"kv_policy": "float16>int8>int4"}),
+    ],
+)
+def test_pages_are_not_handed_over_between_engines_with_different_policies(
+    tiny_path: Path, first: dict[str, Any], second: dict[str, Any]
+) -> None:
+    """Their first tiers have the same type, but the same rows mean other keys and values."""
+    with pair(tiny_path, first=first, second=second, max_model_len=512, block_size=128) as two:
+        alone = _alone(two.b, LONG)
+        answer(two.a, LONG, PREFILL)
+        result = two.end(two.begin(LONG))
+        assert result.num_tokens == 0 and "another kv_policy" in (result.problem or "")
+        store = StoreConnector(MemoryStore(1 << 24))
+        with HandOverSender(EnginePages.of(two.a), store) as sender:
+            assert sender.hand_over("x", "", LONG).result(LIMIT).num_tokens == 256
+        assert two.receiver.fetch(store, LONG).num_tokens == 0
+        output = answer(two.b, LONG)
+        assert output.num_cached_tokens == 0 and facts(output) == alone
+
+
 def test_pages_in_a_lower_tier_are_not_handed_over(tiny_path: Path) -> None:
     """They would give other answers than keys and values that the receiver computes."""
     options: dict[str, Any] = {"max_model_len": 512, "kv_policy": "float16>int8>int4"}
@@ -221,6 +254,72 @@ def test_rows_of_pages_are_those_that_snapshots_have(tiny_path: Path, dtype: str
                 assert (rows == again).all()
 
 
+@pytest.mark.parametrize("is_prefix_cached", [False, True])
+def test_hand_overs_of_requests_that_wait_do_not_block_those_of_others(
+    tiny_path: Path, is_prefix_cached: bool
+) -> None:
+    """Three requests of low priority wait; one of high priority comes last and runs first."""
+    options = {"scheduling_policy": "priority", "max_num_seqs": 1, "max_model_len": 512}
+    low = [[*PROMPT[:32], *range(20 * i, 20 * i + 38)] for i in range(1, 4)]
+    with pair(tiny_path, first=options) as two:
+        if is_prefix_cached:
+            answer(two.a, PROMPT[:40], PREFILL)
+        pages, address = EnginePages.of(two.a), two.listener.address
+        with HandOverSender(pages, SharedMemoryConnector(), max_active=2) as sender:
+            names = two.a.enqueue(low, PREFILL.clone(priority=1))
+            later = [
+                sender.hand_over(name, address, prompt, request_id=name)
+                for name, prompt in zip(names, low, strict=True)
+            ]
+            time.sleep(0.05)  # all threads of the sender have work
+            [name] = two.a.enqueue([PROMPT[::-1]], PREFILL.clone(priority=0))
+            urgent = sender.hand_over(name, address, PROMPT[::-1], request_id=name)
+            two.a.step()
+            assert urgent.result(LIMIT)[1:] == (USABLE, 0, None)
+            assert not any(outcome.done() for outcome in later)
+            two.a.wait_for_completion()
+            for outcome in later:
+                found = outcome.result(LIMIT)
+                assert found.num_tokens == USABLE and found.problem is None
+
+
+def test_a_hand_over_that_is_looked_at_while_its_sender_is_closed_has_a_result(
+    two: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = threading.Event()
+
+    def look(task: object) -> bool:
+        looks.set()
+        return two.sender._closed.wait(LIMIT)
+
+    monkeypatch.setattr(two.sender, "_is_early", look)
+    two.begin()
+    assert looks.wait(LIMIT)
+    two.sender.close()
+    assert two.last.result(LIMIT).problem == "the sender was closed"
+
+
+def test_what_is_read_at_a_time_is_bounded(two: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer(two.a, PROMPT, PREFILL)
+    pages, counts = EnginePages.of(two.a), []
+    read = pages.kept.read_pages
+    monkeypatch.setattr(
+        pages.kept, "read_pages", lambda keys: counts.append(len(keys)) or read(keys)
+    )
+    page = pages.group_bytes(pages.page_size)
+    for is_busy in (False, True):
+        if is_busy:
+            two.a.enqueue([PROMPT[::-1]], PREFILL)
+        for size, expected in ((1, [1, 1, 1, 1]), (3 * page, [3, 1]), (64 << 20, [4])):
+            two.b.reset_prefix_cache()
+            counts.clear()
+            with HandOverSender(pages, SharedMemoryConnector(), read_bytes=size) as sender:
+                outcome = sender.hand_over("x", two.listener.address, PROMPT)
+                assert outcome.result(LIMIT).num_tokens == USABLE
+            assert counts == expected
+    two.a.wait_for_completion()
+
+
 def test_options_must_make_sense(two: Pair) -> None:
     pages = EnginePages.of(two.a)
     with pytest.raises(RequestError, match="15 tokens has no full page of 16"):
@@ -229,6 +328,8 @@ def test_options_must_make_sense(two: Pair) -> None:
         two.sender.hand_over("", "x", PROMPT)
     with pytest.raises(RequestError, match="max_active: expected at least 1, found 0"):
         HandOverSender(pages, SharedMemoryConnector(), max_active=0)
+    with pytest.raises(RequestError, match="read_bytes: expected at least 1, found 0"):
+        HandOverSender(pages, SharedMemoryConnector(), read_bytes=0)
     with pytest.raises(RequestError, match="step_share: expected 0 to 1, found 2"):
         HandOverReceiver(pages, step_share=2)
     with pytest.raises(RequestError, match="group_bytes: expected at least 1"):

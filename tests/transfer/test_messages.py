@@ -65,6 +65,14 @@ def test_an_offer_is_read_as_it_was_written(salt, adapter, pages, dtype) -> None
     assert found == offer and found.digests() == offer.digests()
 
 
+@pytest.mark.parametrize("name", ["transfer_id", "salt", "adapter"])
+def test_a_name_that_a_receiver_would_not_read_is_not_sent(name: str) -> None:
+    longest = replace(OFFER, **{name: "x" * 4096})
+    assert read_offer(_frame(Kind.OFFER, *pack_offer(longest))) == longest
+    with pytest.raises(TransferError, match=f"{name}: a text of 4097 .* expected at most 4096"):
+        pack_offer(replace(OFFER, **{name: "x" * 4097}))
+
+
 def test_a_digest_depends_on_all_tokens_before_it_and_on_everything_else() -> None:
     digests = OFFER.digests()
     assert len(set(digests)) == 3
@@ -116,7 +124,7 @@ def test_an_offer_without_tokens_or_with_a_negative_one_is_an_error() -> None:
 
 def test_an_offer_that_is_too_long_is_an_error() -> None:
     with pytest.raises(TransferError, match="cache_salt and the adapter's key are too long"):
-        pack_offer(replace(OFFER, salt="x" * (1 << 17)))
+        pack_offer(replace(OFFER, salt="\U0001f600" * 4096, adapter="\U0001f600" * 4096))
 
 
 def _part(count: int = 4) -> Part:

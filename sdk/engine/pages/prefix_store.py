@@ -191,9 +191,14 @@ class PrefixStore:
         """What is written into pages: shape and type of the first tier, over all ranks."""
         return self._spec.tiers[0]
 
+    @property
+    def dtype(self) -> str:
+        """The KV type of the whole cache, all tiers."""
+        return self._spec.dtype
+
     def centres(self) -> list[NDArray[np.float32] | None]:
         """For each layer what is subtracted from its keys, ``[kv_heads, head_dim]``, if anything.
-        Equal rows stand for equal keys only where these are equal.
+        Equal rows stand for equal keys only where these and ``dtype`` are equal.
         """
         return [layer.centre for layer in self._read([0], 0).layers]  # page 0: of no request
 
@@ -224,7 +229,7 @@ class PrefixStore:
     def write_pages(self, keys: Sequence[PageKey], first: int, rows: Sequence[Bytes]) -> int:
         """Continue a cached prefix: ``keys`` are those of its pages up to the last new one, and
         ``rows`` those of its tokens from page ``first`` on, for each layer, as ``read_pages``
-        returns them in an engine with the same KV types and centres.
+        returns them in an engine with the same ``dtype`` and centres.
 
         Returns how many of the pages are cached now. These are fewer than ``keys`` if too few pages
         are unused, not counting those before ``first``, or if page ``first - 1`` is gone.

@@ -1,9 +1,10 @@
 """Moves whole pages of the first tier out of an engine and into another with the same KV types.
 
 Nothing is converted, so this is a copy: rows as in :mod:`sdk.engine.rank.kv_transfer`, for all
-layers at once. A page of 30 layers takes 0.4 ms this way and 3.5 ms layer by layer through
-``read_layer``, which must find out for each whether it has to convert (measured by hand with
-SmolLM2-135M), and running requests wait for it.
+layers at once. All tiers of both engines must be the same, not only the first: in a tiered cache
+the first tier is rotated as well, and may have centres. A page of 30 layers takes 0.4 ms this way
+and 3.5 ms layer by layer through ``read_layer``, which must find out for each whether it has to
+convert (measured by hand with SmolLM2-135M), and running requests wait for it.
 """
 
 from __future__ import annotations
