@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,7 +25,7 @@ from sdk.executors.remote.serve import (
     localized,
     serve_engines,
 )
-from sdk.executors.remote.wire import Address, SignedWire
+from sdk.executors.remote.wire import CHUNK, TAG, Address, SignedWire
 
 CODEC = engine_codec()
 
@@ -67,6 +68,27 @@ def test_an_end_that_is_silent_is_lost(signed, monkeypatch: pytest.MonkeyPatch) 
     link = Link(signed[0], "one", int)
     assert link.wait_closed(30)
     assert link.lost == "no sign of life for 4 s"
+    link.close()
+
+
+def test_an_end_that_receives_a_large_message_slowly_says_meanwhile_that_it_is_alive(
+    signed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(links, "_TICK_S", 0.02)
+    link, sender = Link(signed[0], "one", int), signed[1]
+    frames = bytearray()
+    with monkeypatch.context() as patch:
+        patch.setattr(sender.wire, "send", lambda data, _: frames.extend(data))
+        sender.send(b"m" + bytes(20 * CHUNK), 5)
+    header = len(frames) - 20 * CHUNK - 1 - TAG
+    sender.wire.send(frames[:header], 5)
+    for begin in range(header, header + 20 * CHUNK, CHUNK):
+        while sender.wire.wait(select.POLLIN, 0.03):  # more than a tick without a beat
+            assert sender.receive(5) == b"b"
+        sender.wire.send(frames[begin : begin + CHUNK], 5)
+        assert sender.receive(30) == b"b"
+    sender.wire.send(frames[header + 20 * CHUNK :], 5)
+    assert len(link.receive(30) or b"") == 20 * CHUNK
     link.close()
 
 
