@@ -75,11 +75,11 @@ class ProcessExecutor(Generic[RunnerT]):
     :param stages: the number of stages; as many steps may be in flight.
     :param num_threads: torch's threads in each child.
     :param own_factory: builds rank 0's runner instead of ``factory``; never pickled.
-    :param workers: makes the other ranks: child processes, ranks on other hosts, actors of Ray.
     :param startup_s: seconds that a child may take to import and connect, and to finish its runner
         after rank 0 has finished (plus three times what rank 0 took).
     :param collective_s: seconds that rank 0 waits for a rank that is alive.
-    :param workers: what starts the other ranks and speaks to them; child processes by default.
+    :param workers: makes what starts the other ranks and speaks to them: child processes (the
+        default), ranks on other hosts, actors of Ray.
     """
 
     def __init__(
@@ -168,12 +168,15 @@ class ProcessExecutor(Generic[RunnerT]):
     def launch(self, plan: StepPlan) -> None:
         """Begin one step on the stages before the last one.
 
+        What is raised because the plan cannot be sent ends no rank.
+
         :raises EngineDeadError: a rank failed in this step or an earlier one.
         :raises EngineClosedError: after :meth:`close`, even in the middle of the step.
         """
+        self._check_owner()
+        message = self._children.pack(_for_workers(plan, tuple(self._sampled)))
         with self._running():
-            sampled, self._sampled = tuple(self._sampled), []
-            message = self._children.pack(_for_workers(plan, sampled))
+            self._sampled = []
             grid = self._grid
             self._children.send(message, self._collective_s, range(grid.width, grid.size))
             self._launched.append((plan, message))
@@ -228,8 +231,9 @@ class ProcessExecutor(Generic[RunnerT]):
 
     def on_ranks(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """See :class:`sdk.executors.base.Executor`. Raises as :meth:`launch` does."""
+        self._check_owner()
+        call = self._children.pack(RankCall(function, args))
         with self._running():
-            call = self._children.pack(RankCall(function, args))
             self._children.send(call, self._collective_s)
             own = function(self.runner, *args)
             answers = self._children.expect("done", self._collective_s)
