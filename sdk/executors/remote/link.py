@@ -126,8 +126,8 @@ class Link:
                     self._changed.notify_all()
 
     def _beat(self) -> None:
-        """Every tick, unless a message is on its way, which shows as much. Never waits for the other
-        end: both threads could wait for each other."""
+        """Every tick, unless a message is on its way, which shows as much. Never waits for the
+        other end: both threads could wait for each other."""
         if time.monotonic() < self._next_beat:
             return
         self._next_beat = time.monotonic() + _TICK_S
