@@ -73,6 +73,7 @@ class ProcessExecutor(Generic[RunnerT]):
     :param config: its first argument, in every rank; pickled.
     :param size: the number of ranks of each stage.
     :param stages: the number of stages; as many steps may be in flight.
+    :param engines: how many executors like this one compute on this machine.
     :param num_threads: torch's threads in each child.
     :param own_factory: builds rank 0's runner instead of ``factory``; never pickled.
     :param startup_s: seconds that a child may take to import and connect, and to finish its runner
@@ -89,6 +90,7 @@ class ProcessExecutor(Generic[RunnerT]):
         size: int,
         *,
         stages: int = 1,
+        engines: int = 1,
         num_threads: int = 1,
         own_factory: RankFactory[RunnerT] | None = None,
         startup_s: float = 120.0,
@@ -97,7 +99,7 @@ class ProcessExecutor(Generic[RunnerT]):
     ) -> None:
         self._factory, self._own_factory = factory, own_factory or factory
         self._config = config
-        self._grid = Grid(size, stages)
+        self._grid = Grid(size, stages, engines)
         self._mesh = Mesh()
         self.stage_times = StageTimes(stages)
         self._num_threads = num_threads

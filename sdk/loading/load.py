@@ -496,6 +496,7 @@ def _executor(facts: ModelFacts, own_weights: Callable[[RunnerConfig, Mesh], Ran
         runner_config,
         config.tensor_parallel_size,
         stages=config.pipeline_parallel_size,
+        engines=runner_config.engines_here,
         num_threads=runner_config.num_threads,
         own_factory=own,
         workers=_workers(config, runner_config),
