@@ -82,19 +82,30 @@ NOTHING = Routed("", ())
 
 @dataclass(slots=True)
 class Sent:
-    """A request that was sent to a replica. ``tokens`` of its prompt are not cached there; they
-    read ``pairs`` keys. ``promised``: the pages that it will publish."""
+    """A request for a replica. Of the ``length`` tokens of its prompt, ``tokens`` are not cached
+    there. ``promised``: the pages that it will publish."""
 
     request_id: str
-    number: int  # among those sent to this replica
     tenant: str | None
     priority: int
     adapter: str | None
+    length: int
     tokens: int
-    pairs: float
     answer: float
-    pages: int
+    page_size: int
     promised: list[bytes]
+    #: Among those sent to this replica; -1: it is not sent yet.
+    number: int = -1
+
+    @property
+    def pairs(self) -> float:
+        """The keys that the tokens which are not cached read, summed."""
+        return self.tokens * (self.length - self.tokens / 2)
+
+    @property
+    def pages(self) -> int:
+        """The pages that it takes from those that are free."""
+        return -(-(self.tokens + int(self.answer)) // self.page_size)
 
 
 class ReplicaLoad:
@@ -111,31 +122,55 @@ class ReplicaLoad:
         self.unfinished: dict[str, Sent] = {}
         self._adapters: Counter[str] = Counter()  # of unfinished requests
         self._reported_at = 0.0
-        #: Sent, and not in the last report yet; their sums.
+        #: Chosen for this replica, and not sent yet.
+        self._later: dict[str, Sent] = {}
+        #: Sent, and not in the last report yet.
         self._unseen: deque[Sent] = deque()
+        #: Sums: of the prompts of ``_unseen``, and of the answers and pages of both.
         self._tokens, self._pairs, self._answers, self._pages = 0, 0.0, 0.0, 0
         self._refresh()
 
-    def sent(self, one: Sent) -> None:
-        """A request was sent."""
-        self.num_sent += 1
+    def chosen(self, one: Sent) -> None:
+        """A request will be sent. From now on its answer counts: so many that are chosen before the
+        first one is sent do not all get the same replica."""
         self.unfinished[one.request_id] = one
         if one.adapter is not None:
             self._adapters[one.adapter] += 1
+        self._later[one.request_id] = one
+        self._add_answer(one, 1)
+        self._refresh()
+
+    def sent(self, request_id: str, *, handed_over: bool = False) -> None:
+        """A request that was chosen is sent. From now on its prompt counts too: what is left of it
+        after its full pages if these were handed over. No effect if it was sent before."""
+        one = self._later.pop(request_id, None)
+        if one is None:
+            return
+        if handed_over:
+            self._add_answer(one, -1)
+            one.tokens = min(one.tokens, (one.length - 1) % one.page_size + 1)
+            self._add_answer(one, 1)
+        one.number = self.num_sent
+        self.num_sent += 1
         self._unseen.append(one)
-        self._add(one, 1)
+        self._add_prompt(one, 1)
         self._refresh()
 
     def ended(self, request_id: str) -> Sent:
-        """A request has ended. Until the replica reports so, its work counts."""
+        """A request has ended. If it was sent, its work counts until the replica reports so."""
         one = self.unfinished.pop(request_id)
         if one.adapter is not None:
             self._adapters[one.adapter] -= 1
+        if self._later.pop(request_id, None) is not None:
+            self._add_answer(one, -1)
+            self._refresh()
         return one
 
-    def _add(self, one: Sent, sign: int) -> None:
+    def _add_prompt(self, one: Sent, sign: int) -> None:
         self._tokens += sign * one.tokens
         self._pairs += sign * one.pairs
+
+    def _add_answer(self, one: Sent, sign: int) -> None:
         self._answers += sign * one.answer
         self._pages += sign * one.pages
 
@@ -143,7 +178,9 @@ class ReplicaLoad:
         """A report has come. It contains the first ``report.received`` requests."""
         self.report, self._reported_at = report, now
         while self._unseen and self._unseen[0].number < report.received:
-            self._add(self._unseen.popleft(), -1)
+            one = self._unseen.popleft()
+            self._add_prompt(one, -1)
+            self._add_answer(one, -1)
         if report.seconds_per_token > 0 and report.decode_seconds > 0:
             self.seconds = StepSeconds(
                 report.seconds_per_token,
@@ -157,7 +194,7 @@ class ReplicaLoad:
         """Add what is in the report and what is not."""
         report = self.report
         self._ahead, self._ahead_pairs = self._tokens, self._pairs
-        self._count, self._output = len(self._unseen), self._answers
+        self._count, self._output = len(self._unseen) + len(self._later), self._answers
         self._decoding, self._room, self._slots, self._overdue = 0, maxsize, maxsize, False
         if report is not None:
             self._decoding = report.num_decoding
