@@ -26,8 +26,8 @@ _RATE = 0.05
 
 
 class StepSeconds(NamedTuple):
-    """Measured seconds: per token of a prompt, per key that it reads, of a step with one decoding
-    request, and per further one. The defaults count until a replica has measured some."""
+    """Seconds: per token of a prompt, per key that it reads, of a step with one decoding request,
+    and per further one. The defaults count until a replica has measured some."""
 
     token: float = 1e-3
     pair: float = 0.0
@@ -56,16 +56,24 @@ class Expected:
 
     seconds: StepSeconds = field(default_factory=StepSeconds)
     answer: float = FIRST_ANSWER
-    _seconds_known: bool = False
+    _prompts_known: bool = False
+    _decoding_known: bool = False
     _answer_known: bool = False
 
-    def learn(self, seconds: StepSeconds | None, answer: float) -> None:
-        """A replica reports these; ``None`` and 0: it has measured none."""
-        if seconds is not None:
-            share = _RATE if self._seconds_known else 1.0
-            pairs = zip(self.seconds, seconds, strict=True)
-            self.seconds = StepSeconds(*(old + share * (new - old) for old, new in pairs))
-            self._seconds_known = True
+    def learn(self, measured: StepSeconds, answer: float) -> None:
+        """A replica reports these; 0: it has measured none."""
+        token, pair, one, row = self.seconds
+        if measured.token:
+            share = _RATE if self._prompts_known else 1.0
+            token += share * (measured.token - token)
+            pair += share * (measured.pair - pair)
+            self._prompts_known = True
+        if measured.one:
+            share = _RATE if self._decoding_known else 1.0
+            one += share * (measured.one - one)
+            row += share * (measured.row - row)
+            self._decoding_known = True
+        self.seconds = StepSeconds(token, pair, one, row)
         if answer:
             self.answer += (_RATE if self._answer_known else 1.0) * (answer - self.answer)
             self._answer_known = True
@@ -115,8 +123,8 @@ class ReplicaLoad:
         self.index = index
         self.closing = False
         self.report: ReplicaReport | None = None
-        #: What it has measured.
-        self.seconds: StepSeconds | None = None
+        #: What it has measured; 0: nothing yet.
+        self.measured = StepSeconds(0.0, 0.0, 0.0, 0.0)
         self._expected = expected
         self.num_sent = 0
         self.unfinished: dict[str, Sent] = {}
@@ -181,14 +189,22 @@ class ReplicaLoad:
             one = self._unseen.popleft()
             self._add_prompt(one, -1)
             self._add_answer(one, -1)
-        if report.seconds_per_token > 0 and report.decode_seconds > 0:
-            self.seconds = StepSeconds(
-                report.seconds_per_token,
-                report.seconds_per_pair,
-                report.decode_seconds,
-                report.decode_row_seconds,
-            )
+        token, pair, one, row = self.measured
+        if report.seconds_per_token > 0:
+            token, pair = report.seconds_per_token, report.seconds_per_pair
+        if report.decode_seconds > 0:
+            one, row = report.decode_seconds, report.decode_row_seconds
+        self.measured = StepSeconds(token, pair, one, row)
         self._refresh()
+
+    def _seconds(self) -> StepSeconds:
+        """Its own, and what is expected for those that it has not measured: a replica that only
+        computes prompts never measures a step that decodes."""
+        own, expected = self.measured, self._expected.seconds
+        if own.token and own.one:
+            return own
+        prompts, decoding = own if own.token else expected, own if own.one else expected
+        return StepSeconds(prompts.token, prompts.pair, decoding.one, decoding.row)
 
     def _refresh(self) -> None:
         """Add what is in the report and what is not."""
@@ -211,7 +227,7 @@ class ReplicaLoad:
         what its work counts. ``now``: a time of the router's clock.
         """
         report, ahead = self.report, self._ahead
-        token, pair, one, row = seconds = self.seconds or self._expected.seconds
+        token, pair, one, row = seconds = self._seconds()
         work = token * ahead + pair * self._ahead_pairs
         if report is not None:
             if ahead and (report.tenants or report.priorities):
@@ -254,7 +270,7 @@ class ReplicaLoad:
         work = {one.tenant: one for one in report.tenants}
         own = work.get(tenant)
         mine, weight = (own.tokens, own.weight) if own else (0, 1.0)
-        others = dict.fromkeys(work, 0.0) | {one.tenant: float(one.tokens) for one in work.values()}
+        others = {one.tenant: float(one.tokens) for one in work.values()}
         for sent in self._unseen:
             if sent.tenant == tenant:
                 mine += sent.tokens

@@ -145,7 +145,7 @@ class Router:
         if self.policy == "state":
             self._take_keys(replica, report)
         load.reported(report, self._clock())
-        self._expected.learn(load.seconds, report.answer_tokens)
+        self._expected.learn(load.measured, report.answer_tokens)
         self._sort(load)
         self._sort_all()
 

@@ -282,6 +282,24 @@ def test_a_slow_replica_gets_less() -> None:
     assert 5 <= chosen.count(0) <= 15
 
 
+def test_a_replica_that_only_computes_prompts_counts_as_fast_as_it_is() -> None:
+    replicas = Replicas(2)
+    never = {"decode_seconds": 0.0, "decode_row_seconds": 0.0}
+    replicas.report(0, **never, seconds_per_token=4e-3)
+    replicas.report(1, **never)
+    chosen = [replicas.send(prompt(200, number), max_tokens=1) for number in range(1, 51)]
+    assert 5 <= chosen.count(0) <= 15
+
+
+def test_steps_that_decode_are_expected_as_measured_first_though_prompts_were_before() -> None:
+    router = Router("state", ManualClock())
+    router.joined(0)
+    none = IDLE._replace(decode_seconds=0.0, decode_row_seconds=0.0)
+    router.report(0, none._replace(seconds_per_token=0.5))
+    router.report(0, IDLE._replace(seconds_per_token=0.5, decode_seconds=0.25))
+    assert router._expected.seconds == (0.5, 0.0, 0.25, 1e-3)
+
+
 def test_a_replica_that_has_measured_nothing_counts_as_fast_as_the_others() -> None:
     replicas = Replicas(2)
     replicas.report(0, seconds_per_token=0.0, decode_seconds=0.0, decode_row_seconds=0.0)
