@@ -170,7 +170,7 @@ class ProcessExecutor(Generic[RunnerT]):
     def launch(self, plan: StepPlan) -> None:
         """Begin one step on the stages before the last one.
 
-        What is raised because the plan cannot be sent ends no rank.
+        What is raised because the plan cannot be packed ends no rank.
 
         :raises EngineDeadError: a rank failed in this step or an earlier one.
         :raises EngineClosedError: after :meth:`close`, even in the middle of the step.

@@ -186,9 +186,9 @@ class ReplicaLoad:
         """A report has come. It contains the first ``report.received`` requests."""
         self.report, self._reported_at = report, now
         while self._unseen and self._unseen[0].number < report.received:
-            one = self._unseen.popleft()
-            self._add_prompt(one, -1)
-            self._add_answer(one, -1)
+            sent = self._unseen.popleft()
+            self._add_prompt(sent, -1)
+            self._add_answer(sent, -1)
         token, pair, one, row = self.measured
         if report.seconds_per_token > 0:
             token, pair = report.seconds_per_token, report.seconds_per_pair
