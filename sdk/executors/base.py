@@ -59,7 +59,8 @@ class Executor(Protocol):
     def on_ranks(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """``function(runner, *args)`` on every rank, between two steps; the results by rank.
 
-        Function and arguments must be picklable. An exception means that the ranks are lost.
+        Function and arguments must be picklable; what is raised because they are not ends no rank.
+        Any other exception means that the ranks are lost.
         """
 
     def break_off(self) -> None:

@@ -19,11 +19,18 @@ class Grid:
 
     width: int = 1
     stages: int = 1
+    #: Such grids that compute on this machine at the same time.
+    engines: int = 1
 
     @property
     def size(self) -> int:
         """The number of ranks."""
         return self.width * self.stages
+
+    @property
+    def processes(self) -> int:
+        """How many ranks compute on this machine."""
+        return self.size * self.engines
 
     def stage(self, rank: int) -> int:
         """The stage of a rank."""
@@ -47,7 +54,7 @@ class Grid:
         group = None
         if self.width > 1:
             own = folder if kind == "tcp" else _made(folder, f"stage-{stage}")
-            group = connect(kind, own, number, self.width, processes=self.size, **times)
+            group = connect(kind, own, number, self.width, processes=self.processes, **times)
         ends: list[SharedLink | None] = [None, None]
         # stage 0 waits only for stage 1, which then waits for stage 2, and so on
         for index, first in enumerate((stage - 1, stage)):
@@ -56,7 +63,7 @@ class Grid:
                     _made(folder, f"link-{first}-{number}"),
                     sends=index == 1,
                     slots=self.stages,  # as many as there are batches in flight
-                    processes=self.size,
+                    processes=self.processes,
                     **times,
                 )
         upstream, downstream = ends

@@ -74,13 +74,14 @@ class ProcessExecutor(Generic[RunnerT]):
     :param config: its first argument, in every rank; pickled.
     :param size: the number of ranks of each stage.
     :param stages: the number of stages; as many steps may be in flight.
+    :param engines: how many executors like this one compute on this machine.
     :param num_threads: torch's threads in each child.
     :param own_factory: builds rank 0's runner instead of ``factory``; never pickled.
-    :param workers: makes the other ranks: child processes, ranks on other hosts, actors of Ray.
     :param startup_s: seconds that a child may take to import and connect, and to finish its runner
         after rank 0 has finished (plus three times what rank 0 took).
     :param collective_s: seconds that rank 0 waits for a rank that is alive.
-    :param workers: what starts the other ranks and speaks to them; child processes by default.
+    :param workers: makes what starts the other ranks and speaks to them: child processes (the
+        default), ranks on other hosts, actors of Ray.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class ProcessExecutor(Generic[RunnerT]):
         size: int,
         *,
         stages: int = 1,
+        engines: int = 1,
         num_threads: int = 1,
         own_factory: RankFactory[RunnerT] | None = None,
         startup_s: float = 120.0,
@@ -98,7 +100,7 @@ class ProcessExecutor(Generic[RunnerT]):
     ) -> None:
         self._factory, self._own_factory = factory, own_factory or factory
         self._config = config
-        self._grid = Grid(size, stages)
+        self._grid = Grid(size, stages, engines)
         self._mesh = Mesh()
         self.stage_times = StageTimes(stages)
         self._num_threads = num_threads
@@ -170,12 +172,15 @@ class ProcessExecutor(Generic[RunnerT]):
     def launch(self, plan: StepPlan) -> None:
         """Begin one step on the stages before the last one.
 
+        What is raised because the plan cannot be packed ends no rank.
+
         :raises EngineDeadError: a rank failed in this step or an earlier one.
         :raises EngineClosedError: after :meth:`close`, even in the middle of the step.
         """
+        self._check_owner()
+        message = self._children.pack(_for_workers(plan, tuple(self._sampled)))
         with self._running():
-            sampled, self._sampled = tuple(self._sampled), []
-            message = self._children.pack(_for_workers(plan, sampled))
+            self._sampled = []
             grid = self._grid
             self._children.send(message, self._collective_s, range(grid.width, grid.size))
             self._launched.append((plan, message))
@@ -230,8 +235,9 @@ class ProcessExecutor(Generic[RunnerT]):
 
     def on_ranks(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """See :class:`sdk.executors.base.Executor`. Raises as :meth:`launch` does."""
+        self._check_owner()
+        call = self._children.pack(RankCall(function, args))
         with self._running():
-            call = self._children.pack(RankCall(function, args))
             self._children.send(call, self._collective_s)
             own = function(self.runner, *args)
             answers = self._children.expect("done", self._collective_s)

@@ -121,13 +121,17 @@ def _swap_shortage(config: EngineConfig, made: MemoryPlan) -> str:
             f"swap_space: expected at least a page of {made.page_size} tokens, "
             f"{format_bytes(made.page_bytes)}, found {format_bytes(swap)}"
         )
+    swap *= made.replicas  # each has so much
     if config.swap_path is not None:
         return disk_space_problem("swap_path", config.swap_path, swap, "swap space")
     free = available_memory()
     if made.total + swap <= free:
         return ""
+    space = format_bytes(swap)
+    if made.replicas > 1:
+        space += f" for {made.replicas} replicas"
     return (
-        f"swap_space: {format_bytes(swap)}, with {format_bytes(made.total)} for model and KV "
+        f"swap_space: {space}, with {format_bytes(made.total)} for model and KV "
         f"cache, is more than the {format_bytes(free)} this machine has left; use "
         "swap_path=FOLDER to swap to a file"
     )

@@ -205,20 +205,21 @@ def start(
         engine.stage_times = _set_steps_in_flight(scheduler, executor)
         others = _others(executor, config)
         open_adapter = _with_adapters(engine, facts, executor)
+        spec = kv_spec(model, model.num_kv_heads, memory.page_size, memory.kv_dtype)
+        loaded = Loaded(
+            facts=facts,
+            engine=engine,
+            executor=executor,
+            elastic=ElasticPages(scheduler, executor),
+            lease=lease,
+            kept=PrefixStore(scheduler, executor, spec),
+            model_key=key,
+            warnings=tuple(_warnings(executor.runner, others)),
+            other_layers=others.layers,
+            open_adapter=open_adapter,
+        )
         undo.pop_all()
-    spec = kv_spec(model, model.num_kv_heads, memory.page_size, memory.kv_dtype)
-    return Loaded(
-        facts=facts,
-        engine=engine,
-        executor=executor,
-        elastic=ElasticPages(scheduler, executor),
-        lease=lease,
-        kept=PrefixStore(scheduler, executor, spec),
-        model_key=key,
-        warnings=tuple(_warnings(executor.runner, others)),
-        other_layers=others.layers,
-        open_adapter=open_adapter,
-    )
+    return loaded
 
 
 def _lease(config: EngineConfig, checkpoint: Checkpoint, memory: MemoryPlan) -> Lease | None:
@@ -496,6 +497,7 @@ def _executor(facts: ModelFacts, own_weights: Callable[[RunnerConfig, Mesh], Ran
         runner_config,
         config.tensor_parallel_size,
         stages=config.pipeline_parallel_size,
+        engines=runner_config.engines_here,
         num_threads=runner_config.num_threads,
         own_factory=own,
         workers=_workers(config, runner_config),

@@ -141,10 +141,13 @@ def _within_machine(made: MemoryPlan, budget: int, hosts: int) -> MemoryPlan:
     """The plan, with a problem if the machine has less memory than the budget."""
     installed = installed_memory() * hosts
     if budget > installed:
+        whose, row = "this machine's memory", "machine"
+        if hosts > 1:
+            whose, row = f"the memory of {hosts} machines like this one", "machines"
         breakdown = (
-            "the budget is larger than this machine's memory:\n"
+            f"the budget is larger than {whose}:\n"
             f"  budget     {format_bytes(budget):>10}\n"
-            f"  machine    {format_bytes(installed):>10}  or its container's limit\n"
+            f"  {row:<9}  {format_bytes(installed):>10}  or the container's limit\n"
             f"  planned    {format_bytes(made.total):>10}"
         )
         return replace(made, problem=breakdown)

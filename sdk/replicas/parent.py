@@ -119,7 +119,9 @@ class _Parent:
         config = message.config
         checkpoint = open_model(config)
         try:
-            facts = self._facts = read_facts(config, checkpoint, checked_plan(config, checkpoint))
+            facts = read_facts(config, checkpoint, checked_plan(config, checkpoint))
+            runner = replace(facts.runner_config, engines_here=message.num_replicas)
+            facts = self._facts = replace(facts, runner_config=runner)
             if config.num_ranks == 1:
                 checkpoint.on_bytes = self._report_progress()
                 packing = replace(facts.runner_config, num_threads=message.num_threads)

@@ -26,8 +26,8 @@ _RATE = 0.05
 
 
 class StepSeconds(NamedTuple):
-    """Measured seconds: per token of a prompt, per key that it reads, of a step with one decoding
-    request, and per further one. The defaults count until a replica has measured some."""
+    """Seconds: per token of a prompt, per key that it reads, of a step with one decoding request,
+    and per further one. The defaults count until a replica has measured some."""
 
     token: float = 1e-3
     pair: float = 0.0
@@ -56,16 +56,24 @@ class Expected:
 
     seconds: StepSeconds = field(default_factory=StepSeconds)
     answer: float = FIRST_ANSWER
-    _seconds_known: bool = False
+    _prompts_known: bool = False
+    _decoding_known: bool = False
     _answer_known: bool = False
 
-    def learn(self, seconds: StepSeconds | None, answer: float) -> None:
-        """A replica reports these; ``None`` and 0: it has measured none."""
-        if seconds is not None:
-            share = _RATE if self._seconds_known else 1.0
-            pairs = zip(self.seconds, seconds, strict=True)
-            self.seconds = StepSeconds(*(old + share * (new - old) for old, new in pairs))
-            self._seconds_known = True
+    def learn(self, measured: StepSeconds, answer: float) -> None:
+        """A replica reports these; 0: it has measured none."""
+        token, pair, one, row = self.seconds
+        if measured.token:
+            share = _RATE if self._prompts_known else 1.0
+            token += share * (measured.token - token)
+            pair += share * (measured.pair - pair)
+            self._prompts_known = True
+        if measured.one:
+            share = _RATE if self._decoding_known else 1.0
+            one += share * (measured.one - one)
+            row += share * (measured.row - row)
+            self._decoding_known = True
+        self.seconds = StepSeconds(token, pair, one, row)
         if answer:
             self.answer += (_RATE if self._answer_known else 1.0) * (answer - self.answer)
             self._answer_known = True
@@ -82,19 +90,30 @@ NOTHING = Routed("", ())
 
 @dataclass(slots=True)
 class Sent:
-    """A request that was sent to a replica. ``tokens`` of its prompt are not cached there; they
-    read ``pairs`` keys. ``promised``: the pages that it will publish."""
+    """A request for a replica. Of the ``length`` tokens of its prompt, ``tokens`` are not cached
+    there. ``promised``: the pages that it will publish."""
 
     request_id: str
-    number: int  # among those sent to this replica
     tenant: str | None
     priority: int
     adapter: str | None
+    length: int
     tokens: int
-    pairs: float
     answer: float
-    pages: int
+    page_size: int
     promised: list[bytes]
+    #: Among those sent to this replica; -1: it is not sent yet.
+    number: int = -1
+
+    @property
+    def pairs(self) -> float:
+        """The keys that the tokens which are not cached read, summed."""
+        return self.tokens * (self.length - self.tokens / 2)
+
+    @property
+    def pages(self) -> int:
+        """The pages that it takes from those that are free."""
+        return -(-(self.tokens + int(self.answer)) // self.page_size)
 
 
 class ReplicaLoad:
@@ -104,38 +123,62 @@ class ReplicaLoad:
         self.index = index
         self.closing = False
         self.report: ReplicaReport | None = None
-        #: What it has measured.
-        self.seconds: StepSeconds | None = None
+        #: What it has measured; 0: nothing yet.
+        self.measured = StepSeconds(0.0, 0.0, 0.0, 0.0)
         self._expected = expected
         self.num_sent = 0
         self.unfinished: dict[str, Sent] = {}
         self._adapters: Counter[str] = Counter()  # of unfinished requests
         self._reported_at = 0.0
-        #: Sent, and not in the last report yet; their sums.
+        #: Chosen for this replica, and not sent yet.
+        self._later: dict[str, Sent] = {}
+        #: Sent, and not in the last report yet.
         self._unseen: deque[Sent] = deque()
+        #: Sums: of the prompts of ``_unseen``, and of the answers and pages of both.
         self._tokens, self._pairs, self._answers, self._pages = 0, 0.0, 0.0, 0
         self._refresh()
 
-    def sent(self, one: Sent) -> None:
-        """A request was sent."""
-        self.num_sent += 1
+    def chosen(self, one: Sent) -> None:
+        """A request will be sent. From now on its answer counts: so many that are chosen before the
+        first one is sent do not all get the same replica."""
         self.unfinished[one.request_id] = one
         if one.adapter is not None:
             self._adapters[one.adapter] += 1
+        self._later[one.request_id] = one
+        self._add_answer(one, 1)
+        self._refresh()
+
+    def sent(self, request_id: str, *, handed_over: bool = False) -> None:
+        """A request that was chosen is sent. From now on its prompt counts too: what is left of it
+        after its full pages if these were handed over. No effect if it was sent before."""
+        one = self._later.pop(request_id, None)
+        if one is None:
+            return
+        if handed_over:
+            self._add_answer(one, -1)
+            one.tokens = min(one.tokens, (one.length - 1) % one.page_size + 1)
+            self._add_answer(one, 1)
+        one.number = self.num_sent
+        self.num_sent += 1
         self._unseen.append(one)
-        self._add(one, 1)
+        self._add_prompt(one, 1)
         self._refresh()
 
     def ended(self, request_id: str) -> Sent:
-        """A request has ended. Until the replica reports so, its work counts."""
+        """A request has ended. If it was sent, its work counts until the replica reports so."""
         one = self.unfinished.pop(request_id)
         if one.adapter is not None:
             self._adapters[one.adapter] -= 1
+        if self._later.pop(request_id, None) is not None:
+            self._add_answer(one, -1)
+            self._refresh()
         return one
 
-    def _add(self, one: Sent, sign: int) -> None:
+    def _add_prompt(self, one: Sent, sign: int) -> None:
         self._tokens += sign * one.tokens
         self._pairs += sign * one.pairs
+
+    def _add_answer(self, one: Sent, sign: int) -> None:
         self._answers += sign * one.answer
         self._pages += sign * one.pages
 
@@ -143,21 +186,31 @@ class ReplicaLoad:
         """A report has come. It contains the first ``report.received`` requests."""
         self.report, self._reported_at = report, now
         while self._unseen and self._unseen[0].number < report.received:
-            self._add(self._unseen.popleft(), -1)
-        if report.seconds_per_token > 0 and report.decode_seconds > 0:
-            self.seconds = StepSeconds(
-                report.seconds_per_token,
-                report.seconds_per_pair,
-                report.decode_seconds,
-                report.decode_row_seconds,
-            )
+            sent = self._unseen.popleft()
+            self._add_prompt(sent, -1)
+            self._add_answer(sent, -1)
+        token, pair, one, row = self.measured
+        if report.seconds_per_token > 0:
+            token, pair = report.seconds_per_token, report.seconds_per_pair
+        if report.decode_seconds > 0:
+            one, row = report.decode_seconds, report.decode_row_seconds
+        self.measured = StepSeconds(token, pair, one, row)
         self._refresh()
+
+    def _seconds(self) -> StepSeconds:
+        """Its own, and what is expected for those that it has not measured: a replica that only
+        computes prompts never measures a step that decodes."""
+        own, expected = self.measured, self._expected.seconds
+        if own.token and own.one:
+            return own
+        prompts, decoding = own if own.token else expected, own if own.one else expected
+        return StepSeconds(prompts.token, prompts.pair, decoding.one, decoding.row)
 
     def _refresh(self) -> None:
         """Add what is in the report and what is not."""
         report = self.report
         self._ahead, self._ahead_pairs = self._tokens, self._pairs
-        self._count, self._output = len(self._unseen), self._answers
+        self._count, self._output = len(self._unseen) + len(self._later), self._answers
         self._decoding, self._room, self._slots, self._overdue = 0, maxsize, maxsize, False
         if report is not None:
             self._decoding = report.num_decoding
@@ -174,7 +227,7 @@ class ReplicaLoad:
         what its work counts. ``now``: a time of the router's clock.
         """
         report, ahead = self.report, self._ahead
-        token, pair, one, row = seconds = self.seconds or self._expected.seconds
+        token, pair, one, row = seconds = self._seconds()
         work = token * ahead + pair * self._ahead_pairs
         if report is not None:
             if ahead and (report.tenants or report.priorities):
@@ -217,7 +270,7 @@ class ReplicaLoad:
         work = {one.tenant: one for one in report.tenants}
         own = work.get(tenant)
         mine, weight = (own.tokens, own.weight) if own else (0, 1.0)
-        others = dict.fromkeys(work, 0.0) | {one.tenant: float(one.tokens) for one in work.values()}
+        others = {one.tenant: float(one.tokens) for one in work.values()}
         for sent in self._unseen:
             if sent.tenant == tenant:
                 mine += sent.tokens

@@ -13,7 +13,8 @@ Usage, in the process that accepts requests::
 
     router = Router("state")
     router.joined(0)                      # a replica has started; again after a restart
-    replica = router.choose(request)      # also notes that it is sent there
+    replica = router.choose(request)      # also notes that it is sent there now
+    replica = router.choose(request, later=True)  # or that it will be: sent(request_id) follows
     router.report(replica, report)        # whenever the replica sends one (Reporter.report)
     router.ended(request.request_id)      # its last output has come, or sending it failed
     lost = router.lost(0)                 # the replica died: choose again for these requests
@@ -31,8 +32,8 @@ or, in another thread than that of the steps::
         reporter.taken(report)            # and send it
 
 ``received`` counts the requests that the replica has taken from its connection since it started.
-The router relies on requests arriving in the order of ``choose``, and on reports of a replica that
-was lost not coming after its successor has joined.
+The router relies on requests arriving in the order of ``choose`` (of ``sent`` for those that are
+sent later), and on reports of a replica that was lost not coming after its successor has joined.
 """
 
 from __future__ import annotations
@@ -144,7 +145,7 @@ class Router:
         if self.policy == "state":
             self._take_keys(replica, report)
         load.reported(report, self._clock())
-        self._expected.learn(load.seconds, report.answer_tokens)
+        self._expected.learn(load.measured, report.answer_tokens)
         self._sort(load)
         self._sort_all()
 
@@ -166,9 +167,11 @@ class Router:
 
     # ---- requests come and go --------------------------------------------------------------------
 
-    def choose(self, request: Routed) -> int:
+    def choose(self, request: Routed, *, later: bool = False) -> int:
         """The replica that is to run a request. From now on it counts as sent there.
 
+        :param later: it is sent when :meth:`sent` is called. Until then it is unfinished, its pages
+            are promised and its answer counts, but not its prompt, which may be handed over.
         :raises EngineDeadError: there is no replica.
         :raises RequestError: a request with this id is unfinished.
         """
@@ -188,8 +191,24 @@ class Router:
             replica = alive[self._num_chosen % len(alive)]
         else:
             replica = self._order[0][2]
-        self._send(request, replica, prompt, levels)
+        self._choose(request, replica, prompt, levels)
+        if later:
+            self._sort(self._replicas[replica])
+        else:
+            self.sent(request.request_id)
         return replica
+
+    def sent(self, request_id: str, *, handed_over: bool = False) -> None:
+        """A request that was chosen for ``later`` is sent now. Ids of others are ignored.
+
+        :param handed_over: another replica has computed the full pages of its prompt, so its own
+            computes only the rest.
+        """
+        replica = self._placed.get(request_id)
+        if replica is not None:
+            load = self._replicas[replica]
+            load.sent(request_id, handed_over=handed_over)
+            self._sort(load)
 
     def uncached(self, request_id: str) -> int:
         """Prompt tokens of an unfinished request that its replica has to compute, as far as the
@@ -241,31 +260,28 @@ class Router:
                     break
         return found
 
-    def _send(
+    def _choose(
         self, request: Routed, replica: int, prompt: Prompt | None, levels: Sequence[Level]
     ) -> None:
-        load, length, promised, pages = self._replicas[replica], len(request.token_ids), [], 0
-        size, answer = 16, self._expected.answer_of(request)
+        load, length = self._replicas[replica], len(request.token_ids)
+        promised, pages, size = list[bytes](), 0, 16
         if prompt is not None and self._prefixes is not None:
             size = self._prefixes.page_size
             pages = next((one.num_pages for one in levels if one.replicas >> replica & 1), 0)
             promised = self._prefixes.promise(replica, request.request_id, prompt)
-        tokens = length - pages * size
         sent = Sent(
             request_id=request.request_id,
-            number=load.num_sent,
             tenant=request.tenant,
             priority=request.priority,
             adapter=request.adapter,
-            tokens=tokens,
-            pairs=tokens * (length - tokens / 2),
-            answer=answer,
-            pages=-(-(tokens + int(answer)) // size),
+            length=length,
+            tokens=length - pages * size,
+            answer=self._expected.answer_of(request),
+            page_size=size,
             promised=promised,
         )
-        load.sent(sent)
+        load.chosen(sent)
         self._placed[request.request_id] = replica
-        self._sort(load)
 
     # ---- the order of the replicas ---------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from sdk.errors import RequestError
 
-#: SmolLM2-135M-Instruct in Q4_1 on two cores (docs/simulation.md).
+#: SmolLM2-135M-Instruct in Q4_1 on one thread (docs/simulation.md).
 DEFAULT_COSTS = Path(__file__).with_name("smollm2_135m.json")
 _SECONDS = ("prompt_step", "per_token", "per_pair", "per_key")
 _LIMITS = ("page_size", "num_pages", "max_num_seqs", "max_num_batched_tokens", "max_model_len")
@@ -33,11 +33,11 @@ class StepCosts:
     per_token: float
     per_pair: float
     per_key: float
-    page_size: int = 16
-    num_pages: int = 2049
-    max_num_seqs: int = 32
-    max_num_batched_tokens: int = 2048
-    max_model_len: int = 8192
+    page_size: int
+    num_pages: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
     #: What was measured, for the reader.
     source: str = ""
 

@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
+import sdk.loading.load
 import sdk.requests.driver
 from sdk import LLM, EngineClosedError, SdkError
 from tests.api.engines import LIMIT, LONG, SHORT, Caller, ask, ids, settle, tokens
@@ -144,3 +145,17 @@ def test_a_close_that_was_interrupted_can_be_made_again(
     while psutil.Process().num_threads() >= threads and time.monotonic() < deadline:
         time.sleep(0.01)
     assert psutil.Process().num_threads() < threads
+
+
+def test_an_error_at_the_end_of_a_start_closes_the_ranks(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any) -> Any:
+        raise MemoryError
+
+    monkeypatch.setattr(sdk.loading.load, "_warnings", fail)
+    before = set(psutil.Process().children())
+    with pytest.raises(MemoryError) as raised:  # its traceback keeps the executor from being freed
+        LLM(tiny_path, max_model_len=128, tensor_parallel_size=2)
+    assert set(psutil.Process().children()) == before
+    del raised

@@ -216,6 +216,19 @@ def test_a_context_asked_for_may_take_all_that_is_free(tiny_path: Path) -> None:
     assert free(4).max_model_len == 32
 
 
+def test_a_budget_for_several_hosts_is_compared_with_all_of_them(tiny_path: Path) -> None:
+    hosts = {
+        "tensor_parallel_size": 2,
+        "remote_workers": {"listen": "127.0.0.1:7000", "token": "t" * 32},
+    }
+    memory = 3 * installed_memory()
+    problem = LLM.plan(tiny_path, memory=memory, max_num_seqs=4, **hosts).problem
+    assert "larger than the memory of 2 machines like this one" in problem
+    assert re.search(r"\n +machines +[\d.]+ \wiB", problem)
+    memory //= 2
+    assert "larger than" not in LLM.plan(tiny_path, memory=memory, max_num_seqs=4, **hosts).problem
+
+
 def test_a_budget_larger_than_the_machine_is_refused_with_both_sizes(tiny_path: Path) -> None:
     memory = 2 * installed_memory()
     problem = LLM.plan(tiny_path, memory=memory, max_num_seqs=4).problem

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -144,3 +145,25 @@ def test_swap_space_that_is_not_there_is_refused_with_the_sums(
     assert re.search(message, LLM.plan(tiny_path, max_model_len=128, **options).problem)
     with pytest.raises(OutOfMemoryError, match=message):
         LLM(tiny_path, max_model_len=128, **options)
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_each_replica_needs_swap_space_of_its_own(
+    tiny_path: Path, tmp_path: Path, folder: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swap = 64 << 20
+    where = {"swap_path": str(tmp_path)} if folder else {}
+    options = {"max_model_len": 128, "memory": "200MiB", "data_parallel_size": 3, **where}
+    total = LLM.plan(tiny_path, **options, swap_space=0).total if not folder else 0
+
+    def problem(free: int) -> str:
+        with monkeypatch.context() as patch:
+            if folder:
+                found = SimpleNamespace(f_bavail=free, f_frsize=1)
+                patch.setattr("sdk.engine.pages.disk_space.os.statvfs", lambda _: found)
+            else:
+                patch.setattr("sdk.loading.checks.available_memory", lambda: free)
+            return LLM.plan(tiny_path, **options, swap_space=swap).problem
+
+    assert problem(total + 3 * swap) == ""
+    assert "192.0 MiB" in problem(total + 3 * swap - 1)

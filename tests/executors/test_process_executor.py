@@ -91,6 +91,15 @@ def test_a_function_runs_on_every_rank_between_steps(ranks: ModuleType, started)
         run_step(executor, StepPlan(3))
 
 
+def test_what_cannot_be_pickled_is_not_sent_and_ends_no_rank(started) -> None:
+    executor = started()
+    with pytest.raises(Exception, match=r"pickle|local object"):
+        executor.on_ranks(lambda runner: None)
+    with pytest.raises(Exception, match=r"pickle"):
+        executor.launch(StepPlan(1, dropped=(threading.Lock(),)))
+    assert run_step(executor, StepPlan(2)).step_id == 2
+
+
 @pytest.mark.slow
 def test_any_number_of_ranks_gives_the_same_sums(ranks: ModuleType, started) -> None:
     alone = LocalExecutor(ranks.FakeRunner, ranks.FakeConfig())

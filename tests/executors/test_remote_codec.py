@@ -6,6 +6,7 @@ import ast
 import contextlib
 import struct
 from dataclasses import fields, replace
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +193,22 @@ def test_our_exceptions_come_back_and_others_are_not_sent() -> None:
     assert type(found) is CheckpointError and str(found) == "model.gguf: damaged"
     with pytest.raises(CodecError, match="a ValueError is not sent"):
         CODEC.encode(ValueError("x"))
+
+
+class _Id(str):
+    __slots__ = ()
+
+
+class _Number(IntEnum):
+    SEED = 2**70
+    PAGE = 7
+
+
+def test_subclasses_of_str_and_int_come_back_as_str_and_int() -> None:
+    value = [_Id("a"), np.str_("b"), _Number.SEED, _Number.PAGE, (3, _Number.PAGE), {_Id("c"): 1}]
+    found = CODEC.decode(CODEC.encode(value))
+    assert found == ["a", "b", 2**70, 7, (3, 7), {"c": 1}]
+    assert [type(item) for item in found[:4]] == [str, str, int, int]
 
 
 @pytest.mark.parametrize(

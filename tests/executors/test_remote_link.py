@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import select
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +17,7 @@ from sdk.errors import EngineDeadError
 from sdk.executors.children import ChildLost
 from sdk.executors.remote import link as links
 from sdk.executors.remote.link import Link, LinkLost
-from sdk.executors.remote.listener import Listener
+from sdk.executors.remote.listener import MAX_STRANGERS, Listener
 from sdk.executors.remote.messages import engine_codec
 from sdk.executors.remote.ranks import RemoteRank, accept_peers
 from sdk.executors.remote.serve import (
@@ -24,7 +27,7 @@ from sdk.executors.remote.serve import (
     localized,
     serve_engines,
 )
-from sdk.executors.remote.wire import Address, SignedWire
+from sdk.executors.remote.wire import CHUNK, TAG, Address, SignedWire
 
 CODEC = engine_codec()
 
@@ -67,6 +70,27 @@ def test_an_end_that_is_silent_is_lost(signed, monkeypatch: pytest.MonkeyPatch) 
     link = Link(signed[0], "one", int)
     assert link.wait_closed(30)
     assert link.lost == "no sign of life for 4 s"
+    link.close()
+
+
+def test_an_end_that_receives_a_large_message_slowly_says_meanwhile_that_it_is_alive(
+    signed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(links, "_TICK_S", 0.02)
+    link, sender = Link(signed[0], "one", int), signed[1]
+    frames = bytearray()
+    with monkeypatch.context() as patch:
+        patch.setattr(sender.wire, "send", lambda data, _: frames.extend(data))
+        sender.send(b"m" + bytes(20 * CHUNK), 5)
+    header = len(frames) - 20 * CHUNK - 1 - TAG
+    sender.wire.send(frames[:header], 5)
+    for begin in range(header, header + 20 * CHUNK, CHUNK):
+        while sender.wire.wait(select.POLLIN, 0.03):  # more than a tick without a beat
+            assert sender.receive(5) == b"b"
+        sender.wire.send(frames[begin : begin + CHUNK], 5)
+        assert sender.receive(30) == b"b"
+    sender.wire.send(frames[header + 20 * CHUNK :], 5)
+    assert len(link.receive(30) or b"") == 20 * CHUNK
     link.close()
 
 
@@ -145,13 +169,49 @@ def test_a_worker_names_what_rank_0_should_not_have_said(
 ) -> None:
     assert worker_of(None) == []
     assert "expected a start, found ('ready',)" in worker_of(("ready",))[0]
-    start = ("start", 2, 3, b"session", 5.0, None)
+    start = ("start", 2, 3, b"session", 1.0, None)
     assert "expected addresses, found None" in worker_of(start, None)[0]
     assert "refuses this worker: you" in worker_of(start, ("refused", "you"))[0]
     port = remote.free_port()
     addresses = [None, ("127.0.0.1", port)]
     (why,) = worker_of(start, ("connect", [*addresses, None]))
     assert f"rank 1 at 127.0.0.1:{port}: " in why and "refused" in why
+
+
+def test_a_worker_tries_again_while_strangers_have_all_places_of_a_lower_rank() -> None:
+    token = b"0123456789abcdef"
+    first, second = (Listener(Address("127.0.0.1", 0), token, CODEC) for _ in range(2))
+    strangers = [socket.create_connection(second.address) for _ in range(MAX_STRANGERS)]
+    for stranger in strangers:
+        stranger.settimeout(10)
+        assert stranger.recv(8) == b"embedlm\0"
+    options = WorkerOptions("", first.address, token, 1)
+    parts = WorkerParts(CODEC, lambda config, mesh: None, lambda config, options: config)
+
+    def work() -> None:
+        with contextlib.suppress(EngineDeadError):
+            serve_engines(options, once=True, parts=parts)
+
+    working = threading.Thread(target=work)
+    working.start()
+    arrival = first.accept(30)
+    assert arrival is not None
+    link = Link(arrival.signed, "worker", int)
+    link.send(CODEC.encode(("start", 2, 3, b"session", 30.0, None)), 5)
+    link.send(CODEC.encode(("connect", [None, tuple(second.address), None])), 5)
+    found = [first.accept(30), second.accept(0.5)]
+    assert found[1] is None
+    for stranger in strangers:
+        stranger.close()
+    found[1] = second.accept(10)
+    link.close()
+    working.join(30)
+    assert [one and one.hello for one in found] == [("tensors", b"session", 2)] * 2
+    for one in found:
+        assert one is not None
+        one.signed.wire.close()
+    first.close()
+    second.close()
 
 
 def test_a_worker_takes_no_other_config_and_only_its_own_files() -> None:

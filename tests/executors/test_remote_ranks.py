@@ -21,6 +21,7 @@ from sdk.engine.plan import StepPlan, StepResult
 from sdk.errors import EngineClosedError, EngineDeadError
 from sdk.executors.local import LocalExecutor
 from sdk.executors.process import ProcessExecutor
+from sdk.executors.remote.codec import CodecError
 from sdk.executors.remote.handshake import open_handshake
 from sdk.executors.remote.wire import Address, Wire
 
@@ -477,11 +478,14 @@ def test_tensors_may_have_an_address_of_their_own(remote: ModuleType) -> None:
     worker.close()
 
 
-def test_a_message_that_is_not_ours_ends_the_engine(started, hosts: Hosts) -> None:
+def test_a_message_that_is_not_ours_is_not_sent_and_ends_no_rank(started, hosts: Hosts) -> None:
+    hosts.ensure(1)
     executor = started()
-    executor._children._codec._functions.clear()
-    with pytest.raises(EngineDeadError, match="CodecError: a function is not sent"):
+    with pytest.raises(CodecError, match="a function is not sent"):
         executor.on_ranks(run_step)
+    with pytest.raises(CodecError, match="a object is not sent"):
+        executor.launch(StepPlan(1, dropped=(object(),)))
+    assert run_step(executor, StepPlan(2)).step_id == 2
 
 
 def test_a_forked_child_neither_uses_nor_ends_the_ranks(started) -> None:

@@ -7,16 +7,21 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 
+from sdk.config import EngineConfig
 from sdk.engine.plan import RequestStart, StepPlan, StepRow
+from sdk.engine.rank.runner_config import RunnerConfig
 from sdk.errors import EngineClosedError, EngineDeadError
+from sdk.executors import grid as grids
 from sdk.executors.grid import Grid
 from sdk.executors.process import ProcessExecutor
 from sdk.executors.stage_times import StageTimes
+from sdk.loading.load import _executor
 from sdk.params import SamplingParams
 
 Poll = Callable[[Callable[[], bool]], bool]
@@ -60,6 +65,30 @@ def test_ranks_are_numbered_from_the_last_stage_on() -> None:
     assert [grid.stage(rank) for rank in range(grid.size)] == [2, 2, 1, 1, 0, 0]
     assert [grid.name(rank) for rank in (0, 3)] == ["rank 0 (stage 2)", "rank 3 (stage 1)"]
     assert Grid(2).name(1) == "rank 1"
+
+
+def test_links_and_groups_know_how_many_processes_compute_on_the_machine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    found: list[int] = []
+
+    def made(*args: Any, processes: int, **options: Any) -> object:
+        found.append(processes)
+        return object()
+
+    monkeypatch.setattr(grids, "connect", made)
+    monkeypatch.setattr(grids, "SharedLink", made)
+    Grid(2, 2, 3).join(0, "memory", str(tmp_path), connect_s=1, limit_s=1)
+    assert found == [12, 12]
+
+
+def test_the_ranks_of_a_replica_count_those_of_the_others() -> None:
+    config = EngineConfig(model="", tensor_parallel_size=2)
+    runner = RunnerConfig(*("", 17, 16, "float16", 128, 8, 128, 1), engines_here=4)
+    facts: Any = SimpleNamespace(config=config, runner_config=runner)
+    executor = _executor(facts, lambda given, mesh: None)
+    assert isinstance(executor, ProcessExecutor) and executor._grid.processes == 8
+    executor.close()
 
 
 _SLOW = pytest.mark.slow

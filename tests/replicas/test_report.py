@@ -24,6 +24,7 @@ COSTS = StepCosts(
     per_token=1e-3,
     per_pair=0.0,
     per_key=0.0,
+    page_size=16,
     num_pages=101,
     max_num_seqs=4,
     max_num_batched_tokens=64,

@@ -188,6 +188,74 @@ def test_requests_that_a_report_contains_are_not_counted_twice() -> None:
     assert replicas.send(prompt(50, 2)) == first
 
 
+def choose_later(replicas: Replicas, name: str, tokens: list[int], **values: Any) -> int:
+    return replicas.router.choose(Routed(name, tokens, **values), later=True)
+
+
+def test_requests_that_are_sent_later_are_spread_before_any_of_them_is_sent() -> None:
+    replicas = Replicas(4)
+    chosen = [choose_later(replicas, str(index), prompt(200, index)) for index in range(1, 41)]
+    assert sorted(map(chosen.count, range(4))) == [10] * 4
+    assert len(replicas.router.unfinished(0)) == 10
+
+
+def test_a_request_that_is_sent_later_is_not_in_a_report_before_it_is_sent() -> None:
+    replicas = Replicas(2)
+    assert choose_later(replicas, "a", prompt(4000, 1)) == 0
+    assert choose_later(replicas, "b", prompt(4000, 2)) == 1
+    replicas.router.closing(1)
+    assert replicas.send(prompt(100, 3)) == 0
+    replicas.report(0, received=1)  # the one that was sent, not "a"
+    replicas.router.joined(2)
+    replicas.report(2, prompt_tokens=2000)
+    replicas.router.sent("a")
+    replicas.router.sent("a")
+    replicas.router.sent("nobody")
+    assert replicas.send(prompt(50, 4), max_tokens=1) == 2
+    replicas.report(0, received=2)
+    assert replicas.send(prompt(50, 5), max_tokens=1) == 0
+
+
+def test_a_prompt_counts_from_when_it_is_sent_and_then_only_what_was_not_handed_over() -> None:
+    def second(how: dict[str, bool] | None) -> int:
+        replicas = Replicas(2)
+        replicas.report(1, prompt_tokens=500)
+        assert choose_later(replicas, "a", prompt(1600, 1), max_tokens=1) == 0
+        assert replicas.router.uncached("a") == 1600
+        if how is not None:
+            replicas.router.sent("a", **how)
+            assert replicas.router.uncached("a") == (16 if how else 1600)
+        return replicas.send(prompt(50, 2), max_tokens=1)
+
+    assert second(None) == 0
+    assert second({"handed_over": True}) == 0
+    assert second({}) == 1
+
+
+def test_what_was_handed_over_is_taken_off_again_with_a_report() -> None:
+    replicas = Replicas(1)
+    load = replicas.router._replicas[0]
+    before = load.score(Routed("x", ()), 0, 0.0, 0.0)
+    choose_later(replicas, "a", prompt(1605, 1))
+    replicas.router.sent("a", handed_over=True)
+    assert replicas.router.uncached("a") == 5
+    replicas.report(0, received=1)
+    assert load.score(Routed("x", ()), 0, 0.0, 0.0) == before
+    assert (load._tokens, load._pairs, load._answers, load._pages) == (0, 0, 0, 0)
+
+
+def test_a_request_that_ends_before_it_is_sent_leaves_nothing() -> None:
+    replicas = Replicas(1)
+    load = replicas.router._replicas[0]
+    before = load.score(Routed("x", ()), 0, 0.0, 0.0)
+    choose_later(replicas, "a", prompt(1600, 1))
+    assert load.score(Routed("x", ()), 0, 0.0, 0.0) > before
+    replicas.router.ended("a")
+    assert load.score(Routed("x", ()), 0, 0.0, 0.0) == before
+    assert choose_later(replicas, "a", prompt(1600, 1)) == 0
+    assert replicas.router.lost(0) == ["a"]
+
+
 @pytest.mark.parametrize(("slots", "chosen"), [(17, 0), (16, 1)])
 def test_waiting_for_a_slot_counts(slots: int, chosen: int) -> None:
     replicas = Replicas(2)
@@ -212,6 +280,24 @@ def test_a_slow_replica_gets_less() -> None:
     replicas.report(0, **slow)
     chosen = [replicas.send(prompt(200, number)) for number in range(1, 51)]
     assert 5 <= chosen.count(0) <= 15
+
+
+def test_a_replica_that_only_computes_prompts_counts_as_fast_as_it_is() -> None:
+    replicas = Replicas(2)
+    never = {"decode_seconds": 0.0, "decode_row_seconds": 0.0}
+    replicas.report(0, **never, seconds_per_token=4e-3)
+    replicas.report(1, **never)
+    chosen = [replicas.send(prompt(200, number), max_tokens=1) for number in range(1, 51)]
+    assert 5 <= chosen.count(0) <= 15
+
+
+def test_steps_that_decode_are_expected_as_measured_first_though_prompts_were_before() -> None:
+    router = Router("state", ManualClock())
+    router.joined(0)
+    none = IDLE._replace(decode_seconds=0.0, decode_row_seconds=0.0)
+    router.report(0, none._replace(seconds_per_token=0.5))
+    router.report(0, IDLE._replace(seconds_per_token=0.5, decode_seconds=0.25))
+    assert router._expected.seconds == (0.5, 0.0, 0.25, 1e-3)
 
 
 def test_a_replica_that_has_measured_nothing_counts_as_fast_as_the_others() -> None:

@@ -29,9 +29,11 @@ COSTS = StepCosts(
     per_token=6e-4,
     per_pair=3e-8,
     per_key=2e-7,
+    page_size=16,
     num_pages=2049,
     max_num_seqs=16,
     max_num_batched_tokens=256,
+    max_model_len=8192,
 )
 MIX = {"chats": 0.8, "documents": 0.1, "completions": 0.1}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,16 @@ def test_costs_that_were_written_are_read_back(tmp_path: Path) -> None:
     assert StepCosts.read(tmp_path / "costs.json") == DEFAULT
 
 
+def test_costs_have_no_limits_that_nobody_measured() -> None:
+    with pytest.raises(TypeError, match="'page_size', 'num_pages', 'max_num_seqs'"):
+        StepCosts(DEFAULT.decode, 0.004, 1e-3, 1e-6, 1e-5)
+
+
 def test_a_step_costs_what_its_parts_cost() -> None:
-    costs = StepCosts(((1, 0.01), (5, 0.03), (9, 0.04)), 0.004, 1e-3, 1e-6, 1e-5)
+    curve = ((1, 0.01), (5, 0.03), (9, 0.04))
+    costs = replace(
+        DEFAULT, decode=curve, prompt_step=0.004, per_token=1e-3, per_pair=1e-6, per_key=1e-5
+    )
     assert costs.seconds(5, 0, 0, 0.0) == pytest.approx(0.03)
     assert costs.seconds(3, 100, 0, 0.0) == pytest.approx(0.02 + 1e-3)
     assert costs.seconds(13, 0, 0, 0.0) == pytest.approx(0.05)

@@ -588,7 +588,7 @@ struct TransferArgs {
 
 // The operators. Most are row-wise: row t of the result depends only on row t of the arguments.
 // Exceptions: kOpAttention, kOpSample, kOpGroup, kOpLowRank, and kOpLinear and kOpExperts except for
-// quantizing their activations; kOpCombine reads rows of other tokens, kOpExchange and
+// quantizing their activations; kOpCombine reads rows of other tokens, kOpExchange,
 // kOpTransfer and kOpCombineRanks those of other ranks. kOpPlaces prepares the step for the others.
 enum OpKind {
     kOpEmbedding = 0,

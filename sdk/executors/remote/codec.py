@@ -52,7 +52,10 @@ class Record(NamedTuple):
 
 class Codec:
     """Encodes and decodes values of None, bool, int, float, str, bytes, list, tuple, dict, arrays
-    and tensors, data types, our exceptions, and these records and functions."""
+    and tensors, data types, our exceptions, and these records and functions.
+
+    Values of subclasses of int and str come back as int and str.
+    """
 
     def __init__(
         self, records: Iterable[Record], functions: Iterable[Callable[..., Any]] = ()
@@ -83,12 +86,12 @@ class Codec:
         kind = type(value)
         if value is None or kind is bool:
             out += {None: b"N", True: b"T", False: b"F"}[value]
-        elif kind is int:
-            _write_int(value, out)
+        elif isinstance(value, int):  # int(): of a subclass, only the number is sent
+            _write_int(int(value), out)
         elif kind is float:
             out += b"f" + _F64.pack(value)
-        elif kind is str:
-            _write_bytes(b"s", value.encode("utf-8", "surrogatepass"), out)
+        elif isinstance(value, str):
+            _write_bytes(b"s", str.encode(value, "utf-8", "surrogatepass"), out)
         elif kind in (bytes, bytearray):
             _write_bytes(b"b", value, out)
         elif kind in (list, tuple):

@@ -42,6 +42,7 @@ class Link:
         self._changed = threading.Condition()
         self._lost: str | None = None
         self._closed = False
+        self._next_beat = 0.0
         self._thread = threading.Thread(target=self._read, name="sdk-remote-link", daemon=True)
         self._thread.start()
 
@@ -105,18 +106,16 @@ class Link:
         self._on_lost()
 
     def _read_messages(self) -> str:
-        silent, next_beat = 0, 0.0
+        silent = 0
         while True:
-            if time.monotonic() >= next_beat:
-                self._beat()
-                next_beat = time.monotonic() + _TICK_S
+            self._beat()
             if not self._signed.wire.wait(select.POLLIN, _TICK_S):
                 silent += 1
                 if silent >= _SILENT_TICKS:
                     return f"no sign of life for {SILENCE_S:g} s"
                 continue
             silent = 0
-            message = self._signed.receive(SILENCE_S)
+            message = self._signed.receive(SILENCE_S, meanwhile=self._beat)
             kind = bytes(message[:1])
             if kind == _BYE:
                 return "it has ended"
@@ -127,8 +126,11 @@ class Link:
                     self._changed.notify_all()
 
     def _beat(self) -> None:
-        """Unless a message is on its way, which shows as much. Never waits for the other end: both
-        threads could wait for each other."""
+        """Every tick, unless a message is on its way, which shows as much. Never waits for the
+        other end: both threads could wait for each other."""
+        if time.monotonic() < self._next_beat:
+            return
+        self._next_beat = time.monotonic() + _TICK_S
         if self._sending.acquire(blocking=False):
             try:
                 if self._signed.wire.wait(select.POLLOUT, 0.0):

@@ -260,10 +260,15 @@ def _connections(
                 raise EngineDeadError(f"rank 0: expected addresses, found {message!r:.100}")
         addresses[0] = addresses[0] or options.address
         try:
+            deadline = time.monotonic() + place.limit_s
+            hello = codec.encode(("tensors", place.session, place.rank))
             for other in range(place.rank):
-                talk.check()
-                hello = ("tensors", place.session, place.rank)
-                found[other] = _to_lower_rank(other, addresses[other], options.token, codec, hello)
+                address = Address(*addresses[other])
+                while other not in found:
+                    talk.check()
+                    signed = _to_lower_rank(other, address, options.token, hello, deadline)
+                    if signed is not None:
+                        found[other] = signed
             if listener is not None:
                 others = set(range(place.rank + 1, place.size))
                 accept_peers(listener, found, others, place.session, place.limit_s, talk.check)
@@ -275,15 +280,22 @@ def _connections(
 
 
 def _to_lower_rank(
-    rank: int, where: tuple[str, int], token: bytes, codec: Codec, hello: tuple[Any, ...]
-) -> SignedWire:
-    address = Address(*where)
+    rank: int, where: Address, token: bytes, hello: bytes, deadline: float
+) -> SignedWire | None:
+    """A connection to a rank that listens; None after a failure that another try may mend, such as
+    strangers at all places of its listener.
+
+    :raises EngineDeadError: it is another program, or ``deadline`` has passed.
+    """
     try:
-        signed = _connection(address, token)
-        signed.send(codec.encode(hello), HANDSHAKE_S)
+        signed = _connection(where, token)
+        signed.send(hello, HANDSHAKE_S)
+        return signed
     except (OSError, EOFError) as error:
-        raise EngineDeadError(f"rank {rank} at {address}: {error}") from error
-    return signed
+        if isinstance(error, HandshakeError) or time.monotonic() + _RETRY_S >= deadline:
+            raise EngineDeadError(f"rank {rank} at {where}: {error}") from error
+    time.sleep(_RETRY_S)
+    return None
 
 
 def _why_lost(link: _Join, codec: Codec, error: Exception) -> str:

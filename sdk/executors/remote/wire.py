@@ -13,12 +13,13 @@ import select
 import socket
 import struct
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 #: As for the socket pair of a local worker.
 MAX_MESSAGE = 1 << 28
 #: Bytes that are read in one go: memory grows only with what has arrived.
-_CHUNK = 1 << 20
+CHUNK = 1 << 16
 TAG = 32
 _HEADER_TAG = 16
 _LENGTH, _COUNTER = struct.Struct("<I"), struct.Struct("<Q")
@@ -149,9 +150,16 @@ class SignedWire:
         header = length + self.sign(length)[:_HEADER_TAG]
         self.wire.send(header + message + self.sign(message), limit_s)
 
-    def receive(self, limit_s: float, most: int = MAX_MESSAGE) -> bytearray:
-        """The next message. ``limit_s``: for each MiB of it. One thread at a time.
+    def receive(
+        self,
+        limit_s: float,
+        most: int = MAX_MESSAGE,
+        meanwhile: Callable[[], object] | None = None,
+    ) -> bytearray:
+        """The next message. One thread at a time.
 
+        :param limit_s: for each ``CHUNK`` of it.
+        :param meanwhile: called after each chunk, for what must not wait for a large message.
         :raises ForgedError: the message is not the other end's next one, or longer than ``most``.
         """
         header = self.wire.receive(_LENGTH.size + _HEADER_TAG, limit_s)
@@ -163,7 +171,9 @@ class SignedWire:
             raise ForgedError(f"message: expected at most {most} bytes, found {size}")
         message = bytearray()
         while len(message) < size:
-            message += self.wire.receive(min(size - len(message), _CHUNK), limit_s)
+            message += self.wire.receive(min(size - len(message), CHUNK), limit_s)
+            if meanwhile is not None:
+                meanwhile()
         tag = bytes(self.wire.receive(TAG, limit_s))
         if not hmac.compare_digest(tag, self.check(message)):
             raise ForgedError("a message has a wrong signature")
