@@ -218,10 +218,10 @@ class ReplicaSet:
         if not self._router.alive:
             self._homeless.append(request)
             return
-        request.replica = self._router.choose(request.routed)
+        request.replica = self._router.choose(request.routed, later=True)
         request.runs += 1
         if self._is_handed_over(request):
-            request.prefill = self._prefill_router.choose(request.routed)
+            request.prefill = self._prefill_router.choose(request.routed)  # sent at once
             request.attempt = next(self._numbers)
             address = self._addresses[request.replica]
             assert address is not None
@@ -244,9 +244,10 @@ class ReplicaSet:
             and self._router.uncached(job.request_id) >= _LEAST_HANDED_OVER
         )
 
-    def _start(self, request: _Request) -> None:
-        """Let its replica run a request."""
+    def _start(self, request: _Request, *, handed_over: bool = False) -> None:
+        """Let its replica run a request. ``handed_over``: it has the pages of the prompt."""
         name = request.job.request_id
+        self._router.sent(name, handed_over=handed_over)
         self.processes.send(request.replica, Add(name, request.data))
         if request.aborted:
             self.processes.send(request.replica, Abort((name,)))
@@ -471,7 +472,7 @@ class ReplicaSet:
             self.num_failed_hand_overs += message.problem is not None
             request.prefill = -1
             self._prefill_router.ended(message.request_id)
-            self._start(request)
+            self._start(request, handed_over=message.problem is None)
 
     def answered(self, number: int, answer: Answer) -> None:
         """See :class:`sdk.replicas.processes.Events`."""
