@@ -162,9 +162,10 @@ class Beat(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """The engine is dead, and the process ends."""
+    """The engine is dead or did not start, and the process ends."""
 
     reason: str
+    error: Exception | None = None
 
 
 class PlainJob(NamedTuple):

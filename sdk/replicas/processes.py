@@ -331,7 +331,9 @@ class ReplicaProcesses:
                 case Ready():
                     one.is_ready, one.starts, self._parent_starts = True, 0, 0
                     self._events.ready(one.number, message)
-                case Lost(reason):
+                case Lost(reason, error):
+                    if self._thread is None:
+                        self._error = error
                     self._lost(one, reason)
                     return
 

@@ -322,7 +322,8 @@ def serve(make: Callable[[], Loaded], role: Role, sock: socket.socket) -> int:
         replica = Replica(llm, served.driver, role, sock)
     except Exception as error:
         traceback.print_exc()
-        Channel(sock).send(pack(Lost(f"it failed to start: {type(error).__name__}: {error}")))
+        reason = f"it failed to start: {type(error).__name__}: {error}"
+        Channel(sock).send(pack(Lost(reason, sendable(error))))
         return 1
     try:
         replica.run()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from sdk import LLM, SamplingParams
+from sdk.testing import tiny_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=0)
 PROMPTS = [
@@ -73,3 +74,11 @@ def test_tokens_are_those_of_one_process(golden: Path, shape: str, name: str) ->
 def test_default_arithmetic_has_the_bits_of_the_same_ranks(golden: Path, shape: str) -> None:
     model, ranks = golden / FORMATS["gguf"], {"tensor_parallel_size": 2, "max_num_seqs": 8}
     assert answers(model, **{**ranks, **SHAPES[shape]}) == answers(model, **ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [{}, {"prefill_replicas": 1}])
+def test_replicas_of_ranks_with_whole_experts(tmp_path: Path, more: dict[str, int]) -> None:
+    model = tiny_model(tmp_path, "q8_0", "mixtral")
+    ranks = {"tensor_parallel_size": 2, "enable_expert_parallel": True, "max_num_seqs": 8}
+    assert answers(model, **ranks, data_parallel_size=2, **more) == answers(model, **ranks)

@@ -13,6 +13,7 @@ import pytest
 
 from sdk import (
     LLM,
+    AlignmentError,
     AsyncLLM,
     CheckpointError,
     EngineClosedError,
@@ -22,6 +23,7 @@ from sdk import (
 )
 from sdk.params import RequestOutputKind
 from sdk.replicas.messages import Call
+from sdk.testing import tiny_adapter, tiny_model
 from tests.replicas.conftest import children, replicas
 
 PROMPTS = [f"a prompt with the number {i}" for i in range(12)]
@@ -248,6 +250,14 @@ def test_pools_and_policies_of_the_caller_are_refused(tiny_path: Path) -> None:
         LLM(tiny_path, data_parallel_size=2, scheduling_policy=make_policy("fcfs", None))
 
 
+def test_what_ranks_refuse_is_raised_as_with_one_engine(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path)  # of blocks of 256 columns, which two ranks would cut
+    before = children()
+    with pytest.raises(AlignmentError, match="cut through a group"):
+        LLM(model, data_parallel_size=2, tensor_parallel_size=2)
+    assert children() == before
+
+
 def test_a_missing_model_raises_what_one_engine_raises(tmp_path: Path) -> None:
     before = children()
     with pytest.raises(CheckpointError, match=r"none\.gguf"):
@@ -281,8 +291,6 @@ def test_close_ends_waiting_calls_and_leaves_nothing(tiny_path: Path) -> None:
 
 
 def test_adapters_are_loaded_by_every_replica(tiny_path: Path, tmp_path: Path) -> None:
-    from sdk.testing import tiny_adapter, tiny_model
-
     model = tiny_model(tmp_path)
     adapter = tiny_adapter(tmp_path / "adapter", model, scale=4.0)
     greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
