@@ -545,7 +545,10 @@ def test_the_parallel_suite_measures_one_rank_two_ranks_two_stages_and_two_repli
         for count in (1, 2)
         for more in ("", ", 2 ranks", ", 2 stages", ", 2 replicas")
     ]
-    assert all(value > 0 for row in rows for value in row["median"].values())
+    # four tokens of a tiny model come from a replica in one piece: nothing is timed between them
+    timed = [row for row in rows if "replicas" not in row["engine"]]
+    assert all(value > 0 for row in timed for value in row["median"].values())
+    assert all(row["median"]["prefill_tok_s"] > 0 for row in rows)
     assert [row["median"].get("bubble", 0) > 0 for row in rows] == [False, False, True, False] * 2
     assert all(row["median"].get("bubble", 0) < 100 for row in rows)
 

@@ -75,10 +75,16 @@ def hosts(remote: ModuleType, module_hosts: dict) -> Hosts:
     return module_hosts.setdefault("hosts", Hosts(remote))
 
 
+def sockets() -> set[tuple]:
+    """The connections and listeners of this process, of whichever test."""
+    found = psutil.Process().net_connections("inet")
+    return {(one.laddr, one.raddr) for one in found if one.status != "TIME_WAIT"}
+
+
 @pytest.fixture
 def started(remote: ModuleType, hosts: Hosts) -> Iterator[Callable[..., ProcessExecutor]]:
     """Starts executors with the given faults; nothing of them is left after the test."""
-    threads, before = threading.active_count(), threading.enumerate()
+    threads, before, open_before = threading.active_count(), threading.enumerate(), sockets()
     executors = []
 
     def start(faults=None, size: int = 2, **options) -> ProcessExecutor:
@@ -94,8 +100,7 @@ def started(remote: ModuleType, hosts: Hosts) -> Iterator[Callable[..., ProcessE
         executor.close()
     left = [thread.name for thread in threading.enumerate() if thread not in before]
     assert [name for name in left if name.startswith("sdk-")] == []
-    listening = [c for c in psutil.Process().net_connections("inet") if c.status != "TIME_WAIT"]
-    assert listening == []
+    assert sockets() <= open_before
 
 
 def test_ranks_on_other_hosts_give_the_sums_of_one_rank(
@@ -288,6 +293,7 @@ def test_close_while_a_step_waits_for_a_worker_ends_it(started, tmp_path, eventu
 
 
 def test_close_while_it_waits_for_workers_ends_the_waiting(remote: ModuleType, eventually) -> None:
+    before = threading.enumerate()
     executor = remote.executor_at(remote.free_port())
     errors: list[BaseException] = []
 
@@ -303,7 +309,8 @@ def test_close_while_it_waits_for_workers_ends_the_waiting(remote: ModuleType, e
     executor.close()
     starting.join()
     assert len(errors) == 1
-    assert not [t.name for t in threading.enumerate() if t.name.startswith("sdk-")]
+    left = [thread.name for thread in threading.enumerate() if thread not in before]
+    assert not [name for name in left if name.startswith("sdk-")]
 
 
 @pytest.mark.slow
@@ -466,13 +473,12 @@ def test_a_worker_that_leaves_while_others_are_awaited_is_replaced(remote: Modul
 
 
 def test_tensors_may_have_an_address_of_their_own(remote: ModuleType) -> None:
+    before = sockets()
     port = remote.free_port()
     worker = remote.WorkerProcess(port, once=True)
     executor = remote.executor_at(port, remote={"tensor_address": "127.0.0.2"})
     executor.start()
-    connections = psutil.Process().net_connections("inet")
-    own = {c.laddr.ip for c in connections if c.status == "ESTABLISHED"}
-    assert own == {"127.0.0.1", "127.0.0.2"}
+    assert {here.ip for here, there in sockets() - before if there} == {"127.0.0.1", "127.0.0.2"}
     assert run_step(executor, StepPlan(1)).step_id == 1
     executor.close()
     worker.close()
