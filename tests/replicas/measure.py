@@ -131,8 +131,9 @@ def routing(model: Path) -> None:
             )
 
 
-def gaps(llm: LLM, prompts: int) -> list[float]:
-    """Seconds between the tokens of four running requests while ``prompts`` long prompts come."""
+def gaps(llm: LLM, prompts: int, round_: int) -> list[float]:
+    """Seconds between the tokens of four running requests while ``prompts`` long prompts come,
+    which are new in each round."""
     params = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
     running = llm.enqueue([{"prompt_token_ids": ids(seed, 32)} for seed in range(4)], params)
     last: dict[str, float] = {}
@@ -141,7 +142,7 @@ def gaps(llm: LLM, prompts: int) -> list[float]:
     while running and llm.has_unfinished_requests:
         if sent < prompts and len(last) == 4 and time.monotonic() - begin > 0.5 * (sent + 1):
             one = params.clone(max_tokens=2)
-            llm.enqueue([{"prompt_token_ids": ids(5000 + sent, 2000)}], one)
+            llm.enqueue([{"prompt_token_ids": ids(5000 + 10 * round_ + sent, 2000)}], one)
             sent += 1
         for output in llm.step():
             if output.request_id in running:
@@ -165,9 +166,9 @@ def apart(model: Path) -> None:
     for name, options in ways.items():
         ratios = []
         with open_llm(model, **options) as llm:
-            gaps(llm, 1)
-            for _ in range(ROUNDS):
-                idle, busy = gaps(llm, 0), gaps(llm, 3)
+            gaps(llm, 1, ROUNDS)
+            for round_ in range(ROUNDS):
+                idle, busy = gaps(llm, 0, round_), gaps(llm, 3, round_)
                 pair = percentile(idle, 99), percentile(busy, 99)
                 ratios.append(pair[1] / pair[0])
                 print(f"{name}: p99 {1e3 * pair[0]:.1f} -> {1e3 * pair[1]:.1f} ms", flush=True)
