@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 row = measure(point, file, base.tier(tier)[0], folder)
                 told = f"KLD {row.kld:.4f}, {row.bits:.2f} bits"
                 if args.check:
-                    wrong = worse(baselines.read(base.name, tier)[point], row)
+                    wrong = worse(baselines.read(base.name, tier)[point], row, tier)
                     failed += bool(wrong)
                     told = "worse: " + ", ".join(wrong) if wrong else told
                 else:

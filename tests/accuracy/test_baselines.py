@@ -24,7 +24,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def check(base: Base, point: Point, file: Path, made: Path) -> None:
     found = measure(point, file, SHORT, made)
-    wrong = worse(baselines.read(base.name, "short")[point], found)
+    wrong = worse(baselines.read(base.name, "short")[point], found, "short")
     assert not wrong, f"{base.name}: {point}: {', '.join(wrong)}"
 
 
@@ -61,13 +61,20 @@ def test_gemma_loses_and_takes_no_more_than_before(point: Point, gemma3: Path, m
     ],
 )
 def test_more_loss_and_more_bytes_are_worse(change: dict[str, float], expected: str) -> None:
-    assert worse(ROW, replace(ROW, **change)) == [expected]  # type: ignore[arg-type]
+    assert worse(ROW, replace(ROW, **change), "full") == [expected]  # type: ignore[arg-type]
+
+
+def test_the_short_tier_has_more_room_and_an_end_of_it() -> None:
+    for kld, wrong in ((0.0511, []), (0.0513, ["kld 0.0457 -> 0.0513"])):
+        assert worse(ROW, replace(ROW, kld=kld), "short") == wrong
+    assert worse(ROW, replace(ROW, top1=0.862), "short") == ["top1 0.8784 -> 0.8620"]
 
 
 def test_less_is_never_worse_and_speed_is_not_compared() -> None:
     better = Row(0.04, 0.2, 0.9, 15.5, 4.7, 4.5, 79000000, 20000, 100, 10)
-    assert worse(ROW, better) == []
-    assert worse(ROW, ROW) == []
+    for tier in ("short", "full"):
+        assert worse(ROW, better, tier) == []
+        assert worse(ROW, ROW, tier) == []
 
 
 @pytest.mark.model
