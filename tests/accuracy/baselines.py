@@ -32,9 +32,10 @@ class Row:
 
 
 #: Up to this much more is the same: (relative, absolute). The arithmetic of one machine and one
-#: thread of torch repeats itself bit for bit. SIMD levels add in another order, which moves codes of
-#: keys and values to their neighbours: k8v4 of SmolLM2 loses 0.00593 with AVX-512, 0.00647 with AVX2
-#: and 0.00637 without SIMD over the short tier's 256 positions, 0.00582 and 0.00568 over 2,048.
+#: thread of torch repeats itself bit for bit. SIMD levels add in another order, which moves codes
+#: of keys and values to their neighbours: k8v4 of SmolLM2 loses 0.00593 with AVX-512, 0.00647 with
+#: AVX2 and 0.00637 without SIMD over the short tier's 256 positions; 0.00582 with AVX-512 and
+#: 0.00568 with AVX2 over 2,048.
 ROOM: Mapping[Tier, Mapping[str, tuple[float, float]]] = {
     "short": {"kld": (0.12, 5e-5), "p99": (0.25, 5e-4), "perplexity": (0.005, 0.0)},
     "full": {"kld": (0.03, 5e-5), "p99": (0.15, 5e-4), "perplexity": (0.005, 0.0)},
