@@ -138,7 +138,8 @@ class ReplicaSet:
             policy = make_policy(config.scheduling_policy, config.tenant_weights)
             self._limit = QueueLimit(count * config.max_num_seqs, config.max_waiting, policy)
         self.warnings: tuple[str, ...] = ()
-        prefill, load = config.prefill_replicas, Load(own, packing_threads, count)
+        redundant = config.num_redundant_experts if config.lockstep_engines > 1 else None
+        prefill, load = config.prefill_replicas, Load(own, packing_threads, count, redundant)
         others: Role = "decode" if prefill else "both"
         roles: list[Role] = ["prefill" if i < prefill else others for i in range(count)]
         self.processes = ReplicaProcesses(roles, load, self, report)

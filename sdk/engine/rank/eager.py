@@ -32,6 +32,7 @@ class Eager:
         """See :class:`~sdk.engine.rank.strategy.Strategy`."""
         inputs, passes = self._inputs, self._passes
         tokens = inputs.fill(batch)
+        passes.begin(tokens)
         begin = perf_counter()
         with torch.inference_mode():
             hidden = passes.hidden(inputs.view(tokens, len(batch.rows)), batch.embedded)
@@ -40,6 +41,11 @@ class Eager:
         num_draws = len(batch.draws)
         read = partial(inputs.sampling.read, num_draws)
         return [LaunchedBatch(batch, hidden, logits, read, passes.streams)]
+
+    def run_empty(self) -> None:
+        """See :class:`~sdk.engine.rank.strategy.Strategy`."""
+        with torch.inference_mode():
+            self._passes.hidden(self._inputs.view(0, 0))
 
     def repeater(self, batch: StepBatch) -> Repeater | None:
         """See :class:`~sdk.engine.rank.strategy.Strategy`."""

@@ -33,6 +33,14 @@ class ForwardPasses:
         #: Seconds spent in native calls so far.
         self.native_seconds = 0.0
 
+    def begin(self, tokens: int) -> bool:
+        """Before a step of so many tokens: wait for the engines that run in lockstep with this one.
+
+        Whether any of them has tokens. :raises CollectiveError: one of them is lost.
+        """
+        lockstep = self._mesh.lockstep
+        return bool(tokens) if lockstep is None else lockstep.begin(tokens)
+
     def hidden(self, batch: AttentionBatch, embedded: Sequence[tuple[int, Tensor]] = ()) -> Tensor:
         """Hidden states of the first tokens in the inputs.
 

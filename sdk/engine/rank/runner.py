@@ -16,7 +16,7 @@ from sdk.engine.rank.adapters import RankAdapters
 from sdk.engine.rank.device_graphs import DeviceGraphs
 from sdk.engine.rank.drafting_model import DraftingModel
 from sdk.engine.rank.eager import Eager
-from sdk.engine.rank.experts import MovingExperts, all_record
+from sdk.engine.rank.experts import MovingExperts, all_record, mixtures
 from sdk.engine.rank.forward import ForwardPasses
 from sdk.engine.rank.inputs import StepInputs
 from sdk.engine.rank.key_centres import centre_keys
@@ -71,6 +71,8 @@ class ModelRunner:
             self.ops, self.model = weights.ops, weights.model
             undo.callback(self.ops.close)
             facts = self.model.config
+            if mesh.lockstep is not None:
+                mesh.lockstep.share(mixtures(self.model))
             #: The slots of adapters, if requests may have any.
             self.adapters = self._make_adapters(config)
             #: The classes of the checkpoint, if it has any.
@@ -194,6 +196,15 @@ class ModelRunner:
             request.num_computed += row.num_scheduled_tokens - len(row.drafts)
         self._last_step = _LaunchedStep(self, plan, launched, unwritten)
         return self._last_step
+
+    def join_step(self, rebalance: bool = False) -> int:
+        """Take part in a step of the engines in lockstep, without requests. How many experts moved,
+        with ``rebalance``: see :meth:`sdk.models.lockstep.Lockstep.begin`."""
+        lockstep = self.mesh.lockstep
+        assert lockstep is not None
+        if lockstep.begin(0, rebalance=rebalance):
+            self.strategy.run_empty()
+        return lockstep.num_moved
 
     def _with_drafts(
         self, rows: Sequence[StepRow], requests: Sequence[RankRequest]
