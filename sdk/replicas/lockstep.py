@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import shutil
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -44,10 +45,8 @@ class Doorbells:
 
     def answer(self, rank: int) -> None:
         """Make the descriptor wait for the next ring."""
-        try:
+        with suppress(BlockingIOError):  # answered already
             os.eventfd_read(self._bells[rank])
-        except BlockingIOError:
-            pass  # answered already
 
     def is_behind(self, rank: int) -> bool:
         """Whether another replica has begun a step in which this one must take part."""

@@ -32,6 +32,7 @@ from sdk.memory.demand import HAND_OVER_READ_BYTES, HAND_OVERS, hand_over_ring
 from sdk.outputs import RequestOutput
 from sdk.params import SamplingParams
 from sdk.replicas.calls import ReplicaCalls
+from sdk.replicas.lockstep import Doorbells
 from sdk.replicas.messages import (
     Abort,
     Add,
@@ -48,7 +49,6 @@ from sdk.replicas.messages import (
     packed,
     sendable,
 )
-from sdk.replicas.lockstep import Doorbells
 from sdk.replicas.report import Reporter
 from sdk.requests.driver import Driver
 from sdk.requests.job import Job
