@@ -78,7 +78,6 @@ class ExpertShare:
         self.routing.ranks.copy_(torch.tensor(list(chain(*ranks)), dtype=torch.int32))
         self.routing.local.fill_(-1)
         own = placement[self.routing.rank]
-        numbers = [number for number, e in enumerate(self.weights) if e in own]
-        self.routing.local[[self.weights[number] for number in numbers]] = torch.tensor(
-            numbers, dtype=torch.int32
-        )
+        for number, expert in enumerate(self.weights):
+            if expert in own:
+                self.routing.local[expert] = number

@@ -23,6 +23,7 @@ from sdk.models.moe import ExpertMLP
 
 if TYPE_CHECKING:
     from sdk.kernels.cpu.rank_group import SharedGroup
+    from sdk.kernels.ops import Ops
 
 
 class Lockstep:
@@ -53,6 +54,7 @@ class Lockstep:
         self._size = size
         self._row_bytes = 4 * row_floats
         self._ring = ring
+        self._layers: list[ExpertMLP] = []
         self._shares: list[ExpertShare] = []
 
     def share(self, layers: Mapping[int, ExpertMLP]) -> None:
@@ -60,7 +62,7 @@ class Lockstep:
 
         Replaces the layers of an earlier call.
         """
-        self._shares = []
+        self._layers, self._shares = list(layers.values()), []
         for layer, mlp in layers.items():
             count = mlp.spec.count
             placement = place_experts([0] * count, self._size, self.redundant, layer)
@@ -88,6 +90,11 @@ class Lockstep:
             self._rebalance()
         self._group.reserve(total * self._row_bytes)
         return total > 0
+
+    def run_empty(self, ops: Ops, hidden_size: int) -> None:
+        """The part of a step, operator by operator, that an engine without tokens takes part in."""
+        for mlp in self._layers:
+            mlp(ops.zeros(0, hidden_size))
 
     def _rebalance(self) -> None:
         self.num_moved = 0

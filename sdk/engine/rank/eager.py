@@ -42,11 +42,6 @@ class Eager:
         read = partial(inputs.sampling.read, num_draws)
         return [LaunchedBatch(batch, hidden, logits, read, passes.streams)]
 
-    def run_empty(self) -> None:
-        """See :class:`~sdk.engine.rank.strategy.Strategy`."""
-        with torch.inference_mode():
-            self._passes.hidden(self._inputs.view(0, 0))
-
     def repeater(self, batch: StepBatch) -> Repeater | None:
         """See :class:`~sdk.engine.rank.strategy.Strategy`."""
         return None

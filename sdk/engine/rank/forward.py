@@ -41,6 +41,13 @@ class ForwardPasses:
         lockstep = self._mesh.lockstep
         return bool(tokens) if lockstep is None else lockstep.begin(tokens)
 
+    def run_empty(self) -> None:
+        """Compute the experts of this engine for the tokens of those in lockstep with it."""
+        assert self._mesh.lockstep is not None
+        self.ops.adapter_slots = self._inputs.adapters[:0]
+        with torch.inference_mode():
+            self._mesh.lockstep.run_empty(self.ops, self._model.config.hidden_size)
+
     def hidden(self, batch: AttentionBatch, embedded: Sequence[tuple[int, Tensor]] = ()) -> Tensor:
         """Hidden states of the first tokens in the inputs.
 

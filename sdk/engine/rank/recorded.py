@@ -47,7 +47,7 @@ class Recorded:
         return [self.launched(batch)]
 
     def run_empty(self) -> None:
-        """See :class:`~sdk.engine.rank.strategy.Strategy`."""
+        """Run a step without requests, for the engines that run in lockstep with this one."""
         self.graph.replay(tokens=0, outputs=0, requests=0)
 
     def launched(self, batch: StepBatch) -> LaunchedBatch:

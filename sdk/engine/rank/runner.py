@@ -203,7 +203,8 @@ class ModelRunner:
         lockstep = self.mesh.lockstep
         assert lockstep is not None
         if lockstep.begin(0, rebalance=rebalance):
-            self.strategy.run_empty()
+            strategy = self.strategy
+            (strategy if isinstance(strategy, Recorded) else self._passes).run_empty()
         return lockstep.num_moved
 
     def _with_drafts(

@@ -93,9 +93,6 @@ class Strategy(Protocol):
     def launch(self, batch: StepBatch) -> Sequence[LaunchedBatch]:
         """Run a step, as one batch or as several."""
 
-    def run_empty(self) -> None:
-        """Run a step without requests, for the engines that run in lockstep with this one."""
-
     def repeater(self, batch: StepBatch) -> Repeater | None:
         """Runs ``batch`` again. ``batch`` is the last one launched, plain, and decodes only.
 
