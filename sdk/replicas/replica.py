@@ -140,11 +140,17 @@ class Replica:
                 if self._driver.has_work:
                     self._driver.step()
                 if bells is not None and bells.is_behind(number):
-                    self._driver.between_steps(self._join_step)
-            except (EngineDeadError, EngineAsleepError, CollectiveError) as error:
+                    self._take_part()
+            except (EngineDeadError, EngineClosedError, CollectiveError) as error:
                 self._send(Lost(f"its engine is dead: {error}"))
                 return
             self._flush()
+
+    def _take_part(self) -> None:
+        try:
+            self._driver.between_steps(self._join_step)
+        except EngineAsleepError:  # another one runs what is pinned, before it sleeps again too
+            self._driver.try_between_steps(self._join_step)
 
     def _join_step(self) -> None:
         """Take part in a step of other replicas, unless a step of a call has done it."""

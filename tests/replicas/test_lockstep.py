@@ -138,6 +138,22 @@ def test_a_replica_that_sleeps_wakes_up_with_the_others(mixtral: Path, alone: LL
             assert answers(llm.generate(PROMPTS, GREEDY)) == expected
 
 
+def test_replicas_that_sleep_are_lost_and_run_what_is_pinned(mixtral: Path, alone: LLM) -> None:
+    """They run it at the same time, and sleep again at different times."""
+    expected = answers(alone.generate(PROMPTS, GREEDY))
+    options = {**SMALL, **TOGETHER, "enable_prefix_caching": True}
+    with LLM(mixtral, num_threads=2, **options) as llm:
+        llm.pin(ids(3, 200)["prompt_token_ids"])
+        llm.pin(ids(4, 100)["prompt_token_ids"])
+        llm.sleep(1)
+        for times in range(1, 4):
+            hurt(replicas(llm)[0].pid)
+            wait_for(lambda n=times: llm._driver.processes.num_replaced == 2 * n, "replacements")
+            wait_for(lambda: llm._driver.processes.num_ready == 2, "new replicas")
+        llm.wake_up()
+        assert answers(llm.generate(PROMPTS, GREEDY)) == expected
+
+
 def test_what_lockstep_cannot_do_is_refused(mixtral: Path, golden: Path) -> None:
     with pytest.raises(RequestError, match=r"expected pipeline_parallel_size=1"):
         LLM(mixtral, pipeline_parallel_size=2, **TOGETHER)
