@@ -6,6 +6,7 @@ process and no shared memory is left.
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import threading
@@ -56,15 +57,15 @@ def expected(model: Path) -> list[list[int]]:
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
-    processes, memory = children(), shared_memory()
+    processes = children()
     yield
     assert children() == processes
-    new = shared_memory() - memory  # others may start ranks now, for which they need a folder
-    wait_for(lambda: not new & shared_memory(), "shared memory to be given back")
+    assert not shared_memory(os.getpid()), "of ranks and stages"
 
 
-def shared_memory() -> set[Path]:
-    return set(Path("/dev/shm").glob("embedlm-*"))
+def shared_memory(pid: int) -> list[Path]:
+    """What a process has in the file system in memory: other tests may run now."""
+    return list(Path("/dev/shm").glob(f"embedlm-{pid}-*"))
 
 
 def tokens(llm: LLM) -> list[list[int]]:
@@ -115,6 +116,8 @@ def test_ten_replicas_are_lost(
             )
             assert found == expected
             slowest = max(slowest, seconds)
+        parent = llm._driver.processes.parent.pid
+    assert not shared_memory(parent)
     with capsys.disabled():
         print(f" {way} {seed}: {slowest:.2f} s", end="")
 
