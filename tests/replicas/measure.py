@@ -4,7 +4,8 @@
 first token with routing by state, by requests, and in turn, on the same requests. ``apart``: times
 between the tokens of running requests while long prompts come, with one engine, two replicas, and
 one of two that computes the prompts. ``simulated``: times to the first token of two replicas next
-to those that the simulator predicts from step costs measured just before.
+to those that the simulator predicts from step costs measured just before. ``experts``: a random
+mixture on one engine, two replicas, and two that share its experts.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import random
 import statistics
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -19,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import sdk
+import sdk.testing.tiny_models as tiny_models
 from sdk import LLM, SamplingParams
 from sdk.simulation.cluster import Scenario, Simulation
 from sdk.simulation.measure import measure_costs
@@ -196,7 +199,59 @@ def simulated(model: Path) -> None:
         print({name: round(value, 3) for name, value in deviation(found.all.ttft, real).items()})
 
 
-PARTS = {"lost": lost, "routing": routing, "apart": apart, "simulated": simulated}
+#: A mixture whose experts are nearly all of its bytes: 110 MiB with 8 bits.
+MIXTURE = {
+    "hidden_size": 512,
+    "intermediate_size": 512,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+}
+EXPERTS = {"num_experts_per_tok": 4, "moe_intermediate_size": 512}
+
+
+def experts(model: Path) -> None:
+    ways: dict[str, dict[str, Any]] = {
+        "one engine": {},
+        "two replicas": {"data_parallel_size": 2},
+        "sharing experts": {"data_parallel_size": 2, "enable_expert_parallel": True},
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        tiny_models._NUM_EXPERTS = 16
+        tiny_models._EXPERTS.update(EXPERTS)
+        tiny_models._SHAPE.update(MIXTURE)
+        mixture = tiny_models.tiny_model(Path(folder), "q8_0", "qwen3_moe")
+        print(f"{mixture.stat().st_size / 2**20:.0f} MiB; tokens per second by round")
+        found: dict[tuple[int, str], list[float]] = {}
+        for _ in range(ROUNDS):
+            for name, options in ways.items():
+                options = {**options, "enable_prefix_caching": False, "max_num_seqs": 32}
+                with LLM(mixture, num_threads=2, max_model_len=512, **options) as llm:
+                    for streams in (2, 8, 32):
+                        seconds = []
+                        for round_ in range(2):  # the first one warms up
+                            prompts = [
+                                {"prompt_token_ids": [5 + one % 370 for one in ids(seed, 24)]}
+                                for seed in range(100 * round_, 100 * round_ + streams)
+                            ]
+                            params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+                            begin = time.monotonic()
+                            llm.generate(prompts, params, use_tqdm=False)
+                            seconds.append(time.monotonic() - begin)
+                        found.setdefault((streams, name), []).append(64 * streams / seconds[-1])
+    for (streams, name), rates in sorted(found.items()):
+        rounds = ", ".join(f"{rate:.0f}" for rate in rates)
+        print(f"{streams:2} requests, {name:16} {rounds}")
+
+
+PARTS = {
+    "experts": experts,
+    "lost": lost,
+    "routing": routing,
+    "apart": apart,
+    "simulated": simulated,
+}
 
 if __name__ == "__main__":
     path = Path(sys.argv[2]) if len(sys.argv) > 2 else sdk.demo_model()
