@@ -154,6 +154,18 @@ def test_replicas_that_sleep_are_lost_and_run_what_is_pinned(mixtral: Path, alon
         assert answers(llm.generate(PROMPTS, GREEDY)) == expected
 
 
+def test_the_plan_counts_the_tokens_of_all_replicas(mixtral: Path) -> None:
+    """Each replica has room for the rows of all: 2 experts and 2 areas of the exchange."""
+    plans = [
+        LLM.plan(mixtral, **{**TOGETHER, **SMALL, "data_parallel_size": count, **more})
+        for count, more in ((2, {"enable_expert_parallel": False}), (2, {}), (3, {}))
+    ]
+    plain, two, three = (plan.workspace for plan in plans)
+    exchanged = 2 * 4 * 32 * 2 * 256  # bytes of 32 tokens of one replica: hidden size 256
+    assert two - plain > 2 * exchanged
+    assert three - two > exchanged
+
+
 def test_what_lockstep_cannot_do_is_refused(mixtral: Path, golden: Path) -> None:
     with pytest.raises(RequestError, match=r"expected pipeline_parallel_size=1"):
         LLM(mixtral, pipeline_parallel_size=2, **TOGETHER)
