@@ -18,13 +18,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from sdk.kernels.groups import Group, Link
 from sdk.quant.errors import AlignmentError
-
-if TYPE_CHECKING:
-    from sdk.models.lockstep import Lockstep
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +44,7 @@ class Mesh:
     The ranks are those of one of ``stages`` stages. ``upstream``, ``downstream``: the links to the
     rank of the same number in the stage before and in the next one. ``redundant_experts``: ``None``
     if every rank has a part of each expert. Otherwise it has whole experts, of which so many more
-    than the model has are copies (models/expert_parallel.py). ``lockstep``: the engines with which
-    this one, of one rank, shares the experts.
+    than the model has are copies (models/expert_parallel.py).
     """
 
     rank: int = 0
@@ -60,7 +55,6 @@ class Mesh:
     upstream: Link | None = None
     downstream: Link | None = None
     redundant_experts: int | None = None
-    lockstep: Lockstep | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:

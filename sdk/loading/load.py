@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -59,7 +59,6 @@ from sdk.memory.sizes import format_bytes
 from sdk.memory.stages import stage_layers
 from sdk.models.classifier import Classifier, classifier_of
 from sdk.models.config import ModelConfig
-from sdk.models.lockstep import Lockstep
 from sdk.models.parallel import Mesh
 from sdk.persistence.model_key import ModelKey, model_key
 from sdk.quant.checkpoint import Checkpoint
@@ -187,17 +186,14 @@ def start(
     facts: ModelFacts,
     own_weights: Callable[[RunnerConfig, Mesh], RankModel],
     lease: Lease | None = None,
-    lockstep: Lockstep | None = None,
 ) -> Loaded:
     """Start the ranks and the engine; ``own_weights``: those of the rank in this process.
-
-    ``lockstep``: the engines with which this one, of one rank, shares its experts.
 
     On any error everything built so far is freed.
     """
     config, memory, model = facts.config, facts.plan, facts.model_config
     with contextlib.ExitStack() as undo:
-        executor = _executor(facts, own_weights, lockstep)
+        executor = _executor(facts, own_weights)
         undo.callback(executor.close)
         executor.start()
         if lease is not None:
@@ -487,16 +483,11 @@ def _eos(checkpoint: Checkpoint) -> list[int]:
     return []
 
 
-def _executor(
-    facts: ModelFacts,
-    own_weights: Callable[[RunnerConfig, Mesh], RankModel],
-    lockstep: Lockstep | None,
-) -> _Ranks:
+def _executor(facts: ModelFacts, own_weights: Callable[[RunnerConfig, Mesh], RankModel]) -> _Ranks:
     """Ranks of other processes read the model's files themselves."""
     config, runner_config = facts.config, facts.runner_config
 
     def own(given: RunnerConfig, mesh: Mesh) -> ModelRunner:
-        mesh = replace(mesh, lockstep=lockstep)
         return ModelRunner(given, mesh, own_weights(given, mesh))
 
     if config.num_ranks == 1:

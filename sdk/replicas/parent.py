@@ -197,6 +197,7 @@ class _Parent:
         """The engine of replica ``number``, in the forked child."""
         import torch
 
+        from sdk.engine.rank.experts import mixtures
         from sdk.engine.rank.rank_model import RankModel
         from sdk.loading.load import start
 
@@ -209,10 +210,14 @@ class _Parent:
             weights.ops.restart_threads(threads)
 
         def own_weights(config: Any, mesh: Any) -> RankModel:
-            return shared.pop() if shared else RankModel.load(config, mesh)
+            weights = shared.pop() if shared else RankModel.load(config, mesh)
+            if lockstep is None:
+                return weights
+            lockstep.share(mixtures(weights.model))
+            return replace(weights, lockstep=lockstep)
 
         lockstep = None if self._lockstep is None else self._lockstep.join(number, facts)
-        return start(facts, own_weights, lockstep=lockstep)
+        return start(facts, own_weights)
 
     def _reap(self) -> None:
         for launch, pid in list(self._pids.items()):

@@ -108,7 +108,10 @@ class MovingExperts:
 
 
 def join_step(runner: RankWithExperts, rebalance: bool = False) -> int:
-    """See :meth:`sdk.engine.rank.runner.ModelRunner.join_step`."""
+    """Take part, without requests, in a step of the engines in lockstep with this one.
+
+    ``rebalance``: see :meth:`sdk.models.lockstep.Lockstep.begin`. How many experts moved then.
+    """
     return runner.join_step(rebalance)
 
 

@@ -40,7 +40,8 @@ class Recorded:
             return self._eager.launch(batch)
         inputs = self._inputs
         tokens = inputs.fill(batch)
-        self.passes.begin(tokens)
+        if (lockstep := self.passes.lockstep) is not None:
+            lockstep.begin(tokens)
         begin = perf_counter()
         self.graph.replay(tokens=tokens, outputs=len(batch.output_rows), requests=len(batch.rows))
         self.passes.native_seconds += perf_counter() - begin
@@ -87,7 +88,8 @@ class _RecordedRepeater:
             inputs.sampling.set(row, state.draw(ahead), state.uniform(TOKEN, ahead))
         for row, state in self._dependent:
             Draw(state).write(row, inputs.sampling)
-        self._passes.begin(self._count)
+        if (lockstep := self._passes.lockstep) is not None:
+            lockstep.begin(self._count)
         begin = perf_counter()
         self._graph.replay_again()
         self._passes.native_seconds += perf_counter() - begin

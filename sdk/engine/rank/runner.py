@@ -16,7 +16,7 @@ from sdk.engine.rank.adapters import RankAdapters
 from sdk.engine.rank.device_graphs import DeviceGraphs
 from sdk.engine.rank.drafting_model import DraftingModel
 from sdk.engine.rank.eager import Eager
-from sdk.engine.rank.experts import MovingExperts, all_record, mixtures
+from sdk.engine.rank.experts import MovingExperts, all_record
 from sdk.engine.rank.forward import ForwardPasses
 from sdk.engine.rank.inputs import StepInputs
 from sdk.engine.rank.key_centres import centre_keys
@@ -71,8 +71,6 @@ class ModelRunner:
             self.ops, self.model = weights.ops, weights.model
             undo.callback(self.ops.close)
             facts = self.model.config
-            if mesh.lockstep is not None:
-                mesh.lockstep.share(mixtures(self.model))
             #: The slots of adapters, if requests may have any.
             self.adapters = self._make_adapters(config)
             #: The classes of the checkpoint, if it has any.
@@ -96,6 +94,7 @@ class ModelRunner:
             )
             mesh.reserve(4 * config.max_num_batched_tokens * facts.hidden_size)
             self._passes = ForwardPasses(self.model, self.kv, self._inputs, self.ops, mesh)
+            self._passes.lockstep = weights.lockstep
             self.strategy: Strategy = Eager(self._passes, self._inputs, "enforce_eager")
             #: The weights that draft, if there are any: on rank 0, which samples.
             self.drafting: DraftingModel | None = None
@@ -198,12 +197,10 @@ class ModelRunner:
         return self._last_step
 
     def join_step(self, rebalance: bool = False) -> int:
-        """Take part in a step of the engines in lockstep, without requests. How many experts moved,
-        with ``rebalance``: see :meth:`sdk.models.lockstep.Lockstep.begin`."""
-        lockstep = self.mesh.lockstep
+        """See :func:`sdk.engine.rank.experts.join_step`."""
+        lockstep, strategy = self._passes.lockstep, self.strategy
         assert lockstep is not None
         if lockstep.begin(0, rebalance=rebalance):
-            strategy = self.strategy
             (strategy if isinstance(strategy, Recorded) else self._passes).run_empty()
         return lockstep.num_moved
 
