@@ -18,7 +18,7 @@ from sdk.kernels.bound import BoundExperts, BoundLinear
 from sdk.kernels.checks import expect, expect_floats
 from sdk.kernels.context import Context
 from sdk.kernels.errors import KernelError
-from sdk.kernels.routes import RankExperts, Routes
+from sdk.kernels.routes import RankExperts, RankTokens, Routes
 
 
 class MoEOps:
@@ -110,11 +110,37 @@ class MoEOps:
         """The weighted sum of each token's rows of ``x [R, N]``: float32 ``[T, N]``.
 
         Rows at other ranks are fetched from them first, and all are added in the order of the
-        token's experts, so that the bits are those of one rank with all experts.
+        token's experts, so that the bits are those of one rank with all experts. If ranks have
+        tokens of their own, the result has only those of this one.
         """
         expect_floats("combine x", x, self._context.activations, routes.tokens.shape[0], None)
-        out = self._context.empty(routes.weights.shape[0], x.shape[1])
-        if out.numel():
-            operator = "combine" if routes.experts is None else "combine_ranks"
+        own = routes.experts
+        tokens = routes.weights.shape[0]
+        shared = None if own is None else own.tokens
+        out = self._context.empty(tokens if shared is None else self._own(shared), x.shape[1])
+        if x.numel():
+            operator = "combine" if own is None else "combine_ranks"
             self._context.kernel(operator).run(x, routes, out)
         return out
+
+    def gather(self, x: Tensor, tokens: RankTokens) -> Tensor:
+        """The rows of all ranks, in rank order: ``x [own tokens, N]`` -> float32 ``[T, N]``.
+
+        Every rank makes the same calls, also one without tokens. On a CPU only.
+        """
+        expect("gather x", x, torch.float32, self._own(tokens), None)
+        out = self._context.empty(self._all(tokens), x.shape[1])
+        if out.numel():
+            self._context.kernel("gather_ranks").run(x.contiguous(), tokens, out)
+        return out
+
+    def _own(self, tokens: RankTokens) -> int:
+        """The rows of this rank in a step; while one is recorded, the most."""
+        if self._context.capture_pool is not None:
+            return tokens.most // (tokens.starts.shape[0] - 1)
+        first, end = tokens.starts[tokens.rank : tokens.rank + 2].tolist()
+        return int(end - first)
+
+    def _all(self, tokens: RankTokens) -> int:
+        """The same of all ranks."""
+        return tokens.most if self._context.capture_pool is not None else int(tokens.starts[-1])

@@ -11,6 +11,20 @@ from sdk.kernels.groups import Group
 
 
 @dataclass(frozen=True, slots=True)
+class RankTokens:
+    """Where every rank has tokens of its own in a step: data parallel attention.
+
+    ``starts`` int32 ``[ranks + 1]``, on the CPU and changed in place before each step: rank r has
+    the tokens ``starts[r] : starts[r + 1]`` of all. ``most``: of all ranks together.
+    """
+
+    rank: int
+    group: Group
+    starts: Tensor
+    most: int
+
+
+@dataclass(frozen=True, slots=True)
 class RankExperts:
     """Which ranks have which of a layer's E experts, where every rank has whole experts.
 
@@ -19,6 +33,7 @@ class RankExperts:
     The tensors are on the CPU and are changed in place. ``first`` int32 ``[E + 1]`` and ``ranks``
     int32: expert e is on the ranks ``ranks[first[e] : first[e + 1]]``. ``local`` int32 ``[E]``: its
     number among the ``count`` experts of this rank, or -1. ``load`` int64 ``[E]``: its rows so far.
+    ``tokens``: whose they are; ``None``: all ranks have all tokens.
     """
 
     rank: int
@@ -28,6 +43,7 @@ class RankExperts:
     ranks: Tensor
     local: Tensor
     load: Tensor
+    tokens: RankTokens | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +58,7 @@ class Routes:
     ``experts``: where the experts are if every rank has whole ones. E is then the number of those
     of this rank, and its rows are the first ``starts[E]`` of the R; the other rows, and ``tokens``
     and ``owners`` of them, have no values. ``places`` is -1 for a row of another rank. ``servers``
-    int32 ``[T, k]``: the rank of each row.
+    int32 ``[T, k]``: the rank of each row. If ranks have tokens of their own, T are those of all.
     """
 
     weights: Tensor

@@ -1,4 +1,8 @@
-"""Expert parallelism: every rank has whole experts of a layer instead of a part of each one."""
+"""Expert parallelism: every rank has whole experts of a layer instead of a part of each one.
+
+The ranks of one engine read only the weights of their own experts. Engines that share the weights
+in memory (:mod:`sdk.models.lockstep`) have those of all experts, and each computes some of them.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,8 @@ from itertools import chain
 
 import torch
 
-from sdk.kernels.routes import RankExperts
+from sdk.kernels.groups import Group
+from sdk.kernels.routes import RankExperts, RankTokens
 from sdk.models.expert_placement import Placement, place_experts
 from sdk.models.parallel import Mesh
 
@@ -14,37 +19,54 @@ from sdk.models.parallel import Mesh
 class ExpertShare:
     """Which experts of one layer this rank has, and what its routing needs to know.
 
-    ``own``: the experts of this rank, in the order of its weights. ``placement``: those of all.
+    ``weights``: the experts whose weights this rank has, in their order. ``placement``: the experts
+    that each rank computes. ``tokens``: of ranks that have weights of all experts, and tokens of
+    their own.
     """
 
-    def __init__(self, mesh: Mesh, count: int, layer: int) -> None:
-        assert mesh.group is not None and mesh.redundant_experts is not None
-        placement = place_experts([0] * count, mesh.size, mesh.redundant_experts, layer)
+    def __init__(
+        self,
+        rank: int,
+        group: Group,
+        placement: Placement,
+        count: int,
+        layer: int,
+        tokens: RankTokens | None = None,
+    ) -> None:
         self.layer = layer
-        self.own = list(placement[mesh.rank])
-        copies = count + mesh.redundant_experts
+        self.weights = list(placement[rank] if tokens is None else range(count))
         self.routing = RankExperts(
-            mesh.rank,
-            mesh.group,
-            len(self.own),
+            rank,
+            group,
+            len(self.weights),
             first=torch.empty(count + 1, dtype=torch.int32),
-            ranks=torch.empty(copies, dtype=torch.int32),
+            ranks=torch.empty(sum(map(len, placement)), dtype=torch.int32),
             local=torch.empty(count, dtype=torch.int32),
             load=torch.zeros(count, dtype=torch.int64),
+            tokens=tokens,
         )
         self._write(placement)
 
+    @classmethod
+    def of_rank(cls, mesh: Mesh, count: int, layer: int) -> ExpertShare:
+        """The first share of a rank that reads only its own experts."""
+        assert mesh.group is not None and mesh.redundant_experts is not None
+        placement = place_experts([0] * count, mesh.size, mesh.redundant_experts, layer)
+        return cls(mesh.rank, mesh.group, placement, count, layer)
+
     def arrivals(self, placement: Placement) -> list[tuple[int, int]]:
-        """``(index, expert)``: what :attr:`own` gets with another placement of the same size, in
-        the place of experts that leave."""
+        """``(index, expert)``: what :attr:`weights` gets with another placement of the same size,
+        in the place of experts that leave."""
+        if self.routing.tokens is not None:
+            return []
         after = placement[self.routing.rank]
-        leaving = [index for index, expert in enumerate(self.own) if expert not in after]
-        return list(zip(leaving, sorted(set(after) - set(self.own)), strict=True))
+        leaving = [index for index, expert in enumerate(self.weights) if expert not in after]
+        return list(zip(leaving, sorted(set(after) - set(self.weights)), strict=True))
 
     def move(self, placement: Placement) -> None:
         """Route by another placement, once this rank has its experts."""
         for index, expert in self.arrivals(placement):
-            self.own[index] = expert
+            self.weights[index] = expert
         self._write(placement)
 
     def _write(self, placement: Placement) -> None:
@@ -55,4 +77,7 @@ class ExpertShare:
         self.routing.first.copy_(numbers.cumsum(0))
         self.routing.ranks.copy_(torch.tensor(list(chain(*ranks)), dtype=torch.int32))
         self.routing.local.fill_(-1)
-        self.routing.local[self.own] = torch.arange(len(self.own), dtype=torch.int32)
+        own = placement[self.routing.rank]
+        for number, expert in enumerate(self.weights):
+            if expert in own:
+                self.routing.local[expert] = number

@@ -405,7 +405,7 @@ class Source:
         spec = self.config.experts
         if self.mesh.redundant_experts is None or spec is None:
             return None
-        return ExpertShare(self.mesh, spec.count, layer=int(path.split(".")[2]))
+        return ExpertShare.of_rank(self.mesh, spec.count, layer=int(path.split(".")[2]))
 
     def expert_columns(
         self, path: str, names: tuple[str, ...], experts: Sequence[int], start: int, count: int

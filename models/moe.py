@@ -4,7 +4,8 @@
 rank routes by itself: inputs have the same bits on all ranks, so all ranks select the same experts.
 With tensor parallelism a rank has a part of each expert, as of an MLP, and the ranks' results are
 summed. With expert parallelism (:mod:`sdk.models.expert_parallel`) it has whole experts, and the
-ranks exchange the rows that these have computed.
+ranks exchange the rows that these have computed. With data parallel attention the ranks, each of
+which has tokens of its own, gather the tokens of all before.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class ExpertMLP:
         self.share = source.expert_share(path)
         experts, cut = list(range(self.spec.count)), (0, self.spec.width)
         if self.share is not None:
-            experts = self.share.own
+            experts = self.share.weights
         else:
             cut = self.mesh.columns(self.spec.width)
         self.gate_up = source.expert_columns(self.path, _GATE_UP, experts, *cut)
@@ -57,8 +58,11 @@ class ExpertMLP:
     def __call__(self, x: Tensor) -> Tensor:
         """``[T, hidden] -> [T, hidden]``, float32."""
         spec, share = self.spec, self.share
+        logits = self.router(x)
+        if share is not None and (tokens := share.routing.tokens) is not None:
+            logits, x = self.ops.moe.gather(logits, tokens), self.ops.moe.gather(x, tokens)
         routes = self.ops.moe.route(
-            self.router(x),
+            logits,
             spec.per_token,
             normalized=spec.normalized,
             experts=None if share is None else share.routing,

@@ -350,11 +350,20 @@ class EngineConfig:
             raise RequestError(
                 f"enable_expert_parallel: expected True or False, found {safe_repr(enabled)}"
             )
-        if self.num_redundant_experts and self.redundant_experts is None:
+        if (
+            self.num_redundant_experts
+            and self.redundant_experts is None
+            and self.lockstep_engines == 1
+        ):
             raise RequestError(
                 f"num_redundant_experts={self.num_redundant_experts}: copies of experts need "
-                "enable_expert_parallel=True and a tensor_parallel_size of at least 2"
+                "enable_expert_parallel=True and a tensor_parallel_size or data_parallel_size of "
+                "at least 2"
             )
+        if self.lockstep_engines > 1:
+            name = "enable_expert_parallel with data_parallel_size > 1"
+            self._check_alone(name, pipeline_parallel_size=1, prefill_replicas=0)
+            self._check_no_drafting_weights(name)
         if self.redundant_experts is not None and self.pipeline_parallel_size > 1:
             raise RequestError(
                 "enable_expert_parallel: expected pipeline_parallel_size=1 with it in this "
@@ -366,9 +375,25 @@ class EngineConfig:
                 "leave out one of them"
             )
 
+    def _check_no_drafting_weights(self, what: str) -> None:
+        speculative = self.speculative_config
+        if isinstance(speculative, SpeculativeConfig) and speculative.has_weights:
+            raise RequestError(
+                f"{what}: not supported together with speculative_config method "
+                f"{speculative.method!r} in this release; use method 'ngram', or leave out one"
+            )
+
+    @property
+    def lockstep_engines(self) -> int:
+        """How many replicas run their steps together and share the experts (models/lockstep.py);
+        1: each replica, or the only engine, runs alone."""
+        spread = self.enable_expert_parallel and self.tensor_parallel_size == 1
+        return self.data_parallel_size if spread else 1
+
     @property
     def redundant_experts(self) -> int | None:
-        """Copies of experts, if whole experts are spread over several ranks; else ``None``."""
+        """Copies of experts, if whole experts are spread over the ranks of an engine; else
+        ``None``."""
         spread = self.enable_expert_parallel and self.tensor_parallel_size > 1
         return self.num_redundant_experts if spread else None
 

@@ -836,7 +836,7 @@ class LLM:
         """The rows that were routed to each expert, by layer, since the engine was loaded or since
         the last :meth:`rebalance_experts`. A token counts once for each of its experts.
 
-        :raises RequestError: the engine has no ``enable_expert_parallel`` on several ranks.
+        :raises RequestError: the engine does not spread its experts (``enable_expert_parallel``).
         """
         return self._served.expert_load()
 
@@ -850,7 +850,7 @@ class LLM:
         ``sleep(2)`` forgets the placement.
 
         :raises CheckpointError: the files have changed or cannot be read; all experts stay usable.
-        :raises RequestError: the engine has no ``enable_expert_parallel`` on several ranks.
+        :raises RequestError: the engine does not spread its experts (``enable_expert_parallel``).
         """
         return self._served.rebalance_experts()
 

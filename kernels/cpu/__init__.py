@@ -26,7 +26,14 @@ from sdk.kernels.cpu.elementwise import (
 from sdk.kernels.cpu.exchange import AllGather, AllReduce, Receive, Send
 from sdk.kernels.cpu.library import find_library, levels
 from sdk.kernels.cpu.low_rank import LowRank
-from sdk.kernels.cpu.moe import AddOwnersBias, Combine, CombineRanks, Group, Route
+from sdk.kernels.cpu.moe import (
+    AddOwnersBias,
+    Combine,
+    CombineRanks,
+    GatherRanks,
+    Group,
+    Route,
+)
 from sdk.kernels.cpu.packed_linear import PackedLinear
 from sdk.kernels.cpu.packed_weight import BLOCK_SOURCES, packed_bytes
 from sdk.kernels.cpu.recode import RecodePage
@@ -113,6 +120,7 @@ class CpuBackend:
             "add_owners_bias": (AddOwnersBias(runtime),),
             "combine": (Combine(runtime),),
             "combine_ranks": (CombineRanks(runtime),),
+            "gather_ranks": (GatherRanks(runtime),),
             "rms_norm": (RmsNorm(runtime),),
             "add_rms_norm": (AddRmsNorm(runtime),),
             "gated_activation": (GatedActivation(runtime),),

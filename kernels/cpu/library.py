@@ -70,6 +70,7 @@ class OpKind(IntEnum):
     EXCHANGE = 19
     TRANSFER = 20
     COMBINE_RANKS = 21
+    GATHER_RANKS = 22
 
 
 class Count(IntEnum):
@@ -78,6 +79,7 @@ class Count(IntEnum):
     TOKENS = 0
     OUTPUTS = 1
     REQUESTS = 2
+    GATHERED = 3
 
 
 class SchemeView(Structure):
@@ -188,8 +190,15 @@ class CombineArgs(Structure):
 class CombineRanksArgs(Structure):
     _fields_ = [
         ("own", CombineArgs),
-        *((name, c_void_p) for name in ("group", "servers")),
+        *((name, c_void_p) for name in ("group", "servers", "starts")),
         ("number", c_int64),
+    ]
+
+
+class GatherRanksArgs(Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("group", "x", "out", "starts")),
+        *((name, c_int64) for name in ("width", "number")),
     ]
 
 

@@ -11,6 +11,7 @@ from sdk.kernels.cpu.library import (
     BiasArgs,
     CombineArgs,
     CombineRanksArgs,
+    GatherRanksArgs,
     GroupArgs,
     OpKind,
     RouteArgs,
@@ -18,7 +19,7 @@ from sdk.kernels.cpu.library import (
 from sdk.kernels.cpu.rank_group import SharedGroup
 from sdk.kernels.cpu.runtime import NativeRuntime
 from sdk.kernels.reference import moe as reference
-from sdk.kernels.routes import Routes
+from sdk.kernels.routes import RankTokens, Routes
 
 
 class Route:
@@ -131,7 +132,32 @@ class CombineRanks:
         args = CombineRanksArgs(
             _combine_args(x, routes, out), group.handle, routes.servers.data_ptr()
         )
-        self._runtime.run(OpKind.COMBINE_RANKS, args, out.shape[0], "combine")
+        if (tokens := routes.experts.tokens) is not None:
+            args.starts = tokens.starts.data_ptr()
+        self._runtime.run(OpKind.COMBINE_RANKS, args, routes.weights.shape[0], "combine")
+
+
+class GatherRanks:
+    """See :meth:`sdk.kernels.moe.MoEOps.gather`."""
+
+    name = "cpu.gather_ranks"
+
+    def __init__(self, runtime: NativeRuntime) -> None:
+        self._runtime = runtime
+
+    def reject(self, problem: Problem) -> str | None:
+        return None
+
+    def run(self, x: Tensor, tokens: RankTokens, out: Tensor) -> None:
+        assert isinstance(tokens.group, SharedGroup)
+        args = GatherRanksArgs(
+            tokens.group.handle,
+            x.data_ptr(),
+            out.data_ptr(),
+            tokens.starts.data_ptr(),
+            out.shape[1],
+        )
+        self._runtime.run(OpKind.GATHER_RANKS, args, out.shape[0], "gather")
 
 
 def _combine_args(x: Tensor, routes: Routes, out: Tensor) -> CombineArgs:

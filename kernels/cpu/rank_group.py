@@ -53,6 +53,10 @@ class _Shared:
         joined = library.embedlm_ranks_join(handle, os.fsencode(folder), connect_s)
         check(joined, f"rank {rank} cannot connect to the others")
 
+    def reserve(self, nbytes: int) -> None:
+        """Make room for tensors of this size. All ranks call it."""
+        check(self._library.embedlm_ranks_reserve(self.handle, nbytes), "reserve")
+
     def close(self) -> None:
         """Let all exchanges fail, here and on the other ranks. Idempotent.
 
@@ -152,10 +156,6 @@ class SharedLink(_Shared):
 
     def _transfer(self, what: str, x: Tensor) -> None:
         check(self._library.embedlm_ranks_transfer(self.handle, x.data_ptr(), x.nbytes), what)
-
-    def reserve(self, nbytes: int) -> None:
-        """See :class:`sdk.kernels.groups.Link`."""
-        check(self._library.embedlm_ranks_reserve(self.handle, nbytes), "reserve")
 
     @property
     def waited_seconds(self) -> float:

@@ -75,13 +75,15 @@ class Program:
     """Operators recorded for one runtime, which run in one call with any counts up to ``limits``.
 
     ``limits`` are the rows of tensors during recording, for tokens, outputs and requests. After a
-    select all operators run over the outputs.
+    select all operators run over the outputs, and between gathering the tokens of all ranks and
+    combining the rows of experts over those tokens.
     """
 
     def __init__(self, runtime: NativeRuntime, limits: tuple[int, int, int]) -> None:
         self._runtime = runtime
         self._limits = limits
         self._count = Count.TOKENS
+        self._gathered = 0  # rows of tensors with the tokens of all ranks
         handle = runtime.library.embedlm_program_create()
         if not handle:
             raise KernelError("recording a program: out of memory")
@@ -94,14 +96,18 @@ class Program:
         """Called by :meth:`NativeRuntime.run`."""
         if kind is OpKind.SELECT:
             self._count = Count.OUTPUTS
+        elif kind is OpKind.GATHER_RANKS:
+            self._count, self._gathered = Count.GATHERED, rows
         count = self._count
         if kind in (OpKind.ATTENTION, OpKind.PLACES):
             count = Count.REQUESTS
-        per, rest = divmod(rows, self._limits[count])
+        elif kind is OpKind.COMBINE_RANKS and count is Count.GATHERED:  # into this rank's tokens
+            self._count = Count.TOKENS
+        limit = self._gathered if count is Count.GATHERED else self._limits[count]
+        per, rest = divmod(rows, limit)
         if rest or not per:
             raise KernelError(
-                f"recording {kind.name}: expected a multiple of {self._limits[count]} rows, "
-                f"found {rows}"
+                f"recording {kind.name}: expected a multiple of {limit} rows, found {rows}"
             )
         add = self._runtime.library.embedlm_program_add
         check(add(self._handle, kind, byref(args), count, per), f"recording {kind.name}")

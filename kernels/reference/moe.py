@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sdk.kernels.backend import Problem
-from sdk.kernels.routes import Routes
+from sdk.kernels.routes import RankTokens, Routes
 
 
 class Route:
@@ -122,7 +122,25 @@ class CombineRanks:
         places, servers = routes.places.long(), routes.servers.long()
         own = torch.where((places >= 0).unsqueeze(2), x[places.clamp(min=0)], 0.0)
         sent = torch.stack(routes.experts.group.all_gather(own))  # [ranks, T, k, N]
-        tokens = torch.arange(len(out))
+        tokens, weights = torch.arange(len(servers)), routes.weights
+        if (shared := routes.experts.tokens) is not None:
+            first, end = shared.starts[shared.rank : shared.rank + 2].tolist()
+            tokens, weights, servers = tokens[first:end], weights[first:end], servers[first:end]
         out.zero_()
-        for j, weight in enumerate(routes.weights.unbind(1)):
+        for j, weight in enumerate(weights.unbind(1)):
             out += weight.unsqueeze(1) * sent[servers[:, j], tokens, j]
+
+
+class GatherRanks:
+    """See :meth:`sdk.kernels.moe.MoEOps.gather`."""
+
+    name = "reference.gather_ranks"
+
+    def reject(self, problem: Problem) -> str | None:
+        return None
+
+    def run(self, x: Tensor, tokens: RankTokens, out: Tensor) -> None:
+        counts = tokens.starts.diff().tolist()
+        padded = torch.nn.functional.pad(x, (0, 0, 0, max(counts) - len(x)))
+        parts = tokens.group.all_gather(padded)
+        out.copy_(torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)]))

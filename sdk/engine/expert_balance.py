@@ -8,6 +8,7 @@ from sdk.engine.rank.experts import (
     RankWithExperts,
     begin_moves,
     end_moves,
+    join_step,
     load_experts,
     move_experts,
     shares_of,
@@ -21,11 +22,18 @@ class ExpertBalance:
     """Reads loads and moves experts between two steps. ``own_rank``: rank 0, in this process.
 
     ``redundant``: copies of experts in each layer; ``None``: experts are not spread over ranks.
+    ``lockstep``: experts are spread over engines that have the weights of all.
     """
 
     def __init__(
-        self, executor: Executor, own_rank: Callable[[], RankWithExperts], redundant: int | None
+        self,
+        executor: Executor,
+        own_rank: Callable[[], RankWithExperts],
+        redundant: int | None,
+        *,
+        lockstep: bool = False,
     ) -> None:
+        self._lockstep = lockstep
         self._executor = executor
         self._own_rank = own_rank
         self._redundant = redundant
@@ -34,7 +42,8 @@ class ExpertBalance:
         """:raises RequestError: this engine does not spread experts over ranks."""
         if self._redundant is None:
             raise RequestError(
-                f"{what} needs enable_expert_parallel=True and a tensor_parallel_size of at least 2"
+                f"{what} needs enable_expert_parallel=True and a tensor_parallel_size or "
+                "data_parallel_size of at least 2"
             )
         return self._redundant
 
@@ -47,6 +56,8 @@ class ExpertBalance:
         """See :meth:`sdk.LLM.rebalance_experts`. Raises what a rank raised while it loaded; layers
         after that one stay as they are."""
         redundant = self.check("rebalance_experts")
+        if self._lockstep:
+            return int(self._executor.on_ranks(join_step, True)[0])
         wanted = {}
         for layer, share in shares_of(self._own_rank().model).items():
             loads = share.routing.load.tolist()

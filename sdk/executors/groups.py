@@ -27,14 +27,15 @@ def transport() -> Transport:
 
 
 def meeting_place() -> str:
-    """A new folder, only for this user, in which the ranks meet."""
+    """A new folder, only for this user, in which the ranks meet. Its name has this process's id."""
+    prefix = f"embedlm-{os.getpid()}-"
     try:
         room = os.statvfs(_IN_MEMORY)
         if room.f_bavail * room.f_frsize >= _ENOUGH:
-            return tempfile.mkdtemp(prefix="embedlm-", dir=_IN_MEMORY)
+            return tempfile.mkdtemp(prefix=prefix, dir=_IN_MEMORY)
     except OSError:
         pass
-    return tempfile.mkdtemp(prefix="embedlm-")
+    return tempfile.mkdtemp(prefix=prefix)
 
 
 def connect(

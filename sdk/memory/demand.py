@@ -67,8 +67,8 @@ class Demand:
     prompts too. ``feature_bytes``: hidden states of one token for a head that drafts.
     ``adapter_bytes``: all low-rank adapters together. ``ranks``: of a tensor-parallel model;
     ``stages``: of a pipeline, with ``ranks`` ranks each. The weights and pages are those of all.
-    ``whole_experts``: these ranks have whole experts. ``hand_over_bytes``: for hand-overs between
-    replicas.
+    ``whole_experts``: these ranks have whole experts. ``lockstep``: engines that share the experts
+    (models/lockstep.py). ``hand_over_bytes``: for hand-overs between replicas.
     """
 
     weights: WeightBytes
@@ -96,6 +96,7 @@ class Demand:
     ranks: int = 1
     stages: int = 1
     whole_experts: bool = False
+    lockstep: int = 1
     hand_over_bytes: int = 0
 
     @property
@@ -155,6 +156,8 @@ def workspace_bytes(demand: Demand, seqs: int, tokens: int) -> int:
     if demand.ranks > 1:
         logits += rows * model.vocab_size * 4  # each rank's part, before they are gathered
         logits += _exchanged_bytes(demand, rows, tokens)
+    if demand.lockstep > 1:
+        logits += 2 * 4 * demand.lockstep * tokens * lockstep_floats(demand.model)
     engine = ENGINE_BYTES + ENGINE_WORD_BYTES * model.vocab_size + demand.drafter_bytes
     engine += demand.weights.window if demand.offloaded else 0
     engine += demand.weights.moving + demand.hand_over_bytes
@@ -180,6 +183,12 @@ def _exchanged_bytes(demand: Demand, rows: int, tokens: int) -> int:
     return 2 * demand.ranks * 4 * areas
 
 
+def lockstep_floats(model: ModelConfig) -> int:
+    """The most numbers that engines in lockstep exchange for a token: the rows of its experts."""
+    assert model.experts is not None
+    return max(model.experts.per_token * model.hidden_size, model.experts.count)
+
+
 def _link_bytes(demand: Demand, tokens: int) -> int:
     """The memory between the stages. A link has as many slots as there are stages, rounded up to a
     power of two."""
@@ -195,7 +204,10 @@ def _token_bytes(model: ModelConfig, demand: Demand) -> int:
         split, whole = 3 * model.experts.width, demand.ranks * model.hidden_size
         if demand.whole_experts:
             split *= demand.ranks  # each has room for all rows
-        short += model.experts.per_token * (split + whole)
+        rows = model.experts.per_token * (split + whole)
+        if demand.lockstep > 1:  # of all engines, with what enters the experts
+            rows = demand.lockstep * (rows + model.hidden_size + model.experts.count)
+        short += rows
     return 2 * demand.ranks * model.hidden_size * 4 + short * demand.activation_bytes
 
 

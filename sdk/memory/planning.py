@@ -57,6 +57,9 @@ def _check_split(config: EngineConfig, model: ModelConfig) -> None:
     mesh.columns(model.intermediate_size)
     if model.experts is not None and config.redundant_experts is not None:
         check_spread(model.experts.count, size, config.redundant_experts)
+    elif model.experts is not None and config.lockstep_engines > 1:
+        engines = config.lockstep_engines
+        check_spread(model.experts.count, engines, config.num_redundant_experts)
     elif model.experts is not None:
         mesh.columns(model.experts.width)
     mesh.vocabulary(model.vocab_size)
@@ -182,6 +185,7 @@ def _demand(
         ranks=config.tensor_parallel_size,
         stages=config.pipeline_parallel_size,
         whole_experts=config.redundant_experts is not None,
+        lockstep=config.lockstep_engines,
         hand_over_bytes=hand_over_bytes(page_bytes) if config.prefill_replicas else 0,
         captured_tokens=0 if eager else min(config.max_num_batched_tokens, MOST_TOKENS),
     )

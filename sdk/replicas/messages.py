@@ -34,14 +34,17 @@ class Load(NamedTuple):
     config: EngineConfig
     num_threads: int  # while the weights are packed
     num_replicas: int = 1
+    #: Replicas share the experts, of which so many are copies; ``None``: each runs alone.
+    lockstep_redundant: int | None = None
 
 
 class Fork(NamedTuple):
     """Start a replica. Its end of a socket pair comes over the second socket. ``launch``: a number
-    of its own for each start."""
+    of its own for each start. ``number``: of the replica."""
 
     launch: int
     role: Role
+    number: int
 
 
 class Kill(NamedTuple):

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from sdk.executors.channel import Channel, pack
 from sdk.executors.children import exit_text
 from sdk.executors.worker import limit_stderr
+from sdk.replicas.lockstep import LockstepStart
 from sdk.replicas.messages import (
     Ended,
     Failed,
@@ -34,7 +35,6 @@ from sdk.replicas.messages import (
     Load,
     Loaded,
     Progress,
-    Role,
     sendable,
 )
 
@@ -73,6 +73,8 @@ class _Parent:
         self._facts: ModelFacts | None = None
         self._weights: RankModel | None = None
         self._pids: dict[int, int] = {}  # launch -> process
+        self._num_replicas = 1
+        self._lockstep: LockstepStart | None = None  # of the replicas that started last
 
     def run(self) -> None:
         """Until the other side closes. :raises EOFError, OSError: it has."""
@@ -93,9 +95,9 @@ class _Parent:
                     self._send(Failed(sendable(error)))
                     return
                 self._send(Loaded())
-            case Fork(launch, role):
+            case Fork():
                 _, (descriptor,), _, _ = socket.recv_fds(self._descriptors, 1, 1)
-                self._fork(launch, role, socket.socket(fileno=descriptor))
+                self._fork(message, socket.socket(fileno=descriptor))
             case Kill(launch):
                 if launch in self._pids:
                     os.kill(self._pids[launch], signal.SIGKILL)
@@ -120,7 +122,12 @@ class _Parent:
         checkpoint = open_model(config)
         try:
             facts = read_facts(config, checkpoint, checked_plan(config, checkpoint))
-            runner = replace(facts.runner_config, engines_here=message.num_replicas)
+            self._num_replicas = message.num_replicas
+            runner = replace(
+                facts.runner_config,
+                engines_here=message.num_replicas,
+                lockstep_redundant=message.lockstep_redundant,
+            )
             facts = self._facts = replace(facts, runner_config=runner)
             if config.num_ranks == 1:
                 checkpoint.on_bytes = self._report_progress()
@@ -145,9 +152,11 @@ class _Parent:
 
     # ---- replicas --------------------------------------------------------------------------------
 
-    def _fork(self, launch: int, role: Role, sock: socket.socket) -> None:
+    def _fork(self, fork: Fork, sock: socket.socket) -> None:
+        launch = fork.launch
         sys.stderr.flush()
         try:
+            self._prepare_lockstep(fork.number)
             pid = os.fork()
         except OSError as error:
             sock.close()
@@ -166,15 +175,29 @@ class _Parent:
             self._pids.clear()
             from sdk.replicas.replica import serve
 
-            code = serve(self._make, role, sock)
+            bells = None if self._lockstep is None else self._lockstep.doorbells
+            code = serve(lambda: self._make(fork.number), fork.role, sock, fork.number, bells)
         finally:
             sys.stderr.flush()
             os._exit(code)  # nothing of the parent's may be cleaned up here
 
-    def _make(self) -> LoadedEngine:
-        """The replica's engine, in the forked child."""
+    def _prepare_lockstep(self, number: int) -> None:
+        """What the replicas share that start together, if they run in lockstep."""
+        facts = self._facts
+        assert facts is not None
+        redundant = facts.runner_config.lockstep_redundant
+        if redundant is None or (self._lockstep is not None and self._lockstep.take(number)):
+            return
+        if self._lockstep is not None:
+            self._lockstep.close()
+        self._lockstep = LockstepStart(self._num_replicas, redundant)
+        self._lockstep.take(number)
+
+    def _make(self, number: int) -> LoadedEngine:
+        """The engine of replica ``number``, in the forked child."""
         import torch
 
+        from sdk.engine.rank.experts import mixtures
         from sdk.engine.rank.rank_model import RankModel
         from sdk.loading.load import start
 
@@ -187,8 +210,13 @@ class _Parent:
             weights.ops.restart_threads(threads)
 
         def own_weights(config: Any, mesh: Any) -> RankModel:
-            return shared.pop() if shared else RankModel.load(config, mesh)
+            weights = shared.pop() if shared else RankModel.load(config, mesh)
+            if lockstep is None:
+                return weights
+            lockstep.share(mixtures(weights.model))
+            return replace(weights, lockstep=lockstep)
 
+        lockstep = None if self._lockstep is None else self._lockstep.join(number, facts)
         return start(facts, own_weights)
 
     def _reap(self) -> None:
@@ -202,6 +230,8 @@ class _Parent:
         """Kill the replicas that still run; they would end with this process anyway."""
         for pid in self._pids.values():
             os.kill(pid, signal.SIGKILL)
+        if self._lockstep is not None:
+            self._lockstep.close()
 
 
 def _die_with_parent() -> None:

@@ -71,12 +71,12 @@ class ParentProcess:
         """The process."""
         return self._process.pid
 
-    def fork(self, launch: int, role: Role) -> Connection:
+    def fork(self, launch: int, role: Role, number: int) -> Connection:
         """Start a replica; the connection to it."""
         ours, theirs = socket.socketpair()
         with theirs:
             socket.send_fds(self._descriptors, [b"\0"], [theirs.fileno()])
-        self.connection.queue(Fork(launch, role))
+        self.connection.queue(Fork(launch, role, number))
         return Connection(ours)
 
     def last_words(self) -> str:

@@ -98,6 +98,8 @@ class ReplicaProcesses:
         self, roles: Sequence[Role], load: Load, events: Events, report: Callable[[int, int], None]
     ) -> None:
         self._load = load
+        #: Replicas that run their steps together start together, and are lost together.
+        self._in_lockstep = load.lockstep_redundant is not None
         self._events = events
         self._report = report
         self._launches = itertools.count()
@@ -173,12 +175,14 @@ class ReplicaProcesses:
         """Start the replicas that are to be started, if the model is read."""
         if self.parent is None or not self._is_loaded:
             return
+        if self._in_lockstep and not all(one.is_due for one in self.replicas):
+            return
         for one in self.replicas:
             if not one.is_due:
                 continue
             one.launch, one.starts = next(self._launches), one.starts + 1
             try:
-                one.connection = self.parent.fork(one.launch, one.role)
+                one.connection = self.parent.fork(one.launch, one.role, one.number)
             except OSError as error:  # no descriptor is left, say: tried again soon
                 one.reason = f"it cannot be started: {error}"
                 self._expect_hope(one.reason)
@@ -191,6 +195,9 @@ class ReplicaProcesses:
         """Give up if no replica runs or can be started."""
         for one in self.replicas:
             one.is_due = one.is_due and one.starts < _MOST_STARTS
+        if self._in_lockstep and not all(one.is_due for one in self.replicas):
+            for one in self.replicas:
+                one.is_due = False
         if self._thread is not None and not any(
             one.is_due or one.connection is not None for one in self.replicas
         ):
@@ -341,6 +348,21 @@ class ReplicaProcesses:
         """A replica is gone: replace it."""
         if one.connection is None:
             return
+        self._drop(one, reason)
+        if self._in_lockstep:
+            for other in self.replicas:
+                if other.connection is not None:
+                    self._drop(
+                        other, f"it ran in lockstep with replica {one.number}, which is lost"
+                    )
+        if self._thread is None or self._is_over:
+            return
+        self._expect_hope(reason)
+        self._start_due()
+
+    def _drop(self, one: _Replica, reason: str) -> None:
+        """Close the connection of a replica, and kill it if it still runs."""
+        assert one.connection is not None
         connection, one.connection = one.connection, None
         one.is_ready, one.reason = False, reason
         if not one.is_cut:
@@ -354,8 +376,6 @@ class ReplicaProcesses:
         self.num_replaced += 1
         if self.parent is not None:
             self.parent.connection.queue(Kill(one.launch))
-        self._expect_hope(reason)
-        self._start_due()
 
     def _fail(self, error: EngineDeadError) -> None:
         logger.error("engine stopped: %s", error)

@@ -22,14 +22,17 @@ from time import monotonic
 from typing import Any
 
 from sdk.engine.engine import Output
-from sdk.errors import EngineClosedError, EngineDeadError, RequestError
+from sdk.engine.rank.experts import join_step
+from sdk.errors import EngineAsleepError, EngineClosedError, EngineDeadError, RequestError
 from sdk.executors.channel import Channel, pack
+from sdk.kernels.errors import CollectiveError
 from sdk.llm import LLM
 from sdk.loading.load import Loaded
 from sdk.memory.demand import HAND_OVER_READ_BYTES, HAND_OVERS, hand_over_ring
 from sdk.outputs import RequestOutput
 from sdk.params import SamplingParams
 from sdk.replicas.calls import ReplicaCalls
+from sdk.replicas.lockstep import Doorbells
 from sdk.replicas.messages import (
     Abort,
     Add,
@@ -69,7 +72,19 @@ _ONE = SamplingParams(temperature=0.0, max_tokens=1)
 class Replica:
     """Serves one connection until the other side closes it."""
 
-    def __init__(self, llm: LLM, driver: Driver, role: Role, sock: socket.socket) -> None:
+    def __init__(
+        self,
+        llm: LLM,
+        loaded: Loaded,
+        driver: Driver,
+        role: Role,
+        sock: socket.socket,
+        number: int,
+        bells: Doorbells | None,
+    ) -> None:
+        self._number = number
+        self._bells = bells
+        self._executor = loaded.executor
         self._llm = llm
         self._calls = ReplicaCalls(llm)
         self._driver = driver
@@ -108,20 +123,39 @@ class Replica:
         poller = select.poll()
         poller.register(self._channel.socket, select.POLLIN)
         poller.register(self._woken, select.POLLIN)
+        bells, number = self._bells, self._number
+        bell = -1 if bells is None else bells.bell(number)
+        if bells is not None:
+            poller.register(bell, select.POLLIN)
         while True:
             wait = 0 if self._driver.has_work or self._outputs or self._failures else None
             for descriptor, _ in poller.poll(wait):
                 if descriptor == self._woken:
                     os.eventfd_read(self._woken)
+                elif bells is not None and descriptor == bell:
+                    bells.answer(number)
                 else:
                     self._take_all()
-            if self._driver.has_work:
-                try:
+            try:
+                if self._driver.has_work:
                     self._driver.step()
-                except EngineDeadError as error:
-                    self._send(Lost(f"its engine is dead: {error}"))
-                    return
+                if bells is not None and bells.is_behind(number):
+                    self._take_part()
+            except (EngineDeadError, EngineClosedError, CollectiveError) as error:
+                self._send(Lost(f"its engine is dead: {error}"))
+                return
             self._flush()
+
+    def _take_part(self) -> None:
+        try:
+            self._driver.between_steps(self._join_step)
+        except EngineAsleepError:  # another one runs what is pinned, before it sleeps again too
+            self._driver.try_between_steps(self._join_step)
+
+    def _join_step(self) -> None:
+        """Take part in a step of other replicas, unless a step of a call has done it."""
+        if self._bells is not None and self._bells.is_behind(self._number):
+            self._executor.on_ranks(join_step)
 
     def close(self) -> None:
         """End hand-overs; the engine is closed next."""
@@ -314,12 +348,22 @@ class _Nobody:
         """See :class:`sdk.requests.job.OutputSink`: the hand-over says how far it came."""
 
 
-def serve(make: Callable[[], Loaded], role: Role, sock: socket.socket) -> int:
-    """Run a replica to its end; the exit code of its process."""
+def serve(
+    make: Callable[[], Loaded],
+    role: Role,
+    sock: socket.socket,
+    number: int,
+    bells: Doorbells | None,
+) -> int:
+    """Run replica ``number`` to its end; the exit code of its process.
+
+    ``bells``: those of the replicas with which it runs in lockstep.
+    """
     try:
-        served = ServedEngine(make())
+        loaded = make()
+        served = ServedEngine(loaded)
         llm = LLM._on(served)
-        replica = Replica(llm, served.driver, role, sock)
+        replica = Replica(llm, loaded, served.driver, role, sock, number, bells)
     except Exception as error:
         traceback.print_exc()
         reason = f"it failed to start: {type(error).__name__}: {error}"

@@ -24,7 +24,6 @@ from sdk.errors import EngineAsleepError, EngineClosedError, EngineDeadError, Re
 from sdk.executors.base import Executor
 from sdk.outputs import Estimate, RequestOutput
 from sdk.params import SamplingParams
-from sdk.quant.safe_repr import safe_repr
 from sdk.replicas.messages import (
     Abort,
     Add,
@@ -42,7 +41,7 @@ from sdk.replicas.processes import ReplicaProcesses
 from sdk.replicas.replay import Progress
 from sdk.replicas.routing import Routed, Router
 from sdk.requests.driver import check_process
-from sdk.requests.job import Job, OutputSink
+from sdk.requests.job import Job, OutputSink, check_new
 from sdk.requests.loop_inbox import LoopInbox, LoopInboxes
 from sdk.requests.prompts import Prompt
 from sdk.requests.queue_limit import Place, QueueLimit
@@ -138,7 +137,8 @@ class ReplicaSet:
             policy = make_policy(config.scheduling_policy, config.tenant_weights)
             self._limit = QueueLimit(count * config.max_num_seqs, config.max_waiting, policy)
         self.warnings: tuple[str, ...] = ()
-        prefill, load = config.prefill_replicas, Load(own, packing_threads, count)
+        redundant = config.num_redundant_experts if config.lockstep_engines > 1 else None
+        prefill, load = config.prefill_replicas, Load(own, packing_threads, count, redundant)
         others: Role = "decode" if prefill else "both"
         roles: list[Role] = ["prefill" if i < prefill else others for i in range(count)]
         self.processes = ReplicaProcesses(roles, load, self, report)
@@ -181,12 +181,7 @@ class ReplicaSet:
         made = [self._request(job, sink) for job in jobs]
         with self._lock:
             self.check_usable()
-            for job in jobs:
-                if job.request_id in self._requests:
-                    raise RequestError(
-                        f"request_id: {safe_repr(job.request_id)} belongs to an unfinished "
-                        "request; use another id"
-                    )
+            check_new(jobs, self._requests)
             if self._limit is not None and jobs and not goes_on:
                 self._limit.check([one.place for one in self._requests.values()], jobs)
             for request in made:

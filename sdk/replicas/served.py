@@ -35,10 +35,13 @@ from sdk.requests.served import Memory, Prefixes
 
 def replica_config(config: EngineConfig, memory: MemoryPlan) -> EngineConfig:
     """The options of each replica: its part of the threads and of the memory."""
+    spread = config.lockstep_engines == 1  # over the ranks of each replica, if at all
     return replace(
         config,
         data_parallel_size=1,
         prefill_replicas=0,
+        enable_expert_parallel=config.enable_expert_parallel and spread,
+        num_redundant_experts=config.num_redundant_experts if spread else 0,
         num_threads=max(threads_of(config) // config.data_parallel_size, 1),
         memory=None,
         kv_cache_memory_bytes=memory.kv_cache,
@@ -78,6 +81,9 @@ class ServedReplicas:
 
     def expert_load(self) -> dict[int, list[int]]:
         """See :class:`sdk.requests.served.Served`: of all replicas together."""
+        if self._in_lockstep:  # each counts the tokens of all
+            found: dict[int, list[int]] = self.driver.call_one(0, "", "expert_load")
+            return found
         parts: list[dict[int, list[int]]] = self.driver.call_all("", "expert_load")
         return {
             layer: [sum(counts) for counts in zip(*(part[layer] for part in parts), strict=True)]
@@ -85,8 +91,16 @@ class ServedReplicas:
         }
 
     def rebalance_experts(self) -> int:
-        """See :class:`sdk.requests.served.Served`: each replica by its own load."""
+        """See :class:`sdk.requests.served.Served`: each replica by its own load, unless they share
+        the experts."""
+        if self._in_lockstep:
+            moved: int = self.driver.call_one(0, "", "rebalance_experts")
+            return moved
         return sum(self.driver.call_all("", "rebalance_experts"))
+
+    @property
+    def _in_lockstep(self) -> bool:
+        return self.facts.config.lockstep_engines > 1
 
     def model_runner(self) -> ModelRunner:
         """See :class:`sdk.requests.served.Served`."""

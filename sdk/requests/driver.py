@@ -35,7 +35,7 @@ from sdk.outputs import Estimate
 from sdk.params import SamplingParams
 from sdk.quant.safe_repr import safe_repr
 from sdk.requests.estimates import estimate
-from sdk.requests.job import Job, OutputSink
+from sdk.requests.job import Job, OutputSink, check_new
 from sdk.requests.loop_inbox import LoopInbox, LoopInboxes
 from sdk.requests.prompts import Prompt
 from sdk.requests.queue_limit import Place, QueueLimit
@@ -154,12 +154,7 @@ class Driver:
             self._check_outside_step()
         with self._lock:
             self.check_usable()
-            for job in jobs:
-                if job.request_id in self._sinks:
-                    raise RequestError(
-                        f"request_id: {safe_repr(job.request_id)} belongs to an unfinished "
-                        "request; use another id"
-                    )
+            check_new(jobs, self._sinks)
             if self._limit is not None and jobs and not goes_on:
                 self._limit.check(self._sinks.values(), jobs)
             if run:

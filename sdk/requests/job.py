@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from sdk.engine.engine import Output
 from sdk.engine.plan import Pooling, RequestKind
+from sdk.errors import RequestError
 from sdk.executors.base import Executor
 from sdk.outputs import Estimate
 from sdk.params import SamplingParams
+from sdk.quant.safe_repr import safe_repr
 from sdk.requests.adapters import KnownAdapter
 from sdk.requests.loop_inbox import LoopInbox
 from sdk.requests.prompts import Prompt
@@ -98,3 +100,13 @@ class JobDriver(Protocol):
 
     def close(self) -> None:
         """End all requests and give everything back. Idempotent, from any thread."""
+
+
+def check_new(jobs: Sequence[Job], unfinished: Container[str]) -> None:
+    """Check the ids of new requests. :raises RequestError: one is in use."""
+    for job in jobs:
+        if job.request_id in unfinished:
+            raise RequestError(
+                f"request_id: {safe_repr(job.request_id)} belongs to an unfinished request; use "
+                "another id"
+            )

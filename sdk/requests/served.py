@@ -113,7 +113,13 @@ class ServedEngine:
         self.adapters = Adapters(loaded.open_adapter, residency)
         self.monitoring = Monitoring(self.driver)
         self._memory = EngineMemory(self.driver, loaded)
-        self._experts = ExpertBalance(loaded.executor, self.model_runner, config.redundant_experts)
+        lockstep = loaded.facts.runner_config.lockstep_redundant
+        self._experts = ExpertBalance(
+            loaded.executor,
+            self.model_runner,
+            config.redundant_experts if lockstep is None else lockstep,
+            lockstep=lockstep is not None,
+        )
         self._loaded = loaded
 
     def saved_with(self, jobs: JobMaker) -> tuple[Prefixes, Memory]:

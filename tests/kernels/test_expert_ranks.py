@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from sdk.kernels.errors import CaptureError, KernelError
 from sdk.kernels.groups import Group
 from sdk.kernels.ops import Ops
-from sdk.kernels.routes import RankExperts, Routes
+from sdk.kernels.routes import RankExperts, RankTokens, Routes
 from tests.kernels.test_exchange import Ranks
 
 EXPERTS, K, WIDTH, INNER = 7, 3, 96, 64
@@ -211,6 +212,69 @@ def test_ranks_with_whole_experts_give_the_bits_of_one(
     for found in ranks.do(call):
         for mine, wanted in zip(found, expected, strict=True):
             assert torch.equal(mine, wanted)
+    ranks.close()
+    alone.close()
+
+
+#: The tokens of two ranks in some steps; the second one often has none.
+OWN_TOKENS = [(40, 24), (1, 0), (0, 5), (33, 1), (64, 64), (2, 0)]
+
+
+@pytest.mark.parametrize("k", [1, K])
+@pytest.mark.parametrize("way", ["one by one", "recorded", "reference"])
+def test_ranks_with_tokens_of_their_own_give_the_bits_of_one(
+    way: str, k: int, cases: Any, tmp_path: Path
+) -> None:
+    """Each rank has the weights of all experts, and computes some of them for all tokens."""
+    own = SPREAD["copies"]
+    generator = torch.Generator().manual_seed(2)
+    given = [
+        [
+            (cases.activations(n, WIDTH, seed=n), torch.randn(n, EXPERTS, generator=generator))
+            for n in counts
+        ]
+        for counts in OWN_TOKENS
+    ]
+    backend = "reference" if way == "reference" else "cpu"
+    alone = Ops("cpu", num_threads=2, backends=[backend])
+    whole = Mixture(alone, cases, range(EXPERTS))
+    expected = [[whole(x, logits, k) for x, logits in step] for step in given]
+    ranks = Ranks(tmp_path, 2, 2)
+
+    def call(rank: int, group: Group, ops: Ops) -> list[Tensor]:
+        if way == "reference":
+            ops = Ops("cpu", num_threads=1, backends=["reference"])
+        mixture = Mixture(ops, cases, range(EXPERTS))
+        starts = torch.zeros(3, dtype=torch.int32)
+        tokens = RankTokens(rank, group, starts, 2 * 64)
+        part = spread(own, rank, group, EXPERTS)
+        local = torch.where(part.local >= 0, torch.arange(EXPERTS), -1).int()
+        experts = replace(part, count=EXPERTS, local=local, tokens=tokens)
+
+        def forward(x: Tensor, logits: Tensor) -> Tensor:
+            gathered = ops.moe.gather(x, tokens)
+            return mixture(gathered, ops.moe.gather(logits, tokens), k, experts)
+
+        inputs, scores = torch.empty(64, WIDTH), torch.empty(64, EXPERTS)
+        if way == "recorded":
+            graph = ops.recording.capture(
+                lambda: forward(inputs, scores), tokens=64, outputs=1, requests=1
+            )
+        found = []
+        for step in given:
+            starts[1:] = torch.tensor([len(x) for x, _ in step]).cumsum(0)
+            x, logits = step[rank]
+            if way != "recorded":
+                found.append(forward(x, logits))
+                continue
+            inputs[: len(x)], scores[: len(x)] = x, logits
+            graph.replay(tokens=len(x), outputs=min(len(x), 1), requests=min(len(x), 1))
+            found.append(graph.result[: len(x)].clone())
+        return found
+
+    for rank, found in enumerate(ranks.do(call)):
+        for mine, wanted in zip(found, expected, strict=True):
+            assert torch.equal(mine, wanted[rank])
     ranks.close()
     alone.close()
 

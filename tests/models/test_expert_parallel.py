@@ -34,7 +34,7 @@ def mixtures(model: Decoder) -> list[ExpertMLP]:
 
 
 def experts_of(model: Decoder) -> list[list[int]]:
-    return [list(mlp.share.own) for mlp in mixtures(model) if mlp.share is not None]
+    return [list(mlp.share.weights) for mlp in mixtures(model) if mlp.share is not None]
 
 
 @pytest.fixture(params=MODELS)
@@ -148,7 +148,7 @@ def test_an_expert_whose_bias_is_missing_does_not_move(load: Callable[..., Any],
     own = Mesh(0, 2, Ranks(2).mesh(0).group, redundant_experts=0)
     model = load(found, mesh=own)
     first = mixtures(model)[0]
-    assert first.share is not None and first.share.own == [0, 2]
+    assert first.share is not None and first.share.weights == [0, 2]
     name = "model.layers.0.mlp.experts.3.down_proj.bias"
     left = {key: value for key, value in found.tensors.items() if key != name}
     source = Source(DictCheckpoint(found.config, left), model.config, own, ops, 256)

@@ -593,7 +593,7 @@ void adapters(Random& random, TestRuntime& one, TestRuntime& many) {
         CHECK(embedlm_program_add(recorded, kOpLowRank, &args, kTokens, 1) == kOk);
         for (int64_t rows : {m, (m + 1) / 2, (int64_t)1, (int64_t)0}) {
             for (int64_t i = 0; i < y.size(); ++i) y[i] = -77.0f;
-            const int64_t counts[kCounts] = {rows, 0, 0};
+            const int64_t counts[kCounts] = {rows};
             CHECK(embedlm_program_run(many.handle, recorded, counts) == kOk);
             for (int64_t t = 0; t < rows; ++t) {
                 Buffer<float> unchanged = plain;
@@ -603,7 +603,7 @@ void adapters(Random& random, TestRuntime& one, TestRuntime& many) {
             }
         }
         slots[m - 1] = (int32_t)size;
-        const int64_t counts[kCounts] = {m, 0, 0};
+        const int64_t counts[kCounts] = {m};
         CHECK(embedlm_program_run(many.handle, recorded, counts) == kBadIndex);
         embedlm_program_destroy(recorded);
     }
@@ -650,7 +650,7 @@ void share_experts(RankGroup* group, TestRuntime& runtime, int rank, int size) {
     CHECK(embedlm_program_add(recorded, kOpBias, &biased, kTokens, k) == kOk);
     CHECK(embedlm_program_add(recorded, kOpCombineRanks, &combined, kTokens, 1) == kOk);
     for (int64_t m : {tokens, (int64_t)0, (int64_t)1, tokens}) {
-        const int64_t counts[kCounts] = {m, 0, 0};
+        const int64_t counts[kCounts] = {m};
         CHECK(embedlm_program_run(runtime.handle, recorded, counts) == kOk);
         for (int64_t t = 0; t < m; ++t)
             for (int64_t i = 0; i < width; ++i)
@@ -685,7 +685,7 @@ void take_part(const char* folder, int rank, int size, int level) {
         add(kOpExchange, &gather);
         for (int64_t m : {most, (int64_t)0, (int64_t)1}) {
             for (int64_t i = 0; i < m * width; ++i) x[i] = (float)(rank + 1);
-            const int64_t counts[kCounts] = {m, 0, 0};
+            const int64_t counts[kCounts] = {m};
             CHECK(embedlm_program_run(runtime.handle, recorded, counts) == kOk);
             const float total = (float)(size * (size + 1) / 2 * size * size * 8);
             for (int64_t i = 0; i < m * width * size; ++i) CHECK(all[i] == total);
@@ -743,7 +743,7 @@ void run_stage(const char* folder, int stage, int stages, int level) {
         move(links[1]);
         for (int64_t m : {most, (int64_t)0, (int64_t)1, most, most}) {
             for (int64_t i = 0; i < m * width; ++i) x[i] = stage ? -1.0f : (float)(turn + i);
-            const int64_t counts[kCounts] = {m, 0, 0};
+            const int64_t counts[kCounts] = {m};
             CHECK(embedlm_program_run(runtime.handle, recorded, counts) == kOk);
             const float factor = (float)(2 << stage);
             for (int64_t i = 0; i < m * width; ++i) CHECK(x[i] == factor * (float)(turn + i));

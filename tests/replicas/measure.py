@@ -4,21 +4,26 @@
 first token with routing by state, by requests, and in turn, on the same requests. ``apart``: times
 between the tokens of running requests while long prompts come, with one engine, two replicas, and
 one of two that computes the prompts. ``simulated``: times to the first token of two replicas next
-to those that the simulator predicts from step costs measured just before.
+to those that the simulator predicts from step costs measured just before. ``experts``: a random
+mixture on one engine, two replicas, and two that share its experts.
 """
 
 from __future__ import annotations
 
+import json
 import random
 import statistics
+import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import sdk
+import sdk.testing.tiny_models as tiny_models
 from sdk import LLM, SamplingParams
 from sdk.simulation.cluster import Scenario, Simulation
 from sdk.simulation.measure import measure_costs
@@ -131,9 +136,11 @@ def routing(model: Path) -> None:
             )
 
 
-def gaps(llm: LLM, prompts: int, round_: int) -> list[float]:
+def gaps(
+    llm: LLM, prompts: int, round_: int, send: Callable[[list[int]], object] | None = None
+) -> list[float]:
     """Seconds between the tokens of four running requests while ``prompts`` long prompts come,
-    which are new in each round."""
+    which are new in each round. ``send``: to another engine."""
     params = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
     running = llm.enqueue([{"prompt_token_ids": ids(seed, 32)} for seed in range(4)], params)
     last: dict[str, float] = {}
@@ -141,8 +148,11 @@ def gaps(llm: LLM, prompts: int, round_: int) -> list[float]:
     sent, begin = 0, time.monotonic()
     while running and llm.has_unfinished_requests:
         if sent < prompts and len(last) == 4 and time.monotonic() - begin > 0.5 * (sent + 1):
-            one = params.clone(max_tokens=2)
-            llm.enqueue([{"prompt_token_ids": ids(5000 + 10 * round_ + sent, 2000)}], one)
+            prompt = ids(5000 + 10 * round_ + sent, 2000)
+            if send is None:
+                llm.enqueue([{"prompt_token_ids": prompt}], params.clone(max_tokens=2))
+            else:
+                send(prompt)
             sent += 1
         for output in llm.step():
             if output.request_id in running:
@@ -174,6 +184,48 @@ def apart(model: Path) -> None:
                 print(f"{name}: p99 {1e3 * pair[0]:.1f} -> {1e3 * pair[1]:.1f} ms", flush=True)
             handed = llm.get_metrics().get("num_hand_overs", 0)
         print(f"{name}: median ratio {statistics.median(ratios):.2f}, {handed:.0f} hand-overs")
+    elsewhere(model)
+
+
+def elsewhere(model: Path) -> None:
+    """What the machine itself costs: another process computes the prompts, and hands nothing
+    over."""
+    code = (
+        "import sys, json; from sdk import LLM, SamplingParams\n"
+        "options = json.loads(sys.argv[1])\n"
+        "with LLM(**options) as llm:\n"
+        "    for line in sys.stdin:\n"
+        "        prompt = {'prompt_token_ids': json.loads(line)}\n"
+        "        llm.generate(prompt, SamplingParams(max_tokens=1), use_tqdm=False)\n"
+        "        print('done', flush=True)\n"
+    )
+    options = {"max_model_len": 4096, "num_threads": 1, "kv_cache_memory_bytes": 2**30}
+    given = json.dumps({"model": str(model), "max_num_batched_tokens": STEP, **options})
+    command = [sys.executable, "-c", code, given]
+    ratios = []
+    with (
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other,
+        LLM(model, **options) as llm,
+    ):
+        stdin, stdout = other.stdin, other.stdout
+        assert stdin is not None and stdout is not None
+
+        def send(prompt: list[int]) -> None:
+            stdin.write(json.dumps(prompt).encode() + b"\n")
+            stdin.flush()
+
+        send(ids(1, 2000))
+        stdout.readline()
+        gaps(llm, 0, ROUNDS)
+        for round_ in range(ROUNDS):
+            idle, busy = gaps(llm, 0, round_), gaps(llm, 3, round_, send)
+            for _ in range(3):
+                stdout.readline()
+            pair = percentile(idle, 99), percentile(busy, 99)
+            ratios.append(pair[1] / pair[0])
+            print(f"another process: p99 {1e3 * pair[0]:.1f} -> {1e3 * pair[1]:.1f} ms", flush=True)
+        stdin.close()
+    print(f"another process: median ratio {statistics.median(ratios):.2f}")
 
 
 def simulated(model: Path) -> None:
@@ -196,7 +248,59 @@ def simulated(model: Path) -> None:
         print({name: round(value, 3) for name, value in deviation(found.all.ttft, real).items()})
 
 
-PARTS = {"lost": lost, "routing": routing, "apart": apart, "simulated": simulated}
+#: A mixture whose experts are nearly all of its bytes: 110 MiB with 8 bits.
+MIXTURE = {
+    "hidden_size": 512,
+    "intermediate_size": 512,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+}
+EXPERTS = {"num_experts_per_tok": 4, "moe_intermediate_size": 512}
+
+
+def experts(model: Path) -> None:
+    ways: dict[str, dict[str, Any]] = {
+        "one engine": {},
+        "two replicas": {"data_parallel_size": 2},
+        "sharing experts": {"data_parallel_size": 2, "enable_expert_parallel": True},
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        tiny_models._NUM_EXPERTS = 16
+        tiny_models._EXPERTS.update(EXPERTS)
+        tiny_models._SHAPE.update(MIXTURE)
+        mixture = tiny_models.tiny_model(Path(folder), "q8_0", "qwen3_moe")
+        print(f"{mixture.stat().st_size / 2**20:.0f} MiB; tokens per second by round")
+        found: dict[tuple[int, str], list[float]] = {}
+        for _ in range(ROUNDS):
+            for name, options in ways.items():
+                options = {**options, "enable_prefix_caching": False, "max_num_seqs": 32}
+                with LLM(mixture, num_threads=2, max_model_len=512, **options) as llm:
+                    for streams in (2, 8, 32):
+                        seconds = []
+                        for round_ in range(2):  # the first one warms up
+                            prompts = [
+                                {"prompt_token_ids": [5 + one % 370 for one in ids(seed, 24)]}
+                                for seed in range(100 * round_, 100 * round_ + streams)
+                            ]
+                            params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+                            begin = time.monotonic()
+                            llm.generate(prompts, params, use_tqdm=False)
+                            seconds.append(time.monotonic() - begin)
+                        found.setdefault((streams, name), []).append(64 * streams / seconds[-1])
+    for (streams, name), rates in sorted(found.items()):
+        rounds = ", ".join(f"{rate:.0f}" for rate in rates)
+        print(f"{streams:2} requests, {name:16} {rounds}")
+
+
+PARTS = {
+    "experts": experts,
+    "lost": lost,
+    "routing": routing,
+    "apart": apart,
+    "simulated": simulated,
+}
 
 if __name__ == "__main__":
     path = Path(sys.argv[2]) if len(sys.argv) > 2 else sdk.demo_model()

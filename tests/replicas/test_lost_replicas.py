@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import signal
 import threading
 import time
@@ -230,27 +229,4 @@ def test_close_while_a_replica_is_stopped_leaves_nothing(tiny_path: Path) -> Non
     begin = time.monotonic()
     llm.close()
     assert time.monotonic() - begin < LIMIT_S
-    assert children() == before
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(10))
-def test_drills(tiny_path: Path, one: LLM, seed: int) -> None:
-    """Ten failures each: whoever is hit, at whatever moment, every answer is right or an error that
-    says what happened, none takes longer than the limit, and nothing is left."""
-    expected = tokens(one.generate(PROMPTS, LONG))
-    before, chance, slowest = children(), random.Random(seed), 0.0
-    with LLM(tiny_path, max_model_len=128, data_parallel_size=2, num_threads=2) as llm:
-        for _ in range(10):
-            wait_for(lambda: llm._driver.processes.num_ready == 2, "two replicas")
-            found: list[Any] = []
-            thread = in_background(llm, found)
-            time.sleep(chance.random() * 0.2)
-            how = chance.choice([signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM])
-            hurt(replicas(llm)[chance.randrange(2)].pid, how)
-            begin = time.monotonic()
-            thread.join(LIMIT_S)
-            slowest = max(slowest, time.monotonic() - begin)
-            assert found == [expected]
-    assert slowest < LIMIT_S
     assert children() == before

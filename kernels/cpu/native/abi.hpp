@@ -514,7 +514,20 @@ struct CombineRanksArgs {
     CombineArgs own;         // places: -1 for rows of other ranks
     class RankGroup* group;
     const int32_t* servers;  // [T, k]: the rank of each row
+    // [ranks + 1]: rank r has the tokens starts[r]..starts[r + 1] of the T, and `own.out` is only for
+    // those; null: every rank has all tokens.
+    const int32_t* starts;
     int64_t number;          // of the exchange; set by the runtime
+};
+
+// The rows of all ranks, where each has tokens of its own: see CombineRanksArgs::starts.
+struct GatherRanksArgs {
+    class RankGroup* group;
+    const float* x;  // of this rank, [its tokens, width]
+    float* out;      // of all, [starts[ranks], width]
+    const int32_t* starts;
+    int64_t width;
+    int64_t number;  // of the exchange; set by the runtime
 };
 
 enum { kLowUnit = 8 };  // ranks of a factor that lie together
@@ -589,7 +602,7 @@ struct TransferArgs {
 // The operators. Most are row-wise: row t of the result depends only on row t of the arguments.
 // Exceptions: kOpAttention, kOpSample, kOpGroup, kOpLowRank, and kOpLinear and kOpExperts except for
 // quantizing their activations; kOpCombine reads rows of other tokens, kOpExchange,
-// kOpTransfer and kOpCombineRanks those of other ranks. kOpPlaces prepares the step for the others.
+// kOpTransfer, kOpCombineRanks and kOpGatherRanks those of other ranks. kOpPlaces prepares the step for the others.
 enum OpKind {
     kOpEmbedding = 0,
     kOpLinear = 1,
@@ -613,11 +626,13 @@ enum OpKind {
     kOpExchange = 19,
     kOpTransfer = 20,
     kOpCombineRanks = 21,
-    kOpKinds = 22,
+    kOpGatherRanks = 22,
+    kOpKinds = 23,
 };
 
 // What a step counts; an operator runs over one of these (row-wise operators: times `per`).
-enum Count { kTokens = 0, kOutputs = 1, kRequests = 2, kCounts = 3 };
+// kGathered: the tokens of all ranks, where each has its own.
+enum Count { kTokens = 0, kOutputs = 1, kRequests = 2, kGathered = 3, kCounts = 4 };
 
 // Items of a phase for one thread. The thread usually continues with the items up to `reach`, and
 // often comes from the items before `begin` (then `resumed`): one call may prefetch for the next.

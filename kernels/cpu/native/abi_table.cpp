@@ -134,7 +134,11 @@ constexpr AbiEntry kEntries[] = {
         FIELD(CombineArgs, places), FIELD(CombineArgs, out), FIELD(CombineArgs, width),
         FIELD(CombineArgs, k),
     SIZE(CombineRanksArgs), FIELD(CombineRanksArgs, own), FIELD(CombineRanksArgs, group),
-        FIELD(CombineRanksArgs, servers), FIELD(CombineRanksArgs, number),
+        FIELD(CombineRanksArgs, servers), FIELD(CombineRanksArgs, starts),
+        FIELD(CombineRanksArgs, number),
+    SIZE(GatherRanksArgs), FIELD(GatherRanksArgs, group), FIELD(GatherRanksArgs, x),
+        FIELD(GatherRanksArgs, out), FIELD(GatherRanksArgs, starts), FIELD(GatherRanksArgs, width),
+        FIELD(GatherRanksArgs, number),
     SIZE(LowRankPart), FIELD(LowRankPart, a), FIELD(LowRankPart, b),
         FIELD(LowRankPart, scales), FIELD(LowRankPart, rank),
         FIELD(LowRankPart, first_block), FIELD(LowRankPart, blocks), FIELD(LowRankPart, scale),
@@ -173,10 +177,9 @@ constexpr AbiEntry kEntries[] = {
     CONSTANT(kOpAttention), CONSTANT(kOpPlaces), CONSTANT(kOpSample), CONSTANT(kOpTake),
     CONSTANT(kOpRoute), CONSTANT(kOpGroup), CONSTANT(kOpExperts), CONSTANT(kOpBias),
     CONSTANT(kOpCombine), CONSTANT(kOpRecode), CONSTANT(kOpLowRank), CONSTANT(kOpExchange),
-    CONSTANT(kOpTransfer),
-    CONSTANT(kOpCombineRanks),
-    CONSTANT(kOpKinds), CONSTANT(kTokens),
-    CONSTANT(kOutputs), CONSTANT(kRequests), CONSTANT(kCounts),
+    CONSTANT(kOpTransfer), CONSTANT(kOpCombineRanks), CONSTANT(kOpGatherRanks),
+    CONSTANT(kOpKinds), CONSTANT(kTokens), CONSTANT(kOutputs), CONSTANT(kRequests),
+    CONSTANT(kGathered), CONSTANT(kCounts),
 };
 
 }  // namespace

@@ -94,7 +94,7 @@ EXPORT int embedlm_run(void* handle, int kind, const void* args, int64_t rows) {
     return guarded([=]() -> int {
         runtime->single.clear();
         if (!runtime->single.add(kind, args, kTokens, 1)) return kUnknownOp;
-        const int64_t counts[kCounts] = {rows, 0, 0};
+        const int64_t counts[kCounts] = {rows};
         return runtime->run(runtime->single, counts);
     });
 }

@@ -69,9 +69,12 @@ int32_t serve(const GroupArgs& args, int64_t i) {
     return args.servers[i] == args.rank ? args.local[expert] : -1;
 }
 
-float* area_of(const CombineRanksArgs& args, int rank) {
+template <typename Args>
+float* area_of(const Args& args, int rank) {
     return reinterpret_cast<float*>(args.group->area(rank, (uint32_t)args.number));
 }
+
+int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
 // The weighted sums of the tokens begin..end; `row_of(t * k + j)` is token t's j-th row.
 template <typename RowOf>
@@ -156,9 +159,35 @@ void send_expert_rows(const CombineRanksArgs& args, int64_t begin, int64_t end) 
 
 void combine_ranks(const CombineRanksArgs& args, int64_t begin, int64_t end) {
     if (!args.group->wait((uint32_t)args.number)) return;
-    weighted_sums(args.own, begin, end, [&](int64_t row) {
-        return area_of(args, args.servers[row]) + row * args.own.width;
+    CombineArgs own = args.own;
+    if (args.starts) {
+        const int32_t* tokens = args.starts + args.group->rank();
+        begin = most(begin, tokens[0]);
+        end = least(end, tokens[1]);
+        own.out -= tokens[0] * own.width;
+    }
+    weighted_sums(own, begin, end, [&](int64_t row) {
+        return area_of(args, args.servers[row]) + row * own.width;
     });
+}
+
+void send_token_rows(const GatherRanksArgs& args, int64_t begin, int64_t end) {
+    const int32_t* own = args.starts + args.group->rank();
+    const int64_t first = most(begin, own[0]) - own[0], last = least(end, own[1]) - own[0];
+    if (first < last)
+        memcpy(area_of(args, args.group->rank()) + first * args.width, args.x + first * args.width,
+               sizeof(float) * (size_t)((last - first) * args.width));
+}
+
+void gather_ranks(const GatherRanksArgs& args, int64_t begin, int64_t end) {
+    if (!args.group->wait((uint32_t)args.number)) return;
+    for (int rank = 0; rank < args.group->size(); ++rank) {
+        const int64_t start = args.starts[rank];
+        const int64_t first = most(begin, start), last = least(end, args.starts[rank + 1]);
+        if (first < last)
+            memcpy(args.out + first * args.width, area_of(args, rank) + (first - start) * args.width,
+                   sizeof(float) * (size_t)((last - first) * args.width));
+    }
 }
 
 void quantize_expert_rows(const KernelTable& kernels, const ExpertsArgs& args, int64_t begin,

@@ -14,9 +14,12 @@ void group_rows(const GroupArgs& args);
 void add_biases(const BiasArgs& args, int64_t begin, int64_t end);
 void combine(const CombineArgs& args, int64_t begin, int64_t end);
 // The two parts of kOpCombineRanks for the tokens begin..end. Row (t, j) lies at t * k + j in the area
-// of the rank that has computed it.
+// of the rank that has computed it. Every rank combines only its own tokens if it has some.
 void send_expert_rows(const CombineRanksArgs& args, int64_t begin, int64_t end);
 void combine_ranks(const CombineRanksArgs& args, int64_t begin, int64_t end);
+// The two parts of kOpGatherRanks for the tokens begin..end of all ranks.
+void send_token_rows(const GatherRanksArgs& args, int64_t begin, int64_t end);
+void gather_ranks(const GatherRanksArgs& args, int64_t begin, int64_t end);
 
 // Strips of all experts that have rows, expert by expert: at most as many experts as rows.
 inline int64_t expert_strips(const ExpertsArgs& args) {

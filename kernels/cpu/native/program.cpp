@@ -53,6 +53,7 @@ int64_t row_work(const Op& op) {
         case kOpBias: return op.bias.width;
         case kOpCombine: return op.combine.width * op.combine.k;
         case kOpCombineRanks: return op.combine_ranks.own.width * op.combine_ranks.own.k;
+        case kOpGatherRanks: return op.gather_ranks.width;
         // keys are transposed in their pages: every number is a separate store
         case kOpRecode: return 16 * (int64_t)op.recode.head_dim;
         case kOpExchange: return op.exchange.width * op.exchange.group->size();
@@ -174,6 +175,7 @@ size_t args_size(int kind) {
         case kOpExchange: return sizeof(ExchangeArgs);
         case kOpTransfer: return sizeof(TransferArgs);
         case kOpCombineRanks: return sizeof(CombineRanksArgs);
+        case kOpGatherRanks: return sizeof(GatherRanksArgs);
         default: return 0;
     }
 }
@@ -227,6 +229,11 @@ bool Program::add(int kind, const void* args, Count count, int64_t per) {
         case kOpSample: add_part(index, kTiles); break;
         case kOpPlaces: break;  // before the threads start: see prepare
         case kOpCombine: add_part(index, kRows, true); break;
+        case kOpGatherRanks:
+            gathered_ = op.gather_ranks.starts + op.gather_ranks.group->size();
+            add_part(index, kRows, true);
+            add_part(index, kMoreRows);
+            break;
         case kOpExchange:
         case kOpCombineRanks:
             add_part(index, kRows, true);
@@ -281,6 +288,7 @@ void Program::clear() {
     parts_.clear();
     stages_.clear();
     last_tiles_ = -1;
+    gathered_ = nullptr;
 }
 
 bool Runtime::reserve_private(size_t bytes) {
@@ -408,6 +416,13 @@ Status Runtime::bind(Op* op, int64_t n, Needs* needs) {
             group_ = op->combine_ranks.group;
             break;
         }
+        case kOpGatherRanks: {
+            // A rank's part is smaller, but all must reserve the same.
+            const int64_t bytes = n * op->gather_ranks.width * (int64_t)sizeof(float);
+            needs->exchanged = bytes > needs->exchanged ? bytes : needs->exchanged;
+            group_ = op->gather_ranks.group;
+            break;
+        }
         case kOpSample:
             at_least(&needs->each_thread, (size_t)kernels->sample_scratch(op->sample.width));
             break;
@@ -466,6 +481,8 @@ Status Runtime::prepare(Program& program, const int64_t* counts) {
             op.exchange.number = group_->next();
         if (op.kind == kOpCombineRanks && counts[op.count] * op.per)
             op.combine_ranks.number = group_->next();
+        if (op.kind == kOpGatherRanks && counts[op.count] * op.per)
+            op.gather_ranks.number = group_->next();
         if (op.kind == kOpAttention) op.attention.shared = attention_.data();
         if (op.kind == kOpLowRank) op.low_rank.low = (float*)low_.data();
         if (quantizes(op)) place_activations(&op.linear, activations_.data());
@@ -516,6 +533,10 @@ void Runtime::rows(const Op& op, Program::Work kind, int64_t begin, int64_t end)
         case kOpCombineRanks:
             if (kind == Program::kRows) send_expert_rows(op.combine_ranks, begin, end);
             else combine_ranks(op.combine_ranks, begin, end);
+            break;
+        case kOpGatherRanks:
+            if (kind == Program::kRows) send_token_rows(op.gather_ranks, begin, end);
+            else gather_ranks(op.gather_ranks, begin, end);
             break;
         default: break;
     }
@@ -604,7 +625,9 @@ void Runtime::close() {
     for (Scratch* memory : {&activations_, &attention_, &private_, &low_}) memory->release();
 }
 
-Status Runtime::run(Program& program, const int64_t* counts) {
+Status Runtime::run(Program& program, const int64_t* given) {
+    int64_t counts[kCounts] = {given[kTokens], given[kOutputs], given[kRequests], 0};
+    if (program.gathered_) counts[kGathered] = *program.gathered_;
     const Status status = prepare(program, counts);
     if (status != kOk) return status;
     for (const Op& op : program.ops_) {

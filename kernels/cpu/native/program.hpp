@@ -46,6 +46,7 @@ struct Op {
         ExchangeArgs exchange;
         TransferArgs transfer;
         CombineRanksArgs combine_ranks;
+        GatherRanksArgs gather_ranks;
     };
 };
 
@@ -84,6 +85,7 @@ private:
     std::vector<Part> parts_;
     std::vector<Stage> stages_;
     int last_tiles_ = -1;  // stage
+    const int32_t* gathered_ = nullptr;  // the number of kGathered in each run
 };
 
 inline size_t aligned(size_t bytes) { return (bytes + kCacheLine - 1) / kCacheLine * kCacheLine; }

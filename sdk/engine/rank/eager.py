@@ -32,6 +32,8 @@ class Eager:
         """See :class:`~sdk.engine.rank.strategy.Strategy`."""
         inputs, passes = self._inputs, self._passes
         tokens = inputs.fill(batch)
+        if passes.lockstep is not None:
+            passes.lockstep.begin(tokens)
         begin = perf_counter()
         with torch.inference_mode():
             hidden = passes.hidden(inputs.view(tokens, len(batch.rows)), batch.embedded)

@@ -36,17 +36,22 @@ class RankWithExperts(Protocol):
 
     def record(self) -> None: ...
 
+    def join_step(self, rebalance: bool = False) -> int: ...
+
 
 def shares_of(model: CausalLM) -> dict[int, ExpertShare]:
     """The layers with experts that are spread over ranks."""
-    return {layer: mlp.share for layer, mlp in _mixtures(model).items() if mlp.share is not None}
+    return {layer: mlp.share for layer, mlp in mixtures(model).items() if mlp.share is not None}
 
 
-def _mixtures(model: CausalLM) -> Mapping[int, ExpertMLP]:
-    layers = model.layers if isinstance(model, Decoder) else ()
-    blocks = (getattr(layer, "mlp", None) for layer in layers)
-    found = [mlp for mlp in blocks if isinstance(mlp, ExpertMLP)]
-    return {mlp.share.layer: mlp for mlp in found if mlp.share is not None}
+def mixtures(model: CausalLM) -> Mapping[int, ExpertMLP]:
+    """The layers with experts."""
+    if not isinstance(model, Decoder):
+        return {}
+    blocks = zip(
+        model.numbers, (getattr(layer, "mlp", None) for layer in model.layers), strict=True
+    )
+    return {layer: mlp for layer, mlp in blocks if isinstance(mlp, ExpertMLP)}
 
 
 def unused_tensors(checkpoint: Checkpoint, model: CausalLM) -> list[str]:
@@ -75,7 +80,7 @@ class MovingExperts:
 
     def __init__(self, runner: RankWithExperts) -> None:
         config, model = runner.config, runner.model
-        self._mixtures = _mixtures(model)
+        self._mixtures = mixtures(model)
         self._arrivals: list[ExpertArrival] = []
         self._checkpoint = config.open_model()
         self._source = Source(
@@ -100,6 +105,14 @@ class MovingExperts:
 
 
 # What executors call on every rank. An exception would end the ranks, so errors are returned.
+
+
+def join_step(runner: RankWithExperts, rebalance: bool = False) -> int:
+    """Take part, without requests, in a step of the engines in lockstep with this one.
+
+    ``rebalance``: see :meth:`sdk.models.lockstep.Lockstep.begin`. How many experts moved then.
+    """
+    return runner.join_step(rebalance)
 
 
 def begin_moves(runner: RankWithExperts) -> Exception | None:

@@ -15,11 +15,15 @@ from sdk.kernels.graph import Cut, Graph
 from sdk.kernels.ops import Ops
 from sdk.kernels.packed_shapes import PackedShapes
 from sdk.models.decoder import CausalLM, Decoder
+from sdk.models.lockstep import Lockstep
 from sdk.models.parallel import Mesh
 
 
 class ForwardPasses:
     """The forward passes of one rank."""
+
+    #: The engines with which this one runs its steps.
+    lockstep: Lockstep | None = None
 
     def __init__(
         self, model: CausalLM, kv: KVCache, inputs: StepInputs, ops: Ops, mesh: Mesh
@@ -32,6 +36,13 @@ class ForwardPasses:
         self._shapes: PackedShapes | None = None
         #: Seconds spent in native calls so far.
         self.native_seconds = 0.0
+
+    def run_empty(self) -> None:
+        """Compute the experts of this engine for the tokens of those in lockstep with it."""
+        assert self.lockstep is not None
+        self.ops.adapter_slots = self._inputs.adapters[:0]
+        with torch.inference_mode():
+            self.lockstep.run_empty(self.ops, self._model.config.hidden_size)
 
     def hidden(self, batch: AttentionBatch, embedded: Sequence[tuple[int, Tensor]] = ()) -> Tensor:
         """Hidden states of the first tokens in the inputs.

@@ -13,6 +13,7 @@ from sdk.kernels.ops import Ops
 from sdk.models.auto import build_model
 from sdk.models.classifier import Classifier, classifier_of, read_score_head
 from sdk.models.decoder import CausalLM
+from sdk.models.lockstep import Lockstep
 from sdk.models.parallel import Mesh
 from sdk.quant.checkpoint import Checkpoint
 
@@ -27,6 +28,8 @@ class RankModel:
     classifier: Classifier | None
     score_head: Tensor | None
     unused_tensors: list[str]
+    #: The engines with the same weights that share the experts and run their steps together.
+    lockstep: Lockstep | None = None
 
     @classmethod
     def load(

@@ -40,10 +40,16 @@ class Recorded:
             return self._eager.launch(batch)
         inputs = self._inputs
         tokens = inputs.fill(batch)
+        if (lockstep := self.passes.lockstep) is not None:
+            lockstep.begin(tokens)
         begin = perf_counter()
         self.graph.replay(tokens=tokens, outputs=len(batch.output_rows), requests=len(batch.rows))
         self.passes.native_seconds += perf_counter() - begin
         return [self.launched(batch)]
+
+    def run_empty(self) -> None:
+        """Run a step without requests, for the engines that run in lockstep with this one."""
+        self.graph.replay(tokens=0, outputs=0, requests=0)
 
     def launched(self, batch: StepBatch) -> LaunchedBatch:
         """The results of the last step, which ran ``batch``."""
@@ -82,6 +88,8 @@ class _RecordedRepeater:
             inputs.sampling.set(row, state.draw(ahead), state.uniform(TOKEN, ahead))
         for row, state in self._dependent:
             Draw(state).write(row, inputs.sampling)
+        if (lockstep := self._passes.lockstep) is not None:
+            lockstep.begin(self._count)
         begin = perf_counter()
         self._graph.replay_again()
         self._passes.native_seconds += perf_counter() - begin

@@ -94,6 +94,7 @@ class ModelRunner:
             )
             mesh.reserve(4 * config.max_num_batched_tokens * facts.hidden_size)
             self._passes = ForwardPasses(self.model, self.kv, self._inputs, self.ops, mesh)
+            self._passes.lockstep = weights.lockstep
             self.strategy: Strategy = Eager(self._passes, self._inputs, "enforce_eager")
             #: The weights that draft, if there are any: on rank 0, which samples.
             self.drafting: DraftingModel | None = None
@@ -194,6 +195,14 @@ class ModelRunner:
             request.num_computed += row.num_scheduled_tokens - len(row.drafts)
         self._last_step = _LaunchedStep(self, plan, launched, unwritten)
         return self._last_step
+
+    def join_step(self, rebalance: bool = False) -> int:
+        """See :func:`sdk.engine.rank.experts.join_step`."""
+        lockstep, strategy = self._passes.lockstep, self.strategy
+        assert lockstep is not None
+        if lockstep.begin(0, rebalance=rebalance):
+            (strategy if isinstance(strategy, Recorded) else self._passes).run_empty()
+        return lockstep.num_moved
 
     def _with_drafts(
         self, rows: Sequence[StepRow], requests: Sequence[RankRequest]

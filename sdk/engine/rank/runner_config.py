@@ -83,6 +83,8 @@ class RunnerConfig:
     adapter_dtype: torch.dtype | None = None
     #: See :class:`sdk.models.parallel.Mesh`.
     redundant_experts: int | None = None
+    #: Copies of experts of engines that run in lockstep; ``None``: this one runs alone.
+    lockstep_redundant: int | None = None
     #: Engines like this one that compute on this machine: the replicas of a model.
     engines_here: int = 1
 
