@@ -39,6 +39,7 @@ from sdk.executors.children import ChildLost, Children
 from sdk.executors.grid import Grid
 from sdk.executors.groups import transport
 from sdk.executors.local import RankFactory, RunnerT
+from sdk.executors.nccl import Cards
 from sdk.executors.stage_times import StageTimes
 from sdk.executors.worker import WorkerStart
 from sdk.kernels.errors import CollectiveError
@@ -60,7 +61,7 @@ class Workers(Protocol):
     def expect(self, kind: str, limit_s: float) -> list[tuple[Any, ...]]: ...
     def diagnose(self, error: BaseException) -> EngineDeadError: ...
     def remove_folder(self) -> None: ...
-    def watch(self, works: Callable[[], bool]) -> None: ...
+    def watch(self, works: Callable[[], int]) -> None: ...
     def stop(self, patience_s: float = 5.0) -> None: ...
 
 
@@ -82,6 +83,7 @@ class ProcessExecutor(Generic[RunnerT]):
     :param collective_s: seconds that rank 0 waits for a rank that is alive.
     :param workers: makes what starts the other ranks and speaks to them: child processes (the
         default), ranks on other hosts, actors of Ray.
+    :param cards: the GPUs of the ranks, which are child processes (default: ranks are on CPUs).
     """
 
     def __init__(
@@ -97,10 +99,11 @@ class ProcessExecutor(Generic[RunnerT]):
         startup_s: float = 120.0,
         collective_s: float = 300.0,
         workers: Callable[[], Workers] = Children,
+        cards: Cards | None = None,
     ) -> None:
         self._factory, self._own_factory = factory, own_factory or factory
         self._config = config
-        self._grid = Grid(size, stages, engines)
+        self._grid = Grid(size, stages, engines, cards)
         self._mesh = Mesh()
         self.stage_times = StageTimes(stages)
         self._num_threads = num_threads
@@ -113,6 +116,7 @@ class ProcessExecutor(Generic[RunnerT]):
         self._failure: str | None = None
         self._closed = False
         self._lock = threading.Lock()
+        self._calls = 0
         self._owner = os.getpid()
         self._workers = workers
         self._children = workers()
@@ -166,8 +170,9 @@ class ProcessExecutor(Generic[RunnerT]):
         self._runner = self._own_factory(self._config, self._mesh)
         built_s = time.monotonic() - begin
         self._children.expect("ready", self._startup_s + 3 * built_s)
-        self._children.remove_folder()
-        self._children.watch(self._lock.locked)
+        if self._grid.cards is None:  # their backend looks into it
+            self._children.remove_folder()
+        self._children.watch(self._current_call)
 
     def launch(self, plan: StepPlan) -> None:
         """Begin one step on the stages before the last one.
@@ -221,6 +226,7 @@ class ProcessExecutor(Generic[RunnerT]):
         self._check_owner()
         with self._lock:
             self._check()
+            self._calls += 1
             try:
                 yield
             except BaseException as error:
@@ -247,6 +253,10 @@ class ProcessExecutor(Generic[RunnerT]):
     def native_seconds(self) -> float:
         """See :class:`sdk.executors.base.Executor`. 0 while it is stopped."""
         return 0.0 if self._runner is None else self._runner.native_seconds
+
+    def _current_call(self) -> int:
+        """The number of the call that is in progress; 0: none is."""
+        return self._calls if self._lock.locked() else 0
 
     def _check_owner(self) -> None:
         # before the lock: a forked child may have inherited it locked
