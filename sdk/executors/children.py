@@ -328,6 +328,8 @@ class Children:
 
     def diagnose(self, error: BaseException) -> EngineDeadError:
         """After ``error`` with the workers: find the one that is the cause, and why."""
+        if self._given_up:
+            error = CollectiveError(self._given_up)
         return likeliest([child.failure() for child in self._children], error)
 
     def remove_folder(self) -> None:
