@@ -276,10 +276,10 @@ class Children:
             elif self._call_s is not None and waited * _WATCH_S >= self._call_s:
                 why = f"no answer within {self._call_s:g} s"
             if why and call:
-                self._give_up(why)
+                self._end_call(why)
                 return
 
-    def _give_up(self, why: str) -> None:
+    def _end_call(self, why: str) -> None:
         """Let exchanges fail, and the call that they are part of: on a GPU they end as if they had
         a result."""
         self._given_up = self._given_up or why

@@ -43,7 +43,9 @@ def connect(folder: str, rank: int, size: int, *, connect_s: float, limit_s: flo
     return _connect(store, "127.0.0.1", rank, size, connect_s, limit_s)
 
 
-def connect_tcp(place: str, rank: int, size: int, *, connect_s: float, limit_s: float) -> TorchGroup:
+def connect_tcp(
+    place: str, rank: int, size: int, *, connect_s: float, limit_s: float
+) -> TorchGroup:
     """Like :func:`connect`, for ranks of several machines that meet at a :class:`TcpStore`.
 
     A rank listens only at the address with which it reaches the store.

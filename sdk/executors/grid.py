@@ -60,7 +60,7 @@ class Grid:
             own = folder if kind == "tcp" else _made(folder, f"stage-{stage}")
             if self.cards is not None:
                 card = self.cards.of(rank)
-                group = self.cards.connect(own, number, self.width, card=card, **times)
+                group = self.cards.connect(own, number, self.width, card=card, connect_s=connect_s)
             else:
                 group = connect(kind, own, number, self.width, processes=self.processes, **times)
         ends: list[SharedLink | TorchLink | None] = [None, None]

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch._C import _distributed_c10d
@@ -33,6 +33,7 @@ from sdk.kernels.errors import CollectiveError
 logger = logging.getLogger("sdk")
 _c10d: Any = _distributed_c10d  # untyped: see torch_group.py
 
+_Joined = TypeVar("_Joined")
 _NEVER = timedelta(days=365)
 _ABORT_S = 10.0
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
@@ -87,7 +88,6 @@ class Cards:
         *,
         card: torch.device,
         connect_s: float,
-        limit_s: float,
     ) -> TorchGroup:
         """Join the ranks that meet in ``folder``; returns when all are connected.
 
@@ -95,20 +95,17 @@ class Cards:
 
         :param card: of this rank.
         :param connect_s: seconds to wait for the others.
-        :param limit_s: seconds that an exchange may take, for a backend whose host waits.
         :raises CollectiveError: the others do not connect in time.
         """
 
         def join() -> TorchGroup:
-            group = TorchGroup(self._connection(folder, rank, size, connect_s), limit_s)
+            group = TorchGroup(self._connection(folder, rank, size, connect_s))
             group.all_reduce(torch.zeros(1, device=card))  # NCCL connects in its first exchange
             return group
 
         return _within(connect_s, join, f"rank {rank}", card)
 
-    def link(
-        self, folder: str, *, sends: bool, card: torch.device, connect_s: float
-    ) -> TorchLink:
+    def link(self, folder: str, *, sends: bool, card: torch.device, connect_s: float) -> TorchLink:
         """One end of a link between two ranks that meet in ``folder``; as :meth:`connect`."""
         rank = 0 if sends else 1
 
@@ -129,12 +126,10 @@ class Cards:
         return Connection(self.backend(store, rank, size), _abort)
 
 
-def _within(
-    limit_s: float, join: Callable[[], Any], who: str, card: torch.device
-) -> Any:
+def _within(limit_s: float, join: Callable[[], _Joined], who: str, card: torch.device) -> _Joined:
     """What ``join`` returns, in a thread that is left alone if it takes too long: a rank that is
     lost while NCCL connects leaves the others waiting in native code."""
-    found: list[Any] = []
+    found: list[_Joined] = []
     failed: list[BaseException] = []
 
     def run() -> None:

@@ -70,14 +70,15 @@ class TorchGroup:
     or more start each part of the tensor at a different rank, so a row would depend on its
     neighbours.
 
-    :param limit_s: seconds that gloo waits for another rank. NCCL does not use it: there the stream
-        waits, not the host (sdk/executors/nccl.py).
+    :param limit_s: seconds that the host waits for another rank; ``None``: as the backend says.
+        With NCCL the stream waits, not the host (sdk/executors/nccl.py).
     """
 
-    def __init__(self, connection: Connection, limit_s: float) -> None:
+    def __init__(self, connection: Connection, limit_s: float | None = None) -> None:
         self._connection = connection
         self._reduce, self._gather = _c10d.AllreduceOptions(), _c10d.AllgatherOptions()
-        self._reduce.timeout = self._gather.timeout = timedelta(seconds=limit_s)
+        if limit_s is not None:
+            self._reduce.timeout = self._gather.timeout = timedelta(seconds=limit_s)
 
     def all_reduce(self, x: Tensor) -> None:
         """Sum ``x`` over all ranks, in place. :raises CollectiveError: a rank is lost."""

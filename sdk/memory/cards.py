@@ -64,9 +64,7 @@ def _of_stage(layers: range, model: ModelConfig, weights: WeightBytes) -> float:
 
 def within_cards(made: MemoryPlan, part: float, cards: int) -> MemoryPlan:
     """The plan, with a problem if one of the first ``cards`` GPUs has less than its ``part``."""
-    smallest = min(
-        int(torch.cuda.get_device_properties(at).total_memory) for at in range(cards)
-    )
+    smallest = min(int(torch.cuda.get_device_properties(at).total_memory) for at in range(cards))
     needed = int(made.total * part)
     if needed <= smallest:
         return made

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+
 import torch
 
 from sdk.config import EngineConfig

@@ -23,6 +23,7 @@ import pytest
 import torch
 from decoding import config_of, decode
 
+from sdk.config import EngineConfig
 from sdk.engine.plan import StepPlan
 from sdk.engine.rank.runner import ModelRunner
 from sdk.engine.rank.runner_config import RunnerConfig
@@ -37,6 +38,7 @@ from sdk.executors.worker import WorkerStart, answer, join
 from sdk.kernels import context
 from sdk.kernels.errors import CollectiveError
 from sdk.kernels.sized_graphs import PieceGraphs
+from sdk.loading import load as loading
 from sdk.models.parallel import Mesh
 from sdk.reports.explain import _steps
 
@@ -74,7 +76,7 @@ def test_ranks_add_in_rank_order_and_gather_by_rank(stand_ins: ModuleType, tmp_p
     expected = (addends[0] + addends[1]) + addends[2]
 
     def rank(number: int) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-        group = cards.connect(str(tmp_path), number, 3, card=CPU, **TIMES)
+        group = cards.connect(str(tmp_path), number, 3, card=CPU, connect_s=60)
         total, wide = addends[number].clone(), torch.full((4, 6), float(number + 1))
         group.all_reduce(total)
         group.all_reduce(wide[:, 2:5])
@@ -146,7 +148,7 @@ class Fake:
 def test_the_backend_gets_contiguous_tensors_of_the_card(stand_ins: ModuleType, size: int) -> None:
     calls: list[tuple[Any, ...]] = []
     connection = Connection(stand_ins.Noted(Fake(size), calls))
-    group = TorchGroup(connection, 5.0)
+    group = TorchGroup(connection)
     x = torch.zeros(4, 6, device="meta")  # a device of its own: nothing may come from the CPU
     group.all_reduce(x)
     group.all_reduce(x[:, 1:3])
@@ -171,7 +173,7 @@ def test_the_backend_gets_contiguous_tensors_of_the_card(stand_ins: ModuleType, 
 @pytest.mark.parametrize("where", ["begin", "wait"])
 def test_what_the_backend_raises_is_an_error_of_the_collective(where: str) -> None:
     connection = Connection(Fake(fails=(where, RuntimeError("NCCL error: remote process exited"))))
-    group, link = TorchGroup(connection, 5.0), TorchLink(connection, sends=True)
+    group, link = TorchGroup(connection), TorchLink(connection, sends=True)
     x = torch.zeros(2, 2)
     for name, call in (
         ("all_reduce", lambda: group.all_reduce(x)),
@@ -186,7 +188,7 @@ def test_what_the_backend_raises_is_an_error_of_the_collective(where: str) -> No
 def test_a_group_that_is_closed_during_an_exchange_aborts_it_and_has_no_result() -> None:
     """On a card the exchange then ends as if it had a result."""
     backend = Fake()
-    group = TorchGroup(Connection(backend, nccl._abort), 5.0)
+    group = TorchGroup(Connection(backend, nccl._abort))
     backend.waiting = group.close
     with pytest.raises(CollectiveError, match="was closed"):
         group.all_reduce(torch.ones(2))
@@ -219,9 +221,8 @@ def test_an_abort_that_hangs_is_left_alone(
 
 def test_ranks_that_do_not_come_are_given_up(stand_ins: ModuleType, tmp_path: Path) -> None:
     cards = Cards(stand_ins.gloo, "cpu")
-    times = {"connect_s": 0.3, "limit_s": 1.0}
     with pytest.raises(CollectiveError, match="rank 0 cannot connect to the others: "):
-        cards.connect(str(tmp_path), 0, 2, card=CPU, **times)
+        cards.connect(str(tmp_path), 0, 2, card=CPU, connect_s=0.3)
     with pytest.raises(CollectiveError, match="the receiver cannot connect to the others: "):
         cards.link(folder(tmp_path / "link"), sends=False, card=CPU, connect_s=0.3)
 
@@ -231,14 +232,14 @@ def test_a_rank_that_is_lost_while_nccl_connects_is_given_up(tmp_path: Path) -> 
     backend.waiting = lambda: go_on.wait(30)
     cards = Cards(lambda store, rank, size: backend, "cpu")
     with pytest.raises(CollectiveError, match=r"rank 0 cannot connect .*: no answer within 0\.1 s"):
-        cards.connect(str(tmp_path), 0, 1, card=CPU, connect_s=0.1, limit_s=1)
+        cards.connect(str(tmp_path), 0, 1, card=CPU, connect_s=0.1)
     go_on.set()
 
 
 def test_a_torch_without_nccl_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delattr(nccl._c10d, "ProcessGroupNCCL", raising=False)
     with pytest.raises(CollectiveError, match=r"torch .* has no NCCL: install its build"):
-        Cards(kind="cpu").connect(str(tmp_path), 0, 1, card=CPU, **TIMES)
+        Cards(kind="cpu").connect(str(tmp_path), 0, 1, card=CPU, connect_s=60)
 
 
 def test_torch_never_ends_the_process_because_an_exchange_takes_long(
@@ -271,12 +272,23 @@ def test_a_host_is_told_that_torch_may_end_it(monkeypatch: pytest.MonkeyPatch) -
 def test_rank_r_has_the_card_with_number_r(tmp_path: Path) -> None:
     assert [Cards().of(rank) for rank in (0, 3)] == [torch.device("cuda:0"), torch.device("cuda:3")]
     config = config_of(tmp_path, device="cuda")
-    mesh = Mesh(1, 2, TorchGroup(Connection(Fake()), 1.0), 1, 2, TorchLink, None)
+    mesh = Mesh(1, 2, TorchGroup(Connection(Fake())), 1, 2, TorchLink, None)
     assert config.device_of(mesh) == "cuda:1" and config.device_of(Mesh()) == "cuda:0"
     first = replace(mesh, stage=0, upstream=None, downstream=TorchLink)
     assert config.device_of(first) == "cuda:3"  # ranks are numbered from the last stage on
     one = replace(config, device="cuda:5")  # of a host that chose it
     assert one.device_of(Mesh()) == "cuda:5"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_ranks_of_an_engine_are_on_cards_if_it_is_on_a_gpu(tmp_path: Path, device: str) -> None:
+    options = EngineConfig(model="model.gguf", tensor_parallel_size=2)
+    config = config_of(tmp_path, device=device)
+    facts: Any = SimpleNamespace(config=options, runner_config=config)
+    executor = loading._executor(facts, lambda given, mesh: None)
+    assert isinstance(executor, ProcessExecutor)
+    assert executor._grid.cards == (Cards() if device == "cuda" else None)
+    executor.close()
 
 
 # Processes
@@ -306,16 +318,6 @@ def run_step(executor: ProcessExecutor, number: int) -> Any:
     return executor.result()
 
 
-def test_a_worker_on_another_card_sums_with_rank_0(started) -> None:
-    executor = started("gloo")
-    folder = Path(executor._children.folder)
-    found = run_step(executor, 1).hidden
-    assert found["sum"] == torch.arange(64.0).reshape(8, 8).sum(dim=1).tolist()
-    assert folder.exists()  # NCCL's backend looks into it as long as it lives
-    executor.close()
-    assert not folder.exists()
-
-
 def test_a_worker_that_ends_is_named_though_the_exchange_does_not_fail(started) -> None:
     executor = started("deaf", {(1, 2): "kill"})
     run_step(executor, 1)
@@ -326,11 +328,11 @@ def test_a_worker_that_ends_is_named_though_the_exchange_does_not_fail(started) 
 
 
 def test_a_worker_that_does_not_answer_is_given_up_in_time(started) -> None:
-    executor = started("deaf", {(1, 2): "hold"}, collective_s=1.0)
+    executor = started("deaf", {(1, 2): "hold"}, collective_s=0.5)
     for _ in range(3):  # the limit is that of one call
         run_step(executor, 1)
-        time.sleep(0.5)
-    with pytest.raises(EngineDeadError, match=r"is alive but does not answer \(.*within 1 s"):
+        time.sleep(0.3)
+    with pytest.raises(EngineDeadError, match=r"is alive but does not answer \(.*within 0\.5 s"):
         run_step(executor, 2)
 
 
@@ -338,6 +340,10 @@ def test_an_executor_that_is_closed_in_a_step_has_no_result(
     started, tmp_path: Path, eventually: Callable[[Callable[[], bool]], bool]
 ) -> None:
     executor = started("deaf", {(1, 2): "hold"})
+    folder = Path(executor._children.folder)
+    found = run_step(executor, 1).hidden
+    assert found["sum"] == torch.arange(64.0).reshape(8, 8).sum(dim=1).tolist()
+    assert folder.exists()  # NCCL's backend looks into it as long as it lives
 
     def close() -> None:
         assert eventually((tmp_path / "holding").exists)
@@ -348,6 +354,7 @@ def test_an_executor_that_is_closed_in_a_step_has_no_result(
     with pytest.raises(EngineClosedError):
         run_step(executor, 2)
     thread.join()
+    assert not folder.exists()
 
 
 @pytest.mark.parametrize(("size", "stages"), [(2, 1), (1, 2)], ids=["ranks", "stages"])
@@ -494,9 +501,7 @@ def one(golden: Path) -> list[Any]:
 
 
 @pytest.fixture
-def cards(
-    one: list[Any], monkeypatch: pytest.MonkeyPatch, stand_ins: ModuleType
-) -> FakeCards:
+def cards(one: list[Any], monkeypatch: pytest.MonkeyPatch, stand_ins: ModuleType) -> FakeCards:
     return FakeCards(monkeypatch, stand_ins)
 
 
