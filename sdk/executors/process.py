@@ -65,6 +65,19 @@ class Workers(Protocol):
     def stop(self, patience_s: float = 5.0) -> None: ...
 
 
+class _Call:
+    """The call of an executor that holds its lock. The thread that watches the workers has it, so
+    it does not refer to the executor, which may be dropped."""
+
+    def __init__(self, lock: threading.Lock) -> None:
+        self._lock = lock
+        self.number = 0
+
+    def in_progress(self) -> int:
+        """Its number; 0: there is none."""
+        return self.number if self._lock.locked() else 0
+
+
 class ProcessExecutor(Generic[RunnerT]):
     """Runs every step on ``stages`` stages of ``size`` ranks.
 
@@ -116,7 +129,7 @@ class ProcessExecutor(Generic[RunnerT]):
         self._failure: str | None = None
         self._closed = False
         self._lock = threading.Lock()
-        self._calls = 0
+        self._call = _Call(self._lock)
         self._owner = os.getpid()
         self._workers = workers
         self._children = workers()
@@ -172,7 +185,7 @@ class ProcessExecutor(Generic[RunnerT]):
         self._children.expect("ready", self._startup_s + 3 * built_s)
         if self._grid.cards is None:  # their backend looks into it
             self._children.remove_folder()
-        self._children.watch(self._current_call)
+        self._children.watch(self._call.in_progress)
 
     def launch(self, plan: StepPlan) -> None:
         """Begin one step on the stages before the last one.
@@ -226,7 +239,7 @@ class ProcessExecutor(Generic[RunnerT]):
         self._check_owner()
         with self._lock:
             self._check()
-            self._calls += 1
+            self._call.number += 1
             try:
                 yield
             except BaseException as error:
@@ -253,10 +266,6 @@ class ProcessExecutor(Generic[RunnerT]):
     def native_seconds(self) -> float:
         """See :class:`sdk.executors.base.Executor`. 0 while it is stopped."""
         return 0.0 if self._runner is None else self._runner.native_seconds
-
-    def _current_call(self) -> int:
-        """The number of the call that is in progress; 0: none is."""
-        return self._calls if self._lock.locked() else 0
 
     def _check_owner(self) -> None:
         # before the lock: a forked child may have inherited it locked
