@@ -9,8 +9,9 @@ serves every smaller step.
 A graph would lose what it does not see. During capture, therefore, every torch operation that is
 not a pure view raises :class:`CaptureError`, and the caller runs such a model operator by operator.
 
-``Recording.cut_at_attention`` is for recording in pieces: the work between two attentions depends
-only on the number of tokens, while an attention depends on the lengths of its requests.
+``Recording.in_pieces`` is for recording in pieces: the work between two attentions depends only on
+the number of tokens, while an attention depends on the lengths of its requests. Exchanges between
+ranks are not recorded either, because then all ranks would have to record the same ones.
 """
 
 from __future__ import annotations
@@ -35,6 +36,10 @@ Attend = Callable[[Tensor, AttentionBatch, Tensor], None]
 #: Called in place of an attention, with its queries, a tensor like its result, and the function
 #: that runs it. Returns the result.
 Cut = Callable[[Tensor, Tensor, Attend], Tensor]
+
+#: Called in place of an exchange between ranks, with its tensor ``[T, N]`` and the function that
+#: runs it on the first rows of a tensor like that.
+Exchange = Callable[[Tensor, Callable[[Tensor], None]], None]
 
 #: Torch operations that move no data.
 _VIEWS = frozenset(
@@ -107,8 +112,9 @@ class Recording:
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        #: See :meth:`cut_at_attention`.
+        #: See :meth:`in_pieces`.
         self.cut: Cut | None = None
+        self.exchange: Exchange | None = None
 
     def capture(
         self, forward: Callable[[], Result], *, tokens: int, outputs: int, requests: int
@@ -140,10 +146,11 @@ class Recording:
         return None if make is None else make()
 
     @contextmanager
-    def cut_at_attention(self, cut: Cut) -> Iterator[None]:
-        """Inside, ``cut`` supplies the result of every attention."""
-        self.cut = cut
+    def in_pieces(self, cut: Cut, exchange: Exchange) -> Iterator[None]:
+        """Inside, ``cut`` supplies the result of every attention, and ``exchange`` runs every sum
+        and transfer between ranks."""
+        self.cut, self.exchange = cut, exchange
         try:
             yield
         finally:
-            self.cut = None
+            self.cut = self.exchange = None

@@ -217,7 +217,8 @@ class Ops:
         """``x [T, N]`` becomes its sum over the ranks of ``group``; returns x."""
         expect_floats("all_reduce x", x, self.activations, None, None)
         if x.numel():
-            self._kernel("all_reduce").run(x, group)
+            kernel = self._kernel("all_reduce")
+            self._exchange(x, lambda rows: kernel.run(rows, group))
         return x
 
     def all_gather(self, x: Tensor, group: Group, width: int, total: int) -> Tensor:
@@ -235,14 +236,24 @@ class Ops:
         """Send ``x [T, N]``, float32, over ``link``."""
         expect("send x", x, torch.float32, None, None)
         if x.numel():
-            self._kernel("send").run(x.contiguous(), link)
+            kernel = self._kernel("send")
+            self._exchange(x.contiguous(), lambda rows: kernel.run(rows, link))
 
     def receive(self, rows: int, width: int, link: Link) -> Tensor:
         """What the other end of ``link`` has sent, float32 ``[rows, width]``."""
         out = self.empty(rows, width)
         if out.numel():
-            self._kernel("receive").run(out, link)
+            kernel = self._kernel("receive")
+            self._exchange(out, lambda rows: kernel.run(rows, link))
         return out
+
+    def _exchange(self, x: Tensor, run: Callable[[Tensor], None]) -> None:
+        """``run(x)``, now or between two pieces of a recorded step."""
+        exchange = self.recording.exchange
+        if exchange is None:
+            run(x)
+        else:
+            exchange(x, run)
 
     def select_rows(self, x: Tensor, rows: Tensor) -> Tensor:
         """``x[rows]``: x ``[T, N]``, rows int64 ``[R]``, all of them in 0..T - 1."""

@@ -1,5 +1,5 @@
 """Steps as graphs of fixed shapes: whole decode steps, and steps with prompts as pieces between
-attention operators.
+attention operators. With several ranks all steps run in pieces, also between their exchanges.
 
 A graph has fixed shapes, so there is one per bucket of sizes, captured when it is first needed. A
 smaller step runs in the next larger graph with padding rows (slot -1: attention and the write of
@@ -23,13 +23,13 @@ from torch import Tensor
 from sdk.kernels.backend import GraphRecorder
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.errors import CaptureError, KernelError
-from sdk.kernels.graph import Attend, Cut
+from sdk.kernels.graph import Attend, Cut, Exchange
 
 logger = logging.getLogger("sdk")
 Result = TypeVar("Result")
 Recorded = TypeVar("Recorded")
-#: An attention operator of a recorded step, run on the batch of a step.
-Attention = Callable[[AttentionBatch], None]
+#: An attention operator or an exchange of a recorded step, run on the batch of a step.
+Between = Callable[[AttentionBatch], None]
 
 #: Tokens of the largest step that runs in pieces. With more, a layer of 4,096 features computes for
 #: longer than launching its operators one by one takes (0.1 to 0.3 ms); estimated, not measured.
@@ -130,24 +130,32 @@ class StepGraphs(Generic[Result]):
 
 @dataclass(frozen=True, slots=True)
 class _Pieces:
-    """One bucket: graphs and attention operators in turn, and their result."""
+    """One bucket: graphs and what runs between them in turn, and their result."""
 
     graphs: list[Any]
-    attentions: list[Attention]
+    between: list[Between]
     hidden: Tensor
 
 
 class PieceGraphs:
     """Steps of up to ``most_tokens`` tokens, with prompts or decoding requests, in pieces.
 
-    ``forward(size, cut)`` computes hidden states from the first ``size`` rows of fixed buffers, and
-    calls ``cut`` for each attention. Attention runs on the step's own batch, between the pieces,
-    and exchanges data with them through two buffers shared by all layers and buckets, because a
-    layer's memory in the pool is reused by other layers.
+    ``forward(size, cut, exchange)`` computes hidden states from the first ``size`` rows of fixed
+    buffers, and calls ``cut`` for each attention and ``exchange`` for each sum or transfer between
+    ranks. These run on the step's own batch, between the pieces, and share data with them through
+    buffers of all layers and buckets, because a layer's memory in the pool is reused by other
+    layers.
+
+    A capture exchanges nothing, and an exchange has the rows of the step without padding. So a rank
+    makes the same exchanges whether it captures a step, replays it, or runs it operator by
+    operator, and ranks need not agree on that.
     """
 
     def __init__(
-        self, forward: Callable[[int, Cut], Tensor], most_tokens: int, recorder: GraphRecorder
+        self,
+        forward: Callable[[int, Cut, Exchange], Tensor],
+        most_tokens: int,
+        recorder: GraphRecorder,
     ) -> None:
         self._forward = forward
         self._buckets = token_buckets(min(most_tokens, MOST_TOKENS))
@@ -168,30 +176,35 @@ class PieceGraphs:
         size = bucket_of(self._buckets, batch.num_tokens)
         pieces = self.captured.find(size, lambda: self._capture(size, batch), f"{size} tokens")
         pieces.graphs[0].replay()
-        for attend, graph in zip(pieces.attentions, pieces.graphs[1:], strict=True):
-            attend(batch)
+        for between, graph in zip(pieces.between, pieces.graphs[1:], strict=True):
+            between(batch)
             graph.replay()
         return pieces.hidden[: batch.num_tokens]
 
     def _capture(self, size: int, batch: AttentionBatch) -> _Pieces:
         recorder = self._recorder
         graphs: list[Any] = []
-        attentions: list[Attention] = []
+        pieces: list[Between] = []
 
-        def part(attend: Attention) -> None:
+        def part(between: Between) -> None:
             graphs.append(recorder.end())
-            attentions.append(attend)
+            pieces.append(between)
             recorder.begin()
 
-        recorder.warm_up(lambda: self._run(size, lambda attend: attend(batch)))
+        recorder.warm_up(lambda: self._run(size, lambda attend: attend(batch), lambda _: None))
         recorder.begin()
         try:
-            hidden = self._run(size, part)
+            hidden = self._run(size, part, part)
         finally:
             graphs.append(recorder.end())
-        return _Pieces(graphs, attentions, hidden)
+        return _Pieces(graphs, pieces, hidden)
 
-    def _run(self, size: int, between: Callable[[Attention], None]) -> Tensor:
+    def _run(
+        self,
+        size: int,
+        at_attention: Callable[[Between], None],
+        at_exchange: Callable[[Between], None],
+    ) -> Tensor:
         def cut(q: Tensor, out: Tensor, attend: Attend) -> Tensor:
             queries = self._buffer("queries", q).copy_(q)
             result = self._buffer("results", out)
@@ -200,10 +213,15 @@ class PieceGraphs:
                 tokens = batch.num_tokens
                 attend(queries[:tokens], batch, result[:tokens])
 
-            between(attention)
+            at_attention(attention)
             return result
 
-        hidden = self._forward(size, cut)
+        def exchange(x: Tensor, run: Callable[[Tensor], None]) -> None:
+            rows = self._buffer("exchanged", x).copy_(x)
+            at_exchange(lambda batch: run(rows[: batch.num_tokens]))
+            x.copy_(rows)
+
+        hidden = self._forward(size, cut, exchange)
         return self._buffer("hidden", hidden).copy_(hidden)
 
     def _buffer(self, purpose: str, like: Tensor) -> Tensor:

@@ -118,6 +118,7 @@ class EngineConfig:
             self._check()
             self._check_lora()
             self._check_experts()
+            self._check_cards()
         except SdkError:
             raise
         except Exception as error:
@@ -259,13 +260,11 @@ class EngineConfig:
     def _check_stages(self) -> None:
         if self.pipeline_parallel_size == 1:
             return
-        for name, value in (("device", "cuda"), ("disk_offload", 0)):
-            found = getattr(self, name)
-            if (found == value) == (name == "device"):
-                raise RequestError(
-                    f"pipeline_parallel_size: {name}={safe_repr(found)} needs "
-                    "pipeline_parallel_size=1 in this release"
-                )
+        if self.disk_offload:
+            raise RequestError(
+                f"pipeline_parallel_size: disk_offload={safe_repr(self.disk_offload)} needs "
+                "pipeline_parallel_size=1 in this release"
+            )
 
     def _check_replicas(self) -> None:
         if self.prefill_replicas >= self.data_parallel_size:
@@ -287,8 +286,8 @@ class EngineConfig:
             )
         if self.device == "cuda":
             raise RequestError(
-                "device='cuda': data_parallel_size must be 1 in this release; start one LLM for "
-                "each GPU"
+                "device='cuda': data_parallel_size must be 1 in this release; split the model over "
+                "the GPUs with tensor_parallel_size, or start one LLM for each GPU"
             )
         if self.disk_offload:
             raise RequestError(
@@ -389,6 +388,24 @@ class EngineConfig:
         1: each replica, or the only engine, runs alone."""
         spread = self.enable_expert_parallel and self.tensor_parallel_size == 1
         return self.data_parallel_size if spread else 1
+
+    def _check_cards(self) -> None:
+        """What ranks on several GPUs do not have in this release."""
+        if self.device != "cuda" or self.num_ranks == 1:
+            return
+        self._check_alone(
+            "device='cuda' with several ranks", enable_expert_parallel=False, remote_workers=None
+        )
+        if self.distributed_executor_backend == "ray":
+            raise RequestError(
+                "device='cuda' with several ranks: expected distributed_executor_backend='mp' or "
+                "None with it in this release, found 'ray'"
+            )
+        if self.cpu_offload and self.pipeline_parallel_size > 1:
+            raise RequestError(
+                "cpu_offload: needs pipeline_parallel_size=1 in this release, found "
+                f"{self.pipeline_parallel_size}"
+            )
 
     @property
     def redundant_experts(self) -> int | None:

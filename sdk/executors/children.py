@@ -224,6 +224,10 @@ class Children:
         self._owner = os.getpid()
         self._watching: threading.Thread | None = None
         self._ended = threading.Event()
+        #: Seconds that a call may take if nothing else notices lost ranks; ``None``: exchanges do.
+        self._call_s: float | None = None
+        #: Why the groups were closed while they may have been in use.
+        self._given_up = ""
 
     def bring_up(self, start: WorkerStart, startup_s: float, collective_s: float) -> Mesh:
         """Start all workers and connect all ranks; rank 0's mesh.
@@ -237,31 +241,50 @@ class Children:
         self.pack(start)  # fails if it cannot be pickled, before a process is started
         self.spawn(start.grid)
         self.introduce(start, startup_s)
+        self._call_s = None if start.grid.cards is None else collective_s
         mesh, self.groups = start.grid.join(
             0, start.transport, self.folder, connect_s=startup_s, limit_s=collective_s
         )
         return mesh
 
-    def watch(self, works: Callable[[], bool]) -> None:
+    def watch(self, works: Callable[[], int]) -> None:
         """Let exchanges fail that wait for a worker which a signal has stopped.
 
         An exchange waits in native code, which does not know the other processes. Without this it
-        would wait as long as for one that computes. ``works``: whether somebody waits for a worker.
+        would wait as long as for one that computes. Exchanges of GPU ranks notice nothing at all,
+        so there also those fail that wait for a worker that has ended, and those in a call that
+        takes longer than the limit. ``works``: the number of the call that may wait for a worker,
+        or 0.
         """
         self._watching = threading.Thread(
             target=self._watch, args=(works,), name="sdk-ranks", daemon=True
         )
         self._watching.start()
 
-    def _watch(self, works: Callable[[], bool]) -> None:
-        pids = [child.process.pid for child in self._children if isinstance(child, Child)]
-        stopped = 0
+    def _watch(self, works: Callable[[], int]) -> None:
+        processes = [child.process for child in self._children if isinstance(child, Child)]
+        stopped = waited = last = 0
         while not self._ended.wait(_WATCH_S):
-            stopped = stopped + 1 if any(map(_is_stopped, pids)) else 0
-            if stopped * _WATCH_S >= _STOPPED_S and works():
-                for group in self.groups:
-                    group.close()
+            stopped = stopped + 1 if any(_is_stopped(one.pid) for one in processes) else 0
+            call = works()
+            waited, last = waited + 1 if call and call == last else 0, call
+            why = ""
+            if stopped * _WATCH_S >= _STOPPED_S:
+                why = "a rank was stopped by a signal"
+            elif self._call_s is not None and any(one.poll() is not None for one in processes):
+                why = "a rank has ended"
+            elif self._call_s is not None and waited * _WATCH_S >= self._call_s:
+                why = f"no answer within {self._call_s:g} s"
+            if why and call:
+                self._end_call(why)
                 return
+
+    def _end_call(self, why: str) -> None:
+        """Let exchanges fail, and the call that they are part of: on a GPU they end as if they had
+        a result."""
+        self._given_up = self._given_up or why
+        for group in self.groups:
+            group.close()
 
     def pack(self, message: object) -> bytes:
         """A message for the workers as bytes."""
@@ -299,10 +322,14 @@ class Children:
 
     def expect(self, kind: str, limit_s: float) -> list[tuple[Any, ...]]:
         """Wait until every worker has answered with ``kind``; the answers by rank."""
+        if self._given_up:
+            raise CollectiveError(self._given_up)
         return [child.expect(kind, limit_s) for child in self._children]
 
     def diagnose(self, error: BaseException) -> EngineDeadError:
         """After ``error`` with the workers: find the one that is the cause, and why."""
+        if self._given_up:
+            error = CollectiveError(self._given_up)
         return likeliest([child.failure() for child in self._children], error)
 
     def remove_folder(self) -> None:
@@ -324,6 +351,7 @@ class Children:
                 group.abandon()
             return
         self._ended.set()
+        self._given_up = self._given_up or "the workers were stopped"
         watching, self._watching = self._watching, None
         if watching is not None and watching is not threading.current_thread():
             watching.join()
@@ -340,9 +368,9 @@ class Children:
             child.kill()
         for child in children:
             child.close()
-        self.remove_folder()
         for group in groups:
             group.close()
+        self.remove_folder()  # after the groups: see Cards.connect
 
 
 def likeliest(found: list[tuple[int, EngineDeadError]], error: BaseException) -> EngineDeadError:

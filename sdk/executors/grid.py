@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sdk.executors.groups import RankGroup, Transport, connect
-from sdk.kernels.cpu.rank_group import SharedLink
+from sdk.executors.nccl import Cards
+from sdk.executors.torch_group import TorchGroup, TorchLink
+from sdk.kernels.cpu.rank_group import SharedGroup, SharedLink
 from sdk.models.parallel import Mesh
 
 
@@ -21,6 +23,8 @@ class Grid:
     stages: int = 1
     #: Such grids that compute on this machine at the same time.
     engines: int = 1
+    #: The GPUs of the ranks; ``None``: they are on CPUs.
+    cards: Cards | None = None
 
     @property
     def size(self) -> int:
@@ -51,24 +55,39 @@ class Grid:
         """
         stage, number = self.stage(rank), rank % self.width
         times = {"connect_s": connect_s, "limit_s": limit_s}
-        group = None
+        group: SharedGroup | TorchGroup | None = None
         if self.width > 1:
             own = folder if kind == "tcp" else _made(folder, f"stage-{stage}")
-            group = connect(kind, own, number, self.width, processes=self.processes, **times)
-        ends: list[SharedLink | None] = [None, None]
+            if self.cards is not None:
+                card = self.cards.of(rank)
+                group = self.cards.connect(own, number, self.width, card=card, connect_s=connect_s)
+            else:
+                group = connect(kind, own, number, self.width, processes=self.processes, **times)
+        ends: list[SharedLink | TorchLink | None] = [None, None]
         # stage 0 waits only for stage 1, which then waits for stage 2, and so on
         for index, first in enumerate((stage - 1, stage)):
             if 0 <= first < self.stages - 1:
-                ends[index] = SharedLink(
-                    _made(folder, f"link-{first}-{number}"),
-                    sends=index == 1,
-                    slots=self.stages,  # as many as there are batches in flight
-                    processes=self.processes,
-                    **times,
+                ends[index] = self._link(
+                    rank, _made(folder, f"link-{first}-{number}"), sends=index == 1, **times
                 )
         upstream, downstream = ends
         mesh = Mesh(number, self.width, group, stage, self.stages, upstream, downstream)
         return mesh, [each for each in (group, upstream, downstream) if each is not None]
+
+    def _link(
+        self, rank: int, folder: str, *, sends: bool, connect_s: float, limit_s: float
+    ) -> SharedLink | TorchLink:
+        if self.cards is not None:
+            card = self.cards.of(rank)
+            return self.cards.link(folder, sends=sends, card=card, connect_s=connect_s)
+        return SharedLink(
+            folder,
+            sends=sends,
+            slots=self.stages,  # as many as there are batches in flight
+            processes=self.processes,
+            connect_s=connect_s,
+            limit_s=limit_s,
+        )
 
 
 def _made(folder: str, name: str) -> str:

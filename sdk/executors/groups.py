@@ -1,4 +1,4 @@
-"""How the ranks of an executor exchange tensors."""
+"""How the ranks of an executor exchange tensors; those on GPUs do as sdk/executors/nccl.py says."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import os
 import tempfile
 from typing import Literal
 
-from sdk.executors.gloo import GlooGroup, connect as connect_gloo, connect_tcp
+from sdk.executors.gloo import connect as connect_gloo, connect_tcp
 from sdk.executors.remote.tcp_group import TcpGroup
+from sdk.executors.torch_group import TorchGroup, TorchLink
 from sdk.kernels.cpu.rank_group import SharedGroup, SharedLink, why_not_shared
 
 #: ``"memory"``: shared memory of one machine; a sum of 16 KB over two ranks takes about 5 us.
 #: ``"gloo"``: sockets of the loopback device; 260 us. ``"tcp"``: gloo's sockets between machines,
 #: neither encrypted nor authenticated.
 Transport = Literal["memory", "gloo", "tcp"]
-RankGroup = SharedGroup | GlooGroup | SharedLink | TcpGroup
+RankGroup = SharedGroup | TorchGroup | SharedLink | TorchLink | TcpGroup
 
 # A file system in memory. The files of a large model's ranks have tens of MB, and containers often
 # have 64 MB there: then a folder on a disk is used, whose files stay in the page cache.
@@ -47,7 +48,7 @@ def connect(
     connect_s: float,
     limit_s: float,
     processes: int | None = None,
-) -> SharedGroup | GlooGroup:
+) -> SharedGroup | TorchGroup:
     """Join the ranks that meet at ``place``; returns when this rank is connected to all others.
 
     :param place: a folder; for ``"tcp"`` the address of a store that rank 0 keeps, ``host:port``.

@@ -39,6 +39,7 @@ from sdk.executors.children import ChildLost, Children
 from sdk.executors.grid import Grid
 from sdk.executors.groups import transport
 from sdk.executors.local import RankFactory, RunnerT
+from sdk.executors.nccl import Cards
 from sdk.executors.stage_times import StageTimes
 from sdk.executors.worker import WorkerStart
 from sdk.kernels.errors import CollectiveError
@@ -60,8 +61,21 @@ class Workers(Protocol):
     def expect(self, kind: str, limit_s: float) -> list[tuple[Any, ...]]: ...
     def diagnose(self, error: BaseException) -> EngineDeadError: ...
     def remove_folder(self) -> None: ...
-    def watch(self, works: Callable[[], bool]) -> None: ...
+    def watch(self, works: Callable[[], int]) -> None: ...
     def stop(self, patience_s: float = 5.0) -> None: ...
+
+
+class _Call:
+    """The call of an executor that holds its lock. The thread that watches the workers has it, so
+    it does not refer to the executor, which may be dropped."""
+
+    def __init__(self, lock: threading.Lock) -> None:
+        self._lock = lock
+        self.number = 0
+
+    def in_progress(self) -> int:
+        """Its number; 0: there is none."""
+        return self.number if self._lock.locked() else 0
 
 
 class ProcessExecutor(Generic[RunnerT]):
@@ -82,6 +96,7 @@ class ProcessExecutor(Generic[RunnerT]):
     :param collective_s: seconds that rank 0 waits for a rank that is alive.
     :param workers: makes what starts the other ranks and speaks to them: child processes (the
         default), ranks on other hosts, actors of Ray.
+    :param cards: the GPUs of the ranks, which are child processes (default: ranks are on CPUs).
     """
 
     def __init__(
@@ -97,10 +112,11 @@ class ProcessExecutor(Generic[RunnerT]):
         startup_s: float = 120.0,
         collective_s: float = 300.0,
         workers: Callable[[], Workers] = Children,
+        cards: Cards | None = None,
     ) -> None:
         self._factory, self._own_factory = factory, own_factory or factory
         self._config = config
-        self._grid = Grid(size, stages, engines)
+        self._grid = Grid(size, stages, engines, cards)
         self._mesh = Mesh()
         self.stage_times = StageTimes(stages)
         self._num_threads = num_threads
@@ -113,6 +129,7 @@ class ProcessExecutor(Generic[RunnerT]):
         self._failure: str | None = None
         self._closed = False
         self._lock = threading.Lock()
+        self._call = _Call(self._lock)
         self._owner = os.getpid()
         self._workers = workers
         self._children = workers()
@@ -166,8 +183,9 @@ class ProcessExecutor(Generic[RunnerT]):
         self._runner = self._own_factory(self._config, self._mesh)
         built_s = time.monotonic() - begin
         self._children.expect("ready", self._startup_s + 3 * built_s)
-        self._children.remove_folder()
-        self._children.watch(self._lock.locked)
+        if self._grid.cards is None:  # their backend looks into it
+            self._children.remove_folder()
+        self._children.watch(self._call.in_progress)
 
     def launch(self, plan: StepPlan) -> None:
         """Begin one step on the stages before the last one.
@@ -221,6 +239,7 @@ class ProcessExecutor(Generic[RunnerT]):
         self._check_owner()
         with self._lock:
             self._check()
+            self._call.number += 1
             try:
                 yield
             except BaseException as error:

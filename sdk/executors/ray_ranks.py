@@ -284,7 +284,7 @@ class RayRanks:
         deadline = time.monotonic() + _DIAGNOSIS_S
         return likeliest([one.failure(deadline) for one in self._ranks], error)
 
-    def watch(self, works: Callable[[], bool]) -> None:
+    def watch(self, works: Callable[[], int]) -> None:
         """Nothing: Ray reports what happens to actors."""
 
     def remove_folder(self) -> None:

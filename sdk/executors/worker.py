@@ -99,10 +99,12 @@ def _serve(channel: Channel) -> None:
 
 
 def prepare(start: WorkerStart) -> None:
-    """Import torch and set its threads, in a process that runs nothing but a rank."""
+    """Import torch, set its threads and its GPU, in a process that runs nothing but a rank."""
     import torch
 
     torch.set_num_threads(start.num_threads)
+    if start.grid.cards is not None:
+        start.grid.cards.use(start.rank)
 
 
 def join(start: WorkerStart) -> tuple[Mesh, list[RankGroup]]:

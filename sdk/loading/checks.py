@@ -34,7 +34,8 @@ def check_options(config: EngineConfig, checkpoint: Checkpoint, made: MemoryPlan
             f"({config.max_num_batched_tokens}) must be at least "
             f"max_model_len ({made.max_model_len}), because a prompt runs in one step"
         )
-    if config.pipeline_parallel_size > 1 and (reason := why_not_shared()) is not None:
+    on_cpus = config.pipeline_parallel_size > 1 and config.device != "cuda"
+    if on_cpus and (reason := why_not_shared()) is not None:
         raise UnsupportedError(
             f"pipeline_parallel_size={config.pipeline_parallel_size}: stages exchange tensors "
             f"through shared memory only, which is not possible here: {reason}"

@@ -33,6 +33,7 @@ from sdk.engine.scheduling.scheduler_config import SHORT_STEP, SHORT_STEP_GPU, S
 from sdk.errors import RequestError
 from sdk.executors.children import Children
 from sdk.executors.local import LocalExecutor
+from sdk.executors.nccl import Cards, process_may_end
 from sdk.executors.process import ProcessExecutor, Workers
 from sdk.executors.stage_times import StageTimes
 from sdk.kernels.self_check import failures
@@ -48,6 +49,7 @@ from sdk.memory.plan import MemoryPlan
 from sdk.memory.planning import activations_of
 from sdk.memory.pool import Lease, MemoryPool
 from sdk.memory.resolve import (
+    check_cards_alike,
     compute_of,
     config_values,
     device_of,
@@ -94,6 +96,11 @@ class ModelFacts:
     kv_scales: int
     results: ResultBudget
 
+    def current(self) -> contextlib.AbstractContextManager[object]:
+        """See :meth:`Loaded.current`."""
+        device = self.runner_config.device_of(Mesh())
+        return contextlib.nullcontext() if device == "cpu" else torch.cuda.device(device)
+
     def key(self) -> ModelKey:
         """The key of the model's files as they are now."""
         config = self.config
@@ -132,8 +139,7 @@ class Loaded:
     def current(self) -> contextlib.AbstractContextManager[object]:
         """A context in which the engine's GPU is the thread's current device. Each thread has its
         own current device, the first GPU unless it chose another."""
-        device = self.facts.runner_config.device
-        return contextlib.nullcontext() if device == "cpu" else torch.cuda.device(device)
+        return self.facts.current()
 
 
 def load(config: EngineConfig, checkpoint: Checkpoint | None = None) -> Loaded:
@@ -195,7 +201,8 @@ def start(
     with contextlib.ExitStack() as undo:
         executor = _executor(facts, own_weights)
         undo.callback(executor.close)
-        executor.start()
+        with facts.current():
+            executor.start()
         if lease is not None:
             lease.give_back(memory.total - memory.serving)
         key = facts.key()  # after the load: 1 ms, but up to 60 ms before the file is in memory
@@ -203,7 +210,8 @@ def start(
         vocab = model.vocab_size
         engine = Engine(scheduler, executor, facts.tokenizer, vocab_size=vocab, seed=config.seed)
         engine.stage_times = _set_steps_in_flight(scheduler, executor)
-        others = _others(executor, config)
+        with facts.current():
+            others = _others(executor, config)
         open_adapter = _with_adapters(engine, facts, executor)
         spec = kv_spec(model, model.num_kv_heads, memory.page_size, memory.kv_dtype)
         loaded = Loaded(
@@ -214,7 +222,7 @@ def start(
             lease=lease,
             kept=PrefixStore(scheduler, executor, spec),
             model_key=key,
-            warnings=tuple(_warnings(executor.runner, others)),
+            warnings=tuple(_warnings(executor.runner, others, facts)),
             other_layers=others.layers,
             open_adapter=open_adapter,
         )
@@ -334,12 +342,13 @@ def _of_rank(runner: ModelRunner) -> tuple[tuple[LayerReport, ...], frozenset[st
     return quant_report(runner.model.linears()).layers, frozenset(runner.unused_tensors)
 
 
-def _warnings(runner: ModelRunner, others: _OtherStages) -> Iterator[str]:
+def _warnings(runner: ModelRunner, others: _OtherStages, facts: ModelFacts) -> Iterator[str]:
     """Problems that a user should know about, but that did not stop the load."""
-    text = _slow_kernels(runner)
-    if text is not None:
-        logger.warning(text)
-        yield text
+    on_cards = facts.config.num_ranks > 1 and facts.runner_config.device != "cpu"
+    for text in (_slow_kernels(runner), process_may_end() if on_cards else None):
+        if text is not None:
+            logger.warning(text)
+            yield text
     if runner.ops.context.offloaded:
         text = (
             f"{format_bytes(runner.ops.context.offloaded)} of the weights are offloaded from their "
@@ -430,9 +439,16 @@ def _drafting_weights(
 
 
 def _device(config: EngineConfig) -> str:
-    """With a GPU's number: the one that is current in this thread."""
+    """With a GPU's number: the one that is current in this thread. Of several ranks each has its
+    own.
+    """
     device = device_of(config)
-    return device if device == "cpu" else f"{device}:{torch.cuda.current_device()}"
+    if device == "cpu":
+        return device
+    if config.num_ranks > 1:
+        check_cards_alike(config.num_ranks)
+        return device
+    return f"{device}:{torch.cuda.current_device()}"
 
 
 def _offload_options(
@@ -501,6 +517,7 @@ def _executor(facts: ModelFacts, own_weights: Callable[[RunnerConfig, Mesh], Ran
         num_threads=runner_config.num_threads,
         own_factory=own,
         workers=_workers(config, runner_config),
+        cards=None if runner_config.device == "cpu" else Cards(),
     )
 
 

@@ -67,8 +67,9 @@ class Demand:
     prompts too. ``feature_bytes``: hidden states of one token for a head that drafts.
     ``adapter_bytes``: all low-rank adapters together. ``ranks``: of a tensor-parallel model;
     ``stages``: of a pipeline, with ``ranks`` ranks each. The weights and pages are those of all.
-    ``whole_experts``: these ranks have whole experts. ``lockstep``: engines that share the experts
-    (models/lockstep.py). ``hand_over_bytes``: for hand-overs between replicas.
+    ``on_cards``: each has a GPU. ``whole_experts``: these ranks have whole experts. ``lockstep``:
+    engines that share the experts (models/lockstep.py). ``hand_over_bytes``: for hand-overs between
+    replicas.
     """
 
     weights: WeightBytes
@@ -95,6 +96,7 @@ class Demand:
     adapter_bytes: int = 0
     ranks: int = 1
     stages: int = 1
+    on_cards: bool = False
     whole_experts: bool = False
     lockstep: int = 1
     hand_over_bytes: int = 0
@@ -173,14 +175,18 @@ def workspace_bytes(demand: Demand, seqs: int, tokens: int) -> int:
 
 
 def _exchanged_bytes(demand: Demand, rows: int, tokens: int) -> int:
-    """The memory that the ranks share: two areas each, for the largest sum or gather of a step."""
+    """The memory that the ranks share: two areas each, for the largest sum or gather of a step.
+
+    On GPUs each rank has the parts of all, before it adds them or puts them side by side.
+    """
     part = -(-demand.model.vocab_size // demand.ranks)
     each = 1
     if demand.whole_experts and demand.model.experts is not None:
         each = demand.model.experts.per_token  # a rank may have all rows of a step
     stream = each * tokens * demand.model.hidden_size
     areas = (demand.stages - 1) * stream + max(stream, rows * part)
-    return 2 * demand.ranks * 4 * areas
+    copies = demand.ranks if demand.on_cards else 2
+    return copies * demand.ranks * 4 * areas
 
 
 def lockstep_floats(model: ModelConfig) -> int:
@@ -213,7 +219,8 @@ def _token_bytes(model: ModelConfig, demand: Demand) -> int:
 
 def scratch_bytes(demand: Demand, seqs: int, tokens: int, context: int) -> int:
     """What a GPU's kernels need in the largest step, plus the largest recorded step, because graphs
-    have a separate memory pool."""
+    have a separate memory pool. Each rank has as much: the largest buffers have one size for all
+    matrices."""
     if demand.scratch is None:
         return 0
     drawn = min(seqs + demand.draft_tokens, tokens)
@@ -222,7 +229,7 @@ def scratch_bytes(demand: Demand, seqs: int, tokens: int, context: int) -> int:
     captured = min(demand.captured_tokens, tokens)
     if captured:
         asked += demand.scratch.nbytes(max(captured, min(seqs, tokens)), min(seqs, tokens), context)
-    return asked
+    return asked * demand.ranks * demand.stages
 
 
 def graph_bytes(demand: Demand, seqs: int, tokens: int) -> int:
@@ -231,7 +238,8 @@ def graph_bytes(demand: Demand, seqs: int, tokens: int) -> int:
 
     One pool holds the activations of the largest step, and logits. Outside of it are the hidden
     states and logits of decode steps, and for the other steps hidden states and the queries and
-    result of one attention.
+    result of one attention. With several ranks all of this is at each of them, except that they
+    divide the attention, and one more buffer is for what they exchange.
     """
     captured = min(demand.captured_tokens, tokens)
     if not captured:
@@ -240,4 +248,7 @@ def graph_bytes(demand: Demand, seqs: int, tokens: int) -> int:
     largest = max(captured, rows) * _token_bytes(demand.model, demand)
     hidden, vocab = demand.model.hidden_size, demand.model.vocab_size
     attention = 2 * captured * hidden * demand.activation_bytes
-    return largest + 4 * (rows * (hidden + 2 * vocab) + captured * hidden) + attention
+    ranks = demand.ranks * demand.stages
+    results = rows * (hidden + 2 * vocab) + captured * hidden
+    exchanged = captured * hidden if ranks > 1 else 0
+    return largest * demand.stages + 4 * ranks * (results + exchanged) + attention * demand.stages

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -15,6 +14,7 @@ from sdk.kernels.scratch import Scratch
 from sdk.kernels.sized_graphs import MOST_TOKENS
 from sdk.memory import resolve
 from sdk.memory.adapters import adapter_bytes
+from sdk.memory.cards import NoRanks, largest_part, within_cards
 from sdk.memory.demand import Demand, WeightBytes, hand_over_bytes
 from sdk.memory.drafting import with_drafts
 from sdk.memory.fitting import plan_memory
@@ -34,16 +34,6 @@ from sdk.models.parallel import Mesh
 from sdk.quant.checkpoint import Checkpoint
 
 
-class _NoRanks:
-    """A process group without ranks, for a mesh that only computes how to split the model."""
-
-    def all_reduce(self, x: Any) -> None:
-        raise NotImplementedError
-
-    def all_gather(self, x: Any) -> list[Any]:
-        raise NotImplementedError
-
-
 def _check_split(config: EngineConfig, model: ModelConfig) -> None:
     """Reject a number of ranks that cannot split the model, before any of them starts."""
     size = config.tensor_parallel_size
@@ -52,7 +42,7 @@ def _check_split(config: EngineConfig, model: ModelConfig) -> None:
             "enable_expert_parallel: expected a mixture of experts, but this model has none: leave "
             "the option out"
         )
-    mesh = Mesh(0, size, _NoRanks())
+    mesh = Mesh(0, size, NoRanks())
     mesh.heads(model.num_heads, model.num_kv_heads)
     mesh.columns(model.intermediate_size)
     if model.experts is not None and config.redundant_experts is not None:
@@ -95,7 +85,13 @@ def plan_for(
     limit = resolve.available_to(config) if budget is None else budget
     weights = weights or weight_bytes(config, checkpoint)
     demand = _demand(config, model, weights, activations)
-    if stage_layers(config, checkpoint, model) and model.tie_word_embeddings:
+    stages = stage_layers(config, checkpoint, model)
+    part = 1.0
+    if config.device == "cuda" and config.num_ranks > 1:
+        part = largest_part(config, model, weights, stages)
+        if budget is None:  # else all ranks together have as much as was asked for
+            limit = int(limit / (config.num_ranks * part))
+    if stages and model.tie_word_embeddings:
         demand = replace(demand, weights=_with_copy(weights, end_bytes(config, checkpoint)))
     demand = replace(demand, scratch=_scratch(config, model, checkpoint, activations))
     demand = with_drafts(demand, config, checkpoint)
@@ -122,6 +118,8 @@ def plan_for(
         made = replace(made, num_pages=min(made.num_pages, own))
     if made.fits and budget is not None and config.device != "cuda":
         made = _within_machine(made, budget, resolve.hosts_of(config))
+    elif made.fits and config.device == "cuda" and config.num_ranks > 1:
+        made = within_cards(made, part, config.num_ranks)
     return replace(made, config=config)
 
 
@@ -169,7 +167,8 @@ def _demand(
     heads = max(model.num_kv_heads, config.tensor_parallel_size)
     page_bytes = kv_spec(model, heads, config.block_size, dtype).page_bytes
     # On a CPU the memory of a recorded step is its workspace.
-    eager = config.enforce_eager or resolve.device_of(config) == "cpu"
+    on_cards = resolve.device_of(config) != "cpu"
+    eager = config.enforce_eager or not on_cards
     return Demand(
         weights=weights,
         model=model,
@@ -184,6 +183,7 @@ def _demand(
         adapter_bytes=adapter_bytes(config, model, activations),
         ranks=config.tensor_parallel_size,
         stages=config.pipeline_parallel_size,
+        on_cards=on_cards,
         whole_experts=config.redundant_experts is not None,
         lockstep=config.lockstep_engines,
         hand_over_bytes=hand_over_bytes(page_bytes) if config.prefill_replicas else 0,

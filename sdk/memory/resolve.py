@@ -31,8 +31,13 @@ def device_of(config: EngineConfig) -> str:
         return "cpu"
     if not torch.cuda.is_available():
         raise RequestError("device='cuda': torch finds no GPU here; leave device unset for the CPU")
-    if config.tensor_parallel_size > 1:
-        raise RequestError("device='cuda': tensor_parallel_size must be 1 in this release")
+    found = torch.cuda.device_count()
+    if config.num_ranks > max(found, 1):
+        raise RequestError(
+            f"device='cuda': expected {config.num_ranks} GPUs, one for each rank "
+            f"(tensor_parallel_size x pipeline_parallel_size), found {found}; use fewer ranks, or "
+            "let this process see more GPUs (CUDA_VISIBLE_DEVICES)"
+        )
     return "cuda"
 
 
@@ -55,8 +60,34 @@ def available_to(config: EngineConfig) -> int:
     """Bytes that weights, pages and workspace may take if no budget is given, on all hosts."""
     if device_of(config) == "cpu":
         return available_memory() * hosts_of(config)
-    free: int = torch.cuda.mem_get_info()[0]
-    return int(free * (config.gpu_memory_utilization or _GPU_SHARE))
+    share = config.gpu_memory_utilization or _GPU_SHARE
+    return int(_smallest_free(config.num_ranks) * share) * config.num_ranks
+
+
+def _smallest_free(cards: int) -> int:
+    """The free bytes of the current GPU, or the least of the first ``cards``.
+
+    The others than the first count as free as a whole: CUDA measures what is free only in a
+    context, of some hundred MB, that this process would keep on each of them.
+    """
+    if cards == 1:
+        return int(torch.cuda.mem_get_info()[0])
+    others = (torch.cuda.get_device_properties(at).total_memory for at in range(1, cards))
+    return min(int(torch.cuda.mem_get_info(0)[0]), *others)
+
+
+def check_cards_alike(cards: int) -> None:
+    """Check that the first GPUs run the same code: all ranks have activations of one type.
+
+    :raises RequestError: their compute capabilities differ.
+    """
+    found = [torch.cuda.get_device_capability(at) for at in range(cards)]
+    if len(set(found)) > 1:
+        each = ", ".join(f"cuda:{at} {major}.{minor}" for at, (major, minor) in enumerate(found))
+        raise RequestError(
+            f"device='cuda': expected {cards} GPUs of one compute capability, found {each}; choose "
+            "others with CUDA_VISIBLE_DEVICES"
+        )
 
 
 def config_values(config: EngineConfig, checkpoint: Checkpoint) -> dict[str, Any]:

@@ -63,8 +63,11 @@ def _steps(runner: ModelRunner) -> list[str]:
     pieces = (
         f"up to {most} tokens replayed in pieces between attentions, above operator by operator"
     )
+    decoding = "replayed from graphs"
+    if decode is not None:
+        decoding = f"in pieces, like prompts: {decode}" if most else _eagerly(decode)
     return [
-        f"steps      decoding: {'replayed from graphs' if decode is None else _eagerly(decode)}",
+        f"steps      decoding: {decoding}",
         f"           with prompts: {pieces if prompts is None else _eagerly(prompts)}",
         *(f"           except some sizes: {why}" for why in how.failed_captures),
     ]

@@ -420,8 +420,10 @@ def test_a_gpu_that_is_not_there_is_refused(
     with pytest.raises(RequestError, match="device='cuda': torch finds no GPU"):
         LLM(tiny_path, device="cuda")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    with pytest.raises(RequestError, match="tensor_parallel_size must be 1"):
-        LLM(tiny_path, device="cuda", tensor_parallel_size=2)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
+    message = "expected 4 GPUs, one for each rank .*, found 3; use fewer ranks, or .*CUDA_VISIBLE"
+    with pytest.raises(RequestError, match=message):
+        LLM(tiny_path, device="cuda", tensor_parallel_size=2, pipeline_parallel_size=2)
 
 
 def test_a_missing_model_and_a_pickle_are_refused(tmp_path: Path) -> None:

@@ -347,7 +347,7 @@ def test_the_last_stage_has_fewer_layers_because_it_has_the_head(golden: Path) -
 
 def test_options_that_stages_do_not_support_are_named(tiny_path: Path, tmp_path: Path) -> None:
     for options, text in (
-        ({"device": "cuda"}, "device='cuda' needs pipeline_parallel_size=1"),
+        ({"device": "cuda", "cpu_offload": "auto"}, "cpu_offload: needs pipeline_parallel_size=1"),
         ({"disk_offload": "auto"}, "disk_offload='auto' needs pipeline_parallel_size=1"),
         ({"speculative_config": {"method": "self"}}, "needs pipeline_parallel_size=1, found 2"),
         ({"speculative_config": {"model": str(tiny_path)}}, "needs pipeline_parallel_size=1"),

@@ -338,7 +338,7 @@ def test_buckets_of_tokens_are_powers_of_two_and_then_multiples_of_64() -> None:
     assert token_buckets(40) == [1, 2, 4, 8, 16, 32, 40]
     assert token_buckets(64) == [1, 2, 4, 8, 16, 32, 64]
     assert token_buckets(200) == [1, 2, 4, 8, 16, 32, 64, 128, 192, 200]
-    graphs = PieceGraphs(lambda size, cut: torch.empty(size), 4096, FakeCard())
+    graphs = PieceGraphs(lambda size, cut, exchange: torch.empty(size), 4096, FakeCard())
     assert graphs.most_tokens == 512
     batch = AttentionBatch(*[torch.zeros(0)] * 5, 16, 1, 1)
     object.__setattr__(batch, "positions", torch.zeros(513))

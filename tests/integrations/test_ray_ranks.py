@@ -144,7 +144,7 @@ def test_ranks_on_two_nodes_exchange_over_tcp_and_answer_the_same(
     with LLM(tiny, **{**ON_RAY, "num_threads": 8}) as llm:
         workers = llm._driver._engine._executor._children
         assert answers(llm) == expected
-        assert type(workers.groups[0]).__name__ == "GlooGroup"
+        assert type(workers.groups[0]).__name__ == "TorchGroup"
         [rank] = workers._ranks
         assert rank.here.node_id == other_node != ray.get_runtime_context().get_node_id()
         opened = listening() - before
@@ -166,7 +166,7 @@ def test_a_rank_lost_on_another_node_is_named_within_five_seconds(
 ) -> None:
     executor = started({(1, 2): fault}, cpus=4)
     assert run_step(executor, 1).step_id == 1
-    assert type(executor._children.groups[0]).__name__ == "GlooGroup"
+    assert type(executor._children.groups[0]).__name__ == "TorchGroup"
     begin = time.monotonic()
     with pytest.raises(EngineDeadError, match=message):
         run_step(executor, 2)

@@ -1,4 +1,8 @@
-"""Steps as CUDA graphs: whole decode steps, one ahead; other steps in pieces."""
+"""Steps as CUDA graphs: whole decode steps, one ahead; other steps in pieces.
+
+With several ranks all steps run in pieces, and none is launched ahead: only rank 0 knows how tokens
+are drawn, so only it could tell which steps may be.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +23,7 @@ from sdk.kernels.errors import CaptureError
 from sdk.kernels.sampling import Tokens
 from sdk.kernels.sized_graphs import PieceGraphs
 
+_SEVERAL_RANKS = "several ranks launch no step ahead"
 #: Stands for hidden states and logits of plain batches, which nothing reads.
 _NOT_READ = torch.empty(0)
 
@@ -30,17 +35,19 @@ class DeviceGraphs:
     operator.
     """
 
-    #: One batch of decoding requests and one of prompts.
-    batches_in_flight = 2
-
     def __init__(self, passes: ForwardPasses, inputs: StepInputs, recorder: GraphRecorder) -> None:
         self._passes = passes
         self._inputs = inputs
         pinned = inputs.token_ids.is_cuda
         self._readbacks = ReadbackBuffers(len(inputs.output_rows), pinned=pinned)
-        self.decodes: RunAhead | None = RunAhead(passes.decode, inputs, self._readbacks, recorder)
+        self.decodes: RunAhead | None = None
         self.pieces: PieceGraphs | None = None
-        self.eager_reason: str | None = None
+        self.eager_reason: str | None = _SEVERAL_RANKS
+        #: One batch of decoding requests and one of prompts.
+        self.batches_in_flight = 1
+        if passes.alone:
+            self.decodes = RunAhead(passes.decode, inputs, self._readbacks, recorder)
+            self.eager_reason, self.batches_in_flight = None, 2
         self.eager_prompts_reason = passes.no_pieces_reason()
         if self.eager_prompts_reason is None:
             self.pieces = PieceGraphs(passes.pieces, len(inputs.token_ids), recorder)
@@ -103,8 +110,10 @@ class DeviceGraphs:
             return LaunchedBatch(batch, hidden, logits, step.readback.tokens)
         with torch.inference_mode():
             hidden = self._hidden(inputs.view(tokens, len(batch.rows)), batch.embedded)
-        if not outputs:
-            return LaunchedBatch(batch, hidden, hidden[:0], lambda: Tokens([], [], []))
+        if not outputs or not self._passes.samples:
+            with torch.inference_mode():
+                logits = self._passes.logits(hidden, outputs)
+            return LaunchedBatch(batch, hidden, logits, lambda: Tokens([], [], []))
         if masked:
             shaped, left_out = self._passes.pack_shapes(len(batch.draws))
         logits, sampled = self._passes.sample(hidden, outputs, shaped)

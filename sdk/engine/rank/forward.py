@@ -11,7 +11,7 @@ from sdk.engine.rank.inputs import StepInputs
 from sdk.engine.rank.kv_cache import KVCache
 from sdk.engine.rank.run_ahead import Decoded
 from sdk.kernels.batch import AttentionBatch
-from sdk.kernels.graph import Cut, Graph
+from sdk.kernels.graph import Cut, Exchange, Graph
 from sdk.kernels.ops import Ops
 from sdk.kernels.packed_shapes import PackedShapes
 from sdk.models.decoder import CausalLM, Decoder
@@ -58,6 +58,16 @@ class ForwardPasses:
             for first, rows in embedded:
                 inputs[first : first + len(rows)] = rows
         return self._model(inputs, batch, self._kv.layers)
+
+    @property
+    def alone(self) -> bool:
+        """Whether this rank has the whole model."""
+        return self._mesh.size == self._mesh.stages == 1
+
+    @property
+    def samples(self) -> bool:
+        """Whether this rank draws tokens."""
+        return self._mesh.samples
 
     @property
     def streams(self) -> Sequence[Tensor]:
@@ -139,7 +149,7 @@ class ForwardPasses:
             return "transformers' own code runs between attention operators"
         return None
 
-    def pieces(self, size: int, cut: Cut) -> Tensor:
+    def pieces(self, size: int, cut: Cut, exchange: Exchange) -> Tensor:
         """Hidden states of ``size`` tokens, for :class:`~sdk.kernels.sized_graphs.PieceGraphs`."""
-        with torch.inference_mode(), self.ops.recording.cut_at_attention(cut):
+        with torch.inference_mode(), self.ops.recording.in_pieces(cut, exchange):
             return self.hidden(self._inputs.piece_batch(size))

@@ -41,7 +41,7 @@ class RankModel:
             if checkpoint is None:
                 checkpoint = config.open_model()
             undo.callback(checkpoint.close)
-            ops = config.open_ops()
+            ops = config.open_ops(mesh)
             undo.callback(ops.close)
             values = {**checkpoint.config, **config.hf_overrides}
             longest, layers = config.max_model_len, config.layers_of(mesh.stage)

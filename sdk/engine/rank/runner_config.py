@@ -55,6 +55,7 @@ class RunnerConfig:
     #: Draft tokens that a step may verify, of all requests together.
     max_draft_tokens: int = 0
     drafting: DraftingWeights | None = None
+    #: ``"cuda"``: the rank with number r has the r-th GPU.
     device: str = "cpu"
     compute: Compute = "auto"
     activations: torch.dtype = torch.float32
@@ -92,6 +93,10 @@ class RunnerConfig:
         """The layers of a stage; ``None``: all of them."""
         return self.stage_layers[stage] if self.stage_layers else None
 
+    def device_of(self, mesh: Mesh) -> str:
+        """The device of a rank, with a GPU's number."""
+        return f"cuda:{mesh.number}" if self.device == "cuda" else self.device
+
     def mesh_of(self, mesh: Mesh) -> Mesh:
         """A rank's place with what these options say about it."""
         return replace(mesh, redundant_experts=self.redundant_experts)
@@ -103,13 +108,13 @@ class RunnerConfig:
         )
         return online_quantized(checkpoint, self.quantization)
 
-    def open_ops(self) -> Ops:
-        """The operators of this rank.
+    def open_ops(self, mesh: Mesh) -> Ops:
+        """The operators of a rank.
 
         :raises OutOfMemoryError: the disk has no room for the offloaded weights.
         """
         return Ops(
-            self.device,
+            self.device_of(mesh),
             compute=self.compute,
             num_threads=self.num_threads,
             deterministic=self.deterministic,

@@ -87,7 +87,7 @@ class RemoteRanks(Children):
         self._listeners: list[Listener] = []
         self._stopped = False
 
-    def watch(self, works: Callable[[], bool]) -> None:
+    def watch(self, works: Callable[[], int]) -> None:
         """Nothing: each link has a heartbeat."""
 
     def pack(self, message: object) -> bytes:
