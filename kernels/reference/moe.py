@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from sdk.kernels.backend import Problem
+from sdk.kernels.groups import Group as Ranks
 from sdk.kernels.routes import Routes
 
 
@@ -119,10 +120,18 @@ class CombineRanks:
 
     def run(self, x: Tensor, routes: Routes, out: Tensor) -> None:
         assert routes.experts is not None and routes.servers is not None
-        places, servers = routes.places.long(), routes.servers.long()
-        own = torch.where((places >= 0).unsqueeze(2), x[places.clamp(min=0)], 0.0)
-        sent = torch.stack(routes.experts.group.all_gather(own))  # [ranks, T, k, N]
-        tokens = torch.arange(len(out))
-        out.zero_()
-        for j, weight in enumerate(routes.weights.unbind(1)):
-            out += weight.unsqueeze(1) * sent[servers[:, j], tokens, j]
+        group = routes.experts.group
+        combine_ranks(group, x, routes.weights, routes.places, routes.servers, out)
+
+
+def combine_ranks(
+    group: Ranks, x: Tensor, weights: Tensor, places: Tensor, servers: Tensor, out: Tensor
+) -> None:
+    """Add up the rows of each token: ``places`` has those of this rank, ``servers`` the ranks."""
+    places, servers = places.long(), servers.long()
+    own = torch.where((places >= 0).unsqueeze(2), x[places.clamp(min=0)], 0.0)
+    sent = torch.stack(group.all_gather(own))  # [ranks, T, k, N]
+    tokens = torch.arange(len(out))
+    out.zero_()
+    for j, weight in enumerate(weights.unbind(1)):
+        out += weight.unsqueeze(1) * sent[servers[:, j], tokens, j]
