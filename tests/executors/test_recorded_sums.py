@@ -181,4 +181,6 @@ def test_ctrl_c_ends_a_step_that_waits_for_another_rank(groups: Make) -> None:
         signal.signal(signal.SIGINT, before)
     assert time.monotonic() - began < 10  # of 60
     assert (rank.ops.add(torch.ones(1, 8), torch.ones(1, 8)) == 2).all()  # no lock is held
+    with pytest.raises(CollectiveError, match="was closed"):  # it would read what comes too late
+        rank.graph.replay_again()
     rank.ops.close()

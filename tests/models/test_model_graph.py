@@ -34,10 +34,10 @@ def native(request: pytest.FixtureRequest) -> Iterator[Ops]:
 class Steps:
     """Three requests through one engine's worth of inputs and pages, eager or replayed."""
 
-    def __init__(self, model: Any, ops: Ops, replayed: bool) -> None:
+    def __init__(self, model: Any, ops: Ops, replayed: bool, ranks: int = 1) -> None:
         self.model, self.ops = model, ops
         c = model.config
-        self.kv = KVCache(kv_spec(c, c.num_kv_heads, PAGE_SIZE, "float32"), 40)
+        self.kv = KVCache(kv_spec(c, c.num_kv_heads // ranks, PAGE_SIZE, "float32"), 40)
         self.inputs = StepInputs(TOKENS, REQUESTS, REQUESTS, MAX_LEN, PAGE_SIZE)
         self.requests = [
             RankRequest(
@@ -114,6 +114,6 @@ def test_recording_ranks_say_nothing_to_each_other(native: Ops) -> None:
     checkpoint = checkpoint_of(tiny("llama"))
     model = build_model(checkpoint, Mesh(0, 2, Group()), native, max_model_len=MAX_LEN)
     with torch.inference_mode():
-        steps = Steps(model, native, True)
+        steps = Steps(model, native, True, ranks=2)
         with pytest.raises(AssertionError, match="must not talk"):
             steps.run({0: 3}, [2])
