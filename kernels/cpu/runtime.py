@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from ctypes import Structure, byref, c_char, c_int64
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -85,14 +84,6 @@ class NativeRuntime:
         self.library.embedlm_runtime_close(self.handle)
 
 
-class _Call(NamedTuple):
-    """A Python function in a program. Each of its tensors has so many rows for each of ``count``."""
-
-    function: Callable[..., object]
-    count: Count
-    tensors: Sequence[tuple[Tensor, int]]
-
-
 class Program:
     """Operators recorded for one runtime, which run with any counts up to ``limits``.
 
@@ -110,8 +101,9 @@ class Program:
         self._count = Count.TOKENS
         self._counts = (c_int64 * 3)()
         self._run = runtime.library.embedlm_program_run
-        #: Native operators, and what is called after them.
-        self._parts: list[tuple[int, _Call]] = []
+        #: Native operators, and the function that is called after them: what it runs over, and
+        #: tensors with so many rows for each.
+        self._parts: list[tuple[int, Callable[..., object], Count, list[tuple[Tensor, int]]]] = []
         #: The native operators after the last call.
         self._handle = self._native()
 
@@ -134,11 +126,13 @@ class Program:
         add = self._runtime.library.embedlm_program_add
         check(add(self._handle, kind, byref(args), count, per), f"recording {kind.name}")
 
-    def add_call(self, function: Callable[..., object], tensors: Sequence[Tensor], what: str) -> None:
+    def add_call(
+        self, function: Callable[..., object], tensors: Sequence[Tensor], what: str
+    ) -> None:
         """Called by :meth:`NativeRuntime.call`."""
         count = self._count
         found = [(_unowned(x), self._rows_per(count, len(x), what)) for x in tensors]
-        self._parts.append((self._handle, _Call(function, count, found)))
+        self._parts.append((self._handle, function, count, found))
         self._handle = self._native()
 
     def _rows_per(self, count: Count, rows: int, what: str) -> int:
@@ -167,7 +161,7 @@ class Program:
     @torch.inference_mode()
     def _run_parts(self) -> None:
         runtime, counts = self._runtime.handle, self._counts
-        for handle, (function, count, tensors) in self._parts:
+        for handle, function, count, tensors in self._parts:
             if status := self._run(runtime, handle, counts):
                 check(status, "step")
             if rows := counts[count]:  # without rows there is nothing to do, on any rank

@@ -151,9 +151,9 @@ def test_a_rank_that_goes_in_the_middle_of_a_step_is_an_error(groups: Make, kind
     began = time.monotonic()
     found = on_all(
         2,
-        lambda number: leave(1)
-        if number
-        else rank.graph.replay(tokens=TOKENS, outputs=OUTPUTS, requests=1),
+        lambda number: (
+            leave(1) if number else rank.graph.replay(tokens=TOKENS, outputs=OUTPUTS, requests=1)
+        ),
     )
     assert isinstance(found[0], CollectiveError) and found[1] is None
     assert time.monotonic() - began < 10  # of 60

@@ -74,7 +74,7 @@ class TcpGroup:
     def _exchange(self, parts: Mapping[int, memoryview]) -> None:
         """Send this rank's part to all others, and fill their parts with what they send.
 
-        Whatever ends it early, the next exchange would read what is left of this one: there is none.
+        If it ends early, there is no other one, which would read what is left of this one.
         """
         try:
             for peer in self._peers:
