@@ -1,6 +1,12 @@
-"""Sums and gathers over ranks, and transfers between two of them, as native operators."""
+"""Sums and gathers over ranks, and transfers between two of them, as operators.
+
+Those over shared memory are native. Other groups and links are called from Python, between the
+native operators of a recorded step.
+"""
 
 from __future__ import annotations
+
+from functools import partial
 
 from torch import Tensor
 
@@ -8,9 +14,8 @@ from sdk.kernels.backend import Problem
 from sdk.kernels.cpu.library import ExchangeArgs, OpKind, TransferArgs
 from sdk.kernels.cpu.rank_group import SharedGroup, SharedLink
 from sdk.kernels.cpu.runtime import NativeRuntime
-from sdk.kernels.errors import CaptureError
 from sdk.kernels.groups import Group, Link
-from sdk.kernels.reference import exchange
+from sdk.kernels.reference.exchange import gather_columns
 
 
 class AllReduce:
@@ -26,8 +31,7 @@ class AllReduce:
 
     def run(self, x: Tensor, group: Group) -> None:
         if not isinstance(group, SharedGroup) or x.stride(1) != 1:
-            expect_no_recording(self._runtime, group)
-            exchange.AllReduce().run(x, group)
+            self._runtime.call(group.all_reduce, (x,), self.name)
             return
         rows, width = x.shape
         args = ExchangeArgs(group.handle, x.data_ptr(), None, width, x.stride(0), width, width, 0)
@@ -47,8 +51,7 @@ class AllGather:
 
     def run(self, x: Tensor, group: Group, width: int, out: Tensor) -> None:
         if not isinstance(group, SharedGroup) or x.stride(1) != 1:
-            expect_no_recording(self._runtime, group)
-            exchange.AllGather().run(x, group, width, out)
+            self._runtime.call(partial(gather_columns, group, width), (x, out), self.name)
             return
         rows, own = x.shape
         args = ExchangeArgs(
@@ -68,15 +71,10 @@ class _Transfer:
     def reject(self, problem: Problem) -> str | None:
         return None
 
-    def _transfer(self, x: Tensor, link: Link) -> bool:
-        """False: the link is not native."""
-        if not isinstance(link, SharedLink):
-            expect_no_recording(self._runtime, link)
-            return False
+    def _transfer(self, x: Tensor, link: SharedLink) -> None:
         rows, width = x.shape
         args = TransferArgs(link.handle, x.data_ptr(), width, 0)
         self._runtime.run(OpKind.TRANSFER, args, rows, self.name)
-        return True
 
 
 class Send(_Transfer):
@@ -85,8 +83,10 @@ class Send(_Transfer):
     name = "cpu.send"
 
     def run(self, x: Tensor, link: Link) -> None:
-        if not self._transfer(x, link):
-            link.send(x)
+        if isinstance(link, SharedLink):
+            self._transfer(x, link)
+        else:
+            self._runtime.call(link.send, (x,), self.name)
 
 
 class Receive(_Transfer):
@@ -95,11 +95,7 @@ class Receive(_Transfer):
     name = "cpu.receive"
 
     def run(self, out: Tensor, link: Link) -> None:
-        if not self._transfer(out, link):
-            link.receive(out)
-
-
-def expect_no_recording(runtime: NativeRuntime, over: Group | Link) -> None:
-    """:raises CaptureError: a step is being recorded, and ``over`` has no native operators."""
-    if runtime.recording is not None:
-        raise CaptureError(f"exchanges over a {type(over).__name__} cannot be recorded")
+        if isinstance(link, SharedLink):
+            self._transfer(out, link)
+        else:
+            self._runtime.call(link.receive, (out,), self.name)

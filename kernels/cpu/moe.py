@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
 from sdk.kernels.backend import Problem
 from sdk.kernels.cpu.elementwise import floats
-from sdk.kernels.cpu.exchange import expect_no_recording
 from sdk.kernels.cpu.library import (
     BiasArgs,
     CombineArgs,
@@ -18,7 +19,7 @@ from sdk.kernels.cpu.library import (
 )
 from sdk.kernels.cpu.rank_group import SharedGroup
 from sdk.kernels.cpu.runtime import NativeRuntime
-from sdk.kernels.reference import moe as reference
+from sdk.kernels.reference.moe import combine_ranks
 from sdk.kernels.routes import RankTokens, Routes
 
 
@@ -125,8 +126,9 @@ class CombineRanks:
         assert routes.experts is not None and routes.servers is not None
         group = routes.experts.group
         if not isinstance(group, SharedGroup):
-            expect_no_recording(self._runtime, group)
-            reference.CombineRanks().run(x, routes, out)
+            assert routes.experts.tokens is None  # engines in lockstep share memory
+            tensors = (x, routes.weights, routes.places, routes.servers, out)
+            self._runtime.call(partial(combine_ranks, group), tensors, self.name)
             return
         x = floats(x, "combine x")
         args = CombineRanksArgs(

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from ctypes import Structure, byref, c_int64
+from collections.abc import Callable, Sequence
+from ctypes import Structure, byref, c_char, c_int64
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from sdk.kernels.cpu.library import LEVELS, Count, OpKind, find_library, levels
 from sdk.kernels.errors import CollectiveError, KernelError
@@ -66,17 +71,29 @@ class NativeRuntime:
         else:
             check(self._run(self.handle, kind, byref(args), rows), what)
 
+    def call(self, function: Callable[..., object], tensors: Sequence[Tensor], what: str) -> None:
+        """Call ``function(*tensors)``, which no native operator can do; while a program is being
+        recorded, add it to the program, which calls it with the rows of the step."""
+        if self.recording is not None:
+            self.recording.add_call(function, tensors, what)
+        else:
+            function(*tensors)
+
     def close(self) -> None:
         """Wait for running calls, stop the threads and free the scratch memory. Idempotent."""
         self.library.embedlm_runtime_close(self.handle)
 
 
 class Program:
-    """Operators recorded for one runtime, which run in one call with any counts up to ``limits``.
+    """Operators recorded for one runtime, which run with any counts up to ``limits``.
 
     ``limits`` are the rows of tensors during recording, for tokens, outputs and requests. After a
     select all operators run over the outputs, and between gathering the tokens of all ranks and
     combining the rows of experts over those tokens.
+
+    Consecutive native operators are one native call. Python functions run between these calls, in
+    the caller's thread. So no native thread waits for one, and what it raises (KeyboardInterrupt,
+    too) ends the step: native code could not pass on an exception.
     """
 
     def __init__(self, runtime: NativeRuntime, limits: tuple[int, int, int]) -> None:
@@ -84,13 +101,21 @@ class Program:
         self._limits = limits
         self._count = Count.TOKENS
         self._gathered = 0  # rows of tensors with the tokens of all ranks
-        handle = runtime.library.embedlm_program_create()
-        if not handle:
-            raise KernelError("recording a program: out of memory")
-        self._handle: int = handle
         self._counts = (c_int64 * 3)()
         self._run = runtime.library.embedlm_program_run
-        weakref.finalize(self, runtime.library.embedlm_program_destroy, handle).atexit = False
+        #: Native operators, and the function that is called after them: what it runs over, and
+        #: tensors with so many rows for each.
+        self._parts: list[tuple[int, Callable[..., object], Count, list[tuple[Tensor, int]]]] = []
+        #: The native operators after the last call.
+        self._handle = self._native()
+
+    def _native(self) -> int:
+        library = self._runtime.library
+        handle: int = library.embedlm_program_create()
+        if not handle:
+            raise KernelError("recording a program: out of memory")
+        weakref.finalize(self, library.embedlm_program_destroy, handle).atexit = False
+        return handle
 
     def add(self, kind: OpKind, args: Structure, rows: int) -> None:
         """Called by :meth:`NativeRuntime.run`."""
@@ -103,26 +128,60 @@ class Program:
             count = Count.REQUESTS
         elif kind is OpKind.COMBINE_RANKS and count is Count.GATHERED:  # into this rank's tokens
             self._count = Count.TOKENS
+        per = self._rows_per(count, rows, kind.name)
+        add = self._runtime.library.embedlm_program_add
+        check(add(self._handle, kind, byref(args), count, per), f"recording {kind.name}")
+
+    def add_call(
+        self, function: Callable[..., object], tensors: Sequence[Tensor], what: str
+    ) -> None:
+        """Called by :meth:`NativeRuntime.call`."""
+        count = self._count
+        found = [(_unowned(x), self._rows_per(count, len(x), what)) for x in tensors]
+        self._parts.append((self._handle, function, count, found))
+        self._handle = self._native()
+
+    def _rows_per(self, count: Count, rows: int, what: str) -> int:
         limit = self._gathered if count is Count.GATHERED else self._limits[count]
         per, rest = divmod(rows, limit)
         if rest or not per:
             raise KernelError(
-                f"recording {kind.name}: expected a multiple of {limit} rows, found {rows}"
+                f"recording {what}: expected a multiple of {limit} rows, found {rows}"
             )
-        add = self._runtime.library.embedlm_program_add
-        check(add(self._handle, kind, byref(args), count, per), f"recording {kind.name}")
+        return per
 
     def run(self, tokens: int, outputs: int, requests: int) -> None:
-        """Run all operators with these counts. :raises KernelError: the library reports an
-        error."""
+        """Run all operators with these counts.
+
+        :raises KernelError: the library reports an error. Raises what called functions raise.
+        """
         self._counts[:] = [tokens, outputs, requests]
         self.run_again()
 
     def run_again(self) -> None:
-        """Run with the counts of the last run. :raises KernelError: the library reports an
-        error."""
+        """Run with the counts of the last run. Raises as :meth:`run` does."""
+        if self._parts:
+            self._run_parts()
         if status := self._run(self._runtime.handle, self._handle, self._counts):
             check(status, "step")
+
+    @torch.inference_mode()
+    def _run_parts(self) -> None:
+        runtime, counts = self._runtime.handle, self._counts
+        for handle, function, count, tensors in self._parts:
+            if status := self._run(runtime, handle, counts):
+                check(status, "step")
+            if rows := counts[count]:  # without rows there is nothing to do, on any rank
+                function(*(x[: rows * per] for x, per in tensors))
+
+
+def _unowned(x: Tensor) -> Tensor:
+    """The same memory, which the result does not keep: the buffers of a graph can be used again for
+    later tensors, and belong to the graph."""
+    found = x.numpy()
+    span = sum((n - 1) * step for n, step in zip(found.shape, found.strides, strict=True))
+    memory = (c_char * (span + found.itemsize)).from_address(x.data_ptr())
+    return torch.from_numpy(np.ndarray(found.shape, found.dtype, memory, strides=found.strides))
 
 
 def check(status: int, op: str) -> None:

@@ -30,12 +30,17 @@ class AllGather:
         return None
 
     def run(self, x: Tensor, group: Group, width: int, out: Tensor) -> None:
-        missing = width - x.shape[1]  # of the last rank
-        padded = torch.nn.functional.pad(x, (0, missing)) if missing else x.contiguous()
-        for rank, part in enumerate(group.all_gather(padded)):
-            # one part at a time: torch shares larger copies with threads that spin while they wait
-            columns = out[:, rank * width : (rank + 1) * width]
-            columns.copy_(part[:, : columns.shape[1]])
+        gather_columns(group, width, x, out)
+
+
+def gather_columns(group: Group, width: int, x: Tensor, out: Tensor) -> None:
+    """Write the x of all ranks side by side into ``out``; the last one may be narrower."""
+    missing = width - x.shape[1]
+    padded = torch.nn.functional.pad(x, (0, missing)) if missing else x.contiguous()
+    for rank, part in enumerate(group.all_gather(padded)):
+        # one part at a time: torch shares larger copies with threads that spin while they wait
+        columns = out[:, rank * width : (rank + 1) * width]
+        columns.copy_(part[:, : columns.shape[1]])
 
 
 class Send:

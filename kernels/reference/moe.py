@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from sdk.kernels.backend import Problem
+from sdk.kernels.groups import Group as Ranks
 from sdk.kernels.routes import RankTokens, Routes
 
 
@@ -119,16 +120,32 @@ class CombineRanks:
 
     def run(self, x: Tensor, routes: Routes, out: Tensor) -> None:
         assert routes.experts is not None and routes.servers is not None
-        places, servers = routes.places.long(), routes.servers.long()
-        own = torch.where((places >= 0).unsqueeze(2), x[places.clamp(min=0)], 0.0)
-        sent = torch.stack(routes.experts.group.all_gather(own))  # [ranks, T, k, N]
-        tokens, weights = torch.arange(len(servers)), routes.weights
-        if (shared := routes.experts.tokens) is not None:
-            first, end = shared.starts[shared.rank : shared.rank + 2].tolist()
-            tokens, weights, servers = tokens[first:end], weights[first:end], servers[first:end]
-        out.zero_()
-        for j, weight in enumerate(weights.unbind(1)):
-            out += weight.unsqueeze(1) * sent[servers[:, j], tokens, j]
+        experts, own = routes.experts, slice(None)
+        if (tokens := experts.tokens) is not None:
+            own = slice(*tokens.starts[tokens.rank : tokens.rank + 2].tolist())
+        combine_ranks(experts.group, x, routes.weights, routes.places, routes.servers, out, own)
+
+
+def combine_ranks(
+    group: Ranks,
+    x: Tensor,
+    weights: Tensor,
+    places: Tensor,
+    servers: Tensor,
+    out: Tensor,
+    own: slice = slice(None),
+) -> None:
+    """Add up the rows of each token: ``places`` has those of this rank, ``servers`` the ranks.
+
+    ``own``: the tokens that ``out`` has.
+    """
+    places, servers = places.long(), servers.long()
+    mine = torch.where((places >= 0).unsqueeze(2), x[places.clamp(min=0)], 0.0)
+    sent = torch.stack(group.all_gather(mine))  # [ranks, T, k, N]
+    tokens = torch.arange(len(servers))[own]
+    out.zero_()
+    for j, weight in enumerate(weights[own].unbind(1)):
+        out += weight.unsqueeze(1) * sent[servers[own, j], tokens, j]
 
 
 class GatherRanks:

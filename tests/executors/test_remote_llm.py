@@ -81,15 +81,18 @@ def tokens_of(llm: LLM) -> list[list[int]]:
 def test_an_engine_with_a_worker_answers_as_with_local_ranks(
     golden: Path, workers: Workers, tmp_path: Path
 ) -> None:
-    """Also after a sleep that frees the weights, with an adapter, and with a saved prefix."""
+    """Also after a sleep that frees the weights, with an adapter, and with a saved prefix; steps
+    are recorded, or run operator by operator."""
     model = golden / "gguf-Q4_0" / "model.gguf"
     tiny_adapter(tmp_path / "adapter", model, rank=4, scale=0.5)
     adapter = LoRARequest("one", 1, str(tmp_path / "adapter"))
     prompt = {"prompt_token_ids": list(range(3, 40))}
     found = []
     worker = workers.start(model)
-    for more in ({}, {"remote_workers": at(workers)}):
+    remote = {"remote_workers": at(workers)}
+    for more in ({}, remote, {**remote, "enforce_eager": True}):
         with LLM(str(model), enable_lora=True, max_lora_rank=4, **OPTIONS, **more) as llm:
+            assert ("one recorded graph" in llm.explain()) == ("enforce_eager" not in more)
             plain = tokens_of(llm)
             (adapted,) = llm.generate([prompt], GREEDY, lora_request=adapter)
             saved = llm.snapshot(prompt)
@@ -101,7 +104,7 @@ def test_an_engine_with_a_worker_answers_as_with_local_ranks(
             assert tokens_of(llm) == plain
             ids = [list(out.outputs[0].token_ids) for out in (adapted, again)]
             found.append((plain, ids))
-    assert found[0] == found[1]
+    assert found[0] == found[1] == found[2]
     assert worker.poll() is None
 
 

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sdk.kernels.cpu.rank_group import SharedGroup
-from sdk.kernels.errors import CaptureError, CollectiveError, KernelError
+from sdk.kernels.errors import CollectiveError, KernelError
 from sdk.kernels.ops import Ops
 
 Call = Callable[[int, Any, Ops], Any]
@@ -193,20 +194,110 @@ def test_a_recorded_sum_joins_the_operators_around_it(ranks: Ranks) -> None:
     assert ranks.do(call) == [True] * ranks.size
 
 
-def test_a_group_that_is_not_native_is_used_but_never_recorded(ranks: Ranks) -> None:
-    class Doubles:
-        def all_reduce(self, x: Tensor) -> None:
-            x *= 2
+class Doubles:
+    """A group in Python of two ranks that have the same; notes what it gets."""
 
-        def all_gather(self, x: Tensor) -> list[Tensor]:
-            return [x, x]
+    def __init__(self) -> None:
+        self.shapes: list[tuple[int, ...]] = []
+        self.error: BaseException | None = None
 
-    ops = ranks.ops[0]
-    assert (ops.all_reduce(torch.ones(2, 3), Doubles()) == 2).all()
-    assert ops.all_gather(torch.ones(2, 3), Doubles(), 3, 5).shape == (2, 5)
-    x = torch.ones(2, 3)
-    with torch.inference_mode(), pytest.raises(CaptureError, match="Doubles cannot be recorded"):
-        ops.recording.capture(lambda: ops.all_reduce(x, Doubles()), tokens=2, outputs=1, requests=1)
+    def all_reduce(self, x: Tensor) -> None:
+        self.shapes.append(tuple(x.shape))
+        if self.error is not None:
+            raise self.error
+        x *= 2
+
+    def all_gather(self, x: Tensor) -> list[Tensor]:
+        self.shapes.append(tuple(x.shape))
+        return [x, x]
+
+
+@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
+def alone(request: pytest.FixtureRequest) -> Iterator[Ops]:
+    ops = Ops(num_threads=request.param, backends=["cpu"])
+    yield ops
+    ops.close()
+
+
+TOKENS, OUTPUTS, WIDTH = 9, 4, 64
+WEIGHT = torch.linspace(0.5, 2.0, WIDTH)
+
+
+def doubled(ops: Ops, group: Doubles, x: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Two sums in a row, operators around them, and a gather of fewer columns than both have."""
+    y = ops.all_reduce(ops.add(ops.zeros(len(x), WIDTH), x), group)
+    ops.all_reduce(y, group)
+    y = ops.rms_norm(y, WEIGHT, 1e-5)
+    return y, ops.all_gather(ops.select_rows(y, rows), group, WIDTH, 2 * WIDTH - 5)
+
+
+def recorded(ops: Ops, group: Doubles) -> tuple[Any, Tensor, Tensor]:
+    """The graph of :func:`doubled`, and its inputs."""
+    x, rows = torch.zeros(TOKENS, WIDTH), torch.zeros(OUTPUTS, dtype=torch.int64)
+    with torch.inference_mode():
+        graph = ops.recording.capture(
+            lambda: doubled(ops, group, x, rows), tokens=TOKENS, outputs=OUTPUTS, requests=1
+        )
+    assert not group.shapes  # a recording says nothing to other ranks
+    return graph, x, rows
+
+
+def test_a_group_in_python_gets_the_rows_of_the_step(alone: Ops) -> None:
+    group = Doubles()
+    graph, x, rows = recorded(alone, group)
+    for step in range(12):
+        used, asked = 1 + step % TOKENS, step % (OUTPUTS + 1)
+        x[:used] = addend(step, used, WIDTH)
+        rows[:asked] = torch.arange(asked) % used
+        del group.shapes[:]
+        graph.replay(tokens=used, outputs=asked, requests=1)
+        seen = [(used, WIDTH)] * 2 + [(asked, WIDTH)] * bool(asked)  # nothing for no rows
+        assert group.shapes == seen
+        graph.replay_again()
+        assert group.shapes == 2 * seen
+        expected = doubled(alone, group, x[:used], rows[:asked])
+        for found, wanted in zip(graph.result, expected, strict=True):
+            assert torch.equal(found[: len(wanted)], wanted)
+
+
+@pytest.mark.parametrize("error", [CollectiveError("rank 1: gone"), KeyboardInterrupt()], ids=repr)
+def test_what_a_group_raises_ends_the_step_and_nothing_else(
+    alone: Ops, error: BaseException
+) -> None:
+    group = Doubles()
+    graph, x, rows = recorded(alone, group)
+    x[:] = addend(0, TOKENS, WIDTH)
+    group.error = error
+    with pytest.raises(type(error)) as raised:
+        graph.replay(tokens=TOKENS, outputs=OUTPUTS, requests=1)
+    assert raised.value is error and len(group.shapes) == 1
+    group.error = None
+    graph.replay(tokens=TOKENS, outputs=OUTPUTS, requests=1)
+    expected = doubled(alone, group, x, rows)
+    assert all(map(torch.equal, graph.result, expected))
+
+
+def test_sums_in_python_do_not_keep_the_buffers_of_a_graph(alone: Ops) -> None:
+    x, group = torch.ones(TOKENS, WIDTH), Doubles()
+
+    def forward(sums: bool) -> Tensor:
+        y = x
+        for _ in range(20):
+            y = alone.add(alone.zeros(TOKENS, WIDTH), y)
+            if sums:
+                alone.all_reduce(y, group)
+        return y
+
+    counts = []
+    for sums in (False, True):
+        with torch.inference_mode():
+            graph = alone.recording.capture(
+                partial(forward, sums), tokens=TOKENS, outputs=1, requests=1
+            )
+        counts.append(len(graph._buffers._free) + len(graph._buffers._lent))
+    assert counts[0] == counts[1] < 5
+    graph.replay(tokens=TOKENS, outputs=1, requests=1)
+    assert (graph.result == 2.0**20).all()
 
 
 def test_a_rank_that_gives_up_ends_the_wait_of_the_others(ranks: Ranks) -> None:

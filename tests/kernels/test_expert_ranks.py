@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sdk.kernels.errors import CaptureError, KernelError
+from sdk.kernels.errors import KernelError
 from sdk.kernels.groups import Group
 from sdk.kernels.ops import Ops
 from sdk.kernels.routes import RankExperts, RankTokens, Routes
@@ -169,10 +169,18 @@ def own(request: pytest.FixtureRequest) -> Sequence[Sequence[int]]:
     return found
 
 
+class InPython:
+    """A group without native operators."""
+
+    def __init__(self, group: Group) -> None:
+        self.all_reduce, self.all_gather = group.all_reduce, group.all_gather
+
+
 @pytest.mark.parametrize("k", [1, K])
 @pytest.mark.parametrize("recorded", [False, True], ids=["one by one", "recorded"])
+@pytest.mark.parametrize("native", [False, True], ids=["in Python", "native"])
 def test_ranks_with_whole_experts_give_the_bits_of_one(
-    own: Sequence[Sequence[int]], recorded: bool, k: int, cases: Any, tmp_path: Path
+    own: Sequence[Sequence[int]], native: bool, recorded: bool, k: int, cases: Any, tmp_path: Path
 ) -> None:
     """For any number of tokens, wherever the experts are, after any steps.
 
@@ -195,7 +203,7 @@ def test_ranks_with_whole_experts_give_the_bits_of_one(
 
     def call(rank: int, group: Group, ops: Ops) -> list[Tensor]:
         mixture = Mixture(ops, cases, own[rank])
-        experts = spread(own, rank, group, EXPERTS)
+        experts = spread(own, rank, group if native else InPython(group), EXPERTS)
         if not recorded:
             return [mixture(x, logits, k, experts) for x, logits in given]
         inputs, scores = torch.empty(64, WIDTH), torch.empty(64, EXPERTS)
@@ -295,21 +303,3 @@ def test_what_does_not_fit_is_refused(ops: Ops) -> None:
     experts = spread([[0, 2], [1, 3]], 0, NoGroup(), 4)
     with pytest.raises(KernelError, match=r"route experts: expected torch\.int64 \[5\]"):
         ops.moe.route(torch.zeros(2, 5), 2, normalized=True, experts=experts)
-
-
-def test_a_group_without_native_exchanges_cannot_be_recorded() -> None:
-    ops = Ops("cpu", num_threads=1, backends=["cpu"])
-    experts = spread([[0, 2], [1, 3]], 0, NoGroup(), 4)
-
-    logits, x = torch.zeros(2, 4), torch.zeros(4, 8)
-
-    def forward() -> Tensor:
-        routes = ops.moe.route(logits, 2, normalized=True, experts=experts)
-        return ops.moe.combine(x, routes)
-
-    with (
-        torch.inference_mode(),
-        pytest.raises(CaptureError, match="exchanges over a NoGroup cannot be recorded"),
-    ):
-        ops.recording.capture(forward, tokens=2, outputs=1, requests=1)
-    ops.close()

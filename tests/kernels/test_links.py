@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sdk.kernels.cpu.rank_group import SharedLink
-from sdk.kernels.errors import CaptureError, CollectiveError
+from sdk.kernels.errors import CollectiveError
 from sdk.kernels.ops import Ops
 
 
@@ -165,12 +165,12 @@ def test_a_recorded_step_receives_and_sends(ops: list[Ops], tmp_path: Path) -> N
     reference.close()
 
 
-def test_a_link_that_is_not_native_is_used_but_never_recorded(ops: list[Ops]) -> None:
+def test_a_link_in_python_gets_the_rows_of_the_step(ops: list[Ops]) -> None:
     class Echo:
         waited_seconds = 0.0
 
         def send(self, x: Tensor) -> None:
-            self.x = x
+            self.x = x.clone()
 
         def receive(self, out: Tensor) -> None:
             out.copy_(self.x)
@@ -182,10 +182,17 @@ def test_a_link_that_is_not_native_is_used_but_never_recorded(ops: list[Ops]) ->
     for own in (ops[0], Ops(num_threads=1, backends=["reference"])):
         own.send(torch.ones(2, 3), echo)
         assert (own.receive(2, 3, echo) == 1).all()
-    with torch.inference_mode(), pytest.raises(CaptureError, match="Echo cannot be recorded"):
-        ops[0].recording.capture(
-            lambda: ops[0].receive(2, 3, echo), tokens=2, outputs=1, requests=1
-        )
+    x = rows(1, 4, 3)
+
+    def forward() -> Tensor:
+        ops[0].send(ops[0].add(ops[0].zeros(4, 3), x), echo)
+        return ops[0].receive(4, 3, echo)
+
+    with torch.inference_mode():
+        graph = ops[0].recording.capture(forward, tokens=4, outputs=1, requests=1)
+    for used in (4, 1, 3):
+        graph.replay(tokens=used, outputs=0, requests=1)
+        assert torch.equal(graph.result[:used], x[:used]) and echo.x.shape == (used, 3)
 
 
 def test_an_end_that_gives_up_ends_the_wait_of_the_other(ops: list[Ops], tmp_path: Path) -> None:
