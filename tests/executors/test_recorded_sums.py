@@ -82,8 +82,8 @@ def groups(remote: ModuleType, tmp_path: Path) -> Iterator[Make]:
 class Rank:
     """A step of three exchanges: as a graph, and as the function that it records."""
 
-    def __init__(self, number: int, group: Any) -> None:
-        self.number, self.group = number, group
+    def __init__(self, number: int, size: int, group: Any) -> None:
+        self.number, self.size, self.group = number, size, group
         self.ops = Ops(num_threads=1 + number % 2, backends=["cpu"])
         self.x = torch.zeros(TOKENS, WIDTH)
         self.rows = torch.zeros(OUTPUTS, dtype=torch.int64)
@@ -97,7 +97,7 @@ class Rank:
         y = ops.all_reduce(ops.add(ops.zeros(len(x), WIDTH), x), group)
         y = ops.all_reduce(ops.rms_norm(y, WEIGHT, 1e-5), group)
         own = ops.select_rows(y, rows)
-        return y, ops.all_gather(own, group, WIDTH, WIDTH * (group_size(group)))
+        return y, ops.all_gather(own, group, WIDTH, WIDTH * self.size)
 
     def steps(self, replayed: bool) -> list[Tensor]:
         found = []
@@ -115,10 +115,6 @@ class Rank:
         return found
 
 
-def group_size(group: Any) -> int:
-    return len(group._peers) + 1 if isinstance(group, TcpGroup) else group._size
-
-
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("kind", ["tcp", "gloo"])
 def test_a_recorded_step_has_the_bits_of_an_eager_one_and_of_shared_memory(
@@ -129,7 +125,7 @@ def test_a_recorded_step_has_the_bits_of_an_eager_one_and_of_shared_memory(
 
     found = []
     for each in (kind, "memory"):
-        ranks = [Rank(number, group) for number, group in enumerate(groups(each, size))]
+        ranks = [Rank(number, size, group) for number, group in enumerate(groups(each, size))]
         found.append(both(ranks))
         for rank in ranks:
             rank.ops.close()
@@ -142,7 +138,7 @@ def test_a_recorded_step_has_the_bits_of_an_eager_one_and_of_shared_memory(
 @pytest.mark.parametrize("kind", ["tcp", "gloo"])
 def test_a_rank_that_goes_in_the_middle_of_a_step_is_an_error(groups: Make, kind: str) -> None:
     made = groups(kind, 2)
-    rank = Rank(0, made[0])
+    rank = Rank(0, 2, made[0])
 
     def leave(_: int) -> None:
         made[1].all_reduce(torch.ones(TOKENS, WIDTH))
