@@ -157,14 +157,14 @@ def test_a_rank_that_goes_in_the_middle_of_a_step_is_an_error(groups: Make, kind
 
 
 def test_a_rank_that_stays_away_is_given_up_after_the_limit(groups: Make) -> None:
-    rank = Rank(0, groups("tcp", 2, 0.2)[0])
+    rank = Rank(0, 2, groups("tcp", 2, 0.2)[0])
     with pytest.raises(CollectiveError, match=r"rank 1: nothing within 0\.2 s"):
         rank.graph.replay(tokens=1, outputs=0, requests=1)
     rank.ops.close()
 
 
 def test_ctrl_c_ends_a_step_that_waits_for_another_rank(groups: Make) -> None:
-    rank = Rank(0, groups("tcp", 2)[0])
+    rank = Rank(0, 2, groups("tcp", 2)[0])
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     interrupt = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
     began = time.monotonic()
