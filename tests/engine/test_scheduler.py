@@ -46,6 +46,27 @@ def test_chunked_prefill_gives_the_same_tokens(rig, budget):
     r.assert_answers()
 
 
+@pytest.mark.parametrize(
+    ("lengths", "expected"),
+    [
+        ([40, 40, 40, 40], 20),  # a quarter for each of two stages, and so on
+        ([150, 150, 150, 150], 75),
+        ([190] * 9, 200),  # as many as a step may have
+        ([12], 8),  # a step should not have fewer
+    ],
+)
+def test_stages_share_the_prompts_that_wait(rig, lengths, expected):
+    """So that the last stage does not wait for a whole prompt in the first one."""
+    r = rig(max_num_seqs=12, num_pages=600, short_step_tokens=8)
+    r.scheduler.batches_in_flight, r.scheduler.min_concurrent_tokens = 2, 0
+    for i, length in enumerate(lengths):
+        r.add(str(i), prompt(length, seed=i))
+    assert sum(counts(r.scheduler.plan()).values()) == expected
+    r.scheduler.rollback()
+    r.scheduler.batches_in_flight = 1
+    assert sum(counts(r.scheduler.plan()).values()) == min(sum(lengths), 200)
+
+
 def test_a_prefix_hit_gives_the_same_tokens(rig):
     r = rig()
     r.add("a", prompt(22))

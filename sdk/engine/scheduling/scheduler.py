@@ -66,6 +66,9 @@ from sdk.outputs import RequestEvent
 #: From this many tokens on, a GPU computes for longer than it reads the weights: at 990 TFLOP/s and
 #: 3.35 TB/s (H100, 16 bits) from 295; by arithmetic, not measured.
 _MIN_CONCURRENT_TOKENS = 512
+#: The prompts that wait are computed in so many steps for each stage of a pipeline, if they are long
+#: enough.
+_STEPS_PER_STAGE = 4
 #: While requests wait that might overtake running ones, one of so many steps looks at them.
 _LOOK_EVERY = 8
 _NO_SEQUENCES: frozenset[Request] = frozenset()
@@ -251,6 +254,8 @@ class Scheduler:
         if most_tokens is not None and self.config.enable_chunked_prefill:
             # a request with a negative prompt starts with a token of each of its two sequences
             budget = min(budget, max(most_tokens - num_decodes, 2))
+        if self._in_stages and self.config.enable_chunked_prefill:
+            budget = min(budget, self._chunk_for_stages(prefills))
         num_drafts = 0
         if self.drafts is not None and decodes:
             has_prompts = bool(prefills or queues.waiting)
@@ -273,6 +278,26 @@ class Scheduler:
         if complete and alone and not others and not num_drafts:
             in_flight.repeatable = batch
         return batch.plan
+
+    @property
+    def _in_stages(self) -> bool:
+        """Whether the batches in flight are in different stages of a pipeline."""
+        return self.batches_in_flight > 1 and not self.min_concurrent_tokens
+
+    def _chunk_for_stages(self, prefills: Sequence[Request]) -> int:
+        """How many prompt tokens a step takes, so that all stages soon have some: while the first
+        step is in the first stage the others wait, and while the last one is in the last stage.
+
+        1,024 tokens in steps of 128 took two stages 1.60 s, in steps of 512 1.87 s.
+        """
+        steps = _STEPS_PER_STAGE * self.batches_in_flight
+        enough = steps * self.config.max_num_batched_tokens
+        tokens = 0
+        for request in chain(prefills, self.queues.waiting):
+            tokens += request.num_tokens - request.num_computed
+            if tokens >= enough:
+                break
+        return max(tokens // steps, self.config.short_step_tokens)
 
     def _begin_steps(self, num_decodes: int, parts: Sequence[tuple[Request, int]]) -> None:
         """A step with so many decodes and these parts of prompts begins."""
@@ -387,7 +412,7 @@ class Scheduler:
         most = self.config.max_num_seqs
         if self.min_concurrent_tokens and self._in_flight.decoding:
             most = 0
-        elif self.batches_in_flight > 1 and not self.min_concurrent_tokens:
+        elif self._in_stages:
             # an equal share for each batch
             slots = sum(len(r.sequences) for r in running if not in_prefill(r))
             most = max(-(-slots // self.batches_in_flight), 2)  # a negative prompt takes a slot too
