@@ -107,7 +107,3 @@ class Lockstep:
             )
             share.move(placement)
             share.routing.load.zero_()
-
-    def close(self) -> None:
-        """Let all later exchanges fail, here and on the other engines. Idempotent."""
-        self._group.close()
