@@ -659,6 +659,38 @@ void share_experts(RankGroup* group, TestRuntime& runtime, int rank, int size) {
     embedlm_program_destroy(recorded);
 }
 
+// Every rank has tokens of its own, some of them none; who computes which row goes in turn.
+void gather_tokens(RankGroup* group, TestRuntime& runtime, int rank, int size) {
+    const int64_t width = 33, most = 16;
+    Buffer<float> x(most * width), all(size * most * width), sum(most * width), weights(size * most);
+    Buffer<int32_t> starts(size + 1), places(size * most), servers(size * most);
+    starts[0] = 0;
+    for (int64_t t = 0; t < size * most; ++t) {
+        weights[t] = 1.0f;
+        servers[t] = (int32_t)(t % size);
+        places[t] = servers[t] == rank ? (int32_t)t : -1;
+    }
+    const GatherRanksArgs gathered = {group, x.data(), all.data(), starts.data(), width, 0};
+    const CombineRanksArgs combined = {{all.data(), weights.data(), places.data(), sum.data(), width, 1},
+                                       group, servers.data(), starts.data(), 0};
+    void* recorded = embedlm_program_create();
+    CHECK(embedlm_program_add(recorded, kOpGatherRanks, &gathered, kGathered, 1) == kOk);
+    CHECK(embedlm_program_add(recorded, kOpCombineRanks, &combined, kGathered, 1) == kOk);
+    for (int turn = 0; turn < 20; ++turn) {
+        for (int r = 0; r < size; ++r)
+            starts[r + 1] = starts[r] + (int32_t)((5 * r + 3 * turn) % (most + 1));
+        const int64_t own = starts[rank + 1] - starts[rank];
+        for (int64_t i = 0; i < own * width; ++i) x[i] = (float)(1000 * rank + i);
+        const int64_t counts[kCounts] = {own};
+        CHECK(embedlm_program_run(runtime.handle, recorded, counts) == kOk);
+        for (int r = 0; r < size; ++r)
+            for (int64_t i = 0; i < (starts[r + 1] - starts[r]) * width; ++i)
+                CHECK(all[starts[r] * width + i] == (float)(1000 * r + i));
+        for (int64_t i = 0; i < own * width; ++i) CHECK(sum[i] == x[i]);
+    }
+    embedlm_program_destroy(recorded);
+}
+
 // A rank: sums recorded in one program, single sums, gathers of bytes; sizes vary, so that areas grow.
 void take_part(const char* folder, int rank, int size, int level) {
     void* group = embedlm_ranks_create(rank, size, size, 0, 60.0);
@@ -696,6 +728,7 @@ void take_part(const char* folder, int rank, int size, int level) {
         for (int i = 0; i < size; ++i) CHECK(numbers[i] == i);
     }
     share_experts(static_cast<RankGroup*>(group), runtime, rank, size);
+    gather_tokens(static_cast<RankGroup*>(group), runtime, rank, size);
     if (rank == 0) embedlm_ranks_give_up(group);
     int32_t own = rank;
     Buffer<int32_t> numbers(size);
