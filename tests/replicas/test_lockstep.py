@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import threading
 from collections.abc import Iterator
@@ -9,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 import sdk.testing.tiny_models as tiny_models
-from sdk import LLM, AlignmentError, RequestError, RequestOutput, SamplingParams
+from sdk import LLM, AlignmentError, LoRARequest, RequestError, RequestOutput, SamplingParams
 from tests.replicas.conftest import LIMIT_S, children, hurt, replicas, wait_for
 
 SMALL: dict[str, Any] = {"max_model_len": 256, "max_num_batched_tokens": 32, "max_num_seqs": 8}
@@ -152,6 +155,34 @@ def test_replicas_that_sleep_are_lost_and_run_what_is_pinned(mixtral: Path, alon
             wait_for(lambda: llm._driver.processes.num_ready == 2, "new replicas")
         llm.wake_up()
         assert answers(llm.generate(PROMPTS, GREEDY)) == expected
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["recorded", "eager"])
+def test_adapters_and_structures_run_in_lockstep(
+    mixtral: Path, tmp_path: Path, eager: bool
+) -> None:
+    """An adapter has the tokens of its own replica, the experts those of all."""
+    generator = torch.Generator().manual_seed(1)
+    key = "base_model.model.model.layers.1.self_attn.q_proj"
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    save_file(
+        {
+            f"{key}.lora_A.weight": torch.randn(4, 256, generator=generator),
+            f"{key}.lora_B.weight": torch.randn(256, 4, generator=generator),
+        },
+        tmp_path / "adapter_model.safetensors",
+    )
+    adapter = LoRARequest("one", 1, str(tmp_path))
+    which = [adapter, None, None, adapter, None, adapter, None, None, adapter, None]
+    params = [GREEDY, DRAWN.clone(structured_outputs={"regex": "[ab]{3,30}"}), DRAWN] * 3 + [GREEDY]
+    options = {**SMALL, "num_threads": 2, "enable_lora": True, "enforce_eager": eager}
+    with LLM(mixtral, **options) as llm:
+        plain = answers(llm.generate(PROMPTS, params))
+        expected = answers(llm.generate(PROMPTS, params, lora_request=which))
+    assert plain != expected
+    with LLM(mixtral, **TOGETHER, **options) as llm:
+        assert answers(llm.generate(PROMPTS, params, lora_request=which)) == expected
 
 
 def test_the_plan_counts_the_tokens_of_all_replicas(mixtral: Path) -> None:
