@@ -47,7 +47,7 @@ class Lockstep:
     ) -> None:
         starts = torch.zeros(size + 1, dtype=torch.int32)
         self.tokens = RankTokens(rank, group, starts, size * most_tokens)
-        self.redundant = redundant
+        self._redundant = redundant
         #: How many experts the last rebalancing moved.
         self.num_moved = 0
         self._group = group
@@ -65,7 +65,7 @@ class Lockstep:
         self._layers, self._shares = list(layers.values()), []
         for layer, mlp in layers.items():
             count = mlp.spec.count
-            placement = place_experts([0] * count, self._size, self.redundant, layer)
+            placement = place_experts([0] * count, self._size, self._redundant, layer)
             tokens = self.tokens
             mlp.share = ExpertShare(tokens.rank, tokens.group, placement, count, layer, tokens)
             self._shares.append(mlp.share)
@@ -100,7 +100,7 @@ class Lockstep:
         self.num_moved = 0
         for share in self._shares:
             loads = share.routing.load.tolist()
-            placement = rebalanced(share.placement, loads, self.redundant, share.layer)
+            placement = rebalanced(share.placement, loads, self._redundant, share.layer)
             before = share.placement
             self.num_moved += sum(
                 len(set(own) - set(old)) for own, old in zip(placement, before, strict=True)

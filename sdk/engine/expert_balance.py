@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import methodcaller
 
 from sdk.engine.rank.experts import (
     RankWithExperts,
     begin_moves,
     end_moves,
-    join_step,
     load_experts,
     move_experts,
     shares_of,
@@ -57,7 +57,7 @@ class ExpertBalance:
         after that one stay as they are."""
         redundant = self.check("rebalance_experts")
         if self._lockstep:
-            return int(self._executor.on_ranks(join_step, True)[0])
+            return int(self._executor.on_ranks(methodcaller("join_step", rebalance=True))[0])
         wanted = {}
         for layer, share in shares_of(self._own_rank().model).items():
             loads = share.routing.load.tolist()

@@ -18,11 +18,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from operator import methodcaller
 from time import monotonic
 from typing import Any
 
 from sdk.engine.engine import Output
-from sdk.engine.rank.experts import join_step
 from sdk.errors import EngineAsleepError, EngineClosedError, EngineDeadError, RequestError
 from sdk.executors.channel import Channel, pack
 from sdk.kernels.errors import CollectiveError
@@ -66,6 +66,7 @@ from sdk.transfer.shared_memory import MOST_RING
 BEAT_S = 0.5
 #: The most seconds that messages are taken before the next step.
 _TAKE_S = 0.02
+_JOIN_STEP = methodcaller("join_step")
 _ONE = SamplingParams(temperature=0.0, max_tokens=1)
 
 
@@ -155,7 +156,7 @@ class Replica:
     def _join_step(self) -> None:
         """Take part in a step of other replicas, unless a step of a call has done it."""
         if self._bells is not None and self._bells.is_behind(self._number):
-            self._executor.on_ranks(join_step)
+            self._executor.on_ranks(_JOIN_STEP)
 
     def close(self) -> None:
         """End hand-overs; the engine is closed next."""

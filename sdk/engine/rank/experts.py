@@ -36,8 +36,6 @@ class RankWithExperts(Protocol):
 
     def record(self) -> None: ...
 
-    def join_step(self, rebalance: bool = False) -> int: ...
-
 
 def shares_of(model: CausalLM) -> dict[int, ExpertShare]:
     """The layers with experts that are spread over ranks."""
@@ -105,14 +103,6 @@ class MovingExperts:
 
 
 # What executors call on every rank. An exception would end the ranks, so errors are returned.
-
-
-def join_step(runner: RankWithExperts, rebalance: bool = False) -> int:
-    """Take part, without requests, in a step of the engines in lockstep with this one.
-
-    ``rebalance``: see :meth:`sdk.models.lockstep.Lockstep.begin`. How many experts moved then.
-    """
-    return runner.join_step(rebalance)
 
 
 def begin_moves(runner: RankWithExperts) -> Exception | None:

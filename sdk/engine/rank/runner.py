@@ -197,7 +197,10 @@ class ModelRunner:
         return self._last_step
 
     def join_step(self, rebalance: bool = False) -> int:
-        """See :func:`sdk.engine.rank.experts.join_step`."""
+        """Take part, without requests, in a step of the engines in lockstep with this one.
+
+        ``rebalance``: see :meth:`sdk.models.lockstep.Lockstep.begin`. How many experts moved then.
+        """
         lockstep, strategy = self._passes.lockstep, self.strategy
         assert lockstep is not None
         if lockstep.begin(0, rebalance=rebalance):

@@ -66,8 +66,8 @@ from sdk.outputs import RequestEvent
 #: From this many tokens on, a GPU computes for longer than it reads the weights: at 990 TFLOP/s and
 #: 3.35 TB/s (H100, 16 bits) from 295; by arithmetic, not measured.
 _MIN_CONCURRENT_TOKENS = 512
-#: The prompts that wait are computed in so many steps for each stage of a pipeline, if they are long
-#: enough.
+#: The prompts that wait are computed in so many steps for each stage of a pipeline, if they have
+#: tokens enough.
 _STEPS_PER_STAGE = 4
 #: While requests wait that might overtake running ones, one of so many steps looks at them.
 _LOOK_EVERY = 8
