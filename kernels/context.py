@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from sdk.kernels.activations import LARGE, ActivationPool
 from sdk.kernels.backend import Choice, Problem
+from sdk.kernels.card import Card
 from sdk.kernels.errors import KernelError
 from sdk.kernels.offload import Offload, OnDisk, layer_weights
 from sdk.kernels.registry import choose, open_backends
@@ -41,21 +43,33 @@ class Context:
                 f"activations: expected one of {ACTIVATION_TYPES}, found {activations}"
             )
         self.device = torch.device(device)
+        #: The GPU of the engine; ``None`` on a CPU.
+        self.card = Card(self.device) if self.device.type == "cuda" else None
         self.compute: Compute = compute
         self.num_threads = num_threads
         self.activations = activations
-        self.layers = layer_weights(offload, self.device)
-        self.backends, self.declined_backends = open_backends(
-            device,
-            num_threads,
-            only,
-            fixed=deterministic,
-            activations=activations,
-            offload=offload if isinstance(offload, OnDisk) else None,
-        )
+        with self.entered():
+            self.layers = layer_weights(offload, self.device)
+            self.backends, self.declined_backends = open_backends(
+                device,
+                num_threads,
+                only,
+                fixed=deterministic,
+                activations=activations,
+                offload=offload if isinstance(offload, OnDisk) else None,
+            )
         self.capture_pool: ActivationPool | None = None
         self._chosen: dict[Problem, Choice] = {}
         self._results = ActivationPool()
+
+    def entered(self) -> AbstractContextManager[object]:
+        """A context in which device and stream of the engine are the thread's current ones; on a
+        CPU there is nothing to enter."""
+        return nullcontext() if self.card is None else self.card
+
+    def lent(self) -> AbstractContextManager[object]:
+        """See :meth:`sdk.kernels.card.Card.lent`; nothing on a CPU."""
+        return nullcontext() if self.card is None else self.card.lent()
 
     def close(self) -> None:
         """Stop the threads. Idempotent; the operators must not be used afterwards."""

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sdk.kernels.gpu.graphs import CardRecorder
 from sdk.kernels.gpu.packing import packed_bytes
 from sdk.kernels.gpu.scratch import LIBRARY, OLDER_LIBRARY, CardScratch
 from sdk.kernels.layouts import BLOCK_TYPES
@@ -156,7 +155,7 @@ class GpuBackend:
     ) -> None:
         self._implementations = implementations
         self.shares_keys = on_card and not fixed
-        self.graph_recorder = CardRecorder if on_card else None
+        self.captures = on_card
 
     def implementations(self, op: str) -> Sequence[Any]:
         return self._implementations.get(op, ())

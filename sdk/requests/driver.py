@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from time import thread_time
 from typing import NamedTuple, NoReturn, TypeVar
@@ -81,16 +81,8 @@ def check_process(owner: int) -> None:
 class Driver:
     """Owns an engine; see the module. ``close`` is idempotent and safe from any thread."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        current: Callable[[], AbstractContextManager[object]] = nullcontext,
-        *,
-        max_waiting: int | None = None,
-    ) -> None:
-        """``current``: a context in which the engine's device is the thread's current device."""
+    def __init__(self, engine: Engine, *, max_waiting: int | None = None) -> None:
         self._engine = engine
-        self._current = current
         self._inbox: deque[_Add | _Abort] = deque()
         self._lock = threading.RLock()  # of the inbox and the sinks
         self._wakeups = Wakeups()  # for the engine thread
@@ -365,9 +357,8 @@ class Driver:
             return
         if self._step_lock.acquire(blocking=False):
             try:
-                with self._current():
-                    self._engine.settle()
-                    action()
+                self._engine.settle()
+                action()
             finally:
                 self._step_lock.release()
 
@@ -458,7 +449,7 @@ class Driver:
         me = threading.get_ident()
         try:
             self._lock_waiters.add(me)
-            with self._step_lock, self._current():
+            with self._step_lock:
                 return action()
         finally:
             self._lock_waiters.discard(me)
@@ -469,7 +460,7 @@ class Driver:
 
         Taking it again for every step costs 10 us once the step has emptied the caches.
         """
-        with self._step_lock, self._current():
+        with self._step_lock:
             try:
                 self._stepping = threading.get_ident()
                 return action()
@@ -549,8 +540,7 @@ class Driver:
             self._engine.break_off()
             self._step_lock.acquire()
         try:
-            with self._current():
-                self._release()
+            self._release()
         finally:
             self._step_lock.release()
         if self._thread not in (None, threading.current_thread()):

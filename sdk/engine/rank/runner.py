@@ -70,47 +70,56 @@ class ModelRunner:
             weights = weights or RankModel.load(config, mesh)
             self.ops, self.model = weights.ops, weights.model
             undo.callback(self.ops.close)
-            facts = self.model.config
-            #: The slots of adapters, if requests may have any.
-            self.adapters = self._make_adapters(config)
-            #: The classes of the checkpoint, if it has any.
-            self.classifier = weights.classifier
-            self._score_head = weights.score_head
-            self.unused_tensors = weights.unused_tensors
-            self.kv = cache_of_rank(config, facts, mesh, self.ops)
-            undo.callback(self.kv.close)
-            centre_keys(self.kv, self.model)
-            self.sampler = Sampler(facts.vocab_size, self.ops)
-            #: The most draft tokens of a step.
-            self.max_drafts = config.max_draft_tokens
-            self._inputs = StepInputs(
-                config.max_num_batched_tokens,
-                config.max_num_seqs,
-                config.max_num_seqs + config.max_draft_tokens,
-                config.max_model_len,
-                config.page_size,
-                self.ops.device,
-                find_shared=self.ops.shares_keys,
-            )
-            mesh.reserve(4 * config.max_num_batched_tokens * facts.hidden_size)
-            self._passes = ForwardPasses(self.model, self.kv, self._inputs, self.ops, mesh)
-            self._passes.lockstep = weights.lockstep
-            self.strategy: Strategy = Eager(self._passes, self._inputs, "enforce_eager")
-            #: The weights that draft, if there are any: on rank 0, which samples.
-            self.drafting: DraftingModel | None = None
-            self._is_drafted = config.drafting is not None
-            if config.drafting is not None and mesh.samples:
-                release_free_memory()  # before more weights, perhaps of the same file, are loaded
-                self.drafting = DraftingModel(
-                    config.drafting, config, self.ops, mesh, self.model, self.kv
-                )
-                undo.callback(self.drafting.close)
-            #: Whether steps should be recorded.
-            self.records = False
-            if not config.enforce_eager:
-                self.record()
+            with self.ops.entered():
+                self._build(weights, undo)
             undo.pop_all()
         release_free_memory()
+
+    def _build(self, weights: RankModel, undo: contextlib.ExitStack) -> None:
+        """Everything around the model; ``undo`` is what frees it."""
+        config, mesh = self.config, self.mesh
+        facts = self.model.config
+        #: The slots of adapters, if requests may have any.
+        self.adapters = self._make_adapters(config)
+        #: The classes of the checkpoint, if it has any.
+        self.classifier = weights.classifier
+        self._score_head = weights.score_head
+        self.unused_tensors = weights.unused_tensors
+        self.kv = cache_of_rank(config, facts, mesh, self.ops)
+        undo.callback(self.kv.close)
+        centre_keys(self.kv, self.model)
+        self.sampler = Sampler(facts.vocab_size, self.ops)
+        #: The most draft tokens of a step.
+        self.max_drafts = config.max_draft_tokens
+        self._inputs = StepInputs(
+            config.max_num_batched_tokens,
+            config.max_num_seqs,
+            config.max_num_seqs + config.max_draft_tokens,
+            config.max_model_len,
+            config.page_size,
+            self.ops.device,
+            find_shared=self.ops.shares_keys,
+        )
+        mesh.reserve(4 * config.max_num_batched_tokens * facts.hidden_size)
+        self._passes = ForwardPasses(self.model, self.kv, self._inputs, self.ops, mesh)
+        self._passes.lockstep = weights.lockstep
+        self.strategy: Strategy = Eager(self._passes, self._inputs, "enforce_eager")
+        #: The weights that draft, if there are any: on rank 0, which samples.
+        self.drafting: DraftingModel | None = None
+        self._is_drafted = config.drafting is not None
+        if config.drafting is not None and mesh.samples:
+            release_free_memory()  # before more weights, perhaps of the same file, are loaded
+            self.drafting = DraftingModel(
+                config.drafting, config, self.ops, mesh, self.model, self.kv
+            )
+            undo.callback(self.drafting.close)
+        #: Whether steps should be recorded.
+        self.records = False
+        if self.ops.card is not None:
+            self._passes.warm_up()
+        if not config.enforce_eager:
+            self.record()
+            self.capture_all()
 
     def _make_adapters(self, config: RunnerConfig) -> RankAdapters | None:
         if not config.adapter_slots:
@@ -121,30 +130,34 @@ class ModelRunner:
 
     def close(self) -> None:
         """Free everything. Idempotent; the runner must not be used afterwards."""
-        self._requests.clear()
-        self._last_step = self._repeated = None
-        self._inputs.forget()
-        self.forget_graphs()
-        self.kv.close()
-        self.ops.close()
-        self.__dict__.pop("model", None)
-        self.adapters = None
-        if self.drafting is not None:
-            self.drafting.close()
-            self.drafting = None
+        with self.entered():
+            self._requests.clear()
+            self._last_step = self._repeated = None
+            self._inputs.forget()
+            self.forget_graphs()
+            self.kv.close()
+            self.ops.close()
+            self.__dict__.pop("model", None)
+            self.adapters = None
+            if self.drafting is not None:
+                self.drafting.close()
+                self.drafting = None
 
     def forget_graphs(self) -> None:
         """Stop using recorded steps and free their memory."""
         self._last_step = self._repeated = None
         self.strategy = Eager(self._passes, self._inputs, "enforce_eager")
+        if self.ops.card is not None:
+            self.ops.card.drop_pool()
 
     def record(self) -> None:
-        """Run steps in the fastest way that device and model support. Discards old recordings."""
+        """Run steps in the fastest way that device and model support. Discards old recordings. A
+        GPU's graphs are captured by :meth:`capture_next`."""
         self.records = True
         self.forget_graphs()
-        recorder = self.ops.recording.graph_recorder()
-        if recorder is not None:
-            self.strategy = DeviceGraphs(self._passes, self._inputs, recorder)
+        card = self.ops.recording.card
+        if card is not None:
+            self.strategy = DeviceGraphs(self._passes, self._inputs, card)
             return
         try:
             self.strategy = Recorded(self._passes, self._inputs)
@@ -153,6 +166,22 @@ class ModelRunner:
         if not all_record(self.mesh, isinstance(self.strategy, Recorded)):
             why = self.strategy.eager_reason or "the experts of another rank cannot be recorded"
             self.strategy = Eager(self._passes, self._inputs, why)
+
+    def capture_next(self) -> bool:
+        """Capture one more size of steps; whether one was left. All requests have ended."""
+        if self._repeated is not None:
+            self._repeated.apply_deferred()
+        self._last_step = self._repeated = None
+        return self.strategy.capture_next()
+
+    def capture_all(self) -> None:
+        """Capture all sizes of steps: at load, so that serving never waits for it."""
+        while self.capture_next():
+            pass
+
+    def entered(self) -> contextlib.AbstractContextManager[object]:
+        """See :class:`sdk.executors.local.Runner`."""
+        return self.ops.entered()
 
     @property
     def rank(self) -> int:
@@ -405,15 +434,26 @@ class ModelRunner:
         page_ids, count = tuple(range(1, pages + 1)), len(token_ids)
         start = RequestStart("prompt", tuple(token_ids), count, 0, page_ids, SamplingParams())
         request = RankRequest(start)
+        card = self.ops.card
         for begin in range(0, len(token_ids), len(self._inputs.token_ids)):
-            moves = moves_to_lowest_tier(request.pages, begin, self.kv.spec, self.kv.keep)
-            self.kv.copy(moves, self.ops)
-            self._inputs.apply_moves([request], moves)
-            count = min(len(token_ids) - begin, len(self._inputs.token_ids))
-            batch = StepBatch([StepRow("prompt", count)], [request], [0])
-            (launched,) = self.strategy.launch(batch)
-            request.num_computed += count
-            yield from self._logits(launched.hidden[:count])
+            with self.entered():
+                moves = moves_to_lowest_tier(request.pages, begin, self.kv.spec, self.kv.keep)
+                self.kv.copy(moves, self.ops)
+                self._inputs.apply_moves([request], moves)
+                count = min(len(token_ids) - begin, len(self._inputs.token_ids))
+                batch = StepBatch([StepRow("prompt", count)], [request], [0])
+                (launched,) = self.strategy.launch(batch)
+                request.num_computed += count
+                parts = self._logits(launched.hidden[:count])
+                part = next(parts, None)
+            while part is not None:
+                if card is not None:
+                    card.give()
+                yield part
+                if card is not None:
+                    card.take()
+                with self.entered():
+                    part = next(parts, None)
         self._inputs.forget()
 
 
