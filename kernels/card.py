@@ -49,7 +49,7 @@ class Card:
     def __enter__(self) -> Card:
         stack = self._stack
         caller = torch.cuda.current_stream(self.device)
-        context = torch.cuda.stream(self.stream)
+        context: Any = torch.cuda.stream(self.stream)
         context.__enter__()
         stack.append((caller, context))
         return self
@@ -163,7 +163,7 @@ def _kernel_of(error: BaseException) -> str:
     """The kernel that Triton was about to launch, which its errors do not name."""
     trace = error.__traceback__
     while trace is not None:
-        kernel = trace.tb_frame.f_locals.get("self")
+        kernel: Any = trace.tb_frame.f_locals.get("self")
         if type(kernel).__name__ == "JITFunction":
             return f"kernel {kernel.__name__}"
         trace = trace.tb_next

@@ -102,9 +102,8 @@ class LocalExecutor(Generic[RunnerT]):
 
     def on_ranks(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """See :class:`sdk.executors.base.Executor`."""
-        with self._lock:
-            with self.runner.entered():
-                return [function(self.runner, *args)]
+        with self._lock, self.runner.entered():
+            return [function(self.runner, *args)]
 
     @property
     def native_seconds(self) -> float:

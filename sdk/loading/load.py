@@ -202,11 +202,14 @@ def start(
         others = _others(executor, config)
         open_adapter = _with_adapters(engine, facts, executor)
         spec = kv_spec(model, model.num_kv_heads, memory.page_size, memory.kv_dtype)
+        elastic = ElasticPages(scheduler, executor)
+        if facts.runner_config.device != "cpu":
+            engine.prepare = elastic.prepare
         loaded = Loaded(
             facts=facts,
             engine=engine,
             executor=executor,
-            elastic=ElasticPages(scheduler, executor),
+            elastic=elastic,
             lease=lease,
             kept=PrefixStore(scheduler, executor, spec),
             model_key=key,

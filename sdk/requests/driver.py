@@ -261,6 +261,8 @@ class Driver:
             if self._thread is not threading.current_thread():
                 return  # its start was interrupted; the next caller starts another thread
         while True:
+            while self._worked_while_idle():
+                pass
             self._wakeups.wait_for(lambda: self._closed or not self._must_wait())
             if self._closed:
                 return
@@ -277,6 +279,22 @@ class Driver:
     def _steps(self) -> None:
         while not self._must_wait():
             self._sized_step()
+
+    def _worked_while_idle(self) -> bool:
+        """Let the engine do what serving would wait for; whether it did anything. A request that
+        comes meanwhile waits for it, some 0.2 s at most."""
+        engine = self._engine
+        if engine.prepare is None or self.has_work or self._asleep or not self._must_wait():
+            return False
+        if not self._step_lock.acquire(blocking=False):
+            return False
+        try:
+            return not self._closed and not self.has_work and engine.work_while_idle()
+        finally:
+            self._step_lock.release()
+            if engine.dead is not None:
+                with suppress(EngineDeadError):
+                    self._fail_engine(engine.dead)
 
     def _must_wait(self) -> bool:
         """Whether the engine thread has nothing to do, or must not do it now."""

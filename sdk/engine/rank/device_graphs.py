@@ -160,10 +160,10 @@ class DeviceGraphs:
     def _hidden(self, batch: AttentionBatch, embedded: Sequence[tuple[int, Tensor]]) -> Tensor:
         if embedded:
             return self._passes.hidden(batch, embedded)
+        replayed = None
         if self.pieces is not None and batch.num_tokens <= self.pieces.most_tokens:
-            if (hidden := self.pieces.replay(batch)) is not None:
-                return hidden
-        return self._passes.hidden(batch)
+            replayed = self.pieces.replay(batch)
+        return self._passes.hidden(batch) if replayed is None else replayed
 
     def repeater(self, batch: StepBatch) -> Repeater | None:
         """See :class:`~sdk.engine.rank.strategy.Strategy`."""
