@@ -112,8 +112,8 @@ class Backend(Protocol):
     #: Whether attention reads keys that all requests share only once, see
     #: ``AttentionBatch.shared_len``.
     shares_keys: bool
-    #: Whether its launches can be captured as graphs of fixed shapes (:class:`sdk.kernels.card.Card`).
-    #: A backend that takes the counts of a step at run time has ``record`` instead
+    #: Whether its launches can be captured as graphs of fixed shapes, see
+    #: :class:`sdk.kernels.card.Card`. A backend that takes the counts of a step at run time has ``record`` instead
     #: (:class:`Recorder`).
     captures: bool
 

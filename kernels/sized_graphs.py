@@ -1,8 +1,8 @@
 """Steps as graphs of fixed shapes: whole decode steps, and steps with prompts as pieces between
 attention operators. With several ranks all steps run in pieces, also between their exchanges.
 
-A graph has fixed shapes, so there is one per bucket of sizes. A smaller step runs in the next larger
-graph with padding rows (slot -1: attention and the write of keys skip them). The launches of an
+A graph has fixed shapes, so there is one per bucket of sizes. A smaller step runs in the next
+larger graph with padding rows (slot -1: attention and the write of keys skip them). The launches of an
 attention also depend on the lengths of its requests, which are bounded in decode steps but not in
 prompts.
 
@@ -76,14 +76,8 @@ class SizedGraphs(Generic[Recorded]):
     :param what: names a step of a size, for messages.
     """
 
-    def __init__(
-        self,
-        sizes: Sequence[Size],
-        capture: Callable[[Size], Recorded],
-        what: Callable[[Size], str],
-    ) -> None:
+    def __init__(self, sizes: Sequence[Size], what: Callable[[Size], str]) -> None:
         self._waiting = list(sizes)
-        self._capture = capture
         self._what = what
         self._recorded: dict[Size, Recorded] = {}
         self.failed = ""
@@ -94,9 +88,9 @@ class SizedGraphs(Generic[Recorded]):
         return list(self._recorded)
 
     @property
-    def usable(self) -> bool:
-        """Whether there are graphs, or will be."""
-        return bool(self._recorded or self._waiting)
+    def waits(self) -> bool:
+        """Whether a size is left to capture."""
+        return bool(self._waiting)
 
     def find(self, size: Size) -> Recorded | None:
         """The graph of a size. ``None``: it has none; if it can, it is the next to be captured."""
@@ -106,13 +100,11 @@ class SizedGraphs(Generic[Recorded]):
             self._waiting.insert(0, size)
         return found
 
-    def capture_next(self) -> bool:
-        """Capture the next size that waits; whether one was left. No step may be in flight."""
-        if not self._waiting:
-            return False
+    def capture_next(self, capture: Callable[[Size], Recorded]) -> None:
+        """Capture the next size that waits. No step may be in flight."""
         size = self._waiting.pop(0)
         try:
-            self._recorded[size] = self._capture(size)
+            self._recorded[size] = capture(size)
         except (RuntimeError, KernelError) as error:
             self._waiting.clear()
             self.failed = f"{self._what(size)} cannot be captured: {error}"
@@ -121,7 +113,6 @@ class SizedGraphs(Generic[Recorded]):
             logger.warning(
                 "%s; this and other sizes run operator by operator, %s", self.failed, kept
             )
-        return True
 
 
 class StepGraphs(Generic[Result]):
@@ -142,7 +133,7 @@ class StepGraphs(Generic[Result]):
         if shares:
             kinds += [(size, True) for size in descending if size > 1]
         self.graphs: SizedGraphs[tuple[Any, Result]] = SizedGraphs(
-            kinds, self._capture, lambda kind: f"a decode step of {kind[0]}"
+            kinds, lambda kind: f"a decode step of {kind[0]}"
         )
 
     def size(self, requests: int) -> int:
@@ -164,6 +155,10 @@ class StepGraphs(Generic[Result]):
         graph, result = found
         graph.replay()
         return result
+
+    def capture_next(self) -> None:
+        """See :meth:`SizedGraphs.capture_next`."""
+        self.graphs.capture_next(self._capture)
 
     def _capture(self, kind: tuple[int, bool]) -> tuple[Any, Result]:
         card = self._card
@@ -203,7 +198,7 @@ class PieceGraphs:
         self._buckets = token_buckets(min(most_tokens, MOST_TOKENS))
         self._card = card
         self.graphs: SizedGraphs[_Pieces] = SizedGraphs(
-            self._buckets[::-1], self._capture, lambda size: f"{size} tokens"
+            self._buckets[::-1], lambda size: f"{size} tokens"
         )
         self._buffers: dict[Any, Tensor] = {}
 
@@ -226,6 +221,10 @@ class PieceGraphs:
             between(batch)
             graph.replay()
         return pieces.hidden[: batch.num_tokens]
+
+    def capture_next(self) -> None:
+        """See :meth:`SizedGraphs.capture_next`."""
+        self.graphs.capture_next(self._capture)
 
     def _capture(self, size: int) -> _Pieces:
         card = self._card

@@ -106,7 +106,8 @@ def _sample(
 def _unpacked(shapes: PackedShapes, row: int) -> Shape | None:
     """How a row changes, as the card knows it."""
     owners, slots, all_changes, all_entries, all_masks = (
-        plain(x) for x in (shapes.owners, shapes.slots, shapes.changes, shapes.entries, shapes.masks)
+        plain(x)
+        for x in (shapes.owners, shapes.slots, shapes.changes, shapes.entries, shapes.masks)
     )
     slot = int(owners[row])
     if slot < 0:
@@ -209,7 +210,7 @@ class _Backend:
     def __init__(self, inner: Any, cuda: Cuda) -> None:
         self.inner, self._cuda = inner, cuda
         self.name, self.keys_transposed = inner.name, inner.keys_transposed
-        self.offloaded, self.shares_keys = inner.offloaded, inner.shares_keys
+        self.offloaded, self.shares_keys = inner.offloaded, True
         self.close = inner.close
 
     def implementations(self, op: str) -> Sequence[Any]:

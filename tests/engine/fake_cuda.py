@@ -25,6 +25,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,8 @@ DEVICE = torch.device("cuda", 0)
 #: Bytes of pinned memory whose copy is not done.
 POISON = 0xA5
 _LINE = 64
-_ARENA = 1 << 30  # of address space
+_AREA = 1 << 26  # of address space, for each pool
+_ARENA = _AREA << 5
 _MOST_STREAMS = 24
 
 
@@ -141,7 +143,6 @@ class Graph:
 
     def __init__(self) -> None:
         self._launches: list[Callable[[], Any]] = []
-        self._kept: list[Any] = []
 
     def capture_begin(self, pool: Any, capture_error_mode: str = "global") -> None:
         cuda = _cuda()
@@ -164,7 +165,7 @@ class Graph:
         cuda.capturing = None
         cuda.graphs += 1
 
-    def add(self, launch: Callable[[], Any], *kept: Any) -> None:
+    def add(self, launch: Callable[[], Any]) -> None:
         self._launches.append(launch)
 
     def replay(self) -> None:
@@ -219,6 +220,7 @@ class Cuda:
         self._pending_uses: dict[int, list[Any]] = {}
         self._blocked: list[tuple[int, int, Any]] = []
         self._pools = 0
+        self._areas: dict[Any, int] = {}
         self.capturing: Graph | None = None
         self.capturing_thread = 0
         self.capturing_stream: Stream | None = None
@@ -308,29 +310,30 @@ class Cuda:
             self._blocked = [b for b in self._blocked if not (b[2] <= self._host).all()]
             taken = [(begin, end) for begin, (end, _) in self.living.items()]
             taken += [(begin, end) for begin, end, _ in self._blocked]
-            # torch gives each pool pieces of its own
-            base = hash(pool) % 7 * (_ARENA // 7) // _LINE * _LINE
-            begin = base
+            # a pool has pieces of its own
+            area = self._areas.setdefault(pool, len(self._areas))
+            begin = area * _AREA
             for first, last in sorted(taken):
                 if last <= begin:
                     continue
                 if first - begin >= size:
                     break
                 begin = last
-            assert begin + size <= _ARENA, "the fake card is full"
+            assert begin + size <= (area + 1) * _AREA <= _ARENA, "the fake card is full"
             memory = Memory(begin, size, pool)
             self.living[begin] = begin + size, pool
             weakref.finalize(memory, self._free, begin, size, memory.tag)
         whole = self._bytes[begin : begin + size].view(dtype)
         made = CardTensor(whole.as_strided(shape, strides), memory)
         if capturing:
-            self.capturing.add(lambda: self._mark(memory))  # type: ignore[union-attr]
+            mark = partial(self._mark, begin, size, memory.tag)
+            self.capturing.add(mark)  # type: ignore[union-attr]
         else:
-            self._mark(memory)
+            self._mark(begin, size, memory.tag)
         return made
 
-    def _mark(self, memory: Memory) -> None:
-        self._tags[memory.begin // _LINE : (memory.begin + memory.size) // _LINE] = memory.tag
+    def _mark(self, begin: int, size: int, tag: int) -> None:
+        self._tags[begin // _LINE : (begin + size) // _LINE] = tag
 
     def used_by(self, memory: Memory, stream: Stream) -> None:
         self._pending_uses.setdefault(memory.tag, []).append(stream)
@@ -416,7 +419,11 @@ class Cuda:
         if name.startswith("aten._local_scalar_dense"):
             return self.to_host(inputs[0]).item()
         if name.startswith("aten.copy_."):
-            return self._copy(args[0], args[1], bool((args[2:] or (False,))[0]) or kwargs.get("non_blocking", False))
+            return self._copy(
+                args[0],
+                args[1],
+                bool((args[2:] or (False,))[0]) or kwargs.get("non_blocking", False),
+            )
         if name.startswith("aten._to_copy"):
             kwargs = {k: v for k, v in kwargs.items() if k not in ("non_blocking", "pin_memory")}
             where = kwargs.pop("device", DEVICE)
@@ -432,7 +439,7 @@ class Cuda:
         ]  # fmt: skip
         if foreign:  # torch copies indices, for example, and waits
             self._not_in_capture(f"{name} copies a tensor of the host")
-        run = lambda: func(*_inner(args), **_inner(kwargs))  # noqa: E731
+        run = partial(func, *_inner(args), **_inner(kwargs))  # without what keeps their memory
         if func._schema.is_mutable:
             written = [
                 value
@@ -589,7 +596,11 @@ def without_a_gpu() -> Iterator[Cuda]:
 
         patch.setattr(Tensor, "to", moved)
         pinned = Tensor.is_pinned
-        patch.setattr(Tensor, "is_pinned", lambda x, *_: not isinstance(x, CardTensor) and (cuda.is_pinned(x) or pinned(x)))
+        patch.setattr(
+            Tensor,
+            "is_pinned",
+            lambda x, *_: not isinstance(x, CardTensor) and (cuda.is_pinned(x) or pinned(x)),
+        )
         patch.setattr(torch, "inference_mode", torch.no_grad)  # wrappers cannot be its tensors
         replaced = {
             "Stream": Stream, "Event": Event, "CUDAGraph": Graph, "stream": cuda.stream,

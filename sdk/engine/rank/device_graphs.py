@@ -22,7 +22,7 @@ from sdk.engine.rank.strategy import LaunchedBatch, Repeater
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.card import Card
 from sdk.kernels.sampling import Tokens
-from sdk.kernels.sized_graphs import PieceGraphs, SizedGraphs
+from sdk.kernels.sized_graphs import PieceGraphs, StepGraphs
 
 _SEVERAL_RANKS = "several ranks launch no step ahead"
 #: Stands for hidden states and logits of plain batches, which nothing reads.
@@ -62,24 +62,28 @@ class DeviceGraphs:
     @property
     def failed_captures(self) -> list[str]:
         """See :class:`~sdk.engine.rank.strategy.Strategy`."""
-        return [one.failed for one in self._graphs if one.failed]
+        return [one.graphs.failed for one in self._sized if one.graphs.failed]
 
     @property
-    def _graphs(self) -> Sequence[SizedGraphs[Any]]:
-        steps = (self.decodes and self.decodes.steps, self.pieces)
-        return [one.graphs for one in steps if one]
+    def _sized(self) -> Sequence[StepGraphs[Any] | PieceGraphs]:
+        steps = None if self.decodes is None else self.decodes.steps
+        return [one for one in (steps, self.pieces) if one is not None]
 
     def capture_next(self) -> bool:
         """Capture the next size that waits; whether one was left. There are no requests."""
+        waiting = next((one for one in self._sized if one.graphs.waits), None)
+        if waiting is None:
+            return False
         if self.decodes is not None:
             self.decodes.in_flight = None
         self._inputs.clear()
-        found = any(one.capture_next() for one in self._graphs)
-        if self.decodes is not None and not self.decodes.steps.graphs.usable:
-            self.eager_reason, self.decodes = self.decodes.steps.graphs.failed, None
-        if self.pieces is not None and not self.pieces.graphs.usable:
-            self.eager_prompts_reason, self.pieces = self.pieces.graphs.failed, None
-        return found
+        waiting.capture_next()
+        if waiting.graphs.failed and not waiting.graphs.sizes:
+            if waiting is self.pieces:
+                self.eager_prompts_reason, self.pieces = waiting.graphs.failed, None
+            else:
+                self.eager_reason, self.decodes = waiting.graphs.failed, None
+        return True
 
     @property
     def steps_ahead(self) -> int:
