@@ -1,4 +1,5 @@
-"""Products with float weights, by the vendor's library."""
+"""Products with float weights: of 16 bits by the vendor's library, of float32 by a kernel of ours,
+because the host may let the library round them (plain_product.py)."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from sdk.kernels.backend import Problem
 from sdk.kernels.gpu import product_dense as kernels
 from sdk.kernels.gpu.expert_tiles import Experts, Routed, offsets_of, tile_arguments
 from sdk.kernels.gpu.launch import INTERPRETED, Launch, expect_on_device, old_card
+from sdk.kernels.gpu.plain_product import library_rounds, plain_product
 from sdk.kernels.gpu.scratch import columns_at_once, runs
 from sdk.kernels.layouts import Dense, Layout
 from sdk.kernels.routes import Routes
@@ -102,11 +104,14 @@ def product_dense(w: Tensor, x: Tensor, routed: Routed, experts: range, out: Ten
 
 
 def multiply(x: Tensor, w: Tensor, out: Tensor) -> None:
-    """``out = x @ w.T`` with x and w of one type.
+    """``out = x @ w.T`` with x and w of one type; x is contiguous.
 
     For a float32 out, sums are not rounded if the library supports that (:func:`wide_sums`). For a
     16-bit out the library may round the sums of shares of K, as usual.
     """
+    if library_rounds(x.dtype):
+        plain_product(x, w, out).run()
+        return
     if out.dtype == x.dtype:
         torch.mm(x, w.t(), out=out)
         return
