@@ -63,7 +63,7 @@ class DenseLinear:
     def rows(self, packed: Dense, ids: Tensor, out: Tensor) -> None:
         out.copy_(packed.values[ids])
 
-    def group(self, packed: Sequence[Dense]) -> Experts[Dense] | None:
+    def group(self, packed: Sequence[Dense]) -> Any:
         values = [p.values for p in packed]
         if any(not v.is_contiguous() or v.data_ptr() % _ALIGNED for v in values):
             return None
@@ -71,11 +71,35 @@ class DenseLinear:
         return None if offsets is None else Experts(tuple(packed), offsets)
 
     def matmul_routed(
-        self, group: Experts[Dense], x: Tensor, routes: Routes, by_token: bool, out: Tensor
+        self, group: Any, x: Tensor, routes: Routes, by_token: bool, out: Tensor
     ) -> None:
         expect_on_device("linear of experts", x, out, group.offsets)
         routed = Routed(group.offsets, routes, routes.tokens if by_token else None)
         product_dense(group.first.values, x, routed, range(group.count), out).run()
+
+
+class ExactDenseLinear(DenseLinear):
+    """Exact products with weights of 16 bits: x is not rounded, and K is added up in one order."""
+
+    name = "gpu.dense_exact"
+
+    def reject(self, problem: Problem) -> str | None:
+        if problem.layout != "dense" or problem.format not in _TYPES[1:]:
+            return f"{problem.format} {problem.layout}: expected dense {', '.join(_TYPES[1:])}"
+        return None if problem.compute == "exact" else "compute is not exact"
+
+    def matmul(self, packed: Dense, x: Tensor, out: Tensor) -> None:
+        plain_product(x.float(), packed.values, out).run()
+
+    def group(self, packed: Sequence[Dense]) -> Any:
+        return tuple(packed)
+
+    def matmul_routed(
+        self, group: Any, x: Tensor, routes: Routes, by_token: bool, out: Tensor
+    ) -> None:
+        """One product for each expert, whose rows the host asks for."""
+        for expert, rows, own in routes.parts(x, by_token):
+            self.matmul(group[expert], own, out[rows])
 
 
 def product_dense(w: Tensor, x: Tensor, routed: Routed, experts: range, out: Tensor) -> Launch:

@@ -37,7 +37,7 @@ def plain_product_kernel(
         inside = EVEN | (lane < K - k)
         values = tl.load(where_w + k, mask=inside[None, :], other=0.0)
         xs = tl.load(where_x + k, mask=inside[:, None] & real[None, :], other=0.0)
-        if WIDEN:
+        if WIDEN:  # nothing if they are float32
             values, xs = values.to(tl.float32), xs.to(tl.float32)
         acc = tl.dot(values, xs, acc, input_precision="ieee")
     where = out + m[None, :].to(tl.int64) * out_stride + n[:, None]
@@ -45,16 +45,17 @@ def plain_product_kernel(
 
 
 def plain_product(x: Tensor, w: Tensor, out: Tensor) -> Launch:
-    """``out [M, N] = x [M, K] @ w [N, K].T``; x and w of one type, rows contiguous."""
+    """``out [M, N] = x [M, K] @ w [N, K].T``; rows contiguous. x has w's type, or is float32 and not
+    rounded to it."""
     (rows, k), n = x.shape, w.shape[0]
     # plain units hold all columns of a thread's products in registers
-    plain = w.itemsize == 4 or old_card(w.device)
+    plain = x.itemsize == 4 or old_card(w.device)
     block_k = 16 if plain else 64
     block_m = min(64, max(16, triton.next_power_of_2(rows)))
     arguments: dict[str, Any] = {"x": x, "w": w, "out": out, "M": rows, "N": n, "K": k}
     arguments |= {"x_stride": x.stride(0), "w_stride": w.stride(0), "out_stride": out.stride(0)}
     constants: dict[str, Any] = {
-        "WIDEN": w.dtype == torch.bfloat16 and INTERPRETED,
+        "WIDEN": x.dtype != w.dtype or (w.dtype == torch.bfloat16 and INTERPRETED),
         "EVEN": k % block_k == 0,
         "BLOCK_N": 64,
         "BLOCK_M": block_m,

@@ -12,6 +12,7 @@ from torch import Tensor
 from sdk.kernels.gpu import dense
 from sdk.kernels.gpu.dense import multiply
 from sdk.kernels.gpu.plain_product import library_rounds, plain_product
+from sdk.kernels.ops import Ops
 
 #: [M, N, K]: one row, tiles that are full and that are not, K that its blocks divide and not.
 SHAPES = [(1, 70, 48), (3, 64, 33), (17, 5, 160), (70, 130, 16)]
@@ -93,3 +94,17 @@ def test_bfloat16_stays_with_the_library(library: list[Any]) -> None:
     x, w, _ = factors(4, 32, 64, torch.bfloat16)
     multiply(x, w, torch.empty(4, 32, dtype=torch.bfloat16))
     assert library == [torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_exact_products_with_weights_of_16_bits_do_not_round_activations(
+    cases: Any, library: list[Any], dtype: torch.dtype
+) -> None:
+    layout, x = cases.dense(20, 48, dtype), cases.activations(3, 48)
+    ops = Ops("cpu", compute="exact", backends=("gpu", "reference"))
+    bound = ops.linear(layout)
+    assert bound.choice.name == "gpu.dense_exact"
+    expected = x.double() @ layout.values.double().t()
+    assert (bound.matmul(x) - expected).norm() < 1e-6 * expected.norm()
+    assert library == []
+    ops.close()
