@@ -284,12 +284,12 @@ class Driver:
         """Let the engine do what serving would wait for; whether it did anything. A request that
         comes meanwhile waits for it, some 0.2 s at most."""
         engine = self._engine
-        if engine.prepare is None or self.has_work or self._asleep or not self._must_wait():
+        if engine.prepare is None or engine.dead is not None or self._asleep:
             return False
         if not self._step_lock.acquire(blocking=False):
             return False
         try:
-            return not self._closed and not self.has_work and engine.work_while_idle()
+            return not (self._closed or self.has_work) and engine.work_while_idle()
         finally:
             self._step_lock.release()
             if engine.dead is not None:

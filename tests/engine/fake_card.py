@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -94,7 +95,9 @@ def _sample(
     kernel: Any, shapes: PackedShapes | None, logits: Tensor, draws: Tensor, out: Tensor
 ) -> None:
     if hasattr(kernel, "rows"):
-        out.copy_(kernel.rows(logits, draws, shapes))
+        names = ("owners", "slots", "changes", "entries", "masks", "side")
+        given = shapes and SimpleNamespace(**{x: plain(getattr(shapes, x)) for x in names})
+        out.copy_(kernel.rows(logits, draws, given))
         return
     found = SampleBuffers(len(logits))
     for row in range(len(logits) if shapes is not None else 0):

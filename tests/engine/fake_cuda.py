@@ -1,4 +1,4 @@
-"""What torch.cuda does to an engine, without a GPU: streams, events, memory and graphs that complain.
+"""What torch.cuda does to an engine, without a GPU: streams, events, memory, graphs that complain.
 
 Tensors of the card (:class:`CardTensor`) lie in an arena of this process's memory, and torch
 dispatches their operations here. An operation runs at once, so numbers are right by the host's
@@ -11,8 +11,8 @@ it last. :class:`Hazard` is raised where
 - a tensor is read after its memory was written as another tensor: the result of a graph after the
   next replay;
 - the host writes pinned memory before the copy from it is done;
-- during a capture: the host waits, asks for pinned memory, or the collector may run or runs; a graph
-  is destroyed; another thread launches into the stream.
+- during a capture: the host waits or asks for pinned memory; the collector may run, or runs; a
+  graph is destroyed; another thread launches into the stream.
 
 What the host reads before a copy to it is done is nonsense (:data:`POISON`).
 """
@@ -33,8 +33,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
-
-from sdk.kernels.graph import _VIEWS
 
 DEVICE = torch.device("cuda", 0)
 #: Bytes of pinned memory whose copy is not done.
@@ -414,7 +412,7 @@ class Cuda:
     def dispatch(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         name = str(func)
         inputs = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, CardTensor)]
-        if name.rpartition(".")[0] in _VIEWS:
+        if _is_view(func):
             return _wrapped(func(*_inner(args), **_inner(kwargs)), inputs[0].memory)
         if name.startswith("aten._local_scalar_dense"):
             return self.to_host(inputs[0]).item()
@@ -551,6 +549,12 @@ def _lines(x: Any, arena: Tensor) -> slice:
     last = sum((n - 1) * s for n, s in zip(inner.shape, inner.stride(), strict=True))
     end = begin + (last + 1) * inner.itemsize if inner.numel() else begin
     return slice(begin // _LINE, -(-end // _LINE))
+
+
+def _is_view(func: Any) -> bool:
+    """Whether an operation returns its input's memory and moves no data."""
+    alias = [one.alias_info for one in func._schema.returns]
+    return str(func).startswith("aten._unsafe_view") or any(a and not a.is_write for a in alias)
 
 
 def _inner(x: Any) -> Any:

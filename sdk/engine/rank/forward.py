@@ -129,6 +129,8 @@ class ForwardPasses:
                     logits = self._head(hidden, min(tokens, outputs))
                 if self._mesh.samples:
                     self.draw(logits, shaped=False)
+        if self._mesh.samples:
+            self.ops.sampling.warm_up(logits)
 
     def decode(self, size: int, shared: bool) -> Decoded:
         """A decode step of ``size`` rows: see :class:`~sdk.engine.rank.run_ahead.RunAhead`."""
