@@ -360,7 +360,7 @@ def test_a_host_s_stream_and_an_engine_s_thread_do_not_meet(path: Path) -> None:
     params = SamplingParams(temperature=0.8, seed=1, max_tokens=12, ignore_eos=True)
     with LLM(path, enforce_eager=True, **LIMITS) as llm:
         wanted = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params)]
-    with on_a_card(path, **LIMITS) as (llm, cuda):
+    with on_a_card(path, **LIMITS) as (llm, _):
         own = torch.cuda.Stream()
         for _ in range(2):
             assert [x.outputs[0].token_ids for x in llm.generate(PROMPTS, params)] == wanted
