@@ -135,6 +135,7 @@ class _Kernel:
 
     def __init__(self, inner: Any, op: str, cuda: Cuda) -> None:
         self._inner, self._cuda = inner, cuda
+        self._layouts: list[Any] = []
         self._taught = _TAUGHT.get(op) if inner.name.startswith("cpu.") else None
         if op == "sample":
             self.rows, self.run = self._sampled_rows, self._sample_on_host
@@ -168,6 +169,7 @@ class _Kernel:
         self._inner.run(self._cuda.to_host(logits), draws, out)
 
     def pack(self, layout: Any) -> Any:
+        self._layouts.append(layout)  # what is packed may be in its memory
         return self._inner.pack(plain(layout))
 
     def bind(self, layers: Any) -> Callable[..., None]:
