@@ -18,12 +18,16 @@ from fake_card import on_a_card
 from fake_cuda import POISON, Cuda, Hazard, without_a_gpu
 from torch import Tensor
 
-from sdk import LLM, SamplingParams
+from sdk import LLM, LoRARequest, SamplingParams
 from sdk.engine.rank.inputs import StepInputs
 from sdk.engine.rank.run_ahead import Readback
 from sdk.kernels import card as card_module
 from sdk.kernels.card import Card
+from sdk.kernels.errors import KernelError
 from sdk.kernels.reference.linear import multiply
+from sdk.kernels.sized_graphs import SizedGraphs
+from sdk.testing import tiny_adapter, tiny_model
+from tests.structured_answers import STRUCTURES
 
 CUDA = "cuda:0"
 
@@ -389,3 +393,71 @@ def test_a_callback_sees_its_logits_in_the_caller_s_stream(path: Path) -> None:
     with on_a_card(path, **LIMITS) as (llm, cuda):
         assert llm.generate(PROMPTS[0], params)[0].outputs[0].token_ids == wanted.token_ids
         assert set(seen) == {cuda.default}
+
+
+def test_adapters_pages_that_are_swapped_and_structures_meet_no_hazard(
+    tmp_path: Path, golden: Path
+) -> None:
+    """Next to each other, driven by the engine's thread while another one packs adapters."""
+    model = tiny_model(tmp_path, "q4_k_m")
+    adapters = [
+        LoRARequest(str(i), i, tiny_adapter(tmp_path / str(i), model, seed=i)) for i in (1, 2)
+    ]
+    options = {
+        **LIMITS, "enable_lora": True, "max_loras": 1, "swap_space": "4MiB",
+        "max_model_len": 256,
+    }  # fmt: skip
+    structure, is_valid = STRUCTURES["object"]
+    drawn = SamplingParams(temperature=0.8, seed=3, max_tokens=40, ignore_eos=True)
+    bound = SamplingParams(temperature=0.8, seed=3, max_tokens=80, structured_outputs=structure)
+
+    def everything(llm: LLM) -> list[Any]:
+        found = []
+        for _ in range(2):  # the second time with prefixes from the swap space
+            for lora in (None, *adapters, None):
+                outputs = llm.generate(PROMPTS, drawn, lora_request=lora)
+                found += [tuple(x.outputs[0].token_ids) for x in outputs]
+            long = [[(7 * j + 31 * i) % 300 + 4 for j in range(60)] for i in range(4)]
+            outputs = llm.generate(long, [drawn, bound, drawn, bound])
+            assert all(is_valid(outputs[i].outputs[0].text) for i in (1, 3))
+            found += [tuple(x.outputs[0].token_ids) for x in outputs]
+        return found
+
+    with LLM(model, enforce_eager=True, **options) as llm:
+        pages = 20 * llm.memory_plan.page_bytes
+        wanted = everything(llm)
+    with on_a_card(model, kv_cache_memory_bytes=pages, **options) as (llm, cuda):
+        assert everything(llm) == wanted
+        numbers = llm.get_metrics()
+        assert cuda.replays > 100 and numbers["num_preemptions"] > 0
+
+
+def test_an_error_of_triton_names_kernel_and_card(cuda: Cuda) -> None:
+    """In a step a KernelError; in a capture the reason why sizes run operator by operator."""
+
+    class OutOfResources(Exception):
+        __module__ = "triton.runtime.errors"
+
+    class JITFunction:
+        __name__ = "product"
+
+        def run(self) -> None:
+            raise OutOfResources("out of resource: shared memory, Required: 300000")
+
+    card = Card(torch.device(CUDA))
+    kernel = JITFunction()
+    reason = "kernel product cannot run on a card that is not here: OutOfResources: out of resource"
+    with pytest.raises(KernelError, match=reason), card:
+        kernel.run()
+    with pytest.raises(ValueError), card:
+        raise ValueError
+    graphs: SizedGraphs[Any] = SizedGraphs([4, 2], lambda size: f"a step of {size}")
+
+    def capture(size: int) -> None:
+        with card.capturing(lambda: None):
+            card.begin()
+            kernel.run()
+
+    graphs.capture_next(capture)
+    assert f"a step of 4 cannot be captured: {reason}" in graphs.failed
+    assert not graphs.waits and graphs.find(4) is None and gc.isenabled()
