@@ -485,9 +485,10 @@ class Cuda:
                 return target
             self._not_in_capture("a copy from the host")
             self.launched([], [target])
+            if self.is_pinned(source):
+                self._end_copies(source, stream, writes=False)
             target.inner.copy_(source)
             if non_blocking and self.is_pinned(source):
-                self._check_sources(source)
                 self._copies.append(Copy(source, source, stream, to_host=False))
             else:
                 self.host_waits(stream.clock)
@@ -496,6 +497,7 @@ class Cuda:
             self._not_in_capture("a copy to the host")
             self.launched([source], [])
             if non_blocking and self.is_pinned(target):
+                self._end_copies(target, stream, writes=True)
                 converted = source.inner.to(target.dtype).expand(target.shape).contiguous()
                 self._copies.append(Copy(target, converted, stream, to_host=True))
             else:
@@ -503,10 +505,23 @@ class Cuda:
                 self.host_waits(stream.clock)
         return target
 
-    def _check_sources(self, host: Tensor) -> None:
+    def _end_copies(self, host: Tensor, stream: Stream, *, writes: bool) -> None:
+        """Before the next copy from or to a place of pinned memory: the ones before it are done
+        when it begins. Nobody has to wait for that, but they have to be ordered."""
+        left = []
         for copy in self._copies:
-            if not copy.to_host and copy.overlaps(host):
+            if not copy.overlaps(host):
+                left.append(copy)
+                continue
+            if copy.at > stream.clock[copy.stream]:
+                self.hazard("two copies of one place of pinned memory are not ordered")
+            if not copy.to_host:
                 self._check_source(copy)
+                if not writes:
+                    left.append(copy)
+            elif not writes:
+                copy.host.copy_(copy.value)
+        self._copies = left
 
     def _check_source(self, copy: Copy) -> None:
         if not torch.equal(copy.host, copy.value):
