@@ -2,9 +2,9 @@
 attention operators. With several ranks all steps run in pieces, also between their exchanges.
 
 A graph has fixed shapes, so there is one per bucket of sizes. A smaller step runs in the next
-larger graph with padding rows (slot -1: attention and the write of keys skip them). The launches of an
-attention also depend on the lengths of its requests, which are bounded in decode steps but not in
-prompts.
+larger graph with padding rows (slot -1: attention and the write of keys skip them). The launches of
+an attention also depend on the lengths of its requests, which are bounded in decode steps but not
+in prompts.
 
 Nothing is captured while a step is served: sizes are captured one at a time, at load and when the
 engine is idle, the largest first, so that the smaller ones fit into its memory. A step whose size

@@ -142,6 +142,8 @@ class ModelRunner:
             if self.drafting is not None:
                 self.drafting.close()
                 self.drafting = None
+            if self.ops.card is not None:  # torch would keep it for this engine's stream
+                torch.cuda.empty_cache()
 
     def forget_graphs(self) -> None:
         """Stop using recorded steps and free their memory."""
