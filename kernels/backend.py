@@ -113,8 +113,8 @@ class Backend(Protocol):
     #: ``AttentionBatch.shared_len``.
     shares_keys: bool
     #: Whether its launches can be captured as graphs of fixed shapes, see
-    #: :class:`sdk.kernels.card.Card`. A backend that takes the counts of a step at run time has ``record`` instead
-    #: (:class:`Recorder`).
+    #: :class:`sdk.kernels.card.Card`. A backend that takes the counts of a step at run time has
+    #: ``record`` instead (:class:`Recorder`).
     captures: bool
 
     def implementations(self, op: str) -> Sequence[Any]:

@@ -46,6 +46,10 @@ class Card:
         self._pool: Any = None
         self._graph: Any = None
 
+    def entered(self) -> Card:
+        """To be entered: ``with card.entered():``."""
+        return self
+
     def __enter__(self) -> Card:
         stack = self._stack
         caller = torch.cuda.current_stream(self.device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ from sdk.kernels.registry import choose, open_backends
 
 ACTIVATION_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 Compute = Literal["auto", "exact"]
+Entering = Callable[[], AbstractContextManager[object]]
 
 
 class Context:
@@ -44,7 +45,11 @@ class Context:
             )
         self.device = torch.device(device)
         #: The GPU of the engine; ``None`` on a CPU.
-        self.card = Card(self.device) if self.device.type == "cuda" else None
+        self.card = card = Card(self.device) if self.device.type == "cuda" else None
+        #: A context in which device and stream of the engine are the thread's current ones, and one
+        #: for code of the host (:meth:`Card.lent`); on a CPU they do nothing.
+        self.entered: Entering = nullcontext if card is None else card.entered
+        self.lent: Entering = nullcontext if card is None else card.lent
         self.compute: Compute = compute
         self.num_threads = num_threads
         self.activations = activations
@@ -62,14 +67,18 @@ class Context:
         self._chosen: dict[Problem, Choice] = {}
         self._results = ActivationPool()
 
-    def entered(self) -> AbstractContextManager[object]:
-        """A context in which device and stream of the engine are the thread's current ones; on a
-        CPU there is nothing to enter."""
-        return nullcontext() if self.card is None else self.card
-
-    def lent(self) -> AbstractContextManager[object]:
-        """See :meth:`sdk.kernels.card.Card.lent`; nothing on a CPU."""
-        return nullcontext() if self.card is None else self.card.lent()
+    def lending(self, parts: Iterator[Tensor]) -> Iterator[Tensor]:
+        """Tensors that are computed inside :attr:`entered`, for the caller's stream."""
+        while True:
+            with self.entered():
+                part = next(parts, None)
+            if part is None:
+                return
+            if self.card is not None:
+                self.card.give()
+            yield part
+            if self.card is not None:
+                self.card.take()
 
     def close(self) -> None:
         """Stop the threads. Idempotent; the operators must not be used afterwards."""

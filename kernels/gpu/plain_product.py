@@ -45,8 +45,8 @@ def plain_product_kernel(
 
 
 def plain_product(x: Tensor, w: Tensor, out: Tensor) -> Launch:
-    """``out [M, N] = x [M, K] @ w [N, K].T``; rows contiguous. x has w's type, or is float32 and not
-    rounded to it."""
+    """``out [M, N] = x [M, K] @ w [N, K].T``; rows contiguous. x has w's type, or is float32 and is
+    not rounded to it."""
     (rows, k), n = x.shape, w.shape[0]
     # plain units hold all columns of a thread's products in registers
     plain = x.itemsize == 4 or old_card(w.device)

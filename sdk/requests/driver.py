@@ -292,9 +292,9 @@ class Driver:
             return not (self._closed or self.has_work) and engine.work_while_idle()
         finally:
             self._step_lock.release()
-            if engine.dead is not None:
+            if (failure := self._engine.dead) is not None:
                 with suppress(EngineDeadError):
-                    self._fail_engine(engine.dead)
+                    self._fail_engine(failure)
 
     def _must_wait(self) -> bool:
         """Whether the engine thread has nothing to do, or must not do it now."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.graph import Cut, Exchange, Graph
 from sdk.kernels.ops import Ops
 from sdk.kernels.packed_shapes import PackedShapes
+from sdk.memory.demand import scored_rows
 from sdk.models.decoder import CausalLM, Decoder
 from sdk.models.lockstep import Lockstep
 from sdk.models.parallel import Mesh
@@ -93,6 +94,20 @@ class ForwardPasses:
         self.ops.adapter_slots = self._inputs.output_adapters[:outputs]
         rows = self.ops.select_rows(hidden, self._inputs.output_rows[:outputs])
         return self._model.logits(rows)
+
+    def logits_in_parts(self, hidden: Tensor, adapter: int = -1) -> Iterator[Tensor]:
+        """Yield logits of rows of one adapter, in parts. Each part is valid until the next."""
+        rows = scored_rows(self._model.config.vocab_size)
+        for begin in range(0, len(hidden), rows):
+            part = hidden[begin : begin + rows]
+            slots = None
+            if adapter >= 0:
+                slots = torch.full((len(part),), adapter, dtype=torch.int32, device=part.device)
+            with torch.inference_mode():
+                self.ops.adapter_slots = slots
+                logits = self._model.logits(part)
+            yield logits
+            del logits  # free it before the next part
 
     def record(self) -> Graph[tuple[Tensor, Tensor]]:
         """Record a step of the largest size; smaller steps use its first rows.
