@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +43,6 @@ def path(golden: Path) -> Path:
 
 
 # Streams
-
-
-def on_another(cuda: Cuda, work: Callable[[], Any]) -> Any:
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        work()
-    return stream
 
 
 @pytest.mark.parametrize("ordered", [True, False])
@@ -303,11 +295,6 @@ def trace(llm: LLM) -> list[Any]:
     return [output.outputs[0].token_ids for output in llm.generate(PROMPTS * 2, wanted)]
 
 
-@contextmanager
-def nothing(*args: Any, **kwargs: Any) -> Iterator[None]:
-    yield
-
-
 def no_wait_of_inputs(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StepInputs, "wait", lambda inputs: None)
 
@@ -395,6 +382,7 @@ def test_a_callback_sees_its_logits_in_the_caller_s_stream(path: Path) -> None:
         assert set(seen) == {cuda.default}
 
 
+@pytest.mark.slow
 def test_adapters_pages_that_are_swapped_and_structures_meet_no_hazard(
     tmp_path: Path, golden: Path
 ) -> None:
