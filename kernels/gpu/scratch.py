@@ -24,6 +24,9 @@ LIBRARY, OLDER_LIBRARY = 32 << 20, 8 << 20
 #: Keys of a split of attention; larger by powers of two if a context would have too many splits.
 SPLIT = 256
 MAX_SPLITS = 32
+#: Logits that one program of the sampler reads, bins in which it counts them, and candidates of a
+#: row that it lists: 16 KiB.
+SAMPLER_CHUNK, SAMPLER_BINS, SAMPLER_ROOM = 8192, 256, 4096
 #: The most shares of K that the rule of ``tuning.py`` and ``embedlm tune`` use for a weight.
 MOST_SHARES = 16
 #: Float32 copies of x that exist at once in ``reference/fake_quantize.py``.
