@@ -130,15 +130,17 @@ def _candidates(
     bounds = logits.new_empty(rows, 4, dtype=torch.int32)
     begins = logits.new_empty(rows, chunks, dtype=torch.int32)
     ids = logits.new_empty(rows, SAMPLER_ROOM, dtype=torch.int32)
-    read = options | {"BINS": SAMPLER_BINS, "CHUNK": SAMPLER_CHUNK}
-    count_kernel[(rows, chunks)](*given, counts, sums, *sizes, **read, num_warps=16)
+    count_kernel[(rows, chunks)](
+        *given, counts, sums, *sizes, **options,
+        BINS=SAMPLER_BINS, CHUNK=SAMPLER_CHUNK, num_warps=16,
+    )  # fmt: skip
     bounds_kernel[(rows,)](
         *given, counts, sums, bounds, begins, *sizes, **options,
         BINS=SAMPLER_BINS, ROOM=SAMPLER_ROOM, num_warps=8,
     )  # fmt: skip
     gather_kernel[(rows, chunks)](
-        *given, sums, bounds, begins, ids, *sizes, **read,
-        ROOM=SAMPLER_ROOM, PART=SAMPLER_CHUNK // 8, num_warps=8,
+        *given, sums, bounds, begins, ids, *sizes, **options,
+        CHUNK=SAMPLER_CHUNK, ROOM=SAMPLER_ROOM, PART=SAMPLER_CHUNK // 8, num_warps=8,
     )  # fmt: skip
     return sums, bounds, ids
 

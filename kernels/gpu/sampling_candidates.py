@@ -89,13 +89,24 @@ def sums_of(sums, which, chunks, CHUNKS: tl.constexpr):
 
 
 @triton.jit
+def _searched(draw, width):
+    """Whether there is a truncation but ``min_p``."""
+    top_k = tl.load(draw + TOP_K).to(tl.int64, bitcast=True)
+    surprise = tl.load(draw + MIROSTAT_MU)
+    found = (tl.load(draw + TYPICAL_P) < 1.0) | (tl.load(draw + TOP_P) < 1.0)
+    found = found | (tl.load(draw + XTC_THRESHOLD) >= 0.0) | (surprise == surprise)
+    return found | ((top_k > 0) & (top_k < width))
+
+
+@triton.jit
 def count_kernel(
     logits, peaks, places, draws, owners, side, side_peaks, side_places, counts, sums,
     width, stride, chunks,
     SHAPED: tl.constexpr, CHUNKS: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows, chunks): ``counts`` int32 ``[R, chunks, BINS]``, the tokens in each bin, and the
-    first of ``sums`` float64 ``[R, chunks, 3]``, for rows with ``typical_p`` the second too."""
+    """Grid (rows, chunks): ``counts`` int32 ``[R, chunks, BINS]``, the tokens in each bin, if a
+    truncation has to search; and the first of ``sums`` float64 ``[R, chunks, 3]``, for rows with
+    ``typical_p`` the second too."""
     number, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     draw = draws + number * DRAW_VALUES
     if tl.load(draw + TEMPERATURE) > 0.0:
@@ -109,9 +120,10 @@ def count_kernel(
             inside = index < width
             gap = gaps_of(row, index, inside, best, temperature)
             at = number * chunks + chunk
-            bins = _bin_of(gap, _origin(temperature), BINS)
-            found = tl.histogram(bins, BINS, mask=inside)
-            tl.store(counts + at * BINS + tl.arange(0, BINS), found)
+            if _searched(draw, width):
+                bins = _bin_of(gap, _origin(temperature), BINS)
+                found = tl.histogram(bins, BINS, mask=inside)
+                tl.store(counts + at * BINS + tl.arange(0, BINS), found)
             weight = weights_of(gap, inside & (gap <= min_p_gap(draw)))
             tl.store(sums + SUMS * at, tl.sum(weight, axis=0))
             if tl.load(draw + TYPICAL_P) < 1.0:
@@ -127,9 +139,10 @@ def bounds_kernel(
 ):  # fmt: skip
     """Grid (rows): ``bounds`` int32 ``[R, 4]`` and ``begins`` int32 ``[R, chunks]``.
 
-    Bounds are the first bin of the candidates and the last one, the number of candidates, and how
-    many tokens before are kept for sure. If there is no room for the candidates, their number is
-    -1, and nothing is sure. ``begins``: how many candidates are in the chunks before each chunk.
+    Bounds are the number of candidates, how many other tokens are kept for sure, and the bits of
+    two differences from the maximum: the largest of tokens that are sure, -1 if none is, and the
+    largest of candidates. If there is no room for the candidates, their number is -1, and nothing
+    is sure. ``begins``: how many candidates are in the chunks before each chunk.
     """
     number = tl.program_id(0).to(tl.int64)
     draw = draws + number * DRAW_VALUES
@@ -139,36 +152,59 @@ def bounds_kernel(
             owners, side, side_peaks, side_places, SHAPED, CHUNKS,
         )  # fmt: skip
         if tl.abs(best) < _INFINITE:
-            origin = _origin(temperature_of(draw))
+            temperature = temperature_of(draw)
+            origin = _origin(temperature)
             bins = BINS - 1 - tl.arange(0, BINS)  # from the last to the first
             chunk = tl.arange(0, CHUNKS)
             at = counts + (number * chunks + chunk)[:, None] * BINS + bins[None, :]
-            table = tl.load(at, mask=(chunk < chunks)[:, None], other=0)
+            searched = _searched(draw, width)
+            counted = tl.where(searched, chunks, 0)
+            table = tl.load(at, mask=(chunk < counted)[:, None], other=0)
             of_bins = tl.sum(table, axis=0)
             total = tl.sum(sums_of(sums + SUMS * number * chunks, 0, chunks, CHUNKS), axis=0)
             sure, last = _bounds(draw, bins, of_bins, total, origin, width, BINS)
             up_to_last = tl.sum(tl.where(bins <= last, of_bins, 0), axis=0)
-            sure = tl.where(up_to_last <= ROOM // 8, 0, sure)  # so few are soon read
+            few = searched & (up_to_last <= ROOM // 8)  # soon read, also what is sure
+            sure = tl.where(few, 0, sure)
             wanted = ((bins >= sure) & (bins <= last))[None, :]
             candidates = tl.sum(tl.where(wanted, table, 0), axis=1)
             begin = tl.cumsum(candidates, axis=0) - candidates
             tl.store(begins + number * chunks + chunk, begin, mask=chunk < chunks)
             listed = tl.sum(candidates, axis=0)
             certain = tl.sum(tl.where(bins < sure, of_bins, 0), axis=0)
+            certain = tl.where(searched, certain, width)
             fits = listed <= ROOM
             bounds += 4 * number
-            tl.store(bounds, sure)
-            tl.store(bounds + 1, last)
-            tl.store(bounds + 2, tl.where(fits, listed, -1))
-            tl.store(bounds + 3, tl.where(fits, certain, 0))
+            tl.store(bounds, tl.where(fits, listed, -1))
+            tl.store(bounds + 1, tl.where(fits, certain, 0))
+            nearest = _farthest(sure - 1, temperature, origin, BINS)
+            tl.store(bounds + 2, tl.where(sure > 0, nearest, -1))
+            tl.store(bounds + 3, _farthest(last, temperature, origin, BINS))
+
+
+@triton.jit
+def _farthest(bin, temperature, origin, BINS: tl.constexpr):
+    """The bits of the largest difference from the maximum in this bin or before.
+
+    With it a token is compared without a division. Bisects, 8 bits at a time.
+    """
+    low = tl.full((), 0, tl.int32)
+    for step in range(4):
+        shift = tl.maximum(23 - 8 * step, 0)
+        bits = tl.minimum(low + (tl.arange(0, 256) << shift), 0x7F800000)
+        gap = tl.div_rn(bits.to(tl.float32, bitcast=True), temperature)
+        within = _bin_of(gap, origin, BINS) <= bin
+        low += tl.maximum(tl.sum(within.to(tl.int32), axis=0) - 1, 0) << shift
+        low = tl.minimum(low, 0x7F800000)
+    return low
 
 
 @triton.jit
 def gather_kernel(
     logits, peaks, places, draws, owners, side, side_peaks, side_places, sums, bounds, begins, ids,
     width, stride, chunks,
-    SHAPED: tl.constexpr, CHUNKS: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr,
-    ROOM: tl.constexpr, PART: tl.constexpr,
+    SHAPED: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, ROOM: tl.constexpr,
+    PART: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows, chunks): ``ids`` int32 ``[R, ROOM]``, the candidates, and the third of ``sums``
     for rows with tokens that are kept for sure."""
@@ -180,11 +216,12 @@ def gather_kernel(
             owners, side, side_peaks, side_places, SHAPED, CHUNKS,
         )  # fmt: skip
         at = number * chunks + chunk
-        sure, last = tl.load(bounds + 4 * number), tl.load(bounds + 4 * number + 1)
-        if (tl.abs(best) < _INFINITE) & (tl.load(bounds + 4 * number + 2) >= 0):
-            if sure == BINS:  # no truncation but min_p
+        bounds += 4 * number
+        if (tl.abs(best) < _INFINITE) & (tl.load(bounds) >= 0):
+            if _searched(draw, width) == 0:
                 tl.store(sums + SUMS * at + 2, tl.load(sums + SUMS * at))
             else:
+                near, far = tl.load(bounds + 2), tl.load(bounds + 3)
                 temperature = temperature_of(draw)
                 ids += number * ROOM + tl.load(begins + at)
                 end = tl.minimum(chunk * CHUNK + CHUNK, width)
@@ -192,13 +229,17 @@ def gather_kernel(
                 for start in range(chunk * CHUNK, end, PART):
                     index = start + tl.arange(0, PART)
                     inside = index < end
-                    gap = gaps_of(row, index, inside, best, temperature)
-                    bins = _bin_of(gap, _origin(temperature), BINS)
-                    chosen = (inside & (bins >= sure) & (bins <= last)).to(tl.int32)
-                    tl.store(ids + tl.cumsum(chosen, axis=0) - 1, index, mask=chosen > 0)
-                    ids += tl.sum(chosen, axis=0)
-                    weight += weights_of(gap, inside & (bins < sure))
-                if sure > 0:
+                    x = tl.load(row + index, mask=inside, other=float("-inf"))
+                    apart = bits_of(tl.abs(best - x))
+                    chosen = (inside & (apart > near) & (apart <= far)).to(tl.int32)
+                    count = tl.sum(chosen, axis=0)
+                    if count > 0:
+                        tl.store(ids + tl.cumsum(chosen, axis=0) - 1, index, mask=chosen > 0)
+                        ids += count
+                    if near >= 0:
+                        gap = tl.abs(tl.div_rn(best - x, temperature))
+                        weight += weights_of(gap, inside & (apart <= near))
+                if near >= 0:
                     tl.store(sums + SUMS * at + 2, tl.sum(weight, axis=0))
 
 

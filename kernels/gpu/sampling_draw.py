@@ -191,7 +191,7 @@ def sample_kernel(
     if DRAWN:
         draw = draws + number * DRAW_VALUES
         if (tl.load(draw + TEMPERATURE) > 0.0) & (tl.abs(best) < _INFINITE):
-            count, sure = tl.load(bounds + 4 * number + 2), tl.load(bounds + 4 * number + 3)
+            count, sure = tl.load(bounds + 4 * number), tl.load(bounds + 4 * number + 1)
             listed = count >= 0
             count = tl.where(listed, count, width)
             at = sums + SUMS * number * chunks

@@ -13,8 +13,8 @@ import torch
 
 from sdk import UnsupportedError
 from sdk.kernels import gpu
-from sdk.kernels.gpu.tuning import Tuning
 from sdk.kernels.gpu.scratch import sampler_bytes
+from sdk.kernels.gpu.tuning import Tuning
 from sdk.kernels.packed_shapes import packed_bytes
 from sdk.loading import checks as load_checks, load as loading
 from sdk.loading.checks import check_options, room_shortage

@@ -63,7 +63,7 @@ def watched(patch: pytest.MonkeyPatch) -> list[str]:
 
     def candidates(given: Any, *options: Any) -> Any:
         result = original(given, *options)
-        for draw, (_, _, listed, sure) in zip(given[3].tolist(), result[1].tolist(), strict=True):
+        for draw, (listed, sure, _, _) in zip(given[3].tolist(), result[1].tolist(), strict=True):
             if draw[0] > 0:
                 found.append("whole" if listed < 0 else "between" if sure else "listed")
         return result
