@@ -127,7 +127,7 @@ def _candidates(
     rows = len(logits)
     counts = logits.new_empty(rows, chunks, SAMPLER_BINS, dtype=torch.int32)
     sums = logits.new_empty(rows, chunks, 3, dtype=torch.float64)
-    bounds = logits.new_empty(rows, 4, dtype=torch.int32)
+    bounds = logits.new_empty(rows, 6, dtype=torch.int32)
     begins = logits.new_empty(rows, chunks, dtype=torch.int32)
     ids = logits.new_empty(rows, SAMPLER_ROOM, dtype=torch.int32)
     count_kernel[(rows, chunks)](

@@ -40,6 +40,8 @@ _MORE = tl.constexpr(1.0 + 1e-5)
 #: Values of a chunk in ``sums``: weights of the tokens that ``min_p`` keeps, the same times gaps,
 #: weights of those that all truncations keep for sure.
 SUMS = tl.constexpr(3)
+#: Values of a row in ``bounds``: see :func:`bounds_kernel`.
+BOUNDS = tl.constexpr(6)
 
 
 @triton.jit
@@ -137,12 +139,13 @@ def bounds_kernel(
     bounds, begins, width, stride, chunks,
     SHAPED: tl.constexpr, CHUNKS: tl.constexpr, BINS: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows): ``bounds`` int32 ``[R, 4]`` and ``begins`` int32 ``[R, chunks]``.
+    """Grid (rows): ``bounds`` int32 ``[R, 6]`` and ``begins`` int32 ``[R, chunks]``.
 
-    Bounds are the number of candidates, how many other tokens are kept for sure, and the bits of
-    two differences from the maximum: the largest of tokens that are sure, -1 if none is, and the
-    largest of candidates. If there is no room for the candidates, their number is -1, and nothing
-    is sure. ``begins``: how many candidates are in the chunks before each chunk.
+    Bounds are the number of candidates; how many other tokens are kept for sure; the bits of two
+    differences from the maximum, the largest of tokens that are sure (-1 if none is) and the
+    largest of candidates; and the bits of two gaps, between which the first cut of ``top_k`` or
+    ``top_p`` is. If there is no room for the candidates, their number is -1, and nothing is sure.
+    ``begins``: how many candidates are in the chunks before each chunk.
     """
     number = tl.program_id(0).to(tl.int64)
     draw = draws + number * DRAW_VALUES
@@ -162,10 +165,10 @@ def bounds_kernel(
             table = tl.load(at, mask=(chunk < counted)[:, None], other=0)
             of_bins = tl.sum(table, axis=0)
             total = tl.sum(sums_of(sums + SUMS * number * chunks, 0, chunks, CHUNKS), axis=0)
-            sure, last = _bounds(draw, bins, of_bins, total, origin, width, BINS)
+            cut, last, several = _bounds(draw, bins, of_bins, total, origin, width, BINS)
             up_to_last = tl.sum(tl.where(bins <= last, of_bins, 0), axis=0)
             few = searched & (up_to_last <= ROOM // 8)  # soon read, also what is sure
-            sure = tl.where(few, 0, sure)
+            sure = tl.where(few | several, 0, cut)
             wanted = ((bins >= sure) & (bins <= last))[None, :]
             candidates = tl.sum(tl.where(wanted, table, 0), axis=1)
             begin = tl.cumsum(candidates, axis=0) - candidates
@@ -174,12 +177,16 @@ def bounds_kernel(
             certain = tl.sum(tl.where(bins < sure, of_bins, 0), axis=0)
             certain = tl.where(searched, certain, width)
             fits = listed <= ROOM
-            bounds += 4 * number
+            bounds += BOUNDS * number
             tl.store(bounds, tl.where(fits, listed, -1))
             tl.store(bounds + 1, tl.where(fits, certain, 0))
-            nearest = _farthest(sure - 1, temperature, origin, BINS)
-            tl.store(bounds + 2, tl.where(sure > 0, nearest, -1))
-            tl.store(bounds + 3, _farthest(last, temperature, origin, BINS))
+            near = _farthest(cut - 1, temperature, origin, BINS)
+            far = _farthest(last, temperature, origin, BINS)
+            tl.store(bounds + 2, tl.where(sure > 0, near, -1))
+            tl.store(bounds + 3, far)
+            least = bits_of(tl.div_rn(near.to(tl.float32, bitcast=True), temperature)) + 1
+            tl.store(bounds + 4, tl.where(cut > 0, least, 0))
+            tl.store(bounds + 5, bits_of(tl.div_rn(far.to(tl.float32, bitcast=True), temperature)))
 
 
 @triton.jit
@@ -216,7 +223,7 @@ def gather_kernel(
             owners, side, side_peaks, side_places, SHAPED, CHUNKS,
         )  # fmt: skip
         at = number * chunks + chunk
-        bounds += 4 * number
+        bounds += BOUNDS * number
         if (tl.abs(best) < _INFINITE) & (tl.load(bounds) >= 0):
             if _searched(draw, width) == 0:
                 tl.store(sums + SUMS * at + 2, tl.load(sums + SUMS * at))
@@ -245,23 +252,25 @@ def gather_kernel(
 
 @triton.jit
 def _bounds(draw, bins, counts, total, origin, width, BINS: tl.constexpr):
-    """A bin before which all tokens of a row are kept, and one after which none is.
+    """The first bin that the row's first truncation does not keep as a whole, a bin after which
+    nothing is kept, and whether another truncation follows.
 
     ``bins`` descend and have ``counts`` tokens; ``total``: the weights that ``min_p`` keeps. After
     the last bin there may be tokens without weight that are kept. A truncation has a last bin if
     all that it compares follows from the tokens up to there and ``total``, which is so for
-    ``top_k``, and for ``typical_p`` and ``top_p`` if no other has chosen before. The first result
-    is 0 if several choose, and ``BINS`` if none does.
+    ``top_k``, and for ``typical_p`` and ``top_p`` if no other has chosen before. Without a
+    truncation the first bin is ``BINS``. What XTC and ``typical_p`` keep is no prefix: with them it
+    counts as if another followed.
     """
     surprise = tl.load(draw + MIROSTAT_MU)
     top_k = tl.load(draw + TOP_K).to(tl.int64, bitcast=True)
     typical_p, top_p = tl.load(draw + TYPICAL_P), tl.load(draw + TOP_P)
     several = (typical_p < 1.0) | (tl.load(draw + XTC_THRESHOLD) >= 0.0)
     last = _bin_of(tl.full((), _FAR, tl.float32), origin, BINS)
-    sure = tl.full((), BINS, tl.int32)
+    cut = tl.full((), BINS, tl.int32)
     if surprise == surprise:
         last = tl.minimum(last, _bin_of(mirostat_gap(surprise, total), origin, BINS))
-        sure, several = last, False
+        cut, several = last, False
     else:
         last = tl.minimum(last, _bin_of(tl.maximum(min_p_gap(draw), 0.0), origin, BINS))
         begins = _begin_of(bins, origin)
@@ -269,7 +278,7 @@ def _bounds(draw, bins, counts, total, origin, width, BINS: tl.constexpr):
         if (top_k > 0) & (top_k < width):
             nearer = width - (tl.cumsum(counts, axis=0) - counts)  # in this bin or before
             last = tl.minimum(last, tl.sum((nearer < top_k).to(tl.int32), axis=0))
-            sure, several = last, several | (top_p < 1.0)
+            cut, several = last, several | (top_p < 1.0)
         elif typical_p < 1.0:
             # Of the tokens up to twice the mean none is farther from the mean than another beyond
             # all of them: if they have the mass, they are all that is kept. One more bin, because
@@ -279,6 +288,7 @@ def _bounds(draw, bins, counts, total, origin, width, BINS: tl.constexpr):
             twice = _bin_of((mean * 2.0 * _MORE).to(tl.float32), origin, BINS)
             enough = _bins_over(heaviest * _MORE, (1.0 - typical_p) * total)
             last = tl.minimum(last, tl.maximum(twice, enough) + 1)
+            cut = cut * 0
         elif top_p < 1.0:
             rest = (1.0 - top_p) * total
             ends = _begin_of(bins + 1, origin)
@@ -286,10 +296,10 @@ def _bounds(draw, bins, counts, total, origin, width, BINS: tl.constexpr):
             lightest = tl.where(certain, counts * tl.exp(-ends), 0.0).to(tl.float64)
             before = tl.sum(heaviest, axis=0) - (tl.cumsum(heaviest, axis=0) - heaviest)
             short = tl.sum((before * _MORE < top_p * total).to(tl.int32), axis=0)
-            sure = tl.maximum(short, _bins_over(lightest, rest * _MORE))
             last = tl.minimum(last, _bins_over(heaviest * _MORE, rest))
-            sure = tl.minimum(sure, last)
-    return tl.where(several, 0, sure), last
+            cut = tl.maximum(short, _bins_over(lightest, rest * _MORE))
+            cut = tl.minimum(cut, last)
+    return cut, last, several
 
 
 @triton.jit

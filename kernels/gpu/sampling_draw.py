@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sdk.kernels.gpu.sampling_candidates import SUMS, min_p_gap, mirostat_gap, sums_of
+from sdk.kernels.gpu.sampling_candidates import BOUNDS, SUMS, min_p_gap, mirostat_gap, sums_of
 from sdk.kernels.gpu.sampling_rows import (
     DRAW_VALUES,
     MIROSTAT_MU,
@@ -34,9 +34,9 @@ from sdk.kernels.gpu.sampling_rows import (
 )
 
 _ALL = tl.constexpr(2**31 - 1)
-_INFINITE = tl.constexpr(float("inf"))
-#: Bits of a gap that one pass finds, and passes until all 31 are known.
-_DIGIT, _DIGITS, _PASSES = tl.constexpr(3), tl.constexpr(8), tl.constexpr(11)
+_INFINITE, _INFINITE_BITS = tl.constexpr(float("inf")), tl.constexpr(0x7F800000)
+#: Bits of a gap that one pass finds, and the values that they have.
+_DIGIT, _DIGITS = tl.constexpr(3), tl.constexpr(8)
 
 
 @triton.jit
@@ -86,19 +86,20 @@ def _likely(view, kept, least, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _cut(view, kept, goal, APART: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+def _cut(view, kept, between, goal, APART: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr):
     """The first of the kept tokens whose weights reach ``goal`` (``COUNT``: each weighs 1).
 
     In the order of the gaps, or of the distances from the mean (``APART``), then of ids. Returns
-    the largest of those and the last id that has it.
+    the largest of those and the last id that has it. ``between``: the bits of the least one that
+    it can be and of the largest; if less than ``goal`` is up to there, all of that is kept.
     """
-    low = tl.full((), 0, tl.int32)
+    low, high = between
     base = view[6].to(tl.float64) if COUNT else view[7]
-    goal = tl.maximum(goal, base * (1.0 + 1e-15))  # those before are kept, however sums are rounded
     before = base
-    for step in range(_PASSES):
-        shift = tl.maximum(31 - _DIGIT * (step + 1), 0)
-        bound = low + (tl.arange(0, _DIGITS) << shift)
+    left = (bits_of((high - low + 1).to(tl.float32)) >> 23) - 126  # bits of the number of values
+    for step in range((left + _DIGIT - 1) // _DIGIT):
+        shift = tl.maximum(left - _DIGIT * (step + 1), 0)
+        bound = low + tl.minimum(tl.arange(0, _DIGITS) << shift, _INFINITE_BITS - low)
         below = tl.zeros((BLOCK, _DIGITS), tl.float64)
         for start in range(0, view[2], BLOCK):
             index, gap, inside = _read(view, start, BLOCK)
@@ -108,8 +109,9 @@ def _cut(view, kept, goal, APART: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.c
             below += tl.where(key[:, None] < bound[None, :], weight[:, None], 0.0)
         mass = base + tl.sum(below, axis=0)
         short = mass < goal
-        low += (tl.sum(short.to(tl.int32), axis=0) - 1) << shift
-        low = tl.minimum(low, 0x7F800000)  # infinity: all of them together weigh less
+        # the first of the bounds is short, unless the sums before are rounded to reach the goal
+        digit = tl.maximum(tl.sum(short.to(tl.int32), axis=0) - 1, 0)
+        low += tl.minimum(digit << shift, _INFINITE_BITS - low)
         before = tl.max(tl.where(short, mass, 0.0), axis=0)
     final = -1
     for start in range(0, view[2], BLOCK):
@@ -124,35 +126,35 @@ def _cut(view, kept, goal, APART: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.c
 
 
 @triton.jit
-def _keep_count(view, kept, count, BLOCK: tl.constexpr):
+def _keep_count(view, kept, between, count, BLOCK: tl.constexpr):
     """The ``count`` likeliest."""
     most, last = kept[0]
-    cut, cut_last = _cut(view, kept, count.to(tl.float64), False, True, BLOCK)
+    cut, cut_last = _cut(view, kept, between, count.to(tl.float64), False, True, BLOCK)
     last = tl.where(cut < most, cut_last, last)
     last = tl.where(cut == most, tl.minimum(cut_last, last), last)
     return (tl.minimum(cut, most), last), kept[1], kept[2]
 
 
 @triton.jit
-def _keep_mass(view, kept, mass, BLOCK: tl.constexpr):
+def _keep_mass(view, kept, between, mass, BLOCK: tl.constexpr):
     """The likeliest whose weights reach ``mass``, one at least."""
-    cut = _cut(view, kept, tl.maximum(mass, 1e-300), False, False, BLOCK)
+    cut = _cut(view, kept, between, tl.maximum(mass, 1e-300), False, False, BLOCK)
     return cut, kept[1], kept[2]
 
 
 @triton.jit
-def _keep_typical(view, kept, mean, mass, BLOCK: tl.constexpr):
+def _keep_typical(view, kept, between, mean, mass, BLOCK: tl.constexpr):
     """Those with gaps nearest to ``mean`` whose weights reach ``mass``, one at least."""
     _, near, near_last = kept[1]
     kept = (kept[0], (mean, near, near_last), kept[2])
-    near, near_last = _cut(view, kept, tl.maximum(mass, 1e-300), True, False, BLOCK)
+    near, near_last = _cut(view, kept, between, tl.maximum(mass, 1e-300), True, False, BLOCK)
     return kept[0], (mean, near, near_last), kept[2]
 
 
 @triton.jit
-def _exclude(view, kept, count, BLOCK: tl.constexpr):
+def _exclude(view, kept, between, count, BLOCK: tl.constexpr):
     """All but the ``count`` likeliest (XTC)."""
-    return kept[0], kept[1], _cut(view, kept, count.to(tl.float64), False, True, BLOCK)
+    return kept[0], kept[1], _cut(view, kept, between, count.to(tl.float64), False, True, BLOCK)
 
 
 @triton.jit
@@ -191,7 +193,9 @@ def sample_kernel(
     if DRAWN:
         draw = draws + number * DRAW_VALUES
         if (tl.load(draw + TEMPERATURE) > 0.0) & (tl.abs(best) < _INFINITE):
-            count, sure = tl.load(bounds + 4 * number), tl.load(bounds + 4 * number + 1)
+            bounds += BOUNDS * number
+            count, sure = tl.load(bounds), tl.load(bounds + 1)
+            between = (tl.load(bounds + 4), tl.load(bounds + 5))
             listed = count >= 0
             count = tl.where(listed, count, width)
             at = sums + SUMS * number * chunks
@@ -200,7 +204,7 @@ def sample_kernel(
                 weight = tl.sum(sums_of(at, 2, chunks, CHUNKS), axis=0)
             temperature = temperature_of(draw)
             view = (row, ids + number * ROOM, count, listed, best, temperature, sure, weight)
-            token, share = _drawn(view, draw, at, chunks, width, CHUNKS, CHUNK, BLOCK)
+            token, share = _drawn(view, between, draw, at, chunks, width, CHUNKS, CHUNK, BLOCK)
     tl.store(out + number * 3, token.to(tl.float64))
     tl.store(out + number * 3 + 1, best.to(tl.float64))
     tl.store(out + number * 3 + 2, share)
@@ -208,13 +212,19 @@ def sample_kernel(
 
 @triton.jit
 def _drawn(
-    view, draw, sums, chunks, width, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Truncate and draw one row, whose maximum is finite: the token and its probability."""
+    view, between, draw, sums, chunks, width,
+    CHUNKS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Truncate and draw one row, whose maximum is finite: the token and its probability.
+
+    ``between``: bits of gaps, which bound the first cut.
+    """
     total = tl.sum(sums_of(sums, 0, chunks, CHUNKS), axis=0)
     none, whole = tl.full((), 0.0, tl.float32), tl.full((), _INFINITE, tl.float32)
     all_ids = tl.full((), _ALL, tl.int32)
     kept = ((min_p_gap(draw), all_ids), (none, whole, all_ids), (none - 1.0, all_ids))
+    zero = tl.full((), 0, tl.int32)
+    anywhere = (zero, zero + _INFINITE_BITS)
     surprise = tl.load(draw + MIROSTAT_MU)
     if surprise == surprise:
         kept = ((mirostat_gap(surprise, total), all_ids), kept[1], kept[2])
@@ -224,23 +234,25 @@ def _drawn(
         typical_p = tl.load(draw + TYPICAL_P)
         moment = total
         if (top_k > 0) & (top_k < width):
-            kept = _keep_count(view, kept, top_k, BLOCK)
+            kept = _keep_count(view, kept, between, top_k, BLOCK)
+            between = anywhere
             total, moment = _sums(view, kept, BLOCK)
         elif typical_p < 1.0:
             moment = tl.sum(sums_of(sums, 1, chunks, CHUNKS), axis=0)
         if typical_p < 1.0:
             mean = (moment / total).to(tl.float32)
-            kept = _keep_typical(view, kept, mean, typical_p * total, BLOCK)
+            kept = _keep_typical(view, kept, anywhere, mean, typical_p * total, BLOCK)
+            between = anywhere
             total, _ = _sums(view, kept, BLOCK)
         top_p = tl.load(draw + TOP_P)
         if top_p < 1.0:
-            kept = _keep_mass(view, kept, top_p * total, BLOCK)
+            kept = _keep_mass(view, kept, between, top_p * total, BLOCK)
             total, _ = _sums(view, kept, BLOCK)
         threshold = tl.load(draw + XTC_THRESHOLD)
         if threshold >= 0.0:
             likely = _likely(view, kept, threshold * total, BLOCK)
             if likely >= 2:
-                kept = _exclude(view, kept, likely - 1, BLOCK)
+                kept = _exclude(view, kept, anywhere, likely - 1, BLOCK)
                 total, _ = _sums(view, kept, BLOCK)
     goal = tl.load(draw + UNIFORM) * total
     begin, end, running = 0, view[2], total * 0.0

@@ -88,10 +88,10 @@ def sampler_bytes(rows: int, width: int) -> int:
     them changed.
 
     Of a chunk: maxima and their places before and after changes, counts, three sums in float64,
-    where its candidates begin. Of a row: candidates and four bounds.
+    where its candidates begin. Of a row: candidates and six bounds.
     """
     of_chunk = 2 * (4 + 4) + 4 * SAMPLER_BINS + 3 * 8 + 4
-    return rows * (-(-width // SAMPLER_CHUNK) * of_chunk + 4 * SAMPLER_ROOM + 4 * 4)
+    return rows * (-(-width // SAMPLER_CHUNK) * of_chunk + 4 * SAMPLER_ROOM + 4 * 6)
 
 
 def split_count(longest: int) -> int:

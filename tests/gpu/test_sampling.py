@@ -63,7 +63,7 @@ def watched(patch: pytest.MonkeyPatch) -> list[str]:
 
     def candidates(given: Any, *options: Any) -> Any:
         result = original(given, *options)
-        for draw, (listed, sure, _, _) in zip(given[3].tolist(), result[1].tolist(), strict=True):
+        for draw, (listed, sure, *_) in zip(given[3].tolist(), result[1].tolist(), strict=True):
             if draw[0] > 0:
                 found.append("whole" if listed < 0 else "between" if sure else "listed")
         return result
@@ -239,6 +239,20 @@ def test_equal_logits_are_kept_and_drawn_in_the_order_of_ids(
     assert ways == [read] * 2
     assert found.tokens == [kept[int(u * len(kept))] for u in uniforms]
     assert found.probabilities == pytest.approx([1 / len(kept)] * 2)
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1.0, 1e30])
+def test_more_tokens_than_have_a_weight_may_be_kept(
+    temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ways = small(monkeypatch, room=8)
+    logits = torch.full((1, 150), -INF)
+    logits[0, [40, 90]] = 3.0
+    packed = pack_draw(temperature=temperature, top_k=119)
+    for uniform, token in ((0.4, 40), (0.6, 90)):
+        found = chosen(Sample(), logits, join_draws([packed], [uniform]))
+        assert (found.tokens, found.probabilities) == ([token], [0.5])
+    assert set(ways) == {"whole" if temperature > 1 else "between"}
 
 
 @pytest.mark.slow
