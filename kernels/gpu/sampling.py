@@ -136,7 +136,7 @@ def _candidates(
     )  # fmt: skip
     bounds_kernel[(rows,)](
         *given, counts, sums, bounds, begins, *sizes, **options,
-        BINS=SAMPLER_BINS, ROOM=SAMPLER_ROOM, num_warps=8,
+        BINS=SAMPLER_BINS, ROOM=SAMPLER_ROOM, num_warps=16,
     )  # fmt: skip
     gather_kernel[(rows, chunks)](
         *given, sums, bounds, begins, ids, *sizes, **options,
