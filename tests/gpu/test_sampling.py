@@ -184,6 +184,8 @@ def test_every_token_that_the_reference_keeps_can_be_drawn_and_no_other(
     assert found.probabilities == pytest.approx(list(shares[some]), rel=1e-5)
     several = fields is TOGETHER or "typical_p" in fields or "xtc_threshold" in fields
     expected = {8192: {"listed"}, 1: {"whole"} if several else {"between", "whole"}}
+    if set(fields) <= {"min_p"}:  # nothing to search for
+        expected = {key: {"between"} for key in expected}
     assert set(read) <= expected.get(room, {"listed", "between", "whole"})
 
 
@@ -365,8 +367,8 @@ def test_a_row_s_token_depends_on_nothing_but_the_row(
 def test_the_draw_is_that_of_the_changed_rows(
     width: int, drawn: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """230 logits: in four chunks, read in three ways."""
-    read = small(monkeypatch, room=4) if width == 230 else []
+    """230 logits: in four chunks, read in at least two ways."""
+    read = small(monkeypatch, room=32) if width == 230 else []
     rng = np.random.default_rng(width)
     buffers = buffers_of(width, rng)
     logits = logits_for(buffers, width, rng)
