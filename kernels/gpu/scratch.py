@@ -24,6 +24,9 @@ LIBRARY, OLDER_LIBRARY = 32 << 20, 8 << 20
 #: Keys of a split of attention; larger by powers of two if a context would have too many splits.
 SPLIT = 256
 MAX_SPLITS = 32
+#: Logits that one program of the sampler reads, bins in which it counts them, and candidates of a
+#: row that it lists: 32 KiB.
+SAMPLER_CHUNK, SAMPLER_BINS, SAMPLER_ROOM = 8192, 256, 8192
 #: The most shares of K that the rule of ``tuning.py`` and ``embedlm tune`` use for a weight.
 MOST_SHARES = 16
 #: Float32 copies of x that exist at once in ``reference/fake_quantize.py``.
@@ -80,6 +83,17 @@ def rows_rounded(k: int) -> int:
     return max(16, SCRATCH // (4 * k * ROUNDED_COPIES))
 
 
+def sampler_bytes(rows: int, width: int) -> int:
+    """What the sampler allocates beside its result for ``rows`` rows of ``width`` logits, all of
+    them changed.
+
+    Of a chunk: maxima and their places before and after changes, counts, three sums in float64,
+    where its candidates begin. Of a row: candidates and six bounds.
+    """
+    of_chunk = 2 * (4 + 4) + 4 * SAMPLER_BINS + 3 * 8 + 4
+    return rows * (-(-width // SAMPLER_CHUNK) * of_chunk + 4 * SAMPLER_ROOM + 4 * 6)
+
+
 def split_count(longest: int) -> int:
     """How many splits a context of at most ``longest`` tokens can have."""
     return min(-(-longest // SPLIT), MAX_SPLITS)
@@ -110,7 +124,8 @@ class CardScratch:
         return max(asked) + (self.library if library else 0)
 
     def kept(self, requests: int) -> int:
-        return packed_bytes(requests, self.products.head.n)
+        width = self.products.head.n  # recorded steps keep what the sampler allocates
+        return packed_bytes(requests, width) + sampler_bytes(requests, width)
 
     def _decodes(self, m: Matrix, rows: int) -> bool:
         """Whether a packed weight is dequantized first."""

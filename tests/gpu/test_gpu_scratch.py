@@ -19,12 +19,15 @@ from sdk.kernels.gpu.attention import Attention
 from sdk.kernels.gpu.dense import DenseLinear
 from sdk.kernels.gpu.linear import TritonLinear, add_chunks, add_up
 from sdk.kernels.gpu.linear_as_file import TritonLinearAsFile
+from sdk.kernels.gpu.sampling import Sample
 from sdk.kernels.gpu.scratch import CardScratch
 from sdk.kernels.gpu.tuning import Tiles, Tuning
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.kv_types import KV_TYPES
 from sdk.kernels.layouts import ActivationScheme
 from sdk.kernels.ops import Ops
+from sdk.kernels.packed_shapes import PackedShapes, packed_bytes
+from sdk.kernels.sampling import join_draws, pack_draw
 from sdk.kernels.scratch import Matrix, Products
 
 FEW = Tuning(programs=4, dense_from=16, experts_dense_from=16)
@@ -226,6 +229,16 @@ def test_attention_asks_for_the_parts_that_are_planned(length: int) -> None:
     planned = of(PACKED, exact=True).nbytes(0, 3, length)
     assert asked(run) == planned
     assert (planned == 0) == (length == 200)
+
+
+@pytest.mark.parametrize("width", [100, 9000])
+def test_the_sampler_asks_for_what_is_planned_beside_the_shapes(width: int) -> None:
+    shapes = PackedShapes(torch.device("cpu"), 2, width, (2, 2, 2, 2))
+    draws = torch.from_numpy(join_draws([pack_draw(top_p=0.9)] * 2, [0.5] * 2).view("f8"))
+    logits = torch.randn(2, width)
+    found = asked(lambda: Sample().rows(logits, draws.view(2, 8), shapes))
+    planned = of(replace(PACKED, n=width), head=replace(PACKED, n=width)).kept(2)
+    assert found == planned - packed_bytes(2, width)
 
 
 def test_grids_hold_more_rows_than_65535() -> None:
