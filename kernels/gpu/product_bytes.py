@@ -1,20 +1,29 @@
 """Products of 8-bit activations with 8-bit weights: ``y = (x_scale x) @ (w_scale w).T``.
 
-Both operands are integers, multiplied and added exactly, or e4m3 floats, multiplied exactly and
-added in float32. The scales, one per token and one per output row, are applied at the end.
+Both operands are integers, multiplied and added exactly, or e4m3 floats, multiplied exactly. The
+scales, one per token and one per output row, are applied to sums.
 
-The matrix units take 32 bytes along K at a time, two slices of ``packing.py``, which are extracted
-byte by byte from words and therefore interleaved. ``round_rows`` writes the activations in that
-order: column ``32 b + 16 s + i`` to ``32 b + 2 i + s``.
+Sums of e4m3 products: the matrix units of Ada and Hopper (8.9, 9.0) keep 13 bits of a sum's
+mantissa and cut off the rest, which grows with K to 1 % of the result (``PROMOTE``). There each
+``STEP`` of columns is a sum of its own, scaled and added to the others in float32 registers, known
+as two-level accumulation. Sources: DeepSeek-V3 (2024), section 3.3.2; SageAttention2 (2024),
+section 3.2.
 
-Must match ``reference/fake_quantize.py`` bit for bit in the codes and ``reference/linear.py`` to
-1e-5 of the result's norm in the product.
+Must match ``reference/fake_quantize.py`` bit for bit in the codes, and in the product
+``reference/linear.py`` to, of the result's norm:
+
+- integers: 1e-6, in any order of additions;
+- e4m3, where sums are float32 (the interpreter, and 25 bits on 10.0): 1e-5;
+- e4m3 with ``PROMOTE`` on 8.9 and 9.0: 5e-4, whatever K.
 """
 
 import triton
 import triton.language as tl
 
 from sdk.kernels.gpu.expert_tiles import expert_tile, moved, moved_words
+
+#: ``byte_rows.STEP``: columns of a step, and of a promoted sum.
+STEP = tl.constexpr(128)
 
 
 @triton.jit
@@ -40,6 +49,26 @@ def to_e4m3(x):
 
 
 @triton.jit
+def scale_of_row(peak, static, limit, FLOAT: tl.constexpr, STATIC: tl.constexpr):
+    """The largest magnitude that is considered, and the scale; ``STATIC``: the scale is given."""
+    peak = tl.minimum(peak, limit)
+    return peak, static if STATIC else tl.div_rn(peak, 448.0 if FLOAT else 127.5)
+
+
+@triton.jit
+def codes_of_row(part, peak, scale, FLOAT: tl.constexpr, STATIC: tl.constexpr):
+    """Columns of a row, float32, as codes with the scale of :func:`scale_of_row`."""
+    quotient = tl.div_rn(part, scale)
+    if not STATIC:
+        quotient = tl.where(peak > 1e-30, quotient, 0.0)
+    if FLOAT:
+        code = to_e4m3(quotient)
+    else:
+        code = round_to(tl.clamp(quotient, -128.0, 127.0), 1.0).to(tl.int8)
+    return code
+
+
+@triton.jit
 def round_rows(
     x, codes, scales, K, padded, x_stride, static, limit,
     FLOAT: tl.constexpr, STATIC: tl.constexpr, BLOCK: tl.constexpr,
@@ -57,64 +86,61 @@ def round_rows(
         part = tl.load(x + m * x_stride + column, mask=column < K, other=0.0).to(tl.float32)
         most = tl.maximum(most, tl.abs(part))
         poison += part * 0.0
-    peak = tl.minimum(tl.max(most, 0), limit)
-    scale = static if STATIC else tl.div_rn(peak, 448.0 if FLOAT else 127.5)
+    peak, scale = scale_of_row(tl.max(most, 0), static, limit, FLOAT, STATIC)
     tl.store(scales + m, scale + tl.sum(poison, 0))
     for start in range(0, padded, BLOCK):
         column = start + lane
         part = tl.load(x + m * x_stride + column, mask=column < K, other=0.0).to(tl.float32)
-        quotient = tl.div_rn(part, scale)
-        if not STATIC:
-            quotient = tl.where(peak > 1e-30, quotient, 0.0)
-        if FLOAT:
-            code = to_e4m3(quotient)
-        else:
-            code = round_to(tl.clamp(quotient, -128.0, 127.0), 1.0).to(tl.int8)
-        place = column - column % 32 + column % 16 * 2 + column % 32 // 16
-        tl.store(codes + m * padded + place, code, mask=column < padded)
+        code = codes_of_row(part, peak, scale, FLOAT, STATIC)
+        tl.store(codes + m * padded + column, code, mask=column < padded)
 
 
 @triton.jit(do_not_specialize=["M", "share"])
 def product_bytes(
-    x, x_scale, out, w0, scale, offsets, starts, active, sources,
-    M, N, units, share, experts, out_stride, part_stride, scale_rows,
-    FLOAT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, ROUTED: tl.constexpr,
+    x, x_scale, out, w, scale, offsets, starts, active, sources,
+    M, N, K, share, experts, out_stride, part_stride, scale_rows,
+    FLOAT: tl.constexpr, PROMOTE: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, ROUTED: tl.constexpr,
 ):  # fmt: skip
-    """One tile of ``out[split, M, N]``: ``share`` units of 64 columns; ``ROUTED`` as in
-    ``product.py``."""
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    first = tl.program_id(1) * BLOCK_M
+    """One tile of ``out[split, M, N]``: ``share`` steps of K of x ``[M, K]`` and w ``[N, K]``.
+
+    Neighbouring programs have the same weights and other tokens: weights are read from memory once
+    and x from the second-level cache. ``ROUTED`` as in ``product.py``.
+    """
+    first = tl.program_id(0) * BLOCK_M
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     end = M
     if ROUTED:
-        expert, first, end = expert_tile(starts, active, experts, tl.program_id(1), BLOCK_M)
+        expert, first, end = expert_tile(starts, active, experts, tl.program_id(0), BLOCK_M)
         if first >= end:
             return
-        w0 = moved_words(w0, offsets, expert, 0)
+        w = moved_words(w, offsets, expert, 0)
         scale = moved(scale, offsets, expert, 3)
     m = first + tl.arange(0, BLOCK_M)
     rows = tl.minimum(n, N - 1)
     tokens = tl.minimum(m, end - 1)
     if sources is not None:
         tokens = tl.load(sources + tokens)
-    lane = tl.arange(0, 16)
-    depth = tl.arange(0, 32)
+    s = tl.load(scale + rows // scale_rows).to(tl.float32)[:, None]
+    k = tl.arange(0, STEP)
+    where_w = w + rows.to(tl.int64)[:, None] * K + k[None, :]
+    where_x = x + tokens.to(tl.int64)[None, :] * K + k[:, None]
+    ZERO: tl.constexpr = 0.0 if FLOAT else 0
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32 if FLOAT else tl.int32)
     begin = tl.program_id(2) * share
-    where_x = x + tokens.to(tl.int64)[None, :] * (units * 64) + depth[:, None]
-    where_w = w0 + ((rows // 16) * units * 256 + (rows % 16) * 16)[:, None] + lane[None, :]
-    for unit in range(begin, tl.minimum(begin + share, units)):
-        words = tl.load(where_w + unit * 256)
-        for half in tl.static_range(2):
-            low = words >> (16 * half)
-            high = words >> (16 * half + 8)
-            pair = tl.reshape(tl.join(low, high), (BLOCK_N, 32)) & 255
-            if FLOAT:
-                w = pair.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
-            else:
-                w = (pair ^ 128).to(tl.int8)  # packed with 128 added
-            xs = tl.load(where_x + unit * 64 + half * 32)
-            acc = tl.dot(w, xs, acc, out_dtype=tl.float32 if FLOAT else tl.int32)
-    s = tl.load(scale + rows // scale_rows).to(tl.float32)
-    y = acc.to(tl.float32) * s[:, None] * tl.load(x_scale + tokens)[None, :]
+    for step in range(begin, tl.minimum(begin + share, tl.cdiv(K, STEP))):
+        start = step * STEP
+        inside = k < K - start
+        ws = tl.load(where_w + start, mask=inside[None, :], other=ZERO)
+        xs = tl.load(where_x + start, mask=inside[:, None], other=ZERO)
+        if PROMOTE:
+            # times the scale, or Triton folds the addition into the matrix instruction (8.9)
+            acc += tl.dot(ws, xs, out_dtype=tl.float32) * s
+        else:
+            acc = tl.dot(ws, xs, acc, out_dtype=tl.float32 if FLOAT else tl.int32)
+    y = acc.to(tl.float32)
+    if not PROMOTE:
+        y *= s
+    y *= tl.load(x_scale + tokens)[None, :]
     where = out + tl.program_id(2) * part_stride + m[None, :].to(tl.int64) * out_stride + n[:, None]
     tl.store(where, y.to(out.dtype.element_ty), mask=(m < end)[None, :] & (n < N)[:, None])

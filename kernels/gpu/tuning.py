@@ -21,6 +21,7 @@ from typing import Any
 from zipimport import zipimporter
 
 from sdk.kernels.errors import KernelError
+from sdk.kernels.gpu.byte_rows import ByteRows
 from sdk.kernels.gpu.packing import Packed
 
 TABLES = Path(__file__).parents[1] / "tuned"
@@ -69,10 +70,13 @@ class Tuning:
     table: Table | None = None
     stages: int = 3
 
-    def tiles(self, w: Packed, tokens: int, op: str = "linear") -> Tiles:
-        return self.measured(w, tokens, op) or self._by_rule(w, tokens)
+    def tiles(self, w: Packed | ByteRows, tokens: int, op: str = "linear") -> Tiles:
+        found = self.measured(w, tokens, op)
+        if found is not None:
+            return found
+        return self._of_bytes(w, tokens) if isinstance(w, ByteRows) else self._by_rule(w, tokens)
 
-    def measured(self, w: Packed, tokens: int, op: str) -> Tiles | None:
+    def measured(self, w: Packed | ByteRows, tokens: int, op: str) -> Tiles | None:
         """The table's tiles, or None."""
         for max_m, tiles in (self.table or {}).get((op, type_of(w), *w.shape), ()):
             if tokens <= max_m:
@@ -91,12 +95,30 @@ class Tuning:
         split = max(1, min(4 // warps * self.programs // tiles, w.units // least, 16))
         return Tiles(block_n, block_m, split, warps, stages)
 
+    def _of_bytes(self, w: ByteRows, tokens: int) -> Tiles:
+        """Tiles of 128 x 128 where those fill the card, otherwise narrow ones that share K.
 
-def type_of(w: Packed) -> str:
+        Bytes that a program loads for a multiplication: 1/64 with 128 x 128, 1/32 with 64 x 64. Of
+        those a Hopper's processor multiplies 4096 per clock and loads some 40 bytes from the
+        second-level cache.
+        """
+        n = w.shape[0]
+        if 4 * -(-n // 128) * -(-tokens // 128) >= self.programs:
+            return Tiles(128, 128, 1, 8, self.stages)
+        block_m = min(128, max(16, 1 << (tokens - 1).bit_length()))
+        tiles = -(-n // 64) * -(-tokens // block_m)
+        fill = self.programs // max(1, block_m // 64)
+        split = max(1, min(fill // tiles, w.units // 4, 16))
+        return Tiles(64, block_m, split, 4, self.stages)
+
+
+def type_of(w: Packed | ByteRows) -> str:
     """A name like ``int4g128`` of everything that affects the cost of dequantizing a weight.
 
     Suffixes: ``s``: two levels of scales; ``m``: minima; ``z``: zero points.
     """
+    if isinstance(w, ByteRows):
+        return f"{w.kind}8g{w.shape[1]}"
     more = (("s", w.super_scale is not None), ("m", w.has_minus), ("z", w.zeros is not None))
     return f"{w.kind}{w.bits}g{w.group}{''.join(letter for letter, there in more if there)}"
 
