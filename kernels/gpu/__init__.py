@@ -87,6 +87,8 @@ def tuning_of(device: str) -> Tuning:
     tuning = read_tuning(card.name, 4 * card.multi_processor_count)
     if torch.version.hip is not None:
         return replace(tuning, stages=AMD_STAGES)
+    if card.major in (9, 10):  # matrix units that read shared memory themselves, and 227 KiB of it
+        return replace(tuning, widest=256)
     if card.major < 8:
         return replace(tuning, dense_from=min(tuning.dense_from, DENSE_FROM_WITHOUT_MMA))
     return tuning

@@ -31,6 +31,10 @@ from sdk.kernels.reference.fake_quantize import fake_quantize
 from sdk.kernels.routes import Routes
 
 
+#: Rows of one accumulator: those of twice as many do not fit registers beside promoted sums.
+_ROWS = 128
+
+
 class TritonLinearAsFile(TritonLinear):
     """See :class:`sdk.kernels.registry.LinearKernel`; a weight without a scheme is exact.
 
@@ -196,7 +200,8 @@ def product_bytes(
     floats = w.kind == "e4m3"
     constants: dict[str, Any] = {"FLOAT": floats}
     constants["PROMOTE"] = floats and sums_are_short(codes.device)
-    constants |= {"BLOCK_N": tiles.block_n, "BLOCK_M": block_m, "ROUTED": routed is not None}
+    constants |= {"TWICE": tiles.block_n > _ROWS, "BLOCK_N": min(tiles.block_n, _ROWS)}
+    constants |= {"BLOCK_M": block_m, "ROUTED": routed is not None}
     arguments |= tile_arguments(routed)
     count = -(-tokens // block_m) if routed is None else routed.tiles(block_m)
     grid = (count, -(-n // tiles.block_n), split)

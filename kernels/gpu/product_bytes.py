@@ -95,20 +95,52 @@ def round_rows(
         tl.store(codes + m * padded + column, code, mask=column < padded)
 
 
+@triton.jit
+def rows_of_weight(w, scale, n, N, K, scale_rows):
+    """Where the first columns of rows n are, and the rows' scales ``[rows, 1]``."""
+    rows = tl.minimum(n, N - 1)
+    s = tl.load(scale + rows // scale_rows).to(tl.float32)
+    return w + rows.to(tl.int64)[:, None] * K + tl.arange(0, STEP)[None, :], s[:, None]
+
+
+@triton.jit
+def add_step(acc, where, inside, xs, s, FLOAT: tl.constexpr, PROMOTE: tl.constexpr):
+    """acc and the products of weights ``[rows, STEP]``, where ``inside``, with xs ``[STEP, m]``."""
+    w = tl.load(where, mask=inside[None, :], other=0.0 if FLOAT else 0)
+    if PROMOTE:
+        # times the scale, or Triton folds the addition into the matrix instruction (8.9)
+        acc += tl.dot(w, xs, out_dtype=tl.float32) * s
+    else:
+        acc = tl.dot(w, xs, acc, out_dtype=tl.float32 if FLOAT else tl.int32)
+    return acc
+
+
+@triton.jit
+def store_sums(acc, s, x_scale, where, n, N, real, PROMOTE: tl.constexpr):
+    """Sums ``[rows, m]`` with their scales, to where row 0 of tokens m goes, where ``real``."""
+    y = acc.to(tl.float32)
+    if not PROMOTE:
+        y *= s
+    y *= x_scale
+    y = y.to(where.dtype.element_ty)
+    tl.store(where + n[:, None], y, mask=real[None, :] & (n < N)[:, None])
+
+
 @triton.jit(do_not_specialize=["M", "share"])
 def product_bytes(
     x, x_scale, out, w, scale, offsets, starts, active, sources,
     M, N, K, share, experts, out_stride, part_stride, scale_rows,
-    FLOAT: tl.constexpr, PROMOTE: tl.constexpr,
+    FLOAT: tl.constexpr, PROMOTE: tl.constexpr, TWICE: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, ROUTED: tl.constexpr,
 ):  # fmt: skip
     """One tile of ``out[split, M, N]``: ``share`` steps of K of x ``[M, K]`` and w ``[N, K]``.
 
-    Neighbouring programs have the same weights and other tokens: weights are read from memory once
-    and x from the second-level cache. ``ROUTED`` as in ``product.py``.
+    ``TWICE``: two tiles, of neighbouring rows, for which x is loaded once; one promoted sum at a
+    time leaves registers for both. Neighbouring programs have the same weights and other tokens:
+    weights are read from memory once and x from the second-level cache. ``ROUTED`` as in
+    ``product.py``.
     """
     first = tl.program_id(0) * BLOCK_M
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     end = M
     if ROUTED:
         expert, first, end = expert_tile(starts, active, experts, tl.program_id(0), BLOCK_M)
@@ -117,30 +149,27 @@ def product_bytes(
         w = moved_words(w, offsets, expert, 0)
         scale = moved(scale, offsets, expert, 3)
     m = first + tl.arange(0, BLOCK_M)
-    rows = tl.minimum(n, N - 1)
     tokens = tl.minimum(m, end - 1)
     if sources is not None:
         tokens = tl.load(sources + tokens)
-    s = tl.load(scale + rows // scale_rows).to(tl.float32)[:, None]
-    k = tl.arange(0, STEP)
-    where_w = w + rows.to(tl.int64)[:, None] * K + k[None, :]
-    where_x = x + tokens.to(tl.int64)[None, :] * K + k[:, None]
-    ZERO: tl.constexpr = 0.0 if FLOAT else 0
+    n = tl.program_id(1) * (BLOCK_N * (2 if TWICE else 1)) + tl.arange(0, BLOCK_N)
+    where_w, s = rows_of_weight(w, scale, n, N, K, scale_rows)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32 if FLOAT else tl.int32)
+    if TWICE:
+        where_w2, s2 = rows_of_weight(w, scale, n + BLOCK_N, N, K, scale_rows)
+        acc2 = tl.zeros((BLOCK_N, BLOCK_M), tl.float32 if FLOAT else tl.int32)
+    k = tl.arange(0, STEP)
+    where_x = x + tokens.to(tl.int64)[None, :] * K + k[:, None]
     begin = tl.program_id(2) * share
     for step in range(begin, tl.minimum(begin + share, tl.cdiv(K, STEP))):
-        start = step * STEP
-        inside = k < K - start
-        ws = tl.load(where_w + start, mask=inside[None, :], other=ZERO)
-        xs = tl.load(where_x + start, mask=inside[:, None], other=ZERO)
-        if PROMOTE:
-            # times the scale, or Triton folds the addition into the matrix instruction (8.9)
-            acc += tl.dot(ws, xs, out_dtype=tl.float32) * s
-        else:
-            acc = tl.dot(ws, xs, acc, out_dtype=tl.float32 if FLOAT else tl.int32)
-    y = acc.to(tl.float32)
-    if not PROMOTE:
-        y *= s
-    y *= tl.load(x_scale + tokens)[None, :]
-    where = out + tl.program_id(2) * part_stride + m[None, :].to(tl.int64) * out_stride + n[:, None]
-    tl.store(where, y.to(out.dtype.element_ty), mask=(m < end)[None, :] & (n < N)[:, None])
+        column = step * STEP
+        inside = k < K - column
+        xs = tl.load(where_x + column, mask=inside[:, None], other=0.0 if FLOAT else 0)
+        acc = add_step(acc, where_w + column, inside, xs, s, FLOAT, PROMOTE)
+        if TWICE:
+            acc2 = add_step(acc2, where_w2 + column, inside, xs, s2, FLOAT, PROMOTE)
+    where = out + tl.program_id(2) * part_stride + m[None, :].to(tl.int64) * out_stride
+    x_s = tl.load(x_scale + tokens)[None, :]
+    store_sums(acc, s, x_s, where, n, N, m < end, PROMOTE)
+    if TWICE:
+        store_sums(acc2, s2, x_s, where, n + BLOCK_N, N, m < end, PROMOTE)

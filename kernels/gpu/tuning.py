@@ -1,6 +1,6 @@
 """Tile sizes: from the card's table if there is one, otherwise by a rule.
 
-``kernels/tuned/<card>.json``: ``{"version": 2, "dense_from": 256, "experts_dense_from": 256,
+``kernels/tuned/<card>.json``: ``{"version": 3, "dense_from": 256, "experts_dense_from": 256,
 "linear": {"int4g128": [{"max_m", "n", "k", "block_n", "block_m", "split", "warps", "stages"}]}}``
 and the same for the other ``OPS``. An entry is for weights of n rows and k columns and up to
 ``max_m`` tokens (for experts: rows per expert on average), under the weight's name from
@@ -23,10 +23,11 @@ from zipimport import zipimporter
 from sdk.kernels.errors import KernelError
 from sdk.kernels.gpu.byte_rows import ByteRows
 from sdk.kernels.gpu.packing import Packed
+from sdk.kernels.gpu.scratch import MOST_SHARES
 
 TABLES = Path(__file__).parents[1] / "tuned"
 #: The version of tables; those of other versions were measured with other kernels.
-VERSION = 2
+VERSION = 3
 #: Loads in flight on AMD's cards: with three, 64 tokens with 2 or 3 bits would need up to 72 KiB,
 #: but a program may only have 64.
 AMD_STAGES = 2
@@ -61,7 +62,7 @@ class Tuning:
     ``programs``: how many programs of four warps fill the card. ``stages``: loads in flight for a
     product of several tokens. ``dense_from``: from so many tokens on, a weight is dequantized into
     scratch; ``experts_dense_from``: the same for experts, in rows per expert on average.
-    ``table``: see the module.
+    ``widest``: the most rows of weights in a tile of bytes. ``table``: see the module.
     """
 
     programs: int
@@ -69,12 +70,18 @@ class Tuning:
     experts_dense_from: int = 256
     table: Table | None = None
     stages: int = 3
+    widest: int = 128
 
-    def tiles(self, w: Packed | ByteRows, tokens: int, op: str = "linear") -> Tiles:
+    def tiles(
+        self, w: Packed | ByteRows, tokens: int, op: str = "linear", experts: int = 1
+    ) -> Tiles:
+        """``experts``: how many weights of the same shape the card multiplies at the same time."""
         found = self.measured(w, tokens, op)
         if found is not None:
             return found
-        return self._of_bytes(w, tokens) if isinstance(w, ByteRows) else self._by_rule(w, tokens)
+        if isinstance(w, ByteRows):
+            return self._of_bytes(w, tokens, experts)
+        return self._by_rule(w, tokens)
 
     def measured(self, w: Packed | ByteRows, tokens: int, op: str) -> Tiles | None:
         """The table's tiles, or None."""
@@ -95,20 +102,27 @@ class Tuning:
         split = max(1, min(4 // warps * self.programs // tiles, w.units // least, 16))
         return Tiles(block_n, block_m, split, warps, stages)
 
-    def _of_bytes(self, w: ByteRows, tokens: int) -> Tiles:
-        """Tiles of 128 x 128 where those fill the card, otherwise narrow ones that share K.
+    def _of_bytes(self, w: ByteRows, tokens: int, experts: int) -> Tiles:
+        """Wide tiles where those of 128 x 128 fill the card, otherwise narrow ones that share K.
 
-        Bytes that a program loads for a multiplication: 1/64 with 128 x 128, 1/32 with 64 x 64. Of
-        those a Hopper's processor multiplies 4096 per clock and loads some 40 bytes from the
-        second-level cache.
+        The time of a wide tile is that of its loads. A processor of Hopper multiplies 4096 pairs
+        of bytes per clock, for which a tile of 128 x 128 loads 64 bytes from the second-level cache
+        and one of 256 x 128 loads 48; the cache delivers about 40. With what experts need besides,
+        256 rows would not fit the registers.
         """
-        n = w.shape[0]
-        if 4 * -(-n // 128) * -(-tokens // 128) >= self.programs:
-            return Tiles(128, 128, 1, 8, self.stages)
+        columns = -(-tokens // 128) * experts
+        processors = max(1, self.programs // 4)
+
+        def loads(rows: int) -> int:
+            return -(-(-(-w.shape[0] // rows) * columns) // processors) * (rows + 128)
+
+        if -(-w.shape[0] // 128) * columns >= processors:
+            rows = min((128, self.widest), key=loads) if experts == 1 else 128
+            return Tiles(rows, 128, 1, 8, self.stages)
         block_m = min(128, max(16, 1 << (tokens - 1).bit_length()))
-        tiles = -(-n // 64) * -(-tokens // block_m)
+        tiles = -(-w.shape[0] // 64) * -(-tokens // block_m)
         fill = self.programs // max(1, block_m // 64)
-        split = max(1, min(fill // tiles, w.units // 4, 16))
+        split = max(1, min(fill // tiles, w.units // 4, MOST_SHARES))
         return Tiles(64, block_m, split, 4, self.stages)
 
 

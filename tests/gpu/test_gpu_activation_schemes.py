@@ -28,8 +28,8 @@ FEW = Tuning(programs=4)
 BOTH = ("int", "e4m3")
 #: Few tokens; more than one tile of rows and tokens; shares of K; many tokens.
 TILES = [
-    *(Tiles(64, 16, 1, 4, 3), Tiles(16, 16, 3, 4, 3)),
-    *(Tiles(64, 64, 2, 4, 3), Tiles(128, 128, 1, 8, 3)),
+    *(Tiles(64, 16, 1, 4, 3), Tiles(64, 64, 3, 4, 3)),
+    *(Tiles(128, 128, 1, 8, 3), Tiles(256, 128, 1, 8, 3)),
 ]
 
 
@@ -222,12 +222,20 @@ def test_weights_of_bytes_keep_every_bit(cases: Any, columns: int) -> None:
 
 
 def test_the_rule_takes_wide_tiles_where_they_fill_the_card(cases: Any) -> None:
-    tuning = Tuning(programs=528)
+    tuning = Tuning(programs=4 * 132, widest=256)
     w = TritonLinearAsFile(tuning, BOTH).pack(integers(cases, ActivationScheme("int"), 4096, 1024))
-    few, some, many = (tuning.tiles(w, tokens, "linear_bytes") for tokens in (2, 100, 4096 * 4))
-    assert (few.block_n, few.block_m, few.split) == (64, 16, 8)
-    assert (some.block_n, some.block_m, some.split) == (64, 128, 8)
-    assert (many.block_n, many.block_m, many.split) == (128, 128, 1)
+
+    def found(tuning: Tuning, tokens: int) -> tuple[int, int, int]:
+        tiles = tuning.tiles(w, tokens, "linear_bytes")
+        return tiles.block_n, tiles.block_m, tiles.split
+
+    assert found(tuning, 2) == (64, 16, 8)
+    assert found(tuning, 100) == (64, 128, 8)
+    assert found(tuning, 128 * 16) == (64, 128, 1)  # 128 x 128 would be 128 programs
+    # 272 programs of 128 x 128 take three rounds, 136 of 256 x 128 take two longer ones
+    assert found(tuning, 128 * 34) == (128, 128, 1)
+    assert found(tuning, 128 * 33) == (256, 128, 1)
+    assert found(replace(tuning, widest=128), 128 * 33) == (128, 128, 1)
 
 
 @pytest.mark.parametrize(
