@@ -103,26 +103,28 @@ class Tuning:
         return Tiles(block_n, block_m, split, warps, stages)
 
     def _of_bytes(self, w: ByteRows, tokens: int, experts: int) -> Tiles:
-        """Wide tiles where those of 128 x 128 fill the card, otherwise narrow ones that share K.
+        """The tiles with the fewest loads from the second-level cache per processor.
 
-        The time of a wide tile is that of its loads. A processor of Hopper multiplies 4096 pairs
-        of bytes per clock, for which a tile of 128 x 128 loads 64 bytes from the second-level cache
-        and one of 256 x 128 loads 48; the cache delivers about 40. With what experts need besides,
-        256 rows would not fit the registers.
+        For the pairs of bytes that a processor of Hopper multiplies per clock (4096), tiles of
+        64 x 128, 128 x 128 and 256 x 128 load 96, 64 and 48 bytes; the cache delivers at most 40
+        (5,120 per clock for all). The narrow ones share K and so leave no processor idle. With what
+        experts need besides, 256 rows do not fit the registers.
         """
-        columns = -(-tokens // 128) * experts
         processors = max(1, self.programs // 4)
 
-        def loads(rows: int) -> int:
-            return -(-(-(-w.shape[0] // rows) * columns) // processors) * (rows + 128)
+        def tiles(rows: int, columns: int) -> int:
+            return -(-w.shape[0] // rows) * -(-tokens // columns)
 
-        if -(-w.shape[0] // 128) * columns >= processors:
-            rows = min((128, self.widest), key=loads) if experts == 1 else 128
-            return Tiles(rows, 128, 1, 8, self.stages)
+        def loads(rows: int) -> int:
+            return -(-tiles(rows, 128) * experts // processors) * (rows + 128)
+
         block_m = min(128, max(16, 1 << (tokens - 1).bit_length()))
-        tiles = -(-w.shape[0] // 64) * -(-tokens // block_m)
+        narrow = tiles(64, block_m)
+        wide = min((128, self.widest), key=loads) if experts == 1 else 128
+        if tokens > 64 and loads(wide) * processors <= narrow * experts * (64 + block_m):
+            return Tiles(wide, 128, 1, 8, self.stages)
         fill = self.programs // max(1, block_m // 64)
-        split = max(1, min(fill // tiles, w.units // 4, MOST_SHARES))
+        split = max(1, min(fill // narrow, w.units // 4, MOST_SHARES))
         return Tiles(64, block_m, split, 4, self.stages)
 
 

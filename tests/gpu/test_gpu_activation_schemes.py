@@ -221,20 +221,22 @@ def test_weights_of_bytes_keep_every_bit(cases: Any, columns: int) -> None:
         assert torch.equal(out, decode(layout)[ids])
 
 
-def test_the_rule_takes_wide_tiles_where_they_fill_the_card(cases: Any) -> None:
+def test_the_rule_takes_the_tiles_that_load_least(cases: Any) -> None:
     tuning = Tuning(programs=4 * 132, widest=256)
     w = TritonLinearAsFile(tuning, BOTH).pack(integers(cases, ActivationScheme("int"), 4096, 1024))
 
-    def found(tuning: Tuning, tokens: int) -> tuple[int, int, int]:
-        tiles = tuning.tiles(w, tokens, "linear_bytes")
+    def found(tuning: Tuning, tokens: int, experts: int = 1) -> tuple[int, int, int]:
+        tiles = tuning.tiles(w, tokens, "linear_bytes", experts)
         return tiles.block_n, tiles.block_m, tiles.split
 
     assert found(tuning, 2) == (64, 16, 8)
     assert found(tuning, 100) == (64, 128, 8)
-    assert found(tuning, 128 * 16) == (64, 128, 1)  # 128 x 128 would be 128 programs
-    # 272 programs of 128 x 128 take three rounds, 136 of 256 x 128 take two longer ones
-    assert found(tuning, 128 * 34) == (128, 128, 1)
-    assert found(tuning, 128 * 33) == (256, 128, 1)
+    assert found(tuning, 100, 4) == (64, 128, 8)  # 32 tiles of 128 rows
+    assert found(tuning, 100, 16) == (128, 128, 1)  # 128
+    # 136 tiles of 128 rows take two rounds, 68 of 256 rows a longer one
+    assert found(tuning, 128 * 16) == (128, 128, 1)
+    assert found(tuning, 128 * 17) == (256, 128, 1)
+    assert found(replace(tuning, widest=128), 128 * 17) == (64, 128, 1)
     assert found(replace(tuning, widest=128), 128 * 33) == (128, 128, 1)
 
 
