@@ -30,7 +30,6 @@ from sdk.kernels.layouts import ActivationScheme, Affine, Float8, Layout, check_
 from sdk.kernels.reference.fake_quantize import fake_quantize
 from sdk.kernels.routes import Routes
 
-
 #: Rows of one accumulator: those of twice as many do not fit registers beside promoted sums.
 _ROWS = 128
 
