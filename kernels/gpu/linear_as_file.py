@@ -1,7 +1,8 @@
 """Products with activations quantized as the weight's file asks.
 
 int8 and e4m3 activations with one scale per token, and weights of the same type with one scale per
-row, are multiplied as bytes (``product_bytes.py``); such weights are :class:`ByteRows`. Otherwise
+row, are multiplied as bytes (``product_bytes.py``), and e4m3 with one scale per 128 columns too;
+such weights are :class:`ByteRows`. Otherwise
 kernels/reference/fake_quantize.py quantizes activations, in some passes over x on the card, and
 ``linear.py`` multiplies in float32 (with its tolerance, 1e-6), because scale times code needs more
 bits than 16-bit operands have.
@@ -136,7 +137,7 @@ def _multiply_bytes(
 ) -> None:
     """Quantizes x ``[M, K]`` and multiplies it, or its routed rows."""
     codes = torch.empty(x.shape[0], w.values.shape[1], dtype=w.values.dtype, device=x.device)
-    scales = torch.empty(x.shape[0], device=x.device)
+    scales = torch.empty(w.scale.shape[0], x.shape[0], device=x.device)
     parts = room_for_parts(out, tiles.split)
     round_rows(x, codes, scales, w.inputs).run()
     product_bytes(w, codes, scales, parts, tiles, routed).run()
@@ -165,7 +166,8 @@ def sums_are_short(device: torch.device) -> bool:
 
 
 def round_rows(x: Tensor, codes: Tensor, scales: Tensor, scheme: ActivationScheme) -> Launch:
-    """x ``[M, K]`` as codes ``[M, K']``, zeros behind column K, and scales ``[M]``."""
+    """x ``[M, K]`` as codes ``[M, K']``, zeros behind column K, and scales ``[1, M]``; with more
+    scales than one row, one for each ``STEP`` of columns."""
     tokens, k = x.shape
     arguments: dict[str, Any] = {
         "x": x,
@@ -175,7 +177,15 @@ def round_rows(x: Tensor, codes: Tensor, scales: Tensor, scheme: ActivationSchem
         "padded": codes.shape[1],
     }
     arguments |= {"x_stride": x.stride(0), "static": scheme.static or 0.0, "limit": scheme.limit}
-    constants: dict[str, Any] = {"FLOAT": scheme.floats, "STATIC": scheme.static is not None}
+    constants: dict[str, Any] = {"FLOAT": scheme.floats}
+    groups = scales.shape[0]
+    if groups > 1:
+        del arguments["static"]
+        arguments["M"] = tokens
+        constants["BLOCK"] = block = min(8, triton.next_power_of_2(groups))
+        grid = (tokens, -(-groups // block), 1)
+        return Launch(kernels.round_groups, grid, arguments, constants, {})
+    constants["STATIC"] = scheme.static is not None
     # a row in one load of all threads: for one token 14 loads in turn would take as long as a
     # product (14336 columns, half a microsecond each)
     block = min(16384, max(64, triton.next_power_of_2(k)))
@@ -195,18 +205,20 @@ def product_bytes(
     """``product_bytes`` over ``split`` shares of K; parts ``[split, M, N]`` or out."""
     tokens, n, split = codes.shape[0], w.shape[0], tiles.split
     block_m = min(tiles.block_m, max(16, triton.next_power_of_2(tokens)))
+    block_n = min(tiles.block_n, _ROWS) if w.grouped else tiles.block_n
     arguments: dict[str, Any] = {"x": codes, "x_scale": scales, "out": parts, "w": w.values}
     arguments |= {"scale": w.scale, "M": tokens, "N": n, "K": codes.shape[1]}
     arguments |= {"share": -(-w.units // split), "out_stride": parts.stride(-2)}
     arguments |= {"part_stride": parts.stride(0) if parts.dim() == 3 else 0}
-    arguments["scale_rows"] = w.scale_rows
+    arguments |= {"scale_rows": w.scale_rows, "scale_stride": w.scale.shape[1]}
     floats = w.kind == "e4m3"
     constants: dict[str, Any] = {"FLOAT": floats}
-    constants["PROMOTE"] = floats and sums_are_short(codes.device)
-    constants |= {"TWICE": tiles.block_n > _ROWS, "BLOCK_N": min(tiles.block_n, _ROWS)}
+    constants["PROMOTE"] = floats and (w.grouped or sums_are_short(codes.device))
+    constants["GROUPED"] = w.grouped
+    constants |= {"TWICE": block_n > _ROWS, "BLOCK_N": min(block_n, _ROWS)}
     constants |= {"BLOCK_M": block_m, "ROUTED": routed is not None}
     arguments |= tile_arguments(routed)
     count = -(-tokens // block_m) if routed is None else routed.tiles(block_m)
-    grid = (count, -(-n // tiles.block_n), split)
+    grid = (count, -(-n // block_n), split)
     options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
     return Launch(kernels.product_bytes, grid, arguments, constants, options)

@@ -1,7 +1,8 @@
 """Products of 8-bit activations with 8-bit weights: ``y = (x_scale x) @ (w_scale w).T``.
 
 Both operands are integers, multiplied and added exactly, or e4m3 floats, multiplied exactly. The
-scales, one per token and one per output row, are applied to sums.
+scales, one per token and one per output row, are applied to sums; ``GROUPED`` ones, per ``STEP`` of
+columns and per block of rows, to the sum of a step.
 
 Sums of e4m3 products: the matrix units of Ada and Hopper (8.9, 9.0) keep 13 bits of a sum's
 mantissa and cut off the rest, which grows with K to 1 % of the result (``PROMOTE``). There each
@@ -95,6 +96,25 @@ def round_rows(
         tl.store(codes + m * padded + column, code, mask=column < padded)
 
 
+@triton.jit(do_not_specialize=["M"])
+def round_groups(
+    x, codes, scales, M, K, padded, x_stride, limit, FLOAT: tl.constexpr, BLOCK: tl.constexpr
+):
+    """:func:`round_rows` with a scale for each ``STEP`` of columns: ``scales [groups, M]``.
+
+    Program (m, i) has groups ``BLOCK i`` and on.
+    """
+    m = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    column = group[:, None] * STEP + tl.arange(0, STEP)[None, :]
+    part = tl.load(x + m * x_stride + column, mask=column < K, other=0.0).to(tl.float32)
+    peak, scale = scale_of_row(tl.max(tl.abs(part), 1), 0.0, limit, FLOAT, False)
+    code = codes_of_row(part, peak[:, None], scale[:, None], FLOAT, False)
+    tl.store(codes + m * padded + column, code, mask=column < padded)
+    poison = tl.sum(part * 0.0, 1)
+    tl.store(scales + group * M + m, scale + poison, mask=group * STEP < padded)
+
+
 @triton.jit
 def rows_of_weight(w, scale, n, N, K, scale_rows):
     """Where the first columns of rows n are, and the rows' scales ``[rows, 1]``."""
@@ -105,7 +125,8 @@ def rows_of_weight(w, scale, n, N, K, scale_rows):
 
 @triton.jit
 def add_step(acc, where, inside, xs, s, FLOAT: tl.constexpr, PROMOTE: tl.constexpr):
-    """acc and the products of weights ``[rows, STEP]``, where ``inside``, with xs ``[STEP, m]``."""
+    """acc and the products of weights ``[rows, STEP]``, where ``inside``, with xs ``[STEP, m]``;
+    s: the scales of rows or, ``GROUPED``, of tokens."""
     w = tl.load(where, mask=inside[None, :], other=0.0 if FLOAT else 0)
     if PROMOTE:
         # times the scale, or Triton folds the addition into the matrix instruction (8.9)
@@ -116,12 +137,15 @@ def add_step(acc, where, inside, xs, s, FLOAT: tl.constexpr, PROMOTE: tl.constex
 
 
 @triton.jit
-def store_sums(acc, s, x_scale, where, n, N, real, PROMOTE: tl.constexpr):
+def store_sums(
+    acc, s, x_scale, where, n, N, real, PROMOTE: tl.constexpr, GROUPED: tl.constexpr
+):  # fmt: skip
     """Sums ``[rows, m]`` with their scales, to where row 0 of tokens m goes, where ``real``."""
     y = acc.to(tl.float32)
     if not PROMOTE:
         y *= s
-    y *= x_scale
+    if not GROUPED:
+        y *= x_scale
     y = y.to(where.dtype.element_ty)
     tl.store(where + n[:, None], y, mask=real[None, :] & (n < N)[:, None])
 
@@ -129,8 +153,8 @@ def store_sums(acc, s, x_scale, where, n, N, real, PROMOTE: tl.constexpr):
 @triton.jit(do_not_specialize=["M", "share"])
 def product_bytes(
     x, x_scale, out, w, scale, offsets, starts, active, sources,
-    M, N, K, share, experts, out_stride, part_stride, scale_rows,
-    FLOAT: tl.constexpr, PROMOTE: tl.constexpr, TWICE: tl.constexpr,
+    M, N, K, share, experts, out_stride, part_stride, scale_rows, scale_stride,
+    FLOAT: tl.constexpr, PROMOTE: tl.constexpr, GROUPED: tl.constexpr, TWICE: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, ROUTED: tl.constexpr,
 ):  # fmt: skip
     """One tile of ``out[split, M, N]``: ``share`` steps of K of x ``[M, K]`` and w ``[N, K]``.
@@ -152,7 +176,8 @@ def product_bytes(
     tokens = tl.minimum(m, end - 1)
     if sources is not None:
         tokens = tl.load(sources + tokens)
-    n = tl.program_id(1) * (BLOCK_N * (2 if TWICE else 1)) + tl.arange(0, BLOCK_N)
+    block = tl.program_id(1) * (BLOCK_N * (2 if TWICE else 1))
+    n = block + tl.arange(0, BLOCK_N)
     where_w, s = rows_of_weight(w, scale, n, N, K, scale_rows)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32 if FLOAT else tl.int32)
     if TWICE:
@@ -165,11 +190,15 @@ def product_bytes(
         column = step * STEP
         inside = k < K - column
         xs = tl.load(where_x + column, mask=inside[:, None], other=0.0 if FLOAT else 0)
-        acc = add_step(acc, where_w + column, inside, xs, s, FLOAT, PROMOTE)
+        factor = s
+        if GROUPED:  # BLOCK_N divides scale_rows: one scale for all rows of the tile
+            of_rows = tl.load(scale + step * scale_stride + block // scale_rows).to(tl.float32)
+            factor = tl.load(x_scale + step * M + tokens)[None, :] * of_rows
+        acc = add_step(acc, where_w + column, inside, xs, factor, FLOAT, PROMOTE)
         if TWICE:
             acc2 = add_step(acc2, where_w2 + column, inside, xs, s2, FLOAT, PROMOTE)
     where = out + tl.program_id(2) * part_stride + m[None, :].to(tl.int64) * out_stride
     x_s = tl.load(x_scale + tokens)[None, :]
-    store_sums(acc, s, x_s, where, n, N, m < end, PROMOTE)
+    store_sums(acc, s, x_s, where, n, N, m < end, PROMOTE, GROUPED)
     if TWICE:
-        store_sums(acc2, s2, x_s, where, n + BLOCK_N, N, m < end, PROMOTE)
+        store_sums(acc2, s2, x_s, where, n + BLOCK_N, N, m < end, PROMOTE, GROUPED)

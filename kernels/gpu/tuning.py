@@ -120,7 +120,7 @@ class Tuning:
 
         block_m = min(128, max(16, 1 << (tokens - 1).bit_length()))
         narrow = tiles(64, block_m)
-        wide = min((128, self.widest), key=loads) if experts == 1 else 128
+        wide = min((128, self.widest), key=loads) if experts == 1 and not w.grouped else 128
         if tokens > 64 and loads(wide) * processors <= narrow * experts * (64 + block_m):
             return Tiles(wide, 128, 1, 8, self.stages)
         fill = self.programs // max(1, block_m // 64)
@@ -134,7 +134,7 @@ def type_of(w: Packed | ByteRows) -> str:
     Suffixes: ``s``: two levels of scales; ``m``: minima; ``z``: zero points.
     """
     if isinstance(w, ByteRows):
-        return f"{w.kind}8g{w.shape[1]}"
+        return f"{w.kind}8g{w.inputs.group if w.grouped else w.shape[1]}"
     more = (("s", w.super_scale is not None), ("m", w.has_minus), ("z", w.zeros is not None))
     return f"{w.kind}{w.bits}g{w.group}{''.join(letter for letter, there in more if there)}"
 

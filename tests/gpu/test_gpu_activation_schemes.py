@@ -48,6 +48,12 @@ def floats(
     return replace(cases.float8(rows, columns, (height, columns)), inputs=scheme)
 
 
+def blocks(cases: Any, columns: int = 392, rows: int = 150) -> Float8:
+    """Weights with a scale for 128 rows and columns, for activations with one for 128 columns."""
+    scheme = ActivationScheme("e4m3", group=128)
+    return replace(cases.float8(rows, columns, (128, 128)), inputs=scheme)
+
+
 MAKES = {"int": integers, "e4m3": floats}
 
 
@@ -75,7 +81,8 @@ def as_defined(layout: Affine | Float8, x: Tensor) -> Tensor:
 def with_tiles(layout: Affine | Float8, tiles: Tiles) -> Tuning:
     """A table with these tiles for every number of tokens."""
     kind = "e4m38" if isinstance(layout, Float8) else "int8"
-    name = f"{kind}g{layout.shape[1]}"
+    assert layout.inputs is not None
+    name = f"{kind}g{layout.inputs.group or layout.shape[1]}"
     return replace(FEW, table={("linear_bytes", name, *layout.shape): [(1 << 20, tiles)]})
 
 
@@ -110,6 +117,40 @@ def test_every_tile_multiplies_all_columns_of_its_rows_and_tokens_and_no_more(
     assert ((found - expected).norm(dim=1) <= 1e-6 * expected.norm(dim=1)).all()
     wide[1:-1, 2:-2] = 7.0
     assert bool((wide == 7.0).all())
+
+
+@pytest.mark.parametrize("tiles", TILES, ids=str)
+@pytest.mark.parametrize(("tokens", "rows", "columns"), [(1, 64, 130), (140, 150, 392)])
+def test_scales_of_128_columns_are_applied_to_their_sums(
+    cases: Any, tiles: Tiles, tokens: int, rows: int, columns: int
+) -> None:
+    layout = blocks(cases, columns, rows)
+    x = cases.activations(tokens, columns)
+    if tokens > 3:
+        x = hard_rows(cases, tokens, columns)
+        x[4, 128:256] = 0.0
+    found = product(TritonLinearAsFile(with_tiles(layout, tiles), BOTH), layout, x)
+    expected = as_defined(layout, x)
+    assert ((found - expected).norm(dim=1) <= 1e-6 * expected.norm(dim=1)).all()
+
+
+def test_experts_with_scales_of_128_columns_multiply_the_rows_routed_to_them(cases: Any) -> None:
+    layouts = [
+        replace(blocks(cases, 256, 40), values=cases.float8(40, 256, (128, 128), seed=i).values)
+        for i in range(3)
+    ]
+    linear = TritonLinearAsFile(FEW, BOTH)
+    group = linear.group([linear.pack(layout) for layout in layouts])
+    assert group is not None
+    ops = Ops("cpu", backends=("reference",))
+    routes = ops.moe.route(torch.randn(20, 3), 2, normalized=True)
+    ops.close()
+    x, out = cases.activations(20, 256), torch.empty(40, 40)
+    linear.matmul_routed(group, x, routes, True, out)
+    for expert, layout in enumerate(layouts):
+        mine = slice(int(routes.starts[expert]), int(routes.starts[expert + 1]))
+        expected = as_defined(layout, x[routes.tokens[mine].long()])
+        assert (out[mine] - expected).norm() < 1e-6 * expected.norm()
 
 
 def test_unsigned_codes_are_128_more_than_the_bytes_that_are_multiplied(cases: Any) -> None:
@@ -192,8 +233,11 @@ def test_with_a_fixed_order_a_row_does_not_depend_on_the_others(cases: Any, kind
 
 
 def test_a_row_that_is_not_finite_is_not_a_number(cases: Any) -> None:
-    for kind in BOTH:
-        layout = MAKES[kind](cases, ActivationScheme(kind))  # type: ignore[arg-type]
+    for layout in (
+        integers(cases, ActivationScheme("int")),
+        floats(cases, ActivationScheme("e4m3")),
+        blocks(cases),
+    ):
         x = cases.activations(3, layout.shape[1])
         x[0, 7], x[2, 3] = math.inf, math.nan
         found = product(TritonLinearAsFile(FEW, BOTH), layout, x)
@@ -211,12 +255,14 @@ def test_weights_of_bytes_keep_every_bit(cases: Any, columns: int) -> None:
         integers(cases, ActivationScheme("int"), columns, 20, signed=False),
         floats(cases, ActivationScheme("e4m3"), columns),
         floats(cases, ActivationScheme("e4m3"), columns, height=8),
+        blocks(cases, 16 + columns, 20),
     ):
         packed = linear.pack(layout)
         assert isinstance(packed, ByteRows)
-        assert linear.nbytes(packed) == 20 * -(-columns // 16) * 16 + packed.scale.nbytes
+        k = layout.shape[1]
+        assert linear.nbytes(packed) == 20 * -(-k // 16) * 16 + packed.scale.nbytes
         assert cases.same(linear.unpack(packed), layout)
-        out = torch.empty(4, columns)
+        out = torch.empty(4, k)
         linear.rows(packed, ids, out)
         assert torch.equal(out, decode(layout)[ids])
 
@@ -273,6 +319,7 @@ def test_a_card_multiplies_the_bytes_it_has_instructions_for(
         ActivationScheme("int", symmetric=False),
         ActivationScheme("int", group=64),
         ActivationScheme("int", 4),
+        ActivationScheme("e4m3", group=128),
         ActivationScheme("e4m3", group=32, rule="mx"),
         ActivationScheme("e4m3", rule="power"),
     ],
@@ -294,12 +341,17 @@ def test_weights_or_cards_of_another_kind_do_not_multiply_bytes(cases: Any) -> N
         cases.float8(20, 192, (1, 192), torch.float8_e5m2),
         cases.float8(20, 192, (1, 192), powers=True),
         cases.float8(20, 256, (128, 128)),
+        cases.float8(20, 256, (64, 128)),
     ]
     for layout in others:
         assert not multiplies_bytes(replace(layout, inputs=whole), BOTH)
         assert not multiplies_bytes(replace(layout, inputs=eight), BOTH)
     assert not multiplies_bytes(cases.blocks(20, 256, "q8_0"), BOTH)
     assert not multiplies_bytes(replace(integers(cases, whole), inputs=None), BOTH)
+    for scheme in (ActivationScheme("e4m3", group=64), ActivationScheme("int", group=128)):
+        assert not multiplies_bytes(replace(blocks(cases), inputs=scheme), BOTH)
+    low = replace(cases.float8(20, 256, (64, 128)), inputs=blocks(cases).inputs)
+    assert not multiplies_bytes(low, BOTH)
     layout = floats(cases, eight)
     assert not multiplies_bytes(layout, ("int",))
     assert isinstance(TritonLinearAsFile(FEW, ("int",)).pack(layout), Packed)

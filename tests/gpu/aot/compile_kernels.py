@@ -139,8 +139,9 @@ def launch_of(name: str, kernel: str, tokens: int, dtype: torch.dtype) -> Launch
 
 def launch_of_bytes(name: str, kernel: str, x: Tensor, routes: Routes | None) -> Launch:
     """With the rule's tiles, narrow ones that share K or wide ones."""
-    floats = name == "fp8-channel"
-    layout = replace(weight(name), inputs=ActivationScheme("e4m3" if floats else "int"))
+    codes = "e4m3" if name.startswith("fp8") else "int"
+    scheme = ActivationScheme(codes, group=128 if name == "fp8-blocks" else 0)
+    layout = replace(weight(name), inputs=scheme)
     tuning = Tuning(_PROGRAMS)
     if torch.version.hip is not None:
         tuning = replace(tuning, stages=AMD_STAGES)
@@ -150,7 +151,7 @@ def launch_of_bytes(name: str, kernel: str, x: Tensor, routes: Routes | None) ->
     packed = linear.pack(layout)
     tokens, n = x.shape[0], packed.shape[0]
     codes = torch.empty(tokens, packed.values.shape[1], dtype=packed.values.dtype)
-    scales = torch.empty(tokens)
+    scales = torch.empty(packed.scale.shape[0], tokens)
     if kernel == "round_rows":
         return round_rows(x, codes, scales, packed.inputs)
     busy, routed, rows = 1 if routes is None else 8, None, tokens

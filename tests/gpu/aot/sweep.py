@@ -69,7 +69,7 @@ def linear_jobs(card: str) -> list[Job]:
     if not old:  # see bytes_of_card
         weights = ["int8-g1024-zero"]
         if target[0] == "cuda" and target[1] >= 89:
-            weights.append("fp8-channel")
+            weights += ["fp8-channel", "fp8-blocks"]
         for weight in weights:
             jobs.append((weight, "round_rows", 16, short[-1], *target))
             for tokens in (16, 32, 64, 128, *MANY):
