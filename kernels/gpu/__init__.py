@@ -79,7 +79,7 @@ def matrix_type(device: str) -> torch.dtype:
 
 def tuning_of(device: str) -> Tuning:
     """The tile sizes of the card, or of the interpreter."""
-    from sdk.kernels.gpu.tuning import AMD_STAGES, Tuning, read_tuning
+    from sdk.kernels.gpu.tuning import AMD_STAGES, DOUBLED, Tuning, read_tuning
 
     if torch.device(device).type == "cpu":
         return Tuning(programs=4)
@@ -87,11 +87,9 @@ def tuning_of(device: str) -> Tuning:
     tuning = read_tuning(card.name, 4 * card.multi_processor_count)
     if torch.version.hip is not None:
         return replace(tuning, stages=AMD_STAGES)
-    if card.major in (9, 10):  # matrix units that read shared memory themselves, and 227 KiB of it
-        return replace(tuning, widest=256)
     if card.major < 8:
         return replace(tuning, dense_from=min(tuning.dense_from, DENSE_FROM_WITHOUT_MMA))
-    return tuning
+    return replace(tuning, doubled=DOUBLED.get(card.major, ()))
 
 
 def held_bytes(kind: str, rows: int, columns: int) -> int | None:

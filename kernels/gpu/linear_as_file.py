@@ -216,6 +216,7 @@ def product_bytes(
     constants["PROMOTE"] = floats and (w.grouped or sums_are_short(codes.device))
     constants["GROUPED"] = w.grouped
     constants |= {"TWICE": block_n > _ROWS, "BLOCK_N": min(block_n, _ROWS)}
+    constants["TURNED"] = min(block_n, block_m) >= _ROWS
     constants |= {"BLOCK_M": block_m, "ROUTED": routed is not None}
     arguments |= tile_arguments(routed)
     count = -(-tokens // block_m) if routed is None else routed.tiles(block_m)

@@ -116,38 +116,39 @@ def round_groups(
 
 
 @triton.jit
-def rows_of_weight(w, scale, n, N, K, scale_rows):
-    """Where the first columns of rows n are, and the rows' scales ``[rows, 1]``."""
-    rows = tl.minimum(n, N - 1)
-    s = tl.load(scale + rows // scale_rows).to(tl.float32)
-    return w + rows.to(tl.int64)[:, None] * K + tl.arange(0, STEP)[None, :], s[:, None]
+def columns_of(rows, K):
+    """Where the first ``STEP`` columns of rows of a matrix with K columns are."""
+    return rows.to(tl.int64)[:, None] * K + tl.arange(0, STEP)[None, :]
 
 
 @triton.jit
-def add_step(acc, where, inside, xs, s, FLOAT: tl.constexpr, PROMOTE: tl.constexpr):
-    """acc and the products of weights ``[rows, STEP]``, where ``inside``, with xs ``[STEP, m]``;
-    s: the scales of rows or, ``GROUPED``, of tokens."""
-    w = tl.load(where, mask=inside[None, :], other=0.0 if FLOAT else 0)
-    if PROMOTE:
-        # times the scale, or Triton folds the addition into the matrix instruction (8.9)
-        acc += tl.dot(w, xs, out_dtype=tl.float32) * s
+def add_step(acc, w, x, factor, FLOAT: tl.constexpr, PROMOTE: tl.constexpr, TURNED: tl.constexpr):
+    """acc and the products of w ``[rows, STEP]`` with x ``[tokens, STEP]``; factor ``[tokens]``."""
+    if TURNED:
+        left, right, factor = x, tl.trans(w), factor[:, None]
     else:
-        acc = tl.dot(w, xs, acc, out_dtype=tl.float32 if FLOAT else tl.int32)
+        left, right, factor = w, tl.trans(x), factor[None, :]
+    if PROMOTE:
+        # without a factor Triton folds the addition into the matrix instruction (8.9)
+        acc += tl.dot(left, right, out_dtype=tl.float32) * factor
+    else:
+        acc = tl.dot(left, right, acc, out_dtype=tl.float32 if FLOAT else tl.int32)
     return acc
 
 
 @triton.jit
-def store_sums(
-    acc, s, x_scale, where, n, N, real, PROMOTE: tl.constexpr, GROUPED: tl.constexpr
-):  # fmt: skip
-    """Sums ``[rows, m]`` with their scales, to where row 0 of tokens m goes, where ``real``."""
+def store_sums(acc, s, factor, where, n, N, real, TURNED: tl.constexpr):
+    """Sums times scales of rows n and of tokens, to ``where [tokens]``, which are ``real``."""
     y = acc.to(tl.float32)
-    if not PROMOTE:
-        y *= s
-    if not GROUPED:
-        y *= x_scale
-    y = y.to(where.dtype.element_ty)
-    tl.store(where + n[:, None], y, mask=real[None, :] & (n < N)[:, None])
+    if TURNED:
+        y *= s[None, :] * factor[:, None]
+        where = where[:, None] + n[None, :]
+        wanted = real[:, None] & (n < N)[None, :]
+    else:
+        y *= s[:, None] * factor[None, :]
+        where = where[None, :] + n[:, None]
+        wanted = real[None, :] & (n < N)[:, None]
+    tl.store(where, y.to(where.dtype.element_ty), mask=wanted)
 
 
 @triton.jit(do_not_specialize=["M", "share"])
@@ -155,14 +156,16 @@ def product_bytes(
     x, x_scale, out, w, scale, offsets, starts, active, sources,
     M, N, K, share, experts, out_stride, part_stride, scale_rows, scale_stride,
     FLOAT: tl.constexpr, PROMOTE: tl.constexpr, GROUPED: tl.constexpr, TWICE: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, ROUTED: tl.constexpr,
+    TURNED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, ROUTED: tl.constexpr,
 ):  # fmt: skip
     """One tile of ``out[split, M, N]``: ``share`` steps of K of x ``[M, K]`` and w ``[N, K]``.
 
     ``TWICE``: two tiles, of neighbouring rows, for which x is loaded once; one promoted sum at a
-    time leaves registers for both. Neighbouring programs have the same weights and other tokens:
-    weights are read from memory once and x from the second-level cache. ``ROUTED`` as in
-    ``product.py``.
+    time leaves registers for both. ``TURNED``: tokens are the left operand. A promoted sum is
+    multiplied with a factor per token, of which a thread has two for 16 on the left, but a quarter
+    of all on the right; few tokens go there, so that they fill the matrix instruction. Neighbouring
+    programs have the same weights and other tokens: weights are read from memory once and x from
+    the second-level cache. ``ROUTED`` as in ``product.py``.
     """
     first = tl.program_id(0) * BLOCK_M
     end = M
@@ -178,27 +181,40 @@ def product_bytes(
         tokens = tl.load(sources + tokens)
     block = tl.program_id(1) * (BLOCK_N * (2 if TWICE else 1))
     n = block + tl.arange(0, BLOCK_N)
-    where_w, s = rows_of_weight(w, scale, n, N, K, scale_rows)
-    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32 if FLOAT else tl.int32)
-    if TWICE:
-        where_w2, s2 = rows_of_weight(w, scale, n + BLOCK_N, N, K, scale_rows)
-        acc2 = tl.zeros((BLOCK_N, BLOCK_M), tl.float32 if FLOAT else tl.int32)
+    rows = tl.minimum(n, N - 1)
+    rows2 = tl.minimum(n + BLOCK_N, N - 1)
+    where_x = x + columns_of(tokens, K)
+    where_w = w + columns_of(rows, K)
+    where_w2 = w + columns_of(rows2, K)
+    factor = tl.load(x_scale + tokens)
+    if TURNED:
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32 if FLOAT else tl.int32)
+    else:
+        acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32 if FLOAT else tl.int32)
+    acc2 = acc
     k = tl.arange(0, STEP)
-    where_x = x + tokens.to(tl.int64)[None, :] * K + k[:, None]
     begin = tl.program_id(2) * share
     for step in range(begin, tl.minimum(begin + share, tl.cdiv(K, STEP))):
         column = step * STEP
-        inside = k < K - column
-        xs = tl.load(where_x + column, mask=inside[:, None], other=0.0 if FLOAT else 0)
-        factor = s
+        inside = (k < K - column)[None, :]
+        of_step = factor
         if GROUPED:  # BLOCK_N divides scale_rows: one scale for all rows of the tile
             of_rows = tl.load(scale + step * scale_stride + block // scale_rows).to(tl.float32)
-            factor = tl.load(x_scale + step * M + tokens)[None, :] * of_rows
-        acc = add_step(acc, where_w + column, inside, xs, factor, FLOAT, PROMOTE)
+            of_step = tl.load(x_scale + step * M + tokens) * of_rows
+        xs = tl.load(where_x + column, mask=inside, other=0.0 if FLOAT else 0)
+        ws = tl.load(where_w + column, mask=inside, other=0.0 if FLOAT else 0)
+        acc = add_step(acc, ws, xs, of_step, FLOAT, PROMOTE, TURNED)
         if TWICE:
-            acc2 = add_step(acc2, where_w2 + column, inside, xs, s2, FLOAT, PROMOTE)
-    where = out + tl.program_id(2) * part_stride + m[None, :].to(tl.int64) * out_stride
-    x_s = tl.load(x_scale + tokens)[None, :]
-    store_sums(acc, s, x_s, where, n, N, m < end, PROMOTE, GROUPED)
+            ws = tl.load(where_w2 + column, mask=inside, other=0.0 if FLOAT else 0)
+            acc2 = add_step(acc2, ws, xs, of_step, FLOAT, PROMOTE, TURNED)
+    where = out + tl.program_id(2) * part_stride + m.to(tl.int64) * out_stride
+    if PROMOTE:  # every step had it
+        factor = tl.full((BLOCK_M,), 1.0, tl.float32)
+    s = tl.full((BLOCK_N,), 1.0, tl.float32)
+    s2 = s
+    if not GROUPED:
+        s = tl.load(scale + rows // scale_rows).to(tl.float32)
+        s2 = tl.load(scale + rows2 // scale_rows).to(tl.float32)
+    store_sums(acc, s, factor, where, n, N, m < end, TURNED)
     if TWICE:
-        store_sums(acc2, s2, x_s, where, n + BLOCK_N, N, m < end, PROMOTE, GROUPED)
+        store_sums(acc2, s2, factor, where, n + BLOCK_N, N, m < end, TURNED)

@@ -31,6 +31,9 @@ VERSION = 3
 #: Loads in flight on AMD's cards: with three, 64 tokens with 2 or 3 bits would need up to 72 KiB,
 #: but a program may only have 64.
 AMD_STAGES = 2
+#: Kinds of bytes of which a tile may have 256 rows, by the major compute capability: those that the
+#: matrix units read from shared memory. As registers they leave no room for 256 rows.
+DOUBLED = {9: ("int", "e4m3"), 10: ("e4m3",)}
 OPS = ("linear", "linear_bytes", "linear_experts", "linear_bytes_experts")
 logger = logging.getLogger("sdk")
 #: (op, type, rows, columns) -> (most tokens, tiles), fewest tokens first.
@@ -62,7 +65,7 @@ class Tuning:
     ``programs``: how many programs of four warps fill the card. ``stages``: loads in flight for a
     product of several tokens. ``dense_from``: from so many tokens on, a weight is dequantized into
     scratch; ``experts_dense_from``: the same for experts, in rows per expert on average.
-    ``widest``: the most rows of weights in a tile of bytes. ``table``: see the module.
+    ``doubled``: see :data:`DOUBLED`. ``table``: see the module.
     """
 
     programs: int
@@ -70,7 +73,7 @@ class Tuning:
     experts_dense_from: int = 256
     table: Table | None = None
     stages: int = 3
-    widest: int = 128
+    doubled: tuple[str, ...] = ()
 
     def tiles(
         self, w: Packed | ByteRows, tokens: int, op: str = "linear", experts: int = 1
@@ -108,7 +111,7 @@ class Tuning:
         For the pairs of bytes that a processor of Hopper multiplies per clock (4096), tiles of
         64 x 128, 128 x 128 and 256 x 128 load 96, 64 and 48 bytes; the cache delivers at most 40
         (5,120 per clock for all). The narrow ones share K and so leave no processor idle. With what
-        experts need besides, 256 rows do not fit the registers.
+        experts need besides, or scales of groups, 256 rows do not fit the registers.
         """
         processors = max(1, self.programs // 4)
 
@@ -120,7 +123,8 @@ class Tuning:
 
         block_m = min(128, max(16, 1 << (tokens - 1).bit_length()))
         narrow = tiles(64, block_m)
-        wide = min((128, self.widest), key=loads) if experts == 1 and not w.grouped else 128
+        may_double = w.kind in self.doubled and not w.grouped and experts == 1
+        wide = min((128, 256), key=loads) if may_double else 128
         if tokens > 64 and loads(wide) * processors <= narrow * experts * (64 + block_m):
             return Tiles(wide, 128, 1, 8, self.stages)
         fill = self.programs // max(1, block_m // 64)

@@ -222,9 +222,12 @@ def test_a_promoted_sum_is_of_the_columns_that_programs_share() -> None:
     assert product_bytes.STEP.value == STEP
 
 
-@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize("kind", [*BOTH, "e4m3 per 128"])
 def test_with_a_fixed_order_a_row_does_not_depend_on_the_others(cases: Any, kind: Any) -> None:
-    layout = MAKES[kind](cases, ActivationScheme(kind), 1200)
+    grouped = kind not in BOTH
+    layout = (
+        blocks(cases, 1200, 20) if grouped else MAKES[kind](cases, ActivationScheme(kind), 1200)
+    )
     linear = TritonLinearAsFile(replace(FEW, programs=16), BOTH, fixed=True)
     x = cases.activations(140, 1200)
     together = product(linear, layout, x)
@@ -268,7 +271,7 @@ def test_weights_of_bytes_keep_every_bit(cases: Any, columns: int) -> None:
 
 
 def test_the_rule_takes_the_tiles_that_load_least(cases: Any) -> None:
-    tuning = Tuning(programs=4 * 132, widest=256)
+    tuning = Tuning(programs=4 * 132, doubled=("int",))
     w = TritonLinearAsFile(tuning, BOTH).pack(integers(cases, ActivationScheme("int"), 4096, 1024))
 
     def found(tuning: Tuning, tokens: int, experts: int = 1) -> tuple[int, int, int]:
@@ -282,8 +285,8 @@ def test_the_rule_takes_the_tiles_that_load_least(cases: Any) -> None:
     # 136 tiles of 128 rows take two rounds, 68 of 256 rows a longer one
     assert found(tuning, 128 * 16) == (128, 128, 1)
     assert found(tuning, 128 * 17) == (256, 128, 1)
-    assert found(replace(tuning, widest=128), 128 * 17) == (64, 128, 1)
-    assert found(replace(tuning, widest=128), 128 * 33) == (128, 128, 1)
+    assert found(replace(tuning, doubled=()), 128 * 17) == (64, 128, 1)
+    assert found(replace(tuning, doubled=()), 128 * 33) == (128, 128, 1)
 
 
 @pytest.mark.parametrize(

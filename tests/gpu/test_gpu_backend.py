@@ -213,12 +213,13 @@ def test_products_of_bytes_have_entries_of_their_own(cases: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "hip", "stages", "dense_from", "widest"),
+    ("version", "hip", "stages", "dense_from", "doubled"),
     [
-        ((7, 5), None, 3, 32, 128),
-        ((8, 0), None, 3, 256, 128),
-        ((9, 0), None, 3, 256, 256),
-        ((9, 4), "7", 2, 256, 128),
+        ((7, 5), None, 3, 32, ()),
+        ((8, 0), None, 3, 256, ()),
+        ((9, 0), None, 3, 256, ("int", "e4m3")),
+        ((9, 4), "7", 2, 256, ()),
+        ((10, 0), None, 3, 256, ("e4m3",)),
     ],
 )
 def test_cards_without_matrix_units_or_with_little_shared_memory_have_rules_of_their_own(
@@ -228,7 +229,7 @@ def test_cards_without_matrix_units_or_with_little_shared_memory_have_rules_of_t
     hip: str | None,
     stages: int,
     dense_from: int,
-    widest: int,
+    doubled: tuple[str, ...],
 ) -> None:
     major, minor = version
     card = SimpleNamespace(name="Test", major=major, minor=minor, multi_processor_count=40)
@@ -236,4 +237,4 @@ def test_cards_without_matrix_units_or_with_little_shared_memory_have_rules_of_t
     monkeypatch.setattr(torch.version, "hip", hip)
     found = tuning_of("cuda")
     assert (found.programs, found.stages, found.dense_from) == (160, stages, dense_from)
-    assert (found.tiles(weight, 64).stages, found.widest) == (stages, widest)
+    assert (found.tiles(weight, 64).stages, found.doubled) == (stages, doubled)

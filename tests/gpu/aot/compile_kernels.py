@@ -44,7 +44,7 @@ from sdk.kernels.gpu.linear_as_file import (  # noqa: E402
     round_rows,
 )
 from sdk.kernels.gpu.packing import Packed, pack  # noqa: E402
-from sdk.kernels.gpu.tuning import AMD_STAGES, Tuning  # noqa: E402
+from sdk.kernels.gpu.tuning import AMD_STAGES, DOUBLED, Tuning  # noqa: E402
 from sdk.kernels.layouts import BLOCK_TYPES, E2M1, ActivationScheme, Layout  # noqa: E402
 from sdk.kernels.routes import Routes  # noqa: E402
 
@@ -145,8 +145,9 @@ def launch_of_bytes(name: str, kernel: str, x: Tensor, routes: Routes | None) ->
     tuning = Tuning(_PROGRAMS)
     if torch.version.hip is not None:
         tuning = replace(tuning, stages=AMD_STAGES)
-    elif torch.cuda.get_device_capability(x.device)[0] in (9, 10):
-        tuning = replace(tuning, widest=256)
+    else:
+        major, _ = torch.cuda.get_device_capability(x.device)
+        tuning = replace(tuning, doubled=DOUBLED.get(major, ()))
     linear = TritonLinearAsFile(tuning, ("int", "e4m3"))
     packed = linear.pack(layout)
     tokens, n = x.shape[0], packed.shape[0]
