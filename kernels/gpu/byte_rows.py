@@ -77,7 +77,7 @@ def multiplies_bytes(layout: Layout, codes: Sequence[str]) -> bool:
         return False
     scheme, k = layout.inputs, layout.shape[1]
     whole = not scheme.group or scheme.group >= k
-    plain = scheme.rule == "plain" and scheme.symmetric and not scheme.zero
+    plain = scheme.rule in ("plain", "power") and scheme.symmetric and not scheme.zero
     if not plain or scheme.codes not in codes or layout.scale.dtype not in _SCALES:
         return False
     if isinstance(layout, Float8):
@@ -99,7 +99,9 @@ def byte_rows(layout: Affine | Float8) -> ByteRows:
     given = layout.values if isinstance(layout, Float8) else layout.codes
     padded = -(-k // ALIGNED) * ALIGNED
     values = torch.zeros(n, padded, dtype=torch.uint8, device=given.device)
-    values[:, :k] = given.view(torch.uint8) ^ _flip(layout)
+    values[:, :k] = given.view(torch.uint8)
+    if flip := _flip(layout):
+        values[:, :k] ^= flip
     scale = layout.scale.t().clone(memory_format=torch.contiguous_format)
     if isinstance(layout, Float8):
         facts: Affine | Float8 = replace(

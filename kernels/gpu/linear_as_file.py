@@ -1,11 +1,10 @@
 """Products with activations quantized as the weight's file asks.
 
 int8 and e4m3 activations with one scale per token, and weights of the same type with one scale per
-row, are multiplied as bytes (``product_bytes.py``), and e4m3 with one scale per 128 columns too;
-such weights are :class:`ByteRows`. Otherwise
-kernels/reference/fake_quantize.py quantizes activations, in some passes over x on the card, and
-``linear.py`` multiplies in float32 (with its tolerance, 1e-6), because scale times code needs more
-bits than 16-bit operands have.
+row, are multiplied as bytes (``product_bytes.py``), and so are e4m3 ones with a scale per 128
+columns; such weights are :class:`ByteRows`. Otherwise kernels/reference/fake_quantize.py quantizes
+activations, in some passes over x on the card, and ``linear.py`` multiplies in float32 (with its
+tolerance, 1e-6), because scale times code needs more bits than 16-bit operands have.
 """
 
 from __future__ import annotations
@@ -84,11 +83,12 @@ class TritonLinearAsFile(TritonLinear):
             super().matmul(packed, fake_quantize(x[rows].float(), scheme), out[rows])
 
     def _bytes_tiles(self, w: ByteRows, tokens: int) -> Tiles:
-        """With a fixed order of additions those of two tokens, only wider: a token's sums are the
-        same in a tile of any number of tokens, but not with another split."""
+        """With a fixed order of additions those of two tokens, for more tokens at a time: a token's
+        sums are the same beside any others, but not with another split or instruction."""
         if self._fixed:
-            wide = min(128, triton.next_power_of_2(max(tokens, 16)))
-            tiles = replace(self._tuning.tiles(w, 2, "linear_bytes"), block_m=wide)
+            tiles = self._tuning.tiles(w, 2, "linear_bytes")
+            columns = min(128, triton.next_power_of_2(max(tokens, 16)))
+            tiles = replace(tiles, block_n=min(tiles.block_n, 64), block_m=columns)
         else:
             tiles = self._tuning.tiles(w, max(tokens, 2), "linear_bytes")
         return replace(tiles, split=min(tiles.split, w.units))
@@ -169,27 +169,20 @@ def round_rows(x: Tensor, codes: Tensor, scales: Tensor, scheme: ActivationSchem
     """x ``[M, K]`` as codes ``[M, K']``, zeros behind column K, and scales ``[1, M]``; with more
     scales than one row, one for each ``STEP`` of columns."""
     tokens, k = x.shape
-    arguments: dict[str, Any] = {
-        "x": x,
-        "codes": codes,
-        "scales": scales,
-        "K": k,
-        "padded": codes.shape[1],
-    }
-    arguments |= {"x_stride": x.stride(0), "static": scheme.static or 0.0, "limit": scheme.limit}
-    constants: dict[str, Any] = {"FLOAT": scheme.floats}
     groups = scales.shape[0]
+    arguments: dict[str, Any] = {"x": x, "codes": codes, "scales": scales, "K": k}
+    arguments |= {"padded": codes.shape[1], "x_stride": x.stride(0), "limit": scheme.limit}
+    constants: dict[str, Any] = {"FLOAT": scheme.floats, "POWER": scheme.rule == "power"}
     if groups > 1:
-        del arguments["static"]
-        arguments["M"] = tokens
-        constants["BLOCK"] = block = min(8, triton.next_power_of_2(groups))
+        block = min(8, triton.next_power_of_2(groups))
         grid = (tokens, -(-groups // block), 1)
-        return Launch(kernels.round_groups, grid, arguments, constants, {})
-    constants["STATIC"] = scheme.static is not None
+        arguments["M"] = tokens
+        return Launch(kernels.round_groups, grid, arguments, constants | {"BLOCK": block}, {})
     # a row in one load of all threads: for one token 14 loads in turn would take as long as a
     # product (14336 columns, half a microsecond each)
     block = min(16384, max(64, triton.next_power_of_2(k)))
-    constants["BLOCK"] = block
+    arguments["static"] = scheme.static or 0.0
+    constants |= {"STATIC": scheme.static is not None, "BLOCK": block}
     options = {"num_warps": min(16, max(4, block // 1024))}
     return Launch(kernels.round_rows, (tokens, 1, 1), arguments, constants, options)
 

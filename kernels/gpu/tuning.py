@@ -115,14 +115,14 @@ class Tuning:
         """
         processors = max(1, self.programs // 4)
 
-        def tiles(rows: int, columns: int) -> int:
+        def count(rows: int, columns: int) -> int:
             return -(-w.shape[0] // rows) * -(-tokens // columns)
 
         def loads(rows: int) -> int:
-            return -(-tiles(rows, 128) * experts // processors) * (rows + 128)
+            return -(-count(rows, 128) * experts // processors) * (rows + 128)
 
         block_m = min(128, max(16, 1 << (tokens - 1).bit_length()))
-        narrow = tiles(64, block_m)
+        narrow = count(64, block_m)
         may_double = w.kind in self.doubled and not w.grouped and experts == 1
         wide = min((128, 256), key=loads) if may_double else 128
         if tokens > 64 and loads(wide) * processors <= narrow * experts * (64 + block_m):

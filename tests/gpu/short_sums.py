@@ -3,8 +3,8 @@
 An instruction adds 32 products to an accumulator. The products are exact; all terms are aligned to
 the largest exponent among them and keep 13 bits below its leading one, and so does the sum. What is
 cut off is not rounded. Sources: DeepSeek-V3 (2024), sections 3.3.2 and 3.5.2 (14 bits with the
-sign; 2 % at K = 4096, for the worst element), SageAttention2 (2024), section 3.2 (an accumulator of
-8 bits of exponent and 13 of mantissa, the rest set to zero).
+sign; nearly 2 % at K = 4096, for the worst element), SageAttention2 (2024): an accumulator with 8
+bits of exponent and 13 of mantissa, the rest set to zero.
 """
 
 from __future__ import annotations
