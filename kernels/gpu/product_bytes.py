@@ -150,8 +150,14 @@ def add_step(acc, w, x, factor, FLOAT: tl.constexpr, PROMOTE: tl.constexpr, TURN
 
 
 @triton.jit
-def store_sums(acc, s, factor, where, n, N, real, TURNED: tl.constexpr):
-    """Sums times scales of rows n and of tokens, to ``where [tokens]``, which are ``real``."""
+def store_sums(
+    acc, scale, scale_rows, factor, where, n, N, real, GROUPED: tl.constexpr, TURNED: tl.constexpr
+):
+    """Sums times the scales of rows n (unless ``GROUPED``) and a factor per token, to ``where
+    [tokens]``, which are ``real``."""
+    s = tl.full(n.shape, 1.0, tl.float32)
+    if not GROUPED:
+        s = tl.load(scale + tl.minimum(n, N - 1) // scale_rows).to(tl.float32)
     y = acc.to(tl.float32)
     if TURNED:
         y *= s[None, :] * factor[:, None]
@@ -194,11 +200,9 @@ def product_bytes(
         tokens = tl.load(sources + tokens)
     block = tl.program_id(1) * (BLOCK_N * (2 if TWICE else 1))
     n = block + tl.arange(0, BLOCK_N)
-    rows = tl.minimum(n, N - 1)
-    rows2 = tl.minimum(n + BLOCK_N, N - 1)
     where_x = x + columns_of(tokens, K)
-    where_w = w + columns_of(rows, K)
-    where_w2 = w + columns_of(rows2, K)
+    where_w = w + columns_of(tl.minimum(n, N - 1), K)
+    where_w2 = w + columns_of(tl.minimum(n + BLOCK_N, N - 1), K)
     factor = tl.load(x_scale + tokens)
     if TURNED:
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32 if FLOAT else tl.int32)
@@ -223,11 +227,7 @@ def product_bytes(
     where = out + tl.program_id(2) * part_stride + m.to(tl.int64) * out_stride
     if PROMOTE:  # every step had it
         factor = tl.full((BLOCK_M,), 1.0, tl.float32)
-    s = tl.full((BLOCK_N,), 1.0, tl.float32)
-    s2 = s
-    if not GROUPED:
-        s = tl.load(scale + rows // scale_rows).to(tl.float32)
-        s2 = tl.load(scale + rows2 // scale_rows).to(tl.float32)
-    store_sums(acc, s, factor, where, n, N, m < end, TURNED)
+    store_sums(acc, scale, scale_rows, factor, where, n, N, m < end, GROUPED, TURNED)
     if TWICE:
-        store_sums(acc2, s2, factor, where, n + BLOCK_N, N, m < end, TURNED)
+        n += BLOCK_N
+        store_sums(acc2, scale, scale_rows, factor, where, n, N, m < end, GROUPED, TURNED)
