@@ -171,6 +171,15 @@ def test_weights_of_bytes_that_differ_in_more_than_values_are_not_taken_as_one(c
     assert linear.group([first, first]) is not None
 
 
+def test_a_row_that_is_rounded_in_two_loads_has_one_scale(cases: Any) -> None:
+    layout = integers(cases, ActivationScheme("int"), columns=16384 + 30, rows=3)
+    x = cases.activations(2, layout.shape[1])
+    x[0, -1], x[1, 0] = 100.0, 200.0
+    found = product(TritonLinearAsFile(FEW, BOTH), layout, x)
+    expected = as_defined(layout, x)
+    assert ((found - expected).norm(dim=1) <= 1e-6 * expected.norm(dim=1)).all()
+
+
 def test_unsigned_codes_are_128_more_than_the_bytes_that_are_multiplied(cases: Any) -> None:
     layout = integers(cases, ActivationScheme("int"), signed=False)
     assert layout.zero == 128
