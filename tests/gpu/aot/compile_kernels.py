@@ -38,9 +38,13 @@ from sdk.kernels.gpu.linear import (  # noqa: E402
     product,
     product_one,
 )
-from sdk.kernels.gpu.linear_as_file import product_bytes, round_rows  # noqa: E402
+from sdk.kernels.gpu.linear_as_file import (  # noqa: E402
+    TritonLinearAsFile,
+    product_bytes,
+    round_rows,
+)
 from sdk.kernels.gpu.packing import Packed, pack  # noqa: E402
-from sdk.kernels.gpu.tuning import AMD_STAGES, Tuning  # noqa: E402
+from sdk.kernels.gpu.tuning import AMD_STAGES, DOUBLED, Tuning  # noqa: E402
 from sdk.kernels.layouts import BLOCK_TYPES, E2M1, ActivationScheme, Layout  # noqa: E402
 from sdk.kernels.routes import Routes  # noqa: E402
 
@@ -108,6 +112,8 @@ def launch_of(name: str, kernel: str, tokens: int, dtype: torch.dtype) -> Launch
         out = torch.empty(2 * tokens, layout.shape[0], dtype=dtype)
         routed = Routed(dense.offsets, routes, routes.tokens)
         return product_dense(dense.first.values, x, routed, range(8), out)
+    if kernel in ("round_rows", "product_bytes"):
+        return launch_of_bytes(name, kernel, x, routes if experts else None)
     packed = packed_weight(name)
     n, k = packed.shape
     tiles = replace(tuning.tiles(packed, tokens), split=1 if tokens == 64 else 2)
@@ -127,14 +133,36 @@ def launch_of(name: str, kernel: str, tokens: int, dtype: torch.dtype) -> Launch
         return decode_experts(group, range(8), routes.starts, torch.empty(8, n * k, dtype=dtype))
     if kernel == "decode_rows":
         return decode_rows(packed, torch.empty(tokens, k, dtype=dtype), 0)
-    scheme = ActivationScheme("e4m3" if packed.kind == "e4m3" else "int")
-    codes = torch.empty(tokens, k, dtype=torch.float8_e4m3fn if scheme.floats else torch.int8)
-    if kernel == "round_rows":
-        return round_rows(x, codes, torch.empty(tokens), scheme)
-    if kernel == "product_bytes":
-        return product_bytes(packed, codes, torch.empty(tokens), parts, tiles, routed)
     assert kernel == "add_up"
     return add_up(parts, torch.empty(tokens, n, dtype=dtype))
+
+
+def launch_of_bytes(name: str, kernel: str, x: Tensor, routes: Routes | None) -> Launch:
+    """With the rule's tiles, narrow ones that share K or wide ones."""
+    codes = "e4m3" if name.startswith("fp8") else "int"
+    scheme = ActivationScheme(codes, group=128 if name == "fp8-blocks" else 0)
+    layout = replace(weight(name), inputs=scheme)
+    tuning = Tuning(_PROGRAMS)
+    if torch.version.hip is not None:
+        tuning = replace(tuning, stages=AMD_STAGES)
+    else:
+        major, _ = torch.cuda.get_device_capability(x.device)
+        tuning = replace(tuning, doubled=DOUBLED.get(major, ()))
+    linear = TritonLinearAsFile(tuning, ("int", "e4m3"))
+    packed = linear.pack(layout)
+    tokens, n = x.shape[0], packed.shape[0]
+    codes = torch.empty(tokens, packed.values.shape[1], dtype=packed.values.dtype)
+    scales = torch.empty(packed.scale.shape[0], tokens)
+    if kernel == "round_rows":
+        return round_rows(x, codes, scales, packed.inputs)
+    busy, routed, rows = 1 if routes is None else 8, None, tokens
+    tiles = tuning.tiles(packed, tokens, "linear_bytes", busy)
+    if routes is not None:
+        group = linear.group([packed] * 8)
+        routed, rows = Routed(group.offsets, routes, routes.tokens), 2 * tokens
+    shared = torch.empty(tiles.split, rows, n)
+    parts = shared if tiles.split > 1 else torch.empty(rows, n, dtype=x.dtype)
+    return product_bytes(packed, codes, scales, parts, tiles, routed)
 
 
 def sources(job: list[Any]) -> list[Source]:

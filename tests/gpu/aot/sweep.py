@@ -51,6 +51,8 @@ WEIGHTS = [
 PAGES = ("float32", "float16", "bfloat16", "int8", "float8_e4m3fn", "float8_e5m2", "int4")
 #: The exact sine of a large angle needs a table, on the stack.
 ON_THE_STACK = {"angles_kernel"}
+#: Tokens for which tiles of 128 x 128 and of 256 x 128 fill the card of ``compile_kernels.py``.
+MANY = (4224, 8192)
 #: Bytes: one number that the compiler itself stores and loads again, so that more threads fit
 #: (q2_k for one token: 168 registers, of 255 that it might take).
 ONE_NUMBER = 8
@@ -65,12 +67,14 @@ def linear_jobs(card: str) -> list[Job]:
     names = ("add_up", "add_chunks")
     jobs: list[Job] = [("int4-g128-zeros", name, 16, "float16", *target) for name in names]
     if not old:  # see bytes_of_card
-        names = ("round_rows", "product_bytes", "product_bytes experts")
         weights = ["int8-g1024-zero"]
         if target[0] == "cuda" and target[1] >= 89:
-            weights.append("fp8-channel")
-        pairs = itertools.product(weights, names)
-        jobs += [(weight, name, 16, "float16", *target) for weight, name in pairs]
+            weights += ["fp8-channel", "fp8-blocks"]
+        for weight in weights:
+            jobs.append((weight, "round_rows", 16, short[-1], *target))
+            for tokens in (16, 32, 64, 128, *MANY):
+                names = ("product_bytes", "product_bytes experts")
+                jobs += [(weight, name, tokens, short[-1], *target) for name in names]
     jobs += [
         (dtype, "product_dense", tokens, dtype, *target)
         for dtype in short
