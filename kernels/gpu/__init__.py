@@ -129,7 +129,7 @@ def open_backend(
     as_file = TritonLinearAsFile(tuning, codes, fixed=fixed)
     return GpuBackend(
         {
-            "linear": (DenseLinear(fixed=fixed), ExactDenseLinear(), *packed, as_file),
+            "linear": (DenseLinear(fixed=fixed), ExactDenseLinear(fixed=fixed), *packed, as_file),
             **attention.operators(fixed=fixed),
             **rope.OPS,
             **norm.OPS,
