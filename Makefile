@@ -16,6 +16,10 @@ WORKERS ?= $(shell n=$$(env -u OMP_NUM_THREADS nproc); echo $$((n < 4 ? n : 4)))
 
 PY := $(VENV)/bin/python
 INTEROP := build/interop
+WHEEL_TOOLS := build/wheel-tools
+DIST ?= dist
+DOCS_TOOLS := build/docs-tools
+SITE ?= build/site
 CONSTRAINTS := $(VENV)/embedlm-constraints.txt
 REQUIREMENTS := $(VENV)/embedlm-requirements.txt
 PIP_INSTALL = $(PY) -m pip install --disable-pip-version-check $(PIP_FLAGS) -c $(CONSTRAINTS)
@@ -23,7 +27,7 @@ NATIVE := CMakeLists.txt $(shell find kernels/cpu -name '*.cpp' -o -name '*.c' -
 BUILT_FROM := pyproject.toml $(wildcard $(NATIVE))
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all aot gpu test-interop build wheel native packages models browser demo-model lint sanitize fuzz frontier bench clean
+.PHONY: help run test test-all aot gpu test-interop build wheels docs release-notes native packages models browser demo-model lint sanitize fuzz frontier bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -59,10 +63,16 @@ test-interop: $(VENV)/.embedlm-dev ## exchange files with auto-gptq, autoawq, gp
 
 build: $(VENV)/.embedlm-installed ## install this checkout (editable) with its native module
 
-wheel: | $(PY) ## build dist/embedlm-*.whl for this machine; one wheel is for every Python
-	@echo "embedlm: compiling the native module and packing the wheel (4 minutes of CPU time)"
-	@$(PY) -m pip wheel --quiet --disable-pip-version-check $(PIP_FLAGS) --no-deps --wheel-dir dist .
-	@ls dist/embedlm-*.whl
+wheels: $(WHEEL_TOOLS)/.embedlm-tools ## build dist/: source archive, manylinux wheel (for every Python), bill of materials
+	@echo "embedlm: compiling the native module and packing (4 minutes of CPU time for each architecture)"
+	@$(WHEEL_TOOLS)/bin/python .ci/wheels.py $(DIST)
+
+docs: $(DOCS_TOOLS)/.embedlm-tools ## build the documentation site in build/site; a dead link or anchor is an error
+	@NO_MKDOCS_2_WARNING=1 $(DOCS_TOOLS)/bin/python -m mkdocs build --quiet --strict --clean --site-dir $(abspath $(SITE))
+	@echo "embedlm: open $(SITE)/index.html, or serve it: $(DOCS_TOOLS)/bin/python -m mkdocs serve"
+
+release-notes: ## print the notes of VERSION=0.1.0 (or Unreleased) from CHANGELOG.md
+	@$(PYTHON) .ci/release_notes.py "$(VERSION)"
 
 models: build ## fetch both real models the tests use into the user's cache
 	$(PY) -m sdk fetch-demo --gemma
@@ -104,6 +114,17 @@ $(PY):
 	  echo "embedlm: Python 3.10 or newer is needed; name one with PYTHON=..." >&2; exit 1; }
 	@echo "embedlm: creating the environment $(VENV)"
 	@$(PYTHON) -m venv $(VENV_FLAGS) $(VENV)
+
+$(WHEEL_TOOLS)/.embedlm-tools: .ci/requirements-wheels.txt
+	@$(PYTHON) -m venv $(WHEEL_TOOLS)
+	@$(WHEEL_TOOLS)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -r $<
+	@touch $@
+
+$(DOCS_TOOLS)/.embedlm-tools: pyproject.toml
+	@$(PYTHON) -m venv $(DOCS_TOOLS)
+	@sed -n 's/^docs = \[\(.*\)\]$$/\1/p' pyproject.toml | tr ',' '\n' | tr -d '" ' > $(DOCS_TOOLS)/requirements.txt
+	@$(DOCS_TOOLS)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -r $(DOCS_TOOLS)/requirements.txt
+	@touch $@
 
 # The constraint goes into every pip call. An environment that has torch keeps exactly that torch;
 # without an NVIDIA driver the release with a CPU build is asked for; with one, pyproject's range.

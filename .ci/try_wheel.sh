@@ -1,17 +1,20 @@
 #!/usr/bin/env bash
-# try_wheel.sh PYTHON FOLDER: the wheel in FOLDER in a new environment, outside of a checkout: the native
-# module loads, and the demo model answers.
+# try_wheel.sh PYTHON WHEEL MODEL: the wheel with everything it depends on, from the package index, in a new
+# environment that sees nothing else: no checkout, no compiler, no variables. The native module loads, and
+# MODEL answers.
 set -euo pipefail
-wheel=$(realpath "$2"/embedlm-*.whl)
-constraints=$(realpath "$(dirname "$0")/constraints-cpu.txt")
 python=$(command -v "$1")
+wheel=$(realpath "$2")
+model=$(realpath "$3")
+constraints=$(realpath "$(dirname "$0")/constraints-cpu.txt")
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
-cd "$folder"
-"$python" -m venv env
+mkdir "$folder/home"
+cd "$folder/home"
+"$python" -m venv "$folder/env"
 # shellcheck disable=SC2086  # several flags
-env/bin/python -m pip install --quiet --disable-pip-version-check ${PIP_FLAGS:-} -c "$constraints" "$wheel"
-env/bin/embedlm doctor --only native
-env/bin/embedlm fetch-demo
-env/bin/python -c "import embedlm, sdk; assert embedlm.LLM is sdk.LLM"
-env/bin/embedlm run --prompt "Say hello." --max-tokens 8
+"$folder/env/bin/python" -m pip install --quiet --disable-pip-version-check ${PIP_FLAGS:-} -c "$constraints" "$wheel"
+alone() { env -i HOME="$folder/home" PATH="$folder/env/bin" "$@"; }
+alone embedlm doctor
+alone python -c "import embedlm, sdk; assert embedlm.LLM is sdk.LLM"
+alone embedlm run "$model" --raw --prompt "Hello" --max-tokens 8

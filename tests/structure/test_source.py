@@ -37,7 +37,7 @@ LONG_FILES: dict[str, tuple[int, str]] = {
 TOP_LEVEL = {
     *("sdk", "quant", "kernels", "models", "loaders", "tests", "docs", "pyproject.toml"),
     *("README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "CMakeLists.txt"),
-    *(".ci", ".github", ".gitignore"),
+    *(".ci", ".github", ".gitignore", "mkdocs.yml"),
 }
 #: What a checkout may hold besides, because a tool or a build made it (all in .gitignore).
 MADE = {".git", ".venv", "build", "dist", "bench-results", "__pycache__"}

@@ -1,0 +1,156 @@
+"""What the documentation site has besides the pages of docs/: hooks of mkdocs (mkdocs.yml).
+
+- the reference, one page for each group of names in ``sdk.__all__``, from their docstrings;
+- the notebooks of docs/tutorials, as pages with their stored outputs;
+- CONTRIBUTING.md and CHANGELOG.md.
+
+Links between the pages are written for a code host. One that leaves docs/ leads to the page of the
+site where there is one, and to the repository otherwise.
+"""
+
+from __future__ import annotations
+
+import ast
+import base64
+import json
+import posixpath
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parents[1]
+REPOSITORY = "https://github.com/embedlm/embedlm/blob/main"
+#: Pages of the top folder, and what they are called on the site.
+TOP_PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changes.md"}
+#: Pages of the reference: a title and the modules whose names it has.
+REFERENCE = {
+    "llm": ("LLM", "sdk.llm"),
+    "async_llm": ("AsyncLLM", "sdk.async_llm"),
+    "parameters": (
+        "Parameters of requests",
+        *("sdk.params", "sdk.beam_search", "sdk.structured.params", "sdk.lora"),
+    ),
+    "outputs": ("Outputs", "sdk.outputs", "sdk.engine.running_requests"),
+    "tokenizer": ("Tokenizer", "sdk.tokenizer"),
+    "memory": ("Memory", "sdk.memory.plan", "sdk.memory.pool", "sdk.persistence.snapshot"),
+    "scheduling": ("Scheduling", "sdk.engine.scheduling.policy"),
+    "metrics": (
+        "Metrics",
+        *("sdk.metrics.stats", "sdk.metrics.histogram", "sdk.metrics.slo", "sdk.metrics.trace"),
+    ),
+    "quantization": (
+        "Quantization",
+        *("sdk.quantizing", "sdk.evaluating", "sdk.reports.quant_report"),
+    ),
+    "processes": ("Several processes", "sdk.remote", "sdk.distributed"),
+    "demo": ("Demo model", "sdk.demo"),
+    "errors": ("Errors", "sdk.errors"),
+}
+
+
+def on_config(config: Any) -> Any:
+    """Put the pages of the reference where the navigation names their folder."""
+    expand(config.nav, "reference/", [f"reference/{name}.md" for name in REFERENCE])
+    return config
+
+
+def expand(nav: Any, folder: str, pages: list[str]) -> None:
+    for item in nav:
+        if isinstance(item, dict):
+            for title, value in item.items():
+                if value == folder:
+                    item[title] = pages
+                elif isinstance(value, list):
+                    expand(value, folder, pages)
+
+
+def on_files(files: Files, config: Any) -> Files:
+    def add(path: str, content: str | bytes) -> None:
+        files.append(File.generated(config, path, content=content))
+
+    for path, text in reference_pages():
+        add(path, text)
+    for name, page in TOP_PAGES.items():
+        add(page, (ROOT / name).read_text(encoding="utf-8"))
+    for notebook in sorted((ROOT / "docs" / "tutorials").glob("*.ipynb")):
+        for name, content in notebook_page(notebook):
+            add(f"tutorials/{name}", content)
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Links of a code host become links of the site."""
+    source = page.file.src_uri
+    here = "" if source in TOP_PAGES.values() else posixpath.dirname(f"docs/{source}")
+    site = posixpath.dirname(source)
+
+    def moved(match: re.Match[str]) -> str:
+        path, _, heading = match[2].partition("#")
+        target = posixpath.normpath(posixpath.join(here, path))
+        if "://" in path or not path:
+            return match[0]
+        if target in TOP_PAGES:
+            new = posixpath.relpath(TOP_PAGES[target], site or ".")
+        elif target.startswith("docs/") and (ROOT / target).is_file() and not is_program(target):
+            new = posixpath.relpath(target.removeprefix("docs/"), site or ".")
+        else:
+            new = f"{REPOSITORY}/{target}"
+        if target.startswith("docs/tutorials/"):
+            new = re.sub(r"\.ipynb$", ".md", new)
+        return f"{match[1]}({new}{'#' + heading if heading else ''})"
+
+    parts = re.split(r"(^ *```.*?^ *```$)", markdown, flags=re.MULTILINE | re.DOTALL)
+    link = re.compile(r"(!?\[(?:[^\[\]]|\[[^\]]*\])*\])\(([^()\s]+)\)")
+    return "".join(
+        part if part.lstrip().startswith("```") else link.sub(moved, part) for part in parts
+    )
+
+
+def is_program(path: str) -> bool:
+    """Files of docs/ that mkdocs.yml leaves out of the site."""
+    return path.endswith(".py") or "Dockerfile" in path
+
+
+def reference_pages() -> Iterator[tuple[str, str]]:
+    modules = exports()
+    for name, (title, *sources) in REFERENCE.items():
+        names = [f"::: {source}.{one}" for source in sources for one in modules.pop(source)]
+        options = ["::: sdk.options.EngineOptions"] if name == "llm" else []
+        yield f"reference/{name}.md", f"# {title}\n\n" + "\n\n".join([*names, *options]) + "\n"
+    if modules:
+        raise PluginError(f".ci/docs_site.py: no page of the reference has {sorted(modules)}")
+
+
+def exports() -> dict[str, list[str]]:
+    """The public names of ``sdk`` by module, read without importing it."""
+    tree = ast.parse((ROOT / "sdk" / "__init__.py").read_text(encoding="utf-8"))
+    imports = next(node for node in tree.body if isinstance(node, ast.If)).body
+    found: dict[str, list[str]] = {}
+    for node in imports:
+        assert isinstance(node, ast.ImportFrom) and node.module
+        found.setdefault(node.module, []).extend(alias.name for alias in node.names)
+    return found
+
+
+def notebook_page(path: Path) -> Iterator[tuple[str, str | bytes]]:
+    """A notebook's page, and the pictures in its outputs."""
+    parts = []
+    for number, cell in enumerate(json.loads(path.read_text(encoding="utf-8"))["cells"]):
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            parts.append(source)
+            continue
+        parts.append(f"```python\n{source}\n```")
+        for output in cell["outputs"]:
+            data = output.get("data", {})
+            if "image/png" in data:
+                name = f"{path.stem}-{number}.png"
+                yield name, base64.b64decode(data["image/png"])
+                parts.append(f"![Output of the cell above]({name})")
+            elif text := "".join(output.get("text", data.get("text/plain", ""))):
+                parts.append(f"```text\n{text.rstrip()}\n```")
+    yield f"{path.stem}.md", "\n\n".join(parts) + "\n"
