@@ -63,6 +63,15 @@ def test_the_signature_of_sampling_params_shows_its_fields() -> None:
     assert shown["temperature"].kind is inspect.Parameter.KEYWORD_ONLY
 
 
+def test_what_editors_show_of_an_option_is_what_the_page_says() -> None:
+    command = [sys.executable, ".ci/option_docs.py", "--check"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    text = (ROOT / "sdk" / "options.py").read_text(encoding="utf-8")
+    body = text.partition("class EngineOptions")[2].partition("\n\n\n")[0]
+    assert body.count('    """') == len(EngineOptions.__annotations__) + 1  # and the class's own
+
+
 @pytest.mark.slow
 def test_a_type_checker_refuses_misspelt_options(tmp_path: Path) -> None:
     good = 'LLM("x", memory="1GiB", swap_path=Path("y"), dtype="half"); SamplingParams(top_k=3)'

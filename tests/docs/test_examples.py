@@ -1,26 +1,36 @@
-"""The programs of docs/examples run, with a real model."""
+"""The programs of docs/examples run, with a real model, and type checkers accept them."""
 
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from sdk import LLM, SamplingParams
 from tests.server.serving import running
 
-EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "docs" / "examples"
+
+
+def load(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def test_a_host_serves_its_own_route_and_openai_s(
     smollm2: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MODEL", str(smollm2))
-    spec = importlib.util.spec_from_file_location("host", EXAMPLES / "host.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    with running(module.app) as client:
+    with running(load("host").app) as client:
         found = client.post("/summary", {"text": "It rained all day, so we stayed at home."})
         assert found.status == 200 and found.json["summary"]
         assert client.post("/summary", {}).status == 422  # the host's own shape
@@ -30,3 +40,52 @@ def test_a_host_serves_its_own_route_and_openai_s(
         events = client.post("/v1/chat/completions", {**asked, "stream": True}).events
         pieces = [event["choices"][0]["delta"].get("content", "") for event in events[:-1]]
         assert whole and "".join(pieces) == whole
+
+
+def test_a_window_gets_an_answer_in_pieces_and_can_stop_it(smollm2: Path) -> None:
+    def wait(answers: Any) -> str:
+        text, deadline = "", time.monotonic() + 60
+        while answers.busy and time.monotonic() < deadline:
+            text += answers.poll()
+            time.sleep(0.005)
+        return text + str(answers.poll())
+
+    with LLM(smollm2, max_model_len=1024) as llm:
+        params = SamplingParams(temperature=0, max_tokens=12)
+        answers = load("gui").Answers(llm, params)
+        question = {"role": "user", "content": "Name a river."}
+        answers.ask(question["content"])
+        shown = wait(answers)
+        [expected] = llm.chat([question], params)
+        assert shown == expected.outputs[0].text != ""
+
+        answers = load("gui").Answers(llm, SamplingParams(max_tokens=900, ignore_eos=True))
+        answers.ask("Tell me a long story.")
+        while not (shown := answers.poll()):
+            time.sleep(0.005)
+        answers.stop()
+        shown += wait(answers)
+        while llm.has_unfinished_requests:  # it ends with the step that runs
+            time.sleep(0.005)
+        assert len(llm.get_tokenizer().encode(shown)) < 800
+
+        answers.ask("word " * 2000)  # longer than the context: an error is shown, not lost
+        assert "[" in wait(answers)
+        answers.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checker", ["mypy", "basedpyright"])
+def test_a_type_checker_accepts_the_examples(checker: str, tmp_path: Path) -> None:
+    options = {
+        "mypy": ["--strict", "--cache-dir", str(tmp_path)],
+        "basedpyright": ["--level", "error"],
+    }
+    command = [sys.executable, "-m", checker, *options[checker], "docs/examples"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    wrong = EXAMPLES.joinpath("gui.py").read_text().replace("memory=", "memmory=")
+    (tmp_path / "wrong.py").write_text(wrong)
+    command[-1] = str(tmp_path / "wrong.py")
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode != 0 and "memmory" in done.stdout

@@ -11,8 +11,12 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from tests.docs.pages import anchors, links
+
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "docs" / "tutorials").glob("*.ipynb"))
+#: How many plots are stored in each.
+PLOTS = {"1_embed": 0, "2_quantize": 1, "3_serve": 3}
 
 
 def cells(notebook: Any, kind: str) -> list[Any]:
@@ -80,14 +84,18 @@ def test_a_tutorial_opens_in_colab_and_is_committed_with_its_outputs(path: Path)
     install = cells(notebook, "code")[0].source
     assert '%pip install --quiet "{source}"' in install
     assert re.search(r'source = "embedlm(\[\w+\])? @ git\+https://', install), "not on PyPI yet"
+    assert re.search(r'source = "/content/embedlm-.*\.whl(\[\w+\])?"', install), "a wheel"
+    assert re.search(r"\*\*On a T4 .*extra `gpu`", cells(notebook, "markdown")[0].source, re.DOTALL)
     assert any(cell.outputs for cell in cells(notebook, "code"))
+    outputs = [output for cell in cells(notebook, "code") for output in cell.outputs]
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == PLOTS[path.stem]
     text = path.read_text()
     assert not re.search(r'"output_type": "error"', text)
-    for link in re.findall(
-        r"\]\((?!https://)([^)]+)\)", "\n".join(c.source for c in notebook.cells)
-    ):
-        assert (path.parent / link).exists(), f"{link} is not there"
+    for link in links("\n\n".join(cell.source for cell in cells(notebook, "markdown"))):
+        name, _, heading = link.partition("#")
+        assert (path.parent / name).exists(), f"{link} is not there"
+        assert not heading or heading in anchors((path.parent / name).read_text()), link
 
 
 def test_there_are_tutorials() -> None:
-    assert [path.stem for path in NOTEBOOKS] == ["1_embed", "2_quantize", "3_serve"]
+    assert [path.stem for path in NOTEBOOKS] == [*PLOTS]
