@@ -15,6 +15,7 @@ import base64
 import json
 import posixpath
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
+SOURCES = ROOT / "build" / "docs-source"  # named in mkdocs.yml
 REPOSITORY = "https://github.com/embedlm/embedlm/blob/main"
 #: Pages of the top folder, and what they are called on the site.
 TOP_PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changes.md"}
@@ -50,6 +52,23 @@ REFERENCE = {
     "demo": ("Demo model", "sdk.demo"),
     "errors": ("Errors", "sdk.errors"),
 }
+
+
+def on_startup(**_: Any) -> None:
+    """The package in build/docs-source, in one piece and with a file in every folder.
+
+    The reference is made by reading sources. The reader does not look into folders without an
+    ``__init__.py``, which the four top folders and some of sdk/ do not have, shows the roles of
+    Sphinx as they are, and wants a line for each ``:raises``.
+    """
+    shutil.rmtree(SOURCES, ignore_errors=True)
+    ignored = shutil.ignore_patterns("__pycache__", "*.so", "native", "page")
+    shutil.copytree(ROOT / "sdk", SOURCES / "sdk", ignore=ignored)
+    for path in list(SOURCES.rglob("*.py")):
+        (path.parent / "__init__.py").touch()
+        text = path.read_text(encoding="utf-8")
+        text = re.sub(r":(?:class|meth|func|attr|mod|data|exc):(`)~?", r"\1", text)
+        path.write_text(re.sub(r"(?<=\.) (?=:raises \w+:)", "\n    ", text), encoding="utf-8")
 
 
 def on_config(config: Any) -> Any:

@@ -3,8 +3,8 @@
     python .ci/wheels.py dist
 
 makes the source archive of this checkout, then, from that archive, a wheel for this machine's
-architecture and, with a cross compiler, one for aarch64. auditwheel refuses a wheel that needs
-newer libraries than manylinux_2_28 has. Each wheel gets a bill of materials beside it. Nothing is
+architecture and, with a cross compiler, one for aarch64. A wheel that needs newer libraries than
+manylinux_2_28 has is refused. Each wheel gets a bill of materials beside it. Nothing is
 downloaded: the packages of .ci/requirements-wheels.txt are there already.
 """
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -22,8 +23,8 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-#: The oldest systems a wheel runs on: RHEL 8, Debian 10, Ubuntu 18.10. So do PyTorch's wheels.
-MANYLINUX = "manylinux_2_28"
+#: The newest C library that a wheel may need: that of RHEL 8, Debian 10 and PyTorch's wheels.
+GLIBC = (2, 28)
 #: The compiler for each architecture that is not this machine's, and what installs it.
 CROSS = {"aarch64": ("aarch64-linux-gnu-g++", "apt install g++-aarch64-linux-gnu")}
 #: What no wheel is complete without; a build without a compiler leaves the first one out.
@@ -72,13 +73,20 @@ def build_wheel(tree: Path, architecture: str, out: Path) -> Path:
         wheel = Path(folder) / made
         check(wheel, architecture)
         names = set(out.iterdir())
-        command = ["auditwheel", "repair", "--plat", f"{MANYLINUX}_{architecture}"]
+        # auto: it knows the names of this machine's architecture only
+        command = ["auditwheel", "repair", "--only-plat", "--plat", "auto"]
         subprocess.run(
             [sys.executable, "-m", *command, "--wheel-dir", str(out), str(wheel)],
             env={**os.environ, "PATH": path_of_tools()},
             check=True,
         )
     [repaired] = set(out.iterdir()) - names
+    tag = re.search(rf"-manylinux_(\d+)_(\d+)_{architecture}\.whl$", repaired.name)
+    if tag is None or (int(tag[1]), int(tag[2])) > GLIBC:
+        raise SystemExit(
+            f"wheels: {repaired.name}: expected manylinux_2_28 or lower. `auditwheel show` names "
+            "the symbols; kernels/cpu/native/old_symbols.hpp has older versions of some"
+        )
     return repaired
 
 
@@ -119,7 +127,7 @@ def main() -> None:
     for old in out.glob("embedlm-*"):
         old.unlink()
     archive = source_archive(out)
-    print(f"wheels: {archive.name}")
+    print(f"wheels: {archive.name}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         for architecture in architectures():
             print(f"wheels: compiling for {architecture}", flush=True)
