@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import shutil
 import subprocess
@@ -17,6 +18,7 @@ from sdk import LLM, AsyncLLM, CheckpointError, RequestError, SamplingParams
 from sdk.config import EngineConfig
 from sdk.options import EngineOptions, engine_config
 from sdk.other_names import ENGINE, SAMPLING
+from tests.api.language_server import LanguageServer
 
 ROOT = Path(__file__).parents[2]
 #: Options that take a Path too, which the config keeps as text.
@@ -70,6 +72,30 @@ def test_what_editors_show_of_an_option_is_what_the_page_says() -> None:
     text = (ROOT / "sdk" / "options.py").read_text(encoding="utf-8")
     body = text.partition("class EngineOptions")[2].partition("\n\n\n")[0]
     assert body.count('    """') == len(EngineOptions.__annotations__) + 1  # and the class's own
+
+
+@pytest.mark.slow
+def test_an_editor_completes_options_and_says_what_they_are_for(tmp_path: Path) -> None:
+    source = (
+        "from sdk import LLM, AsyncLLM, SamplingParams\n"
+        'llm = LLM("m", memory="1GiB")\n'
+        'other = AsyncLLM("m", kv_cache_dtype="int8")\n'
+        "params = SamplingParams(temperature=0)\n"
+        'last = LLM("m", max_\n'
+    )
+    file = tmp_path / "use.py"
+    file.write_text(source)
+    # the package is found from the folder that is open in the editor, as in an installed one
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps({"extraPaths": [str(ROOT)]}))
+    with LanguageServer(tmp_path) as server:
+        server.open(file, source)
+        memory = server.hover(file, 1, 17)
+        assert "memory: int | str | MemoryPool | None" in memory
+        assert "Hard budget for weights, KV cache, workspace and tokenizer" in memory
+        assert "1.94 times the tokens of float16" in server.hover(file, 2, 26)
+        assert "temperature" in server.hover(file, 3, 26)
+        offered = server.completions(file, 4, 19)
+        assert {"max_model_len=", "max_num_seqs=", "max_waiting="} <= set(offered)
 
 
 @pytest.mark.slow
