@@ -18,7 +18,7 @@ DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 _FENCED = re.compile(r"^( *)```.*?^\1```$", re.MULTILINE | re.DOTALL)
 _PYTHON = re.compile(
-    r"(?:^<!-- (?P<word>given|not run): (?P<text>(?:(?!-->).)+?) *-->\n)?"
+    r"(?:^<!-- (?P<word>given|not run):\s(?P<text>(?:(?!-->).)+?) *-->\n)?"
     r"^```python\n(?P<code>.*?)^```$",
     re.MULTILINE | re.DOTALL,
 )
