@@ -56,6 +56,14 @@ def run_page(
         tiny_adapter(tmp_path / f"{name}-adapter", smollm2, rank=rank, scale=0.1)
     untrained_eagle(tmp_path / "eagle-head", hidden=576, vocab=49152)
     monkeypatch.chdir(tmp_path)
+    opened = LLM.__init__
+
+    def short(self: LLM, model: Any = None, *, plan: Any = None, **options: Any) -> None:
+        if plan is None:  # where a page sets no max_tokens, an answer ends here
+            options.setdefault("max_model_len", 512)
+        opened(self, model, plan=plan, **options)
+
+    monkeypatch.setattr(LLM, "__init__", short)
 
     def run(page: str) -> dict[str, Any]:
         names: dict[str, Any] = {"__name__": "__main__"}
