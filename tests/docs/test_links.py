@@ -74,6 +74,14 @@ def test_a_picture_can_be_read_in_light_and_dark_mode_and_by_a_screen_reader(pat
         assert size <= float(text.get("y", "0")) <= height, text.text
 
 
+def test_the_plots_show_the_numbers_of_the_tables() -> None:
+    command = [sys.executable, ".ci/benchmark_plots.py", "--check"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    plot = (DOCS / "pictures" / "speed_avx512_vnni.svg").read_text(encoding="utf-8")
+    assert "embedlm 2907" in plot and "llama.cpp 243" in plot
+
+
 def test_every_picture_is_on_a_page() -> None:
     texts = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
     pictures = [*PICTURES, *DOCS.rglob("*.png")]

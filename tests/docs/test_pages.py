@@ -50,8 +50,7 @@ def run_page(
     """Runs a page's code in a folder with the files that pages name; returns its names."""
     for name in ("model.gguf", "large.gguf", "chat.gguf", "code.gguf"):
         (tmp_path / name).symlink_to(smollm2)
-    for name in ("float16-model", "model-folder"):
-        (tmp_path / name).symlink_to(golden / "arch-llama3" / "hf")
+    (tmp_path / "float16-model").symlink_to(golden / "arch-llama3" / "hf")
     for name, rank in (("sql", 8), ("style", 16)):
         tiny_adapter(tmp_path / f"{name}-adapter", smollm2, rank=rank, scale=0.1)
     untrained_eagle(tmp_path / "eagle-head", hidden=576, vocab=49152)
