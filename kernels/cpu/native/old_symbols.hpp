@@ -2,7 +2,7 @@
 // and C library also loads on the oldest ones that a manylinux_2_28 wheel may meet: glibc 2.28 and the
 // libstdc++ of g++ 8. A linker takes the newest version of a symbol. This file names older versions of
 // the same functions, and old_symbols.cpp defines the one that has none.
-// tests/structure/test_package.py reads which versions the library needs.
+// tests/structure/test_wheels.py reads which versions the library needs.
 #pragma once
 
 #include <cstddef>  // defines __GLIBCXX__ and, on glibc, __GLIBC__
