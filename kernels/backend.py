@@ -59,7 +59,11 @@ class LinearKernel(Implementation, Protocol):
     def unpack(self, packed: Any) -> Layout:
         """The inverse of :meth:`pack`, bit for bit."""
 
-    def matmul(self, packed: Any, x: Tensor, out: Tensor) -> None:
+    #: Whether products take an ``activation`` (:data:`sdk.kernels.ops.Activation`): the weight has
+    #: the rows of gate, then those of up, and the result is ``act(gate) * up``, half as wide.
+    gates: bool
+
+    def matmul(self, packed: Any, x: Tensor, out: Tensor, activation: str = "") -> None:
         """``out [M, N] = x [M, K] @ w.T``; x is contiguous, both have any type of the backend."""
 
     #: Whether ``rows`` takes ``part`` (:meth:`sdk.kernels.bound.BoundLinear.rows`).
@@ -78,7 +82,13 @@ class LinearKernel(Implementation, Protocol):
         the kernel does not support this."""
 
     def matmul_routed(
-        self, group: Any, x: Tensor, routes: Routes, by_token: bool, out: Tensor
+        self,
+        group: Any,
+        x: Tensor,
+        routes: Routes,
+        by_token: bool,
+        out: Tensor,
+        activation: str = "",
     ) -> None:
         """``out[r] = x[routes.tokens[r] if by_token else r] @ w[routes.owners[r]].T``."""
 

@@ -28,6 +28,7 @@ from sdk.kernels.context import Compute, Context
 from sdk.kernels.errors import KernelError
 from sdk.kernels.graph import Recording
 from sdk.kernels.groups import Group, Link
+from sdk.kernels.head_norms import HeadNorms
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.kv_tiers import page_tier
 from sdk.kernels.layouts import Layout, on_device
@@ -306,21 +307,31 @@ class Ops:
         sin: Tensor,
         batch: AttentionBatch,
         pages: KVPages,
-    ) -> None:
-        """Rotate q (in place) and k, and write k and v into their page slots.
+        norms: HeadNorms | None = None,
+    ) -> Tensor:
+        """Rotate q and k, and write k and v into their page slots; returns q, rotated.
 
         q ``[T, heads, head_dim]``, k and v ``[T, kv_heads, head_dim]``, rows may be strided
         views of one fused projection; cos and sin ``[T, rotary_dim / 2]`` (halves rotate against
         each other, as Hugging Face models do; dimensions beyond ``rotary_dim`` pass through).
+        ``norms`` come before the rotation, in the same kernel if it ``normalizes``. q may be
+        overwritten.
         """
         batch.check(pages)
         for name, x in (("q", q), ("k", k), ("v", v)):
             expect_floats(f"rope {name}", x, self.activations, batch.num_tokens, None, None)
         for name, x in (("cos", cos), ("sin", sin)):
             expect(f"rope {name}", x, torch.float32, batch.num_tokens, None)
-        if q.shape[0]:
-            kernel = self._kernel("rope_and_cache", head_dim=k.shape[2], kv_dtype=pages.dtype)
-            kernel.run(q, k, v, cos, sin, batch, pages)
+        if not q.shape[0]:
+            return q
+        kernel = self._kernel("rope_and_cache", head_dim=k.shape[2], kv_dtype=pages.dtype)
+        if norms is None or kernel.normalizes:
+            kernel.run(q, k, v, cos, sin, batch, pages, *(() if norms is None else (norms,)))
+            return q
+        q = self.rms_norm(q, norms.q, norms.eps)
+        k = self.rms_norm(k, norms.k, norms.eps)
+        kernel.run(q, k, v, cos, sin, batch, pages)
+        return q
 
     def attention(
         self,

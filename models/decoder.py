@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
+from sdk.kernels.head_norms import HeadNorms
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -55,7 +57,7 @@ class Step(NamedTuple):
 
 
 class Attention:
-    """Grouped-query attention of one layer; models with q/k norms override ``normalize``.
+    """Grouped-query attention of one layer; ``norms`` are those of each head.
 
     ``sinks`` float32 ``[heads]``: see :meth:`sdk.kernels.ops.Ops.attention`.
     """
@@ -67,6 +69,7 @@ class Attention:
         self.scale, self.softcap = c.attention_scale, c.attention_softcap
         self.window = c.sliding_windows[index]
         self.sinks: Tensor | None = None
+        self.norms: HeadNorms | None = None
         d = c.head_dim
         keys = (c.num_kv_heads * d, heads.kv_start * d, heads.kv_count * d)
         parts = [
@@ -103,7 +106,7 @@ class Attention:
         q, k, v = heads.split_with_sizes([self.heads, self.kv_heads, self.kv_heads], dim=1)
         q, k = self.normalize(q, k)
         cos, sin = step.angles if self.window is None else step.local_angles
-        self.ops.rope_and_cache(q, k, v, cos, sin, step.batch, pages)
+        q = self.ops.rope_and_cache(q, k, v, cos, sin, step.batch, pages, self.norms)
         y = self.ops.attention(
             q,
             pages,
@@ -121,13 +124,9 @@ class HeadNormAttention(Attention):
 
     def __init__(self, source: Source, path: str, index: int) -> None:
         super().__init__(source, path, index)
-        self.eps = source.config.rms_norm_eps
-        self.q_norm = source.norm(f"{path}.q_norm", self.head_dim)
-        self.k_norm = source.norm(f"{path}.k_norm", self.head_dim)
-
-    def normalize(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        q = self.ops.rms_norm(q, self.q_norm, self.eps)
-        return q, self.ops.rms_norm(k, self.k_norm, self.eps)
+        q_norm = source.norm(f"{path}.q_norm", self.head_dim)
+        k_norm = source.norm(f"{path}.k_norm", self.head_dim)
+        self.norms = HeadNorms(q_norm, k_norm, source.config.rms_norm_eps)
 
 
 class MLP:
@@ -148,7 +147,7 @@ class MLP:
         self.down = source.row(f"{path}.down_proj", width, start, count, bias=c.mlp_bias)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.down(self.ops.gated_activation(self.gate_up(x), self.activation))
+        return self.down(self.gate_up.gated(x, self.activation))
 
 
 class Layer(Protocol):

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from sdk.kernels.ops import Ops
+from sdk.kernels.ops import Activation, Ops
 from sdk.kernels.routes import Routes
 from sdk.models.architecture import architecture
 from sdk.models.config import ModelConfig
@@ -102,11 +102,7 @@ class Projection:
 
     def __call__(self, x: Tensor) -> Tensor:
         """``x [T, in] -> [T, out]``."""
-        out: Tensor | None = None
-        if self.narrow:
-            shape = (x.shape[0], self.weight.shape[0])
-            out = self.ops.empty(*shape, dtype=self.ops.activations)
-        y = self.weight.matmul(x, out)
+        y = self.weight.matmul(x, self._out(x, self.weight.shape[0]))
         if self.adapters is not None and self.ops.adapter_slots is not None:
             self.adapters.add(x, y, self.ops.adapter_slots)
         if self.reduce and self.mesh.group is not None:
@@ -114,6 +110,22 @@ class Projection:
         if self.bias is not None:
             self.ops.add_bias(y, self.bias)
         return y
+
+    def gated(self, x: Tensor, activation: Activation) -> Tensor:
+        """``act(gate) * up`` of a projection to gate, then up: ``[T, out / 2]``.
+
+        One kernel, if it can do both and nothing is added to gate and up.
+        """
+        adapted = self.adapters is not None and self.ops.adapter_slots is not None
+        if adapted or self.bias is not None or not self.weight.gates:
+            return self.ops.gated_activation(self(x), activation)
+        return self.weight.matmul(x, self._out(x, self.weight.shape[0] // 2), activation)
+
+    def _out(self, x: Tensor, width: int) -> Tensor | None:
+        """Memory for the result, if that has the type of activations."""
+        if not self.narrow:
+            return None
+        return self.ops.empty(x.shape[0], width, dtype=self.ops.activations)
 
 
 class ExpertProjection:
@@ -136,6 +148,12 @@ class ExpertProjection:
         if self.bias is not None:
             self.ops.moe.add_owners_bias(y, self.bias, routes)
         return y
+
+    def gated(self, x: Tensor, routes: Routes, activation: Activation) -> Tensor:
+        """See :meth:`Projection.gated`: ``[R, out / 2]``."""
+        if self.bias is not None or not self.weight.gates:
+            return self.ops.gated_activation(self(x, routes), activation, routes.used)
+        return self.weight.matmul_routed(x, routes, by_token=self.by_token, activation=activation)
 
     def replace(self, index: int, weight: Weight, bias: Tensor | None) -> None:
         """Exchange one expert for another of the same checkpoint."""

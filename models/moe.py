@@ -67,7 +67,7 @@ class ExpertMLP:
             normalized=spec.normalized,
             experts=None if share is None else share.routing,
         )
-        hidden = self.ops.gated_activation(self.gate_up(x, routes), self.activation, routes.used)
+        hidden = self.gate_up.gated(x, routes, self.activation)
         y = self.ops.moe.combine(self.down(hidden, routes), routes)
         if share is not None or self.mesh.group is None:
             return y

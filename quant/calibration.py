@@ -104,12 +104,16 @@ class ObservedWeight(Weight):
     def bind(self, ops: Ops, activation_bits: int = 8) -> None:
         self.inner.bind(ops, activation_bits)
 
-    def matmul(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+    @property
+    def gates(self) -> bool:
+        return self.inner.gates
+
+    def matmul(self, x: Tensor, out: Tensor | None = None, activation: str = "") -> Tensor:
         try:
             self.observer.of(self.names, self.shape[1]).add(x)
         except QuantizationError as error:
             raise QuantizationError(f"{' and '.join(self.names)}: {error}") from error
-        return self.inner.matmul(x, out)
+        return self.inner.matmul(x, out, activation)
 
     def rows(self, ids: Tensor, part: tuple[int, int] | None = None) -> Tensor:
         return self.inner.rows(ids, part)

@@ -76,9 +76,13 @@ class PermutedWeight(Weight):
         self.order = self.order.to(ops.device)
         self.inner.bind(ops, activation_bits)
 
-    def matmul(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+    @property
+    def gates(self) -> bool:
+        return self.inner.gates
+
+    def matmul(self, x: Tensor, out: Tensor | None = None, activation: str = "") -> Tensor:
         assert self._ops is not None, "bind() the weight before matmul()"
-        return self.inner.matmul(self._ops.take_columns(x, self.order), out)
+        return self.inner.matmul(self._ops.take_columns(x, self.order), out, activation)
 
     def rows(self, ids: Tensor, part: tuple[int, int] | None = None) -> Tensor:
         found = self.inner.rows(ids, part)

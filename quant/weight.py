@@ -76,9 +76,17 @@ class Weight(ABC):
         ``activation_bits``: see :meth:`sdk.kernels.ops.Ops.linear`.
         """
 
+    @property
+    def gates(self) -> bool:
+        """Whether :meth:`matmul` takes an ``activation``; only after ``bind``."""
+        return False
+
     @abstractmethod
-    def matmul(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """``x [M, in] -> x @ w.T [M, out]``, float32; in ``out`` (rows may be strided) or new."""
+    def matmul(self, x: Tensor, out: Tensor | None = None, activation: str = "") -> Tensor:
+        """``x [M, in] -> x @ w.T [M, out]``, float32; in ``out`` (rows may be strided) or new.
+
+        ``activation``: see :meth:`sdk.kernels.bound.BoundLinear.matmul`.
+        """
 
     @abstractmethod
     def rows(self, ids: Tensor, part: tuple[int, int] | None = None) -> Tensor:
@@ -153,8 +161,12 @@ class PackedWeight(Weight):
         assert self._bound is not None, "bind() the weight first"
         return self._bound
 
-    def matmul(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        return self.bound.matmul(x, out)
+    @property
+    def gates(self) -> bool:
+        return self.bound.gates
+
+    def matmul(self, x: Tensor, out: Tensor | None = None, activation: str = "") -> Tensor:
+        return self.bound.matmul(x, out, activation)
 
     def rows(self, ids: Tensor, part: tuple[int, int] | None = None) -> Tensor:
         if self._bound is None:
@@ -336,8 +348,9 @@ class StackedWeight(Weight):
         for part in self.parts:
             part.bind(ops, activation_bits)
 
-    def matmul(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+    def matmul(self, x: Tensor, out: Tensor | None = None, activation: str = "") -> Tensor:
         assert self._ops is not None, "bind() the weight before matmul()"
+        assert not activation, "gate and up may lie in different parts"
         if out is None:
             out = self._ops.empty(x.shape[0], self.shape[0])
         offset = 0

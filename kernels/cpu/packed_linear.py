@@ -46,6 +46,7 @@ class PackedLinear:
     """
 
     reads_parts = True
+    gates = False
 
     def __init__(self, runtime: NativeRuntime, memory: WeightMemory, activation_bits: int) -> None:
         self._runtime = runtime

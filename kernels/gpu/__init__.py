@@ -118,16 +118,19 @@ def open_backend(
     from sdk.kernels.gpu.dense import DenseLinear
     from sdk.kernels.gpu.linear import TritonLinear
     from sdk.kernels.gpu.linear_as_file import TritonLinearAsFile, bytes_of_card
+    from sdk.kernels.gpu.shares import Sharing
 
     tuning = tuning_of(device)
     codes: tuple[str, ...] = ("int", "e4m3")
     if torch.device(device).type != "cpu":
         found = torch.cuda.get_device_capability(device)
         codes = bytes_of_card(found, amd=torch.version.hip is not None)
+    sharing = Sharing()
     packed = (
-        TritonLinear(dtype, tuning, fixed=fixed) for dtype in (matrix_type(device), torch.float32)
+        TritonLinear(dtype, tuning, fixed=fixed, sharing=sharing)
+        for dtype in (matrix_type(device), torch.float32)
     )
-    as_file = TritonLinearAsFile(tuning, codes, fixed=fixed)
+    as_file = TritonLinearAsFile(tuning, codes, fixed=fixed, sharing=sharing)
     return GpuBackend(
         {
             "linear": (DenseLinear(fixed=fixed), *packed, as_file),

@@ -32,6 +32,7 @@ class DenseLinear:
 
     name = "gpu.dense"
     reads_parts = False
+    gates = False
 
     def __init__(self, *, fixed: bool = False) -> None:
         self._fixed = fixed

@@ -17,7 +17,7 @@ from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.errors import KernelError
 from sdk.kernels.gpu.launch import expect_on_device
 
-ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "clamped_swiglu": 3}
+ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "clamped_swiglu")
 MAPS = {"zeros": 0, "add": 1, "add_bias": 2, "scale": 3, "softcap": 4}
 _BLOCK = 1024
 
@@ -29,25 +29,33 @@ def _tanh(x):
 
 
 @triton.jit
-def gated_kernel(gate_up, out, WIDTH: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr):
+def activate(gate, up, KIND: tl.constexpr):
+    """``act(gate) * up`` in float32, one of :data:`ACTIVATIONS`."""
+    if KIND == "silu":
+        active = gate * tl.sigmoid(gate)
+    elif KIND == "gelu_tanh":
+        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        active = 0.5 * gate * (1.0 + _tanh(inner))
+    elif KIND == "gelu":
+        active = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
+    else:
+        gate = tl.where(gate > 7.0, 7.0, gate)
+        active = gate * tl.sigmoid(1.702 * gate)
+        up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up)) + 1.0
+    return active * up
+
+
+@triton.jit
+def gated_kernel(
+    gate_up, out, out_stride, WIDTH: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr
+):
     """Grid (rows, blocks of columns): ``act(gate) * up`` of a row, gate then up."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < WIDTH
     gate = tl.load(gate_up + row * 2 * WIDTH + column, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * WIDTH + WIDTH + column, mask=mask, other=0.0).to(tl.float32)
-    if KIND == 0:
-        active = gate * tl.sigmoid(gate)
-    elif KIND == 1:
-        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-        active = 0.5 * gate * (1.0 + _tanh(inner))
-    elif KIND == 2:
-        active = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
-    else:
-        gate = tl.where(gate > 7.0, 7.0, gate)
-        active = gate * tl.sigmoid(1.702 * gate)
-        up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up)) + 1.0
-    tl.store(out + row * WIDTH + column, active * up, mask=mask)
+    tl.store(out + row * out_stride + column, activate(gate, up, KIND), mask=mask)
 
 
 @triton.jit
@@ -142,7 +150,7 @@ class GatedActivation:
         expect_on_device("gated_activation", gate_up, out)
         rows, width = out.shape
         gated_kernel[(rows, triton.cdiv(width, _BLOCK))](
-            gate_up, out, WIDTH=width, KIND=ACTIVATIONS[kind], BLOCK=_BLOCK
+            gate_up, out, out.stride(0), WIDTH=width, KIND=kind, BLOCK=_BLOCK
         )
 
 

@@ -20,9 +20,10 @@ from sdk.kernels.backend import Problem
 from sdk.kernels.gpu import product_bytes as kernels
 from sdk.kernels.gpu.expert_tiles import Experts, Routed, tile_arguments
 from sdk.kernels.gpu.launch import Launch, expect_on_device
-from sdk.kernels.gpu.linear import TritonLinear, add_up, room_for_parts
+from sdk.kernels.gpu.linear import TritonLinear
 from sdk.kernels.gpu.packing import Packed
 from sdk.kernels.gpu.scratch import rows_of_codes, rows_of_parts, rows_rounded, runs
+from sdk.kernels.gpu.shares import Shares, Sharing
 from sdk.kernels.gpu.tuning import Tiles, Tuning
 from sdk.kernels.layouts import ActivationScheme, inputs_of
 from sdk.kernels.reference.fake_quantize import fake_quantize
@@ -35,8 +36,15 @@ class TritonLinearAsFile(TritonLinear):
     ``codes``: those that the card's matrix units multiply as bytes, see :func:`bytes_of_card`.
     """
 
-    def __init__(self, tuning: Tuning, codes: Sequence[str], *, fixed: bool = False) -> None:
-        super().__init__(torch.float32, tuning, fixed=fixed)
+    def __init__(
+        self,
+        tuning: Tuning,
+        codes: Sequence[str],
+        *,
+        fixed: bool = False,
+        sharing: Sharing | None = None,
+    ) -> None:
+        super().__init__(torch.float32, tuning, fixed=fixed, sharing=sharing)
         self._codes = codes
         self.name = "gpu.linear_as_file"
 
@@ -49,10 +57,10 @@ class TritonLinearAsFile(TritonLinear):
             return "linear_bytes"
         return "linear"
 
-    def matmul(self, packed: Packed, x: Tensor, out: Tensor) -> None:
+    def matmul(self, packed: Packed, x: Tensor, out: Tensor, activation: str = "") -> None:
         scheme = inputs_of(packed.facts)
         if scheme is None:
-            super().matmul(packed, x, out)
+            super().matmul(packed, x, out, activation)
         elif multiplies_bytes(packed, scheme, self._codes):
             expect_on_device("linear", x, out, packed.scale)
             tokens = 2 if self._fixed else max(x.shape[0], 2)
@@ -62,50 +70,57 @@ class TritonLinearAsFile(TritonLinear):
             if tiles.split > 1:
                 step = min(step, rows_of_parts(packed.shape[0], tiles.split))
             for rows in runs(x.shape[0], step):
-                _multiply_bytes(packed, scheme, x[rows], out[rows], tiles)
+                self._multiply_bytes(packed, scheme, x[rows], out[rows], tiles, activation)
         else:
             for rows in runs(x.shape[0], rows_rounded(x.shape[1])):
-                super().matmul(packed, fake_quantize(x[rows].float(), scheme), out[rows])
+                given = fake_quantize(x[rows].float(), scheme)
+                super().matmul(packed, given, out[rows], activation)
 
     def group(self, packed: Sequence[Packed]) -> Experts[Packed] | None:
         alike = all(inputs_of(p.facts) == inputs_of(packed[0].facts) for p in packed[1:])
         return super().group(packed) if alike else None
 
     def matmul_routed(
-        self, group: Experts[Packed], x: Tensor, routes: Routes, by_token: bool, out: Tensor
+        self,
+        group: Experts[Packed],
+        x: Tensor,
+        routes: Routes,
+        by_token: bool,
+        out: Tensor,
+        activation: str = "",
     ) -> None:
         w = group.first
         scheme = inputs_of(w.facts)
         if scheme is None:
-            super().matmul_routed(group, x, routes, by_token, out)
+            super().matmul_routed(group, x, routes, by_token, out, activation)
         elif multiplies_bytes(w, scheme, self._codes):
             expect_on_device("linear of experts", x, out, group.offsets)
             routed = Routed(group.offsets, routes, routes.tokens if by_token else None)
-            _multiply_bytes(w, scheme, x, out, self._tiles_of(group, routes, 2), routed)
+            tiles = self._tiles_of(group, routes, 2)
+            self._multiply_bytes(w, scheme, x, out, tiles, activation, routed)
         else:
             whole = torch.empty(x.shape, device=x.device)
             for rows in runs(x.shape[0], rows_rounded(x.shape[1])):
                 whole[rows] = fake_quantize(x[rows].float(), scheme)
-            super().matmul_routed(group, whole, routes, by_token, out)
+            super().matmul_routed(group, whole, routes, by_token, out, activation)
 
-
-def _multiply_bytes(
-    w: Packed,
-    scheme: ActivationScheme,
-    x: Tensor,
-    out: Tensor,
-    tiles: Tiles,
-    routed: Routed | None = None,
-) -> None:
-    """Quantizes x ``[M, K]`` and multiplies it, or its routed rows."""
-    dtype = torch.float8_e4m3fn if scheme.floats else torch.int8
-    codes = torch.empty(x.shape[0], w.units * w.unit, dtype=dtype, device=x.device)
-    scales = torch.empty(x.shape[0], device=x.device)
-    parts = room_for_parts(out, tiles.split)
-    round_rows(x, codes, scales, scheme).run()
-    product_bytes(w, codes, scales, parts, tiles, routed).run()
-    if tiles.split > 1:
-        add_up(parts, out).run()
+    def _multiply_bytes(
+        self,
+        w: Packed,
+        scheme: ActivationScheme,
+        x: Tensor,
+        out: Tensor,
+        tiles: Tiles,
+        activation: str,
+        routed: Routed | None = None,
+    ) -> None:
+        """Quantizes x ``[M, K]`` and multiplies it, or its routed rows."""
+        dtype = torch.float8_e4m3fn if scheme.floats else torch.int8
+        codes = torch.empty(x.shape[0], w.units * w.unit, dtype=dtype, device=x.device)
+        scales = torch.empty(x.shape[0], device=x.device)
+        shares = self._sharing.shares(tiles.split, out.shape[0], w.shape[0], x.device)
+        round_rows(x, codes, scales, scheme).run()
+        product_bytes(w, codes, scales, out, shares, tiles, activation, routed).run()
 
 
 def bytes_of_card(capability: tuple[int, int], *, amd: bool) -> tuple[str, ...]:
@@ -152,27 +167,29 @@ def product_bytes(
     packed: Packed,
     codes: Tensor,
     scales: Tensor,
-    parts: Tensor,
+    out: Tensor,
+    shares: Shares,
     tiles: Tiles,
+    activation: str = "",
     routed: Routed | None = None,
 ) -> Launch:
-    """``product_bytes`` over ``split`` shares of K; parts ``[split, M, N]`` or out."""
-    tokens, n, split = codes.shape[0], packed.shape[0], tiles.split
+    """``product_bytes``: out ``[M, N]``, with an ``activation`` ``[M, N / 2]``."""
+    tokens, n = codes.shape[0], packed.shape[0]
     block_m = min(tiles.block_m, max(16, triton.next_power_of_2(tokens)))
     arguments: dict[str, Any] = {
         "x": codes,
         "x_scale": scales,
-        "out": parts,
+        "out": out,
         "w0": packed.planes[0],
     }
     arguments |= {"scale": packed.scale, "M": tokens, "N": n, "units": packed.units}
-    arguments |= {"share": -(-packed.units // split), "out_stride": parts.stride(-2)}
-    arguments |= {"part_stride": parts.stride(0) if parts.dim() == 3 else 0}
+    arguments |= {"share": -(-packed.units // shares.split), "out_stride": out.stride(0)}
     arguments["scale_rows"] = packed.scale_rows
     constants: dict[str, Any] = {"FLOAT": packed.kind == "e4m3"}
     constants |= {"BLOCK_N": tiles.block_n, "BLOCK_M": block_m, "ROUTED": routed is not None}
-    arguments |= tile_arguments(routed)
+    constants |= {"SHARED": shares.split > 1, "ACTIVATION": activation}
     count = -(-tokens // block_m) if routed is None else routed.tiles(block_m)
-    grid = (-(-n // tiles.block_n), count, split)
+    grid = (count, -(-n // tiles.block_n), shares.split)
+    arguments |= {**tile_arguments(routed), **shares.arguments(grid[0] * grid[1])}
     options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
     return Launch(kernels.product_bytes, grid, arguments, constants, options)

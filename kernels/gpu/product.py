@@ -6,8 +6,7 @@ matrix units multiply those, and a group's sum is scaled in float32 afterwards, 
 entries are rounded. The minimum costs one more sum of x per group.
 
 The weights are the left operand (``[rows, 16] x [16, tokens]``), so that few tokens still fill the
-matrix instruction. ``split`` programs share K; each writes a partial sum, and ``add_up`` adds them
-in a fixed order, so that results do not depend on which program finishes first.
+matrix instruction. ``split`` programs may share K: see ``shares.py``.
 
 Experts (``ROUTED``): rows of x are sorted by expert, and an expert's weights are ``offsets`` away
 from those of the first; ``expert_tile`` finds the rows of a program. The grid depends only on the
@@ -24,6 +23,7 @@ import triton
 import triton.language as tl
 
 from sdk.kernels.gpu.expert_tiles import expert_tile, moved, moved_words
+from sdk.kernels.gpu.shares import store_tile, tile_rows
 from sdk.kernels.gpu.values import (
     LANES,
     all_codes,
@@ -127,29 +127,34 @@ def sums_of_tile(
     return acc
 
 
-@triton.jit(do_not_specialize=["M", "share"])
+@triton.jit(do_not_specialize=["M", "share", "split"])
 def product(
-    x, sums, out, w0, w1, w2, scale, super_scale, nested, offset, zeros, minus, super_minus, table,
-    offsets, starts, active, sources,
-    M, N, K, units, share, experts, x_stride, out_stride, part_stride, scale_stride, scale_rows,
+    x, sums, out, parts, counters, w0, w1, w2, scale, super_scale, nested, offset, zeros, minus,
+    super_minus, table, offsets, starts, active, sources, M, N, K, units, share, split, experts,
+    x_stride, out_stride, part_stride, scale_stride, scale_rows,
     KIND: tl.constexpr, WIDTH: tl.constexpr, WIDTH_1: tl.constexpr, WIDTH_2: tl.constexpr,
     UNIT: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, SUPER: tl.constexpr,
     SCALE: tl.constexpr, FACTOR: tl.constexpr, ZEROS: tl.constexpr, ZERO: tl.constexpr,
     MINUS: tl.constexpr,
     WHOLE: tl.constexpr, EVEN: tl.constexpr, DOT: tl.constexpr, WIDEN: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, ROUTED: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, ROUTED: tl.constexpr, SHARED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """One tile of ``out[split, M, N]``, ``share`` units of K: BLOCK_N rows and BLOCK_M tokens.
+    """One tile of ``out [M, N]``, ``share`` units of K: BLOCK_N rows and BLOCK_M tokens.
+
+    Grid (tiles of tokens, tiles of rows, split): programs that run together share weights, so that
+    those are read from memory once.
 
     ``CHUNK`` columns have one scale, with ``WHOLE`` all of a row; ``sums`` of x: ``add_chunks``.
     ``WIDEN``: float32 in place of ``DOT``, whose bfloat16 the interpreter multiplies wrongly.
     ``ROUTED``: x has M rows, of which ``sources[m]`` (where given) is row m's.
     """
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    first = tl.program_id(1) * BLOCK_M
+    block = tl.program_id(1)
+    n, there = tile_rows(block, N, BLOCK_N, ACTIVATION)
+    first = tl.program_id(0) * BLOCK_M
     end = M
     if ROUTED:
-        expert, first, end = expert_tile(starts, active, experts, tl.program_id(1), BLOCK_M)
+        expert, first, end = expert_tile(starts, active, experts, tl.program_id(0), BLOCK_M)
         if first >= end:
             return
         w0, w1, w2, scale, super_scale, nested, offset, zeros, minus, super_minus = of_expert(
@@ -163,13 +168,16 @@ def product(
         source = tl.load(sources + m, mask=real, other=0)
     tokens = x + tl.arange(0, LANES)[:, None] + source.to(tl.int64)[None, :] * x_stride
     acc = sums_of_tile(
-        tokens, sums, source, real, tl.minimum(n, N - 1), w0, w1, w2, scale, super_scale, nested,
+        tokens, sums, source, real, n, w0, w1, w2, scale, super_scale, nested,
         offset, zeros, minus, super_minus, table, M, N, K, units, share, scale_stride, scale_rows,
         KIND, WIDTH, WIDTH_1, WIDTH_2, UNIT, CHUNK, GROUP, SUPER, SCALE, FACTOR, ZEROS, ZERO,
         MINUS, WHOLE, EVEN, DOT, tl.float32 if WIDEN else DOT, BLOCK_N, BLOCK_M,
     )  # fmt: skip
-    where = out + tl.program_id(2) * part_stride + m[None, :].to(tl.int64) * out_stride + n[:, None]
-    tl.store(where, acc.to(out.dtype.element_ty), mask=real[None, :] & (n < N)[:, None])
+    store_tile(
+        acc, block, n, there, m, real, out, out_stride, parts, part_stride, counters,
+        block * tl.num_programs(0) + tl.program_id(0), tl.program_id(2), split, N,
+        SHARED, ACTIVATION, BLOCK_N, BLOCK_M,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -210,35 +218,36 @@ def add_chunk(
     return part, total
 
 
-@triton.jit(do_not_specialize=["share"])
+@triton.jit(do_not_specialize=["share", "split"])
 def product_one(
-    x, out, w0, w1, w2, scale, super_scale, nested, offset, zeros, minus, super_minus, table,
-    offsets, owners, sources,
-    N, K, units, share, x_stride, out_stride, part_stride, scale_stride, scale_rows,
+    x, out, parts, counters, w0, w1, w2, scale, super_scale, nested, offset, zeros, minus,
+    super_minus, table, offsets, owners, sources,
+    N, K, units, share, split, x_stride, out_stride, part_stride, scale_stride, scale_rows,
     KIND: tl.constexpr, WIDTH: tl.constexpr, WIDTH_1: tl.constexpr, WIDTH_2: tl.constexpr,
     UNIT: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, SUPER: tl.constexpr,
     SCALE: tl.constexpr, FACTOR: tl.constexpr, ZEROS: tl.constexpr, ZERO: tl.constexpr,
     MINUS: tl.constexpr,
     WHOLE: tl.constexpr, EVEN: tl.constexpr, RAISE: tl.constexpr,
-    BLOCK_N: tl.constexpr, UNROLL: tl.constexpr, ROUTED: tl.constexpr,
+    BLOCK_N: tl.constexpr, UNROLL: tl.constexpr, ROUTED: tl.constexpr, SHARED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """:func:`product` for one token, in float32 without matrix instructions: x is not rounded.
 
     ``RAISE`` times ``FACTOR`` undoes the smallness of ``tiny_values``, x bearing its share.
     ``ROUTED``: a program of the third dimension has one row, and so one of the token's experts.
     """
+    row = tl.program_id(2)
     if ROUTED:
-        m = tl.program_id(2)
         w0, w1, w2, scale, super_scale, nested, offset, zeros, minus, super_minus = of_expert(
             w0, w1, w2, scale, super_scale, nested, offset, zeros, minus, super_minus,
-            offsets, tl.load(owners + m),
+            offsets, tl.load(owners + row),
         )  # fmt: skip
-        out += m.to(tl.int64) * out_stride
+        source = row
         if sources is not None:
-            m = tl.load(sources + m)
-        x += m.to(tl.int64) * x_stride
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    rows = tl.minimum(n, N - 1)
+            source = tl.load(sources + row)
+        x += source.to(tl.int64) * x_stride
+    block = tl.program_id(0)
+    rows, there = tile_rows(block, N, BLOCK_N, ACTIVATION)
     acc = tl.zeros((BLOCK_N, LANES), tl.float32)
     part = acc
     total = tl.zeros((LANES,), tl.float32)
@@ -269,22 +278,13 @@ def product_one(
             rows, N, K, 0, scale_stride, scale_rows,
             GROUP, SUPER, SCALE, FACTOR, MINUS, KIND == "int",
         )  # fmt: skip
-    y = tl.sum(acc, 1).to(out.dtype.element_ty)
-    tl.store(out + tl.program_id(1) * part_stride + n, y, mask=n < N)
-
-
-@triton.jit(do_not_specialize=["split"])
-def add_up(parts, out, split, N, out_stride, part_stride, BLOCK: tl.constexpr):
-    """``out[m, n] = sum of parts[split, m, n]`` in the order of the splits.
-
-    Grid (rows, blocks of columns), like :func:`add_chunks`.
-    """
-    m = tl.program_id(0)
-    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    acc = tl.zeros((BLOCK,), tl.float32)
-    for i in range(split):
-        acc += tl.load(parts + i * part_stride + m.to(tl.int64) * N + n, mask=n < N, other=0.0)
-    tl.store(out + m.to(tl.int64) * out_stride + n, acc.to(out.dtype.element_ty), mask=n < N)
+    m = row + tl.arange(0, 1)
+    store_tile(
+        tl.sum(acc, 1)[:, None], block, rows, there, m, m == row,
+        out, out_stride, parts, part_stride,
+        counters, row * tl.num_programs(0) + block, tl.program_id(1), split, N,
+        SHARED, ACTIVATION, BLOCK_N, 1,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["count", "start", "low"])

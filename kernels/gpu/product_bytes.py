@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from sdk.kernels.gpu.expert_tiles import expert_tile, moved, moved_words
+from sdk.kernels.gpu.shares import store_tile, tile_rows
 
 
 @triton.jit
@@ -74,25 +75,25 @@ def round_rows(
         tl.store(codes + m * padded + place, code, mask=column < padded)
 
 
-@triton.jit(do_not_specialize=["M", "share"])
+@triton.jit(do_not_specialize=["M", "share", "split"])
 def product_bytes(
-    x, x_scale, out, w0, scale, offsets, starts, active, sources,
-    M, N, units, share, experts, out_stride, part_stride, scale_rows,
+    x, x_scale, out, parts, counters, w0, scale, offsets, starts, active, sources,
+    M, N, units, share, split, experts, out_stride, part_stride, scale_rows,
     FLOAT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, ROUTED: tl.constexpr,
+    SHARED: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """One tile of ``out[split, M, N]``: ``share`` units of 64 columns; ``ROUTED`` as in
-    ``product.py``."""
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    first = tl.program_id(1) * BLOCK_M
+    """One tile of ``out [M, N]``: ``share`` units of 64 columns; the rest as in ``product.py``."""
+    block = tl.program_id(1)
+    rows, there = tile_rows(block, N, BLOCK_N, ACTIVATION)
+    first = tl.program_id(0) * BLOCK_M
     end = M
     if ROUTED:
-        expert, first, end = expert_tile(starts, active, experts, tl.program_id(1), BLOCK_M)
+        expert, first, end = expert_tile(starts, active, experts, tl.program_id(0), BLOCK_M)
         if first >= end:
             return
         w0 = moved_words(w0, offsets, expert, 0)
         scale = moved(scale, offsets, expert, 3)
     m = first + tl.arange(0, BLOCK_M)
-    rows = tl.minimum(n, N - 1)
     tokens = tl.minimum(m, end - 1)
     if sources is not None:
         tokens = tl.load(sources + tokens)
@@ -116,5 +117,8 @@ def product_bytes(
             acc = tl.dot(w, xs, acc, out_dtype=tl.float32 if FLOAT else tl.int32)
     s = tl.load(scale + rows // scale_rows).to(tl.float32)
     y = acc.to(tl.float32) * s[:, None] * tl.load(x_scale + tokens)[None, :]
-    where = out + tl.program_id(2) * part_stride + m[None, :].to(tl.int64) * out_stride + n[:, None]
-    tl.store(where, y.to(out.dtype.element_ty), mask=(m < end)[None, :] & (n < N)[:, None])
+    store_tile(
+        y, block, rows, there, m, m < end, out, out_stride, parts, part_stride, counters,
+        block * tl.num_programs(0) + tl.program_id(0), tl.program_id(2), split, N,
+        SHARED, ACTIVATION, BLOCK_N, BLOCK_M,
+    )  # fmt: skip

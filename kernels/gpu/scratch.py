@@ -15,6 +15,8 @@ from sdk.kernels.scratch import Matrix, Products
 #: Bytes for a dequantized weight, for shares of K, and for quantized activations: limits memory,
 #: not speed.
 SCRATCH = 64 << 20
+#: Two tiles for each of the 132 multiprocessors of an H100, and the sides of a tile of the library.
+FULL_CARD, LIBRARY_TILE = 264, 128
 #: Bytes for the dequantized weights of many experts; 128 of 2048 x 1536 (3 Mi values of 16 bits
 #: each) then take four turns.
 EXPERTS_SCRATCH = 256 << 20
@@ -26,6 +28,9 @@ SPLIT = 256
 MAX_SPLITS = 32
 #: The most shares of K that the rule of ``tuning.py`` and ``embedlm tune`` use for a weight.
 MOST_SHARES = 16
+#: Tiles of the largest product whose K is shared among programs (``shares.py``). A vocabulary of
+#: 262,144 in tiles of 16 rows has 16,384; shares of more tokens than tiles have do not fit SCRATCH.
+COUNTERS = 1 << 15
 #: Float32 copies of x that exist at once in ``reference/fake_quantize.py``.
 ROUNDED_COPIES = 6
 #: The largest number of values in one program's result.
@@ -40,9 +45,15 @@ def runs(count: int, step: int) -> Iterator[slice]:
         yield slice(start, min(start + step, count))
 
 
-def decoded_rows(n: int, k: int, itemsize: int) -> int:
-    """Rows of a weight ``[n, k]`` that are dequantized at a time."""
-    return min(n, max(16, SCRATCH // (k * itemsize) // 16 * 16))
+def decoded_rows(n: int, k: int, itemsize: int, tokens: int) -> int:
+    """Rows of a weight ``[n, k]`` that are dequantized at a time.
+
+    As many as fit in :data:`SCRATCH`, or more if the library's product with ``tokens`` would not
+    have :data:`FULL_CARD` tiles: with 512 tokens up to 8,448 rows.
+    """
+    across = -(-tokens // LIBRARY_TILE)
+    filling = -(-FULL_CARD // across) * LIBRARY_TILE
+    return min(n, max(16, SCRATCH // (k * itemsize) // 16 * 16, filling))
 
 
 def decoded_experts(count: int, n: int, k: int, itemsize: int) -> int:
@@ -110,7 +121,7 @@ class CardScratch:
         return max(asked) + (self.library if library else 0)
 
     def kept(self, requests: int) -> int:
-        return packed_bytes(requests, self.products.head.n)
+        return packed_bytes(requests, self.products.head.n) + 4 * COUNTERS
 
     def _decodes(self, m: Matrix, rows: int) -> bool:
         """Whether a packed weight is dequantized first."""
@@ -147,7 +158,7 @@ class CardScratch:
         if m.experts:
             count = decoded_experts(m.experts, m.n, m.k, 2)
             return self.products.copied * rows * m.per_token * m.k + 2 * count * padded(m.n, m.k)
-        at_once = decoded_rows(m.n, m.k, 2)
+        at_once = decoded_rows(m.n, m.k, 2, rows)
         return 2 * at_once * m.k + self._plain(m, rows)
 
     def _tiled(self, m: Matrix, rows: int) -> int:

@@ -30,6 +30,7 @@ class ReferenceLinear:
 
     name = "reference.linear"
     reads_parts = False
+    gates = False
 
     def reject(self, problem: Problem) -> str | None:
         return None if not problem.inputs else f"the file asks for activations in {problem.inputs}"

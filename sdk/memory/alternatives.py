@@ -357,7 +357,7 @@ def _smallest_budget(
 ) -> _Budget | None:
     """The smallest budget for ``limits``; ``None`` if it is more than this machine has."""
     if not config.enable_chunked_prefill:  # a step runs a whole prompt
-        tokens = max(config.max_num_batched_tokens, limits["max_model_len"])
+        tokens = max(config.step_tokens, limits["max_model_len"])
         limits = {**limits, "max_num_batched_tokens": tokens}
     made = plan_for(replace(config, **limits, memory=None, kv_cache_memory_bytes=1), checkpoint)
     pages = -(-made.max_model_len // made.page_size)

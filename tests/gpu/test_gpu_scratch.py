@@ -17,9 +17,11 @@ from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.gpu import scratch
 from sdk.kernels.gpu.attention import Attention
 from sdk.kernels.gpu.dense import DenseLinear
-from sdk.kernels.gpu.linear import TritonLinear, add_chunks, add_up
+from sdk.kernels.gpu.linear import TritonLinear, add_chunks, product
 from sdk.kernels.gpu.linear_as_file import TritonLinearAsFile
+from sdk.kernels.gpu.packing import pack
 from sdk.kernels.gpu.scratch import CardScratch
+from sdk.kernels.gpu.shares import Sharing
 from sdk.kernels.gpu.tuning import Tiles, Tuning
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.kv_types import KV_TYPES
@@ -228,11 +230,16 @@ def test_attention_asks_for_the_parts_that_are_planned(length: int) -> None:
     assert (planned == 0) == (length == 200)
 
 
-def test_grids_hold_more_rows_than_65535() -> None:
+def test_grids_hold_more_rows_than_65535(cases: Any) -> None:
     """What a card takes: 2^31 - 1 programs in the first dimension, 65,535 in the others."""
     rows = torch.empty(1, K).expand(70_000, K)
     chunks = add_chunks(rows, torch.empty(K // 16, 1).expand(K // 16, 70_000), 16, torch.float16)
-    parts = torch.empty(2, 1, N).expand(2, 70_000, N)
-    for launch in (chunks, add_up(parts, torch.empty(1, N).expand(70_000, N))):
-        assert launch.grid[0] == 70_000
-        assert max(launch.grid[1:]) <= 65_535
+    assert chunks.grid[0] == 70_000
+    assert max(chunks.grid[1:]) <= 65_535
+    packed = pack(cases.affine(N, K, 4, 32, "zeros"))
+    shares = Sharing().shares(1, 1, N, torch.device("cpu"))
+    out = torch.empty(1, N).expand(16 * 70_000, N)
+    tiles = Tiles(64, 16, 1, 4, 3)
+    many = torch.empty(1, K).expand(16 * 70_000, K)
+    launch = product(packed, many, None, out, shares, tiles, torch.float16)
+    assert launch.grid == (70_000, 1, 1)

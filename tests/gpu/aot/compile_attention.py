@@ -26,6 +26,7 @@ from machine_code import Source, answer, launches
 from sdk.engine.rank.kv_cache import KVCache
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.gpu import attention, elementwise, experts, low_rank, norm, rope, sampling
+from sdk.kernels.head_norms import HeadNorms
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.low_rank import Shape
 from sdk.kernels.packed_shapes import PackedShapes
@@ -82,8 +83,10 @@ def run_rope(short: torch.dtype, dtype: str, head_dim: int = 128) -> None:
     pages = pages_of(dtype, head_dim)
     heads = torch.zeros(3, 12, head_dim, dtype=short)
     q, k, v = heads.split([8, 2, 2], dim=1)
-    angles = torch.zeros(3, head_dim // 2)
-    rope.RopeAndCache().run(q, k, v, angles, angles.clone(), batch_of([3], 3), pages)
+    angles, batch = torch.zeros(3, head_dim // 2), batch_of([3], 3)
+    weight = torch.zeros(head_dim)
+    for norms in ((), (HeadNorms(weight, weight, 1e-6),)):
+        rope.RopeAndCache().run(q, k, v, angles, angles.clone(), batch, pages, *norms)
 
 
 def run_rows(short: torch.dtype) -> None:

@@ -32,7 +32,6 @@ from sdk.kernels.gpu.launch import Launch  # noqa: E402
 from sdk.kernels.gpu.linear import (  # noqa: E402
     TritonLinear,
     add_chunks,
-    add_up,
     decode_experts,
     decode_rows,
     product,
@@ -40,6 +39,8 @@ from sdk.kernels.gpu.linear import (  # noqa: E402
 )
 from sdk.kernels.gpu.linear_as_file import product_bytes, round_rows  # noqa: E402
 from sdk.kernels.gpu.packing import Packed, pack  # noqa: E402
+from sdk.kernels.gpu.scratch import COUNTERS  # noqa: E402
+from sdk.kernels.gpu.shares import Shares  # noqa: E402
 from sdk.kernels.gpu.tuning import AMD_STAGES, Tuning  # noqa: E402
 from sdk.kernels.layouts import BLOCK_TYPES, E2M1, ActivationScheme, Layout  # noqa: E402
 from sdk.kernels.routes import Routes  # noqa: E402
@@ -93,11 +94,13 @@ def routes_of(tokens: int, experts: int = 8, k: int = 2) -> Routes:
 
 
 def launch_of(name: str, kernel: str, tokens: int, dtype: torch.dtype) -> Launch:
-    """``experts`` behind a product's name: of the rows routed to eight experts.
+    """Behind a product's name may stand ``experts``, of the rows routed to eight experts, and
+    ``silu``, of gate and up.
 
-    Few tokens share K and write float32 parts; 64 write the type of the activations at once.
+    Few tokens share K, 64 do not. Both write the type of the activations.
     """
-    kernel, _, experts = kernel.partition(" ")
+    kernel, *more = kernel.split()
+    experts, activation = "experts" in more, "silu" if "silu" in more else ""
     layout, tuning = weight(name), Tuning(_PROGRAMS)
     if torch.version.hip is not None:
         tuning = replace(tuning, stages=AMD_STAGES)
@@ -112,17 +115,19 @@ def launch_of(name: str, kernel: str, tokens: int, dtype: torch.dtype) -> Launch
     n, k = packed.shape
     tiles = replace(tuning.tiles(packed, tokens), split=1 if tokens == 64 else 2)
     rows, routed = 2 * tokens if experts else tokens, None
-    parts = torch.empty(rows, n, dtype=dtype) if tiles.split == 1 else torch.empty(2, rows, n)
+    out = torch.empty(rows, n // 2 if activation else n, dtype=dtype)
+    parts = None if tiles.split == 1 else torch.empty(2, rows, n)
+    shares = Shares(tiles.split, parts, torch.empty(COUNTERS, dtype=torch.int32))
     if experts:
         group = TritonLinear(torch.float16, tuning).group([packed] * 8)
         routed = Routed(group.offsets, routes, routes.tokens)
     if kernel == "product":
         sums = torch.empty(64, tokens) if packed.has_minus or packed.zeros_bits == 32 else None
-        return product(packed, x, sums, parts, tiles, dtype, routed)
+        return product(packed, x, sums, out, shares, tiles, dtype, activation, routed)
     if kernel == "add_chunks":
-        return add_chunks(x, parts, 32, dtype)
+        return add_chunks(x, torch.empty(k // 32, tokens), 32, dtype)
     if kernel == "product_one":
-        return product_one(packed, x, parts, tiles, routed)
+        return product_one(packed, x, out, shares, tiles, activation, routed)
     if kernel == "decode_rows" and experts:
         return decode_experts(group, range(8), routes.starts, torch.empty(8, n * k, dtype=dtype))
     if kernel == "decode_rows":
@@ -131,10 +136,9 @@ def launch_of(name: str, kernel: str, tokens: int, dtype: torch.dtype) -> Launch
     codes = torch.empty(tokens, k, dtype=torch.float8_e4m3fn if scheme.floats else torch.int8)
     if kernel == "round_rows":
         return round_rows(x, codes, torch.empty(tokens), scheme)
-    if kernel == "product_bytes":
-        return product_bytes(packed, codes, torch.empty(tokens), parts, tiles, routed)
-    assert kernel == "add_up"
-    return add_up(parts, torch.empty(tokens, n, dtype=dtype))
+    assert kernel == "product_bytes"
+    scales = torch.empty(tokens)
+    return product_bytes(packed, codes, scales, out, shares, tiles, activation, routed)
 
 
 def sources(job: list[Any]) -> list[Source]:

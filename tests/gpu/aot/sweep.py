@@ -62,10 +62,9 @@ def linear_jobs(card: str) -> list[Job]:
     target = CARDS[card]
     old = card == "sm_75"
     short = ["float16"] if old else ["float16", "bfloat16"]
-    names = ("add_up", "add_chunks")
-    jobs: list[Job] = [("int4-g128-zeros", name, 16, "float16", *target) for name in names]
+    jobs: list[Job] = [("int4-g128-zeros", "add_chunks", 16, "float16", *target)]
     if not old:  # see bytes_of_card
-        names = ("round_rows", "product_bytes", "product_bytes experts")
+        names = ("round_rows", "product_bytes", "product_bytes experts", "product_bytes silu")
         weights = ["int8-g1024-zero"]
         if target[0] == "cuda" and target[1] >= 89:
             weights.append("fp8-channel")
@@ -77,11 +76,12 @@ def linear_jobs(card: str) -> list[Job]:
         for tokens in (1, 64, 512)
     ]
     for weight in WEIGHTS:
-        ones = ("product_one", "product_one experts")
+        ones = ("product_one", "product_one experts", "product_one silu")
         jobs += [(weight, name, 1, short[-1], *target) for name in ones]
         jobs += [(weight, "decode_rows", 16, dtype, *target) for dtype in short]
         jobs.append((weight, "decode_rows experts", 16, short[-1], *target))
         jobs.append((weight, "product experts", 16, short[-1], *target))
+        jobs.append((weight, "product silu", 16, short[-1], *target))
         for tokens, dtype in itertools.product((2, 64), (*short, "float32")):
             jobs.append((weight, "product", tokens, dtype, *target))
     return jobs

@@ -24,7 +24,7 @@ def sample() -> list[Job]:
         ("fp8-blocks", "product", 16, "bfloat16", *hopper),
         ("int4-g128-zeros", "product", 64, "float16", *hopper),
         ("int4-g128-zeros", "decode_rows", 16, "bfloat16", *hopper),
-        ("int4-g128-zeros", "add_up", 16, "bfloat16", *hopper),
+        ("int4-g128-zeros", "add_chunks", 16, "bfloat16", *hopper),
         ("int4-g128-zeros", "add_chunks", 16, "bfloat16", *hopper),
         ("int8-g1024-zero", "round_rows", 16, "bfloat16", *hopper),
         ("int8-g1024-zero", "product_bytes", 16, "bfloat16", *hopper),
@@ -97,5 +97,7 @@ def test_integers_become_floats_without_conversions(hopper: dict[Job, dict[str, 
 
 
 def test_a_kernel_that_does_not_compile_is_noticed() -> None:
-    found = run("compile_kernels.py", [("int4-g128-zeros", "add_up", 16, "float32", "cuda", 12)])
+    found = run(
+        "compile_kernels.py", [("int4-g128-zeros", "add_chunks", 16, "float32", "cuda", 12)]
+    )
     assert "sm_12" in found[0]["error"]
