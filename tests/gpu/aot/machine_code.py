@@ -1,7 +1,7 @@
 """Kernels compiled for cards that are not here, and what there is to say of their machine code.
 
 A launcher runs on tensors of the CPU with a driver that knows a target and nothing else; what it
-would launch is listed (:func:`launches`) with the types and facts that Triton finds in the
+would launch is listed (:func:`all_launches`) with the types and facts that Triton finds in the
 arguments, and may be compiled. Triton must not interpret here, so the programs beside this file do
 it in processes of their own; :func:`answer` is their protocol.
 """
@@ -112,22 +112,37 @@ class _OnlyATarget:
         return self._target
 
 
+@dataclass(frozen=True)
+class Started:
+    """A launch: what would be compiled, the grid, and all arguments by name."""
+
+    source: Source
+    grid: tuple[int, int, int]
+    arguments: dict[str, Any]
+
+
 @contextmanager
-def launches(target: GPUTarget) -> Iterator[list[Source]]:
-    """What is launched inside, for that target; nothing is compiled or run."""
-    found: dict[str, Source] = {}
-    listed: list[Source] = []
+def all_launches(target: GPUTarget) -> Iterator[list[Started]]:
+    """Every launch inside, in order, for that target; nothing is compiled or run."""
+    listed: list[Started] = []
+    given: list[tuple[Any, dict[str, Any]]] = []
+    run = JITFunction.run
+
+    def run_later(kernel: Any, *arguments: Any, grid: Any, **named: Any) -> Any:
+        given.append((grid, {**dict(zip(kernel.arg_names, arguments, strict=False)), **named}))
+        return run(kernel, *arguments, grid=grid, **named)
 
     def compile_later(
         kernel: Any, key: str, signature: Any, device: Any, constants: Any, options: Any,
         attributes: Any, warmup: bool,
     ) -> None:  # fmt: skip
         code = ASTSource(kernel, signature, constants, attributes)
-        source = Source(code, target, options.__dict__)
-        if found.setdefault(source.key, source) is source:
-            listed.append(source)
+        grid, arguments = given.pop()
+        shape = (*grid, 1, 1)[:3]
+        listed.append(Started(Source(code, target, options.__dict__), shape, arguments))
 
     patch = pytest.MonkeyPatch()
+    patch.setattr(JITFunction, "run", run_later)
     patch.setattr(JITFunction, "_do_compile", compile_later)
     patch.setattr(driver, "_active", _OnlyATarget(target))
     patch.setattr(launch, "REACHED", "cpu")
@@ -138,6 +153,15 @@ def launches(target: GPUTarget) -> Iterator[list[Source]]:
         yield listed
     finally:
         patch.undo()
+
+
+@contextmanager
+def launches(target: GPUTarget) -> Iterator[list[Source]]:
+    """What would be compiled for the launches inside, each once."""
+    found: list[Source] = []
+    with all_launches(target) as listed:
+        yield found
+    found += {started.source.key: started.source for started in listed}.values()
 
 
 def findings(source: Source) -> dict[str, Any]:
