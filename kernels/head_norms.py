@@ -5,13 +5,15 @@ torch is imported for type checkers only: models import this file.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class HeadNorms(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
     """RMSNorms over each head's query and key: weights float32 ``[head_dim]``."""
 
     q: Tensor

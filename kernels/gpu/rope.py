@@ -194,7 +194,7 @@ class RopeAndCache:
         if centre is not None:
             expect("rope k_centre", centre, torch.float32, kv_heads, head_dim)
         mix = hadamard_block(head_dim)
-        q_norm, k_norm, eps = (None, None, 0.0) if norms is None else norms
+        q_norm, k_norm = (None, None) if norms is None else (norms.q, norms.k)
         for name, weight in (("q", q_norm), ("k", k_norm)):
             if weight is not None:
                 expect(f"rope {name} norm", weight, torch.float32, head_dim)
@@ -204,7 +204,7 @@ class RopeAndCache:
         grid = (tokens, triton.cdiv(q.shape[1], rows) + 2 * triton.cdiv(kv_heads, rows))
         rope_kernel[grid](
             *(q, k, v, cos, sin, batch.slots),
-            *(centre, q_norm, k_norm, eps),
+            *(centre, q_norm, k_norm, 0.0 if norms is None else norms.eps),
             *q.stride()[:2],
             *k.stride()[:2],
             *v.stride()[:2],
