@@ -272,6 +272,7 @@ def product(
     constants["WIDEN"] = dtype == torch.bfloat16 and INTERPRETED
     constants["ROUTED"] = routed is not None
     constants |= {"SHARED": shares.split > 1, "ACTIVATION": activation}
+    constants["WARPS"] = tiles.warps if tiles.block_n == 16 * tiles.warps else 0
     arguments |= tile_arguments(routed)
     stages = min(tiles.stages, 2) if plain else tiles.stages
     options = {"num_warps": tiles.warps, "num_stages": stages}
@@ -395,6 +396,7 @@ def _weight(p: Packed, table: torch.dtype = torch.float32) -> tuple[dict[str, An
         "ZEROS": p.zeros_bits,
         "ZERO": float(p.zero),
         "MINUS": minus if p.has_minus else "",
+        "PAIRS": p.pairs,
         "WHOLE": whole,
         "EVEN": p.units * p.unit == k,
     }

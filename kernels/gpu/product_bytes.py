@@ -84,7 +84,7 @@ def product_bytes(
 ):  # fmt: skip
     """One tile of ``out [M, N]``: ``share`` units of 64 columns; the rest as in ``product.py``."""
     block = tl.program_id(1)
-    rows, there = tile_rows(block, N, BLOCK_N, ACTIVATION)
+    rows, there = tile_rows(block, N, BLOCK_N, ACTIVATION, 0)
     first = tl.program_id(0) * BLOCK_M
     end = M
     if ROUTED:

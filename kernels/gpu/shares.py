@@ -25,9 +25,16 @@ from sdk.kernels.gpu.scratch import COUNTERS
 
 
 @triton.jit
-def tile_rows(block, N, BLOCK_N: tl.constexpr, ACTIVATION: tl.constexpr):
-    """The rows ``[BLOCK_N]`` of the weight in its ``block``-th tile, and whether they exist."""
+def tile_rows(block, N, BLOCK_N: tl.constexpr, ACTIVATION: tl.constexpr, WARPS: tl.constexpr):
+    """The rows ``[BLOCK_N]`` of the weight in its ``block``-th tile, and whether they exist.
+
+    ``WARPS``: in the order in which so many warps load words (:func:`values.woven`): a warp has 8
+    of each ``8 * WARPS`` rows, and they become 16 neighbours, which its matrix instructions need.
+    """
     index = tl.arange(0, BLOCK_N)
+    if WARPS > 0:
+        PASSES: tl.constexpr = BLOCK_N // (8 * WARPS)
+        index = index // 8 % WARPS * (8 * PASSES) + index // (8 * WARPS) * 8 + index % 8
     if ACTIVATION == "":
         n = block * BLOCK_N + index
         real = n < N
