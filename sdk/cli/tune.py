@@ -1,6 +1,8 @@
 """Measure the best tile sizes for this GPU and save them for all later starts.
 
-An interrupted run continues where it stopped: entries of the table are not measured again.
+An interrupted run continues where it stopped: entries of the table are not measured again. While
+entries are measured, processes on the other cores compile the kernels of later ones
+(``tune_compile.py``).
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ _MANY = (64, 128, 256, 512, 1024)
 DENSE_FROM = {"linear": "dense_from", "linear_experts": "experts_dense_from"}
 #: A better tile must be faster by more than the noise of measuring.
 _GAIN = 0.98
-_COORDINATES: dict[str, tuple[int, ...]] = {
+COORDINATES: dict[str, tuple[int, ...]] = {
     "block_n": (16, 32, 64, 128),
     "split": (1, 2, 3, 4, 6, 8, 12, 16),
     "warps": (1, 2, 4, 8),
@@ -97,46 +99,49 @@ def run(args: argparse.Namespace) -> int:
     if why is not None:
         raise RequestError(f"tune: {why}")
     from sdk.cli.tune_cases import cases_of
+    from sdk.cli.tune_compile import compiling
     from sdk.kernels.gpu.tuning import TABLES, table_path
 
+    end = time.monotonic() + args.seconds
     card = Card({})
     folder = Path(args.out) if args.out else TABLES
     table = Table(table_path(card.name, folder), again=args.again)
     table.write()  # fails before anything is measured if the file is not writable
-    end = time.monotonic() + args.seconds
     code = 0
     try:
-        done, left = tune(card, table, cases_of(card, args.model), end)
+        with compiling(card, args.model):
+            done, left = tune(card, table, cases_of(card, args.model), end)
     except KeyboardInterrupt:
         code = 130
     else:
-        print(f"{done} entries measured, {left} not measured for lack of time")
+        over = f"; the time was over before {left}" if left else ""
+        print(f"{done} entries measured{over}")
     finally:
         card.close()
     print(f"{table.path}")
     return code
 
 
-def tune(card: Card, table: Table, cases: Iterator[Case], end: float) -> tuple[int, int]:
-    """Fill the table until ``end``; the numbers of entries measured and of those left out."""
-    done = left = 0
+def tune(card: Card, table: Table, cases: Iterator[Case], end: float) -> tuple[int, str]:
+    """Fill the table until ``end``; the number of entries measured, and the first that was not."""
+    done = 0
     for case in cases:
         for tokens in case.tokens[: card.size(len(case.tokens), 2)]:
             if table.has(case, tokens) or (tokens == 1 and case.op.startswith("linear_bytes")):
                 continue
-            if time.monotonic() > end:
-                left += 1
-                continue
+            what = f"{case.type} {case.shape}, {tokens} tokens"
+            if time.monotonic() > end:  # and no later case is made: that takes a second
+                return done, what
             table.add(case, tokens, best_tiles(card, case, tokens))
             done += 1
             if is_terminal(sys.stderr):
-                print(f"{case.type} {case.shape}, {tokens} tokens", file=sys.stderr)
+                print(what, file=sys.stderr)
         name = DENSE_FROM.get(case.op)
         if name and f"{name}_of" not in table.data and time.monotonic() < end:
             table.data[name] = dense_from(card, case)
             table.data[f"{name}_of"] = [case.type, *case.shape]
             table.write()
-    return done, left
+    return done, ""
 
 
 def best_tiles(card: Card, case: Case, tokens: int) -> Tiles:
@@ -147,9 +152,9 @@ def best_tiles(card: Card, case: Case, tokens: int) -> Tiles:
     if expected is None:
         return best
     fastest = _seconds(card, case, tokens, best, product)
-    for name, values in _COORDINATES.items():
+    for name, values in COORDINATES.items():
         for value in values[: card.size(len(values), 1)]:
-            if value == getattr(best, name) or not _sensible(case, tokens, name, value):
+            if value == getattr(best, name) or not sensible(case, tokens, name, value):
                 continue
             tiles = replace(best, **{name: value})
             found = _result(card, case, tokens, tiles, product)
@@ -161,14 +166,14 @@ def best_tiles(card: Card, case: Case, tokens: int) -> Tiles:
     return best
 
 
-def _sensible(case: Case, tokens: int, name: str, value: int) -> bool:
+def sensible(case: Case, tokens: int, name: str, value: int) -> bool:
     """Whether this value can make a difference."""
     if name == "split":
         return value <= case.first.units
     return not (name == "stages" and tokens == 1)
 
 
-def _kernel(case: Case, tokens: int, tiles: Tiles) -> Any:
+def kernel_with(case: Case, tokens: int, tiles: Tiles) -> Any:
     from sdk.kernels.gpu.tuning import Tuning
 
     only = {(case.op, case.type, *case.shape): [(tokens, tiles)]}
@@ -184,7 +189,7 @@ def _result(card: Card, case: Case, tokens: int, tiles: Tiles, product: Product)
     shape = (rows, case.shape[0])
     out = torch.full(shape, torch.nan, dtype=case.outputs, device=card.device)
     try:
-        multiply(_kernel(case, tokens, tiles), case.packed[0], out)
+        multiply(kernel_with(case, tokens, tiles), case.packed[0], out)
         card.synchronize()
     except torch.cuda.OutOfMemoryError:
         raise
@@ -200,7 +205,7 @@ def _same(found: Tensor, expected: Tensor) -> bool:
 
 
 def _seconds(card: Card, case: Case, tokens: int, tiles: Tiles, product: Product) -> float:
-    return _timed(card, case, _kernel(case, tokens, tiles), product)
+    return _timed(card, case, kernel_with(case, tokens, tiles), product)
 
 
 def _timed(card: Card, case: Case, kernel: Any, product: Product) -> float:

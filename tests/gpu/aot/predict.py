@@ -148,7 +148,7 @@ def predicting(device: Device, known: Found) -> Iterator[PredictingCard]:
 
 
 def rows(card: PredictingCard) -> dict[str, list[float]]:
-    """Every row that runs through ``Card.time``: usual, low and high."""
+    """Every row that runs through ``Card.time``, with usual, low and high assumptions."""
     found: dict[str, list[float]] = {}
     for module, function in ROWS:
         for given in (USUAL, LOW, HIGH):
@@ -231,7 +231,10 @@ def main() -> None:
             found = rows(card) if name in ALL_ROWS else {}
             for model in MODELS if name in ALL_ROWS else ON_ALL:
                 found |= one_request(card, model)
-        predicted[name] = {row: [float(f"{x:.3g}") for x in found[row]] for row in found}
+        predicted[name] = {
+            row: [float(f"{x:.3g}") for x in (usual, min(usual, *ends), max(usual, *ends))]
+            for row, (usual, *ends) in found.items()
+        }
         for row, (value, low, high) in predicted[name].items():
             print(f"{name:10} {row:70} {value:10g} {low:10g} {high:10g}", flush=True)
         PREDICTED.write_text(json.dumps(predicted, indent=1) + "\n")

@@ -11,10 +11,9 @@ below, each with its range; ``predicted.json`` says what a row becomes at both e
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 #: What ``tests/gpu/aot/predict.py`` writes: card -> row -> the prediction and its range.
 PREDICTED = Path(__file__).with_name("predicted.json")
@@ -227,17 +226,8 @@ def device_like(name: str) -> Device | None:
 def read_predictions(card: str, path: Path = PREDICTED) -> Mapping[str, Prediction]:
     """The predictions for a card by its driver's name: what is measured, against what."""
     device = device_like(card)
-    found: dict[str, Any] = json.loads(path.read_text()) if device is not None else {}
-    rows = found.get(device.name, {}) if device is not None else {}
+    if device is None or not path.is_file():
+        return {}
+    found: dict[str, dict[str, list[float]]] = json.loads(path.read_text())
+    rows = found.get(device.name, {})
     return {name: Prediction(*values) for name, values in rows.items()}
-
-
-def ranged(devices: Device, works: Sequence[Work], **options: bool) -> Prediction:
-    """Seconds of launches one after another; ``low`` is the longest."""
-    each = [sum(seconds(devices, w, a, **options) for w in works) for a in (USUAL, LOW, HIGH)]
-    return Prediction(*each)
-
-
-def slower(device: Device, **changes: float) -> Device:
-    """The device with other rates, to see what a prediction depends on."""
-    return replace(device, **changes)  # type: ignore[arg-type]
