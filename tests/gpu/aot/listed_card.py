@@ -88,7 +88,10 @@ class TorchLaunches(TorchDispatchMode):
         same = name == "aten.to" and result is args[0]
         if not (same or name in _NO_LAUNCH):
             tensors = [x for x in (*args, result) if isinstance(x, Tensor)]
-            self._listed.append(TorchLaunch(name, sum({id(x): x.nbytes for x in tensors}.values())))
+            nbytes = sum({id(x): x.nbytes for x in tensors}.values())
+            if name == "aten.index":  # reads as many bytes as it writes
+                nbytes = 2 * result.nbytes
+            self._listed.append(TorchLaunch(name, nbytes))
         return result
 
     def _product(
