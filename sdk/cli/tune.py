@@ -57,7 +57,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class Table:
-    """The table file of one card; every entry is written as soon as it is measured."""
+    """The table file of one card; every entry is written as soon as it is measured.
+
+    ``measuring`` in the file is the entry that was begun last. If the process was lost with it, as
+    happens with a kernel that makes the card unusable, the next run leaves it out (``lost``).
+    """
 
     def __init__(self, path: Path, *, again: bool) -> None:
         from sdk.kernels.gpu.tuning import OPS, VERSION, Tuning
@@ -72,14 +76,26 @@ class Table:
             found = None
         if not again and isinstance(found, dict) and found.get("version") == VERSION:
             self.data |= found
+        self.data.setdefault("lost", [])
+        if begun := self.data.pop("measuring", None):
+            self.data["lost"].append(begun)
 
     def has(self, case: Case, tokens: int) -> bool:
+        """Whether nothing is to be measured: it was, or it ended a process."""
         n, k = case.shape
+        if [case.op, case.type, n, k, tokens] in self.data["lost"]:
+            return True
         size = {"max_m": tokens, "n": n, "k": k}
         return any(size.items() <= e.items() for e in self.data[case.op].get(case.type, ()))
 
+    def begin(self, case: Case, tokens: int) -> None:
+        """Before an entry is measured; :meth:`add` ends that."""
+        self.data["measuring"] = [case.op, case.type, *case.shape, tokens]
+        self.write()
+
     def add(self, case: Case, tokens: int, tiles: Tiles) -> None:
         n, k = case.shape
+        self.data.pop("measuring", None)
         entry = {"max_m": tokens, "n": n, "k": k, **asdict(tiles)}
         self.data[case.op].setdefault(case.type, []).append(entry)
         self.write()
@@ -113,6 +129,8 @@ def run(args: argparse.Namespace) -> int:
             done, left = tune(card, table, cases_of(card, args.model), end)
     except KeyboardInterrupt:
         code = 130
+        table.data.pop("measuring", None)
+        table.write()
     else:
         over = f"; the time was over before {left}" if left else ""
         print(f"{done} entries measured{over}")
@@ -132,6 +150,7 @@ def tune(card: Card, table: Table, cases: Iterator[Case], end: float) -> tuple[i
             what = f"{case.type} {case.shape}, {tokens} tokens"
             if time.monotonic() > end:  # and no later case is made: that takes a second
                 return done, what
+            table.begin(case, tokens)
             table.add(case, tokens, best_tiles(card, case, tokens))
             done += 1
             if is_terminal(sys.stderr):

@@ -202,6 +202,32 @@ def test_no_weight_is_made_when_the_time_to_tune_is_over(
     assert made == [0, 1]
 
 
+def test_an_entry_that_ended_the_process_is_left_out_of_the_next_run(
+    tmp_path: Path, card: Card, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sdk.cli import tune
+
+    class Lost(BaseException):
+        pass
+
+    def best(card: Card, case: Any, tokens: int) -> Tiles:
+        if tokens == 4 and not table.data["lost"]:
+            raise Lost
+        return case.begin(card, tokens)
+
+    monkeypatch.setattr(tune, "best_tiles", best)
+    monkeypatch.setattr(tune, "dense_from", lambda card, case: 128)
+    case = replace(next(cases_of(card, None)), tokens=(1, 4))
+    table = tune.Table(tmp_path / "card.json", again=False)
+    with pytest.raises(Lost):
+        tune.tune(card, table, iter([case]), float("inf"))
+    table = tune.Table(tmp_path / "card.json", again=False)
+    assert table.data["lost"] == [["linear", "int4g128", 32, 256, 4]]
+    assert tune.tune(card, table, iter([case]), float("inf")) == (0, "")
+    assert [e["max_m"] for e in table.data["linear"]["int4g128"]] == [1]
+    assert "measuring" not in json.loads((tmp_path / "card.json").read_text())
+
+
 def test_every_kernel_that_tune_may_try_is_compiled_beforehand(
     card: Card, monkeypatch: pytest.MonkeyPatch
 ) -> None:

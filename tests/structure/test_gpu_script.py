@@ -96,6 +96,14 @@ def test_tests_run_in_a_process_for_each_core_and_each_has_its_share(run: Run) -
     assert kinds(commands) == ["tests", "limits"]
 
 
+def test_tuning_goes_on_after_a_process_was_lost_and_gives_up_at_last(run: Run) -> None:
+    status, commands, text = run("tune", FAILING=" tune ")
+    assert (status, len(commands)) == (1, 4)
+    assert [f"tune-{i} (exit code 1)" in text for i in (1, 2, 3, 4, 5)] == [True] * 4 + [False]
+    status, commands, _ = run("tune")
+    assert (status, len(commands)) == (0, 1)
+
+
 def test_without_pytest_the_limits_are_measured_all_the_same(run: Run) -> None:
     _, commands, text = run("tests", "bench", MISSING="pytest")
     assert kinds(commands) == ["limits", "bench"]
