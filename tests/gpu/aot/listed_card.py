@@ -207,7 +207,7 @@ def decode_step(
             outside: list[TorchLaunch] = []
             with TorchLaunches(outside):
                 # none where a request gets a new page, two in the first step
-                for _ in range(40):
+                for _ in range(200):
                     replays = recorder.replays
                     outside.clear()
                     listed.clear()

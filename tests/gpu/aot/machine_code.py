@@ -238,16 +238,17 @@ def answer(sources: Callable[[Any], Sequence[Source]]) -> None:
     """Read ``{"jobs": [...], "wanted": [keys] or null}``, write a line of JSON per kernel of a job.
 
     A kernel that is not wanted is not compiled: its line has the job, the kernel's name and the
-    key. One that fails to compile has ``error``; the others go on.
+    key. One that fails to compile has ``error``; the others go on. ``"read": true``: the
+    instructions of every NVIDIA card are read (:func:`findings`).
     """
     request = json.load(sys.stdin)
-    wanted = request["wanted"]
+    wanted, read = request["wanted"], request.get("read")
     for job in request["jobs"]:
         for source in sources(job):
             line = {"job": job, "kernel": source.name, "key": source.key}
             if wanted is None or source.key in wanted:
                 try:
-                    line |= findings(source)
+                    line |= findings(source, read=read)
                 except Exception as error:  # whatever a compiler raises is a result
                     line["error"] = f"{type(error).__name__}: {error}"[:2000]
             print(json.dumps(line), flush=True)

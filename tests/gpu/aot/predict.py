@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from typing import Any
 ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT))
 
+import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 from listed_card import DecodeStep, ListedCard, TorchLaunch, TorchLaunches, decode_step, on_card  # noqa: E402
 from machine_code import Source, Started, findings  # noqa: E402
@@ -31,6 +33,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from work import step_seconds, torch_seconds, weight_bytes, work_of  # noqa: E402
 
 from sdk.cli.bench.gpu import attention, products, roofline, weights  # noqa: E402
+from sdk.cli.bench.gpu.engine import request_lengths  # noqa: E402
 from sdk.cli.bench.gpu.models import llama_config, qwen3_config, small_llama_config  # noqa: E402
 from sdk.cli.bench.gpu.roofline import DEVICES, HIGH, LOW, PREDICTED, USUAL, Assumptions, Device  # noqa: E402
 
@@ -61,6 +64,8 @@ MODELS: dict[str, tuple[Callable[[Any], dict[str, Any]], str, str]] = {
     "llama-8b-int4g128": (llama_config, "int4g128", "one request, 8B shapes W4"),
     "llama-8b-bfloat16": (llama_config, "bfloat16", "one request, 8B shapes bf16"),
 }
+#: Requests of decode steps between which others are interpolated.
+BATCHES = (1, 16, 64, 128, 256)
 ON_ALL = ("llama-1b-q4_0", "llama-7b-int4g128")
 #: Tokens that a request of a row has read and written on average while it is timed.
 CONTEXT = 256 + 16 + 32
@@ -191,6 +196,62 @@ def one_request(card: PredictingCard, model: str) -> dict[str, list[float]]:
     return found
 
 
+def many_requests(card: PredictingCard) -> dict[str, list[float]]:
+    """The load of ``measure_requests``: prompts at the library's speed, then decode steps of those
+    requests that are not done, all in contexts of the average length. The host costs nothing."""
+    lengths = request_lengths(card)
+    config = qwen3_config(card)
+    context = round(statistics.mean(prompt + output / 2 for prompt, output in lengths))
+    steps = {}
+    for requests in BATCHES:
+        steps[requests] = [
+            decode_step(
+                card,
+                card.started,
+                config | {"num_hidden_layers": n},
+                "bfloat16",
+                prompt=context,
+                requests=requests,
+                max_num_batched_tokens=8192,
+            )
+            for n in (1, 2)
+        ]
+    known = {
+        x.source.key: card.known.of(x.source)
+        for both in steps.values()
+        for step in both
+        for x in step.kernels
+    }
+    layers, device = config["num_hidden_layers"], card.device_model
+    weights = of_all_layers(*map(weight_bytes, steps[1]), layers)
+    outputs = [output for _, output in lengths]
+    found: list[float] = []
+    for given in (USUAL, LOW, HIGH):
+        times = [
+            of_all_layers(*(step_seconds(device, x, known, given) for x in both), layers)
+            for both in steps.values()
+        ]
+        operations = weights * sum(prompt for prompt, _ in lengths)  # 2 of each weight of 2 bytes
+        seconds = operations / (device.tflops * given.library)
+        for step in range(max(outputs)):
+            running = sum(output > step for output in outputs)
+            seconds += float(np.interp(running, BATCHES, times))
+        found.append(sum(outputs) / seconds)
+    return {f"{len(lengths)} requests, Qwen3-0.6B shapes|": found}
+
+
+def idle(card: PredictingCard) -> dict[str, list[float]]:
+    """Gaps between a graph, what follows it on the stream, and the next one: the host is ahead."""
+    one, two, layers = steps_of(card, "qwen3-0.6b-bfloat16")
+    known = {x.source.key: card.known.of(x.source) for step in (one, two) for x in step.kernels}
+    found = []
+    for given in (USUAL, LOW, HIGH):
+        each = [step_seconds(card.device_model, step, known, given) for step in (one, two)]
+        gaps = (len(one.outside) + 1) * given.graph_launch
+        found.append(100 * gaps / (of_all_layers(*each, layers) + gaps))
+    return {"GPU idle between decode steps, Qwen3-0.6B shapes|profiler": found}
+
+
 def explain(card: PredictingCard, model: str) -> str:
     """Where the time of a decode step goes, by kernel: microseconds by what limits them."""
     one, two, layers = steps_of(card, model)
@@ -231,6 +292,8 @@ def main() -> None:
             found = rows(card) if name in ALL_ROWS else {}
             for model in MODELS if name in ALL_ROWS else ON_ALL:
                 found |= one_request(card, model)
+            if name in ALL_ROWS:
+                found |= idle(card) | many_requests(card)
         predicted[name] = {
             row: [float(f"{x:.3g}") for x in (usual, min(usual, *ends), max(usual, *ends))]
             for row, (usual, *ends) in found.items()

@@ -92,17 +92,21 @@ def attention_cases() -> list[str]:
 
 
 def run(
-    program: str, jobs: Sequence[Any], wanted: Collection[str] | None = None
+    program: str, jobs: Sequence[Any], wanted: Collection[str] | None = None, *, read: bool = False
 ) -> list[dict[str, Any]]:
     """What one of the programs beside this one says of ``jobs``, compiled without a cache.
 
-    ``wanted``: the keys of the kernels that are compiled; all where it is None.
+    ``wanted``: the keys of the kernels that are compiled; all where it is None. ``read``: with the
+    instructions of every NVIDIA card, not of Hopper alone.
     """
+    request: dict[str, Any] = {"jobs": jobs, "wanted": None if wanted is None else list(wanted)}
+    if read:
+        request["read"] = True
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     with tempfile.TemporaryDirectory() as cache:
         done = subprocess.run(
             [sys.executable, FOLDER / program],
-            input=json.dumps({"jobs": jobs, "wanted": None if wanted is None else list(wanted)}),
+            input=json.dumps(request),
             capture_output=True,
             text=True,
             env=environment | {"TRITON_CACHE_DIR": cache},
