@@ -32,12 +32,6 @@ _MANY = (64, 128, 256, 512, 1024)
 DENSE_FROM = {"linear": "dense_from", "linear_experts": "experts_dense_from"}
 #: A better tile must be faster by more than the noise of measuring.
 _GAIN = 0.98
-COORDINATES: dict[str, tuple[int, ...]] = {
-    "block_n": (16, 32, 64, 128),
-    "split": (1, 2, 3, 4, 6, 8, 12, 16),
-    "warps": (1, 2, 4, 8),
-    "stages": (1, 2, 3, 4, 5),
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -165,6 +159,8 @@ def tune(card: Card, table: Table, cases: Iterator[Case], end: float) -> tuple[i
 
 def best_tiles(card: Card, case: Case, tokens: int) -> Tiles:
     """Start with the rule's tiles and change one number at a time, as long as that is faster."""
+    from sdk.cli.tune_cases import COORDINATES, sensible
+
     best = case.begin(card, tokens)
     product = case.product(card, tokens)
     expected = _result(card, case, tokens, best, product)
@@ -185,24 +181,11 @@ def best_tiles(card: Card, case: Case, tokens: int) -> Tiles:
     return best
 
 
-def sensible(case: Case, tokens: int, name: str, value: int) -> bool:
-    """Whether this value can make a difference."""
-    if name == "split":
-        return value <= case.first.units
-    return not (name == "stages" and tokens == 1)
-
-
-def kernel_with(case: Case, tokens: int, tiles: Tiles) -> Any:
-    from sdk.kernels.gpu.tuning import Tuning
-
-    only = {(case.op, case.type, *case.shape): [(tokens, tiles)]}
-    never = 1 << 30
-    return case.kernel.tuned(Tuning(1, dense_from=never, experts_dense_from=never, table=only))
-
-
 def _result(card: Card, case: Case, tokens: int, tiles: Tiles, product: Product) -> Tensor | None:
     """``None`` if the card cannot run these tiles, for example for lack of shared memory."""
     import torch
+
+    from sdk.cli.tune_cases import kernel_with
 
     multiply, rows = product
     shape = (rows, case.shape[0])
@@ -224,6 +207,8 @@ def _same(found: Tensor, expected: Tensor) -> bool:
 
 
 def _seconds(card: Card, case: Case, tokens: int, tiles: Tiles, product: Product) -> float:
+    from sdk.cli.tune_cases import kernel_with
+
     return _timed(card, case, kernel_with(case, tokens, tiles), product)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from sdk.kernels.gpu.tuning import Tiles, type_of
+from sdk.kernels.gpu.tuning import Tiles, Tuning, type_of
 from sdk.kernels.ops import Ops
 
 if TYPE_CHECKING:
@@ -30,6 +30,13 @@ MIXTURES = (
     *((128, 8, (1536, 2048)), (128, 8, (2048, 768))),
     *((8, 2, (28672, 4096)), (8, 2, (4096, 14336))),
 )
+#: The numbers of tiles that a search tries, in this order.
+COORDINATES: dict[str, tuple[int, ...]] = {
+    "block_n": (16, 32, 64, 128),
+    "split": (1, 2, 3, 4, 6, 8, 12, 16),
+    "warps": (1, 2, 4, 8),
+    "stages": (1, 2, 3, 4, 5),
+}
 #: ``multiply(kernel, packed, out)``, and the number of rows of ``out``.
 Product = tuple[Callable[[Any, Any, Tensor], None], int]
 
@@ -212,3 +219,17 @@ def _expert_case(kernel: Any, packed: Sequence[Any], short: torch.dtype, used: i
     op = f"{kernel.op_of(first)}_experts"
     group = kernel.group(packed)
     return ExpertCase(op, type_of(first), first.shape, kernel, [group], short, short, used=used)
+
+
+def sensible(case: Case, tokens: int, name: str, value: int) -> bool:
+    """Whether this value can make a difference."""
+    if name == "split":
+        return value <= case.first.units
+    return not (name == "stages" and tokens == 1)
+
+
+def kernel_with(case: Case, tokens: int, tiles: Tiles) -> Any:
+    """The case's kernel, with these tiles alone."""
+    only = {(case.op, case.type, *case.shape): [(tokens, tiles)]}
+    never = 1 << 30
+    return case.kernel.tuned(Tuning(1, dense_from=never, experts_dense_from=never, table=only))

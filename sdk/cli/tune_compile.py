@@ -49,8 +49,8 @@ def compiling(card: Card, model: str | None) -> Iterator[None]:
 
 
 def candidates(case: Case, begin: Tiles, tokens: int) -> Iterator[Tiles]:
-    """All tiles that the search may try, except for ``split``, of which kernels do not depend."""
-    from sdk.cli.tune import COORDINATES, sensible
+    """All tiles that the search may try, except for ``split``, on which no kernel depends."""
+    from sdk.cli.tune_cases import COORDINATES, sensible
 
     names = ("block_n", "warps", "stages")
     choices = [
@@ -82,7 +82,7 @@ def compile_share(card: Card, number: int, count: int) -> int:
     """Compile every ``count``-th kernel from ``number`` on; returns how many."""
     import torch
 
-    from sdk.cli.tune import kernel_with
+    from sdk.cli.tune_cases import kernel_with
 
     done = 0
     for case, tokens, tiles in itertools.islice(kernels_to_compile(card), number, None, count):
