@@ -9,16 +9,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from threading import Lock
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from sdk.cli import tune
 from sdk.cli.bench import gpu
 from sdk.cli.bench.gpu import Measuring
 from sdk.cli.bench.gpu.rehearsal import Rehearsal
 from sdk.cli.bench.gpu.rows import ROWS, Finding
+from sdk.cli.tune_cases import SHAPES
 from sdk.errors import SdkError
+from sdk.kernels.gpu.tuning import Tiles, read_tuning, table_path
 
 pytestmark = pytest.mark.slow
 
@@ -126,6 +132,59 @@ def test_all_rows_are_measured_in_a_call(
     notes, seconds = bench(Machine(compile_s, cached=cached), monkeypatch)
     assert {name for name, note in notes.items() if note} == set()
     assert seconds < PART < CALL
+
+
+class Entries:
+    """What `embedlm tune` does in a model of it: 15 processes compile a kernel a second each, the
+    measuring one those that are not there yet; an entry is timed 21 times."""
+
+    TIMED, WEIGHT, TRIED = 21 * 0.12, 1.5, 11
+
+    def __init__(self, compile_s: float, formats: int) -> None:
+        self.now, self.compile_s, self.formats = 0.0, compile_s, formats
+
+    def cases(self) -> Iterator[Any]:
+        for shapes in SHAPES:
+            for number in range(self.formats):
+                for shape in shapes:
+                    self.now += self.WEIGHT
+                    yield Entry("linear", f"format{number}", shape)
+
+    def best_tiles(self, card: Any, case: Entry, tokens: int) -> Tiles:
+        number = int(case.type.removeprefix("format"))
+        kernels = 2 * (16 + 3 * 80)  # of a format, in two kinds of shapes
+        there = 15 * self.now / self.compile_s >= (number + 1) * kernels
+        self.now += self.TIMED + (0 if there else self.TRIED * self.compile_s)
+        return Tiles(64, 16, 2, 4, 3)
+
+
+@dataclass
+class Entry:
+    op: str
+    type: str
+    shape: tuple[int, int]
+    tokens: tuple[int, ...] = (1, 4, 8, 16, 32, 64, 128)
+
+
+@pytest.mark.parametrize(("compile_s", "least"), [(1.0, 130), (2.5, 100)], ids=str)
+def test_tuning_ends_in_time_and_has_the_most_used_weights(
+    compile_s: float, least: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Entries(compile_s, formats=7)
+    card: Any = SimpleNamespace(size=lambda real, tiny: real)
+    monkeypatch.setattr(tune, "best_tiles", model.best_tiles)
+    monkeypatch.setattr(tune, "dense_from", lambda card, case: 128)
+    monkeypatch.setattr(tune, "time", SimpleNamespace(monotonic=lambda: model.now))
+    table = tune.Table(table_path("NVIDIA H100", tmp_path), again=False)
+    done, left = tune.tune(card, table, model.cases(), end=460.0)
+    assert model.now < 500
+    assert left and done >= least
+    found = read_tuning("NVIDIA H100", 528, tmp_path).table
+    assert found is not None
+    for number in range(3):
+        for shape in SHAPES[0]:  # of an 8B model
+            tuned = [tokens for tokens, _ in found[("linear", f"format{number}", *shape)]]
+            assert tuned == [1, 4, 8, 16, 32, 64, 128]
 
 
 def test_a_row_that_crashes_costs_its_own_numbers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
