@@ -30,8 +30,8 @@ ON_THE_STACK = {"angles_kernel"}
 #: Bytes: one number that the compiler itself stores and loads again, so that more threads fit
 #: (q2_k for one token: 168 registers, of 255 that it might take).
 ONE_NUMBER = 8
-#: Bytes of spilled registers known to be there, by card and kernel, of which none is the default's
-#: (on sm_75 the library has such products). A kernel that needs less lowers its number.
+#: Bytes of spilled registers known to be there, by card and kernel: of products of 64 tokens (which
+#: sm_75 leaves to the library), and of attention over prompts. A repair lowers the number.
 SPILLED = {
     ("sm_75", "product"): 352,
     ("sm_80", "product"): 128,
