@@ -24,6 +24,7 @@ from sdk.cli.bench.gpu.card import Card
 from sdk.cli.bench.gpu.engine import add
 from sdk.cli.bench.gpu.models import RandomCheckpoint
 from sdk.config import EngineConfig
+from sdk.engine.engine import Engine
 from sdk.engine.rank.step_buffers import Buffers
 from sdk.kernels import context, graph, registry
 from sdk.kernels.gpu import packing, tuning
@@ -40,11 +41,11 @@ _PRODUCTS = ("aten.mm", "aten._scaled_mm")
 
 
 class ListedCard(Card):
-    """A card of that name and number of processors; nothing is timed."""
+    """A card with so many processors; nothing is timed. ``old``: without matrix instructions."""
 
     def __init__(self, processors: int, old: bool) -> None:
         super().__init__({}, rehearsing=True)
-        self.tiny = False
+        self.tiny, self.old = False, old
         dense_from = kernels.gpu.DENSE_FROM_WITHOUT_MMA if old else tuning.Tuning(1).dense_from
         self.tuning = tuning.Tuning(4 * processors, dense_from=dense_from)
 
@@ -168,17 +169,41 @@ def decode_step(
     *,
     prompt: int = 100,
     requests: int = 1,
-    **options: Any,
+    max_num_batched_tokens: int = 2048,
 ) -> DecodeStep:
-    """One replayed decode step of requests of that length, in an engine with random weights."""
+    """One replayed decode step of requests of that length, in an engine with random weights.
+
+    ``listed``: what :func:`on_card` lists.
+    """
+    settings = {"max_num_seqs": requests, "max_num_batched_tokens": max_num_batched_tokens}
+    outside: list[TorchLaunch] = []
+    with _opened(card, config, kind, settings) as (engine, recorder):
+        for number in range(requests):
+            add(engine, str(number), config["vocab_size"], prompt, 64)
+        with TorchLaunches(outside):
+            # none is replayed where a request gets a new page, and two are in the first step
+            for _ in range(200):
+                replays = recorder.replays
+                outside.clear()
+                listed.clear()
+                engine.step()
+                if replays > 2 and recorder.replays == replays + 1:
+                    return DecodeStep(list(listed), list(recorder.torch), outside)
+    raise AssertionError("expected a step with one replayed graph")
+
+
+@contextmanager
+def _opened(
+    card: ListedCard, config: Mapping[str, Any], kind: str, settings: Mapping[str, Any]
+) -> Iterator[tuple[Engine, _Recorder]]:
+    """An engine that records its steps as on a card."""
     recorder, opened = _Recorder(), context.open_backends
 
     def open_backends(*args: Any, **kwargs: Any) -> Any:
         backends, missing = opened(*args, **kwargs)
         return [_Backend(one, recorder) for one in backends], missing
 
-    short = torch.float16 if card.tuning.dense_from == 32 else torch.bfloat16
-    settings = {"max_model_len": 2048, "max_num_batched_tokens": 2048, **options}
+    short = torch.float16 if card.old else torch.bfloat16
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(context, "open_backends", open_backends)
         patch.setattr(Buffers, "_memory", staticmethod(_apart))
@@ -191,7 +216,7 @@ def decode_step(
                 skip_tokenizer_init=True,
                 enable_prefix_caching=False,
                 enforce_eager=True,
-                max_num_seqs=requests,
+                max_model_len=2048,
                 kv_cache_memory_bytes="4GiB",  # of addresses: nobody writes to them
                 **settings,
             ),
@@ -202,20 +227,6 @@ def decode_step(
             recorder.ops = runner.ops
             runner.record()
             engine.scheduler.pages_ahead, engine.scheduler.batches_in_flight = runner.ahead
-            for number in range(requests):
-                add(engine, str(number), config["vocab_size"], prompt, 64)
-            outside: list[TorchLaunch] = []
-            with TorchLaunches(outside):
-                # none where a request gets a new page, two in the first step
-                for _ in range(200):
-                    replays = recorder.replays
-                    outside.clear()
-                    listed.clear()
-                    engine.step()
-                    if replays > 2 and recorder.replays == replays + 1:
-                        break
-                else:
-                    raise AssertionError("expected a step with one replayed graph")
-            return DecodeStep(list(listed), list(recorder.torch), outside)
+            yield engine, recorder
         finally:
             engine.close()

@@ -20,6 +20,8 @@ from typing import Any
 
 import triton
 
+from sdk.cli.bench.gpu.roofline import DEVICES, resident
+
 #: KiB of shared memory a program may have.
 LIMITS = {
     "sm_75": 64, "sm_80": 163, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_120": 99,
@@ -66,11 +68,9 @@ MAY_GROW = {
 }
 #: Numbers that may not fall, while their kernel does the same: loads of 16 bytes, products.
 MAY_NOT_FALL = ("wide", "matrix")
-#: Warps, programs and KiB of shared memory of a processor, from the tables of compute capabilities.
-_PROCESSORS = {
-    "sm_75": (32, 16, 64), "sm_80": (64, 32, 164), "sm_89": (48, 24, 100), "sm_90": (64, 32, 228),
-    "sm_100": (64, 32, 228), "sm_120": (48, 24, 100),
-}  # fmt: skip
+#: A card of each target, for the programs that fit on its processors.
+_CARDS = {device.target: device for device in DEVICES.values()}
+_CARDS |= {"sm_100": _CARDS["sm_90"], "sm_120": _CARDS["sm_89"], "gfx90a": _CARDS["gfx942"]}
 Numbers = Mapping[str, float]
 
 
@@ -89,16 +89,9 @@ class Compiled:
 
 
 def together(card: str, numbers: Numbers) -> int:
-    """Programs that run at once on a processor, by their registers and shared memory."""
-    if card not in _PROCESSORS:  # AMD: registers of 512 a lane of a SIMD, of which there are four
-        waves = min(8, 512 // (-(-int(numbers["registers"]) // 8) * 8 or 8)) * 4
-        by_shared = LIMITS[card] * 1024 // max(1, int(numbers["shared"]))
-        return min(int(waves // numbers["warps"]), by_shared)
-    warps, programs, shared = _PROCESSORS[card]
-    registers = -(-max(16, int(numbers["registers"])) // 8) * 8
-    by_registers = 65536 // (registers * 32 * int(numbers["warps"]))
-    by_shared = shared * 1024 // (int(numbers["shared"]) + 1024)
-    return min(programs, warps // int(numbers["warps"]), by_registers, by_shared)
+    """Programs that run at once on a processor."""
+    names = ("warps", "registers", "shared")
+    return resident(_CARDS[card], *(int(numbers[name]) for name in names))
 
 
 def complaint(card: str, found: Mapping[str, Any]) -> str | None:

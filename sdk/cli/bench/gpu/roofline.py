@@ -45,6 +45,8 @@ class Device:
     issued: int = 4
     warp: int = 32
     registers: int = 65536
+    #: Bytes of shared memory that each program takes besides its own.
+    reserved: int = 1024
 
 
 #: From the vendors' data sheets and white papers: NVIDIA H100 (132 processors, 3.35 TB/s, 989
@@ -61,10 +63,10 @@ DEVICES = {
         Device("A100", "sm_80", 108, 1.41, 2.04e12, 312e12, 624e12, 40e6, 164 << 10, 64, 32, 64),
         Device("L4", "sm_89", 58, 2.04, 3.0e11, 121e12, 242e12, 48e6, 100 << 10, 48, 24),
         Device("RTX 4090", "sm_89", 128, 2.52, 1.01e12, 165e12, 330e12, 72e6, 100 << 10, 48, 24),
-        Device("T4", "sm_75", 40, 1.59, 3.2e11, 65e12, 0.0, 4e6, 64 << 10, 32, 16, fma=64),
+        Device("T4", "sm_75", 40, 1.59, 3.2e11, 65e12, 0.0, 4e6, 64 << 10, 32, 16, 64, reserved=0),
         Device(
             "MI300X", "gfx942", 304, 2.1, 5.3e12, 1307e12, 2615e12, 256e6, 64 << 10, 32, 32,
-            warp=64, registers=4 * 512 * 64,
+            warp=64, registers=4 * 512 * 64, reserved=0,
         ),
     )
 }  # fmt: skip
@@ -127,7 +129,7 @@ def resident(device: Device, warps: int, registers: int, shared: int) -> int:
     """Programs that fit on a processor at once; 0: none does."""
     rounded = -(-max(registers, 16) // 8) * 8
     by_registers = device.registers // (rounded * warps * device.warp)
-    by_shared = device.shared // (shared + 1024) if shared else device.programs
+    by_shared = device.shared // (shared + device.reserved) if shared else device.programs
     return min(device.programs, device.warps // warps, by_registers, by_shared)
 
 
