@@ -7,17 +7,16 @@ nothing is computed, and every token is 0.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from machine_code import Started, all_launches
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from triton.backends.compiler import GPUTarget
 
 from sdk import kernels
@@ -25,6 +24,7 @@ from sdk.cli.bench.gpu.card import Card
 from sdk.cli.bench.gpu.engine import add
 from sdk.cli.bench.gpu.models import RandomCheckpoint
 from sdk.config import EngineConfig
+from sdk.engine.engine import Engine
 from sdk.engine.rank.step_buffers import Buffers
 from sdk.kernels import context, graph, registry
 from sdk.kernels.gpu import packing, tuning
@@ -37,13 +37,15 @@ _NO_LAUNCH = graph._VIEWS | {
     *("aten.empty", "aten.empty_like", "aten.empty_strided", "aten.new_empty", "aten.is_pinned"),
 }
 
+_PRODUCTS = ("aten.mm", "aten._scaled_mm")
+
 
 class ListedCard(Card):
-    """A card of that name and number of processors; nothing is timed."""
+    """A card with so many processors; nothing is timed. ``old``: without matrix instructions."""
 
     def __init__(self, processors: int, old: bool) -> None:
         super().__init__({}, rehearsing=True)
-        self.tiny = False
+        self.tiny, self.old = False, old
         dense_from = kernels.gpu.DENSE_FROM_WITHOUT_MMA if old else tuning.Tuning(1).dense_from
         self.tuning = tuning.Tuning(4 * processors, dense_from=dense_from)
 
@@ -53,45 +55,75 @@ class ListedCard(Card):
     def normal(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.zeros(shape, dtype=dtype)
 
+    def matrix(self, n: int, k: int) -> Tensor:
+        return self.normal(n, k)
+
     def integers(self, low: int, high: int, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.uint8 if high <= 256 else torch.int64)
 
 
-class _TorchKernels(TorchDispatchMode):
-    """Counts torch's operators that start a kernel of a card."""
+class TorchLaunch(NamedTuple):
+    """One of torch's own: bytes of its tensors; of a product ``m``, ``n``, ``k`` and its type."""
 
-    def __init__(self, counted: Counter[str]) -> None:
+    name: str
+    nbytes: int
+    product: tuple[int, int, int] | None = None
+    narrow: bool = False
+
+
+class TorchLaunches(TorchDispatchMode):
+    """Lists torch's operators that start a kernel of a card; products are not computed."""
+
+    def __init__(self, listed: list[TorchLaunch]) -> None:
         super().__init__()
-        self._counted = counted
+        self._listed = listed
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        result = func(*args, **kwargs or {})
+        kwargs = kwargs or {}
         name = str(func).rpartition(".")[0]
+        if name in _PRODUCTS:
+            return self._product(name, *args, **kwargs)
+        result = func(*args, **kwargs)
         same = name == "aten.to" and result is args[0]
-        self._counted[name] += not (same or name in _NO_LAUNCH)
+        if not (same or name in _NO_LAUNCH):
+            tensors = [x for x in (*args, result) if isinstance(x, Tensor)]
+            nbytes = sum({id(x): x.nbytes for x in tensors}.values())
+            if name == "aten.index":  # reads as many bytes as it writes
+                nbytes = 2 * result.nbytes
+            self._listed.append(TorchLaunch(name, nbytes))
         return result
+
+    def _product(
+        self, name: str, x: Tensor, w: Tensor, *_: Any, out: Tensor | None = None, **more: Any
+    ) -> Tensor:
+        (m, k), n = x.shape, w.shape[1]
+        if out is None:
+            out = torch.empty(m, n, dtype=more.get("out_dtype") or x.dtype)
+        nbytes = x.nbytes + w.nbytes + out.nbytes
+        self._listed.append(TorchLaunch(name, nbytes, (m, n, k), x.itemsize == 1))
+        return out
 
 
 class _Recorder(FakeCard):
-    """Counts what the graph of each size launches when it is replayed."""
+    """Lists what torch launches when a graph is replayed."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.torch: Counter[str] = Counter()
+        self.torch: list[TorchLaunch] = []
         self._sampled = torch.zeros(256, 3, dtype=torch.float64)
 
     def end(self) -> Any:
         graph = super().end()
         replay = graph.replay
 
-        def counted() -> None:
+        def listed() -> None:
             self.torch.clear()
-            with _TorchKernels(self.torch):
+            with _disable_current_modes(), TorchLaunches(self.torch):
                 replay()
 
-        graph.replay = counted
+        graph.replay = listed
         return graph
 
     def sample(self, kernel: Any, logits: Tensor, *given: Any) -> Tensor:
@@ -102,23 +134,25 @@ class _Recorder(FakeCard):
 
 @dataclass(frozen=True)
 class DecodeStep:
-    """What one decode step launches: kernels in order; torch's own by name, in the graph and
-    outside of it, copies to and from the host included."""
+    """What one decode step launches: kernels in order; torch's own, in the graph and outside of it,
+    copies to and from the host included."""
 
     kernels: list[Started]
-    torch: Counter[str]
-    outside: Counter[str]
+    torch: list[TorchLaunch]
+    outside: list[TorchLaunch]
 
 
 @contextmanager
-def on_card(target: GPUTarget, processors: int) -> Iterator[tuple[ListedCard, list[Started]]]:
+def on_card(
+    target: GPUTarget, processors: int, kind: type[ListedCard] = ListedCard
+) -> Iterator[tuple[ListedCard, list[Started]]]:
     """A card and the list of what is launched on it."""
     old = target.backend == "cuda" and target.arch < 80
     patch = pytest.MonkeyPatch()
     patch.setattr(kernels.gpu, "_interpreted", lambda: True)  # so that CPU tensors will do
     patch.setattr(packing, "_row_slices", lambda n, k: ())  # tensors of the right shapes, unfilled
     with all_launches(target) as listed:
-        card = ListedCard(processors, old)
+        card = kind(processors, old)
         patch.setattr(kernels.gpu, "tuning_of", lambda device: card.tuning)
         try:
             card.backends, _ = registry.open_backends("cpu", 1, ("gpu", "reference"))
@@ -133,18 +167,43 @@ def decode_step(
     config: Mapping[str, Any],
     kind: str,
     *,
-    context_tokens: int = 100,
-    **options: Any,
+    prompt: int = 100,
+    requests: int = 1,
+    max_num_batched_tokens: int = 2048,
 ) -> DecodeStep:
-    """One replayed decode step of one request, in an engine with these random weights."""
+    """One replayed decode step of requests of that length, in an engine with random weights.
+
+    ``listed``: what :func:`on_card` lists.
+    """
+    settings = {"max_num_seqs": requests, "max_num_batched_tokens": max_num_batched_tokens}
+    outside: list[TorchLaunch] = []
+    with _opened(card, config, kind, settings) as (engine, recorder):
+        for number in range(requests):
+            add(engine, str(number), config["vocab_size"], prompt, 64)
+        with TorchLaunches(outside):
+            # none is replayed where a request gets a new page, and two are in the first step
+            for _ in range(200):
+                replays = recorder.replays
+                outside.clear()
+                listed.clear()
+                engine.step()
+                if replays > 2 and recorder.replays == replays + 1:
+                    return DecodeStep(list(listed), list(recorder.torch), outside)
+    raise AssertionError("expected a step with one replayed graph")
+
+
+@contextmanager
+def _opened(
+    card: ListedCard, config: Mapping[str, Any], kind: str, settings: Mapping[str, Any]
+) -> Iterator[tuple[Engine, _Recorder]]:
+    """An engine that records its steps as on a card."""
     recorder, opened = _Recorder(), context.open_backends
 
     def open_backends(*args: Any, **kwargs: Any) -> Any:
         backends, missing = opened(*args, **kwargs)
         return [_Backend(one, recorder) for one in backends], missing
 
-    short = torch.float16 if card.tuning.dense_from == 32 else torch.bfloat16
-    settings = {"max_model_len": 2048, "max_num_seqs": 1, "max_num_batched_tokens": 128, **options}
+    short = torch.float16 if card.old else torch.bfloat16
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(context, "open_backends", open_backends)
         patch.setattr(Buffers, "_memory", staticmethod(_apart))
@@ -157,7 +216,8 @@ def decode_step(
                 skip_tokenizer_init=True,
                 enable_prefix_caching=False,
                 enforce_eager=True,
-                kv_cache_memory_bytes="64MiB",
+                max_model_len=2048,
+                kv_cache_memory_bytes="4GiB",  # of addresses: nobody writes to them
                 **settings,
             ),
             RandomCheckpoint(card, config, kind),
@@ -167,15 +227,6 @@ def decode_step(
             recorder.ops = runner.ops
             runner.record()
             engine.scheduler.pages_ahead, engine.scheduler.batches_in_flight = runner.ahead
-            add(engine, "listed", config["vocab_size"], context_tokens, 64)
-            for _ in range(4):
-                engine.step()
-            replays = recorder.replays
-            listed.clear()
-            both: Counter[str] = Counter()
-            with _TorchKernels(both):
-                engine.step()
-            assert recorder.replays == replays + 1, "expected one replayed graph in a step"
-            return DecodeStep(list(listed), +recorder.torch, both - recorder.torch)
+            yield engine, recorder
         finally:
             engine.close()

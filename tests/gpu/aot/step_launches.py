@@ -95,8 +95,8 @@ def count() -> tuple[dict[str, Counts], dict[str, int]]:
             for number in (FEW, MORE):
                 step = decode_step(card, listed, config | {"num_hidden_layers": number}, kind)
                 counts = Counter(started.source.name for started in step.kernels)
-                counts.update({f"torch:{name}": n for name, n in step.torch.items()})
-                counts.update({f"outside:{name}": n for name, n in step.outside.items()})
+                counts.update(f"torch:{launch.name}" for launch in step.torch)
+                counts.update(f"outside:{launch.name}" for launch in step.outside)
                 each.append(counts)
             layers[model] = config["num_hidden_layers"]
             found[model] = {}

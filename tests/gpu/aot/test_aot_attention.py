@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.gpu.aot import sweep
+from tests.gpu.aot import records, sweep
 
 #: Page types some targets are shown with: the oldest, one without 8-bit floats, another vendor's.
 SHOWN = {"sm_75": "bfloat16", "sm_80": "float8_e4m3fn", "gfx942": "int8"}
@@ -19,7 +19,7 @@ SHOWN = {"sm_75": "bfloat16", "sm_80": "float8_e4m3fn", "gfx942": "int8"}
 
 def compiled(*jobs: tuple[str, str]) -> list[dict[str, Any]]:
     found = sweep.run("compile_attention.py", jobs)
-    assert [(x, why) for x in found if (why := sweep.complaint(x["job"][0], x))] == []
+    assert [(x, why) for x in found if (why := records.complaint(x["job"][0], x))] == []
     return found
 
 
@@ -37,7 +37,7 @@ def test_targets_get_their_kernels() -> None:
 def test_row_wise_kernels_and_the_sampler_spill_nothing_on_sm_90() -> None:
     found = compiled(("sm_90", "rows|sampling|experts|rope int8"))
     spilling = {x["kernel"] for x in found if x["stack"]}
-    assert spilling == sweep.ON_THE_STACK
+    assert spilling == records.ON_THE_STACK
     names = {x["kernel"] for x in found} - spilling
     assert {"norm_kernel", "gated_kernel", "map_kernel", "gather_kernel", "places_kernel"} < names
     assert {"peaks_kernel", "sample_kernel", "shape_kernel", "rope_kernel"} < names

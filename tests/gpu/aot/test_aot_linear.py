@@ -97,6 +97,15 @@ def test_integers_become_floats_without_conversions(hopper: dict[Job, dict[str, 
     assert converted == {}
 
 
+@pytest.mark.slow
+def test_a_card_without_matrix_instructions_multiplies_with_plain_ones() -> None:
+    """Triton no longer uses the units of sm_75; docs/benchmarks.md says what runs where."""
+    old = ("float16", "cuda", 75)
+    jobs = [("q4_0", "product_one", 1, *old), ("q4_0", "product", 16, *old)]
+    found = run("compile_kernels.py", jobs, read=True)
+    assert [(x["matrix"], x["fma"] > 200) for x in found] == [(0, True), (0, True)]
+
+
 def test_a_kernel_that_does_not_compile_is_noticed() -> None:
     found = run(
         "compile_kernels.py", [("int4-g128-zeros", "add_chunks", 16, "float32", "cuda", 12)]

@@ -134,7 +134,7 @@ class RandomCheckpoint:
         if self._kind in BLOCK_TYPES:
             return weight_of(blocks(self._card, n, k, self._kind))
         if self._kind == "bfloat16" or matrix == "embed_tokens":
-            return weight_of(Dense(self._card.normal(n, k).mul_(k**-0.5)))
+            return weight_of(Dense(self._card.matrix(n, k)))
         return weight_of(affine(self._card, n, k, 4, min(128, k)))
 
     def tensor(self, name: str) -> Tensor:
