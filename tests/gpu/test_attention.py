@@ -16,7 +16,7 @@ from torch import Tensor
 from sdk.kernels.backend import Problem
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.errors import KernelError
-from sdk.kernels.gpu import attention_decode
+from sdk.kernels.gpu import attention_decode, attention_work, scratch
 from sdk.kernels.gpu.attention import Attention
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.kv_types import KV_ALIASES, KV_TYPES
@@ -261,8 +261,11 @@ def test_long_contexts_are_joined_from_their_splits(dtype: str) -> None:
 
 
 def test_a_context_of_many_splits_has_longer_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_decode, "SPLIT", attention_decode.SPLIT.__class__(64))
-    monkeypatch.setattr(attention_decode, "MAX_SPLITS", attention_decode.SPLIT.__class__(2))
+    monkeypatch.setattr(scratch, "SPLIT", 64)
+    monkeypatch.setattr(scratch, "MAX_SPLITS", 2)
+    for module in (attention_work, attention_decode):
+        monkeypatch.setattr(module, "SPLIT", attention_work.SPLIT.__class__(64))
+        monkeypatch.setattr(module, "MAX_SPLITS", attention_work.SPLIT.__class__(2))
     step = make_step([(600, 1), (100, 1)])
     close(step.run(), expected(step), 3e-6)
 
