@@ -56,6 +56,8 @@ class AttentionBatch:
         expect("batch slots", self.slots, torch.int64, tokens)
         if self.shared_len is not None:
             expect("batch shared_len", self.shared_len, torch.int32, 1)
+        if self.work is not None:
+            expect("batch work", self.work, torch.int32, None, None)
         for x in (self.positions, self.query_start, self.context_len, self.slots):
             if not x.is_contiguous():
                 raise KernelError(f"batch: expected contiguous rows, found strides {x.stride()}")

@@ -37,9 +37,10 @@ from sdk.kernels.gpu.scratch import (
 from sdk.kernels.kv_pages import KVPages
 
 _DOTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
-#: Rows of a tile of queries, and of a tile over a shared prefix; and of a tile without matrix
-#: instructions, where 64 rows spill up to 6.7 KiB of registers per thread on sm_75.
-_ROWS, _FEW_ROWS = 64, 16
+#: Rows of a tile of many queries, for two groups of four warps; of any other tile, such as one over a
+#: shared prefix; and of a tile without matrix instructions, where 64 rows spill up to 6.7 KiB of
+#: registers per thread on sm_75.
+_MANY_ROWS, _ROWS, _FEW_ROWS = 128, 64, 16
 #: Values of parts that are loaded at a time to be added up.
 _JOINED = 4096
 
@@ -47,7 +48,7 @@ _JOINED = 4096
 class Attention:
     """See :meth:`sdk.kernels.ops.Ops.attention`.
 
-    ``programs``: how many programs of four warps fill the card. ``fixed``: see the module.
+    ``programs``: four for each of the card's processors. ``fixed``: see the module.
     """
 
     def __init__(self, exact: bool, *, programs: int = 8, fixed: bool = False) -> None:
@@ -84,12 +85,12 @@ class Attention:
         dots = [self._dot(side) for side in sides]
         step = _Step(q, sides, dots, batch, out, sinks, (scale, softcap, window))
         if self._fixed:
-            step.prefill(fewest=1)
+            step.prefill(step.tile, fewest=1)
             return
         longest = batch.max_query_len
         queries = 1 if longest == 1 else step.most_queries
         if longest > queries:
-            step.prefill(fewest=queries + 1)
+            step.prefill(step.prompt_tile, fewest=queries + 1)
         if longest <= queries or batch.num_requests > 1:
             step.decode(queries, self._programs)
 
@@ -147,6 +148,9 @@ class _Step:
         }
         self.rows = {"GROUP": self.group, "SINKS": sinks is not None}
         self.tile = _FEW_ROWS if plain else 32 if nibbles and self.block_d > 128 else _ROWS
+        # 128 rows of 8-bit codes spill 640 bytes on gfx942.
+        small = self.block_d > 128 or (torch.version.hip is not None and (k.kind or v.kind))
+        self.prompt_tile = self.tile if small or self.tile < _ROWS else _MANY_ROWS
         most = min(self.tile, _ROWS if self.block_d <= 128 else 32) // self.group
         #: Of a request in decode attention: as many as rows of one tile, a power of two.
         self.most_queries = min(MOST_QUERIES, 1 << max(0, most.bit_length() - 1))
@@ -155,11 +159,14 @@ class _Step:
         # of head_dim 128, nibbles of 80 (24 bytes spilled) and 256 (64), float32 (328).
         self.warps = 8 if self.block_d > 128 or k.kind or v.kind or plain else 4
         self.few_warps = 8 if plain or odd else 4
+        # Programs of decode attention that run on one of the card's processors at a time. On sm_90
+        # a thread has up to 168 registers for floats and one query, up to 255 otherwise.
+        self.resident = 1 if self.few_warps == 8 else 2 if k.kind or v.kind else 3
 
-    def prefill(self, fewest: int) -> None:
-        """Requests with ``fewest`` queries or more."""
+    def prefill(self, rows: int, *, fewest: int) -> None:
+        """Requests with ``fewest`` queries or more, in tiles of ``rows`` rows."""
         batch = self.batch
-        rows = max(self.tile, triton.next_power_of_2(self.group))
+        rows = max(rows, triton.next_power_of_2(self.group))
         tiles = batch.num_tokens // (rows // self.group) + batch.num_requests
         prefill_kernel[(tiles * self.kv_heads,)](
             self.q,
@@ -179,11 +186,14 @@ class _Step:
             **self.rows,
             BLOCK_M=rows,
             UNMIX=self.unmix,
-            num_warps=self.warps,
+            num_warps=8 if rows == _MANY_ROWS else self.warps,
         )
 
     def decode(self, queries: int, programs: int) -> None:
-        """Requests with up to ``queries`` queries; ``programs``: see :class:`Attention`."""
+        """Requests with up to ``queries`` queries; ``programs``: see :class:`Attention`.
+
+        Programs share the list of work in turns, so no more of them are started than run at a time.
+        """
         batch, shared = self.batch, self.batch.shared_len
         slots = part_count(batch.max_context_len, queries, shared=shared is not None)
         count = requests_at_once(batch.num_requests, self.heads, slots, self.head_dim, queries)
@@ -200,7 +210,7 @@ class _Step:
         for some in runs(batch.num_requests, count):
             if shared is not None:
                 self._shared(shared, parts, sums, slots, some, queries)
-            decode_kernel[(min(most, programs * 4 // self.few_warps),)](
+            decode_kernel[(min(most, max(1, programs * self.resident // 4)),)](
                 self.q,
                 self.out,
                 parts,

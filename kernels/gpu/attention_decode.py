@@ -200,8 +200,8 @@ def decode_kernel(
         own = tl.load(work + MAX_SPLITS) - shared_keys(shared_len, BLOCK_N)
         ranks = tl.minimum(ranks, own // SPLIT + 2)
     total = tl.load(work + ranks - 1) * kv_heads
-    index = tl.program_id(0)
-    while index < total:
+    # Registers for what does not change from split to split would cost programs per processor.
+    for index in tl.range(tl.program_id(0), total, tl.num_programs(0), disable_licm=True):
         item, kv_head = index // kv_heads, index % kv_heads
         entry = tl.load(work + (1 + item // MAX_SPLITS) * work_row + item % MAX_SPLITS)
         request, rank = entry // MAX_SPLITS, entry % MAX_SPLITS
@@ -234,7 +234,6 @@ def decode_kernel(
                     WIDEN, PAGE, HEAD_DIM, BLOCK_D, BLOCK_N, WINDOW, SOFTCAP, GROUP, BLOCK_M,
                     SINKS, SHARED, UNMIX, shared_by * several, shared_by * several, BLOCK_S,
                 )  # fmt: skip
-        index += tl.num_programs(0)
 
 
 @triton.jit(do_not_specialize=["slots", "begin_request", "end_request"])

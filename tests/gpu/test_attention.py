@@ -16,7 +16,7 @@ from torch import Tensor
 from sdk.kernels.backend import Problem
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.errors import KernelError
-from sdk.kernels.gpu import attention_decode, attention_work, scratch
+from sdk.kernels.gpu import attention, attention_decode, attention_work, scratch
 from sdk.kernels.gpu.attention import Attention
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.kv_types import KV_ALIASES, KV_TYPES
@@ -290,9 +290,10 @@ def alone(step: Step, request: int) -> Step:
 
 @pytest.mark.parametrize("fixed", [False, True])
 def test_a_row_does_not_depend_on_its_batch(fixed: bool) -> None:
-    step = make_step([(300, 1), (40, 1), (30, 17), (280, 3)], 4, 1, 64, 16, "float16")
+    requests = [(300, 1), (40, 1), (30, 17), (280, 3), (600, 2)]
+    step = make_step(requests, 4, 1, 64, 16, "float16")
     together = step.run(window=200, fixed=fixed)
-    for request in range(4):
+    for request in range(len(requests)):
         part = alone(step, request)
         start = int(step.batch.query_start[request])
         found = part.run(window=200, fixed=fixed)
@@ -333,6 +334,84 @@ def test_a_shared_prefix_is_read_once_and_changes_nothing(shared: int) -> None:
     close(found, expected(step, **options), 3e-6)
     apart = Step(replace(step.batch, shared_len=None), step.pages, step.q).run(**options)
     torch.testing.assert_close(found, apart, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("shared", [pytest.param(0, marks=pytest.mark.slow), 528])
+@pytest.mark.parametrize(
+    ("heads", "dtype", "options"),
+    [
+        (4, "float16", {}),
+        (2, "float8_e4m3fn", {"window": 150, "sinks": torch.tensor([0.5, -1.0])}),
+        (3, "int4", {"softcap": 3.0}),
+    ],
+)
+def test_drafts_are_verified_by_decode_attention(
+    heads: int, dtype: str, options: dict[str, Any], shared: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(attention, "prefill_kernel")
+    step = make_step([(700, 8), (620, 1), (1100, 3), (530, 1)], heads, 1, 64, 16, dtype, shared)
+    close(step.run(**options), expected(step, **options), 4e-3)
+
+
+def test_so_many_queries_that_they_are_a_prompt_and_few_of_another_request() -> None:
+    step = make_step([(130, 9), (40, 8), (300, 1)], 2, 2, 64, 16)
+    close(step.run(), expected(step), 3e-6)
+
+
+def test_parts_that_do_not_fit_into_scratch_are_made_in_turns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    step = make_step([(1100, 2), (600, 1), (1030, 5)], 2, 1, 64, 16, "float32", 528)
+    found = step.run()
+    turns = []
+    monkeypatch.setattr(scratch, "SCRATCH", 4096)
+    monkeypatch.setattr(
+        attention, "runs", lambda *given: turns.append(given) or list(scratch.runs(*given))
+    )
+    assert torch.equal(step.run(), found)
+    assert turns == [(3, 1)]
+
+
+def test_a_step_s_list_of_work_serves_all_layers_and_is_left_as_it_was() -> None:
+    requests = [(300, 1), (5, 1), (2100, 4), (90, 20), (600, 2)]
+    step = make_step(requests, 4, 2, 64, 16)
+    shape = scratch.work_shape(8, 2)
+    work = torch.full(shape, -7, dtype=torch.int32)
+    attention_work.list_work(step.batch, work)
+    counts = [2, 1, 5, 0, 2]  # splits of 256 keys, of 512 with several queries
+    wanted = [(r, rank) for rank in range(9) for r in range(5) if counts[r] > rank]
+    listed = work[1:, : scratch.MAX_SPLITS].flatten()[: len(wanted)].tolist()
+    assert [divmod(x, scratch.MAX_SPLITS) for x in listed] == wanted
+    ends = [sum(min(count, rank + 1) for count in counts) for rank in range(9)]
+    assert work[0, :9].tolist() == ends and work[0, scratch.MAX_SPLITS] == 2100
+    assert not work[1:6, scratch.MAX_SPLITS :].any()
+    kept = work.clone()
+    with_list = Step(replace(step.batch, work=work), step.pages, step.q)
+    for window in (None, 100, None):
+        found = with_list.run(window=window)
+        assert torch.equal(found, step.run(window=window))
+        assert torch.equal(work, kept)
+    with pytest.raises(KernelError, match=r"work of int32 \[6, 34\] or more, found .* \[9, 33\]"):
+        Step(replace(step.batch, work=work[:, :33]), step.pages, step.q).run()
+
+
+def test_more_programs_than_work_and_fewer() -> None:
+    step = make_step([(600, 1), (100, 1), (300, 2)], 2, 2)
+    out = torch.empty(step.q.shape[0], step.q[0].numel())
+    found = []
+    for programs in (1, 1000):
+        Attention(False, programs=programs).run(
+            step.q, step.pages, step.batch, 0.2, None, None, None, out.fill_(torch.nan)
+        )
+        found.append(out.clone())
+    assert torch.equal(*found)
+    close(found[0].view(step.q.shape), expected(step), 3e-6)
+
+
+@pytest.mark.parametrize("window", [None, 130, 200])
+def test_prompts_see_tiles_of_keys_without_masks_like_all_others(window: int | None) -> None:
+    step = make_step([(330, 70), (200, 30)])
+    close(step.run(window=window), expected(step, window=window), 3e-6)
 
 
 def test_a_window_hides_most_of_a_shared_prefix() -> None:
