@@ -64,7 +64,9 @@ def attend(
     """
     k_apart: tl.constexpr = (K_KIND != FLOAT) and (K_GROUP == 0)
     v_apart: tl.constexpr = (V_KIND != FLOAT) and (V_GROUP == 0)
-    unit: tl.constexpr = INT8_UNIT if V_KIND == INT8 else INT4_UNIT if V_KIND == INT4 else FLOAT8_UNIT
+    unit: tl.constexpr = (
+        INT8_UNIT if V_KIND == INT8 else INT4_UNIT if V_KIND == INT4 else FLOAT8_UNIT
+    )
     q = operand(q, K_DOT, WIDEN)
     factor = LOG2E if SOFTCAP else scale * LOG2E
     if v_apart:

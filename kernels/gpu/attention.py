@@ -23,8 +23,8 @@ from sdk.kernels.errors import KernelError
 from sdk.kernels.gpu.attention_decode import decode_kernel, shared_kernel
 from sdk.kernels.gpu.attention_prefill import prefill_kernel
 from sdk.kernels.gpu.attention_work import work_of
-from sdk.kernels.gpu.page_codes import BYTES, FLOAT8, PORTABLE
 from sdk.kernels.gpu.launch import INTERPRETED, expect_on_device, old_card
+from sdk.kernels.gpu.page_codes import BYTES, FLOAT8, PORTABLE
 from sdk.kernels.gpu.pages import INT4, PageSide, hadamard_block, page_sides, reject
 from sdk.kernels.gpu.scratch import (
     LONGER,
@@ -37,8 +37,8 @@ from sdk.kernels.gpu.scratch import (
 from sdk.kernels.kv_pages import KVPages
 
 _DOTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
-#: Rows of a tile of many queries, for two groups of four warps; of any other tile, such as one over a
-#: shared prefix; and of a tile without matrix instructions, where 64 rows spill up to 6.7 KiB of
+#: Rows of a tile of many queries, for two groups of four warps; of any other tile, such as one over
+#: a shared prefix; and of a tile without matrix instructions, where 64 rows spill up to 6.7 KiB of
 #: registers per thread on sm_75.
 _MANY_ROWS, _ROWS, _FEW_ROWS = 128, 64, 16
 #: Values of parts that are loaded at a time to be added up.
@@ -147,21 +147,25 @@ class _Step:
             "SOFTCAP": softcap is not None,
         }
         self.rows = {"GROUP": self.group, "SINKS": sinks is not None}
-        self.tile = _FEW_ROWS if plain else 32 if nibbles and self.block_d > 128 else _ROWS
-        # 128 rows of 8-bit codes spill 640 bytes on gfx942.
-        small = self.block_d > 128 or (torch.version.hip is not None and (k.kind or v.kind))
-        self.prompt_tile = self.tile if small or self.tile < _ROWS else _MANY_ROWS
-        most = min(self.tile, _ROWS if self.block_d <= 128 else 32) // self.group
+        codes = bool(k.kind or v.kind)
+        self.tile = _FEW_ROWS if plain else 32 if codes and self.block_d > 128 else _ROWS
+        # 128 rows of codes spill 640 bytes on gfx942, 40 on sm_89, and int4 of 80 72 on sm_90.
+        small = odd or (codes and _capability(q.device) < (9, 0))
+        few = self.tile < _ROWS or self.block_d > 128 or small
+        self.prompt_tile = self.tile if few else _MANY_ROWS
+        # Codes of head_dim 256 spill up to 32 bytes with 32 rows.
+        rows = self.tile if self.block_d <= 128 else _FEW_ROWS if codes else min(self.tile, 32)
+        most = rows // self.group
         #: Of a request in decode attention: as many as rows of one tile, a power of two.
         self.most_queries = min(MOST_QUERIES, 1 << max(0, most.bit_length() - 1))
         self.unmix = hadamard_block(self.head_dim) if v.mixed else 0
         # Where four warps, or with int4 a tile of 64 rows, leave too few registers on sm_90: codes
         # of head_dim 128, nibbles of 80 (24 bytes spilled) and 256 (64), float32 (328).
-        self.warps = 8 if self.block_d > 128 or k.kind or v.kind or plain else 4
+        self.warps = 8 if self.block_d > 128 or codes or plain else 4
         self.few_warps = 8 if plain or odd else 4
         # Programs of decode attention that run on one of the card's processors at a time. On sm_90
         # a thread has up to 168 registers for floats and one query, up to 255 otherwise.
-        self.resident = 1 if self.few_warps == 8 else 2 if k.kind or v.kind else 3
+        self.resident = 2 if codes or self.few_warps == 8 else 3
 
     def prefill(self, rows: int, *, fewest: int) -> None:
         """Requests with ``fewest`` queries or more, in tiles of ``rows`` rows."""
@@ -279,11 +283,17 @@ def _side_constants(name: str, side: PageSide, dot: Any) -> dict[str, Any]:
     return {f"{name}_{key}": value for key, value in values.items()}
 
 
+def _capability(device: torch.device) -> tuple[int, int]:
+    """An NVIDIA card's compute capability; (0, 0): it is none."""
+    if INTERPRETED or torch.version.hip is not None:
+        return 0, 0
+    return torch.cuda.get_device_capability(device)
+
+
 def _convert(device: torch.device) -> Any:
     """See ``page_codes.py``."""
-    if INTERPRETED or torch.version.hip is not None:
-        return PORTABLE
-    return FLOAT8 if torch.cuda.get_device_capability(device) >= (8, 9) else BYTES
+    found = _capability(device)
+    return FLOAT8 if found >= (8, 9) else BYTES if found > (0, 0) else PORTABLE
 
 
 def operators(programs: int, *, fixed: bool) -> dict[str, tuple[Any, ...]]:

@@ -222,7 +222,7 @@ def decode_kernel(
                 PAGE, HEAD_DIM, BLOCK_D, BLOCK_N, WINDOW, SOFTCAP, GROUP, BLOCK_ONE, SINKS, SHARED,
                 UNMIX, shared_by, shared_by * several, BLOCK_S,
             )  # fmt: skip
-        if QUERIES > 1:
+        if QUERIES > 1:  # noqa: SIM102 (a constant: without it the rest is compiled)
             if mine & (count > 1) & (count <= QUERIES):
                 _run_split(
                     q, out, parts, sums, sinks, own_table, shared_len, counter, q_token, q_head,

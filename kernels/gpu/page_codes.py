@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sdk.kernels.gpu.pages import E4M3, E5M2, FLOAT, INT4, INT8
+from sdk.kernels.gpu.pages import E4M3, FLOAT, INT4, INT8
 
 #: The largest float16. Values that become codes or float16 saturate there.
 HALF_MAX = tl.constexpr(65504.0)
@@ -20,9 +20,9 @@ _FLOAT8_PEAK = tl.constexpr(448.0)
 #: By which instructions 8-bit codes become float16: any card's, NVIDIA's on bytes, and those of
 #: NVIDIA's cards from 8.9 on for e4m3 too.
 PORTABLE, BYTES, FLOAT8 = (tl.constexpr(i) for i in range(3))
-#: Powers of two that bring the scales of values nearer to 1, for weights that are multiplied by them
-#: and rounded to float16. A scale is at most 65504 / 127 of int8, 65504 / 448 of 8-bit floats and
-#: 2 * 65504 / 15 of int4, so that none becomes infinite.
+#: Powers of two that bring the scales of values nearer to 1, for weights that are multiplied by
+#: them and rounded to float16. A scale is at most 65504 / 127 of int8, 65504 / 448 of 8-bit floats
+#: and 2 * 65504 / 15 of int4, so that none becomes infinite.
 INT8_UNIT, FLOAT8_UNIT, INT4_UNIT = (tl.constexpr(x) for x in (64.0, 256.0, 4.0))
 #: The bits of the largest and of the NaN scale of 4-bit codes.
 _LARGEST, _NAN = tl.constexpr(0xF7), tl.constexpr(0xFF)
@@ -66,7 +66,6 @@ def load_values(
         x = operand(x, DOT, WIDEN)
     else:
         at_scale = scales + page * scale_page + head * GROUPS * scale_group + slot
-        step = 0
         if GROUP:
             parts: tl.constexpr = BLOCK_D // GROUP
             group = tl.arange(0, parts)
@@ -74,7 +73,7 @@ def load_values(
             step = tl.load(at_scale[:, None] + group[None, :] * scale_group, mask=known, other=0)
             step = tl.broadcast_to(step[:, :, None], (BLOCK_N, parts, GROUP))
             step = tl.reshape(step, (BLOCK_N, BLOCK_D))
-        elif KIND == INT4:
+        else:
             step = tl.load(at_scale, mask=seen, other=0)[:, None]
         if KIND == INT4:
             x = (x.to(tl.int16) >> tl.where(column < HEAD_DIM // 2, 0, 4)[None, :]) & 15

@@ -447,3 +447,5 @@ def test_pages_that_lie_otherwise_are_refused() -> None:
         replace(codes, pages=replace(codes.pages, v_scale=codes.pages.v_scale.float())).run()
     with pytest.raises(KernelError, match="window of at least 1"):
         step.run(window=0)
+    with pytest.raises(KernelError, match=r"expected a scale above 0, found -0\.2"):
+        step.run(scale=-0.2)
