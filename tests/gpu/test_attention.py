@@ -16,7 +16,13 @@ from torch import Tensor
 from sdk.kernels.backend import Problem
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.errors import KernelError
-from sdk.kernels.gpu import attention, attention_decode, attention_work, scratch
+from sdk.kernels.gpu import (
+    attention,
+    attention_decode,
+    attention_work,
+    page_codes,
+    scratch,
+)
 from sdk.kernels.gpu.attention import Attention
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.kv_types import KV_ALIASES, KV_TYPES
@@ -223,6 +229,19 @@ def test_decode_and_prompts_are_the_softmax_of_the_definition(
     requests = [(1, 1), (page_size, 1), (page_size + 1, 1), (page_size + 21, 5), (18, 18)]
     step = make_step(requests, heads, kv_heads, head_dim, page_size, dtype, groups=groups)
     close(step.run(), expected(step), ROUNDED.get(dtype.split("/")[0], 4e-3))
+
+
+def test_a_card_s_own_conversion_of_8_bit_floats_gives_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    step = make_step([(70, 1), (20, 12)], dtype="float8_e4m3fn")
+    every = torch.arange(256, dtype=torch.int16).to(torch.uint8)
+    every[every % 128 == 127] = 0  # not a number
+    for codes in (step.pages.k, step.pages.v):
+        codes.view(torch.uint8)[..., :] = every.view(-1, 64)[torch.arange(16) % 4]
+    portable = step.run()
+    monkeypatch.setattr(attention, "_convert", lambda device: page_codes.FLOAT8)
+    assert torch.equal(step.run(), portable)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "int8", "float8_e4m3fn", "int4/int8"])
