@@ -149,8 +149,9 @@ class _Step:
         self.rows = {"GROUP": self.group, "SINKS": sinks is not None}
         codes = bool(k.kind or v.kind)
         self.tile = _FEW_ROWS if plain else 32 if codes and self.block_d > 128 else _ROWS
-        # 128 rows of codes spill 640 bytes on gfx942, 40 on sm_89, and int4 of 80 72 on sm_90.
-        small = odd or (codes and _capability(q.device) < (9, 0))
+        # 128 rows of codes spill 640 bytes on gfx942, 40 on sm_89, 56 on sm_120, where a warp
+        # multiplies alone; int4 of head_dim 80 72 on sm_90.
+        small = odd or (codes and not (9, 0) <= _capability(q.device) < (12, 0))
         few = self.tile < _ROWS or self.block_d > 128 or small
         self.prompt_tile = self.tile if few else _MANY_ROWS
         # Codes of head_dim 256 spill up to 32 bytes with 32 rows.

@@ -392,26 +392,25 @@ def test_parts_that_do_not_fit_into_scratch_are_made_in_turns(
 
 
 def test_a_step_s_list_of_work_serves_all_layers_and_is_left_as_it_was() -> None:
-    requests = [(300, 1), (5, 1), (2100, 4), (90, 20), (600, 2)]
-    step = make_step(requests, 4, 2, 64, 16)
-    shape = scratch.work_shape(8, 2)
+    requests = [(300, 1), (5, 1), (1100, 4), (40, 9), (520, 2)]
+    step = make_step(requests, 2, 1, 64, 16)
+    shape = scratch.work_shape(8, 1)
     work = torch.full(shape, -7, dtype=torch.int32)
     attention_work.list_work(step.batch, work)
-    counts = [2, 1, 5, 0, 2]  # splits of 256 keys, of 512 with several queries
-    wanted = [(r, rank) for rank in range(9) for r in range(5) if counts[r] > rank]
+    counts = [2, 1, 3, 0, 2]  # splits of 256 keys, of 512 with several queries
+    wanted = [(r, rank) for rank in range(5) for r in range(5) if counts[r] > rank]
     listed = work[1:, : scratch.MAX_SPLITS].flatten()[: len(wanted)].tolist()
     assert [divmod(x, scratch.MAX_SPLITS) for x in listed] == wanted
-    ends = [sum(min(count, rank + 1) for count in counts) for rank in range(9)]
-    assert work[0, :9].tolist() == ends and work[0, scratch.MAX_SPLITS] == 2100
+    ends = [sum(min(count, rank + 1) for count in counts) for rank in range(5)]
+    assert work[0, :5].tolist() == ends and work[0, scratch.MAX_SPLITS] == 1100
     assert not work[1:6, scratch.MAX_SPLITS :].any()
     kept = work.clone()
     with_list = Step(replace(step.batch, work=work), step.pages, step.q)
-    for window in (None, 100, None):
-        found = with_list.run(window=window)
-        assert torch.equal(found, step.run(window=window))
+    for window in (None, 100):
+        close(with_list.run(window=window), expected(step, window=window), 3e-6)
         assert torch.equal(work, kept)
-    with pytest.raises(KernelError, match=r"work of int32 \[6, 34\] or more, found .* \[9, 33\]"):
-        Step(replace(step.batch, work=work[:, :33]), step.pages, step.q).run()
+    with pytest.raises(KernelError, match=r"work of int32 \[6, 33\] or more, found .* \[9, 32\]"):
+        Step(replace(step.batch, work=work[:, :32]), step.pages, step.q).run()
 
 
 def test_more_programs_than_work_and_fewer() -> None:
@@ -427,7 +426,7 @@ def test_more_programs_than_work_and_fewer() -> None:
     close(found[0].view(step.q.shape), expected(step), 3e-6)
 
 
-@pytest.mark.parametrize("window", [None, 130, 200])
+@pytest.mark.parametrize("window", [None, pytest.param(130, marks=pytest.mark.slow), 200])
 def test_prompts_see_tiles_of_keys_without_masks_like_all_others(window: int | None) -> None:
     step = make_step([(330, 70), (200, 30)])
     close(step.run(window=window), expected(step, window=window), 3e-6)
