@@ -164,9 +164,9 @@ class _Step:
         # of head_dim 128, nibbles of 80 (24 bytes spilled) and 256 (64), float32 (328).
         self.warps = 8 if self.block_d > 128 or codes or plain else 4
         self.few_warps = 8 if plain or odd else 4
-        # Programs of decode attention that run on one of the card's processors at a time. On sm_90
-        # a thread has up to 168 registers for floats and one query, up to 255 otherwise.
-        self.resident = 2 if codes or self.few_warps == 8 else 3
+        #: Whether a thread of decode attention has at most 168 registers on sm_90 for one query, so
+        #: that three programs run on one of the card's processors at a time; up to 255 otherwise.
+        self.slim = not codes and self.block_d <= 128 and self.few_warps == 4
 
     def prefill(self, rows: int, *, fewest: int) -> None:
         """Requests with ``fewest`` queries or more, in tiles of ``rows`` rows."""
@@ -211,11 +211,12 @@ class _Step:
             max(_FEW_ROWS, triton.next_power_of_2(self.group * n)) for n in (1, queries)
         )
         splits = split_count(batch.max_context_len)
-        most = batch.num_requests * self.kv_heads * splits
+        resident = 3 if self.slim and queries == 1 else 2
+        grid = min(batch.num_requests * self.kv_heads * splits, max(1, programs * resident // 4))
         for some in runs(batch.num_requests, count):
             if shared is not None:
                 self._shared(shared, parts, sums, slots, some, queries)
-            decode_kernel[(min(most, max(1, programs * self.resident // 4)),)](
+            decode_kernel[(grid,)](
                 self.q,
                 self.out,
                 parts,
