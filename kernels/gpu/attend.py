@@ -46,6 +46,33 @@ def capped(score, softcap):
 
 
 @triton.jit
+def begun(sinks, head, starts, BLOCK_M: tl.constexpr, SINKS: tl.constexpr):
+    """The maximum and total of rows before any key; the first split of a row counts its sink."""
+    best = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    if SINKS:
+        best = tl.where(starts, tl.load(sinks + head) * LOG2E, best)
+        total = tl.where(starts, 1.0, total)
+    return best, total
+
+
+@triton.jit
+def _masked(score, key, at, end, window, WINDOW: tl.constexpr):
+    hidden = (key[None, :] > at[:, None]) | (key >= end)[None, :]
+    if WINDOW:
+        hidden = hidden | (key[None, :] <= at[:, None] - window)
+    return tl.where(hidden, float("-inf"), score)
+
+
+@triton.jit
+def _weights(score, best, factor):
+    """Weights in base 2, by what earlier sums shrink, and the new maximum."""
+    peak = tl.maximum(best, tl.max(score, axis=1) * factor)
+    safe = tl.where(peak == float("-inf"), 0.0, peak)
+    return tl.exp2(tl.fma(score, factor, -safe[:, None])), tl.exp2(best - safe), peak
+
+
+@triton.jit
 def attend(
     q, at, best, total, result, begin, end, table, head, scale, softcap, window,
     k, k_scale, k_page, k_head, k_slot, k_scale_page, k_scale_group,
@@ -89,16 +116,9 @@ def attend(
         if SOFTCAP:
             score = capped(score * scale, softcap)
         if MASKED:
-            hidden = (key[None, :] > at[:, None]) | (key >= end)[None, :]
-            if WINDOW:
-                hidden = hidden | (key[None, :] <= at[:, None] - window)
-            score = tl.where(hidden, float("-inf"), score)
-        peak = tl.maximum(best, tl.max(score, axis=1) * factor)
-        safe = tl.where(peak == float("-inf"), 0.0, peak)
-        weight = tl.exp2(tl.fma(score, factor, -safe[:, None]))
-        shrink = tl.exp2(best - safe)
+            score = _masked(score, key, at, end, window, WINDOW)
+        weight, shrink, best = _weights(score, best, factor)
         total = total * shrink + tl.sum(weight, axis=1)
-        best = peak
         values = load_values(
             v, v_scale, page, head, slot, seen, v_page, v_head, v_slot, v_scale_page, v_scale_group,
             HEAD_DIM, BLOCK_D, BLOCK_N, V_KIND, V_GROUPS, V_GROUP, V_DOT, CONVERT, WIDEN,

@@ -28,7 +28,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sdk.kernels.gpu.attend import LOG2E, attend, first_key
+from sdk.kernels.gpu.attend import attend, begun, first_key
 from sdk.kernels.gpu.attention_work import LONGER, MAX_SPLITS, SPLIT, split_size
 from sdk.kernels.gpu.page_codes import mixed
 
@@ -100,7 +100,7 @@ def _store_result(
 @triton.jit
 def _run_split(
     q, out, parts, sums, sinks, table, shared_len, counter, q_token, q_head,
-    scale, softcap, window, slots, query_slots, kv_heads, request_slot, rank, kv_head, token, count,
+    scale, softcap, window, slots, query_slots, heads, request_slot, rank, kv_head, token, count,
     length,
     k, k_scale, k_page, k_head, k_slot, k_scale_page, k_scale_group,
     v, v_scale, v_page, v_head, v_slot, v_scale_page, v_scale_group,
@@ -115,11 +115,9 @@ def _run_split(
     first = first_key(length - count, window, BLOCK_N, WINDOW)
     split = split_size(length, COARSE)
     splits = tl.cdiv(length, split)
-    part = splits - 1 - rank
-    begin = tl.maximum(part * split, first)
-    low = first // split  # the first split that has keys
-    before = low * 0  # parts of the shared prefix, and the first one of them that has keys
-    first_part = low * 0
+    part, begin = splits - 1 - rank, tl.maximum((splits - 1 - rank) * split, first)
+    # The first split that has keys; parts of the shared prefix, and the first one that has keys.
+    low, before, first_part = first // split, split * 0, split * 0
     if SHARED:
         prefix = shared_keys(shared_len, BLOCK_N)
         prefix_split = split_size(prefix, SHARED_COARSE)
@@ -129,21 +127,14 @@ def _run_split(
         begin = tl.maximum(begin, prefix)
     end = tl.minimum(part * split + split, length)
     if (part >= low) & (begin < end):
-        row = tl.arange(0, BLOCK_M)
-        column = tl.arange(0, BLOCK_D)
-        query = row // GROUP
-        head = kv_head * GROUP + row % GROUP
+        row, column = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+        query, head = row // GROUP, kv_head * GROUP + row % GROUP
         real = query < count
         inside = real[:, None] & (column < HEAD_DIM)[None, :]
         at = (token + query).to(tl.int64)
-        at_query = at * q_token + head * q_head
-        x = tl.load(q + at_query[:, None] + column[None, :], mask=inside, other=0.0)
-        best = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-        total = tl.zeros((BLOCK_M,), tl.float32)
-        if SINKS:  # the first split counts it
-            logit = tl.load(sinks + head, mask=real, other=0.0)
-            best = tl.where(begin <= first, logit * LOG2E, best)
-            total = tl.where(begin <= first, 1.0, total)
+        source = q + (at * q_token + head * q_head)[:, None] + column[None, :]
+        x = tl.load(source, mask=inside, other=0.0)
+        best, total = begun(sinks, head, begin <= first, BLOCK_M, SINKS)
         best, total, result = attend(
             x, length - count + query, best, total, tl.zeros((BLOCK_M, BLOCK_D), tl.float32),
             begin, end, table, kv_head, scale, softcap, window,
@@ -152,14 +143,13 @@ def _run_split(
             K_KIND, K_GROUPS, K_GROUP, K_DOT, V_KIND, V_GROUPS, V_GROUP, V_DOT, CONVERT, WIDEN,
             PAGE, HEAD_DIM, BLOCK_D, BLOCK_N, WINDOW, SOFTCAP, True,
         )  # fmt: skip
-        heads = kv_heads * GROUP
         target = (at * heads + head) * HEAD_DIM
         if splits - low + before - first_part == 1:
             _store_result(out, target, total, result, inside, BLOCK_M, BLOCK_D, UNMIX)
         else:
             place = (request_slot.to(tl.int64) * heads + head) * slots + query * query_slots
-            own = place + before + part - low
-            store_part(parts, sums, own, best, total, result, real, HEAD_DIM, BLOCK_D)
+            own_place = place + before + part - low
+            store_part(parts, sums, own_place, best, total, result, real, HEAD_DIM, BLOCK_D)
             tl.debug_barrier()  # the count below says that all threads have stored
             if tl.atomic_add(counter, 1, sem="acq_rel") == splits - low - 1:
                 tl.store(counter, 0)
@@ -186,16 +176,14 @@ def decode_kernel(
 ):  # fmt: skip
     """Grid (programs): requests ``begin_request .. end_request - 1`` with 1 to ``QUERIES`` queries.
 
-    ``splits``: the most of a request.
-
-    Rows of one query are always in tiles of ``BLOCK_ONE``, those of several in tiles of
-    ``BLOCK_M``: instructions differ, and a row's result must not depend on other requests.
+    Rows of one query are in tiles of ``BLOCK_ONE``, those of several in tiles of ``BLOCK_M``,
+    whatever else is in the batch. ``splits``: the most of a request.
     """
     shared_by: tl.constexpr = LONGER if SHARED else 1
     several: tl.constexpr = LONGER if QUERIES > 1 else 1
     ranks = splits
     if WINDOW:
-        ranks = tl.minimum(ranks, (window + QUERIES + BLOCK_N) // SPLIT + 2)
+        ranks = tl.minimum(splits, (window + QUERIES + BLOCK_N) // SPLIT + 2)
     if SHARED:
         own = tl.load(work + MAX_SPLITS) - shared_keys(shared_len, BLOCK_N)
         ranks = tl.minimum(ranks, own // SPLIT + 2)
@@ -205,16 +193,15 @@ def decode_kernel(
         item, kv_head = index // kv_heads, index % kv_heads
         entry = tl.load(work + (1 + item // MAX_SPLITS) * work_row + item % MAX_SPLITS)
         request, rank = entry // MAX_SPLITS, entry % MAX_SPLITS
-        token = tl.load(query_start + request)
+        token, length = tl.load(query_start + request), tl.load(context_len + request)
         count = tl.load(query_start + request + 1) - token
-        length = tl.load(context_len + request)
         own_table = table + request.to(tl.int64) * table_row
         counter = work + (1 + request) * work_row + MAX_SPLITS + kv_head
-        mine = (request >= begin_request) & (request < end_request)
+        mine = (request >= begin_request) & (request < end_request)  # of this turn
         if mine & (count == 1):
             _run_split(
                 q, out, parts, sums, sinks, own_table, shared_len, counter, q_token, q_head,
-                scale, softcap, window, slots, slots // QUERIES, kv_heads,
+                scale, softcap, window, slots, slots // QUERIES, kv_heads * GROUP,
                 request - begin_request, rank, kv_head, token, count, length,
                 k, k_scale, k_page, k_head, k_slot, k_scale_page, k_scale_group,
                 v, v_scale, v_page, v_head, v_slot, v_scale_page, v_scale_group,
@@ -226,7 +213,7 @@ def decode_kernel(
             if mine & (count > 1) & (count <= QUERIES):
                 _run_split(
                     q, out, parts, sums, sinks, own_table, shared_len, counter, q_token, q_head,
-                    scale, softcap, window, slots, slots // QUERIES, kv_heads,
+                    scale, softcap, window, slots, slots // QUERIES, kv_heads * GROUP,
                     request - begin_request, rank, kv_head, token, count, length,
                     k, k_scale, k_page, k_head, k_slot, k_scale_page, k_scale_group,
                     v, v_scale, v_page, v_head, v_slot, v_scale_page, v_scale_group,
@@ -271,12 +258,8 @@ def shared_kernel(
     inside = real[:, None] & (column < HEAD_DIM)[None, :]
     at_query = (token + query).to(tl.int64) * q_token + head * q_head
     x = tl.load(q + at_query[:, None] + column[None, :], mask=inside, other=0.0)
-    best = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
-    if SINKS:
-        starts = part * split <= first_key(length - count, window, BLOCK_N, WINDOW)
-        best = tl.where(starts, tl.load(sinks + head) * LOG2E, best)
-        total = tl.where(starts, 1.0, total)
+    starts = part * split <= first_key(length - count, window, BLOCK_N, WINDOW)
+    best, total = begun(sinks, head, starts, BLOCK_M, SINKS)
     best, total, result = attend(
         x, length - count + query, best, total, tl.zeros((BLOCK_M, BLOCK_D), tl.float32),
         part * split, tl.minimum(part * split + split, prefix), table, kv_head, scale, softcap,

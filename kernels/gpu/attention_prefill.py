@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sdk.kernels.gpu.attend import LOG2E, attend, first_key
+from sdk.kernels.gpu.attend import attend, begun, first_key
 from sdk.kernels.gpu.page_codes import mixed
 
 
@@ -68,45 +68,27 @@ def prefill_kernel(
     inside = real[:, None] & (column < HEAD_DIM)[None, :]
     at_query = token * q_token + head * q_head
     x = tl.load(q + at_query[:, None] + column[None, :], mask=inside, other=0.0)
-    best = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
-    if SINKS:
-        best = tl.load(sinks + head) * LOG2E
-        total += 1.0
+    best, total = begun(sinks, head, head >= 0, BLOCK_M, SINKS)
     result = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     own_table = table + request.to(tl.int64) * table_row
-    # The keys that the first query sees anything of, those that all see, those of the last query.
     position = length - count + begin
     last = tl.minimum(position + QUERIES, length)
+    # Some queries see keys from ``edge`` on; all see those from ``since`` to ``to``.
     edge = first_key(position, window, BLOCK_N, WINDOW)
     to = (position + 1) // BLOCK_N * BLOCK_N
-    if WINDOW:
-        since = tl.minimum(first_key(last - 1 + BLOCK_N - 1, window, BLOCK_N, WINDOW), to)
-        best, total, result = attend(
-            x, length - count + query, best, total, result, edge, since,
-            own_table, kv_head, scale, softcap, window,
-            k, k_scale, k_page, k_head, k_slot, k_scale_page, k_scale_group,
-            v, v_scale, v_page, v_head, v_slot, v_scale_page, v_scale_group,
-            K_KIND, K_GROUPS, K_GROUP, K_DOT, V_KIND, V_GROUPS, V_GROUP, V_DOT, CONVERT, WIDEN,
-            PAGE, HEAD_DIM, BLOCK_D, BLOCK_N, WINDOW, SOFTCAP, True,
-        )  # fmt: skip
-        edge = tl.maximum(edge, since)
-    best, total, result = attend(
-        x, length - count + query, best, total, result, edge, to,
-        own_table, kv_head, scale, softcap, window,
-        k, k_scale, k_page, k_head, k_slot, k_scale_page, k_scale_group,
-        v, v_scale, v_page, v_head, v_slot, v_scale_page, v_scale_group,
-        K_KIND, K_GROUPS, K_GROUP, K_DOT, V_KIND, V_GROUPS, V_GROUP, V_DOT, CONVERT, WIDEN, PAGE,
-        HEAD_DIM, BLOCK_D, BLOCK_N, WINDOW, SOFTCAP, False,
-    )  # fmt: skip
-    best, total, result = attend(
-        x, length - count + query, best, total, result, tl.maximum(edge, to), last,
-        own_table, kv_head, scale, softcap, window,
-        k, k_scale, k_page, k_head, k_slot, k_scale_page, k_scale_group,
-        v, v_scale, v_page, v_head, v_slot, v_scale_page, v_scale_group,
-        K_KIND, K_GROUPS, K_GROUP, K_DOT, V_KIND, V_GROUPS, V_GROUP, V_DOT, CONVERT, WIDEN, PAGE,
-        HEAD_DIM, BLOCK_D, BLOCK_N, WINDOW, SOFTCAP, True,
-    )  # fmt: skip
+    since = tl.minimum(first_key(last + BLOCK_N - 2, window, BLOCK_N, WINDOW), to)
+    for phase in tl.static_range(3):
+        low = edge if phase == 0 else since if phase == 1 else to
+        high = since if phase == 0 else to if phase == 1 else last
+        if WINDOW or phase > 0:
+            best, total, result = attend(
+                x, length - count + query, best, total, result, low, high,
+                own_table, kv_head, scale, softcap, window,
+                k, k_scale, k_page, k_head, k_slot, k_scale_page, k_scale_group,
+                v, v_scale, v_page, v_head, v_slot, v_scale_page, v_scale_group,
+                K_KIND, K_GROUPS, K_GROUP, K_DOT, V_KIND, V_GROUPS, V_GROUP, V_DOT, CONVERT, WIDEN,
+                PAGE, HEAD_DIM, BLOCK_D, BLOCK_N, WINDOW, SOFTCAP, phase != 1,
+            )  # fmt: skip
     result = result / total[:, None]
     if UNMIX:
         result = mixed(result, BLOCK_M, BLOCK_D, UNMIX)
