@@ -293,7 +293,8 @@ class Ops:
         return cos, sin
 
     def find_places(self, batch: AttentionBatch) -> None:
-        """Fill ``batch.positions`` and ``batch.slots`` from its other tensors."""
+        """Fill ``batch.positions`` and ``batch.slots``, and ``batch.work`` if there is one, from
+        its other tensors."""
         batch.check()
         if batch.num_tokens:
             self._kernel("find_places").run(batch)

@@ -134,7 +134,7 @@ def open_backend(
     return GpuBackend(
         {
             "linear": (DenseLinear(fixed=fixed), *packed, as_file),
-            **attention.operators(fixed=fixed),
+            **attention.operators(tuning.programs, fixed=fixed),
             **rope.OPS,
             **norm.OPS,
             **elementwise.OPS,

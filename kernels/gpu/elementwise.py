@@ -15,6 +15,7 @@ from torch import Tensor
 from sdk.kernels.backend import Problem
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.errors import KernelError
+from sdk.kernels.gpu.attention_work import list_work
 from sdk.kernels.gpu.launch import expect_on_device
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "clamped_swiglu")
@@ -236,6 +237,8 @@ class Places:
             PAGE=batch.page_size,
             BLOCK=256,
         )
+        if batch.work is not None:
+            list_work(batch, batch.work)
 
 
 OPS: dict[str, tuple[Any, ...]] = {

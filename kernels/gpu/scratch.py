@@ -6,6 +6,7 @@ One operator runs at a time, so a model needs the largest scratch of any operato
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -26,6 +27,12 @@ LIBRARY, OLDER_LIBRARY = 32 << 20, 8 << 20
 #: Keys of a split of attention; larger by powers of two if a context would have too many splits.
 SPLIT = 256
 MAX_SPLITS = 32
+#: The most queries of a request that decode attention handles: the token and drafts to verify.
+MOST_QUERIES = 8
+#: So many times longer are the splits of a request with several queries, because their parts are
+#: several times larger (512 keys in 16 bits and the parts of 8 queries of 4 heads: 8 to 1), and of
+#: a step that reads a shared prefix once, whose parts come in addition.
+LONGER = 2
 #: The most shares of K that the rule of ``tuning.py`` and ``embedlm tune`` use for a weight.
 MOST_SHARES = 16
 #: Tiles of the largest product whose K is shared among programs (``shares.py``). A vocabulary of
@@ -91,9 +98,35 @@ def rows_rounded(k: int) -> int:
     return max(16, SCRATCH // (4 * k * ROUNDED_COPIES))
 
 
-def split_count(longest: int) -> int:
-    """How many splits a context of at most ``longest`` tokens can have."""
-    return min(-(-longest // SPLIT), MAX_SPLITS)
+def work_shape(requests: int, kv_heads: int) -> tuple[int, int]:
+    """The list of a step's splits: int32, see ``attention_work.py``."""
+    return requests + 1, MAX_SPLITS + kv_heads
+
+
+def split_count(longest: int, coarse: int = 1) -> int:
+    """How many splits a context of at most ``longest`` tokens can have, each ``coarse`` times as
+    long as usual."""
+    return min(-(-longest // (SPLIT * coarse)), MAX_SPLITS // coarse)
+
+
+def part_count(longest: int, queries: int, *, shared: bool) -> int:
+    """The most parts of one head's results, of a request with up to ``queries`` queries in a step.
+
+    With one split there are none, as the result is written at once.
+    """
+
+    def parts(coarse: int) -> int:
+        splits = split_count(longest, coarse)
+        return 2 * split_count(longest, LONGER * coarse) if shared else splits if splits > 1 else 0
+
+    return parts(1) if queries == 1 else max(parts(1), queries * parts(LONGER))
+
+
+def requests_at_once(requests: int, heads: int, parts: int, head_dim: int, queries: int) -> int:
+    """Requests whose parts are in scratch at a time: all if they have one query each."""
+    if queries == 1 or not parts:
+        return requests
+    return min(requests, max(1, SCRATCH // (4 * heads * parts * (head_dim + 2))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +148,7 @@ class CardScratch:
     def nbytes(self, tokens: int, requests: int, context: int) -> int:
         given = [(matrix, tokens) for matrix in self.products.matrices]
         given.append((self.products.head, requests))
-        asked = [self._attention(requests, context)]
+        asked = [self._attention(tokens, requests, context)]
         asked += [self._product(matrix, rows) for matrix, rows in given]
         library = any(m.plain or self._decodes(m, rows) for m, rows in given if not m.experts)
         return max(asked) + (self.library if library else 0)
@@ -131,11 +164,18 @@ class CardScratch:
             return rows * m.per_token // m.experts >= self.experts_dense_from
         return rows >= self.dense_from
 
-    def _attention(self, requests: int, context: int) -> int:
-        splits = split_count(context)
-        if splits == 1 or self.products.fixed:
+    def _attention(self, tokens: int, requests: int, context: int) -> int:
+        """Parts of one query per request, and of several where there may be; and the list of work,
+        for a batch without one."""
+        if self.products.fixed:
             return 0
-        return 4 * requests * self.products.heads * splits * (self.products.head_dim + 2)
+        heads, width = self.products.heads, self.products.head_dim
+        asked = 0
+        for queries in (1, MOST_QUERIES) if tokens > requests else (1,):
+            parts = part_count(context, queries, shared=True)
+            count = requests_at_once(requests, heads, parts, width, queries)
+            asked = max(asked, 4 * count * heads * parts * (width + 2))
+        return asked + 4 * math.prod(work_shape(requests, heads))
 
     def _product(self, m: Matrix, rows: int) -> int:
         asked = 0

@@ -211,23 +211,39 @@ def test_rounded_inputs_take_no_more_than_is_planned(cases: Any, group: int) -> 
         assert (out[row] - whole[row]).norm() <= 1e-5 * whole[row].norm()
 
 
-@pytest.mark.parametrize("length", [200, 900])
-def test_attention_asks_for_the_parts_that_are_planned(length: int) -> None:
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("queries", [1, 5])
+@pytest.mark.parametrize("length", [200, 600])
+def test_attention_asks_for_no_more_parts_than_are_planned(
+    length: int, queries: int, shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kind = KV_TYPES["float32"]
-    pages = KVPages(torch.randn(60, 2, 16, 64), torch.randn(60, 2, 16, 64), kind, kind)
+    pages = KVPages(torch.randn(60, 1, 16, 64), torch.randn(60, 1, 16, 64), kind, kind)
     table = torch.arange(57, dtype=torch.int32).repeat(3, 1)
-    starts = torch.arange(4, dtype=torch.int32)
-    lengths = torch.tensor([length, 5, 100], dtype=torch.int32)
-    places = torch.zeros(3, dtype=torch.int64)
-    batch = AttentionBatch(places, starts, lengths, table, places, 16, 1, length)
-    q, out = torch.randn(3, 4, 64), torch.empty(3, 256)
+    starts = torch.tensor([0, queries, queries + 1, queries + 2], dtype=torch.int32)
+    lengths = torch.tensor([length, 70, 100], dtype=torch.int32)
+    tokens = queries + 2
+    places = torch.zeros(tokens, dtype=torch.int64)
+    prefix = torch.tensor([64], dtype=torch.int32) if shared else None
+    batch = AttentionBatch(
+        places, starts, lengths, table, places, 16, queries, length, shared_len=prefix
+    )
+    q, out = torch.randn(tokens, 4, 64), torch.empty(tokens, 256)
 
     def run() -> None:
         Attention(True).run(q, pages, batch, 0.125, None, None, None, out)
 
-    planned = of(PACKED, exact=True).nbytes(0, 3, length)
-    assert asked(run) == planned
-    assert (planned == 0) == (length == 200)
+    plan = of(PACKED, exact=True)
+    assert 0 < asked(run) <= plan.nbytes(tokens, 3, length)
+    if queries > 1 and (shared or length == 600):
+        monkeypatch.setattr(scratch, "SCRATCH", 4096)  # one request with several queries at a time
+        assert 4096 < asked(run) <= plan.nbytes(tokens, 3, length)
+
+
+def test_more_queries_may_ask_for_more_scratch_up_to_a_limit() -> None:
+    plan = of(PACKED, exact=True, heads=32, head_dim=128)
+    one, several, many = (plan.nbytes(n, 64, 1 << 17) for n in (64, 65, 4096))
+    assert one < several == many <= scratch.SCRATCH + (1 << 20)
 
 
 def test_grids_hold_more_rows_than_65535(cases: Any) -> None:

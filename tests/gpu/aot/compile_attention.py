@@ -68,11 +68,11 @@ def pages_of(dtype: str, head_dim: int) -> KVPages:
 def run_attention(
     short: torch.dtype, dtype: str, head_dim: int = 128, *, rich: bool = False, exact: bool = False
 ) -> None:
-    """Prompts, decoding in one split and in several. ``rich``: window, cap, sinks, cascade."""
+    """A prompt beside decoding, and decoding alone. ``rich``: window, cap, sinks, cascade."""
     pages, group = pages_of(dtype, head_dim), 4
     kind = torch.float32 if exact else short
     options = (128, 30.0, torch.zeros(2 * group)) if rich else (None, None, None)
-    for counts, context in (([5, 1], 200), ([1, 1], 1000)):
+    for counts, context in (([9, 5, 1], 1000), ([1, 1], 1000)):
         q = torch.zeros(sum(counts), 2 * group, head_dim, dtype=kind)
         out = torch.zeros(sum(counts), 2 * group * head_dim, dtype=kind)
         batch = batch_of(counts, context, shared=rich)

@@ -28,7 +28,7 @@ def test_targets_get_their_kernels() -> None:
     jobs = [(target, f"(attention|rope) {dtype}( 128)?") for target, dtype in SHOWN.items()]
     with ThreadPoolExecutor(2) as pool:
         found = [kernel for part in pool.map(compiled, jobs) for kernel in part]
-    names = {"prefill_kernel", "decode_kernel", "join_kernel", "rope_kernel"}
+    names = {"prefill_kernel", "decode_kernel", "work_kernel", "rope_kernel"}
     for target, _ in jobs:
         assert names <= {x["kernel"] for x in found if x["job"][0] == target}, target
 
@@ -54,6 +54,6 @@ def test_attention_on_sm_90_reads_16_bytes_at_a_time_and_spills_nothing(case: st
     assert ("shared_kernel" in {x["kernel"] for x in found}) == ("cascade" in case)
     for kernel in found:
         assert kernel["stack"] == 0, kernel
-        if kernel["kernel"] != "join_kernel":
+        if kernel["kernel"] != "work_kernel":
             assert kernel["wide"], kernel
             assert kernel["matrix"], kernel
