@@ -79,7 +79,7 @@ def matrix_type(device: str) -> torch.dtype:
 
 def tuning_of(device: str) -> Tuning:
     """The tile sizes of the card, or of the interpreter."""
-    from sdk.kernels.gpu.tuning import AMD_STAGES, Tuning, read_tuning
+    from sdk.kernels.gpu.tuning import AMD_STAGES, DOUBLED, Tuning, read_tuning
 
     if torch.device(device).type == "cpu":
         return Tuning(programs=4)
@@ -89,7 +89,7 @@ def tuning_of(device: str) -> Tuning:
         return replace(tuning, stages=AMD_STAGES)
     if card.major < 8:
         return replace(tuning, dense_from=min(tuning.dense_from, DENSE_FROM_WITHOUT_MMA))
-    return tuning
+    return replace(tuning, doubled=DOUBLED.get(card.major, ()))
 
 
 def held_bytes(kind: str, rows: int, columns: int) -> int | None:

@@ -235,7 +235,7 @@ class TritonLinear:
         average = 2 if self._fixed else max(least, -(-rows // group.count))
         tiles = self._tuning.measured(w, average, f"{op}_experts")
         busy = 1 if tiles is not None else min(rows, group.count)
-        tiles = tiles or self._tuning.tiles(w, average, op)
+        tiles = tiles or self._tuning.tiles(w, average, op, busy)
         room = 1 if self._fixed else most_shares(rows, w.shape[0])
         return replace(tiles, split=max(1, min(min(tiles.split, w.units) // busy, room)))
 

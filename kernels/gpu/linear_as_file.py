@@ -1,9 +1,10 @@
 """Products with activations quantized as the weight's file asks.
 
 int8 and e4m3 activations with one scale per token, and weights of the same type with one scale per
-row, are multiplied as bytes (``product_bytes.py``). Otherwise kernels/reference/fake_quantize.py
-quantizes activations, in some passes over x on the card, and ``linear.py`` multiplies in float32
-(with its tolerance, 1e-6), because scale times code needs more bits than 16-bit operands have.
+row, are multiplied as bytes (``product_bytes.py``), and so are e4m3 ones with a scale per 128
+columns; such weights are :class:`ByteRows`. Otherwise kernels/reference/fake_quantize.py quantizes
+activations, in some passes over x on the card, and ``linear.py`` multiplies in float32 (with its
+tolerance, 1e-6), because scale times code needs more bits than 16-bit operands have.
 """
 
 from __future__ import annotations
@@ -18,16 +19,20 @@ from torch import Tensor
 
 from sdk.kernels.backend import Problem
 from sdk.kernels.gpu import product_bytes as kernels
-from sdk.kernels.gpu.expert_tiles import Experts, Routed, tile_arguments
-from sdk.kernels.gpu.launch import Launch, expect_on_device
-from sdk.kernels.gpu.linear import TritonLinear
+from sdk.kernels.gpu.byte_rows import ByteRows, byte_rows, decode, layout_of, multiplies_bytes
+from sdk.kernels.gpu.expert_tiles import PARTS, Experts, Routed, offsets_of, tile_arguments
+from sdk.kernels.gpu.launch import INTERPRETED, Launch, expect_on_device
+from sdk.kernels.gpu.linear import TritonLinear, activate_rows, before_activation
 from sdk.kernels.gpu.packing import Packed
 from sdk.kernels.gpu.scratch import rows_of_codes, rows_of_parts, rows_rounded, runs
 from sdk.kernels.gpu.shares import Shares, Sharing
 from sdk.kernels.gpu.tuning import Tiles, Tuning
-from sdk.kernels.layouts import ActivationScheme, inputs_of
+from sdk.kernels.layouts import ActivationScheme, Affine, Float8, Layout, check_layout, inputs_of
 from sdk.kernels.reference.fake_quantize import fake_quantize
 from sdk.kernels.routes import Routes
+
+#: Rows of one accumulator: those of twice as many do not fit registers beside promoted sums.
+_ROWS = 128
 
 
 class TritonLinearAsFile(TritonLinear):
@@ -51,38 +56,82 @@ class TritonLinearAsFile(TritonLinear):
     def reject(self, problem: Problem) -> str | None:
         return super().reject(replace(problem, inputs="", compute="exact"))
 
-    def op_of(self, packed: Packed) -> str:
-        scheme = inputs_of(packed.facts)
-        if scheme is not None and multiplies_bytes(packed, scheme, self._codes):
-            return "linear_bytes"
-        return "linear"
+    def op_of(self, packed: Packed | ByteRows) -> str:
+        return "linear_bytes" if isinstance(packed, ByteRows) else "linear"
 
-    def matmul(self, packed: Packed, x: Tensor, out: Tensor, activation: str = "") -> None:
-        scheme = inputs_of(packed.facts)
-        if scheme is None:
-            super().matmul(packed, x, out, activation)
-        elif multiplies_bytes(packed, scheme, self._codes):
+    def pack(self, layout: Layout) -> Any:
+        """:class:`ByteRows` if the card multiplies the weight as bytes, otherwise ``Packed``."""
+        if not multiplies_bytes(layout, self._codes):
+            return super().pack(layout)
+        check_layout(layout)
+        assert isinstance(layout, Affine | Float8)
+        packed = byte_rows(layout)
+        self._sharing.prepare(packed.scale.device)
+        return packed
+
+    def unpack(self, packed: Packed | ByteRows) -> Layout:
+        return layout_of(packed) if isinstance(packed, ByteRows) else super().unpack(packed)
+
+    def nbytes(self, packed: Packed | ByteRows) -> int:
+        return packed.nbytes
+
+    def matmul(
+        self, packed: Packed | ByteRows, x: Tensor, out: Tensor, activation: str = ""
+    ) -> None:
+        if isinstance(packed, ByteRows):
+            wide = before_activation(out, activation)
             expect_on_device("linear", x, out, packed.scale)
-            tokens = 2 if self._fixed else max(x.shape[0], 2)
-            tiles = self._tuning.tiles(packed, tokens, "linear_bytes")
-            tiles = replace(tiles, split=min(tiles.split, packed.units))
-            step = rows_of_codes(packed.units * packed.unit)
+            tiles = self._bytes_tiles(packed, x.shape[0])
+            step = rows_of_codes(packed.values.shape[1])
             if tiles.split > 1:
                 step = min(step, rows_of_parts(packed.shape[0], tiles.split))
             for rows in runs(x.shape[0], step):
-                self._multiply_bytes(packed, scheme, x[rows], out[rows], tiles, activation)
-        else:
-            for rows in runs(x.shape[0], rows_rounded(x.shape[1])):
-                given = fake_quantize(x[rows].float(), scheme)
-                super().matmul(packed, given, out[rows], activation)
+                self._multiply_bytes(packed, x[rows], wide[rows], tiles)
+            activate_rows(wide, activation, out)
+            return
+        scheme = inputs_of(packed.facts)
+        if scheme is None:
+            super().matmul(packed, x, out, activation)
+            return
+        for rows in runs(x.shape[0], rows_rounded(x.shape[1])):
+            given = fake_quantize(x[rows].float(), scheme)
+            super().matmul(packed, given, out[rows], activation)
 
-    def group(self, packed: Sequence[Packed]) -> Experts[Packed] | None:
-        alike = all(inputs_of(p.facts) == inputs_of(packed[0].facts) for p in packed[1:])
-        return super().group(packed) if alike else None
+    def _bytes_tiles(self, w: ByteRows, tokens: int) -> Tiles:
+        """With a fixed order of additions those of two tokens, for more tokens at a time: a token's
+        sums are the same beside any others, but not with another split or instruction."""
+        if self._fixed:
+            tiles = self._tuning.tiles(w, 2, "linear_bytes")
+            columns = min(128, triton.next_power_of_2(max(tokens, 16)))
+            tiles = replace(tiles, block_n=min(tiles.block_n, 64), block_m=columns)
+        else:
+            tiles = self._tuning.tiles(w, max(tokens, 2), "linear_bytes")
+        return replace(tiles, split=min(tiles.split, w.units))
+
+    def rows(self, packed: Packed | ByteRows, ids: Tensor, out: Tensor) -> None:
+        if not isinstance(packed, ByteRows):
+            super().rows(packed, ids, out)
+            return
+        expect_on_device("rows", ids, out, packed.scale)
+        decode(packed, ids, out)
+
+    def group(self, packed: Sequence[Any]) -> Experts[Any] | None:
+        first = packed[0]
+        alike = all(inputs_of(p.facts) == inputs_of(first.facts) for p in packed[1:])
+        if not alike or any(type(p) is not type(first) for p in packed[1:]):
+            return None
+        if not isinstance(first, ByteRows):
+            return super().group(packed)
+        if any(p.scale_rows != first.scale_rows for p in packed[1:]):
+            return None
+        # the scale stands for the parts that such a weight does not have
+        given = [dict.fromkeys(PARTS, p.scale) | {"w0": p.values} for p in packed]
+        offsets = offsets_of(given)
+        return None if offsets is None else Experts(tuple(packed), offsets)
 
     def matmul_routed(
         self,
-        group: Experts[Packed],
+        group: Experts[Any],
         x: Tensor,
         routes: Routes,
         by_token: bool,
@@ -91,13 +140,14 @@ class TritonLinearAsFile(TritonLinear):
     ) -> None:
         w = group.first
         scheme = inputs_of(w.facts)
-        if scheme is None:
-            super().matmul_routed(group, x, routes, by_token, out, activation)
-        elif multiplies_bytes(w, scheme, self._codes):
+        if isinstance(w, ByteRows):
             expect_on_device("linear of experts", x, out, group.offsets)
             routed = Routed(group.offsets, routes, routes.tokens if by_token else None)
-            tiles = self._tiles_of(group, routes, 2)
-            self._multiply_bytes(w, scheme, x, out, tiles, activation, routed)
+            wide = before_activation(out, activation)
+            self._multiply_bytes(w, x, wide, self._tiles_of(group, routes, 2), routed)
+            activate_rows(wide, activation, out)
+        elif scheme is None:
+            super().matmul_routed(group, x, routes, by_token, out, activation)
         else:
             whole = torch.empty(x.shape, device=x.device)
             for rows in runs(x.shape[0], rows_rounded(x.shape[1])):
@@ -105,22 +155,14 @@ class TritonLinearAsFile(TritonLinear):
             super().matmul_routed(group, whole, routes, by_token, out, activation)
 
     def _multiply_bytes(
-        self,
-        w: Packed,
-        scheme: ActivationScheme,
-        x: Tensor,
-        out: Tensor,
-        tiles: Tiles,
-        activation: str,
-        routed: Routed | None = None,
+        self, w: ByteRows, x: Tensor, out: Tensor, tiles: Tiles, routed: Routed | None = None
     ) -> None:
         """Quantizes x ``[M, K]`` and multiplies it, or its routed rows."""
-        dtype = torch.float8_e4m3fn if scheme.floats else torch.int8
-        codes = torch.empty(x.shape[0], w.units * w.unit, dtype=dtype, device=x.device)
-        scales = torch.empty(x.shape[0], device=x.device)
+        codes = torch.empty(x.shape[0], w.values.shape[1], dtype=w.values.dtype, device=x.device)
+        scales = torch.empty(w.scale.shape[0], x.shape[0], device=x.device)
         shares = self._sharing.shares(tiles.split, out.shape[0], w.shape[0], x.device)
-        round_rows(x, codes, scales, scheme).run()
-        product_bytes(w, codes, scales, out, shares, tiles, activation, routed).run()
+        round_rows(x, codes, scales, w.inputs).run()
+        product_bytes(w, codes, scales, out, shares, tiles, routed).run()
 
 
 def bytes_of_card(capability: tuple[int, int], *, amd: bool) -> tuple[str, ...]:
@@ -134,62 +176,65 @@ def bytes_of_card(capability: tuple[int, int], *, amd: bool) -> tuple[str, ...]:
     return ("int", "e4m3") if capability >= (8, 9) else ("int",) if capability >= (8, 0) else ()
 
 
-def multiplies_bytes(w: Packed, scheme: ActivationScheme, codes: Sequence[str]) -> bool:
-    """Whether activations and weights have the same codes, and scales that apply after the sum."""
-    whole = w.group >= w.shape[1] and w.unit == 64 and not w.has_minus and w.zeros is None
-    token = not scheme.group or scheme.group >= w.shape[1]
-    if not (whole and token and scheme.rule == "plain" and scheme.symmetric and not scheme.zero):
-        return False
-    if w.super_scale is not None or w.scale_bits or scheme.codes not in codes:
-        return False
-    if scheme.codes == "int":
-        return w.kind == "int" and scheme.bits == w.bits == 8 and w.zero == 128
-    return scheme.codes == w.kind == "e4m3"
+def sums_are_short(device: torch.device) -> bool:
+    """Whether the card's matrix units keep fewer bits of a sum of e4m3 products than float32 has.
+
+    Measured by others: 13 on Ada and Hopper (SageAttention2), 25 on 10.0 (DeepGEMM, issue 176).
+    Unknown cards are taken for the former.
+    """
+    return INTERPRETED or torch.cuda.get_device_capability(device)[0] != 10
 
 
 def round_rows(x: Tensor, codes: Tensor, scales: Tensor, scheme: ActivationScheme) -> Launch:
-    """x ``[M, K]`` as codes ``[M, padded]`` in the order of ``product_bytes``, scales ``[M]``."""
+    """x ``[M, K]`` as codes ``[M, K']``, zeros behind column K, and scales ``[1, M]``; with more
+    scales than one row, one for each ``STEP`` of columns."""
     tokens, k = x.shape
-    arguments: dict[str, Any] = {
-        "x": x,
-        "codes": codes,
-        "scales": scales,
-        "K": k,
-        "padded": codes.shape[1],
-    }
-    arguments |= {"x_stride": x.stride(0), "static": scheme.static or 0.0, "limit": scheme.limit}
-    constants: dict[str, Any] = {"FLOAT": scheme.floats, "STATIC": scheme.static is not None}
-    constants["BLOCK"] = min(1024, max(64, triton.next_power_of_2(k)))
-    return Launch(kernels.round_rows, (tokens, 1, 1), arguments, constants, {})
+    groups = scales.shape[0]
+    arguments: dict[str, Any] = {"x": x, "codes": codes, "scales": scales, "K": k}
+    arguments |= {"padded": codes.shape[1], "x_stride": x.stride(0), "limit": scheme.limit}
+    constants: dict[str, Any] = {"FLOAT": scheme.floats, "POWER": scheme.rule == "power"}
+    if groups > 1:
+        block = min(8, triton.next_power_of_2(groups))
+        grid = (tokens, -(-groups // block), 1)
+        arguments["M"] = tokens
+        return Launch(kernels.round_groups, grid, arguments, constants | {"BLOCK": block}, {})
+    # a row in one load of all threads: for one token 14 loads in turn would take as long as a
+    # product (14336 columns, half a microsecond each)
+    block = min(16384, max(64, triton.next_power_of_2(k)))
+    arguments["static"] = scheme.static or 0.0
+    constants |= {"STATIC": scheme.static is not None, "BLOCK": block}
+    options = {"num_warps": min(16, max(4, block // 1024))}
+    return Launch(kernels.round_rows, (tokens, 1, 1), arguments, constants, options)
 
 
 def product_bytes(
-    packed: Packed,
+    w: ByteRows,
     codes: Tensor,
     scales: Tensor,
     out: Tensor,
     shares: Shares,
     tiles: Tiles,
-    activation: str = "",
     routed: Routed | None = None,
 ) -> Launch:
-    """``product_bytes``: out ``[M, N]``, with an ``activation`` ``[M, N / 2]``."""
-    tokens, n = codes.shape[0], packed.shape[0]
+    """``product_bytes``: out ``[M, N]``."""
+    tokens, n = codes.shape[0], w.shape[0]
     block_m = min(tiles.block_m, max(16, triton.next_power_of_2(tokens)))
-    arguments: dict[str, Any] = {
-        "x": codes,
-        "x_scale": scales,
-        "out": out,
-        "w0": packed.planes[0],
-    }
-    arguments |= {"scale": packed.scale, "M": tokens, "N": n, "units": packed.units}
-    arguments |= {"share": -(-packed.units // shares.split), "out_stride": out.stride(0)}
-    arguments["scale_rows"] = packed.scale_rows
-    constants: dict[str, Any] = {"FLOAT": packed.kind == "e4m3"}
-    constants |= {"BLOCK_N": tiles.block_n, "BLOCK_M": block_m, "ROUTED": routed is not None}
-    constants |= {"SHARED": shares.split > 1, "ACTIVATION": activation}
+    block_n = min(tiles.block_n, _ROWS) if w.grouped else tiles.block_n
+    arguments: dict[str, Any] = {"x": codes, "x_scale": scales, "out": out, "w": w.values}
+    arguments |= {"scale": w.scale, "M": tokens, "N": n, "K": codes.shape[1]}
+    arguments |= {"share": -(-w.units // shares.split), "out_stride": out.stride(0)}
+    arguments |= {"scale_rows": w.scale_rows, "scale_stride": w.scale.shape[1]}
+    floats = w.kind == "e4m3"
+    constants: dict[str, Any] = {"FLOAT": floats}
+    constants["PROMOTE"] = floats and (w.grouped or sums_are_short(codes.device))
+    constants["GROUPED"] = w.grouped
+    constants |= {"TWICE": block_n > _ROWS, "BLOCK_N": min(block_n, _ROWS)}
+    constants["TURNED"] = min(block_n, block_m) >= _ROWS
+    constants |= {"BLOCK_M": block_m, "ROUTED": routed is not None}
+    constants["SHARED"] = shares.split > 1
     count = -(-tokens // block_m) if routed is None else routed.tiles(block_m)
-    grid = (count, -(-n // tiles.block_n), shares.split)
-    arguments |= {**tile_arguments(routed), **shares.arguments(grid[0] * grid[1])}
+    grid = (count, -(-n // block_n), shares.split)
+    arguments |= tile_arguments(routed)
+    arguments |= shares.arguments(grid[0] * grid[1] * (2 if block_n > _ROWS else 1))
     options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
     return Launch(kernels.product_bytes, grid, arguments, constants, options)

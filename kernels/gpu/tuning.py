@@ -1,6 +1,6 @@
 """Tile sizes: from the card's table if there is one, otherwise by a rule.
 
-``kernels/tuned/<card>.json``: ``{"version": 2, "dense_from": 256, "experts_dense_from": 256,
+``kernels/tuned/<card>.json``: ``{"version": 3, "dense_from": 256, "experts_dense_from": 256,
 "linear": {"int4g128": [{"max_m", "n", "k", "block_n", "block_m", "split", "warps", "stages"}]}}``
 and the same for the other ``OPS``. An entry is for weights of n rows and k columns and up to
 ``max_m`` tokens (for experts: rows per expert on average), under the weight's name from
@@ -21,14 +21,19 @@ from typing import Any
 from zipimport import zipimporter
 
 from sdk.kernels.errors import KernelError
+from sdk.kernels.gpu.byte_rows import ByteRows
 from sdk.kernels.gpu.packing import Packed
+from sdk.kernels.gpu.scratch import MOST_SHARES
 
 TABLES = Path(__file__).parents[1] / "tuned"
 #: The version of tables; those of other versions were measured with other kernels.
-VERSION = 2
+VERSION = 3
 #: Loads in flight on AMD's cards: with three, 64 tokens with 2 or 3 bits would need up to 72 KiB,
 #: but a program may only have 64.
 AMD_STAGES = 2
+#: Kinds of bytes of which a tile may have 256 rows, by the major compute capability: those that the
+#: matrix units read from shared memory. As registers they leave no room for 256 rows.
+DOUBLED = {9: ("int", "e4m3"), 10: ("e4m3",)}
 OPS = ("linear", "linear_bytes", "linear_experts", "linear_bytes_experts")
 logger = logging.getLogger("sdk")
 #: (op, type, rows, columns) -> (most tokens, tiles), fewest tokens first.
@@ -60,7 +65,7 @@ class Tuning:
     ``programs``: how many programs of four warps fill the card. ``stages``: loads in flight for a
     product of several tokens. ``dense_from``: from so many tokens on, a weight is dequantized into
     scratch; ``experts_dense_from``: the same for experts, in rows per expert on average.
-    ``table``: see the module.
+    ``doubled``: see :data:`DOUBLED`. ``table``: see the module.
     """
 
     programs: int
@@ -68,11 +73,20 @@ class Tuning:
     experts_dense_from: int = 256
     table: Table | None = None
     stages: int = 3
+    doubled: tuple[str, ...] = ()
 
-    def tiles(self, w: Packed, tokens: int, op: str = "linear") -> Tiles:
-        return self.measured(w, tokens, op) or self._by_rule(w, tokens)
+    def tiles(
+        self, w: Packed | ByteRows, tokens: int, op: str = "linear", experts: int = 1
+    ) -> Tiles:
+        """``experts``: how many weights of the same shape the card multiplies at the same time."""
+        found = self.measured(w, tokens, op)
+        if found is not None:
+            return found
+        if isinstance(w, ByteRows):
+            return self._of_bytes(w, tokens, experts)
+        return self._by_rule(w, tokens)
 
-    def measured(self, w: Packed, tokens: int, op: str) -> Tiles | None:
+    def measured(self, w: Packed | ByteRows, tokens: int, op: str) -> Tiles | None:
         """The table's tiles, or None."""
         for max_m, tiles in (self.table or {}).get((op, type_of(w), *w.shape), ()):
             if tokens <= max_m:
@@ -91,12 +105,40 @@ class Tuning:
         split = max(1, min(4 // warps * self.programs // tiles, w.units // least, 16))
         return Tiles(block_n, block_m, split, warps, stages)
 
+    def _of_bytes(self, w: ByteRows, tokens: int, experts: int) -> Tiles:
+        """The tiles with the fewest loads from the second-level cache per processor.
 
-def type_of(w: Packed) -> str:
+        For the pairs of bytes that a processor of Hopper multiplies per clock (4096), tiles of
+        64 x 128, 128 x 128 and 256 x 128 load 96, 64 and 48 bytes; the cache delivers at most 40
+        (5,120 per clock for all). The narrow ones share K and so leave no processor idle. With what
+        experts need besides, or scales of groups, 256 rows do not fit the registers.
+        """
+        processors = max(1, self.programs // 4)
+
+        def count(rows: int, columns: int) -> int:
+            return -(-w.shape[0] // rows) * -(-tokens // columns)
+
+        def loads(rows: int) -> int:
+            return -(-count(rows, 128) * experts // processors) * (rows + 128)
+
+        block_m = min(128, max(16, 1 << (tokens - 1).bit_length()))
+        narrow = count(64, block_m)
+        may_double = w.kind in self.doubled and not w.grouped and experts == 1
+        wide = min((128, 256), key=loads) if may_double else 128
+        if tokens > 64 and loads(wide) * processors <= narrow * experts * (64 + block_m):
+            return Tiles(wide, 128, 1, 8, self.stages)
+        fill = self.programs // max(1, block_m // 64)
+        split = max(1, min(fill // narrow, w.units // 4, MOST_SHARES))
+        return Tiles(64, block_m, split, 4, self.stages)
+
+
+def type_of(w: Packed | ByteRows) -> str:
     """A name like ``int4g128`` of everything that affects the cost of dequantizing a weight.
 
     Suffixes: ``s``: two levels of scales; ``m``: minima; ``z``: zero points.
     """
+    if isinstance(w, ByteRows):
+        return f"{w.kind}8g{w.inputs.group if w.grouped else w.shape[1]}"
     more = (("s", w.super_scale is not None), ("m", w.has_minus), ("z", w.zeros is not None))
     return f"{w.kind}{w.bits}g{w.group}{''.join(letter for letter, there in more if there)}"
 

@@ -204,7 +204,8 @@ def test_products_of_bytes_have_entries_of_their_own(cases: Any) -> None:
     kernel = TritonLinearAsFile(Tuning(4), ("e4m3",))
     packed = kernel.pack(layout)
     assert kernel.op_of(packed) == "linear_bytes"
-    assert TritonLinearAsFile(Tuning(4), ()).op_of(packed) == "linear"
+    plain = TritonLinearAsFile(Tuning(4), ())
+    assert plain.op_of(plain.pack(layout)) == "linear"
     own = Tiles(16, 16, 1, 2, 2)
     tuning = Tuning(4, table={("linear_bytes", type_of(packed), 32, 256): [(8, own)]})
     assert tuning.tiles(packed, 3, "linear_bytes") == own
@@ -212,8 +213,14 @@ def test_products_of_bytes_have_entries_of_their_own(cases: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "hip", "stages", "dense_from"),
-    [((7, 5), None, 3, 32), ((8, 0), None, 3, 256), ((9, 4), "7", 2, 256)],
+    ("version", "hip", "stages", "dense_from", "doubled"),
+    [
+        ((7, 5), None, 3, 32, ()),
+        ((8, 0), None, 3, 256, ()),
+        ((9, 0), None, 3, 256, ("int", "e4m3")),
+        ((9, 4), "7", 2, 256, ()),
+        ((10, 0), None, 3, 256, ("e4m3",)),
+    ],
 )
 def test_cards_without_matrix_units_or_with_little_shared_memory_have_rules_of_their_own(
     monkeypatch: pytest.MonkeyPatch,
@@ -222,6 +229,7 @@ def test_cards_without_matrix_units_or_with_little_shared_memory_have_rules_of_t
     hip: str | None,
     stages: int,
     dense_from: int,
+    doubled: tuple[str, ...],
 ) -> None:
     major, minor = version
     card = SimpleNamespace(name="Test", major=major, minor=minor, multi_processor_count=40)
@@ -229,4 +237,4 @@ def test_cards_without_matrix_units_or_with_little_shared_memory_have_rules_of_t
     monkeypatch.setattr(torch.version, "hip", hip)
     found = tuning_of("cuda")
     assert (found.programs, found.stages, found.dense_from) == (160, stages, dense_from)
-    assert found.tiles(weight, 64).stages == stages
+    assert (found.tiles(weight, 64).stages, found.doubled) == (stages, doubled)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from sdk.kernels.gpu.tuning import OPS
+from sdk.kernels.gpu.tuning import OPS, VERSION
 
 ROOT = Path(__file__).parents[2]
 #: ``run(code, *arguments)``: standard output and error of a fresh interpreter.
@@ -33,7 +33,12 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for folder in ("sdk", "quant", "kernels", "models", "loaders"):
         shutil.copytree(ROOT / folder, tree / folder, ignore=ignored, symlinks=True)
     (tree / "kernels" / "tuned").mkdir(exist_ok=True)
-    table = {"version": 2, "dense_from": 77, "experts_dense_from": 78, **{op: {} for op in OPS}}
+    table = {
+        "version": VERSION,
+        "dense_from": 77,
+        "experts_dense_from": 78,
+        **{op: {} for op in OPS},
+    }
     (tree / "kernels" / "tuned" / "some-card.json").write_text(json.dumps(table))
     code = (
         "import os; from scikit_build_core.build import build_wheel\n"

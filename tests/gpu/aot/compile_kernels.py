@@ -37,11 +37,15 @@ from sdk.kernels.gpu.linear import (  # noqa: E402
     product,
     product_one,
 )
-from sdk.kernels.gpu.linear_as_file import product_bytes, round_rows  # noqa: E402
+from sdk.kernels.gpu.linear_as_file import (  # noqa: E402
+    TritonLinearAsFile,
+    product_bytes,
+    round_rows,
+)
 from sdk.kernels.gpu.packing import Packed, pack  # noqa: E402
 from sdk.kernels.gpu.scratch import COUNTERS  # noqa: E402
 from sdk.kernels.gpu.shares import Shares  # noqa: E402
-from sdk.kernels.gpu.tuning import AMD_STAGES, Tuning  # noqa: E402
+from sdk.kernels.gpu.tuning import AMD_STAGES, DOUBLED, Tuning  # noqa: E402
 from sdk.kernels.layouts import BLOCK_TYPES, E2M1, ActivationScheme, Layout  # noqa: E402
 from sdk.kernels.routes import Routes  # noqa: E402
 
@@ -111,6 +115,8 @@ def launch_of(name: str, kernel: str, tokens: int, dtype: torch.dtype) -> Launch
         out = torch.empty(2 * tokens, layout.shape[0], dtype=dtype)
         routed = Routed(dense.offsets, routes, routes.tokens)
         return product_dense(dense.first.values, x, routed, range(8), out)
+    if kernel in ("round_rows", "product_bytes"):
+        return launch_of_bytes(name, kernel, x, routes if experts else None)
     packed = packed_weight(name)
     n, k = packed.shape
     tiles = replace(tuning.tiles(packed, tokens), split=1 if tokens == 64 else 2)
@@ -130,15 +136,37 @@ def launch_of(name: str, kernel: str, tokens: int, dtype: torch.dtype) -> Launch
         return product_one(packed, x, out, shares, tiles, activation, routed)
     if kernel == "decode_rows" and experts:
         return decode_experts(group, range(8), routes.starts, torch.empty(8, n * k, dtype=dtype))
-    if kernel == "decode_rows":
-        return decode_rows(packed, torch.empty(tokens, k, dtype=dtype), 0)
-    scheme = ActivationScheme("e4m3" if packed.kind == "e4m3" else "int")
-    codes = torch.empty(tokens, k, dtype=torch.float8_e4m3fn if scheme.floats else torch.int8)
+    assert kernel == "decode_rows"
+    return decode_rows(packed, torch.empty(tokens, k, dtype=dtype), 0)
+
+
+def launch_of_bytes(name: str, kernel: str, x: Tensor, routes: Routes | None) -> Launch:
+    """With the rule's tiles, narrow ones that share K or wide ones."""
+    codes = "e4m3" if name.startswith("fp8") else "int"
+    scheme = ActivationScheme(codes, group=128 if name == "fp8-blocks" else 0)
+    layout = replace(weight(name), inputs=scheme)
+    tuning = Tuning(_PROGRAMS)
+    if torch.version.hip is not None:
+        tuning = replace(tuning, stages=AMD_STAGES)
+    else:
+        major, _ = torch.cuda.get_device_capability(x.device)
+        tuning = replace(tuning, doubled=DOUBLED.get(major, ()))
+    linear = TritonLinearAsFile(tuning, ("int", "e4m3"))
+    packed = linear.pack(layout)
+    tokens, n = x.shape[0], packed.shape[0]
+    codes = torch.empty(tokens, packed.values.shape[1], dtype=packed.values.dtype)
+    scales = torch.empty(packed.scale.shape[0], tokens)
     if kernel == "round_rows":
-        return round_rows(x, codes, torch.empty(tokens), scheme)
-    assert kernel == "product_bytes"
-    scales = torch.empty(tokens)
-    return product_bytes(packed, codes, scales, out, shares, tiles, activation, routed)
+        return round_rows(x, codes, scales, packed.inputs)
+    busy, routed, rows = 1 if routes is None else 8, None, tokens
+    tiles = tuning.tiles(packed, tokens, "linear_bytes", busy)
+    if routes is not None:
+        group = linear.group([packed] * 8)
+        routed, rows = Routed(group.offsets, routes, routes.tokens), 2 * tokens
+    parts = None if tiles.split == 1 else torch.empty(tiles.split, rows, n)
+    shares = Shares(tiles.split, parts, torch.empty(COUNTERS, dtype=torch.int32))
+    out = torch.empty(rows, n, dtype=x.dtype)
+    return product_bytes(packed, codes, scales, out, shares, tiles, routed)
 
 
 def sources(job: list[Any]) -> list[Source]:

@@ -48,6 +48,8 @@ WEIGHTS = [
     *("iq4_nl", "iq4_xs"),
 ]
 PAGES = ("float32", "float16", "bfloat16", "int8", "float8_e4m3fn", "float8_e5m2", "int4")
+#: Tokens for which tiles of 128 x 128 and of 256 x 128 fill the card of ``compile_kernels.py``.
+MANY = (4224, 8192)
 Job = tuple[str, str, int, str, str, Any]
 
 
@@ -58,12 +60,14 @@ def linear_jobs(card: str) -> list[Job]:
     short = ["float16"] if old else ["float16", "bfloat16"]
     jobs: list[Job] = [("int4-g128-zeros", "add_chunks", 16, "float16", *target)]
     if not old:  # see bytes_of_card
-        names = ("round_rows", "product_bytes", "product_bytes experts", "product_bytes silu")
         weights = ["int8-g1024-zero"]
         if target[0] == "cuda" and target[1] >= 89:
-            weights.append("fp8-channel")
-        pairs = itertools.product(weights, names)
-        jobs += [(weight, name, 16, "float16", *target) for weight, name in pairs]
+            weights += ["fp8-channel", "fp8-blocks"]
+        for weight in weights:
+            jobs.append((weight, "round_rows", 16, short[-1], *target))
+            for tokens in (16, 32, 64, 128, *MANY):
+                names = ("product_bytes", "product_bytes experts")
+                jobs += [(weight, name, tokens, short[-1], *target) for name in names]
     jobs += [
         (dtype, "product_dense", tokens, dtype, *target)
         for dtype in short
