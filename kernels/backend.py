@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -110,19 +110,6 @@ class Recorder(Protocol):
     def record(self, limits: tuple[int, int, int]) -> AbstractContextManager[Recorded]: ...
 
 
-class GraphRecorder(Protocol):
-    """Records the launches on a device between :meth:`begin` and :meth:`end`."""
-
-    def warm_up(self, forward: Callable[[], object]) -> None:
-        """Run ``forward`` once without recording, to compile kernels and create buffers."""
-
-    def begin(self) -> None:
-        """Record launches from now on, without running them. Needs :meth:`warm_up` first."""
-
-    def end(self) -> Any:
-        """The graph recorded since :meth:`begin`, which has ``replay()``."""
-
-
 class Backend(Protocol):
     """The kernels of one device for one engine, and what they share, such as a thread pool."""
 
@@ -135,10 +122,10 @@ class Backend(Protocol):
     #: Whether attention reads keys that all requests share only once, see
     #: ``AttentionBatch.shared_len``.
     shares_keys: bool
-    #: Creates a recorder of this device's launches. ``None``: the device has no graphs of fixed
-    #: shapes. A backend that takes the counts of a step at run time has ``record`` instead
-    #: (:class:`Recorder`).
-    graph_recorder: Callable[[], GraphRecorder] | None
+    #: Whether its launches can be captured as graphs of fixed shapes, see
+    #: :class:`sdk.kernels.card.Card`. A backend that takes the counts of a step at run time has
+    #: ``record`` instead (:class:`Recorder`).
+    captures: bool
 
     def implementations(self, op: str) -> Sequence[Any]:
         """Implementations of ``op``, best first; empty if the backend has none."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -11,12 +12,14 @@ from torch import Tensor
 
 from sdk.kernels.activations import LARGE, ActivationPool
 from sdk.kernels.backend import Choice, Problem
+from sdk.kernels.card import Card
 from sdk.kernels.errors import KernelError
 from sdk.kernels.offload import Offload, OnDisk, layer_weights
 from sdk.kernels.registry import choose, open_backends
 
 ACTIVATION_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 Compute = Literal["auto", "exact"]
+Entering = Callable[[], AbstractContextManager[object]]
 
 
 class Context:
@@ -41,21 +44,41 @@ class Context:
                 f"activations: expected one of {ACTIVATION_TYPES}, found {activations}"
             )
         self.device = torch.device(device)
+        #: The GPU of the engine; ``None`` on a CPU.
+        self.card = card = Card(self.device) if self.device.type == "cuda" else None
+        #: A context in which device and stream of the engine are the thread's current ones, and one
+        #: for code of the host (:meth:`Card.lent`); on a CPU they do nothing.
+        self.entered: Entering = nullcontext if card is None else card.entered
+        self.lent: Entering = nullcontext if card is None else card.lent
         self.compute: Compute = compute
         self.num_threads = num_threads
         self.activations = activations
-        self.layers = layer_weights(offload, self.device)
-        self.backends, self.declined_backends = open_backends(
-            device,
-            num_threads,
-            only,
-            fixed=deterministic,
-            activations=activations,
-            offload=offload if isinstance(offload, OnDisk) else None,
-        )
+        with self.entered():
+            self.layers = layer_weights(offload, self.device)
+            self.backends, self.declined_backends = open_backends(
+                device,
+                num_threads,
+                only,
+                fixed=deterministic,
+                activations=activations,
+                offload=offload if isinstance(offload, OnDisk) else None,
+            )
         self.capture_pool: ActivationPool | None = None
         self._chosen: dict[Problem, Choice] = {}
         self._results = ActivationPool()
+
+    def lending(self, parts: Iterator[Tensor]) -> Iterator[Tensor]:
+        """Tensors that are computed inside :attr:`entered`, for the caller's stream."""
+        while True:
+            with self.entered():
+                part = next(parts, None)
+            if part is None:
+                return
+            if self.card is not None:
+                self.card.give()
+            yield part
+            if self.card is not None:
+                self.card.take()
 
     def close(self) -> None:
         """Stop the threads. Idempotent; the operators must not be used afterwards."""

@@ -24,8 +24,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sdk.kernels.activations import ActivationPool
-from sdk.kernels.backend import GraphRecorder, Recorded
+from sdk.kernels.backend import Recorded
 from sdk.kernels.batch import AttentionBatch
+from sdk.kernels.card import Card
 from sdk.kernels.context import Context
 from sdk.kernels.errors import CaptureError, KernelError
 
@@ -140,10 +141,10 @@ class Recording:
         finally:
             context.capture_pool = None
 
-    def graph_recorder(self) -> GraphRecorder | None:
-        """A recorder of graphs of fixed shapes. ``None``: the device has no graphs."""
-        make = self._context.backends[0].graph_recorder
-        return None if make is None else make()
+    @property
+    def card(self) -> Card | None:
+        """What captures graphs of fixed shapes. ``None``: the backend's launches cannot be."""
+        return self._context.card if self._context.backends[0].captures else None
 
     @contextmanager
     def in_pieces(self, cut: Cut, exchange: Exchange) -> Iterator[None]:

@@ -82,6 +82,11 @@ class Ops:
         self.device = self.context.device
         self.activations = activations
         self.empty = self.context.empty
+        #: See :meth:`Context.entered`; all that an engine does with tensors happens inside.
+        self.entered = self.context.entered
+        self.lent = self.context.lent
+        #: See :class:`sdk.kernels.card.Card`; ``None`` on a CPU.
+        self.card = self.context.card
         self.layers = self.context.layers
         self.moe = MoEOps(self.context)
         self.sampling = SamplingOps(self.context)

@@ -80,6 +80,14 @@ class SamplingOps:
         changed: Tensor = self._sampler().rows(logits, draws, shapes)
         return changed
 
+    def warm_up(self, logits: Tensor) -> None:
+        """Draw from ``logits [R, V]`` in every way, so that no kernel is compiled later."""
+        rows = logits.shape[0]
+        shapes = PackedShapes(logits.device, rows, logits.shape[1], (1, 1, 1, 1))
+        draws = torch.zeros(rows, 8, dtype=torch.float64, device=logits.device)
+        self.sample_rows(logits, draws, shapes)
+        self.argmax(logits)
+
     def _sample(self, logits: Tensor, draws: Draws | None, out: SampleBuffers) -> None:
         if logits.dim() != 2 or logits.dtype != torch.float32 or not logits.shape[1]:
             raise KernelError(

@@ -1,10 +1,14 @@
 """Steps as graphs of fixed shapes: whole decode steps, and steps with prompts as pieces between
 attention operators. With several ranks all steps run in pieces, also between their exchanges.
 
-A graph has fixed shapes, so there is one per bucket of sizes, captured when it is first needed. A
-smaller step runs in the next larger graph with padding rows (slot -1: attention and the write of
-keys skip them). The launches of an attention also depend on the lengths of its requests, which are
-bounded in decode steps but not in prompts.
+A graph has fixed shapes, so there is one per bucket of sizes. A smaller step runs in the next
+larger graph with padding rows (slot -1: attention and the write of keys skip them). The launches of
+an attention also depend on the lengths of its requests, which are bounded in decode steps but not
+in prompts.
+
+Nothing is captured while a step is served: sizes are captured one at a time, at load and when the
+engine is idle, the largest first, so that the smaller ones fit into its memory. A step whose size
+has no graph runs operator by operator, and its size is the next to be captured.
 
 All graphs share one memory pool, because only one runs at a time. Tensors that are read after the
 next replay must be outside the pool, where no other graph has its scratch.
@@ -20,14 +24,15 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
-from sdk.kernels.backend import GraphRecorder
 from sdk.kernels.batch import AttentionBatch
-from sdk.kernels.errors import CaptureError, KernelError
+from sdk.kernels.card import Card
+from sdk.kernels.errors import KernelError
 from sdk.kernels.graph import Attend, Cut, Exchange
 
 logger = logging.getLogger("sdk")
 Result = TypeVar("Result")
 Recorded = TypeVar("Recorded")
+Size = Any  # hashable
 #: An attention operator or an exchange of a recorded step, run on the batch of a step.
 Between = Callable[[AttentionBatch], None]
 
@@ -37,9 +42,14 @@ MOST_TOKENS = 512
 
 
 def buckets(largest: int) -> list[int]:
-    """Batch sizes that have a graph: powers of two up to 8, then multiples of 8."""
-    small = [size for size in (1, 2, 4) if size < largest]
-    return [*small, *range(8, largest, 8), largest]
+    """Batch sizes that have a graph: 1, 2, 4, 8, then ever larger distances.
+
+    A decode step reads all weights whatever its rows, so up to a third more rows, which are
+    padding, take little time. For 256 requests these are 15 sizes; multiples of 8 would be 35.
+    """
+    small = [1, 2, 4, 8, 16, 24, 32, 48, 64, *range(96, 257, 32)]
+    sizes = [*small, *range(320, largest, 64)]
+    return [*(size for size in sizes if size < largest), largest]
 
 
 def token_buckets(largest: int) -> list[int]:
@@ -56,76 +66,106 @@ def bucket_of(sizes: Sequence[int], rows: int) -> int:
     return sizes[at]
 
 
-class CapturedGraphs(Generic[Recorded]):
-    """Captured graphs by size. After a failure no more are captured, because memory stays short;
-    existing graphs stay in use. ``failed`` is the reason, or empty.
+class SizedGraphs(Generic[Recorded]):
+    """Graphs by size, of which some wait to be captured.
+
+    After a failure no more are captured, because memory stays short; existing graphs stay in use.
+    ``failed`` is the reason, or empty.
+
+    :param sizes: the largest first.
+    :param what: names a step of a size, for messages.
     """
 
-    def __init__(self) -> None:
-        self._recorded: dict[Any, Recorded] = {}
+    def __init__(self, sizes: Sequence[Size], what: Callable[[Size], str]) -> None:
+        self._waiting = list(sizes)
+        self._what = what
+        self._recorded: dict[Size, Recorded] = {}
         self.failed = ""
 
     @property
-    def sizes(self) -> Sequence[Any]:
+    def sizes(self) -> Sequence[Size]:
+        """What was captured."""
         return list(self._recorded)
 
-    def find(self, size: Any, capture: Callable[[], Recorded], what: str) -> Recorded:
-        """The graph of a size. :raises CaptureError: it cannot be captured."""
-        if size not in self._recorded:
-            if self.failed:
-                raise CaptureError(self.failed)
-            try:
-                self._recorded[size] = capture()
-            except RuntimeError as error:
-                self.failed = f"{what} cannot be captured: {error}"
-                count = len(self._recorded)
-                kept = f"{count} captured before stay in use" if count else "none is captured yet"
-                logger.warning(
-                    "%s; this and other sizes run operator by operator, %s", self.failed, kept
-                )
-                raise CaptureError(self.failed) from error
-        return self._recorded[size]
+    @property
+    def waits(self) -> bool:
+        """Whether a size is left to capture."""
+        return bool(self._waiting)
+
+    def find(self, size: Size) -> Recorded | None:
+        """The graph of a size. ``None``: it has none; if it can, it is the next to be captured."""
+        found = self._recorded.get(size)
+        if found is None and size in self._waiting:
+            self._waiting.remove(size)
+            self._waiting.insert(0, size)
+        return found
+
+    def capture_next(self, capture: Callable[[Size], Recorded]) -> None:
+        """Capture the next size that waits. No step may be in flight."""
+        size = self._waiting.pop(0)
+        try:
+            self._recorded[size] = capture(size)
+        except (RuntimeError, KernelError) as error:
+            self._waiting.clear()
+            self.failed = f"{self._what(size)} cannot be captured: {error}"
+            count = len(self._recorded)
+            kept = f"{count} captured before stay in use" if count else "none is captured yet"
+            logger.warning(
+                "%s; this and other sizes run operator by operator, %s", self.failed, kept
+            )
 
 
 class StepGraphs(Generic[Result]):
-    """The decode steps of one engine. ``forward(size, *variant)`` runs a step on the first rows of
-    fixed buffers, and returns fixed buffers that every replay fills. There is a graph for each size
-    and ``variant``.
+    """The decode steps of one engine. ``forward(size, shared)`` runs a step on the first rows of
+    fixed buffers, and returns fixed buffers that every replay fills. There is a graph for each
+    size, and with ``shares`` a second one for requests that begin with the same pages
+    (``AttentionBatch.shared_len``).
     """
 
     def __init__(
-        self, forward: Callable[..., Result], largest: int, recorder: GraphRecorder
+        self, forward: Callable[[int, bool], Result], largest: int, card: Card, *, shares: bool
     ) -> None:
         self._forward = forward
         self._buckets = buckets(largest)
-        self._recorder = recorder
-        self.captured: CapturedGraphs[tuple[Any, Result]] = CapturedGraphs()
+        self._card = card
+        descending = self._buckets[::-1]
+        kinds = [(size, False) for size in descending]
+        if shares:
+            kinds += [(size, True) for size in descending if size > 1]
+        self.graphs: SizedGraphs[tuple[Any, Result]] = SizedGraphs(
+            kinds, lambda kind: f"a decode step of {kind[0]}"
+        )
 
     def size(self, requests: int) -> int:
         """The bucket for a step of so many requests."""
         return bucket_of(self._buckets, requests)
 
-    def replay(self, size: int, *variant: bool) -> Result:
-        """Run the step of a bucket on the current contents of its buffers.
+    def has(self, size: int) -> bool:
+        """Whether there is a graph of this bucket."""
+        return self.graphs.find((size, False)) is not None
 
-        :raises CaptureError: it cannot be captured.
+    def replay(self, size: int, shared: bool) -> Result:
+        """Run the step of a bucket that has a graph on the current contents of its buffers.
+
+        Requests that begin with the same pages may run in the graph for any requests.
         """
-        what = f"a decode step of {size}"
-        graph, result = self.captured.find(
-            (size, *variant), lambda: self._capture(size, *variant), what
-        )
+        found = self.graphs.find((size, shared)) or self.graphs.find((size, False))
+        if found is None:
+            raise KernelError(f"replay: no decode step of {size} is captured")
+        graph, result = found
         graph.replay()
         return result
 
-    def _capture(self, size: int, *variant: bool) -> tuple[Any, Result]:
-        recorder = self._recorder
-        recorder.warm_up(lambda: self._forward(size, *variant))
-        recorder.begin()
-        try:
-            result = self._forward(size, *variant)
-        finally:
-            graph = recorder.end()
-        return graph, result
+    def capture_next(self) -> None:
+        """See :meth:`SizedGraphs.capture_next`."""
+        self.graphs.capture_next(self._capture)
+
+    def _capture(self, kind: tuple[int, bool]) -> tuple[Any, Result]:
+        card = self._card
+        with card.capturing(lambda: self._forward(*kind)):
+            card.begin()
+            result = self._forward(*kind)
+            return card.end(), result
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,15 +192,14 @@ class PieceGraphs:
     """
 
     def __init__(
-        self,
-        forward: Callable[[int, Cut, Exchange], Tensor],
-        most_tokens: int,
-        recorder: GraphRecorder,
+        self, forward: Callable[[int, Cut, Exchange], Tensor], most_tokens: int, card: Card
     ) -> None:
         self._forward = forward
         self._buckets = token_buckets(min(most_tokens, MOST_TOKENS))
-        self._recorder = recorder
-        self.captured: CapturedGraphs[_Pieces] = CapturedGraphs()
+        self._card = card
+        self.graphs: SizedGraphs[_Pieces] = SizedGraphs(
+            self._buckets[::-1], lambda size: f"{size} tokens"
+        )
         self._buffers: dict[Any, Tensor] = {}
 
     @property
@@ -168,35 +207,39 @@ class PieceGraphs:
         """The tokens of the largest step."""
         return self._buckets[-1]
 
-    def replay(self, batch: AttentionBatch) -> Tensor:
+    def replay(self, batch: AttentionBatch) -> Tensor | None:
         """Run the step in the buffers; returns its hidden states, valid until the next replay.
+        ``None``: no graph.
 
-        :raises CaptureError: it cannot be captured.
+        :raises KernelError: the step is larger than any graph.
         """
-        size = bucket_of(self._buckets, batch.num_tokens)
-        pieces = self.captured.find(size, lambda: self._capture(size, batch), f"{size} tokens")
+        pieces = self.graphs.find(bucket_of(self._buckets, batch.num_tokens))
+        if pieces is None:
+            return None
         pieces.graphs[0].replay()
         for between, graph in zip(pieces.between, pieces.graphs[1:], strict=True):
             between(batch)
             graph.replay()
         return pieces.hidden[: batch.num_tokens]
 
-    def _capture(self, size: int, batch: AttentionBatch) -> _Pieces:
-        recorder = self._recorder
+    def capture_next(self) -> None:
+        """See :meth:`SizedGraphs.capture_next`."""
+        self.graphs.capture_next(self._capture)
+
+    def _capture(self, size: int) -> _Pieces:
+        card = self._card
         graphs: list[Any] = []
         pieces: list[Between] = []
 
         def part(between: Between) -> None:
-            graphs.append(recorder.end())
+            graphs.append(card.end())
             pieces.append(between)
-            recorder.begin()
+            card.begin()
 
-        recorder.warm_up(lambda: self._run(size, lambda attend: attend(batch), lambda _: None))
-        recorder.begin()
-        try:
+        with card.capturing(lambda: self._run(size, lambda _: None, lambda _: None)):
+            card.begin()
             hidden = self._run(size, part, part)
-        finally:
-            graphs.append(recorder.end())
+            graphs.append(card.end())
         return _Pieces(graphs, pieces, hidden)
 
     def _run(

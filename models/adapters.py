@@ -43,6 +43,7 @@ class PackedAdapter:
 
     name: str
     nbytes: int
+    memory: Tensor
     updates: Mapping[int, Update]  # by index of the target
 
 
@@ -148,17 +149,19 @@ class ModelAdapters:
                     where = f"adapter {adapter.name!r}, {path}"
                     raise AdapterError(f"{where}: {name} contains numbers that are not finite")
         sizes = self._sizes(split)
-        memory = factor_memory(sum(sizes.values()), self._ops.device)
+        whole = memory = factor_memory(sum(sizes.values()), self._ops.device)
         updates: dict[int, Update] = {}
         for index, (factors, bias) in split.items():
             own, memory = memory[: sizes[index]], memory[sizes[index] :]
             updates[index] = self._targets[index].table.pack(factors, bias, own)
         if memory.is_cuda:  # the steps may run on another stream than this thread's
             torch.cuda.current_stream(memory.device).synchronize()
-        return PackedAdapter(adapter.name, sum(sizes.values()), updates)
+        return PackedAdapter(adapter.name, sum(sizes.values()), whole, updates)
 
     def write(self, slot: int, packed: PackedAdapter) -> None:
         """Put an adapter into a slot, in place of what was there."""
+        if self._ops.card is not None:  # the factors were packed in another stream
+            self._ops.card.keep(packed.memory)
         for index, target in enumerate(self._targets):
             target.table.write(slot, packed.updates.get(index))
 

@@ -99,7 +99,7 @@ class CpuBackend:
     name = "cpu"
     keys_transposed = True
     shares_keys = False
-    graph_recorder = None
+    captures = False
 
     def __init__(self, runtime: NativeRuntime, offload: OnDisk | None = None) -> None:
         self.runtime = runtime

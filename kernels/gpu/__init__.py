@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sdk.kernels.gpu.graphs import CardRecorder
 from sdk.kernels.gpu.packing import packed_bytes
 from sdk.kernels.gpu.scratch import LIBRARY, OLDER_LIBRARY, CardScratch
 from sdk.kernels.layouts import BLOCK_TYPES
@@ -115,7 +114,7 @@ def open_backend(
 ) -> GpuBackend:
     """``fixed``: the same order of additions for every batch (slower). No threads are used."""
     from sdk.kernels.gpu import attention, elementwise, experts, low_rank, norm, rope, sampling
-    from sdk.kernels.gpu.dense import DenseLinear
+    from sdk.kernels.gpu.dense import DenseLinear, ExactDenseLinear
     from sdk.kernels.gpu.linear import TritonLinear
     from sdk.kernels.gpu.linear_as_file import TritonLinearAsFile, bytes_of_card
     from sdk.kernels.gpu.shares import Sharing
@@ -133,7 +132,7 @@ def open_backend(
     as_file = TritonLinearAsFile(tuning, codes, fixed=fixed, sharing=sharing)
     return GpuBackend(
         {
-            "linear": (DenseLinear(fixed=fixed), *packed, as_file),
+            "linear": (DenseLinear(fixed=fixed), ExactDenseLinear(), *packed, as_file),
             **attention.operators(tuning.programs, fixed=fixed),
             **rope.OPS,
             **norm.OPS,
@@ -159,7 +158,7 @@ class GpuBackend:
     ) -> None:
         self._implementations = implementations
         self.shares_keys = on_card and not fixed
-        self.graph_recorder = CardRecorder if on_card else None
+        self.captures = on_card
 
     def implementations(self, op: str) -> Sequence[Any]:
         return self._implementations.get(op, ())

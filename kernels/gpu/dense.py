@@ -1,4 +1,5 @@
-"""Products with float weights, by the vendor's library."""
+"""Products with float weights: of 16 bits by the vendor's library, of float32 by a kernel of ours,
+because the host may let the library round them (plain_product.py)."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from sdk.kernels.backend import Problem
 from sdk.kernels.gpu import product_dense as kernels
 from sdk.kernels.gpu.expert_tiles import Experts, Routed, offsets_of, tile_arguments
 from sdk.kernels.gpu.launch import INTERPRETED, Launch, expect_on_device, old_card
+from sdk.kernels.gpu.plain_product import library_rounds, plain_product
 from sdk.kernels.gpu.scratch import columns_at_once, runs
 from sdk.kernels.layouts import Dense, Layout
 from sdk.kernels.routes import Routes
@@ -62,7 +64,7 @@ class DenseLinear:
     def rows(self, packed: Dense, ids: Tensor, out: Tensor) -> None:
         out.copy_(packed.values[ids])
 
-    def group(self, packed: Sequence[Dense]) -> Experts[Dense] | None:
+    def group(self, packed: Sequence[Dense]) -> Any:
         values = [p.values for p in packed]
         if any(not v.is_contiguous() or v.data_ptr() % _ALIGNED for v in values):
             return None
@@ -70,11 +72,35 @@ class DenseLinear:
         return None if offsets is None else Experts(tuple(packed), offsets)
 
     def matmul_routed(
-        self, group: Experts[Dense], x: Tensor, routes: Routes, by_token: bool, out: Tensor
+        self, group: Any, x: Tensor, routes: Routes, by_token: bool, out: Tensor
     ) -> None:
         expect_on_device("linear of experts", x, out, group.offsets)
         routed = Routed(group.offsets, routes, routes.tokens if by_token else None)
         product_dense(group.first.values, x, routed, range(group.count), out).run()
+
+
+class ExactDenseLinear(DenseLinear):
+    """Exact products with weights of 16 bits: x is not rounded, and K is added up in one order."""
+
+    name = "gpu.dense_exact"
+
+    def reject(self, problem: Problem) -> str | None:
+        if problem.layout != "dense" or problem.format not in _TYPES[1:]:
+            return f"{problem.format} {problem.layout}: expected dense {', '.join(_TYPES[1:])}"
+        return None if problem.compute == "exact" else "compute is not exact"
+
+    def matmul(self, packed: Dense, x: Tensor, out: Tensor) -> None:
+        plain_product(x.float(), packed.values, out).run()
+
+    def group(self, packed: Sequence[Dense]) -> Any:
+        return tuple(packed)
+
+    def matmul_routed(
+        self, group: Any, x: Tensor, routes: Routes, by_token: bool, out: Tensor
+    ) -> None:
+        """One product for each expert, whose rows the host asks for."""
+        for expert, rows, own in routes.parts(x, by_token):
+            self.matmul(group[expert], own, out[rows])
 
 
 def product_dense(w: Tensor, x: Tensor, routed: Routed, experts: range, out: Tensor) -> Launch:
@@ -103,11 +129,14 @@ def product_dense(w: Tensor, x: Tensor, routed: Routed, experts: range, out: Ten
 
 
 def multiply(x: Tensor, w: Tensor, out: Tensor) -> None:
-    """``out = x @ w.T`` with x and w of one type.
+    """``out = x @ w.T`` with x and w of one type; x is contiguous.
 
     For a float32 out, sums are not rounded if the library supports that (:func:`wide_sums`). For a
     16-bit out the library may round the sums of shares of K, as usual.
     """
+    if library_rounds(x.dtype):
+        plain_product(x, w, out).run()
+        return
     if out.dtype == x.dtype:
         torch.mm(x, w.t(), out=out)
         return

@@ -69,14 +69,20 @@ class Routed:
 
 
 def offsets_of(weights: Sequence[Mapping[str, Tensor]]) -> Tensor | None:
-    """``Experts.offsets`` of the weights' tensors by name; None if their shapes differ."""
+    """``Experts.offsets`` of the weights' tensors by name; None if their shapes differ, or if words
+    (``w``, ``w0`` to ``w2``) lie at other distances than multiples of 16 elements: kernels are told
+    that they do (:func:`moved_words`). Tensors of their own always do: torch aligns to 512 bytes.
+    """
     first = weights[0]
+    words = [at for at, name in enumerate(first) if name.startswith("w")]
     table = []
     for weight in weights:
         pairs = [(weight[name], first[name]) for name in first]
         if any(a.dtype != b.dtype or a.shape != b.shape for a, b in pairs):
             return None
         table.append([(a.data_ptr() - b.data_ptr()) // b.itemsize for a, b in pairs])
+        if any(table[-1][at] % 16 for at in words):
+            return None
     return torch.tensor(table, dtype=torch.int64, device=next(iter(first.values())).device)
 
 
@@ -118,5 +124,5 @@ def moved(part, offsets, expert, INDEX: tl.constexpr):
 
 @triton.jit
 def moved_words(part, offsets, expert, INDEX: tl.constexpr):
-    """:func:`moved` for words, whose tensors begin at multiples of 64 bytes: 16-byte loads."""
+    """:func:`moved` for words, at multiples of 16 elements (:func:`offsets_of`): 16-byte loads."""
     return part + tl.multiple_of(tl.load(offsets + expert * _COUNT + INDEX), 16)

@@ -56,7 +56,7 @@ class ReferenceBackend:
     keys_transposed = True
     offloaded = 0
     shares_keys = False
-    graph_recorder = None
+    captures = False
 
     def __init__(self) -> None:
         self._implementations: dict[str, Sequence[Any]] = {

@@ -76,12 +76,17 @@ class ReferenceLinearAsFile(ReferenceLinear):
 
 
 def multiply(x: Tensor, w: Tensor) -> Tensor:
-    """``x @ w.T`` in tiles, float32: x ``[M, K]``, w ``[N, K]``."""
+    """``x @ w.T`` in tiles, float32: x ``[M, K]``, w ``[N, K]``.
+
+    On a GPU in float64: the host may have let torch round float32 products there.
+    """
     (tokens, _), count = x.shape, w.shape[0]
+    if x.is_cuda:
+        x, w = x.double(), w.double()
     x = torch.nn.functional.pad(x, (0, 0, 0, -tokens % ROW_TILE))
     w = torch.nn.functional.pad(w, (0, 0, 0, -count % ROW_TILE))
     tiles = [torch.mm(tile, w.t()) for tile in torch.split(x, ROW_TILE)]
-    return torch.cat(tiles)[:tokens, :count]
+    return torch.cat(tiles)[:tokens, :count].float()
 
 
 def slice_rows(layout: Layout, start: int, stop: int, step: int = 1) -> Layout:

@@ -91,6 +91,9 @@ class Engine:
         self._closed = False
         #: Loads the adapters of requests. ``None``: they cannot have any.
         self.adapters: AdapterLoader | None = None
+        #: Prepares one more size of steps while there are no requests; whether any was left.
+        #: ``None``: nothing has to be prepared.
+        self.prepare: Callable[[], bool] | None = None
         #: How long the stages compute, if there are several.
         self.stage_times: StageTimes | None = None
 
@@ -304,6 +307,17 @@ class Engine:
             return call(*args)
         finally:
             self.standstill = None
+
+    def work_while_idle(self) -> bool:
+        """Do what serving would wait for, some 0.2 s of it; whether anything was left to do."""
+        if self.prepare is None or self.has_unfinished or self._closed or self.dead is not None:
+            return False
+        self.settle()
+        try:
+            return self.prepare()
+        except Exception as error:
+            self._fail_engine("the executor failed", error)
+            return False
 
     def settle(self) -> None:
         """Wait for all steps in flight. The next call of ``step`` returns their outputs."""

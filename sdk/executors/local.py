@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Generic, Protocol, TypeVar
 
 from sdk.engine.plan import StepPlan, StepResult
@@ -21,6 +22,10 @@ class Runner(Protocol):
     @property
     def native_seconds(self) -> float:
         """Seconds spent in native calls so far."""
+
+    def entered(self) -> AbstractContextManager[object]:
+        """A context for every call of the rank and of what it has launched: on a GPU its device and
+        its stream are the thread's current ones."""
 
     def launch(self, plan: StepPlan) -> Pending:
         """Begin one step."""
@@ -72,7 +77,9 @@ class LocalExecutor(Generic[RunnerT]):
         """
         try:
             self._working = True  # before it looks for the runner: see close()
-            self._launched.append(self.runner.launch(plan))
+            runner = self.runner
+            with runner.entered():
+                self._launched.append(runner.launch(plan))
         except BaseException:
             self._launched.clear()
             raise
@@ -85,7 +92,8 @@ class LocalExecutor(Generic[RunnerT]):
             self._working = True
             if not self._launched:
                 raise EngineClosedError("no step is in flight: the executor is not running")
-            return self._launched.popleft().result()
+            with self.runner.entered():
+                return self._launched.popleft().result()
         except BaseException:
             self._launched.clear()
             raise
@@ -94,7 +102,7 @@ class LocalExecutor(Generic[RunnerT]):
 
     def on_ranks(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """See :class:`sdk.executors.base.Executor`."""
-        with self._lock:
+        with self._lock, self.runner.entered():
             return [function(self.runner, *args)]
 
     @property

@@ -215,7 +215,8 @@ class ProcessExecutor(Generic[RunnerT]):
             self._children.send(message, self._collective_s, range(self._grid.width))
             times, mesh = self.stage_times, self._mesh
             begin, waited = time.monotonic(), mesh.waited_seconds
-            result = self.runner.launch(plan).result()
+            with self.runner.entered():
+                result = self.runner.launch(plan).result()
             times.computing[-1] += time.monotonic() - begin - (mesh.waited_seconds - waited)
             answers = self._children.expect("done", self._collective_s)
             for rank, (_, unwritten, seconds) in enumerate(answers, 1):
@@ -258,7 +259,8 @@ class ProcessExecutor(Generic[RunnerT]):
         call = self._children.pack(RankCall(function, args))
         with self._running():
             self._children.send(call, self._collective_s)
-            own = function(self.runner, *args)
+            with self.runner.entered():
+                own = function(self.runner, *args)
             answers = self._children.expect("done", self._collective_s)
             return [own, *(answer for _, answer in answers)]
 

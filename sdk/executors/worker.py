@@ -120,10 +120,11 @@ def answer(runner: Any, mesh: Mesh, message: Any) -> tuple[Any, ...]:
     Of a :class:`RankCall` its result; of a step the slots that were not written, and how long this
     rank has computed.
     """
-    if isinstance(message, RankCall):
-        return (message.function(runner, *message.args),)
-    begin, waited = monotonic(), mesh.waited_seconds
-    result = runner.launch(message).result()
+    with runner.entered():
+        if isinstance(message, RankCall):
+            return (message.function(runner, *message.args),)
+        begin, waited = monotonic(), mesh.waited_seconds
+        result = runner.launch(message).result()
     seconds = monotonic() - begin - (mesh.waited_seconds - waited)
     return dict(result.unwritten), seconds
 

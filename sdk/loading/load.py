@@ -96,11 +96,6 @@ class ModelFacts:
     kv_scales: int
     results: ResultBudget
 
-    def current(self) -> contextlib.AbstractContextManager[object]:
-        """See :meth:`Loaded.current`."""
-        device = self.runner_config.device_of(Mesh())
-        return contextlib.nullcontext() if device == "cpu" else torch.cuda.device(device)
-
     def key(self) -> ModelKey:
         """The key of the model's files as they are now."""
         config = self.config
@@ -135,11 +130,6 @@ class Loaded:
     def runner(self) -> ModelRunner:
         """Rank 0's runner; a new one after a sleep that freed the weights."""
         return self.executor.runner
-
-    def current(self) -> contextlib.AbstractContextManager[object]:
-        """A context in which the engine's GPU is the thread's current device. Each thread has its
-        own current device, the first GPU unless it chose another."""
-        return self.facts.current()
 
 
 def load(config: EngineConfig, checkpoint: Checkpoint | None = None) -> Loaded:
@@ -201,8 +191,7 @@ def start(
     with contextlib.ExitStack() as undo:
         executor = _executor(facts, own_weights)
         undo.callback(executor.close)
-        with facts.current():
-            executor.start()
+        executor.start()
         if lease is not None:
             lease.give_back(memory.total - memory.serving)
         key = facts.key()  # after the load: 1 ms, but up to 60 ms before the file is in memory
@@ -210,15 +199,17 @@ def start(
         vocab = model.vocab_size
         engine = Engine(scheduler, executor, facts.tokenizer, vocab_size=vocab, seed=config.seed)
         engine.stage_times = _set_steps_in_flight(scheduler, executor)
-        with facts.current():
-            others = _others(executor, config)
+        others = _others(executor, config)
         open_adapter = _with_adapters(engine, facts, executor)
         spec = kv_spec(model, model.num_kv_heads, memory.page_size, memory.kv_dtype)
+        elastic = ElasticPages(scheduler, executor)
+        if facts.runner_config.device != "cpu":
+            engine.prepare = elastic.prepare
         loaded = Loaded(
             facts=facts,
             engine=engine,
             executor=executor,
-            elastic=ElasticPages(scheduler, executor),
+            elastic=elastic,
             lease=lease,
             kept=PrefixStore(scheduler, executor, spec),
             model_key=key,

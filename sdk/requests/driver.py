@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from time import thread_time
 from typing import NamedTuple, NoReturn, TypeVar
@@ -81,16 +81,8 @@ def check_process(owner: int) -> None:
 class Driver:
     """Owns an engine; see the module. ``close`` is idempotent and safe from any thread."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        current: Callable[[], AbstractContextManager[object]] = nullcontext,
-        *,
-        max_waiting: int | None = None,
-    ) -> None:
-        """``current``: a context in which the engine's device is the thread's current device."""
+    def __init__(self, engine: Engine, *, max_waiting: int | None = None) -> None:
         self._engine = engine
-        self._current = current
         self._inbox: deque[_Add | _Abort] = deque()
         self._lock = threading.RLock()  # of the inbox and the sinks
         self._wakeups = Wakeups()  # for the engine thread
@@ -269,6 +261,8 @@ class Driver:
             if self._thread is not threading.current_thread():
                 return  # its start was interrupted; the next caller starts another thread
         while True:
+            while self._worked_while_idle():
+                pass
             self._wakeups.wait_for(lambda: self._closed or not self._must_wait())
             if self._closed:
                 return
@@ -285,6 +279,22 @@ class Driver:
     def _steps(self) -> None:
         while not self._must_wait():
             self._sized_step()
+
+    def _worked_while_idle(self) -> bool:
+        """Let the engine do what serving would wait for; whether it did anything. A request that
+        comes meanwhile waits for it, some 0.2 s at most."""
+        engine = self._engine
+        if engine.prepare is None or engine.dead is not None or self._asleep:
+            return False
+        if not self._step_lock.acquire(blocking=False):
+            return False
+        try:
+            return not (self._closed or self.has_work) and engine.work_while_idle()
+        finally:
+            self._step_lock.release()
+            if (failure := self._engine.dead) is not None:
+                with suppress(EngineDeadError):
+                    self._fail_engine(failure)
 
     def _must_wait(self) -> bool:
         """Whether the engine thread has nothing to do, or must not do it now."""
@@ -365,9 +375,8 @@ class Driver:
             return
         if self._step_lock.acquire(blocking=False):
             try:
-                with self._current():
-                    self._engine.settle()
-                    action()
+                self._engine.settle()
+                action()
             finally:
                 self._step_lock.release()
 
@@ -458,7 +467,7 @@ class Driver:
         me = threading.get_ident()
         try:
             self._lock_waiters.add(me)
-            with self._step_lock, self._current():
+            with self._step_lock:
                 return action()
         finally:
             self._lock_waiters.discard(me)
@@ -469,7 +478,7 @@ class Driver:
 
         Taking it again for every step costs 10 us once the step has emptied the caches.
         """
-        with self._step_lock, self._current():
+        with self._step_lock:
             try:
                 self._stepping = threading.get_ident()
                 return action()
@@ -549,8 +558,7 @@ class Driver:
             self._engine.break_off()
             self._step_lock.acquire()
         try:
-            with self._current():
-                self._release()
+            self._release()
         finally:
             self._step_lock.release()
         if self._thread not in (None, threading.current_thread()):

@@ -106,7 +106,7 @@ class ServedEngine:
         self.facts = loaded.facts
         self.warnings = loaded.warnings
         config = loaded.facts.config
-        self.driver = Driver(loaded.engine, loaded.current, max_waiting=config.max_waiting)
+        self.driver = Driver(loaded.engine, max_waiting=config.max_waiting)
         residency = None
         if loaded.open_adapter is not None:
             residency = EngineResidency(self.driver, loaded.engine)

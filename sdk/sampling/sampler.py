@@ -140,13 +140,16 @@ class Sampler:
         for row, i in zip(rows, indices, strict=True):
             _copy(row, logits[i])
             try:
-                changed = process(row, states[i])
+                with self._ops.lent():  # the callback is the host's
+                    changed = process(row, states[i])
             except RequestError as error:
                 results[i] = str(error)
                 drawing.append(None)
                 continue
             if changed.data_ptr() != row.data_ptr() or changed.stride() != row.stride():
                 _copy(row, changed)
+                if self._ops.card is not None:
+                    self._ops.card.keep(changed)
             if masks is not None and (mask := masks.mask(i)) is not None:
                 allow(row, mask)
             drawing.append(states[i])

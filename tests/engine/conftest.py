@@ -18,6 +18,7 @@ def _loaded(name: str):
 
 
 fake_runner = _loaded("fake_runner")
+fake_cuda = _loaded("fake_cuda")
 fake_card = _loaded("fake_card")
 
 from sdk.engine.scheduling.request import Request  # noqa: E402

@@ -1,162 +1,57 @@
-"""A card made of the CPU's kernels, which records and replays as CUDA graphs do.
-
-Between ``begin`` and ``end`` nothing runs: every launch is noted with the memory it was given, and
-a replay launches the same again on that memory, whatever the host has done since. Memory comes from
-a pool that all graphs share and is another tensor's as soon as nobody holds it, so that what is
-kept too short, read too late or written by nobody gives wrong numbers. What the host writes reaches
-the card by ``send`` alone.
-
-Kernels are those of the CPU, whose bits do not depend on the batch; those that follow requests are
-taught to pass over rows that are nobody's, as the card's do, and leave nonsense in them. Where
-Triton interprets, the card's own kernels are launched.
+"""An engine on a card that is not here: ``fake_cuda.py`` stands for torch.cuda, and the kernels are
+those of the CPU, whose bits do not depend on the batch. Those that follow requests are taught to
+pass over rows that are nobody's, as the card's do, and leave nonsense in them. Where Triton
+interprets, the card's own kernels are launched.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import mmap
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from fake_cuda import CardTensor, Cuda, without_a_gpu
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from sdk import LLM
-from sdk.engine.rank.step_buffers import Buffers
-from sdk.kernels import context, graph
+from sdk.kernels import context
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.packed_shapes import PackedShapes
 from sdk.kernels.sampling import DRAW, Change, ChangeKind, SampleBuffers, Shape
+from sdk.loading import load
 
 _NONSENSE = 1e3
-_POOL_BYTES = 1 << 28  # of address space
 
 
-class Pool:
-    """Float32 tensors, each at the lowest address that no living one has."""
-
-    def __init__(self) -> None:
-        memory = mmap.mmap(-1, _POOL_BYTES)
-        self._whole = np.frombuffer(memory, np.uint8)
-        self._memory = memory
-        self._bytes = torch.from_numpy(self._whole)
-        self.living: set[tuple[int, int]] = set()
-
-    def take(self, count: int) -> Tensor:
-        size = -(-count * 4 // 64) * 64
-        begin = 0
-        for first, last in sorted(self.living):
-            if first - begin >= size:
-                break
-            begin = last
-        array = np.frombuffer(self._memory, np.float32, count, offset=begin)
-        self.living.add((begin, begin + size))
-        weakref.finalize(array, self.living.discard, (begin, begin + size))
-        return torch.from_numpy(array)
-
-    def alias(self, given: Any) -> Any:
-        """The same memory in other tensors, which do not keep it from being somebody else's."""
-        if isinstance(given, Tensor):
-            at = given.data_ptr() - self._bytes.data_ptr()
-            if not 0 <= at < _POOL_BYTES:
-                return given
-            values = self._bytes.view(given.dtype)
-            return values.as_strided(given.shape, given.stride(), at // given.itemsize)
-        if isinstance(given, tuple | list):
-            return type(given)(map(self.alias, given))
-        if dataclasses.is_dataclass(given) and not isinstance(given, type):
-            fields = {f.name: getattr(given, f.name) for f in dataclasses.fields(given) if f.init}
-            return dataclasses.replace(given, **{k: self.alias(v) for k, v in fields.items()})
-        return given
+def plain(x: Any) -> Any:
+    """The same with tensors of the CPU over the same memory."""
+    if isinstance(x, CardTensor):
+        return x.inner
+    if isinstance(x, tuple | list):
+        return type(x)(*map(plain, x)) if hasattr(x, "_fields") else type(x)(map(plain, x))
+    if dataclasses.is_dataclass(x) and not isinstance(x, type):
+        fields = {f.name: getattr(x, f.name) for f in dataclasses.fields(x) if f.init}
+        changed = {name: plain(value) for name, value in fields.items()}
+        if any(changed[name] is not value for name, value in fields.items()):
+            return dataclasses.replace(x, **changed)
+    return x
 
 
-class _Recorded:
-    """A graph."""
-
-    def __init__(self, launches: list[Callable[[], Any]], replayed: Callable[[], None]) -> None:
-        self._launches, self._replayed = launches, replayed
-
-    def replay(self) -> None:
-        self._replayed()
-        with torch.inference_mode():
-            for launch in self._launches:
-                launch()
-
-
-class _TorchLaunches(TorchDispatchMode):
-    """torch's own launches; a new tensor that torch would fill is none we know to record."""
-
-    def __init__(self, card: FakeCard) -> None:
-        super().__init__()
-        self._card = card
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if str(func).rpartition(".")[0] in graph._VIEWS:
-            return func(*args, **kwargs)
-        if func._schema.is_mutable:
-            self._card.launch(partial(func, **kwargs), *args)
-            return args[0]
-        with self:
-            result = func.decompose(*args, **kwargs)
-        assert result is not NotImplemented, f"{func} in a recording"
-        return result
-
-
-class FakeCard:
-    """A ``GraphRecorder`` that stands in for a card, for one engine."""
-
-    def __init__(self) -> None:
-        self.pool = Pool()
-        self.ops: Any = None
-        self.graphs = self.replays = 0
-        self._launches: list[Callable[[], Any]] | None = None
-        self._mode: Any = None
-
-    def warm_up(self, forward: Callable[[], object]) -> None:
-        forward()
-
-    def begin(self) -> None:
-        assert self._launches is None
-        self._launches, self._mode = [], _TorchLaunches(self)
-        self.ops.context.capture_pool = self.pool
-        self._mode.__enter__()
-
-    def end(self) -> Any:
-        assert self._launches is not None
-        self._mode.__exit__(None, None, None)
-        self.ops.context.capture_pool = None
-        launches, self._launches = self._launches, None
-        self.graphs += 1
-        return _Recorded(launches, self._count)
-
-    def _count(self) -> None:
-        self.replays += 1
-
-    def launch(self, function: Callable[..., Any], *args: Any) -> None:
-        if self._launches is None:
-            function(*args)
-        else:
-            self._launches.append(partial(function, *map(self.pool.alias, args)))
-
-    def sample(
-        self, kernel: Any, logits: Tensor, draws: Tensor, shapes: PackedShapes | None = None
-    ) -> Tensor:
-        """``SamplingOps.sample_rows``, its result in the pool as the card's is."""
-        shape = len(logits), 3
-        out = torch.zeros(shape, dtype=torch.float64) if self._launches is None else None
-        if out is None:
-            out = self.pool.take(6 * len(logits)).view(torch.float64).view(shape)
-        self.launch(partial(_sample, kernel, shapes), logits, draws, out)
-        return out
+def tensors_of(x: Any) -> list[CardTensor]:
+    """All tensors of the card in arguments."""
+    if isinstance(x, CardTensor):
+        return [x]
+    if isinstance(x, tuple | list):
+        return [found for one in x for found in tensors_of(one)]
+    if dataclasses.is_dataclass(x) and not isinstance(x, type):
+        return tensors_of([getattr(x, f.name) for f in dataclasses.fields(x)])
+    return []
 
 
 def _places(kernel: Any, batch: AttentionBatch) -> None:
@@ -200,7 +95,9 @@ def _sample(
     kernel: Any, shapes: PackedShapes | None, logits: Tensor, draws: Tensor, out: Tensor
 ) -> None:
     if hasattr(kernel, "rows"):
-        out.copy_(kernel.rows(logits, draws, shapes))
+        names = ("owners", "slots", "changes", "entries", "masks", "side")
+        given = shapes and SimpleNamespace(**{x: plain(getattr(shapes, x)) for x in names})
+        out.copy_(kernel.rows(logits, draws, given))
         return
     found = SampleBuffers(len(logits))
     for row in range(len(logits) if shapes is not None else 0):
@@ -211,18 +108,22 @@ def _sample(
 
 def _unpacked(shapes: PackedShapes, row: int) -> Shape | None:
     """How a row changes, as the card knows it."""
-    slot = int(shapes.owners[row])
+    owners, slots, all_changes, all_entries, all_masks = (
+        plain(x)
+        for x in (shapes.owners, shapes.slots, shapes.changes, shapes.entries, shapes.masks)
+    )
+    slot = int(owners[row])
     if slot < 0:
         return None
-    begin, end, *masks = shapes.slots[slot].tolist()
+    begin, end, *masks = slots[slot].tolist()
     changes = []
     for number in range(begin, end):
-        kind, first, last = shapes.changes[number, :3].tolist()
-        entries = shapes.entries[first:last].numpy()
-        factors = shapes.changes[number, 3:].numpy().view(np.float32)
+        kind, first, last = all_changes[number, :3].tolist()
+        entries = all_entries[first:last].numpy()
+        factors = all_changes[number, 3:].numpy().view(np.float32)
         values = entries[:, 1].copy().view(np.float32) if kind < ChangeKind.FORBID else ()
         changes.append(Change(kind, entries[:, 0], values, factors))
-    words = [shapes.masks[at].numpy().view(np.uint32) for at in masks if at >= 0]
+    words = [all_masks[at].numpy().view(np.uint32) for at in masks if at >= 0]
     return Shape(np.bitwise_and.reduce(words) if words else None, changes)
 
 
@@ -232,19 +133,75 @@ _TAUGHT = {"find_places": _places, "rope_and_cache": _rope, "attention": _attent
 class _Kernel:
     """An implementation whose launches the card sees."""
 
-    def __init__(self, inner: Any, op: str, card: FakeCard) -> None:
-        self._inner, self._card = inner, card
+    def __init__(self, inner: Any, op: str, cuda: Cuda) -> None:
+        self._inner, self._cuda = inner, cuda
+        self._layouts: list[Any] = []
+        self._taught = _TAUGHT.get(op) if inner.name.startswith("cpu.") else None
         if op == "sample":
-            self.rows = partial(card.sample, inner)
+            self.rows, self.run = self._sampled_rows, self._sample_on_host
         elif hasattr(inner, "rows"):
-            self.rows = partial(card.launch, inner.rows)
-        run = getattr(inner, "run", None)
-        if op in _TAUGHT and inner.name.startswith("cpu."):
-            run = partial(_TAUGHT[op], run)
-        self.run = partial(card.launch, run)
-        for name in ("matmul", "matmul_routed"):
-            if hasattr(inner, name):
-                setattr(self, name, partial(card.launch, getattr(inner, name)))
+            self.rows = partial(self._launch, inner.rows)
+        for name in ("matmul", "matmul_routed", "run"):
+            if hasattr(inner, name) and name not in self.__dict__:
+                setattr(self, name, partial(self._launch, getattr(inner, name)))
+
+    def _launch(self, function: Callable[..., Any], *args: Any) -> None:
+        found = tensors_of(args)
+        given = plain(args)
+        if self._taught is not None:
+            function = partial(self._taught, function)
+        self._cuda.launch(partial(function, *given), found, found)
+
+    def _sampled_rows(
+        self, logits: Tensor, draws: Tensor, shapes: PackedShapes | None = None
+    ) -> Tensor:
+        """``SamplingOps.sample_rows``, whose result stays on the card."""
+        out = torch.empty(len(logits), 3, dtype=torch.float64, device=logits.device)
+        given = plain([logits, draws, out])
+        reads = [logits, draws]
+        if shapes is not None:
+            reads += [shapes.owners, shapes.slots, shapes.changes, shapes.entries, shapes.masks]
+        self._cuda.launch(partial(_sample, self._inner, shapes, *given), reads, [out])
+        return out
+
+    def _sample_on_host(self, logits: Tensor, draws: Any, out: SampleBuffers) -> None:
+        assert isinstance(logits, CardTensor)
+        self._inner.run(self._cuda.to_host(logits), draws, out)
+
+    def pack(self, layout: Any) -> Any:
+        self._layouts.append(layout)  # what is packed may be in its memory
+        return self._inner.pack(plain(layout))
+
+    def bind(self, layers: Any) -> Callable[..., None]:
+        found, run = tensors_of(layers), self._inner.bind(plain(list(layers)))
+        return lambda *pages: self._cuda.launch(partial(run, *pages), found, found)
+
+    def table(self, shape: Any, dtype: Any, device: Any) -> Any:
+        return _Table(self._inner.table(shape, dtype, torch.device("cpu")), self._cuda)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+class _Table:
+    """The adapters of one product. Its kernel follows pointers to factors, which are read here."""
+
+    def __init__(self, inner: Any, cuda: Cuda) -> None:
+        self._inner, self._cuda = inner, cuda
+        self._placed: dict[int, Any] = {}
+
+    def place(self, factors: Any, memory: Tensor) -> Any:
+        found = self._inner.place(plain(factors), plain(memory))
+        self._cuda.launched(tensors_of(list(factors)), [memory])  # type: ignore[list-item]
+        self._last = memory
+        return found
+
+    def write(self, slot: int, update: Any) -> None:
+        self._inner.write(slot, plain(update))
+
+    def add(self, x: Tensor, y: Tensor, slots: Tensor) -> None:
+        given, found = plain([x, y, slots]), tensors_of([x, y, slots])
+        self._cuda.launch(partial(self._inner.add, *given), found, found)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -253,39 +210,31 @@ class _Kernel:
 class _Backend:
     """A backend of a card."""
 
-    def __init__(self, inner: Any, card: FakeCard) -> None:
-        self.inner, self.card = inner, card
+    captures = True
+
+    def __init__(self, inner: Any, cuda: Cuda) -> None:
+        self.inner, self._cuda = inner, cuda
         self.name, self.keys_transposed = inner.name, inner.keys_transposed
-        self.offloaded, self.shares_keys = inner.offloaded, inner.shares_keys
+        self.offloaded, self.shares_keys = inner.offloaded, True
         self.close = inner.close
 
-    def graph_recorder(self) -> FakeCard:
-        return self.card
-
     def implementations(self, op: str) -> Sequence[Any]:
-        return [_Kernel(inner, op, self.card) for inner in self.inner.implementations(op)]
-
-
-def _apart(size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    return torch.zeros(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
+        return [_Kernel(inner, op, self._cuda) for inner in self.inner.implementations(op)]
 
 
 @contextmanager
-def on_a_card(path: Any, **options: Any) -> Iterator[tuple[LLM, FakeCard]]:
-    """An engine whose steps are recorded as on a card."""
-    card, opened = FakeCard(), context.open_backends
+def on_a_card(path: Any, **options: Any) -> Iterator[tuple[LLM, Cuda]]:
+    """An engine on a card."""
+    opened = context.open_backends
 
-    def open_backends(*args: Any, **kwargs: Any) -> Any:
-        backends, missing = opened(*args, **kwargs)
-        return [_Backend(backend, card) for backend in backends], missing
+    def open_backends(device: str, *args: Any, **kwargs: Any) -> Any:
+        backends, missing = opened("cpu", *args, **kwargs)
+        return [_Backend(backend, cuda) for backend in backends], missing
 
-    with pytest.MonkeyPatch.context() as patch:
+    options = {"kv_cache_memory_bytes": "4MiB"} | options
+    with without_a_gpu() as cuda, pytest.MonkeyPatch.context() as patch:
         patch.setattr(context, "open_backends", open_backends)
-        patch.setattr(Buffers, "_memory", staticmethod(_apart))
-        llm = LLM(path, enforce_eager=True, **options)
-    with llm:
-        runner, scheduler = llm._runner(), llm._driver._engine.scheduler
-        card.ops = runner.ops
-        runner.record()
-        scheduler.pages_ahead, scheduler.batches_in_flight = runner.ahead
-        yield llm, card
+        patch.setattr(load, "_device", lambda config: "cuda:0")
+        with LLM(path, **options) as llm:
+            yield llm, cuda
+        cuda.check()

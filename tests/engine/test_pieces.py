@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_card import FakeCard, on_a_card
+from fake_card import on_a_card
 
 from sdk import LLM, SamplingParams
 from sdk.engine.rank import inputs
@@ -54,9 +54,9 @@ class Replayed:
             self.batches.append(batch)
             return replay(graphs, batch)
 
-        def capturing(graphs: PieceGraphs, size: int, batch: AttentionBatch) -> Any:
+        def capturing(graphs: PieceGraphs, size: int) -> Any:
             self.captured.append(size)
-            return capture(graphs, size, batch)
+            return capture(graphs, size)
 
         monkeypatch.setattr(PieceGraphs, "replay", replaying)
         monkeypatch.setattr(PieceGraphs, "_capture", capturing)
@@ -149,8 +149,9 @@ def test_embeddings_next_to_tokens_give_the_bits_of_single_operators(path: Path)
         runner: Any = llm._runner()
         mixed: list[Any] = list(prompts())
         for index in range(0, len(mixed), 2):
-            with torch.inference_mode():
-                rows = runner.model.embed(torch.tensor(mixed[index]))
+            ids = torch.tensor(mixed[index], device=runner.ops.device)
+            with runner.entered(), torch.inference_mode():
+                rows = runner.model.embed(ids).cpu()
             mixed[index] = {"prompt_embeds": rows}
         return mixed
 
@@ -212,7 +213,6 @@ def test_attentions_are_given_the_prefix_that_all_requests_share(
     beginning = prompts()[2][:48]
     asked = [[*beginning, 5, 6, 7], [*beginning, 9, 9], [*beginning, 8]]
     with on_a_card(path, **SMALL) as (llm, _):
-        llm._runner()._inputs._find_shared = True
         answers(llm, [beginning], params(1))
         found = answers(llm, asked, params(logprobs=1))
     with eager(path) as llm:
@@ -224,7 +224,7 @@ def test_attentions_are_given_the_prefix_that_all_requests_share(
 def test_what_cannot_be_captured_in_pieces_runs_operator_by_operator_and_decoding_stays(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def capture(self: PieceGraphs, size: int, batch: AttentionBatch) -> Any:
+    def capture(self: PieceGraphs, size: int) -> Any:
         raise torch.OutOfMemoryError("tried to allocate 2 GiB")
 
     monkeypatch.setattr(PieceGraphs, "_capture", capture)
@@ -247,17 +247,17 @@ def test_what_was_captured_before_a_failure_stays_in_use(
 ) -> None:
     capture, tried = PieceGraphs._capture, []
 
-    def failing(self: PieceGraphs, size: int, batch: AttentionBatch) -> Any:
+    def failing(self: PieceGraphs, size: int) -> Any:
         tried.append(size)
         if len(tried) == 3:
             raise torch.OutOfMemoryError("tried to allocate 2 GiB")
-        return capture(self, size, batch)
+        return capture(self, size)
 
     monkeypatch.setattr(PieceGraphs, "_capture", failing)
     with on_a_card(path, **SMALL) as (llm, card):
         found = answers(llm, prompts(), params())
         pieces = llm._runner().strategy.pieces
-        assert pieces is not None and len(pieces.captured.sizes) == 2
+        assert pieces is not None and list(pieces.graphs.sizes) == [40, 32]
         before = card.replays
         llm.reset_prefix_cache()
         assert answers(llm, prompts(), params()) == found
@@ -280,11 +280,11 @@ def test_decode_steps_captured_before_a_failure_stay_in_use_too(
 ) -> None:
     capture, tried = StepGraphs._capture, []
 
-    def failing(self: StepGraphs[Any], size: int, *variant: bool) -> Any:
-        tried.append(size)
+    def failing(self: StepGraphs[Any], kind: tuple[int, bool]) -> Any:
+        tried.append(kind[0])
         if len(tried) > first:
             raise torch.OutOfMemoryError("tried to allocate 2 GiB")
-        return capture(self, size, *variant)
+        return capture(self, kind)
 
     monkeypatch.setattr(StepGraphs, "_capture", failing)
     one = prompts()[:1]
@@ -310,25 +310,33 @@ def test_graphs_that_are_dropped_are_captured_again(path: Path, replayed: Replay
     with on_a_card(path, **SMALL) as (llm, card):
         found = answers(llm, prompts(), params())
         captured = len(replayed.captured)
-        llm._runner().record()
-        assert card.pool.living == set()
+        runner = llm._runner()
+
+        def again() -> None:
+            with runner.entered():
+                runner.record()
+                assert card.in_pools() == set()
+                runner.capture_all()
+
+        llm._driver.between_steps(again)
+        assert len(replayed.captured) == 2 * captured
         llm.reset_prefix_cache()
         assert answers(llm, prompts(), params()) == found
-        assert len(replayed.captured) == 2 * captured
 
 
 def test_a_closed_engine_holds_nothing_of_the_pool(path: Path) -> None:
     with on_a_card(path, **SMALL) as (llm, card):
         answers(llm, prompts(), params())
-        assert card.pool.living
-    assert card.pool.living == set()
+        assert card.in_pools()
+        llm.close()
+        assert card.in_pools() == set()
 
 
 def test_layers_and_buckets_share_the_buffers_between_the_pieces(path: Path) -> None:
     with on_a_card(path, **SMALL) as (llm, _):
         answers(llm, prompts(), params())
         pieces = llm._runner().strategy.pieces
-        assert pieces is not None and len(pieces.captured.sizes) > 2
+        assert pieces is not None and len(pieces.graphs.sizes) > 2
         assert sorted(key[0] for key in pieces._buffers) == ["hidden", "queries", "results"]
         assert {len(buffer) for buffer in pieces._buffers.values()} == {40}
 
@@ -338,7 +346,7 @@ def test_buckets_of_tokens_are_powers_of_two_and_then_multiples_of_64() -> None:
     assert token_buckets(40) == [1, 2, 4, 8, 16, 32, 40]
     assert token_buckets(64) == [1, 2, 4, 8, 16, 32, 64]
     assert token_buckets(200) == [1, 2, 4, 8, 16, 32, 64, 128, 192, 200]
-    graphs = PieceGraphs(lambda size, cut, exchange: torch.empty(size), 4096, FakeCard())
+    graphs = PieceGraphs(lambda size, cut, exchange: torch.empty(size), 4096, None)  # type: ignore[arg-type]
     assert graphs.most_tokens == 512
     batch = AttentionBatch(*[torch.zeros(0)] * 5, 16, 1, 1)
     object.__setattr__(batch, "positions", torch.zeros(513))

@@ -140,18 +140,28 @@ def test_a_common_beginning_has_graphs_of_its_own(
     beginning = [token % 400 for token in range(7, 7 + 40)]
     prompts = [[*beginning, index] for index in range(3)]
     wanted = [params(length, ignore_eos=True) for length in (12, 9, 9)]
+    replayed: list[Any] = []
+    replay = StepGraphs.replay
+
+    def replaying(self: StepGraphs[Any], size: int, shared: bool) -> Any:
+        replayed.append((size, shared))
+        return replay(self, size, shared)
+
+    monkeypatch.setattr(StepGraphs, "replay", replaying)
     with load(path, ahead=True) as llm:
-        llm._runner()._inputs._find_shared = True
         found = answers(llm, prompts, wanted)
+        steps = llm._runner().strategy.decodes.steps
+        assert {(4, True), (4, False), (1, False)} <= set(steps.graphs.sizes)
     with load(path, ahead=False) as llm:
         assert answers(llm, prompts, wanted) == found
-    assert {(4, True, 32), (1, False, 0)} <= set(seen)  # two pages of 16 are common to three
+    assert {(4, True), (1, False)} <= set(replayed)  # two pages of 16 are common to three
+    assert (4, True, 0) in seen  # captured without requests
 
 
 def test_what_cannot_be_captured_runs_operator_by_operator(
     path: Path, launches: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def capture(self: StepGraphs[Any], *bucket: Any) -> Any:
+    def capture(self: StepGraphs[Any], kind: Any) -> Any:
         raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(StepGraphs, "_capture", capture)
@@ -292,7 +302,9 @@ def test_logits_that_are_not_finite_fail_their_request_alone(
 ) -> None:
     with load(path, ahead=True) as llm:
         engine, runner = llm._driver._engine, llm._runner()
-        inner, error = runner.model.logits, torch.zeros(1)
+        inner = runner.model.logits
+        with runner.entered():
+            error = torch.zeros(1, device=runner.ops.device)
 
         def logits(hidden: Tensor) -> Tensor:
             found = inner(hidden)
@@ -301,6 +313,9 @@ def test_logits_that_are_not_finite_fail_their_request_alone(
             return found
 
         monkeypatch.setattr(runner.model, "logits", logits)
+        with runner.entered():
+            runner.record()
+            runner.capture_all()
         for name, prompt in (("good", PROMPTS[0][:3]), ("bad", PROMPTS[2])):
             engine.add_request(name, prompt, params(16, ignore_eos=True))
         found: dict[str, Any] = {}
@@ -308,7 +323,8 @@ def test_logits_that_are_not_finite_fail_their_request_alone(
         while engine.has_unfinished:
             steps += 1
             if steps == 8:
-                error.fill_(float("nan"))
+                with runner.entered():
+                    error.fill_(float("nan"))
             found |= {output.request_id: output.outputs[0] for output in engine.step()}
         engine.scheduler.check()
     assert found["bad"].finish_reason == "error"

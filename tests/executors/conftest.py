@@ -25,6 +25,7 @@ def _loaded(name: str, folder: Path = HERE) -> ModuleType:
 
 
 _loaded("decoding")
+_loaded("fake_cuda", HERE.parent / "engine")
 _loaded("fake_card", HERE.parent / "engine")
 
 

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -59,6 +60,9 @@ class FakeRunner:
         self.steps = 0
         fail(config.faults.get((mesh.rank, 0)), config.folder)
 
+    def entered(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
     def launch(self, plan: StepPlan) -> FakeRunner:
         """Runs the step; the result is asked for next."""
         self.found = self._step(plan)
@@ -111,6 +115,9 @@ class StageRunner:
         self.seen: list[tuple[int, object]] = []
         fail(config.faults.get((mesh.number, 0)), config.folder)
         mesh.reserve(4)
+
+    def entered(self) -> AbstractContextManager[object]:
+        return nullcontext()
 
     def launch(self, plan: StepPlan) -> StageRunner:
         mesh, config = self.mesh, self.config

@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 
@@ -236,6 +237,8 @@ def test_a_worker_stuck_after_its_last_sum_is_given_up(started, tmp_path: Path) 
     os.kill(worker_of(executor), signal.SIGSTOP)
 
     class Lonely:
+        entered = staticmethod(nullcontext)
+
         def launch(self, plan):
             return self
 

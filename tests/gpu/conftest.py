@@ -36,6 +36,7 @@ def _loaded(name: str, *path: str) -> Any:
 
 # The layouts of the CPU's kernel tests are these tests' layouts too.
 kernel_cases = _loaded("kernel_cases", "kernels", "conftest.py")
+_loaded("fake_cuda", "engine", "fake_cuda.py")
 _loaded("fake_card", "engine", "fake_card.py")
 
 # numpy 2.4 does not turn an array of one element into a number any more, which the interpreter of

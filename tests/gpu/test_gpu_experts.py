@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sdk.kernels.gpu import scratch
 from sdk.kernels.gpu.dense import DenseLinear
+from sdk.kernels.gpu.expert_tiles import offsets_of
 from sdk.kernels.gpu.linear import TritonLinear
 from sdk.kernels.gpu.linear_as_file import TritonLinearAsFile
 from sdk.kernels.gpu.tuning import Tiles, Tuning
@@ -366,3 +367,13 @@ def test_a_mixture_is_the_reference_s(gpu: Ops, reference: Ops, cases: Any) -> N
 
     found, wanted = mixture(gpu), mixture(reference)
     assert float((found - wanted).norm() / wanted.norm()) < 1e-3  # inputs are rounded to float16
+
+
+def test_words_at_odd_distances_are_not_grouped() -> None:
+    """Kernels are told that the distances are multiples of 16 elements."""
+    memory = torch.zeros(3 * 64 + 8, dtype=torch.int32)
+    near = [{"w0": memory[begin : begin + 64], "scale": memory[:4]} for begin in (0, 64, 128)]
+    found = offsets_of(near)
+    assert found is not None and found.tolist() == [[0, 0], [64, 0], [128, 0]]
+    assert offsets_of([near[0], {**near[1], "w0": memory[72:136]}]) is None
+    assert offsets_of([near[0], {**near[1], "scale": memory[5:9]}]) is not None

@@ -7,6 +7,8 @@ are drawn, so only it could tell which steps may be.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,11 +19,10 @@ from sdk.engine.rank.inputs import StepInputs
 from sdk.engine.rank.run_ahead import InFlightStep, ReadbackBuffers, RunAhead
 from sdk.engine.rank.step_batch import StepBatch
 from sdk.engine.rank.strategy import LaunchedBatch, Repeater
-from sdk.kernels.backend import GraphRecorder
 from sdk.kernels.batch import AttentionBatch
-from sdk.kernels.errors import CaptureError
+from sdk.kernels.card import Card
 from sdk.kernels.sampling import Tokens
-from sdk.kernels.sized_graphs import PieceGraphs
+from sdk.kernels.sized_graphs import PieceGraphs, StepGraphs
 
 _SEVERAL_RANKS = "several ranks launch no step ahead"
 #: Stands for hidden states and logits of plain batches, which nothing reads.
@@ -31,11 +32,11 @@ _NOT_READ = torch.empty(0)
 class DeviceGraphs:
     """See :class:`sdk.engine.rank.strategy.Strategy`.
 
-    A size is captured when a step first needs it. Sizes that cannot be captured run operator by
+    :meth:`capture_next` captures one size after another. Sizes without a graph run operator by
     operator.
     """
 
-    def __init__(self, passes: ForwardPasses, inputs: StepInputs, recorder: GraphRecorder) -> None:
+    def __init__(self, passes: ForwardPasses, inputs: StepInputs, card: Card) -> None:
         self._passes = passes
         self._inputs = inputs
         pinned = inputs.token_ids.is_cuda
@@ -46,11 +47,12 @@ class DeviceGraphs:
         #: One batch of decoding requests and one of prompts.
         self.batches_in_flight = 1
         if passes.alone:
-            self.decodes = RunAhead(passes.decode, inputs, self._readbacks, recorder)
+            draw = partial(passes.draw, shaped=True)
+            self.decodes = RunAhead(passes.decode, draw, inputs, self._readbacks, card)
             self.eager_reason, self.batches_in_flight = None, 2
         self.eager_prompts_reason = passes.no_pieces_reason()
         if self.eager_prompts_reason is None:
-            self.pieces = PieceGraphs(passes.pieces, len(inputs.token_ids), recorder)
+            self.pieces = PieceGraphs(passes.pieces, len(inputs.token_ids), card)
 
     @property
     def most_tokens_in_pieces(self) -> int:
@@ -60,8 +62,28 @@ class DeviceGraphs:
     @property
     def failed_captures(self) -> list[str]:
         """See :class:`~sdk.engine.rank.strategy.Strategy`."""
-        graphs = (self.decodes and self.decodes.graphs, self.pieces)
-        return [one.captured.failed for one in graphs if one and one.captured.failed]
+        return [one.graphs.failed for one in self._sized if one.graphs.failed]
+
+    @property
+    def _sized(self) -> Sequence[StepGraphs[Any] | PieceGraphs]:
+        steps = None if self.decodes is None else self.decodes.steps
+        return [one for one in (steps, self.pieces) if one is not None]
+
+    def capture_next(self) -> bool:
+        """Capture the next size that waits; whether one was left. There are no requests."""
+        waiting = next((one for one in self._sized if one.graphs.waits), None)
+        if waiting is None:
+            return False
+        if self.decodes is not None:
+            self.decodes.in_flight = None
+        self._inputs.clear()
+        waiting.capture_next()
+        if waiting.graphs.failed and not waiting.graphs.sizes:
+            if waiting is self.pieces:
+                self.eager_prompts_reason, self.pieces = waiting.graphs.failed, None
+            else:
+                self.eager_reason, self.decodes = waiting.graphs.failed, None
+        return True
 
     @property
     def steps_ahead(self) -> int:
@@ -99,7 +121,10 @@ class DeviceGraphs:
         rows = 0 if masked else len(batch.draws)
         shaped, left_out = self._passes.pack_shapes(rows)
         decodes = batch.is_decode and not batch.embedded
-        if decodes and (decoded := self._decode(batch, shaped)) is not None:
+        decoded = None
+        if decodes and self.decodes is not None:
+            decoded = self.decodes.run(batch.requests, shaped)
+        if decoded is not None:
             step, hidden, logits = decoded
             if masked:
                 return self._sample_masked(batch, hidden, logits)
@@ -136,27 +161,13 @@ class DeviceGraphs:
         tokens = buffers.read(count)  # read now: the other batch in flight may use these buffers
         return LaunchedBatch(batch, hidden, logits, lambda: tokens)
 
-    def _decode(self, batch: StepBatch, shaped: bool) -> tuple[InFlightStep, Tensor, Tensor] | None:
-        """Launch the decode step in the inputs. None: it cannot be captured."""
-        if self.decodes is None:
-            return None
-        try:
-            return self.decodes.run(batch.requests, shaped)
-        except CaptureError as error:
-            if not self.decodes.graphs.captured.sizes:
-                self.decodes, self.eager_reason = None, str(error)
-            return None
-
     def _hidden(self, batch: AttentionBatch, embedded: Sequence[tuple[int, Tensor]]) -> Tensor:
         if embedded:
             return self._passes.hidden(batch, embedded)
+        replayed = None
         if self.pieces is not None and batch.num_tokens <= self.pieces.most_tokens:
-            try:
-                return self.pieces.replay(batch)
-            except CaptureError as error:
-                if not self.pieces.captured.sizes:
-                    self.pieces, self.eager_prompts_reason = None, str(error)
-        return self._passes.hidden(batch)
+            replayed = self.pieces.replay(batch)
+        return self._passes.hidden(batch) if replayed is None else replayed
 
     def repeater(self, batch: StepBatch) -> Repeater | None:
         """See :class:`~sdk.engine.rank.strategy.Strategy`."""

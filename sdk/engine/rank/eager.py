@@ -28,6 +28,10 @@ class Eager:
         self.eager_prompts_reason: str | None = reason
         self.failed_captures: list[str] = []
 
+    def capture_next(self) -> bool:
+        """See :class:`~sdk.engine.rank.strategy.Strategy`."""
+        return False
+
     def launch(self, batch: StepBatch) -> Sequence[LaunchedBatch]:
         """See :class:`~sdk.engine.rank.strategy.Strategy`."""
         inputs, passes = self._inputs, self._passes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -14,9 +14,15 @@ from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.graph import Cut, Exchange, Graph
 from sdk.kernels.ops import Ops
 from sdk.kernels.packed_shapes import PackedShapes
+from sdk.memory.demand import scored_rows
 from sdk.models.decoder import CausalLM, Decoder
 from sdk.models.lockstep import Lockstep
 from sdk.models.parallel import Mesh
+
+
+def powers_of_two(most: int) -> list[int]:
+    """Those below ``most``, and ``most``: kernels have tiles of such sizes."""
+    return [*(1 << bit for bit in range(most.bit_length()) if 1 << bit < most), most]
 
 
 class ForwardPasses:
@@ -89,6 +95,20 @@ class ForwardPasses:
         rows = self.ops.select_rows(hidden, self._inputs.output_rows[:outputs])
         return self._model.logits(rows)
 
+    def logits_in_parts(self, hidden: Tensor, adapter: int = -1) -> Iterator[Tensor]:
+        """Yield logits of rows of one adapter, in parts. Each part is valid until the next."""
+        rows = scored_rows(self._model.config.vocab_size)
+        for begin in range(0, len(hidden), rows):
+            part = hidden[begin : begin + rows]
+            slots = None
+            if adapter >= 0:
+                slots = torch.full((len(part),), adapter, dtype=torch.int32, device=part.device)
+            with torch.inference_mode():
+                self.ops.adapter_slots = slots
+                logits = self._model.logits(part)
+            yield logits
+            del logits  # free it before the next part
+
     def record(self) -> Graph[tuple[Tensor, Tensor]]:
         """Record a step of the largest size; smaller steps use its first rows.
 
@@ -107,12 +127,32 @@ class ForwardPasses:
                 forward, tokens=tokens, outputs=outputs, requests=requests
             )
 
-    def decode(self, size: int, shared: bool, shaped: bool) -> Decoded:
+    def warm_up(self) -> None:
+        """Run steps without requests of every size that has kernels of its own, so that nothing is
+        compiled later. All ranks call it together."""
+        inputs = self._inputs
+        most, outputs = len(inputs.token_ids), len(inputs.output_rows)
+        longest = inputs.attention_batch.max_context_len
+        inputs.clear()
+        steps = [(tokens, longest) for tokens in powers_of_two(most)]
+        steps += [(min(most, 2), context) for context in powers_of_two(longest)]
+        with torch.inference_mode():
+            for tokens, context in steps:
+                hidden = self.hidden(inputs.empty_batch(tokens, context))
+                logits = self.logits(hidden, 0)
+                if self._mesh.is_last:
+                    logits = self._head(hidden, min(tokens, outputs))
+                if self._mesh.samples:
+                    self.draw(logits, shaped=False)
+        if self._mesh.samples:
+            self.ops.sampling.warm_up(logits)
+
+    def decode(self, size: int, shared: bool) -> Decoded:
         """A decode step of ``size`` rows: see :class:`~sdk.engine.rank.run_ahead.RunAhead`."""
         inputs = self._inputs
         with torch.inference_mode():
             hidden = self.hidden(inputs.decode_batch(size, shared))
-            return hidden, *self.sample(hidden, size, shaped)
+            return hidden, *self.sample(hidden, size, False)
 
     def pack_shapes(self, rows: int) -> tuple[bool, list[int]]:
         """Send the shapes of the first ``rows`` output rows to the device.
@@ -139,7 +179,8 @@ class ForwardPasses:
     def draw(self, logits: Tensor, shaped: bool) -> Tensor:
         """``SamplingOps.sample_rows`` of the first output rows' logits: see :meth:`sample`."""
         draws, shapes = self._inputs.draws[: len(logits)], self._shapes if shaped else None
-        return self.ops.sampling.sample_rows(logits, draws, shapes)
+        with torch.inference_mode():
+            return self.ops.sampling.sample_rows(logits, draws, shapes)
 
     def no_pieces_reason(self) -> str | None:
         """Why steps cannot be recorded in pieces between attention operators. None: they can."""

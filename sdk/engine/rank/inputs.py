@@ -50,7 +50,8 @@ class StepInputs:
         find_shared: bool = False,
         shift: int = 0,
     ) -> None:
-        self._find_shared = find_shared
+        #: Whether steps may be launched with ``AttentionBatch.shared_len``.
+        self.finds_shared = find_shared
         self._shift = shift
         width = -(-max_model_len // page_size)
         self._table = PageTable(device, max_requests, width)
@@ -204,7 +205,7 @@ class StepInputs:
         whole = self.attention_batch
         self._starts[requests + 1 :] = tokens  # padding rows of a step in pieces have no request
         pages = max(len(one.pages) for one, _ in self._written[:requests] if one)
-        shared = self._shared_tokens(requests) if self._find_shared else 0
+        shared = self._shared_tokens(requests) if self.finds_shared else 0
         self._shared[0] = shared
         self._table.send()
         self._buffers.send()
@@ -227,7 +228,7 @@ class StepInputs:
         """
         self._starts[requests + 1 : size + 1] = requests
         self._output_rows[requests:size] = 0
-        shared = self._shared_tokens(requests) if self._find_shared else 0
+        shared = self._shared_tokens(requests) if self.finds_shared else 0
         self._shared[0] = shared
         self._table.send()
         self._buffers.send()
@@ -244,6 +245,32 @@ class StepInputs:
             self._buffers.send(_DRAWS)
         self.token_ids[:requests].copy_(sampled[:requests, 0])
         self.attention_batch.context_len[:requests] += 1
+
+    def clear(self) -> None:
+        """Send a step without requests: all of its rows are padding. For a pass over the buffers
+        whose results nobody reads."""
+        self.forget()
+        self.wait()
+        self._starts[:] = self._lengths[:] = self._tokens[:] = self._output_rows[:] = 0
+        self._adapters[:] = self._output_adapters[:] = -1
+        self._shared[0] = 0
+        self.sampling.clear_mask_tasks()
+        self._buffers.send()
+
+    def empty_batch(self, tokens: int, context: int) -> AttentionBatch:
+        """After :meth:`clear`: two requests without tokens among ``tokens`` rows of padding, for
+        all kernels of a step with contexts of up to ``context`` tokens."""
+        whole = self.attention_batch
+        return replace(
+            whole,
+            positions=whole.positions[:tokens],
+            query_start=whole.query_start[:3],
+            context_len=whole.context_len[:2],
+            page_table=whole.page_table[:2],
+            slots=whole.slots[:tokens],
+            max_query_len=tokens,
+            max_context_len=context,
+        )
 
     def decode_batch(self, size: int, shared: bool) -> AttentionBatch:
         """The attention batch of every decode step of ``size`` rows."""

@@ -45,9 +45,10 @@ class RankModel:
             undo.callback(ops.close)
             values = {**checkpoint.config, **config.hf_overrides}
             longest, layers = config.max_model_len, config.layers_of(mesh.stage)
-            model = build_model(
-                checkpoint, mesh, ops, max_model_len=longest, config=values, layers=layers
-            )
+            with ops.entered():
+                model = build_model(
+                    checkpoint, mesh, ops, max_model_len=longest, config=values, layers=layers
+                )
             classifier = classifier_of(values)
             score_head = read_score_head(checkpoint, classifier, model.config.hidden_size)
             unused = unused_tensors(checkpoint, model)

@@ -34,6 +34,10 @@ class Recorded:
         self._inputs = inputs
         self.failed_captures: list[str] = []
 
+    def capture_next(self) -> bool:
+        """See :class:`~sdk.engine.rank.strategy.Strategy`."""
+        return False
+
     def launch(self, batch: StepBatch) -> Sequence[LaunchedBatch]:
         """See :class:`~sdk.engine.rank.strategy.Strategy`."""
         if batch.embedded:

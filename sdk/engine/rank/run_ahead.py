@@ -20,13 +20,13 @@ from torch import Tensor
 from sdk.engine.rank.inputs import StepInputs
 from sdk.engine.rank.request import RankRequest
 from sdk.engine.rank.step_batch import StepBatch
-from sdk.kernels.backend import GraphRecorder
+from sdk.kernels.card import Card
 from sdk.kernels.sampling import Tokens
 from sdk.kernels.sized_graphs import StepGraphs
 from sdk.sampling.state import RequestState
 from sdk.sampling.uniform import TOKEN
 
-#: Hidden states, logits and the result of ``SamplingOps.sample_rows``.
+#: Hidden states, logits and the result of ``SamplingOps.sample_rows`` with unchanged logits.
 Decoded = tuple[Tensor, Tensor, Tensor]
 #: Buffers for readbacks. Later steps are launched before a readback is read: two batches in flight,
 #: each with one step ahead.
@@ -105,13 +105,13 @@ class _SharedResults:
     would take 2.5 GB.
     """
 
-    def __init__(self, decode: Callable[[int, bool, bool], Decoded], largest: int) -> None:
+    def __init__(self, decode: Callable[[int, bool], Decoded], largest: int) -> None:
         self._decode = decode
         self._largest = largest
         self._buffers: list[Tensor] = []
 
-    def __call__(self, size: int, shared: bool, shaped: bool) -> Decoded:
-        hidden, logits, sampled = self._decode(size, shared, shaped)
+    def __call__(self, size: int, shared: bool) -> Decoded:
+        hidden, logits, sampled = self._decode(size, shared)
         if not self._buffers:
             self._buffers = [x.new_empty(self._largest, x.shape[1]) for x in (hidden, logits)]
         all_hidden, all_logits = self._buffers
@@ -121,38 +121,43 @@ class _SharedResults:
 class RunAhead:
     """Launches the decode steps of one engine.
 
-    ``decode(size, shared, shaped)`` runs one step over ``inputs``. ``shared``: all requests begin
-    with the same pages. ``shaped``: some logits change before the draw.
+    ``decode(size, shared)`` runs one step over ``inputs``. ``shared``: all requests begin with the
+    same pages. If some logits change before the draw, ``draw_shaped(logits)`` draws once more, with
+    these changes: three launches, for which graphs of their own would cost as much time at load as
+    all others together.
 
     ``in_flight`` is the step that was launched before the scheduler planned it, if any.
     """
 
     def __init__(
         self,
-        decode: Callable[[int, bool, bool], Decoded],
+        decode: Callable[[int, bool], Decoded],
+        draw_shaped: Callable[[Tensor], Tensor],
         inputs: StepInputs,
         readbacks: ReadbackBuffers,
-        recorder: GraphRecorder,
+        card: Card,
     ) -> None:
         largest = min(len(inputs.token_ids), inputs.attention_batch.num_requests)
-        self.graphs = StepGraphs(_SharedResults(decode, largest), largest, recorder)
+        decoded = _SharedResults(decode, largest)
+        self.steps = StepGraphs(decoded, largest, card, shares=inputs.finds_shared)
+        self._draw_shaped = draw_shaped
         self._inputs = inputs
         self._readbacks = readbacks
-        self._bucket = 0, False, False
+        self._bucket = 0, False
+        self._shaped = False
         self._sampled: Tensor | None = None
         self.in_flight: InFlightStep | None = None
 
     def run(
         self, requests: Sequence[RankRequest], shaped: bool
-    ) -> tuple[InFlightStep, Tensor, Tensor]:
-        """Launch the step in the inputs. Returns it with its hidden states and logits.
-
-        They are valid until the next launch.
-
-        :raises CaptureError: the step cannot be captured.
+    ) -> tuple[InFlightStep, Tensor, Tensor] | None:
+        """Launch the step in the inputs. Returns it with its hidden states and logits, which are
+        valid until the next launch. ``None``: its size has no graph.
         """
-        size = self.graphs.size(len(requests))
-        self._bucket = size, self._inputs.pad(len(requests), size), shaped
+        size = self.steps.size(len(requests))
+        if not self.steps.has(size):
+            return None
+        self._bucket, self._shaped = (size, self._inputs.pad(len(requests), size)), shaped
         lengths = [request.num_computed + 1 for request in requests]
         return self._launch(requests, lengths)
 
@@ -181,6 +186,8 @@ class RunAhead:
     def _launch(
         self, requests: Sequence[RankRequest], lengths: list[int]
     ) -> tuple[InFlightStep, Tensor, Tensor]:
-        hidden, logits, self._sampled = self.graphs.replay(*self._bucket)
+        hidden, logits, self._sampled = self.steps.replay(*self._bucket)
+        if self._shaped:
+            self._sampled = self._draw_shaped(logits[: len(requests)])
         readback = self._readbacks.start(self._sampled[: len(requests)])
         return InFlightStep(requests, lengths, readback), hidden, logits

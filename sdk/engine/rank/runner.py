@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sdk.engine.pages.tiered_pool import moves_to_lowest_tier
-from sdk.engine.plan import Pooled, RequestStart, Sampled, StepPlan, StepResult, StepRow
+from sdk.engine.plan import RequestStart, Sampled, StepPlan, StepResult, StepRow
 from sdk.engine.rank.adapters import RankAdapters
 from sdk.engine.rank.device_graphs import DeviceGraphs
 from sdk.engine.rank.drafting_model import DraftingModel
@@ -27,17 +27,18 @@ from sdk.engine.rank.recorded import Recorded
 from sdk.engine.rank.request import RankRequest
 from sdk.engine.rank.runner_config import RunnerConfig
 from sdk.engine.rank.step_batch import (
+    Results,
     ScoredRow,
     StepBatch,
     accepted,
     guided_logits,
+    num_right,
     score_prompt,
 )
 from sdk.engine.rank.strategy import LaunchedBatch, Repeater, Strategy
 from sdk.errors import RequestError
 from sdk.executors.base import Pending
 from sdk.kernels.errors import CaptureError
-from sdk.memory.demand import scored_rows
 from sdk.memory.machine import release_free_memory
 from sdk.models.adapters import ModelAdapters
 from sdk.models.parallel import Mesh
@@ -69,48 +70,59 @@ class ModelRunner:
         with contextlib.ExitStack() as undo:
             weights = weights or RankModel.load(config, mesh)
             self.ops, self.model = weights.ops, weights.model
+            #: See :class:`sdk.executors.local.Runner`.
+            self.entered = self.ops.entered
             undo.callback(self.ops.close)
-            facts = self.model.config
-            #: The slots of adapters, if requests may have any.
-            self.adapters = self._make_adapters(config)
-            #: The classes of the checkpoint, if it has any.
-            self.classifier = weights.classifier
-            self._score_head = weights.score_head
-            self.unused_tensors = weights.unused_tensors
-            self.kv = cache_of_rank(config, facts, mesh, self.ops)
-            undo.callback(self.kv.close)
-            centre_keys(self.kv, self.model)
-            self.sampler = Sampler(facts.vocab_size, self.ops)
-            #: The most draft tokens of a step.
-            self.max_drafts = config.max_draft_tokens
-            self._inputs = StepInputs(
-                config.max_num_batched_tokens,
-                config.max_num_seqs,
-                config.max_num_seqs + config.max_draft_tokens,
-                config.max_model_len,
-                config.page_size,
-                self.ops.device,
-                find_shared=self.ops.shares_keys,
-            )
-            mesh.reserve(4 * config.max_num_batched_tokens * facts.hidden_size)
-            self._passes = ForwardPasses(self.model, self.kv, self._inputs, self.ops, mesh)
-            self._passes.lockstep = weights.lockstep
-            self.strategy: Strategy = Eager(self._passes, self._inputs, "enforce_eager")
-            #: The weights that draft, if there are any: on rank 0, which samples.
-            self.drafting: DraftingModel | None = None
-            self._is_drafted = config.drafting is not None
-            if config.drafting is not None and mesh.samples:
-                release_free_memory()  # before more weights, perhaps of the same file, are loaded
-                self.drafting = DraftingModel(
-                    config.drafting, config, self.ops, mesh, self.model, self.kv
-                )
-                undo.callback(self.drafting.close)
-            #: Whether steps should be recorded.
-            self.records = False
-            if not config.enforce_eager:
-                self.record()
+            with self.ops.entered():
+                self._build(weights, undo)
             undo.pop_all()
         release_free_memory()
+
+    def _build(self, weights: RankModel, undo: contextlib.ExitStack) -> None:
+        """Everything around the model; ``undo`` is what frees it."""
+        config, mesh = self.config, self.mesh
+        facts = self.model.config
+        #: The slots of adapters, if requests may have any.
+        self.adapters = self._make_adapters(config)
+        #: The classes of the checkpoint, if it has any.
+        self.classifier = weights.classifier
+        self._score_head = weights.score_head
+        self.unused_tensors = weights.unused_tensors
+        self.kv = cache_of_rank(config, facts, mesh, self.ops)
+        undo.callback(self.kv.close)
+        centre_keys(self.kv, self.model)
+        self.sampler = Sampler(facts.vocab_size, self.ops)
+        #: The most draft tokens of a step.
+        self.max_drafts = config.max_draft_tokens
+        self._inputs = StepInputs(
+            config.max_num_batched_tokens,
+            config.max_num_seqs,
+            config.max_num_seqs + config.max_draft_tokens,
+            config.max_model_len,
+            config.page_size,
+            self.ops.device,
+            find_shared=self.ops.shares_keys,
+        )
+        mesh.reserve(4 * config.max_num_batched_tokens * facts.hidden_size)
+        self._passes = ForwardPasses(self.model, self.kv, self._inputs, self.ops, mesh)
+        self._passes.lockstep = weights.lockstep
+        self.strategy: Strategy = Eager(self._passes, self._inputs, "enforce_eager")
+        #: The weights that draft, if there are any: on rank 0, which samples.
+        self.drafting: DraftingModel | None = None
+        self._is_drafted = config.drafting is not None
+        if config.drafting is not None and mesh.samples:
+            release_free_memory()  # before more weights, perhaps of the same file, are loaded
+            self.drafting = DraftingModel(
+                config.drafting, config, self.ops, mesh, self.model, self.kv
+            )
+            undo.callback(self.drafting.close)
+        #: Whether steps should be recorded.
+        self.records = False
+        if self.ops.card is not None:
+            self._passes.warm_up()
+        if not config.enforce_eager:
+            self.record()
+            self.capture_all()
 
     def _make_adapters(self, config: RunnerConfig) -> RankAdapters | None:
         if not config.adapter_slots:
@@ -121,30 +133,36 @@ class ModelRunner:
 
     def close(self) -> None:
         """Free everything. Idempotent; the runner must not be used afterwards."""
-        self._requests.clear()
-        self._last_step = self._repeated = None
-        self._inputs.forget()
-        self.forget_graphs()
-        self.kv.close()
-        self.ops.close()
-        self.__dict__.pop("model", None)
-        self.adapters = None
-        if self.drafting is not None:
-            self.drafting.close()
-            self.drafting = None
+        with self.entered():
+            self._requests.clear()
+            self._last_step = self._repeated = None
+            self._inputs.forget()
+            self.forget_graphs()
+            self.kv.close()
+            self.ops.close()
+            self.__dict__.pop("model", None)
+            self.adapters = None
+            if self.drafting is not None:
+                self.drafting.close()
+                self.drafting = None
+            if self.ops.card is not None:  # torch would keep it for this engine's stream
+                torch.cuda.empty_cache()
 
     def forget_graphs(self) -> None:
         """Stop using recorded steps and free their memory."""
         self._last_step = self._repeated = None
         self.strategy = Eager(self._passes, self._inputs, "enforce_eager")
+        if self.ops.card is not None:
+            self.ops.card.drop_pool()
 
     def record(self) -> None:
-        """Run steps in the fastest way that device and model support. Discards old recordings."""
+        """Run steps in the fastest way that device and model support. Discards old recordings. A
+        GPU's graphs are captured by :meth:`capture_next`."""
         self.records = True
         self.forget_graphs()
-        recorder = self.ops.recording.graph_recorder()
-        if recorder is not None:
-            self.strategy = DeviceGraphs(self._passes, self._inputs, recorder)
+        card = self.ops.recording.card
+        if card is not None:
+            self.strategy = DeviceGraphs(self._passes, self._inputs, card)
             return
         try:
             self.strategy = Recorded(self._passes, self._inputs)
@@ -153,6 +171,18 @@ class ModelRunner:
         if not all_record(self.mesh, isinstance(self.strategy, Recorded)):
             why = self.strategy.eager_reason or "the experts of another rank cannot be recorded"
             self.strategy = Eager(self._passes, self._inputs, why)
+
+    def capture_next(self) -> bool:
+        """Capture one more size of steps; whether one was left. All requests have ended."""
+        if self._repeated is not None:
+            self._repeated.apply_deferred()
+        self._last_step = self._repeated = None
+        return self.strategy.capture_next()
+
+    def capture_all(self) -> None:
+        """Capture all sizes of steps: at load, so that serving never waits for it."""
+        while self.capture_next():
+            pass
 
     @property
     def rank(self) -> int:
@@ -247,7 +277,7 @@ class ModelRunner:
     def finish(self, step: _LaunchedStep) -> StepResult:
         """Wait for a step and append the sampled tokens to its requests."""
         plan = step.plan
-        result = _Results([()] * len(plan.rows), {}, {}, {}, {}, set(), {})
+        result = Results([()] * len(plan.rows), {}, {}, {}, {}, set(), {})
         for launched in step.launched:
             batch = launched.batch
             # guidance and scores use inference tensors, which torch allows only in this mode
@@ -258,14 +288,14 @@ class ModelRunner:
                 for scored_row in batch.scored if self.mesh.is_last else ():
                     self._score(scored_row, launched, result)
             if self.drafting is not None and self.drafting.reads_hidden:
-                self.drafting.keep(launched, _num_right(batch, result.tokens))
+                self.drafting.keep(launched, num_right(batch, result.tokens))
         if len(step.launched) == 1 and step is self._last_step and self.mesh.samples:
             self._prepare_repeat(plan, step.launched[0].batch, result)
         left_out = () if self.drafting is None else self.drafting.newly_left_out()
         waited = self.take_mask_seconds()
         return StepResult(plan.step_id, *result, step.unwritten, left_out, waited)
 
-    def _sample(self, launched: LaunchedBatch, result: _Results) -> None:
+    def _sample(self, launched: LaunchedBatch, result: Results) -> None:
         """Append the sampled tokens and the accepted drafts to the requests of a batch."""
         batch = launched.batch
         begin = perf_counter()
@@ -322,21 +352,23 @@ class ModelRunner:
                 break
         return tokens
 
-    def _score(self, scored_row: ScoredRow, launched: LaunchedBatch, result: _Results) -> None:
+    def _score(self, scored_row: ScoredRow, launched: LaunchedBatch, result: Results) -> None:
         """Add log-probabilities of prompt tokens that follow those just run, or an embedding."""
         start = scored_row.request.start
         hidden = launched.hidden[scored_row.begin : scored_row.end]
         request_id = start.request_id
         if start.params.prompt_logprobs is not None:
             try:
-                if scored := score_prompt(self.sampler, scored_row, hidden, self._logits):
+                if scored := score_prompt(
+                    self.sampler, scored_row, hidden, self._passes.logits_in_parts
+                ):
                     result.prompt_logprobs[request_id] = scored
             except RequestError as error:  # its logits are not finite
                 result.errors[request_id] = str(error)
         if scored_row.request.pooler is not None:
             self._pool(scored_row, hidden, result)
 
-    def _pool(self, scored_row: ScoredRow, hidden: Tensor, result: _Results) -> None:
+    def _pool(self, scored_row: ScoredRow, hidden: Tensor, result: Results) -> None:
         """Pool the hidden states just run; at the end of the prompt, add the request's result."""
         start, pooler = scored_row.request.start, scored_row.request.pooler
         assert pooler is not None
@@ -348,14 +380,14 @@ class ModelRunner:
             result.errors[start.request_id] = "the model's hidden state is not finite"
             return
         if start.pooling.token_ids:
-            [logits] = self._logits(found[None], scored_row.row.adapter)
+            [logits] = self._passes.logits_in_parts(found[None], scored_row.row.adapter)
             found = logits[0, list(start.pooling.token_ids)]
         elif start.pooling.score:
             assert self._score_head is not None
             found = self._score_head @ found.cpu()
         result.hidden[start.request_id] = as_numbers(found)
 
-    def _prepare_repeat(self, plan: StepPlan, batch: StepBatch, result: _Results) -> None:
+    def _prepare_repeat(self, plan: StepPlan, batch: StepBatch, result: Results) -> None:
         """Prepare for plans with the same rows again."""
         if batch.plain and batch.is_decode and not result.errors:
             repeater = self.strategy.repeater(batch)
@@ -380,20 +412,6 @@ class ModelRunner:
         """Have the masks of a batch's structured answers computed in its next step."""
         self._inputs.set_mask_tasks(batch)
 
-    def _logits(self, hidden: Tensor, adapter: int = -1) -> Iterator[Tensor]:
-        """Yield logits of rows of one adapter, in parts. Each part is valid until the next."""
-        rows = scored_rows(self.model.config.vocab_size)
-        for begin in range(0, len(hidden), rows):
-            part = hidden[begin : begin + rows]
-            slots = None
-            if adapter >= 0:
-                slots = torch.full((len(part),), adapter, dtype=torch.int32, device=part.device)
-            with torch.inference_mode():
-                self.ops.adapter_slots = slots
-                logits = self.model.logits(part)
-            yield logits
-            del logits  # free it before the next part
-
     def prompt_logits(self, token_ids: Sequence[int]) -> Iterator[Tensor]:
         """Yield the logits after each token of a prompt, which runs in steps like a request.
 
@@ -401,6 +419,9 @@ class ModelRunner:
         next part. The runner must have no requests; pages of earlier requests are overwritten. With
         tiered KV quantization, pages are in the lowest tier that is possible before each step.
         """
+        return self.ops.context.lending(self._prompt_logits(token_ids))
+
+    def _prompt_logits(self, token_ids: Sequence[int]) -> Iterator[Tensor]:
         pages = -(-len(token_ids) // self._inputs.attention_batch.page_size)
         page_ids, count = tuple(range(1, pages + 1)), len(token_ids)
         start = RequestStart("prompt", tuple(token_ids), count, 0, page_ids, SamplingParams())
@@ -413,29 +434,8 @@ class ModelRunner:
             batch = StepBatch([StepRow("prompt", count)], [request], [0])
             (launched,) = self.strategy.launch(batch)
             request.num_computed += count
-            yield from self._logits(launched.hidden[:count])
+            yield from self._passes.logits_in_parts(launched.hidden[:count])
         self._inputs.forget()
-
-
-def _num_right(batch: StepBatch, found: Sequence[Sequence[int]]) -> list[int]:
-    """How many rows of each request of a batch are not those of rejected drafts."""
-    counts = []
-    for index, row in zip(batch.plan_indices, batch.rows, strict=True):
-        rejected = len(row.drafts) - max(len(found[index]) - 1, 0)
-        counts.append(row.num_scheduled_tokens - rejected)
-    return counts
-
-
-class _Results(NamedTuple):
-    """Most fields of a :class:`sdk.engine.plan.StepResult`."""
-
-    tokens: list[Sequence[int]]
-    details: dict[str, Sequence[Sampled]]
-    prompt_logprobs: dict[str, tuple[Sampled, ...]]
-    hidden: dict[str, Pooled]
-    errors: dict[str, str]
-    complete: set[str]
-    forced: dict[str, Sequence[int]]
 
 
 class _LaunchedStep:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from sdk.engine.plan import Sampled, StepRow
+from sdk.engine.plan import Pooled, Sampled, StepRow
 from sdk.engine.rank.request import RankRequest
 from sdk.sampling.draws import Draw
 from sdk.sampling.guidance import apply_guidance
@@ -181,3 +181,24 @@ def score_prompt(
         scored += sampler.score(logits, part, count, also)
         del logits  # free them before the next part
     return tuple(scored)
+
+
+def num_right(batch: StepBatch, found: Sequence[Sequence[int]]) -> list[int]:
+    """How many rows of each request of a batch are not those of rejected drafts."""
+    counts = []
+    for index, row in zip(batch.plan_indices, batch.rows, strict=True):
+        rejected = len(row.drafts) - max(len(found[index]) - 1, 0)
+        counts.append(row.num_scheduled_tokens - rejected)
+    return counts
+
+
+class Results(NamedTuple):
+    """Most fields of a :class:`sdk.engine.plan.StepResult`."""
+
+    tokens: list[Sequence[int]]
+    details: dict[str, Sequence[Sampled]]
+    prompt_logprobs: dict[str, tuple[Sampled, ...]]
+    hidden: dict[str, Pooled]
+    errors: dict[str, str]
+    complete: set[str]
+    forced: dict[str, Sequence[int]]

@@ -90,6 +90,9 @@ class Strategy(Protocol):
     def batches_in_flight(self) -> int:
         """How many batches may be launched before the result of the first is read."""
 
+    def capture_next(self) -> bool:
+        """Prepare one more size of steps, while there are no requests; whether one was left."""
+
     def launch(self, batch: StepBatch) -> Sequence[LaunchedBatch]:
         """Run a step, as one batch or as several."""
 
