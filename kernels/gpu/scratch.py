@@ -33,6 +33,9 @@ MOST_QUERIES = 8
 #: several times larger (512 keys in 16 bits and the parts of 8 queries of 4 heads: 8 to 1), and of
 #: a step that reads a shared prefix once, whose parts come in addition.
 LONGER = 2
+#: Logits that one program of the sampler reads, bins in which it counts them, and candidates of a
+#: row that it lists: 32 KiB.
+SAMPLER_CHUNK, SAMPLER_BINS, SAMPLER_ROOM = 8192, 256, 8192
 #: The most shares of K that the rule of ``tuning.py`` and ``embedlm tune`` use for a weight.
 MOST_SHARES = 16
 #: Tiles of the largest product whose K is shared among programs (``shares.py``). A vocabulary of
@@ -133,6 +136,17 @@ def requests_at_once(requests: int, heads: int, parts: int, head_dim: int, queri
     return min(requests, max(1, SCRATCH // (4 * heads * parts * (head_dim + 2))))
 
 
+def sampler_bytes(rows: int, width: int) -> int:
+    """What the sampler allocates beside its result for ``rows`` rows of ``width`` logits, all of
+    them changed.
+
+    Of a chunk: maxima and their places before and after changes, counts, three sums in float64,
+    where its candidates begin. Of a row: candidates and six bounds.
+    """
+    of_chunk = 2 * (4 + 4) + 4 * SAMPLER_BINS + 3 * 8 + 4
+    return rows * (-(-width // SAMPLER_CHUNK) * of_chunk + 4 * SAMPLER_ROOM + 4 * 6)
+
+
 @dataclass(frozen=True, slots=True)
 class CardScratch:
     """The scratch of one model on one card: see :class:`sdk.kernels.scratch.Scratch`.
@@ -158,7 +172,8 @@ class CardScratch:
         return max(asked) + (self.library if library else 0)
 
     def kept(self, requests: int) -> int:
-        return packed_bytes(requests, self.products.head.n) + 4 * COUNTERS
+        width = self.products.head.n  # recorded steps keep what the sampler allocates
+        return packed_bytes(requests, width) + sampler_bytes(requests, width) + 4 * COUNTERS
 
     def _decodes(self, m: Matrix, rows: int) -> bool:
         """Whether a packed weight is dequantized first."""

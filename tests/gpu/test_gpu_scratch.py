@@ -20,6 +20,7 @@ from sdk.kernels.gpu.dense import DenseLinear
 from sdk.kernels.gpu.linear import TritonLinear, add_chunks, product
 from sdk.kernels.gpu.linear_as_file import TritonLinearAsFile
 from sdk.kernels.gpu.packing import pack
+from sdk.kernels.gpu.sampling import Sample
 from sdk.kernels.gpu.scratch import CardScratch
 from sdk.kernels.gpu.shares import Sharing
 from sdk.kernels.gpu.tuning import Tiles, Tuning
@@ -27,6 +28,8 @@ from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.kv_types import KV_TYPES
 from sdk.kernels.layouts import ActivationScheme
 from sdk.kernels.ops import Ops
+from sdk.kernels.packed_shapes import PackedShapes, packed_bytes
+from sdk.kernels.sampling import join_draws, pack_draw
 from sdk.kernels.scratch import Matrix, Products
 
 FEW = Tuning(programs=4, dense_from=16, experts_dense_from=16)
@@ -244,6 +247,16 @@ def test_more_queries_may_ask_for_more_scratch_up_to_a_limit() -> None:
     plan = of(PACKED, exact=True, heads=32, head_dim=128)
     one, several, many = (plan.nbytes(n, 64, 1 << 17) for n in (64, 65, 4096))
     assert one < several == many <= scratch.SCRATCH + (1 << 20)
+
+
+@pytest.mark.parametrize("width", [100, 9000])
+def test_the_sampler_asks_for_what_is_planned_beside_the_shapes(width: int) -> None:
+    shapes = PackedShapes(torch.device("cpu"), 2, width, (2, 2, 2, 2))
+    draws = torch.from_numpy(join_draws([pack_draw(top_p=0.9)] * 2, [0.5] * 2).view("f8"))
+    logits = torch.randn(2, width)
+    found = asked(lambda: Sample().rows(logits, draws.view(2, 8), shapes))
+    planned = of(replace(PACKED, n=width), head=replace(PACKED, n=width)).kept(2)
+    assert found == planned - packed_bytes(2, width) - 4 * scratch.COUNTERS
 
 
 def test_grids_hold_more_rows_than_65535(cases: Any) -> None:

@@ -137,9 +137,9 @@ def run_adapters(short: torch.dtype) -> None:
 
 
 def run_sampling() -> None:
-    logits = torch.zeros(2, 32000)
+    logits = torch.zeros(2, 128_256)
     draws = torch.zeros(2, 8, dtype=torch.float64)
-    shapes = PackedShapes(torch.device("cpu"), 2, 32000, (2, 8, 64, 2))
+    shapes = PackedShapes(torch.device("cpu"), 2, 128_256, (2, 8, 64, 2))
     for given in (None, draws):
         sampling.Sample().rows(logits, given)
         sampling.Sample().rows(logits, given, shapes)
