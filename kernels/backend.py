@@ -127,6 +127,10 @@ class Backend(Protocol):
     #: ``record`` instead (:class:`Recorder`).
     captures: bool
 
+    def work_shape(self, requests: int, kv_heads: int) -> tuple[int, int] | None:
+        """The shape of ``AttentionBatch.work`` for steps of up to so many requests; None: attention
+        uses no list of work. ``kv_heads``: the most of any layer."""
+
     def implementations(self, op: str) -> Sequence[Any]:
         """Implementations of ``op``, best first; empty if the backend has none."""
 

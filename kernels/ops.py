@@ -117,6 +117,10 @@ class Ops:
         """See :class:`sdk.kernels.backend.Backend`."""
         return self.context.backends[0].shares_keys
 
+    def work_shape(self, requests: int, kv_heads: int) -> tuple[int, int] | None:
+        """See :class:`sdk.kernels.backend.Backend`."""
+        return self.context.backends[0].work_shape(requests, kv_heads)
+
     def linear(self, layout: Layout, activation_bits: int = 8) -> BoundLinear:
         """Choose a kernel for a weight, check it, and pack the weight for it on this device.
 

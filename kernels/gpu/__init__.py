@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sdk.kernels.gpu.packing import packed_bytes
-from sdk.kernels.gpu.scratch import LIBRARY, OLDER_LIBRARY, CardScratch
+from sdk.kernels.gpu.scratch import LIBRARY, OLDER_LIBRARY, CardScratch, work_shape
 from sdk.kernels.layouts import BLOCK_TYPES
 from sdk.kernels.offload import OnDisk
 from sdk.kernels.scratch import Products
@@ -157,8 +157,12 @@ class GpuBackend:
         self, implementations: dict[str, Sequence[Any]], *, on_card: bool, fixed: bool
     ) -> None:
         self._implementations = implementations
+        self._fixed = fixed
         self.shares_keys = on_card and not fixed
         self.captures = on_card
+
+    def work_shape(self, requests: int, kv_heads: int) -> tuple[int, int] | None:
+        return None if self._fixed else work_shape(requests, kv_heads)
 
     def implementations(self, op: str) -> Sequence[Any]:
         return self._implementations.get(op, ())

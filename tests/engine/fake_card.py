@@ -218,6 +218,9 @@ class _Backend:
         self.offloaded, self.shares_keys = inner.offloaded, True
         self.close = inner.close
 
+    def work_shape(self, requests: int, kv_heads: int) -> None:
+        return None
+
     def implementations(self, op: str) -> Sequence[Any]:
         return [_Kernel(inner, op, self._cuda) for inner in self.inner.implementations(op)]
 
