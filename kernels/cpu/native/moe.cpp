@@ -164,6 +164,7 @@ void combine_ranks(const CombineRanksArgs& args, int64_t begin, int64_t end) {
         const int32_t* tokens = args.starts + args.group->rank();
         begin = most(begin, tokens[0]);
         end = least(end, tokens[1]);
+        if (begin >= end) return;  // without tokens of its own a rank has no memory for results
         own.out -= tokens[0] * own.width;
     }
     weighted_sums(own, begin, end, [&](int64_t row) {
