@@ -51,7 +51,8 @@ def plain_product(x: Tensor, w: Tensor, out: Tensor) -> Launch:
     # plain units hold all columns of a thread's products in registers
     plain = x.itemsize == 4 or old_card(w.device)
     block_k = 16 if plain else 64
-    block_m = min(64, max(16, triton.next_power_of_2(rows)))
+    most = 64 if x.dtype == w.dtype else 32  # conversions need registers: 64 spilled 24 bytes (9.0)
+    block_m = min(most, max(16, triton.next_power_of_2(rows)))
     arguments: dict[str, Any] = {"x": x, "w": w, "out": out, "M": rows, "N": n, "K": k}
     arguments |= {"x_stride": x.stride(0), "w_stride": w.stride(0), "out_stride": out.stride(0)}
     constants: dict[str, Any] = {

@@ -45,6 +45,7 @@ from sdk.kernels.gpu.linear_as_file import (  # noqa: E402
 from sdk.kernels.gpu.packing import Packed, pack  # noqa: E402
 from sdk.kernels.gpu.scratch import COUNTERS  # noqa: E402
 from sdk.kernels.gpu.shares import Shares  # noqa: E402
+from sdk.kernels.gpu.plain_product import plain_product  # noqa: E402
 from sdk.kernels.gpu.tuning import AMD_STAGES, DOUBLED, Tuning  # noqa: E402
 from sdk.kernels.layouts import BLOCK_TYPES, E2M1, ActivationScheme, Layout  # noqa: E402
 from sdk.kernels.routes import Routes  # noqa: E402
@@ -68,6 +69,7 @@ def weight(name: str) -> Layout:
     if name in BLOCK_TYPES:
         return cases.blocks(n, k, name)
     made = {
+        "float32": lambda: cases.dense(n, k, torch.float32),
         "float16": lambda: cases.dense(n, k, torch.float16),
         "bfloat16": lambda: cases.dense(n, k, torch.bfloat16),
         "nf4-g64": lambda: cases.table(n, k, 4, 64),
@@ -110,6 +112,9 @@ def launch_of(name: str, kernel: str, tokens: int, dtype: torch.dtype) -> Launch
         tuning = replace(tuning, stages=AMD_STAGES)
     x = torch.empty(tokens, layout.shape[1], dtype=dtype)
     routes = routes_of(tokens)
+    if kernel == "plain_product":
+        w = weight(name).values
+        return plain_product(x, w, torch.empty(tokens, w.shape[0]))
     if kernel == "product_dense":
         dense = DenseLinear().group([layout] * 8)
         out = torch.empty(2 * tokens, layout.shape[0], dtype=dtype)

@@ -73,6 +73,11 @@ def linear_jobs(card: str) -> list[Job]:
         for dtype in short
         for tokens in (1, 64, 512)
     ]
+    jobs += [
+        (dtype, "plain_product", tokens, "float32", *target)
+        for dtype in ("float32", *short)
+        for tokens in (1, 64)
+    ]
     for weight in WEIGHTS:
         ones = ("product_one", "product_one experts", "product_one silu")
         jobs += [(weight, name, 1, short[-1], *target) for name in ones]
