@@ -6,7 +6,8 @@ engine does not use that stream: everything it launches, copies, allocates and c
 the stream are the thread's current ones, so that operators need no argument for them.
 
 Streams come from torch, which has 32 per device and hands them out in turn: a host that makes as
-many may get this one too. Then both wait for each other more than they have to.
+many may get this one too. Then both wait for each other more than they have to, and what such a
+host launches on it while graphs are captured would become part of a graph.
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ def open_backend(
     as_file = TritonLinearAsFile(tuning, codes, fixed=fixed, sharing=sharing)
     return GpuBackend(
         {
-            "linear": (DenseLinear(fixed=fixed), ExactDenseLinear(), *packed, as_file),
+            "linear": (DenseLinear(fixed=fixed), ExactDenseLinear(fixed=fixed), *packed, as_file),
             **attention.operators(tuning.programs, fixed=fixed),
             **rope.OPS,
             **norm.OPS,

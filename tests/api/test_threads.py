@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,7 @@ import pytest
 import torch
 
 from sdk import LLM, EngineClosedError, RequestOutput, SamplingParams
-from sdk.config import EngineConfig
-from sdk.executors.local import LocalExecutor
+from sdk.engine.rank.runner import ModelRunner
 from sdk.loading import load as loading
 from sdk.options import engine_config
 from tests.api.engines import LIMIT, LONG, SHORT, Caller, Gate, ask, books, ids, settle, tokens
@@ -219,31 +217,22 @@ def test_the_engine_s_gpu_is_current_in_whichever_thread_works_for_it(
 
     monkeypatch.setattr(loading, "device_of", lambda config: "cuda")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "device", device)
     config = engine_config(tiny_path)
     assert loading._device(config) == "cuda:1"
     monkeypatch.undo()
-    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr("sdk.kernels.context.nullcontext", lambda: device("cuda:1"))
 
     def noted(name: str) -> None:
-        function = getattr(LocalExecutor, name)
+        function = getattr(ModelRunner, name)
 
         def noting(self: Any, *args: Any) -> Any:
             seen.append((getattr(current, "name", "cuda:0"), threading.get_ident()))
             return function(self, *args)
 
-        monkeypatch.setattr(LocalExecutor, name, noting)
+        monkeypatch.setattr(ModelRunner, name, noting)
 
-    loaded = loading.load
-
-    def load(config: EngineConfig, *rest: Any) -> Any:
-        found = loaded(config, *rest)
-        runner_config = replace(found.facts.runner_config, device="cuda:1")
-        return replace(found, facts=replace(found.facts, runner_config=runner_config))
-
-    monkeypatch.setattr("sdk.llm.load", load)
     with LLM(tiny_path, max_model_len=64) as llm:
-        for name in ("launch", "result", "on_ranks", "start", "stop", "close"):
+        for name in ("launch", "record"):
             noted(name)
         llm.generate([[1, 2, 3]], SamplingParams(max_tokens=5, ignore_eos=True))
         llm.trim()

@@ -35,6 +35,17 @@ def test_the_last_tokens_of_both_run_together_however_small_the_budget(rig):
     r.assert_answers()
 
 
+@pytest.mark.parametrize("requests", [1, 3])
+def test_stages_of_a_pipeline_take_a_token_of_both_however_short_steps_are(rig, requests):
+    r = rig(max_num_seqs=4, max_num_batched_tokens=15, short_step_tokens=1)
+    scheduler = r.scheduler
+    scheduler.batches_in_flight, scheduler.min_concurrent_tokens = 2, 0
+    for name in "abc"[:requests]:
+        r.add(name, [1, 2, ord(name)], **GUIDED)
+    r.run()
+    r.assert_answers()
+
+
 def test_both_are_preempted_and_come_back_together(rig):
     r = rig(num_pages=11, max_num_seqs=4)
     for name in "ab":

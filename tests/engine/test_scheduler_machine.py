@@ -286,9 +286,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             return request.priority, arrival
         return request.arrival_time + request.priority * config.priority_aging, arrival
 
-    def may_wait(self, request) -> bool:
-        """Whether a step may run nothing of a running request: next to an urgent prompt."""
-        return self.rig.config.policy != "fcfs" and not (request.urgent and in_prefill(request))
+    def may_wait(self, request, started) -> bool:
+        """Whether a step may run nothing of a running request: next to an urgent prompt, also if it
+        is one itself and another one starts before it."""
+        ahead = any(one.urgent for one in started)
+        urgent = request.urgent and in_prefill(request)
+        return self.rig.config.policy != "fcfs" and (ahead or not urgent)
 
     def check_turns(self, plan, running, rewound) -> None:
         """Nobody starts before one whose turn is earlier, or while one that runs lacks a page.
@@ -307,7 +310,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             ran = any(one.request_id in counts for one in request.sequences)
             # those who decode may wait for others who do, to run together
             waits = self.rig.scheduler.batches_in_flight > 1 and not in_prefill(request)
-            assert ran or waits or request not in running or self.may_wait(request)
+            assert ran or waits or request not in running or self.may_wait(request, started)
         fair = self.rig.config.policy == "fair"
         for request in self.rig.scheduler.queues.waiting:
             others = [one for one in started if not fair or one.tenant == request.tenant]

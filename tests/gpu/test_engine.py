@@ -132,7 +132,7 @@ def test_a_deterministic_answer_has_the_same_bits_alone_and_in_a_batch(path: Pat
         return [(output.token_ids, output.cumulative_logprob) for output in outputs]
 
     with load(path, deterministic=True) as llm:
-        assert not llm._runner()._inputs._find_shared
+        assert not llm._runner()._inputs.finds_shared
         together = bits(llm, PROMPTS)
         assert [bits(llm, [prompt])[0] for prompt in PROMPTS] == together
 

@@ -126,4 +126,4 @@ def capture_next(runner: ModelRunner) -> bool:
 
 
 #: What this module calls on every rank, by reference; ranks on other hosts know these by name.
-ON_RANKS = (_vacate, _record_anew, _empty_cache, _sleep, _wake)
+ON_RANKS = (_vacate, _record_anew, _empty_cache, _sleep, _wake, capture_next)

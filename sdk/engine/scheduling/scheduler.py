@@ -273,7 +273,10 @@ class Scheduler:
             started += [sequence.start() for sequence in request.sequences]
         rows.sort(key=_has_several_tokens)  # of one token first
         batch = self._launch(rows, started, new_pages, num_decodes)
-        alone = 0 < num_decodes == len(queues.running)  # no request has a negative prompt
+        # a request with a negative prompt has two rows, so equal numbers may be a coincidence
+        alone = 0 < num_decodes == len(queues.running) and not any(
+            request.negative is not None for request in queues.running
+        )
         others = busy or prefills or started
         if complete and alone and not others and not num_drafts:
             in_flight.repeatable = batch
@@ -297,7 +300,8 @@ class Scheduler:
             tokens += request.num_tokens - request.num_computed
             if tokens >= enough:
                 break
-        return max(tokens // steps, self.config.short_step_tokens)
+        # two: a request with a negative prompt starts with a token of each of its two sequences
+        return max(tokens // steps, self.config.short_step_tokens, 2)
 
     def _begin_steps(self, num_decodes: int, parts: Sequence[tuple[Request, int]]) -> None:
         """A step with so many decodes and these parts of prompts begins."""
