@@ -49,7 +49,8 @@ def compiling(card: Card, model: str | None) -> Iterator[None]:
 
 
 def candidates(case: Case, begin: Tiles, tokens: int) -> Iterator[Tiles]:
-    """All tiles that the search may try, except for ``split``, on which no kernel depends."""
+    """All tiles that the search may try; of ``split`` only whether K is shared at all, because
+    kernels depend on nothing else of it."""
     from sdk.cli.tune_cases import COORDINATES, sensible
 
     names = ("block_n", "warps", "stages")
@@ -57,8 +58,8 @@ def candidates(case: Case, begin: Tiles, tokens: int) -> Iterator[Tiles]:
         [x for x in COORDINATES[name] if sensible(case, tokens, name, x)] or [getattr(begin, name)]
         for name in names
     ]
-    for values in itertools.product(*choices):
-        yield replace(begin, **dict(zip(names, values, strict=True)))
+    for split, *values in itertools.product((1, 2), *choices):
+        yield replace(begin, split=split, **dict(zip(names, values, strict=True)))
 
 
 def kernels_to_compile(card: Card) -> Iterator[tuple[Case, int, Tiles]]:

@@ -349,7 +349,9 @@ def test_tuned_experts_run_on_the_tiles_being_measured(card: Card, tokens: int) 
     tiles, seen = Tiles(16, 16, 2, 1, 1), []
 
     class Seen(TritonLinear):
-        def _multiply(self, w: Any, x: Any, out: Any, tiles: Tiles, **more: Any) -> None:
+        def _multiply(
+            self, w: Any, x: Any, out: Any, tiles: Tiles, *rest: Any, **more: Any
+        ) -> None:
             seen.append(tiles)
 
     only = {("linear_experts", "int4g128", 32, 256): [(tokens, tiles)]}

@@ -43,9 +43,9 @@ from sdk.kernels.gpu.linear_as_file import (  # noqa: E402
     round_rows,
 )
 from sdk.kernels.gpu.packing import Packed, pack  # noqa: E402
+from sdk.kernels.gpu.plain_product import plain_product  # noqa: E402
 from sdk.kernels.gpu.scratch import COUNTERS  # noqa: E402
 from sdk.kernels.gpu.shares import Shares  # noqa: E402
-from sdk.kernels.gpu.plain_product import plain_product  # noqa: E402
 from sdk.kernels.gpu.tuning import AMD_STAGES, DOUBLED, Tuning  # noqa: E402
 from sdk.kernels.layouts import BLOCK_TYPES, E2M1, ActivationScheme, Layout  # noqa: E402
 from sdk.kernels.routes import Routes  # noqa: E402
