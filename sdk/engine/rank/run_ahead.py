@@ -123,7 +123,7 @@ class RunAhead:
 
     ``decode(size, shared)`` runs one step over ``inputs``. ``shared``: all requests begin with the
     same pages. If some logits change before the draw, ``draw_shaped(logits)`` draws once more, with
-    these changes: three launches, for which graphs of their own would cost as much time at load as
+    these changes: six launches, for which graphs of their own would cost as much time at load as
     all others together.
 
     ``in_flight`` is the step that was launched before the scheduler planned it, if any.
