@@ -15,6 +15,7 @@ from sdk.engine.rank.adapters import (
     RankAdapters,
     add_parts,
     clear_slots,
+    drop_parts,
     features,
     learn_elsewhere,
     pack_parts,
@@ -90,7 +91,7 @@ class AdapterLoader:
                 self._deliver(reading)
             except SdkError as error:
                 failed.append((reading.adapter, error))
-                self._executor.on_ranks(clear_slots, ())
+                self._executor.on_ranks(drop_parts)
                 self._reading = self._delivery = None
         if self._reading is None and self._queue:
             self._reading = _Reading(self._queue.popleft(), self._own_rank(), self._num_ranks > 1)

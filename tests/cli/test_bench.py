@@ -536,7 +536,7 @@ def test_the_parallel_suite_measures_one_rank_two_ranks_two_stages_and_two_repli
 ) -> None:
     monkeypatch.setattr(parallel, "PROMPT", 24)
     argv = ["bench", str(golden / "gguf-Q8_0" / "model.gguf"), "--threads", "2", "--rounds", "1"]
-    argv += ["--suite", "parallel", "--streams", "1,2", "--output-len", "4", "--json", "-"]
+    argv += ["--suite", "parallel", "--streams", "1,2", "--output-len", "64", "--json", "-"]
     assert main(argv) == 0
     rows = json.loads(capsys.readouterr().out)["results"]["parallel"]
     one = f"embedlm {sdk.__version__}"
@@ -545,7 +545,7 @@ def test_the_parallel_suite_measures_one_rank_two_ranks_two_stages_and_two_repli
         for count in (1, 2)
         for more in ("", ", 2 ranks", ", 2 stages", ", 2 replicas")
     ]
-    # four tokens of a tiny model come from a replica in one piece: nothing is timed between them
+    # a replica may answer in one piece: nothing is timed between its tokens
     timed = [row for row in rows if "replicas" not in row["engine"]]
     assert all(value > 0 for row in timed for value in row["median"].values())
     assert all(row["median"]["prefill_tok_s"] > 0 for row in rows)

@@ -72,11 +72,15 @@ def learn_elsewhere(
 
 
 def clear_slots(runner: AdaptedRank, slots: Iterable[int]) -> None:
-    """Empty slots, and drop an adapter on its way."""
-    adapters = _of(runner)
-    adapters.drop()
+    """Empty slots. An adapter on its way to another slot stays."""
+    model = _of(runner).model
     for slot in slots:
-        adapters.model.clear(slot)
+        model.clear(slot)
+
+
+def drop_parts(runner: AdaptedRank) -> None:
+    """See :meth:`RankAdapters.drop`."""
+    _of(runner).drop()
 
 
 def add_parts(runner: AdaptedRank, matrices: Mapping[str, LowRank]) -> None:

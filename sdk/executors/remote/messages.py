@@ -38,7 +38,13 @@ _PARTS = (
 )
 #: What ``Executor.on_ranks`` is called with.
 _FUNCTIONS = (
-    *(adapters.clear_slots, adapters.add_parts, adapters.pack_parts, adapters.write_slot),
+    *(
+        adapters.clear_slots,
+        adapters.drop_parts,
+        adapters.add_parts,
+        adapters.pack_parts,
+        adapters.write_slot,
+    ),
     *(adapters.features, adapters.learn_elsewhere),
     *(kv_transfer.read_layer, kv_transfer.write_layer),
     *(page_rows.read_rows, page_rows.write_rows),
