@@ -114,7 +114,7 @@ def open_backend(
 ) -> GpuBackend:
     """``fixed``: the same order of additions for every batch (slower). No threads are used."""
     from sdk.kernels.gpu import attention, elementwise, experts, low_rank, norm, rope, sampling
-    from sdk.kernels.gpu.dense import DenseLinear, ExactDenseLinear
+    from sdk.kernels.gpu.dense import DenseLinear
     from sdk.kernels.gpu.linear import TritonLinear
     from sdk.kernels.gpu.linear_as_file import TritonLinearAsFile, bytes_of_card
     from sdk.kernels.gpu.shares import Sharing
@@ -132,7 +132,12 @@ def open_backend(
     as_file = TritonLinearAsFile(tuning, codes, fixed=fixed, sharing=sharing)
     return GpuBackend(
         {
-            "linear": (DenseLinear(fixed=fixed), ExactDenseLinear(fixed=fixed), *packed, as_file),
+            "linear": (
+                DenseLinear(fixed=fixed),
+                DenseLinear(exact=True, fixed=fixed),
+                *packed,
+                as_file,
+            ),
             **attention.operators(tuning.programs, fixed=fixed),
             **rope.OPS,
             **norm.OPS,

@@ -23,7 +23,7 @@ from sdk.kernels.errors import KernelError
 from sdk.kernels.gpu.attention_decode import decode_kernel, shared_kernel
 from sdk.kernels.gpu.attention_prefill import prefill_kernel
 from sdk.kernels.gpu.attention_work import work_of
-from sdk.kernels.gpu.launch import INTERPRETED, expect_on_device, old_card
+from sdk.kernels.gpu.launch import INTERPRETED, expect_on_device, old_card, run_kernel
 from sdk.kernels.gpu.page_codes import BYTES, FLOAT8, PORTABLE
 from sdk.kernels.gpu.pages import INT4, PageSide, hadamard_block, page_sides, reject
 from sdk.kernels.gpu.scratch import (
@@ -173,7 +173,9 @@ class _Step:
         batch = self.batch
         rows = max(rows, triton.next_power_of_2(self.group))
         tiles = batch.num_tokens // (rows // self.group) + batch.num_requests
-        prefill_kernel[(tiles * self.kv_heads,)](
+        run_kernel(
+            prefill_kernel,
+            (tiles * self.kv_heads,),
             self.q,
             self.out,
             self.sinks,
@@ -216,7 +218,9 @@ class _Step:
         for some in runs(batch.num_requests, count):
             if shared is not None:
                 self._shared(shared, parts, sums, slots, some, queries)
-            decode_kernel[(grid,)](
+            run_kernel(
+                decode_kernel,
+                (grid,),
                 self.q,
                 self.out,
                 parts,
@@ -256,7 +260,9 @@ class _Step:
         rows = max(self.tile, triton.next_power_of_2(self.group))
         tiles = triton.cdiv(some.stop - some.start, rows // (self.group * queries))
         splits = split_count(batch.max_context_len, LONGER * (LONGER if queries > 1 else 1))
-        shared_kernel[(tiles, self.kv_heads, splits)](
+        run_kernel(
+            shared_kernel,
+            (tiles, self.kv_heads, splits),
             self.q,
             parts,
             sums,

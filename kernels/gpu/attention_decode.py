@@ -30,6 +30,7 @@ import triton.language as tl
 
 from sdk.kernels.gpu.attend import attend, begun, first_key
 from sdk.kernels.gpu.attention_work import LONGER, MAX_SPLITS, SPLIT, split_size
+from sdk.kernels.gpu.launch import after_earlier
 from sdk.kernels.gpu.page_codes import mixed
 
 
@@ -179,6 +180,7 @@ def decode_kernel(
     Rows of one query are in tiles of ``BLOCK_ONE``, those of several in tiles of ``BLOCK_M``,
     whatever else is in the batch. ``splits``: the most of a request.
     """
+    after_earlier()
     shared_by: tl.constexpr = LONGER if SHARED else 1
     several: tl.constexpr = LONGER if QUERIES > 1 else 1
     ranks = splits
@@ -237,6 +239,7 @@ def shared_kernel(
 ):  # fmt: skip
     """Grid (tiles of requests, key heads, splits): whole tiles of the first ``shared_len`` keys,
     which all requests have in the pages of the first one. Rows are (request, query, head)."""
+    after_earlier()
     coarse: tl.constexpr = LONGER * LONGER if QUERIES > 1 else LONGER
     kv_head, part = tl.program_id(1), tl.program_id(2)
     prefix = shared_keys(shared_len, BLOCK_N)

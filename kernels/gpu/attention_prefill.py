@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from sdk.kernels.gpu.attend import attend, begun, first_key
+from sdk.kernels.gpu.launch import after_earlier
 from sdk.kernels.gpu.page_codes import mixed
 
 
@@ -49,6 +50,7 @@ def prefill_kernel(
 
     Tensors as in ``decode_kernel``.
     """
+    after_earlier()
     QUERIES: tl.constexpr = BLOCK_M // GROUP
     index = tl.num_programs(0) - 1 - tl.program_id(0)
     tile, kv_head = index // kv_heads, index % kv_heads

@@ -27,6 +27,7 @@ from torch import Tensor
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.errors import KernelError
 from sdk.kernels.gpu import scratch
+from sdk.kernels.gpu.launch import after_earlier, run_kernel
 
 SPLIT = tl.constexpr(scratch.SPLIT)
 MAX_SPLITS = tl.constexpr(scratch.MAX_SPLITS)
@@ -64,6 +65,7 @@ def _split_counts(query_start, context_len, request, requests):
 def work_kernel(query_start, context_len, work, work_row, width, requests, BLOCK: tl.constexpr):
     """Grid (splits of the longest context): a program lists the splits of one rank. ``width``: of
     the list."""
+    after_earlier()
     rank = tl.program_id(0)
     before = rank * 0
     longest = rank * 0
@@ -91,7 +93,9 @@ def work_kernel(query_start, context_len, work, work_row, width, requests, BLOCK
 
 def list_work(batch: AttentionBatch, work: Tensor) -> None:
     """Write the list of a step into ``work``."""
-    work_kernel[(scratch.split_count(batch.max_context_len),)](
+    run_kernel(
+        work_kernel,
+        (scratch.split_count(batch.max_context_len),),
         batch.query_start,
         batch.context_len,
         work,

@@ -16,7 +16,7 @@ from sdk.kernels.backend import Problem
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.errors import KernelError
 from sdk.kernels.gpu.attention_work import list_work
-from sdk.kernels.gpu.launch import expect_on_device
+from sdk.kernels.gpu.launch import after_earlier, expect_on_device, run_kernel
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "clamped_swiglu")
 MAPS = {"zeros": 0, "add": 1, "add_bias": 2, "scale": 3, "softcap": 4}
@@ -51,6 +51,7 @@ def gated_kernel(
     gate_up, out, out_stride, WIDTH: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Grid (rows, blocks of columns): ``act(gate) * up`` of a row, gate then up."""
+    after_earlier()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < WIDTH
@@ -62,6 +63,7 @@ def gated_kernel(
 @triton.jit
 def map_kernel(x, other, factor, count, width, KIND: tl.constexpr, BLOCK: tl.constexpr):
     """One of :data:`MAPS` in place on ``count`` numbers in rows of ``width``."""
+    after_earlier()
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = index < count
     if KIND == 0:
@@ -79,23 +81,32 @@ def map_kernel(x, other, factor, count, width, KIND: tl.constexpr, BLOCK: tl.con
     tl.store(x + index, values, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["x_rows"])
 def gather_kernel(
-    x, index, out, width, x_rows, BY_ROW: tl.constexpr, BACK: tl.constexpr, BLOCK: tl.constexpr
+    x,
+    index,
+    out,
+    width,
+    x_rows,
+    x_stride,
+    BY_ROW: tl.constexpr,
+    BACK: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Grid (rows of out, blocks of columns): ``x[index]``, ``x[:, index]`` or its inverse."""
+    after_earlier()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width
     if BY_ROW:
-        source = tl.load(index + row)
+        source = tl.load(index + row).to(tl.int64)
         found = (source >= 0) & (source < x_rows)
-        values = tl.load(x + source * width + column, mask=mask & found, other=0.0)
+        values = tl.load(x + source * x_stride + column, mask=mask & found, other=0.0)
         tl.store(out + row * width + column, values, mask=mask)
     else:
         place = tl.load(index + column, mask=mask, other=0)
         first, second = (column, place) if BACK else (place, column)
-        values = tl.load(x + row * width + first, mask=mask, other=0.0)
+        values = tl.load(x + row * x_stride + first, mask=mask, other=0.0)
         tl.store(out + row * width + second, values, mask=mask)
 
 
@@ -116,6 +127,7 @@ def places_kernel(
 
     Tokens after the last request's, with which a captured step is filled up, have slot -1.
     """
+    after_earlier()
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = token < tokens
     owner = tl.zeros((BLOCK,), tl.int32)  # the last request that begins at or before the token
@@ -150,8 +162,15 @@ class GatedActivation:
     def run(self, gate_up: Tensor, kind: str, out: Tensor) -> None:
         expect_on_device("gated_activation", gate_up, out)
         rows, width = out.shape
-        gated_kernel[(rows, triton.cdiv(width, _BLOCK))](
-            gate_up, out, out.stride(0), WIDTH=width, KIND=kind, BLOCK=_BLOCK
+        run_kernel(
+            gated_kernel,
+            (rows, triton.cdiv(width, _BLOCK)),
+            gate_up,
+            out,
+            out.stride(0),
+            WIDTH=width,
+            KIND=kind,
+            BLOCK=_BLOCK,
         )
 
 
@@ -170,7 +189,9 @@ class Map:
             raise KernelError(f"{self._what}: expected contiguous rows, found {x.stride()}")
         other = None if other is None else other.contiguous()
         expect_on_device(self._what, x, other)
-        map_kernel[(triton.cdiv(x.numel(), _BLOCK),)](
+        run_kernel(
+            map_kernel,
+            (triton.cdiv(x.numel(), _BLOCK),),
             x,
             x if other is None else other,
             factor,
@@ -190,7 +211,7 @@ class SelectRows:
         return None
 
     def run(self, x: Tensor, rows: Tensor, out: Tensor) -> None:
-        _gather("select_rows", x, rows, out, by_row=True)
+        gather("select_rows", x, rows, out, by_row=True)
 
 
 class TakeColumns:
@@ -202,17 +223,28 @@ class TakeColumns:
         return None
 
     def run(self, x: Tensor, order: Tensor, back: bool, out: Tensor) -> None:
-        _gather("take_columns", x, order, out, back=back)
+        gather("take_columns", x, order, out, back=back)
 
 
-def _gather(
+def gather(
     what: str, x: Tensor, index: Tensor, out: Tensor, by_row: bool = False, back: bool = False
 ) -> None:
-    x, index = x.contiguous(), index.contiguous()
+    """``out = x[index]`` if ``by_row``, else ``x[:, index]`` or its inverse; ``what`` names it."""
+    index = index.contiguous()
+    x = x if x.stride(1) == 1 else x.contiguous()
     expect_on_device(what, x, index, out)
     rows, width = out.shape
-    gather_kernel[(rows, triton.cdiv(width, _BLOCK))](
-        x, index, out, width, x.shape[0], BY_ROW=by_row, BACK=back, BLOCK=_BLOCK
+    run_kernel(
+        gather_kernel,
+        (rows, triton.cdiv(width, _BLOCK)),
+        x,
+        index,
+        out,
+        width,
+        x.shape[0],
+        BY_ROW=by_row,
+        BACK=back,
+        BLOCK=_BLOCK,
     )
 
 
@@ -227,7 +259,9 @@ class Places:
     def run(self, batch: AttentionBatch) -> None:
         index = (batch.query_start, batch.context_len, batch.page_table)
         expect_on_device("find_places", *index, batch.positions, batch.slots)
-        places_kernel[(triton.cdiv(batch.num_tokens, 256),)](
+        run_kernel(
+            places_kernel,
+            (triton.cdiv(batch.num_tokens, 256),),
             *index,
             batch.positions,
             batch.slots,

@@ -222,7 +222,7 @@ class TritonLinear:
             experts = range(first, min(first + count, group.count))
             decode_experts(group, experts, routed.routes.starts, scratch).run()
             weight = scratch[0, : n * k].view(n, k)
-            product_dense(weight, x, decoded, experts, out).run()
+            product_dense(weight, x, out, decoded, experts).run()
 
     def _tiles_of(self, group: Experts[Packed], routes: Routes, least: int) -> Tiles:
         """Tiles by the average number of rows per expert, at least ``least``.

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sdk.kernels.backend import Problem
 from sdk.kernels.errors import KernelError
-from sdk.kernels.gpu.launch import expect_on_device
+from sdk.kernels.gpu.launch import after_earlier, expect_on_device, run_kernel
 
 #: A row is kept in registers: 16384 floats are 64 for each of 256 threads.
 MAX_WIDTH = 16384
@@ -41,6 +41,7 @@ def norm_kernel(
     ADD: tl.constexpr,
 ):
     """Rows of ``x`` at ``(row // inner) * x_outer + (row % inner) * x_inner``; the rest dense."""
+    after_earlier()
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = (row < rows)[:, None] & (column < WIDTH)[None, :]
@@ -70,7 +71,9 @@ def launch_norm(
     inner = x.shape[1] if x.dim() == 3 else 1
     block = triton.next_power_of_2(width)
     per_program = max(1, _TILE // block)
-    norm_kernel[(triton.cdiv(rows, per_program),)](
+    run_kernel(
+        norm_kernel,
+        (triton.cdiv(rows, per_program),),
         x,
         residual if residual is not None else out,
         weight.contiguous(),

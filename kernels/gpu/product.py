@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 
 from sdk.kernels.gpu.expert_tiles import expert_tile, moved, moved_words
+from sdk.kernels.gpu.launch import after_earlier
 from sdk.kernels.gpu.shares import store_tile, tile_rows
 from sdk.kernels.gpu.values import (
     all_codes,
@@ -156,6 +157,7 @@ def product(
     ``WIDEN``: float32 in place of ``DOT``, whose bfloat16 the interpreter multiplies wrongly.
     ``ROUTED``: x has M rows, of which ``sources[m]`` (where given) is row m's.
     """
+    after_earlier()
     block = tl.program_id(1)
     n, there = tile_rows(block, N, BLOCK_N, ACTIVATION, 0)
     loaded, _ = tile_rows(block, N, BLOCK_N, ACTIVATION, WARPS)
@@ -196,6 +198,7 @@ def add_chunks(
 
     Grid (rows, chunks): of experts there may be more rows than the 65,535 of other dimensions.
     """
+    after_earlier()
     m = tl.program_id(0)
     chunk = tl.program_id(1)
     acc = tl.zeros((BLOCK,), tl.float32)
@@ -257,6 +260,7 @@ def product_one(
     ``RAISE`` times ``FACTOR`` undoes the smallness of ``tiny_values``, x bearing its share.
     ``ROUTED``: a program of the third dimension has one row, and so one of the token's experts.
     """
+    after_earlier()
     row = tl.program_id(2)
     if ROUTED:
         w0, w1, w2, scale, super_scale, nested, offset, zeros, minus, super_minus = of_expert(
@@ -326,6 +330,7 @@ def decode_rows(
     ``low`` and on, one for each program of the third dimension, into ``out[expert - low]``; those
     without rows are left out.
     """
+    after_earlier()
     if EXPERTS:
         expert = low + tl.program_id(2)
         if tl.load(starts + expert) == tl.load(starts + expert + 1):

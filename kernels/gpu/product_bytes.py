@@ -24,6 +24,7 @@ import triton.language as tl
 
 from sdk.kernels.gpu import byte_rows
 from sdk.kernels.gpu.expert_tiles import expert_tile, moved, moved_words
+from sdk.kernels.gpu.launch import after_earlier
 from sdk.kernels.gpu.shares import store_tile
 
 # Columns of a step, and of a promoted sum.
@@ -91,6 +92,7 @@ def round_rows(
 
     ``limit`` bounds the magnitudes a scale is made of. A row that is not finite has the scale NaN.
     """
+    after_earlier()
     m = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     most = tl.zeros((BLOCK,), tl.float32)
@@ -118,6 +120,7 @@ def round_groups(
 
     Program (m, i) has groups ``BLOCK i`` and on.
     """
+    after_earlier()
     m = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     column = group[:, None] * STEP + tl.arange(0, STEP)[None, :]
@@ -179,6 +182,7 @@ def product_bytes(
     programs have the same weights and other tokens: weights are read from memory once and x from
     the second-level cache. ``ROUTED`` as in ``product.py``.
     """
+    after_earlier()
     first = tl.program_id(0) * BLOCK_M
     end = M
     if ROUTED:

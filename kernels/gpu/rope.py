@@ -18,7 +18,7 @@ from sdk.kernels.backend import Problem
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.checks import expect
 from sdk.kernels.errors import KernelError
-from sdk.kernels.gpu.launch import expect_on_device
+from sdk.kernels.gpu.launch import after_earlier, expect_on_device, run_kernel
 from sdk.kernels.gpu.page_codes import clamped, encode, mixed, round_bfloat16
 from sdk.kernels.gpu.pages import FLOAT, INT4, hadamard_block, page_sides, reject
 from sdk.kernels.head_norms import HeadNorms
@@ -101,6 +101,7 @@ def rope_kernel(
 
     ``MIX``: the Hadamard block of what lies mixed, else 0; q is mixed where keys are.
     """
+    after_earlier()
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     tiles = tl.cdiv(heads, BLOCK_H)
@@ -152,6 +153,7 @@ def angles_kernel(
     positions, inv_freq, cos, sin, factor, tokens, HALF: tl.constexpr, BLOCK: tl.constexpr
 ):
     """``factor`` times cos and sin of ``float32(position) * inv_freq``."""
+    after_earlier()
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = index < tokens * HALF
     position = tl.load(positions + index // HALF, mask=mask, other=0).to(tl.float32)
@@ -202,7 +204,9 @@ class RopeAndCache:
         block = max(16, triton.next_power_of_2(head_dim))
         rows = max(1, min(8, 1024 // block, triton.next_power_of_2(kv_heads)))
         grid = (tokens, triton.cdiv(q.shape[1], rows) + 2 * triton.cdiv(kv_heads, rows))
-        rope_kernel[grid](
+        run_kernel(
+            rope_kernel,
+            grid,
             *(q, k, v, cos, sin, batch.slots),
             *(centre, q_norm, k_norm, 0.0 if norms is None else norms.eps),
             *q.stride()[:2],
@@ -246,8 +250,17 @@ class RopeAngles:
         expect_on_device("rope angles", positions, inv_freq, cos, sin)
         tokens, half = cos.shape
         block = 256
-        angles_kernel[(triton.cdiv(tokens * half, block),)](
-            positions.contiguous(), inv_freq, cos, sin, factor, tokens, HALF=half, BLOCK=block
+        run_kernel(
+            angles_kernel,
+            (triton.cdiv(tokens * half, block),),
+            positions.contiguous(),
+            inv_freq,
+            cos,
+            sin,
+            factor,
+            tokens,
+            HALF=half,
+            BLOCK=block,
         )
 
 

@@ -43,7 +43,6 @@ from sdk.kernels.gpu.linear_as_file import (  # noqa: E402
     round_rows,
 )
 from sdk.kernels.gpu.packing import Packed, pack  # noqa: E402
-from sdk.kernels.gpu.plain_product import plain_product  # noqa: E402
 from sdk.kernels.gpu.scratch import COUNTERS  # noqa: E402
 from sdk.kernels.gpu.shares import Shares  # noqa: E402
 from sdk.kernels.gpu.tuning import AMD_STAGES, DOUBLED, Tuning  # noqa: E402
@@ -112,14 +111,15 @@ def launch_of(name: str, kernel: str, tokens: int, dtype: torch.dtype) -> Launch
         tuning = replace(tuning, stages=AMD_STAGES)
     x = torch.empty(tokens, layout.shape[1], dtype=dtype)
     routes = routes_of(tokens)
-    if kernel == "plain_product":
+    if kernel == "product_dense" and not experts:
         w = weight(name).values
-        return plain_product(x, w, torch.empty(tokens, w.shape[0]))
+        exact = x.dtype != w.dtype
+        return product_dense(w, x, torch.empty(tokens, w.shape[0]), exact=exact)
     if kernel == "product_dense":
         dense = DenseLinear().group([layout] * 8)
         out = torch.empty(2 * tokens, layout.shape[0], dtype=dtype)
         routed = Routed(dense.offsets, routes, routes.tokens)
-        return product_dense(dense.first.values, x, routed, range(8), out)
+        return product_dense(dense.first.values, x, out, routed, range(8))
     if kernel in ("round_rows", "product_bytes"):
         return launch_of_bytes(name, kernel, x, routes if experts else None)
     packed = packed_weight(name)

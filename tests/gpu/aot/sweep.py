@@ -69,12 +69,12 @@ def linear_jobs(card: str) -> list[Job]:
                 names = ("product_bytes", "product_bytes experts")
                 jobs += [(weight, name, tokens, short[-1], *target) for name in names]
     jobs += [
-        (dtype, "product_dense", tokens, dtype, *target)
+        (dtype, "product_dense experts", tokens, dtype, *target)
         for dtype in short
         for tokens in (1, 64, 512)
     ]
     jobs += [
-        (dtype, "plain_product", tokens, "float32", *target)
+        (dtype, "product_dense", tokens, "float32", *target)
         for dtype in ("float32", *short)
         for tokens in (1, 64)
     ]

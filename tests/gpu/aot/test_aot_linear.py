@@ -33,8 +33,8 @@ def sample() -> list[Job]:
         ("int4-g128-zeros", "product_one experts", 1, "bfloat16", *hopper),
         ("q4_k", "product experts", 16, "bfloat16", *hopper),
         ("fp8-channel", "product_bytes experts", 16, "bfloat16", *hopper),
-        ("bfloat16", "product_dense", 16, "bfloat16", *hopper),
-        ("bfloat16", "product_dense", 512, "bfloat16", *hopper),
+        ("bfloat16", "product_dense experts", 16, "bfloat16", *hopper),
+        ("bfloat16", "product_dense experts", 512, "bfloat16", *hopper),
         ("q4_k", "decode_rows experts", 16, "bfloat16", *hopper),
     ]
     cards = [card for card in CARDS.values() if card != hopper]
