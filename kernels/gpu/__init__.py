@@ -31,8 +31,8 @@ __all__ = ["GpuBackend", "available", "open_backend"]
 DENSE_FROM_WITHOUT_MMA = 32
 #: Compute capability of the oldest card for which Triton kernels are compiled.
 OLDEST_CARD = (7, 5)
-#: The first torch version that returns a product's sums in float32 (``torch.mm(out_dtype=)``).
-OLDEST_TORCH = (2, 8)
+#: The first torch version whose Triton (3.5) lets a kernel ask what it is compiled for.
+OLDEST_TORCH = (2, 9)
 ACTIVATIONS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -51,7 +51,7 @@ def available(device: str) -> str | None:
         return "torch finds no GPU"
     release = tuple(int(part) for part in torch.__version__.split(".")[:2])
     if release < OLDEST_TORCH:
-        return f"torch {torch.__version__} is older than 2.8"
+        return f"torch {torch.__version__} is older than 2.9"
     found = torch.cuda.get_device_capability(device)
     if torch.version.hip is None and found < OLDEST_CARD:
         return "compute capability {}.{}: expected 7.5 or newer".format(*found)

@@ -242,6 +242,7 @@ def gather(
         out,
         width,
         x.shape[0],
+        x.stride(0),
         BY_ROW=by_row,
         BACK=back,
         BLOCK=_BLOCK,

@@ -7,9 +7,11 @@ nothing is computed, and every token is 0.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -30,7 +32,9 @@ from sdk.kernels import context, graph, registry
 from sdk.kernels.gpu import packing, tuning
 from sdk.kernels.self_check import SelfCheck
 from sdk.loading.load import load
-from tests.engine.fake_card import FakeCard, _apart, _Backend
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "engine"))
+from fake_card import FakeCard, _apart, _Backend
 
 #: What allocates, and starts no kernel.
 _NO_LAUNCH = graph._VIEWS | {

@@ -53,7 +53,7 @@ SPILLED = {
 }
 #: Numbers that a line of every card needs, and one of a card whose instructions are read.
 NEEDED = ("registers", "shared", "stack", "warps")
-READ = ("instructions", "matrix", "wide", "loop", "loop_waits", "loop_bars", "lone_waits")
+READ = ("instructions", "early", "matrix", "wide", "loop", "loop_waits", "loop_bars", "lone_waits")
 #: Number -> the share by which it may grow before it is worse. Registers count only where fewer
 #: programs fit (:func:`together`).
 MAY_GROW = {
@@ -104,6 +104,8 @@ def complaint(card: str, found: Mapping[str, Any]) -> str | None:
     allowed = SPILLED.get((card, kernel), ONE_NUMBER)
     if found["stack"] > allowed and kernel not in ON_THE_STACK:
         return f"{found['stack']} bytes on the stack"
+    if found.get("early"):
+        return f"reaches memory {found['early']} times before launch.after_earlier() waits"
     if card != "sm_90" or not kernel.startswith("product"):
         return None
     name, _, _, dtype, *_ = found["job"]

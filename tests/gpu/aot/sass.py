@@ -19,6 +19,10 @@ ALU = (
     *("VIMNMX", "LEA", "PLOP3", "MOV", "I2FP", "F2FP", "IABS", "SGXT", "BMSK"),
 )
 FMA = ("FFMA", "FMUL", "FADD", "IMAD", "HFMA2", "HMUL2", "HADD2", "HSET2", "HSETP2")
+#: Read or write the card's memory.
+GLOBAL = ("LDG", "STG", "LDGSTS", "ATOM", "ATOMG", "RED", "REDG", "UBLKCP", "UTMALDG", "UTMASTG")
+#: Waits for earlier kernels (``griddepcontrol.wait``).
+_AFTER_EARLIER = "ACQBULK"
 #: Waits for the products of four warps to end.
 _WAIT = "WARPGROUP.DEPBAR"
 
@@ -74,6 +78,7 @@ def count(instructions: Sequence[Instruction], *names: str) -> int:
 def facts(text: str) -> dict[str, int]:
     """Numbers of one kernel; see ``records.py`` for what fails where they get worse.
 
+    ``early``: accesses to memory before the wait for earlier kernels (``launch.after_earlier``).
     ``lone_waits``: of the main loop, waits right after a product, within eight instructions: the
     matrix units do nothing until the next product. (A product for several tokens takes 16 cycles
     and more.)
@@ -82,6 +87,8 @@ def facts(text: str) -> dict[str, int]:
     loop = main_loop(code)
     products = [at for at, x in enumerate(loop) if MATRIX.match(x.name)]
     waits = [at for at, x in enumerate(loop) if x.name.startswith(_WAIT)]
+    names = [x.name for x in code.instructions]
+    waited = names.index(_AFTER_EARLIER) if _AFTER_EARLIER in names else len(names)
     wide = Counter(
         bool(re.search(r"\.128\b", x.name))
         for x in code.instructions
@@ -92,6 +99,7 @@ def facts(text: str) -> dict[str, int]:
         "matrix": sum(bool(MATRIX.match(x.name)) for x in code.instructions),
         "spills": count(code.instructions, "STL", "LDL"),
         "wide": wide[True],
+        "early": count(code.instructions[:waited], *GLOBAL),
         "i2f": count(code.instructions, "I2F"),
         "ldg": count(code.instructions, "LDG", "LDGSTS"),
         "lds": count(code.instructions, "LDS", "LDSM"),
