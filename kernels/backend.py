@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from sdk.kernels.layouts import Layout
+from sdk.kernels.rounding import Rounding, Rows
 from sdk.kernels.routes import Routes
 from sdk.kernels.scratch import Products, Scratch
 
@@ -63,7 +64,10 @@ class LinearKernel(Implementation, Protocol):
     #: the rows of gate, then those of up, and the result is ``act(gate) * up``, half as wide.
     gates: bool
 
-    def matmul(self, packed: Any, x: Tensor, out: Tensor, activation: str = "") -> None:
+    def rounding(self, packed: Any) -> Rounding | None:
+        """How :meth:`matmul` takes rows as codes. ``None``: it does not."""
+
+    def matmul(self, packed: Any, x: Rows, out: Tensor, activation: str = "") -> None:
         """``out [M, N] = x [M, K] @ w.T``; x is contiguous, both have any type of the backend."""
 
     #: Whether ``rows`` takes ``part`` (:meth:`sdk.kernels.bound.BoundLinear.rows`).

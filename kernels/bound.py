@@ -14,6 +14,7 @@ from sdk.kernels.checks import expect, expect_floats
 from sdk.kernels.context import Context
 from sdk.kernels.errors import KernelError
 from sdk.kernels.layouts import Layout
+from sdk.kernels.rounding import Rounding, Rows
 from sdk.kernels.routes import Routes
 
 
@@ -32,7 +33,13 @@ class BoundLinear:
         """See :class:`sdk.kernels.backend.LinearKernel`."""
         return bool(self.choice.implementation.gates)
 
-    def matmul(self, x: Tensor, out: Tensor | None = None, activation: str = "") -> Tensor:
+    @property
+    def rounding(self) -> Rounding | None:
+        """See :class:`sdk.kernels.backend.LinearKernel`."""
+        found: Rounding | None = self.choice.implementation.rounding(self.packed)
+        return found
+
+    def matmul(self, x: Rows, out: Tensor | None = None, activation: str = "") -> Tensor:
         """``x [M, K] -> [M, N]``, float32, or into ``out`` in the type of ``out``.
 
         The rows of ``out`` may be strided. ``activation``: only if the kernel :attr:`gates`; the
@@ -40,7 +47,11 @@ class BoundLinear:
         """
         short = self.context.activations
         width = self.shape[0] // 2 if activation else self.shape[0]
-        expect_floats("linear x", x, short, None, self.shape[1])
+        if isinstance(x, Tensor):
+            expect_floats("linear x", x, short, None, self.shape[1])
+            x = x.contiguous()
+        elif self.rounding is None or x.width != self.shape[1]:
+            raise KernelError(f"linear x: expected floats [M, {self.shape[1]}], found codes")
         if out is None:
             out = self.context.empty(x.shape[0], width)
         else:
@@ -51,7 +62,7 @@ class BoundLinear:
                 )
         if x.shape[0]:
             given = (activation,) if activation else ()
-            self.choice.implementation.matmul(self.packed, x.contiguous(), out, *given)
+            self.choice.implementation.matmul(self.packed, x, out, *given)
         return out
 
     def rows(self, ids: Tensor, part: tuple[int, int] | None = None) -> Tensor:

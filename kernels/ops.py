@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ from sdk.kernels.low_rank import AdapterTable, Shape
 from sdk.kernels.moe import MoEOps
 from sdk.kernels.offload import Offload
 from sdk.kernels.registry import linear_problem
+from sdk.kernels.rounding import Rounded, Rounding, Rows
 from sdk.kernels.sampling_ops import SamplingOps
 from sdk.kernels.self_check import SelfCheck
 
@@ -155,19 +156,58 @@ class Ops:
         return out
 
     def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, wide: bool = False
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        *,
+        wide: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """``s = x + residual``; returns ``(rms_norm(s), s)``; ``residual``, float32, becomes s.
 
-        The norm is of the activations' type, with ``wide`` float32.
+        Without a residual s is x itself, float32. The norm is of the activations' type, with
+        ``wide`` float32.
         """
-        expect_floats("add_rms_norm x", x, self.activations)
-        expect("add_rms_norm residual", residual, torch.float32, *x.shape)
-        expect("add_rms_norm weight", weight, torch.float32, x.shape[-1])
-        out = self.empty(*residual.shape, dtype=torch.float32 if wide else self.activations)
+        kernel, given, sums = self._norm_of_sums(x, residual, weight, eps)
+        out = self.empty(*x.shape, dtype=torch.float32 if wide else self.activations)
         if x.numel():
-            self._kernel("add_rms_norm").run(x, residual, weight, eps, out)
-        return out, residual
+            kernel.run(*given, out)
+        return out, sums
+
+    def add_rms_norm_for(
+        self,
+        rounding: Rounding | None,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor,
+        eps: float,
+    ) -> tuple[Rows, Tensor]:
+        """:meth:`add_rms_norm` for a projection that takes rows as codes, if ``rounding`` says so.
+
+        Where the kernel of the norm can make them, they are those of the norm in the activations'
+        type, which is not written.
+        """
+        kernel, given, sums = self._norm_of_sums(x, residual, weight, eps)
+        if rounding is None or not kernel.rounds:
+            return self.add_rms_norm(x, residual, weight, eps)
+        codes = self.empty(x.shape[0], rounding.columns, dtype=rounding.dtype)
+        out = Rounded(codes, self.empty(rounding.groups, x.shape[0]), x.shape[1])
+        if x.numel():
+            kernel.run_rounded(*given, out, rounding.scheme, self.activations)
+        return out, sums
+
+    def _norm_of_sums(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Any, tuple[Any, ...], Tensor]:
+        """The kernel, its inputs, and what becomes ``x + residual``."""
+        sums = x if residual is None else residual
+        expect_floats("add_rms_norm x", x, self.activations)
+        expect("add_rms_norm residual", sums, torch.float32, *x.shape)
+        expect("add_rms_norm weight", weight, torch.float32, x.shape[-1])
+        if residual is None:
+            return self._kernel("rms_norm"), (x, weight, eps), sums
+        return self._kernel("add_rms_norm"), (x, residual, weight, eps), sums
 
     def gated_activation(
         self, gate_up: Tensor, kind: Activation, used: Tensor | None = None

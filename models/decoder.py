@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 from sdk.kernels.head_norms import HeadNorms
+from sdk.kernels.rounding import Rounding, Rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -97,7 +98,12 @@ class Attention:
         """Change q ``[T, heads, head_dim]`` and k ``[T, kv_heads, head_dim]`` before rotation."""
         return q, k
 
-    def __call__(self, x: Tensor, step: Step, pages: KVPages) -> Tensor:
+    @property
+    def rounding(self) -> Rounding | None:
+        """See :class:`Projection`."""
+        return self.qkv.rounding
+
+    def __call__(self, x: Rows, step: Step, pages: KVPages) -> Tensor:
         return self.attend(self.qkv(x), step, pages)
 
     def attend(self, qkv: Tensor, step: Step, pages: KVPages) -> Tensor:
@@ -146,17 +152,25 @@ class MLP:
         )
         self.down = source.row(f"{path}.down_proj", width, start, count, bias=c.mlp_bias)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    @property
+    def rounding(self) -> Rounding | None:
+        """See :class:`Projection`."""
+        return self.gate_up.rounding
+
+    def __call__(self, x: Rows) -> Tensor:
         return self.down(self.gate_up.gated(x, self.activation))
 
 
 class Layer(Protocol):
-    """One decoder layer: ``(delta, residual) -> (delta, residual)``; may modify both in place."""
+    """One decoder layer: ``(delta, residual) -> (delta, residual)``; may modify both in place.
+
+    The first layer has no residual.
+    """
 
     def __init__(self, source: Source, path: str, index: int) -> None: ...
 
     def __call__(
-        self, delta: Tensor, residual: Tensor, step: Step, pages: KVPages
+        self, delta: Tensor, residual: Tensor | None, step: Step, pages: KVPages
     ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -205,7 +219,7 @@ class Decoder:
     def __call__(self, inputs: Tensor, batch: AttentionBatch, kv: Sequence[KVPages]) -> Tensor:
         """See :class:`CausalLM`."""
         delta = self._enter(inputs)
-        residual = self.ops.zeros(*delta.shape)
+        residual: Tensor | None = None
         angles = self.rope.cos_sin(batch.positions, self.ops)
         local = angles
         if self.local_rope is not None:
@@ -214,13 +228,13 @@ class Decoder:
         self.streams = []
         for i, layer, pages in zip(self.numbers, self.layers, kv, strict=True):
             if i in self.streamed:
-                stream = self.ops.add(self.ops.zeros(*delta.shape), residual)
-                self.streams.append(self.ops.add(stream, delta))
+                stream = self.ops.add(self.ops.zeros(*delta.shape), delta)
+                self.streams.append(stream if residual is None else self.ops.add(stream, residual))
             with self.ops.layers.run(i):
                 delta, residual = layer(delta, residual, step, pages)
         if self.norm is None:
+            assert residual is not None and self._mesh.downstream is not None
             stream = self.ops.add(residual, delta)
-            assert self._mesh.downstream is not None
             self.ops.send(stream, self._mesh.downstream)
             return stream
         hidden, _ = self.ops.add_rms_norm(
@@ -239,7 +253,8 @@ class Decoder:
         assert self.embedding is not None
         return self.embedding(token_ids)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """See :class:`CausalLM`."""
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """See :class:`CausalLM`. ``out``: where to write them, if no other rank has a part of the
+        vocabulary."""
         assert self.head is not None
-        return self.head(hidden)
+        return self.head(hidden, out)

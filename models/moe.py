@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from sdk.kernels.rounding import Rows
 from sdk.quant.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -55,8 +56,12 @@ class ExpertMLP:
         self.gate_up = source.expert_columns(self.path, _GATE_UP, experts, *cut)
         self.down = source.expert_rows(self.path, "down_proj", experts, *cut)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    #: The router needs floats.
+    rounding = None
+
+    def __call__(self, x: Rows) -> Tensor:
         """``[T, hidden] -> [T, hidden]``, float32."""
+        assert isinstance(x, Tensor)
         spec, share = self.spec, self.share
         logits = self.router(x)
         if share is not None and (tokens := share.routing.tokens) is not None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sdk.kernels.backend import Choice
 from sdk.kernels.ops import Ops
+from sdk.kernels.rounding import Rows
 from sdk.quant.errors import QuantizationError
 from sdk.quant.spec import QuantSpec
 from sdk.quant.weight import Side, Weight, concat
@@ -108,7 +109,8 @@ class ObservedWeight(Weight):
     def gates(self) -> bool:
         return self.inner.gates
 
-    def matmul(self, x: Tensor, out: Tensor | None = None, activation: str = "") -> Tensor:
+    def matmul(self, x: Rows, out: Tensor | None = None, activation: str = "") -> Tensor:
+        assert isinstance(x, Tensor), "statistics are those of floats"
         try:
             self.observer.of(self.names, self.shape[1]).add(x)
         except QuantizationError as error:

@@ -22,6 +22,7 @@ from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks, Dense, Float8, Layo
 from sdk.kernels.ops import Ops
 from sdk.kernels.reference.decode import cut_codes, decode, flat_scales
 from sdk.kernels.reference.linear import gather_rows, slice_rows
+from sdk.kernels.rounding import Rounding, Rows
 from sdk.quant.errors import AlignmentError
 from sdk.quant.join import join
 from sdk.quant.spec import QuantSpec, WeightKind
@@ -81,8 +82,13 @@ class Weight(ABC):
         """Whether :meth:`matmul` takes an ``activation``; only after ``bind``."""
         return False
 
+    @property
+    def rounding(self) -> Rounding | None:
+        """How :meth:`matmul` takes rows as codes, if it does; only after ``bind``."""
+        return None
+
     @abstractmethod
-    def matmul(self, x: Tensor, out: Tensor | None = None, activation: str = "") -> Tensor:
+    def matmul(self, x: Rows, out: Tensor | None = None, activation: str = "") -> Tensor:
         """``x [M, in] -> x @ w.T [M, out]``, float32; in ``out`` (rows may be strided) or new.
 
         ``activation``: see :meth:`sdk.kernels.bound.BoundLinear.matmul`.
@@ -165,7 +171,11 @@ class PackedWeight(Weight):
     def gates(self) -> bool:
         return self.bound.gates
 
-    def matmul(self, x: Tensor, out: Tensor | None = None, activation: str = "") -> Tensor:
+    @property
+    def rounding(self) -> Rounding | None:
+        return self.bound.rounding
+
+    def matmul(self, x: Rows, out: Tensor | None = None, activation: str = "") -> Tensor:
         return self.bound.matmul(x, out, activation)
 
     def rows(self, ids: Tensor, part: tuple[int, int] | None = None) -> Tensor:
@@ -348,7 +358,7 @@ class StackedWeight(Weight):
         for part in self.parts:
             part.bind(ops, activation_bits)
 
-    def matmul(self, x: Tensor, out: Tensor | None = None, activation: str = "") -> Tensor:
+    def matmul(self, x: Rows, out: Tensor | None = None, activation: str = "") -> Tensor:
         assert self._ops is not None, "bind() the weight before matmul()"
         assert not activation, "gate and up may lie in different parts"
         if out is None:

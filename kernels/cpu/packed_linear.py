@@ -88,6 +88,9 @@ class PackedLinear:
             return f"layout {problem.layout!r}: expected dense, float8, affine or blocks"
         return None
 
+    def rounding(self, packed: object) -> None:
+        """Rows are floats."""
+
     def pack(self, layout: Layout) -> Packed:
         check_layout(layout)
         file = self._memory.file

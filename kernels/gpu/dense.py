@@ -58,6 +58,9 @@ class DenseLinear:
             return f"rounds activations to {problem.format}, but compute is exact"
         return None
 
+    def rounding(self, packed: object) -> None:
+        """Rows are floats."""
+
     def pack(self, layout: Layout) -> Dense:
         assert isinstance(layout, Dense)
         return layout

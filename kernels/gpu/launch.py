@@ -31,6 +31,7 @@ from sdk.kernels.errors import KernelError
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 #: The kind of device whose tensors kernels can access.
 REACHED = "cpu" if INTERPRETED else "cuda"
+TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 #: The oldest compute capability with programmatic dependent launch.
 OVERLAPS = (9, 0)
 _COMPILED = tl.constexpr(not INTERPRETED)

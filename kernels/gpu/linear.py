@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from sdk.kernels.backend import Problem
@@ -24,7 +23,7 @@ from sdk.kernels.gpu import product as kernels
 from sdk.kernels.gpu.dense import multiply, product_dense
 from sdk.kernels.gpu.elementwise import GatedActivation
 from sdk.kernels.gpu.expert_tiles import PARTS, Experts, Routed, offsets_of, tile_arguments
-from sdk.kernels.gpu.launch import INTERPRETED, Launch, expect_on_device
+from sdk.kernels.gpu.launch import INTERPRETED, TYPES, Launch, expect_on_device
 from sdk.kernels.gpu.packing import PLANES, Packed, pack, unpack
 from sdk.kernels.gpu.scratch import (
     decoded_experts,
@@ -37,6 +36,7 @@ from sdk.kernels.gpu.scratch import (
 from sdk.kernels.gpu.shares import Shares, Sharing
 from sdk.kernels.gpu.tuning import Tiles, Tuning
 from sdk.kernels.layouts import BLOCK_TYPES, TABLE_BITS, Dense, Layout, check_layout
+from sdk.kernels.rounding import Rounding, Rows
 from sdk.kernels.routes import Routes
 
 #: What ``decode_values`` leaves to the scale: the difference of the exponents' biases.
@@ -44,7 +44,6 @@ FACTORS = {"e2m1": 2.0**14, "e4m3": 2.0**8}
 #: The same of ``tiny_values``, of which x takes ``RAISE``: neither it nor a product overflows.
 TINY = {"int": 149, "e2m1": 126, "e4m3": 120, "e5m2": 112}
 RAISE = 80
-_DOT_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
 class TritonLinear:
@@ -106,6 +105,9 @@ class TritonLinear:
             return f"layout {problem.layout!r}: expected affine, blocks or float8"
         return None
 
+    def rounding(self, packed: Packed) -> Rounding | None:
+        return None
+
     def pack(self, layout: Layout) -> Packed:
         check_layout(layout)
         assert not isinstance(layout, Dense)
@@ -119,7 +121,8 @@ class TritonLinear:
     def nbytes(self, packed: Packed) -> int:
         return packed.nbytes
 
-    def matmul(self, packed: Packed, x: Tensor, out: Tensor, activation: str = "") -> None:
+    def matmul(self, packed: Packed, x: Rows, out: Tensor, activation: str = "") -> None:
+        assert isinstance(x, Tensor)
         expect_on_device("linear", x, out, packed.scale)
         tokens = x.shape[0]
         dtype = self._dot_type(x)
@@ -259,7 +262,9 @@ def product(
     tokens, n = x.shape[0], packed.shape[0]
     # 64 columns of float32 leave too few registers on sm_90: up to 480 bytes were spilled (q3_k)
     plain = dtype == torch.float32
-    most = 32 if plain else tiles.block_m
+    most = tiles.block_m
+    if plain:  # for codes of 2 bits with zero points even those spilled 208 bytes
+        most = 16 if packed.zeros_bits and packed.bits == 2 else 32
     block_m = min(tiles.block_m, most, max(16, triton.next_power_of_2(tokens)))
     weights, constants = _weight(packed, dtype)
     sums = out if sums is None else sums
@@ -268,7 +273,7 @@ def product(
     arguments = {"x": x, "sums": sums, "out": out, **weights, "M": tokens}
     arguments |= {"share": -(-packed.units // shares.split), "x_stride": x.stride(0)}
     arguments |= {"out_stride": out.stride(0), **shares.arguments(grid[0] * grid[1])}
-    constants |= {"DOT": _DOT_TYPES[dtype], "BLOCK_N": tiles.block_n, "BLOCK_M": block_m}
+    constants |= {"DOT": TYPES[dtype], "BLOCK_N": tiles.block_n, "BLOCK_M": block_m}
     constants["WIDEN"] = dtype == torch.bfloat16 and INTERPRETED
     constants["ROUTED"] = routed is not None
     constants |= {"SHARED": shares.split > 1, "ACTIVATION": activation}
@@ -291,7 +296,7 @@ def add_chunks(x: Tensor, sums: Tensor, chunk: int, dtype: torch.dtype) -> Launc
     tokens, k = x.shape
     arguments = {"x": x, "sums": sums, "M": tokens, "K": k, "x_stride": x.stride(0)}
     block = min(1024, triton.next_power_of_2(chunk))
-    constants = {"CHUNK": chunk, "DOT": _DOT_TYPES[dtype], "BLOCK": block}
+    constants = {"CHUNK": chunk, "DOT": TYPES[dtype], "BLOCK": block}
     return Launch(kernels.add_chunks, (tokens, sums.shape[0], 1), arguments, constants, {})
 
 

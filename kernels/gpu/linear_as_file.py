@@ -29,6 +29,7 @@ from sdk.kernels.gpu.shares import Shares, Sharing
 from sdk.kernels.gpu.tuning import Tiles, Tuning
 from sdk.kernels.layouts import ActivationScheme, Affine, Float8, Layout, check_layout, inputs_of
 from sdk.kernels.reference.fake_quantize import fake_quantize
+from sdk.kernels.rounding import Rounded, Rounding, Rows
 from sdk.kernels.routes import Routes
 
 #: Rows of one accumulator: those of twice as many do not fit registers beside promoted sums.
@@ -69,33 +70,41 @@ class TritonLinearAsFile(TritonLinear):
         self._sharing.prepare(packed.scale.device)
         return packed
 
+    def rounding(self, packed: Packed | ByteRows) -> Rounding | None:
+        if not isinstance(packed, ByteRows):
+            return None
+        w = packed.values
+        return Rounding(packed.inputs, w.dtype, w.shape[1], packed.scale.shape[0])
+
     def unpack(self, packed: Packed | ByteRows) -> Layout:
         return layout_of(packed) if isinstance(packed, ByteRows) else super().unpack(packed)
 
     def nbytes(self, packed: Packed | ByteRows) -> int:
         return packed.nbytes
 
-    def matmul(
-        self, packed: Packed | ByteRows, x: Tensor, out: Tensor, activation: str = ""
-    ) -> None:
+    def matmul(self, packed: Packed | ByteRows, x: Rows, out: Tensor, activation: str = "") -> None:
         if isinstance(packed, ByteRows):
             wide = before_activation(out, activation)
-            expect_on_device("linear", x, out, packed.scale)
             tiles = self._bytes_tiles(packed, x.shape[0])
             step = rows_of_codes(packed.values.shape[1])
             if tiles.split > 1:
                 step = min(step, rows_of_parts(packed.shape[0], tiles.split))
             for rows in runs(x.shape[0], step):
-                self._multiply_bytes(packed, x[rows], wide[rows], tiles)
+                if isinstance(x, Rounded):
+                    given = Rounded(x.codes[rows], x.scales[:, rows], x.width)
+                else:
+                    given = self._round(packed, x[rows])
+                self._multiply_bytes(packed, given, wide[rows], tiles)
             activate_rows(wide, activation, out)
             return
+        assert isinstance(x, Tensor)
         scheme = inputs_of(packed.facts)
         if scheme is None:
             super().matmul(packed, x, out, activation)
             return
         for rows in runs(x.shape[0], rows_rounded(x.shape[1])):
-            given = fake_quantize(x[rows].float(), scheme)
-            super().matmul(packed, given, out[rows], activation)
+            exact = fake_quantize(x[rows].float(), scheme)
+            super().matmul(packed, exact, out[rows], activation)
 
     def _bytes_tiles(self, w: ByteRows, tokens: int) -> Tiles:
         """With a fixed order of additions those of two tokens, for more tokens at a time: a token's
@@ -144,7 +153,8 @@ class TritonLinearAsFile(TritonLinear):
             expect_on_device("linear of experts", x, out, group.offsets)
             routed = Routed(group.offsets, routes, routes.tokens if by_token else None)
             wide = before_activation(out, activation)
-            self._multiply_bytes(w, x, wide, self._tiles_of(group, routes, 2), routed)
+            given = self._round(w, x)
+            self._multiply_bytes(w, given, wide, self._tiles_of(group, routes, 2), routed)
             activate_rows(wide, activation, out)
         elif scheme is None:
             super().matmul_routed(group, x, routes, by_token, out, activation)
@@ -154,15 +164,20 @@ class TritonLinearAsFile(TritonLinear):
                 whole[rows] = fake_quantize(x[rows].float(), scheme)
             super().matmul_routed(group, whole, routes, by_token, out, activation)
 
-    def _multiply_bytes(
-        self, w: ByteRows, x: Tensor, out: Tensor, tiles: Tiles, routed: Routed | None = None
-    ) -> None:
-        """Quantizes x ``[M, K]`` and multiplies it, or its routed rows."""
+    def _round(self, w: ByteRows, x: Tensor) -> Rounded:
+        expect_on_device("linear", x, w.scale)
         codes = torch.empty(x.shape[0], w.values.shape[1], dtype=w.values.dtype, device=x.device)
         scales = torch.empty(w.scale.shape[0], x.shape[0], device=x.device)
-        shares = self._sharing.shares(tiles.split, out.shape[0], w.shape[0], x.device)
         round_rows(x, codes, scales, w.inputs).run()
-        product_bytes(w, codes, scales, out, shares, tiles, routed).run()
+        return Rounded(codes, scales, x.shape[1])
+
+    def _multiply_bytes(
+        self, w: ByteRows, x: Rounded, out: Tensor, tiles: Tiles, routed: Routed | None = None
+    ) -> None:
+        """Multiplies x ``[M, K]``, or its routed rows."""
+        expect_on_device("linear", x.codes, out, w.scale)
+        shares = self._sharing.shares(tiles.split, out.shape[0], w.shape[0], out.device)
+        product_bytes(w, x.codes, x.scales, out, shares, tiles, routed).run()
 
 
 def bytes_of_card(capability: tuple[int, int], *, amd: bool) -> tuple[str, ...]:

@@ -141,7 +141,7 @@ class _Kernel:
             self.rows, self.run = self._sampled_rows, self._sample_on_host
         elif hasattr(inner, "rows"):
             self.rows = partial(self._launch, inner.rows)
-        for name in ("matmul", "matmul_routed", "run"):
+        for name in ("matmul", "matmul_routed", "run", "run_rounded"):
             if hasattr(inner, name) and name not in self.__dict__:
                 setattr(self, name, partial(self._launch, getattr(inner, name)))
 

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from sdk.engine.rank.inputs import StepInputs
 from sdk.engine.rank.kv_cache import KVCache
-from sdk.engine.rank.run_ahead import Decoded
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.graph import Cut, Exchange, Graph
 from sdk.kernels.ops import Ops
@@ -147,12 +146,22 @@ class ForwardPasses:
         if self._mesh.samples:
             self.ops.sampling.warm_up(logits)
 
-    def decode(self, size: int, shared: bool) -> Decoded:
-        """A decode step of ``size`` rows: see :class:`~sdk.engine.rank.run_ahead.RunAhead`."""
+    def decode(self, size: int, shared: bool, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """A decode step of ``size`` rows, which writes ``logits``: hidden states, and the result of
+        ``SamplingOps.sample_rows`` with these logits unchanged."""
         inputs = self._inputs
         with torch.inference_mode():
             hidden = self.hidden(inputs.decode_batch(size, shared))
-            return hidden, *self.sample(hidden, size, False)
+            self.ops.adapter_slots = inputs.output_adapters[:size]
+            if isinstance(self._model, Decoder):
+                self._model.logits(hidden, logits)
+            else:
+                logits.copy_(self._model.logits(hidden))
+            return hidden, self.draw(logits, shaped=False)
+
+    def new_logits(self, rows: int) -> Tensor:
+        """Memory for logits, uninitialized."""
+        return self.ops.empty(rows, self._model.config.vocab_size)
 
     def pack_shapes(self, rows: int) -> tuple[bool, list[int]]:
         """Send the shapes of the first ``rows`` output rows to the device.

@@ -92,8 +92,8 @@ def run_rope(short: torch.dtype, dtype: str, head_dim: int = 128) -> None:
 def run_rows(short: torch.dtype) -> None:
     """The sum is float32, its norm short, that after the last layer float32; heads are short."""
     x, y = torch.zeros(4, 576), torch.zeros(4, 576, dtype=short)
-    norm.RmsNorm().run(x, x[0], 1e-5, x)
-    for out in (x, y):
+    for out in (x, y):  # of the embeddings, of sums
+        norm.RmsNorm().run(x, x[0], 1e-5, out)
         norm.AddRmsNorm().run(x, x, x[0], 1e-5, out)
     heads = torch.zeros(4, 9, 128, dtype=short)[:, :3]
     norm.RmsNorm().run(heads, torch.zeros(128), 1e-5, torch.zeros_like(heads))
@@ -102,7 +102,8 @@ def run_rows(short: torch.dtype) -> None:
     for kind in elementwise.MAPS:
         given = y if kind == "add_bias" else x
         elementwise.Map(kind).run(given, x if kind == "add" else x[0], 2.0)
-    elementwise.SelectRows().run(x, torch.zeros(4, dtype=torch.int64), x)
+    for rows in (x, y):  # hidden states, embeddings
+        elementwise.gather("rows", rows, torch.zeros(4, dtype=torch.int64), x, by_row=True)
     for back in (False, True):
         elementwise.TakeColumns().run(y, torch.zeros(576, dtype=torch.int32), back, y)
     elementwise.Places().run(batch_of([3, 1], 9))

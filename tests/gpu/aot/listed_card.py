@@ -1,17 +1,17 @@
 """A card that is not here: engines and launchers run as on it, and their launches are listed.
 
-Weights are as large as real ones and hold anything. Steps are recorded and replayed by
-``tests/engine/fake_card.py``, so that a decode step launches what a replayed graph of a card would;
-nothing is computed, and every token is 0.
+Weights are as large as real ones and hold anything. Steps are recorded and replayed, so that a
+decode step launches what a replayed graph of a card would; nothing is computed, and every token
+is 0.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -29,12 +29,9 @@ from sdk.config import EngineConfig
 from sdk.engine.engine import Engine
 from sdk.engine.rank.step_buffers import Buffers
 from sdk.kernels import context, graph, registry
-from sdk.kernels.gpu import packing, tuning
+from sdk.kernels.gpu import dense, packing, tuning
 from sdk.kernels.self_check import SelfCheck
 from sdk.loading.load import load
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "engine"))
-from fake_card import FakeCard, _apart, _Backend
 
 #: What allocates, and starts no kernel.
 _NO_LAUNCH = graph._VIEWS | {
@@ -110,30 +107,109 @@ class TorchLaunches(TorchDispatchMode):
         return out
 
 
-class _Recorder(FakeCard):
-    """Lists what torch launches when a graph is replayed."""
+class _Noted(TorchDispatchMode):
+    """Notes torch's own launches for the replays of a graph."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if str(func).rpartition(".")[0] in _NO_LAUNCH:
+            return func(*args, **kwargs)
+        if func._schema.is_mutable:
+            self._recorder.launch(partial(func, **kwargs), *args)
+            return args[0]
+        with self:
+            result = func.decompose(*args, **kwargs)
+        assert result is not NotImplemented, f"{func} in a recording"
+        return result
+
+
+class _Recorder:
+    """In place of :class:`sdk.kernels.card.Card`: a graph is what is launched between ``begin`` and
+    ``end``. ``torch``: what torch launched in the last replay."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.torch: list[TorchLaunch] = []
+        self.replays = 0
+        self.context: Any = None
+        self._noted: list[Callable[[], Any]] | None = None
+        self._mode = _Noted(self)
         self._sampled = torch.zeros(256, 3, dtype=torch.float64)
 
+    @contextmanager
+    def capturing(self, forward: Callable[[], object]) -> Iterator[None]:
+        with TorchLaunches([]):  # nothing is computed
+            forward()
+        yield
+
+    def begin(self) -> None:
+        self._noted = []
+        self.context.capture_pool = SimpleNamespace(take=torch.empty)
+        self._mode.__enter__()
+
     def end(self) -> Any:
-        graph = super().end()
-        replay = graph.replay
+        assert self._noted is not None
+        self._mode.__exit__(None, None, None)
+        self.context.capture_pool = None
+        noted, self._noted = self._noted, None
+        return SimpleNamespace(replay=partial(self._replay, noted))
 
-        def listed() -> None:
-            self.torch.clear()
-            with _disable_current_modes(), TorchLaunches(self.torch):
-                replay()
+    def _replay(self, noted: Sequence[Callable[[], Any]]) -> None:
+        self.replays += 1
+        self.torch.clear()
+        with torch.inference_mode(), _disable_current_modes(), TorchLaunches(self.torch):
+            for launch in noted:
+                launch()
 
-        graph.replay = listed
-        return graph
+    def launch(self, function: Callable[..., Any], *args: Any) -> None:
+        if self._noted is None:
+            function(*args)
+        else:
+            self._noted.append(partial(function, *args))
 
-    def sample(self, kernel: Any, logits: Tensor, *given: Any) -> Tensor:
-        """Without the copy of the result that a :class:`FakeCard` needs."""
-        self.launch(kernel.rows, logits, *given)
+    def sample(self, rows: Callable[..., Tensor], logits: Tensor, *given: Any) -> Tensor:
+        """``SamplingOps.sample_rows``."""
+        self.launch(rows, logits, *given)
         return self._sampled[: len(logits)]
+
+
+class _Kernel:
+    """An implementation whose launches are recorded."""
+
+    def __init__(self, inner: Any, op: str, recorder: _Recorder) -> None:
+        self._inner = inner
+        for name in ("run", "run_rounded", "rows", "matmul", "matmul_routed"):
+            if hasattr(inner, name):
+                launch = recorder.sample if (op, name) == ("sample", "rows") else recorder.launch
+                setattr(self, name, partial(launch, getattr(inner, name)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+class _Backend:
+    """A backend whose launches are recorded."""
+
+    captures = True
+
+    def __init__(self, inner: Any, recorder: _Recorder) -> None:
+        self._inner, self._recorder = inner, recorder
+
+    def implementations(self, op: str) -> Sequence[Any]:
+        return [_Kernel(inner, op, self._recorder) for inner in self._inner.implementations(op)]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+def _apart(size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Memory of the host and of the card for :class:`Buffers`."""
+    return torch.zeros(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -154,6 +230,7 @@ def on_card(
     old = target.backend == "cuda" and target.arch < 80
     patch = pytest.MonkeyPatch()
     patch.setattr(kernels.gpu, "_interpreted", lambda: True)  # so that CPU tensors will do
+    patch.setattr(dense, "wide_sums", lambda device, dtype: True)  # as on a card
     patch.setattr(packing, "_row_slices", lambda n, k: ())  # tensors of the right shapes, unfilled
     with all_launches(target) as listed:
         card = kind(processors, old)
@@ -228,8 +305,10 @@ def _opened(
         )
         engine, runner = loaded.engine, loaded.runner
         try:
-            recorder.ops = runner.ops
+            recorder.context = runner.ops.context
+            recorder.context.card = recorder
             runner.record()
+            runner.capture_next()  # a decode step of all requests
             engine.scheduler.pages_ahead, engine.scheduler.batches_in_flight = runner.ahead
             yield engine, recorder
         finally:

@@ -52,19 +52,19 @@ def found() -> dict[str, Any]:
 
 def test_a_product_reads_its_weight_once(found: dict[str, Any]) -> None:
     codes, scales = 1024 * 2048 // 2, 1024 * 16 * 2
-    seconds, ((name, programs, read, macs, instructions), added), torch = found["1"]
+    seconds, ((name, programs, read, macs, instructions),), torch = found["1"]
     assert (name, torch) == ("product_one", [])
     split = 8  # 16 units of 128 columns, at least two for each program
     assert programs == 32 * split
-    assert read == codes + scales + 2048 * 2 + split * 1024 * 4
+    shares = split * 1024 * 4  # written and read
+    assert read == codes + scales + 2048 * 2 + 2 * shares + 1024 * 4
     assert macs == 0  # in float32 arithmetic
     assert instructions == 4 * (50 + 100 * 2)  # two turns of the loop
-    assert added[0] == "add_up"
-    assert seconds > 2 * 1.5e-6
+    assert seconds > 0.9e-6
 
 
 def test_a_product_of_few_tokens_multiplies_whole_tiles(found: dict[str, Any]) -> None:
-    _, (product, _), _ = found["16"]
+    _, (product,), _ = found["16"]
     assert product[0] == "product"
     assert product[3] == 1024 * 2048 * 16
 
@@ -74,10 +74,9 @@ def test_a_product_of_many_tokens_is_the_library_s(found: dict[str, Any]) -> Non
     assert decoded[0] == "decode_rows"
     # codes and scales, and the dequantized weight
     assert decoded[2] == 1024 * 2048 // 2 + 1024 * 16 * 2 + 1024 * 2048 * 2
-    (library, copied) = torch
+    (library,) = torch  # its sums are float32
     assert library[0] == "aten.mm"
     assert library[2] == [300, 1024, 2048]
-    assert copied[0] == "aten.copy_"  # to float32
 
 
 def test_a_step_reads_all_weights_and_the_pages_of_its_context(found: dict[str, Any]) -> None:

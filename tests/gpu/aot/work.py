@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sdk.cli.bench.gpu import roofline
 from sdk.cli.bench.gpu.roofline import Assumptions, Device, Work
-from sdk.kernels.gpu import scratch
+from sdk.kernels.gpu import byte_rows, scratch
 
 #: Numbers of :func:`machine_code.findings`.
 Numbers = Mapping[str, float]
@@ -40,6 +40,7 @@ def work_of(started: Started, found: Numbers) -> Work:
         "warps": int(found["warps"]),
         "registers": int(found["registers"]),
         "shared": int(found["shared"]),
+        "overlaps": bool(started.source.options.get("launch_pdl")),
     }
     if name in _ATTENTION:
         return _attention(started, found, common)
@@ -82,11 +83,14 @@ def _stages(started: Started) -> int:
 def _product(started: Started, found: Numbers, common: dict[str, Any]) -> Work:
     given, constants = started.arguments, started.source.constants
     weights = _nbytes(started, (), only=_WEIGHTS)
-    rest = _nbytes(started, _WEIGHTS)
+    rest = _nbytes(started, (*_WEIGHTS, "counters"))
+    if given.get("parts") is not None:  # written, and read by the last program of a tile
+        rest += given["parts"].nbytes
     n, m = given["N"], given.get("M", 1)
-    unit = constants.get("UNIT", 64)
-    columns = given["units"] * unit
-    turns = math.ceil(given["share"] / constants.get("UNROLL", 1))
+    unit = constants.get("UNIT") or constants.get("BLOCK_K") or byte_rows.STEP
+    units = given.get("units") or -(-given["K"] // unit)
+    columns = units * unit
+    turns = math.ceil(given.get("share", units) / constants.get("UNROLL", 1))
     tile = weights / (n * columns) * constants["BLOCK_N"] * unit
     macs = 0.0
     if found.get("matrix"):

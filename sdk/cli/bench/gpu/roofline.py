@@ -90,14 +90,17 @@ class Assumptions:
     #: (NVIDIA's "Getting started with CUDA graphs": 3.4 us for kernels of 2.9), the rest start and
     #: end of the programs.
     graph_launch: float = 1.5e-6
+    #: The same of kernels with programmatic dependent launch (``kernels/gpu/launch.py``): without
+    #: the gap, and with the start of programs beside the end of those before. Assumed.
+    overlapped_launch: float = 0.9e-6
     #: The same of launches one by one from Python through Triton (4 to 6 us on the host for CUDA
     #: alone; see susun-blog.com/blog/pegainfer-3-cuda-graph).
     eager_launch: float = 12e-6
 
 
 USUAL = Assumptions()
-LOW = Assumptions(0.85, 0.80e-6, 0.55, 0.65, 0.35, 2.0e-6, 20e-6)
-HIGH = Assumptions(0.93, 0.50e-6, 0.85, 0.80, 0.65, 1.0e-6, 6e-6)
+LOW = Assumptions(0.85, 0.80e-6, 0.55, 0.65, 0.35, 2.0e-6, 1.6e-6, 20e-6)
+HIGH = Assumptions(0.93, 0.50e-6, 0.85, 0.80, 0.65, 1.0e-6, 0.5e-6, 6e-6)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +110,8 @@ class Work:
     ``read``: bytes that come from memory once; ``written``. ``in_flight``: bytes a program has
     asked for and not used yet, 0 if unknown. ``macs`` on matrix units, with operands of ``bytes_``
     if ``narrow``. ``instructions``, ``fma``, ``alu``: of a program, counted by warps. ``programs``
-    of ``warps`` need ``registers`` per thread and ``shared`` bytes.
+    of ``warps`` need ``registers`` per thread and ``shared`` bytes. ``overlaps``: it is launched
+    while the kernel before it still runs.
     """
 
     kernel: str
@@ -123,6 +127,7 @@ class Work:
     instructions: float = 0.0
     fma: float = 0.0
     alu: float = 0.0
+    overlaps: bool = False
 
 
 def resident(device: Device, warps: int, registers: int, shared: int) -> int:
@@ -137,7 +142,7 @@ def seconds(device: Device, work: Work, given: Assumptions = USUAL, *, graph: bo
     """Predicted seconds of a launch, with the time between it and the next one."""
     together = max(1, resident(device, work.warps, work.registers, work.shared))
     busiest = _on_busiest(device, work.programs, together)
-    launch = given.graph_launch if graph else given.eager_launch
+    launch = _launch(work, given) if graph else given.eager_launch
     return launch + max(
         _memory(device, work, given, together),
         _matrix(device, work, given, busiest),
@@ -150,11 +155,15 @@ def bounds(device: Device, work: Work, given: Assumptions = USUAL) -> dict[str, 
     together = max(1, resident(device, work.warps, work.registers, work.shared))
     busiest = _on_busiest(device, work.programs, together)
     return {
-        "launch": given.graph_launch,
+        "launch": _launch(work, given),
         "memory": _memory(device, work, given, together),
         "matrix": _matrix(device, work, given, busiest),
         "instructions": _arithmetic(device, work, given, busiest),
     }
+
+
+def _launch(work: Work, given: Assumptions) -> float:
+    return given.overlapped_launch if work.overlaps else given.graph_launch
 
 
 def _on_busiest(device: Device, programs: int, together: int) -> int:
