@@ -260,9 +260,9 @@ def product(
     instead of M; the weight is then the first expert's.
     """
     tokens, n = x.shape[0], packed.shape[0]
-    # 64 columns without matrix instructions leave too few registers: up to 480 bytes were spilled on
-    # sm_90 (q3_k), 1.7 KiB on sm_75. Nor do 32 fit for codes of 2 bits with zero points or minima
-    # (208 bytes on sm_90, 856 on sm_100).
+    # 64 columns without matrix instructions leave too few registers: up to 480 bytes were spilled
+    # on sm_90 (q3_k), 1.7 KiB on sm_75. Nor do 32 fit for codes of 2 bits with zero points or
+    # minima (208 bytes on sm_90, 856 on sm_100).
     plain = dtype == torch.float32 or old_card(x.device)
     most = tiles.block_m
     if plain:

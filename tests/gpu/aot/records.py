@@ -33,8 +33,8 @@ ON_THE_STACK = {"angles_kernel"}
 #: (q2_k for one token: 168 registers, of 255 that it might take).
 ONE_NUMBER = 8
 #: Bytes of spilled registers known to be there, by card and kernel: of products of 64 tokens (which
-#: sm_75 leaves to the library), and of attention: the most with int4 pages of heads of 80 and prompts.
-#: A repair lowers the number.
+#: sm_75 leaves to the library), and of attention, the most with prompts and int4 pages of heads of
+#: 80. A repair lowers the number.
 SPILLED = {
     ("sm_75", "product"): 352,
     ("sm_75", "prefill_kernel"): 16,
