@@ -58,6 +58,8 @@ SPILLED = {
     ("sm_120", "decode_kernel"): 16,
     ("sm_120", "shared_kernel"): 56,
     ("gfx90a", "product"): 728,
+    ("gfx90a", "prefill_kernel"): 552,
+    ("gfx90a", "shared_kernel"): 424,
     ("gfx942", "product"): 728,
     ("gfx942", "shared_kernel"): 12,
 }
