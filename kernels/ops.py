@@ -174,7 +174,8 @@ class Ops:
         dtype = torch.float32 if wide else self.activations
         if out is None:
             out = self.empty(*x.shape, dtype=dtype)
-        expect("add_rms_norm out", out, dtype, *x.shape)
+        else:
+            expect("add_rms_norm out", out, dtype, *x.shape)
         if x.numel():
             kernel.run(*given, out)
         return out, sums

@@ -67,12 +67,10 @@ class ForwardPasses:
             inputs = self._model.embed(inputs)
             for first, rows in embedded:
                 inputs[first : first + len(rows)] = rows
-        layers = self._kv.layers
-        if out is None:
-            return self._model(inputs, batch, layers)
         if isinstance(self._model, Decoder):
-            return self._model(inputs, batch, layers, out)
-        return out.copy_(self._model(inputs, batch, layers))
+            return self._model(inputs, batch, self._kv.layers, out)
+        found = self._model(inputs, batch, self._kv.layers)
+        return found if out is None else out.copy_(found)
 
     @property
     def alone(self) -> bool:
@@ -103,11 +101,10 @@ class ForwardPasses:
         """Logits of the first output rows, in ``out`` if given."""
         self.ops.adapter_slots = self._inputs.output_adapters[:outputs]
         rows = self.ops.select_rows(hidden, self._inputs.output_rows[:outputs])
-        if out is None:
-            return self._model.logits(rows)
         if isinstance(self._model, Decoder):
             return self._model.logits(rows, out)
-        return out.copy_(self._model.logits(rows))
+        found = self._model.logits(rows)
+        return found if out is None else out.copy_(found)
 
     def logits_in_parts(self, hidden: Tensor, adapter: int = -1) -> Iterator[Tensor]:
         """Yield logits of rows of one adapter, in parts. Each part is valid until the next."""
