@@ -97,8 +97,9 @@ class EngineOptions(TypedDict, total=False):
     KV cache can hold if that is less."""
     max_num_seqs: int
     """Requests that run at once (request slots). Default: 64."""
-    max_num_batched_tokens: int
-    """Tokens of one step, at least `max_num_seqs`. Default: 256."""
+    max_num_batched_tokens: int | None
+    """Tokens of one step, at least `max_num_seqs` (the default grows with it). Default: 256, on a
+    GPU 2,048."""
     block_size: int
     """Tokens of a KV page, a power of two; 128 with a `kv_policy`. Default: 16."""
     enable_prefix_caching: bool
