@@ -102,8 +102,13 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Links of a code host become links of the site."""
+    """Links of a code host become links of the site; one that shows a file's name shows its title.
+
+    A page without headings has no table of contents, and so more room.
+    """
     source = page.file.src_uri
+    if not re.search("^##|^:::", markdown, re.MULTILINE):
+        page.meta["hide"] = ["toc"]
     here = "" if source in TOP_PAGES.values() else posixpath.dirname(f"docs/{source}")
     site = posixpath.dirname(source)
 
@@ -120,13 +125,24 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
             new = f"{REPOSITORY}/{target}"
         if target.startswith("docs/tutorials/"):
             new = re.sub(r"\.ipynb$", ".md", new)
-        return f"{match[1]}({new}{'#' + heading if heading else ''})"
+        shown = match[1]
+        if shown[1:-1] in (path, posixpath.basename(path)) and path.endswith((".md", ".ipynb")):
+            shown = f"[{title(ROOT / target)}]"
+        return f"{shown}({new}{'#' + heading if heading else ''})"
 
     parts = re.split(r"(^ *```.*?^ *```$)", markdown, flags=re.MULTILINE | re.DOTALL)
     link = re.compile(r"(!?\[(?:[^\[\]]|\[[^\]]*\])*\])\(([^()\s]+)\)")
     return "".join(
         part if part.lstrip().startswith("```") else link.sub(moved, part) for part in parts
     )
+
+
+def title(path: Path) -> str:
+    """The first heading of a page or a notebook."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".ipynb":
+        text = "".join(json.loads(text)["cells"][0]["source"])
+    return text.partition("# ")[2].partition("\n")[0]
 
 
 def is_program(path: str) -> bool:

@@ -59,7 +59,7 @@ class LLM:
     """A model loaded into this process, and the engine that serves it.
 
     ``model`` is a GGUF file, a folder with safetensors and ``config.json``, or a hub id. The
-    options are the fields of :class:`sdk.config.EngineConfig`. The most important ones are
+    options are those of :class:`sdk.options.EngineOptions`. The most important ones are
     ``memory="2GiB"`` (a hard budget for weights, KV cache and workspace), ``max_model_len``,
     ``num_threads`` and ``compute="exact"``.
 
