@@ -107,23 +107,33 @@ clean: ## remove everything this Makefile made, except the models in the user's 
 
 # --- stamps: each step runs again only when what it was made from has changed ---
 
-$(PY):
+define NEW_ENVIRONMENT  # NEW_ENVIRONMENT folder flags
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
 	  echo "embedlm: $(PYTHON) cannot make virtual environments; on Debian or Ubuntu: apt install python3-venv" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
 	  echo "embedlm: Python 3.10 or newer is needed; name one with PYTHON=..." >&2; exit 1; }
-	@echo "embedlm: creating the environment $(VENV)"
-	@$(PYTHON) -m venv $(VENV_FLAGS) $(VENV)
+	@echo "embedlm: creating the environment $(1)"
+	@$(PYTHON) -m venv $(2) $(1)
+endef
+
+define INSTALL_TOOLS  # INSTALL_TOOLS folder requirements
+	@echo "embedlm: downloading and installing the tools of $(2)"
+	@$(1)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -r $(2) || { \
+	  echo "embedlm: the tools are missing, and pip could not install them. This needs a package index, once;" \
+	    "name another one with PIP_FLAGS=\"--index-url ...\"" >&2; exit 1; }
+endef
+
+$(PY):
+	$(call NEW_ENVIRONMENT,$(VENV),$(VENV_FLAGS))
 
 $(WHEEL_TOOLS)/.embedlm-tools: .ci/requirements-wheels.txt
-	@$(PYTHON) -m venv $(WHEEL_TOOLS)
-	@$(WHEEL_TOOLS)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -r $<
+	$(call NEW_ENVIRONMENT,$(WHEEL_TOOLS))
+	$(call INSTALL_TOOLS,$(WHEEL_TOOLS),$<)
 	@touch $@
 
-$(DOCS_TOOLS)/.embedlm-tools: pyproject.toml
-	@$(PYTHON) -m venv $(DOCS_TOOLS)
-	@sed -n 's/^docs = \[\(.*\)\]$$/\1/p' pyproject.toml | tr ',' '\n' | tr -d '" ' > $(DOCS_TOOLS)/requirements.txt
-	@$(DOCS_TOOLS)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -r $(DOCS_TOOLS)/requirements.txt
+$(DOCS_TOOLS)/.embedlm-tools: .ci/requirements-docs.txt
+	$(call NEW_ENVIRONMENT,$(DOCS_TOOLS))
+	$(call INSTALL_TOOLS,$(DOCS_TOOLS),$<)
 	@touch $@
 
 # The constraint goes into every pip call. An environment that has torch keeps exactly that torch;

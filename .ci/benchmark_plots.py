@@ -27,7 +27,7 @@ STYLE = """  <style>
       .a { fill: #12386b; stroke: #79b4ff; } .b { fill: #5c2e0a; stroke: #ffab70; }
     }
   </style>"""
-LEFT, FULL, BAR = 150, 430, 20  # of a bar: its left edge, the longest one, its height
+LEFT, FULL, BAR = 165, 415, 20  # of a bar: its left edge, the longest one, its height
 
 
 def numbers(part: str) -> dict[str, dict[str, float]]:
@@ -46,21 +46,26 @@ def numbers(part: str) -> dict[str, dict[str, float]]:
     return found
 
 
+def most(prefill: bool) -> float:
+    """The longest bar of all plots, so that the machines can be compared."""
+    return max(
+        value
+        for part, _ in PLOTS.values()
+        for what, engines in numbers(part).items()
+        for value in engines.values()
+        if what.startswith("prefill") == prefill
+    )
+
+
 def plot(part: str, machine: str) -> str:
-    """Bars by what was measured; the lengths of prefill and decode have scales of their own."""
+    """Bars by what was measured; prefill has a scale of its own."""
     measured = numbers(part)
     lines, y = [], 62
     for what, engines in measured.items():
-        prefill = what.startswith("prefill")
-        most = max(
-            value
-            for other, each in measured.items()
-            for value in each.values()
-            if other.startswith("prefill") == prefill
-        )
+        longest = most(what.startswith("prefill"))
         lines.append(f'  <text x="20" y="{y + 15}">{what}</text>')
         for engine, value in engines.items():
-            length = max(1, round(FULL * value / most))
+            length = max(1, round(FULL * value / longest))
             cls = "a" if engine == "embedlm" else "b"
             lines += [
                 f'  <rect class="{cls}" x="{LEFT}" y="{y}" width="{length}" height="{BAR}"/>',
