@@ -30,6 +30,7 @@ SLOW = {
     "docs/concepts/many_processes.md",
     "docs/distributed.md",
     "docs/hand_over.md",
+    "docs/scheduling.md",
     "docs/speculation.md",
 }
 CODE = {name_of(page): blocks(page.read_text(encoding="utf-8")) for page in PAGES}

@@ -139,7 +139,7 @@ def test_make_test_leaves_slow_tests_out_and_make_test_all_and_ci_do_not() -> No
     assert "not slow" not in all_of_them
     script = (ROOT / ".ci" / "run").read_text().splitlines()
     assert [line for line in script if line.startswith("make")] == [
-        *("make lint", "make browser", "make test-all")
+        *("make lint", "make docs", "make browser", "make test-all")
     ]
 
 
