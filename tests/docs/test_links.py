@@ -105,6 +105,9 @@ def test_the_site_builds_strictly(tmp_path: Path) -> None:
         assert f"{name}" in reference, name
     notebook = (site / "tutorials" / "3_serve" / "index.html").read_text(encoding="utf-8")
     assert notebook.count("<img") >= 3  # its plots
+    chat = (site / "guides" / "chat" / "index.html").read_text(encoding="utf-8")
+    assert ">Structured output</a>" in chat and ">structured.md</a>" not in chat
     for path in site.rglob("*.html"):  # no script or style is loaded from another host
         text = path.read_text(encoding="utf-8")
+        assert 'class="mermaid"' not in text  # the theme would fetch a script for it
         assert not re.search(r'<(?:script|link)[^>]* (?:src|href)="https?:[^"]*\.\w+"', text)

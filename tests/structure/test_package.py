@@ -134,6 +134,13 @@ def test_the_table_of_extras_names_each_one_and_every_package_it_brings() -> Non
     assert listed == expected
 
 
+def test_the_readme_s_table_of_extras_has_the_rows_of_the_page_about_installing() -> None:
+    rows = EXTRA_ROW.findall((ROOT / "docs" / "install.md").read_text(encoding="utf-8"))
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    found = re.findall(r"^\| `([\w-]+)` \| [^|]+ \| (\d+|under 1) \|$", readme, re.MULTILINE)
+    assert found == [(name, size) for name, _, _, size in rows] != []
+
+
 def test_no_extra_is_named_that_does_not_exist() -> None:
     sources = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "sdk").rglob("*.py")]
     named = {
