@@ -64,7 +64,7 @@ test-interop: $(VENV)/.embedlm-dev ## exchange files with auto-gptq, autoawq, gp
 build: $(VENV)/.embedlm-installed ## install this checkout (editable) with its native module
 
 wheels: $(WHEEL_TOOLS)/.embedlm-tools ## build dist/: source archive, manylinux wheel (for every Python), bill of materials
-	@echo "embedlm: compiling the native module and packing (4 minutes of CPU time for each architecture)"
+	@echo "embedlm: compiling the native module and packing (2 to 4 minutes of CPU time for each architecture)"
 	@$(WHEEL_TOOLS)/bin/python .ci/wheels.py $(DIST)
 
 docs: $(DOCS_TOOLS)/.embedlm-tools ## build the documentation site in build/site; a dead link or anchor is an error
