@@ -20,6 +20,7 @@ from torch import Tensor
 
 from sdk.kernels.backend import Problem
 from sdk.kernels.gpu import product as kernels
+from sdk.kernels.gpu import product_one as one_token
 from sdk.kernels.gpu.dense import multiply, product_dense
 from sdk.kernels.gpu.elementwise import GatedActivation
 from sdk.kernels.gpu.expert_tiles import PARTS, Experts, Routed, offsets_of, tile_arguments
@@ -41,7 +42,7 @@ from sdk.kernels.routes import Routes
 
 #: What ``decode_values`` leaves to the scale: the difference of the exponents' biases.
 FACTORS = {"e2m1": 2.0**14, "e4m3": 2.0**8}
-#: The same of ``tiny_values``, of which x takes ``RAISE``: neither it nor a product overflows.
+#: The same of ``small_values``, of which x takes ``RAISE``: neither it nor a product overflows.
 TINY = {"int": 149, "e2m1": 126, "e4m3": 120, "e5m2": 112}
 RAISE = 80
 
@@ -178,6 +179,8 @@ class TritonLinear:
         decode_rows(packed, out, ids).run()
 
     def group(self, packed: Sequence[Packed]) -> Experts[Packed] | None:
+        if any(p.nans for p in packed):
+            packed = [replace(p, nans=True) for p in packed]
         described = [_weight(p) for p in packed]
         tables = [p.tables[torch.float32] for p in packed if p.tables is not None]
         if any(constants != described[0][1] for _, constants in described[1:]):
@@ -324,12 +327,12 @@ def product_one(
     if routed is not None:
         arguments |= {"offsets": routed.offsets, "owners": routed.routes.owners}
         arguments["sources"] = routed.sources
-    constants |= {"BLOCK_N": tiles.block_n, "UNROLL": tiles.stages, "ROUTED": routed is not None}
+    constants |= {"BLOCK_N": tiles.block_n, "NANS": packed.nans, "ROUTED": routed is not None}
     constants |= {"SHARED": shares.split > 1, "ACTIVATION": activation}
     tiny = packed.kind in TINY
     constants["RAISE"] = 2.0**RAISE if tiny else 1.0
     constants["FACTOR"] = 2.0 ** (TINY[packed.kind] - RAISE) if tiny else 1.0
-    return Launch(kernels.product_one, grid, arguments, constants, {"num_warps": tiles.warps})
+    return Launch(one_token.product_one, grid, arguments, constants, {"num_warps": tiles.warps})
 
 
 def decode_rows(packed: Packed, out: Tensor, rows: Tensor | int) -> Launch:
