@@ -179,6 +179,15 @@ def product_one(
     ``FACTOR`` undoes the smallness of :func:`small_values`, of which x bears ``RAISE``.
     ``ROUTED``: a program of the third dimension has one row, and so one of the token's experts.
     """
+    block = tl.program_id(0)
+    rows, there = tile_rows(block, N, BLOCK_N, ACTIVATION, 0)
+    first = tl.program_id(1) * share
+    end = tl.minimum(first + share, units)
+    if not ROUTED:  # no kernel writes weights: the first words come while earlier kernels still run
+        a, b, c, d = load_planes(
+            w0, w1, w2, rows, tl.minimum(first, units - 1), units,
+            WIDTH, WIDTH_1, WIDTH_2, UNIT, PAIRS,
+        )  # fmt: skip
     after_earlier()
     row = tl.program_id(2)
     if ROUTED:
@@ -190,21 +199,19 @@ def product_one(
         if sources is not None:
             source = tl.load(sources + row)
         x += source.to(tl.int64) * x_stride
-    block = tl.program_id(0)
-    rows, there = tile_rows(block, N, BLOCK_N, ACTIVATION, 0)
+        a, b, c, d = load_planes(
+            w0, w1, w2, rows, tl.minimum(first, units - 1), units,
+            WIDTH, WIDTH_1, WIDTH_2, UNIT, PAIRS,
+        )  # fmt: skip
     acc = tl.zeros((BLOCK_N, 4), tl.float32)
     part = acc
     total = tl.zeros((4,), tl.float32)
     # Super scales are the same for all of a unit, except where K has short units.
     ONCE: tl.constexpr = SUPER > 0 and SCALE != "nested" and SUPER % UNIT == 0 and CHUNK < UNIT
-    first = tl.program_id(1) * share
-    end = tl.minimum(first + share, units)
-    a, b, c, d = load_planes(
-        w0, w1, w2, rows, tl.minimum(first, units - 1), units, WIDTH, WIDTH_1, WIDTH_2, UNIT, PAIRS
-    )
     for unit in range(first, end):
         words = (a, b, c, d)
-        later = tl.minimum(unit + 1, units - 1)
+        # In the last turn the same words come again, from the first-level cache.
+        later = tl.minimum(unit + 1, end - 1)
         a, b, c, d = load_planes(
             w0, w1, w2, rows, later, units, WIDTH, WIDTH_1, WIDTH_2, UNIT, PAIRS
         )
