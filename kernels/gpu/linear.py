@@ -19,8 +19,7 @@ import triton
 from torch import Tensor
 
 from sdk.kernels.backend import Problem
-from sdk.kernels.gpu import product as kernels
-from sdk.kernels.gpu import product_one as one_token
+from sdk.kernels.gpu import product as kernels, product_one as one_token
 from sdk.kernels.gpu.dense import multiply, product_dense
 from sdk.kernels.gpu.elementwise import GatedActivation
 from sdk.kernels.gpu.expert_tiles import PARTS, Experts, Routed, offsets_of, tile_arguments

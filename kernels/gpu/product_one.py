@@ -223,12 +223,12 @@ def product_one(
             own_scale = tl.load(super_scale + run).to(tl.float32)
             if MINUS != "" and MINUS != "plain":
                 own_minus = tl.load(super_minus + run).to(tl.float32)
-        for c_ in tl.static_range(UNIT // CHUNK):
-            k = unit * UNIT + c_ * CHUNK
+        for chunk in tl.static_range(UNIT // CHUNK):
+            k = unit * UNIT + chunk * CHUNK
             if not WHOLE:
                 part = tl.zeros((BLOCK_N, 4), tl.float32)
             part, more = add_chunk(
-                part, words, x, table, k, K, c_ * (CHUNK // (2 * PAIRS)), KIND, UNIT,
+                part, words, x, table, k, K, chunk * (CHUNK // (2 * PAIRS)), KIND, UNIT,
                 WIDTH, WIDTH_1, WIDTH_2, CHUNK, EVEN, RAISE, NANS, PAIRS,
             )  # fmt: skip
             if WHOLE:
