@@ -1,4 +1,5 @@
-"""Products of one token with packed weights, without matrix instructions: ``y = w @ x`` in float32.
+"""Products of one token with packed weights, without matrix instructions: ``y = w @ x`` in float32;
+and of a few, one by one, on cards that have none.
 
 With one token the card's memory limits, as long as there are few instructions per weight. A code
 therefore becomes a float by one ``and``: it stays at its place in its word, where the bits of a
@@ -174,14 +175,16 @@ def product_one(
     BLOCK_N: tl.constexpr, ROUTED: tl.constexpr, SHARED: tl.constexpr,
     ACTIVATION: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_N rows of ``out [1, N]``, of one token, ``share`` units of K.
+    """BLOCK_N columns of one row of ``out``, ``share`` units of K.
+
+    Grid (rows of x, tiles of rows of the weight, split): programs that run together share weights.
 
     ``FACTOR`` undoes the smallness of :func:`small_values`, of which x bears ``RAISE``.
-    ``ROUTED``: a program of the third dimension has one row, and so one of the token's experts.
+    ``ROUTED``: a row of out is that of one of the token's experts.
     """
-    block = tl.program_id(0)
+    block = tl.program_id(1)
     rows, there = tile_rows(block, N, BLOCK_N, ACTIVATION, 0)
-    first = tl.program_id(1) * share
+    first = tl.program_id(2) * share
     end = tl.minimum(first + share, units)
     if not ROUTED:  # no kernel writes weights: the first words come while earlier kernels still run
         a, b, c, d = load_planes(
@@ -189,20 +192,20 @@ def product_one(
             WIDTH, WIDTH_1, WIDTH_2, UNIT, PAIRS,
         )  # fmt: skip
     after_earlier()
-    row = tl.program_id(2)
+    row = tl.program_id(0)
+    source = row
     if ROUTED:
         w0, w1, w2, scale, super_scale, nested, offset, zeros, minus, super_minus = of_expert(
             w0, w1, w2, scale, super_scale, nested, offset, zeros, minus, super_minus,
             offsets, tl.load(owners + row),
         )  # fmt: skip
-        source = row
         if sources is not None:
             source = tl.load(sources + row)
-        x += source.to(tl.int64) * x_stride
         a, b, c, d = load_planes(
             w0, w1, w2, rows, tl.minimum(first, units - 1), units,
             WIDTH, WIDTH_1, WIDTH_2, UNIT, PAIRS,
         )  # fmt: skip
+    x += source.to(tl.int64) * x_stride
     acc = tl.zeros((BLOCK_N, 4), tl.float32)
     part = acc
     total = tl.zeros((4,), tl.float32)
@@ -250,6 +253,6 @@ def product_one(
     store_tile(
         (tl.sum(acc, 1) * FACTOR)[:, None], block, rows, there, m, m == row,
         out, out_stride, parts, part_stride,
-        counters, row * tl.num_programs(0) + block, tl.program_id(1), split, N,
+        counters, row * tl.num_programs(1) + block, tl.program_id(2), split, N,
         SHARED, ACTIVATION, BLOCK_N, 1,
     )  # fmt: skip
