@@ -1,9 +1,10 @@
 """Matrix products on packed weights with Triton: selects kernel and tiles by number of tokens.
 
 One token: ``product_one``, in float32 arithmetic (``ONE_BY_ONE``: also a few). Below ``dense_from``
-tokens: ``product``, on the matrix units. From there on, dequantizing a weight once into scratch and a library product cost less
-than dequantizing it in every tile of tokens. For experts with ``experts_dense_from`` rows or more
-each, ``product_dense`` replaces the library. All must match ``kernels/reference/linear.py``.
+tokens: ``product``, on the matrix units. From there on, dequantizing a weight once into scratch and
+a library product cost less than dequantizing it in every tile of tokens. For experts with
+``experts_dense_from`` rows or more each, ``product_dense`` replaces the library. All must match
+``kernels/reference/linear.py``.
 """
 
 from __future__ import annotations
