@@ -58,7 +58,8 @@ def small_values(
     else:
         PARTS: tl.constexpr = WORDS // PAIRS
         codes = words[SLICE % PARTS]
-        PLACE: tl.constexpr = WIDTH * (SLICE // PARTS) + 16 * HALF
+        # Triton evaluates one branch
+        PLACE: tl.constexpr = WIDTH * (SLICE // PARTS) + 16 * HALF  # type: ignore[no-redef]
     codes = words_of(codes, PAIRS)[EACH]
     BITS: tl.constexpr = WIDTH + WIDTH_1 + WIDTH_2
     if KIND == "int":
