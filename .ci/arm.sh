@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # `make test-arm`: the native module for 64-bit ARM, compiled here and run by an emulator: the driver on
-# CPUs of each instruction-set level, tests/kernels and golden files at all levels. .ci/arm.sh PYTHON
+# CPUs of each instruction-set level, tests/kernels at all levels, golden files. .ci/arm.sh PYTHON
 # [pytest arguments]; everything it makes lies in build/arm, a copy of the tree among it.
 #
 # The emulator orders memory as this machine does: a missing barrier does not show here. `make sanitize`
@@ -83,7 +83,7 @@ chmod +x "$out/bin/python"
 export PATH="$out/bin:$PATH" PYTHONHOME=/usr PYTHONPATH="$tree:$root/site" OMP_NUM_THREADS=1
 export PYTHONDONTWRITEBYTECODE=1
 
-say "tests/kernels and golden files at all levels"
+say "tests/kernels at all levels, golden files"
 cd "$tree"
 "$out/bin/python" -m pytest --timeout 3000 -q -m "not slow" tests/kernels \
   tests/accuracy/test_goldens.py "$@"
