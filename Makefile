@@ -48,10 +48,10 @@ test-arm: | $(PY) ## the native module for 64-bit ARM in an emulator, with an AR
 	.ci/arm.sh $(abspath $(PY))
 
 aot: $(VENV)/.embedlm-dev ## compile every new or changed GPU kernel for every card, without one
-	$(PY) tests/gpu/aot/sweep.py
+	$(PY) tests/gpu/aot/sweep.py $(if $(ACCEPT),--accept)
 
 aot-%: $(VENV)/.embedlm-dev # the same for one of sm_75 sm_80 sm_89 sm_90 sm_100 sm_120 gfx90a gfx942
-	$(PY) tests/gpu/aot/sweep.py $*
+	$(PY) tests/gpu/aot/sweep.py $* $(if $(ACCEPT),--accept)
 
 gpu: ## on a machine with a GPU: PARTS="tests bench tune", all by default; results in $$OUT (build/gpu)
 	PYTHON=$(PYTHON) .ci/gpu.sh $(PARTS)

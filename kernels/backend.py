@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from sdk.kernels.layouts import Layout
+from sdk.kernels.rounding import Rounding, Rows
 from sdk.kernels.routes import Routes
 from sdk.kernels.scratch import Products, Scratch
 
@@ -59,7 +60,14 @@ class LinearKernel(Implementation, Protocol):
     def unpack(self, packed: Any) -> Layout:
         """The inverse of :meth:`pack`, bit for bit."""
 
-    def matmul(self, packed: Any, x: Tensor, out: Tensor) -> None:
+    #: Whether products take an ``activation`` (:data:`sdk.kernels.ops.Activation`): the weight has
+    #: the rows of gate, then those of up, and the result is ``act(gate) * up``, half as wide.
+    gates: bool
+
+    def rounding(self, packed: Any) -> Rounding | None:
+        """How :meth:`matmul` takes rows as codes. ``None``: it does not."""
+
+    def matmul(self, packed: Any, x: Rows, out: Tensor, activation: str = "") -> None:
         """``out [M, N] = x [M, K] @ w.T``; x is contiguous, both have any type of the backend."""
 
     #: Whether ``rows`` takes ``part`` (:meth:`sdk.kernels.bound.BoundLinear.rows`).
@@ -78,7 +86,13 @@ class LinearKernel(Implementation, Protocol):
         the kernel does not support this."""
 
     def matmul_routed(
-        self, group: Any, x: Tensor, routes: Routes, by_token: bool, out: Tensor
+        self,
+        group: Any,
+        x: Tensor,
+        routes: Routes,
+        by_token: bool,
+        out: Tensor,
+        activation: str = "",
     ) -> None:
         """``out[r] = x[routes.tokens[r] if by_token else r] @ w[routes.owners[r]].T``."""
 
@@ -116,6 +130,10 @@ class Backend(Protocol):
     #: :class:`sdk.kernels.card.Card`. A backend that takes the counts of a step at run time has
     #: ``record`` instead (:class:`Recorder`).
     captures: bool
+
+    def work_shape(self, requests: int, kv_heads: int) -> tuple[int, int] | None:
+        """The shape of ``AttentionBatch.work`` for steps of up to so many requests; None: attention
+        uses no list of work. ``kv_heads``: the most of any layer."""
 
     def implementations(self, op: str) -> Sequence[Any]:
         """Implementations of ``op``, best first; empty if the backend has none."""

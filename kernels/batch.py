@@ -28,6 +28,8 @@ class AttentionBatch:
     - ``shared_len``: int32 ``[1]``, if known: the number of tokens at the beginning of all requests
       that are in the same pages, less than any ``context_len``. A backend may use it to read them
       once.
+    - ``work``: int32 ``[R + 1 or more, n]``, if the backend of the operators uses one: how the
+      attention of the step is divided. ``find_places`` writes it, once for all layers.
     """
 
     positions: Tensor
@@ -39,6 +41,7 @@ class AttentionBatch:
     max_query_len: int
     max_context_len: int
     shared_len: Tensor | None = None
+    work: Tensor | None = None
 
     def check(self, pages: KVPages | None = None) -> None:
         """Check types and shapes. Operators check the contents when they use them.
@@ -53,6 +56,8 @@ class AttentionBatch:
         expect("batch slots", self.slots, torch.int64, tokens)
         if self.shared_len is not None:
             expect("batch shared_len", self.shared_len, torch.int32, 1)
+        if self.work is not None:
+            expect("batch work", self.work, torch.int32, None, None)
         for x in (self.positions, self.query_start, self.context_len, self.slots):
             if not x.is_contiguous():
                 raise KernelError(f"batch: expected contiguous rows, found strides {x.stride()}")

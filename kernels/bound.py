@@ -14,6 +14,7 @@ from sdk.kernels.checks import expect, expect_floats
 from sdk.kernels.context import Context
 from sdk.kernels.errors import KernelError
 from sdk.kernels.layouts import Layout
+from sdk.kernels.rounding import Rounding, Rows
 from sdk.kernels.routes import Routes
 
 
@@ -27,23 +28,41 @@ class BoundLinear:
     context: Context
     problem: Problem
 
-    def matmul(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+    @property
+    def gates(self) -> bool:
+        """See :class:`sdk.kernels.backend.LinearKernel`."""
+        return bool(self.choice.implementation.gates)
+
+    @property
+    def rounding(self) -> Rounding | None:
+        """See :class:`sdk.kernels.backend.LinearKernel`."""
+        found: Rounding | None = self.choice.implementation.rounding(self.packed)
+        return found
+
+    def matmul(self, x: Rows, out: Tensor | None = None, activation: str = "") -> Tensor:
         """``x [M, K] -> [M, N]``, float32, or into ``out`` in the type of ``out``.
 
-        The rows of ``out`` may be strided.
+        The rows of ``out`` may be strided. ``activation``: only if the kernel :attr:`gates`; the
+        result is ``[M, N / 2]``.
         """
         short = self.context.activations
-        expect_floats("linear x", x, short, None, self.shape[1])
+        width = self.shape[0] // 2 if activation else self.shape[0]
+        if isinstance(x, Tensor):
+            expect_floats("linear x", x, short, None, self.shape[1])
+            x = x.contiguous()
+        elif self.rounding is None or x.width != self.shape[1]:
+            raise KernelError(f"linear x: expected floats [M, {self.shape[1]}], found codes")
         if out is None:
-            out = self.context.empty(x.shape[0], self.shape[0])
+            out = self.context.empty(x.shape[0], width)
         else:
-            expect_floats("linear out", out, short, x.shape[0], self.shape[0])
+            expect_floats("linear out", out, short, x.shape[0], width)
             if out.stride(1) != 1 or (out.shape[0] > 1 and out.stride(0) < out.shape[1]):
                 raise KernelError(
                     f"linear out: expected contiguous, separate rows, found strides {out.stride()}"
                 )
         if x.shape[0]:
-            self.choice.implementation.matmul(self.packed, x.contiguous(), out)
+            given = (activation,) if activation else ()
+            self.choice.implementation.matmul(self.packed, x, out, *given)
         return out
 
     def rows(self, ids: Tensor, part: tuple[int, int] | None = None) -> Tensor:
@@ -99,16 +118,26 @@ class BoundExperts:
     shape: tuple[int, int]
     context: Context
 
-    def matmul(self, x: Tensor, routes: Routes, *, by_token: bool) -> Tensor:
+    @property
+    def gates(self) -> bool:
+        """See :class:`sdk.kernels.backend.LinearKernel`."""
+        return bool(self.implementation.gates)
+
+    def matmul(self, x: Tensor, routes: Routes, *, by_token: bool, activation: str = "") -> Tensor:
         """``[R, N]`` in the order of the experts, from x ``[T, K]`` (``by_token``) or ``[R, K]``.
 
-        The result has the activations' type (``Ops.activations``).
+        The result has the activations' type (``Ops.activations``). ``activation``: see
+        :meth:`BoundLinear.matmul`.
         """
         tokens, rows = routes.weights.shape[0], routes.tokens.shape[0]
         short = self.context.activations
         expect_floats("experts x", x, short, tokens if by_token else rows, self.shape[1])
         expect("experts starts", routes.starts, torch.int32, self.count + 1)
-        out = self.context.empty(rows, self.shape[0], dtype=short)
+        width = self.shape[0] // 2 if activation else self.shape[0]
+        out = self.context.empty(rows, width, dtype=short)
         if rows:
-            self.implementation.matmul_routed(self.packed, x.contiguous(), routes, by_token, out)
+            given = (activation,) if activation else ()
+            self.implementation.matmul_routed(
+                self.packed, x.contiguous(), routes, by_token, out, *given
+            )
         return out

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from sdk.kernels.context import Compute, Context
 from sdk.kernels.errors import KernelError
 from sdk.kernels.graph import Recording
 from sdk.kernels.groups import Group, Link
+from sdk.kernels.head_norms import HeadNorms
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.kv_tiers import page_tier
 from sdk.kernels.layouts import Layout, on_device
@@ -35,6 +36,7 @@ from sdk.kernels.low_rank import AdapterTable, Shape
 from sdk.kernels.moe import MoEOps
 from sdk.kernels.offload import Offload
 from sdk.kernels.registry import linear_problem
+from sdk.kernels.rounding import Rounded, Rounding, Rows
 from sdk.kernels.sampling_ops import SamplingOps
 from sdk.kernels.self_check import SelfCheck
 
@@ -116,6 +118,10 @@ class Ops:
         """See :class:`sdk.kernels.backend.Backend`."""
         return self.context.backends[0].shares_keys
 
+    def work_shape(self, requests: int, kv_heads: int) -> tuple[int, int] | None:
+        """See :class:`sdk.kernels.backend.Backend`."""
+        return self.context.backends[0].work_shape(requests, kv_heads)
+
     def linear(self, layout: Layout, activation_bits: int = 8) -> BoundLinear:
         """Choose a kernel for a weight, check it, and pack the weight for it on this device.
 
@@ -150,19 +156,63 @@ class Ops:
         return out
 
     def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, wide: bool = False
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        *,
+        wide: bool = False,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """``s = x + residual``; returns ``(rms_norm(s), s)``; ``residual``, float32, becomes s.
 
-        The norm is of the activations' type, with ``wide`` float32.
+        Without a residual s is x itself, float32. The norm is of the activations' type, with
+        ``wide`` float32, in ``out`` or new.
         """
-        expect_floats("add_rms_norm x", x, self.activations)
-        expect("add_rms_norm residual", residual, torch.float32, *x.shape)
-        expect("add_rms_norm weight", weight, torch.float32, x.shape[-1])
-        out = self.empty(*residual.shape, dtype=torch.float32 if wide else self.activations)
+        kernel, given, sums = self._norm_of_sums(x, residual, weight, eps)
+        dtype = torch.float32 if wide else self.activations
+        if out is None:
+            out = self.empty(*x.shape, dtype=dtype)
+        else:
+            expect("add_rms_norm out", out, dtype, *x.shape)
         if x.numel():
-            self._kernel("add_rms_norm").run(x, residual, weight, eps, out)
-        return out, residual
+            kernel.run(*given, out)
+        return out, sums
+
+    def add_rms_norm_for(
+        self,
+        rounding: Rounding | None,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor,
+        eps: float,
+    ) -> tuple[Rows, Tensor]:
+        """:meth:`add_rms_norm` for a projection that takes rows as codes, if ``rounding`` says so.
+
+        Where the kernel of the norm can make them, they are those of the norm in the activations'
+        type, which is not written.
+        """
+        kernel, given, sums = self._norm_of_sums(x, residual, weight, eps)
+        if rounding is None or not kernel.rounds:
+            return self.add_rms_norm(x, residual, weight, eps)
+        codes = self.empty(x.shape[0], rounding.columns, dtype=rounding.dtype)
+        out = Rounded(codes, self.empty(rounding.groups, x.shape[0]), x.shape[1])
+        if x.numel():
+            kernel.run_rounded(*given, out, rounding.scheme, self.activations)
+        return out, sums
+
+    def _norm_of_sums(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Any, tuple[Any, ...], Tensor]:
+        """The kernel, its inputs, and what becomes ``x + residual``."""
+        sums = x if residual is None else residual
+        expect_floats("add_rms_norm x", x, self.activations)
+        expect("add_rms_norm residual", sums, torch.float32, *x.shape)
+        expect("add_rms_norm weight", weight, torch.float32, x.shape[-1])
+        if residual is None:
+            return self._kernel("rms_norm"), (x, weight, eps), sums
+        return self._kernel("add_rms_norm"), (x, residual, weight, eps), sums
 
     def gated_activation(
         self, gate_up: Tensor, kind: Activation, used: Tensor | None = None
@@ -297,7 +347,8 @@ class Ops:
         return cos, sin
 
     def find_places(self, batch: AttentionBatch) -> None:
-        """Fill ``batch.positions`` and ``batch.slots`` from its other tensors."""
+        """Fill ``batch.positions`` and ``batch.slots``, and ``batch.work`` if there is one, from
+        its other tensors."""
         batch.check()
         if batch.num_tokens:
             self._kernel("find_places").run(batch)
@@ -311,21 +362,31 @@ class Ops:
         sin: Tensor,
         batch: AttentionBatch,
         pages: KVPages,
-    ) -> None:
-        """Rotate q (in place) and k, and write k and v into their page slots.
+        norms: HeadNorms | None = None,
+    ) -> Tensor:
+        """Rotate q and k, and write k and v into their page slots; returns q, rotated.
 
         q ``[T, heads, head_dim]``, k and v ``[T, kv_heads, head_dim]``, rows may be strided
         views of one fused projection; cos and sin ``[T, rotary_dim / 2]`` (halves rotate against
         each other, as Hugging Face models do; dimensions beyond ``rotary_dim`` pass through).
+        ``norms`` come before the rotation, in the same kernel if it ``normalizes``. q may be
+        overwritten.
         """
         batch.check(pages)
         for name, x in (("q", q), ("k", k), ("v", v)):
             expect_floats(f"rope {name}", x, self.activations, batch.num_tokens, None, None)
         for name, x in (("cos", cos), ("sin", sin)):
             expect(f"rope {name}", x, torch.float32, batch.num_tokens, None)
-        if q.shape[0]:
-            kernel = self._kernel("rope_and_cache", head_dim=k.shape[2], kv_dtype=pages.dtype)
-            kernel.run(q, k, v, cos, sin, batch, pages)
+        if not q.shape[0]:
+            return q
+        kernel = self._kernel("rope_and_cache", head_dim=k.shape[2], kv_dtype=pages.dtype)
+        if norms is None or kernel.normalizes:
+            kernel.run(q, k, v, cos, sin, batch, pages, *(() if norms is None else (norms,)))
+            return q
+        q = self.rms_norm(q, norms.q, norms.eps)
+        k = self.rms_norm(k, norms.k, norms.eps)
+        kernel.run(q, k, v, cos, sin, batch, pages)
+        return q
 
     def attention(
         self,

@@ -13,11 +13,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
+from sdk.kernels.head_norms import HeadNorms
+
 if TYPE_CHECKING:
     from torch import Tensor
 
     from sdk.kernels.batch import AttentionBatch
     from sdk.kernels.kv_pages import KVPages
+    from sdk.kernels.rounding import Rounding, Rows
     from sdk.models.config import ModelConfig
     from sdk.models.layers import Embedding, ExpertProjection, Head, Projection, Source
 
@@ -55,7 +58,7 @@ class Step(NamedTuple):
 
 
 class Attention:
-    """Grouped-query attention of one layer; models with q/k norms override ``normalize``.
+    """Grouped-query attention of one layer; ``norms`` are those of each head.
 
     ``sinks`` float32 ``[heads]``: see :meth:`sdk.kernels.ops.Ops.attention`.
     """
@@ -67,6 +70,7 @@ class Attention:
         self.scale, self.softcap = c.attention_scale, c.attention_softcap
         self.window = c.sliding_windows[index]
         self.sinks: Tensor | None = None
+        self.norms: HeadNorms | None = None
         d = c.head_dim
         keys = (c.num_kv_heads * d, heads.kv_start * d, heads.kv_count * d)
         parts = [
@@ -94,7 +98,12 @@ class Attention:
         """Change q ``[T, heads, head_dim]`` and k ``[T, kv_heads, head_dim]`` before rotation."""
         return q, k
 
-    def __call__(self, x: Tensor, step: Step, pages: KVPages) -> Tensor:
+    @property
+    def rounding(self) -> Rounding | None:
+        """See :class:`Projection`."""
+        return self.qkv.rounding
+
+    def __call__(self, x: Rows, step: Step, pages: KVPages) -> Tensor:
         return self.attend(self.qkv(x), step, pages)
 
     def attend(self, qkv: Tensor, step: Step, pages: KVPages) -> Tensor:
@@ -103,7 +112,7 @@ class Attention:
         q, k, v = heads.split_with_sizes([self.heads, self.kv_heads, self.kv_heads], dim=1)
         q, k = self.normalize(q, k)
         cos, sin = step.angles if self.window is None else step.local_angles
-        self.ops.rope_and_cache(q, k, v, cos, sin, step.batch, pages)
+        q = self.ops.rope_and_cache(q, k, v, cos, sin, step.batch, pages, self.norms)
         y = self.ops.attention(
             q,
             pages,
@@ -121,13 +130,9 @@ class HeadNormAttention(Attention):
 
     def __init__(self, source: Source, path: str, index: int) -> None:
         super().__init__(source, path, index)
-        self.eps = source.config.rms_norm_eps
-        self.q_norm = source.norm(f"{path}.q_norm", self.head_dim)
-        self.k_norm = source.norm(f"{path}.k_norm", self.head_dim)
-
-    def normalize(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        q = self.ops.rms_norm(q, self.q_norm, self.eps)
-        return q, self.ops.rms_norm(k, self.k_norm, self.eps)
+        q_norm = source.norm(f"{path}.q_norm", self.head_dim)
+        k_norm = source.norm(f"{path}.k_norm", self.head_dim)
+        self.norms = HeadNorms(q_norm, k_norm, source.config.rms_norm_eps)
 
 
 class MLP:
@@ -147,17 +152,25 @@ class MLP:
         )
         self.down = source.row(f"{path}.down_proj", width, start, count, bias=c.mlp_bias)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.down(self.ops.gated_activation(self.gate_up(x), self.activation))
+    @property
+    def rounding(self) -> Rounding | None:
+        """See :class:`Projection`."""
+        return self.gate_up.rounding
+
+    def __call__(self, x: Rows) -> Tensor:
+        return self.down(self.gate_up.gated(x, self.activation))
 
 
 class Layer(Protocol):
-    """One decoder layer: ``(delta, residual) -> (delta, residual)``; may modify both in place."""
+    """One decoder layer: ``(delta, residual) -> (delta, residual)``; may modify both in place.
+
+    The first layer has no residual.
+    """
 
     def __init__(self, source: Source, path: str, index: int) -> None: ...
 
     def __call__(
-        self, delta: Tensor, residual: Tensor, step: Step, pages: KVPages
+        self, delta: Tensor, residual: Tensor | None, step: Step, pages: KVPages
     ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -203,10 +216,16 @@ class Decoder:
         """See :class:`CausalLM`."""
         return iter(self._linears)
 
-    def __call__(self, inputs: Tensor, batch: AttentionBatch, kv: Sequence[KVPages]) -> Tensor:
-        """See :class:`CausalLM`."""
+    def __call__(
+        self,
+        inputs: Tensor,
+        batch: AttentionBatch,
+        kv: Sequence[KVPages],
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """See :class:`CausalLM`. ``out``: where the last stage writes hidden states."""
         delta = self._enter(inputs)
-        residual = self.ops.zeros(*delta.shape)
+        residual: Tensor | None = None
         angles = self.rope.cos_sin(batch.positions, self.ops)
         local = angles
         if self.local_rope is not None:
@@ -215,17 +234,17 @@ class Decoder:
         self.streams = []
         for i, layer, pages in zip(self.numbers, self.layers, kv, strict=True):
             if i in self.streamed:
-                stream = self.ops.add(self.ops.zeros(*delta.shape), residual)
-                self.streams.append(self.ops.add(stream, delta))
+                stream = self.ops.add(self.ops.zeros(*delta.shape), delta)
+                self.streams.append(stream if residual is None else self.ops.add(stream, residual))
             with self.ops.layers.run(i):
                 delta, residual = layer(delta, residual, step, pages)
         if self.norm is None:
+            assert residual is not None and self._mesh.downstream is not None
             stream = self.ops.add(residual, delta)
-            assert self._mesh.downstream is not None
             self.ops.send(stream, self._mesh.downstream)
             return stream
         hidden, _ = self.ops.add_rms_norm(
-            delta, residual, self.norm, self.config.rms_norm_eps, wide=True
+            delta, residual, self.norm, self.config.rms_norm_eps, wide=True, out=out
         )
         return hidden
 
@@ -240,7 +259,8 @@ class Decoder:
         assert self.embedding is not None
         return self.embedding(token_ids)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """See :class:`CausalLM`."""
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """See :class:`CausalLM`. ``out``: where to write them, if no other rank has a part of the
+        vocabulary."""
         assert self.head is not None
-        return self.head(hidden)
+        return self.head(hidden, out)

@@ -14,7 +14,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from sdk.kernels.ops import Ops
+from sdk.kernels.ops import Activation, Ops
+from sdk.kernels.rounding import Rounding, Rows
 from sdk.kernels.routes import Routes
 from sdk.models.architecture import architecture
 from sdk.models.config import ModelConfig
@@ -100,20 +101,43 @@ class Projection:
         self.narrow = narrow and ops.activations != torch.float32
         self.adapters: Adapters | None = None
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """``x [T, in] -> [T, out]``."""
-        out: Tensor | None = None
-        if self.narrow:
-            shape = (x.shape[0], self.weight.shape[0])
-            out = self.ops.empty(*shape, dtype=self.ops.activations)
-        y = self.weight.matmul(x, out)
-        if self.adapters is not None and self.ops.adapter_slots is not None:
-            self.adapters.add(x, y, self.ops.adapter_slots)
+    @property
+    def rounding(self) -> Rounding | None:
+        """How it takes rows as codes. ``None``: it needs floats, as adapters do."""
+        return None if self._adapters else self.weight.rounding
+
+    @property
+    def _adapters(self) -> tuple[Adapters, Tensor] | None:
+        """Adapters, and the slot of each row's own, if there are any."""
+        slots = self.ops.adapter_slots
+        return None if self.adapters is None or slots is None else (self.adapters, slots)
+
+    def __call__(self, x: Rows, out: Tensor | None = None) -> Tensor:
+        """``x [T, in] -> [T, out]``, into ``out`` if given."""
+        y = self.weight.matmul(x, self._out(x, self.weight.shape[0]) if out is None else out)
+        if (adapters := self._adapters) is not None:
+            assert isinstance(x, Tensor)
+            adapters[0].add(x, y, adapters[1])
         if self.reduce and self.mesh.group is not None:
             self.ops.all_reduce(y, self.mesh.group)
         if self.bias is not None:
             self.ops.add_bias(y, self.bias)
         return y
+
+    def gated(self, x: Rows, activation: Activation) -> Tensor:
+        """``act(gate) * up`` of a projection to gate, then up: ``[T, out / 2]``.
+
+        One kernel, if it can do both and nothing is added to gate and up.
+        """
+        if self._adapters or self.bias is not None or not self.weight.gates:
+            return self.ops.gated_activation(self(x), activation)
+        return self.weight.matmul(x, self._out(x, self.weight.shape[0] // 2), activation)
+
+    def _out(self, x: Rows, width: int) -> Tensor | None:
+        """Memory for the result, if that has the type of activations."""
+        if not self.narrow:
+            return None
+        return self.ops.empty(x.shape[0], width, dtype=self.ops.activations)
 
 
 class ExpertProjection:
@@ -136,6 +160,12 @@ class ExpertProjection:
         if self.bias is not None:
             self.ops.moe.add_owners_bias(y, self.bias, routes)
         return y
+
+    def gated(self, x: Tensor, routes: Routes, activation: Activation) -> Tensor:
+        """See :meth:`Projection.gated`: ``[R, out / 2]``."""
+        if self.bias is not None or not self.weight.gates:
+            return self.ops.gated_activation(self(x, routes), activation, routes.used)
+        return self.weight.matmul_routed(x, routes, by_token=self.by_token, activation=activation)
 
     def replace(self, index: int, weight: Weight, bias: Tensor | None) -> None:
         """Exchange one expert for another of the same checkpoint."""
@@ -182,10 +212,10 @@ class Head:
         self.scale = config.logits_scale
         self.softcap = config.final_softcap
 
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """``[R, hidden] -> [R, vocab]``, float32."""
+    def __call__(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """``[R, hidden] -> [R, vocab]``, float32; ``out``: see :meth:`Decoder.logits`."""
         mesh = self.linear.mesh
-        logits = self.linear(hidden)
+        logits = self.linear(hidden, out)
         if mesh.group is not None:
             width = -(-self.vocab_size // mesh.size)  # of each rank, but for the last
             logits = self.linear.ops.all_gather(logits, mesh.group, width, self.vocab_size)

@@ -18,6 +18,7 @@ from sdk.quant.errors import CheckpointError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from sdk.kernels.rounding import Rows
     from sdk.models.expert_placement import Placement
     from sdk.models.layers import Source
     from sdk.quant.weight import Weight
@@ -55,8 +56,12 @@ class ExpertMLP:
         self.gate_up = source.expert_columns(self.path, _GATE_UP, experts, *cut)
         self.down = source.expert_rows(self.path, "down_proj", experts, *cut)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    #: The router needs floats.
+    rounding = None
+
+    def __call__(self, x: Rows) -> Tensor:
         """``[T, hidden] -> [T, hidden]``, float32."""
+        assert not isinstance(x, tuple)
         spec, share = self.spec, self.share
         logits = self.router(x)
         if share is not None and (tokens := share.routing.tokens) is not None:
@@ -67,7 +72,7 @@ class ExpertMLP:
             normalized=spec.normalized,
             experts=None if share is None else share.routing,
         )
-        hidden = self.ops.gated_activation(self.gate_up(x, routes), self.activation, routes.used)
+        hidden = self.gate_up.gated(x, routes, self.activation)
         y = self.ops.moe.combine(self.down(hidden, routes), routes)
         if share is not None or self.mesh.group is None:
             return y

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sdk.kernels.backend import Choice
 from sdk.kernels.ops import Ops
+from sdk.kernels.rounding import Rows
 from sdk.quant.errors import QuantizationError
 from sdk.quant.spec import QuantSpec
 from sdk.quant.weight import Side, Weight, concat
@@ -104,12 +105,17 @@ class ObservedWeight(Weight):
     def bind(self, ops: Ops, activation_bits: int = 8) -> None:
         self.inner.bind(ops, activation_bits)
 
-    def matmul(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+    @property
+    def gates(self) -> bool:
+        return self.inner.gates
+
+    def matmul(self, x: Rows, out: Tensor | None = None, activation: str = "") -> Tensor:
+        assert isinstance(x, Tensor), "statistics are those of floats"
         try:
             self.observer.of(self.names, self.shape[1]).add(x)
         except QuantizationError as error:
             raise QuantizationError(f"{' and '.join(self.names)}: {error}") from error
-        return self.inner.matmul(x, out)
+        return self.inner.matmul(x, out, activation)
 
     def rows(self, ids: Tensor, part: tuple[int, int] | None = None) -> Tensor:
         return self.inner.rows(ids, part)

@@ -36,13 +36,21 @@ class ExpertWeights(StackedWeight):
         self.parts = (*self.parts[:index], part, *self.parts[index + 1 :])
         self._group(self._ops)
 
-    def matmul_routed(self, x: Tensor, routes: Routes, *, by_token: bool) -> Tensor:
+    @property
+    def gates(self) -> bool:
+        return self._grouped is not None and self._grouped.gates
+
+    def matmul_routed(
+        self, x: Tensor, routes: Routes, *, by_token: bool, activation: str = ""
+    ) -> Tensor:
         """``[R, out]`` sorted by expert, for x ``[T, in]`` (``by_token``) or ``[R, in]``.
 
-        One product for all experts if their layouts agree, else one per expert.
+        One product for all experts if their layouts agree, else one per expert. ``activation``:
+        only if it :attr:`gates`.
         """
         if self._grouped is not None:
-            return self._grouped.matmul(x, routes, by_token=by_token)
+            return self._grouped.matmul(x, routes, by_token=by_token, activation=activation)
+        assert not activation
         assert self._ops is not None, "bind() the weight before matmul_routed()"
         out = self._ops.empty(routes.tokens.shape[0], self.parts[0].shape[0])
         for expert, rows, own in routes.parts(x, by_token):

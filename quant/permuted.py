@@ -17,6 +17,7 @@ from torch import Tensor
 from sdk.kernels.backend import Choice
 from sdk.kernels.layouts import Layout
 from sdk.kernels.ops import Ops
+from sdk.kernels.rounding import Rows
 from sdk.quant.errors import AlignmentError
 from sdk.quant.spec import QuantSpec
 from sdk.quant.weight import Side, Weight, concat
@@ -76,9 +77,14 @@ class PermutedWeight(Weight):
         self.order = self.order.to(ops.device)
         self.inner.bind(ops, activation_bits)
 
-    def matmul(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+    @property
+    def gates(self) -> bool:
+        return self.inner.gates
+
+    def matmul(self, x: Rows, out: Tensor | None = None, activation: str = "") -> Tensor:
         assert self._ops is not None, "bind() the weight before matmul()"
-        return self.inner.matmul(self._ops.take_columns(x, self.order), out)
+        assert isinstance(x, Tensor), "columns of codes are not permuted"
+        return self.inner.matmul(self._ops.take_columns(x, self.order), out, activation)
 
     def rows(self, ids: Tensor, part: tuple[int, int] | None = None) -> Tensor:
         found = self.inner.rows(ids, part)

@@ -22,6 +22,7 @@ from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks, Dense, Float8, Layo
 from sdk.kernels.ops import Ops
 from sdk.kernels.reference.decode import cut_codes, decode, flat_scales
 from sdk.kernels.reference.linear import gather_rows, slice_rows
+from sdk.kernels.rounding import Rounding, Rows
 from sdk.quant.errors import AlignmentError
 from sdk.quant.join import join
 from sdk.quant.spec import QuantSpec, WeightKind
@@ -76,9 +77,22 @@ class Weight(ABC):
         ``activation_bits``: see :meth:`sdk.kernels.ops.Ops.linear`.
         """
 
+    @property
+    def gates(self) -> bool:
+        """Whether :meth:`matmul` takes an ``activation``; only after ``bind``."""
+        return False
+
+    @property
+    def rounding(self) -> Rounding | None:
+        """How :meth:`matmul` takes rows as codes, if it does; only after ``bind``."""
+        return None
+
     @abstractmethod
-    def matmul(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """``x [M, in] -> x @ w.T [M, out]``, float32; in ``out`` (rows may be strided) or new."""
+    def matmul(self, x: Rows, out: Tensor | None = None, activation: str = "") -> Tensor:
+        """``x [M, in] -> x @ w.T [M, out]``, float32; in ``out`` (rows may be strided) or new.
+
+        ``activation``: see :meth:`sdk.kernels.bound.BoundLinear.matmul`.
+        """
 
     @abstractmethod
     def rows(self, ids: Tensor, part: tuple[int, int] | None = None) -> Tensor:
@@ -153,8 +167,16 @@ class PackedWeight(Weight):
         assert self._bound is not None, "bind() the weight first"
         return self._bound
 
-    def matmul(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        return self.bound.matmul(x, out)
+    @property
+    def gates(self) -> bool:
+        return self.bound.gates
+
+    @property
+    def rounding(self) -> Rounding | None:
+        return self.bound.rounding
+
+    def matmul(self, x: Rows, out: Tensor | None = None, activation: str = "") -> Tensor:
+        return self.bound.matmul(x, out, activation)
 
     def rows(self, ids: Tensor, part: tuple[int, int] | None = None) -> Tensor:
         if self._bound is None:
@@ -336,8 +358,9 @@ class StackedWeight(Weight):
         for part in self.parts:
             part.bind(ops, activation_bits)
 
-    def matmul(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+    def matmul(self, x: Rows, out: Tensor | None = None, activation: str = "") -> Tensor:
         assert self._ops is not None, "bind() the weight before matmul()"
+        assert not activation, "gate and up may lie in different parts"
         if out is None:
             out = self._ops.empty(x.shape[0], self.shape[0])
         offset = 0

@@ -38,6 +38,8 @@ _NOT_YET: dict[str, tuple[Any, str]] = {
 
 
 _DEFAULT_BLOCK = 16
+#: Tokens of a step if no number is given. More did not make prompts faster on a CPU (docs/log.md).
+_STEP_TOKENS, _STEP_TOKENS_GPU = 256, 2048
 #: A smaller swap space is meant as a number of GiB: no page is smaller than 1 KiB.
 _LEAST_SWAP = 1024
 
@@ -79,7 +81,7 @@ class EngineConfig:
     num_threads: int | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 64
-    max_num_batched_tokens: int = 256
+    max_num_batched_tokens: int | None = None
     block_size: int = _DEFAULT_BLOCK
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
@@ -424,6 +426,16 @@ class EngineConfig:
         """Adapters that may be in memory at a time; all of them may run in one step."""
         return max(self.max_loras, self.max_cpu_loras or 0) if self.enable_lora else 0
 
+    @property
+    def step_tokens(self) -> int:
+        """The most tokens of a step: ``max_num_batched_tokens``, or the default of the device.
+
+        A GPU needs more tokens at a time: each weight of a step with a prompt is dequantized once.
+        """
+        if self.max_num_batched_tokens is not None:
+            return self.max_num_batched_tokens
+        return max(_STEP_TOKENS_GPU if self.device == "cuda" else _STEP_TOKENS, self.max_num_seqs)
+
     def _check_folder(self, name: str, option: str) -> None:
         """``name`` must be a folder, and has an effect only together with ``option``."""
         value = getattr(self, name)
@@ -437,7 +449,7 @@ class EngineConfig:
         object.__setattr__(self, name, os.fspath(value))
 
     def _check_steps(self) -> None:
-        seqs, tokens = self.max_num_seqs, self.max_num_batched_tokens
+        seqs, tokens = self.max_num_seqs, self.step_tokens
         if tokens < seqs:
             raise RequestError(
                 f"max_num_batched_tokens ({tokens}) must be at least max_num_seqs ({seqs}): every "

@@ -54,7 +54,7 @@ class EngineOptions(TypedDict, total=False):
     num_threads: int | None
     max_model_len: int | None
     max_num_seqs: int
-    max_num_batched_tokens: int
+    max_num_batched_tokens: int | None
     block_size: int
     enable_prefix_caching: bool
     enable_chunked_prefill: bool

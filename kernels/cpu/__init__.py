@@ -140,6 +140,9 @@ class CpuBackend:
         """See :class:`sdk.kernels.backend.Backend`."""
         return 0 if self._memory.file is None else self._memory.file.used
 
+    def work_shape(self, requests: int, kv_heads: int) -> None:
+        return None
+
     def implementations(self, op: str) -> Sequence[Any]:
         return self._implementations.get(op, ())
 

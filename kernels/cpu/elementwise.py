@@ -19,6 +19,7 @@ class RmsNorm:
     """See :meth:`sdk.kernels.ops.Ops.rms_norm`."""
 
     name = "cpu.rms_norm"
+    rounds = False
 
     def __init__(self, runtime: NativeRuntime) -> None:
         self._runtime = runtime
@@ -34,6 +35,7 @@ class AddRmsNorm:
     """See :meth:`sdk.kernels.ops.Ops.add_rms_norm`."""
 
     name = "cpu.add_rms_norm"
+    rounds = False
 
     def __init__(self, runtime: NativeRuntime) -> None:
         self._runtime = runtime

@@ -46,6 +46,7 @@ class PackedLinear:
     """
 
     reads_parts = True
+    gates = False
 
     def __init__(self, runtime: NativeRuntime, memory: WeightMemory, activation_bits: int) -> None:
         self._runtime = runtime
@@ -86,6 +87,9 @@ class PackedLinear:
         else:
             return f"layout {problem.layout!r}: expected dense, float8, affine or blocks"
         return None
+
+    def rounding(self, packed: object) -> None:
+        """Rows are floats."""
 
     def pack(self, layout: Layout) -> Packed:
         check_layout(layout)

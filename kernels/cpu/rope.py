@@ -19,6 +19,7 @@ class RopeAndCache:
     """See :meth:`sdk.kernels.ops.Ops.rope_and_cache`."""
 
     name = "cpu.rope_and_cache"
+    normalizes = False
 
     def __init__(self, runtime: NativeRuntime) -> None:
         self._runtime = runtime

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sdk.kernels.gpu.packing import packed_bytes
-from sdk.kernels.gpu.scratch import LIBRARY, OLDER_LIBRARY, CardScratch
+from sdk.kernels.gpu.scratch import LIBRARY, OLDER_LIBRARY, CardScratch, work_shape
 from sdk.kernels.layouts import BLOCK_TYPES
 from sdk.kernels.offload import OnDisk
 from sdk.kernels.scratch import Products
@@ -31,8 +31,8 @@ __all__ = ["GpuBackend", "available", "open_backend"]
 DENSE_FROM_WITHOUT_MMA = 32
 #: Compute capability of the oldest card for which Triton kernels are compiled.
 OLDEST_CARD = (7, 5)
-#: The first torch version that returns a product's sums in float32 (``torch.mm(out_dtype=)``).
-OLDEST_TORCH = (2, 8)
+#: The first torch version whose Triton (3.5) lets a kernel ask what it is compiled for.
+OLDEST_TORCH = (2, 9)
 ACTIVATIONS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -51,7 +51,7 @@ def available(device: str) -> str | None:
         return "torch finds no GPU"
     release = tuple(int(part) for part in torch.__version__.split(".")[:2])
     if release < OLDEST_TORCH:
-        return f"torch {torch.__version__} is older than 2.8"
+        return f"torch {torch.__version__} is older than 2.9"
     found = torch.cuda.get_device_capability(device)
     if torch.version.hip is None and found < OLDEST_CARD:
         return "compute capability {}.{}: expected 7.5 or newer".format(*found)
@@ -114,23 +114,31 @@ def open_backend(
 ) -> GpuBackend:
     """``fixed``: the same order of additions for every batch (slower). No threads are used."""
     from sdk.kernels.gpu import attention, elementwise, experts, low_rank, norm, rope, sampling
-    from sdk.kernels.gpu.dense import DenseLinear, ExactDenseLinear
+    from sdk.kernels.gpu.dense import DenseLinear
     from sdk.kernels.gpu.linear import TritonLinear
     from sdk.kernels.gpu.linear_as_file import TritonLinearAsFile, bytes_of_card
+    from sdk.kernels.gpu.shares import Sharing
 
     tuning = tuning_of(device)
     codes: tuple[str, ...] = ("int", "e4m3")
     if torch.device(device).type != "cpu":
         found = torch.cuda.get_device_capability(device)
         codes = bytes_of_card(found, amd=torch.version.hip is not None)
+    sharing = Sharing()
     packed = (
-        TritonLinear(dtype, tuning, fixed=fixed) for dtype in (matrix_type(device), torch.float32)
+        TritonLinear(dtype, tuning, fixed=fixed, sharing=sharing)
+        for dtype in (matrix_type(device), torch.float32)
     )
-    as_file = TritonLinearAsFile(tuning, codes, fixed=fixed)
+    as_file = TritonLinearAsFile(tuning, codes, fixed=fixed, sharing=sharing)
     return GpuBackend(
         {
-            "linear": (DenseLinear(fixed=fixed), ExactDenseLinear(fixed=fixed), *packed, as_file),
-            **attention.operators(fixed=fixed),
+            "linear": (
+                DenseLinear(fixed=fixed),
+                DenseLinear(exact=True, fixed=fixed),
+                *packed,
+                as_file,
+            ),
+            **attention.operators(tuning.programs, fixed=fixed),
             **rope.OPS,
             **norm.OPS,
             **elementwise.OPS,
@@ -154,8 +162,12 @@ class GpuBackend:
         self, implementations: dict[str, Sequence[Any]], *, on_card: bool, fixed: bool
     ) -> None:
         self._implementations = implementations
+        self._fixed = fixed
         self.shares_keys = on_card and not fixed
         self.captures = on_card
+
+    def work_shape(self, requests: int, kv_heads: int) -> tuple[int, int] | None:
+        return None if self._fixed else work_shape(requests, kv_heads)
 
     def implementations(self, op: str) -> Sequence[Any]:
         return self._implementations.get(op, ())

@@ -4,7 +4,12 @@
 masked; online softmax in base 2 with the running maximum of Milakov & Gimelshein (2018).
 
 Key tiles are aligned at position 0 and a masked key contributes exactly 0, so a row's result does
-not depend on how its request was chunked or which rows share its tile.
+not depend on how its request was chunked or which rows share its tile. With and without masks the
+arithmetic is the same: the one multiplication that a compiler might fuse with the subtraction after
+it is fused here.
+
+A code's scale that holds for a whole key or value is not multiplied into its 64 to 256 codes: the
+key's is multiplied into the scores, the value's into the weights.
 """
 
 from __future__ import annotations
@@ -12,9 +17,26 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sdk.kernels.gpu.page_codes import load_values, operand
+from sdk.kernels.gpu.page_codes import (
+    FLOAT8_UNIT,
+    INT4_UNIT,
+    INT8_UNIT,
+    load_scales,
+    load_values,
+    operand,
+)
+from sdk.kernels.gpu.pages import FLOAT, INT4, INT8
 
 LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def first_key(position, window, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr):
+    """Where the tiles begin of which the query at ``position`` sees anything."""
+    first = 0
+    if WINDOW:
+        first = tl.maximum(position - window + 1, 0) // BLOCK_N * BLOCK_N
+    return first
 
 
 @triton.jit
@@ -24,47 +46,90 @@ def capped(score, softcap):
 
 
 @triton.jit
+def begun(sinks, head, starts, BLOCK_M: tl.constexpr, SINKS: tl.constexpr):
+    """The maximum and total of rows before any key; the first split of a row counts its sink."""
+    best = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    if SINKS:
+        best = tl.where(starts, tl.load(sinks + head) * LOG2E, best)
+        total = tl.where(starts, 1.0, total)
+    return best, total
+
+
+@triton.jit
+def _masked(score, key, at, end, window, WINDOW: tl.constexpr):
+    hidden = (key[None, :] > at[:, None]) | (key >= end)[None, :]
+    if WINDOW:
+        hidden = hidden | (key[None, :] <= at[:, None] - window)
+    return tl.where(hidden, float("-inf"), score)
+
+
+@triton.jit
+def _weights(score, best, factor):
+    """Weights in base 2, by what earlier sums shrink, and the new maximum."""
+    peak = tl.maximum(best, tl.max(score, axis=1) * factor)
+    safe = tl.where(peak == float("-inf"), 0.0, peak)
+    return tl.exp2(tl.fma(score, factor, -safe[:, None])), tl.exp2(best - safe), peak
+
+
+@triton.jit
 def attend(
     q, at, best, total, result, begin, end, table, head, scale, softcap, window,
     k, k_scale, k_page, k_head, k_slot, k_scale_page, k_scale_group,
     v, v_scale, v_page, v_head, v_slot, v_scale_page, v_scale_group,
     K_KIND: tl.constexpr, K_GROUPS: tl.constexpr, K_GROUP: tl.constexpr, K_DOT: tl.constexpr,
     V_KIND: tl.constexpr, V_GROUPS: tl.constexpr, V_GROUP: tl.constexpr, V_DOT: tl.constexpr,
-    WIDEN: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    CONVERT: tl.constexpr, WIDEN: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     """Queries ``q [M, BLOCK_D]`` at positions ``at [M]`` see the keys ``begin .. end - 1``.
 
-    ``begin`` is a multiple of ``BLOCK_N``. ``best`` (base 2), ``total`` ``[M]`` and ``result
-    [M, BLOCK_D]`` come in as they were before these keys and are returned.
+    ``begin`` is a multiple of ``BLOCK_N``; without ``MASKED`` so is ``end``, and each query sees
+    all these keys. ``best`` (base 2), ``total`` ``[M]`` and ``result [M, BLOCK_D]`` come in as they
+    were before these keys and are returned. ``scale`` must be positive.
     """
+    k_apart: tl.constexpr = (K_KIND != FLOAT) and (K_GROUP == 0)
+    v_apart: tl.constexpr = (V_KIND != FLOAT) and (V_GROUP == 0)
+    unit: tl.constexpr = (
+        INT8_UNIT if V_KIND == INT8 else INT4_UNIT if V_KIND == INT4 else FLOAT8_UNIT
+    )
     q = operand(q, K_DOT, WIDEN)
+    factor = LOG2E if SOFTCAP else scale * LOG2E
+    if v_apart:
+        result = result * unit
     for start in range(begin, end, BLOCK_N):
         key = start + tl.arange(0, BLOCK_N)
-        seen = key < end
+        seen = key < end if MASKED else tl.full((BLOCK_N,), True, tl.int1)
         page = tl.load(table + key // PAGE, mask=seen, other=0).to(tl.int64)
         slot = key % PAGE
         keys = load_values(
             k, k_scale, page, head, slot, seen, k_page, k_head, k_slot, k_scale_page, k_scale_group,
-            HEAD_DIM, BLOCK_D, BLOCK_N, K_KIND, K_GROUPS, K_GROUP, K_DOT, WIDEN,
+            HEAD_DIM, BLOCK_D, BLOCK_N, K_KIND, K_GROUPS, K_GROUP, K_DOT, CONVERT, WIDEN,
         )  # fmt: skip
-        score = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale
+        score = tl.dot(q, tl.trans(keys), input_precision="ieee")
+        if k_apart:
+            steps = load_scales(
+                k_scale, page, head, slot, seen, k_scale_page, k_scale_group, K_KIND, K_GROUPS
+            )
+            score = score * steps[None, :]
         if SOFTCAP:
-            score = capped(score, softcap)
-        hidden = (key[None, :] > at[:, None]) | (key >= end)[None, :]
-        if WINDOW:
-            hidden = hidden | (key[None, :] <= at[:, None] - window)
-        score = tl.where(hidden, float("-inf"), score * LOG2E)
-        peak = tl.maximum(best, tl.max(score, axis=1))
-        safe = tl.where(peak == float("-inf"), 0.0, peak)
-        weight = tl.exp2(score - safe[:, None])
-        shrink = tl.exp2(best - safe)
+            score = capped(score * scale, softcap)
+        if MASKED:
+            score = _masked(score, key, at, end, window, WINDOW)
+        weight, shrink, best = _weights(score, best, factor)
         total = total * shrink + tl.sum(weight, axis=1)
-        best = peak
         values = load_values(
             v, v_scale, page, head, slot, seen, v_page, v_head, v_slot, v_scale_page, v_scale_group,
-            HEAD_DIM, BLOCK_D, BLOCK_N, V_KIND, V_GROUPS, V_GROUP, V_DOT, WIDEN,
+            HEAD_DIM, BLOCK_D, BLOCK_N, V_KIND, V_GROUPS, V_GROUP, V_DOT, CONVERT, WIDEN,
         )  # fmt: skip
+        if v_apart:
+            steps = load_scales(
+                v_scale, page, head, slot, seen, v_scale_page, v_scale_group, V_KIND, V_GROUPS
+            )
+            weight = weight * (steps * unit)[None, :]
         weight = operand(weight, V_DOT, WIDEN)
         result = tl.dot(weight, values, result * shrink[:, None], input_precision="ieee")
+    if v_apart:
+        result = result * (1.0 / unit)
     return best, total, result

@@ -1,10 +1,10 @@
 """Paged attention on the GPU: selects the kernels of a step, and their tiles.
 
-``attention_decode.py`` handles requests with one query in the step, ``attention_prefill.py`` all
-others; a step with both launches both. With a fixed order of additions the latter handles all
-requests: keys are summed from first to last, so that the batch, chunking and preemption do not
-change results. Operands of products have the types of the pages (codes become float16), or float32
-with ``exact``.
+``attention_decode.py`` handles requests with one or a few queries in the step (a token, and drafts
+to verify), ``attention_prefill.py`` all others; a step with both launches both. With a fixed order
+of additions the latter handles all requests: keys are summed from first to last, so that the batch,
+chunking and preemption do not change results. Operands of products have the types of the pages
+(codes become float16), or float32 with ``exact``.
 """
 
 from __future__ import annotations
@@ -20,26 +20,40 @@ from torch import Tensor
 from sdk.kernels.backend import Problem
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.errors import KernelError
-from sdk.kernels.gpu.attention_decode import decode_kernel, join_kernel, shared_kernel
+from sdk.kernels.gpu.attention_decode import decode_kernel, shared_kernel
 from sdk.kernels.gpu.attention_prefill import prefill_kernel
-from sdk.kernels.gpu.launch import INTERPRETED, expect_on_device, old_card
+from sdk.kernels.gpu.attention_work import work_of
+from sdk.kernels.gpu.launch import INTERPRETED, expect_on_device, old_card, run_kernel
+from sdk.kernels.gpu.page_codes import BYTES, FLOAT8, PORTABLE
 from sdk.kernels.gpu.pages import INT4, PageSide, hadamard_block, page_sides, reject
-from sdk.kernels.gpu.scratch import split_count
+from sdk.kernels.gpu.scratch import (
+    LONGER,
+    MOST_QUERIES,
+    part_count,
+    requests_at_once,
+    runs,
+    split_count,
+)
 from sdk.kernels.kv_pages import KVPages
 
 _DOTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
-#: Rows of a tile of queries, and of a tile over a shared prefix; and of a tile without matrix
-#: instructions, where 64 rows spill up to 6.7 KiB of registers per thread on sm_75.
-_ROWS, _FEW_ROWS = 64, 16
-#: Parts summed at a time.
-_JOINED = 8
+#: Rows of a tile of many queries, for two groups of four warps; of any other tile, such as one over
+#: a shared prefix; and of a tile without matrix instructions, where 64 rows spill up to 6.7 KiB of
+#: registers per thread on sm_75.
+_MANY_ROWS, _ROWS, _FEW_ROWS = 128, 64, 16
+#: Values of parts that are loaded at a time to be added up.
+_JOINED = 4096
 
 
 class Attention:
-    """See :meth:`sdk.kernels.ops.Ops.attention`; ``fixed``: see the module."""
+    """See :meth:`sdk.kernels.ops.Ops.attention`.
 
-    def __init__(self, exact: bool, *, fixed: bool = False) -> None:
+    ``programs``: four for each of the card's processors. ``fixed``: see the module.
+    """
+
+    def __init__(self, exact: bool, *, programs: int = 8, fixed: bool = False) -> None:
         self._exact = exact
+        self._programs = programs
         self._fixed = fixed
         self.name = "gpu.attention_exact" if exact else "gpu.attention"
 
@@ -66,15 +80,19 @@ class Attention:
             raise KernelError(f"attention q: expected contiguous heads, found {q.stride()}")
         if window is not None and window < 1:
             raise KernelError(f"attention: expected a window of at least 1, found {window}")
+        if scale <= 0:
+            raise KernelError(f"attention: expected a scale above 0, found {scale}")
         dots = [self._dot(side) for side in sides]
         step = _Step(q, sides, dots, batch, out, sinks, (scale, softcap, window))
         if self._fixed:
-            step.prefill(lone=True)
+            step.prefill(step.tile, fewest=1)
             return
-        if batch.max_query_len > 1:
-            step.prefill()
-        if batch.max_query_len == 1 or batch.num_requests > 1:
-            step.decode()
+        longest = batch.max_query_len
+        queries = 1 if longest == 1 else step.most_queries
+        if longest > queries:
+            step.prefill(step.prompt_tile, fewest=queries + 1)
+        if longest <= queries or batch.num_requests > 1:
+            step.decode(queries, self._programs)
 
     def _dot(self, side: PageSide) -> Any:
         """The type of a product's operands; cards before 8.0 do not support bfloat16."""
@@ -116,6 +134,7 @@ class _Step:
         self.constants = {
             **_side_constants("K", k, dots[0]),
             **_side_constants("V", v, dots[1]),
+            "CONVERT": _convert(q.device).value,
             "WIDEN": INTERPRETED,
             "PAGE": page_size,
             "HEAD_DIM": self.head_dim,
@@ -128,19 +147,37 @@ class _Step:
             "SOFTCAP": softcap is not None,
         }
         self.rows = {"GROUP": self.group, "SINKS": sinks is not None}
-        self.tile = _FEW_ROWS if plain else 32 if nibbles and self.block_d > 128 else _ROWS
+        codes = bool(k.kind or v.kind)
+        # 64 rows of codes spill 200 to 564 bytes on AMD's cards, 32 with windows and caps up to 508
+        half = codes and (self.block_d > 128 or torch.version.hip is not None)
+        self.tile = _FEW_ROWS if plain else 32 if half else _ROWS
+        # 128 rows of codes spill 640 bytes on gfx942, 40 on sm_89, 56 on sm_120, where a warp
+        # multiplies alone; int4 of head_dim 80 72 on sm_90.
+        small = odd or (codes and not (9, 0) <= _capability(q.device) < (12, 0))
+        few = self.tile < _ROWS or self.block_d > 128 or small
+        self.prompt_tile = self.tile if few else _MANY_ROWS
+        # Codes of head_dim 256 spill up to 32 bytes with 32 rows.
+        rows = self.tile if self.block_d <= 128 else _FEW_ROWS if codes else min(self.tile, 32)
+        most = rows // self.group
+        #: Of a request in decode attention: as many as rows of one tile, a power of two.
+        self.most_queries = min(MOST_QUERIES, 1 << max(0, most.bit_length() - 1))
         self.unmix = hadamard_block(self.head_dim) if v.mixed else 0
         # Where four warps, or with int4 a tile of 64 rows, leave too few registers on sm_90: codes
         # of head_dim 128, nibbles of 80 (24 bytes spilled) and 256 (64), float32 (328).
-        self.warps = 8 if self.block_d > 128 or k.kind or v.kind or plain else 4
+        self.warps = 8 if self.block_d > 128 or codes or plain else 4
         self.few_warps = 8 if plain or odd else 4
+        #: Whether a thread of decode attention has at most 168 registers on sm_90 for one query, so
+        #: that three programs run on one of the card's processors at a time; up to 255 otherwise.
+        self.slim = not codes and self.block_d <= 128 and self.few_warps == 4
 
-    def prefill(self, *, lone: bool = False) -> None:
-        """Requests with several queries; with ``lone`` also those with one."""
+    def prefill(self, rows: int, *, fewest: int) -> None:
+        """Requests with ``fewest`` queries or more, in tiles of ``rows`` rows."""
         batch = self.batch
-        rows = max(self.tile, triton.next_power_of_2(self.group))
+        rows = max(rows, triton.next_power_of_2(self.group))
         tiles = batch.num_tokens // (rows // self.group) + batch.num_requests
-        prefill_kernel[(tiles, self.kv_heads)](
+        run_kernel(
+            prefill_kernel,
+            (tiles * self.kv_heads,),
             self.q,
             self.out,
             self.sinks,
@@ -152,77 +189,82 @@ class _Step:
             *self.numbers,
             batch.num_requests,
             self.kv_heads,
+            fewest,
             *self.pages,
             **self.constants,
             **self.rows,
             BLOCK_M=rows,
-            LONE=lone,
             UNMIX=self.unmix,
-            num_warps=self.warps,
+            num_warps=8 if rows == _MANY_ROWS else self.warps,
         )
 
-    def decode(self) -> None:
-        """Requests with one query."""
-        batch = self.batch
-        splits = split_count(batch.max_context_len)
-        shared = batch.shared_len if splits > 1 else None
-        parts = sums = self.out
-        if splits > 1:
-            rows = (batch.num_requests, self.heads, splits)
-            parts, sums = (
-                torch.empty(*rows, width, device=self.out.device) for width in (self.head_dim, 2)
-            )
-        if shared is not None:
-            self._shared(shared, parts, sums, splits)
-        decode_kernel[(batch.num_requests, self.kv_heads, splits)](
-            self.q,
-            self.out,
-            parts,
-            sums,
-            self.sinks,
-            batch.query_start,
-            batch.context_len,
-            batch.page_table,
-            batch.context_len if shared is None else shared,
-            *self.q.stride()[:2],
-            batch.page_table.stride(0),
-            *self.numbers,
-            batch.max_context_len,
-            splits,
-            self.kv_heads,
-            *self.pages,
-            **self.constants,
-            **self.rows,
-            BLOCK_M=max(16, triton.next_power_of_2(self.group)),
-            SHARED=shared is not None,
-            WHOLE=splits == 1,
-            UNMIX=self.unmix,
-            num_warps=self.few_warps,
+    def decode(self, queries: int, programs: int) -> None:
+        """Requests with up to ``queries`` queries; ``programs``: see :class:`Attention`.
+
+        Programs share the list of work in turns, so no more of them are started than run at a time.
+        """
+        batch, shared = self.batch, self.batch.shared_len
+        slots = part_count(batch.max_context_len, queries, shared=shared is not None)
+        count = requests_at_once(batch.num_requests, self.heads, slots, self.head_dim, queries)
+        rows = (count, self.heads, slots)
+        parts, sums = (
+            torch.empty(*rows, width, device=self.out.device) for width in (self.head_dim, 2)
         )
-        if splits > 1:
-            join_kernel[(batch.num_requests, self.heads)](
+        work = work_of(batch, self.kv_heads)
+        one, several = (
+            max(_FEW_ROWS, triton.next_power_of_2(self.group * n)) for n in (1, queries)
+        )
+        splits = split_count(batch.max_context_len)
+        resident = 3 if self.slim and queries == 1 else 2
+        grid = min(batch.num_requests * self.kv_heads * splits, max(1, programs * resident // 4))
+        for some in runs(batch.num_requests, count):
+            if shared is not None:
+                self._shared(shared, parts, sums, slots, some, queries)
+            run_kernel(
+                decode_kernel,
+                (grid,),
+                self.q,
+                self.out,
                 parts,
                 sums,
-                self.out,
+                self.sinks,
                 batch.query_start,
                 batch.context_len,
-                self.numbers[2],
-                batch.max_context_len,
+                batch.page_table,
+                batch.context_len if shared is None else shared,
+                work,
+                *self.q.stride()[:2],
+                batch.page_table.stride(0),
+                work.stride(0),
+                *self.numbers,
                 splits,
-                self.heads,
-                **{key: self.constants[key] for key in _JOIN_CONSTANTS},
-                BLOCK_S=_JOINED,
+                slots,
+                some.start,
+                some.stop,
+                self.kv_heads,
+                *self.pages,
+                **self.constants,
+                **self.rows,
                 SHARED=shared is not None,
                 UNMIX=self.unmix,
-                num_warps=4,
+                QUERIES=queries,
+                BLOCK_ONE=one,
+                BLOCK_M=several,
+                BLOCK_S=max(1, _JOINED // (several * self.block_d)),
+                num_warps=self.few_warps,
             )
 
-    def _shared(self, shared: Tensor, parts: Tensor, sums: Tensor, splits: int) -> None:
+    def _shared(
+        self, shared: Tensor, parts: Tensor, sums: Tensor, slots: int, some: slice, queries: int
+    ) -> None:
         """The prefix that all requests share in the same pages."""
         batch = self.batch
         rows = max(self.tile, triton.next_power_of_2(self.group))
-        tiles = triton.cdiv(batch.num_requests, rows // self.group)
-        shared_kernel[(tiles, self.kv_heads, splits)](
+        tiles = triton.cdiv(some.stop - some.start, rows // (self.group * queries))
+        splits = split_count(batch.max_context_len, LONGER * (LONGER if queries > 1 else 1))
+        run_kernel(
+            shared_kernel,
+            (tiles, self.kv_heads, splits),
             self.q,
             parts,
             sums,
@@ -233,19 +275,17 @@ class _Step:
             shared,
             *self.q.stride()[:2],
             *self.numbers,
-            batch.max_context_len,
-            splits,
-            batch.num_requests,
+            slots,
+            some.start,
+            some.stop,
             self.kv_heads,
             *self.pages,
             **self.constants,
             **self.rows,
+            QUERIES=queries,
             BLOCK_M=rows,
             num_warps=self.warps,
         )
-
-
-_JOIN_CONSTANTS = ("HEAD_DIM", "BLOCK_D", "BLOCK_N", "WINDOW")
 
 
 def _side_constants(name: str, side: PageSide, dot: Any) -> dict[str, Any]:
@@ -253,6 +293,20 @@ def _side_constants(name: str, side: PageSide, dot: Any) -> dict[str, Any]:
     return {f"{name}_{key}": value for key, value in values.items()}
 
 
-def operators(*, fixed: bool) -> dict[str, tuple[Any, ...]]:
-    """Attention; ``fixed``: see the module."""
-    return {"attention": tuple(Attention(exact, fixed=fixed) for exact in (False, True))}
+def _capability(device: torch.device) -> tuple[int, int]:
+    """An NVIDIA card's compute capability; (0, 0): it is none."""
+    if INTERPRETED or torch.version.hip is not None:
+        return 0, 0
+    return torch.cuda.get_device_capability(device)
+
+
+def _convert(device: torch.device) -> Any:
+    """See ``page_codes.py``."""
+    found = _capability(device)
+    return FLOAT8 if found >= (8, 9) else BYTES if found > (0, 0) else PORTABLE
+
+
+def operators(programs: int, *, fixed: bool) -> dict[str, tuple[Any, ...]]:
+    """Attention; see :class:`Attention`."""
+    kernels = (Attention(exact, programs=programs, fixed=fixed) for exact in (False, True))
+    return {"attention": tuple(kernels)}

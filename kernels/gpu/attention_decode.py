@@ -1,23 +1,26 @@
-"""Attention of requests with one query in a step, with keys split among programs.
+"""Attention of requests with one or a few queries in a step, with keys split among programs.
 
-A program handles one key head of one request, with all its query heads as rows of one product, and
-one split: the keys ``s * split .. (s + 1) * split - 1``. The size of a split depends only on the
-request's length, so a row's result does not depend on the batch. With more than one split the parts
-go through memory and ``join_kernel`` sums them: 1 % of the keys' bytes at 256 keys per split.
+The queries are those of one new token, or of a token and drafts to verify. A program handles splits
+of a list that was made on the card for this step (``attention_work.py``), each for one key head of
+one request, with the query heads of all its queries as rows of one product. The grid is as large as
+the card, whatever the lengths, so that a captured graph stays valid and no program is without work
+while another has much of it.
+
+With more than one split the parts go through memory. The program that stores the last part of a
+request and key head adds them up, in the order of the splits: 1 % of the keys' bytes at 256 keys
+per split and one query.
 
 If all requests begin with the same pages, the splits in that prefix are computed once for all of
-them (``shared_kernel``, "cascade" attention): keys are read once for as many rows as fit a tile.
-The splits are then those of the longest request.
-
-The grid only depends on numbers known beforehand (requests, heads, the longest context), so that a
-captured graph stays valid; programs without keys end at once.
+them (``shared_kernel``, "cascade" attention), before: keys are read once for as many rows as fit a
+tile. The prefix has splits of its own.
 
 q and out have one type, with q's rows at ``token * q_token + head * q_head`` and out ``[T, heads,
-HEAD_DIM]``. parts ``[R, heads, splits, HEAD_DIM]`` and sums ``[R, heads, splits, 2]`` (maximum in
-base 2, total) are float32. ``shared_len`` is int32 ``[1]``, ``longest`` a bound of all lengths,
-``UNMIX`` the Hadamard block of the result if values are stored mixed, else 0. Must match
-``reference/attention.py``: to 2e-6 of a value's size in float32, otherwise up to the rounding of
-the types of the pages and of out.
+HEAD_DIM]``. parts ``[R, heads, slots, HEAD_DIM]`` and sums ``[R, heads, slots, 2]`` (maximum in
+base 2, total) are float32; each of a request's
+``QUERIES`` queries has an equal share of its slots. ``shared_len`` is
+int32 ``[1]``, ``UNMIX`` the Hadamard block of the result if values are stored mixed, else 0. Must
+match ``reference/attention.py``: to 2e-6 of a value's size in float32, otherwise up to the rounding
+of the types of the pages and of out.
 """
 
 from __future__ import annotations
@@ -25,34 +28,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sdk.kernels.gpu import scratch
-from sdk.kernels.gpu.attend import LOG2E, attend
+from sdk.kernels.gpu.attend import attend, begun, first_key
+from sdk.kernels.gpu.attention_work import LONGER, MAX_SPLITS, SPLIT, split_size
+from sdk.kernels.gpu.launch import after_earlier
 from sdk.kernels.gpu.page_codes import mixed
 
-SPLIT = tl.constexpr(scratch.SPLIT)
-MAX_SPLITS = tl.constexpr(scratch.MAX_SPLITS)
+
+@triton.jit
+def shared_keys(shared_len, BLOCK_N: tl.constexpr):
+    """Keys of the shared prefix that are read once: whole tiles."""
+    return tl.load(shared_len) // BLOCK_N * BLOCK_N
 
 
 @triton.jit
-def split_size(length):
-    """Keys of a split of a context."""
-    split = SPLIT
-    while split * MAX_SPLITS < length:
-        split *= 2
-    return split
-
-
-@triton.jit
-def first_key(position, window, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr):
-    """Where the tiles begin of which the query at ``position`` sees anything."""
-    first = 0
-    if WINDOW:
-        first = tl.maximum(position - window + 1, 0) // BLOCK_N * BLOCK_N
-    return first
-
-
-@triton.jit
-def _store_part(
+def store_part(
     parts, sums, place, best, total, result, real, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr
 ):
     """One split of the rows at ``place [M]``."""
@@ -63,152 +52,226 @@ def _store_part(
     tl.store(sums + place * 2 + 1, total, mask=real)
 
 
-@triton.jit(do_not_specialize=["longest", "splits"])
-def decode_kernel(
-    q, out, parts, sums, sinks, query_start, context_len, table, shared_len,
-    q_token, q_head, table_row, scale, softcap, window, longest, splits, kv_heads,
+@triton.jit
+def _joined(
+    parts, sums, place, low, high, real,
+    BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """The sum of the parts ``low .. high - 1`` of the rows at ``place [M]``: total and result.
+
+    Other programs have just written them, so they are read past the first cache. The maximum is
+    found first, so that the loads of ``BLOCK_S`` parts do not wait for each other.
+    """
+    column = tl.arange(0, BLOCK_D)
+    inside = real[:, None] & (column < HEAD_DIM)[None, :]
+    best = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    for part in range(low, high):
+        peak = tl.load(sums + (place + part) * 2, mask=real, other=0.0, cache_modifier=".cg")
+        best = tl.maximum(best, peak)
+    total = tl.where(real, 0.0, 1.0)
+    result = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    for start in range(low, high, BLOCK_S):
+        for i in tl.static_range(BLOCK_S):
+            at = place + start + i
+            known = real & (start + i < high)
+            peak = tl.load(sums + at * 2, mask=known, other=float("-inf"), cache_modifier=".cg")
+            weight = tl.load(sums + at * 2 + 1, mask=known, other=0.0, cache_modifier=".cg")
+            values = tl.load(
+                parts + at[:, None] * HEAD_DIM + column[None, :], mask=inside & known[:, None],
+                other=0.0, cache_modifier=".cg",
+            )  # fmt: skip
+            factor = tl.exp2(peak - best)
+            total += weight * factor
+            result += values * factor[:, None]
+    return total, result
+
+
+@triton.jit
+def _store_result(
+    out, place, total, result, inside, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    UNMIX: tl.constexpr,
+):  # fmt: skip
+    """The finished rows; ``place``: of their first values."""
+    result = result / total[:, None]
+    if UNMIX:
+        result = mixed(result, BLOCK_M, BLOCK_D, UNMIX)
+    tl.store(out + place[:, None] + tl.arange(0, BLOCK_D)[None, :], result, mask=inside)
+
+
+@triton.jit
+def _run_split(
+    q, out, parts, sums, sinks, table, shared_len, counter, q_token, q_head,
+    scale, softcap, window, slots, query_slots, heads, request_slot, rank, kv_head, token, count,
+    length,
     k, k_scale, k_page, k_head, k_slot, k_scale_page, k_scale_group,
     v, v_scale, v_page, v_head, v_slot, v_scale_page, v_scale_group,
     K_KIND: tl.constexpr, K_GROUPS: tl.constexpr, K_GROUP: tl.constexpr, K_DOT: tl.constexpr,
     V_KIND: tl.constexpr, V_GROUPS: tl.constexpr, V_GROUP: tl.constexpr, V_DOT: tl.constexpr,
-    WIDEN: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    CONVERT: tl.constexpr, WIDEN: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, SINKS: tl.constexpr, SHARED: tl.constexpr,
-    WHOLE: tl.constexpr, UNMIX: tl.constexpr,
+    UNMIX: tl.constexpr, COARSE: tl.constexpr, SHARED_COARSE: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Grid (requests, key heads, splits). ``WHOLE``: one split, and ``out`` is written."""
-    request, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    token = tl.load(query_start + request)
-    if tl.load(query_start + request + 1) - token != 1:
-        return
-    length = tl.load(context_len + request)
-    first = first_key(length - 1, window, BLOCK_N, WINDOW)
-    split = split_size(longest if SHARED else length)
-    begin = tl.maximum(part * split, first)
+    """The split ``rank`` from the end of one request and key head; rows are (query, head)."""
+    first = first_key(length - count, window, BLOCK_N, WINDOW)
+    split = split_size(length, COARSE)
+    splits = tl.cdiv(length, split)
+    part, begin = splits - 1 - rank, tl.maximum((splits - 1 - rank) * split, first)
+    # The first split that has keys; parts of the shared prefix, and the first one that has keys.
+    low, before, first_part = first // split, split * 0, split * 0
+    if SHARED:
+        prefix = shared_keys(shared_len, BLOCK_N)
+        prefix_split = split_size(prefix, SHARED_COARSE)
+        before = tl.cdiv(prefix, prefix_split)
+        first_part = tl.where(first < prefix, first // prefix_split, before)
+        low = tl.maximum(first, prefix) // split
+        begin = tl.maximum(begin, prefix)
     end = tl.minimum(part * split + split, length)
-    if SHARED:  # whole splits of the prefix are shared_kernel's
-        begin = tl.maximum(begin, tl.load(shared_len) // split * split)
-    if begin >= end:
-        return
-    row = tl.arange(0, BLOCK_M)
-    column = tl.arange(0, BLOCK_D)
-    head = kv_head * GROUP + row
-    inside = (row < GROUP)[:, None] & (column < HEAD_DIM)[None, :]
-    token = token.to(tl.int64)
-    at_query = token * q_token + head * q_head
-    query = tl.load(q + at_query[:, None] + column[None, :], mask=inside, other=0.0)
-    best = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
-    if SINKS:  # the first split counts it
-        logit = tl.load(sinks + head, mask=row < GROUP, other=0.0)
-        best = tl.where(begin <= first, logit * LOG2E, best)
-        total = tl.where(begin <= first, 1.0, total)
-    best, total, result = attend(
-        query, tl.full((BLOCK_M,), 0, tl.int32) + (length - 1), best, total,
-        tl.zeros((BLOCK_M, BLOCK_D), tl.float32), begin, end,
-        table + request.to(tl.int64) * table_row, kv_head, scale, softcap, window,
-        k, k_scale, k_page, k_head, k_slot, k_scale_page, k_scale_group,
-        v, v_scale, v_page, v_head, v_slot, v_scale_page, v_scale_group,
-        K_KIND, K_GROUPS, K_GROUP, K_DOT, V_KIND, V_GROUPS, V_GROUP, V_DOT, WIDEN, PAGE, HEAD_DIM,
-        BLOCK_D, BLOCK_N, WINDOW, SOFTCAP,
-    )  # fmt: skip
-    if WHOLE:
-        result = result / total[:, None]
-        if UNMIX:
-            result = mixed(result, BLOCK_M, BLOCK_D, UNMIX)
-        place = (token * (kv_heads * GROUP) + head) * HEAD_DIM
-        tl.store(out + place[:, None] + column[None, :], result, mask=inside)
-    else:
-        place = (request.to(tl.int64) * (kv_heads * GROUP) + head) * splits + part
-        _store_part(parts, sums, place, best, total, result, row < GROUP, HEAD_DIM, BLOCK_D)
+    if (part >= low) & (begin < end):
+        row, column = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+        query, head = row // GROUP, kv_head * GROUP + row % GROUP
+        real = query < count
+        inside = real[:, None] & (column < HEAD_DIM)[None, :]
+        at = (token + query).to(tl.int64)
+        source = q + (at * q_token + head * q_head)[:, None] + column[None, :]
+        x = tl.load(source, mask=inside, other=0.0)
+        best, total = begun(sinks, head, begin <= first, BLOCK_M, SINKS)
+        best, total, result = attend(
+            x, length - count + query, best, total, tl.zeros((BLOCK_M, BLOCK_D), tl.float32),
+            begin, end, table, kv_head, scale, softcap, window,
+            k, k_scale, k_page, k_head, k_slot, k_scale_page, k_scale_group,
+            v, v_scale, v_page, v_head, v_slot, v_scale_page, v_scale_group,
+            K_KIND, K_GROUPS, K_GROUP, K_DOT, V_KIND, V_GROUPS, V_GROUP, V_DOT, CONVERT, WIDEN,
+            PAGE, HEAD_DIM, BLOCK_D, BLOCK_N, WINDOW, SOFTCAP, True,
+        )  # fmt: skip
+        target = (at * heads + head) * HEAD_DIM
+        if splits - low + before - first_part == 1:
+            _store_result(out, target, total, result, inside, BLOCK_M, BLOCK_D, UNMIX)
+        else:
+            place = (request_slot.to(tl.int64) * heads + head) * slots + query * query_slots
+            own_place = place + before + part - low
+            store_part(parts, sums, own_place, best, total, result, real, HEAD_DIM, BLOCK_D)
+            tl.debug_barrier()  # the count below says that all threads have stored
+            if tl.atomic_add(counter, 1, sem="acq_rel") == splits - low - 1:
+                tl.store(counter, 0)
+                total, result = _joined(
+                    parts, sums, place, first_part, before + splits - low, real,
+                    BLOCK_M, HEAD_DIM, BLOCK_D, BLOCK_S,
+                )  # fmt: skip
+                _store_result(out, target, total, result, inside, BLOCK_M, BLOCK_D, UNMIX)
 
 
-@triton.jit(do_not_specialize=["longest", "splits", "requests"])
+@triton.jit(do_not_specialize=["splits", "slots", "begin_request", "end_request"])
+def decode_kernel(
+    q, out, parts, sums, sinks, query_start, context_len, table, shared_len, work,
+    q_token, q_head, table_row, work_row, scale, softcap, window,
+    splits, slots, begin_request, end_request, kv_heads,
+    k, k_scale, k_page, k_head, k_slot, k_scale_page, k_scale_group,
+    v, v_scale, v_page, v_head, v_slot, v_scale_page, v_scale_group,
+    K_KIND: tl.constexpr, K_GROUPS: tl.constexpr, K_GROUP: tl.constexpr, K_DOT: tl.constexpr,
+    V_KIND: tl.constexpr, V_GROUPS: tl.constexpr, V_GROUP: tl.constexpr, V_DOT: tl.constexpr,
+    CONVERT: tl.constexpr, WIDEN: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    GROUP: tl.constexpr, SINKS: tl.constexpr, SHARED: tl.constexpr, UNMIX: tl.constexpr,
+    QUERIES: tl.constexpr, BLOCK_ONE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """Grid (programs): requests ``begin_request .. end_request - 1`` with 1 to ``QUERIES`` queries.
+
+    Rows of one query are in tiles of ``BLOCK_ONE``, those of several in tiles of ``BLOCK_M``,
+    whatever else is in the batch. ``splits``: the most of a request.
+    """
+    after_earlier()
+    shared_by: tl.constexpr = LONGER if SHARED else 1
+    several: tl.constexpr = LONGER if QUERIES > 1 else 1
+    ranks = splits
+    if WINDOW:
+        ranks = tl.minimum(splits, (window + QUERIES + BLOCK_N) // SPLIT + 2)
+    if SHARED:
+        own = tl.load(work + MAX_SPLITS) - shared_keys(shared_len, BLOCK_N)
+        ranks = tl.minimum(ranks, own // SPLIT + 2)
+    total = tl.load(work + ranks - 1) * kv_heads
+    # Registers for what does not change from split to split would cost programs per processor.
+    for index in tl.range(tl.program_id(0), total, tl.num_programs(0), disable_licm=True):
+        item, kv_head = index // kv_heads, index % kv_heads
+        entry = tl.load(work + (1 + item // MAX_SPLITS) * work_row + item % MAX_SPLITS)
+        request, rank = entry // MAX_SPLITS, entry % MAX_SPLITS
+        token, length = tl.load(query_start + request), tl.load(context_len + request)
+        count = tl.load(query_start + request + 1) - token
+        own_table = table + request.to(tl.int64) * table_row
+        counter = work + (1 + request) * work_row + MAX_SPLITS + kv_head
+        mine = (request >= begin_request) & (request < end_request)  # of this turn
+        if mine & (count == 1):
+            _run_split(
+                q, out, parts, sums, sinks, own_table, shared_len, counter, q_token, q_head,
+                scale, softcap, window, slots, slots // QUERIES, kv_heads * GROUP,
+                request - begin_request, rank, kv_head, token, count, length,
+                k, k_scale, k_page, k_head, k_slot, k_scale_page, k_scale_group,
+                v, v_scale, v_page, v_head, v_slot, v_scale_page, v_scale_group,
+                K_KIND, K_GROUPS, K_GROUP, K_DOT, V_KIND, V_GROUPS, V_GROUP, V_DOT, CONVERT, WIDEN,
+                PAGE, HEAD_DIM, BLOCK_D, BLOCK_N, WINDOW, SOFTCAP, GROUP, BLOCK_ONE, SINKS, SHARED,
+                UNMIX, shared_by, shared_by * several, BLOCK_S,
+            )  # fmt: skip
+        if QUERIES > 1:  # noqa: SIM102 (a constant: without it the rest is compiled)
+            if mine & (count > 1) & (count <= QUERIES):
+                _run_split(
+                    q, out, parts, sums, sinks, own_table, shared_len, counter, q_token, q_head,
+                    scale, softcap, window, slots, slots // QUERIES, kv_heads * GROUP,
+                    request - begin_request, rank, kv_head, token, count, length,
+                    k, k_scale, k_page, k_head, k_slot, k_scale_page, k_scale_group,
+                    v, v_scale, v_page, v_head, v_slot, v_scale_page, v_scale_group,
+                    K_KIND, K_GROUPS, K_GROUP, K_DOT, V_KIND, V_GROUPS, V_GROUP, V_DOT, CONVERT,
+                    WIDEN, PAGE, HEAD_DIM, BLOCK_D, BLOCK_N, WINDOW, SOFTCAP, GROUP, BLOCK_M,
+                    SINKS, SHARED, UNMIX, shared_by * several, shared_by * several, BLOCK_S,
+                )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["slots", "begin_request", "end_request"])
 def shared_kernel(
     q, parts, sums, sinks, query_start, context_len, table, shared_len, q_token, q_head,
-    scale, softcap, window, longest, splits, requests, kv_heads,
+    scale, softcap, window, slots, begin_request, end_request, kv_heads,
     k, k_scale, k_page, k_head, k_slot, k_scale_page, k_scale_group,
     v, v_scale, v_page, v_head, v_slot, v_scale_page, v_scale_group,
     K_KIND: tl.constexpr, K_GROUPS: tl.constexpr, K_GROUP: tl.constexpr, K_DOT: tl.constexpr,
     V_KIND: tl.constexpr, V_GROUPS: tl.constexpr, V_GROUP: tl.constexpr, V_DOT: tl.constexpr,
-    WIDEN: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, SINKS: tl.constexpr,
+    CONVERT: tl.constexpr, WIDEN: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    GROUP: tl.constexpr, SINKS: tl.constexpr, QUERIES: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of requests, key heads, splits): the whole splits of the first ``shared_len``
-    keys, which all requests have in the pages of the first one. Rows are (request, head)."""
+    """Grid (tiles of requests, key heads, splits): whole tiles of the first ``shared_len`` keys,
+    which all requests have in the pages of the first one. Rows are (request, query, head)."""
+    after_earlier()
+    coarse: tl.constexpr = LONGER * LONGER if QUERIES > 1 else LONGER
     kv_head, part = tl.program_id(1), tl.program_id(2)
-    split = split_size(longest)
-    if part * split + split > tl.load(shared_len):
+    prefix = shared_keys(shared_len, BLOCK_N)
+    split = split_size(prefix, coarse)
+    if part * split >= prefix:
         return
     row = tl.arange(0, BLOCK_M)
     column = tl.arange(0, BLOCK_D)
-    request = tl.program_id(0) * (BLOCK_M // GROUP) + row // GROUP
-    real = (row < BLOCK_M // GROUP * GROUP) & (request < requests)
-    token = tl.load(query_start + request, mask=real, other=0).to(tl.int64)
-    following = tl.load(query_start + request + 1, mask=real, other=0)
-    real = real & (following - token == 1)
+    at_once: tl.constexpr = BLOCK_M // (GROUP * QUERIES)
+    slot = tl.program_id(0) * at_once + row // (GROUP * QUERIES)
+    request = begin_request + slot
+    query = row // GROUP % QUERIES
+    real = (row < at_once * GROUP * QUERIES) & (request < end_request)
+    token = tl.load(query_start + request, mask=real, other=0)
+    count = tl.load(query_start + request + 1, mask=real, other=0) - token
+    real = real & (query < count) & (count <= QUERIES)
+    length = tl.load(context_len + request, mask=real, other=0)
     head = kv_head * GROUP + row % GROUP
     inside = real[:, None] & (column < HEAD_DIM)[None, :]
-    at_query = token * q_token + head * q_head
-    query = tl.load(q + at_query[:, None] + column[None, :], mask=inside, other=0.0)
-    position = tl.load(context_len + request, mask=real, other=0) - 1
-    best = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
-    if SINKS:
-        starts = part * split <= first_key(position, window, BLOCK_N, WINDOW)
-        best = tl.where(starts, tl.load(sinks + head) * LOG2E, best)
-        total = tl.where(starts, 1.0, total)
+    at_query = (token + query).to(tl.int64) * q_token + head * q_head
+    x = tl.load(q + at_query[:, None] + column[None, :], mask=inside, other=0.0)
+    starts = part * split <= first_key(length - count, window, BLOCK_N, WINDOW)
+    best, total = begun(sinks, head, starts, BLOCK_M, SINKS)
     best, total, result = attend(
-        query, position, best, total, tl.zeros((BLOCK_M, BLOCK_D), tl.float32),
-        part * split, part * split + split, table, kv_head, scale, softcap, window,
+        x, length - count + query, best, total, tl.zeros((BLOCK_M, BLOCK_D), tl.float32),
+        part * split, tl.minimum(part * split + split, prefix), table, kv_head, scale, softcap,
+        window,
         k, k_scale, k_page, k_head, k_slot, k_scale_page, k_scale_group,
         v, v_scale, v_page, v_head, v_slot, v_scale_page, v_scale_group,
-        K_KIND, K_GROUPS, K_GROUP, K_DOT, V_KIND, V_GROUPS, V_GROUP, V_DOT, WIDEN, PAGE, HEAD_DIM,
-        BLOCK_D, BLOCK_N, WINDOW, SOFTCAP,
+        K_KIND, K_GROUPS, K_GROUP, K_DOT, V_KIND, V_GROUPS, V_GROUP, V_DOT, CONVERT, WIDEN, PAGE,
+        HEAD_DIM, BLOCK_D, BLOCK_N, WINDOW, SOFTCAP, True,
     )  # fmt: skip
-    place = (request.to(tl.int64) * (kv_heads * GROUP) + head) * splits + part
-    _store_part(parts, sums, place, best, total, result, real, HEAD_DIM, BLOCK_D)
-
-
-@triton.jit(do_not_specialize=["longest", "splits"])
-def join_kernel(
-    parts, sums, out, query_start, context_len, window, longest, splits, heads,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr,
-    WINDOW: tl.constexpr, SHARED: tl.constexpr, UNMIX: tl.constexpr,
-):  # fmt: skip
-    """Grid (requests, heads): the sum of a row's parts, in the order of the splits."""
-    request, head = tl.program_id(0), tl.program_id(1)
-    token = tl.load(query_start + request)
-    if tl.load(query_start + request + 1) - token != 1:
-        return
-    length = tl.load(context_len + request)
-    split = split_size(longest if SHARED else length)
-    low = first_key(length - 1, window, BLOCK_N, WINDOW) // split
-    high = tl.cdiv(length, split)
-    place = (request.to(tl.int64) * heads + head) * splits
-    column = tl.arange(0, BLOCK_D)
-    best = tl.full((1,), float("-inf"), tl.float32)
-    total = tl.zeros((1,), tl.float32)
-    result = tl.zeros((BLOCK_D,), tl.float32)
-    for start in range(low, high, BLOCK_S):
-        part = start + tl.arange(0, BLOCK_S)
-        real = part < high
-        peaks = tl.load(sums + (place + part) * 2, mask=real, other=float("-inf"))
-        totals = tl.load(sums + (place + part) * 2 + 1, mask=real, other=0.0)
-        mask = real[:, None] & (column < HEAD_DIM)[None, :]
-        values = tl.load(
-            parts + (place + part)[:, None] * HEAD_DIM + column[None, :], mask=mask, other=0.0
-        )
-        peak = tl.maximum(best, tl.max(peaks, axis=0))
-        safe = tl.where(peak == float("-inf"), 0.0, peak)
-        factor = tl.exp2(peaks - safe)
-        shrink = tl.exp2(best - safe)
-        total = total * shrink + tl.sum(totals * factor, axis=0)
-        result = result * shrink + tl.sum(values * factor[:, None], axis=0)
-        best = peak
-    result = result / total
-    if UNMIX:
-        result = tl.reshape(mixed(result[None, :], 1, BLOCK_D, UNMIX), (BLOCK_D,))
-    at = (token.to(tl.int64) * heads + head) * HEAD_DIM
-    tl.store(out + at + column, result, mask=column < HEAD_DIM)
+    place = (slot.to(tl.int64) * (kv_heads * GROUP) + head) * slots
+    place += query * (slots // QUERIES) + part
+    store_part(parts, sums, place, best, total, result, real, HEAD_DIM, BLOCK_D)

@@ -1,10 +1,13 @@
-"""Attention of requests with several queries in a step: prompts and chunks of prompts.
+"""Attention of requests with many queries in a step: prompts and chunks of prompts.
 
 A program handles a tile of one request's queries, with all query heads of a key head as rows of one
-product, and loops over the keys. The grid has the largest possible number of tiles, ``T // tile +
-requests``, whatever the lengths; a program finds its request by bisecting ``query_start``. Keys of
-a cached prefix are in the pages like any others. Must match ``reference/attention.py`` with the
-tolerances of ``attention_decode.py``.
+product, and loops over the keys: first those that begin to be inside the window of some queries,
+then those that all queries see, without masks, then those up to the last query. The grid has the
+largest possible number of tiles, ``T // tile + requests``, whatever the lengths; a program finds
+its request by bisecting ``query_start``. A request's last tiles have the most keys and begin first,
+so that the programs that run alone at the end are short. Keys of a cached prefix are in the pages
+like any others. Must match ``reference/attention.py`` with the tolerances of
+``attention_decode.py``.
 """
 
 from __future__ import annotations
@@ -12,39 +15,50 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sdk.kernels.gpu.attend import LOG2E, attend
-from sdk.kernels.gpu.attention_decode import first_key
+from sdk.kernels.gpu.attend import attend, begun, first_key
+from sdk.kernels.gpu.launch import after_earlier
 from sdk.kernels.gpu.page_codes import mixed
 
 
-@triton.jit(do_not_specialize=["requests"])
+@triton.jit
+def _request_of(query_start, tile, requests, QUERIES: tl.constexpr):
+    """The last request whose tiles begin at or before this one."""
+    request = tile * 0
+    high = requests
+    while high - request > 1:
+        middle = (request + high) // 2
+        if tl.load(query_start + middle) // QUERIES + middle <= tile:
+            request = middle
+        else:
+            high = middle
+    return request
+
+
+@triton.jit(do_not_specialize=["requests", "fewest"])
 def prefill_kernel(
     q, out, sinks, query_start, context_len, table, q_token, q_head, table_row,
-    scale, softcap, window, requests, kv_heads,
+    scale, softcap, window, requests, kv_heads, fewest,
     k, k_scale, k_page, k_head, k_slot, k_scale_page, k_scale_group,
     v, v_scale, v_page, v_head, v_slot, v_scale_page, v_scale_group,
     K_KIND: tl.constexpr, K_GROUPS: tl.constexpr, K_GROUP: tl.constexpr, K_DOT: tl.constexpr,
     V_KIND: tl.constexpr, V_GROUPS: tl.constexpr, V_GROUP: tl.constexpr, V_DOT: tl.constexpr,
-    WIDEN: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, SINKS: tl.constexpr, LONE: tl.constexpr,
-    UNMIX: tl.constexpr,
+    CONVERT: tl.constexpr, WIDEN: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, SINKS: tl.constexpr, UNMIX: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of queries, key heads); ``LONE``: of one too. Tensors as in ``decode_kernel``."""
+    """Grid (tiles of queries times key heads): requests with ``fewest`` queries or more.
+
+    Tensors as in ``decode_kernel``.
+    """
+    after_earlier()
     QUERIES: tl.constexpr = BLOCK_M // GROUP
-    index, kv_head = tl.program_id(0), tl.program_id(1)
-    request = index * 0  # the last one whose tiles begin at or before this one
-    high = requests
-    while high - request > 1:
-        middle = (request + high) // 2
-        if tl.load(query_start + middle) // QUERIES + middle <= index:
-            request = middle
-        else:
-            high = middle
+    index = tl.num_programs(0) - 1 - tl.program_id(0)
+    tile, kv_head = index // kv_heads, index % kv_heads
+    request = _request_of(query_start, tile, requests, QUERIES)
     start = tl.load(query_start + request)
     count = tl.load(query_start + request + 1) - start
-    begin = (index - start // QUERIES - request) * QUERIES
-    if (begin >= count) | (count == (0 if LONE else 1)):
+    begin = (tile - start // QUERIES - request) * QUERIES
+    if (begin >= count) | (count < fewest):
         return
     length = tl.load(context_len + request)
     row = tl.arange(0, BLOCK_M)
@@ -56,22 +70,27 @@ def prefill_kernel(
     inside = real[:, None] & (column < HEAD_DIM)[None, :]
     at_query = token * q_token + head * q_head
     x = tl.load(q + at_query[:, None] + column[None, :], mask=inside, other=0.0)
-    position = length - count + query
-    best = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
-    if SINKS:
-        best = tl.load(sinks + head) * LOG2E
-        total += 1.0
-    best, total, result = attend(
-        x, position, best, total, tl.zeros((BLOCK_M, BLOCK_D), tl.float32),
-        first_key(length - count + begin, window, BLOCK_N, WINDOW),
-        tl.minimum(length - count + begin + QUERIES, length),
-        table + request.to(tl.int64) * table_row, kv_head, scale, softcap, window,
-        k, k_scale, k_page, k_head, k_slot, k_scale_page, k_scale_group,
-        v, v_scale, v_page, v_head, v_slot, v_scale_page, v_scale_group,
-        K_KIND, K_GROUPS, K_GROUP, K_DOT, V_KIND, V_GROUPS, V_GROUP, V_DOT, WIDEN, PAGE, HEAD_DIM,
-        BLOCK_D, BLOCK_N, WINDOW, SOFTCAP,
-    )  # fmt: skip
+    best, total = begun(sinks, head, head >= 0, BLOCK_M, SINKS)
+    result = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    own_table = table + request.to(tl.int64) * table_row
+    position = length - count + begin
+    last = tl.minimum(position + QUERIES, length)
+    # Some queries see keys from ``edge`` on; all see those from ``since`` to ``to``.
+    edge = first_key(position, window, BLOCK_N, WINDOW)
+    to = (position + 1) // BLOCK_N * BLOCK_N
+    since = tl.minimum(first_key(last + BLOCK_N - 2, window, BLOCK_N, WINDOW), to)
+    for phase in tl.static_range(3):
+        low = edge if phase == 0 else since if phase == 1 else to
+        high = since if phase == 0 else to if phase == 1 else last
+        if WINDOW or phase > 0:
+            best, total, result = attend(
+                x, length - count + query, best, total, result, low, high,
+                own_table, kv_head, scale, softcap, window,
+                k, k_scale, k_page, k_head, k_slot, k_scale_page, k_scale_group,
+                v, v_scale, v_page, v_head, v_slot, v_scale_page, v_scale_group,
+                K_KIND, K_GROUPS, K_GROUP, K_DOT, V_KIND, V_GROUPS, V_GROUP, V_DOT, CONVERT, WIDEN,
+                PAGE, HEAD_DIM, BLOCK_D, BLOCK_N, WINDOW, SOFTCAP, phase != 1,
+            )  # fmt: skip
     result = result / total[:, None]
     if UNMIX:
         result = mixed(result, BLOCK_M, BLOCK_D, UNMIX)

@@ -15,9 +15,10 @@ from torch import Tensor
 from sdk.kernels.backend import Problem
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.errors import KernelError
-from sdk.kernels.gpu.launch import expect_on_device
+from sdk.kernels.gpu.attention_work import list_work
+from sdk.kernels.gpu.launch import after_earlier, expect_on_device, run_kernel
 
-ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "clamped_swiglu": 3}
+ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "clamped_swiglu")
 MAPS = {"zeros": 0, "add": 1, "add_bias": 2, "scale": 3, "softcap": 4}
 _BLOCK = 1024
 
@@ -29,30 +30,40 @@ def _tanh(x):
 
 
 @triton.jit
-def gated_kernel(gate_up, out, WIDTH: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr):
-    """Grid (rows, blocks of columns): ``act(gate) * up`` of a row, gate then up."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = column < WIDTH
-    gate = tl.load(gate_up + row * 2 * WIDTH + column, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + row * 2 * WIDTH + WIDTH + column, mask=mask, other=0.0).to(tl.float32)
-    if KIND == 0:
+def activate(gate, up, KIND: tl.constexpr):
+    """``act(gate) * up`` in float32, one of :data:`ACTIVATIONS`."""
+    if KIND == "silu":
         active = gate * tl.sigmoid(gate)
-    elif KIND == 1:
+    elif KIND == "gelu_tanh":
         inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
         active = 0.5 * gate * (1.0 + _tanh(inner))
-    elif KIND == 2:
+    elif KIND == "gelu":
         active = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
     else:
         gate = tl.where(gate > 7.0, 7.0, gate)
         active = gate * tl.sigmoid(1.702 * gate)
         up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up)) + 1.0
-    tl.store(out + row * WIDTH + column, active * up, mask=mask)
+    return active * up
+
+
+@triton.jit
+def gated_kernel(
+    gate_up, out, out_stride, WIDTH: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Grid (rows, blocks of columns): ``act(gate) * up`` of a row, gate then up."""
+    after_earlier()
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < WIDTH
+    gate = tl.load(gate_up + row * 2 * WIDTH + column, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * WIDTH + WIDTH + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + row * out_stride + column, activate(gate, up, KIND), mask=mask)
 
 
 @triton.jit
 def map_kernel(x, other, factor, count, width, KIND: tl.constexpr, BLOCK: tl.constexpr):
     """One of :data:`MAPS` in place on ``count`` numbers in rows of ``width``."""
+    after_earlier()
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = index < count
     if KIND == 0:
@@ -70,23 +81,25 @@ def map_kernel(x, other, factor, count, width, KIND: tl.constexpr, BLOCK: tl.con
     tl.store(x + index, values, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["x_rows"])
 def gather_kernel(
-    x, index, out, width, x_rows, BY_ROW: tl.constexpr, BACK: tl.constexpr, BLOCK: tl.constexpr
-):
+    x, index, out, width, x_rows, x_stride,
+    BY_ROW: tl.constexpr, BACK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Grid (rows of out, blocks of columns): ``x[index]``, ``x[:, index]`` or its inverse."""
+    after_earlier()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width
     if BY_ROW:
-        source = tl.load(index + row)
+        source = tl.load(index + row).to(tl.int64)
         found = (source >= 0) & (source < x_rows)
-        values = tl.load(x + source * width + column, mask=mask & found, other=0.0)
+        values = tl.load(x + source * x_stride + column, mask=mask & found, other=0.0)
         tl.store(out + row * width + column, values, mask=mask)
     else:
         place = tl.load(index + column, mask=mask, other=0)
         first, second = (column, place) if BACK else (place, column)
-        values = tl.load(x + row * width + first, mask=mask, other=0.0)
+        values = tl.load(x + row * x_stride + first, mask=mask, other=0.0)
         tl.store(out + row * width + second, values, mask=mask)
 
 
@@ -107,6 +120,7 @@ def places_kernel(
 
     Tokens after the last request's, with which a captured step is filled up, have slot -1.
     """
+    after_earlier()
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = token < tokens
     owner = tl.zeros((BLOCK,), tl.int32)  # the last request that begins at or before the token
@@ -141,8 +155,15 @@ class GatedActivation:
     def run(self, gate_up: Tensor, kind: str, out: Tensor) -> None:
         expect_on_device("gated_activation", gate_up, out)
         rows, width = out.shape
-        gated_kernel[(rows, triton.cdiv(width, _BLOCK))](
-            gate_up, out, WIDTH=width, KIND=ACTIVATIONS[kind], BLOCK=_BLOCK
+        run_kernel(
+            gated_kernel,
+            (rows, triton.cdiv(width, _BLOCK)),
+            gate_up,
+            out,
+            out.stride(0),
+            WIDTH=width,
+            KIND=kind,
+            BLOCK=_BLOCK,
         )
 
 
@@ -161,7 +182,9 @@ class Map:
             raise KernelError(f"{self._what}: expected contiguous rows, found {x.stride()}")
         other = None if other is None else other.contiguous()
         expect_on_device(self._what, x, other)
-        map_kernel[(triton.cdiv(x.numel(), _BLOCK),)](
+        run_kernel(
+            map_kernel,
+            (triton.cdiv(x.numel(), _BLOCK),),
             x,
             x if other is None else other,
             factor,
@@ -181,7 +204,7 @@ class SelectRows:
         return None
 
     def run(self, x: Tensor, rows: Tensor, out: Tensor) -> None:
-        _gather("select_rows", x, rows, out, by_row=True)
+        gather("select_rows", x, rows, out, by_row=True)
 
 
 class TakeColumns:
@@ -193,17 +216,29 @@ class TakeColumns:
         return None
 
     def run(self, x: Tensor, order: Tensor, back: bool, out: Tensor) -> None:
-        _gather("take_columns", x, order, out, back=back)
+        gather("take_columns", x, order, out, back=back)
 
 
-def _gather(
+def gather(
     what: str, x: Tensor, index: Tensor, out: Tensor, by_row: bool = False, back: bool = False
 ) -> None:
-    x, index = x.contiguous(), index.contiguous()
+    """``out = x[index]`` if ``by_row``, else ``x[:, index]`` or its inverse; ``what`` names it."""
+    index = index.contiguous()
+    x = x if x.stride(1) == 1 else x.contiguous()
     expect_on_device(what, x, index, out)
     rows, width = out.shape
-    gather_kernel[(rows, triton.cdiv(width, _BLOCK))](
-        x, index, out, width, x.shape[0], BY_ROW=by_row, BACK=back, BLOCK=_BLOCK
+    run_kernel(
+        gather_kernel,
+        (rows, triton.cdiv(width, _BLOCK)),
+        x,
+        index,
+        out,
+        width,
+        x.shape[0],
+        x.stride(0),
+        BY_ROW=by_row,
+        BACK=back,
+        BLOCK=_BLOCK,
     )
 
 
@@ -218,7 +253,9 @@ class Places:
     def run(self, batch: AttentionBatch) -> None:
         index = (batch.query_start, batch.context_len, batch.page_table)
         expect_on_device("find_places", *index, batch.positions, batch.slots)
-        places_kernel[(triton.cdiv(batch.num_tokens, 256),)](
+        run_kernel(
+            places_kernel,
+            (triton.cdiv(batch.num_tokens, 256),),
             *index,
             batch.positions,
             batch.slots,
@@ -228,6 +265,8 @@ class Places:
             PAGE=batch.page_size,
             BLOCK=256,
         )
+        if batch.work is not None:
+            list_work(batch, batch.work)
 
 
 OPS: dict[str, tuple[Any, ...]] = {

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sdk.kernels.backend import Problem
-from sdk.kernels.gpu.launch import expect_on_device
+from sdk.kernels.gpu.launch import after_earlier, expect_on_device, run_kernel
 from sdk.kernels.routes import Routes
 
 _BLOCK = 1024
@@ -30,6 +30,7 @@ def route_kernel(
     Compared as integers in the order of the floats, so that whatever the logits are, K different
     experts are chosen: rows that fill up a captured step hold anything.
     """
+    after_earlier()
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK_E)
     inside = lane < EXPERTS
@@ -60,6 +61,7 @@ def group_kernel(
     chosen, places, tokens, owners, starts, rows, experts, K: tl.constexpr, BLOCK: tl.constexpr
 ):
     """A program per expert: how many rows the experts before it have, then its own, by token."""
+    after_earlier()
     expert = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
     before = tl.zeros((BLOCK,), tl.int32)
@@ -84,6 +86,7 @@ def group_kernel(
 @triton.jit
 def active_kernel(starts, active, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr):
     """The experts that have rows, and how many they are."""
+    after_earlier()
     expert = tl.arange(0, BLOCK_E)
     inside = expert < EXPERTS
     start = tl.load(starts + expert, mask=inside, other=0)
@@ -96,6 +99,7 @@ def active_kernel(starts, active, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr):
 @triton.jit
 def owners_bias_kernel(x, bias, owners, width, BLOCK: tl.constexpr):
     """Grid (rows, blocks of columns)."""
+    after_earlier()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width
@@ -108,6 +112,7 @@ def owners_bias_kernel(x, bias, owners, width, BLOCK: tl.constexpr):
 @triton.jit
 def combine_kernel(x, weights, places, out, width, K: tl.constexpr, BLOCK: tl.constexpr):
     """Grid (tokens, blocks of columns): added in the order of a token's experts."""
+    after_earlier()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width
@@ -135,7 +140,9 @@ class Route(_Accepting):
         expect_on_device("route", logits, chosen, weights)
         tokens, count = logits.shape
         k = chosen.shape[1]
-        route_kernel[(tokens,)](
+        run_kernel(
+            route_kernel,
+            (tokens,),
             logits,
             chosen,
             weights,
@@ -156,7 +163,9 @@ class Group(_Accepting):
     def run(self, chosen: Tensor, routes: Routes) -> None:
         expect_on_device("group", chosen, routes.starts)
         count = routes.starts.shape[0] - 1
-        group_kernel[(count,)](
+        run_kernel(
+            group_kernel,
+            (count,),
             chosen,
             routes.places,
             routes.tokens,
@@ -168,7 +177,7 @@ class Group(_Accepting):
             BLOCK=_BLOCK,
         )
         block = triton.next_power_of_2(count)
-        active_kernel[(1,)](routes.starts, routes.active, EXPERTS=count, BLOCK_E=block)
+        run_kernel(active_kernel, (1,), routes.starts, routes.active, EXPERTS=count, BLOCK_E=block)
 
 
 class AddOwnersBias(_Accepting):
@@ -180,7 +189,9 @@ class AddOwnersBias(_Accepting):
         expect_on_device("add_owners_bias", x, bias, routes.owners)
         rows, width = x.shape
         grid = (rows, triton.cdiv(width, _BLOCK))
-        owners_bias_kernel[grid](x, bias.contiguous(), routes.owners, width, BLOCK=_BLOCK)
+        run_kernel(
+            owners_bias_kernel, grid, x, bias.contiguous(), routes.owners, width, BLOCK=_BLOCK
+        )
 
 
 class Combine(_Accepting):
@@ -191,7 +202,9 @@ class Combine(_Accepting):
     def run(self, x: Tensor, routes: Routes, out: Tensor) -> None:
         expect_on_device("combine", x, routes.places, out)
         tokens, width = out.shape
-        combine_kernel[(tokens, triton.cdiv(width, _BLOCK))](
+        run_kernel(
+            combine_kernel,
+            (tokens, triton.cdiv(width, _BLOCK)),
             x.contiguous(),
             routes.weights,
             routes.places,

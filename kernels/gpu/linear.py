@@ -16,14 +16,14 @@ from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from sdk.kernels.backend import Problem
 from sdk.kernels.gpu import product as kernels
 from sdk.kernels.gpu.dense import multiply, product_dense
+from sdk.kernels.gpu.elementwise import GatedActivation
 from sdk.kernels.gpu.expert_tiles import PARTS, Experts, Routed, offsets_of, tile_arguments
-from sdk.kernels.gpu.launch import INTERPRETED, Launch, expect_on_device
+from sdk.kernels.gpu.launch import INTERPRETED, TYPES, Launch, expect_on_device, old_card
 from sdk.kernels.gpu.packing import PLANES, Packed, pack, unpack
 from sdk.kernels.gpu.scratch import (
     decoded_experts,
@@ -33,8 +33,10 @@ from sdk.kernels.gpu.scratch import (
     rows_of_parts,
     runs,
 )
+from sdk.kernels.gpu.shares import Shares, Sharing
 from sdk.kernels.gpu.tuning import Tiles, Tuning
 from sdk.kernels.layouts import BLOCK_TYPES, TABLE_BITS, Dense, Layout, check_layout
+from sdk.kernels.rounding import Rounding, Rows
 from sdk.kernels.routes import Routes
 
 #: What ``decode_values`` leaves to the scale: the difference of the exponents' biases.
@@ -42,7 +44,6 @@ FACTORS = {"e2m1": 2.0**14, "e4m3": 2.0**8}
 #: The same of ``tiny_values``, of which x takes ``RAISE``: neither it nor a product overflows.
 TINY = {"int": 149, "e2m1": 126, "e4m3": 120, "e5m2": 112}
 RAISE = 80
-_DOT_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
 class TritonLinear:
@@ -51,15 +52,24 @@ class TritonLinear:
     ``dtype``: the type to which x and dequantized weights are rounded for the matrix units; inputs
     in float16 or bfloat16 keep their type. float32 rounds nothing (``compute="exact"``). ``fixed``:
     one kernel and one order of additions for every number of tokens, so that a row's result does
-    not depend on the others.
+    not depend on the others. ``sharing``: that of the engine's other kernels.
     """
 
     reads_parts = False
+    gates = True
 
-    def __init__(self, dtype: torch.dtype, tuning: Tuning, *, fixed: bool = False) -> None:
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        tuning: Tuning,
+        *,
+        fixed: bool = False,
+        sharing: Sharing | None = None,
+    ) -> None:
         self.dtype = dtype
         self._tuning = tuning
         self._fixed = fixed
+        self._sharing = sharing or Sharing()
         self.name = "gpu.linear_exact" if dtype == torch.float32 else "gpu.linear"
 
     def tuned(self, tuning: Tuning) -> TritonLinear:
@@ -95,10 +105,15 @@ class TritonLinear:
             return f"layout {problem.layout!r}: expected affine, blocks or float8"
         return None
 
+    def rounding(self, packed: Packed) -> Rounding | None:
+        return None
+
     def pack(self, layout: Layout) -> Packed:
         check_layout(layout)
         assert not isinstance(layout, Dense)
-        return pack(layout)
+        packed = pack(layout)
+        self._sharing.prepare(packed.scale.device)
+        return packed
 
     def unpack(self, packed: Packed) -> Layout:
         return unpack(packed)
@@ -106,18 +121,21 @@ class TritonLinear:
     def nbytes(self, packed: Packed) -> int:
         return packed.nbytes
 
-    def matmul(self, packed: Packed, x: Tensor, out: Tensor) -> None:
+    def matmul(self, packed: Packed, x: Rows, out: Tensor, activation: str = "") -> None:
+        assert isinstance(x, Tensor)
         expect_on_device("linear", x, out, packed.scale)
         tokens = x.shape[0]
         dtype = self._dot_type(x)
         if not self._fixed and tokens >= self._tuning.dense_from and dtype != torch.float32:
-            self._matmul_dense(packed, x.to(dtype), out)
+            wide = before_activation(out, activation)
+            self._matmul_dense(packed, x.to(dtype), wide)
+            activate_rows(wide, activation, out)
             return
         tiles = self._tuning.tiles(packed, 2 if self._fixed else tokens)
         tiles = replace(tiles, split=min(tiles.split, packed.units))
         step = tokens if tiles.split == 1 else rows_of_parts(packed.shape[0], tiles.split)
         for rows in runs(tokens, step):
-            self._multiply(packed, x[rows], out[rows], tiles, one=tokens == 1)
+            self._multiply(packed, x[rows], out[rows], tiles, activation, one=tokens == 1)
 
     def _dot_type(self, x: Tensor) -> torch.dtype:
         return x.dtype if x.itemsize == 2 and self.dtype.itemsize == 2 else self.dtype
@@ -128,14 +146,15 @@ class TritonLinear:
         x: Tensor,
         out: Tensor,
         tiles: Tiles,
+        activation: str,
         *,
         one: bool,
         routed: Routed | None = None,
     ) -> None:
         """``one``: every row has its own weight, so none is read twice."""
-        parts = room_for_parts(out, tiles.split)
+        shares = self._sharing.shares(tiles.split, out.shape[0], w.shape[0], x.device)
         if one and not self._fixed:
-            product_one(w, x, parts, tiles, routed).run()
+            product_one(w, x, out, shares, tiles, activation, routed).run()
         else:
             dtype, sums = self._dot_type(x), None
             if w.has_minus or w.zeros_bits == 32:
@@ -143,13 +162,12 @@ class TritonLinear:
                 count = max(-(-x.shape[1] // chunk), tiles.split)
                 sums = torch.empty(count, x.shape[0], device=x.device)
                 add_chunks(x, sums, chunk, dtype).run()
-            product(w, x, sums, parts, tiles, dtype, routed).run()
-        if tiles.split > 1:
-            add_up(parts, out).run()
+            product(w, x, sums, out, shares, tiles, dtype, activation, routed).run()
 
     def _matmul_dense(self, packed: Packed, x: Tensor, out: Tensor) -> None:
         n, k = packed.shape
-        scratch = torch.empty(decoded_rows(n, k, x.itemsize), k, dtype=x.dtype, device=x.device)
+        rows_at_once = decoded_rows(n, k, x.itemsize, x.shape[0])
+        scratch = torch.empty(rows_at_once, k, dtype=x.dtype, device=x.device)
         for rows in runs(n, len(scratch)):
             w = scratch[: rows.stop - rows.start]
             decode_rows(packed, w, rows.start).run()
@@ -170,18 +188,26 @@ class TritonLinear:
         return None if offsets is None else Experts(tuple(packed), offsets)
 
     def matmul_routed(
-        self, group: Experts[Packed], x: Tensor, routes: Routes, by_token: bool, out: Tensor
+        self,
+        group: Experts[Packed],
+        x: Tensor,
+        routes: Routes,
+        by_token: bool,
+        out: Tensor,
+        activation: str = "",
     ) -> None:
         expect_on_device("linear of experts", x, out, group.offsets)
         routed = Routed(group.offsets, routes, routes.tokens if by_token else None)
         rows, dtype = out.shape[0] // group.count, self._dot_type(x)
         many = rows >= self._tuning.experts_dense_from and dtype != torch.float32
         if many and not self._fixed:
-            self._experts_dense(group, x.to(dtype), routed, out)
+            wide = before_activation(out, activation)
+            self._experts_dense(group, x.to(dtype), routed, wide)
+            activate_rows(wide, activation, out)
             return
         one = routes.weights.shape[0] == 1
         tiles = self._tiles_of(group, routes, 1 if one else 2)
-        self._multiply(group.first, x, out, tiles, one=one, routed=routed)
+        self._multiply(group.first, x, out, tiles, activation, one=one, routed=routed)
 
     def _experts_dense(
         self, group: Experts[Packed], x: Tensor, routed: Routed, out: Tensor
@@ -199,7 +225,7 @@ class TritonLinear:
             experts = range(first, min(first + count, group.count))
             decode_experts(group, experts, routed.routes.starts, scratch).run()
             weight = scratch[0, : n * k].view(n, k)
-            product_dense(weight, x, decoded, experts, out).run()
+            product_dense(weight, x, out, decoded, experts).run()
 
     def _tiles_of(self, group: Experts[Packed], routes: Routes, least: int) -> Tiles:
         """Tiles by the average number of rows per expert, at least ``least``.
@@ -221,32 +247,40 @@ def product(
     packed: Packed,
     x: Tensor,
     sums: Tensor | None,
-    parts: Tensor,
+    out: Tensor,
+    shares: Shares,
     tiles: Tiles,
     dtype: torch.dtype,
+    activation: str = "",
     routed: Routed | None = None,
 ) -> Launch:
-    """``product`` over ``split`` shares of K: x ``[M, K]``, parts ``[split, M, N]`` or out.
+    """``product``: x ``[M, K]``, out ``[M, N]``, with an ``activation`` ``[M, N / 2]``.
 
     ``sums``: from :func:`add_chunks`, for a weight with minima. ``routed``: the experts' rows
     instead of M; the weight is then the first expert's.
     """
-    tokens, n, split = x.shape[0], packed.shape[0], tiles.split
-    # 64 columns of float32 leave too few registers on sm_90: up to 480 bytes were spilled (q3_k)
-    plain = dtype == torch.float32
-    most = 32 if plain else tiles.block_m
+    tokens, n = x.shape[0], packed.shape[0]
+    # 64 columns without matrix instructions leave too few registers: up to 480 bytes were spilled
+    # on sm_90 (q3_k), 1.7 KiB on sm_75. Nor do 32 fit for codes of 2 bits with zero points or
+    # minima (208 bytes on sm_90, 856 on sm_100).
+    plain = dtype == torch.float32 or old_card(x.device)
+    most = tiles.block_m
+    if plain:
+        most = 16 if packed.bits == 2 and (packed.zeros_bits or packed.has_minus) else 32
     block_m = min(tiles.block_m, most, max(16, triton.next_power_of_2(tokens)))
     weights, constants = _weight(packed, dtype)
-    sums = parts if sums is None else sums
-    arguments = {"x": x, "sums": sums, "out": parts, **weights, "M": tokens}
-    arguments |= {"share": -(-packed.units // split), "x_stride": x.stride(0)}
-    arguments |= {"out_stride": parts.stride(-2), "part_stride": _part_stride(parts)}
-    constants |= {"DOT": _DOT_TYPES[dtype], "BLOCK_N": tiles.block_n, "BLOCK_M": block_m}
+    sums = out if sums is None else sums
+    count = -(-tokens // block_m) if routed is None else routed.tiles(block_m)
+    grid = (count, -(-n // tiles.block_n), shares.split)
+    arguments = {"x": x, "sums": sums, "out": out, **weights, "M": tokens}
+    arguments |= {"share": -(-packed.units // shares.split), "x_stride": x.stride(0)}
+    arguments |= {"out_stride": out.stride(0), **shares.arguments(grid[0] * grid[1])}
+    constants |= {"DOT": TYPES[dtype], "BLOCK_N": tiles.block_n, "BLOCK_M": block_m}
     constants["WIDEN"] = dtype == torch.bfloat16 and INTERPRETED
     constants["ROUTED"] = routed is not None
+    constants |= {"SHARED": shares.split > 1, "ACTIVATION": activation}
+    constants["WARPS"] = tiles.warps if tiles.block_n == 16 * tiles.warps else 0
     arguments |= tile_arguments(routed)
-    count = -(-tokens // block_m) if routed is None else routed.tiles(block_m)
-    grid = (-(-n // tiles.block_n), count, split)
     stages = min(tiles.stages, 2) if plain else tiles.stages
     options = {"num_warps": tiles.warps, "num_stages": stages}
     return Launch(kernels.product, grid, arguments, constants, options)
@@ -264,43 +298,38 @@ def add_chunks(x: Tensor, sums: Tensor, chunk: int, dtype: torch.dtype) -> Launc
     tokens, k = x.shape
     arguments = {"x": x, "sums": sums, "M": tokens, "K": k, "x_stride": x.stride(0)}
     block = min(1024, triton.next_power_of_2(chunk))
-    constants = {"CHUNK": chunk, "DOT": _DOT_TYPES[dtype], "BLOCK": block}
+    constants = {"CHUNK": chunk, "DOT": TYPES[dtype], "BLOCK": block}
     return Launch(kernels.add_chunks, (tokens, sums.shape[0], 1), arguments, constants, {})
 
 
 def product_one(
-    packed: Packed, x: Tensor, parts: Tensor, tiles: Tiles, routed: Routed | None = None
+    packed: Packed,
+    x: Tensor,
+    out: Tensor,
+    shares: Shares,
+    tiles: Tiles,
+    activation: str = "",
+    routed: Routed | None = None,
 ) -> Launch:
-    """``product_one`` over ``split`` shares of K: x ``[1, K]``, parts as in :func:`product`.
+    """``product_one``: x ``[1, K]``, out as in :func:`product`.
 
     ``routed``: the rows of one token's experts instead.
     """
     weights, constants = _weight(packed)
-    split, rows = tiles.split, parts.shape[-2]
-    arguments = {"x": x, "out": parts, **weights}
-    arguments |= {"share": -(-packed.units // split), "part_stride": _part_stride(parts)}
-    arguments |= {"x_stride": x.stride(0), "out_stride": parts.stride(-2)}
+    grid = (-(-packed.shape[0] // tiles.block_n), shares.split, out.shape[0])
+    arguments = {"x": x, "out": out, **weights, "share": -(-packed.units // shares.split)}
+    arguments |= {"x_stride": x.stride(0), "out_stride": out.stride(0)}
+    arguments |= shares.arguments(grid[0] * grid[2])
     arguments |= dict.fromkeys(("offsets", "owners", "sources"), None)
     if routed is not None:
         arguments |= {"offsets": routed.offsets, "owners": routed.routes.owners}
         arguments["sources"] = routed.sources
     constants |= {"BLOCK_N": tiles.block_n, "UNROLL": tiles.stages, "ROUTED": routed is not None}
+    constants |= {"SHARED": shares.split > 1, "ACTIVATION": activation}
     tiny = packed.kind in TINY
     constants["RAISE"] = 2.0**RAISE if tiny else 1.0
     constants["FACTOR"] = 2.0 ** (TINY[packed.kind] - RAISE) if tiny else 1.0
-    grid = (-(-packed.shape[0] // tiles.block_n), split, rows)
     return Launch(kernels.product_one, grid, arguments, constants, {"num_warps": tiles.warps})
-
-
-def add_up(parts: Tensor, out: Tensor) -> Launch:
-    """``out [M, N]`` = the sum of parts ``[split, M, N]``."""
-    split, tokens, n = parts.shape
-    block = 512
-    arguments = {"parts": parts, "out": out, "split": split, "N": n}
-    arguments["out_stride"] = out.stride(0)
-    arguments["part_stride"] = parts.stride(0)
-    constants = {"BLOCK": block}
-    return Launch(kernels.add_up, (tokens, -(-n // block), 1), arguments, constants, {})
 
 
 def decode_rows(packed: Packed, out: Tensor, rows: Tensor | int) -> Launch:
@@ -334,15 +363,15 @@ def decode_experts(group: Experts[Packed], experts: range, starts: Tensor, out: 
     )
 
 
-def room_for_parts(out: Tensor, split: int) -> Tensor:
-    """Memory for the shares of K: out ``[M, N]`` itself if there is only one."""
-    if split == 1:
-        return out
-    return torch.empty(split, *out.shape, dtype=torch.float32, device=out.device)
+def before_activation(out: Tensor, activation: str) -> Tensor:
+    """Memory for a product whose rows an ``activation`` makes half as long; out without one."""
+    return out.new_empty(out.shape[0], 2 * out.shape[1]) if activation else out
 
 
-def _part_stride(parts: Tensor) -> int:
-    return parts.stride(0) if parts.dim() == 3 else 0
+def activate_rows(wide: Tensor, activation: str, out: Tensor) -> None:
+    """``out`` from :func:`before_activation`'s ``wide``."""
+    if activation:
+        GatedActivation().run(wide, activation, out)
 
 
 def _weight(p: Packed, table: torch.dtype = torch.float32) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -374,6 +403,7 @@ def _weight(p: Packed, table: torch.dtype = torch.float32) -> tuple[dict[str, An
         "ZEROS": p.zeros_bits,
         "ZERO": float(p.zero),
         "MINUS": minus if p.has_minus else "",
+        "PAIRS": p.pairs,
         "WHOLE": whole,
         "EVEN": p.units * p.unit == k,
     }

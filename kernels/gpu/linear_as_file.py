@@ -22,12 +22,14 @@ from sdk.kernels.gpu import product_bytes as kernels
 from sdk.kernels.gpu.byte_rows import ByteRows, byte_rows, decode, layout_of, multiplies_bytes
 from sdk.kernels.gpu.expert_tiles import PARTS, Experts, Routed, offsets_of, tile_arguments
 from sdk.kernels.gpu.launch import INTERPRETED, Launch, expect_on_device
-from sdk.kernels.gpu.linear import TritonLinear, add_up, room_for_parts
+from sdk.kernels.gpu.linear import TritonLinear, activate_rows, before_activation
 from sdk.kernels.gpu.packing import Packed
 from sdk.kernels.gpu.scratch import rows_of_codes, rows_of_parts, rows_rounded, runs
+from sdk.kernels.gpu.shares import Shares, Sharing
 from sdk.kernels.gpu.tuning import Tiles, Tuning
 from sdk.kernels.layouts import ActivationScheme, Affine, Float8, Layout, check_layout, inputs_of
 from sdk.kernels.reference.fake_quantize import fake_quantize
+from sdk.kernels.rounding import Rounded, Rounding, Rows
 from sdk.kernels.routes import Routes
 
 #: Rows of one accumulator: those of twice as many do not fit registers beside promoted sums.
@@ -40,8 +42,15 @@ class TritonLinearAsFile(TritonLinear):
     ``codes``: those that the card's matrix units multiply as bytes, see :func:`bytes_of_card`.
     """
 
-    def __init__(self, tuning: Tuning, codes: Sequence[str], *, fixed: bool = False) -> None:
-        super().__init__(torch.float32, tuning, fixed=fixed)
+    def __init__(
+        self,
+        tuning: Tuning,
+        codes: Sequence[str],
+        *,
+        fixed: bool = False,
+        sharing: Sharing | None = None,
+    ) -> None:
+        super().__init__(torch.float32, tuning, fixed=fixed, sharing=sharing)
         self._codes = codes
         self.name = "gpu.linear_as_file"
 
@@ -57,7 +66,15 @@ class TritonLinearAsFile(TritonLinear):
             return super().pack(layout)
         check_layout(layout)
         assert isinstance(layout, Affine | Float8)
-        return byte_rows(layout)
+        packed = byte_rows(layout)
+        self._sharing.prepare(packed.scale.device)
+        return packed
+
+    def rounding(self, packed: Packed | ByteRows) -> Rounding | None:
+        if not isinstance(packed, ByteRows):
+            return None
+        w = packed.values
+        return Rounding(packed.inputs, w.dtype, w.shape[1], packed.scale.shape[0])
 
     def unpack(self, packed: Packed | ByteRows) -> Layout:
         return layout_of(packed) if isinstance(packed, ByteRows) else super().unpack(packed)
@@ -65,22 +82,31 @@ class TritonLinearAsFile(TritonLinear):
     def nbytes(self, packed: Packed | ByteRows) -> int:
         return packed.nbytes
 
-    def matmul(self, packed: Packed | ByteRows, x: Tensor, out: Tensor) -> None:
+    def matmul(self, packed: Packed | ByteRows, x: Rows, out: Tensor, activation: str = "") -> None:
         if isinstance(packed, ByteRows):
-            expect_on_device("linear", x, out, packed.scale)
+            wide = before_activation(out, activation)
             tiles = self._bytes_tiles(packed, x.shape[0])
             step = rows_of_codes(packed.values.shape[1])
             if tiles.split > 1:
                 step = min(step, rows_of_parts(packed.shape[0], tiles.split))
             for rows in runs(x.shape[0], step):
-                _multiply_bytes(packed, x[rows], out[rows], tiles)
+                if isinstance(x, Rounded):
+                    # the kernel finds the scales of a group right behind those of the one before
+                    scales = x.scales[:, rows].contiguous()
+                    given = Rounded(x.codes[rows], scales, x.width)
+                else:
+                    given = self._round(packed, x[rows])
+                self._multiply_bytes(packed, given, wide[rows], tiles)
+            activate_rows(wide, activation, out)
             return
+        assert isinstance(x, Tensor)
         scheme = inputs_of(packed.facts)
         if scheme is None:
-            super().matmul(packed, x, out)
+            super().matmul(packed, x, out, activation)
             return
         for rows in runs(x.shape[0], rows_rounded(x.shape[1])):
-            super().matmul(packed, fake_quantize(x[rows].float(), scheme), out[rows])
+            exact = fake_quantize(x[rows].float(), scheme)
+            super().matmul(packed, exact, out[rows], activation)
 
     def _bytes_tiles(self, w: ByteRows, tokens: int) -> Tiles:
         """With a fixed order of additions those of two tokens, for more tokens at a time: a token's
@@ -115,34 +141,45 @@ class TritonLinearAsFile(TritonLinear):
         return None if offsets is None else Experts(tuple(packed), offsets)
 
     def matmul_routed(
-        self, group: Experts[Any], x: Tensor, routes: Routes, by_token: bool, out: Tensor
+        self,
+        group: Experts[Any],
+        x: Tensor,
+        routes: Routes,
+        by_token: bool,
+        out: Tensor,
+        activation: str = "",
     ) -> None:
         w = group.first
         scheme = inputs_of(w.facts)
         if isinstance(w, ByteRows):
             expect_on_device("linear of experts", x, out, group.offsets)
             routed = Routed(group.offsets, routes, routes.tokens if by_token else None)
-            _multiply_bytes(w, x, out, self._tiles_of(group, routes, 2), routed)
+            wide = before_activation(out, activation)
+            given = self._round(w, x)
+            self._multiply_bytes(w, given, wide, self._tiles_of(group, routes, 2), routed)
+            activate_rows(wide, activation, out)
         elif scheme is None:
-            super().matmul_routed(group, x, routes, by_token, out)
+            super().matmul_routed(group, x, routes, by_token, out, activation)
         else:
             whole = torch.empty(x.shape, device=x.device)
             for rows in runs(x.shape[0], rows_rounded(x.shape[1])):
                 whole[rows] = fake_quantize(x[rows].float(), scheme)
-            super().matmul_routed(group, whole, routes, by_token, out)
+            super().matmul_routed(group, whole, routes, by_token, out, activation)
 
+    def _round(self, w: ByteRows, x: Tensor) -> Rounded:
+        expect_on_device("linear", x, w.scale)
+        codes = torch.empty(x.shape[0], w.values.shape[1], dtype=w.values.dtype, device=x.device)
+        scales = torch.empty(w.scale.shape[0], x.shape[0], device=x.device)
+        round_rows(x, codes, scales, w.inputs).run()
+        return Rounded(codes, scales, x.shape[1])
 
-def _multiply_bytes(
-    w: ByteRows, x: Tensor, out: Tensor, tiles: Tiles, routed: Routed | None = None
-) -> None:
-    """Quantizes x ``[M, K]`` and multiplies it, or its routed rows."""
-    codes = torch.empty(x.shape[0], w.values.shape[1], dtype=w.values.dtype, device=x.device)
-    scales = torch.empty(w.scale.shape[0], x.shape[0], device=x.device)
-    parts = room_for_parts(out, tiles.split)
-    round_rows(x, codes, scales, w.inputs).run()
-    product_bytes(w, codes, scales, parts, tiles, routed).run()
-    if tiles.split > 1:
-        add_up(parts, out).run()
+    def _multiply_bytes(
+        self, w: ByteRows, x: Rounded, out: Tensor, tiles: Tiles, routed: Routed | None = None
+    ) -> None:
+        """Multiplies x ``[M, K]``, or its routed rows."""
+        expect_on_device("linear", x.codes, out, w.scale)
+        shares = self._sharing.shares(tiles.split, out.shape[0], w.shape[0], out.device)
+        product_bytes(w, x.codes, x.scales, out, shares, tiles, routed).run()
 
 
 def bytes_of_card(capability: tuple[int, int], *, amd: bool) -> tuple[str, ...]:
@@ -191,18 +228,18 @@ def product_bytes(
     w: ByteRows,
     codes: Tensor,
     scales: Tensor,
-    parts: Tensor,
+    out: Tensor,
+    shares: Shares,
     tiles: Tiles,
     routed: Routed | None = None,
 ) -> Launch:
-    """``product_bytes`` over ``split`` shares of K; parts ``[split, M, N]`` or out."""
-    tokens, n, split = codes.shape[0], w.shape[0], tiles.split
+    """``product_bytes``: out ``[M, N]``."""
+    tokens, n = codes.shape[0], w.shape[0]
     block_m = min(tiles.block_m, max(16, triton.next_power_of_2(tokens)))
     block_n = min(tiles.block_n, _ROWS) if w.grouped else tiles.block_n
-    arguments: dict[str, Any] = {"x": codes, "x_scale": scales, "out": parts, "w": w.values}
+    arguments: dict[str, Any] = {"x": codes, "x_scale": scales, "out": out, "w": w.values}
     arguments |= {"scale": w.scale, "M": tokens, "N": n, "K": codes.shape[1]}
-    arguments |= {"share": -(-w.units // split), "out_stride": parts.stride(-2)}
-    arguments |= {"part_stride": parts.stride(0) if parts.dim() == 3 else 0}
+    arguments |= {"share": -(-w.units // shares.split), "out_stride": out.stride(0)}
     arguments |= {"scale_rows": w.scale_rows, "scale_stride": w.scale.shape[1]}
     floats = w.kind == "e4m3"
     constants: dict[str, Any] = {"FLOAT": floats}
@@ -211,8 +248,10 @@ def product_bytes(
     constants |= {"TWICE": block_n > _ROWS, "BLOCK_N": min(block_n, _ROWS)}
     constants["TURNED"] = min(block_n, block_m) >= _ROWS
     constants |= {"BLOCK_M": block_m, "ROUTED": routed is not None}
-    arguments |= tile_arguments(routed)
+    constants["SHARED"] = shares.split > 1
     count = -(-tokens // block_m) if routed is None else routed.tiles(block_m)
-    grid = (count, -(-n // block_n), split)
+    grid = (count, -(-n // block_n), shares.split)
+    arguments |= tile_arguments(routed)
+    arguments |= shares.arguments(grid[0] * grid[1] * (2 if block_n > _ROWS else 1))
     options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
     return Launch(kernels.product_bytes, grid, arguments, constants, options)

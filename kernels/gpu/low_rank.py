@@ -20,7 +20,7 @@ from torch import Tensor
 
 from sdk.kernels.backend import Problem
 from sdk.kernels.errors import KernelError
-from sdk.kernels.gpu.launch import INTERPRETED, expect_on_device
+from sdk.kernels.gpu.launch import INTERPRETED, after_earlier, expect_on_device, run_kernel
 from sdk.kernels.low_rank import Factors, Shape, Update
 from sdk.kernels.reference.low_rank import place_plain
 
@@ -40,6 +40,7 @@ def low_rank_down_kernel(
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Grid (row tiles, slots * parts, splits of K): ``low[split, t, part] = a x[t]``, float32."""
+    after_earlier()
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     slot, part = tl.program_id(1) // parts, tl.program_id(1) % parts
     mine = tl.load(slots + row, mask=row < rows, other=-1) == slot
@@ -78,6 +79,7 @@ def low_rank_take_kernel(
     FACTOR: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows, parts), of an embedding: ``low[0, t, part]`` = row ids[t] of ``a.T``."""
+    after_earlier()
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot, token = tl.load(slots + row), tl.load(ids + row)
     if (slot >= 0) & (token >= 0) & (token < inputs):
@@ -97,6 +99,7 @@ def low_rank_up_kernel(
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Grid (row tiles, slots, blocks of columns): ``y[t] += scale * b low[t] + bias``."""
+    after_earlier()
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     slot = tl.program_id(1)
     mine = tl.load(slots + row, mask=row < rows, other=-1) == slot
@@ -205,7 +208,9 @@ class GpuTable:
         factor = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}.get(dtype, tl.float32)
         tiles = triton.cdiv(rows, _ROWS)
         if shape.of_ids:
-            low_rank_take_kernel[(rows, shape.parts)](
+            run_kernel(
+                low_rank_take_kernel,
+                (rows, shape.parts),
                 ids=x,
                 inputs=shape.in_features,
                 FACTOR=factor,
@@ -213,7 +218,9 @@ class GpuTable:
                 **common,
             )
         else:
-            low_rank_down_kernel[(tiles, shape.slots * shape.parts, splits)](
+            run_kernel(
+                low_rank_down_kernel,
+                (tiles, shape.slots * shape.parts, splits),
                 x=x,
                 K=shape.in_features,
                 FACTOR=factor,
@@ -224,7 +231,9 @@ class GpuTable:
                 BLOCK_K=_DEPTH,
                 **common,
             )
-        low_rank_up_kernel[(tiles, shape.slots, triton.cdiv(shape.out_features, _COLUMNS))](
+        run_kernel(
+            low_rank_up_kernel,
+            (tiles, shape.slots, triton.cdiv(shape.out_features, _COLUMNS)),
             y=y,
             scales=self._scales,
             biases=self._biases,

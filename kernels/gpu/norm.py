@@ -1,4 +1,5 @@
-"""RMSNorm, with and without the residual addition: one pass over the rows.
+"""RMSNorm, with and without the residual addition, and with its result as codes for a product of
+bytes: one pass over the rows.
 
 ``out = x / sqrt(mean(x^2) + eps) * weight`` over the last dimension, in float32; must match
 ``reference/norm.py`` to 1e-6 of the row's largest value before it is rounded to the type of
@@ -10,13 +11,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from sdk.kernels.backend import Problem
 from sdk.kernels.errors import KernelError
-from sdk.kernels.gpu.launch import expect_on_device
+from sdk.kernels.gpu.byte_rows import STEP
+from sdk.kernels.gpu.launch import TYPES, after_earlier, expect_on_device, run_kernel
+from sdk.kernels.gpu.product_bytes import codes_of_row, scale_of_row
+from sdk.kernels.layouts import ActivationScheme
+from sdk.kernels.rounding import Rounded
 
 #: A row is kept in registers: 16384 floats are 64 for each of 256 threads.
 MAX_WIDTH = 16384
@@ -26,21 +32,17 @@ _TILE = 1024
 
 @triton.jit(do_not_specialize=["rows"])
 def norm_kernel(
-    x,
-    residual,
-    weight,
-    out,
-    rows,
-    inner,
-    x_outer,
-    x_inner,
-    eps,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    ADD: tl.constexpr,
-):
-    """Rows of ``x`` at ``(row // inner) * x_outer + (row % inner) * x_inner``; the rest dense."""
+    x, residual, weight, out, scales, rows, inner, x_outer, x_inner, padded, eps, static, limit,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ADD: tl.constexpr,
+    ROUND: tl.constexpr, STATIC: tl.constexpr, POWER: tl.constexpr, GROUP: tl.constexpr,
+    VIA: tl.constexpr,
+):  # fmt: skip
+    """Rows of ``x`` at ``(row // inner) * x_outer + (row % inner) * x_inner``; the rest dense.
+
+    ``ROUND``: out is codes ``[rows, padded]`` with ``scales [BLOCK / GROUP, rows]``, those of
+    ``round_rows`` and ``round_groups`` for the norm as ``VIA``.
+    """
+    after_earlier()
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = (row < rows)[:, None] & (column < WIDTH)[None, :]
@@ -52,13 +54,68 @@ def norm_kernel(
         tl.store(residual + dense, values, mask=mask)
     mean = tl.sum(values * values, axis=1) / WIDTH
     scale = tl.load(weight + column, mask=column < WIDTH, other=0.0)
-    tl.store(out + dense, values * tl.rsqrt(mean + eps)[:, None] * scale[None, :], mask=mask)
+    norm = values * tl.rsqrt(mean + eps)[:, None] * scale[None, :]
+    if ROUND:
+        FLOAT: tl.constexpr = out.dtype.element_ty != tl.int8
+        parts = tl.reshape(norm.to(VIA).to(tl.float32), (ROWS, BLOCK // GROUP, GROUP))
+        peak, step = scale_of_row(tl.max(tl.abs(parts), 2), static, limit, FLOAT, STATIC, POWER)
+        code = codes_of_row(parts, peak[:, :, None], step[:, :, None], FLOAT, STATIC)
+        group = tl.arange(0, BLOCK // GROUP)
+        at = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+        real = (row < rows)[:, None]
+        to = out + row[:, None, None] * padded + at[None, :, :]
+        tl.store(to, code, mask=real[:, :, None] & (at < padded)[None, :, :])
+        poison = tl.sum(parts * 0.0, 2)  # NaN where something is not finite
+        tl.store(
+            scales + group[None, :] * rows + row[:, None],
+            step + poison,
+            mask=real & (group * GROUP < padded)[None, :],
+        )
+    else:
+        tl.store(out + dense, norm, mask=mask)
 
 
 def launch_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor
 ) -> None:
     """x ``[..., W]`` of at most 3 dimensions, the last contiguous; residual and out dense."""
+    constants = {"ROUND": False, "STATIC": False, "POWER": False, "GROUP": 1, "VIA": tl.float32}
+    _launch(x, residual, weight, eps, out, out, 0.0, 0.0, constants)
+
+
+def launch_rounded(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    out: Rounded,
+    scheme: ActivationScheme,
+    via: torch.dtype,
+) -> None:
+    """Codes of rows of x ``[T, W]``, whose norms are rounded to ``via`` first."""
+    block = triton.next_power_of_2(x.shape[-1])
+    constants = {
+        "ROUND": True,
+        "STATIC": scheme.static is not None,
+        "POWER": scheme.rule == "power",
+        "GROUP": min(block, STEP) if out.scales.shape[0] > 1 else block,
+        "VIA": TYPES[via],
+    }
+    static = scheme.static or 0.0
+    _launch(x, residual, weight, eps, out.codes, out.scales, static, scheme.limit, constants)
+
+
+def _launch(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    out: Tensor,
+    scales: Tensor,
+    static: float,
+    limit: float,
+    constants: dict[str, Any],
+) -> None:
     width = x.shape[-1]
     if x.dim() > 3 or x.stride(-1) != 1 or width > MAX_WIDTH:
         raise KernelError(
@@ -67,23 +124,29 @@ def launch_norm(
         )
     expect_on_device("rms_norm", x, residual, weight, out)
     rows = x.numel() // width
-    inner = x.shape[1] if x.dim() == 3 else 1
     block = triton.next_power_of_2(width)
     per_program = max(1, _TILE // block)
-    norm_kernel[(triton.cdiv(rows, per_program),)](
+    run_kernel(
+        norm_kernel,
+        (triton.cdiv(rows, per_program),),
         x,
-        residual if residual is not None else out,
+        residual if residual is not None else x,
         weight.contiguous(),
         out,
+        scales,
         rows,
-        inner,
+        x.shape[1] if x.dim() == 3 else 1,
         x.stride(0) if x.dim() > 1 else 0,
         x.stride(1) if x.dim() == 3 else 0,
+        out.shape[-1],
         eps,
+        static,
+        limit,
         WIDTH=width,
         BLOCK=block,
         ROWS=per_program,
         ADD=residual is not None,
+        **constants,
         num_warps=8 if block > 2048 else 4,
     )
 
@@ -92,6 +155,7 @@ class RmsNorm:
     """See :meth:`sdk.kernels.ops.Ops.rms_norm`."""
 
     name = "gpu.rms_norm"
+    rounds = True
 
     def reject(self, problem: Problem) -> str | None:
         return None
@@ -99,21 +163,36 @@ class RmsNorm:
     def run(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
         launch_norm(x, None, weight, eps, out)
 
+    def run_rounded(self, x: Tensor, weight: Tensor, eps: float, *given: Any) -> None:
+        """See :meth:`sdk.kernels.ops.Ops.add_rms_norm_for` and :func:`launch_rounded`."""
+        launch_rounded(x, None, weight, eps, *given)
+
 
 class AddRmsNorm:
     """See :meth:`sdk.kernels.ops.Ops.add_rms_norm`."""
 
     name = "gpu.add_rms_norm"
+    rounds = True
 
     def reject(self, problem: Problem) -> str | None:
         return None
 
     def run(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
-        if not residual.is_contiguous():
-            raise KernelError(
-                f"add_rms_norm: expected a contiguous residual, found strides {residual.stride()}"
-            )
-        launch_norm(x, residual, weight, eps, out)
+        launch_norm(x, _dense(residual), weight, eps, out)
+
+    def run_rounded(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *given: Any
+    ) -> None:
+        """See :meth:`sdk.kernels.ops.Ops.add_rms_norm_for` and :func:`launch_rounded`."""
+        launch_rounded(x, _dense(residual), weight, eps, *given)
+
+
+def _dense(residual: Tensor) -> Tensor:
+    if not residual.is_contiguous():
+        raise KernelError(
+            f"add_rms_norm: expected a contiguous residual, found strides {residual.stride()}"
+        )
+    return residual
 
 
 OPS: dict[str, tuple[Any, ...]] = {"rms_norm": (RmsNorm(),), "add_rms_norm": (AddRmsNorm(),)}

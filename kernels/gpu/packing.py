@@ -2,9 +2,10 @@
 
 Codes of b bits are split into planes of 8, 4, 2 or 1 bits (6 = 4 + 2). A plane is int32 words
 ``[ceil(N / 16), K / unit, 16, words]``, so that 16 rows are one run of memory along K and a thread
-loads 16 bytes. Word i of a row holds the codes ``k = i, i + words, i + 2 words, ...`` of its unit,
-lowest first: the same bits of all words are neighbours along K, and one shift and mask of a
-``[rows, 16]`` tile gives a slice that can be multiplied without a shuffle.
+loads 16 bytes. The lower half of a word holds codes of even columns, the upper half their right
+neighbours in the same places. One shift and mask of a ``[rows, 16]`` tile gives a slice of 32
+columns (of 8 words and 16 columns if those have one scale), two in each register. Words are in the
+order in which matrix instructions need their columns: :func:`columns_of_words`.
 
 Scales keep the file's types and are transposed to ``[groups, N]``, so that neighbouring rows are
 neighbours in memory. Extra bytes compared with the canonical layout: rows padded to 16, columns to
@@ -13,8 +14,10 @@ neighbours in memory. Extra bytes compared with the canonical layout: rows padde
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -69,6 +72,7 @@ class Packed:
     kind: str
     bits: int
     unit: int
+    pairs: int
     group: int
     planes: tuple[Tensor, ...]
     scale: Tensor
@@ -143,8 +147,10 @@ def unpack(packed: Packed) -> Packable:
 def _pack_affine(w: Affine) -> Packed:
     n, k = w.shape
     unit, planes = _empty_planes(n, k, w.bits, w.codes.device)
+    pairs = pairs_of(unit, min(w.group, k), k)
     for rows in _row_slices(n, k):
-        _fill(planes, rows, unit, unpack_codes(w.codes[rows], w.bits, k), w.bits, w.signed)
+        codes = unpack_codes(w.codes[rows], w.bits, k)
+        _fill(planes, rows, unit, pairs, codes, w.bits, w.signed)
     kind, table = "int", w.table
     if table is not None:
         is_e2m1 = table.tolist() == list(E2M1)
@@ -157,6 +163,7 @@ def _pack_affine(w: Affine) -> Packed:
         kind,
         w.bits,
         unit,
+        pairs,
         min(w.group, k),
         planes,
         scale,
@@ -176,12 +183,15 @@ def _pack_affine(w: Affine) -> Packed:
 def _pack_float8(w: Float8) -> Packed:
     n, k = w.shape
     unit, planes = _empty_planes(n, k, 8, w.values.device)
+    pairs = pairs_of(unit, min(w.block[1], k), k)
     for rows in _row_slices(n, k):
-        _fill(planes, rows, unit, w.values[rows].view(torch.uint8), 8, False)
+        _fill(planes, rows, unit, pairs, w.values[rows].view(torch.uint8), 8, False)
     facts = replace(w, values=w.values.to("meta"), scale=w.scale.new_empty(0, 0))
     kind = FLOAT8_KINDS[w.values.dtype]
     high, wide = w.block
-    return Packed(facts, kind, 8, unit, min(wide, k), planes, *_scale(w.scale), scale_rows=high)
+    return Packed(
+        facts, kind, 8, unit, pairs, min(wide, k), planes, *_scale(w.scale), scale_rows=high
+    )
 
 
 def _pack_blocks(w: Blocks) -> Packed:
@@ -189,6 +199,7 @@ def _pack_blocks(w: Blocks) -> Packed:
     type_, fields = BLOCK_TYPES[w.type], FIELDS[w.type]
     bits = len(fields.codes[0])
     unit, planes = _empty_planes(n, k, bits, w.data.device)
+    pairs = pairs_of(unit, type_.group, k)
     count = k // type_.elements
 
     def made(field: Bits, dtype: torch.dtype) -> Tensor | None:
@@ -204,7 +215,7 @@ def _pack_blocks(w: Blocks) -> Packed:
     for rows in _row_slices(n, k):
         blocks = w.data[rows].reshape(-1, type_.nbytes)
         codes = take(blocks, fields.codes).view(-1, k)
-        _fill(planes, rows, unit, codes, bits, w.type == "q8_0")
+        _fill(planes, rows, unit, pairs, codes, bits, w.type == "q8_0")
         for target, field, bias in _scales_of(fields, scale, minus, super_scale, super_minus):
             values = take_typed(blocks, field, target.dtype, bias)
             if target is minus and fields.negated:
@@ -218,6 +229,7 @@ def _pack_blocks(w: Blocks) -> Packed:
         "e2m1" if w.type == "mxfp4" else "int" if table is None else "table",
         bits,
         unit,
+        pairs,
         type_.group,
         planes,
         scale,
@@ -338,7 +350,33 @@ def _row_slices(n: int, k: int) -> Iterator[slice]:
     return (slice(start, min(start + step, n)) for start in range(0, n, step))
 
 
-def _fill(planes: Planes, rows: slice, unit: int, codes: Tensor, bits: int, signed: bool) -> None:
+def pairs_of(unit: int, group: int, k: int) -> int:
+    """Words of a slice of columns, which has one scale: 16, or 8 if groups have 16 columns."""
+    return 16 if group >= k or math.gcd(unit, group) % 32 == 0 else 8
+
+
+def columns_of_words(unit: int, width: int, pairs: int, device: torch.device) -> Tensor:
+    """The column of a unit at each place of its words: ``[halves, fields, words]``.
+
+    In an operand of a matrix instruction thread t of 4 has the column pairs t, t + 4, t + 8, ...
+    (NVIDIA's PTX manual, fragments of mma.m16n8k16): those are neighbouring words here.
+    """
+    words = unit * width // 32
+    half, field, word = torch.meshgrid(
+        torch.arange(2), torch.arange(16 // width), torch.arange(words), indexing="ij"
+    )
+    if words >= pairs:
+        slices, lane = field * (words // pairs) + word // pairs, word % pairs
+    else:
+        slices, lane = field // (pairs // words), field % (pairs // words) * words + word
+    each = pairs // 4
+    pair = lane % each * 4 + lane // each
+    return (2 * pairs * slices + 2 * pair + half).to(device)
+
+
+def _fill(
+    planes: Planes, rows: slice, unit: int, pairs: int, codes: Tensor, bits: int, signed: bool
+) -> None:
     """Pack the codes uint8 ``[R, K]`` of some rows into their words."""
     if signed:  # two's complement becomes an offset of 128
         codes = codes ^ 128
@@ -348,10 +386,11 @@ def _fill(planes: Planes, rows: slice, unit: int, codes: Tensor, bits: int, sign
     first, shift = rows.start // ROWS, 0
     for plane, width in zip(planes, PLANES[bits], strict=True):
         part = (codes >> shift) & ((1 << width) - 1)
-        part = part.reshape(*codes.shape[:3], 32 // width, -1)
-        words = torch.zeros(*codes.shape[:3], part.shape[4], dtype=torch.int32, device=codes.device)
-        for i in range(32 // width):
-            words |= part[:, :, :, i].to(torch.int32) << (i * width)
+        order = columns_of_words(unit, width, pairs, codes.device)
+        part = part[:, :, :, order]
+        words = torch.zeros(*codes.shape[:3], order.shape[2], dtype=torch.int32, device=part.device)
+        for half, i in product(range(2), range(16 // width)):
+            words |= part[:, :, :, half, i].to(torch.int32) << (16 * half + i * width)
         plane[first : first + words.shape[0]] = words
         shift += width
 
@@ -364,8 +403,12 @@ def _chunks(packed: Packed) -> Iterator[tuple[slice, Tensor]]:
         whole, shift = None, 0
         for plane, width in zip(packed.planes, PLANES[packed.bits], strict=True):
             words, mask = plane[blocks], (1 << width) - 1
-            part = torch.stack([words >> i & mask for i in range(0, 32, width)], dim=3)
-            part = part.flatten(3).to(torch.uint8) << shift
+            fields = torch.stack([words >> i & mask for i in range(0, 32, width)], dim=3)
+            order = columns_of_words(packed.unit, width, packed.pairs, words.device)
+            part = torch.empty(
+                *words.shape[:3], packed.unit, dtype=torch.uint8, device=words.device
+            )
+            part[:, :, :, order.flatten()] = fields.flatten(3).to(torch.uint8) << shift
             whole = part if whole is None else whole | part
             shift += width
         assert whole is not None

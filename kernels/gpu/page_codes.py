@@ -1,7 +1,8 @@
 """How keys and values become codes in a page, and back: see ``kernels/kv_types.py``.
 
-8-bit floats are read and written as bytes, in integer arithmetic: cards before compute capability
-8.9 have no instruction for e4m3, and AMD's gfx942 has another e4m3 in its own.
+8-bit codes are read and written as bytes, in integer arithmetic: cards before compute capability
+8.9 have no instruction for e4m3, and AMD's gfx942 has another e4m3 in its own. Attention reads them
+by the card's own instructions where it has them (``CONVERT``).
 """
 
 from __future__ import annotations
@@ -9,13 +10,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sdk.kernels.gpu.pages import E4M3, E5M2, FLOAT, INT4, INT8
+from sdk.kernels.gpu.pages import E4M3, FLOAT, INT4, INT8
 
 #: The largest float16. Values that become codes or float16 saturate there.
 HALF_MAX = tl.constexpr(65504.0)
 #: The code of the largest value of a group.
 _INT8_PEAK = tl.constexpr(127.0)
 _FLOAT8_PEAK = tl.constexpr(448.0)
+#: By which instructions 8-bit codes become float16: any card's, NVIDIA's on bytes, and those of
+#: NVIDIA's cards from 8.9 on for e4m3 too.
+PORTABLE, BYTES, FLOAT8 = (tl.constexpr(i) for i in range(3))
+#: Powers of two that bring the scales of values nearer to 1, for weights that are multiplied by
+#: them and rounded to float16. A scale is at most 65504 / 127 of int8, 65504 / 448 of 8-bit floats
+#: and 2 * 65504 / 15 of int4, so that none becomes infinite.
+INT8_UNIT, FLOAT8_UNIT, INT4_UNIT = (tl.constexpr(x) for x in (64.0, 256.0, 4.0))
 #: The bits of the largest and of the NaN scale of 4-bit codes.
 _LARGEST, _NAN = tl.constexpr(0xF7), tl.constexpr(0xFF)
 
@@ -40,12 +48,14 @@ def load_values(
     codes, scales, page, head, slot, seen, stride_page, stride_head, stride_slot, scale_page,
     scale_group,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, KIND: tl.constexpr,
-    GROUPS: tl.constexpr, GROUP: tl.constexpr, DOT: tl.constexpr, WIDEN: tl.constexpr,
+    GROUPS: tl.constexpr, GROUP: tl.constexpr, DOT: tl.constexpr, CONVERT: tl.constexpr,
+    WIDEN: tl.constexpr,
 ):  # fmt: skip
     """The rows of ``slot [BLOCK_N]`` of ``page [BLOCK_N]``, as operands of a product.
 
-    Codes are multiplied by their scale here: a scale that holds for a part of a head's dimensions
-    cannot leave the product.
+    Codes are multiplied by their scale here only if it holds for a part of a head's dimensions,
+    because it cannot leave the product. With one scale for a head (``GROUP`` 0) the caller
+    multiplies what comes out of the product or goes into it by :func:`load_scales`.
     """
     column = tl.arange(0, BLOCK_D)
     place = page * stride_page + head * stride_head + slot * stride_slot
@@ -56,33 +66,73 @@ def load_values(
         x = operand(x, DOT, WIDEN)
     else:
         at_scale = scales + page * scale_page + head * GROUPS * scale_group + slot
-        if GROUP == 0:
-            step = tl.load(at_scale, mask=seen, other=0)[:, None]
-        else:
+        if GROUP:
             parts: tl.constexpr = BLOCK_D // GROUP
             group = tl.arange(0, parts)
             known = seen[:, None] & (group < GROUPS)[None, :]
             step = tl.load(at_scale[:, None] + group[None, :] * scale_group, mask=known, other=0)
             step = tl.broadcast_to(step[:, :, None], (BLOCK_N, parts, GROUP))
             step = tl.reshape(step, (BLOCK_N, BLOCK_D))
-        x = _decoded(x, step, column, HEAD_DIM, KIND, DOT)
+        else:
+            step = tl.load(at_scale, mask=seen, other=0)[:, None]
+        if KIND == INT4:
+            x = (x.to(tl.int16) >> tl.where(column < HEAD_DIM // 2, 0, 4)[None, :]) & 15
+            x = x.to(DOT) - ((step >> 8) & 255).to(DOT) * 0.0625
+        else:
+            x = _decoded(x, KIND, CONVERT).to(DOT)
+        if GROUP:
+            x = x * _size(step, KIND).to(DOT)
     return x
 
 
 @triton.jit
-def _decoded(x, step, column, HEAD_DIM: tl.constexpr, KIND: tl.constexpr, DOT: tl.constexpr):
-    """Codes times their scales; both exact in float16."""
+def load_scales(
+    scales, page, head, slot, seen, scale_page, scale_group, KIND: tl.constexpr,
+    GROUPS: tl.constexpr,
+):  # fmt: skip
+    """The scales of whole heads, float32 ``[BLOCK_N]``; 0 where not ``seen``."""
+    at_scale = scales + page * scale_page + head * GROUPS * scale_group + slot
+    return _size(tl.load(at_scale, mask=seen, other=0), KIND).to(tl.float32)
+
+
+@triton.jit
+def _size(step, KIND: tl.constexpr):
+    """The float16 scale in what is stored."""
     if KIND == INT4:
-        x = (x.to(tl.int16) >> tl.where(column < HEAD_DIM // 2, 0, 4)[None, :]) & 15
-        x = x.to(DOT) - ((step >> 8) & 255).to(DOT) * 0.0625
         step = ((step & 255) << 7).to(tl.float16, bitcast=True)
+    return step
+
+
+@triton.jit
+def _decoded(x, KIND: tl.constexpr, CONVERT: tl.constexpr):
+    """8-bit codes as float16, exactly."""
+    if KIND == INT8:
+        if CONVERT:
+            # x + 128 is the low byte of the float16 x + 1152: 5 instructions for four codes.
+            x = tl.inline_asm_elementwise(
+                """{
+                .reg .b32 a, b;
+                mov.b32 b, 0x64806480;
+                xor.b32 a, $2, 0x80808080;
+                prmt.b32 $0, a, 0x64646464, 0x4140;
+                prmt.b32 $1, a, 0x64646464, 0x4342;
+                sub.f16x2 $0, $0, b;
+                sub.f16x2 $1, $1, b;
+                }""",
+                "=r,=r,r", [x], dtype=tl.float16, is_pure=True, pack=4,
+            )  # fmt: skip
+        else:
+            x = x.to(tl.float16)
     elif KIND == E4M3:
-        # The bits of an e4m3 are those of a float16 2^8 times smaller, subnormals included.
-        wide = x.to(tl.uint16)
-        x = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True) * 256.0
-    elif KIND == E5M2:
+        if CONVERT == FLOAT8:
+            x = x.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+        else:
+            # The bits of an e4m3 are those of a float16 2^8 times smaller, subnormals included.
+            wide = x.to(tl.uint16)
+            x = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True) * 256.0
+    else:
         x = (x.to(tl.uint16) << 8).to(tl.float16, bitcast=True)
-    return x.to(DOT) * step.to(DOT)
+    return x
 
 
 @triton.jit

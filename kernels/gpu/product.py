@@ -5,9 +5,8 @@ the order of ``packing.py``. A code becomes an exact small integer, table entry 
 matrix units multiply those, and a group's sum is scaled in float32 afterwards, so only x and table
 entries are rounded. The minimum costs one more sum of x per group.
 
-The weights are the left operand (``[rows, 16] x [16, tokens]``), so that few tokens still fill the
-matrix instruction. ``split`` programs share K; each writes a partial sum, and ``add_up`` adds them
-in a fixed order, so that results do not depend on which program finishes first.
+The weights are the left operand (``[rows, 32] x [32, tokens]``), so that few tokens still fill the
+matrix instruction. ``split`` programs may share K: see ``shares.py``.
 
 Experts (``ROUTED``): rows of x are sorted by expert, and an expert's weights are ``offsets`` away
 from those of the first; ``expert_tile`` finds the rows of a program. The grid depends only on the
@@ -24,8 +23,9 @@ import triton
 import triton.language as tl
 
 from sdk.kernels.gpu.expert_tiles import expert_tile, moved, moved_words
+from sdk.kernels.gpu.launch import after_earlier
+from sdk.kernels.gpu.shares import store_tile, tile_rows
 from sdk.kernels.gpu.values import (
-    LANES,
     all_codes,
     decode_values,
     load_minus,
@@ -77,34 +77,42 @@ def of_expert(
 
 @triton.jit
 def sums_of_tile(
-    tokens, sums, source, real, rows, w0, w1, w2, scale, super_scale, nested, offset, zeros, minus,
-    super_minus, table, M, N, K, units, share, scale_stride, scale_rows,
+    tokens, sums, source, real, rows, loaded, w0, w1, w2, scale, super_scale, nested, offset, zeros,
+    minus, super_minus, table, M, N, K, units, share, scale_stride, scale_rows,
     KIND: tl.constexpr, WIDTH: tl.constexpr, WIDTH_1: tl.constexpr, WIDTH_2: tl.constexpr,
     UNIT: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, SUPER: tl.constexpr,
     SCALE: tl.constexpr, FACTOR: tl.constexpr, ZEROS: tl.constexpr, ZERO: tl.constexpr,
     MINUS: tl.constexpr, WHOLE: tl.constexpr, EVEN: tl.constexpr, DOT: tl.constexpr,
-    MATH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+    MATH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, PAIRS: tl.constexpr,
+    WARPS: tl.constexpr,
 ):  # fmt: skip
     """``[BLOCK_N, BLOCK_M]`` of :func:`product`: weights ``rows`` with the columns of x that
-    ``tokens [16, BLOCK_M]`` points to, rows ``source`` of x, where ``real``."""
+    ``tokens [2 PAIRS, BLOCK_M]`` points to, rows ``source`` of x, where ``real``.
+
+    ``loaded``: the rows in the order in which their words are loaded (``values.woven``).
+    """
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     part = acc
     total = tl.zeros((BLOCK_M,), tl.float32)  # stays so without minima
+    SLICE: tl.constexpr = 2 * PAIRS
+    BITS: tl.constexpr = WIDTH + WIDTH_1 + WIDTH_2
+    nothing = tl.minimum(units, 0)
     first = tl.program_id(2) * share
     for unit in range(first, tl.minimum(first + share, units)):
-        words = load_planes(w0, w1, w2, rows, unit, units, WIDTH, WIDTH_1, WIDTH_2, UNIT)
+        words = load_planes(w0, w1, w2, loaded, unit, units, WIDTH, WIDTH_1, WIDTH_2, UNIT, PAIRS)
         for c in tl.static_range(UNIT // CHUNK):
             k = unit * UNIT + c * CHUNK
             at = tl.minimum(k, K - 1)  # columns of padding may belong to no group
-            z = load_zero(zeros, rows, N, at, GROUP, ZEROS, ZERO)
+            z = load_zero(zeros, rows if ZEROS == 32 else loaded, N, at, GROUP, ZEROS, ZERO)
             if not WHOLE:
                 part = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-            for j in tl.static_range(CHUNK // 16):
-                code = all_codes(words, c * (CHUNK // 16) + j, UNIT, WIDTH, WIDTH_1, WIDTH_2)
+            for j in tl.static_range(CHUNK // SLICE):
+                at_slice = c * (CHUNK // SLICE) + j
+                codes = all_codes(words, at_slice, UNIT, WIDTH, WIDTH_1, WIDTH_2, PAIRS)
                 whole = tl.full((1, 1), 0.0, tl.float32) if ZEROS == 32 else z
-                w = decode_values(code, whole, table, KIND, WIDTH + WIDTH_1 + WIDTH_2, MATH)
-                column = k + j * 16
-                wanted = real[None, :] & (EVEN | (tl.arange(0, LANES) < K - column)[:, None])
+                w = decode_values(codes, whole, table, nothing, KIND, BITS, PAIRS, WARPS, MATH)
+                column = k + j * SLICE
+                wanted = real[None, :] & (EVEN | (tl.arange(0, SLICE) < K - column)[:, None])
                 xs = tl.load(tokens + column, mask=wanted, other=0.0).to(DOT)
                 part = tl.dot(w, xs.to(MATH), part, input_precision="ieee")
             if not WHOLE:
@@ -127,29 +135,36 @@ def sums_of_tile(
     return acc
 
 
-@triton.jit(do_not_specialize=["M", "share"])
+@triton.jit(do_not_specialize=["M", "share", "split"])
 def product(
-    x, sums, out, w0, w1, w2, scale, super_scale, nested, offset, zeros, minus, super_minus, table,
-    offsets, starts, active, sources,
-    M, N, K, units, share, experts, x_stride, out_stride, part_stride, scale_stride, scale_rows,
+    x, sums, out, parts, counters, w0, w1, w2, scale, super_scale, nested, offset, zeros, minus,
+    super_minus, table, offsets, starts, active, sources, M, N, K, units, share, split, experts,
+    x_stride, out_stride, part_stride, scale_stride, scale_rows,
     KIND: tl.constexpr, WIDTH: tl.constexpr, WIDTH_1: tl.constexpr, WIDTH_2: tl.constexpr,
     UNIT: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, SUPER: tl.constexpr,
     SCALE: tl.constexpr, FACTOR: tl.constexpr, ZEROS: tl.constexpr, ZERO: tl.constexpr,
     MINUS: tl.constexpr,
     WHOLE: tl.constexpr, EVEN: tl.constexpr, DOT: tl.constexpr, WIDEN: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, ROUTED: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, ROUTED: tl.constexpr, SHARED: tl.constexpr,
+    ACTIVATION: tl.constexpr, PAIRS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """One tile of ``out[split, M, N]``, ``share`` units of K: BLOCK_N rows and BLOCK_M tokens.
+    """One tile of ``out [M, N]``, ``share`` units of K: BLOCK_N rows and BLOCK_M tokens.
+
+    Grid (tiles of tokens, tiles of rows, split): programs that run together share weights, so that
+    those are read from memory once.
 
     ``CHUNK`` columns have one scale, with ``WHOLE`` all of a row; ``sums`` of x: ``add_chunks``.
     ``WIDEN``: float32 in place of ``DOT``, whose bfloat16 the interpreter multiplies wrongly.
     ``ROUTED``: x has M rows, of which ``sources[m]`` (where given) is row m's.
     """
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    first = tl.program_id(1) * BLOCK_M
+    after_earlier()
+    block = tl.program_id(1)
+    n, there = tile_rows(block, N, BLOCK_N, ACTIVATION, 0)
+    loaded, _ = tile_rows(block, N, BLOCK_N, ACTIVATION, WARPS)
+    first = tl.program_id(0) * BLOCK_M
     end = M
     if ROUTED:
-        expert, first, end = expert_tile(starts, active, experts, tl.program_id(1), BLOCK_M)
+        expert, first, end = expert_tile(starts, active, experts, tl.program_id(0), BLOCK_M)
         if first >= end:
             return
         w0, w1, w2, scale, super_scale, nested, offset, zeros, minus, super_minus = of_expert(
@@ -161,15 +176,18 @@ def product(
     source = m
     if sources is not None:
         source = tl.load(sources + m, mask=real, other=0)
-    tokens = x + tl.arange(0, LANES)[:, None] + source.to(tl.int64)[None, :] * x_stride
+    tokens = x + tl.arange(0, 2 * PAIRS)[:, None] + source.to(tl.int64)[None, :] * x_stride
     acc = sums_of_tile(
-        tokens, sums, source, real, tl.minimum(n, N - 1), w0, w1, w2, scale, super_scale, nested,
+        tokens, sums, source, real, n, loaded, w0, w1, w2, scale, super_scale, nested,
         offset, zeros, minus, super_minus, table, M, N, K, units, share, scale_stride, scale_rows,
         KIND, WIDTH, WIDTH_1, WIDTH_2, UNIT, CHUNK, GROUP, SUPER, SCALE, FACTOR, ZEROS, ZERO,
-        MINUS, WHOLE, EVEN, DOT, tl.float32 if WIDEN else DOT, BLOCK_N, BLOCK_M,
+        MINUS, WHOLE, EVEN, DOT, tl.float32 if WIDEN else DOT, BLOCK_N, BLOCK_M, PAIRS, WARPS,
     )  # fmt: skip
-    where = out + tl.program_id(2) * part_stride + m[None, :].to(tl.int64) * out_stride + n[:, None]
-    tl.store(where, acc.to(out.dtype.element_ty), mask=real[None, :] & (n < N)[:, None])
+    store_tile(
+        acc, block, n, there, m, real, out, out_stride, parts, part_stride, counters,
+        block * tl.num_programs(0) + tl.program_id(0), tl.program_id(2), split, N,
+        SHARED, ACTIVATION, BLOCK_N, BLOCK_M,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -180,6 +198,7 @@ def add_chunks(
 
     Grid (rows, chunks): of experts there may be more rows than the 65,535 of other dimensions.
     """
+    after_earlier()
     m = tl.program_id(0)
     chunk = tl.program_id(1)
     acc = tl.zeros((BLOCK,), tl.float32)
@@ -197,64 +216,79 @@ def add_chunk(
     part, total, words, x, table, k, K, FIRST: tl.constexpr,
     KIND: tl.constexpr, UNIT: tl.constexpr, WIDTH: tl.constexpr, WIDTH_1: tl.constexpr,
     WIDTH_2: tl.constexpr, CHUNK: tl.constexpr, EVEN: tl.constexpr, RAISE: tl.constexpr,
-    TOTAL: tl.constexpr,
+    TOTAL: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """One chunk of :func:`product_one`, columns k and on: products to part, x to total if asked."""
-    for j in tl.static_range(CHUNK // 16):
-        column = k + j * 16 + tl.arange(0, LANES)
-        xs = tl.load(x + column, mask=EVEN | (column < K), other=0.0).to(tl.float32)
-        w, step = tiny_values(words, table, FIRST + j, KIND, UNIT, WIDTH, WIDTH_1, WIDTH_2)
-        part += w * (xs * (step * RAISE))[None, :]
+    for j in tl.static_range(CHUNK // (2 * PAIRS)):
+        lane = tl.arange(0, PAIRS)
+        column = k + j * 2 * PAIRS + 8 * (lane % (PAIRS // 4)) + 2 * (lane // (PAIRS // 4))
+        if EVEN and x.dtype.element_ty == tl.bfloat16:
+            both = tl.load((x + column).to(tl.pointer_type(tl.int32)))
+            even = (both << 16).to(tl.float32, bitcast=True)
+            odd = (both & -65536).to(tl.float32, bitcast=True)
+        else:
+            even = tl.load(x + column, mask=EVEN | (column < K), other=0.0).to(tl.float32)
+            odd = tl.load(x + column + 1, mask=EVEN | (column + 1 < K), other=0.0).to(tl.float32)
+        w, step = tiny_values(
+            words, table, FIRST + j, 0, KIND, UNIT, WIDTH, WIDTH_1, WIDTH_2, PAIRS
+        )
+        part += w * (even * (step * RAISE))[None, :]
+        w, step = tiny_values(
+            words, table, FIRST + j, 1, KIND, UNIT, WIDTH, WIDTH_1, WIDTH_2, PAIRS
+        )
+        part += w * (odd * (step * RAISE))[None, :]
         if TOTAL:
-            total += xs
+            total += even + odd
     return part, total
 
 
-@triton.jit(do_not_specialize=["share"])
+@triton.jit(do_not_specialize=["share", "split"])
 def product_one(
-    x, out, w0, w1, w2, scale, super_scale, nested, offset, zeros, minus, super_minus, table,
-    offsets, owners, sources,
-    N, K, units, share, x_stride, out_stride, part_stride, scale_stride, scale_rows,
+    x, out, parts, counters, w0, w1, w2, scale, super_scale, nested, offset, zeros, minus,
+    super_minus, table, offsets, owners, sources,
+    N, K, units, share, split, x_stride, out_stride, part_stride, scale_stride, scale_rows,
     KIND: tl.constexpr, WIDTH: tl.constexpr, WIDTH_1: tl.constexpr, WIDTH_2: tl.constexpr,
     UNIT: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, SUPER: tl.constexpr,
     SCALE: tl.constexpr, FACTOR: tl.constexpr, ZEROS: tl.constexpr, ZERO: tl.constexpr,
     MINUS: tl.constexpr,
     WHOLE: tl.constexpr, EVEN: tl.constexpr, RAISE: tl.constexpr,
-    BLOCK_N: tl.constexpr, UNROLL: tl.constexpr, ROUTED: tl.constexpr,
+    BLOCK_N: tl.constexpr, UNROLL: tl.constexpr, ROUTED: tl.constexpr, SHARED: tl.constexpr,
+    ACTIVATION: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """:func:`product` for one token, in float32 without matrix instructions: x is not rounded.
 
     ``RAISE`` times ``FACTOR`` undoes the smallness of ``tiny_values``, x bearing its share.
     ``ROUTED``: a program of the third dimension has one row, and so one of the token's experts.
     """
+    after_earlier()
+    row = tl.program_id(2)
     if ROUTED:
-        m = tl.program_id(2)
         w0, w1, w2, scale, super_scale, nested, offset, zeros, minus, super_minus = of_expert(
             w0, w1, w2, scale, super_scale, nested, offset, zeros, minus, super_minus,
-            offsets, tl.load(owners + m),
+            offsets, tl.load(owners + row),
         )  # fmt: skip
-        out += m.to(tl.int64) * out_stride
+        source = row
         if sources is not None:
-            m = tl.load(sources + m)
-        x += m.to(tl.int64) * x_stride
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    rows = tl.minimum(n, N - 1)
-    acc = tl.zeros((BLOCK_N, LANES), tl.float32)
+            source = tl.load(sources + row)
+        x += source.to(tl.int64) * x_stride
+    block = tl.program_id(0)
+    rows, there = tile_rows(block, N, BLOCK_N, ACTIVATION, 0)
+    acc = tl.zeros((BLOCK_N, PAIRS), tl.float32)
     part = acc
-    total = tl.zeros((LANES,), tl.float32)
+    total = tl.zeros((PAIRS,), tl.float32)
     first = tl.program_id(1) * share
     for unit in tl.range(first, tl.minimum(first + share, units), loop_unroll_factor=UNROLL):
-        words = load_planes(w0, w1, w2, rows, unit, units, WIDTH, WIDTH_1, WIDTH_2, UNIT)
+        words = load_planes(w0, w1, w2, rows, unit, units, WIDTH, WIDTH_1, WIDTH_2, UNIT, PAIRS)
         for c in tl.static_range(UNIT // CHUNK):
             k = unit * UNIT + c * CHUNK
             at = tl.minimum(k, K - 1)  # columns of padding may belong to no group
             z = load_zero(zeros, rows, N, at, GROUP, ZEROS, ZERO)
             if not WHOLE:
-                part = tl.zeros((BLOCK_N, LANES), tl.float32)
-                total = tl.zeros((LANES,), tl.float32)
+                part = tl.zeros((BLOCK_N, PAIRS), tl.float32)
+                total = tl.zeros((PAIRS,), tl.float32)
             part, total = add_chunk(
-                part, total, words, x, table, k, K, c * (CHUNK // 16), KIND, UNIT,
-                WIDTH, WIDTH_1, WIDTH_2, CHUNK, EVEN, RAISE, KIND == "int" or MINUS != "",
+                part, total, words, x, table, k, K, c * (CHUNK // (2 * PAIRS)), KIND, UNIT,
+                WIDTH, WIDTH_1, WIDTH_2, CHUNK, EVEN, RAISE, KIND == "int" or MINUS != "", PAIRS,
             )  # fmt: skip
             if not WHOLE:
                 acc = scaled(
@@ -269,22 +303,13 @@ def product_one(
             rows, N, K, 0, scale_stride, scale_rows,
             GROUP, SUPER, SCALE, FACTOR, MINUS, KIND == "int",
         )  # fmt: skip
-    y = tl.sum(acc, 1).to(out.dtype.element_ty)
-    tl.store(out + tl.program_id(1) * part_stride + n, y, mask=n < N)
-
-
-@triton.jit(do_not_specialize=["split"])
-def add_up(parts, out, split, N, out_stride, part_stride, BLOCK: tl.constexpr):
-    """``out[m, n] = sum of parts[split, m, n]`` in the order of the splits.
-
-    Grid (rows, blocks of columns), like :func:`add_chunks`.
-    """
-    m = tl.program_id(0)
-    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    acc = tl.zeros((BLOCK,), tl.float32)
-    for i in range(split):
-        acc += tl.load(parts + i * part_stride + m.to(tl.int64) * N + n, mask=n < N, other=0.0)
-    tl.store(out + m.to(tl.int64) * out_stride + n, acc.to(out.dtype.element_ty), mask=n < N)
+    m = row + tl.arange(0, 1)
+    store_tile(
+        tl.sum(acc, 1)[:, None], block, rows, there, m, m == row,
+        out, out_stride, parts, part_stride,
+        counters, row * tl.num_programs(0) + block, tl.program_id(1), split, N,
+        SHARED, ACTIVATION, BLOCK_N, 1,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["count", "start", "low"])
@@ -297,7 +322,7 @@ def decode_rows(
     UNIT: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, SUPER: tl.constexpr,
     SCALE: tl.constexpr, FACTOR: tl.constexpr, ZEROS: tl.constexpr, ZERO: tl.constexpr,
     MINUS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    BLOCK_N: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """``out[i] = w[ids[i]]`` (``IDS``) or ``w[start + i]``, in the reference's own roundings.
 
@@ -305,6 +330,7 @@ def decode_rows(
     ``low`` and on, one for each program of the third dimension, into ``out[expert - low]``; those
     without rows are left out.
     """
+    after_earlier()
     if EXPERTS:
         expert = low + tl.program_id(2)
         if tl.load(starts + expert) == tl.load(starts + expert + 1):
@@ -322,7 +348,7 @@ def decode_rows(
     else:
         rows = tl.minimum(start + i, N - 1)
     unit = tl.program_id(1)
-    words = load_planes(w0, w1, w2, rows, unit, units, WIDTH, WIDTH_1, WIDTH_2, UNIT)
+    words = load_planes(w0, w1, w2, rows, unit, units, WIDTH, WIDTH_1, WIDTH_2, UNIT, PAIRS)
     for c in tl.static_range(UNIT // CHUNK):
         k = unit * UNIT + c * CHUNK
         at = tl.minimum(k, K - 1)
@@ -331,17 +357,18 @@ def decode_rows(
             scale, super_scale, nested, offset, rows, N, K, at, scale_stride, scale_rows,
             GROUP, SUPER, SCALE,
         )  # fmt: skip
-        for j in tl.static_range(CHUNK // 16):
-            code = all_codes(words, c * (CHUNK // 16) + j, UNIT, WIDTH, WIDTH_1, WIDTH_2)
+        for j in tl.static_range(CHUNK // (2 * PAIRS)):
+            at_slice = c * (CHUNK // (2 * PAIRS)) + j
+            codes = all_codes(words, at_slice, UNIT, WIDTH, WIDTH_1, WIDTH_2, PAIRS)
             if ZEROS == 32:  # a fraction would be lost beside 2^23
                 none = tl.full((1, 1), 0.0, tl.float32)
-                w = decode_values(code, none, table, KIND, 8, tl.float32) - z
+                w = decode_values(codes, none, table, 0, KIND, 8, PAIRS, 0, tl.float32) - z
             else:
-                w = decode_values(code, z, table, KIND, 8, tl.float32) * FACTOR
+                w = decode_values(codes, z, table, 0, KIND, 8, PAIRS, 0, tl.float32) * FACTOR
             w = w * s[:, None]
             if MINUS != "":
                 w -= load_minus(minus, super_minus, rows, N, at, GROUP, SUPER, MINUS)[:, None]
-            column = k + j * 16 + tl.arange(0, LANES)
+            column = k + j * 2 * PAIRS + tl.arange(0, 2 * PAIRS)
             where = out + i[:, None].to(tl.int64) * out_stride + column[None, :]
             tl.store(
                 where, w.to(out.dtype.element_ty), mask=inside[:, None] & (column < K)[None, :]

@@ -24,6 +24,8 @@ import triton.language as tl
 
 from sdk.kernels.gpu import byte_rows
 from sdk.kernels.gpu.expert_tiles import expert_tile, moved, moved_words
+from sdk.kernels.gpu.launch import after_earlier
+from sdk.kernels.gpu.shares import store_tile
 
 # Columns of a step, and of a promoted sum.
 STEP = tl.constexpr(byte_rows.STEP)
@@ -90,6 +92,7 @@ def round_rows(
 
     ``limit`` bounds the magnitudes a scale is made of. A row that is not finite has the scale NaN.
     """
+    after_earlier()
     m = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     most = tl.zeros((BLOCK,), tl.float32)
@@ -117,6 +120,7 @@ def round_groups(
 
     Program (m, i) has groups ``BLOCK i`` and on.
     """
+    after_earlier()
     m = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     column = group[:, None] * STEP + tl.arange(0, STEP)[None, :]
@@ -150,34 +154,26 @@ def add_step(acc, w, x, factor, FLOAT: tl.constexpr, PROMOTE: tl.constexpr, TURN
 
 
 @triton.jit
-def store_sums(
-    acc, scale, scale_rows, factor, where, n, N, real, GROUPED: tl.constexpr, TURNED: tl.constexpr
-):
-    """Sums times the scales of rows n (unless ``GROUPED``) and a factor per token, to ``where
-    [tokens]``, which are ``real``."""
-    s = tl.full(n.shape, 1.0, tl.float32)
-    if not GROUPED:
-        s = tl.load(scale + tl.minimum(n, N - 1) // scale_rows).to(tl.float32)
+def scaled_sums(acc, scale, scale_rows, factor, n, N, GROUPED: tl.constexpr, TURNED: tl.constexpr):
+    """Sums times the scales of rows n (unless ``GROUPED``) and a factor per token, float32 ``[rows,
+    tokens]``."""
     y = acc.to(tl.float32)
     if TURNED:
-        y *= s[None, :] * factor[:, None]
-        where = where[:, None] + n[None, :]
-        wanted = real[:, None] & (n < N)[None, :]
-    else:
-        y *= s[:, None] * factor[None, :]
-        where = where[None, :] + n[:, None]
-        wanted = real[None, :] & (n < N)[:, None]
-    tl.store(where, y.to(where.dtype.element_ty), mask=wanted)
+        y = tl.trans(y)
+    if not GROUPED:
+        y *= tl.load(scale + tl.minimum(n, N - 1) // scale_rows).to(tl.float32)[:, None]
+    return y * factor[None, :]
 
 
-@triton.jit(do_not_specialize=["M", "share"])
+@triton.jit(do_not_specialize=["M", "share", "split"])
 def product_bytes(
-    x, x_scale, out, w, scale, offsets, starts, active, sources,
-    M, N, K, share, experts, out_stride, part_stride, scale_rows, scale_stride,
+    x, x_scale, out, parts, counters, w, scale, offsets, starts, active, sources,
+    M, N, K, share, split, experts, out_stride, part_stride, scale_rows, scale_stride,
     FLOAT: tl.constexpr, PROMOTE: tl.constexpr, GROUPED: tl.constexpr, TWICE: tl.constexpr,
     TURNED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, ROUTED: tl.constexpr,
+    SHARED: tl.constexpr,
 ):  # fmt: skip
-    """One tile of ``out[split, M, N]``: ``share`` steps of K of x ``[M, K]`` and w ``[N, K]``.
+    """One tile of ``out [M, N]``: ``share`` steps of K of x ``[M, K]`` and w ``[N, K]``.
 
     ``TWICE``: two tiles, of neighbouring rows, for which x is loaded once; one promoted sum at a
     time leaves registers for both. ``TURNED``: tokens are the left operand. A promoted sum is
@@ -186,6 +182,7 @@ def product_bytes(
     programs have the same weights and other tokens: weights are read from memory once and x from
     the second-level cache. ``ROUTED`` as in ``product.py``.
     """
+    after_earlier()
     first = tl.program_id(0) * BLOCK_M
     end = M
     if ROUTED:
@@ -224,10 +221,19 @@ def product_bytes(
         if TWICE:
             ws = tl.load(where_w2 + column, mask=inside, other=0.0 if FLOAT else 0)
             acc2 = add_step(acc2, ws, xs, of_step, FLOAT, PROMOTE, TURNED)
-    where = out + tl.program_id(2) * part_stride + m.to(tl.int64) * out_stride
     if PROMOTE:  # every step had it
         factor = tl.full((BLOCK_M,), 1.0, tl.float32)
-    store_sums(acc, scale, scale_rows, factor, where, n, N, m < end, GROUPED, TURNED)
+    tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+    store_tile(
+        scaled_sums(acc, scale, scale_rows, factor, n, N, GROUPED, TURNED), 0, n, n < N,
+        m, m < end, out, out_stride, parts, part_stride, counters, tile, tl.program_id(2), split, N,
+        SHARED, "", BLOCK_N, BLOCK_M,
+    )  # fmt: skip
     if TWICE:
         n += BLOCK_N
-        store_sums(acc2, scale, scale_rows, factor, where, n, N, m < end, GROUPED, TURNED)
+        tile += tl.num_programs(0) * tl.num_programs(1)
+        store_tile(
+            scaled_sums(acc2, scale, scale_rows, factor, n, N, GROUPED, TURNED), 0, n, n < N,
+            m, m < end, out, out_stride, parts, part_stride, counters, tile, tl.program_id(2),
+            split, N, SHARED, "", BLOCK_N, BLOCK_M,
+        )  # fmt: skip

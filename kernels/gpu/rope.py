@@ -1,4 +1,5 @@
-"""Rotary embedding fused with the write of keys and values to their pages, and its angles.
+"""Rotary embedding fused with norms of heads before it and the write of keys and values to their
+pages after it, and its angles.
 
 Must match ``reference/rope.py``: q to 1 ulp of its type, page contents bit for bit from equal keys
 and values (the same order of sums, ties to even), codes included.
@@ -17,20 +18,30 @@ from sdk.kernels.backend import Problem
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.checks import expect
 from sdk.kernels.errors import KernelError
-from sdk.kernels.gpu.launch import expect_on_device
+from sdk.kernels.gpu.launch import after_earlier, expect_on_device, run_kernel
 from sdk.kernels.gpu.page_codes import clamped, encode, mixed, round_bfloat16
 from sdk.kernels.gpu.pages import FLOAT, INT4, hadamard_block, page_sides, reject
+from sdk.kernels.head_norms import HeadNorms
 from sdk.kernels.kv_pages import KVPages
 
 
 @triton.jit
-def _rotated(x, column, mask, angles, half, cos, sin):
-    """Rows at ``x``, their halves turned against each other. ``angles``: offset of the token's."""
+def _rotated(
+    x, column, mask, angles, half, cos, sin, norm, eps, HEAD_DIM: tl.constexpr, NORM: tl.constexpr
+):
+    """Rows at ``x``, their halves turned against each other. ``angles``: offset of the token's.
+
+    ``NORM``: of the rows' RMSNorm with the weights ``norm``.
+    """
     turned = column < 2 * half
     first = column < half
     partner = tl.where(first, column + half, column - half)
     values = tl.load(x + column[None, :], mask=mask, other=0.0).to(tl.float32)
     others = tl.load(x + partner[None, :], mask=mask & turned[None, :], other=0.0).to(tl.float32)
+    if NORM:
+        shrink = tl.rsqrt(tl.sum(values * values, axis=1) / HEAD_DIM + eps)[:, None]
+        values *= shrink * tl.load(norm + column, mask=column < HEAD_DIM, other=0.0)[None, :]
+        others *= shrink * tl.load(norm + partner, mask=turned, other=0.0)[None, :]
     angle = angles + tl.where(first, column, column - half)
     c = tl.load(cos + angle, mask=turned, other=1.0)
     s = tl.load(sin + angle, mask=turned, other=0.0)
@@ -77,19 +88,20 @@ def _write(
 
 @triton.jit
 def rope_kernel(
-    q, k, v, cos, sin, slots, k_centre,
+    q, k, v, cos, sin, slots, k_centre, q_norm, k_norm, eps,
     q_token, q_head, k_token, k_head, v_token, v_head, cos_token, heads, kv_heads, half,
     k_codes, k_scale, k_page, k_row, k_slot, k_scale_page, k_scale_group,
     v_codes, v_scale, v_page, v_row, v_slot, v_scale_page, v_scale_group,
     K_KIND: tl.constexpr, K_GROUPS: tl.constexpr, K_GROUP: tl.constexpr, K_MIX: tl.constexpr,
     V_KIND: tl.constexpr, V_GROUPS: tl.constexpr, V_GROUP: tl.constexpr, V_MIX: tl.constexpr,
     PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_H: tl.constexpr,
-    CENTRE: tl.constexpr,
+    CENTRE: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens, tiles of heads of q, then of k, then of v). q is turned in place.
 
     ``MIX``: the Hadamard block of what lies mixed, else 0; q is mixed where keys are.
     """
+    after_earlier()
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     tiles = tl.cdiv(heads, BLOCK_H)
@@ -101,7 +113,9 @@ def rope_kernel(
         head = part * BLOCK_H + row
         mask = (head < heads)[:, None] & (column < HEAD_DIM)[None, :]
         queries = q + token * q_token + head[:, None] * q_head
-        turned = _rotated(queries, column, mask, angles, half, cos, sin)
+        turned = _rotated(
+            queries, column, mask, angles, half, cos, sin, q_norm, eps, HEAD_DIM, NORM
+        )
         if K_MIX:
             turned = mixed(turned, BLOCK_H, BLOCK_D, K_MIX)
         tl.debug_barrier()  # a thread reads what another overwrites
@@ -114,7 +128,9 @@ def rope_kernel(
         mask = real[:, None] & (column < HEAD_DIM)[None, :]
         if is_key:
             keys = k + token * k_token + head[:, None] * k_head
-            turned = _rotated(keys, column, mask, angles, half, cos, sin)
+            turned = _rotated(
+                keys, column, mask, angles, half, cos, sin, k_norm, eps, HEAD_DIM, NORM
+            )
             if CENTRE:
                 at_centre = head[:, None] * HEAD_DIM + column[None, :]
                 turned -= tl.load(k_centre + at_centre, mask=mask, other=0.0)
@@ -137,6 +153,7 @@ def angles_kernel(
     positions, inv_freq, cos, sin, factor, tokens, HALF: tl.constexpr, BLOCK: tl.constexpr
 ):
     """``factor`` times cos and sin of ``float32(position) * inv_freq``."""
+    after_earlier()
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = index < tokens * HALF
     position = tl.load(positions + index // HALF, mask=mask, other=0).to(tl.float32)
@@ -149,6 +166,7 @@ class RopeAndCache:
     """See :meth:`sdk.kernels.ops.Ops.rope_and_cache`."""
 
     name = "gpu.rope_and_cache"
+    normalizes = True
 
     def reject(self, problem: Problem) -> str | None:
         return reject(problem)
@@ -162,6 +180,7 @@ class RopeAndCache:
         sin: Tensor,
         batch: AttentionBatch,
         pages: KVPages,
+        norms: HeadNorms | None = None,
     ) -> None:
         tokens, kv_heads, head_dim = k.shape
         half = cos.shape[1]
@@ -177,13 +196,19 @@ class RopeAndCache:
         if centre is not None:
             expect("rope k_centre", centre, torch.float32, kv_heads, head_dim)
         mix = hadamard_block(head_dim)
-        expect_on_device("rope", q, k, v, cos, sin, batch.slots, pages.k, centre)
+        q_norm, k_norm = (None, None) if norms is None else (norms.q, norms.k)
+        for name, weight in (("q", q_norm), ("k", k_norm)):
+            if weight is not None:
+                expect(f"rope {name} norm", weight, torch.float32, head_dim)
+        expect_on_device("rope", q, k, v, cos, sin, batch.slots, pages.k, centre, q_norm, k_norm)
         block = max(16, triton.next_power_of_2(head_dim))
         rows = max(1, min(8, 1024 // block, triton.next_power_of_2(kv_heads)))
         grid = (tokens, triton.cdiv(q.shape[1], rows) + 2 * triton.cdiv(kv_heads, rows))
-        rope_kernel[grid](
+        run_kernel(
+            rope_kernel,
+            grid,
             *(q, k, v, cos, sin, batch.slots),
-            k if centre is None else centre,
+            *(centre, q_norm, k_norm, 0.0 if norms is None else norms.eps),
             *q.stride()[:2],
             *k.stride()[:2],
             *v.stride()[:2],
@@ -206,6 +231,7 @@ class RopeAndCache:
             BLOCK_D=block,
             BLOCK_H=rows,
             CENTRE=centre is not None,
+            NORM=norms is not None,
             num_warps=4,
         )
 
@@ -224,8 +250,17 @@ class RopeAngles:
         expect_on_device("rope angles", positions, inv_freq, cos, sin)
         tokens, half = cos.shape
         block = 256
-        angles_kernel[(triton.cdiv(tokens * half, block),)](
-            positions.contiguous(), inv_freq, cos, sin, factor, tokens, HALF=half, BLOCK=block
+        run_kernel(
+            angles_kernel,
+            (triton.cdiv(tokens * half, block),),
+            positions.contiguous(),
+            inv_freq,
+            cos,
+            sin,
+            factor,
+            tokens,
+            HALF=half,
+            BLOCK=block,
         )
 
 

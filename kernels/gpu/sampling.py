@@ -27,7 +27,7 @@ import triton
 from torch import Tensor
 
 from sdk.kernels.backend import Problem
-from sdk.kernels.gpu.launch import expect_on_device
+from sdk.kernels.gpu.launch import expect_on_device, run_kernel
 from sdk.kernels.gpu.sampling_candidates import bounds_kernel, count_kernel, gather_kernel
 from sdk.kernels.gpu.sampling_draw import sample_kernel
 from sdk.kernels.gpu.sampling_rows import peaks_kernel
@@ -77,7 +77,9 @@ class Sample:
         rows, width = logits.shape
         chunks = triton.cdiv(width, SAMPLER_CHUNK)
         peaks, places = _peaks(logits, rows, chunks)
-        peaks_kernel[(rows, chunks)](
+        run_kernel(
+            peaks_kernel,
+            (rows, chunks),
             logits, peaks, places, width, logits.stride(0), chunks,
             CHUNK=SAMPLER_CHUNK, num_warps=8,
         )  # fmt: skip
@@ -91,7 +93,9 @@ class Sample:
             given = logits, peaks, places, draws, *changed
             found = _candidates(given, sizes, options)
         out = logits.new_empty(rows, 3, dtype=torch.float64)
-        sample_kernel[(rows,)](
+        run_kernel(
+            sample_kernel,
+            (rows,),
             logits, peaks, places, draws, *changed, *found, out, *sizes, **options,
             DRAWN=draws is not None, CHUNK=SAMPLER_CHUNK, ROOM=SAMPLER_ROOM, BLOCK=_BLOCK,
             num_warps=8,
@@ -109,7 +113,9 @@ def _shape(logits: Tensor, shapes: PackedShapes) -> tuple[Tensor, Tensor]:
     slots, width = shapes.side.shape
     chunks = triton.cdiv(width, SAMPLER_CHUNK)
     peaks, places = _peaks(logits, slots, chunks)
-    shape_kernel[(len(logits), chunks)](
+    run_kernel(
+        shape_kernel,
+        (len(logits), chunks),
         logits, shapes.owners, shapes.slots, shapes.changes, shapes.entries, shapes.masks,
         shapes.side, peaks, places, width, logits.stride(0), chunks, shapes.masks.shape[1],
         CHUNK=SAMPLER_CHUNK, BLOCK=_ENTRIES, num_warps=8,
@@ -130,15 +136,21 @@ def _candidates(
     bounds = logits.new_empty(rows, 6, dtype=torch.int32)
     begins = logits.new_empty(rows, chunks, dtype=torch.int32)
     ids = logits.new_empty(rows, SAMPLER_ROOM, dtype=torch.int32)
-    count_kernel[(rows, chunks)](
+    run_kernel(
+        count_kernel,
+        (rows, chunks),
         *given, counts, sums, *sizes, **options,
         BINS=SAMPLER_BINS, CHUNK=SAMPLER_CHUNK, num_warps=16,
     )  # fmt: skip
-    bounds_kernel[(rows,)](
+    run_kernel(
+        bounds_kernel,
+        (rows,),
         *given, counts, sums, bounds, begins, *sizes, **options,
         BINS=SAMPLER_BINS, ROOM=SAMPLER_ROOM, num_warps=16,
     )  # fmt: skip
-    gather_kernel[(rows, chunks)](
+    run_kernel(
+        gather_kernel,
+        (rows, chunks),
         *given, sums, bounds, begins, ids, *sizes, **options,
         CHUNK=SAMPLER_CHUNK, ROOM=SAMPLER_ROOM, PART=SAMPLER_CHUNK // 8, num_warps=8,
     )  # fmt: skip

@@ -12,6 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from sdk.kernels.gpu.launch import after_earlier
 from sdk.kernels.gpu.sampling_rows import (
     DRAW_VALUES,
     MIN_P,
@@ -109,6 +110,7 @@ def count_kernel(
     """Grid (rows, chunks): ``counts`` int32 ``[R, chunks, BINS]``, the tokens in each bin, if a
     truncation has to search; and the first of ``sums`` float64 ``[R, chunks, 3]``, for rows with
     ``typical_p`` the second too."""
+    after_earlier()
     number, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     draw = draws + number * DRAW_VALUES
     if tl.load(draw + TEMPERATURE) > 0.0:
@@ -147,6 +149,7 @@ def bounds_kernel(
     ``top_p`` is. If there is no room for the candidates, their number is -1, and nothing is sure.
     ``begins``: how many candidates are in the chunks before each chunk.
     """
+    after_earlier()
     number = tl.program_id(0).to(tl.int64)
     draw = draws + number * DRAW_VALUES
     if tl.load(draw + TEMPERATURE) > 0.0:
@@ -215,6 +218,7 @@ def gather_kernel(
 ):  # fmt: skip
     """Grid (rows, chunks): ``ids`` int32 ``[R, ROOM]``, the candidates, and the third of ``sums``
     for rows with tokens that are kept for sure."""
+    after_earlier()
     number, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     draw = draws + number * DRAW_VALUES
     if tl.load(draw + TEMPERATURE) > 0.0:

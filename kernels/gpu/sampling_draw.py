@@ -16,6 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from sdk.kernels.gpu.launch import after_earlier
 from sdk.kernels.gpu.sampling_candidates import BOUNDS, SUMS, min_p_gap, mirostat_gap, sums_of
 from sdk.kernels.gpu.sampling_rows import (
     DRAW_VALUES,
@@ -185,6 +186,7 @@ def sample_kernel(
 
     ``draws`` float64 ``[R, 8]``, the bytes of ``DRAW``.
     """
+    after_earlier()
     number = tl.program_id(0).to(tl.int64)
     row, best, token, share = row_of(
         number, logits, peaks, places, width, stride, chunks,

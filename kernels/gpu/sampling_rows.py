@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from sdk.kernels.gpu.launch import after_earlier
 from sdk.kernels.sampling import FAR
 
 _FAR = tl.constexpr(FAR)
@@ -34,6 +35,7 @@ def store_peak(x, index, width, peak_at, place_at):
 @triton.jit
 def peaks_kernel(logits, peaks, places, width, stride, chunks, CHUNK: tl.constexpr):
     """Grid (rows, chunks): :func:`store_peak` of the logits."""
+    after_earlier()
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     index = chunk * CHUNK + tl.arange(0, CHUNK)
     x = tl.load(logits + row * stride + index, mask=index < width, other=float("-inf"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from sdk.kernels.gpu.launch import after_earlier
 from sdk.kernels.gpu.sampling_rows import store_peak
 from sdk.kernels.packed_shapes import CHANGE, ENTRY, SLOT
 from sdk.kernels.sampling import ChangeKind
@@ -24,6 +25,7 @@ def shape_kernel(
     The tensors are those of ``PackedShapes``. A program changes its own chunk alone, so its threads
     wait for one another between two changes, and for no others.
     """
+    after_earlier()
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(owners + row).to(tl.int64)
     if slot >= 0:

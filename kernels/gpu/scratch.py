@@ -6,6 +6,7 @@ One operator runs at a time, so a model needs the largest scratch of any operato
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -15,6 +16,8 @@ from sdk.kernels.scratch import Matrix, Products
 #: Bytes for a dequantized weight, for shares of K, and for quantized activations: limits memory,
 #: not speed.
 SCRATCH = 64 << 20
+#: Two tiles for each of the 132 multiprocessors of an H100, and the sides of a tile of the library.
+FULL_CARD, LIBRARY_TILE = 264, 128
 #: Bytes for the dequantized weights of many experts; 128 of 2048 x 1536 (3 Mi values of 16 bits
 #: each) then take four turns.
 EXPERTS_SCRATCH = 256 << 20
@@ -24,11 +27,20 @@ LIBRARY, OLDER_LIBRARY = 32 << 20, 8 << 20
 #: Keys of a split of attention; larger by powers of two if a context would have too many splits.
 SPLIT = 256
 MAX_SPLITS = 32
+#: The most queries of a request that decode attention handles: the token and drafts to verify.
+MOST_QUERIES = 8
+#: So many times longer are the splits of a request with several queries, because their parts are
+#: several times larger (512 keys in 16 bits and the parts of 8 queries of 4 heads: 8 to 1), and of
+#: a step that reads a shared prefix once, whose parts come in addition.
+LONGER = 2
 #: Logits that one program of the sampler reads, bins in which it counts them, and candidates of a
 #: row that it lists: 32 KiB.
 SAMPLER_CHUNK, SAMPLER_BINS, SAMPLER_ROOM = 8192, 256, 8192
 #: The most shares of K that the rule of ``tuning.py`` and ``embedlm tune`` use for a weight.
 MOST_SHARES = 16
+#: Tiles of the largest product whose K is shared among programs (``shares.py``). A vocabulary of
+#: 262,144 in tiles of 16 rows has 16,384; shares of more tokens than tiles have do not fit SCRATCH.
+COUNTERS = 1 << 15
 #: Float32 copies of x that exist at once in ``reference/fake_quantize.py``.
 ROUNDED_COPIES = 6
 #: The largest number of values in one program's result.
@@ -43,9 +55,15 @@ def runs(count: int, step: int) -> Iterator[slice]:
         yield slice(start, min(start + step, count))
 
 
-def decoded_rows(n: int, k: int, itemsize: int) -> int:
-    """Rows of a weight ``[n, k]`` that are dequantized at a time."""
-    return min(n, max(16, SCRATCH // (k * itemsize) // 16 * 16))
+def decoded_rows(n: int, k: int, itemsize: int, tokens: int) -> int:
+    """Rows of a weight ``[n, k]`` that are dequantized at a time.
+
+    As many as fit in :data:`SCRATCH`, or more if the library's product with ``tokens`` would not
+    have :data:`FULL_CARD` tiles: with 512 tokens up to 8,448 rows.
+    """
+    across = -(-tokens // LIBRARY_TILE)
+    filling = -(-FULL_CARD // across) * LIBRARY_TILE
+    return min(n, max(16, SCRATCH // (k * itemsize) // 16 * 16, filling))
 
 
 def decoded_experts(count: int, n: int, k: int, itemsize: int) -> int:
@@ -87,6 +105,37 @@ def rows_rounded(k: int) -> int:
     return max(16, SCRATCH // (4 * k * ROUNDED_COPIES))
 
 
+def work_shape(requests: int, kv_heads: int) -> tuple[int, int]:
+    """The list of a step's splits: int32, see ``attention_work.py``."""
+    return requests + 1, MAX_SPLITS + kv_heads
+
+
+def split_count(longest: int, coarse: int = 1) -> int:
+    """How many splits a context of at most ``longest`` tokens can have, each ``coarse`` times as
+    long as usual."""
+    return min(-(-longest // (SPLIT * coarse)), MAX_SPLITS // coarse)
+
+
+def part_count(longest: int, queries: int, *, shared: bool) -> int:
+    """The most parts of one head's results, of a request with up to ``queries`` queries in a step.
+
+    With one split there are none, as the result is written at once.
+    """
+
+    def parts(coarse: int) -> int:
+        splits = split_count(longest, coarse)
+        return 2 * split_count(longest, LONGER * coarse) if shared else splits if splits > 1 else 0
+
+    return parts(1) if queries == 1 else max(parts(1), queries * parts(LONGER))
+
+
+def requests_at_once(requests: int, heads: int, parts: int, head_dim: int, queries: int) -> int:
+    """Requests whose parts are in scratch at a time: all if they have one query each."""
+    if queries == 1 or not parts:
+        return requests
+    return min(requests, max(1, SCRATCH // (4 * heads * parts * (head_dim + 2))))
+
+
 def sampler_bytes(rows: int, width: int) -> int:
     """What the sampler allocates beside its result for ``rows`` rows of ``width`` logits, all of
     them changed.
@@ -96,11 +145,6 @@ def sampler_bytes(rows: int, width: int) -> int:
     """
     of_chunk = 2 * (4 + 4) + 4 * SAMPLER_BINS + 3 * 8 + 4
     return rows * (-(-width // SAMPLER_CHUNK) * of_chunk + 4 * SAMPLER_ROOM + 4 * 6)
-
-
-def split_count(longest: int) -> int:
-    """How many splits a context of at most ``longest`` tokens can have."""
-    return min(-(-longest // SPLIT), MAX_SPLITS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,14 +166,14 @@ class CardScratch:
     def nbytes(self, tokens: int, requests: int, context: int) -> int:
         given = [(matrix, tokens) for matrix in self.products.matrices]
         given.append((self.products.head, requests))
-        asked = [self._attention(requests, context)]
+        asked = [self._attention(tokens, requests, context)]
         asked += [self._product(matrix, rows) for matrix, rows in given]
         library = any(m.plain or self._decodes(m, rows) for m, rows in given if not m.experts)
         return max(asked) + (self.library if library else 0)
 
     def kept(self, requests: int) -> int:
         width = self.products.head.n  # recorded steps keep what the sampler allocates
-        return packed_bytes(requests, width) + sampler_bytes(requests, width)
+        return packed_bytes(requests, width) + sampler_bytes(requests, width) + 4 * COUNTERS
 
     def _decodes(self, m: Matrix, rows: int) -> bool:
         """Whether a packed weight is dequantized first."""
@@ -139,11 +183,18 @@ class CardScratch:
             return rows * m.per_token // m.experts >= self.experts_dense_from
         return rows >= self.dense_from
 
-    def _attention(self, requests: int, context: int) -> int:
-        splits = split_count(context)
-        if splits == 1 or self.products.fixed:
+    def _attention(self, tokens: int, requests: int, context: int) -> int:
+        """Parts of one query per request, and of several where there may be; and the list of work,
+        for a batch without one."""
+        if self.products.fixed:
             return 0
-        return 4 * requests * self.products.heads * splits * (self.products.head_dim + 2)
+        heads, width = self.products.heads, self.products.head_dim
+        asked = 0
+        for queries in (1, MOST_QUERIES) if tokens > requests else (1,):
+            parts = part_count(context, queries, shared=True)
+            count = requests_at_once(requests, heads, parts, width, queries)
+            asked = max(asked, 4 * count * heads * parts * (width + 2))
+        return asked + 4 * math.prod(work_shape(requests, heads))
 
     def _product(self, m: Matrix, rows: int) -> int:
         asked = 0
@@ -166,7 +217,7 @@ class CardScratch:
         if m.experts:
             count = decoded_experts(m.experts, m.n, m.k, 2)
             return self.products.copied * rows * m.per_token * m.k + 2 * count * padded(m.n, m.k)
-        at_once = decoded_rows(m.n, m.k, 2)
+        at_once = decoded_rows(m.n, m.k, 2, rows)
         return 2 * at_once * m.k + self._plain(m, rows)
 
     def _tiled(self, m: Matrix, rows: int) -> int:

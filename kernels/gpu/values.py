@@ -2,23 +2,35 @@
 
 ``value(code)`` is an exact small integer, a table entry or a short float. The definition is
 ``kernels/reference/decode.py``; the order of data is that of ``packing.py``.
+
+A kernel handles slices of ``2 * PAIRS`` columns. ``[rows, PAIRS]`` words hold the codes of a slice
+at one place in their lower and one in their upper half: two neighbouring columns, which are one
+register of a 16-bit operand, so that every instruction on the way there handles both.
 """
 
 import triton
 import triton.language as tl
 
-# 16 rows lie together (packing.py), and 16 columns are the depth of a matrix instruction.
-LANES = tl.constexpr(16)
+# Rows that lie together (packing.py).
+ROWS = tl.constexpr(16)
 
 
 @triton.jit
-def load_words(plane, n, unit, units, WIDTH: tl.constexpr, UNIT: tl.constexpr):
-    """One plane's words of rows n: int32 ``[rows, 16]``, repeated where a row has fewer."""
+def load_words(
+    plane, n, unit, units,
+    WIDTH: tl.constexpr, UNIT: tl.constexpr, PAIRS: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    """Words ``PAIRS * PART`` and on of one plane's rows n: int32 ``[rows, PAIRS]``.
+
+    They are repeated where a row has fewer.
+    """
     WORDS: tl.constexpr = UNIT * WIDTH // 32
-    row = ((n // LANES) * units + unit) * (LANES * WORDS) + (n % LANES) * WORDS
-    lane = tl.arange(0, LANES)
-    if WORDS < 16:
+    row = ((n // ROWS) * units + unit) * (ROWS * WORDS) + (n % ROWS) * WORDS
+    lane = tl.arange(0, PAIRS)
+    if WORDS < PAIRS:
         lane = lane % WORDS
+    if WORDS > PAIRS:
+        lane = lane + PAIRS * PART
     return tl.load(plane + row[:, None] + lane[None, :])
 
 
@@ -26,96 +38,164 @@ def load_words(plane, n, unit, units, WIDTH: tl.constexpr, UNIT: tl.constexpr):
 def load_planes(
     w0, w1, w2, n, unit, units,
     WIDTH: tl.constexpr, WIDTH_1: tl.constexpr, WIDTH_2: tl.constexpr, UNIT: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """The words of up to three planes; those that do not exist repeat the first."""
-    words = load_words(w0, n, unit, units, WIDTH, UNIT)
+    """The words of the first plane in two parts, and of the second and third plane.
+
+    Parts and planes that do not exist repeat the first. Only the first may have two parts: it has
+    16 words or fewer, and the others at most half as many.
+    """
+    words = load_words(w0, n, unit, units, WIDTH, UNIT, PAIRS, 0)
+    upper = words
     words_1 = words
     words_2 = words
+    if UNIT * WIDTH // 32 > PAIRS:
+        upper = load_words(w0, n, unit, units, WIDTH, UNIT, PAIRS, 1)
     if WIDTH_1 > 0:
-        words_1 = load_words(w1, n, unit, units, WIDTH_1, UNIT)
+        words_1 = load_words(w1, n, unit, units, WIDTH_1, UNIT, PAIRS, 0)
     if WIDTH_2 > 0:
-        words_2 = load_words(w2, n, unit, units, WIDTH_2, UNIT)
-    return words, words_1, words_2
+        words_2 = load_words(w2, n, unit, units, WIDTH_2, UNIT, PAIRS, 0)
+    return words, upper, words_1, words_2
 
 
 @triton.jit
-def slice_codes(words, SLICE: tl.constexpr, WIDTH: tl.constexpr, UNIT: tl.constexpr):
-    """This plane's bits of columns ``16 SLICE .. 16 SLICE + 15`` of the unit."""
+def slice_codes(
+    words, upper, SLICE: tl.constexpr, WIDTH: tl.constexpr, UNIT: tl.constexpr, PAIRS: tl.constexpr
+):
+    """This plane's bits of a slice of the unit, in the lowest bits of both halves of words."""
     WORDS: tl.constexpr = UNIT * WIDTH // 32
-    if WORDS >= 16:
+    MASK: tl.constexpr = (1 << WIDTH) - 1
+    if WORDS > PAIRS:
+        chosen = words if SLICE % 2 == 0 else upper
+        shifted = chosen >> (WIDTH * (SLICE // 2))
+    elif WORDS == PAIRS:
         shifted = words >> (WIDTH * SLICE)
     else:
-        shift = tl.arange(0, LANES) // WORDS * WIDTH + SLICE * (16 // WORDS) * WIDTH
+        shift = tl.arange(0, PAIRS) // WORDS * WIDTH + SLICE * (PAIRS // WORDS) * WIDTH
         shifted = words >> shift[None, :]
-    return shifted & ((1 << WIDTH) - 1)
+    return shifted & (MASK | (MASK << 16))
 
 
 @triton.jit
 def all_codes(
     words, SLICE: tl.constexpr, UNIT: tl.constexpr,
-    WIDTH: tl.constexpr, WIDTH_1: tl.constexpr, WIDTH_2: tl.constexpr,
+    WIDTH: tl.constexpr, WIDTH_1: tl.constexpr, WIDTH_2: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Codes of a slice from up to three planes: int32 ``[rows, 16]``."""
-    code = slice_codes(words[0], SLICE, WIDTH, UNIT)
+    """Codes of a slice from up to three planes, two in each number: int32 ``[rows, PAIRS]``."""
+    codes = slice_codes(words[0], words[1], SLICE, WIDTH, UNIT, PAIRS)
     if WIDTH_1 > 0:
-        code = code | (slice_codes(words[1], SLICE, WIDTH_1, UNIT) << WIDTH)
+        more = slice_codes(words[2], words[2], SLICE, WIDTH_1, UNIT, PAIRS)
+        codes = codes | (more << WIDTH)
     if WIDTH_2 > 0:
-        code = code | (slice_codes(words[2], SLICE, WIDTH_2, UNIT) << (WIDTH + WIDTH_1))
-    return code
+        more = slice_codes(words[3], words[3], SLICE, WIDTH_2, UNIT, PAIRS)
+        codes = codes | (more << (WIDTH + WIDTH_1))
+    return codes
 
 
 @triton.jit
-def decode_values(code, zero, table, KIND: tl.constexpr, BITS: tl.constexpr, OUT: tl.constexpr):
-    """What the codes stand for, less ``zero``, before any scale.
+def woven(even, odd, PAIRS: tl.constexpr, WARPS: tl.constexpr):
+    """Even and odd columns ``[rows, PAIRS]`` in the order of columns: ``[rows, 2 PAIRS]``.
+
+    Word i of a slice has column pair ``i % (PAIRS / 4) * 4 + i // (PAIRS / 4)`` (``packing.py``). A
+    thread loads ``PAIRS / 4`` words, and those pairs are its elements of a matrix instruction's
+    operand: nothing moves between threads. For that ``WARPS``, the number of warps, must be given,
+    and the rows of the words be in the order of ``shares.tile_rows``; they come out in theirs. 0:
+    the rows stay as they are, and where an operand is needed, the elements move.
+    """
+    N: tl.constexpr = even.shape[0]
+    EACH: tl.constexpr = PAIRS // 4
+    both = tl.join(even, odd)
+    if WARPS > 0:
+        both = tl.reshape(both, (N // (8 * WARPS), WARPS, 8, 4, EACH, 2))
+        both = tl.permute(both, (1, 0, 2, 4, 3, 5))
+    else:
+        both = tl.permute(tl.reshape(both, (N, 4, EACH, 2)), (0, 2, 1, 3))
+    return tl.reshape(both, (N, 2 * PAIRS))
+
+
+@triton.jit
+def halves_of(pairs, PAIRS: tl.constexpr, WARPS: tl.constexpr):
+    """The lower and upper halves of ``pairs [rows, PAIRS]``, :func:`woven`: int16."""
+    return woven(pairs.to(tl.int16), (pairs >> 16).to(tl.int16), PAIRS, WARPS)
+
+
+@triton.jit
+def decode_values(
+    codes, zero, table, nothing,
+    KIND: tl.constexpr, BITS: tl.constexpr, PAIRS: tl.constexpr, WARPS: tl.constexpr,
+    OUT: tl.constexpr,
+):  # fmt: skip
+    """What the codes of :func:`all_codes` stand for, less ``zero``, before any scale:
+    ``[rows, 2 PAIRS]``, with zero in the order of rows of the codes.
 
     Integers come out of the mantissa of a float whose exponent makes its last bit 1: one ``or`` and
     one subtraction instead of a conversion, which runs at a quarter of the speed. Short floats come
     out smaller than they are by a power of two, the difference of the exponents' biases (FACTORS).
+
+    ``nothing``: a 0 that is not a constant. A mask and an exponent that both are constants stay two
+    instructions, because NVIDIA's LOP3 has room for one. Odd columns come before even ones, because
+    ptxas joins two subtractions of 16 bits and puts the first into the upper half of the register:
+    the other way round it swaps all halves twice (68 PRMT instead of 29 for 64 weights).
     """
     if KIND == "table":
-        value = tl.load(table + code)
+        odd = tl.load(table + (codes >> 16))
+        even = tl.load(table + (codes & 0xFF))
+        value = woven(even, odd, PAIRS, WARPS)
     elif KIND == "int" and OUT == tl.float16:
-        big = (code | 0x6400).to(tl.int16).to(tl.float16, bitcast=True)
-        value = big - (zero + 1024.0).to(tl.float16)
+        big, less = codes | (nothing | 0x64006400), (zero + 1024.0).to(tl.float16)
+        odd = (big >> 16).to(tl.int16).to(tl.float16, bitcast=True) - less
+        even = big.to(tl.int16).to(tl.float16, bitcast=True) - less
+        value = woven(even, odd, PAIRS, WARPS)
     elif KIND == "int" and OUT == tl.bfloat16 and BITS < 8:
-        big = (code | 0x4300).to(tl.int16).to(tl.bfloat16, bitcast=True)
-        value = big - (zero + 128.0).to(tl.bfloat16)
+        big, less = codes | (nothing | 0x43004300), (zero + 128.0).to(tl.bfloat16)
+        odd = (big >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True) - less
+        even = big.to(tl.int16).to(tl.bfloat16, bitcast=True) - less
+        value = woven(even, odd, PAIRS, WARPS)
     elif KIND == "int":
-        value = (code | 0x4B000000).to(tl.float32, bitcast=True) - (zero + 8388608.0)
+        less = zero + 8388608.0
+        odd = ((codes >> 16) | 0x4B000000).to(tl.float32, bitcast=True) - less
+        even = ((codes & 0xFFFF) | 0x4B000000).to(tl.float32, bitcast=True) - less
+        value = woven(even.to(OUT), odd.to(OUT), PAIRS, WARPS)
     else:
         if KIND == "e2m1":
-            half = ((code & 8) << 12) | ((code & 7) << 9)
+            half = halves_of(((codes & 0x80008) << 12) | ((codes & 0x70007) << 9), PAIRS, WARPS)
         elif KIND == "e4m3":
-            half = ((code & 128) << 8) | ((code & 127) << 7)
-            half = tl.where((code & 127) == 127, 0x7E00, half)
+            half = halves_of(((codes & 0x800080) << 8) | ((codes & 0x7F007F) << 7), PAIRS, WARPS)
+            half = tl.where((half & 0x3F80) == 0x3F80, 0x7E00, half).to(tl.int16)
         else:
-            half = code << 8
-        value = half.to(tl.int16).to(tl.float16, bitcast=True)
+            half = halves_of(codes << 8, PAIRS, WARPS)
+        value = half.to(tl.float16, bitcast=True)
     return value.to(OUT)
 
 
 @triton.jit
 def tiny_values(
-    words, table, SLICE: tl.constexpr, KIND: tl.constexpr, UNIT: tl.constexpr,
-    WIDTH: tl.constexpr, WIDTH_1: tl.constexpr, WIDTH_2: tl.constexpr,
+    words, table, SLICE: tl.constexpr, HALF: tl.constexpr, KIND: tl.constexpr, UNIT: tl.constexpr,
+    WIDTH: tl.constexpr, WIDTH_1: tl.constexpr, WIDTH_2: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Float32 values of a slice, too small by the same power of two for all of a kind (``TINY``).
+    """Float32 values of the even columns of a slice, or the odd ones (``HALF`` 1), too small by the
+    same power of two for all of a kind (``TINY``): ``[rows, PAIRS]``.
 
     The bits of a code are the lowest bits of a float: an integer is a denormal number then, a short
     float has the lowest bits of the exponent. Multiplying those costs nothing extra and nothing is
     converted, one ``and`` makes a number of a code that is a field of its word. Such a field may
     lie up to 15 bits too far left: the second result undoes that, multiplied with x.
     """
-    PLACE: tl.constexpr = WIDTH * SLICE % 16
+    WORDS: tl.constexpr = UNIT * WIDTH // 32
     step = 1.0
-    if KIND == "int" and WIDTH_1 == 0 and UNIT * WIDTH >= 512:
-        half = words[0]
-        if WIDTH * SLICE >= 16:
-            half = words[0] >> 16
+    if KIND == "int" and WIDTH_1 == 0 and WORDS >= PAIRS:
+        PARTS: tl.constexpr = WORDS // PAIRS
+        PLACE: tl.constexpr = WIDTH * (SLICE // PARTS)
+        half = words[SLICE % PARTS]
+        if HALF == 1:
+            half = half >> 16
         bits = half & (((1 << WIDTH) - 1) << PLACE)
         step = 1.0 / (1 << PLACE)
     else:
-        bits = all_codes(words, SLICE, UNIT, WIDTH, WIDTH_1, WIDTH_2)
+        bits = all_codes(words, SLICE, UNIT, WIDTH, WIDTH_1, WIDTH_2, PAIRS)
+        if HALF == 1:
+            bits = bits >> 16
+        bits = bits & ((1 << (WIDTH + WIDTH_1 + WIDTH_2)) - 1)
         if KIND == "e2m1":
             bits = ((bits & 8) << 28) | ((bits & 7) << 22)
         elif KIND == "e4m3":
@@ -129,6 +209,14 @@ def tiny_values(
     else:
         value = bits.to(tl.float32, bitcast=True)
     return value, step
+
+
+@triton.jit
+def e4m3_value(code):
+    """The float32 value of the e4m3 floats whose bits are ``code``."""
+    half = ((code & 128) << 8) | ((code & 127) << 7)
+    half = tl.where((code & 127) == 127, 0x7E00, half)
+    return half.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
 
 
 @triton.jit
@@ -146,7 +234,7 @@ def load_scale(
         power = tl.where(s == 0, 0x00400000, s.to(tl.int32) << 23)
         f = tl.where(s == 255, 0x7FC00000, power).to(tl.float32, bitcast=True)
     elif SCALE == "e4m3":
-        f = decode_values(s.to(tl.int32), 0.0, scale, "e4m3", 8, tl.float32) * 256.0
+        f = e4m3_value(s.to(tl.int32))
     elif SCALE == "low4":
         f = (s & 15).to(tl.float32)
     elif SCALE == "nested":

@@ -87,6 +87,9 @@ class ReferenceBackend:
             "sample": (Sample(),),
         }
 
+    def work_shape(self, requests: int, kv_heads: int) -> None:
+        return None
+
     def implementations(self, op: str) -> Sequence[Any]:
         return self._implementations.get(op, ())
 

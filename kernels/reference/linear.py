@@ -30,9 +30,13 @@ class ReferenceLinear:
 
     name = "reference.linear"
     reads_parts = False
+    gates = False
 
     def reject(self, problem: Problem) -> str | None:
         return None if not problem.inputs else f"the file asks for activations in {problem.inputs}"
+
+    def rounding(self, packed: object) -> None:
+        """Rows are floats."""
 
     def pack(self, layout: Layout) -> Layout:
         return layout

@@ -14,6 +14,7 @@ class RmsNorm:
     """See :meth:`sdk.kernels.ops.Ops.rms_norm`."""
 
     name = "reference.rms_norm"
+    rounds = False
 
     def reject(self, problem: Problem) -> str | None:
         return None
@@ -28,6 +29,7 @@ class AddRmsNorm:
     """See :meth:`sdk.kernels.ops.Ops.add_rms_norm`."""
 
     name = "reference.add_rms_norm"
+    rounds = False
 
     def reject(self, problem: Problem) -> str | None:
         return None

@@ -23,6 +23,7 @@ class RopeAndCache:
     """See :meth:`sdk.kernels.ops.Ops.rope_and_cache`."""
 
     name = "reference.rope_and_cache"
+    normalizes = False
 
     def reject(self, problem: Problem) -> str | None:
         return None

@@ -36,12 +36,16 @@ class Gemma2Layer:
         self.post_mlp_norm = source.norm(f"{path}.post_feedforward_layernorm")
 
     def __call__(
-        self, delta: Tensor, residual: Tensor, step: Step, pages: KVPages
+        self, delta: Tensor, residual: Tensor | None, step: Step, pages: KVPages
     ) -> tuple[Tensor, Tensor]:
-        x, residual = self.ops.add_rms_norm(delta, residual, self.input_norm, self.eps)
+        x, residual = self.ops.add_rms_norm_for(
+            self.attention.rounding, delta, residual, self.input_norm, self.eps
+        )
         x = self.attention(x, step, pages)
         delta = self.ops.rms_norm(x, self.post_attention_norm, self.eps)
-        x, residual = self.ops.add_rms_norm(delta, residual, self.pre_mlp_norm, self.eps)
+        x, residual = self.ops.add_rms_norm_for(
+            self.mlp.rounding, delta, residual, self.pre_mlp_norm, self.eps
+        )
         return self.ops.rms_norm(self.mlp(x), self.post_mlp_norm, self.eps), residual
 
 

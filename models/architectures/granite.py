@@ -36,11 +36,15 @@ class GraniteLayer(LlamaLayer):
         self.multiplier = source.config.residual_scale
 
     def __call__(
-        self, delta: Tensor, residual: Tensor, step: Step, pages: KVPages
+        self, delta: Tensor, residual: Tensor | None, step: Step, pages: KVPages
     ) -> tuple[Tensor, Tensor]:
-        x, residual = self.ops.add_rms_norm(delta, residual, self.input_norm, self.eps)
+        x, residual = self.ops.add_rms_norm_for(
+            self.attention.rounding, delta, residual, self.input_norm, self.eps
+        )
         delta = self.ops.scale(self.attention(x, step, pages), self.multiplier)
-        x, residual = self.ops.add_rms_norm(delta, residual, self.post_attention_norm, self.eps)
+        x, residual = self.ops.add_rms_norm_for(
+            self.mlp.rounding, delta, residual, self.post_attention_norm, self.eps
+        )
         return self.ops.scale(self.mlp(x), self.multiplier), residual
 
 

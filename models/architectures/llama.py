@@ -37,11 +37,15 @@ class LlamaLayer:
         return MLP(source, path)
 
     def __call__(
-        self, delta: Tensor, residual: Tensor, step: Step, pages: KVPages
+        self, delta: Tensor, residual: Tensor | None, step: Step, pages: KVPages
     ) -> tuple[Tensor, Tensor]:
-        x, residual = self.ops.add_rms_norm(delta, residual, self.input_norm, self.eps)
+        x, residual = self.ops.add_rms_norm_for(
+            self.attention.rounding, delta, residual, self.input_norm, self.eps
+        )
         delta = self.attention(x, step, pages)
-        x, residual = self.ops.add_rms_norm(delta, residual, self.post_attention_norm, self.eps)
+        x, residual = self.ops.add_rms_norm_for(
+            self.mlp.rounding, delta, residual, self.post_attention_norm, self.eps
+        )
         return self.mlp(x), residual
 
 

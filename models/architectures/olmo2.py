@@ -62,9 +62,9 @@ class Olmo2Layer:
         self.post_mlp_norm = source.norm(f"{path}.post_feedforward_layernorm")
 
     def __call__(
-        self, delta: Tensor, residual: Tensor, step: Step, pages: KVPages
+        self, delta: Tensor, residual: Tensor | None, step: Step, pages: KVPages
     ) -> tuple[Tensor, Tensor]:
-        self.ops.add(residual, delta)
+        residual = delta if residual is None else self.ops.add(residual, delta)
         x = self.attention(residual, step, pages)
         self.ops.add(residual, self.ops.rms_norm(x, self.post_attention_norm, self.eps))
         x = self.mlp(residual)

@@ -1,6 +1,8 @@
 """Measure the best tile sizes for this GPU and save them for all later starts.
 
-An interrupted run continues where it stopped: entries of the table are not measured again.
+An interrupted run continues where it stopped: entries of the table are not measured again. While
+entries are measured, processes on the other cores compile the kernels of later ones
+(``tune_compile.py``).
 """
 
 from __future__ import annotations
@@ -30,12 +32,6 @@ _MANY = (64, 128, 256, 512, 1024)
 DENSE_FROM = {"linear": "dense_from", "linear_experts": "experts_dense_from"}
 #: A better tile must be faster by more than the noise of measuring.
 _GAIN = 0.98
-_COORDINATES: dict[str, tuple[int, ...]] = {
-    "block_n": (16, 32, 64, 128),
-    "split": (1, 2, 3, 4, 6, 8, 12, 16),
-    "warps": (1, 2, 4, 8),
-    "stages": (1, 2, 3, 4, 5),
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,7 +51,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class Table:
-    """The table file of one card; every entry is written as soon as it is measured."""
+    """The table file of one card; every entry is written as soon as it is measured.
+
+    ``measuring`` in the file is the entry that was begun last. If the process was lost with it, as
+    happens with a kernel that makes the card unusable, the next run leaves it out (``lost``).
+    """
 
     def __init__(self, path: Path, *, again: bool) -> None:
         from sdk.kernels.gpu.tuning import OPS, VERSION, Tuning
@@ -70,14 +70,26 @@ class Table:
             found = None
         if not again and isinstance(found, dict) and found.get("version") == VERSION:
             self.data |= found
+        self.data.setdefault("lost", [])
+        if begun := self.data.pop("measuring", None):
+            self.data["lost"].append(begun)
 
     def has(self, case: Case, tokens: int) -> bool:
+        """Whether nothing is to be measured: it was, or it ended a process."""
         n, k = case.shape
+        if [case.op, case.type, n, k, tokens] in self.data["lost"]:
+            return True
         size = {"max_m": tokens, "n": n, "k": k}
         return any(size.items() <= e.items() for e in self.data[case.op].get(case.type, ()))
 
+    def begin(self, case: Case, tokens: int) -> None:
+        """Before an entry is measured; :meth:`add` ends that."""
+        self.data["measuring"] = [case.op, case.type, *case.shape, tokens]
+        self.write()
+
     def add(self, case: Case, tokens: int, tiles: Tiles) -> None:
         n, k = case.shape
+        self.data.pop("measuring", None)
         entry = {"max_m": tokens, "n": n, "k": k, **asdict(tiles)}
         self.data[case.op].setdefault(case.type, []).append(entry)
         self.write()
@@ -97,59 +109,67 @@ def run(args: argparse.Namespace) -> int:
     if why is not None:
         raise RequestError(f"tune: {why}")
     from sdk.cli.tune_cases import cases_of
+    from sdk.cli.tune_compile import compiling
     from sdk.kernels.gpu.tuning import TABLES, table_path
 
+    end = time.monotonic() + args.seconds
     card = Card({})
     folder = Path(args.out) if args.out else TABLES
     table = Table(table_path(card.name, folder), again=args.again)
     table.write()  # fails before anything is measured if the file is not writable
-    end = time.monotonic() + args.seconds
     code = 0
     try:
-        done, left = tune(card, table, cases_of(card, args.model), end)
+        with compiling(card, args.model):
+            done, left = tune(card, table, cases_of(card, args.model), end)
     except KeyboardInterrupt:
         code = 130
+        table.data.pop("measuring", None)
+        table.write()
     else:
-        print(f"{done} entries measured, {left} not measured for lack of time")
+        over = f"; the time was over before {left}" if left else ""
+        print(f"{done} entries measured{over}")
     finally:
         card.close()
     print(f"{table.path}")
     return code
 
 
-def tune(card: Card, table: Table, cases: Iterator[Case], end: float) -> tuple[int, int]:
-    """Fill the table until ``end``; the numbers of entries measured and of those left out."""
-    done = left = 0
+def tune(card: Card, table: Table, cases: Iterator[Case], end: float) -> tuple[int, str]:
+    """Fill the table until ``end``; the number of entries measured, and the first that was not."""
+    done = 0
     for case in cases:
         for tokens in case.tokens[: card.size(len(case.tokens), 2)]:
             if table.has(case, tokens) or (tokens == 1 and case.op.startswith("linear_bytes")):
                 continue
-            if time.monotonic() > end:
-                left += 1
-                continue
+            what = f"{case.type} {case.shape}, {tokens} tokens"
+            if time.monotonic() > end:  # and no later case is made: that takes a second
+                return done, what
+            table.begin(case, tokens)
             table.add(case, tokens, best_tiles(card, case, tokens))
             done += 1
             if is_terminal(sys.stderr):
-                print(f"{case.type} {case.shape}, {tokens} tokens", file=sys.stderr)
+                print(what, file=sys.stderr)
         name = DENSE_FROM.get(case.op)
         if name and f"{name}_of" not in table.data and time.monotonic() < end:
             table.data[name] = dense_from(card, case)
             table.data[f"{name}_of"] = [case.type, *case.shape]
             table.write()
-    return done, left
+    return done, ""
 
 
 def best_tiles(card: Card, case: Case, tokens: int) -> Tiles:
     """Start with the rule's tiles and change one number at a time, as long as that is faster."""
+    from sdk.cli.tune_cases import COORDINATES, sensible
+
     best = case.begin(card, tokens)
     product = case.product(card, tokens)
     expected = _result(card, case, tokens, best, product)
     if expected is None:
         return best
     fastest = _seconds(card, case, tokens, best, product)
-    for name, values in _COORDINATES.items():
+    for name, values in COORDINATES.items():
         for value in values[: card.size(len(values), 1)]:
-            if value == getattr(best, name) or not _sensible(case, tokens, name, value):
+            if value == getattr(best, name) or not sensible(case, tokens, name, value):
                 continue
             tiles = replace(best, **{name: value})
             found = _result(card, case, tokens, tiles, product)
@@ -161,30 +181,17 @@ def best_tiles(card: Card, case: Case, tokens: int) -> Tiles:
     return best
 
 
-def _sensible(case: Case, tokens: int, name: str, value: int) -> bool:
-    """Whether this value can make a difference."""
-    if name == "split":
-        return value <= case.first.units
-    return not (name == "stages" and tokens == 1)
-
-
-def _kernel(case: Case, tokens: int, tiles: Tiles) -> Any:
-    from sdk.kernels.gpu.tuning import Tuning
-
-    only = {(case.op, case.type, *case.shape): [(tokens, tiles)]}
-    never = 1 << 30
-    return case.kernel.tuned(Tuning(1, dense_from=never, experts_dense_from=never, table=only))
-
-
 def _result(card: Card, case: Case, tokens: int, tiles: Tiles, product: Product) -> Tensor | None:
     """``None`` if the card cannot run these tiles, for example for lack of shared memory."""
     import torch
+
+    from sdk.cli.tune_cases import kernel_with
 
     multiply, rows = product
     shape = (rows, case.shape[0])
     out = torch.full(shape, torch.nan, dtype=case.outputs, device=card.device)
     try:
-        multiply(_kernel(case, tokens, tiles), case.packed[0], out)
+        multiply(kernel_with(case, tokens, tiles), case.packed[0], out)
         card.synchronize()
     except torch.cuda.OutOfMemoryError:
         raise
@@ -200,7 +207,9 @@ def _same(found: Tensor, expected: Tensor) -> bool:
 
 
 def _seconds(card: Card, case: Case, tokens: int, tiles: Tiles, product: Product) -> float:
-    return _timed(card, case, _kernel(case, tokens, tiles), product)
+    from sdk.cli.tune_cases import kernel_with
+
+    return _timed(card, case, kernel_with(case, tokens, tiles), product)
 
 
 def _timed(card: Card, case: Case, kernel: Any, product: Product) -> float:

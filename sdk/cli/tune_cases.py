@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from sdk.kernels.gpu.tuning import Tiles, type_of
+from sdk.kernels.gpu.tuning import Tiles, Tuning, type_of
 from sdk.kernels.ops import Ops
 
 if TYPE_CHECKING:
@@ -18,16 +18,25 @@ if TYPE_CHECKING:
     from sdk.kernels.gpu.packing import Packed
     from sdk.models.layers import ExpertProjection, Projection
 
-#: Rows and columns of the layers of 0.6B, 1B, 8B and 70B models, largest first.
+#: Rows and columns of the layers of 8B, 1B, 70B and 0.6B models: the most used first.
 SHAPES = (
-    *((28672, 8192), (8192, 28672), (28672, 4096), (4096, 14336), (6144, 4096), (4096, 4096)),
-    *((16384, 2048), (2048, 8192), (3072, 2048), (2048, 2048), (6144, 1024), (1024, 3072)),
+    ((28672, 4096), (4096, 14336), (6144, 4096), (4096, 4096)),
+    ((16384, 2048), (2048, 8192), (3072, 2048), (2048, 2048)),
+    ((28672, 8192), (8192, 28672)),
+    ((6144, 1024), (1024, 3072)),
 )
 #: Number of experts, experts per token, rows and columns: Qwen3-30B-A3B, Mixtral 8x7B.
 MIXTURES = (
     *((128, 8, (1536, 2048)), (128, 8, (2048, 768))),
     *((8, 2, (28672, 4096)), (8, 2, (4096, 14336))),
 )
+#: The numbers of tiles that a search tries, in this order.
+COORDINATES: dict[str, tuple[int, ...]] = {
+    "block_n": (16, 32, 64, 128),
+    "split": (1, 2, 3, 4, 6, 8, 12, 16),
+    "warps": (1, 2, 4, 8),
+    "stages": (1, 2, 3, 4, 5),
+}
 #: ``multiply(kernel, packed, out)``, and the number of rows of ``out``.
 Product = tuple[Callable[[Any, Any, Tensor], None], int]
 
@@ -110,28 +119,44 @@ def cases_of(card: Card, model: str | None) -> Iterator[Case]:
     return _default_cases(card) if model is None else _model_cases(card, model)
 
 
-def _default_cases(card: Card) -> Iterator[Case]:
-    """The most common formats, each in all shapes before the next; for two also experts."""
-    from sdk.cli.bench.gpu.weights import Weights, affine, blocks, float8
+def default_makes(card: Card) -> tuple[Callable[[int, int], Any], ...]:
+    """Weights of the most common formats, the most used first."""
+    from sdk.cli.bench.gpu.weights import affine, blocks, float8
 
-    makes: tuple[Callable[..., Any], ...] = (
+    makes: tuple[Callable[[int, int], Any], ...] = (
         lambda n, k: affine(card, n, k, 4, 128),
         lambda n, k: blocks(card, n, k, "q4_k"),
-        lambda n, k: float8(card, n, k),
         lambda n, k: blocks(card, n, k, "q4_0"),
+        lambda n, k: float8(card, n, k),
         lambda n, k: blocks(card, n, k, "q6_k"),
         lambda n, k: affine(card, n, k, 8, 128),
         lambda n, k: blocks(card, n, k, "q8_0"),
     )
-    for i, make in enumerate(makes[: card.size(len(makes), 1)]):
-        for n, k in SHAPES if not card.tiny else ((32, 256),):
-            weights = Weights(card, partial(make, n, k))
-            # more rows than columns: q, k and v, or gate and up; others add to the residual stream
-            outputs = card.activations if n > k else torch.float32
-            yield _case(weights.kernel, weights.packed, card.activations, outputs)
-        for count, used, (n, k) in MIXTURES if not card.tiny else ((4, 2, (32, 256)),):
-            if i < 2:
-                yield _random_experts(card, partial(make, n, k), count, used)
+    return makes[: card.size(len(makes), 1)]
+
+
+def _default_cases(card: Card) -> Iterator[Case]:
+    """All formats in the shapes of one model before those of the next; for two also experts, after
+    the first model."""
+    makes = default_makes(card)
+    for number, shapes in enumerate(SHAPES if not card.tiny else (((32, 256),),)):
+        for make in makes:
+            for n, k in shapes:
+                yield single_case(card, make, n, k)
+        if number == 0:
+            for make in makes[:2]:
+                for count, used, (n, k) in MIXTURES if not card.tiny else ((4, 2, (32, 256)),):
+                    yield _random_experts(card, partial(make, n, k), count, used)
+
+
+def single_case(card: Card, make: Callable[[int, int], Any], n: int, k: int) -> Case:
+    """A weight of its own."""
+    from sdk.cli.bench.gpu.weights import Weights
+
+    weights = Weights(card, partial(make, n, k))
+    # more rows than columns: q, k and v, or gate and up; others add to the residual stream
+    outputs = card.activations if n > k else torch.float32
+    return _case(weights.kernel, weights.packed, card.activations, outputs)
 
 
 def _random_experts(card: Card, make: Callable[[], Any], count: int, used: int) -> Case:
@@ -194,3 +219,17 @@ def _expert_case(kernel: Any, packed: Sequence[Any], short: torch.dtype, used: i
     op = f"{kernel.op_of(first)}_experts"
     group = kernel.group(packed)
     return ExpertCase(op, type_of(first), first.shape, kernel, [group], short, short, used=used)
+
+
+def sensible(case: Case, tokens: int, name: str, value: int) -> bool:
+    """Whether this value can make a difference."""
+    if name == "split":
+        return value <= case.first.units
+    return not (name == "stages" and tokens == 1)
+
+
+def kernel_with(case: Case, tokens: int, tiles: Tiles) -> Any:
+    """The case's kernel, with these tiles alone."""
+    only = {(case.op, case.type, *case.shape): [(tokens, tiles)]}
+    never = 1 << 30
+    return case.kernel.tuned(Tuning(1, dense_from=never, experts_dense_from=never, table=only))

@@ -31,7 +31,7 @@ def check_options(config: EngineConfig, checkpoint: Checkpoint, made: MemoryPlan
     if made.fits and not whole_prompts(config, made):
         raise RequestError(
             "without chunked prefill max_num_batched_tokens "
-            f"({config.max_num_batched_tokens}) must be at least "
+            f"({config.step_tokens}) must be at least "
             f"max_model_len ({made.max_model_len}), because a prompt runs in one step"
         )
     on_cpus = config.pipeline_parallel_size > 1 and config.device != "cuda"
@@ -72,7 +72,7 @@ def named_tokenizer(config: EngineConfig) -> Tokenizer | None:
 
 def whole_prompts(config: EngineConfig, made: MemoryPlan) -> bool:
     """Whether a step holds the longest prompt, or prompts may be split."""
-    return config.enable_chunked_prefill or made.max_model_len <= config.max_num_batched_tokens
+    return config.enable_chunked_prefill or made.max_model_len <= config.step_tokens
 
 
 def memory_shortage(config: EngineConfig, made: MemoryPlan) -> str:

@@ -307,7 +307,8 @@ def _schemes(
 
 def _small_limits(config: EngineConfig) -> dict[str, Any]:
     """Limits with a small workspace, none above what was asked for."""
-    return {name: min(small, getattr(config, name)) for name, small in _SMALL_LIMITS.items()}
+    asked = {"max_num_seqs": config.max_num_seqs, "max_num_batched_tokens": config.step_tokens}
+    return {name: min(small, asked[name]) for name, small in _SMALL_LIMITS.items()}
 
 
 def _general_help(config: EngineConfig, checkpoint: Checkpoint, asked: MemoryPlan) -> Iterator[str]:
@@ -357,7 +358,7 @@ def _smallest_budget(
 ) -> _Budget | None:
     """The smallest budget for ``limits``; ``None`` if it is more than this machine has."""
     if not config.enable_chunked_prefill:  # a step runs a whole prompt
-        tokens = max(config.max_num_batched_tokens, limits["max_model_len"])
+        tokens = max(config.step_tokens, limits["max_model_len"])
         limits = {**limits, "max_num_batched_tokens": tokens}
     made = plan_for(replace(config, **limits, memory=None, kv_cache_memory_bytes=1), checkpoint)
     pages = -(-made.max_model_len // made.page_size)

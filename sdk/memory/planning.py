@@ -176,7 +176,7 @@ def _demand(
         page_size=config.block_size,
         kv_dtype=dtype,
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_batched_tokens=config.step_tokens,
         activation_bytes=activations.itemsize,
         has_tokenizer=not config.skip_tokenizer_init,
         steps_with_embeds=config.enable_prompt_embeds and eager and not config.enforce_eager,
@@ -187,7 +187,7 @@ def _demand(
         whole_experts=config.redundant_experts is not None,
         lockstep=config.lockstep_engines,
         hand_over_bytes=hand_over_bytes(page_bytes) if config.prefill_replicas else 0,
-        captured_tokens=0 if eager else min(config.max_num_batched_tokens, MOST_TOKENS),
+        captured_tokens=0 if eager else min(config.step_tokens, MOST_TOKENS),
     )
 
 

@@ -50,7 +50,7 @@ class _Measurement:
         self._draw = random.Random(0)
         self._plan = llm.memory_plan
         self._seqs = llm.config.max_num_seqs
-        self._step_tokens = llm.config.max_num_batched_tokens
+        self._step_tokens = llm.config.step_tokens
 
     def costs(self, source: str) -> StepCosts:
         rows = sorted({min(2**power, self._seqs) for power in range(9)})

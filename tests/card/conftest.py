@@ -1,8 +1,10 @@
 """Tests of the Triton kernels on a real GPU: ``pytest -m gpu`` runs them, and they alone.
 
 Where there is no GPU they are not collected: nothing is skipped, nothing counts as passed. Those of
-several GPUs need two. With
-``TRITON_INTERPRET=1`` they run on a CPU, slowly, to see that they can.
+several GPUs need two. With ``TRITON_INTERPRET=1`` they run on a CPU, slowly, to see that they can.
+
+``.ci/gpu.sh`` runs several processes: ``CARD_TESTS_SHARE=2/12`` runs the third of twelve shares.
+After ``CARD_TESTS_SECONDS`` no further test begins, which counts as a failure of the run.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,19 @@ if INTERPRETED:
         tensor.__index__ = lambda self: int(self.handle.data.item())
 
     interpreter._patch_lang_tensor = _patch_tensor_and_index
+
+
+_END = time.monotonic() + float(os.environ.get("CARD_TESTS_SECONDS", "inf"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    number, _, count = os.environ.get("CARD_TESTS_SHARE", "0/1").partition("/")
+    items[:] = items[int(number) :: int(count)]
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    if nextitem is not None and time.monotonic() > _END:
+        item.session.shouldstop = f"the time is over before {nextitem.nodeid}"
 
 
 def load(name: str, path: Path) -> Any:

@@ -143,7 +143,7 @@ def test_rows_without_a_value_say_why_in_both_tables() -> None:
     facts: dict[str, Any] = {"name": "NVIDIA Test", "torch": "2.11"}
     report = Report(facts, False, {"w4": [Finding("w4", "", None, note="its process ended")]})
     assert "its process ended" in to_text(report)
-    assert "| w4 |  | - |  |  | its process ended |" in to_markdown(report)
+    assert "| w4 |  | - |  |  |  | its process ended |" in to_markdown(report)
     assert "name NVIDIA Test, torch 2.11" in to_text(report)
 
 

@@ -141,7 +141,7 @@ class _Kernel:
             self.rows, self.run = self._sampled_rows, self._sample_on_host
         elif hasattr(inner, "rows"):
             self.rows = partial(self._launch, inner.rows)
-        for name in ("matmul", "matmul_routed", "run"):
+        for name in ("matmul", "matmul_routed", "run", "run_rounded"):
             if hasattr(inner, name) and name not in self.__dict__:
                 setattr(self, name, partial(self._launch, getattr(inner, name)))
 
@@ -217,6 +217,9 @@ class _Backend:
         self.name, self.keys_transposed = inner.name, inner.keys_transposed
         self.offloaded, self.shares_keys = inner.offloaded, True
         self.close = inner.close
+
+    def work_shape(self, requests: int, kv_heads: int) -> None:
+        return None
 
     def implementations(self, op: str) -> Sequence[Any]:
         return [_Kernel(inner, op, self._cuda) for inner in self.inner.implementations(op)]

@@ -16,7 +16,13 @@ from torch import Tensor
 from sdk.kernels.backend import Problem
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.errors import KernelError
-from sdk.kernels.gpu import attention_decode
+from sdk.kernels.gpu import (
+    attention,
+    attention_decode,
+    attention_work,
+    page_codes,
+    scratch,
+)
 from sdk.kernels.gpu.attention import Attention
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.kv_types import KV_ALIASES, KV_TYPES
@@ -225,6 +231,19 @@ def test_decode_and_prompts_are_the_softmax_of_the_definition(
     close(step.run(), expected(step), ROUNDED.get(dtype.split("/")[0], 4e-3))
 
 
+def test_a_card_s_own_conversion_of_8_bit_floats_gives_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    step = make_step([(70, 1), (20, 12)], dtype="float8_e4m3fn")
+    every = torch.arange(256, dtype=torch.int16).to(torch.uint8)
+    every[every % 128 == 127] = 0  # not a number
+    for codes in (step.pages.k, step.pages.v):
+        codes.view(torch.uint8)[..., :] = every.view(-1, 64)[torch.arange(16) % 4]
+    portable = step.run()
+    monkeypatch.setattr(attention, "_convert", lambda device: page_codes.FLOAT8)
+    assert torch.equal(step.run(), portable)
+
+
 @pytest.mark.parametrize("dtype", ["float16", "int8", "float8_e4m3fn", "int4/int8"])
 def test_exact_arithmetic_leaves_nothing_but_float32(dtype: str) -> None:
     step = make_step([(40, 1), (40, 9)], 4, 2, 64, 16, dtype)
@@ -261,8 +280,11 @@ def test_long_contexts_are_joined_from_their_splits(dtype: str) -> None:
 
 
 def test_a_context_of_many_splits_has_longer_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_decode, "SPLIT", attention_decode.SPLIT.__class__(64))
-    monkeypatch.setattr(attention_decode, "MAX_SPLITS", attention_decode.SPLIT.__class__(2))
+    monkeypatch.setattr(scratch, "SPLIT", 64)
+    monkeypatch.setattr(scratch, "MAX_SPLITS", 2)
+    for module in (attention_work, attention_decode):
+        monkeypatch.setattr(module, "SPLIT", attention_work.SPLIT.__class__(64))
+        monkeypatch.setattr(module, "MAX_SPLITS", attention_work.SPLIT.__class__(2))
     step = make_step([(600, 1), (100, 1)])
     close(step.run(), expected(step), 3e-6)
 
@@ -287,9 +309,10 @@ def alone(step: Step, request: int) -> Step:
 
 @pytest.mark.parametrize("fixed", [False, True])
 def test_a_row_does_not_depend_on_its_batch(fixed: bool) -> None:
-    step = make_step([(300, 1), (40, 1), (30, 17), (280, 3)], 4, 1, 64, 16, "float16")
+    requests = [(300, 1), (40, 1), (30, 17), (280, 3), (600, 2)]
+    step = make_step(requests, 4, 1, 64, 16, "float16")
     together = step.run(window=200, fixed=fixed)
-    for request in range(4):
+    for request in range(len(requests)):
         part = alone(step, request)
         start = int(step.batch.query_start[request])
         found = part.run(window=200, fixed=fixed)
@@ -332,6 +355,83 @@ def test_a_shared_prefix_is_read_once_and_changes_nothing(shared: int) -> None:
     torch.testing.assert_close(found, apart, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("shared", [pytest.param(0, marks=pytest.mark.slow), 528])
+@pytest.mark.parametrize(
+    ("heads", "dtype", "options"),
+    [
+        (4, "float16", {}),
+        (2, "float8_e4m3fn", {"window": 150, "sinks": torch.tensor([0.5, -1.0])}),
+        (3, "int4", {"softcap": 3.0}),
+    ],
+)
+def test_drafts_are_verified_by_decode_attention(
+    heads: int, dtype: str, options: dict[str, Any], shared: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(attention, "prefill_kernel")
+    step = make_step([(700, 8), (620, 1), (1100, 3), (530, 1)], heads, 1, 64, 16, dtype, shared)
+    close(step.run(**options), expected(step, **options), 4e-3)
+
+
+def test_so_many_queries_that_they_are_a_prompt_and_few_of_another_request() -> None:
+    step = make_step([(130, 9), (40, 8), (300, 1)], 2, 2, 64, 16)
+    close(step.run(), expected(step), 3e-6)
+
+
+def test_parts_that_do_not_fit_into_scratch_are_made_in_turns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    step = make_step([(1100, 2), (600, 1), (1030, 5)], 2, 1, 64, 16, "float32", 528)
+    found = step.run()
+    turns = []
+    monkeypatch.setattr(scratch, "SCRATCH", 4096)
+    monkeypatch.setattr(
+        attention, "runs", lambda *given: turns.append(given) or list(scratch.runs(*given))
+    )
+    assert torch.equal(step.run(), found)
+    assert turns == [(3, 1)]
+
+
+def test_a_step_s_list_of_work_serves_all_layers_and_is_left_as_it_was() -> None:
+    requests = [(300, 1), (5, 1), (1100, 4), (40, 9), (520, 2)]
+    step = make_step(requests, 2, 1, 64, 16)
+    shape = scratch.work_shape(8, 1)
+    work = torch.full(shape, -7, dtype=torch.int32)
+    attention_work.list_work(step.batch, work)
+    counts = [2, 1, 3, 0, 2]  # splits of 256 keys, of 512 with several queries
+    wanted = [(r, rank) for rank in range(5) for r in range(5) if counts[r] > rank]
+    listed = work[1:, : scratch.MAX_SPLITS].flatten()[: len(wanted)].tolist()
+    assert [divmod(x, scratch.MAX_SPLITS) for x in listed] == wanted
+    ends = [sum(min(count, rank + 1) for count in counts) for rank in range(5)]
+    assert work[0, :5].tolist() == ends and work[0, scratch.MAX_SPLITS] == 1100
+    assert not work[1:6, scratch.MAX_SPLITS :].any()
+    kept = work.clone()
+    with_list = Step(replace(step.batch, work=work), step.pages, step.q)
+    for window in (None, 100):
+        close(with_list.run(window=window), expected(step, window=window), 3e-6)
+        assert torch.equal(work, kept)
+    with pytest.raises(KernelError, match=r"work of int32 \[6, 33\] or more, found .* \[9, 32\]"):
+        Step(replace(step.batch, work=work[:, :32]), step.pages, step.q).run()
+
+
+def test_more_programs_than_work_and_fewer() -> None:
+    step = make_step([(600, 1), (100, 1), (300, 2)], 2, 2)
+    out = torch.empty(step.q.shape[0], step.q[0].numel())
+    found = []
+    for programs in (1, 1000):
+        Attention(False, programs=programs).run(
+            step.q, step.pages, step.batch, 0.2, None, None, None, out.fill_(torch.nan)
+        )
+        found.append(out.clone())
+    assert torch.equal(*found)
+    close(found[0].view(step.q.shape), expected(step), 3e-6)
+
+
+@pytest.mark.parametrize("window", [None, pytest.param(130, marks=pytest.mark.slow), 200])
+def test_prompts_see_tiles_of_keys_without_masks_like_all_others(window: int | None) -> None:
+    step = make_step([(330, 70), (200, 30)])
+    close(step.run(window=window), expected(step, window=window), 3e-6)
+
+
 def test_a_window_hides_most_of_a_shared_prefix() -> None:
     step = make_step([(600, 1), (700, 1)], 2, 1, 64, 16, "float32", 512)
     close(step.run(window=150), expected(step, window=150), 3e-6)
@@ -365,3 +465,5 @@ def test_pages_that_lie_otherwise_are_refused() -> None:
         replace(codes, pages=replace(codes.pages, v_scale=codes.pages.v_scale.float())).run()
     with pytest.raises(KernelError, match="window of at least 1"):
         step.run(window=0)
+    with pytest.raises(KernelError, match=r"expected a scale above 0, found -0\.2"):
+        step.run(scale=-0.2)

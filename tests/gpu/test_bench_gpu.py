@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from importlib import import_module
 from io import StringIO
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -159,22 +160,117 @@ def test_tune_fills_a_table_and_goes_on_where_it_was(
     model = str(golden / "gguf-Q8_0" / "model.gguf")
     out = ["--out", str(tmp_path)]
     assert main(["tune", model, "--seconds", "0", *out]) == 0
-    assert "0 entries measured, " in capsys.readouterr().out
+    assert "0 entries measured; the time was over before int8g32 (" in capsys.readouterr().out
     assert main(["tune", *out]) == 0
-    assert "4 entries measured, 0 not measured" in capsys.readouterr().out
+    assert "4 entries measured\n" in capsys.readouterr().out
     (path,) = tmp_path.iterdir()
     first = json.loads(path.read_text())
     assert [e["max_m"] for e in first["linear"]["int4g128"]] == [1, 4]
     assert [e["max_m"] for e in first["linear_experts"]["int4g128"]] == [1, 2]
     assert first["dense_from_of"] == first["experts_dense_from_of"] == ["int4g128", 32, 256]
     assert main(["tune", *out]) == 0
-    assert "0 entries measured, 0 not measured" in capsys.readouterr().out
+    assert "0 entries measured\n" in capsys.readouterr().out
     assert json.loads(path.read_text()) == first
     tuning = read_tuning(CARD, 4, tmp_path)
     assert tuning.table is not None
     assert len(tuning.table["linear", "int4g128", 32, 256]) == 2
     assert len(tuning.table["linear_experts", "int4g128", 32, 256]) == 2
     assert tuning.experts_dense_from == first["experts_dense_from"]
+
+
+def test_no_weight_is_made_when_the_time_to_tune_is_over(
+    tmp_path: Path, card: Card, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sdk.cli import tune
+
+    made, now = [], [0.0]
+
+    def cases() -> Iterator[Any]:
+        for number in range(3):
+            made.append(number)
+            yield replace(next(cases_of(card, None)), type=f"type{number}", tokens=(1, 4))
+
+    def best(card: Card, case: Any, tokens: int) -> Tiles:
+        now[0] += 10.0
+        return case.begin(card, tokens)
+
+    monkeypatch.setattr(tune, "best_tiles", best)
+    monkeypatch.setattr(tune, "dense_from", lambda card, case: 128)
+    monkeypatch.setattr(tune.time, "monotonic", lambda: now[0])
+    table = tune.Table(tmp_path / "card.json", again=False)
+    assert tune.tune(card, table, cases(), 25.0) == (3, "type1 (32, 256), 4 tokens")
+    assert made == [0, 1]
+
+
+def test_an_entry_that_ended_the_process_is_left_out_of_the_next_run(
+    tmp_path: Path, card: Card, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sdk.cli import tune
+
+    class Lost(BaseException):
+        pass
+
+    def best(card: Card, case: Any, tokens: int) -> Tiles:
+        if tokens == 4 and not table.data["lost"]:
+            raise Lost
+        return case.begin(card, tokens)
+
+    monkeypatch.setattr(tune, "best_tiles", best)
+    monkeypatch.setattr(tune, "dense_from", lambda card, case: 128)
+    case = replace(next(cases_of(card, None)), tokens=(1, 4))
+    table = tune.Table(tmp_path / "card.json", again=False)
+    with pytest.raises(Lost):
+        tune.tune(card, table, iter([case]), float("inf"))
+    table = tune.Table(tmp_path / "card.json", again=False)
+    assert table.data["lost"] == [["linear", "int4g128", 32, 256, 4]]
+    assert tune.tune(card, table, iter([case]), float("inf")) == (0, "")
+    assert [e["max_m"] for e in table.data["linear"]["int4g128"]] == [1]
+    assert "measuring" not in json.loads((tmp_path / "card.json").read_text())
+
+
+def test_every_kernel_that_tune_may_try_is_compiled_beforehand(
+    card: Card, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the search launches is what the compiling processes have compiled, but for shapes."""
+    from sdk.cli import tune, tune_compile
+    from sdk.kernels.gpu.launch import Launch
+
+    seen: list[tuple[str, Any, Any]] = []
+
+    def note(launch: Launch) -> None:
+        if launch.kernel.__name__.startswith("product"):
+            seen.append((launch.kernel.__name__, launch.constants, launch.options))
+
+    monkeypatch.setattr(Launch, "run", note)
+    monkeypatch.setattr(card, "size", lambda real, tiny: real)
+    monkeypatch.setattr(tune_compile, "SHAPES", ((32, 256),))
+    shares = [tune_compile.compile_share(card, number, 3) for number in range(3)]
+    compiled, seen = seen, []
+    assert sum(shares) == len(compiled) and max(shares) - min(shares) <= 1
+
+    times = iter(range(10**6, 0, -1))  # each better than the one before: all are tried from there
+    monkeypatch.setattr(tune, "_same", lambda found, expected: True)
+    monkeypatch.setattr(tune, "_seconds", lambda *_: float(next(times)))
+    cases = list(islice(cases_of(card, None), 4))  # experts are not compiled beforehand
+    assert [case.type for case in cases] == ["int4g128", "int4g32sm", "int4g32", "e4m38g256"]
+    for case in cases:
+        for tokens in case.tokens:
+            tune.best_tiles(card, case, tokens)
+    assert len(seen) > 300
+    assert [x for x in seen if x not in compiled] == []
+
+
+def test_a_compiled_launch_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sdk.cli.tune_compile import compile_launch
+    from sdk.kernels.gpu.launch import Launch
+
+    class Kernel:
+        def warmup(self, **given: Any) -> None:
+            self.given = given
+
+    kernel = Kernel()
+    compile_launch(Launch(kernel, (3, 1, 1), {"x": 1}, {"BLOCK": 16}, {"num_warps": 4}))
+    assert kernel.given == {"grid": (3, 1, 1), "x": 1, "BLOCK": 16, "num_warps": 4}
 
 
 def test_tune_takes_the_shapes_of_a_model(tmp_path: Path, golden: Path) -> None:
@@ -253,7 +349,9 @@ def test_tuned_experts_run_on_the_tiles_being_measured(card: Card, tokens: int) 
     tiles, seen = Tiles(16, 16, 2, 1, 1), []
 
     class Seen(TritonLinear):
-        def _multiply(self, w: Any, x: Any, out: Any, tiles: Tiles, **more: Any) -> None:
+        def _multiply(
+            self, w: Any, x: Any, out: Any, tiles: Tiles, *rest: Any, **more: Any
+        ) -> None:
             seen.append(tiles)
 
     only = {("linear_experts", "int4g128", 32, 256): [(tokens, tiles)]}

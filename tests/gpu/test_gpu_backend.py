@@ -57,17 +57,17 @@ def test_the_interpreter_stands_in_for_a_gpu_and_other_devices_are_declined() ->
 def test_what_a_gpu_lacks_is_said_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(torch, "__version__", "2.7.1+cpu")
+    monkeypatch.setattr(torch, "__version__", "2.8.0+cpu")
     assert available("cuda") == (
-        "torch 2.7.1+cpu is built for CPUs alone: install its build for this GPU"
+        "torch 2.8.0+cpu is built for CPUs alone: install its build for this GPU"
     )
-    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(torch.version, "cuda", "12.9")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert available("cuda") == "torch finds no GPU"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (6, 1))
-    assert available("cuda") == "torch 2.7.1+cpu is older than 2.8"
-    monkeypatch.setattr(torch, "__version__", "2.8.0")
+    assert available("cuda") == "torch 2.8.0+cpu is older than 2.9"
+    monkeypatch.setattr(torch, "__version__", "2.9.0")
     assert available("cuda") == "compute capability 6.1: expected 7.5 or newer"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert available("cuda") is None

@@ -11,14 +11,20 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from triton.runtime import interpreter
 
 from sdk.kernels.backend import Problem
+from sdk.kernels.errors import KernelError
 from sdk.kernels.gpu.dense import multiply, wide_sums
+from sdk.kernels.gpu.elementwise import ACTIVATIONS
 from sdk.kernels.gpu.linear import TritonLinear
 from sdk.kernels.gpu.packing import pack
+from sdk.kernels.gpu.scratch import COUNTERS
+from sdk.kernels.gpu.shares import Sharing
 from sdk.kernels.gpu.tuning import Tiles, Tuning
 from sdk.kernels.layouts import BLOCK_TYPES, E2M1, Affine, Blocks, Layout, on_device
 from sdk.kernels.reference.decode import decode
+from sdk.kernels.reference.norm import GatedActivation as ReferenceGated
 
 E8M0, E4M3 = torch.float8_e8m0fnu, torch.float8_e4m3fn
 FEW = Tuning(programs=4)
@@ -191,6 +197,72 @@ def test_shares_of_the_columns_add_up_into_strided_rows(cases: Any) -> None:
         assert distance(wide[:tokens, 10:45], expected) < 2e-6
     assert not wide[:, :10].any()
     assert not wide[:, 45:].any()
+
+
+@pytest.fixture
+def backwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs run from the last to the first."""
+    builder = interpreter.interpreter_builder
+    forwards = builder.set_grid_idx
+
+    def set_grid_idx(*place: int) -> None:
+        forwards(*(count - 1 - i for count, i in zip(builder.grid_dim, place, strict=True)))
+
+    monkeypatch.setattr(builder, "set_grid_idx", set_grid_idx)
+
+
+def shared(layout: Layout, split: int, *, fixed: bool = False) -> TritonLinear:
+    """With ``split`` programs for each tile, whatever the number of tokens."""
+    tiles, (n, k) = [(99, Tiles(16, 16, split, 4, 3))], layout.shape
+    return TritonLinear(
+        torch.float16, replace(FEW, table={("linear", "int4g128z", n, k): tiles}), fixed=fixed
+    )
+
+
+@pytest.mark.parametrize("tokens", [1, 18])
+def test_the_order_in_which_programs_end_changes_no_bit(
+    cases: Any, request: pytest.FixtureRequest, tokens: int
+) -> None:
+    layout = cases.affine(35, 1024, 4, 128, "zeros")
+    x = cases.activations(tokens, 1024)
+    linear = shared(layout, 5)
+    packed = linear.pack(layout)
+    found, again = torch.empty(tokens, 35), torch.empty(tokens, 35)
+    linear.matmul(packed, x, found)
+    request.getfixturevalue("backwards")
+    linear.matmul(packed, x, again)
+    assert torch.equal(found, again)
+    counters = linear._sharing.shares(2, 1, 1, x.device).counters
+    assert not counters.any()  # as the next product needs them
+
+
+def test_shares_of_more_tiles_than_there_are_counters_are_refused() -> None:
+    shares = Sharing().shares(2, 1, 16, torch.device("cpu"))
+    with pytest.raises(KernelError, match=f"at most {COUNTERS} tiles, found {COUNTERS + 1}"):
+        shares.arguments(COUNTERS + 1)
+
+
+@pytest.mark.parametrize(
+    ("activation", "split", "tokens"),
+    [
+        *(("silu", split, tokens) for split in (1, 3) for tokens in (1, 18, 40)),
+        *((activation, 3, 18) for activation in ACTIVATIONS[1:]),
+    ],
+)
+def test_gate_and_up_leave_the_product_as_one(
+    cases: Any, activation: str, split: int, tokens: int
+) -> None:
+    layout = cases.affine(2 * 37, 512, 4, 128, "zeros")  # 37: the last tile is not full
+    linear = shared(layout, split).tuned(replace(shared(layout, split)._tuning, dense_from=40))
+    packed = linear.pack(layout)
+    x = cases.activations(tokens, 512).half()
+    wide, out = torch.empty(tokens, 2 * 37), torch.zeros(tokens, 50)
+    linear.matmul(packed, x, wide)
+    linear.matmul(packed, x, out[:, 10:47], activation)
+    expected = torch.empty(tokens, 37)
+    ReferenceGated().run(wide, activation, expected)
+    torch.testing.assert_close(out[:, 10:47], expected, rtol=1e-5, atol=1e-6 * wide.abs().max())
+    assert not out[:, :10].any() and not out[:, 47:].any()
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -17,10 +17,12 @@ from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.gpu import scratch
 from sdk.kernels.gpu.attention import Attention
 from sdk.kernels.gpu.dense import DenseLinear
-from sdk.kernels.gpu.linear import TritonLinear, add_chunks, add_up
+from sdk.kernels.gpu.linear import TritonLinear, add_chunks, product
 from sdk.kernels.gpu.linear_as_file import TritonLinearAsFile
+from sdk.kernels.gpu.packing import pack
 from sdk.kernels.gpu.sampling import Sample
 from sdk.kernels.gpu.scratch import CardScratch
+from sdk.kernels.gpu.shares import Sharing
 from sdk.kernels.gpu.tuning import Tiles, Tuning
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.kv_types import KV_TYPES
@@ -212,23 +214,39 @@ def test_rounded_inputs_take_no_more_than_is_planned(cases: Any, group: int) -> 
         assert (out[row] - whole[row]).norm() <= 1e-5 * whole[row].norm()
 
 
-@pytest.mark.parametrize("length", [200, 900])
-def test_attention_asks_for_the_parts_that_are_planned(length: int) -> None:
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("queries", [1, 5])
+@pytest.mark.parametrize("length", [200, 600])
+def test_attention_asks_for_no_more_parts_than_are_planned(
+    length: int, queries: int, shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kind = KV_TYPES["float32"]
-    pages = KVPages(torch.randn(60, 2, 16, 64), torch.randn(60, 2, 16, 64), kind, kind)
+    pages = KVPages(torch.randn(60, 1, 16, 64), torch.randn(60, 1, 16, 64), kind, kind)
     table = torch.arange(57, dtype=torch.int32).repeat(3, 1)
-    starts = torch.arange(4, dtype=torch.int32)
-    lengths = torch.tensor([length, 5, 100], dtype=torch.int32)
-    places = torch.zeros(3, dtype=torch.int64)
-    batch = AttentionBatch(places, starts, lengths, table, places, 16, 1, length)
-    q, out = torch.randn(3, 4, 64), torch.empty(3, 256)
+    starts = torch.tensor([0, queries, queries + 1, queries + 2], dtype=torch.int32)
+    lengths = torch.tensor([length, 70, 100], dtype=torch.int32)
+    tokens = queries + 2
+    places = torch.zeros(tokens, dtype=torch.int64)
+    prefix = torch.tensor([64], dtype=torch.int32) if shared else None
+    batch = AttentionBatch(
+        places, starts, lengths, table, places, 16, queries, length, shared_len=prefix
+    )
+    q, out = torch.randn(tokens, 4, 64), torch.empty(tokens, 256)
 
     def run() -> None:
         Attention(True).run(q, pages, batch, 0.125, None, None, None, out)
 
-    planned = of(PACKED, exact=True).nbytes(0, 3, length)
-    assert asked(run) == planned
-    assert (planned == 0) == (length == 200)
+    plan = of(PACKED, exact=True)
+    assert 0 < asked(run) <= plan.nbytes(tokens, 3, length)
+    if queries > 1 and (shared or length == 600):
+        monkeypatch.setattr(scratch, "SCRATCH", 4096)  # one request with several queries at a time
+        assert 4096 < asked(run) <= plan.nbytes(tokens, 3, length)
+
+
+def test_more_queries_may_ask_for_more_scratch_up_to_a_limit() -> None:
+    plan = of(PACKED, exact=True, heads=32, head_dim=128)
+    one, several, many = (plan.nbytes(n, 64, 1 << 17) for n in (64, 65, 4096))
+    assert one < several == many <= scratch.SCRATCH + (1 << 20)
 
 
 @pytest.mark.parametrize("width", [100, 9000])
@@ -238,14 +256,19 @@ def test_the_sampler_asks_for_what_is_planned_beside_the_shapes(width: int) -> N
     logits = torch.randn(2, width)
     found = asked(lambda: Sample().rows(logits, draws.view(2, 8), shapes))
     planned = of(replace(PACKED, n=width), head=replace(PACKED, n=width)).kept(2)
-    assert found == planned - packed_bytes(2, width)
+    assert found == planned - packed_bytes(2, width) - 4 * scratch.COUNTERS
 
 
-def test_grids_hold_more_rows_than_65535() -> None:
+def test_grids_hold_more_rows_than_65535(cases: Any) -> None:
     """What a card takes: 2^31 - 1 programs in the first dimension, 65,535 in the others."""
     rows = torch.empty(1, K).expand(70_000, K)
     chunks = add_chunks(rows, torch.empty(K // 16, 1).expand(K // 16, 70_000), 16, torch.float16)
-    parts = torch.empty(2, 1, N).expand(2, 70_000, N)
-    for launch in (chunks, add_up(parts, torch.empty(1, N).expand(70_000, N))):
-        assert launch.grid[0] == 70_000
-        assert max(launch.grid[1:]) <= 65_535
+    assert chunks.grid[0] == 70_000
+    assert max(chunks.grid[1:]) <= 65_535
+    packed = pack(cases.affine(N, K, 4, 32, "zeros"))
+    shares = Sharing().shares(1, 1, N, torch.device("cpu"))
+    out = torch.empty(1, N).expand(16 * 70_000, N)
+    tiles = Tiles(64, 16, 1, 4, 3)
+    many = torch.empty(1, K).expand(16 * 70_000, K)
+    launch = product(packed, many, None, out, shares, tiles, torch.float16)
+    assert launch.grid == (70_000, 1, 1)

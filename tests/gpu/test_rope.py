@@ -17,9 +17,11 @@ from sdk.kernels.errors import KernelError
 from sdk.kernels.gpu.elementwise import Places
 from sdk.kernels.gpu.page_codes import float8_bits
 from sdk.kernels.gpu.rope import RopeAndCache, RopeAngles
+from sdk.kernels.head_norms import HeadNorms
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.kv_types import KV_TYPES
 from sdk.kernels.reference.elementwise import Places as ReferencePlaces
+from sdk.kernels.reference.norm import RmsNorm
 from sdk.kernels.reference.rope import (
     RopeAndCache as Reference,
     RopeAngles as ReferenceAngles,
@@ -104,6 +106,31 @@ def test_a_centre_is_taken_from_every_key() -> None:
     assert same_bits(found.k, wanted.k) and same_bits(found.v, wanted.v)
     plain = written(Reference().run, fused, 2, 2, make_pages(2, 80, "int8"), 80)[1]
     assert not same_bits(plain.k, wanted.k)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize(("head_dim", "rotary"), [(64, 64), (80, 32)])
+def test_heads_are_normalized_before_they_turn(dtype: str, head_dim: int, rotary: int) -> None:
+    random = torch.Generator().manual_seed(head_dim)
+    fused = torch.randn(4, 3 + 2, head_dim, generator=random) * 5
+    fused[2, 3] = 0.0
+    weights = torch.rand(2, head_dim, generator=random) + 0.5
+    norms = HeadNorms(weights[0], weights[1], 1e-6)
+
+    def run(q: Tensor, k: Tensor, *others: Any) -> None:
+        RopeAndCache().run(q, k, *others, norms)
+
+    q, pages = written(run, fused, 3, 1, make_pages(1, head_dim, dtype), rotary)
+    normal = fused.clone()
+    for heads, weight in ((slice(0, 3), weights[0]), (slice(3, 4), weights[1])):
+        RmsNorm().run(fused[:, heads], weight, 1e-6, normal[:, heads])
+    q_wanted, wanted = written(
+        Reference().run, normal, 3, 1, make_pages(1, head_dim, dtype), rotary
+    )
+    torch.testing.assert_close(q, q_wanted, rtol=2e-6, atol=2e-6)
+    assert same_bits(pages.v, wanted.v)
+    step = {"float32": 2e-6, "bfloat16": 2**-8, "int8": 1.0}[dtype]  # of the last bit, or one code
+    torch.testing.assert_close(pages.k.float(), wanted.k.float(), rtol=step, atol=step)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "int8"])

@@ -7,7 +7,6 @@ are drawn, so only it could tell which steps may be.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -47,8 +46,7 @@ class DeviceGraphs:
         #: One batch of decoding requests and one of prompts.
         self.batches_in_flight = 1
         if passes.alone:
-            draw = partial(passes.draw, shaped=True)
-            self.decodes = RunAhead(passes.decode, draw, inputs, self._readbacks, card)
+            self.decodes = RunAhead(passes, inputs, self._readbacks, card)
             self.eager_reason, self.batches_in_flight = None, 2
         self.eager_prompts_reason = passes.no_pieces_reason()
         if self.eager_prompts_reason is None:

@@ -34,8 +34,8 @@ class StepInputs:
 
     If a request has the same row as in the step before, only its new pages are written.
     ``max_requests`` and ``max_outputs``: the most rows and output rows of a step. ``find_shared``:
-    look for pages that all requests begin with (``AttentionBatch.shared_len``). ``shift``: token
-    i + ``shift`` is at position i.
+    look for pages that all requests begin with (``AttentionBatch.shared_len``). ``work``: the shape
+    of ``AttentionBatch.work``. ``shift``: token i + ``shift`` is at position i.
     """
 
     def __init__(
@@ -48,6 +48,7 @@ class StepInputs:
         device: torch.device = _CPU,
         *,
         find_shared: bool = False,
+        work: tuple[int, int] | None = None,
         shift: int = 0,
     ) -> None:
         #: Whether steps may be launched with ``AttentionBatch.shared_len``.
@@ -96,6 +97,7 @@ class StepInputs:
             page_size=page_size,
             max_query_len=max_tokens,
             max_context_len=max_model_len,
+            work=None if work is None else torch.zeros(*work, dtype=torch.int32, device=device),
         )
 
     def fill(self, batch: StepBatch) -> int:

@@ -102,6 +102,7 @@ class ModelRunner:
             config.page_size,
             self.ops.device,
             find_shared=self.ops.shares_keys,
+            work=self.ops.work_shape(config.max_num_seqs, self.kv.spec.kv_heads),
         )
         mesh.reserve(4 * config.max_num_batched_tokens * facts.hidden_size)
         self._passes = ForwardPasses(self.model, self.kv, self._inputs, self.ops, mesh)

@@ -26,6 +26,7 @@ from machine_code import Source, answer, launches
 from sdk.engine.rank.kv_cache import KVCache
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.gpu import attention, elementwise, experts, low_rank, norm, rope, sampling
+from sdk.kernels.head_norms import HeadNorms
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.low_rank import Shape
 from sdk.kernels.packed_shapes import PackedShapes
@@ -67,11 +68,11 @@ def pages_of(dtype: str, head_dim: int) -> KVPages:
 def run_attention(
     short: torch.dtype, dtype: str, head_dim: int = 128, *, rich: bool = False, exact: bool = False
 ) -> None:
-    """Prompts, decoding in one split and in several. ``rich``: window, cap, sinks, cascade."""
+    """A prompt beside decoding, and decoding alone. ``rich``: window, cap, sinks, cascade."""
     pages, group = pages_of(dtype, head_dim), 4
     kind = torch.float32 if exact else short
     options = (128, 30.0, torch.zeros(2 * group)) if rich else (None, None, None)
-    for counts, context in (([5, 1], 200), ([1, 1], 1000)):
+    for counts, context in (([9, 5, 1], 1000), ([1, 1], 1000)):
         q = torch.zeros(sum(counts), 2 * group, head_dim, dtype=kind)
         out = torch.zeros(sum(counts), 2 * group * head_dim, dtype=kind)
         batch = batch_of(counts, context, shared=rich)
@@ -82,15 +83,17 @@ def run_rope(short: torch.dtype, dtype: str, head_dim: int = 128) -> None:
     pages = pages_of(dtype, head_dim)
     heads = torch.zeros(3, 12, head_dim, dtype=short)
     q, k, v = heads.split([8, 2, 2], dim=1)
-    angles = torch.zeros(3, head_dim // 2)
-    rope.RopeAndCache().run(q, k, v, angles, angles.clone(), batch_of([3], 3), pages)
+    angles, batch = torch.zeros(3, head_dim // 2), batch_of([3], 3)
+    weight = torch.zeros(head_dim)
+    for norms in ((), (HeadNorms(weight, weight, 1e-6),)):
+        rope.RopeAndCache().run(q, k, v, angles, angles.clone(), batch, pages, *norms)
 
 
 def run_rows(short: torch.dtype) -> None:
     """The sum is float32, its norm short, that after the last layer float32; heads are short."""
     x, y = torch.zeros(4, 576), torch.zeros(4, 576, dtype=short)
-    norm.RmsNorm().run(x, x[0], 1e-5, x)
-    for out in (x, y):
+    for out in (x, y):  # of the embeddings, of sums
+        norm.RmsNorm().run(x, x[0], 1e-5, out)
         norm.AddRmsNorm().run(x, x, x[0], 1e-5, out)
     heads = torch.zeros(4, 9, 128, dtype=short)[:, :3]
     norm.RmsNorm().run(heads, torch.zeros(128), 1e-5, torch.zeros_like(heads))
@@ -99,7 +102,8 @@ def run_rows(short: torch.dtype) -> None:
     for kind in elementwise.MAPS:
         given = y if kind == "add_bias" else x
         elementwise.Map(kind).run(given, x if kind == "add" else x[0], 2.0)
-    elementwise.SelectRows().run(x, torch.zeros(4, dtype=torch.int64), x)
+    for rows in (x, y):  # hidden states, embeddings
+        elementwise.gather("rows", rows, torch.zeros(4, dtype=torch.int64), x, by_row=True)
     for back in (False, True):
         elementwise.TakeColumns().run(y, torch.zeros(576, dtype=torch.int32), back, y)
     elementwise.Places().run(batch_of([3, 1], 9))

@@ -32,7 +32,6 @@ from sdk.kernels.gpu.launch import Launch  # noqa: E402
 from sdk.kernels.gpu.linear import (  # noqa: E402
     TritonLinear,
     add_chunks,
-    add_up,
     decode_experts,
     decode_rows,
     product,
@@ -44,7 +43,8 @@ from sdk.kernels.gpu.linear_as_file import (  # noqa: E402
     round_rows,
 )
 from sdk.kernels.gpu.packing import Packed, pack  # noqa: E402
-from sdk.kernels.gpu.plain_product import plain_product  # noqa: E402
+from sdk.kernels.gpu.scratch import COUNTERS  # noqa: E402
+from sdk.kernels.gpu.shares import Shares  # noqa: E402
 from sdk.kernels.gpu.tuning import AMD_STAGES, DOUBLED, Tuning  # noqa: E402
 from sdk.kernels.layouts import BLOCK_TYPES, E2M1, ActivationScheme, Layout  # noqa: E402
 from sdk.kernels.routes import Routes  # noqa: E402
@@ -99,47 +99,50 @@ def routes_of(tokens: int, experts: int = 8, k: int = 2) -> Routes:
 
 
 def launch_of(name: str, kernel: str, tokens: int, dtype: torch.dtype) -> Launch:
-    """``experts`` behind a product's name: of the rows routed to eight experts.
+    """Behind a product's name may stand ``experts``, of the rows routed to eight experts, and
+    ``silu``, of gate and up.
 
-    Few tokens share K and write float32 parts; 64 write the type of the activations at once.
+    Few tokens share K, 64 do not. Both write the type of the activations.
     """
-    kernel, _, experts = kernel.partition(" ")
+    kernel, *more = kernel.split()
+    experts, activation = "experts" in more, "silu" if "silu" in more else ""
     layout, tuning = weight(name), Tuning(_PROGRAMS)
     if torch.version.hip is not None:
         tuning = replace(tuning, stages=AMD_STAGES)
     x = torch.empty(tokens, layout.shape[1], dtype=dtype)
     routes = routes_of(tokens)
-    if kernel == "plain_product":
+    if kernel == "product_dense" and not experts:
         w = weight(name).values
-        return plain_product(x, w, torch.empty(tokens, w.shape[0]))
+        exact = x.dtype != w.dtype
+        return product_dense(w, x, torch.empty(tokens, w.shape[0]), exact=exact)
     if kernel == "product_dense":
         dense = DenseLinear().group([layout] * 8)
         out = torch.empty(2 * tokens, layout.shape[0], dtype=dtype)
         routed = Routed(dense.offsets, routes, routes.tokens)
-        return product_dense(dense.first.values, x, routed, range(8), out)
+        return product_dense(dense.first.values, x, out, routed, range(8))
     if kernel in ("round_rows", "product_bytes"):
         return launch_of_bytes(name, kernel, x, routes if experts else None)
     packed = packed_weight(name)
     n, k = packed.shape
     tiles = replace(tuning.tiles(packed, tokens), split=1 if tokens == 64 else 2)
     rows, routed = 2 * tokens if experts else tokens, None
-    parts = torch.empty(rows, n, dtype=dtype) if tiles.split == 1 else torch.empty(2, rows, n)
+    out = torch.empty(rows, n // 2 if activation else n, dtype=dtype)
+    parts = None if tiles.split == 1 else torch.empty(2, rows, n)
+    shares = Shares(tiles.split, parts, torch.empty(COUNTERS, dtype=torch.int32))
     if experts:
         group = TritonLinear(torch.float16, tuning).group([packed] * 8)
         routed = Routed(group.offsets, routes, routes.tokens)
     if kernel == "product":
         sums = torch.empty(64, tokens) if packed.has_minus or packed.zeros_bits == 32 else None
-        return product(packed, x, sums, parts, tiles, dtype, routed)
+        return product(packed, x, sums, out, shares, tiles, dtype, activation, routed)
     if kernel == "add_chunks":
-        return add_chunks(x, parts, 32, dtype)
+        return add_chunks(x, torch.empty(k // 32, tokens), 32, dtype)
     if kernel == "product_one":
-        return product_one(packed, x, parts, tiles, routed)
+        return product_one(packed, x, out, shares, tiles, activation, routed)
     if kernel == "decode_rows" and experts:
         return decode_experts(group, range(8), routes.starts, torch.empty(8, n * k, dtype=dtype))
-    if kernel == "decode_rows":
-        return decode_rows(packed, torch.empty(tokens, k, dtype=dtype), 0)
-    assert kernel == "add_up"
-    return add_up(parts, torch.empty(tokens, n, dtype=dtype))
+    assert kernel == "decode_rows"
+    return decode_rows(packed, torch.empty(tokens, k, dtype=dtype), 0)
 
 
 def launch_of_bytes(name: str, kernel: str, x: Tensor, routes: Routes | None) -> Launch:
@@ -165,9 +168,10 @@ def launch_of_bytes(name: str, kernel: str, x: Tensor, routes: Routes | None) ->
     if routes is not None:
         group = linear.group([packed] * 8)
         routed, rows = Routed(group.offsets, routes, routes.tokens), 2 * tokens
-    shared = torch.empty(tiles.split, rows, n)
-    parts = shared if tiles.split > 1 else torch.empty(rows, n, dtype=x.dtype)
-    return product_bytes(packed, codes, scales, parts, tiles, routed)
+    parts = None if tiles.split == 1 else torch.empty(tiles.split, rows, n)
+    shares = Shares(tiles.split, parts, torch.empty(COUNTERS, dtype=torch.int32))
+    out = torch.empty(rows, n, dtype=x.dtype)
+    return product_bytes(packed, codes, scales, out, shares, tiles, routed)
 
 
 def sources(job: list[Any]) -> list[Source]:

@@ -1,7 +1,7 @@
 """Kernels compiled for cards that are not here, and what there is to say of their machine code.
 
 A launcher runs on tensors of the CPU with a driver that knows a target and nothing else; what it
-would launch is listed (:func:`launches`) with the types and facts that Triton finds in the
+would launch is listed (:func:`all_launches`) with the types and facts that Triton finds in the
 arguments, and may be compiled. Triton must not interpret here, so the programs beside this file do
 it in processes of their own; :func:`answer` is their protocol.
 """
@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import ast
 import hashlib
-import inspect
 import json
+import math
 import re
 import subprocess
 import sys
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sass
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
@@ -48,9 +49,14 @@ class Source:
     def name(self) -> str:
         return str(self.code.name)
 
+    @property
+    def constants(self) -> dict[str, Any]:
+        names = self.code.fn.arg_names
+        return {names[i]: x for (i, *_), x in self.code.constants.items()}
+
     @cached_property
     def key(self) -> str:
-        """Of all that the findings depend on; words about code and places of files are not."""
+        """Of all that the machine code depends on; words about code and places of files are not."""
         constants = [
             (i, written(x) if isinstance(x, JITFunction) else str(x))
             for i, x in sorted(self.code.constants.items())
@@ -58,7 +64,7 @@ class Source:
         facts = sorted(self.code.attrs.items()), sorted(self.code.signature.items())
         options = sorted((k, x) for k, x in self.options.items() if k != "extern_libs")
         parts = [triton.__version__, self.target, options, constants, facts]
-        parts += [written(self.code.fn), inspect.getsource(findings)]
+        parts.append(written(self.code.fn))
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
 
 
@@ -112,22 +118,37 @@ class _OnlyATarget:
         return self._target
 
 
+@dataclass(frozen=True)
+class Started:
+    """A launch: what would be compiled, the grid, and all arguments by name."""
+
+    source: Source
+    grid: tuple[int, int, int]
+    arguments: dict[str, Any]
+
+
 @contextmanager
-def launches(target: GPUTarget) -> Iterator[list[Source]]:
-    """What is launched inside, for that target; nothing is compiled or run."""
-    found: dict[str, Source] = {}
-    listed: list[Source] = []
+def all_launches(target: GPUTarget) -> Iterator[list[Started]]:
+    """Every launch inside, in order, for that target; nothing is compiled or run."""
+    listed: list[Started] = []
+    given: list[tuple[Any, dict[str, Any]]] = []
+    run = JITFunction.run
+
+    def run_later(kernel: Any, *arguments: Any, grid: Any, **named: Any) -> Any:
+        given.append((grid, {**dict(zip(kernel.arg_names, arguments, strict=False)), **named}))
+        return run(kernel, *arguments, grid=grid, **named)
 
     def compile_later(
         kernel: Any, key: str, signature: Any, device: Any, constants: Any, options: Any,
         attributes: Any, warmup: bool,
     ) -> None:  # fmt: skip
         code = ASTSource(kernel, signature, constants, attributes)
-        source = Source(code, target, options.__dict__)
-        if found.setdefault(source.key, source) is source:
-            listed.append(source)
+        grid, arguments = given.pop()
+        shape = (*grid, 1, 1)[:3]
+        listed.append(Started(Source(code, target, options.__dict__), shape, arguments))
 
     patch = pytest.MonkeyPatch()
+    patch.setattr(JITFunction, "run", run_later)
     patch.setattr(JITFunction, "_do_compile", compile_later)
     patch.setattr(driver, "_active", _OnlyATarget(target))
     patch.setattr(launch, "REACHED", "cpu")
@@ -140,35 +161,74 @@ def launches(target: GPUTarget) -> Iterator[list[Source]]:
         patch.undo()
 
 
-def findings(source: Source) -> dict[str, Any]:
+@contextmanager
+def launches(target: GPUTarget) -> Iterator[list[Source]]:
+    """What would be compiled for the launches inside, each once."""
+    found: list[Source] = []
+    with all_launches(target) as listed:
+        yield found
+    found += {started.source.key: started.source for started in listed}.values()
+
+
+#: Of how many numbers a loop of a kernel makes use in a turn, as a product of constants: weights,
+#: or numbers of keys and values.
+_OF_A_TURN = {
+    "product": ("BLOCK_N", "UNIT"),
+    "product_one": ("BLOCK_N", "UNIT", "UNROLL"),
+    "product_dense": ("BLOCK_N", "BLOCK_K"),
+    "decode_kernel": ("BLOCK_N", "BLOCK_D"),
+    "prefill_kernel": ("BLOCK_N", "BLOCK_D"),
+    "shared_kernel": ("BLOCK_N", "BLOCK_D"),
+}
+_KEYS_AND_VALUES = ("decode_kernel", "prefill_kernel", "shared_kernel")
+
+
+def of_a_turn(source: Source) -> int:
+    """See :data:`_OF_A_TURN`; 0 for other kernels."""
+    names = _OF_A_TURN.get(source.name)
+    if names is None:
+        return 0
+    count = math.prod(source.constants[name] for name in names)
+    return 2 * count if source.name in _KEYS_AND_VALUES else count
+
+
+def findings(source: Source, *, read: bool | None = None) -> dict[str, Any]:
     """Compile. ``stack`` in bytes, where spilled registers lie too.
 
-    Instructions are counted for Hopper alone, whose code is judged by them; reading them takes as
-    long as compiling (0.5 s). ``wide``: loads of 16 bytes; ``spills``: to and from the stack.
+    ``read``: also the numbers of ``sass.py``, which takes half as long as compiling (0.4 s); by
+    default for Hopper, whose code is judged by them. ``per_number``: instructions of a thread of
+    the main loop for each weight, or number of keys and values, as if each was one thread's.
     """
-    made = triton.compile(source.code, target=source.target, options=source.options)
-    shared = {"shared": made.metadata.shared}
+    with pytest.MonkeyPatch.context() as patch:  # kernels ask what they are compiled for
+        patch.setattr(driver, "_active", _OnlyATarget(source.target))
+        made = triton.compile(source.code, target=source.target, options=source.options)
+    warps = source.options["num_warps"]
+    found = {"shared": made.metadata.shared, "warps": warps}
     if source.target.backend != "cuda":
         code = made.asm["amdgcn"]
-        names = {"registers": "vgpr_count", "stack": "private_segment_fixed_size"}
+        names = {
+            "registers": "vgpr_count",
+            "stack": "private_segment_fixed_size",
+            "spills": "vgpr_spill_count",
+        }
         numbers = {key: re.search(rf"\.{name}:\s*(\d+)", code) for key, name in names.items()}
-        return shared | {key: int(number[1]) for key, number in numbers.items() if number}
+        return found | {key: int(number[1]) for key, number in numbers.items() if number}
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])
         file.flush()
         usage = _tool("cuobjdump", "--dump-resource-usage", file.name)
-        code = _tool("nvdisasm", file.name) if source.target.arch == 90 else None
+        wanted = source.target.arch == 90 if read is None else read
+        code = _tool("nvdisasm", "-c", file.name) if wanted else None
     registers = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert registers is not None, usage
-    found = shared | {"registers": int(registers[1]), "stack": int(registers[2])}
+    found |= {"registers": int(registers[1]), "stack": int(registers[2])}
     if code is None:
         return found
-    return found | {
-        "spills": len(re.findall(r"\b(?:STL|LDL)\b", code)),
-        "wide": len(re.findall(r"\bLDG(?:STS)?\.E\.(?:\w+\.)*128\b", code)),
-        "matrix": sorted(set(re.findall(r"\b[HIQ]G?MMA\b", code))),
-        **{op.lower(): len(re.findall(rf"\b{op}\b", code)) for op in ("I2F", "STS", "LDS", "LDG")},
-    }
+    found |= sass.facts(code)
+    if numbers_of_a_turn := of_a_turn(source):
+        threads = warps * source.target.warp_size
+        found["per_number"] = round(found["loop"] * threads / numbers_of_a_turn, 2)
+    return found
 
 
 def _tool(name: str, *arguments: str) -> str:
@@ -180,16 +240,17 @@ def answer(sources: Callable[[Any], Sequence[Source]]) -> None:
     """Read ``{"jobs": [...], "wanted": [keys] or null}``, write a line of JSON per kernel of a job.
 
     A kernel that is not wanted is not compiled: its line has the job, the kernel's name and the
-    key. One that fails to compile has ``error``; the others go on.
+    key. One that fails to compile has ``error``; the others go on. ``"read": true``: the
+    instructions of every NVIDIA card are read (:func:`findings`).
     """
     request = json.load(sys.stdin)
-    wanted = request["wanted"]
+    wanted, read = request["wanted"], request.get("read")
     for job in request["jobs"]:
         for source in sources(job):
             line = {"job": job, "kernel": source.name, "key": source.key}
             if wanted is None or source.key in wanted:
                 try:
-                    line |= findings(source)
+                    line |= findings(source, read=read)
                 except Exception as error:  # whatever a compiler raises is a result
                     line["error"] = f"{type(error).__name__}: {error}"[:2000]
             print(json.dumps(line), flush=True)

@@ -1,12 +1,13 @@
 """Compile every GPU kernel for a card that is not here, and say what is wrong with the code.
 
-    python tests/gpu/aot/sweep.py sm_90 gfx942 [--seconds 90]
+    python tests/gpu/aot/sweep.py sm_90 gfx942 [--seconds 90] [--accept]
 
-``make aot`` runs it for all cards. Kernels whose code is right stand in ``compiled/<card>.txt`` by
-their keys (``machine_code.py``): after a change only those that do something else than before are
-compiled, and a run may stop (``--seconds``) and the next one goes on. The files are committed, so
-that a change shows what it does to registers, and a test finds kernels that are not in them.
-Exit status: 0 all are, 1 something is wrong, 3 there is more to do.
+``make aot`` runs it for all cards. Kernels whose code is right stand in ``compiled/<card>.txt``
+(``records.py``): after a change only those that do something else than before are compiled, and a
+run may stop (``--seconds``) and the next one goes on. The files are committed, so that a change
+shows what it does to registers and instructions, and a test finds kernels that are not in them. A
+kernel that became worse is reported and not written down, unless with ``--accept``
+(``make aot-sm_90 ACCEPT=1``). Exit status: 0 all are, 1 something is wrong, 3 there is more to do.
 """
 
 from __future__ import annotations
@@ -19,12 +20,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import triton
+sys.path.insert(0, str(Path(__file__).parents[3]))
+
+from tests.gpu.aot.records import LIMITS, Compiled, Record
 
 FOLDER = Path(__file__).parent
 COMPILED = FOLDER / "compiled"
@@ -32,11 +36,6 @@ COMPILED = FOLDER / "compiled"
 WORKERS = min(8, len(os.sched_getaffinity(0)))
 #: Jobs of a process.
 CHUNK = 60
-#: KiB of shared memory a program may have.
-LIMITS = {
-    "sm_75": 64, "sm_80": 163, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_120": 99,
-    "gfx90a": 64, "gfx942": 64,
-}  # fmt: skip
 CARDS = {
     card: ("cuda", int(card[3:])) if card.startswith("sm_") else ("hip", card) for card in LIMITS
 }
@@ -49,13 +48,8 @@ WEIGHTS = [
     *("iq4_nl", "iq4_xs"),
 ]
 PAGES = ("float32", "float16", "bfloat16", "int8", "float8_e4m3fn", "float8_e5m2", "int4")
-#: The exact sine of a large angle needs a table, on the stack.
-ON_THE_STACK = {"angles_kernel"}
 #: Tokens for which tiles of 128 x 128 and of 256 x 128 fill the card of ``compile_kernels.py``.
 MANY = (4224, 8192)
-#: Bytes: one number that the compiler itself stores and loads again, so that more threads fit
-#: (q2_k for one token: 168 registers, of 255 that it might take).
-ONE_NUMBER = 8
 Job = tuple[str, str, int, str, str, Any]
 
 
@@ -64,8 +58,7 @@ def linear_jobs(card: str) -> list[Job]:
     target = CARDS[card]
     old = card == "sm_75"
     short = ["float16"] if old else ["float16", "bfloat16"]
-    names = ("add_up", "add_chunks")
-    jobs: list[Job] = [("int4-g128-zeros", name, 16, "float16", *target) for name in names]
+    jobs: list[Job] = [("int4-g128-zeros", "add_chunks", 16, "float16", *target)]
     if not old:  # see bytes_of_card
         weights = ["int8-g1024-zero"]
         if target[0] == "cuda" and target[1] >= 89:
@@ -76,21 +69,22 @@ def linear_jobs(card: str) -> list[Job]:
                 names = ("product_bytes", "product_bytes experts")
                 jobs += [(weight, name, tokens, short[-1], *target) for name in names]
     jobs += [
-        (dtype, "product_dense", tokens, dtype, *target)
+        (dtype, "product_dense experts", tokens, dtype, *target)
         for dtype in short
         for tokens in (1, 64, 512)
     ]
     jobs += [
-        (dtype, "plain_product", tokens, "float32", *target)
+        (dtype, "product_dense", tokens, "float32", *target)
         for dtype in ("float32", *short)
         for tokens in (1, 64)
     ]
     for weight in WEIGHTS:
-        ones = ("product_one", "product_one experts")
+        ones = ("product_one", "product_one experts", "product_one silu")
         jobs += [(weight, name, 1, short[-1], *target) for name in ones]
         jobs += [(weight, "decode_rows", 16, dtype, *target) for dtype in short]
         jobs.append((weight, "decode_rows experts", 16, short[-1], *target))
         jobs.append((weight, "product experts", 16, short[-1], *target))
+        jobs.append((weight, "product silu", 16, short[-1], *target))
         for tokens, dtype in itertools.product((2, 64), (*short, "float32")):
             jobs.append((weight, "product", tokens, dtype, *target))
     return jobs
@@ -107,17 +101,21 @@ def attention_cases() -> list[str]:
 
 
 def run(
-    program: str, jobs: Sequence[Any], wanted: Collection[str] | None = None
+    program: str, jobs: Sequence[Any], wanted: Collection[str] | None = None, *, read: bool = False
 ) -> list[dict[str, Any]]:
     """What one of the programs beside this one says of ``jobs``, compiled without a cache.
 
-    ``wanted``: the keys of the kernels that are compiled; all where it is None.
+    ``wanted``: the keys of the kernels that are compiled; all where it is None. ``read``: with the
+    instructions of every NVIDIA card, not of Hopper alone.
     """
+    request: dict[str, Any] = {"jobs": jobs, "wanted": None if wanted is None else list(wanted)}
+    if read:
+        request["read"] = True
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     with tempfile.TemporaryDirectory() as cache:
         done = subprocess.run(
             [sys.executable, FOLDER / program],
-            input=json.dumps({"jobs": jobs, "wanted": None if wanted is None else list(wanted)}),
+            input=json.dumps(request),
             capture_output=True,
             text=True,
             env=environment | {"TRITON_CACHE_DIR": cache},
@@ -128,148 +126,115 @@ def run(
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"')]
 
 
-def complaint(card: str, found: dict[str, Any]) -> str | None:
-    """What is wrong with the code of a kernel."""
-    if "error" in found:
-        return str(found["error"])
-    if found["shared"] > LIMITS[card] * 1024:
-        return f"{found['shared']} bytes of shared memory"
-    if card != "sm_90":
-        return None
-    if found["stack"] > ONE_NUMBER and found["kernel"] not in ON_THE_STACK:
-        return f"{found['stack']} bytes on the stack"
-    if not found["kernel"].startswith("product"):
-        return None
-    name, _, _, dtype, *_ = found["job"]
-    if not found["wide"]:
-        return "no load of 16 bytes"
-    plain = dtype == "float32" or found["kernel"] == "product_one"
-    if not plain and not found["matrix"]:
-        return f"no matrix instructions for {name}"
-    return None
+class Variant(NamedTuple):
+    """A kernel that a job makes: the program that compiles it, the job, and the key."""
+
+    program: str
+    job: Any
+    key: str
 
 
-class Compiled(NamedTuple):
-    """A kernel whose code is right: registers of a thread, bytes of shared memory and stack."""
-
-    kernel: str
-    registers: int
-    shared: int
-    stack: int
-
-
-class Record:
-    """The kernels of a card that were compiled, by their keys: ``FOLDER/<card>.txt``."""
-
-    def __init__(self, folder: Path, card: str) -> None:
-        self._card = card
-        self._path = folder / f"{card}.txt"
-        self.kernels: dict[str, Compiled] = {}
-        self.triton = triton.__version__
-        if self._path.is_file():
-            first, *lines = self._path.read_text().splitlines()
-            self.triton = first.removeprefix("triton ")
-            for key, kernel, *numbers in map(str.split, lines):
-                self.kernels[key] = Compiled(kernel, *map(int, numbers))
-
-    def keep(self, keys: Collection[str]) -> None:
-        """Forget all others."""
-        self.kernels = {key: found for key, found in self.kernels.items() if key in keys}
-        self.triton = triton.__version__
-
-    def add(self, lines: Sequence[dict[str, Any]]) -> list[str]:
-        """Keep what is right of what was compiled; what is wrong with the rest, which will be
-        compiled again by the next run.
-        """
-        wrong = []
-        for line in lines:
-            if why := complaint(self._card, line):
-                wrong.append(f"{self._card}: {line['kernel']} of {line['job']}: {why}")
-            else:
-                numbers = (line[name] for name in Compiled._fields)
-                self.kernels[line["key"]] = Compiled(*numbers)
-        rows = sorted((found, key) for key, found in self.kernels.items())
-        text = "".join(" ".join((key, *map(str, found))) + "\n" for found, key in rows)
-        temporary = self._path.with_suffix(".new")
-        temporary.write_text(f"triton {self.triton}\n{text}")
-        temporary.replace(self._path)
-        return wrong
-
-
-def sweep(card: str, folder: Path, until: float) -> int:
+def sweep(card: str, folder: Path, until: float, *, accept: bool = False) -> int:
     """Go on with a card until a moment of the clock; the exit status."""
     record = Record(folder, card)
-    keys = kernels_of([card])[card]
-    record.keep(keys)
-    wrong = record.add(())
+    variants = variants_of([card])[card]
+    record.keep(variants)
+    wrong = record.add({})
+    left = {case: v for case, v in variants.items() if not record.has(case, v.key)}
     with ThreadPoolExecutor(WORKERS) as pool:
-        work = _without(record.kernels, keys)
-        for done in pool.map(lambda some: _compile(some, until), _in_chunks(work)):
-            wrong += record.add(done)
-    left = len(keys) - len(record.kernels) - len(wrong)
-    print("\n".join([table(record.kernels.values()), *wrong]))
-    print(f"{card}: {len(keys)} kernels, {len(wrong)} wrong, {left} left", flush=True)
-    return 1 if wrong else 3 if left else 0
+        for done in pool.map(lambda some: _compile(some, until), _in_chunks(left)):
+            wrong += record.add(done, accept=accept)
+    missing = sum(not record.has(case, v.key) for case, v in variants.items()) - len(wrong)
+    print("\n".join([table(record.variants.values()), *wrong]))
+    if any(": worse: " in text for text in wrong):
+        print(f"as meant? make aot-{card} ACCEPT=1")
+    print(f"{card}: {len(variants)} kernels, {len(wrong)} wrong, {missing} left", flush=True)
+    return 1 if wrong else 3 if missing else 0
 
 
-def kernels_of(cards: Sequence[str]) -> dict[str, dict[str, tuple[str, Any]]]:
-    """Of each card all keys, each with the first job that needs it, as (program, job)."""
+def variants_of(cards: Sequence[str]) -> dict[str, dict[str, Variant]]:
+    """Of each card all variants by name, each key once: under the first job that needs it."""
     jobs: dict[str, list[Any]] = {
         "compile_kernels.py": [job for card in cards for job in linear_jobs(card)],
         "compile_attention.py": [(card, case) for card in cards for case in attention_cases()],
     }
     names = {target: card for card, target in CARDS.items()}
-    found: dict[str, dict[str, tuple[str, Any]]] = {card: {} for card in cards}
+    found: dict[str, dict[str, Variant]] = {card: {} for card in cards}
     with ThreadPoolExecutor(WORKERS) as pool:
         listed = pool.map(lambda program: run(program, jobs[program], wanted=()), jobs)
         for program, lines in zip(jobs, listed, strict=True):
-            for line in lines:
+            keys: set[tuple[str, str]] = set()
+            for case, line in _named(lines):
                 job = line["job"]
                 card = job[0] if len(job) == 2 else names[job[4], job[5]]
-                found[card].setdefault(line["key"], (program, job))
+                if (card, line["key"]) not in keys:
+                    keys.add((card, line["key"]))
+                    found[card][case] = Variant(program, job, line["key"])
     return found
 
 
-def _without(
-    done: Collection[str], keys: dict[str, tuple[str, Any]]
-) -> list[tuple[str, Any, list[str]]]:
-    """The jobs (program, job, keys) that make the keys which are not done."""
-    jobs: dict[str, tuple[str, Any, list[str]]] = {}
-    for key, (program, job) in keys.items():
-        if key not in done:
-            jobs.setdefault(json.dumps(job), (program, job, []))[2].append(key)
-    return list(jobs.values())
+def _named(lines: Sequence[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The lines of a program with the names of their variants: job, and number within the job."""
+    seen: Counter[str] = Counter()
+    for line in lines:
+        if len(line["job"]) == 2:  # compile_attention.py's
+            card, name = line["job"]
+            case = f"{name}/{line['kernel']}"
+        else:
+            weight, kernel, tokens, dtype, *target = line["job"]
+            card, case = str(target), f"{kernel}/{weight}/{tokens}/{dtype}"
+        case = case.replace(" ", "+")
+        number = seen[f"{card} {case}"]
+        seen[f"{card} {case}"] += 1
+        yield f"{case}/{number}" if number else case, line
 
 
-def _in_chunks(work: Sequence[tuple[str, Any, list[str]]]) -> Iterator[list[Any]]:
-    """Jobs of one program that share a process, whose start takes as long as one of them."""
-    for _, some in itertools.groupby(work, lambda item: item[0]):
-        jobs = list(some)
-        yield from (jobs[i : i + CHUNK] for i in range(0, len(jobs), CHUNK))
+def _in_chunks(left: dict[str, Variant]) -> Iterator[dict[str, Variant]]:
+    """Variants of one program that share a process, whose start takes as long as one of them."""
+    for _, some in itertools.groupby(left.items(), lambda item: item[1].program):
+        variants = list(some)
+        for i in range(0, len(variants), CHUNK):
+            yield dict(variants[i : i + CHUNK])
 
 
-def _compile(chunk: Sequence[tuple[str, Any, list[str]]], until: float) -> list[dict[str, Any]]:
-    """What was found of the keys of these jobs."""
+def _compile(chunk: dict[str, Variant], until: float) -> dict[str, dict[str, Any]]:
+    """What was found of these variants."""
     if time.monotonic() > until:
-        return []
-    wanted = {key for *_, keys in chunk for key in keys}
-    found = run(chunk[0][0], [job for _, job, _ in chunk], wanted)
-    return list({line["key"]: line for line in found if line["key"] in wanted}.values())
+        return {}
+    cases = {variant.key: case for case, variant in chunk.items()}
+    jobs = {json.dumps(variant.job): variant.job for variant in chunk.values()}
+    program = next(iter(chunk.values())).program
+    lines = run(program, list(jobs.values()), wanted=cases)
+    return {cases[line["key"]]: line for line in lines if line["key"] in cases}
 
 
 def table(found: Collection[Compiled]) -> str:
     """Of each kernel: how many variants, the range of their registers, the most of all else."""
-    head = ("kernel", "variants", "registers", "shared KiB", "stack", "with a stack")
+    head = ("kernel", "variants", "registers", "shared KiB", "stack", "with a stack", "per number")
     rows = [head, ("---",) * len(head)]
-    for kernel, group in itertools.groupby(sorted(found), lambda x: x.kernel):
-        lines = list(group)
-        registers = [line.registers for line in lines]
-        span = f"{min(registers)} to {max(registers)}"
-        shared = f"{max(line.shared for line in lines) / 1024:.1f}"
-        stack = str(max(line.stack for line in lines))
-        stacks = str(sum(line.stack > 0 for line in lines))
-        rows.append((kernel, str(len(lines)), span, shared, stack, stacks))
+    for kernel, group in itertools.groupby(
+        sorted(found, key=lambda x: x.kernel), lambda x: x.kernel
+    ):
+        lines = [line.numbers for line in group]
+        shared = max(line["shared"] for line in lines) / 1024
+        stacks = [line["stack"] for line in lines]
+        each = [line["per_number"] for line in lines if "per_number" in line]
+        rows.append(
+            (
+                kernel,
+                str(len(lines)),
+                _span([line["registers"] for line in lines]),
+                f"{shared:.1f}",
+                f"{max(stacks):g}",
+                str(sum(stack > 0 for stack in stacks)),
+                _span(each),
+            )
+        )
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def _span(numbers: Sequence[float]) -> str:
+    return f"{min(numbers):g} to {max(numbers):g}" if numbers else ""
 
 
 def main() -> None:
@@ -278,10 +243,12 @@ def main() -> None:
     parser.add_argument("cards", nargs="*", default=[], choices=[*CARDS, []], metavar="CARD")
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--out", type=Path, default=COMPILED)
+    parser.add_argument("--accept", action="store_true", help="write down what became worse too")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     until = time.monotonic() + options.seconds
-    statuses = [sweep(card, options.out, until) for card in options.cards or CARDS]
+    cards = options.cards or CARDS
+    statuses = [sweep(card, options.out, until, accept=options.accept) for card in cards]
     sys.exit(1 if 1 in statuses else max(statuses))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import triton
 
-from tests.gpu.aot import sweep
+from tests.gpu.aot import records, sass, sweep
 from tests.scripts import run_python
 
 KERNELS = '''
@@ -102,31 +102,124 @@ def test_a_change_to_a_kernel_leaves_its_neighbours(written: Any) -> None:
 def test_only_kernels_without_a_result_are_compiled() -> None:
     job = ["sm_90", "rope float16"]
     listed = sweep.run("compile_attention.py", [job], wanted=())
-    assert [line["kernel"] for line in listed] == ["rope_kernel"]
-    assert listed == [{"job": job, "kernel": "rope_kernel", "key": listed[0]["key"]}]
-    (found,) = sweep.run("compile_attention.py", [job], wanted=[listed[0]["key"]])
+    assert [line["kernel"] for line in listed] == ["rope_kernel"] * 2  # with norms and without
+    assert listed[0] == {"job": job, "kernel": "rope_kernel", "key": listed[0]["key"]}
+    found, other = sweep.run("compile_attention.py", [job], wanted=[listed[0]["key"]])
+    assert other == listed[1]
     assert listed[0].items() < found.items()
-    assert sweep.complaint("sm_90", found) is None
+    assert records.complaint("sm_90", found) is None
 
 
 def line(key: str, **more: Any) -> dict[str, Any]:
-    found = {"kernel": "rope_kernel", "registers": 24, "shared": 0, "stack": 0}
+    found = {"kernel": "rope_kernel", "registers": 24, "shared": 0, "stack": 0, "warps": 4}
     return {"job": ["sm_80", "rope int8"], "key": key, **found, **more}
 
 
 def test_what_is_right_is_found_again_and_what_is_wrong_tried_again(tmp_path: Path) -> None:
-    record = sweep.Record(tmp_path, "sm_80")
-    wrong = record.add([line("a"), line("b", error="no"), line("c", shared=164 << 10)])
-    assert [text.partition(": ")[2] for text in wrong] == [
-        "rope_kernel of ['sm_80', 'rope int8']: no",
-        "rope_kernel of ['sm_80', 'rope int8']: 167936 bytes of shared memory",
+    record = records.Record(tmp_path, "sm_80")
+    wrong = record.add(
+        {"one": line("a"), "two": line("b", error="no"), "three": line("c", shared=164 << 10)}
+    )
+    assert wrong == [
+        "sm_80: rope_kernel of two: no",
+        "sm_80: rope_kernel of three: 167936 bytes of shared memory",
     ]
-    again = sweep.Record(tmp_path, "sm_80")
-    assert again.kernels == {"a": sweep.Compiled("rope_kernel", 24, 0, 0)}
-    again.keep(["d"])
-    again.add([line("d", stack=8)])
-    text = f"triton {triton.__version__}\nd rope_kernel 24 0 8\n"
-    assert (tmp_path / "sm_80.txt").read_text() == text
+    again = records.Record(tmp_path, "sm_80")
+    assert again.has("one", "a") and not again.has("one", "z") and not again.has("two", "b")
+    again.keep(["two"])
+    again.add({"two": line("d", stack=8)})
+    text = "two rope_kernel d registers=24 shared=0 stack=8 warps=4"
+    assert (tmp_path / "sm_80.txt").read_text() == f"triton {triton.__version__}\n{text}\n"
+
+
+def test_a_number_that_a_card_needs_and_a_line_lacks_is_found_again(tmp_path: Path) -> None:
+    for card, done in (("sm_80", True), ("sm_90", False)):
+        record = records.Record(tmp_path, card)
+        record.add({"one": line("a")})
+        assert record.has("one", "a") is done
+
+
+@pytest.mark.parametrize("card", records.LIMITS)
+def test_spilled_registers_are_wrong_on_every_card(card: str) -> None:
+    for kernel in ("rope_kernel", "product_one", "product"):
+        most = records.SPILLED.get((card, kernel), records.ONE_NUMBER)
+        found = line("a", kernel=kernel, job=["q4_0", kernel, 1, "float32"], wide=1)
+        assert records.complaint(card, found | {"stack": most}) is None
+        assert (
+            records.complaint(card, found | {"stack": most + 1}) == f"{most + 1} bytes on the stack"
+        )
+    assert records.complaint(card, line("a", kernel="angles_kernel", stack=32)) is None
+
+
+BEFORE = {"registers": 110, "shared": 1024, "stack": 0, "warps": 4, "per_number": 2.1, "wide": 6}
+CHANGED = {
+    "instructions": ({"per_number": 2.6}, "2.1 -> 2.6 per_number"),
+    "fewer programs": ({"registers": 168}, "110 -> 168 registers"),
+    "spills": ({"stack": 8}, "0 -> 8 stack"),
+    "narrow loads": ({"wide": 5}, "6 -> 5 wide"),
+    "both": ({"per_number": 2.6, "registers": 168}, "2.1 -> 2.6 per_number, 110 -> 168 registers"),
+    "noise": ({"per_number": 2.14}, None),
+    "as many programs": ({"registers": 112}, None),
+    "better": ({"registers": 64, "per_number": 1.5, "wide": 8}, None),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_what_became_worse_is_named_and_written_down_only_if_accepted(
+    tmp_path: Path, name: str
+) -> None:
+    more, expected = CHANGED[name]
+    record = records.Record(tmp_path, "sm_80")
+    record.add({"product/int4-g128-zeros/64/bfloat16": line("a", **BEFORE)})
+    again = records.Record(tmp_path, "sm_80")
+    given = {"product/int4-g128-zeros/64/bfloat16": line("b", **{**BEFORE, **more})}
+    wrong = again.add(given)
+    kept = records.Record(tmp_path, "sm_80").has("product/int4-g128-zeros/64/bfloat16", "b")
+    if expected is None:
+        assert (wrong, kept) == ([], True)
+        return
+    case = "rope_kernel of product/int4-g128-zeros/64/bfloat16"
+    assert (wrong, kept) == ([f"sm_80: worse: {case}: {expected}"], False)
+    assert again.add(given, accept=True) == []
+    assert records.Record(tmp_path, "sm_80").has("product/int4-g128-zeros/64/bfloat16", "b")
+
+
+CODE = """
+        /*0000*/                   MOV R1, c[0x0][0x28] ;
+        /*0010*/              @!P1 BRA `(.L_x_2) ;
+.L_x_0:
+        /*0020*/                   LDG.E.128.CONSTANT R4, desc[UR4][R2.64] ;
+.L_x_1:
+        /*0030*/                   LDGSTS.E.BYPASS.128 [R5], desc[UR4][R2.64] ;
+        /*0040*/                   HGMMA.64x64x16.F32.BF16 R24, R60, gdesc[UR16], RZ, !UPT, gsb0 ;
+        /*0050*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+        /*0060*/               @P0 FFMA R4, R5, R6, R7 ;
+        /*0070*/                   BAR.SYNC.DEFER_BLOCKING 0x0 ;
+        /*0080*/              @!P0 BRA `(.L_x_1) ;
+        /*0090*/               @P2 BRA `(.L_x_0) ;
+.L_x_2:
+        /*00a0*/                   STL [R1], R4 ;
+        /*00b0*/                   EXIT ;
+.L_x_3:
+        /*00c0*/                   BRA `(.L_x_3);
+        /*00d0*/                   NOP;
+"""
+
+
+def test_the_main_loop_is_the_largest_with_none_inside() -> None:
+    loop = sass.main_loop(sass.read_code(CODE))
+    assert [x.name.partition(".")[0] for x in loop] == [
+        *("LDGSTS", "HGMMA", "WARPGROUP", "FFMA", "BAR", "BRA")
+    ]
+    found = sass.facts(CODE)
+    assert (found["instructions"], found["wide"], found["spills"]) == (13, 2, 1)
+    assert (found["loop"], found["loop_matrix"], found["loop_waits"]) == (6, 1, 1)
+    assert (found["lone_waits"], found["loop_bars"], found["loop_fma"]) == (1, 1, 1)
+
+
+def test_code_without_a_loop_has_none() -> None:
+    found = sass.facts(CODE.replace("BRA", "JMP"))
+    assert (found["loop"], found["instructions"]) == (0, 13)
 
 
 @pytest.mark.skipif(
@@ -139,13 +232,13 @@ def test_what_is_right_is_found_again_and_what_is_wrong_tried_again(tmp_path: Pa
     ids=["sm_90", "the others"],
 )
 def test_every_kernel_of_every_card_was_compiled(cards: list[str]) -> None:
-    records = {card: sweep.Record(sweep.COMPILED, card) for card in sweep.CARDS}
-    (version,) = {record.triton for record in records.values()}
+    known = {card: records.Record(sweep.COMPILED, card) for card in sweep.CARDS}
+    (version,) = {record.triton for record in known.values()}
     if version != triton.__version__:
         pytest.skip(f"they were compiled by Triton {version}, this is {triton.__version__}")
     missing = {
         card: f"{len(new)} kernels are new or changed: run `make aot-{card}`"
-        for card, keys in sweep.kernels_of(cards).items()
-        if (new := keys.keys() - records[card].kernels)
+        for card, variants in sweep.variants_of(cards).items()
+        if (new := [case for case, v in variants.items() if not known[card].has(case, v.key)])
     }
     assert missing == {}

@@ -14,14 +14,15 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from sdk import __version__
 from sdk.cli.bench.gpu.process import NoCard, Worker
 from sdk.cli.bench.gpu.rehearsal import Rehearsal
+from sdk.cli.bench.gpu.roofline import Prediction, read_predictions
 from sdk.cli.bench.gpu.rows import BY_NAME, LIMITS, ROWS, Finding, Row, missing
 from sdk.cli.table import format_table
 from sdk.errors import RequestError, SdkError
@@ -57,6 +58,11 @@ class Report:
     not_rehearsed: dict[str, str] = field(default_factory=dict)
 
     @property
+    def predictions(self) -> Mapping[str, Prediction]:
+        """For this card, by what is measured and against what."""
+        return read_predictions(str(self.device.get("name", "")))
+
+    @property
     def measured(self) -> dict[str, float]:
         """All numbers of all rows, by name."""
         findings = [finding for found in self.rows.values() for finding in found]
@@ -71,6 +77,7 @@ class Report:
             "interpreted": self.tiny,
             "seconds": round(seconds, 1),
             "not_rehearsed": self.not_rehearsed,
+            "predicted": {name: asdict(found) for name, found in self.predictions.items()},
             "rows": {name: [f.to_json() for f in found] for name, found in self.rows.items()},
         }
 
@@ -151,20 +158,31 @@ def to_text(report: Report) -> str:
     lines = [device]
     if report.tiny:
         lines.append("interpreted, tiny shapes: this shows that everything runs, not how fast")
-    rows = [_cells(f, report.tiny) for found in report.rows.values() for f in found]
-    head = ["measured", "against", "value", "floor", "goal", ""]
+    head, rows = _table(report)
     return "\n".join(lines) + "\n\n" + format_table(head, rows, left=2)
 
 
 def to_markdown(report: Report) -> str:
     """For docs/benchmarks.md."""
-    rows = [_cells(f, report.tiny) for found in report.rows.values() for f in found]
-    head = ["measured", "against", "value", "floor", "goal", ""]
-    marks = ["---", "---", "---:", "---:", "---:", "---"]
+    head, rows = _table(report)
+    marks = ["---", "---", *["---:"] * (len(head) - 3), "---"]
     table = "\n".join(f"| {' | '.join(row)} |" for row in [head, marks, *rows])
     date = time.strftime("%Y-%m-%d", time.gmtime())
     device = ", ".join(f"{name} {value}" for name, value in report.device.items())
     return f"```bash\nembedlm bench gpu\n```\n\n{date}; {device}.\n\n{table}\n"
+
+
+def _table(report: Report) -> tuple[list[str], list[list[str]]]:
+    """The head and the rows. ``predicted``: by the model of ``roofline.py``, with its range."""
+    predictions = {} if report.tiny else report.predictions
+    head = ["measured", "against", "value", "predicted", "floor", "goal", ""]
+    rows = []
+    for found in report.rows.values():
+        for f in found:
+            predicted = predictions.get(f"{f.what}|{f.against}")
+            cells = _cells(f, report.tiny)
+            rows.append([*cells[:3], "" if predicted is None else str(predicted), *cells[3:]])
+    return head, rows
 
 
 def _cells(f: Finding, tiny: bool) -> list[str]:

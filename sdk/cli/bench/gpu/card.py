@@ -83,6 +83,10 @@ class Card:
     def normal(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.randn(shape, generator=self.random, device=self.device, dtype=dtype)
 
+    def matrix(self, n: int, k: int) -> Tensor:
+        """A random matrix whose products with rows of variance 1 have variance 1."""
+        return self.normal(n, k).mul_(k**-0.5)
+
     def integers(self, low: int, high: int, *shape: int) -> Tensor:
         """Random integers from ``low`` to ``high - 1``: uint8 if they fit, otherwise int64."""
         dtype = torch.uint8 if high <= 256 else torch.int64

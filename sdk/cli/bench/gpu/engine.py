@@ -32,7 +32,7 @@ _REHEARSED_KV = "4GiB"
 
 
 @contextmanager
-def opened(card: Card, config: dict[str, Any], bits: int, **options: Any) -> Iterator[Loaded]:
+def opened(card: Card, config: dict[str, Any], kind: str, **options: Any) -> Iterator[Loaded]:
     """An engine on random weights, closed at the end."""
     settings: dict[str, Any] = {
         "device": "auto" if card.tiny else "cuda",
@@ -43,7 +43,7 @@ def opened(card: Card, config: dict[str, Any], bits: int, **options: Any) -> Ite
     }
     if card.rehearsing:
         settings["kv_cache_memory_bytes"] = _REHEARSED_KV
-    checkpoint = RandomCheckpoint(card, config, bits)
+    checkpoint = RandomCheckpoint(card, config, kind)
     loaded = load(EngineConfig(model="random-weights", **settings), checkpoint)
     try:
         yield loaded
@@ -100,10 +100,10 @@ def _decoding(card: Card, loaded: Loaded) -> int:
 
 
 def _one_request(
-    card: Card, what: str, config: dict[str, Any], bits: int, target: tuple[float, float]
+    card: Card, what: str, config: dict[str, Any], kind: str, target: tuple[float, float]
 ) -> Iterator[Finding]:
     """Tokens per second times the bytes of weights and pages that a token reads."""
-    with opened(card, config, bits, max_num_seqs=1) as loaded:
+    with opened(card, config, kind, max_num_seqs=1) as loaded:
         context = _decoding(card, loaded)
         steps = card.size(_TIMED, 2)
         begin = time.perf_counter()
@@ -119,15 +119,16 @@ def _one_request(
 
 
 def measure_small(card: Card) -> Iterator[Finding]:
-    yield from _one_request(card, "Qwen3-0.6B shapes bf16", qwen3_config(card), 16, (25, 45))
+    what = "Qwen3-0.6B shapes bf16"
+    yield from _one_request(card, what, qwen3_config(card), "bfloat16", (25, 45))
 
 
 def measure_8b_w4(card: Card) -> Iterator[Finding]:
-    yield from _one_request(card, "8B shapes W4", llama_config(card), 4, (37, 55))
+    yield from _one_request(card, "8B shapes W4", llama_config(card), "int4g128", (37, 55))
 
 
 def measure_8b_bf16(card: Card) -> Iterator[Finding]:
-    yield from _one_request(card, "8B shapes bf16", llama_config(card), 16, (65, 80))
+    yield from _one_request(card, "8B shapes bf16", llama_config(card), "bfloat16", (65, 80))
 
 
 def measure_idle(card: Card) -> Iterator[Finding]:
@@ -138,7 +139,7 @@ def measure_idle(card: Card) -> Iterator[Finding]:
     from torch.profiler import ProfilerActivity, profile
 
     activity = ProfilerActivity.CPU if card.tiny else ProfilerActivity.CUDA
-    with opened(card, qwen3_config(card), 16, max_num_seqs=1) as loaded:
+    with opened(card, qwen3_config(card), "bfloat16", max_num_seqs=1) as loaded:
         _decoding(card, loaded)
         with profile(activities=[activity]) as seen:
             for _ in range(card.size(24, 1)):
@@ -192,7 +193,7 @@ def measure_requests(card: Card) -> Iterator[Finding]:
     lengths = request_lengths(card)
     config = qwen3_config(card)
     options = {"max_num_seqs": len(lengths), "max_num_batched_tokens": card.size(8192, 16)}
-    with opened(card, config, 16, **options) as loaded:
+    with opened(card, config, "bfloat16", **options) as loaded:
         engine, vocabulary = loaded.engine, loaded.facts.model_config.vocab_size
         warm(card, loaded, len(lengths))
         if card.rehearsing:
@@ -228,7 +229,7 @@ def measure_generate(card: Card) -> Iterator[Finding]:
     """``generate`` with one request, and our engine with the same lengths right after it."""
     prompt, output = card.size(_PROMPT, 5), card.size(_TIMED, 3)
     found = _peer(card, {"what": "generate", "lengths": [[prompt, output]]}, 60)
-    with opened(card, qwen3_config(card), 16, max_num_seqs=1) as loaded:
+    with opened(card, qwen3_config(card), "bfloat16", max_num_seqs=1) as loaded:
         seconds = 0.0
         for name in ("first", "timed"):
             add(loaded.engine, name, loaded.facts.model_config.vocab_size, prompt, output)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from sdk.cli.bench.gpu.card import Card
-from sdk.cli.bench.gpu.weights import affine
-from sdk.kernels.layouts import Dense
+from sdk.cli.bench.gpu.weights import affine, blocks
+from sdk.kernels.layouts import BLOCK_TYPES, Dense
 from sdk.quant.checkpoint import TensorEntry
 from sdk.quant.errors import CheckpointError
 from sdk.quant.weight import Weight, weight_of
@@ -38,6 +38,22 @@ _QWEN3 = {
     "rms_norm_eps": 1e-6,
     "rope_theta": 1_000_000.0,
     "tie_word_embeddings": True,
+    "attention_bias": False,
+    "hidden_act": "silu",
+}
+_LLAMA_1B = {
+    "model_type": "llama",
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10_000.0,
+    "tie_word_embeddings": False,
     "attention_bias": False,
     "hidden_act": "silu",
 }
@@ -69,23 +85,29 @@ def llama_config(card: Card) -> dict[str, Any]:
     return _LLAMA_8B | (_TINY if card.tiny else {})
 
 
+def small_llama_config(card: Card) -> dict[str, Any]:
+    """The shapes of ``random-1b`` (sdk/cli/bench/random_models.py), with a head of its own."""
+    return _LLAMA_1B | (_TINY if card.tiny else {})
+
+
 class RandomCheckpoint:
     """A :class:`sdk.quant.checkpoint.Checkpoint`, like a folder with this ``config``.
 
-    ``bits``: 16 for bfloat16; 4 for 4-bit layers and head, in groups of 128.
+    ``kind`` of the matrices: ``bfloat16``; ``int4g128`` with an embedding in bfloat16; or a type of
+    GGUF blocks, which the embedding has too.
     """
 
     format = "safetensors"
     tokenizer = None
 
-    def __init__(self, card: Card, config: Mapping[str, Any], bits: int) -> None:
+    def __init__(self, card: Card, config: Mapping[str, Any], kind: str) -> None:
         self.path = Path(__file__).parent  # any folder without weights
         self.config = config
         self.generation_config: Mapping[str, Any] = {}
         self.kv_scales: Mapping[str, float] = {}
         self.on_bytes: Callable[[int, int], None] | None = None
         self._card = card
-        self._bits = bits
+        self._kind = kind
         c = config
         hidden, wide = c["hidden_size"], c["intermediate_size"]
         queries = c["num_attention_heads"] * c["head_dim"]
@@ -105,13 +127,15 @@ class RandomCheckpoint:
             del self._shapes["lm_head"]
 
     def weight(self, name: str) -> Weight:
-        kind = name.rpartition(".")[2]
-        if kind not in self._shapes:
+        matrix = name.rpartition(".")[2]
+        if matrix not in self._shapes:
             raise CheckpointError(f"{name}: there is no such matrix in the random weights")
-        n, k = self._shapes[kind]
-        if self._bits == 16 or kind == "embed_tokens":
-            return weight_of(Dense(self._card.normal(n, k).mul_(k**-0.5)))
-        return weight_of(affine(self._card, n, k, self._bits, min(128, k)))
+        n, k = self._shapes[matrix]
+        if self._kind in BLOCK_TYPES:
+            return weight_of(blocks(self._card, n, k, self._kind))
+        if self._kind == "bfloat16" or matrix == "embed_tokens":
+            return weight_of(Dense(self._card.matrix(n, k)))
+        return weight_of(affine(self._card, n, k, 4, min(128, k)))
 
     def tensor(self, name: str) -> Tensor:
         """A norm of ones."""
@@ -124,11 +148,14 @@ class RandomCheckpoint:
 
     def entries(self) -> Sequence[TensorEntry]:
         found = []
-        for kind, shape in self._shapes.items():
-            count = 1 if kind in ("embed_tokens", "lm_head") else self.config["num_hidden_layers"]
-            bits = 16 if kind == "embed_tokens" else self._bits + (self._bits < 16)
-            size = shape[0] * shape[1] * bits // 8
-            found += [TensorEntry(f"{kind}.{i}", shape, "BF16", size) for i in range(count)]
+        for matrix, (n, k) in self._shapes.items():
+            count = 1 if matrix in ("embed_tokens", "lm_head") else self.config["num_hidden_layers"]
+            size = 2 * n * k
+            if self._kind in BLOCK_TYPES:
+                size = n * k // BLOCK_TYPES[self._kind].elements * BLOCK_TYPES[self._kind].nbytes
+            elif self._kind == "int4g128" and matrix != "embed_tokens":
+                size = n * k * 5 // 8  # with scales; rounded up
+            found += [TensorEntry(f"{matrix}.{i}", (n, k), "BF16", size) for i in range(count)]
         return found
 
     def unused(self) -> list[str]:

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from sdk.kernels.gpu import dense
-from sdk.kernels.gpu.dense import multiply
-from sdk.kernels.gpu.plain_product import library_rounds, plain_product
+from sdk.kernels.gpu.dense import library_rounds, multiply, product_dense
 from sdk.kernels.ops import Ops
 
 #: [M, N, K]: one row, tiles that are full and that are not, K that its blocks divide and not.
@@ -30,7 +29,7 @@ def factors(m: int, n: int, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor,
 def test_sums_are_float32(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     x, w, exact = factors(*shape, dtype)
     out = torch.full(exact.shape, torch.nan)
-    plain_product(x, w, out).run()
+    product_dense(w, x, out).run()
     assert float((out.double() - exact).norm() / exact.norm()) < 1e-6
 
 

@@ -1,0 +1,21 @@
+"""The norms of queries and keys that come before rotation (Qwen 3, Gemma 3).
+
+torch is imported for type checkers only: models import this file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """RMSNorms over each head's query and key: weights float32 ``[head_dim]``."""
+
+    q: Tensor
+    k: Tensor
+    eps: float

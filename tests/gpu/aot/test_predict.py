@@ -1,0 +1,90 @@
+"""What predictions are made of: bytes, products and turns of the launches of known shapes."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.gpu.aot import sweep
+from tests.scripts import run_python
+
+#: Nothing is compiled: each kernel has 50 instructions, and 100 in its loop.
+CODE = """
+    import json, os, sys
+    os.environ.pop("TRITON_INTERPRET", None)
+    sys.path[:0] = [".", sys.argv[1]]
+    from predict import *
+    from sdk.cli.bench.gpu.weights import Weights, affine
+
+    NUMBERS = {"warps": 4, "registers": 64, "shared": 0, "stack": 0, "instructions": 150,
+               "loop": 100, "matrix": 8}
+
+    class Known:
+        def of(self, source):
+            return NUMBERS | ({"matrix": 0} if source.name == "product_one" else {})
+
+    def told(started):
+        works = [work_of(x, Known().of(x.source)) for x in started]
+        return [[w.kernel, w.programs, w.read, w.macs, w.instructions] for w in works]
+
+    found = {}
+    with predicting(DEVICES["H100 SXM"], Known()) as card:
+        card.assume(USUAL)
+        weights = Weights(card, lambda: affine(card, 1024, 2048, 4, 128))
+        for tokens in (1, 16, 300):
+            seconds = weights.seconds(tokens)
+            found[tokens] = [seconds, told(card.started), [list(x) for x in card.torch]]
+        config = small_llama_config(card) | {"num_hidden_layers": 2}
+        step = decode_step(card, card.started, config, "q4_0", prompt=300)
+        found["step"] = told(step.kernels)
+        found["weights"] = weight_bytes(step)
+    print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    made: dict[str, Any] = json.loads(run_python(CODE, sweep.FOLDER).splitlines()[-1])
+    return made
+
+
+def test_a_product_reads_its_weight_once(found: dict[str, Any]) -> None:
+    codes, scales = 1024 * 2048 // 2, 1024 * 16 * 2
+    seconds, ((name, programs, read, macs, instructions),), torch = found["1"]
+    assert (name, torch) == ("product_one", [])
+    split = 8  # 16 units of 128 columns, at least two for each program
+    assert programs == 32 * split
+    shares = split * 1024 * 4  # written and read
+    assert read == codes + scales + 2048 * 2 + 2 * shares + 1024 * 4
+    assert macs == 0  # in float32 arithmetic
+    assert instructions == 4 * (50 + 100 * 2)  # two turns of the loop
+    assert seconds > 0.9e-6
+
+
+def test_a_product_of_few_tokens_multiplies_whole_tiles(found: dict[str, Any]) -> None:
+    _, (product,), _ = found["16"]
+    assert product[0] == "product"
+    assert product[3] == 1024 * 2048 * 16
+
+
+def test_a_product_of_many_tokens_is_the_library_s(found: dict[str, Any]) -> None:
+    _, (decoded,), torch = found["300"]
+    assert decoded[0] == "decode_rows"
+    # codes and scales, and the dequantized weight
+    assert decoded[2] == 1024 * 2048 // 2 + 1024 * 16 * 2 + 1024 * 2048 * 2
+    (library,) = torch  # its sums are float32
+    assert library[0] == "aten.mm"
+    assert library[2] == [300, 1024, 2048]
+
+
+def test_a_step_reads_all_weights_and_the_pages_of_its_context(found: dict[str, Any]) -> None:
+    layer = 3072 * 2048 + 2048 * 2048 + 16384 * 2048 + 2048 * 8192
+    assert found["weights"] == (2 * layer + 32000 * 2048) * 18 / 32  # Q4_0: 18 bytes for 32
+    attention = [line for line in found["step"] if line[0] == "decode_kernel"]
+    assert len(attention) == 2
+    for _, programs, read, _, _ in attention:
+        tokens = read / (8 * 64 * 2 * 2)
+        assert 300 < tokens < 320
+        assert programs == 8 * 2  # heads, and splits of 256 keys that are not empty
