@@ -45,8 +45,8 @@ FACTORS = {"e2m1": 2.0**14, "e4m3": 2.0**8}
 #: The same of ``small_values``, of which x takes ``RAISE``: neither it nor a product overflows.
 TINY = {"int": 149, "e2m1": 126, "e4m3": 120, "e5m2": 112}
 RAISE = 80
-#: Without matrix instructions up to so many tokens are multiplied one by one: 3.2 instructions per
-#: weight and token for 4 bits, 26 per weight for 16 tokens (counted in the code for sm_75).
+#: Without matrix instructions up to so many tokens are multiplied one by one: 3.6 instructions per
+#: weight and token for Q4_0, 24 per weight for 16 tokens (counted in the code for sm_75).
 ONE_BY_ONE = 8
 
 
