@@ -27,7 +27,7 @@ NATIVE := CMakeLists.txt $(shell find kernels/cpu -name '*.cpp' -o -name '*.c' -
 BUILT_FROM := pyproject.toml $(wildcard $(NATIVE))
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all aot gpu test-interop build wheels docs release-notes native packages models browser demo-model lint sanitize fuzz frontier bench clean
+.PHONY: help run test test-all test-arm aot gpu test-interop build wheels docs release-notes native packages models browser demo-model lint sanitize fuzz frontier bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -47,6 +47,9 @@ test: $(VENV)/.embedlm-dev models browser ## set up, build and run the tests but
 
 test-all: $(VENV)/.embedlm-dev models browser ## the same with the slow tests
 	@$(call RUN_TESTS)
+
+test-arm: | $(PY) ## the native module for 64-bit ARM in an emulator, with an ARM Python (hours; Debian, Ubuntu)
+	.ci/arm.sh $(abspath $(PY))
 
 aot: $(VENV)/.embedlm-dev ## compile every new or changed GPU kernel for every card, without one
 	$(PY) tests/gpu/aot/sweep.py $(if $(ACCEPT),--accept)

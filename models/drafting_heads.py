@@ -238,10 +238,10 @@ class MedusaHead(DraftingHead):
         width, path = head.model.hidden_size, f"heads.{index}"
         names = [f"{path}.blocks.{block}" for block in range(head.num_blocks)]
         self._blocks = [(source.matrix(name, width, width)) for name in names]
-        ones = torch.ones(width)
+        ones = torch.ones(width, device=inputs.device)
         self._biases = []
         for block in self._blocks:
-            bias = torch.zeros(width) if block.bias is None else block.bias
+            bias = torch.zeros_like(ones) if block.bias is None else block.bias
             self._biases.append(torch.cat([bias, ones]))
         self._last = source.matrix(f"{path}.lm_head", head.draft_vocab, width)
 
@@ -267,12 +267,14 @@ class _SomeTokens:
     def __init__(self, linear: Projection, offsets: Tensor, vocab_size: int) -> None:
         self._linear = linear
         self._known = len(offsets)
-        known = torch.arange(self._known) + offsets.to(torch.int64)
+        known = torch.arange(self._known) + offsets.cpu().to(torch.int64)
         others = torch.ones(vocab_size, dtype=torch.bool)
         others[known] = False
-        self._order = torch.cat([known, others.nonzero().flatten()]).to(torch.int32)
-        self._never = torch.full((vocab_size,), _NEVER)
-        self._never[: self._known] = 0.0
+        device = linear.ops.device
+        self._order = torch.cat([known, others.nonzero().flatten()]).to(torch.int32).to(device)
+        never = torch.full((vocab_size,), _NEVER)
+        never[: self._known] = 0.0
+        self._never = never.to(device)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """``[R, hidden] -> [R, vocab]``."""

@@ -11,6 +11,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -21,6 +22,9 @@ from tests.left_out import (  # noqa: F401  (hooks, found by name)
     pytest_terminal_summary,
     pytest_testnodedown,
 )
+
+if TYPE_CHECKING:
+    from tests.drafting_heads import TinyHeads
 
 # Workers of pytest-xdist share the cores, and so do the processes they start: torch's threads, one
 # for each core in every process, would spin for each other's. The engines' own threads sleep.
@@ -34,6 +38,14 @@ GOLDEN = Path(__file__).parent / "golden"
 def golden() -> Path:
     """The folder of golden checkpoints (tests/golden/README.md says what is in them)."""
     return GOLDEN
+
+
+@pytest.fixture(scope="session")
+def tiny_heads(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> TinyHeads:
+    """A tiny model of eight layers, with heads that draft for it."""
+    from tests.drafting_heads import write_tiny_heads  # imports transformers
+
+    return write_tiny_heads(tmp_path_factory.mktemp("heads"), golden / "arch-llama3" / "hf")
 
 
 @pytest.fixture

@@ -29,8 +29,8 @@ import torch
 #: Must equal kAbiVersion in native/abi.hpp; a library with another version is rejected as stale.
 ABI_VERSION = 21
 
-#: Instruction-set levels, worst to best, in the order of native/levels.hpp.
-LEVELS = ("portable", "avx2", "avx2_vnni", "avx512_vnni")
+#: Instruction-set levels, worst to best of each architecture, in the order of native/levels.hpp.
+LEVELS = ("portable", "avx2", "avx2_vnni", "avx512_vnni", "neon", "neon_dotprod", "neon_i8mm")
 
 #: Element types, with the numbers of native/abi.hpp.
 ELEMENT_TYPES = {

@@ -9,7 +9,8 @@ one still runs. A decode step of a 1B model has 140 kernels, 3.6 us each on aver
 pass between two kernels without this (predicted: sdk/cli/bench/gpu/roofline.py). Therefore every
 kernel begins with :func:`after_earlier`, and :func:`run_kernel` launches it. A program waits there
 until the kernels before are complete and their results visible, and only then lets the next kernel
-be made ready: at most two overlap, and the later one has read and written nothing.
+be made ready: at most two overlap, and the later one has written nothing and read only weights
+(``product_one.py``), which no kernel writes.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _OVERLAPS = tl.constexpr(OVERLAPS[0])
 
 @triton.jit
 def after_earlier():
-    """The first statement of every kernel: see the module. Nothing on older cards."""
+    """Before anything is written, and read but weights: see the module. Nothing on older cards."""
     if _COMPILED and cuda_capability_geq(_OVERLAPS):
         gdc_wait()
         gdc_launch_dependents()

@@ -1,9 +1,10 @@
 """Matrix products on packed weights with Triton: selects kernel and tiles by number of tokens.
 
-One token: ``product_one``, in float32 arithmetic. Below ``dense_from`` tokens: ``product``, on the
-matrix units. From there on, dequantizing a weight once into scratch and a library product cost less
-than dequantizing it in every tile of tokens. For experts with ``experts_dense_from`` rows or more
-each, ``product_dense`` replaces the library. All must match ``kernels/reference/linear.py``.
+One token: ``product_one``, in float32 arithmetic (``ONE_BY_ONE``: also a few). Below ``dense_from``
+tokens: ``product``, on the matrix units. From there on, dequantizing a weight once into scratch and
+a library product cost less than dequantizing it in every tile of tokens. For experts with
+``experts_dense_from`` rows or more each, ``product_dense`` replaces the library. All must match
+``kernels/reference/linear.py``.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import triton
 from torch import Tensor
 
 from sdk.kernels.backend import Problem
-from sdk.kernels.gpu import product as kernels
+from sdk.kernels.gpu import product as kernels, product_one as one_token
 from sdk.kernels.gpu.dense import multiply, product_dense
 from sdk.kernels.gpu.elementwise import GatedActivation
 from sdk.kernels.gpu.expert_tiles import PARTS, Experts, Routed, offsets_of, tile_arguments
@@ -41,9 +42,12 @@ from sdk.kernels.routes import Routes
 
 #: What ``decode_values`` leaves to the scale: the difference of the exponents' biases.
 FACTORS = {"e2m1": 2.0**14, "e4m3": 2.0**8}
-#: The same of ``tiny_values``, of which x takes ``RAISE``: neither it nor a product overflows.
+#: The same of ``small_values``, of which x takes ``RAISE``: neither it nor a product overflows.
 TINY = {"int": 149, "e2m1": 126, "e4m3": 120, "e5m2": 112}
 RAISE = 80
+#: Without matrix instructions up to so many tokens are multiplied one by one: 3.6 instructions per
+#: weight and token for Q4_0, 24 per weight for 16 tokens (counted in the code for sm_75).
+ONE_BY_ONE = 8
 
 
 class TritonLinear:
@@ -131,11 +135,12 @@ class TritonLinear:
             self._matmul_dense(packed, x.to(dtype), wide)
             activate_rows(wide, activation, out)
             return
-        tiles = self._tuning.tiles(packed, 2 if self._fixed else tokens)
+        one = not self._fixed and tokens <= (ONE_BY_ONE if old_card(x.device) else 1)
+        tiles = self._tuning.tiles(packed, 2 if self._fixed else 1 if one else tokens)
         tiles = replace(tiles, split=min(tiles.split, packed.units))
         step = tokens if tiles.split == 1 else rows_of_parts(packed.shape[0], tiles.split)
         for rows in runs(tokens, step):
-            self._multiply(packed, x[rows], out[rows], tiles, activation, one=tokens == 1)
+            self._multiply(packed, x[rows], out[rows], tiles, activation, one=one)
 
     def _dot_type(self, x: Tensor) -> torch.dtype:
         return x.dtype if x.itemsize == 2 and self.dtype.itemsize == 2 else self.dtype
@@ -151,9 +156,9 @@ class TritonLinear:
         one: bool,
         routed: Routed | None = None,
     ) -> None:
-        """``one``: every row has its own weight, so none is read twice."""
+        """``one``: row by row, of experts each with its own weight."""
         shares = self._sharing.shares(tiles.split, out.shape[0], w.shape[0], x.device)
-        if one and not self._fixed:
+        if one:
             product_one(w, x, out, shares, tiles, activation, routed).run()
         else:
             dtype, sums = self._dot_type(x), None
@@ -178,6 +183,8 @@ class TritonLinear:
         decode_rows(packed, out, ids).run()
 
     def group(self, packed: Sequence[Packed]) -> Experts[Packed] | None:
+        if any(p.nans for p in packed):
+            packed = [replace(p, nans=True) for p in packed]
         described = [_weight(p) for p in packed]
         tables = [p.tables[torch.float32] for p in packed if p.tables is not None]
         if any(constants != described[0][1] for _, constants in described[1:]):
@@ -205,7 +212,7 @@ class TritonLinear:
             self._experts_dense(group, x.to(dtype), routed, wide)
             activate_rows(wide, activation, out)
             return
-        one = routes.weights.shape[0] == 1
+        one = routes.weights.shape[0] == 1 and not self._fixed
         tiles = self._tiles_of(group, routes, 1 if one else 2)
         self._multiply(group.first, x, out, tiles, activation, one=one, routed=routed)
 
@@ -311,25 +318,25 @@ def product_one(
     activation: str = "",
     routed: Routed | None = None,
 ) -> Launch:
-    """``product_one``: x ``[1, K]``, out as in :func:`product`.
+    """``product_one``: x ``[M, K]``, out as in :func:`product`.
 
     ``routed``: the rows of one token's experts instead.
     """
     weights, constants = _weight(packed)
-    grid = (-(-packed.shape[0] // tiles.block_n), shares.split, out.shape[0])
+    grid = (out.shape[0], -(-packed.shape[0] // tiles.block_n), shares.split)
     arguments = {"x": x, "out": out, **weights, "share": -(-packed.units // shares.split)}
     arguments |= {"x_stride": x.stride(0), "out_stride": out.stride(0)}
-    arguments |= shares.arguments(grid[0] * grid[2])
+    arguments |= shares.arguments(grid[0] * grid[1])
     arguments |= dict.fromkeys(("offsets", "owners", "sources"), None)
     if routed is not None:
         arguments |= {"offsets": routed.offsets, "owners": routed.routes.owners}
         arguments["sources"] = routed.sources
-    constants |= {"BLOCK_N": tiles.block_n, "UNROLL": tiles.stages, "ROUTED": routed is not None}
+    constants |= {"BLOCK_N": tiles.block_n, "NANS": packed.nans, "ROUTED": routed is not None}
     constants |= {"SHARED": shares.split > 1, "ACTIVATION": activation}
     tiny = packed.kind in TINY
     constants["RAISE"] = 2.0**RAISE if tiny else 1.0
     constants["FACTOR"] = 2.0 ** (TINY[packed.kind] - RAISE) if tiny else 1.0
-    return Launch(kernels.product_one, grid, arguments, constants, {"num_warps": tiles.warps})
+    return Launch(one_token.product_one, grid, arguments, constants, {"num_warps": tiles.warps})
 
 
 def decode_rows(packed: Packed, out: Tensor, rows: Tensor | int) -> Launch:

@@ -52,6 +52,8 @@ PLANES = {
     8: (8,),
 }
 FLOAT8_KINDS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+#: The first code of a kind, without its sign, that is no number or infinite.
+FIRST_NAN = {"e4m3": 0x7F, "e5m2": 0x7C}
 #: Types that are passed to Triton as bytes, and the names of those bytes.
 _SCALE_BITS = {torch.float8_e8m0fnu: "e8m0", torch.float8_e4m3fn: "e4m3"}
 
@@ -65,7 +67,7 @@ class Packed:
     scale_rows]`` is bytes if ``scale_bits`` names their meaning. ``minus [groups, N]`` is
     subtracted from the scaled value, ``zero`` or ``zeros`` of ``zeros_bits`` each (32: floats) from
     the code. ``tables`` is one table in every type of products. ``nested`` is the table of scales,
-    to which ``offset [N]`` is added.
+    to which ``offset [N]`` is added. ``nans``: some e4m3 or e5m2 code is NaN or infinite.
     """
 
     facts: Packable
@@ -88,6 +90,7 @@ class Packed:
     nested: Tensor | None = None
     offset: Tensor | None = None
     tables: Mapping[torch.dtype, Tensor] | None = None
+    nans: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -184,13 +187,18 @@ def _pack_float8(w: Float8) -> Packed:
     n, k = w.shape
     unit, planes = _empty_planes(n, k, 8, w.values.device)
     pairs = pairs_of(unit, min(w.block[1], k), k)
-    for rows in _row_slices(n, k):
-        _fill(planes, rows, unit, pairs, w.values[rows].view(torch.uint8), 8, False)
-    facts = replace(w, values=w.values.to("meta"), scale=w.scale.new_empty(0, 0))
     kind = FLOAT8_KINDS[w.values.dtype]
+    nans = torch.zeros((), dtype=torch.bool, device=w.values.device)
+    for rows in _row_slices(n, k):
+        codes = w.values[rows].view(torch.uint8)
+        _fill(planes, rows, unit, pairs, codes, 8, False)
+        nans |= ((codes & 0x7F) >= FIRST_NAN[kind]).any()
+    facts = replace(w, values=w.values.to("meta"), scale=w.scale.new_empty(0, 0))
     high, wide = w.block
     return Packed(
-        facts, kind, 8, unit, pairs, min(wide, k), planes, *_scale(w.scale), scale_rows=high
+        *(facts, kind, 8, unit, pairs, min(wide, k), planes, *_scale(w.scale)),
+        scale_rows=high,
+        nans=not nans.is_meta and bool(nans),
     )
 
 

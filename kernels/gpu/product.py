@@ -1,4 +1,4 @@
-"""Products with packed weights, dequantized on the fly: ``y = x @ w.T``.
+"""Products of several tokens with packed weights, dequantized on the fly: ``y = x @ w.T``.
 
 ``w[n, k] = scale[n, g] * (value(code[n, k]) - zero[n, g]) - minus[n, g]`` with g the group of k, in
 the order of ``packing.py``. A code becomes an exact small integer, table entry or short float; the
@@ -32,7 +32,6 @@ from sdk.kernels.gpu.values import (
     load_planes,
     load_scale,
     load_zero,
-    tiny_values,
 )
 
 
@@ -209,107 +208,6 @@ def add_chunks(
         part = tl.load(x + m.to(tl.int64) * x_stride + column, mask=wanted, other=0.0)
         acc += part.to(DOT).to(tl.float32)
     tl.store(sums + chunk * M + m, tl.sum(acc, 0))
-
-
-@triton.jit
-def add_chunk(
-    part, total, words, x, table, k, K, FIRST: tl.constexpr,
-    KIND: tl.constexpr, UNIT: tl.constexpr, WIDTH: tl.constexpr, WIDTH_1: tl.constexpr,
-    WIDTH_2: tl.constexpr, CHUNK: tl.constexpr, EVEN: tl.constexpr, RAISE: tl.constexpr,
-    TOTAL: tl.constexpr, PAIRS: tl.constexpr,
-):  # fmt: skip
-    """One chunk of :func:`product_one`, columns k and on: products to part, x to total if asked."""
-    for j in tl.static_range(CHUNK // (2 * PAIRS)):
-        lane = tl.arange(0, PAIRS)
-        column = k + j * 2 * PAIRS + 8 * (lane % (PAIRS // 4)) + 2 * (lane // (PAIRS // 4))
-        if EVEN and x.dtype.element_ty == tl.bfloat16:
-            both = tl.load((x + column).to(tl.pointer_type(tl.int32)))
-            even = (both << 16).to(tl.float32, bitcast=True)
-            odd = (both & -65536).to(tl.float32, bitcast=True)
-        else:
-            even = tl.load(x + column, mask=EVEN | (column < K), other=0.0).to(tl.float32)
-            odd = tl.load(x + column + 1, mask=EVEN | (column + 1 < K), other=0.0).to(tl.float32)
-        w, step = tiny_values(
-            words, table, FIRST + j, 0, KIND, UNIT, WIDTH, WIDTH_1, WIDTH_2, PAIRS
-        )
-        part += w * (even * (step * RAISE))[None, :]
-        w, step = tiny_values(
-            words, table, FIRST + j, 1, KIND, UNIT, WIDTH, WIDTH_1, WIDTH_2, PAIRS
-        )
-        part += w * (odd * (step * RAISE))[None, :]
-        if TOTAL:
-            total += even + odd
-    return part, total
-
-
-@triton.jit(do_not_specialize=["share", "split"])
-def product_one(
-    x, out, parts, counters, w0, w1, w2, scale, super_scale, nested, offset, zeros, minus,
-    super_minus, table, offsets, owners, sources,
-    N, K, units, share, split, x_stride, out_stride, part_stride, scale_stride, scale_rows,
-    KIND: tl.constexpr, WIDTH: tl.constexpr, WIDTH_1: tl.constexpr, WIDTH_2: tl.constexpr,
-    UNIT: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, SUPER: tl.constexpr,
-    SCALE: tl.constexpr, FACTOR: tl.constexpr, ZEROS: tl.constexpr, ZERO: tl.constexpr,
-    MINUS: tl.constexpr,
-    WHOLE: tl.constexpr, EVEN: tl.constexpr, RAISE: tl.constexpr,
-    BLOCK_N: tl.constexpr, UNROLL: tl.constexpr, ROUTED: tl.constexpr, SHARED: tl.constexpr,
-    ACTIVATION: tl.constexpr, PAIRS: tl.constexpr,
-):  # fmt: skip
-    """:func:`product` for one token, in float32 without matrix instructions: x is not rounded.
-
-    ``RAISE`` times ``FACTOR`` undoes the smallness of ``tiny_values``, x bearing its share.
-    ``ROUTED``: a program of the third dimension has one row, and so one of the token's experts.
-    """
-    after_earlier()
-    row = tl.program_id(2)
-    if ROUTED:
-        w0, w1, w2, scale, super_scale, nested, offset, zeros, minus, super_minus = of_expert(
-            w0, w1, w2, scale, super_scale, nested, offset, zeros, minus, super_minus,
-            offsets, tl.load(owners + row),
-        )  # fmt: skip
-        source = row
-        if sources is not None:
-            source = tl.load(sources + row)
-        x += source.to(tl.int64) * x_stride
-    block = tl.program_id(0)
-    rows, there = tile_rows(block, N, BLOCK_N, ACTIVATION, 0)
-    acc = tl.zeros((BLOCK_N, PAIRS), tl.float32)
-    part = acc
-    total = tl.zeros((PAIRS,), tl.float32)
-    first = tl.program_id(1) * share
-    for unit in tl.range(first, tl.minimum(first + share, units), loop_unroll_factor=UNROLL):
-        words = load_planes(w0, w1, w2, rows, unit, units, WIDTH, WIDTH_1, WIDTH_2, UNIT, PAIRS)
-        for c in tl.static_range(UNIT // CHUNK):
-            k = unit * UNIT + c * CHUNK
-            at = tl.minimum(k, K - 1)  # columns of padding may belong to no group
-            z = load_zero(zeros, rows, N, at, GROUP, ZEROS, ZERO)
-            if not WHOLE:
-                part = tl.zeros((BLOCK_N, PAIRS), tl.float32)
-                total = tl.zeros((PAIRS,), tl.float32)
-            part, total = add_chunk(
-                part, total, words, x, table, k, K, c * (CHUNK // (2 * PAIRS)), KIND, UNIT,
-                WIDTH, WIDTH_1, WIDTH_2, CHUNK, EVEN, RAISE, KIND == "int" or MINUS != "", PAIRS,
-            )  # fmt: skip
-            if not WHOLE:
-                acc = scaled(
-                    acc, part, total, z, scale, super_scale, nested, offset, minus, super_minus,
-                    rows, N, K, at, scale_stride, scale_rows,
-                    GROUP, SUPER, SCALE, FACTOR, MINUS, KIND == "int",
-                )  # fmt: skip
-    if WHOLE:
-        z = load_zero(zeros, rows, N, 0, GROUP, ZEROS, ZERO)
-        acc = scaled(
-            acc, part, total, z, scale, super_scale, nested, offset, minus, super_minus,
-            rows, N, K, 0, scale_stride, scale_rows,
-            GROUP, SUPER, SCALE, FACTOR, MINUS, KIND == "int",
-        )  # fmt: skip
-    m = row + tl.arange(0, 1)
-    store_tile(
-        tl.sum(acc, 1)[:, None], block, rows, there, m, m == row,
-        out, out_stride, parts, part_stride,
-        counters, row * tl.num_programs(0) + block, tl.program_id(1), split, N,
-        SHARED, ACTIVATION, BLOCK_N, 1,
-    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["count", "start", "low"])

@@ -1,6 +1,6 @@
 """Tile sizes: from the card's table if there is one, otherwise by a rule.
 
-``kernels/tuned/<card>.json``: ``{"version": 3, "dense_from": 256, "experts_dense_from": 256,
+``kernels/tuned/<card>.json``: ``{"version": 4, "dense_from": 256, "experts_dense_from": 256,
 "linear": {"int4g128": [{"max_m", "n", "k", "block_n", "block_m", "split", "warps", "stages"}]}}``
 and the same for the other ``OPS``. An entry is for weights of n rows and k columns and up to
 ``max_m`` tokens (for experts: rows per expert on average), under the weight's name from
@@ -27,7 +27,7 @@ from sdk.kernels.gpu.scratch import MOST_SHARES
 
 TABLES = Path(__file__).parents[1] / "tuned"
 #: The version of tables; those of other versions were measured with other kernels.
-VERSION = 3
+VERSION = 4
 #: Loads in flight on AMD's cards: with three, 64 tokens with 2 or 3 bits would need up to 72 KiB,
 #: but a program may only have 64.
 AMD_STAGES = 2
@@ -96,8 +96,10 @@ class Tuning:
     def _by_rule(self, w: Packed, tokens: int) -> Tiles:
         """For few tokens: enough programs to fill the card, each with two or four units of K."""
         if tokens == 1:
-            # four rows per thread for each value of x; table look-ups leave too few registers
-            block_n, block_m, warps, least, stages = 32, 16, 4 if w.kind == "table" else 1, 2, 1
+            # Rows for each value of x in a thread: 8, or 4 where codes of several planes or from a
+            # table leave too few registers. Groups of 16 columns have half as many words at a time.
+            many = w.kind == "table" or (len(w.planes) > 1 and w.pairs == 16)
+            block_n, block_m, warps, least, stages = 32 if many else 64, 16, 1, 2, 1
         else:
             block_m = min(64, max(16, 1 << (tokens - 1).bit_length()))
             block_n, warps, least, stages = 64, 4, 4, self.stages

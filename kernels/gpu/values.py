@@ -169,49 +169,6 @@ def decode_values(
 
 
 @triton.jit
-def tiny_values(
-    words, table, SLICE: tl.constexpr, HALF: tl.constexpr, KIND: tl.constexpr, UNIT: tl.constexpr,
-    WIDTH: tl.constexpr, WIDTH_1: tl.constexpr, WIDTH_2: tl.constexpr, PAIRS: tl.constexpr,
-):  # fmt: skip
-    """Float32 values of the even columns of a slice, or the odd ones (``HALF`` 1), too small by the
-    same power of two for all of a kind (``TINY``): ``[rows, PAIRS]``.
-
-    The bits of a code are the lowest bits of a float: an integer is a denormal number then, a short
-    float has the lowest bits of the exponent. Multiplying those costs nothing extra and nothing is
-    converted, one ``and`` makes a number of a code that is a field of its word. Such a field may
-    lie up to 15 bits too far left: the second result undoes that, multiplied with x.
-    """
-    WORDS: tl.constexpr = UNIT * WIDTH // 32
-    step = 1.0
-    if KIND == "int" and WIDTH_1 == 0 and WORDS >= PAIRS:
-        PARTS: tl.constexpr = WORDS // PAIRS
-        PLACE: tl.constexpr = WIDTH * (SLICE // PARTS)
-        half = words[SLICE % PARTS]
-        if HALF == 1:
-            half = half >> 16
-        bits = half & (((1 << WIDTH) - 1) << PLACE)
-        step = 1.0 / (1 << PLACE)
-    else:
-        bits = all_codes(words, SLICE, UNIT, WIDTH, WIDTH_1, WIDTH_2, PAIRS)
-        if HALF == 1:
-            bits = bits >> 16
-        bits = bits & ((1 << (WIDTH + WIDTH_1 + WIDTH_2)) - 1)
-        if KIND == "e2m1":
-            bits = ((bits & 8) << 28) | ((bits & 7) << 22)
-        elif KIND == "e4m3":
-            nan = tl.where((bits & 127) == 127, 0x7FC00000, 0)
-            bits = ((bits & 128) << 24) | ((bits & 127) << 20) | nan
-        elif KIND == "e5m2":
-            bits = ((bits & 128) << 24) | ((bits & 127) << 21)
-            bits = tl.where((bits & 0x0F800000) == 0x0F800000, bits | 0x70000000, bits)
-    if KIND == "table":
-        value = tl.load(table + bits)
-    else:
-        value = bits.to(tl.float32, bitcast=True)
-    return value, step
-
-
-@triton.jit
 def e4m3_value(code):
     """The float32 value of the e4m3 floats whose bits are ``code``."""
     half = ((code & 128) << 8) | ((code & 127) << 7)

@@ -3,6 +3,8 @@
 Tiles have 16 queries and 64 keys, are aligned at position 0 and padded: every product has the same
 shape, so a token's result does not depend on how its prompt was chunked. A masked key contributes
 exactly 0 and rescales by exactly 1.
+
+On a GPU in float64: the host may have let torch round float32 products there.
 """
 
 from __future__ import annotations
@@ -41,9 +43,10 @@ class Attention:
     ) -> None:
         starts = batch.query_start.tolist()
         lengths = batch.context_len.tolist()
-        view, q = torch.empty_like(q, dtype=torch.float32), q.float()
+        wide = torch.float64 if q.is_cuda else torch.float32
+        view, q = torch.empty_like(q, dtype=torch.float32), q.to(wide)
         for r, length in enumerate(lengths):
-            k, v = _gather(pages, batch.page_table[r], length)
+            k, v = (x.to(wide) for x in _gather(pages, batch.page_table[r], length))
             first_position = length - (starts[r + 1] - starts[r])
             for begin in range(starts[r], starts[r + 1], QUERY_TILE):
                 end = min(begin + QUERY_TILE, starts[r + 1])

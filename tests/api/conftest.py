@@ -8,19 +8,12 @@ from pathlib import Path
 import pytest
 
 from sdk import LLM
-from tests.drafting_heads import TinyHeads, write_tiny_heads
 
 
 @pytest.fixture(scope="module")
 def tiny_path(golden: Path) -> Path:
     """A two-layer random llama of 448 tokens with an SPM tokenizer."""
     return golden / "gguf-Q8_0" / "model.gguf"
-
-
-@pytest.fixture(scope="session")
-def tiny_heads(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> TinyHeads:
-    """A tiny model of eight layers, with heads that draft for it."""
-    return write_tiny_heads(tmp_path_factory.mktemp("heads"), golden / "arch-llama3" / "hf")
 
 
 @pytest.fixture(scope="module")

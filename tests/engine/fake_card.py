@@ -146,6 +146,10 @@ class _Kernel:
                 setattr(self, name, partial(self._launch, getattr(inner, name)))
 
     def _launch(self, function: Callable[..., Any], *args: Any) -> None:
+        for x in args:
+            names = AttentionBatch.__slots__ if isinstance(x, AttentionBatch) else ()
+            for one in (x, *(getattr(x, name) for name in names)):
+                assert not isinstance(one, Tensor) or isinstance(one, CardTensor), "of the host"
         found = tensors_of(args)
         given = plain(args)
         if self._taught is not None:

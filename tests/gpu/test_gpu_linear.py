@@ -116,6 +116,37 @@ def test_products_equal_float64_of_the_rounded_inputs(cases: Any, name: str, tok
     assert distance(found, expected) < (5e-4 if "like" in name else 2e-6)
 
 
+@pytest.mark.parametrize("split", [1, 3])
+def test_without_matrix_instructions_a_few_tokens_are_multiplied_one_by_one(
+    cases: Any, split: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sdk.kernels.gpu.linear.old_card", lambda device: True)
+    layout = made(cases, "q4_k")
+    x = cases.activations(8, layout.shape[1])
+    linear = TritonLinear(torch.float16, Tuning(programs=split))
+    found = product(linear, layout, x)
+    alone = torch.cat([product(linear, layout, row[None]) for row in x])
+    assert torch.equal(found, alone)
+    assert distance(found, x.double() @ decode(layout).double().t()) < 2e-6
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("dtype", [E4M3, torch.float8_e5m2])
+def test_weights_that_are_no_numbers_give_results_that_are_none(
+    cases: Any, dtype: torch.dtype, tokens: int
+) -> None:
+    layout = cases.float8(20, 96, (1, 96), dtype)
+    codes = layout.values.view(torch.uint8)
+    codes[3, 17], codes[19, 40] = 0x7F, 0xFF  # NaN in both types
+    if dtype == torch.float8_e5m2:
+        codes[7, 5] = 0x7C  # infinite
+    x = cases.activations(tokens, 96)
+    found = product(TritonLinear(torch.float16, FEW), layout, x)
+    wrong = found.isfinite().logical_not().any(0).nonzero().flatten().tolist()
+    assert wrong == ([3, 7, 19] if dtype == torch.float8_e5m2 else [3, 19])
+    assert pack(layout).nans and not pack(cases.float8(20, 96, (1, 96), dtype)).nans
+
+
 @pytest.mark.parametrize(
     "name",
     [

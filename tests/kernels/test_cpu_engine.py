@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import subprocess
 import threading
 from pathlib import Path
@@ -186,7 +187,7 @@ def test_a_forked_child_can_close_what_it_inherited(cases: Any) -> None:
 
 def test_the_baseline_holds_no_wide_instructions() -> None:
     """Only the kernel tables may differ by level: anything else the linker could merge would bring
-    AVX code to a CPU without it."""
+    AVX code, or ARM's dot products, to a CPU without them."""
     spec = library.find_spec("sdk.kernels.cpu._native")
     assert spec is not None and spec.origin is not None
     listing = subprocess.run(
@@ -199,10 +200,10 @@ def test_the_baseline_holds_no_wide_instructions() -> None:
     for line in listing.splitlines():
         if line.endswith(">:"):
             function = line.split("<")[1]
-        elif function.startswith("(anonymous namespace)::loop_avx"):
+        elif function.startswith("(anonymous namespace)::loop_"):
             continue  # the peak probe: assembly of one level each, chosen at run time
-        elif "%ymm" in line or "%zmm" in line:
+        elif re.search(r"%[yz]mm|\t(s|us?)dot\b|mmla\b", line):
             wide.add(function.removeprefix("void ").partition("::")[0])
     compiled = {level for level in library.LEVELS if f"{level}::" in listing}
     assert "portable" in compiled
-    assert wide == compiled - {"portable"}
+    assert wide == compiled - {"portable", "neon"}

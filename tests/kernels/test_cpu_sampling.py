@@ -204,7 +204,7 @@ def test_a_row_s_token_depends_on_nothing_but_the_row(backend: CpuBackend) -> No
     ]
 
 
-def test_the_avx_levels_agree_bit_for_bit(backend: CpuBackend) -> None:
+def test_the_levels_with_fused_multiplications_agree_bit_for_bit(backend: CpuBackend) -> None:
     if backend.runtime.level == "portable":
         return  # no fused multiplication: its weights may differ in the last bit
     logits, draws = some_rows()

@@ -87,6 +87,52 @@ void weights(Random& random, TestRuntime& one, TestRuntime& many) {
     }
 }
 
+// --- the same numbers everywhere ---
+
+// Every level with a fused multiply-add, of every architecture, has these products (linear_int.hpp,
+// linear_float.hpp): the value is that of the AVX2 level, which tests/kernels compares with references.
+constexpr uint64_t kFusedProducts = 0x83b4fe8731b5df3a;
+
+void mix_in(uint64_t* hash, Buffer<float>& found) {
+    for (int64_t i = 0; i < found.size(); ++i) {
+        uint32_t bits = 0x7fc00000;  // NaN: its bits may differ
+        if (found[i] == found[i]) memcpy(&bits, &found[i], sizeof bits);
+        *hash = (*hash ^ bits) * 1099511628211u;
+    }
+}
+
+// A hash of products with weights of every kind, of rows multiplied alone and together.
+uint64_t products_hash(int level) {
+    Random random(11);
+    TestRuntime runtime(2, level);
+    uint64_t hash = 14695981039346656037u;
+    const auto add = [&](Packed made) {
+        point(made);
+        const int64_t n = made.w.n, k = made.w.k;
+        CHECK(embedlm_pack(runtime.handle, &made.w, made.source.data(), made.row_bytes) == kOk);
+        const bool floats_only = made.w.subgroup == 1 && !made.w.dense;
+        for (int32_t terms = 0; terms < (floats_only ? 1 : 3); ++terms) {
+            for (int64_t m : {1, 3, 8, 21}) {
+                Buffer<float> x = floats(random, m * k), out(m * n);
+                LinearArgs args{};
+                args.w = &made.w;
+                args.x = x.data();
+                args.out = out.data();
+                args.out_stride = n;
+                args.exact = !terms;
+                args.terms = terms && !made.w.dense ? terms : 1;
+                runtime.run(kOpLinear, args, m);
+                mix_in(&hash, out);
+            }
+        }
+    };
+    for (int64_t i = 0; i < 24; ++i) add(affine(random, 20 + 3 * i, 33 + 20 * i));
+    for (int64_t i = 0; i < 6; ++i) add(dense(random, 37, 40 + 30 * i));
+    for (int64_t i = 0; i < 3; ++i) add(columns(random, 40, 70 + i));
+    for (const BlockKind& kind : kBlockKinds) add(blocks(random, kind, 37, 3));
+    return hash;
+}
+
 // --- row-wise operators ---
 
 // Both runtimes run `call(runtime, output)`, each with an output of `size` floats; the results are
@@ -866,6 +912,16 @@ int main(int argc, char** argv) {
         together(level, true);
         for (int size : {2, 3}) ranks(size, level);
         for (int stages : {2, 3}) pipeline(stages, level);
-        printf("driver: level %d, %d rounds\n", level, rounds);
+        const uint64_t hash = products_hash(level);
+        bool fused = level != kPortable;
+#if defined(__aarch64__)
+        fused = true;
+        // Here all levels have vectors of the same width, so all results have the same bits.
+        Random random(77);
+        TestRuntime portable(1, kPortable), own(2, level);
+        for (int round = 0; round < rounds; ++round) everything(random, portable, own);
+#endif
+        printf("driver: level %d, %d rounds, products %016llx\n", level, rounds, (unsigned long long)hash);
+        CHECK(!fused || hash == kFusedProducts);
     }
 }

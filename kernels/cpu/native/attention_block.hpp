@@ -364,15 +364,14 @@ struct Products {
 
 template <int TYPE>
 static Products products_of(int rows) {
+    const int kMost = kAttentionRows;  // 6 or 3
     switch (rows) {
         case 1: return {score_rows<TYPE, 1>, value_rows<TYPE, 1>};
         case 2: return {score_rows<TYPE, 2>, value_rows<TYPE, 2>};
-#if defined(__AVX512VNNI__)
         case 3: return {score_rows<TYPE, 3>, value_rows<TYPE, 3>};
-        case 4: return {score_rows<TYPE, 4>, value_rows<TYPE, 4>};
-        case 5: return {score_rows<TYPE, 5>, value_rows<TYPE, 5>};
-#endif
-        default: return {score_rows<TYPE, kAttentionRows>, value_rows<TYPE, kAttentionRows>};
+        case 4: return {score_rows<TYPE, kMost == 6 ? 4 : 3>, value_rows<TYPE, kMost == 6 ? 4 : 3>};
+        case 5: return {score_rows<TYPE, kMost == 6 ? 5 : 3>, value_rows<TYPE, kMost == 6 ? 5 : 3>};
+        default: return {score_rows<TYPE, kMost>, value_rows<TYPE, kMost>};
     }
 }
 

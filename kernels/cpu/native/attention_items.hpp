@@ -7,7 +7,7 @@
 namespace LEVEL {
 
 // Rows that share a loaded vector: as many accumulators as the registers hold.
-enum { kAttentionRows = kLanes == 16 ? 6 : 3, kKeyVectors = kBlockKeys / kLanes };
+enum { kAttentionRows = kRegisters < 32 ? 3 : 6, kKeyVectors = kBlockKeys / kLanes };
 static_assert(kAttentionRows * 4 + 4 <= kRegisters, "rows times 4 accumulators, and 4 keys or values");
 static_assert((int)kAttentionRows <= (int)kMostAttentionRows, "plan_attention counts memory for so many rows");
 static_assert(kBlockKeys % kLanes == 0 && kKeyVectors % 4 == 0, "vectors of keys in fours and pairs");

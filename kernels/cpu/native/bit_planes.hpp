@@ -18,18 +18,25 @@ static_assert(kTileDepth / 4 == 8, "a tile is eight vectors j: one bit each of a
 static_assert(kTileRows * 4 == kTileBytesPerBit, "a vector j is 64 bytes, and so is a 1-bit plane");
 static_assert(kByteTile == 8 * kTileBytesPerBit, "plain bytes are eight planes");
 
-// A tile that `expand` has expanded to one byte per code, for codes below 8 bits.
-enum { kExpanded = 9 };
+// A tile that `expand` has expanded to one byte per code, for codes below 8 bits. With kMatrix its vectors
+// 2 i and 2 i + 1 hold the codes of rows 0 and 1, and 2 and 3, of 8 k each.
+enum { kExpanded = 9, kMatrixTile = 10 };
 
 // Added to a number of bits: the codes index a table, whose entries become the operands.
 enum { kLookup = 16, kBitsMask = 15 };
 static_assert((kLookup & kBitsMask) == 0, "the number of bits can be recovered");
-static_assert(kExpanded > 8 && (int)kExpanded <= (int)kBitsMask, "no number of bits, and below kLookup");
+static_assert(kExpanded > 8 && (int)kMatrixTile <= (int)kBitsMask, "no numbers of bits, and below kLookup");
 
 // Whether operands exceed 127 (dot4_wide).
 template <int BITS>
 constexpr bool is_wide() {
     return BITS == 8 || BITS >= kLookup;
+}
+
+// What a tile of BITS is after `expand`.
+template <int BITS>
+constexpr int expanded_as() {
+    return kMatrix ? (int)kMatrixTile : is_wide<BITS>() ? 8 : (int)kExpanded;
 }
 
 template <int BITS>
@@ -70,9 +77,18 @@ INLINE VB operands(const uint8_t* tile, int j, int h, VB table) {
 template <int BITS>
 INLINE void expand(const uint8_t* tile, uint8_t* out, VB table) {
     for (int h = 0; h < kTileRows / kLanes; ++h) {
-#pragma GCC unroll 8
-        for (int j = 0; j < 8; ++j)
-            store_codes(out + 64 * j + h * 4 * kLanes, operands<BITS>(tile, j, h, table));
+#pragma GCC unroll 4
+        for (int j = 0; j < 8; j += 2) {
+            uint8_t* to = out + 64 * j + h * 4 * kLanes;
+            const VB a = operands<BITS>(tile, j, h, table), b = operands<BITS>(tile, j + 1, h, table);
+            if constexpr (kMatrix) {
+                store_codes(to, first_rows(a, b));
+                store_codes(to + 64, last_rows(a, b));
+            } else {
+                store_codes(to, a);
+                store_codes(to + 64, b);
+            }
+        }
     }
 }
 

@@ -11,6 +11,15 @@ extern const KernelTable kernels_avx2_vnni;
 #if defined(WITH_AVX512_VNNI)
 extern const KernelTable kernels_avx512_vnni;
 #endif
+#if defined(WITH_NEON)
+extern const KernelTable kernels_neon;
+#endif
+#if defined(WITH_NEON_DOTPROD)
+extern const KernelTable kernels_neon_dotprod;
+#endif
+#if defined(WITH_NEON_I8MM)
+extern const KernelTable kernels_neon_i8mm;
+#endif
 }
 
 #if defined(__x86_64__)
@@ -34,6 +43,38 @@ unsigned saved_state() {
     asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
     return low;
 }
+
+}  // namespace
+#elif defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+
+namespace {
+
+// Bits of AT_HWCAP and AT_HWCAP2 (asm/hwcap.h; older headers lack the second).
+bool has_dotprod() { return getauxval(AT_HWCAP) >> 20 & 1; }
+bool has_i8mm() { return has_dotprod() && getauxval(AT_HWCAP2) >> 13 & 1; }
+
+}  // namespace
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
+
+namespace {
+
+bool has(const char* feature) {
+    int value = 0;
+    size_t size = sizeof value;
+    return sysctlbyname(feature, &value, &size, nullptr, 0) == 0 && value;
+}
+
+bool has_dotprod() { return has("hw.optional.arm.FEAT_DotProd"); }
+bool has_i8mm() { return has_dotprod() && has("hw.optional.arm.FEAT_I8MM"); }
+
+}  // namespace
+#elif defined(__aarch64__)
+namespace {
+
+bool has_dotprod() { return false; }
+bool has_i8mm() { return false; }
 
 }  // namespace
 #endif
@@ -65,6 +106,15 @@ int available_levels() {
     if (avx512) levels |= 1 << kAvx512Vnni;
 #endif
 #endif
+#if defined(WITH_NEON)
+    levels |= 1 << kNeon;
+#endif
+#if defined(WITH_NEON_DOTPROD)
+    if (has_dotprod()) levels |= 1 << kNeonDotprod;
+#endif
+#if defined(WITH_NEON_I8MM)
+    if (has_i8mm()) levels |= 1 << kNeonI8mm;
+#endif
     return levels;
 }
 
@@ -86,6 +136,15 @@ const KernelTable* kernel_table(int level) {
 #endif
 #if defined(WITH_AVX512_VNNI)
         case kAvx512Vnni: return &kernels_avx512_vnni;
+#endif
+#if defined(WITH_NEON)
+        case kNeon: return &kernels_neon;
+#endif
+#if defined(WITH_NEON_DOTPROD)
+        case kNeonDotprod: return &kernels_neon_dotprod;
+#endif
+#if defined(WITH_NEON_I8MM)
+        case kNeonI8mm: return &kernels_neon_i8mm;
 #endif
         default: return &kernels_portable;
     }

@@ -11,7 +11,7 @@
 namespace LEVEL {
 
 // Two sums per row, two values and a broadcast in registers.
-enum { kMaxFloatRows = kLanes == 16 ? 8 : 4, kConvertFrom = 9 };
+enum { kMaxFloatRows = kRegisters < 32 ? 4 : 8, kConvertFrom = 9 };
 static_assert(2 * kMaxFloatRows + 3 <= kRegisters, "the register tile fits the registers");
 static_assert(kMaxFloatRows == 8 || kMaxFloatRows == 4, "rows_float has these cases");
 

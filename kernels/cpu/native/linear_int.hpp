@@ -17,15 +17,16 @@
 // across strips and calls: starting without it costs 2 us.
 #pragma once
 
-#include "bit_planes.hpp"
+#include "integer_dots.hpp"
 #include "quantize_activations.hpp"
 #include "subgroup_scales.hpp"
 
 namespace LEVEL {
 
 enum {
-    // Registers: two dots and two sums per row, two codes, a broadcast, scales and minima.
-    kMaxRows = kLanes == 16 ? 5 : 2,
+    // Registers: two dots and two sums per row, two codes, a broadcast, scales and minima. NEON has no
+    // broadcast from memory: sixteen activations of each row take its place. Short sums take two.
+    kMaxRows = kRegisters < 32 || kShortSums ? 2 : kLanes == 16 ? 5 : 4,
     kMaxFineRows = kLanes == 16 ? 4 : 2,  // subgroups of 16 keep the first half's t as well
     kExpandFrom = 9,
     kLookUpOnceFrom = 5,  // the same for 4-bit codes that index a table; other tables always
@@ -80,7 +81,7 @@ template <int BITS, int SUBGROUP, bool MINUS, int MR>
 __attribute__((noinline)) static void panel_int(Panel* p, const Q8Block* x, float* sums) {
     const int kHalves = kTileDepth / SUBGROUP;
     // A dot is summed in this many parts, so that enough of them are in flight: a vpdpbusd takes four
-    // cycles, and two start in each cycle.
+    // cycles, and two start in each cycle. ARM's cores forward the sum of a sdot to the next one.
     const int kChains = kMaxRows < 5 || MR > 4 ? 1 : MR == 4 ? (SUBGROUP == 16 ? 1 : 2) : SUBGROUP / 8;
     const bool kOffset = !MINUS || (is_wide<BITS>() && kWideOffset != 0);
     const int64_t stride = p->x_stride, sums_stride = p->sums_stride;
@@ -118,20 +119,11 @@ __attribute__((noinline)) static void panel_int(Panel* p, const Q8Block* x, floa
             }
 #pragma GCC unroll 8
             for (int r = MR; r < MR * kChains; ++r) dot0[r] = dot1[r] = zero_int();
-#pragma GCC unroll 8
-            for (int j = half * SUBGROUP / 4; j < (half + 1) * SUBGROUP / 4; ++j) {
-                const VB code0 = operands<BITS>(tile0, j, 0, table);
-                const VB code1 = operands<BITS>(tile1, j, 0, table);
-#pragma GCC unroll 8
-                for (int r = 0; r < MR; ++r) {
-                    const int8_t* a = x[r * stride].q + 4 * j;
-                    const int c = j % kChains * MR + r;
-                    dot0[c] = is_wide<BITS>() ? dot4_wide(dot0[c], code0, a)
-                                              : dot4(dot0[c], code0, a);
-                    dot1[c] = is_wide<BITS>() ? dot4_wide(dot1[c], code1, a)
-                                              : dot4(dot1[c], code1, a);
-                }
-            }
+            const int kCount = SUBGROUP / 4, j = half * kCount;
+            if constexpr (BITS == kMatrixTile)
+                dots_of_matrix<kCount, MR>(tile0, tile1, j, x, stride, dot0, dot1);
+            else
+                dots_of_codes<BITS, kCount, MR, kChains>(tile0, tile1, j, table, x, stride, dot0, dot1);
 #pragma GCC unroll 8
             for (int c = MR; c < MR * kChains; ++c) {
                 dot0[c % MR] = add_int(dot0[c % MR], dot0[c]);
@@ -159,7 +151,7 @@ __attribute__((noinline)) static void panel_int(Panel* p, const Q8Block* x, floa
             acc0[r] = fma(t0[r], scale, acc0[r]);
             acc1[r] = fma(t1[r], scale, acc1[r]);
         }
-        if (++i < blocks) {
+        if (__builtin_expect(++i < blocks, 1)) {
             ++x;
             tile0 += step;
             tile1 += step;
@@ -186,7 +178,7 @@ __attribute__((noinline)) static void panel_int(Panel* p, const Q8Block* x, floa
 
 // Rows of x for one product: codes of other widths and subgroups of 16 need more registers.
 constexpr int most_rows(int bits, int subgroup) {
-    return subgroup == 32 && (bits == 4 || bits == 8 || bits == kExpanded) ? kMaxRows : kMaxFineRows;
+    return subgroup == 32 && (bits == 4 || bits >= 8) && bits < kLookup ? kMaxRows : kMaxFineRows;
 }
 
 // Rows of x for the next product; m are left.
@@ -276,7 +268,8 @@ INLINE void own_lines(const LinearArgs* args, int64_t index, int64_t m, int64_t 
 template <int BITS, int SUBGROUP, bool MINUS>
 static void multiply_int(Panel* panel, const Q8Block* x, int64_t m, float* sums, uint8_t* expanded) {
     if constexpr (BITS < kLookup) {
-        if (BITS == 8 || (BITS == 4 && SUBGROUP == 32) || m < kExpandFrom) {
+        const bool quick = BITS == 8 || (BITS == 4 && SUBGROUP == 32);
+        if ((quick && !kMatrix) || m < kExpandFrom) {
             rows_int<BITS, SUBGROUP, MINUS>(panel, x, m, sums);
             return;
         }
@@ -294,7 +287,7 @@ static void multiply_int(Panel* panel, const Q8Block* x, int64_t m, float* sums,
         panel->codes[b] = to;
     }
     panel->step = kByteTile;
-    rows_int<is_wide<BITS>() ? 8 : (int)kExpanded, SUBGROUP, MINUS>(panel, x, m, sums);
+    rows_int<expanded_as<BITS>(), SUBGROUP, MINUS>(panel, x, m, sums);
 }
 
 template <int BITS, int SUBGROUP, bool MINUS>

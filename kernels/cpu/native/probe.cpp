@@ -114,6 +114,42 @@ __attribute__((target("avx2"))) void loop_avx2(int64_t loops) {
 }
 #endif
 
+#if defined(WITH_NEON)
+#define NEON_LOOP(body)                                                                             \
+    asm volatile("1:\n" body "subs %0, %0, #1\n b.ne 1b\n"                                          \
+                 : "+r"(loops)                                                                      \
+                 :                                                                                  \
+                 : "cc", "v0", "v1", "v2", "v3", "v4", "v5", "v6", "v7", "v8", "v9", "v10", "v11",  \
+                   "v12", "v13", "v14", "v15", "v16", "v17", "v28", "v29", "v30", "v31")
+
+// Four instructions for one dot product: bytes to products, products to pairs, accumulate.
+void loop_neon(int64_t loops) {
+#define DOT(n)                                 \
+    "smull v28.8h, v30.8b, v31.8b\n"           \
+    "smull2 v29.8h, v30.16b, v31.16b\n"        \
+    "addp v28.8h, v28.8h, v29.8h\n"            \
+    "sadalp v" #n ".4s, v28.8h\n"
+    NEON_LOOP(TIMES_12(DOT));
+#undef DOT
+}
+
+#if defined(WITH_NEON_DOTPROD)
+__attribute__((target("arch=armv8.2-a+dotprod"))) void loop_neon_dotprod(int64_t loops) {
+#define DOT(n) "sdot v" #n ".4s, v30.16b, v31.16b\n"
+    NEON_LOOP(TIMES_12(DOT) TIMES_4(DOT, 12, 13, 14, 15));
+#undef DOT
+}
+#endif
+
+#if defined(WITH_NEON_I8MM)
+__attribute__((target("arch=armv8.2-a+i8mm"))) void loop_neon_i8mm(int64_t loops) {
+#define DOT(n) "usmmla v" #n ".4s, v30.16b, v31.16b\n"
+    NEON_LOOP(TIMES_12(DOT) TIMES_4(DOT, 12, 13, 14, 15));
+#undef DOT
+}
+#endif
+#endif
+
 // The plain loop as the compiler vectorizes it, like every kernel of this level.
 void loop_portable(int64_t loops) {
     int8_t a[64];
@@ -144,6 +180,15 @@ PeakLoop peak_loop(int level) {
 #endif
 #if defined(WITH_AVX2)
         case kAvx2: return {loop_avx2, 12 * 32 * 2.0};
+#endif
+#if defined(WITH_NEON_I8MM)
+        case kNeonI8mm: return {loop_neon_i8mm, 16 * 32 * 2.0};
+#endif
+#if defined(WITH_NEON_DOTPROD)
+        case kNeonDotprod: return {loop_neon_dotprod, 16 * 16 * 2.0};
+#endif
+#if defined(WITH_NEON)
+        case kNeon: return {loop_neon, 12 * 16 * 2.0};
 #endif
         default: return {loop_portable, 64 * 2.0};
     }

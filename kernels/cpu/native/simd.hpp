@@ -14,6 +14,8 @@
 #include "simd_avx512.hpp"
 #elif defined(__AVX2__)
 #include "simd_avx2.hpp"
+#elif defined(KERNELS_NEON)  // portable code on ARM has the same predefined macros
+#include "simd_neon.hpp"
 #else
 #include "simd_portable.hpp"
 #endif
@@ -29,6 +31,26 @@ static_assert(kLanes < 32, "a uint32_t holds one bit per lane, and kEvery all of
 static_assert(kTileRows % kLanes == 0, "a row block is whole vectors: kU2, kU4, kI6, q and scales");
 static_assert(kTileDepth % kLanes == 0 && 16 % kLanes == 0, "so are a block and a half block of k");
 static_assert(kTableSize == 16, "look_up shuffles 16 bytes, look_up_float one or two vectors");
+
+// What only one level has, declared for the others (simd_neon.hpp).
+#if !defined(SHORT_SUMS)
+enum { kShortSums = 0 };
+struct ShortSums {};
+ShortSums dot_short(ShortSums sums, VB codes, Quads a, int lane);
+VI add_short(VI acc, ShortSums sums);
+#endif
+#if !defined(MATRIX_PRODUCTS)
+enum { kMatrix = 0 };
+struct TwoRows {
+    VB low, high;
+};
+VB first_rows(VB a, VB b);
+VB last_rows(VB a, VB b);
+TwoRows load_two_rows(const int8_t* a, const int8_t* b);
+VI dot8(VI acc, VB codes, VB x);
+VI of_first(VI first, VI last);
+VI of_second(VI first, VI last);
+#endif
 
 INLINE VF code_float(VB p, int b) { return to_float(code_int(p, b)); }
 

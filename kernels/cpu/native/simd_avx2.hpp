@@ -153,24 +153,24 @@ INLINE int32_t load_int(const void* p) {
     return x;
 }
 #if defined(__AVXVNNI__)
-INLINE VI dot4(VI acc, VB codes, const int8_t* a) {
-    return _mm256_dpbusd_avx_epi32(acc, codes, _mm256_set1_epi32(load_int(a)));
+INLINE VI dot4(VI acc, VB codes, Quads a, int lane) {
+    return _mm256_dpbusd_avx_epi32(acc, codes, _mm256_set1_epi32(load_int(a + 4 * lane)));
 }
-INLINE VI dot4_wide(VI acc, VB codes, const int8_t* a) { return dot4(acc, codes, a); }
+INLINE VI dot4_wide(VI acc, VB codes, Quads a, int lane) { return dot4(acc, codes, a, lane); }
 enum { kWideOffset = 0 };
 #else
 // vpmaddubsw saturates at 32767. Codes of up to 7 bits stay below it: 2 * 127 * 127 = 32258.
 static_assert(2 * 127 * 127 <= INT16_MAX, "codes of 7 bits do not saturate");
-INLINE VI dot4(VI acc, VB codes, const int8_t* a) {
-    __m256i pairs = _mm256_maddubs_epi16(codes, _mm256_set1_epi32(load_int(a)));
+INLINE VI dot4(VI acc, VB codes, Quads a, int lane) {
+    __m256i pairs = _mm256_maddubs_epi16(codes, _mm256_set1_epi32(load_int(a + 4 * lane)));
     return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
 }
 // 8-bit codes would saturate (2 * 255 * 127). As code - 128 their magnitude is at most 128:
 // 2 * 128 * 127 = 32512 fits. The caller adds 128 * sum(a) back: kWideOffset.
 static_assert(2 * 255 * 127 > INT16_MAX && 2 * 128 * 127 <= INT16_MAX, "why codes are offset");
-INLINE VI dot4_wide(VI acc, VB codes, const int8_t* a) {
+INLINE VI dot4_wide(VI acc, VB codes, Quads a, int lane) {
     __m256i c = _mm256_xor_si256(codes, _mm256_set1_epi8((char)0x80));
-    __m256i signed_a = _mm256_sign_epi8(_mm256_set1_epi32(load_int(a)), c);
+    __m256i signed_a = _mm256_sign_epi8(_mm256_set1_epi32(load_int(a + 4 * lane)), c);
     __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(c), signed_a);
     return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
 }

@@ -152,10 +152,10 @@ INLINE int32_t load_int(const void* p) {
     return x;
 }
 // acc + sum of four products of unsigned codes with the same four signed activations in every lane
-INLINE VI dot4(VI acc, VB codes, const int8_t* a) {
-    return _mm512_dpbusd_epi32(acc, codes, _mm512_set1_epi32(load_int(a)));
+INLINE VI dot4(VI acc, VB codes, Quads a, int lane) {
+    return _mm512_dpbusd_epi32(acc, codes, _mm512_set1_epi32(load_int(a + 4 * lane)));
 }
-INLINE VI dot4_wide(VI acc, VB codes, const int8_t* a) { return dot4(acc, codes, a); }
+INLINE VI dot4_wide(VI acc, VB codes, Quads a, int lane) { return dot4(acc, codes, a, lane); }
 // 2 * kLanes codes as 16 bits, and acc + the sum of the two products of every lane's pairs.
 INLINE VI widen_pairs(const int8_t* p) {
     return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p));

@@ -1,4 +1,4 @@
-// Any CPU: 4 lanes in the compiler's vector types, which become SSE2 or NEON.
+// Any CPU: 4 lanes in the compiler's vector types, which become SSE2 on x86.
 #pragma once
 
 #include <math.h>
@@ -10,7 +10,7 @@
 
 namespace LEVEL {
 
-enum { kLanes = 4, kRegisters = 16 };  // of SSE2; NEON has 32
+enum { kLanes = 4, kRegisters = 16 };  // of SSE2
 typedef float VF __attribute__((vector_size(16)));
 typedef int32_t VI __attribute__((vector_size(16)));
 typedef uint8_t VB __attribute__((vector_size(16)));
@@ -148,10 +148,13 @@ INLINE VB look_up(VB table, VB index) {
 INLINE VF look_up_float(const float* table, VI index) {
     return VF{table[index[0]], table[index[1]], table[index[2]], table[index[3]]};
 }
+// Sixteen activations: `dot4` takes four of them, those of `lane`.
+typedef const int8_t* Quads;
+INLINE Quads load_quads(const int8_t* q) { return q; }
 #if defined(__x86_64__)  // SSE2, which every x86-64 CPU has
-INLINE VI dot4(VI acc, VB codes, const int8_t* a) {
+INLINE VI dot4(VI acc, VB codes, Quads a, int lane) {
     int32_t four;
-    memcpy(&four, a, 4);
+    memcpy(&four, a + 4 * lane, 4);
     const __m128i none = _mm_setzero_si128(), bytes = _mm_set1_epi32(four);
     const __m128i wide = _mm_unpacklo_epi8(bytes, _mm_cmpgt_epi8(none, bytes));
     const __m128i low = _mm_madd_epi16(_mm_unpacklo_epi8((__m128i)codes, none), wide);
@@ -161,13 +164,14 @@ INLINE VI dot4(VI acc, VB codes, const int8_t* a) {
     return acc + (even + odd);
 }
 #else
-INLINE VI dot4(VI acc, VB c, const int8_t* a) {
+INLINE VI dot4(VI acc, VB c, Quads a, int lane) {
+    a += 4 * lane;
     for (int i = 0; i < kLanes; ++i)
         acc[i] += c[4 * i] * a[0] + c[4 * i + 1] * a[1] + c[4 * i + 2] * a[2] + c[4 * i + 3] * a[3];
     return acc;
 }
 #endif
-INLINE VI dot4_wide(VI acc, VB codes, const int8_t* a) { return dot4(acc, codes, a); }
+INLINE VI dot4_wide(VI acc, VB codes, Quads a, int lane) { return dot4(acc, codes, a, lane); }
 enum { kWideOffset = 0 };
 INLINE float reduce_add(VF a) { return (a[0] + a[2]) + (a[1] + a[3]); }
 // A lane has two numbers of 16 bits.

@@ -20,6 +20,10 @@ INLINE __m128i pairs(const uint8_t* p) {
     return _mm_and_si128(x, _mm_set1_epi8(3));
 }
 
+// Sixteen activations: `dot4` broadcasts four of them from memory, those of `lane`.
+typedef const int8_t* Quads;
+INLINE Quads load_quads(const int8_t* q) { return q; }
+
 // sums[h] = sum of bytes 16 h .. 16 h + 15 of q
 INLINE void half_sums(__m256i q, int32_t* sums) {
     __m256i s = _mm256_sad_epu8(_mm256_xor_si256(q, _mm256_set1_epi8((char)0x80)),

@@ -11,7 +11,7 @@ inline void relax() {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
 #elif defined(__aarch64__)
-    asm volatile("yield");
+    asm volatile("isb");  // `yield` does nothing on most cores; this waits some ten cycles
 #endif
 }
 

@@ -97,7 +97,9 @@ class DraftingModel:
             centre_keys(kv, models[0])
             self._pages = DraftingPages(kv, config.page_size)
         self._inputs = StepInputs(
-            self._most, rows, rows, config.max_model_len, config.page_size, shift=self._shift
+            *(self._most, rows, rows, config.max_model_len, config.page_size, ops.device),
+            work=ops.work_shape(rows, kv.spec.kv_heads),
+            shift=self._shift,
         )
         self._passes = [ForwardPasses(each, kv, self._inputs, ops, Mesh()) for each in models]
         #: One for each draft; the last one for all that follow.
@@ -114,6 +116,11 @@ class DraftingModel:
             except CaptureError as error:
                 reason = str(error)
         return [Eager(passes, self._inputs, reason) for passes in self._passes]
+
+    def warm_up(self) -> None:
+        """See :meth:`ForwardPasses.warm_up`."""
+        for passes in self._passes:
+            passes.warm_up()
 
     @property
     def native_seconds(self) -> float:
@@ -366,7 +373,7 @@ def _head(
     mesh: Mesh,
     target: CausalLM,
 ) -> list[DraftingHead]:
-    inputs = torch.zeros(most, head.model.hidden_size)
+    inputs = torch.zeros(most, head.model.hidden_size, device=ops.device)
     checkpoint = weights.open()
     try:
         ends = _ends(checkpoint, config, ops, mesh, target)

@@ -41,6 +41,7 @@ from sdk.executors.base import Pending
 from sdk.kernels.errors import CaptureError
 from sdk.memory.machine import release_free_memory
 from sdk.models.adapters import ModelAdapters
+from sdk.models.decoder import Decoder
 from sdk.models.parallel import Mesh
 from sdk.params import SamplingParams
 from sdk.sampling.sampler import Sampler
@@ -121,6 +122,8 @@ class ModelRunner:
         self.records = False
         if self.ops.card is not None:
             self._passes.warm_up()
+            if self.drafting is not None:
+                self.drafting.warm_up()
         if not config.enforce_eager:
             self.record()
             self.capture_all()
@@ -162,6 +165,9 @@ class ModelRunner:
         self.records = True
         self.forget_graphs()
         card = self.ops.recording.card
+        if card is not None and isinstance(self.model, Decoder) and self.model.streamed:
+            self.strategy = Eager(self._passes, self._inputs, "a head reads several layers")
+            return
         if card is not None:
             self.strategy = DeviceGraphs(self._passes, self._inputs, card)
             return

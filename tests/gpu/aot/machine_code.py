@@ -174,7 +174,7 @@ def launches(target: GPUTarget) -> Iterator[list[Source]]:
 #: or numbers of keys and values.
 _OF_A_TURN = {
     "product": ("BLOCK_N", "UNIT"),
-    "product_one": ("BLOCK_N", "UNIT", "UNROLL"),
+    "product_one": ("BLOCK_N", "UNIT"),
     "product_dense": ("BLOCK_N", "BLOCK_K"),
     "decode_kernel": ("BLOCK_N", "BLOCK_D"),
     "prefill_kernel": ("BLOCK_N", "BLOCK_D"),

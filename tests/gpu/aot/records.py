@@ -117,7 +117,8 @@ def complaint(card: str, found: Mapping[str, Any]) -> str | None:
     allowed = SPILLED.get((card, kernel), ONE_NUMBER)
     if found["stack"] > allowed and kernel not in ON_THE_STACK:
         return f"{found['stack']} bytes on the stack"
-    if found.get("early"):
+    # product_one loads the words of its first turn, and in the loop those of the next
+    if found.get("early", 0) > (found.get("wide", 0) // 2 if kernel == "product_one" else 0):
         return f"reaches memory {found['early']} times before launch.after_earlier() waits"
     if card != "sm_90" or not kernel.startswith("product"):
         return None

@@ -6,7 +6,6 @@ The text is that of ``nvdisasm -c``: labels, and instructions with their address
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -75,13 +74,18 @@ def count(instructions: Sequence[Instruction], *names: str) -> int:
     return sum(instruction.name.partition(".")[0] in names for instruction in instructions)
 
 
+def _is_wide(x: Instruction) -> bool:
+    """Whether it loads 16 bytes of the card's memory."""
+    return x.name.startswith(("LDG.", "LDGSTS.")) and re.search(r"\.128\b", x.name) is not None
+
+
 def facts(text: str) -> dict[str, int]:
     """Numbers of one kernel; see ``records.py`` for what fails where they get worse.
 
     ``early``: accesses to memory before the wait for earlier kernels (``launch.after_earlier``).
     ``lone_waits``: of the main loop, waits right after a product, within eight instructions: the
     matrix units do nothing until the next product. (A product for several tokens takes 16 cycles
-    and more.)
+    and more.) ``loop_ahead``: instructions of the main loop behind its last load of 16 bytes.
     """
     code = read_code(text)
     loop = main_loop(code)
@@ -89,16 +93,11 @@ def facts(text: str) -> dict[str, int]:
     waits = [at for at, x in enumerate(loop) if x.name.startswith(_WAIT)]
     names = [x.name for x in code.instructions]
     waited = names.index(_AFTER_EARLIER) if _AFTER_EARLIER in names else len(names)
-    wide = Counter(
-        bool(re.search(r"\.128\b", x.name))
-        for x in code.instructions
-        if x.name.startswith(("LDG.", "LDGSTS."))
-    )
     return {
         "instructions": len(code.instructions),
         "matrix": sum(bool(MATRIX.match(x.name)) for x in code.instructions),
         "spills": count(code.instructions, "STL", "LDL"),
-        "wide": wide[True],
+        "wide": sum(map(_is_wide, code.instructions)),
         "early": count(code.instructions[:waited], *GLOBAL),
         "i2f": count(code.instructions, "I2F"),
         "ldg": count(code.instructions, "LDG", "LDGSTS"),
@@ -113,5 +112,6 @@ def facts(text: str) -> dict[str, int]:
         "loop_matrix": len(products),
         "loop_waits": len(waits),
         "loop_bars": count(loop, "BAR"),
+        "loop_ahead": min((len(loop) - at for at, x in enumerate(loop) if _is_wide(x)), default=0),
         "lone_waits": sum(any(0 < at - p <= 8 for p in products) for at in waits),
     }

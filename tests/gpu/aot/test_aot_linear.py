@@ -77,6 +77,18 @@ def test_decoding_loads_weights_sixteen_bytes_at_a_time(hopper: dict[Job, dict[s
 
 
 @pytest.mark.slow
+def test_weights_of_one_token_are_loaded_before_they_are_used(
+    hopper: dict[Job, dict[str, Any]],
+) -> None:
+    one = {job: found for job, found in hopper.items() if job[1].startswith("product_one")}
+    assert len(one) == 4
+    for job, found in one.items():
+        assert found["loop_ahead"] > 0.9 * found["loop"], job  # those of the next unit
+        # and the first ones before the kernel waits for earlier ones, if it knows the expert
+        assert found["early"] == (0 if "experts" in job[1] else found["wide"] // 2), job
+
+
+@pytest.mark.slow
 def test_products_of_short_floats_use_the_matrix_units(hopper: dict[Job, dict[str, Any]]) -> None:
     plain = {
         job[1].split()[0]

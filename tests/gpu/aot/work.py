@@ -75,7 +75,7 @@ def _instructions(found: Numbers, turns: float) -> dict[str, float]:
 
 
 def _stages(started: Started) -> int:
-    """Turns whose loads are under way; loops without a matrix product are not pipelined."""
+    """Turns whose loads are under way; ``product_one`` loads one turn ahead."""
     matrix = started.source.name != "product_one"
     return max(1, started.source.options["num_stages"] - 1) if matrix else 1
 
@@ -90,7 +90,7 @@ def _product(started: Started, found: Numbers, common: dict[str, Any]) -> Work:
     unit = constants.get("UNIT") or constants.get("BLOCK_K") or byte_rows.STEP
     units = given.get("units") or -(-given["K"] // unit)
     columns = units * unit
-    turns = math.ceil(given.get("share", units) / constants.get("UNROLL", 1))
+    turns = given.get("share", units)
     tile = weights / (n * columns) * constants["BLOCK_N"] * unit
     macs = 0.0
     if found.get("matrix"):
