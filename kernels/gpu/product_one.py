@@ -163,6 +163,47 @@ def scaled(
     return acc
 
 
+@triton.jit
+def add_unit(
+    acc, part, total, words, x, table, scale, super_scale, nested, offset, zeros, minus,
+    super_minus, rows, unit, N, K, scale_stride, scale_rows,
+    KIND: tl.constexpr, WIDTH: tl.constexpr, WIDTH_1: tl.constexpr, WIDTH_2: tl.constexpr,
+    UNIT: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, SUPER: tl.constexpr,
+    SCALE: tl.constexpr, FACTOR: tl.constexpr, ZEROS: tl.constexpr, ZERO: tl.constexpr,
+    MINUS: tl.constexpr, WHOLE: tl.constexpr, EVEN: tl.constexpr, RAISE: tl.constexpr,
+    NANS: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """One unit of :func:`product_one`: scaled sums added to acc, or with ``WHOLE``, one scale for
+    all of a row, sums of products to part and of x to total."""
+    # Super scales are the same for all of a unit, except where K has short units.
+    ONCE: tl.constexpr = SUPER > 0 and SCALE != "nested" and SUPER % UNIT == 0 and CHUNK < UNIT
+    own_scale = 1.0
+    own_minus = 1.0
+    if ONCE:
+        run = (tl.minimum(unit * UNIT, K - 1) // SUPER) * N + rows
+        own_scale = tl.load(super_scale + run).to(tl.float32)
+        if MINUS != "" and MINUS != "plain":
+            own_minus = tl.load(super_minus + run).to(tl.float32)
+    for chunk in tl.static_range(UNIT // CHUNK):
+        k = unit * UNIT + chunk * CHUNK
+        if not WHOLE:
+            part = tl.zeros((rows.shape[0], 4), tl.float32)
+        part, more = add_chunk(
+            part, words, x, table, k, K, chunk * (CHUNK // (2 * PAIRS)), KIND, UNIT,
+            WIDTH, WIDTH_1, WIDTH_2, CHUNK, EVEN, RAISE, NANS, PAIRS,
+        )  # fmt: skip
+        if WHOLE:
+            total += more
+        else:
+            acc = scaled(
+                acc, part, more, scale, super_scale, nested, offset, zeros, minus, super_minus,
+                rows, N, K, tl.minimum(k, K - 1),  # columns of padding may belong to no group
+                scale_stride, scale_rows, own_scale, own_minus,
+                UNIT, GROUP, SUPER, SCALE, FACTOR, ZEROS, ZERO, MINUS, ONCE,
+            )  # fmt: skip
+    return acc, part, total
+
+
 @triton.jit(do_not_specialize=["share", "split"])
 def product_one(
     x, out, parts, counters, w0, w1, w2, scale, super_scale, nested, offset, zeros, minus,
@@ -210,8 +251,6 @@ def product_one(
     acc = tl.zeros((BLOCK_N, 4), tl.float32)
     part = acc
     total = tl.zeros((4,), tl.float32)
-    # Super scales are the same for all of a unit, except where K has short units.
-    ONCE: tl.constexpr = SUPER > 0 and SCALE != "nested" and SUPER % UNIT == 0 and CHUNK < UNIT
     for unit in range(first, end):
         words = (a, b, c, d)
         # In the last turn the same words come again, from the first-level cache.
@@ -220,30 +259,12 @@ def product_one(
             w0, w1, w2, rows, later, units, WIDTH, WIDTH_1, WIDTH_2, UNIT, PAIRS
         )
         tl.debug_barrier()  # ptxas would move the loads down to their use
-        own_scale = 1.0
-        own_minus = 1.0
-        if ONCE:
-            run = (tl.minimum(unit * UNIT, K - 1) // SUPER) * N + rows
-            own_scale = tl.load(super_scale + run).to(tl.float32)
-            if MINUS != "" and MINUS != "plain":
-                own_minus = tl.load(super_minus + run).to(tl.float32)
-        for chunk in tl.static_range(UNIT // CHUNK):
-            k = unit * UNIT + chunk * CHUNK
-            if not WHOLE:
-                part = tl.zeros((BLOCK_N, 4), tl.float32)
-            part, more = add_chunk(
-                part, words, x, table, k, K, chunk * (CHUNK // (2 * PAIRS)), KIND, UNIT,
-                WIDTH, WIDTH_1, WIDTH_2, CHUNK, EVEN, RAISE, NANS, PAIRS,
-            )  # fmt: skip
-            if WHOLE:
-                total += more
-            else:
-                acc = scaled(
-                    acc, part, more, scale, super_scale, nested, offset, zeros, minus, super_minus,
-                    rows, N, K, tl.minimum(k, K - 1),  # columns of padding may belong to no group
-                    scale_stride, scale_rows, own_scale, own_minus,
-                    UNIT, GROUP, SUPER, SCALE, FACTOR, ZEROS, ZERO, MINUS, ONCE,
-                )  # fmt: skip
+        acc, part, total = add_unit(
+            acc, part, total, words, x, table, scale, super_scale, nested, offset, zeros, minus,
+            super_minus, rows, unit, N, K, scale_stride, scale_rows, KIND, WIDTH, WIDTH_1, WIDTH_2,
+            UNIT, CHUNK, GROUP, SUPER, SCALE, FACTOR, ZEROS, ZERO, MINUS, WHOLE, EVEN, RAISE, NANS,
+            PAIRS,
+        )  # fmt: skip
     if WHOLE:
         acc = scaled(
             acc, part, total, scale, super_scale, nested, offset, zeros, minus, super_minus,
