@@ -12,14 +12,16 @@ from sdk import LLM, SamplingParams
 from tests.drafting_heads import PROMPTS, TinyHeads
 
 LIMITS: dict[str, Any] = {"max_model_len": 96, "max_num_batched_tokens": 32, "max_num_seqs": 6}
-DRAWN = SamplingParams(temperature=0.8, seed=3, max_tokens=12, ignore_eos=True)
+DRAWN = SamplingParams(temperature=0.8, seed=3, max_tokens=40, ignore_eos=True)
 
 
+@pytest.mark.parametrize("adaptive", [False, True], ids=["always", "adaptive"])
 @pytest.mark.parametrize("method", ["self", "draft_model", "eagle", "eagle3", "medusa"])
 def test_the_answers_are_those_without_drafts(
-    method: str, golden: Path, request: pytest.FixtureRequest
+    method: str, adaptive: bool, golden: Path, request: pytest.FixtureRequest
 ) -> None:
-    config: dict[str, Any] = {"method": method, "num_speculative_tokens": 3, "adaptive": False}
+    """Adaptive drafts leave steps without any, which could be launched ahead."""
+    config: dict[str, Any] = {"method": method, "num_speculative_tokens": 3, "adaptive": adaptive}
     path = golden / "arch-llama3" / "hf"
     if method == "draft_model":
         path = golden / "gguf-Q8_0" / "model.gguf"

@@ -6,7 +6,7 @@ are drawn, so only it could tell which steps may be.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,10 +32,15 @@ class DeviceGraphs:
     """See :class:`sdk.engine.rank.strategy.Strategy`.
 
     :meth:`capture_next` captures one size after another. Sizes without a graph run operator by
-    operator.
+    operator. ``reads_hidden``: a head that drafts reads hidden states of every step, so that none is
+    launched ahead.
     """
 
-    def __init__(self, passes: ForwardPasses, inputs: StepInputs, card: Card) -> None:
+    def __init__(
+        self, passes: ForwardPasses, inputs: StepInputs, card: Card, *, reads_hidden: bool = False
+    ) -> None:
+        #: See :class:`~sdk.engine.rank.strategy.Strategy`.
+        self.steps_ahead = 0
         self._passes = passes
         self._inputs = inputs
         pinned = inputs.token_ids.is_cuda
@@ -46,8 +51,11 @@ class DeviceGraphs:
         #: One batch of decoding requests and one of prompts.
         self.batches_in_flight = 1
         if passes.alone:
+            self.eager_reason = passes.no_graphs_reason()
+        if self.eager_reason is None:
             self.decodes = RunAhead(passes, inputs, self._readbacks, card)
-            self.eager_reason, self.batches_in_flight = None, 2
+            if not reads_hidden:
+                self.steps_ahead, self.batches_in_flight = 1, 2
         self.eager_prompts_reason = passes.no_pieces_reason()
         if self.eager_prompts_reason is None:
             self.pieces = PieceGraphs(passes.pieces, len(inputs.token_ids), card)
@@ -81,12 +89,8 @@ class DeviceGraphs:
                 self.eager_prompts_reason, self.pieces = waiting.graphs.failed, None
             else:
                 self.eager_reason, self.decodes = waiting.graphs.failed, None
+                self.steps_ahead = 0
         return True
-
-    @property
-    def steps_ahead(self) -> int:
-        """See :class:`~sdk.engine.rank.strategy.Strategy`."""
-        return 0 if self.decodes is None else 1
 
     def launch(self, batch: StepBatch) -> Sequence[LaunchedBatch]:
         """See :class:`~sdk.engine.rank.strategy.Strategy`.
@@ -128,7 +132,7 @@ class DeviceGraphs:
                 return self._sample_masked(batch, hidden, logits)
             if left_out:
                 return self._sample_again(batch, hidden, logits)
-            if whole and self.decodes is not None and batch.plain and batch.foreseeable:
+            if whole and self.decodes and self.steps_ahead and batch.plain and batch.foreseeable:
                 self.decodes.launch_next(step, batch.random_draws, 1)
             return LaunchedBatch(batch, hidden, logits, step.readback.tokens)
         with torch.inference_mode():
@@ -136,13 +140,13 @@ class DeviceGraphs:
         if not outputs or not self._passes.samples:
             with torch.inference_mode():
                 logits = self._passes.logits(hidden, outputs)
-            return LaunchedBatch(batch, hidden, logits, lambda: Tokens([], [], []))
+            return self._launched(batch, hidden, logits, lambda: Tokens([], [], []))
         if masked:
             shaped, left_out = self._passes.pack_shapes(len(batch.draws))
         logits, sampled = self._passes.sample(hidden, outputs, shaped)
         if left_out:
             return self._sample_again(batch, hidden, logits)
-        return LaunchedBatch(batch, hidden, logits, self._readbacks.start(sampled).tokens)
+        return self._launched(batch, hidden, logits, self._readbacks.start(sampled).tokens)
 
     def _sample_masked(self, batch: StepBatch, hidden: Tensor, logits: Tensor) -> LaunchedBatch:
         """Sample with masks that are computed now, while the device computes ``logits``."""
@@ -150,14 +154,19 @@ class DeviceGraphs:
         if left_out:
             return self._sample_again(batch, hidden, logits)
         sampled = self._passes.draw(logits[: len(batch.draws)], shaped)
-        return LaunchedBatch(batch, hidden, logits, self._readbacks.start(sampled).tokens)
+        return self._launched(batch, hidden, logits, self._readbacks.start(sampled).tokens)
 
     def _sample_again(self, batch: StepBatch, hidden: Tensor, logits: Tensor) -> LaunchedBatch:
         """Sample with all shapes, because some did not fit into the packed shapes."""
         buffers, count = self._inputs.sampling, len(batch.draws)
         self._passes.ops.sampling.sample_into(logits[:count], buffers)
         tokens = buffers.read(count)  # read now: the other batch in flight may use these buffers
-        return LaunchedBatch(batch, hidden, logits, lambda: tokens)
+        return self._launched(batch, hidden, logits, lambda: tokens)
+
+    def _launched(
+        self, batch: StepBatch, hidden: Tensor, logits: Tensor, read: Callable[[], Tokens]
+    ) -> LaunchedBatch:
+        return LaunchedBatch(batch, hidden, logits, read, self._passes.streams)
 
     def _hidden(self, batch: AttentionBatch, embedded: Sequence[tuple[int, Tensor]]) -> Tensor:
         if embedded:

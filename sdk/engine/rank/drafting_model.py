@@ -104,6 +104,9 @@ class DraftingModel:
         self._passes = [ForwardPasses(each, kv, self._inputs, ops, Mesh()) for each in models]
         #: One for each draft; the last one for all that follow.
         self._strategies = self._recorded(config)
+        if ops.card is not None:
+            for passes in self._passes:
+                passes.warm_up()
 
     def _recorded(self, config: RunnerConfig) -> list[Strategy]:
         """Recorded steps where that is possible."""
@@ -116,11 +119,6 @@ class DraftingModel:
             except CaptureError as error:
                 reason = str(error)
         return [Eager(passes, self._inputs, reason) for passes in self._passes]
-
-    def warm_up(self) -> None:
-        """See :meth:`ForwardPasses.warm_up`."""
-        for passes in self._passes:
-            passes.warm_up()
 
     @property
     def native_seconds(self) -> float:

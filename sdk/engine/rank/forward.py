@@ -198,13 +198,19 @@ class ForwardPasses:
         with torch.inference_mode():
             return self.ops.sampling.sample_rows(logits, draws, shapes)
 
+    def no_graphs_reason(self) -> str | None:
+        """Why a GPU cannot record whole steps. None: it can."""
+        if isinstance(self._model, Decoder) and self._model.streamed:
+            return "a head that drafts reads the inputs of several layers"
+        return None
+
     def no_pieces_reason(self) -> str | None:
         """Why steps cannot be recorded in pieces between attention operators. None: they can."""
         if self.ops.context.offloaded:
             return "offloaded weights are copied while attention runs"
         if not isinstance(self._model, Decoder):
             return "transformers' own code runs between attention operators"
-        return None
+        return self.no_graphs_reason()
 
     def pieces(self, size: int, cut: Cut, exchange: Exchange) -> Tensor:
         """Hidden states of ``size`` tokens, for :class:`~sdk.kernels.sized_graphs.PieceGraphs`."""

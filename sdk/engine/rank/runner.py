@@ -41,7 +41,6 @@ from sdk.executors.base import Pending
 from sdk.kernels.errors import CaptureError
 from sdk.memory.machine import release_free_memory
 from sdk.models.adapters import ModelAdapters
-from sdk.models.decoder import Decoder
 from sdk.models.parallel import Mesh
 from sdk.params import SamplingParams
 from sdk.sampling.sampler import Sampler
@@ -122,8 +121,6 @@ class ModelRunner:
         self.records = False
         if self.ops.card is not None:
             self._passes.warm_up()
-            if self.drafting is not None:
-                self.drafting.warm_up()
         if not config.enforce_eager:
             self.record()
             self.capture_all()
@@ -165,11 +162,9 @@ class ModelRunner:
         self.records = True
         self.forget_graphs()
         card = self.ops.recording.card
-        if card is not None and isinstance(self.model, Decoder) and self.model.streamed:
-            self.strategy = Eager(self._passes, self._inputs, "a head reads several layers")
-            return
         if card is not None:
-            self.strategy = DeviceGraphs(self._passes, self._inputs, card)
+            reads = self.drafting is not None and self.drafting.reads_hidden
+            self.strategy = DeviceGraphs(self._passes, self._inputs, card, reads_hidden=reads)
             return
         try:
             self.strategy = Recorded(self._passes, self._inputs)
