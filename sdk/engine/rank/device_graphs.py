@@ -32,7 +32,7 @@ class DeviceGraphs:
     """See :class:`sdk.engine.rank.strategy.Strategy`.
 
     :meth:`capture_next` captures one size after another. Sizes without a graph run operator by
-    operator. ``reads_hidden``: a head that drafts reads hidden states of every step, so that none is
+    operator. ``reads_hidden``: a head that drafts reads hidden states of every step, so none is
     launched ahead.
     """
 
