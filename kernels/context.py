@@ -7,13 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
-import torch
-from torch import Tensor
-
 from sdk.kernels.activations import LARGE, ActivationPool
 from sdk.kernels.backend import Choice, Problem
 from sdk.kernels.card import Card
 from sdk.kernels.errors import KernelError
+from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.offload import Offload, OnDisk, layer_weights
 from sdk.kernels.registry import choose, open_backends
 
@@ -36,9 +34,10 @@ class Context:
         num_threads: int,
         only: Sequence[str] | None,
         deterministic: bool,
-        activations: torch.dtype,
+        activations: torch.dtype | None,
         offload: Offload | None,
     ) -> None:
+        activations = activations or torch.float32
         if activations not in ACTIVATION_TYPES:
             raise KernelError(
                 f"activations: expected one of {ACTIVATION_TYPES}, found {activations}"
@@ -94,8 +93,9 @@ class Context:
             found = self._chosen[problem] = choose(self.backends, problem)
         return found.implementation
 
-    def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """An uninitialized tensor for the result of an operator."""
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """An uninitialized tensor for the result of an operator; float32 by default."""
+        dtype = dtype or torch.float32
         count = math.prod(shape)
         if self.capture_pool is not None:
             words = self.capture_pool.take(-(-count * dtype.itemsize // 4))

@@ -17,10 +17,8 @@ import math
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
-import torch
-from torch import Tensor
-
 from sdk.kernels.errors import KernelError
+from sdk.kernels.lazy_torch import Tensor, torch
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)

@@ -12,11 +12,10 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any, cast
 
-import torch
-
 from sdk.kernels.backend import Backend, BackendFacts, Choice, Problem
 from sdk.kernels.errors import KernelError
 from sdk.kernels.layouts import Affine, Blocks, Dense, Float8, Layout, inputs_of
+from sdk.kernels.lazy_torch import torch
 from sdk.kernels.offload import OnDisk
 
 #: Backends, best first. A backend is a folder here with ``available``, ``open_backend`` and
@@ -37,7 +36,7 @@ def open_backends(
     only: Sequence[str] | None = None,
     *,
     fixed: bool = False,
-    activations: torch.dtype = torch.float32,
+    activations: torch.dtype | None = None,
     offload: OnDisk | None = None,
 ) -> tuple[list[Backend], tuple[tuple[str, str], ...]]:
     """Open every backend that runs here: ``(backends, ((name, why not available), ...))``.
@@ -49,7 +48,7 @@ def open_backends(
     for name in only or BACKENDS:
         module = import_module(f"sdk.kernels.{name}")
         reason = module.available(device)
-        if reason is None and activations not in module.ACTIVATIONS:
+        if reason is None and (activations or torch.float32) not in module.ACTIVATIONS:
             reason = f"its operators do not support {activations} activations"
         if reason is None:
             opened.append(module.open_backend(device, num_threads, fixed=fixed, offload=offload))

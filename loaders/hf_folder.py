@@ -11,10 +11,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from sdk.kernels.layouts import Dense
+from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.loaders import mistral_params
 from sdk.loaders.expert_names import JoinedPart, joined_part, spelled_as_ours
 from sdk.loaders.folder_file import folder_file

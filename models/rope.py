@@ -21,9 +21,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
+from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.ops import Ops
 
 ROPE_TYPES = (

@@ -139,16 +139,6 @@ _EXPORTS = {
     ),
 }
 __all__ = ["__version__", *_EXPORTS]
-_NEED_TORCH = {
-    *(
-        "sdk.llm",
-        "sdk.async_llm",
-        "sdk.reports.quant_report",
-        "sdk.persistence.snapshot",
-        "sdk.evaluating",
-    ),
-    "sdk.quantizing",
-}
 
 logging.getLogger("sdk").addHandler(logging.NullHandler())
 
@@ -157,10 +147,6 @@ def __getattr__(name: str) -> object:
     module = _EXPORTS.get(name)
     if module is None:
         raise AttributeError(f"module 'sdk' has no attribute {name!r}")
-    if module in _NEED_TORCH:
-        from sdk.loading.first_import import import_torch
-
-        import_torch()
     return getattr(import_module(module), name)
 
 

@@ -11,8 +11,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
 from sdk.kernels.cpu.attention import Attention, Places
 from sdk.kernels.cpu.elementwise import (
     MAPS,
@@ -42,6 +40,7 @@ from sdk.kernels.cpu.runtime import NativeRuntime, Program
 from sdk.kernels.cpu.sampling import Sample
 from sdk.kernels.cpu.scheme_linear import SchemeLinear
 from sdk.kernels.cpu.weight_memory import WeightMemory
+from sdk.kernels.lazy_torch import torch
 from sdk.kernels.offload import OnDisk
 from sdk.kernels.scratch import Products
 

@@ -7,11 +7,10 @@ from collections.abc import Callable, Sequence
 from ctypes import Structure, byref, c_char, c_int64
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from sdk.kernels.cpu.library import LEVELS, Count, OpKind, find_library, levels
 from sdk.kernels.errors import CollectiveError, KernelError
+from sdk.kernels.lazy_torch import Tensor, torch
 
 _STATUS = {
     1: "out of memory",

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
+from sdk.kernels.lazy_torch import torch
 from sdk.kernels.offload import OnDisk
 from sdk.kernels.reference.attention import Attention
 from sdk.kernels.reference.elementwise import Map, Places, SelectRows, TakeColumns

@@ -27,9 +27,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.layouts import Affine, Layout
 from sdk.loaders.formats import scales
 from sdk.loaders.formats.activations import ActivationConfig, activation_config, with_activations

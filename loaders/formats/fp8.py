@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 
+from sdk.kernels.lazy_torch import torch
 from sdk.kernels.layouts import ActivationScheme, Float8
 from sdk.loaders.formats import scales
 from sdk.loaders.formats.activations import ActivationConfig

@@ -15,9 +15,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import Tensor
 
+from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.layouts import ActivationScheme, Affine, Float8, Layout
 from sdk.loaders.formats import scales
 from sdk.loaders.formats.activations import ActivationConfig

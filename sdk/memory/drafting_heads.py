@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NoReturn
 
-import torch
-
 from sdk.errors import CheckpointError, RequestError, UnsupportedError
+from sdk.kernels.lazy_torch import torch
 from sdk.loaders.head_folder import HeadFolder
 from sdk.models.auto import own_model
 from sdk.models.config import ModelConfig

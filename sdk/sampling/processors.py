@@ -9,10 +9,8 @@ place; minus infinity forbids a token.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
 from sdk.errors import RequestError
+from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.reference.sampling import allow, apply
 from sdk.sampling.state import RequestState
 

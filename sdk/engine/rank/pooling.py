@@ -5,10 +5,8 @@ The result does not depend on where a prompt was cut: the mean adds row after ro
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
 from sdk.engine.plan import Pooled, Pooling
+from sdk.kernels.lazy_torch import Tensor, torch
 
 
 class Pooler:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor
-
 from sdk.engine.plan import RequestStart
 from sdk.engine.rank.pooling import Pooler
+from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.sampling.state import RequestState
 from sdk.structured.answer import StructuredAnswer
 

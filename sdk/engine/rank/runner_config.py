@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-
 from sdk.engine.pages.disk_space import reserved_file
 from sdk.kernels.context import Compute
 from sdk.kernels.kv_tiers import KEPT_PAGES
+from sdk.kernels.lazy_torch import torch
 from sdk.kernels.offload import Offload, OnDisk, OnHost
 from sdk.kernels.ops import Ops
 from sdk.loaders.head_folder import open_head
@@ -58,7 +57,7 @@ class RunnerConfig:
     #: ``"cuda"``: the rank with number r has the r-th GPU.
     device: str = "cpu"
     compute: Compute = "auto"
-    activations: torch.dtype = torch.float32
+    activations: torch.dtype = field(default_factory=lambda: torch.float32)
     enforce_eager: bool = False
     deterministic: bool = False
     revision: str | None = None

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from torch import Tensor
-
 from sdk.engine.plan import Pooled, Sampled, StepRow
 from sdk.engine.rank.request import RankRequest
+from sdk.kernels.lazy_torch import Tensor
 from sdk.sampling.draws import Draw
 from sdk.sampling.guidance import apply_guidance
 from sdk.sampling.sampler import Sampler
