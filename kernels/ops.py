@@ -161,14 +161,19 @@ class Ops:
         eps: float,
         *,
         wide: bool = False,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """``s = x + residual``; returns ``(rms_norm(s), s)``; ``residual``, float32, becomes s.
 
         Without a residual s is x itself, float32. The norm is of the activations' type, with
-        ``wide`` float32.
+        ``wide`` float32, in ``out`` or new.
         """
         kernel, given, sums = self._norm_of_sums(x, residual, weight, eps)
-        out = self.empty(*x.shape, dtype=torch.float32 if wide else self.activations)
+        dtype = torch.float32 if wide else self.activations
+        if out is None:
+            out = self.empty(*x.shape, dtype=dtype)
+        else:
+            expect("add_rms_norm out", out, dtype, *x.shape)
         if x.numel():
             kernel.run(*given, out)
         return out, sums

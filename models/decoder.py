@@ -14,13 +14,13 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 from sdk.kernels.head_norms import HeadNorms
-from sdk.kernels.rounding import Rounding, Rows
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from sdk.kernels.batch import AttentionBatch
     from sdk.kernels.kv_pages import KVPages
+    from sdk.kernels.rounding import Rounding, Rows
     from sdk.models.config import ModelConfig
     from sdk.models.layers import Embedding, ExpertProjection, Head, Projection, Source
 
@@ -216,8 +216,14 @@ class Decoder:
         """See :class:`CausalLM`."""
         return iter(self._linears)
 
-    def __call__(self, inputs: Tensor, batch: AttentionBatch, kv: Sequence[KVPages]) -> Tensor:
-        """See :class:`CausalLM`."""
+    def __call__(
+        self,
+        inputs: Tensor,
+        batch: AttentionBatch,
+        kv: Sequence[KVPages],
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """See :class:`CausalLM`. ``out``: where the last stage writes hidden states."""
         delta = self._enter(inputs)
         residual: Tensor | None = None
         angles = self.rope.cos_sin(batch.positions, self.ops)
@@ -238,7 +244,7 @@ class Decoder:
             self.ops.send(stream, self._mesh.downstream)
             return stream
         hidden, _ = self.ops.add_rms_norm(
-            delta, residual, self.norm, self.config.rms_norm_eps, wide=True
+            delta, residual, self.norm, self.config.rms_norm_eps, wide=True, out=out
         )
         return hidden
 

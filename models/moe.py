@@ -13,12 +13,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from sdk.kernels.rounding import Rows
 from sdk.quant.errors import CheckpointError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from sdk.kernels.rounding import Rows
     from sdk.models.expert_placement import Placement
     from sdk.models.layers import Source
     from sdk.quant.weight import Weight
@@ -61,7 +61,7 @@ class ExpertMLP:
 
     def __call__(self, x: Rows) -> Tensor:
         """``[T, hidden] -> [T, hidden]``, float32."""
-        assert isinstance(x, Tensor)
+        assert not isinstance(x, tuple)
         spec, share = self.spec, self.share
         logits = self.router(x)
         if share is not None and (tokens := share.routing.tokens) is not None:

@@ -83,16 +83,9 @@ def map_kernel(x, other, factor, count, width, KIND: tl.constexpr, BLOCK: tl.con
 
 @triton.jit(do_not_specialize=["x_rows"])
 def gather_kernel(
-    x,
-    index,
-    out,
-    width,
-    x_rows,
-    x_stride,
-    BY_ROW: tl.constexpr,
-    BACK: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    x, index, out, width, x_rows, x_stride,
+    BY_ROW: tl.constexpr, BACK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Grid (rows of out, blocks of columns): ``x[index]``, ``x[:, index]`` or its inverse."""
     after_earlier()
     row = tl.program_id(0).to(tl.int64)

@@ -23,7 +23,7 @@ from sdk.kernels.gpu import product as kernels
 from sdk.kernels.gpu.dense import multiply, product_dense
 from sdk.kernels.gpu.elementwise import GatedActivation
 from sdk.kernels.gpu.expert_tiles import PARTS, Experts, Routed, offsets_of, tile_arguments
-from sdk.kernels.gpu.launch import INTERPRETED, TYPES, Launch, expect_on_device
+from sdk.kernels.gpu.launch import INTERPRETED, TYPES, Launch, expect_on_device, old_card
 from sdk.kernels.gpu.packing import PLANES, Packed, pack, unpack
 from sdk.kernels.gpu.scratch import (
     decoded_experts,
@@ -260,11 +260,13 @@ def product(
     instead of M; the weight is then the first expert's.
     """
     tokens, n = x.shape[0], packed.shape[0]
-    # 64 columns of float32 leave too few registers on sm_90: up to 480 bytes were spilled (q3_k)
-    plain = dtype == torch.float32
+    # 64 columns without matrix instructions leave too few registers: up to 480 bytes were spilled
+    # on sm_90 (q3_k), 1.7 KiB on sm_75. Nor do 32 fit for codes of 2 bits with zero points or
+    # minima (208 bytes on sm_90, 856 on sm_100).
+    plain = dtype == torch.float32 or old_card(x.device)
     most = tiles.block_m
-    if plain:  # for codes of 2 bits with zero points even those spilled 208 bytes
-        most = 16 if packed.zeros_bits and packed.bits == 2 else 32
+    if plain:
+        most = 16 if packed.bits == 2 and (packed.zeros_bits or packed.has_minus) else 32
     block_m = min(tiles.block_m, most, max(16, triton.next_power_of_2(tokens)))
     weights, constants = _weight(packed, dtype)
     sums = out if sums is None else sums

@@ -91,7 +91,9 @@ class TritonLinearAsFile(TritonLinear):
                 step = min(step, rows_of_parts(packed.shape[0], tiles.split))
             for rows in runs(x.shape[0], step):
                 if isinstance(x, Rounded):
-                    given = Rounded(x.codes[rows], x.scales[:, rows], x.width)
+                    # the kernel finds the scales of a group right behind those of the one before
+                    scales = x.scales[:, rows].contiguous()
+                    given = Rounded(x.codes[rows], scales, x.width)
                 else:
                     given = self._round(packed, x[rows])
                 self._multiply_bytes(packed, given, wide[rows], tiles)

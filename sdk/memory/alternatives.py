@@ -307,7 +307,8 @@ def _schemes(
 
 def _small_limits(config: EngineConfig) -> dict[str, Any]:
     """Limits with a small workspace, none above what was asked for."""
-    return {name: min(small, getattr(config, name)) for name, small in _SMALL_LIMITS.items()}
+    asked = {"max_num_seqs": config.max_num_seqs, "max_num_batched_tokens": config.step_tokens}
+    return {name: min(small, asked[name]) for name, small in _SMALL_LIMITS.items()}
 
 
 def _general_help(config: EngineConfig, checkpoint: Checkpoint, asked: MemoryPlan) -> Iterator[str]:

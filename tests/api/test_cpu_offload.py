@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 
 from sdk import UnsupportedError
 from sdk.kernels import gpu
-from sdk.kernels.gpu.scratch import sampler_bytes
+from sdk.kernels.gpu.scratch import COUNTERS, sampler_bytes, work_shape
 from sdk.kernels.gpu.tuning import Tuning
 from sdk.kernels.packed_shapes import packed_bytes
 from sdk.loading import checks as load_checks, load as loading
@@ -96,7 +97,7 @@ def test_what_kernels_ask_for_is_within_the_budget_and_as_large_as_the_step(smol
     # 64 tokens: partial sums alone; 1,024: a decoded matrix, gate and up of all of 576 features and
     # 3,072 rows, results before they are rounded, the library's own
     assert 0 < few.scratch < 9 * MIB
-    kept = packed_bytes(4, WORDS) + sampler_bytes(4, WORDS)
+    kept = packed_bytes(4, WORDS) + sampler_bytes(4, WORDS) + 4 * COUNTERS
     assert many.scratch == 2 * 576 * 3072 + 4 * 1024 * 3072 + 32 * MIB + kept
     recorded, _ = _planned(smollm2, **large)
     captured = 2 * 576 * 3072 + 4 * 512 * 3072 + 32 * MIB  # of the 512 that are recorded
@@ -140,8 +141,9 @@ def test_long_contexts_have_partial_sums_of_attention(smollm2: Path) -> None:
     options |= {"max_num_seqs": 192, "memory": "20GiB"}
     short, _ = _planned(smollm2, **options)
     long, _ = _planned(smollm2, max_model_len=8192, **options)
-    kept = packed_bytes(192, WORDS) + sampler_bytes(192, WORDS)
-    assert long.scratch == 4 * 192 * 9 * 32 * (64 + 2) + kept > short.scratch
+    kept = packed_bytes(192, WORDS) + sampler_bytes(192, WORDS) + 4 * COUNTERS
+    work = 4 * math.prod(work_shape(192, 9))
+    assert long.scratch == 4 * 192 * 9 * 32 * (64 + 2) + work + kept > short.scratch
     fixed, _ = _planned(smollm2, max_model_len=8192, deterministic=True, **options)
     # shares of K in the same place for every batch: 11 of gate and up, sums of 16 columns
     assert fixed.scratch == 4 * 11 * 192 * 3072 + 192 * 576 // 4 + kept

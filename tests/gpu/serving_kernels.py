@@ -26,7 +26,7 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE / "aot"), str(HERE.parent / "engine"), str(HERE.parents[1])]
 
 from fake_card import on_a_card  # noqa: E402
-from machine_code import Source, launches  # noqa: E402
+from machine_code import Source, all_launches  # noqa: E402
 
 from sdk import LLM, SamplingParams  # noqa: E402
 from sdk.engine.rank.forward import ForwardPasses  # noqa: E402
@@ -87,12 +87,14 @@ def main(format: str, vocabulary: int, folder: str, *, cold: bool) -> None:
     patch.setattr(SelfCheck, "_reason", lambda *args: None)  # zeros are no products
     for module in ("sdk.memory.planning", "sdk.loading.load"):
         patch.setattr(f"{module}.activations_of", lambda config, checkpoint: torch.bfloat16)
-    with launches(GPUTarget("cuda", 90, 32)) as listed, on_a_card(model, **LIMITS) as (llm, _):
+    with all_launches(GPUTarget("cuda", 90, 32)) as listed, on_a_card(model, **LIMITS) as (llm, _):
         assert llm._runner().ops.context.backend_names[0] == "gpu"
-        warm = len(listed)
+        warm = {started.source.key for started in listed}
+        listed.clear()
         serve(llm)
-        late = [described(source) for source in listed[warm:]]
-    print(json.dumps({"warm": warm, "late": late}))
+        later = {started.source.key: started.source for started in listed}
+    late = [described(source) for key, source in later.items() if key not in warm]
+    print(json.dumps({"warm": len(warm), "late": late}))
 
 
 def _named(function: Any, name: str) -> Any:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from sdk.kernels.gpu import linear_as_file
 from sdk.kernels.gpu.byte_rows import ALIGNED, STEP
 from sdk.kernels.gpu.linear_as_file import round_rows
 from sdk.kernels.gpu.norm import AddRmsNorm, RmsNorm
@@ -91,4 +92,19 @@ def test_a_projection_multiplies_codes_as_it_does_rows(cases: Any) -> None:
         assert isinstance(codes, Rounded)
         assert torch.equal(own, sums)
         assert torch.equal(bound.matmul(codes), bound.matmul(norm))
+    ops.close()
+
+
+def test_codes_are_multiplied_some_rows_at_a_time_as_all_at_once(
+    cases: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ops = Ops("cpu", backends=("gpu", "reference"))
+    scheme = ActivationScheme("e4m3", group=STEP)
+    bound = ops.linear(replace(cases.float8(150, 256, (128, 128)), inputs=scheme))
+    x, weight = torch.randn(40, 256), torch.ones(256)
+    codes, _ = ops.add_rms_norm_for(bound.rounding, x, None, weight, 1e-5)
+    norm, _ = ops.add_rms_norm(x, None, weight, 1e-5)
+    assert isinstance(codes, Rounded) and codes.scales.shape == (2, 40)
+    monkeypatch.setattr(linear_as_file, "rows_of_codes", lambda k: 16)
+    assert torch.equal(bound.matmul(codes), bound.matmul(norm))
     ops.close()

@@ -123,7 +123,7 @@ def _serve(llm: Any) -> None:
     longer = min((pages + 1) * plan.page_size, plan.max_model_len) - 1
     # The first must not end before the last has its prompt, of which a slow machine runs less in a
     # step: long answers, and prompts that fill a step together.
-    least = -(-llm.config.max_num_batched_tokens // count)
+    least = -(-llm.config.step_tokens // count)
     answer = max(room - max(room // 4, least), 1)
     words = llm.model_config.vocab_size
 

@@ -197,6 +197,7 @@ def test_the_hook_of_pyinstaller_collects_modules_tables_and_the_native_library(
     datas -= page
     assert datas == {
         ("expected_loss.json", "sdk/quant"),
+        ("predicted.json", "sdk/cli/bench/gpu"),
         ("some-card.json", "sdk/kernels/tuned"),
         ("smollm2_135m.json", "sdk/simulation"),
         ("py.typed", "sdk"),

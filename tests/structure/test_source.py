@@ -250,12 +250,14 @@ def test_a_file_that_became_short_has_no_limit_of_its_own() -> None:
 
 
 def test_functions_are_short_enough_to_read() -> None:
+    """Signature and docstring are not counted: a kernel has up to 50 arguments."""
     long = {}
     for path in sources(*FOLDERS):
         for node in ast.walk(parse(path)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 assert node.end_lineno is not None
-                length = node.end_lineno - node.lineno + 1
+                documented = ast.get_docstring(node) is not None and len(node.body) > 1
+                length = node.end_lineno - node.body[documented].lineno + 1
                 if length > MAX_FUNCTION_LINES:
                     long[f"{name_of(path)}:{node.name}"] = length
     assert long == {}

@@ -75,7 +75,8 @@ def default_options() -> Options:
     from sdk.config import EngineConfig
 
     config = EngineConfig(model="")
-    return {name: getattr(config, name) for name in NAMES}
+    chosen = {"max_num_batched_tokens": config.step_tokens}
+    return {name: chosen.get(name, getattr(config, name)) for name in NAMES}
 
 
 def shown(options: Mapping[str, Any]) -> str:

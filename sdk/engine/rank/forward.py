@@ -47,8 +47,13 @@ class ForwardPasses:
         with torch.inference_mode():
             self.lockstep.run_empty(self.ops, self._model.config.hidden_size)
 
-    def hidden(self, batch: AttentionBatch, embedded: Sequence[tuple[int, Tensor]] = ()) -> Tensor:
-        """Hidden states of the first tokens in the inputs.
+    def hidden(
+        self,
+        batch: AttentionBatch,
+        embedded: Sequence[tuple[int, Tensor]] = (),
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Hidden states of the first tokens in the inputs, in ``out`` if given.
 
         ``embedded``: embeddings in place of token ids, each with its first token. Such a step runs
         operator by operator.
@@ -60,7 +65,10 @@ class ForwardPasses:
             inputs = self._model.embed(inputs)
             for first, rows in embedded:
                 inputs[first : first + len(rows)] = rows
-        return self._model(inputs, batch, self._kv.layers)
+        if isinstance(self._model, Decoder):
+            return self._model(inputs, batch, self._kv.layers, out)
+        found = self._model(inputs, batch, self._kv.layers)
+        return found if out is None else out.copy_(found)
 
     @property
     def alone(self) -> bool:
@@ -87,10 +95,14 @@ class ForwardPasses:
             self.ops.sampling.sample_into(logits, self._inputs.sampling)
         return logits
 
-    def _head(self, hidden: Tensor, outputs: int) -> Tensor:
+    def _head(self, hidden: Tensor, outputs: int, out: Tensor | None = None) -> Tensor:
+        """Logits of the first output rows, in ``out`` if given."""
         self.ops.adapter_slots = self._inputs.output_adapters[:outputs]
         rows = self.ops.select_rows(hidden, self._inputs.output_rows[:outputs])
-        return self._model.logits(rows)
+        if isinstance(self._model, Decoder):
+            return self._model.logits(rows, out)
+        found = self._model.logits(rows)
+        return found if out is None else out.copy_(found)
 
     def logits_in_parts(self, hidden: Tensor, adapter: int = -1) -> Iterator[Tensor]:
         """Yield logits of rows of one adapter, in parts. Each part is valid until the next."""
@@ -144,22 +156,17 @@ class ForwardPasses:
         if self._mesh.samples:
             self.ops.sampling.warm_up(logits)
 
-    def decode(self, size: int, shared: bool, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """A decode step of ``size`` rows, which writes ``logits``: hidden states, and the result of
+    def decode(self, size: int, shared: bool, hidden: Tensor, logits: Tensor) -> Tensor:
+        """A decode step of ``size`` rows, which writes hidden states and logits: the result of
         ``SamplingOps.sample_rows`` with these logits unchanged."""
-        inputs = self._inputs
         with torch.inference_mode():
-            hidden = self.hidden(inputs.decode_batch(size, shared))
-            self.ops.adapter_slots = inputs.output_adapters[:size]
-            if isinstance(self._model, Decoder):
-                self._model.logits(hidden, logits)
-            else:
-                logits.copy_(self._model.logits(hidden))
-            return hidden, self.draw(logits, shaped=False)
+            self.hidden(self._inputs.decode_batch(size, shared), out=hidden)
+            return self.draw(self._head(hidden, size, logits), shaped=False)
 
-    def new_logits(self, rows: int) -> Tensor:
-        """Memory for logits, uninitialized."""
-        return self.ops.empty(rows, self._model.config.vocab_size)
+    def new_results(self, rows: int) -> tuple[Tensor, Tensor]:
+        """Memory for hidden states and logits, uninitialized."""
+        config = self._model.config
+        return self.ops.empty(rows, config.hidden_size), self.ops.empty(rows, config.vocab_size)
 
     def pack_shapes(self, rows: int) -> tuple[bool, list[int]]:
         """Send the shapes of the first ``rows`` output rows to the device.

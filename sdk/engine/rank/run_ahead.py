@@ -102,24 +102,20 @@ class _SharedResults:
     """Runs decode steps whose hidden states and logits are in buffers that all graphs share.
 
     With separate buffers per graph, the logits of 256 requests and a vocabulary of 150,000 tokens
-    would take 2.5 GB. They are written there at once: a copy of them would take 0.1 ms of an H100.
+    would take 2.5 GB. They are written there at once: a copy of logits takes an H100 0.1 ms.
     """
 
     def __init__(self, passes: ForwardPasses, largest: int) -> None:
         self._passes = passes
         self._largest = largest
-        self._hidden: Tensor | None = None
-        self._logits: Tensor | None = None
+        self._buffers: tuple[Tensor, Tensor] | None = None
 
     def __call__(self, size: int, shared: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Hidden states, logits and samples."""
-        if self._logits is None:
-            self._logits = self._passes.new_logits(self._largest)
-        logits = self._logits[:size]
-        hidden, sampled = self._passes.decode(size, shared, logits)
-        if self._hidden is None:
-            self._hidden = hidden.new_empty(self._largest, hidden.shape[1])
-        return self._hidden[:size].copy_(hidden), logits, sampled
+        if self._buffers is None:
+            self._buffers = self._passes.new_results(self._largest)
+        hidden, logits = (x[:size] for x in self._buffers)
+        return hidden, logits, self._passes.decode(size, shared, hidden, logits)
 
 
 class RunAhead:

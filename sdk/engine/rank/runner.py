@@ -100,9 +100,7 @@ class ModelRunner:
             config.page_size,
             self.ops.device,
             find_shared=self.ops.shares_keys,
-            work=self.ops.work_shape(
-                config.max_num_seqs, max(pages.k.shape[1] for pages in self.kv.layers)
-            ),
+            work=self.ops.work_shape(config.max_num_seqs, self.kv.spec.kv_heads),
         )
         mesh.reserve(4 * config.max_num_batched_tokens * facts.hidden_size)
         self._passes = ForwardPasses(self.model, self.kv, self._inputs, self.ops, mesh)
