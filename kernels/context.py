@@ -11,11 +11,12 @@ from sdk.kernels.activations import LARGE, ActivationPool
 from sdk.kernels.backend import Choice, Problem
 from sdk.kernels.card import Card
 from sdk.kernels.errors import KernelError
+from sdk.kernels.host.torch_import import one_mode
 from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.offload import Offload, OnDisk, layer_weights
 from sdk.kernels.registry import choose, open_backends
 
-ACTIVATION_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+ACTIVATION_TYPES = ("float32", "bfloat16", "float16")
 Compute = Literal["auto", "exact"]
 Entering = Callable[[], AbstractContextManager[object]]
 
@@ -34,10 +35,9 @@ class Context:
         num_threads: int,
         only: Sequence[str] | None,
         deterministic: bool,
-        activations: torch.dtype | None,
+        activations: str,
         offload: Offload | None,
     ) -> None:
-        activations = activations or torch.float32
         if activations not in ACTIVATION_TYPES:
             raise KernelError(
                 f"activations: expected one of {ACTIVATION_TYPES}, found {activations}"
@@ -46,12 +46,12 @@ class Context:
         #: The GPU of the engine; ``None`` on a CPU.
         self.card = card = Card(self.device) if self.device.type == "cuda" else None
         #: A context in which device and stream of the engine are the thread's current ones, and one
-        #: for code of the host (:meth:`Card.lent`); on a CPU they do nothing.
-        self.entered: Entering = nullcontext if card is None else card.entered
+        #: for code of the host (:meth:`Card.lent`). On a CPU one kind of tensor is used.
+        self.entered: Entering = one_mode if card is None else card.entered
         self.lent: Entering = nullcontext if card is None else card.lent
         self.compute: Compute = compute
         self.num_threads = num_threads
-        self.activations = activations
+        self._activations = activations
         with self.entered():
             self.layers = layer_weights(offload, self.device)
             self.backends, self.declined_backends = open_backends(
@@ -92,6 +92,12 @@ class Context:
         if found is None:
             found = self._chosen[problem] = choose(self.backends, problem)
         return found.implementation
+
+    @property
+    def activations(self) -> torch.dtype:
+        """The type of activations between kernels."""
+        found: torch.dtype = getattr(torch, self._activations)
+        return found
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """An uninitialized tensor for the result of an operator; float32 by default."""

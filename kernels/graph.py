@@ -16,18 +16,17 @@ ranks are not recorded either, because then all ranks would have to record the s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Generic, TypeVar
 
-
-from sdk.kernels import host_tensor
 from sdk.kernels.activations import ActivationPool
 from sdk.kernels.backend import Recorded
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.card import Card
 from sdk.kernels.context import Context
 from sdk.kernels.errors import CaptureError, KernelError
+from sdk.kernels.host import arithmetic
 from sdk.kernels.lazy_torch import Tensor, loaded
 
 Result = TypeVar("Result")
@@ -81,9 +80,9 @@ class Graph(Generic[Result]):
 def only_views() -> Iterator[None]:
     """Raises :class:`CaptureError` for every operation on tensors that touches data."""
     with ExitStack() as undo:
-        undo.enter_context(host_tensor.only_views())
+        undo.enter_context(arithmetic.only_views())
         if loaded():
-            from sdk.kernels.torch_views import OnlyViews
+            from sdk.kernels.host.torch_views import OnlyViews
 
             undo.enter_context(OnlyViews())  # type: ignore[no-untyped-call]
         yield

@@ -1,98 +1,42 @@
-"""``torch`` and ``Tensor`` for modules that run on a CPU without torch.
+"""``torch`` and ``Tensor`` for modules that run on a CPU without torch: see ``sdk.kernels.host``.
 
-As long as nobody in the process has imported torch, ``torch`` has the few names of
-``host_tensor.py``, and any other name imports torch. From then on all names are torch's. So these
-modules must not keep torch's objects in constants, defaults or decorators, which are evaluated when
-they are imported (tests/structure/test_without_torch.py).
+While torch is not imported, ``torch`` has the names below, and any other name imports torch. From
+then on all names are torch's. So these modules must not keep torch's objects in constants, defaults
+or decorators, which are evaluated when they are imported.
 
 For type checkers both names are torch's (``lazy_torch.pyi``).
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from contextlib import ContextDecorator, nullcontext
-from types import SimpleNamespace
+from contextlib import nullcontext
+from operator import attrgetter
 from typing import Any
 
-from sdk.kernels import host_tensor
-from sdk.kernels.host_tensor import HostDtype, HostTensor, device_of, loaded_torch, torch_module
-
-
-class inference_mode(ContextDecorator):
-    """``torch.inference_mode``; without torch there are no gradients to be left out."""
-
-    def __init__(self, mode: bool = True) -> None:
-        self._entered: list[Any] = []
-
-    def __enter__(self) -> None:
-        torch = loaded_torch()
-        context = nullcontext() if torch is None else torch.inference_mode()
-        self._entered.append(context)
-        context.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._entered.pop().__exit__(*error)
+from sdk.kernels.host import functions
+from sdk.kernels.host.dtypes import DTYPES, device_of
+from sdk.kernels.host.tensor import HostTensor
+from sdk.kernels.host.torch_import import loaded_torch, torch_module
 
 
 class _Unraised(Exception):
     """``torch.OutOfMemoryError``, which nothing raises without torch."""
 
 
-_FUNCTIONS = (
-    *("from_numpy", "empty", "zeros", "ones", "full", "empty_like", "zeros_like", "full_like"),
-    *("tensor", "arange", "cat", "stack", "where", "equal", "maximum", "minimum", "isfinite"),
-    "is_tensor",
-)
-#: What a host tensor's type may have been given to once torch is imported.
-_MAKERS = (
-    "empty",
-    "zeros",
-    "ones",
-    "full",
-    "empty_like",
-    "zeros_like",
-    "tensor",
-    "arange",
-    "randn",
-)
-_HOST: dict[str, Any] = {name: getattr(host_tensor, name) for name in _FUNCTIONS}
-_HOST |= host_tensor._DTYPES
-_HOST |= {
-    "inference_mode": inference_mode,
-    "no_grad": inference_mode,
-    "device": device_of,
-    "contiguous_format": None,
-    "OutOfMemoryError": _Unraised,
-    "nn": SimpleNamespace(functional=SimpleNamespace(pad=host_tensor.pad)),
-    "version": SimpleNamespace(cuda=None, hip=None),
-}
-
-
 class _Names:
-    """See the module."""
+    """torch or one of its modules, and what stands for its names while torch is not imported."""
+
+    def __init__(self, path: str, without_torch: dict[str, Any]) -> None:
+        self._path = path
+        self._without_torch = without_torch
 
     def __getattr__(self, name: str) -> Any:
         torch = loaded_torch()
-        if torch is not None:
-            return _translated(getattr(torch, name)) if name in _MAKERS else getattr(torch, name)
-        found = _HOST.get(name, _HOST)
-        return getattr(torch_module(), name) if found is _HOST else found
-
-
-@functools.cache
-def _translated(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of torch that also takes types of host tensors, which objects made before torch
-    was imported may have kept."""
-
-    @functools.wraps(function)
-    def translated(*given: Any, **named: Any) -> Any:
-        if any(isinstance(x, HostDtype | host_tensor.HostDevice) for x in named.values()):
-            named = host_tensor.real(named)
-        return function(*given, **named)
-
-    return translated
+        if torch is None:
+            if name in self._without_torch:
+                return self._without_torch[name]
+            torch = torch_module()
+        return attrgetter(f"{self._path}{name}")(torch)
 
 
 class _TensorType(type):
@@ -117,4 +61,16 @@ def type_name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-torch: Any = _Names()
+torch: Any = _Names(
+    "",
+    {
+        **{name: getattr(functions, name) for name in functions.__all__},
+        **DTYPES,
+        "inference_mode": nullcontext,  # there are no gradients to be left out
+        "device": device_of,
+        "contiguous_format": None,
+        "OutOfMemoryError": _Unraised,
+        "nn": _Names("nn.", {"functional": _Names("nn.functional.", {"pad": functions.pad})}),
+        "version": _Names("version.", {"cuda": None, "hip": None}),
+    },
+)

@@ -15,7 +15,6 @@ from typing import Any, cast
 from sdk.kernels.backend import Backend, BackendFacts, Choice, Problem
 from sdk.kernels.errors import KernelError
 from sdk.kernels.layouts import Affine, Blocks, Dense, Float8, Layout, inputs_of
-from sdk.kernels.lazy_torch import torch
 from sdk.kernels.offload import OnDisk
 
 #: Backends, best first. A backend is a folder here with ``available``, ``open_backend`` and
@@ -36,7 +35,7 @@ def open_backends(
     only: Sequence[str] | None = None,
     *,
     fixed: bool = False,
-    activations: torch.dtype | None = None,
+    activations: str = "float32",
     offload: OnDisk | None = None,
 ) -> tuple[list[Backend], tuple[tuple[str, str], ...]]:
     """Open every backend that runs here: ``(backends, ((name, why not available), ...))``.
@@ -48,7 +47,7 @@ def open_backends(
     for name in only or BACKENDS:
         module = import_module(f"sdk.kernels.{name}")
         reason = module.available(device)
-        if reason is None and (activations or torch.float32) not in module.ACTIVATIONS:
+        if reason is None and activations not in module.ACTIVATIONS:
             reason = f"its operators do not support {activations} activations"
         if reason is None:
             opened.append(module.open_backend(device, num_threads, fixed=fixed, offload=offload))

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sdk.kernels.backend import Backend, Choice, Problem
+from sdk.kernels.context import Context
 from sdk.kernels.layouts import Layout, check_layout, inputs_of
 from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.reference.decode import decode
@@ -38,9 +39,8 @@ _LIMITS = {"auto": 0.05, "exact": 1e-3}
 class SelfCheck:
     """The checks of one engine: each kind of weight is checked once."""
 
-    def __init__(self, device: torch.device, activations: torch.dtype) -> None:
-        self._device = device
-        self._activations = activations
+    def __init__(self, context: Context) -> None:
+        self._context = context
         self._passed: set[tuple[str, Problem]] = set()
         self._failed: dict[tuple[str, Problem], str] = {}
 
@@ -56,11 +56,12 @@ class SelfCheck:
         if kernel.name.startswith("reference."):
             return None
         # On a CPU, kernels are the same for any number of rows.
-        whole = self._device.type == "cuda"
+        whole = self._context.device.type == "cuda"
         key = (kernel.name, problem if whole else replace(problem, out_features=0))
         if key not in self._passed and key not in self._failed:
             part = layout if whole else slice_rows(layout, 0, min(layout.shape[0], _ROWS))
-            found = _difference(kernel, problem, part, self._device, self._activations)
+            given = self._context.device, self._context.activations
+            found = _difference(kernel, problem, part, *given)
             if found is None:
                 self._passed.add(key)
             else:

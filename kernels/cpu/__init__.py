@@ -46,7 +46,7 @@ from sdk.kernels.scratch import Products
 
 __all__ = ["CpuBackend", "available", "levels", "open_backend", "simd_level"]
 
-ACTIVATIONS = (torch.float32,)
+ACTIVATIONS = ("float32",)
 
 
 def available(device: str) -> str | None:

@@ -24,8 +24,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from zipimport import zipimporter
 
-from sdk.kernels.lazy_torch import torch
-
 #: Must equal kAbiVersion in native/abi.hpp; a library with another version is rejected as stale.
 ABI_VERSION = 21
 

@@ -9,7 +9,7 @@ from sdk.kernels.backend import Problem
 from sdk.kernels.cpu.library import ELEMENT_TYPES, LowRankArgs, LowRankPart, LowRankSlot, OpKind
 from sdk.kernels.cpu.runtime import NativeRuntime
 from sdk.kernels.errors import KernelError
-from sdk.kernels.lazy_torch import type_name, Tensor, torch
+from sdk.kernels.lazy_torch import Tensor, torch, type_name
 from sdk.kernels.low_rank import ALIGN, Factors, Shape, Update
 
 #: Columns of a block of ``b``, and of a block of ``a``.

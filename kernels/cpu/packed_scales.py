@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sdk.kernels.cpu.library import ELEMENT_TYPES
 from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks
-from sdk.kernels.lazy_torch import type_name, Tensor, torch
+from sdk.kernels.lazy_torch import Tensor, torch, type_name
 from sdk.kernels.reference.decode import pack_codes, unpack_codes
 
 #: Rows of a tile and of a row block: kTileRows of native/abi.hpp.

@@ -27,7 +27,7 @@ from sdk.kernels.cpu.packed_scales import (
 )
 from sdk.kernels.cpu.weight_memory import WeightMemory
 from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks, Dense, Float8, Layout
-from sdk.kernels.lazy_torch import type_name, Tensor, torch
+from sdk.kernels.lazy_torch import Tensor, torch, type_name
 from sdk.kernels.reference.decode import row_scales
 
 #: Columns (k) of a tile: kTileDepth of native/abi.hpp.
@@ -73,7 +73,11 @@ def packed_bytes(kind: str, rows: int, columns: int) -> int:
     """``Packed.nbytes`` of a weight in blocks of type ``kind``, before it is packed."""
     block, source = BLOCK_TYPES[kind], BLOCK_SOURCES[kind]
     groups = columns // block.group
-    scales = 12 * groups if kind == "q3_k" else TILE_ROWS * groups * getattr(torch, source.scale).itemsize
+    scales = (
+        12 * groups
+        if kind == "q3_k"
+        else TILE_ROWS * groups * getattr(torch, source.scale).itemsize
+    )
     levels = 1
     if source.has_minus and kind != "q2_k":  # in q2_k one byte holds scale and minimum
         scales *= 2

@@ -31,7 +31,7 @@ DENSE_FROM_WITHOUT_MMA = 32
 OLDEST_CARD = (7, 5)
 #: The first torch version whose Triton (3.5) lets a kernel ask what it is compiled for.
 OLDEST_TORCH = (2, 9)
-ACTIVATIONS = (torch.float32, torch.bfloat16, torch.float16)
+ACTIVATIONS = ("float32", "bfloat16", "float16")
 
 
 def available(device: str) -> str | None:

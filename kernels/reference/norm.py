@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 from sdk.kernels.backend import Problem
 from sdk.kernels.errors import KernelError
 from sdk.kernels.lazy_torch import Tensor, torch

@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sdk.kernels.lazy_torch import Tensor, torch, type_name
 from sdk.kernels.layouts import Affine, Dense, Layout
+from sdk.kernels.lazy_torch import Tensor, torch, type_name
 from sdk.loaders.formats import scales
 from sdk.loaders.formats.scales import floats, matrix
 from sdk.loaders.formats.stored_layer import StoredLayer
@@ -125,7 +125,8 @@ def _four_bits(layer: StoredLayer, kind: str) -> Layout:
     if not state.stays_packed:
         # Blocks that continue in the next row fit no layout; common models have no such sizes
         # (K % 64 != 0). The values are those bitsandbytes computes with.
-        layer.warn(f"blocks cross row ends: stored in memory as {_NAMES[type_name(state.dtype)]}, not 4 bits")
+        name = _NAMES[type_name(state.dtype)]
+        layer.warn(f"blocks cross row ends: stored in memory as {name}, not 4 bits")
         return Dense(_values(packed.numpy(), table.numpy(), scale.values(), state))
     codes = packed.numpy().reshape(rows, columns // 2)
     weight = Affine(

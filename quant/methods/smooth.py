@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from sdk.kernels.lazy_torch import Tensor, torch
 
-
 _STRENGTH = 0.8
 
 

@@ -31,7 +31,7 @@ from sdk.engine.scheduling.scheduler_config import SHORT_STEP, SHORT_STEP_GPU, S
 from sdk.errors import RequestError
 from sdk.executors.local import LocalExecutor
 from sdk.executors.stage_times import StageTimes
-from sdk.kernels.lazy_torch import torch
+from sdk.kernels.lazy_torch import torch, type_name
 from sdk.kernels.self_check import failures
 from sdk.loading.adapters import AdapterOpener
 from sdk.loading.checks import named_tokenizer
@@ -389,7 +389,7 @@ def _runner_config(
         num_threads=max(threads_of(config) // ranks_here(config), 1),
         device=_device(config),
         compute=compute_of(config),
-        activations=activations_of(config, checkpoint),
+        activations=type_name(activations_of(config, checkpoint)),
         enforce_eager=config.enforce_eager,
         deterministic=config.deterministic,
         hf_overrides=dict(config.hf_overrides or {}),
@@ -400,7 +400,7 @@ def _runner_config(
         stage_layers=stage_layers(config, checkpoint, model),
         adapter_slots=config.adapter_slots,
         max_adapter_rank=config.max_lora_rank,
-        adapter_dtype=torch.int8 if config.lora_dtype == "int8" else None,
+        adapter_dtype="int8" if config.lora_dtype == "int8" else None,
         redundant_experts=config.redundant_experts,
         **_offload_options(config, model, memory),
     )

@@ -99,9 +99,7 @@ class DeviceGraphs:
             return [self._launch(batch, whole=True)]
         rows, readback = list(done.values()), step.readback
         launched = [
-            LaunchedBatch(
-                batch.subset(list(done)), *_not_read(), lambda: readback.tokens(rows)
-            )
+            LaunchedBatch(batch.subset(list(done)), *_not_read(), lambda: readback.tokens(rows))
         ]
         if rest := [index for index in range(len(batch.rows)) if index not in done]:
             launched.append(self._launch(batch.subset(rest), whole=False))

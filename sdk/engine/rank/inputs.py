@@ -43,7 +43,7 @@ class StepInputs:
         max_outputs: int,
         max_model_len: int,
         page_size: int,
-        device: torch.device | str = "cpu",
+        device: torch.device | None = None,
         *,
         find_shared: bool = False,
         work: tuple[int, int] | None = None,
@@ -53,6 +53,7 @@ class StepInputs:
         self.finds_shared = find_shared
         self._shift = shift
         width = -(-max_model_len // page_size)
+        device = device or torch.device("cpu")
         self._table = PageTable(device, max_requests, width)
         self._buffers = Buffers(
             device,

@@ -126,7 +126,8 @@ class ModelRunner:
     def _make_adapters(self, config: RunnerConfig) -> RankAdapters | None:
         if not config.adapter_slots:
             return None
-        most, dtype = config.max_adapter_rank, config.adapter_dtype
+        most, name = config.max_adapter_rank, config.adapter_dtype
+        dtype = None if name is None else getattr(torch, name)
         slots = ModelAdapters(self.model, self.ops, config.adapter_slots, most, dtype)
         return RankAdapters(slots)
 

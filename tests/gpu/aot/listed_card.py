@@ -30,8 +30,8 @@ from sdk.engine.engine import Engine
 from sdk.engine.rank.step_buffers import Buffers
 from sdk.kernels import context, registry
 from sdk.kernels.gpu import dense, packing, tuning
+from sdk.kernels.host.torch_views import VIEWS
 from sdk.kernels.self_check import SelfCheck
-from sdk.kernels.torch_views import VIEWS
 from sdk.loading.load import load
 
 #: What allocates, and starts no kernel.
