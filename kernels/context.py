@@ -11,7 +11,6 @@ from sdk.kernels.activations import LARGE, ActivationPool
 from sdk.kernels.backend import Choice, Problem
 from sdk.kernels.card import Card
 from sdk.kernels.errors import KernelError
-from sdk.kernels.host.torch_import import one_mode
 from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.offload import Offload, OnDisk, layer_weights
 from sdk.kernels.registry import choose, open_backends
@@ -46,8 +45,8 @@ class Context:
         #: The GPU of the engine; ``None`` on a CPU.
         self.card = card = Card(self.device) if self.device.type == "cuda" else None
         #: A context in which device and stream of the engine are the thread's current ones, and one
-        #: for code of the host (:meth:`Card.lent`). On a CPU one kind of tensor is used.
-        self.entered: Entering = one_mode if card is None else card.entered
+        #: for code of the host (:meth:`Card.lent`); on a CPU they do nothing.
+        self.entered: Entering = nullcontext if card is None else card.entered
         self.lent: Entering = nullcontext if card is None else card.lent
         self.compute: Compute = compute
         self.num_threads = num_threads

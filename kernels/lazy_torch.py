@@ -4,19 +4,18 @@ While torch is not imported, ``torch`` has the names below, and any other name i
 then on all names are torch's. So these modules must not keep torch's objects in constants, defaults
 or decorators, which are evaluated when they are imported.
 
-For type checkers both names are torch's (``lazy_torch.pyi``).
+For type checkers both names are torch's.
 """
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sdk.kernels.host import functions
 from sdk.kernels.host.dtypes import DTYPES, device_of
 from sdk.kernels.host.tensor import HostTensor
-from sdk.kernels.host.torch_import import loaded_torch, torch_module
+from sdk.kernels.host.torch_import import loaded_torch, one_mode, torch_module
 
 
 class _Unraised(Exception):
@@ -39,38 +38,41 @@ class _Names:
         return attrgetter(f"{self._path}{name}")(torch)
 
 
-class _TensorType(type):
-    def __instancecheck__(cls, x: object) -> bool:
-        if isinstance(x, HostTensor):
-            return True
-        torch = loaded_torch()
-        return torch is not None and isinstance(x, torch.Tensor)
-
-
-class Tensor(metaclass=_TensorType):
-    """For annotations and ``isinstance``: torch's tensors and those of the host."""
-
-
 def loaded() -> bool:
     """Whether torch is imported."""
     return loaded_torch() is not None
 
 
-def type_name(dtype: Any) -> str:
+def type_name(dtype: object) -> str:
     """A type's name, such as ``float16``: a key that torch's and the host's types share."""
     return str(dtype).removeprefix("torch.")
 
 
-torch: Any = _Names(
-    "",
-    {
-        **{name: getattr(functions, name) for name in functions.__all__},
-        **DTYPES,
-        "inference_mode": nullcontext,  # there are no gradients to be left out
-        "device": device_of,
-        "contiguous_format": None,
-        "OutOfMemoryError": _Unraised,
-        "nn": _Names("nn.", {"functional": _Names("nn.functional.", {"pad": functions.pad})}),
-        "version": _Names("version.", {"cuda": None, "hip": None}),
-    },
-)
+if TYPE_CHECKING:
+    import torch as torch
+    from torch import Tensor as Tensor
+else:
+
+    class _TensorType(type):
+        def __instancecheck__(cls, x: object) -> bool:
+            if isinstance(x, HostTensor):
+                return True
+            torch = loaded_torch()
+            return torch is not None and isinstance(x, torch.Tensor)
+
+    class Tensor(metaclass=_TensorType):
+        """For annotations and ``isinstance``: torch's tensors and those of the host."""
+
+    torch = _Names(
+        "",
+        {
+            **{name: getattr(functions, name) for name in functions.__all__},
+            **DTYPES,
+            "inference_mode": one_mode,  # there are no gradients to be left out
+            "device": device_of,
+            "contiguous_format": None,
+            "OutOfMemoryError": _Unraised,
+            "nn": _Names("nn.", {"functional": _Names("nn.functional.", {"pad": functions.pad})}),
+            "version": _Names("version.", {"cuda": None, "hip": None}),
+        },
+    )

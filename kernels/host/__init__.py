@@ -18,6 +18,6 @@ and keeps nothing of torch in constants, defaults or decorators: they would be e
 before it is known which mode is used. Tables are keyed by names of types (``type_name``).
 
 Files: ``torch_import`` (whether torch is there, and its import), ``dtypes``, ``conversions``
-between types, ``views``, ``arithmetic`` (types of results), ``tensor``, ``functions`` (``empty``, ``cat``, ...),
-``torch_views`` (recording with torch's tensors).
+between types, ``views`` and ``arithmetic`` (what a tensor does without and with its numbers),
+``tensor``, ``functions`` (``empty``, ``cat``, ...), ``torch_views`` (recording, with torch).
 """

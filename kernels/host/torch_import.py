@@ -11,8 +11,7 @@ from __future__ import annotations
 import importlib
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any
 
@@ -34,16 +33,17 @@ def loaded_torch() -> Any:
     return module
 
 
-@contextmanager
-def one_mode() -> Iterator[None]:
+class one_mode:
     """Inside, torch does not appear in this thread because another thread imports it: half of a
     step would compute with types that the other half does not know."""
-    before = _mode.without_torch
-    _mode.without_torch = loaded_torch() is None
-    try:
-        yield
-    finally:
-        _mode.without_torch = before
+
+    def __enter__(self) -> None:
+        self._before = _mode.without_torch
+        _mode.without_torch = loaded_torch() is None
+
+    def __exit__(self, *error: object) -> None:
+        # Not if something inside needed torch (torch_module).
+        _mode.without_torch = self._before and _mode.without_torch
 
 
 def torch_module() -> Any:

@@ -13,7 +13,7 @@ from sdk.kernels.host.arithmetic import touch
 from sdk.kernels.host.dtypes import HostDtype, device_of, dtype_of, host_dtype
 
 if TYPE_CHECKING:
-    from sdk.kernels.host.tensor import HostTensor
+    from typing_extensions import Self
 
 
 class Shape(tuple):  # type: ignore[type-arg]
@@ -36,7 +36,7 @@ class Views:
 
     if TYPE_CHECKING:
 
-        def _as(self, array: Any, dtype: HostDtype | None = None) -> HostTensor: ...
+        def _as(self, array: Any, dtype: HostDtype | None = None) -> Self: ...
 
     # ---- facts -----------------------------------------------------------------------------------
 
@@ -106,7 +106,7 @@ class Views:
 
     # ---- other shapes ----------------------------------------------------------------------------
 
-    def view(self, *shape: Any) -> HostTensor:
+    def view(self, *shape: Any) -> Self:
         """With sizes, or with a type."""
         sizes = _given(shape)
         if not isinstance(sizes, tuple | list):
@@ -124,7 +124,7 @@ class Views:
             ) from None
         return self._as(found)
 
-    def reshape(self, *shape: Any) -> HostTensor:
+    def reshape(self, *shape: Any) -> Self:
         sizes = _given(shape)
         try:
             return self.view(sizes)
@@ -132,88 +132,88 @@ class Views:
             touch("reshape")
             return self._as(self.array.reshape(_sizes(sizes, self.array.size)))
 
-    def flatten(self, first: int = 0, last: int = -1) -> HostTensor:
+    def flatten(self, first: int = 0, last: int = -1) -> Self:
         shape = self.array.shape or (1,)
         first, last = first % len(shape), last % len(shape)
         return self.reshape(*shape[:first], math.prod(shape[first : last + 1]), *shape[last + 1 :])
 
     def as_strided(
         self, size: Sequence[int], stride: Sequence[int], storage_offset: int = 0
-    ) -> HostTensor:
+    ) -> Self:
         """Only within this tensor's memory; ``storage_offset`` counts from its first element."""
         steps = [s * self.host_dtype.itemsize for s in stride]
         start = self.array.reshape(-1)[storage_offset:]
         return self._as(np.lib.stride_tricks.as_strided(start, tuple(size), steps))
 
-    def transpose(self, a: int, b: int) -> HostTensor:
+    def transpose(self, a: int, b: int) -> Self:
         return self._as(self.array.swapaxes(a, b))
 
-    def t(self) -> HostTensor:
+    def t(self) -> Self:
         return self._as(self.array.T)
 
     @property
-    def T(self) -> HostTensor:
+    def T(self) -> Self:
         return self.t()
 
-    def permute(self, *dims: Any) -> HostTensor:
+    def permute(self, *dims: Any) -> Self:
         return self._as(self.array.transpose(*dims))
 
-    def unsqueeze(self, dim: int) -> HostTensor:
+    def unsqueeze(self, dim: int) -> Self:
         return self._as(np.expand_dims(self.array, dim))
 
-    def squeeze(self, dim: int | None = None) -> HostTensor:
+    def squeeze(self, dim: int | None = None) -> Self:
         if dim is not None and self.array.shape[dim] != 1:
             return self.detach()
         return self._as(self.array.squeeze(dim))
 
-    def expand(self, *sizes: Any) -> HostTensor:
+    def expand(self, *sizes: Any) -> Self:
         wanted = _given(sizes)
         own = (1,) * (len(wanted) - self.array.ndim) + self.array.shape
         shape = [o if n == -1 else n for n, o in zip(wanted, own, strict=True)]
         return self._as(np.broadcast_to(self.array, shape))
 
-    def detach(self) -> HostTensor:
+    def detach(self) -> Self:
         return self._as(self.array.view())
 
     @property
-    def data(self) -> HostTensor:
+    def data(self) -> Self:
         return self.detach()
 
     # ---- parts -----------------------------------------------------------------------------------
 
-    def select(self, dim: int, index: int) -> HostTensor:
+    def select(self, dim: int, index: int) -> Self:
         at = (*_before(dim, self.array.ndim), index)
         return self[at]
 
-    def narrow(self, dim: int, start: int, length: int) -> HostTensor:
+    def narrow(self, dim: int, start: int, length: int) -> Self:
         at = (*_before(dim, self.array.ndim), slice(start, start + length))
         return self[at]
 
-    def split(self, size: Any, dim: int = 0) -> tuple[HostTensor, ...]:
+    def split(self, size: Any, dim: int = 0) -> tuple[Self, ...]:
         length = self.array.shape[dim]
         if isinstance(size, int):
             size = [min(size, length - i) for i in range(0, length, size)]
         return self.split_with_sizes(size, dim)
 
-    def split_with_sizes(self, sizes: Sequence[int], dim: int = 0) -> tuple[HostTensor, ...]:
+    def split_with_sizes(self, sizes: Sequence[int], dim: int = 0) -> tuple[Self, ...]:
         length = self.array.shape[dim]
         if sum(sizes) != length:
             raise RuntimeError(f"split: expected sizes with a sum of {length}, found {list(sizes)}")
         return tuple(self.narrow(dim, sum(sizes[:i]), n) for i, n in enumerate(sizes))
 
-    def chunk(self, count: int, dim: int = 0) -> tuple[HostTensor, ...]:
+    def chunk(self, count: int, dim: int = 0) -> tuple[Self, ...]:
         return self.split(-(-self.array.shape[dim] // count), dim)
 
-    def unbind(self, dim: int = 0) -> tuple[HostTensor, ...]:
+    def unbind(self, dim: int = 0) -> tuple[Self, ...]:
         return tuple(self.select(dim, i) for i in range(self.array.shape[dim]))
 
-    def diagonal(self) -> HostTensor:
+    def diagonal(self) -> Self:
         return self._as(self.array.diagonal())
 
-    def __iter__(self) -> Iterator[HostTensor]:
+    def __iter__(self) -> Iterator[Self]:
         return iter(self.unbind())
 
-    def __getitem__(self, index: Any) -> HostTensor:
+    def __getitem__(self, index: Any) -> Self:
         at = numpy_index(index)
         found = self.array[at]
         if not isinstance(found, np.ndarray):  # one number: a view too, which numpy copies
