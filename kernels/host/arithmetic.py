@@ -112,8 +112,16 @@ def numbers(x: Any, dtype: HostDtype) -> NDArray[Any]:
 _Method = Callable[[Any, Any], Any]
 
 
-def _binary(name: str, function: Any, *, swap: bool = False, gives: Any = None) -> _Method:
-    """``gives``: the type of the result by that of the operands, if it is another one."""
+def _binary(
+    name: str,
+    function: Any,
+    *,
+    swap: bool = False,
+    gives: Any = None,
+    rounds: bool = False,
+) -> _Method:
+    """``gives``: the type of the result by that of the operands, if it is another one. ``rounds``:
+    a number is rounded to that type first, as torch does in sums, but not in products."""
 
     def method(self: Any, other: Any) -> Any:
         if not is_operand(other):
@@ -122,6 +130,8 @@ def _binary(name: str, function: Any, *, swap: bool = False, gives: Any = None) 
         common = result_type(self, other)
         dtype = common if gives is None else gives(common)
         used = dtype if dtype.is_floating_point else common
+        if rounds and not isinstance(other, Operators):
+            other = self._made(np.asarray(other), common)
         a, b = numbers(self, used), numbers(other, used)
         with np.errstate(all="ignore"):
             return self._made(function(b, a) if swap else function(a, b), dtype)
@@ -129,13 +139,15 @@ def _binary(name: str, function: Any, *, swap: bool = False, gives: Any = None) 
     return method
 
 
-def _in_place(name: str, function: Any) -> _Method:
+def _in_place(name: str, function: Any, *, rounds: bool = False) -> _Method:
     def method(self: Any, other: Any) -> Any:
         if not is_operand(other):  # a tensor of torch, over the same memory
             getattr(self.torch(), f"__i{name}__")(other)
             return self
         touch(name)
         common = result_type(self, other)
+        if rounds and not isinstance(other, Operators):
+            other = self._made(np.asarray(other), common)
         with np.errstate(all="ignore"):
             found = function(numbers(self, common), numbers(other, common))
         self.array[...] = converted(np.asarray(found), None, self.host_dtype)
@@ -170,30 +182,38 @@ class Operators:
     array: NDArray[Any]
     host_dtype: HostDtype
 
-    __add__ = _binary("add", np.add)
-    __radd__ = _binary("add", np.add, swap=True)
-    __iadd__ = _in_place("add", np.add)
-    __sub__ = _binary("sub", np.subtract)
-    __rsub__ = _binary("sub", np.subtract, swap=True)
-    __isub__ = _in_place("sub", np.subtract)
-    __mul__ = _binary("mul", np.multiply)
-    __rmul__ = _binary("mul", np.multiply, swap=True)
+    __add__ = __radd__ = _binary("add", np.add, rounds=True)
+    __iadd__ = _in_place("add", np.add, rounds=True)
+    __sub__ = _binary("sub", np.subtract, rounds=True)
+    __rsub__ = _binary("sub", np.subtract, swap=True, rounds=True)
+    __isub__ = _in_place("sub", np.subtract, rounds=True)
+    __mul__ = __rmul__ = _binary("mul", np.multiply)
     __imul__ = _in_place("mul", np.multiply)
     __truediv__ = _binary("div", np.true_divide, gives=_float)
-    __rtruediv__ = _binary("div", np.true_divide, swap=True, gives=_float)
     __itruediv__ = _in_place("truediv", np.true_divide)
-    __floordiv__ = _binary("floor_divide", np.floor_divide)
-    __mod__ = _binary("remainder", np.remainder)
+    __floordiv__ = _binary("floor_divide", np.floor_divide, rounds=True)
+    __rfloordiv__ = _binary("floor_divide", np.floor_divide, swap=True, rounds=True)
+    __ifloordiv__ = _in_place("floordiv", np.floor_divide)
+    __mod__ = _binary("remainder", np.remainder, rounds=True)
+    __rmod__ = _binary("remainder", np.remainder, swap=True, rounds=True)
+    __imod__ = _in_place("mod", np.remainder)
     __pow__ = _binary("pow", np.power)
     __rpow__ = _binary("pow", np.power, swap=True)
-    __and__ = _binary("and", np.bitwise_and)
+    __ipow__ = _in_place("pow", np.power)
+    __and__ = __rand__ = _binary("and", np.bitwise_and)
     __iand__ = _in_place("and", np.bitwise_and)
-    __or__ = _binary("or", np.bitwise_or)
+    __or__ = __ror__ = _binary("or", np.bitwise_or)
     __ior__ = _in_place("or", np.bitwise_or)
-    __xor__ = _binary("xor", np.bitwise_xor)
+    __xor__ = __rxor__ = _binary("xor", np.bitwise_xor)
+    __ixor__ = _in_place("xor", np.bitwise_xor)
     __lshift__ = _binary("lshift", np.left_shift)
+    __rlshift__ = _binary("lshift", np.left_shift, swap=True)
+    __ilshift__ = _in_place("lshift", np.left_shift)
     __rshift__ = _binary("rshift", np.right_shift)
+    __rrshift__ = _binary("rshift", np.right_shift, swap=True)
+    __irshift__ = _in_place("rshift", np.right_shift)
     __matmul__ = _binary("matmul", np.matmul)
+    __rmatmul__ = _binary("matmul", np.matmul, swap=True)
     __eq__ = _binary("eq", np.equal, gives=_bool)
     __ne__ = _binary("ne", np.not_equal, gives=_bool)
     __lt__ = _binary("lt", np.less, gives=_bool)
@@ -213,4 +233,10 @@ class Operators:
     isfinite = _unary("isfinite", np.isfinite, _bool)
     isnan = _unary("isnan", np.isnan, _bool)
 
+    reciprocal = _unary("reciprocal", np.reciprocal, _float)
+
     add_, sub_, mul_ = __iadd__, __isub__, __imul__
+
+    def __rtruediv__(self, other: Any) -> Any:
+        """As in torch: two roundings."""
+        return self.reciprocal() * other

@@ -47,8 +47,7 @@ class HostTensor(Views, Operators):
         if any(stride < 0 for stride in array.strides):
             array = array.copy()
         if not array.flags.writeable:  # a part of a file: torch warns, and nobody writes to it
-            memory: Any = _Writable(array)
-            array = np.ndarray(array.shape, array.dtype, memory, 0, array.strides)
+            array = np.asarray(_Writable(array))
         signed = {"uint16": np.int16, "uint32": np.int32, "uint64": np.int64}
         found = torch.from_numpy(array.view(signed.get(array.dtype.name, array.dtype)))
         wanted = getattr(torch, self.host_dtype.name)
@@ -245,10 +244,8 @@ class _Writable:
 
     def __init__(self, array: Any) -> None:
         self._array = array  # keeps the memory
-        interface = dict(array.__array_interface__)
-        interface["data"] = (interface["data"][0], False)
-        interface["strides"] = array.strides
-        self.__array_interface__ = interface
+        place = (array.__array_interface__["data"][0], False)
+        self.__array_interface__ = {**array.__array_interface__, "data": place}
 
 
 def _restored(array: Any, name: str) -> HostTensor:
