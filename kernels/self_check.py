@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -78,12 +79,13 @@ def _difference(
     if rows > _ROWS:
         ends.append(slice(0, _ROWS))
     values = [_numbers(decode(slice_rows(layout, end.start, end.stop))) for end in ends]
-    random = np.random.default_rng(columns)
+    random = Random(columns)  # numpy's takes 6 ms to import
     scheme = inputs_of(layout) if problem.inputs else None
     try:
         packed = kernel.pack(layout)
         for tokens in _TOKENS:
-            x = torch.from_numpy(random.standard_normal((tokens, columns), np.float32))
+            noise = np.frombuffer(random.randbytes(2 * tokens * columns), np.int16)
+            x = torch.from_numpy((noise / 2.0**15).astype(np.float32).reshape(tokens, columns))
             x = x.to(device, dtype)
             out = torch.full((tokens, rows), math.nan, dtype=dtype, device=device)
             kernel.matmul(packed, x, out)

@@ -11,7 +11,6 @@ from sdk.kernels.context import Compute
 from sdk.kernels.kv_tiers import KEPT_PAGES
 from sdk.kernels.offload import Offload, OnDisk, OnHost
 from sdk.kernels.ops import Ops
-from sdk.loaders.head_folder import open_head
 from sdk.loaders.open import open_checkpoint
 from sdk.models.drafting_heads import HeadConfig
 from sdk.models.parallel import Mesh
@@ -34,6 +33,8 @@ class DraftingWeights:
 
     def open(self) -> Checkpoint:
         """Open the files, with online quantization if ``quantization`` is set."""
+        from sdk.loaders.head_folder import open_head
+
         opened = open_checkpoint(self.model) if self.head is None else open_head(self.model)
         return online_quantized(opened, self.quantization)
 
