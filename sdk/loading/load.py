@@ -33,7 +33,6 @@ from sdk.executors.local import LocalExecutor
 from sdk.executors.stage_times import StageTimes
 from sdk.kernels.lazy_torch import torch, type_name
 from sdk.kernels.self_check import failures
-from sdk.loading.adapters import AdapterOpener
 from sdk.loading.checks import named_tokenizer
 from sdk.loading.progress import reporting
 from sdk.loading.sampling_defaults import SamplingDefaults, sampling_defaults
@@ -68,6 +67,7 @@ from sdk.speculative_config import SpeculativeConfig
 
 if TYPE_CHECKING:
     from sdk.executors.process import ProcessExecutor, Workers
+    from sdk.loading.adapters import AdapterOpener
 
 _Ranks: TypeAlias = "LocalExecutor[ModelRunner] | ProcessExecutor[ModelRunner]"
 logger = logging.getLogger("sdk")
@@ -243,6 +243,7 @@ def _with_adapters(
     slots = engine.scheduler.adapters
     if slots is None:
         return None
+    from sdk.loading.adapters import AdapterOpener
 
     def own_rank() -> RankAdapters:
         adapters = executor.runner.adapters
