@@ -14,8 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from sdk.kernels.host import functions
 from sdk.kernels.host.dtypes import DTYPES, device_of
-from sdk.kernels.host.tensor import HostTensor
-from sdk.kernels.host.torch_import import loaded_torch, one_mode, torch_module
+from sdk.kernels.host.tensor import HostTensor, real
+from sdk.kernels.host.torch_import import (
+    import_torch as import_torch,
+    loaded_torch,
+    one_mode,
+    torch_module,
+)
 
 
 class _Unraised(Exception):
@@ -36,6 +41,11 @@ class _Names:
                 return self._without_torch[name]
             torch = torch_module()
         return attrgetter(f"{self._path}{name}")(torch)
+
+
+def as_torch(x: Any) -> Any:
+    """For callbacks of users: a tensor of torch over the same memory. Imports torch."""
+    return real(x)
 
 
 def loaded() -> bool:

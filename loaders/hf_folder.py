@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sdk.kernels.layouts import Dense
-from sdk.kernels.lazy_torch import Tensor, torch
+from sdk.kernels.lazy_torch import Tensor, import_torch, torch
 from sdk.loaders import mistral_params
 from sdk.loaders.expert_names import JoinedPart, joined_part, spelled_as_ours
 from sdk.loaders.folder_file import folder_file
@@ -349,6 +349,7 @@ def complete_config(raw: dict[str, Any], source: str) -> dict[str, Any]:
         outer = ("eos_token_id", "tie_word_embeddings")
         raw = {**{key: raw[key] for key in outer if key in raw}, **text}
     check_config(raw, source)
+    import_torch()  # transformers would, but Ctrl-C must not meet it there
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     given = {key: value for key, value in raw.items() if key != "auto_map"}

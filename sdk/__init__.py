@@ -1,8 +1,8 @@
 """embedlm: run quantized language models inside your own program.
 
-``import sdk`` takes a few milliseconds: every public name is loaded on first use. Names that need
-torch (``LLM``, ``quantize``, ``evaluate``, ...) import it then. transformers and triton are
-imported only when a model needs them.
+``import sdk`` takes a few milliseconds: every public name is loaded on first use. ``quantize`` and
+``evaluate`` import torch then. ``LLM`` does not: torch, transformers and triton are imported only
+when a model or a device needs them.
 """
 
 from __future__ import annotations
@@ -139,6 +139,8 @@ _EXPORTS = {
     ),
 }
 __all__ = ["__version__", *_EXPORTS]
+#: torch is imported first, so that Ctrl-C may interrupt that (sdk/kernels/host/torch_import.py).
+_NEED_TORCH = {"sdk.evaluating", "sdk.quantizing"}
 
 logging.getLogger("sdk").addHandler(logging.NullHandler())
 
@@ -147,6 +149,10 @@ def __getattr__(name: str) -> object:
     module = _EXPORTS.get(name)
     if module is None:
         raise AttributeError(f"module 'sdk' has no attribute {name!r}")
+    if module in _NEED_TORCH:
+        from sdk.kernels.host.torch_import import import_torch
+
+        import_torch()
     return getattr(import_module(module), name)
 
 

@@ -31,7 +31,7 @@ from sdk.engine.scheduling.scheduler_config import SHORT_STEP, SHORT_STEP_GPU, S
 from sdk.errors import RequestError
 from sdk.executors.local import LocalExecutor
 from sdk.executors.stage_times import StageTimes
-from sdk.kernels.lazy_torch import torch, type_name
+from sdk.kernels.lazy_torch import import_torch, torch, type_name
 from sdk.kernels.self_check import failures
 from sdk.loading.checks import named_tokenizer
 from sdk.loading.progress import reporting
@@ -504,6 +504,7 @@ def _executor(facts: ModelFacts, own_weights: Callable[[RunnerConfig, Mesh], Ran
 
     if config.num_ranks == 1:
         return LocalExecutor(own, runner_config)
+    import_torch()  # for the exchange between ranks
     from sdk.executors.nccl import Cards
     from sdk.executors.process import ProcessExecutor
 

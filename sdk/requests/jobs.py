@@ -12,6 +12,7 @@ from sdk.engine.engine import Output
 from sdk.engine.plan import Pooling, RequestKind
 from sdk.engine.scheduling.results import ResultBudget
 from sdk.errors import RequestError
+from sdk.kernels.host.torch_import import torch_module
 from sdk.models.classifier import Classifier
 from sdk.params import SamplingParams
 from sdk.quant.safe_repr import safe_repr
@@ -303,6 +304,8 @@ class JobMaker:
 
     def _resolve(self, params: SamplingParams) -> ResolvedParams:
         """The token ids of the strings in ``params``."""
+        if params.logits_processors:
+            torch_module()  # here, not in the middle of a step
         tokenizer = self._reader.tokenizer
         start = tokenizer.token_to_id("<think>") if tokenizer is not None else None
         end = tokenizer.token_to_id("</think>") if tokenizer is not None else None
