@@ -210,6 +210,14 @@ class HostTensor(Views, Operators):
     def min(self, *dim: Any, **named: Any) -> Any:
         return self.torch().min(*dim, **named) if dim or named else self.amin()
 
+    def log_softmax(self, dim: builtins.int) -> HostTensor:
+        touch("log_softmax")
+        x = numbers(self, self.host_dtype)
+        apart = x - x.max(axis=dim, keepdims=True)
+        with np.errstate(divide="ignore"):
+            found = apart - np.log(np.exp(apart).sum(axis=dim, keepdims=True))
+        return self._made(found, self.host_dtype)
+
     def argmin(self) -> HostTensor:
         return HostTensor(np.asarray(self._plain().argmin()))
 

@@ -50,7 +50,8 @@ class Pooler:
             if self._pooling.mode != "token":
                 found = found[0]
         if self._pooling.normalize:
-            found = torch.nn.functional.normalize(found, dim=-1)
+            length = found.square().sum(-1, keepdim=True).sqrt()
+            found = found / length.clamp(1e-12)
         return found
 
 

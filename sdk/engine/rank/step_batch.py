@@ -151,7 +151,8 @@ def accepted(drafts: Sequence[int], drawn: Sequence[Sampled | str]) -> list[Samp
 
 def guided_logits(batch: StepBatch, logits: Tensor) -> Tensor:
     """The logits of sampled rows, with guidance applied in place to those of guided requests."""
-    logits, negative = logits[: len(batch.output_rows)].tensor_split([len(batch.draws)])
+    drawn = len(batch.draws)
+    logits, negative = logits[:drawn], logits[drawn : len(batch.output_rows)]
     own = {one.request.start.request_id: one for one in batch.sampled}
     for row, request_id in zip(negative, batch.negatives, strict=True):
         one = own[request_id]
