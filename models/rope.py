@@ -87,7 +87,8 @@ class Rope:
 
 def inverse_frequencies(spec: RopeSpec, max_model_len: int) -> tuple[Tensor, float]:
     """``(inv_freq [rotary_dim / 2], attention_factor)``, float32."""
-    found, attention_factor = _frequencies(spec, max_model_len)
+    with np.errstate(all="ignore"):  # of absurd values in a config
+        found, attention_factor = _frequencies(spec, max_model_len)
     return torch.from_numpy(found), attention_factor
 
 

@@ -23,10 +23,8 @@ __all__ = [
     "from_numpy",
     "full",
     "full_like",
-    "is_tensor",
     "isfinite",
     "maximum",
-    "minimum",
     "ones",
     "stack",
     "tensor",
@@ -112,18 +110,8 @@ def maximum(a: HostTensor, b: HostTensor) -> HostTensor:
     return _made(np.maximum(numbers(a, kind), numbers(b, kind)), kind)
 
 
-def minimum(a: HostTensor, b: HostTensor) -> HostTensor:
-    touch("minimum")
-    kind = result_type(a, b)
-    return _made(np.minimum(numbers(a, kind), numbers(b, kind)), kind)
-
-
 def isfinite(x: HostTensor) -> Any:
     return x.isfinite()
-
-
-def is_tensor(x: object) -> bool:
-    return isinstance(x, HostTensor)
 
 
 def pad(x: HostTensor, sizes: Sequence[int], value: float = 0) -> HostTensor:

@@ -111,14 +111,8 @@ class HostTensor(Views, Operators):
     def double(self) -> HostTensor:
         return self.to(DTYPES["float64"])  # type: ignore[no-any-return]
 
-    def half(self) -> HostTensor:
-        return self.to(DTYPES["float16"])  # type: ignore[no-any-return]
-
     def bfloat16(self) -> HostTensor:
         return self.to(DTYPES["bfloat16"])  # type: ignore[no-any-return]
-
-    def int(self) -> HostTensor:
-        return self.to(DTYPES["int32"])  # type: ignore[no-any-return]
 
     def long(self) -> HostTensor:
         return self.to(DTYPES["int64"])  # type: ignore[no-any-return]

@@ -161,11 +161,6 @@ class Views:
     def unsqueeze(self, dim: int) -> Self:
         return self._as(np.expand_dims(self.array, dim))
 
-    def squeeze(self, dim: int | None = None) -> Self:
-        if dim is not None and self.array.shape[dim] != 1:
-            return self.detach()
-        return self._as(self.array.squeeze(dim))
-
     def expand(self, *sizes: Any) -> Self:
         wanted = _given(sizes)
         own = (1,) * (len(wanted) - self.array.ndim) + self.array.shape
@@ -174,10 +169,6 @@ class Views:
 
     def detach(self) -> Self:
         return self._as(self.array.view())
-
-    @property
-    def data(self) -> Self:
-        return self.detach()
 
     # ---- parts -----------------------------------------------------------------------------------
 
@@ -206,9 +197,6 @@ class Views:
 
     def unbind(self, dim: int = 0) -> tuple[Self, ...]:
         return tuple(self.select(dim, i) for i in range(self.array.shape[dim]))
-
-    def diagonal(self) -> Self:
-        return self._as(self.array.diagonal())
 
     def __iter__(self) -> Iterator[Self]:
         return iter(self.unbind())

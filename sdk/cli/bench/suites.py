@@ -298,8 +298,8 @@ SUITES = {
     "startup": Suite(
         "Start-up",
         f"new process, file in the page cache, {STARTUP_PROMPT} tokens of prompt: from the "
-        "constructor to the first token, the whole process with Python's imports to the first token "
-        f"and to {STARTUP_ANSWER} tokens, and its largest resident memory",
+        "constructor to the first token, the whole process with Python's imports to the first "
+        f"token and to {STARTUP_ANSWER} tokens, and its largest resident memory",
         [
             Metric("open_s", "open to first token s", 3),
             Metric("process_s", "process to first token s", 3),
