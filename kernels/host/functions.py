@@ -17,6 +17,7 @@ from sdk.kernels.host.torch_import import torch_module
 __all__ = [
     "arange",
     "cat",
+    "copysign",
     "empty",
     "empty_like",
     "equal",
@@ -97,6 +98,12 @@ def where(condition: Any, a: Any, b: Any) -> HostTensor:
     touch("where")
     kind = result_type(a, b)
     return _made(np.where(condition.array, numbers(a, kind), numbers(b, kind)), kind)
+
+
+def copysign(x: HostTensor, sign: HostTensor) -> HostTensor:
+    touch("copysign")
+    kind = result_type(x, sign)
+    return _made(np.copysign(numbers(x, kind), numbers(sign, kind)), kind)
 
 
 def equal(a: HostTensor, b: HostTensor) -> bool:

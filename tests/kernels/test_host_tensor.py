@@ -315,6 +315,7 @@ def test_functions_make_what_torch_makes() -> None:
         lambda t: t.where(t.arange(4) > 1, t.arange(4), 0.5),
         lambda t: t.where(t.arange(4) > 1, t.ones(4), t.zeros(4)),
         lambda t: t.maximum(t.arange(4), t.full((4,), 2)),
+        lambda t: t.copysign(t.ones(3), t.tensor([-1.0, 2.0, -0.0])),
         lambda t: t.isfinite(t.tensor([1.0, float("inf"), float("nan")])),
         lambda t: t.nn.functional.pad(t.ones(2, 3), (1, 2)),
         lambda t: t.nn.functional.pad(t.ones(2, 3, dtype=t.int8), (0, 0, 1, 0), value=5),
