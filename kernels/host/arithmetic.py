@@ -66,6 +66,8 @@ def result_type(*operands: Any) -> HostDtype:
 
 def dtype_of_operand(x: Any) -> HostDtype:
     """Of a host tensor, an array, or a tensor of torch."""
+    if isinstance(x, Operators):
+        return x.host_dtype
     return BY_STORAGE[x.dtype] if isinstance(x, np.ndarray) else host_dtype(x.dtype)
 
 
