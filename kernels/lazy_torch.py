@@ -39,7 +39,7 @@ class _Names:
         if torch is None:
             if name in self._without_torch:
                 return self._without_torch[name]
-            torch = torch_module()
+            torch = torch_module(f"torch.{self._path}{name}")
         return attrgetter(f"{self._path}{name}")(torch)
 
 

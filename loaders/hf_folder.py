@@ -357,8 +357,13 @@ def complete_config(raw: dict[str, Any], source: str) -> dict[str, Any]:
 def filled_by_transformers(given: dict[str, Any], source: str) -> dict[str, Any]:
     """The config with the defaults of its model class; unchanged if transformers has none."""
     import_torch()  # transformers would, but Ctrl-C must not meet it there
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
+    try:
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    except ImportError as error:
+        raise ImportError(
+            f"{source}: leaves fields to the defaults of its model class in transformers, which "
+            f"cannot be imported: {error}"
+        ) from error
     name = given["model_type"]
     if name not in CONFIG_MAPPING:
         return given

@@ -26,7 +26,7 @@ def converted(array: _Array, own: HostDtype | None, wanted: HostDtype) -> _Array
             return array.astype(wanted.storage, copy=False)
     if wanted.name == "bfloat16":
         return _bfloat16_bits(array.astype(np.float32))
-    torch = torch_module()
+    torch = torch_module(f"a conversion to {wanted.name}")
     values = torch.from_numpy(np.ascontiguousarray(array, np.float32))
     codes: _Array = values.to(getattr(torch, wanted.name)).view(torch.uint8).numpy()
     return codes
@@ -56,7 +56,7 @@ def _byte_values(name: str) -> _Array:
         values = [2.0 ** (code - 127) for code in range(255)] + [math.nan]
         return np.array(values, np.float64).astype(np.float32)
     if name not in ("float8_e4m3fn", "float8_e5m2"):
-        torch = torch_module()
+        torch = torch_module(f"a conversion from {name}")
         codes = torch.arange(256, dtype=torch.uint8)
         found: _Array = codes.view(getattr(torch, name)).float().numpy()
         return found

@@ -90,4 +90,5 @@ def device_of(device: Any = CPU, index: int | None = None) -> Any:
     """``torch.device(device)``; any but the CPU imports torch."""
     if loaded_torch() is None and str(device) == CPU and index is None:
         return _HOST
-    return torch_module().device(*([str(device)] if index is None else [str(device), index]))
+    torch = torch_module(f"the device {device}")
+    return torch.device(*([str(device)] if index is None else [str(device), index]))

@@ -136,7 +136,7 @@ def _made(array: Any, kind: Any) -> HostTensor:
 
 def _new(make: Any, shape: Any, dtype: Any, device: Any) -> Any:
     if device is not None and str(device) != CPU:
-        torch = torch_module()
+        torch = torch_module(f"the device {device}")
         kind = torch.float32 if dtype is None else real(dtype)
         return getattr(torch, make.__name__)(*shape, dtype=kind, device=device)
     touch(make.__name__)

@@ -40,9 +40,9 @@ class HostTensor(Views, Operators):
 
     # ---- torch's own -----------------------------------------------------------------------------
 
-    def torch(self) -> Any:
-        """A torch tensor over the same memory; imports torch."""
-        torch = torch_module()
+    def torch(self, what: str = "a tensor of torch") -> Any:
+        """A torch tensor over the same memory; imports torch, because ``what`` needs it."""
+        torch = torch_module(what)
         array = self.array
         if any(stride < 0 for stride in array.strides):
             array = array.copy()
@@ -56,7 +56,7 @@ class HostTensor(Views, Operators):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self.torch(), name)
+        return getattr(self.torch(f"Tensor.{name}"), name)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -98,7 +98,7 @@ class HostTensor(Views, Operators):
         if str(device) == "meta":  # shape and type, without memory
             return self._as(np.broadcast_to(np.zeros((), self.array.dtype), self.shape))
         if device is not None and str(device) != CPU:
-            return self.torch().to(device=real(device), dtype=real(dtype))
+            return self.torch(f"the device {device}").to(device=real(device), dtype=real(dtype))
         wanted = self.host_dtype if dtype is None else host_dtype(dtype)
         if wanted is self.host_dtype:
             return self.clone() if named.get("copy") else self
@@ -233,7 +233,7 @@ def real(x: Any) -> Any:
     if isinstance(x, HostTensor):
         return x.torch()
     if isinstance(x, HostDtype):
-        return getattr(torch_module(), x.name)
+        return getattr(torch_module(f"torch.{x.name}"), x.name)
     if isinstance(x, list | tuple):
         return type(x)(map(real, x)) if not hasattr(x, "_fields") else type(x)(*map(real, x))
     if isinstance(x, dict):

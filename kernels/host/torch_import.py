@@ -46,14 +46,17 @@ class one_mode:
         _mode.without_torch = self._before and _mode.without_torch
 
 
-def torch_module() -> Any:
-    """torch, imported now if nobody has.
+def torch_module(what: str) -> Any:
+    """torch, imported now if nobody has, because ``what`` needs it.
 
     :raises ImportError: it is not installed, or broken.
     """
     _mode.without_torch = False
     import_torch()
-    return importlib.import_module("torch")
+    try:
+        return importlib.import_module("torch")
+    except ImportError as error:
+        raise ImportError(f"{what} needs torch, which cannot be imported: {error}") from error
 
 
 def import_torch() -> None:

@@ -305,7 +305,7 @@ class JobMaker:
     def _resolve(self, params: SamplingParams) -> ResolvedParams:
         """The token ids of the strings in ``params``."""
         if params.logits_processors:
-            torch_module()  # here, not in the middle of a step
+            torch_module("logits_processors")  # here, not in the middle of a step
         tokenizer = self._reader.tokenizer
         start = tokenizer.token_to_id("<think>") if tokenizer is not None else None
         end = tokenizer.token_to_id("</think>") if tokenizer is not None else None

@@ -328,4 +328,15 @@ def test_a_broken_torch_is_an_error_that_says_what_needs_it(golden: Path) -> Non
         print(error)
     """
     found = run_python(BLOCKED + code.replace("\n    ", "\n"), golden / "gptoss-mxfp4")
-    assert "torch" in found or "transformers" in found
+    assert "gptoss-mxfp4/config.json: leaves fields to the defaults" in found
+    code = """
+    from sdk.kernels.lazy_torch import torch
+    uses = [lambda: torch.softmax, lambda: torch.zeros(2).cumsum(0), lambda: torch.device("cuda")]
+    for use in uses:
+        try:
+            use()
+        except ImportError as error:
+            print(str(error).partition(" needs torch")[0])
+    """
+    found = run_python(BLOCKED + code.replace("\n    ", "\n"))
+    assert found == "torch.softmax\nTensor.cumsum\nthe device cuda\n"
