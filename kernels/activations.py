@@ -11,9 +11,9 @@ import mmap
 import weakref
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
+
+from sdk.kernels.lazy_torch import Tensor, torch
 
 _Array = NDArray[np.float32]
 

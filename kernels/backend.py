@@ -7,10 +7,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
-from torch import Tensor
-
 from sdk.kernels.layouts import Layout
+from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.rounding import Rounding, Rows
 from sdk.kernels.routes import Routes
 from sdk.kernels.scratch import Products, Scratch

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from sdk.kernels.checks import expect
 from sdk.kernels.errors import KernelError
 from sdk.kernels.kv_pages import KVPages
+from sdk.kernels.lazy_torch import Tensor, torch
 
 
 @dataclass(frozen=True, slots=True)

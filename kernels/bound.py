@@ -6,14 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from sdk.kernels.backend import Choice, Problem
 from sdk.kernels.checks import expect, expect_floats
 from sdk.kernels.context import Context
 from sdk.kernels.errors import KernelError
 from sdk.kernels.layouts import Layout
+from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.rounding import Rounding, Rows
 from sdk.kernels.routes import Routes
 

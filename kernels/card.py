@@ -20,9 +20,8 @@ from functools import cache
 from types import TracebackType
 from typing import Any
 
-import torch
-
 from sdk.kernels.errors import KernelError
+from sdk.kernels.lazy_torch import torch
 
 
 @cache

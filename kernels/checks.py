@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor, dtype as Dtype
-
 from sdk.kernels.errors import KernelError
+from sdk.kernels.lazy_torch import Tensor, torch
 
 
-def expect(what: str, x: Tensor, dtype: Dtype, *shape: int | None) -> None:
+def expect(what: str, x: Tensor, dtype: torch.dtype, *shape: int | None) -> None:
     """Check the ``dtype`` and ``shape`` of ``x`` (``None``: any size; no sizes at all: any shape).
 
     Also check that its address is a multiple of its element size. A view of external memory may
@@ -35,6 +33,6 @@ def expect(what: str, x: Tensor, dtype: Dtype, *shape: int | None) -> None:
         )
 
 
-def expect_floats(what: str, x: Tensor, short: Dtype, *shape: int | None) -> None:
+def expect_floats(what: str, x: Tensor, short: torch.dtype, *shape: int | None) -> None:
     """:func:`expect` for activations: ``short``, the engine's activation type, or float32."""
     expect(what, x, short if x.dtype == short else torch.float32, *shape)

@@ -7,17 +7,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
-import torch
-from torch import Tensor
-
 from sdk.kernels.activations import LARGE, ActivationPool
 from sdk.kernels.backend import Choice, Problem
 from sdk.kernels.card import Card
 from sdk.kernels.errors import KernelError
+from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.offload import Offload, OnDisk, layer_weights
 from sdk.kernels.registry import choose, open_backends
 
-ACTIVATION_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+ACTIVATION_TYPES = ("float32", "bfloat16", "float16")
 Compute = Literal["auto", "exact"]
 Entering = Callable[[], AbstractContextManager[object]]
 
@@ -36,7 +34,7 @@ class Context:
         num_threads: int,
         only: Sequence[str] | None,
         deterministic: bool,
-        activations: torch.dtype,
+        activations: str,
         offload: Offload | None,
     ) -> None:
         if activations not in ACTIVATION_TYPES:
@@ -52,7 +50,7 @@ class Context:
         self.lent: Entering = nullcontext if card is None else card.lent
         self.compute: Compute = compute
         self.num_threads = num_threads
-        self.activations = activations
+        self._activations = activations
         with self.entered():
             self.layers = layer_weights(offload, self.device)
             self.backends, self.declined_backends = open_backends(
@@ -94,8 +92,15 @@ class Context:
             found = self._chosen[problem] = choose(self.backends, problem)
         return found.implementation
 
-    def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """An uninitialized tensor for the result of an operator."""
+    @property
+    def activations(self) -> torch.dtype:
+        """The type of activations between kernels."""
+        found: torch.dtype = getattr(torch, self._activations)
+        return found
+
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """An uninitialized tensor for the result of an operator; float32 by default."""
+        dtype = dtype or torch.float32
         count = math.prod(shape)
         if self.capture_pool is not None:
             words = self.capture_pool.take(-(-count * dtype.itemsize // 4))

@@ -16,12 +16,9 @@ ranks are not recorded either, because then all ranks would have to record the s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, Generic, TypeVar
-
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from sdk.kernels.activations import ActivationPool
 from sdk.kernels.backend import Recorded
@@ -29,6 +26,8 @@ from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.card import Card
 from sdk.kernels.context import Context
 from sdk.kernels.errors import CaptureError, KernelError
+from sdk.kernels.host import arithmetic
+from sdk.kernels.lazy_torch import Tensor, loaded
 
 Result = TypeVar("Result")
 #: One attention of a forward pass: queries ``[T, heads, head_dim]``, the batch of the step, and
@@ -41,16 +40,6 @@ Cut = Callable[[Tensor, Tensor, Attend], Tensor]
 #: Called in place of an exchange between ranks, with its tensor ``[T, N]`` and the function that
 #: runs it on the first rows of a tensor like that.
 Exchange = Callable[[Tensor, Callable[[Tensor], None]], None]
-
-#: Torch operations that move no data.
-_VIEWS = frozenset(
-    f"aten.{name}"
-    for name in (
-        *("alias", "as_strided", "detach", "expand", "lift_fresh", "permute", "select", "slice"),
-        *("split", "split_with_sizes", "squeeze", "t", "transpose", "unsqueeze", "view"),
-        *("_unsafe_view", "_reshape_alias"),
-    )
-)
 
 
 class Graph(Generic[Result]):
@@ -87,25 +76,16 @@ class Graph(Generic[Result]):
         self._recorded.run(*counts)
 
 
-class OnlyViews(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Raises :class:`CaptureError` for every torch operation that touches data."""
+@contextmanager
+def only_views() -> Iterator[None]:
+    """Raises :class:`CaptureError` for every operation on tensors that touches data."""
+    with ExitStack() as undo:
+        undo.enter_context(arithmetic.only_views())
+        if loaded():
+            from sdk.kernels.host.torch_views import OnlyViews
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """False: otherwise torch would import its compiler (800 modules) to skip this class."""
-        return False
-
-    def __torch_dispatch__(
-        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if str(func).rpartition(".")[0] in _VIEWS:
-            return func(*args, **kwargs)
-        with self:  # flatten, reshape, contiguous: made of views, or of views and a copy
-            result = func.decompose(*args, **kwargs)
-        if result is NotImplemented:
-            raise CaptureError(f"a step with {func} cannot be recorded: it is not our operator")
-        return result
+            undo.enter_context(OnlyViews())  # type: ignore[no-untyped-call]
+        yield
 
 
 class Recording:
@@ -136,7 +116,7 @@ class Recording:
         context.capture_pool = buffers = ActivationPool(same_size=True)
         limits = (tokens, outputs, requests)
         try:
-            with backend.record(limits) as recorded, OnlyViews():  # type: ignore[no-untyped-call]
+            with backend.record(limits) as recorded, only_views():
                 return Graph(recorded, forward(), buffers, limits)
         finally:
             context.capture_pool = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from torch import Tensor
+from sdk.kernels.lazy_torch import Tensor
 
 
 class Group(Protocol):

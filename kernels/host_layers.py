@@ -13,10 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Protocol
 
-import torch
-from torch import Tensor
-
 from sdk.kernels.errors import KernelError
+from sdk.kernels.lazy_torch import Tensor, torch
 
 #: Smaller tensors stay on the card: tables that weights share, scales of tiny layers.
 _LEAST = 4096

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from sdk.kernels.kv_types import KVType
+from sdk.kernels.lazy_torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ page bytes, tensors, snapshots and the reference kernels. A fast backend rejects
 no number for, and the reference kernels run it.
 
 This module imports without torch, because options are parsed without it: dtypes are names here, and
-methods that work on tensors import torch when they are called.
+methods that work on tensors ask for torch when they are called.
 """
 
 from __future__ import annotations
@@ -75,11 +75,11 @@ class KVType:
         """Bytes of a scale."""
         return _item_bytes(self.scale) if self.scale else 0
 
-    @cached_property
+    @property
     def storage_dtype(self) -> torch.dtype:
         return _dtype(self.storage)
 
-    @cached_property
+    @property
     def scale_dtype(self) -> torch.dtype:
         """Only of a type with scales."""
         return _dtype(self.scale)
@@ -101,7 +101,7 @@ class KVType:
 
     def decode(self, codes: Tensor, scales: Tensor | None) -> Tensor:
         """What :meth:`encode` returned as float32 ``[..., d]``, still mixed."""
-        import torch
+        from sdk.kernels.lazy_torch import torch
 
         return codes.to(torch.float32)
 
@@ -117,7 +117,7 @@ class ScaledType(KVType):
     scale: str = "float16"
 
     def encode(self, x: Tensor, groups: int) -> tuple[Tensor, Tensor | None]:
-        import torch
+        from sdk.kernels.lazy_torch import torch
 
         parts = torch.split(x, scale_group(x.shape[-1], groups), dim=-1)
         quantized = [self.quantize(part) for part in parts]
@@ -131,7 +131,7 @@ class ScaledType(KVType):
         return packed, scales
 
     def decode(self, codes: Tensor, scales: Tensor | None) -> Tensor:
-        import torch
+        from sdk.kernels.lazy_torch import torch
 
         assert scales is not None
         if self.packing > 1:
@@ -148,7 +148,7 @@ class ScaledType(KVType):
         The scale is rounded to float16 before the codes are chosen, so that its rounding is not an
         error of the values.
         """
-        import torch
+        from sdk.kernels.lazy_torch import torch
 
         scale = (x.abs().amax(dim=-1) / self.largest).clamp(max=HALF_MAX).to(torch.float16)
         wide = scale.to(torch.float32).unsqueeze(-1)
@@ -160,7 +160,7 @@ class ScaledType(KVType):
 
     def dequantize(self, codes: Tensor, scales: Tensor) -> Tensor:
         """The values of float32 ``codes``, each with its scale."""
-        import torch
+        from sdk.kernels.lazy_torch import torch
 
         return codes * scales.to(torch.float32)
 
@@ -181,7 +181,7 @@ class ZeroPointType(ScaledType):
         """The middle of the group's range becomes the middle code, so that both ends have the same
         error.
         """
-        import torch
+        from sdk.kernels.lazy_torch import torch
 
         low, high = x.amin(dim=-1).clamp(max=0.0), x.amax(dim=-1).clamp(min=0.0)
         half = ((high - low) / self.largest).clamp(max=HALF_MAX).to(torch.float16)
@@ -199,7 +199,7 @@ class ZeroPointType(ScaledType):
         return codes, word.to(torch.int16)
 
     def dequantize(self, codes: Tensor, scales: Tensor) -> Tensor:
-        import torch
+        from sdk.kernels.lazy_torch import torch
 
         bits = scales.to(torch.int32)
         return _short_scale(bits & 255) * (codes - (bits >> 8 & 255) / 16.0)
@@ -258,10 +258,9 @@ def _item_bytes(dtype: str) -> int:
 
 
 def _dtype(name: str) -> torch.dtype:
-    import torch
+    from sdk.kernels.lazy_torch import torch
 
-    found = getattr(torch, name)
-    assert isinstance(found, torch.dtype), name
+    found: torch.dtype = getattr(torch, name)
     return found
 
 
@@ -275,6 +274,6 @@ def _rounded(x: Tensor) -> Tensor:
 
 def _short_scale(bits: Tensor) -> Tensor:
     """The upper 8 bits of a float16 without its sign, int32 0..255, as float32."""
-    import torch
+    from sdk.kernels.lazy_torch import torch
 
     return (bits << 7).to(torch.int16).view(torch.float16).to(torch.float32)

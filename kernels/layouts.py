@@ -17,15 +17,13 @@ import math
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
-import torch
-from torch import Tensor
-
 from sdk.kernels.errors import KernelError
+from sdk.kernels.lazy_torch import Tensor, torch, type_name
 
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_FLOATS = ("float32", "float16", "bfloat16")
+_FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 #: Scales that are powers of two (MX formats) or 8-bit floats (NVFP4) stay bytes.
-_SCALES = (*_FLOATS, torch.float8_e4m3fn, torch.float8_e8m0fnu)
+_SCALES = (*_FLOATS, "float8_e4m3fn", "float8_e8m0fnu")
 #: Bits of the codes that index a table; each width has a kernel.
 TABLE_BITS = (1, 3, 4)
 
@@ -281,7 +279,7 @@ def check_layout(layout: Layout) -> None:
                 raise KernelError(f"float8 block: expected sizes from 1, found {layout.block}")
             _expect("float8 values", layout.values, (rows, columns), _FLOAT8)
             grid = (-(-rows // high), -(-columns // wide))
-            _expect("float8 scale", layout.scale, grid, (torch.float32, torch.float8_e8m0fnu))
+            _expect("float8 scale", layout.scale, grid, ("float32", "float8_e8m0fnu"))
         case Affine():
             _check_affine(layout)
         case Blocks():
@@ -292,7 +290,7 @@ def check_layout(layout: Layout) -> None:
                     f"found {columns} columns of {layout.type!r}"
                 )
             size = columns // kind.elements * kind.nbytes
-            _expect("blocks", layout.data, (rows, size), (torch.uint8,))
+            _expect("blocks", layout.data, (rows, size), ("uint8",))
 
 
 def _check_affine(w: Affine) -> None:
@@ -307,16 +305,16 @@ def _check_affine(w: Affine) -> None:
     if w.table is not None:
         _check_table(w, w.table)
     rows, columns = w.shape
-    _expect("affine codes", w.codes, (rows, -(-columns * w.bits // 8)), (torch.uint8,))
+    _expect("affine codes", w.codes, (rows, -(-columns * w.bits // 8)), ("uint8",))
     grid = (rows, -(-columns // w.group))
     if w.repeats and w.group == 1 and w.table is None and w.super_scale is None:
         grid = (w.scale.shape[0], columns)
-    integers = (torch.uint8, torch.int8) if w.super_scale is not None else ()
+    integers = ("uint8", "int8") if w.super_scale is not None else ()
     _expect("affine scale", w.scale, grid, (*_SCALES, *integers))
     if w.zeros is not None and w.zeros.is_floating_point():
         _expect("affine zeros", w.zeros, grid, _FLOATS)
     elif w.zeros is not None:
-        _expect("affine zeros", w.zeros, (grid[0], -(-grid[1] * w.bits // 8)), (torch.uint8,))
+        _expect("affine zeros", w.zeros, (grid[0], -(-grid[1] * w.bits // 8)), ("uint8",))
     if w.minus is not None:
         _expect("affine minus", w.minus, grid, _FLOATS)
     if w.scale_table is not None:
@@ -330,7 +328,7 @@ def _check_affine(w: Affine) -> None:
         if w.minus is not None:
             raise KernelError("affine weight: expected minus or two levels of scales, found both")
         supers = (rows, -(-columns // w.super_group))
-        _expect("affine super_scale", w.super_scale, supers, (torch.float32, torch.float16))
+        _expect("affine super_scale", w.super_scale, supers, ("float32", "float16"))
 
 
 def _check_scale_table(w: Affine, table: Tensor) -> None:
@@ -343,10 +341,10 @@ def _check_scale_table(w: Affine, table: Tensor) -> None:
             f"affine scale_table: expected rows of whole groups of {w.group}, super scales for a "
             f"power of two of them, and offsets, found {columns} columns and {w.super_group}"
         )
-    _expect("affine scale", w.scale, (rows, columns // w.group), (torch.uint8,))
-    _expect("affine scale_table", table, (256,), (torch.float32,))
-    _expect("affine super_scale", w.super_scale, (supers,), (torch.float32,))
-    _expect("affine scale_offset", w.scale_offset, (rows,), (torch.float32,))
+    _expect("affine scale", w.scale, (rows, columns // w.group), ("uint8",))
+    _expect("affine scale_table", table, (256,), ("float32",))
+    _expect("affine super_scale", w.super_scale, (supers,), ("float32",))
+    _expect("affine scale_offset", w.scale_offset, (rows,), ("float32",))
 
 
 def _check_table(w: Affine, table: Tensor) -> None:
@@ -354,16 +352,14 @@ def _check_table(w: Affine, table: Tensor) -> None:
         raise KernelError(f"affine table: expected {TABLE_BITS} bits, found {w.bits}")
     if w.zero or w.zeros is not None or w.minus is not None or w.signed:
         raise KernelError("affine table: expected no zero points or minus, found some")
-    _expect("affine table", table, (1 << w.bits,), (torch.float32,))
+    _expect("affine table", table, (1 << w.bits,), ("float32",))
     if not bool(table.isfinite().all()):
         raise KernelError(f"affine table: expected finite values, found {table.tolist()}")
 
 
-def _expect(
-    what: str, tensor: Tensor, shape: tuple[int, ...], types: tuple[torch.dtype, ...]
-) -> None:
-    if tuple(tensor.shape) != shape or tensor.dtype not in types:
-        names = " or ".join(str(dtype) for dtype in types)
+def _expect(what: str, tensor: Tensor, shape: tuple[int, ...], types: tuple[str, ...]) -> None:
+    if tuple(tensor.shape) != shape or type_name(tensor.dtype) not in types:
+        names = " or ".join(f"torch.{name}" for name in types)
         raise KernelError(
             f"{what}: expected {names} {list(shape)}, found {tensor.dtype} {list(tensor.shape)}"
         )

@@ -21,13 +21,12 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from sdk.kernels.backend import Problem
 from sdk.kernels.checks import expect, expect_floats
 from sdk.kernels.context import Context
 from sdk.kernels.errors import KernelError
+from sdk.kernels.lazy_torch import Tensor, torch
 
 #: Factors of each part begin at a multiple of this, in bytes.
 ALIGN = 64

@@ -11,13 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
-from torch import Tensor
-
 from sdk.kernels.bound import BoundExperts, BoundLinear
 from sdk.kernels.checks import expect, expect_floats
 from sdk.kernels.context import Context
 from sdk.kernels.errors import KernelError
+from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.routes import RankExperts, RankTokens, Routes
 
 

@@ -6,9 +6,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
-
 from sdk.kernels.host_layers import HostLayers
+from sdk.kernels.lazy_torch import torch
 
 
 @dataclass(frozen=True, slots=True)

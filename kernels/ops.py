@@ -18,9 +18,6 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-import torch
-from torch import Tensor
-
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.bound import BoundLinear
 from sdk.kernels.checks import expect, expect_floats
@@ -32,6 +29,7 @@ from sdk.kernels.head_norms import HeadNorms
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.kv_tiers import page_tier
 from sdk.kernels.layouts import Layout, on_device
+from sdk.kernels.lazy_torch import Tensor, torch, type_name
 from sdk.kernels.low_rank import AdapterTable, Shape
 from sdk.kernels.moe import MoEOps
 from sdk.kernels.offload import Offload
@@ -70,7 +68,7 @@ class Ops:
         num_threads: int | None = None,
         backends: Sequence[str] | None = None,
         deterministic: bool = False,
-        activations: torch.dtype = torch.float32,
+        activations: torch.dtype | str = "float32",
         offload: Offload | None = None,
     ) -> None:
         if num_threads is None:
@@ -78,10 +76,9 @@ class Ops:
         if not 1 <= num_threads <= MAX_THREADS:
             raise KernelError(f"num_threads: expected 1 to {MAX_THREADS}, found {num_threads}")
         self.context = Context(
-            device, compute, num_threads, backends, deterministic, activations, offload
+            device, compute, num_threads, backends, deterministic, type_name(activations), offload
         )
         self.device = self.context.device
-        self.activations = activations
         self.empty = self.context.empty
         #: See :meth:`Context.entered`; all that an engine does with tensors happens inside.
         self.entered = self.context.entered
@@ -93,10 +90,15 @@ class Ops:
         self.sampling = SamplingOps(self.context)
         self.recording = Recording(self.context)
         self._kernel = self.context.kernel
-        self._self_check = SelfCheck(self.device, activations)
+        self._self_check = SelfCheck(self.context)
         #: The adapter of each row of the next products, int32 ``[T]``, -1 for none. It is set
         #: before the model runs. ``None``: no row has an adapter.
         self.adapter_slots: Tensor | None = None
+
+    @property
+    def activations(self) -> torch.dtype:
+        """See :class:`Ops`."""
+        return self.context.activations
 
     def restart_threads(self, num_threads: int) -> None:
         """See :meth:`sdk.kernels.backend.Backend.restart_threads`."""

@@ -7,9 +7,9 @@ import math
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
+from sdk.kernels.lazy_torch import torch
 from sdk.kernels.sampling import Change, Mask, SampleBuffers
 
 #: int32 values in 64 bytes, to which each part is aligned: Triton recompiles for other alignments.

@@ -12,8 +12,6 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any, cast
 
-import torch
-
 from sdk.kernels.backend import Backend, BackendFacts, Choice, Problem
 from sdk.kernels.errors import KernelError
 from sdk.kernels.layouts import Affine, Blocks, Dense, Float8, Layout, inputs_of
@@ -37,7 +35,7 @@ def open_backends(
     only: Sequence[str] | None = None,
     *,
     fixed: bool = False,
-    activations: torch.dtype = torch.float32,
+    activations: str = "float32",
     offload: OnDisk | None = None,
 ) -> tuple[list[Backend], tuple[tuple[str, str], ...]]:
     """Open every backend that runs here: ``(backends, ((name, why not available), ...))``.

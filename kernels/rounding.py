@@ -6,10 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
 from sdk.kernels.layouts import ActivationScheme
+from sdk.kernels.lazy_torch import Tensor, torch
 
 
 @dataclass(frozen=True, slots=True)

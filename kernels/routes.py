@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from sdk.kernels.groups import Group
+from sdk.kernels.lazy_torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from sdk.kernels.checks import expect
 from sdk.kernels.context import Context
 from sdk.kernels.errors import KernelError
+from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.packed_shapes import PackedShapes
 from sdk.kernels.sampling import DRAW, Draws, SampleBuffers, Tokens
 

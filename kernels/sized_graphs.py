@@ -22,12 +22,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from torch import Tensor
-
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.card import Card
 from sdk.kernels.errors import KernelError
 from sdk.kernels.graph import Attend, Cut, Exchange
+from sdk.kernels.lazy_torch import Tensor
 
 logger = logging.getLogger("sdk")
 Result = TypeVar("Result")

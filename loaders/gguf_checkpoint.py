@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from sdk.kernels.layouts import Affine, Layout
+from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.loaders.formats.gguf_decode import decode_matrix
 from sdk.loaders.gguf_config import build_config, build_generation_config, file_architecture
 from sdk.loaders.gguf_header import GgufTensor

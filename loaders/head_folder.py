@@ -13,8 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
+from sdk.kernels.lazy_torch import Tensor
 from sdk.loaders.folder_file import folder_file
 from sdk.loaders.hf_folder import MAX_CONFIG, HfFolder, complete_config
 from sdk.loaders.hub import HubAccess

@@ -11,10 +11,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from sdk.kernels.layouts import Dense
+from sdk.kernels.lazy_torch import Tensor, import_torch, torch
 from sdk.loaders import mistral_params
 from sdk.loaders.expert_names import JoinedPart, joined_part, spelled_as_ours
 from sdk.loaders.folder_file import folder_file
@@ -26,7 +24,7 @@ from sdk.loaders.model_shapes import check_config, expected_shape, num_experts
 from sdk.loaders.quiet import transformers_to_our_log
 from sdk.loaders.safetensors_folder import open_weights
 from sdk.loaders.safetensors_reader import SafetensorsFiles, StoredTensor
-from sdk.models.architecture import architecture
+from sdk.models.architecture import architecture, states_everything
 from sdk.quant.checkpoint import TensorEntry
 from sdk.quant.errors import CheckpointError, UnsupportedError
 from sdk.quant.permuted import Permuted, PermutedWeight
@@ -336,7 +334,8 @@ def _canonical_names(files: SafetensorsFiles, by_mistral: bool) -> dict[str, Sto
 def complete_config(raw: dict[str, Any], source: str) -> dict[str, Any]:
     """A config.json with the defaults of its model class, as transformers would fill them in.
 
-    Files leave out values that equal the class's defaults. No code from the hub or the folder is
+    Files leave out values that equal the class's defaults; one that leaves out nothing that is read
+    is not given to transformers. No code from the hub or the folder is
     run: ``auto_map`` is ignored, and a config of unknown ``model_type`` stays unchanged. A
     multimodal model is reduced to its language model.
 
@@ -351,18 +350,28 @@ def complete_config(raw: dict[str, Any], source: str) -> dict[str, Any]:
         outer = ("eos_token_id", "tie_word_embeddings")
         raw = {**{key: raw[key] for key in outer if key in raw}, **text}
     check_config(raw, source)
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
     given = {key: value for key, value in raw.items() if key != "auto_map"}
-    if raw["model_type"] not in CONFIG_MAPPING:
+    return given if states_everything(given) else filled_by_transformers(given, source)
+
+
+def filled_by_transformers(given: dict[str, Any], source: str) -> dict[str, Any]:
+    """The config with the defaults of its model class; unchanged if transformers has none."""
+    import_torch()  # transformers would, but Ctrl-C must not meet it there
+    try:
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    except ImportError as error:
+        raise ImportError(
+            f"{source}: leaves fields to the defaults of its model class in transformers, which "
+            f"cannot be imported: {error}"
+        ) from error
+    name = given["model_type"]
+    if name not in CONFIG_MAPPING:
         return given
     try:
         with transformers_to_our_log():
-            filled = CONFIG_MAPPING[raw["model_type"]].from_dict(given).to_dict()
+            filled = CONFIG_MAPPING[name].from_dict(given).to_dict()
     except Exception as error:  # what a config class raises depends on the model and the version
-        raise CheckpointError(
-            f"{source}: not a valid {raw['model_type']} config: {error}"
-        ) from error
+        raise CheckpointError(f"{source}: not a valid {name} config: {error}") from error
     config = {**given, **filled}
     check_config(config, source)
     return config

@@ -15,9 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import torch
-from torch import Tensor
-
+from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.loaders.folder_file import folder_file, weight_file
 from sdk.loaders.json_file import parse_json, read_json
 from sdk.loaders.model_file import ModelFile, ReadBlocks

@@ -12,9 +12,7 @@ import pickle
 import zipfile
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
+from sdk.kernels.lazy_torch import Tensor, torch, type_name
 from sdk.loaders.model_file import ModelFile
 from sdk.loaders.safetensors_reader import DTYPES, StoredTensor
 from sdk.quant.errors import CheckpointError, UnsupportedError
@@ -22,7 +20,7 @@ from sdk.quant.errors import CheckpointError, UnsupportedError
 #: The pickle of a head with a few hundred tensors has less than 100 KB.
 _MAX_PICKLE = 8 << 20
 _MAX_ENTRIES = 100_000
-_DTYPES = {getattr(torch, name): own for own, (_, name) in DTYPES.items() if name is not None}
+_DTYPES = {name: own for own, (_, name) in DTYPES.items() if name is not None}
 
 
 def torch_header(file: ModelFile) -> tuple[list[StoredTensor], dict[str, str]]:
@@ -76,7 +74,7 @@ def _check_archive(path: Path) -> None:
 
 
 def _stored(file: ModelFile, name: str, tensor: Tensor) -> StoredTensor:
-    dtype = _DTYPES.get(tensor.dtype)
+    dtype = _DTYPES.get(type_name(tensor.dtype))
     if dtype is None or not tensor.is_contiguous() or tensor.layout != torch.strided:
         raise UnsupportedError(
             f"{file.path}: tensor {name!r}: expected a contiguous tensor of a common type, found "

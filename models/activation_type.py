@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
+from sdk.kernels.lazy_torch import torch
 from sdk.models.architecture import architecture
 from sdk.models.auto import model_type
 

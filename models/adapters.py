@@ -11,9 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 
-import torch
-from torch import Tensor
-
+from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.low_rank import AdapterTable, Factors, Shape, Update, factor_memory
 from sdk.kernels.ops import Ops
 from sdk.models.decoder import CausalLM, Decoder

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from sdk.kernels.host.torch_import import one_mode
 from sdk.kernels.ops import Ops
 from sdk.models.architecture import architecture
 from sdk.models.config import ModelConfig
@@ -40,7 +41,8 @@ def build_model(
     model = own_model(model_type(values))
     if model is not None:
         facts = ModelConfig.from_dict(values)
-        return model(Source(checkpoint, facts, mesh, ops, max_model_len, layers))
+        with one_mode():
+            return model(Source(checkpoint, facts, mesh, ops, max_model_len, layers))
     from sdk.models.hf_backend import build_hf_model
 
     return build_hf_model(checkpoint, values, mesh, ops)

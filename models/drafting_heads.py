@@ -19,11 +19,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.kv_pages import KVPages
+from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.ops import Ops
 from sdk.models.config import ModelConfig
 from sdk.models.decoder import MLP, Attention, Step

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from itertools import chain
 
-import torch
-
 from sdk.kernels.groups import Group
+from sdk.kernels.lazy_torch import torch
 from sdk.kernels.routes import RankExperts, RankTokens
 from sdk.models.expert_placement import Placement, place_experts
 from sdk.models.parallel import Mesh

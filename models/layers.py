@@ -11,9 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-import torch
-from torch import Tensor
-
+from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.ops import Activation, Ops
 from sdk.kernels.rounding import Rounding, Rows
 from sdk.kernels.routes import Routes

@@ -14,8 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-import torch
-
+from sdk.kernels.lazy_torch import torch
 from sdk.kernels.routes import RankTokens
 from sdk.models.expert_parallel import ExpertShare
 from sdk.models.expert_placement import place_experts, rebalanced

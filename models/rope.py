@@ -3,7 +3,8 @@
 Dimension pair i of a head turns by ``position * inv_freq[i]``, ``inv_freq[i] = theta^(-2i/d)``.
 Models that were extended to longer contexts change ``inv_freq`` ("scaling"); some also multiply cos
 and sin by ``attention_factor``. The arithmetic is float32 in transformers' order
-(modeling_rope_utils.py), so that frequencies agree to the last bit, though cos and sin may not.
+(modeling_rope_utils.py), but powers are rounded once: transformers' frequencies have an error of up
+to one more unit of the last place.
 
 Two scalings depend on the length of the context. A request's result would then depend on its
 current length, or on the other requests of a batch. Here the engine's ``max_model_len`` decides
@@ -21,9 +22,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
+from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.ops import Ops
 
 ROPE_TYPES = (
@@ -36,6 +38,9 @@ ROPE_TYPES = (
     "proportional",
     "freq_factors",
 )
+
+
+_Array = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +87,17 @@ class Rope:
 
 def inverse_frequencies(spec: RopeSpec, max_model_len: int) -> tuple[Tensor, float]:
     """``(inv_freq [rotary_dim / 2], attention_factor)``, float32."""
+    with np.errstate(all="ignore"):  # of absurd values in a config
+        found, attention_factor = _frequencies(spec, max_model_len)
+    return torch.from_numpy(found), attention_factor
+
+
+def _frequencies(spec: RopeSpec, max_model_len: int) -> tuple[_Array, float]:
     match spec.type:
         case "default":
             return _plain(spec, spec.theta), 1.0
         case "linear":
-            return _plain(spec, spec.theta) / spec.factor, 1.0
+            return _plain(spec, spec.theta) / np.float32(spec.factor), 1.0
         case "dynamic":
             return _dynamic(spec, max_model_len), 1.0
         case "yarn":
@@ -98,19 +109,24 @@ def inverse_frequencies(spec: RopeSpec, max_model_len: int) -> tuple[Tensor, flo
         case "proportional":
             return _proportional(spec), 1.0
         case "freq_factors":
-            return _plain(spec, spec.theta) / torch.tensor(spec.freq_factors), 1.0
+            factors: _Array = np.array(spec.freq_factors, np.float32)
+            return (_plain(spec, spec.theta) / factors).astype(np.float32), 1.0
     raise ValueError(f"rope type: expected one of {ROPE_TYPES}, found {spec.type!r}")
 
 
-def _exponents(spec: RopeSpec) -> Tensor:
-    return torch.arange(0, spec.rotary_dim, 2, dtype=torch.float32) / spec.rotary_dim
+def _powers(spec: RopeSpec, base: float) -> _Array:
+    """``base^(2i/d)``, rounded once: libraries differ in the last bit of float32 powers."""
+    exponents = np.arange(0, spec.rotary_dim, 2, dtype=np.float32) / np.float32(spec.rotary_dim)
+    powers: NDArray[np.float64] = base ** exponents.astype(np.float64)
+    return powers.astype(np.float32)
 
 
-def _plain(spec: RopeSpec, base: float) -> Tensor:
-    return 1.0 / (base ** _exponents(spec))
+def _plain(spec: RopeSpec, base: float) -> _Array:
+    found: _Array = np.float32(1) / _powers(spec, base)
+    return found
 
 
-def _dynamic(spec: RopeSpec, max_model_len: int) -> Tensor:
+def _dynamic(spec: RopeSpec, max_model_len: int) -> _Array:
     """NTK-aware: the base grows so that the slowest pair spans the longer context."""
     length = max(max_model_len, spec.max_position)
     stretch = spec.factor * length / spec.max_position - (spec.factor - 1)
@@ -118,15 +134,16 @@ def _dynamic(spec: RopeSpec, max_model_len: int) -> Tensor:
     return _plain(spec, spec.theta * float(stretch**power))
 
 
-def _proportional(spec: RopeSpec) -> Tensor:
+def _proportional(spec: RopeSpec) -> _Array:
     """Only ``turning_dim`` dimensions turn, with the frequencies of the whole head."""
     turning = spec.turning_dim // 2
     inv_freq = _plain(spec, spec.theta)
     inv_freq[turning:] = 0.0
-    return inv_freq / spec.factor
+    inv_freq /= np.float32(spec.factor)
+    return inv_freq
 
 
-def _yarn(spec: RopeSpec) -> tuple[Tensor, float]:
+def _yarn(spec: RopeSpec) -> tuple[_Array, float]:
     """Fast pairs keep their frequency, slow ones are interpolated, with a ramp between them.
 
     Peng et al., "YaRN" (2023), equations 17 to 22.
@@ -153,14 +170,14 @@ def _yarn(spec: RopeSpec) -> tuple[Tensor, float]:
     low, high = max(low, 0), min(high, spec.rotary_dim - 1)
     if low == high:
         high += 0.001
-    pairs = torch.arange(spec.rotary_dim // 2, dtype=torch.float32)
-    keep = 1 - torch.clamp((pairs - low) / (high - low), 0, 1)
-    frequency = spec.theta ** _exponents(spec)
-    inv_freq = 1.0 / (spec.factor * frequency) * (1 - keep) + 1.0 / frequency * keep
+    one, pairs = np.float32(1), np.arange(spec.rotary_dim // 2, dtype=np.float32)
+    keep = one - np.clip((pairs - np.float32(low)) / np.float32(high - low), 0, one)
+    powers = _powers(spec, spec.theta)
+    inv_freq = one / (np.float32(spec.factor) * powers) * (one - keep) + one / powers * keep
     return inv_freq, float(attention_factor)
 
 
-def _longrope(spec: RopeSpec, max_model_len: int) -> tuple[Tensor, float]:
+def _longrope(spec: RopeSpec, max_model_len: int) -> tuple[_Array, float]:
     """Each pair has its own divisor: one set for short, one for long contexts."""
     attention_factor = spec.attention_factor
     if attention_factor is None:
@@ -169,20 +186,21 @@ def _longrope(spec: RopeSpec, max_model_len: int) -> tuple[Tensor, float]:
             ratio = math.log(spec.factor) / math.log(spec.original_max_position)
             attention_factor = math.sqrt(1 + ratio)
     long = max_model_len > spec.original_max_position
-    factors = torch.tensor(spec.long_factors if long else spec.short_factors, dtype=torch.float32)
-    return 1.0 / (factors * spec.theta ** _exponents(spec)), attention_factor
+    factors = np.array(spec.long_factors if long else spec.short_factors, np.float32)
+    return np.float32(1) / (factors * _powers(spec, spec.theta)), attention_factor
 
 
-def _llama3(spec: RopeSpec) -> Tensor:
+def _llama3(spec: RopeSpec) -> _Array:
     """Long waves are slowed by ``factor``, short ones kept, those between interpolated."""
     inv_freq = _plain(spec, spec.theta)
     context = spec.original_max_position
-    wavelength = 2 * math.pi / inv_freq
+    wavelength = np.float32(2 * math.pi) / inv_freq
     longest, shortest = context / spec.low_freq_factor, context / spec.high_freq_factor
-    scaled = torch.where(wavelength > longest, inv_freq / spec.factor, inv_freq)
-    smooth = (context / wavelength - spec.low_freq_factor) / (
-        spec.high_freq_factor - spec.low_freq_factor
-    )
-    between = (1 - smooth) * scaled / spec.factor + smooth * scaled
-    is_between = (wavelength >= shortest) & (wavelength <= longest)
-    return torch.where(is_between, between, scaled)
+    factor, one = np.float32(spec.factor), np.float32(1)
+    scaled = np.where(wavelength > np.float32(longest), inv_freq / factor, inv_freq)
+    width = spec.high_freq_factor - spec.low_freq_factor
+    smooth = np.float32(context) / wavelength - np.float32(spec.low_freq_factor)
+    smooth /= np.float32(width)
+    between = (one - smooth) * scaled / factor + smooth * scaled
+    is_between = (wavelength >= np.float32(shortest)) & (wavelength <= np.float32(longest))
+    return np.where(is_between, between, scaled)

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor
-
 from sdk.kernels.backend import Choice
+from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.ops import Ops
 from sdk.kernels.rounding import Rows
 from sdk.quant.errors import QuantizationError

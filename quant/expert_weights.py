@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor
-
 from sdk.kernels.bound import BoundExperts
+from sdk.kernels.lazy_torch import Tensor
 from sdk.kernels.ops import Ops
 from sdk.kernels.routes import Routes
 from sdk.quant.weight import PackedWeight, StackedWeight, Weight

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from sdk.kernels.layouts import Affine, Blocks, Dense, Float8, Layout
+from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.reference.decode import row_scales
 
 #: At least this many scales share a super scale after joining; fewer would add more than 3 % bytes.

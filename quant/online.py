@@ -9,7 +9,6 @@ from dataclasses import replace
 from sdk.kernels.layouts import Dense
 from sdk.quant.checkpoint import Checkpoint, TensorEntry
 from sdk.quant.errors import QuantizationError, UnsupportedError
-from sdk.quant.quantize import quantize_rows, quantize_without_data
 from sdk.quant.rewritten_checkpoint import RewrittenCheckpoint
 from sdk.quant.scheme import Scheme
 from sdk.quant.weight import PackedWeight, Weight, weight_of
@@ -93,6 +92,8 @@ class OnlineQuantizedCheckpoint(RewrittenCheckpoint):
             return weight
         if is_router(name):
             return weight
+        from sdk.quant.quantize import quantize_rows, quantize_without_data
+
         if _IN_BLOCK.search(name):
             return weight_of(quantize_without_data(name, weight.dequantize(), self._scheme))
         if self._scheme.head is not None and is_embedding_or_head(name):

@@ -11,11 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from sdk.kernels.backend import Choice
 from sdk.kernels.layouts import Layout
+from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.ops import Ops
 from sdk.kernels.rounding import Rows
 from sdk.quant.errors import AlignmentError

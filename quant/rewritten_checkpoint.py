@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
+from sdk.kernels.lazy_torch import Tensor
 from sdk.quant.checkpoint import Checkpoint, TensorEntry
 from sdk.quant.weight import Weight
 

@@ -13,12 +13,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
-import torch
-from torch import Tensor
-
 from sdk.kernels.backend import Choice
 from sdk.kernels.bound import BoundLinear, rows_of_part
 from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks, Dense, Float8, Layout, check_layout
+from sdk.kernels.lazy_torch import Tensor, torch, type_name
 from sdk.kernels.ops import Ops
 from sdk.kernels.reference.decode import cut_codes, decode, flat_scales
 from sdk.kernels.reference.linear import gather_rows, slice_rows
@@ -30,11 +28,11 @@ from sdk.quant.spec import QuantSpec, WeightKind
 Side = Literal["in", "out"]
 
 _FLOAT_NAMES = {
-    torch.float32: "f32",
-    torch.float16: "f16",
-    torch.bfloat16: "bf16",
-    torch.float8_e4m3fn: "fp8",
-    torch.float8_e5m2: "fp8_e5m2",
+    "float32": "f32",
+    "float16": "f16",
+    "bfloat16": "bf16",
+    "float8_e4m3fn": "fp8",
+    "float8_e5m2": "fp8_e5m2",
 }
 
 
@@ -192,11 +190,11 @@ class DenseWeight(PackedWeight):
 
     def __init__(self, layout: Layout) -> None:
         assert isinstance(layout, Dense)
-        if layout.values.dtype not in _FLOAT_NAMES:
+        if type_name(layout.values.dtype) not in _FLOAT_NAMES:
             raise AlignmentError(
                 f"dense weight: expected one of {list(_FLOAT_NAMES)}, found {layout.values.dtype}"
             )
-        self._spec = QuantSpec.parse(_FLOAT_NAMES[layout.values.dtype])
+        self._spec = QuantSpec.parse(_FLOAT_NAMES[type_name(layout.values.dtype)])
         super().__init__(layout)
 
     @property
@@ -220,7 +218,7 @@ class Float8Weight(PackedWeight):
     def __init__(self, layout: Layout) -> None:
         assert isinstance(layout, Float8)
         check_layout(layout)
-        spec = QuantSpec.parse(_FLOAT_NAMES[layout.values.dtype])
+        spec = QuantSpec.parse(_FLOAT_NAMES[type_name(layout.values.dtype)])
         self._spec = spec.rounding(layout.inputs)
         self.inputs = str(layout.inputs or "")
         super().__init__(layout)

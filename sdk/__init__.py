@@ -1,8 +1,8 @@
 """embedlm: run quantized language models inside your own program.
 
-``import sdk`` takes a few milliseconds: every public name is loaded on first use. Names that need
-torch (``LLM``, ``quantize``, ``evaluate``, ...) import it then. transformers and triton are
-imported only when a model needs them.
+``import sdk`` takes a few milliseconds: every public name is loaded on first use. ``quantize`` and
+``evaluate`` import torch then. ``LLM`` does not: torch, transformers and triton are imported only
+when a model or a device needs them.
 """
 
 from __future__ import annotations
@@ -139,16 +139,8 @@ _EXPORTS = {
     ),
 }
 __all__ = ["__version__", *_EXPORTS]
-_NEED_TORCH = {
-    *(
-        "sdk.llm",
-        "sdk.async_llm",
-        "sdk.reports.quant_report",
-        "sdk.persistence.snapshot",
-        "sdk.evaluating",
-    ),
-    "sdk.quantizing",
-}
+#: torch is imported first, so that Ctrl-C may interrupt that (sdk/kernels/host/torch_import.py).
+_NEED_TORCH = {"sdk.evaluating", "sdk.quantizing"}
 
 logging.getLogger("sdk").addHandler(logging.NullHandler())
 
@@ -158,7 +150,7 @@ def __getattr__(name: str) -> object:
     if module is None:
         raise AttributeError(f"module 'sdk' has no attribute {name!r}")
     if module in _NEED_TORCH:
-        from sdk.loading.first_import import import_torch
+        from sdk.kernels.host.torch_import import import_torch
 
         import_torch()
     return getattr(import_module(module), name)

@@ -43,14 +43,14 @@ from sdk.requests.pooling import PoolingCalls
 from sdk.requests.prompts import Prompt, PromptLike, PromptReader, is_conversation
 from sdk.requests.served import Served, ServedEngine
 from sdk.requests.stepping import Stepping
-from sdk.requests.views import ToolTurns
 from sdk.tokenizer import LLMTokenizer
-from sdk.tools import ToolRun
-from sdk.tools.definitions import ToolLike
-from sdk.typed_outputs import MessageOutput, ParsedOutput
 
-if TYPE_CHECKING:  # in typing from Python 3.11 on
+if TYPE_CHECKING:  # Unpack: in typing from Python 3.11 on
     from typing_extensions import Unpack
+
+    from sdk.tools import ToolRun
+    from sdk.tools.definitions import ToolLike
+    from sdk.typed_outputs import MessageOutput, ParsedOutput
 
 T = TypeVar("T")
 
@@ -299,6 +299,8 @@ class LLM:
         ``tool_choice`` holds for the first answer. See :func:`sdk.tools.run_tools`.
         """
         parsed = self._jobs.parses_arguments(template)
+        from sdk.requests.views import ToolTurns
+
         turns = ToolTurns(tools, tool_choice, sampling_params, template, parsed, lora_request)
         return turns.run(self.chat, messages, max_turns, on_error)
 
@@ -418,6 +420,8 @@ class LLM:
     ) -> ToolRun:
         """:meth:`run_tools` for an event loop; coroutine functions of one answer run together."""
         parsed = self._jobs.parses_arguments(template)
+        from sdk.requests.views import ToolTurns
+
         turns = ToolTurns(tools, tool_choice, sampling_params, template, parsed, lora_request)
         return await turns.arun(self.achat, messages, max_turns, on_error)
 

@@ -145,8 +145,9 @@ class SamplingParams:
     ``allowed_token_ids`` forbids all other ids; ``bad_words`` are never completed; ``min_tokens``
     forbids EOS and ``stop_token_ids`` before that many tokens. ``no_repeat_ngram_size``
     forbids repeating an n-gram of that size; ``dry_*`` penalizes continuing a repetition.
-    ``logits_processors`` are called as ``f(output_token_ids, logits_row) -> logits_row``; an
-    exception in one fails only this request. ``thinking_token_budget`` forces the end of thinking.
+    ``logits_processors`` are called as ``f(output_token_ids, logits_row) -> logits_row``, with a
+    float32 tensor of torch; an exception in one fails only this request.
+    ``thinking_token_budget`` forces the end of thinking.
 
     ``banned_strings`` never appear in the text, however tokens split them: the answer goes back to
     the token in which the string began, which is forbidden there. Text that may be the beginning

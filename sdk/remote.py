@@ -6,11 +6,13 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sdk.errors import RequestError
-from sdk.executors.remote.wire import Address
 from sdk.quant.safe_repr import safe_repr
+
+if TYPE_CHECKING:
+    from sdk.executors.remote.wire import Address
 
 #: A shorter token could be guessed from a handshake that somebody has recorded.
 MIN_TOKEN = 16
@@ -87,6 +89,8 @@ def parse_address(text: object, name: str) -> Address:
         raise RequestError(
             f"{name}: expected host:port, such as 10.0.0.1:29500, found {safe_repr(text)}"
         )
+    from sdk.executors.remote.wire import Address  # sockets, which few engines need
+
     return Address(host, int(port))
 
 

@@ -11,8 +11,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
 from sdk.kernels.cpu.attention import Attention, Places
 from sdk.kernels.cpu.elementwise import (
     MAPS,
@@ -42,12 +40,13 @@ from sdk.kernels.cpu.runtime import NativeRuntime, Program
 from sdk.kernels.cpu.sampling import Sample
 from sdk.kernels.cpu.scheme_linear import SchemeLinear
 from sdk.kernels.cpu.weight_memory import WeightMemory
+from sdk.kernels.lazy_torch import torch
 from sdk.kernels.offload import OnDisk
 from sdk.kernels.scratch import Products
 
 __all__ = ["CpuBackend", "available", "levels", "open_backend", "simd_level"]
 
-ACTIVATIONS = (torch.float32,)
+ACTIVATIONS = ("float32",)
 
 
 def available(device: str) -> str | None:

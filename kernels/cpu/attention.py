@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
 from sdk.kernels.backend import Problem
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.cpu.elementwise import floats
@@ -15,6 +12,7 @@ from sdk.kernels.cpu.runtime import NativeRuntime
 from sdk.kernels.errors import KernelError
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.kv_tiers import MAX_TIERS
+from sdk.kernels.lazy_torch import Tensor, torch
 
 
 class Attention:

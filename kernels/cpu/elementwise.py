@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
 from sdk.kernels.backend import Problem
 from sdk.kernels.cpu.library import GatedArgs, MapArgs, NormArgs, OpKind, SelectArgs, TakeArgs
 from sdk.kernels.cpu.runtime import NativeRuntime
 from sdk.kernels.errors import KernelError
+from sdk.kernels.lazy_torch import Tensor, torch
 
 _KINDS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "clamped_swiglu": 3}
 #: In-place operators on rows, with the numbers of native/abi.hpp.

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from functools import partial
 
-from torch import Tensor
-
 from sdk.kernels.backend import Problem
 from sdk.kernels.cpu.library import ExchangeArgs, OpKind, TransferArgs
 from sdk.kernels.cpu.rank_group import SharedGroup, SharedLink
 from sdk.kernels.cpu.runtime import NativeRuntime
 from sdk.kernels.groups import Group, Link
+from sdk.kernels.lazy_torch import Tensor
 from sdk.kernels.reference.exchange import gather_columns
 
 

@@ -24,8 +24,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from zipimport import zipimporter
 
-import torch
-
 #: Must equal kAbiVersion in native/abi.hpp; a library with another version is rejected as stale.
 ABI_VERSION = 21
 
@@ -34,14 +32,14 @@ LEVELS = ("portable", "avx2", "avx2_vnni", "avx512_vnni", "neon", "neon_dotprod"
 
 #: Element types, with the numbers of native/abi.hpp.
 ELEMENT_TYPES = {
-    torch.float16: 0,
-    torch.bfloat16: 1,
-    torch.float32: 2,
-    torch.uint8: 3,
-    torch.int8: 4,
-    torch.float8_e4m3fn: 5,
-    torch.float8_e5m2: 6,
-    torch.float8_e8m0fnu: 9,
+    "float16": 0,
+    "bfloat16": 1,
+    "float32": 2,
+    "uint8": 3,
+    "int8": 4,
+    "float8_e4m3fn": 5,
+    "float8_e5m2": 6,
+    "float8_e8m0fnu": 9,
 }
 
 

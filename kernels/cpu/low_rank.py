@@ -5,13 +5,11 @@ from __future__ import annotations
 from ctypes import Array, addressof
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from sdk.kernels.backend import Problem
 from sdk.kernels.cpu.library import ELEMENT_TYPES, LowRankArgs, LowRankPart, LowRankSlot, OpKind
 from sdk.kernels.cpu.runtime import NativeRuntime
 from sdk.kernels.errors import KernelError
+from sdk.kernels.lazy_torch import Tensor, torch, type_name
 from sdk.kernels.low_rank import ALIGN, Factors, Shape, Update
 
 #: Columns of a block of ``b``, and of a block of ``a``.
@@ -119,7 +117,7 @@ class CpuTable:
                 part.first // BLOCK,
                 blocks,
                 part.scale,
-                ELEMENT_TYPES[part.a.dtype],
+                ELEMENT_TYPES[type_name(part.a.dtype)],
             )
             ranks += rank
         bias = None if update.bias is None else update.bias.data_ptr()

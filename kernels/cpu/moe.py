@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 
-from torch import Tensor
-
 from sdk.kernels.backend import Problem
 from sdk.kernels.cpu.elementwise import floats
 from sdk.kernels.cpu.library import (
@@ -19,6 +17,7 @@ from sdk.kernels.cpu.library import (
 )
 from sdk.kernels.cpu.rank_group import SharedGroup
 from sdk.kernels.cpu.runtime import NativeRuntime
+from sdk.kernels.lazy_torch import Tensor
 from sdk.kernels.reference.moe import combine_ranks
 from sdk.kernels.routes import RankTokens, Routes
 

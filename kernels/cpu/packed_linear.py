@@ -9,9 +9,6 @@ from collections.abc import Sequence
 from ctypes import Array, addressof, byref, c_void_p
 from dataclasses import dataclass, replace
 
-import torch
-from torch import Tensor
-
 from sdk.kernels.backend import Problem
 from sdk.kernels.cpu.elementwise import floats
 from sdk.kernels.cpu.library import EmbeddingArgs, ExpertsArgs, FilePart, LinearArgs, OpKind
@@ -20,6 +17,7 @@ from sdk.kernels.cpu.runtime import NativeRuntime, check
 from sdk.kernels.cpu.weight_memory import WeightMemory
 from sdk.kernels.errors import KernelError
 from sdk.kernels.layouts import TABLE_BITS, Layout, check_layout
+from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.routes import Routes
 
 #: Torch types of plain values.

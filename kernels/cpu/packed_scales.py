@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
 from sdk.kernels.cpu.library import ELEMENT_TYPES
 from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks
+from sdk.kernels.lazy_torch import Tensor, torch, type_name
 from sdk.kernels.reference.decode import pack_codes, unpack_codes
 
 #: Rows of a tile and of a row block: kTileRows of native/abi.hpp.
@@ -42,16 +40,16 @@ def pack_zeros(w: Affine, zeros: Tensor, columns: bool) -> tuple[Tensor, int]:
     """Zero points with their element type: integers in 2, 4 or 8 bits (8 if every column has its
     own zero point), floats in their own type."""
     if zeros.is_floating_point():
-        return (turn if columns else interleave)(zeros), ELEMENT_TYPES[zeros.dtype]
+        return (turn if columns else interleave)(zeros), ELEMENT_TYPES[type_name(zeros.dtype)]
     if columns:
-        return turn(unpack_codes(zeros, w.bits, w.shape[1])), ELEMENT_TYPES[torch.uint8]
+        return turn(unpack_codes(zeros, w.bits, w.shape[1])), ELEMENT_TYPES["uint8"]
     rows = interleave(unpack_codes(zeros, w.bits, w.scale.shape[1]))
     width = _width(w.bits)
     parts = rows.view(*rows.shape[:2], 8 // width, -1)  # [., ., parts of a byte, bytes]
     packed = torch.zeros_like(parts[:, :, 0])
     for i in range(8 // width):
         packed |= parts[:, :, i] << width * i
-    return packed, {2: U2, 4: U4, 8: ELEMENT_TYPES[torch.uint8]}[width]
+    return packed, {2: U2, 4: U4, 8: ELEMENT_TYPES["uint8"]}[width]
 
 
 def unpack_zeros(facts: Affine, zeros: Tensor) -> Tensor:

@@ -11,9 +11,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
-from torch import Tensor
-
 from sdk.kernels.cpu.library import ELEMENT_TYPES, FilePart, WeightView
 from sdk.kernels.cpu.packed_scales import (
     HIGH_4,
@@ -30,6 +27,7 @@ from sdk.kernels.cpu.packed_scales import (
 )
 from sdk.kernels.cpu.weight_memory import WeightMemory
 from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks, Dense, Float8, Layout
+from sdk.kernels.lazy_torch import Tensor, torch, type_name
 from sdk.kernels.reference.decode import row_scales
 
 #: Columns (k) of a tile: kTileDepth of native/abi.hpp.
@@ -50,7 +48,7 @@ class _Source:
     number: int
     bits: int
     zero: int = 0
-    scale: torch.dtype = torch.uint8
+    scale: str = "uint8"
     has_minus: bool = False
 
 
@@ -59,15 +57,15 @@ BLOCK_SOURCES = {
     "q3_k": _Source(5, 3, 4),
     "q4_k": _Source(1, 4, has_minus=True),
     "q5_k": _Source(2, 5, has_minus=True),
-    "q6_k": _Source(3, 6, 32, torch.int8),
-    "q4_0": _Source(16, 4, 8, torch.float16),
-    "q4_1": _Source(17, 4, 0, torch.float16, has_minus=True),
-    "q5_0": _Source(18, 5, 16, torch.float16),
-    "q5_1": _Source(19, 5, 0, torch.float16, has_minus=True),
-    "q8_0": _Source(20, 8, 128, torch.float16),
-    "iq4_nl": _Source(21, 4, INT8_TABLE_ZERO, torch.float16),
-    "mxfp4": _Source(22, 4, INT8_TABLE_ZERO, torch.float8_e8m0fnu),
-    "iq4_xs": _Source(23, 4, INT8_TABLE_ZERO, torch.int8),
+    "q6_k": _Source(3, 6, 32, "int8"),
+    "q4_0": _Source(16, 4, 8, "float16"),
+    "q4_1": _Source(17, 4, 0, "float16", has_minus=True),
+    "q5_0": _Source(18, 5, 16, "float16"),
+    "q5_1": _Source(19, 5, 0, "float16", has_minus=True),
+    "q8_0": _Source(20, 8, 128, "float16"),
+    "iq4_nl": _Source(21, 4, INT8_TABLE_ZERO, "float16"),
+    "mxfp4": _Source(22, 4, INT8_TABLE_ZERO, "float8_e8m0fnu"),
+    "iq4_xs": _Source(23, 4, INT8_TABLE_ZERO, "int8"),
 }
 
 
@@ -75,7 +73,11 @@ def packed_bytes(kind: str, rows: int, columns: int) -> int:
     """``Packed.nbytes`` of a weight in blocks of type ``kind``, before it is packed."""
     block, source = BLOCK_TYPES[kind], BLOCK_SOURCES[kind]
     groups = columns // block.group
-    scales = 12 * groups if kind == "q3_k" else TILE_ROWS * groups * source.scale.itemsize
+    scales = (
+        12 * groups
+        if kind == "q3_k"
+        else TILE_ROWS * groups * getattr(torch, source.scale).itemsize
+    )
     levels = 1
     if source.has_minus and kind != "q2_k":  # in q2_k one byte holds scale and minimum
         scales *= 2
@@ -166,7 +168,7 @@ def _pack_values(w: Dense | Float8, memory: WeightMemory) -> tuple[Packed, Tenso
     values = w.values.contiguous()
     view = _view(n, k)
     view.dense = 1
-    view.scale_type = ELEMENT_TYPES[values.dtype]
+    view.scale_type = ELEMENT_TYPES[type_name(values.dtype)]
     codes = memory.take((view.row_blocks * TILE_ROWS * k,), values.dtype)
     scale = None
     facts: Dense | Float8 = Dense(values.to("meta"))
@@ -184,7 +186,7 @@ def _pack_values(w: Dense | Float8, memory: WeightMemory) -> tuple[Packed, Tenso
             1,
             min(w.block[1], k),
         )
-        view.super_type = ELEMENT_TYPES[w.scale.dtype]
+        view.super_type = ELEMENT_TYPES[type_name(w.scale.dtype)]
     packed = Packed(facts, view, codes, memory.keep(scale))
     _point(packed)
     return packed, values, 0
@@ -205,7 +207,7 @@ def _pack_affine(w: Affine, memory: WeightMemory) -> tuple[Packed, Tensor, int]:
         view.subgroup = TILE_DEPTH if w.group % TILE_DEPTH == 0 else TILE_ROWS
         view.subgroups_per_group = w.group // view.subgroup
     view.groups = w.scale.shape[1]
-    view.scale_type = ELEMENT_TYPES[w.scale.dtype]
+    view.scale_type = ELEMENT_TYPES[type_name(w.scale.dtype)]
     order = turn if columns else interleave
     scale = order(w.scale)
     super_scale = scale_offset = None
@@ -215,7 +217,7 @@ def _pack_affine(w: Affine, memory: WeightMemory) -> tuple[Packed, Tensor, int]:
         view.subgroups_per_super = w.super_group // w.group
     elif w.super_scale is not None:
         super_scale = interleave(w.super_scale)
-        view.super_type = ELEMENT_TYPES[super_scale.dtype]
+        view.super_type = ELEMENT_TYPES[type_name(super_scale.dtype)]
         view.supers = w.super_scale.shape[1]
         whole = w.super_group >= k  # subgroups of padding too
         view.subgroups_per_super = (
@@ -223,7 +225,7 @@ def _pack_affine(w: Affine, memory: WeightMemory) -> tuple[Packed, Tensor, int]:
         ) // view.subgroup
     minus = memory.keep(None if w.minus is None else order(w.minus))
     if minus is not None:
-        view.minus_type = ELEMENT_TYPES[minus.dtype]
+        view.minus_type = ELEMENT_TYPES[type_name(minus.dtype)]
     zeros = None
     if w.zeros is not None:
         zeros, view.zeros_type = pack_zeros(w, w.zeros, columns)
@@ -313,12 +315,12 @@ def _pack_blocks(w: Blocks, memory: WeightMemory) -> tuple[Packed, Tensor, int]:
     def scales(groups: int, dtype: torch.dtype) -> Tensor:
         return memory.take((view.row_blocks, groups, TILE_ROWS), dtype)
 
-    scale = scales(view.groups, source.scale)
+    scale = scales(view.groups, getattr(torch, source.scale))
     if w.type == "q3_k":
         view.scale_type, scale = I6, memory.take((view.row_blocks, view.groups, 12), torch.uint8)
     minus = super_scale = super_minus = None
     if source.has_minus and w.type != "q2_k":
-        minus = scales(view.groups, source.scale)
+        minus = scales(view.groups, getattr(torch, source.scale))
     if kind.elements > kind.group:
         view.supers = k // kind.elements
         view.subgroups_per_super = kind.elements // kind.group

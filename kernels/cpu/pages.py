@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
 from sdk.kernels.backend import Problem
 from sdk.kernels.cpu.page_args import PageLevel, PageSide
 from sdk.kernels.errors import KernelError
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.kv_tiers import MAX_TIERS, TIER_PAGE_SIZE
 from sdk.kernels.kv_types import KV_TYPES, KVType, scale_group
+from sdk.kernels.lazy_torch import Tensor, torch
 
 _NAMES = tuple(kind.name for kind in KV_TYPES.values() if kind.cpu_element is not None)
 _MAX_HEAD_DIM = 256

@@ -6,12 +6,10 @@ import os
 import sys
 import weakref
 
-import torch
-from torch import Tensor
-
 from sdk.kernels.cpu.library import find_library
 from sdk.kernels.cpu.runtime import check
 from sdk.kernels.errors import CollectiveError
+from sdk.kernels.lazy_torch import Tensor, torch
 
 
 def why_not_shared() -> str | None:

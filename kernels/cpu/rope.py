@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
 from sdk.kernels.backend import Problem
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.cpu.library import AnglesArgs, OpKind
@@ -13,6 +10,7 @@ from sdk.kernels.cpu.pages import check_pages, inner_contiguous, page_sides, rej
 from sdk.kernels.cpu.runtime import NativeRuntime
 from sdk.kernels.errors import KernelError
 from sdk.kernels.kv_pages import KVPages
+from sdk.kernels.lazy_torch import Tensor, torch
 
 
 class RopeAndCache:

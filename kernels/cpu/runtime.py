@@ -7,11 +7,10 @@ from collections.abc import Callable, Sequence
 from ctypes import Structure, byref, c_char, c_int64
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from sdk.kernels.cpu.library import LEVELS, Count, OpKind, find_library, levels
 from sdk.kernels.errors import CollectiveError, KernelError
+from sdk.kernels.lazy_torch import Tensor, torch
 
 _STATUS = {
     1: "out of memory",
@@ -165,14 +164,14 @@ class Program:
         if status := self._run(self._runtime.handle, self._handle, self._counts):
             check(status, "step")
 
-    @torch.inference_mode()
     def _run_parts(self) -> None:
         runtime, counts = self._runtime.handle, self._counts
-        for handle, function, count, tensors in self._parts:
-            if status := self._run(runtime, handle, counts):
-                check(status, "step")
-            if rows := counts[count]:  # without rows there is nothing to do, on any rank
-                function(*(x[: rows * per] for x, per in tensors))
+        with torch.inference_mode():
+            for handle, function, count, tensors in self._parts:
+                if status := self._run(runtime, handle, counts):
+                    check(status, "step")
+                if rows := counts[count]:  # without rows there is nothing to do, on any rank
+                    function(*(x[: rows * per] for x, per in tensors))
 
 
 def _unowned(x: Tensor) -> Tensor:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from sdk.kernels.backend import Problem
 from sdk.kernels.cpu.library import OpKind, SampleArgs
 from sdk.kernels.cpu.runtime import NativeRuntime
 from sdk.kernels.errors import KernelError
+from sdk.kernels.lazy_torch import Tensor
 from sdk.kernels.sampling import Draws, SampleBuffers
 
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from torch import Tensor
-
 from sdk.kernels.backend import Problem
 from sdk.kernels.cpu.library import LinearArgs, SchemeView
 from sdk.kernels.cpu.packed_linear import PackedLinear
@@ -19,6 +17,7 @@ from sdk.kernels.cpu.packed_weight import TILE_DEPTH, Packed
 from sdk.kernels.cpu.runtime import NativeRuntime
 from sdk.kernels.cpu.weight_memory import WeightMemory
 from sdk.kernels.layouts import ActivationScheme, Layout, inputs_of
+from sdk.kernels.lazy_torch import Tensor
 
 #: The numbers of native/abi.hpp.
 _CODES = {"int": 1, "e4m3": 2, "e2m1": 3}

@@ -19,12 +19,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from sdk.kernels.cpu.weight_file import WeightFile
 from sdk.kernels.errors import KernelError
+from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.offload import OnDisk
 
 _Bytes = NDArray[np.uint8]

@@ -12,11 +12,9 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from sdk.kernels.gpu.packing import packed_bytes
 from sdk.kernels.gpu.scratch import LIBRARY, OLDER_LIBRARY, CardScratch, work_shape
 from sdk.kernels.layouts import BLOCK_TYPES
+from sdk.kernels.lazy_torch import torch
 from sdk.kernels.offload import OnDisk
 from sdk.kernels.scratch import Products
 
@@ -33,7 +31,7 @@ DENSE_FROM_WITHOUT_MMA = 32
 OLDEST_CARD = (7, 5)
 #: The first torch version whose Triton (3.5) lets a kernel ask what it is compiled for.
 OLDEST_TORCH = (2, 9)
-ACTIVATIONS = (torch.float32, torch.bfloat16, torch.float16)
+ACTIVATIONS = ("float32", "bfloat16", "float16")
 
 
 def available(device: str) -> str | None:
@@ -93,6 +91,8 @@ def tuning_of(device: str) -> Tuning:
 
 def held_bytes(kind: str, rows: int, columns: int) -> int | None:
     """See :class:`sdk.kernels.backend.BackendFacts`."""
+    from sdk.kernels.gpu.packing import packed_bytes
+
     return packed_bytes(kind, rows, columns) if kind in BLOCK_TYPES else None
 
 

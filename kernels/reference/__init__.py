@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from sdk.kernels.offload import OnDisk
 from sdk.kernels.reference.attention import Attention
 from sdk.kernels.reference.elementwise import Map, Places, SelectRows, TakeColumns
@@ -32,7 +30,7 @@ from sdk.kernels.reference.rope import RopeAndCache, RopeAngles
 from sdk.kernels.reference.sampling import Sample
 
 #: 16-bit activations are read as float32, and rounded when they are written.
-ACTIVATIONS = (torch.float32, torch.bfloat16, torch.float16)
+ACTIVATIONS = ("float32", "bfloat16", "float16")
 
 
 def available(device: str) -> str | None:

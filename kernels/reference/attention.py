@@ -9,13 +9,11 @@ On a GPU in float64: the host may have let torch round float32 products there.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
 from sdk.kernels.backend import Problem
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.kv_tiers import page_tier
+from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.reference.page_codes import mixed, page_floats
 
 QUERY_TILE = 16

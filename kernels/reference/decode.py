@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
-from torch import Tensor
-
 from sdk.kernels.errors import KernelError
 from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks, Dense, Float8, Layout
+from sdk.kernels.lazy_torch import Tensor, torch
 
 
 def unpack_codes(codes: Tensor, bits: int, count: int) -> Tensor:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
 from sdk.kernels.backend import Problem
 from sdk.kernels.batch import AttentionBatch
+from sdk.kernels.lazy_torch import Tensor, torch
 
 
 class Map:

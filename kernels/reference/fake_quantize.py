@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import math
 
-import torch
-from torch import Tensor
-
 from sdk.kernels.layouts import ActivationScheme
+from sdk.kernels.lazy_torch import Tensor, torch
 
 #: Groups that are smaller than this count as zero: their scales would not be normal numbers.
 LEAST = 1e-30

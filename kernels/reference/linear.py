@@ -11,11 +11,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
-from torch import Tensor
-
 from sdk.kernels.backend import Problem
 from sdk.kernels.layouts import Affine, Blocks, Dense, Float8, Layout, inputs_of
+from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.reference.decode import decode, flat_scales, nested_supers, with_rows
 from sdk.kernels.reference.fake_quantize import fake_quantize
 from sdk.kernels.routes import Routes

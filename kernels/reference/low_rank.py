@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
 from sdk.kernels.backend import Problem
+from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.low_rank import Factors, Shape, Update
 from sdk.kernels.reference.linear import multiply
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-from torch.nn import functional as F
-
 from sdk.kernels.backend import Problem
 from sdk.kernels.errors import KernelError
+from sdk.kernels.lazy_torch import Tensor, torch
 
 
 class RmsNorm:
@@ -50,11 +47,11 @@ class GatedActivation:
     def run(self, gate_up: Tensor, kind: str, out: Tensor, used: Tensor | None = None) -> None:
         gate, up = gate_up.float().chunk(2, dim=1)
         if kind == "silu":
-            activated = F.silu(gate)
+            activated = torch.nn.functional.silu(gate)
         elif kind == "gelu_tanh":
-            activated = F.gelu(gate, approximate="tanh")
+            activated = torch.nn.functional.gelu(gate, approximate="tanh")
         elif kind == "gelu":
-            activated = F.gelu(gate)
+            activated = torch.nn.functional.gelu(gate)
         elif kind == "clamped_swiglu":  # Source: gpt-oss' reference code, swiglu()
             gate = gate.clamp(max=7.0)
             activated = gate * torch.sigmoid(1.702 * gate)

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import math
 
-import torch
-from torch import Tensor
-
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.kv_types import HALF_MAX, KVType
+from sdk.kernels.lazy_torch import Tensor, torch
 
 
 def mixed(x: Tensor) -> Tensor:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
-
 from sdk.kernels.backend import Problem
 from sdk.kernels.kv_pages import KVPages
+from sdk.kernels.lazy_torch import torch
 from sdk.kernels.reference.page_codes import page_floats
 
 

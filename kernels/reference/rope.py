@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
 from sdk.kernels.backend import Problem
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.kv_pages import KVPages
+from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.reference.page_codes import encode, mixed
 
 

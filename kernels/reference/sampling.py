@@ -9,10 +9,9 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from sdk.kernels.backend import Problem
+from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.sampling import FAR, Change, ChangeKind, Draws, Mask, SampleBuffers, Shape
 
 # Rows worked on together: bounds the memory of a sort of [rows, V].

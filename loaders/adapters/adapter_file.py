@@ -11,9 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
+from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.loaders.model_file import ModelFile
 from sdk.quant.adapter import Adapter, LowRank
 from sdk.quant.errors import CheckpointError

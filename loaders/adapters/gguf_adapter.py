@@ -16,9 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
+from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.loaders.adapters.adapter_file import (
     AdapterFile,
     MatrixShape,
@@ -33,7 +31,7 @@ from sdk.models.architecture import GgufRules, architecture
 from sdk.quant.adapter import LowRank
 from sdk.quant.errors import CheckpointError, UnsupportedError
 
-_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_TYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _FACTOR = re.compile(r"(.+)\.lora_([ab])")
 _EMBEDDING = "model.embed_tokens"
 
@@ -179,4 +177,4 @@ def _read(
 
 def _tensor(file: GgufFile, stored: GgufTensor) -> Tensor:
     data = torch.from_numpy(file.data(stored.name).reshape(-1))
-    return data.view(_TYPES[stored.type.name]).view(stored.shape)
+    return data.view(getattr(torch, _TYPES[stored.type.name])).view(stored.shape)

@@ -15,8 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
+from sdk.kernels.lazy_torch import torch
 from sdk.loaders.adapters.adapter_file import (
     AdapterFile,
     MatrixShape,

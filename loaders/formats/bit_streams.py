@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
+
+from sdk.kernels.lazy_torch import Tensor, torch, type_name
 
 Bytes = NDArray[np.uint8]
 
@@ -24,9 +24,9 @@ _PLANES = {
 }  # fmt: skip
 #: An integer type of the same size, and the exponent bits that are all set in infinities and NaN.
 _EXPONENT = {
-    torch.float16: (torch.int16, 0x7C00),
-    torch.bfloat16: (torch.int16, 0x7F80),
-    torch.float32: (torch.int32, 0x7F800000),
+    "float16": ("int16", 0x7C00),
+    "bfloat16": ("int16", 0x7F80),
+    "float32": ("int32", 0x7F800000),
 }
 
 
@@ -41,7 +41,7 @@ def turned(words: Tensor) -> Bytes:
 
 def turned_floats(values: Tensor) -> Tensor:
     """``[G, N] -> [N, G]``, contiguous, any float type."""
-    integers = _EXPONENT[values.dtype][0]
+    integers = getattr(torch, _EXPONENT[type_name(values.dtype)][0])
     return torch.from_numpy(np.ascontiguousarray(values.view(integers).numpy().T)).view(
         values.dtype
     )
@@ -49,7 +49,8 @@ def turned_floats(values: Tensor) -> Tensor:
 
 def all_finite(values: Tensor) -> bool:
     """Whether all values are finite."""
-    integers, exponent = _EXPONENT[values.dtype]
+    name, exponent = _EXPONENT[type_name(values.dtype)]
+    integers = getattr(torch, name)
     return not bool(((values.view(integers).numpy() & exponent) == exponent).any())
 
 

@@ -20,11 +20,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from sdk.kernels.layouts import Affine, Dense, Layout
+from sdk.kernels.lazy_torch import Tensor, torch, type_name
 from sdk.loaders.formats import scales
 from sdk.loaders.formats.scales import floats, matrix
 from sdk.loaders.formats.stored_layer import StoredLayer
@@ -41,8 +40,8 @@ COMPANIONS = (
 _STORAGE = ("U8", "BF16", "F16", "F32")
 #: The JSON has some 170 bytes.
 _MAX_STATE = 4096
-_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-_NAMES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+_DTYPES = ("float32", "float16", "bfloat16")
+_NAMES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 #: Weights dequantized at a time: few enough that torch uses one thread (quant/join.py).
 _CHUNK = 1 << 15
 
@@ -57,7 +56,7 @@ def outline(layer: StoredLayer, settings: None) -> tuple[tuple[int, int], str]:
         return scales.outline(layer, ".weight", ("I8",)), "w8"
     kind = "nf4" if layer.has(f"{_STATE}nf4") else "fp4"
     state = _state(layer, kind)
-    return state.shape, kind if state.stays_packed else _NAMES[state.dtype]
+    return state.shape, kind if state.stays_packed else _NAMES[type_name(state.dtype)]
 
 
 def decode(layer: StoredLayer, settings: None) -> Layout:
@@ -126,7 +125,8 @@ def _four_bits(layer: StoredLayer, kind: str) -> Layout:
     if not state.stays_packed:
         # Blocks that continue in the next row fit no layout; common models have no such sizes
         # (K % 64 != 0). The values are those bitsandbytes computes with.
-        layer.warn(f"blocks cross row ends: stored in memory as {_NAMES[state.dtype]}, not 4 bits")
+        name = _NAMES[type_name(state.dtype)]
+        layer.warn(f"blocks cross row ends: stored in memory as {name}, not 4 bits")
         return Dense(_values(packed.numpy(), table.numpy(), scale.values(), state))
     codes = packed.numpy().reshape(rows, columns // 2)
     weight = Affine(
@@ -237,7 +237,7 @@ def _state(layer: StoredLayer, kind: str) -> _State:
     expect("nested_dtype", state.get("nested_dtype", "float32") == "float32", "float32")
     number = type(offset) in (int, float) and math.isfinite(offset)
     expect("nested_offset", number, "a finite number")
-    return _State(tuple(shape), block, _DTYPES[state["dtype"]], nested, float(offset))
+    return _State(tuple(shape), block, getattr(torch, state["dtype"]), nested, float(offset))
 
 
 def _is_block(size: Any) -> bool:

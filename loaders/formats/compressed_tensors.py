@@ -27,10 +27,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from sdk.kernels.layouts import Affine, Layout
+from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.loaders.formats import scales
 from sdk.loaders.formats.activations import ActivationConfig, activation_config, with_activations
 from sdk.loaders.formats.bit_streams import Bytes, in_order, packed_matrix, unpacked

@@ -29,10 +29,10 @@ from base64 import b85decode
 from collections.abc import Callable
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from sdk.kernels.layouts import Affine
+from sdk.kernels.lazy_torch import torch
 
 _Bytes = NDArray[np.uint8]
 _Words = NDArray[np.uint32]

@@ -11,16 +11,15 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks, Dense, Layout
+from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.loaders.formats import gguf_codebooks, gguf_repack
 from sdk.loaders.formats.gguf_types import GgufType
 from sdk.quant.errors import CheckpointError
 
-_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _NUMBERS = {"F64": "<f8", "I8": "<i1", "I16": "<i2", "I32": "<i4", "I64": "<i8"}
 _REPACKED = {**gguf_repack.DECODERS, **gguf_codebooks.DECODERS}
 #: Bytes of the file unpacked at a time; that takes another 60 MB or so, mostly indices.
@@ -49,7 +48,7 @@ def decode_matrix(
         CheckpointError: a scale is not finite, or float32 cannot hold an integer.
     """
     if kind.name in _FLOATS:
-        return Dense(_dense(data, _FLOATS[kind.name]))
+        return Dense(_dense(data, getattr(torch, _FLOATS[kind.name])))
     if kind.name in _NUMBERS:
         return Dense(_as_float32(data, kind, source))
     blocks = data.reshape(data.shape[0], -1, kind.nbytes)

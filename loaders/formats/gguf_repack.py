@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from sdk.kernels.layouts import E2M1, Affine
+from sdk.kernels.lazy_torch import Tensor, torch
 
 _Bytes = NDArray[np.uint8]
 

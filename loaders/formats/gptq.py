@@ -22,11 +22,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from sdk.kernels.layouts import Affine
+from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.loaders.formats.bit_streams import (
     all_finite,
     in_order,

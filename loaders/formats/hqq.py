@@ -14,10 +14,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from sdk.kernels.layouts import Affine, Dense, Layout
+from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.loaders.formats.bit_streams import Bytes, all_finite, packed_matrix
 from sdk.loaders.formats.scales import FLOATS, floats
 from sdk.loaders.formats.stored_layer import StoredLayer

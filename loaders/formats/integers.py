@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from sdk.kernels.layouts import Affine
+from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.loaders.formats.bit_streams import packed_matrix
 from sdk.loaders.formats.stored_layer import StoredLayer
 

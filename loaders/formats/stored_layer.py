@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from torch import Tensor
-
 from sdk.kernels.layouts import Layout
+from sdk.kernels.lazy_torch import Tensor
 from sdk.loaders.safetensors_reader import StoredTensor
 from sdk.quant.errors import CheckpointError
 from sdk.quant.permuted import Permuted

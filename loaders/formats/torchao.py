@@ -15,10 +15,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from sdk.kernels.layouts import ActivationScheme, Affine, Float8, Layout
+from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.loaders.formats import scales
 from sdk.loaders.formats.activations import ActivationConfig
 from sdk.loaders.formats.bit_streams import all_finite

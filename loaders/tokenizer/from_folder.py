@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from sdk.kernels.lazy_torch import import_torch
 from sdk.loaders.folder_file import folder_file
 from sdk.loaders.json_file import TOKENIZER_DIGITS, read_json
 from sdk.loaders.quiet import transformers_to_our_log
@@ -114,6 +115,7 @@ def _backend(folder: Path) -> Any:
     for other in folder.iterdir():  # transformers reads those it knows
         if other.suffix != ".safetensors":
             folder_file(folder, other.name)
+    import_torch()  # transformers would, but Ctrl-C must not meet it there
     from transformers import AutoTokenizer
 
     try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from sdk.models.architecture import Architecture, GgufRules
+from sdk.models.architecture import Architecture, ConfigRules, GgufRules
 from sdk.models.decoder import MLP, Attention, Decoder, Step
 
 if TYPE_CHECKING:
@@ -55,4 +55,9 @@ class Model(Decoder):
     layer = LlamaLayer
 
 
-ARCHITECTURE = Architecture("llama", Model, gguf=GgufRules("llama", interleaved_qk=True))
+ARCHITECTURE = Architecture(
+    "llama",
+    Model,
+    config=ConfigRules(stated=("hidden_act",)),
+    gguf=GgufRules("llama", interleaved_qk=True),
+)

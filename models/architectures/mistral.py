@@ -22,6 +22,6 @@ def _slides_without_experts(keys: GgufKeys) -> bool:
 ARCHITECTURE = Architecture(
     "mistral",
     Model,
-    config=ConfigRules(sliding=all_but_every(1)),
+    config=ConfigRules(stated=("hidden_act", "sliding_window"), sliding=all_but_every(1)),
     gguf=GgufRules("llama", matches=_slides_without_experts, interleaved_qk=True),
 )

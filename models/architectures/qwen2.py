@@ -23,6 +23,10 @@ def upper_layers(fields: Fields, layers: int) -> list[bool]:
 ARCHITECTURE = Architecture(
     "qwen2",
     Model,
-    config=ConfigRules(sliding=upper_layers, qkv_bias=True),
+    config=ConfigRules(
+        stated=("hidden_act", "use_sliding_window", "sliding_window", "max_window_layers"),
+        sliding=upper_layers,
+        qkv_bias=True,
+    ),
     gguf=GgufRules("qwen2"),
 )

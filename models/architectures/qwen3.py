@@ -21,6 +21,10 @@ class Model(Decoder):
 ARCHITECTURE = Architecture(
     "qwen3",
     Model,
-    config=ConfigRules(defaults={"head_dim": 128}, sliding=upper_layers),
+    config=ConfigRules(
+        defaults={"head_dim": 128},
+        stated=("hidden_act", "use_sliding_window", "sliding_window", "max_window_layers"),
+        sliding=upper_layers,
+    ),
     gguf=GgufRules("qwen3"),
 )

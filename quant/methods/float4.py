@@ -9,16 +9,14 @@ what files store, is exact.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
 from sdk.kernels.layouts import E2M1, Affine
+from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.reference.decode import pack_codes
 
 _MX_GROUP, _NV_GROUP = 32, 16
 _LARGEST_CODE, _LARGEST_SCALE = 6.0, 448.0
 #: Midpoints between neighbouring magnitudes; ties go to the even code.
-_BETWEEN = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+_BETWEEN = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
 
 def mxfp4(weight: Tensor) -> Affine:
@@ -67,8 +65,9 @@ def _codes(groups: Tensor, scale: Tensor) -> Tensor:
     inverse = torch.where(scale > 0, 1 / scale, 0.0).unsqueeze(2)
     scaled = groups * inverse
     size = scaled.abs()
-    low = torch.bucketize(size, _BETWEEN)  # a tie goes down
-    tie = torch.bucketize(size, _BETWEEN, right=True) != low
+    between = torch.tensor(_BETWEEN)
+    low = torch.bucketize(size, between)  # a tie goes down
+    tie = torch.bucketize(size, between, right=True) != low
     code = low + (tie & (low % 2 == 1))
     return (code + 8 * (scaled < 0)).to(torch.uint8)
 

@@ -7,10 +7,8 @@ quantized activations have them quantized the same way, token by token, at run t
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
 from sdk.kernels.layouts import Float8
+from sdk.kernels.lazy_torch import Tensor, torch
 
 LARGEST = 448.0
 _BLOCK = 128

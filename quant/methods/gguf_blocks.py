@@ -14,10 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from sdk.kernels.layouts import BLOCK_TYPES, Blocks
+from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.quant.errors import QuantizationError
 from sdk.quant.methods.block_search import (
     Bytes,

@@ -17,10 +17,9 @@ from collections.abc import Iterable
 from typing import Protocol
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks
+from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.quant.errors import QuantizationError
 from sdk.quant.methods.gguf_blocks import (
     ONE_SCALE,

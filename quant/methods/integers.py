@@ -12,10 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from sdk.kernels.layouts import Affine
+from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.reference.decode import pack_codes
 from sdk.quant.errors import QuantizationError
 from sdk.quant.spec import QuantSpec

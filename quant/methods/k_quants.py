@@ -13,9 +13,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from torch import Tensor
 
 from sdk.kernels.layouts import Blocks
+from sdk.kernels.lazy_torch import Tensor
 from sdk.quant.methods.block_search import (
     Bytes,
     Floats,

@@ -8,8 +8,7 @@ used 0.5.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from sdk.kernels.lazy_torch import Tensor, torch
 
 _STRENGTH = 0.8
 

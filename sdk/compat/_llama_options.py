@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from sdk.compat._llama_parts import LlamaPromptLookupDecoding
 from sdk.errors import RequestError
+from sdk.kernels.lazy_torch import torch
 from sdk.memory.adapters import adapter_options
 from sdk.quant.safe_repr import safe_repr
 

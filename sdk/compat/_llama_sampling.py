@@ -7,11 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from sdk.compat._llama_parts import Ids, LlamaGrammar, Scores
 from sdk.errors import RequestError
+from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.params import SamplingParams
 from sdk.quant.safe_repr import safe_repr
 

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from sdk.config import EngineConfig
 from sdk.errors import RequestError
+from sdk.kernels.lazy_torch import torch
 from sdk.loaders.adapters.adapter_file import AdapterFile, MatrixShape
 from sdk.loaders.adapters.open import locate_adapter, open_adapter
 from sdk.loaders.hub import HubAccess

@@ -8,9 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
-
-import torch
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from sdk.config import EngineConfig
 from sdk.engine.adapter_loader import AdapterLoader
@@ -31,13 +29,10 @@ from sdk.engine.scheduling.results import ResultBudget
 from sdk.engine.scheduling.scheduler import Scheduler
 from sdk.engine.scheduling.scheduler_config import SHORT_STEP, SHORT_STEP_GPU, SchedulerConfig
 from sdk.errors import RequestError
-from sdk.executors.children import Children
 from sdk.executors.local import LocalExecutor
-from sdk.executors.nccl import Cards, process_may_end
-from sdk.executors.process import ProcessExecutor, Workers
 from sdk.executors.stage_times import StageTimes
+from sdk.kernels.lazy_torch import import_torch, torch, type_name
 from sdk.kernels.self_check import failures
-from sdk.loading.adapters import AdapterOpener
 from sdk.loading.checks import named_tokenizer
 from sdk.loading.progress import reporting
 from sdk.loading.sampling_defaults import SamplingDefaults, sampling_defaults
@@ -70,7 +65,11 @@ from sdk.remote import RemoteWorkers
 from sdk.reports.quant_report import LayerReport, quant_report
 from sdk.speculative_config import SpeculativeConfig
 
-_Ranks: TypeAlias = LocalExecutor[ModelRunner] | ProcessExecutor[ModelRunner]
+if TYPE_CHECKING:
+    from sdk.executors.process import ProcessExecutor, Workers
+    from sdk.loading.adapters import AdapterOpener
+
+_Ranks: TypeAlias = "LocalExecutor[ModelRunner] | ProcessExecutor[ModelRunner]"
 logger = logging.getLogger("sdk")
 
 
@@ -244,6 +243,7 @@ def _with_adapters(
     slots = engine.scheduler.adapters
     if slots is None:
         return None
+    from sdk.loading.adapters import AdapterOpener
 
     def own_rank() -> RankAdapters:
         adapters = executor.runner.adapters
@@ -336,7 +336,12 @@ def _of_rank(runner: ModelRunner) -> tuple[tuple[LayerReport, ...], frozenset[st
 def _warnings(runner: ModelRunner, others: _OtherStages, facts: ModelFacts) -> Iterator[str]:
     """Problems that a user should know about, but that did not stop the load."""
     on_cards = facts.config.num_ranks > 1 and facts.runner_config.device != "cpu"
-    for text in (_slow_kernels(runner), process_may_end() if on_cards else None):
+    texts = [_slow_kernels(runner)]
+    if on_cards:
+        from sdk.executors.nccl import process_may_end
+
+        texts.append(process_may_end())
+    for text in texts:
         if text is not None:
             logger.warning(text)
             yield text
@@ -385,7 +390,7 @@ def _runner_config(
         num_threads=max(threads_of(config) // ranks_here(config), 1),
         device=_device(config),
         compute=compute_of(config),
-        activations=activations_of(config, checkpoint),
+        activations=type_name(activations_of(config, checkpoint)),
         enforce_eager=config.enforce_eager,
         deterministic=config.deterministic,
         hf_overrides=dict(config.hf_overrides or {}),
@@ -396,7 +401,7 @@ def _runner_config(
         stage_layers=stage_layers(config, checkpoint, model),
         adapter_slots=config.adapter_slots,
         max_adapter_rank=config.max_lora_rank,
-        adapter_dtype=torch.int8 if config.lora_dtype == "int8" else None,
+        adapter_dtype="int8" if config.lora_dtype == "int8" else None,
         redundant_experts=config.redundant_experts,
         **_offload_options(config, model, memory),
     )
@@ -499,6 +504,10 @@ def _executor(facts: ModelFacts, own_weights: Callable[[RunnerConfig, Mesh], Ran
 
     if config.num_ranks == 1:
         return LocalExecutor(own, runner_config)
+    import_torch()  # for the exchange between ranks
+    from sdk.executors.nccl import Cards
+    from sdk.executors.process import ProcessExecutor
+
     return ProcessExecutor(
         ModelRunner,
         runner_config,
@@ -520,6 +529,8 @@ def _workers(config: EngineConfig, runner_config: RunnerConfig) -> Callable[[], 
         assert isinstance(config.remote_workers, RemoteWorkers)  # EngineConfig has read it
         return partial(RemoteRanks, config.remote_workers)
     if config.distributed_executor_backend != "ray":
+        from sdk.executors.children import Children
+
         return Children
     try:
         from sdk.executors.ray_ranks import RayRanks

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from pkgutil import get_data
-from statistics import fmean
 from typing import Any
 
 from sdk.config import EngineConfig
@@ -210,11 +209,12 @@ def expected_losses() -> tuple[dict[str, float], dict[str, float]]:
     """Nats by weight scheme and by KV cache type: means of the measured models."""
     # Works inside a zip file too; importlib.resources needs an __init__.py next to the data.
     table = json.loads(get_data(schemes.__name__, "expected_loss.json") or b"")
-    weights, kv = (
-        {name: fmean(row["kld"].values()) for name, row in table[part].items() if row["kld"]}
-        for part in ("weights", "kv")
-    )
-    return weights, kv
+
+    def means(part: str) -> dict[str, float]:
+        measured = {name: row["kld"].values() for name, row in table[part].items() if row["kld"]}
+        return {name: sum(losses) / len(losses) for name, losses in measured.items()}
+
+    return means("weights"), means("kv")
 
 
 def alternatives(

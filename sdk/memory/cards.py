@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
-
 from sdk.config import EngineConfig
+from sdk.kernels.lazy_torch import torch
 from sdk.memory.demand import WeightBytes
 from sdk.memory.plan import MemoryPlan
 from sdk.memory.sizes import format_bytes

@@ -11,7 +11,6 @@ from sdk.config import EngineConfig
 from sdk.engine.rank.kv_cache import drafting_kv_spec
 from sdk.engine.scheduling.prompt_lookup import LOOKUP_BYTES
 from sdk.errors import RequestError, SdkError, UnsupportedError
-from sdk.loaders.head_folder import method_of_folder, open_head
 from sdk.loaders.hub import HubAccess
 from sdk.memory.demand import Demand, draft_tokens
 from sdk.memory.drafting_heads import head_config
@@ -39,6 +38,8 @@ def opened_draft_model(
 
     :raises SdkError: they cannot be read. The message says that they are those that draft.
     """
+    from sdk.loaders.head_folder import method_of_folder
+
     own = _options(config, speculative)
     method = method_of_folder(own.model)
     if method is not None:
@@ -79,6 +80,8 @@ def opened_head(
 
     :raises SdkError: they cannot be read, or it was not trained for this model.
     """
+    from sdk.loaders.head_folder import open_head
+
     own = _options(config, speculative)
     hub = HubAccess(None, config.local_files_only, config.download_dir)
     try:

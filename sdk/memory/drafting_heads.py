@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, NoReturn
-
-import torch
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from sdk.errors import CheckpointError, RequestError, UnsupportedError
-from sdk.loaders.head_folder import HeadFolder
+from sdk.kernels.lazy_torch import torch
 from sdk.models.auto import own_model
 from sdk.models.config import ModelConfig
 from sdk.models.drafting_heads import LAYER, HeadConfig
 from sdk.quant.safe_repr import safe_repr
+
+if TYPE_CHECKING:
+    from sdk.loaders.head_folder import HeadFolder
 
 #: Layers of the model whose inputs EAGLE-3 reads, unless its config names others. A model of fewer
 #: layers than this has not three different ones.

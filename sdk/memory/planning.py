@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
-
 from sdk.config import EngineConfig
 from sdk.engine.rank.kv_cache import kv_spec
 from sdk.errors import RequestError
+from sdk.kernels.lazy_torch import torch
 from sdk.kernels.registry import facts_of
 from sdk.kernels.scratch import Scratch
 from sdk.kernels.sized_graphs import MOST_TOKENS

@@ -6,8 +6,7 @@ import re
 from collections.abc import Set
 from dataclasses import replace
 
-import torch
-
+from sdk.kernels.lazy_torch import torch
 from sdk.kernels.scratch import Matrix, Products
 from sdk.models.config import ModelConfig
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import torch
-
 from sdk.config import EngineConfig
 from sdk.errors import RequestError
 from sdk.kernels.context import Compute
+from sdk.kernels.lazy_torch import torch
 from sdk.memory.machine import available_memory
 from sdk.models.auto import read_config
 from sdk.models.config import ModelConfig

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sdk.outputs import RequestOutput
 from sdk.requests.job import Job, JobDriver
 from sdk.requests.mailboxes import AsyncMailbox
-from sdk.requests.views import View
+
+if TYPE_CHECKING:
+    from sdk.requests.views import View
 
 
 class AnswerStream(AsyncIterator[RequestOutput]):
@@ -70,6 +71,8 @@ class DeferredJob:
 
     async def made(self) -> tuple[Job, View]:
         if self._job is None:
+            import asyncio  # see LoopInboxes.current
+
             self._job = await asyncio.to_thread(self._make)
         return self._job
 

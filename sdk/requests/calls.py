@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 from sdk.config import ProgressCallback
 from sdk.engine.engine import Output
@@ -18,7 +17,9 @@ from sdk.requests.job import Job, JobDriver
 from sdk.requests.jobs import Calling, JobMaker, arun_jobs, once_each, run_jobs
 from sdk.requests.mailboxes import Mailbox
 from sdk.requests.prompts import PromptReader
-from sdk.requests.views import View
+
+if TYPE_CHECKING:
+    from sdk.requests.views import View
 
 T = TypeVar("T")
 
@@ -95,6 +96,8 @@ class Calls:
         self._driver.check_usable()
         if self._is_quick(prompts, sampling_params, lora):
             return read()
+        import asyncio  # see LoopInboxes.current
+
         return await asyncio.to_thread(read)
 
     def _is_quick(self, prompts: Any, sampling_params: Any, lora: Any) -> bool:

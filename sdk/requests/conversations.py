@@ -5,12 +5,14 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sdk.errors import RequestError
 from sdk.quant.safe_repr import safe_repr
 from sdk.quant.tokenizer import Tokenizer
-from sdk.tools import Tool, ToolFormat, format_named, format_of, tool_choice_of, tools_of
+
+if TYPE_CHECKING:
+    from sdk.tools import Tool, ToolFormat
 
 Message = Mapping[str, Any]
 
@@ -65,6 +67,8 @@ class ChatOptions:
                     f"for a conversation it takes {', '.join(known)}"
                 )
         if (tools := given.get("tools")) is not None:
+            from sdk.tools import tools_of  # with the first tools
+
             given = {**given, "tools": tools_of(tools)}
         options = cls(**given)
         options._check()
@@ -84,7 +88,10 @@ class ChatOptions:
                 f"{safe_repr(template)}"
             )
         check_salt(self.cache_salt)
-        tool_choice_of(self.tool_choice, self.tools or ())
+        if self.tools or self.tool_choice != "auto" or self.tool_format is not None:
+            from sdk.tools import format_named, tool_choice_of
+
+            tool_choice_of(self.tool_choice, self.tools or ())
         if self.tool_format is not None:
             format_named(self.tool_format)
         if variables is None:
@@ -114,6 +121,8 @@ def special_tokens_of(tokenizer: Tokenizer) -> dict[str, int]:
 def tool_format_of(options: ChatOptions, template: str | None, tokenizer: Tokenizer) -> ToolFormat:
     """How tool calls are written: as the options, the chat template or the control tokens say, or
     else as Hermes does."""
+    from sdk.tools import format_named, format_of
+
     if options.tool_format is not None:
         return format_named(options.tool_format)
     return format_of(template, special_tokens_of(tokenizer)) or format_named("hermes")

@@ -12,6 +12,7 @@ from sdk.engine.engine import Output
 from sdk.engine.plan import Pooling, RequestKind
 from sdk.engine.scheduling.results import ResultBudget
 from sdk.errors import RequestError
+from sdk.kernels.host.torch_import import torch_module
 from sdk.models.classifier import Classifier
 from sdk.params import SamplingParams
 from sdk.quant.safe_repr import safe_repr
@@ -28,7 +29,6 @@ from sdk.requests.prompts import (
     as_request_error,
     is_conversation,
 )
-from sdk.requests.views import Returned, ToolUse, Wish
 from sdk.sampling.resolved import ResolvedParams, resolve
 from sdk.structured.params import StructuredOutputsParams
 from sdk.text.automaton import StringAutomaton
@@ -36,6 +36,7 @@ from sdk.text.banned import banned_strings
 from sdk.text.stops import StopStrings, stop_strings
 
 if TYPE_CHECKING:
+    from sdk.requests.views import Wish
     from sdk.structured.compiler import Grammar, GrammarCompiler
 
 MAX_PRIORITY = 2**31 - 1
@@ -57,6 +58,15 @@ class Calling(NamedTuple):
     prompts: list[Prompt]
     params: list[SamplingParams]
     wish: Wish | None = None
+
+
+def _returned(returns: Any) -> Wish | None:
+    """What ``returns=`` asks for."""
+    if returns is None:
+        return None
+    from sdk.requests.views import Returned  # with tools and schemas: 15 ms
+
+    return Returned(returns)
 
 
 def _calling(prompts: list[Prompt], params: list[SamplingParams], wish: Wish | None) -> Calling:
@@ -123,7 +133,7 @@ class JobMaker:
         params = self.params(given, len(items))
         read = [self._reader.read(p, q) for p, q in zip(items, params, strict=True)]
         read = self.adapted(read, lora)
-        return _calling(read, params, None if returns is None else Returned(returns))
+        return _calling(read, params, _returned(returns))
 
     def adapted(self, prompts: list[Prompt], lora: Any) -> list[Prompt]:
         """The prompts with the adapters that ``lora_request=`` asks for."""
@@ -174,10 +184,12 @@ class JobMaker:
     def _wish(self, options: ChatOptions, returns: Any) -> Wish | None:
         """What a call wants of its answers; ``None``: plain outputs."""
         if options.tools is None:
-            return None if returns is None else Returned(returns)
+            return _returned(returns)
         if returns is not None:
             raise RequestError("returns and tools cannot be combined; pass one of them")
         tokenizer = self._reader.need_tokenizer("tools")
+        from sdk.requests.views import ToolUse
+
         return ToolUse(options, self._reader.template_of(options), tokenizer)
 
     def read_mixed(
@@ -292,6 +304,8 @@ class JobMaker:
 
     def _resolve(self, params: SamplingParams) -> ResolvedParams:
         """The token ids of the strings in ``params``."""
+        if params.logits_processors:
+            torch_module("logits_processors")  # here, not in the middle of a step
         tokenizer = self._reader.tokenizer
         start = tokenizer.token_to_id("<think>") if tokenizer is not None else None
         end = tokenizer.token_to_id("</think>") if tokenizer is not None else None

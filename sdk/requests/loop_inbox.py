@@ -6,12 +6,14 @@ step would make 32.
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import asyncio
 
 _Put = Callable[[Any], None]
 
@@ -67,6 +69,8 @@ class LoopInboxes:
 
     def current(self) -> LoopInbox:
         """That of the running loop."""
+        import asyncio  # with ssl and sockets it takes 20 ms, which threads do not need
+
         loop = asyncio.get_running_loop()
         with self._lock:
             found = self._inboxes.get(loop)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import queue
 import threading
@@ -10,6 +9,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from sdk.engine.engine import Output
 from sdk.errors import EngineClosedError, RequestError
@@ -17,6 +17,9 @@ from sdk.quant.safe_repr import safe_repr
 from sdk.requests.driver import check_process
 from sdk.requests.loop_inbox import LoopInbox
 from sdk.requests.wakeups import Wakeups
+
+if TYPE_CHECKING:
+    import asyncio
 
 _Item = Output | Exception
 #: 64 concurrent streams cost 64 timer calls of 2 us each in this time.
@@ -57,11 +60,17 @@ class AsyncMailbox:
     """
 
     def __init__(self, inbox: LoopInbox) -> None:
+        import asyncio  # see LoopInboxes.current
+
         self._loop = asyncio.get_running_loop()
         self.inbox = inbox
         self._items: deque[_Item] = deque()
         self._waiting: asyncio.Future[None] | None = None
         self._owner = os.getpid()
+        self.check_later()
+
+    def check_later(self) -> None:
+        """Look for a fork a second later, as long as this mailbox is alive."""
         self._loop.call_later(_FORK_CHECK_S, _look_for_fork, weakref.ref(self))
 
     def fail_after_fork(self) -> bool:
@@ -119,7 +128,7 @@ def _look_for_fork(mailbox: weakref.ref[AsyncMailbox]) -> None:
     waiting = mailbox()
     if waiting is not None and not waiting.fail_after_fork():
         waiting.inbox.empty()  # if a signal handler's exception kept it from waking the loop
-        asyncio.get_running_loop().call_later(_FORK_CHECK_S, _look_for_fork, mailbox)
+        waiting.check_later()
 
 
 class Collector:

@@ -19,7 +19,6 @@ from sdk.requests.conversations import ChatOptions, Message, Turns, check_salt, 
 from sdk.requests.embeds import Embeds, check_params, embeds_salt, read_embeds
 from sdk.requests.infill import fim_prompt, fim_tokens_of
 from sdk.sampling.healing import Healing, TokenPrefixes
-from sdk.tools import with_described_tools
 
 #: Text, token ids, or a dict with ``prompt`` or ``prompt_token_ids`` and perhaps ``cache_salt``,
 #: ``negative_prompt`` or ``negative_prompt_token_ids`` (for a ``guidance_scale``), and with a
@@ -384,6 +383,8 @@ class PromptReader:
         """The messages; with the tools in words if the chat template has no place for them."""
         if not options.tools or self._reads_tools(options):
             return messages
+        from sdk.tools import with_described_tools  # with the first tools
+
         format = tool_format_of(options, self.template_of(options), self.need_tokenizer("tools"))
         return with_described_tools(messages, options.tools, format)
 

@@ -9,7 +9,8 @@ the negative prompt.
 from __future__ import annotations
 
 import numpy as np
-from torch import Tensor
+
+from sdk.kernels.lazy_torch import Tensor
 
 
 def apply_guidance(own: Tensor, negative: Tensor, scale: float) -> None:

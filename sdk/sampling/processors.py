@@ -9,10 +9,8 @@ place; minus infinity forbids a token.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
 from sdk.errors import RequestError
+from sdk.kernels.lazy_torch import Tensor, as_torch, torch
 from sdk.kernels.reference.sampling import allow, apply
 from sdk.sampling.state import RequestState
 
@@ -33,7 +31,10 @@ def process(row: Tensor, state: RequestState) -> Tensor:
 
 
 def _call_processors(row: Tensor, state: RequestState) -> Tensor:
-    for processor in state.params.logits_processors or ():
+    if not state.params.logits_processors:
+        return row
+    row = as_torch(row)
+    for processor in state.params.logits_processors:
         name = getattr(processor, "__name__", type(processor).__name__)
         try:
             result = processor(tuple(state.output), row)

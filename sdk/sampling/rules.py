@@ -33,7 +33,7 @@ class Rules:
         self.ends: Change | None = None
         if ends and params.min_tokens:
             self.ends = Change(ChangeKind.FORBID, ends)
-        self.scored_ids = np.unique(np.array(params.logprob_token_ids or (), np.int64))
+        self.scored_ids = np.array(sorted(set(params.logprob_token_ids or ())), np.int64)
         #: First tokens of a bad word -> the change that forbids its last token.
         self._completing: dict[tuple[int, ...], Change] = {}
         last: dict[tuple[int, ...], set[int]] = {}

@@ -10,10 +10,10 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-from torch import Tensor
 
 from sdk.engine.plan import Sampled
 from sdk.errors import RequestError
+from sdk.kernels.lazy_torch import Tensor
 from sdk.kernels.ops import Ops
 from sdk.kernels.reference.sampling import allow
 from sdk.kernels.sampling import GREEDY, SampleBuffers, Tokens, join_draws

@@ -9,7 +9,6 @@ from typing import Any
 
 from sdk.errors import RequestError
 from sdk.quant.safe_repr import safe_repr
-from sdk.structured.schemas import schema_of
 
 #: Limits, so that one request cannot exhaust the process.
 MAX_TEXT = 2**20  # characters of a schema, a pattern, a grammar
@@ -129,6 +128,8 @@ def _schema(value: Any) -> dict[str, Any]:
     """A schema as a dict that nobody else holds."""
     if isinstance(value, str) or (isinstance(value, Mapping) and not isinstance(value, type)):
         return _from_text("json", value)
+    from sdk.structured.schemas import schema_of  # with the first Python type
+
     return schema_of(value)
 
 

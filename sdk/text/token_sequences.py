@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor
-
 from sdk.errors import RequestError
+from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.models.config import ModelConfig
 from sdk.quant.tokenizer import Tokenizer
 

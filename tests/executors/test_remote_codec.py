@@ -174,7 +174,7 @@ def test_a_config_comes_back_and_its_drafting_weights_without_those_of_a_head() 
         *("model.gguf", 17, 16, "float16", 128, 8, 128, 2),
         hf_overrides={"rope_theta": 1e4, "list": [1, 2.5, None]},
         drafting=DraftingWeights("small.gguf", "q4_0", 64, has_pages=True, head=None),
-        adapter_dtype=torch.int8,
+        adapter_dtype="int8",
     )
     assert CODEC.decode(CODEC.encode(config)) == config
     with_head = replace(config, drafting=replace(config.drafting, head=object()))

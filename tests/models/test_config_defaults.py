@@ -9,9 +9,13 @@ import pytest
 import transformers
 
 from sdk.kernels.ops import Ops
+from sdk.loaders.hf_folder import complete_config, filled_by_transformers
 from sdk.loaders.open import open_checkpoint
+from sdk.models.architecture import architecture, states_everything
 from sdk.models.auto import build_model
+from sdk.models.config import ModelConfig
 from sdk.models.parallel import Mesh
+from sdk.quant.errors import CheckpointError
 from tests.models.conftest import Paged, expected_logits, prompt
 from tests.models.sweep import config_of, random_model
 
@@ -38,3 +42,49 @@ def test_a_config_of_nothing_but_sizes_gives_transformers_logits(name: str, tmp_
     ops.close()
     expected = expected_logits(model, prompt(41, 1))
     assert (found - expected).abs().max() <= 2e-4 * max(1.0, float(expected.abs().max()))
+
+
+#: What loaders read of a config besides what ``ModelConfig`` reads.
+READ_BY_LOADERS = (
+    *("eos_token_id", "head_dim", "num_key_value_heads", "tie_word_embeddings", "num_experts"),
+    *("num_local_experts", "moe_intermediate_size", "intermediate_size", "vocab_size"),
+)
+WITHOUT_TRANSFORMERS = [
+    name for name in OURS if (known := architecture(name)) is not None and known.config.stated
+]
+
+
+def spellings(name: str) -> list[dict[str, object]]:
+    """A whole config as transformers 5 and as transformers 4 write it."""
+    new = config_of(name).to_dict()
+    rope = new["rope_parameters"]
+    old = {**new, "rope_theta": rope["rope_theta"], "rope_scaling": None, "torch_dtype": "float32"}
+    del old["rope_parameters"]
+    sliding = {"use_sliding_window": True, "sliding_window": 16, "layer_types": None}
+    return [new, old, *([{**old, **sliding}] if "use_sliding_window" in old else [])]
+
+
+@pytest.mark.parametrize("name", WITHOUT_TRANSFORMERS)
+def test_a_config_is_read_without_transformers_only_if_it_would_add_nothing(name: str) -> None:
+    assert len(WITHOUT_TRANSFORMERS) > 3
+    read = 0
+    for whole in spellings(name):
+        assert states_everything(whole)
+        for key in [*whole, "nothing"]:
+            for value in (None, "absent"):
+                raw = {**whole, key: None}
+                if value == "absent":
+                    del raw[key]
+                if key == "model_type" or not states_everything(raw):
+                    continue
+                assert complete_config(dict(raw), "here") == raw
+                try:
+                    filled = filled_by_transformers(dict(raw), "here")
+                except CheckpointError:  # a null where transformers wants a value
+                    continue
+                read += 1
+                assert ModelConfig.from_dict(raw) == ModelConfig.from_dict(filled), key
+                for one in READ_BY_LOADERS:
+                    if one != "head_dim" or raw.get(one) is not None:
+                        assert raw.get(one) == filled.get(one), (key, one)
+    assert read > 20

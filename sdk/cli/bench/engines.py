@@ -154,6 +154,11 @@ class Worker:
     def measure(self, load: Load) -> Sample:
         return Sample(**self._ask({"prompts": load.prompts, "output_len": load.output_len}))
 
+    def peak_bytes(self) -> int:
+        """The largest resident memory of its process so far (VmHWM)."""
+        status = Path(f"/proc/{self._process.pid}/status").read_text(encoding="utf-8")
+        return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+
     def logits(self, prompt: Sequence[int], path: Path) -> None:
         """Write float32 ``[len(prompt), vocab_size]``, row-major without a header, to ``path``."""
         self._ask({"logits_of": prompt, "path": str(path)})

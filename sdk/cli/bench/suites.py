@@ -25,8 +25,8 @@ from sdk.cli.bench.tenants import CHAT_PROMPT, SLOTS, WEIGHT, measure_tenants
 
 #: Tokens of a prompt of the prefix suite, and how many of them the next one shares.
 PREFIX_PROMPT, PREFIX_SHARED = 1100, 1000
-#: The start-up suite ends with the first token after a short prompt: its tokens, and the context.
-STARTUP_PROMPT, STARTUP_CONTEXT = 16, 512
+#: The start-up suite answers a short prompt: its tokens, those of the answer, and the context.
+STARTUP_PROMPT, STARTUP_ANSWER, STARTUP_CONTEXT = 16, 16, 512
 
 PREFILL = Metric("prefill_tok_s", "prefill tok/s")
 DECODE = Metric("decode_tok_s", "decode tok/s")
@@ -118,12 +118,16 @@ def measure_startup(settings: Settings, engines: Engines) -> list[Result]:
                 start = time.perf_counter()
                 worker = one.open(settings.opening(peer.engine, 1, STARTUP_CONTEXT), peer.python)
                 opened = time.perf_counter() - start
-                load = make_load(worker.vocab_size, 1, STARTUP_PROMPT, 1, seed=1)
-                first = worker.measure(load).prefill_s
+                load = make_load(worker.vocab_size, 1, STARTUP_PROMPT, STARTUP_ANSWER, seed=1)
+                times = worker.measure(load)
+                peak_mib = worker.peak_bytes() / 2**20
             if number >= 0:
                 result = Result(peer.engine, worker.name, worker.kv, {})
                 results.setdefault(peer.engine, result).add(
-                    open_s=worker.open_s + first, process_s=opened + first
+                    open_s=worker.open_s + times.prefill_s,
+                    process_s=opened + times.prefill_s,
+                    answer_s=opened + times.prefill_s + times.decode_s,
+                    peak_mib=peak_mib,
                 )
         settings.progress(f"start-up: round {number + 1} of {settings.rounds}")
     return [results[peer.engine] for peer in peers]
@@ -293,11 +297,14 @@ SUITES = {
     ),
     "startup": Suite(
         "Start-up",
-        "new process, file in the page cache: from the constructor to the first token, and the "
-        "whole process with Python's imports",
+        f"new process, file in the page cache, {STARTUP_PROMPT} tokens of prompt: from the "
+        "constructor to the first token, the whole process with Python's imports to the first "
+        f"token and to {STARTUP_ANSWER} tokens, and its largest resident memory",
         [
             Metric("open_s", "open to first token s", 3),
             Metric("process_s", "process to first token s", 3),
+            Metric("answer_s", f"to {STARTUP_ANSWER} tokens s", 3),
+            Metric("peak_mib", "peak MiB", 0),
         ],
         measure_startup,
     ),

@@ -10,8 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from sdk.engine.rank.forward import ForwardPasses
 from sdk.engine.rank.inputs import StepInputs
@@ -20,12 +18,11 @@ from sdk.engine.rank.step_batch import StepBatch
 from sdk.engine.rank.strategy import LaunchedBatch, Repeater
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.card import Card
+from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.sampling import Tokens
 from sdk.kernels.sized_graphs import PieceGraphs, StepGraphs
 
 _SEVERAL_RANKS = "several ranks launch no step ahead"
-#: Stands for hidden states and logits of plain batches, which nothing reads.
-_NOT_READ = torch.empty(0)
 
 
 class DeviceGraphs:
@@ -106,9 +103,7 @@ class DeviceGraphs:
             return [self._launch(batch, whole=True)]
         rows, readback = list(done.values()), step.readback
         launched = [
-            LaunchedBatch(
-                batch.subset(list(done)), _NOT_READ, _NOT_READ, lambda: readback.tokens(rows)
-            )
+            LaunchedBatch(batch.subset(list(done)), *_not_read(), lambda: readback.tokens(rows))
         ]
         if rest := [index for index in range(len(batch.rows)) if index not in done]:
             launched.append(self._launch(batch.subset(rest), whole=False))
@@ -213,4 +208,9 @@ class _RunAheadRepeater:
 
     def launched(self) -> LaunchedBatch:
         assert self._step is not None
-        return LaunchedBatch(self._batch, _NOT_READ, _NOT_READ, self._step.readback.tokens)
+        return LaunchedBatch(self._batch, *_not_read(), self._step.readback.tokens)
+
+
+def _not_read() -> tuple[Tensor, Tensor]:
+    """In place of hidden states and logits of plain batches, which nothing reads."""
+    return torch.empty(0), torch.empty(0)

@@ -16,9 +16,6 @@ from collections.abc import Sequence
 from math import isfinite
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
 from sdk.engine.plan import StepPlan, StepRow
 from sdk.engine.rank.drafting_pages import DraftingPages
 from sdk.engine.rank.eager import Eager
@@ -33,6 +30,7 @@ from sdk.engine.rank.runner_config import DraftingWeights, RunnerConfig
 from sdk.engine.rank.step_batch import StepBatch
 from sdk.engine.rank.strategy import LaunchedBatch, Strategy
 from sdk.kernels.errors import CaptureError
+from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.ops import Ops
 from sdk.memory.demand import waiting_rows
 from sdk.models.auto import build_model

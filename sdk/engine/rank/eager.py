@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from functools import partial
 from time import perf_counter
 
-import torch
-
 from sdk.engine.rank.forward import ForwardPasses
 from sdk.engine.rank.inputs import StepInputs
 from sdk.engine.rank.step_batch import StepBatch
 from sdk.engine.rank.strategy import LaunchedBatch, Repeater
+from sdk.kernels.lazy_torch import torch
 
 
 class Eager:

@@ -6,9 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Protocol
 
-import torch
-
 from sdk.engine.rank.runner_config import RunnerConfig
+from sdk.kernels.lazy_torch import torch
 from sdk.kernels.ops import Ops
 from sdk.memory.machine import release_free_memory
 from sdk.models.decoder import CausalLM, Decoder

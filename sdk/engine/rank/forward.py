@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import torch
-from torch import Tensor
-
 from sdk.engine.rank.inputs import StepInputs
 from sdk.engine.rank.kv_cache import KVCache
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.graph import Cut, Exchange, Graph
+from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.ops import Ops
 from sdk.kernels.packed_shapes import PackedShapes
 from sdk.memory.demand import scored_rows

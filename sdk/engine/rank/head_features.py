@@ -11,12 +11,10 @@ from collections.abc import Iterable, Sequence
 from math import inf
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
 from sdk.engine.rank.request import RankRequest
 from sdk.engine.rank.step_batch import StepBatch
 from sdk.engine.rank.strategy import LaunchedBatch
+from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.models.drafting_heads import DraftingHead
 
 

@@ -8,20 +8,18 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from sdk.engine.plan import Copy, Move
 from sdk.engine.rank.request import RankRequest
 from sdk.engine.rank.step_buffers import Buffers, PageTable
 from sdk.kernels.batch import AttentionBatch
+from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.sampling import SampleBuffers
 from sdk.structured.library import mask_functions
 
 if TYPE_CHECKING:
     from sdk.engine.rank.step_batch import StepBatch
 
-_CPU = torch.device("cpu")
 #: A separate pass over a shared prefix pays off from this number of requests and tokens on. With
 #: fewer, too few rows share each split of keys (kernels/gpu/attention_decode.py).
 _SHARED_REQUESTS, _SHARED_TOKENS = 4, 512
@@ -45,7 +43,7 @@ class StepInputs:
         max_outputs: int,
         max_model_len: int,
         page_size: int,
-        device: torch.device = _CPU,
+        device: torch.device | None = None,
         *,
         find_shared: bool = False,
         work: tuple[int, int] | None = None,
@@ -55,6 +53,7 @@ class StepInputs:
         self.finds_shared = find_shared
         self._shift = shift
         width = -(-max_model_len // page_size)
+        device = device or torch.device("cpu")
         self._table = PageTable(device, max_requests, width)
         self._buffers = Buffers(
             device,

@@ -13,12 +13,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from sdk.engine.rank.kv_cache import KVCache
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.kv_pages import KVPages
+from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.models.decoder import CausalLM, Decoder
 from sdk.quant.spec import KVSpec
 

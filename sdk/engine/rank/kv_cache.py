@@ -9,8 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from sdk.engine.plan import Copy, Swap
 from sdk.engine.rank.runner_config import RunnerConfig
@@ -18,6 +16,7 @@ from sdk.engine.rank.swap_storage import SwapStorage
 from sdk.errors import OutOfMemoryError, RequestError
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.kv_tiers import KEPT_PAGES, page_tier
+from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.ops import Ops
 from sdk.models.config import ModelConfig
 from sdk.models.parallel import Mesh

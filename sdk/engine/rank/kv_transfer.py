@@ -19,12 +19,11 @@ from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.kv_tiers import page_tier
+from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.reference.page_codes import encode, mixed
 from sdk.quant.spec import KVPart, KVSpec
 
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 
 Bytes = NDArray[np.uint8]
 #: Integers by size in bytes.
-INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+INTS = {1: "uint8", 2: "int16", 4: "int32"}
 #: On a CPU numpy copies, and torch converts at most this many values at a time: from 32,768 on it
 #: shares an operation with its threads and spins while it waits for them. On two cores shared by
 #: seven processes, converting 1,200 tokens of SmolLM2 to int8 took 35 to 105 s that way and 0.7 to
@@ -144,7 +143,7 @@ def _by_slot(scales: Tensor, heads: int) -> Tensor:
 
 def _rows(x: Tensor, pages: Tensor) -> Tensor:
     """``x [num_pages, heads, page_size, width]`` -> uint8 ``[tokens, heads, bytes]``."""
-    x = x.view(INTS[x.dtype.itemsize])
+    x = x.view(getattr(torch, INTS[x.dtype.itemsize]))
     if x.is_cpu:
         found = x.numpy()[pages.numpy()].swapaxes(1, 2)
         return _as_bytes(torch.from_numpy(found.reshape(-1, *found.shape[2:])))
@@ -189,7 +188,7 @@ def write_layer(
 
 def _put(x: Tensor, pages: Tensor, rows: Tensor) -> None:
     """The inverse of ``_rows``."""
-    dtype = INTS[x.dtype.itemsize]
+    dtype = getattr(torch, INTS[x.dtype.itemsize])
     _, heads, slots, width = x.shape
     shape = len(pages), slots, heads, width
     if x.is_cpu:

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from sdk.engine.rank.kv_transfer import INTS, Bytes, LayerKV, read_layer, write_layer
 from sdk.kernels.kv_pages import KVPages
+from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.quant.spec import KVSpec
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def _columns(kv: KVPages) -> list[NDArray[Any]]:
 
 def _numbers(x: Tensor) -> NDArray[Any]:
     """As integers of the same size: numpy has neither bfloat16 nor float8."""
-    array: NDArray[Any] = x.view(INTS[x.dtype.itemsize]).numpy()
+    array: NDArray[Any] = x.view(getattr(torch, INTS[x.dtype.itemsize])).numpy()
     return array
 
 

@@ -5,10 +5,8 @@ The result does not depend on where a prompt was cut: the mean adds row after ro
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
 from sdk.engine.plan import Pooled, Pooling
+from sdk.kernels.lazy_torch import Tensor, torch
 
 
 class Pooler:
@@ -52,7 +50,8 @@ class Pooler:
             if self._pooling.mode != "token":
                 found = found[0]
         if self._pooling.normalize:
-            found = torch.nn.functional.normalize(found, dim=-1)
+            length = found.square().sum(-1, keepdim=True).sqrt()
+            found = found / length.clamp(1e-12)
         return found
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from sdk.engine.rank.experts import unused_tensors
 from sdk.engine.rank.runner_config import RunnerConfig
+from sdk.kernels.lazy_torch import Tensor
 from sdk.kernels.ops import Ops
 from sdk.models.auto import build_model
 from sdk.models.classifier import Classifier, classifier_of, read_score_head

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from sdk.engine.plan import RequestStart
 from sdk.engine.rank.pooling import Pooler
+from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.sampling.state import RequestState
-from sdk.structured.answer import StructuredAnswer
+
+if TYPE_CHECKING:
+    from sdk.structured.answer import StructuredAnswer
 
 
 class RankRequest:
@@ -58,6 +59,8 @@ class RankRequest:
         self.structured: StructuredAnswer | None = None
         grammar = start.resolved.grammar
         if grammar is not None:
+            from sdk.structured.answer import StructuredAnswer  # with the first structure
+
             resolved, output = start.resolved, start.token_ids[start.num_prompt_tokens :]
             reasoning = None
             if resolved.think_start_id is not None and resolved.think_end_id is not None:

@@ -13,14 +13,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from sdk.engine.rank.inputs import StepInputs
 from sdk.engine.rank.request import RankRequest
 from sdk.engine.rank.step_batch import StepBatch
 from sdk.kernels.card import Card
+from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.sampling import Tokens
 from sdk.kernels.sized_graphs import StepGraphs
 from sdk.sampling.state import RequestState

@@ -7,9 +7,6 @@ from collections.abc import Iterator, Sequence
 from time import perf_counter
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from sdk.engine.pages.tiered_pool import moves_to_lowest_tier
 from sdk.engine.plan import RequestStart, Sampled, StepPlan, StepResult, StepRow
 from sdk.engine.rank.adapters import RankAdapters
@@ -39,6 +36,7 @@ from sdk.engine.rank.strategy import LaunchedBatch, Repeater, Strategy
 from sdk.errors import RequestError
 from sdk.executors.base import Pending
 from sdk.kernels.errors import CaptureError
+from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.memory.machine import release_free_memory
 from sdk.models.adapters import ModelAdapters
 from sdk.models.parallel import Mesh
@@ -128,7 +126,8 @@ class ModelRunner:
     def _make_adapters(self, config: RunnerConfig) -> RankAdapters | None:
         if not config.adapter_slots:
             return None
-        most, dtype = config.max_adapter_rank, config.adapter_dtype
+        most, name = config.max_adapter_rank, config.adapter_dtype
+        dtype = None if name is None else getattr(torch, name)
         slots = ModelAdapters(self.model, self.ops, config.adapter_slots, most, dtype)
         return RankAdapters(slots)
 

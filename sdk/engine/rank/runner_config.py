@@ -6,14 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-
 from sdk.engine.pages.disk_space import reserved_file
 from sdk.kernels.context import Compute
 from sdk.kernels.kv_tiers import KEPT_PAGES
 from sdk.kernels.offload import Offload, OnDisk, OnHost
 from sdk.kernels.ops import Ops
-from sdk.loaders.head_folder import open_head
 from sdk.loaders.open import open_checkpoint
 from sdk.models.drafting_heads import HeadConfig
 from sdk.models.parallel import Mesh
@@ -36,6 +33,8 @@ class DraftingWeights:
 
     def open(self) -> Checkpoint:
         """Open the files, with online quantization if ``quantization`` is set."""
+        from sdk.loaders.head_folder import open_head
+
         opened = open_checkpoint(self.model) if self.head is None else open_head(self.model)
         return online_quantized(opened, self.quantization)
 
@@ -58,7 +57,8 @@ class RunnerConfig:
     #: ``"cuda"``: the rank with number r has the r-th GPU.
     device: str = "cpu"
     compute: Compute = "auto"
-    activations: torch.dtype = torch.float32
+    #: The type of activations between kernels.
+    activations: str = "float32"
     enforce_eager: bool = False
     deterministic: bool = False
     revision: str | None = None
@@ -79,9 +79,9 @@ class RunnerConfig:
     stage_layers: tuple[range, ...] = ()
     #: Slots of low-rank adapters.
     adapter_slots: int = 0
-    #: The largest rank of an adapter, and the type of its factors.
+    #: The largest rank of an adapter, and the type of its factors; ``None``: what the kernels take.
     max_adapter_rank: int = 64
-    adapter_dtype: torch.dtype | None = None
+    adapter_dtype: str | None = None
     #: See :class:`sdk.models.parallel.Mesh`.
     redundant_experts: int | None = None
     #: Copies of experts of engines that run in lockstep; ``None``: this one runs alone.

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from torch import Tensor
-
 from sdk.engine.plan import Pooled, Sampled, StepRow
 from sdk.engine.rank.request import RankRequest
+from sdk.kernels.lazy_torch import Tensor
 from sdk.sampling.draws import Draw
 from sdk.sampling.guidance import apply_guidance
 from sdk.sampling.sampler import Sampler
@@ -152,7 +151,8 @@ def accepted(drafts: Sequence[int], drawn: Sequence[Sampled | str]) -> list[Samp
 
 def guided_logits(batch: StepBatch, logits: Tensor) -> Tensor:
     """The logits of sampled rows, with guidance applied in place to those of guided requests."""
-    logits, negative = logits[: len(batch.output_rows)].tensor_split([len(batch.draws)])
+    drawn = len(batch.draws)
+    logits, negative = logits[:drawn], logits[drawn : len(batch.output_rows)]
     own = {one.request.start.request_id: one for one in batch.sampled}
     for row, request_id in zip(negative, batch.negatives, strict=True):
         one = own[request_id]

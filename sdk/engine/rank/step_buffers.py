@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
+
+from sdk.kernels.lazy_torch import Tensor, torch
 
 _LINE = 64  # bytes of a cache line
-_TYPES = {np.int32: torch.int32, np.int64: torch.int64, np.float64: torch.float64}
 #: New page table entries that are sent one by one (64 KiB). With more, the whole table is sent.
 _MAX_UPDATES = 4096
 
@@ -38,7 +37,8 @@ class Buffers:
         for (dtype, shape), begin in zip(parts, self._offsets, strict=False):
             size = math.prod(shape) * np.dtype(dtype).itemsize
             self.arrays.append(self._host.numpy()[begin : begin + size].view(dtype).reshape(shape))
-            self.tensors.append(self._device[begin : begin + size].view(_TYPES[dtype]).view(shape))
+            stored = getattr(torch, np.dtype(dtype).name)
+            self.tensors.append(self._device[begin : begin + size].view(stored).view(shape))
 
     @staticmethod
     def _memory(size: int, device: torch.device) -> tuple[Tensor, Tensor]:

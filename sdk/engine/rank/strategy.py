@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from torch import Tensor
-
 from sdk.engine.rank.step_batch import StepBatch
+from sdk.kernels.lazy_torch import Tensor
 from sdk.kernels.sampling import Tokens
 
 

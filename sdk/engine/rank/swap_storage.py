@@ -6,12 +6,11 @@ import os
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from sdk.engine.pages.disk_space import reserved_file
 from sdk.engine.plan import Swap
 from sdk.kernels.kv_tiers import page_tier
+from sdk.kernels.lazy_torch import Tensor, torch
 
 
 class SwapStorage:

@@ -28,13 +28,14 @@ from sdk.cli.bench.gpu.models import RandomCheckpoint
 from sdk.config import EngineConfig
 from sdk.engine.engine import Engine
 from sdk.engine.rank.step_buffers import Buffers
-from sdk.kernels import context, graph, registry
+from sdk.kernels import context, registry
 from sdk.kernels.gpu import dense, packing, tuning
+from sdk.kernels.host.torch_views import VIEWS
 from sdk.kernels.self_check import SelfCheck
 from sdk.loading.load import load
 
 #: What allocates, and starts no kernel.
-_NO_LAUNCH = graph._VIEWS | {
+_NO_LAUNCH = VIEWS | {
     *("aten.empty", "aten.empty_like", "aten.empty_strided", "aten.new_empty", "aten.is_pinned"),
 }
 
