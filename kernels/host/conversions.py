@@ -40,7 +40,9 @@ def plain(array: _Array, own: HostDtype) -> _Array:
 
 
 def _bfloat16_values(bits: _Array) -> _Array:
-    return np.asarray(bits.astype(np.uint32) << _HALF_WORD).view(np.float32)
+    words = np.asarray(bits.astype(np.uint32) << _HALF_WORD)
+    values: _Array = words.view(np.float32)
+    return values
 
 
 def _bfloat16_bits(x: _Array) -> _Array:
