@@ -40,16 +40,15 @@ def plain(array: _Array, own: HostDtype) -> _Array:
 
 
 def _bfloat16_values(bits: _Array) -> _Array:
-    words = np.asarray(bits.astype(np.uint32) << _HALF_WORD)
-    values: _Array = words.view(np.float32)
-    return values
+    return np.asarray(bits.astype(np.uint32) << _HALF_WORD).view(np.float32)
 
 
 def _bfloat16_bits(x: _Array) -> _Array:
     """Rounded to nearest, ties to even."""
     bits = x.view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> _HALF_WORD) & _ONE)) >> _HALF_WORD
-    return np.where(np.isnan(x), np.uint32(0x7FC0), rounded).astype(np.uint16)
+    found: _Array = np.where(np.isnan(x), np.uint32(0x7FC0), rounded).astype(np.uint16)
+    return found
 
 
 @cache
