@@ -13,6 +13,8 @@ from sdk.kernels.host.dtypes import DTYPES, HostDtype
 from sdk.kernels.host.torch_import import torch_module
 
 _Array = NDArray[Any]
+#: numpy 1 would make 0-dimensional arrays and Python's numbers int64.
+_HALF_WORD, _ONE = np.uint32(16), np.uint32(1)
 
 
 def converted(array: _Array, own: HostDtype | None, wanted: HostDtype) -> _Array:
@@ -38,14 +40,15 @@ def plain(array: _Array, own: HostDtype) -> _Array:
 
 
 def _bfloat16_values(bits: _Array) -> _Array:
-    return (bits.astype(np.uint32) << 16).view(np.float32)
+    return np.asarray(bits.astype(np.uint32) << _HALF_WORD).view(np.float32)
 
 
 def _bfloat16_bits(x: _Array) -> _Array:
     """Rounded to nearest, ties to even."""
     bits = x.view(np.uint32)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    return np.where(np.isnan(x), 0x7FC0, rounded).astype(np.uint16)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> _HALF_WORD) & _ONE)) >> _HALF_WORD
+    found: _Array = np.where(np.isnan(x), np.uint32(0x7FC0), rounded).astype(np.uint16)
+    return found
 
 
 @cache
