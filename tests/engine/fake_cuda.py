@@ -306,7 +306,8 @@ class Cuda:
         pool = ("graph", self.capturing._pool) if capturing else ("stream", self.current().number)  # type: ignore[union-attr]
         with self._lock:
             self._blocked = [b for b in self._blocked if not (b[2] <= self._host).all()]
-            taken = [(begin, end) for begin, (end, _) in self.living.items()]
+            # a copy: other threads free memory meanwhile
+            taken = [(begin, end) for begin, (end, _) in self.living.copy().items()]
             taken += [(begin, end) for begin, end, _ in self._blocked]
             # a pool has pieces of its own
             area = self._areas.setdefault(pool, len(self._areas))
@@ -343,7 +344,7 @@ class Cuda:
 
     def in_pools(self) -> set[int]:
         """Where tensors lie in the pools of graphs."""
-        return {begin for begin, (_, pool) in self.living.items() if pool[0] == "graph"}
+        return {begin for begin, (_, pool) in self.living.copy().items() if pool[0] == "graph"}
 
     def pin(self, tensor: Tensor) -> Tensor:
         self._not_in_capture("pinned memory is allocated")
