@@ -5,6 +5,8 @@ The result does not depend on where a prompt was cut: the mean adds row after ro
 
 from __future__ import annotations
 
+import numpy as np
+
 from sdk.engine.plan import Pooled, Pooling
 from sdk.kernels.lazy_torch import Tensor, torch
 
@@ -49,10 +51,14 @@ class Pooler:
             found = torch.cat(self._kept)
             if self._pooling.mode != "token":
                 found = found[0]
-        if self._pooling.normalize:
-            length = found.square().sum(-1, keepdim=True).sqrt()
-            found = found / length.clamp(1e-12)
-        return found
+        return _unit(found) if self._pooling.normalize else found
+
+
+def _unit(x: Tensor) -> Tensor:
+    """Rows of length 1. numpy's sums, so that the bits are the same with and without torch."""
+    values = x.cpu().numpy().astype(np.float64)
+    length = np.sqrt(np.square(values).sum(-1, keepdims=True))
+    return torch.from_numpy((values / np.maximum(length, 1e-12)).astype(np.float32))
 
 
 def as_numbers(result: Tensor) -> Pooled:
