@@ -191,7 +191,8 @@ def test_a_forked_child_computes_alone_what_its_parent_computes(cases: Any) -> N
     expected = linear.matmul(x)
 
     def body() -> bool:
-        same = torch.equal(linear.matmul(x), expected) and len(tasks()) == 1
+        before = tasks()  # one, or more where another library starts its own again
+        same = torch.equal(linear.matmul(x), expected) and tasks() <= before
         ops.close()
         return same
 
