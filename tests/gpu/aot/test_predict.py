@@ -55,7 +55,7 @@ def test_a_product_reads_its_weight_once(found: dict[str, Any]) -> None:
     seconds, ((name, programs, read, macs, instructions),), torch = found["1"]
     assert (name, torch) == ("product_one", [])
     split = 8  # 16 units of 128 columns, at least two for each program
-    assert programs == 32 * split
+    assert programs == 1024 // 64 * split
     shares = split * 1024 * 4  # written and read
     assert read == codes + scales + 2048 * 2 + 2 * shares + 1024 * 4
     assert macs == 0  # in float32 arithmetic
