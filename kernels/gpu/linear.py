@@ -135,7 +135,8 @@ class TritonLinear:
             self._matmul_dense(packed, x.to(dtype), wide)
             activate_rows(wide, activation, out)
             return
-        one = not self._fixed and tokens <= (ONE_BY_ONE if old_card(x.device) else 1)
+        few = tokens == 1 or (tokens <= ONE_BY_ONE and old_card(x.device))
+        one = few and not self._fixed
         tiles = self._tuning.tiles(packed, 2 if self._fixed else 1 if one else tokens)
         tiles = replace(tiles, split=min(tiles.split, packed.units))
         step = tokens if tiles.split == 1 else rows_of_parts(packed.shape[0], tiles.split)
