@@ -18,31 +18,49 @@ static_assert(kTileDepth / 4 == 8, "a tile is eight vectors j: one bit each of a
 static_assert(kTileRows * 4 == kTileBytesPerBit, "a vector j is 64 bytes, and so is a 1-bit plane");
 static_assert(kByteTile == 8 * kTileBytesPerBit, "plain bytes are eight planes");
 
-// A tile that `expand` has expanded to one byte per code, for codes below 8 bits. With kMatrix its vectors
-// 2 i and 2 i + 1 hold the codes of rows 0 and 1, and 2 and 3, of 8 k each.
-enum { kExpanded = 9, kMatrixTile = 10 };
+// Added to a number of bits: the codes index a table, whose entries become the operands; or `expand` has
+// expanded them to one byte each. With kMatrix the vectors 2 i and 2 i + 1 of an expanded tile hold the
+// codes of rows 0 and 1, and 2 and 3, of 8 k each.
+enum { kLookup = 16, kExpanded = 32, kMatrixTile = 64, kBitsMask = 15 };
+static_assert(kLookup > (int)kBitsMask && kExpanded >= 2 * kLookup, "the number of bits can be recovered");
 
-// Added to a number of bits: the codes index a table, whose entries become the operands.
-enum { kLookup = 16, kBitsMask = 15 };
-static_assert((kLookup & kBitsMask) == 0, "the number of bits can be recovered");
-static_assert(kExpanded > 8 && (int)kMatrixTile <= (int)kBitsMask, "no numbers of bits, and below kLookup");
+template <int BITS>
+constexpr bool looks_up() {
+    return BITS >= kLookup && BITS < kExpanded;
+}
 
 // Whether operands exceed 127 (dot4_wide).
 template <int BITS>
 constexpr bool is_wide() {
-    return BITS == 8 || BITS >= kLookup;
+    return BITS == 8 || looks_up<BITS>();
 }
 
-// What a tile of BITS is after `expand`.
-template <int BITS>
+// How many vectors of codes can be summed in 16 bits before their sum is added to a dot: a power of two, 1
+// if there are no such sums. Each adds kShortProducts products to a lane, at most 127 times the largest
+// code.
+template <int BITS, int COUNT>
+constexpr int short_run() {
+    int run = is_wide<BITS>() ? 1 : COUNT;
+    while (run > 1 && run * kShortProducts * ((1 << (BITS & kBitsMask)) - 1) * 127 > INT16_MAX) run /= 2;
+    return run < kLeastRun ? 1 : run;
+}
+
+// What a tile of BITS is after `expand`. Codes of fewer bits are multiplied like the widest that have as
+// long a run.
+template <int BITS, int COUNT>
 constexpr int expanded_as() {
-    return kMatrix ? (int)kMatrixTile : is_wide<BITS>() ? 8 : (int)kExpanded;
+    if (kMatrix) return kMatrixTile;
+    if (is_wide<BITS>()) return 8;
+    constexpr int kRun = short_run<BITS, COUNT>();
+    if (kRun == short_run<7, COUNT>()) return kExpanded + 7;
+    if (kRun == short_run<4, COUNT>()) return kExpanded + 4;
+    return kExpanded + BITS;
 }
 
 template <int BITS>
 INLINE VB codes_of(const uint8_t* tile, int j, int h) {
     const uint8_t* p = tile + h * (4 * kLanes);
-    if (BITS >= 8) return load_codes(p + 64 * j);
+    if (BITS == 8 || BITS >= kExpanded) return load_codes(p + 64 * j);
     const int low = BITS & 4 ? 256 : 0;            // bytes before the 2-bit plane
     const int mid = low + (BITS & 2 ? 128 : 0);    // bytes before the 1-bit plane
     const int low_bits = BITS & 4;
@@ -63,14 +81,14 @@ INLINE VB codes_of(const uint8_t* tile, int j, int h) {
 
 template <int BITS>
 INLINE VB table_of(const uint8_t* int8_table) {
-    return BITS >= kLookup ? load_table(int8_table) : VB();
+    return looks_up<BITS>() ? load_table(int8_table) : VB();
 }
 
 // The operands of a product: the codes, or the table entries that they index.
 template <int BITS>
 INLINE VB operands(const uint8_t* tile, int j, int h, VB table) {
-    const VB code = codes_of<BITS & kBitsMask>(tile, j, h);
-    return BITS >= kLookup ? look_up(table, code) : code;
+    if constexpr (looks_up<BITS>()) return look_up(table, codes_of<BITS & kBitsMask>(tile, j, h));
+    return codes_of<BITS>(tile, j, h);
 }
 
 // One tile of a lane group, one byte per operand: [8][16 rows][4].

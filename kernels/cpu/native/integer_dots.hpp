@@ -6,22 +6,14 @@
 
 namespace LEVEL {
 
-// The largest code times 127, eight times, fits 16 bits. In subgroups of 16 (COUNT 4) sums of both halves
-// would need more registers than there are.
-template <int BITS, int COUNT>
-constexpr bool fits_short_sums() {
-    static_assert(8 * 31 * 127 <= INT16_MAX, "codes of 5 bits fit");
-    return kShortSums && COUNT == 8 && BITS <= 5;
-}
-
 // Adds the products of COUNT vectors of codes from vector `begin` on to dot0 and dot1. A dot is summed in
 // CHAINS parts.
 template <int BITS, int COUNT, int MR, int CHAINS>
 INLINE void dots_of_codes(const uint8_t* tile0, const uint8_t* tile1, int begin, VB table,
                           const Q8Block* x, int64_t stride, VI* dot0, VI* dot1) {
-    constexpr bool kShort = fits_short_sums<BITS, COUNT>();
+    constexpr int kRun = short_run<BITS, COUNT>();
     Quads a[MR];
-    ShortSums short0[kShort ? MR : 1], short1[kShort ? MR : 1];
+    ShortSums short0[MR], short1[MR];
 #pragma GCC unroll 8
     for (int i = 0; i < COUNT; ++i) {
         const int j = begin + i;
@@ -30,9 +22,12 @@ INLINE void dots_of_codes(const uint8_t* tile0, const uint8_t* tile1, int begin,
 #pragma GCC unroll 8
         for (int r = 0; r < MR; ++r) {
             if (i % 4 == 0) a[r] = load_quads(x[r * stride].q + 4 * j);
-            if constexpr (kShort) {
-                short0[r] = dot_short(i ? short0[r] : ShortSums(), code0, a[r], i % 4);
-                short1[r] = dot_short(i ? short1[r] : ShortSums(), code1, a[r], i % 4);
+            if constexpr (kRun > 1) {
+                short0[r] = dot_short(i % kRun ? short0[r] : ShortSums(), code0, a[r], i % 4);
+                short1[r] = dot_short(i % kRun ? short1[r] : ShortSums(), code1, a[r], i % 4);
+                if (i % kRun < kRun - 1) continue;
+                dot0[r] = add_short(dot0[r], short0[r]);
+                dot1[r] = add_short(dot1[r], short1[r]);
                 continue;
             }
             const int c = j % CHAINS * MR + r;
@@ -40,13 +35,6 @@ INLINE void dots_of_codes(const uint8_t* tile0, const uint8_t* tile1, int begin,
                                       : dot4(dot0[c], code0, a[r], i % 4);
             dot1[c] = is_wide<BITS>() ? dot4_wide(dot1[c], code1, a[r], i % 4)
                                       : dot4(dot1[c], code1, a[r], i % 4);
-        }
-    }
-    if constexpr (kShort) {
-#pragma GCC unroll 8
-        for (int r = 0; r < MR; ++r) {
-            dot0[r] = add_short(dot0[r], short0[r]);
-            dot1[r] = add_short(dot1[r], short1[r]);
         }
     }
 }

@@ -25,13 +25,15 @@ namespace LEVEL {
 
 enum {
     // Registers: two dots and two sums per row, two codes, a broadcast, scales and minima. NEON has no
-    // broadcast from memory: sixteen activations of each row take its place. Short sums take two.
-    kMaxRows = kRegisters < 32 || kShortSums ? 2 : kLanes == 16 ? 5 : 4,
+    // broadcast from memory: sixteen activations of each row take its place. Short sums take two. AVX2 has
+    // registers for the short sums of four rows, and keeps the other sums in memory: 8 % faster than two.
+    kMaxRows = kShortProducts == 2 ? 4 : kRegisters < 32 || kShortProducts == 1 ? 2 : kLanes == 16 ? 5 : 4,
     kMaxFineRows = kLanes == 16 ? 4 : 2,  // subgroups of 16 keep the first half's t as well
-    kExpandFrom = 9,
+    kExpandFrom = kShortProducts == 2 ? 4 : 9,
+    kExpandQuickFrom = kShortProducts == 2 ? 24 : INT32_MAX,
     kLookUpOnceFrom = 5,  // the same for 4-bit codes that index a table; other tables always
 };
-static_assert(4 * kMaxRows + 7 <= kRegisters, "the register tile fits the registers");
+static_assert((kShortProducts == 2 ? 2 : 4) * kMaxRows + 7 <= kRegisters, "the register tile fits the registers");
 static_assert(kRegisters < 32 || 6 * kMaxFineRows + 7 <= kRegisters, "with the first half's t too");
 static_assert(kMaxRows >= kMaxFineRows && kMaxFineRows >= 2, "every level has tiles of 1 and 2 rows");
 
@@ -178,7 +180,7 @@ __attribute__((noinline)) static void panel_int(Panel* p, const Q8Block* x, floa
 
 // Rows of x for one product: codes of other widths and subgroups of 16 need more registers.
 constexpr int most_rows(int bits, int subgroup) {
-    return subgroup == 32 && (bits == 4 || bits >= 8) && bits < kLookup ? kMaxRows : kMaxFineRows;
+    return (subgroup == 32 || kShortProducts == 2) && (bits == 4 || bits == 8 || bits >= kExpanded) ? kMaxRows : kMaxFineRows;
 }
 
 // Rows of x for the next product; m are left.
@@ -268,8 +270,8 @@ INLINE void own_lines(const LinearArgs* args, int64_t index, int64_t m, int64_t 
 template <int BITS, int SUBGROUP, bool MINUS>
 static void multiply_int(Panel* panel, const Q8Block* x, int64_t m, float* sums, uint8_t* expanded) {
     if constexpr (BITS < kLookup) {
-        const bool quick = BITS == 8 || (BITS == 4 && SUBGROUP == 32);
-        if ((quick && !kMatrix) || m < kExpandFrom) {
+        const bool quick = BITS == 4 && SUBGROUP == 32 && !kMatrix;
+        if ((BITS == 8 && !kMatrix) || m < (quick ? kExpandQuickFrom : kExpandFrom)) {
             rows_int<BITS, SUBGROUP, MINUS>(panel, x, m, sums);
             return;
         }
@@ -287,7 +289,7 @@ static void multiply_int(Panel* panel, const Q8Block* x, int64_t m, float* sums,
         panel->codes[b] = to;
     }
     panel->step = kByteTile;
-    rows_int<expanded_as<BITS>(), SUBGROUP, MINUS>(panel, x, m, sums);
+    rows_int<expanded_as<BITS, SUBGROUP / 4>(), SUBGROUP, MINUS>(panel, x, m, sums);
 }
 
 template <int BITS, int SUBGROUP, bool MINUS>

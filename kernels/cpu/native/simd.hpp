@@ -34,7 +34,7 @@ static_assert(kTableSize == 16, "look_up shuffles 16 bytes, look_up_float one or
 
 // What only one level has, declared for the others (simd_neon.hpp).
 #if !defined(SHORT_SUMS)
-enum { kShortSums = 0 };
+enum { kShortProducts = 0, kLeastRun = kTileDepth };
 struct ShortSums {};
 ShortSums dot_short(ShortSums sums, VB codes, Quads a, int lane);
 VI add_short(VI acc, ShortSums sums);

@@ -190,7 +190,8 @@ INLINE VI dot_signed(VI acc, int8x16_t codes, Quads a, int lane) {
 }
 // Products of short codes are summed in 16 bits first: two instructions for sixteen instead of four.
 #define SHORT_SUMS
-enum { kShortSums = 1 };
+// With fewer vectors sums of both halves of a block would need more registers than there are.
+enum { kShortProducts = 1, kLeastRun = 8 };
 struct ShortSums {
     int16x8_t low, high;  // of rows 0 and 1, 2 and 3
 };
