@@ -25,7 +25,7 @@ from pathlib import Path
 from zipimport import zipimporter
 
 #: Must equal kAbiVersion in native/abi.hpp; a library with another version is rejected as stale.
-ABI_VERSION = 21
+ABI_VERSION = 22
 
 #: Instruction-set levels, worst to best of each architecture, in the order of native/levels.hpp.
 LEVELS = ("portable", "avx2", "avx2_vnni", "avx512_vnni", "neon", "neon_dotprod", "neon_i8mm")
@@ -117,7 +117,10 @@ class WeightView(Structure):
 class Activations(Structure):
     """Quantized activations, which only the library reads and writes."""
 
-    _fields_ = [("k_blocks", c_int64), *((n, c_void_p) for n in ("values", "blocks", "residual"))]
+    _fields_ = [
+        ("k_blocks", c_int64),
+        *((name, c_void_p) for name in ("values", "blocks", "residual", "words")),
+    ]
 
 
 class FilePart(Structure):

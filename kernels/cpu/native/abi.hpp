@@ -10,7 +10,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum { kAbiVersion = 21 };
+enum { kAbiVersion = 22 };
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -190,6 +190,7 @@ struct Activations {
     float* values;       // [M][k]: quantized activations as floats, for float products; else null
     Q8Block* blocks;     // [M][terms][k_blocks]
     uint32_t* residual;  // [M][k panels]: a bit for each block of the panel that has a second term
+    int16_t* words;  // [M][terms][k_blocks][32]: codes of blocks, of each four 0, 2, 1, 3; may be null
 };
 
 struct LinearArgs {
@@ -648,6 +649,7 @@ enum { kCacheLine = 64 };
 
 // The kernels of one instruction-set level. Ranges are half open; `scratch` is 64-byte aligned.
 struct KernelTable {
+    bool wide_in_words;  // products of wide codes need Activations::words
     void (*quantize)(const LinearArgs*, int64_t m_begin, int64_t m_end);
     void (*linear_int)(const LinearArgs*, const ItemRange* strips, uint8_t* scratch);
     void (*linear_float)(const LinearArgs*, const ItemRange* strips, uint8_t* scratch);

@@ -48,6 +48,7 @@ constexpr AbiEntry kEntries[] = {
         FIELD(Q8Block, half),
     SIZE(Activations), FIELD(Activations, k_blocks), FIELD(Activations, values),
         FIELD(Activations, blocks), FIELD(Activations, residual),
+        FIELD(Activations, words),
     SIZE(LinearArgs), FIELD(LinearArgs, w), FIELD(LinearArgs, x), FIELD(LinearArgs, out),
         FIELD(LinearArgs, out_stride), FIELD(LinearArgs, exact), FIELD(LinearArgs, terms),
         FIELD(LinearArgs, m), FIELD(LinearArgs, act), FIELD(LinearArgs, source),

@@ -39,6 +39,25 @@ INLINE void dots_of_codes(const uint8_t* tile0, const uint8_t* tile1, int begin,
     }
 }
 
+// The same with activations as words; `stride` between rows of them.
+template <int BITS, int COUNT, int MR>
+INLINE void dots_of_words(const uint8_t* tile0, const uint8_t* tile1, int begin, VB table,
+                          const int16_t* words, int64_t stride, VI* dot0, VI* dot1) {
+    const int16_t* row[MR];
+#pragma GCC unroll 8
+    for (int r = 0; r < MR; ++r) row[r] = words + r * stride;
+#pragma GCC unroll 8
+    for (int j = begin; j < begin + COUNT; ++j) {
+        const VB code0 = operands<BITS>(tile0, j, 0, table);
+        const VB code1 = operands<BITS>(tile1, j, 0, table);
+#pragma GCC unroll 8
+        for (int r = 0; r < MR; ++r) {
+            dot0[r] = dot_words(dot0[r], code0, row[r] + 4 * j);
+            dot1[r] = dot_words(dot1[r], code1, row[r] + 4 * j);
+        }
+    }
+}
+
 // The same of tiles that `expand` has ordered for products of two rows by two (kMatrixTile).
 template <int COUNT, int MR>
 INLINE void dots_of_matrix(const uint8_t* tile0, const uint8_t* tile1, int begin, const Q8Block* x,

@@ -15,6 +15,7 @@
 extern "C" {
 extern const KernelTable JOIN(kernels_, LEVEL);
 const KernelTable JOIN(kernels_, LEVEL) = {
+    LEVEL::kWideInWords > 0,
     LEVEL::quantize, LEVEL::linear_int, LEVEL::linear_float, LEVEL::rms_norm,
     LEVEL::gated,    LEVEL::map,        LEVEL::rope,         LEVEL::attention,
     LEVEL::recode,   LEVEL::rope_angles, LEVEL::sample, LEVEL::sample_scratch,

@@ -56,6 +56,8 @@ struct Panel {
     // Bits of the blocks of a row that have a second term, words between rows; null: no row has any.
     const uint32_t* residual;
     int64_t residual_stride, to_residual;  // to_residual: Q8Blocks from a block to its second term
+    const Q8Block* first_block;  // of the activations
+    const int16_t* words;        // of this block and all after it; null: there are none
     int64_t sums_stride;   // floats between rows of sums
     int32_t zero;
     bool first;            // sums start here
@@ -85,7 +87,9 @@ __attribute__((noinline)) static void panel_int(Panel* p, const Q8Block* x, floa
     // A dot is summed in this many parts, so that enough of them are in flight: a vpdpbusd takes four
     // cycles, and two start in each cycle. ARM's cores forward the sum of a sdot to the next one.
     const int kChains = kMaxRows < 5 || MR > 4 ? 1 : MR == 4 ? (SUBGROUP == 16 ? 1 : 2) : SUBGROUP / 8;
-    const bool kOffset = !MINUS || (is_wide<BITS>() && kWideOffset != 0);
+    const bool kWords = kWideInWords && is_wide<BITS>() && MR > 1;
+    const int kBeyond = is_wide<BITS>() && !kWords ? kWideOffset : 0;  // what dot4_wide takes off a code
+    const bool kOffset = !MINUS || kBeyond;
     const int64_t stride = p->x_stride, sums_stride = p->sums_stride;
     const int64_t blocks = p->blocks, step = p->step, ahead_bytes = p->lines * 64;
     const uint8_t *tile0 = p->codes[0], *tile1 = p->codes[1];
@@ -94,7 +98,7 @@ __attribute__((noinline)) static void panel_int(Panel* p, const Q8Block* x, floa
     for (int r = 0; p->residual && r < MR; ++r) residual |= p->residual[r * p->residual_stride];
     const uint8_t *ahead = p->ahead, *ahead_end = p->ahead_end;
     const float *scales = p->scales, *minuses = p->minuses;
-    const VI less = set1_int(-p->zero);
+    const VI less = set1_int(kBeyond - p->zero);
     const VB table = table_of<BITS>(p->int8_table);
     VF acc0[MR], acc1[MR];
 #pragma GCC unroll 8
@@ -122,7 +126,11 @@ __attribute__((noinline)) static void panel_int(Panel* p, const Q8Block* x, floa
 #pragma GCC unroll 8
             for (int r = MR; r < MR * kChains; ++r) dot0[r] = dot1[r] = zero_int();
             const int kCount = SUBGROUP / 4, j = half * kCount;
-            if constexpr (BITS == kMatrixTile)
+            if constexpr (kWords)
+                dots_of_words<BITS, kCount, MR>(tile0, tile1, j, table,
+                                                p->words + (x - p->first_block) * kTileDepth,
+                                                stride * kTileDepth, dot0, dot1);
+            else if constexpr (BITS == kMatrixTile)
                 dots_of_matrix<kCount, MR>(tile0, tile1, j, x, stride, dot0, dot1);
             else
                 dots_of_codes<BITS, kCount, MR, kChains>(tile0, tile1, j, table, x, stride, dot0, dot1);
@@ -342,7 +350,9 @@ static void strips_int(const LinearArgs* args, const ItemRange* strips, uint8_t*
                 panel.residual_stride = panels;
                 panel.to_residual = blocks;
                 panel.sums_stride = direct ? args->out_stride : (int64_t)kStripRows;
-                panel.zero = (MINUS ? 0 : (int32_t)w->zero) - (is_wide<BITS>() ? kWideOffset : 0);
+                panel.zero = MINUS ? 0 : (int32_t)w->zero;
+                panel.first_block = args->act.blocks;
+                panel.words = args->act.words;
                 panel.int8_table = w->int8_table;
                 panel.first = c == 0;
                 multiply_int<BITS, SUBGROUP, MINUS>(&panel, args->act.blocks + m * row + i, m_end - m,

@@ -34,22 +34,31 @@ static inline bool in_quantized_floats(const LinearArgs& args) {
     return !in_integers(args) && args.w->scheme.codes != kUnquantized;
 }
 
+// Whether operands of the product are codes of 8 bits: plain ones, or the entries of a table.
+static inline bool wide_codes(const Weight& w) { return w.bits == 8 || w.table; }
+
 static inline size_t q8_bytes(const LinearArgs& args) {
     return (size_t)(args.m * args.terms * args.w->k_blocks) * sizeof(Q8Block);
 }
 
 static inline size_t activation_bytes(const LinearArgs& args) {
     if (in_quantized_floats(args)) return (size_t)(args.m * args.w->k) * sizeof(float);
-    const int64_t words = args.terms == 2 ? args.m * panels_of(args.w->k_blocks) : 0;
-    return q8_bytes(args) + (size_t)words * sizeof(uint32_t);
+    const int64_t blocks = args.m * args.terms * args.w->k_blocks;
+    const int64_t flags = args.terms == 2 ? args.m * panels_of(args.w->k_blocks) : 0;
+    return q8_bytes(args) + (size_t)flags * sizeof(uint32_t) +
+           (wide_codes(*args.w) ? (size_t)blocks * kTileDepth * sizeof(int16_t) : 0);
 }
 
-// `at` is 64-byte aligned and has activation_bytes(*args).
-static inline void place_activations(LinearArgs* args, uint8_t* at) {
+// `at` is 64-byte aligned and has activation_bytes(*args). `words`: the kernels read them.
+static inline void place_activations(LinearArgs* args, uint8_t* at, bool words) {
     args->act.k_blocks = args->w->k_blocks;
     args->act.values = in_quantized_floats(*args) ? (float*)at : nullptr;
     args->act.blocks = (Q8Block*)at;
     args->act.residual = (uint32_t*)(at + q8_bytes(*args));
+    // A product of one row has none: it takes as long without them.
+    const int64_t flags = args->terms == 2 ? args->m * panels_of(args->w->k_blocks) : 0;
+    words = words && args->m > 1 && wide_codes(*args->w);
+    args->act.words = words ? (int16_t*)(args->act.residual + flags) : nullptr;
 }
 
 // Bytes of the codes before a strip.

@@ -45,6 +45,7 @@ void one_expert(const KernelTable& kernels, const ExpertsArgs& args, const Weigh
     if (in_integers(args.each)) {
         one.m = end - first;
         one.act.blocks += first * one.terms * w->k_blocks;
+        if (one.act.words) one.act.words += first * one.terms * w->k_blocks * kTileDepth;
         if (one.terms == 2) one.act.residual += first * panels_of(w->k_blocks);
         kernels.linear_int(&one, &strips, scratch);
         return;

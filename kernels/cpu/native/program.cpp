@@ -31,7 +31,8 @@ bool integer(const Op& op) { return op.kind == kOpLinear && in_integers(op.linea
 
 bool same_quantization(const LinearArgs& a, const LinearArgs& b) {
     const ActivationScheme &p = a.w->scheme, &q = b.w->scheme;
-    return in_integers(a) == in_integers(b) && a.terms == b.terms && p.codes == q.codes &&
+    return in_integers(a) == in_integers(b) && a.terms == b.terms &&
+           (wide_codes(*a.w) || !wide_codes(*b.w)) && p.codes == q.codes &&
            p.rule == q.rule && p.bits == q.bits && p.symmetric == q.symmetric &&
            p.group == q.group && p.scale == q.scale && p.zero == q.zero &&
            p.factor == q.factor && p.limit == q.limit;
@@ -485,9 +486,9 @@ Status Runtime::prepare(Program& program, const int64_t* counts) {
             op.gather_ranks.number = group_->next();
         if (op.kind == kOpAttention) op.attention.shared = attention_.data();
         if (op.kind == kOpLowRank) op.low_rank.low = (float*)low_.data();
-        if (quantizes(op)) place_activations(&op.linear, activations_.data());
+        if (quantizes(op)) place_activations(&op.linear, activations_.data(), kernels->wide_in_words);
         if (op.kind == kOpExperts && quantizes(op.experts.each))
-            place_activations(&op.experts.each, activations_.data());
+            place_activations(&op.experts.each, activations_.data(), kernels->wide_in_words);
     }
     phases_.clear();
     for (const Program::Stage& stage : program.stages_) {

@@ -52,6 +52,15 @@ static void quantize_residuals(const LinearArgs* args, const float* x, const Q8B
     }
 }
 
+// Codes of `blocks` blocks as words.
+static void widen(const Q8Block* from, int64_t blocks, int16_t* to) {
+    for (int64_t b = 0; b < blocks; ++b)
+        for (int i = 0; i < kTileDepth; i += 4, to += 4) {
+            const int8_t* q = from[b].q + i;
+            to[0] = q[0], to[1] = q[2], to[2] = q[1], to[3] = q[3];
+        }
+}
+
 static void quantize(const LinearArgs* args, int64_t m_begin, int64_t m_end) {
     const int64_t k = args->w->k, blocks = args->act.k_blocks;
     float padded[kTileDepth];
@@ -61,14 +70,16 @@ static void quantize(const LinearArgs* args, int64_t m_begin, int64_t m_end) {
             quantize_to_floats(args->w->scheme, x, k, args->act.values + m * k);
             continue;
         }
-        Q8Block* to = args->act.blocks + m * args->terms * blocks;
+        const int64_t terms = args->terms * blocks;
+        Q8Block* to = args->act.blocks + m * terms;
+        uint32_t* residual = args->act.residual + m * panels_of(blocks);
         if (args->w->scheme.codes != kUnquantized) {
-            quantize_to_integers(args->w->scheme, x, k, to, args->act.residual + m * panels_of(blocks));
-            continue;
+            quantize_to_integers(args->w->scheme, x, k, to, residual);
+        } else {
+            for (int64_t b = 0; b < blocks; ++b) quantize_block(padded_block(x, k, b, padded), to + b);
+            if (args->terms == 2) quantize_residuals(args, x, to, to + blocks, residual);
         }
-        for (int64_t b = 0; b < blocks; ++b) quantize_block(padded_block(x, k, b, padded), to + b);
-        if (args->terms == 2)
-            quantize_residuals(args, x, to, to + blocks, args->act.residual + m * panels_of(blocks));
+        if (args->act.words) widen(to, terms, args->act.words + m * terms * kTileDepth);
     }
 }
 

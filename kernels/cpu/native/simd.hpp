@@ -32,7 +32,11 @@ static_assert(kTileRows % kLanes == 0, "a row block is whole vectors: kU2, kU4, 
 static_assert(kTileDepth % kLanes == 0 && 16 % kLanes == 0, "so are a block and a half block of k");
 static_assert(kTableSize == 16, "look_up shuffles 16 bytes, look_up_float one or two vectors");
 
-// What only one level has, declared for the others (simd_neon.hpp).
+// What only some levels have, declared for the others.
+#if !defined(WIDE_IN_WORDS)
+enum { kWideInWords = 0 };
+VI dot_words(VI acc, VB codes, const int16_t* x);
+#endif
 #if !defined(SHORT_SUMS)
 enum { kShortProducts = 0, kLeastRun = kTileDepth };
 struct ShortSums {};

@@ -192,6 +192,16 @@ INLINE VI dot4_wide(VI acc, VB codes, Quads a, int lane) {
     return in_order(_mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1))));
 }
 enum { kWideOffset = 128 };
+// The same with activations as words (Activations::words), which needs neither signs nor an offset: the
+// operands are the even codes and the odd ones.
+#define WIDE_IN_WORDS
+enum { kWideInWords = 1 };
+INLINE VI dot_words(VI acc, VB codes, const int16_t* x) {
+    const __m256i even = _mm256_and_si256(codes, _mm256_set1_epi16(255));
+    const __m256i odd = _mm256_srli_epi16(codes, 8);
+    acc = in_order(_mm256_add_epi32(acc, _mm256_madd_epi16(even, _mm256_set1_epi32(load_int(x)))));
+    return in_order(_mm256_add_epi32(acc, _mm256_madd_epi16(odd, _mm256_set1_epi32(load_int(x + 2)))));
+}
 #endif
 INLINE float reduce_add(VF a) {
     __m128 b = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
