@@ -337,6 +337,8 @@ _SIGNATURES = {
     "program_create": (c_void_p, ()),
     "program_destroy": (None, (c_void_p,)),
     "program_add": (c_int, (c_void_p, c_int, c_void_p, c_int, c_int64)),
+    "program_time": (c_int, (c_void_p, c_void_p, c_int)),
+    "program_times": (None, (c_void_p, c_void_p, POINTER(c_int64))),
     "program_run": (c_int, (c_void_p, c_void_p, POINTER(c_int64))),
 }
 

@@ -121,6 +121,23 @@ EXPORT int embedlm_program_run(void* handle, void* program, const int64_t* count
     return guarded([=]() -> int { return runtime->run(*static_cast<Program*>(program), counts); });
 }
 
+// Times the operators of later runs (`on`), from zero, or no longer.
+EXPORT int embedlm_program_time(void* handle, void* recorded, int on) {
+    Runtime* runtime = static_cast<Runtime*>(handle);
+    Program* program = static_cast<Program*>(recorded);
+    std::lock_guard<std::mutex> lock(runtime->mutex);
+    return guarded([=]() -> int {
+        program->times.reset(on ? program->operators() : 0, runtime->pool.threads());
+        return kOk;
+    });
+}
+
+// See OperatorTimes::read.
+EXPORT void embedlm_program_times(void* handle, const void* program, int64_t* out) {
+    std::lock_guard<std::mutex> lock(static_cast<Runtime*>(handle)->mutex);
+    static_cast<const Program*>(program)->times.read(out);
+}
+
 // A group that nobody has joined yet. Exchanges wait `patience_s` seconds for a rank that is alive.
 // `processes`, `slots`: see RankGroup.
 EXPORT void* embedlm_ranks_create(int rank, int size, int processes, int slots, double patience_s) {

@@ -307,7 +307,7 @@ int64_t Runtime::tasks_for(int64_t total, int64_t work) const {
 
 struct Runtime::Frame {
     Runtime* runtime;
-    const Program* program;
+    Program* program;
 };
 
 // What the operators of one run need, and what was checked already: an index tensor that several
@@ -600,7 +600,7 @@ ItemRange Runtime::down_units(const Program& program, int stage, const ItemRange
 void Runtime::run_task(void* context, int phase, const ItemRange& task, int thread) {
     const Frame& frame = *static_cast<const Frame*>(context);
     if (task.begin == task.end) return;
-    const Program& program = *frame.program;
+    Program& program = *frame.program;
     const Program::Stage& stage = program.stages_[(size_t)phase];
     ItemRange share = task;
     if (stage.then >= 0) frame.runtime->hint_next(program, stage.then, thread, &share);
@@ -608,16 +608,19 @@ void Runtime::run_task(void* context, int phase, const ItemRange& task, int thre
         const ItemRange own = frame.runtime->pool.own(frame.runtime->phases_[(size_t)phase], thread);
         share.resumed |= share.begin == own.begin;
     }
+    OperatorTimes::Laps laps(program.times, thread);
+    const bool tiled = stage.work != Program::kRows;
     for (int i = stage.first; i < stage.last; ++i) {
-        const Op& op = program.ops_[(size_t)program.parts_[(size_t)i].op];
-        if (stage.work != Program::kRows) frame.runtime->tiles(op, stage.work, share, thread);
-        else
-            frame.runtime->rows(op, program.parts_[(size_t)i].work, share.begin * op.per,
-                                share.end * op.per);
+        const Program::Part& part = program.parts_[(size_t)i];
+        const Op& op = program.ops_[(size_t)part.op];
+        if (tiled) frame.runtime->tiles(op, stage.work, share, thread);
+        else frame.runtime->rows(op, part.work, share.begin * op.per, share.end * op.per);
+        laps.lap(part.op, tiled ? OperatorTimes::kTilePart : OperatorTimes::kRowPart);
     }
-    if (stage.down >= 0)
-        frame.runtime->tiles(program.ops_[(size_t)stage.down], Program::kTiles,
-                             frame.runtime->down_units(program, phase, share), thread);
+    if (stage.down < 0) return;
+    frame.runtime->tiles(program.ops_[(size_t)stage.down], Program::kTiles,
+                         frame.runtime->down_units(program, phase, share), thread);
+    laps.lap(stage.down, OperatorTimes::kTilePart);
 }
 
 void Runtime::close() {
@@ -627,6 +630,7 @@ void Runtime::close() {
 }
 
 Status Runtime::run(Program& program, const int64_t* given) {
+    const int64_t begin = program.times.on() ? OperatorTimes::now() : 0;
     int64_t counts[kCounts] = {given[kTokens], given[kOutputs], given[kRequests], 0};
     if (program.gathered_) counts[kGathered] = *program.gathered_;
     const Status status = prepare(program, counts);
@@ -638,5 +642,6 @@ Status Runtime::run(Program& program, const int64_t* given) {
     }
     Frame frame = {this, &program};
     pool.run(&Runtime::run_task, &frame, phases_.data(), (int)phases_.size());
+    if (program.times.on()) program.times.add_run(OperatorTimes::now() - begin);
     return group_ && group_->broken() ? kRankLost : transferred_;
 }

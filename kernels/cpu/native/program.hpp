@@ -15,6 +15,7 @@
 
 #include "levels.hpp"
 #include "low_rank_plan.hpp"
+#include "operator_times.hpp"
 #include "pool.hpp"
 #include "rank_group.hpp"
 
@@ -58,6 +59,9 @@ public:
     // `args` points to the structure of `kind`. False for a kind that does not exist.
     bool add(int kind, const void* args, Count count, int64_t per);
     void clear();
+    size_t operators() const { return ops_.size(); }
+
+    OperatorTimes times;  // of the runs so far
 
 private:
     friend class Runtime;
