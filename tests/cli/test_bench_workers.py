@@ -16,7 +16,7 @@ from sdk.cli import bench, main
 from sdk.cli.bench import engines as bench_engines, structured
 from sdk.cli.bench.engines import Engines, Load, Opening, Sample, Worker
 from sdk.cli.bench.own import OwnEngine
-from sdk.cli.bench.peer import answers, open_peer
+from sdk.cli.bench.peers.worker import answers, open_peer
 from sdk.errors import SdkError
 
 Captured = pytest.CaptureFixture[str]
@@ -107,7 +107,7 @@ def test_what_a_worker_prints_does_not_disturb_its_answers(tmp_path: Path) -> No
     code = (
         "import os, sys\n"
         f"sys.path.insert(0, {str(Path(__file__).parents[2])!r})\n"
-        "from sdk.cli.bench.peer import serve\n"
+        "from sdk.cli.bench.peers.worker import serve\n"
         "class Loud:\n"
         "    hello = {'name': 'loud', 'kv': '', 'open_s': 0, 'vocab_size': 1}\n"
         "    def __init__(self, **opening):\n"
@@ -191,8 +191,11 @@ def test_an_error_of_our_worker_is_its_last_answer(golden: Path) -> None:
 @pytest.mark.parametrize(
     ("engine", "kv", "message"),
     [
-        ("transformers", "int8", "transformers: keys and values have the model's type"),
-        ("transformers-bf16", "float16", "transformers-bf16: keys and values"),
+        ("transformers", "int8", "--kv-dtype: expected one of auto, found 'int8'"),
+        ("transformers-bf16", "float16", "--kv-dtype: expected one of auto, found 'float16'"),
+        ("llama.cpp", "fp8", "expected one of auto, float16, bfloat16, float32, int8, int4, found"),
+        ("openvino", "fp8", "expected one of auto, float16, bfloat16, float32, int8, int4, found"),
+        ("mistral.rs", "int8", "expected one of auto, float16, float32, found 'int8'"),
         ("nonsense", "auto", "KeyError: 'nonsense'"),
     ],
 )

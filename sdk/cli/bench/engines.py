@@ -1,7 +1,7 @@
 """The engines that the bench measures, each in its own process, including this package's.
 
-Every engine is a worker that exchanges JSON lines (``peer.py`` has the protocol), so that all of
-them start, run and are timed in the same way.
+Every engine is a worker that exchanges JSON lines (``peers/worker.py`` has the protocol), so that
+all of them start, run and are timed in the same way.
 """
 
 from __future__ import annotations
@@ -27,12 +27,16 @@ OURS = "embedlm"
 #: Peer -> the module it needs.
 PEERS = {
     "llama.cpp": "llama_cpp",
+    "openvino": "openvino_genai",
+    "mistral.rs": "mistralrs",
     "vllm": "vllm",
     "vllm-bf16": "vllm",
     "transformers": "transformers",
     "transformers-bf16": "transformers",
     "peft": "peft",
 }
+#: Those that read the same GGUF file as we do; the others get its weights unpacked.
+READ_GGUF = ("llama.cpp", "openvino", "mistral.rs")
 #: Threads of an OpenMP runtime go on spinning after their last work, up to 0.2 s in Intel's.
 _SETTLE = 0.25
 
@@ -213,10 +217,10 @@ class Worker:
 
 
 def command(engine: str, python: str) -> list[str]:
-    """The command of a worker: ours is a module of this package, peers run a single script."""
+    """The command of a worker: ours is a module of this package, peers run a folder."""
     if engine == OURS:
         return [python, "-m", "sdk.cli.bench.own"]
-    return [python, str(Path(__file__).with_name("peer.py"))]
+    return [python, str(Path(__file__).with_name("peers"))]
 
 
 def own_environment() -> dict[str, str]:
@@ -231,7 +235,7 @@ def environment(opening: Opening) -> dict[str, str]:
     if opening.engine == OURS:
         return own_environment()
     found = dict(os.environ)
-    found["OMP_NUM_THREADS"] = str(opening.threads)
+    found["OMP_NUM_THREADS"] = found["RAYON_NUM_THREADS"] = str(opening.threads)
     found["TOKENIZERS_PARALLELISM"] = "false"
     if opening.engine.startswith("vllm"):
         cpus = sorted(os.sched_getaffinity(0))[: opening.threads]

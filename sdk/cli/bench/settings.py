@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from sdk.cli.bench.engines import OURS, Engines, Load, Opening, Peer, Worker
+from sdk.cli.bench.engines import OURS, READ_GGUF, Engines, Load, Opening, Peer, Worker
 from sdk.cli.bench.report import Result
 
 #: Tokens of context before decoding is measured, unless the suite varies them.
@@ -48,8 +48,8 @@ class Settings:
     def opening(
         self, engine: str, requests: int, context: int, *, kv: str = "", prefix: bool = False
     ) -> Opening:
-        """What ``engine`` opens: llama.cpp gets the same file as we do, others unpacked weights."""
-        model = self.model if engine in (OURS, "llama.cpp") else self.unpacked()
+        """What ``engine`` opens: our file, or its unpacked weights."""
+        model = self.model if engine in (OURS, *READ_GGUF) else self.unpacked()
         return Opening(engine, model, self.threads, requests, context, kv or self.kv, prefix)
 
     @contextmanager
