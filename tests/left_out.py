@@ -49,7 +49,7 @@ def can_make_hosts() -> bool:
 NEEDS = {
     "two_hosts": ("tests of two hosts; they need root and `ip netns` (iproute2)", can_make_hosts),
     "peers": (
-        "tests of other engines; they need EMBEDLM_PEERS (docs/testing.md)",
+        "tests of other engines; they need EMBEDLM_PEERS (CONTRIBUTING.md)",
         lambda: bool(os.environ.get("EMBEDLM_PEERS")),
     ),
 }

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+import sdk
 from sdk.cli import main
 from sdk.cli.bench.engines import READ_GGUF, Opening, environment, parse_peers
 from sdk.cli.bench.peers import mistralrs
@@ -251,8 +252,9 @@ def test_each_engine_of_an_environment_decodes_the_load(
     smollm2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     named = os.environ["EMBEDLM_PEERS"]
-    file = tmp_path / "bench.json"
-    argv = ["bench", str(smollm2), "--suite", "prefill,decode", "--rounds", "1", "--streams", "1,3"]
+    file, model = tmp_path / "bench.json", tmp_path / "model.gguf"
+    sdk.quantize(smollm2, model, "q4_0")  # mistral.rs takes minutes for Q4_1
+    argv = ["bench", str(model), "--suite", "prefill,decode", "--rounds", "1", "--streams", "1,3"]
     argv += ["--prompt-len", "32", "--output-len", "16", "--against", named, "--json", str(file)]
     assert main(argv) == 0, capsys.readouterr().out
     results = json.loads(file.read_text())["results"]

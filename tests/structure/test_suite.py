@@ -97,7 +97,7 @@ def test_tests_that_need_what_is_not_there_are_counted(
     assert status == 0, text
     *_, first, second, last = text.splitlines()
     assert first == "left out: 1 tests of two hosts; they need root and `ip netns` (iproute2)"
-    said = "left out: 2 tests of other engines; they need EMBEDLM_PEERS (docs/testing.md)"
+    said = "left out: 2 tests of other engines; they need EMBEDLM_PEERS (CONTRIBUTING.md)"
     assert second == said
     assert "2 passed" in last
 
