@@ -71,6 +71,12 @@ def test_every_peer_is_told_the_number_of_threads() -> None:
         assert found["OMP_NUM_THREADS"] == found["RAYON_NUM_THREADS"] == "3"
 
 
+@pytest.mark.parametrize(("kv", "value"), [("auto", "0"), ("float16", "0"), ("float32", "1")])
+def test_mistral_rs_is_told_its_type_of_keys_and_values(kv: str, value: str) -> None:
+    found = environment(Opening("mistral.rs", "m", 2, 1, 64, kv=kv))
+    assert found["MISTRALRS_CPU_KV_F32"] == value
+
+
 # ---- OpenVINO GenAI ------------------------------------------------------------------------------
 
 
@@ -197,7 +203,6 @@ def mistral(monkeypatch: pytest.MonkeyPatch) -> Any:
     )
     monkeypatch.setitem(sys.modules, "mistralrs", module)
     monkeypatch.setattr(mistralrs, "version", lambda name: "0.9.5")
-    monkeypatch.setenv("MISTRALRS_CPU_KV_F32", "")  # which it sets
     return open_peer(engine="mistral.rs", kv="auto", **OPENING)
 
 
@@ -206,7 +211,6 @@ def test_mistral_rs_opens_the_file_and_finds_words_of_one_token(mistral: Any) ->
     assert mistral.runner.options["max_seqs"] == 2
     assert mistral.words == [f" word{letter}" for letter in "abcdefghij"]
     assert (mistral.hello["name"], mistral.hello["kv"]) == ("mistral.rs 0.9.5", "f16")
-    assert os.environ["MISTRALRS_CPU_KV_F32"] == "0"
     assert mistral.runner.template == "{{ messages[0]['content'] }}"
 
 

@@ -273,6 +273,7 @@ def environment(opening: Opening) -> dict[str, str]:
     found = dict(os.environ)
     found["OMP_NUM_THREADS"] = found["RAYON_NUM_THREADS"] = str(opening.threads)
     found["TOKENIZERS_PARALLELISM"] = "false"
+    found["MISTRALRS_CPU_KV_F32"] = "1" if opening.kv == "float32" else "0"
     if opening.engine.startswith("vllm"):
         cpus = sorted(os.sched_getaffinity(0))[: opening.threads]
         found["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cpus))

@@ -1,4 +1,4 @@
-"""mistral.rs on a CPU, through its streams of text; an environment variable sets its threads.
+"""mistral.rs on a CPU, through its streams of text; its environment has threads and KV type.
 
 Its Python class takes text alone, so the prompts are words that are one token each. Release 0.9.5
 fails when it computes several prompts of a GGUF file in one batch, and it batches prompts that are
@@ -8,7 +8,6 @@ that have reached its length, and all of them decode together from the longest p
 
 from __future__ import annotations
 
-import os
 import re
 import tempfile
 import time
@@ -24,8 +23,8 @@ from .timing import Timing
 _COMMON = range(1000, 5000)
 #: Passes a prompt on as it is: only chat requests can be streamed.
 _TEMPLATE = "{{ messages[0]['content'] }}"
-#: The value of MISTRALRS_CPU_KV_F32; its own default is float16.
-KV = {"auto": "0", "float16": "0", "float32": "1"}
+#: Its own default is float16; the variable MISTRALRS_CPU_KV_F32 of its process sets it.
+KV = {"auto": "f16", "float16": "f16", "float32": "f32"}
 
 
 class MistralRs:
@@ -43,7 +42,6 @@ class MistralRs:
 
         if prefix_cache:
             raise ValueError("its prefix cache is not measured")
-        os.environ["MISTRALRS_CPU_KV_F32"] = KV[kv]
         file = Path(model)
         start = time.perf_counter()
         self.api = mistralrs
@@ -60,7 +58,7 @@ class MistralRs:
         self.words = words_of(self.runner)
         self.hello = {
             "name": f"mistral.rs {version('mistralrs')}",
-            "kv": "f32" if KV[kv] == "1" else "f16",
+            "kv": KV[kv],
             "vocab_size": 2**31,  # any id becomes a word
             "open_s": opened,
         }
