@@ -1,5 +1,5 @@
 """Tests that a run leaves out are counted and named at its end: slow ones (``-m "not slow"``), and
-those of two hosts where no network namespace can be made.
+those of a marker that needs what this machine lacks.
 
 Hooks of pytest, taken over by ``tests/conftest.py``. With pytest-xdist only the workers collect, so
 they send their counts to the process that reports.
@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 _COUNTS = pytest.StashKey[Counter[str]]()
-_NO_HOSTS = pytest.StashKey[int]()
+_LACKING = pytest.StashKey[Counter[str]]()
 #: Areas with runs of their own, whatever is selected.
 ELSEWHERE = "tests/interop needs `make test-interop`, tests/card a GPU and `make gpu`"
 
@@ -30,6 +30,10 @@ def _counts(config: pytest.Config) -> Counter[str]:
     return config.stash.setdefault(_COUNTS, Counter())
 
 
+def _lacking(config: pytest.Config) -> Counter[str]:
+    return config.stash.setdefault(_LACKING, Counter())
+
+
 def can_make_hosts() -> bool:
     """Whether network namespaces can be made here: two of them are two hosts."""
     try:
@@ -41,11 +45,22 @@ def can_make_hosts() -> bool:
     return True
 
 
+#: Marker -> what the tests are and need, and whether it is there.
+NEEDS = {
+    "two_hosts": ("tests of two hosts; they need root and `ip netns` (iproute2)", can_make_hosts),
+    "peers": (
+        "tests of other engines; they need EMBEDLM_PEERS (CONTRIBUTING.md)",
+        lambda: bool(os.environ.get("EMBEDLM_PEERS")),
+    ),
+}
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    marked = [item for item in items if item.get_closest_marker("two_hosts") is not None]
-    if marked and not can_make_hosts():
-        config.stash[_NO_HOSTS] = len(marked)
-        items[:] = [item for item in items if item not in marked]
+    for marker, (_, there) in NEEDS.items():
+        marked = [item for item in items if item.get_closest_marker(marker) is not None]
+        if marked and not there():
+            _lacking(config)[marker] = len(marked)
+            items[:] = [item for item in items if item not in marked]
 
 
 def pytest_deselected(items: Sequence[pytest.Item]) -> None:
@@ -60,25 +75,21 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     output = getattr(session.config, "workeroutput", None)
     if output is not None:
         output["left_out"] = dict(_counts(session.config))
-        output["no_hosts"] = session.config.stash.get(_NO_HOSTS, 0)
+        output["lacking"] = dict(_lacking(session.config))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any, error: object) -> None:
     """All workers collect the same; one that crashed sends nothing."""
     output = getattr(node, "workeroutput", {})
-    node.config.stash[_NO_HOSTS] = output.get("no_hosts", 0)
-    sent = output.get("left_out", {})
-    _counts(node.config).update(Counter(sent) - _counts(node.config))
+    for name, counts in (("left_out", _counts(node.config)), ("lacking", _lacking(node.config))):
+        counts.update(Counter(output.get(name, {})) - counts)
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    counts, no_hosts = _counts(config), config.stash.get(_NO_HOSTS, 0)
-    if no_hosts:
-        terminalreporter.write_line(
-            f"left out: {no_hosts} tests of two hosts; they need root and `ip netns` (iproute2)"
-        )
-    if counts:
+    for marker, count in _lacking(config).items():
+        terminalreporter.write_line(f"left out: {count} {NEEDS[marker][0]}")
+    if counts := _counts(config):
         areas = ", ".join(f"{name} {count}" for name, count in counts.most_common())
         said = f"left out: {counts.total()} slow tests ({areas}); `make test-all` runs them"
         terminalreporter.write_line(f"{said}. {ELSEWHERE}")

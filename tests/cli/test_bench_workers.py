@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from sdk.cli import bench, main
-from sdk.cli.bench import engines as bench_engines, structured
-from sdk.cli.bench.engines import Engines, Load, Opening, Sample, Worker
+from sdk.cli.bench import engines as bench_engines, structured, suites
+from sdk.cli.bench.engines import Engines, Load, Opening, PeerError, Sample, Worker
 from sdk.cli.bench.own import OwnEngine
-from sdk.cli.bench.peer import answers, open_peer
+from sdk.cli.bench.peers.worker import answers, open_peer
 from sdk.errors import SdkError
 
 Captured = pytest.CaptureFixture[str]
@@ -78,14 +78,23 @@ def test_every_other_round_runs_in_reverse(monkeypatch: pytest.MonkeyPatch) -> N
     [
         ('print(\'{"error": "no such model"}\', flush=True)', "the worker failed: no such model"),
         ("raise SystemExit(3)", "ended without a reply, exit code 3"),
-        ("import os; os.abort()", "ended without a reply, exit code -6"),
+        ("import os; os.abort()", "ended without a reply, killed by SIGABRT"),
+        (
+            "import sys; print('a\\nlast words\\n', file=sys.stderr); raise SystemExit(3)",
+            "ended without a reply, exit code 3: last words",
+        ),
+        (
+            "print('{\"error\": \"first\\\\nsecond' + 1000 * ' word' + '\"}', flush=True)",
+            r"the worker failed: first second( word)+ \.\.\.$",
+        ),
     ],
 )
 def test_a_peer_that_fails_is_an_error_that_names_it(
     tmp_path: Path, code: str, message: str
 ) -> None:
-    with pytest.raises(SdkError, match=rf"llama\.cpp: .*{message}"):
+    with pytest.raises(PeerError, match=rf"^llama\.cpp: .*{message}") as caught:
         Worker(opening(), fake_python(tmp_path, code))
+    assert len(str(caught.value)) < 320
 
 
 def test_an_interpreter_that_is_not_there_is_named() -> None:
@@ -93,21 +102,40 @@ def test_an_interpreter_that_is_not_there_is_named() -> None:
         Worker(opening(), "/nowhere/python")
 
 
-@pytest.mark.parametrize("module", ["llama_cpp", "vllm", "transformers"])
-def test_a_worker_without_its_engine_answers_with_an_error(tmp_path: Path, module: str) -> None:
+@pytest.mark.parametrize(
+    ("engine", "module"),
+    [
+        ("llama.cpp", "llama_cpp"),
+        ("openvino", "openvino"),
+        ("mistral.rs", "mistralrs"),
+        ("vllm", "vllm"),
+        ("transformers", "transformers"),
+    ],
+)
+def test_a_worker_without_its_engine_answers_with_an_error(
+    tmp_path: Path, engine: str, module: str
+) -> None:
     (tmp_path / f"{module}.py").write_text("raise ImportError('stand-in without a library')")
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nPYTHONPATH="{tmp_path}" exec "{sys.executable}" "$@"\n')
     python.chmod(0o755)
     with pytest.raises(SdkError, match="ImportError: stand-in without a library"):
-        Worker(opening(module.replace("_", ".")), str(python))
+        Worker(opening(engine), str(python))
+
+
+def test_an_environment_without_the_package_is_named(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')  # no site-packages
+    python.chmod(0o755)
+    with pytest.raises(PeerError, match=f"mistralrs is not installed for {sys.executable}"):
+        Worker(opening("mistral.rs"), str(python))
 
 
 def test_what_a_worker_prints_does_not_disturb_its_answers(tmp_path: Path) -> None:
     code = (
         "import os, sys\n"
         f"sys.path.insert(0, {str(Path(__file__).parents[2])!r})\n"
-        "from sdk.cli.bench.peer import serve\n"
+        "from sdk.cli.bench.peers.worker import serve\n"
         "class Loud:\n"
         "    hello = {'name': 'loud', 'kv': '', 'open_s': 0, 'vocab_size': 1}\n"
         "    def __init__(self, **opening):\n"
@@ -191,8 +219,11 @@ def test_an_error_of_our_worker_is_its_last_answer(golden: Path) -> None:
 @pytest.mark.parametrize(
     ("engine", "kv", "message"),
     [
-        ("transformers", "int8", "transformers: keys and values have the model's type"),
-        ("transformers-bf16", "float16", "transformers-bf16: keys and values"),
+        ("transformers", "int8", "--kv-dtype: expected one of auto, found 'int8'"),
+        ("transformers-bf16", "float16", "--kv-dtype: expected one of auto, found 'float16'"),
+        ("llama.cpp", "fp8", "expected one of auto, float16, bfloat16, float32, int8, int4, found"),
+        ("openvino", "fp8", "expected one of auto, float16, bfloat16, float32, int8, int4, found"),
+        ("mistral.rs", "int8", "expected one of auto, float16, float32, found 'int8'"),
         ("nonsense", "auto", "KeyError: 'nonsense'"),
     ],
 )
@@ -227,6 +258,9 @@ def note(what):
     with open(sys.argv[1], 'a') as log:
         log.write(hello['engine'] + ' ' + what + chr(10))
 note('open %(requests)d %(context)d %(prefix_cache)s' % hello)
+if hello['engine'] == 'vllm':
+    say({'error': 'ValueError: cannot read it'})
+    sys.exit()
 say({'name': hello['engine'], 'kv': hello['kv'], 'open_s': 0.5, 'vocab_size': 448})
 last = []
 for line in sys.stdin:
@@ -240,6 +274,8 @@ for line in sys.stdin:
         say({'seconds': {'schema': 2.0, 'drafts': 0.5, 'plain': 1.0}[kind], 'tokens': [5] * 101})
         continue
     prompts, count = load['prompts'], load['output_len']
+    if hello['engine'] == 'mistral.rs' and len(prompts) > 1:
+        sys.exit(3)
     note('%d x %d + %d' % (len(prompts), len(prompts[0]), count))
     known = 0
     if hello['prefix_cache']:
@@ -256,7 +292,10 @@ Run = Callable[..., tuple[dict[str, Any], list[str]]]
 
 @pytest.fixture
 def run_with_fakes(tmp_path: Path, golden: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """``run(*options)``: results and log of a run in which every engine is a stand-in."""
+    """``run(*options)``: results and log of a run in which every engine is a stand-in.
+
+    ``code``: the exit code that is expected.
+    """
     script, log, report = (tmp_path / name for name in ("worker.py", "log", "report.json"))
     script.write_text(LOGGED)
 
@@ -267,9 +306,9 @@ def run_with_fakes(tmp_path: Path, golden: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(bench_engines, "_SETTLE", 0)
     monkeypatch.setattr(bench, "machine_limits", lambda threads: bench.Limits("avx2", 50.0, 2.0))
 
-    def run(*options: str) -> tuple[dict[str, Any], list[str]]:
+    def run(*options: str, code: int = 0) -> tuple[dict[str, Any], list[str]]:
         model = str(golden / "gguf-Q4_1" / "model.gguf")
-        assert main(["bench", model, "--rounds", "2", *options, "--json", str(report)]) == 0
+        assert main(["bench", model, "--rounds", "2", *options, "--json", str(report)]) == code
         return json.loads(report.read_text())["results"], log.read_text().splitlines()
 
     return run
@@ -291,6 +330,45 @@ def test_engines_are_opened_once_and_take_turns(run_with_fakes: Run) -> None:
         assert row["samples"] == {"prefill_tok_s": [1000.0, 1000.0]}
     for row in results["decode"]:
         assert row["samples"] == {"decode_tok_s": [1000.0, 1000.0]}
+
+
+def test_an_engine_that_fails_is_a_line_and_the_others_have_their_rows(
+    run_with_fakes: Run, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    monkeypatch.setattr("sdk.cli.bench.models.ModelFiles.unpacked", lambda self: "unpacked")
+    options = "--suite prefill,decode,startup --streams 1,2,4 --output-len 5"
+    peers = "vllm=py,mistral.rs=py,llama.cpp=py"
+    results, _ = run_with_fakes(*options.split(), "--against", peers, code=1)
+    rows = [(row["requests"], row["engine"]) for row in results["decode"]]
+    assert rows == [
+        *((1, name) for name in ("embedlm", "mistral.rs", "llama.cpp")),
+        *((count, name) for count in (2, 4) for name in ("embedlm", "llama.cpp")),
+    ]
+    assert all(len(row["samples"]["decode_tok_s"]) == 2 for row in results["decode"])
+    names = ["embedlm", "mistral.rs", "llama.cpp"]
+    assert [row["engine"] for row in results["startup"]] == names
+    lines = [line for line in capsys.readouterr().out.splitlines() if "Not measured" in line]
+    assert lines == [
+        "Not measured: vllm: the worker failed: ValueError: cannot read it",
+        "Not measured: mistral.rs: the worker ended without a reply, exit code 3 (requests 2)",
+        "Not measured: vllm: the worker failed: ValueError: cannot read it (start-up)",
+    ]
+
+
+def test_a_failure_of_our_own_is_no_peers(tmp_path: Path) -> None:
+    python = fake_python(tmp_path, "raise SystemExit(3)")
+    engines = Engines()
+    with pytest.raises(SdkError, match=r"^embedlm: .* exit code 3") as caught, engines.sparing():
+        engines.open(opening("embedlm"), python)
+    assert not isinstance(caught.value, PeerError)
+
+
+def test_requests_that_do_not_decode_together_have_no_speed(tmp_path: Path) -> None:
+    code = FAKE.replace("8 * n", "0")
+    with Engines() as engines:
+        peer = engines.open(opening(), fake_python(tmp_path, code))
+        with pytest.raises(PeerError, match="no time at which all requests decoded: --output-len"):
+            suites.decode_rate(peer, Load(((1,), (2,)), 2))
 
 
 def test_a_prefix_hit_computes_only_what_is_new(run_with_fakes: Run) -> None:

@@ -37,6 +37,8 @@ def test_hang(): time.sleep(60)
 
 def test_right_too(): pass
 """
+#: How many tests have which marker.
+MARKED = ((1, "two_hosts"), (2, "peers"))
 Run = Callable[..., tuple[int, str]]
 
 
@@ -45,7 +47,7 @@ def run(tmp_path: Path) -> Run:
     """``run(files, *options)``: the exit status of pytest on them, and what it printed."""
 
     def call(files: dict[str, str], *options: str) -> tuple[int, str]:
-        markers = "markers =\n slow\n two_hosts\n"
+        markers = "markers =\n slow\n two_hosts\n peers\n"
         ini = f"[pytest]\npythonpath = {ROOT}\n{markers}addopts = --import-mode=importlib\n"
         for name, text in {"pytest.ini": ini, "conftest.py": CONFTEST, **files}.items():
             path = tmp_path / name
@@ -84,16 +86,20 @@ def test_a_run_without_slow_tests_counts_them_by_area_and_says_how_to_run_them(
         pytest.param(("-n", "2"), id="two workers", marks=pytest.mark.slow),
     ],
 )
-def test_tests_of_two_hosts_are_counted_where_none_can_be_made(
+def test_tests_that_need_what_is_not_there_are_counted(
     run: Run, workers: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", "/nowhere")  # without `ip`
-    files = {"areas/a/test_it.py": SUITE.format(slow=1).replace("slow", "two_hosts")}
+    monkeypatch.delenv("EMBEDLM_PEERS", raising=False)
+    hosts, peers = (SUITE.format(slow=n).replace("slow", name) for n, name in MARKED)
+    files = {"areas/a/test_it.py": hosts, "areas/b/test_it.py": peers}
     status, text = run(files, *workers)
     assert status == 0, text
-    *_, said, last = text.splitlines()
-    assert said == "left out: 1 tests of two hosts; they need root and `ip netns` (iproute2)"
-    assert "1 passed" in last
+    *_, first, second, last = text.splitlines()
+    assert first == "left out: 1 tests of two hosts; they need root and `ip netns` (iproute2)"
+    said = "left out: 2 tests of other engines; they need EMBEDLM_PEERS (CONTRIBUTING.md)"
+    assert second == said
+    assert "2 passed" in last
 
 
 @pytest.mark.slow

@@ -125,8 +125,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--kv-dtype",
-        help="type of keys and values for us and llama.cpp, where int8 means q8_0 and int4 q4_0 "
-        "(default: auto, each engine's own)",
+        help="type of keys and values for us, llama.cpp (int8 is q8_0, int4 q4_0), openvino (u8, "
+        "u4) and mistral.rs (only float16, float32); default: auto, each engine's own",
     )
     text = "adapters of the lora suite: random ones, or one of yours (default: random:16)"
     parser.add_argument("--lora", metavar="random:RANK|PATH", help=text)
@@ -185,11 +185,12 @@ def run(args: argparse.Namespace) -> int:
         before = machine_limits(settings.threads)
         sections = measure(settings, args.suite)
         report = make_report(args, settings, before, machine_limits(settings.threads))
+    report["failures"] = list(dict.fromkeys(settings.failures))
     report["results"] = {
         name: [result.to_json() for result in section.results] for name, section in sections
     }
     _write(args, report, dict(sections), work)
-    return 0
+    return 1 if settings.failures else 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """The engines that the bench measures, each in its own process, including this package's.
 
-Every engine is a worker that exchanges JSON lines (``peer.py`` has the protocol), so that all of
-them start, run and are timed in the same way.
+Every engine is a worker that exchanges JSON lines (``peers/worker.py`` has the protocol), so that
+all of them start, run and are timed in the same way.
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
+import textwrap
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -27,12 +30,18 @@ OURS = "embedlm"
 #: Peer -> the module it needs.
 PEERS = {
     "llama.cpp": "llama_cpp",
+    "openvino": "openvino_genai",
+    "mistral.rs": "mistralrs",
     "vllm": "vllm",
     "vllm-bf16": "vllm",
     "transformers": "transformers",
     "transformers-bf16": "transformers",
     "peft": "peft",
 }
+#: Those that read the same GGUF file as we do; the others get its weights unpacked.
+READ_GGUF = ("llama.cpp", "openvino", "mistral.rs")
+#: Characters of a peer's problem that are shown: Rust's and C++'s can be pages.
+_SHOWN = 300
 #: Threads of an OpenMP runtime go on spinning after their last work, up to 0.2 s in Intel's.
 _SETTLE = 0.25
 
@@ -94,14 +103,14 @@ class Peer:
     python: str = sys.executable
 
 
-def parse_peers(text: str) -> tuple[Peer, ...]:
+def parse_peers(text: str, known: Collection[str] = PEERS) -> tuple[Peer, ...]:
     """``"llama.cpp=/venv/bin/python,vllm"``, each engine once."""
     peers: dict[str, Peer] = {}
     for piece in text.split(","):
         engine, named, python = piece.partition("=")
-        if engine not in PEERS or bool(named) > bool(python) or engine in peers:
+        if engine not in known or bool(named) > bool(python) or engine in peers:
             raise argparse.ArgumentTypeError(
-                f"expected NAME or NAME=PYTHON, each of {', '.join(PEERS)} at most once; "
+                f"expected NAME or NAME=PYTHON, each of {', '.join(known)} at most once; "
                 f"found {piece!r}"
             )
         peers[engine] = Peer(engine, python or sys.executable)
@@ -118,26 +127,37 @@ def check_peer(peer: Peer) -> None:
         )
 
 
+class PeerError(SdkError):
+    """Another engine failed. The message is one line that begins with its name."""
+
+    def __init__(self, engine: str, problem: str) -> None:
+        super().__init__(f"{engine}: {textwrap.shorten(problem, _SHOWN, placeholder=' ...')}")
+        self.engine = engine
+
+
 class Worker:
     """One opened engine.
 
     It reports its ``name`` and ``kv``; ``open_s`` is the time that its constructor took.
+    ``failed``: it has ended with an error.
     """
 
     def __init__(self, opening: Opening, python: str = sys.executable) -> None:
         self.engine = opening.engine
+        self.failed = False
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115
         try:
             self._process = subprocess.Popen(
                 command(opening.engine, python),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
+                stderr=self._log,
                 text=True,
                 env=environment(opening),
                 start_new_session=True,  # Ctrl-C reaches only this process, which ends the others
             )
         except OSError as error:
-            raise SdkError(f"{opening.engine}: {python} cannot be started: {error}") from error
+            raise self.error(f"{python} cannot be started: {error}") from error
         try:
             given = asdict(opening)
             if opening.engine != OURS:
@@ -192,12 +212,27 @@ class Worker:
             self._process.stdin.flush()
         line = self._process.stdout.readline()
         if not line:
-            code = self._process.wait()
-            raise SdkError(f"{self.engine}: the worker ended without a reply, exit code {code}")
+            how = f"the worker ended without a reply, {_exit(self._process.wait())}"
+            raise self.error(f"{how}: {said}" if (said := self._said()) else how)
         reply: dict[str, Any] = json.loads(line)
         if "error" in reply:
-            raise SdkError(f"{self.engine}: the worker failed: {reply['error']}")
+            raise self.error(f"the worker failed: {reply['error']}")
         return reply
+
+    def error(self, problem: str) -> SdkError:
+        """The exception to raise: its process answers nothing more."""
+        self.failed = True
+        return (
+            SdkError(f"{OURS}: {problem}")
+            if self.engine == OURS
+            else PeerError(self.engine, problem)
+        )
+
+    def _said(self) -> str:
+        """The last line that it wrote to standard error."""
+        self._log.seek(0)
+        lines = self._log.read().decode("utf-8", "replace").split("\n")
+        return next((line for line in reversed(lines) if line.strip()), "")
 
     def close(self, *, now: bool = False) -> None:
         """End the process: let it exit when it is idle; kill it ``now`` or after ten seconds."""
@@ -205,6 +240,7 @@ class Worker:
             if pipe is not None:
                 with contextlib.suppress(BrokenPipeError):
                     pipe.close()
+        self._log.close()
         try:
             self._process.wait(timeout=0 if now else 10)
         except subprocess.TimeoutExpired:
@@ -212,11 +248,15 @@ class Worker:
             self._process.wait()
 
 
+def _exit(code: int) -> str:
+    return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+
+
 def command(engine: str, python: str) -> list[str]:
-    """The command of a worker: ours is a module of this package, peers run a single script."""
+    """The command of a worker: ours is a module of this package, peers run a folder."""
     if engine == OURS:
         return [python, "-m", "sdk.cli.bench.own"]
-    return [python, str(Path(__file__).with_name("peer.py"))]
+    return [python, str(Path(__file__).with_name("peers"))]
 
 
 def own_environment() -> dict[str, str]:
@@ -231,8 +271,9 @@ def environment(opening: Opening) -> dict[str, str]:
     if opening.engine == OURS:
         return own_environment()
     found = dict(os.environ)
-    found["OMP_NUM_THREADS"] = str(opening.threads)
+    found["OMP_NUM_THREADS"] = found["RAYON_NUM_THREADS"] = str(opening.threads)
     found["TOKENIZERS_PARALLELISM"] = "false"
+    found["MISTRALRS_CPU_KV_F32"] = "1" if opening.kv == "float32" else "0"
     if opening.engine.startswith("vllm"):
         cpus = sorted(os.sched_getaffinity(0))[: opening.threads]
         found["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cpus))
@@ -243,15 +284,31 @@ def environment(opening: Opening) -> dict[str, str]:
 
 
 class Engines:
-    """Several workers that are opened and closed together."""
+    """Several workers that are opened and closed together.
 
-    def __init__(self) -> None:
+    ``failures``: the messages of peers that failed, which the report shows.
+    """
+
+    def __init__(self, failures: list[str] | None = None) -> None:
         self.opened: list[Worker] = []
+        self._failures = [] if failures is None else failures
 
     def open(self, opening: Opening, python: str = sys.executable) -> Worker:
         worker = Worker(opening, python)
         self.opened.append(worker)
         return worker
+
+    @contextmanager
+    def sparing(self, what: str = "") -> Iterator[None]:
+        """A peer that fails inside, at ``what``, is left out from then on; the others go on."""
+        try:
+            yield
+        except PeerError as error:
+            self._failures.append(f"{error} ({what})" if what else str(error))
+            for worker in self.opened:
+                if worker.failed:
+                    worker.close(now=True)
+            self.opened = [worker for worker in self.opened if not worker.failed]
 
     @property
     def vocab_size(self) -> int:
@@ -275,7 +332,7 @@ class Engines:
 
         If there are several, each waits until the last one's threads have gone to sleep.
         """
-        for worker in self.opened if round_number % 2 == 0 else self.opened[::-1]:
+        for worker in self.opened[:: 1 if round_number % 2 == 0 else -1]:  # a copy: some may fail
             if len(self.opened) > 1:
                 time.sleep(_SETTLE)
             yield worker

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sdk.cli.bench.engines import OURS, Engines, Peer
+from sdk.cli.bench.engines import OURS, Engines, Peer, PeerError
 from sdk.cli.bench.report import Result
 from sdk.cli.bench.settings import DECODE_PROMPT, Settings, make_load
-from sdk.errors import RequestError, SdkError
+from sdk.errors import RequestError
 
 if TYPE_CHECKING:
     from sdk.llm import LLM
@@ -43,7 +43,8 @@ def measure_lora(settings: Settings, engines: Engines) -> list[Result]:
         paths = _adapters(settings, Path(folder), most)
         found = _measure_own(settings, paths)
         if (peer := settings.peer(PEER)) is not None:
-            found += _measure_peft(settings, peer, paths)
+            with Engines(settings.failures).sparing():
+                found += _measure_peft(settings, peer, paths)
         return found
 
 
@@ -160,7 +161,7 @@ def _measure_peft(settings: Settings, peer: Peer, paths: Sequence[Path]) -> list
     )
     if done.returncode:
         last = next(iter(done.stderr.strip().splitlines()[::-1]), "no message")
-        raise SdkError(f"{PEER}: the process ended with code {done.returncode}: {last}")
+        raise PeerError(PEER, f"the process ended with code {done.returncode}: {last}")
     answer = json.loads(done.stdout)
     for row in answer["rows"]:
         case = {"requests": row["requests"], "adapters": row["case"]}

@@ -1,4 +1,4 @@
-"""This package's worker for the bench: ``peer.py``'s protocol around an ``LLM``."""
+"""This package's worker for the bench: the protocol of ``peers/worker.py`` around an ``LLM``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import time
 from typing import TYPE_CHECKING
 
 from sdk import __version__
-from sdk.cli.bench.peer import serve
+from sdk.cli.bench.peers.timing import Timing
+from sdk.cli.bench.peers.worker import serve
 
 if TYPE_CHECKING:
     from sdk.llm import LLM
@@ -56,7 +57,6 @@ class OwnEngine:
         }
 
     def measure(self, prompts: list[list[int]], output_len: int) -> dict[str, float]:
-        """Decoding is timed from the first token of the last request to the end of the first."""
         from sdk.params import RequestOutputKind, SamplingParams
 
         params = SamplingParams(
@@ -66,33 +66,15 @@ class OwnEngine:
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
         )
-        start = time.perf_counter()
-        waiting = set(self._llm.enqueue([{"prompt_token_ids": p} for p in prompts], params))
-        left = set(waiting)
-        prefilled = ended = start
-        tokens = 0
-        begun = self._llm.get_metrics()
-        while left:
+        timing = Timing(len(prompts))
+        self._llm.enqueue([{"prompt_token_ids": p} for p in prompts], params)
+        begun: dict[str, float] = {}
+        while self._llm.has_unfinished_requests:
             outputs = self._llm.step()
-            now = time.perf_counter()
-            all_run = not waiting and len(left) == len(prompts)
-            made = 0
-            for output in outputs:
-                made += len(output.outputs[0].token_ids)
-                waiting.discard(output.request_id)
-                if output.finished:
-                    left.discard(output.request_id)
-            if all_run:
-                tokens += made
-                ended = now
-            elif not waiting and prefilled == start:
-                prefilled = ended = now
+            timing.step([(o.request_id, len(o.outputs[0].token_ids), o.finished) for o in outputs])
+            if timing.decoding and not begun:
                 begun = self._llm.get_metrics()
-        found = {
-            "prefill_s": prefilled - start,
-            "decode_s": ended - prefilled,
-            "decode_tokens": tokens,
-        }
+        found = timing.times()
         if bubble := _bubble(begun, self._llm.get_metrics()):
             found["bubble"] = bubble
         return found

@@ -113,6 +113,7 @@ def to_text(report: Mapping[str, Any], sections: Iterable[Section]) -> str:
     for section in sections:
         head, rows = cells(section)
         parts.append(f"{section.title}: {section.note}\n\n{format_table(head, rows)}")
+    parts += [f"Not measured: {failure}" for failure in report["failures"]]
     return "\n\n".join(parts)
 
 
@@ -124,4 +125,5 @@ def to_markdown(report: Mapping[str, Any], sections: Iterable[Section]) -> str:
         marks = ["---" if i == 0 else "---:" for i in range(len(head))]
         table = "\n".join(f"| {' | '.join(row)} |" for row in [head, marks, *rows])
         parts.append(f"**{section.title}**: {section.note}\n\n{table}")
+    parts += [f"Not measured: `{failure}`" for failure in report["failures"]]
     return "\n\n".join(parts) + "\n"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from sdk.cli.bench.engines import OURS, Engines, Load, Opening, Peer, Worker
+from sdk.cli.bench.engines import OURS, READ_GGUF, Engines, Load, Opening, Peer, Worker
 from sdk.cli.bench.report import Result
 
 #: Tokens of context before decoding is measured, unless the suite varies them.
@@ -34,6 +34,8 @@ class Settings:
     lora: str = "random:16"
     #: The type of its factors, as in ``LLM(lora_dtype=)``.
     lora_dtype: str = "auto"
+    #: What the report says about peers that failed.
+    failures: list[str] = field(default_factory=list)
 
     def engines(self, without: Sequence[str] = ()) -> list[Peer]:
         """Ours first, then the peers except those in ``without`` and their ``-bf16`` variants."""
@@ -48,17 +50,22 @@ class Settings:
     def opening(
         self, engine: str, requests: int, context: int, *, kv: str = "", prefix: bool = False
     ) -> Opening:
-        """What ``engine`` opens: llama.cpp gets the same file as we do, others unpacked weights."""
-        model = self.model if engine in (OURS, "llama.cpp") else self.unpacked()
+        """What ``engine`` opens: our file, or its unpacked weights."""
+        model = self.model if engine in (OURS, *READ_GGUF) else self.unpacked()
         return Opening(engine, model, self.threads, requests, context, kv or self.kv, prefix)
 
     @contextmanager
-    def opened(self, peers: Sequence[Peer], requests: int, context: int) -> Iterator[Engines]:
-        """Open all of ``peers`` at the same time, without a prefix cache."""
-        with Engines() as engines:
+    def opened(
+        self, peers: Sequence[Peer], requests: int, context: int, *, prefix: bool = False
+    ) -> Iterator[Engines]:
+        """Open all of ``peers`` at the same time; ``prefix``: with a prefix cache."""
+        with Engines(self.failures) as engines:
             for peer in peers:
                 self.progress(f"opening {peer.engine}")
-                engines.open(self.opening(peer.engine, requests, context), peer.python)
+                with engines.sparing():
+                    engines.open(
+                        self.opening(peer.engine, requests, context, prefix=prefix), peer.python
+                    )
             yield engines
 
 
@@ -72,22 +79,28 @@ def make_load(vocab_size: int, requests: int, prompt_len: int, output_len: int, 
     return Load(prompts, output_len)
 
 
+def _said(case: Mapping[str, int | str]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in case.items())
+
+
 def in_rounds(
     settings: Settings,
     engines: Engines,
     case: Mapping[str, int | str],
     sample: Callable[[Worker, int], dict[str, float]],
 ) -> list[Result]:
-    """Call ``sample(engine, round)`` for every engine in every round; one result per engine."""
+    """Call ``sample(engine, round)`` for every engine in every round; one result for each engine
+    that did not fail."""
     results = {
         id(engine): Result(engine.engine, engine.name, engine.kv, case) for engine in engines.opened
     }
-    said = ", ".join(f"{name} {value}" for name, value in case.items())
+    said = _said(case)
     for number in range(settings.rounds):
         for engine in engines.interleaved(number):
-            results[id(engine)].add(**sample(engine, number))
+            with engines.sparing(said):
+                results[id(engine)].add(**sample(engine, number))
         settings.progress(f"{said or 'all engines'}: round {number + 1} of {settings.rounds}")
-    return list(results.values())
+    return [results[id(engine)] for engine in engines.opened]
 
 
 def same_load(
@@ -98,6 +111,7 @@ def same_load(
     sample: Callable[[Worker, Load], dict[str, float]],
 ) -> list[Result]:
     """:func:`in_rounds` with one load, after a warm-up run of its prompts."""
-    for engine in engines.opened:
-        engine.measure(Load(load.prompts, 2))
+    for engine in [*engines.opened]:
+        with engines.sparing(_said(case)):
+            engine.measure(Load(load.prompts, 2))
     return in_rounds(settings, engines, case, lambda engine, number: sample(engine, load))

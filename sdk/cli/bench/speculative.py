@@ -111,7 +111,7 @@ def _measure_llama_cpp(settings: Settings, llm: LLM, context: int) -> list[Resul
     peer, found = settings.peer("llama.cpp"), []
     if peer is None:
         return []
-    with Engines() as engines:
+    with Engines(settings.failures) as engines, engines.sparing():
         worker = engines.open(settings.opening(peer.engine, 1, context), peer.python)
         for name in WORK:
             result = Result(worker.engine, worker.name, worker.kv, {"work": name, "requests": 1})

@@ -98,7 +98,7 @@ def _measure_llama_cpp(settings: Settings, llm: LLM, context: int) -> list[Resul
         schema = {"type": "object"} if "json_object" in structure else structure.get("json")
         if schema is None:
             continue
-        with Engines() as engines:
+        with Engines(settings.failures) as engines, engines.sparing():
             worker = engines.open(settings.opening(peer.engine, 1, context), peer.python)
             case: dict[str, int | str] = {"structure": name, "requests": 1}
             result = Result(worker.engine, worker.name, worker.kv, case)

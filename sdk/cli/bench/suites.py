@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from sdk.cli.bench.accuracy import measure_accuracy
-from sdk.cli.bench.engines import Engines, Load, Worker
+from sdk.cli.bench.engines import Engines, Load, Peer, Worker
 from sdk.cli.bench.kv import measure_kv
 from sdk.cli.bench.lora import measure_lora
 from sdk.cli.bench.memory import PROMPT, measure_memory
@@ -33,7 +33,10 @@ DECODE = Metric("decode_tok_s", "decode tok/s")
 
 
 def decode_rate(engine: Worker, load: Load) -> dict[str, float]:
-    return {"decode_tok_s": engine.measure(load).decode_rate}
+    found = engine.measure(load)
+    if not found.decode_tokens:
+        raise engine.error("no time at which all requests decoded: --output-len is too small")
+    return {"decode_tok_s": found.decode_rate}
 
 
 def measure_prefill(settings: Settings, engines: Engines) -> list[Result]:
@@ -90,10 +93,8 @@ def busy_core() -> Iterator[None]:
 
 def measure_prefix(settings: Settings, engines: Engines) -> list[Result]:
     """Uses new prompts in every round: the cache would already hold those of an earlier round."""
-    with Engines() as caching:
-        for peer in settings.engines(without=["transformers"]):
-            opening = settings.opening(peer.engine, 1, PREFIX_PROMPT + 20, prefix=True)
-            caching.open(opening, peer.python)
+    peers = settings.engines(without=["transformers", "mistral.rs"])
+    with settings.opened(peers, 1, PREFIX_PROMPT + 20, prefix=True) as caching:
         vocab_size = caching.vocab_size
 
         def sample(engine: Worker, number: int) -> dict[str, float]:
@@ -103,8 +104,9 @@ def measure_prefix(settings: Settings, engines: Engines) -> list[Result]:
             hit = engine.measure(Load((again,), 1)).prefill_s
             return {"cold_ms": 1000 * cold, "hit_ms": 1000 * hit, "gain": cold / hit}
 
-        for engine in caching.opened:
-            sample(engine, settings.rounds)
+        for engine in [*caching.opened]:
+            with caching.sparing("prefix"):
+                sample(engine, settings.rounds)
         return in_rounds(settings, caching, {}, sample)
 
 
@@ -113,24 +115,31 @@ def measure_startup(settings: Settings, engines: Engines) -> list[Result]:
     results: dict[str, Result] = {}
     peers = settings.engines()
     for number in range(-1, settings.rounds):
-        for peer in peers if number % 2 == 0 else peers[::-1]:
-            with Engines() as one:
-                start = time.perf_counter()
-                worker = one.open(settings.opening(peer.engine, 1, STARTUP_CONTEXT), peer.python)
-                opened = time.perf_counter() - start
-                load = make_load(worker.vocab_size, 1, STARTUP_PROMPT, STARTUP_ANSWER, seed=1)
-                times = worker.measure(load)
-                peak_mib = worker.peak_bytes() / 2**20
-            if number >= 0:
-                result = Result(peer.engine, worker.name, worker.kv, {})
-                results.setdefault(peer.engine, result).add(
-                    open_s=worker.open_s + times.prefill_s,
-                    process_s=opened + times.prefill_s,
-                    answer_s=opened + times.prefill_s + times.decode_s,
-                    peak_mib=peak_mib,
-                )
+        for peer in peers[:: 1 if number % 2 == 0 else -1]:
+            with Engines(settings.failures) as one:
+                with one.sparing("start-up"):
+                    worker, times = _start_up(settings, peer, one)
+                if not one.opened:
+                    peers.remove(peer)
+                elif number >= 0:
+                    result = Result(peer.engine, worker.name, worker.kv, {})
+                    results.setdefault(peer.engine, result).add(**times)
         settings.progress(f"start-up: round {number + 1} of {settings.rounds}")
     return [results[peer.engine] for peer in peers]
+
+
+def _start_up(settings: Settings, peer: Peer, one: Engines) -> tuple[Worker, dict[str, float]]:
+    start = time.perf_counter()
+    worker = one.open(settings.opening(peer.engine, 1, STARTUP_CONTEXT), peer.python)
+    opened = time.perf_counter() - start
+    load = make_load(worker.vocab_size, 1, STARTUP_PROMPT, STARTUP_ANSWER, seed=1)
+    times = worker.measure(load)
+    return worker, {
+        "open_s": worker.open_s + times.prefill_s,
+        "process_s": opened + times.prefill_s,
+        "answer_s": opened + times.prefill_s + times.decode_s,
+        "peak_mib": worker.peak_bytes() / 2**20,
+    }
 
 
 @dataclass(frozen=True, slots=True)

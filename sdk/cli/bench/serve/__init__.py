@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 
 from sdk.cli.bench import parse_count, parse_numbers
-from sdk.cli.bench.engines import PEERS, check_peer, parse_peers
+from sdk.cli.bench.engines import check_peer, parse_peers
 from sdk.cli.bench.plots import check_matplotlib
 from sdk.cli.bench.serve.opening import opened_subjects
 from sdk.cli.bench.serve.options import (
@@ -24,6 +24,7 @@ from sdk.cli.bench.serve.options import (
 from sdk.cli.bench.serve.progress import ProgressLine
 from sdk.cli.bench.serve.results import Results
 from sdk.cli.bench.serve.runs import Case, Runs, Size
+from sdk.cli.bench.serve.servers import SERVERS
 from sdk.cli.engine_arguments import add_engine_arguments
 from sdk.errors import RequestError
 
@@ -70,12 +71,11 @@ def _add_subject_arguments(where: argparse._ArgumentGroup) -> None:
     )
     where.add_argument(
         "--against",
-        type=parse_peers,
+        type=lambda text: parse_peers(text, SERVERS),
         default=(),
         metavar="NAME[=PYTHON][,...]",
-        help=f"start these servers too, and measure them in turn with ours: "
-        f"{', '.join(name for name in PEERS if not name.startswith('transformers'))}, each with "
-        "the interpreter that has it",
+        help=f"start these servers too, and measure them in turn with ours: {', '.join(SERVERS)}, "
+        "each with the interpreter that has it",
     )
     where.add_argument(
         "--header", action="append", default=[], metavar="LINE", help="'Name: value' for --url"

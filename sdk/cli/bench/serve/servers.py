@@ -22,6 +22,8 @@ from sdk.cli.bench.serve.http_target import find_model
 from sdk.cli.bench.serve.subjects import Server
 from sdk.errors import SdkError
 
+#: Peers with a server of their own.
+SERVERS = ("llama.cpp", "vllm", "vllm-bf16")
 #: vLLM takes a minute to start on two cores, longer on busy ones.
 _START_S = 300.0
 _STOP_S = 15.0

@@ -1,0 +1,87 @@
+"""OpenVINO GenAI on a CPU, stepped through its pipeline for several requests."""
+
+from __future__ import annotations
+
+import time
+from importlib.metadata import version
+from typing import Any
+
+from .timing import Timing
+
+#: Prompt tokens of a step: as many as llama.cpp gets.
+BATCH = 512
+#: Tokens of a page of keys and values, fixed on a CPU.
+_PAGE = 32
+#: Its own default on a CPU is u8.
+KV = {
+    "auto": "", "float16": "f16", "bfloat16": "bf16", "float32": "f32", "int8": "u8",
+    "int4": "u4",
+}  # fmt: skip
+
+
+class OpenVino:
+    def __init__(
+        self,
+        engine: str,
+        model: str,
+        threads: int,
+        requests: int,
+        context: int,
+        kv: str,
+        prefix_cache: bool,
+    ) -> None:
+        import openvino
+        import openvino_genai
+
+        start = time.perf_counter()
+        self.openvino, self.api = openvino, openvino_genai
+        limits = openvino_genai.SchedulerConfig()
+        limits.max_num_seqs = requests
+        limits.max_num_batched_tokens = BATCH
+        # Twice the pages that the requests fill: without spare ones the last prompts would wait.
+        limits.num_kv_blocks = 2 * requests * (context // _PAGE + 1)
+        limits.enable_prefix_caching = prefix_cache
+        options: dict[str, Any] = {"INFERENCE_NUM_THREADS": threads}
+        if KV[kv]:
+            options["KV_CACHE_PRECISION"] = KV[kv]
+        self.pipeline = openvino_genai.ContinuousBatchingPipeline(model, limits, "CPU", options)
+        default = openvino.Core().get_property("CPU", "KV_CACHE_PRECISION")
+        self.count = 0
+        self.hello = {
+            "name": f"OpenVINO GenAI {version('openvino-genai')}",
+            "kv": KV[kv] or default.to_string(),
+            "vocab_size": len(self.pipeline.get_tokenizer().get_vocab()),
+            "open_s": time.perf_counter() - start,
+        }
+
+    def measure(self, prompts: list[list[int]], output_len: int) -> dict[str, float]:
+        import numpy
+
+        params = self.api.GenerationConfig()
+        params.do_sample = False
+        params.max_new_tokens = output_len
+        params.ignore_eos = True
+        timing = Timing(len(prompts))
+        handles = []
+        for prompt in prompts:
+            self.count += 1
+            ids = self.openvino.Tensor(numpy.array([prompt], numpy.int64))
+            handles.append(self.pipeline.add_request(self.count, ids, params))
+        finished = self.api.GenerationStatus.FINISHED
+        while self.pipeline.has_non_finished_requests():
+            self.pipeline.step()
+            timing.step(
+                [
+                    (number, _new_tokens(handle), handle.get_status() == finished)
+                    for number, handle in enumerate(handles)
+                ]
+            )
+        return timing.times()
+
+
+def _new_tokens(handle: Any) -> int:
+    """The number of tokens since the last call."""
+    found = 0
+    while handle.can_read():
+        found += sum(len(output.generated_ids) for output in handle.read().values())
+    return found

@@ -1,0 +1,75 @@
+"""Runs an engine under the bench's load in its own process: JSON lines in, JSON lines out.
+
+Each line gets one reply. On failure the reply is ``{"error"}``, and it is the last one.
+
+- First ``{"engine", "model", "threads", "requests", "context", "kv", "prefix_cache"}`` ->
+  ``{"name", "kv", "vocab_size", "open_s"}``. ``requests``: the most at once; ``context``: tokens
+  per request; ``kv``: the type of keys and values, or ``"auto"``. ``open_s`` excludes Python's
+  imports.
+- ``{"prompts": [[id, ...], ...], "output_len"}`` -> ``{"prefill_s", "decode_s", "decode_tokens"}``:
+  greedy, end-of-text ignored, all requests concurrently.
+- ``{"logits_of": [id, ...], "path"}`` -> ``{}``; writes float32 ``[ids, vocab_size]`` to ``path``.
+- ``{"one": [id, ...], "output_len", "temperature", "schema", "drafts"}`` -> ``{"seconds",
+  "tokens"}``: one request through the engine's own class, as an application would run it.
+  ``schema``: a JSON schema or null; ``drafts``: whether it drafts from the prompt. ``seconds``:
+  after the first token.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from importlib import import_module
+from typing import Any
+
+#: Engine -> its module here and its class. Engines are imported when they are opened: an
+#: environment has one of them.
+ENGINES = {
+    "llama.cpp": ("llama_cpp", "LlamaCpp"),
+    "mistral.rs": ("mistralrs", "MistralRs"),
+    "openvino": ("openvino", "OpenVino"),
+    "transformers": ("transformers", "Transformers"),
+    "vllm": ("vllm", "Vllm"),
+}
+
+
+def open_peer(engine: str, kv: str, **opening: Any) -> Any:
+    """The engine of that name. ``KV`` of its module has the types of keys and values."""
+    name, kind = ENGINES[engine.removesuffix("-bf16")]
+    module = import_module(f".{name}", __package__)
+    if kv not in module.KV:
+        raise ValueError(f"--kv-dtype: expected one of {', '.join(module.KV)}, found {kv!r}")
+    return getattr(module, kind)(engine=engine, kv=kv, **opening)
+
+
+def answers(lines: Iterable[str], open_engine: Callable[..., Any]) -> Iterator[dict[str, Any]]:
+    """One reply per line, errors included; the first error is the last reply."""
+    questions = (json.loads(line) for line in lines)
+    try:
+        engine = open_engine(**next(questions))
+        yield engine.hello
+        for question in questions:
+            if "logits_of" in question:
+                with open(question["path"], "wb") as file:
+                    for row in engine.logits(question["logits_of"]):
+                        file.write(row.tobytes())
+                yield {}
+            elif "one" in question:
+                yield engine.run_one(**question)
+            else:
+                yield engine.measure(**question)
+    except ModuleNotFoundError as error:
+        yield {"error": f"{error.name} is not installed for {sys.executable}"}
+    except Exception as error:
+        yield {"error": f"{type(error).__name__}: {error}"}
+
+
+def serve(open_engine: Callable[..., Any]) -> None:
+    """Answer standard input until it ends."""
+    # Engines log to standard output, some from C code: redirect it to standard error.
+    with os.fdopen(os.dup(1), "w") as out:
+        os.dup2(2, 1)
+        for answer in answers(iter(sys.stdin.readline, ""), open_engine):
+            print(json.dumps(answer), file=out, flush=True)

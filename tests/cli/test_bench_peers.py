@@ -1,0 +1,270 @@
+"""Other engines in ``embedlm bench``: what each is given, how it is timed, and what it may lack.
+
+The engines' own packages are stand-ins here, except in the test with the marker ``peers``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+import sdk
+from sdk.cli import main
+from sdk.cli.bench.engines import READ_GGUF, Opening, environment, parse_peers
+from sdk.cli.bench.peers import mistralrs
+from sdk.cli.bench.peers.timing import Timing
+from sdk.cli.bench.peers.worker import open_peer
+
+OPENING: dict[str, Any] = {
+    "model": "/models/m.gguf",
+    "threads": 2,
+    "requests": 2,
+    "context": 192,
+    "prefix_cache": False,
+}
+
+
+def measured(timing: Timing, *steps: tuple[float, list[tuple[str, float, bool]]]) -> Any:
+    start = timing._start
+    for at, outputs in steps:
+        timing.step(outputs, start + at)
+    return timing.times()
+
+
+def test_decoding_is_timed_while_all_requests_run() -> None:
+    found = measured(
+        Timing(2),
+        (1.0, [("a", 1, False)]),
+        (2.0, [("a", 1, False), ("b", 1, False)]),  # from here on both decode
+        (3.0, [("a", 1, False), ("b", 1, False)]),
+        (4.5, [("a", 1, True), ("b", 1, False)]),  # until here
+        (6.0, [("b", 1, True)]),
+    )
+    assert found == pytest.approx({"prefill_s": 2.0, "decode_s": 2.5, "decode_tokens": 4})
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        pytest.param([(1.0, [("a", 1, True), ("b", 1, True)])], id="one token"),
+        pytest.param(
+            [(0.7, [("a", 1, True)]), (1.0, [("b", 1, False)]), (2.0, [("b", 1, True)])],
+            id="one after another",
+        ),
+    ],
+)
+def test_requests_that_never_decode_together_have_no_decoded_tokens(steps: Any) -> None:
+    found = measured(Timing(2), *steps)
+    assert found == pytest.approx({"prefill_s": 1.0, "decode_s": 0.0, "decode_tokens": 0})
+
+
+def test_every_peer_is_told_the_number_of_threads() -> None:
+    for engine in ("llama.cpp", "openvino", "mistral.rs", "vllm", "transformers"):
+        found = environment(Opening(engine, "m", 3, 1, 64))
+        assert found["OMP_NUM_THREADS"] == found["RAYON_NUM_THREADS"] == "3"
+
+
+@pytest.mark.parametrize(("kv", "value"), [("auto", "0"), ("float16", "0"), ("float32", "1")])
+def test_mistral_rs_is_told_its_type_of_keys_and_values(kv: str, value: str) -> None:
+    found = environment(Opening("mistral.rs", "m", 2, 1, 64, kv=kv))
+    assert found["MISTRALRS_CPU_KV_F32"] == value
+
+
+# ---- OpenVINO GenAI ------------------------------------------------------------------------------
+
+
+class Pipeline:
+    """Stands in for ContinuousBatchingPipeline: a token for each request in each step."""
+
+    opened: tuple[Any, ...] = ()
+
+    def __init__(self, *args: Any) -> None:
+        type(self).opened = args
+        self.handles: list[Handle] = []
+
+    def get_tokenizer(self) -> Any:
+        return SimpleNamespace(get_vocab=lambda: dict.fromkeys("abc"))
+
+    def add_request(self, number: int, ids: Any, params: Any) -> Handle:
+        assert ids.shape == (1, 3) and str(ids.dtype) == "int64"
+        assert (params.do_sample, params.ignore_eos) == (False, True)
+        self.handles.append(Handle(params.max_new_tokens))
+        return self.handles[-1]
+
+    def has_non_finished_requests(self) -> bool:
+        return any(handle.left for handle in self.handles)
+
+    def step(self) -> None:
+        for handle in self.handles:
+            handle.left, handle.ready = handle.left - 1, 1
+
+
+class Handle:
+    def __init__(self, left: int) -> None:
+        self.left, self.ready = left, 0
+
+    def can_read(self) -> bool:
+        return bool(self.ready)
+
+    def read(self) -> Any:
+        self.ready = 0
+        return {0: SimpleNamespace(generated_ids=[7])}
+
+    def get_status(self) -> str:
+        return "running" if self.left else "finished"
+
+
+@pytest.fixture
+def openvino(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = SimpleNamespace(get_property=lambda *names: SimpleNamespace(to_string=lambda: "u8"))
+    package, genai = ModuleType("openvino"), ModuleType("openvino_genai")
+    package.__dict__.update(Core=lambda: core, Tensor=lambda array: array)
+    genai.__dict__.update(
+        SchedulerConfig=SimpleNamespace,
+        GenerationConfig=SimpleNamespace,
+        GenerationStatus=SimpleNamespace(FINISHED="finished"),
+        ContinuousBatchingPipeline=Pipeline,
+    )
+    monkeypatch.setitem(sys.modules, "openvino", package)
+    monkeypatch.setitem(sys.modules, "openvino_genai", genai)
+    monkeypatch.setattr("sdk.cli.bench.peers.openvino.version", lambda name: "1.2")
+
+
+@pytest.mark.usefixtures("openvino")
+@pytest.mark.parametrize(
+    ("kv", "given", "shown"),
+    [("auto", {}, "u8"), ("float16", {"KV_CACHE_PRECISION": "f16"}, "f16")],
+)
+def test_openvino_opens_the_file_with_threads_and_room_for_all(
+    kv: str, given: dict[str, str], shown: str
+) -> None:
+    engine = open_peer(engine="openvino", kv=kv, **OPENING)
+    model, limits, device, options = Pipeline.opened
+    assert (model, device) == ("/models/m.gguf", "CPU")
+    assert options == {"INFERENCE_NUM_THREADS": 2, **given}
+    assert (limits.max_num_seqs, limits.enable_prefix_caching) == (2, False)
+    assert limits.num_kv_blocks * 32 >= 2 * 192
+    hello = engine.hello
+    assert (hello["name"], hello["kv"], hello["vocab_size"]) == ("OpenVINO GenAI 1.2", shown, 3)
+
+
+@pytest.mark.usefixtures("openvino")
+def test_openvino_is_stepped_until_all_requests_have_ended() -> None:
+    engine = open_peer(engine="openvino", kv="auto", **OPENING)
+    for _ in range(2):  # a second load does not see the first one's requests
+        found = engine.measure([[1, 2, 3], [4, 5, 6]], 5)
+        engine.pipeline.handles.clear()
+        assert found["decode_tokens"] == 2 * 4
+        assert found["prefill_s"] > 0 and found["decode_s"] > 0
+
+
+# ---- mistral.rs ----------------------------------------------------------------------------------
+
+
+class Runner:
+    """Stands in for mistral.rs: ids 1000 to 1009 are words, the others are not."""
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+        self.template = Path(options["jinja_explicit"]).read_text()
+        self.prompts: list[list[str]] = []
+        self.short = 0
+
+    def detokenize_text(self, tokens: list[int], skip: bool) -> str:
+        [token] = tokens
+        return f" word{'abcdefghij'[token - 1000]}" if token < 1010 else f"x{token}"
+
+    def tokenize_text(self, text: str, special: bool, thinking: None) -> list[int]:
+        return [1000 + "abcdefghij".index(text[-1])] if text[:5] == " word" else [1, 2]
+
+    def send_chat_completion_request(self, request: Any) -> Iterator[Any]:
+        assert (request.temperature, request.ignore_eos, request.stream) == (0.0, True, True)
+        self.prompts.append(request.messages.split())
+        count = len(self.prompts[-1]) - self.short
+        usage = SimpleNamespace(prompt_tokens=count, completion_tokens=request.max_tokens)
+        chunks = [SimpleNamespace(usage=None)] * (request.max_tokens - 1)
+        return iter([*chunks, SimpleNamespace(usage=usage)])
+
+
+@pytest.fixture
+def mistral(monkeypatch: pytest.MonkeyPatch) -> Any:
+    module = ModuleType("mistralrs")
+    module.__dict__.update(
+        Runner=Runner,
+        Which=SimpleNamespace(GGUF=lambda folder, name: (folder, name)),
+        ChatCompletionRequest=SimpleNamespace,
+    )
+    monkeypatch.setitem(sys.modules, "mistralrs", module)
+    monkeypatch.setattr(mistralrs, "version", lambda name: "0.9.5")
+    return open_peer(engine="mistral.rs", kv="auto", **OPENING)
+
+
+def test_mistral_rs_opens_the_file_and_finds_words_of_one_token(mistral: Any) -> None:
+    assert mistral.runner.options["which"] == ("/models", "m.gguf")
+    assert mistral.runner.options["max_seqs"] == 2
+    assert mistral.words == [f" word{letter}" for letter in "abcdefghij"]
+    assert (mistral.hello["name"], mistral.hello["kv"]) == ("mistral.rs 0.9.5", "f16")
+    assert mistral.runner.template == "{{ messages[0]['content'] }}"
+
+
+def test_mistral_rs_gets_words_for_ids_and_prompts_of_different_lengths(mistral: Any) -> None:
+    mistral.measure([[11, 12, 13], [25, 26, 27]], 3)
+    # the shorter one first
+    assert mistral.runner.prompts == [["wordg", "wordh"], ["wordb", "wordc", "wordd"]]
+
+
+def test_a_prompt_of_mistral_rs_that_became_longer_is_an_error(mistral: Any) -> None:
+    mistral.runner.short = 1
+    with pytest.raises(
+        RuntimeError, match="expected a prompt of 4 tokens and an answer of 3, found 3"
+    ):
+        mistral.measure([[11, 12, 13, 14]], 3)
+
+
+def test_a_vocabulary_without_words_is_an_error() -> None:
+    runner = SimpleNamespace(detokenize_text=lambda tokens, skip: "?")
+    with pytest.raises(RuntimeError, match="has no words that are one token"):
+        mistralrs.words_of(runner)
+
+
+def test_chunks_of_streams_become_the_steps_that_brought_them() -> None:
+    # The second stream begins a step later; its second chunk has two of its four tokens.
+    first, second = [1.0, 2.0, 3.0, 4.0], [2.1, 3.1, 4.1]
+    found = list(mistralrs.steps([first, second], 4))
+    share = pytest.approx(4 / 3)
+    assert found == [
+        (1.0, [(0, 1.0, False)]),
+        (2.1, [(0, 1.0, False), (1, share, False)]),
+        (3.1, [(0, 1.0, False), (1, share, False)]),
+        (4.1, [(0, 1.0, True), (1, share, True)]),
+    ]
+
+
+# ---- The packages themselves ---------------------------------------------------------------------
+
+
+@pytest.mark.peers
+@pytest.mark.model
+def test_each_engine_of_an_environment_decodes_the_load(
+    smollm2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    named = os.environ["EMBEDLM_PEERS"]
+    file, model = tmp_path / "bench.json", tmp_path / "model.gguf"
+    sdk.quantize(smollm2, model, "q4_0")  # mistral.rs takes minutes for Q4_1
+    argv = ["bench", str(model), "--suite", "prefill,decode", "--rounds", "1", "--streams", "1,3"]
+    argv += ["--prompt-len", "32", "--output-len", "16", "--against", named, "--json", str(file)]
+    assert main(argv) == 0, capsys.readouterr().out
+    results = json.loads(file.read_text())["results"]
+    peers = parse_peers(named)
+    assert len(results["prefill"]) == 1 + len(peers)
+    assert len(results["decode"]) == 2 * (1 + len(peers))
+    for row in (*results["prefill"], *results["decode"]):
+        assert all(value > 0 for value in row["median"].values()), row
+    assert any(peer.engine in READ_GGUF for peer in peers)
