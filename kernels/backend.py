@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any, Protocol
 
+from sdk.kernels.dataclass import dataclass
 from sdk.kernels.layouts import Layout
 from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.rounding import Rounding, Rows

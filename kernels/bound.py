@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from sdk.kernels.backend import Choice, Problem
 from sdk.kernels.checks import expect, expect_floats
 from sdk.kernels.context import Context
+from sdk.kernels.dataclass import dataclass
 from sdk.kernels.errors import KernelError
 from sdk.kernels.layouts import Layout
 from sdk.kernels.lazy_torch import Tensor, torch

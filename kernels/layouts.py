@@ -14,9 +14,10 @@ matrix. A matrix is always ``[out, in]``, here ``[N, K]``.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Any, Literal
 
+from sdk.kernels.dataclass import dataclass
 from sdk.kernels.errors import KernelError
 from sdk.kernels.lazy_torch import Tensor, torch, type_name
 

@@ -8,9 +8,10 @@ Hugging Face model, whatever the file calls them: ``model.layers.0.self_attn.q_p
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
+
+from sdk.kernels.dataclass import dataclass
 
 if TYPE_CHECKING:  # headers are read without torch
     from torch import Tensor

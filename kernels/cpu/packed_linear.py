@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from ctypes import Array, addressof, byref, c_void_p
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from sdk.kernels.backend import Problem
 from sdk.kernels.cpu.elementwise import floats
@@ -15,6 +15,7 @@ from sdk.kernels.cpu.library import EmbeddingArgs, ExpertsArgs, FilePart, Linear
 from sdk.kernels.cpu.packed_weight import BLOCK_SOURCES, TILE_DEPTH, Packed, canonical, prepared
 from sdk.kernels.cpu.runtime import NativeRuntime, check
 from sdk.kernels.cpu.weight_memory import WeightMemory
+from sdk.kernels.dataclass import dataclass
 from sdk.kernels.errors import KernelError
 from sdk.kernels.layouts import TABLE_BITS, Layout, check_layout
 from sdk.kernels.lazy_torch import Tensor, torch

@@ -9,7 +9,7 @@ vector load feeds an integer dot product; scales keep the types of the file. Pac
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from sdk.kernels.cpu.library import ELEMENT_TYPES, FilePart, WeightView
 from sdk.kernels.cpu.packed_scales import (
@@ -26,6 +26,7 @@ from sdk.kernels.cpu.packed_scales import (
     unpack_zeros,
 )
 from sdk.kernels.cpu.weight_memory import WeightMemory
+from sdk.kernels.dataclass import dataclass
 from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks, Dense, Float8, Layout
 from sdk.kernels.lazy_torch import Tensor, torch, type_name
 from sdk.kernels.reference.decode import row_scales

@@ -14,13 +14,14 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import repeat
 from typing import Any
 
 import numpy as np
 
+from sdk.kernels.dataclass import dataclass
 from sdk.loaders.tokenizer.base import TokenizerFacts
 from sdk.loaders.tokenizer.byte_level import EncodeText, byte_level_encoder, raw_encoder
 from sdk.loaders.tokenizer.end_tokens import end_token_ids

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -31,6 +30,7 @@ from sdk.engine.scheduling.scheduler_config import SHORT_STEP, SHORT_STEP_GPU, S
 from sdk.errors import RequestError
 from sdk.executors.local import LocalExecutor
 from sdk.executors.stage_times import StageTimes
+from sdk.kernels.dataclass import dataclass
 from sdk.kernels.lazy_torch import import_torch, torch, type_name
 from sdk.kernels.self_check import failures
 from sdk.loading.checks import named_tokenizer

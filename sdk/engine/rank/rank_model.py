@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
 
 from sdk.engine.rank.experts import unused_tensors
 from sdk.engine.rank.runner_config import RunnerConfig
+from sdk.kernels.dataclass import dataclass
 from sdk.kernels.lazy_torch import Tensor
 from sdk.kernels.ops import Ops
 from sdk.models.auto import build_model
