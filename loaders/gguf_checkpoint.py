@@ -39,9 +39,9 @@ _IN_CONFIG = frozenset(
     {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
 )
 
-#: Matrices above `_LARGE` bytes are read in pieces, which stay in the L3 cache until packed.
-_PIECE = 4 << 20
-_LARGE = 2 * _PIECE
+#: Matrices above `_LARGE` bytes are read in pieces, which stay in a cache until packed.
+_PIECE = 2 << 20
+_LARGE = 8 << 20
 
 
 class GgufCheckpoint:
