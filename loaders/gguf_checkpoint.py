@@ -82,7 +82,8 @@ class GgufCheckpoint:
         if len(stored.shape) != (2 if expert is None else 3):
             raise self._fail(stored, f"expected a matrix, found shape {list(stored.shape)}")
         factor = self._factor_beside(stored, expert)
-        if expert is None and factor is None and self._is_large(name, stored):
+        whole = expert is not None or factor is not None or self._interleaved(name)
+        if not whole and _is_large(stored):
             self._report(stored)
             return self._unread(stored)
         data = self._rows(name, stored, expert)
@@ -110,7 +111,9 @@ class GgufCheckpoint:
         return self._stored(name)[1] is not None
 
     def entries(self) -> Sequence[TensorEntry]:
-        return self._opened().entries()
+        entries, tensors = self._opened().entries(), self._opened().tensors
+        two = 2 * _PIECE  # the one that is packed and the next one
+        return [replace(e, read=two) if _is_large(tensors[e.name]) else e for e in entries]
 
     def unused(self) -> list[str]:
         return [
@@ -175,11 +178,6 @@ class GgufCheckpoint:
                 f"{name}: expected shape {list(expected)} by the metadata, "
                 f"found {list(stored.shape)}",
             )
-
-    def _is_large(self, name: str, stored: GgufTensor) -> bool:
-        """Whether a matrix is read in pieces: its rows are those of the kernels' layout."""
-        kept = stored.type.name.lower() in BLOCK_TYPES or stored.type.name in FLOATS
-        return kept and stored.nbytes > _LARGE and not self._interleaved(name)
 
     def _unread(self, stored: GgufTensor) -> Weight:
         opened, rows, columns = self._opened(), stored.shape[0], stored.shape[1]
@@ -254,3 +252,9 @@ class GgufCheckpoint:
         self._done += stored.nbytes
         if self.on_bytes is not None:
             self.on_bytes(self._done, self._total)
+
+
+def _is_large(stored: GgufTensor) -> bool:
+    """Whether a matrix is worth reading in pieces, and has the rows of the kernels' layout."""
+    kept = stored.type.name.lower() in BLOCK_TYPES or stored.type.name in FLOATS
+    return kept and len(stored.shape) == 2 and stored.nbytes > _LARGE

@@ -71,8 +71,8 @@ class ReadBlocks:
 
 
 def _map(nbytes: int) -> memoryview:
-    """Memory that returns to the system when it is freed. The C allocator kept up to 13 MiB of freed
-    blocks, just when a load takes the most memory."""
+    """Memory that returns to the system when it is freed. The C allocator kept up to 13 MiB of
+    freed blocks, just when a load takes the most memory."""
     return memoryview(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 

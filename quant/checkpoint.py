@@ -25,6 +25,7 @@ class TensorEntry:
 
     ``shape`` counts weights, not bytes; ``format`` is like ``"F16"``, ``"q4_k"``,
     ``"gptq-w4g128"``. ``nbytes`` is its size in the file, ``held`` its size in memory if different.
+    ``read``: how many bytes of the file are in memory at a time, if a CPU packs it in pieces.
     """
 
     name: str
@@ -32,6 +33,7 @@ class TensorEntry:
     format: str
     nbytes: int
     held: int | None = None
+    read: int | None = None
 
     @property
     def num_elements(self) -> int:
