@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from sdk.kernels.backend import Choice, Problem
@@ -25,6 +26,12 @@ class BoundLinear:
     shape: tuple[int, int]
     context: Context
     problem: Problem
+
+    def shared(self, context: Context) -> BoundLinear:
+        """The same packed weight for another engine of this process, whose threads read it too."""
+        kernels = (one for each in context.backends for one in each.implementations("linear"))
+        own = next(kernel for kernel in kernels if kernel.name == self.choice.name)
+        return replace(self, choice=replace(self.choice, implementation=own), context=context)
 
     @property
     def gates(self) -> bool:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sdk.kernels.dataclass import dataclass
+from sdk.quant.errors import CheckpointError
 
 if TYPE_CHECKING:  # headers are read without torch
     from torch import Tensor
@@ -84,3 +85,38 @@ class Checkpoint(Protocol):
 
     def close(self) -> None:
         """Close the files. Idempotent; weights already pulled stay valid."""
+
+
+class LoadedCheckpoint:
+    """The headers of a :class:`Checkpoint` whose weights are in an engine; it has no files."""
+
+    tokenizer = on_bytes = None
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.path = checkpoint.path
+        self.format = checkpoint.format
+        self.config = checkpoint.config
+        self.generation_config = checkpoint.generation_config
+        self.kv_scales = checkpoint.kv_scales
+        self._entries = checkpoint.entries()
+
+    def weight(self, name: str) -> Weight:
+        raise self._has_none(name)
+
+    def tensor(self, name: str) -> Tensor:
+        raise self._has_none(name)
+
+    def has(self, name: str) -> bool:
+        return False
+
+    def entries(self) -> Sequence[TensorEntry]:
+        return self._entries
+
+    def unused(self) -> list[str]:
+        return []
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def _has_none(self, name: str) -> CheckpointError:
+        return CheckpointError(f"{self.path}: {name}: the weights are in an engine")

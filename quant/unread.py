@@ -22,7 +22,7 @@ class UnreadWeight(PackedWeight):
 
     def __init__(self, unread: Pieces, spec: QuantSpec) -> None:
         self.shape = unread.shape
-        self._unread = unread
+        self._unread: Pieces | None = unread
         self._spec = spec
         self._layout = self._bound = None
 
@@ -32,7 +32,12 @@ class UnreadWeight(PackedWeight):
 
     @property
     def layout(self) -> Layout:
-        return self._unread.whole() if self._bound is None else self._bound.layout()
+        return self._pieces.whole() if self._bound is None else self._bound.layout()
+
+    @property
+    def _pieces(self) -> Pieces:
+        assert self._unread is not None, "this weight is bound"
+        return self._unread
 
     def narrow(self, side: Side, start: int, count: int) -> Weight:
         if side == "in":
@@ -42,16 +47,16 @@ class UnreadWeight(PackedWeight):
     def take_rows(self, start: int, count: int, step: int = 1) -> Weight:
         if step > 1:
             return weight_of(slice_rows(self.layout, start, start + count * step, step))
-        read = self._unread.read
+        read = self._pieces.read
         shape = (count, self.shape[1])
-        part = replace(self._unread, shape=shape, read=lambda at, rows: read(start + at, rows))
+        part = replace(self._pieces, shape=shape, read=lambda at, rows: read(start + at, rows))
         return UnreadWeight(part, self._spec)
 
     def joined(self, others: Sequence[Weight]) -> Weight | None:
         parts = [self, *(one for one in others if isinstance(one, UnreadWeight))]
         if len(parts) <= len(others) or any(one.spec != self._spec for one in parts):
             return super().joined(others)
-        unread = [one._unread for one in parts]
+        unread = [one._pieces for one in parts]
 
         def read(start: int, count: int) -> Layout:
             found = list(_rows(unread, start, count))
@@ -60,11 +65,12 @@ class UnreadWeight(PackedWeight):
             return whole
 
         shape = (sum(one.shape[0] for one in unread), self.shape[1])
-        return UnreadWeight(replace(self._unread, shape=shape, read=read), self._spec)
+        return UnreadWeight(replace(self._pieces, shape=shape, read=read), self._spec)
 
     def bind(self, ops: Ops, activation_bits: int = 8) -> None:
         if self._bound is None:
-            self._bound = ops.linear(self._unread, activation_bits)
+            self._bound = ops.linear(self._pieces, activation_bits)
+            self._unread = None  # it refers to the file
 
 
 def _rows(parts: Sequence[Pieces], start: int, count: int) -> Iterator[Layout]:
