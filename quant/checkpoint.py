@@ -90,7 +90,8 @@ class Checkpoint(Protocol):
 class LoadedCheckpoint:
     """The headers of a :class:`Checkpoint` whose weights are in an engine; it has no files."""
 
-    tokenizer = on_bytes = None
+    tokenizer = None
+    on_bytes: Callable[[int, int], None] | None = None
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.path = checkpoint.path

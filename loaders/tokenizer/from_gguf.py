@@ -173,7 +173,7 @@ def _plain(
     """
     others: dict[str, int] = {}
     for kind in (CONTROL, UNKNOWN, BYTE) if model == "llama" else (CONTROL, UNKNOWN):
-        for _, text in of_kind(tokens, kinds, kind):
+        for _, text in of_kind(tokens, bytes(kinds), kind):
             others[text] = ids.pop(text)
     return ids, others
 

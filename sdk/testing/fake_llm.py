@@ -60,6 +60,7 @@ from sdk.tools.definitions import ToolLike
 if TYPE_CHECKING:  # Unpack: in typing from Python 3.11 on; the others import torch
     from typing_extensions import Unpack
 
+    from sdk.llm import LLM
     from sdk.memory.plan import MemoryPlan
     from sdk.persistence.snapshot import Snapshot
     from sdk.reports.quant_report import QuantReport
@@ -556,7 +557,7 @@ class FakeLLM:
         _needs_weights("model_config")
 
     @takes_options
-    def fork(self, **options: Unpack[EngineOptions]) -> FakeLLM:
+    def fork(self, **options: Unpack[EngineOptions]) -> LLM:
         """Not supported."""
         _needs_weights("fork")
 

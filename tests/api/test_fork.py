@@ -279,7 +279,7 @@ def test_a_fork_adds_less_than_5_percent_of_the_weights(smollm2: Path) -> None:
 
 # ---- errors --------------------------------------------------------------------------------------
 
-BAD = {
+BAD: dict[str, Any] = {
     "model": "other.gguf",
     "quantization": "int4",
     "compute": "exact",
@@ -296,7 +296,7 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_an_option_that_needs_other_weights_is_rejected(tiny: LLM, name: str) -> None:
     with pytest.raises(RequestError, match=f"fork: {name}=.* {name} would change them"):
-        tiny.fork(**{name: BAD[name]})  # type: ignore[misc]
+        tiny.fork(**{name: BAD[name]})
 
 
 def test_bad_options_are_the_errors_of_llm(tiny: LLM) -> None:
