@@ -22,7 +22,13 @@ ALLOWED = {
     "quant": {"kernels"},
     # the layouts are the plain tensors a format decodes into, not kernels; models.architecture
     # describes how files hold a model, and imports nothing of the loaders
-    "loaders": {"quant", "kernels.layouts", "kernels.lazy_torch", "kernels.dataclass", "models.architecture"},
+    "loaders": {
+        "quant",
+        "kernels.layouts",
+        "kernels.lazy_torch",
+        "kernels.dataclass",
+        "models.architecture",
+    },
     "models": {"quant", "kernels"},
     "sdk": {"kernels", "quant", "loaders", "models"},
 }
