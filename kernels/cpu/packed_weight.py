@@ -186,7 +186,7 @@ def _pack_values(w: Dense | Float8, n: int, memory: WeightMemory) -> Packed:
     view.scale_type = ELEMENT_TYPES[type_name(w.values.dtype)]
     codes = memory.take((view.row_blocks * TILE_ROWS * k,), w.values.dtype)
     scale = None
-    facts: Dense | Float8 = Dense(torch.empty((n, k), dtype=w.values.dtype, device="meta"))
+    facts: Dense | Float8 = Dense(w.values[:1].to("meta").expand(n, k))
     if isinstance(w, Float8):
         facts = replace(w, values=facts.values, scale=w.scale.to("meta"))
         high = w.block[0]
