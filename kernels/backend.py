@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any, Protocol
 
+from sdk.kernels.dataclass import dataclass
 from sdk.kernels.layouts import Layout
 from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.rounding import Rounding, Rows
@@ -67,6 +67,13 @@ class LinearKernel(Implementation, Protocol):
 
     def matmul(self, packed: Any, x: Rows, out: Tensor, activation: str = "") -> None:
         """``out [M, N] = x [M, K] @ w.T``; x is contiguous, both have any type of the backend."""
+
+    #: Whether it has :meth:`pack_pieces`.
+    packs_pieces: bool
+
+    def pack_pieces(self, rows: int, pieces: Iterable[Layout]) -> Any:
+        """:meth:`pack` of ``Dense`` or ``Blocks`` that come some rows at a time: a multiple of
+        :data:`sdk.kernels.layouts.PIECE_ROWS`, except for the last ones. ``rows``: of all."""
 
     #: Whether ``rows`` takes ``part`` (:meth:`sdk.kernels.bound.BoundLinear.rows`).
     reads_parts: bool

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 from sdk.kernels.backend import Choice, Problem
 from sdk.kernels.checks import expect, expect_floats
 from sdk.kernels.context import Context
+from sdk.kernels.dataclass import dataclass
 from sdk.kernels.errors import KernelError
 from sdk.kernels.layouts import Layout
 from sdk.kernels.lazy_torch import Tensor, torch
@@ -25,6 +26,12 @@ class BoundLinear:
     shape: tuple[int, int]
     context: Context
     problem: Problem
+
+    def shared(self, context: Context) -> BoundLinear:
+        """The same packed weight for another engine of this process, whose threads read it too."""
+        kernels = (one for each in context.backends for one in each.implementations("linear"))
+        own = next(kernel for kernel in kernels if kernel.name == self.choice.name)
+        return replace(self, choice=replace(self.choice, implementation=own), context=context)
 
     @property
     def gates(self) -> bool:

@@ -5,8 +5,9 @@ torch is imported for type checkers only: models import this file.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from sdk.kernels.dataclass import dataclass
 
 if TYPE_CHECKING:
     from torch import Tensor

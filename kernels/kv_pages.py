@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from sdk.kernels.dataclass import dataclass
 from sdk.kernels.kv_types import KVType
 from sdk.kernels.lazy_torch import Tensor
 

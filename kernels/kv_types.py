@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING
+
+from sdk.kernels.dataclass import dataclass
 
 if TYPE_CHECKING:
     import torch

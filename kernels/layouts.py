@@ -14,9 +14,11 @@ matrix. A matrix is always ``[out, in]``, here ``[N, K]``.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
 from typing import Any, Literal
 
+from sdk.kernels.dataclass import dataclass
 from sdk.kernels.errors import KernelError
 from sdk.kernels.lazy_torch import Tensor, torch, type_name
 
@@ -248,6 +250,31 @@ class Blocks:
 
 
 Layout = Dense | Float8 | Affine | Blocks
+
+#: A piece of a weight has a multiple of as many rows: a strip of the CPU's kernels.
+PIECE_ROWS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """A weight whose rows are read when they are packed, ``step`` at a time: so the rows of the
+    file and all of their packed form are not in memory together.
+
+    ``read(start, count)``: these rows, as ``Dense`` or ``Blocks``; all pieces are alike. ``step``
+    is a multiple of ``PIECE_ROWS``.
+    """
+
+    shape: tuple[int, int]
+    read: Callable[[int, int], Layout]
+    step: int
+
+    def pieces(self) -> Iterator[Layout]:
+        rows = self.shape[0]
+        for start in range(0, rows, self.step):
+            yield self.read(start, min(self.step, rows - start))
+
+    def whole(self) -> Layout:
+        return self.read(0, self.shape[0])
 
 
 def inputs_of(layout: Layout) -> ActivationScheme | None:

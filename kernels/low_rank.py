@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -25,6 +24,7 @@ import numpy as np
 from sdk.kernels.backend import Problem
 from sdk.kernels.checks import expect, expect_floats
 from sdk.kernels.context import Context
+from sdk.kernels.dataclass import dataclass
 from sdk.kernels.errors import KernelError
 from sdk.kernels.lazy_torch import Tensor, torch
 

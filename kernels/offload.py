@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any, Protocol
 
+from sdk.kernels.dataclass import dataclass
 from sdk.kernels.host_layers import HostLayers
 from sdk.kernels.lazy_torch import torch
 

@@ -16,8 +16,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import chain
 from typing import Any, Literal
 
+from sdk.kernels.backend import Choice, Problem
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.bound import BoundLinear
 from sdk.kernels.checks import expect, expect_floats
@@ -28,7 +31,7 @@ from sdk.kernels.groups import Group, Link
 from sdk.kernels.head_norms import HeadNorms
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.kv_tiers import page_tier
-from sdk.kernels.layouts import Layout, on_device
+from sdk.kernels.layouts import Layout, Pieces, on_device
 from sdk.kernels.lazy_torch import Tensor, torch, type_name
 from sdk.kernels.low_rank import AdapterTable, Shape
 from sdk.kernels.moe import MoEOps
@@ -124,19 +127,45 @@ class Ops:
         """See :class:`sdk.kernels.backend.Backend`."""
         return self.context.backends[0].work_shape(requests, kv_heads)
 
-    def linear(self, layout: Layout, activation_bits: int = 8) -> BoundLinear:
+    def linear(self, weight: Layout | Pieces, activation_bits: int = 8) -> BoundLinear:
         """Choose a kernel for a weight, check it, and pack the weight for it on this device.
 
         ``activation_bits``: 8, or 16 for the blocks of an input that cost the most accuracy. It
         has no effect with ``compute="exact"``, for float weights, or if the weight's file says how
         activations are quantized.
         """
-        layout = on_device(layout, self.device)
+        if isinstance(weight, Pieces):
+            return self._linear_of_pieces(weight, activation_bits)
+        layout = on_device(weight, self.device)
+        choice, problem = self._choose(layout, layout.shape, activation_bits)
+        return self._bound(choice, problem, choice.implementation.pack(layout), layout.shape)
+
+    def _linear_of_pieces(self, weight: Pieces, activation_bits: int) -> BoundLinear:
+        if self.device.type != "cpu":  # its kernels pack whole weights
+            return self.linear(weight.whole(), activation_bits)
+        pieces = weight.pieces()
+        first = next(pieces)
+        choice, problem = self._choose(first, weight.shape, activation_bits)
+        kernel = choice.implementation
+        if kernel.packs_pieces:
+            packed = kernel.pack_pieces(weight.shape[0], chain((first,), pieces))
+        else:
+            packed = kernel.pack(weight.whole())
+        return self._bound(choice, problem, packed, weight.shape)
+
+    def _choose(
+        self, layout: Layout, shape: tuple[int, int], activation_bits: int
+    ) -> tuple[Choice, Problem]:
+        """The kernel for a weight of this shape; ``layout``: the weight, or its first rows."""
         problem = linear_problem(layout, self.context.compute, activation_bits)
-        choice = self._self_check.choose(self.context.backends, problem, layout)
-        packed = choice.implementation.pack(layout)
+        problem = replace(problem, out_features=shape[0])
+        return self._self_check.choose(self.context.backends, problem, layout), problem
+
+    def _bound(
+        self, choice: Choice, problem: Problem, packed: Any, shape: tuple[int, int]
+    ) -> BoundLinear:
         self.layers.keep(packed)
-        return BoundLinear(choice, packed, layout.shape, self.context, problem)
+        return BoundLinear(choice, packed, shape, self.context, problem)
 
     def adapter_table(self, shape: Shape, dtype: torch.dtype | None = None) -> AdapterTable:
         """The low-rank adapters of one product: see :mod:`sdk.kernels.low_rank`.

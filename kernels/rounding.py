@@ -3,9 +3,9 @@ quantized activations: they are not written and read again as floats."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
+from sdk.kernels.dataclass import dataclass
 from sdk.kernels.layouts import ActivationScheme
 from sdk.kernels.lazy_torch import Tensor, torch
 

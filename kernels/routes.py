@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
+from sdk.kernels.dataclass import dataclass
 from sdk.kernels.groups import Group
 from sdk.kernels.lazy_torch import Tensor
 

@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sdk.kernels.layouts import Affine, Layout
+from sdk.kernels.layouts import BLOCK_TYPES, PIECE_ROWS, Affine, Layout, Pieces
 from sdk.kernels.lazy_torch import Tensor, torch
-from sdk.loaders.formats.gguf_decode import decode_matrix
+from sdk.loaders.formats.gguf_decode import FLOATS, decode_matrix
 from sdk.loaders.gguf_config import build_config, build_generation_config, file_architecture
 from sdk.loaders.gguf_header import GgufTensor
 from sdk.loaders.gguf_names import expert_of, gguf_name, single_expert
@@ -30,12 +30,18 @@ from sdk.loaders.gguf_reader import GgufFile, read_gguf
 from sdk.loaders.model_shapes import expected_shape, num_experts
 from sdk.quant.checkpoint import TensorEntry
 from sdk.quant.errors import CheckpointError
+from sdk.quant.spec import QuantSpec
+from sdk.quant.unread import UnreadWeight
 from sdk.quant.weight import Weight, weight_of
 
 #: Tensors that became part of the config.
 _IN_CONFIG = frozenset(
     {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
 )
+
+#: Matrices above `_LARGE` bytes are read in pieces, which stay in a cache until packed.
+_PIECE = 2 << 20
+_LARGE = 8 << 20
 
 
 class GgufCheckpoint:
@@ -75,9 +81,13 @@ class GgufCheckpoint:
         expert = self._expert(name, stored)
         if len(stored.shape) != (2 if expert is None else 3):
             raise self._fail(stored, f"expected a matrix, found shape {list(stored.shape)}")
+        factor = self._factor_beside(stored, expert)
+        whole = expert is not None or factor is not None or self._interleaved(name)
+        if not whole and _is_large(stored):
+            self._report(stored)
+            return self._unread(stored)
         data = self._rows(name, stored, expert)
         layout = decode_matrix(stored.type, data, stored.shape[-1], self._where(stored))
-        factor = self._factor_beside(stored, expert)
         if factor is not None:
             layout = self._times(stored, layout, factor)
         self._report(stored)
@@ -101,7 +111,9 @@ class GgufCheckpoint:
         return self._stored(name)[1] is not None
 
     def entries(self) -> Sequence[TensorEntry]:
-        return self._opened().entries()
+        entries, tensors = self._opened().entries(), self._opened().tensors
+        two = 2 * _PIECE  # the one that is packed and the next one
+        return [replace(e, read=two) if _is_large(tensors[e.name]) else e for e in entries]
 
     def unused(self) -> list[str]:
         return [
@@ -167,13 +179,28 @@ class GgufCheckpoint:
                 f"found {list(stored.shape)}",
             )
 
+    def _unread(self, stored: GgufTensor) -> Weight:
+        opened, rows, columns = self._opened(), stored.shape[0], stored.shape[1]
+
+        def read(start: int, count: int) -> Layout:
+            data = opened.data(stored.name, part=(start, count))
+            return decode_matrix(stored.type, data, columns, self._where(stored), start)
+
+        step = max(_PIECE * rows // stored.nbytes // PIECE_ROWS, 1) * PIECE_ROWS
+        spec = QuantSpec.parse(stored.type.name.lower())
+        return UnreadWeight(Pieces((rows, columns), read, step), spec)
+
+    def _interleaved(self, name: str) -> bool:
+        """Whether the file has the rows of a tensor in another order."""
+        stem = name.removesuffix(".bias")
+        return self._rules.interleaved_qk and stem.endswith(("q_proj", "k_proj"))
+
     def _rows(self, name: str, stored: GgufTensor, expert: int | None) -> NDArray[np.uint8]:
         """The packed rows, of one expert or all, in the order of the Hugging Face model."""
         data = self._opened().data(stored.name, expert)
-        stem = name.removesuffix(".bias")
-        if not self._rules.interleaved_qk or not stem.endswith(("q_proj", "k_proj")):
+        if not self._interleaved(name):
             return data
-        key = "num_attention_heads" if stem.endswith("q_proj") else "num_key_value_heads"
+        key = "num_attention_heads" if "q_proj" in name else "num_key_value_heads"
         heads = self.config[key]
         if name.endswith(".bias"):
             data = data.reshape(stored.shape[0], -1)
@@ -225,3 +252,9 @@ class GgufCheckpoint:
         self._done += stored.nbytes
         if self.on_bytes is not None:
             self.on_bytes(self._done, self._total)
+
+
+def _is_large(stored: GgufTensor) -> bool:
+    """Whether a matrix is worth reading in pieces, and has the rows of the kernels' layout."""
+    kept = stored.type.name.lower() in BLOCK_TYPES or stored.type.name in FLOATS
+    return kept and len(stored.shape) == 2 and stored.nbytes > _LARGE

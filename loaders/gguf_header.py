@@ -22,12 +22,12 @@ import logging
 import math
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from sdk.kernels.dataclass import dataclass
 from sdk.loaders.formats.gguf_types import GGUF_TYPES, REMOVED_TYPES, GgufType
 from sdk.loaders.gguf_strings import short_strings
 from sdk.loaders.model_file import ModelFile

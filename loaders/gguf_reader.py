@@ -44,10 +44,13 @@ class GgufFile:
                     )
                 self.tensors[tensor.name] = tensor
 
-    def data(self, name: str, expert: int | None = None) -> NDArray[np.uint8]:
+    def data(
+        self, name: str, expert: int | None = None, part: tuple[int, int] | None = None
+    ) -> NDArray[np.uint8]:
         """The little-endian bytes of a tensor, uint8 ``[rows, bytes per row]``.
 
-        ``expert``: read only this expert of a tensor of all experts.
+        ``expert``: read only this expert of a tensor of all experts. ``part``: read only so many
+        rows from this one on.
 
         Raises:
             CheckpointError: the bytes cannot be read.
@@ -65,7 +68,9 @@ class GgufFile:
             nbytes //= shape[0]
             shape, start = shape[1:], start + expert * nbytes
         rows = math.prod(shape[:-1])
-        data = shard.file.read(start, nbytes).reshape(rows, nbytes // rows)
+        width = nbytes // rows
+        first, rows = part or (0, rows)
+        data = shard.file.read(start + first * width, rows * width).reshape(rows, width)
         if not shard.big_endian:
             return data
         return to_little_endian(tensor.type, data, f"{shard.file.path}: tensor {name!r}")

@@ -7,9 +7,9 @@ import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
+from sdk.kernels.dataclass import dataclass
 from sdk.loaders.hub_download import RemoteFile, fetch_file
 from sdk.loaders.hub_files import gguf_files, has_gguf, small_files, weight_files
 from sdk.quant.errors import CheckpointError, SdkError

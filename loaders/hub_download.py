@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from sdk.kernels.dataclass import dataclass
 
 #: Files of at least this size are resumed.
 _LARGE = 4 << 20

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sdk.kernels.dataclass import dataclass
 from sdk.loaders.gguf_config import build_config
 from sdk.loaders.gguf_reader import read_gguf
 from sdk.loaders.hub import HubAccess, Report, check_no_url, download, hint_at_hub, parse_hub_id

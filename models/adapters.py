@@ -8,9 +8,9 @@ of this from ``Projection.parts``.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from difflib import get_close_matches
 
+from sdk.kernels.dataclass import dataclass
 from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.low_rank import AdapterTable, Factors, Shape, Update, factor_memory
 from sdk.kernels.ops import Ops

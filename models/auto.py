@@ -11,7 +11,7 @@ from sdk.kernels.ops import Ops
 from sdk.models.architecture import architecture
 from sdk.models.config import ModelConfig
 from sdk.models.decoder import CausalLM, Decoder
-from sdk.models.layers import Source
+from sdk.models.layers import Source, Tensors
 from sdk.models.parallel import Mesh
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.errors import CheckpointError
@@ -25,12 +25,14 @@ def build_model(
     max_model_len: int,
     config: Mapping[str, Any] | None = None,
     layers: range | None = None,
+    shared: Tensors | None = None,
 ) -> CausalLM:
     """Build one rank's model; its weights are pulled and packed for their kernels.
 
     ``max_model_len``: the longest request the engine will accept; some rotary scalings depend on it
     (:mod:`sdk.models.rope`). ``config`` replaces the checkpoint's own. ``layers``: those of
-    ``mesh.stage`` (default: all). Tensors that the model does not use stay in
+    ``mesh.stage`` (default: all). ``shared``: the tensors of another engine's model with the same
+    weights; not for models that transformers runs. Tensors that the model does not use stay in
     ``checkpoint.unused()``.
 
     :raises CheckpointError: config or tensor missing or wrong, by name.
@@ -42,7 +44,8 @@ def build_model(
     if model is not None:
         facts = ModelConfig.from_dict(values)
         with one_mode():
-            return model(Source(checkpoint, facts, mesh, ops, max_model_len, layers))
+            return model(Source(checkpoint, facts, mesh, ops, max_model_len, layers, shared))
+    assert shared is None
     from sdk.models.hf_backend import build_hf_model
 
     return build_hf_model(checkpoint, values, mesh, ops)

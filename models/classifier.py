@@ -10,9 +10,9 @@ torch is imported for type checkers only: see :mod:`sdk.models.architecture`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from sdk.kernels.dataclass import dataclass
 from sdk.models.config_fields import Fields
 from sdk.quant.errors import CheckpointError
 

@@ -10,9 +10,9 @@ rejected by name before anything is allocated from it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
+from sdk.kernels.dataclass import dataclass
 from sdk.kernels.ops import Activation
 from sdk.models.architecture import ConfigRules, architecture
 from sdk.models.config_fields import (

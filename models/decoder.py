@@ -202,6 +202,8 @@ class Decoder:
         self.rope = source.rope(c.rope)
         self.local_rope = None if c.local_rope is None else source.rope(c.local_rope)
         self._linears = source.linears
+        #: The tensors of one dimension that it has pulled, by path.
+        self.vectors = source.vectors
         #: Layers of which ``streams`` has the input in each step, in ascending order.
         self.streamed: Sequence[int] = ()
         #: The residual streams that enter those layers in the last step, float32 ``[T, hidden]``.

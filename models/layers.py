@@ -8,7 +8,7 @@ model loads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from sdk.kernels.lazy_torch import Tensor, torch
@@ -223,10 +223,25 @@ class Head:
         return logits
 
 
+class Matrix(NamedTuple):
+    """The weight and the bias of a projection."""
+
+    weight: Weight
+    bias: Tensor | None
+
+
+class Tensors(NamedTuple):
+    """What a model has pulled, by path."""
+
+    matrices: Mapping[str, Matrix]
+    vectors: Mapping[str, Tensor]
+
+
 class Source:
     """One rank's view of a checkpoint, from which a model pulls its weights.
 
-    ``layers``: the numbers of those that the rank's stage runs (default: all).
+    ``layers``: the numbers of those that the rank's stage runs (default: all). ``shared``: what a
+    model of another engine with the same weights has; nothing is pulled then.
     Every method raises :class:`CheckpointError` for a tensor that is missing or has a wrong shape,
     and :class:`AlignmentError` for one that cannot be split over the ranks, with its name.
     ``linears`` collects all projections with their paths.
@@ -240,8 +255,11 @@ class Source:
         ops: Ops,
         max_model_len: int,
         layers: range | None = None,
+        shared: Tensors | None = None,
     ) -> None:
         self.checkpoint = checkpoint
+        self._shared = shared or Tensors({}, {})
+        self.vectors: dict[str, Tensor] = {}
         self.config = config
         self.mesh = mesh
         self.ops = ops
@@ -280,12 +298,16 @@ class Source:
 
     def vector(self, path: str, size: int) -> Tensor:
         """A plain tensor ``[size]``, float32."""
-        tensor = self.checkpoint.tensor(self._name(path)).to(torch.float32)
-        if tuple(tensor.shape) != (size,):
-            raise CheckpointError(
-                f"{self._name(path)}: expected shape [{size}], found {list(tensor.shape)}"
-            )
-        return tensor.to(self.ops.device)
+        found = self._shared.vectors.get(path)
+        if found is None:
+            tensor = self.checkpoint.tensor(self._name(path)).to(torch.float32)
+            if tuple(tensor.shape) != (size,):
+                raise CheckpointError(
+                    f"{self._name(path)}: expected shape [{size}], found {list(tensor.shape)}"
+                )
+            found = tensor.to(self.ops.device)
+        self.vectors[path] = found
+        return found
 
     def norm(self, path: str, size: int | None = None) -> Tensor:
         """The weight of an RMSNorm over ``size`` (default: hidden) features."""
@@ -305,20 +327,28 @@ class Source:
     def _bound(
         self,
         path: str,
-        weight: Weight,
-        bias: Tensor | None,
+        pull: Callable[[], Matrix],
         parts: Sequence[Part],
         *,
         reduce: bool = False,
         narrow: bool = False,
         activation_bits: int = 8,
     ) -> Projection:
-        weight.bind(self.ops, activation_bits)
+        weight, bias = self._matrix(path, pull, activation_bits)
         linear = Projection(
             weight, bias, self.mesh, self.ops, parts=parts, reduce=reduce, narrow=narrow
         )
         self.linears.append((path, linear))
         return linear
+
+    def _matrix(self, path: str, pull: Callable[[], Matrix], activation_bits: int = 8) -> Matrix:
+        """A matrix for this engine's operators: pulled and bound, or shared."""
+        found = self._shared.matrices.get(path)
+        if found is not None:
+            return Matrix(found.weight.shared(self.ops), found.bias)
+        pulled = pull()
+        pulled.weight.bind(self.ops, activation_bits)
+        return pulled
 
     def columns(
         self,
@@ -335,12 +365,10 @@ class Source:
         that holds them joined under ``fused`` (Phi-3) gives the same result. ``accurate``: with
         ``ACCURATE`` activation bits (see :meth:`sdk.kernels.ops.Ops.linear`) instead of 8.
         """
-        weight, joined = self._columns(path, fused, parts, self.config.hidden_size, bias)
         whole = f"{path}.{fused}"
         return self._bound(
             whole,
-            weight,
-            joined,
+            lambda: self._columns(path, fused, parts, self.config.hidden_size, bias),
             _joined_parts(path, whole, parts, self.config.hidden_size),
             narrow=True,
             activation_bits=ACCURATE if accurate else 8,
@@ -361,10 +389,11 @@ class Source:
         """
         hidden = self.config.hidden_size
         weight, joined = self._columns(path, fused, parts, 2 * hidden, bias)
-        first, second = weight.narrow("in", 0, hidden), weight.narrow("in", hidden, hidden)
+        first = Matrix(weight.narrow("in", 0, hidden), joined)
+        second = Matrix(weight.narrow("in", hidden, hidden), None)
         return (
-            self._bound(f"{path}.{fused}", first, joined, (), activation_bits=ACCURATE),
-            self._bound(f"{path}.{fused}.second", second, None, (), activation_bits=ACCURATE),
+            self._bound(f"{path}.{fused}", lambda: first, (), activation_bits=ACCURATE),
+            self._bound(f"{path}.{fused}.second", lambda: second, (), activation_bits=ACCURATE),
         )
 
     def _columns(
@@ -374,7 +403,7 @@ class Source:
         parts: Sequence[tuple[str, int, int, int]],
         inputs: int,
         bias: bool,
-    ) -> tuple[Weight, Tensor | None]:
+    ) -> Matrix:
         """This rank's part of the matrix and of the bias of :meth:`columns`."""
         whole = f"{path}.{fused}"
         total = sum(size for _, size, _, _ in parts)
@@ -384,7 +413,7 @@ class Source:
             weight = self._pull(whole, (total, inputs))
             joined = self._bias(whole, total, bias)
             if sum(count for *_, count in parts) == total:
-                return weight, joined
+                return Matrix(weight, joined)
             offset = 0
             for _, size, start, count in parts:
                 weights.append(self._cut(whole, weight, "out", offset + start, count))
@@ -405,24 +434,31 @@ class Source:
                 torch.zeros(w.shape[0], device=self.ops.device) if b is None else b
                 for b, w in zip(biases, weights, strict=True)
             ]
-        return concat(weights), torch.cat(present) if present else None
+        return Matrix(concat(weights), torch.cat(present) if present else None)
 
     def row(
         self, path: str, in_features: int, start: int, count: int, *, bias: bool = False
     ) -> Projection:
         """A row-parallel projection to the hidden size: this rank's inputs, summed over ranks."""
         hidden = self.config.hidden_size
-        weight = self._pull(path, (hidden, in_features))
-        weight = self._cut(path, weight, "in", start, count)
+
+        def pull() -> Matrix:
+            weight = self._pull(path, (hidden, in_features))
+            weight = self._cut(path, weight, "in", start, count)
+            return Matrix(weight, self._bias(path, hidden, bias))
+
         part = Part(path, (hidden, in_features), 0, ((0, hidden),), (start, count))
-        return self._bound(path, weight, self._bias(path, hidden, bias), (part,), reduce=True)
+        return self._bound(path, pull, (part,), reduce=True)
 
     def matrix(self, path: str, out_features: int, in_features: int) -> Projection:
         """A projection that every rank has as a whole, with a bias if the file has one."""
-        weight = self._pull(path, (out_features, in_features))
-        bias = self._bias(path, out_features, False)
-        parts = (whole(path, weight.shape),)
-        return self._bound(path, weight, bias, parts, activation_bits=ACCURATE)
+
+        def pull() -> Matrix:
+            weight = self._pull(path, shape)
+            return Matrix(weight, self._bias(path, out_features, False))
+
+        shape = (out_features, in_features)
+        return self._bound(path, pull, (whole(path, shape),), activation_bits=ACCURATE)
 
     def router(self, path: str, count: int) -> Projection:
         """The logits of ``count`` experts; every rank has all of them."""
@@ -439,8 +475,8 @@ class Source:
         self, path: str, names: tuple[str, ...], experts: Sequence[int], start: int, count: int
     ) -> ExpertProjection:
         """Projections of one input for each of ``experts``: a range of the outputs, joined."""
-        loaded = [self.expert_column(path, names, expert, start, count) for expert in experts]
         fused = "_".join(name.removesuffix("_proj") for name in names) + "_proj"
+        loaded = (self.expert_column(path, names, expert, start, count) for expert in experts)
         return self._bound_experts(f"{path}.{fused}", loaded, by_token=True)
 
     def expert_column(
@@ -469,7 +505,7 @@ class Source:
         self, path: str, name: str, experts: Sequence[int], start: int, count: int
     ) -> ExpertProjection:
         """The projection back to the hidden size for each of ``experts``: a range of the inputs."""
-        loaded = [self.expert_row(path, name, expert, start, count) for expert in experts]
+        loaded = (self.expert_row(path, name, expert, start, count) for expert in experts)
         return self._bound_experts(f"{path}.{name}", loaded, by_token=False)
 
     def expert_row(
@@ -488,15 +524,22 @@ class Source:
         return weight, bias if self.mesh.rank == 0 or count == spec.width else None
 
     def _bound_experts(
-        self, path: str, loaded: Sequence[tuple[Weight, Tensor | None]], *, by_token: bool
+        self, path: str, loaded: Iterable[tuple[Weight, Tensor | None]], *, by_token: bool
     ) -> ExpertProjection:
         """``loaded``: the weight and the bias of each expert; all have a bias or none."""
-        weight = ExpertWeights([own for own, _ in loaded])
-        weight.bind(self.ops)
-        present = [bias for _, bias in loaded if bias is not None]
-        if len(present) not in (0, len(loaded)):
-            raise CheckpointError(f"{self._name(path)}: expected a bias for every expert or none")
-        joined = torch.stack(present) if present else None
+
+        def pull() -> Matrix:
+            each = list(loaded)
+            present = [bias for _, bias in each if bias is not None]
+            if len(present) not in (0, len(each)):
+                raise CheckpointError(
+                    f"{self._name(path)}: expected a bias for every expert or none"
+                )
+            weight = ExpertWeights([own for own, _ in each])
+            return Matrix(weight, torch.stack(present) if present else None)
+
+        weight, joined = self._matrix(path, pull)
+        assert isinstance(weight, ExpertWeights)
         linear = ExpertProjection(weight, joined, self.ops, by_token=by_token)
         self.linears.append((path, linear))
         return linear
@@ -510,7 +553,7 @@ class Source:
             weight = embedding.weight if embedding else self._by_token("model.embed_tokens")
         shape = (self.config.vocab_size, self.config.hidden_size)
         part = Part("lm_head", shape, 0, (self._tokens,), (0, self.config.hidden_size))
-        return Head(self._bound("lm_head", weight, None, (part,)), self.config)
+        return Head(self._bound("lm_head", lambda: Matrix(weight, None), (part,)), self.config)
 
     def embedding(self) -> Embedding:
         """The first matrix of the model."""
@@ -524,10 +567,12 @@ class Source:
 
     def _by_token(self, path: str) -> Weight:
         """This rank's rows of a matrix with one row for each token."""
-        weight = self._pull(path, (self.config.vocab_size, self.config.hidden_size))
-        weight = self._cut(path, weight, "out", *self._tokens)
-        weight.bind(self.ops, ACCURATE)
-        return weight
+
+        def pull() -> Matrix:
+            weight = self._pull(path, (self.config.vocab_size, self.config.hidden_size))
+            return Matrix(self._cut(path, weight, "out", *self._tokens), None)
+
+        return self._matrix(path, pull, ACCURATE).weight
 
 
 def _joined_parts(

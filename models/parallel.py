@@ -17,8 +17,8 @@ stream, so each sends to the rank of the next stage that has the same number.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from sdk.kernels.dataclass import dataclass
 from sdk.kernels.groups import Group, Link
 from sdk.quant.errors import AlignmentError
 

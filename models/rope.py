@@ -20,11 +20,11 @@ transformers decides by the longest position of each forward pass instead.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from sdk.kernels.dataclass import dataclass
 from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.ops import Ops
 

@@ -103,6 +103,9 @@ class ObservedWeight(Weight):
     def bind(self, ops: Ops, activation_bits: int = 8) -> None:
         self.inner.bind(ops, activation_bits)
 
+    def shared(self, ops: Ops) -> Weight:
+        return self.inner.shared(ops)
+
     @property
     def gates(self) -> bool:
         return self.inner.gates

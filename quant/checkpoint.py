@@ -8,9 +8,11 @@ Hugging Face model, whatever the file calls them: ``model.layers.0.self_attn.q_p
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
+
+from sdk.kernels.dataclass import dataclass
+from sdk.quant.errors import CheckpointError
 
 if TYPE_CHECKING:  # headers are read without torch
     from torch import Tensor
@@ -24,6 +26,7 @@ class TensorEntry:
 
     ``shape`` counts weights, not bytes; ``format`` is like ``"F16"``, ``"q4_k"``,
     ``"gptq-w4g128"``. ``nbytes`` is its size in the file, ``held`` its size in memory if different.
+    ``read``: how many bytes of the file are in memory at a time, if a CPU packs it in pieces.
     """
 
     name: str
@@ -31,6 +34,7 @@ class TensorEntry:
     format: str
     nbytes: int
     held: int | None = None
+    read: int | None = None
 
     @property
     def num_elements(self) -> int:
@@ -81,3 +85,39 @@ class Checkpoint(Protocol):
 
     def close(self) -> None:
         """Close the files. Idempotent; weights already pulled stay valid."""
+
+
+class LoadedCheckpoint:
+    """The headers of a :class:`Checkpoint` whose weights are in an engine; it has no files."""
+
+    tokenizer = None
+    on_bytes: Callable[[int, int], None] | None = None
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.path = checkpoint.path
+        self.format = checkpoint.format
+        self.config = checkpoint.config
+        self.generation_config = checkpoint.generation_config
+        self.kv_scales = checkpoint.kv_scales
+        self._entries = checkpoint.entries()
+
+    def weight(self, name: str) -> Weight:
+        raise self._has_none(name)
+
+    def tensor(self, name: str) -> Tensor:
+        raise self._has_none(name)
+
+    def has(self, name: str) -> bool:
+        return False
+
+    def entries(self) -> Sequence[TensorEntry]:
+        return self._entries
+
+    def unused(self) -> list[str]:
+        return []
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def _has_none(self, name: str) -> CheckpointError:
+        return CheckpointError(f"{self.path}: {name}: the weights are in an engine")

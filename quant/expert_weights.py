@@ -25,6 +25,12 @@ class ExpertWeights(StackedWeight):
         super().bind(ops, activation_bits)
         self._group(ops)
 
+    def shared(self, ops: Ops) -> ExpertWeights:
+        found = super().shared(ops)
+        assert isinstance(found, ExpertWeights)
+        found._group(ops)
+        return found
+
     def _group(self, ops: Ops) -> None:
         bound = [part.bound for part in self.parts if isinstance(part, PackedWeight)]
         self._grouped = ops.moe.group(bound) if len(bound) == len(self.parts) else None

@@ -9,6 +9,7 @@ over a row of activations, instead of a scale looked up for every weight.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 
 from sdk.kernels.backend import Choice
@@ -74,6 +75,11 @@ class PermutedWeight(Weight):
         self._ops = ops
         self.order = self.order.to(ops.device)
         self.inner.bind(ops, activation_bits)
+
+    def shared(self, ops: Ops) -> PermutedWeight:
+        found = copy(self)
+        found._ops, found.inner = ops, self.inner.shared(ops)
+        return found
 
     @property
     def gates(self) -> bool:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
+from sdk.kernels.dataclass import dataclass
 from sdk.quant.errors import QuantizationError
 from sdk.quant.methods.gguf_mixtures import FILE_TYPES
 from sdk.quant.spec import QuantSpec

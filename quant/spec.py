@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
+from sdk.kernels.dataclass import dataclass
 from sdk.kernels.kv_types import KV_ALIASES, KV_TYPES, KVType
 from sdk.quant.safe_repr import safe_repr
 

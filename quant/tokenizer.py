@@ -18,8 +18,9 @@ to the rest of the package:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
+
+from sdk.kernels.dataclass import dataclass
 
 
 class TooManyTokens(Exception):

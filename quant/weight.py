@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import replace
 from typing import Literal
 
@@ -74,6 +75,10 @@ class Weight(ABC):
 
         ``activation_bits``: see :meth:`sdk.kernels.ops.Ops.linear`.
         """
+
+    @abstractmethod
+    def shared(self, ops: Ops) -> Weight:
+        """This bound weight, for the operators of another engine: its memory is that of both."""
 
     @property
     def gates(self) -> bool:
@@ -158,6 +163,11 @@ class PackedWeight(Weight):
         if self._bound is None:
             self._bound = ops.linear(self.layout, activation_bits)
             self._layout = None
+
+    def shared(self, ops: Ops) -> Weight:
+        found = copy(self)
+        found._bound = self.bound.shared(ops.context)
+        return found
 
     @property
     def bound(self) -> BoundLinear:
@@ -355,6 +365,11 @@ class StackedWeight(Weight):
         self._ops = ops
         for part in self.parts:
             part.bind(ops, activation_bits)
+
+    def shared(self, ops: Ops) -> StackedWeight:
+        found = copy(self)
+        found._ops, found.parts = ops, tuple(part.shared(ops) for part in self.parts)
+        return found
 
     def matmul(self, x: Rows, out: Tensor | None = None, activation: str = "") -> Tensor:
         assert self._ops is not None, "bind() the weight before matmul()"

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from sdk.errors import RequestError
+from sdk.kernels.dataclass import dataclass
 from sdk.logprobs import Logprob
 from sdk.params import MAX_N
 from sdk.quant.safe_repr import safe_repr

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from sdk.engine.scheduling.policy import (
@@ -19,6 +18,7 @@ from sdk.engine.scheduling.policy import (
     make_policy,
 )
 from sdk.errors import QuantizationError, RequestError, SdkError
+from sdk.kernels.dataclass import dataclass
 from sdk.kernels.kv_tiers import KEPT_PAGES, TIER_PAGE_SIZE
 from sdk.memory.pool import MemoryPool
 from sdk.memory.sizes import parse_bytes

@@ -149,6 +149,21 @@ class LLM:
         """
         return plan(engine_config(model, **options))
 
+    @takes_options
+    def fork(self, **options: Unpack[EngineOptions]) -> LLM:
+        """A second ``LLM`` with the weights of this one, which are in memory once.
+
+        It has its own requests, KV cache, threads and options: those of this one, except for
+        ``options``. It adds its KV cache and workspace to the memory of the process; ``memory``
+        limits these (default: a KV cache of as many bytes). No file is read. Each of the two can be
+        closed first; the weights are freed with the last one. On a CPU only.
+
+        :raises RequestError: an option needs other weights, or this engine cannot share its own:
+            several ranks or replicas, ``disk_offload``, a memory pool, a GPU, transformers' code.
+        :raises OutOfMemoryError: the budget or the machine has no room for it.
+        """
+        return LLM._on(self._served.fork(**options))
+
     def quantize(self, out: str | PathLike[str], scheme: str | None = None, **options: Any) -> Path:
         """Quantize this model's checkpoint into ``out``: see :func:`sdk.quantize`."""
         from sdk.loaders.hub import HubAccess

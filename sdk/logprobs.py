@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import operator
 from collections.abc import ItemsView, Iterator, Mapping, ValuesView
-from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
+
+from sdk.kernels.dataclass import dataclass
 
 if TYPE_CHECKING:
     import numpy as np

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from sdk.errors import RequestError
+from sdk.kernels.dataclass import dataclass
 from sdk.quant.safe_repr import safe_repr
 
 _MAX_NAME = 256

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from sdk.errors import RequestError
+from sdk.kernels.dataclass import dataclass
 from sdk.quant.safe_repr import safe_repr
 
 #: Any value is accepted: the option is about another engine's internals, not about its answers.

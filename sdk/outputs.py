@@ -11,9 +11,9 @@ Objects built in every step are named tuples: creating a frozen dataclass of nin
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from sdk.kernels.dataclass import dataclass
 from sdk.logprobs import Logprob as Logprob, Logprobs as Logprobs
 from sdk.metrics.timeline import (
     RequestEvent as RequestEvent,

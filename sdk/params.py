@@ -16,10 +16,10 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from sdk.errors import RequestError, SdkError
+from sdk.kernels.dataclass import dataclass
 from sdk.other_names import SAMPLING
 from sdk.quant.safe_repr import is_value_error, safe_message, safe_repr
 from sdk.structured.params import StructuredOutputsParams, structure_of

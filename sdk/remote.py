@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdk.errors import RequestError
+from sdk.kernels.dataclass import dataclass
 from sdk.quant.safe_repr import safe_repr
 
 if TYPE_CHECKING:

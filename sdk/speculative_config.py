@@ -6,10 +6,11 @@ import difflib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
 from sdk.errors import RequestError
+from sdk.kernels.dataclass import dataclass
 from sdk.quant.safe_repr import safe_repr
 
 #: Methods with a head that was trained for the model.

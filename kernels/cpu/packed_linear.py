@@ -5,16 +5,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from ctypes import Array, addressof, byref, c_void_p
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from sdk.kernels.backend import Problem
 from sdk.kernels.cpu.elementwise import floats
 from sdk.kernels.cpu.library import EmbeddingArgs, ExpertsArgs, FilePart, LinearArgs, OpKind
-from sdk.kernels.cpu.packed_weight import BLOCK_SOURCES, TILE_DEPTH, Packed, canonical, prepared
+from sdk.kernels.cpu.packed_weight import (
+    BLOCK_SOURCES,
+    TILE_DEPTH,
+    Packed,
+    canonical,
+    packing_source,
+    prepared,
+)
 from sdk.kernels.cpu.runtime import NativeRuntime, check
 from sdk.kernels.cpu.weight_memory import WeightMemory
+from sdk.kernels.dataclass import dataclass
 from sdk.kernels.errors import KernelError
 from sdk.kernels.layouts import TABLE_BITS, Layout, check_layout
 from sdk.kernels.lazy_torch import Tensor, torch
@@ -44,6 +52,7 @@ class PackedLinear:
     """
 
     reads_parts = True
+    packs_pieces = True
     gates = False
 
     def __init__(self, runtime: NativeRuntime, memory: WeightMemory, activation_bits: int) -> None:
@@ -90,14 +99,33 @@ class PackedLinear:
         """Rows are floats."""
 
     def pack(self, layout: Layout) -> Packed:
-        check_layout(layout)
+        return self._pack(layout.shape[0], (layout,))
+
+    def pack_pieces(self, rows: int, pieces: Iterable[Layout]) -> Packed:
+        return self._pack(rows, pieces)
+
+    def _pack(self, rows: int, pieces: Iterable[Layout]) -> Packed:
         file = self._memory.file
         start = 0 if file is None else file.used
-        packed, source, row_bytes = prepared(layout, self._memory)
-        status = self._runtime.pack(
-            self._runtime.handle, byref(packed.view), source.data_ptr(), row_bytes
-        )
-        check(status, "pack")
+        packed: Packed | None = None
+        done = 0
+        for piece in pieces:
+            check_layout(piece)
+            if packed is None:
+                packed = prepared(piece, rows, self._memory)
+            count = piece.shape[0]
+            source, row_bytes = packing_source(piece)
+            status = self._runtime.pack(
+                self._runtime.handle,
+                byref(packed.view),
+                source.data_ptr(),
+                row_bytes,
+                done,
+                count,
+            )
+            check(status, "pack")
+            done += count
+        assert packed is not None and done == rows
         return packed if file is None else replace(packed, file=file.part(start))
 
     def unpack(self, packed: Packed) -> Layout:

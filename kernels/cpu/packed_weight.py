@@ -9,7 +9,7 @@ vector load feeds an integer dot product; scales keep the types of the file. Pac
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from sdk.kernels.cpu.library import ELEMENT_TYPES, FilePart, WeightView
 from sdk.kernels.cpu.packed_scales import (
@@ -26,6 +26,7 @@ from sdk.kernels.cpu.packed_scales import (
     unpack_zeros,
 )
 from sdk.kernels.cpu.weight_memory import WeightMemory
+from sdk.kernels.dataclass import dataclass
 from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks, Dense, Float8, Layout
 from sdk.kernels.lazy_torch import Tensor, torch, type_name
 from sdk.kernels.reference.decode import row_scales
@@ -115,17 +116,32 @@ class Packed:
         return self.codes.nbytes + sum(part.nbytes for part in parts if part is not None)
 
 
-def prepared(layout: Layout, memory: WeightMemory) -> tuple[Packed, Tensor, int]:
-    """A checked layout with memory for its tiles; the tensor that the library packs into them, and
-    the bytes of its rows (0 for plain values).
+def prepared(layout: Layout, rows: int, memory: WeightMemory) -> Packed:
+    """A weight of ``rows`` rows like those of a checked layout, with memory for its tiles.
+
+    The library packs codes and values into it, see :func:`packing_source`; of ``Blocks`` the
+    scales too. Other scales are packed here, so ``layout`` must have all of them.
     """
     match layout:
         case Dense() | Float8():
-            return _pack_values(layout, memory)
+            return _pack_values(layout, rows, memory)
         case Affine():
             return _pack_affine(layout, memory)
         case Blocks():
-            return _pack_blocks(layout, memory)
+            return _pack_blocks(layout, rows, memory)
+
+
+def packing_source(layout: Layout) -> tuple[Tensor, int]:
+    """The tensor that the library packs into tiles, and the bytes of its rows (0: plain values)."""
+    match layout:
+        case Dense() | Float8():
+            return layout.values.contiguous(), 0
+        case Affine():
+            codes = layout.codes.contiguous()
+            return codes, codes.shape[1]
+        case Blocks():
+            data = layout.data if layout.data.stride(1) == 1 else layout.data.contiguous()
+            return data, data.stride(0)
 
 
 def canonical(packed: Packed) -> tuple[Layout, Tensor, int]:
@@ -163,15 +179,14 @@ def _view(n: int, k: int) -> WeightView:
     return view
 
 
-def _pack_values(w: Dense | Float8, memory: WeightMemory) -> tuple[Packed, Tensor, int]:
-    n, k = w.shape
-    values = w.values.contiguous()
+def _pack_values(w: Dense | Float8, n: int, memory: WeightMemory) -> Packed:
+    k = w.shape[1]
     view = _view(n, k)
     view.dense = 1
-    view.scale_type = ELEMENT_TYPES[type_name(values.dtype)]
-    codes = memory.take((view.row_blocks * TILE_ROWS * k,), values.dtype)
+    view.scale_type = ELEMENT_TYPES[type_name(w.values.dtype)]
+    codes = memory.take((view.row_blocks * TILE_ROWS * k,), w.values.dtype)
     scale = None
-    facts: Dense | Float8 = Dense(values.to("meta"))
+    facts: Dense | Float8 = Dense(w.values[:1].to("meta").expand(n, k))
     if isinstance(w, Float8):
         facts = replace(w, values=facts.values, scale=w.scale.to("meta"))
         high = w.block[0]
@@ -189,10 +204,10 @@ def _pack_values(w: Dense | Float8, memory: WeightMemory) -> tuple[Packed, Tenso
         view.super_type = ELEMENT_TYPES[type_name(w.scale.dtype)]
     packed = Packed(facts, view, codes, memory.keep(scale))
     _point(packed)
-    return packed, values, 0
+    return packed
 
 
-def _pack_affine(w: Affine, memory: WeightMemory) -> tuple[Packed, Tensor, int]:
+def _pack_affine(w: Affine, memory: WeightMemory) -> Packed:
     n, k = w.shape
     view = _view(n, k)
     view.bits = w.bits
@@ -242,8 +257,7 @@ def _pack_affine(w: Affine, memory: WeightMemory) -> tuple[Packed, Tensor, int]:
         scale_offset=scale_offset,
     )
     _point(packed)
-    source = w.codes.contiguous()
-    return packed, source, source.shape[1]
+    return packed
 
 
 def _tabulate(view: WeightView, table: Tensor | None) -> Tensor | None:
@@ -300,11 +314,10 @@ def _unpack_affine(packed: Packed, facts: Affine, codes: Tensor) -> Affine:
     return found
 
 
-def _pack_blocks(w: Blocks, memory: WeightMemory) -> tuple[Packed, Tensor, int]:
+def _pack_blocks(w: Blocks, n: int, memory: WeightMemory) -> Packed:
     """Tensors for the native code to fill, including scales."""
-    n, k = w.shape
+    k = w.shape[1]
     kind, source = BLOCK_TYPES[w.type], BLOCK_SOURCES[w.type]
-    data = w.data if w.data.stride(1) == 1 else w.data.contiguous()
     view = _view(n, k)
     view.source, view.bits, view.zero = source.number, source.bits, source.zero
     view.flip = int(w.type == "q8_0")
@@ -326,7 +339,7 @@ def _pack_blocks(w: Blocks, memory: WeightMemory) -> tuple[Packed, Tensor, int]:
         view.subgroups_per_super = kind.elements // kind.group
         super_scale = scales(view.supers, torch.float16)
         super_minus = scales(view.supers, torch.float16) if source.has_minus else None
-    facts = Blocks(w.shape, w.type, w.data.new_empty(0, 0))
+    facts = Blocks((n, k), w.type, w.data.new_empty(0, 0))
     codes = _codes(view, memory)
     table = _tabulate(view, torch.tensor(kind.table, dtype=torch.float32)) if kind.table else None
     packed = Packed(facts, view, codes, scale, minus, None, super_scale, super_minus, table)
@@ -334,7 +347,7 @@ def _pack_blocks(w: Blocks, memory: WeightMemory) -> tuple[Packed, Tensor, int]:
     if w.type == "q2_k":  # one byte holds scale and min
         view.scale_type, view.minus_type = LOW_4, HIGH_4
         view.minus = view.scale
-    return packed, data, data.stride(0)
+    return packed
 
 
 def _codes(view: WeightView, memory: WeightMemory) -> Tensor:

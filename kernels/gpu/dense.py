@@ -40,6 +40,7 @@ class DenseLinear:
     """
 
     reads_parts = False
+    packs_pieces = False
     gates = False
 
     def __init__(self, *, exact: bool = False, fixed: bool = False) -> None:

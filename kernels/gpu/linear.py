@@ -60,6 +60,7 @@ class TritonLinear:
     """
 
     reads_parts = False
+    packs_pieces = False
     gates = True
 
     def __init__(

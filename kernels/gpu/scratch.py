@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
+from sdk.kernels.dataclass import dataclass
 from sdk.kernels.packed_shapes import packed_bytes
 from sdk.kernels.scratch import Matrix, Products
 

@@ -28,6 +28,7 @@ class ReferenceLinear:
 
     name = "reference.linear"
     reads_parts = False
+    packs_pieces = False
     gates = False
 
     def reject(self, problem: Problem) -> str | None:

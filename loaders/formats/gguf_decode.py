@@ -19,7 +19,7 @@ from sdk.loaders.formats import gguf_codebooks, gguf_repack
 from sdk.loaders.formats.gguf_types import GgufType
 from sdk.quant.errors import CheckpointError
 
-_FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _NUMBERS = {"F64": "<f8", "I8": "<i1", "I16": "<i2", "I32": "<i4", "I64": "<i8"}
 _REPACKED = {**gguf_repack.DECODERS, **gguf_codebooks.DECODERS}
 #: Bytes of the file unpacked at a time; that takes another 60 MB or so, mostly indices.
@@ -31,8 +31,9 @@ def decode_matrix(
     data: NDArray[np.uint8],
     columns: int,
     source: str,
+    first: int = 0,
 ) -> Layout:
-    """The rows of one tensor as a layout.
+    """The rows of one tensor, from row ``first`` on, as a layout.
 
     Args:
         kind: the type of the tensor.
@@ -47,17 +48,17 @@ def decode_matrix(
     Raises:
         CheckpointError: a scale is not finite, or float32 cannot hold an integer.
     """
-    if kind.name in _FLOATS:
-        return Dense(_dense(data, getattr(torch, _FLOATS[kind.name])))
+    if kind.name in FLOATS:
+        return Dense(_dense(data, getattr(torch, FLOATS[kind.name])))
     if kind.name in _NUMBERS:
         return Dense(_as_float32(data, kind, source))
     blocks = data.reshape(data.shape[0], -1, kind.nbytes)
     for offset in kind.halves:
-        _check_finite(blocks[:, :, offset : offset + 2], source)
+        _check_finite(blocks[:, :, offset : offset + 2], source, first)
     if kind.name == "IQ1_M":
-        _check_finite(gguf_codebooks.iq1_m_scale(blocks), source)
+        _check_finite(gguf_codebooks.iq1_m_scale(blocks), source, first)
     if kind.name in ("MXFP4", "NVFP4"):
-        _check_bytes(blocks, kind, source)
+        _check_bytes(blocks, kind, source, first)
     if kind.name in _REPACKED:
         return _in_stretches(_REPACKED[kind.name], blocks, columns)
     name = kind.name.lower()
@@ -108,23 +109,25 @@ def _as_float32(data: NDArray[np.uint8], kind: GgufType, source: str) -> Tensor:
     return torch.from_numpy(rounded)
 
 
-def _check_finite(halves: NDArray[np.uint8], source: str) -> None:
+def _check_finite(halves: NDArray[np.uint8], source: str, first: int) -> None:
     """Check the float16 scales of all blocks, given as bytes ``[rows, blocks, 2]``."""
     exponents = halves[:, :, 1] & 0x7C  # little-endian; all ones: infinite or not a number
     if not exponents.size or exponents.max() < 0x7C:
         return
     row, at = np.argwhere(exponents == 0x7C)[0]
     found = halves[row, at].copy().view("<f2")[0]
-    raise CheckpointError(f"{source}: a scale in row {row} is {found}, expected a finite number")
+    raise CheckpointError(
+        f"{source}: a scale in row {first + row} is {found}, expected a finite number"
+    )
 
 
-def _check_bytes(blocks: NDArray[np.uint8], kind: GgufType, source: str) -> None:
+def _check_bytes(blocks: NDArray[np.uint8], kind: GgufType, source: str, first: int) -> None:
     """Check scales of one byte: MXFP4 allows no 255 (not a number), NVFP4 no sign."""
     scales, limit = (blocks[:, :, :1], 254) if kind.name == "MXFP4" else (blocks[:, :, :4], 127)
     if not scales.size or scales.max() <= limit:
         return
     row, at, part = np.argwhere(scales > limit)[0]
     raise CheckpointError(
-        f"{source}: a scale in row {row} is the byte {scales[row, at, part]}, "
+        f"{source}: a scale in row {first + row} is the byte {scales[row, at, part]}, "
         f"expected 0 to {limit} ({kind.name})"
     )

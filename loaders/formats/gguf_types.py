@@ -6,7 +6,7 @@ contents. `gguf_decode` reads the contents.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from sdk.kernels.dataclass import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
+from sdk.kernels.dataclass import dataclass
 from sdk.loaders.tokenizer.byte_level import BYTE_TABLE
 from sdk.loaders.tokenizer.json_parts import part_state
 from sdk.loaders.tokenizer.portions import fewest_tokens

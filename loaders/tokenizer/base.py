@@ -14,9 +14,10 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Any
 
+from sdk.kernels.dataclass import dataclass
 from sdk.quant.tokenizer import FimTokens
 
 if TYPE_CHECKING:  # jinja2 is imported with the first conversation

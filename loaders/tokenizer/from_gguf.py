@@ -12,15 +12,17 @@ from __future__ import annotations
 
 import logging
 import re
-from collections import Counter
+from array import array
+from collections import ChainMap, Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import repeat
 from typing import Any
 
 import numpy as np
 
+from sdk.kernels.dataclass import dataclass
 from sdk.loaders.tokenizer.base import TokenizerFacts
 from sdk.loaders.tokenizer.byte_level import EncodeText, byte_level_encoder, raw_encoder
 from sdk.loaders.tokenizer.end_tokens import end_token_ids
@@ -87,7 +89,8 @@ def tokenizer_from_gguf(
         raise meta.error("tokenizer.ggml.tokens", "no token twice", repr(twice))
     specials = _specials(meta, model, ids, kinds)
     specials = replace(specials, ends=specials.ends | extra_eos)
-    vocabulary = Vocabulary(tokens, bytes(kinds), ids)
+    plain, others = _plain(tokens, ids, kinds, model)
+    vocabulary = Vocabulary(tokens, bytes(kinds), ChainMap(plain, others))
     warnings: list[str] = []
     pre = _pre_tokenizer(meta, model, warnings)
     facts = _facts(meta, vocabulary, specials, warnings)
@@ -100,9 +103,9 @@ def tokenizer_from_gguf(
         return better
     encode: EncodeText
     if model == "llama":
-        encode = _spm(meta, vocabulary, specials.unknown)
+        encode = _spm(meta, vocabulary, plain, specials.unknown)
     else:
-        encode = _bpe(meta, vocabulary, pre, model)
+        encode = _bpe(meta, vocabulary, plain, pre, model)
     for warning in warnings:
         _LOG.warning("%s: %s", file, warning)
     add_eos = meta.flag("tokenizer.ggml.add_eos_token", False)
@@ -159,6 +162,22 @@ def _specials(meta: Metadata, model: str, ids: Mapping[str, int], kinds: bytearr
     return _Specials(bos, eos, unknown, named("padding"), frozenset(ends | by_name))
 
 
+def _plain(
+    tokens: Sequence[str], ids: dict[str, int], kinds: bytearray, model: str
+) -> tuple[dict[str, int], dict[str, int]]:
+    """``ids`` without the tokens that text never becomes, and those.
+
+    Text becomes no control token by merging ("<" + "s" + ">"), nor by being a whole word
+    (ignore_merges), and with "llama" no byte token. ``ids`` itself is changed: a copy of 262,144
+    entries takes 10 MiB.
+    """
+    others: dict[str, int] = {}
+    for kind in (CONTROL, UNKNOWN, BYTE) if model == "llama" else (CONTROL, UNKNOWN):
+        for _, text in of_kind(tokens, bytes(kinds), kind):
+            others[text] = ids.pop(text)
+    return ids, others
+
+
 def _facts(
     meta: Metadata, vocabulary: Vocabulary, specials: _Specials, warnings: list[str]
 ) -> TokenizerFacts:
@@ -207,46 +226,41 @@ def _pre_tokenizer(meta: Metadata, model: str, warnings: list[str]) -> PreTokeni
     return pre
 
 
-def _spm(meta: Metadata, vocabulary: Vocabulary, unknown: int | None) -> EncodeText:
+def _spm(
+    meta: Metadata, vocabulary: Vocabulary, pieces: Mapping[str, int], unknown: int | None
+) -> EncodeText:
     scores = meta.numbers("tokenizer.ggml.scores", len(vocabulary.tokens), "fiu")
     if scores is None:
         raise meta.error("tokenizer.ggml.scores", "the scores of the merges", "no such key")
     if bool(np.isnan(scores).any()):
         index = int(np.flatnonzero(np.isnan(scores))[0])
         raise meta.error(f"tokenizer.ggml.scores[{index}]", "a number", "NaN")
-    pieces = dict(vocabulary.ids)
     kinds = np.frombuffer(vocabulary.kinds, np.uint8)
     byte_ids: list[int | None] = [None] * 256
     for token_id in np.flatnonzero(kinds == BYTE).tolist():
         byte_ids[int(vocabulary.tokens[token_id][3:5], 16)] = token_id
-    # Text never becomes a control or byte token by merging ("<" + "s" + ">").
-    for token_id in np.flatnonzero(
-        (kinds == BYTE) | (kinds == CONTROL) | (kinds == UNKNOWN)
-    ).tolist():
-        del pieces[vocabulary.tokens[token_id]]
-    return SpmEncoder(pieces, scores.tolist(), byte_ids, unknown).encode
+    # a list of 262,144 floats takes 8 MiB
+    return SpmEncoder(pieces, array("d", scores.astype(np.float64)), byte_ids, unknown).encode
 
 
-def _bpe(meta: Metadata, vocabulary: Vocabulary, pre: PreTokenizer, model: str) -> EncodeText:
+def _bpe(
+    meta: Metadata,
+    vocabulary: Vocabulary,
+    pieces: Mapping[str, int],
+    pre: PreTokenizer,
+    model: str,
+) -> EncodeText:
     key = "tokenizer.ggml.merges"
     lines = meta.strings(key)
     if lines is None:
         raise meta.error(key, "the merges of a byte-level BPE", "no such key")
-    # Text never becomes a control token by merging, nor by being a whole word (ignore_merges).
-    control = {
-        text
-        for kind in (CONTROL, UNKNOWN)
-        for _, text in of_kind(vocabulary.tokens, vocabulary.kinds, kind)
-    }
-    pieces = dict(vocabulary.ids)
-    for text in control:
-        del pieces[text]
     build = raw_encoder if model == "gemma4" else partial(byte_level_encoder, pre=pre)
     try:
         return build(pieces, _Merges(lines))
     except Exception:  # the library raises plain Exception; what it found is looked for here
         pairs = _pairs(meta, key, lines, vocabulary.ids)
     # Some merges lead to a control token: without them it is like any other control token.
+    control = vocabulary.ids.keys() - pieces.keys()
     pairs = [pair for pair in pairs if control.isdisjoint((*pair, pair[0] + pair[1]))]
     try:
         return build(pieces, pairs)

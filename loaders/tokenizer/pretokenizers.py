@@ -11,7 +11,8 @@ Sources: llama.cpp's ``llama-vocab.cpp`` (which name means which model) and the 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+
+from sdk.kernels.dataclass import dataclass
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
 _SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"

@@ -8,8 +8,8 @@ vectors, with one deliberate difference: ordinary text never merges into a contr
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
+from sdk.kernels.dataclass import dataclass
 from sdk.loaders.tokenizer.base import TextTokenizer, TokenizerFacts, well_formed
 from sdk.loaders.tokenizer.byte_level import EncodeText, token_bytes
 from sdk.loaders.tokenizer.special import SpecialSplitter

@@ -10,9 +10,10 @@ Objects that every step creates are named tuples: creating a frozen dataclass of
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+from sdk.kernels.dataclass import dataclass
 from sdk.logprobs import Logprobs
 from sdk.params import SamplingParams
 from sdk.sampling.resolved import ResolvedParams

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Literal
 
 from sdk.engine.scheduling.negative_prompt import in_prefill
 from sdk.engine.scheduling.request import Request, RequestStatus
 from sdk.engine.scheduling.scheduler import Scheduler
+from sdk.kernels.dataclass import dataclass
 
 RequestState = Literal["waiting", "prefill", "decoding", "preempted"]
 

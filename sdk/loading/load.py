@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -31,9 +31,11 @@ from sdk.engine.scheduling.scheduler_config import SHORT_STEP, SHORT_STEP_GPU, S
 from sdk.errors import RequestError
 from sdk.executors.local import LocalExecutor
 from sdk.executors.stage_times import StageTimes
+from sdk.kernels.dataclass import dataclass
 from sdk.kernels.lazy_torch import import_torch, torch, type_name
 from sdk.kernels.self_check import failures
 from sdk.loading.checks import named_tokenizer
+from sdk.loading.fork import fork_plan
 from sdk.loading.progress import reporting
 from sdk.loading.sampling_defaults import SamplingDefaults, sampling_defaults
 from sdk.memory.alternatives import checked_plan
@@ -57,8 +59,8 @@ from sdk.memory.stages import stage_layers
 from sdk.models.classifier import Classifier, classifier_of
 from sdk.models.config import ModelConfig
 from sdk.models.parallel import Mesh
-from sdk.persistence.model_key import ModelKey, model_key
-from sdk.quant.checkpoint import Checkpoint
+from sdk.persistence.model_key import ModelKey, key_of_fork, model_key
+from sdk.quant.checkpoint import Checkpoint, LoadedCheckpoint
 from sdk.quant.spec import kv_bits
 from sdk.quant.tokenizer import Tokenizer
 from sdk.remote import RemoteWorkers
@@ -94,6 +96,7 @@ class ModelFacts:
     classifier: Classifier | None
     kv_scales: int
     results: ResultBudget
+    headers: LoadedCheckpoint
 
     def key(self) -> ModelKey:
         """The key of the model's files as they are now."""
@@ -124,6 +127,8 @@ class Loaded:
     other_layers: tuple[LayerReport, ...]
     #: ``None``: requests cannot have adapters.
     open_adapter: AdapterOpener | None
+    #: Whether another engine has read the weights: see :func:`fork`.
+    is_fork: bool = False
 
     @property
     def runner(self) -> ModelRunner:
@@ -156,6 +161,31 @@ def load(config: EngineConfig, checkpoint: Checkpoint | None = None) -> Loaded:
     return loaded
 
 
+def fork(first: Loaded, weights: RankModel, config: EngineConfig) -> Loaded:
+    """Another engine with the ``weights`` and the tokenizer of the first one.
+
+    ``config``: see :func:`sdk.loading.fork.fork_config`. On any error everything built so far is
+    freed.
+    """
+    headers, model = first.facts.headers, first.facts.model_config
+    memory = fork_plan(config, headers)
+    facts = replace(
+        first.facts,
+        config=config,
+        plan=memory,
+        runner_config=_runner_config(config, headers, model, memory),
+        defaults=sampling_defaults(config, headers),
+        results=_results(memory, model),
+    )
+
+    def shared_weights(given: RunnerConfig, mesh: Mesh) -> RankModel:
+        return weights.share(given, mesh, headers)
+
+    lengths = first.facts.plan.max_model_len, memory.max_model_len
+    key = key_of_fork(first.model_key, model, *lengths)
+    return replace(start(facts, shared_weights, key=key), is_fork=True)
+
+
 def read_facts(config: EngineConfig, checkpoint: Checkpoint, memory: MemoryPlan) -> ModelFacts:
     """What the headers of a checkpoint say about an engine with this plan."""
     model, values = model_config(config, checkpoint), config_values(config, checkpoint)
@@ -173,16 +203,23 @@ def read_facts(config: EngineConfig, checkpoint: Checkpoint, memory: MemoryPlan)
         defaults=sampling_defaults(config, checkpoint),
         classifier=classifier_of(values),
         kv_scales=len(checkpoint.kv_scales),
-        results=ResultBudget.for_plan(memory.total, model.vocab_size, model.hidden_size),
+        results=_results(memory, model),
+        headers=LoadedCheckpoint(checkpoint),
     )
+
+
+def _results(memory: MemoryPlan, model: ModelConfig) -> ResultBudget:
+    return ResultBudget.for_plan(memory.total, model.vocab_size, model.hidden_size)
 
 
 def start(
     facts: ModelFacts,
     own_weights: Callable[[RunnerConfig, Mesh], RankModel],
     lease: Lease | None = None,
+    key: ModelKey | None = None,
 ) -> Loaded:
-    """Start the ranks and the engine; ``own_weights``: those of the rank in this process.
+    """Start the ranks and the engine; ``own_weights``: those of the rank in this process. ``key``:
+    of the weights (default: of the files).
 
     On any error everything built so far is freed.
     """
@@ -193,7 +230,8 @@ def start(
         executor.start()
         if lease is not None:
             lease.give_back(memory.total - memory.serving)
-        key = facts.key()  # after the load: 1 ms, but up to 60 ms before the file is in memory
+        if key is None:
+            key = facts.key()  # after the load: 1 ms, but up to 60 ms before the file is in memory
         scheduler = _scheduler(facts)
         vocab = model.vocab_size
         engine = Engine(scheduler, executor, facts.tokenizer, vocab_size=vocab, seed=config.seed)

@@ -8,12 +8,12 @@ vLLM's default anyway.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sdk.config import EngineConfig
 from sdk.errors import CheckpointError, RequestError
+from sdk.kernels.dataclass import dataclass
 from sdk.loaders.json_file import read_json
 from sdk.params import SamplingParams
 from sdk.quant.checkpoint import Checkpoint

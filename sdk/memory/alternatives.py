@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 from pkgutil import get_data
 from typing import Any
 
 from sdk.config import EngineConfig
 from sdk.errors import OutOfMemoryError
+from sdk.kernels.dataclass import dataclass
 from sdk.kernels.kv_tiers import KEPT_PAGES
 from sdk.loading.checks import check_options, memory_shortage, room_shortage, whole_prompts
 from sdk.memory.files import open_model

@@ -30,6 +30,7 @@ class EngineMemory:
         self._current_key = loaded.facts.key
         self._words = loaded.facts.model_config.vocab_size
         self._level = 0
+        self._is_fork = loaded.is_fork
         if self._lease is not None:
             driver.lease, driver.give_back = self._lease, self._give_back
             self._lease.reclaim = self._reclaim
@@ -155,6 +156,10 @@ class EngineMemory:
         """See :meth:`sdk.LLM.sleep`."""
         if level not in (1, 2):
             raise RequestError(f"sleep: expected level 1 or 2, found {level!r}")
+        if level == 2 and self._is_fork:
+            raise RequestError(
+                "sleep: a fork has no weights of its own to give back: use level 1, or close() it"
+            )
 
         def rest() -> None:
             if self._driver.has_work:

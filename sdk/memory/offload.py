@@ -6,9 +6,10 @@ a model is loaded, while they fit. On a GPU whole layers are offloaded, the last
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from sdk.config import EngineConfig
+from sdk.kernels.dataclass import dataclass
 from sdk.memory.demand import Demand, graph_bytes, scratch_bytes, workspace_bytes
 
 #: ``"auto"`` makes room for a request of this many tokens, unless ``max_model_len`` is given.

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Any
 
+from sdk.kernels.dataclass import dataclass
 from sdk.memory.sizes import GIB, format_bytes
 
 if TYPE_CHECKING:

@@ -125,14 +125,18 @@ def _loading_bytes(
 ) -> tuple[int, int]:
     """The peaks of a load: while embedding and head are packed, and afterwards.
 
-    A matrix is in memory twice while it is packed. Embedding and head, the largest, are packed
-    first, when little else is in memory. The matrices of the blocks come on top of everything else.
+    A matrix is in memory twice while it is packed, unless it is read in pieces. Embedding and head,
+    the largest, are packed first, when little else is in memory. The matrices of the blocks come on
+    top of everything else.
     """
     ends = [entry for entry in entries if is_embedding_or_head(entry.name)]
     others = [entry for entry in entries if not is_embedding_or_head(entry.name)]
     largest = max((entry.nbytes for entry in others), default=0)
     window = min(sum(entry.nbytes for entry in others), max(_READ_BYTES, _READ_MATRICES * largest))
-    early = sum(_held(entry) + entry.nbytes for entry in ends)
+    in_pieces = resolve.device_of(config) == "cpu" and config.quantization is None
+    early = sum(
+        _held(entry) + (entry.read if in_pieces and entry.read else entry.nbytes) for entry in ends
+    )
     late = sum(map(_held, entries)) + window
     if config.quantization is not None:
         late += max((_COPIES * 4 * entry.num_elements for entry in others), default=0)

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import accumulate
 from math import inf, nan
+
+from sdk.kernels.dataclass import dataclass
 
 _PER_DECADE = 20
 #: The bounds of vLLM's histograms, and smaller ones, because small models are faster: of times to

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import fields
 
 from sdk.errors import RequestError
+from sdk.kernels.dataclass import dataclass
 
 #: Another name of a field: the mean time between the tokens of an answer is its TPOT.
 _ALIASES = {"itl": "tpot"}

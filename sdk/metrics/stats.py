@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
+from sdk.kernels.dataclass import dataclass
 from sdk.metrics.histogram import HistogramData
 from sdk.metrics.slo import SLO
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import Literal, NamedTuple
+
+from sdk.kernels.dataclass import dataclass
 
 EventKind = Literal[
     "queued",

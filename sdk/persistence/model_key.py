@@ -63,6 +63,21 @@ def model_key(
     return ModelKey(path.name, digest.hexdigest()[:32])
 
 
+def key_of_fork(key: ModelKey, config: ModelConfig, length: int, own_length: int) -> ModelKey:
+    """The key of an engine with the weights of another one, whose ``key`` and ``length`` are given.
+
+    No file is read: it may have changed since. Keys differ where rotary frequencies depend on the
+    longest request.
+    """
+    for rope in (config.rope, config.local_rope):
+        if rope is not None:
+            old, new = (inverse_frequencies(rope, each) for each in (length, own_length))
+            if old[1] != new[1] or old[0].tolist() != new[0].tolist():
+                digest = hashlib.sha256(f"{key.digest} {own_length}".encode())
+                return ModelKey(key.name, digest.hexdigest()[:32])
+    return key
+
+
 def files_key(path: Path) -> str:
     """The part of :func:`model_key` that depends on the files alone, not on options.
 

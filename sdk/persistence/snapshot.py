@@ -26,7 +26,6 @@ import shutil
 import struct
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from stat import S_ISREG
@@ -37,6 +36,7 @@ from numpy.typing import NDArray
 
 from sdk.engine.rank.kv_transfer import LayerKV, StoredKV, row_widths
 from sdk.errors import SnapshotError
+from sdk.kernels.dataclass import dataclass
 from sdk.loaders.json_file import parse_json
 from sdk.memory.sizes import format_bytes
 from sdk.persistence.model_key import ModelKey

@@ -30,7 +30,7 @@ from sdk.reports.quant_report import QuantReport
 from sdk.requests.adapters import Adapters, KnownAdapter
 from sdk.requests.jobs import JobMaker
 from sdk.requests.prompts import Prompt
-from sdk.requests.served import Memory, Prefixes
+from sdk.requests.served import Memory, Prefixes, Served
 
 
 def replica_config(config: EngineConfig, memory: MemoryPlan) -> EngineConfig:
@@ -111,6 +111,12 @@ class ServedReplicas:
         count = self.facts.config.data_parallel_size
         first: str = self.driver.call_one(0, "", "explain")
         return f"replicas   {count}, in processes of their own; this is the first one:\n{first}"
+
+    def fork(self, **options: Any) -> Served:
+        """See :class:`sdk.requests.served.Served`."""
+        raise RequestError(
+            "fork: the weights of this LLM are in other processes (data_parallel_size > 1)"
+        )
 
     def quant_report(self) -> QuantReport:
         """See :class:`sdk.requests.served.Served`."""

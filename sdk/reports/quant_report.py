@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from sdk.kernels.dataclass import dataclass
 from sdk.memory.sizes import format_bytes
 from sdk.quant.expert_weights import ExpertWeights
 from sdk.quant.weight import StackedWeight, Weight

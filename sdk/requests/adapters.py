@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from os import PathLike, fspath
 from typing import Any, Protocol
 
 from sdk.errors import RequestError
+from sdk.kernels.dataclass import dataclass
 from sdk.lora import LoRAInfo, LoRARequest
 from sdk.quant.safe_repr import safe_repr
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Protocol
 
 from sdk.engine.engine import Output
 from sdk.engine.plan import Pooling, RequestKind
 from sdk.errors import RequestError
 from sdk.executors.base import Executor
+from sdk.kernels.dataclass import dataclass
 from sdk.outputs import Estimate
 from sdk.params import SamplingParams
 from sdk.quant.safe_repr import safe_repr

@@ -7,10 +7,11 @@ import operator
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, cast
 
 from sdk.errors import EngineClosedError, RequestError
+from sdk.kernels.dataclass import dataclass
 from sdk.params import SamplingParams
 from sdk.quant.safe_repr import is_value_error, safe_message, safe_repr
 from sdk.quant.tokenizer import Tokenizer, TooManyTokens

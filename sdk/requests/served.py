@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from os import PathLike
-from typing import Protocol
+from typing import Any, Protocol
 
 from sdk.engine.expert_balance import ExpertBalance
 from sdk.engine.rank.runner import ModelRunner
 from sdk.engine.running_requests import RequestInfo
-from sdk.loading.load import Loaded, ModelFacts
+from sdk.loading.fork import fork_config
+from sdk.loading.load import Loaded, ModelFacts, fork
 from sdk.memory.engine_memory import EngineMemory
 from sdk.memory.plan import MemoryPlan
 from sdk.metrics.slo import SLO
@@ -98,6 +99,9 @@ class Served(Protocol):
     def quant_report(self) -> QuantReport:
         """See :meth:`sdk.LLM.quant_report`."""
 
+    def fork(self, **options: Any) -> Served:
+        """See :meth:`sdk.LLM.fork`."""
+
 
 class ServedEngine:
     """See :class:`Served`: one engine in this process."""
@@ -158,6 +162,13 @@ class ServedEngine:
     def model_runner(self) -> ModelRunner:
         """See :class:`Served`."""
         return self._loaded.runner
+
+    def fork(self, **options: Any) -> ServedEngine:
+        """See :class:`Served`."""
+        config = fork_config(self._memory.plan, self.facts.values, **options)
+
+        weights = self.driver.between_steps(lambda: self._loaded.runner.weights)
+        return ServedEngine(fork(self._loaded, weights, config))
 
     def quant_report(self) -> QuantReport:
         """See :class:`Served`."""

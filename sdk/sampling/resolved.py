@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Protocol
 
 from sdk.errors import RequestError
+from sdk.kernels.dataclass import dataclass
 from sdk.params import SamplingParams
 
 if TYPE_CHECKING:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
 from sdk.errors import RequestError
+from sdk.kernels.dataclass import dataclass
 from sdk.quant.safe_repr import safe_repr
 
 #: Limits, so that one request cannot exhaust the process.

@@ -28,6 +28,7 @@ from sdk.lora import LoRAInfo, LoRALike, LoRARequest, LoRAsLike
 from sdk.metrics.slo import SLO
 from sdk.metrics.stats import EngineStats
 from sdk.metrics.trace import Trace
+from sdk.options import EngineOptions, takes_options
 from sdk.outputs import (
     ClassificationOutput,
     EmbeddingOutput,
@@ -56,7 +57,10 @@ from sdk.tokenizer import LLMTokenizer
 from sdk.tools import ToolRun
 from sdk.tools.definitions import ToolLike
 
-if TYPE_CHECKING:  # these import torch
+if TYPE_CHECKING:  # Unpack: in typing from Python 3.11 on; the others import torch
+    from typing_extensions import Unpack
+
+    from sdk.llm import LLM
     from sdk.memory.plan import MemoryPlan
     from sdk.persistence.snapshot import Snapshot
     from sdk.reports.quant_report import QuantReport
@@ -551,6 +555,11 @@ class FakeLLM:
     def model_config(self) -> Any:
         """Not supported."""
         _needs_weights("model_config")
+
+    @takes_options
+    def fork(self, **options: Unpack[EngineOptions]) -> LLM:
+        """Not supported."""
+        _needs_weights("fork")
 
     def quantize(self, out: str | PathLike[str], scheme: str | None = None, **options: Any) -> Path:
         """Not supported."""

@@ -18,8 +18,12 @@ namespace {
 
 // --- weights ---
 
+int pack(TestRuntime& runtime, const Weight& w, const void* source, int64_t row_bytes) {
+    return embedlm_pack(runtime.handle, &w, source, row_bytes, 0, w.n);
+}
+
 void check_packing(TestRuntime& runtime, Packed& made) {
-    CHECK(embedlm_pack(runtime.handle, &made.w, made.source.data(), made.row_bytes) == kOk);
+    CHECK(pack(runtime, made.w, made.source.data(), made.row_bytes) == kOk);
     Buffer<uint8_t> back(made.source.size());
     back.zero();
     CHECK(embedlm_unpack(runtime.handle, &made.w, back.data(), made.row_bytes) == kOk);
@@ -30,7 +34,7 @@ void check_packing(TestRuntime& runtime, Packed& made) {
     Buffer<uint8_t> codes(made.codes.size());  // of blocks only the codes come back
     Weight again = made.w;
     again.codes = codes.data();
-    CHECK(embedlm_pack(runtime.handle, &again, back.data(), made.row_bytes) == kOk);
+    CHECK(pack(runtime, again, back.data(), made.row_bytes) == kOk);
     CHECK(codes.starts_like(made.codes, codes.size()));
 }
 
@@ -109,7 +113,7 @@ uint64_t products_hash(int level) {
     const auto add = [&](Packed made) {
         point(made);
         const int64_t n = made.w.n, k = made.w.k;
-        CHECK(embedlm_pack(runtime.handle, &made.w, made.source.data(), made.row_bytes) == kOk);
+        CHECK(pack(runtime, made.w, made.source.data(), made.row_bytes) == kOk);
         const bool floats_only = made.w.subgroup == 1 && !made.w.dense;
         for (int32_t terms = 0; terms < (floats_only ? 1 : 3); ++terms) {
             for (int64_t m : {1, 3, 8, 21}) {

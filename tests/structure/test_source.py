@@ -22,7 +22,13 @@ ALLOWED = {
     "quant": {"kernels"},
     # the layouts are the plain tensors a format decodes into, not kernels; models.architecture
     # describes how files hold a model, and imports nothing of the loaders
-    "loaders": {"quant", "kernels.layouts", "kernels.lazy_torch", "models.architecture"},
+    "loaders": {
+        "quant",
+        "kernels.layouts",
+        "kernels.lazy_torch",
+        "kernels.dataclass",
+        "models.architecture",
+    },
     "models": {"quant", "kernels"},
     "sdk": {"kernels", "quant", "loaders", "models"},
 }
@@ -30,8 +36,8 @@ MAX_FILE_LINES = 600  # an upper bound, not a target: meaning decides where a fi
 MAX_FUNCTION_LINES = 60
 #: Files that would only get harder to read by being cut: their own limit, and why.
 LONG_FILES: dict[str, tuple[int, str]] = {
-    "sdk/llm.py": (905, "the facade: one short method each, and their types for editors"),
-    "sdk/testing/fake_llm.py": (640, "the same methods, for tests of applications"),
+    "sdk/llm.py": (920, "the facade: one short method each, and their types for editors"),
+    "sdk/testing/fake_llm.py": (650, "the same methods, for tests of applications"),
 }
 
 TOP_LEVEL = {
@@ -44,6 +50,7 @@ MADE = {".git", ".venv", "build", "dist", "bench-results", "__pycache__"}
 
 #: What a rank's own process may do, which the host's may not: (file, call) -> why.
 EXEMPT = {
+    ("kernels/dataclass.py", "exec"): "as the standard library does: names of fields, no input",
     ("sdk/executors/worker.py", "signal.signal"): "a child process of ours: the parent ends it",
     ("sdk/executors/worker.py", "torch.set_num_threads"): "the same: the child's torch is ours",
     ("sdk/executors/channel.py", "pickle.loads"): "plans and results from our own child process",

@@ -340,3 +340,25 @@ def test_a_broken_torch_is_an_error_that_says_what_needs_it(golden: Path) -> Non
     """
     found = run_python(BLOCKED + code.replace("\n    ", "\n"))
     assert found == "torch.softmax\nTensor.cumsum\nthe device cuda\n"
+
+
+# ---- what every start pays for -------------------------------------------------------------------
+
+ANSWER = """
+import sys
+from sdk import LLM
+with LLM(sys.argv[1], max_model_len=64) as llm:
+    llm.generate([[5, 9, 30]], use_tqdm=False)
+print(*(module.__file__ for name, module in sys.modules.items()
+    if name.startswith("sdk.") and getattr(module, "__file__", None)))
+"""
+
+
+def test_modules_of_every_start_make_their_dataclasses_quickly() -> None:
+    """The standard library takes 0.8 ms for a class: see sdk/kernels/dataclass.py."""
+    model = model_of(ROOT / "tests" / "golden" / "gguf-Q8_0")
+    files = [Path(name) for name in run_python(ANSWER, model).split()]
+    assert len(files) > 200
+    slow = re.compile(r"^from dataclasses import .*\bdataclass\b|^import dataclasses", re.M)
+    found = {path.stem for path in files if slow.search(path.read_text(encoding="utf-8"))}
+    assert found == {"dataclass"}

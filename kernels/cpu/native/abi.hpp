@@ -10,7 +10,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum { kAbiVersion = 22 };
+enum { kAbiVersion = 23 };
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 

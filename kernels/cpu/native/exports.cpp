@@ -58,16 +58,21 @@ EXPORT int embedlm_runtime_level(const void* handle) {
     return static_cast<const Runtime*>(handle)->level;
 }
 
-EXPORT int embedlm_pack(void* handle, const Weight* w, const void* source, int64_t row_bytes) {
+// Packs `rows` rows of `source`, which are those of the weight from `first` on: whole strips, except at
+// its end.
+EXPORT int embedlm_pack(void* handle, const Weight* w, const void* source, int64_t row_bytes,
+                        int64_t first, int64_t rows) {
     Runtime* runtime = static_cast<Runtime*>(handle);
     std::lock_guard<std::mutex> lock(runtime->mutex);
     if (runtime->closed) return kClosed;
     if (!runtime->reserve_private(w->dense ? 0 : pack_scratch(*w))) return kOutOfMemory;
-    runtime->parallel(w->row_blocks, w->n * w->k, [=](int64_t begin, int64_t end, int thread) {
-        if (w->dense) dense_blocks(*w, const_cast<void*>(source), false, begin, end);
+    const int64_t block = first / kTileRows, blocks = (rows + kTileRows - 1) / kTileRows;
+    runtime->parallel(blocks, rows * w->k, [=](int64_t begin, int64_t end, int thread) {
+        if (w->dense)
+            dense_blocks(*w, const_cast<void*>(source), false, block, block + begin, block + end);
         else
-            pack_blocks(*w, static_cast<const uint8_t*>(source), row_bytes, begin, end,
-                        runtime->private_scratch(thread));
+            pack_blocks(*w, static_cast<const uint8_t*>(source), row_bytes, block, block + begin,
+                        block + end, runtime->private_scratch(thread));
     });
     return kOk;
 }
@@ -78,7 +83,7 @@ EXPORT int embedlm_unpack(void* handle, const Weight* w, void* out, int64_t row_
     if (runtime->closed) return kClosed;
     if (!runtime->reserve_private(w->dense ? 0 : pack_scratch(*w))) return kOutOfMemory;
     runtime->parallel(w->row_blocks, w->n * w->k, [=](int64_t begin, int64_t end, int thread) {
-        if (w->dense) dense_blocks(*w, out, true, begin, end);
+        if (w->dense) dense_blocks(*w, out, true, 0, begin, end);
         else
             unpack_blocks(*w, static_cast<uint8_t*>(out), row_bytes, begin, end,
                           runtime->private_scratch(thread));

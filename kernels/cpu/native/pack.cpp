@@ -187,15 +187,15 @@ size_t pack_scratch(const Weight& w) {
     return (size_t)(w.k_blocks * kTileDepth) * kTileRows;
 }
 
-void pack_blocks(const Weight& w, const uint8_t* source, int64_t row_bytes, int64_t begin,
-                 int64_t end, uint8_t* codes) {
+void pack_blocks(const Weight& w, const uint8_t* source, int64_t row_bytes, int64_t first,
+                 int64_t begin, int64_t end, uint8_t* codes) {
     const int64_t stride = w.k_blocks * kTileDepth;
     const ToTile to_tile = to_tile_of(w.bits);
     for (int64_t b = begin; b < end; ++b) {
         const uint8_t* rows[kTileRows];
         const int64_t left = w.n - b * kTileRows;
         const int count = left < kTileRows ? (int)left : (int)kTileRows;
-        for (int r = 0; r < count; ++r) rows[r] = source + (b * kTileRows + r) * row_bytes;
+        for (int r = 0; r < count; ++r) rows[r] = source + ((b - first) * kTileRows + r) * row_bytes;
         if (is_legacy(w.source)) {
             pack_legacy(w, b, rows, count);
             continue;
@@ -231,7 +231,7 @@ namespace {
 
 // Row r of a block of 16, T by T, 256 k at a time: that stays in the L1 cache.
 template <typename T>
-void dense_rows(const Weight& w, T* plain, bool unpack, int64_t begin, int64_t end) {
+void dense_rows(const Weight& w, T* plain, bool unpack, int64_t origin, int64_t begin, int64_t end) {
     const int64_t stretch = 256;
     for (int64_t b = begin; b < end; ++b) {
         T* packed = (T*)w.codes + b * w.k * kTileRows;
@@ -239,7 +239,7 @@ void dense_rows(const Weight& w, T* plain, bool unpack, int64_t begin, int64_t e
         for (int64_t first = 0; first < w.k; first += stretch) {
             const int64_t last = first + stretch < w.k ? first + stretch : w.k;
             for (int r = 0; r < kTileRows; ++r) {
-                T* row = plain + (b * kTileRows + r) * w.k;
+                T* row = plain + ((b - origin) * kTileRows + r) * w.k;
                 if (r >= left)
                     for (int64_t k = first; k < last && !unpack; ++k) packed[k * kTileRows + r] = 0;
                 else if (unpack)
@@ -259,11 +259,12 @@ size_t element_size(int type) {
     return type == kF16 || type == kBF16 ? 2 : 1;
 }
 
-void dense_blocks(const Weight& w, void* plain, bool unpack, int64_t begin, int64_t end) {
+void dense_blocks(const Weight& w, void* plain, bool unpack, int64_t first, int64_t begin,
+                  int64_t end) {
     switch (element_size(w.scale_type)) {
-        case 1: dense_rows(w, (uint8_t*)plain, unpack, begin, end); break;
-        case 2: dense_rows(w, (uint16_t*)plain, unpack, begin, end); break;
-        default: dense_rows(w, (uint32_t*)plain, unpack, begin, end);
+        case 1: dense_rows(w, (uint8_t*)plain, unpack, first, begin, end); break;
+        case 2: dense_rows(w, (uint16_t*)plain, unpack, first, begin, end); break;
+        default: dense_rows(w, (uint32_t*)plain, unpack, first, begin, end);
     }
 }
 

@@ -14,13 +14,14 @@ The functions that take a runner run on every rank (see ``Executor.on_ranks``).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from sdk.kernels.dataclass import dataclass
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.kv_tiers import page_tier
 from sdk.kernels.lazy_torch import Tensor, torch

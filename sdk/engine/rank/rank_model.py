@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+from dataclasses import replace
 
 from sdk.engine.rank.experts import unused_tensors
 from sdk.engine.rank.runner_config import RunnerConfig
+from sdk.kernels.dataclass import dataclass
 from sdk.kernels.lazy_torch import Tensor
 from sdk.kernels.ops import Ops
 from sdk.models.auto import build_model
 from sdk.models.classifier import Classifier, classifier_of, read_score_head
-from sdk.models.decoder import CausalLM
+from sdk.models.decoder import CausalLM, Decoder
+from sdk.models.layers import Matrix, Tensors
 from sdk.models.lockstep import Lockstep
 from sdk.models.parallel import Mesh
 from sdk.quant.checkpoint import Checkpoint
@@ -32,7 +34,10 @@ class RankModel:
 
     @classmethod
     def load(
-        cls, config: RunnerConfig, mesh: Mesh, checkpoint: Checkpoint | None = None
+        cls,
+        config: RunnerConfig,
+        mesh: Mesh,
+        checkpoint: Checkpoint | None = None,
     ) -> RankModel:
         """Read the weights; the checkpoint (default: the one ``config`` names) is closed then."""
         mesh = config.mesh_of(mesh)
@@ -54,3 +59,30 @@ class RankModel:
             undo.pop_all()
         checkpoint.close()
         return cls(ops, model, classifier, score_head, unused)
+
+    def share(self, config: RunnerConfig, mesh: Mesh, headers: Checkpoint) -> RankModel:
+        """The same weights with operators of their own, for another engine in this process."""
+        assert isinstance(self.model, Decoder)
+        mesh = config.mesh_of(mesh)
+        values = {**headers.config, **config.hf_overrides}
+        with contextlib.ExitStack() as undo:
+            ops = config.open_ops(mesh)
+            undo.callback(ops.close)
+            model = build_model(
+                headers,
+                mesh,
+                ops,
+                max_model_len=config.max_model_len,
+                config=values,
+                shared=_tensors(self.model),
+            )
+            undo.pop_all()
+        return replace(self, ops=ops, model=model)
+
+
+def _tensors(model: Decoder) -> Tensors:
+    """What a model has pulled, by the paths under which a :class:`Source` looks for it."""
+    found = {path: Matrix(linear.weight, linear.bias) for path, linear in model.linears()}
+    if model.embedding is not None:
+        found["model.embed_tokens"] = Matrix(model.embedding.weight, None)
+    return Tensors(found, model.vectors)

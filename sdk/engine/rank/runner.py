@@ -66,7 +66,7 @@ class ModelRunner:
         self._last_step: _LaunchedStep | None = None
         self._repeated: _RepeatedSteps | None = None
         with contextlib.ExitStack() as undo:
-            weights = weights or RankModel.load(config, mesh)
+            self.weights = weights = weights or RankModel.load(config, mesh)
             self.ops, self.model = weights.ops, weights.model
             #: See :class:`sdk.executors.local.Runner`.
             self.entered = self.ops.entered
@@ -140,7 +140,8 @@ class ModelRunner:
             self.forget_graphs()
             self.kv.close()
             self.ops.close()
-            self.__dict__.pop("model", None)
+            for name in ("weights", "model"):
+                self.__dict__.pop(name, None)
             self.adapters = None
             if self.drafting is not None:
                 self.drafting.close()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any
 
 from sdk.engine.pages.disk_space import reserved_file
 from sdk.kernels.context import Compute
+from sdk.kernels.dataclass import dataclass
 from sdk.kernels.kv_tiers import KEPT_PAGES
 from sdk.kernels.offload import Offload, OnDisk, OnHost
 from sdk.kernels.ops import Ops

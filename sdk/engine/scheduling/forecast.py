@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from sdk.engine.scheduling.step_times import StepTimes
+from sdk.kernels.dataclass import dataclass
 
 #: Requests before the one in question that are simulated one by one. Those after them take as long
 #: on average: simulating 10,000 would take 0.1 s.

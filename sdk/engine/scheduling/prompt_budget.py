@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 
 from sdk.engine.scheduling.request import Request
+from sdk.kernels.dataclass import dataclass
 
 
 @dataclass(slots=True)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from sdk.errors import RequestError
+from sdk.kernels.dataclass import dataclass
 from sdk.memory.sizes import format_bytes
 from sdk.params import SamplingParams
 

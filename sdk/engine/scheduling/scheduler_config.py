@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Literal
 
 from sdk.engine.scheduling.policy import POLICIES, PolicyName, SchedulingPolicy
 from sdk.errors import RequestError
+from sdk.kernels.dataclass import dataclass
 from sdk.kernels.kv_tiers import KEPT_PAGES
 
 #: With so many tokens, reading the weights once takes a tenth of a step on a CPU

@@ -1,0 +1,82 @@
+"""A matrix of a file that is read when it is bound to its kernel, some rows at a time.
+
+The embedding of a small model with a large vocabulary has two thirds of its bytes. Read as a whole
+it would be in memory twice, as in the file and packed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from sdk.kernels.layouts import Layout, Pieces
+from sdk.kernels.ops import Ops
+from sdk.kernels.reference.linear import slice_rows
+from sdk.quant.join import join
+from sdk.quant.spec import QuantSpec
+from sdk.quant.weight import PackedWeight, Side, Weight, weight_of
+
+
+class UnreadWeight(PackedWeight):
+    """``unread`` as a weight. Whatever needs its ``layout`` before it is bound reads all of it."""
+
+    def __init__(self, unread: Pieces, spec: QuantSpec) -> None:
+        self.shape = unread.shape
+        self._unread: Pieces | None = unread
+        self._spec = spec
+        self._layout = self._bound = None
+
+    @property
+    def spec(self) -> QuantSpec:
+        return self._spec
+
+    @property
+    def layout(self) -> Layout:
+        return self._pieces.whole() if self._bound is None else self._bound.layout()
+
+    @property
+    def _pieces(self) -> Pieces:
+        assert self._unread is not None, "this weight is bound"
+        return self._unread
+
+    def narrow(self, side: Side, start: int, count: int) -> Weight:
+        if side == "in":
+            return weight_of(self.layout).narrow(side, start, count)
+        return super().narrow(side, start, count)
+
+    def take_rows(self, start: int, count: int, step: int = 1) -> Weight:
+        if step > 1:
+            return weight_of(slice_rows(self.layout, start, start + count * step, step))
+        read = self._pieces.read
+        shape = (count, self.shape[1])
+        part = replace(self._pieces, shape=shape, read=lambda at, rows: read(start + at, rows))
+        return UnreadWeight(part, self._spec)
+
+    def joined(self, others: Sequence[Weight]) -> Weight | None:
+        parts = [self, *(one for one in others if isinstance(one, UnreadWeight))]
+        if len(parts) <= len(others) or any(one.spec != self._spec for one in parts):
+            return super().joined(others)
+        unread = [one._pieces for one in parts]
+
+        def read(start: int, count: int) -> Layout:
+            found = list(_rows(unread, start, count))
+            whole = found[0] if len(found) == 1 else join(found)
+            assert whole is not None  # they have one type
+            return whole
+
+        shape = (sum(one.shape[0] for one in unread), self.shape[1])
+        return UnreadWeight(replace(self._pieces, shape=shape, read=read), self._spec)
+
+    def bind(self, ops: Ops, activation_bits: int = 8) -> None:
+        if self._bound is None:
+            self._bound = ops.linear(self._pieces, activation_bits)
+            self._unread = None  # it refers to the file
+
+
+def _rows(parts: Sequence[Pieces], start: int, count: int) -> Iterator[Layout]:
+    """Rows ``start : start + count`` of matrices one after another."""
+    for part in parts:
+        low, high = max(start, 0), min(start + count, part.shape[0])
+        if low < high:
+            yield part.read(low, high - low)
+        start -= part.shape[0]
