@@ -45,7 +45,8 @@ Exchange = Callable[[Tensor, Callable[[Tensor], None]], None]
 class Graph(Generic[Result]):
     """A recorded forward pass. Owns its buffers; the weights must outlive it.
 
-    ``result`` is what the forward pass returned: buffers, whose first rows a replay fills.
+    ``recorded`` is what the backend recorded. ``result`` is what the forward pass returned:
+    buffers, whose first rows a replay fills.
     ``replay_again()`` is a replay with the counts of the last one.
     """
 
@@ -56,7 +57,7 @@ class Graph(Generic[Result]):
         buffers: ActivationPool,
         limits: tuple[int, int, int],
     ) -> None:
-        self._recorded = recorded
+        self.recorded = recorded
         self._buffers = buffers
         self.result = result
         self.replay_again = recorded.run_again
@@ -73,7 +74,7 @@ class Graph(Generic[Result]):
             raise KernelError(
                 f"replay: expected at most {limits} tokens, outputs and requests, found {counts}"
             )
-        self._recorded.run(*counts)
+        self.recorded.run(*counts)
 
 
 @contextmanager

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from sdk import __version__
+from sdk.cli.bench.engines import Load
 from sdk.cli.bench.peers.timing import Timing
 from sdk.cli.bench.peers.worker import serve
 
@@ -57,27 +59,33 @@ class OwnEngine:
         }
 
     def measure(self, prompts: list[list[int]], output_len: int) -> dict[str, float]:
-        from sdk.params import RequestOutputKind, SamplingParams
-
-        params = SamplingParams(
-            temperature=0,
-            max_tokens=output_len,
-            ignore_eos=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
-        )
         timing = Timing(len(prompts))
-        self._llm.enqueue([{"prompt_token_ids": p} for p in prompts], params)
         begun: dict[str, float] = {}
-        while self._llm.has_unfinished_requests:
-            outputs = self._llm.step()
-            timing.step([(o.request_id, len(o.outputs[0].token_ids), o.finished) for o in outputs])
+        for _ in steps(self._llm, Load(tuple(map(tuple, prompts)), output_len), timing):
             if timing.decoding and not begun:
                 begun = self._llm.get_metrics()
         found = timing.times()
         if bubble := _bubble(begun, self._llm.get_metrics()):
             found["bubble"] = bubble
         return found
+
+
+def steps(llm: LLM, load: Load, timing: Timing) -> Iterator[None]:
+    """Step through the load. Yields after every step, when ``timing`` knows what it brought."""
+    from sdk.params import RequestOutputKind, SamplingParams
+
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=load.output_len,
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+    )
+    llm.enqueue([{"prompt_token_ids": list(p)} for p in load.prompts], params)
+    while llm.has_unfinished_requests:
+        outputs = llm.step()
+        timing.step([(o.request_id, len(o.outputs[0].token_ids), o.finished) for o in outputs])
+        yield
 
 
 def _bubble(begun: dict[str, float], ended: dict[str, float]) -> float:

@@ -16,6 +16,7 @@ from sdk.cli.bench.kv import measure_kv
 from sdk.cli.bench.lora import measure_lora
 from sdk.cli.bench.memory import PROMPT, measure_memory
 from sdk.cli.bench.parallel import PROMPT as PARALLEL_PROMPT, measure_parallel
+from sdk.cli.bench.phases import measure_phases
 from sdk.cli.bench.report import Metric, Result, Section
 from sdk.cli.bench.roofline import measure_gemm, measure_roofline
 from sdk.cli.bench.settings import DECODE_PROMPT, Settings, in_rounds, make_load, same_load
@@ -197,6 +198,20 @@ SUITES = {
         measure_roofline,
         lambda settings: (1, DECODE_PROMPT + settings.output_len),
         "speed",
+    ),
+    "phases": Suite(
+        "Phases of a step",
+        "where the time goes: microseconds per step, or for the whole prompt, as the mean of all "
+        "threads; what the phase's bytes take at the read bandwidth, and its multiplications at "
+        "the 8-bit integer peak; the larger of the two as a share of the time",
+        [
+            Metric("us", "us", 0, ratio=False),
+            Metric("share", "% of step", ratio=False),
+            Metric("memory_us", "memory us", 0, ratio=False),
+            Metric("int8_us", "int8 us", 0, ratio=False),
+            Metric("limit", "% of limit", ratio=False),
+        ],
+        measure_phases,
     ),
     "context": Suite(
         "Context",

@@ -13,7 +13,8 @@ class Timing:
     def __init__(self, requests: int) -> None:
         self._requests = requests
         self._begun: set[Hashable] = set()
-        self._ended = False
+        #: Whether one of the requests has ended.
+        self.ended = False
         self._tokens = 0.0
         self._start = self._prefilled = self._last = time.perf_counter()
 
@@ -31,13 +32,13 @@ class Timing:
         """
         now = time.perf_counter() if now is None else now
         all_decoded = self.decoding
-        counted = all_decoded and not self._ended
+        counted = all_decoded and not self.ended
         for request, tokens, ended in outputs:
             if tokens:
                 self._begun.add(request)
             if counted:
                 self._tokens += tokens
-            self._ended = self._ended or ended
+            self.ended = self.ended or ended
         if counted:
             self._last = now
         elif self.decoding and not all_decoded:
