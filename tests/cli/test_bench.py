@@ -304,7 +304,8 @@ def test_work_counts_what_a_token_reads(golden: Path) -> None:
 def test_probes_measure_plausible_limits() -> None:
     assert 0.2e9 < probe.read_bandwidth(1, seconds=0.005) < 2e12
     for level in levels():
-        assert 1e8 < probe.int8_peak(2, level, seconds=0.005) < 1e14
+        for bits in (4, 5, 6, 8):
+            assert 1e8 < probe.int8_peak(2, level, seconds=0.005, bits=bits) < 1e14
 
 
 def test_probes_refuse_what_is_not_there() -> None:
@@ -400,6 +401,23 @@ def test_json_alone_on_stdout(golden: Path, capsys: Captured) -> None:
     assert main([*argv, "--suite", "gemm", "--json", "-"]) == 0
     (row,) = json.loads(capsys.readouterr().out)["results"]["gemm"]
     assert 0 < row["median"]["tops"] < row["median"]["peak_tops"]
+
+
+def test_phases_add_up_to_the_step(golden: Path, capsys: Captured) -> None:
+    argv = ["bench", str(golden / "gguf-Q4_1" / "model.gguf"), "--threads", "1", "--rounds", "1"]
+    argv += ["--suite", "phases", "--streams", "1,3", "--prompt-len", "40", "--output-len", "20"]
+    assert main([*argv, "--json", "-"]) == 0
+    rows = json.loads(capsys.readouterr().out)["results"]["phases"]
+    loads = list(dict.fromkeys(row["load"] for row in rows))
+    assert loads == ["prompt of 40", "1 requests", "3 requests"]
+    for load in loads:
+        found = {row["phase"]: row["median"] for row in rows if row["load"] == load}
+        assert {"products", "head", "attention", "quantize", "norms", "sampling"} <= found.keys()
+        whole = found.pop("all")
+        assert sum(phase["us"] for phase in found.values()) == pytest.approx(whole["us"], rel=0.001)
+        assert whole["share"] == pytest.approx(100)
+        assert found["products"]["integer_us"] > 0
+        assert found["products"]["memory_us"] > 0
 
 
 def test_accuracy_is_measured_against_exact_arithmetic(golden: Path, capsys: Captured) -> None:

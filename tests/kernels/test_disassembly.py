@@ -24,19 +24,29 @@ MOST_STACK_MOVES = 0.75
 MOST_REGISTER_MOVES = 1.0
 
 
-@pytest.fixture(scope="module")
-def functions() -> dict[str, list[str]]:
-    """Instructions of the inner functions of the AVX-512 level, by symbol."""
+def functions_of(level: str) -> dict[str, list[str]]:
+    """Instructions of the inner functions of a level, by symbol."""
     spec = find_spec("sdk.kernels.cpu._native")
     assert spec is not None and spec.origin is not None, "not built: run `make build`"
     command = ["objdump", "-d", "--no-show-raw-insn", spec.origin]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = {}
     for part in text.split("\n\n"):
-        name = re.match(r"\s*[0-9a-f]+ <(\S*avx512_vnni\S*panel_\S*)>:", part)
+        name = re.match(rf"\s*[0-9a-f]+ <(\S*\d{level}L?\d+\S*panel_\S*)>:", part)
         if name:
             found[name[1]] = part.splitlines()[1:]
     return found
+
+
+@pytest.fixture(scope="module")
+def functions() -> dict[str, list[str]]:
+    """Of the AVX-512 level."""
+    return functions_of("avx512_vnni")
+
+
+@pytest.fixture(scope="module")
+def avx2() -> dict[str, list[str]]:
+    return functions_of("avx2")
 
 
 def inner(functions: dict[str, list[str]], name: str) -> dict[str, list[str]]:
@@ -73,3 +83,23 @@ def test_float_products_are_fused_and_stay_in_registers(functions: dict[str, lis
         rows = int(re.findall(r"Li(\d+)E", symbol)[-1])
         assert count(lines, r"\bvfmadd\d+ps\b.*zmm") >= 2 * rows, symbol
         assert count(lines, r"zmm.*\(%r[sb]p\)|\(%r[sb]p.*zmm") == 0, symbol
+
+
+def test_avx2_sums_products_of_short_codes_in_16_bits(avx2: dict[str, list[str]]) -> None:
+    """Codes of 4 bits take two instructions for 32 products, of which one is a multiplication, and
+    their sums stay in registers: g++ would turn each into a tree, whose parts go to the stack."""
+    for bits in (4, 32 + 4):  # as stored, and expanded to bytes
+        (lines,) = inner(avx2, f"panel_intILi{bits}ELi32ELb0ELi4E").values()
+        products = count(lines, r"\bvpmaddubsw\b")
+        assert products in (64, 128), bits
+        assert count(lines, r"\bvpmaddwd\b") * 8 == products, bits
+        assert count(lines, r"%ymm\d+,\S*\(%r[sb]p\)") <= 0.5 * products, bits
+
+
+def test_avx2_multiplies_bytes_of_several_rows_as_words(avx2: dict[str, list[str]]) -> None:
+    """Two multiplications and two additions for 32 products, without changing signs."""
+    (lines,) = inner(avx2, "panel_intILi8ELi32ELb0ELi4E").values()
+    assert count(lines, r"\bvpmaddwd\b") in (128, 256)
+    assert not count(lines, r"\bvpsignb\b|\bvpmaddubsw\b")
+    (one,) = inner(avx2, "panel_intILi8ELi32ELb0ELi1E").values()
+    assert count(one, r"\bvpsignb\b") in (16, 32)

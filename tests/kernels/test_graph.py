@@ -154,3 +154,21 @@ def test_a_stack_writes_its_parts_side_by_side(ops: Ops, cases: Any) -> None:
     assert bool((out[:, offset:] == 7.0).all())
     with pytest.raises(KernelError, match=r"linear out: expected torch\.float32 \[3, 48\]"):
         parts[0].matmul(x, out[:, :49])
+
+
+def test_weights_of_different_bits_share_their_activations(ops: Ops, cases: Any) -> None:
+    """AVX2 multiplies codes of 8 bits with other activations than shorter ones."""
+    weights = [
+        ops.linear(cases.affine(64, WIDTH, bits, 32, "zero", seed=bits)) for bits in (8, 4, 8, 5)
+    ]
+    x = torch.randn(TOKENS, WIDTH)
+
+    def forward() -> list[Tensor]:
+        return [weight.matmul(x) for weight in weights]
+
+    expected = forward()
+    graph = ops.recording.capture(forward, tokens=TOKENS, outputs=1, requests=1)
+    for tokens in (1, 2, TOKENS):
+        graph.replay(tokens=tokens, outputs=1, requests=1)
+        for found, whole in zip(graph.result, expected, strict=True):
+            assert torch.equal(found[:tokens], whole[:tokens])

@@ -471,6 +471,7 @@ void program(Random& random, TestRuntime& one, TestRuntime& many) {
     for (const Line& line : lines)
         CHECK(embedlm_program_add(recorded, line.kind, line.args.data(), line.count, 1) == kOk);
     CHECK(embedlm_program_add(recorded, 99, lines[0].args.data(), kTokens, 1) == kUnknownOp);
+    CHECK(embedlm_program_time(many.handle, recorded, 1) == kOk);
     const int64_t runs[][kCounts] = {{1, 1, 1}, {24, 6, 4}, {7, 3, 1}, {2, 0, 1}, {0, 0, 0}};
     for (const int64_t* counts : runs) {
         for (const Line& line : lines)
@@ -481,6 +482,10 @@ void program(Random& random, TestRuntime& one, TestRuntime& many) {
         CHECK(sum.starts_like(hidden, counts[kTokens] * width));
         CHECK(logits.starts_like(expected, counts[kOutputs] * vocabulary));
     }
+    std::vector<int64_t> times(2 * lines.size() + 2, -1);
+    embedlm_program_times(many.handle, recorded, times.data());
+    CHECK(times.back() == sizeof runs / sizeof *runs);
+    for (const int64_t time : times) CHECK(time >= 0);
     embedlm_program_destroy(recorded);
 }
 

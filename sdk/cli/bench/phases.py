@@ -2,14 +2,15 @@
 
 Every thread's time in every operator of the recorded step is measured (native/operator_times.hpp).
 What a phase needs at least is the larger of two times: that of its bytes at the read bandwidth, and
-that of its multiplications at the 8-bit integer peak.
+that of its multiplications at the integer peak for codes of their bits.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from sdk.cli.bench.engines import OURS, Engines, Load
@@ -41,11 +42,12 @@ _MULTIPLY = (OpKind.LINEAR, OpKind.EXPERTS)
 
 @dataclass(slots=True)
 class Phase:
-    """Seconds of all threads together; bytes that are read from memory, and 8-bit operations."""
+    """Seconds of all threads together; bytes that are read from memory; integer operations by the
+    bits of the codes."""
 
     seconds: float = 0.0
     nbytes: float = 0.0
-    operations: float = 0.0
+    operations: Counter[int] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,8 @@ def _add_product(phase: Phase, operator: OperatorTime, rows: Rows, multiplied: i
     if operator.weight is not None:
         w = operator.weight
         phase.nbytes += rows.runs * weight_bytes(w)
-        phase.operations += 2 * multiplied * w.n * w.k
+        if not w.dense:  # the entries of a table have 8 bits
+            phase.operations[8 if w.table else w.bits] += 2 * multiplied * w.n * w.k
 
 
 def measure_phases(settings: Settings, engines: Engines) -> list[Result]:
@@ -158,7 +161,6 @@ def _sample(settings: Settings, llm: LLM, load: Load) -> Mapping[str, Mapping[st
         times, seconds, runs = prompt, sample["prefill_s"], 1
         rows = Rows(times.runs, load.prompt_tokens, count, 0.0)
     bandwidth = read_bandwidth(settings.threads, seconds=0.2, tries=1)
-    peak = int8_peak(settings.threads, simd_level() or "portable", seconds=0.05)
     found: dict[str, dict[str, float]] = {}
     phases = phases_of(times, rows, kv_bytes)
     busy = sum(phase.seconds for phase in phases.values())
@@ -167,16 +169,22 @@ def _sample(settings: Settings, llm: LLM, load: Load) -> Mapping[str, Mapping[st
     phases["all"] = Phase(
         settings.threads * seconds,
         sum(phase.nbytes for phase in phases.values()),
-        sum(phase.operations for phase in phases.values()),
+        sum((phase.operations for phase in phases.values()), Counter()),
     )
+    level = simd_level() or "portable"
+    peaks = {
+        bits: int8_peak(settings.threads, level, seconds=0.03, bits=bits)
+        for bits in phases["all"].operations
+    }
     for name, phase in phases.items():
         taken = phase.seconds / settings.threads
         found[name] = {"us": 1e6 * taken / runs, "share": 100 * taken / seconds}
         if phase.nbytes or phase.operations:
-            memory, arithmetic = phase.nbytes / bandwidth, phase.operations / peak
+            memory = phase.nbytes / bandwidth
+            arithmetic = sum(count / peaks[bits] for bits, count in phase.operations.items())
             found[name] |= {
                 "memory_us": 1e6 * memory / runs,
-                "int8_us": 1e6 * arithmetic / runs,
+                "integer_us": 1e6 * arithmetic / runs,
                 "limit": 100 * max(memory, arithmetic) / taken,
             }
     return found

@@ -64,7 +64,7 @@ def measure_gemm(settings: Settings, engines: Engines) -> list[Result]:
         weight = ops.linear(Affine((GEMM_OUT, GEMM_IN), 4, GEMM_GROUP, codes, scale, zero=8))
         weight.matmul(x)
         for _ in range(settings.rounds):
-            peak = int8_peak(settings.threads, level)
+            peak = int8_peak(settings.threads, level, bits=4)
             start = time.perf_counter()
             for _ in range(4):
                 weight.matmul(x)

@@ -203,12 +203,12 @@ SUITES = {
         "Phases of a step",
         "where the time goes: microseconds per step, or for the whole prompt, as the mean of all "
         "threads; what the phase's bytes take at the read bandwidth, and its multiplications at "
-        "the 8-bit integer peak; the larger of the two as a share of the time",
+        "the integer peak of their codes; the larger of the two as a share of the time",
         [
             Metric("us", "us", 0, ratio=False),
             Metric("share", "% of step", ratio=False),
             Metric("memory_us", "memory us", 0, ratio=False),
-            Metric("int8_us", "int8 us", 0, ratio=False),
+            Metric("integer_us", "integer us", 0, ratio=False),
             Metric("limit", "% of limit", ratio=False),
         ],
         measure_phases,
@@ -235,7 +235,8 @@ SUITES = {
     ),
     "gemm": Suite(
         "Roofline, matrix product",
-        "[512, 2048] by a 4-bit [8192, 2048] in groups of 32, compared with the 8-bit integer peak",
+        "[512, 2048] by a 4-bit [8192, 2048] in groups of 32, compared with the integer peak of "
+        "codes of 4 bits",
         [
             Metric("tops", "TOPS", 3, ratio=False),
             Metric("peak_tops", "peak TOPS", 3, ratio=False),
