@@ -24,6 +24,8 @@ int embedlm_run(void* handle, int kind, const void* args, int64_t rows);
 void* embedlm_program_create();
 void embedlm_program_destroy(void* program);
 int embedlm_program_add(void* program, int kind, const void* args, int count, int64_t per);
+int embedlm_program_time(void* handle, void* program, int on);
+void embedlm_program_times(void* handle, const void* program, int64_t* out);
 int embedlm_program_run(void* handle, void* program, const int64_t* counts);
 void* embedlm_ranks_create(int rank, int size, int processes, int slots, double patience_s);
 int embedlm_ranks_join(void* group, const char* folder, double seconds);
