@@ -204,13 +204,19 @@ def test_a_pool_needs_a_size(budget: object) -> None:
         MemoryPool(budget)  # type: ignore[arg-type]
 
 
-def test_what_only_a_load_needs_is_free_after_it(gemma3: Path) -> None:
-    """Embedding and head, a table of 262,144 words, are in memory twice while they are packed."""
+def test_what_only_a_load_needs_is_free_after_it(golden: Path, tmp_path: Path) -> None:
+    """The rows of 65,536 words: matrices of safetensors are in memory twice while they are packed."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    source = golden / "arch-llama3" / "hf"
+    config = AutoConfig.from_pretrained(source, vocab_size=65536)
+    AutoModelForCausalLM.from_config(config).half().save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(source).save_pretrained(tmp_path)
     few = {"max_model_len": 64, "max_num_seqs": 1, "max_num_batched_tokens": 16}
-    plan = LLM.plan(gemma3, **few)
+    plan = LLM.plan(tmp_path, **few)
     assert plan.serving < plan.total - 2**20
     pool = MemoryPool(plan.total)
-    with LLM(gemma3, memory=pool, **few) as llm:
+    with LLM(tmp_path, memory=pool, **few) as llm:
         assert pool.used == plan.serving
         llm.sleep(2)
         assert pool.used == 0
