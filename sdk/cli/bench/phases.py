@@ -13,7 +13,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from sdk.cli.bench.engines import OURS, Engines, Load
+from sdk.cli.bench.engines import OURS, Load
 from sdk.cli.bench.own import steps
 from sdk.cli.bench.peers.timing import Timing
 from sdk.cli.bench.report import Result
@@ -86,7 +86,7 @@ def _add_product(phase: Phase, operator: OperatorTime, rows: Rows, multiplied: i
             phase.operations[8 if w.table else w.bits] += 2 * multiplied * w.n * w.k
 
 
-def measure_phases(settings: Settings, engines: Engines) -> list[Result]:
+def measure_phases(settings: Settings) -> list[Result]:
     """Each prompt length, and each number of requests that decode; in this process.
 
     :raises RequestError: the steps of this model are not recorded.

@@ -16,7 +16,6 @@ from sdk.cli.bench.kv import measure_kv
 from sdk.cli.bench.lora import measure_lora
 from sdk.cli.bench.memory import PROMPT, measure_memory
 from sdk.cli.bench.parallel import PROMPT as PARALLEL_PROMPT, measure_parallel
-from sdk.cli.bench.phases import measure_phases
 from sdk.cli.bench.report import Metric, Result, Section
 from sdk.cli.bench.roofline import measure_gemm, measure_roofline
 from sdk.cli.bench.settings import DECODE_PROMPT, Settings, in_rounds, make_load, same_load
@@ -59,6 +58,13 @@ def measure_decode(settings: Settings, engines: Engines) -> list[Result]:
         )
         found += same_load(settings, engines, {"requests": requests}, load, decode_rate)
     return found
+
+
+def measure_phases(settings: Settings, engines: Engines) -> list[Result]:
+    # Imports the engine's own modules, which parsing a command line must not.
+    from sdk.cli.bench import phases
+
+    return phases.measure_phases(settings)
 
 
 def measure_context(settings: Settings, engines: Engines) -> list[Result]:
