@@ -205,7 +205,7 @@ def test_a_pool_needs_a_size(budget: object) -> None:
 
 
 def test_what_only_a_load_needs_is_free_after_it(golden: Path, tmp_path: Path) -> None:
-    """The rows of 65,536 words: matrices of safetensors are in memory twice while they are packed."""
+    """Rows for 65,536 words: matrices of safetensors are in memory twice while they are packed."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     source = golden / "arch-llama3" / "hf"
