@@ -29,6 +29,7 @@ from sdk.cli.bench import (
     tenants,
 )
 from sdk.cli.bench.engines import Load, Peer, Sample
+from sdk.cli.bench.peers.opening import Opening
 from sdk.cli.bench.report import Metric, Result, Section, cells, ratio, to_markdown, to_text
 from sdk.cli.bench.settings import make_load
 from sdk.cli.bench.suites import SUITES, busy_core
@@ -349,7 +350,7 @@ def test_a_model_of_random_weights_runs_and_is_removed(name: str) -> None:
         assert work.decode_weights - work.prompt_weights == 64 * 128
         assert work.kv_numbers == 2 * 2 * 16
         with engines.Engines() as opened:
-            worker = opened.open(engines.Opening("embedlm", made.path, 1, 1, 32))
+            worker = opened.open(Opening("embedlm", made.path, 1, 1, 32))
             assert worker.measure(Load(((5, 6, 7),), 4)).decode_tokens == 3
     assert not file.exists()
 

@@ -17,8 +17,9 @@ import pytest
 
 import sdk
 from sdk.cli import main
-from sdk.cli.bench.engines import READ_GGUF, Opening, environment, parse_peers
+from sdk.cli.bench.engines import READ_GGUF, environment, parse_peers
 from sdk.cli.bench.peers import mistralrs
+from sdk.cli.bench.peers.opening import Opening
 from sdk.cli.bench.peers.timing import Timing
 from sdk.cli.bench.peers.worker import open_peer
 
@@ -145,7 +146,7 @@ def openvino(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_openvino_opens_the_file_with_threads_and_room_for_all(
     kv: str, given: dict[str, str], shown: str
 ) -> None:
-    engine = open_peer(engine="openvino", kv=kv, **OPENING)
+    engine = open_peer(Opening(engine="openvino", kv=kv, **OPENING))
     model, limits, device, options = Pipeline.opened
     assert (model, device) == ("/models/m.gguf", "CPU")
     assert options == {"INFERENCE_NUM_THREADS": 2, **given}
@@ -157,7 +158,7 @@ def test_openvino_opens_the_file_with_threads_and_room_for_all(
 
 @pytest.mark.usefixtures("openvino")
 def test_openvino_is_stepped_until_all_requests_have_ended() -> None:
-    engine = open_peer(engine="openvino", kv="auto", **OPENING)
+    engine = open_peer(Opening(engine="openvino", kv="auto", **OPENING))
     for _ in range(2):  # a second load does not see the first one's requests
         found = engine.measure([[1, 2, 3], [4, 5, 6]], 5)
         engine.pipeline.handles.clear()
@@ -203,7 +204,7 @@ def mistral(monkeypatch: pytest.MonkeyPatch) -> Any:
     )
     monkeypatch.setitem(sys.modules, "mistralrs", module)
     monkeypatch.setattr(mistralrs, "version", lambda name: "0.9.5")
-    return open_peer(engine="mistral.rs", kv="auto", **OPENING)
+    return open_peer(Opening(engine="mistral.rs", kv="auto", **OPENING))
 
 
 def test_mistral_rs_opens_the_file_and_finds_words_of_one_token(mistral: Any) -> None:

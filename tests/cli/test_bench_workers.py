@@ -14,8 +14,9 @@ import pytest
 
 from sdk.cli import bench, main
 from sdk.cli.bench import engines as bench_engines, structured, suites
-from sdk.cli.bench.engines import Engines, Load, Opening, PeerError, Sample, Worker
+from sdk.cli.bench.engines import Engines, Load, PeerError, Sample, Worker
 from sdk.cli.bench.own import OwnEngine
+from sdk.cli.bench.peers.opening import Opening
 from sdk.cli.bench.peers.worker import answers, open_peer
 from sdk.errors import SdkError
 
@@ -138,7 +139,7 @@ def test_what_a_worker_prints_does_not_disturb_its_answers(tmp_path: Path) -> No
         "from sdk.cli.bench.peers.worker import serve\n"
         "class Loud:\n"
         "    hello = {'name': 'loud', 'kv': '', 'open_s': 0, 'vocab_size': 1}\n"
-        "    def __init__(self, **opening):\n"
+        "    def __init__(self, opening):\n"
         "        print('from Python', flush=True)\n"
         "        os.write(1, b'from C\\n')\n"
         "serve(Loud)\n"

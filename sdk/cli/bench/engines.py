@@ -24,6 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from sdk.cli.bench.peers.opening import Opening
 from sdk.errors import RequestError, SdkError
 
 OURS = "embedlm"
@@ -74,25 +75,6 @@ class Sample:
     def decode_rate(self) -> float:
         """Tokens per second of all requests together; 0 if nothing was decoded."""
         return self.decode_tokens / self.decode_s if self.decode_tokens else 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Opening:
-    """What a worker opens. ``requests``: the most concurrent ones; ``context``: tokens of each;
-    ``ranks``: of tensor parallelism, ``stages``: of a pipeline, ``replicas``: engines in processes
-    of their own; ``threads`` are divided among them.
-    """
-
-    engine: str
-    model: str
-    threads: int
-    requests: int
-    context: int
-    kv: str = "auto"
-    prefix_cache: bool = False
-    ranks: int = 1
-    stages: int = 1
-    replicas: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,10 +141,7 @@ class Worker:
         except OSError as error:
             raise self.error(f"{python} cannot be started: {error}") from error
         try:
-            given = asdict(opening)
-            if opening.engine != OURS:
-                del given["ranks"], given["stages"], given["replicas"]  # peers have none
-            hello = self._ask(given)
+            hello = self._ask(asdict(opening))
         except BaseException:
             self.close(now=True)
             raise

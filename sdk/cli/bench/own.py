@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from sdk import __version__
 from sdk.cli.bench.engines import Load
+from sdk.cli.bench.peers.opening import Opening
 from sdk.cli.bench.peers.timing import Timing
 from sdk.cli.bench.peers.worker import serve
 
@@ -19,40 +20,28 @@ if TYPE_CHECKING:
 class OwnEngine:
     """An ``LLM`` stepped by hand."""
 
-    def __init__(
-        self,
-        engine: str,
-        model: str,
-        threads: int,
-        requests: int,
-        context: int,
-        kv: str,
-        prefix_cache: bool,
-        ranks: int = 1,
-        stages: int = 1,
-        replicas: int = 1,
-    ) -> None:
+    def __init__(self, opening: Opening) -> None:
         from sdk.llm import LLM
 
         start = time.perf_counter()
         # Twice the request slots, so twice the pages: without spare pages the scheduler holds the
         # last prompts back until others end, and the requests would not run concurrently.
         self._llm: LLM = LLM(
-            model,
-            num_threads=threads,
-            tensor_parallel_size=ranks,
-            pipeline_parallel_size=stages,
-            data_parallel_size=replicas,
-            max_num_seqs=2 * requests,
-            max_model_len=context,
-            enable_prefix_caching=prefix_cache,
-            kv_cache_dtype=kv,
+            opening.model,
+            num_threads=opening.threads,
+            tensor_parallel_size=opening.ranks,
+            pipeline_parallel_size=opening.stages,
+            data_parallel_size=opening.replicas,
+            max_num_seqs=2 * opening.requests,
+            max_model_len=opening.context,
+            enable_prefix_caching=opening.prefix_cache,
+            kv_cache_dtype=opening.kv,
         )
         self.hello = {
-            "name": f"{engine} {__version__}"
-            + (f", {ranks} ranks" if ranks > 1 else "")
-            + (f", {stages} stages" if stages > 1 else "")
-            + (f", {replicas} replicas" if replicas > 1 else ""),
+            "name": f"{opening.engine} {__version__}"
+            + (f", {opening.ranks} ranks" if opening.ranks > 1 else "")
+            + (f", {opening.stages} stages" if opening.stages > 1 else "")
+            + (f", {opening.replicas} replicas" if opening.replicas > 1 else ""),
             "kv": str(self._llm.memory_plan.kv_dtype),
             "vocab_size": self._llm.model_config.vocab_size,
             "open_s": time.perf_counter() - start,

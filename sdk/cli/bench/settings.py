@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from sdk.cli.bench.engines import OURS, READ_GGUF, Engines, Load, Opening, Peer, Worker
+from sdk.cli.bench.engines import OURS, READ_GGUF, Engines, Load, Peer, Worker
+from sdk.cli.bench.peers.opening import Opening
 from sdk.cli.bench.report import Result
 
 #: Tokens of context before decoding is measured, unless the suite varies them.

@@ -7,6 +7,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from .opening import Opening
+
 #: Tokens of a batch.
 BATCH = 512
 #: Its own default is float16.
@@ -17,16 +19,7 @@ KV = {
 
 
 class LlamaCpp:
-    def __init__(
-        self,
-        engine: str,
-        model: str,
-        threads: int,
-        requests: int,
-        context: int,
-        kv: str,
-        prefix_cache: bool,
-    ) -> None:
+    def __init__(self, opening: Opening) -> None:
         import llama_cpp
 
         start = time.perf_counter()
@@ -36,43 +29,42 @@ class LlamaCpp:
         llama_cpp.llama_log_set(self._quiet, None)
         llama_cpp.llama_backend_init()
         self.model = llama_cpp.llama_model_load_from_file(
-            model.encode(), llama_cpp.llama_model_default_params()
+            opening.model.encode(), llama_cpp.llama_model_default_params()
         )
         if not self.model:
-            raise RuntimeError(f"it cannot load {model}")
-        self.context = llama_cpp.llama_init_from_model(
-            self.model, self._params(threads, requests, context, KV[kv])
-        )
+            raise RuntimeError(f"it cannot load {opening.model}")
+        self.context = llama_cpp.llama_init_from_model(self.model, self._params(opening))
         if not self.context:
             raise RuntimeError("it cannot make a context")
         vocab = llama_cpp.llama_model_get_vocab(self.model)
         self.vocab_size = llama_cpp.llama_vocab_n_tokens(vocab)
         self.batch = llama_cpp.llama_batch_init(BATCH, 0, 1)
-        self.prefix_cache = prefix_cache
+        self.prefix_cache = opening.prefix_cache
         self.cached: list[int] = []
         self._classes: dict[bool, Any] = {}
         self._opening = {
-            "model_path": model,
-            "n_ctx": context,
+            "model_path": opening.model,
+            "n_ctx": opening.context,
             "n_batch": BATCH,
-            "n_threads": threads,
-            "n_threads_batch": threads,
+            "n_threads": opening.threads,
+            "n_threads_batch": opening.threads,
             "seed": 1,
         }
         self.hello = {
             "name": f"llama.cpp (llama-cpp-python {llama_cpp.__version__})",
-            "kv": KV[kv].lower(),
+            "kv": KV[opening.kv].lower(),
             "vocab_size": self.vocab_size,
             "open_s": time.perf_counter() - start,
         }
 
-    def _params(self, threads: int, requests: int, context: int, kv: str) -> Any:
+    def _params(self, opening: Opening) -> Any:
+        kv = KV[opening.kv]
         params = self.api.llama_context_default_params()
         # Every sequence gets n_ctx / n_seq_max cells; llama.cpp rounds that to 256.
-        params.n_ctx = requests * (-(-context // 256) * 256)
-        params.n_seq_max = requests
+        params.n_ctx = opening.requests * (-(-opening.context // 256) * 256)
+        params.n_seq_max = opening.requests
         params.n_batch = params.n_ubatch = BATCH
-        params.n_threads = params.n_threads_batch = threads
+        params.n_threads = params.n_threads_batch = opening.threads
         params.type_k = params.type_v = getattr(self.api, f"GGML_TYPE_{kv}")
         if kv in ("Q8_0", "Q4_0"):  # quantized values need it; otherwise llama.cpp decides
             params.flash_attn_type = self.api.LLAMA_FLASH_ATTN_TYPE_ENABLED

@@ -17,6 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from .opening import Opening
 from .timing import Timing
 
 #: The ids in which words are looked for: frequent tokens, without control tokens and bytes.
@@ -28,21 +29,12 @@ KV = {"auto": "f16", "float16": "f16", "float32": "f32"}
 
 
 class MistralRs:
-    def __init__(
-        self,
-        engine: str,
-        model: str,
-        threads: int,
-        requests: int,
-        context: int,
-        kv: str,
-        prefix_cache: bool,
-    ) -> None:
+    def __init__(self, opening: Opening) -> None:
         import mistralrs
 
-        if prefix_cache:
+        if opening.prefix_cache:
             raise ValueError("its prefix cache is not measured")
-        file = Path(model)
+        file = Path(opening.model)
         start = time.perf_counter()
         self.api = mistralrs
         with tempfile.NamedTemporaryFile("w", suffix=".jinja") as template:
@@ -50,7 +42,7 @@ class MistralRs:
             template.flush()
             self.runner = mistralrs.Runner(
                 which=mistralrs.Which.GGUF(str(file.parent), file.name),
-                max_seqs=requests,
+                max_seqs=opening.requests,
                 prefix_cache_n=0,
                 jinja_explicit=template.name,
             )
@@ -58,7 +50,7 @@ class MistralRs:
         self.words = words_of(self.runner)
         self.hello = {
             "name": f"mistral.rs {version('mistralrs')}",
-            "kv": KV[kv],
+            "kv": KV[opening.kv],
             "vocab_size": 2**31,  # any id becomes a word
             "open_s": opened,
         }

@@ -6,6 +6,7 @@ import time
 from importlib.metadata import version
 from typing import Any
 
+from .opening import Opening
 from .timing import Timing
 
 #: Prompt tokens of a step: as many as llama.cpp gets.
@@ -20,36 +21,29 @@ KV = {
 
 
 class OpenVino:
-    def __init__(
-        self,
-        engine: str,
-        model: str,
-        threads: int,
-        requests: int,
-        context: int,
-        kv: str,
-        prefix_cache: bool,
-    ) -> None:
+    def __init__(self, opening: Opening) -> None:
         import openvino
         import openvino_genai
 
         start = time.perf_counter()
         self.openvino, self.api = openvino, openvino_genai
         limits = openvino_genai.SchedulerConfig()
-        limits.max_num_seqs = requests
+        limits.max_num_seqs = opening.requests
         limits.max_num_batched_tokens = BATCH
         # Twice the pages that the requests fill: without spare ones the last prompts would wait.
-        limits.num_kv_blocks = 2 * requests * (context // _PAGE + 1)
-        limits.enable_prefix_caching = prefix_cache
-        options: dict[str, Any] = {"INFERENCE_NUM_THREADS": threads}
-        if KV[kv]:
-            options["KV_CACHE_PRECISION"] = KV[kv]
-        self.pipeline = openvino_genai.ContinuousBatchingPipeline(model, limits, "CPU", options)
+        limits.num_kv_blocks = 2 * opening.requests * (opening.context // _PAGE + 1)
+        limits.enable_prefix_caching = opening.prefix_cache
+        options: dict[str, Any] = {"INFERENCE_NUM_THREADS": opening.threads}
+        if KV[opening.kv]:
+            options["KV_CACHE_PRECISION"] = KV[opening.kv]
+        self.pipeline = openvino_genai.ContinuousBatchingPipeline(
+            opening.model, limits, "CPU", options
+        )
         default = openvino.Core().get_property("CPU", "KV_CACHE_PRECISION")
         self.count = 0
         self.hello = {
             "name": f"OpenVINO GenAI {version('openvino-genai')}",
-            "kv": KV[kv] or default.to_string(),
+            "kv": KV[opening.kv] or default.to_string(),
             "vocab_size": len(self.pipeline.get_tokenizer().get_vocab()),
             "open_s": time.perf_counter() - start,
         }

@@ -5,30 +5,23 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from .opening import Opening
+
 #: Keys and values have the model's type.
 KV = ("auto",)
 
 
 class Transformers:
-    def __init__(
-        self,
-        engine: str,
-        model: str,
-        threads: int,
-        requests: int,
-        context: int,
-        kv: str,
-        prefix_cache: bool,
-    ) -> None:
+    def __init__(self, opening: Opening) -> None:
         import torch
         import transformers
 
-        if prefix_cache:
+        if opening.prefix_cache:
             raise ValueError("it has no prefix cache")
-        dtype = "bfloat16" if engine.endswith("-bf16") else "float32"
+        dtype = "bfloat16" if opening.engine.endswith("-bf16") else "float32"
         start = time.perf_counter()
         self.model = transformers.AutoModelForCausalLM.from_pretrained(
-            model, dtype=getattr(torch, dtype)
+            opening.model, dtype=getattr(torch, dtype)
         )
         self.model.eval()
         self.hello = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from .opening import Opening
 from .timing import Timing
 
 #: Keys and values have the model's type.
@@ -11,27 +12,18 @@ KV = ("auto",)
 
 
 class Vllm:
-    def __init__(
-        self,
-        engine: str,
-        model: str,
-        threads: int,
-        requests: int,
-        context: int,
-        kv: str,
-        prefix_cache: bool,
-    ) -> None:
+    def __init__(self, opening: Opening) -> None:
         from vllm import LLM, __version__
 
-        dtype = "bfloat16" if engine.endswith("-bf16") else "float32"
+        dtype = "bfloat16" if opening.engine.endswith("-bf16") else "float32"
         start = time.perf_counter()
         self.llm = LLM(
-            model,
+            opening.model,
             dtype=dtype,
             skip_tokenizer_init=True,
-            max_num_seqs=requests,
-            max_model_len=context,
-            enable_prefix_caching=prefix_cache,
+            max_num_seqs=opening.requests,
+            max_model_len=opening.context,
+            enable_prefix_caching=opening.prefix_cache,
         )
         self.count = 0
         self.hello = {

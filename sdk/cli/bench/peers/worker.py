@@ -2,10 +2,8 @@
 
 Each line gets one reply. On failure the reply is ``{"error"}``, and it is the last one.
 
-- First ``{"engine", "model", "threads", "requests", "context", "kv", "prefix_cache"}`` ->
-  ``{"name", "kv", "vocab_size", "open_s"}``. ``requests``: the most at once; ``context``: tokens
-  per request; ``kv``: the type of keys and values, or ``"auto"``. ``open_s`` excludes Python's
-  imports.
+- First the fields of an ``Opening`` -> ``{"name", "kv", "vocab_size", "open_s"}``. ``open_s``
+  excludes Python's imports.
 - ``{"prompts": [[id, ...], ...], "output_len"}`` -> ``{"prefill_s", "decode_s", "decode_tokens"}``:
   greedy, end-of-text ignored, all requests concurrently.
 - ``{"logits_of": [id, ...], "path"}`` -> ``{}``; writes float32 ``[ids, vocab_size]`` to ``path``.
@@ -24,6 +22,8 @@ from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
 from typing import Any
 
+from .opening import Opening
+
 #: Engine -> its module here and its class. Engines are imported when they are opened: an
 #: environment has one of them.
 ENGINES = {
@@ -35,20 +35,22 @@ ENGINES = {
 }
 
 
-def open_peer(engine: str, kv: str, **opening: Any) -> Any:
+def open_peer(opening: Opening) -> Any:
     """The engine of that name. ``KV`` of its module has the types of keys and values."""
-    name, kind = ENGINES[engine.removesuffix("-bf16")]
+    name, kind = ENGINES[opening.engine.removesuffix("-bf16")]
     module = import_module(f".{name}", __package__)
-    if kv not in module.KV:
-        raise ValueError(f"--kv-dtype: expected one of {', '.join(module.KV)}, found {kv!r}")
-    return getattr(module, kind)(engine=engine, kv=kv, **opening)
+    if opening.kv not in module.KV:
+        raise ValueError(
+            f"--kv-dtype: expected one of {', '.join(module.KV)}, found {opening.kv!r}"
+        )
+    return getattr(module, kind)(opening)
 
 
 def answers(lines: Iterable[str], open_engine: Callable[..., Any]) -> Iterator[dict[str, Any]]:
     """One reply per line, errors included; the first error is the last reply."""
     questions = (json.loads(line) for line in lines)
     try:
-        engine = open_engine(**next(questions))
+        engine = open_engine(Opening(**next(questions)))
         yield engine.hello
         for question in questions:
             if "logits_of" in question:

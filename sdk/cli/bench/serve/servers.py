@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from sdk.cli.bench.engines import OURS, Opening, Peer, environment
+from sdk.cli.bench.engines import OURS, Peer, environment
+from sdk.cli.bench.peers.opening import Opening
 from sdk.cli.bench.serve.http_connection import Address, HttpClient, ProtocolError
 from sdk.cli.bench.serve.http_target import find_model
 from sdk.cli.bench.serve.subjects import Server
