@@ -12,6 +12,7 @@
 #include <functional>
 #include <string>
 #include <thread>
+#include <tuple>
 #include <vector>
 
 namespace {
@@ -498,9 +499,12 @@ void experts(Random& random, TestRuntime& one, TestRuntime& many) {
     for (int plain = 0; plain < 2; ++plain) {
         std::vector<Packed> made;
         std::vector<const Weight*> views;
-        while ((int64_t)made.size() < count) {  // of one kind: units of one size
+        const auto kind = [](const Packed& made) {
+            return std::make_tuple(made.w.subgroup, made.w.bits, made.table.size() > 0);
+        };
+        while ((int64_t)made.size() < count) {  // of one format
             Packed weight = plain ? dense(random, wide, width) : affine(random, wide, width);
-            if (made.empty() || weight.w.subgroup == made[0].w.subgroup) made.push_back(weight);
+            if (made.empty() || kind(weight) == kind(made[0])) made.push_back(weight);
         }
         for (Packed& weight : made) {
             point(weight);

@@ -34,19 +34,20 @@ MULTIPLICATIONS = (
 #: A vector register that goes to the stack, or comes from there.
 STACK = re.compile(r"(ld|st)[a-z]+\s+q\d+.*\[sp|[xyz]mm.*\(%r[sb]p|\(%r[sb]p.*[xyz]mm")
 BRANCH = re.compile(r"(?:b|b\.\w+|cbn?z|tbn?z|j\w+)\s+(?:\S+,\s*)*(?:0x)?([0-9a-f]+) <")
-#: What ``panel_int`` is instantiated for: bits, k of a subgroup, minimum.
+#: What ``panel_int`` is instantiated for: bits (native/bit_planes.hpp), k of a subgroup, minimum.
 FORMATS = {
     "Q4_0, int4 symmetric": (4, 32, "false"),
     "Q4_1, Q4_K, int4-g128 with zeros": (4, 32, "true"),
     "Q8_0": (8, 32, "false"),
     "Q6_K": (6, 16, "false"),
-    "expanded": (9, 32, "false"),
-    "expanded, matrix products": (10, 32, "false"),
-    "expanded, matrix products, minimum": (10, 32, "true"),
+    "expanded": (32 + 7, 32, "false"),
+    "expanded, 4 bits": (32 + 4, 32, "false"),
+    "expanded, matrix products": (64, 32, "false"),
+    "expanded, matrix products, minimum": (64, 32, "true"),
 }
 #: Most instructions per multiplication of the ARM levels with 1, 2 and 4 rows of x: about 3 % more
 #: than g++ 12 has.
-_Q4, _Q4_MINIMUM, _Q8, _Q6, _EXPANDED, _MATRIX, _MATRIX_MINIMUM = FORMATS
+_Q4, _Q4_MINIMUM, _Q8, _Q6, _EXPANDED, _EXPANDED_4, _MATRIX, _MATRIX_MINIMUM = FORMATS
 _DOTPROD = {
     _Q4: (0.322, 0.22, 0.182),
     _Q4_MINIMUM: (0.346, 0.236, 0.195),
@@ -61,6 +62,7 @@ MOST: dict[str, dict[str, tuple[float, ...]]] = {
         _Q8: (0.592, 0.501),
         _Q6: (0.83, 0.59),
         _EXPANDED: (0.528, 0.469),
+        _EXPANDED_4: (0.427, 0.366),
     },
     "neon_dotprod": _DOTPROD,
     "neon_i8mm": {

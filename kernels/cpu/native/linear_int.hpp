@@ -11,8 +11,8 @@
 // bit too.
 //
 // A strip of two row blocks goes through k in panels that stay in the first-level cache. The scales of
-// a panel become floats once; from 9 rows on, codes of other than 4 and 8 bits become bytes once (codes
-// that index a table sooner); and each group of MR rows of x runs over the panel with 2 * MR dot
+// a panel become floats once; from kExpandFrom rows on, codes of other than 4 and 8 bits become bytes once
+// (codes that index a table sooner, codes of 4 bits later or never); and each group of MR rows of x runs over the panel with 2 * MR dot
 // products in registers. Meanwhile the memory that comes next is prefetched (plan_prefetch), also
 // across strips and calls: starting without it costs 2 us.
 #pragma once
@@ -23,17 +23,20 @@
 
 namespace LEVEL {
 
+// AVX2 without VNNI: registers hold the dots of four rows, and memory their sums of floats, which is 8 %
+// faster than two rows with everything in registers.
+enum { kSumsInMemory = kShortProducts == 2 };
+
 enum {
     // Registers: two dots and two sums per row, two codes, a broadcast, scales and minima. NEON has no
-    // broadcast from memory: sixteen activations of each row take its place. Short sums take two. AVX2 has
-    // registers for the short sums of four rows, and keeps the other sums in memory: 8 % faster than two.
-    kMaxRows = kShortProducts == 2 ? 4 : kRegisters < 32 || kShortProducts == 1 ? 2 : kLanes == 16 ? 5 : 4,
+    // broadcast from memory: sixteen activations of each row take its place. Its short sums take two.
+    kMaxRows = kSumsInMemory ? 4 : kRegisters < 32 || kShortProducts == 1 ? 2 : kLanes == 16 ? 5 : 4,
     kMaxFineRows = kLanes == 16 ? 4 : 2,  // subgroups of 16 keep the first half's t as well
-    kExpandFrom = kShortProducts == 2 ? 4 : 9,
-    kExpandQuickFrom = kShortProducts == 2 ? 24 : INT32_MAX,
+    kExpandFrom = kSumsInMemory ? 4 : 9,
+    kExpandQuickFrom = kSumsInMemory ? 24 : INT32_MAX,  // codes of 4 bits
     kLookUpOnceFrom = 5,  // the same for 4-bit codes that index a table; other tables always
 };
-static_assert((kShortProducts == 2 ? 2 : 4) * kMaxRows + 7 <= kRegisters, "the register tile fits the registers");
+static_assert((kSumsInMemory ? 2 : 4) * kMaxRows + 7 <= kRegisters, "the tile fits the registers");
 static_assert(kRegisters < 32 || 6 * kMaxFineRows + 7 <= kRegisters, "with the first half's t too");
 static_assert(kMaxRows >= kMaxFineRows && kMaxFineRows >= 2, "every level has tiles of 1 and 2 rows");
 
@@ -188,7 +191,8 @@ __attribute__((noinline)) static void panel_int(Panel* p, const Q8Block* x, floa
 
 // Rows of x for one product: codes of other widths and subgroups of 16 need more registers.
 constexpr int most_rows(int bits, int subgroup) {
-    return (subgroup == 32 || kShortProducts == 2) && (bits == 4 || bits == 8 || bits >= kExpanded) ? kMaxRows : kMaxFineRows;
+    const bool few = bits == 4 || bits == 8 || bits >= kExpanded;
+    return few && (subgroup == 32 || kSumsInMemory) ? kMaxRows : kMaxFineRows;
 }
 
 // Rows of x for the next product; m are left.

@@ -41,24 +41,28 @@ static inline size_t q8_bytes(const LinearArgs& args) {
     return (size_t)(args.m * args.terms * args.w->k_blocks) * sizeof(Q8Block);
 }
 
-static inline size_t activation_bytes(const LinearArgs& args) {
+// Whether the activations of a product are wanted as words too, by kernels that read them (`words`). A
+// product of one row takes as long without them.
+static inline bool takes_words(const LinearArgs& args, bool words) {
+    return words && args.m > 1 && wide_codes(*args.w);
+}
+
+static inline size_t activation_bytes(const LinearArgs& args, bool words) {
     if (in_quantized_floats(args)) return (size_t)(args.m * args.w->k) * sizeof(float);
     const int64_t blocks = args.m * args.terms * args.w->k_blocks;
     const int64_t flags = args.terms == 2 ? args.m * panels_of(args.w->k_blocks) : 0;
     return q8_bytes(args) + (size_t)flags * sizeof(uint32_t) +
-           (wide_codes(*args.w) ? (size_t)blocks * kTileDepth * sizeof(int16_t) : 0);
+           (takes_words(args, words) ? (size_t)blocks * kTileDepth * sizeof(int16_t) : 0);
 }
 
-// `at` is 64-byte aligned and has activation_bytes(*args). `words`: the kernels read them.
+// `at` is 64-byte aligned and has activation_bytes(*args, words).
 static inline void place_activations(LinearArgs* args, uint8_t* at, bool words) {
     args->act.k_blocks = args->w->k_blocks;
     args->act.values = in_quantized_floats(*args) ? (float*)at : nullptr;
     args->act.blocks = (Q8Block*)at;
     args->act.residual = (uint32_t*)(at + q8_bytes(*args));
-    // A product of one row has none: it takes as long without them.
     const int64_t flags = args->terms == 2 ? args->m * panels_of(args->w->k_blocks) : 0;
-    words = words && args->m > 1 && wide_codes(*args->w);
-    args->act.words = words ? (int16_t*)(args->act.residual + flags) : nullptr;
+    args->act.words = takes_words(*args, words) ? (int16_t*)(args->act.residual + flags) : nullptr;
 }
 
 // Bytes of the codes before a strip.

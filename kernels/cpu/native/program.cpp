@@ -366,7 +366,7 @@ Status Runtime::bind(Op* op, int64_t n, Needs* needs) {
             args.m = n;
             note_file_part(&args);
             at_least(&needs->each_thread, linear_private_bytes(*args.w, args.m, args.exact != 0));
-            if (quantizes(args)) at_least(&needs->activations, activation_bytes(args));
+            if (quantizes(args)) at_least(&needs->activations, activation_bytes(args, kernels->wide_in_words));
             break;
         }
         case kOpExperts: {
@@ -374,7 +374,7 @@ Status Runtime::bind(Op* op, int64_t n, Needs* needs) {
             each.m = n;
             note_file_part(&each);
             at_least(&needs->each_thread, expert_private_bytes(op->experts));
-            if (quantizes(each)) at_least(&needs->activations, activation_bytes(each));
+            if (quantizes(each)) at_least(&needs->activations, activation_bytes(each, kernels->wide_in_words));
             break;
         }
         case kOpGroup: op->group.rows = n; break;
