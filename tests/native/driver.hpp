@@ -1,10 +1,11 @@
-// The inputs of driver.cpp: memory of exact size, random numbers and random weights.
+// What the parts of the driver share: memory of exact size, random numbers and random weights.
 #pragma once
 
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
+#include <functional>
 #include <random>
 #include <utility>
 
@@ -40,7 +41,7 @@ void embedlm_ranks_destroy(void* group);
 #define CHECK(condition)                                              \
     do {                                                              \
         if (!(condition)) {                                           \
-            fprintf(stderr, "driver:%d: %s\n", __LINE__, #condition); \
+            fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition); \
             exit(1);                                                  \
         }                                                             \
     } while (0)
@@ -346,3 +347,23 @@ inline Packed dense(Random& random, int64_t n, int64_t k) {
     made.source = elements(random, w.scale_type, n * k);
     return made;
 }
+
+// Packs a weight into `made`, and again from what unpacking gives.
+void check_packing(TestRuntime& runtime, Packed& made);
+// Both runtimes run `call(runtime, output)`, each with an output of `size` floats; the results are
+// equal.
+void both(TestRuntime& one, TestRuntime& many, int64_t size,
+          const std::function<void(TestRuntime&, float*)>& call);
+
+// The parts. Each compares the results of one thread with those of many, or with others that must have the
+// same bits.
+void weights(Random& random, TestRuntime& one, TestRuntime& many);
+uint64_t products_hash(int level);
+void rowwise(Random& random, TestRuntime& one, TestRuntime& many);
+void sampling(Random& random, TestRuntime& one, TestRuntime& many);
+void attention(Random& random, TestRuntime& one, TestRuntime& many);
+void program(Random& random, TestRuntime& one, TestRuntime& many);
+void experts(Random& random, TestRuntime& one, TestRuntime& many);
+void adapters(Random& random, TestRuntime& one, TestRuntime& many);
+void ranks(int size, int level);
+void pipeline(int stages, int level);
