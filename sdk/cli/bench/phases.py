@@ -13,6 +13,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from sdk import __version__
 from sdk.cli.bench.engines import OURS, Load
 from sdk.cli.bench.own import steps
 from sdk.cli.bench.peers.timing import Timing
@@ -120,10 +121,29 @@ def measure_phases(settings: Settings) -> list[Result]:
                 for phase, values in _sample(settings, llm, load).items():
                     case = {"load": name, "phase": phase}
                     kv = str(llm.memory_plan.kv_dtype)
-                    results.setdefault(phase, Result(OURS, OURS, kv, case)).add(**values)
+                    result = Result(OURS, f"{OURS} {__version__}", kv, case)
+                    results.setdefault(phase, result).add(**values)
                 settings.progress(f"{name}: round {number + 1} of {settings.rounds}")
             found += results.values()
     return found
+
+
+def _timed(llm: LLM, load: Load) -> tuple[ProgramTimes, ProgramTimes, dict[str, float]]:
+    """Operators until all requests have their first token, and then until the first one ends; and
+    what ``Timing.times`` returns."""
+    program = _program(llm)
+    prompt = decoding = None
+    timing = Timing(len(load.prompts))
+    program.time_operators(True)
+    for _ in steps(llm, load, timing):
+        if timing.ended and decoding is None:
+            decoding = program.times()
+        if timing.decoding and prompt is None:
+            prompt = program.times()
+            program.time_operators(True)
+    program.time_operators(False)
+    assert prompt is not None and decoding is not None
+    return prompt, decoding, timing.times()
 
 
 def _sample(settings: Settings, llm: LLM, load: Load) -> Mapping[str, Mapping[str, float]]:
@@ -131,19 +151,7 @@ def _sample(settings: Settings, llm: LLM, load: Load) -> Mapping[str, Mapping[st
     from sdk.kernels.cpu import simd_level
     from sdk.kernels.cpu.probe import int8_peak, read_bandwidth
 
-    program = _program(llm)
-    prompt = times = None
-    timing = Timing(len(load.prompts))
-    program.time_operators(True)
-    for _ in steps(llm, load, timing):
-        if timing.ended and times is None:
-            times = program.times()
-        if timing.decoding and prompt is None:
-            prompt = program.times()
-            program.time_operators(True)
-    program.time_operators(False)
-    sample = timing.times()
-    assert prompt is not None and times is not None
+    prompt, times, sample = _timed(llm, load)
     plan, count = llm.memory_plan, len(load.prompts)
     kv_bytes = plan.page_bytes / plan.page_size
     if load.output_len > 1:
