@@ -13,6 +13,8 @@ from importlib.util import find_spec
 
 import pytest
 
+from sdk.kernels.kv_types import KV_TYPES
+
 pytestmark = pytest.mark.skipif(
     platform.machine().lower() not in ("x86_64", "amd64"), reason="x86 instructions"
 )
@@ -32,7 +34,7 @@ def functions_of(level: str) -> dict[str, list[str]]:
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = {}
     for part in text.split("\n\n"):
-        name = re.match(rf"\s*[0-9a-f]+ <(\S*\d{level}L?\d+\S*panel_\S*)>:", part)
+        name = re.match(rf"\s*[0-9a-f]+ <(\S*\d{level}L?\d+\S*(?:panel_|_vectors)\S*)>:", part)
         if name:
             found[name[1]] = part.splitlines()[1:]
     return found
@@ -103,3 +105,13 @@ def test_avx2_multiplies_bytes_of_several_rows_as_words(avx2: dict[str, list[str
     assert not count(lines, r"\bvpsignb\b|\bvpmaddubsw\b")
     (one,) = inner(avx2, "panel_intILi8ELi32ELb0ELi1E").values()
     assert count(one, r"\bvpsignb\b") in (16, 32)
+
+
+def test_avx2_attention_keeps_its_sums_in_registers(avx2: dict[str, list[str]]) -> None:
+    """Three rows, four vectors of float16 or int8 keys: 12 sums, 3 factors and a vector take all
+    16 registers. With one more, a sum goes to the stack and back for each key: 1.5 times slower."""
+    for kind in (KV_TYPES["float16"], KV_TYPES["int8"]):
+        (lines,) = inner(avx2, f"score_vectorsILi{kind.cpu_element}ELi3ELi4E").values()
+        assert count(lines, r"\bvfmadd\d+ps\b") >= 12
+        around = 4  # outside the loop; 27 with a sum on the stack
+        assert count(lines, r"ymm.*\(%r[sb]p\)|\(%r[sb]p.*ymm") <= around, kind.name

@@ -203,8 +203,17 @@ static void convert(const Item& item, int64_t begin, int first, int count, KeyBl
     for (int v = 0; v < kKeyVectors; ++v) c->key[v] = item.keys + v * kLanes;
 }
 
+// Vectors of keys or values that a product takes at a time. Codes that are decoded with constants need
+// registers for them.
+template <int TYPE>
+constexpr int most_vectors() {
+    return kRegisters < 32 && (TYPE == kE4M3 || TYPE == kLow4 || TYPE == kHigh4) ? 2 : 4;
+}
+
 // Dot products of MR rows, `stride` floats apart, with NV vectors of keys from `at` on, over
 // dimensions begin..end: scores[MR][128], scaled and added to the previous ones where there is a scale.
+// Vectors of keys are loaded one by one: with all of them at once, one of AVX2's 16 registers is missing, and
+// the accumulator in its place on the stack took 1.5 times as long.
 template <int TYPE, int MR, int NV>
 static void score_vectors(const BlockSide& side, const void* const* keys, int at, const float* q,
                           int64_t stride, int begin, int end, float* scores, Ahead* ahead) {
@@ -217,26 +226,28 @@ static void score_vectors(const BlockSide& side, const void* const* keys, int at
     for (int r = 0; r < MR; ++r)
 #pragma GCC unroll 4
         for (int c = 0; c < NV; ++c) acc[r][c] = zero();
-    const int64_t from = TYPE == kHigh4 ? side.low_dims : 0;
-    for (int d = begin; d < end; ++d) {
-        VF key[NV];
-#pragma GCC unroll 4
-        for (int c = 0; c < NV; ++c)
-            key[c] = load_part<TYPE>(keys[c], (d - from) * side.step, zeros[c]);
-        prefetch_step(ahead);
+    int64_t from = (begin - (TYPE == kHigh4 ? side.low_dims : 0)) * side.step;
+    for (int d = begin; d < end; ++d, from += side.step) {
+        VF x[MR];
 #pragma GCC unroll 6
-        for (int r = 0; r < MR; ++r) {
-            VF x = set1(q[r * stride + d]);
+        for (int r = 0; r < MR; ++r) x[r] = set1(q[r * stride + d]);
+        prefetch_step(ahead);
 #pragma GCC unroll 4
-            for (int c = 0; c < NV; ++c) acc[r][c] = fma(key[c], x, acc[r][c]);
+        for (int c = 0; c < NV; ++c) {
+            const VF key = load_part<TYPE>(keys[c], from, zeros[c]);
+#pragma GCC unroll 6
+            for (int r = 0; r < MR; ++r) acc[r][c] = fma(key, x[r], acc[r][c]);
         }
     }
-    for (int c = 0; c < NV && side.scale; ++c) {
-        const VF scale = load(side.scale + row + c * kLanes);
+    if (side.scale) {
+#pragma GCC unroll 4
+        for (int c = 0; c < NV; ++c) {
+            const VF scale = load(side.scale + row + c * kLanes);
 #pragma GCC unroll 6
-        for (int r = 0; r < MR; ++r) {
-            const VF before = begin ? load(scores + r * kBlockKeys + c * kLanes) : zero();
-            acc[r][c] = fma(acc[r][c], scale, before);
+            for (int r = 0; r < MR; ++r) {
+                const VF before = begin ? load(scores + r * kBlockKeys + c * kLanes) : zero();
+                acc[r][c] = fma(acc[r][c], scale, before);
+            }
         }
     }
 #pragma GCC unroll 6
@@ -252,9 +263,10 @@ static void score_part(const KeyBlock& c, const float* q, int64_t stride, int be
         const void* const* keys = c.key + v;
         float* to = scores + v * kLanes;
         const int at = v * kLanes;
-        const bool four = v + 4 <= kKeyVectors && (v + 2) * kLanes < end;
+        const int kMost = most_vectors<TYPE>();
+        const bool four = kMost == 4 && v + 4 <= kKeyVectors && (v + 2) * kLanes < end;
         if (four)
-            score_vectors<TYPE, MR, 4>(c.keys, keys, at, q, stride, begin, stop, to, ahead);
+            score_vectors<TYPE, MR, kMost>(c.keys, keys, at, q, stride, begin, stop, to, ahead);
         else if (v + 2 <= kKeyVectors)
             score_vectors<TYPE, MR, 2>(c.keys, keys, at, q, stride, begin, stop, to, ahead);
         else score_vectors<TYPE, MR, 1>(c.keys, keys, at, q, stride, begin, stop, to, ahead);
@@ -294,16 +306,16 @@ static void value_vectors(const KeyBlock& c, int lo, int hi, const float* weight
         int64_t at = (t & mask) * side.step + from;
         const int end = (t | mask) + 1 < hi ? (t | mask) + 1 : hi;
         for (; t < end; ++t, at += side.step) {
-            VF value[NV];
-            const VF offset = nibbles ? set1(zeros[t]) : zero();
-#pragma GCC unroll 4
-            for (int v = 0; v < NV; ++v) value[v] = load_part<TYPE>(base, at + v * kLanes, offset);
-            prefetch_step(ahead);
+            VF weight[MR];
 #pragma GCC unroll 6
-            for (int r = 0; r < MR; ++r) {
-                VF weight = set1(weights[r * kBlockKeys + t]);
+            for (int r = 0; r < MR; ++r) weight[r] = set1(weights[r * kBlockKeys + t]);
+            const VF offset = nibbles ? set1(zeros[t]) : zero();
+            prefetch_step(ahead);
 #pragma GCC unroll 4
-                for (int v = 0; v < NV; ++v) sum[r][v] = fma(weight, value[v], sum[r][v]);
+            for (int v = 0; v < NV; ++v) {
+                const VF value = load_part<TYPE>(base, at + v * kLanes, offset);
+#pragma GCC unroll 6
+                for (int r = 0; r < MR; ++r) sum[r][v] = fma(weight[r], value, sum[r][v]);
             }
         }
     }
@@ -316,8 +328,9 @@ static void value_vectors(const KeyBlock& c, int lo, int hi, const float* weight
 template <int TYPE, int MR>
 static void value_part(const KeyBlock& c, int lo, int hi, const float* weights, int d, int stop,
                        float* out, int64_t record, Ahead* ahead) {
-    for (; d + 4 * kLanes <= stop; d += 4 * kLanes)
-        value_vectors<TYPE, MR, 4>(c, lo, hi, weights, d, out, record, ahead);
+    const int kMost = most_vectors<TYPE>();
+    for (; d + kMost * kLanes <= stop; d += kMost * kLanes)
+        value_vectors<TYPE, MR, kMost>(c, lo, hi, weights, d, out, record, ahead);
     for (; d + 2 * kLanes <= stop; d += 2 * kLanes)
         value_vectors<TYPE, MR, 2>(c, lo, hi, weights, d, out, record, ahead);
     for (; d < stop; d += kLanes)
