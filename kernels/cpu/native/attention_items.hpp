@@ -187,12 +187,7 @@ struct Ahead {
 };
 static_assert(sizeof(Ahead) <= 4096, "on the stack");
 
-enum {
-    kAheadBytes = 32768,
-    // Prefetches go to the second-level cache: two cores of Zen 4 read pages of 2 KiB in random order at
-    // 27 GB/s with it, and at 22 with the first level, which waits for fewer lines at a time.
-    kSecondLevel = 2,
-};
+enum { kAheadBytes = 32768 };  // pages are scattered: more than for weights
 
 // Keys of a page, at most those of a key block.
 INLINE int64_t page_keys(const AttentionArgs* a) {
@@ -209,7 +204,7 @@ INLINE void prefetch_scales(const AttentionArgs* a, const PageSide& side, int64_
     const int groups = groups_of(side, a->head_dim);
     const uint8_t* at = (const uint8_t*)(scales_of(side, a->head_dim, page, head, 0) + slot * groups);
     const uint8_t* end = at + 2 * page_keys(a) * groups;
-    for (at -= (uintptr_t)at % 64; at < end; at += 64) __builtin_prefetch(at);
+    for (at -= (uintptr_t)at % 64; at < end; at += 64) prefetch(at);
 }
 
 // The keys of the cursor's page, then its values, then the memory after the items; empty at the end.
@@ -255,7 +250,7 @@ INLINE void prefetch_step(Ahead* ahead) {
             }
             ahead->range = ahead->ranges[ahead->next++];
         }
-        __builtin_prefetch(ahead->range.at, 0, kSecondLevel);
+        prefetch(ahead->range.at);
     }
 }
 
@@ -273,7 +268,7 @@ static void prefetch_first(const AttentionArgs* a, const ItemRange& share, uint8
         if (!range.at) return;
         bytes += range.end - range.at;
         for (const uint8_t* at = range.at; at < range.end && !share.resumed; at += 64)
-            __builtin_prefetch(at);
+            prefetch(at);
     }
 }
 

@@ -36,8 +36,8 @@ __attribute__((noinline)) static void panel_float(const FloatPanel* p, const flo
     const int64_t per_line = 64 / (element_bytes(TYPE) * kTileRows);  // k of a block in 64 bytes
     for (int64_t i = 0; i < k; ++i, ++x) {
         if (ahead0 && i % per_line == 0) {
-            __builtin_prefetch(ahead0);
-            __builtin_prefetch(ahead1);
+            prefetch(ahead0);
+            prefetch(ahead1);
             ahead0 += 64;
             ahead1 += 64;
         }

@@ -111,7 +111,7 @@ __attribute__((noinline)) static void panel_int(Panel* p, const Q8Block* x, floa
     }
     for (int64_t i = 0;;) {
         const uint8_t* stop = ahead + ahead_bytes < ahead_end ? ahead + ahead_bytes : ahead_end;
-        for (; ahead < stop; ahead += 64) __builtin_prefetch(ahead);
+        for (; ahead < stop; ahead += 64) prefetch(ahead);
         if (ahead == ahead_end) {
             ahead = p->then;
             ahead_end = p->then = p->then_end;
@@ -329,7 +329,7 @@ static void strips_int(const LinearArgs* args, const ItemRange* strips, uint8_t*
         if (panel.fresh) {
             const uint8_t* start = w->codes + strips->begin * kStripBlocks * row_bytes;
             panel.ahead = start + kPrefetch < panel.reach ? start + kPrefetch : panel.reach;
-            for (; start < panel.ahead; start += 64) __builtin_prefetch(start);
+            for (; start < panel.ahead; start += 64) prefetch(start);
         }
         for (int64_t s = strips->begin; s < strips->end; ++s) {
             const Strip strip = strip_at(w, s);

@@ -56,6 +56,17 @@ VI of_first(VI first, VI last);
 VI of_second(VI first, VI last);
 #endif
 
+// Prefetches of weights, keys and values: how many bytes before they are read, and into which cache (2: the
+// second level). A core of Zen 4 waits for more lines at a time in the second level: with one row of
+// activations two of them multiply 1.3 to 1.5 times as many weights of Q4_0, Q4_K and Q8_0. The other
+// levels have what was best on other machines.
+enum {
+    kPrefetch = kShortProducts == 2 ? 16384 : 8192,
+    kPrefetchInto = kShortProducts == 2 ? 2 : 3,
+};
+static_assert(kPrefetch % kCacheLine == 0, "whole cache lines");
+INLINE void prefetch(const void* at) { __builtin_prefetch(at, 0, kPrefetchInto); }
+
 INLINE VF code_float(VB p, int b) { return to_float(code_int(p, b)); }
 
 #if defined(__AVX2__)

@@ -7,10 +7,8 @@ namespace LEVEL {
 
 enum {
     kPerBlock = kTileRows / kLanes,  // vectors of a row block; they are multiplied in pairs
-    kPrefetch = 8192,                // bytes prefetched ahead of what is read
 };
 static_assert(kStripRows == 2 * kPerBlock * kLanes, "a strip is kPerBlock pairs of vectors");
-static_assert(kPrefetch % kCacheLine == 0, "whole cache lines");
 
 INLINE int64_t element_bytes(int type) {
     return type == kF32 ? 4 : type == kF16 || type == kBF16 ? 2 : 1;
@@ -45,7 +43,7 @@ static void load_subgroups(const Weight* w, const void* base, const SubgroupRang
         if (u == range.begin || used == 0) {
             const int64_t at = (group < last ? group : last) * kTileRows;
             // The same subgroups of the next strip, or 2 KiB ahead in a long row.
-            __builtin_prefetch((const uint8_t*)base + bytes_of(TYPE, at) + ahead);
+            prefetch((const uint8_t*)base + bytes_of(TYPE, at) + ahead);
             for (int i = 0; i < kPerBlock; ++i) values[i] = load_as(TYPE, base, at + i * kLanes);
         }
         for (int i = 0; i < kPerBlock; ++i) store(to + i * kLanes, values[i]);
@@ -101,7 +99,7 @@ static void nested_scales(const Weight* w, const SubgroupRange& range, float* to
     for (int64_t u = range.begin; u < range.end; ++u, at += kStripRows) {
         if (u == range.begin || used == 0) {
             const uint8_t* code = codes + (group < last ? group : last) * kTileRows;
-            __builtin_prefetch(code + kPrefetch / 4);
+            prefetch(code + kPrefetch / 4);
             for (int i = 0; i < kTileRows; ++i) at[i] = w->scale_table[code[i]];
         } else {
             for (int i = 0; i < kTileRows; i += kLanes) store(at + i, load(at + i - kStripRows));
