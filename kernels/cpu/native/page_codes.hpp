@@ -25,6 +25,19 @@ INLINE void narrow(const float* x, int count, int type, uint16_t* to) {
     for (; i < count; ++i) to[i] = to_half(x[i]);
 }
 
+// One step of the transform below: sums and differences of values SPAN apart. The constant lets the compiler
+// exchange lanes; with a variable it takes value by value, and `mix` took 3 to 4 times as
+// long.
+template <int SPAN>
+INLINE void butterflies(float* x, int width) {
+    for (int i = 0; i < width; i += 2 * SPAN)
+        for (int j = i; j < i + SPAN; ++j) {
+            const float a = x[j], b = x[j + SPAN];
+            x[j] = a + b;
+            x[j + SPAN] = a - b;
+        }
+}
+
 // Multiplies a head by the orthonormal Hadamard matrix, in blocks of the largest power of two that
 // divides its dimensions. Dot products stay the same if both vectors are mixed, and mixing twice
 // restores a vector. Integers share their step, which a few large channels would set for all. With
@@ -32,13 +45,17 @@ INLINE void narrow(const float* x, int count, int type, uint16_t* to) {
 // 0.0012, that of SmolLM2 from 0.00125 to 0.00026. With e4m3 pages it raises that of Gemma from
 // 0.0058 to 0.0203.
 static void mix(float* x, int width) {
-    const int block = width & -width;
-    for (int span = 1; span < block; span *= 2)
+    const int block = width & -width;  // at least 8
+    butterflies<1>(x, width);
+    butterflies<2>(x, width);
+    butterflies<4>(x, width);
+    if (block > 8) butterflies<8>(x, width);
+    for (int span = 16; span < block; span *= 2)
         for (int i = 0; i < width; i += 2 * span)
-            for (int j = i; j < i + span; ++j) {
-                const float a = x[j], b = x[j + span];
-                x[j] = a + b;
-                x[j + span] = a - b;
+            for (int j = i; j < i + span; j += kLanes) {
+                const VF a = load(x + j), b = load(x + j + span);
+                store(x + j, add(a, b));
+                store(x + j + span, sub(a, b));
             }
     const float norm = (float)(1.0 / __builtin_sqrt((double)block));
     for (int i = 0; i < width; ++i) x[i] *= norm;
