@@ -73,21 +73,37 @@ def _weights(score, best, factor):
 
 
 @triton.jit
+def places_of(table, start, seen, BLOCK_N: tl.constexpr, PAGE: tl.constexpr):
+    """Pages and slots ``[BLOCK_N]`` of the keys from ``start``, a multiple of ``BLOCK_N``, on.
+
+    What does not change from tile to tile stands apart, so that it is computed once.
+    """
+    index = tl.arange(0, BLOCK_N)
+    if BLOCK_N % PAGE == 0:
+        at, slot = start // PAGE + index // PAGE, index % PAGE
+    else:
+        at, slot = (start + index) // PAGE, (start + index) % PAGE
+    return tl.load(table + at, mask=seen, other=0).to(tl.int64), slot
+
+
+@triton.jit
 def attend(
     q, at, best, total, result, begin, end, table, head, scale, softcap, window,
-    k, k_scale, k_page, k_head, k_slot, k_scale_page, k_scale_group,
-    v, v_scale, v_page, v_head, v_slot, v_scale_page, v_scale_group,
+    k, k_scale, v, v_scale,
     K_KIND: tl.constexpr, K_GROUPS: tl.constexpr, K_GROUP: tl.constexpr, K_DOT: tl.constexpr,
-    V_KIND: tl.constexpr, V_GROUPS: tl.constexpr, V_GROUP: tl.constexpr, V_DOT: tl.constexpr,
+    K_STRIDES: tl.constexpr, V_KIND: tl.constexpr, V_GROUPS: tl.constexpr, V_GROUP: tl.constexpr,
+    V_DOT: tl.constexpr, V_STRIDES: tl.constexpr,
     CONVERT: tl.constexpr, WIDEN: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    MASKED: tl.constexpr,
+    MASKED: tl.constexpr, DECODES: tl.constexpr,
 ):  # fmt: skip
     """Queries ``q [M, BLOCK_D]`` at positions ``at [M]`` see the keys ``begin .. end - 1``.
 
     ``begin`` is a multiple of ``BLOCK_N``; without ``MASKED`` so is ``end``, and each query sees
     all these keys. ``best`` (base 2), ``total`` ``[M]`` and ``result [M, BLOCK_D]`` come in as they
-    were before these keys and are returned. ``scale`` must be positive.
+    were before these keys and are returned. ``scale`` must be positive. ``DECODES``: all warps
+    share the few rows, so their weights are added up by place in the tile, and across warps only at
+    the end: three barriers less for each tile. A tile of many rows has a warp for each of them.
     """
     k_apart: tl.constexpr = (K_KIND != FLOAT) and (K_GROUP == 0)
     v_apart: tl.constexpr = (V_KIND != FLOAT) and (V_GROUP == 0)
@@ -95,41 +111,44 @@ def attend(
         INT8_UNIT if V_KIND == INT8 else INT4_UNIT if V_KIND == INT4 else FLOAT8_UNIT
     )
     q = operand(q, K_DOT, WIDEN)
+    totals = total
+    if DECODES:
+        totals = tl.where((tl.arange(0, BLOCK_N) == 0)[None, :], total[:, None], 0.0)
     factor = LOG2E if SOFTCAP else scale * LOG2E
     if v_apart:
         result = result * unit
     for start in range(begin, end, BLOCK_N):
         key = start + tl.arange(0, BLOCK_N)
         seen = key < end if MASKED else tl.full((BLOCK_N,), True, tl.int1)
-        page = tl.load(table + key // PAGE, mask=seen, other=0).to(tl.int64)
-        slot = key % PAGE
+        page, slot = places_of(table, start, seen, BLOCK_N, PAGE)
         keys = load_values(
-            k, k_scale, page, head, slot, seen, k_page, k_head, k_slot, k_scale_page, k_scale_group,
+            k, k_scale, page, head, slot, seen, K_STRIDES,
             HEAD_DIM, BLOCK_D, BLOCK_N, K_KIND, K_GROUPS, K_GROUP, K_DOT, CONVERT, WIDEN,
         )  # fmt: skip
         score = tl.dot(q, tl.trans(keys), input_precision="ieee")
         if k_apart:
-            steps = load_scales(
-                k_scale, page, head, slot, seen, k_scale_page, k_scale_group, K_KIND, K_GROUPS
-            )
+            steps = load_scales(k_scale, page, head, slot, seen, K_STRIDES, K_KIND, K_GROUPS)
             score = score * steps[None, :]
         if SOFTCAP:
             score = capped(score * scale, softcap)
         if MASKED:
             score = _masked(score, key, at, end, window, WINDOW)
         weight, shrink, best = _weights(score, best, factor)
-        total = total * shrink + tl.sum(weight, axis=1)
+        if DECODES:
+            totals = totals * shrink[:, None] + weight
+        else:
+            total = total * shrink + tl.sum(weight, axis=1)
         values = load_values(
-            v, v_scale, page, head, slot, seen, v_page, v_head, v_slot, v_scale_page, v_scale_group,
+            v, v_scale, page, head, slot, seen, V_STRIDES,
             HEAD_DIM, BLOCK_D, BLOCK_N, V_KIND, V_GROUPS, V_GROUP, V_DOT, CONVERT, WIDEN,
         )  # fmt: skip
         if v_apart:
-            steps = load_scales(
-                v_scale, page, head, slot, seen, v_scale_page, v_scale_group, V_KIND, V_GROUPS
-            )
+            steps = load_scales(v_scale, page, head, slot, seen, V_STRIDES, V_KIND, V_GROUPS)
             weight = weight * (steps * unit)[None, :]
         weight = operand(weight, V_DOT, WIDEN)
         result = tl.dot(weight, values, result * shrink[:, None], input_precision="ieee")
     if v_apart:
         result = result * (1.0 / unit)
+    if DECODES:
+        total = tl.sum(totals, axis=1)
     return best, total, result

@@ -124,7 +124,7 @@ class _Step:
         self.sinks = sinks if sinks is not None else q
         scale, softcap, window = options
         self.numbers = (scale, softcap or 0.0, window or 0)
-        self.pages = (k.codes, k.scales, *k.strides, v.codes, v.scales, *v.strides)
+        self.pages = (k.codes, k.scales, v.codes, v.scales)
         self.group = self.heads // self.kv_heads
         width = max(dot.primitive_bitwidth // 8 for dot in dots)
         plain = width == 4 or old_card(q.device)
@@ -290,6 +290,7 @@ class _Step:
 
 def _side_constants(name: str, side: PageSide, dot: Any) -> dict[str, Any]:
     values = {"KIND": side.kind, "GROUPS": side.groups, "GROUP": side.group, "DOT": dot}
+    values["STRIDES"] = side.strides
     return {f"{name}_{key}": value for key, value in values.items()}
 
 

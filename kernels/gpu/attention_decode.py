@@ -103,10 +103,10 @@ def _run_split(
     q, out, parts, sums, sinks, table, shared_len, counter, q_token, q_head,
     scale, softcap, window, slots, query_slots, heads, request_slot, rank, kv_head, token, count,
     length,
-    k, k_scale, k_page, k_head, k_slot, k_scale_page, k_scale_group,
-    v, v_scale, v_page, v_head, v_slot, v_scale_page, v_scale_group,
+    k, k_scale, v, v_scale,
     K_KIND: tl.constexpr, K_GROUPS: tl.constexpr, K_GROUP: tl.constexpr, K_DOT: tl.constexpr,
-    V_KIND: tl.constexpr, V_GROUPS: tl.constexpr, V_GROUP: tl.constexpr, V_DOT: tl.constexpr,
+    K_STRIDES: tl.constexpr, V_KIND: tl.constexpr, V_GROUPS: tl.constexpr, V_GROUP: tl.constexpr,
+    V_DOT: tl.constexpr, V_STRIDES: tl.constexpr,
     CONVERT: tl.constexpr, WIDEN: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, SINKS: tl.constexpr, SHARED: tl.constexpr,
@@ -139,26 +139,28 @@ def _run_split(
         best, total, result = attend(
             x, length - count + query, best, total, tl.zeros((BLOCK_M, BLOCK_D), tl.float32),
             begin, end, table, kv_head, scale, softcap, window,
-            k, k_scale, k_page, k_head, k_slot, k_scale_page, k_scale_group,
-            v, v_scale, v_page, v_head, v_slot, v_scale_page, v_scale_group,
-            K_KIND, K_GROUPS, K_GROUP, K_DOT, V_KIND, V_GROUPS, V_GROUP, V_DOT, CONVERT, WIDEN,
-            PAGE, HEAD_DIM, BLOCK_D, BLOCK_N, WINDOW, SOFTCAP, True,
+            k, k_scale, v, v_scale,
+            K_KIND, K_GROUPS, K_GROUP, K_DOT, K_STRIDES,
+            V_KIND, V_GROUPS, V_GROUP, V_DOT, V_STRIDES, CONVERT, WIDEN,
+            PAGE, HEAD_DIM, BLOCK_D, BLOCK_N, WINDOW, SOFTCAP, True, True,
         )  # fmt: skip
-        target = (at * heads + head) * HEAD_DIM
-        if splits - low + before - first_part == 1:
-            _store_result(out, target, total, result, inside, BLOCK_M, BLOCK_D, UNMIX)
-        else:
+        whole = splits - low + before - first_part == 1
+        last = whole
+        if not whole:
             place = (request_slot.to(tl.int64) * heads + head) * slots + query * query_slots
             own_place = place + before + part - low
             store_part(parts, sums, own_place, best, total, result, real, HEAD_DIM, BLOCK_D)
             tl.debug_barrier()  # the count below says that all threads have stored
-            if tl.atomic_add(counter, 1, sem="acq_rel") == splits - low - 1:
+            last = tl.atomic_add(counter, 1, sem="acq_rel") == splits - low - 1
+            if last:
                 tl.store(counter, 0)
                 total, result = _joined(
                     parts, sums, place, first_part, before + splits - low, real,
                     BLOCK_M, HEAD_DIM, BLOCK_D, BLOCK_S,
                 )  # fmt: skip
-                _store_result(out, target, total, result, inside, BLOCK_M, BLOCK_D, UNMIX)
+        if last:
+            target = (at * heads + head) * HEAD_DIM
+            _store_result(out, target, total, result, inside, BLOCK_M, BLOCK_D, UNMIX)
 
 
 @triton.jit(do_not_specialize=["splits", "slots", "begin_request", "end_request"])
@@ -166,10 +168,10 @@ def decode_kernel(
     q, out, parts, sums, sinks, query_start, context_len, table, shared_len, work,
     q_token, q_head, table_row, work_row, scale, softcap, window,
     splits, slots, begin_request, end_request, kv_heads,
-    k, k_scale, k_page, k_head, k_slot, k_scale_page, k_scale_group,
-    v, v_scale, v_page, v_head, v_slot, v_scale_page, v_scale_group,
+    k, k_scale, v, v_scale,
     K_KIND: tl.constexpr, K_GROUPS: tl.constexpr, K_GROUP: tl.constexpr, K_DOT: tl.constexpr,
-    V_KIND: tl.constexpr, V_GROUPS: tl.constexpr, V_GROUP: tl.constexpr, V_DOT: tl.constexpr,
+    K_STRIDES: tl.constexpr, V_KIND: tl.constexpr, V_GROUPS: tl.constexpr, V_GROUP: tl.constexpr,
+    V_DOT: tl.constexpr, V_STRIDES: tl.constexpr,
     CONVERT: tl.constexpr, WIDEN: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     GROUP: tl.constexpr, SINKS: tl.constexpr, SHARED: tl.constexpr, UNMIX: tl.constexpr,
@@ -205,9 +207,9 @@ def decode_kernel(
                 q, out, parts, sums, sinks, own_table, shared_len, counter, q_token, q_head,
                 scale, softcap, window, slots, slots // QUERIES, kv_heads * GROUP,
                 request - begin_request, rank, kv_head, token, count, length,
-                k, k_scale, k_page, k_head, k_slot, k_scale_page, k_scale_group,
-                v, v_scale, v_page, v_head, v_slot, v_scale_page, v_scale_group,
-                K_KIND, K_GROUPS, K_GROUP, K_DOT, V_KIND, V_GROUPS, V_GROUP, V_DOT, CONVERT, WIDEN,
+                k, k_scale, v, v_scale,
+                K_KIND, K_GROUPS, K_GROUP, K_DOT, K_STRIDES,
+                V_KIND, V_GROUPS, V_GROUP, V_DOT, V_STRIDES, CONVERT, WIDEN,
                 PAGE, HEAD_DIM, BLOCK_D, BLOCK_N, WINDOW, SOFTCAP, GROUP, BLOCK_ONE, SINKS, SHARED,
                 UNMIX, shared_by, shared_by * several, BLOCK_S,
             )  # fmt: skip
@@ -217,9 +219,9 @@ def decode_kernel(
                     q, out, parts, sums, sinks, own_table, shared_len, counter, q_token, q_head,
                     scale, softcap, window, slots, slots // QUERIES, kv_heads * GROUP,
                     request - begin_request, rank, kv_head, token, count, length,
-                    k, k_scale, k_page, k_head, k_slot, k_scale_page, k_scale_group,
-                    v, v_scale, v_page, v_head, v_slot, v_scale_page, v_scale_group,
-                    K_KIND, K_GROUPS, K_GROUP, K_DOT, V_KIND, V_GROUPS, V_GROUP, V_DOT, CONVERT,
+                    k, k_scale, v, v_scale,
+                    K_KIND, K_GROUPS, K_GROUP, K_DOT, K_STRIDES,
+                    V_KIND, V_GROUPS, V_GROUP, V_DOT, V_STRIDES, CONVERT,
                     WIDEN, PAGE, HEAD_DIM, BLOCK_D, BLOCK_N, WINDOW, SOFTCAP, GROUP, BLOCK_M,
                     SINKS, SHARED, UNMIX, shared_by * several, shared_by * several, BLOCK_S,
                 )  # fmt: skip
@@ -229,10 +231,10 @@ def decode_kernel(
 def shared_kernel(
     q, parts, sums, sinks, query_start, context_len, table, shared_len, q_token, q_head,
     scale, softcap, window, slots, begin_request, end_request, kv_heads,
-    k, k_scale, k_page, k_head, k_slot, k_scale_page, k_scale_group,
-    v, v_scale, v_page, v_head, v_slot, v_scale_page, v_scale_group,
+    k, k_scale, v, v_scale,
     K_KIND: tl.constexpr, K_GROUPS: tl.constexpr, K_GROUP: tl.constexpr, K_DOT: tl.constexpr,
-    V_KIND: tl.constexpr, V_GROUPS: tl.constexpr, V_GROUP: tl.constexpr, V_DOT: tl.constexpr,
+    K_STRIDES: tl.constexpr, V_KIND: tl.constexpr, V_GROUPS: tl.constexpr, V_GROUP: tl.constexpr,
+    V_DOT: tl.constexpr, V_STRIDES: tl.constexpr,
     CONVERT: tl.constexpr, WIDEN: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     GROUP: tl.constexpr, SINKS: tl.constexpr, QUERIES: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -267,10 +269,10 @@ def shared_kernel(
         x, length - count + query, best, total, tl.zeros((BLOCK_M, BLOCK_D), tl.float32),
         part * split, tl.minimum(part * split + split, prefix), table, kv_head, scale, softcap,
         window,
-        k, k_scale, k_page, k_head, k_slot, k_scale_page, k_scale_group,
-        v, v_scale, v_page, v_head, v_slot, v_scale_page, v_scale_group,
-        K_KIND, K_GROUPS, K_GROUP, K_DOT, V_KIND, V_GROUPS, V_GROUP, V_DOT, CONVERT, WIDEN, PAGE,
-        HEAD_DIM, BLOCK_D, BLOCK_N, WINDOW, SOFTCAP, True,
+        k, k_scale, v, v_scale,
+        K_KIND, K_GROUPS, K_GROUP, K_DOT, K_STRIDES,
+        V_KIND, V_GROUPS, V_GROUP, V_DOT, V_STRIDES, CONVERT, WIDEN, PAGE,
+        HEAD_DIM, BLOCK_D, BLOCK_N, WINDOW, SOFTCAP, True, True,
     )  # fmt: skip
     place = (slot.to(tl.int64) * (kv_heads * GROUP) + head) * slots
     place += query * (slots // QUERIES) + part

@@ -38,10 +38,10 @@ def _request_of(query_start, tile, requests, QUERIES: tl.constexpr):
 def prefill_kernel(
     q, out, sinks, query_start, context_len, table, q_token, q_head, table_row,
     scale, softcap, window, requests, kv_heads, fewest,
-    k, k_scale, k_page, k_head, k_slot, k_scale_page, k_scale_group,
-    v, v_scale, v_page, v_head, v_slot, v_scale_page, v_scale_group,
+    k, k_scale, v, v_scale,
     K_KIND: tl.constexpr, K_GROUPS: tl.constexpr, K_GROUP: tl.constexpr, K_DOT: tl.constexpr,
-    V_KIND: tl.constexpr, V_GROUPS: tl.constexpr, V_GROUP: tl.constexpr, V_DOT: tl.constexpr,
+    K_STRIDES: tl.constexpr, V_KIND: tl.constexpr, V_GROUPS: tl.constexpr, V_GROUP: tl.constexpr,
+    V_DOT: tl.constexpr, V_STRIDES: tl.constexpr,
     CONVERT: tl.constexpr, WIDEN: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, SINKS: tl.constexpr, UNMIX: tl.constexpr,
@@ -86,10 +86,10 @@ def prefill_kernel(
             best, total, result = attend(
                 x, length - count + query, best, total, result, low, high,
                 own_table, kv_head, scale, softcap, window,
-                k, k_scale, k_page, k_head, k_slot, k_scale_page, k_scale_group,
-                v, v_scale, v_page, v_head, v_slot, v_scale_page, v_scale_group,
-                K_KIND, K_GROUPS, K_GROUP, K_DOT, V_KIND, V_GROUPS, V_GROUP, V_DOT, CONVERT, WIDEN,
-                PAGE, HEAD_DIM, BLOCK_D, BLOCK_N, WINDOW, SOFTCAP, phase != 1,
+                k, k_scale, v, v_scale,
+                K_KIND, K_GROUPS, K_GROUP, K_DOT, K_STRIDES,
+                V_KIND, V_GROUPS, V_GROUP, V_DOT, V_STRIDES, CONVERT, WIDEN,
+                PAGE, HEAD_DIM, BLOCK_D, BLOCK_N, WINDOW, SOFTCAP, phase != 1, False,
             )  # fmt: skip
     result = result / total[:, None]
     if UNMIX:

@@ -20,6 +20,50 @@ _FLOAT8_PEAK = tl.constexpr(448.0)
 #: By which instructions 8-bit codes become float16: any card's, NVIDIA's on bytes, and those of
 #: NVIDIA's cards from 8.9 on for e4m3 too.
 PORTABLE, BYTES, FLOAT8 = (tl.constexpr(i) for i in range(3))
+#: Four codes of a register, ``$2``, become float16 in ``$0`` and ``$1``. An integer becomes the low
+#: bits of a float16 from 1024 on (a conversion of integers runs at a quarter of the speed): x + 128
+#: those of x + 1152, and a nibble, from bit ``$3`` on, those of itself + 1024. The bits of an
+#: e4m3 are those of a float16 2^8 times smaller, those of an e5m2 the upper ones of a float16.
+INT8_CODES = tl.constexpr("""{
+    .reg .b32 a, b;
+    mov.b32 b, 0x64806480;
+    xor.b32 a, $2, 0x80808080;
+    prmt.b32 $0, a, 0x64646464, 0x4140;
+    prmt.b32 $1, a, 0x64646464, 0x4342;
+    sub.f16x2 $0, $0, b;
+    sub.f16x2 $1, $1, b;
+}""")
+NIBBLES = tl.constexpr("""{
+    .reg .b32 a, b;
+    mov.b32 b, 0x64006400;
+    and.b32 a, $3, 4;
+    shr.b32 a, $2, a;
+    and.b32 a, a, 0x0F0F0F0F;
+    prmt.b32 $0, a, 0x64646464, 0x4140;
+    prmt.b32 $1, a, 0x64646464, 0x4342;
+    sub.f16x2 $0, $0, b;
+    sub.f16x2 $1, $1, b;
+}""")
+E4M3_CODES = tl.constexpr("""{
+    .reg .b32 a, b, c, d;
+    mov.b32 d, 0x5C005C00;
+    prmt.b32 a, $2, 0, 0x1404;
+    prmt.b32 b, $2, 0, 0x3424;
+    shr.b32 c, a, 1;
+    and.b32 c, c, 0x3F803F80;
+    and.b32 a, a, 0x80008000;
+    or.b32 $0, a, c;
+    shr.b32 c, b, 1;
+    and.b32 c, c, 0x3F803F80;
+    and.b32 b, b, 0x80008000;
+    or.b32 $1, b, c;
+    mul.f16x2 $0, $0, d;
+    mul.f16x2 $1, $1, d;
+}""")
+E5M2_CODES = tl.constexpr("""{
+    prmt.b32 $0, $2, 0, 0x1404;
+    prmt.b32 $1, $2, 0, 0x3424;
+}""")
 #: Powers of two that bring the scales of values nearer to 1, for weights that are multiplied by
 #: them and rounded to float16. A scale is at most 65504 / 127 of int8, 65504 / 448 of 8-bit floats
 #: and 2 * 65504 / 15 of int4, so that none becomes infinite.
@@ -45,8 +89,7 @@ def mixed(x, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def load_values(
-    codes, scales, page, head, slot, seen, stride_page, stride_head, stride_slot, scale_page,
-    scale_group,
+    codes, scales, page, head, slot, seen, STRIDES: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, KIND: tl.constexpr,
     GROUPS: tl.constexpr, GROUP: tl.constexpr, DOT: tl.constexpr, CONVERT: tl.constexpr,
     WIDEN: tl.constexpr,
@@ -58,40 +101,52 @@ def load_values(
     multiplies what comes out of the product or goes into it by :func:`load_scales`.
     """
     column = tl.arange(0, BLOCK_D)
-    place = page * stride_page + head * stride_head + slot * stride_slot
+    place = page * STRIDES[0] + head * STRIDES[1] + slot * STRIDES[2]
     byte = column % (HEAD_DIM // 2) if KIND == INT4 else column
-    mask = seen[:, None] & (column < HEAD_DIM)[None, :]
+    mask = (column < HEAD_DIM)[None, :]
+    if KIND != INT8 and KIND != INT4:
+        mask = mask & seen[:, None]
     x = tl.load(codes + place[:, None] + byte[None, :], mask=mask, other=0)
     if KIND == FLOAT:
         x = operand(x, DOT, WIDEN)
     else:
-        at_scale = scales + page * scale_page + head * GROUPS * scale_group + slot
+        at_scale = scales + page * STRIDES[3] + head * (GROUPS * STRIDES[4]) + slot
         if GROUP:
             parts: tl.constexpr = BLOCK_D // GROUP
             group = tl.arange(0, parts)
             known = seen[:, None] & (group < GROUPS)[None, :]
-            step = tl.load(at_scale[:, None] + group[None, :] * scale_group, mask=known, other=0)
+            step = tl.load(at_scale[:, None] + group[None, :] * STRIDES[4], mask=known, other=0)
             step = tl.broadcast_to(step[:, :, None], (BLOCK_N, parts, GROUP))
             step = tl.reshape(step, (BLOCK_N, BLOCK_D))
         else:
             step = tl.load(at_scale, mask=seen, other=0)[:, None]
         if KIND == INT4:
-            x = (x.to(tl.int16) >> tl.where(column < HEAD_DIM // 2, 0, 4)[None, :]) & 15
-            x = x.to(DOT) - ((step >> 8) & 255).to(DOT) * 0.0625
+            x = _nibble(x, tl.where(column < HEAD_DIM // 2, 0, 4)[None, :], CONVERT).to(DOT)
+            x = x - ((step >> 8) & 255).to(DOT) * 0.0625
         else:
             x = _decoded(x, KIND, CONVERT).to(DOT)
         if GROUP:
             x = x * _size(step, KIND).to(DOT)
+        if CONVERT and not WIDEN and x.dtype.primitive_bitwidth == 16:
+            x = _kept(x)
     return x
 
 
 @triton.jit
+def _kept(x):
+    """x, computed by the threads that loaded its codes: nothing moves an impure instruction."""
+    return tl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2
+    )
+
+
+@triton.jit
 def load_scales(
-    scales, page, head, slot, seen, scale_page, scale_group, KIND: tl.constexpr,
+    scales, page, head, slot, seen, STRIDES: tl.constexpr, KIND: tl.constexpr,
     GROUPS: tl.constexpr,
 ):  # fmt: skip
     """The scales of whole heads, float32 ``[BLOCK_N]``; 0 where not ``seen``."""
-    at_scale = scales + page * scale_page + head * GROUPS * scale_group + slot
+    at_scale = scales + page * STRIDES[3] + head * (GROUPS * STRIDES[4]) + slot
     return _size(tl.load(at_scale, mask=seen, other=0), KIND).to(tl.float32)
 
 
@@ -104,32 +159,33 @@ def _size(step, KIND: tl.constexpr):
 
 
 @triton.jit
+def _nibble(x, shift, CONVERT: tl.constexpr):
+    """Four bits of each byte from bit number ``shift`` on, as float16; four neighbours have one."""
+    if CONVERT:
+        x = tl.inline_asm_elementwise(
+            NIBBLES, "=r,=r,r,r", [x, shift.to(tl.int8)], dtype=tl.float16, is_pure=True, pack=4
+        )
+    else:
+        x = ((x.to(tl.int16) >> shift) & 15).to(tl.float16)
+    return x
+
+
+@triton.jit
 def _decoded(x, KIND: tl.constexpr, CONVERT: tl.constexpr):
     """8-bit codes as float16, exactly."""
-    if KIND == INT8:
-        if CONVERT:
-            # x + 128 is the low byte of the float16 x + 1152: 5 instructions for four codes.
-            x = tl.inline_asm_elementwise(
-                """{
-                .reg .b32 a, b;
-                mov.b32 b, 0x64806480;
-                xor.b32 a, $2, 0x80808080;
-                prmt.b32 $0, a, 0x64646464, 0x4140;
-                prmt.b32 $1, a, 0x64646464, 0x4342;
-                sub.f16x2 $0, $0, b;
-                sub.f16x2 $1, $1, b;
-                }""",
-                "=r,=r,r", [x], dtype=tl.float16, is_pure=True, pack=4,
-            )  # fmt: skip
-        else:
-            x = x.to(tl.float16)
+    if KIND == E4M3 and CONVERT == FLOAT8:
+        x = x.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    elif CONVERT:
+        CODES: tl.constexpr = (
+            INT8_CODES if KIND == INT8 else E4M3_CODES if KIND == E4M3 else E5M2_CODES
+        )
+        x = tl.inline_asm_elementwise(CODES, "=r,=r,r", [x], dtype=tl.float16, is_pure=True, pack=4)
+    elif KIND == INT8:
+        x = x.to(tl.float16)
     elif KIND == E4M3:
-        if CONVERT == FLOAT8:
-            x = x.to(tl.float8e4nv, bitcast=True).to(tl.float16)
-        else:
-            # The bits of an e4m3 are those of a float16 2^8 times smaller, subnormals included.
-            wide = x.to(tl.uint16)
-            x = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True) * 256.0
+        # The bits of an e4m3 are those of a float16 2^8 times smaller, subnormals included.
+        wide = x.to(tl.uint16)
+        x = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True) * 256.0
     else:
         x = (x.to(tl.uint16) << 8).to(tl.float16, bitcast=True)
     return x
