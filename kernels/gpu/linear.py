@@ -333,7 +333,7 @@ def product_one(
     if routed is not None:
         arguments |= {"offsets": routed.offsets, "owners": routed.routes.owners}
         arguments["sources"] = routed.sources
-    constants |= {"BLOCK_N": tiles.block_n, "NANS": packed.nans, "ROUTED": routed is not None}
+    constants |= {"BLOCK_N": tiles.block_n, "ROUTED": routed is not None}
     constants |= {"SHARED": shares.split > 1, "ACTIVATION": activation}
     tiny = packed.kind in TINY
     constants["RAISE"] = 2.0**RAISE if tiny else 1.0
@@ -412,6 +412,7 @@ def _weight(p: Packed, table: torch.dtype = torch.float32) -> tuple[dict[str, An
         "ZEROS": p.zeros_bits,
         "ZERO": float(p.zero),
         "MINUS": minus if p.has_minus else "",
+        "NANS": p.nans,
         "PAIRS": p.pairs,
         "WHOLE": whole,
         "EVEN": p.units * p.unit == k,

@@ -22,8 +22,9 @@ _FLOAT8_PEAK = tl.constexpr(448.0)
 PORTABLE, BYTES, FLOAT8 = (tl.constexpr(i) for i in range(3))
 #: Four codes of a register, ``$2``, become float16 in ``$0`` and ``$1``. An integer becomes the low
 #: bits of a float16 from 1024 on (a conversion of integers runs at a quarter of the speed): x + 128
-#: those of x + 1152, and a nibble, from bit ``$3`` on, those of itself + 1024. The bits of an
-#: e4m3 are those of a float16 2^8 times smaller, those of an e5m2 the upper ones of a float16.
+#: those of x + 1152, a nibble (the upper one of bytes that are -1 in ``$3``, the lower one where
+#: they are 0) those of itself + 1024. The bits of an e4m3 are those of a float16 2^8 times smaller,
+#: those of an e5m2 the upper ones of a float16.
 INT8_CODES = tl.constexpr("""{
     .reg .b32 a, b;
     mov.b32 b, 0x64806480;
@@ -36,8 +37,10 @@ INT8_CODES = tl.constexpr("""{
 NIBBLES = tl.constexpr("""{
     .reg .b32 a, b;
     mov.b32 b, 0x64006400;
-    and.b32 a, $3, 4;
-    shr.b32 a, $2, a;
+    shr.b32 a, $2, 4;
+    xor.b32 a, a, $2;
+    and.b32 a, a, $3;
+    xor.b32 a, a, $2;
     and.b32 a, a, 0x0F0F0F0F;
     prmt.b32 $0, a, 0x64646464, 0x4140;
     prmt.b32 $1, a, 0x64646464, 0x4342;
@@ -61,8 +64,11 @@ E4M3_CODES = tl.constexpr("""{
     mul.f16x2 $1, $1, d;
 }""")
 E5M2_CODES = tl.constexpr("""{
-    prmt.b32 $0, $2, 0, 0x1404;
-    prmt.b32 $1, $2, 0, 0x3424;
+    .reg .b32 a, b;
+    prmt.b32 a, $2, 0, 0x1404;
+    prmt.b32 b, $2, 0, 0x3424;
+    mov.b32 $0, a;
+    mov.b32 $1, b;
 }""")
 #: Powers of two that bring the scales of values nearer to 1, for weights that are multiplied by
 #: them and rounded to float16. A scale is at most 65504 / 127 of int8, 65504 / 448 of 8-bit floats
@@ -121,7 +127,7 @@ def load_values(
         else:
             step = tl.load(at_scale, mask=seen, other=0)[:, None]
         if KIND == INT4:
-            x = _nibble(x, tl.where(column < HEAD_DIM // 2, 0, 4)[None, :], CONVERT).to(DOT)
+            x = _nibble(x, (column >= HEAD_DIM // 2)[None, :], CONVERT).to(DOT)
             x = x - ((step >> 8) & 255).to(DOT) * 0.0625
         else:
             x = _decoded(x, KIND, CONVERT).to(DOT)
@@ -159,14 +165,19 @@ def _size(step, KIND: tl.constexpr):
 
 
 @triton.jit
-def _nibble(x, shift, CONVERT: tl.constexpr):
-    """Four bits of each byte from bit number ``shift`` on, as float16; four neighbours have one."""
+def _nibble(x, upper, CONVERT: tl.constexpr):
+    """The lower four bits of each byte, or the ``upper`` ones, as float16."""
     if CONVERT:
         x = tl.inline_asm_elementwise(
-            NIBBLES, "=r,=r,r,r", [x, shift.to(tl.int8)], dtype=tl.float16, is_pure=True, pack=4
+            NIBBLES,
+            "=r,=r,r,r",
+            [x, tl.where(upper, -1, 0).to(tl.int8)],
+            dtype=tl.float16,
+            is_pure=True,
+            pack=4,
         )
     else:
-        x = ((x.to(tl.int16) >> shift) & 15).to(tl.float16)
+        x = ((x.to(tl.int16) >> tl.where(upper, 4, 0)) & 15).to(tl.float16)
     return x
 
 

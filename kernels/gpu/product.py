@@ -81,9 +81,9 @@ def sums_of_tile(
     KIND: tl.constexpr, WIDTH: tl.constexpr, WIDTH_1: tl.constexpr, WIDTH_2: tl.constexpr,
     UNIT: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, SUPER: tl.constexpr,
     SCALE: tl.constexpr, FACTOR: tl.constexpr, ZEROS: tl.constexpr, ZERO: tl.constexpr,
-    MINUS: tl.constexpr, WHOLE: tl.constexpr, EVEN: tl.constexpr, DOT: tl.constexpr,
-    MATH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, PAIRS: tl.constexpr,
-    WARPS: tl.constexpr,
+    MINUS: tl.constexpr, NANS: tl.constexpr, WHOLE: tl.constexpr, EVEN: tl.constexpr,
+    DOT: tl.constexpr, MATH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+    PAIRS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """``[BLOCK_N, BLOCK_M]`` of :func:`product`: weights ``rows`` with the columns of x that
     ``tokens [2 PAIRS, BLOCK_M]`` points to, rows ``source`` of x, where ``real``.
@@ -109,7 +109,9 @@ def sums_of_tile(
                 at_slice = c * (CHUNK // SLICE) + j
                 codes = all_codes(words, at_slice, UNIT, WIDTH, WIDTH_1, WIDTH_2, PAIRS)
                 whole = tl.full((1, 1), 0.0, tl.float32) if ZEROS == 32 else z
-                w = decode_values(codes, whole, table, nothing, KIND, BITS, PAIRS, WARPS, MATH)
+                w = decode_values(
+                    codes, whole, table, nothing, KIND, BITS, NANS, PAIRS, WARPS, MATH
+                )
                 column = k + j * SLICE
                 wanted = real[None, :] & (EVEN | (tl.arange(0, SLICE) < K - column)[:, None])
                 xs = tl.load(tokens + column, mask=wanted, other=0.0).to(DOT)
@@ -142,7 +144,7 @@ def product(
     KIND: tl.constexpr, WIDTH: tl.constexpr, WIDTH_1: tl.constexpr, WIDTH_2: tl.constexpr,
     UNIT: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, SUPER: tl.constexpr,
     SCALE: tl.constexpr, FACTOR: tl.constexpr, ZEROS: tl.constexpr, ZERO: tl.constexpr,
-    MINUS: tl.constexpr,
+    MINUS: tl.constexpr, NANS: tl.constexpr,
     WHOLE: tl.constexpr, EVEN: tl.constexpr, DOT: tl.constexpr, WIDEN: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, ROUTED: tl.constexpr, SHARED: tl.constexpr,
     ACTIVATION: tl.constexpr, PAIRS: tl.constexpr, WARPS: tl.constexpr,
@@ -180,7 +182,7 @@ def product(
         tokens, sums, source, real, n, loaded, w0, w1, w2, scale, super_scale, nested,
         offset, zeros, minus, super_minus, table, M, N, K, units, share, scale_stride, scale_rows,
         KIND, WIDTH, WIDTH_1, WIDTH_2, UNIT, CHUNK, GROUP, SUPER, SCALE, FACTOR, ZEROS, ZERO,
-        MINUS, WHOLE, EVEN, DOT, tl.float32 if WIDEN else DOT, BLOCK_N, BLOCK_M, PAIRS, WARPS,
+        MINUS, NANS, WHOLE, EVEN, DOT, tl.float32 if WIDEN else DOT, BLOCK_N, BLOCK_M, PAIRS, WARPS,
     )  # fmt: skip
     store_tile(
         acc, block, n, there, m, real, out, out_stride, parts, part_stride, counters,
@@ -219,7 +221,7 @@ def decode_rows(
     KIND: tl.constexpr, WIDTH: tl.constexpr, WIDTH_1: tl.constexpr, WIDTH_2: tl.constexpr,
     UNIT: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, SUPER: tl.constexpr,
     SCALE: tl.constexpr, FACTOR: tl.constexpr, ZEROS: tl.constexpr, ZERO: tl.constexpr,
-    MINUS: tl.constexpr,
+    MINUS: tl.constexpr, NANS: tl.constexpr,
     BLOCK_N: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """``out[i] = w[ids[i]]`` (``IDS``) or ``w[start + i]``, in the reference's own roundings.
@@ -260,9 +262,9 @@ def decode_rows(
             codes = all_codes(words, at_slice, UNIT, WIDTH, WIDTH_1, WIDTH_2, PAIRS)
             if ZEROS == 32:  # a fraction would be lost beside 2^23
                 none = tl.full((1, 1), 0.0, tl.float32)
-                w = decode_values(codes, none, table, 0, KIND, 8, PAIRS, 0, tl.float32) - z
+                w = decode_values(codes, none, table, 0, KIND, 8, NANS, PAIRS, 0, tl.float32) - z
             else:
-                w = decode_values(codes, z, table, 0, KIND, 8, PAIRS, 0, tl.float32) * FACTOR
+                w = decode_values(codes, z, table, 0, KIND, 8, NANS, PAIRS, 0, tl.float32) * FACTOR
             w = w * s[:, None]
             if MINUS != "":
                 w -= load_minus(minus, super_minus, rows, N, at, GROUP, SUPER, MINUS)[:, None]

@@ -122,8 +122,8 @@ def halves_of(pairs, PAIRS: tl.constexpr, WARPS: tl.constexpr):
 @triton.jit
 def decode_values(
     codes, zero, table, nothing,
-    KIND: tl.constexpr, BITS: tl.constexpr, PAIRS: tl.constexpr, WARPS: tl.constexpr,
-    OUT: tl.constexpr,
+    KIND: tl.constexpr, BITS: tl.constexpr, NANS: tl.constexpr, PAIRS: tl.constexpr,
+    WARPS: tl.constexpr, OUT: tl.constexpr,
 ):  # fmt: skip
     """What the codes of :func:`all_codes` stand for, less ``zero``, before any scale:
     ``[rows, 2 PAIRS]``, with zero in the order of rows of the codes.
@@ -161,7 +161,8 @@ def decode_values(
             half = halves_of(((codes & 0x80008) << 12) | ((codes & 0x70007) << 9), PAIRS, WARPS)
         elif KIND == "e4m3":
             half = halves_of(((codes & 0x800080) << 8) | ((codes & 0x7F007F) << 7), PAIRS, WARPS)
-            half = tl.where((half & 0x3F80) == 0x3F80, 0x7E00, half).to(tl.int16)
+            if NANS:
+                half = tl.where((half & 0x3F80) == 0x3F80, 0x7E00, half).to(tl.int16)
         else:
             half = halves_of(codes << 8, PAIRS, WARPS)
         value = half.to(tl.float16, bitcast=True)
