@@ -106,6 +106,7 @@ def scratch_of(products: Products, device: str) -> CardScratch:
         experts_dense_from=tuning.experts_dense_from,
         tuned=tuning.table is not None,
         library=LIBRARY if found >= (9, 0) else OLDER_LIBRARY,
+        wide_sums=torch.version.hip is None,
     )
 
 

@@ -153,7 +153,8 @@ class CardScratch:
 
     ``programs``, ``dense_from``, ``experts_dense_from``: see
     :class:`sdk.kernels.gpu.tuning.Tuning`; ``tuned``: whether there is a table. ``library``: bytes
-    per stream, see :data:`LIBRARY`.
+    per stream, see :data:`LIBRARY`. ``wide_sums``: the library writes float32 results of 16-bit
+    products itself, see ``dense.py``.
     """
 
     products: Products
@@ -162,6 +163,7 @@ class CardScratch:
     experts_dense_from: int
     tuned: bool
     library: int
+    wide_sums: bool
 
     def nbytes(self, tokens: int, requests: int, context: int) -> int:
         given = [(matrix, tokens) for matrix in self.products.matrices]
@@ -211,7 +213,8 @@ class CardScratch:
             return 4 * m.k * (min(m.n, _REFERENCE_ROWS) + rows)
         if m.experts:
             return 0
-        return self.products.copied * rows * m.k + 4 * rows * columns_at_once(m.n, rows)
+        results = 0 if self.wide_sums else 4 * rows * columns_at_once(m.n, rows)
+        return self.products.copied * rows * m.k + results
 
     def _decoded(self, m: Matrix, rows: int) -> int:
         if m.experts:

@@ -79,12 +79,13 @@ class Tuning:
         self, w: Packed | ByteRows, tokens: int, op: str = "linear", experts: int = 1
     ) -> Tiles:
         """``experts``: how many weights of the same shape the card multiplies at the same time."""
-        found = self.measured(w, tokens, op)
-        if found is not None:
-            return found
+        return self.measured(w, tokens, op) or self.choices(w, tokens, experts)[0]
+
+    def choices(self, w: Packed | ByteRows, tokens: int, experts: int = 1) -> list[Tiles]:
+        """The tiles among which the rule chooses, its choice first."""
         if isinstance(w, ByteRows):
             return self._of_bytes(w, tokens, experts)
-        return self._by_rule(w, tokens)
+        return [self._by_rule(w, tokens)]
 
     def measured(self, w: Packed | ByteRows, tokens: int, op: str) -> Tiles | None:
         """The table's tiles, or None."""
@@ -107,8 +108,9 @@ class Tuning:
         split = max(1, min(4 // warps * self.programs // tiles, w.units // least, 16))
         return Tiles(block_n, block_m, split, warps, stages)
 
-    def _of_bytes(self, w: ByteRows, tokens: int, experts: int) -> Tiles:
-        """The tiles with the fewest loads from the second-level cache per processor.
+    def _of_bytes(self, w: ByteRows, tokens: int, experts: int) -> list[Tiles]:
+        """Narrow tiles and wide ones: first those with the fewest loads from the second-level cache
+        per processor.
 
         For the pairs of bytes that a processor of Hopper multiplies per clock (4096), tiles of
         64 x 128, 128 x 128 and 256 x 128 load 96, 64 and 48 bytes; the cache delivers at most 40
@@ -120,18 +122,23 @@ class Tuning:
         def count(rows: int, columns: int) -> int:
             return -(-w.shape[0] // rows) * -(-tokens // columns)
 
-        def loads(rows: int) -> int:
+        def loads(wide: Tiles) -> int:
+            rows = wide.block_n
             return -(-count(rows, 128) * experts // processors) * (rows + 128)
 
         block_m = min(128, max(16, 1 << (tokens - 1).bit_length()))
-        narrow = count(64, block_m)
-        may_double = w.kind in self.doubled and not w.grouped and experts == 1
-        wide = min((128, 256), key=loads) if may_double else 128
-        if tokens > 64 and loads(wide) * processors <= narrow * experts * (64 + block_m):
-            return Tiles(wide, 128, 1, 8, self.stages)
+        programs = count(64, block_m)
         fill = self.programs // max(1, block_m // 64)
-        split = max(1, min(fill // narrow, w.units // 4, MOST_SHARES))
-        return Tiles(64, block_m, split, 4, self.stages)
+        split = max(1, min(fill // programs, w.units // 4, MOST_SHARES))
+        narrow = Tiles(64, block_m, split, 4, self.stages)
+        if tokens <= 64:
+            return [narrow]
+        may_double = w.kind in self.doubled and not w.grouped and experts == 1
+        rows = (128, 256) if may_double else (128,)
+        wide = sorted((Tiles(n, 128, 1, 8, self.stages) for n in rows), key=loads)
+        if loads(wide[0]) * processors <= programs * experts * (64 + block_m):
+            return [*wide, narrow]
+        return [narrow, *wide]
 
 
 def type_of(w: Packed | ByteRows) -> str:

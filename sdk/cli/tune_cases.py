@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from sdk.kernels.gpu.byte_rows import ByteRows
 from sdk.kernels.gpu.tuning import Tiles, Tuning, type_of
 from sdk.kernels.ops import Ops
 
@@ -37,6 +38,13 @@ COORDINATES: dict[str, tuple[int, ...]] = {
     "warps": (1, 2, 4, 8),
     "stages": (1, 2, 3, 4, 5),
 }
+#: The numbers of tokens, or rows of an expert, that get tiles of their own. Bytes are multiplied as
+#: such however many tokens there are; a step has 8,192 at most by default, and from 1,024 on a card
+#: is full with any tiles. Their product has no variant for one token.
+TOKENS = (1, 4, 8, 16, 32, 64, 128)
+EXPERTS_TOKENS = (1, 2, 8, 32, 64, 128)
+BYTES_TOKENS = (4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
+EXPERTS_BYTES_TOKENS = (2, 8, 32, 64, 128, 512)
 #: ``multiply(kernel, packed, out)``, and the number of rows of ``out``.
 Product = tuple[Callable[[Any, Any, Tensor], None], int]
 
@@ -56,7 +64,7 @@ class Case:
     packed: Sequence[Any]
     inputs: torch.dtype
     outputs: torch.dtype
-    tokens: tuple[int, ...] = (1, 4, 8, 16, 32, 64, 128)
+    tokens: tuple[int, ...] = TOKENS
 
     @property
     def first(self) -> Packed:
@@ -68,9 +76,9 @@ class Case:
         """Bytes of one of ``packed``."""
         return self.first.nbytes
 
-    def begin(self, card: Card, tokens: int) -> Tiles:
-        """The rule's tiles, where the search starts."""
-        return card.tuning.tiles(self.first, tokens, self.op)
+    def begins(self, card: Card, tokens: int) -> list[Tiles]:
+        """The tiles among which the rule chooses, where the search starts."""
+        return card.tuning.choices(self.first, tokens)
 
     def product(self, card: Card, tokens: int) -> Product:
         x = card.normal(tokens, self.shape[1], dtype=self.inputs)
@@ -84,7 +92,7 @@ class ExpertCase(Case):
     ``tokens`` counts the rows that an expert has on average; 1 means the rows of one token.
     """
 
-    tokens: tuple[int, ...] = (1, 2, 8, 32, 64, 128)
+    tokens: tuple[int, ...] = EXPERTS_TOKENS
     used: int = 1
 
     @property
@@ -96,10 +104,10 @@ class ExpertCase(Case):
     def nbytes(self) -> int:
         return self.first.nbytes * int(self.packed[0].count)
 
-    def begin(self, card: Card, tokens: int) -> Tiles:
-        tiles = super().begin(card, tokens)
+    def begins(self, card: Card, tokens: int) -> list[Tiles]:
         busy = self.used if tokens == 1 else self.packed[0].count
-        return replace(tiles, split=max(1, tiles.split // busy))
+        choices = card.tuning.choices(self.first, tokens, busy)
+        return [replace(tiles, split=max(1, tiles.split // busy)) for tiles in choices]
 
     def product(self, card: Card, tokens: int) -> Product:
         count = self.packed[0].count
@@ -121,13 +129,14 @@ def cases_of(card: Card, model: str | None) -> Iterator[Case]:
 
 def default_makes(card: Card) -> tuple[Callable[[int, int], Any], ...]:
     """Weights of the most common formats, the most used first."""
-    from sdk.cli.bench.gpu.weights import affine, blocks, float8
+    from sdk.cli.bench.gpu.weights import affine, blocks, float8, int8
 
     makes: tuple[Callable[[int, int], Any], ...] = (
         lambda n, k: affine(card, n, k, 4, 128),
         lambda n, k: blocks(card, n, k, "q4_k"),
         lambda n, k: blocks(card, n, k, "q4_0"),
         lambda n, k: float8(card, n, k),
+        lambda n, k: int8(card, n, k),
         lambda n, k: blocks(card, n, k, "q6_k"),
         lambda n, k: affine(card, n, k, 8, 128),
         lambda n, k: blocks(card, n, k, "q8_0"),
@@ -210,15 +219,19 @@ def _parts(layer: Projection | ExpertProjection, used: int) -> Iterator[Case]:
 
 
 def _case(kernel: Any, packed: Sequence[Any], inputs: torch.dtype, outputs: torch.dtype) -> Case:
-    first = packed[0]
-    return Case(kernel.op_of(first), type_of(first), first.shape, kernel, packed, inputs, outputs)
+    first, op = packed[0], kernel.op_of(packed[0])
+    tokens = BYTES_TOKENS if isinstance(first, ByteRows) else TOKENS
+    return Case(op, type_of(first), first.shape, kernel, packed, inputs, outputs, tokens)
 
 
 def _expert_case(kernel: Any, packed: Sequence[Any], short: torch.dtype, used: int) -> Case:
     first = packed[0]
     op = f"{kernel.op_of(first)}_experts"
     group = kernel.group(packed)
-    return ExpertCase(op, type_of(first), first.shape, kernel, [group], short, short, used=used)
+    tokens = EXPERTS_BYTES_TOKENS if isinstance(first, ByteRows) else EXPERTS_TOKENS
+    return ExpertCase(
+        op, type_of(first), first.shape, kernel, [group], short, short, tokens, used=used
+    )
 
 
 def sensible(case: Case, tokens: int, name: str, value: int) -> bool:

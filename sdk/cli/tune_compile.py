@@ -55,7 +55,7 @@ def candidates(case: Case, begin: Tiles, tokens: int) -> Iterator[Tiles]:
 
     names = ("block_n", "warps", "stages")
     choices = [
-        [x for x in COORDINATES[name] if sensible(case, tokens, name, x)] or [getattr(begin, name)]
+        {getattr(begin, name), *(x for x in COORDINATES[name] if sensible(case, tokens, name, x))}
         for name in names
     ]
     for split, *values in itertools.product((1, 2), *choices):
@@ -69,14 +69,14 @@ def kernels_to_compile(card: Card) -> Iterator[tuple[Case, int, Tiles]]:
     for make in default_makes(card):
         for n, k in SHAPES:
             case = single_case(card, make, n, k)
-            blocks = set()
+            known: set[tuple[bool, Tiles]] = set()
             for tokens in case.tokens:
-                begin = case.begin(card, tokens)
-                if tokens > 1 and begin.block_m in blocks:
-                    continue  # the same kernels as for fewer tokens
-                blocks.add(begin.block_m if tokens > 1 else 0)
-                for tiles in candidates(case, begin, tokens):
-                    yield case, tokens, tiles
+                for begin in case.begins(card, tokens):
+                    for tiles in candidates(case, begin, tokens):
+                        key = tokens == 1, tiles  # others: the same kernels as for fewer tokens
+                        if key not in known:
+                            known.add(key)
+                            yield case, tokens, tiles
 
 
 def compile_share(card: Card, number: int, count: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import astuple, replace
 from importlib import import_module
 from io import StringIO
 from itertools import islice
@@ -21,9 +21,9 @@ from sdk.cli.bench.gpu import peer
 from sdk.cli.bench.gpu.card import Card, expect_close
 from sdk.cli.bench.gpu.engine import idle_share, spans_of_launches
 from sdk.cli.bench.gpu.rows import BY_NAME, ROWS, Finding
-from sdk.cli.bench.gpu.weights import Weights, affine
+from sdk.cli.bench.gpu.weights import Weights, affine, float8, int8
 from sdk.cli.bench.random_models import SHAPES, Shape, write_random
-from sdk.cli.tune_cases import ExpertCase, cases_of
+from sdk.cli.tune_cases import ExpertCase, cases_of, single_case
 from sdk.errors import SdkError
 from sdk.kernels.gpu.linear import TritonLinear
 from sdk.kernels.gpu.packing import pack
@@ -192,7 +192,7 @@ def test_no_weight_is_made_when_the_time_to_tune_is_over(
 
     def best(card: Card, case: Any, tokens: int) -> Tiles:
         now[0] += 10.0
-        return case.begin(card, tokens)
+        return case.begins(card, tokens)[0]
 
     monkeypatch.setattr(tune, "best_tiles", best)
     monkeypatch.setattr(tune, "dense_from", lambda card, case: 128)
@@ -213,7 +213,7 @@ def test_an_entry_that_ended_the_process_is_left_out_of_the_next_run(
     def best(card: Card, case: Any, tokens: int) -> Tiles:
         if tokens == 4 and not table.data["lost"]:
             raise Lost
-        return case.begin(card, tokens)
+        return case.begins(card, tokens)[0]
 
     monkeypatch.setattr(tune, "best_tiles", best)
     monkeypatch.setattr(tune, "dense_from", lambda card, case: 128)
@@ -244,6 +244,7 @@ def test_every_kernel_that_tune_may_try_is_compiled_beforehand(
     monkeypatch.setattr(Launch, "run", note)
     monkeypatch.setattr(card, "size", lambda real, tiny: real)
     monkeypatch.setattr(tune_compile, "SHAPES", ((32, 256),))
+    card.tuning = replace(card.tuning, doubled=("int", "e4m3"))
     shares = [tune_compile.compile_share(card, number, 3) for number in range(3)]
     compiled, seen = seen, []
     assert sum(shares) == len(compiled) and max(shares) - min(shares) <= 1
@@ -251,13 +252,51 @@ def test_every_kernel_that_tune_may_try_is_compiled_beforehand(
     times = iter(range(10**6, 0, -1))  # each better than the one before: all are tried from there
     monkeypatch.setattr(tune, "_same", lambda found, expected: True)
     monkeypatch.setattr(tune, "_seconds", lambda *_: float(next(times)))
-    cases = list(islice(cases_of(card, None), 4))  # experts are not compiled beforehand
-    assert [case.type for case in cases] == ["int4g128", "int4g32sm", "int4g32", "e4m38g256"]
+    cases = list(islice(cases_of(card, None), 5))  # experts are not compiled beforehand
+    types = ["int4g128", "int4g32sm", "int4g32", "e4m38g256", "int8g256"]
+    assert [case.type for case in cases] == types
     for case in cases:
         for tokens in case.tokens:
             tune.best_tiles(card, case, tokens)
     assert len(seen) > 300
     assert [x for x in seen if x not in compiled] == []
+
+
+@pytest.mark.parametrize("make", [float8, int8])
+@pytest.mark.parametrize("fastest", [Tiles(256, 128, 1, 8, 3), Tiles(64, 128, 2, 4, 4)])
+def test_tune_chooses_between_wide_and_narrow_tiles_of_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Any, fastest: Tiles
+) -> None:
+    """They differ in all numbers, so that a search by one number at a time finds only one kind."""
+    from sdk.cli import tune
+    from sdk.kernels.gpu.launch import Launch
+
+    card = Card({})
+    card.tuning = replace(card.tuning, programs=528, doubled=("int", "e4m3"))
+    case = single_case(card, lambda n, k: make(card, n, k), 512, 2048)
+    assert case.op == "linear_bytes" and max(case.tokens) > 1000
+
+    def seconds(card: Card, case: Any, tokens: int, tiles: Tiles, product: Any) -> float:
+        wide = (fastest.block_n > 128) == (tiles.block_n > 128)
+        pairs = zip(astuple(tiles), astuple(fastest), strict=True)
+        return (1.0 if wide else 10.0) + sum(a != b for a, b in pairs)
+
+    monkeypatch.setattr(card, "size", lambda real, tiny: real)
+    monkeypatch.setattr(tune, "_seconds", seconds)
+    monkeypatch.setattr(tune, "_result", lambda *_: torch.ones(1))
+    table = tune.Table(tmp_path / "card.json", again=False)
+    tune.tune(card, table, iter([replace(case, tokens=(4, 128, 4096))]), float("inf"))
+    card.close()
+    found = read_tuning("card", 528, tmp_path)
+    assert found.tiles(case.first, 100, "linear_bytes") == fastest
+    assert found.tiles(case.first, 3000, "linear_bytes") == fastest
+    launched: list[Any] = []
+    monkeypatch.setattr(Launch, "run", lambda launch: launched.append(launch))
+    x = torch.zeros(3000, 2048, dtype=card.activations)
+    case.kernel.tuned(found).matmul(case.first, x, torch.empty(3000, 512))
+    constants = launched[-1].constants
+    assert constants["BLOCK_N"] * (2 if constants["TWICE"] else 1) == fastest.block_n
+    assert launched[-1].options == {"num_warps": fastest.warps, "num_stages": fastest.stages}
 
 
 def test_a_compiled_launch_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,7 +346,7 @@ def test_tune_times_the_types_that_an_engine_hands_from_kernel_to_kernel(
     cases = list(cases_of(card, str(path)))
     del seen[:]  # of loading
     for case in cases:
-        tune._result(card, case, 2, case.begin(card, 2), case.product(card, 2))
+        tune._result(card, case, 2, case.begins(card, 2)[0], case.product(card, 2))
     outputs = {case.shape: case.outputs for case in cases}
     assert [(shape, short, outputs[shape]) for shape in outputs] == seen
     assert set(outputs.values()) == {short, torch.float32}

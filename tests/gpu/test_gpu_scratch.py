@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sdk.kernels.batch import AttentionBatch
-from sdk.kernels.gpu import scratch
+from sdk.kernels.gpu import dense, scratch
 from sdk.kernels.gpu.attention import Attention
 from sdk.kernels.gpu.dense import DenseLinear
 from sdk.kernels.gpu.linear import TritonLinear, add_chunks, product
@@ -78,7 +78,9 @@ def asked(run: Callable[[], object]) -> int:
     return seen.most
 
 
-def of(matrix: Matrix, *, tuned: bool = False, **options: Any) -> CardScratch:
+def of(
+    matrix: Matrix, *, tuned: bool = False, wide_sums: bool = False, **options: Any
+) -> CardScratch:
     """Of a model with one matrix."""
     given: dict[str, Any] = {
         "matrices": (matrix,),
@@ -97,6 +99,7 @@ def of(matrix: Matrix, *, tuned: bool = False, **options: Any) -> CardScratch:
         experts_dense_from=FEW.experts_dense_from,
         tuned=tuned,
         library=0,
+        wide_sums=wide_sums,
     )
 
 
@@ -164,9 +167,41 @@ def test_a_plain_weight_s_products_ask_for_no_more_than_is_planned(
     packed = linear.pack(cases.dense(N, K, torch.float16))
     x, out = x.half() if short else x, torch.empty(tokens, N)
     wanted = x.half().double() @ packed.values.double().t()
+    dense.wide_sums(x.device, torch.float16)  # asks the library once
     found = asked(lambda: linear.matmul(packed, x, out))
     planned = of(PLAIN, copied=0 if short else 2).nbytes(tokens, 1, 0)
     assert 0 < found <= planned
+    assert (out - wanted).norm() <= 2e-3 * wanted.norm()
+
+
+@pytest.fixture
+def wide_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library that writes float32 results of 16-bit products, as on NVIDIA's cards."""
+
+    def mm(x: Tensor, w: Tensor, *, out_dtype: torch.dtype, out: Tensor) -> Tensor:
+        for row in range(len(x)):  # a row's copies at a time
+            torch.mv(w.t().float(), x[row].float(), out=out[row])
+        return out
+
+    monkeypatch.setattr(dense, "wide_sums", lambda device, dtype: True)
+    monkeypatch.setattr(dense.torch, "mm", mm)
+
+
+@pytest.mark.usefixtures("wide_library")
+@pytest.mark.parametrize("short", [False, True])
+def test_where_the_library_writes_float32_only_a_copy_of_the_inputs_is_planned(
+    cases: Any, short: bool
+) -> None:
+    linear, x = DenseLinear(), cases.activations(20, K)
+    packed = linear.pack(cases.dense(N, K, torch.float16))
+    x, out = x.half() if short else x, torch.empty(20, N)
+    wanted = x.half().double() @ packed.values.double().t()
+    with Asked() as seen:
+        linear.matmul(packed, x, out)
+    own = 4 * (N * K + K)  # of the stand-in for the library
+    planned = of(PLAIN, copied=0 if short else 2, wide_sums=True).nbytes(20, 1, 0)
+    assert planned < (0 if short else 2 * 20 * K) + 4 * 20 * N
+    assert seen.most <= planned + own
     assert (out - wanted).norm() <= 2e-3 * wanted.norm()
 
 

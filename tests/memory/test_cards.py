@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from sdk import RequestError
 from sdk.kernels import gpu
 from sdk.kernels.gpu.tuning import Tuning
+from sdk.kernels.scratch import Matrix, Products
 from sdk.loading import load as loading
 from sdk.memory import files, planning, resolve
 from sdk.memory.cards import largest_part
@@ -125,6 +127,19 @@ def test_two_cards_hold_what_one_cannot(golden: Path, cards: Cards) -> None:
     # each rank has the hidden states, the logits and the scratch as a whole
     assert made.weights == whole.weights and made.workspace > whole.workspace
     assert made.scratch == 2 * whole.scratch and made.graphs > whole.graphs
+
+
+@pytest.mark.usefixtures("cards")
+@pytest.mark.parametrize(("plain", "packed"), [(True, False), (False, True)])
+def test_float32_results_of_the_library_are_scratch_on_amd_s_cards_alone(
+    monkeypatch: pytest.MonkeyPatch, plain: bool, packed: bool
+) -> None:
+    matrix = Matrix(8192, 1024, plain=plain, packed=packed)  # packed ones are dequantized first
+    products = Products((matrix,), replace(matrix, n=1), 8, 64, 0, False, False, False)
+    nvidia = gpu.scratch_of(products, "cuda").nbytes(512, 1, 0)
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    amd = gpu.scratch_of(products, "cuda").nbytes(512, 1, 0)
+    assert amd - nvidia > (4 * 512 * 8192 - 1024 if plain else 0)
 
 
 def test_a_budget_that_a_card_cannot_give_is_refused_with_the_sums(

@@ -48,7 +48,7 @@ SPILLED = {
     ("sm_89", "decode_kernel"): 16,
     ("sm_89", "shared_kernel"): 16,
     ("sm_90", "prefill_kernel"): 32,
-    ("sm_90", "decode_kernel"): 16,
+    ("sm_90", "decode_kernel"): 32,
     ("sm_100", "product"): 184,
     ("sm_100", "prefill_kernel"): 32,
     ("sm_100", "decode_kernel"): 16,

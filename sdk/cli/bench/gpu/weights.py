@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -57,6 +58,11 @@ def float8(card: Card, n: int, k: int) -> Float8:
     values = card.normal(n, k).mul_(64).to(torch.float8_e4m3fn)
     scale = torch.full((n, 1), 1 / (64 * k**0.5), device=card.device)
     return Float8(values, scale, (1, k), inputs=ActivationScheme("e4m3"))
+
+
+def int8(card: Card, n: int, k: int) -> Affine:
+    """Integers with a scale per row, as in files that also want integer activations (W8A8)."""
+    return replace(affine(card, n, k, 8, k), inputs=ActivationScheme("int"))
 
 
 def table(card: Card, n: int, k: int, bits: int) -> Affine:
