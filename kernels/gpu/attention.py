@@ -25,7 +25,7 @@ from sdk.kernels.gpu.attention_prefill import prefill_kernel
 from sdk.kernels.gpu.attention_work import work_of
 from sdk.kernels.gpu.launch import INTERPRETED, expect_on_device, old_card, run_kernel
 from sdk.kernels.gpu.page_codes import BYTES, FLOAT8, PORTABLE
-from sdk.kernels.gpu.pages import INT4, PageSide, hadamard_block, page_sides, reject
+from sdk.kernels.gpu.pages import E4M3, E5M2, INT4, PageSide, hadamard_block, page_sides, reject
 from sdk.kernels.gpu.scratch import (
     LONGER,
     MOST_QUERIES,
@@ -41,6 +41,9 @@ _DOTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 #: a shared prefix; and of a tile without matrix instructions, where 64 rows spill up to 6.7 KiB of
 #: registers per thread on sm_75.
 _MANY_ROWS, _ROWS, _FEW_ROWS = 128, 64, 16
+_FLOAT8_KINDS = {E4M3.value, E5M2.value}
+#: Compute capabilities whose processors have 164 KiB of shared memory or more; others have 64, 100.
+_ROOMY = ((8, 0), (9, 0), (10, 0))
 #: Values of parts that are loaded at a time to be added up.
 _JOINED = 4096
 
@@ -166,9 +169,13 @@ class _Step:
         # of head_dim 128, nibbles of 80 (24 bytes spilled) and 256 (64), float32 (328).
         self.warps = 8 if self.block_d > 128 or codes or plain else 4
         self.few_warps = 8 if plain or odd else 4
-        #: Whether a thread of decode attention has at most 168 registers on sm_90 for one query, so
-        #: that three programs run on one of the card's processors at a time; up to 255 otherwise.
-        self.slim = not codes and self.block_d <= 128 and self.few_warps == 4
+        # Registers and shared memory for one query: at most 168 of a thread on NVIDIA's cards, but
+        # 203 with 8-bit floats converted byte by byte; 38 KiB with 128 dimensions.
+        slim = self.block_d <= 128 and self.few_warps == 4
+        slow = _convert(q.device).value == BYTES.value and {k.kind, v.kind} & _FLOAT8_KINDS
+        fits = self.block_d < 128 or _capability(q.device) in _ROOMY
+        #: Programs of decode attention with one query that run on a processor at a time.
+        self.resident = 3 if slim and fits and not slow else 2
 
     def prefill(self, rows: int, *, fewest: int) -> None:
         """Requests with ``fewest`` queries or more, in tiles of ``rows`` rows."""
@@ -215,7 +222,7 @@ class _Step:
             max(_FEW_ROWS, triton.next_power_of_2(self.group * n)) for n in (1, queries)
         )
         splits = split_count(batch.max_context_len)
-        resident = 3 if self.slim and queries == 1 else 2
+        resident = self.resident if queries == 1 else 2
         grid = min(batch.num_requests * self.kv_heads * splits, max(1, programs * resident // 4))
         for some in runs(batch.num_requests, count):
             if shared is not None:

@@ -272,7 +272,7 @@ def shared_kernel(
         k, k_scale, v, v_scale,
         K_KIND, K_GROUPS, K_GROUP, K_DOT, K_STRIDES,
         V_KIND, V_GROUPS, V_GROUP, V_DOT, V_STRIDES, CONVERT, WIDEN, PAGE,
-        HEAD_DIM, BLOCK_D, BLOCK_N, WINDOW, SOFTCAP, True, True,
+        HEAD_DIM, BLOCK_D, BLOCK_N, WINDOW, SOFTCAP, True, False,
     )  # fmt: skip
     place = (slot.to(tl.int64) * (kv_heads * GROUP) + head) * slots
     place += query * (slots // QUERIES) + part

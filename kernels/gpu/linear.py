@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,7 +34,7 @@ from sdk.kernels.gpu.scratch import (
     rows_of_parts,
     runs,
 )
-from sdk.kernels.gpu.shares import Shares, Sharing
+from sdk.kernels.gpu.shares import Sharing
 from sdk.kernels.gpu.tuning import Tiles, Tuning
 from sdk.kernels.layouts import BLOCK_TYPES, TABLE_BITS, Dense, Layout, check_layout
 from sdk.kernels.rounding import Rounding, Rows
@@ -139,8 +139,11 @@ class TritonLinear:
         few = tokens == 1 or (tokens <= ONE_BY_ONE and old_card(x.device))
         one = few and not self._fixed
         tiles = self._tuning.tiles(packed, 2 if self._fixed else 1 if one else tokens)
-        tiles = replace(tiles, split=min(tiles.split, packed.units))
+        tiles = tiles._replace(split=min(tiles.split, packed.units))
         step = tokens if tiles.split == 1 else rows_of_parts(packed.shape[0], tiles.split)
+        if tokens <= step:
+            self._multiply(packed, x, out, tiles, activation, one=one)
+            return
         for rows in runs(tokens, step):
             self._multiply(packed, x[rows], out[rows], tiles, activation, one=one)
 
@@ -159,9 +162,8 @@ class TritonLinear:
         routed: Routed | None = None,
     ) -> None:
         """``one``: row by row, of experts each with its own weight."""
-        shares = self._sharing.shares(tiles.split, out.shape[0], w.shape[0], x.device)
         if one:
-            product_one(w, x, out, shares, tiles, activation, routed).run()
+            product_one(w, x, out, self._sharing, tiles, activation, routed).run()
         else:
             dtype, sums = self._dot_type(x), None
             if w.has_minus or w.zeros_bits == 32:
@@ -169,7 +171,7 @@ class TritonLinear:
                 count = max(-(-x.shape[1] // chunk), tiles.split)
                 sums = torch.empty(count, x.shape[0], device=x.device)
                 add_chunks(x, sums, chunk, dtype).run()
-            product(w, x, sums, out, shares, tiles, dtype, activation, routed).run()
+            product(w, x, sums, out, self._sharing, tiles, dtype, activation, routed).run()
 
     def _matmul_dense(self, packed: Packed, x: Tensor, out: Tensor) -> None:
         n, k = packed.shape
@@ -249,7 +251,7 @@ class TritonLinear:
         busy = 1 if tiles is not None else min(rows, group.count)
         tiles = tiles or self._tuning.tiles(w, average, op, busy)
         room = 1 if self._fixed else most_shares(rows, w.shape[0])
-        return replace(tiles, split=max(1, min(min(tiles.split, w.units) // busy, room)))
+        return tiles._replace(split=max(1, min(min(tiles.split, w.units) // busy, room)))
 
 
 def product(
@@ -257,7 +259,7 @@ def product(
     x: Tensor,
     sums: Tensor | None,
     out: Tensor,
-    shares: Shares,
+    sharing: Sharing,
     tiles: Tiles,
     dtype: torch.dtype,
     activation: str = "",
@@ -278,18 +280,31 @@ def product(
         most = 16 if packed.bits == 2 and (packed.zeros_bits or packed.has_minus) else 32
     block_m = min(tiles.block_m, most, max(16, triton.next_power_of_2(tokens)))
     weights, constants = _weight(packed, dtype)
-    sums = out if sums is None else sums
     count = -(-tokens // block_m) if routed is None else routed.tiles(block_m)
-    grid = (count, -(-n // tiles.block_n), shares.split)
-    arguments = {"x": x, "sums": sums, "out": out, **weights, "M": tokens}
-    arguments |= {"share": -(-packed.units // shares.split), "x_stride": x.stride(0)}
-    arguments |= {"out_stride": out.stride(0), **shares.arguments(grid[0] * grid[1])}
-    constants |= {"DOT": TYPES[dtype], "BLOCK_N": tiles.block_n, "BLOCK_M": block_m}
-    constants["WIDEN"] = dtype == torch.bfloat16 and INTERPRETED
-    constants["ROUTED"] = routed is not None
-    constants |= {"SHARED": shares.split > 1, "ACTIVATION": activation}
-    constants["WARPS"] = tiles.warps if tiles.block_n == 16 * tiles.warps else 0
-    arguments |= tile_arguments(routed)
+    grid = (count, -(-n // tiles.block_n), tiles.split)
+    arguments = {
+        **weights,
+        "x": x,
+        "sums": out if sums is None else sums,
+        "out": out,
+        "M": tokens,
+        "share": -(-packed.units // tiles.split),
+        "x_stride": x.stride(0),
+        "out_stride": out.stride(0),
+        **sharing.arguments(tiles.split, out.shape[0], n, grid[0] * grid[1], x.device),
+        **tile_arguments(routed),
+    }
+    constants = {
+        **constants,
+        "DOT": TYPES[dtype],
+        "BLOCK_N": tiles.block_n,
+        "BLOCK_M": block_m,
+        "WIDEN": dtype == torch.bfloat16 and INTERPRETED,
+        "ROUTED": routed is not None,
+        "SHARED": tiles.split > 1,
+        "ACTIVATION": activation,
+        "WARPS": tiles.warps if tiles.block_n == 16 * tiles.warps else 0,
+    }
     stages = min(tiles.stages, 2) if plain else tiles.stages
     options = {"num_warps": tiles.warps, "num_stages": stages}
     return Launch(kernels.product, grid, arguments, constants, options)
@@ -315,7 +330,7 @@ def product_one(
     packed: Packed,
     x: Tensor,
     out: Tensor,
-    shares: Shares,
+    sharing: Sharing,
     tiles: Tiles,
     activation: str = "",
     routed: Routed | None = None,
@@ -325,19 +340,30 @@ def product_one(
     ``routed``: the rows of one token's experts instead.
     """
     weights, constants = _weight(packed)
-    grid = (out.shape[0], -(-packed.shape[0] // tiles.block_n), shares.split)
-    arguments = {"x": x, "out": out, **weights, "share": -(-packed.units // shares.split)}
-    arguments |= {"x_stride": x.stride(0), "out_stride": out.stride(0)}
-    arguments |= shares.arguments(grid[0] * grid[1])
-    arguments |= dict.fromkeys(("offsets", "owners", "sources"), None)
-    if routed is not None:
-        arguments |= {"offsets": routed.offsets, "owners": routed.routes.owners}
-        arguments["sources"] = routed.sources
-    constants |= {"BLOCK_N": tiles.block_n, "ROUTED": routed is not None}
-    constants |= {"SHARED": shares.split > 1, "ACTIVATION": activation}
+    n = packed.shape[0]
+    grid = (out.shape[0], -(-n // tiles.block_n), tiles.split)
+    arguments = {
+        **weights,
+        "x": x,
+        "out": out,
+        "share": -(-packed.units // tiles.split),
+        "x_stride": x.stride(0),
+        "out_stride": out.stride(0),
+        **sharing.arguments(tiles.split, out.shape[0], n, grid[0] * grid[1], x.device),
+        "offsets": None if routed is None else routed.offsets,
+        "owners": None if routed is None else routed.routes.owners,
+        "sources": None if routed is None else routed.sources,
+    }
     tiny = packed.kind in TINY
-    constants["RAISE"] = 2.0**RAISE if tiny else 1.0
-    constants["FACTOR"] = 2.0 ** (TINY[packed.kind] - RAISE) if tiny else 1.0
+    constants = {
+        **constants,
+        "BLOCK_N": tiles.block_n,
+        "ROUTED": routed is not None,
+        "SHARED": tiles.split > 1,
+        "ACTIVATION": activation,
+        "RAISE": 2.0**RAISE if tiny else 1.0,
+        "FACTOR": 2.0 ** (TINY[packed.kind] - RAISE) if tiny else 1.0,
+    }
     return Launch(one_token.product_one, grid, arguments, constants, {"num_warps": tiles.warps})
 
 
@@ -345,13 +371,21 @@ def decode_rows(packed: Packed, out: Tensor, rows: Tensor | int) -> Launch:
     """Dequantize ``rows`` (int64 ``[T]``, or from that row on) into out ``[T, K]``."""
     chosen = isinstance(rows, Tensor)
     weights, constants = _weight(packed)
-    del constants["WHOLE"], constants["EVEN"]
-    arguments = {"ids": rows if chosen else out, "out": out, **weights}
-    arguments |= {"count": out.shape[0], "start": 0 if chosen else rows}
-    arguments["out_stride"] = out.stride(0)
-    arguments |= {"offsets": None, "starts": None, "low": 0, "expert_stride": 0}
+    arguments = {
+        **weights,
+        "ids": rows if chosen else out,
+        "out": out,
+        "count": out.shape[0],
+        "start": 0 if chosen else rows,
+        "out_stride": out.stride(0),
+        "offsets": None,
+        "starts": None,
+        "low": 0,
+        "expert_stride": 0,
+    }
     block = 16
-    constants |= {"IDS": chosen, "EXPERTS": False, "BLOCK_N": block}
+    constants = {**constants, "IDS": chosen, "EXPERTS": False, "BLOCK_N": block}
+    del constants["WHOLE"], constants["EVEN"]
     grid = (-(-out.shape[0] // block), packed.units, 1)
     options = {"num_warps": 2, "enable_fp_fusion": False}
     return Launch(kernels.decode_rows, grid, arguments, constants, options)
@@ -383,8 +417,18 @@ def activate_rows(wide: Tensor, activation: str, out: Tensor) -> None:
         GatedActivation().run(wide, activation, out)
 
 
-def _weight(p: Packed, table: torch.dtype = torch.float32) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A weight's arguments for every kernel; any other tensor stands in for missing ones."""
+def _weight(
+    p: Packed, table: torch.dtype = torch.float32
+) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """A weight's arguments and constants for every kernel, made once for each type of tables."""
+    if table not in p.launches:
+        p.launches[table] = _described(p, table)
+    found: tuple[Mapping[str, Any], Mapping[str, Any]] = p.launches[table]
+    return found
+
+
+def _described(p: Packed, table: torch.dtype) -> tuple[dict[str, Any], dict[str, Any]]:
+    """See :func:`_weight`; any other tensor stands in for missing ones."""
     n, k = p.shape
     whole = p.group >= k
     widths = (*PLANES[p.bits], 0, 0)

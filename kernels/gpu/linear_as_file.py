@@ -25,7 +25,7 @@ from sdk.kernels.gpu.launch import INTERPRETED, Launch, expect_on_device
 from sdk.kernels.gpu.linear import TritonLinear, activate_rows, before_activation
 from sdk.kernels.gpu.packing import Packed
 from sdk.kernels.gpu.scratch import rows_of_codes, rows_of_parts, rows_rounded, runs
-from sdk.kernels.gpu.shares import Shares, Sharing
+from sdk.kernels.gpu.shares import Sharing
 from sdk.kernels.gpu.tuning import Tiles, Tuning
 from sdk.kernels.layouts import ActivationScheme, Affine, Float8, Layout, check_layout, inputs_of
 from sdk.kernels.reference.fake_quantize import fake_quantize
@@ -114,10 +114,10 @@ class TritonLinearAsFile(TritonLinear):
         if self._fixed:
             tiles = self._tuning.tiles(w, 2, "linear_bytes")
             columns = min(128, triton.next_power_of_2(max(tokens, 16)))
-            tiles = replace(tiles, block_n=min(tiles.block_n, 64), block_m=columns)
+            tiles = tiles._replace(block_n=min(tiles.block_n, 64), block_m=columns)
         else:
             tiles = self._tuning.tiles(w, max(tokens, 2), "linear_bytes")
-        return replace(tiles, split=min(tiles.split, w.units))
+        return tiles._replace(split=min(tiles.split, w.units))
 
     def rows(self, packed: Packed | ByteRows, ids: Tensor, out: Tensor) -> None:
         if not isinstance(packed, ByteRows):
@@ -178,8 +178,7 @@ class TritonLinearAsFile(TritonLinear):
     ) -> None:
         """Multiplies x ``[M, K]``, or its routed rows."""
         expect_on_device("linear", x.codes, out, w.scale)
-        shares = self._sharing.shares(tiles.split, out.shape[0], w.shape[0], out.device)
-        product_bytes(w, x.codes, x.scales, out, shares, tiles, routed).run()
+        product_bytes(w, x.codes, x.scales, out, self._sharing, tiles, routed).run()
 
 
 def bytes_of_card(capability: tuple[int, int], *, amd: bool) -> tuple[str, ...]:
@@ -229,7 +228,7 @@ def product_bytes(
     codes: Tensor,
     scales: Tensor,
     out: Tensor,
-    shares: Shares,
+    sharing: Sharing,
     tiles: Tiles,
     routed: Routed | None = None,
 ) -> Launch:
@@ -237,21 +236,36 @@ def product_bytes(
     tokens, n = codes.shape[0], w.shape[0]
     block_m = min(tiles.block_m, max(16, triton.next_power_of_2(tokens)))
     block_n = min(tiles.block_n, _ROWS) if w.grouped else tiles.block_n
-    arguments: dict[str, Any] = {"x": codes, "x_scale": scales, "out": out, "w": w.values}
-    arguments |= {"scale": w.scale, "M": tokens, "N": n, "K": codes.shape[1]}
-    arguments |= {"share": -(-w.units // shares.split), "out_stride": out.stride(0)}
-    arguments |= {"scale_rows": w.scale_rows, "scale_stride": w.scale.shape[1]}
-    floats = w.kind == "e4m3"
-    constants: dict[str, Any] = {"FLOAT": floats}
-    constants["PROMOTE"] = floats and (w.grouped or sums_are_short(codes.device))
-    constants["GROUPED"] = w.grouped
-    constants |= {"TWICE": block_n > _ROWS, "BLOCK_N": min(block_n, _ROWS)}
-    constants["TURNED"] = min(block_n, block_m) >= _ROWS
-    constants |= {"BLOCK_M": block_m, "ROUTED": routed is not None}
-    constants["SHARED"] = shares.split > 1
     count = -(-tokens // block_m) if routed is None else routed.tiles(block_m)
-    grid = (count, -(-n // block_n), shares.split)
-    arguments |= tile_arguments(routed)
-    arguments |= shares.arguments(grid[0] * grid[1] * (2 if block_n > _ROWS else 1))
+    grid = (count, -(-n // block_n), tiles.split)
+    results = grid[0] * grid[1] * (2 if block_n > _ROWS else 1)
+    arguments = {
+        "x": codes,
+        "x_scale": scales,
+        "out": out,
+        "w": w.values,
+        "scale": w.scale,
+        "M": tokens,
+        "N": n,
+        "K": codes.shape[1],
+        "share": -(-w.units // tiles.split),
+        "out_stride": out.stride(0),
+        "scale_rows": w.scale_rows,
+        "scale_stride": w.scale.shape[1],
+        **tile_arguments(routed),
+        **sharing.arguments(tiles.split, out.shape[0], n, results, out.device),
+    }
+    floats = w.kind == "e4m3"
+    constants = {
+        "FLOAT": floats,
+        "PROMOTE": floats and (w.grouped or sums_are_short(codes.device)),
+        "GROUPED": w.grouped,
+        "TWICE": block_n > _ROWS,
+        "BLOCK_N": min(block_n, _ROWS),
+        "TURNED": min(block_n, block_m) >= _ROWS,
+        "BLOCK_M": block_m,
+        "ROUTED": routed is not None,
+        "SHARED": tiles.split > 1,
+    }
     options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
     return Launch(kernels.product_bytes, grid, arguments, constants, options)

@@ -14,10 +14,12 @@ neighbours in memory. Extra bytes compared with the canonical layout: rows padde
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,6 +70,7 @@ class Packed:
     subtracted from the scaled value, ``zero`` or ``zeros`` of ``zeros_bits`` each (32: floats) from
     the code. ``tables`` is one table in every type of products. ``nested`` is the table of scales,
     to which ``offset [N]`` is added. ``nans``: some e4m3 or e5m2 code is NaN or infinite.
+    ``launches``: what ``linear.py`` passes to kernels whatever they are launched with.
     """
 
     facts: Packable
@@ -91,6 +94,9 @@ class Packed:
     offset: Tensor | None = None
     tables: Mapping[torch.dtype, Tensor] | None = None
     nans: bool = False
+    launches: dict[Any, Any] = dataclasses.field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -11,7 +11,6 @@ both, and ``act(gate) * up`` is stored: neither goes through memory.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -84,26 +83,8 @@ def store_tile(
             tl.store(to, values, mask=(column < N // 2)[:, None] & wanted[None, :])
 
 
-@dataclass(frozen=True, slots=True)
-class Shares:
-    """``split`` programs for each tile, and the memory in which they leave their sums."""
-
-    split: int
-    parts: Tensor | None
-    counters: Tensor
-
-    def arguments(self, tiles: int) -> dict[str, Any]:
-        """What :func:`store_tile` needs, for a grid with so many ``tiles``."""
-        if self.parts is None:
-            return {"parts": None, "part_stride": 0, "counters": None, "split": 1}
-        if tiles > COUNTERS:
-            raise KernelError(f"shares of K: expected at most {COUNTERS} tiles, found {tiles}")
-        found: dict[str, Any] = {"parts": self.parts, "part_stride": self.parts.stride(0)}
-        return found | {"counters": self.counters, "split": self.split}
-
-
 class Sharing:
-    """Makes the memory of :class:`Shares`; its counters belong to one engine."""
+    """The memory of products whose K is shared; its counters belong to one engine."""
 
     def __init__(self) -> None:
         self._counters: dict[torch.device, Tensor] = {}
@@ -113,8 +94,16 @@ class Sharing:
         if device not in self._counters:
             self._counters[device] = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
 
-    def shares(self, split: int, rows: int, n: int, device: torch.device) -> Shares:
-        """For a product ``[rows, n]``."""
+    def arguments(
+        self, split: int, rows: int, n: int, tiles: int, device: torch.device
+    ) -> dict[str, Any]:
+        """What :func:`store_tile` needs for a product ``[rows, n]`` of so many ``tiles``, each of
+        which ``split`` programs share."""
+        if split == 1:
+            return {"parts": None, "part_stride": 0, "counters": None, "split": 1}
+        if tiles > COUNTERS:
+            raise KernelError(f"shares of K: expected at most {COUNTERS} tiles, found {tiles}")
         self.prepare(device)
-        parts = None if split == 1 else torch.empty(split, rows, n, device=device)
-        return Shares(split, parts, self._counters[device])
+        parts = torch.empty(split, rows, n, device=device)
+        counters = self._counters[device]
+        return {"parts": parts, "part_stride": rows * n, "counters": counters, "split": split}

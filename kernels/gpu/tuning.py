@@ -17,7 +17,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from zipimport import zipimporter
 
 from sdk.kernels.errors import KernelError
@@ -40,8 +40,7 @@ logger = logging.getLogger("sdk")
 Table = Mapping[tuple[str, str, int, int], Sequence[tuple[int, "Tiles"]]]
 
 
-@dataclass(frozen=True, slots=True)
-class Tiles:
+class Tiles(NamedTuple):
     """Rows and tokens per program, programs that share K, warps, loads in flight."""
 
     block_n: int
@@ -49,13 +48,6 @@ class Tiles:
     split: int
     warps: int
     stages: int
-
-    def __post_init__(self) -> None:
-        powers = (self.block_n, self.block_m, self.warps)
-        if any(n < 1 or n & (n - 1) for n in powers) or min(self.block_n, self.block_m) < 16:
-            raise KernelError(f"tiles: expected powers of 2, blocks from 16, found {self}")
-        if self.split < 1 or self.stages < 1:
-            raise KernelError(f"tiles: expected split and stages from 1, found {self}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +81,9 @@ class Tuning:
 
     def measured(self, w: Packed | ByteRows, tokens: int, op: str) -> Tiles | None:
         """The table's tiles, or None."""
-        for max_m, tiles in (self.table or {}).get((op, type_of(w), *w.shape), ()):
+        if self.table is None:
+            return None
+        for max_m, tiles in self.table.get((op, type_of(w), *w.shape), ()):
             if tokens <= max_m:
                 return tiles
         return None
@@ -192,6 +186,15 @@ def _parse(found: Any) -> Table:
     for op in OPS:
         for kind, entries in found[op].items():
             for e in sorted(entries, key=lambda e: int(e["max_m"])):
-                tiles = Tiles(e["block_n"], e["block_m"], e["split"], e["warps"], e["stages"])
+                tiles = _checked(Tiles(*(e[name] for name in Tiles._fields)))
                 table.setdefault((op, kind, e["n"], e["k"]), []).append((e["max_m"], tiles))
     return table
+
+
+def _checked(tiles: Tiles) -> Tiles:
+    powers = (tiles.block_n, tiles.block_m, tiles.warps)
+    if any(n < 1 or n & (n - 1) for n in powers) or min(tiles.block_n, tiles.block_m) < 16:
+        raise KernelError(f"tiles: expected powers of 2, blocks from 16, found {tiles}")
+    if tiles.split < 1 or tiles.stages < 1:
+        raise KernelError(f"tiles: expected split and stages from 1, found {tiles}")
+    return tiles

@@ -12,7 +12,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,7 +90,7 @@ class Table:
     def add(self, case: Case, tokens: int, tiles: Tiles) -> None:
         n, k = case.shape
         self.data.pop("measuring", None)
-        entry = {"max_m": tokens, "n": n, "k": k, **asdict(tiles)}
+        entry = {"max_m": tokens, "n": n, "k": k, **tiles._asdict()}
         self.data[case.op].setdefault(case.type, []).append(entry)
         self.write()
 
@@ -183,7 +183,7 @@ def best_tiles(card: Card, case: Case, tokens: int) -> Tiles:
     for name, values in COORDINATES.items():
         for value in values[: card.size(len(values), 1)]:
             if value != getattr(best, name) and sensible(case, tokens, name, value):
-                attempt(replace(best, **{name: value}))
+                attempt(best._replace(**{name: value}))
     return best
 
 

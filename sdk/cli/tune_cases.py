@@ -107,7 +107,7 @@ class ExpertCase(Case):
     def begins(self, card: Card, tokens: int) -> list[Tiles]:
         busy = self.used if tokens == 1 else self.packed[0].count
         choices = card.tuning.choices(self.first, tokens, busy)
-        return [replace(tiles, split=max(1, tiles.split // busy)) for tiles in choices]
+        return [tiles._replace(split=max(1, tiles.split // busy)) for tiles in choices]
 
     def product(self, card: Card, tokens: int) -> Product:
         count = self.packed[0].count

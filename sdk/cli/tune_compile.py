@@ -13,7 +13,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -59,7 +58,7 @@ def candidates(case: Case, begin: Tiles, tokens: int) -> Iterator[Tiles]:
         for name in names
     ]
     for split, *values in itertools.product((1, 2), *choices):
-        yield replace(begin, split=split, **dict(zip(names, values, strict=True)))
+        yield begin._replace(split=split, **dict(zip(names, values, strict=True)))
 
 
 def kernels_to_compile(card: Card) -> Iterator[tuple[Case, int, Tiles]]:

@@ -263,14 +263,14 @@ def test_the_order_in_which_programs_end_changes_no_bit(
     request.getfixturevalue("backwards")
     linear.matmul(packed, x, again)
     assert torch.equal(found, again)
-    counters = linear._sharing.shares(2, 1, 1, x.device).counters
+    counters = linear._sharing.arguments(2, 1, 1, 1, x.device)["counters"]
     assert not counters.any()  # as the next product needs them
 
 
 def test_shares_of_more_tiles_than_there_are_counters_are_refused() -> None:
-    shares = Sharing().shares(2, 1, 16, torch.device("cpu"))
-    with pytest.raises(KernelError, match=f"at most {COUNTERS} tiles, found {COUNTERS + 1}"):
-        shares.arguments(COUNTERS + 1)
+    sharing, tiles = Sharing(), COUNTERS + 1
+    with pytest.raises(KernelError, match=f"at most {COUNTERS} tiles, found {tiles}"):
+        sharing.arguments(2, 1, 16, tiles, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

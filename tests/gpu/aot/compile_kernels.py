@@ -43,8 +43,7 @@ from sdk.kernels.gpu.linear_as_file import (  # noqa: E402
     round_rows,
 )
 from sdk.kernels.gpu.packing import Packed, pack  # noqa: E402
-from sdk.kernels.gpu.scratch import COUNTERS  # noqa: E402
-from sdk.kernels.gpu.shares import Shares  # noqa: E402
+from sdk.kernels.gpu.shares import Sharing  # noqa: E402
 from sdk.kernels.gpu.tuning import AMD_STAGES, DOUBLED, Tuning  # noqa: E402
 from sdk.kernels.layouts import BLOCK_TYPES, E2M1, ActivationScheme, Layout  # noqa: E402
 from sdk.kernels.routes import Routes  # noqa: E402
@@ -124,21 +123,20 @@ def launch_of(name: str, kernel: str, tokens: int, dtype: torch.dtype) -> Launch
         return launch_of_bytes(name, kernel, x, routes if experts else None)
     packed = packed_weight(name)
     n, k = packed.shape
-    tiles = replace(tuning.tiles(packed, tokens), split=1 if tokens == 64 else 2)
+    tiles = tuning.tiles(packed, tokens)._replace(split=1 if tokens == 64 else 2)
     rows, routed = 2 * tokens if experts else tokens, None
     out = torch.empty(rows, n // 2 if activation else n, dtype=dtype)
-    parts = None if tiles.split == 1 else torch.empty(2, rows, n)
-    shares = Shares(tiles.split, parts, torch.empty(COUNTERS, dtype=torch.int32))
+    sharing = Sharing()
     if experts:
         group = TritonLinear(torch.float16, tuning).group([packed] * 8)
         routed = Routed(group.offsets, routes, routes.tokens)
     if kernel == "product":
         sums = torch.empty(64, tokens) if packed.has_minus or packed.zeros_bits == 32 else None
-        return product(packed, x, sums, out, shares, tiles, dtype, activation, routed)
+        return product(packed, x, sums, out, sharing, tiles, dtype, activation, routed)
     if kernel == "add_chunks":
         return add_chunks(x, torch.empty(k // 32, tokens), 32, dtype)
     if kernel == "product_one":
-        return product_one(packed, x, out, shares, tiles, activation, routed)
+        return product_one(packed, x, out, sharing, tiles, activation, routed)
     if kernel == "decode_rows" and experts:
         return decode_experts(group, range(8), routes.starts, torch.empty(8, n * k, dtype=dtype))
     assert kernel == "decode_rows"
@@ -168,10 +166,8 @@ def launch_of_bytes(name: str, kernel: str, x: Tensor, routes: Routes | None) ->
     if routes is not None:
         group = linear.group([packed] * 8)
         routed, rows = Routed(group.offsets, routes, routes.tokens), 2 * tokens
-    parts = None if tiles.split == 1 else torch.empty(tiles.split, rows, n)
-    shares = Shares(tiles.split, parts, torch.empty(COUNTERS, dtype=torch.int32))
     out = torch.empty(rows, n, dtype=x.dtype)
-    return product_bytes(packed, codes, scales, out, shares, tiles, routed)
+    return product_bytes(packed, codes, scales, out, Sharing(), tiles, routed)
 
 
 def sources(job: list[Any]) -> list[Source]:

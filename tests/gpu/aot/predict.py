@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,9 @@ MODELS: dict[str, tuple[Callable[[Any], dict[str, Any]], str, str]] = {
 #: Requests of decode steps between which others are interpolated.
 BATCHES = (1, 16, 64, 128, 256)
 ON_ALL = ("llama-1b-q4_0", "llama-7b-int4g128")
+#: Cards of which several requests at a time are predicted, and how many: without matrix
+#: instructions they gain least.
+SEVERAL = {"T4": (2, 4, 8, 16)}
 #: Tokens that a request of a row has read and written on average while it is timed.
 CONTEXT = 256 + 16 + 32
 
@@ -165,12 +169,21 @@ def rows(card: PredictingCard) -> dict[str, list[float]]:
     return found
 
 
-def steps_of(card: PredictingCard, model: str) -> tuple[DecodeStep, DecodeStep, int]:
+def steps_of(
+    card: PredictingCard, model: str, requests: int = 1
+) -> tuple[DecodeStep, DecodeStep, int]:
     """A decode step of two engines with one layer and with two, and the model's layers."""
     config, kind, _ = MODELS[model]
     whole = config(card)
     one, two = (
-        decode_step(card, card.started, whole | {"num_hidden_layers": n}, kind, prompt=CONTEXT)
+        decode_step(
+            card,
+            card.started,
+            whole | {"num_hidden_layers": n},
+            kind,
+            prompt=CONTEXT,
+            requests=requests,
+        )
         for n in (1, 2)
     )
     return one, two, whole["num_hidden_layers"]
@@ -194,6 +207,18 @@ def one_request(card: PredictingCard, model: str) -> dict[str, list[float]]:
         found[f"{name}|copy bandwidth"].append(100 * nbytes / seconds / copy)
         found[f"{name}|tokens/s"].append(1 / seconds)
     return found
+
+
+def several_requests(card: PredictingCard, model: str, requests: int) -> dict[str, list[float]]:
+    """Tokens per second of so many requests together."""
+    one, two, layers = steps_of(card, model, requests)
+    known = {x.source.key: card.known.of(x.source) for step in (one, two) for x in step.kernels}
+    name = MODELS[model][2].replace("one request", f"{requests} requests")
+    found: list[float] = []
+    for given in (USUAL, LOW, HIGH):
+        each = [step_seconds(card.device_model, step, known, given) for step in (one, two)]
+        found.append(requests / of_all_layers(*each, layers))
+    return {f"{name}|tokens/s": found}
 
 
 def many_requests(card: PredictingCard) -> dict[str, list[float]]:
@@ -292,6 +317,8 @@ def main() -> None:
             found = rows(card) if name in ALL_ROWS else {}
             for model in MODELS if name in ALL_ROWS else ON_ALL:
                 found |= one_request(card, model)
+            for model, requests in product(ON_ALL, SEVERAL.get(name, ())):
+                found |= several_requests(card, model, requests)
             if name in ALL_ROWS:
                 found |= idle(card) | many_requests(card)
         predicted[name] = {
