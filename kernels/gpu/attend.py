@@ -101,9 +101,9 @@ def attend(
 
     ``begin`` is a multiple of ``BLOCK_N``; without ``MASKED`` so is ``end``, and each query sees
     all these keys. ``best`` (base 2), ``total`` ``[M]`` and ``result [M, BLOCK_D]`` come in as they
-    were before these keys and are returned. ``scale`` must be positive. ``DECODES``: all warps
-    share the few rows, so their weights are added up by place in the tile, and across warps only at
-    the end: three barriers less for each tile. A tile of many rows has a warp for each of them.
+    were before these keys and are returned. ``scale`` must be positive.
+    ``DECODES``, for one query: all warps share the few rows, so weights are added up by place in
+    the tile, and across warps only at the end: three barriers less for each tile.
     """
     k_apart: tl.constexpr = (K_KIND != FLOAT) and (K_GROUP == 0)
     v_apart: tl.constexpr = (V_KIND != FLOAT) and (V_GROUP == 0)

@@ -111,8 +111,13 @@ def _run_split(
     BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, SINKS: tl.constexpr, SHARED: tl.constexpr,
     UNMIX: tl.constexpr, COARSE: tl.constexpr, SHARED_COARSE: tl.constexpr, BLOCK_S: tl.constexpr,
+    ONE: tl.constexpr,
 ):  # fmt: skip
-    """The split ``rank`` from the end of one request and key head; rows are (query, head)."""
+    """The split ``rank`` from the end of one request and key head; rows are (query, head).
+
+    Without ``ONE``, for several queries, additions are in the order of prompts, so that a short
+    chunk of a prompt that fits one split gets the bits of a long one.
+    """
     first = first_key(length - count, window, BLOCK_N, WINDOW)
     split = split_size(length, COARSE)
     splits = tl.cdiv(length, split)
@@ -142,7 +147,7 @@ def _run_split(
             k, k_scale, v, v_scale,
             K_KIND, K_GROUPS, K_GROUP, K_DOT, K_STRIDES,
             V_KIND, V_GROUPS, V_GROUP, V_DOT, V_STRIDES, CONVERT, WIDEN,
-            PAGE, HEAD_DIM, BLOCK_D, BLOCK_N, WINDOW, SOFTCAP, True, True,
+            PAGE, HEAD_DIM, BLOCK_D, BLOCK_N, WINDOW, SOFTCAP, True, ONE,
         )  # fmt: skip
         whole = splits - low + before - first_part == 1
         last = whole
@@ -211,7 +216,7 @@ def decode_kernel(
                 K_KIND, K_GROUPS, K_GROUP, K_DOT, K_STRIDES,
                 V_KIND, V_GROUPS, V_GROUP, V_DOT, V_STRIDES, CONVERT, WIDEN,
                 PAGE, HEAD_DIM, BLOCK_D, BLOCK_N, WINDOW, SOFTCAP, GROUP, BLOCK_ONE, SINKS, SHARED,
-                UNMIX, shared_by, shared_by * several, BLOCK_S,
+                UNMIX, shared_by, shared_by * several, BLOCK_S, True,
             )  # fmt: skip
         if QUERIES > 1:  # noqa: SIM102 (a constant: without it the rest is compiled)
             if mine & (count > 1) & (count <= QUERIES):
@@ -224,6 +229,7 @@ def decode_kernel(
                     V_KIND, V_GROUPS, V_GROUP, V_DOT, V_STRIDES, CONVERT,
                     WIDEN, PAGE, HEAD_DIM, BLOCK_D, BLOCK_N, WINDOW, SOFTCAP, GROUP, BLOCK_M,
                     SINKS, SHARED, UNMIX, shared_by * several, shared_by * several, BLOCK_S,
+                    False,
                 )  # fmt: skip
 
 
