@@ -110,6 +110,7 @@ def load_values(
     place = page * STRIDES[0] + head * STRIDES[1] + slot * STRIDES[2]
     byte = column % (HEAD_DIM // 2) if KIND == INT4 else column
     mask = (column < HEAD_DIM)[None, :]
+    # Integer codes are finite; those of keys that are not seen meet a scale or a weight of 0.
     if KIND != INT8 and KIND != INT4:
         mask = mask & seen[:, None]
     x = tl.load(codes + place[:, None] + byte[None, :], mask=mask, other=0)
