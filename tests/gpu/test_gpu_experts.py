@@ -286,7 +286,7 @@ def test_experts_have_measured_tiles_of_their_own(cases: Any, reference: Ops) ->
         assert linear._tiles_of(group, routes, 2) == many._replace(split=1 if fixed else 4)
         wide = reference.moe.route(logits(9, 2), 2, normalized=True)
         # three shares of one are too many of two
-        other = replace(many if fixed else one, split=1)
+        other = (many if fixed else one)._replace(split=1)
         assert linear._tiles_of(group, wide, 2) == other
 
 
