@@ -122,7 +122,7 @@ def attend(
         seen = key < end if MASKED else tl.full((BLOCK_N,), True, tl.int1)
         page, slot = places_of(table, start, seen, BLOCK_N, PAGE)
         keys = load_values(
-            k, k_scale, page, head, slot, seen, K_STRIDES,
+            k, k_scale, page, head, slot, seen, K_STRIDES, q.shape[0],
             HEAD_DIM, BLOCK_D, BLOCK_N, K_KIND, K_GROUPS, K_GROUP, K_DOT, CONVERT, WIDEN,
         )  # fmt: skip
         score = tl.dot(q, tl.trans(keys), input_precision="ieee")
@@ -139,7 +139,7 @@ def attend(
         else:
             total = total * shrink + tl.sum(weight, axis=1)
         values = load_values(
-            v, v_scale, page, head, slot, seen, V_STRIDES,
+            v, v_scale, page, head, slot, seen, V_STRIDES, q.shape[0],
             HEAD_DIM, BLOCK_D, BLOCK_N, V_KIND, V_GROUPS, V_GROUP, V_DOT, CONVERT, WIDEN,
         )  # fmt: skip
         if v_apart:

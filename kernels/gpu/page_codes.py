@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.target_info import cuda_capability_geq
 
 from sdk.kernels.gpu.pages import E4M3, FLOAT, INT4, INT8
 
@@ -95,7 +96,7 @@ def mixed(x, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def load_values(
-    codes, scales, page, head, slot, seen, STRIDES: tl.constexpr,
+    codes, scales, page, head, slot, seen, STRIDES: tl.constexpr, QUERIES: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, KIND: tl.constexpr,
     GROUPS: tl.constexpr, GROUP: tl.constexpr, DOT: tl.constexpr, CONVERT: tl.constexpr,
     WIDEN: tl.constexpr,
@@ -104,7 +105,8 @@ def load_values(
 
     Codes are multiplied by their scale here only if it holds for a part of a head's dimensions,
     because it cannot leave the product. With one scale for a head (``GROUP`` 0) the caller
-    multiplies what comes out of the product or goes into it by :func:`load_scales`.
+    multiplies what comes out of the product or goes into it by :func:`load_scales`. ``QUERIES``:
+    rows of the product's other operand.
     """
     column = tl.arange(0, BLOCK_D)
     place = page * STRIDES[0] + head * STRIDES[1] + slot * STRIDES[2]
@@ -134,14 +136,20 @@ def load_values(
             x = _decoded(x, KIND, CONVERT).to(DOT)
         if GROUP:
             x = x * _size(step, KIND).to(DOT)
-        if CONVERT and not WIDEN and x.dtype.primitive_bitwidth == 16:
-            x = _kept(x)
+        if CONVERT and not WIDEN and x.dtype.primitive_bitwidth == 16:  # noqa: SIM102
+            # 9.0 and 10.0 multiply 64 rows and more from shared memory
+            if QUERIES < 64 or not cuda_capability_geq(9) or cuda_capability_geq(12):
+                x = _kept(x)
     return x
 
 
 @triton.jit
 def _kept(x):
-    """x, computed by the threads that loaded its codes: nothing moves an impure instruction."""
+    """x, computed by the threads that loaded its codes.
+
+    Otherwise Triton moves the layout that an operand has in registers up to the load, and codes are
+    read from shared memory byte by byte. It moves nothing over an impure instruction.
+    """
     return tl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2
     )
