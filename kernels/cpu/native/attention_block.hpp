@@ -212,8 +212,8 @@ constexpr int most_vectors() {
 
 // Dot products of MR rows, `stride` floats apart, with NV vectors of keys from `at` on, over
 // dimensions begin..end: scores[MR][128], scaled and added to the previous ones where there is a scale.
-// Vectors of keys are loaded one by one: with all of them at once, one of AVX2's 16 registers is missing, and
-// the accumulator in its place on the stack took 1.5 times as long.
+// Vectors of keys are loaded one by one: with all four at once AVX2 is one register short, and the sum that
+// then goes to the stack and back for each dimension made this 1.5 times slower.
 template <int TYPE, int MR, int NV>
 static void score_vectors(const BlockSide& side, const void* const* keys, int at, const float* q,
                           int64_t stride, int begin, int end, float* scores, Ahead* ahead) {
