@@ -423,8 +423,7 @@ def _weight(
     """A weight's arguments and constants for every kernel, made once for each type of tables."""
     if table not in p.launches:
         p.launches[table] = _described(p, table)
-    found: tuple[Mapping[str, Any], Mapping[str, Any]] = p.launches[table]
-    return found
+    return p.launches[table]
 
 
 def _described(p: Packed, table: torch.dtype) -> tuple[dict[str, Any], dict[str, Any]]:

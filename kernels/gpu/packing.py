@@ -70,7 +70,7 @@ class Packed:
     subtracted from the scaled value, ``zero`` or ``zeros`` of ``zeros_bits`` each (32: floats) from
     the code. ``tables`` is one table in every type of products. ``nested`` is the table of scales,
     to which ``offset [N]`` is added. ``nans``: some e4m3 or e5m2 code is NaN or infinite.
-    ``launches``: what ``linear.py`` passes to kernels whatever they are launched with.
+    ``launches``: arguments and constants of every kernel (``linear.py``), by type of tables.
     """
 
     facts: Packable
@@ -94,7 +94,7 @@ class Packed:
     offset: Tensor | None = None
     tables: Mapping[torch.dtype, Tensor] | None = None
     nans: bool = False
-    launches: dict[Any, Any] = dataclasses.field(
+    launches: dict[torch.dtype, tuple[Mapping[str, Any], Mapping[str, Any]]] = dataclasses.field(
         default_factory=dict, init=False, compare=False, repr=False
     )
 
