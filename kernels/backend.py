@@ -143,6 +143,10 @@ class Backend(Protocol):
     def implementations(self, op: str) -> Sequence[Any]:
         """Implementations of ``op``, best first; empty if the backend has none."""
 
+    def finish_packing(self) -> None:
+        """Wait until the weights that ``pack`` returned are packed. Kernels wait by themselves; a
+        process that forks must call this first."""
+
     def restart_threads(self, num_threads: int) -> None:
         """Use ``num_threads`` new threads, in a forked child of the process that opened this.
 

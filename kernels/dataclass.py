@@ -1,11 +1,11 @@
 """``dataclass`` of the standard library, made in a third of the time.
 
 The standard library compiles each of up to six methods from source text: 0.84 ms for an average
-class of ours (CPython 3.11). A process that answers with a GGUF model makes 110 of them, which took
-95 of its first 590 ms. Here only ``__init__`` is compiled, because calls of it must be fast. The
-other methods are functions that all classes share. Fields, slots, ``replace`` and ``fields`` are
-the standard library's. Not supported, because nobody uses it: ``order``, ``unsafe_hash``,
-``InitVar``.
+class of ours (CPython 3.11). A process that answers with a GGUF model makes 120 of them, which took
+95 of its first 590 ms. Here only ``__init__`` is compiled, because calls of it must be fast, and
+only when it is first looked up: that process needs half of them. The other methods are functions
+that all classes share. Fields, slots, ``replace`` and ``fields`` are the standard library's. Not
+supported, because nobody uses it: ``order``, ``unsafe_hash``, ``InitVar``.
 
 Modules that every start imports use it (``tests/structure/test_without_torch.py``); for others
 the standard library will do. For type checkers there is no difference.
@@ -48,7 +48,7 @@ def _dataclass(
         params = found.__dataclass_params__
         params.init, params.repr, params.eq, params.frozen = True, repr, eq, frozen
         parts = fields(found)
-        found.__init__ = _init(found, parts, frozen)
+        found.__init__ = _Init(found, parts, frozen)
         if repr and "__repr__" not in own:
             found.__repr__ = _repr
         if eq:
@@ -65,6 +65,22 @@ class _Factory:
 
     def __repr__(self) -> str:
         return "<factory>"
+
+
+class _Init:
+    """``__init__`` until somebody looks it up: then it compiles the method and takes its own place.
+
+    Threads that look it up at the same time may compile it more than once.
+    """
+
+    def __init__(self, cls: type, parts: tuple[Field[Any], ...], frozen: bool) -> None:
+        self._of = cls, parts, frozen
+
+    def __get__(self, instance: object, owner: type) -> Any:
+        cls = self._of[0]
+        init = _init(*self._of)
+        cls.__init__ = init  # type: ignore[misc]
+        return init.__get__(instance, owner)
 
 
 def _init(cls: type, parts: tuple[Field[Any], ...], frozen: bool) -> Callable[..., None]:

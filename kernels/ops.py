@@ -103,6 +103,11 @@ class Ops:
         """See :class:`Ops`."""
         return self.context.activations
 
+    def finish_packing(self) -> None:
+        """See :meth:`sdk.kernels.backend.Backend.finish_packing`."""
+        for backend in self.context.backends:
+            backend.finish_packing()
+
     def restart_threads(self, num_threads: int) -> None:
         """See :meth:`sdk.kernels.backend.Backend.restart_threads`."""
         self.context.num_threads = num_threads

@@ -154,6 +154,10 @@ class CpuBackend:
         finally:
             self.runtime.recording = None
 
+    def finish_packing(self) -> None:
+        """See :class:`sdk.kernels.backend.Backend`."""
+        self.runtime.finish_packing()
+
     def restart_threads(self, num_threads: int) -> None:
         """See :class:`sdk.kernels.backend.Backend`."""
         self.runtime.restart(num_threads)

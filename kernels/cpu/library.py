@@ -25,7 +25,7 @@ from pathlib import Path
 from zipimport import zipimporter
 
 #: Must equal kAbiVersion in native/abi.hpp; a library with another version is rejected as stale.
-ABI_VERSION = 23
+ABI_VERSION = 24
 
 #: Instruction-set levels, worst to best of each architecture, in the order of native/levels.hpp.
 LEVELS = ("portable", "avx2", "avx2_vnni", "avx512_vnni", "neon", "neon_dotprod", "neon_i8mm")
@@ -323,6 +323,7 @@ _SIGNATURES = {
     "runtime_destroy": (None, (c_void_p,)),
     "runtime_level": (c_int, (c_void_p,)),
     "pack": (c_int, (c_void_p, POINTER(WeightView), c_void_p, c_int64, c_int64, c_int64)),
+    "pack_end": (None, (c_void_p,)),
     "unpack": (c_int, (c_void_p, POINTER(WeightView), c_void_p, c_int64)),
     "args_size": (c_int64, (c_int,)),
     "run": (c_int, (c_void_p, c_int, c_void_p, c_int64)),

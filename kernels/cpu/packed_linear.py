@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from ctypes import Array, addressof, byref, c_void_p
+from ctypes import Array, addressof, c_void_p
 from dataclasses import replace
 
 from sdk.kernels.backend import Problem
@@ -20,7 +20,7 @@ from sdk.kernels.cpu.packed_weight import (
     packing_source,
     prepared,
 )
-from sdk.kernels.cpu.runtime import NativeRuntime, check
+from sdk.kernels.cpu.runtime import NativeRuntime
 from sdk.kernels.cpu.weight_memory import WeightMemory
 from sdk.kernels.dataclass import dataclass
 from sdk.kernels.errors import KernelError
@@ -115,25 +115,18 @@ class PackedLinear:
                 packed = prepared(piece, rows, self._memory)
             count = piece.shape[0]
             source, row_bytes = packing_source(piece)
-            status = self._runtime.pack(
-                self._runtime.handle,
-                byref(packed.view),
-                source.data_ptr(),
-                row_bytes,
-                done,
-                count,
-            )
-            check(status, "pack")
+            self._runtime.pack(packed, source, row_bytes, done, count)
             done += count
         assert packed is not None and done == rows
-        return packed if file is None else replace(packed, file=file.part(start))
+        if file is None:
+            return packed
+        self._runtime.finish_packing()
+        return replace(packed, file=file.part(start))
 
     def unpack(self, packed: Packed) -> Layout:
+        self._runtime.finish_packing()
         layout, out, row_bytes = canonical(packed)
-        status = self._runtime.unpack(
-            self._runtime.handle, byref(packed.view), out.data_ptr(), row_bytes
-        )
-        check(status, "unpack")
+        self._runtime.unpack(packed, out, row_bytes)
         if packed.file is not None and self._memory.file is not None:
             self._memory.file.release(packed.file)
         return layout

@@ -173,6 +173,9 @@ class GpuBackend:
     def implementations(self, op: str) -> Sequence[Any]:
         return self._implementations.get(op, ())
 
+    def finish_packing(self) -> None:
+        """Weights are packed when ``pack`` returns."""
+
     def restart_threads(self, num_threads: int) -> None:
         """Nothing: there are no threads, and CUDA does not work in a forked child."""
 

@@ -91,6 +91,9 @@ class ReferenceBackend:
     def implementations(self, op: str) -> Sequence[Any]:
         return self._implementations.get(op, ())
 
+    def finish_packing(self) -> None:
+        """Weights are packed when ``pack`` returns."""
+
     def restart_threads(self, num_threads: int) -> None:
         """Nothing: torch's threads belong to the process."""
 

@@ -248,6 +248,19 @@ def test_chunks_of_streams_become_the_steps_that_brought_them() -> None:
     ]
 
 
+def test_another_installation_of_this_package_is_a_peer(
+    golden: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "bench.json"
+    argv = ["bench", str(golden / "gguf-Q4_1" / "model.gguf"), "--suite", "prefill,startup"]
+    argv += ["--rounds", "1", "--prompt-len", "8", "--against", f"embedlm-other={sys.executable}"]
+    assert main([*argv, "--json", str(file)]) == 0, capsys.readouterr().out
+    results = json.loads(file.read_text())["results"]
+    for suite in ("prefill", "startup"):
+        names = [f"{engine} {sdk.__version__}" for engine in ("embedlm", "embedlm-other")]
+        assert [row["engine"] for row in results[suite]] == names
+
+
 # ---- The packages themselves ---------------------------------------------------------------------
 
 

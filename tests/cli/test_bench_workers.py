@@ -15,7 +15,6 @@ import pytest
 from sdk.cli import bench, main
 from sdk.cli.bench import engines as bench_engines, structured, suites
 from sdk.cli.bench.engines import Engines, Load, PeerError, Sample, Worker
-from sdk.cli.bench.own import OwnEngine
 from sdk.cli.bench.peers.opening import Opening
 from sdk.cli.bench.peers.worker import answers, open_peer
 from sdk.errors import SdkError
@@ -204,7 +203,7 @@ def test_our_worker_decodes_all_requests_together(golden: Path) -> None:
     first = {"engine": "embedlm", "model": str(golden / "gguf-Q4_1" / "model.gguf"), "threads": 1}
     first |= {"requests": 3, "context": 64, "kv": "float32", "prefix_cache": False}
     load = {"prompts": [[5 + i] * 10 for i in range(3)], "output_len": 6}
-    hello, sample = ask(OwnEngine, first, load)
+    hello, sample = ask(open_peer, first, load)
     assert hello["kv"] == "float32" and hello["vocab_size"] > 0
     assert sample["decode_tokens"] == 15
     assert sample["prefill_s"] > 0 and sample["decode_s"] > 0
@@ -213,7 +212,7 @@ def test_our_worker_decodes_all_requests_together(golden: Path) -> None:
 def test_an_error_of_our_worker_is_its_last_answer(golden: Path) -> None:
     first = {"engine": "embedlm", "model": str(golden / "gguf-Q4_1" / "model.gguf"), "threads": 1}
     first |= {"requests": 1, "context": 64, "kv": "float3", "prefix_cache": False}
-    (reply,) = ask(OwnEngine, first, {"prompts": [[1]], "output_len": 1})
+    (reply,) = ask(open_peer, first, {"prompts": [[1]], "output_len": 1})
     assert "kv_cache_dtype" in reply["error"]
 
 
@@ -300,7 +299,7 @@ def run_with_fakes(tmp_path: Path, golden: Path, monkeypatch: pytest.MonkeyPatch
     script, log, report = (tmp_path / name for name in ("worker.py", "log", "report.json"))
     script.write_text(LOGGED)
 
-    def command(engine: str, python: str) -> list[str]:
+    def command(python: str) -> list[str]:
         return [sys.executable, "-S", str(script), str(log)]
 
     monkeypatch.setattr(bench_engines, "command", command)

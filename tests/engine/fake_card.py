@@ -222,6 +222,9 @@ class _Backend:
         self.offloaded, self.shares_keys = inner.offloaded, True
         self.close = inner.close
 
+    def finish_packing(self) -> None:
+        self.inner.finish_packing()
+
     def work_shape(self, requests: int, kv_heads: int) -> None:
         return None
 

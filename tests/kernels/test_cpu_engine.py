@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import re
 import subprocess
@@ -123,6 +124,36 @@ def test_a_closed_engine_says_so(cases: Any) -> None:
     backend.close()
     with pytest.raises(KernelError, match="linear: the engine is closed"):
         kernel.matmul(packed, torch.zeros(1, 32), torch.zeros(1, 16))
+
+
+def test_weights_are_packed_after_the_call_and_their_sources_are_kept(cases: Any) -> None:
+    backend = cpu.open_backend("cpu", 3)
+    kernel = backend.implementations("linear")[0]
+    kinds = ("q4_0", "q8_0", "q6_k")
+    packed = [kernel.pack(cases.blocks(1024, 512, kind)) for kind in kinds]
+    gc.collect()
+    again = torch.full((1024, 544), 255).to(torch.uint8)  # takes the place of a source that is freed
+    for kind, weight in zip(kinds, packed, strict=True):
+        assert cases.same(kernel.unpack(weight), cases.blocks(1024, 512, kind)), kind
+    assert int(again.sum()) == 1024 * 544 * 255
+    backend.finish_packing()
+    backend.close()
+
+
+@pytest.mark.parametrize("end", ["finish", "close", "drop"])
+def test_what_was_begun_is_packed_in_the_end(cases: Any, end: str) -> None:
+    weight = cases.blocks(2048, 1024, "q4_k")
+    expected = cpu.open_backend("cpu", 1)  # has no other thread: packs during the call
+    codes = expected.implementations("linear")[0].pack(weight).codes
+    backend = cpu.open_backend("cpu", 2)
+    packed = backend.implementations("linear")[0].pack(weight)
+    if end == "finish":
+        backend.finish_packing()
+    elif end == "close":
+        backend.close()
+    del backend
+    assert torch.equal(packed.codes, codes)
+    expected.close()
 
 
 def test_running_out_of_memory_raises(monkeypatch: pytest.MonkeyPatch) -> None:

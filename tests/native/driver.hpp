@@ -20,6 +20,7 @@ void embedlm_runtime_destroy(void* handle);
 int embedlm_runtime_level(const void* runtime);
 int embedlm_pack(void* handle, const Weight* w, const void* source, int64_t row_bytes, int64_t first,
                  int64_t rows);
+void embedlm_pack_end(void* handle);
 int embedlm_unpack(void* handle, const Weight* w, void* out, int64_t row_bytes);
 int embedlm_run(void* handle, int kind, const void* args, int64_t rows);
 void* embedlm_program_create();

@@ -22,6 +22,13 @@ void check_packing(TestRuntime& runtime, Packed& made) {
     Weight again = made.w;
     again.codes = codes.data();
     CHECK(pack(runtime, again, back.data(), made.row_bytes) == kOk);
+    embedlm_pack_end(runtime.handle);
+    CHECK(codes.starts_like(made.codes, codes.size()));
+    codes.zero();
+    {
+        TestRuntime brief(2, embedlm_runtime_level(runtime.handle));
+        CHECK(pack(brief, again, back.data(), made.row_bytes) == kOk);
+    }  // a runtime that is destroyed finishes what it packs
     CHECK(codes.starts_like(made.codes, codes.size()));
 }
 

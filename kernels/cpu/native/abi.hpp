@@ -10,7 +10,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum { kAbiVersion = 23 };
+enum { kAbiVersion = 24 };
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 

@@ -43,7 +43,7 @@ EXPORT void embedlm_runtime_close(void* handle) {
         runtime->closed = true;
         return;
     }
-    std::lock_guard<std::mutex> lock(runtime->mutex);
+    Turn turn(runtime);
     runtime->close();
 }
 
@@ -59,27 +59,24 @@ EXPORT int embedlm_runtime_level(const void* handle) {
 }
 
 // Packs `rows` rows of `source`, which are those of the weight from `first` on: whole strips, except at
-// its end.
+// its end. Other threads go on with it after the return. It is done when the next call that runs something
+// has returned, or embedlm_pack_end: `w`, its memory and the source must stay until then.
 EXPORT int embedlm_pack(void* handle, const Weight* w, const void* source, int64_t row_bytes,
                         int64_t first, int64_t rows) {
     Runtime* runtime = static_cast<Runtime*>(handle);
-    std::lock_guard<std::mutex> lock(runtime->mutex);
+    Turn turn(runtime);
     if (runtime->closed) return kClosed;
-    if (!runtime->reserve_private(w->dense ? 0 : pack_scratch(*w))) return kOutOfMemory;
-    const int64_t block = first / kTileRows, blocks = (rows + kTileRows - 1) / kTileRows;
-    runtime->parallel(blocks, rows * w->k, [=](int64_t begin, int64_t end, int thread) {
-        if (w->dense)
-            dense_blocks(*w, const_cast<void*>(source), false, block, block + begin, block + end);
-        else
-            pack_blocks(*w, static_cast<const uint8_t*>(source), row_bytes, block, block + begin,
-                        block + end, runtime->private_scratch(thread));
-    });
-    return kOk;
+    const int64_t blocks = (rows + kTileRows - 1) / kTileRows;
+    const PackJob job = {w, source, row_bytes, first / kTileRows, blocks};
+    return runtime->begin_pack(job, rows * w->k) ? kOk : kOutOfMemory;
 }
+
+// Waits until everything is packed.
+EXPORT void embedlm_pack_end(void* handle) { Turn turn(static_cast<Runtime*>(handle)); }
 
 EXPORT int embedlm_unpack(void* handle, const Weight* w, void* out, int64_t row_bytes) {
     Runtime* runtime = static_cast<Runtime*>(handle);
-    std::lock_guard<std::mutex> lock(runtime->mutex);
+    Turn turn(runtime);
     if (runtime->closed) return kClosed;
     if (!runtime->reserve_private(w->dense ? 0 : pack_scratch(*w))) return kOutOfMemory;
     runtime->parallel(w->row_blocks, w->n * w->k, [=](int64_t begin, int64_t end, int thread) {
@@ -94,7 +91,7 @@ EXPORT int embedlm_unpack(void* handle, const Weight* w, void* out, int64_t row_
 // Runs one operator over `rows` rows (kOpAttention and kOpPlaces: requests).
 EXPORT int embedlm_run(void* handle, int kind, const void* args, int64_t rows) {
     Runtime* runtime = static_cast<Runtime*>(handle);
-    std::lock_guard<std::mutex> lock(runtime->mutex);
+    Turn turn(runtime);
     if (runtime->closed) return kClosed;
     return guarded([=]() -> int {
         runtime->single.clear();
@@ -121,7 +118,7 @@ EXPORT int embedlm_program_add(void* program, int kind, const void* args, int co
 // Runs the whole program with these counts.
 EXPORT int embedlm_program_run(void* handle, void* program, const int64_t* counts) {
     Runtime* runtime = static_cast<Runtime*>(handle);
-    std::lock_guard<std::mutex> lock(runtime->mutex);
+    Turn turn(runtime);
     if (runtime->closed) return kClosed;
     return guarded([=]() -> int { return runtime->run(*static_cast<Program*>(program), counts); });
 }

@@ -101,7 +101,7 @@ __attribute__((noinline)) static void panel_int(Panel* p, const Q8Block* x, floa
     for (int r = 0; p->residual && r < MR; ++r) residual |= p->residual[r * p->residual_stride];
     const uint8_t *ahead = p->ahead, *ahead_end = p->ahead_end;
     const float *scales = p->scales, *minuses = p->minuses;
-    const VI less = set1_int(kBeyond - p->zero);
+    const int32_t less = kBeyond - p->zero;
     const VB table = table_of<BITS>(p->int8_table);
     VF acc0[MR], acc1[MR];
 #pragma GCC unroll 8
@@ -124,7 +124,7 @@ __attribute__((noinline)) static void panel_int(Panel* p, const Q8Block* x, floa
             for (int r = 0; r < MR; ++r) {  // from -zero * sum(q) on
                 const Q8Block& block = x[r * stride];
                 const int32_t sum = kHalves == 1 ? block.sum : block.half[half];
-                dot0[r] = dot1[r] = kOffset ? mul_int(set1_int(sum), less) : zero_int();
+                dot0[r] = dot1[r] = kOffset ? set1_int(sum * less) : zero_int();
             }
 #pragma GCC unroll 8
             for (int r = MR; r < MR * kChains; ++r) dot0[r] = dot1[r] = zero_int();

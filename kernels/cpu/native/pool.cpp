@@ -148,9 +148,15 @@ void Pool::finish_side() {
 }
 
 void Pool::run(TaskBody task, void* context, const Phase* phases, int count) {
+    begin(task, context, phases, count);
+    finish();
+}
+
+void Pool::begin(TaskBody task, void* context, const Phase* phases, int count) {
     if (workers_.empty() || inherited()) {
         for (int i = 0; i < count; ++i)
             task(context, i, {0, phases[i].total, phases[i].total, 0}, 0);
+        finished_.store(true, std::memory_order_relaxed);  // a fork may have copied false
         return;
     }
     base_ += (uint32_t)count_;
@@ -160,6 +166,9 @@ void Pool::run(TaskBody task, void* context, const Phase* phases, int count) {
     count_ = count;
     finished_.store(false, std::memory_order_relaxed);
     open(0, 0);
+}
+
+void Pool::finish() {
     while (!finished_.load(std::memory_order_acquire)) {
         const uint32_t seen = opened_.load(std::memory_order_seq_cst);
         if (claim_and_run(0)) continue;

@@ -55,6 +55,10 @@ public:
     bool inherited() const;
     // Runs all phases; returns when the last is done. One caller at a time (the runtime holds a lock).
     void run(TaskBody task, void* context, const Phase* phases, int count);
+    // The two halves of run: begin returns while other threads run the tasks, if there are any, and finish
+    // runs those that are left. Nothing else may begin in between.
+    void begin(TaskBody task, void* context, const Phase* phases, int count);
+    void finish();
 
     // Side tasks of the next run, which depend on none of its phases: threads other than the caller run
     // them before they join the phases. A phase that needs their results calls finish_side() first.

@@ -623,6 +623,31 @@ void Runtime::run_task(void* context, int phase, const ItemRange& task, int thre
     laps.lap(stage.down, OperatorTimes::kTilePart);
 }
 
+bool Runtime::begin_pack(const PackJob& job, int64_t work) {
+    if (!reserve_private(job.w->dense ? 0 : pack_scratch(*job.w))) return false;
+    packing_ = job;
+    packing_phase_ = {job.blocks, tasks_for(job.blocks, work)};
+    packs_ = true;
+    pool.begin(
+        [](void* context, int, const ItemRange& share, int thread) {
+            Runtime* self = static_cast<Runtime*>(context);
+            const PackJob& job = self->packing_;
+            const int64_t begin = job.first + share.begin, end = job.first + share.end;
+            if (job.w->dense)
+                dense_blocks(*job.w, const_cast<void*>(job.source), false, job.first, begin, end);
+            else
+                pack_blocks(*job.w, static_cast<const uint8_t*>(job.source), job.row_bytes, job.first,
+                            begin, end, self->private_scratch(thread));
+        },
+        this, &packing_phase_, 1);
+    return true;
+}
+
+void Runtime::settle() {
+    if (packs_ && !pool.inherited()) pool.finish();
+    packs_ = false;
+}
+
 void Runtime::close() {
     closed = true;
     pool.stop();

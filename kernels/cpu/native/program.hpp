@@ -110,10 +110,18 @@ private:
     size_t size_ = 0;
 };
 
+// Rows of a weight to pack, from a row block on.
+struct PackJob {
+    const Weight* w;
+    const void* source;
+    int64_t row_bytes, first, blocks;
+};
+
 // Runs programs: threads, kernels and scratch memory. One caller at a time.
 class Runtime {
 public:
     Runtime(int threads, int level) : pool(threads), kernels(kernel_table(level)), level(level) {}
+    ~Runtime() { settle(); }
 
     Status run(Program& program, const int64_t* counts);
     // Stops the threads and frees the memory.
@@ -128,6 +136,10 @@ public:
             },
             const_cast<void*>(static_cast<const void*>(&body)), &phase, 1);
     }
+    // Begins to pack, `work` codes; false: out of memory. `settle` must come before any other use of the
+    // threads, and waits for it.
+    bool begin_pack(const PackJob& job, int64_t work);
+    void settle();
     // Private memory of `bytes` for every thread.
     bool reserve_private(size_t bytes);
     uint8_t* private_scratch(int thread) { return private_.data() + stride_ * (size_t)thread; }
@@ -162,4 +174,16 @@ private:
     Status transferred_ = kOk;    // by the run so far
     size_t stride_ = 0;
     std::vector<Phase> phases_;
+    PackJob packing_ = {};
+    Phase packing_phase_ = {};
+    bool packs_ = false;
+};
+
+// The right to use a runtime.
+class Turn {
+public:
+    explicit Turn(Runtime* runtime) : lock_(runtime->mutex) { runtime->settle(); }
+
+private:
+    std::lock_guard<std::mutex> lock_;
 };

@@ -106,7 +106,6 @@ INLINE VF power_of_two(VI n) {
 }
 INLINE VI zero_int() { return _mm256_setzero_si256(); }
 INLINE VI set1_int(int32_t x) { return _mm256_set1_epi32(x); }
-INLINE VI mul_int(VI a, VI b) { return _mm256_mullo_epi32(a, b); }
 INLINE VI add_int(VI a, VI b) { return _mm256_add_epi32(a, b); }
 // The larger of a and |b| by their bits: inf and NaN are above every number.
 INLINE VF max_bits(VF a, VF b) {

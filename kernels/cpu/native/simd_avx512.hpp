@@ -107,7 +107,6 @@ INLINE VF power_of_two(VI n) {  // 2^n, n in -127..127 (-127 gives 0)
 }
 INLINE VI zero_int() { return _mm512_setzero_si512(); }
 INLINE VI set1_int(int32_t x) { return _mm512_set1_epi32(x); }
-INLINE VI mul_int(VI a, VI b) { return _mm512_mullo_epi32(a, b); }
 INLINE VI add_int(VI a, VI b) { return _mm512_add_epi32(a, b); }
 // The larger of a and |b| by their bits: inf and NaN are above every number.
 INLINE VF max_bits(VF a, VF b) {

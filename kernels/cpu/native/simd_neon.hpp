@@ -113,7 +113,6 @@ INLINE VF power_of_two(VI n) {
 }
 INLINE VI zero_int() { return vdupq_n_s32(0); }
 INLINE VI set1_int(int32_t x) { return vdupq_n_s32(x); }
-INLINE VI mul_int(VI a, VI b) { return vmulq_s32(a, b); }
 INLINE VI add_int(VI a, VI b) { return vaddq_s32(a, b); }
 // The larger of a and |b| by their bits: inf and NaN are above every number.
 INLINE VF max_bits(VF a, VF b) {

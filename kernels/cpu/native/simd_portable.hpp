@@ -109,7 +109,6 @@ INLINE VF to_float(VI x) { return __builtin_convertvector(x, VF); }
 INLINE VF power_of_two(VI n) { return (VF)((n + 127) << 23); }
 INLINE VI zero_int() { return VI{}; }
 INLINE VI set1_int(int32_t x) { return VI{x, x, x, x}; }
-INLINE VI mul_int(VI a, VI b) { return a * b; }
 INLINE VI add_int(VI a, VI b) { return a + b; }
 // The larger of a and |b| by their bits: inf and NaN are above every number.
 INLINE VF max_bits(VF a, VF b) { return select((VI)a > (VI)abs(b), a, abs(b)); }

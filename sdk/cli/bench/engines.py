@@ -28,6 +28,8 @@ from sdk.cli.bench.peers.opening import Opening
 from sdk.errors import RequestError, SdkError
 
 OURS = "embedlm"
+#: Another installation of this package: an older release, or another build of the native module.
+OTHER = "embedlm-other"
 #: Peer -> the module it needs.
 PEERS = {
     "llama.cpp": "llama_cpp",
@@ -38,9 +40,10 @@ PEERS = {
     "transformers": "transformers",
     "transformers-bf16": "transformers",
     "peft": "peft",
+    OTHER: "sdk",
 }
 #: Those that read the same GGUF file as we do; the others get its weights unpacked.
-READ_GGUF = ("llama.cpp", "openvino", "mistral.rs")
+READ_GGUF = (OTHER, "llama.cpp", "openvino", "mistral.rs")
 #: Characters of a peer's problem that are shown: Rust's and C++'s can be pages.
 _SHOWN = 300
 #: Threads of an OpenMP runtime go on spinning after their last work, up to 0.2 s in Intel's.
@@ -130,7 +133,7 @@ class Worker:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
         try:
             self._process = subprocess.Popen(
-                command(opening.engine, python),
+                command(python),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._log,
@@ -231,10 +234,8 @@ def _exit(code: int) -> str:
     return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
 
 
-def command(engine: str, python: str) -> list[str]:
-    """The command of a worker: ours is a module of this package, peers run a folder."""
-    if engine == OURS:
-        return [python, "-m", "sdk.cli.bench.own"]
+def command(python: str) -> list[str]:
+    """The command of a worker. The first line that it reads names the engine."""
     return [python, str(Path(__file__).with_name("peers"))]
 
 

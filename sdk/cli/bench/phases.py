@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from sdk import __version__
 from sdk.cli.bench.engines import OURS, Load
-from sdk.cli.bench.own import steps
+from sdk.cli.bench.peers.embedlm import steps
 from sdk.cli.bench.peers.timing import Timing
 from sdk.cli.bench.report import Result
 from sdk.cli.bench.settings import DECODE_PROMPT, Settings, make_load
@@ -114,7 +114,7 @@ def measure_phases(settings: Settings) -> list[Result]:
             loads[f"{n} requests"] = load
         found: list[Result] = []
         for name, load in loads.items():
-            for _ in steps(llm, Load(load.prompts, 2), Timing(len(load.prompts))):
+            for _ in steps(llm, load.prompts, 2, Timing(len(load.prompts))):
                 pass  # warms up
             results: dict[str, Result] = {}
             for number in range(settings.rounds):
@@ -135,7 +135,7 @@ def _timed(llm: LLM, load: Load) -> tuple[ProgramTimes, ProgramTimes, dict[str, 
     prompt = decoding = None
     timing = Timing(len(load.prompts))
     program.time_operators(True)
-    for _ in steps(llm, load, timing):
+    for _ in steps(llm, load.prompts, load.output_len, timing):
         if timing.ended and decoding is None:
             decoding = program.times()
         if timing.decoding and prompt is None:

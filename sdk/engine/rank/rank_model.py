@@ -56,6 +56,7 @@ class RankModel:
             classifier = classifier_of(values)
             score_head = read_score_head(checkpoint, classifier, model.config.hidden_size)
             unused = unused_tensors(checkpoint, model)
+            ops.finish_packing()
             undo.pop_all()
         checkpoint.close()
         return cls(ops, model, classifier, score_head, unused)

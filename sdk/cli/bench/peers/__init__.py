@@ -1,6 +1,6 @@
-"""Other engines under the bench's load, each in a process of its own.
+"""Engines under the bench's load, each in a process of its own.
 
 ``python .../bench/peers`` runs in any interpreter that has the engine. So nothing here imports from
-this project, and modules import each other by relative names. ``worker.py`` has the protocol; each
-other module is one engine.
+this project, and modules import each other by relative names; only ``embedlm.py`` imports what an
+application would. ``worker.py`` has the protocol; each other module is one engine.
 """

@@ -27,6 +27,8 @@ from .opening import Opening
 #: Engine -> its module here and its class. Engines are imported when they are opened: an
 #: environment has one of them.
 ENGINES = {
+    "embedlm": ("embedlm", "Embedlm"),
+    "embedlm-other": ("embedlm", "Embedlm"),
     "llama.cpp": ("llama_cpp", "LlamaCpp"),
     "mistral.rs": ("mistralrs", "MistralRs"),
     "openvino": ("openvino", "OpenVino"),
@@ -36,13 +38,13 @@ ENGINES = {
 
 
 def open_peer(opening: Opening) -> Any:
-    """The engine of that name. ``KV`` of its module has the types of keys and values."""
+    """The engine of that name. ``KV`` of its module has the types of keys and values; without it
+    the engine checks them."""
     name, kind = ENGINES[opening.engine.removesuffix("-bf16")]
     module = import_module(f".{name}", __package__)
-    if opening.kv not in module.KV:
-        raise ValueError(
-            f"--kv-dtype: expected one of {', '.join(module.KV)}, found {opening.kv!r}"
-        )
+    known = getattr(module, "KV", (opening.kv,))
+    if opening.kv not in known:
+        raise ValueError(f"--kv-dtype: expected one of {', '.join(known)}, found {opening.kv!r}")
     return getattr(module, kind)(opening)
 
 

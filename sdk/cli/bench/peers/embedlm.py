@@ -1,26 +1,24 @@
-"""This package's worker for the bench: the protocol of ``peers/worker.py`` around an ``LLM``."""
+"""This package, of the interpreter that runs the worker: this checkout, or another installation."""
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from sdk import __version__
-from sdk.cli.bench.engines import Load
-from sdk.cli.bench.peers.opening import Opening
-from sdk.cli.bench.peers.timing import Timing
-from sdk.cli.bench.peers.worker import serve
+from .opening import Opening
+from .timing import Timing
 
 if TYPE_CHECKING:
     from sdk.llm import LLM
 
 
-class OwnEngine:
+class Embedlm:
     """An ``LLM`` stepped by hand."""
 
     def __init__(self, opening: Opening) -> None:
+        from sdk import __version__
         from sdk.llm import LLM
 
         start = time.perf_counter()
@@ -50,7 +48,7 @@ class OwnEngine:
     def measure(self, prompts: list[list[int]], output_len: int) -> dict[str, float]:
         timing = Timing(len(prompts))
         begun: dict[str, float] = {}
-        for _ in steps(self._llm, Load(tuple(map(tuple, prompts)), output_len), timing):
+        for _ in steps(self._llm, prompts, output_len, timing):
             if timing.decoding and not begun:
                 begun = self._llm.get_metrics()
         found = timing.times()
@@ -59,18 +57,21 @@ class OwnEngine:
         return found
 
 
-def steps(llm: LLM, load: Load, timing: Timing) -> Iterator[None]:
-    """Step through the load. Yields after every step, when ``timing`` knows what it brought."""
+def steps(
+    llm: LLM, prompts: Sequence[Sequence[int]], output_len: int, timing: Timing
+) -> Iterator[None]:
+    """Step until every prompt has its ``output_len`` greedy tokens. Yields after every step, when
+    ``timing`` knows what it brought."""
     from sdk.params import RequestOutputKind, SamplingParams
 
     params = SamplingParams(
         temperature=0,
-        max_tokens=load.output_len,
+        max_tokens=output_len,
         ignore_eos=True,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
     )
-    llm.enqueue([{"prompt_token_ids": list(p)} for p in load.prompts], params)
+    llm.enqueue([{"prompt_token_ids": list(p)} for p in prompts], params)
     while llm.has_unfinished_requests:
         outputs = llm.step()
         timing.step([(o.request_id, len(o.outputs[0].token_ids), o.finished) for o in outputs])
@@ -82,7 +83,3 @@ def _bubble(begun: dict[str, float], ended: dict[str, float]) -> float:
     names = [name for name in begun if re.fullmatch(r"stage_\d+_seconds", name)]
     passed = len(names) * (ended.get("pipeline_seconds", 0.0) - begun.get("pipeline_seconds", 0.0))
     return 1.0 - sum(ended[name] - begun[name] for name in names) / passed if passed else 0.0
-
-
-if __name__ == "__main__":
-    serve(OwnEngine)
