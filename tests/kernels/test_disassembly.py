@@ -91,20 +91,23 @@ def test_avx2_sums_products_of_short_codes_in_16_bits(avx2: dict[str, list[str]]
     """Codes of 4 bits take two instructions for 32 products, of which one is a multiplication, and
     their sums stay in registers: g++ would turn each into a tree, whose parts go to the stack."""
     for bits in (4, 32 + 4):  # as stored, and expanded to bytes
-        (lines,) = inner(avx2, f"panel_intILi{bits}ELi32ELb0ELi4E").values()
-        products = count(lines, r"\bvpmaddubsw\b")
-        assert products in (64, 128), bits
-        assert count(lines, r"\bvpmaddwd\b") * 8 == products, bits
-        assert count(lines, r"%ymm\d+,\S*\(%r[sb]p\)") <= 0.5 * products, bits
+        # with scales that are floats, and as the weight stores them
+        floats, halves = inner(avx2, f"panel_intILi{bits}ELi32ELb0ELi4E").values()
+        for lines in (floats, halves):
+            products = count(lines, r"\bvpmaddubsw\b")
+            assert products in (64, 128), bits
+            assert count(lines, r"\bvpmaddwd\b") * 8 == products, bits
+            assert count(lines, r"%ymm\d+,\S*\(%r[sb]p\)") <= 0.5 * products, bits
 
 
 def test_avx2_multiplies_bytes_of_several_rows_as_words(avx2: dict[str, list[str]]) -> None:
     """Two multiplications and two additions for 32 products, without changing signs."""
-    (lines,) = inner(avx2, "panel_intILi8ELi32ELb0ELi4E").values()
-    assert count(lines, r"\bvpmaddwd\b") in (128, 256)
-    assert not count(lines, r"\bvpsignb\b|\bvpmaddubsw\b")
-    (one,) = inner(avx2, "panel_intILi8ELi32ELb0ELi1E").values()
-    assert count(one, r"\bvpsignb\b") in (16, 32)
+    floats, halves = inner(avx2, "panel_intILi8ELi32ELb0ELi4E").values()
+    for lines in (floats, halves):
+        assert count(lines, r"\bvpmaddwd\b") in (128, 256)
+        assert not count(lines, r"\bvpsignb\b|\bvpmaddubsw\b")
+    for one in inner(avx2, "panel_intILi8ELi32ELb0ELi1E").values():
+        assert count(one, r"\bvpsignb\b") in (16, 32)
 
 
 def test_avx2_attention_keeps_its_sums_in_registers(avx2: dict[str, list[str]]) -> None:

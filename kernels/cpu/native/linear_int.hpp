@@ -11,10 +11,11 @@
 // bit too.
 //
 // A strip of two row blocks goes through k in panels that stay in the first-level cache. The scales of
-// a panel become floats once; from kExpandFrom rows on, codes of other than 4 and 8 bits become bytes once
-// (codes that index a table sooner, codes of 4 bits later or never); and each group of MR rows of x runs over the panel with 2 * MR dot
-// products in registers. Meanwhile the memory that comes next is prefetched (plan_prefetch), also
-// across strips and calls: starting without it costs 2 us.
+// a panel become floats once, unless they are float16, which a load converts; from kExpandFrom rows on, codes
+// of other than 4 and 8 bits become bytes once (codes that index a table sooner, codes of 4 bits later or
+// never); and each group of MR rows of x runs over the panel with 2 * MR dot products in registers. Meanwhile
+// the memory that comes next is prefetched (plan_prefetch), also across strips and calls: starting without it
+// costs 2 us.
 #pragma once
 
 #include "integer_dots.hpp"
@@ -52,8 +53,10 @@ struct Panel {
     const uint8_t *later, *later_end;  // what it will read after that
     int64_t tiles;  // bytes of a block's tiles, one or two
     bool fresh;     // little of this panel has been prefetched
-    const float* scales;   // [subgroups][kStripRows]
-    const float* minuses;  // the same, zero points folded in
+    // Of both vectors. Floats [subgroups][kStripRows], zero points folded into the minima; or float16
+    // [subgroups][kTileRows] as the weight stores them (STORED), of which more is prefetched.
+    const uint8_t *scales[2], *minuses[2];
+    int64_t scales_ahead;
     int64_t blocks;        // of the panel
     int64_t x_stride;      // Q8Blocks between rows of x
     // Bits of the blocks of a row that have a second term, words between rows; null: no row has any.
@@ -84,9 +87,20 @@ INLINE void plan_prefetch(Panel* p, int64_t products) {
     p->lines = p->fresh ? p->tiles / 64 : (lines + steps - 1) / steps;
 }
 
-template <int BITS, int SUBGROUP, bool MINUS, int MR>
+// Bytes of the scales of a subgroup.
+template <bool STORED>
+constexpr int scale_step() {
+    return STORED ? 2 * kTileRows : 4 * kStripRows;
+}
+
+template <bool STORED>
+INLINE VF load_scale(const uint8_t* p) {
+    return STORED ? load_half((const uint16_t*)p) : load((const float*)p);
+}
+
+template <int BITS, int SUBGROUP, bool MINUS, int MR, bool STORED>
 __attribute__((noinline)) static void panel_int(Panel* p, const Q8Block* x, float* sums) {
-    const int kHalves = kTileDepth / SUBGROUP;
+    const int kHalves = kTileDepth / SUBGROUP, kStep = scale_step<STORED>();
     // A dot is summed in this many parts, so that enough of them are in flight: a vpdpbusd takes four
     // cycles, and two start in each cycle. ARM's cores forward the sum of a sdot to the next one.
     const int kChains = kMaxRows < 5 || MR > 4 ? 1 : MR == 4 ? (SUBGROUP == 16 ? 1 : 2) : SUBGROUP / 8;
@@ -100,7 +114,9 @@ __attribute__((noinline)) static void panel_int(Panel* p, const Q8Block* x, floa
     uint32_t residual = 0;
     for (int r = 0; p->residual && r < MR; ++r) residual |= p->residual[r * p->residual_stride];
     const uint8_t *ahead = p->ahead, *ahead_end = p->ahead_end;
-    const float *scales = p->scales, *minuses = p->minuses;
+    const uint8_t *scales0 = p->scales[0], *scales1 = p->scales[1];
+    const uint8_t *minuses0 = MINUS ? p->minuses[0] : nullptr, *minuses1 = MINUS ? p->minuses[1] : nullptr;
+    const int64_t scales_ahead = p->scales_ahead;
     const int32_t less = kBeyond - p->zero;
     const VB table = table_of<BITS>(p->int8_table);
     VF acc0[MR], acc1[MR];
@@ -142,7 +158,13 @@ __attribute__((noinline)) static void panel_int(Panel* p, const Q8Block* x, floa
                 dot0[c % MR] = add_int(dot0[c % MR], dot0[c]);
                 dot1[c % MR] = add_int(dot1[c % MR], dot1[c]);
             }
-            const VF scale0 = load(scales), scale1 = load(scales + kLanes);
+            const VF scale0 = load_scale<STORED>(scales0);
+            const VF scale1 = load_scale<STORED>(STORED ? scales1 : scales0 + 4 * kLanes);
+            VF minus0 = zero(), minus1 = zero();
+            if (MINUS) {
+                minus0 = load_scale<STORED>(minuses0);
+                minus1 = load_scale<STORED>(STORED ? minuses1 : minuses0 + 4 * kLanes);
+            }
 #pragma GCC unroll 8
             for (int r = 0; r < MR; ++r) {
                 const VF value0 = to_float(dot0[r]), value1 = to_float(dot1[r]);
@@ -151,12 +173,20 @@ __attribute__((noinline)) static void panel_int(Panel* p, const Q8Block* x, floa
                 if (MINUS) {
                     const Q8Block& block = x[r * stride];
                     const VF sum = to_float(set1_int(kHalves == 1 ? block.sum : block.half[half]));
-                    t0[r] = fnma(load(minuses), sum, t0[r]);
-                    t1[r] = fnma(load(minuses + kLanes), sum, t1[r]);
+                    t0[r] = fnma(minus0, sum, t0[r]);
+                    t1[r] = fnma(minus1, sum, t1[r]);
                 }
             }
-            scales += kStripRows;
-            minuses += kStripRows;
+            if (STORED) {
+                prefetch(scales0 + scales_ahead);
+                prefetch(scales1 + scales_ahead);
+                if (MINUS) {
+                    prefetch(minuses0 + scales_ahead);
+                    prefetch(minuses1 + scales_ahead);
+                }
+            }
+            scales0 += kStep, scales1 += kStep;
+            if (MINUS) minuses0 += kStep, minuses1 += kStep;
         }
 #pragma GCC unroll 8
         for (int r = 0; r < MR; ++r) {
@@ -177,8 +207,9 @@ __attribute__((noinline)) static void panel_int(Panel* p, const Q8Block* x, floa
         x = first_block + p->to_residual + b;
         tile0 = p->codes[0] + b * step;
         tile1 = p->codes[1] + b * step;
-        scales = p->scales + b * kHalves * kStripRows;
-        minuses = p->minuses + b * kHalves * kStripRows;
+        scales0 = p->scales[0] + b * kHalves * kStep, scales1 = p->scales[1] + b * kHalves * kStep;
+        if (!MINUS) continue;
+        minuses0 = p->minuses[0] + b * kHalves * kStep, minuses1 = p->minuses[1] + b * kHalves * kStep;
     }
 #pragma GCC unroll 8
     for (int r = 0; r < MR; ++r) {
@@ -201,38 +232,41 @@ INLINE int rows_at_once(int most, int64_t m) {
     return most >= 5 && m >= 5 ? 5 : most >= 4 && m >= 4 ? 4 : m >= 2 ? 2 : 1;
 }
 
-template <int BITS, int SUBGROUP, bool MINUS>
+template <int BITS, int SUBGROUP, bool MINUS, bool STORED>
 static void panel_rows(Panel* p, const Q8Block* x, int rows, float* sums) {
     const int kMost = most_rows(BITS, SUBGROUP);
     switch (rows) {
-        case 8: panel_int<BITS, SUBGROUP, MINUS, kMost >= 5 ? 8 : 1>(p, x, sums); break;
-        case 5: panel_int<BITS, SUBGROUP, MINUS, kMost >= 5 ? 5 : 1>(p, x, sums); break;
-        case 4: panel_int<BITS, SUBGROUP, MINUS, kMost >= 4 ? 4 : 1>(p, x, sums); break;
-        case 2: panel_int<BITS, SUBGROUP, MINUS, 2>(p, x, sums); break;
-        default: panel_int<BITS, SUBGROUP, MINUS, 1>(p, x, sums);
+        case 8: panel_int<BITS, SUBGROUP, MINUS, kMost >= 5 ? 8 : 1, STORED>(p, x, sums); break;
+        case 5: panel_int<BITS, SUBGROUP, MINUS, kMost >= 5 ? 5 : 1, STORED>(p, x, sums); break;
+        case 4: panel_int<BITS, SUBGROUP, MINUS, kMost >= 4 ? 4 : 1, STORED>(p, x, sums); break;
+        case 2: panel_int<BITS, SUBGROUP, MINUS, 2, STORED>(p, x, sums); break;
+        default: panel_int<BITS, SUBGROUP, MINUS, 1, STORED>(p, x, sums);
     }
 }
 
 // All rows of one pass over one k panel, for kPerBlock vectors of each block.
-template <int BITS, int SUBGROUP, bool MINUS>
+template <int BITS, int SUBGROUP, bool MINUS, bool STORED>
 static void rows_int(Panel* p, const Q8Block* x, int64_t m, float* sums) {
     const int kMost = most_rows(BITS, SUBGROUP);
     int64_t products = 0;
     for (int64_t left = m; left > 0; left -= rows_at_once(kMost, left)) ++products;
     plan_prefetch(p, products * kPerBlock);
     const uint8_t* const codes[2] = {p->codes[0], p->codes[1]};
-    const float *scales = p->scales, *minuses = p->minuses;
+    const uint8_t* const scales[2] = {p->scales[0], p->scales[1]};
+    const uint8_t* const minuses[2] = {MINUS ? p->minuses[0] : nullptr, MINUS ? p->minuses[1] : nullptr};
     for (int g = 0; g < kPerBlock; ++g) {
-        for (int v = 0; v < 2; ++v)
-            p->codes[v] = codes[(2 * g + v) / kPerBlock] + (2 * g + v) % kPerBlock * kLanes * 4;
-        p->scales = scales + 2 * g * kLanes;
-        p->minuses = minuses + 2 * g * kLanes;
+        for (int v = 0; v < 2; ++v) {
+            const int b = (2 * g + v) / kPerBlock, lane = (2 * g + v) % kPerBlock * kLanes;
+            p->codes[v] = codes[b] + lane * 4;
+            p->scales[v] = scales[b] + lane * (STORED ? 2 : 4);
+            if (MINUS) p->minuses[v] = minuses[b] + lane * (STORED ? 2 : 4);
+        }
         const Q8Block* rows = x;
         const uint32_t* const residual = p->residual;
         float* to = sums + 2 * g * kLanes;
         for (int64_t left = m; left > 0;) {
             const int count = rows_at_once(kMost, left);
-            panel_rows<BITS, SUBGROUP, MINUS>(p, rows, count, to);
+            panel_rows<BITS, SUBGROUP, MINUS, STORED>(p, rows, count, to);
             left -= count;
             rows += count * p->x_stride;
             to += count * p->sums_stride;
@@ -279,17 +313,17 @@ INLINE void own_lines(const LinearArgs* args, int64_t index, int64_t m, int64_t 
 }
 
 // One k panel of one strip for `m` rows of x.
-template <int BITS, int SUBGROUP, bool MINUS>
+template <int BITS, int SUBGROUP, bool MINUS, bool STORED>
 static void multiply_int(Panel* panel, const Q8Block* x, int64_t m, float* sums, uint8_t* expanded) {
     if constexpr (BITS < kLookup) {
         const bool quick = BITS == 4 && SUBGROUP == 32 && !kMatrix;
         if ((BITS == 8 && !kMatrix) || m < (quick ? kExpandQuickFrom : kExpandFrom)) {
-            rows_int<BITS, SUBGROUP, MINUS>(panel, x, m, sums);
+            rows_int<BITS, SUBGROUP, MINUS, STORED>(panel, x, m, sums);
             return;
         }
     } else if constexpr (BITS == kLookup + 4) {
         if (m < kLookUpOnceFrom) {
-            rows_int<BITS, SUBGROUP, MINUS>(panel, x, m, sums);
+            rows_int<BITS, SUBGROUP, MINUS, STORED>(panel, x, m, sums);
             return;
         }
     }
@@ -301,10 +335,10 @@ static void multiply_int(Panel* panel, const Q8Block* x, int64_t m, float* sums,
         panel->codes[b] = to;
     }
     panel->step = kByteTile;
-    rows_int<expanded_as<BITS, SUBGROUP / 4>(), SUBGROUP, MINUS>(panel, x, m, sums);
+    rows_int<expanded_as<BITS, SUBGROUP / 4>(), SUBGROUP, MINUS, STORED>(panel, x, m, sums);
 }
 
-template <int BITS, int SUBGROUP, bool MINUS>
+template <int BITS, int SUBGROUP, bool MINUS, bool STORED>
 static void strips_int(const LinearArgs* args, const ItemRange* strips, uint8_t* scratch) {
     const Weight* w = args->w;
     const int64_t blocks = w->k_blocks, panels = panels_of(blocks), row = args->terms * blocks;
@@ -326,6 +360,7 @@ static void strips_int(const LinearArgs* args, const ItemRange* strips, uint8_t*
         panel.then = panel.then_end = panel.later ? panel.later : panel.reach;
         panel.later_end = strips->then_end;
         panel.fresh = again || !strips->resumed;
+        panel.scales_ahead = scales_ahead(w->groups * 2 * kTileRows);
         if (panel.fresh) {
             const uint8_t* start = w->codes + strips->begin * kStripBlocks * row_bytes;
             panel.ahead = start + kPrefetch < panel.reach ? start + kPrefetch : panel.reach;
@@ -342,12 +377,18 @@ static void strips_int(const LinearArgs* args, const ItemRange* strips, uint8_t*
                     const Tiles tiles = tiles_of(w, strip.block[b]);
                     panel.codes[b] = tiles.first + i * tiles.step;
                     panel.step = panel.tiles = tiles.step;
-                    subgroup_scales(w, {strip.block[b], i * per_block, i_end * per_block},
-                                scales + b * kTileRows, minuses + b * kTileRows);
+                    if constexpr (STORED) {
+                        const int64_t at = (strip.block[b] * w->groups + i * per_block) * kTileRows;
+                        panel.scales[b] = (const uint8_t*)((const uint16_t*)w->scale + at);
+                        if (MINUS) panel.minuses[b] = (const uint8_t*)((const uint16_t*)w->minus + at);
+                    } else {
+                        panel.scales[b] = (const uint8_t*)(scales + b * kTileRows);
+                        panel.minuses[b] = (const uint8_t*)(minuses + b * kTileRows);
+                        subgroup_scales(w, {strip.block[b], i * per_block, i_end * per_block},
+                                        scales + b * kTileRows, minuses + b * kTileRows);
+                    }
                 }
                 panel.start = panel.codes[0];
-                panel.scales = scales;
-                panel.minuses = minuses;
                 panel.blocks = i_end - i;
                 panel.x_stride = row;
                 panel.residual = args->terms == 2 ? args->act.residual + m * panels + c : nullptr;
@@ -359,13 +400,31 @@ static void strips_int(const LinearArgs* args, const ItemRange* strips, uint8_t*
                 panel.words = args->act.words;
                 panel.int8_table = w->int8_table;
                 panel.first = c == 0;
-                multiply_int<BITS, SUBGROUP, MINUS>(&panel, args->act.blocks + m * row + i, m_end - m,
-                                                    to, expanded);
+                multiply_int<BITS, SUBGROUP, MINUS, STORED>(&panel, args->act.blocks + m * row + i, m_end - m,
+                                                            to, expanded);
                 panel.fresh = false;
             }
             if (!direct) store_strip(args, s, strip.valid, m, m_end, sums);
         }
     }
+}
+
+// Whether each subgroup has a float16 scale, and maybe a minimum, that is used as it is: Q4_0, Q4_1, Q5_0,
+// Q5_1, Q8_0 and groups of 32 with such scales.
+INLINE bool stores_halves(const Weight* w) {
+    if (w->scale_type != kF16 || w->super_scale || w->scale_table || w->zeros) return false;
+    if (w->minus && (w->minus_type != kF16 || w->super_minus || w->zero != 0.0f)) return false;
+    return w->subgroups_per_group == 1 && w->groups * w->subgroup == w->k_blocks * kTileDepth;
+}
+
+template <int BITS, bool MINUS>
+static void strips_of_32(const LinearArgs* args, const ItemRange* strips, uint8_t* scratch) {
+    if constexpr (kLoadsHalves && (BITS == 4 || BITS == 5 || BITS == 8))
+        if (stores_halves(args->w)) {
+            strips_int<BITS, 32, MINUS, true>(args, strips, scratch);
+            return;
+        }
+    strips_int<BITS, 32, MINUS, false>(args, strips, scratch);
 }
 
 static void linear_int(const LinearArgs* args, const ItemRange* strips, uint8_t* scratch) {
@@ -374,8 +433,8 @@ static void linear_int(const LinearArgs* args, const ItemRange* strips, uint8_t*
         switch (args->w->bits) {
 #define CASE(BITS)                                                                     \
     case BITS:                                                                         \
-        if (fine) strips_int<kLookup + BITS, 16, false>(args, strips, scratch);        \
-        else strips_int<kLookup + BITS, 32, false>(args, strips, scratch);             \
+        if (fine) strips_int<kLookup + BITS, 16, false, false>(args, strips, scratch); \
+        else strips_int<kLookup + BITS, 32, false, false>(args, strips, scratch);      \
         break
             CASE(1);
             CASE(3);
@@ -385,12 +444,12 @@ static void linear_int(const LinearArgs* args, const ItemRange* strips, uint8_t*
         return;
     }
     switch (args->w->bits) {
-#define CASE(BITS)                                                             \
-    case BITS:                                                                 \
-        if (fine && minus) strips_int<BITS, 16, true>(args, strips, scratch);  \
-        else if (fine) strips_int<BITS, 16, false>(args, strips, scratch);     \
-        else if (minus) strips_int<BITS, 32, true>(args, strips, scratch);     \
-        else strips_int<BITS, 32, false>(args, strips, scratch);               \
+#define CASE(BITS)                                                                    \
+    case BITS:                                                                        \
+        if (fine && minus) strips_int<BITS, 16, true, false>(args, strips, scratch);  \
+        else if (fine) strips_int<BITS, 16, false, false>(args, strips, scratch);     \
+        else if (minus) strips_of_32<BITS, true>(args, strips, scratch);              \
+        else strips_of_32<BITS, false>(args, strips, scratch);                        \
         break
         CASE(2);
         CASE(3);

@@ -69,6 +69,13 @@ enum { kPrefetch = 8192, kPrefetchInto = 3 };
 static_assert(kPrefetch % kCacheLine == 0, "whole cache lines");
 INLINE void prefetch(const void* at) { __builtin_prefetch(at, 0, kPrefetchInto); }
 
+// Levels that convert float16 as they load it. ARM could, but there nobody has measured that it pays.
+#if defined(__F16C__)
+enum { kLoadsHalves = 1 };
+#else
+enum { kLoadsHalves = 0 };
+#endif
+
 INLINE VF code_float(VB p, int b) { return to_float(code_int(p, b)); }
 
 #if defined(__AVX2__)

@@ -29,12 +29,17 @@ struct SubgroupRange {
     int64_t block, begin, end;
 };
 
+// How far ahead scales are prefetched, a row block of which has `bytes`: the same subgroups of the next
+// strip, or further on in a long row.
+INLINE int64_t scales_ahead(int64_t bytes) {
+    return kStripBlocks * bytes < kPrefetch ? kStripBlocks * bytes : (int64_t)kPrefetch;
+}
+
 // For each subgroup the 16 values of its group as floats; `to` is [subgroups][kStripRows].
 template <int TYPE>
 static void load_subgroups(const Weight* w, const void* base, const SubgroupRange& range, float* to) {
     const int64_t subgroups_per_group = w->subgroups_per_group;
-    const int64_t row = bytes_of(TYPE, kStripBlocks * w->groups * kTileRows);
-    const int64_t ahead = row < kPrefetch ? row : (int64_t)kPrefetch;
+    const int64_t ahead = scales_ahead(bytes_of(TYPE, w->groups * kTileRows));
     const int64_t last = (range.block + 1) * w->groups - 1;  // also for subgroups of padding
     int64_t group = range.block * w->groups + range.begin / subgroups_per_group;
     int64_t used = range.begin % subgroups_per_group;
@@ -42,7 +47,6 @@ static void load_subgroups(const Weight* w, const void* base, const SubgroupRang
     for (int64_t u = range.begin; u < range.end; ++u, to += kStripRows) {
         if (u == range.begin || used == 0) {
             const int64_t at = (group < last ? group : last) * kTileRows;
-            // The same subgroups of the next strip, or 2 KiB ahead in a long row.
             prefetch((const uint8_t*)base + bytes_of(TYPE, at) + ahead);
             for (int i = 0; i < kPerBlock; ++i) values[i] = load_as(TYPE, base, at + i * kLanes);
         }
