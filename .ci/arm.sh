@@ -85,5 +85,6 @@ export PYTHONDONTWRITEBYTECODE=1
 
 say "tests/kernels at all levels, golden files"
 cd "$tree"
+# Left out: a comparison of torch code with libgguf, of which there is no wheel for ARM.
 "$out/bin/python" -m pytest --timeout 3000 -q -m "not slow" tests/kernels \
-  tests/accuracy/test_goldens.py "$@"
+  --ignore tests/kernels/test_reference.py tests/accuracy/test_goldens.py "$@"
