@@ -15,6 +15,7 @@ PICTURES = ROOT / "docs" / "pictures"
 #: The plot, the part of the page with its numbers, and the machine.
 PLOTS = {
     "speed_avx512_vnni": ("q4_1", "AMD EPYC (Zen 5), 2 cores, AVX-512-VNNI"),
+    "speed_zen4": ("q4_1-zen4", "AMD EPYC (Zen 4), 2 cores, AVX-512-VNNI"),
     "speed_avx2": ("q4_1-avx2", "AMD EPYC (Zen 4), 2 cores, AVX2 only"),
 }
 ROW = re.compile(r"^\| (\S+) [^|]*\| \w+ \| (\d+) \| ([\d.]+) \|", re.MULTILINE)
