@@ -266,6 +266,7 @@ def test_another_installation_of_this_package_is_a_peer(
 
 @pytest.mark.peers
 @pytest.mark.model
+@pytest.mark.timeout(1200)  # vLLM opens in a minute, on a busy machine in several
 def test_each_engine_of_an_environment_decodes_the_load(
     smollm2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
