@@ -132,7 +132,7 @@ def test_weights_are_packed_after_the_call_and_their_sources_are_kept(cases: Any
     kinds = ("q4_0", "q8_0", "q6_k")
     packed = [kernel.pack(cases.blocks(1024, 512, kind)) for kind in kinds]
     gc.collect()
-    again = torch.full((1024, 544), 255).to(torch.uint8)  # takes the place of a source that is freed
+    again = torch.full((1024, 544), 255).to(torch.uint8)  # in the place of a source that is freed
     for kind, weight in zip(kinds, packed, strict=True):
         assert cases.same(kernel.unpack(weight), cases.blocks(1024, 512, kind)), kind
     assert int(again.sum()) == 1024 * 544 * 255

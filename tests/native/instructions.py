@@ -147,7 +147,8 @@ def main() -> None:
         for title, kind in FORMATS.items():
             limits = dict(zip((1, 2, 4), MOST.get(level, {}).get(title, ()), strict=False))
             for rows in (1, 2, 4, 5, 8):
-                symbol = f"{level}::panel_int<{kind[0]}, {kind[1]}, {kind[2]}, {rows}, "  # and how scales are read
+                # and any way to read scales
+                symbol = f"{level}::panel_int<{kind[0]}, {kind[1]}, {kind[2]}, {rows}, "
                 loops = [
                     loop for name in code if symbol in name for loop in inner_loops(code[name])
                 ]
