@@ -186,8 +186,10 @@ def test_a_worker_lost_in_a_step_is_named_with_its_host_within_seconds(
     executor.close()
     if fault == "stop":
         hosts.close()
-    else:
-        assert run_step(started(), StepPlan(4)).step_id == 4
+        return
+    if fault in ("kill", "exit"):  # its connection is closed a moment before it has ended
+        hosts.workers[0].process.wait(20)
+    assert run_step(started(), StepPlan(4)).step_id == 4
 
 
 def test_a_worker_killed_between_steps_is_named(started, hosts: Hosts) -> None:
