@@ -18,6 +18,7 @@ from sdk.kernels import cpu
 from sdk.kernels.cpu import library, page_args, runtime
 from sdk.kernels.errors import KernelError
 from sdk.kernels.ops import Ops
+from sdk.llm import LLM
 
 
 def thread_count() -> int:
@@ -154,6 +155,13 @@ def test_what_was_begun_is_packed_in_the_end(cases: Any, end: str) -> None:
     del backend
     assert torch.equal(packed.codes, codes)
     expected.close()
+
+
+def test_nothing_of_a_loaded_model_is_still_being_packed(golden: Path) -> None:
+    """A forked child would miss what other threads pack after the fork."""
+    with LLM(golden / "gguf-Q4_1" / "model.gguf", device="cpu") as llm:
+        (native,) = (one for one in llm._runner().ops.context.backends if one.name == "cpu")
+        assert native.runtime._packing == ()  # type: ignore[attr-defined]
 
 
 def test_running_out_of_memory_raises(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -627,7 +627,6 @@ bool Runtime::begin_pack(const PackJob& job, int64_t work) {
     if (!reserve_private(job.w->dense ? 0 : pack_scratch(*job.w))) return false;
     packing_ = job;
     packing_phase_ = {job.blocks, tasks_for(job.blocks, work)};
-    packs_ = true;
     pool.begin(
         [](void* context, int, const ItemRange& share, int thread) {
             Runtime* self = static_cast<Runtime*>(context);
@@ -644,8 +643,8 @@ bool Runtime::begin_pack(const PackJob& job, int64_t work) {
 }
 
 void Runtime::settle() {
-    if (packs_ && !pool.inherited()) pool.finish();
-    packs_ = false;
+    if (packing_.w && !pool.inherited()) pool.finish();
+    packing_.w = nullptr;
 }
 
 void Runtime::close() {

@@ -174,9 +174,8 @@ private:
     Status transferred_ = kOk;    // by the run so far
     size_t stride_ = 0;
     std::vector<Phase> phases_;
-    PackJob packing_ = {};
+    PackJob packing_ = {};  // without a weight: nothing is being packed
     Phase packing_phase_ = {};
-    bool packs_ = false;
 };
 
 // The right to use a runtime.

@@ -59,8 +59,8 @@ VI of_second(VI first, VI last);
 // Prefetches of weights, keys and values: how many bytes before they are read, and into which cache (2: the
 // second level). A core of Zen 4 waits for more lines at a time in the second level. With one row of
 // activations, that makes products of Q4_0, Q4_K and Q8_0 1.3 to 1.5 times as fast with AVX2, and whole models
-// 1.2 times with AVX-512. On the other x86 machines that were measured it made no difference. ARM has not been
-// measured.
+// 1.2 times with AVX-512. On the first machine (docs/log.md, 2026-11-21) the cache made no difference. Intel's
+// cores and ARM have not been measured.
 #if defined(__AVX2__)
 enum { kPrefetch = 16384, kPrefetchInto = 2 };
 #else
