@@ -57,6 +57,26 @@ def test_messages_arrive_in_order_and_a_goodbye_after_them(signed) -> None:
     assert sorted(lost) == [1, 2]
 
 
+def test_what_was_sent_before_the_end_arrives_although_the_other_end_still_sends(signed) -> None:
+    link, other = Link(signed[0], "one", int), signed[1]
+
+    def send_and_close() -> None:
+        link.send(bytes(20_000_000), 30)  # the last of it is still in this end's buffers
+        link.close()
+
+    sending = threading.Thread(target=send_and_close)
+    sending.start()
+    kinds = []
+    while b"e" not in kinds:
+        message = other.receive(30, meanwhile=lambda: other.send(b"b", 30))
+        kinds.append(bytes(message[:1]))
+        assert len(message) == (20_000_001 if kinds[-1] == b"m" else 1)
+    assert kinds.count(b"m") == 1
+    other.wire.close()
+    sending.join(30)
+    assert not sending.is_alive() and link.lost is not None
+
+
 def test_a_link_without_a_message_waits_only_so_long_and_stays(signed) -> None:
     one, other = Link(signed[0], "one", int), Link(signed[1], "other", int)
     assert one.receive(0.01) is None and not one.wait_closed(1.2)  # beats are no messages

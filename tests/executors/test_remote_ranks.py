@@ -46,6 +46,9 @@ class Hosts:
         self.workers.append(worker)
         return worker
 
+    def one_has_ended(self) -> bool:
+        return any(one.process.poll() is not None for one in self.workers)
+
     def ensure(self, count: int) -> list:
         """``count`` living workers that wait."""
         for worker in [one for one in self.workers if one.process.poll() is not None]:
@@ -173,7 +176,7 @@ def test_while_an_engine_waits_only_its_address_is_bound(remote: ModuleType, eve
     ],
 )
 def test_a_worker_lost_in_a_step_is_named_with_its_host_within_seconds(
-    started, hosts: Hosts, fault: str, message: str
+    started, hosts: Hosts, eventually: Callable, fault: str, message: str
 ) -> None:
     executor = started({(1, 2): fault})
     assert run_step(executor, StepPlan(1)).step_id == 1
@@ -188,7 +191,7 @@ def test_a_worker_lost_in_a_step_is_named_with_its_host_within_seconds(
         hosts.close()
         return
     if fault in ("kill", "exit"):  # its connection is closed a moment before it has ended
-        hosts.workers[0].process.wait(20)
+        assert eventually(hosts.one_has_ended)
     assert run_step(started(), StepPlan(4)).step_id == 4
 
 

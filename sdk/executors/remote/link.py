@@ -8,7 +8,6 @@ read from the clock, so a process that was itself suspended does not give up the
 
 from __future__ import annotations
 
-import contextlib
 import select
 import threading
 import time
@@ -79,18 +78,33 @@ class Link:
             return self._changed.wait_for(lambda: self._lost is not None, limit_s)
 
     def close(self) -> None:
-        """Say goodbye, end the connection and the thread. Idempotent."""
+        """Say goodbye, end the connection and the thread. Idempotent.
+
+        What was sent before arrives: waits, at most ``SILENCE_S`` seconds, until the other end has
+        received it and has closed as well.
+        """
         self._closed = True
-        if self._lost is None and self._sending.acquire(timeout=0.5):
-            try:
-                with contextlib.suppress(OSError):
-                    self._signed.send(_BYE, 0.5)
-            finally:
-                self._sending.release()
+        joins = self._thread is not threading.current_thread()
+        if joins and self._lost is None and self._say_goodbye():
+            # The thread reads meanwhile. A socket that is closed while bytes arrive resets the
+            # connection, and what the other end has not received yet is lost (RFC 1122, 4.2.2.13).
+            self.wait_closed(SILENCE_S)
         self._signed.wire.shut()
-        if self._thread is not threading.current_thread():
+        if joins:
             self._thread.join()
             self._signed.wire.close()
+
+    def _say_goodbye(self) -> bool:
+        if not self._sending.acquire(timeout=_TICK_S):
+            return False  # another thread sends, and the other end does not read
+        try:
+            self._signed.send(_BYE, SILENCE_S)
+            self._signed.wire.end_sending()
+        except OSError:
+            return False
+        finally:
+            self._sending.release()
+        return True
 
     def _read(self) -> None:
         try:
@@ -133,7 +147,7 @@ class Link:
         self._next_beat = time.monotonic() + _TICK_S
         if self._sending.acquire(blocking=False):
             try:
-                if self._signed.wire.wait(select.POLLOUT, 0.0):
+                if not self._closed and self._signed.wire.wait(select.POLLOUT, 0.0):
                     self._signed.send(_BEAT, SILENCE_S)
             finally:
                 self._sending.release()

@@ -94,6 +94,10 @@ class Wire:
             view = view[found:]
         return data
 
+    def end_sending(self) -> None:
+        """The other end receives what was sent, and then that nothing else comes."""
+        self.socket.shutdown(socket.SHUT_WR)
+
     def shut(self) -> None:
         """End the connection, also for a thread that waits for it. A forked child of this process
         may hold a copy of the socket, so closing it alone would not."""
