@@ -48,7 +48,7 @@ test: $(VENV)/.embedlm-dev models browser ## set up, build and run the tests but
 test-all: $(VENV)/.embedlm-dev models browser ## the same with the slow tests
 	@$(call RUN_TESTS)
 
-test-arm: | $(PY) ## the native module for 64-bit ARM in an emulator, with an ARM Python (hours; Debian, Ubuntu)
+test-arm: | $(PY) ## the native module for 64-bit ARM in an emulator, with an ARM Python (40 minutes; Debian, Ubuntu)
 	.ci/arm.sh $(abspath $(PY))
 
 aot: $(VENV)/.embedlm-dev ## compile every new or changed GPU kernel for every card, without one

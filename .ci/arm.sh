@@ -85,6 +85,8 @@ export PYTHONDONTWRITEBYTECODE=1
 
 say "tests/kernels at all levels, golden files"
 cd "$tree"
-# Left out: a comparison of torch code with libgguf, of which there is no wheel for ARM.
+# Left out: a comparison of torch code with libgguf, of which there is no wheel for ARM; and a test of advice
+# about memory, which the emulator does not pass on.
 "$out/bin/python" -m pytest --timeout 3000 -q -m "not slow" tests/kernels \
-  --ignore tests/kernels/test_reference.py tests/accuracy/test_goldens.py "$@"
+  --ignore tests/kernels/test_reference.py tests/accuracy/test_goldens.py \
+  --deselect tests/kernels/test_weight_file.py::test_the_weight_that_came_next_the_last_time_is_asked_for "$@"

@@ -4,27 +4,31 @@
 // values. Per row and key block of 128 keys (at absolute positions, so a row's result depends only on
 // its own position), with the keys lo..hi visible:
 //     s[t]   = sum_g key_scale[g][t] sum_d (scale q[d]) k[t][d]   d in order, in groups
-//     peak'  = max s;  w[t] = exp(s[t] - peak');  total' = sum w
+//     peak'  = max s;  w[t] = 2^(s[t] - peak');  total' = sum w
 //     acc'   = sum_t w[t] value_scale[g][t] v[t]                t in order
 // which gives a record (acc', peak', total'). Records are merged from the left:
-//     m = max(peak, peak');  x = x exp(peak - m) + x' exp(peak' - m)  for x = acc, total
+//     m = max(peak, peak');  x = x 2^(peak - m) + x' 2^(peak' - m)  for x = acc, total
+// where `scale` has a factor log2(e). The partial sums of `total'` are those of 16 lanes at every level.
 // A block without visible keys changes nothing and is skipped. Invisible keys are never multiplied, so
 // stale page contents (even NaN) have no effect. Every way to divide the work merges the same records
 // in the same order, so spreading a context over threads changes no bit.
 #pragma once
 
-#include "attention_block.hpp"
+#include "attention_integers.hpp"
 #include "elementwise.hpp"
 #include "rope.hpp"
 
 namespace LEVEL {
 
+// Scores are multiplied by this: exponents of 2 take fewer instructions than those of e.
+constexpr float kLog2e = 1.44269504f;
+
 // Turns one row's scores into weights; returns peak and total of its record.
 INLINE void softmax_row(const AttentionArgs* a, float* s, int lo, int hi, float* record) {
     const int begin = lo / kLanes * kLanes, end = (hi + kLanes - 1) / kLanes * kLanes;
-    const VF cap = set1(a->softcap);
+    const VF cap = set1(a->softcap), most = set1(a->softcap * kLog2e);
     for (int t = begin; t < end && a->softcap > 0.0f; t += kLanes)
-        store(s + t, mul(tanh_of(div(load(s + t), cap)), cap));
+        store(s + t, mul(tanh_of(div(load(s + t), cap)), most));
     for (int t = begin; t < lo; ++t) s[t] = -INFINITY;
     for (int t = hi; t < end; ++t) s[t] = -INFINITY;
     VF best = set1(-INFINITY);
@@ -34,7 +38,7 @@ INLINE void softmax_row(const AttentionArgs* a, float* s, int lo, int hi, float*
     VF sums[16 / kLanes];
     for (int i = 0; i < 16 / kLanes; ++i) sums[i] = zero();
     for (int t = begin; t < end; t += kLanes) {
-        const VF weight = exp_of(sub(load(s + t), set1(peak)));
+        const VF weight = exp2_of(sub(load(s + t), set1(peak)));
         VF* sum = sums + t / kLanes % (16 / kLanes);
         *sum = add(*sum, weight);
         store(s + t, weight);
@@ -45,16 +49,37 @@ INLINE void softmax_row(const AttentionArgs* a, float* s, int lo, int hi, float*
     record[1] = reduce_add(sums[0]);
 }
 
-// state <- state merged with one more record.
-INLINE void merge_record(float* state, const float* part, int64_t padded) {
-    float *tail = state + padded, totals[kLanes];
-    const float peak = part[padded] > tail[0] ? part[padded] : tail[0];
-    const VF old_part = exp_of(set1(tail[0] - peak)), new_part = exp_of(set1(part[padded] - peak));
-    store(totals, fma(set1(part[padded + 1]), new_part, mul(set1(tail[1]), old_part)));
-    tail[0] = peak;
-    tail[1] = totals[0];
-    for (int64_t d = 0; d < padded; d += kLanes)
-        store(state + d, fma(load(part + d), new_part, mul(load(state + d), old_part)));
+// Merges one more record into the state of each row whose bit in `rows` is set. The exponents of all
+// rows are computed together.
+static void merge_records(const Item& item, float* states, const float* parts, uint32_t rows) {
+    enum { kRows = (kAttentionRows + kLanes - 1) / kLanes * kLanes };
+    const int64_t padded = item.padded, record = item.record;
+    float kept[kRows] = {}, added[kRows] = {}, total[kRows] = {}, more[kRows] = {};
+    for (int j = 0; j < kAttentionRows; ++j) {
+        if (!(rows >> j & 1)) continue;
+        float* tail = states + j * record + padded;
+        const float *part = parts + j * record + padded, peak = part[0] > tail[0] ? part[0] : tail[0];
+        kept[j] = tail[0] - peak;
+        added[j] = part[0] - peak;
+        total[j] = tail[1];
+        more[j] = part[1];
+        tail[0] = peak;
+    }
+    for (int j = 0; j < kRows; j += kLanes) {
+        const VF old_part = exp2_of(load(kept + j)), new_part = exp2_of(load(added + j));
+        store(kept + j, old_part);
+        store(added + j, new_part);
+        store(total + j, fma(load(more + j), new_part, mul(load(total + j), old_part)));
+    }
+    for (int j = 0; j < kAttentionRows; ++j) {
+        if (!(rows >> j & 1)) continue;
+        float* state = states + j * record;
+        const float* part = parts + j * record;
+        const VF old_part = set1(kept[j]), new_part = set1(added[j]);
+        for (int64_t d = 0; d < padded; d += kLanes)
+            store(state + d, fma(load(part + d), new_part, mul(load(state + d), old_part)));
+        state[padded + 1] = total[j];
+    }
 }
 
 // The records of rows i..i + mr of one key block, into parts[mr][record].
@@ -75,13 +100,17 @@ static void make_records(const Item& item, const KeyBlock& c, int64_t begin, int
     }
     if (first >= end) return;
     const Products multiply = products(c, mr), single = products(c, 1);
-    multiply.score(c, item.q + i * item.padded, item.padded, width, first, end, item.weights,
-                   ahead);
+    if (multiplies_codes(c.from->keys)) code_products(mr).score(item, c, i, first, end, ahead);
+    else multiply.score(c, item.q + i * item.padded, item.padded, width, first, end, item.weights, ahead);
     for (int j = 0; j < mr; ++j) {
         float* part = parts + j * item.record;
         memset(part, 0, sizeof(float) * (size_t)item.padded);
         if (lo[j] < hi[j])
             softmax_row(a, item.weights + j * kBlockKeys, lo[j], hi[j], part + item.padded);
+    }
+    if (multiplies_codes(c.from->values)) {
+        code_products(mr).sum(item, c, lo, hi, first, end, parts, ahead);
+        return;
     }
     // Keys that all rows see are multiplied together, the others row by row; ascending for each row.
     const bool together = low < high;
@@ -99,6 +128,16 @@ static void make_records(const Item& item, const KeyBlock& c, int64_t begin, int
                           parts + j * item.record, item.record, ahead);
 }
 
+// Bit j: row i + j sees keys of the key block at `begin`.
+INLINE uint32_t rows_that_see(const Item& item, int64_t begin, int i, int mr) {
+    uint32_t rows = 0;
+    for (int j = 0, lo, hi; j < mr; ++j) {
+        visible(item, begin, i + j, &lo, &hi);
+        rows |= (uint32_t)(lo < hi) << j;
+    }
+    return rows;
+}
+
 // One key block for all rows: merged into the item's states, or left in `split` as records.
 static void attend_block(const Item& item, int64_t begin, float* split, Ahead* ahead) {
     const AttentionArgs* a = item.a;
@@ -110,17 +149,18 @@ static void attend_block(const Item& item, int64_t begin, float* split, Ahead* a
     c.from = &a->levels[level_of(item.table[begin / a->page_size])];
     load_scales(item, begin, count, c.from->keys, item.key_scale, item.key_zero, &c.keys);
     load_scales(item, begin, count, c.from->values, item.value_scale, item.value_zero, &c.values);
-    if (reads_pages(item, *c.from)) locate(item, begin, count, &c);
-    else convert(item, begin, first, count, &c);
+    const bool copies = !reads_pages(item, *c.from);
+    if (in_place(a, *c.from)) locate(item, begin, count, &c);
+    if (copies) {
+        (multiplies_codes(c.from->keys) ? pair_keys : convert_keys)(item, begin, first, count, &c);
+        (multiplies_codes(c.from->values) ? pair_values : convert_values)(item, begin, first, count, &c);
+    }
     for (int i = 0; i < item.rows; i += kAttentionRows) {
         const int mr = i + kAttentionRows < item.rows ? (int)kAttentionRows : item.rows - i;
         float* parts = split ? split + i * item.record : item.parts;
         make_records(item, c, begin, i, mr, parts, ahead);
-        for (int j = 0; j < mr && !split; ++j) {
-            visible(item, begin, i + j, &lo, &hi);
-            if (lo < hi) merge_record(item.states + (i + j) * item.record, parts + j * item.record,
-                              item.padded);
-        }
+        if (!split)
+            merge_records(item, item.states + i * item.record, parts, rows_that_see(item, begin, i, mr));
     }
 }
 
@@ -128,7 +168,8 @@ INLINE void begin_state(const Item& item, int i) {
     const AttentionArgs* a = item.a;
     float* state = item.states + i * item.record;
     memset(state, 0, sizeof(float) * (size_t)item.padded);
-    state[item.padded] = a->sinks ? a->sinks[item.head * item.group + i % item.group] : -INFINITY;
+    state[item.padded] =
+        a->sinks ? a->sinks[item.head * item.group + i % item.group] * kLog2e : -INFINITY;
     state[item.padded + 1] = a->sinks ? 1.0f : 0.0f;
 }
 
@@ -144,30 +185,33 @@ INLINE void finish(const Item& item, int i) {
     if (a->levels[0].values.mixed) mix(out, a->head_dim);
 }
 
-// Queries times the scale, row after row.
+// Queries times the scale, row after row; also as 16 bits if keys are codes that are multiplied.
 static void scale_queries(const Item& item) {
     const AttentionArgs* a = item.a;
+    const float scale = a->softcap > 0.0f ? a->scale : a->scale * kLog2e;
+    bool codes = false;
+    for (int l = 0; l < a->num_levels; ++l) codes |= multiplies_codes(a->levels[l].keys);
     for (int i = 0; i < item.rows; ++i) {
         const float* q = a->q + (item.token + i / item.group) * a->q_token +
                          (item.head * item.group + i % item.group) * a->q_head;
         float* to = item.q + i * item.padded;
-        for (int d = 0; d < a->head_dim; ++d) to[d] = q[d] * a->scale;
+        for (int d = 0; d < a->head_dim; ++d) to[d] = q[d] * scale;
+        if (codes) query_codes(item, i);
     }
 }
 
 // Merges the records of all key blocks into the result.
 static void merge_splits(const Stretch& s) {
-    for (int i = 0; i < s.item.rows; ++i) {
-        begin_state(s.item, i);
-        for (int64_t c = 0; c < s.blocks; ++c) {
-            int lo, hi;
-            visible(s.item, s.records_begin + c * kBlockKeys, i, &lo, &hi);
-            if (lo < hi)
-                merge_record(s.item.states + i * s.item.record,
-                     s.records + (c * s.item.rows + i) * s.item.record, s.item.padded);
-        }
-        finish(s.item, i);
+    const Item& item = s.item;
+    for (int i = 0; i < item.rows; ++i) begin_state(item, i);
+    for (int i = 0; i < item.rows; i += kAttentionRows) {
+        const int mr = i + kAttentionRows < item.rows ? (int)kAttentionRows : item.rows - i;
+        for (int64_t c = 0; c < s.blocks; ++c)
+            merge_records(item, item.states + i * item.record,
+                          s.records + (c * item.rows + i) * item.record,
+                          rows_that_see(item, s.records_begin + c * kBlockKeys, i, mr));
     }
+    for (int i = 0; i < item.rows; ++i) finish(item, i);
 }
 
 // All key blocks of a stretch: merged one by one, or left as records, which the last split of the

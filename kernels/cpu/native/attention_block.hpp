@@ -4,7 +4,8 @@
 // order. Codes are multiplied before they are scaled: each part of a dot product (a group, or a part of
 // one where the high halves of a kI4 head begin inside it) is scaled and added to the previous parts,
 // and the weights are scaled for each group of values. Reading pages in place and reading converted
-// copies give the same bits.
+// copies give the same bits. Here are the products of floats, which fp8 codes become; those of integer codes
+// are in attention_integers.hpp.
 #pragma once
 
 #include "attention_items.hpp"
@@ -17,6 +18,7 @@ struct BlockSide {
     int64_t step;        // from one dimension of a key to the next, from one value to the next
     const float *scale, *zero;  // [groups][128]; null: no scales; zero where `type` is kI4
     int group, low_dims;  // dimensions that share a scale; those in low halves of kI4 pages, or all
+    const int16_t* pairs;  // a copy of codes (attention_integers.hpp); null: they are read in place
 };
 
 // Where the keys and values of a key block are stored. Keys t of vector v are the lanes of
@@ -50,10 +52,6 @@ static void locate(const Item& item, int64_t begin, int count, KeyBlock* c) {
     const AttentionArgs* a = item.a;
     const PageSide &keys = c->from->keys, &values = c->from->values;
     const int shift = __builtin_ctz((unsigned)a->page_size), mask = a->page_size - 1;
-    c->keys.type = keys.type;
-    c->values.type = values.type;
-    c->keys.step = keys.step;
-    c->values.step = values.step;
     c->segment_shift = shift < kBlockShift ? shift : (int)kBlockShift;
     for (int v = 0; v < kKeyVectors; ++v) {
         const int t = v * kLanes < count ? v * kLanes : (count - 1) / kLanes * kLanes;
@@ -108,6 +106,9 @@ static void load_scales(const Item& item, int64_t begin, int count, const PageSi
         }
         t += run;
     }
+    to->type = from.type;
+    to->pairs = nullptr;
+    to->step = from.step;
     to->scale = groups ? scale : nullptr;
     to->zero = zero;
     to->group = from.group;
@@ -121,93 +122,59 @@ INLINE VF load_page(int type, const void* base, int64_t index) {
                          : load_as(type, base, index);
 }
 
-// Value d.. of a slot at `base`, or key d of kLanes slots.
-template <int TYPE>
-INLINE VF load_part(const void* base, int64_t index, VF zero) {
-    const VF x = load_page(TYPE, base, index);
-    return TYPE == kLow4 || TYPE == kHigh4 ? sub(x, zero) : x;
+// The first element of the key or value of the token at `position`.
+INLINE int64_t key_at(const Item& item, const PageSide& side, int64_t position) {
+    const int64_t page = page_of(item.table[position / item.a->page_size]);
+    return page * side.page + item.head * side.head + position % item.a->page_size;
 }
 
-// The type of dimension d of a head in its page.
-INLINE int part_type(const PageSide& side, int low_dims, int d) {
-    return side.type != kI4 ? side.type : d < low_dims ? kLow4 : kHigh4;
+INLINE int64_t value_at(const Item& item, const PageSide& side, int64_t position) {
+    const int64_t page = page_of(item.table[position / item.a->page_size]);
+    return page * side.page + item.head * side.head + position % item.a->page_size * side.step;
 }
 
-// Keys first..count of a key block as floats, [head_dim][128].
-static void convert_keys(const Item& item, int64_t begin, int first, int count, const KeyBlock& c) {
+// Copies keys first..count of a key block as floats, [head_dim][128], which pays off with many rows; those of
+// pages of odd shapes are always copied.
+static void convert_keys(const Item& item, int64_t begin, int first, int count, KeyBlock* c) {
     const AttentionArgs* a = item.a;
-    const PageSide& side = c.from->keys;
+    const PageSide& side = c->from->keys;
+    const bool whole = in_place(a, *c->from);
     for (int d = 0; d < a->head_dim; ++d) {
-        const BlockSide& keys = c.keys;
-        const bool nibbles = side.type == kI4;
-        const float* zeros = nibbles ? keys.zero + d / side.group * kBlockKeys : nullptr;
-        const bool high = nibbles && d >= keys.low_dims;
-        const int64_t at_d = (high ? d - keys.low_dims : d) * side.step;
+        const int64_t at_d = d * side.step;
         float* to = item.keys + d * kBlockKeys;
-        if (in_place(a, *c.from)) {
-            const int type = part_type(side, keys.low_dims, d);
-            for (int v = first / kLanes; v * kLanes < count; ++v) {
-                const VF x = load_page(type, c.key[v], at_d);
-                store(to + v * kLanes, zeros ? sub(x, load(zeros + v * kLanes)) : x);
-            }
-            continue;
-        }
-        for (int t = first; t < count; ++t) {
-            const int64_t page = page_of(item.table[(begin + t) / a->page_size]);
-            const int64_t slot = (begin + t) % a->page_size;
-            const int64_t at = page * side.page + item.head * side.head + slot + at_d;
-            const float x = load_one(side, at, high);
-            to[t] = zeros ? x - zeros[t] : x;
-        }
+        for (int v = first / kLanes; whole && v * kLanes < count; ++v)
+            store(to + v * kLanes, load_page(side.type, c->key[v], at_d));
+        for (int t = first; !whole && t < count; ++t)
+            to[t] = load_one(side, key_at(item, side, begin + t) + at_d);
     }
+    c->keys.type = kF32;
+    c->keys.step = kBlockKeys;
+    for (int v = 0; v < kKeyVectors; ++v) c->key[v] = item.keys + v * kLanes;
 }
 
-// Values first..count of a key block as floats, [128][padded].
-static void convert_values(const Item& item, int64_t begin, int first, int count, const KeyBlock& c) {
-    const AttentionArgs* a = item.a;
-    const PageSide& side = c.from->values;
-    const int width = a->head_dim, low_dims = c.values.low_dims;
-    const bool nibbles = side.type == kI4, whole = !nibbles || low_dims % kLanes == 0;
-    const float* zeros = c.values.zero;
+// The same for values, [128][padded].
+static void convert_values(const Item& item, int64_t begin, int first, int count, KeyBlock* c) {
+    const PageSide& side = c->from->values;
+    const int width = item.a->head_dim;
     for (int t = first; t < count; ++t) {
-        const int64_t page = page_of(item.table[(begin + t) / a->page_size]);
-        const int64_t slot = (begin + t) % a->page_size;
-        const int64_t at = page * side.page + item.head * side.head + slot * side.step;
+        const int64_t at = value_at(item, side, begin + t);
         float* to = item.values + t * item.padded;
         int d = 0;
-        for (; d + kLanes <= width && whole; d += kLanes) {
-            const int64_t from = at + (d < low_dims ? d : d - low_dims);
-            const VF x = load_page(part_type(side, low_dims, d), side.data, from);
-            store(to + d, nibbles ? sub(x, set1(zeros[d / side.group * kBlockKeys + t])) : x);
-        }
-        for (; d < width; ++d) {
-            const float x = load_one(side, at + (d < low_dims ? d : d - low_dims), d >= low_dims);
-            to[d] = nibbles ? x - zeros[d / side.group * kBlockKeys + t] : x;
-        }
+        for (; d + kLanes <= width; d += kLanes) store(to + d, load_page(side.type, side.data, at + d));
+        for (; d < width; ++d) to[d] = load_one(side, at + d);
         for (; d < item.padded; ++d) to[d] = 0.0f;
     }
-}
-
-// Copies keys and values first..count of a key block as floats, which pays off with many rows; pages of
-// odd shapes are always copied.
-static void convert(const Item& item, int64_t begin, int first, int count, KeyBlock* c) {
-    if (in_place(item.a, *c->from)) locate(item, begin, count, c);
-    convert_keys(item, begin, first, count, *c);
-    convert_values(item, begin, first, count, *c);
-    c->keys.type = c->values.type = kF32;
-    c->keys.step = kBlockKeys;
+    c->values.type = kF32;
     c->values.step = item.padded;
-    c->values.low_dims = item.a->head_dim;
     c->segment_shift = kBlockShift;
     c->value[0] = item.values;
-    for (int v = 0; v < kKeyVectors; ++v) c->key[v] = item.keys + v * kLanes;
 }
 
 // Vectors of keys or values that a product takes at a time. Codes that are decoded with constants need
 // registers for them.
 template <int TYPE>
 constexpr int most_vectors() {
-    return kRegisters < 32 && (TYPE == kE4M3 || TYPE == kLow4 || TYPE == kHigh4) ? 2 : 4;
+    return kRegisters < 32 && TYPE == kE4M3 ? 2 : 4;
 }
 
 // Dot products of MR rows, `stride` floats apart, with NV vectors of keys from `at` on, over
@@ -217,16 +184,13 @@ constexpr int most_vectors() {
 template <int TYPE, int MR, int NV>
 static void score_vectors(const BlockSide& side, const void* const* keys, int at, const float* q,
                           int64_t stride, int begin, int end, float* scores, Ahead* ahead) {
-    VF acc[MR][NV], zeros[NV];
+    VF acc[MR][NV];
     const int row = side.scale ? begin / side.group * kBlockKeys + at : 0;
-#pragma GCC unroll 4
-    for (int c = 0; c < NV; ++c)
-        zeros[c] = TYPE == kLow4 || TYPE == kHigh4 ? load(side.zero + row + c * kLanes) : zero();
 #pragma GCC unroll 6
     for (int r = 0; r < MR; ++r)
 #pragma GCC unroll 4
         for (int c = 0; c < NV; ++c) acc[r][c] = zero();
-    int64_t from = (begin - (TYPE == kHigh4 ? side.low_dims : 0)) * side.step;
+    int64_t from = begin * side.step;
     for (int d = begin; d < end; ++d, from += side.step) {
         VF x[MR];
 #pragma GCC unroll 6
@@ -234,7 +198,7 @@ static void score_vectors(const BlockSide& side, const void* const* keys, int at
         prefetch_step(ahead);
 #pragma GCC unroll 4
         for (int c = 0; c < NV; ++c) {
-            const VF key = load_part<TYPE>(keys[c], from, zeros[c]);
+            const VF key = load_page(TYPE, keys[c], from);
 #pragma GCC unroll 6
             for (int r = 0; r < MR; ++r) acc[r][c] = fma(key, x[r], acc[r][c]);
         }
@@ -279,11 +243,7 @@ static void score_rows(const KeyBlock& c, const float* q, int64_t stride, int wi
                        int end, float* scores, Ahead* ahead) {
     for (int d = 0, stop; d < width; d = stop) {
         stop = part_end(c.keys, d, width);
-        if (TYPE != kI4)
-            score_part<TYPE, MR>(c, q, stride, d, stop, first, end, scores, ahead);
-        else if (d < c.keys.low_dims)
-            score_part<kLow4, MR>(c, q, stride, d, stop, first, end, scores, ahead);
-        else score_part<kHigh4, MR>(c, q, stride, d, stop, first, end, scores, ahead);
+        score_part<TYPE, MR>(c, q, stride, d, stop, first, end, scores, ahead);
     }
 }
 
@@ -293,9 +253,6 @@ static void value_vectors(const KeyBlock& c, int lo, int hi, const float* weight
                           int64_t record, Ahead* ahead) {
     const int mask = (1 << c.segment_shift) - 1;
     const BlockSide& side = c.values;
-    const bool nibbles = TYPE == kLow4 || TYPE == kHigh4;
-    const float* zeros = nibbles ? side.zero + d / side.group * kBlockKeys : nullptr;
-    const int64_t from = TYPE == kHigh4 ? d - side.low_dims : d;
     VF sum[MR][NV];
 #pragma GCC unroll 6
     for (int r = 0; r < MR; ++r)
@@ -303,17 +260,16 @@ static void value_vectors(const KeyBlock& c, int lo, int hi, const float* weight
         for (int v = 0; v < NV; ++v) sum[r][v] = load(out + r * record + d + v * kLanes);
     for (int t = lo; t < hi;) {
         const void* base = c.value[t >> c.segment_shift];
-        int64_t at = (t & mask) * side.step + from;
+        int64_t at = (t & mask) * side.step + d;
         const int end = (t | mask) + 1 < hi ? (t | mask) + 1 : hi;
         for (; t < end; ++t, at += side.step) {
             VF weight[MR];
 #pragma GCC unroll 6
             for (int r = 0; r < MR; ++r) weight[r] = set1(weights[r * kBlockKeys + t]);
-            const VF offset = nibbles ? set1(zeros[t]) : zero();
             prefetch_step(ahead);
 #pragma GCC unroll 4
             for (int v = 0; v < NV; ++v) {
-                const VF value = load_part<TYPE>(base, at + v * kLanes, offset);
+                const VF value = load_page(TYPE, base, at + v * kLanes);
 #pragma GCC unroll 6
                 for (int r = 0; r < MR; ++r) sum[r][v] = fma(weight[r], value, sum[r][v]);
             }
@@ -357,10 +313,7 @@ static void value_rows(const KeyBlock& c, int lo, int hi, const float* weights, 
         stop = part_end(c.values, d, width);
         const float* by = c.values.scale ? scaled<MR>(c.values, d, lo, hi, weights, products)
                                          : weights;
-        if (TYPE != kI4) value_part<TYPE, MR>(c, lo, hi, by, d, stop, out, record, ahead);
-        else if (d < c.values.low_dims)
-            value_part<kLow4, MR>(c, lo, hi, by, d, stop, out, record, ahead);
-        else value_part<kHigh4, MR>(c, lo, hi, by, d, stop, out, record, ahead);
+        value_part<TYPE, MR>(c, lo, hi, by, d, stop, out, record, ahead);
     }
 }
 
@@ -394,9 +347,7 @@ INLINE Products products(int type, int rows) {
         case kBF16: return products_of<kBF16>(rows);
         case kF32: return products_of<kF32>(rows);
         case kE4M3: return products_of<kE4M3>(rows);
-        case kE5M2: return products_of<kE5M2>(rows);
-        case kI4: return products_of<kI4>(rows);
-        default: return products_of<kI8>(rows);
+        default: return products_of<kE5M2>(rows);
     }
 }
 

@@ -40,6 +40,11 @@ struct Item {
     float *keys, *values;    // [head_dim][128], [128][padded]: converted copies
     float *key_scale, *key_zero, *value_scale, *value_zero;  // [groups][128]
     float *weights, *parts, *q, *states;
+    // For keys that are integer codes: queries as 16 bits, [rows][padded]; their scales, [rows]; the sums of
+    // the codes of the first 0, kSumDims, ... dimensions, [rows][kQuerySums].
+    int16_t* q_codes;
+    float* q_scales;
+    int32_t* q_sums;
 };
 
 // Pages whose slots are whole vectors can be read in place.
@@ -49,9 +54,14 @@ INLINE bool in_place(const AttentionArgs* a, const PageLevel& from) {
            a->head_dim % vector == 0;
 }
 
-// Few rows read pages in place; many rows read a copy that is converted once.
+// Integer codes are multiplied as such (attention_integers.hpp).
+INLINE bool multiplies_codes(const PageSide& side) { return side.type == kI8 || side.type == kI4; }
+
+// Few rows read pages in place; many rows read a copy that is converted once. Each group of kAttentionRows
+// would convert codes again.
 INLINE bool reads_pages(const Item& item, const PageLevel& from) {
-    return in_place(item.a, from) && (item.rows <= 2 * kAttentionRows ||
+    const bool codes = multiplies_codes(from.keys) || multiplies_codes(from.values);
+    return in_place(item.a, from) && (item.rows <= (codes ? 1 : 2) * kAttentionRows ||
                                       (from.keys.type == kF32 && from.values.type == kF32));
 }
 
@@ -80,6 +90,9 @@ static Item make_item(const AttentionArgs* a, int r, int head, int64_t t_begin, 
     item.parts = item.weights + kAttentionRows * kBlockKeys;
     item.q = item.parts + kAttentionRows * item.record;
     item.states = item.q + item.rows * item.padded;
+    item.q_scales = item.states + item.rows * item.record;
+    item.q_sums = (int32_t*)(item.q_scales + item.rows);
+    item.q_codes = (int16_t*)(item.q_sums + item.rows * kQuerySums);
     return item;
 }
 
@@ -289,8 +302,9 @@ static void plan_prefetch(Ahead* ahead, const Item& item, int64_t begin, int64_t
     }
     if (!ahead->count) return;
     const int64_t vectors = 4 * kLanes, width = a->head_dim;  // see score_rows, value_rows
-    const int64_t steps = (keys + vectors - 1) / vectors * width +
-                          (width + vectors - 1) / vectors * keys;
+    const PageLevel& first = a->levels[0];  // products of codes take two steps at a time
+    const int64_t steps = (keys + vectors - 1) / vectors * (width >> multiplies_codes(first.keys)) +
+                          (width + vectors - 1) / vectors * ((keys + 1) >> multiplies_codes(first.values));
     ahead->per_step = (int)((lines + steps - 1) / steps);
 }
 

@@ -58,10 +58,11 @@ AttentionPlan plan_attention(AttentionArgs* a, int requests, int threads) {
     const int64_t rows = (int64_t)a->query_tile * group;
     plan.shared_bytes = kMaxSplitPairs * sizeof(int32_t) + (size_t)(records * record) * 4;
     const int64_t groups = most_groups(a, &PageLevel::keys) + most_groups(a, &PageLevel::values);
-    // keys, values, their scales and zeros; weights and records of kAttentionRows rows; queries, states
+    // Keys, values, their scales and zeros; weights and records of kAttentionRows rows; queries and states;
+    // queries as 16 bits, with a scale and sums.
     plan.private_bytes = (size_t)((2 * padded + 2 * groups) * kBlockKeys +
                                   kMostAttentionRows * (kBlockKeys + record) +
-                                  rows * (padded + record)) * 4;
+                                  rows * (padded + record + padded / 2 + 1 + kQuerySums)) * 4;
     return plan;
 }
 

@@ -20,6 +20,8 @@ enum {
     kHeadPadding = 16,       // a head is padded to a multiple of it, the widest vector of any level
     kPartExtra = 16,         // floats of a record in addition to its values: peak, total, padding
     kMostAttentionRows = 8,  // at least kAttentionRows of every level
+    kSumDims = 4,            // dimensions of a query whose codes are summed for products with integer codes
+    kQuerySums = kMaxHeadDim / kSumDims + 1,
 };
 static_assert(kPartExtra >= 2, "a record has a peak and a total");
 static_assert(kPartExtra % kHeadPadding == 0, "records are aligned like heads");
@@ -27,7 +29,7 @@ static_assert(kHeadPadding * sizeof(float) == kCacheLine, "padded heads are whol
 static_assert(kMaxHeadDim % kHeadPadding == 0, "the largest head needs no padding");
 static_assert(kMaxSplitPairs * sizeof(int32_t) % kCacheLine == 0, "records after the counters are aligned");
 static_assert(kQueryRows >= kMostAttentionRows, "a query tile has at least one block of rows");
-static_assert((kMostAttentionRows + kQueryRows) * (2 * kMaxHeadDim + kPartExtra + kBlockKeys) *
+static_assert((kMostAttentionRows + kQueryRows) * (5 * kMaxHeadDim / 2 + 1 + kQuerySums + kPartExtra + kBlockKeys) *
                       (int)sizeof(float) + 2 * kBlockKeys * kMaxHeadDim * (int)sizeof(float) <= 1 << 20,
               "the private memory of a thread, without scales, stays below 1 MiB");
 

@@ -5,7 +5,7 @@
 #pragma once
 
 #include "low_rank_plan.hpp"
-#include "simd.hpp"
+#include "pairs.hpp"
 
 namespace LEVEL {
 
@@ -14,44 +14,6 @@ enum {
     kExactDepth = 8192,       // k whose sums fit 32 bits: 2 * 8192 / 32 * 127 * 32767 < 2^31
     kExactRanks = 512,        // the same for up, where a lane has all ranks
 };
-
-// count values as 16 bits in `to`, zeros up to a multiple of `padding`, which is one of 2 * kLanes or 2.
-// The scale; NaN if a value is not finite.
-static float to_int16(const float* x, int64_t count, int64_t padding, int16_t* to) {
-    VF peak = zero();
-    const int64_t whole = count / kLanes * kLanes, padded = (count + padding - 1) / padding * padding;
-    float rest[kLanes] = {};
-    memcpy(rest, x + whole, sizeof(float) * (size_t)(count - whole));
-    for (int64_t i = 0; i < whole; i += kLanes) peak = max_bits(peak, load(x + i));
-    const float largest = reduce_bits(max_bits(peak, load(rest)));
-    if (!(largest > 1e-30f && largest <= 0x1.fffffep127f)) {
-        memset(to, 0, sizeof(int16_t) * (size_t)padded);
-        return largest <= 1e-30f ? 0.0f : __builtin_nanf("");
-    }
-    const VF inverse = set1(32767.0f / largest);
-    for (int64_t i = 0; i < padded; i += kLanes) {
-        int32_t codes[kLanes];
-        const VI each = round_int(mul(load(i < whole ? x + i : rest), inverse));
-        memcpy(codes, &each, sizeof codes);
-        const int64_t left = padded - i < kLanes ? padded - i : (int64_t)kLanes;
-        for (int64_t l = 0; l < left; ++l) to[i + l] = (int16_t)codes[l];
-        if (i >= whole) memset(rest, 0, sizeof rest);
-    }
-    return largest / 32767.0f;
-}
-
-// Pairs of 16-bit numbers, one for each lane; and one pair for all lanes.
-INLINE VI load_pairs(const int16_t* x) {
-    VI pairs;
-    memcpy(&pairs, x, sizeof pairs);
-    return pairs;
-}
-
-INLINE VI load_pair(const int16_t* x) {
-    int32_t pair;
-    memcpy(&pair, x, sizeof pair);
-    return set1_int(pair);
-}
 
 // ROWS rows of x times RANKS ranks of a unit from `at` on: `dots` of rows of 16 bits.
 template <int TYPE, int ROWS, int RANKS>

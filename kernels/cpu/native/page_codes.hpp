@@ -196,16 +196,14 @@ INLINE uint16_t round_nibbles(const float* x, int count, uint8_t* to) {
     return (uint16_t)((uint16_t)at << 8 | bits);
 }
 
-// Element i; of a kI4 byte its low or high half, of kE4M3 as load_page has it.
-INLINE float load_one(const PageSide& side, int64_t i, bool high) {
+// Element i of floats or fp8 codes; kE4M3 as load_page has it.
+INLINE float load_one(const PageSide& side, int64_t i) {
     const void* base = side.data;
     switch (side.type) {
         case kF32: return ((const float*)base)[i];
-        case kI8: return (float)((const int8_t*)base)[i];
         case kF16: return half_to_float(((const uint16_t*)base)[i]);
         case kE4M3: return e4m3_as_half(((const uint8_t*)base)[i]);
         case kE5M2: return e5m2_to_float(((const uint8_t*)base)[i]);
-        case kI4: return (float)(((const uint8_t*)base)[i] >> (high ? 4 : 0) & 15);
         default: return bf16_to_float(((const uint16_t*)base)[i]);
     }
 }

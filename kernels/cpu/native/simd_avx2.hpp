@@ -99,6 +99,10 @@ INLINE void store_bytes(uint8_t* p, VI x) {  // of integers in -128..127
     const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
     _mm_storel_epi64((__m128i*)p, _mm_packs_epi16(words, words));
 }
+INLINE void store_words(int16_t* p, VI x) {  // of integers in -32768..32767
+    _mm_storeu_si128((__m128i*)p,
+                     _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1)));
+}
 INLINE VF to_float(VI x) { return _mm256_cvtepi32_ps(x); }
 INLINE VF power_of_two(VI n) {
     return _mm256_castsi256_ps(
@@ -209,6 +213,10 @@ INLINE float reduce_add(VF a) {
 }
 INLINE VI widen_pairs(const int8_t* p) {
     return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p));
+}
+INLINE VI zip_pairs(const int8_t* a, const int8_t* b) {
+    const __m128i x = _mm_loadl_epi64((const __m128i*)a), y = _mm_loadl_epi64((const __m128i*)b);
+    return _mm256_cvtepi8_epi16(_mm_unpacklo_epi8(x, y));
 }
 INLINE VI dot_pairs(VI acc, VI codes, VI x) {
     return _mm256_add_epi32(acc, _mm256_madd_epi16(codes, x));

@@ -107,6 +107,7 @@ INLINE void store_bytes(uint8_t* p, VI x) {  // of integers in -128..127
     const int32_t four = vget_lane_s32(vreinterpret_s32_s8(bytes), 0);
     memcpy(p, &four, 4);
 }
+INLINE void store_words(int16_t* p, VI x) { vst1_s16(p, vmovn_s32(x)); }  // of integers in -32768..32767
 INLINE VF to_float(VI x) { return vcvtq_f32_s32(x); }
 INLINE VF power_of_two(VI n) {
     return vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(n, vdupq_n_s32(127)), 23));
@@ -251,6 +252,13 @@ INLINE float reduce_add(VF a) {
     return vpadds_f32(b);
 }
 INLINE VI widen_pairs(const int8_t* p) { return vreinterpretq_s32_s16(vmovl_s8(vld1_s8(p))); }
+INLINE VI zip_pairs(const int8_t* a, const int8_t* b) {
+    int32_t x, y;
+    memcpy(&x, a, 4);
+    memcpy(&y, b, 4);
+    const int8x8_t first = vreinterpret_s8_s32(vdup_n_s32(x)), second = vreinterpret_s8_s32(vdup_n_s32(y));
+    return vreinterpretq_s32_s16(vmovl_s8(vzip1_s8(first, second)));
+}
 INLINE VI dot_pairs(VI acc, VI codes, VI x) {
     const int16x8_t a = vreinterpretq_s16_s32(codes), b = vreinterpretq_s16_s32(x);
     const VI low = vmull_s16(vget_low_s16(a), vget_low_s16(b));

@@ -105,6 +105,9 @@ INLINE VI round_int(VF x) { return (VI)(x + 12582912.0f) - 0x4b400000; }
 INLINE void store_bytes(uint8_t* p, VI x) {  // of integers in -128..127
     for (int i = 0; i < kLanes; ++i) p[i] = (uint8_t)x[i];
 }
+INLINE void store_words(int16_t* p, VI x) {  // of integers in -32768..32767
+    for (int i = 0; i < kLanes; ++i) p[i] = (int16_t)x[i];
+}
 INLINE VF to_float(VI x) { return __builtin_convertvector(x, VF); }
 INLINE VF power_of_two(VI n) { return (VF)((n + 127) << 23); }
 INLINE VI zero_int() { return VI{}; }
@@ -177,6 +180,11 @@ INLINE float reduce_add(VF a) { return (a[0] + a[2]) + (a[1] + a[3]); }
 INLINE VI widen_pairs(const int8_t* p) {
     VI found;
     for (int i = 0; i < 4; ++i) found[i] = (int32_t)((uint32_t)p[2 * i + 1] << 16 | (uint16_t)p[2 * i]);
+    return found;
+}
+INLINE VI zip_pairs(const int8_t* a, const int8_t* b) {
+    VI found;
+    for (int i = 0; i < 4; ++i) found[i] = (int32_t)((uint32_t)b[i] << 16 | (uint16_t)a[i]);
     return found;
 }
 INLINE VI dot_pairs(VI acc, VI codes, VI x) {

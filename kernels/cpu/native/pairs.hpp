@@ -1,0 +1,46 @@
+// Rows of numbers of 16 bits, which an instruction multiplies in pairs.
+#pragma once
+
+#include "simd.hpp"
+
+namespace LEVEL {
+
+// count values as 16 bits in `to`, zeros up to a multiple of `padding`, which is one of 2 * kLanes or 2.
+// The scale; NaN if a value is not finite.
+static float to_int16(const float* x, int64_t count, int64_t padding, int16_t* to) {
+    VF peak = zero();
+    const int64_t whole = count / kLanes * kLanes, padded = (count + padding - 1) / padding * padding;
+    float rest[kLanes] = {};
+    memcpy(rest, x + whole, sizeof(float) * (size_t)(count - whole));
+    for (int64_t i = 0; i < whole; i += kLanes) peak = max_bits(peak, load(x + i));
+    const float largest = reduce_bits(max_bits(peak, load(rest)));
+    if (!(largest > 1e-30f && largest <= 0x1.fffffep127f)) {
+        memset(to, 0, sizeof(int16_t) * (size_t)padded);
+        return largest <= 1e-30f ? 0.0f : __builtin_nanf("");
+    }
+    const VF inverse = set1(32767.0f / largest);
+    for (int64_t i = 0; i < whole; i += kLanes) store_words(to + i, round_int(mul(load(x + i), inverse)));
+    if (whole < padded) {
+        int16_t words[2 * kLanes] = {};
+        store_words(words, round_int(mul(load(rest), inverse)));
+        memcpy(to + whole, words, sizeof(int16_t) * (size_t)(padded - whole));
+    }
+    return largest / 32767.0f;
+}
+
+// Pairs, one for each lane; and one pair for all lanes.
+INLINE VI load_pairs(const int16_t* x) {
+    VI pairs;
+    memcpy(&pairs, x, sizeof pairs);
+    return pairs;
+}
+
+INLINE VI load_pair(const int16_t* x) {
+    int32_t pair;
+    memcpy(&pair, x, sizeof pair);
+    return set1_int(pair);
+}
+
+INLINE void store_pairs(int16_t* to, VI pairs) { memcpy(to, &pairs, sizeof pairs); }
+
+}  // namespace LEVEL
