@@ -32,7 +32,8 @@ INLINE VI zip_codes(const int8_t* a, const int8_t* b) {
 
 // Of dimension d.
 INLINE int source_of(const BlockSide& side, int d) {
-    return side.pairs ? (int)kCopied : side.type == kI8 ? (int)kI8 : d < side.low_dims ? (int)kLow4 : (int)kHigh4;
+    if (side.pairs) return kCopied;
+    return side.type == kI8 ? (int)kI8 : d < side.low_dims ? (int)kLow4 : (int)kHigh4;
 }
 
 INLINE int16_t code_of(const PageSide& side, int64_t at, bool high) {
@@ -76,8 +77,8 @@ INLINE const int8_t* value_codes(const KeyBlock& c, int t) {
     return (const int8_t*)c.value[t >> c.segment_shift] + (t & ((1 << c.segment_shift) - 1)) * c.values.step;
 }
 
-// Values first..count, dimensions d_begin..d_end, as [64][padded] pairs of keys. Where a pair has a key outside
-// of first..count, that key's code is arbitrary: its weight is 0.
+// Values first..count, dimensions d_begin..d_end, as [64][padded] pairs of keys. Where a pair has a key
+// outside of first..count, that key's code is arbitrary: its weight is 0.
 template <int FROM>
 static void pair_values_of(const Item& item, int64_t begin, int first, int count, int d_begin, int d_end,
                            const KeyBlock& c) {
@@ -135,7 +136,8 @@ __attribute__((noinline)) static void pair_scores(const Item& item, const KeyBlo
     const int16_t* const copy = FROM == kCopied ? side.pairs + 2 * at : nullptr;
     const int8_t* keys[NV];
 #pragma GCC unroll 4
-    for (int c = 0; c < NV; ++c) keys[c] = FROM == kCopied ? nullptr : (const int8_t*)block.key[at / kLanes + c];
+    for (int c = 0; c < NV; ++c)
+        keys[c] = FROM == kCopied ? nullptr : (const int8_t*)block.key[at / kLanes + c];
     const int16_t* const codes = item.q_codes + i * item.padded;
     VI dot[MR][NV];
 #pragma GCC unroll 6
@@ -160,7 +162,8 @@ __attribute__((noinline)) static void pair_scores(const Item& item, const KeyBlo
 #pragma GCC unroll 6
     for (int r = 0; r < MR; ++r) {
         const int32_t* sums = item.q_sums + (i + r) * kQuerySums;
-        const VF by = set1(item.q_scales[i + r]), sum = set1((float)(sums[end / kSumDims] - sums[begin / kSumDims]));
+        const VF by = set1(item.q_scales[i + r]);
+        const VF sum = set1((float)(sums[end / kSumDims] - sums[begin / kSumDims]));
 #pragma GCC unroll 4
         for (int c = 0; c < NV; ++c) {
             float* to = item.weights + r * kBlockKeys + at + c * kLanes;

@@ -29,8 +29,9 @@ static_assert(kHeadPadding * sizeof(float) == kCacheLine, "padded heads are whol
 static_assert(kMaxHeadDim % kHeadPadding == 0, "the largest head needs no padding");
 static_assert(kMaxSplitPairs * sizeof(int32_t) % kCacheLine == 0, "records after the counters are aligned");
 static_assert(kQueryRows >= kMostAttentionRows, "a query tile has at least one block of rows");
-static_assert((kMostAttentionRows + kQueryRows) * (5 * kMaxHeadDim / 2 + 1 + kQuerySums + kPartExtra + kBlockKeys) *
-                      (int)sizeof(float) + 2 * kBlockKeys * kMaxHeadDim * (int)sizeof(float) <= 1 << 20,
+static_assert((kMostAttentionRows + kQueryRows) *
+                      (5 * kMaxHeadDim / 2 + 1 + kQuerySums + kPartExtra + kBlockKeys) * (int)sizeof(float) +
+                  2 * kBlockKeys * kMaxHeadDim * (int)sizeof(float) <= 1 << 20,
               "the private memory of a thread, without scales, stays below 1 MiB");
 
 // Floats of a padded head: the same at every instruction-set level.
