@@ -17,7 +17,8 @@ int64_t head_size(const AttentionShape& s, int type) {
 }
 
 // Keys and values as far as they were written. Vectors of keys also read slots that were not written,
-// and discard them: NaN shows that they have no effect. Values stay uninitialized.
+// and discard them: NaN shows that they have no effect. Pairs of integer values do so too, and multiply them by
+// 0. Other values stay uninitialized.
 struct Cache {
     explicit Cache(const AttentionShape& s)
         : k(s.pages * s.kv_heads * head_size(s, s.key_type) * size_of(s.key_type)),
@@ -25,6 +26,8 @@ struct Cache {
           k_scales(s.pages * s.kv_heads * groups(s) * s.page_size),
           v_scales(k_scales.size()) {
         for (int64_t i = 0; i < k.size(); ++i) k[i] = 0xff;
+        const bool pairs = s.value_type == kI8 || s.value_type == kI4;
+        for (int64_t i = 0; pairs && i < v.size(); ++i) v[i] = 0xff;
     }
     static int64_t groups(const AttentionShape& s) { return (s.head_dim + s.group - 1) / s.group; }
     Buffer<uint8_t> k, v;

@@ -57,11 +57,9 @@ INLINE bool in_place(const AttentionArgs* a, const PageLevel& from) {
 // Integer codes are multiplied as such (attention_integers.hpp).
 INLINE bool multiplies_codes(const PageSide& side) { return side.type == kI8 || side.type == kI4; }
 
-// Few rows read pages in place; many rows read a copy that is converted once. Each group of kAttentionRows
-// would convert codes again.
+// Few rows read pages in place; many rows read a copy that is converted once.
 INLINE bool reads_pages(const Item& item, const PageLevel& from) {
-    const bool codes = multiplies_codes(from.keys) || multiplies_codes(from.values);
-    return in_place(item.a, from) && (item.rows <= (codes ? 1 : 2) * kAttentionRows ||
+    return in_place(item.a, from) && (item.rows <= 2 * kAttentionRows ||
                                       (from.keys.type == kF32 && from.values.type == kF32));
 }
 
