@@ -5,8 +5,8 @@
 
 namespace LEVEL {
 
-// count values as 16 bits in `to`, zeros up to a multiple of `padding`, which is one of 2 * kLanes or 2.
-// The scale; NaN if a value is not finite.
+// count values as 16 bits in `to`, zeros up to a multiple of `padding`. The scale; NaN if a value is not
+// finite.
 static float to_int16(const float* x, int64_t count, int64_t padding, int16_t* to) {
     VF peak = zero();
     const int64_t whole = count / kLanes * kLanes, padded = (count + padding - 1) / padding * padding;
@@ -21,9 +21,10 @@ static float to_int16(const float* x, int64_t count, int64_t padding, int16_t* t
     const VF inverse = set1(32767.0f / largest);
     for (int64_t i = 0; i < whole; i += kLanes) store_words(to + i, round_int(mul(load(x + i), inverse)));
     if (whole < padded) {
-        int16_t words[2 * kLanes] = {};
+        int16_t words[kLanes];
         store_words(words, round_int(mul(load(rest), inverse)));
-        memcpy(to + whole, words, sizeof(int16_t) * (size_t)(padded - whole));
+        memset(to + whole, 0, sizeof(int16_t) * (size_t)(padded - whole));
+        memcpy(to + whole, words, sizeof(int16_t) * (size_t)(count - whole));
     }
     return largest / 32767.0f;
 }
