@@ -13,6 +13,7 @@ namespace LEVEL {
 enum { kLanes = 4, kRegisters = 16 };  // of SSE2
 typedef float VF __attribute__((vector_size(16)));
 typedef int32_t VI __attribute__((vector_size(16)));
+typedef uint32_t VU __attribute__((vector_size(16)));
 typedef uint8_t VB __attribute__((vector_size(16)));
 
 INLINE VF zero() { return VF{}; }
@@ -187,8 +188,10 @@ INLINE VI zip_pairs(const int8_t* a, const int8_t* b) {
     for (int i = 0; i < 4; ++i) found[i] = (int32_t)((uint32_t)b[i] << 16 | (uint16_t)a[i]);
     return found;
 }
+// Unsigned additions: lanes that are not used, such as keys behind the last one, may overflow.
 INLINE VI dot_pairs(VI acc, VI codes, VI x) {
-    return acc + (codes << 16 >> 16) * (x << 16 >> 16) + (codes >> 16) * (x >> 16);
+    const VU low = (VU)((codes << 16 >> 16) * (x << 16 >> 16)), high = (VU)((codes >> 16) * (x >> 16));
+    return (VI)((VU)acc + low + high);
 }
 INLINE float reduce_max(VF a) {
     float low = a[0] > a[1] ? a[0] : a[1], high = a[2] > a[3] ? a[2] : a[3];
