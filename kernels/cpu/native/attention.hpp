@@ -9,8 +9,8 @@
 // which gives a record (acc', peak', total'). Records are merged from the left:
 //     m = max(peak, peak');  x = x 2^(peak - m) + x' 2^(peak' - m)  for x = acc, total
 // where `scale` has a factor log2(e). The partial sums of `total'` are those of 16 lanes at every level.
-// A block without visible keys changes nothing and is skipped. Invisible keys are never multiplied, so
-// stale page contents (even NaN) have no effect. Every way to divide the work merges the same records
+// A block without visible keys changes nothing and is skipped. Invisible keys are never multiplied, or as
+// integer codes with a weight of 0, so stale page contents (even NaN) have no effect. Every way to divide the work merges the same records
 // in the same order, so spreading a context over threads changes no bit.
 #pragma once
 

@@ -80,8 +80,8 @@ class Link:
     def close(self) -> None:
         """Say goodbye, end the connection and the thread. Idempotent.
 
-        What was sent before arrives: waits, at most ``SILENCE_S`` seconds, until the other end has
-        received it and has closed as well.
+        What was sent before arrives: waits until the other end has received it and has closed as
+        well, but at most ``SILENCE_S`` seconds each to say goodbye and for its answer.
         """
         self._closed = True
         joins = self._thread is not threading.current_thread()
