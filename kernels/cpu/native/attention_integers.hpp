@@ -1,5 +1,5 @@
 // Products with keys and values that are integer codes (kI8, kI4). They take half the instructions of floats:
-// with AVX-512 and 8-bit codes, prompts of 4096 tokens (SmolLM2) get 1.46 times as fast.
+// with AVX-512 and 8-bit codes, prompts of 4096 tokens (SmolLM2) get 1.3 times as fast.
 //
 // Codes become 16 bits, in pairs that one instruction multiplies and adds: when they are read, or once for
 // many rows, in a copy. Queries are rounded to 16 bits with a scale of the row. So are the weights of a key
