@@ -303,17 +303,20 @@ def test_every_architecture_and_container(case: str, folder: Path, golden: Path)
 def test_with_rounded_activations_whole_experts_are_no_further_away_than_parts(
     mixtral: Path,
 ) -> None:
-    """Ranks round their own slices of activations to 8 bits. Whole experts are rounded as on one
-    rank, so only attention differs; with parts of experts their products do too."""
+    """Ranks add in another order. Most positions differ by that only (1e-6); in every tenth, an
+    activation is rounded to another 8-bit value (1e-3). A mean needs hundreds of those: with 130
+    positions, ratios from 0.7 to 2.2 were measured on one machine."""
+    prompts = [ids(seed, 200) for seed in range(12)]
     params = GREEDY.clone(max_tokens=1, prompt_logprobs=0)
     scores = []
     for options in ({}, SPREAD, {"tensor_parallel_size": 2}):
         with LLM(mixtral, **SMALL, **options) as llm:
-            rows = [output.prompt_logprobs for output in llm.generate(PROMPTS, params)]
+            rows = [output.prompt_logprobs for output in llm.generate(prompts, params)]
         found = [next(iter(each.values())).logprob for row in rows for each in (row or ())[1:]]
         scores.append(torch.tensor(found))
     one, whole, parts = scores
-    # 0.0004 and 0.0006 on average when this was measured
+    # 0.0004 for both when this was measured
+    assert (whole - one).abs().median() < 1e-5
     assert (whole - one).abs().mean() < 0.002
     assert (whole - one).abs().mean() < 1.5 * (parts - one).abs().mean()
 
