@@ -22,6 +22,18 @@ def read_bandwidth(num_threads: int, seconds: float = 0.1, tries: int = 3) -> fl
     return _best("read bandwidth", [read(_BYTES, num_threads, seconds) for _ in range(tries)])
 
 
+def core_to_core(num_threads: int, seconds: float = 0.02, tries: int = 3) -> float:
+    """Seconds until a thread sees what another one has written: the shortest of ``tries`` means
+    over a ring of ``num_threads`` threads, at least two. About 30 ns within one cache, 160 ns
+    across caches; a step that exchanges rows between threads then takes longer.
+
+    :raises KernelError: without the native module, with fewer than two threads, or out of threads.
+    """
+    hand_over = _function("probe_hand_over", c_int)
+    rates = [hand_over(num_threads, seconds) for _ in range(tries)]
+    return 1 / _best("time from core to core", rates)
+
+
 def int8_peak(num_threads: int, level: str, seconds: float = 0.1, bits: int = 8) -> float:
     """Integer operations per second (a multiply-add counts as two), best of three runs: activations
     of 8 bits by codes of ``bits`` bits. AVX2 without VNNI takes fewer instructions for codes of up

@@ -183,6 +183,7 @@ REPORT = {
         "python": "3.11.0",
         "read_gb_per_s": {"before": 48.0, "after": 50.0},
         "int8_tops": {"before": 2.0, "after": 1.9},
+        "core_to_core_ns": {"before": 31.2, "after": 160.4},
     },
     "settings": {"threads": 2, "rounds": 3, "output_len": 64},
     "failures": ["vllm: the worker failed: no such model"],
@@ -307,6 +308,8 @@ def test_probes_measure_plausible_limits() -> None:
     for level in levels():
         for bits in (4, 5, 6, 8):
             assert 1e8 < probe.int8_peak(2, level, seconds=0.005, bits=bits) < 1e14
+    for threads in (2, 3):  # 3: more than CPUs on a small machine, so they take turns
+        assert 1e-9 < probe.core_to_core(threads, seconds=0.005, tries=1) < 1
 
 
 def test_probes_refuse_what_is_not_there() -> None:
@@ -314,6 +317,8 @@ def test_probes_refuse_what_is_not_there() -> None:
         probe.int8_peak(1, "sse9")
     with pytest.raises(KernelError, match="read bandwidth: not measured"):
         probe.read_bandwidth(0)
+    with pytest.raises(KernelError, match="time from core to core: not measured"):
+        probe.core_to_core(1)
     with pytest.raises(KernelError, match="int8 peak of portable: not measured"):
         probe.int8_peak(0, "portable")
 

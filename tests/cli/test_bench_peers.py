@@ -124,7 +124,10 @@ class Handle:
 
 @pytest.fixture
 def openvino(monkeypatch: pytest.MonkeyPatch) -> None:
-    core = SimpleNamespace(get_property=lambda *names: SimpleNamespace(to_string=lambda: "u8"))
+    defaults = {"KV_CACHE_PRECISION": "u8", "INFERENCE_PRECISION_HINT": "bf16"}
+    core = SimpleNamespace(
+        get_property=lambda device, name: SimpleNamespace(to_string=lambda: defaults[name])
+    )
     package, genai = ModuleType("openvino"), ModuleType("openvino_genai")
     package.__dict__.update(Core=lambda: core, Tensor=lambda array: array)
     genai.__dict__.update(
@@ -140,20 +143,25 @@ def openvino(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("openvino")
 @pytest.mark.parametrize(
-    ("kv", "given", "shown"),
-    [("auto", {}, "u8"), ("float16", {"KV_CACHE_PRECISION": "f16"}, "f16")],
+    ("engine_name", "kv", "given", "computes", "shown"),
+    [
+        ("openvino", "auto", {}, "bf16", "u8"),
+        ("openvino", "float16", {"KV_CACHE_PRECISION": "f16"}, "bf16", "f16"),
+        ("openvino-f32", "auto", {"INFERENCE_PRECISION_HINT": "f32"}, "f32", "u8"),
+    ],
 )
 def test_openvino_opens_the_file_with_threads_and_room_for_all(
-    kv: str, given: dict[str, str], shown: str
+    engine_name: str, kv: str, given: dict[str, str], computes: str, shown: str
 ) -> None:
-    engine = open_peer(Opening(engine="openvino", kv=kv, **OPENING))
+    engine = open_peer(Opening(engine=engine_name, kv=kv, **OPENING))
     model, limits, device, options = Pipeline.opened
     assert (model, device) == ("/models/m.gguf", "CPU")
     assert options == {"INFERENCE_NUM_THREADS": 2, **given}
     assert (limits.max_num_seqs, limits.enable_prefix_caching) == (2, False)
     assert limits.num_kv_blocks * 32 >= 2 * 192
     hello = engine.hello
-    assert (hello["name"], hello["kv"], hello["vocab_size"]) == ("OpenVINO GenAI 1.2", shown, 3)
+    assert hello["name"] == f"OpenVINO GenAI 1.2 {computes}"
+    assert (hello["kv"], hello["vocab_size"]) == (shown, 3)
 
 
 @pytest.mark.usefixtures("openvino")

@@ -304,7 +304,8 @@ def run_with_fakes(tmp_path: Path, golden: Path, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(bench_engines, "command", command)
     monkeypatch.setattr(bench_engines, "_SETTLE", 0)
-    monkeypatch.setattr(bench, "machine_limits", lambda threads: bench.Limits("avx2", 50.0, 2.0))
+    limits = bench.Limits("avx2", 50.0, 2.0, 30.0)
+    monkeypatch.setattr(bench, "machine_limits", lambda threads: limits)
 
     def run(*options: str, code: int = 0) -> tuple[dict[str, Any], list[str]]:
         model = str(golden / "gguf-Q4_1" / "model.gguf")

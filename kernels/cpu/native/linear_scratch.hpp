@@ -65,6 +65,23 @@ static inline void place_activations(LinearArgs* args, uint8_t* at, bool words) 
     args->act.words = takes_words(*args, words) ? (int16_t*)(args->act.residual + flags) : nullptr;
 }
 
+// The product of rows first..end alone, whose activations are placed.
+static inline LinearArgs rows_of(const LinearArgs& args, int64_t first, int64_t end) {
+    LinearArgs part = args;
+    const int64_t blocks = first * args.terms * args.act.k_blocks;
+    part.m = end - first;
+    part.out += first * args.out_stride;
+    if (!in_integers(args)) {
+        if (args.act.values) part.act.values += first * args.w->k;
+        else part.x += first * args.w->k;
+        return part;
+    }
+    part.act.blocks += blocks;
+    if (args.act.words) part.act.words += blocks * kTileDepth;
+    if (args.terms == 2) part.act.residual += first * panels_of(args.act.k_blocks);
+    return part;
+}
+
 // Bytes of the codes before a strip.
 static inline int64_t code_bytes(const Weight& w, int64_t strip) {
     const int64_t before = strip * kStripBlocks;

@@ -41,15 +41,12 @@ void one_expert(const KernelTable& kernels, const ExpertsArgs& args, const Weigh
                 int64_t end, const ItemRange& strips, uint8_t* scratch) {
     LinearArgs one = args.each;
     one.w = w;
-    one.out += first * one.out_stride;
-    if (in_integers(args.each)) {
-        one.m = end - first;
-        one.act.blocks += first * one.terms * w->k_blocks;
-        if (one.act.words) one.act.words += first * one.terms * w->k_blocks * kTileDepth;
-        if (one.terms == 2) one.act.residual += first * panels_of(w->k_blocks);
-        kernels.linear_int(&one, &strips, scratch);
+    if (in_integers(one)) {
+        const LinearArgs part = rows_of(one, first, end);
+        kernels.linear_int(&part, &strips, scratch);
         return;
     }
+    one.out += first * one.out_stride;
     const int64_t pass = rows_per_pass(end - first, w->k * 4);
     float* const x = (float*)(scratch + linear_private_bytes(*w, pass, true));
     for (int64_t m = first; m < end; m += pass) {

@@ -1,5 +1,6 @@
-// What this runtime can do at most: how fast memory is read, how many 8-bit multiply-adds per
-// second. A benchmark's speed is a share of these; nothing here is used to compute anything.
+// What this runtime can do at most: how fast memory is read, how many 8-bit multiply-adds per second,
+// how soon a thread sees what another has written. A benchmark's speed is a share of these; nothing
+// here is used to compute anything.
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -245,6 +246,30 @@ EXPORT double embedlm_probe_read(int64_t bytes, int threads, double seconds) {
     });
     munmap(data, size);
     return rate;
+}
+
+// How often per second a line of memory goes from one thread to the next, in a ring of `threads`.
+// 0: fewer than two threads, or no threads.
+EXPORT double embedlm_probe_hand_over(int threads, double seconds) {
+    if (threads < 2) return 0;
+    struct alignas(kCacheLine) Line {
+        std::atomic<int64_t> turn{0};  // the hand-overs so far; -1: over
+    } line;
+    return sum_of_rates(threads, [&](int thread) {
+        const auto start = Clock::now();
+        for (int64_t mine = thread;; mine += threads) {
+            int64_t turn;
+            for (int spins = 1; (turn = line.turn.load(std::memory_order_acquire)) != mine && turn >= 0; ++spins)
+                if (spins % 1024 == 0) std::this_thread::yield();  // fewer CPUs than threads
+            if (turn < 0) return 0.0;
+            const double taken = thread ? 0 : seconds_since(start);
+            if (taken >= seconds) {
+                line.turn.store(-1);
+                return (double)mine / taken;
+            }
+            line.turn.store(mine + 1, std::memory_order_release);
+        }
+    });
 }
 
 // Integer operations per second of `threads` threads with the instructions of `level`: the dot product

@@ -8,7 +8,7 @@
 #include "attention_plan.hpp"
 #include "moe.hpp"
 #include "file_parts.hpp"
-#include "linear_scratch.hpp"
+#include "linear_tiles.hpp"
 #include "masks.hpp"
 #include "pack.hpp"
 
@@ -455,8 +455,8 @@ Phase Runtime::tile_phase(const Op& op, Program::Work kind, int64_t count) const
         return {strips, tasks_for(strips, work / (in_integers(each) ? 4 : 1))};
     }
     const Weight& w = *op.linear.w;
-    const int64_t strips = strips_of(w);
-    return {strips, tasks_for(strips, op.linear.m * w.n * w.k / (integer(op) ? 4 : 1))};
+    const int64_t items = linear_items(op.linear, pool.threads());
+    return {items, tasks_for(items, op.linear.m * w.n * w.k / (integer(op) ? 4 : 1))};
 }
 
 // Everything that depends on the counts of a run: fields of operators, scratch memory, phases.
@@ -559,7 +559,7 @@ void Runtime::tiles(const Op& op, Program::Work kind, const ItemRange& share, in
         case kOpLinear: {
             const LinearArgs& args = op.linear;
             stream_file_parts(args, share, strips_of(*args.w));
-            (integer(op) ? kernels->linear_int : kernels->linear_float)(&args, &share, scratch);
+            linear_tiles(*kernels, args, pool.threads(), share, scratch);
             release_strips(args.file, *args.w, share.begin, share.end);
             break;
         }
@@ -583,7 +583,9 @@ void Runtime::tiles(const Op& op, Program::Work kind, const ItemRange& share, in
 // Sets in `share` what memory the thread will read first in a stage of integer tiles.
 void Runtime::hint_next(const Program& program, int stage, int thread, ItemRange* share) const {
     const int op = program.parts_[(size_t)program.stages_[(size_t)stage].first].op;
-    const Weight& w = *program.ops_[(size_t)op].linear.w;
+    const LinearArgs& args = program.ops_[(size_t)op].linear;
+    if (row_groups(args, pool.threads()) > 1) return;  // items are not one stream of strips
+    const Weight& w = *args.w;
     const ItemRange strips = pool.own(phases_[(size_t)stage], thread);
     share->then = w.codes + code_bytes(w, strips.begin);
     share->then_end = w.codes + code_bytes(w, strips.end);

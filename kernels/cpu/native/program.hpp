@@ -4,11 +4,12 @@
 // tokens through all of them, and no thread waits for another in between. This is correct because row t
 // of an operator needs only row t of its arguments, and because memory that two operators of a phase
 // share has rows of the same width (kernels/graph.py). A matrix product is one phase over strips of 32
-// output rows; quantizing its activations is row-wise and joins the phase before. Attention is one
-// phase over its work items (attention.hpp), a product of experts one over the strips of the experts
-// that have rows (moe.hpp). The update of a product by adapters is two phases (low_rank.hpp), and so is an
-// exchange with other ranks (rank_group.hpp), also one that combines the rows of experts (moe.hpp): its
-// second phase is row-wise, and others join it. One thread alone sends or receives the rows of a transfer.
+// output rows, and over groups of rows if it has many (linear_tiles.hpp); quantizing its activations is
+// row-wise and joins the phase before. Attention is one phase over its work items (attention.hpp), a
+// product of experts one over the strips of the experts that have rows (moe.hpp). The update of a product
+// by adapters is two phases (low_rank.hpp), and so is an exchange with other ranks (rank_group.hpp), also
+// one that combines the rows of experts (moe.hpp): its second phase is row-wise, and others join it. One
+// thread alone sends or receives the rows of a transfer.
 #pragma once
 
 #include <vector>

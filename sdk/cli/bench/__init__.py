@@ -195,21 +195,25 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The machine's limits: 10^9 bytes read and 10^12 8-bit operations per second."""
+    """The machine's limits: 10^9 bytes read and 10^12 8-bit operations per second; nanoseconds
+    from core to core, None with one thread."""
 
     simd: str
     read: float
     int8: float
+    core_to_core: float | None
 
 
 def machine_limits(threads: int) -> Limits:
     """:raises KernelError: without the native module."""
     from sdk.kernels.cpu import simd_level
-    from sdk.kernels.cpu.probe import int8_peak, read_bandwidth
+    from sdk.kernels.cpu.probe import core_to_core, int8_peak, read_bandwidth
 
     read = read_bandwidth(threads)
     level = simd_level() or "portable"
-    return Limits(level, round(read / 1e9, 2), round(int8_peak(threads, level) / 1e12, 3))
+    peak = int8_peak(threads, level)
+    apart = round(1e9 * core_to_core(threads), 1) if threads > 1 else None
+    return Limits(level, round(read / 1e9, 2), round(peak / 1e12, 3), apart)
 
 
 def make_report(
@@ -226,6 +230,7 @@ def make_report(
             "python": platform.python_version(),
             "read_gb_per_s": {"before": before.read, "after": after.read},
             "int8_tops": {"before": before.int8, "after": after.int8},
+            "core_to_core_ns": {"before": before.core_to_core, "after": after.core_to_core},
         },
         "settings": {
             "threads": settings.threads,

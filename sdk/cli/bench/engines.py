@@ -34,6 +34,7 @@ OTHER = "embedlm-other"
 PEERS = {
     "llama.cpp": "llama_cpp",
     "openvino": "openvino_genai",
+    "openvino-f32": "openvino_genai",
     "mistral.rs": "mistralrs",
     "vllm": "vllm",
     "vllm-bf16": "vllm",
@@ -43,7 +44,7 @@ PEERS = {
     OTHER: "sdk",
 }
 #: Those that read the same GGUF file as we do; the others get its weights unpacked.
-READ_GGUF = (OTHER, "llama.cpp", "openvino", "mistral.rs")
+READ_GGUF = (OTHER, "llama.cpp", "openvino", "openvino-f32", "mistral.rs")
 #: Characters of a peer's problem that are shown: Rust's and C++'s can be pages.
 _SHOWN = 300
 #: Threads of an OpenMP runtime go on spinning after their last work, up to 0.2 s in Intel's.

@@ -99,12 +99,16 @@ def heading(report: Mapping[str, Any]) -> str:
     """The machine and the run, in three lines."""
     machine, settings = report["machine"], report["settings"]
     read, peak = machine["read_gb_per_s"], machine["int8_tops"]
+    apart, core_to_core = machine["core_to_core_ns"], ""
+    if apart["before"] is not None:
+        core_to_core = f"; core to core {apart['before']:.0f} ns before, {apart['after']:.0f} after"
     return (
         f"{report['model']}, {settings['threads']} threads, median of {settings['rounds']} rounds, "
         f"engines in turn\n"
         f"{machine['cpu']}, {machine['cpus']} CPUs, {machine['simd']}; Python {machine['python']}\n"
         f"memory read {read['before']:.1f} GB/s before, {read['after']:.1f} after; "
         f"8-bit integer peak {peak['before']:.2f} TOPS before, {peak['after']:.2f} after"
+        f"{core_to_core}"
     )
 
 

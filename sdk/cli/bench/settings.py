@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from sdk.cli.bench.engines import OURS, READ_GGUF, Engines, Load, Peer, Worker
-from sdk.cli.bench.peers.opening import Opening
+from sdk.cli.bench.peers.opening import Opening, without_type
 from sdk.cli.bench.report import Result
 
 #: Tokens of context before decoding is measured, unless the suite varies them.
@@ -39,9 +39,10 @@ class Settings:
     failures: list[str] = field(default_factory=list)
 
     def engines(self, without: Sequence[str] = ()) -> list[Peer]:
-        """Ours first, then the peers except those in ``without`` and their ``-bf16`` variants."""
+        """Ours first, then the peers except those in ``without`` and their variants
+        (``-bf16``, ``-f32``)."""
         without = [*without, "peft"]  # which only the lora suite measures
-        fine = [p for p in self.peers if p.engine.removesuffix("-bf16") not in without]
+        fine = [p for p in self.peers if without_type(p.engine) not in without]
         return [Peer(OURS), *fine]
 
     def peer(self, engine: str) -> Peer | None:

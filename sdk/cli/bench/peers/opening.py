@@ -22,3 +22,8 @@ class Opening:
     ranks: int = 1
     stages: int = 1
     replicas: int = 1
+
+
+def without_type(engine: str) -> str:
+    """An engine's name without the type that it computes in: ``vllm`` of ``vllm-bf16``."""
+    return engine.removesuffix("-bf16").removesuffix("-f32")

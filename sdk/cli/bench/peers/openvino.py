@@ -34,16 +34,23 @@ class OpenVino:
         limits.num_kv_blocks = 2 * opening.requests * (opening.context // _PAGE + 1)
         limits.enable_prefix_caching = opening.prefix_cache
         options: dict[str, Any] = {"INFERENCE_NUM_THREADS": opening.threads}
+        if opening.engine.endswith("-f32"):
+            options["INFERENCE_PRECISION_HINT"] = "f32"
         if KV[opening.kv]:
             options["KV_CACHE_PRECISION"] = KV[opening.kv]
         self.pipeline = openvino_genai.ContinuousBatchingPipeline(
             opening.model, limits, "CPU", options
         )
-        default = openvino.Core().get_property("CPU", "KV_CACHE_PRECISION")
+        core = openvino.Core()
+        # bf16 where the CPU multiplies that, although the file's values do not all fit it.
+        computes = (
+            options.get("INFERENCE_PRECISION_HINT")
+            or core.get_property("CPU", "INFERENCE_PRECISION_HINT").to_string()
+        )
         self.count = 0
         self.hello = {
-            "name": f"OpenVINO GenAI {version('openvino-genai')}",
-            "kv": KV[opening.kv] or default.to_string(),
+            "name": f"OpenVINO GenAI {version('openvino-genai')} {computes}",
+            "kv": KV[opening.kv] or core.get_property("CPU", "KV_CACHE_PRECISION").to_string(),
             "vocab_size": len(self.pipeline.get_tokenizer().get_vocab()),
             "open_s": time.perf_counter() - start,
         }

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
 from typing import Any
 
-from .opening import Opening
+from .opening import Opening, without_type
 
 #: Engine -> its module here and its class. Engines are imported when they are opened: an
 #: environment has one of them.
@@ -40,7 +40,7 @@ ENGINES = {
 def open_peer(opening: Opening) -> Any:
     """The engine of that name. ``KV`` of its module has the types of keys and values; without it
     the engine checks them."""
-    name, kind = ENGINES[opening.engine.removesuffix("-bf16")]
+    name, kind = ENGINES[without_type(opening.engine)]
     module = import_module(f".{name}", __package__)
     known = getattr(module, "KV", (opening.kv,))
     if opening.kv not in known:
