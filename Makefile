@@ -35,18 +35,13 @@ help: ## list the targets
 run: build demo-model ## set up, fetch the demo model and stream an answer (PROMPT="...")
 	$(PY) -m sdk run --stats --prompt "$(PROMPT)"
 
-# Triton decides for a whole process whether it interprets, so tests/gpu is a run of its own. It follows
-# failures of the first run, but not Ctrl-C, for which pytest exits with 2.
-RUN_TESTS = status=0; for part in tests tests/gpu; do \
-	  $(PY) -m pytest $(PYTEST_FLAGS) -n $(WORKERS) --dist worksteal $(1) $$part || status=$$?; \
-	  [ $$status -ne 2 ] || break; \
-	done; exit $$status
+RUN_TESTS = $(PY) .ci/tests.py --workers $(WORKERS) $(PYTEST_FLAGS)
 
 test: $(VENV)/.embedlm-dev models browser ## set up, build and run the tests but for the slow ones, which it counts
-	@$(call RUN_TESTS,-m "not slow")
+	@$(RUN_TESTS) -m "not slow"
 
 test-all: $(VENV)/.embedlm-dev models browser ## the same with the slow tests
-	@$(call RUN_TESTS)
+	@$(RUN_TESTS)
 
 test-arm: | $(PY) ## the native module for 64-bit ARM in an emulator, with an ARM Python (40 minutes; Debian, Ubuntu)
 	.ci/arm.sh $(abspath $(PY))
