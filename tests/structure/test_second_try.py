@@ -1,4 +1,4 @@
-"""``.ci/tests.py``: a test that fails beside others and passes alone is named, and fails nothing."""
+"""``.ci/tests.py``: a test that fails beside others and passes alone is named, not counted."""
 
 from __future__ import annotations
 
