@@ -55,7 +55,29 @@ NEEDS = {
 }
 
 
+def spread(count: int, kept: int) -> set[int]:
+    """``kept`` of ``count`` places at equal distances, the first among them."""
+    return {i * count // kept for i in range(kept)}
+
+
+def mark_all_but_some_slow(items: Sequence[pytest.Item]) -> None:
+    """``@pytest.mark.quick_cases(3)``: of a test's cases that are not slow three stay quick."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        marker = item.get_closest_marker("quick_cases")
+        if marker is not None and item.get_closest_marker("slow") is None:
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for some in cases.values():
+        (kept,) = some[0].get_closest_marker("quick_cases").args  # type: ignore[union-attr]
+        quick = spread(len(some), min(kept, len(some)))
+        for i, item in enumerate(some):
+            if i not in quick:
+                item.add_marker("slow")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    mark_all_but_some_slow(items)
     for marker, (_, there) in NEEDS.items():
         marked = [item for item in items if item.get_closest_marker(marker) is not None]
         if marked and not there():

@@ -34,6 +34,7 @@ def points(base: Base, *fast: Point) -> list[Any]:
     return [pytest.param(x, id=str(x), marks=() if x in fast else slow) for x in base.short]
 
 
+@pytest.mark.slow
 @pytest.mark.model
 @pytest.mark.parametrize("point", points(SMOLLM2, Point("base", "float16", "auto")))
 def test_smollm2_loses_and_takes_no_more_than_before(

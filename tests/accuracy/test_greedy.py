@@ -68,6 +68,7 @@ def real(request: pytest.FixtureRequest) -> tuple[Path, torch.nn.Module]:
     return path, _oracle(path)
 
 
+@pytest.mark.slow
 @pytest.mark.model
 @pytest.mark.parametrize("compute", [pytest.param("exact", marks=pytest.mark.slow), "auto"])
 def test_greedy_tokens_equal_transformers_wherever_its_margin_exceeds_the_noise(

@@ -116,6 +116,7 @@ def run(llm: LLM, params: Any, prompts: Any = PROMPTS) -> list[Any]:
     return found
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_answer_is_that_without_the_forbidden_tokens(llm: LLM, kind: str) -> None:
     params, changed = KINDS[kind], 0
@@ -152,6 +153,7 @@ def test_a_batch_of_all_kinds_has_the_same_answers(llm: LLM, alone: dict[str, li
 SLOW = ("operator by operator", "k8v4", "short steps")
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "engine",
     [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in ENGINES],

@@ -26,6 +26,7 @@ def _enqueue_and_step(llm: LLM, params: Any) -> None:
         llm.step()
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "use", [lambda llm, params: ask(llm, 1, params=params), _enqueue_and_step], ids=["call", "step"]
 )

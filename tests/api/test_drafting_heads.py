@@ -114,6 +114,7 @@ class Drawn:
 EXACT: dict[str, Any] = {"compute": "exact", "enable_prefix_caching": False}
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("method", METHODS)
 def test_logits_of_drafts_are_those_of_the_published_head(
     tiny_heads: TinyHeads, method: str, monkeypatch: pytest.MonkeyPatch
@@ -382,6 +383,7 @@ def test_a_head_is_packed_while_it_is_loaded(tiny_heads: TinyHeads, method: str)
         assert any("w8" in spec or "int8" in spec for spec in packed)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("method", METHODS)
 def test_memory_of_a_head_is_planned_and_can_be_left_out(
     tiny_heads: TinyHeads, method: str
@@ -523,6 +525,7 @@ def test_a_model_of_few_layers_has_not_three_streams(tiny_heads: TinyHeads, gold
         LLM.plan(golden / "arch-llama3" / "hf", speculative_config=config)
 
 
+@pytest.mark.slow
 def test_a_model_of_transformers_own_code_gives_only_its_last_hidden_states(
     tiny_heads: TinyHeads, golden: Path, tmp_path: Path
 ) -> None:

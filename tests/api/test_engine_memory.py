@@ -45,6 +45,7 @@ def filled(smollm2: Path) -> LLM:
     return llm
 
 
+@pytest.mark.slow
 def test_trim_returns_the_memory_of_pages_nobody_uses(filled: LLM) -> None:
     before = resident()
     answers = tokens(filled, prompts(2, 40))
@@ -58,6 +59,7 @@ def test_trim_returns_the_memory_of_pages_nobody_uses(filled: LLM) -> None:
     filled.close()
 
 
+@pytest.mark.slow
 def test_asleep_an_llm_has_no_cache_or_no_weights_and_wakes_up_the_same(filled: LLM) -> None:
     answers = tokens(filled, prompts(2, 40))
     awake = resident()

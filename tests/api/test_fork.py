@@ -174,6 +174,7 @@ def test_both_generate_at_once(tiny_path: Path) -> None:
         assert [found[index] for index in range(3)] == [[expected] * 3] * 3
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
 def test_each_can_be_closed_first_and_the_last_frees_the_weights(
     tiny_path: Path, order: tuple[int, ...]
@@ -320,6 +321,7 @@ def test_every_option_is_free_or_fixed() -> None:
     assert set(EngineOptions.__annotations__) >= FREE_OPTIONS
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("options", "reason"),
     [

@@ -80,6 +80,7 @@ def test_with_other_numbers_of_threads(
         assert _facts(llm.generate(TEXT, PARAMS)[0]) == alone
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_preempted_and_recomputed(smollm2: Path, llm: LLM) -> None:
     params = PARAMS.clone(max_tokens=64)

@@ -129,6 +129,7 @@ def test_three_stages_of_a_real_model_give_the_bits_of_one_process(smollm2: Path
     assert answers(smollm2, prompts, [GREEDY], pipeline_parallel_size=3) == one
 
 
+@pytest.mark.slow
 def test_preempted_requests_give_the_same_bits(tiny_path: Path) -> None:
     long = GREEDY.clone(max_tokens=60)
     expected = answers(tiny_path, params=[long])
@@ -376,6 +377,7 @@ def _opened(model: Path, stages: int = 2, **options: Any) -> tuple[LLM, list[psu
     return llm, [psutil.Process(pid) for pid in sorted(_children() - before)]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_killed_stage_is_an_error_that_names_it_within_five_seconds(
     tiny_path: Path, streams: bool

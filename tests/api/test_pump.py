@@ -148,6 +148,7 @@ def test_all_the_time_there_is_finishes_everything_in_one_call(tiny: LLM) -> Non
     assert [output.finished for output in outputs] == [True, True]
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_a_real_frame_loop_is_not_held_for_a_whole_prompt(smollm2: Path) -> None:
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)

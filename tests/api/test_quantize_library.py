@@ -102,6 +102,7 @@ def test_a_library_makes_the_folder_in_a_process_of_its_own(
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("then", "files", "message"),
     [

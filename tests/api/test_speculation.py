@@ -129,6 +129,7 @@ def seen(llm: LLM, params: SamplingParams | list[SamplingParams], prompts: Any =
     return found
 
 
+@pytest.mark.quick_cases(7)
 @pytest.mark.parametrize("kind", KINDS)
 def test_answers_are_those_without_drafts(method: Method, kind: str) -> None:
     params = KINDS[kind]
@@ -155,6 +156,7 @@ def test_forced_tokens_are_all_accepted(tiny_path: Path) -> None:
         assert metrics["num_steps"] < 0.7 * steps
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_answers_are_those_without_drafts_on_every_engine(method: Method, engine: str) -> None:
     """All kinds of requests run together."""

@@ -87,6 +87,7 @@ def test_requests_that_end_at_different_times_and_fill_pages(llm: LLM, eager: LL
     assert set(again) == {6, 5, 4, 3, 2, 1} and len(again) > 60
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("kind", KINDS)
 def test_beside_a_request_of_every_kind(llm: LLM, eager: LLM, kind: str) -> None:
     again = count_again(llm)

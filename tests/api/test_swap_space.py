@@ -99,6 +99,7 @@ def test_reset_prefix_cache_forgets_what_was_swapped(tiny_path: Path) -> None:
         assert output.num_cached_tokens == 0
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_a_real_model_answers_as_without_pressure(smollm2: Path) -> None:
     prompts = [f"Chapter {i}. It was a dark and stormy night, and the" for i in range(6)]

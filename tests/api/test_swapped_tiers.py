@@ -107,6 +107,7 @@ def test_what_comes_back_answers_with_the_bits_of_what_had_stayed(
         assert all(map(np.array_equal, rows, (layer.rows for layer in kept.kv.layers)))
 
 
+@pytest.mark.slow
 def test_an_answer_with_a_floor_is_the_bits_of_pages_that_never_went_down(
     tiny_path: Path, exact: list[tuple[object, ...]]
 ) -> None:

@@ -68,6 +68,7 @@ def test_two_ranks_with_rounded_activations_leave_the_path_only_at_near_ties(smo
             assert best - second < noise, f"token {at}"
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("adapters", [{}, {"enable_lora": True, "max_lora_rank": 8}], ids=str)
 def test_steps_of_ranks_are_recorded_with_the_results_of_operators_one_by_one(
     tiny_path: Path, adapters: dict[str, Any]
@@ -95,6 +96,7 @@ def pair(tiny_path: Path) -> Iterator[tuple[LLM, psutil.Process]]:
     assert _children() == before
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_an_error_for_everybody_within_five_seconds(
     pair: tuple[LLM, psutil.Process],
 ) -> None:
@@ -145,6 +147,7 @@ def test_a_killed_worker_is_an_error_for_everybody_within_five_seconds(
             use()
 
 
+@pytest.mark.slow
 def test_a_worker_killed_between_two_calls_is_an_error_of_the_next(
     pair: tuple[LLM, psutil.Process],
 ) -> None:

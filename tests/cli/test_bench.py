@@ -558,6 +558,7 @@ def test_the_tenants_suite_runs_chats_alone_and_beside_a_batch(
     assert all(0 < share < 100 for share in rows[2]["samples"]["chat_share"])
 
 
+@pytest.mark.slow
 def test_the_parallel_suite_measures_one_rank_two_ranks_two_stages_and_two_replicas(
     golden: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -256,6 +256,7 @@ def test_chunks_of_streams_become_the_steps_that_brought_them() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_another_installation_of_this_package_is_a_peer(
     golden: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

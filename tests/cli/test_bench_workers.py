@@ -180,6 +180,7 @@ def test_ctrl_c_in_the_middle_of_opening_ends_that_worker(
     assert started[0].returncode == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_the_tests_of_ctrl_c_pass_where_sigint_is_ignored() -> None:
     # as under nohup: the disposition is inherited
     code = (

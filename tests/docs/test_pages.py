@@ -83,12 +83,14 @@ def run_page(
     gc.collect()  # engines that a page opened and did not close
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", RUN)
 def test_the_code_of_a_page_runs_from_top_to_bottom(page: str, run_page: Runner) -> None:
     run_page(page)
 
 
+@pytest.mark.slow
 def test_the_application_of_the_guide_answers_streams_and_refuses(run_page: Runner) -> None:
     app = run_page("docs/guides/fastapi.md")["app"]
     with running(app) as client:

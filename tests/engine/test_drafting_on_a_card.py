@@ -15,6 +15,7 @@ LIMITS: dict[str, Any] = {"max_model_len": 96, "max_num_batched_tokens": 32, "ma
 DRAWN = SamplingParams(temperature=0.8, seed=3, max_tokens=40, ignore_eos=True)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("adaptive", [False, True], ids=["always", "adaptive"])
 @pytest.mark.parametrize("method", ["self", "draft_model", "eagle", "eagle3", "medusa"])
 def test_the_answers_are_those_without_drafts(

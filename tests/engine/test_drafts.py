@@ -111,6 +111,7 @@ def draft(llm: LLM, found: list[Any], right: str, prompts: Any = PROMPTS) -> Any
     return scheduler
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("how", ["recorded", "eager", "on a card"])
 @pytest.mark.parametrize("right", SCRIPTS)
 def test_answers_with_drafts_are_those_without(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 from fake_card import on_a_card
 
 from sdk.cli.bench.gpu.engine import add, finish
@@ -31,6 +32,7 @@ def test_after_a_load_no_graph_is_captured_while_something_is_served(golden: Pat
         assert card.graphs == captured and card.replays > replayed
 
 
+@pytest.mark.slow
 def test_a_size_without_a_graph_is_the_next_that_an_idle_engine_captures(golden: Path) -> None:
     """And runs operator by operator until then."""
     path = golden / "gguf-Q8_0" / "model.gguf"

@@ -158,6 +158,7 @@ def test_pinned_memory_is_written_after_the_copy_from_it(cuda: Cuda, waits: bool
 # Captures
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("work", "why"),
     [
@@ -312,6 +313,7 @@ def collector_on(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(card_module.gc, "disable", lambda: None)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "fault",
     [no_wait_of_inputs, no_event_of_tokens, no_stream_of_its_own, collector_on],

@@ -258,6 +258,7 @@ TestPool = PoolMachine.TestCase
 TestPool.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 @pytest.mark.parametrize("chunked", [True, False])
 def test_no_page_is_leaked_after_5000_random_events(rig, policy, chunked):

@@ -76,6 +76,7 @@ def eager(path: Path, **options: Any) -> LLM:
     return LLM(path, enforce_eager=True, **SMALL | options)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_chunks_beside_decoding_requests_have_the_same_bits(
     golden: Path, replayed: Replayed, name: str
@@ -93,6 +94,7 @@ def test_chunks_beside_decoding_requests_have_the_same_bits(
     assert card.graphs >= (layers + 1) * len(replayed.captured)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("kv", ["int8", "fp8", "int4"])
 def test_codes_in_pages_have_the_same_bits(path: Path, kv: str) -> None:
     with on_a_card(path, **SMALL, kv_cache_dtype=kv) as (llm, _):
@@ -117,6 +119,7 @@ def test_a_prefix_that_is_cached_is_read_by_the_pieces_in_between(
     assert 3 + 10 + 1 in {b.num_tokens for b in replayed.batches}  # after hits and copied tails
 
 
+@pytest.mark.slow
 def test_preempted_requests_are_computed_again_with_the_same_bits(path: Path) -> None:
     wanted = params(60)
     asked = [prompt for prompt in prompts() if len(prompt) < 30]
@@ -274,6 +277,7 @@ def test_what_was_captured_before_a_failure_stays_in_use(
     assert said == [f"{message}; {rest}"]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("first", [0, 1])
 def test_decode_steps_captured_before_a_failure_stay_in_use_too(
     path: Path, monkeypatch: pytest.MonkeyPatch, first: int
@@ -306,6 +310,7 @@ def test_a_model_of_transformers_is_not_cut(path: Path, monkeypatch: pytest.Monk
         assert "operator by operator: transformers' own code runs between" in llm.explain()
 
 
+@pytest.mark.slow
 def test_graphs_that_are_dropped_are_captured_again(path: Path, replayed: Replayed) -> None:
     with on_a_card(path, **SMALL) as (llm, card):
         found = answers(llm, prompts(), params())

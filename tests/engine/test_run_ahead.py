@@ -96,6 +96,7 @@ def test_a_steady_batch_always_has_a_step_under_way(path: Path, launches: Launch
     assert launches.read == 39 + 1  # and the step with the prompts
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("options", "ahead"),
     [
@@ -182,6 +183,7 @@ def test_requests_end_at_different_times_and_others_take_their_place(
     assert launches.read > 20
 
 
+@pytest.mark.slow
 def test_a_token_that_ends_an_answer_ends_it_although_the_next_step_runs(
     path: Path, launches: Launches
 ) -> None:
@@ -203,6 +205,7 @@ def test_answers_that_are_not_plain_take_the_long_way(path: Path, launches: Laun
     both(path, PROMPTS, wanted)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "options",
     [
@@ -221,6 +224,7 @@ def test_logits_that_change_before_their_draw_change_beside_others(
     assert [found[i] == free[i] for i in range(4)] == [True, False, False, True]
 
 
+@pytest.mark.slow
 def test_masks_of_structured_answers_are_computed_while_the_model_runs(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,6 +256,7 @@ def test_masks_of_structured_answers_are_computed_while_the_model_runs(
         assert answers(llm, PROMPTS, wanted) == found
 
 
+@pytest.mark.slow
 def test_an_answer_goes_back_while_steps_are_in_flight(path: Path, launches: Launches) -> None:
     """The step that was launched with its discarded token is not used."""
     banned = ["e", "th", "ro", "a", "o", "S"]
@@ -332,6 +337,7 @@ def test_logits_that_are_not_finite_fail_their_request_alone(
     assert len(found["good"].token_ids) == 16
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "options",
     [{}, {"logprobs": 1}, {"repetition_penalty": 1.3}, {"prompt_logprobs": 0}],

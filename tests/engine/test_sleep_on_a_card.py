@@ -37,6 +37,7 @@ def answers(llm: LLM) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, PARAMS)]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "options",
     [{}, {"swap_space": "1MiB"}, {"kv_cache_dtype": "int4"}],
@@ -65,6 +66,7 @@ def eventually(holds: Callable[[], bool]) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_trim_gives_back_the_recorded_steps_of_an_idle_engine(path: Path) -> None:
     with on_a_card(path, **OPTIONS) as (llm, card):
         expected, graphs = answers(llm), card.graphs

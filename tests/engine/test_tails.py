@@ -149,6 +149,7 @@ def test_an_interrupted_copy_is_not_trusted(wide: Any) -> None:
 TYPES = ["float16", "int8", "fp8", "int4", "k8v4"]
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("options", [*TYPES, "policy", "eager", "ranks"])
 def test_answers_have_the_bits_of_a_prompt_computed_alone(golden: Path, options: str) -> None:
     given: dict[str, Any] = {"kv_cache_dtype": options}

@@ -357,6 +357,7 @@ def test_an_executor_that_is_closed_in_a_step_has_no_result(
     assert not folder.exists()
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("size", "stages"), [(2, 1), (1, 2)], ids=["ranks", "stages"])
 def test_the_tokens_are_those_of_one_process(
     golden: Path, stand_ins: ModuleType, size: int, stages: int
@@ -528,6 +529,7 @@ def layered(golden: Path, stages: int) -> RunnerConfig:
     return replace(config, stage_layers=(range(1), range(1, 2))) if stages > 1 else config
 
 
+@pytest.mark.quick_cases(1)
 @SHAPES
 def test_steps_in_pieces_have_the_tokens_of_one_process_and_the_exchanges_of_single_operators(
     golden: Path, one: list[Any], cards: FakeCards, size: int, stages: int
@@ -544,6 +546,7 @@ def test_steps_in_pieces_have_the_tokens_of_one_process_and_the_exchanges_of_sin
         assert how.eager_reason == "several ranks launch no step ahead"
 
 
+@pytest.mark.quick_cases(1)
 @SHAPES
 def test_a_rank_that_cannot_record_makes_the_same_exchanges(
     golden: Path,
@@ -575,6 +578,7 @@ def test_a_rank_that_cannot_record_makes_the_same_exchanges(
         assert all(dtype == torch.float32 for _, *facts in zero for _, dtype, _, _ in facts)
 
 
+@pytest.mark.slow
 def test_what_is_launched_says_so(golden: Path, cards: FakeCards) -> None:
     cards.answers(layered(golden, 1), 2, 1)
     text = "\n".join(_steps(SimpleNamespace(strategy=cards.strategies[0])))

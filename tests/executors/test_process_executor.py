@@ -77,6 +77,7 @@ def settle() -> tuple[int, int]:
     return psutil.Process().num_fds(), psutil.Process().num_threads()
 
 
+@pytest.mark.slow
 def test_a_function_runs_on_every_rank_between_steps(ranks: ModuleType, started) -> None:
     alone = LocalExecutor(ranks.FakeRunner, ranks.FakeConfig())
     alone.start()
@@ -117,6 +118,7 @@ def test_any_number_of_ranks_gives_the_same_sums(ranks: ModuleType, started) -> 
     alone.close()
 
 
+@pytest.mark.slow
 def test_two_executors_work_side_by_side(started) -> None:
     one, two = started(), started()
     for step in range(3):
@@ -141,6 +143,7 @@ def test_gloo_is_bound_to_loopback_alone(started, monkeypatch: pytest.MonkeyPatc
     assert run_step(executor, StepPlan(1)).step_id == 1
 
 
+@pytest.mark.slow
 def test_ranks_that_share_memory_have_no_network_socket_and_leave_no_file(
     started, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -163,6 +166,7 @@ def test_the_meeting_place_is_on_a_disk_when_memory_is_short(
     folder.rmdir()
 
 
+@pytest.mark.slow
 def test_the_own_factory_builds_rank_0_and_is_never_pickled(ranks: ModuleType, started) -> None:
     built = []
 
@@ -175,6 +179,7 @@ def test_the_own_factory_builds_rank_0_and_is_never_pickled(ranks: ModuleType, s
     assert executor.runner.steps == 1
 
 
+@pytest.mark.slow
 def test_a_worker_killed_between_steps_is_named(started, eventually: Poll) -> None:
     executor = started()
     worker = psutil.Process(worker_of(executor))
@@ -185,6 +190,7 @@ def test_a_worker_killed_between_steps_is_named(started, eventually: Poll) -> No
         run_step(executor, StepPlan(2))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
@@ -215,12 +221,14 @@ def test_of_several_failures_the_cause_is_named_and_not_its_consequences(started
         run_step(executor, StepPlan(1))
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_stuck_is_given_up(started) -> None:
     executor = started({(1, 1): "stop"}, collective_s=1.0)
     with pytest.raises(EngineDeadError, match=r"rank 1 was stopped by a signal .* \(all_reduce"):
         run_step(executor, StepPlan(1))
 
 
+@pytest.mark.slow
 def test_a_worker_that_a_signal_has_stopped_is_given_up_within_seconds(started) -> None:
     """Long before the limit for a worker that computes, which is 300 s."""
     executor = started()
@@ -253,6 +261,7 @@ def test_a_worker_stuck_after_its_last_sum_is_given_up(started, tmp_path: Path) 
         run_step(executor, StepPlan(1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
@@ -268,6 +277,7 @@ def test_an_error_of_rank_0_ends_the_workers(started, fault: str, message: str) 
     assert not psutil.pid_exists(worker)
 
 
+@pytest.mark.slow
 def test_an_interrupt_in_rank_0_is_raised_on_and_ends_the_workers(started) -> None:
     executor = started({(0, 1): "interrupt"})
     with pytest.raises(KeyboardInterrupt):
@@ -276,12 +286,14 @@ def test_an_interrupt_in_rank_0_is_raised_on_and_ends_the_workers(started) -> No
         run_step(executor, StepPlan(2))
 
 
+@pytest.mark.slow
 def test_ctrl_c_does_not_reach_the_worker(started) -> None:
     executor = started()
     os.kill(worker_of(executor), signal.SIGINT)
     assert run_step(executor, StepPlan(1)).step_id == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
@@ -308,6 +320,7 @@ def test_a_worker_that_never_gets_ready_is_given_up(started) -> None:
         started({(1, 0): "stop"}, startup_s=60.0)  # noticed 3 s after it stops
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "error"),
     [("raise", AlignmentError), pytest.param("oserror", OSError, marks=pytest.mark.slow)],
@@ -317,6 +330,7 @@ def test_what_rank_0_raises_while_building_is_raised_on(started, fault: str, err
         started({(0, 0): fault})
 
 
+@pytest.mark.slow
 def test_a_factory_the_worker_cannot_import_is_reported(
     ranks: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -350,6 +364,7 @@ def test_a_missing_interpreter_is_reported(
     executor.close()
 
 
+@pytest.mark.slow
 def test_close_is_idempotent_and_final(ranks: ModuleType, started) -> None:
     executor = started()
     runner = executor.runner
@@ -426,6 +441,7 @@ def test_an_executor_outlives_the_thread_that_started_it(started) -> None:
     assert run_step(made[0], StepPlan(1)).step_id == 1
 
 
+@pytest.mark.slow
 def test_a_forked_child_neither_uses_nor_ends_the_ranks(started) -> None:
     executor = started()
     pid = os.fork()
@@ -450,6 +466,7 @@ def test_a_talkative_worker_fills_no_disk(started, eventually: Poll) -> None:
     assert eventually(lambda: os.fstat(child._stderr.fileno()).st_size == 0)
 
 
+@pytest.mark.slow
 def test_nothing_of_the_host_changes(started) -> None:
     def state() -> tuple[object, ...]:
         import torch
@@ -519,6 +536,7 @@ def test_a_script_without_a_guard_runs_once_and_leaves_nothing_at_exit(
     assert list((tmp_path / "scratch").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_the_worker_ends_when_its_host_is_killed(tmp_path: Path, eventually: Poll) -> None:
     host = run_script(tmp_path, "input()\n")
     worker = worker_named(host)

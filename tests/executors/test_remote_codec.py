@@ -101,6 +101,7 @@ values = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(plans)
 def test_every_plan_comes_back_equal(plan: StepPlan) -> None:

@@ -77,6 +77,7 @@ def lines_of(process: subprocess.Popen[str]) -> Iterator[dict]:
         yield json.loads(line)
 
 
+@pytest.mark.slow
 def test_ranks_on_two_hosts_choose_the_tokens_of_local_ones(
     golden: Path, tmp_path: Path, remote: ModuleType, two: tuple[Host, Host]
 ) -> None:

@@ -78,6 +78,7 @@ def tokens_of(llm: LLM) -> list[list[int]]:
     return [list(out.outputs[0].token_ids) for out in llm.generate(prompts, GREEDY)]
 
 
+@pytest.mark.slow
 def test_an_engine_with_a_worker_answers_as_with_local_ranks(
     golden: Path, workers: Workers, tmp_path: Path
 ) -> None:
@@ -123,6 +124,7 @@ def test_ranks_of_a_safetensors_model_answer_as_local_ones(
     assert [process.wait(60) for process in workers.processes] == [0] * (size - 1)
 
 
+@pytest.mark.slow
 def test_another_model_file_is_an_error_on_both_hosts(golden: Path, workers: Workers) -> None:
     worker = workers.start(golden / "gguf-Q4_1" / "model.gguf")
     with pytest.raises(EngineDeadError, match=r"the hosts differ: model files: \w{32} on rank 1"):
@@ -147,6 +149,7 @@ def test_a_worker_killed_while_requests_run_fails_them_and_leaves_nothing(
     assert threading.active_count() == before
 
 
+@pytest.mark.slow
 def test_a_worker_that_ctrl_c_ends_says_nothing_more(golden: Path, workers: Workers) -> None:
     worker = workers.start(golden / "gguf-Q4_0" / "model.gguf")
     assert worker.stderr is not None
@@ -169,6 +172,7 @@ def run(command: list[str], environment: dict[str, str] | None = None) -> list[d
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoint", ["gguf-Q4_0/model.gguf"])
 def test_one_program_under_torchrun_is_an_engine_and_its_workers(
     golden: Path, remote: ModuleType, checkpoint: str

@@ -166,6 +166,7 @@ def test_while_an_engine_waits_only_its_address_is_bound(remote: ModuleType, eve
     assert bound() == set()
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
@@ -204,6 +205,7 @@ def test_a_worker_killed_between_steps_is_named(started, hosts: Hosts) -> None:
         run_step(executor, StepPlan(3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "why"),
     [
@@ -369,6 +371,7 @@ def test_a_taken_port_and_an_address_of_another_machine_are_named(remote: Module
         executor.close()
 
 
+@pytest.mark.slow
 def test_a_worker_says_when_no_engine_comes_and_where(remote: ModuleType) -> None:
     port = remote.free_port()
     worker = remote.WorkerProcess(port, timeout=0.5)
@@ -377,6 +380,7 @@ def test_a_worker_says_when_no_engine_comes_and_where(remote: ModuleType) -> Non
     worker.close()
 
 
+@pytest.mark.slow
 def test_a_worker_names_an_address_where_something_else_is(remote: ModuleType) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         worker = remote.WorkerProcess(other.getsockname()[1])
@@ -388,6 +392,7 @@ def test_a_worker_names_an_address_where_something_else_is(remote: ModuleType) -
     worker.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("key", "value"),
     [
@@ -477,6 +482,7 @@ def test_a_worker_that_leaves_while_others_are_awaited_is_replaced(remote: Modul
         worker.close()
 
 
+@pytest.mark.slow
 def test_tensors_may_have_an_address_of_their_own(remote: ModuleType) -> None:
     before = sockets()
     port = remote.free_port()

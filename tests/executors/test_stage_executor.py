@@ -94,6 +94,7 @@ def test_the_ranks_of_a_replica_count_those_of_the_others() -> None:
 _SLOW = pytest.mark.slow
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("width", "stages"), [(1, 2), pytest.param(2, 2, marks=_SLOW), pytest.param(1, 3, marks=_SLOW)]
 )
@@ -115,6 +116,7 @@ def test_steps_pass_through_all_stages_in_the_order_of_their_launches(
     assert max(times.computing) <= times.in_flight
 
 
+@pytest.mark.slow
 def test_earlier_stages_run_ahead_of_the_last_one(
     started, tmp_path: Path, eventually: Poll
 ) -> None:
@@ -128,6 +130,7 @@ def test_earlier_stages_run_ahead_of_the_last_one(
     assert [executor.result().step_id for _ in range(3)] == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_sampled_tokens_come_with_the_next_plan(started, ranks: ModuleType) -> None:
     executor = started()
     row = (StepRow("a", 1, 1),)
@@ -141,6 +144,7 @@ def test_sampled_tokens_come_with_the_next_plan(started, ranks: ModuleType) -> N
     assert seen == [(1, ()), (2, ()), (3, (("a", (1,)),))]
 
 
+@pytest.mark.slow
 def test_tokens_of_a_request_that_has_gone_are_not_those_of_a_new_one_of_its_name(
     started, ranks: ModuleType
 ) -> None:
@@ -155,6 +159,7 @@ def test_tokens_of_a_request_that_has_gone_are_not_those_of_a_new_one_of_its_nam
     assert seen[-1] == (3, (("b", (1,)),))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rank", "fault", "text"),
     [
@@ -182,6 +187,7 @@ def test_a_stage_that_cannot_be_built_is_named(started) -> None:
         started({(2, 0): "raise"}, stages=3)
 
 
+@pytest.mark.slow
 def test_closing_ends_a_step_that_waits_for_a_stage(started) -> None:
     executor = started({(1, 1): "stop"})
     executor.launch(StepPlan(1))

@@ -28,6 +28,7 @@ def test_drafts_are_accepted_on_all_ranks(golden: Path) -> None:
         assert [token for tokens in found for token in tokens] == answer
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("checkpoint", ["arch-llama3/hf", "gguf-Q4_0/model.gguf"])
 def test_two_ranks_choose_the_tokens_of_one(golden: Path, checkpoint: str) -> None:
     config = config_of(golden / checkpoint)

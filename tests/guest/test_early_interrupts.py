@@ -56,6 +56,7 @@ def _assert_interrupted(process: subprocess.Popen[str]) -> str:
     return errors
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("module", "model"),
     [

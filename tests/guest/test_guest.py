@@ -147,6 +147,7 @@ def test_close_gives_the_memory_of_a_real_model_back(smollm2: Path) -> None:
     assert rss[-1] - rss[0] < 2 * allowed, f"{(rss[-1] - rss[0]) / 2**20:.1f} MiB in 7 rounds"
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_loading_takes_the_file_and_120_mib_beyond_what_torch_takes(smollm2: Path) -> None:
     # Importing torch takes 230 MiB with its CPU build, 710 MiB with that for CUDA 13.

@@ -26,6 +26,7 @@ def model(golden: Path) -> Path:
     return golden / "gguf-Q8_0" / "model.gguf"
 
 
+@pytest.mark.slow
 def test_an_exception_at_any_function_call_leaves_nothing_locked(model: Path) -> None:
     """What a timer hits once in a thousand times, tried at every call and return in this thread."""
     code = """
@@ -146,6 +147,7 @@ EXITS: dict[str, tuple[str, int]] = {
 }
 
 
+@pytest.mark.slow
 def test_a_host_exits_from_wherever_it_is(model: Path) -> None:
     # forked before there is an engine: torch is imported once
     code = f"""
@@ -192,6 +194,7 @@ def test_a_host_that_may_write_no_file_and_has_no_home_is_served(
     assert run_python(textwrap.dedent(_BEGIN) + textwrap.dedent(code), model) == "fine"
 
 
+@pytest.mark.slow
 def test_with_few_descriptors_nothing_is_left_behind(model: Path, tmp_path: Path) -> None:
     code = """
         import resource, tempfile

@@ -166,6 +166,7 @@ def expected(step: Step, **options: Any) -> Tensor:
 MIXED = ((1, 1), (100, 1), (70, 70), (300, 17), (700, 1), (129, 64))
 
 
+@pytest.mark.quick_cases(44)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "page_size", "options"),
@@ -198,6 +199,7 @@ def test_attention_matches_float64(
     )
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("dtype", ["float16", "int8", "fp8", "int4", "k8v4"])
 @pytest.mark.parametrize(
     "options",
@@ -237,6 +239,7 @@ def test_the_levels_agree(cases: Any, dtype: str, options: dict[str, Any]) -> No
     assert all(cases.nmse(portable, out) < NMSE.get(dtype, 1e-11) for out in fused)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("options", [{}, {"window": 400, "sinks": torch.linspace(-1, 3, 6)}])
 def test_spreading_a_context_over_threads_does_not_change_a_bit(
     backend: CpuBackend, options: dict[str, Any]

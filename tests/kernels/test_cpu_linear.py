@@ -295,6 +295,7 @@ def test_a_block_is_rounded_twice_where_its_step_is_above_the_rows_average(
     assert steps[2] / 10 < off[2] <= steps[2]
 
 
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize("index", [0, 1, 2], ids=["a8", "a16", "exact"])
 def test_a_row_has_the_same_bits_in_every_batch(
     backend: CpuBackend, cases: Any, index: int

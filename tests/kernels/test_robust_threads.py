@@ -214,6 +214,7 @@ def test_a_forked_child_can_open_an_engine_of_its_own(cases: Any) -> None:
     ops.close()
 
 
+@pytest.mark.slow
 def test_a_process_may_end_while_daemon_threads_are_in_a_call() -> None:
     program = """
 import threading

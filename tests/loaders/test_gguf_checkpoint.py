@@ -112,6 +112,7 @@ print(peak() - before, sum(weight.nbytes for weight in weights))
 """
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("fixture", ["smollm2", "gemma3"])
 def test_a_load_peaks_near_the_size_of_the_file(
     fixture: str, request: pytest.FixtureRequest

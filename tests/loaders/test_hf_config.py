@@ -144,6 +144,7 @@ ODD_KEYS = [
 ]  # fmt: skip
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "phi3", "granite"])
 def test_no_odd_value_in_a_config_fails_in_another_way_than_by_an_error(
     files: Any, folder: Path, model_type: str

@@ -56,6 +56,7 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
     assert (found - expected).abs().max() <= 1e-4
 
 
+@pytest.mark.quick_cases(6)
 def test_logits_match_transformers_however_the_work_is_cut(
     oracle: Any, load: Callable[..., Any]
 ) -> None:

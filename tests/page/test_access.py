@@ -192,6 +192,7 @@ def test_colors_follow_the_system_until_one_is_chosen(serve: Serve, visit: Visit
     assert page.evaluate(back) == dark
 
 
+@pytest.mark.slow
 def test_nothing_moves_for_those_who_asked_for_less_motion(serve: Serve, visit: Visit) -> None:
     visitor = visit(serve({"tiny": FakeLLM()}).address, reduced_motion="reduce")
     moving = """[...document.querySelectorAll('*')].filter((node) => {

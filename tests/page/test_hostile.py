@@ -124,6 +124,7 @@ def test_the_browser_itself_refuses_markup_scripts_and_other_servers(
     visitor.errors.clear()
 
 
+@pytest.mark.slow
 def test_the_files_have_no_inline_code_and_no_address_of_another_server() -> None:
     page = (FOLDER / "index.html").read_text()
     assert re.findall(r"<style|\sstyle=|\son\w+=|<script(?![^>]*\ssrc=\"page/)", page) == []

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 from playwright.sync_api import expect
 
 from sdk.params import SamplingParams
@@ -194,6 +195,7 @@ def test_a_hidden_page_costs_the_server_nothing(serve: Serve, visit: Visit) -> N
     wait_until(lambda: live.viewers == 1)
 
 
+@pytest.mark.slow
 def test_several_models_and_one_that_cannot_be_used(serve: Serve, visit: Visit) -> None:
     page = visit(serve({"one": FakeLLM(), "two": closed()}).address, "#live").page
     choice = page.get_by_label("Model shown")

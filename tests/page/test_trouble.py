@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+import pytest
 from playwright.sync_api import expect
 
 from sdk.server import Caller, Demand, Open, Refused
@@ -125,6 +126,7 @@ def test_errors_of_the_server_are_shown_in_its_words(serve: Serve, visit: Visit)
     expect(page.locator(".message .error-text:visible").last).to_contain_text("64")
 
 
+@pytest.mark.slow
 def test_without_storage_the_page_works_and_says_what_that_means(
     serve: Serve, visit: Visit
 ) -> None:

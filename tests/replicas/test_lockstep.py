@@ -83,6 +83,7 @@ def test_each_replica_computes_some_experts_for_the_tokens_of_both(together: LLM
     assert {sum(one) for one in loads[0].values()} == {tokens * per_token}
 
 
+@pytest.mark.slow
 def test_experts_move_between_two_steps_of_running_requests(mixtral: Path, alone: LLM) -> None:
     expected = answers(alone.generate(PROMPTS, DRAWN))
     with LLM(mixtral, num_threads=2, num_redundant_experts=1, **TOGETHER, **SMALL) as llm:
@@ -99,6 +100,7 @@ def test_experts_move_between_two_steps_of_running_requests(mixtral: Path, alone
         assert answers(llm.generate(PROMPTS, DRAWN)) == expected
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("eager", [False, True], ids=["recorded", "eager"])
 def test_three_replicas_with_one_thread_each(mixtral: Path, alone: LLM, eager: bool) -> None:
     options = {**TOGETHER, "data_parallel_size": 3, "enforce_eager": eager}
@@ -108,6 +110,7 @@ def test_three_replicas_with_one_thread_each(mixtral: Path, alone: LLM, eager: b
         assert "replicas   3" in str(llm.explain())
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_replicas_are_lost_and_replaced_together(mixtral: Path, alone: LLM, how: int) -> None:
     expected = answers(alone.generate(PROMPTS, DRAWN))
@@ -132,6 +135,7 @@ def test_replicas_are_lost_and_replaced_together(mixtral: Path, alone: LLM, how:
     assert not children() - before
 
 
+@pytest.mark.slow
 def test_a_replica_that_sleeps_wakes_up_with_the_others(mixtral: Path, alone: LLM) -> None:
     expected = answers(alone.generate(PROMPTS, GREEDY))
     with LLM(mixtral, num_threads=2, **TOGETHER, **SMALL) as llm:
@@ -141,6 +145,7 @@ def test_a_replica_that_sleeps_wakes_up_with_the_others(mixtral: Path, alone: LL
             assert answers(llm.generate(PROMPTS, GREEDY)) == expected
 
 
+@pytest.mark.slow
 def test_replicas_that_sleep_are_lost_and_run_what_is_pinned(mixtral: Path, alone: LLM) -> None:
     """They run it at the same time, and sleep again at different times."""
     expected = answers(alone.generate(PROMPTS, GREEDY))
@@ -157,6 +162,7 @@ def test_replicas_that_sleep_are_lost_and_run_what_is_pinned(mixtral: Path, alon
         assert answers(llm.generate(PROMPTS, GREEDY)) == expected
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("eager", [False, True], ids=["recorded", "eager"])
 def test_adapters_and_structures_run_in_lockstep(
     mixtral: Path, tmp_path: Path, eager: bool
@@ -197,6 +203,7 @@ def test_the_plan_counts_the_tokens_of_all_replicas(mixtral: Path) -> None:
     assert three - two > exchanged
 
 
+@pytest.mark.slow
 def test_what_lockstep_cannot_do_is_refused(mixtral: Path, golden: Path) -> None:
     with pytest.raises(RequestError, match=r"expected pipeline_parallel_size=1"):
         LLM(mixtral, pipeline_parallel_size=2, **TOGETHER)

@@ -43,6 +43,7 @@ def running(llm: LLM) -> bool:
     return any(one.replica >= 0 for one in list(llm._driver._requests.values()))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP, signal.SIGSEGV])
 def test_requests_of_a_lost_replica_run_again_with_the_same_answers(
     llm: LLM, one: LLM, how: int
@@ -59,6 +60,7 @@ def test_requests_of_a_lost_replica_run_again_with_the_same_answers(
     assert tokens(llm.generate(PROMPTS, LONG)) == expected
 
 
+@pytest.mark.slow
 def test_a_lost_parent_is_started_again(llm: LLM, one: LLM) -> None:
     expected = tokens(one.generate(PROMPTS, LONG))
     found: list[Any] = []
@@ -72,6 +74,7 @@ def test_a_lost_parent_is_started_again(llm: LLM, one: LLM) -> None:
     assert not old & children()
 
 
+@pytest.mark.slow
 def test_a_stream_goes_on_without_a_seam(llm: LLM, one: LLM) -> None:
     params = LONG.clone(n=2)
     [whole] = one.generate(PROMPTS[0], params)
@@ -101,6 +104,7 @@ def check_stream(llm: LLM, whole: RequestOutput, params: SamplingParams) -> bool
     return again
 
 
+@pytest.mark.slow
 def test_an_aborted_request_of_a_lost_replica_ends(llm: LLM) -> None:
     llm.enqueue(PROMPTS[0], LONG, request_id="one")
     wait_for(lambda: running(llm), "a running request")
@@ -113,6 +117,7 @@ def test_an_aborted_request_of_a_lost_replica_ends(llm: LLM) -> None:
     assert ended[-1].outputs[0].finish_reason in ("abort", "length")
 
 
+@pytest.mark.slow
 def test_a_request_that_takes_replicas_with_it_is_given_up(llm: LLM) -> None:
     found: list[Any] = []
 
@@ -137,6 +142,7 @@ def test_a_request_that_takes_replicas_with_it_is_given_up(llm: LLM) -> None:
     assert "replicas were lost" in str(error)
 
 
+@pytest.mark.slow
 def test_a_new_replica_gets_pins_and_settings(tiny_path: Path, one: LLM) -> None:
     options = {"scheduling_policy": "fair", "max_model_len": 128, "data_parallel_size": 2}
     prompt = "a long beginning that many requests have in common, kept for them all " * 2
@@ -168,6 +174,7 @@ def test_a_new_replica_gets_pins_and_settings(tiny_path: Path, one: LLM) -> None
         assert tokens(llm.generate(PROMPTS, LONG)) == tokens(one.generate(PROMPTS, LONG))
 
 
+@pytest.mark.slow
 def test_a_parent_that_ends_again_and_again_is_given_up(llm: LLM) -> None:
     """As if the system lacked the memory to read the model once more."""
     found: list[Any] = []
@@ -185,6 +192,7 @@ def test_a_parent_that_ends_again_and_again_is_given_up(llm: LLM) -> None:
     assert "ended 3 times before a replica was ready" in str(error)
 
 
+@pytest.mark.slow
 def test_a_replica_that_cannot_be_started_now_is_started_later(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,6 +211,7 @@ def test_a_replica_that_cannot_be_started_now_is_started_later(
     assert next(failures, None) is None
 
 
+@pytest.mark.slow
 def test_the_callback_of_the_load_is_not_called_later(tiny_path: Path) -> None:
     calls: list[int] = []
     options = {"max_model_len": 128, "data_parallel_size": 2}

@@ -31,6 +31,7 @@ def answers(outputs: list[Any]) -> list[Any]:
     return [(list(o.outputs[0].token_ids), o.outputs[0].cumulative_logprob) for o in outputs]
 
 
+@pytest.mark.slow
 def test_long_prompts_are_handed_over_and_answers_are_the_same_bits(apart: LLM, one: LLM) -> None:
     expected = answers(one.generate(PROMPTS, LONG))
     assert answers(apart.generate(PROMPTS, LONG)) == expected
@@ -46,6 +47,7 @@ def test_long_prompts_are_handed_over_and_answers_are_the_same_bits(apart: LLM, 
     assert apart.get_metrics()["num_hand_overs"] == 4
 
 
+@pytest.mark.slow
 def test_the_memory_of_hand_overs_is_a_part_of_the_plan(tiny_path: Path) -> None:
     options: dict[str, Any] = {"data_parallel_size": 2, "max_model_len": 128}
     plain = LLM.plan(tiny_path, **options)
@@ -72,6 +74,7 @@ def test_hand_overs_of_large_pages_have_more_memory(page: int, expected: int) ->
     assert hand_over_ring(page) >= 2 * page
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_lost_replica_of_either_kind_costs_only_time(
@@ -90,6 +93,7 @@ def test_a_lost_replica_of_either_kind_costs_only_time(
     assert answers(apart.generate(many, LONG)) == expected
 
 
+@pytest.mark.slow
 def test_an_abort_while_the_prompt_is_computed_elsewhere_ends_the_request(apart: LLM) -> None:
     hurt(replicas(apart)[0].pid, signal.SIGSTOP)
     apart.enqueue(PROMPTS[0], LONG, request_id="one")
@@ -101,6 +105,7 @@ def test_an_abort_while_the_prompt_is_computed_elsewhere_ends_the_request(apart:
     assert ended[-1].outputs[0].finish_reason == "abort"
 
 
+@pytest.mark.slow
 def test_scores_of_a_prompt_and_short_prompts_are_computed_in_place(apart: LLM, one: LLM) -> None:
     params = LONG.clone(prompt_logprobs=0)
     [mine], [known] = apart.generate([PROMPTS[0]], params), one.generate([PROMPTS[0]], params)

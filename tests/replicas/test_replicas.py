@@ -49,6 +49,7 @@ def test_answers_are_those_of_one_engine_bit_for_bit(one: LLM, two: LLM) -> None
         assert answers(two.generate(PROMPTS, params.clone(seed=5))) == answers(expected)
 
 
+@pytest.mark.slow
 def test_unseeded_answers_are_those_of_one_engine(tiny_path: Path) -> None:
     found = []
     for size in (1, 2):
@@ -192,6 +193,7 @@ def test_prefixes_are_pinned_restored_and_forgotten_everywhere(two: LLM, one: LL
     assert two.reset_prefix_cache()
 
 
+@pytest.mark.slow
 def test_memory_is_one_budget_for_all_replicas(tiny_path: Path) -> None:
     plan = LLM.plan(tiny_path, data_parallel_size=2, memory="64MiB", max_model_len=128)
     alone = LLM.plan(tiny_path, memory="64MiB", max_model_len=128)
@@ -250,6 +252,7 @@ def test_pools_and_policies_of_the_caller_are_refused(tiny_path: Path) -> None:
         LLM(tiny_path, data_parallel_size=2, scheduling_policy=make_policy("fcfs", None))
 
 
+@pytest.mark.slow
 def test_what_ranks_refuse_is_raised_as_with_one_engine(tmp_path: Path) -> None:
     model = tiny_model(tmp_path)  # of blocks of 256 columns, which two ranks would cut
     before = children()
@@ -265,6 +268,7 @@ def test_a_missing_model_raises_what_one_engine_raises(tmp_path: Path) -> None:
     assert children() == before
 
 
+@pytest.mark.slow
 def test_close_ends_waiting_calls_and_leaves_nothing(tiny_path: Path) -> None:
     before = children(), descriptors(), threading.active_count()
     llm = LLM(tiny_path, max_model_len=128, data_parallel_size=2)
@@ -290,6 +294,7 @@ def test_close_ends_waiting_calls_and_leaves_nothing(tiny_path: Path) -> None:
         llm.generate("x", DRAWN)
 
 
+@pytest.mark.slow
 def test_adapters_are_loaded_by_every_replica(tiny_path: Path, tmp_path: Path) -> None:
     model = tiny_model(tmp_path)
     adapter = tiny_adapter(tmp_path / "adapter", model, scale=4.0)
@@ -306,6 +311,7 @@ def test_adapters_are_loaded_by_every_replica(tiny_path: Path, tmp_path: Path) -
     assert found[0][0] != found[0][1]
 
 
+@pytest.mark.slow
 def test_an_async_llm_has_replicas_too(tiny_path: Path) -> None:
     async def run() -> int:
         async with AsyncLLM(tiny_path, max_model_len=128, data_parallel_size=2) as llm:
@@ -317,6 +323,7 @@ def test_an_async_llm_has_replicas_too(tiny_path: Path) -> None:
     assert asyncio.run(run()) > 1
 
 
+@pytest.mark.slow
 def test_replicas_with_two_ranks_each_give_the_tokens_of_one_process(tiny_path: Path) -> None:
     greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     found = []

@@ -129,6 +129,7 @@ def test_conversations_grow_and_find_their_prefix() -> None:
     assert 0 < results.utilization < 1
 
 
+@pytest.mark.slow
 def test_chats_get_their_first_tokens_sooner_with_the_state_policy() -> None:
     found = {}
     for policy in ("state", "requests"):

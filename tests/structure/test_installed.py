@@ -38,6 +38,7 @@ def test_a_missing_native_module_is_warned_of(run_installed: Run, model: Path) -
     assert f"\nwarning    {warning}" in explained
 
 
+@pytest.mark.slow
 def test_the_command_line_says_that_the_native_module_is_missing(
     run_installed: Run, model: Path
 ) -> None:
@@ -80,6 +81,7 @@ runpy.run_module("embedlm", run_name="__main__")
 """
 
 
+@pytest.mark.slow
 def test_embedlm_is_sdk_under_another_name(run_installed: Run) -> None:
     done = run_installed(SAME)
     assert done.stdout.startswith("embedlm 0."), done.stderr
@@ -121,6 +123,7 @@ def test_python_m_embedlm_names_another_projects_sdk_in_one_line(
 PYTEST = "import pytest; sys.exit(pytest.main(['-p', 'no:cacheprovider', *sys.argv[1:]]))"
 
 
+@pytest.mark.slow
 def test_pytest_runs_in_a_project_that_has_an_sdk_of_its_own(
     run_installed: Run, foreign: Path
 ) -> None:
@@ -230,6 +233,7 @@ assert b"<!doctype html>" in page_files()["index.html"].content
 """
 
 
+@pytest.mark.slow
 def test_the_package_runs_from_inside_a_zip_file(
     run_installed: Run, archive: Path, model: Path
 ) -> None:

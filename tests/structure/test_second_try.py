@@ -68,10 +68,12 @@ def test_many_failures_are_not_tried_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_file_that_cannot_be_imported_fails_the_run(tmp_path: Path) -> None:
-    done = run(tmp_path, {"one/test_a.py": "import nothing_of_this_name\n"}, "--runs", "one")
+def test_after_an_error_of_collection_as_after_ctrl_c_no_run_follows(tmp_path: Path) -> None:
+    files = {"one/test_a.py": "import nothing_of_this_name\n", "two/test_c.py": WRONG}
+    done = run(tmp_path, files, "--runs", "one", "two")
     assert done.returncode == 2
     assert "== once more" not in done.stdout
+    assert "test_wrong" not in done.stdout
 
 
 @pytest.mark.slow

@@ -25,6 +25,13 @@ def test_slow(i): pass
 
 def test_fast(): pass
 """
+CASES = """
+import pytest
+
+@pytest.mark.quick_cases(2)
+@pytest.mark.parametrize("i", [0, 1, 2, pytest.param(3, marks=pytest.mark.slow), 4])
+def test_cases(i): pass
+"""
 WRONG = """
 import os, time, pytest
 
@@ -47,7 +54,7 @@ def run(tmp_path: Path) -> Run:
     """``run(files, *options)``: the exit status of pytest on them, and what it printed."""
 
     def call(files: dict[str, str], *options: str) -> tuple[int, str]:
-        markers = "markers =\n slow\n two_hosts\n peers\n"
+        markers = "markers =\n slow\n quick_cases\n two_hosts\n peers\n"
         ini = f"[pytest]\npythonpath = {ROOT}\n{markers}addopts = --import-mode=importlib\n"
         for name, text in {"pytest.ini": ini, "conftest.py": CONFTEST, **files}.items():
             path = tmp_path / name
@@ -77,6 +84,14 @@ def test_a_run_without_slow_tests_counts_them_by_area_and_says_how_to_run_them(
     assert said.startswith("left out: 4 slow tests (areas/a 3, areas/b 1); `make test-all` runs")
     assert "make test-interop" in said and "make gpu" in said
     assert "2 passed" in last
+
+
+def test_some_cases_of_a_test_are_quick_at_equal_distances(run: Run) -> None:
+    status, text = run({"areas/a/test_it.py": CASES}, "-m", "not slow", "-vv")
+    assert status == 0, text
+    assert [i for i in range(5) if f"test_cases[{i}] PASSED" in text] == [0, 2]
+    status, text = run({"areas/a/test_it.py": CASES})
+    assert "5 passed" in text
 
 
 @pytest.mark.parametrize(
@@ -136,30 +151,16 @@ def commands(*targets: str) -> str:
     return done.stdout
 
 
-def test_make_test_leaves_slow_tests_out_and_make_test_all_and_ci_do_not() -> None:
+def test_make_test_and_ci_leave_slow_tests_out_and_make_test_all_does_not() -> None:
     some, all_of_them = commands("test"), commands("test-all")
     for run in (some, all_of_them):
-        assert "for part in tests tests/gpu" in run
-        assert " -n " in run
+        assert ".ci/tests.py --workers " in run
     assert '-m "not slow"' in some
     assert "not slow" not in all_of_them
     script = (ROOT / ".ci" / "run").read_text().splitlines()
     assert [line for line in script if line.startswith("make")] == [
-        *("make lint", "make docs", "make browser", "make test-all")
+        *("make lint", "make docs", "make browser", "make test")
     ]
-
-
-def test_a_failure_of_the_first_run_is_the_result_and_ctrl_c_ends_both(tmp_path: Path) -> None:
-    python = tmp_path / ".venv" / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    python.write_text(f'#!/bin/sh\necho "$@" >>{tmp_path}/ran\nexit $(head -c 1 {tmp_path}/exit)\n')
-    python.chmod(0o755)
-    script = commands("test", f"PY={python}")
-    for code, runs in ((0, 2), (1, 2), (2, 1)):
-        (tmp_path / "exit").write_text(str(code))
-        (tmp_path / "ran").write_text("")
-        assert subprocess.run(["bash", "-c", script], cwd=tmp_path).returncode == code
-        assert len((tmp_path / "ran").read_text().splitlines()) == runs
 
 
 def is_slow(node: ast.AST) -> bool:

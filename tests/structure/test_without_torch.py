@@ -136,6 +136,7 @@ def model_of(folder: Path) -> Path:
     return file if file.is_file() else folder
 
 
+@pytest.mark.quick_cases(16)
 @pytest.mark.parametrize("name", GOLDENS)
 def test_answers_of_every_golden_file_are_those_with_torch(
     name: str, without_torch: dict[str, Any], golden: Path
@@ -262,6 +263,7 @@ def test_features_give_the_same_answers_without_torch_and_when_it_comes_later(
     assert features("import json, sys\n", meanwhile.strip(), *files) == alone
 
 
+@pytest.mark.slow
 def test_an_engine_goes_on_when_the_program_imports_torch(golden: Path) -> None:
     code = """
     import gc, sys, threading, types
@@ -303,6 +305,7 @@ def test_an_engine_goes_on_when_the_program_imports_torch(golden: Path) -> None:
     assert run_python(code, golden / "gguf-Q4_K_M" / "model.gguf") == "fine\n"
 
 
+@pytest.mark.slow
 def test_callbacks_get_tensors_of_torch(golden: Path) -> None:
     code = """
     import sys

@@ -63,6 +63,7 @@ def test_each_structure(tiny: LLM, name: str) -> None:
     assert accepted >= 2
 
 
+@pytest.mark.quick_cases(8)
 @pytest.mark.parametrize("name", KINDS)
 def test_with_other_parameters(tiny: LLM, name: str) -> None:
     changes = {key: value for key, value in KINDS[name].items() if value is not None}
@@ -105,6 +106,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_however_it_runs(tiny_path: Path, name: str) -> None:
     with LLM(tiny_path, max_model_len=256, **OPTIONS[name]) as llm:

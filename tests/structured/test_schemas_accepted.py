@@ -519,6 +519,7 @@ BOMBS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("name", BOMBS)
 def test_bombs_are_refused_in_time(compiler: GrammarCompiler, name: str) -> None:
     begin = time.process_time()

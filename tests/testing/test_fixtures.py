@@ -37,6 +37,7 @@ def test_tiny(tiny_llm):
 """
 
 
+@pytest.mark.slow
 def test_the_fixtures_make_models_and_close_them(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(PROJECT)
     plugins = "-p", "no:embedlm", "-p", "embedlm.pytest_plugin", "-p", "no:cacheprovider"

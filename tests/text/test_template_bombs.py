@@ -31,6 +31,7 @@ def rendered() -> dict[str, tuple[float, str]]:
     return {name: (seconds, error) for name, seconds, error in rows}
 
 
+@pytest.mark.quick_cases(76)
 @pytest.mark.parametrize("name", BOMBS)
 def test_a_hostile_template_ends_in_a_template_error_soon_and_within_its_memory(
     rendered: dict[str, tuple[float, str]], name: str
