@@ -202,6 +202,7 @@ def close(found: Tensor, wanted: Tensor, tolerance: float) -> None:
     torch.testing.assert_close(found.double(), wanted, rtol=0, atol=tolerance)
 
 
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize(
     ("head_dim", "heads", "kv_heads", "page_size", "dtype", "groups"),
     [
@@ -426,6 +427,7 @@ def test_more_programs_than_work_and_fewer() -> None:
     close(found[0].view(step.q.shape), expected(step), 3e-6)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("window", [None, pytest.param(130, marks=pytest.mark.slow), 200])
 def test_prompts_see_tiles_of_keys_without_masks_like_all_others(window: int | None) -> None:
     step = make_step([(330, 70), (200, 30)])

@@ -44,6 +44,7 @@ def card() -> Iterator[Card]:
     made.close()
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "name",
     [
@@ -66,6 +67,7 @@ def test_every_row_gives_findings(card: Card, name: str) -> None:
         assert Finding(**json.loads(json.dumps(found.to_json()))) == found
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", ["w4", "requests", "prefill"])  # products, engines, attention
 def test_a_rehearsal_runs_a_row_without_timing_it(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -312,6 +314,7 @@ def test_a_compiled_launch_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernel.given == {"grid": (3, 1, 1), "x": 1, "BLOCK": 16, "num_warps": 4}
 
 
+@pytest.mark.slow
 def test_tune_takes_the_shapes_of_a_model(tmp_path: Path, golden: Path) -> None:
     card = Card({})
     cases = list(cases_of(card, str(golden / "gguf-Q8_0" / "model.gguf")))

@@ -104,6 +104,7 @@ def test_bytes_are_multiplied_as_the_definition_rounds_them(
     assert (errors <= 1e-6 * expected.norm(dim=1)).all()
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("tiles", TILES, ids=str)
 @pytest.mark.parametrize(("tokens", "rows", "columns"), [(1, 64, 96), (150, 133, 392), (9, 5, 130)])
@@ -121,6 +122,7 @@ def test_every_tile_multiplies_all_columns_of_its_rows_and_tokens_and_no_more(
     assert bool((wide == 7.0).all())
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("tiles", TILES, ids=str)
 @pytest.mark.parametrize(
     ("tokens", "rows", "columns", "rule"), [(1, 64, 130, "power"), (140, 150, 392, "plain")]
@@ -245,6 +247,7 @@ def test_on_matrix_units_with_short_sums_the_error_does_not_grow_with_k(
     assert error() > 5e-4
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("kind", [*BOTH, "e4m3 per 128"])
 def test_with_a_fixed_order_a_row_does_not_depend_on_the_others(cases: Any, kind: Any) -> None:
     columns = 1040
@@ -384,6 +387,7 @@ def test_weights_or_cards_of_another_kind_do_not_multiply_bytes(cases: Any) -> N
     assert isinstance(TritonLinearAsFile(FEW, ("int",)).pack(layout), Packed)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     "scheme",
     [

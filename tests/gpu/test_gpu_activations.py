@@ -151,6 +151,7 @@ def attended(ops: Ops, qkv: Tensor, kind: str) -> tuple[list[Tensor], KVPages]:
     return found, pages
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_queries_keys_and_values_of_16_bits_are_turned_stored_and_attended(
     ops: Ops, oracle: Ops, short: torch.dtype, kind: str
@@ -222,6 +223,7 @@ def kernels(short: torch.dtype) -> dict[str, tuple[TritonLinear, Any]]:
 SHARES = Tiles(16, 16, 2, 4, 3)
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("tokens", [1, 5])
 @pytest.mark.parametrize("name", list(kernels(torch.float16)))
 def test_a_product_written_in_16_bits_is_the_float32_one_rounded(

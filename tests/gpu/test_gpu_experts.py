@@ -134,6 +134,7 @@ def check(
     return float((out.double() - wanted).norm() / wanted.norm())
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize(
     ("tokens", "name"),
     [
@@ -153,6 +154,7 @@ def test_every_row_is_multiplied_with_the_weight_of_its_expert(
     assert found < (5e-4 if "like" in name else 2e-6)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("by_token", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("tokens", "k"), [(1, 1), (1, 5), (3, 8), (40, 2), (70, 1)])
 def test_rows_may_fall_on_experts_as_they_like(

@@ -80,6 +80,7 @@ def distance(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected).norm() / expected.norm())
 
 
+@pytest.mark.quick_cases(23)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_packing_keeps_every_bit_and_decoded_rows_equal_the_reference(
     cases: Any, name: str
@@ -105,6 +106,7 @@ def test_a_weight_is_packed_and_decoded_on_its_own_device(cases: Any, name: str)
         assert {part.device.type for part in tensors if part is not None} == {"meta"}
 
 
+@pytest.mark.quick_cases(26)
 @pytest.mark.parametrize("tokens", [1, 7, pytest.param(33, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_products_equal_float64_of_the_rounded_inputs(cases: Any, name: str, tokens: int) -> None:
@@ -116,6 +118,7 @@ def test_products_equal_float64_of_the_rounded_inputs(cases: Any, name: str, tok
     assert distance(found, expected) < (5e-4 if "like" in name else 2e-6)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("split", [1, 3])
 def test_without_matrix_instructions_a_few_tokens_are_multiplied_one_by_one(
     cases: Any, split: int, monkeypatch: pytest.MonkeyPatch
@@ -169,6 +172,7 @@ def test_products_in_bfloat16_equal_float64_of_the_rounded_inputs(cases: Any, na
     assert distance(found, x.double() @ decode(layout).double().t()) < 2e-6
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("name", ["q4_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k"])
 def test_blocks_mean_what_the_gguf_package_says(cases: Any, name: str) -> None:
     layout = made(cases, name)
@@ -214,6 +218,7 @@ def test_with_a_fixed_order_a_row_does_not_depend_on_the_others(cases: Any, name
         assert torch.equal(product(linear, layout, x[rows]), together[rows])
 
 
+@pytest.mark.slow
 def test_shares_of_the_columns_add_up_into_strided_rows(cases: Any) -> None:
     layout = cases.affine(35, 1024, 4, 128, "zeros")
     tiles = [(99, Tiles(16, 16, 3, 4, 3))]
@@ -250,6 +255,7 @@ def shared(layout: Layout, split: int, *, fixed: bool = False) -> TritonLinear:
     )
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("tokens", [1, 18])
 def test_the_order_in_which_programs_end_changes_no_bit(
     cases: Any, request: pytest.FixtureRequest, tokens: int
@@ -273,6 +279,7 @@ def test_shares_of_more_tiles_than_there_are_counters_are_refused() -> None:
         sharing.arguments(2, 1, 16, tiles, torch.device("cpu"))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("activation", "split", "tokens"),
     [

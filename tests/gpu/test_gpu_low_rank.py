@@ -53,6 +53,7 @@ def wanted(cases: Any, placed: Any, x: Tensor, y: Tensor) -> Tensor:
     return found
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize(
     ("k", "n", "ranks"), [(100, 83, (1,)), (33, 70, (17, 3, 8)), (1100, 16, (16,))], ids=str
 )

@@ -187,6 +187,7 @@ def wide_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dense.torch, "mm", mm)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.usefixtures("wide_library")
 @pytest.mark.parametrize("short", [False, True])
 def test_where_the_library_writes_float32_only_a_copy_of_the_inputs_is_planned(
@@ -249,6 +250,7 @@ def test_rounded_inputs_take_no_more_than_is_planned(cases: Any, group: int) -> 
         assert (out[row] - whole[row]).norm() <= 1e-5 * whole[row].norm()
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("queries", [1, 5])
 @pytest.mark.parametrize("length", [200, 600])

@@ -41,6 +41,7 @@ def apart(norm: Tensor, scheme: ActivationScheme) -> Rounded:
     return out
 
 
+@pytest.mark.quick_cases(14)
 @pytest.mark.parametrize("short", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", SCHEMES)
 @pytest.mark.parametrize(("rows", "width"), [(1, 256), (5, 90), (3, 1300)])

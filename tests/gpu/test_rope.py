@@ -70,6 +70,7 @@ def written(
     return q, pages
 
 
+@pytest.mark.quick_cases(9)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("head_dim", "rotary", "heads", "kv_heads"),

@@ -124,6 +124,7 @@ def explained(row: Tensor, draw: Draws, token: int) -> bool:
     return False
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "width", [17, *(pytest.param(x, marks=pytest.mark.slow) for x in (1, 1100))]
 )
@@ -156,6 +157,7 @@ ALONE = [
 TOGETHER = {"temperature": 2.0, "min_p": 0.02, "top_k": 20, "typical_p": 0.95, "top_p": 0.9}
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("room", "fields"),
     [
@@ -213,6 +215,7 @@ def test_rows_of_several_chunks_are_read_in_three_ways_with_the_reference_s_toke
     assert found.best == wanted.best
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("fields", "read", "kept"),
     [
@@ -243,6 +246,7 @@ def test_equal_logits_are_kept_and_drawn_in_the_order_of_ids(
     assert found.probabilities == pytest.approx([1 / len(kept)] * 2)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("temperature", [1e-30, 1.0, 1e30])
 def test_more_tokens_than_have_a_weight_may_be_kept(
     temperature: float, monkeypatch: pytest.MonkeyPatch
@@ -299,6 +303,7 @@ def test_draws_have_the_frequencies_of_their_probabilities() -> None:
     assert ((counts - wanted) ** 2 / wanted).sum() < 18.47
 
 
+@pytest.mark.slow
 def test_nothing_is_left_from_what_the_memory_held(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a graph, whose replays find what the last one left."""
     small(monkeypatch, room=12)
@@ -360,6 +365,7 @@ def test_a_row_s_token_depends_on_nothing_but_the_row(
     assert list(found) == [[column[i] for i in order] for column in together]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("width", "drawn"),
     [(33, True), pytest.param(230, True, marks=pytest.mark.slow), (100, False), (8200, False)],

@@ -76,6 +76,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     return dict(zip(CHANGES, found, strict=True))
 
 
+@pytest.mark.slow
 def test_the_order_in_which_kernels_are_looked_at_changes_nothing(written: Any) -> None:
     assert written["nothing, but others are looked at before"] == written["nothing"]
 

@@ -50,6 +50,7 @@ def found() -> dict[str, Any]:
     return made
 
 
+@pytest.mark.slow
 def test_a_product_reads_its_weight_once(found: dict[str, Any]) -> None:
     codes, scales = 1024 * 2048 // 2, 1024 * 16 * 2
     seconds, ((name, programs, read, macs, instructions),), torch = found["1"]

@@ -33,6 +33,7 @@ def counted() -> dict[str, Any]:
     return {"found": found, "layers": given["layers"]}
 
 
+@pytest.mark.slow
 def test_a_decode_step_launches_what_is_recorded(counted: dict[str, Any]) -> None:
     record = step_launches.read_record()
     table = step_launches.compared(counted["found"], record, counted["layers"])
