@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from sdk.kernels.activations import LARGE, ActivationPool
 from sdk.kernels.backend import Choice, Problem
@@ -14,6 +14,9 @@ from sdk.kernels.errors import KernelError
 from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.offload import Offload, OnDisk, layer_weights
 from sdk.kernels.registry import choose, open_backends
+
+if TYPE_CHECKING:
+    from sdk.kernels.known_answers import KnownAnswers
 
 ACTIVATION_TYPES = ("float32", "bfloat16", "float16")
 Compute = Literal["auto", "exact"]
@@ -62,6 +65,8 @@ class Context:
                 offload=offload if isinstance(offload, OnDisk) else None,
             )
         self.capture_pool: ActivationPool | None = None
+        #: Checks of kernels before they are chosen: see :meth:`Ops.check_answers`.
+        self.answers: KnownAnswers | None = None
         self._chosen: dict[Problem, Choice] = {}
         self._results = ActivationPool()
 
@@ -84,13 +89,22 @@ class Context:
             backend.close()
         self._results.close()
 
-    def kernel(self, op: str, **fields: Any) -> Any:
-        """The implementation of an operator for a problem, chosen at its first use."""
+    def kernel(self, op: str, like: Sequence[Any] = (), **fields: Any) -> Any:
+        """The implementation of an operator for a problem, chosen at its first use.
+
+        ``like``: what it will run on, for its case in ``answer_cases.py``.
+        """
         problem = Problem(op, compute=self.compute, **fields)
         found = self._chosen.get(problem)
         if found is None:
-            found = self._chosen[problem] = choose(self.backends, problem)
+            found = self._chosen[problem] = self._choose(problem, like)
         return found.implementation
+
+    def _choose(self, problem: Problem, like: Sequence[Any]) -> Choice:
+        answers = self.answers
+        if answers is None:
+            return choose(self.backends, problem)
+        return choose(self.backends, problem, lambda kernel: answers.reason(kernel, problem, like))
 
     @property
     def activations(self) -> torch.dtype:

@@ -68,14 +68,14 @@ class SamplingOps:
         expect("sample logits", logits, torch.float32, None, None)
         expect("sample draws", draws, torch.float64, logits.shape[0], 8)
         if shapes is None:
-            found: Tensor = self._sampler().rows(logits, draws)
+            found: Tensor = self._sampler(logits).rows(logits, draws)
             return found
         expect("sample side", shapes.side, torch.float32, None, logits.shape[1])
         if shapes.rows < logits.shape[0]:
             raise KernelError(
                 f"sample: expected shapes for {logits.shape[0]} rows, found {shapes.rows}"
             )
-        changed: Tensor = self._sampler().rows(logits, draws, shapes)
+        changed: Tensor = self._sampler(logits).rows(logits, draws, shapes)
         return changed
 
     def warm_up(self, logits: Tensor) -> None:
@@ -94,9 +94,9 @@ class SamplingOps:
         expect("sample logits", logits, torch.float32)
         if not logits.shape[0]:
             return
-        self._sampler().run(logits, draws, out)
+        self._sampler(logits).run(logits, draws, out)
 
-    def _sampler(self) -> Any:
+    def _sampler(self, logits: Tensor) -> Any:
         if self._kernel is None:  # cached: creating and looking up a Problem takes 2 us
-            self._kernel = self._context.kernel("sample")
+            self._kernel = self._context.kernel("sample", (logits,))
         return self._kernel

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -28,13 +29,14 @@ from sdk.engine.scheduling.prompt_lookup import LOOKUP_BYTES, PromptLookup
 from sdk.engine.scheduling.results import ResultBudget
 from sdk.engine.scheduling.scheduler import Scheduler
 from sdk.engine.scheduling.scheduler_config import SHORT_STEP, SHORT_STEP_GPU, SchedulerConfig
-from sdk.errors import RequestError
+from sdk.errors import CheckpointError, LoadCancelled, RequestError, SdkError
 from sdk.executors.local import LocalExecutor
 from sdk.executors.stage_times import StageTimes
 from sdk.kernels.dataclass import dataclass
 from sdk.kernels.lazy_torch import import_torch, torch, type_name
 from sdk.kernels.self_check import failures
 from sdk.loading.checks import named_tokenizer
+from sdk.loading.device import Device, answers_folder, card_for, check_certain
 from sdk.loading.fork import fork_plan
 from sdk.loading.progress import reporting
 from sdk.loading.sampling_defaults import SamplingDefaults, sampling_defaults
@@ -97,6 +99,8 @@ class ModelFacts:
     kv_scales: int
     results: ResultBudget
     headers: LoadedCheckpoint
+    #: What ``device="auto"`` became; ``None``: the device was given.
+    device: Device | None = None
 
     def key(self) -> ModelKey:
         """The key of the model's files as they are now."""
@@ -141,13 +145,34 @@ def load(config: EngineConfig, checkpoint: Checkpoint | None = None) -> Loaded:
 
     ``checkpoint`` replaces the one that ``config`` names, and is closed.
     """
+    if config.device != "auto" or checkpoint is not None:
+        return _load(config, checkpoint)
+    asked, device = card_for(config)
+    if asked is not None:
+        try:
+            return _load(asked, None, device)
+        except (CheckpointError, LoadCancelled):
+            raise
+        except Exception as error:  # whatever it is, the CPU can do without the card
+            name = "" if isinstance(error, SdkError) else f"{type(error).__name__}: "
+            device = Device(f"{name}{error}", warns=True)
+        gc.collect()  # what the error's trace has kept
+        with contextlib.suppress(RuntimeError):  # if the driver has given up
+            torch.cuda.empty_cache()
+    return _load(config, None, device)
+
+
+def _load(
+    config: EngineConfig, checkpoint: Checkpoint | None, device: Device | None = None
+) -> Loaded:
+    """:func:`load` on the device that the options name; ``device``: why."""
     with contextlib.ExitStack() as undo:
         checkpoint = checkpoint or open_model(config)
         undo.callback(checkpoint.close)
         memory = checked_plan(config, checkpoint)
         if (lease := _lease(config, checkpoint, memory)) is not None:
             undo.callback(lease.close)
-        facts = read_facts(config, checkpoint, memory)
+        facts = replace(read_facts(config, checkpoint, memory), device=device)
         opened = [checkpoint]
 
         def own_weights(given: RunnerConfig, mesh: Mesh) -> RankModel:
@@ -228,6 +253,8 @@ def start(
         executor = _executor(facts, own_weights)
         undo.callback(executor.close)
         executor.start()
+        if facts.device is not None and facts.device.on_card:
+            check_certain(executor.runner)
         if lease is not None:
             lease.give_back(memory.total - memory.serving)
         if key is None:
@@ -375,6 +402,10 @@ def _warnings(runner: ModelRunner, others: _OtherStages, facts: ModelFacts) -> I
     """Problems that a user should know about, but that did not stop the load."""
     on_cards = facts.config.num_ranks > 1 and facts.runner_config.device != "cpu"
     texts = [_slow_kernels(runner)]
+    if (device := facts.device) is not None and device.warns:
+        texts.append(f"device='auto' is the CPU, not the GPU: {device.reason}")
+    if (answers := runner.ops.context.answers) is not None:
+        texts += answers.failures()
     if on_cards:
         from sdk.executors.nccl import process_may_end
 
@@ -441,6 +472,7 @@ def _runner_config(
         max_adapter_rank=config.max_lora_rank,
         adapter_dtype="int8" if config.lora_dtype == "int8" else None,
         redundant_experts=config.redundant_experts,
+        answers_folder=None if device_of(config) == "cpu" else answers_folder(),
         **_offload_options(config, model, memory),
     )
 
