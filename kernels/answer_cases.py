@@ -12,11 +12,11 @@ of the run's norm. A value that is missing, or belongs elsewhere, changes its ru
 where it is as large as its neighbours; a scale that is wrong by a tenth changes each run by 0.1.
 
 **Limits.** A number rounded to a type of machine epsilon e is wrong by at most e/2 of itself, and
-so is a run. A kernel computes in float32 and rounds once when it writes; its operands may be rounded
-once more before a product. That is less than 2 e for 16-bit types (2^-6 for bfloat16, 2^-9 for
-float16). Sums of n float32 numbers are wrong by sqrt(n) * 2^-24 on average: 2^-18 for 8192, with
-elementary functions of a few units in the last place far below 2^-12. :func:`limit` allows twice
-what follows from that, which is a fifth or less of what a mistake causes.
+so is a run. A kernel computes in float32 and rounds once when it writes; its operands may be
+rounded once more before a product. That is less than 2 e for 16-bit types (2^-6 for bfloat16, 2^-9
+for float16). Sums of n float32 numbers are wrong by sqrt(n) * 2^-24 on average: 2^-18 for 8192,
+with elementary functions of a few units in the last place far below 2^-12. :meth:`Place.limit`
+allows twice what follows from that, which is a third or less of what a mistake causes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from sdk.kernels.answer_pages import attend, find_places, rope
-from sdk.kernels.answer_place import PRODUCT, Case, Found, Place
+from sdk.kernels.answer_place import PRODUCT, Case, Found, Place, empty_routes, routes_on
 from sdk.kernels.backend import Problem
 from sdk.kernels.low_rank import Factors, Shape, Update
 from sdk.kernels.reference.fake_quantize import fake_quantize
@@ -160,7 +160,7 @@ def _angles(kernel: Any, place: Place, problem: Problem, like: Sequence[Any]) ->
     """Angles up to 130,000, and -1 to 1 for the last frequencies."""
     (inv_freq,) = like
     half = inv_freq.shape[0]
-    positions = place.integers([0, 1, 77, 4095, 131071], torch.int64)
+    positions = place.integers([4095, 0, 131071, 1, 77], torch.int64)
     frequencies = torch.logspace(0, -5, half, dtype=torch.float64).float().to(place.device)
     cos, sin = place.nan(5, half), place.nan(5, half)
     kernel.run(positions, frequencies, 1.25, cos, sin)
@@ -183,17 +183,10 @@ def _chosen(experts: int, k: int) -> Tensor:
     return ((tokens * tokens // 3 + 2 * torch.arange(k)) % experts).int().contiguous()
 
 
-def _routes(place: Place, experts: int, k: int) -> Routes:
-    tokens = 9
-    sizes = ((tokens, k), (tokens * k,), (tokens * k,), (experts + 1,), (experts + 1,))
-    filled = [torch.full(s, -1, dtype=torch.int32, device=place.device) for s in sizes]
-    return Routes(place.floats(tokens, k, seed=9).abs(), *filled)
-
-
 def _group(kernel: Any, place: Place, problem: Problem, like: Sequence[Any]) -> Found:
     chosen, experts = like
     k = chosen.shape[1]
-    routes = _routes(place, experts, k)
+    routes = empty_routes(place, 9, experts, k)
     kernel.run(_chosen(experts, k).to(place.device), routes)
     used = int(routes.active[-1])
     names = ("places", "tokens", "owners", "starts")
@@ -203,10 +196,9 @@ def _group(kernel: Any, place: Place, problem: Problem, like: Sequence[Any]) -> 
 
 def _grouped(place: Place, experts: int, k: int) -> Routes:
     """Routes that the reference has filled."""
-    host = _routes(Place(torch.device("cpu"), torch.float32, torch.float32), experts, k)
+    host = empty_routes(place.on_host(), 9, experts, k)
     Group().run(_chosen(experts, k), host)
-    parts = (host.weights, host.places, host.tokens, host.owners, host.starts, host.active)
-    return Routes(*(part.to(place.device) for part in parts))
+    return routes_on(place.device, host)
 
 
 def _owners_bias(kernel: Any, place: Place, problem: Problem, like: Sequence[Any]) -> Found:

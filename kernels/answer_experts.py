@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sdk.kernels.answer_file import Answer
-from sdk.kernels.answer_place import Place
+from sdk.kernels.answer_place import Place, empty_routes, routes_on
 from sdk.kernels.bound import BoundExperts, BoundLinear
 from sdk.kernels.known_answers import FAILED, KnownAnswers
 from sdk.kernels.layouts import inputs_of
@@ -18,7 +18,6 @@ from sdk.kernels.reference.decode import decode
 from sdk.kernels.reference.fake_quantize import fake_quantize
 from sdk.kernels.reference.linear import slice_rows
 from sdk.kernels.reference.moe import Group
-from sdk.kernels.routes import Routes
 from sdk.kernels.self_check import LIMITS, away_from, ends_of
 
 #: Tokens of a step: one token, several, and, of few experts, so many that weights are dequantized.
@@ -59,12 +58,12 @@ def _distance(experts: Sequence[BoundLinear], bound: BoundExperts, tokens: int) 
     k = min(2, count)
     every = torch.arange(tokens)[:, None]
     chosen = ((every + torch.arange(k) * (count - 1)) % count).int().contiguous()
-    routes = _routes(place.on_host(), chosen, count)
+    routes = empty_routes(place.on_host(), tokens, count, k)
+    Group().run(chosen, routes)
     x = place.rows(tokens, bound.shape[1], seed=1)
     width = bound.shape[0]
     out = place.nan(tokens * k, width, dtype=context.activations)
-    parts = (routes.weights, routes.places, routes.tokens, routes.owners, routes.starts)
-    given = Routes(*(part.to(place.device) for part in (*parts, routes.active)))
+    given = routes_on(place.device, routes)
     bound.implementation.matmul_routed(bound.packed, x, given, True, out)
     found, seen = out.cpu(), x.float().cpu()
     most = 0.0
@@ -83,12 +82,3 @@ def _distance(experts: Sequence[BoundLinear], bound: BoundExperts, tokens: int) 
             away = away_from(found[rows, end], own, weight)
             most = away if math.isnan(away) else max(most, away)
     return most
-
-
-def _routes(host: Place, chosen: Tensor, count: int) -> Routes:
-    tokens, k = chosen.shape
-    sizes = ((tokens, k), (tokens * k,), (tokens * k,), (count + 1,), (count + 1,))
-    empty = [torch.zeros(size, dtype=torch.int32) for size in sizes]
-    routes = Routes(host.floats(tokens, k, seed=2).abs(), *empty)
-    Group().run(chosen, routes)
-    return routes

@@ -50,13 +50,9 @@ class AnswerFile:
             with self.path.open("rb") as file:
                 data = file.read(_MOST_BYTES + 1)
             found: Any = json.loads(data) if len(data) <= _MOST_BYTES else None
-            if found["version"] != VERSION or found["machine"] != self._machine:
+            if found is None or found["version"] != VERSION or found["machine"] != self._machine:
                 return {}
-            return {
-                name: _answer(one)
-                for name, one in found["answers"].items()
-                if isinstance(name, str)
-            }
+            return {name: _answer(one) for name, one in found["answers"].items()}
         except FileNotFoundError:
             return {}
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:

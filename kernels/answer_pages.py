@@ -69,7 +69,9 @@ def _to_device(pages: KVPages, place: Place) -> KVPages:
 def _floats_of(pages: KVPages) -> tuple[Tensor, Tensor]:
     """Keys and values ``[pages, kv_heads, page_size, head_dim]`` on the CPU."""
     names = ("k", "v", "k_scale", "v_scale")
-    parts = {n: None if (x := getattr(pages, n)) is None else x.cpu() for n in names}
+    parts: dict[str, Any] = {
+        n: None if (x := getattr(pages, n)) is None else x.cpu() for n in names
+    }
     return page_floats(replace(pages, **parts), torch.arange(_count(pages.page_size)))
 
 
@@ -78,7 +80,9 @@ def _batch(
 ) -> AttentionBatch:
     """Requests of (context, new tokens); ``shared`` pages are at the beginning of all of them."""
     counts = [-(-context // page_size) for context, _ in requests]
-    tables, slots, positions = [], [], []
+    tables: list[list[int]] = []
+    slots: list[int] = []
+    positions: list[int] = []
     starts, pages = [0], _count(page_size)
     for number, (context, new) in enumerate(requests):
         first, step = (number, 2) if pages == 6 else (8 * number, 1)

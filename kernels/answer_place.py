@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from sdk.kernels.backend import Problem
+from sdk.kernels.routes import Routes
 
 #: What a case returns: the name of a result, its values, and the allowed distance.
 Found = list[tuple[str, Tensor, float]]
@@ -59,3 +60,27 @@ class Place:
         """The allowed distance of numbers that a kernel computes in float32 and writes rounded:
         see ``answer_cases.py``."""
         return max(4 * torch.finfo(dtype).eps, 2.0**-12)
+
+
+def empty_routes(place: Place, tokens: int, experts: int, k: int) -> Routes:
+    """Weights, and numbers that are no row's."""
+
+    def unset(*shape: int) -> Tensor:
+        return torch.full(shape, -1, dtype=torch.int32, device=place.device)
+
+    rows = tokens * k
+    return Routes(
+        place.floats(tokens, k, seed=9).abs(),
+        unset(tokens, k),
+        unset(rows),
+        unset(rows),
+        unset(experts + 1),
+        unset(experts + 1),
+    )
+
+
+def routes_on(device: torch.device, routes: Routes) -> Routes:
+    """A copy on the device."""
+    names = ("weights", "places", "tokens", "owners", "starts", "active")
+    moved: dict[str, Any] = {name: getattr(routes, name).to(device) for name in names}
+    return replace(routes, **moved)

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from sdk.kernels.answer_cases import CASES, Place, distance
 from sdk.kernels.answer_file import Answer, AnswerFile
+from sdk.kernels.answer_place import Found
 from sdk.kernels.backend import Problem
 from sdk.kernels.context import Context
 from sdk.kernels.errors import KernelError
@@ -114,9 +115,8 @@ class KnownAnswers:
             for name, why in choice.declined
             if why.startswith(FAILED)
         ]
-        lines += [
-            f"{name} {why}; each expert is multiplied alone" for name, why in self.declined.items()
-        ]
+        alone = "each expert is multiplied alone"
+        lines += [f"{name} {why}; {alone}" for name, why in self.declined.items()]
         return list(dict.fromkeys(lines))
 
 
@@ -125,12 +125,8 @@ def _capturing(context: Context) -> bool:
     return context.card is not None and bool(torch.cuda.is_current_stream_capturing())
 
 
-def _compared(
-    found: Sequence[tuple[str, Tensor, float]],
-    right: Sequence[tuple[str, Tensor, float]],
-    exact: bool,
-) -> Answer:
-    """``(what, values, limit)`` of both, in the same order."""
+def _compared(found: Found, right: Found, exact: bool) -> Answer:
+    """Both have the same results in the same order."""
     most = 0.0
     for (what, values, limit), (_, wanted, _) in zip(found, right, strict=True):
         limit = min(limit, EXACT) if exact else limit
