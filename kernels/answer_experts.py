@@ -12,7 +12,8 @@ from torch import Tensor
 from sdk.kernels.answer_file import Answer
 from sdk.kernels.answer_place import Place, empty_routes, routes_on
 from sdk.kernels.bound import BoundExperts, BoundLinear
-from sdk.kernels.known_answers import FAILED, KnownAnswers
+from sdk.kernels.context import Answers
+from sdk.kernels.known_answers import FAILED
 from sdk.kernels.layouts import inputs_of
 from sdk.kernels.reference.decode import decode
 from sdk.kernels.reference.fake_quantize import fake_quantize
@@ -26,7 +27,7 @@ _DENSE_ROWS, _FEW_EXPERTS = 256, 16
 
 
 def experts_reason(
-    answers: KnownAnswers, experts: Sequence[BoundLinear], bound: BoundExperts
+    answers: Answers, experts: Sequence[BoundLinear], bound: BoundExperts
 ) -> str | None:
     """Why the kernel must not multiply these weights as one; ``None`` if it is right."""
     kind = replace(experts[0].problem, in_features=0, out_features=0)

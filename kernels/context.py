@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Literal
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Literal, Protocol
 
 from sdk.kernels.activations import LARGE, ActivationPool
 from sdk.kernels.backend import Choice, Problem
@@ -15,12 +15,19 @@ from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.offload import Offload, OnDisk, layer_weights
 from sdk.kernels.registry import choose, open_backends
 
-if TYPE_CHECKING:
-    from sdk.kernels.known_answers import KnownAnswers
-
 ACTIVATION_TYPES = ("float32", "bfloat16", "float16")
 Compute = Literal["auto", "exact"]
 Entering = Callable[[], AbstractContextManager[object]]
+
+
+class Answers(Protocol):
+    """See :class:`sdk.kernels.known_answers.KnownAnswers`."""
+
+    declined: dict[str, str]
+
+    def reason(self, kernel: Any, problem: Problem, like: Sequence[Any]) -> str | None: ...
+    def ask(self, name: str, kernel: str, check: Callable[[], Any]) -> str | None: ...
+    def failures(self) -> list[str]: ...
 
 
 class Context:
@@ -66,7 +73,9 @@ class Context:
             )
         self.capture_pool: ActivationPool | None = None
         #: Checks of kernels before they are chosen: see :meth:`Ops.check_answers`.
-        self.answers: KnownAnswers | None = None
+        self.answers: Answers | None = None
+        #: Whether kernels are only compiled: see :meth:`only_compiling`.
+        self.only_compiles = False
         self._chosen: dict[Problem, Choice] = {}
         self._results = ActivationPool()
 
@@ -97,8 +106,30 @@ class Context:
         problem = Problem(op, compute=self.compute, **fields)
         found = self._chosen.get(problem)
         if found is None:
+            if self.only_compiles:  # nothing can be checked yet
+                return choose(self.backends, problem).implementation
             found = self._chosen[problem] = self._choose(problem, like)
         return found.implementation
+
+    @contextmanager
+    def only_compiling(self, report: Callable[[int, int], None] | None = None) -> Iterator[bool]:
+        """Whether kernels can be compiled ahead on this device: then those that run inside are
+        compiled, several at a time, and not launched (``gpu/compile_ahead.py``)."""
+        possible = self.card is not None and self.backends[0].name == "gpu"
+        if possible:
+            from sdk.kernels.gpu.compile_ahead import can_compile_ahead, compiling_ahead
+
+            possible = can_compile_ahead()
+        if not possible:
+            yield False
+            return
+        self.only_compiles = True
+        try:
+            with compiling_ahead(report):
+                yield True
+                self.only_compiles = False
+        finally:
+            self.only_compiles = False
 
     def _choose(self, problem: Problem, like: Sequence[Any]) -> Choice:
         answers = self.answers

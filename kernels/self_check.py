@@ -14,24 +14,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import fields, replace
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sdk.kernels.backend import Backend, Choice, Problem
-from sdk.kernels.context import Context
+from sdk.kernels.context import Answers, Context
 from sdk.kernels.layouts import Layout, check_layout, inputs_of
 from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.reference.decode import decode
 from sdk.kernels.reference.fake_quantize import fake_quantize
 from sdk.kernels.reference.linear import slice_rows
 from sdk.kernels.registry import choose
-
-if TYPE_CHECKING:
-    from sdk.kernels.known_answers import KnownAnswers
 
 #: The beginning of the reason of a kernel that failed.
 FAILED = "failed its self-check"
@@ -54,6 +52,7 @@ class SelfCheck:
 
     def __init__(self, context: Context) -> None:
         self._context = context
+        self._compiled: set[tuple[str, Problem]] = set()
         self._passed: set[tuple[str, Problem]] = set()
         self._failed: dict[tuple[str, Problem], str] = {}
 
@@ -74,6 +73,7 @@ class SelfCheck:
         if key not in self._passed and key not in self._failed:
             part = layout if whole else slice_rows(layout, 0, min(layout.shape[0], _ROWS))
             given = self._context.device, self._context.activations
+            self._compile(kernel, problem, layout)
             found = _difference(kernel, problem, part, *given)
             answers = self._context.answers
             if found is None and answers is not None and kernel.name.startswith("gpu."):
@@ -84,8 +84,24 @@ class SelfCheck:
                 self._failed[key] = f"{FAILED}: {found}"
         return self._failed.get(key)
 
+    def _compile(self, kernel: Any, problem: Problem, layout: Layout) -> None:
+        """For a new kind of weight on a card: several kernels at a time, if that is possible."""
+        kind = kernel.name, replace(problem, in_features=0, out_features=0)
+        if self._context.card is None or kind in self._compiled:
+            return
+        self._compiled.add(kind)
+        part = slice_rows(layout, 0, min(layout.shape[0], _MORE_ROWS))
+        given: dict[str, Any] = {"device": self._context.device, "dtype": self._context.activations}
+        with self._context.only_compiling() as compiles, suppress(Exception):  # the check will say
+            if compiles:
+                for weight, several in ((layout, _TOKENS), (part, _MORE_TOKENS)):
+                    packed = kernel.pack(weight)
+                    for tokens in several:
+                        x = torch.zeros(tokens, layout.shape[1], **given)
+                        kernel.matmul(packed, x, torch.empty(tokens, weight.shape[0], **given))
+
     def _with_more_tokens(
-        self, answers: KnownAnswers, kernel: Any, problem: Problem, layout: Layout
+        self, answers: Answers, kernel: Any, problem: Problem, layout: Layout
     ) -> str | None:
         """Once for each kind of weight, not for each shape."""
         from sdk.kernels.answer_file import Answer

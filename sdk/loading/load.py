@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from sdk.config import EngineConfig
 from sdk.engine.adapter_loader import AdapterLoader
@@ -34,10 +34,10 @@ from sdk.executors.local import LocalExecutor
 from sdk.executors.stage_times import StageTimes
 from sdk.kernels.dataclass import dataclass
 from sdk.kernels.lazy_torch import import_torch, torch, type_name
-from sdk.kernels.self_check import failures
 from sdk.loading.checks import named_tokenizer
 from sdk.loading.device import Device, answers_folder, card_for, check_certain
 from sdk.loading.fork import fork_plan
+from sdk.loading.load_warnings import load_warnings, other_stages
 from sdk.loading.progress import reporting
 from sdk.loading.sampling_defaults import SamplingDefaults, sampling_defaults
 from sdk.memory.alternatives import checked_plan
@@ -56,7 +56,6 @@ from sdk.memory.resolve import (
     ranks_here,
     threads_of,
 )
-from sdk.memory.sizes import format_bytes
 from sdk.memory.stages import stage_layers
 from sdk.models.classifier import Classifier, classifier_of
 from sdk.models.config import ModelConfig
@@ -66,7 +65,7 @@ from sdk.quant.checkpoint import Checkpoint, LoadedCheckpoint
 from sdk.quant.spec import kv_bits
 from sdk.quant.tokenizer import Tokenizer
 from sdk.remote import RemoteWorkers
-from sdk.reports.quant_report import LayerReport, quant_report
+from sdk.reports.quant_report import LayerReport
 from sdk.speculative_config import SpeculativeConfig
 
 if TYPE_CHECKING:
@@ -263,7 +262,7 @@ def start(
         vocab = model.vocab_size
         engine = Engine(scheduler, executor, facts.tokenizer, vocab_size=vocab, seed=config.seed)
         engine.stage_times = _set_steps_in_flight(scheduler, executor)
-        others = _others(executor, config)
+        others = other_stages(executor, config)
         open_adapter = _with_adapters(engine, facts, executor)
         spec = kv_spec(model, model.num_kv_heads, memory.page_size, memory.kv_dtype)
         elastic = ElasticPages(scheduler, executor)
@@ -277,7 +276,7 @@ def start(
             lease=lease,
             kept=PrefixStore(scheduler, executor, spec),
             model_key=key,
-            warnings=tuple(_warnings(executor.runner, others, facts)),
+            warnings=tuple(load_warnings(executor.runner, others, facts.device)),
             other_layers=others.layers,
             open_adapter=open_adapter,
         )
@@ -375,72 +374,6 @@ def _drafts(
     lengths = DraftLengths() if speculative.adaptive else None
     asked = speculative.num_speculative_tokens
     return Drafts(FirstMatch(drafters), min(asked, most or asked), lengths, memory.draft_tokens)
-
-
-class _OtherStages(NamedTuple):
-    """What the stages before the last one have: linear layers, and tensors that nobody uses."""
-
-    layers: tuple[LayerReport, ...]
-    unused: frozenset[str] | None
-
-
-def _others(executor: _Ranks, config: EngineConfig) -> _OtherStages:
-    if config.pipeline_parallel_size == 1:
-        return _OtherStages((), None)
-    width = config.tensor_parallel_size
-    # the first rank of each stage, stage 0 first
-    first = executor.on_ranks(_of_rank)[width::width][::-1]
-    layers = tuple(layer for found, _ in first for layer in found)
-    return _OtherStages(layers, frozenset.intersection(*(unused for _, unused in first)))
-
-
-def _of_rank(runner: ModelRunner) -> tuple[tuple[LayerReport, ...], frozenset[str]]:
-    return quant_report(runner.model.linears()).layers, frozenset(runner.unused_tensors)
-
-
-def _warnings(runner: ModelRunner, others: _OtherStages, facts: ModelFacts) -> Iterator[str]:
-    """Problems that a user should know about, but that did not stop the load."""
-    on_cards = facts.config.num_ranks > 1 and facts.runner_config.device != "cpu"
-    texts = [_slow_kernels(runner)]
-    if (device := facts.device) is not None and device.warns:
-        texts.append(f"device='auto' is the CPU, not the GPU: {device.reason}")
-    if (answers := runner.ops.context.answers) is not None:
-        texts += answers.failures()
-    if on_cards:
-        from sdk.executors.nccl import process_may_end
-
-        texts.append(process_may_end())
-    for text in texts:
-        if text is not None:
-            logger.warning(text)
-            yield text
-    if runner.ops.context.offloaded:
-        text = (
-            f"{format_bytes(runner.ops.context.offloaded)} of the weights are offloaded from their "
-            "device's memory and read again in every step, which is slow"
-        )
-        logger.warning(text)
-        yield text
-    for name in runner.unused_tensors:
-        if others.unused is None or name in others.unused:
-            yield f"unused tensor {name}"
-    for layer in (*others.layers, *quant_report(runner.model.linears()).layers):
-        for kernel, why in failures(layer.declined):
-            text = f"{layer.name}: {kernel} {why}; {layer.kernel} runs it"
-            logger.warning(text)
-            yield text
-
-
-def _slow_kernels(runner: ModelRunner) -> str | None:
-    """Why everything runs on the reference kernels; None if it does not."""
-    ops = runner.ops
-    if ops.context.backend_names != ("reference",):
-        return None
-    why = dict(ops.context.declined_backends).get("cpu" if ops.device.type == "cpu" else "gpu")
-    if why is None:  # no other backend was requested
-        return None
-    # SmolLM2-135M Q4_1 on a CPU: 1.65 instead of 180 tokens/s in decoding (docs/log.md)
-    return f"this model runs on the reference kernels, about 100 times slower: {why}"
 
 
 def _runner_config(
@@ -570,7 +503,8 @@ def _executor(facts: ModelFacts, own_weights: Callable[[RunnerConfig, Mesh], Ran
     config, runner_config = facts.config, facts.runner_config
 
     def own(given: RunnerConfig, mesh: Mesh) -> ModelRunner:
-        return ModelRunner(given, mesh, own_weights(given, mesh))
+        compiling = partial(reporting, "compile", " kernels", config.on_progress)
+        return ModelRunner(given, mesh, replace(own_weights(given, mesh), compiling=compiling))
 
     if config.num_ranks == 1:
         return LocalExecutor(own, runner_config)
