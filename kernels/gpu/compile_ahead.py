@@ -62,18 +62,18 @@ def compiling_ahead(report: Report | None = None) -> Iterator[None]:
     """
     from triton.runtime._async_compile import AsyncCompileMode
 
-    with _Threads() as threads:
+    with _Threads() as threads, AsyncCompileMode(threads, ignore_errors=True):
         try:
-            with AsyncCompileMode(threads, ignore_errors=True):
-                token = ONLY_COMPILES.set(True)
-                try:
-                    yield
-                finally:
-                    ONLY_COMPILES.reset(token)
-                total = len(threads.futures)
-                for done, _ in enumerate(as_completed(threads.futures), 1):
-                    if report is not None:
-                        report(done, total)
+            token = ONLY_COMPILES.set(True)
+            try:
+                yield
+            finally:
+                ONLY_COMPILES.reset(token)
+            total = len(threads.futures)
+            for done, _ in enumerate(as_completed(threads.futures), 1):
+                if report is not None:
+                    report(done, total)
         except BaseException:
-            threads.shutdown(wait=False, cancel_futures=True)
+            for future in threads.futures:
+                future.cancel()
             raise

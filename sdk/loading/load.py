@@ -379,6 +379,7 @@ def _drafts(
 def _runner_config(
     config: EngineConfig, checkpoint: Checkpoint, model: ModelConfig, memory: MemoryPlan
 ) -> RunnerConfig:
+    device = _device(config)
     return RunnerConfig(
         model=str(checkpoint.path.absolute()),  # actors of Ray have another working directory
         num_pages=_pages_set_aside(config, memory) + 1,  # page 0 is never allocated
@@ -390,7 +391,7 @@ def _runner_config(
         max_draft_tokens=memory.draft_tokens,
         drafting=_drafting_weights(config, checkpoint, memory),
         num_threads=max(threads_of(config) // ranks_here(config), 1),
-        device=_device(config),
+        device=device,
         compute=compute_of(config),
         activations=type_name(activations_of(config, checkpoint)),
         enforce_eager=config.enforce_eager,
@@ -405,7 +406,7 @@ def _runner_config(
         max_adapter_rank=config.max_lora_rank,
         adapter_dtype="int8" if config.lora_dtype == "int8" else None,
         redundant_experts=config.redundant_experts,
-        answers_folder=None if device_of(config) == "cpu" else answers_folder(),
+        answers_folder=None if device == "cpu" else answers_folder(),
         **_offload_options(config, model, memory),
     )
 

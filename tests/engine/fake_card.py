@@ -242,12 +242,18 @@ def on_a_card(
 
     def open_backends(device: str, *args: Any, **kwargs: Any) -> Any:
         backends, missing = opened("cpu", *args, **kwargs)
+        if device == "cpu":  # an engine that has left the card
+            return backends, missing
         return [_Backend(backend, cuda) for backend in backends], missing
 
     options = {"kv_cache_memory_bytes": "4MiB"} | options
     with without_a_gpu() as cuda, pytest.MonkeyPatch.context() as patch:
         patch.setattr(context, "open_backends", open_backends)
-        patch.setattr(load, "_device", lambda config: "cuda:0")
+        patch.setattr(
+            load,
+            "_device",
+            lambda config: "cuda:0" if answers is None or config.device == "cuda" else "cpu",
+        )
         if answers is None:  # interpreted, they take seconds
             patch.setattr(Ops, "check_answers", lambda *_: None)
         else:

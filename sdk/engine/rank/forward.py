@@ -146,6 +146,10 @@ class ForwardPasses:
         with shown as report, self.ops.context.only_compiling(report) as only_compiles:
             if only_compiles:
                 self.warm_up()
+                if self._inputs.finds_shared:  # otherwise its graph would compile it
+                    rows = min(2, self._inputs.attention_batch.num_requests)
+                    with torch.inference_mode():
+                        self.hidden(self._inputs.decode_batch(rows, shared=True))
         self.warm_up()
 
     def warm_up(self) -> None:
