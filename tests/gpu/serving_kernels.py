@@ -108,12 +108,12 @@ def _report(llm: LLM, listed: list[Started], ahead: set[str]) -> None:
 
 
 def _noting(ahead: set[str], listed: list[Started], warm_up: Any) -> Any:
-    """A warm-up that notes what the pass that only compiles has listed."""
+    """A warm-up that notes first what the pass that only compiles has listed."""
 
     def noting(passes: ForwardPasses) -> None:
-        warm_up(passes)
-        if ONLY_COMPILES.get():
+        if not ONLY_COMPILES.get():
             ahead.update(started.source.key for started in listed)
+        warm_up(passes)
 
     return noting
 

@@ -14,7 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from sdk.cli.doctor_gpu import usual
 from sdk.engine.rank.kv_cache import KVCache
+from sdk.kernels import answer_cases
 from sdk.kernels.answer_file import AnswerFile
 from sdk.kernels.backend import Problem
 from sdk.kernels.errors import KernelError
@@ -25,6 +27,7 @@ from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.layouts import ActivationScheme
 from sdk.kernels.low_rank import Shape
 from sdk.kernels.ops import Ops
+from sdk.kernels.reference.decode import decode
 from sdk.kernels.rounding import Rounding
 from sdk.kernels.sampling import SampleBuffers
 from sdk.quant.spec import KVSpec
@@ -300,8 +303,25 @@ def test_a_broken_card_is_an_error_that_is_remembered(
 # ---- products ------------------------------------------------------------------------------------
 
 
-def test_products_of_many_tokens_are_checked_once_for_each_kind(cases: Any, tmp_path: Path) -> None:
-    """300 tokens: dequantized for the library."""
+def right_product(self: Any, packed: Any, x: Tensor, out: Tensor, activation: str = "") -> None:
+    """Without the interpreter, which takes a minute for 300 tokens."""
+    out.copy_(x.float() @ decode(self.unpack(packed)).t())
+
+
+@pytest.mark.slow
+def test_products_of_many_tokens_are_right(cases: Any) -> None:
+    """300: dequantized for the library."""
+    ops = Ops("cpu", num_threads=1, backends=("gpu", "reference"))
+    answers = answers_of(ops)
+    bound = ops.linear(cases.affine(35, 96, 4, 32, "minus"))
+    assert bound.choice.name == "gpu.linear" and answers.ran == 1
+    ops.close()
+
+
+def test_products_of_many_tokens_are_checked_once_for_each_kind(
+    cases: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear.TritonLinear, "matmul", right_product)
     ops = Ops("cpu", num_threads=1, backends=("gpu", "reference"))
     answers = answers_of(ops, tmp_path)
     for width in (96, 64):
@@ -319,10 +339,8 @@ def test_products_of_many_tokens_are_checked_once_for_each_kind(cases: Any, tmp_
 def test_a_product_that_is_wrong_for_many_tokens_is_replaced(
     cases: Any, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = linear.TritonLinear.matmul
-
-    def matmul(self: Any, packed: Any, x: Tensor, out: Tensor, *given: Any) -> None:
-        whole(self, packed, x, out, *given)
+    def matmul(self: Any, packed: Any, x: Tensor, out: Tensor) -> None:
+        right_product(self, packed, x, out)
         if len(x) == tokens:
             out[-1] *= 3
 
@@ -338,6 +356,7 @@ def test_a_product_that_is_wrong_for_many_tokens_is_replaced(
 def test_experts_that_are_wrong_together_run_one_by_one(
     cases: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(linear.TritonLinear, "matmul", right_product)
     ops = Ops("cpu", num_threads=1, backends=("gpu", "reference"))
     answers = answers_of(ops)
     each = [ops.linear(cases.affine(32, 64, 4, 32, "zeros", seed=i)) for i in range(20)]
@@ -396,3 +415,18 @@ def test_a_failure_is_remembered(ops: Ops, tmp_path: Path) -> None:
     assert reason is not None
     again = answers_of(ops, tmp_path)
     assert again.reason(wrong, Problem("combine"), like) == reason and again.ran == 0
+
+
+def test_doctor_checks_every_operator(ops: Ops) -> None:
+    found = list(usual(ops))
+    for op, like, about in found:
+        assert ops.context.kernel(op, like, **about).name.startswith("gpu."), op
+    assert {op for op, _, _ in found} == set(answer_cases.CASES)
+
+
+@pytest.mark.slow
+def test_what_doctor_checks_is_right(ops: Ops) -> None:
+    answers = answers_of(ops)
+    for op, like, about in usual(ops):
+        ops.context.kernel(op, like, **about)
+    assert answers.failures() == [] and answers.ran > 20
