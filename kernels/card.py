@@ -152,6 +152,11 @@ class Card:
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         self._graph = graph
 
+    @property
+    def is_capturing(self) -> bool:
+        """Whether launches are recorded."""
+        return self._graph is not None
+
     def end(self) -> Any:
         """The graph recorded since :meth:`begin`, which has ``replay()``."""
         graph, self._graph = self._graph, None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Literal, Protocol
 
 from sdk.kernels.activations import LARGE, ActivationPool
 from sdk.kernels.backend import Choice, Problem
@@ -18,6 +18,16 @@ from sdk.kernels.registry import choose, open_backends
 ACTIVATION_TYPES = ("float32", "bfloat16", "float16")
 Compute = Literal["auto", "exact"]
 Entering = Callable[[], AbstractContextManager[object]]
+
+
+class Answers(Protocol):
+    """See :class:`sdk.kernels.known_answers.KnownAnswers`."""
+
+    declined: dict[str, str]
+
+    def reason(self, kernel: Any, problem: Problem, like: Sequence[Any]) -> str | None: ...
+    def ask(self, name: str, kernel: str, check: Callable[[], Any]) -> str | None: ...
+    def failures(self) -> list[str]: ...
 
 
 class Context:
@@ -62,6 +72,10 @@ class Context:
                 offload=offload if isinstance(offload, OnDisk) else None,
             )
         self.capture_pool: ActivationPool | None = None
+        #: Checks of kernels before they are chosen: see :meth:`Ops.check_answers`.
+        self.answers: Answers | None = None
+        #: Whether kernels are only compiled: see :meth:`only_compiling`.
+        self.only_compiles = False
         self._chosen: dict[Problem, Choice] = {}
         self._results = ActivationPool()
 
@@ -84,13 +98,44 @@ class Context:
             backend.close()
         self._results.close()
 
-    def kernel(self, op: str, **fields: Any) -> Any:
-        """The implementation of an operator for a problem, chosen at its first use."""
+    def kernel(self, op: str, like: Sequence[Any] = (), **fields: Any) -> Any:
+        """The implementation of an operator for a problem, chosen at its first use.
+
+        ``like``: what it will run on, for its case in ``answer_cases.py``.
+        """
         problem = Problem(op, compute=self.compute, **fields)
         found = self._chosen.get(problem)
         if found is None:
-            found = self._chosen[problem] = choose(self.backends, problem)
+            if self.only_compiles:  # nothing can be checked yet
+                return choose(self.backends, problem).implementation
+            found = self._chosen[problem] = self._choose(problem, like)
         return found.implementation
+
+    @contextmanager
+    def only_compiling(self, report: Callable[[int, int], None] | None = None) -> Iterator[bool]:
+        """Whether kernels can be compiled ahead on this device: then those that run inside are
+        compiled, several at a time, and not launched (``gpu/compile_ahead.py``)."""
+        possible = self.card is not None and self.backends[0].name == "gpu"
+        if possible:
+            from sdk.kernels.gpu.compile_ahead import can_compile_ahead, compiling_ahead
+
+            possible = can_compile_ahead()
+        if not possible:
+            yield False
+            return
+        self.only_compiles = True
+        try:
+            with compiling_ahead(report):
+                yield True
+                self.only_compiles = False
+        finally:
+            self.only_compiles = False
+
+    def _choose(self, problem: Problem, like: Sequence[Any]) -> Choice:
+        answers = self.answers
+        if answers is None:
+            return choose(self.backends, problem)
+        return choose(self.backends, problem, lambda kernel: answers.reason(kernel, problem, like))
 
     @property
     def activations(self) -> torch.dtype:

@@ -105,7 +105,7 @@ class AdapterTable:
         self.shape = shape
         self._context = context
         self.dtype = _factor_type(context) if dtype is None else dtype
-        kernel: LowRankKernel = context.kernel("low_rank")
+        kernel: LowRankKernel = context.kernel("low_rank", (shape, self.dtype))
         self._table = kernel.table(shape, self.dtype, context.device)
 
     def nbytes(self, parts: Sequence[Factors], *, bias: bool) -> int:

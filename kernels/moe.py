@@ -34,7 +34,15 @@ class MoEOps:
         packed = implementation.group([expert.packed for expert in experts])
         if packed is None:
             return None
-        return BoundExperts(implementation, packed, len(experts), first.shape, self._context)
+        bound = BoundExperts(implementation, packed, len(experts), first.shape, self._context)
+        answers = self._context.answers
+        if answers is not None and implementation.name.startswith("gpu."):
+            from sdk.kernels.answer_experts import experts_reason
+
+            if (why := experts_reason(answers, experts, bound)) is not None:
+                answers.declined[f"{implementation.name} of experts"] = why
+                return None
+        return bound
 
     def route(
         self, logits: Tensor, k: int, *, normalized: bool, experts: RankExperts | None = None
@@ -56,9 +64,10 @@ class MoEOps:
             expect("route experts", experts.load, torch.int64, count)
             routes = replace(routes, experts=experts, servers=self._integers(tokens, k))
         if tokens:
-            self._context.kernel("route").run(logits.contiguous(), normalized, chosen, weights)
+            kernel = self._context.kernel("route", (logits, k, normalized))
+            kernel.run(logits.contiguous(), normalized, chosen, weights)
             operator = "group" if experts is None else "group_ranks"
-            self._context.kernel(operator).run(chosen, routes)
+            self._context.kernel(operator, (chosen, count)).run(chosen, routes)
         return routes
 
     def routes(self, chosen: Tensor, weights: Tensor, count: int) -> Routes:
@@ -75,7 +84,8 @@ class MoEOps:
             )
         routes = self._empty_routes(weights.to(torch.float32).contiguous(), count)
         if chosen.numel():
-            self._context.kernel("group").run(chosen.to(torch.int32).contiguous(), routes)
+            chosen = chosen.to(torch.int32).contiguous()
+            self._context.kernel("group", (chosen, count)).run(chosen, routes)
         return routes
 
     def _integers(self, *shape: int) -> Tensor:
@@ -101,7 +111,8 @@ class MoEOps:
         count = routes.starts.shape[0] - 1
         expect("add_owners_bias bias", bias, torch.float32, count, x.shape[1])
         if x.numel():
-            self._context.kernel("add_owners_bias").run(x, bias, routes)
+            like = (x, count, routes.weights.shape[1])
+            self._context.kernel("add_owners_bias", like).run(x, bias, routes)
         return x
 
     def combine(self, x: Tensor, routes: Routes) -> Tensor:
@@ -118,7 +129,8 @@ class MoEOps:
         out = self._context.empty(tokens if shared is None else self._own(shared), x.shape[1])
         if x.numel():
             operator = "combine" if own is None else "combine_ranks"
-            self._context.kernel(operator).run(x, routes, out)
+            like = (x, routes.starts.shape[0] - 1, routes.weights.shape[1])
+            self._context.kernel(operator, like).run(x, routes, out)
         return out
 
     def gather(self, x: Tensor, tokens: RankTokens) -> Tensor:

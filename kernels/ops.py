@@ -18,6 +18,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
+from pathlib import Path
 from typing import Any, Literal
 
 from sdk.kernels.backend import Choice, Problem
@@ -41,6 +42,15 @@ from sdk.kernels.rounding import Rounded, Rounding, Rows
 from sdk.kernels.sampling_ops import SamplingOps
 from sdk.kernels.self_check import SelfCheck
 
+#: What ``Problem.format`` says of attention: whether it has a window, a softcap, and sinks.
+_ATTENTION = {
+    (window, cap, sinks): " ".join(
+        name for name, has in (("window", window), ("softcap", cap), ("sinks", sinks)) if has
+    )
+    for window in (False, True)
+    for cap in (False, True)
+    for sinks in (False, True)
+}
 #: Beyond any machine; a mistyped number must not use up the system's threads.
 MAX_THREADS = 1024
 #: The last is gpt-oss' gate: see kernels/reference/norm.py.
@@ -102,6 +112,15 @@ class Ops:
     def activations(self) -> torch.dtype:
         """See :class:`Ops`."""
         return self.context.activations
+
+    def check_answers(self, folder: Path | None) -> None:
+        """From now on check each kernel of a card before it is chosen: see
+        :mod:`sdk.kernels.known_answers`. ``folder``: where results are kept; ``None``: nowhere."""
+        from sdk.kernels.answer_file import AnswerFile
+        from sdk.kernels.known_answers import KnownAnswers, machine
+
+        file = None if folder is None else AnswerFile(folder, machine(self.device))
+        self.context.answers = KnownAnswers(self.context, file)
 
     def finish_packing(self) -> None:
         """See :meth:`sdk.kernels.backend.Backend.finish_packing`."""
@@ -188,7 +207,7 @@ class Ops:
         expect("rms_norm weight", weight, torch.float32, x.shape[-1])
         out = self.empty(*x.shape, dtype=x.dtype)
         if x.numel():
-            self._kernel("rms_norm").run(x, weight, eps, out)
+            self._kernel("rms_norm", (x, weight, x.dtype, None)).run(x, weight, eps, out)
         return out
 
     def add_rms_norm(
@@ -206,8 +225,8 @@ class Ops:
         Without a residual s is x itself, float32. The norm is of the activations' type, with
         ``wide`` float32, in ``out`` or new.
         """
-        kernel, given, sums = self._norm_of_sums(x, residual, weight, eps)
         dtype = torch.float32 if wide else self.activations
+        kernel, given, sums = self._norm_of_sums(x, residual, weight, eps, (dtype, None))
         if out is None:
             out = self.empty(*x.shape, dtype=dtype)
         else:
@@ -229,8 +248,11 @@ class Ops:
         Where the kernel of the norm can make them, they are those of the norm in the activations'
         type, which is not written.
         """
-        kernel, given, sums = self._norm_of_sums(x, residual, weight, eps)
-        if rounding is None or not kernel.rounds:
+        if rounding is None:
+            return self.add_rms_norm(x, residual, weight, eps)
+        like = (self.activations, rounding)
+        kernel, given, sums = self._norm_of_sums(x, residual, weight, eps, like)
+        if not kernel.rounds:
             return self.add_rms_norm(x, residual, weight, eps)
         codes = self.empty(x.shape[0], rounding.columns, dtype=rounding.dtype)
         out = Rounded(codes, self.empty(rounding.groups, x.shape[0]), x.shape[1])
@@ -239,16 +261,23 @@ class Ops:
         return out, sums
 
     def _norm_of_sums(
-        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        out: tuple[torch.dtype, Rounding | None],
     ) -> tuple[Any, tuple[Any, ...], Tensor]:
-        """The kernel, its inputs, and what becomes ``x + residual``."""
+        """The kernel, its inputs, and what becomes ``x + residual``. ``out``: the result's type,
+        or as which codes it is written."""
         sums = x if residual is None else residual
         expect_floats("add_rms_norm x", x, self.activations)
         expect("add_rms_norm residual", sums, torch.float32, *x.shape)
         expect("add_rms_norm weight", weight, torch.float32, x.shape[-1])
-        if residual is None:
-            return self._kernel("rms_norm"), (x, weight, eps), sums
-        return self._kernel("add_rms_norm"), (x, residual, weight, eps), sums
+        op = "rms_norm" if residual is None else "add_rms_norm"
+        codes = "" if out[1] is None else str(out[1].scheme)
+        kernel = self._kernel(op, (x, weight, *out), inputs=codes)
+        return kernel, (x, weight, eps) if residual is None else (x, residual, weight, eps), sums
 
     def gated_activation(
         self, gate_up: Tensor, kind: Activation, used: Tensor | None = None
@@ -263,7 +292,7 @@ class Ops:
             raise KernelError(f"gated_activation: expected an even width, found {width}")
         out = self.empty(tokens, width // 2, dtype=gate_up.dtype)
         if tokens:
-            kernel = self._kernel("gated_activation", format=kind)
+            kernel = self._kernel("gated_activation", (gate_up,), format=kind)
             kernel.run(gate_up.contiguous(), kind, out, *(() if used is None else (used,)))
         return out
 
@@ -271,7 +300,7 @@ class Ops:
         """``[rows, width]`` of zeros, float32."""
         out = self.empty(rows, width)
         if out.numel():
-            self._kernel("zeros").run(out)
+            self._kernel("zeros", (out,)).run(out)
         return out
 
     def add(self, x: Tensor, other: Tensor) -> Tensor:
@@ -279,7 +308,7 @@ class Ops:
         expect_floats("add x", x, self.activations)
         expect_floats("add other", other, self.activations, *x.shape)
         if x.numel():
-            self._kernel("add").run(x, other)
+            self._kernel("add", (x,)).run(x, other)
         return x
 
     def add_bias(self, x: Tensor, bias: Tensor) -> Tensor:
@@ -287,21 +316,21 @@ class Ops:
         expect_floats("add_bias x", x, self.activations)
         expect("add_bias bias", bias, torch.float32, x.shape[-1])
         if x.numel():
-            self._kernel("add_bias").run(x, bias)
+            self._kernel("add_bias", (x,)).run(x, bias)
         return x
 
     def scale(self, x: Tensor, factor: float) -> Tensor:
         """``x *= factor``; returns x."""
         expect_floats("scale x", x, self.activations)
         if x.numel() and factor != 1.0:
-            self._kernel("scale").run(x, None, factor)
+            self._kernel("scale", (x,)).run(x, None, factor)
         return x
 
     def softcap(self, x: Tensor, cap: float) -> Tensor:
         """``x = cap * tanh(x / cap)`` in place, float32; returns x."""
         expect("softcap x", x, torch.float32)
         if x.numel():
-            self._kernel("softcap").run(x, None, cap)
+            self._kernel("softcap", (x,)).run(x, None, cap)
         return x
 
     def all_reduce(self, x: Tensor, group: Group) -> Tensor:
@@ -352,7 +381,7 @@ class Ops:
         expect("select_rows rows", rows, torch.int64, None)
         out = self.empty(rows.shape[0], x.shape[1], dtype=x.dtype)
         if rows.shape[0]:
-            self._kernel("select_rows").run(x, rows, out)
+            self._kernel("select_rows", (x,)).run(x, rows, out)
         return out
 
     def take_columns(self, x: Tensor, order: Tensor, *, back: bool = False) -> Tensor:
@@ -364,7 +393,7 @@ class Ops:
         expect("take_columns order", order, torch.int32, x.shape[1])
         out = self.empty(*x.shape, dtype=x.dtype)
         if out.numel():
-            self._kernel("take_columns").run(x, order, back, out)
+            self._kernel("take_columns", (x,)).run(x, order, back, out)
         return out
 
     def rope_angles(
@@ -379,7 +408,8 @@ class Ops:
         tokens, half = positions.shape[0], inv_freq.shape[0]
         cos, sin = self.empty(tokens, half), self.empty(tokens, half)
         if tokens and half:
-            self._kernel("rope_angles").run(positions, inv_freq, factor, cos, sin)
+            kernel = self._kernel("rope_angles", (inv_freq,))
+            kernel.run(positions, inv_freq, factor, cos, sin)
         return cos, sin
 
     def find_places(self, batch: AttentionBatch) -> None:
@@ -387,7 +417,7 @@ class Ops:
         its other tensors."""
         batch.check()
         if batch.num_tokens:
-            self._kernel("find_places").run(batch)
+            self._kernel("find_places", (batch.page_size,)).run(batch)
 
     def rope_and_cache(
         self,
@@ -415,7 +445,8 @@ class Ops:
             expect(f"rope {name}", x, torch.float32, batch.num_tokens, None)
         if not q.shape[0]:
             return q
-        kernel = self._kernel("rope_and_cache", head_dim=k.shape[2], kv_dtype=pages.dtype)
+        like = (q, k, v, cos, pages, norms)
+        kernel = self._kernel("rope_and_cache", like, head_dim=k.shape[2], kv_dtype=pages.dtype)
         if norms is None or kernel.normalizes:
             kernel.run(q, k, v, cos, sin, batch, pages, *(() if norms is None else (norms,)))
             return q
@@ -456,7 +487,14 @@ class Ops:
             raise KernelError("attention: keys with a centre allow neither softcap nor sinks")
         out = self.empty(tokens, heads * head_dim, dtype=q.dtype)
         if tokens:
-            kernel = self._kernel("attention", head_dim=head_dim, kv_dtype=pages.dtype)
+            like = (q, pages, scale, window, softcap, sinks, self.shares_keys)
+            kernel = self._kernel(
+                "attention",
+                like,
+                head_dim=head_dim,
+                kv_dtype=pages.dtype,
+                format=_ATTENTION[window is not None, softcap is not None, sinks is not None],
+            )
 
             def attend(q: Tensor, batch: AttentionBatch, out: Tensor) -> None:
                 kernel.run(q, pages, batch, scale, window, softcap, sinks, out)

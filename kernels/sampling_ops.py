@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from sdk.kernels.checks import expect
 from sdk.kernels.context import Context
 from sdk.kernels.errors import KernelError
@@ -68,14 +70,14 @@ class SamplingOps:
         expect("sample logits", logits, torch.float32, None, None)
         expect("sample draws", draws, torch.float64, logits.shape[0], 8)
         if shapes is None:
-            found: Tensor = self._sampler().rows(logits, draws)
+            found: Tensor = self._sampler(logits).rows(logits, draws)
             return found
         expect("sample side", shapes.side, torch.float32, None, logits.shape[1])
         if shapes.rows < logits.shape[0]:
             raise KernelError(
                 f"sample: expected shapes for {logits.shape[0]} rows, found {shapes.rows}"
             )
-        changed: Tensor = self._sampler().rows(logits, draws, shapes)
+        changed: Tensor = self._sampler(logits).rows(logits, draws, shapes)
         return changed
 
     def warm_up(self, logits: Tensor) -> None:
@@ -84,7 +86,8 @@ class SamplingOps:
         shapes = PackedShapes(logits.device, rows, logits.shape[1], (1, 1, 1, 1))
         draws = torch.zeros(rows, 8, dtype=torch.float64, device=logits.device)
         self.sample_rows(logits, draws, shapes)
-        self.argmax(logits)
+        with np.errstate(invalid="ignore"):  # tokens that nobody drew, if it only compiles
+            self.argmax(logits)
 
     def _sample(self, logits: Tensor, draws: Draws | None, out: SampleBuffers) -> None:
         if logits.dim() != 2 or logits.dtype != torch.float32 or not logits.shape[1]:
@@ -94,9 +97,12 @@ class SamplingOps:
         expect("sample logits", logits, torch.float32)
         if not logits.shape[0]:
             return
-        self._sampler().run(logits, draws, out)
+        self._sampler(logits).run(logits, draws, out)
 
-    def _sampler(self) -> Any:
+    def _sampler(self, logits: Tensor) -> Any:
         if self._kernel is None:  # cached: creating and looking up a Problem takes 2 us
-            self._kernel = self._context.kernel("sample")
+            found = self._context.kernel("sample", (logits,))
+            if self._context.only_compiles:
+                return found
+            self._kernel = found
         return self._kernel

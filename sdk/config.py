@@ -28,7 +28,7 @@ from sdk.remote import RemoteWorkers
 from sdk.speculative_config import SpeculativeConfig, speculative_config
 
 #: ``(stage, done, total)``; return ``False`` to cancel. Stages: ``"download"`` and ``"load"``
-#: in bytes, ``"generate"`` in requests.
+#: in bytes, ``"compile"`` in kernels of a GPU, ``"generate"`` in requests.
 ProgressCallback = Callable[[str, int, int], "bool | None"]
 
 #: Options of a later release: the value that means "off", and what to do instead.

@@ -88,8 +88,9 @@ class EngineOptions(TypedDict, total=False):
     hf_overrides: Mapping[str, Any] | None
     """Fields to replace in the model's config. Default: none."""
     device: Literal["auto", "cpu", "cuda"]
-    """The CPU; `"cuda"` for NVIDIA or AMD GPUs through Triton, one for each rank, not run on a card
-    yet. Default: `"auto"`."""
+    """One GPU if there is one, the model fits, and every kernel gives its known answers on it;
+    otherwise the CPU, and `load_warnings` and `explain()` say why. `"cpu"`; `"cuda"`: NVIDIA or AMD
+    GPUs through Triton, one for each rank, not run on a card yet. Default: `"auto"`."""
     num_threads: int | None
     """Threads in this engine's own pool. Default: CPUs of this process."""
     max_model_len: int | None

@@ -26,6 +26,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.language.target_info import cuda_capability_geq
 
 from sdk.kernels.errors import KernelError
+from sdk.kernels.gpu.compile_ahead import ONLY_COMPILES
 
 #: True under TRITON_INTERPRET=1: kernels then run as Python, on tensors of the CPU. The
 #: interpreter's bfloat16 dot is wrong, so kernels widen its operands (``WIDEN``).
@@ -51,7 +52,10 @@ def run_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **named: Any
     """Launch a kernel that begins with :func:`after_earlier` on the current device."""
     if not INTERPRETED and torch.version.hip is None:
         named["launch_pdl"] = torch.cuda.get_device_capability(None) >= OVERLAPS
-    kernel[grid](*arguments, **named)
+    if ONLY_COMPILES.get():
+        kernel.warmup(*arguments, grid=grid, **named)
+    else:
+        kernel[grid](*arguments, **named)
 
 
 @dataclass(frozen=True, slots=True)

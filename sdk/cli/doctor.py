@@ -9,15 +9,14 @@ import argparse
 import importlib.metadata
 import os
 import platform
-import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from sdk import __version__
 from sdk.demo import cache_folder, demo_model
 from sdk.errors import SdkError
+from sdk.kernels.gpu_driver import gpu_driver
 from sdk.memory.machine import available_memory
 from sdk.memory.sizes import format_bytes
 
@@ -35,10 +34,17 @@ class Finding:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", choices=list(CHECKS), help="run only this check")
+    parser.add_argument(
+        "--check-gpu",
+        action="store_true",
+        help="run each card's kernels against known answers, which compiles them (minutes)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     checks = [CHECKS[args.only]] if args.only else list(CHECKS.values())
+    if args.check_gpu:
+        checks = [check_answers, *checks]
     findings = [finding for check in checks for finding in check()]
     width = max(len(finding.name) for finding in findings)
     for finding in findings:
@@ -85,19 +91,41 @@ def check_gpu() -> list[Finding]:
     if not torch.cuda.is_available():
         why = gpu.available("cuda")
         return [*found, Finding("gpu", f"{why}; models run on the CPU", False)]
-    return found + [_card(f"cuda:{i}") for i in range(torch.cuda.device_count())]
+    for i in range(torch.cuda.device_count()):
+        found.append(_card(f"cuda:{i}"))
+        if gpu.available(f"cuda:{i}") is None:
+            found += _kernels_of(f"cuda:{i}")
+    return found
 
 
-def gpu_driver(proc: Path = Path("/proc"), dev: Path = Path("/dev")) -> str | None:
-    """The vendor of the loaded driver, and NVIDIA's version."""
-    if (proc / "driver/nvidia").exists():
-        try:
-            text = (proc / "driver/nvidia/version").read_text()
-        except OSError:
-            text = ""
-        version = re.search(r"\s(\d+(?:\.\d+)+)\s", text)
-        return f"NVIDIA {version[1]}" if version else "NVIDIA, its version cannot be read"
-    return "AMD" if (dev / "kfd").exists() else None
+def _kernels_of(device: str) -> list[Finding]:
+    """What is known of a card on which the kernels run."""
+    from sdk.cli.doctor_gpu import what_auto_takes, what_is_known
+
+    try:
+        text, fine = what_is_known(device)
+    except Exception as error:  # a driver may fail in many ways
+        text, fine = f"cannot be read: {type(error).__name__}: {error}", False
+    return [Finding("known answers", text, fine), Finding("auto", what_auto_takes())]
+
+
+def check_answers() -> list[Finding]:
+    """Run the kernels of each card against known answers."""
+    import torch
+
+    from sdk.cli.doctor_gpu import check
+    from sdk.kernels import gpu
+
+    if not torch.cuda.is_available() or gpu.available("cuda") is not None:
+        why = gpu.available("cuda")
+        return [Finding("known answers", f"no card to check: {why}", False)]
+    found = []
+    for i in range(torch.cuda.device_count()):
+        wrong = list(check(f"cuda:{i}"))
+        found += [Finding(f"cuda:{i}", each, False) for each in wrong]
+        if not wrong:
+            found.append(Finding(f"cuda:{i}", "all kernels give their known answers"))
+    return found
 
 
 def _card(device: str) -> Finding:

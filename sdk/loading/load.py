@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from sdk.config import EngineConfig
 from sdk.engine.adapter_loader import AdapterLoader
@@ -28,14 +29,15 @@ from sdk.engine.scheduling.prompt_lookup import LOOKUP_BYTES, PromptLookup
 from sdk.engine.scheduling.results import ResultBudget
 from sdk.engine.scheduling.scheduler import Scheduler
 from sdk.engine.scheduling.scheduler_config import SHORT_STEP, SHORT_STEP_GPU, SchedulerConfig
-from sdk.errors import RequestError
+from sdk.errors import CheckpointError, LoadCancelled, RequestError, SdkError
 from sdk.executors.local import LocalExecutor
 from sdk.executors.stage_times import StageTimes
 from sdk.kernels.dataclass import dataclass
 from sdk.kernels.lazy_torch import import_torch, torch, type_name
-from sdk.kernels.self_check import failures
 from sdk.loading.checks import named_tokenizer
+from sdk.loading.device import Device, answers_folder, card_for, check_certain
 from sdk.loading.fork import fork_plan
+from sdk.loading.load_warnings import load_warnings, other_stages
 from sdk.loading.progress import reporting
 from sdk.loading.sampling_defaults import SamplingDefaults, sampling_defaults
 from sdk.memory.alternatives import checked_plan
@@ -54,7 +56,6 @@ from sdk.memory.resolve import (
     ranks_here,
     threads_of,
 )
-from sdk.memory.sizes import format_bytes
 from sdk.memory.stages import stage_layers
 from sdk.models.classifier import Classifier, classifier_of
 from sdk.models.config import ModelConfig
@@ -64,7 +65,7 @@ from sdk.quant.checkpoint import Checkpoint, LoadedCheckpoint
 from sdk.quant.spec import kv_bits
 from sdk.quant.tokenizer import Tokenizer
 from sdk.remote import RemoteWorkers
-from sdk.reports.quant_report import LayerReport, quant_report
+from sdk.reports.quant_report import LayerReport
 from sdk.speculative_config import SpeculativeConfig
 
 if TYPE_CHECKING:
@@ -97,6 +98,8 @@ class ModelFacts:
     kv_scales: int
     results: ResultBudget
     headers: LoadedCheckpoint
+    #: What ``device="auto"`` became; ``None``: the device was given.
+    device: Device | None = None
 
     def key(self) -> ModelKey:
         """The key of the model's files as they are now."""
@@ -141,13 +144,34 @@ def load(config: EngineConfig, checkpoint: Checkpoint | None = None) -> Loaded:
 
     ``checkpoint`` replaces the one that ``config`` names, and is closed.
     """
+    if config.device != "auto" or checkpoint is not None:
+        return _load(config, checkpoint)
+    asked, device = card_for(config)
+    if asked is not None:
+        try:
+            return _load(asked, None, device)
+        except (CheckpointError, LoadCancelled):
+            raise
+        except Exception as error:  # whatever it is, the CPU can do without the card
+            name = "" if isinstance(error, SdkError) else f"{type(error).__name__}: "
+            device = Device(f"{name}{error}", warns=True)
+        gc.collect()  # what the error's trace has kept
+        with contextlib.suppress(RuntimeError):  # if the driver has given up
+            torch.cuda.empty_cache()
+    return _load(config, None, device)
+
+
+def _load(
+    config: EngineConfig, checkpoint: Checkpoint | None, device: Device | None = None
+) -> Loaded:
+    """:func:`load` on the device that the options name; ``device``: why."""
     with contextlib.ExitStack() as undo:
         checkpoint = checkpoint or open_model(config)
         undo.callback(checkpoint.close)
         memory = checked_plan(config, checkpoint)
         if (lease := _lease(config, checkpoint, memory)) is not None:
             undo.callback(lease.close)
-        facts = read_facts(config, checkpoint, memory)
+        facts = replace(read_facts(config, checkpoint, memory), device=device)
         opened = [checkpoint]
 
         def own_weights(given: RunnerConfig, mesh: Mesh) -> RankModel:
@@ -228,6 +252,8 @@ def start(
         executor = _executor(facts, own_weights)
         undo.callback(executor.close)
         executor.start()
+        if facts.device is not None and facts.device.on_card:
+            check_certain(executor.runner)
         if lease is not None:
             lease.give_back(memory.total - memory.serving)
         if key is None:
@@ -236,7 +262,7 @@ def start(
         vocab = model.vocab_size
         engine = Engine(scheduler, executor, facts.tokenizer, vocab_size=vocab, seed=config.seed)
         engine.stage_times = _set_steps_in_flight(scheduler, executor)
-        others = _others(executor, config)
+        others = other_stages(executor, config)
         open_adapter = _with_adapters(engine, facts, executor)
         spec = kv_spec(model, model.num_kv_heads, memory.page_size, memory.kv_dtype)
         elastic = ElasticPages(scheduler, executor)
@@ -250,7 +276,7 @@ def start(
             lease=lease,
             kept=PrefixStore(scheduler, executor, spec),
             model_key=key,
-            warnings=tuple(_warnings(executor.runner, others, facts)),
+            warnings=tuple(load_warnings(executor.runner, others, facts.device)),
             other_layers=others.layers,
             open_adapter=open_adapter,
         )
@@ -350,71 +376,10 @@ def _drafts(
     return Drafts(FirstMatch(drafters), min(asked, most or asked), lengths, memory.draft_tokens)
 
 
-class _OtherStages(NamedTuple):
-    """What the stages before the last one have: linear layers, and tensors that nobody uses."""
-
-    layers: tuple[LayerReport, ...]
-    unused: frozenset[str] | None
-
-
-def _others(executor: _Ranks, config: EngineConfig) -> _OtherStages:
-    if config.pipeline_parallel_size == 1:
-        return _OtherStages((), None)
-    width = config.tensor_parallel_size
-    # the first rank of each stage, stage 0 first
-    first = executor.on_ranks(_of_rank)[width::width][::-1]
-    layers = tuple(layer for found, _ in first for layer in found)
-    return _OtherStages(layers, frozenset.intersection(*(unused for _, unused in first)))
-
-
-def _of_rank(runner: ModelRunner) -> tuple[tuple[LayerReport, ...], frozenset[str]]:
-    return quant_report(runner.model.linears()).layers, frozenset(runner.unused_tensors)
-
-
-def _warnings(runner: ModelRunner, others: _OtherStages, facts: ModelFacts) -> Iterator[str]:
-    """Problems that a user should know about, but that did not stop the load."""
-    on_cards = facts.config.num_ranks > 1 and facts.runner_config.device != "cpu"
-    texts = [_slow_kernels(runner)]
-    if on_cards:
-        from sdk.executors.nccl import process_may_end
-
-        texts.append(process_may_end())
-    for text in texts:
-        if text is not None:
-            logger.warning(text)
-            yield text
-    if runner.ops.context.offloaded:
-        text = (
-            f"{format_bytes(runner.ops.context.offloaded)} of the weights are offloaded from their "
-            "device's memory and read again in every step, which is slow"
-        )
-        logger.warning(text)
-        yield text
-    for name in runner.unused_tensors:
-        if others.unused is None or name in others.unused:
-            yield f"unused tensor {name}"
-    for layer in (*others.layers, *quant_report(runner.model.linears()).layers):
-        for kernel, why in failures(layer.declined):
-            text = f"{layer.name}: {kernel} {why}; {layer.kernel} runs it"
-            logger.warning(text)
-            yield text
-
-
-def _slow_kernels(runner: ModelRunner) -> str | None:
-    """Why everything runs on the reference kernels; None if it does not."""
-    ops = runner.ops
-    if ops.context.backend_names != ("reference",):
-        return None
-    why = dict(ops.context.declined_backends).get("cpu" if ops.device.type == "cpu" else "gpu")
-    if why is None:  # no other backend was requested
-        return None
-    # SmolLM2-135M Q4_1 on a CPU: 1.65 instead of 180 tokens/s in decoding (docs/log.md)
-    return f"this model runs on the reference kernels, about 100 times slower: {why}"
-
-
 def _runner_config(
     config: EngineConfig, checkpoint: Checkpoint, model: ModelConfig, memory: MemoryPlan
 ) -> RunnerConfig:
+    device = _device(config)
     return RunnerConfig(
         model=str(checkpoint.path.absolute()),  # actors of Ray have another working directory
         num_pages=_pages_set_aside(config, memory) + 1,  # page 0 is never allocated
@@ -426,7 +391,7 @@ def _runner_config(
         max_draft_tokens=memory.draft_tokens,
         drafting=_drafting_weights(config, checkpoint, memory),
         num_threads=max(threads_of(config) // ranks_here(config), 1),
-        device=_device(config),
+        device=device,
         compute=compute_of(config),
         activations=type_name(activations_of(config, checkpoint)),
         enforce_eager=config.enforce_eager,
@@ -441,6 +406,7 @@ def _runner_config(
         max_adapter_rank=config.max_lora_rank,
         adapter_dtype="int8" if config.lora_dtype == "int8" else None,
         redundant_experts=config.redundant_experts,
+        answers_folder=None if device == "cpu" else answers_folder(),
         **_offload_options(config, model, memory),
     )
 
@@ -538,7 +504,8 @@ def _executor(facts: ModelFacts, own_weights: Callable[[RunnerConfig, Mesh], Ran
     config, runner_config = facts.config, facts.runner_config
 
     def own(given: RunnerConfig, mesh: Mesh) -> ModelRunner:
-        return ModelRunner(given, mesh, own_weights(given, mesh))
+        compiling = partial(reporting, "compile", " kernels", config.on_progress)
+        return ModelRunner(given, mesh, replace(own_weights(given, mesh), compiling=compiling))
 
     if config.num_ranks == 1:
         return LocalExecutor(own, runner_config)

@@ -82,6 +82,8 @@ def planned_config(
         "max_model_len": plan.max_model_len,
         "kv_cache_memory_bytes": plan.kv_cache * plan.replicas,
     }
+    if plan.config.device == "auto":  # planned for the CPU
+        limits["device"] = "cpu"
     for name in ("disk_offload", "cpu_offload"):
         if getattr(plan.config, name):  # "auto" would depend on the memory free now
             limits[name] = plan.offloaded

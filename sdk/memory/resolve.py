@@ -25,7 +25,10 @@ def compute_of(config: EngineConfig) -> Compute:
 
 
 def device_of(config: EngineConfig) -> str:
-    """``"auto"`` is the CPU. :raises RequestError: the device cannot be used here."""
+    """``"auto"`` is the CPU here: ``sdk/loading/device.py`` tries a card with options that name it.
+
+    :raises RequestError: the device cannot be used here.
+    """
     if config.device != "cuda":
         return "cpu"
     if not torch.cuda.is_available():

@@ -12,6 +12,7 @@ from sdk.reports.quant_report import LayerReport, quant_report
 
 if TYPE_CHECKING:
     from sdk.engine.rank.runner import ModelRunner
+    from sdk.loading.device import Device
 
 
 def explain(
@@ -22,6 +23,7 @@ def explain(
     runner: ModelRunner,
     warnings: tuple[str, ...],
     other_layers: tuple[LayerReport, ...] = (),
+    device: Device | None = None,
 ) -> str:
     """The text of :meth:`sdk.LLM.explain`."""
     ops = runner.ops
@@ -32,6 +34,9 @@ def explain(
         f"activations {str(ops.activations).removeprefix('torch.')}, "
         f"backends {', '.join(ops.context.backend_names)}",
     ]
+    if device is not None:
+        became = f"the CPU: {device.reason}" if device.reason else "the card: every check passed"
+        lines.append(f"           device='auto' is {became}")
     if config.dtype not in ("auto", str(ops.activations).removeprefix("torch.")):
         lines.append(f"           dtype={config.dtype!r}: activations are at least that precise")
     declined = ops.context.declined_backends
@@ -45,10 +50,12 @@ def explain(
     report = quant_report(runner.model.linears(), others=other_layers)
     lines += [f"  {line}" for line in str(report).splitlines()]
     lines.append("other operators")
+    operators = []
     for problem, choice in ops.context.chosen():
         head = f"head_dim {problem.head_dim}" if problem.head_dim else ""
-        lines.append(f"  {problem.op:<18} {choice.name} {problem.kv_dtype} {head}".rstrip())
-        lines += [f"  {'':<18} not {name}: {reason}" for name, reason in choice.declined]
+        operators.append(f"  {problem.op:<18} {choice.name} {problem.kv_dtype} {head}".rstrip())
+        operators += [f"  {'':<18} not {name}: {reason}" for name, reason in choice.declined]
+    lines += dict.fromkeys(operators)  # with a window and without
     lines += [f"warning    {warning}" for warning in warnings]
     return "\n".join(lines)
 

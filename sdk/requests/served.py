@@ -157,6 +157,7 @@ class ServedEngine:
             self._loaded.runner,
             self.warnings,
             self._loaded.other_layers,
+            self.facts.device,
         )
 
     def model_runner(self) -> ModelRunner:

@@ -8,8 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sdk.cli import doctor, main
+from sdk.cli import doctor, doctor_gpu, main
 from sdk.kernels import gpu
+from sdk.kernels.answer_file import Answer
+from sdk.kernels.gpu_driver import gpu_driver
+from sdk.loading.device import Device
 
 Captured = pytest.CaptureFixture[str]
 
@@ -55,6 +58,7 @@ def card(monkeypatch: pytest.MonkeyPatch, major: int, minor: int, name: str = "S
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, minor))
+    monkeypatch.setattr(doctor_gpu, "known", lambda folder, device: {})
 
 
 def test_a_machine_without_a_gpu_is_in_order(
@@ -87,7 +91,7 @@ def test_a_card_is_named_with_what_runs_on_it(
     card(monkeypatch, 9, 0)
     assert main(["doctor", "--only", "gpu"]) == 0
     line = capsys.readouterr().out.splitlines()[1]
-    assert line.startswith("ok    cuda:0      Some Card, compute capability 9.0, 16.0 GiB; ")
+    assert line.startswith("ok    cuda:0         Some Card, compute capability 9.0, 16.0 GiB; ")
     assert "device='cuda' runs models on Triton 3." in line
     assert line.endswith("tile sizes come from a rule until `embedlm tune` has measured them")
     card(monkeypatch, 7, 5)
@@ -129,10 +133,52 @@ def test_the_version_of_nvidia_s_driver_is_read(
     folder.mkdir(parents=True)
     if text is not None:
         (folder / "version").write_text(text)
-    assert doctor.gpu_driver(tmp_path, tmp_path) == found
+    assert gpu_driver(tmp_path, tmp_path) == found
 
 
 def test_a_driver_of_amd_is_seen_by_its_device(tmp_path: Path) -> None:
-    assert doctor.gpu_driver(tmp_path, tmp_path) is None
+    assert gpu_driver(tmp_path, tmp_path) is None
     (tmp_path / "kfd").touch()
-    assert doctor.gpu_driver(tmp_path, tmp_path) == "AMD"
+    assert gpu_driver(tmp_path, tmp_path) == "AMD"
+
+
+def test_a_card_whose_kernels_are_known_is_named_with_what_auto_takes(
+    capsys: Captured, monkeypatch: pytest.MonkeyPatch, driver: None
+) -> None:
+    card(monkeypatch, 9, 0)
+    answers = {"a": Answer(0.1)}
+    monkeypatch.setattr(doctor_gpu, "known", lambda folder, device: answers)
+    monkeypatch.setattr(doctor_gpu, "card_for", lambda config: (None, Device("it is small")))
+    assert main(["doctor", "--only", "gpu"]) == 0
+    out = capsys.readouterr().out
+    assert "ok    known answers  1 kernels right" in out
+    assert "device='auto' takes the CPU: it is small" in out
+    answers["b"] = Answer(3.0, "failed its known-answer check: 3")
+    monkeypatch.setattr(doctor_gpu, "card_for", lambda config: (config, Device("")))
+    assert main(["doctor", "--only", "gpu"]) == 1
+    out = capsys.readouterr().out
+    assert "FAIL  known answers  1 of 2 kernels must not run: failed its known-answer" in out
+    assert "device='auto' takes it if the model fits" in out
+    answers.clear()
+    assert main(["doctor", "--only", "gpu"]) == 0
+    assert "not checked yet: the first load does it, or `embedlm doctor" in capsys.readouterr().out
+
+
+def test_checking_a_card_that_is_not_there_fails(
+    capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["doctor", "--only", "python", "--check-gpu"]) == 1
+    assert "FAIL  known answers  no card to check: " in capsys.readouterr().out
+
+
+def test_every_wrong_kernel_of_a_card_is_a_line(
+    capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card(monkeypatch, 9, 0)
+    monkeypatch.setattr(doctor_gpu, "check", lambda device: iter(()))
+    assert main(["doctor", "--only", "python", "--check-gpu"]) == 0
+    assert "ok    cuda:0   all kernels give their known answers" in capsys.readouterr().out
+    monkeypatch.setattr(doctor_gpu, "check", lambda device: iter(("gpu.add failed",)))
+    assert main(["doctor", "--only", "python", "--check-gpu"]) == 1
+    assert "FAIL  cuda:0   gpu.add failed" in capsys.readouterr().out

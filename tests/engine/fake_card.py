@@ -20,8 +20,9 @@ from fake_cuda import CardTensor, Cuda, without_a_gpu
 from torch import Tensor
 
 from sdk import LLM
-from sdk.kernels import context
+from sdk.kernels import context, known_answers
 from sdk.kernels.batch import AttentionBatch
+from sdk.kernels.ops import Ops
 from sdk.kernels.packed_shapes import PackedShapes
 from sdk.kernels.sampling import DRAW, Change, ChangeKind, SampleBuffers, Shape
 from sdk.loading import load
@@ -233,18 +234,30 @@ class _Backend:
 
 
 @contextmanager
-def on_a_card(path: Any, **options: Any) -> Iterator[tuple[LLM, Cuda]]:
-    """An engine on a card."""
+def on_a_card(
+    path: Any, answers: dict[str, str] | None = None, **options: Any
+) -> Iterator[tuple[LLM, Cuda]]:
+    """An engine on a card. ``answers``: that kind of machine, whose kernels are then checked."""
     opened = context.open_backends
 
     def open_backends(device: str, *args: Any, **kwargs: Any) -> Any:
         backends, missing = opened("cpu", *args, **kwargs)
+        if device == "cpu":  # an engine that has left the card
+            return backends, missing
         return [_Backend(backend, cuda) for backend in backends], missing
 
     options = {"kv_cache_memory_bytes": "4MiB"} | options
     with without_a_gpu() as cuda, pytest.MonkeyPatch.context() as patch:
         patch.setattr(context, "open_backends", open_backends)
-        patch.setattr(load, "_device", lambda config: "cuda:0")
+        patch.setattr(
+            load,
+            "_device",
+            lambda config: "cuda:0" if answers is None or config.device == "cuda" else "cpu",
+        )
+        if answers is None:  # interpreted, they take seconds
+            patch.setattr(Ops, "check_answers", lambda *_: None)
+        else:
+            patch.setattr(known_answers, "machine", lambda device: answers)
         with LLM(path, **options) as llm:
             yield llm, cuda
         cuda.check()

@@ -5,7 +5,8 @@
 A tiny model is loaded on the fake card (tests/engine/fake_card.py), where Triton's launches are
 listed and neither compiled nor run (tests/gpu/aot/machine_code.py), so all results are zeros.
 Then it serves prompts and batches of many sizes. Prints a line of JSON: how many kernels were
-listed at load, and what each kernel was that was first listed later. With ``--cold`` the engine
+listed at load, how many of them by the pass that compiles ahead, and what each kernel was that was
+first listed later. With ``--cold`` the engine
 is not warmed up at load.
 
 Triton must not interpret here, so tests run this in a process of its own.
@@ -26,11 +27,12 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE / "aot"), str(HERE.parent / "engine"), str(HERE.parents[1])]
 
 from fake_card import on_a_card  # noqa: E402
-from machine_code import Source, all_launches  # noqa: E402
+from machine_code import Source, Started, all_launches  # noqa: E402
 
 from sdk import LLM, SamplingParams  # noqa: E402
 from sdk.engine.rank.forward import ForwardPasses  # noqa: E402
 from sdk.kernels import gpu  # noqa: E402
+from sdk.kernels.gpu.compile_ahead import ONLY_COMPILES  # noqa: E402
 from sdk.kernels.gpu.tuning import Tuning  # noqa: E402
 from sdk.kernels.self_check import SelfCheck  # noqa: E402
 from sdk.testing import tiny_models  # noqa: E402
@@ -87,14 +89,33 @@ def main(format: str, vocabulary: int, folder: str, *, cold: bool) -> None:
     patch.setattr(SelfCheck, "_reason", lambda *args: None)  # zeros are no products
     for module in ("sdk.memory.planning", "sdk.loading.load"):
         patch.setattr(f"{module}.activations_of", lambda config, checkpoint: torch.bfloat16)
-    with all_launches(GPUTarget("cuda", 90, 32)) as listed, on_a_card(model, **LIMITS) as (llm, _):
-        assert llm._runner().ops.context.backend_names[0] == "gpu"
-        warm = {started.source.key for started in listed}
-        listed.clear()
-        serve(llm)
-        later = {started.source.key: started.source for started in listed}
+    target, ahead = GPUTarget("cuda", 90, 32), set[str]()
+    with all_launches(target) as listed:
+        if not cold:
+            patch.setattr(ForwardPasses, "warm_up", _noting(ahead, listed, ForwardPasses.warm_up))
+        with on_a_card(model, **LIMITS) as (llm, _):
+            _report(llm, listed, ahead)
+
+
+def _report(llm: LLM, listed: list[Started], ahead: set[str]) -> None:
+    assert llm._runner().ops.context.backend_names[0] == "gpu"
+    warm = {started.source.key for started in listed}
+    listed.clear()
+    serve(llm)
+    later = {started.source.key: started.source for started in listed}
     late = [described(source) for key, source in later.items() if key not in warm]
-    print(json.dumps({"warm": len(warm), "late": late}))
+    print(json.dumps({"ahead": len(ahead & warm), "warm": len(warm), "late": late}))
+
+
+def _noting(ahead: set[str], listed: list[Started], warm_up: Any) -> Any:
+    """A warm-up that notes first what the pass that only compiles has listed."""
+
+    def noting(passes: ForwardPasses) -> None:
+        if not ONLY_COMPILES.get():
+            ahead.update(started.source.key for started in listed)
+        warm_up(passes)
+
+    return noting
 
 
 def _named(function: Any, name: str) -> Any:

@@ -70,6 +70,7 @@ def _measure_own(settings: Settings, paths: Sequence[Path]) -> list[Result]:
     found: list[Result] = []
     cases = _CASES if len(set(paths)) > 1 else _CASES[:2]  # a given adapter is always the same
     options: dict[str, Any] = {
+        "device": "cpu",
         "num_threads": settings.threads,
         "max_num_seqs": 2 * most,
         "max_model_len": DECODE_PROMPT + settings.output_len,

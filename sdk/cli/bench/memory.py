@@ -56,6 +56,7 @@ def _prefixes(settings: Settings, kv: str) -> list[Result]:
         TemporaryDirectory() as folder,
         LLM(
             settings.model,
+            device="cpu",
             num_threads=settings.threads,
             kv_cache_dtype=kv,
             max_num_seqs=1,

@@ -98,6 +98,7 @@ def measure_phases(settings: Settings) -> list[Result]:
     with closing(
         LLM(
             settings.model,
+            device="cpu",
             num_threads=settings.threads,
             max_num_seqs=2 * requests,
             max_model_len=max(context, DECODE_PROMPT) + settings.output_len + 8,

@@ -41,6 +41,7 @@ def measure_tenants(settings: Settings, engines: Engines) -> list[Result]:
     from sdk.llm import LLM
 
     options: dict[str, Any] = {
+        "device": "cpu",
         "num_threads": settings.threads,
         "max_num_seqs": SLOTS,
         "max_model_len": max(CHAT_PROMPT + CHAT_ANSWER, BATCH_PROMPT + BATCH_ANSWER),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from sdk.engine.rank.inputs import StepInputs
 from sdk.engine.rank.kv_cache import KVCache
@@ -15,6 +16,9 @@ from sdk.memory.demand import scored_rows
 from sdk.models.decoder import CausalLM, Decoder
 from sdk.models.lockstep import Lockstep
 from sdk.models.parallel import Mesh
+
+#: Makes a context whose value takes ``(done, total)`` kernels.
+Compiling = Callable[[], AbstractContextManager[Callable[[int, int], None]]]
 
 
 def powers_of_two(most: int) -> list[int]:
@@ -135,6 +139,18 @@ class ForwardPasses:
             return self.ops.recording.capture(
                 forward, tokens=tokens, outputs=outputs, requests=requests
             )
+
+    def compile_and_warm_up(self, compiling: Compiling | None) -> None:
+        """:meth:`warm_up`; if kernels can be compiled in threads, all of them are before."""
+        shown = nullcontext() if compiling is None else compiling()
+        with shown as report, self.ops.context.only_compiling(report) as only_compiles:
+            if only_compiles:
+                self.warm_up()
+                if self._inputs.finds_shared:  # otherwise its graph would compile it
+                    rows = min(2, self._inputs.attention_batch.num_requests)
+                    with torch.inference_mode():
+                        self.hidden(self._inputs.decode_batch(rows, shared=True))
+        self.warm_up()
 
     def warm_up(self) -> None:
         """Run steps without requests of every size that has kernels of its own, so that nothing is

@@ -6,6 +6,7 @@ import contextlib
 from dataclasses import replace
 
 from sdk.engine.rank.experts import unused_tensors
+from sdk.engine.rank.forward import Compiling
 from sdk.engine.rank.runner_config import RunnerConfig
 from sdk.kernels.dataclass import dataclass
 from sdk.kernels.lazy_torch import Tensor
@@ -31,6 +32,8 @@ class RankModel:
     unused_tensors: list[str]
     #: The engines with the same weights that share the experts and run their steps together.
     lockstep: Lockstep | None = None
+    #: Shows how many kernels of a card are compiled.
+    compiling: Compiling | None = None
 
     @classmethod
     def load(

@@ -118,7 +118,7 @@ class ModelRunner:
         #: Whether steps should be recorded.
         self.records = False
         if self.ops.card is not None:
-            self._passes.warm_up()
+            self._passes.compile_and_warm_up(weights.compiling)
         if not config.enforce_eager:
             self.record()
             self.capture_all()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import field, replace
+from pathlib import Path
 from typing import Any
 
 from sdk.engine.pages.disk_space import reserved_file
@@ -87,6 +88,8 @@ class RunnerConfig:
     redundant_experts: int | None = None
     #: Copies of experts of engines that run in lockstep; ``None``: this one runs alone.
     lockstep_redundant: int | None = None
+    #: Where results of known-answer checks are kept; ``None``: nowhere.
+    answers_folder: Path | None = None
     #: Engines like this one that compute on this machine: the replicas of a model.
     engines_here: int = 1
 
@@ -114,14 +117,19 @@ class RunnerConfig:
 
         :raises OutOfMemoryError: the disk has no room for the offloaded weights.
         """
-        return Ops(
-            self.device_of(mesh),
+        device = self.device_of(mesh)
+        ops = Ops(
+            device,
             compute=self.compute,
             num_threads=self.num_threads,
             deterministic=self.deterministic,
             activations=self.activations,
             offload=self._offload(),
         )
+        if device != "cpu":
+            with ops.entered():
+                ops.check_answers(self.answers_folder)
+        return ops
 
     def _offload(self) -> Offload | None:
         if self.host_from is not None:

@@ -26,6 +26,7 @@ class Embedlm:
         # last prompts back until others end, and the requests would not run concurrently.
         self._llm: LLM = LLM(
             opening.model,
+            device="cpu",  # as the other engines; `embedlm bench gpu` measures cards
             num_threads=opening.threads,
             tensor_parallel_size=opening.ranks,
             pipeline_parallel_size=opening.stages,

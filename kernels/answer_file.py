@@ -1,0 +1,110 @@
+"""Results of known-answer checks, kept in the user's cache folder.
+
+One file for each kind of machine: everything that decides what machine code a card runs (its name
+and compute capability, driver, Triton, torch, our kernels). It holds the distance that was found,
+or why the operator cannot run, by the name of the check. A file that is missing, damaged or cannot
+be written only means that the checks run again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sdk.kernels.dataclass import dataclass
+
+#: The version of what is written; a file of another one is not read.
+VERSION = 1
+#: No file of ours is larger: a check has 200 bytes, an engine 40 checks.
+_MOST_BYTES = 1 << 22
+logger = logging.getLogger("sdk")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The outcome of one check. ``reason``: why the kernel must not run; empty if it is right."""
+
+    distance: float
+    reason: str = ""
+
+
+class AnswerFile:
+    """The results for one kind of machine in ``folder``, which is made when it is needed."""
+
+    def __init__(self, folder: Path, machine: Mapping[str, str]) -> None:
+        self._machine = dict(machine)
+        digest = hashlib.sha256(json.dumps(self._machine, sort_keys=True).encode()).hexdigest()
+        self.path = folder / f"{digest[:24]}.json"
+        self._warned = False
+
+    def read(self) -> dict[str, Answer]:
+        """What is known; nothing if the file is missing or damaged."""
+        try:
+            with self.path.open("rb") as file:
+                data = file.read(_MOST_BYTES + 1)
+            found: Any = json.loads(data) if len(data) <= _MOST_BYTES else None
+            if found is None or found["version"] != VERSION or found["machine"] != self._machine:
+                return {}
+            return {name: _answer(one) for name, one in found["answers"].items()}
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            logger.debug("%s: cannot be read, checks run again: %s", self.path, error)
+            return {}
+
+    def add(self, answers: Mapping[str, Answer]) -> None:
+        """Write what is new beside what another process has written meanwhile.
+
+        The file is replaced as a whole and readable by its owner only. If two processes write at
+        the same moment, the results of one may be lost, and are found again.
+        """
+        if not answers:
+            return
+        merged = self.read() | dict(answers)
+        content = {
+            "version": VERSION,
+            "machine": self._machine,
+            "answers": {
+                name: [one.distance, one.reason]
+                if one.distance == one.distance
+                # JSON has no NaN
+                else [None, one.reason]
+                for name, one in merged.items()
+            },
+        }
+        try:
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(dir=self.path.parent, prefix=".answers-")
+            try:
+                with os.fdopen(handle, "w", encoding="utf-8") as file:
+                    json.dump(content, file, allow_nan=False)
+                Path(name).replace(self.path)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    Path(name).unlink()
+                raise
+        except OSError as error:
+            if not self._warned:
+                self._warned = True
+                logger.warning(
+                    "%s cannot be written, so the kernels are checked at every load: %s",
+                    self.path,
+                    error,
+                )
+
+
+def _answer(written: Any) -> Answer:
+    """:raises TypeError: it is not what :meth:`AnswerFile.add` writes."""
+    distance, reason = written
+    if not isinstance(reason, str) or not (
+        distance is None or (isinstance(distance, float | int) and not isinstance(distance, bool))
+    ):
+        raise TypeError("expected a number and a text")
+    return Answer(float("nan") if distance is None else float(distance), reason)

@@ -1,0 +1,99 @@
+"""What `embedlm doctor` says of the kernels of a card, and of ``device="auto"``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from sdk.config import EngineConfig
+from sdk.engine.rank.kv_cache import KVCache
+from sdk.kernels.errors import KernelError
+from sdk.kernels.known_answers import known
+from sdk.kernels.low_rank import Shape
+from sdk.kernels.ops import Ops
+from sdk.loading.device import answers_folder, card_for
+from sdk.quant.spec import KVSpec
+
+#: Types of pages that are checked.
+PAGES = ("float16", "int8", "fp8", "int4")
+#: Widths of a small model: features, heads, heads of keys, dimensions of a head, vocabulary.
+_WIDTH, _HEADS, _KV_HEADS, _HEAD_DIM, _VOCAB = 2048, 32, 8, 64, 32000
+
+
+def what_is_known(device: str) -> tuple[str, bool]:
+    """Known answers of a card in words, and whether they are fine."""
+    answers = known(answers_folder(), torch.device(device)).values()
+    wrong = [answer.reason for answer in answers if answer.reason]
+    if wrong:
+        return f"{len(wrong)} of {len(answers)} kernels must not run: {wrong[0]}", False
+    if not answers:
+        return "not checked yet: the first load does it, or `embedlm doctor --check-gpu`", True
+    return f"{len(answers)} kernels right", True
+
+
+def what_auto_takes() -> str:
+    """Of ``device="auto"``, for options that rule nothing out."""
+    asked, device = card_for(EngineConfig(model="a model"))
+    if asked is None:
+        return f"device='auto' takes the CPU: {device.reason}"
+    return "device='auto' takes it if the model fits and all its kernels are right, else the CPU"
+
+
+def check(device: str) -> Iterator[str]:
+    """Check the operators of a usual decoder; yields each one that is wrong, with the reason."""
+    from sdk.kernels.gpu import matrix_type
+
+    dtype = str(matrix_type(device)).removeprefix("torch.")
+    ops = Ops(device, num_threads=1, activations=dtype)
+    try:
+        with ops.entered(), torch.inference_mode():
+            ops.check_answers(answers_folder())
+            for op, like, fields in usual(ops):
+                try:
+                    ops.context.kernel(op, like, **fields)
+                except KernelError as error:
+                    yield str(error)
+            answers = ops.context.answers
+            assert answers is not None
+            yield from answers.failures()
+    finally:
+        ops.close()
+
+
+def usual(ops: Ops) -> Iterator[tuple[str, Sequence[Any], dict[str, Any]]]:
+    """Operators of a llama and of a mixture of experts: name, what it runs on, its problem."""
+    short, device = ops.activations, ops.device
+
+    def rows(width: int, dtype: torch.dtype = short) -> torch.Tensor:
+        return torch.zeros(2, width, dtype=dtype, device=device)
+
+    weight = torch.ones(_WIDTH, device=device)
+    wide = torch.float32
+    for op in ("rms_norm", "add_rms_norm"):
+        yield op, (rows(_WIDTH, wide), weight, short, None), {}
+    for kind in ("silu", "gelu_tanh"):
+        yield "gated_activation", (rows(4 * _WIDTH),), {"format": kind}
+    for op in ("zeros", "add", "add_bias", "scale", "softcap", "select_rows", "take_columns"):
+        yield op, (rows(_WIDTH, wide),), {}
+    yield "rope_angles", (torch.ones(_HEAD_DIM // 2, device=device),), {}
+    yield "find_places", (16,), {}
+    fused = rows((_HEADS + 2 * _KV_HEADS) * _HEAD_DIM).view(2, -1, _HEAD_DIM)
+    q, k, v = fused.split_with_sizes([_HEADS, _KV_HEADS, _KV_HEADS], dim=1)
+    cos = torch.zeros(2, _HEAD_DIM // 2, device=device)
+    for name in PAGES:
+        spec = KVSpec(
+            num_layers=2, kv_heads=_KV_HEADS, head_dim=_HEAD_DIM, page_size=16, dtype=name
+        )
+        pages = KVCache(spec, 2, device, keys_transposed=ops.keys_transposed).layers[0]
+        fields = {"head_dim": _HEAD_DIM, "kv_dtype": pages.dtype}
+        yield "rope_and_cache", (q, k, v, cos, pages, None), fields
+        yield "attention", (q, pages, 0.125, None, None, None, ops.shares_keys), fields
+    yield "route", (rows(64, wide), 4, True), {}
+    yield "group", (torch.zeros(2, 4, dtype=torch.int32, device=device), 64), {}
+    for op in ("add_owners_bias", "combine"):
+        yield op, (rows(_WIDTH), 64, 4), {}
+    factors = torch.float16 if short == wide else short
+    yield "low_rank", (Shape(4, _WIDTH, _WIDTH, 2, 16), factors), {}
+    yield "sample", (rows(_VOCAB, wide),), {}

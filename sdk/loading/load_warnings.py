@@ -1,0 +1,88 @@
+"""Problems that a user should know about, but that did not stop a load."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+from sdk.config import EngineConfig
+from sdk.engine.rank.runner import ModelRunner
+from sdk.kernels.self_check import failures
+from sdk.loading.device import Device
+from sdk.memory.sizes import format_bytes
+from sdk.reports.quant_report import LayerReport, quant_report
+
+if TYPE_CHECKING:
+    from sdk.executors.local import LocalExecutor
+    from sdk.executors.process import ProcessExecutor
+
+logger = logging.getLogger("sdk")
+
+
+class OtherStages(NamedTuple):
+    """What the stages before the last one have: linear layers, and tensors that nobody uses."""
+
+    layers: tuple[LayerReport, ...]
+    unused: frozenset[str] | None
+
+
+def other_stages(
+    executor: LocalExecutor[ModelRunner] | ProcessExecutor[ModelRunner], config: EngineConfig
+) -> OtherStages:
+    if config.pipeline_parallel_size == 1:
+        return OtherStages((), None)
+    width = config.tensor_parallel_size
+    # the first rank of each stage, stage 0 first
+    first = executor.on_ranks(_of_rank)[width::width][::-1]
+    layers = tuple(layer for found, _ in first for layer in found)
+    return OtherStages(layers, frozenset.intersection(*(unused for _, unused in first)))
+
+
+def _of_rank(runner: ModelRunner) -> tuple[tuple[LayerReport, ...], frozenset[str]]:
+    return quant_report(runner.model.linears()).layers, frozenset(runner.unused_tensors)
+
+
+def load_warnings(runner: ModelRunner, others: OtherStages, device: Device | None) -> Iterator[str]:
+    """Problems that a user should know about, but that did not stop the load."""
+    on_cards = runner.mesh.group is not None and runner.config.device != "cpu"
+    texts = [_slow_kernels(runner)]
+    if device is not None and device.warns:
+        texts.append(f"device='auto' is the CPU, not the GPU: {device.reason}")
+    if (answers := runner.ops.context.answers) is not None:
+        texts += answers.failures()
+    if on_cards:
+        from sdk.executors.nccl import process_may_end
+
+        texts.append(process_may_end())
+    for text in texts:
+        if text is not None:
+            logger.warning(text)
+            yield text
+    if runner.ops.context.offloaded:
+        text = (
+            f"{format_bytes(runner.ops.context.offloaded)} of the weights are offloaded from their "
+            "device's memory and read again in every step, which is slow"
+        )
+        logger.warning(text)
+        yield text
+    for name in runner.unused_tensors:
+        if others.unused is None or name in others.unused:
+            yield f"unused tensor {name}"
+    for layer in (*others.layers, *quant_report(runner.model.linears()).layers):
+        for kernel, why in failures(layer.declined):
+            text = f"{layer.name}: {kernel} {why}; {layer.kernel} runs it"
+            logger.warning(text)
+            yield text
+
+
+def _slow_kernels(runner: ModelRunner) -> str | None:
+    """Why everything runs on the reference kernels; None if it does not."""
+    ops = runner.ops
+    if ops.context.backend_names != ("reference",):
+        return None
+    why = dict(ops.context.declined_backends).get("cpu" if ops.device.type == "cpu" else "gpu")
+    if why is None:  # no other backend was requested
+        return None
+    # SmolLM2-135M Q4_1 on a CPU: 1.65 instead of 180 tokens/s in decoding (docs/log.md)
+    return f"this model runs on the reference kernels, about 100 times slower: {why}"

@@ -1,0 +1,438 @@
+"""Known-answer checks of the Triton kernels, under the interpreter.
+
+Every operator passes, and every operator with a mistake in it is found, replaced and named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sdk.cli.doctor_gpu import usual
+from sdk.engine.rank.kv_cache import KVCache
+from sdk.kernels import answer_cases
+from sdk.kernels.answer_file import AnswerFile
+from sdk.kernels.backend import Problem
+from sdk.kernels.errors import KernelError
+from sdk.kernels.gpu import linear, norm
+from sdk.kernels.head_norms import HeadNorms
+from sdk.kernels.known_answers import FAILED, NO_FALLBACK, KnownAnswers
+from sdk.kernels.kv_pages import KVPages
+from sdk.kernels.layouts import ActivationScheme
+from sdk.kernels.low_rank import Shape
+from sdk.kernels.ops import Ops
+from sdk.kernels.reference.decode import decode
+from sdk.kernels.rounding import Rounding
+from sdk.kernels.sampling import SampleBuffers
+from sdk.quant.spec import KVSpec
+
+MACHINE = {"card": "a card that is not here", "driver": "1"}
+
+
+@pytest.fixture
+def ops() -> Iterator[Ops]:
+    made = Ops("cpu", num_threads=1, backends=("gpu", "reference"), activations="bfloat16")
+    yield made
+    made.close()
+
+
+def answers_of(ops: Ops, folder: Path | None = None) -> KnownAnswers:
+    file = None if folder is None else AnswerFile(folder, MACHINE)
+    ops.context.answers = KnownAnswers(ops.context, file)
+    return ops.context.answers
+
+
+def pages(dtype: str, head_dim: int = 64, kv_heads: int = 2, size: int = 16) -> KVPages:
+    """The second of three layers' pages, as a card has them."""
+    spec = KVSpec(num_layers=3, kv_heads=kv_heads, head_dim=head_dim, page_size=size, dtype=dtype)
+    return KVCache(spec, 2, keys_transposed=False).layers[1]
+
+
+def rows(width: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.zeros(2, width, dtype=dtype)
+
+
+def heads(count: int, head_dim: int = 64, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Rows of a fused projection."""
+    return torch.zeros(2, (count + 4) * head_dim, dtype=dtype)[:, : count * head_dim].view(
+        2, count, head_dim
+    )
+
+
+def attention(dtype: str, **changed: Any) -> tuple[str, Sequence[Any], dict[str, Any]]:
+    own = pages(dtype, **changed)
+    like = [heads(4, own.head_dim), own, 0.2, None, None, None, True]
+    return "attention", like, {"head_dim": own.head_dim, "kv_dtype": own.dtype}
+
+
+def rope(dtype: str, norms: bool = False) -> tuple[str, Sequence[Any], dict[str, Any]]:
+    own, weight = pages(dtype), torch.ones(64)
+    parts = heads(4), heads(2), heads(2)
+    like = (*parts, torch.zeros(2, 32), own, HeadNorms(weight, weight, 1e-6) if norms else None)
+    return "rope_and_cache", like, {"head_dim": 64, "kv_dtype": own.dtype}
+
+
+CODES = ActivationScheme("int")
+F32, BF16 = torch.float32, torch.bfloat16
+#: name -> operator, what it will run on, fields of its problem.
+CASES: dict[str, Callable[[], tuple[str, Sequence[Any], dict[str, Any]]]] = {
+    "rms_norm": lambda: ("rms_norm", (rows(200), torch.ones(200), torch.bfloat16, None), {}),
+    "rms_norm-wide": lambda: ("rms_norm", (rows(96, F32), torch.ones(96), F32, None), {}),
+    "add_rms_norm": lambda: (
+        "add_rms_norm",
+        (rows(200), torch.ones(200), torch.bfloat16, None),
+        {},
+    ),
+    "add_rms_norm-codes": lambda: (
+        "add_rms_norm",
+        (rows(200), torch.ones(200), torch.bfloat16, Rounding(CODES, torch.int8, 256, 1)),
+        {"inputs": str(CODES)},
+    ),
+    "gated_activation": lambda: ("gated_activation", (rows(300),), {"format": "silu"}),
+    "gated_activation-gelu": lambda: ("gated_activation", (rows(300),), {"format": "gelu_tanh"}),
+    "zeros": lambda: ("zeros", (rows(70, F32),), {}),
+    "add": lambda: ("add", (rows(70),), {}),
+    "add_bias": lambda: ("add_bias", (rows(70),), {}),
+    "scale": lambda: ("scale", (rows(70, F32),), {}),
+    "softcap": lambda: ("softcap", (rows(70, F32),), {}),
+    "select_rows": lambda: ("select_rows", (rows(70, F32),), {}),
+    "take_columns": lambda: ("take_columns", (rows(70),), {}),
+    "rope_angles": lambda: ("rope_angles", (torch.ones(32),), {}),
+    "find_places": lambda: ("find_places", (16,), {}),
+    **{
+        f"rope_and_cache-{t}": (lambda t=t: rope(t))
+        for t in ("float16", "bfloat16", "int8", "fp8", "int4")
+    },
+    "rope_and_cache-norms": lambda: rope("float16", norms=True),
+    **{
+        f"attention-{t}": (lambda t=t: attention(t))
+        for t in ("float32", "float16", "bfloat16", "int8", "fp8", "int4", "k8v4")
+    },
+    "route": lambda: ("route", (rows(8, F32), 2, True), {}),
+    "group": lambda: ("group", (torch.zeros(2, 2, dtype=torch.int32), 8), {}),
+    "add_owners_bias": lambda: ("add_owners_bias", (rows(70), 8, 2), {}),
+    "combine": lambda: ("combine", (rows(70), 8, 2), {}),
+    "low_rank": lambda: ("low_rank", (Shape(4, 200, 132, 2, 16), torch.bfloat16), {}),
+    "low_rank-ids": lambda: (
+        "low_rank",
+        (Shape(4, 50, 70, 1, 8, of_ids=True), torch.bfloat16),
+        {},
+    ),
+    "sample": lambda: ("sample", (rows(9000, F32),), {}),
+}
+
+
+def tried(ops: Ops, name: str) -> tuple[Any, str | None]:
+    """The first kernel of the operator, and why it must not run."""
+    op, like, about = CASES[name]()
+    kernel = ops.context.backends[0].implementations(op)[0]
+    answers = ops.context.answers
+    assert answers is not None
+    return kernel, answers.reason(kernel, Problem(op, **about), like)
+
+
+#: Two seconds each; float16 and int4 are the quick ones.
+SLOW = {f"attention-{name}" for name in ("float32", "bfloat16", "int8", "fp8")}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=[pytest.mark.slow] * (x in SLOW)) for x in CASES]
+)
+def test_every_operator_passes(ops: Ops, name: str) -> None:
+    answers = answers_of(ops)
+    kernel, reason = tried(ops, name)
+    assert kernel.name.startswith("gpu.") and reason is None
+    (answer,) = answers._known.values()
+    assert answer.distance < 0.004  # far below what a mistake causes
+    assert answers.ran == 1
+
+
+# ---- mistakes ------------------------------------------------------------------------------------
+
+
+def tensors(x: Any) -> Iterator[Tensor]:
+    """All tensors in the arguments of a kernel."""
+    if isinstance(x, Tensor):
+        yield x
+    elif isinstance(x, SampleBuffers):
+        yield from (torch.from_numpy(each) for each in (x.tokens, x.best, x.probabilities))
+    elif isinstance(x, tuple | list):
+        for one in x:
+            yield from tensors(one)
+    elif is_dataclass(x):
+        for field in fields(x):
+            yield from tensors(getattr(x, field.name))
+
+
+def _is_float(x: Tensor) -> bool:
+    return x.is_floating_point() and x.itemsize > 1
+
+
+def wrong_scale(x: Tensor, before: Tensor) -> None:
+    if _is_float(x):
+        x.mul_(1.25)
+    else:
+        x.copy_((x.int() + 3).to(x.dtype))
+
+
+def dropped_tail(x: Tensor, before: Tensor) -> None:
+    """What the last columns of the last row that was written would be if nobody wrote them."""
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.itemsize]
+    changed = (x.view(bits) != before.view(bits)).nonzero()
+    row = changed[-1][:-1].tolist()
+    width = max(1, x.shape[-1] // 4)
+    x[(*row, slice(-width, None))] = before[(*row, slice(-width, None))]
+
+
+def swapped_rows(x: Tensor, before: Tensor) -> None:
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.itemsize]
+    changed = (x.view(bits) != before.view(bits)).flatten(1).any(1) if x.dim() > 1 else None
+    rows = range(len(x)) if changed is None else changed.nonzero().flatten().tolist()
+    a, b = next((i, j) for i in rows for j in rows if i < j and not torch.equal(x[i], x[j]))
+    first = x[a].clone()
+    x[a] = x[b]
+    x[b] = first
+
+
+def not_a_number(x: Tensor, before: Tensor) -> None:
+    if _is_float(x):
+        x[(-1,) * x.dim()] = torch.nan
+    else:  # a number that belongs to nothing
+        x[(0,) * x.dim()] = 97
+
+
+MISTAKES = {f.__name__: f for f in (wrong_scale, dropped_tail, swapped_rows, not_a_number)}
+
+
+class Sabotaged:
+    """The reference with a mistake in what it writes, under the name of a kernel of the card."""
+
+    normalizes = rounds = False
+
+    def __init__(self, inner: Any, mistake: Callable[[Tensor, Tensor], None]) -> None:
+        self._inner, self._mistake = inner, mistake
+        self.name = "gpu.sabotaged"
+
+    def reject(self, problem: Problem) -> None:
+        return None
+
+    def _spoil(self, function: Callable[..., Any], *args: Any) -> None:
+        known = [(x, x.clone()) for x in tensors(args)]
+        function(*args)
+        view = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+        written = [
+            (x, old)
+            for x, old in known
+            if not torch.equal(x.view(view[x.itemsize]), old.view(view[old.itemsize]))
+        ]
+        assert written, "expected something to be written"
+        # of pages the scales, which a mistake in a code would not change enough
+        x, old = max(written, key=lambda pair: _is_float(pair[0]) + pair[0].dim() / 100)
+        self._mistake(x, old)
+
+    def run(self, *args: Any) -> None:
+        self._spoil(self._inner.run, *args)
+
+    def table(self, *args: Any) -> Any:
+        made = self._inner.table(*args)
+        add = made.add
+        made.add = lambda x, y, slots: self._spoil(lambda *given: add(x, *given, slots), y)
+        return made
+
+
+#: One of each operator; zeros have neither a scale nor an order.
+SABOTAGED = [
+    (name, mistake)
+    for name in CASES
+    for mistake in MISTAKES
+    if not (name == "zeros" and mistake in ("wrong_scale", "swapped_rows"))
+]
+
+
+@pytest.mark.parametrize(("name", "mistake"), SABOTAGED)
+def test_every_mistake_is_found_and_the_operator_is_replaced_and_named(
+    ops: Ops, name: str, mistake: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = answers_of(ops)
+    op, like, about = CASES[name]()
+    card, reference = ops.context.backends
+    right = reference.implementations(op)[0]
+    wrong = Sabotaged(right, MISTAKES[mistake])
+    monkeypatch.setattr(card, "implementations", lambda asked: (wrong,) if asked == op else ())
+    if op in NO_FALLBACK:
+        with pytest.raises(KernelError, match=r"gpu\.sabotaged failed .* no other kernel") as error:
+            ops.context.kernel(op, like, **about)
+        assert "from the reference" in str(error.value)
+        return
+    assert ops.context.kernel(op, like, **about) is right
+    (line,) = answers.failures()
+    assert line.startswith(f"gpu.sabotaged {FAILED}: ") and line.endswith(f"{right.name} runs {op}")
+    (answer,) = answers._known.values()
+    assert "from the reference, allowed" in answer.reason
+    # far above what is allowed; a share of integers may be small, but none may differ
+    assert not answer.distance <= (0.1 if "allowed are 0\n" not in f"{answer.reason}\n" else 0.0)
+
+
+def test_a_kernel_that_does_not_compile_is_replaced(
+    ops: Ops, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(self: Any, *args: Any) -> None:
+        raise ValueError("out of registers")
+
+    monkeypatch.setattr(norm.RmsNorm, "run", run)
+    answers = answers_of(ops)
+    assert ops.rms_norm(rows(70) + 1, torch.ones(70), 1e-6).isfinite().all()
+    (line,) = answers.failures()
+    assert "ValueError: out of registers" in line and "reference.rms_norm runs rms_norm" in line
+
+
+def test_a_broken_card_is_an_error_that_is_remembered(
+    ops: Ops, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(self: Any, *args: Any) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(norm.RmsNorm, "run", run)
+    answers_of(ops, tmp_path)
+    with pytest.raises(KernelError, match=r"gpu\.rms_norm .* cannot use the card any more"):
+        ops.rms_norm(rows(70), torch.ones(70), 1e-6)
+    (answer,) = AnswerFile(tmp_path, MACHINE).read().values()
+    assert "illegal memory access" in answer.reason
+
+
+# ---- products ------------------------------------------------------------------------------------
+
+
+def right_product(self: Any, packed: Any, x: Tensor, out: Tensor, activation: str = "") -> None:
+    """Without the interpreter, which takes a minute for 300 tokens."""
+    out.copy_(x.float() @ decode(self.unpack(packed)).t())
+
+
+@pytest.mark.slow
+def test_products_of_many_tokens_are_right(cases: Any) -> None:
+    """300: dequantized for the library."""
+    ops = Ops("cpu", num_threads=1, backends=("gpu", "reference"))
+    answers = answers_of(ops)
+    bound = ops.linear(cases.affine(35, 96, 4, 32, "minus"))
+    assert bound.choice.name == "gpu.linear" and answers.ran == 1
+    ops.close()
+
+
+def test_products_of_many_tokens_are_checked_once_for_each_kind(
+    cases: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear.TritonLinear, "matmul", right_product)
+    ops = Ops("cpu", num_threads=1, backends=("gpu", "reference"))
+    answers = answers_of(ops, tmp_path)
+    for width in (96, 64):
+        ops.linear(cases.affine(35, width, 4, 32, "minus"))
+    assert answers.ran == 1
+    ops.linear(cases.blocks(19, 256, "q4_k"))
+    assert answers.ran == 2
+    again = answers_of(ops, tmp_path)
+    ops.linear(cases.affine(35, 160, 4, 32, "minus"))
+    assert again.ran == 0
+    ops.close()
+
+
+@pytest.mark.parametrize("tokens", [16, 64, 300])
+def test_a_product_that_is_wrong_for_many_tokens_is_replaced(
+    cases: Any, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def matmul(self: Any, packed: Any, x: Tensor, out: Tensor) -> None:
+        right_product(self, packed, x, out)
+        if len(x) == tokens:
+            out[-1] *= 3
+
+    monkeypatch.setattr(linear.TritonLinear, "matmul", matmul)
+    ops = Ops("cpu", num_threads=1, backends=("gpu", "reference"))
+    answers_of(ops)
+    bound = ops.linear(cases.affine(35, 96, 4, 32, "minus"))
+    ops.close()
+    assert bound.choice.name == "reference.linear"
+    assert f"for {tokens} tokens" in dict(bound.choice.declined)["gpu.linear"]
+
+
+def test_experts_that_are_wrong_together_run_one_by_one(
+    cases: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear.TritonLinear, "matmul", right_product)
+    ops = Ops("cpu", num_threads=1, backends=("gpu", "reference"))
+    answers = answers_of(ops)
+    each = [ops.linear(cases.affine(32, 64, 4, 32, "zeros", seed=i)) for i in range(20)]
+    ran = answers.ran
+    assert ops.moe.group(each) is not None and answers.ran == ran + 1
+    assert ops.moe.group(each) is not None and answers.ran == ran + 1
+    whole = linear.TritonLinear.matmul_routed
+
+    def matmul_routed(self: Any, group: Any, x: Tensor, routes: Any, *rest: Any) -> None:
+        whole(self, group, x, routes, *rest)
+        rest[1][-1] = rest[1][0]  # the last row of the last expert
+
+    monkeypatch.setattr(linear.TritonLinear, "matmul_routed", matmul_routed)
+    answers = answers_of(ops)
+    assert ops.moe.group(each) is None
+    (line,) = answers.failures()
+    assert line.startswith(f"gpu.linear of experts {FAILED}: ") and line.endswith("alone")
+    ops.close()
+
+
+# ---- what is written down ------------------------------------------------------------------------
+
+
+def test_the_second_engine_launches_nothing(ops: Ops, tmp_path: Path) -> None:
+    first = answers_of(ops, tmp_path)
+    assert tried(ops, "rms_norm")[1] is None and tried(ops, "combine")[1] is None
+    assert first.ran == 2
+    again = answers_of(ops, tmp_path)
+    assert tried(ops, "rms_norm")[1] is None and tried(ops, "combine")[1] is None
+    assert again.ran == 0
+    assert tried(ops, "group")[1] is None and again.ran == 1  # results add up
+    assert len(AnswerFile(tmp_path, MACHINE).read()) == 3
+
+
+def test_another_machine_or_width_or_type_is_checked_again(ops: Ops, tmp_path: Path) -> None:
+    answers_of(ops, tmp_path)
+    tried(ops, "combine")
+    other = KnownAnswers(ops.context, AnswerFile(tmp_path, MACHINE | {"driver": "2"}))
+    kernel = ops.context.backends[0].implementations("combine")[0]
+    problem = Problem("combine")
+    assert other.reason(kernel, problem, (rows(70), 8, 2)) is None and other.ran == 1
+    again = answers_of(ops, tmp_path)
+    assert again.reason(kernel, problem, (rows(70), 8, 2)) is None and again.ran == 0
+    assert again.reason(kernel, problem, (rows(64), 8, 2)) is None and again.ran == 1
+    ops.context._activations = "float16"
+    assert again.reason(kernel, problem, (rows(70), 8, 2)) is None and again.ran == 2
+
+
+def test_a_failure_is_remembered(ops: Ops, tmp_path: Path) -> None:
+    answers_of(ops, tmp_path)
+    right = ops.context.backends[1].implementations("combine")[0]
+    wrong = Sabotaged(right, not_a_number)
+    like = CASES["combine"]()[1]
+    assert ops.context.answers is not None
+    reason = ops.context.answers.reason(wrong, Problem("combine"), like)
+    assert reason is not None
+    again = answers_of(ops, tmp_path)
+    assert again.reason(wrong, Problem("combine"), like) == reason and again.ran == 0
+
+
+def test_doctor_checks_every_operator(ops: Ops) -> None:
+    found = list(usual(ops))
+    for op, like, about in found:
+        assert ops.context.kernel(op, like, **about).name.startswith("gpu."), op
+    assert {op for op, _, _ in found} == set(answer_cases.CASES)
+
+
+@pytest.mark.slow
+def test_what_doctor_checks_is_right(ops: Ops) -> None:
+    answers = answers_of(ops)
+    for op, like, about in usual(ops):
+        ops.context.kernel(op, like, **about)
+    assert answers.failures() == [] and answers.ran > 20
