@@ -8,6 +8,7 @@ the original config had. Keys that a file leaves out get llama.cpp's defaults of
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,8 @@ from sdk.loaders.other_kinds import check_gguf_kind
 from sdk.models.architecture import Architecture, GgufRules, gguf_architecture, gguf_names
 from sdk.quant.errors import CheckpointError, UnsupportedError
 
+_ATTENTION_BIAS = re.compile(r"blk\.\d+\.attn_(q|k|v|qkv|output)\.bias")
+_MLP_BIAS = re.compile(r"blk\.\d+\.ffn_(gate|up|down)\.bias")
 _SAMPLING = {
     "general.sampling.temp": "temperature",
     "general.sampling.top_k": "top_k",
@@ -73,8 +76,9 @@ def build_config(file: GgufFile) -> dict[str, Any]:
         "rope_theta": keys.number("rope.freq_base", 10000.0),
         "vocab_size": _vocab_size(file),
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
-        "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
+        # Any of them: llama.cpp adds each bias that is there, and so do the layers here.
+        "attention_bias": any(map(_ATTENTION_BIAS.fullmatch, file.tensors)),
+        "mlp_bias": any(map(_MLP_BIAS.fullmatch, file.tensors)),
         "hidden_act": "silu",
         "sliding_window": keys.integer("attention.sliding_window", (0, 1 << 31), 0) or None,
     }

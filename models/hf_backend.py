@@ -283,6 +283,10 @@ class HFModel:
 
     def __init__(self, model: Any, config: ModelConfig, checkpoint: Checkpoint, ops: Ops) -> None:
         self.config = config
+        #: Patterns of the names of tensors that transformers' class leaves out without a warning.
+        self.ignored_tensors: tuple[str, ...] = tuple(
+            getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+        )
         self._ops = ops
         self._step = PagedStep(ops, config.model_type, model.config.get_text_config())
         self._linears = Filling(checkpoint, ops, config.tie_word_embeddings, model).fill()

@@ -58,6 +58,7 @@ from sdk.memory.sizes import format_bytes
 from sdk.memory.stages import stage_layers
 from sdk.models.classifier import Classifier, classifier_of
 from sdk.models.config import ModelConfig
+from sdk.models.leftovers import Leftovers
 from sdk.models.parallel import Mesh
 from sdk.persistence.model_key import ModelKey, key_of_fork, model_key
 from sdk.quant.checkpoint import Checkpoint, LoadedCheckpoint
@@ -390,14 +391,30 @@ def _warnings(runner: ModelRunner, others: _OtherStages, facts: ModelFacts) -> I
         )
         logger.warning(text)
         yield text
-    for name in runner.unused_tensors:
-        if others.unused is None or name in others.unused:
-            yield f"unused tensor {name}"
+    yield from _leftovers(runner, others, facts)
     for layer in (*others.layers, *quant_report(runner.model.linears()).layers):
         for kernel, why in failures(layer.declined):
             text = f"{layer.name}: {kernel} {why}; {layer.kernel} runs it"
             logger.warning(text)
             yield text
+
+
+def _leftovers(runner: ModelRunner, others: _OtherStages, facts: ModelFacts) -> list[str]:
+    """The tensors that no stage uses. :raises CheckpointError: results depend on one of them."""
+    unused = runner.unused_tensors
+    if others.unused is not None:
+        unused = [name for name in unused if name in others.unused]
+    everything = (entry.name for entry in facts.headers.entries())
+    ignored = getattr(runner.model, "ignored_tensors", ())
+    found = Leftovers.of(
+        unused,
+        everything,
+        facts.model_config.num_layers,
+        ignored=ignored,
+        only_text=facts.headers.format == "gguf",
+    )
+    found.check(facts.headers.path, facts.model_config.model_type)
+    return found.warnings()
 
 
 def _slow_kernels(runner: ModelRunner) -> str | None:
