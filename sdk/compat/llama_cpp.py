@@ -399,7 +399,13 @@ class Llama:
             params = params.clone(structured_outputs=structure or params.structured_outputs)
         if self._format is not None:
             params = params.clone(stop=(*(params.stop or ()), *self._format.stop))
-        made = Responses("chatcmpl", given["model"] or self.model_path, check_ended)
+        made = Responses(
+            "chatcmpl",
+            given["model"] or self.model_path,
+            check_ended,
+            self.llm.get_tokenizer(),
+            params.logprobs,
+        )
         if given["stream"]:
             return made, self._watched(messages, params, **template)
         [output] = self.llm.chat(messages, params, use_tqdm=False, **template)
