@@ -49,8 +49,10 @@ class GgufCheckpoint:
 
     format = "gguf"
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, pre_tokenizer: str | None = None) -> None:
+        """``pre_tokenizer``: see :func:`tokenizer_from_gguf`."""
         self.path = path
+        self._pre_tokenizer = pre_tokenizer
         self.on_bytes: Callable[[int, int], None] | None = None
         self._file: GgufFile | None = read_gguf(path)
         self.architecture, self._rules = file_architecture(self._file)
@@ -73,7 +75,7 @@ class GgufCheckpoint:
             return None
         from sdk.loaders.tokenizer.from_gguf import tokenizer_from_gguf
 
-        return tokenizer_from_gguf(self.metadata, str(self.path))
+        return tokenizer_from_gguf(self.metadata, str(self.path), pre_tokenizer=self._pre_tokenizer)
 
     def weight(self, name: str) -> Weight:
         stored = self._find(name)

@@ -56,6 +56,7 @@ class EngineConfig:
     filename: str | None = None
     tokenizer: str | None = None
     tokenizer_mode: Literal["auto"] = "auto"
+    pre_tokenizer: str | None = None
     skip_tokenizer_init: bool = False
     trust_remote_code: bool = False
     tensor_parallel_size: int = 1
@@ -131,6 +132,8 @@ class EngineConfig:
     def _check(self) -> None:
         if self.chat_template is not None:
             _text("chat_template", self.chat_template)
+        if self.pre_tokenizer is not None:
+            _text("pre_tokenizer", self.pre_tokenizer)
         for name, (off, instead) in _NOT_YET.items():
             if getattr(self, name) != off:
                 raise RequestError(

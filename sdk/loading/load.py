@@ -28,7 +28,7 @@ from sdk.engine.scheduling.prompt_lookup import LOOKUP_BYTES, PromptLookup
 from sdk.engine.scheduling.results import ResultBudget
 from sdk.engine.scheduling.scheduler import Scheduler
 from sdk.engine.scheduling.scheduler_config import SHORT_STEP, SHORT_STEP_GPU, SchedulerConfig
-from sdk.errors import RequestError
+from sdk.errors import RequestError, UnsupportedError
 from sdk.executors.local import LocalExecutor
 from sdk.executors.stage_times import StageTimes
 from sdk.kernels.dataclass import dataclass
@@ -391,6 +391,8 @@ def _warnings(runner: ModelRunner, others: _OtherStages, facts: ModelFacts) -> I
         )
         logger.warning(text)
         yield text
+    if facts.tokenizer is not None:
+        yield from facts.tokenizer.warnings
     yield from _leftovers(runner, others, facts)
     for layer in (*others.layers, *quant_report(runner.model.linears()).layers):
         for kernel, why in failures(layer.declined):
@@ -530,6 +532,11 @@ def _pages_set_aside(config: EngineConfig, memory: MemoryPlan) -> int:
 
 
 def _tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer | None:
+    if config.pre_tokenizer is not None and checkpoint.format != "gguf":
+        raise UnsupportedError(
+            f"{checkpoint.path}: pre_tokenizer={config.pre_tokenizer!r}: expected a GGUF file, "
+            "found safetensors files, whose tokenizer.json says how texts are split; leave it out"
+        )
     if config.skip_tokenizer_init:
         return None
     named = named_tokenizer(config)

@@ -44,7 +44,7 @@ def llm(model: Path) -> Iterator[LLM]:
 @pytest.fixture(scope="module")
 def hot(llm: LLM) -> dict[str, Any]:
     """Without control tokens, which are no part of a text."""
-    return {**HOT, "logit_bias": {i: -100 for i in llm.get_tokenizer().inner.special_ids}}
+    return {**HOT, "logit_bias": dict.fromkeys(llm.get_tokenizer().inner.special_ids, -100)}
 
 
 def read(data: list[int]) -> str:
