@@ -25,6 +25,7 @@ from sdk.loaders.quiet import transformers_to_our_log
 from sdk.loaders.safetensors_folder import open_weights
 from sdk.loaders.safetensors_reader import SafetensorsFiles, StoredTensor, same_bytes
 from sdk.models.architecture import architecture, states_everything
+from sdk.models.config_keys import check_class, check_fixed
 from sdk.quant.checkpoint import TensorEntry
 from sdk.quant.errors import CheckpointError, UnsupportedError
 from sdk.quant.permuted import Permuted, PermutedWeight
@@ -368,12 +369,15 @@ def complete_config(raw: dict[str, Any], source: str) -> dict[str, Any]:
     """
     if not isinstance(raw.get("model_type"), str):
         raise CheckpointError(f"{source}: model_type is {raw.get('model_type')!r}, expected a name")
+    check_fixed(raw, source)  # also what a multimodal config has outside its text part
     text = raw.get("text_config")
     if isinstance(text, dict) and isinstance(text.get("model_type"), str):
         check_config(text, f"{source}: text_config")
         outer = ("eos_token_id", "tie_word_embeddings")
         raw = {**{key: raw[key] for key in outer if key in raw}, **text}
     check_config(raw, source)
+    check_fixed(raw, source)
+    _check_partial_rotation(raw, source)
     given = {key: value for key, value in raw.items() if key != "auto_map"}
     return given if states_everything(given) else filled_by_transformers(given, source)
 
@@ -394,8 +398,29 @@ def filled_by_transformers(given: dict[str, Any], source: str) -> dict[str, Any]
     try:
         with transformers_to_our_log():
             filled = CONFIG_MAPPING[name].from_dict(given).to_dict()
+            defaults = CONFIG_MAPPING[name]().to_dict()
     except Exception as error:  # what a config class raises depends on the model and the version
         raise CheckpointError(f"{source}: not a valid {name} config: {error}") from error
     config = {**given, **filled}
     check_config(config, source)
+    check_class(config, defaults, source)
     return config
+
+
+def _check_partial_rotation(config: Mapping[str, Any], source: str) -> None:
+    """A share of rotated dimensions must be one that transformers' class reads.
+
+    :raises UnsupportedError: others read it (vLLM, transformers 4), so it is not clear which model
+        the file holds.
+    """
+    own = architecture(config["model_type"])
+    if own is None or own.model_type == "phi3":
+        return
+    ropes = [config.get("rope_parameters") or {}, config.get("rope_scaling") or {}]
+    places = [config, *(rope for rope in ropes if isinstance(rope, dict))]
+    found = next((v for p in places if (v := p.get("partial_rotary_factor")) is not None), 1)
+    if found != 1:
+        raise UnsupportedError(
+            f"{source}: partial_rotary_factor: expected 1, found {str(found)[:40]}: transformers' "
+            f"class of {own.model_type} rotates whole heads"
+        )

@@ -37,6 +37,8 @@ STATED = (
 class ConfigRules(NamedTuple):
     """How a ``config.json`` is read.
 
+    ``keys``: those that it reads besides :data:`sdk.models.config_keys.COMMON`. ``ignored``: keys
+    of this model without an effect on results.
     ``defaults``: values of keys that a config leaves out (transformers' class defaults).
     ``stated``: keys besides :data:`STATED`, which may be null. A config with all of them is read
     without transformers, which takes 2 s to import. ``None``: transformers completes every config.
@@ -47,6 +49,8 @@ class ConfigRules(NamedTuple):
     ``qkv_bias``: q, k and v have biases and the projection after attention has none, always.
     """
 
+    keys: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = NOTHING
     stated: tuple[str, ...] | None = None
     sliding: SlidingRule = no_layer

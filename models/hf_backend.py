@@ -35,6 +35,7 @@ from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.kv_types import KV_TYPES
 from sdk.kernels.ops import Ops
 from sdk.models.config import ModelConfig
+from sdk.models.config_keys import check_fixed
 from sdk.models.hf_weights import Filling
 from sdk.models.layers import ExpertProjection, Projection
 from sdk.models.parallel import Mesh
@@ -80,6 +81,7 @@ def _read_config(values: Mapping[str, Any]) -> Any:
             f"model_type {name!r}: neither this package nor transformers "
             f"{transformers.__version__} knows it; a newer transformers may"
         )
+    check_fixed(values, f"config of {name!r}")
     skipped = ("auto_map", "quantization_config", "model_type", "architectures")
     kept = {key: value for key, value in values.items() if key not in skipped}
     try:

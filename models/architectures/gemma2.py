@@ -90,6 +90,12 @@ ARCHITECTURE = Architecture(
     "gemma2",
     Model,
     config=ConfigRules(
+        keys=(
+            *("attention_bias", "hidden_activation", "query_pre_attn_scalar", "layer_types"),
+            *("sliding_window", "attn_logit_softcapping", "final_logit_softcapping"),
+        ),
+        # the first names of these keys, and of what the class does anyway
+        ignored=("cache_implementation", "sliding_window_size"),
         defaults={
             "head_dim": 256,
             "query_pre_attn_scalar": 256,

@@ -67,6 +67,8 @@ def _write_gguf(config: Mapping[str, Any], source: str) -> Mapping[str, Any]:
 ARCHITECTURE = Architecture(
     "granite",
     Model,
-    config=ConfigRules(defaults={"attention_multiplier": 1.0}),
+    config=ConfigRules(
+        keys=("attention_bias", "mlp_bias", *_MULTIPLIERS), defaults={"attention_multiplier": 1.0}
+    ),
     gguf=GgufRules("granite", read=_read_gguf, write=_write_gguf, interleaved_qk=True),
 )

@@ -58,6 +58,7 @@ from sdk.memory.sizes import format_bytes
 from sdk.memory.stages import stage_layers
 from sdk.models.classifier import Classifier, classifier_of
 from sdk.models.config import ModelConfig
+from sdk.models.config_keys import unknown_keys
 from sdk.models.leftovers import Leftovers
 from sdk.models.parallel import Mesh
 from sdk.persistence.model_key import ModelKey, key_of_fork, model_key
@@ -391,6 +392,8 @@ def _warnings(runner: ModelRunner, others: _OtherStages, facts: ModelFacts) -> I
         )
         logger.warning(text)
         yield text
+    if facts.headers.format != "gguf" and (keys := unknown_keys(facts.values)):
+        yield f"config.json: keys that are not known here and have no effect: {', '.join(keys)}"
     if facts.tokenizer is not None:
         yield from facts.tokenizer.warnings
     yield from _leftovers(runner, others, facts)
