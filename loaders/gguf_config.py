@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from sdk.loaders.gguf_keys import check_keys
 from sdk.loaders.gguf_metadata import MAX_EXPERTS, Keys, shortest
 from sdk.loaders.gguf_reader import GgufFile
-from sdk.loaders.gguf_rope import rope_scaling
+from sdk.loaders.gguf_rope import rope_scaling, sliding_rope
 from sdk.loaders.model_shapes import LIMITS, check_config
 from sdk.loaders.other_kinds import check_gguf_kind
 from sdk.models.architecture import Architecture, GgufRules, gguf_architecture, gguf_names
@@ -66,6 +67,7 @@ def build_config(file: GgufFile) -> dict[str, Any]:
     """
     own, rules = file_architecture(file)
     keys = Keys(file, rules.name)
+    unread_keys(file, own, rules)
     config: dict[str, Any] = {
         "model_type": own.model_type,
         **_sizes(keys),
@@ -94,10 +96,18 @@ def build_config(file: GgufFile) -> dict[str, Any]:
     config.update(_experts(keys, own, rules))
     if rules.read is not None:
         rules.read(config, keys)
+    if rules.slides:
+        sliding_rope(keys, config, scaled=rules.slides == "scaled")
     config.update(_classes(file, own, keys))
     config.update(_token_ids(file, config["vocab_size"]))
     check_config(config, str(file.path))
     return config
+
+
+def unread_keys(file: GgufFile, own: Architecture, rules: GgufRules) -> list[str]:
+    """The keys of the architecture that nothing reads: see :func:`check_keys`."""
+    experts = own.config.expert_width is not None
+    return check_keys(file.metadata, rules, experts, str(file.path))
 
 
 def _classes(file: GgufFile, own: Architecture, keys: Keys) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from sdk.models.sliding import SlidingRule, no_layer
 
@@ -106,6 +106,8 @@ class GgufKeys(Protocol):
 
     def number(self, key: str, default: float | None = None) -> float | None: ...
 
+    def flag(self, key: str, default: bool) -> bool: ...
+
     def layer_types(self, layers: int, *, window: int | None, period: int) -> list[str]: ...
 
 
@@ -120,6 +122,9 @@ class GgufRules(NamedTuple):
     file cannot express.
     ``expert_gating``: the ``expert_gating_func`` that the model computes. 1: a softmax over all
     experts, 3: over the chosen ones.
+    ``keys``: metadata that ``read`` and ``slides`` read, besides those in loaders/gguf_keys.py.
+    ``slides``: sliding layers have the scaling of the others ("scaled") or none ("plain"), and the
+    base ``rope.freq_base_swa`` if a file has it. ``None``: there are none, or ``read`` does it.
     ``interleaved_qk``: rows of q and k are interleaved so that rotary pairs are adjacent.
     """
 
@@ -129,6 +134,8 @@ class GgufRules(NamedTuple):
     read: Callable[[dict[str, Any], GgufKeys], None] | None = None
     write: Callable[[Mapping[str, Any], str], Mapping[str, Any]] | None = None
     expert_gating: int = 1
+    keys: tuple[str, ...] = ()
+    slides: Literal["scaled", "plain"] | None = None
     interleaved_qk: bool = False
 
 

@@ -108,6 +108,15 @@ ARCHITECTURE = Architecture(
         embedding_scale=math.sqrt,
     ),
     tensors=TensorRules(norms_minus_one=True),
-    gguf=GgufRules("gemma2", tensors=GGUF_TENSORS, read=_read_gguf),
+    gguf=GgufRules(
+        "gemma2",
+        tensors=GGUF_TENSORS,
+        read=_read_gguf,
+        keys=(
+            *("attn_logit_softcapping", "final_logit_softcapping"),
+            *("attention.sliding_window_pattern", "rope.freq_base_swa"),
+        ),
+        slides="scaled",
+    ),
     wide_range=True,  # trained in bfloat16
 )

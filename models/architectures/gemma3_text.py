@@ -66,7 +66,15 @@ ARCHITECTURE = Architecture(
         embedding_scale=math.sqrt,
     ),
     tensors=TensorRules(norms_minus_one=True),
-    gguf=GgufRules("gemma3", tensors=GGUF_TENSORS, read=_read_gguf),
+    gguf=GgufRules(
+        "gemma3",
+        tensors=GGUF_TENSORS,
+        read=_read_gguf,
+        keys=(
+            *("final_logit_softcapping", "attention.sliding_window_pattern"),
+            *("rope.freq_base_swa",),
+        ),
+    ),
     # The residual stream of the 270M model reaches 104,061. The largest number between its kernels
     # was 451; larger models were not measured.
     wide_range=True,

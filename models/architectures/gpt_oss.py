@@ -88,5 +88,7 @@ ARCHITECTURE = Architecture(
         },
         read=_read_gguf,
         expert_gating=3,
+        keys=("attention.sliding_window_pattern", "rope.freq_base_swa"),
+        slides="scaled",
     ),
 )

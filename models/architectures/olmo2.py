@@ -101,5 +101,7 @@ ARCHITECTURE = Architecture(
             "post_feedforward_layernorm": "post_ffw_norm",
         },
         read=_read_gguf,
+        keys=("attention.sliding_window_pattern", "rope.freq_base_swa"),
+        slides="plain",  # of OLMo 3
     ),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -33,9 +33,9 @@ from sdk.executors.local import LocalExecutor
 from sdk.executors.stage_times import StageTimes
 from sdk.kernels.dataclass import dataclass
 from sdk.kernels.lazy_torch import import_torch, torch, type_name
-from sdk.kernels.self_check import failures
 from sdk.loading.checks import named_tokenizer
 from sdk.loading.fork import fork_plan
+from sdk.loading.load_warnings import unread_keys, warnings_of
 from sdk.loading.progress import reporting
 from sdk.loading.sampling_defaults import SamplingDefaults, sampling_defaults
 from sdk.memory.alternatives import checked_plan
@@ -54,12 +54,9 @@ from sdk.memory.resolve import (
     ranks_here,
     threads_of,
 )
-from sdk.memory.sizes import format_bytes
 from sdk.memory.stages import stage_layers
 from sdk.models.classifier import Classifier, classifier_of
 from sdk.models.config import ModelConfig
-from sdk.models.config_keys import unknown_keys
-from sdk.models.leftovers import Leftovers
 from sdk.models.parallel import Mesh
 from sdk.persistence.model_key import ModelKey, key_of_fork, model_key
 from sdk.quant.checkpoint import Checkpoint, LoadedCheckpoint
@@ -99,6 +96,8 @@ class ModelFacts:
     kv_scales: int
     results: ResultBudget
     headers: LoadedCheckpoint
+    #: Keys of the config or of the metadata without an effect, because nothing reads them.
+    unread_keys: tuple[str, ...] = ()
 
     def key(self) -> ModelKey:
         """The key of the model's files as they are now."""
@@ -207,6 +206,7 @@ def read_facts(config: EngineConfig, checkpoint: Checkpoint, memory: MemoryPlan)
         kv_scales=len(checkpoint.kv_scales),
         results=_results(memory, model),
         headers=LoadedCheckpoint(checkpoint),
+        unread_keys=unread_keys(checkpoint, values),
     )
 
 
@@ -252,7 +252,7 @@ def start(
             lease=lease,
             kept=PrefixStore(scheduler, executor, spec),
             model_key=key,
-            warnings=tuple(_warnings(executor.runner, others, facts)),
+            warnings=tuple(warnings_of(executor.runner, others, facts)),
             other_layers=others.layers,
             open_adapter=open_adapter,
         )
@@ -352,86 +352,25 @@ def _drafts(
     return Drafts(FirstMatch(drafters), min(asked, most or asked), lengths, memory.draft_tokens)
 
 
-class _OtherStages(NamedTuple):
+class OtherStages(NamedTuple):
     """What the stages before the last one have: linear layers, and tensors that nobody uses."""
 
     layers: tuple[LayerReport, ...]
     unused: frozenset[str] | None
 
 
-def _others(executor: _Ranks, config: EngineConfig) -> _OtherStages:
+def _others(executor: _Ranks, config: EngineConfig) -> OtherStages:
     if config.pipeline_parallel_size == 1:
-        return _OtherStages((), None)
+        return OtherStages((), None)
     width = config.tensor_parallel_size
     # the first rank of each stage, stage 0 first
     first = executor.on_ranks(_of_rank)[width::width][::-1]
     layers = tuple(layer for found, _ in first for layer in found)
-    return _OtherStages(layers, frozenset.intersection(*(unused for _, unused in first)))
+    return OtherStages(layers, frozenset.intersection(*(unused for _, unused in first)))
 
 
 def _of_rank(runner: ModelRunner) -> tuple[tuple[LayerReport, ...], frozenset[str]]:
     return quant_report(runner.model.linears()).layers, frozenset(runner.unused_tensors)
-
-
-def _warnings(runner: ModelRunner, others: _OtherStages, facts: ModelFacts) -> Iterator[str]:
-    """Problems that a user should know about, but that did not stop the load."""
-    on_cards = facts.config.num_ranks > 1 and facts.runner_config.device != "cpu"
-    texts = [_slow_kernels(runner)]
-    if on_cards:
-        from sdk.executors.nccl import process_may_end
-
-        texts.append(process_may_end())
-    for text in texts:
-        if text is not None:
-            logger.warning(text)
-            yield text
-    if runner.ops.context.offloaded:
-        text = (
-            f"{format_bytes(runner.ops.context.offloaded)} of the weights are offloaded from their "
-            "device's memory and read again in every step, which is slow"
-        )
-        logger.warning(text)
-        yield text
-    if facts.headers.format != "gguf" and (keys := unknown_keys(facts.values)):
-        yield f"config.json: keys that are not known here and have no effect: {', '.join(keys)}"
-    if facts.tokenizer is not None:
-        yield from facts.tokenizer.warnings
-    yield from _leftovers(runner, others, facts)
-    for layer in (*others.layers, *quant_report(runner.model.linears()).layers):
-        for kernel, why in failures(layer.declined):
-            text = f"{layer.name}: {kernel} {why}; {layer.kernel} runs it"
-            logger.warning(text)
-            yield text
-
-
-def _leftovers(runner: ModelRunner, others: _OtherStages, facts: ModelFacts) -> list[str]:
-    """The tensors that no stage uses. :raises CheckpointError: results depend on one of them."""
-    unused = runner.unused_tensors
-    if others.unused is not None:
-        unused = [name for name in unused if name in others.unused]
-    everything = (entry.name for entry in facts.headers.entries())
-    ignored = getattr(runner.model, "ignored_tensors", ())
-    found = Leftovers.of(
-        unused,
-        everything,
-        facts.model_config.num_layers,
-        ignored=ignored,
-        only_text=facts.headers.format == "gguf",
-    )
-    found.check(facts.headers.path, facts.model_config.model_type)
-    return found.warnings()
-
-
-def _slow_kernels(runner: ModelRunner) -> str | None:
-    """Why everything runs on the reference kernels; None if it does not."""
-    ops = runner.ops
-    if ops.context.backend_names != ("reference",):
-        return None
-    why = dict(ops.context.declined_backends).get("cpu" if ops.device.type == "cpu" else "gpu")
-    if why is None:  # no other backend was requested
-        return None
-    # SmolLM2-135M Q4_1 on a CPU: 1.65 instead of 180 tokens/s in decoding (docs/log.md)
-    return f"this model runs on the reference kernels, about 100 times slower: {why}"
 
 
 def _runner_config(

@@ -199,4 +199,5 @@ def test_keys_that_nothing_reads_are_reported(tmp_path: Path) -> None:
     with sdk.LLM(tmp_path, skip_tokenizer_init=True, max_model_len=64) as llm:
         [warning] = llm.load_warnings
         assert warning.endswith("have no effect: attn_logit_softcapping, made_up")
+        assert warning.startswith("config.json: ")
     assert unknown_keys({"model_type": "smollm3", "made_up": 1}) == []
