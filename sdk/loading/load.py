@@ -34,6 +34,7 @@ from sdk.executors.stage_times import StageTimes
 from sdk.kernels.dataclass import dataclass
 from sdk.kernels.lazy_torch import import_torch, torch, type_name
 from sdk.loading.checks import named_tokenizer
+from sdk.loading.embedding_head import embedding_head
 from sdk.loading.fork import fork_plan
 from sdk.loading.load_warnings import unread_keys, warnings_of
 from sdk.loading.progress import reporting
@@ -60,6 +61,7 @@ from sdk.models.config import ModelConfig
 from sdk.models.parallel import Mesh
 from sdk.persistence.model_key import ModelKey, key_of_fork, model_key
 from sdk.quant.checkpoint import Checkpoint, LoadedCheckpoint
+from sdk.quant.embedding_head import EmbeddingHead
 from sdk.quant.spec import kv_bits
 from sdk.quant.tokenizer import Tokenizer
 from sdk.remote import RemoteWorkers
@@ -96,6 +98,8 @@ class ModelFacts:
     kv_scales: int
     results: ResultBudget
     headers: LoadedCheckpoint
+    #: What the files say about embeddings, or why that is not supported.
+    embedding_head: EmbeddingHead | str | None = None
     #: Keys of the config or of the metadata without an effect, because nothing reads them.
     unread_keys: tuple[str, ...] = ()
 
@@ -206,6 +210,7 @@ def read_facts(config: EngineConfig, checkpoint: Checkpoint, memory: MemoryPlan)
         kv_scales=len(checkpoint.kv_scales),
         results=_results(memory, model),
         headers=LoadedCheckpoint(checkpoint),
+        embedding_head=embedding_head(checkpoint, model.hidden_size),
         unread_keys=unread_keys(checkpoint, values),
     )
 
