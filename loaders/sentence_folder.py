@@ -65,8 +65,9 @@ def sentence_head(folder: Path, hidden_size: int) -> EmbeddingHead | None:
         if module.kind == "Normalize":
             steps.append(NormalizeStep())
         elif module.kind == "Dense":
-            steps.append(_dense(folder, module, width))
-            width = steps[-1].width
+            dense = _dense(folder, module, width)
+            width = dense.width
+            steps.append(dense)
         elif module.kind != "Dropout":  # of training
             raise UnsupportedError(
                 f"{file}: module {module.kind!r}: expected Pooling, Dense or Normalize"
@@ -142,7 +143,7 @@ def _dense(folder: Path, module: _Module, width: int) -> DenseStep:
         )
     files = SafetensorsFiles([weight_file(folder, f"{module.path}/model.safetensors")])
     try:
-        needed = {"linear.weight": expected}
+        needed: dict[str, tuple[Any, ...]] = {"linear.weight": expected}
         if config.get("bias", True):
             needed["linear.bias"] = expected[:1]
         shapes = {name: stored.shape for name, stored in files.tensors.items()}

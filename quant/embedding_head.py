@@ -17,7 +17,8 @@ Floats = NDArray[np.float32]
 
 def _gelu(x: Floats) -> Floats:
     halves = [0.5 * (1 + math.erf(value / math.sqrt(2))) for value in x.tolist()]
-    return (x * np.array(halves)).astype(np.float32)
+    found: Floats = (x * np.array(halves)).astype(np.float32)
+    return found
 
 
 def _sigmoid(x: Floats) -> Floats:
