@@ -414,7 +414,7 @@ def _check_partial_rotation(config: Mapping[str, Any], source: str) -> None:
         the file holds.
     """
     own = architecture(config["model_type"])
-    if own is None or own.model_type == "phi3":
+    if own is None or "partial_rotary_factor" in own.config.keys:
         return
     ropes = [config.get("rope_parameters") or {}, config.get("rope_scaling") or {}]
     places = [config, *(rope for rope in ropes if isinstance(rope, dict))]

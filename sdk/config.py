@@ -130,10 +130,9 @@ class EngineConfig:
             raise RequestError(f"an option cannot be read: {safe_message(error)}") from error
 
     def _check(self) -> None:
-        if self.chat_template is not None:
-            _text("chat_template", self.chat_template)
-        if self.pre_tokenizer is not None:
-            _text("pre_tokenizer", self.pre_tokenizer)
+        for name in ("chat_template", "pre_tokenizer"):
+            if getattr(self, name) is not None:
+                _text(name, getattr(self, name))
         for name, (off, instead) in _NOT_YET.items():
             if getattr(self, name) != off:
                 raise RequestError(

@@ -27,7 +27,8 @@ ARCHITECTURE = Architecture(
     "phi3",
     Model,
     config=ConfigRules(
-        keys=("sliding_window", "original_max_position_embeddings"), sliding=all_but_every(1)
+        keys=("sliding_window", "original_max_position_embeddings", "partial_rotary_factor"),
+        sliding=all_but_every(1),
     ),
     # gate and up are one matrix, under the name of up
     gguf=GgufRules("phi3", tensors={"mlp.gate_up_proj": "ffn_up"}, read=_read_gguf),

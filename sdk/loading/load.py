@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from sdk.config import EngineConfig
 from sdk.engine.adapter_loader import AdapterLoader
@@ -36,7 +36,7 @@ from sdk.kernels.lazy_torch import import_torch, torch, type_name
 from sdk.loading.checks import named_tokenizer
 from sdk.loading.embedding_head import embedding_head
 from sdk.loading.fork import fork_plan
-from sdk.loading.load_warnings import unread_keys, warnings_of
+from sdk.loading.load_warnings import OtherStages, unread_keys, warnings_of
 from sdk.loading.progress import reporting
 from sdk.loading.sampling_defaults import SamplingDefaults, sampling_defaults
 from sdk.memory.alternatives import checked_plan
@@ -257,7 +257,7 @@ def start(
             lease=lease,
             kept=PrefixStore(scheduler, executor, spec),
             model_key=key,
-            warnings=tuple(warnings_of(executor.runner, others, facts)),
+            warnings=tuple(_warnings(executor.runner, others, facts)),
             other_layers=others.layers,
             open_adapter=open_adapter,
         )
@@ -357,11 +357,16 @@ def _drafts(
     return Drafts(FirstMatch(drafters), min(asked, most or asked), lengths, memory.draft_tokens)
 
 
-class OtherStages(NamedTuple):
-    """What the stages before the last one have: linear layers, and tensors that nobody uses."""
-
-    layers: tuple[LayerReport, ...]
-    unused: frozenset[str] | None
+def _warnings(runner: ModelRunner, others: OtherStages, facts: ModelFacts) -> Iterator[str]:
+    return warnings_of(
+        runner,
+        others,
+        facts.headers,
+        facts.model_config,
+        on_cards=facts.config.num_ranks > 1 and facts.runner_config.device != "cpu",
+        unread_keys=facts.unread_keys,
+        tokenizer=facts.tokenizer,
+    )
 
 
 def _others(executor: _Ranks, config: EngineConfig) -> OtherStages:

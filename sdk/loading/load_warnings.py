@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sdk.kernels.self_check import failures
 from sdk.memory.sizes import format_bytes
@@ -12,13 +12,21 @@ from sdk.models.config_keys import unknown_keys
 from sdk.models.leftovers import Leftovers
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.rewritten_checkpoint import RewrittenCheckpoint
-from sdk.reports.quant_report import quant_report
+from sdk.reports.quant_report import LayerReport, quant_report
 
 if TYPE_CHECKING:
     from sdk.engine.rank.runner import ModelRunner
-    from sdk.loading.load import ModelFacts, OtherStages
+    from sdk.models.config import ModelConfig
+    from sdk.quant.tokenizer import Tokenizer
 
 logger = logging.getLogger("sdk")
+
+
+class OtherStages(NamedTuple):
+    """What the stages before the last one have: linear layers, and tensors that nobody uses."""
+
+    layers: tuple[LayerReport, ...]
+    unused: frozenset[str] | None
 
 
 def unread_keys(checkpoint: Checkpoint, values: Mapping[str, Any]) -> tuple[str, ...]:
@@ -30,12 +38,20 @@ def unread_keys(checkpoint: Checkpoint, values: Mapping[str, Any]) -> tuple[str,
     return tuple(unknown_keys(values))
 
 
-def warnings_of(runner: ModelRunner, others: OtherStages, facts: ModelFacts) -> Iterator[str]:
-    """One line each.
+def warnings_of(
+    runner: ModelRunner,
+    others: OtherStages,
+    headers: Checkpoint,
+    model: ModelConfig,
+    *,
+    on_cards: bool,
+    unread_keys: Sequence[str],
+    tokenizer: Tokenizer | None,
+) -> Iterator[str]:
+    """One line each. ``on_cards``: several ranks, on GPUs.
 
     :raises CheckpointError: a tensor of the language model is not used.
     """
-    on_cards = facts.config.num_ranks > 1 and facts.runner_config.device != "cpu"
     texts = [_slow_kernels(runner)]
     if on_cards:
         from sdk.executors.nccl import process_may_end
@@ -52,12 +68,12 @@ def warnings_of(runner: ModelRunner, others: OtherStages, facts: ModelFacts) -> 
         )
         logger.warning(text)
         yield text
-    if facts.unread_keys:
-        where = "the metadata" if facts.headers.format == "gguf" else "config.json"
-        yield f"{where}: keys that nothing reads have no effect: {', '.join(facts.unread_keys)}"
-    if facts.tokenizer is not None:
-        yield from facts.tokenizer.warnings
-    yield from _leftovers(runner, others, facts)
+    if unread_keys:
+        where = "the metadata" if headers.format == "gguf" else "config.json"
+        yield f"{where}: keys that nothing reads have no effect: {', '.join(unread_keys)}"
+    if tokenizer is not None:
+        yield from tokenizer.warnings
+    yield from _leftovers(runner, others, headers, model)
     for layer in (*others.layers, *quant_report(runner.model.linears()).layers):
         for kernel, why in failures(layer.declined):
             text = f"{layer.name}: {kernel} {why}; {layer.kernel} runs it"
@@ -65,21 +81,23 @@ def warnings_of(runner: ModelRunner, others: OtherStages, facts: ModelFacts) -> 
             yield text
 
 
-def _leftovers(runner: ModelRunner, others: OtherStages, facts: ModelFacts) -> list[str]:
+def _leftovers(
+    runner: ModelRunner, others: OtherStages, headers: Checkpoint, model: ModelConfig
+) -> list[str]:
     """The tensors that no stage uses. :raises CheckpointError: results depend on one of them."""
     unused = runner.unused_tensors
     if others.unused is not None:
         unused = [name for name in unused if name in others.unused]
-    everything = (entry.name for entry in facts.headers.entries())
+    everything = (entry.name for entry in headers.entries())
     ignored = getattr(runner.model, "ignored_tensors", ())
     found = Leftovers.of(
         unused,
         everything,
-        facts.model_config.num_layers,
+        model.num_layers,
         ignored=ignored,
-        only_text=facts.headers.format == "gguf",
+        only_text=headers.format == "gguf",
     )
-    found.check(facts.headers.path, facts.model_config.model_type)
+    found.check(headers.path, model.model_type)
     return found.warnings()
 
 
