@@ -167,7 +167,8 @@ class ChatTemplate:
         """Text parts joined to one string, for templates that only support strings."""
         content = message.get("content")
         if isinstance(content, str) or content is None or self._reads_parts:
-            return {"content": None, **message}
+            # In the caller's order, which templates that dump a message show.
+            return {**message} if "content" in message else {**message, "content": None}
         return {**message, "content": "\n".join(part["text"] for part in content)}
 
     def _check_read(

@@ -23,7 +23,12 @@ from numpy.typing import NDArray
 from sdk.kernels.layouts import BLOCK_TYPES, PIECE_ROWS, Affine, Layout, Pieces
 from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.loaders.formats.gguf_decode import FLOATS, decode_matrix
-from sdk.loaders.gguf_config import build_config, build_generation_config, file_architecture
+from sdk.loaders.gguf_config import (
+    build_config,
+    build_generation_config,
+    file_architecture,
+    unread_keys,
+)
 from sdk.loaders.gguf_header import GgufTensor
 from sdk.loaders.gguf_names import expert_of, gguf_name, single_expert
 from sdk.loaders.gguf_reader import GgufFile, read_gguf
@@ -49,12 +54,16 @@ class GgufCheckpoint:
 
     format = "gguf"
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, pre_tokenizer: str | None = None) -> None:
+        """``pre_tokenizer``: see :func:`tokenizer_from_gguf`."""
         self.path = path
+        self._pre_tokenizer = pre_tokenizer
         self.on_bytes: Callable[[int, int], None] | None = None
         self._file: GgufFile | None = read_gguf(path)
         self.architecture, self._rules = file_architecture(self._file)
         self.config: Mapping[str, Any] = build_config(self._file)
+        #: Keys of the metadata that nothing reads.
+        self.unread_keys = unread_keys(self._file, self.architecture, self._rules)
         self.generation_config: Mapping[str, Any] = build_generation_config(self._file, self.config)
         self.kv_scales: Mapping[str, float] = {}
         self._pulled: set[str] = set()
@@ -73,7 +82,7 @@ class GgufCheckpoint:
             return None
         from sdk.loaders.tokenizer.from_gguf import tokenizer_from_gguf
 
-        return tokenizer_from_gguf(self.metadata, str(self.path))
+        return tokenizer_from_gguf(self.metadata, str(self.path), pre_tokenizer=self._pre_tokenizer)
 
     def weight(self, name: str) -> Weight:
         stored = self._find(name)

@@ -8,19 +8,23 @@ the original config had. Keys that a file leaves out get llama.cpp's defaults of
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from sdk.loaders.gguf_keys import check_keys
 from sdk.loaders.gguf_metadata import MAX_EXPERTS, Keys, shortest
 from sdk.loaders.gguf_reader import GgufFile
-from sdk.loaders.gguf_rope import rope_scaling
+from sdk.loaders.gguf_rope import rope_scaling, sliding_rope
 from sdk.loaders.model_shapes import LIMITS, check_config
 from sdk.loaders.other_kinds import check_gguf_kind
 from sdk.models.architecture import Architecture, GgufRules, gguf_architecture, gguf_names
 from sdk.quant.errors import CheckpointError, UnsupportedError
 
+_ATTENTION_BIAS = re.compile(r"blk\.\d+\.attn_(q|k|v|qkv|output)\.bias")
+_MLP_BIAS = re.compile(r"blk\.\d+\.ffn_(gate|up|down)\.bias")
 _SAMPLING = {
     "general.sampling.temp": "temperature",
     "general.sampling.top_k": "top_k",
@@ -63,6 +67,7 @@ def build_config(file: GgufFile) -> dict[str, Any]:
     """
     own, rules = file_architecture(file)
     keys = Keys(file, rules.name)
+    unread_keys(file, own, rules)
     config: dict[str, Any] = {
         "model_type": own.model_type,
         **_sizes(keys),
@@ -73,8 +78,9 @@ def build_config(file: GgufFile) -> dict[str, Any]:
         "rope_theta": keys.number("rope.freq_base", 10000.0),
         "vocab_size": _vocab_size(file),
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
-        "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
+        # Any of them: llama.cpp adds each bias that is there, and so do the layers here.
+        "attention_bias": any(map(_ATTENTION_BIAS.fullmatch, file.tensors)),
+        "mlp_bias": any(map(_MLP_BIAS.fullmatch, file.tensors)),
         "hidden_act": "silu",
         "sliding_window": keys.integer("attention.sliding_window", (0, 1 << 31), 0) or None,
     }
@@ -90,10 +96,18 @@ def build_config(file: GgufFile) -> dict[str, Any]:
     config.update(_experts(keys, own, rules))
     if rules.read is not None:
         rules.read(config, keys)
+    if rules.slides:
+        sliding_rope(keys, config, scaled=rules.slides == "scaled")
     config.update(_classes(file, own, keys))
     config.update(_token_ids(file, config["vocab_size"]))
     check_config(config, str(file.path))
     return config
+
+
+def unread_keys(file: GgufFile, own: Architecture, rules: GgufRules) -> list[str]:
+    """The keys of the architecture that nothing reads: see :func:`check_keys`."""
+    experts = own.config.expert_width is not None
+    return check_keys(file.metadata, rules, experts, str(file.path))
 
 
 def _classes(file: GgufFile, own: Architecture, keys: Keys) -> dict[str, Any]:

@@ -59,6 +59,14 @@ class Keys:
             raise self.fail(key, value, "a finite number")
         return shortest(value)
 
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool | np.bool_):
+            raise self.fail(key, value, "true or false")
+        return bool(value)
+
     def text(self, key: str, default: str) -> str:
         value = self.get(key)
         if value is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -9,56 +10,132 @@ import numpy as np
 from sdk.loaders.gguf_metadata import Keys
 from sdk.loaders.gguf_reader import GgufFile
 from sdk.loaders.model_shapes import LIMITS
-from sdk.quant.errors import CheckpointError
+from sdk.quant.errors import CheckpointError, UnsupportedError
 
 _ORIGINAL = "original_context_length"
+_TYPES = ("none", "linear", "yarn", "longrope")
 
 
 def rope_scaling(file: GgufFile, keys: Keys, rotary: int) -> dict[str, Any] | None:
     """``rope_scaling`` of the config; None for plain rotary embeddings.
 
-    ``rotary``: the rotated dimensions of a head. Llama 3's scaling becomes
-    ``{"rope_type": "freq_factors", "factors": [...]}``, the divisors of each frequency.
+    ``rotary``: the rotated dimensions of a head. As in llama.cpp a factor without a type scales
+    linearly, ``rope.scale_linear`` is the first name of the factor, and ``attn_factor`` multiplies
+    cos and sin whatever the type. Divisors of each frequency (Llama 3's scaling), and a linear
+    scaling with an ``attn_factor``, become ``{"rope_type": "freq_factors", "factors": [...]}``.
 
     Raises:
         CheckpointError: an unknown type, or factors that are missing, not positive or of a wrong
             shape.
+        UnsupportedError: a combination that llama.cpp's versions read in different ways.
     """
-    kind = keys.text("rope.scaling.type", "none")
-    factor = keys.number("rope.scaling.factor") or 1.0  # llama.cpp reads 0 as 1
-    if factor < 0:
-        raise keys.fail("rope.scaling.factor", factor, "a positive number")
+    kind = keys.text("rope.scaling.type", "linear")
+    if kind not in _TYPES:
+        raise keys.fail("rope.scaling.type", kind, ", ".join(_TYPES))
+    factor = 1.0 if kind == "none" else _factor(keys)
+    attention = _positive(keys, "rope.scaling.attn_factor") or 1.0
+    _check_yarn(keys, kind)
+    for name in ("rope_freqs.weight", "rope_factors_long.weight"):
+        if kind == "yarn" and name in file.tensors:
+            raise _both(file, name)
     if "rope_freqs.weight" in file.tensors:
-        scale = factor if kind == "linear" else 1.0
-        factors = [scale * value for value in _factors(file, "rope_freqs.weight", rotary)]
-        return {"rope_type": "freq_factors", "factors": factors}
+        factors = [factor * value for value in _factors(file, "rope_freqs.weight", rotary)]
+        return _by_frequency(factors, attention)
     if "rope_factors_long.weight" in file.tensors or "rope_factors_short.weight" in file.tensors:
-        scaling: dict[str, Any] = {
-            "rope_type": "longrope",
-            "long_factor": _factors(file, "rope_factors_long.weight", rotary),
-            "short_factor": _factors(file, "rope_factors_short.weight", rotary),
+        both = {
+            f"{which}_factor": [
+                factor * value for value in _factors(file, f"rope_factors_{which}.weight", rotary)
+            ]
+            for which in ("long", "short")
         }
-        return scaling | _optional(
+        return {"rope_type": "longrope", **both} | _optional(
             keys, attention_factor="attn_factor", original_max_position_embeddings=_ORIGINAL
-        )
-    if kind == "none" or (kind == "linear" and factor == 1.0):
-        return None
-    if kind == "linear":
-        return {"rope_type": "linear", "factor": factor}
-    if kind == "yarn":
-        return {"rope_type": "yarn", "factor": factor} | _optional(
-            keys,
-            original_max_position_embeddings=_ORIGINAL,
-            attention_factor="yarn_attn_factor",
-            beta_fast="yarn_beta_fast",
-            beta_slow="yarn_beta_slow",
         )
     if kind == "longrope":
         raise CheckpointError(
             f"{file.path}: rope.scaling.type is longrope, "
             "but rope_factors_long.weight and rope_factors_short.weight are missing"
         )
-    raise keys.fail("rope.scaling.type", kind, "none, linear, yarn or longrope")
+    if kind == "yarn":
+        found = {"rope_type": "yarn", "factor": factor} | _optional(
+            keys,
+            original_max_position_embeddings=_ORIGINAL,
+            beta_fast="yarn_beta_fast",
+            beta_slow="yarn_beta_slow",
+        )
+        if attention != 1.0:
+            found["attention_factor"] = attention * yarn_attention(factor)
+        return found
+    if attention != 1.0:
+        return _by_frequency([factor] * (rotary // 2), attention)
+    return None if factor == 1.0 else {"rope_type": "linear", "factor": factor}
+
+
+def sliding_rope(keys: Keys, config: dict[str, Any], *, scaled: bool) -> None:
+    """Give the sliding layers of a config their rotary embedding.
+
+    ``scaled``: whether the scaling of the other layers is theirs too, as in most models. If not,
+    theirs is always stated: the class of OLMo 3 has a base of its own for them.
+    """
+    local = _positive(keys, "rope.freq_base_swa") or config["rope_theta"]
+    if not config["sliding_window"] or (scaled and local == config["rope_theta"]):
+        return
+    scaling = config["rope_scaling"] or {"rope_type": "default"}
+    own = scaling if scaled else {"rope_type": "default"}
+    config["rope_scaling"] = None
+    config["rope_parameters"] = {
+        "full_attention": {**scaling, "rope_theta": config["rope_theta"]},
+        "sliding_attention": {**own, "rope_theta": local},
+    }
+
+
+def yarn_attention(factor: float) -> float:
+    """The factor of cos and sin that YaRN has by itself."""
+    return 1.0 if factor <= 1 else 0.1 * math.log(factor) + 1.0
+
+
+def _factor(keys: Keys) -> float:
+    """How much longer the context is; llama.cpp reads 0 as 1."""
+    for name in ("rope.scaling.factor", "rope.scale_linear"):
+        if (found := keys.number(name)) is not None:
+            if found < 0:
+                raise keys.fail(name, found, "a positive number")
+            return found or 1.0
+    return 1.0
+
+
+def _positive(keys: Keys, name: str) -> float | None:
+    found = keys.number(name)
+    if found is not None and found <= 0:
+        raise keys.fail(name, found, "a positive number")
+    return found
+
+
+def _by_frequency(factors: list[float], attention: float) -> dict[str, Any]:
+    found: dict[str, Any] = {"rope_type": "freq_factors", "factors": factors}
+    return found if attention == 1.0 else found | {"attention_factor": attention}
+
+
+def _check_yarn(keys: Keys, kind: str) -> None:
+    """:raises UnsupportedError: a key of YaRN that versions of llama.cpp read differently, or only
+    for models that are not read here."""
+    mixed = (1.0, -1.0) if kind == "yarn" else (0.0, -1.0)
+    neutral = {"yarn_ext_factor": mixed, "yarn_attn_factor": (1.0,), "yarn_log_multiplier": (0.0,)}
+    for name, values in neutral.items():
+        found = keys.number(f"rope.scaling.{name}")
+        if found is not None and found not in values:
+            raise UnsupportedError(
+                f"{keys.source}: {keys.architecture}.rope.scaling.{name}: expected {values[0]:g}, "
+                f"found {found:g}: versions of llama.cpp read it in different ways, so it is not "
+                "known what the model needs"
+            )
+
+
+def _both(file: GgufFile, name: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{file.path}: rope.scaling.type is yarn: expected no tensor {name!r} beside it, found "
+        "one: YaRN with other factors of frequencies is not supported"
+    )
 
 
 def _optional(keys: Keys, **names: str) -> dict[str, Any]:
@@ -69,7 +146,7 @@ def _optional(keys: Keys, **names: str) -> dict[str, Any]:
                 f"rope.scaling.{theirs}", LIMITS["max_position_embeddings"], 0
             )
         else:
-            value = keys.number(f"rope.scaling.{theirs}") or 0
+            value = _positive(keys, f"rope.scaling.{theirs}") or 0
         if value:
             found[ours] = value
     return found

@@ -23,8 +23,9 @@ from sdk.loaders.json_file import read_json
 from sdk.loaders.model_shapes import check_config, expected_shape, num_experts
 from sdk.loaders.quiet import transformers_to_our_log
 from sdk.loaders.safetensors_folder import open_weights
-from sdk.loaders.safetensors_reader import SafetensorsFiles, StoredTensor
+from sdk.loaders.safetensors_reader import SafetensorsFiles, StoredTensor, same_bytes
 from sdk.models.architecture import architecture, states_everything
+from sdk.models.config_keys import check_class, check_fixed
 from sdk.quant.checkpoint import TensorEntry
 from sdk.quant.errors import CheckpointError, UnsupportedError
 from sdk.quant.permuted import Permuted, PermutedWeight
@@ -35,8 +36,9 @@ logger = logging.getLogger("sdk")
 #: The largest config.json in use (with long lists of quantized layers) stays below 2 MB.
 MAX_CONFIG = 8 << 20
 _FLOATS = ("F32", "F16", "BF16")
-#: Tensors that no model needs: buffers that are computed from the config.
-_IGNORABLE = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.masked_bias")
+#: The matrix of the embedding and that of the head, in the spellings of files.
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
+_HEADS = ("lm_head.weight", "embed_out.weight")
 #: Prefixes of the language model in a multimodal model (transformers 4 and 5) and in a folder saved
 #: without its head, and our prefixes.
 _PREFIXES = (
@@ -76,13 +78,17 @@ class HfFolder:
             {} if generation is None else read_json(generation, MAX_CONFIG)
         )
         self._files: SafetensorsFiles | None = files
+        self._warned: set[str] = set()
         self._tensors = self._named(files)
         if "score.weight" in self._tensors and "lm_head.weight" not in self._tensors:
             # A classification head replaces the other one, which the embedding stands in for.
             self.config = {**self.config, "tie_word_embeddings": True}
+        #: The file's name of a head that is the embedding once more.
+        self._copied_head: str | None = None
+        if self.config.get("tie_word_embeddings"):
+            self._look_for_a_head()
         self.kv_scales: Mapping[str, float] = read_kv_scales(files, self._tensors, str(folder))
         self._pulled: set[str] = set()
-        self._warned: set[str] = set()
         self._whole: tuple[str, Weight] | None = None
         self._done = 0
         self._total = sum(stored.nbytes for stored in self._tensors.values())
@@ -147,19 +153,19 @@ class HfFolder:
         entries = {
             stored.name: TensorEntry(stored.name, stored.shape, stored.dtype, stored.nbytes)
             for stored in self._opened().tensors.values()
+            if stored.name != self._copied_head
         }
         if self._quantization is not None:
             self._join_packed(self._quantization, entries)
         return list(entries.values())
 
     def unused(self) -> list[str]:
-        tied = bool(self.config.get("tie_word_embeddings"))
         return [
             stored.name
             for name, stored in self._tensors.items()
             if stored.name not in self._pulled
-            and not name.endswith((*_IGNORABLE, *KV_SCALES))
-            and not (tied and name == "lm_head.weight")
+            and not name.endswith(KV_SCALES)
+            and stored.name != self._copied_head
         ]
 
     def close(self) -> None:
@@ -169,6 +175,25 @@ class HfFolder:
         self.__dict__.pop("tokenizer", None)  # callers may keep it alive
 
     # -- inside --------------------------------------------------------------------------------
+
+    def _look_for_a_head(self) -> None:
+        """A config may say that the head is the embedding while the files have a head of their own:
+        that one is used, as in transformers. Its bytes are compared with the embedding's, because
+        some tools write the embedding twice: 0.2 s for 2 x 272 MB in the page cache.
+        """
+        name = next((name for name in _HEADS if name in self._tensors), None)
+        if name is None:
+            if self._packed("lm_head") is not None:
+                self.config = {**self.config, "tie_word_embeddings": False}
+            return
+        head, ends = self._tensors[name], tuple(f".{name}" for name in _EMBEDDINGS)
+        found = (own for key, own in self._tensors.items() if f".{key}".endswith(ends))
+        embedding = next(found, None)
+        if embedding is not None and same_bytes(head, embedding):
+            self._copied_head = head.name
+            return
+        self.config = {**self.config, "tie_word_embeddings": False}
+        self._warn("tie_word_embeddings is true, but the files have a head of their own", head.name)
 
     def _open(self, folder: Path, weights: Path | None) -> SafetensorsFiles:
         """The files of the weights."""
@@ -344,12 +369,15 @@ def complete_config(raw: dict[str, Any], source: str) -> dict[str, Any]:
     """
     if not isinstance(raw.get("model_type"), str):
         raise CheckpointError(f"{source}: model_type is {raw.get('model_type')!r}, expected a name")
+    check_fixed(raw, source)  # also what a multimodal config has outside its text part
     text = raw.get("text_config")
     if isinstance(text, dict) and isinstance(text.get("model_type"), str):
         check_config(text, f"{source}: text_config")
         outer = ("eos_token_id", "tie_word_embeddings")
         raw = {**{key: raw[key] for key in outer if key in raw}, **text}
     check_config(raw, source)
+    check_fixed(raw, source)
+    _check_partial_rotation(raw, source)
     given = {key: value for key, value in raw.items() if key != "auto_map"}
     return given if states_everything(given) else filled_by_transformers(given, source)
 
@@ -370,8 +398,29 @@ def filled_by_transformers(given: dict[str, Any], source: str) -> dict[str, Any]
     try:
         with transformers_to_our_log():
             filled = CONFIG_MAPPING[name].from_dict(given).to_dict()
+            defaults = CONFIG_MAPPING[name]().to_dict()
     except Exception as error:  # what a config class raises depends on the model and the version
         raise CheckpointError(f"{source}: not a valid {name} config: {error}") from error
     config = {**given, **filled}
     check_config(config, source)
+    check_class(config, defaults, source)
     return config
+
+
+def _check_partial_rotation(config: Mapping[str, Any], source: str) -> None:
+    """A share of rotated dimensions must be one that transformers' class reads.
+
+    :raises UnsupportedError: others read it (vLLM, transformers 4), so it is not clear which model
+        the file holds.
+    """
+    own = architecture(config["model_type"])
+    if own is None or "partial_rotary_factor" in own.config.keys:
+        return
+    ropes = [config.get("rope_parameters") or {}, config.get("rope_scaling") or {}]
+    places = [config, *(rope for rope in ropes if isinstance(rope, dict))]
+    found = next((v for p in places if (v := p.get("partial_rotary_factor")) is not None), 1)
+    if found != 1:
+        raise UnsupportedError(
+            f"{source}: partial_rotary_factor: expected 1, found {str(found)[:40]}: transformers' "
+            f"class of {own.model_type} rotates whole heads"
+        )

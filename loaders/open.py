@@ -28,6 +28,7 @@ def open_checkpoint(
     local_files_only: bool = False,
     download_dir: str | None = None,
     on_download: Report = lambda done, total: None,
+    pre_tokenizer: str | None = None,
 ) -> Checkpoint:
     """Open a model by its headers; weights are read when they are pulled.
 
@@ -41,6 +42,7 @@ def open_checkpoint(
         local_files_only: never download.
         download_dir: the cache for downloads; default: the hub's own.
         on_download: called with bytes done and total bytes.
+        pre_tokenizer: the word split of a GGUF file's tokenizer, instead of the one it names.
 
     Raises:
         CheckpointError: the model is damaged, incomplete or missing.
@@ -53,7 +55,7 @@ def open_checkpoint(
         return _hf_folder(path)
     from sdk.loaders.gguf_checkpoint import GgufCheckpoint
 
-    return GgufCheckpoint(file)
+    return GgufCheckpoint(file, pre_tokenizer)
 
 
 @dataclass(frozen=True, slots=True)

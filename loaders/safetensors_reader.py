@@ -27,6 +27,8 @@ logger = logging.getLogger("sdk")
 MAX_HEADER = 64 << 20
 MAX_INDEX = 64 << 20
 MAX_RANK = 16
+#: Bytes that are compared at a time.
+_PIECE = 1 << 20
 
 #: Bits per value and the name of torch's type (None: torch has none that fits) by format name.
 DTYPES: dict[str, tuple[int, str | None]] = {
@@ -122,6 +124,18 @@ class SafetensorsFiles:
         """Close the files; tensors already read stay valid. Idempotent."""
         for file in {stored.file for stored in self.tensors.values()}:
             file.close()
+
+
+def same_bytes(one: StoredTensor, other: StoredTensor) -> bool:
+    """Whether two tensors hold the same values of the same type; reads until they differ."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    for start in range(0, one.nbytes, _PIECE):
+        size = min(_PIECE, one.nbytes - start)
+        parts = [each.file.read(each.start + start, size).tobytes() for each in (one, other)]
+        if parts[0] != parts[1]:
+            return False
+    return True
 
 
 def _read_header(file: ModelFile) -> tuple[list[StoredTensor], dict[str, str]]:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from sdk.models.sliding import SlidingRule, no_layer
 
@@ -37,6 +37,8 @@ STATED = (
 class ConfigRules(NamedTuple):
     """How a ``config.json`` is read.
 
+    ``keys``: those that it reads besides :data:`sdk.models.config_keys.COMMON`. ``ignored``: keys
+    of this model without an effect on results.
     ``defaults``: values of keys that a config leaves out (transformers' class defaults).
     ``stated``: keys besides :data:`STATED`, which may be null. A config with all of them is read
     without transformers, which takes 2 s to import. ``None``: transformers completes every config.
@@ -47,6 +49,8 @@ class ConfigRules(NamedTuple):
     ``qkv_bias``: q, k and v have biases and the projection after attention has none, always.
     """
 
+    keys: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = NOTHING
     stated: tuple[str, ...] | None = None
     sliding: SlidingRule = no_layer
@@ -102,6 +106,8 @@ class GgufKeys(Protocol):
 
     def number(self, key: str, default: float | None = None) -> float | None: ...
 
+    def flag(self, key: str, default: bool) -> bool: ...
+
     def layer_types(self, layers: int, *, window: int | None, period: int) -> list[str]: ...
 
 
@@ -116,6 +122,9 @@ class GgufRules(NamedTuple):
     file cannot express.
     ``expert_gating``: the ``expert_gating_func`` that the model computes. 1: a softmax over all
     experts, 3: over the chosen ones.
+    ``keys``: metadata that ``read`` and ``slides`` read, besides those in loaders/gguf_keys.py.
+    ``slides``: sliding layers have the scaling of the others ("scaled") or none ("plain"), and the
+    base ``rope.freq_base_swa`` if a file has it. ``None``: there are none, or ``read`` does it.
     ``interleaved_qk``: rows of q and k are interleaved so that rotary pairs are adjacent.
     """
 
@@ -125,6 +134,8 @@ class GgufRules(NamedTuple):
     read: Callable[[dict[str, Any], GgufKeys], None] | None = None
     write: Callable[[Mapping[str, Any], str], Mapping[str, Any]] | None = None
     expert_gating: int = 1
+    keys: tuple[str, ...] = ()
+    slides: Literal["scaled", "plain"] | None = None
     interleaved_qk: bool = False
 
 

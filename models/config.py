@@ -14,7 +14,7 @@ from typing import Any
 
 from sdk.kernels.dataclass import dataclass
 from sdk.kernels.ops import Activation
-from sdk.models.architecture import ConfigRules, architecture
+from sdk.models.architecture import Architecture, ConfigRules, architecture
 from sdk.models.config_fields import (
     MAX_EXPERTS,
     MAX_LAYERS,
@@ -24,6 +24,7 @@ from sdk.models.config_fields import (
     Fields,
     without_null,
 )
+from sdk.models.config_keys import check_fixed, only_read
 from sdk.models.rope import RopeSpec
 from sdk.models.rope_config import rope_specs
 from sdk.models.sliding import sliding_windows
@@ -105,7 +106,8 @@ class ModelConfig:
         model_type = Fields(config).text("model_type")
         known = architecture(model_type)
         rules = ConfigRules() if known is None else known.config
-        fields = Fields({**rules.defaults, **without_null(config)})
+        check_fixed(config, "config")
+        fields = Fields({**rules.defaults, **without_null(only_read(config, known))})
         hidden = fields.count("hidden_size", MAX_WIDTH)
         heads = fields.count("num_attention_heads", MAX_WIDTH)
         kv_heads = fields.count("num_key_value_heads", MAX_WIDTH, default=heads)
@@ -133,7 +135,7 @@ class ModelConfig:
             max_position=fields.count("max_position_embeddings", MAX_POSITION),
             rope=rope,
             local_rope=local_rope,
-            sliding_windows=sliding_windows(fields, layers, rules.sliding),
+            sliding_windows=_windows(config, fields, known, layers),
             attention_scale=fields.positive("attention_multiplier", default=scale),
             attention_softcap=fields.optional_positive("attn_logit_softcapping"),
             final_softcap=fields.optional_positive("final_logit_softcapping"),
@@ -146,6 +148,27 @@ class ModelConfig:
             tie_word_embeddings=fields.flag("tie_word_embeddings", default=False),
             experts=_experts(fields, rules, layers),
         )
+
+
+def _windows(
+    config: Mapping[str, Any], fields: Fields, own: Architecture | None, layers: int
+) -> tuple[int | None, ...]:
+    """The sliding windows. transformers' class of some models does not read ``layer_types``: then
+    they must say what it does anyway, because vLLM and others do read them."""
+    rule = ConfigRules().sliding if own is None else own.config.sliding
+    windows = sliding_windows(fields, layers, rule)
+    kinds = config.get("layer_types")
+    if own is not None and kinds is not None and "layer_types" not in own.config.keys:
+        stated = {"layer_types": kinds, "sliding_window": config.get("sliding_window")}
+        found = sliding_windows(Fields(without_null(stated)), layers, rule)
+        if found != windows:
+            index = next(i for i in range(layers) if found[i] != windows[i])
+            raise UnsupportedError(
+                f"config: layer_types[{index}]: found {kinds[index]!r}, but transformers' "
+                f"{own.model_type} does not read layer_types: expected "
+                f"{'full' if windows[index] is None else 'sliding'}_attention"
+            )
+    return windows
 
 
 def _outer_facts(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.kv_types import KV_TYPES
 from sdk.kernels.ops import Ops
 from sdk.models.config import ModelConfig
+from sdk.models.config_keys import check_fixed
 from sdk.models.hf_weights import Filling
 from sdk.models.layers import ExpertProjection, Projection
 from sdk.models.parallel import Mesh
@@ -80,6 +81,7 @@ def _read_config(values: Mapping[str, Any]) -> Any:
             f"model_type {name!r}: neither this package nor transformers "
             f"{transformers.__version__} knows it; a newer transformers may"
         )
+    check_fixed(values, f"config of {name!r}")
     skipped = ("auto_map", "quantization_config", "model_type", "architectures")
     kept = {key: value for key, value in values.items() if key not in skipped}
     try:
@@ -283,6 +285,10 @@ class HFModel:
 
     def __init__(self, model: Any, config: ModelConfig, checkpoint: Checkpoint, ops: Ops) -> None:
         self.config = config
+        #: Patterns of the names of tensors that transformers' class leaves out without a warning.
+        self.ignored_tensors: tuple[str, ...] = tuple(
+            getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+        )
         self._ops = ops
         self._step = PagedStep(ops, config.model_type, model.config.get_text_config())
         self._linears = Filling(checkpoint, ops, config.tie_word_embeddings, model).fill()

@@ -166,10 +166,16 @@ class Filling:
         return weight
 
     def _linear(self, name: str, weight: Weight, module: Any) -> Projection:
-        bias = None if module.bias is None else self._tensor(f"{name}.bias", module.bias)
+        bias = None
+        if module.bias is not None and not self._may_lack(f"{name}.bias"):
+            bias = self._tensor(f"{name}.bias", module.bias)
         linear = Projection(weight, bias, Mesh(), self.ops, parts=[whole(name, weight.shape)])
         self.linears.append((name, linear))
         return linear
+
+    def _may_lack(self, bias: str) -> bool:
+        """Whether the file has no such bias and needs none: see :meth:`Source._bias`."""
+        return self.checkpoint.format == "gguf" and not self.checkpoint.has(self._name(bias))
 
     def _experts(self, name: str, module: Any) -> PackedExperts:
         """All experts of a layer, from one tensor each or from one of all."""

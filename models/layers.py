@@ -319,7 +319,11 @@ class Source:
         return Rope(spec, self.max_model_len, self.ops.device)
 
     def _bias(self, path: str, size: int, required: bool) -> Tensor | None:
-        """A bias that the config requires or that the file has anyway."""
+        """A bias that the config requires or that the file has anyway.
+
+        GGUF files have no key for biases: any subset of them is legal, as in llama.cpp.
+        """
+        required = required and self.checkpoint.format != "gguf"
         if not required and not self.checkpoint.has(self._name(f"{path}.bias")):
             return None
         return self.vector(f"{path}.bias", size)

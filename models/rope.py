@@ -110,7 +110,8 @@ def _frequencies(spec: RopeSpec, max_model_len: int) -> tuple[_Array, float]:
             return _proportional(spec), 1.0
         case "freq_factors":
             factors: _Array = np.array(spec.freq_factors, np.float32)
-            return (_plain(spec, spec.theta) / factors).astype(np.float32), 1.0
+            found = (_plain(spec, spec.theta) / factors).astype(np.float32)
+            return found, spec.attention_factor or 1.0
     raise ValueError(f"rope type: expected one of {ROPE_TYPES}, found {spec.type!r}")
 
 

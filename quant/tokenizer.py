@@ -103,7 +103,7 @@ class Tokenizer(Protocol):
 
     @property
     def strips_leading_space(self) -> bool:
-        """Whether :meth:`decode` drops one leading space (``▁Hello`` -> ``Hello``)."""
+        """Whether :meth:`decode` drops a space that begins a text (``▁Hello`` -> ``Hello``)."""
         ...
 
     def encode(
@@ -135,6 +135,11 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of ``ids``; bytes that are not UTF-8 become U+FFFD."""
+        ...
+
+    def opening_bytes(self, token_id: int) -> bytes:
+        """:meth:`id_to_bytes` of a token that begins a text, without the spaces that the decoder
+        drops there."""
         ...
 
     def id_to_bytes(self, token_id: int) -> bytes:

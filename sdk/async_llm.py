@@ -123,7 +123,7 @@ class AsyncLLM:
         self,
         prompts: PromptLike | Sequence[PromptLike],
         *,
-        pooling: PoolingMode = "last",
+        pooling: PoolingMode | None = None,
         normalize: bool = True,
         truncate_prompt_tokens: int | None = None,
         lora_request: LoRAsLike = None,

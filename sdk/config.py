@@ -56,6 +56,7 @@ class EngineConfig:
     filename: str | None = None
     tokenizer: str | None = None
     tokenizer_mode: Literal["auto"] = "auto"
+    pre_tokenizer: str | None = None
     skip_tokenizer_init: bool = False
     trust_remote_code: bool = False
     tensor_parallel_size: int = 1
@@ -129,8 +130,9 @@ class EngineConfig:
             raise RequestError(f"an option cannot be read: {safe_message(error)}") from error
 
     def _check(self) -> None:
-        if self.chat_template is not None:
-            _text("chat_template", self.chat_template)
+        for name in ("chat_template", "pre_tokenizer"):
+            if getattr(self, name) is not None:
+                _text(name, getattr(self, name))
         for name, (off, instead) in _NOT_YET.items():
             if getattr(self, name) != off:
                 raise RequestError(

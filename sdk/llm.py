@@ -125,7 +125,8 @@ class LLM:
             classifier=facts.classifier,
         )
         self._calls = Calls(self._driver, self._jobs, self._reader, self.config.on_progress)
-        self._pooling = PoolingCalls(self._jobs, self._reader, facts.classifier)
+        head = facts.embedding_head
+        self._pooling = PoolingCalls(self._jobs, self._reader, facts.classifier, head)
         self._beam_searches = BeamSearches(
             self._jobs,
             self._reader,
@@ -724,6 +725,10 @@ class LLM:
     ) -> list[EmbeddingOutput]:
         """Each prompt's last hidden state after the final norm, scaled to length 1.
 
+        If the files describe embeddings (sentence-transformers' ``modules.json``, a GGUF file's
+        ``pooling_type``), it is what they describe: the pooling, dense layers, the length, and the
+        default prompt before texts.
+
         ``tenant``: see :class:`SamplingParams`.
         """
         work = self._pooling.embed(prompts, truncate_prompt_tokens, lora_request, tenant)
@@ -733,7 +738,7 @@ class LLM:
         self,
         prompts: PromptLike | Sequence[PromptLike],
         *,
-        pooling: PoolingMode = "last",
+        pooling: PoolingMode | None = None,
         normalize: bool = True,
         truncate_prompt_tokens: int | None = None,
         lora_request: LoRAsLike = None,
@@ -743,8 +748,10 @@ class LLM:
         """Each prompt's hidden states after the final norm, pooled into ``outputs.data``.
 
         ``pooling``: the last token's state, the first token's (``"cls"``), the ``"mean"`` or
-        ``"max"`` over all tokens, or every token's (``"token"``). ``normalize`` scales each vector
-        to length 1.
+        ``"max"`` over all tokens, ``"weightedmean"`` (weights 1, 2, 3, ...), ``"mean_sqrt_len"``
+        (the sum over the square root of the number), or every token's (``"token"``). Default: what
+        the files describe (see :meth:`embed`), else the last token's. ``normalize`` scales each
+        vector to length 1.
 
         :raises RequestError: an invalid argument, or more results than memory is set aside for.
         """

@@ -33,6 +33,10 @@ class EngineOptions(TypedDict, total=False):
     """A folder with another tokenizer. Default: the model's."""
     tokenizer_mode: Literal["auto"]
     """Accepted for programs that name it; there is no other mode. Default: `"auto"`."""
+    pre_tokenizer: str | None
+    """How a GGUF file's tokenizer splits texts into words, by llama.cpp's name: `"default"`,
+    `"llama-bpe"`, ... A file that names a split which embedlm does not know is refused without it,
+    because the model would get wrong tokens. Default: the file's."""
     skip_tokenizer_init: bool
     """Load no tokenizer: token ids in, token ids out. Default: `False`."""
     trust_remote_code: bool

@@ -101,7 +101,8 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingOutput:
-    """The last hidden state of one prompt: ``hidden_size`` numbers, a vector of length 1.
+    """One prompt: what the model's files describe as its embedding (:meth:`sdk.LLM.embed`), else
+    its last hidden state, ``hidden_size`` numbers, as a vector of length 1.
 
     An embed request that fails or is aborted ends with a :class:`RequestOutput` that says why.
     """

@@ -34,6 +34,11 @@ class LLMTokenizer:
     def __init__(self, inner: Tokenizer) -> None:
         self._inner = inner
 
+    @property
+    def inner(self) -> Tokenizer:
+        """The tokenizer with this library's own interface."""
+        return self._inner
+
     # ---- facts -----------------------------------------------------------------------------------
 
     @property

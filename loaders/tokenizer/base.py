@@ -104,6 +104,10 @@ class TextTokenizer(ABC):
     @abstractmethod
     def id_to_bytes(self, token_id: int) -> bytes: ...
 
+    def opening_bytes(self, token_id: int) -> bytes:
+        data = self.id_to_bytes(token_id)
+        return data.removeprefix(b" ") if self.strips_leading_space else data
+
     @abstractmethod
     def token_to_id(self, token: str) -> int | None: ...
 
@@ -116,11 +120,13 @@ class TextTokenizer(ABC):
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         skipped = self._facts.special_ids if skip_special_tokens else frozenset()
-        parts = [self.id_to_bytes(token_id) for token_id in ids if token_id not in skipped]
-        data = b"".join(parts)
-        if self.strips_leading_space and data.startswith(b" "):
-            data = data[1:]
-        return data.decode("utf-8", "replace")
+        shown = [token_id for token_id in ids if token_id not in skipped]
+        parts = [self.id_to_bytes(token_id) for token_id in shown]
+        if self.strips_leading_space:
+            first = next((index for index, part in enumerate(parts) if part), None)
+            if first is not None:
+                parts[first] = self.opening_bytes(shown[first])
+        return b"".join(parts).decode("utf-8", "replace")
 
     def apply_chat_template(
         self,

@@ -48,6 +48,7 @@ _LOG = logging.getLogger("sdk")
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 _MODELS = ("gpt2", "llama", "gemma4")
 _TEMPLATE = "tokenizer.chat_template"
+_PRE = "tokenizer.ggml.pre"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,18 +61,23 @@ class _Specials:
 
 
 def tokenizer_from_gguf(
-    metadata: Mapping[str, object], file: str, *, extra_eos: frozenset[int] = frozenset()
+    metadata: Mapping[str, object],
+    file: str,
+    *,
+    extra_eos: frozenset[int] = frozenset(),
+    pre_tokenizer: str | None = None,
 ) -> Tokenizer:
     """The tokenizer of a GGUF file whose metadata has been read.
 
     ``metadata``: key -> Python value; arrays as lists, tuples or numpy arrays, ``tokens`` and
     ``merges`` as lists of str. ``file``: path of the file, for messages and to find a
     ``tokenizer.json`` next to it. ``extra_eos``: more ids that end an answer (from a
-    generation_config.json).
+    generation_config.json). ``pre_tokenizer``: the name of a word split to use instead of the
+    file's; then a ``tokenizer.json`` is not used.
 
     Raises:
         CheckpointError: the metadata contradicts itself.
-        UnsupportedError: this kind of tokenizer is not supported.
+        UnsupportedError: this kind of tokenizer, or the name of its word split, is not supported.
     """
     meta = Metadata(metadata, file)
     model = meta.text("tokenizer.ggml.model")
@@ -92,15 +98,19 @@ def tokenizer_from_gguf(
     plain, others = _plain(tokens, ids, kinds, model)
     vocabulary = Vocabulary(tokens, bytes(kinds), ChainMap(plain, others))
     warnings: list[str] = []
-    pre = _pre_tokenizer(meta, model, warnings)
-    facts = _facts(meta, vocabulary, specials, warnings)
-    add_bos = meta.flag("tokenizer.ggml.add_bos_token", pre.add_bos or model == "llama")
+    pre = _pre_tokenizer(meta, model, pre_tokenizer, warnings)
+    facts = _facts(meta, vocabulary, specials, ())
+    by_model = model == "llama" or (pre is not None and pre.add_bos)
+    add_bos = meta.flag("tokenizer.ggml.add_bos_token", by_model)
 
     from sdk.loaders.tokenizer.original_json import tokenizer_json_for
 
     better = tokenizer_json_for(meta, vocabulary, facts, add_bos)
-    if better is not None:
+    if better is not None and pre_tokenizer is None:
         return better
+    if pre is None:
+        raise _unknown_split(meta)
+    facts = replace(facts, warnings=tuple(warnings))
     encode: EncodeText
     if model == "llama":
         encode = _spm(meta, vocabulary, plain, specials.unknown)
@@ -179,7 +189,7 @@ def _plain(
 
 
 def _facts(
-    meta: Metadata, vocabulary: Vocabulary, specials: _Specials, warnings: list[str]
+    meta: Metadata, vocabulary: Vocabulary, specials: _Specials, warnings: Sequence[str]
 ) -> TokenizerFacts:
     named = {
         key.removeprefix(_TEMPLATE + "."): source
@@ -210,20 +220,50 @@ def _facts(
     )
 
 
-def _pre_tokenizer(meta: Metadata, model: str, warnings: list[str]) -> PreTokenizer:
+def _pre_tokenizer(
+    meta: Metadata, model: str, asked: str | None, warnings: list[str]
+) -> PreTokenizer | None:
+    """How texts are split into words; ``None``: the file names a split that is not known here.
+
+    A file without a name is older than such names. llama.cpp splits as by default then.
+    """
+    if asked is not None:
+        return _asked_split(meta, model, asked)
     if model == "llama":
         return DEFAULT
     if model == "gemma4":
         return PreTokenizer((), add_bos=True)
-    name = meta.text("tokenizer.ggml.pre")
-    pre = PRE_TOKENIZERS.get(name or "")
-    if pre is None:
-        said = "is missing" if name is None else f"{name!r} is unknown"
+    name = meta.text(_PRE)
+    if name is None:
         warnings.append(
-            f"tokenizer.ggml.pre {said}: using the default word split, which may be wrong"
+            f"{_PRE} is missing: texts are split into words as by default, which may give other "
+            "tokens than the model knows; pre_tokenizer= names the right split"
         )
         return DEFAULT
-    return pre
+    return PRE_TOKENIZERS.get(name)
+
+
+def _asked_split(meta: Metadata, model: str, name: str) -> PreTokenizer:
+    if model != "gpt2":
+        raise UnsupportedError(
+            f"{meta.file}: pre_tokenizer={name!r}: expected a file whose tokenizer.ggml.model is "
+            f"'gpt2', found {model!r}, which splits no words"
+        )
+    if name not in PRE_TOKENIZERS:
+        raise UnsupportedError(
+            f"{meta.file}: pre_tokenizer: expected one of {', '.join(sorted(PRE_TOKENIZERS))}, "
+            f"found {name!r}"
+        )
+    return PRE_TOKENIZERS[name]
+
+
+def _unknown_split(meta: Metadata) -> UnsupportedError:
+    return UnsupportedError(
+        f"{meta.file}: {_PRE} is {str(meta.text(_PRE))[:80]!r}, which is not known here: with "
+        "another split into words the model would get wrong tokens. Put the model's "
+        "tokenizer.json next to the file, or pass tokenizer=FOLDER, or "
+        "pre_tokenizer='default' (or another name) to use a split that is known"
+    )
 
 
 def _spm(

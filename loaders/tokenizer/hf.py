@@ -59,6 +59,7 @@ class JsonTokenizer(TextTokenizer):
         _mark_special(backend, facts.special_ids)
         self._backend = backend
         self._size = backend.get_vocab_size(with_added_tokens=True)
+        #: The library's spellings of added tokens; its model may have others for the same ids.
         self._added: dict[int, str] = {
             token_id: token.content
             for token_id, token in backend.get_added_tokens_decoder().items()
@@ -91,10 +92,8 @@ class JsonTokenizer(TextTokenizer):
         return found
 
     def id_to_bytes(self, token_id: int) -> bytes:
-        added = self._added.get(token_id)
-        if added is not None:
-            return added.encode("utf-8")
-        token = self.id_to_token(token_id)
+        # The decoder reads added tokens like any other (Gemma's runs of spaces are some).
+        token = self._added.get(token_id) or self.id_to_token(token_id)
         if token is None:
             return b""
         if self._kind == "bytes":
@@ -102,6 +101,12 @@ class JsonTokenizer(TextTokenizer):
         if self._kind == "fallback" and (byte := _BYTE_TOKEN.fullmatch(token)):
             return bytes([int(byte[1], 16)])
         return token.replace(SPACE, " ").encode("utf-8")
+
+    def opening_bytes(self, token_id: int) -> bytes:
+        if self._kind != "spaces" or not self.strips_leading_space:
+            return super().opening_bytes(token_id)
+        token = self._added.get(token_id) or self.id_to_token(token_id) or ""
+        return token.replace(SPACE, "").encode("utf-8")  # Metaspace drops all of the first token
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         if self.bytewise:

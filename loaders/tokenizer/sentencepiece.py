@@ -13,9 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from sdk.loaders.tokenizer.spm import SPACE
 from sdk.quant.errors import CheckpointError
 
 _BPE = 2  # TrainerSpec.ModelType
+_USER_DEFINED = 4  # SentencePiece.Type
 _MAX_BYTES = 64 * 1024 * 1024
 
 
@@ -39,6 +41,8 @@ def sentencepiece_metadata(file: Path) -> dict[str, Any] | None:
                 tokens.append(piece[1].decode("utf-8"))
                 scores.append(struct.unpack("<f", piece.get(2, b"\0\0\0\0"))[0])
                 kinds.append(int(piece.get(3, 1)))
+                if kinds[-1] == _USER_DEFINED:  # in GGUF files these spell the text itself
+                    tokens[-1] = tokens[-1].replace(SPACE, " ")
             elif field == 2:
                 trainer = dict(_fields(value))
             elif field == 3:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from sdk.loaders.gguf_rope import yarn_attention
 from sdk.loaders.model_shapes import num_experts
 from sdk.models.architecture import Architecture, GgufRules, architecture, architectures
 from sdk.quant.errors import UnsupportedError
@@ -57,7 +58,7 @@ def model_metadata(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     if given.get("sliding_window") and given.get("use_sliding_window", True):
         facts["attention.sliding_window"] = int(given["sliding_window"])
     for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
-        if given.get(cap):
+        if given.get(cap) and cap in rules.keys:
             facts[cap] = float(given[cap])
     if rules.write is not None:
         facts |= rules.write(given, source)
@@ -98,7 +99,9 @@ def _rope(config: Mapping[str, Any], name: str, source: str) -> dict[str, Any]:
         facts["rope.freq_base_swa"] = float(local["rope_theta"])
     elif config.get("rope_local_base_freq"):
         facts["rope.freq_base_swa"] = float(config["rope_local_base_freq"])
-    if kind in ("default", "llama3"):
+    if kind == "freq_factors" and given.get("attention_factor"):
+        return facts | {"rope.scaling.attn_factor": float(given["attention_factor"])}
+    if kind in ("default", "llama3", "freq_factors"):
         return facts
     if kind == "linear":
         return facts | {
@@ -106,12 +109,7 @@ def _rope(config: Mapping[str, Any], name: str, source: str) -> dict[str, Any]:
             "rope.scaling.factor": float(given["factor"]),
         }
     if kind == "yarn":
-        original = given.get("original_max_position_embeddings", config["max_position_embeddings"])
-        return facts | {
-            "rope.scaling.type": "yarn",
-            "rope.scaling.factor": float(given["factor"]),
-            "rope.scaling.original_context_length": int(original),
-        }
+        return facts | _yarn(config, given)
     if kind == "longrope":
         original = _original_context(config, given)
         stretch = config["max_position_embeddings"] / original
@@ -124,6 +122,28 @@ def _rope(config: Mapping[str, Any], name: str, source: str) -> dict[str, Any]:
         f"{source}: rope_type: expected default, linear, llama3, longrope or yarn for a GGUF file "
         f"of {name}, found {kind!r}"
     )
+
+
+def _yarn(config: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    original = given.get("original_max_position_embeddings") or config["max_position_embeddings"]
+    factor = float(given["factor"])
+    facts: dict[str, Any] = {
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": factor,
+        "rope.scaling.original_context_length": int(original),
+    }
+    for ours, theirs in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
+        if given.get(ours) is not None:
+            facts[f"rope.scaling.{theirs}"] = float(given[ours])
+    attention = given.get("attention_factor")
+    if attention is None and given.get("mscale") and given.get("mscale_all_dim"):
+        attention = math.prod(
+            (0.1 * float(given[name]) * math.log(factor) + 1.0) ** power if factor > 1 else 1.0
+            for name, power in (("mscale", 1), ("mscale_all_dim", -1))
+        )
+    if attention is not None:
+        facts["rope.scaling.attn_factor"] = float(attention) / yarn_attention(factor)
+    return facts
 
 
 def _original_context(config: Mapping[str, Any], given: Mapping[str, Any]) -> int:

@@ -90,6 +90,12 @@ ARCHITECTURE = Architecture(
     "gemma2",
     Model,
     config=ConfigRules(
+        keys=(
+            *("attention_bias", "hidden_activation", "query_pre_attn_scalar", "layer_types"),
+            *("sliding_window", "attn_logit_softcapping", "final_logit_softcapping"),
+        ),
+        # the first names of these keys, and of what the class does anyway
+        ignored=("cache_implementation", "sliding_window_size"),
         defaults={
             "head_dim": 256,
             "query_pre_attn_scalar": 256,
@@ -102,6 +108,15 @@ ARCHITECTURE = Architecture(
         embedding_scale=math.sqrt,
     ),
     tensors=TensorRules(norms_minus_one=True),
-    gguf=GgufRules("gemma2", tensors=GGUF_TENSORS, read=_read_gguf),
+    gguf=GgufRules(
+        "gemma2",
+        tensors=GGUF_TENSORS,
+        read=_read_gguf,
+        keys=(
+            *("attn_logit_softcapping", "final_logit_softcapping"),
+            *("attention.sliding_window_pattern", "rope.freq_base_swa"),
+        ),
+        slides="scaled",
+    ),
     wide_range=True,  # trained in bfloat16
 )

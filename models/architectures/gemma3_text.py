@@ -44,6 +44,16 @@ ARCHITECTURE = Architecture(
     Model,
     aliases=("gemma3",),
     config=ConfigRules(
+        keys=(
+            *("attention_bias", "hidden_activation", "query_pre_attn_scalar", "layer_types"),
+            *("sliding_window", "sliding_window_pattern", "_sliding_window_pattern"),
+            *("final_logit_softcapping", "rope_local_base_freq"),
+        ),
+        # transformers' class has the first one, and no code applies it
+        ignored=(
+            "attn_logit_softcapping",
+            *("mm_tokens_per_image", "image_token_index", "boi_token_index", "eoi_token_index"),
+        ),
         defaults={
             "head_dim": 256,
             "query_pre_attn_scalar": 256,
@@ -56,7 +66,15 @@ ARCHITECTURE = Architecture(
         embedding_scale=math.sqrt,
     ),
     tensors=TensorRules(norms_minus_one=True),
-    gguf=GgufRules("gemma3", tensors=GGUF_TENSORS, read=_read_gguf),
+    gguf=GgufRules(
+        "gemma3",
+        tensors=GGUF_TENSORS,
+        read=_read_gguf,
+        keys=(
+            *("final_logit_softcapping", "attention.sliding_window_pattern"),
+            *("rope.freq_base_swa",),
+        ),
+    ),
     # The residual stream of the 270M model reaches 104,061. The largest number between its kernels
     # was 451; larger models were not measured.
     wide_range=True,

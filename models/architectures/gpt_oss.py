@@ -63,6 +63,12 @@ ARCHITECTURE = Architecture(
     "gpt_oss",
     Model,
     config=ConfigRules(
+        keys=(
+            *("attention_bias", "sliding_window", "layer_types", "swiglu_alpha", "swiglu_limit"),
+            *("num_experts", "num_local_experts", "num_experts_per_tok"),
+        ),
+        # OpenAI's first names of keys that the config has, too
+        ignored=("experts_per_token", "initial_context_length", "num_experts_per_token"),
         defaults={"head_dim": 64, "attention_bias": True},
         sliding=all_but_every(2),
         expert_width="intermediate_size",
@@ -82,5 +88,7 @@ ARCHITECTURE = Architecture(
         },
         read=_read_gguf,
         expert_gating=3,
+        keys=("attention.sliding_window_pattern", "rope.freq_base_swa"),
+        slides="scaled",
     ),
 )

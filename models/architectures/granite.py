@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from sdk.models.architecture import Architecture, ConfigRules, GgufKeys, GgufRules
 from sdk.models.architectures.llama import LlamaLayer
 from sdk.models.decoder import Decoder, Step
+from sdk.quant.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,6 +56,11 @@ class Model(Decoder):
 
 
 def _read_gguf(config: dict[str, Any], keys: GgufKeys) -> None:
+    if not keys.flag("rope.scaling.finetuned", True):
+        raise UnsupportedError(
+            f"{keys.source}: granite.rope.scaling.finetuned: expected true, found false: a Granite "
+            "model without rotary embeddings is not supported"
+        )
     for ours, theirs in _MULTIPLIERS.items():
         default = config["head_dim"] ** -0.5 if ours == "attention_multiplier" else 1.0
         config[ours] = keys.number(theirs) or default
@@ -67,6 +73,14 @@ def _write_gguf(config: Mapping[str, Any], source: str) -> Mapping[str, Any]:
 ARCHITECTURE = Architecture(
     "granite",
     Model,
-    config=ConfigRules(defaults={"attention_multiplier": 1.0}),
-    gguf=GgufRules("granite", read=_read_gguf, write=_write_gguf, interleaved_qk=True),
+    config=ConfigRules(
+        keys=("attention_bias", "mlp_bias", *_MULTIPLIERS), defaults={"attention_multiplier": 1.0}
+    ),
+    gguf=GgufRules(
+        "granite",
+        read=_read_gguf,
+        write=_write_gguf,
+        keys=(*_MULTIPLIERS.values(), "rope.scaling.finetuned"),
+        interleaved_qk=True,
+    ),
 )

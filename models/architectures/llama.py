@@ -58,6 +58,6 @@ class Model(Decoder):
 ARCHITECTURE = Architecture(
     "llama",
     Model,
-    config=ConfigRules(stated=("hidden_act",)),
+    config=ConfigRules(keys=("attention_bias", "mlp_bias"), stated=("hidden_act",)),
     gguf=GgufRules("llama", interleaved_qk=True),
 )

@@ -22,6 +22,10 @@ def _slides_without_experts(keys: GgufKeys) -> bool:
 ARCHITECTURE = Architecture(
     "mistral",
     Model,
-    config=ConfigRules(stated=("hidden_act", "sliding_window"), sliding=all_but_every(1)),
+    config=ConfigRules(
+        keys=("sliding_window",),
+        stated=("hidden_act", "sliding_window"),
+        sliding=all_but_every(1),
+    ),
     gguf=GgufRules("llama", matches=_slides_without_experts, interleaved_qk=True),
 )

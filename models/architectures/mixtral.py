@@ -31,7 +31,11 @@ class Model(Decoder):
 ARCHITECTURE = Architecture(
     "mixtral",
     Model,
-    config=ConfigRules(sliding=all_but_every(1), expert_width="intermediate_size"),
+    config=ConfigRules(
+        keys=("sliding_window", "num_local_experts", "num_experts", "num_experts_per_tok"),
+        sliding=all_but_every(1),
+        expert_width="intermediate_size",
+    ),
     tensors=TensorRules(block_sparse_moe=True),
     gguf=GgufRules("llama", matches=lambda keys: keys.expert_count > 0, interleaved_qk=True),
 )

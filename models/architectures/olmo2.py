@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from sdk.models.architecture import Architecture, GgufKeys, GgufRules, TensorRules
+from sdk.models.architecture import Architecture, ConfigRules, GgufKeys, GgufRules, TensorRules
 from sdk.models.decoder import MLP, Attention, Decoder, Step
 
 if TYPE_CHECKING:
@@ -89,6 +89,7 @@ def _read_gguf(config: dict[str, Any], keys: GgufKeys) -> None:
 ARCHITECTURE = Architecture(
     "olmo2",
     Model,
+    config=ConfigRules(keys=("attention_bias",)),
     tensors=TensorRules(
         shapes={"q_norm": lambda sizes: (sizes.queries,), "k_norm": lambda sizes: (sizes.keys,)},
         norms_before_blocks=False,
@@ -100,5 +101,7 @@ ARCHITECTURE = Architecture(
             "post_feedforward_layernorm": "post_ffw_norm",
         },
         read=_read_gguf,
+        keys=("attention.sliding_window_pattern", "rope.freq_base_swa"),
+        slides="plain",  # of OLMo 3
     ),
 )

@@ -26,7 +26,10 @@ def _read_gguf(config: dict[str, Any], keys: GgufKeys) -> None:
 ARCHITECTURE = Architecture(
     "phi3",
     Model,
-    config=ConfigRules(sliding=all_but_every(1)),
+    config=ConfigRules(
+        keys=("sliding_window", "original_max_position_embeddings", "partial_rotary_factor"),
+        sliding=all_but_every(1),
+    ),
     # gate and up are one matrix, under the name of up
     gguf=GgufRules("phi3", tensors={"mlp.gate_up_proj": "ffn_up"}, read=_read_gguf),
 )

@@ -24,6 +24,7 @@ ARCHITECTURE = Architecture(
     "qwen2",
     Model,
     config=ConfigRules(
+        keys=("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"),
         stated=("hidden_act", "use_sliding_window", "sliding_window", "max_window_layers"),
         sliding=upper_layers,
         qkv_bias=True,

@@ -22,6 +22,10 @@ ARCHITECTURE = Architecture(
     "qwen3",
     Model,
     config=ConfigRules(
+        keys=(
+            *("attention_bias", "layer_types"),
+            *("use_sliding_window", "sliding_window", "max_window_layers"),
+        ),
         defaults={"head_dim": 128},
         stated=("hidden_act", "use_sliding_window", "sliding_window", "max_window_layers"),
         sliding=upper_layers,

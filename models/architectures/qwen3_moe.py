@@ -59,6 +59,12 @@ ARCHITECTURE = Architecture(
     "qwen3_moe",
     Model,
     config=ConfigRules(
+        keys=(
+            *("attention_bias", "use_sliding_window", "sliding_window"),
+            *("num_experts", "num_local_experts", "num_experts_per_tok", "norm_topk_prob"),
+            *("moe_intermediate_size", "decoder_sparse_step", "mlp_only_layers"),
+        ),
+        ignored=("max_window_layers",),  # of Qwen 3 without experts
         defaults={"norm_topk_prob": False},
         sliding=_sliding,
         expert_width="moe_intermediate_size",

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from sdk import LLM
+from sdk.compat._llama_completions import check_ended
 from sdk.errors import RequestError
 from sdk.openai.objects import ChatCompletion, ChatCompletionChunk
 from sdk.openai.responses import Responses
@@ -131,6 +133,11 @@ def tool_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
             raise RequestError("tool_choice: expected tools too, found none")
         return {}
     return {"tools": tools} | ({} if choice is None else {"tool_choice": choice})
+
+
+def chat_responses(llm: LLM, model: str, top: int | None) -> Responses:
+    """``top``: how many of the best log-probabilities were asked for."""
+    return Responses("chatcmpl", model, check_ended, llm.get_tokenizer(), top)
 
 
 def chat_dict(completion: ChatCompletion) -> Response:

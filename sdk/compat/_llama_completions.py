@@ -9,6 +9,7 @@ from typing import Any
 
 from sdk.compat._llama_sampling import Callbacks
 from sdk.errors import SdkError
+from sdk.openai.token_names import Places, TokenNames
 from sdk.outputs import CompletionOutput, Logprobs, RequestOutput
 from sdk.tokenizer import LLMTokenizer
 from sdk.typed_outputs import MessageAnswer
@@ -60,7 +61,8 @@ class TextCompletions:
         self._tokenizer = tokenizer
         self._prompt = prompt
         self._callbacks = callbacks
-        self._length = len(prompt)  # characters before the next token
+        self._names = TokenNames(tokenizer)
+        self._places: Places | None = None  # of the answer's tokens, once it has begun
 
     def whole(self, output: RequestOutput, *, echo: bool) -> Response:
         """The completion."""
@@ -70,11 +72,13 @@ class TextCompletions:
         logprobs = None
         if answer.logprobs is not None:
             rows: list[tuple[int, Logprobs | None]] = []
+            places: list[int] = []
             if echo:
-                self._length = 0
                 rows = self._prompt_rows(output)
+                in_prompt = Places(self._tokenizer, skip_special_tokens=False)
+                places = in_prompt.following(token for token, _ in rows)
             rows += zip(answer.token_ids, answer.logprobs, strict=True)
-            logprobs = self._logprobs(rows)
+            logprobs = self._logprobs(rows, [*places, *self._answer_places(output)])
         counts = len(output.prompt_token_ids), len(answer.token_ids)
         return {
             **self._facts,
@@ -94,18 +98,27 @@ class TextCompletions:
                 [answer] = output.outputs
                 reason = self._reason(answer)
                 if answer.text or answer.logprobs:
-                    yield self._chunk(answer)
+                    yield self._chunk(output)
                 if reason is not None:
                     yield {**self._facts, "choices": [_choice("", None, reason)]}
                     return
         finally:
             pieces.close()
 
-    def _chunk(self, answer: CompletionOutput) -> Response:
+    def _chunk(self, output: RequestOutput) -> Response:
+        [answer] = output.outputs
         logprobs = None
         if answer.logprobs:
-            logprobs = self._logprobs(list(zip(answer.token_ids, answer.logprobs, strict=True)))
+            rows = list(zip(answer.token_ids, answer.logprobs, strict=True))
+            logprobs = self._logprobs(rows, self._answer_places(output))
         return {**self._facts, "choices": [_choice(answer.text, logprobs, None)]}
+
+    def _answer_places(self, output: RequestOutput) -> list[int]:
+        """Where the tokens of an output's answer begin: in the prompt and the answer."""
+        if self._places is None:
+            before = output.prompt_token_ids
+            self._places = Places(self._tokenizer, len(self._prompt), before)
+        return self._places.following(output.outputs[0].token_ids)
 
     def _reason(self, answer: CompletionOutput) -> str | None:
         if self._callbacks is not None and self._callbacks.stopped and answer.finished:
@@ -121,27 +134,14 @@ class TextCompletions:
             ids, rows = ids[1:], rows[1:]
         return list(zip(ids, [None, *rows[1:]][: len(ids)], strict=True))
 
-    def _logprobs(self, rows: Sequence[tuple[int, Logprobs | None]]) -> Response:
-        """Tokens with their offsets in the text and their log-probabilities."""
-        texts, offsets = [], []
-        for token, _ in rows:
-            texts.append(self._text(token))
-            offsets.append(self._length)
-            self._length += len(texts[-1])
+    def _logprobs(self, rows: Sequence[tuple[int, Logprobs | None]], places: list[int]) -> Response:
+        """Tokens with their ``places`` in the text and their log-probabilities."""
         return {
-            "tokens": texts,
-            "text_offset": offsets,
+            "tokens": [self._names[token] for token, _ in rows],
+            "text_offset": places,
             "token_logprobs": [row and row[token].logprob for token, row in rows],
-            "top_logprobs": [row and self._best(row) for _, row in rows],
+            "top_logprobs": [row and self._names.best(row, token) for token, row in rows],
         }
-
-    def _best(self, row: Logprobs) -> dict[str, float]:
-        return {self._text(token): entry.logprob for token, entry in row.entries()}
-
-    def _text(self, token: int) -> str:
-        """The text of one token, without bytes of other characters."""
-        text = self._tokenizer.decode_bytes([token], skip_special_tokens=True)
-        return text.decode("utf-8", errors="ignore")
 
 
 def _choice(text: str, logprobs: Response | None, reason: str | None) -> Response:

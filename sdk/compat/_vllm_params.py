@@ -209,9 +209,10 @@ class PoolerConfig:
                 )
 
     @property
-    def mode(self) -> PoolingMode:
-        """``pooling=`` of ``sdk.LLM.encode``."""
-        return _MODES.get(self.seq_pooling_type or self.pooling_type or "", "last")
+    def mode(self) -> PoolingMode | None:
+        """``pooling=`` of ``sdk.LLM.encode``; None: what the model's files say."""
+        given = self.seq_pooling_type or self.pooling_type
+        return None if given is None else _MODES.get(given, "last")
 
     def activates(self, params: PoolingParams) -> bool:
         """Whether a request with ``params`` has an activation."""

@@ -21,6 +21,7 @@ from sdk.compat._llama_chat import (
     FALLBACK,
     chat_dict,
     chat_format,
+    chat_responses,
     check_named,
     chunk_dicts,
     tool_arguments,
@@ -383,9 +384,7 @@ class Llama:
         """The output of a chat, or with ``stream`` its pieces."""
         messages, template = given["messages"], tool_arguments(given)
         if not is_conversation(messages):
-            raise RequestError(
-                f"messages: expected a list of messages, found {safe_repr(messages)}"
-            )
+            raise RequestError(f"messages: expected a list of them, found {safe_repr(messages)}")
         if self._format is not None:
             template["chat_template"] = self._format.template
         callbacks = None
@@ -394,12 +393,12 @@ class Llama:
             callbacks = Callbacks(given, chats.prompts[0].token_ids, self.last_n_tokens_size)
         top = given["top_logprobs"] or 0
         params = self._params({**given, "logprobs": top if given["logprobs"] else None}, callbacks)
-        if given["response_format"] is not None:
-            structure = structure_of(given["response_format"])
-            params = params.clone(structured_outputs=structure or params.structured_outputs)
+        if (wanted := given["response_format"]) is not None:
+            structure = structure_of(wanted) or params.structured_outputs
+            params = params.clone(structured_outputs=structure)
         if self._format is not None:
             params = params.clone(stop=(*(params.stop or ()), *self._format.stop))
-        made = Responses("chatcmpl", given["model"] or self.model_path, check_ended)
+        made = chat_responses(self.llm, given["model"] or self.model_path, params.logprobs)
         if given["stream"]:
             return made, self._watched(messages, params, **template)
         [output] = self.llm.chat(messages, params, use_tqdm=False, **template)

@@ -146,8 +146,13 @@ class _Resource:
         self._llm = llm
         self._name = name
 
-    def _responses(self, prefix: str, model: str | None) -> Responses:
-        return Responses(prefix, model or self._name, check_ended)
+    def _responses(
+        self, prefix: str, model: str | None, asked: ChatRequest | None = None
+    ) -> Responses:
+        if asked is None:
+            return Responses(prefix, model or self._name, check_ended)
+        tokenizer, top = self._llm.get_tokenizer(), asked.params.logprobs
+        return Responses(prefix, model or self._name, check_ended, tokenizer, top)
 
     def _chat(self, messages: Any, given: dict[str, Any]) -> ChatRequest:
         default = self._llm.get_default_sampling_params()
@@ -165,8 +170,8 @@ class _Resource:
             raise BadRequestError(
                 f"prompt: expected one prompt with stream=True, found {len(asked.prompts)}"
             )
-        text_of = self._llm.get_tokenizer().decode
-        made = CompletionResponses(model or self._name, check_ended, asked, text_of)
+        tokenizer = self._llm.get_tokenizer()
+        made = CompletionResponses(model or self._name, check_ended, asked, tokenizer)
         return made, [with_salt(one, asked.cache_salt) for one in asked.prompts], asked
 
     def _check_embeddings(self, encoding_format: str | None, dimensions: int | None) -> None:
@@ -192,7 +197,7 @@ class ChatCompletions(_Resource):
         """
         with openai_errors():
             asked = self._chat(messages, {**given, "stream": stream})
-            made, params = self._responses("chatcmpl", model), asked.params
+            made, params = self._responses("chatcmpl", model, asked), asked.params
             if not stream:
                 found = self._llm.chat(messages, params, use_tqdm=False, **asked.template)
                 return made.chat(found[0])
@@ -245,7 +250,7 @@ class AsyncChatCompletions(_Resource):
         """See :meth:`ChatCompletions.create`."""
         with openai_errors():
             asked = self._chat(messages, {**given, "stream": stream})
-            made, params = self._responses("chatcmpl", model), asked.params
+            made, params = self._responses("chatcmpl", model, asked), asked.params
             if not stream:
                 return made.chat((await self._llm.achat(messages, params, **asked.template))[0])
             pieces = await self._llm.astream(messages, params, **asked.template)

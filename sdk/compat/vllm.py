@@ -358,7 +358,8 @@ class LLM:
     ) -> list[ScoringRequestOutput]:
         """How well texts match, pair by pair."""
         check_absent(tokenization_kwargs=tokenization_kwargs)
-        if not self._pooler.activates(_pooling(pooling_params)) or self._pooler.mode != "last":
+        activates = self._pooler.activates(_pooling(pooling_params))
+        if not activates or self._pooler.mode not in (None, "last"):
             raise RequestError(
                 "score: use_activation=False and other poolings than LAST are not supported; use "
                 "embed"

@@ -19,7 +19,7 @@ from sdk.params import SamplingParams
 from sdk.sampling.resolved import ResolvedParams
 
 RequestKind = Literal["generate", "embed"]
-PoolingMode = Literal["last", "cls", "mean", "max", "token"]
+PoolingMode = Literal["last", "cls", "mean", "max", "weightedmean", "mean_sqrt_len", "token"]
 #: A vector as a list of floats; with the mode "token" a float32 array ``[tokens, hidden]``.
 Pooled: TypeAlias = Any
 
@@ -28,7 +28,8 @@ class Pooling(NamedTuple):
     """How the hidden states of a prompt become the result of an ``embed`` request.
 
     ``mode``: the state of the last or of the first token (``cls``), the mean or the maximum of all,
-    or all of them (``token``). ``normalize``: scale each vector to length 1.
+    the mean with weights 1, 2, 3, ..., the sum over the square root of their number, or all of them
+    (``token``). ``normalize``: scale each vector to length 1.
     """
 
     mode: PoolingMode = "last"

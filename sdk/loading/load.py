@@ -29,15 +29,16 @@ from sdk.engine.scheduling.prompt_lookup import LOOKUP_BYTES, PromptLookup
 from sdk.engine.scheduling.results import ResultBudget
 from sdk.engine.scheduling.scheduler import Scheduler
 from sdk.engine.scheduling.scheduler_config import SHORT_STEP, SHORT_STEP_GPU, SchedulerConfig
-from sdk.errors import CheckpointError, LoadCancelled, RequestError, SdkError
+from sdk.errors import CheckpointError, LoadCancelled, RequestError, SdkError, UnsupportedError
 from sdk.executors.local import LocalExecutor
 from sdk.executors.stage_times import StageTimes
 from sdk.kernels.dataclass import dataclass
 from sdk.kernels.lazy_torch import import_torch, torch, type_name
 from sdk.loading.checks import named_tokenizer
 from sdk.loading.device import Device, answers_folder, card_for, check_certain
+from sdk.loading.embedding_head import embedding_head
 from sdk.loading.fork import fork_plan
-from sdk.loading.load_warnings import load_warnings, other_stages
+from sdk.loading.load_warnings import load_warnings, other_stages, unread_keys
 from sdk.loading.progress import reporting
 from sdk.loading.sampling_defaults import SamplingDefaults, sampling_defaults
 from sdk.memory.alternatives import checked_plan
@@ -62,6 +63,7 @@ from sdk.models.config import ModelConfig
 from sdk.models.parallel import Mesh
 from sdk.persistence.model_key import ModelKey, key_of_fork, model_key
 from sdk.quant.checkpoint import Checkpoint, LoadedCheckpoint
+from sdk.quant.embedding_head import EmbeddingHead
 from sdk.quant.spec import kv_bits
 from sdk.quant.tokenizer import Tokenizer
 from sdk.remote import RemoteWorkers
@@ -100,6 +102,10 @@ class ModelFacts:
     headers: LoadedCheckpoint
     #: What ``device="auto"`` became; ``None``: the device was given.
     device: Device | None = None
+    #: What the files say about embeddings, or why that is not supported.
+    embedding_head: EmbeddingHead | str | None = None
+    #: Keys of the config or of the metadata without an effect, because nothing reads them.
+    unread_keys: tuple[str, ...] = ()
 
     def key(self) -> ModelKey:
         """The key of the model's files as they are now."""
@@ -229,6 +235,8 @@ def read_facts(config: EngineConfig, checkpoint: Checkpoint, memory: MemoryPlan)
         kv_scales=len(checkpoint.kv_scales),
         results=_results(memory, model),
         headers=LoadedCheckpoint(checkpoint),
+        embedding_head=embedding_head(checkpoint, model.hidden_size),
+        unread_keys=unread_keys(checkpoint, values),
     )
 
 
@@ -276,7 +284,17 @@ def start(
             lease=lease,
             kept=PrefixStore(scheduler, executor, spec),
             model_key=key,
-            warnings=tuple(load_warnings(executor.runner, others, facts.device)),
+            warnings=tuple(
+                load_warnings(
+                    executor.runner,
+                    others,
+                    facts.headers,
+                    facts.model_config,
+                    device=facts.device,
+                    unread_keys=facts.unread_keys,
+                    tokenizer=facts.tokenizer,
+                )
+            ),
             other_layers=others.layers,
             open_adapter=open_adapter,
         )
@@ -479,6 +497,11 @@ def _pages_set_aside(config: EngineConfig, memory: MemoryPlan) -> int:
 
 
 def _tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer | None:
+    if config.pre_tokenizer is not None and checkpoint.format != "gguf":
+        raise UnsupportedError(
+            f"{checkpoint.path}: pre_tokenizer={config.pre_tokenizer!r}: expected a GGUF file, "
+            "found safetensors files, whose tokenizer.json says how texts are split; leave it out"
+        )
     if config.skip_tokenizer_init:
         return None
     named = named_tokenizer(config)

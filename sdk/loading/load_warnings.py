@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sdk.config import EngineConfig
 from sdk.engine.rank.runner import ModelRunner
 from sdk.kernels.self_check import failures
 from sdk.loading.device import Device
 from sdk.memory.sizes import format_bytes
+from sdk.models.config_keys import unknown_keys
+from sdk.models.leftovers import Leftovers
+from sdk.quant.checkpoint import Checkpoint
+from sdk.quant.rewritten_checkpoint import RewrittenCheckpoint
 from sdk.reports.quant_report import LayerReport, quant_report
 
 if TYPE_CHECKING:
     from sdk.executors.local import LocalExecutor
     from sdk.executors.process import ProcessExecutor
+    from sdk.models.config import ModelConfig
+    from sdk.quant.tokenizer import Tokenizer
 
 logger = logging.getLogger("sdk")
 
@@ -43,8 +49,29 @@ def _of_rank(runner: ModelRunner) -> tuple[tuple[LayerReport, ...], frozenset[st
     return quant_report(runner.model.linears()).layers, frozenset(runner.unused_tensors)
 
 
-def load_warnings(runner: ModelRunner, others: OtherStages, device: Device | None) -> Iterator[str]:
-    """Problems that a user should know about, but that did not stop the load."""
+def unread_keys(checkpoint: Checkpoint, values: Mapping[str, Any]) -> tuple[str, ...]:
+    """The keys of a config, or of a file's metadata, that nothing reads."""
+    if isinstance(checkpoint, RewrittenCheckpoint):
+        checkpoint = checkpoint.inner
+    if checkpoint.format == "gguf":
+        return tuple(getattr(checkpoint, "unread_keys", ()))
+    return tuple(unknown_keys(values))
+
+
+def load_warnings(
+    runner: ModelRunner,
+    others: OtherStages,
+    headers: Checkpoint,
+    model: ModelConfig,
+    *,
+    device: Device | None,
+    unread_keys: Sequence[str],
+    tokenizer: Tokenizer | None,
+) -> Iterator[str]:
+    """One line each. ``device``: what ``device="auto"`` became.
+
+    :raises CheckpointError: a tensor of the language model is not used.
+    """
     on_cards = runner.mesh.group is not None and runner.config.device != "cpu"
     texts = [_slow_kernels(runner)]
     if device is not None and device.warns:
@@ -66,14 +93,37 @@ def load_warnings(runner: ModelRunner, others: OtherStages, device: Device | Non
         )
         logger.warning(text)
         yield text
-    for name in runner.unused_tensors:
-        if others.unused is None or name in others.unused:
-            yield f"unused tensor {name}"
+    if unread_keys:
+        where = "the metadata" if headers.format == "gguf" else "config.json"
+        yield f"{where}: keys that nothing reads have no effect: {', '.join(unread_keys)}"
+    if tokenizer is not None:
+        yield from tokenizer.warnings
+    yield from _leftovers(runner, others, headers, model)
     for layer in (*others.layers, *quant_report(runner.model.linears()).layers):
         for kernel, why in failures(layer.declined):
             text = f"{layer.name}: {kernel} {why}; {layer.kernel} runs it"
             logger.warning(text)
             yield text
+
+
+def _leftovers(
+    runner: ModelRunner, others: OtherStages, headers: Checkpoint, model: ModelConfig
+) -> list[str]:
+    """The tensors that no stage uses. :raises CheckpointError: results depend on one of them."""
+    unused = runner.unused_tensors
+    if others.unused is not None:
+        unused = [name for name in unused if name in others.unused]
+    everything = (entry.name for entry in headers.entries())
+    ignored = getattr(runner.model, "ignored_tensors", ())
+    found = Leftovers.of(
+        unused,
+        everything,
+        model.num_layers,
+        ignored=ignored,
+        only_text=headers.format == "gguf",
+    )
+    found.check(headers.path, model.model_type)
+    return found.warnings()
 
 
 def _slow_kernels(runner: ModelRunner) -> str | None:

@@ -21,6 +21,7 @@ def open_model(config: EngineConfig) -> Checkpoint:
             local_files_only=config.local_files_only,
             download_dir=config.download_dir,
             on_download=report,
+            pre_tokenizer=config.pre_tokenizer,
         )
     if config.load_format not in ("auto", checkpoint.format):
         checkpoint.close()

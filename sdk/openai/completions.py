@@ -11,7 +11,9 @@ from sdk.logprobs import Logprobs as Row
 from sdk.openai.objects import Completion, CompletionChoice, CompletionUsage, Logprobs
 from sdk.openai.requests import CompletionRequest
 from sdk.openai.responses import reason_of, stream_usage, usage_of
+from sdk.openai.token_names import Places, TokenNames, places_in_prompt
 from sdk.outputs import CompletionOutput, RequestOutput
+from sdk.tokenizer import LLMTokenizer
 
 #: A token and its log-probabilities; the first token of a prompt has none.
 _Scored = tuple[int, Row | None]
@@ -20,8 +22,8 @@ _Scored = tuple[int, Row | None]
 class CompletionResponses:
     """Makes the responses to one request, which may have several prompts.
 
-    ``check`` raises if an answer did not end by itself. ``text_of``: the text of token ids. Choice
-    ``i`` of prompt ``p`` has the index ``p * n + i``.
+    ``check`` raises if an answer did not end by itself. Choice ``i`` of prompt ``p`` has the index
+    ``p * n + i``.
     """
 
     def __init__(
@@ -29,10 +31,12 @@ class CompletionResponses:
         model: str,
         check: Callable[[CompletionOutput], None],
         asked: CompletionRequest,
-        text_of: Callable[[Sequence[int]], str],
+        tokenizer: LLMTokenizer,
     ) -> None:
         self._check = check
-        self._text_of = text_of
+        self._tokenizer = tokenizer
+        self._names = TokenNames(tokenizer)
+        self._skips = asked.params.skip_special_tokens
         self._echo = asked.echo
         self._scores = asked.scores
         self._n = asked.params.n
@@ -41,7 +45,7 @@ class CompletionResponses:
             "created": int(time.time()),
             "model": model,
         }
-        self._offsets: dict[int, int] = {}  # characters so far, of each choice of a stream
+        self._places: dict[int, Places] = {}  # of each choice whose answer has begun
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -81,43 +85,40 @@ class CompletionResponses:
     ) -> CompletionChoice:
         self._check(answer)
         rows: list[_Scored] = []
+        places: list[int] = []
         text, reason = answer.text, reason_of(answer)
-        first = index not in self._offsets
-        if answer.logprobs is not None:
-            rows = list(zip(answer.token_ids, answer.logprobs, strict=True))
-        if self._scores:
-            text, rows, reason = "", [], reason and "length"
-        if first:
-            self._offsets[index] = 0 if self._echo else len(self._prompt(output))
+        first = index not in self._places
         if first and self._echo:
             text = self._prompt(output) + text
             if output.prompt_logprobs is not None:
-                given = zip(output.prompt_token_ids, output.prompt_logprobs, strict=True)
-                rows = [*given, *rows]
-        logprobs = None if answer.logprobs is None else self._logprobs(rows, index)
+                rows += zip(output.prompt_token_ids, output.prompt_logprobs, strict=True)
+                prompt = list(output.prompt_token_ids)
+                places += places_in_prompt(self._tokenizer, prompt, self._prompt(output))
+        if first:
+            self._places[index] = self._at_answer(output)
+        if self._scores:
+            text, reason = self._prompt(output) if first else "", reason and "length"
+        elif answer.logprobs is not None:
+            rows += zip(answer.token_ids, answer.logprobs, strict=True)
+            places += self._places[index].following(answer.token_ids)
+        logprobs = None if answer.logprobs is None else self._logprobs(rows, places)
         return CompletionChoice(index, text, reason, logprobs)
 
     def _prompt(self, output: RequestOutput) -> str:
-        return self._text_of(output.prompt_token_ids) if output.prompt is None else output.prompt
+        if output.prompt is not None:
+            return output.prompt
+        return self._tokenizer.decode(output.prompt_token_ids)
 
-    def _logprobs(self, rows: Sequence[_Scored], index: int) -> Logprobs:
-        made = Logprobs(top_logprobs=[])
-        assert made.top_logprobs is not None
-        for token, row in rows:
-            entry = None if row is None else row[token]
-            text = None if entry is None else entry.decoded_token
-            text = self._text_of([token]) if text is None else text
-            made.tokens.append(text)
-            made.text_offset.append(self._offsets[index])
-            self._offsets[index] += len(text)
-            made.token_logprobs.append(None if entry is None else entry.logprob)
-            made.top_logprobs.append(None if row is None else self._best(row))
-        return made
+    def _at_answer(self, output: RequestOutput) -> Places:
+        start, before = len(self._prompt(output)), output.prompt_token_ids
+        return Places(self._tokenizer, start, before, skip_special_tokens=self._skips)
 
-    def _best(self, row: Row) -> dict[str, float]:
-        return {
-            self._text_of([token]) if entry.decoded_token is None else entry.decoded_token: (
-                entry.logprob
-            )
-            for token, entry in row.entries()
-        }
+    def _logprobs(self, rows: Sequence[_Scored], places: list[int]) -> Logprobs:
+        return Logprobs(
+            text_offset=places,
+            token_logprobs=[None if row is None else row[token].logprob for token, row in rows],
+            tokens=[self._names[token] for token, _ in rows],
+            top_logprobs=[
+                None if row is None else self._names.best(row, token) for token, row in rows
+            ],
+        )

@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from sdk.logprobs import Logprob
 from sdk.openai.objects import (
     ChatCompletion,
     ChatCompletionChunk,
@@ -26,7 +27,9 @@ from sdk.openai.objects import (
     PromptTokensDetails,
     TopLogprob,
 )
+from sdk.openai.token_names import TokenNames
 from sdk.outputs import CompletionOutput, EmbeddingOutput, RequestOutput
+from sdk.tokenizer import LLMTokenizer
 from sdk.typed_outputs import MessageAnswer
 
 
@@ -55,11 +58,21 @@ def stream_usage(outputs: Sequence[RequestOutput]) -> CompletionUsage:
 class Responses:
     """Makes the responses to one request: they share ``id``, ``created`` and ``model``.
 
-    ``check`` raises if an answer did not end by itself.
+    ``check`` raises if an answer did not end by itself. Chats need a ``tokenizer`` for the bytes of
+    tokens, and ``top``, how many of the best tokens were asked for at each place (-1: all).
     """
 
-    def __init__(self, prefix: str, model: str, check: Callable[[CompletionOutput], None]) -> None:
+    def __init__(
+        self,
+        prefix: str,
+        model: str,
+        check: Callable[[CompletionOutput], None],
+        tokenizer: LLMTokenizer | None = None,
+        top: int | None = None,
+    ) -> None:
         self._check = check
+        self._names = None if tokenizer is None else TokenNames(tokenizer)
+        self._top = top
         self._facts: dict[str, Any] = {
             "id": f"{prefix}-{uuid.uuid4().hex}",
             "created": int(time.time()),
@@ -93,7 +106,7 @@ class Responses:
                     ChatCompletionMessageToolCall(call.id, Function(call.name, call.arguments))
                     for call in found.tool_calls
                 ]
-        return Choice(answer.index, message, reason, _logprobs(answer))
+        return Choice(answer.index, message, reason, self._logprobs(answer))
 
     def chunk(self, output: RequestOutput) -> ChatCompletionChunk:
         choices = [self._chunk_choice(answer) for answer in output.outputs]
@@ -121,12 +134,30 @@ class Responses:
             self._started.add(answer.index)
             delta.role = "assistant"
         ended = "tool_calls" if reason and answer.index in self._calls else reason
-        return ChunkChoice(answer.index, delta, ended, _logprobs(answer))
+        return ChunkChoice(answer.index, delta, ended, self._logprobs(answer))
 
     def last_chunk(self, output: RequestOutput) -> ChatCompletionChunk:
         """The chunk with the usage of a whole stream, from its last output."""
         usage = stream_usage([output])
         return ChatCompletionChunk(choices=[], usage=usage, **self._facts)
+
+    def _logprobs(self, answer: CompletionOutput) -> ChoiceLogprobs | None:
+        if answer.logprobs is None:
+            return None
+        assert self._names is not None and self._top is not None
+        names, most = self._names, self._top
+        content = []
+        for token, row in zip(answer.token_ids, answer.logprobs, strict=True):
+            # after the best ones a row has the chosen token, whatever its rank
+            best = [one for one in row.entries() if most < 0 or (one[1].rank or 0) <= most]
+            tops = [
+                TopLogprob(_text(entry), entry.logprob, names.data(other)) for other, entry in best
+            ]
+            own = row[token]
+            content.append(
+                ChatCompletionTokenLogprob(_text(own), own.logprob, names.data(token), tops)
+            )
+        return ChoiceLogprobs(content)
 
     def embeddings(self, outputs: Sequence[EmbeddingOutput]) -> CreateEmbeddingResponse:
         count = sum(len(output.prompt_token_ids) for output in outputs)
@@ -135,20 +166,6 @@ class Responses:
         return CreateEmbeddingResponse(data, model, EmbeddingUsage(count, count))
 
 
-def _logprobs(answer: CompletionOutput) -> ChoiceLogprobs | None:
-    if answer.logprobs is None:
-        return None
-    content = []
-    for token_id, entry in zip(answer.token_ids, answer.logprobs, strict=True):
-        tops = [
-            TopLogprob(one.decoded_token or "", one.logprob, _bytes(one.decoded_token))
-            for _, one in entry.entries()
-        ]
-        own = entry[token_id]
-        text = own.decoded_token or ""
-        content.append(ChatCompletionTokenLogprob(text, own.logprob, _bytes(text), tops))
-    return ChoiceLogprobs(content)
-
-
-def _bytes(text: str | None) -> list[int] | None:
-    return None if text is None else list(text.encode("utf-8"))
+def _text(entry: Logprob) -> str:
+    """The text of a token alone; a part of a character is U+FFFD."""
+    return entry.decoded_token or ""

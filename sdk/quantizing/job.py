@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from sdk.kernels.layouts import Dense, Layout
+from sdk.models.leftovers import Leftovers
 from sdk.quant.calibration import InputStatistics, Observer
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.online import is_router
@@ -110,10 +111,20 @@ class Job:
                 report(index + 1, count)
             if first <= count:
                 self._ends(count)
+            if first == 0:  # else this run has not pulled everything
+                self._check_leftovers()
             parts = [self.folder.part(i) for i in range(count + 1)]
             self.folder.finish(lambda made: self.writer.finish(parts, made))
         except OSError as error:
             raise self.folder.failed(error) from error
+
+    def _check_leftovers(self) -> None:
+        """:raises CheckpointError: the result would lack tensors of the model."""
+        names = [entry.name for entry in self.checkpoint.entries()]
+        config, only_text = self.layers.config, self.checkpoint.format == "gguf"
+        unused = self.checkpoint.unused()
+        left = Leftovers.of(unused, names, config.num_layers, only_text=only_text)
+        left.check(self.checkpoint.path, config.model_type)
 
     def _inputs_bytes(self, ids: Tensor) -> int:
         return ids.numel() * self.layers.config.hidden_size * 4

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
 from sdk.engine.engine import Output
 from sdk.engine.plan import Pooling, PoolingMode
-from sdk.errors import RequestError
+from sdk.errors import RequestError, UnsupportedError
 from sdk.models.classifier import Classifier
 from sdk.outputs import (
     ClassificationOutput,
@@ -20,6 +20,7 @@ from sdk.outputs import (
     ScoringOutput,
 )
 from sdk.params import SamplingParams
+from sdk.quant.embedding_head import UNIT, EmbeddingHead
 from sdk.quant.safe_repr import safe_repr
 from sdk.requests.calls import Stage, Work
 from sdk.requests.conversations import check_salt
@@ -29,9 +30,17 @@ from sdk.requests.prompts import Prompt, PromptLike, PromptReader, as_list, with
 
 
 class PoolingCalls:
-    """These calls of one ``LLM``. ``classifier``: the classes of its checkpoint, if it has any."""
+    """These calls of one ``LLM``. ``classifier``: the classes of its checkpoint, if it has any.
+    ``head``: what its files say about embeddings, or why that cannot be followed."""
 
-    def __init__(self, jobs: JobMaker, reader: PromptReader, classifier: Classifier | None) -> None:
+    def __init__(
+        self,
+        jobs: JobMaker,
+        reader: PromptReader,
+        classifier: Classifier | None,
+        head: EmbeddingHead | str | None = None,
+    ) -> None:
+        self._head_of_files = head
         self._jobs = jobs
         self._reader = reader
         self._classifier = classifier
@@ -40,6 +49,14 @@ class PoolingCalls:
         self, prompts: Any, truncate: int | None, lora: Any = None, tenant: str | None = None
     ) -> Work[list[EmbeddingOutput]]:
         """See :meth:`sdk.LLM.embed`."""
+        if (head := self._embedding_head()) is not None:
+            found = yield from self._headed(head, prompts, truncate, lora, tenant)
+            return [
+                EmbeddingOutput(
+                    one.request_id, one.prompt_token_ids, one.outputs.data, metrics=one.metrics
+                )
+                for one in found
+            ]
         jobs = self._jobs.make(*self._read(prompts, truncate, lora, tenant), kind="embed")
         outputs = yield Stage(jobs, "embed")
         return [embedding_of(output) for output in outputs]
@@ -47,13 +64,18 @@ class PoolingCalls:
     def encode(
         self,
         prompts: Any,
-        pooling: str,
+        pooling: str | None,
         normalize: bool,
         truncate: int | None,
         lora: Any = None,
         tenant: str | None = None,
     ) -> Work[list[PoolingRequestOutput]]:
         """See :meth:`sdk.LLM.encode`."""
+        if pooling is None and (head := self._embedding_head()) is not None:
+            _check_flag("normalize", normalize)
+            found = yield from self._headed(head, prompts, truncate, lora, tenant, normalize)
+            return [with_tensor(one) for one in found]
+        pooling = pooling or "last"
         if pooling not in get_args(PoolingMode):
             modes = ", ".join(get_args(PoolingMode))
             raise RequestError(f"pooling: expected one of {modes}, found {safe_repr(pooling)}")
@@ -110,6 +132,8 @@ class PoolingCalls:
             )
         prompts = [with_salt(one, salt) for one in (*left, *right)]
         embedded = yield from self.embed(prompts, None, lora, tenant)
+        if self._head_of_files is not None:  # its vectors may have any length
+            embedded = [replace(one, embedding=UNIT(one.embedding)) for one in embedded]
         return cosines(embedded[: len(left)], embedded[len(left) :])
 
     def rerank(
@@ -144,6 +168,36 @@ class PoolingCalls:
         return [RerankOutput(index, documents[index], scores[index]) for index in order]
 
     # ---- inside ----------------------------------------------------------------------------------
+
+    def _embedding_head(self) -> EmbeddingHead | None:
+        """:raises UnsupportedError: the files ask for embeddings that are not supported."""
+        head = self._head_of_files
+        if isinstance(head, str):
+            raise UnsupportedError(
+                f"{head}. encode(pooling=...) with a mode gives the model's hidden states"
+            )
+        return head
+
+    def _headed(
+        self,
+        head: EmbeddingHead,
+        prompts: Any,
+        truncate: int | None,
+        lora: Any,
+        tenant: str | None,
+        normalize: bool = False,
+    ) -> Work[list[PoolingRequestOutput]]:
+        """The embeddings as the files describe them."""
+        items = [_prompted(item, head.prompt) for item in as_list(prompts)]
+        mode: Any = head.mode
+        read = self._read(items, truncate, lora, tenant)
+        found = yield from self._pooled(read, Pooling(mode, False))
+        rows = [head(one.outputs.data) for one in found]
+        if normalize:
+            rows = [UNIT(row) for row in rows]
+        return [
+            one._replace(outputs=PoolingOutput(row)) for one, row in zip(found, rows, strict=True)
+        ]
 
     def _read(
         self,
@@ -265,6 +319,15 @@ def with_tensor(output: PoolingRequestOutput) -> PoolingRequestOutput:
     import torch  # the other calls, and FakeLLM, need none
 
     return output._replace(outputs=PoolingOutput(torch.as_tensor(output.outputs.data)))
+
+
+def _prompted(item: PromptLike, prompt: str) -> PromptLike:
+    """A prompt with a text before it; token ids stay as they are."""
+    if isinstance(item, str):
+        return prompt + item
+    if prompt and isinstance(item, Mapping) and isinstance(item.get("prompt"), str):
+        return {**item, "prompt": prompt + item["prompt"]}
+    return item
 
 
 def _check_flag(name: str, value: object) -> None:

@@ -388,7 +388,7 @@ class FakeLLM:
         self,
         prompts: PromptLike | Sequence[PromptLike],
         *,
-        pooling: PoolingMode = "last",
+        pooling: PoolingMode | None = None,
         normalize: bool = True,
         truncate_prompt_tokens: int | None = None,
         lora_request: LoRAsLike = None,

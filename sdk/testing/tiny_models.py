@@ -21,6 +21,7 @@ from sdk.kernels.ops import Ops
 from sdk.loaders.model_shapes import expected_shape
 from sdk.models.architecture import Architecture, architecture, architectures
 from sdk.models.auto import build_model
+from sdk.models.config_keys import only_read
 from sdk.models.parallel import Mesh
 from sdk.quant.checkpoint import TensorEntry
 from sdk.quant.errors import CheckpointError, QuantizationError
@@ -121,6 +122,7 @@ def _write_plain(folder: Path, known: Architecture, seed: int) -> None:
     experts: dict[str, Any] = {}
     if known.config.expert_width is not None:
         experts = {**_EXPERTS, "num_experts": _NUM_EXPERTS, "num_local_experts": _NUM_EXPERTS}
+        experts = only_read(experts, known)
     config = {
         **known.config.defaults,
         **_SHAPE,

@@ -75,19 +75,23 @@ class IncrementalDetokenizer:
             return ""
         if self._window is not None:
             return self._window.push(token_id)
-        return self._decode(self._tokenizer.id_to_bytes(token_id))
+        return self._decode(self._bytes(token_id))
 
     def extend(self, token_ids: Iterable[int]) -> str:
         """:meth:`push` for several tokens."""
         shown = [token_id for token_id in token_ids if token_id not in self._skipped]
         if self._window is not None:
             return "".join(map(self._window.push, shown))
-        return self._decode(b"".join(map(self._tokenizer.id_to_bytes, shown)))
+        return self._decode(b"".join(map(self._bytes, shown)))
 
-    def _decode(self, data: bytes) -> str:
+    def _bytes(self, token_id: int) -> bytes:
+        data = self._tokenizer.id_to_bytes(token_id)
         if self._strip and data:
             self._strip = False
-            data = data.removeprefix(b" ")
+            data = self._tokenizer.opening_bytes(token_id)
+        return data
+
+    def _decode(self, data: bytes) -> str:
         if self._healed:
             data, self._healed = data[self._healed :], max(0, self._healed - len(data))
         if self._rest:

@@ -39,9 +39,15 @@ class Tool:
     description: str
     parameters: Mapping[str, Any]
     function: Callable[..., Any] | None = field(default=None, compare=False)
+    #: The definition as the caller wrote it: templates see its other keys and their order.
+    written: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
 
     def as_dict(self) -> dict[str, Any]:
         """The definition in the form of OpenAI's chat API, which chat templates take."""
+        if self.written is not None:
+            function = self.written["function"]
+            own = {} if function.get("parameters") else {"parameters": dict(self.parameters)}
+            return {**self.written, "function": {**function, **own}}
         function = {
             "name": self.name,
             "description": self.description,
@@ -156,7 +162,10 @@ def _from_dict(given: Mapping[str, Any], where: str) -> Tool:
     if parameters is None:
         parameters = {"type": "object", "properties": {}}
     _check_parameters(parameters, f"{where}.parameters")
-    return Tool(name, description or "", parameters)
+    if definition is given:
+        own = {key: value for key, value in given.items() if key != "type"}
+        given = {"type": "function", "function": own}
+    return Tool(name, description or "", parameters, written=given)
 
 
 def _checked_name(name: object, where: str) -> str:

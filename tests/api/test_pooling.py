@@ -110,7 +110,7 @@ def test_states_survive_a_preemption(folder: Path, chunked: LLM) -> None:
     ("call", "message"),
     [
         (lambda llm: llm.encode("a", pooling="avg"), "pooling: expected one of last, cls, mean"),
-        (lambda llm: llm.encode("a", pooling=None), "pooling: expected one of"),
+        (lambda llm: llm.encode("a", pooling=3), "pooling: expected one of"),
         (lambda llm: llm.encode("a", normalize=1), "normalize: expected True or False"),
         (lambda llm: llm.classify("a"), "no classification head. Load a checkpoint"),
         (lambda llm: llm.rerank(1, ["a"]), "query: expected a string"),

@@ -140,11 +140,11 @@ def test_olmo_2_with_a_window_is_olmo_3(files: Any, save: Save) -> None:
         (
             {
                 "type": (8, "yarn"), "factor": (6, 4.0), "original_context_length": (4, 32),
-                "yarn_beta_fast": (6, 32.0), "yarn_attn_factor": (6, 1.1),
+                "yarn_beta_fast": (6, 32.0), "yarn_attn_factor": (6, 1.0),
             },
             {
                 "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32,
-                "beta_fast": 32.0, "attention_factor": 1.1,
+                "beta_fast": 32.0,
             },
         ),
     ],

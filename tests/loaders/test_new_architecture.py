@@ -51,6 +51,7 @@ ARCHITECTURE = Architecture(
     Model,
     aliases=("toy_multimodal",),
     config=ConfigRules(
+        keys=("sliding_window", "sliding_window_pattern", "logits_scaling"),
         defaults={"head_dim": 8, "rope_theta": 5000.0},
         sliding=all_but_every(3),
         embedding_scale=lambda hidden: 2.0 * hidden,

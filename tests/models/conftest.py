@@ -294,7 +294,7 @@ def load(ops: Ops) -> Callable[..., CausalLM]:
         mesh: Mesh | None = None,
         layers: range | None = None,
     ) -> CausalLM:
-        checkpoint = source if isinstance(source, DictCheckpoint) else checkpoint_of(source)
+        checkpoint = source if hasattr(source, "unused") else checkpoint_of(source)
         with loading:
             return build_model(
                 checkpoint, mesh or Mesh(), ops, max_model_len=max_model_len, layers=layers

@@ -113,7 +113,8 @@ def test_a_multimodal_config_is_read_as_its_text_part() -> None:
         ),
         ({"model_type": "llama", "sliding_window": 9}, (None,) * 4),
         (
-            {"layer_types": ["full_attention", "sliding_attention"] * 2, "sliding_window": 5},
+            {"model_type": "qwen3", "sliding_window": 5}
+            | {"layer_types": ["full_attention", "sliding_attention"] * 2},
             (None, 5, None, 5),
         ),
     ],
@@ -140,7 +141,7 @@ def test_null_switches_gemma2_soft_caps_off() -> None:
 
 
 def test_attention_scores_are_scaled_as_the_family_says() -> None:
-    assert read(query_pre_attn_scalar=25).attention_scale == 0.2
+    assert read(model_type="gemma2", query_pre_attn_scalar=25).attention_scale == 0.2
     assert read(model_type="granite").attention_scale == 1.0
     assert read(model_type="granite", attention_multiplier=0.5).attention_scale == 0.5
 
@@ -205,6 +206,20 @@ def test_biases_follow_the_config() -> None:
             {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, "head_dim": 2},
             "expected at least 4 rotated dimensions, found 2",
         ),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"] * 2, "sliding_window": 9},
+            r"layer_types\[1\]: found 'sliding_attention', but .* llama .*expected full_attention",
+        ),
+        (
+            {"model_type": "mistral", "layer_types": ["full_attention"] * 4, "sliding_window": 9},
+            r"layer_types\[0\]: found 'full_attention', .* expected sliding_attention",
+        ),
+        ({"is_causal": False}, "is_causal: expected True, found False: its tokens attend in both"),
+        (
+            {"model_type": "gemma3_text", "use_bidirectional_attention": True},
+            "use_bidirectional_attention: expected False, found True",
+        ),
+        ({"per_layer_config": {"0": {}}}, "per_layer_config: expected None, found {'0': {}}"),
         ({"layer_types": ["full_attention"]}, "layer_types: expected a list of 4 names, found 1"),
         ({"layer_types": ["mamba"] * 4}, "layer_types: expected full_attention.* found 'mamba'"),
         ({"layer_types": ["sliding_attention"] * 4}, "sliding_window: expected an integer"),

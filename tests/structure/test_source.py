@@ -21,13 +21,14 @@ ALLOWED = {
     "kernels": set(),
     "quant": {"kernels"},
     # the layouts are the plain tensors a format decodes into, not kernels; models.architecture
-    # describes how files hold a model, and imports nothing of the loaders
+    # and models.config_keys describe files of a model, and import nothing of the loaders
     "loaders": {
         "quant",
         "kernels.layouts",
         "kernels.lazy_torch",
         "kernels.dataclass",
         "models.architecture",
+        "models.config_keys",
     },
     "models": {"quant", "kernels"},
     "sdk": {"kernels", "quant", "loaders", "models"},

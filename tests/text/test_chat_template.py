@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -249,3 +250,13 @@ def test_a_message_without_text_or_changed_by_the_template_cannot_be_continued()
             ChatTemplate(template).render(
                 [{"role": "assistant", "content": "a/b"}], continue_final_message=True
             )
+
+
+def test_a_message_is_shown_with_its_keys_in_the_callers_order() -> None:
+    template = ChatTemplate("{{ messages | tojson }}")
+    messages = [
+        {"name": "ann", "role": "user", "content": "x"},
+        {"tool_calls": [{"type": "function", "id": "1", "function": {"name": "f"}}], "role": "b"},
+    ]
+    shown = [messages[0], {**messages[1], "content": None}]
+    assert template.render(messages) == json.dumps(shown)

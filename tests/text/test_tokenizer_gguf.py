@@ -12,6 +12,7 @@ from hypothesis import given, settings, strategies as st
 
 from sdk.loaders.tokenizer.from_gguf import tokenizer_from_gguf
 from sdk.loaders.tokenizer.pretokenizers import PRE_TOKENIZERS
+from sdk.quant.errors import UnsupportedError
 
 VECTORS = json.loads((Path(__file__).parent / "llama_cpp_vectors.json").read_text("utf-8"))
 
@@ -161,14 +162,39 @@ def test_end_of_message_is_no_end_in_the_harmony_format(make_metadata: Any) -> N
     assert tokenizer_from_gguf(metadata, "x.gguf").eos_token_ids == {260, 262, 263}
 
 
-@pytest.mark.parametrize("pre", [None, "made-up"])
-def test_an_unknown_pre_tokenizer_is_reported(
-    make_metadata: Any, pre: str | None, caplog: pytest.LogCaptureFixture
+def test_a_file_older_than_names_of_pre_tokenizers_is_reported(
+    make_metadata: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    metadata = make_metadata["gpt2"](**{"tokenizer.ggml.pre": pre})
+    metadata = make_metadata["gpt2"](**{"tokenizer.ggml.pre": None})
     tokenizer = tokenizer_from_gguf(metadata, "odd.gguf")
-    assert len(tokenizer.warnings) == 1 and "tokenizer.ggml.pre" in tokenizer.warnings[0]
+    assert len(tokenizer.warnings) == 1 and "tokenizer.ggml.pre is miss" in tokenizer.warnings[0]
     assert "odd.gguf" in caplog.text
+
+
+def test_an_unknown_pre_tokenizer_is_refused_unless_another_one_is_named(
+    make_metadata: Any,
+) -> None:
+    metadata = make_metadata["gpt2"](**{"tokenizer.ggml.pre": "made-up"})
+    with pytest.raises(UnsupportedError, match=r"odd.gguf: .*pre is 'made-up'.*tokenizer=FOLDER"):
+        tokenizer_from_gguf(metadata, "odd.gguf")
+    found = tokenizer_from_gguf(metadata, "odd.gguf", pre_tokenizer="qwen2")
+    known = tokenizer_from_gguf(make_metadata["gpt2"](**{"tokenizer.ggml.pre": "qwen2"}), "x.gguf")
+    assert found.warnings == ()
+    assert found.encode("hello 2024 worlds") == known.encode("hello 2024 worlds")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "message"),
+    [
+        ("gpt2", "made-up", "expected one of .*qwen2.*, found 'made-up'"),
+        ("llama", "qwen2", "tokenizer.ggml.model is 'gpt2', found 'llama'"),
+    ],
+)
+def test_a_pre_tokenizer_that_cannot_be_used_is_refused(
+    make_metadata: Any, kind: str, name: str, message: str
+) -> None:
+    with pytest.raises(UnsupportedError, match=rf"x.gguf: pre_tokenizer.*{message}"):
+        tokenizer_from_gguf(make_metadata[kind](), "x.gguf", pre_tokenizer=name)
 
 
 @pytest.mark.parametrize("pre", sorted(PRE_TOKENIZERS))

@@ -391,3 +391,14 @@ def literal(kind: Literal["a", "b"]) -> None:
 
 def test_choices_of_a_literal_are_in_the_schema() -> None:
     assert tool_from_function(literal).parameters["properties"]["kind"] == {"enum": ["a", "b"]}
+
+
+def test_a_definition_is_shown_as_it_was_written() -> None:
+    function = {"strict": True, "name": "f", "parameters": {"type": "object"}, "description": "d"}
+    [tool] = tools_of([{"function": function, "type": "function"}])
+    assert json.dumps(tool.as_dict()) == json.dumps({"function": function, "type": "function"})
+    [flat] = tools_of([{"type": "function", **function}])  # of the Responses API
+    assert json.dumps(flat.as_dict()) == json.dumps({"type": "function", "function": function})
+    [short] = tools_of([{"type": "function", "function": {"name": "f"}}])
+    shown = {"name": "f", "parameters": {"type": "object", "properties": {}}}
+    assert short.as_dict()["function"] == shown

@@ -5,10 +5,23 @@ The result does not depend on where a prompt was cut: the mean adds row after ro
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
 import numpy as np
 
 from sdk.engine.plan import Pooled, Pooling
 from sdk.kernels.lazy_torch import Tensor, torch
+
+#: What the sum of ``n`` hidden states is divided by. Weights are 1 to n with "weightedmean".
+_SUMS: Mapping[str, Callable[[int], float]] = MappingProxyType(
+    {
+        "mean": float,
+        "mean_sqrt_len": math.sqrt,
+        "weightedmean": lambda count: count * (count + 1) / 2,
+    }
+)
 
 
 class Pooler:
@@ -25,7 +38,7 @@ class Pooler:
     def add(self, rows: Tensor) -> None:
         """The next hidden states, float32 ``[n, hidden]``."""
         mode = self._pooling.mode
-        if mode == "mean":
+        if mode in _SUMS:
             self._add_to_sum(rows)
         elif mode == "token":
             self._kept.append(rows.clone())
@@ -40,13 +53,13 @@ class Pooler:
         if total is None:
             total = self._sum = rows.new_zeros(rows.shape[1], dtype=torch.float64)
         for row in rows:
-            total += row
-        self._count += len(rows)
+            self._count += 1
+            total += row * self._count if self._pooling.mode == "weightedmean" else row
 
     def result(self) -> Tensor:
         """The pooled vector float32 ``[hidden]``; all rows ``[tokens, hidden]`` for "token"."""
         if self._sum is not None:
-            found = (self._sum / self._count).float()
+            found = (self._sum / _SUMS[self._pooling.mode](self._count)).float()
         else:
             found = torch.cat(self._kept)
             if self._pooling.mode != "token":

@@ -25,7 +25,8 @@ async def chat_completions(exchange: Exchange, services: Services) -> None:
     target = services.models.resolve(body.take("model"))
     asked = read_chat(body, target.llm.get_default_sampling_params())
     salt = salted(exchange.caller, asked.cache_salt)
-    made = Responses("chatcmpl", target.name, check_ended)
+    tokenizer, top = target.llm.get_tokenizer(), asked.params.logprobs
+    made = Responses("chatcmpl", target.name, check_ended, tokenizer, top)
     streaming = asked.streaming
     async with Departure(exchange), AsyncExitStack() as stack:
         answers, use = await ask(
@@ -72,8 +73,7 @@ async def completions(exchange: Exchange, services: Services) -> None:
     asked = read_completion(body, target.llm.get_default_sampling_params())
     salt, streaming = salted(exchange.caller, asked.cache_salt), asked.streaming
     prompts = [with_salt(prompt, salt) for prompt in asked.prompts]
-    text_of = target.llm.get_tokenizer().decode
-    made = CompletionResponses(target.name, check_ended, asked, text_of)
+    made = CompletionResponses(target.name, check_ended, asked, target.llm.get_tokenizer())
     async with Departure(exchange), AsyncExitStack() as stack:
         answers, use = await ask(
             stack,

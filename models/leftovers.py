@@ -1,0 +1,125 @@
+"""Tensors of a file that the model has not taken: do they change what it computes?
+
+A tensor that belongs to the language model and is not used means that another model is computed
+than the file holds: llama.cpp refuses such a file, too. Tensors beside the language model (a vision
+tower), buffers that are computed from the config, layers after the last one (multi-token
+prediction) and scales for activations that are not quantized here change nothing.
+
+torch is not imported, as in :mod:`sdk.models.architecture`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from sdk.quant.errors import CheckpointError
+
+#: Where a multimodal model keeps its language model.
+_TEXT = ("model.language_model", "language_model")
+#: The head of a language model, in the spellings of files.
+_HEADS = ("lm_head", "embed_out", "output")
+_LAYER = re.compile(r"(?:^|\.)(?:layers|blk|blocks|h)\.(\d+)\.")
+#: Why a tensor changes nothing, by its name. GPT-2's and GPT-NeoX's ``attn.bias`` are causal masks.
+_HARMLESS = (
+    (
+        "computed from the config",
+        re.compile(
+            r"(^|\.)(rotary_emb\.\w+|inv_freq|position_ids|masked_bias|attn_rot_embd\.weight"
+            r"|attn\.bias|attention\.bias)$"
+        ),
+    ),
+    ("of multi-token prediction", re.compile(r"(^|\.)(mtp\w*|nextn\w*)\.")),
+    (
+        "of quantized activations or caches",
+        re.compile(
+            r"[._](input|output|act|activation|q|k|v|kv|qkv|prob|prob_output|softmax)"
+            r"_(scale|global_scale|zero_point|scale_inv|scale_ub|amax)$"
+        ),
+    ),
+)
+#: Names in one message.
+_SHOWN = 3
+
+
+class Leftovers(NamedTuple):
+    """``of_the_model``: tensors that belong to the language model. ``harmless``: the others, each
+    with why it changes nothing."""
+
+    of_the_model: tuple[str, ...]
+    harmless: tuple[tuple[str, str], ...]
+
+    @classmethod
+    def of(
+        cls,
+        unused: Iterable[str],
+        everything: Iterable[str],
+        layers: int,
+        *,
+        ignored: Sequence[str] = (),
+        only_text: bool = False,
+    ) -> Leftovers:
+        """Sort the tensors ``unused`` of a file with tensors ``everything``.
+
+        ``layers``: of the model. ``ignored``: patterns of names that the model's own code ignores.
+        ``only_text``: the file holds nothing beside a language model (GGUF).
+        """
+        left = tuple(unused)
+        used = set(everything) - set(left)
+        roots = {_root(name) for name in (left if only_text else used)} | {*_HEADS}
+        own: list[str] = []
+        harmless: list[tuple[str, str]] = []
+        for name in left:
+            why = _harmless(name, roots, layers, ignored)
+            if why is None:
+                own.append(name)
+            else:
+                harmless.append((name, why))
+        return cls(tuple(own), tuple(harmless))
+
+    def check(self, path: Path, model_type: str) -> None:
+        """:raises CheckpointError: there are tensors of the language model."""
+        names = self.of_the_model
+        if not names:
+            return
+        shown = ", ".join(map(repr, names[:_SHOWN]))
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        raise CheckpointError(
+            f"{path}: expected a {model_type} model to use every tensor of its language model, "
+            f"found {shown}{more} unused: without them the results would be another model's. "
+            "Check that config.json (or the file's metadata) belongs to these weights"
+        )
+
+    def warnings(self) -> list[str]:
+        """One line for each reason."""
+        by_reason: dict[str, list[str]] = {}
+        for name, why in self.harmless:
+            by_reason.setdefault(why, []).append(name)
+        lines: list[str] = []
+        for why, names in by_reason.items():
+            if len(names) == 1:
+                lines.append(f"unused tensor {names[0]} ({why})")
+            else:
+                lines.append(f"{len(names)} unused tensors, such as {names[0]} ({why})")
+        return lines
+
+
+def _root(name: str) -> str:
+    """The part of a model that a tensor belongs to."""
+    found = next((text for text in _TEXT if name.startswith(f"{text}.")), None)
+    return found or name.partition(".")[0]
+
+
+def _harmless(name: str, roots: set[str], layers: int, ignored: Sequence[str]) -> str | None:
+    """Why a tensor changes nothing; ``None`` if it may."""
+    for why, pattern in _HARMLESS:
+        if pattern.search(name):
+            return why
+    layer = _LAYER.search(name)
+    if layer is not None and int(layer[1]) >= layers:
+        return f"of layers after the model's {layers}"
+    if any(re.search(pattern, name) for pattern in ignored):
+        return "which transformers' model ignores"
+    return None if _root(name) in roots else "beside the language model"

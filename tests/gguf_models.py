@@ -1,0 +1,99 @@
+"""Tiny dense transformers models as GGUF files in float32, as llama.cpp's converter writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.loaders.conftest import GgufBytes
+
+#: model_type -> general.architecture.
+NAMES = {
+    "llama": "llama",
+    "mistral": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "gemma2": "gemma2",
+    "gemma3_text": "gemma3",
+    "granite": "granite",
+    "olmo2": "olmo2",
+    "olmo3": "olmo2",
+}
+_LAYER = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+_NORMS_AFTER = {"post_attention_layernorm": "post_attention_norm"}
+_SANDWICH = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+_TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+#: Codes of metadata types: see GgufBytes.
+U32, F32, BOOL, STRING = 4, 6, 7, 8
+
+
+def gguf_of(model: Any, metadata: Mapping[str, tuple[int, Any]] | None = None) -> GgufBytes:
+    """The file of a model; ``metadata``: more keys, without the architecture's name."""
+    c = model.config
+    arch = NAMES[c.model_type]
+    base = c.rope_parameters
+    theta = (base.get("full_attention") or base)["rope_theta"]
+    facts: dict[str, tuple[int, Any]] = {
+        "block_count": (U32, c.num_hidden_layers),
+        "context_length": (U32, c.max_position_embeddings),
+        "embedding_length": (U32, c.hidden_size),
+        "feed_forward_length": (U32, c.intermediate_size),
+        "attention.head_count": (U32, c.num_attention_heads),
+        "attention.head_count_kv": (U32, c.num_key_value_heads),
+        "attention.key_length": (U32, c.head_dim),
+        "attention.value_length": (U32, c.head_dim),
+        "attention.layer_norm_rms_epsilon": (F32, c.rms_norm_eps),
+        "rope.freq_base": (F32, theta),
+    }
+    file = GgufBytes({"general.architecture": (STRING, arch)})
+    for key, value in {**facts, **(metadata or {})}.items():
+        file.metadata[f"{arch}.{key}"] = value
+    for name, values in model.state_dict().items():
+        if name == "lm_head.weight" and c.tie_word_embeddings:
+            continue
+        rows = values.float()
+        stem, _, suffix = name.rpartition(".")
+        if "layernorm" in name or name.endswith(("model.norm.weight", "_norm.weight")):
+            rows = rows + 1.0 if arch.startswith("gemma") else rows
+        heads = {"q_proj": c.num_attention_heads, "k_proj": c.num_key_value_heads}
+        part = stem.rpartition(".")[2]
+        if arch in ("llama", "granite") and part in heads:
+            pairs = rows.reshape(heads[part], 2, c.head_dim // 2, -1)
+            rows = pairs.transpose(1, 2).reshape(rows.shape)
+        data = np.ascontiguousarray(rows.numpy(), "<f4")
+        file.tensors[_name(stem, arch) + f".{suffix}"] = (data.shape[::-1], 0, data.tobytes())
+    return file
+
+
+def _name(stem: str, arch: str) -> str:
+    if stem in _TOP:
+        return _TOP[stem]
+    _, _, layer, own = stem.split(".", 3)
+    others = _SANDWICH if arch.startswith("gemma") else {}
+    if arch == "olmo2":
+        others = {**_SANDWICH, **_NORMS_AFTER}
+    return f"blk.{layer}.{others.get(own) or _LAYER[own]}"
+
+
+def save_gguf(path: Path, file: GgufBytes) -> Path:
+    path.write_bytes(file.build())
+    return path

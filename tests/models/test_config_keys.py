@@ -1,0 +1,203 @@
+"""Every key of a config that transformers reads is read, refused or known to change nothing.
+
+The oracle is transformers itself: its classes' fields, its code, and its results with each key
+changed. A new release with a new key fails here with the key's name.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import sdk
+from sdk.loaders.hf_folder import complete_config
+from sdk.models.architecture import architectures
+from sdk.models.config_keys import FIXED, HARMLESS, check_class, known_keys, read_keys, unknown_keys
+from sdk.quant.errors import UnsupportedError
+from tests.models.conftest import (
+    DictCheckpoint,
+    Paged,
+    checkpoint_of,
+    expected_logits,
+    prompt,
+    tiny,
+)
+
+Load = Callable[..., Any]
+OURS = {own.model_type: own for own in architectures()}
+#: Members of a config object that its code reads and that no file sets.
+_MEMBERS = {"get_text_config", "layer_type", "base_model_tp_plan", "image_token_id"}
+_WINDOWED = {"sliding_window": 8, "num_hidden_layers": 4}
+#: What makes the keys of a model have an effect.
+BASES: dict[str, dict[str, Any]] = {
+    "gemma2": _WINDOWED,
+    "gemma3_text": {**_WINDOWED, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "gpt_oss": {**_WINDOWED, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "num_hidden_layers": 4,
+    },
+    "qwen2": {"num_hidden_layers": 4},
+    "qwen3": {"num_hidden_layers": 4},
+    "phi3": {"sliding_window": None},
+}
+#: A value for each key, other than its usual one. All models get all of them.
+PROBES: dict[str, Any] = {
+    "attention_multiplier": 0.5,
+    "embedding_multiplier": 2.0,
+    "residual_multiplier": 0.5,
+    "logits_scaling": 3.0,
+    "attn_logit_softcapping": 2.0,
+    "final_logit_softcapping": 2.0,
+    "query_pre_attn_scalar": 3,
+    "sliding_window": 5,
+    "use_sliding_window": True,
+    "max_window_layers": 1,
+    "sliding_window_pattern": 3,
+    "rope_local_base_freq": 77.0,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 2,
+    "mlp_only_layers": [1],
+    "moe_intermediate_size": 48,
+    "hidden_act": "gelu",
+    "hidden_activation": "gelu",
+    "rms_norm_eps": 0.3,
+    "swiglu_limit": 0.5,
+    "swiglu_alpha": 3.0,
+    "attention_bias": True,
+    "mlp_bias": True,
+    "original_max_position_embeddings": 16,
+    "is_causal": False,
+    "use_bidirectional_attention": True,
+    "router_jitter_noise": 0.0,
+    "pretraining_tp": 2,
+    "num_experts_per_tok": 1,
+    "is_decoder": True,
+}
+
+
+@pytest.mark.parametrize("model_type", OURS)
+def test_every_key_that_transformers_reads_is_accounted_for(model_type: str) -> None:
+    kind = transformers.CONFIG_MAPPING[model_type]
+    fields = set(kind().to_dict()) | set(kind.attribute_map)
+    modeling = sys.modules[transformers.MODEL_FOR_CAUSAL_LM_MAPPING[kind].__module__]
+    code = inspect.getsource(modeling)
+    read = set(re.findall(r"\bconfig\.([a-z_]+)", code))
+    read |= set(re.findall(r"getattr\((?:self\.)?config, \"([a-z_]+)\"", code))
+    missing = (fields | read) - known_keys(OURS[model_type]) - _MEMBERS
+    assert missing == set(), f"{model_type}: read by transformers {transformers.__version__}"
+
+
+def test_the_keys_that_masks_and_rotations_read_are_accounted_for() -> None:
+    from transformers import masking_utils, modeling_rope_utils
+
+    known = {"get_text_config", "_attn_implementation", "attention_chunk_size"}
+    known |= {"original_max_position_embeddings", "default_theta", "validate_rope"}
+    known |= {"standardize_rope_params", "json"}
+    for module in (masking_utils, modeling_rope_utils):
+        code = inspect.getsource(module)
+        read = set(re.findall(r"\bconfig\.([a-z_]+)", code))
+        read |= set(re.findall(r"getattr\((?:self\.)?config, \"([a-z_]+)\"", code))
+        everything = known | set().union(*map(known_keys, OURS.values()))
+        assert read - everything == set()
+
+
+def test_no_key_has_two_places() -> None:
+    harmless = frozenset().union(*HARMLESS.values())
+    assert sum(map(len, HARMLESS.values())) == len(harmless)
+    assert not harmless & FIXED.keys()
+    for own in OURS.values():
+        assert not read_keys(own) & (FIXED.keys() | {*own.config.ignored})
+
+
+@pytest.mark.parametrize("model_type", OURS)
+def test_a_changed_key_changes_what_it_changes_in_transformers(model_type: str, load: Load) -> None:
+    """Or it is refused by name. The base has a window, experts, ... where the model knows them."""
+    ids = prompt(24, 5)
+    base = BASES.get(model_type, {})
+    plain = expected_logits(tiny(model_type, **base), ids)
+    refused: list[str] = []
+    for key, value in PROBES.items():
+        try:
+            oracle = tiny(model_type, **{**base, key: value})
+        except (ValueError, TypeError, AttributeError, KeyError):
+            continue  # transformers rejects it
+        expected = expected_logits(oracle, ids)
+        checkpoint = checkpoint_of(oracle)
+        checkpoint.config.setdefault(key, value)
+        try:
+            found = Paged(load(checkpoint)).run("a", ids)
+        except UnsupportedError as error:
+            assert key in str(error)
+            refused.append(key)
+            continue
+        difference = (found - expected).abs().max().item()
+        assert difference <= 1e-4, f"{key}={value}: {difference} from transformers"
+        own = OURS[model_type]
+        moved = key == "original_max_position_embeddings"  # into rope_parameters, by the class
+        if key not in known_keys(own) and not moved:
+            assert torch.equal(expected, plain), f"{key} is read by transformers"
+    assert {"is_causal"} <= set(refused) <= {*FIXED, "swiglu_alpha", "swiglu_limit"}
+
+
+def test_a_folder_that_attends_in_both_directions_is_refused(tmp_path: Path) -> None:
+    tiny("gemma3_text", sliding_window=8, use_bidirectional_attention=True).save_pretrained(
+        tmp_path
+    )
+    with pytest.raises(UnsupportedError, match=r"config.json: use_bidirectional_attention: .*True"):
+        sdk.LLM(tmp_path, skip_tokenizer_init=True, max_model_len=64)
+    with pytest.raises(UnsupportedError, match=r"use_bidirectional_attention: expected False"):
+        sdk.LLM.plan(tmp_path)
+
+
+@pytest.mark.parametrize("model_type", ["smollm3", "gemma", "llama", "qwen2"])
+def test_any_model_that_is_not_causal_is_refused(model_type: str, load: Load) -> None:
+    checkpoint = checkpoint_of(tiny(model_type))
+    for key, value in (("is_causal", False), ("use_bidirectional_attention", True)):
+        changed = DictCheckpoint({**checkpoint.config, key: value}, checkpoint.tensors)
+        with pytest.raises(UnsupportedError, match=rf"{key}: expected .*, found {value}: its tok"):
+            load(changed)
+    nested = {"model_type": "llava", "text_config": {**checkpoint.config}, "is_causal": False}
+    with pytest.raises(UnsupportedError, match=r"is_causal: expected True, found False"):
+        complete_config(nested, "config.json")
+
+
+def test_a_share_of_rotated_dimensions_is_refused_where_transformers_does_not_read_it() -> None:
+    config = {**tiny("llama").config.to_dict(), "partial_rotary_factor": 0.5}
+    with pytest.raises(UnsupportedError, match=r"x: partial_rotary_factor: expected 1, found 0.5"):
+        complete_config(config, "x")
+    config = {**tiny("llama").config.to_dict(), "rope_scaling": {"partial_rotary_factor": 0.25}}
+    with pytest.raises(UnsupportedError, match=r"partial_rotary_factor: expected 1, found 0.25"):
+        complete_config(config, "x")
+
+
+def test_a_key_of_a_newer_class_is_refused_unless_it_has_its_default() -> None:
+    config = tiny("llama").config.to_dict()
+    defaults = {**config, "new_attention": "plain"}
+    check_class(config, defaults, "config.json")
+    with pytest.raises(UnsupportedError, match=r"new_attention: expected plain, found other"):
+        check_class({**config, "new_attention": "other"}, defaults, "config.json")
+
+
+def test_keys_that_nothing_reads_are_reported(tmp_path: Path) -> None:
+    tiny("llama").save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "attn_logit_softcapping": 3.0, "made_up": 1}))
+    with sdk.LLM(tmp_path, skip_tokenizer_init=True, max_model_len=64) as llm:
+        [warning] = llm.load_warnings
+        assert warning.endswith("have no effect: attn_logit_softcapping, made_up")
+        assert warning.startswith("config.json: ")
+    assert unknown_keys({"model_type": "smollm3", "made_up": 1}) == []
