@@ -17,19 +17,20 @@ from sdk.errors import RequestError
 from sdk.quant.tokenizer import Tokenizer
 from sdk.structured.bound import Bound, longest_completion, longest_match
 from sdk.structured.definition import Definition, definition_of
-from sdk.structured.library import GrammarError, Matcher, SearchTimeout, Vocabulary
+from sdk.structured.library import GrammarError, Matcher, SearchLimit, Vocabulary
 from sdk.structured.params import StructuredOutputsParams
 from sdk.structured.shortest import Search, TokenShapes
 
 _T = TypeVar("_T")
 #: Limits of a matcher: a state of its lexer takes 1 to 2 kB.
 _LIMITS = {"max_lexer_states": 50_000}
-#: CPU seconds for finding the shortest answer, and the longest one that is looked for. Of 400
-#: schemas of MaskBench 95 % took up to 0.12 s, one took 0.56 s, and three took more than a second.
-_SEARCH_S, _MOST_TOKENS = 0.7, 4096
-#: After this many seconds a search continues on a thread of its own that has this niceness. On two
-#: busy CPUs steps then took 1.3 to 1.7 times as long, instead of 1.6 to 2.3 times (docs/log.md).
-_QUICK_S, _NICENESS = 0.1, 10
+#: Masks that are computed to find the shortest answer (20 us to 1 ms each), and the most tokens of
+#: that answer. Text that leaves no choice needs no mask.
+_MOST_MASKS, _MOST_TOKENS = 6000, 4096
+#: After this many masks (about 0.1 s) a search begins again on a thread of its own that has this
+#: niceness. On two busy CPUs steps then took 1.3 to 1.7 times as long, instead of 1.6 to 2.3 times
+#: (docs/log.md).
+_FEW_MASKS, _NICENESS = 1000, 10
 #: The compiled structures that are kept take about this many bytes (64 MiB), an estimate: schemas
 #: of MaskBench took 0.2 to 0.45 MiB each, with the search for the shortest answer (mean of 364).
 _CACHE_BYTES = 2**26
@@ -119,19 +120,19 @@ class GrammarCompiler:
         matcher = Matcher.of(tokens.vocabulary, definition.kind, definition.text, _LIMITS)
         hints = [self._encode(hint) for hint in definition.hints]
 
-        def search(seconds: float) -> tuple[int, ...] | None:
+        def search(masks: int) -> tuple[int, ...] | None:
             return tokens.search().shortest(
                 matcher.copy(),
                 _MOST_TOKENS,
                 hints=[hint for hint in hints if hint],
-                seconds=seconds,
+                masks=masks,
             )
 
         try:
-            way = search(_QUICK_S)
-        except SearchTimeout:
+            way = search(_FEW_MASKS)
+        except SearchLimit:
             with self._long_search:
-                way = _at_low_priority(lambda: search(_SEARCH_S))
+                way = _at_low_priority(lambda: search(_MOST_MASKS))
         if way is None:
             raise GrammarError(
                 f"no answer of at most {_MOST_TOKENS} tokens was found that follows it"

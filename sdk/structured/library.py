@@ -199,8 +199,8 @@ class GrammarError(Exception):
     """A matcher cannot be built, or cannot go on. The text is the library's."""
 
 
-class SearchTimeout(GrammarError):
-    """No complete text was found in time."""
+class SearchLimit(GrammarError):
+    """No complete text was found with the work that is allowed."""
 
 
 class Matcher:

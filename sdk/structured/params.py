@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import decimal
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -134,13 +135,21 @@ def _schema(value: Any) -> dict[str, Any]:
     return schema_of(value)
 
 
+def _decimal(text: str) -> float:
+    """A number with a point or an exponent. :raises ValueError: a double is another number."""
+    number = float(text)
+    if decimal.Decimal(text) != decimal.Decimal(repr(number)):
+        raise ValueError(f"the number {text} is not a double: use fewer digits")
+    return number
+
+
 def _from_text(name: str, value: Any) -> dict[str, Any]:
     """A JSON object from its text, or a copy of one."""
     try:
         text = value if isinstance(value, str) else json.dumps(value)
         if len(text) > MAX_TEXT:
             raise RequestError(f"{name}: expected at most {MAX_TEXT} characters, found {len(text)}")
-        found = json.loads(text)
+        found = json.loads(text, parse_float=_decimal if isinstance(value, str) else None)
     except (ValueError, TypeError, RecursionError) as error:
         raise RequestError(f"{name}: it is not valid JSON: {error}") from error
     if not isinstance(found, dict):
