@@ -112,6 +112,23 @@ class PoolingCalls:
         embedded = yield from self.embed(prompts, None, lora, tenant)
         return cosines(embedded[: len(left)], embedded[len(left) :])
 
+    def pair_tokens(self, data_1: Any, data_2: Any) -> int:
+        """The tokens of the prompts that :meth:`score` computes, in the template of pairs.
+
+        :raises RequestError: as :meth:`score`.
+        """
+        left, right = as_list(data_1), as_list(data_2)
+        check_pairs(len(left), len(right))
+        if self._classifier is None:
+            return sum(
+                len(self._reader.read(one, SamplingParams(), room=0).token_ids)
+                for one in (*left, *right)
+            )
+        template = pair_template(self._reader, self._classifier, None)
+        lefts = left * len(right) if len(left) == 1 else left
+        pairs = zip(lefts, right, strict=True)
+        return sum(len(read_pair(self._reader, pair, template).token_ids) for pair in pairs)
+
     def rerank(
         self,
         query: Any,

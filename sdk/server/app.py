@@ -87,7 +87,12 @@ def create_app(
         None if live is None else live.ended,
     )
     app = FastAPI(
-        title="embedlm", version=__version__, docs_url=None, redoc_url=None, openapi_url=None
+        title="embedlm",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        redirect_slashes=False,  # a redirect names a scheme, which is wrong behind TLS
     )
     for method, path, handler in _OPENAI:
         for prefix in ("/v1", ""):

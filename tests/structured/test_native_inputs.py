@@ -99,7 +99,7 @@ def test_what_the_library_cannot_take_is_refused_by_name(structures: list[Struct
 def test_a_thread_with_a_small_stack_takes_fewer_levels() -> None:
     """1 MiB: as many levels of schemas and rules as fit, the others are refused."""
     structures: list[Structure] = []
-    for count in (20, 60, 120, 1500):
+    for count in (20, 28, 60, 1500):
         structures.append({"json": chain(count, {"properties": {"a": {"$ref": "NEXT"}}})})
         structures.append({"grammar": rules(count, '("z" | NEXT) "y"')})
         structures.append({"json": {"type": "object", "required": list(map(str, range(count)))}})
