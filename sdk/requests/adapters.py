@@ -61,6 +61,7 @@ class Adapters:
         self._residency = residency
         self._known: dict[str, KnownAdapter] = {}
         self._lock = threading.Lock()  # of the names
+        self._opening = threading.Lock()  # held by the thread that reads an adapter's file
         #: The adapter of calls that name none.
         self.default: str | None = None
 
@@ -103,7 +104,10 @@ class Adapters:
                     "Add it with add_lora(name, path)"
                 )
             return found
-        return self._same(given) or self._add(as_ours(given))
+        if (found := self._same(given)) is None:
+            with self._opening:  # the first requests of an adapter come at one time
+                found = self._same(given) or self._add(as_ours(given))
+        return found
 
     def _check_on(self) -> None:
         if self._open is None:

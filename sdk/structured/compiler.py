@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from sdk.errors import RequestError
+from sdk.quant.once import Once
 from sdk.quant.tokenizer import Tokenizer
 from sdk.structured.bound import Bound, longest_completion, longest_match
 from sdk.structured.definition import Definition, definition_of
@@ -89,8 +90,10 @@ class GrammarCompiler:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
-        self._tokens: GrammarTokens | None = None
-        self._bytes: list[int] | None = None  # the tokens of single bytes
+        self._tokens = Once[GrammarTokens]()
+        self._bytes = Once[list[int]]()  # the tokens of single bytes
+        #: The structures that are being compiled: requests with the same one wait.
+        self._begun: dict[Definition, Future[Grammar]] = {}
         self._cache: OrderedDict[Definition, Grammar] = OrderedDict()
         self._cached_bytes = 0
         self._lock = threading.Lock()
@@ -105,16 +108,32 @@ class GrammarCompiler:
             if (found := self._cache.get(definition)) is not None:
                 self._cache.move_to_end(definition)
                 return found
-            if self._tokens is None:
-                self._tokens = self._read_vocabulary()
-            tokens = self._tokens
+            if (begun := self._begun.get(definition)) is None:
+                mine = self._begun[definition] = Future()
+        if begun is not None:
+            return self._named(params, begun.result)
         try:
-            grammar = self._compile(definition, tokens)
+            grammar = self._named(
+                params, lambda: self._compile(definition, self._tokens(self._read_vocabulary))
+            )
+            mine.set_result(grammar)
+        except BaseException as error:
+            known = isinstance(error, Exception)
+            mine.set_exception(error if known else RequestError("the request was interrupted"))
+            raise
+        finally:
+            with self._lock:
+                del self._begun[definition]
+                if mine.exception() is None:
+                    self._keep(definition, mine.result())
+        return grammar
+
+    @staticmethod
+    def _named(params: StructuredOutputsParams, compiled: Callable[[], Grammar]) -> Grammar:
+        try:
+            return compiled()
         except GrammarError as error:
             raise RequestError(f"{params.kind}: it cannot be enforced: {error}") from error
-        with self._lock:
-            self._keep(definition, grammar)
-        return grammar
 
     def _compile(self, definition: Definition, tokens: GrammarTokens) -> Grammar:
         matcher = Matcher.of(tokens.vocabulary, definition.kind, definition.text, _LIMITS)
@@ -162,11 +181,13 @@ class GrammarCompiler:
         data = text.encode("utf-8", "replace")
         if b"".join(map(self._tokenizer.id_to_bytes, tokens)) == data:
             return tokens
-        if self._bytes is None:
-            known = {self._tokenizer.id_to_bytes(i): i for i in range(self._tokenizer.vocab_size)}
-            self._bytes = [known.get(bytes((byte,)), -1) for byte in range(256)]
-        spelled = [self._bytes[byte] for byte in data]
+        single = self._bytes(self._read_bytes)
+        spelled = [single[byte] for byte in data]
         return [] if -1 in spelled else spelled
+
+    def _read_bytes(self) -> list[int]:
+        known = {self._tokenizer.id_to_bytes(i): i for i in range(self._tokenizer.vocab_size)}
+        return [known.get(bytes((byte,)), -1) for byte in range(256)]
 
     def _is_special(self, text: str) -> bool:
         token = self._tokenizer.token_to_id(text)
