@@ -77,6 +77,29 @@ class GrammarTokens:
         return Search(self.shapes, self.words)
 
 
+class _Spelling:
+    """The tokens of texts. Apart from the compiler, which would be in a reference cycle with what
+    keeps a way to spell."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._bytes = Once[list[int]]()  # the tokens of single bytes
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """The tokens of a text; if they do not spell it exactly, a token for each byte."""
+        tokens = self._tokenizer.encode_continued(text)
+        data = text.encode("utf-8", "replace")
+        if b"".join(map(self._tokenizer.id_to_bytes, tokens)) == data:
+            return tuple(tokens)
+        single = self._bytes(self._read_bytes)
+        spelled = [single[byte] for byte in data]
+        return () if -1 in spelled else tuple(spelled)
+
+    def _read_bytes(self) -> list[int]:
+        known = {self._tokenizer.id_to_bytes(i): i for i in range(self._tokenizer.vocab_size)}
+        return [known.get(bytes((byte,)), -1) for byte in range(256)]
+
+
 class GrammarCompiler:
     """Compiles the structures of one model. Safe to use from any thread.
 
@@ -91,7 +114,7 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._tokens = Once[GrammarTokens]()
-        self._bytes = Once[list[int]]()  # the tokens of single bytes
+        self._spelling = _Spelling(tokenizer)
         #: The structures that are being compiled: requests with the same one wait.
         self._begun: dict[Definition, Future[Grammar]] = {}
         self._cache: OrderedDict[Definition, Grammar] = OrderedDict()
@@ -137,7 +160,7 @@ class GrammarCompiler:
 
     def _compile(self, definition: Definition, tokens: GrammarTokens) -> Grammar:
         matcher = Matcher.of(tokens.vocabulary, definition.kind, definition.text, _LIMITS)
-        hints = [self._encode(hint) for hint in definition.hints]
+        hints = [self._spelling.encode(hint) for hint in definition.hints]
 
         def search(masks: int) -> tuple[int, ...] | None:
             return tokens.search().shortest(
@@ -161,33 +184,19 @@ class GrammarCompiler:
     def _bound(self, definition: Definition) -> Bound:
         if definition.kind == "json_schema":
             schema = json.loads(definition.text)
-            return longest_completion(schema, lambda text: len(self._encode(text)))
+            return longest_completion(schema, lambda text: len(self._spelling.encode(text)))
         return longest_match(definition.text) if definition.kind == "regex" else Bound()
 
     def _canonical(self, matcher: Matcher, way: tuple[int, ...]) -> tuple[int, ...]:
         """The way as the tokenizer would write it, if that is no longer."""
         text = self._tokenizer.decode(way, skip_special_tokens=False)
-        tokens = tuple(self._encode(text))
+        tokens = tuple(self._spelling.encode(text))
         if len(tokens) > len(way) or matcher.allowed(tokens) < len(tokens):
             return way
         matcher.consume(tokens)
         accepting = matcher.accepting
         matcher.rollback(len(tokens))
         return tokens if accepting else way
-
-    def _encode(self, text: str) -> list[int]:
-        """The tokens of a text; if they do not spell it exactly, a token for each byte."""
-        tokens = self._tokenizer.encode_continued(text)
-        data = text.encode("utf-8", "replace")
-        if b"".join(map(self._tokenizer.id_to_bytes, tokens)) == data:
-            return tokens
-        single = self._bytes(self._read_bytes)
-        spelled = [single[byte] for byte in data]
-        return [] if -1 in spelled else spelled
-
-    def _read_bytes(self) -> list[int]:
-        known = {self._tokenizer.id_to_bytes(i): i for i in range(self._tokenizer.vocab_size)}
-        return [known.get(bytes((byte,)), -1) for byte in range(256)]
 
     def _is_special(self, text: str) -> bool:
         token = self._tokenizer.token_to_id(text)
@@ -207,7 +216,7 @@ class GrammarCompiler:
         texts = [b"" if i in special else piece for i, piece in enumerate(pieces)]
         marked = [b"\xff" + piece if i in special else piece for i, piece in enumerate(pieces)]
         ends = sorted(token for token in self._eos_token_ids if token < count)
-        encode = functools.lru_cache(maxsize=_KNOWN_TEXTS)(lambda text: tuple(self._encode(text)))
+        encode = functools.lru_cache(maxsize=_KNOWN_TEXTS)(self._spelling.encode)
         closers = [encode(text) for text in _CLOSERS]
         return GrammarTokens(
             Vocabulary(marked + padding, ends, encode),
