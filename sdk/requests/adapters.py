@@ -9,6 +9,7 @@ from os import PathLike, fspath
 from typing import Any, Protocol
 
 from sdk.errors import RequestError
+from sdk.flags import check_flags
 from sdk.kernels.dataclass import dataclass
 from sdk.lora import LoRAInfo, LoRARequest
 from sdk.quant.safe_repr import safe_repr
@@ -161,6 +162,7 @@ class Adapters:
         self, lora: LoRARequest | str, path: str | PathLike[str] | None, *, pin: bool
     ) -> LoRARequest:
         """See :meth:`sdk.LLM.add_lora`."""
+        check_flags(pin=pin)
         self._check_on()
         if isinstance(lora, str):
             if path is None:

@@ -10,6 +10,7 @@ from typing import Any, get_args
 from sdk.engine.engine import Output
 from sdk.engine.plan import Pooling, PoolingMode
 from sdk.errors import RequestError
+from sdk.flags import check_flags
 from sdk.models.classifier import Classifier
 from sdk.outputs import (
     ClassificationOutput,
@@ -57,7 +58,7 @@ class PoolingCalls:
         if pooling not in get_args(PoolingMode):
             modes = ", ".join(get_args(PoolingMode))
             raise RequestError(f"pooling: expected one of {modes}, found {safe_repr(pooling)}")
-        _check_flag("normalize", normalize)
+        check_flags(normalize=normalize)
         mode: Any = pooling
         read = self._read(prompts, truncate, lora, tenant)
         found = yield from self._pooled(read, Pooling(mode, normalize))
@@ -72,7 +73,7 @@ class PoolingCalls:
         tenant: str | None = None,
     ) -> Work[list[ClassificationOutput]]:
         """See :meth:`sdk.LLM.classify`."""
-        _check_flag("use_activation", use_activation)
+        check_flags(use_activation=use_activation)
         classifier = self._need_classifier()
         read = self._read(prompts, truncate, lora, tenant)
         found = yield from self._pooled(read, self._head(classifier))
@@ -282,11 +283,6 @@ def with_tensor(output: PoolingRequestOutput) -> PoolingRequestOutput:
     import torch  # the other calls, and FakeLLM, need none
 
     return output._replace(outputs=PoolingOutput(torch.as_tensor(output.outputs.data)))
-
-
-def _check_flag(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise RequestError(f"{name}: expected True or False, found {safe_repr(value)}")
 
 
 def check_pairs(first: int, second: int) -> None:

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from sdk import __version__
+from sdk.flags import check_flags
 from sdk.server.access import Access, Open, Role
 from sdk.server.endpoint import Endpoint, Handler, Services
 from sdk.server.errors import INTERNAL, Problem
@@ -77,6 +78,7 @@ def create_app(
 
     :raises RequestError: ``models`` are none, or a name is invalid.
     """
+    check_flags(page=page)
     served = Models(models, model_name)
     live = Live(served) if page else None
     services = Services(

@@ -9,6 +9,7 @@ from dataclasses import fields
 from typing import Any
 
 from sdk.errors import RequestError
+from sdk.flags import check_flags
 from sdk.kernels.dataclass import dataclass
 from sdk.quant.safe_repr import safe_repr
 
@@ -16,6 +17,8 @@ from sdk.quant.safe_repr import safe_repr
 MAX_TEXT = 2**20  # characters of a schema, a pattern, a grammar
 MAX_CHOICES = 10_000
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+
+_FLAGS = ("disable_fallback", "disable_any_whitespace", "disable_additional_properties")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,14 +63,8 @@ class StructuredOutputsParams:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
                 raise _invalid(name, "a non-empty string", value)
-        for name in (
-            "disable_fallback",
-            "disable_any_whitespace",
-            "disable_additional_properties",
-        ):
-            if not isinstance(getattr(self, name), bool):
-                raise _invalid(name, "True or False", getattr(self, name))
-        if self.json_object not in (None, True, False):
+        check_flags(**{name: getattr(self, name) for name in _FLAGS})
+        if self.json_object is not None and not isinstance(self.json_object, bool):
             raise _invalid("json_object", "True, False or None", self.json_object)
         if self.disable_any_whitespace and self.whitespace_pattern is not None:
             raise RequestError(

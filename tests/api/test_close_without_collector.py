@@ -81,7 +81,7 @@ def test_engine_weights_and_vocabulary_go_with_the_last_name(smollm2: Path, name
 def _held() -> tuple[int, int]:
     """Descriptors, and maps of files that have no name any more."""
     maps = Path("/proc/self/maps").read_text().splitlines()
-    return len(os.listdir("/proc/self/fd")), sum("(deleted)" in line for line in maps)
+    return len(list(Path("/proc/self/fd").iterdir())), sum("(deleted)" in line for line in maps)
 
 
 @pytest.mark.parametrize("option", ["tensor_parallel_size", "pipeline_parallel_size"])
