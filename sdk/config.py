@@ -6,6 +6,7 @@ support raises an error that says what to do instead; no option is ignored silen
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -18,6 +19,7 @@ from sdk.engine.scheduling.policy import (
     make_policy,
 )
 from sdk.errors import QuantizationError, RequestError, SdkError
+from sdk.flags import check_flags
 from sdk.kernels.dataclass import dataclass
 from sdk.kernels.kv_tiers import KEPT_PAGES, TIER_PAGE_SIZE
 from sdk.memory.pool import MemoryPool
@@ -130,6 +132,8 @@ class EngineConfig:
             raise RequestError(f"an option cannot be read: {safe_message(error)}") from error
 
     def _check(self) -> None:
+        flags = [one.name for one in dataclasses.fields(self) if one.type == "bool"]
+        check_flags(**{name: getattr(self, name) for name in flags})
         for name in ("chat_template", "pre_tokenizer"):
             if getattr(self, name) is not None:
                 _text(name, getattr(self, name))
@@ -329,9 +333,6 @@ class EngineConfig:
             )
 
     def _check_lora(self) -> None:
-        enabled: object = self.enable_lora
-        if not isinstance(enabled, bool):
-            raise RequestError(f"enable_lora: expected True or False, found {safe_repr(enabled)}")
         if self.lora_memory is not None:
             if not self.enable_lora:
                 raise RequestError("lora_memory needs enable_lora=True: pass it too")
@@ -348,11 +349,6 @@ class EngineConfig:
             )
 
     def _check_experts(self) -> None:
-        enabled: object = self.enable_expert_parallel
-        if not isinstance(enabled, bool):
-            raise RequestError(
-                f"enable_expert_parallel: expected True or False, found {safe_repr(enabled)}"
-            )
         if (
             self.num_redundant_experts
             and self.redundant_experts is None

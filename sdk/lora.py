@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
 from sdk.errors import RequestError
+from sdk.flags import check_flags
 from sdk.kernels.dataclass import dataclass
 from sdk.quant.safe_repr import safe_repr
 
@@ -46,6 +47,7 @@ class LoRARequest:
         if not isinstance(path, str | os.PathLike):
             raise RequestError(f"lora_path: expected a path, found {safe_repr(path)}")
         object.__setattr__(self, "lora_path", os.fspath(path))
+        check_flags(load_inplace=self.load_inplace)
         scale = self.lora_scale
         if type(scale) not in (int, float) or not math.isfinite(scale):
             raise RequestError(f"lora_scale: expected a number, found {safe_repr(scale)}")

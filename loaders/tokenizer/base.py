@@ -12,12 +12,14 @@ template does with a message (strip, split, slice, join), a breaker stays in its
 from __future__ import annotations
 
 import json
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import field
 from typing import TYPE_CHECKING, Any
 
 from sdk.kernels.dataclass import dataclass
+from sdk.quant.once import Once
 from sdk.quant.tokenizer import FimTokens
 
 if TYPE_CHECKING:  # jinja2 is imported with the first conversation
@@ -50,7 +52,8 @@ class TextTokenizer(ABC):
     def __init__(self, facts: TokenizerFacts) -> None:
         self._facts = facts
         self._templates: dict[str, ChatTemplate] = {}
-        self._guard: ControlTextGuard | None = None
+        self._guard = Once["ControlTextGuard"]()
+        self._compiling = threading.Lock()
 
     @property
     def bos_token_id(self) -> int | None:
@@ -158,16 +161,14 @@ class TextTokenizer(ABC):
         stop_after: int | None = None,
         **kwargs: Any,
     ) -> list[int]:
-        from sdk.loaders.chat_template import ControlTextGuard, check_conversation
+        from sdk.loaders.chat_template import check_conversation
 
         check_conversation(messages, tools, kwargs)
-        if self._guard is None:
-            spellings = map(self.id_to_token, sorted(self.special_ids))
-            self._guard = ControlTextGuard(text for text in spellings if text)
+        guard = self._guard(self._made_guard)
         outside: dict[str, Any] = {"messages": messages, "tools": tools, **kwargs}
-        breaker = self._guard.choose_breaker(outside, self.template_source(chat_template, tools))
+        breaker = guard.choose_breaker(outside, self.template_source(chat_template, tools))
         if breaker is not None:
-            outside = self._guard.break_up(outside, breaker)
+            outside = guard.break_up(outside, breaker)
         text = self.apply_chat_template(
             outside.pop("messages"),
             add_generation_prompt=add_generation_prompt,
@@ -180,15 +181,24 @@ class TextTokenizer(ABC):
             text = text.replace(json.dumps(breaker)[1:-1], breaker)
         return self._encode_rendered(text, breaker, stop_after)
 
+    def _made_guard(self) -> ControlTextGuard:
+        from sdk.loaders.chat_template import ControlTextGuard
+
+        spellings = map(self.id_to_token, sorted(self.special_ids))
+        return ControlTextGuard(text for text in spellings if text)
+
     def _compiled(self, source: str) -> ChatTemplate:
         from sdk.loaders.chat_template import ChatTemplate
 
         template = self._templates.get(source)
         if template is None:
-            template = ChatTemplate(source)
-            if len(self._templates) >= _MAX_TEMPLATES:
-                self._templates.clear()
-            self._templates[source] = template
+            with self._compiling:  # the first requests come at one time
+                template = self._templates.get(source)
+                if template is None:
+                    template = ChatTemplate(source)
+                    if len(self._templates) >= _MAX_TEMPLATES:
+                        self._templates.clear()
+                    self._templates[source] = template
         return template
 
     def template_source(self, chosen: str | None, tools: object = None) -> str:

@@ -28,6 +28,7 @@ from sdk.loaders.tokenizer.portions import (
 )
 from sdk.loaders.tokenizer.special import SpecialSplitter
 from sdk.loaders.tokenizer.spm import SPACE
+from sdk.quant.once import Once
 from sdk.quant.tokenizer import TooManyTokens
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -70,9 +71,9 @@ class JsonTokenizer(TextTokenizer):
         self._chat_bos = chat_bos
         # Recognition of control tokens is a setting of the backend, not of a call.
         self._lock = threading.Lock()
-        self._continued: Any = None
-        self._unspaced: Any = None
-        self._traits: BackendTraits | None = None
+        self._continued = Once[Any]()
+        self._unspaced = Once[Any]()
+        self._traits = Once[BackendTraits]()
         self._kind, self.strips_leading_space = _decoder_kind(backend.decoder)
         self.bytewise = self._kind != "other"
         self.decode(self._run("a 1", add_special_tokens=True, parse_special=True))
@@ -141,9 +142,8 @@ class JsonTokenizer(TextTokenizer):
     def encode_continued(self, text: str, *, stop_after: int | None = None) -> list[int]:
         if not self.strips_leading_space:  # nothing is put before a first word
             return self._run(well_formed(text), False, False, stop_after)
-        if self._unspaced is None:
-            self._unspaced = without_leading_space(self._backend)
-        return self._run_copy(self._unspaced, well_formed(text), stop_after)
+        unspaced = self._unspaced(lambda: without_leading_space(self._backend))
+        return self._run_copy(unspaced, well_formed(text), stop_after)
 
     def _begins_with(self, token_id: int, text: str) -> bool:
         return text.startswith(self.id_to_token(token_id) or "\0")
@@ -178,9 +178,7 @@ class JsonTokenizer(TextTokenizer):
         self, text: str, stop_after: int | None, call: Callable[[str], list[int]]
     ) -> list[int]:
         """Ids of a long text; ``call`` encodes one portion."""
-        if self._traits is None:
-            self._traits = BackendTraits.of(self._backend)
-        traits = self._traits
+        traits = self._traits(lambda: BackendTraits.of(self._backend))
         ids: list[int] = []
         for portion in portions(text) if traits.divisible else (text,):
             if len(portion) > UNBROKEN and stop_after is not None:
@@ -199,14 +197,16 @@ class JsonTokenizer(TextTokenizer):
 
     def _run_continued(self, text: str, stop_after: int | None) -> list[int]:
         """Ids of plain text inside a longer text: no ▁ is put before its first word."""
-        if self._continued is None:
-            from tokenizers import Tokenizer
+        return self._run_copy(self._continued(self._without_prepending), text, stop_after)
 
-            source = self._backend.to_str()
-            first, never = '"prepend_scheme":"first"', '"prepend_scheme":"never"'
-            self._continued = Tokenizer.from_str(source.replace(first, never))
-            self._continued.encode_special_tokens = True
-        return self._run_copy(self._continued, text, stop_after)
+    def _without_prepending(self) -> Any:
+        from tokenizers import Tokenizer
+
+        source = self._backend.to_str()
+        first, never = '"prepend_scheme":"first"', '"prepend_scheme":"never"'
+        made = Tokenizer.from_str(source.replace(first, never))
+        made.encode_special_tokens = True
+        return made
 
     def _run_copy(self, backend: Any, text: str, stop_after: int | None) -> list[int]:
         """Ids of plain text by a copy of the backend with other settings."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
+from typing import Any
 
 from sdk.memory.control_groups import group_memory
 
@@ -37,6 +39,12 @@ def release_free_memory() -> None:
     glibc keeps freed memory for the next allocation: 20 to 80 MiB after loading or closing a 100 MB
     model. With other C libraries this does nothing.
     """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    trim = _malloc_trim()
     if trim is not None:
         trim(0)
+
+
+@functools.cache
+def _malloc_trim() -> Any:
+    """glibc's function; a library that is opened is part of a reference cycle."""
+    return getattr(ctypes.CDLL(None), "malloc_trim", None)

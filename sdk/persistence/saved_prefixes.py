@@ -7,6 +7,7 @@ from os import PathLike
 from typing import TypeVar
 
 from sdk.errors import OutOfMemoryError, RequestError, SnapshotError
+from sdk.flags import check_flags
 from sdk.loading.load import Loaded
 from sdk.outputs import RequestOutput
 from sdk.params import SamplingParams
@@ -63,6 +64,7 @@ class SavedPrefixes:
         self, source: Snapshot | str | PathLike[str], salt: str | None, *, pin: bool
     ) -> int:
         """Put a snapshot back; returns how many of its tokens are in the cache now."""
+        check_flags(pin=pin)
         snapshot = source if isinstance(source, Snapshot) else Snapshot.load(source)
         self._check(snapshot)
         ids = snapshot.token_ids[: self._max_model_len - 1]  # the most that a prompt can use

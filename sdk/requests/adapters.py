@@ -9,6 +9,7 @@ from os import PathLike, fspath
 from typing import Any, Protocol
 
 from sdk.errors import RequestError
+from sdk.flags import check_flags
 from sdk.kernels.dataclass import dataclass
 from sdk.lora import LoRAInfo, LoRARequest
 from sdk.quant.safe_repr import safe_repr
@@ -61,6 +62,7 @@ class Adapters:
         self._residency = residency
         self._known: dict[str, KnownAdapter] = {}
         self._lock = threading.Lock()  # of the names
+        self._opening = threading.Lock()  # held by the thread that reads an adapter's file
         #: The adapter of calls that name none.
         self.default: str | None = None
 
@@ -103,7 +105,10 @@ class Adapters:
                     "Add it with add_lora(name, path)"
                 )
             return found
-        return self._same(given) or self._add(as_ours(given))
+        if (found := self._same(given)) is None:
+            with self._opening:  # the first requests of an adapter come at one time
+                found = self._same(given) or self._add(as_ours(given))
+        return found
 
     def _check_on(self) -> None:
         if self._open is None:
@@ -157,6 +162,7 @@ class Adapters:
         self, lora: LoRARequest | str, path: str | PathLike[str] | None, *, pin: bool
     ) -> LoRARequest:
         """See :meth:`sdk.LLM.add_lora`."""
+        check_flags(pin=pin)
         self._check_on()
         if isinstance(lora, str):
             if path is None:

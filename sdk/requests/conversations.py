@@ -8,6 +8,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from sdk.errors import RequestError
+from sdk.flags import check_flags
 from sdk.kernels.dataclass import dataclass
 from sdk.quant.safe_repr import safe_repr
 from sdk.quant.tokenizer import Tokenizer
@@ -79,10 +80,11 @@ class ChatOptions:
 
     def _check(self) -> None:
         template, variables = self.chat_template, self.chat_template_kwargs
-        for name in ("add_generation_prompt", "continue_final_message", "parallel_tool_calls"):
-            value = getattr(self, name)
-            if not isinstance(value, bool):
-                raise RequestError(f"{name}: expected True or False, found {safe_repr(value)}")
+        check_flags(
+            add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=self.continue_final_message,
+            parallel_tool_calls=self.parallel_tool_calls,
+        )
         if template is not None and not isinstance(template, str):
             raise RequestError(
                 "chat_template: expected the source or the name of a template, found "

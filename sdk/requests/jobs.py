@@ -15,6 +15,7 @@ from sdk.errors import RequestError
 from sdk.kernels.host.torch_import import torch_module
 from sdk.models.classifier import Classifier
 from sdk.params import SamplingParams
+from sdk.quant.once import Once
 from sdk.quant.safe_repr import safe_repr
 from sdk.requests.adapters import Adapters
 from sdk.requests.conversations import ChatOptions, tool_format_of
@@ -97,7 +98,7 @@ class JobMaker:
         self._max_model_len = max_model_len
         self._results = results
         self.adapters = adapters
-        self._compiler: GrammarCompiler | None = None
+        self._compiler = Once["GrammarCompiler"]()
         #: Called before the vocabulary is read for the first structure; raises if it must not be.
         self.before_structures: Callable[[], object] = lambda: None
         self._generates = classifier is None or classifier.generates
@@ -321,18 +322,19 @@ class JobMaker:
 
     def _compile(self, structure: StructuredOutputsParams) -> Grammar:
         """:raises RequestError: the structure is not supported."""
+        return self._compiler(self._made_compiler).compile(structure)
+
+    def _made_compiler(self) -> GrammarCompiler:
         tokenizer = self._reader.need_tokenizer("structured output")
         from sdk.structured.compiler import GrammarCompiler  # loaded with the first structure
 
-        if self._compiler is None:
-            self.before_structures()
-            ends = self._eos_token_ids | tokenizer.eos_token_ids
-            self._compiler = GrammarCompiler(tokenizer, self._vocab_size, ends)
-        return self._compiler.compile(structure)
+        self.before_structures()
+        ends = self._eos_token_ids | tokenizer.eos_token_ids
+        return GrammarCompiler(tokenizer, self._vocab_size, ends)
 
     def close(self) -> None:
         """Drop the compiled structures."""
-        self._compiler = None
+        self._compiler = Once["GrammarCompiler"]()
 
 
 def _with_stops(params: SamplingParams, prompt: Prompt) -> SamplingParams:

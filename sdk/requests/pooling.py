@@ -10,6 +10,7 @@ from typing import Any, get_args
 from sdk.engine.engine import Output
 from sdk.engine.plan import Pooling, PoolingMode
 from sdk.errors import RequestError, UnsupportedError
+from sdk.flags import check_flags
 from sdk.models.classifier import Classifier
 from sdk.outputs import (
     ClassificationOutput,
@@ -72,14 +73,14 @@ class PoolingCalls:
     ) -> Work[list[PoolingRequestOutput]]:
         """See :meth:`sdk.LLM.encode`."""
         if pooling is None and (head := self._embedding_head()) is not None:
-            _check_flag("normalize", normalize)
+            check_flags(normalize=normalize)
             found = yield from self._headed(head, prompts, truncate, lora, tenant, normalize)
             return [with_tensor(one) for one in found]
         pooling = pooling or "last"
         if pooling not in get_args(PoolingMode):
             modes = ", ".join(get_args(PoolingMode))
             raise RequestError(f"pooling: expected one of {modes}, found {safe_repr(pooling)}")
-        _check_flag("normalize", normalize)
+        check_flags(normalize=normalize)
         mode: Any = pooling
         read = self._read(prompts, truncate, lora, tenant)
         found = yield from self._pooled(read, Pooling(mode, normalize))
@@ -94,7 +95,7 @@ class PoolingCalls:
         tenant: str | None = None,
     ) -> Work[list[ClassificationOutput]]:
         """See :meth:`sdk.LLM.classify`."""
-        _check_flag("use_activation", use_activation)
+        check_flags(use_activation=use_activation)
         classifier = self._need_classifier()
         read = self._read(prompts, truncate, lora, tenant)
         found = yield from self._pooled(read, self._head(classifier))
@@ -135,6 +136,25 @@ class PoolingCalls:
         if self._head_of_files is not None:  # its vectors may have any length
             embedded = [replace(one, embedding=UNIT(one.embedding)) for one in embedded]
         return cosines(embedded[: len(left)], embedded[len(left) :])
+
+    def pair_tokens(self, data_1: Any, data_2: Any) -> int:
+        """The tokens of the prompts that :meth:`score` computes, in the template of pairs.
+
+        :raises RequestError: as :meth:`score`.
+        """
+        left, right = as_list(data_1), as_list(data_2)
+        check_pairs(len(left), len(right))
+        if self._classifier is None:
+            head = self._embedding_head()
+            items = (*left, *right)
+            prompted = items if head is None else [_prompted(one, head.prompt) for one in items]
+            return sum(
+                len(self._reader.read(one, SamplingParams(), room=0).token_ids) for one in prompted
+            )
+        template = pair_template(self._reader, self._classifier, None)
+        lefts = left * len(right) if len(left) == 1 else left
+        pairs = zip(lefts, right, strict=True)
+        return sum(len(read_pair(self._reader, pair, template).token_ids) for pair in pairs)
 
     def rerank(
         self,
@@ -328,11 +348,6 @@ def _prompted(item: PromptLike, prompt: str) -> PromptLike:
     if prompt and isinstance(item, Mapping) and isinstance(item.get("prompt"), str):
         return {**item, "prompt": prompt + item["prompt"]}
     return item
-
-
-def _check_flag(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise RequestError(f"{name}: expected True or False, found {safe_repr(value)}")
 
 
 def check_pairs(first: int, second: int) -> None:

@@ -13,6 +13,7 @@ from typing import Any, cast
 from sdk.errors import EngineClosedError, RequestError
 from sdk.kernels.dataclass import dataclass
 from sdk.params import SamplingParams
+from sdk.quant.once import Once
 from sdk.quant.safe_repr import is_value_error, safe_message, safe_repr
 from sdk.quant.tokenizer import Tokenizer, TooManyTokens
 from sdk.requests.adapters import KnownAdapter
@@ -180,12 +181,13 @@ class PromptReader:
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
         self._chat_template = chat_template
-        self._prefixes: TokenPrefixes | None = None
+        self._prefixes = Once[TokenPrefixes]()
         self._closed = False
 
     def close(self) -> None:
         """Drop the tokenizer (15 MB for 50,000 tokens)."""
-        self.tokenizer = self._prefixes = None
+        self.tokenizer = None
+        self._prefixes = Once[TokenPrefixes]()
         self._closed = True
 
     def need_tokenizer(self, what: str) -> Tokenizer:
@@ -206,7 +208,7 @@ class PromptReader:
         Tokenizing stops where the context ends, so with a short context any text is short. The
         first prompt with ``token_healing`` sorts the vocabulary: 0.2 s for 49,152 tokens.
         """
-        if self._prefixes is None:
+        if not self._prefixes.made:
             given = params if isinstance(params, list | tuple) else [params]
             if any(isinstance(one, SamplingParams) and one.token_healing for one in given):
                 return False
@@ -253,13 +255,14 @@ class PromptReader:
                 "token_healing: expected a tokenizer that decodes byte by byte; this model's "
                 "decoder looks at neighbouring tokens. Leave token_healing out"
             )
-        if self._prefixes is None:
-            self._prefixes = TokenPrefixes(tokenizer, self._vocab_size)
-        found = self._prefixes.heal(prompt.token_ids)
+        found = self._prefixes(self._sorted).heal(prompt.token_ids)
         if found is None:
             return prompt
         count, healing = found
         return replace(prompt, token_ids=prompt.token_ids[:-count], healing=healing)
+
+    def _sorted(self) -> TokenPrefixes:
+        return TokenPrefixes(self.need_tokenizer("token_healing"), self._vocab_size)
 
     def _read_dict(self, prompt: Mapping[str, Any], params: SamplingParams, room: int) -> Prompt:
         given = [key for key in _PROMPTS if key in prompt]

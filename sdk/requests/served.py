@@ -120,7 +120,7 @@ class ServedEngine:
         lockstep = loaded.facts.runner_config.lockstep_redundant
         self._experts = ExpertBalance(
             loaded.executor,
-            self.model_runner,
+            lambda: loaded.runner,  # a method would keep this object in a reference cycle
             config.redundant_experts if lockstep is None else lockstep,
             lockstep=lockstep is not None,
         )

@@ -73,10 +73,11 @@ class Caller:
 class Demand:
     """The most that a request may use: known before anything runs.
 
-    ``prompt_tokens``: of all prompts together. ``max_tokens``: the most that each of the ``n``
+    ``prompt_tokens``: of all prompts together. ``max_tokens``: the most that one of the ``n``
     answers per prompt may have, or 0 for embeddings and scores. ``prompts``: how many there are.
     ``model``: as the request names it; an adapter has its own name. ``body``: the request itself,
-    for an audit log that was asked to keep it.
+    for an audit log that was asked to keep it. ``answer_tokens``: of all answers together, if that
+    is not the product: after a shorter prompt there is room for a longer answer.
     """
 
     prompt_tokens: int
@@ -85,10 +86,13 @@ class Demand:
     model: str
     prompts: int = 1
     body: Mapping[str, object] | None = field(default=None, repr=False, compare=False)
+    answer_tokens: int | None = None
 
     @property
     def most_tokens(self) -> int:
         """Prompt and answers at their longest."""
+        if self.answer_tokens is not None:
+            return self.prompt_tokens + self.answer_tokens
         return self.prompt_tokens + self.max_tokens * self.n * self.prompts
 
 

@@ -36,10 +36,9 @@ class Answers:
             await stream
         return sum(len(stream.prompt_token_ids) for stream in self._streams)
 
-    @property
-    def longest(self) -> int:
-        """The tokens of the longest prompt."""
-        return max(len(stream.prompt_token_ids) for stream in self._streams)
+    def rooms(self, max_model_len: int) -> list[int]:
+        """The most tokens that fit after each prompt."""
+        return [max_model_len - len(stream.prompt_token_ids) for stream in self._streams]
 
     async def whole(self) -> list[RequestOutput]:
         """The last outputs, in the order of the prompts."""
@@ -127,8 +126,11 @@ async def ask(
     streams = [target.llm.astream(prompt, params, **more) for prompt in prompts]
     answers = await stack.enter_async_context(Answers(streams))
     count = await answers.tokenized()
-    room = target.llm.max_model_len - answers.longest
-    most = room if params.max_tokens is None else min(params.max_tokens, room)
-    demand = Demand(count, most, params.num_answers, target.name, len(prompts))
+    rooms = answers.rooms(target.llm.max_model_len)
+    if params.max_tokens is not None:
+        rooms = [min(params.max_tokens, room) for room in rooms]
+    n = params.num_answers
+    total = sum(rooms) * n if len(set(rooms)) > 1 else None
+    demand = Demand(count, max(rooms), n, target.name, len(prompts), answer_tokens=total)
     use = stack.enter_context(await admitted(exchange, services, demand))
     return answers, use

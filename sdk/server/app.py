@@ -12,6 +12,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from sdk import __version__
+from sdk.flags import check_flags
 from sdk.server.access import Access, Open, Role
 from sdk.server.endpoint import Endpoint, Handler, Services
 from sdk.server.errors import INTERNAL, Problem
@@ -77,6 +78,7 @@ def create_app(
 
     :raises RequestError: ``models`` are none, or a name is invalid.
     """
+    check_flags(page=page)
     served = Models(models, model_name)
     live = Live(served) if page else None
     services = Services(
@@ -87,7 +89,12 @@ def create_app(
         None if live is None else live.ended,
     )
     app = FastAPI(
-        title="embedlm", version=__version__, docs_url=None, redoc_url=None, openapi_url=None
+        title="embedlm",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        redirect_slashes=False,  # a redirect names a scheme, which is wrong behind TLS
     )
     for method, path, handler in _OPENAI:
         for prefix in ("/v1", ""):

@@ -58,12 +58,15 @@ class Bound(NamedTuple):
 
 def longest_completion(schema: Schema, count_tokens: Callable[[str], int]) -> Bound:
     """``count_tokens``: the tokens of a text."""
-    bound = _Bound(schema, count_tokens)
-    bound.of(schema)
-    if bound.recursive:  # what one object, array or value needs, for each that may be open
-        size = min(bound.largest, _MOST)
-        return Bound(2 * size, size)
-    return Bound(min(bound.begun(schema), _MOST), _PER_BRACKET if bound.free else 0)
+    try:
+        bound = _Bound(schema, count_tokens)
+        bound.of(schema)
+        if bound.recursive:  # what one object, array or value needs, for each that may be open
+            size = min(bound.largest, _MOST)
+            return Bound(2 * size, size)
+        return Bound(min(bound.begun(schema), _MOST), _PER_BRACKET if bound.free else 0)
+    except RecursionError:  # definitions that refer to one another hundreds of times
+        return Bound()
 
 
 def longest_match(pattern: str) -> Bound:

@@ -14,22 +14,24 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from sdk.errors import RequestError
+from sdk.quant.once import Once
 from sdk.quant.tokenizer import Tokenizer
 from sdk.structured.bound import Bound, longest_completion, longest_match
 from sdk.structured.definition import Definition, definition_of
-from sdk.structured.library import GrammarError, Matcher, SearchTimeout, Vocabulary
+from sdk.structured.library import GrammarError, Matcher, SearchLimit, Vocabulary
 from sdk.structured.params import StructuredOutputsParams
 from sdk.structured.shortest import Search, TokenShapes
 
 _T = TypeVar("_T")
 #: Limits of a matcher: a state of its lexer takes 1 to 2 kB.
 _LIMITS = {"max_lexer_states": 50_000}
-#: CPU seconds for finding the shortest answer, and the longest one that is looked for. Of 400
-#: schemas of MaskBench 95 % took up to 0.12 s, one took 0.56 s, and three took more than a second.
-_SEARCH_S, _MOST_TOKENS = 0.7, 4096
-#: After this many seconds a search continues on a thread of its own that has this niceness. On two
-#: busy CPUs steps then took 1.3 to 1.7 times as long, instead of 1.6 to 2.3 times (docs/log.md).
-_QUICK_S, _NICENESS = 0.1, 10
+#: Masks that are computed to find the shortest answer (20 us to 1 ms each), and the most tokens of
+#: that answer. Text that leaves no choice needs no mask.
+_MOST_MASKS, _MOST_TOKENS = 6000, 4096
+#: After this many masks (about 0.1 s) a search begins again on a thread of its own that has this
+#: niceness. On two busy CPUs steps then took 1.3 to 1.7 times as long, instead of 1.6 to 2.3 times
+#: (docs/log.md).
+_FEW_MASKS, _NICENESS = 1000, 10
 #: The compiled structures that are kept take about this many bytes (64 MiB), an estimate: schemas
 #: of MaskBench took 0.2 to 0.45 MiB each, with the search for the shortest answer (mean of 364).
 _CACHE_BYTES = 2**26
@@ -75,6 +77,29 @@ class GrammarTokens:
         return Search(self.shapes, self.words)
 
 
+class _Spelling:
+    """The tokens of texts. Apart from the compiler, which would be in a reference cycle with what
+    keeps a way to spell."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._bytes = Once[list[int]]()  # the tokens of single bytes
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """The tokens of a text; if they do not spell it exactly, a token for each byte."""
+        tokens = self._tokenizer.encode_continued(text)
+        data = text.encode("utf-8", "replace")
+        if b"".join(map(self._tokenizer.id_to_bytes, tokens)) == data:
+            return tuple(tokens)
+        single = self._bytes(self._read_bytes)
+        spelled = [single[byte] for byte in data]
+        return () if -1 in spelled else tuple(spelled)
+
+    def _read_bytes(self) -> list[int]:
+        known = {self._tokenizer.id_to_bytes(i): i for i in range(self._tokenizer.vocab_size)}
+        return [known.get(bytes((byte,)), -1) for byte in range(256)]
+
+
 class GrammarCompiler:
     """Compiles the structures of one model. Safe to use from any thread.
 
@@ -88,8 +113,10 @@ class GrammarCompiler:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
-        self._tokens: GrammarTokens | None = None
-        self._bytes: list[int] | None = None  # the tokens of single bytes
+        self._tokens = Once[GrammarTokens]()
+        self._spelling = _Spelling(tokenizer)
+        #: The structures that are being compiled: requests with the same one wait.
+        self._begun: dict[Definition, Future[Grammar]] = {}
         self._cache: OrderedDict[Definition, Grammar] = OrderedDict()
         self._cached_bytes = 0
         self._lock = threading.Lock()
@@ -104,34 +131,50 @@ class GrammarCompiler:
             if (found := self._cache.get(definition)) is not None:
                 self._cache.move_to_end(definition)
                 return found
-            if self._tokens is None:
-                self._tokens = self._read_vocabulary()
-            tokens = self._tokens
+            if (begun := self._begun.get(definition)) is None:
+                mine = self._begun[definition] = Future()
+        if begun is not None:
+            return self._named(params, begun.result)
         try:
-            grammar = self._compile(definition, tokens)
+            grammar = self._named(
+                params, lambda: self._compile(definition, self._tokens(self._read_vocabulary))
+            )
+            mine.set_result(grammar)
+        except BaseException as error:
+            known = isinstance(error, Exception)
+            mine.set_exception(error if known else RequestError("the request was interrupted"))
+            raise
+        finally:
+            with self._lock:
+                del self._begun[definition]
+                if mine.exception() is None:
+                    self._keep(definition, mine.result())
+        return grammar
+
+    @staticmethod
+    def _named(params: StructuredOutputsParams, compiled: Callable[[], Grammar]) -> Grammar:
+        try:
+            return compiled()
         except GrammarError as error:
             raise RequestError(f"{params.kind}: it cannot be enforced: {error}") from error
-        with self._lock:
-            self._keep(definition, grammar)
-        return grammar
 
     def _compile(self, definition: Definition, tokens: GrammarTokens) -> Grammar:
         matcher = Matcher.of(tokens.vocabulary, definition.kind, definition.text, _LIMITS)
-        hints = [self._encode(hint) for hint in definition.hints]
+        hints = [self._spelling.encode(hint) for hint in definition.hints]
 
-        def search(seconds: float) -> tuple[int, ...] | None:
+        def search(masks: int) -> tuple[int, ...] | None:
             return tokens.search().shortest(
                 matcher.copy(),
                 _MOST_TOKENS,
                 hints=[hint for hint in hints if hint],
-                seconds=seconds,
+                masks=masks,
             )
 
         try:
-            way = search(_QUICK_S)
-        except SearchTimeout:
+            way = search(_FEW_MASKS)
+        except SearchLimit:
             with self._long_search:
-                way = _at_low_priority(lambda: search(_SEARCH_S))
+                way = _at_low_priority(lambda: search(_MOST_MASKS))
         if way is None:
             raise GrammarError(
                 f"no answer of at most {_MOST_TOKENS} tokens was found that follows it"
@@ -141,31 +184,19 @@ class GrammarCompiler:
     def _bound(self, definition: Definition) -> Bound:
         if definition.kind == "json_schema":
             schema = json.loads(definition.text)
-            return longest_completion(schema, lambda text: len(self._encode(text)))
+            return longest_completion(schema, lambda text: len(self._spelling.encode(text)))
         return longest_match(definition.text) if definition.kind == "regex" else Bound()
 
     def _canonical(self, matcher: Matcher, way: tuple[int, ...]) -> tuple[int, ...]:
         """The way as the tokenizer would write it, if that is no longer."""
         text = self._tokenizer.decode(way, skip_special_tokens=False)
-        tokens = tuple(self._encode(text))
+        tokens = tuple(self._spelling.encode(text))
         if len(tokens) > len(way) or matcher.allowed(tokens) < len(tokens):
             return way
         matcher.consume(tokens)
         accepting = matcher.accepting
         matcher.rollback(len(tokens))
         return tokens if accepting else way
-
-    def _encode(self, text: str) -> list[int]:
-        """The tokens of a text; if they do not spell it exactly, a token for each byte."""
-        tokens = self._tokenizer.encode_continued(text)
-        data = text.encode("utf-8", "replace")
-        if b"".join(map(self._tokenizer.id_to_bytes, tokens)) == data:
-            return tokens
-        if self._bytes is None:
-            known = {self._tokenizer.id_to_bytes(i): i for i in range(self._tokenizer.vocab_size)}
-            self._bytes = [known.get(bytes((byte,)), -1) for byte in range(256)]
-        spelled = [self._bytes[byte] for byte in data]
-        return [] if -1 in spelled else spelled
 
     def _is_special(self, text: str) -> bool:
         token = self._tokenizer.token_to_id(text)
@@ -185,7 +216,7 @@ class GrammarCompiler:
         texts = [b"" if i in special else piece for i, piece in enumerate(pieces)]
         marked = [b"\xff" + piece if i in special else piece for i, piece in enumerate(pieces)]
         ends = sorted(token for token in self._eos_token_ids if token < count)
-        encode = functools.lru_cache(maxsize=_KNOWN_TEXTS)(lambda text: tuple(self._encode(text)))
+        encode = functools.lru_cache(maxsize=_KNOWN_TEXTS)(self._spelling.encode)
         closers = [encode(text) for text in _CLOSERS]
         return GrammarTokens(
             Vocabulary(marked + padding, ends, encode),

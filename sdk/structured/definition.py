@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 
 from sdk.errors import RequestError
 from sdk.quant.safe_repr import safe_repr
+from sdk.structured import lark
 from sdk.structured.document import schemas_in
 from sdk.structured.gbnf import is_gbnf, lark_of
+from sdk.structured.limits import check_pattern
 from sdk.structured.params import MAX_TEXT, StructuredOutputsParams
 from sdk.structured.rewriting import rewritten
 
@@ -59,6 +61,8 @@ def _prepared(schema: Schema, params: StructuredOutputsParams) -> Schema:
         guidance = {}
     guidance["whitespace_flexible"] = False
     if params.whitespace_pattern is not None:
+        _check_length("whitespace_pattern", params.whitespace_pattern)
+        check_pattern("whitespace_pattern", params.whitespace_pattern)
         guidance = {"whitespace_pattern": params.whitespace_pattern}
     prepared["x-guidance"] = guidance
     return prepared
@@ -67,6 +71,7 @@ def _prepared(schema: Schema, params: StructuredOutputsParams) -> Schema:
 def _regex(params: StructuredOutputsParams, _: Callable[[str], bool]) -> Definition:
     assert params.regex is not None
     _check_length("regex", params.regex)
+    check_pattern("regex", params.regex)
     return Definition("regex", _ascii_digits(params.regex), _literals([params.regex]))
 
 
@@ -78,8 +83,8 @@ def _ascii_digits(pattern: str) -> str:
 
 def _choice(params: StructuredOutputsParams, _: Callable[[str], bool]) -> Definition:
     assert params.choice is not None
-    lark = "start: " + " | ".join(json.dumps(item, ensure_ascii=False) for item in params.choice)
-    return Definition("lark", lark)
+    text = "start: " + " | ".join(json.dumps(item, ensure_ascii=False) for item in params.choice)
+    return Definition("lark", text)
 
 
 def _grammar(params: StructuredOutputsParams, _: Callable[[str], bool]) -> Definition:
@@ -88,6 +93,8 @@ def _grammar(params: StructuredOutputsParams, _: Callable[[str], bool]) -> Defin
     _check_length("grammar", text)
     if is_gbnf(text):
         text = lark_of(text)
+    text = lark.checked(text, lambda schema: _prepared(schema, params))
+    _check_length("grammar", text)
     return Definition("lark", text, _literals(re.findall(r'"(?:[^"\\\n]|\\.)*"|/[^/\n]+/', text)))
 
 
@@ -125,8 +132,8 @@ def _structural_tag(
         else:
             rules.append(f"head_{index}[lazy]: TEXT {json.dumps(trigger)}")
             rules.append(f"tag_{index}: head_{index} {body}")
-    lark = f"start: ({' | '.join(names)})* rest\nrest: TEXT\nTEXT: /(.|\\n)*/\n" + "\n".join(rules)
-    return Definition("lark", lark)
+    text = f"start: ({' | '.join(names)})* rest\nrest: TEXT\nTEXT: /(.|\\n)*/\n" + "\n".join(rules)
+    return Definition("lark", text)
 
 
 def _tag_parts(one: Any) -> tuple[str, str, Schema]:

@@ -48,11 +48,11 @@ def schemas_in(schema: Any, depth: int = 0) -> Iterator[Schema]:
     if not isinstance(schema, dict):
         return
     yield schema
-    for item in _children(schema):
+    for item in children_of(schema):
         yield from schemas_in(item, depth + 1)
 
 
-def _children(schema: Schema) -> Iterator[Any]:
+def children_of(schema: Schema) -> Iterator[Any]:
     for key in OF_SCHEMA:
         if isinstance(schema.get(key), dict):
             yield schema[key]
@@ -164,7 +164,7 @@ class Document:
             self._anchors[base, anchor] = schema
         if isinstance(anchor := schema.get("$dynamicAnchor"), str):
             self._anchors[base, anchor] = self._dynamic[base, anchor] = schema
-        for item in _children(schema):
+        for item in children_of(schema):
             self._index(item, base, depth + 1)
         for keyword in _DEFINITIONS:
             if isinstance(schema.get(keyword), dict):

@@ -156,8 +156,7 @@ class Vocabulary:
         encode: Callable[[str], Sequence[int]],
     ) -> None:
         self.size = len(tokens)
-        self._encode = encode
-        self._tokenize = _TOKENIZE(self._write_tokens)  # must live as long as the handle
+        self._tokenize = _tokenize_function(encode)  # must live as long as the handle
         self.eos_ids = tuple(eos_ids)
         lengths = np.fromiter(map(len, tokens), np.uint32, len(tokens))
         data = np.frombuffer(b"".join(tokens) or b"\0", np.uint8)
@@ -170,8 +169,9 @@ class Vocabulary:
             lengths=lengths.ctypes.data,
             bytes=data.ctypes.data,
             assumes_string=True,  # bytes that are no UTF-8 are not passed to the function
-            function=ctypes.cast(self._tokenize, c_void_p),
-            slices=ctypes.cast(slices, c_void_p),
+            # ``ctypes.cast`` would put both of these in reference cycles.
+            function=c_void_p.from_buffer(self._tokenize),
+            slices=ctypes.addressof(slices),
             more_eos=more.ctypes.data,
             more_eos_count=len(more),
         )
@@ -183,24 +183,32 @@ class Vocabulary:
                 f"structured output cannot use this model's tokenizer: {_text(error.value)}"
             )
 
-    def _write_tokens(self, _: int, text: Any, size: int, out: Any, room: int) -> int:
-        """The library's ``LlgTokenizeFn``. The texts are few: the names of a schema."""
-        found = self._encode(ctypes.string_at(text, size).decode("utf-8", "replace"))
+    def __del__(self) -> None:
+        if getattr(self, "handle", None):
+            self._library.llg_free_tokenizer(self.handle)
+
+
+def _tokenize_function(encode: Callable[[str], Sequence[int]]) -> Any:
+    """The library's ``LlgTokenizeFn``. The texts are few: the names of a schema.
+
+    A method of the vocabulary would keep it, tens of megabytes, in a reference cycle.
+    """
+
+    def write_tokens(_: int, text: Any, size: int, out: Any, room: int) -> int:
+        found = encode(ctypes.string_at(text, size).decode("utf-8", "replace"))
         for index, token in enumerate(found[:room]):
             out[index] = token
         return len(found)
 
-    def __del__(self) -> None:
-        if getattr(self, "handle", None):
-            self._library.llg_free_tokenizer(self.handle)
+    return _TOKENIZE(write_tokens)
 
 
 class GrammarError(Exception):
     """A matcher cannot be built, or cannot go on. The text is the library's."""
 
 
-class SearchTimeout(GrammarError):
-    """No complete text was found in time."""
+class SearchLimit(GrammarError):
+    """No complete text was found with the work that is allowed."""
 
 
 class Matcher:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import decimal
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
 from sdk.errors import RequestError
+from sdk.flags import check_flags
 from sdk.kernels.dataclass import dataclass
 from sdk.quant.safe_repr import safe_repr
 
@@ -15,6 +17,8 @@ from sdk.quant.safe_repr import safe_repr
 MAX_TEXT = 2**20  # characters of a schema, a pattern, a grammar
 MAX_CHOICES = 10_000
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+
+_FLAGS = ("disable_fallback", "disable_any_whitespace", "disable_additional_properties")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,14 +63,8 @@ class StructuredOutputsParams:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
                 raise _invalid(name, "a non-empty string", value)
-        for name in (
-            "disable_fallback",
-            "disable_any_whitespace",
-            "disable_additional_properties",
-        ):
-            if not isinstance(getattr(self, name), bool):
-                raise _invalid(name, "True or False", getattr(self, name))
-        if self.json_object not in (None, True, False):
+        check_flags(**{name: getattr(self, name) for name in _FLAGS})
+        if self.json_object is not None and not isinstance(self.json_object, bool):
             raise _invalid("json_object", "True, False or None", self.json_object)
         if self.disable_any_whitespace and self.whitespace_pattern is not None:
             raise RequestError(
@@ -134,13 +132,21 @@ def _schema(value: Any) -> dict[str, Any]:
     return schema_of(value)
 
 
+def _decimal(text: str) -> float:
+    """A number with a point or an exponent. :raises ValueError: a double is another number."""
+    number = float(text)
+    if decimal.Decimal(text) != decimal.Decimal(repr(number)):
+        raise ValueError(f"the number {text} is not a double: use fewer digits")
+    return number
+
+
 def _from_text(name: str, value: Any) -> dict[str, Any]:
     """A JSON object from its text, or a copy of one."""
     try:
         text = value if isinstance(value, str) else json.dumps(value)
         if len(text) > MAX_TEXT:
             raise RequestError(f"{name}: expected at most {MAX_TEXT} characters, found {len(text)}")
-        found = json.loads(text)
+        found = json.loads(text, parse_float=_decimal if isinstance(value, str) else None)
     except (ValueError, TypeError, RecursionError) as error:
         raise RequestError(f"{name}: it is not valid JSON: {error}") from error
     if not isinstance(found, dict):

@@ -6,12 +6,12 @@ fewer.
 
 from __future__ import annotations
 
-import fractions
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from sdk.errors import RequestError
+from sdk.quant.safe_repr import safe_repr
 from sdk.structured.arrays import rewrite_contains, rewrite_unique
 from sdk.structured.disjoint import disjoint, telling_names
 from sdk.structured.document import (
@@ -21,13 +21,14 @@ from sdk.structured.document import (
     Document,
     Schema,
     also,
+    too_deep,
 )
 from sdk.structured.formats import rewrite_format
+from sdk.structured.limits import check_size
 from sdk.structured.negation import negation
+from sdk.structured.numbers import rewrite_numbers
 from sdk.structured.unevaluated import rewrite_unevaluated
 
-#: The largest ``multipleOf``, without factors of ten: an automaton of 99,991 states takes 0.9 s.
-_MAX_MULTIPLE = 10_000
 #: Parts of a ``oneOf`` that are compared with each other: 64 are 2,016 pairs.
 _MOST_OPTIONS = 64
 #: Keywords next to ``oneOf`` that help to tell its parts apart.
@@ -39,7 +40,11 @@ _ANNOTATIONS = {"title", "description", "$comment", "examples", "default"}
 _OTHER_PROPERTIES = {
     *("properties", "patternProperties", "required", "allOf", "anyOf", "oneOf", "$ref"),
 }
-_INTEGERS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
+_LEAST = ("minItems", "minLength", "minProperties", "minContains")
+_INTEGERS = (*_LEAST, "maxItems", "maxLength", "maxProperties", "maxContains")
+#: The longest text or array that may be required: an answer has up to 4,096 tokens. Longer ones
+#: than the second number, which the library reads as 32 bits with a sign, are left out.
+_MOST_LEAST, _MOST_SIZE = 10_000, 2**31 - 1
 
 
 def rewritten(schema: Mapping[str, Any], closed: bool = False) -> Schema:
@@ -60,10 +65,13 @@ def rewritten(schema: Mapping[str, Any], closed: bool = False) -> Schema:
                 definitions[name] = _rewritten(document.definitions[name], document)
     except RequestError:
         raise
+    except RecursionError as error:
+        raise too_deep() from error
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise RequestError(f"json: it is not a valid JSON Schema: {error}") from error
     if definitions:
         root["$defs"] = definitions
+    check_size(root)
     return root
 
 
@@ -105,25 +113,22 @@ def _rewritten(schema: Any, document: Document, depth: int = 0) -> Any:
     return found
 
 
-def _as_integer(schema: Schema, name: str) -> None:
-    """2.0 is a valid integer in JSON Schema."""
-    value = schema.get(name)
-    if isinstance(value, float) and value.is_integer():
-        schema[name] = int(value)
-
-
-def _check_multiple(schema: Schema) -> None:
-    multiple = schema.get("multipleOf")
-    if not isinstance(multiple, int | float) or isinstance(multiple, bool) or multiple <= 0:
-        return
-    number = fractions.Fraction(str(multiple)).numerator
-    while number % 10 == 0:
-        number //= 10
-    if number > _MAX_MULTIPLE:
-        raise RequestError(
-            f"json: multipleOf {multiple} is not supported: expected at most {_MAX_MULTIPLE}, "
-            "times a power of ten"
-        )
+def _check_sizes(schema: Schema, _: Document) -> None:
+    """Lengths and counts: 2.0 is a valid integer in JSON Schema."""
+    for name in _INTEGERS:
+        value = schema.get(name)
+        if value is None:
+            continue
+        whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+        if isinstance(value, bool) or not whole or value < 0:
+            raise RequestError(
+                f"json: {name}: expected a whole number from 0 on, found {safe_repr(value)}"
+            )
+        schema[name] = int(value) if name in _LEAST else min(int(value), _MOST_SIZE)
+        if name in _LEAST and value > _MOST_LEAST:
+            raise RequestError(
+                f"json: {name} {safe_repr(value)} is not supported: expected at most {_MOST_LEAST}"
+            )
 
 
 def _check_min_properties(schema: Schema) -> None:
@@ -140,10 +145,7 @@ def _check_min_properties(schema: Schema) -> None:
 
 def _check(schema: Schema, _: Document) -> None:
     """Limits that llguidance does not have."""
-    _check_multiple(schema)
     _check_min_properties(schema)
-    for name in _INTEGERS:
-        _as_integer(schema, name)
 
 
 def _rewrite_not(schema: Schema, document: Document) -> None:
@@ -299,6 +301,7 @@ def _matches_all(pattern: str) -> bool:
 
 #: In this order: the first ones read schemas inside that the others replace.
 _REWRITE: tuple[Callable[[Schema, Document], None], ...] = (
+    _check_sizes,
     rewrite_unevaluated,
     rewrite_contains,
     rewrite_unique,
@@ -309,5 +312,6 @@ _REWRITE: tuple[Callable[[Schema, Document], None], ...] = (
     _rewrite_dependencies,
     _rewrite_property_names,
     _rewrite_patterns,
+    rewrite_numbers,
     _check,
 )

@@ -10,15 +10,13 @@ from __future__ import annotations
 import hashlib
 import math
 import operator
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sdk.structured.library import Matcher, SearchTimeout
+from sdk.structured.library import Matcher, SearchLimit
 
 #: Bytes that end a value or a container in JSON and in most other notations. Where nearly any token
 #: may follow, the text is inside a string, and a quote ends it; elsewhere brackets come first.
@@ -124,18 +122,13 @@ class TokenShapes:
         return [at[byte] for byte in _TRIED if byte in at] or list(at.values())[:_BRANCHES]
 
 
-class _State(NamedTuple):
-    matcher: Matcher
-    path: tuple[int, ...]
-
-
 class Search:
     """Finds short completions for the matchers of one vocabulary. Not thread-safe."""
 
     def __init__(self, shapes: TokenShapes, words: int) -> None:
         self._shapes = shapes
         self._mask = np.zeros(words, np.uint32)
-        self._deadline = math.inf
+        self._masks_left = math.inf
         self._hints: list[tuple[int, ...]] = []
 
     def shortest(
@@ -144,7 +137,7 @@ class Search:
         most_tokens: int,
         *,
         hints: Sequence[Sequence[int]] = (),
-        seconds: float = math.inf,
+        masks: float = math.inf,
         states: int = _STATES,
         thorough: bool = True,
         known_rest: Callable[[], tuple[int, ...] | None] = lambda: None,
@@ -153,16 +146,16 @@ class Search:
         same state afterwards. None: none were found.
 
         ``hints``: sequences of tokens that may be needed, such as the literals of a pattern.
-        ``seconds``: CPU time of this thread. ``states``: the most states that are compared.
+        ``masks``: the most masks that are computed. ``states``: the most states that are compared.
         ``thorough``: look for ways around dead ends too. ``known_rest``: tokens that complete the
         text from the matcher's state on, if some are known.
 
-        :raises SearchTimeout: the time is over. The state of ``matcher`` is undefined then.
+        :raises SearchLimit: ``masks`` are not enough.
         :raises GrammarError: the grammar is too complex to follow.
         """
         if matcher.accepting:
             return ()
-        self._deadline = time.thread_time() + seconds
+        self._masks_left = masks
         self._hints = [tuple(hint) for hint in hints]
         # One state at a time nearly always succeeds; several find ways around dead ends and loops.
         found = self._one_by_one(matcher, most_tokens, states, known_rest)
@@ -194,6 +187,14 @@ class Search:
         taken: Counter[tuple[int, ...]] = Counter()
         try:
             while len(path) < most_tokens and states > 0:
+                if forced := matcher.forced(most_tokens - len(path)):
+                    matcher.consume(forced)
+                    path += forced
+                    if matcher.accepting:
+                        return tuple(path)
+                    if matcher.stopped:
+                        return None
+                    continue
                 key, allowed = self._allowed(matcher)
                 visits[key] += 1
                 repeats = repeats + 1 if key == last else 0
@@ -237,28 +238,33 @@ class Search:
 
     def _beam(self, matcher: Matcher, most_tokens: int, states: int) -> tuple[int, ...] | None:
         """The most promising states after each token."""
-        beam = [_State(matcher.copy(), ())]
+        # Only paths are kept: a copy of a matcher that was used for long takes megabytes.
+        beam: list[tuple[int, ...]] = [()]
         seen: Counter[bytes] = Counter()
         for _ in range(most_tokens):
-            ranked: list[tuple[tuple[int, int], _State]] = []
-            for state in beam:
-                ids, _ = self._shapes.candidates(self._allowed(state.matcher)[1])
-                states -= len(ids)
-                if states < 0:
-                    return None
-                for token in ids:
-                    following = state.matcher.copy()
-                    following.consume((token,))
-                    path = (*state.path, token)
-                    if following.accepting:
-                        return path
-                    if not following.stopped:
-                        rank = self._rank(following, token, seen)
-                        ranked.append((rank, _State(following, path)))
+            ranked: list[tuple[tuple[int, int], tuple[int, ...]]] = []
+            for path in beam:
+                matcher.consume(path)
+                try:
+                    ids, _ = self._shapes.candidates(self._allowed(matcher)[1])
+                    states -= len(ids)
+                    if states < 0:
+                        return None
+                    for token in ids:
+                        matcher.consume((token,))
+                        try:
+                            if matcher.accepting:
+                                return (*path, token)
+                            if not matcher.stopped:
+                                ranked.append((self._rank(matcher, token, seen), (*path, token)))
+                        finally:
+                            matcher.rollback(1)
+                finally:
+                    matcher.rollback(len(path))
             if not ranked:
                 return None
             ranked.sort(key=operator.itemgetter(0))
-            beam = [state for _, state in ranked[:_WIDTH]]
+            beam = [path for _, path in ranked[:_WIDTH]]
         return None
 
     def _rank(self, matcher: Matcher, token: int, seen: Counter[bytes]) -> tuple[int, int]:
@@ -271,8 +277,9 @@ class Search:
 
     def _allowed(self, matcher: Matcher) -> tuple[bytes, NDArray[np.intp]]:
         """The tokens that may follow, and a hash of their mask."""
-        if time.thread_time() > self._deadline:
-            raise SearchTimeout("it is too complex: no complete text was found in time")
+        self._masks_left -= 1
+        if self._masks_left < 0:
+            raise SearchLimit("it is too complex: a complete text needs too many steps of a search")
         matcher.mask(self._mask)
         bits = np.unpackbits(self._mask.view(np.uint8), bitorder="little")
         key = hashlib.blake2b(self._mask.tobytes(), digest_size=16).digest()

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, S
 from typing import Any, Literal, NamedTuple
 
 from sdk.errors import RequestError, ToolError
+from sdk.flags import check_flags
 from sdk.quant.safe_repr import safe_message, safe_repr
 from sdk.structured.schemas import load
 from sdk.tools.definitions import Tool, ToolLike, argument_types, tools_of
@@ -158,6 +159,7 @@ class _Turns:
         self.stopped: Stopped | None = None
         self._max_turns = max_turns
         self._raise = on_error == "raise"
+        check_flags(parsed_arguments=parsed_arguments)
         self._parsed_arguments = parsed_arguments
         self._turns = 0
         self._output = AssistantMessage()

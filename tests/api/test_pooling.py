@@ -358,6 +358,9 @@ def test_a_yes_or_no_model_gets_the_prompt_of_qwen3_reranker(smollm2: Path) -> N
         [same] = llm.classify(text)
         [found] = [one for one in ranked if one.index == 0]
         assert found.relevance_score == same.probs[1]
+        # What the server reserves for a request: the tokens with the template of pairs.
+        counted = llm._pooling.pair_tokens("What is the capital of France?", documents[:1])
+        assert counted == len(llm.get_tokenizer().encode(text))
 
 
 @pytest.mark.parametrize("tokens", ["yes", ["yes"], ["yes", 3], [], ["yes", ""]])

@@ -537,7 +537,7 @@ def test_a_long_search_continues_at_low_priority(
     monkeypatch.setattr(os, "setpriority", lambda *args: (seen.append(args[2]), setpriority(*args)))
     params = StructuredOutputsParams(json=PERSON)
     quick = compiler.compile(params)
-    monkeypatch.setattr("sdk.structured.compiler._QUICK_S", -1.0)
+    monkeypatch.setattr("sdk.structured.compiler._FEW_MASKS", 0)
     fresh = GrammarCompiler(compiler._tokenizer, compiler._vocab_size, compiler._eos_token_ids)
     assert fresh.compile(params).way == quick.way
     own = os.getpriority(os.PRIO_PROCESS, 0)

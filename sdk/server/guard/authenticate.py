@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from sdk.errors import RequestError
+from sdk.flags import check_flags
 from sdk.server.access import ALL_ROLES, Caller, Client, Headers, Refused
 from sdk.server.guard.key_file import KeyFile
 from sdk.server.guard.keys import MOST_KEY_BYTES, KeyHolder, KeyTable, Secret
@@ -57,6 +58,7 @@ class ByKey:
         share_prefixes: bool = False,
         wall: Callable[[], float] = time.time,
     ) -> None:
+        check_flags(share_prefixes=share_prefixes)
         plain = tuple(dict.fromkeys(keys))
         for key in plain:
             if not 1 <= len(key) <= MOST_KEY_BYTES or not key.isascii() or not key.isprintable():

@@ -179,6 +179,33 @@ def is_whole_post(data: bytes) -> bool:
     )
 
 
+def _with_target(protocol: Any) -> Any:
+    """uvicorn's protocol, where the host of a request's target is that of the header Host.
+
+    ``GET http://other/ HTTP/1.1`` asks for ``other`` whatever Host says (RFC 9112, 3.2.2). With
+    httptools uvicorn forgets it; with h11 such a target is a path, which is refused.
+    """
+    if not hasattr(protocol, "on_url"):
+        return protocol
+
+    class WithTarget(protocol):  # type: ignore[misc]
+        def on_headers_complete(self) -> None:
+            if not self.url.startswith((b"/", b"*")):
+                import httptools
+
+                target = httptools.parse_url(self.url)
+                if target.host is not None:
+                    port = b"" if target.port is None else b":%d" % target.port
+                    host = b"[%b]" % target.host if b":" in target.host else target.host
+                    self.headers[:] = [
+                        (name, host + port if name == b"host" else value)
+                        for name, value in self.headers
+                    ]
+            super().on_headers_complete()
+
+    return WithTarget
+
+
 def uvicorn_options(limits: HttpLimits, gate: Gate | None = None) -> dict[str, Any]:
     """Options for ``uvicorn.run`` or ``uvicorn.Config``: the limits, and no version in responses.
 
@@ -187,10 +214,11 @@ def uvicorn_options(limits: HttpLimits, gate: Gate | None = None) -> dict[str, A
 
     :raises ModuleNotFoundError: uvicorn is not installed (extra ``server``).
     """
-    from uvicorn.protocols.http.auto import AutoHTTPProtocol
+    from uvicorn.protocols.http.auto import AutoHTTPProtocol  # httptools if it is there, or h11
+
+    implementation = _with_target(AutoHTTPProtocol)
 
     def protocol(*, server_state: Any, **arguments: Any) -> LimitedConnection:
-        implementation: Any = AutoHTTPProtocol  # httptools if it is installed, or h11
         inner = implementation(server_state=server_state, **arguments)
         return LimitedConnection(limits, gate, inner, server_state)
 

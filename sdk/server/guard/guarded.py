@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from sdk.flags import check_flags
 from sdk.server.access import Admission, Caller, Client, Demand, Headers, Outcome, Refused
 from sdk.server.guard.audit import AuditLog
 from sdk.server.guard.authenticate import Anyone, Authenticate, KnownCaller, address
@@ -28,6 +29,7 @@ class GuardedAccess:
         audit: AuditLog | None = None,
         audit_requests: bool = False,
     ) -> None:
+        check_flags(audit_requests=audit_requests)
         self._authenticate = authenticate or Anyone()
         self._limits = limits or UNLIMITED
         self._meter = meter or Meter()

@@ -152,12 +152,11 @@ def _tenant(exchange: Exchange, target: Target) -> str | None:
 
 
 async def _count_pairs(target: Target, left: Sequence[Any], right: Sequence[Any]) -> int:
-    """The tokens of all pairs, apart from the model's own template for them."""
+    """The tokens of all prompts that are computed, with the model's own template for pairs."""
     if not right:
         return 0
-    firsts, seconds = await target.served.read(left), await target.served.read(right)
-    repeated = len(seconds) if len(firsts) == 1 else 1
-    return _count(firsts) * repeated + _count(seconds)
+    pooling = target.llm._pooling
+    return await target.served.briefly([left, right], lambda: pooling.pair_tokens(left, right))
 
 
 def _count(prompts: Sequence[Any]) -> int:

@@ -289,6 +289,27 @@ def test_path_tricks(port: int, app: App, request_line: str) -> None:
     assert app.paths == []
 
 
+@pytest.mark.parametrize(
+    ("target", "host", "status"),
+    [
+        ("http://evil.example/echo", "localhost", 403),
+        ("http://evil.example:80/echo", "localhost:80", 403),
+        ("http://localhost@evil.example/echo", "localhost", 403),
+        ("http://localhost:1@evil.example/echo", "localhost", 403),
+        ("http://[::2]/echo", "localhost", 403),
+        ("http://localhost/echo", "localhost", 200),
+        ("http://localhost:81/echo", "evil.example", 200),
+    ],
+)
+def test_the_host_of_a_target_counts(port: int, target: str, host: str, status: int) -> None:
+    """With h11 such a target is no path."""
+    from uvicorn.protocols.http import auto
+
+    known = hasattr(auto.AutoHTTPProtocol, "on_url")
+    found = ask(port, post(b"{}", target, KEY, host=host)).status
+    assert found == status if known else found in (400, 403)
+
+
 def test_overlong_utf8_is_no_dot(port: int, app: App) -> None:
     ask(port, post(b"{}", "/v1/%c0%ae%c0%ae/x", KEY))
     assert not any(".." in path for path in app.paths)

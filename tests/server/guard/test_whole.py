@@ -225,3 +225,33 @@ def test_callers_cannot_reach_the_prefixes_of_others(tmp_path: Path) -> None:
         for key, more in ((alice, {}), (bob, {}), (bob, {"cache_salt": "alice"})):
             assert server.chat(key, **more).status == 200
     assert len(set(map(str, salts))) == 3 and salts[0] == "alice" and salts[1] == "bob"
+
+
+@pytest.mark.parametrize("most", [None, 400])
+def test_a_quota_counts_what_fits_after_each_prompt(tmp_path: Path, most: int | None) -> None:
+    """A long prompt beside short ones leaves room for few tokens after itself alone."""
+    limit, length = 600, 512
+    with Server(tmp_path, FakeLLM("word " * 600, max_model_len=length), Limits()) as server:
+        key = server.add("alice", limits=Limits(tokens_per_minute=limit))
+        body: dict[str, Any] = {
+            "model": "fake",
+            "prompt": ["a " * 500, "a", "a"],
+            "max_tokens": most,
+        }
+        head = f"Authorization: Bearer {key}"
+        reply = ask(server.port, post(json.dumps(body).encode(), "/v1/completions", head))
+        assert reply.status == 429
+        room = length if most is None else most
+        assert reply.error["message"].startswith("Request too large: it may use ")
+        asked = int(reply.error["message"].split()[6])
+        assert asked >= 2 * (room - 2) + length
+
+
+def test_a_trailing_slash_is_no_route_and_names_no_scheme(server: Server) -> None:
+    key = server.add("alice")
+    for more in ((), (f"Authorization: Bearer {key}",)):
+        reply = ask(server.port, post(json.dumps(CHAT).encode(), "/v1/chat/completions/", *more))
+        assert reply.status in (401, 404) and "location" not in reply.headers
+    assert reply.status == 404 and reply.error["code"] == "unknown_url"
+    text = b"GET /health/ HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    assert ask(server.port, text).status == 404
