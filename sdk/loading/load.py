@@ -34,6 +34,7 @@ from sdk.executors.stage_times import StageTimes
 from sdk.kernels.dataclass import dataclass
 from sdk.kernels.lazy_torch import import_torch, torch, type_name
 from sdk.kernels.self_check import failures
+from sdk.kernels.sized_graphs import MOST_TOKENS
 from sdk.loading.checks import named_tokenizer
 from sdk.loading.fork import fork_plan
 from sdk.loading.progress import reporting
@@ -430,6 +431,7 @@ def _runner_config(
         compute=compute_of(config),
         activations=type_name(activations_of(config, checkpoint)),
         enforce_eager=config.enforce_eager,
+        recorded_tokens=memory.recorded_tokens or MOST_TOKENS,
         deterministic=config.deterministic,
         hf_overrides=dict(config.hf_overrides or {}),
         quantization=config.quantization,

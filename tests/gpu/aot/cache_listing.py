@@ -34,10 +34,11 @@ sys.path[:0] = [str(Path(__file__).parent), str(TESTS / "engine"), str(ROOT)]
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from fake_card import _Backend  # noqa: E402
-from fake_cuda import without_a_gpu  # noqa: E402
+from fake_cuda import CardTensor, without_a_gpu  # noqa: E402
 from listed_card import ListedCard, _opened, on_card  # noqa: E402
 from machine_code import _named, _OnlyATarget, all_launches  # noqa: E402
 from torch import Tensor  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from triton import compiler  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
@@ -203,6 +204,22 @@ def kernels_on_cpu_tensors() -> Iterator[None]:
         yield
 
 
+class NoProducts(TorchDispatchMode):
+    """torch's own products are not computed; some exist on cards alone."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = str(func).split(".")[1]
+        if name not in ("mm", "_scaled_mm") or any(isinstance(x, CardTensor) for x in args):
+            return func(*args, **kwargs)
+        (m, _), n = args[0].shape, args[1].shape[1]
+        dtype = kwargs.get("out_dtype") or args[0].dtype
+        out = kwargs.get("out")
+        return torch.zeros(m, n, dtype=dtype) if out is None else out
+
+
 class Listed:
     """A plugin of pytest: which tests run, and engines on the fake card."""
 
@@ -261,7 +278,7 @@ def fake_engines() -> Iterator[None]:
 def run_tests(*, engines: bool) -> list[Wanted]:
     os.environ["CARD_TESTS_LISTED"] = "1"  # see tests/card/conftest.py
     options = ["-q", "-m", "gpu", "--assert=plain", "--tb=short", "--timeout=0"]
-    with listing() as found, zeros(), kernels_on_cpu_tensors():
+    with listing() as found, zeros(), kernels_on_cpu_tensors(), NoProducts():
         with contextlib.redirect_stdout(sys.stderr):
             pytest.main([*options, str(TESTS / "card")], plugins=[Listed(engines=engines)])
         return list(found)
@@ -285,7 +302,7 @@ class RehearsingCard(ListedCard):
 def run_bench() -> list[Wanted]:
     """A row that fails here is left out, which costs compiling on the card."""
     with on_card(TARGET, PROCESSORS, RehearsingCard) as (card, _), listing() as found:
-        with pytest.MonkeyPatch.context() as patch:
+        with NoProducts(), pytest.MonkeyPatch.context() as patch:
             for module, name in ((products, "_against_int4pack"), (attention, "_against_sdpa")):
                 patch.setattr(module, name, lambda *_: iter(()))
             patch.setattr(weights.Weights, "_check", lambda *_: None)
