@@ -16,6 +16,7 @@ import importlib.util
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -88,3 +89,9 @@ def device() -> str:
 def engine_device() -> str:
     """Where engines are; without a card the CPU, whose operators they then have."""
     return "cpu" if INTERPRETED else "cuda"
+
+
+@pytest.fixture(scope="session")
+def size() -> Callable[[int, int], int]:
+    """A dimension: the first number on a card, the second under the interpreter."""
+    return lambda real, tiny: tiny if INTERPRETED else real
