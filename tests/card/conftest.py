@@ -12,8 +12,10 @@ After ``CARD_TESTS_SECONDS`` no further test begins, which counts as a failure o
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
+import pkgutil
 import sys
 import time
 from collections.abc import Callable
@@ -22,6 +24,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from sdk.kernels import gpu
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 LISTED = os.environ.get("CARD_TESTS_LISTED") == "1"
@@ -95,3 +99,11 @@ def engine_device() -> str:
 def size() -> Callable[[int, int], int]:
     """A dimension: the first number on a card, the second under the interpreter."""
     return lambda real, tiny: tiny if INTERPRETED else real
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _settled_keys() -> None:
+    """Kernels that were compiled ahead are found whichever tests of a process come first."""
+    for module in pkgutil.iter_modules(gpu.__path__, "sdk.kernels.gpu."):
+        importlib.import_module(module.name)
+    importlib.import_module("sdk.kernels.gpu.cache_keys").settle_cache_keys()

@@ -262,7 +262,7 @@ def test_rows_of_many_adapters_get_their_own_updates(
     wanted = y.double()
     for slot, own in enumerate(parts):
         wanted[slots == slot] += cases.low_rank(x[slots == slot], own, n)
-    found = [y.to(device) for _ in range(size(20, 2))]
+    found = [y.to(device, copy=True) for _ in range(size(20, 2))]
     for each in found:
         table.add(x.to(device), each, slots.to(device))
     assert all(torch.equal(each, found[0]) for each in found)
@@ -416,11 +416,6 @@ def _steps(codes: Tensor) -> Tensor:
 
 # Engines: streams, graphs, threads
 
-PROMPTS = [[(7 * n + 13 * i) % 300 + 4 for i in range(n)] for n in (21, 3, 70, 9, 40, 1, 13)]
-GREEDY = SamplingParams(temperature=0.0, max_tokens=30, logprobs=1, ignore_eos=True)
-DRAWN = SamplingParams(
-    temperature=0.9, top_k=50, seed=4, max_tokens=30, logprobs=1, ignore_eos=True
-)
 SMALL: dict[str, Any] = {"max_model_len": 128, "max_num_batched_tokens": 64, "max_num_seqs": 6}
 
 
@@ -432,15 +427,26 @@ def opened(golden: Path, name: str, device: str, **options: Any) -> LLM:
     return LLM(path, skip_tokenizer_init=True, **{**SMALL, **where, **options})
 
 
-def answers(llm: LLM) -> list[Any]:
+@pytest.fixture
+def answers(size: Size) -> Callable[[LLM], list[Any]]:
     """Tokens and log-probabilities, which differ where a bit of any hidden state does."""
-    outputs = [x for params in (GREEDY, DRAWN) for x in llm.generate(PROMPTS, params)]
-    return [(tuple(x.outputs[0].token_ids), x.outputs[0].cumulative_logprob) for x in outputs]
+    few = size(0, 1)
+    lengths = (6, 3) if few else (21, 3, 70, 9, 40, 1, 13)
+    prompts = [[(7 * n + 13 * i) % 300 + 4 for i in range(n)] for n in lengths]
+    drawn = ({"temperature": 0.0}, {"temperature": 0.9, "top_k": 50, "seed": 4})
+    options: dict[str, Any] = {"max_tokens": 3 if few else 30, "logprobs": 1, "ignore_eos": True}
+    params = [SamplingParams(**options, **more) for more in drawn]
+
+    def ask(llm: LLM) -> list[Any]:
+        outputs = [x for each in params for x in llm.generate(prompts, each)]
+        return [(tuple(x.outputs[0].token_ids), x.outputs[0].cumulative_logprob) for x in outputs]
+
+    return ask
 
 
 @pytest.mark.parametrize("name", ["gguf-Q4_K_M", "gptoss-mxfp4", "arch-gemma3/hf"])
 def test_captured_steps_have_the_bits_of_single_operators(
-    golden: Path, engine_device: str, name: str
+    golden: Path, engine_device: str, answers: Any, name: str
 ) -> None:
     """A graph holds addresses: memory that it did not keep belongs to somebody else by then."""
     found = []
@@ -452,7 +458,7 @@ def test_captured_steps_have_the_bits_of_single_operators(
 
 @pytest.mark.parametrize("eager", [False, True], ids=["captured", "eagerly"])
 def test_weights_that_are_copied_in_every_step_are_those_of_their_layer(
-    golden: Path, engine_device: str, eager: bool
+    golden: Path, engine_device: str, answers: Any, size: Size, eager: bool
 ) -> None:
     """Layers take turns in two buffers, which another stream fills while kernels run. A product may
     be made ready before the kernel ahead of it ends, and reads weights then."""
@@ -463,11 +469,13 @@ def test_weights_that_are_copied_in_every_step_are_those_of_their_layer(
     with opened(golden, "arch-gemma3/hf", engine_device, **options, **offload) as llm:
         if offload:
             assert llm._runner().ops.context.offloaded > 0
-        for _ in range(5):
+        for _ in range(size(5, 1)):
             assert answers(llm) == wanted
 
 
-def test_two_engines_at_once_give_their_own_answers(golden: Path, engine_device: str) -> None:
+def test_two_engines_at_once_give_their_own_answers(
+    golden: Path, engine_device: str, answers: Any, size: Size
+) -> None:
     """Streams, counters, scratch and graphs of one engine must not be the other's."""
     names = ("gguf-Q8_0", "gguf-Q4_K_M")
     engines = [opened(golden, name, engine_device, deterministic=True) for name in names]
@@ -476,14 +484,14 @@ def test_two_engines_at_once_give_their_own_answers(golden: Path, engine_device:
         found: list[list[Any]] = [[], []]
 
         def run(number: int) -> None:
-            found[number] = [answers(engines[number]) for _ in range(5)]
+            found[number] = [answers(engines[number]) for _ in range(size(5, 1))]
 
         threads = [threading.Thread(target=run, args=(number,)) for number in range(2)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        assert found == [[one] * 5 for one in wanted]
+        assert found == [[one] * size(5, 1) for one in wanted]
     finally:
         for llm in engines:
             llm.close()
