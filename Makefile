@@ -27,7 +27,7 @@ NATIVE := CMakeLists.txt $(shell find kernels/cpu -name '*.cpp' -o -name '*.c' -
 BUILT_FROM := pyproject.toml $(wildcard $(NATIVE))
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all test-arm aot gpu test-interop build wheels docs release-notes native packages models browser demo-model lint sanitize fuzz frontier bench clean
+.PHONY: help run test test-all test-arm aot aot-cache gpu test-interop build wheels docs release-notes native packages models browser demo-model lint sanitize fuzz frontier bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -51,6 +51,9 @@ aot: $(VENV)/.embedlm-dev ## compile every new or changed GPU kernel for every c
 
 aot-%: $(VENV)/.embedlm-dev # the same for one of sm_75 sm_80 sm_89 sm_90 sm_100 sm_120 gfx90a gfx942
 	$(PY) tests/gpu/aot/sweep.py $* $(if $(ACCEPT),--accept)
+
+aot-cache: $(VENV)/.embedlm-dev ## the kernels of tests/card and of the bench, compiled for a card elsewhere
+	$(PY) tests/gpu/aot/cache.py make $(if $(LIBRARY),--library $(LIBRARY))
 
 gpu: ## on a machine with a GPU: PARTS="tests bench tune", all by default; results in $$OUT (build/gpu)
 	PYTHON=$(PYTHON) .ci/gpu.sh $(PARTS)

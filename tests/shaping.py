@@ -18,9 +18,9 @@ def changed(row: np.ndarray, shape: Shape | None, mask: np.ndarray | None) -> np
     for words in (mask, None if shape is None else shape.mask):
         if words is None:
             continue
-        for i in range(len(x)):
-            if i // 32 >= len(words) or not int(words[i // 32]) >> i % 32 & 1:
-                x[i] = -INF
+        bits = np.unpackbits(np.asarray(words, "<u4").view(np.uint8), bitorder="little")[: len(x)]
+        x[np.flatnonzero(bits == 0)] = -INF
+        x[len(bits) :] = -INF
     with np.errstate(all="ignore"):
         for change in () if shape is None else shape.changes:
             _change(x, change)

@@ -115,6 +115,7 @@ def open_backend(
 ) -> GpuBackend:
     """``fixed``: the same order of additions for every batch (slower). No threads are used."""
     from sdk.kernels.gpu import attention, elementwise, experts, low_rank, norm, rope, sampling
+    from sdk.kernels.gpu.cache_keys import settle_cache_keys
     from sdk.kernels.gpu.dense import DenseLinear
     from sdk.kernels.gpu.linear import TritonLinear
     from sdk.kernels.gpu.linear_as_file import TritonLinearAsFile, bytes_of_card
@@ -125,6 +126,7 @@ def open_backend(
     if torch.device(device).type != "cpu":
         found = torch.cuda.get_device_capability(device)
         codes = bytes_of_card(found, amd=torch.version.hip is not None)
+    settle_cache_keys()
     sharing = Sharing()
     packed = (
         TritonLinear(dtype, tuning, fixed=fixed, sharing=sharing)

@@ -34,6 +34,7 @@ from sdk.executors.local import LocalExecutor
 from sdk.executors.stage_times import StageTimes
 from sdk.kernels.dataclass import dataclass
 from sdk.kernels.lazy_torch import import_torch, torch, type_name
+from sdk.kernels.sized_graphs import MOST_TOKENS
 from sdk.loading.checks import named_tokenizer
 from sdk.loading.device import Device, answers_folder, card_for, check_certain
 from sdk.loading.embedding_head import embedding_head
@@ -413,6 +414,7 @@ def _runner_config(
         compute=compute_of(config),
         activations=type_name(activations_of(config, checkpoint)),
         enforce_eager=config.enforce_eager,
+        recorded_tokens=memory.recorded_tokens or MOST_TOKENS,
         deterministic=config.deterministic,
         hf_overrides=dict(config.hf_overrides or {}),
         quantization=config.quantization,

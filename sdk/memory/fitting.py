@@ -5,9 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sdk.errors import RequestError
+from sdk.kernels.sized_graphs import FEW_TOKENS
 from sdk.memory.demand import Demand, graph_bytes, scratch_bytes, workspace_bytes
 from sdk.memory.plan import DEFAULT_KV_BYTES, MemoryPlan
 from sdk.memory.sizes import format_bytes
+
+#: The share of the memory that recording steps of more than 512 tokens may take besides: 0.5 GiB
+#: of 16, which 2,048 tokens of a model of 8B need half of.
+RECORDED_SHARE = 1 / 32
 
 
 def plan_memory(
@@ -29,7 +34,9 @@ def plan_memory(
     _check_context(demand, max_model_len)
     seqs, want_context = demand.max_num_seqs, max_model_len or demand.model.max_position
     tokens = min(demand.max_num_batched_tokens, seqs * want_context)
-    limit, working = budget or available, _working_memory(demand, tokens, want_context)
+    limit = budget or available
+    demand = _with_recorded_steps(demand, tokens, want_context, limit)
+    working = _working_memory(demand, tokens, want_context)
     left = limit - demand.weights.total - sum(working) - demand.tokenizer - demand.adapter_bytes
     most = max(left, 0) // demand.page_bytes
     if kv_budget is not None:
@@ -60,6 +67,7 @@ def plan_memory(
         offloaded=demand.offloaded,
         layers_away=demand.layers_away,
         graphs=working[1],
+        recorded_tokens=demand.captured_tokens,
         scratch=working[2],
         draft_tokens=demand.draft_tokens,
         drafting_weights=demand.drafting_weights,
@@ -87,6 +95,20 @@ def _default_pages(demand: Demand, most: int, context: int, *, asked: bool) -> i
     if asked:
         half = max(half, min(per_request, most))
     return min(max(DEFAULT_KV_BYTES // demand.page_bytes, per_request), half)
+
+
+def _with_recorded_steps(demand: Demand, tokens: int, context: int, limit: int) -> Demand:
+    """Record larger steps than :data:`~sdk.kernels.sized_graphs.FEW_TOKENS` only as far as that
+    takes at most :data:`RECORDED_SHARE` of the memory: pages serve more requests."""
+
+    def nbytes(captured: int) -> int:
+        return sum(_working_memory(replace(demand, captured_tokens=captured), tokens, context)[1:])
+
+    captured = demand.captured_tokens
+    few = min(captured, FEW_TOKENS)
+    while captured > few and nbytes(captured) - nbytes(few) > limit * RECORDED_SHARE:
+        captured = max(few, captured // 2)
+    return replace(demand, captured_tokens=captured)
 
 
 def _working_memory(demand: Demand, tokens: int, context: int) -> tuple[int, int, int]:

@@ -80,6 +80,7 @@ class MemoryPlan:
 
     With ``replicas`` the parts are those of one, and ``total`` is that of all; those with one rank
     each share the weights. ``problem`` says why the plan does not fit and is empty if it does.
+    ``recorded_tokens``: of the largest step that a GPU records, whose memory is ``graphs``.
     ``alternatives`` would fit, best first. ``LLM(plan=plan)`` loads exactly this plan.
     """
 
@@ -99,6 +100,7 @@ class MemoryPlan:
     offloaded: int = 0
     layers_away: int = 0
     graphs: int = 0
+    recorded_tokens: int = 0
     scratch: int = 0
     draft_tokens: int = 0
     drafting_weights: int = 0

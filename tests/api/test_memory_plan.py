@@ -303,10 +303,27 @@ def test_the_plan_counts_what_recorded_steps_hold_on_a_gpu(
     token = 4 * 3 * hidden + 2 * (6 * hidden + 3 * width)
     assert small.graphs == kept + 16 * token
     assert large.graphs == kept + 512 * token
-    assert huge.graphs == large.graphs  # steps of more than 512 tokens are not recorded
+    assert large.recorded_tokens == 512 and eager.recorded_tokens == 0
+    assert huge.graphs == kept + 2048 * token  # and no larger step is recorded
+    assert planned(max_num_batched_tokens=4096).graphs == huge.graphs
     serving = large.weights + large.workspace + large.kv_cache + large.tokenizer
     assert large.total == serving + large.graphs
     assert "activations and logits of recorded steps" in str(large)
+
+
+def test_where_memory_is_scarce_only_smaller_steps_are_recorded(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    demand = demand_on_a_gpu(monkeypatch, tiny_path, max_num_batched_tokens=2048)
+    limits = {"kv_budget": None, "max_model_len": 256, "available": 0}
+
+    def planned(budget: int, tokens: int = 2048) -> MemoryPlan:
+        return plan_memory(replace(demand, captured_tokens=tokens), budget=budget, **limits)
+
+    half, whole = (planned(2**40, n).graphs - planned(2**40, 512).graphs for n in (1024, 2048))
+    budgets = {32 * whole: 2048, 32 * whole - 1: 1024, 32 * half: 1024, 32 * half - 1: 512}
+    assert {budget: planned(budget).recorded_tokens for budget in budgets} == budgets
+    assert planned(2**16, 300).recorded_tokens == 300
 
 
 def test_a_gpu_s_recorded_steps_may_be_what_does_not_fit(

@@ -3,24 +3,33 @@
 Where there is no GPU they are not collected: nothing is skipped, nothing counts as passed. Those of
 several GPUs need two. With ``TRITON_INTERPRET=1`` they run on a CPU, slowly, to see that they can.
 
+With ``CARD_TESTS_LISTED=1`` they run for their launches alone, with the card's shapes on tensors of
+the CPU where nothing is computed: ``tests/gpu/aot/cache_listing.py`` compiles what they launch.
+
 ``.ci/gpu.sh`` runs several processes: ``CARD_TESTS_SHARE=2/12`` runs the third of twelve shares.
 After ``CARD_TESTS_SECONDS`` no further test begins, which counts as a failure of the run.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
+import pkgutil
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from sdk.kernels import gpu
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-if not (INTERPRETED or torch.cuda.is_available()):
+LISTED = os.environ.get("CARD_TESTS_LISTED") == "1"
+if not (INTERPRETED or LISTED or torch.cuda.is_available()):
     collect_ignore_glob = ["test_*.py"]
 elif torch.cuda.device_count() < 2:
     collect_ignore_glob = ["test_card_ranks.py"]
@@ -76,4 +85,25 @@ def steps() -> Any:
 
 @pytest.fixture(scope="session")
 def device() -> str:
+    """Where the tensors of operators are."""
+    return "cpu" if INTERPRETED or LISTED else "cuda"
+
+
+@pytest.fixture(scope="session")
+def engine_device() -> str:
+    """Where engines are; without a card the CPU, whose operators they then have."""
     return "cpu" if INTERPRETED else "cuda"
+
+
+@pytest.fixture(scope="session")
+def size() -> Callable[[int, int], int]:
+    """A dimension: the first number on a card, the second under the interpreter."""
+    return lambda real, tiny: tiny if INTERPRETED else real
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _settled_keys() -> None:
+    """Kernels that were compiled ahead are found whichever tests of a process come first."""
+    for module in pkgutil.iter_modules(gpu.__path__, "sdk.kernels.gpu."):
+        importlib.import_module(module.name)
+    importlib.import_module("sdk.kernels.gpu.cache_keys").settle_cache_keys()

@@ -165,6 +165,21 @@ def test_embeddings_next_to_tokens_give_the_bits_of_single_operators(path: Path)
         assert answers(llm, given(llm)[:1], wanted) == expected[:1]
 
 
+def test_prompts_of_more_than_512_tokens_are_replayed_with_the_same_bits(
+    path: Path, replayed: Replayed
+) -> None:
+    large: dict[str, Any] = {"max_model_len": 512, "max_num_batched_tokens": 700, "max_num_seqs": 4}
+    asked = [[(7 * n + 13 * i) % 300 + 4 for i in range(n)] for n in (400, 401, 490)]
+    with on_a_card(path, **large, kv_cache_memory_bytes="8MiB") as (llm, _):
+        assert llm._runner().strategy.most_tokens_in_pieces == 700
+        found = answers(llm, asked, params(3, logprobs=1))
+    with LLM(path, enforce_eager=True, **large) as llm:
+        assert answers(llm, asked, params(3, logprobs=1)) == found
+    counts = {batch.num_tokens for batch in replayed.batches}
+    assert 700 in counts and any(512 < count <= 640 for count in counts)
+    assert {640, 700} <= set(replayed.captured)
+
+
 def test_a_step_of_more_tokens_than_the_largest_bucket_runs_operator_by_operator(
     path: Path, replayed: Replayed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -351,9 +366,15 @@ def test_buckets_of_tokens_are_powers_of_two_and_then_multiples_of_64() -> None:
     assert token_buckets(40) == [1, 2, 4, 8, 16, 32, 40]
     assert token_buckets(64) == [1, 2, 4, 8, 16, 32, 64]
     assert token_buckets(200) == [1, 2, 4, 8, 16, 32, 64, 128, 192, 200]
+    assert token_buckets(512) == [1, 2, 4, 8, 16, 32, *range(64, 513, 64)]
+    assert token_buckets(700) == [*token_buckets(512), 640, 700]
+    sizes = token_buckets(2048)
+    assert len(sizes) == 26 and sizes[14:] == list(range(640, 2049, 128))
+    above = [next(size for size in sizes if size >= n) / n for n in range(513, 2049)]
+    assert max(above) < 1.25 and max(above[512:]) < 1.125
     graphs = PieceGraphs(lambda size, cut, exchange: torch.empty(size), 4096, None)  # type: ignore[arg-type]
-    assert graphs.most_tokens == 512
+    assert graphs.most_tokens == 2048
     batch = AttentionBatch(*[torch.zeros(0)] * 5, 16, 1, 1)
-    object.__setattr__(batch, "positions", torch.zeros(513))
-    with pytest.raises(KernelError, match="at most 512 rows, found 513"):
+    object.__setattr__(batch, "positions", torch.zeros(2049))
+    with pytest.raises(KernelError, match="at most 2048 rows, found 2049"):
         graphs.replay(batch)

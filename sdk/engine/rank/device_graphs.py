@@ -29,12 +29,18 @@ class DeviceGraphs:
     """See :class:`sdk.engine.rank.strategy.Strategy`.
 
     :meth:`capture_next` captures one size after another. Sizes without a graph run operator by
-    operator. ``reads_hidden``: a head that drafts reads hidden states of every step, so none is
-    launched ahead.
+    operator. ``most_tokens``: of the largest step in pieces. ``reads_hidden``: a head that drafts
+    reads hidden states of every step, so none is launched ahead.
     """
 
     def __init__(
-        self, passes: ForwardPasses, inputs: StepInputs, card: Card, *, reads_hidden: bool = False
+        self,
+        passes: ForwardPasses,
+        inputs: StepInputs,
+        card: Card,
+        most_tokens: int,
+        *,
+        reads_hidden: bool = False,
     ) -> None:
         #: See :class:`~sdk.engine.rank.strategy.Strategy`.
         self.steps_ahead = 0
@@ -55,7 +61,7 @@ class DeviceGraphs:
                 self.steps_ahead, self.batches_in_flight = 1, 2
         self.eager_prompts_reason = passes.no_pieces_reason()
         if self.eager_prompts_reason is None:
-            self.pieces = PieceGraphs(passes.pieces, len(inputs.token_ids), card)
+            self.pieces = PieceGraphs(passes.pieces, min(most_tokens, len(inputs.token_ids)), card)
 
     @property
     def most_tokens_in_pieces(self) -> int:

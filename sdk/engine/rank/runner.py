@@ -157,14 +157,14 @@ class ModelRunner:
             self.ops.card.drop_pool()
 
     def record(self) -> None:
-        """Run steps in the fastest way that device and model support. Discards old recordings. A
-        GPU's graphs are captured by :meth:`capture_next`."""
+        """Run steps in the fastest way there is, where :meth:`capture_next` captures a GPU's."""
         self.records = True
         self.forget_graphs()
         card = self.ops.recording.card
         if card is not None:
             reads = self.drafting is not None and self.drafting.reads_hidden
-            self.strategy = DeviceGraphs(self._passes, self._inputs, card, reads_hidden=reads)
+            most = self.config.recorded_tokens
+            self.strategy = DeviceGraphs(self._passes, self._inputs, card, most, reads_hidden=reads)
             return
         try:
             self.strategy = Recorded(self._passes, self._inputs)

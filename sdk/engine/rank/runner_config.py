@@ -13,6 +13,7 @@ from sdk.kernels.dataclass import dataclass
 from sdk.kernels.kv_tiers import KEPT_PAGES
 from sdk.kernels.offload import Offload, OnDisk, OnHost
 from sdk.kernels.ops import Ops
+from sdk.kernels.sized_graphs import MOST_TOKENS
 from sdk.loaders.open import open_checkpoint
 from sdk.models.drafting_heads import HeadConfig
 from sdk.models.parallel import Mesh
@@ -62,6 +63,8 @@ class RunnerConfig:
     #: The type of activations between kernels.
     activations: str = "float32"
     enforce_eager: bool = False
+    #: GPU only: tokens of the largest step that is recorded in pieces, as the memory plan has it.
+    recorded_tokens: int = MOST_TOKENS
     deterministic: bool = False
     revision: str | None = None
     local_files_only: bool = False
