@@ -119,6 +119,8 @@ def sums_of_tile(
             if not WHOLE:
                 if MINUS != "" or ZEROS == 32:
                     total = tl.load(sums + (at // CHUNK) * M + tl.minimum(source, M - 1))
+                    if not EVEN:  # a chunk of padding has no sum: at is in the one before
+                        total = tl.where(k < K, total, 0.0)
                 acc = scaled(
                     acc, part, total, z, scale, super_scale, nested, offset, minus, super_minus,
                     rows, N, K, at, scale_stride, scale_rows,

@@ -113,6 +113,8 @@ LAYOUTS: dict[str, Any] = {
     "q4_k": lambda c, s: c.blocks(OUT, 512, "q4_k", seed=s),
     "q6_k": lambda c, s: c.blocks(OUT, 512, "q6_k", seed=s),
     "iq4-like": lambda c, s: c.blocks(OUT, WIDTH, "iq4_nl", seed=s),
+    "int4-tail-minus": lambda c, s: c.affine(OUT, 80, 4, 16, "minus", seed=s),
+    "int6-tail-floats": lambda c, s: c.affine(OUT, 72, 6, 48, "floats", seed=s),
 }
 
 
