@@ -10,7 +10,8 @@ pass between two kernels without this (predicted: sdk/cli/bench/gpu/roofline.py)
 kernel begins with :func:`after_earlier`, and :func:`run_kernel` launches it. A program waits there
 until the kernels before are complete and their results visible, and only then lets the next kernel
 be made ready: at most two overlap, and the later one has written nothing and read only weights
-(``product_one.py``), which no kernel writes.
+(``product_one.py``), which no kernel writes. Those of offloaded layers are copied from the host in
+every step, and so read behind the wait as everything else.
 
 Who measures or debugs turns it off: for a process with ``EMBEDLM_GPU_PDL=0`` in its environment,
 for a part of it with :func:`dependent_launch`.

@@ -359,6 +359,7 @@ def product_one(
         **constants,
         "BLOCK_N": tiles.block_n,
         "ROUTED": routed is not None,
+        "EARLY": routed is None and not packed.rewritten,
         "SHARED": tiles.split > 1,
         "ACTIVATION": activation,
         "RAISE": 2.0**RAISE if tiny else 1.0,

@@ -98,8 +98,8 @@ def routes_of(tokens: int, experts: int = 8, k: int = 2) -> Routes:
 
 
 def launch_of(name: str, kernel: str, tokens: int, dtype: torch.dtype) -> Launch:
-    """Behind a product's name may stand ``experts``, of the rows routed to eight experts, and
-    ``silu``, of gate and up.
+    """Behind a product's name may stand ``experts``, of the rows routed to eight experts, ``silu``,
+    of gate and up, and ``offloaded``, with weights that every step copies from the host.
 
     Few tokens share K, 64 do not. Both write the type of the activations.
     """
@@ -122,6 +122,8 @@ def launch_of(name: str, kernel: str, tokens: int, dtype: torch.dtype) -> Launch
     if kernel in ("round_rows", "product_bytes"):
         return launch_of_bytes(name, kernel, x, routes if experts else None)
     packed = packed_weight(name)
+    if "offloaded" in more:
+        packed = replace(packed, rewritten=True)
     n, k = packed.shape
     tiles = tuning.tiles(packed, tokens)._replace(split=1 if tokens == 64 else 2)
     rows, routed = 2 * tokens if experts else tokens, None

@@ -125,7 +125,8 @@ def complaint(card: str, found: Mapping[str, Any]) -> str | None:
     if found["stack"] > allowed and kernel not in ON_THE_STACK:
         return f"{found['stack']} bytes on the stack"
     # product_one loads the words of its first turn, and in the loop those of the next
-    if found.get("early", 0) > (found.get("wide", 0) // 2 if kernel == "product_one" else 0):
+    waits = kernel != "product_one" or {"experts", "offloaded"} & {*found["job"][1].split()}
+    if found.get("early", 0) > (0 if waits else found.get("wide", 0) // 2):
         return f"reaches memory {found['early']} times before launch.after_earlier() waits"
     if card != "sm_90" or not kernel.startswith("product"):
         return None

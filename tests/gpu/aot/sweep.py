@@ -49,6 +49,8 @@ WEIGHTS = [
     *("iq4_nl", "iq4_xs"),
 ]
 PAGES = ("float32", "float16", "bfloat16", "int8", "float8_e4m3fn", "float8_e5m2", "int4")
+#: Of these also the product of one token in layers on the host, whose loads wait as all others do.
+OFFLOADED = ("int4-g128-zeros", "q4_0", "q4_k", "q6_k")
 #: Tokens for which tiles of 128 x 128 and of 256 x 128 fill the card of ``compile_kernels.py``.
 MANY = (4224, 8192)
 Job = tuple[str, str, int, str, str, Any]
@@ -81,6 +83,7 @@ def linear_jobs(card: str) -> list[Job]:
     ]
     for weight in WEIGHTS:
         ones = ("product_one", "product_one experts", "product_one silu")
+        ones += ("product_one offloaded",) if weight in OFFLOADED else ()
         jobs += [(weight, name, 1, short[-1], *target) for name in ones]
         jobs += [(weight, "decode_rows", 16, dtype, *target) for dtype in short]
         jobs.append((weight, "decode_rows experts", 16, short[-1], *target))
