@@ -71,7 +71,8 @@ class Packed:
     the code. ``tables`` is one table in every type of products. ``nested`` is the table of scales,
     to which ``offset [N]`` is added. ``nans``: some e4m3 or e5m2 code is NaN or infinite.
     ``rewritten``: every step copies the tensors from the host (``host_layers.py``), so a kernel may
-    not read them before earlier ones are complete. ``launches``: arguments and constants of every kernel (``linear.py``), by type of tables.
+    not read them before earlier ones are complete. ``launches``: arguments and constants of every
+    kernel (``linear.py``), by type of tables.
     """
 
     facts: Packable

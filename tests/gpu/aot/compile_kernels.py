@@ -46,7 +46,7 @@ from sdk.kernels.gpu.packing import Packed, pack  # noqa: E402
 from sdk.kernels.gpu.shares import Sharing  # noqa: E402
 from sdk.kernels.gpu.tuning import AMD_STAGES, DOUBLED, Tuning  # noqa: E402
 from sdk.kernels.layouts import BLOCK_TYPES, E2M1, ActivationScheme, Layout  # noqa: E402
-from sdk.kernels.routes import Routes  # noqa: E402
+from sdk.kernels.routes import TILE_ROWS, Routes, tiles_at  # noqa: E402
 
 #: Programs of a large card: a rule for tiles that shares columns.
 _PROGRAMS = 528
@@ -94,7 +94,8 @@ def routes_of(tokens: int, experts: int = 8, k: int = 2) -> Routes:
 
     rows = tokens * k
     order = made(tokens, k), made(rows), made(rows), made(experts + 1), made(experts + 1)
-    return Routes(torch.zeros(tokens, k), *order)
+    tiles = made(tiles_at(rows, experts, TILE_ROWS[-1] + 1), 2)
+    return Routes(torch.zeros(tokens, k), *order, tiles=tiles)
 
 
 def launch_of(name: str, kernel: str, tokens: int, dtype: torch.dtype) -> Launch:
