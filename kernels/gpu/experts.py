@@ -92,9 +92,9 @@ def group_kernel(
     real = expert < EXPERTS
     before = tl.zeros((BLOCK_E,), tl.int32)
     if counts is None:
-        row = tl.arange(0, BLOCK)
-        owner = tl.load(chosen + row, mask=row < rows, other=EXPERTS)
-        total = tl.where(real, tl.histogram(owner, BLOCK_E), 0)
+        every = tl.arange(0, BLOCK)
+        found = tl.load(chosen + every, mask=every < rows, other=EXPERTS)
+        total = tl.where(real, tl.histogram(found, BLOCK_E), 0)
     else:
         total = before
         for other in range(tl.num_programs(0)):
@@ -130,15 +130,15 @@ def list_tiles(tiles, start, total, rows, EXPERTS: tl.constexpr, BLOCK_E: tl.con
     expert = tl.arange(0, BLOCK_E)
     place = rows * 0
     for i in tl.static_range(_SIZES):
-        SIZE: tl.constexpr = _SMALLEST << i
-        number = (total + SIZE - 1) // SIZE
+        size = _SMALLEST << i
+        number = (total + size - 1) // size
         own = tl.cumsum(number, 0) - number
         tl.store(tiles + 2 * place, tl.sum(number, 0), mask=tl.program_id(0) == 0)
         for j in range(tl.program_id(0), tl.max(number, 0), tl.num_programs(0)):
             entry = tiles + 2 * (place + 1 + own + j)
             tl.store(entry, expert, mask=j < number)
-            tl.store(entry + 1, start + j * SIZE, mask=j < number)
-        place += 1 + rows // SIZE + tl.minimum(rows, EXPERTS)
+            tl.store(entry + 1, start + j * size, mask=j < number)
+        place += 1 + rows // size + tl.minimum(rows, EXPERTS)
 
 
 @triton.jit
