@@ -189,7 +189,7 @@ def _group(kernel: Any, place: Place, problem: Problem, like: Sequence[Any]) -> 
     routes = empty_routes(place, 9, experts, k)
     kernel.run(_chosen(experts, k).to(place.device), routes)
     used = int(routes.active[-1])
-    names = ("places", "tokens", "owners", "starts")
+    names = ("places", "tokens", "owners", "starts", "tiles")
     found: Found = [(name, getattr(routes, name), 0.0) for name in names]
     return [*found, ("active", routes.active[: max(0, min(used, experts))], 0.0)]
 

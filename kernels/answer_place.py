@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sdk.kernels.backend import Problem
-from sdk.kernels.routes import Routes
+from sdk.kernels.routes import TILE_ROWS, Routes, tiles_at
 
 #: What a case returns: the name of a result, its values, and the allowed distance.
 Found = list[tuple[str, Tensor, float]]
@@ -76,11 +76,12 @@ def empty_routes(place: Place, tokens: int, experts: int, k: int) -> Routes:
         unset(rows),
         unset(experts + 1),
         unset(experts + 1),
+        tiles=unset(tiles_at(rows, experts, TILE_ROWS[-1] + 1), 2),
     )
 
 
 def routes_on(device: torch.device, routes: Routes) -> Routes:
     """A copy on the device."""
-    names = ("weights", "places", "tokens", "owners", "starts", "active")
+    names = ("weights", "places", "tokens", "owners", "starts", "active", "tiles")
     moved: dict[str, Any] = {name: getattr(routes, name).to(device) for name in names}
     return replace(routes, **moved)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import field, fields, is_dataclass
+from dataclasses import field, fields, is_dataclass, replace
 from typing import Any, Protocol
 
 from sdk.kernels.dataclass import dataclass
@@ -129,11 +129,15 @@ class HostLayers:
         )
         layer.weights.copy_(buffer[: layer.nbytes])
 
-    def keep(self, packed: Any) -> None:
-        """Move the tensors of a packed weight into the buffer of the layer that is loading."""
+    def keep(self, packed: Any) -> Any:
+        """Move the tensors of a packed weight into the buffer of the layer that is loading.
+
+        The weight that is returned has the same tensors, and says that steps write them
+        (``rewritten``) if its kernels ask for that.
+        """
         layer = self._loading
         if layer is None:
-            return
+            return packed
         for tensor in _tensors(packed):
             start = -(-layer.nbytes // _ALIGN) * _ALIGN
             values = tensor.detach().contiguous()  # a separate tensor, which is not moved
@@ -143,6 +147,7 @@ class HostLayers:
             _point_to(tensor, self._buffer_of(layer), start)
             tensor.copy_(values)
             layer.tensors.append((tensor, start))
+        return replace(packed, rewritten=True) if hasattr(packed, "rewritten") else packed
 
     def _buffer_of(self, layer: _Layer) -> Tensor:
         return self._buffers[self._layers.index(layer) % _NUM_BUFFERS]

@@ -16,7 +16,7 @@ from sdk.kernels.checks import expect, expect_floats
 from sdk.kernels.context import Context
 from sdk.kernels.errors import KernelError
 from sdk.kernels.lazy_torch import Tensor, torch
-from sdk.kernels.routes import RankExperts, RankTokens, Routes
+from sdk.kernels.routes import TILE_ROWS, RankExperts, RankTokens, Routes, tiles_at
 
 
 class MoEOps:
@@ -59,15 +59,18 @@ class MoEOps:
             raise KernelError(f"route: expected 1 to {count} experts per token, found {k}")
 
         weights, chosen = self._context.empty(tokens, k), self._integers(tokens, k)
-        routes = self._empty_routes(weights, count if experts is None else experts.count)
+        name = "group" if experts is None else "group_ranks"
+        operator = self._context.kernel(name, (chosen, count))
+        routes = self._empty_routes(
+            weights, count if experts is None else experts.count, tiles=operator.writes_tiles
+        )
         if experts is not None:
             expect("route experts", experts.load, torch.int64, count)
             routes = replace(routes, experts=experts, servers=self._integers(tokens, k))
         if tokens:
             kernel = self._context.kernel("route", (logits, k, normalized))
             kernel.run(logits.contiguous(), normalized, chosen, weights)
-            operator = "group" if experts is None else "group_ranks"
-            self._context.kernel(operator, (chosen, count)).run(chosen, routes)
+            operator.run(chosen, routes)
         return routes
 
     def routes(self, chosen: Tensor, weights: Tensor, count: int) -> Routes:
@@ -82,18 +85,21 @@ class MoEOps:
                 f"routes: expected experts in 0..{count - 1}, "
                 f"found {int(chosen.min())} to {int(chosen.max())}"
             )
-        routes = self._empty_routes(weights.to(torch.float32).contiguous(), count)
+        chosen = chosen.to(torch.int32).contiguous()
+        operator = self._context.kernel("group", (chosen, count))
+        weights = weights.to(torch.float32).contiguous()
+        routes = self._empty_routes(weights, count, tiles=operator.writes_tiles)
         if chosen.numel():
-            chosen = chosen.to(torch.int32).contiguous()
-            self._context.kernel("group", (chosen, count)).run(chosen, routes)
+            operator.run(chosen, routes)
         return routes
 
     def _integers(self, *shape: int) -> Tensor:
         return self._context.empty(*shape).view(torch.int32)
 
-    def _empty_routes(self, weights: Tensor, count: int) -> Routes:
+    def _empty_routes(self, weights: Tensor, count: int, *, tiles: bool) -> Routes:
         tokens, k = weights.shape
         rows = tokens * k
+        room = tiles_at(rows, count, TILE_ROWS[-1] + 1) if tiles else 0
         return Routes(
             weights,
             self._integers(tokens, k),
@@ -101,6 +107,7 @@ class MoEOps:
             self._integers(rows),
             self._integers(count + 1),
             self._integers(count + 1),
+            tiles=self._integers(room, 2) if tiles else None,
         )
 
     def add_owners_bias(self, x: Tensor, bias: Tensor, routes: Routes) -> Tensor:

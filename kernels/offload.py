@@ -47,8 +47,9 @@ class LayerWeights(Protocol):
     def run(self, index: int) -> AbstractContextManager[None]:
         """A context: layer ``index`` runs inside it, with its weights on the device."""
 
-    def keep(self, packed: Any) -> None:
-        """Move the tensors of a weight that was just packed to its layer's weights."""
+    def keep(self, packed: Any) -> Any:
+        """Move the tensors of a weight that was just packed to its layer's weights; the weight as
+        kernels get it."""
 
     def fetched(self, packed: Any) -> AbstractContextManager[None]:
         """A context between steps in which the tensors of a packed weight hold its values."""
@@ -65,8 +66,8 @@ class OnDevice:
     def run(self, index: int) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def keep(self, packed: Any) -> None:
-        pass
+    def keep(self, packed: Any) -> Any:
+        return packed
 
     def fetched(self, packed: Any) -> AbstractContextManager[None]:
         return nullcontext()

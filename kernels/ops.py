@@ -188,7 +188,7 @@ class Ops:
     def _bound(
         self, choice: Choice, problem: Problem, packed: Any, shape: tuple[int, int]
     ) -> BoundLinear:
-        self.layers.keep(packed)
+        packed = self.layers.keep(packed)
         return BoundLinear(choice, packed, shape, self.context, problem)
 
     def adapter_table(self, shape: Shape, dtype: torch.dtype | None = None) -> AdapterTable:

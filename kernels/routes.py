@@ -8,6 +8,19 @@ from sdk.kernels.dataclass import dataclass
 from sdk.kernels.groups import Group
 from sdk.kernels.lazy_torch import Tensor
 
+#: Rows of the tiles into which ``Routes.tiles`` divides the rows of experts.
+TILE_ROWS = (16, 32, 64, 128)
+
+
+def tiles_at(rows: int, experts: int, size: int) -> int:
+    """Where the tiles of ``size`` rows begin in ``Routes.tiles``; after the last size: its end."""
+    return sum(1 + most_tiles(rows, experts, s) for s in TILE_ROWS if s < size)
+
+
+def most_tiles(rows: int, experts: int, size: int) -> int:
+    """The largest number of tiles of ``size`` rows, however so many rows are routed."""
+    return rows // size + min(rows, experts)
+
 
 @dataclass(frozen=True, slots=True)
 class RankTokens:
@@ -54,6 +67,11 @@ class Routes:
     Expert e has the rows ``starts[e] : starts[e + 1]``, with ``starts [E + 1]``. ``active [E + 1]``
     lists the experts that have rows; its last element is their number.
 
+    ``tiles [.., 2]``, for kernels that multiply tiles of rows, from a ``group`` operator that
+    ``writes_tiles``: for each size of :data:`TILE_ROWS`, at :func:`tiles_at`, their number (and a
+    place without a value), then the expert and the first row of each, by expert and row. Places
+    behind have no values.
+
     ``experts``: where the experts are if every rank has whole ones. E is then the number of those
     of this rank, and its rows are the first ``starts[E]`` of the R; the other rows, and ``tokens``
     and ``owners`` of them, have no values. ``places`` is -1 for a row of another rank. ``servers``
@@ -68,6 +86,7 @@ class Routes:
     active: Tensor
     experts: RankExperts | None = None
     servers: Tensor | None = None
+    tiles: Tensor | None = None
 
     @property
     def used(self) -> Tensor | None:

@@ -50,6 +50,7 @@ class Group:
     """Sorts the choices of all tokens by expert, or those of this rank's experts."""
 
     name = "cpu.group"
+    writes_tiles = False
 
     def __init__(self, runtime: NativeRuntime) -> None:
         self._runtime = runtime

@@ -123,7 +123,7 @@ def product_dense(
     block = 128 if large else 64
     most = 32 if exact else block  # conversions need registers: 64 spilled 24 bytes (9.0)
     block_m = min(most, max(16, triton.next_power_of_2(rows)))
-    arguments: dict[str, Any] = {"x": x, "w": w, "out": out, **tile_arguments(routed)}
+    arguments: dict[str, Any] = {"x": x, "w": w, "out": out, **tile_arguments(routed, block_m)}
     arguments |= {"M": count, "N": n, "K": k, "low": experts.start, "high": experts.stop}
     arguments |= {"x_stride": x.stride(0), "w_stride": w.stride(0), "out_stride": out.stride(0)}
     constants: dict[str, Any] = {

@@ -1,8 +1,9 @@
 """Multiplying with the weights of many experts in one launch.
 
 The weights are not moved: a kernel gets the tensors of the first expert and, for each expert and
-tensor, the offset of the expert's own in elements. Only experts with rows have tiles:
-``Routes.active`` and ``starts`` of :class:`sdk.kernels.routes.Routes`.
+tensor, the offset of the expert's own in elements. Which rows a program has it reads from a list
+that was made once for all products of a layer, ``Routes.tiles`` of
+:class:`sdk.kernels.routes.Routes`: only experts with rows have tiles.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sdk.kernels.routes import Routes
+from sdk.kernels.routes import TILE_ROWS, Routes, most_tiles, tiles_at
 
 #: Tensors of a packed weight that each expert has; all share the table of values.
 PARTS = (
@@ -24,6 +25,8 @@ PARTS = (
     *("zeros", "minus", "super_minus"),
 )
 _COUNT = tl.constexpr(len(PARTS))
+#: The most rows of a tile.
+MOST_ROWS = TILE_ROWS[-1]
 
 Part = TypeVar("Part")
 
@@ -64,8 +67,7 @@ class Routed:
 
     def tiles(self, block_m: int) -> int:
         """The largest number of tiles, however the rows are routed."""
-        rows = self.routes.tokens.shape[0]
-        return rows // block_m + min(rows, self.experts)
+        return most_tiles(self.routes.tokens.shape[0], self.experts, block_m)
 
 
 def offsets_of(weights: Sequence[Mapping[str, Tensor]]) -> Tensor | None:
@@ -86,33 +88,30 @@ def offsets_of(weights: Sequence[Mapping[str, Tensor]]) -> Tensor | None:
     return torch.tensor(table, dtype=torch.int64, device=next(iter(first.values())).device)
 
 
-def tile_arguments(routed: Routed | None) -> dict[str, Any]:
-    """The kernel arguments that :func:`expert_tile` reads, by name."""
+def tile_arguments(routed: Routed | None, block_m: int) -> dict[str, Any]:
+    """The kernel arguments that :func:`expert_tile` reads, by name, and ``sources``."""
     if routed is None:
-        return dict.fromkeys(("offsets", "starts", "active", "sources"), None) | {"experts": 0}
+        return dict.fromkeys(("offsets", "starts", "tiles", "sources"), None) | {"tiles_at": 0}
     routes = routed.routes
+    assert routes.tiles is not None, "routes of a group operator without tiles"
     found: dict[str, Any] = {"offsets": routed.offsets, "starts": routes.starts}
-    return found | {"active": routes.active, "sources": routed.sources, "experts": routed.experts}
+    at = tiles_at(routes.tokens.shape[0], routed.experts, block_m)
+    return found | {"tiles": routes.tiles, "sources": routed.sources, "tiles_at": at}
 
 
 @triton.jit
-def expert_tile(starts, active, experts, index, BLOCK_M: tl.constexpr):
+def expert_tile(starts, tiles, tiles_at, index):
     """Whose rows tile ``index`` has, the first of them, and where the expert's end.
 
-    The tiles of the a-th expert that has rows begin at ``starts // BLOCK_M + a``; one it does not
-    need has its first row beyond the end.
+    ``tiles_at``: where the tiles of this size begin. One that is not needed has its first row
+    beyond the end. Its loads do not wait for each other, but that of the end.
     """
-    low = index * 0  # the last one whose tiles begin at or before this one
-    high = tl.load(active + experts)
-    while high - low > 1:
-        middle = (low + high) // 2
-        if tl.load(starts + tl.load(active + middle)) // BLOCK_M + middle <= index:
-            low = middle
-        else:
-            high = middle
-    expert = tl.load(active + low)
-    start = tl.load(starts + expert)
-    first = start + (index - start // BLOCK_M - low) * BLOCK_M
+    entry = tiles + 2 * (tiles_at + 1 + index)
+    expert = tl.load(entry)
+    first = tl.load(entry + 1)
+    there = index < tl.load(tiles + 2 * tiles_at)
+    expert = tl.where(there, expert, 0)
+    first = tl.where(there, first, 0x7FFFFFFF)
     return expert, first, tl.load(starts + expert + 1)
 
 

@@ -9,15 +9,21 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from sdk.kernels.backend import Problem
 from sdk.kernels.gpu.launch import after_earlier, expect_on_device, run_kernel
-from sdk.kernels.routes import Routes
+from sdk.kernels.routes import TILE_ROWS, Routes
 
 _BLOCK = 1024
+#: Rows that are compared with each other to find their places: 128 x 128 take 128 registers of a
+#: thread.
+_PART = 64
+#: Sizes of tiles, each twice as large as the one before: ``TILE_ROWS``.
+_SMALLEST, _SIZES = tl.constexpr(TILE_ROWS[0]), tl.constexpr(len(TILE_ROWS))
 
 
 @triton.jit
@@ -57,43 +63,82 @@ def route_kernel(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def group_kernel(
-    chosen, places, tokens, owners, starts, rows, experts, K: tl.constexpr, BLOCK: tl.constexpr
+def count_kernel(
+    chosen, counts, rows, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """A program per expert: how many rows the experts before it have, then its own, by token."""
+    """How many of a program's ``BLOCK`` rows each expert has: ``counts [programs, EXPERTS]``."""
     after_earlier()
-    expert = tl.program_id(0)
-    lane = tl.arange(0, BLOCK)
-    before = tl.zeros((BLOCK,), tl.int32)
-    for start in range(0, rows, BLOCK):
-        owner = tl.load(chosen + start + lane, mask=start + lane < rows, other=0x7FFFFFFF)
-        before += (owner < expert).to(tl.int32)
-    at = tl.sum(before, 0)
-    tl.store(starts + expert, at)
-    if expert == experts - 1:
-        tl.store(starts + experts, rows)
-    for start in range(0, rows, BLOCK):
-        row = start + lane
-        mine = tl.load(chosen + row, mask=row < rows, other=-1) == expert
-        count = mine.to(tl.int32)
-        place = at + tl.cumsum(count, 0) - 1
-        tl.store(places + row, place, mask=mine)
-        tl.store(tokens + place, row // K, mask=mine)
-        tl.store(owners + place, row * 0 + expert, mask=mine)
-        at += tl.sum(count, 0)
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    owner = tl.load(chosen + row, mask=row < rows, other=EXPERTS)
+    expert = tl.arange(0, BLOCK_E)
+    count = tl.histogram(owner, BLOCK_E)
+    tl.store(counts + tl.program_id(0) * EXPERTS + expert, count, mask=expert < EXPERTS)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def group_kernel(
+    chosen, counts, places, tokens, owners, starts, active, tiles, rows, K: tl.constexpr,
+    EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    """The rows in the order of their experts, those of one by token; a program has ``BLOCK``.
+
+    ``counts``: from :func:`count_kernel`; with one program None, which counts them itself. A row's
+    place among those of its expert is found by comparing ``PART`` rows with each other. ``BLOCK_E``
+    experts are one more than there are, for rows that are not there.
+    """
+    after_earlier()
+    block = tl.program_id(0)
+    expert = tl.arange(0, BLOCK_E)
+    real = expert < EXPERTS
+    before = tl.zeros((BLOCK_E,), tl.int32)
+    if counts is None:
+        every = tl.arange(0, BLOCK)
+        found = tl.load(chosen + every, mask=every < rows, other=EXPERTS)
+        total = tl.where(real, tl.histogram(found, BLOCK_E), 0)
+    else:
+        total = before
+        for other in range(tl.num_programs(0)):
+            count = tl.load(counts + other * EXPERTS + expert, mask=real, other=0)
+            total += count
+            before += tl.where(other < block, count, 0)
+    start = tl.cumsum(total, 0) - total
+    if block == 0:
+        tl.store(starts + expert, start, mask=real)
+        tl.store(starts + EXPERTS, rows)
+        used = total > 0
+        count = used.to(tl.int32)
+        tl.store(active + tl.cumsum(count, 0) - 1, expert, mask=used)
+        tl.store(active + EXPERTS, tl.sum(count, 0))
+    at = start + before
+    index = tl.arange(0, PART)
+    for first in range(block * BLOCK, tl.minimum(block * BLOCK + BLOCK, rows), PART):
+        row = first + index
+        owner = tl.load(chosen + row, mask=row < rows, other=EXPERTS)
+        same = (owner[None, :] == owner[:, None]) & (index[None, :] < index[:, None])
+        place = tl.gather(at, owner, 0) + tl.sum(same.to(tl.int32), 1)
+        tl.store(places + row, place, mask=row < rows)
+        tl.store(tokens + place, row // K, mask=row < rows)
+        tl.store(owners + place, owner, mask=row < rows)
+        at += tl.histogram(owner, BLOCK_E)
+    list_tiles(tiles, start, total, rows, EXPERTS, BLOCK_E)
 
 
 @triton.jit
-def active_kernel(starts, active, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr):
-    """The experts that have rows, and how many they are."""
-    after_earlier()
+def list_tiles(tiles, start, total, rows, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr):
+    """``Routes.tiles`` of experts with ``total [BLOCK_E]`` rows from ``start`` on: each program
+    writes some of an expert's tiles."""
     expert = tl.arange(0, BLOCK_E)
-    inside = expert < EXPERTS
-    start = tl.load(starts + expert, mask=inside, other=0)
-    used = tl.load(starts + expert + 1, mask=inside, other=0) > start
-    count = used.to(tl.int32)
-    tl.store(active + tl.cumsum(count, 0) - 1, expert, mask=used)
-    tl.store(active + EXPERTS, tl.sum(count, 0))
+    place = rows * 0
+    for i in tl.static_range(_SIZES):
+        size = _SMALLEST << i
+        number = (total + size - 1) // size
+        own = tl.cumsum(number, 0) - number
+        tl.store(tiles + 2 * place, tl.sum(number, 0), mask=tl.program_id(0) == 0)
+        for j in range(tl.program_id(0), tl.max(number, 0), tl.num_programs(0)):
+            entry = tiles + 2 * (place + 1 + own + j)
+            tl.store(entry, expert, mask=j < number)
+            tl.store(entry + 1, start + j * size, mask=j < number)
+        place += 1 + rows // size + tl.minimum(rows, EXPERTS)
 
 
 @triton.jit
@@ -159,25 +204,27 @@ class Group(_Accepting):
     """Sorts the choices of all tokens by expert."""
 
     name = "gpu.group"
+    writes_tiles = True
 
     def run(self, chosen: Tensor, routes: Routes) -> None:
         expect_on_device("group", chosen, routes.starts)
-        count = routes.starts.shape[0] - 1
+        assert routes.tiles is not None
+        rows, count = chosen.numel(), routes.starts.shape[0] - 1
+        programs = triton.cdiv(rows, _BLOCK)
+        sizes = {"EXPERTS": count, "BLOCK_E": triton.next_power_of_2(count + 1), "BLOCK": _BLOCK}
+        counts = None
+        if programs > 1:  # else the program that orders the rows counts them: a launch takes longer
+            counts = torch.empty(programs, count, dtype=torch.int32, device=chosen.device)
+            run_kernel(count_kernel, (programs,), chosen, counts, rows, **sizes)
         run_kernel(
             group_kernel,
-            (count,),
-            chosen,
-            routes.places,
-            routes.tokens,
-            routes.owners,
-            routes.starts,
-            chosen.numel(),
-            count,
+            (programs,),
+            *(chosen, counts, routes.places, routes.tokens, routes.owners),
+            *(routes.starts, routes.active, routes.tiles, rows),
             K=chosen.shape[1],
-            BLOCK=_BLOCK,
+            PART=_PART,
+            **sizes,
         )
-        block = triton.next_power_of_2(count)
-        run_kernel(active_kernel, (1,), routes.starts, routes.active, EXPERTS=count, BLOCK_E=block)
 
 
 class AddOwnersBias(_Accepting):

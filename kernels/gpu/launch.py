@@ -10,11 +10,18 @@ pass between two kernels without this (predicted: sdk/cli/bench/gpu/roofline.py)
 kernel begins with :func:`after_earlier`, and :func:`run_kernel` launches it. A program waits there
 until the kernels before are complete and their results visible, and only then lets the next kernel
 be made ready: at most two overlap, and the later one has written nothing and read only weights
-(``product_one.py``), which no kernel writes.
+(``product_one.py``), which no kernel writes. Those of offloaded layers are copied from the host in
+every step, and so read behind the wait as everything else.
+
+Who measures or debugs turns it off: for a process with ``EMBEDLM_GPU_PDL=0`` in its environment,
+for a part of it with :func:`dependent_launch`.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,10 +55,50 @@ def after_earlier():
         gdc_launch_dependents()
 
 
+class _Dependent:
+    """Whether this process launches kernels with programmatic dependent launch where it can."""
+
+    __slots__ = ("wanted",)
+
+    def __init__(self, asked: str) -> None:
+        if asked not in ("0", "1"):
+            raise KernelError(
+                f"environment variable {_VARIABLE}: expected 0 (kernels wait for the end of those "
+                f"before) or 1 (they are made ready earlier, the default), found {asked!r}"
+            )
+        self.wanted = asked == "1"
+
+
+#: Read once, when the first engine on a GPU is opened.
+_VARIABLE = "EMBEDLM_GPU_PDL"
+_dependent = _Dependent(os.environ.get(_VARIABLE, "1"))
+
+
+@contextmanager
+def dependent_launch(wanted: bool) -> Iterator[None]:
+    """With programmatic dependent launch inside, or without: to measure it, or to look for a race.
+
+    It holds for all threads of the process. A step that was recorded as a graph keeps what it was
+    recorded with, so an engine is to be opened inside. Triton compiles kernels again for it, to the
+    same machine code. Nothing changes on cards without it (:data:`OVERLAPS`).
+    """
+    before, _dependent.wanted = _dependent.wanted, wanted
+    try:
+        yield
+    finally:
+        _dependent.wanted = before
+
+
 def run_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **named: Any) -> None:
-    """Launch a kernel that begins with :func:`after_earlier` on the current device."""
+    """Launch a kernel that begins with :func:`after_earlier` on the current device.
+
+    Multiplications and additions are fused unless ``named`` says otherwise: Triton 3.10 would not,
+    by default, and 3.9 warns of it; a product of 4-bit weights then has a third more instructions.
+    """
+    named.setdefault("enable_fp_fusion", True)
     if not INTERPRETED and torch.version.hip is None:
-        named["launch_pdl"] = torch.cuda.get_device_capability(None) >= OVERLAPS
+        overlaps = _dependent.wanted and torch.cuda.get_device_capability(None) >= OVERLAPS
+        named["launch_pdl"] = overlaps
     if ONLY_COMPILES.get():
         kernel.warmup(*arguments, grid=grid, **named)
     else:

@@ -23,7 +23,14 @@ from sdk.kernels.backend import Problem
 from sdk.kernels.gpu import product as kernels, product_one as one_token
 from sdk.kernels.gpu.dense import multiply, product_dense
 from sdk.kernels.gpu.elementwise import GatedActivation
-from sdk.kernels.gpu.expert_tiles import PARTS, Experts, Routed, offsets_of, tile_arguments
+from sdk.kernels.gpu.expert_tiles import (
+    MOST_ROWS,
+    PARTS,
+    Experts,
+    Routed,
+    offsets_of,
+    tile_arguments,
+)
 from sdk.kernels.gpu.launch import INTERPRETED, TYPES, Launch, expect_on_device, old_card
 from sdk.kernels.gpu.packing import PLANES, Packed, pack, unpack
 from sdk.kernels.gpu.scratch import (
@@ -275,7 +282,7 @@ def product(
     # on sm_90 (q3_k), 1.7 KiB on sm_75. Nor do 32 fit for codes of 2 bits with zero points or
     # minima (208 bytes on sm_90, 856 on sm_100).
     plain = dtype == torch.float32 or old_card(x.device)
-    most = tiles.block_m
+    most = tiles.block_m if routed is None else min(tiles.block_m, MOST_ROWS)
     if plain:
         most = 16 if packed.bits == 2 and (packed.zeros_bits or packed.has_minus) else 32
     block_m = min(tiles.block_m, most, max(16, triton.next_power_of_2(tokens)))
@@ -292,7 +299,7 @@ def product(
         "x_stride": x.stride(0),
         "out_stride": out.stride(0),
         **sharing.arguments(tiles.split, out.shape[0], n, grid[0] * grid[1], x.device),
-        **tile_arguments(routed),
+        **tile_arguments(routed, block_m),
     }
     constants = {
         **constants,
@@ -359,6 +366,7 @@ def product_one(
         **constants,
         "BLOCK_N": tiles.block_n,
         "ROUTED": routed is not None,
+        "EARLY": routed is None and not packed.rewritten,
         "SHARED": tiles.split > 1,
         "ACTIVATION": activation,
         "RAISE": 2.0**RAISE if tiny else 1.0,

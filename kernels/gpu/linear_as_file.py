@@ -20,7 +20,14 @@ from torch import Tensor
 from sdk.kernels.backend import Problem
 from sdk.kernels.gpu import product_bytes as kernels
 from sdk.kernels.gpu.byte_rows import ByteRows, byte_rows, decode, layout_of, multiplies_bytes
-from sdk.kernels.gpu.expert_tiles import PARTS, Experts, Routed, offsets_of, tile_arguments
+from sdk.kernels.gpu.expert_tiles import (
+    MOST_ROWS,
+    PARTS,
+    Experts,
+    Routed,
+    offsets_of,
+    tile_arguments,
+)
 from sdk.kernels.gpu.launch import INTERPRETED, Launch, expect_on_device
 from sdk.kernels.gpu.linear import TritonLinear, activate_rows, before_activation
 from sdk.kernels.gpu.packing import Packed
@@ -234,7 +241,8 @@ def product_bytes(
 ) -> Launch:
     """``product_bytes``: out ``[M, N]``."""
     tokens, n = codes.shape[0], w.shape[0]
-    block_m = min(tiles.block_m, max(16, triton.next_power_of_2(tokens)))
+    most = tiles.block_m if routed is None else min(tiles.block_m, MOST_ROWS)
+    block_m = min(most, max(16, triton.next_power_of_2(tokens)))
     block_n = min(tiles.block_n, _ROWS) if w.grouped else tiles.block_n
     count = -(-tokens // block_m) if routed is None else routed.tiles(block_m)
     grid = (count, -(-n // block_n), tiles.split)
@@ -252,7 +260,7 @@ def product_bytes(
         "out_stride": out.stride(0),
         "scale_rows": w.scale_rows,
         "scale_stride": w.scale.shape[1],
-        **tile_arguments(routed),
+        **tile_arguments(routed, block_m),
         **sharing.arguments(tiles.split, out.shape[0], n, results, out.device),
     }
     floats = w.kind == "e4m3"

@@ -70,7 +70,9 @@ class Packed:
     subtracted from the scaled value, ``zero`` or ``zeros`` of ``zeros_bits`` each (32: floats) from
     the code. ``tables`` is one table in every type of products. ``nested`` is the table of scales,
     to which ``offset [N]`` is added. ``nans``: some e4m3 or e5m2 code is NaN or infinite.
-    ``launches``: arguments and constants of every kernel (``linear.py``), by type of tables.
+    ``rewritten``: every step copies the tensors from the host (``host_layers.py``), so a kernel may
+    not read them before earlier ones are complete. ``launches``: arguments and constants of every
+    kernel (``linear.py``), by type of tables.
     """
 
     facts: Packable
@@ -94,6 +96,7 @@ class Packed:
     offset: Tensor | None = None
     tables: Mapping[torch.dtype, Tensor] | None = None
     nans: bool = False
+    rewritten: bool = False
     launches: dict[torch.dtype, tuple[Mapping[str, Any], Mapping[str, Any]]] = dataclasses.field(
         default_factory=dict, init=False, compare=False, repr=False
     )

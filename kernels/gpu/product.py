@@ -119,6 +119,8 @@ def sums_of_tile(
             if not WHOLE:
                 if MINUS != "" or ZEROS == 32:
                     total = tl.load(sums + (at // CHUNK) * M + tl.minimum(source, M - 1))
+                    if not EVEN:  # a chunk of padding has no sum: at is in the one before
+                        total = tl.where(k < K, total, 0.0)
                 acc = scaled(
                     acc, part, total, z, scale, super_scale, nested, offset, minus, super_minus,
                     rows, N, K, at, scale_stride, scale_rows,
@@ -136,10 +138,10 @@ def sums_of_tile(
     return acc
 
 
-@triton.jit(do_not_specialize=["M", "share", "split"])
+@triton.jit(do_not_specialize=["M", "share", "split", "tiles_at"])
 def product(
     x, sums, out, parts, counters, w0, w1, w2, scale, super_scale, nested, offset, zeros, minus,
-    super_minus, table, offsets, starts, active, sources, M, N, K, units, share, split, experts,
+    super_minus, table, offsets, starts, tiles, sources, M, N, K, units, share, split, tiles_at,
     x_stride, out_stride, part_stride, scale_stride, scale_rows,
     KIND: tl.constexpr, WIDTH: tl.constexpr, WIDTH_1: tl.constexpr, WIDTH_2: tl.constexpr,
     UNIT: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, SUPER: tl.constexpr,
@@ -165,7 +167,7 @@ def product(
     first = tl.program_id(0) * BLOCK_M
     end = M
     if ROUTED:
-        expert, first, end = expert_tile(starts, active, experts, tl.program_id(0), BLOCK_M)
+        expert, first, end = expert_tile(starts, tiles, tiles_at, tl.program_id(0))
         if first >= end:
             return
         w0, w1, w2, scale, super_scale, nested, offset, zeros, minus, super_minus = of_expert(

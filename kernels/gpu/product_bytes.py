@@ -165,10 +165,10 @@ def scaled_sums(acc, scale, scale_rows, factor, n, N, GROUPED: tl.constexpr, TUR
     return y * factor[None, :]
 
 
-@triton.jit(do_not_specialize=["M", "share", "split"])
+@triton.jit(do_not_specialize=["M", "share", "split", "tiles_at"])
 def product_bytes(
-    x, x_scale, out, parts, counters, w, scale, offsets, starts, active, sources,
-    M, N, K, share, split, experts, out_stride, part_stride, scale_rows, scale_stride,
+    x, x_scale, out, parts, counters, w, scale, offsets, starts, tiles, sources,
+    M, N, K, share, split, tiles_at, out_stride, part_stride, scale_rows, scale_stride,
     FLOAT: tl.constexpr, PROMOTE: tl.constexpr, GROUPED: tl.constexpr, TWICE: tl.constexpr,
     TURNED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, ROUTED: tl.constexpr,
     SHARED: tl.constexpr,
@@ -186,7 +186,7 @@ def product_bytes(
     first = tl.program_id(0) * BLOCK_M
     end = M
     if ROUTED:
-        expert, first, end = expert_tile(starts, active, experts, tl.program_id(0), BLOCK_M)
+        expert, first, end = expert_tile(starts, tiles, tiles_at, tl.program_id(0))
         if first >= end:
             return
         w = moved_words(w, offsets, expert, 0)

@@ -15,9 +15,9 @@ from sdk.kernels.gpu.expert_tiles import expert_tile
 from sdk.kernels.gpu.launch import after_earlier
 
 
-@triton.jit(do_not_specialize=["M", "low", "high"])
+@triton.jit(do_not_specialize=["M", "tiles_at", "low", "high"])
 def product_dense(
-    x, w, out, offsets, starts, active, sources, M, N, K, experts, low, high,
+    x, w, out, offsets, starts, tiles, sources, M, N, K, tiles_at, low, high,
     x_stride, w_stride, out_stride,
     ROUTED: tl.constexpr, ROUND: tl.constexpr, WIDEN: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -32,7 +32,7 @@ def product_dense(
     first = tl.program_id(0) * BLOCK_M
     end = M
     if ROUTED:
-        expert, first, end = expert_tile(starts, active, experts, tl.program_id(0), BLOCK_M)
+        expert, first, end = expert_tile(starts, tiles, tiles_at, tl.program_id(0))
         if (first >= end) | (expert < low) | (expert >= high):
             return
         w += tl.multiple_of(tl.load(offsets + expert), 16)

@@ -214,7 +214,7 @@ def product_one(
     SCALE: tl.constexpr, FACTOR: tl.constexpr, ZEROS: tl.constexpr, ZERO: tl.constexpr,
     MINUS: tl.constexpr,
     WHOLE: tl.constexpr, EVEN: tl.constexpr, RAISE: tl.constexpr, NANS: tl.constexpr,
-    BLOCK_N: tl.constexpr, ROUTED: tl.constexpr, SHARED: tl.constexpr,
+    BLOCK_N: tl.constexpr, ROUTED: tl.constexpr, EARLY: tl.constexpr, SHARED: tl.constexpr,
     ACTIVATION: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N columns of one row of ``out``, ``share`` units of K.
@@ -222,13 +222,15 @@ def product_one(
     Grid (rows of x, tiles of rows of the weight, split): programs that run together share weights.
 
     ``FACTOR`` undoes the smallness of :func:`small_values`, of which x bears ``RAISE``.
-    ``ROUTED``: a row of out is that of one of the token's experts.
+    ``ROUTED``: a row of out is that of one of the token's experts. ``EARLY``: the first words are
+    loaded while earlier kernels still run. Weights that a step copies from the host may not be, nor
+    those of an expert that an earlier kernel chooses.
     """
     block = tl.program_id(1)
     rows, there = tile_rows(block, N, BLOCK_N, ACTIVATION, 0)
     first = tl.program_id(2) * share
     end = tl.minimum(first + share, units)
-    if not ROUTED:  # no kernel writes weights: the first words come while earlier kernels still run
+    if EARLY:  # no kernel writes weights
         a, b, c, d = load_planes(
             w0, w1, w2, rows, tl.minimum(first, units - 1), units,
             WIDTH, WIDTH_1, WIDTH_2, UNIT, PAIRS,
@@ -243,6 +245,7 @@ def product_one(
         )  # fmt: skip
         if sources is not None:
             source = tl.load(sources + row)
+    if not EARLY:
         a, b, c, d = load_planes(
             w0, w1, w2, rows, tl.minimum(first, units - 1), units,
             WIDTH, WIDTH_1, WIDTH_2, UNIT, PAIRS,

@@ -233,6 +233,7 @@ class RopeAndCache:
             CENTRE=centre is not None,
             NORM=norms is not None,
             num_warps=4,
+            enable_fp_fusion=False,  # codes of pages are the reference's, see page_codes.py
         )
 
 

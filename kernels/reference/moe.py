@@ -5,7 +5,7 @@ from __future__ import annotations
 from sdk.kernels.backend import Problem
 from sdk.kernels.groups import Group as Ranks
 from sdk.kernels.lazy_torch import Tensor, torch
-from sdk.kernels.routes import RankTokens, Routes
+from sdk.kernels.routes import TILE_ROWS, RankTokens, Routes, tiles_at
 
 
 class Route:
@@ -28,6 +28,7 @@ class Group:
     """Sorts the choices of all tokens by expert."""
 
     name = "reference.group"
+    writes_tiles = True
 
     def reject(self, problem: Problem) -> str | None:
         return None
@@ -47,6 +48,7 @@ class GroupRanks:
     """Assigns the choices to ranks, and sorts those of this one's experts."""
 
     name = "reference.group_ranks"
+    writes_tiles = False
 
     def reject(self, problem: Problem) -> str | None:
         return None
@@ -73,12 +75,24 @@ class GroupRanks:
 
 
 def _write_counts(counts: Tensor, routes: Routes) -> None:
-    """``starts`` and ``active``, from the number of rows of each expert."""
+    """``starts``, ``active`` and ``tiles``, from the number of rows of each expert."""
     routes.starts.zero_()
     routes.starts[1:] = counts.cumsum(0)
     active = counts.nonzero().reshape(-1)
     routes.active[: len(active)] = active.int()
     routes.active[-1] = len(active)
+    if routes.tiles is None:
+        return
+    for size in TILE_ROWS:
+        tiles = (counts + size - 1) // size
+        experts = torch.arange(len(counts), device=counts.device).repeat_interleave(tiles)
+        before = (tiles.cumsum(0) - tiles)[experts]
+        within = torch.arange(len(experts), device=counts.device) - before
+        at = tiles_at(len(routes.owners), len(counts), size)
+        routes.tiles[at, 0] = len(experts)
+        found = routes.tiles[at + 1 : at + 1 + len(experts)]
+        found[:, 0] = experts.int()
+        found[:, 1] = routes.starts[experts] + within.int() * size
 
 
 class AddOwnersBias:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sdk.kernels.gpu import scratch
+from sdk.kernels.gpu import experts as gpu_experts, scratch
 from sdk.kernels.gpu.dense import DenseLinear
 from sdk.kernels.gpu.expert_tiles import offsets_of
 from sdk.kernels.gpu.linear import TritonLinear
@@ -20,7 +20,7 @@ from sdk.kernels.layouts import E2M1, ActivationScheme, Dense, Layout
 from sdk.kernels.ops import Ops
 from sdk.kernels.reference.decode import decode
 from sdk.kernels.reference.fake_quantize import fake_quantize
-from sdk.kernels.routes import Routes
+from sdk.kernels.routes import TILE_ROWS, Routes, most_tiles, tiles_at
 
 FEW = Tuning(programs=4)
 EXPERTS, WIDTH, OUT = 5, 96, 35
@@ -50,6 +50,55 @@ def equal(found: Routes, wanted: Routes) -> None:
     count = int(wanted.active[-1])
     assert int(found.active[-1]) == count
     assert torch.equal(found.active[:count], wanted.active[:count])
+    assert tiles_of(found) == tiles_of(wanted)
+
+
+def tiles_of(routes: Routes) -> dict[int, list[list[int]]]:
+    """The expert and the first row of every tile, by size."""
+    assert routes.tiles is not None
+    found = {}
+    for size in TILE_ROWS:
+        at = tiles_at(len(routes.owners), len(routes.starts) - 1, size)
+        count = int(routes.tiles[at, 0])
+        assert count <= most_tiles(len(routes.owners), len(routes.starts) - 1, size)
+        found[size] = routes.tiles[at + 1 : at + 1 + count].tolist()
+    return found
+
+
+def test_tiles_are_those_of_experts_with_rows(gpu: Ops) -> None:
+    chosen = torch.tensor([3] * 33 + [1] * 16 + [5]).view(-1, 1)
+    routes = gpu.moe.routes(chosen, torch.ones(50, 1), 7)
+    assert tiles_of(routes) == {
+        16: [[1, 0], [3, 16], [3, 32], [3, 48], [5, 49]],
+        32: [[1, 0], [3, 16], [3, 48], [5, 49]],
+        64: [[1, 0], [3, 16], [5, 49]],
+        128: [[1, 0], [3, 16], [5, 49]],
+    }
+
+
+@pytest.mark.parametrize(
+    ("tokens", "experts", "k", "most"),
+    [
+        (5, 3, 3, 64),
+        (33, 128, 4, 64),
+        pytest.param(700, 384, 6, 1024, marks=pytest.mark.slow),
+        pytest.param(3000, 64, 1, 1024, marks=pytest.mark.slow),
+    ],
+)
+def test_rows_of_many_programs_are_in_the_order_of_experts_and_tokens(
+    gpu: Ops, reference: Ops, monkeypatch: pytest.MonkeyPatch,
+    tokens: int, experts: int, k: int, most: int,
+) -> None:  # fmt: skip
+    """``most`` rows of a program; half of the tokens want the first experts, most want none of
+    the last, and some logits are no numbers."""
+    monkeypatch.setattr(gpu_experts, "_BLOCK", most)
+    given = logits(tokens, experts)
+    given[::2, :k] += 20.0
+    given[:, experts // 2 + k :] -= 40.0
+    given[tokens // 3] = float("nan")
+    found = gpu.moe.route(given, k, normalized=True)
+    chosen = found.owners[found.places.long()]
+    equal(found, reference.moe.routes(chosen, found.weights, experts))
 
 
 @pytest.mark.parametrize("normalized", [True, False])
@@ -113,6 +162,8 @@ LAYOUTS: dict[str, Any] = {
     "q4_k": lambda c, s: c.blocks(OUT, 512, "q4_k", seed=s),
     "q6_k": lambda c, s: c.blocks(OUT, 512, "q6_k", seed=s),
     "iq4-like": lambda c, s: c.blocks(OUT, WIDTH, "iq4_nl", seed=s),
+    "int4-tail-minus": lambda c, s: c.affine(OUT, 80, 4, 16, "minus", seed=s),
+    "int6-tail-floats": lambda c, s: c.affine(OUT, 72, 6, 48, "floats", seed=s),
 }
 
 

@@ -8,6 +8,9 @@ import pytest
 import torch
 
 from sdk.kernels import host_layers
+from sdk.kernels.gpu.linear import product_one
+from sdk.kernels.gpu.shares import Sharing
+from sdk.kernels.gpu.tuning import Tuning
 from sdk.kernels.layouts import Layout
 from sdk.kernels.offload import OnHost
 from sdk.kernels.ops import Ops
@@ -67,3 +70,18 @@ def test_the_experts_of_a_layer_are_found_where_they_were_moved(
             with ops.layers.run(index):
                 results.append(group.matmul(x, routes, by_token=True))
     assert all(map(torch.equal, found, wanted))
+
+
+def test_the_first_words_of_weights_that_steps_copy_are_not_loaded_early(
+    cases: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_layers, "CardCopies", Streams)
+    layout, x, out = cases.affine(96, 256, 4, 32, "zeros"), torch.zeros(1, 256), torch.zeros(1, 96)
+    ops = Ops("cpu", backends=["gpu"], offload=OnHost(1))
+    early = []
+    for index in range(2):
+        with ops.layers.load(index):
+            packed = ops.linear(layout).packed
+        launch = product_one(packed, x, out, Sharing(), Tuning(programs=4).tiles(packed, 1))
+        early.append(launch.constants["EARLY"])
+    assert early == [True, False]  # of the layer on the card, of that on the host

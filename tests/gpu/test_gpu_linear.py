@@ -42,6 +42,7 @@ LAYOUTS: dict[str, tuple[int, int, Callable[[Any, int, int], Layout]]] = {
     "int3-g64-zero": (35, 256, lambda c, n, k: c.affine(n, k, 3, 64, "zero")),
     "int5-g32-zeros": (20, 160, lambda c, n, k: c.affine(n, k, 5, 32, "zeros")),
     "int6-g48-minus": (20, 192, lambda c, n, k: c.affine(n, k, 6, 48, "minus")),
+    "int6-g16-tail-floats": (20, 80, lambda c, n, k: c.affine(n, k, 6, 16, "floats")),
     "int7-g64-zeros": (20, 128, lambda c, n, k: c.affine(n, k, 7, 64, "zeros")),
     "int8-channel": (37, 200, lambda c, n, k: c.affine(n, k, 8, k, "zero", signed=True)),
     "int8-g128-zeros": (16, 256, lambda c, n, k: c.affine(n, k, 8, 128, "zeros")),
@@ -116,6 +117,24 @@ def test_products_equal_float64_of_the_rounded_inputs(cases: Any, name: str, tok
     # One token is not rounded; tables are rounded to float16 as x is.
     expected = (x if tokens == 1 else x.half()).double() @ decode(layout).double().t()
     assert distance(found, expected) < (5e-4 if "like" in name else 2e-6)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("minus", "floats"),
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("zero", "zeros")),
+    ],
+)
+@pytest.mark.parametrize("group", [16, 32, 48])
+def test_columns_that_fill_no_unit_are_multiplied_once(cases: Any, group: int, kind: str) -> None:
+    """The last unit of 32 columns has 8, 16 or 24 of them: with groups of 16 or 48 two chunks,
+    the second of which may have none."""
+    for bits, k in ((4, 72), (2, 80), (6, 88)):
+        layout = cases.affine(8, k, bits, group, kind)
+        x = cases.activations(2, k)
+        found = product(TritonLinear(torch.float16, FEW), layout, x)
+        assert distance(found, x.half().double() @ decode(layout).double().t()) < 2e-6, (bits, k)
 
 
 @pytest.mark.quick_cases(1)

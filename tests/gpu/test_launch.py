@@ -5,8 +5,14 @@ from __future__ import annotations
 
 import ast
 from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
 
 from sdk.kernels import gpu
+from sdk.kernels.errors import KernelError
+from sdk.kernels.gpu import launch
 
 FOLDER = Path(gpu.__file__).parent
 #: Kernels that load weights first, and the functions they may call for that.
@@ -59,3 +65,53 @@ def test_kernels_are_launched_in_one_place() -> None:
             and not isinstance(node.func.slice, ast.Constant)
         ]
         assert len(launches) == (path.stem == "launch"), path
+
+
+class _Kernel:
+    """Keeps the options of its launches."""
+
+    def __init__(self) -> None:
+        self.options: list[dict[str, Any]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda **named: self.options.append(named)
+
+
+def options_on(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> _Kernel:
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    return _Kernel()
+
+
+def test_dependent_launch_is_on_until_it_is_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = options_on(monkeypatch, (9, 0))
+    launch.run_kernel(kernel, (1,))
+    with launch.dependent_launch(False):
+        launch.run_kernel(kernel, (1,))
+        with launch.dependent_launch(True):
+            launch.run_kernel(kernel, (1,))
+    with pytest.raises(ZeroDivisionError), launch.dependent_launch(False):
+        raise ZeroDivisionError
+    launch.run_kernel(kernel, (1,))
+    assert [x["launch_pdl"] for x in kernel.options] == [True, False, True, True]
+
+
+def test_cards_without_dependent_launch_never_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = options_on(monkeypatch, (8, 9))
+    for wanted in (True, False):
+        with launch.dependent_launch(wanted):
+            launch.run_kernel(kernel, (1,))
+    assert [x["launch_pdl"] for x in kernel.options] == [False, False]
+
+
+def test_the_environment_turns_dependent_launch_off() -> None:
+    assert launch._Dependent("1").wanted and not launch._Dependent("0").wanted
+    with pytest.raises(KernelError, match=r"EMBEDLM_GPU_PDL: expected 0 .* found 'off'"):
+        launch._Dependent("off")
+
+
+def test_fusing_is_said_and_not_left_to_triton_s_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = options_on(monkeypatch, (9, 0))
+    launch.run_kernel(kernel, (1,))
+    launch.run_kernel(kernel, (1,), enable_fp_fusion=False)
+    assert [x["enable_fp_fusion"] for x in kernel.options] == [True, False]

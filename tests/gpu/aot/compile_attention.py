@@ -30,7 +30,7 @@ from sdk.kernels.head_norms import HeadNorms
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.low_rank import Shape
 from sdk.kernels.packed_shapes import PackedShapes
-from sdk.kernels.routes import Routes
+from sdk.kernels.routes import TILE_ROWS, Routes, tiles_at
 from sdk.quant.spec import KVSpec
 
 TARGETS = {
@@ -112,11 +112,15 @@ def run_rows(short: torch.dtype) -> None:
 
 
 def run_experts(short: torch.dtype) -> None:
-    order = [torch.zeros(size, dtype=torch.int32) for size in (8, 8, 8, 61, 61)]
-    routes = Routes(torch.zeros(1, 8), order[0].view(1, 8), *order[1:])
+    """Of a token, and of a prompt whose rows many programs order."""
+    for tokens in (1, 300):
+        order = [torch.zeros(size, dtype=torch.int32) for size in (8 * tokens,) * 3 + (61, 61)]
+        places = order[0].view(tokens, 8)
+        tiles = torch.zeros(tiles_at(8 * tokens, 60, TILE_ROWS[-1] + 1), 2, dtype=torch.int32)
+        routes = Routes(torch.zeros(tokens, 8), places, *order[1:], tiles=tiles)
+        experts.Group().run(routes.places, routes)
     for normalized in (False, True):
         experts.Route().run(torch.zeros(1, 60), normalized, routes.places, routes.weights)
-    experts.Group().run(routes.places, routes)
     rows = torch.zeros(8, 576, dtype=short)
     experts.AddOwnersBias().run(rows, torch.zeros(60, 576), routes)
     experts.Combine().run(rows, routes, torch.zeros(1, 576))

@@ -46,7 +46,7 @@ from sdk.kernels.gpu.packing import Packed, pack  # noqa: E402
 from sdk.kernels.gpu.shares import Sharing  # noqa: E402
 from sdk.kernels.gpu.tuning import AMD_STAGES, DOUBLED, Tuning  # noqa: E402
 from sdk.kernels.layouts import BLOCK_TYPES, E2M1, ActivationScheme, Layout  # noqa: E402
-from sdk.kernels.routes import Routes  # noqa: E402
+from sdk.kernels.routes import TILE_ROWS, Routes, tiles_at  # noqa: E402
 
 #: Programs of a large card: a rule for tiles that shares columns.
 _PROGRAMS = 528
@@ -94,12 +94,13 @@ def routes_of(tokens: int, experts: int = 8, k: int = 2) -> Routes:
 
     rows = tokens * k
     order = made(tokens, k), made(rows), made(rows), made(experts + 1), made(experts + 1)
-    return Routes(torch.zeros(tokens, k), *order)
+    tiles = made(tiles_at(rows, experts, TILE_ROWS[-1] + 1), 2)
+    return Routes(torch.zeros(tokens, k), *order, tiles=tiles)
 
 
 def launch_of(name: str, kernel: str, tokens: int, dtype: torch.dtype) -> Launch:
-    """Behind a product's name may stand ``experts``, of the rows routed to eight experts, and
-    ``silu``, of gate and up.
+    """Behind a product's name may stand ``experts``, of the rows routed to eight experts, ``silu``,
+    of gate and up, and ``offloaded``, with weights that every step copies from the host.
 
     Few tokens share K, 64 do not. Both write the type of the activations.
     """
@@ -122,6 +123,8 @@ def launch_of(name: str, kernel: str, tokens: int, dtype: torch.dtype) -> Launch
     if kernel in ("round_rows", "product_bytes"):
         return launch_of_bytes(name, kernel, x, routes if experts else None)
     packed = packed_weight(name)
+    if "offloaded" in more:
+        packed = replace(packed, rewritten=True)
     n, k = packed.shape
     tiles = tuning.tiles(packed, tokens)._replace(split=1 if tokens == 64 else 2)
     rows, routed = 2 * tokens if experts else tokens, None

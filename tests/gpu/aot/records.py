@@ -1,11 +1,12 @@
 """What was found of the code of every kernel, ``compiled/<card>.txt``: one line for each variant.
 
-    product/int4-g128-zeros/64/bfloat16 product 0e8d822ae2c2 registers=110 shared=57344 ...
+    product/int4-g128-zeros/64/bfloat16 product 0e8d822ae2c2 ir=94c1f0a2b6de registers=110 ...
 
-A variant is named by the job that makes it, and its line has the key of what was compiled
-(``Source.key``) and numbers by name (``machine_code.findings``). A variant whose key differs, or
-whose line lacks a number that its card needs, is compiled again. So a new number costs a sweep of
-the cards that need it, and nothing else does.
+A variant is named by the job that makes it, and its line has the keys of what was compiled, of the
+source and of Triton's IR (``Source.key``, ``Source.ir``), and numbers by name
+(``machine_code.findings``). A variant whose IR differs, or whose line lacks a number that its card
+needs, is compiled again; if only the source does, its line gets the new key. So a new number costs
+a sweep of the cards that need it, and a change to what kernels share only those that it reaches.
 
 A variant may not become worse than its line: see :func:`worse`. ``sweep.py --accept`` writes it
 down all the same.
@@ -14,7 +15,7 @@ down all the same.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -89,11 +90,20 @@ Numbers = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Compiled:
-    """A variant: its kernel, the key of what was compiled, and what was found."""
+    """A variant: its kernel, the keys of what was compiled (``Source.key``, ``Source.ir``), and
+    what was found."""
 
     kernel: str
     key: str
+    ir: str
     numbers: Numbers
+
+    def named(self) -> list[str]:
+        """Everything but the kernel and its first key, as it stands in a line."""
+        return [
+            *([f"ir={self.ir}"] * bool(self.ir)),
+            *(f"{n}={x:g}" for n, x in self.numbers.items()),
+        ]
 
     def lacks(self, card: str) -> bool:
         """Whether a number is missing that its card needs."""
@@ -118,7 +128,8 @@ def complaint(card: str, found: Mapping[str, Any]) -> str | None:
     if found["stack"] > allowed and kernel not in ON_THE_STACK:
         return f"{found['stack']} bytes on the stack"
     # product_one loads the words of its first turn, and in the loop those of the next
-    if found.get("early", 0) > (found.get("wide", 0) // 2 if kernel == "product_one" else 0):
+    waits = kernel != "product_one" or {"experts", "offloaded"} & {*found["job"][1].split()}
+    if found.get("early", 0) > (0 if waits else found.get("wide", 0) // 2):
         return f"reaches memory {found['early']} times before launch.after_earlier() waits"
     if card != "sm_90" or not kernel.startswith("product"):
         return None
@@ -160,42 +171,54 @@ class Record:
                 case, kernel, key, *numbers = line.split()
                 if all("=" in number for number in numbers):  # else a line of the older format
                     values = dict(number.split("=") for number in numbers)
+                    ir = values.pop("ir", "")
                     named = {name: float(value) for name, value in values.items()}
-                    self.variants[case] = Compiled(kernel, key, named)
+                    self.variants[case] = Compiled(kernel, key, ir, named)
 
     def keep(self, cases: Collection[str]) -> None:
         """Forget all others."""
         self.variants = {case: found for case, found in self.variants.items() if case in cases}
 
     def has(self, case: str, key: str) -> bool:
-        """Whether nothing is to be compiled for this variant."""
+        """Whether nothing is to be found of this variant but maybe its IR."""
         found = self.variants.get(case)
         return found is not None and found.key == key and not found.lacks(self._card)
+
+    def known(self, case: str, key: str) -> str | None:
+        """The IR with which this variant needs no compiling, ``""`` for any; None: with none."""
+        found = self.variants.get(case)
+        if found is None or found.lacks(self._card):
+            return None
+        if found.key == key:
+            return ""
+        return found.ir or None
 
     def add(self, lines: Mapping[str, Mapping[str, Any]], *, accept: bool = False) -> list[str]:
         """Keep what is right of what was compiled, by variant; what is wrong or worse.
 
-        That will be compiled again by the next run. ``accept`` keeps what is only worse.
+        That will be compiled again by the next run. ``accept`` keeps what is only worse. A line
+        without numbers is that of a kernel whose IR was :meth:`known`.
         """
         wrong = []
         for case, line in lines.items():
             old = self.variants.get(case)
+            if "error" not in line and "registers" not in line:
+                assert old is not None and self.known(case, line["key"]) in ("", line["ir"]), case
+                self.variants[case] = replace(old, key=line["key"], ir=line["ir"])
+                continue
             numbers = {n: x for n, x in line.items() if isinstance(x, int | float)}
             if why := complaint(self._card, line):
                 wrong.append(f"{self._card}: {line['kernel']} of {case}: {why}")
             elif old and not accept and (why := worse(self._card, old.numbers, numbers)):
                 wrong.append(f"{self._card}: worse: {line['kernel']} of {case}: {why}")
             else:
-                self.variants[case] = Compiled(line["kernel"], line["key"], numbers)
+                self.variants[case] = Compiled(line["kernel"], line["key"], line["ir"], numbers)
         self.write()
         return wrong
 
     def write(self) -> None:
         rows = sorted(self.variants.items(), key=lambda item: (item[1].kernel, item[0]))
-        text = "".join(
-            " ".join((case, v.kernel, v.key, *(f"{n}={x:g}" for n, x in v.numbers.items()))) + "\n"
-            for case, v in rows
-        )
+        text = "".join(" ".join((case, v.kernel, v.key, *v.named())) + "\n" for case, v in rows)
         temporary = self._path.with_suffix(".new")
         temporary.write_text(f"triton {triton.__version__}\n{text}")
         temporary.replace(self._path)

@@ -1,6 +1,6 @@
 """Compile every GPU kernel for a card that is not here, and say what is wrong with the code.
 
-    python tests/gpu/aot/sweep.py sm_90 gfx942 [--seconds 90] [--accept]
+    python tests/gpu/aot/sweep.py sm_90 gfx942 [--seconds 90] [--accept] [--ir "product.*"]
 
 ``make aot`` runs it for all cards. Kernels whose code is right stand in ``compiled/<card>.txt``
 (``records.py``): after a change only those that do something else than before are compiled, and a
@@ -16,12 +16,13 @@ import argparse
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,6 +49,8 @@ WEIGHTS = [
     *("iq4_nl", "iq4_xs"),
 ]
 PAGES = ("float32", "float16", "bfloat16", "int8", "float8_e4m3fn", "float8_e5m2", "int4")
+#: Of these also the product of one token in layers on the host, whose loads wait as all others do.
+OFFLOADED = ("int4-g128-zeros", "q4_0", "q4_k", "q6_k")
 #: Tokens for which tiles of 128 x 128 and of 256 x 128 fill the card of ``compile_kernels.py``.
 MANY = (4224, 8192)
 Job = tuple[str, str, int, str, str, Any]
@@ -80,6 +83,7 @@ def linear_jobs(card: str) -> list[Job]:
     ]
     for weight in WEIGHTS:
         ones = ("product_one", "product_one experts", "product_one silu")
+        ones += ("product_one offloaded",) if weight in OFFLOADED else ()
         jobs += [(weight, name, 1, short[-1], *target) for name in ones]
         jobs += [(weight, "decode_rows", 16, dtype, *target) for dtype in short]
         jobs.append((weight, "decode_rows experts", 16, short[-1], *target))
@@ -101,14 +105,21 @@ def attention_cases() -> list[str]:
 
 
 def run(
-    program: str, jobs: Sequence[Any], wanted: Collection[str] | None = None, *, read: bool = False
+    program: str,
+    jobs: Sequence[Any],
+    wanted: Collection[str] | None = None,
+    *,
+    known: Mapping[str, str] | None = None,
+    read: bool = False,
 ) -> list[dict[str, Any]]:
     """What one of the programs beside this one says of ``jobs``, compiled without a cache.
 
-    ``wanted``: the keys of the kernels that are compiled; all where it is None. ``read``: with the
+    ``wanted``: the keys of the kernels that are compiled; all where it is None. ``known``: of these
+    keys the IR that needs no compiling, see ``machine_code.answer``. ``read``: with the
     instructions of every NVIDIA card, not of Hopper alone.
     """
     request: dict[str, Any] = {"jobs": jobs, "wanted": None if wanted is None else list(wanted)}
+    request["known"] = dict(known or {})
     if read:
         request["read"] = True
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
@@ -127,20 +138,31 @@ def run(
 
 
 class Variant(NamedTuple):
-    """A kernel that a job makes: the program that compiles it, the job, and the key."""
+    """A kernel that a job makes: the program that compiles it, the job, the key, and the IR that
+    needs no compiling (``Record.known``)."""
 
     program: str
     job: Any
     key: str
+    known: str | None = None
 
 
-def sweep(card: str, folder: Path, until: float, *, accept: bool = False) -> int:
-    """Go on with a card until a moment of the clock; the exit status."""
+def sweep(
+    card: str, folder: Path, until: float, *, accept: bool = False, with_ir: str | None = None
+) -> int:
+    """Go on with a card until a moment of the clock; the exit status.
+
+    ``with_ir``: a pattern of kernels whose IR is found too where it is not known yet.
+    """
     record = Record(folder, card)
     variants = variants_of([card])[card]
     record.keep(variants)
     wrong = record.add({})
-    left = {case: v for case, v in variants.items() if not record.has(case, v.key)}
+    left = {
+        case: v._replace(known=record.known(case, v.key))
+        for case, v in variants.items()
+        if not record.has(case, v.key) or _wanted(record.variants[case], with_ir)
+    }
     with ThreadPoolExecutor(WORKERS) as pool:
         for done in pool.map(lambda some: _compile(some, until), _in_chunks(left)):
             wrong += record.add(done, accept=accept)
@@ -150,6 +172,10 @@ def sweep(card: str, folder: Path, until: float, *, accept: bool = False) -> int
         print(f"as meant? make aot-{card} ACCEPT=1")
     print(f"{card}: {len(variants)} kernels, {len(wrong)} wrong, {missing} left", flush=True)
     return 1 if wrong else 3 if missing else 0
+
+
+def _wanted(found: Compiled, with_ir: str | None) -> bool:
+    return with_ir is not None and not found.ir and re.fullmatch(with_ir, found.kernel) is not None
 
 
 def variants_of(cards: Sequence[str]) -> dict[str, dict[str, Variant]]:
@@ -204,7 +230,8 @@ def _compile(chunk: dict[str, Variant], until: float) -> dict[str, dict[str, Any
     cases = {variant.key: case for case, variant in chunk.items()}
     jobs = {json.dumps(variant.job): variant.job for variant in chunk.values()}
     program = next(iter(chunk.values())).program
-    lines = run(program, list(jobs.values()), wanted=cases)
+    known = {v.key: v.known for v in chunk.values() if v.known is not None}
+    lines = run(program, list(jobs.values()), wanted=cases, known=known)
     return {cases[line["key"]]: line for line in lines if line["key"] in cases}
 
 
@@ -244,11 +271,19 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--out", type=Path, default=COMPILED)
     parser.add_argument("--accept", action="store_true", help="write down what became worse too")
+    parser.add_argument(
+        "--ir",
+        metavar="KERNELS",
+        help="a pattern of kernels whose IR is found too where a line lacks it, so that a change "
+        "to their source compiles only those that it reaches",
+    )
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     until = time.monotonic() + options.seconds
     cards = options.cards or CARDS
-    statuses = [sweep(card, options.out, until, accept=options.accept) for card in cards]
+    statuses = [
+        sweep(card, options.out, until, accept=options.accept, with_ir=options.ir) for card in cards
+    ]
     sys.exit(1 if 1 in statuses else max(statuses))
 
 
