@@ -57,8 +57,8 @@ aot: $(VENV)/.embedlm-dev ## compile every new or changed GPU kernel for every c
 aot-%: $(VENV)/.embedlm-dev # the same for one of sm_75 sm_80 sm_89 sm_90 sm_100 sm_120 gfx90a gfx942
 	$(PY) tests/gpu/aot/sweep.py $* $(if $(ACCEPT),--accept)
 
-gpu: ## on a machine with a GPU: PARTS="tests bench tune", all by default; results in $$OUT (build/gpu)
-	PYTHON=$(PYTHON) .ci/gpu.sh $(PARTS)
+gpu: ## on a machine with a GPU: PARTS="A B C", or parts of them; in GPU_SECONDS (780); results in $$OUT (build/gpu)
+	$(PYTHON) .ci/gpu.py $(PARTS)
 
 test-interop: $(VENV)/.embedlm-dev ## exchange files with auto-gptq, autoawq, gptqmodel, llm-compressor and llama.cpp
 	$(PY) tests/interop/environments.py $(INTEROP) --pip-flags="$(PIP_FLAGS)"

@@ -3,7 +3,7 @@
 Where there is no GPU they are not collected: nothing is skipped, nothing counts as passed. Those of
 several GPUs need two. With ``TRITON_INTERPRET=1`` they run on a CPU, slowly, to see that they can.
 
-``.ci/gpu.sh`` runs several processes: ``CARD_TESTS_SHARE=2/12`` runs the third of twelve shares.
+``.ci/gpu.py`` runs several processes: ``CARD_TESTS_SHARE=2/12`` runs the third of twelve shares.
 After ``CARD_TESTS_SECONDS`` no further test begins, which counts as a failure of the run.
 """
 

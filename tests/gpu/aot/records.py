@@ -100,7 +100,10 @@ class Compiled:
 
     def named(self) -> list[str]:
         """Everything but the kernel and its first key, as it stands in a line."""
-        return [*([f"ir={self.ir}"] * bool(self.ir)), *(f"{n}={x:g}" for n, x in self.numbers.items())]
+        return [
+            *([f"ir={self.ir}"] * bool(self.ir)),
+            *(f"{n}={x:g}" for n, x in self.numbers.items()),
+        ]
 
     def lacks(self, card: str) -> bool:
         """Whether a number is missing that its card needs."""
@@ -214,9 +217,7 @@ class Record:
 
     def write(self) -> None:
         rows = sorted(self.variants.items(), key=lambda item: (item[1].kernel, item[0]))
-        text = "".join(
-            " ".join((case, v.kernel, v.key, *v.named())) + "\n" for case, v in rows
-        )
+        text = "".join(" ".join((case, v.kernel, v.key, *v.named())) + "\n" for case, v in rows)
         temporary = self._path.with_suffix(".new")
         temporary.write_text(f"triton {triton.__version__}\n{text}")
         temporary.replace(self._path)
