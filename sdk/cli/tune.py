@@ -8,6 +8,7 @@ entries are measured, processes on the other cores compile the kernels of later 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import time
@@ -186,11 +187,11 @@ def best_tiles(card: Card, case: Case, tokens: int) -> Tiles:
     for tiles in others:
         attempt(tiles)
     for name in COORDINATES:
-        # a step up and a step down; further steps only where the one before was faster
+        # a step up, or else a step down; further steps only where the one before was faster
         for side in neighbours(case, tokens, best, name):
-            for tiles in side[: card.size(len(side), 1)]:
-                if not attempt(tiles):
-                    break
+            steps = side[: card.size(len(side), 1)]
+            if list(itertools.takewhile(attempt, steps)):
+                break
     return best
 
 
