@@ -55,8 +55,8 @@ aot-%: $(VENV)/.embedlm-dev # the same for one of sm_75 sm_80 sm_89 sm_90 sm_100
 aot-cache: $(VENV)/.embedlm-dev ## the kernels of tests/card and of the bench, compiled for a card elsewhere
 	$(PY) tests/gpu/aot/cache.py make $(if $(LIBRARY),--library $(LIBRARY))
 
-gpu: ## on a machine with a GPU: PARTS="tests bench tune", all by default; results in $$OUT (build/gpu)
-	PYTHON=$(PYTHON) .ci/gpu.sh $(PARTS)
+gpu: ## on a machine with a GPU: PARTS="A B C", or parts of them; in GPU_SECONDS (780); results in $$OUT (build/gpu)
+	$(PYTHON) .ci/gpu.py $(PARTS)
 
 test-interop: $(VENV)/.embedlm-dev ## exchange files with auto-gptq, autoawq, gptqmodel, llm-compressor and llama.cpp
 	$(PY) tests/interop/environments.py $(INTEROP) --pip-flags="$(PIP_FLAGS)"

@@ -81,7 +81,8 @@ def tuning_of(device: str) -> Tuning:
     if torch.device(device).type == "cpu":
         return Tuning(programs=4)
     card = torch.cuda.get_device_properties(device)
-    tuning = read_tuning(card.name, 4 * card.multi_processor_count)
+    programs, capability = 4 * card.multi_processor_count, (card.major, card.minor)
+    tuning = read_tuning(card.name, programs, capability=capability)
     if torch.version.hip is not None:
         return replace(tuning, stages=AMD_STAGES)
     if card.major < 8:

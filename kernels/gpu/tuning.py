@@ -1,16 +1,19 @@
 """Tile sizes: from the card's table if there is one, otherwise by a rule.
 
-``kernels/tuned/<card>.json``: ``{"version": 4, "dense_from": 256, "experts_dense_from": 256,
-"linear": {"int4g128": [{"max_m", "n", "k", "block_n", "block_m", "split", "warps", "stages"}]}}``
-and the same for the other ``OPS``. An entry is for weights of n rows and k columns and up to
-``max_m`` tokens (for experts: rows per expert on average), under the weight's name from
-:func:`type_of`. ``embedlm tune`` writes the table. A card without a table, or with one that cannot
-be read, uses the rule.
+``kernels/tuned/<card>.json``: ``{"version": 4, "capability": [9, 0], "processors": 132,
+"dense_from": 256, "experts_dense_from": 256, "linear": {"int4g128": [{"max_m", "n", "k", "block_n",
+"block_m", "split", "warps", "stages"}]}}`` and the same for the other ``OPS``. An entry is for
+weights of n rows and k columns and up to ``max_m`` tokens (for experts: rows per expert on
+average), under the weight's name from :func:`type_of`. ``embedlm tune`` writes the table.
+
+A card without a table takes that of a sister: one with as many processors of the same compute
+capability, such as an H100's on an H200, which differ in their memory. ``capability`` and
+``processors`` are for that alone; a table without them serves its own card. A card with no table,
+or with one that cannot be read, uses the rule.
 """
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import re
@@ -18,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+from zipfile import ZipFile
 from zipimport import zipimporter
 
 from sdk.kernels.errors import KernelError
@@ -35,6 +39,8 @@ AMD_STAGES = 2
 #: matrix units read from shared memory. As registers they leave no room for 256 rows.
 DOUBLED = {9: ("int", "e4m3"), 10: ("e4m3",)}
 OPS = ("linear", "linear_bytes", "linear_experts", "linear_bytes_experts")
+#: What reading a file that is no table raises.
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, KernelError)
 logger = logging.getLogger("sdk")
 #: (op, type, rows, columns) -> (most tokens, tiles), fewest tokens first.
 Table = Mapping[tuple[str, str, int, int], Sequence[tuple[int, "Tiles"]]]
@@ -151,34 +157,69 @@ def table_path(card: str, folder: Path = TABLES) -> Path:
     return folder / f"{re.sub(r'[^a-z0-9]+', '-', card.lower()).strip('-')}.json"
 
 
-def read_tuning(card: str, programs: int, folder: Path = TABLES) -> Tuning:
-    """The tuning with the card's table, if any; a damaged or old table only gives a warning."""
-    path = table_path(card, folder)
-    try:
-        data = _read(path)
-        if data is None:
-            return Tuning(programs)
-        found = json.loads(data)
-        if found["version"] != VERSION:
-            raise KernelError(f"expected version {VERSION}, found {found['version']!r}")
-        dense_from = int(found["dense_from"]), int(found["experts_dense_from"])
-        return Tuning(programs, *dense_from, _parse(found))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, KernelError) as error:
-        logger.warning("%s: not a table of tile sizes, kernels run untuned: %r", path, error)
+def find_table(
+    card: str, capability: tuple[int, int], processors: int, folder: Path = TABLES
+) -> tuple[Path, dict[str, Any]] | None:
+    """The path and the data of the card's table, or of a sister's: of several the first by name.
+
+    A file that is no table is a warning. If it is the card's own, no sister's is looked for.
+    """
+    own, names = table_path(card, folder), _names(folder)
+    kind = {"capability": list(capability), "processors": processors}
+    for path in [own] if own.name in names else [folder / name for name in names]:
+        try:
+            found = _read(path)
+            if path == own or kind.items() <= found.items():
+                return path, found
+        except _UNREADABLE as error:
+            _warn(path, error)
+    return None
+
+
+def read_tuning(
+    card: str, programs: int, folder: Path = TABLES, capability: tuple[int, int] = (0, 0)
+) -> Tuning:
+    """The tuning with the table of :func:`find_table`; a damaged or old one only gives a warning.
+
+    ``programs``: four for each of the card's processors.
+    """
+    table = find_table(card, capability, programs // 4, folder)
+    if table is not None:
+        path, found = table
+        try:
+            dense_from = int(found["dense_from"]), int(found["experts_dense_from"])
+            return Tuning(programs, *dense_from, _parse(found))
+        except _UNREADABLE as error:
+            _warn(path, error)
     return Tuning(programs)
 
 
-def _read(path: Path) -> bytes | None:
-    """The file's bytes, or None if it does not exist. This package may be inside a zip file."""
+def _warn(path: Path, error: Exception) -> None:
+    logger.warning("%s: not a table of tile sizes, kernels run untuned: %r", path, error)
+
+
+def _names(folder: Path) -> list[str]:
+    """The names of all tables. This package may be inside a zip file."""
     loader = getattr(__spec__, "loader", None)
-    try:
-        if path.parent == TABLES and isinstance(loader, zipimporter):
-            return loader.get_data(str(path))
-        return path.read_bytes()
-    except OSError as error:
-        if error.errno in (0, errno.ENOENT):  # 0: zipimport's
-            return None
-        raise
+    if folder == TABLES and isinstance(loader, zipimporter):
+        inside = folder.relative_to(loader.archive).as_posix()
+        with ZipFile(loader.archive) as archive:
+            paths = [Path(name) for name in archive.namelist()]
+        return sorted(
+            p.name for p in paths if p.parent.as_posix() == inside and p.suffix == ".json"
+        )
+    return sorted(path.name for path in folder.glob("*.json"))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A table of today's version, from the disk or from inside a zip file."""
+    loader = getattr(__spec__, "loader", None)
+    inside = path.parent == TABLES and isinstance(loader, zipimporter)
+    data = loader.get_data(str(path)) if inside and loader is not None else path.read_bytes()
+    found: dict[str, Any] = json.loads(data)
+    if found["version"] != VERSION:
+        raise KernelError(f"expected version {VERSION}, found {found['version']!r}")
+    return found
 
 
 def _parse(found: Any) -> Table:

@@ -139,13 +139,16 @@ def _card(device: str) -> Finding:
     why = gpu.available(device)
     if why is not None:
         return Finding(device, f"{what}the reference kernels, many times slower: {why}", False)
-    from sdk.kernels.gpu.tuning import table_path
+    from sdk.kernels.gpu.tuning import find_table, table_path
 
     what += f"Triton {importlib.metadata.version('triton')}"
     if torch.version.hip is None and card.major < 8:
         what += ", for which it has no matrix instructions: prompts use cuBLAS instead"
-    if not table_path(card.name).is_file():
+    table = find_table(card.name, (card.major, card.minor), card.multi_processor_count)
+    if table is None:
         what += "; tile sizes come from a rule until `embedlm tune` has measured them"
+    elif table[0] != table_path(card.name):
+        what += f"; tile sizes are those of {table[0].stem} until `embedlm tune` has measured them"
     return Finding(device, what)
 
 

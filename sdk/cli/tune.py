@@ -8,10 +8,11 @@ entries are measured, processes on the other cores compile the kernels of later 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,13 +52,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class Table:
-    """The table file of one card; every entry is written as soon as it is measured.
+    """The table file of one card; every entry is written as soon as it is measured. ``facts`` are
+    those by which its sisters find it.
 
     ``measuring`` in the file is the entry that was begun last. If the process was lost with it, as
     happens with a kernel that makes the card unusable, the next run leaves it out (``lost``).
     """
 
-    def __init__(self, path: Path, *, again: bool) -> None:
+    def __init__(self, path: Path, *, again: bool, facts: Mapping[str, Any] | None = None) -> None:
         from sdk.kernels.gpu.tuning import OPS, VERSION, Tuning
 
         self.path = path
@@ -70,6 +72,7 @@ class Table:
             found = None
         if not again and isinstance(found, dict) and found.get("version") == VERSION:
             self.data |= found
+        self.data |= facts or {}
         self.data.setdefault("lost", [])
         if begun := self.data.pop("measuring", None):
             self.data["lost"].append(begun)
@@ -115,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
     end = time.monotonic() + args.seconds
     card = Card({})
     folder = Path(args.out) if args.out else TABLES
-    table = Table(table_path(card.name, folder), again=args.again)
+    table = Table(table_path(card.name, folder), again=args.again, facts=card.kind)
     table.write()  # fails before anything is measured if the file is not writable
     code = 0
     try:
@@ -138,6 +141,12 @@ def tune(card: Card, table: Table, cases: Iterator[Case], end: float) -> tuple[i
     """Fill the table until ``end``; the number of entries measured, and the first that was not."""
     done = 0
     for case in cases:
+        name = DENSE_FROM.get(case.op)
+        if name and f"{name}_of" not in table.data and time.monotonic() < end:
+            # before any tiles: it decides every prompt
+            table.data[name] = dense_from(card, case)
+            table.data[f"{name}_of"] = [case.type, *case.shape]
+            table.write()
         for tokens in case.tokens[: card.size(len(case.tokens), 2)]:
             if table.has(case, tokens):
                 continue
@@ -149,18 +158,13 @@ def tune(card: Card, table: Table, cases: Iterator[Case], end: float) -> tuple[i
             done += 1
             if is_terminal(sys.stderr):
                 print(what, file=sys.stderr)
-        name = DENSE_FROM.get(case.op)
-        if name and f"{name}_of" not in table.data and time.monotonic() < end:
-            table.data[name] = dense_from(card, case)
-            table.data[f"{name}_of"] = [case.type, *case.shape]
-            table.write()
     return done, ""
 
 
 def best_tiles(card: Card, case: Case, tokens: int) -> Tiles:
-    """Start with the fastest of the rule's choices; change one number at a time where that is
-    faster."""
-    from sdk.cli.tune_cases import COORDINATES, sensible
+    """Start with the fastest of the rule's choices; change one number at a time by a step, and go
+    on in that direction, where that is faster."""
+    from sdk.cli.tune_cases import COORDINATES, neighbours
 
     best, *others = case.begins(card, tokens)
     product = case.product(card, tokens)
@@ -169,21 +173,25 @@ def best_tiles(card: Card, case: Case, tokens: int) -> Tiles:
         return best
     fastest = _seconds(card, case, tokens, best, product)
 
-    def attempt(tiles: Tiles) -> None:
+    def attempt(tiles: Tiles) -> bool:
         nonlocal best, fastest
         found = _result(card, case, tokens, tiles, product)
         if found is None or not _same(found, expected):
-            return
+            return False
         seconds = _seconds(card, case, tokens, tiles, product)
-        if seconds < fastest * _GAIN:
-            best, fastest = tiles, seconds
+        if seconds >= fastest * _GAIN:
+            return False
+        best, fastest = tiles, seconds
+        return True
 
     for tiles in others:
         attempt(tiles)
-    for name, values in COORDINATES.items():
-        for value in values[: card.size(len(values), 1)]:
-            if value != getattr(best, name) and sensible(case, tokens, name, value):
-                attempt(best._replace(**{name: value}))
+    for name in COORDINATES:
+        # a step up, or else a step down; further steps only where the one before was faster
+        for side in neighbours(case, tokens, best, name):
+            steps = side[: card.size(len(side), 1)]
+            if list(itertools.takewhile(attempt, steps)):
+                break
     return best
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -45,6 +46,9 @@ TOKENS = (1, 4, 8, 16, 32, 64, 128)
 EXPERTS_TOKENS = (1, 2, 8, 32, 64, 128)
 BYTES_TOKENS = (4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
 EXPERTS_BYTES_TOKENS = (2, 8, 32, 64, 128, 512)
+#: The numbers of tokens that are measured for every format before any others are, with the first
+#: of a kind of weights.
+FIRST_TOKENS = (1, 16, 64)
 #: ``multiply(kernel, packed, out)``, and the number of rows of ``out``.
 Product = tuple[Callable[[Any, Any, Tensor], None], int]
 
@@ -144,18 +148,28 @@ def default_makes(card: Card) -> tuple[Callable[[int, int], Any], ...]:
     return makes[: card.size(len(makes), 1)]
 
 
+def first_tokens(tokens: Sequence[int]) -> tuple[int, ...]:
+    """The numbers of tokens of a case that are measured first."""
+    return tuple(sorted({tokens[0], *(m for m in tokens if m in FIRST_TOKENS)}))
+
+
 def _default_cases(card: Card) -> Iterator[Case]:
-    """All formats in the shapes of one model before those of the next; for two also experts, after
-    the first model."""
+    """Breadth first: all formats in the largest shape of an 8B model, then in its others, at the
+    first numbers of tokens; experts; the shapes of other models; then the same with all numbers."""
     makes = default_makes(card)
-    for number, shapes in enumerate(SHAPES if not card.tiny else (((32, 256),),)):
-        for make in makes:
-            for n, k in shapes:
-                yield single_case(card, make, n, k)
-        if number == 0:
-            for make in makes[:2]:
-                for count, used, (n, k) in MIXTURES if not card.tiny else ((4, 2, (32, 256)),):
-                    yield _random_experts(card, partial(make, n, k), count, used)
+    models = SHAPES if not card.tiny else (((32, 256),),)
+    mixtures = MIXTURES if not card.tiny else ((4, 2, (32, 256)),)
+    for few in (True, False):
+        for number, shapes in enumerate(models):
+            for (n, k), make in itertools.product(shapes, makes):
+                yield _begun(single_case(card, make, n, k), few)
+            if number == 0:
+                for (count, used, (n, k)), make in itertools.product(mixtures, makes[:2]):
+                    yield _begun(_random_experts(card, partial(make, n, k), count, used), few)
+
+
+def _begun(case: Case, few: bool) -> Case:
+    return replace(case, tokens=first_tokens(case.tokens)) if few else case
 
 
 def single_case(card: Card, make: Callable[[int, int], Any], n: int, k: int) -> Case:
@@ -232,6 +246,15 @@ def _expert_case(kernel: Any, packed: Sequence[Any], short: torch.dtype, used: i
     return ExpertCase(
         op, type_of(first), first.shape, kernel, [group], short, short, tokens, used=used
     )
+
+
+def neighbours(case: Case, tokens: int, tiles: Tiles, name: str) -> list[list[Tiles]]:
+    """The tiles that differ from these in one number alone: those above and those below, nearest
+    first."""
+    now = getattr(tiles, name)
+    values = [x for x in COORDINATES[name] if sensible(case, tokens, name, x)]
+    above, below = [x for x in values if x > now], [x for x in values[::-1] if x < now]
+    return [[tiles._replace(**{name: x}) for x in side] for side in (above, below)]
 
 
 def sensible(case: Case, tokens: int, name: str, value: int) -> bool:

@@ -48,31 +48,32 @@ def compiling(card: Card, model: str | None) -> Iterator[None]:
 
 
 def candidates(case: Case, begin: Tiles, tokens: int) -> Iterator[Tiles]:
-    """All tiles that the search may try; of ``split`` only whether K is shared at all, because
-    kernels depend on nothing else of it."""
-    from sdk.cli.tune_cases import COORDINATES, sensible
+    """The rule's choice and its nearest neighbours, which every search tries; of ``split`` only
+    whether K is shared at all, because kernels depend on nothing else of it."""
+    from sdk.cli.tune_cases import neighbours
 
-    names = ("block_n", "warps", "stages")
-    choices = [
-        {getattr(begin, name), *(x for x in COORDINATES[name] if sensible(case, tokens, name, x))}
-        for name in names
-    ]
-    for split, *values in itertools.product((1, 2), *choices):
-        yield begin._replace(split=split, **dict(zip(names, values, strict=True)))
+    for split in (min(begin.split, 2), 3 - min(begin.split, 2)):
+        middle = begin._replace(split=split)
+        yield middle
+        for name in ("block_n", "warps", "stages"):
+            for side in neighbours(case, tokens, middle, name):
+                yield from side[:1]
 
 
 def kernels_to_compile(card: Card) -> Iterator[tuple[Case, int, Tiles]]:
-    """Everything that is to be compiled, in the order in which it is measured."""
-    from sdk.cli.tune_cases import default_makes, single_case
+    """What is to be compiled, in the order in which it is measured: all formats at the first
+    numbers of tokens, then at the others."""
+    from sdk.cli.tune_cases import default_makes, first_tokens, single_case
 
-    for make in default_makes(card):
-        for n, k in SHAPES:
-            case = single_case(card, make, n, k)
-            known: set[tuple[bool, Tiles]] = set()
-            for tokens in case.tokens:
+    known: set[tuple[int, tuple[int, int], bool, Tiles]] = set()
+    for few, shape in itertools.product((True, False), SHAPES):
+        for number, make in enumerate(default_makes(card)):
+            case = single_case(card, make, *shape)
+            for tokens in first_tokens(case.tokens) if few else case.tokens:
                 for begin in case.begins(card, tokens):
                     for tiles in candidates(case, begin, tokens):
-                        key = tokens == 1, tiles  # others: the same kernels as for fewer tokens
+                        # others: the same kernels as for fewer tokens
+                        key = number, shape, tokens == 1, tiles
                         if key not in known:
                             known.add(key)
                             yield case, tokens, tiles

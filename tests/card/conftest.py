@@ -6,7 +6,7 @@ several GPUs need two. With ``TRITON_INTERPRET=1`` they run on a CPU, slowly, to
 With ``CARD_TESTS_LISTED=1`` they run for their launches alone, with the card's shapes on tensors of
 the CPU where nothing is computed: ``tests/gpu/aot/cache_listing.py`` compiles what they launch.
 
-``.ci/gpu.sh`` runs several processes: ``CARD_TESTS_SHARE=2/12`` runs the third of twelve shares.
+``.ci/gpu.py`` runs several processes: ``CARD_TESTS_SHARE=2/12`` runs the third of twelve shares.
 After ``CARD_TESTS_SECONDS`` no further test begins, which counts as a failure of the run.
 """
 

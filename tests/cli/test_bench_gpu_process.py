@@ -15,6 +15,7 @@ import pytest
 from sdk.cli import main
 from sdk.cli.bench import gpu
 from sdk.cli.bench.gpu import Measuring, Report, choose_rows, to_markdown, to_text
+from sdk.cli.bench.gpu.process import NoCard
 from sdk.cli.bench.gpu.rehearsal import Rehearsal
 from sdk.cli.bench.gpu.rows import BY_NAME, LIMITS, ROWS, Finding, Row, ratio, share
 from sdk.errors import RequestError, SdkError
@@ -61,7 +62,9 @@ def test_an_unknown_row_is_refused_with_the_known_ones() -> None:
 
 def test_the_limits_come_first_whatever_is_asked_for() -> None:
     assert [row.name for row in choose_rows(["fp8", "w4"])] == ["limits", "w4", "fp8"]
-    assert choose_rows([]) == list(ROWS)
+    usual = [row.name for row in choose_rows([])]
+    assert usual == [row.name for row in ROWS if row.name not in ("generate-batch", "flex")]
+    assert [row.name for row in choose_rows(["flex"])] == ["limits", "flex"]
 
 
 @pytest.mark.slow
@@ -143,8 +146,53 @@ def test_rows_without_a_value_say_why_in_both_tables() -> None:
     facts: dict[str, Any] = {"name": "NVIDIA Test", "torch": "2.11"}
     report = Report(facts, False, {"w4": [Finding("w4", "", None, note="its process ended")]})
     assert "its process ended" in to_text(report)
-    assert "| w4 |  | - |  |  |  | its process ended |" in to_markdown(report)
+    assert "| w4 |  | - |  |  |  |  | its process ended |" in to_markdown(report)
     assert "name NVIDIA Test, torch 2.11" in to_text(report)
+
+
+def test_a_measurement_is_compared_with_its_prediction_and_failures_are_listed() -> None:
+    name = "W4A16 g128 8192x16384, {} tokens"
+    one, eight = name.format(1), name.format(8)  # predicted: 94.8 (86 to 96.3), 88.5 (72.7 to 94.3)
+    found = [share(one, "copy bandwidth", 0.948), share(eight, "copy bandwidth", 0.50)]
+    found.append(share("not predicted", "copy bandwidth", 0.5))
+    report = Report({"name": "NVIDIA H100 80GB HBM3"}, False, {"w4": found})
+    line = next(x for x in to_markdown(report).splitlines() if x.startswith(f"| {one} | copy"))
+    assert line == f"| {one} | copy bandwidth | 94.8 % | 94.8 (86 to 96.3) | 1.00 |  |  |  |"
+    text = to_text(report)
+    assert text.endswith(
+        "1 of 2 predictions failed:\n"
+        f"  {eight}, copy bandwidth: measured 50, predicted 88.5 (72.7 to 94.3)"
+    )
+    assert f"- {eight}, copy bandwidth: measured 50" in to_markdown(report)
+    assert report.to_json(1.0)["failed_predictions"] == [f"{eight}|copy bandwidth"]
+    report.rows = {"w4": found[:1]}
+    assert to_text(report).endswith("\n0 of 1 predictions failed.")
+    for other in (Report({"name": "Some Card"}, False, {"w4": found}), Report({}, True, {})):
+        assert "predictions failed" not in to_text(other) + to_markdown(other)
+
+
+def test_a_card_that_is_gone_later_is_a_row_and_no_end() -> None:
+    clock = Clock()
+    seconds = {row.name: 1.0 for row in ROWS} | {"w4": 1e9}
+    opened: list[FakeWorker] = []
+
+    def open_worker(known: Any, log: Any) -> FakeWorker:
+        opened.append(FakeWorker(clock, seconds))
+        if len(opened) > 1:
+            opened[-1].hello = gone  # type: ignore[method-assign]
+        return opened[-1]
+
+    def gone(seconds: float) -> dict[str, Any]:
+        raise NoCard("bench gpu: there is no card")
+
+    measuring = Measuring(ROWS[:4], 300, None, clock=clock, open_worker=open_worker)
+    for _ in measuring.run():
+        pass
+    assert list(notes(measuring).values()) == [
+        "",
+        "took too long and was ended",
+        *["bench gpu: there is no card"] * 2,
+    ]
 
 
 class Clock:
@@ -166,7 +214,7 @@ class FakeWorker:
         self.closed = 0
 
     def hello(self, seconds: float) -> dict[str, Any]:
-        return {"device": {}, "tiny": self.tiny}
+        return {"device": {"name": "Some Card"}, "tiny": self.tiny}
 
     def answers(self, name: str, seconds: float) -> Iterator[dict[str, Any]]:
         self.given[name] = seconds
@@ -198,7 +246,7 @@ def measured(seconds: dict[str, float], budget: float = gpu.BUDGET) -> tuple[Mea
 
 
 def test_all_rows_and_the_rehearsal_fit_into_a_call_of_ten_minutes() -> None:
-    rows = sum(row.seconds for row in ROWS)
+    rows = sum(row.seconds for row in choose_rows([]))
     assert rows + gpu.BUDGET * gpu.REHEARSAL <= gpu.BUDGET <= 600 - 40
 
 

@@ -12,6 +12,7 @@ from sdk.cli import doctor, doctor_gpu, main
 from sdk.kernels import gpu
 from sdk.kernels.answer_file import Answer
 from sdk.kernels.gpu_driver import gpu_driver
+from sdk.kernels.gpu.tuning import VERSION
 from sdk.loading.device import Device
 
 Captured = pytest.CaptureFixture[str]
@@ -53,6 +54,7 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def card(monkeypatch: pytest.MonkeyPatch, major: int, minor: int, name: str = "Some Card") -> None:
     """A machine whose torch sees one card."""
     found = SimpleNamespace(name=name, major=major, minor=minor, total_memory=16 << 30)
+    found.multi_processor_count = 132
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -97,6 +99,28 @@ def test_a_card_is_named_with_what_runs_on_it(
     card(monkeypatch, 7, 5)
     main(["doctor", "--only", "gpu"])
     assert "no matrix instructions: prompts use cuBLAS" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "end"),
+    [("some-card", "device='cuda' runs models on Triton"), ("a-sister", "those of a-sister until")],
+)
+def test_a_card_is_said_to_have_the_table_that_it_uses(
+    name: str,
+    end: str,
+    capsys: Captured,
+    monkeypatch: pytest.MonkeyPatch,
+    driver: None,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr("sdk.kernels.gpu.tuning._names", lambda folder: [f"{name}.json"])
+    found = {"version": VERSION, "capability": [9, 0], "processors": 132}
+    monkeypatch.setattr("sdk.kernels.gpu.tuning._read", lambda path: found)
+    card(monkeypatch, 9, 0)
+    assert main(["doctor", "--only", "gpu"]) == 0
+    line = capsys.readouterr().out.splitlines()[1]
+    assert end in line and "come from a rule" not in line
+    assert ("tile sizes" in line) == (name == "a-sister")
 
 
 def test_a_card_that_the_kernels_do_not_run_on_is_no_good(

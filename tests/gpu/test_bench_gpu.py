@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -164,19 +166,19 @@ def test_tune_fills_a_table_and_goes_on_where_it_was(
     assert main(["tune", model, "--seconds", "0", *out]) == 0
     assert "0 entries measured; the time was over before int8g32 (" in capsys.readouterr().out
     assert main(["tune", *out]) == 0
-    assert "4 entries measured\n" in capsys.readouterr().out
+    assert "6 entries measured\n" in capsys.readouterr().out
     (path,) = tmp_path.iterdir()
     first = json.loads(path.read_text())
-    assert [e["max_m"] for e in first["linear"]["int4g128"]] == [1, 4]
-    assert [e["max_m"] for e in first["linear_experts"]["int4g128"]] == [1, 2]
+    assert [e["max_m"] for e in first["linear"]["int4g128"]] == [1, 16, 4]
+    assert [e["max_m"] for e in first["linear_experts"]["int4g128"]] == [1, 64, 2]
     assert first["dense_from_of"] == first["experts_dense_from_of"] == ["int4g128", 32, 256]
     assert main(["tune", *out]) == 0
     assert "0 entries measured\n" in capsys.readouterr().out
     assert json.loads(path.read_text()) == first
     tuning = read_tuning(CARD, 4, tmp_path)
     assert tuning.table is not None
-    assert len(tuning.table["linear", "int4g128", 32, 256]) == 2
-    assert len(tuning.table["linear_experts", "int4g128", 32, 256]) == 2
+    assert len(tuning.table["linear", "int4g128", 32, 256]) == 3
+    assert len(tuning.table["linear_experts", "int4g128", 32, 256]) == 3
     assert tuning.experts_dense_from == first["experts_dense_from"]
 
 
@@ -225,6 +227,7 @@ def test_an_entry_that_ended_the_process_is_left_out_of_the_next_run(
         tune.tune(card, table, iter([case]), float("inf"))
     table = tune.Table(tmp_path / "card.json", again=False)
     assert table.data["lost"] == [["linear", "int4g128", 32, 256, 4]]
+    table.write()
     assert tune.tune(card, table, iter([case]), float("inf")) == (0, "")
     assert [e["max_m"] for e in table.data["linear"]["int4g128"]] == [1]
     assert "measuring" not in json.loads((tmp_path / "card.json").read_text())
@@ -251,7 +254,7 @@ def test_every_kernel_that_tune_may_try_is_compiled_beforehand(
     compiled, seen = seen, []
     assert sum(shares) == len(compiled) and max(shares) - min(shares) <= 1
 
-    times = iter(range(10**6, 0, -1))  # each better than the one before: all are tried from there
+    times = itertools.count(1)  # nothing is faster than the rule: its neighbours are tried
     monkeypatch.setattr(tune, "_same", lambda found, expected: True)
     monkeypatch.setattr(tune, "_seconds", lambda *_: float(next(times)))
     cases = list(islice(cases_of(card, None), 5))  # experts are not compiled beforehand
@@ -260,7 +263,7 @@ def test_every_kernel_that_tune_may_try_is_compiled_beforehand(
     for case in cases:
         for tokens in case.tokens:
             tune.best_tiles(card, case, tokens)
-    assert len(seen) > 300
+    assert len(seen) > 100
     assert [x for x in seen if x not in compiled] == []
 
 
@@ -281,7 +284,7 @@ def test_tune_chooses_between_wide_and_narrow_tiles_of_bytes(
     def seconds(card: Card, case: Any, tokens: int, tiles: Tiles, product: Any) -> float:
         wide = (fastest.block_n > 128) == (tiles.block_n > 128)
         pairs = zip(tiles, fastest, strict=True)
-        return (1.0 if wide else 10.0) + sum(a != b for a, b in pairs)
+        return (1.0 if wide else 10.0) + sum(abs(math.log2(a / b)) for a, b in pairs)
 
     monkeypatch.setattr(card, "size", lambda real, tiny: real)
     monkeypatch.setattr(tune, "_seconds", seconds)

@@ -155,6 +155,62 @@ def test_a_table_says_the_tiles_of_a_weight_by_its_number_of_tokens(
     assert tuning.tiles(weight, 9) == Tuning(64).tiles(weight, 9)
 
 
+SISTER = {"capability": [9, 0], "processors": 16}
+
+
+def test_a_table_of_a_card_with_the_same_processors_serves_its_sister(
+    tmp_path: Path, weight: Packed
+) -> None:
+    write(tmp_path, [ENTRY], **SISTER)
+    found = read_tuning("NVIDIA Sister", 64, tmp_path, (9, 0))
+    assert found.dense_from == 300
+    assert found.tiles(weight, 8) == Tiles(32, 16, 2, 2, 4)
+
+
+@pytest.mark.parametrize(
+    ("facts", "programs", "capability"),
+    [
+        (SISTER, 64, (8, 0)),
+        (SISTER, 68, (9, 0)),
+        ({}, 64, (9, 0)),
+        ({"capability": [9, 0]}, 64, (9, 0)),
+        ({"capability": "9.0", "processors": 16}, 64, (9, 0)),
+    ],
+    ids=["older", "more processors", "says nothing", "no processors", "in words"],
+)
+def test_a_table_of_another_kind_of_card_serves_it_alone(
+    tmp_path: Path, facts: dict[str, Any], programs: int, capability: tuple[int, int]
+) -> None:
+    write(tmp_path, [ENTRY], **facts)
+    assert read_tuning("NVIDIA Other", programs, tmp_path, capability) == Tuning(programs)
+    assert read_tuning("NVIDIA Test", programs, tmp_path, capability).dense_from == 300
+
+
+def test_of_its_own_table_and_a_sister_s_a_card_uses_its_own(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path, [ENTRY], **SISTER)
+    (tmp_path / "nvidia-test.json").rename(tmp_path / "nvidia-first.json")
+    write(tmp_path, [], **SISTER, dense_from=77)
+    assert read_tuning("NVIDIA Test", 64, tmp_path, (9, 0)).dense_from == 77
+    assert read_tuning("NVIDIA Third", 64, tmp_path, (9, 0)).dense_from == 300
+    (tmp_path / "nvidia-test.json").write_text("half a ta")
+    assert read_tuning("NVIDIA Test", 64, tmp_path, (9, 0)) == Tuning(64)
+    assert caplog.text.count("nvidia-test.json: not a table of tile sizes") == 1
+
+
+@pytest.mark.parametrize("text", ["half a ta", "[]", "7", '{"version": 0}'])
+def test_a_damaged_table_of_another_card_is_passed_over_with_a_warning(
+    tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "a-damaged.json").write_text(text)
+    write(tmp_path, [ENTRY], **SISTER)
+    assert read_tuning("NVIDIA Sister", 64, tmp_path, (9, 0)).dense_from == 300
+    assert "a-damaged.json: not a table of tile sizes" in caplog.text
+    (tmp_path / "nvidia-test.json").unlink()
+    assert read_tuning("NVIDIA Sister", 64, tmp_path, (9, 0)) == Tuning(64)
+
+
 @pytest.mark.parametrize(
     "wrong",
     [

@@ -35,6 +35,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (tree / "kernels" / "tuned").mkdir(exist_ok=True)
     table = {
         "version": VERSION,
+        "capability": [9, 0],
+        "processors": 1,
         "dense_from": 77,
         "experts_dense_from": 78,
         **{op: {} for op in OPS},

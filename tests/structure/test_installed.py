@@ -228,6 +228,7 @@ with LLM(sys.argv[1], max_model_len=32) as llm:
 from sdk.kernels.gpu.tuning import read_tuning
 assert read_tuning("Some Card", 1).dense_from == 77
 assert read_tuning("Unknown", 1).table is None
+assert read_tuning("Sister", 4, capability=(9, 0)).dense_from == 77
 from sdk.server.web_page import page_files
 assert b"<!doctype html>" in page_files()["index.html"].content
 """

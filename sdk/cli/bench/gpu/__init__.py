@@ -37,14 +37,17 @@ _LEAST_S = 5
 
 
 def choose_rows(names: Sequence[str]) -> list[Row]:
-    """The rows with those names in the order of ``ROWS``, the limits first; all if none is named.
+    """The rows with those names in the order of ``ROWS``, the limits first; if none is named, all
+    that are usual.
 
     :raises RequestError: a name is unknown.
     """
     for name in names:
         if name not in BY_NAME:
             raise RequestError(f"--rows: expected names of {', '.join(BY_NAME)}; found {name!r}")
-    return [row for row in ROWS if not names or row.name in names or row is LIMITS]
+    if not names:
+        return [row for row in ROWS if row.usual]
+    return [row for row in ROWS if row.name in names or row is LIMITS]
 
 
 @dataclass
@@ -59,14 +62,32 @@ class Report:
 
     @property
     def predictions(self) -> Mapping[str, Prediction]:
-        """For this card, by what is measured and against what."""
-        return read_predictions(str(self.device.get("name", "")))
+        """For this card, by what is measured and against what; none of tiny shapes."""
+        return {} if self.tiny else read_predictions(str(self.device.get("name", "")))
+
+    @property
+    def findings(self) -> list[Finding]:
+        return [finding for found in self.rows.values() for finding in found]
+
+    @property
+    def compared(self) -> list[tuple[Finding, float, Prediction]]:
+        """All measurements of which there is a prediction."""
+        predictions = self.predictions
+        return [
+            (f, f.value, predictions[f.key])
+            for f in self.findings
+            if f.value is not None and f.key in predictions
+        ]
+
+    @property
+    def failed(self) -> list[tuple[Finding, float, Prediction]]:
+        """The measurements outside the range of their prediction."""
+        return [(f, value, p) for f, value, p in self.compared if not p.holds(value)]
 
     @property
     def measured(self) -> dict[str, float]:
         """All numbers of all rows, by name."""
-        findings = [finding for found in self.rows.values() for finding in found]
-        return {name: value for f in findings for name, value in f.numbers.items()}
+        return {name: value for f in self.findings for name, value in f.numbers.items()}
 
     def to_json(self, seconds: float) -> dict[str, Any]:
         return {
@@ -78,6 +99,7 @@ class Report:
             "seconds": round(seconds, 1),
             "not_rehearsed": self.not_rehearsed,
             "predicted": {name: asdict(found) for name, found in self.predictions.items()},
+            "failed_predictions": [f.key for f, _, _ in self.failed],
             "rows": {name: [f.to_json() for f in found] for name, found in self.rows.items()},
         }
 
@@ -107,7 +129,7 @@ class Measuring:
         self._worker: Any = None
 
     def run(self) -> Iterator[Row]:
-        """Yield every row once it is done. :raises NoCard: before the first row: no GPU."""
+        """Yield every row once it is done. :raises NoCard: no GPU, before anything was measured."""
         try:
             for number, row in enumerate(self._rows):
                 self.report.rows[row.name] = []
@@ -134,8 +156,8 @@ class Measuring:
             if answer["lost"]:
                 self._drop()
         except SdkError as error:
-            if isinstance(error, NoCard):
-                raise
+            if isinstance(error, NoCard) and not self.report.device:
+                raise  # later it means that the card was lost
             found.append(missing(row, str(error)))
             self._drop()
 
@@ -153,13 +175,16 @@ class Measuring:
 
 
 def to_text(report: Report) -> str:
-    """The device and the table, short enough for a screen."""
+    """The device and the table, short enough for a screen, and which predictions failed."""
     device = ", ".join(f"{name} {value}" for name, value in report.device.items())
     lines = [device]
     if report.tiny:
         lines.append("interpreted, tiny shapes: this shows that everything runs, not how fast")
     head, rows = _table(report)
-    return "\n".join(lines) + "\n\n" + format_table(head, rows, left=2)
+    lines += ["", format_table(head, rows, left=2)]
+    if report.compared:
+        lines += ["", _verdict(report), *(f"  {line}" for line in _failed(report))]
+    return "\n".join(lines)
 
 
 def to_markdown(report: Report) -> str:
@@ -169,19 +194,36 @@ def to_markdown(report: Report) -> str:
     table = "\n".join(f"| {' | '.join(row)} |" for row in [head, marks, *rows])
     date = time.strftime("%Y-%m-%d", time.gmtime())
     device = ", ".join(f"{name} {value}" for name, value in report.device.items())
-    return f"```bash\nembedlm bench gpu\n```\n\n{date}; {device}.\n\n{table}\n"
+    lines = [f"```bash\nembedlm bench gpu\n```\n\n{date}; {device}.\n\n{table}"]
+    if report.compared:
+        lines += ["", _verdict(report), *(f"- {line}" for line in _failed(report))]
+    return "\n".join(lines) + "\n"
+
+
+def _verdict(report: Report) -> str:
+    failed = len(report.failed)
+    return f"{failed} of {len(report.compared)} predictions failed{':' if failed else '.'}"
+
+
+def _failed(report: Report) -> list[str]:
+    return [
+        f"{f.what}, {f.against or f.unit}: measured {value:.3g}, predicted {predicted}"
+        for f, value, predicted in report.failed
+    ]
 
 
 def _table(report: Report) -> tuple[list[str], list[list[str]]]:
-    """The head and the rows. ``predicted``: by the model of ``roofline.py``, with its range."""
-    predictions = {} if report.tiny else report.predictions
-    head = ["measured", "against", "value", "predicted", "floor", "goal", ""]
+    """The head and the rows. ``predicted``: by the model of ``roofline.py``, with its range;
+    ``of it``: the measurement as a multiple of the prediction."""
+    predictions = report.predictions
+    head = ["measured", "against", "value", "predicted", "of it", "floor", "goal", ""]
     rows = []
-    for found in report.rows.values():
-        for f in found:
-            predicted = predictions.get(f"{f.what}|{f.against}")
-            cells = _cells(f, report.tiny)
-            rows.append([*cells[:3], "" if predicted is None else str(predicted), *cells[3:]])
+    for f in report.findings:
+        predicted = predictions.get(f.key)
+        of_it = f"{predicted.ratio(f.value):.2f}" if predicted and f.value is not None else ""
+        cells = _cells(f, report.tiny)
+        text = "" if predicted is None else str(predicted)
+        rows.append([*cells[:3], text, of_it, *cells[3:]])
     return head, rows
 
 
@@ -223,6 +265,13 @@ def _write(args: argparse.Namespace, report: Report, begin: float) -> None:
     """Write the results after every row, so that they stay however the command ends."""
     if args.json and args.json != "-":
         data = json.dumps(report.to_json(time.monotonic() - begin), indent=2)
-        Path(args.json).write_text(data + "\n")
+        _replace(Path(args.json), data + "\n")
     if args.markdown:
-        Path(args.markdown).write_text(to_markdown(report))
+        _replace(Path(args.markdown), to_markdown(report))
+
+
+def _replace(path: Path, text: str) -> None:
+    """In one step: a command that is killed leaves the results of the rows before."""
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(text)
+    part.replace(path)

@@ -48,11 +48,15 @@ class Card:
         self.device = torch.device("cpu" if self.tiny else "cuda")
         self.measured, self.activations = measured, matrix_type(str(self.device))
         self.name, self.cache = "Triton's interpreter", 1 << 20
+        #: What it shares with cards that may use its table of tile sizes.
+        self.kind: dict[str, Any] = {}
         #: The rule for tile sizes, without the card's table.
         self.tuning = replace(tuning_of(str(self.device)), table=None)
         if not self.tiny:
             found = torch.cuda.get_device_properties(self.device)
             self.name, self.cache = found.name, found.L2_cache_size
+            self.kind = {"capability": [found.major, found.minor]}
+            self.kind["processors"] = found.multi_processor_count
         self.random = torch.Generator(self.device).manual_seed(1)
         self.backends, _ = open_backends(str(self.device), 1, ("gpu", "reference"))
 

@@ -26,6 +26,8 @@ from sdk.params import SamplingParams
 _PROMPT, _FIRST, _TIMED = 256, 16, 64
 #: The load of many requests: their number, and the range of their lengths, in and out.
 _REQUESTS, _SHORTEST, _LONGEST = 256, 100, 1024
+#: Kernels of a step that are told, the longest first.
+_KERNELS = 12
 _PEER = Path(__file__).with_name("peer.py")
 #: KV cache of an engine that is only rehearsed, next to ten others on the card.
 _REHEARSED_KV = "4GiB"
@@ -99,20 +101,25 @@ def _decoding(card: Card, loaded: Loaded) -> int:
     return prompt + first + 1
 
 
+def _seconds_of_step(card: Card, loaded: Loaded) -> tuple[float, float]:
+    """Seconds of a decode step of one request, and the average length of its context."""
+    context = _decoding(card, loaded)
+    steps = card.size(_TIMED, 2)
+    begin = time.perf_counter()
+    for _ in range(steps):
+        loaded.engine.step()
+    return (time.perf_counter() - begin) / steps, context + steps / 2
+
+
 def _one_request(
     card: Card, what: str, config: dict[str, Any], kind: str, target: tuple[float, float]
 ) -> Iterator[Finding]:
     """Tokens per second times the bytes of weights and pages that a token reads."""
     with opened(card, config, kind, max_num_seqs=1) as loaded:
-        context = _decoding(card, loaded)
-        steps = card.size(_TIMED, 2)
-        begin = time.perf_counter()
-        for _ in range(steps):
-            loaded.engine.step()
-        seconds = (time.perf_counter() - begin) / steps
+        seconds, context = _seconds_of_step(card, loaded)
         weights = sum(linear.weight.nbytes for _, linear in loaded.runner.model.linears())
         spec = loaded.runner.kv.spec
-        pages = (context + steps / 2) * spec.page_bytes / spec.page_size
+        pages = context * spec.page_bytes / spec.page_size
         numbers = {"tokens_per_s": 1 / seconds, "bytes_per_token": weights + pages}
         speed = (weights + pages) / seconds / card.copy
         yield share(f"one request, {what}", "copy bandwidth", speed, target, **numbers)
@@ -131,21 +138,71 @@ def measure_8b_bf16(card: Card) -> Iterator[Finding]:
     yield from _one_request(card, "8B shapes bf16", llama_config(card), "bfloat16", (65, 80))
 
 
+def measure_dependent_launch(card: Card) -> Iterator[Finding]:
+    """One request with programmatic dependent launch, relative to one without.
+
+    A graph keeps what it was recorded with, so these are two engines.
+    """
+    from sdk.kernels.gpu.launch import dependent_launch
+
+    found = {}
+    for wanted in (False, True):
+        with (
+            dependent_launch(wanted),
+            opened(card, qwen3_config(card), "bfloat16", max_num_seqs=1) as loaded,
+        ):
+            found[wanted], _ = _seconds_of_step(card, loaded)
+    numbers = {"us": found[True] * 1e6, "without_us": found[False] * 1e6}
+    what = "one request, Qwen3-0.6B shapes bf16"
+    yield ratio(what, "no dependent launch", found[False] / found[True], **numbers)
+
+
+def measure_step(card: Card) -> Iterator[Finding]:
+    """Where the time of a decode step of the 8B model goes: a profile of some steps, by kernel.
+
+    A kernel's share is of the time between the steps' beginnings, so that what no share covers are
+    gaps; kernels that overlap count twice.
+    """
+    steps = card.size(8, 1)
+    events = _profiled(card, llama_config(card), "int4g128", steps)
+    spans = [(e.name, e.time_range.start, e.time_range.end) for e in events]
+    if not spans:
+        raise SdkError("the profiler recorded nothing on the device")
+    whole = max(end for _, _, end in spans) - min(start for _, start, _ in spans)
+    shares: dict[str, list[float]] = {}
+    for name, start, end in spans:
+        shares.setdefault(name[:60], []).append(end - start)
+    what, largest = "decode step, 8B shapes W4", sorted(shares, key=lambda name: -sum(shares[name]))
+    for name in largest[:_KERNELS]:
+        us, count = sum(shares[name]) / steps, len(shares[name]) / steps
+        numbers = {f"us of {name}": us, f"launches of {name}": count}
+        yield share(what, name, us * steps / max(whole, 1e-9), **numbers)
+    gaps = idle_share([(start, end) for _, start, end in spans])
+    launches, us = len(spans) / steps, whole / steps
+    numbers = {"launches of a step": launches, "us of a step": us}
+    yield Finding(what, "gaps", 100 * gaps, "%", numbers=numbers)
+
+
+def _profiled(card: Card, config: dict[str, Any], kind: str, steps: int) -> list[Any]:
+    """What ran on the device during some decode steps of one request."""
+    from torch.profiler import ProfilerActivity, profile
+
+    activity = ProfilerActivity.CPU if card.tiny else ProfilerActivity.CUDA
+    with opened(card, config, kind, max_num_seqs=1) as loaded:
+        _decoding(card, loaded)
+        with profile(activities=[activity]) as seen:
+            for _ in range(steps):
+                loaded.engine.step()
+            card.synchronize()
+    return [e for e in seen.events() if e.device_type.name == activity.name]
+
+
 def measure_idle(card: Card) -> Iterator[Finding]:
     """The share of time that passes between the decode steps of one request.
 
     Kernels of one launch belong to one step, so gaps inside a replayed graph do not count.
     """
-    from torch.profiler import ProfilerActivity, profile
-
-    activity = ProfilerActivity.CPU if card.tiny else ProfilerActivity.CUDA
-    with opened(card, qwen3_config(card), "bfloat16", max_num_seqs=1) as loaded:
-        _decoding(card, loaded)
-        with profile(activities=[activity]) as seen:
-            for _ in range(card.size(24, 1)):
-                loaded.engine.step()
-            card.synchronize()
-    events = [event for event in seen.events() if event.device_type.name == activity.name]
+    events = _profiled(card, qwen3_config(card), "bfloat16", card.size(24, 1))
     spans = spans_of_launches(
         (event.id, event.time_range.start, event.time_range.end) for event in events
     )

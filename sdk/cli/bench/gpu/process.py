@@ -17,6 +17,9 @@ from typing import Any
 from sdk.cli.bench.engines import own_environment
 from sdk.errors import RequestError, SdkError
 
+#: Seconds that a killed process may take to end.
+_ENDING_S = 3
+
 
 class NoCard(RequestError):
     """There is no GPU that can run the kernels."""
@@ -76,9 +79,14 @@ class Worker:
         except Empty:
             raise SdkError("took too long and was ended") from None
         if not line:
-            raise SdkError(f"its process ended, exit code {self._process.wait()}")
+            raise SdkError(f"its process ended, exit code {self._exit_code()}")
         found: dict[str, Any] = json.loads(line)
         return found
+
+    def _exit_code(self) -> int | None:
+        with suppress(subprocess.TimeoutExpired):
+            return self._process.wait(_ENDING_S)
+        return None
 
     def kill(self) -> None:
         """Kill the process and those it started; a waiting thread gets an error."""
@@ -86,9 +94,13 @@ class Worker:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def close(self) -> None:
+        """Kill the process. One that waits for a lost card does not end even so, and is left."""
         self.kill()
-        self._process.wait()
-        self._reader.join()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_ENDING_S)
+        self._reader.join(_ENDING_S)
+        if self._reader.is_alive():  # closing what it reads would wait for it
+            return
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 with suppress(BrokenPipeError):

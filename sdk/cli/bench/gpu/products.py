@@ -28,7 +28,7 @@ _INT4PACK = {1: (0.85, 1.2), 8: (1.8, 2.5), 16: (3.0, 4.5), 64: (6.0, 10.0)}
 _FP8 = {1: (0.9, 1.2), 16: (0.9, 1.2), 64: (0.9, 1.2), 1024: (0.8, 0.95), 4096: (0.8, 0.95)}
 
 
-def _shape(card: Card) -> tuple[int, int]:
+def product_shape(card: Card) -> tuple[int, int]:
     return card.size(8192, 48), card.size(16384, 512)
 
 
@@ -38,7 +38,7 @@ def _tokens(card: Card, number: int) -> int:
 
 def measure_w4(card: Card) -> Iterator[Finding]:
     """4 bits in groups of 128, few tokens."""
-    n, k = _shape(card)
+    n, k = product_shape(card)
     weights = Weights(card, lambda: affine(card, n, k, 4, GROUP))
     for tokens, (of_copy, of_library) in _W4.items():
         seconds = weights.seconds(_tokens(card, tokens))
@@ -95,7 +95,7 @@ def _against_int4pack(
 
 def measure_large(card: Card) -> Iterator[Finding]:
     """Prompts: 4 and 8 bits relative to a plain product."""
-    n, k = _shape(card)
+    n, k = product_shape(card)
     for bits in (4, 8):
         weights = Weights(card, lambda bits=bits: affine(card, n, k, bits, GROUP))  # type: ignore[misc]
         for tokens in (512, 2048):
@@ -109,7 +109,7 @@ def measure_large(card: Card) -> Iterator[Finding]:
 def measure_fp8(card: Card) -> Iterator[Finding]:
     """8-bit floats on both sides. Ours starts with bfloat16 activations and quantizes them;
     torch's product gets them quantized."""
-    n, k = _shape(card)
+    n, k = product_shape(card)
     weights = Weights(card, lambda: float8(card, n, k))
     for tokens, target in _FP8.items():
         what = f"FP8 W8A8 {n}x{k}, {tokens} tokens"
@@ -146,7 +146,7 @@ def _against_scaled_mm(
 
 def measure_formats(card: Card) -> Iterator[Finding]:
     """Every format of GGUF files, one token: bytes per second relative to our 4-bit product."""
-    n, k = (16, 256) if card.tiny else _shape(card)
+    n, k = (16, 256) if card.tiny else product_shape(card)
     own = Weights(card, lambda: affine(card, n, k, 4, GROUP))
     best = own.nbytes / own.seconds(1)
     kinds: dict[str, Any] = {

@@ -216,6 +216,14 @@ class Prediction:
     low: float
     high: float
 
+    def holds(self, measured: float) -> bool:
+        """Whether a measurement is in the range."""
+        return self.low <= measured <= self.high
+
+    def ratio(self, measured: float) -> float:
+        """The measurement as a multiple of the prediction."""
+        return measured / self.value if self.value else 0.0
+
     def __str__(self) -> str:
         return f"{self.value:.3g} ({self.low:.3g} to {self.high:.3g})"
 

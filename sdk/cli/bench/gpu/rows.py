@@ -13,7 +13,8 @@ class Row:
     its share if there is less time.
 
     A row that takes longer is ended with its process; the others run in a new one. ``rehearsed``:
-    whether it has kernels that no earlier row has.
+    whether it has kernels that no earlier row has. ``usual``: whether it is measured though no rows
+    are named; others need a compiler or a scheduler of their own, which takes long.
     """
 
     name: str
@@ -21,6 +22,7 @@ class Row:
     function: str
     seconds: int
     rehearsed: bool = True
+    usual: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,11 @@ class Finding:
         return asdict(self)
 
     @property
+    def key(self) -> str:
+        """The name of its prediction."""
+        return f"{self.what}|{self.against}"
+
+    @property
     def verdict(self) -> str:
         """``goal``, ``floor`` or ``below``; empty without a target or a measurement."""
         if self.value is None or self.floor is None or self.goal is None:
@@ -57,7 +64,7 @@ class Finding:
 
 #: Always measured, and first: shares are relative to its results.
 LIMITS = Row("limits", "limits", "measure_limits", 40, rehearsed=False)
-#: Together 410 seconds: the default budget without the rehearsal.
+#: In the order of what they tell. Rows of optional backends belong behind ``pdl``.
 ROWS = (
     LIMITS,
     Row("w4", "products", "measure_w4", 30),
@@ -65,15 +72,17 @@ ROWS = (
     Row("one-stream", "engine", "measure_small", 20),
     Row("8b-w4", "engine", "measure_8b_w4", 20),
     Row("requests", "engine", "measure_requests", 60),
-    Row("generate-batch", "engine", "measure_generate_batch", 75, rehearsed=False),
-    Row("idle", "engine", "measure_idle", 15, rehearsed=False),
     Row("large", "products", "measure_large", 15),
     Row("fp8", "products", "measure_fp8", 20),
     Row("8b-bf16", "engine", "measure_8b_bf16", 20),
     Row("formats", "products", "measure_formats", 25),
-    Row("generate", "engine", "measure_generate", 25, rehearsed=False),
     Row("prefill", "attention", "measure_prefill", 10),
-    Row("flex", "attention", "measure_flex", 15),
+    Row("idle", "engine", "measure_idle", 15, rehearsed=False),
+    Row("pdl", "engine", "measure_dependent_launch", 20),
+    Row("step", "engine", "measure_step", 15, rehearsed=False),
+    Row("generate", "engine", "measure_generate", 25, rehearsed=False),
+    Row("generate-batch", "engine", "measure_generate_batch", 75, rehearsed=False, usual=False),
+    Row("flex", "attention", "measure_flex", 15, usual=False),
 )
 BY_NAME = {row.name: row for row in ROWS}
 
