@@ -11,8 +11,8 @@ import torch
 from sdk.cli import doctor, doctor_gpu, main
 from sdk.kernels import gpu
 from sdk.kernels.answer_file import Answer
-from sdk.kernels.gpu_driver import gpu_driver
 from sdk.kernels.gpu.tuning import VERSION
+from sdk.kernels.gpu_driver import gpu_driver
 from sdk.loading.device import Device
 
 Captured = pytest.CaptureFixture[str]
