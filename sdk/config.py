@@ -132,11 +132,7 @@ class EngineConfig:
             raise RequestError(f"an option cannot be read: {safe_message(error)}") from error
 
     def _check(self) -> None:
-        flags = [one.name for one in dataclasses.fields(self) if one.type == "bool"]
-        check_flags(**{name: getattr(self, name) for name in flags})
-        for name in ("chat_template", "pre_tokenizer"):
-            if getattr(self, name) is not None:
-                _text(name, getattr(self, name))
+        self._check_kinds()
         for name, (off, instead) in _NOT_YET.items():
             if getattr(self, name) != off:
                 raise RequestError(
@@ -156,12 +152,6 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and not isinstance(value, MemoryPool):
                 object.__setattr__(self, name, parse_bytes(value, name))
-        for name in ("download_dir", "generation_config"):
-            value = getattr(self, name)
-            if value is not None:
-                if not isinstance(value, str | os.PathLike):
-                    raise RequestError(f"{name}: expected a folder, found {safe_repr(value)}")
-                object.__setattr__(self, name, os.fspath(value))
         if self.dtype in _SHORT_FOR:  # vLLM's other spellings
             object.__setattr__(self, "dtype", _SHORT_FOR[self.dtype])
         self._check_steps()
@@ -194,6 +184,19 @@ class EngineConfig:
             raise RequestError(
                 f"on_progress: expected a callable, found {safe_repr(self.on_progress)}"
             )
+
+    def _check_kinds(self) -> None:
+        flags = [one.name for one in dataclasses.fields(self) if one.type == "bool"]
+        check_flags(**{name: getattr(self, name) for name in flags})
+        for name in ("chat_template", "pre_tokenizer"):
+            if getattr(self, name) is not None:
+                _text(name, getattr(self, name))
+        for name in ("download_dir", "generation_config"):
+            value = getattr(self, name)
+            if value is not None:
+                if not isinstance(value, str | os.PathLike):
+                    raise RequestError(f"{name}: expected a folder, found {safe_repr(value)}")
+                object.__setattr__(self, name, os.fspath(value))
 
     def _check_choices(self) -> None:
         for name, allowed in _CHOICES.items():
