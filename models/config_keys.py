@@ -35,7 +35,10 @@ FIXED: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
             (False, None, "vision"),  # of the tokens of an image only
             "its tokens attend in both directions (an embedding model)",
         ),
-        "is_encoder_decoder": ((False, None), "it is an encoder-decoder model"),
+        "is_encoder_decoder": (
+            (False, None),
+            "it is an encoder-decoder (sequence-to-sequence) model",
+        ),
         "add_cross_attention": ((False, None), "its layers attend to an encoder"),
         "per_layer_config": ((None, {}), "its layers differ in size"),
         "pruned_heads": ((None, {}), "some of its heads were removed"),

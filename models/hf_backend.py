@@ -81,7 +81,6 @@ def _read_config(values: Mapping[str, Any]) -> Any:
             f"model_type {name!r}: neither this package nor transformers "
             f"{transformers.__version__} knows it; a newer transformers may"
         )
-    check_fixed(values, f"config of {name!r}")
     skipped = ("auto_map", "quantization_config", "model_type", "architectures")
     kept = {key: value for key, value in values.items() if key not in skipped}
     try:
@@ -89,6 +88,7 @@ def _read_config(values: Mapping[str, Any]) -> Any:
     except Exception as error:  # transformers raises whatever its validators raise
         raise CheckpointError(f"config of {name!r}: transformers rejects it: {error}") from error
     _check_kind(config)
+    check_fixed(values, f"config of {name!r}")
     kinds = set(getattr(config, "layer_types", None) or ())
     unknown = kinds - {"full_attention", "sliding_attention"}
     if unknown:

@@ -384,7 +384,8 @@ class Llama:
         """The output of a chat, or with ``stream`` its pieces."""
         messages, template = given["messages"], tool_arguments(given)
         if not is_conversation(messages):
-            raise RequestError(f"messages: expected a list of them, found {safe_repr(messages)}")
+            found = safe_repr(messages)
+            raise RequestError(f"messages: expected a list of messages, found {found}")
         if self._format is not None:
             template["chat_template"] = self._format.template
         callbacks = None
