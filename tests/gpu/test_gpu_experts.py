@@ -81,24 +81,33 @@ def test_tiles_are_those_of_experts_with_rows(gpu: Ops) -> None:
     [
         (5, 3, 3, 64),
         (33, 128, 4, 64),
-        pytest.param(700, 384, 6, 1024, marks=pytest.mark.slow),
-        pytest.param(3000, 64, 1, 1024, marks=pytest.mark.slow),
+        (450, 384, 5, 1024),
+        pytest.param(2500, 64, 1, 1024, marks=pytest.mark.slow),
     ],
 )
 def test_rows_of_many_programs_are_in_the_order_of_experts_and_tokens(
     gpu: Ops, reference: Ops, monkeypatch: pytest.MonkeyPatch,
     tokens: int, experts: int, k: int, most: int,
 ) -> None:  # fmt: skip
-    """``most`` rows of a program; half of the tokens want the first experts, most want none of
-    the last, and some logits are no numbers."""
+    """``most`` rows of a program; half of the tokens want the first experts, none the last."""
     monkeypatch.setattr(gpu_experts, "_BLOCK", most)
     given = logits(tokens, experts)
     given[::2, :k] += 20.0
     given[:, experts // 2 + k :] -= 40.0
-    given[tokens // 3] = float("nan")
-    found = gpu.moe.route(given, k, normalized=True)
-    chosen = found.owners[found.places.long()]
-    equal(found, reference.moe.routes(chosen, found.weights, experts))
+    chosen = given.topk(k, dim=1).indices
+    weights = torch.ones(tokens, k)
+    found = gpu.moe.routes(chosen, weights, experts)
+    equal(found, reference.moe.routes(chosen, weights, experts))
+
+
+@pytest.mark.parametrize(("tokens", "launches"), [(1, 1), (128, 1), (129, 2)])
+def test_few_rows_are_grouped_in_one_launch(
+    gpu: Ops, monkeypatch: pytest.MonkeyPatch, tokens: int, launches: int
+) -> None:
+    started: list[Any] = []
+    monkeypatch.setattr(gpu_experts, "run_kernel", lambda kernel, *_, **__: started.append(kernel))
+    gpu.moe.routes(torch.zeros(tokens, 8), torch.ones(tokens, 8), 128)
+    assert len(started) == launches
 
 
 @pytest.mark.parametrize("normalized", [True, False])

@@ -14,6 +14,7 @@ from torch import Tensor
 from sdk.engine.rank.kv_cache import KVCache
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.errors import KernelError
+from sdk.kernels.gpu import rope as gpu_rope
 from sdk.kernels.gpu.elementwise import Places
 from sdk.kernels.gpu.page_codes import float8_bits
 from sdk.kernels.gpu.rope import RopeAndCache, RopeAngles
@@ -305,3 +306,11 @@ def test_shapes_that_disagree_are_refused() -> None:
     with pytest.raises(KernelError, match="contiguous heads"):
         apart = torch.zeros(2, 1, 128)[..., ::2]
         RopeAndCache().run(q, apart, k, angles, angles, batch, pages)
+
+
+def test_codes_of_pages_are_computed_without_fusing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``x * inverse + zero`` of one rounding gives another code of 4 bits for 1 value in 10^7."""
+    options: list[dict[str, Any]] = []
+    monkeypatch.setattr(gpu_rope, "run_kernel", lambda *_, **named: options.append(named))
+    written(RopeAndCache().run, torch.zeros(1, 3, 32), 1, 1, make_pages(1, 32, "int4"), 32)
+    assert [one["enable_fp_fusion"] for one in options] == [False]

@@ -111,9 +111,33 @@ def test_only_kernels_without_a_result_are_compiled() -> None:
     assert records.complaint("sm_90", found) is None
 
 
+@pytest.mark.slow
+def test_a_kernel_whose_ir_is_known_is_not_compiled() -> None:
+    job = ["sm_80", "rows"]  # angles_kernel: 0.2 s to compile
+    (key,) = {
+        found["key"]
+        for found in sweep.run("compile_attention.py", [job], wanted=())
+        if found["kernel"] == "angles_kernel"
+    }
+
+    def found(known: str) -> dict[str, Any]:
+        lines = sweep.run("compile_attention.py", [job], wanted=[key], known={key: known})
+        return next(one for one in lines if one["key"] == key)
+
+    compiled = found("of another kernel")
+    assert compiled["registers"] > 0 and len(compiled["ir"]) == 12
+    for known in (compiled["ir"], ""):
+        assert found(known) == {name: compiled[name] for name in ("job", "kernel", "key", "ir")}
+
+
 def line(key: str, **more: Any) -> dict[str, Any]:
     found = {"kernel": "rope_kernel", "registers": 24, "shared": 0, "stack": 0, "warps": 4}
-    return {"job": ["sm_80", "rope int8"], "key": key, **found, **more}
+    return {"job": ["sm_80", "rope int8"], "key": key, "ir": f"ir of {key}", **found, **more}
+
+
+def known(key: str, ir: str) -> dict[str, Any]:
+    """The line of a kernel that was not compiled."""
+    return {"job": ["sm_80", "rope int8"], "kernel": "rope_kernel", "key": key, "ir": ir}
 
 
 def test_what_is_right_is_found_again_and_what_is_wrong_tried_again(tmp_path: Path) -> None:
@@ -128,9 +152,58 @@ def test_what_is_right_is_found_again_and_what_is_wrong_tried_again(tmp_path: Pa
     again = records.Record(tmp_path, "sm_80")
     assert again.has("one", "a") and not again.has("one", "z") and not again.has("two", "b")
     again.keep(["two"])
-    again.add({"two": line("d", stack=8)})
-    text = "two rope_kernel d registers=24 shared=0 stack=8 warps=4"
+    again.add({"two": line("d", stack=8, ir="i")})
+    text = "two rope_kernel d ir=i registers=24 shared=0 stack=8 warps=4"
     assert (tmp_path / "sm_80.txt").read_text() == f"triton {triton.__version__}\n{text}\n"
+
+
+def test_a_source_that_changes_nothing_else_keeps_what_was_found(tmp_path: Path) -> None:
+    record = records.Record(tmp_path, "sm_80")
+    record.add({"one": line("a", ir="i")})
+    assert (record.known("one", "b"), record.known("one", "a")) == ("i", "")
+    assert record.known("two", "b") is None
+    before = record.variants["one"]
+    assert record.add({"one": known("b", "i")}) == []
+    again = records.Record(tmp_path, "sm_80").variants["one"]
+    assert (again.key, again.ir, again.numbers) == ("b", "i", before.numbers)
+    with pytest.raises(AssertionError):  # numbers of another IR
+        record.add({"one": known("c", "j")})
+
+
+def test_lines_without_an_ir_get_it_and_are_compiled_if_their_source_changes(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "sm_80.txt"
+    numbers = "registers=24 shared=0 stack=0 warps=4"
+    path.write_text(f"triton {triton.__version__}\none rope_kernel a {numbers}\n")
+    record = records.Record(tmp_path, "sm_80")
+    assert record.has("one", "a") and record.known("one", "b") is None
+    assert record.known("one", "a") == ""  # whatever IR it has, the numbers are its own
+    record.add({"one": known("a", "i")})
+    assert path.read_text().splitlines()[1] == f"one rope_kernel a ir=i {numbers}"
+    assert record.known("one", "b") == "i"
+
+
+def test_a_number_that_is_missing_is_not_taken_from_an_equal_ir(tmp_path: Path) -> None:
+    record = records.Record(tmp_path, "sm_90")
+    record.add({"one": line("a", ir="i")})
+    assert record.known("one", "a") is None and record.known("one", "b") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "early", "right"),
+    [
+        *(("product_one", early, early == 2) for early in (2, 3)),
+        *(("product_one offloaded", early, not early) for early in (0, 1)),
+        *(("product_one experts", early, not early) for early in (0, 1)),
+    ],
+)
+def test_only_weights_that_nobody_writes_may_be_loaded_early(
+    name: str, early: int, right: bool
+) -> None:
+    job = ["q4_0", name, 1, "bfloat16"]
+    found = line("a", kernel="product_one", job=job, early=early, wide=4)
+    assert (records.complaint("sm_90", found) is None) == right
 
 
 def test_a_number_that_a_card_needs_and_a_line_lacks_is_found_again(tmp_path: Path) -> None:
