@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -247,7 +246,7 @@ def measured(seconds: dict[str, float], budget: float = gpu.BUDGET) -> tuple[Mea
 
 def test_all_rows_and_the_rehearsal_fit_into_a_call_of_ten_minutes() -> None:
     rows = sum(row.seconds for row in choose_rows([]))
-    assert rows + gpu.BUDGET * gpu.REHEARSAL <= gpu.BUDGET <= 600 - 40
+    assert rows + gpu.REHEARSAL <= gpu.BUDGET <= 600 - 40
 
 
 def test_every_row_gets_its_turn_though_all_hang() -> None:
@@ -266,16 +265,12 @@ def test_what_a_row_leaves_is_for_those_after_it() -> None:
     assert worker.closed == 1
 
 
-def test_in_a_short_time_each_row_has_its_share_or_says_that_there_is_none() -> None:
-    measuring, worker = measured({row.name: 1e9 for row in ROWS}, budget=gpu.BUDGET / 4)
-    asked = sum(row.seconds for row in ROWS)
-    for row in ROWS:
-        if row.name in worker.given:
-            share = gpu.BUDGET / 4 * row.seconds / asked
-            assert worker.given[row.name] >= max(5, share - 1e-6)
-        else:
-            assert re.fullmatch(r"no time left: \d s of the budget", notes(measuring)[row.name])
-    assert {"limits", "requests", "flex", "generate"} <= worker.given.keys() < BY_NAME.keys()
+def test_in_a_short_time_the_first_rows_have_theirs_and_the_last_say_that_there_is_none() -> None:
+    measuring, worker = measured({row.name: 1e9 for row in ROWS}, budget=135)
+    given = {row.name: row.seconds for row in ROWS[:5]} | {"requests": 5}
+    assert worker.given == pytest.approx(given)
+    late = {name: note for name, note in notes(measuring).items() if name not in given}
+    assert set(late.values()) == {"no time left: 0 s of the budget"} and len(late) == len(ROWS) - 6
 
 
 class Rehearsed:

@@ -30,10 +30,12 @@ from sdk.loading.progress import is_terminal
 
 #: Seconds for all rows; starting and stopping add up to nine and a half minutes.
 BUDGET = 540
-#: The share of it for compiling kernels; the rows get what is left of that.
-REHEARSAL = 130 / BUDGET
+#: Seconds for compiling kernels, and the share of a shorter time; the rows get what is left of that.
+REHEARSAL, REHEARSAL_SHARE = 130.0, 0.35
 #: A row with fewer seconds is not started.
 _LEAST_S = 5
+#: Seconds that a process may take to start, in which it imports torch and opens the card.
+_STARTING_S = 30
 
 
 def choose_rows(names: Sequence[str]) -> list[Row]:
@@ -107,8 +109,9 @@ class Report:
 class Measuring:
     """Runs rows in workers, within a budget of seconds; ``report`` has the results so far.
 
-    Each row may take its share of the remaining time, in proportion to its own seconds and those
-    of later rows. So a row that hangs takes no time from the others, and they get what it leaves.
+    Each row may take its own seconds, or its share of the remaining time if that is more: its
+    seconds in proportion to those of later rows. So a row that hangs takes no time from the others
+    where all have theirs; where the time is short, earlier rows are worth more than later ones.
     """
 
     def __init__(
@@ -135,7 +138,8 @@ class Measuring:
                 self.report.rows[row.name] = []
                 needed = sum(later.seconds for later in self._rows[number:])
                 left = max(0.0, self._end - self._clock())
-                self._row(row, left * row.seconds / max(needed, 1))
+                share = left * row.seconds / max(needed, 1)
+                self._row(row, min(left, max(share, row.seconds)))
                 yield row
         finally:
             self._drop()
@@ -145,9 +149,10 @@ class Measuring:
         if seconds < min(row.seconds, _LEAST_S):
             found.append(missing(row, f"no time left: {seconds:.0f} s of the budget"))
             return
-        end = self._clock() + seconds
         try:
-            worker = self._opened(seconds)
+            # a new process takes ten seconds to start; the row that gets it has its time after that
+            worker = self._opened(min(max(seconds, _STARTING_S), self._end - self._clock()))
+            end = min(self._clock() + seconds, self._end)
             for answer in worker.answers(row.name, end - self._clock()):
                 if "finding" in answer:
                     found.append(Finding(**answer["finding"]))
@@ -241,8 +246,9 @@ def run(args: argparse.Namespace) -> int:
     begin = time.monotonic()
     rows = choose_rows(args.rows.split(",") if args.rows else ())
     code, budget = 0, args.seconds or BUDGET
+    compiling = min(REHEARSAL, budget * REHEARSAL_SHARE)
     with open(args.log or os.devnull, "w") as log:
-        rehearsal = Rehearsal(rows, budget * REHEARSAL, log)
+        rehearsal = Rehearsal(rows, compiling, log)
         measuring = Measuring(rows, budget, log)
         measuring.report.not_rehearsed = rehearsal.left_out
         try:

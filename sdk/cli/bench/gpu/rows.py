@@ -10,7 +10,7 @@ from typing import Any
 @dataclass(frozen=True, slots=True)
 class Row:
     """One row: ``function`` in this folder's ``module`` yields findings, within ``seconds``, or
-    its share if there is less time.
+    more if there is time.
 
     A row that takes longer is ended with its process; the others run in a new one. ``rehearsed``:
     whether it has kernels that no earlier row has. ``usual``: whether it is measured though no rows
