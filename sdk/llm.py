@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, overload
 
 from sdk.beam_search import BeamSearchOutput, BeamSearchParams
 from sdk.engine.plan import PoolingMode
@@ -174,6 +174,12 @@ class LLM:
         hub = HubAccess(config.revision, config.local_files_only, config.download_dir)
         model = locate(config.model, config.filename, hub)
         return quantize(model, out, scheme, **options)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "an LLM cannot be pickled: it has threads and memory of this process; pass the model's "
+            "path and options, and make an LLM there"
+        )
 
     def __enter__(self) -> LLM:
         return self
