@@ -224,7 +224,7 @@ def test_bad_requests_are_errors(engine: LLMEngine) -> None:
     engine.add_request("a", "the cat", SHORT)
     with pytest.raises(RequestError, match="request_id: 'a' belongs to an unfinished request"):
         engine.add_request("a", "the cat", SHORT)
-    engine.abort_request("a")  # type: ignore[arg-type]
+    engine.abort_request("a")
     assert not engine.has_unfinished_requests()
 
 

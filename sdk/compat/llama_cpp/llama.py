@@ -55,6 +55,7 @@ from sdk.compat.llama_cpp._parts import (
     token_ids,
 )
 from sdk.compat.llama_cpp._sampling import Callbacks, sampling_params
+from sdk.compat.llama_cpp._tokens import LlamaTokens
 from sdk.compat.llama_cpp.llama_cache import (
     BaseLlamaCache as BaseLlamaCache,
     LlamaCache as LlamaCache,
@@ -76,7 +77,7 @@ from sdk.requests.prompts import is_conversation
 _NOT_GIVEN = ("self", "__class__", "kwargs")
 
 
-class Llama:
+class Llama(LlamaTokens):
     """A model with the methods and results of llama-cpp-python's ``Llama``.
 
     ``model_path`` is a GGUF file, or anything else that ``LLM`` loads. ``kwargs`` are options of
@@ -477,34 +478,6 @@ class Llama:
         named = int(self.metadata.get(f"{architecture}.pooling_type", LLAMA_POOLING_TYPE_NONE))
         return named if named in POOLINGS else LLAMA_POOLING_TYPE_NONE
 
-    # ---- tokens ----------------------------------------------------------------------------------
-
-    def tokenizer(self) -> LlamaTokenizer:
-        """The model's tokenizer."""
-        return LlamaTokenizer(self)
-
-    def tokenize(self, text: bytes, add_bos: bool = True, special: bool = False) -> list[int]:
-        """The tokens of UTF-8 text; ``special=True`` reads control tokens in it."""
-        return self.tokenizer().tokenize(text, add_bos, special)
-
-    def detokenize(
-        self, tokens: Sequence[int], prev_tokens: Sequence[int] | None = None, special: bool = False
-    ) -> bytes:
-        """The bytes of tokens, without control tokens unless ``special``."""
-        return self.tokenizer().detokenize(tokens, prev_tokens, special)
-
-    def token_eos(self) -> int:
-        """The end-of-text token, or -1."""
-        return _or_none(self.llm.get_tokenizer().eos_token_id)
-
-    def token_bos(self) -> int:
-        """The beginning-of-text token, or -1."""
-        return _or_none(self.llm.get_tokenizer().bos_token_id)
-
-    def token_nl(self) -> int:
-        """The token of a line feed."""
-        return self.tokenize(b"\n", add_bos=False)[-1]
-
     # ---- facts and state -------------------------------------------------------------------------
 
     def n_ctx(self) -> int:
@@ -616,7 +589,3 @@ def _loaded(kind: type[Llama], arguments: dict[str, Any]) -> Llama:
 def _given(names: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a method: its ``locals()`` before it has others."""
     return {name: value for name, value in names.items() if name not in _NOT_GIVEN}
-
-
-def _or_none(token: int | None) -> int:
-    return -1 if token is None else token

@@ -100,4 +100,5 @@ class LlamaHFTokenizer(BaseLlamaTokenizer):
             self.hf_tokenizer.decode(ids, skip_special_tokens=not special).encode(errors="ignore")
             for ids in (before, [*before, *tokens])
         )
-        return whole[len(known) :] if before else whole
+        found: bytes = whole[len(known) :] if before else whole
+        return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from sdk.compat.vllm.engine.arg_utils import EngineArgs
@@ -57,7 +57,7 @@ class LLMEngine:
         prompt: Any,
         params: SamplingParams | PoolingParams,
         arrival_time: float | None = None,
-        lora_request: LoRARequest | None = None,
+        lora_request: Any = None,
         tokenization_kwargs: dict[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
@@ -116,7 +116,7 @@ class LLMEngine:
         """Requests whose last output :meth:`step` has not returned."""
         return len(self._texts) + len(self._pooling)
 
-    def abort_request(self, request_ids: list[str], internal: bool = False) -> None:
+    def abort_request(self, request_ids: str | Iterable[str], internal: bool = False) -> None:
         """End requests; they have no further output. Unknown ids are ignored."""
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
         self.llm.abort([one for one in ids if one in self._texts])
