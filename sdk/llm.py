@@ -34,6 +34,7 @@ from sdk.outputs import (
 from sdk.params import SamplingParams
 from sdk.persistence.snapshot import Snapshot
 from sdk.reports.quant_report import QuantReport
+from sdk.requests.async_pooling import AsyncPooling
 from sdk.requests.async_stream import AnswerStream
 from sdk.requests.beam_searches import BeamSearches
 from sdk.requests.calls import Calls
@@ -55,7 +56,7 @@ if TYPE_CHECKING:  # Unpack: in typing from Python 3.11 on
 T = TypeVar("T")
 
 
-class LLM:
+class LLM(AsyncPooling):
     """A model loaded into this process, and the engine that serves it.
 
     ``model`` is a GGUF file, a folder with safetensors and ``config.json``, or a hub id. The
