@@ -115,9 +115,12 @@ class AsyncLLM:
         tenant: str | None = None,
     ) -> list[EmbeddingOutput]:
         """:meth:`LLM.embed` for an event loop."""
-        llm = self.llm
-        work = llm._pooling.embed(prompts, truncate_prompt_tokens, lora_request, tenant)
-        return await llm._calls.ado(work, prompts, lora_request)
+        return await self.llm.aembed(
+            prompts,
+            truncate_prompt_tokens=truncate_prompt_tokens,
+            lora_request=lora_request,
+            tenant=tenant,
+        )
 
     async def encode(
         self,
@@ -130,11 +133,14 @@ class AsyncLLM:
         tenant: str | None = None,
     ) -> list[PoolingRequestOutput]:
         """:meth:`LLM.encode` for an event loop. (vLLM's streams one output.)"""
-        llm = self.llm
-        work = llm._pooling.encode(
-            prompts, pooling, normalize, truncate_prompt_tokens, lora_request, tenant
+        return await self.llm.aencode(
+            prompts,
+            pooling=pooling,
+            normalize=normalize,
+            truncate_prompt_tokens=truncate_prompt_tokens,
+            lora_request=lora_request,
+            tenant=tenant,
         )
-        return await llm._calls.ado(work, prompts, lora_request)
 
     async def classify(
         self,
@@ -146,11 +152,13 @@ class AsyncLLM:
         tenant: str | None = None,
     ) -> list[ClassificationOutput]:
         """:meth:`LLM.classify` for an event loop."""
-        llm = self.llm
-        work = llm._pooling.classify(
-            prompts, use_activation, truncate_prompt_tokens, lora_request, tenant
+        return await self.llm.aclassify(
+            prompts,
+            use_activation=use_activation,
+            truncate_prompt_tokens=truncate_prompt_tokens,
+            lora_request=lora_request,
+            tenant=tenant,
         )
-        return await llm._calls.ado(work, prompts, lora_request)
 
     async def score(
         self,
@@ -163,9 +171,14 @@ class AsyncLLM:
         cache_salt: str | None = None,
     ) -> list[ScoringOutput]:
         """:meth:`LLM.score` for an event loop."""
-        llm = self.llm
-        work = llm._pooling.score(data_1, data_2, chat_template, lora_request, tenant, cache_salt)
-        return await llm._calls.ado(work, [data_1, data_2], lora_request)
+        return await self.llm.ascore(
+            data_1,
+            data_2,
+            lora_request=lora_request,
+            chat_template=chat_template,
+            tenant=tenant,
+            cache_salt=cache_salt,
+        )
 
     async def rerank(
         self,
@@ -179,11 +192,15 @@ class AsyncLLM:
         cache_salt: str | None = None,
     ) -> list[RerankOutput]:
         """:meth:`LLM.rerank` for an event loop."""
-        llm = self.llm
-        work = llm._pooling.rerank(
-            query, documents, top_n, chat_template, lora_request, tenant, cache_salt
+        return await self.llm.arerank(
+            query,
+            documents,
+            top_n,
+            lora_request=lora_request,
+            chat_template=chat_template,
+            tenant=tenant,
+            cache_salt=cache_salt,
         )
-        return await llm._calls.ado(work, [query, documents], lora_request)
 
     async def add_lora(
         self,

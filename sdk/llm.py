@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, overload
 
 from sdk.beam_search import BeamSearchOutput, BeamSearchParams
 from sdk.engine.plan import PoolingMode
@@ -34,6 +34,7 @@ from sdk.outputs import (
 from sdk.params import SamplingParams
 from sdk.persistence.snapshot import Snapshot
 from sdk.reports.quant_report import QuantReport
+from sdk.requests.async_pooling import AsyncPooling
 from sdk.requests.async_stream import AnswerStream
 from sdk.requests.beam_searches import BeamSearches
 from sdk.requests.calls import Calls
@@ -55,7 +56,7 @@ if TYPE_CHECKING:  # Unpack: in typing from Python 3.11 on
 T = TypeVar("T")
 
 
-class LLM:
+class LLM(AsyncPooling):
     """A model loaded into this process, and the engine that serves it.
 
     ``model`` is a GGUF file, a folder with safetensors and ``config.json``, or a hub id. The
@@ -175,6 +176,12 @@ class LLM:
         hub = HubAccess(config.revision, config.local_files_only, config.download_dir)
         model = locate(config.model, config.filename, hub)
         return quantize(model, out, scheme, **options)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "an LLM cannot be pickled: it has threads and memory of this process; pass the model's "
+            "path and options, and make an LLM there"
+        )
 
     def __enter__(self) -> LLM:
         return self

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, NamedTuple
 
+from sdk.errors import RequestError
 from sdk.kernels.dataclass import dataclass
 from sdk.logprobs import Logprob as Logprob, Logprobs as Logprobs
 from sdk.metrics.timeline import (
@@ -66,6 +67,18 @@ class RequestOutput(NamedTuple):
     metrics: RequestMetrics | None = None
     lora_request: object | None = None
     num_cached_tokens: int | None = None
+
+    @property
+    def text(self) -> str:
+        """``outputs[0].text``, of a request with one answer.
+
+        :raises RequestError: there are several.
+        """
+        if len(self.outputs) != 1:
+            raise RequestError(
+                f"text: this request has {len(self.outputs)} answers; use output.outputs[i].text"
+            )
+        return self.outputs[0].text
 
     @property
     def timeline(self) -> Timeline | None:

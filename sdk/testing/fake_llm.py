@@ -39,6 +39,7 @@ from sdk.outputs import (
     ScoringOutput,
 )
 from sdk.params import SamplingParams
+from sdk.requests.async_pooling import AsyncPooling
 from sdk.requests.async_stream import AnswerStream
 from sdk.requests.calls import Calls
 from sdk.requests.conversations import Message
@@ -85,7 +86,7 @@ def _limits(config: EngineConfig, max_model_len: int) -> SchedulerConfig:
     )
 
 
-class FakeLLM:
+class FakeLLM(AsyncPooling):
     """An :class:`sdk.LLM` for unit tests: the same methods and outputs, scripted answers.
 
     ``answers`` is one of:

@@ -25,6 +25,10 @@ OBJECTS: dict[str, tuple[str, list[str]]] = {
         [
             *(f"vllm:{name}" for name in ("LLM", "EngineArgs", "AsyncEngineArgs")),
             *(f"vllm:{name}" for name in ("AsyncLLMEngine", "TextPrompt", "TokensPrompt")),
+            "vllm.engine.llm_engine:LLMEngine",
+            *(f"vllm.v1.metrics.reader:{name}" for name in ("Metric", "Counter", "Gauge")),
+            *(f"vllm.v1.metrics.reader:{name}" for name in ("Histogram", "Vector")),
+            "vllm.distributed.parallel_state:cleanup_dist_env_and_memory",
             *(f"vllm.sampling_params:{name}" for name in ("SamplingParams", "BeamSearchParams")),
             "vllm.sampling_params:StructuredOutputsParams",
             "vllm.sampling_params:RequestOutputKind",

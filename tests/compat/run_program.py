@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 PROGRAMS = Path(__file__).parent / "programs"
-_IMPORT = re.compile(r"^from (vllm|llama_cpp)[\w.]* import", re.MULTILINE)
+_IMPORT = re.compile(r"^from ((?:vllm|llama_cpp)[\w.]*) import", re.MULTILINE)
 
 
 def with_our_import(code: str) -> str:

@@ -15,9 +15,6 @@ import torch
 
 from sdk import LLM, EngineClosedError, RequestError, SamplingParams
 from sdk.compat import llama_cpp
-from sdk.compat._llama_chat import FORMATS, chat_format, check_named
-from sdk.compat._llama_options import REFUSED, WITHOUT_EFFECT, llm_options
-from sdk.compat._llama_sampling import Callbacks
 from sdk.compat.llama_cpp import (
     CompletionError,
     Llama,
@@ -30,6 +27,9 @@ from sdk.compat.llama_cpp import (
     MinTokensLogitsProcessor,
     StoppingCriteriaList,
 )
+from sdk.compat.llama_cpp._chat import FORMATS, ChatFormat, chat_format, check_named
+from sdk.compat.llama_cpp._options import REFUSED, WITHOUT_EFFECT, llm_options
+from sdk.compat.llama_cpp._sampling import Callbacks
 from sdk.errors import SdkError
 from sdk.testing import tiny_model
 from tests.loaders.hub_server import serving
@@ -507,7 +507,7 @@ def test_the_file_s_own_template_has_a_name(gguf: str) -> None:
     with pytest.raises(RequestError, match=r"'chat_template.rag' is not in the file; it has none"):
         Llama(gguf, chat_format="chat_template.rag")
     check_named("chat_template.rag", lambda: {"tokenizer.chat_template.rag": "x"})
-    assert chat_format("chat_template.rag") == ("rag", ())
+    assert chat_format("chat_template.rag") == ChatFormat("rag")
 
 
 def test_a_file_without_a_template_has_llama_2_s(gemma3: Path) -> None:

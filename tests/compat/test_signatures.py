@@ -29,12 +29,20 @@ def name_of(key: str) -> str:
     return name.replace("Completions", "ChatCompletions") if chat else name
 
 
+def modules(package: str) -> dict[str, str]:
+    """Where ours are by name: under the original's dotted names, but for openai's."""
+    if package == "openai":
+        return {}
+    return {path.partition(":")[2]: path.partition(":")[0] for path in OBJECTS[package][1]}
+
+
 def differences(package: str) -> list[str]:
     """``Object.method(parameter)`` of everything that is missing or different in ours."""
-    ours = importlib.import_module(f"sdk.compat.{package}")
+    places = modules(package)
     found = []
     for key, theirs in original(package)["objects"].items():
         name = name_of(key)
+        ours = importlib.import_module(f"sdk.compat.{places.get(name, package)}")
         if not hasattr(ours, name):
             found.append(name)
             continue

@@ -13,9 +13,6 @@ import torch
 
 from sdk import LLM as OurLLM, EngineClosedError, RequestError
 from sdk.compat import vllm
-from sdk.compat._vllm_options import OPTIONS, llm_options
-from sdk.compat._vllm_outputs import class_output
-from sdk.compat._vllm_params import our_prompt
 from sdk.compat.vllm import (
     LLM,
     AsyncEngineArgs,
@@ -30,6 +27,9 @@ from sdk.compat.vllm import (
     SamplingParams,
     StructuredOutputsParams,
 )
+from sdk.compat.vllm._options import OPTIONS, llm_options
+from sdk.compat.vllm.inputs import our_prompt
+from sdk.compat.vllm.outputs import class_output
 from sdk.loaders.open import open_checkpoint
 from sdk.outputs import ClassificationOutput
 

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
-from sdk.compat._llama_sampling import Callbacks
+from sdk.compat.llama_cpp._sampling import Callbacks
 from sdk.errors import SdkError
 from sdk.openai.token_names import Places, TokenNames
 from sdk.outputs import CompletionOutput, Logprobs, RequestOutput

@@ -5,23 +5,18 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypedDict
+from typing import Any
 
 from sdk import params as ours
 from sdk.beam_search import BeamSearchParams as OurBeamSearchParams
-from sdk.engine.plan import PoolingMode
 from sdk.errors import RequestError
-from sdk.params import RequestOutputKind
+from sdk.params import RequestOutputKind as RequestOutputKind
 from sdk.quant.safe_repr import safe_repr
-from sdk.structured.params import StructuredOutputsParams
+from sdk.structured.params import StructuredOutputsParams as StructuredOutputsParams
 
-_POOLING_TYPES = {
-    "pooling_type": ("LAST", "CLS", "MEAN", "ALL"),
-    "seq_pooling_type": ("LAST", "CLS", "MEAN"),
-    "tok_pooling_type": ("ALL",),
-}
-_MODES: Mapping[str, PoolingMode] = {"CLS": "cls", "MEAN": "mean"}
 Structure = StructuredOutputsParams | Mapping[str, Any]
+#: An older name.
+GuidedDecodingParams = StructuredOutputsParams
 #: Fields that vLLM has and this library does not: the values that mean "off".
 _REFUSED: Mapping[str, tuple[Any, ...]] = {
     "watermarking": (None, False),
@@ -151,139 +146,6 @@ class BeamSearchParams:
         )
 
 
-@dataclass
-class PoolingParams:
-    """How hidden states are pooled. ``use_activation``: see ``LLM.embed`` and ``LLM.classify``."""
-
-    use_activation: bool | None = None
-    dimensions: int | None = None
-    step_tag_id: int | None = None
-    returned_token_ids: list[int] | None = None
-    task: str | None = None
-    requires_token_ids: bool = False
-    skip_reading_prefix_cache: bool | None = None
-    late_interaction_params: Any = None
-    extra_kwargs: dict[str, Any] | None = None
-    output_kind: RequestOutputKind = RequestOutputKind.FINAL_ONLY
-
-    def __post_init__(self) -> None:
-        for name in ("dimensions", "step_tag_id", "returned_token_ids", "late_interaction_params"):
-            if (value := getattr(self, name)) is not None:
-                raise RequestError(f"{name}={safe_repr(value)} is not supported: leave it out")
-
-    def clone(self) -> PoolingParams:
-        """A copy."""
-        return copy.deepcopy(self)
-
-
-@dataclass
-class PoolerConfig:
-    """How an ``LLM`` pools: the states of the last token, the first one or the mean of all.
-
-    ``use_activation``: the default of requests. Vectors are scaled to length 1, and logits become
-    probabilities.
-    """
-
-    task: str | None = None
-    pooling_type: str | None = None
-    seq_pooling_type: str | None = None
-    tok_pooling_type: str | None = None
-    use_activation: bool | None = None
-    enable_flash_late_interaction: bool = True
-    dimensions: int | None = None
-    enable_chunked_processing: bool = False
-    max_embed_len: int | None = None
-    logit_mean: float | None = None
-    logit_sigma: float | None = None
-    step_tag_id: int | None = None
-    returned_token_ids: list[int] | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("dimensions", "enable_chunked_processing", "logit_mean", "logit_sigma"):
-            if (value := getattr(self, name)) not in (None, False):
-                raise RequestError(f"{name}={safe_repr(value)} is not supported: leave it out")
-        for name, known in _POOLING_TYPES.items():
-            if (value := getattr(self, name)) is not None and value not in known:
-                raise RequestError(
-                    f"{name}: expected one of {', '.join(known)}, found {safe_repr(value)}"
-                )
-
-    @property
-    def mode(self) -> PoolingMode | None:
-        """``pooling=`` of ``sdk.LLM.encode``; None: what the model's files say."""
-        given = self.seq_pooling_type or self.pooling_type
-        return None if given is None else _MODES.get(given, "last")
-
-    def activates(self, params: PoolingParams) -> bool:
-        """Whether a request with ``params`` has an activation."""
-        given = (params.use_activation, self.use_activation)
-        return next((one for one in given if one is not None), True)
-
-
-def pooler_of(given: Any) -> PoolerConfig:
-    """:raises RequestError: ``given`` is no ``PoolerConfig``."""
-    if given is None:
-        return PoolerConfig()
-    if isinstance(given, Mapping):
-        return PoolerConfig(**given)
-    if not isinstance(given, PoolerConfig):
-        raise RequestError(f"pooler_config: expected a PoolerConfig, found {safe_repr(given)}")
-    return given
-
-
-@dataclass
-class LoRARequest:
-    """An adapter, for ``enable_lora=True``: see :class:`sdk.LoRARequest`."""
-
-    lora_name: str
-    lora_int_id: int
-    lora_path: str = ""
-    base_model_name: str | None = None
-    load_inplace: bool = False
-    is_3d_lora_weight: bool = False
-
-
-class _PromptOptions(TypedDict, total=False):
-    cache_salt: str
-    multi_modal_data: Any
-    multi_modal_uuids: Any
-    mm_processor_kwargs: dict[str, Any] | None
-    media_io_kwargs: dict[str, Any] | None
-
-
-class _TokensOptions(_PromptOptions, total=False):
-    prompt: str
-    token_type_ids: list[int]
-    prompt_token_offsets: Any
-
-
-class TextPrompt(_PromptOptions):
-    """A prompt as text. Prompts with images, audio or video are rejected."""
-
-    prompt: str
-
-
-class TokensPrompt(_TokensOptions):
-    """A prompt as token ids, perhaps with its text."""
-
-    prompt_token_ids: list[int]
-
-
-#: What may stand in a dict without a meaning here.
-_OFFSETS = ("prompt_token_offsets",)
-
-
-def our_prompt(prompt: Any) -> tuple[Any, str | None]:
-    """A prompt as ``sdk.LLM`` takes it, and the text that came with token ids."""
-    if not isinstance(prompt, Mapping):
-        return prompt, None
-    given = {k: v for k, v in prompt.items() if v is not None and k not in _OFFSETS}
-    text = None
-    if "prompt_token_ids" in given or "prompt_embeds" in given:
-        text = given.pop("prompt", None)
-    return given, text
-
-
 def our_params(given: Any, structure: Mapping[str, Any]) -> Any:
     """Parameters for ``sdk.LLM``: one, or a list with one for each prompt.
 
@@ -298,10 +160,3 @@ def our_params(given: Any, structure: Mapping[str, Any]) -> Any:
         return params
     changed = replace(params.structure, **structure)
     return params.clone(structured_outputs=changed, guided_decoding=None)
-
-
-def check_absent(**given: Any) -> None:
-    """:raises RequestError: an argument that cannot be honored was given."""
-    for name, value in given.items():
-        if value not in (None, [], {}):
-            raise RequestError(f"{name}={safe_repr(value)} is not supported: leave it out")

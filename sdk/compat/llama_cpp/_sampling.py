@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from sdk.compat._llama_parts import Ids, LlamaGrammar, Scores
+from sdk.compat.llama_cpp._parts import Ids, Scores
+from sdk.compat.llama_cpp.llama_grammar import LlamaGrammar
 from sdk.errors import RequestError
 from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.params import SamplingParams

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-from sdk.compat._llama_parts import LlamaPromptLookupDecoding
-from sdk.errors import RequestError
+from sdk.compat.llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+from sdk.errors import RequestError, SdkError
 from sdk.kernels.lazy_torch import torch
 from sdk.memory.adapters import adapter_options
 from sdk.quant.safe_repr import safe_repr
@@ -94,6 +96,29 @@ def llm_options(given: Mapping[str, Any]) -> dict[str, Any]:
             f"{safe_repr(given['pooling_type'])}; for a reranker use LLM.score"
         )
     return options
+
+
+#: Options of ``LLM`` that our messages name, and what a caller of ``Llama`` calls them.
+_WORDS = {
+    "max_model_len": "n_ctx",
+    "max_num_batched_tokens": "n_batch",
+    "num_threads": "n_threads",
+    "kv_cache_dtype": "type_k and type_v",
+}
+_WORD = re.compile("|".join(map(re.escape, _WORDS)))
+
+
+@contextmanager
+def in_llama_words() -> Iterator[None]:
+    """Errors raised inside name the arguments of ``Llama``."""
+    try:
+        yield
+    except SdkError as error:
+        error.args = tuple(
+            _WORD.sub(lambda found: _WORDS[found.group()], one) if isinstance(one, str) else one
+            for one in error.args
+        )
+        raise
 
 
 def _count(name: str, given: Mapping[str, Any], low: int) -> int:

@@ -1,37 +1,24 @@
-"""``LLM`` and ``AsyncLLMEngine``: vLLM's offline interface on an :class:`sdk.LLM`, in this process.
-
-A program that was written for vLLM changes only its import line. ``LLM.llm`` is the LLM with
-everything that vLLM has no name for. docs/compat.md lists the differences.
-"""
+"""vLLM's ``LLM`` on an :class:`sdk.LLM`, in this process."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
-from sdk import LLM as _OurLLM, AsyncLLM as _OurAsyncLLM
-from sdk.compat._vllm_options import (
-    LLM_SIGNATURE,
-    AsyncEngineArgs as AsyncEngineArgs,
-    EngineArgs as EngineArgs,
-    llm_options,
-    structure_options,
-)
-from sdk.compat._vllm_outputs import (
-    BeamSearchOutput as BeamSearchOutput,
-    BeamSearchSequence as BeamSearchSequence,
-    ClassificationOutput as ClassificationOutput,
-    ClassificationRequestOutput as ClassificationRequestOutput,
-    CompletionOutput as CompletionOutput,
-    EmbeddingOutput as EmbeddingOutput,
-    EmbeddingRequestOutput as EmbeddingRequestOutput,
-    PoolingOutput as PoolingOutput,
-    PoolingRequestOutput as PoolingRequestOutput,
-    RequestOutput as RequestOutput,
-    RequestStateStats as RequestStateStats,
-    ScoringOutput as ScoringOutput,
-    ScoringRequestOutput as ScoringRequestOutput,
+from sdk import LLM as _OurLLM
+from sdk.compat.vllm._options import LLM_SIGNATURE, llm_options, structure_options
+from sdk.compat.vllm.config import pooler_of
+from sdk.compat.vllm.engine.arg_utils import EngineArgs
+from sdk.compat.vllm.inputs import check_absent, our_prompt
+from sdk.compat.vllm.outputs import (
+    BeamSearchOutput,
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    RequestOutput,
+    ScoringRequestOutput,
     beam_output,
     class_output,
     embedding_output,
@@ -39,31 +26,15 @@ from sdk.compat._vllm_outputs import (
     request_output,
     score_output,
 )
-from sdk.compat._vllm_params import (
-    BeamSearchParams as BeamSearchParams,
-    LoRARequest as LoRARequest,
-    PoolerConfig as PoolerConfig,
-    PoolingParams as PoolingParams,
-    SamplingParams as SamplingParams,
-    TextPrompt as TextPrompt,
-    TokensPrompt as TokensPrompt,
-    check_absent,
-    our_params,
-    our_prompt,
-    pooler_of,
-)
-from sdk.errors import RequestError, SdkError
+from sdk.compat.vllm.pooling_params import PoolingParams
+from sdk.compat.vllm.sampling_params import BeamSearchParams, SamplingParams, our_params
+from sdk.compat.vllm.v1.metrics.reader import Metric, MetricsReader
+from sdk.errors import RequestError
 from sdk.loading.sampling_defaults import OWN, OWN_SOURCE
-from sdk.logprobs import Logprob as Logprob
-from sdk.params import RequestOutputKind as RequestOutputKind
 from sdk.quant.safe_repr import safe_repr
-from sdk.requests.adapters import as_ours
 from sdk.requests.prompts import as_list
-from sdk.structured.params import StructuredOutputsParams as StructuredOutputsParams
 from sdk.tokenizer import LLMTokenizer
 
-PromptType = Any
-GuidedDecodingParams = StructuredOutputsParams
 #: Sampling parameters of a model's files that vLLM uses too.
 _FROM_FILES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _TASKS = ("embed", "token_embed", "classify")
@@ -379,6 +350,17 @@ class LLM:
         """The number of ranks."""
         return self.llm.config.tensor_parallel_size
 
+    def get_metrics(self) -> list[Metric]:
+        """Counters, gauges and histograms with vLLM's names (``vllm:num_requests_running``).
+
+        :raises ImportError: prometheus-client is missing.
+        """
+        return self._metrics.read()
+
+    @cached_property
+    def _metrics(self) -> MetricsReader:
+        return MetricsReader(self.llm)
+
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
@@ -396,168 +378,6 @@ class LLM:
 
 
 LLM.__signature__ = LLM_SIGNATURE  # type: ignore[attr-defined]
-
-
-class AsyncLLMEngine:
-    """vLLM's engine for an event loop: ``AsyncLLMEngine.from_engine_args(AsyncEngineArgs(...))``.
-
-    ``AsyncLLMEngine(llm)`` shares an :class:`LLM`, which its owner closes.
-    """
-
-    def __init__(self, llm: LLM) -> None:
-        self._offline = llm
-        self.llm = llm.llm
-        self._engine = _OurAsyncLLM(self.llm)
-        self._owned = False
-        self._sleeping = False
-
-    @classmethod
-    def from_engine_args(
-        cls,
-        engine_args: EngineArgs,
-        start_engine_loop: bool = True,
-        usage_context: Any = None,
-        stat_loggers: Any = None,
-    ) -> AsyncLLMEngine:
-        """An engine with these options. This blocks while the model loads."""
-        options = dict(vars(engine_args))
-        options.pop("enable_log_requests", None)
-        engine = cls(LLM(**options))
-        engine._owned = True
-        return engine
-
-    def shutdown(self, timeout: float | None = None) -> None:
-        """End all requests and give back memory and threads."""
-        if self._owned:
-            self.llm.close()
-
-    async def generate(
-        self,
-        prompt: Any,
-        sampling_params: SamplingParams,
-        request_id: str,
-        *,
-        prompt_text: str | None = None,
-        lora_request: Any = None,
-        tokenization_kwargs: dict[str, Any] | None = None,
-        trace_headers: Any = None,
-        priority: int = 0,
-        data_parallel_rank: int | None = None,
-        session_id: str | None = None,
-        kv_hints: Any = None,
-        reasoning_ended: bool | None = None,
-        reasoning_parser_kwargs: dict[str, Any] | None = None,
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """Stream the answer to one prompt. Closing the generator aborts the request."""
-        check_absent(tokenization_kwargs=tokenization_kwargs)
-        item, text = our_prompt(prompt)
-        params = self._offline._params(sampling_params)
-        pieces = self._engine.generate(
-            item, params, request_id, lora_request=lora_request, priority=priority
-        )
-        try:
-            async for piece in pieces:
-                yield request_output(piece, self._offline._text_of, prompt_text or text)
-        finally:
-            await pieces.aclose()
-
-    async def encode(
-        self,
-        prompt: Any,
-        pooling_params: PoolingParams,
-        request_id: str,
-        lora_request: Any = None,
-        trace_headers: Any = None,
-        priority: int = 0,
-        tokenization_kwargs: dict[str, Any] | None = None,
-        reasoning_ended: bool | None = None,
-    ) -> AsyncGenerator[PoolingRequestOutput[PoolingOutput], None]:
-        """The pooled hidden states of one prompt, for ``pooling_params.task``."""
-        [found] = await asyncio.to_thread(
-            self._offline.encode,
-            prompt,
-            pooling_params,
-            use_tqdm=False,
-            lora_request=lora_request,
-            tokenization_kwargs=tokenization_kwargs,
-        )
-        found.request_id = request_id
-        yield found
-
-    async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
-        """End requests; their generators yield a last output with ``finish_reason="abort"``."""
-        self.llm.abort(request_id if isinstance(request_id, str) else list(request_id))
-
-    async def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Load an adapter."""
-        await self._engine.add_lora(as_ours(lora_request))
-        return True
-
-    async def remove_lora(self, lora_id: int) -> bool:
-        """Forget an adapter. ``False``: there is none of this number."""
-        return await self._engine.remove_lora(lora_id)
-
-    async def pin_lora(self, lora_id: int) -> bool:
-        """Keep an adapter in memory."""
-        return await self._engine.pin_lora(lora_id)
-
-    async def list_loras(self) -> set[int]:
-        """The numbers of all adapters."""
-        return {known.int_id for known in await self._engine.list_loras()}
-
-    def get_tokenizer(self) -> LLMTokenizer:
-        """The model's tokenizer with transformers' methods."""
-        return self.llm.get_tokenizer()
-
-    async def reset_prefix_cache(
-        self, reset_running_requests: bool = False, reset_connector: bool = False
-    ) -> bool:
-        """Forget all cached prefixes."""
-        return self.llm.reset_prefix_cache()
-
-    async def sleep(self, level: int = 1, mode: str = "abort") -> None:
-        """See :meth:`LLM.sleep`."""
-        await asyncio.to_thread(self.llm.sleep, level)
-        self._sleeping = True
-
-    async def wake_up(self, tags: list[str] | None = None) -> bool:
-        """See :meth:`LLM.wake_up`."""
-        await asyncio.to_thread(self.llm.wake_up)
-        self._sleeping = False
-        return True
-
-    async def is_sleeping(self) -> bool:
-        """Whether :meth:`sleep` was called last."""
-        return self._sleeping
-
-    async def check_health(self) -> None:
-        """:raises EngineDeadError: the engine died. :raises EngineClosedError: it was closed."""
-        self.llm.get_metrics()
-
-    @property
-    def errored(self) -> bool:
-        """Whether the engine died or was closed."""
-        try:
-            self.llm.get_metrics()
-        except SdkError:
-            return True
-        return False
-
-    @property
-    def is_running(self) -> bool:
-        """Whether requests are accepted."""
-        return not self.errored
-
-    @property
-    def is_stopped(self) -> bool:
-        """The same as :attr:`errored`."""
-        return self.errored
-
-    async def do_log_stats(self) -> None:
-        """Nothing is logged; ``llm.get_metrics()`` has the numbers."""
-
-
-AsyncLLM = AsyncLLMEngine
 
 
 def _check(tokenization_kwargs: Any, mm_processor_kwargs: Any) -> None:

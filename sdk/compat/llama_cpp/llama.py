@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 
 from sdk import LLM
-from sdk.compat._llama_chat import (
+from sdk.compat.llama_cpp._chat import (
     FALLBACK,
+    ChatFormat,
     chat_dict,
     chat_format,
     chat_responses,
@@ -26,41 +27,26 @@ from sdk.compat._llama_chat import (
     chunk_dicts,
     tool_arguments,
 )
-from sdk.compat._llama_completions import (
+from sdk.compat.llama_cpp._completions import (
     CompletionError as CompletionError,
     TextCompletions,
     check_ended,
     without_end,
 )
-from sdk.compat._llama_options import (
-    GGML_TYPE_BF16 as GGML_TYPE_BF16,
-    GGML_TYPE_F16 as GGML_TYPE_F16,
-    GGML_TYPE_F32 as GGML_TYPE_F32,
-    GGML_TYPE_Q4_0 as GGML_TYPE_Q4_0,
-    GGML_TYPE_Q8_0 as GGML_TYPE_Q8_0,
-    LLAMA_ATTENTION_TYPE_UNSPECIFIED as LLAMA_ATTENTION_TYPE_UNSPECIFIED,
-    LLAMA_DEFAULT_SEED as LLAMA_DEFAULT_SEED,
-    LLAMA_POOLING_TYPE_CLS as LLAMA_POOLING_TYPE_CLS,
-    LLAMA_POOLING_TYPE_LAST as LLAMA_POOLING_TYPE_LAST,
-    LLAMA_POOLING_TYPE_MEAN as LLAMA_POOLING_TYPE_MEAN,
-    LLAMA_POOLING_TYPE_NONE as LLAMA_POOLING_TYPE_NONE,
-    LLAMA_POOLING_TYPE_UNSPECIFIED as LLAMA_POOLING_TYPE_UNSPECIFIED,
-    LLAMA_ROPE_SCALING_TYPE_UNSPECIFIED as LLAMA_ROPE_SCALING_TYPE_UNSPECIFIED,
-    LLAMA_SPLIT_MODE_LAYER as LLAMA_SPLIT_MODE_LAYER,
-    LLAMA_SPLIT_MODE_NONE as LLAMA_SPLIT_MODE_NONE,
-    LLAMA_SPLIT_MODE_ROW as LLAMA_SPLIT_MODE_ROW,
+from sdk.compat.llama_cpp._options import (
+    LLAMA_ATTENTION_TYPE_UNSPECIFIED,
+    LLAMA_DEFAULT_SEED,
+    LLAMA_POOLING_TYPE_NONE,
+    LLAMA_POOLING_TYPE_UNSPECIFIED,
+    LLAMA_ROPE_SCALING_TYPE_UNSPECIFIED,
+    LLAMA_SPLIT_MODE_LAYER,
     POOLINGS,
+    in_llama_words,
     llm_options,
 )
-from sdk.compat._llama_parts import (
+from sdk.compat.llama_cpp._parts import (
     Ids,
-    LlamaCache as LlamaCache,
-    LlamaDraftModel as LlamaDraftModel,
-    LlamaGrammar as LlamaGrammar,
-    LlamaPromptLookupDecoding as LlamaPromptLookupDecoding,
-    LlamaRAMCache as LlamaRAMCache,
     LlamaState as LlamaState,
-    LlamaTokenizer as LlamaTokenizer,
     LogitsProcessor as LogitsProcessor,
     LogitsProcessorList as LogitsProcessorList,
     MinTokensLogitsProcessor as MinTokensLogitsProcessor,
@@ -69,7 +55,17 @@ from sdk.compat._llama_parts import (
     metadata_of,
     token_ids,
 )
-from sdk.compat._llama_sampling import Callbacks, sampling_params
+from sdk.compat.llama_cpp._sampling import Callbacks, sampling_params
+from sdk.compat.llama_cpp._tokens import LlamaTokens
+from sdk.compat.llama_cpp.llama_cache import (
+    BaseLlamaCache as BaseLlamaCache,
+    LlamaCache as LlamaCache,
+    LlamaDiskCache as LlamaDiskCache,
+    LlamaRAMCache as LlamaRAMCache,
+)
+from sdk.compat.llama_cpp.llama_grammar import LlamaGrammar as LlamaGrammar
+from sdk.compat.llama_cpp.llama_speculative import LlamaDraftModel as LlamaDraftModel
+from sdk.compat.llama_cpp.llama_tokenizer import LlamaTokenizer as LlamaTokenizer
 from sdk.errors import RequestError
 from sdk.lora import LoRARequest
 from sdk.openai.requests import structure_of
@@ -82,7 +78,7 @@ from sdk.requests.prompts import is_conversation
 _NOT_GIVEN = ("self", "__class__", "kwargs")
 
 
-class Llama:
+class Llama(LlamaTokens):
     """A model with the methods and results of llama-cpp-python's ``Llama``.
 
     ``model_path`` is a GGUF file, or anything else that ``LLM`` loads. ``kwargs`` are options of
@@ -143,7 +139,12 @@ class Llama:
     ) -> None:
         self._start(_given(locals()), kwargs)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled, a ``Llama`` is its arguments: unpickling loads the model again."""
+        return _loaded, (type(self), self._arguments)
+
     def _start(self, given: dict[str, Any], more: Mapping[str, Any]) -> None:
+        self._arguments = {**given, **more}
         self.model_path: str = given["model_path"]
         self.chat_format: str | None = given["chat_format"]
         self.chat_handler: Any = given["chat_handler"]
@@ -151,7 +152,7 @@ class Llama:
         self.n_batch = min(given["n_batch"], given["n_ctx"] or given["n_batch"])
         self.spm_infill: bool = given["spm_infill"]
         self.verbose: bool = given["verbose"]
-        self.cache: LlamaRAMCache | None = None
+        self.cache: BaseLlamaCache | None = None
         self._pooling: int = given["pooling_type"]
         self._format = chat_format(self.chat_format)
         options = llm_options(given)
@@ -162,7 +163,8 @@ class Llama:
         if not Path(self.model_path).exists():
             raise RequestError(f"model_path: expected a file, found {safe_repr(self.model_path)}")
         check_named(self.chat_format, lambda: self.metadata)
-        self.llm = LLM(self.model_path, **{**options, **more})
+        with in_llama_words():
+            self.llm = LLM(self.model_path, **{**options, **more})
         if given["lora_path"] is not None:
             adapter = LoRARequest("lora", 1, given["lora_path"], lora_scale=given["lora_scale"])
             self.llm._jobs.adapters.default = self.llm.add_lora(adapter, pin=True).lora_name
@@ -242,7 +244,8 @@ class Llama:
         asked = self._prompt(prompt, suffix)
         callbacks = None
         if Callbacks.needed(given):
-            read = self.llm._jobs.read(asked, None).prompts[0]
+            with in_llama_words():
+                read = self.llm._jobs.read(asked, None).prompts[0]
             callbacks = Callbacks(given, read.token_ids, self.last_n_tokens_size)
         params = self._params(given, callbacks)
         tokenizer = self.llm.get_tokenizer()
@@ -252,7 +255,8 @@ class Llama:
             return made.chunks(self._watched(asked, params))
         if echo and logprobs is not None:
             params = params.clone(prompt_logprobs=params.logprobs)
-        [output] = self.llm.generate(asked, params, use_tqdm=False)
+        with in_llama_words():
+            [output] = self.llm.generate(asked, params, use_tqdm=False)
         self._remember(output)
         return made.whole(output, echo=echo)
 
@@ -324,7 +328,8 @@ class Llama:
         needed = Callbacks.needed(given)
         callbacks = Callbacks(given, self._tokens, self.last_n_tokens_size) if needed else None
         params = self._params(given, callbacks).clone(max_tokens=1, ignore_eos=True)
-        [output] = self.llm.generate({"prompt_token_ids": self._tokens}, params, use_tqdm=False)
+        with in_llama_words():
+            [output] = self.llm.generate({"prompt_token_ids": self._tokens}, params, use_tqdm=False)
         check_ended(output.outputs[0])
         return output.outputs[0].token_ids[0]
 
@@ -365,8 +370,12 @@ class Llama:
         given = _given(locals())
         if self.chat_handler is not None:
             return self.chat_handler(llama=self, **given)
-        made, found = self._chat(given)
-        if stream:
+        return self.answer_chat(given, self._format)
+
+    def answer_chat(self, given: Mapping[str, Any], form: ChatFormat | None) -> Any:
+        """:meth:`create_chat_completion` with the arguments ``given`` and the format ``form``."""
+        made, found = self._chat(given, form)
+        if given["stream"]:
             choice = tool_arguments(given).get("tool_choice")
             return chunk_dicts(made, found, self._shown, forced=isinstance(choice, Mapping))
         return chat_dict(made.chat(found))
@@ -375,34 +384,42 @@ class Llama:
         """:meth:`create_chat_completion` with the objects of OpenAI's API instead of dicts."""
         bound = inspect.signature(self.create_chat_completion).bind(*args, **kwargs)
         bound.apply_defaults()
-        made, found = self._chat(bound.arguments)
+        made, found = self._chat(bound.arguments, self._format)
         if bound.arguments["stream"]:
             return (made.chunk(self._shown(piece)) for piece in found)
         return made.chat(found)
 
-    def _chat(self, given: Mapping[str, Any]) -> tuple[Responses, Any]:
+    def _chat(self, given: Mapping[str, Any], form: ChatFormat | None) -> tuple[Responses, Any]:
         """The output of a chat, or with ``stream`` its pieces."""
         messages, template = given["messages"], tool_arguments(given)
         if not is_conversation(messages):
-            found = safe_repr(messages)
-            raise RequestError(f"messages: expected a list of messages, found {found}")
-        if self._format is not None:
-            template["chat_template"] = self._format.template
+            raise RequestError(
+                f"messages: expected a list of messages, found {safe_repr(messages)}"
+            )
+        if form is not None:
+            template["chat_template"] = form.template
+            template["add_generation_prompt"] = form.add_generation_prompt
         callbacks = None
         if Callbacks.needed(given):
-            chats = self.llm._jobs.read_chats("create_chat_completion", messages, None, template)
+            with in_llama_words():
+                chats = self.llm._jobs.read_chats(
+                    "create_chat_completion", messages, None, template
+                )
             callbacks = Callbacks(given, chats.prompts[0].token_ids, self.last_n_tokens_size)
         top = given["top_logprobs"] or 0
         params = self._params({**given, "logprobs": top if given["logprobs"] else None}, callbacks)
-        if (wanted := given["response_format"]) is not None:
-            structure = structure_of(wanted) or params.structured_outputs
-            params = params.clone(structured_outputs=structure)
-        if self._format is not None:
-            params = params.clone(stop=(*(params.stop or ()), *self._format.stop))
+        if given["response_format"] is not None:
+            structure = structure_of(given["response_format"])
+            params = params.clone(structured_outputs=structure or params.structured_outputs)
+        if form is not None:
+            ends = (*(params.stop_token_ids or ()), *form.stop_token_ids)
+            stop = (*(params.stop or ()), *form.stop)
+            params = params.clone(stop=stop, stop_token_ids=ends)
         made = chat_responses(self.llm, given["model"] or self.model_path, params.logprobs)
         if given["stream"]:
             return made, self._watched(messages, params, **template)
-        [output] = self.llm.chat(messages, params, use_tqdm=False, **template)
+        with in_llama_words():
+            [output] = self.llm.chat(messages, params, use_tqdm=False, **template)
         self._remember(output)
         return made, self._shown(output)
 
@@ -443,12 +460,13 @@ class Llama:
         for row in rows:
             if len(row) > self.n_batch:
                 raise RequestError(f"input: {len(row)} tokens, but n_batch is {self.n_batch}")
-        outputs = self.llm.encode(
-            [{"prompt_token_ids": row} for row in rows],
-            pooling=POOLINGS[self.pooling_type()],  # type: ignore[arg-type]
-            normalize=normalize,
-            use_tqdm=False,
-        )
+        with in_llama_words():
+            outputs = self.llm.encode(
+                [{"prompt_token_ids": row} for row in rows],
+                pooling=POOLINGS[self.pooling_type()],  # type: ignore[arg-type]
+                normalize=normalize,
+                use_tqdm=False,
+            )
         vectors = [output.outputs.data.tolist() for output in outputs]
         found = vectors[0] if isinstance(input, str) else vectors
         return (found, sum(map(len, rows))) if return_count else found
@@ -460,34 +478,6 @@ class Llama:
         architecture = self.metadata.get("general.architecture")
         named = int(self.metadata.get(f"{architecture}.pooling_type", LLAMA_POOLING_TYPE_NONE))
         return named if named in POOLINGS else LLAMA_POOLING_TYPE_NONE
-
-    # ---- tokens ----------------------------------------------------------------------------------
-
-    def tokenizer(self) -> LlamaTokenizer:
-        """The model's tokenizer."""
-        return LlamaTokenizer(self)
-
-    def tokenize(self, text: bytes, add_bos: bool = True, special: bool = False) -> list[int]:
-        """The tokens of UTF-8 text; ``special=True`` reads control tokens in it."""
-        return self.tokenizer().tokenize(text, add_bos, special)
-
-    def detokenize(
-        self, tokens: Sequence[int], prev_tokens: Sequence[int] | None = None, special: bool = False
-    ) -> bytes:
-        """The bytes of tokens, without control tokens unless ``special``."""
-        return self.tokenizer().detokenize(tokens, prev_tokens, special)
-
-    def token_eos(self) -> int:
-        """The end-of-text token, or -1."""
-        return _or_none(self.llm.get_tokenizer().eos_token_id)
-
-    def token_bos(self) -> int:
-        """The beginning-of-text token, or -1."""
-        return _or_none(self.llm.get_tokenizer().bos_token_id)
-
-    def token_nl(self) -> int:
-        """The token of a line feed."""
-        return self.tokenize(b"\n", add_bos=False)[-1]
 
     # ---- facts and state -------------------------------------------------------------------------
 
@@ -527,7 +517,7 @@ class Llama:
         self._seed = seed
         self._seeds = random.Random(seed)
 
-    def set_cache(self, cache: LlamaRAMCache | None) -> None:
+    def set_cache(self, cache: BaseLlamaCache | None) -> None:
         """Accepted: the prefix cache is always on."""
         self.cache = cache
 
@@ -574,7 +564,9 @@ class Llama:
         self, prompt: Any, params: SamplingParams, **template: Any
     ) -> Generator[RequestOutput, None, None]:
         """The pieces of a stream, whose tokens become the context. The request starts now."""
-        return self._remembering(self.llm.stream(prompt, params, **template))
+        with in_llama_words():
+            pieces = self.llm.stream(prompt, params, **template)
+        return self._remembering(pieces)
 
     def _remembering(self, pieces: Any) -> Generator[RequestOutput, None, None]:
         context: list[int] = []
@@ -591,10 +583,10 @@ class Llama:
         self._tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids]
 
 
+def _loaded(kind: type[Llama], arguments: dict[str, Any]) -> Llama:
+    return kind(**arguments)
+
+
 def _given(names: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a method: its ``locals()`` before it has others."""
     return {name: value for name, value in names.items() if name not in _NOT_GIVEN}
-
-
-def _or_none(token: int | None) -> int:
-    return -1 if token is None else token

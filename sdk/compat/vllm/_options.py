@@ -416,7 +416,10 @@ def structure_options(given: Mapping[str, Any]) -> dict[str, Any]:
     return chosen
 
 
-def _signature(names: Mapping[str, Any], kind: Any, *more: inspect.Parameter) -> inspect.Signature:
+def option_signature(
+    names: Mapping[str, Any], kind: Any, *more: inspect.Parameter
+) -> inspect.Signature:
+    """A signature with ``model`` and these options of :data:`OPTIONS`."""
     model = inspect.Parameter("model", inspect.Parameter.POSITIONAL_OR_KEYWORD)
     if kind is inspect.Parameter.POSITIONAL_OR_KEYWORD:
         model = model.replace(default=_MODEL)
@@ -424,28 +427,7 @@ def _signature(names: Mapping[str, Any], kind: Any, *more: inspect.Parameter) ->
     return inspect.Signature([model, *options, *more])
 
 
-class EngineArgs:
-    """The options of an engine as attributes, for ``from_engine_args``."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        known = inspect.signature(type(self))
-        own = {name: value for name, value in options.items() if name not in known.parameters}
-        bound = known.bind(*args, **{k: v for k, v in options.items() if k not in own})
-        bound.apply_defaults()
-        self.__dict__.update(bound.arguments | own)
-
-
-class AsyncEngineArgs(EngineArgs):
-    """:class:`EngineArgs` for :class:`~sdk.compat.vllm.AsyncLLMEngine`."""
-
-
-_ARGUMENT = inspect.Parameter.POSITIONAL_OR_KEYWORD
-_ALL = {name: option for name, option in OPTIONS.items() if name != "chat_template"}
-EngineArgs.__signature__ = _signature(_ALL, _ARGUMENT)  # type: ignore[attr-defined]
-AsyncEngineArgs.__signature__ = _signature(  # type: ignore[attr-defined]
-    _ALL, _ARGUMENT, inspect.Parameter("enable_log_requests", _ARGUMENT, default=False)
-)
-LLM_SIGNATURE = _signature(
+LLM_SIGNATURE = option_signature(
     dict.fromkeys(_NAMED),
     inspect.Parameter.KEYWORD_ONLY,
     inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from sdk import LLM
-from sdk.compat._llama_completions import check_ended
+from sdk.compat.llama_cpp._completions import check_ended
 from sdk.errors import RequestError
 from sdk.openai.objects import ChatCompletion, ChatCompletionChunk
 from sdk.openai.responses import Responses
@@ -19,10 +19,12 @@ _USAGE = ("prompt_tokens", "completion_tokens", "total_tokens")
 
 
 class ChatFormat(NamedTuple):
-    """A chat template (Jinja) and the strings that end its answers."""
+    """A chat template (Jinja) and the strings and tokens that end its answers."""
 
     template: str
     stop: tuple[str, ...] = ()
+    add_generation_prompt: bool = True
+    stop_token_ids: tuple[int, ...] = ()
 
 
 def _turns(begin: str, end: str, answer: str) -> str:
@@ -47,6 +49,23 @@ _VICUNA = (
 FORMATS: Mapping[str, ChatFormat] = {
     "chatml": _CHATML,
     "chatml-function-calling": _CHATML,
+    "alpaca": ChatFormat(
+        "{% if messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}{{ '\\n\\n' }}"
+        "{% for m in messages %}{% if m.role == 'user' %}### Instruction: {{ m.content }}\n\n"
+        "{% elif m.role == 'assistant' %}### Response: {{ m.content }}</s>{% endif %}{% endfor %}"
+    ),
+    "chatglm3": ChatFormat(
+        "<|system|>\n{% if messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}"
+        "{% for m in messages %}{% if m.role in ('user', 'assistant') %}<|{{ m.role }}|>\n"
+        " {{ m.content }}{% endif %}{% endfor %}<|assistant|>",
+        ("</s>",),
+    ),
+    "gemma": ChatFormat(
+        "{% for m in messages %}{% if m.role in ('user', 'assistant') %}<start_of_turn>"
+        "{{ 'model' if m.role == 'assistant' else 'user' }}\n{{ m.content }}<end_of_turn>\n"
+        "{% endif %}{% endfor %}<start_of_turn>model\n\n",
+        ("<end_of_turn>\n",),
+    ),
     "llama-2": ChatFormat(
         "{% set first = messages[0].role == 'system' %}"
         "{% if first %}[INST] <<SYS>>\n{{ messages[0].content }}\n<</SYS>>{% endif %} "
@@ -68,6 +87,12 @@ FORMATS: Mapping[str, ChatFormat] = {
         "{% elif m.role == 'assistant' %}{{ m.content }}</s>{% endif %}{% endfor %}",
         ("</s>",),
     ),
+    "qwen": ChatFormat(
+        "{% if messages[0].role != 'system' %}<|im_start|>system\n"
+        "You are a helpful assistant.<|im_end|>\n{% endif %}"
+        + _turns("<|im_start|>{{ m.role }}\n", "<|im_end|>\n", "<|im_start|>assistant\n"),
+        ("<|endoftext|>",),
+    ),
     "vicuna": ChatFormat(
         _VICUNA + "{% for m in messages %}{% if m.role == 'user' %}USER: {{ m.content }} "
         "{% elif m.role == 'assistant' %}ASSISTANT: {{ m.content }}</s>{% endif %}{% endfor %}"
@@ -80,6 +105,12 @@ FORMATS: Mapping[str, ChatFormat] = {
         ("</s>",),
     ),
 }
+#: Formats of llama-cpp-python that are not built in.
+_OTHERS = (
+    *("baichuan", "baichuan-2", "functionary", "functionary-v1", "functionary-v2", "intel"),
+    *("mistrallite", "oasst_llama", "open-orca", "openbuddy", "openchat", "phind", "pygmalion"),
+    *("redpajama-incite", "saiga", "snoozy"),
+)
 #: For files without a chat template.
 FALLBACK = "llama-2"
 _OWN = "chat_template."
@@ -94,6 +125,11 @@ def chat_format(name: str | None) -> ChatFormat | None:
         return None
     if isinstance(name, str) and name.startswith(_OWN):  # a named template of the file
         return ChatFormat(name.removeprefix(_OWN))
+    if name in _OTHERS:
+        raise RequestError(
+            f"chat_format={name!r} of llama-cpp-python is not built in; leave chat_format out to "
+            "use the file's own template (tools work with it), or pass one as chat_template="
+        )
     if name not in FORMATS:
         raise RequestError(
             f"chat_format: expected None (the model's own template) or one of "

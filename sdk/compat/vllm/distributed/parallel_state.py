@@ -1,0 +1,16 @@
+"""vLLM's groups of ranks belong to the process; ours belong to their ``LLM``."""
+
+from sdk.memory.machine import release_free_memory
+
+
+def destroy_model_parallel() -> None:
+    """Nothing is left to do: ``LLM.close`` ends an engine's ranks."""
+
+
+def destroy_distributed_environment() -> None:
+    """Nothing is left to do: ``LLM.close`` ends an engine's ranks."""
+
+
+def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
+    """Give freed memory back to the system. A cluster of Ray belongs to the host."""
+    release_free_memory()

@@ -1,0 +1,1 @@
+"""The options of engines, and the engines under their older names."""

@@ -1,0 +1,3 @@
+"""Log-probabilities of tokens."""
+
+from sdk.logprobs import Logprob as Logprob

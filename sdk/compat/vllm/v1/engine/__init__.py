@@ -1,0 +1,1 @@
+"""The engine for an event loop, and the one that is stepped by hand."""
