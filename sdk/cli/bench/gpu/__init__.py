@@ -30,7 +30,7 @@ from sdk.loading.progress import is_terminal
 
 #: Seconds for all rows; starting and stopping add up to nine and a half minutes.
 BUDGET = 540
-#: Seconds for compiling kernels, and the share of a shorter time; the rows get what is left of that.
+#: Seconds for compiling kernels, and the share of a shorter time; the rows get what is left.
 REHEARSAL, REHEARSAL_SHARE = 130.0, 0.35
 #: A row with fewer seconds is not started.
 _LEAST_S = 5
