@@ -154,7 +154,7 @@ def measure_dependent_launch(card: Card) -> Iterator[Finding]:
             found[wanted], _ = _seconds_of_step(card, loaded)
     numbers = {"us": found[True] * 1e6, "without_us": found[False] * 1e6}
     what = "one request, Qwen3-0.6B shapes bf16"
-    yield ratio(what, "no dependent launch", found[False] / found[True], **numbers)
+    yield ratio(what, "no dependent launch", found[False] / found[True], None, **numbers)
 
 
 def measure_step(card: Card) -> Iterator[Finding]:
@@ -176,7 +176,7 @@ def measure_step(card: Card) -> Iterator[Finding]:
     for name in largest[:_KERNELS]:
         us, count = sum(shares[name]) / steps, len(shares[name]) / steps
         numbers = {f"us of {name}": us, f"launches of {name}": count}
-        yield share(what, name, us * steps / max(whole, 1e-9), **numbers)
+        yield share(what, name, us * steps / max(whole, 1e-9), None, **numbers)
     gaps = idle_share([(start, end) for _, start, end in spans])
     launches, us = len(spans) / steps, whole / steps
     numbers = {"launches of a step": launches, "us of a step": us}
