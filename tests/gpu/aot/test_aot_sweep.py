@@ -132,7 +132,7 @@ def test_a_kernel_whose_ir_is_known_is_not_compiled() -> None:
 
 def line(key: str, **more: Any) -> dict[str, Any]:
     found = {"kernel": "rope_kernel", "registers": 24, "shared": 0, "stack": 0, "warps": 4}
-    return {"job": ["sm_80", "rope int8"], "key": key, "ir": f"ir of {key}", **found, **more}
+    return {"job": ["sm_80", "rope int8"], "key": key, "ir": f"ir-of-{key}", **found, **more}
 
 
 def known(key: str, ir: str) -> dict[str, Any]:
