@@ -114,6 +114,8 @@ def _card(device: str) -> Finding:
     from sdk.kernels.gpu.tuning import table_path
 
     what += f"Triton {importlib.metadata.version('triton')}"
+    if note := gpu.unrecorded_triton():
+        what += f" ({note})"
     if torch.version.hip is None and card.major < 8:
         what += ", for which it has no matrix instructions: prompts use cuBLAS instead"
     if not table_path(card.name).is_file():
