@@ -139,6 +139,7 @@ def open_backend(
     from sdk.kernels.gpu.dense import DenseLinear
     from sdk.kernels.gpu.linear import TritonLinear
     from sdk.kernels.gpu.linear_as_file import TritonLinearAsFile, bytes_of_card
+    from sdk.kernels.gpu.scaled_mm import ScaledMM
     from sdk.kernels.gpu.shares import Sharing
 
     if torch.device(device).type != "cpu" and (note := unrecorded_triton()):
@@ -160,6 +161,7 @@ def open_backend(
                 DenseLinear(fixed=fixed),
                 DenseLinear(exact=True, fixed=fixed),
                 *packed,
+                ScaledMM(tuning, codes, fixed=fixed, sharing=sharing),
                 as_file,
             ),
             **attention.operators(tuning.programs, fixed=fixed),

@@ -5,7 +5,8 @@
 and the same for the other ``OPS``. An entry is for weights of n rows and k columns and up to
 ``max_m`` tokens (for experts: rows per expert on average), under the weight's name from
 :func:`type_of`. ``embedlm tune`` writes the table. A card without a table, or with one that cannot
-be read, uses the rule.
+be read, uses the rule. ``"libraries": {"scaled_mm": [{"n", "k", "from_m"}]}`` is optional: for
+which weights a kernel of a library is faster, and from how many tokens on.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 from zipimport import zipimporter
@@ -37,6 +38,9 @@ DOUBLED = {9: ("int", "e4m3"), 10: ("e4m3",)}
 OPS = ("linear", "linear_bytes", "linear_experts", "linear_bytes_experts")
 logger = logging.getLogger("sdk")
 #: (op, type, rows, columns) -> (most tokens, tiles), fewest tokens first.
+#: (kernel, rows, columns) -> the fewest tokens for which a library's kernel is faster.
+Libraries = Mapping[tuple[str, int, int], int]
+LIBRARIES = ("scaled_mm",)
 Table = Mapping[tuple[str, str, int, int], Sequence[tuple[int, "Tiles"]]]
 
 
@@ -57,7 +61,7 @@ class Tuning:
     ``programs``: how many programs of four warps fill the card. ``stages``: loads in flight for a
     product of several tokens. ``dense_from``: from so many tokens on, a weight is dequantized into
     scratch; ``experts_dense_from``: the same for experts, in rows per expert on average.
-    ``doubled``: see :data:`DOUBLED`. ``table``: see the module.
+    ``doubled``: see :data:`DOUBLED`. ``table``, ``libraries``: see the module.
     """
 
     programs: int
@@ -66,6 +70,7 @@ class Tuning:
     table: Table | None = None
     stages: int = 3
     doubled: tuple[str, ...] = ()
+    libraries: Libraries = field(default_factory=dict)
 
     def tiles(
         self, w: Packed | ByteRows, tokens: int, op: str = "linear", experts: int = 1
@@ -162,7 +167,8 @@ def read_tuning(card: str, programs: int, folder: Path = TABLES) -> Tuning:
         if found["version"] != VERSION:
             raise KernelError(f"expected version {VERSION}, found {found['version']!r}")
         dense_from = int(found["dense_from"]), int(found["experts_dense_from"])
-        return Tuning(programs, *dense_from, _parse(found))
+        libraries = _parse_libraries(found.get("libraries", {}))
+        return Tuning(programs, *dense_from, _parse(found), libraries=libraries)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, KernelError) as error:
         logger.warning("%s: not a table of tile sizes, kernels run untuned: %r", path, error)
     return Tuning(programs)
@@ -189,6 +195,18 @@ def _parse(found: Any) -> Table:
                 tiles = _checked(Tiles(*(e[name] for name in Tiles._fields)))
                 table.setdefault((op, kind, e["n"], e["k"]), []).append((e["max_m"], tiles))
     return table
+
+
+def _parse_libraries(found: Any) -> Libraries:
+    if unknown := sorted(set(found) - set(LIBRARIES)):
+        raise KernelError(f"libraries: expected {', '.join(LIBRARIES)}, found {unknown[0]!r}")
+    libraries: dict[tuple[str, int, int], int] = {}
+    for name, entries in found.items():
+        for e in entries:
+            if not isinstance(e["from_m"], int) or e["from_m"] < 1:
+                raise KernelError(f"libraries: expected from_m of at least 1, found {e['from_m']}")
+            libraries[name, e["n"], e["k"]] = e["from_m"]
+    return libraries
 
 
 def _checked(tiles: Tiles) -> Tiles:
