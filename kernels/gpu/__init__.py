@@ -6,6 +6,9 @@ set it before triton is imported) the same kernels run on a CPU, slowly.
 
 from __future__ import annotations
 
+import importlib.metadata
+import logging
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -31,7 +34,11 @@ DENSE_FROM_WITHOUT_MMA = 32
 OLDEST_CARD = (7, 5)
 #: The first torch version whose Triton (3.5) lets a kernel ask what it is compiled for.
 OLDEST_TORCH = (2, 9)
+#: The newest Triton whose code of every kernel is recorded (``tests/gpu/aot/compiled``). Newer ones
+#: may compile other code: 3.9 waits 32 times instead of twice in a loop (nf4, docs/log.md).
+NEWEST_TRITON = (3, 6)
 ACTIVATIONS = ("float32", "bfloat16", "float16")
+logger = logging.getLogger("sdk")
 
 
 def available(device: str) -> str | None:
@@ -54,6 +61,20 @@ def available(device: str) -> str | None:
     if torch.version.hip is None and found < OLDEST_CARD:
         return "compute capability {}.{}: expected 7.5 or newer".format(*found)
     return None
+
+
+def unrecorded_triton() -> str | None:
+    """A note if the installed Triton is newer than the recorded one; None if it is not, or if there
+    is none. Does not import triton."""
+    try:
+        version = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    if numbers is None or (int(numbers[1]), int(numbers[2])) <= NEWEST_TRITON:
+        return None
+    newest = ".".join(map(str, NEWEST_TRITON))
+    return f"Triton {version} is newer than {newest}, the newest whose code of all kernels is known"
 
 
 def _interpreted() -> bool:
@@ -120,8 +141,11 @@ def open_backend(
     from sdk.kernels.gpu.dense import DenseLinear
     from sdk.kernels.gpu.linear import TritonLinear
     from sdk.kernels.gpu.linear_as_file import TritonLinearAsFile, bytes_of_card
+    from sdk.kernels.gpu.scaled_mm import ScaledMM
     from sdk.kernels.gpu.shares import Sharing
 
+    if torch.device(device).type != "cpu" and (note := unrecorded_triton()):
+        logger.warning("%s: kernels may be slower; products are checked at load", note)
     tuning = tuning_of(device)
     codes: tuple[str, ...] = ("int", "e4m3")
     if torch.device(device).type != "cpu":
@@ -140,6 +164,7 @@ def open_backend(
                 DenseLinear(fixed=fixed),
                 DenseLinear(exact=True, fixed=fixed),
                 *packed,
+                ScaledMM(tuning, codes, fixed=fixed, sharing=sharing),
                 as_file,
             ),
             **attention.operators(tuning.programs, fixed=fixed),

@@ -10,6 +10,9 @@ A card without a table takes that of a sister: one with as many processors of th
 capability, such as an H100's on an H200, which differ in their memory. ``capability`` and
 ``processors`` are for that alone; a table without them serves its own card. A card with no table,
 or with one that cannot be read, uses the rule.
+
+``"libraries": {"scaled_mm": [{"n", "k", "from_m"}]}`` is optional: for which weights a kernel of a
+library is faster, and from how many tokens on.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 from zipfile import ZipFile
@@ -42,6 +45,9 @@ OPS = ("linear", "linear_bytes", "linear_experts", "linear_bytes_experts")
 #: What reading a file that is no table raises.
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, KernelError)
 logger = logging.getLogger("sdk")
+#: (kernel, rows, columns) -> the fewest tokens for which a library's kernel is faster.
+Libraries = Mapping[tuple[str, int, int], int]
+LIBRARIES = ("scaled_mm",)
 #: (op, type, rows, columns) -> (most tokens, tiles), fewest tokens first.
 Table = Mapping[tuple[str, str, int, int], Sequence[tuple[int, "Tiles"]]]
 
@@ -63,7 +69,7 @@ class Tuning:
     ``programs``: how many programs of four warps fill the card. ``stages``: loads in flight for a
     product of several tokens. ``dense_from``: from so many tokens on, a weight is dequantized into
     scratch; ``experts_dense_from``: the same for experts, in rows per expert on average.
-    ``doubled``: see :data:`DOUBLED`. ``table``: see the module.
+    ``doubled``: see :data:`DOUBLED`. ``table``, ``libraries``: see the module.
     """
 
     programs: int
@@ -72,6 +78,7 @@ class Tuning:
     table: Table | None = None
     stages: int = 3
     doubled: tuple[str, ...] = ()
+    libraries: Libraries = field(default_factory=dict)
 
     def tiles(
         self, w: Packed | ByteRows, tokens: int, op: str = "linear", experts: int = 1
@@ -188,7 +195,8 @@ def read_tuning(
         path, found = table
         try:
             dense_from = int(found["dense_from"]), int(found["experts_dense_from"])
-            return Tuning(programs, *dense_from, _parse(found))
+            libraries = _parse_libraries(found.get("libraries", {}))
+            return Tuning(programs, *dense_from, _parse(found), libraries=libraries)
         except _UNREADABLE as error:
             _warn(path, error)
     return Tuning(programs)
@@ -230,6 +238,18 @@ def _parse(found: Any) -> Table:
                 tiles = _checked(Tiles(*(e[name] for name in Tiles._fields)))
                 table.setdefault((op, kind, e["n"], e["k"]), []).append((e["max_m"], tiles))
     return table
+
+
+def _parse_libraries(found: Any) -> Libraries:
+    if unknown := sorted(set(found) - set(LIBRARIES)):
+        raise KernelError(f"libraries: expected {', '.join(LIBRARIES)}, found {unknown[0]!r}")
+    libraries: dict[tuple[str, int, int], int] = {}
+    for name, entries in found.items():
+        for e in entries:
+            if not isinstance(e["from_m"], int) or e["from_m"] < 1:
+                raise KernelError(f"libraries: expected from_m of at least 1, found {e['from_m']}")
+            libraries[name, e["n"], e["k"]] = e["from_m"]
+    return libraries
 
 
 def _checked(tiles: Tiles) -> Tiles:

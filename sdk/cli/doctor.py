@@ -142,6 +142,8 @@ def _card(device: str) -> Finding:
     from sdk.kernels.gpu.tuning import find_table, table_path
 
     what += f"Triton {importlib.metadata.version('triton')}"
+    if note := gpu.unrecorded_triton():
+        what += f" ({note})"
     if torch.version.hip is None and card.major < 8:
         what += ", for which it has no matrix instructions: prompts use cuBLAS instead"
     table = find_table(card.name, (card.major, card.minor), card.multi_processor_count)

@@ -96,6 +96,9 @@ def test_a_card_is_named_with_what_runs_on_it(
     assert line.startswith("ok    cuda:0         Some Card, compute capability 9.0, 16.0 GiB; ")
     assert "device='cuda' runs models on Triton 3." in line
     assert line.endswith("tile sizes come from a rule until `embedlm tune` has measured them")
+    monkeypatch.setattr(gpu, "unrecorded_triton", lambda: "Triton 3.9.0 is newer")
+    main(["doctor", "--only", "gpu"])
+    assert " (Triton 3.9.0 is newer); tile sizes come" in capsys.readouterr().out
     card(monkeypatch, 7, 5)
     main(["doctor", "--only", "gpu"])
     assert "no matrix instructions: prompts use cuBLAS" in capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from sdk.kernels import gpu
 from sdk.kernels.backend import Problem
 from sdk.kernels.gpu import available, tuning_of
 from sdk.kernels.gpu.dense import DenseLinear
@@ -294,3 +296,42 @@ def test_cards_without_matrix_units_or_with_little_shared_memory_have_rules_of_t
     found = tuning_of("cuda")
     assert (found.programs, found.stages, found.dense_from) == (160, stages, dense_from)
     assert (found.tiles(weight, 64).stages, found.doubled) == (stages, doubled)
+
+
+@pytest.mark.parametrize("version", ["3.7.1", "3.10.0", "4.0.0+rocm"])
+def test_a_triton_newer_than_the_recorded_one_is_named_and_still_used(
+    version: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda name: version)
+    note = f"Triton {version} is newer than 3.6, the newest whose code of all kernels is known"
+    assert gpu.unrecorded_triton() == note
+    monkeypatch.setattr(gpu, "tuning_of", lambda device: Tuning(programs=4))
+    monkeypatch.setattr(gpu, "matrix_type", lambda device: torch.float16)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert gpu.open_backend("cuda", 1).implementations("linear")
+    assert [record.message for record in caplog.records] == [
+        f"{note}: kernels may be slower; products are checked at load"
+    ]
+
+
+@pytest.mark.parametrize("version", ["3.5.1", "3.6.0", "3.6.0+git1", "unknown"])
+def test_a_recorded_triton_or_an_older_one_is_not_named(
+    version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda name: version)
+    assert gpu.unrecorded_triton() is None
+
+
+def test_where_triton_is_missing_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.version", missing)
+    assert gpu.unrecorded_triton() is None
+
+
+def test_the_newest_triton_is_that_of_the_records() -> None:
+    for path in (Path(__file__).parent / "aot" / "compiled").glob("*.txt"):
+        with path.open() as lines:
+            newest = ".".join(map(str, gpu.NEWEST_TRITON))
+            assert next(lines).startswith(f"triton {newest}.")
