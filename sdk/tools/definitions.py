@@ -153,7 +153,7 @@ def _from_dict(given: Mapping[str, Any], where: str) -> Tool:
             f"{where}.description: expected a string, found {safe_repr(description)}"
         )
     parameters = definition.get("parameters")
-    if parameters is None:
+    if parameters is None or parameters == []:  # an empty object, as PHP writes it
         parameters = {"type": "object", "properties": {}}
     _check_parameters(parameters, f"{where}.parameters")
     return Tool(name, description or "", parameters)
