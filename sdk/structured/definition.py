@@ -14,7 +14,7 @@ from sdk.structured.document import schemas_in
 from sdk.structured.gbnf import is_gbnf, lark_of
 from sdk.structured.limits import check_pattern
 from sdk.structured.params import MAX_TEXT, StructuredOutputsParams
-from sdk.structured.rewriting import rewritten
+from sdk.structured.rewriting import WHITESPACE, rewritten
 
 Schema = dict[str, Any]
 _ESCAPES = {r"\n": "\n", r"\r": "\r", r"\t": "\t"}
@@ -56,10 +56,9 @@ def _prepared(schema: Schema, params: StructuredOutputsParams) -> Schema:
     if not isinstance(schema, dict):
         raise RequestError(f"json: expected a schema, found {safe_repr(schema)}")
     prepared = rewritten(schema, closed=params.disable_additional_properties)
-    guidance: Schema = {"item_separator": ", ?", "key_separator": ": ?"}
+    guidance: Schema = WHITESPACE
     if params.disable_any_whitespace:
-        guidance = {}
-    guidance["whitespace_flexible"] = False
+        guidance = {"whitespace_flexible": False}
     if params.whitespace_pattern is not None:
         _check_length("whitespace_pattern", params.whitespace_pattern)
         check_pattern("whitespace_pattern", params.whitespace_pattern)

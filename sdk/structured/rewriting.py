@@ -36,6 +36,9 @@ _OF_ONE_OF = ("type", "required", "properties")
 #: Keywords that describe a value and do not restrict it.
 _ANNOTATIONS = {"title", "description", "$comment", "examples", "default"}
 
+#: llguidance's options for the whitespace of ``json.dumps``, or none. Its default is unlimited
+#: whitespace, which invites small models to write nothing else.
+WHITESPACE = {"item_separator": ", ?", "key_separator": ": ?", "whitespace_flexible": False}
 #: Keywords next to which ``propertyNames`` is a condition of its own.
 _OTHER_PROPERTIES = {
     *("properties", "patternProperties", "required", "allOf", "anyOf", "oneOf", "$ref"),

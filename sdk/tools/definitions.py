@@ -159,7 +159,7 @@ def _from_dict(given: Mapping[str, Any], where: str) -> Tool:
             f"{where}.description: expected a string, found {safe_repr(description)}"
         )
     parameters = definition.get("parameters")
-    if parameters is None:
+    if parameters is None or parameters == []:  # an empty object, as PHP writes it
         parameters = {"type": "object", "properties": {}}
     _check_parameters(parameters, f"{where}.parameters")
     if definition is given:

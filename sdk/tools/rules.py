@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from sdk.structured.rewriting import rewritten
+from sdk.structured.rewriting import WHITESPACE, rewritten
 from sdk.tools.definitions import Tool
 from sdk.tools.values import is_only, parameter_schema
 
@@ -99,8 +99,13 @@ class Rules:
         return self.add("until[lazy]", f"/(?s:.*){escape(mark)}/")
 
     def json(self, schema: Mapping[str, Any]) -> str:
-        """A value that fits a JSON Schema."""
-        return self.add("value", f"%json {json.dumps(rewritten(schema), ensure_ascii=False)}")
+        """A value that fits a JSON Schema, with at most one space after a comma and a colon."""
+        written = {**rewritten(schema), "x-guidance": WHITESPACE}
+        return self.add("value", f"%json {json.dumps(written, ensure_ascii=False)}")
+
+    def arguments(self, tool: Tool) -> str:
+        """All arguments of a call: an object, also where the schema does not say so."""
+        return self.json({**tool.parameters, "type": "object"})
 
     def any_of(self, expressions: Iterable[str]) -> str:
         """One of several expressions."""
@@ -125,7 +130,7 @@ class Rules:
         if id_length is not None:
             call_id = rf'/"[a-zA-Z0-9]{{{id_length}}}"/'
             end = f'({SPACE} "," {SPACE} "\\"id\\"" {SPACE} ":" {SPACE} {call_id})? {end}'
-        return self.add("call", f"{beginning} {SPACE} {self.json(tool.parameters)} {end}")
+        return self.add("call", f"{beginning} {SPACE} {self.arguments(tool)} {end}")
 
     def python_call(self, tool: Tool) -> str:
         """``f(a=1, b="x")``, with the parameters in the order of the schema."""

@@ -42,9 +42,9 @@ def test_every_flag_of_options_and_parameters(tiny_path: Path, value: object) ->
         names = flags_of(make)
         assert names, make
         for name in names:
-            with pytest.raises(RequestError, match=f"{name}: expected True or False"):
+            with pytest.raises(RequestError, match=f"{name}.* True or False"):
                 make(**given, **{name: value})
-    with pytest.raises(RequestError, match="json_object: expected True, False or None"):
+    with pytest.raises(RequestError, match="json_object"):
         StructuredOutputsParams(regex="a", json_object=value)  # type: ignore[arg-type]
 
 

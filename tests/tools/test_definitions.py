@@ -293,7 +293,7 @@ def changed(**fields: Any) -> dict[str, Any]:
         (changed(name="get weather"), r"tools\[0\].function.name: expected .*found 'get weather'"),
         (changed(name=""), "function.name: expected"),
         (changed(description=3), "function.description: expected a string, found 3"),
-        (changed(parameters=[]), r"parameters: expected a JSON Schema as a dict, found \[\]"),
+        (changed(parameters=[1]), r"parameters: expected a JSON Schema as a dict, found \[1\]"),
         (
             changed(parameters={"type": "array"}),
             "parameters.type: expected 'object', found 'array'",

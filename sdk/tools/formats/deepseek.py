@@ -73,7 +73,7 @@ def several(rules: Rules, calls: list[str], parallel: bool) -> CallRules:
 
 
 def _call(rules: Rules, tool: Tool) -> str:
-    return f"{rules.literal(tool.name)} {rules.mark(SEPARATOR)} {rules.json(tool.parameters)}"
+    return f"{rules.literal(tool.name)} {rules.mark(SEPARATOR)} {rules.arguments(tool)}"
 
 
 FORMAT = ToolFormat(

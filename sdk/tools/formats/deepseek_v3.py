@@ -23,7 +23,7 @@ def call_rules(rules: Rules, tools: tuple[Tool, ...], parallel: bool) -> CallRul
 def _call(rules: Rules, tool: Tool) -> str:
     name = rules.literal(f"{tool.name}\n```json\n")
     separator = rules.mark(deepseek.SEPARATOR)
-    return f'"function" {separator} {name} {rules.json(tool.parameters)} "\\n```"'
+    return f'"function" {separator} {name} {rules.arguments(tool)} "\\n```"'
 
 
 FORMAT = deepseek.FORMAT._replace(

@@ -70,7 +70,7 @@ def call_rules(rules: Rules, tools: tuple[Tool, ...], parallel: bool) -> CallRul
     channel = rules.mark("<|channel|>commentary")
     call = rules.any_of(
         f"{rules.literal(f' to=functions.{tool.name} ')} {rules.mark('<|constrain|>json')} "
-        f"{rules.mark(_TEXT_FOLLOWS)} {rules.json(tool.parameters)}"
+        f"{rules.mark(_TEXT_FOLLOWS)} {rules.arguments(tool)}"
         for tool in tools
     )
     text = rules.text_until("<|end|>")

@@ -45,7 +45,7 @@ def read(stream: TextStream, builder: MessageBuilder, mark: str) -> Reads[None]:
 
 def call_rules(rules: Rules, tools: tuple[Tool, ...], parallel: bool) -> CallRules:
     call = rules.any_of(
-        f"{rules.literal(tool.name)} {rules.mark('[ARGS]')} {rules.json(tool.parameters)}"
+        f"{rules.literal(tool.name)} {rules.mark('[ARGS]')} {rules.arguments(tool)}"
         for tool in tools
     )
     more = f" ({rules.mark('[TOOL_CALLS]')} {call})*" if parallel else ""
