@@ -18,6 +18,7 @@ from sdk.kernels.backend import Problem
 from sdk.kernels.errors import KernelError
 from sdk.kernels.gpu.byte_rows import ByteRows
 from sdk.kernels.gpu.linear_as_file import TritonLinearAsFile
+from sdk.kernels.gpu.packing import Packed
 from sdk.kernels.gpu.scratch import rows_of_codes, runs
 from sdk.kernels.gpu.shares import Sharing
 from sdk.kernels.gpu.tuning import Tuning
@@ -33,6 +34,8 @@ _ALIGNED = 16
 _LIMIT = 5e-3
 #: Rows of a weight and tokens that are compared.
 _CHECKED = 64
+#: Types of results that the library writes in place.
+WRITTEN = (torch.float32, torch.bfloat16)
 
 
 class ScaledMM(TritonLinearAsFile):
@@ -72,15 +75,15 @@ class ScaledMM(TritonLinearAsFile):
         """:raises KernelError: the library multiplies this shape wrongly, or not at all."""
         packed = super().pack(layout)
         if packed.shape not in self._checked:
-            for dtype in (torch.float32, torch.bfloat16):
+            for dtype in WRITTEN:
                 check(packed, dtype)
             self._checked.add(packed.shape)
         return packed
 
-    def matmul(self, packed: ByteRows, x: Rows, out: Tensor, activation: str = "") -> None:
+    def matmul(self, packed: Packed | ByteRows, x: Rows, out: Tensor, activation: str = "") -> None:
         start = self._from(*packed.shape)
-        fits = out.is_contiguous() and out.dtype in (torch.float32, torch.bfloat16)
-        if start is None or x.shape[0] < start or activation or not fits:
+        fits = not activation and out.is_contiguous() and out.dtype in WRITTEN
+        if not isinstance(packed, ByteRows) or start is None or x.shape[0] < start or not fits:
             super().matmul(packed, x, out, activation)
             return
         for rows in runs(x.shape[0], rows_of_codes(packed.values.shape[1])):

@@ -43,7 +43,7 @@ class AsyncPooling:
         self,
         prompts: PromptLike | Sequence[PromptLike],
         *,
-        pooling: PoolingMode = "last",
+        pooling: PoolingMode | None = None,
         normalize: bool = True,
         truncate_prompt_tokens: int | None = None,
         lora_request: LoRAsLike = None,

@@ -154,10 +154,10 @@ def test_a_close_that_was_interrupted_can_be_made_again(
 def test_an_error_at_the_end_of_a_start_closes_the_ranks(
     tiny_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*args: Any) -> Any:
+    def fail(*args: Any, **options: Any) -> Any:
         raise MemoryError
 
-    monkeypatch.setattr(sdk.loading.load, "_warnings", fail)
+    monkeypatch.setattr(sdk.loading.load, "load_warnings", fail)
     before = set(psutil.Process().children())
     with pytest.raises(MemoryError) as raised:  # its traceback keeps the executor from being freed
         LLM(tiny_path, max_model_len=128, tensor_parallel_size=2)
