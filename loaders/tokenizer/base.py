@@ -18,8 +18,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import field
 from typing import TYPE_CHECKING, Any
 
-from sdk.quant.once import Once
 from sdk.kernels.dataclass import dataclass
+from sdk.quant.once import Once
 from sdk.quant.tokenizer import FimTokens
 
 if TYPE_CHECKING:  # jinja2 is imported with the first conversation

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from sdk.quant.once import Once
 from sdk.loaders.tokenizer.backend_traits import BackendTraits
 from sdk.loaders.tokenizer.base import TextTokenizer, TokenizerFacts, well_formed
 from sdk.loaders.tokenizer.byte_level import token_bytes
@@ -29,6 +28,7 @@ from sdk.loaders.tokenizer.portions import (
 )
 from sdk.loaders.tokenizer.special import SpecialSplitter
 from sdk.loaders.tokenizer.spm import SPACE
+from sdk.quant.once import Once
 from sdk.quant.tokenizer import TooManyTokens
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
