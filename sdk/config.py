@@ -119,6 +119,8 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         try:
+            flags = [one.name for one in dataclasses.fields(self) if one.type == "bool"]
+            check_flags(**{name: getattr(self, name) for name in flags})
             self._check()
             self._check_lora()
             self._check_experts()
@@ -131,8 +133,6 @@ class EngineConfig:
             raise RequestError(f"an option cannot be read: {safe_message(error)}") from error
 
     def _check(self) -> None:
-        flags = [one.name for one in dataclasses.fields(self) if one.type == "bool"]
-        check_flags(**{name: getattr(self, name) for name in flags})
         if self.chat_template is not None:
             _text("chat_template", self.chat_template)
         for name, (off, instead) in _NOT_YET.items():
