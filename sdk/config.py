@@ -120,6 +120,8 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         try:
+            flags = [one.name for one in dataclasses.fields(self) if one.type == "bool"]
+            check_flags(**{name: getattr(self, name) for name in flags})
             self._check()
             self._check_lora()
             self._check_experts()
@@ -132,7 +134,12 @@ class EngineConfig:
             raise RequestError(f"an option cannot be read: {safe_message(error)}") from error
 
     def _check(self) -> None:
+<<<<<<< HEAD
         self._check_kinds()
+=======
+        if self.chat_template is not None:
+            _text("chat_template", self.chat_template)
+>>>>>>> secure
         for name, (off, instead) in _NOT_YET.items():
             if getattr(self, name) != off:
                 raise RequestError(
