@@ -134,12 +134,7 @@ class EngineConfig:
             raise RequestError(f"an option cannot be read: {safe_message(error)}") from error
 
     def _check(self) -> None:
-<<<<<<< HEAD
-        self._check_kinds()
-=======
-        if self.chat_template is not None:
-            _text("chat_template", self.chat_template)
->>>>>>> secure
+        self._check_texts()
         for name, (off, instead) in _NOT_YET.items():
             if getattr(self, name) != off:
                 raise RequestError(
@@ -192,9 +187,7 @@ class EngineConfig:
                 f"on_progress: expected a callable, found {safe_repr(self.on_progress)}"
             )
 
-    def _check_kinds(self) -> None:
-        flags = [one.name for one in dataclasses.fields(self) if one.type == "bool"]
-        check_flags(**{name: getattr(self, name) for name in flags})
+    def _check_texts(self) -> None:
         for name in ("chat_template", "pre_tokenizer"):
             if getattr(self, name) is not None:
                 _text(name, getattr(self, name))
