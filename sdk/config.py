@@ -6,9 +6,9 @@ support raises an error that says what to do instead; no option is ignored silen
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import Any, Literal
 
 from sdk.engine.scheduling.policy import (
@@ -120,7 +120,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         try:
-            flags = [one.name for one in dataclasses.fields(self) if one.type == "bool"]
+            flags = [one.name for one in fields(self) if one.type == "bool"]
             check_flags(**{name: getattr(self, name) for name in flags})
             self._check()
             self._check_lora()
