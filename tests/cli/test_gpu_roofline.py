@@ -105,7 +105,8 @@ def test_predictions_stand_beside_what_is_measured() -> None:
     finding = Finding(name, "copy bandwidth", 50.0, "%", 40, 60)
     report = Report({"name": "NVIDIA H100 80GB HBM3"}, False, {"w4": [finding]})
     row = next(line for line in to_markdown(report).splitlines() if line.startswith(f"| {name}"))
-    assert row == f"| {name} | copy bandwidth | 50 % | {predicted} | 40 | 60 | floor |"
+    share = f"{0.5 / (predicted.value / 100):.2f}"
+    assert row == f"| {name} | copy bandwidth | 50 % | {predicted} | {share} | 40 | 60 | floor |"
     assert report.to_json(1.0)["predicted"][f"{name}|copy bandwidth"]["value"] == predicted.value
     report.tiny = True
     assert f"{predicted}" not in to_markdown(report)

@@ -37,7 +37,7 @@ MAX_FILE_LINES = 600  # an upper bound, not a target: meaning decides where a fi
 MAX_FUNCTION_LINES = 60
 #: Files that would only get harder to read by being cut: their own limit, and why.
 LONG_FILES: dict[str, tuple[int, str]] = {
-    "sdk/llm.py": (920, "the facade: one short method each, and their types for editors"),
+    "sdk/llm.py": (940, "the facade: one short method each, and their types for editors"),
     "sdk/testing/fake_llm.py": (650, "the same methods, for tests of applications"),
 }
 
