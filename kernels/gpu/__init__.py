@@ -35,7 +35,7 @@ OLDEST_CARD = (7, 5)
 #: The first torch version whose Triton (3.5) lets a kernel ask what it is compiled for.
 OLDEST_TORCH = (2, 9)
 #: The newest Triton whose code of every kernel is recorded (``tests/gpu/aot/compiled``). Newer ones
-#: may compile other code: 3.9 waits 32 times instead of twice in a loop (nf4, docs/log.md).
+#: compile other code: 3.7 and 3.9 wait 32 times instead of twice in a loop of nf4 (docs/log.md).
 NEWEST_TRITON = (3, 6)
 ACTIVATIONS = ("float32", "bfloat16", "float16")
 logger = logging.getLogger("sdk")
