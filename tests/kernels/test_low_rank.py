@@ -27,7 +27,7 @@ def table_of(
     backend: Any, shape: Shape, compute: str = "auto", dtype: torch.dtype | None = None
 ) -> AdapterTable:
     context: Any = SimpleNamespace(
-        kernel=lambda op: backend.implementations(op)[0],
+        kernel=lambda op, like=(): backend.implementations(op)[0],
         compute=compute,
         activations=torch.float32,
         device=torch.device("cpu"),

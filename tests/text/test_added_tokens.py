@@ -29,7 +29,6 @@ DECODERS = {
     "metaspace first": decoders.Metaspace(SPACE, prepend_scheme="first"),
     "metaspace never": decoders.Metaspace(SPACE, prepend_scheme="never"),
     "strip each": decoders.Sequence([CHAIN[0], decoders.Strip(" ", 1, 0)]),
-    "two spaces": decoders.Sequence([*CHAIN, decoders.Strip(" ", 2, 0)]),
     "none": None,
 }
 ADDED = ["▁▁", "▁▁▁▁", "<0x09>", "<0xE2>", "é", "ĠĠ", "<x>▁", " lead", "\n\n", "a▁▁b", "▁"]
