@@ -18,6 +18,7 @@ from sdk.kernels.backend import Problem
 from sdk.kernels.errors import KernelError
 from sdk.kernels.gpu.byte_rows import ByteRows
 from sdk.kernels.gpu.linear_as_file import TritonLinearAsFile
+from sdk.kernels.gpu.packing import Packed
 from sdk.kernels.gpu.scratch import rows_of_codes, runs
 from sdk.kernels.gpu.shares import Sharing
 from sdk.kernels.gpu.tuning import Tuning
@@ -69,18 +70,19 @@ class ScaledMM(TritonLinearAsFile):
         return super().reject(problem)
 
     def pack(self, layout: Layout) -> Any:
-        """:raises KernelError: the library multiplies this shape wrongly, or not at all."""
+        """:raises KernelError: the library multiplies this shape wrongly."""
         packed = super().pack(layout)
-        if packed.shape not in self._checked:
+        if isinstance(packed, ByteRows) and packed.shape not in self._checked:
             for dtype in (torch.float32, torch.bfloat16):
                 check(packed, dtype)
             self._checked.add(packed.shape)
         return packed
 
-    def matmul(self, packed: ByteRows, x: Rows, out: Tensor, activation: str = "") -> None:
+    def matmul(self, packed: Packed | ByteRows, x: Rows, out: Tensor, activation: str = "") -> None:
         start = self._from(*packed.shape)
+        many = start is not None and x.shape[0] >= start and not activation
         fits = out.is_contiguous() and out.dtype in (torch.float32, torch.bfloat16)
-        if start is None or x.shape[0] < start or activation or not fits:
+        if not isinstance(packed, ByteRows) or not many or not fits:
             super().matmul(packed, x, out, activation)
             return
         for rows in runs(x.shape[0], rows_of_codes(packed.values.shape[1])):

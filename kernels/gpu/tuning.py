@@ -38,10 +38,10 @@ DOUBLED = {9: ("int", "e4m3"), 10: ("e4m3",)}
 OPS = ("linear", "linear_bytes", "linear_experts", "linear_bytes_experts")
 logger = logging.getLogger("sdk")
 #: (op, type, rows, columns) -> (most tokens, tiles), fewest tokens first.
+Table = Mapping[tuple[str, str, int, int], Sequence[tuple[int, "Tiles"]]]
 #: (kernel, rows, columns) -> the fewest tokens for which a library's kernel is faster.
 Libraries = Mapping[tuple[str, int, int], int]
 LIBRARIES = ("scaled_mm",)
-Table = Mapping[tuple[str, str, int, int], Sequence[tuple[int, "Tiles"]]]
 
 
 class Tiles(NamedTuple):
