@@ -512,7 +512,7 @@ def chosen_seconds(text: str, parts: Sequence[str]) -> float:
 
 
 def chosen_rows(text: str, parts: Sequence[str]) -> str:
-    """:raises Refused: there is no such row, or nothing to measure it."""
+    """:raises Refused: the row does not exist, or nothing measures it."""
     if text and "bench" not in parts:
         raise Refused(f"ROWS: expected the part bench, found {', '.join(parts)}")
     known = known_rows() if text else []

@@ -22,7 +22,7 @@ from sdk.kernels.dataclass import dataclass
 
 #: The version of what is written; a file of another one is not read.
 VERSION = 1
-#: No file of ours is larger: a check has 200 bytes, an engine 40 checks.
+#: Our files are smaller: a check takes 200 bytes, and an engine has about 40 checks.
 _MOST_BYTES = 1 << 22
 logger = logging.getLogger("sdk")
 

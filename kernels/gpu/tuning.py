@@ -42,7 +42,7 @@ AMD_STAGES = 2
 #: matrix units read from shared memory. As registers they leave no room for 256 rows.
 DOUBLED = {9: ("int", "e4m3"), 10: ("e4m3",)}
 OPS = ("linear", "linear_bytes", "linear_experts", "linear_bytes_experts")
-#: What reading a file that is no table raises.
+#: What reading a file raises that does not hold a table.
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, KernelError)
 logger = logging.getLogger("sdk")
 #: (kernel, rows, columns) -> the fewest tokens for which a library's kernel is faster.
@@ -169,7 +169,7 @@ def find_table(
 ) -> tuple[Path, dict[str, Any]] | None:
     """The path and the data of the card's table, or of a sister's: of several the first by name.
 
-    A file that is no table is a warning. If it is the card's own, no sister's is looked for.
+    A file without a table gives a warning. If it is the card's own, sisters are not looked for.
     """
     own, names = table_path(card, folder), _names(folder)
     kind = {"capability": list(capability), "processors": processors}

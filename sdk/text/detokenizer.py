@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 # The most tokens that wait for the rest of a character. A character has at most four bytes, so
 # four tokens; if more wait, the rest will not come.
 _MAX_WAITING = 6
+# The most tokens of a window without text that stay for context.
+_MOST_KEPT = 4 * _MAX_WAITING
 
 
 class IncrementalDetokenizer:
@@ -140,10 +142,14 @@ class _Window:
         new = text[len(self._shown) :]
         if (not new or text.endswith("\ufffd")) and waiting < _MAX_WAITING:
             return ""
-        # Keep the tokens that became text just now as the context of the next ones.
-        self._ids = self._ids[self._read :]
-        self._read = len(self._ids)
-        self._shown = self._decode(self._ids)
+        # Keep the tokens that became text just now as the context of the next ones. A decoder that
+        # strips spaces at the beginning may leave nothing of them: then it would strip the next
+        # token's too, and what is before them stays.
+        kept = self._ids[self._read :]
+        self._shown = self._decode(kept)
+        if not self._shown and len(self._ids) <= _MOST_KEPT:
+            kept, self._shown = self._ids, text
+        self._ids, self._read = kept, len(kept)
         return (self._tokenizer.id_to_token(token_id) or "") if raw else new
 
     def finish(self) -> str:

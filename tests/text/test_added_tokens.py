@@ -29,6 +29,7 @@ DECODERS = {
     "metaspace first": decoders.Metaspace(SPACE, prepend_scheme="first"),
     "metaspace never": decoders.Metaspace(SPACE, prepend_scheme="never"),
     "strip each": decoders.Sequence([CHAIN[0], decoders.Strip(" ", 1, 0)]),
+    "two spaces": decoders.Sequence([*CHAIN, decoders.Strip(" ", 2, 0)]),
     "none": None,
 }
 ADDED = ["▁▁", "▁▁▁▁", "<0x09>", "<0xE2>", "é", "ĠĠ", "<x>▁", " lead", "\n\n", "a▁▁b", "▁"]
@@ -95,6 +96,12 @@ def test_ids_of_real_vocabularies_have_the_text_of_the_library(golden: Path, nam
         check(tokenizer, backend, ids, skip)
 
     run()
+
+
+def test_spaces_are_stripped_only_at_the_beginning_of_a_stream() -> None:
+    backend = backend_with(DECODERS["two spaces"])
+    ids = [backend.token_to_id(text) for text in ("a", "▁", "▁a")]
+    assert streamed(own(backend), ids, True) == backend.decode(ids) == "a  a"
 
 
 def test_the_bytes_of_an_added_token_are_those_of_its_text() -> None:
