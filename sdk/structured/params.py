@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import decimal
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -134,8 +133,10 @@ def _schema(value: Any) -> dict[str, Any]:
 
 def _decimal(text: str) -> float:
     """A number with a point or an exponent. :raises ValueError: a double is another number."""
+    from decimal import Decimal  # 2 ms, and every start imports this module
+
     number = float(text)
-    if decimal.Decimal(text) != decimal.Decimal(repr(number)):
+    if Decimal(text) != Decimal(repr(number)):
         raise ValueError(f"the number {text} is not a double: use fewer digits")
     return number
 
