@@ -1,7 +1,8 @@
 """Tests of the Triton kernels on a real GPU: ``pytest -m gpu`` runs them, and they alone.
 
 Where there is no GPU they are not collected: nothing is skipped, nothing counts as passed. Those of
-several GPUs need two. With ``TRITON_INTERPRET=1`` they run on a CPU, slowly, to see that they can.
+several GPUs need two. With ``TRITON_INTERPRET=1`` the kernels' tests run on a CPU, slowly, and with
+``CARD_TESTS_ENGINES=cpu`` those of engines do, with the CPU's kernels: to see that the tests can.
 
 With ``CARD_TESTS_LISTED=1`` they run for their launches alone, with the card's shapes on tensors of
 the CPU where nothing is computed: ``tests/gpu/aot/cache_listing.py`` compiles what they launch.
@@ -29,7 +30,8 @@ from sdk.kernels import gpu
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 LISTED = os.environ.get("CARD_TESTS_LISTED") == "1"
-if not (INTERPRETED or LISTED or torch.cuda.is_available()):
+ENGINES_ON_CPU = os.environ.get("CARD_TESTS_ENGINES") == "cpu"
+if not (INTERPRETED or LISTED or ENGINES_ON_CPU or torch.cuda.is_available()):
     collect_ignore_glob = ["test_*.py"]
 elif torch.cuda.device_count() < 2:
     collect_ignore_glob = ["test_card_ranks.py"]
@@ -48,8 +50,10 @@ if INTERPRETED:
 _END = time.monotonic() + float(os.environ.get("CARD_TESTS_SECONDS", "inf"))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[Any]) -> None:
     number, _, count = os.environ.get("CARD_TESTS_SHARE", "0/1").partition("/")
+    if INTERPRETED or ENGINES_ON_CPU:  # an interpreted engine takes minutes for a token
+        items[:] = [i for i in items if ("engine_device" in i.fixturenames) == ENGINES_ON_CPU]
     items[:] = items[int(number) :: int(count)]
 
 
@@ -92,13 +96,13 @@ def device() -> str:
 @pytest.fixture(scope="session")
 def engine_device() -> str:
     """Where engines are; without a card the CPU, whose operators they then have."""
-    return "cpu" if INTERPRETED else "cuda"
+    return "cpu" if ENGINES_ON_CPU else "cuda"
 
 
 @pytest.fixture(scope="session")
 def size() -> Callable[[int, int], int]:
-    """A dimension: the first number on a card, the second under the interpreter."""
-    return lambda real, tiny: tiny if INTERPRETED else real
+    """A dimension: the first number on a card, the second without one."""
+    return lambda real, tiny: tiny if INTERPRETED or ENGINES_ON_CPU else real
 
 
 @pytest.fixture(scope="session", autouse=True)

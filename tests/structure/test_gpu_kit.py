@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -379,3 +380,18 @@ def test_shares_have_every_test_once_and_end_in_time(tmp_path: Path) -> None:
     code, text = run_share(tmp_path, CARD_TESTS_SECONDS="0")
     assert code == 2
     assert "the time is over before test_them.py::test_n[1]" in text
+
+
+@pytest.mark.slow
+def test_tests_of_engines_on_a_card_hold_with_the_kernels_of_a_cpu() -> None:
+    """Seconds on a card are few: a test that is wrong itself must show before."""
+    arguments = ["-q", "-p", "no:cacheprovider", "-n", "0", "-m", "gpu", "tests/card"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *arguments],
+        env={**os.environ, "CARD_TESTS_ENGINES": "cpu"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
+    assert re.search(r"^2\d passed", done.stdout, re.MULTILINE), done.stdout
