@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from sdk.models.architecture import Sizes, TensorRules, architecture
+from sdk.models.architecture import LayerRules, Sizes, TensorRules, architecture
 from sdk.quant.errors import CheckpointError
 
 MAX_LAYERS = 512
@@ -124,12 +124,13 @@ def expected_shape(config: Mapping[str, Any], name: str) -> tuple[int, ...] | No
     )
     stem = name.removesuffix(".bias").rpartition(".")[2]
     own = known.tensors.shapes.get(stem)
-    shape = _llama_shape(sizes, stem) if own is None else own(sizes)
+    shape = _llama_shape(sizes, stem, known.layer) if own is None else own(sizes)
     return shape[:1] if shape is not None and name.endswith(".bias") else shape
 
 
-def _llama_shape(sizes: Sizes, stem: str) -> tuple[int, ...] | None:
+def _llama_shape(sizes: Sizes, stem: str, layer: LayerRules) -> tuple[int, ...] | None:
     """The shape that most architectures have, by the last part of a tensor's name."""
+    wide = layer.qk_norm == "width"
     hidden, inner, queries, keys = sizes.hidden, sizes.intermediate, sizes.queries, sizes.keys
     shapes: dict[str, tuple[int, ...]] = {
         "embed_tokens": (sizes.vocab, hidden),
@@ -139,8 +140,9 @@ def _llama_shape(sizes: Sizes, stem: str) -> tuple[int, ...] | None:
         "v_proj": (keys, hidden),
         "qkv_proj": (queries + 2 * keys, hidden),
         "o_proj": (hidden, queries),
-        "q_norm": (sizes.head_dim,),
-        "k_norm": (sizes.head_dim,),
+        "q_norm": (queries if wide else sizes.head_dim,),
+        "k_norm": (keys if wide else sizes.head_dim,),
+        "sinks": (sizes.heads,),
         "gate_proj": (inner, hidden),
         "up_proj": (inner, hidden),
         "gate_up_proj": (2 * inner, hidden),

@@ -1,8 +1,9 @@
 """How the project describes a model architecture, and where it finds the descriptions.
 
-Every module of ``models/architectures`` holds the layers of one model and a constant
-``ARCHITECTURE``. The loaders, the config reader and the quantizers read whatever differs between
-models from it, so a new model is one new file. Defaults describe a plain Llama.
+Every module of ``models/architectures`` has a constant ``ARCHITECTURE``: the facts of one model.
+:mod:`sdk.models.decoder` builds its layers from them, and the loaders, the config reader and the
+quantizers read from it whatever else differs between models. So a new model is one new file, as
+long as it has layers that exist. Defaults describe a plain Llama.
 
 Neither this module nor those of ``models/architectures`` import torch: the headers of a GGUF file
 are shown in 0.3 s without it, in 3 s with it. The classes are named tuples because Python makes one
@@ -12,7 +13,7 @@ in 0.2 ms, a dataclass in 1.8 ms.
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from types import MappingProxyType
@@ -43,6 +44,7 @@ class ConfigRules(NamedTuple):
     ``stated``: keys besides :data:`STATED`, which may be null. A config with all of them is read
     without transformers, which takes 2 s to import. ``None``: transformers completes every config.
     ``sliding``: the sliding layers of a config without ``layer_types``.
+    ``unrotated(fields, windows)``: the layers without a rotary embedding; ``None``: there are none.
     ``expert_width``: the key of the width of one expert; ``None`` for a model without experts.
     ``activation``: reads the activation; ``None`` for the name in ``hidden_act``.
     ``embedding_scale``: the factor of embeddings by hidden size, where the config has none.
@@ -54,10 +56,53 @@ class ConfigRules(NamedTuple):
     defaults: Mapping[str, Any] = NOTHING
     stated: tuple[str, ...] | None = None
     sliding: SlidingRule = no_layer
+    unrotated: Callable[[Fields, Sequence[int | None]], Sequence[bool]] | None = None
     expert_width: str | None = None
     activation: Callable[[Fields], Activation] | None = None
     embedding_scale: Callable[[int], float] | None = None
     qkv_bias: bool = False
+
+
+class Norms(NamedTuple):
+    """The norms of a layer, by their names in a checkpoint; ``None`` where there is none.
+
+    A block (attention or MLP) reads the norm of the sum of all before it; the norm after a block
+    is of its output, before that is added to the sum.
+    """
+
+    before_attention: str | None = "input_layernorm"
+    after_attention: str | None = None
+    before_mlp: str | None = "post_attention_layernorm"
+    after_mlp: str | None = None
+
+
+#: Norms after the blocks alone (OLMo 2), and around each (Gemma 2).
+NORMS_AFTER = Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+NORMS_AROUND = Norms(
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
+
+
+class LayerRules(NamedTuple):
+    """What a decoder layer computes, as far as all layers of a model do the same.
+
+    ``norms``: see :class:`Norms`.
+    ``qk_norm``: an RMSNorm of queries and keys before the rotation: over each head, or over the
+    whole width of all heads.
+    ``adjacent_pairs``: dimensions 2i and 2i + 1 of a head turn together, as stored; of other models
+    i and i + d / 2 do.
+    ``sinks``: every head has an attention sink.
+    ``router``: the name of the router of experts, beside them.
+    """
+
+    norms: Norms = Norms()
+    qk_norm: Literal["head", "width"] | None = None
+    adjacent_pairs: bool = False
+    sinks: bool = False
+    router: str = "gate"
 
 
 class Sizes(NamedTuple):
@@ -78,8 +123,6 @@ class TensorRules(NamedTuple):
 
     ``shapes``: shapes that differ from a Llama's, by the last part of a tensor's name.
     ``norms_minus_one``: the weights of norms are stored minus 1.
-    ``norms_before_blocks``: a norm's output is the input of attention and of the MLP, so that
-    quantizers can put factors of input channels into the norm's weight.
     ``experts_transposed``: a float tensor with all experts of a layer is ``[E, in, out]``.
     ``gate_up_interleaved``: rows of gate and up alternate in such a tensor.
     ``block_sparse_moe``: transformers finds packed experts only under the names
@@ -88,7 +131,6 @@ class TensorRules(NamedTuple):
 
     shapes: Mapping[str, Callable[[Sizes], tuple[int, ...]]] = NOTHING
     norms_minus_one: bool = False
-    norms_before_blocks: bool = True
     experts_transposed: bool = False
     gate_up_interleaved: bool = False
     block_sparse_moe: bool = False
@@ -142,14 +184,13 @@ class GgufRules(NamedTuple):
 class Architecture(NamedTuple):
     """One model architecture. ``model_type`` and ``aliases``: the names that configs have for it.
 
-    ``model``: a subclass of :class:`sdk.models.decoder.Decoder`.
     ``gguf``: ``None`` where there are no GGUF files of the model.
     ``wide_range``: activations may exceed float16, which ends at 65,504.
     """
 
     model_type: str
-    model: type[Any]
     aliases: tuple[str, ...] = ()
+    layer: LayerRules = LayerRules()
     config: ConfigRules = ConfigRules()
     tensors: TensorRules = TensorRules()
     gguf: GgufRules | None = None

@@ -40,11 +40,10 @@ def build_model(
     :raises AlignmentError: a weight or the heads cannot be split over this many ranks.
     """
     values = checkpoint.config if config is None else config
-    model = own_model(model_type(values))
-    if model is not None:
+    if architecture(model_type(values)) is not None:
         facts = ModelConfig.from_dict(values)
         with one_mode():
-            return model(Source(checkpoint, facts, mesh, ops, max_model_len, layers, shared))
+            return Decoder(Source(checkpoint, facts, mesh, ops, max_model_len, layers, shared))
     assert shared is None
     from sdk.models.hf_backend import build_hf_model
 
@@ -56,7 +55,7 @@ def read_config(values: Mapping[str, Any]) -> ModelConfig:
 
     :raises CheckpointError: and :raises UnsupportedError: as :func:`build_model`.
     """
-    if own_model(model_type(values)) is not None:
+    if architecture(model_type(values)) is not None:
         return ModelConfig.from_dict(values)
     from sdk.models.hf_backend import read_hf_config
 
@@ -73,9 +72,3 @@ def model_type(config: Mapping[str, Any]) -> str:
         raise CheckpointError(f"config: model_type: expected a name, found {found!r}")
     known = architecture(found)
     return found if known is None else known.model_type
-
-
-def own_model(name: str) -> type[Decoder] | None:
-    """The model class of an architecture of ours; ``None`` for one that transformers runs."""
-    known = architecture(name)
-    return None if known is None else known.model

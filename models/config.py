@@ -26,7 +26,7 @@ from sdk.models.config_fields import (
 )
 from sdk.models.config_keys import check_fixed, only_read
 from sdk.models.rope import RopeSpec
-from sdk.models.rope_config import rope_specs
+from sdk.models.rope_config import ropes_of_layers
 from sdk.models.sliding import sliding_windows
 from sdk.quant.errors import UnsupportedError
 
@@ -60,7 +60,8 @@ class ModelConfig:
     """A decoder, normalized. Sizes count features or tokens.
 
     ``sliding_windows``: for every layer how many tokens a token sees, itself included, ``None`` for
-    all. ``local_rope``: the rotary embedding of the sliding layers where it differs from ``rope``.
+    all. ``ropes``: the rotary embeddings, that of layers without a window first, of which a layer
+    has the one with the number in ``rope_of_layer``.
     ``attention_bias``: of q, k and v; ``output_bias``: of the projection after attention.
     ``logits_scale`` divides the logits; a softcap ``c`` turns ``x`` into ``c * tanh(x / c)``.
     """
@@ -76,8 +77,8 @@ class ModelConfig:
     rms_norm_eps: float
     activation: Activation
     max_position: int
-    rope: RopeSpec
-    local_rope: RopeSpec | None
+    ropes: tuple[RopeSpec, ...]
+    rope_of_layer: tuple[int, ...]
     sliding_windows: tuple[int | None, ...]
     attention_scale: float
     attention_softcap: float | None
@@ -119,7 +120,9 @@ class ModelConfig:
         layers = fields.count("num_hidden_layers", MAX_LAYERS)
         bias = fields.flag("attention_bias", default=False)
         scale = fields.positive("query_pre_attn_scalar", default=float(head_dim)) ** -0.5
-        rope, local_rope = rope_specs(fields, head_dim)
+        windows = _windows(config, fields, known, layers)
+        unrotated = rules.unrotated and rules.unrotated(fields, windows)
+        ropes, rope_of_layer = ropes_of_layers(fields, head_dim, windows, unrotated)
         embedding_scale = 1.0 if rules.embedding_scale is None else rules.embedding_scale(hidden)
         return cls(
             model_type=model_type if known is None else known.model_type,
@@ -133,9 +136,9 @@ class ModelConfig:
             rms_norm_eps=fields.positive("rms_norm_eps"),
             activation=(rules.activation or _activation)(fields),
             max_position=fields.count("max_position_embeddings", MAX_POSITION),
-            rope=rope,
-            local_rope=local_rope,
-            sliding_windows=_windows(config, fields, known, layers),
+            ropes=ropes,
+            rope_of_layer=rope_of_layer,
+            sliding_windows=windows,
             attention_scale=fields.positive("attention_multiplier", default=scale),
             attention_softcap=fields.optional_positive("attn_logit_softcapping"),
             final_softcap=fields.optional_positive("final_logit_softcapping"),

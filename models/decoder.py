@@ -1,9 +1,9 @@
-"""The parts that decoders share: attention over pages, the gated MLP, the loop over the layers.
+"""The gated MLP, a layer as its model's facts describe it, and the loop over the layers.
 
 A layer takes ``(delta, residual)`` and returns the same: ``residual`` is the sum of everything
 before, ``delta`` the last block's output, not yet added. The addition then happens inside the next
 norm (``Ops.add_rms_norm``), one pass over memory instead of two. What differs between models, such
-as where norms are and what is scaled, is in each model's own file.
+as where norms are, is in :class:`sdk.models.architecture.LayerRules` and in the config.
 
 torch is imported for type checkers only: see :mod:`sdk.models.architecture`.
 """
@@ -11,9 +11,11 @@ torch is imported for type checkers only: see :mod:`sdk.models.architecture`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from sdk.kernels.head_norms import HeadNorms
+from sdk.models.architecture import LayerRules, architecture
+from sdk.models.attention import Attention, Step
+from sdk.models.moe import ExpertMLP
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,92 +51,6 @@ class CausalLM(Protocol):
         """All projections with their paths."""
 
 
-class Step(NamedTuple):
-    """What all layers of a step share; ``local_angles``: rotary angles of the sliding layers."""
-
-    batch: AttentionBatch
-    angles: tuple[Tensor, Tensor]
-    local_angles: tuple[Tensor, Tensor]
-
-
-class Attention:
-    """Grouped-query attention of one layer; ``norms`` are those of each head.
-
-    ``sinks`` float32 ``[heads]``: see :meth:`sdk.kernels.ops.Ops.attention`.
-    """
-
-    def __init__(self, source: Source, path: str, index: int) -> None:
-        c, heads = source.config, source.heads
-        self.ops = source.ops
-        self.heads, self.kv_heads, self.head_dim = heads.count, heads.kv_count, c.head_dim
-        self.scale, self.softcap = c.attention_scale, c.attention_softcap
-        self.window = c.sliding_windows[index]
-        self.sinks: Tensor | None = None
-        self.norms: HeadNorms | None = None
-        d = c.head_dim
-        keys = (c.num_kv_heads * d, heads.kv_start * d, heads.kv_count * d)
-        parts = [
-            ("q_proj", c.num_heads * d, heads.start * d, heads.count * d),
-            ("k_proj", *keys),
-            ("v_proj", *keys),
-        ]
-        self.qkv = self.projection(source, path, parts)
-        self.out = source.row(
-            f"{path}.o_proj",
-            c.num_heads * d,
-            heads.start * d,
-            heads.count * d,
-            bias=c.output_bias,
-        )
-
-    def projection(
-        self, source: Source, path: str, parts: Sequence[tuple[str, int, int, int]]
-    ) -> Projection:
-        """The projection to queries, keys and values."""
-        bias = source.config.attention_bias
-        return source.columns(path, "qkv_proj", parts, bias=bias, accurate=True)
-
-    def normalize(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Change q ``[T, heads, head_dim]`` and k ``[T, kv_heads, head_dim]`` before rotation."""
-        return q, k
-
-    @property
-    def rounding(self) -> Rounding | None:
-        """See :class:`Projection`."""
-        return self.qkv.rounding
-
-    def __call__(self, x: Rows, step: Step, pages: KVPages) -> Tensor:
-        return self.attend(self.qkv(x), step, pages)
-
-    def attend(self, qkv: Tensor, step: Step, pages: KVPages) -> Tensor:
-        """Attention of the projected ``[T, features of q, k and v]``."""
-        heads = qkv.view(qkv.shape[0], -1, self.head_dim)
-        q, k, v = heads.split_with_sizes([self.heads, self.kv_heads, self.kv_heads], dim=1)
-        q, k = self.normalize(q, k)
-        cos, sin = step.angles if self.window is None else step.local_angles
-        q = self.ops.rope_and_cache(q, k, v, cos, sin, step.batch, pages, self.norms)
-        y = self.ops.attention(
-            q,
-            pages,
-            step.batch,
-            scale=self.scale,
-            window=self.window,
-            softcap=self.softcap,
-            sinks=self.sinks,
-        )
-        return self.out(y)
-
-
-class HeadNormAttention(Attention):
-    """Attention with an RMSNorm over each head's query and key (Qwen 3, Gemma 3)."""
-
-    def __init__(self, source: Source, path: str, index: int) -> None:
-        super().__init__(source, path, index)
-        q_norm = source.norm(f"{path}.q_norm", self.head_dim)
-        k_norm = source.norm(f"{path}.k_norm", self.head_dim)
-        self.norms = HeadNorms(q_norm, k_norm, source.config.rms_norm_eps)
-
-
 class MLP:
     """``down(act(gate(x)) * up(x))``."""
 
@@ -161,32 +77,68 @@ class MLP:
         return self.down(self.gate_up.gated(x, self.activation))
 
 
-class Layer(Protocol):
-    """One decoder layer: ``(delta, residual) -> (delta, residual)``; may modify both in place.
+class Layer:
+    """One decoder layer: attention and an MLP, each with the norms that the model has for it."""
 
-    The first layer has no residual.
-    """
-
-    def __init__(self, source: Source, path: str, index: int) -> None: ...
+    def __init__(self, source: Source, path: str, index: int, rules: LayerRules) -> None:
+        self.ops = source.ops
+        c = source.config
+        self.eps, self.multiplier = c.rms_norm_eps, c.residual_scale
+        norms = [None if name is None else source.norm(f"{path}.{name}") for name in rules.norms]
+        self.before_attention, self.after_attention, self.before_mlp, self.after_mlp = norms
+        self.attention = Attention(source, f"{path}.self_attn", index, rules)
+        self.mlp: MLP | ExpertMLP
+        if c.experts is not None and c.experts.layers[index]:
+            self.mlp = ExpertMLP(source, f"{path}.mlp", rules.router)
+        else:
+            self.mlp = MLP(source, f"{path}.mlp")
 
     def __call__(
         self, delta: Tensor, residual: Tensor | None, step: Step, pages: KVPages
-    ) -> tuple[Tensor, Tensor]: ...
+    ) -> tuple[Tensor, Tensor]:
+        """``(delta, residual) -> (delta, residual)``; may modify both in place. The first layer has
+        no residual."""
+        x, residual = self._input(self.attention.rounding, delta, residual, self.before_attention)
+        delta = self._output(self.attention(x, step, pages), self.after_attention)
+        x, residual = self._input(self.mlp.rounding, delta, residual, self.before_mlp)
+        return self._output(self.mlp(x), self.after_mlp), residual
+
+    def _input(
+        self,
+        rounding: Rounding | None,
+        delta: Tensor,
+        residual: Tensor | None,
+        norm: Tensor | None,
+    ) -> tuple[Rows, Tensor]:
+        """What a block reads, and the sum of all before it."""
+        if norm is not None:
+            return self.ops.add_rms_norm_for(rounding, delta, residual, norm, self.eps)
+        residual = delta if residual is None else self.ops.add(residual, delta)
+        return residual, residual
+
+    def _output(self, x: Tensor, norm: Tensor | None) -> Tensor:
+        """What a block adds to the sum."""
+        if norm is not None:
+            x = self.ops.rms_norm(x, norm, self.eps)
+        return self.ops.scale(x, self.multiplier)
+
+
+def layer_rules(config: ModelConfig) -> LayerRules:
+    """What the layers of a model compute."""
+    own = architecture(config.model_type)
+    return LayerRules() if own is None else own.layer
 
 
 class Decoder:
-    """Embedding, layers, final norm and head: a :class:`CausalLM` for one class of ``layer``.
+    """Embedding, layers, final norm and head: a :class:`CausalLM`.
 
     One stage of several has only some of the layers; the first one has the embedding, the last one
     norm and head.
     """
 
-    layer: ClassVar[type[Layer]]
-    #: Whether attention has attention sinks: see :class:`Attention`.
-    has_sinks: ClassVar[bool] = False
-
     def __init__(self, source: Source) -> None:
         c = source.config
+        self._rules = layer_rules(c)
         self.config = c
         self.ops = source.ops
         self._mesh = mesh = source.mesh
@@ -197,10 +149,9 @@ class Decoder:
         self.layers: list[Layer] = []
         for i in self.numbers:
             with self.ops.layers.load(i):
-                self.layers.append(self.layer(source, f"model.layers.{i}", i))
+                self.layers.append(Layer(source, f"model.layers.{i}", i, self._rules))
         self.norm: Tensor | None = source.norm("model.norm") if mesh.is_last else None
-        self.rope = source.rope(c.rope)
-        self.local_rope = None if c.local_rope is None else source.rope(c.local_rope)
+        self.ropes = [source.rope(spec) for spec in c.ropes]
         self._linears = source.linears
         #: The tensors of one dimension that it has pulled, by path.
         self.vectors = source.vectors
@@ -212,7 +163,7 @@ class Decoder:
     @property
     def shift_invariant(self) -> bool:
         """Whether a constant may be added to all scores of a query: no soft caps, no sinks."""
-        return self.config.attention_softcap is None and not self.has_sinks
+        return self.config.attention_softcap is None and not self._rules.sinks
 
     def linears(self) -> Iterator[tuple[str, Projection | ExpertProjection]]:
         """See :class:`CausalLM`."""
@@ -228,11 +179,7 @@ class Decoder:
         """See :class:`CausalLM`. ``out``: where the last stage writes hidden states."""
         delta = self._enter(inputs)
         residual: Tensor | None = None
-        angles = self.rope.cos_sin(batch.positions, self.ops)
-        local = angles
-        if self.local_rope is not None:
-            local = self.local_rope.cos_sin(batch.positions, self.ops)
-        step = Step(batch, angles, local)
+        step = Step(batch, [rope.cos_sin(batch.positions, self.ops) for rope in self.ropes])
         self.streams = []
         for i, layer, pages in zip(self.numbers, self.layers, kv, strict=True):
             if i in self.streamed:

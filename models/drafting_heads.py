@@ -23,8 +23,9 @@ from sdk.kernels.dataclass import dataclass
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.ops import Ops
+from sdk.models.attention import Attention, Step
 from sdk.models.config import ModelConfig
-from sdk.models.decoder import MLP, Attention, Step
+from sdk.models.decoder import MLP
 from sdk.models.layers import ExpertProjection, Projection, Source
 from sdk.models.parallel import Mesh
 from sdk.quant.checkpoint import Checkpoint
@@ -175,7 +176,7 @@ class _EagleBase(DraftingHead):
             self._logits = source.matrix("lm_head", head.draft_vocab, c.hidden_size)
             if checkpoint.has("d2t"):
                 self._logits = _SomeTokens(self._logits, checkpoint.tensor("d2t"), c.vocab_size)
-        self._rope = source.rope(c.rope)
+        self._ropes = [source.rope(spec) for spec in c.ropes]
 
     def embed(self, token_ids: Tensor) -> Tensor:
         return self._embed(token_ids)
@@ -184,8 +185,7 @@ class _EagleBase(DraftingHead):
         return self._logits(hidden)
 
     def _step(self, batch: AttentionBatch) -> Step:
-        angles = self._rope.cos_sin(batch.positions, self.ops)
-        return Step(batch, angles, angles)
+        return Step(batch, [rope.cos_sin(batch.positions, self.ops) for rope in self._ropes])
 
 
 class EagleHead(_EagleBase):

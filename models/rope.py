@@ -37,6 +37,7 @@ ROPE_TYPES = (
     "llama3",
     "proportional",
     "freq_factors",
+    "none",
 )
 
 
@@ -94,6 +95,8 @@ def inverse_frequencies(spec: RopeSpec, max_model_len: int) -> tuple[Tensor, flo
 
 def _frequencies(spec: RopeSpec, max_model_len: int) -> tuple[_Array, float]:
     match spec.type:
+        case "none":  # of layers that do not rotate: every angle is 0
+            return np.zeros(spec.rotary_dim // 2, np.float32), 1.0
         case "default":
             return _plain(spec, spec.theta), 1.0
         case "linear":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sdk.models.config_fields import MAX_POSITION, Fields, without_null
@@ -10,7 +10,31 @@ from sdk.models.rope import ROPE_TYPES, RopeSpec
 from sdk.quant.errors import UnsupportedError
 
 
-def rope_specs(fields: Fields, head_dim: int) -> tuple[RopeSpec, RopeSpec | None]:
+def ropes_of_layers(
+    fields: Fields,
+    head_dim: int,
+    windows: Sequence[int | None],
+    unrotated: Sequence[bool] | None = None,
+) -> tuple[tuple[RopeSpec, ...], tuple[int, ...]]:
+    """The rotary embeddings of a model, and which of them each layer has.
+
+    ``windows``: the sliding window of each layer. ``unrotated``: the layers without one.
+    """
+    full, local = _of_full_and_sliding(fields, head_dim)
+    ropes = [full]
+    if local is not None:
+        ropes.append(local)
+    sliding = len(ropes) - 1
+    of_layer = [0 if window is None else sliding for window in windows]
+    if unrotated is not None and any(unrotated):
+        of_layer = [
+            len(ropes) if still else n for n, still in zip(of_layer, unrotated, strict=True)
+        ]
+        ropes.append(RopeSpec(full.theta, full.rotary_dim, full.max_position, type="none"))
+    return tuple(ropes), tuple(of_layer)
+
+
+def _of_full_and_sliding(fields: Fields, head_dim: int) -> tuple[RopeSpec, RopeSpec | None]:
     """The rotary embedding of the full layers and, where it differs, of the sliding ones."""
     scaling = fields.mapping("rope_parameters") or fields.mapping("rope_scaling")
     per_type = Fields(scaling, "config: rope_parameters")

@@ -7,53 +7,18 @@ Embeddings are scaled by ``sqrt(hidden_size)``; norm weights are stored minus 1.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
-from sdk.models.architecture import Architecture, ConfigRules, GgufKeys, GgufRules, TensorRules
-from sdk.models.decoder import MLP, Attention, Decoder, Step
+from sdk.models.architecture import (
+    NORMS_AROUND,
+    Architecture,
+    ConfigRules,
+    GgufKeys,
+    GgufRules,
+    LayerRules,
+    TensorRules,
+)
 from sdk.models.sliding import all_but_every
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from sdk.kernels.kv_pages import KVPages
-    from sdk.models.layers import Source
-
-
-class Gemma2Layer:
-    """``x += norm(attention(norm(x))); x += norm(mlp(norm(x)))``."""
-
-    attention_type: ClassVar[type[Attention]] = Attention
-
-    def __init__(self, source: Source, path: str, index: int) -> None:
-        self.ops = source.ops
-        self.eps = source.config.rms_norm_eps
-        self.input_norm = source.norm(f"{path}.input_layernorm")
-        self.attention = self.attention_type(source, f"{path}.self_attn", index)
-        self.post_attention_norm = source.norm(f"{path}.post_attention_layernorm")
-        self.pre_mlp_norm = source.norm(f"{path}.pre_feedforward_layernorm")
-        self.mlp = MLP(source, f"{path}.mlp")
-        self.post_mlp_norm = source.norm(f"{path}.post_feedforward_layernorm")
-
-    def __call__(
-        self, delta: Tensor, residual: Tensor | None, step: Step, pages: KVPages
-    ) -> tuple[Tensor, Tensor]:
-        x, residual = self.ops.add_rms_norm_for(
-            self.attention.rounding, delta, residual, self.input_norm, self.eps
-        )
-        x = self.attention(x, step, pages)
-        delta = self.ops.rms_norm(x, self.post_attention_norm, self.eps)
-        x, residual = self.ops.add_rms_norm_for(
-            self.mlp.rounding, delta, residual, self.pre_mlp_norm, self.eps
-        )
-        return self.ops.rms_norm(self.mlp(x), self.post_mlp_norm, self.eps), residual
-
-
-class Model(Decoder):
-    """A :class:`sdk.models.decoder.CausalLM`."""
-
-    layer = Gemma2Layer
-
 
 #: The names of tensors in GGUF files, also of Gemma 3.
 GGUF_TENSORS = {
@@ -88,7 +53,7 @@ def _read_gguf(config: dict[str, Any], keys: GgufKeys) -> None:
 
 ARCHITECTURE = Architecture(
     "gemma2",
-    Model,
+    layer=LayerRules(norms=NORMS_AROUND),
     config=ConfigRules(
         keys=(
             *("attention_bias", "hidden_activation", "query_pre_attn_scalar", "layer_types"),

@@ -9,20 +9,17 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from sdk.models.architecture import Architecture, ConfigRules, GgufKeys, GgufRules, TensorRules
-from sdk.models.architectures.gemma2 import GGUF_TENSORS, Gemma2Layer, read_gguf_layers
-from sdk.models.decoder import Decoder, HeadNormAttention
+from sdk.models.architecture import (
+    NORMS_AROUND,
+    Architecture,
+    ConfigRules,
+    GgufKeys,
+    GgufRules,
+    LayerRules,
+    TensorRules,
+)
+from sdk.models.architectures.gemma2 import GGUF_TENSORS, read_gguf_layers
 from sdk.models.sliding import all_but_every
-
-
-class Gemma3Layer(Gemma2Layer):
-    attention_type = HeadNormAttention
-
-
-class Model(Decoder):
-    """A :class:`sdk.models.decoder.CausalLM`."""
-
-    layer = Gemma3Layer
 
 
 def _read_gguf(config: dict[str, Any], keys: GgufKeys) -> None:
@@ -41,8 +38,8 @@ def _read_gguf(config: dict[str, Any], keys: GgufKeys) -> None:
 
 ARCHITECTURE = Architecture(
     "gemma3_text",
-    Model,
     aliases=("gemma3",),
+    layer=LayerRules(norms=NORMS_AROUND, qk_norm="head"),
     config=ConfigRules(
         keys=(
             *("attention_bias", "hidden_activation", "query_pre_attn_scalar", "layer_types"),

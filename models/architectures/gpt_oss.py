@@ -8,39 +8,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from sdk.models.architecture import Architecture, ConfigRules, GgufKeys, GgufRules, TensorRules
-from sdk.models.architectures.llama import LlamaLayer
+from sdk.models.architecture import (
+    Architecture,
+    ConfigRules,
+    GgufKeys,
+    GgufRules,
+    LayerRules,
+    TensorRules,
+)
 from sdk.models.config_fields import Fields
-from sdk.models.decoder import Attention, Decoder
-from sdk.models.moe import ExpertMLP
 from sdk.models.sliding import all_but_every
 from sdk.quant.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from sdk.kernels.ops import Activation
-    from sdk.models.layers import Source
-
-
-class SinkAttention(Attention):
-    def __init__(self, source: Source, path: str, index: int) -> None:
-        super().__init__(source, path, index)
-        heads = source.heads
-        sinks = source.vector(f"{path}.sinks", source.config.num_heads)
-        self.sinks = sinks[heads.start : heads.start + heads.count].contiguous()
-
-
-class GptOssLayer(LlamaLayer):
-    attention_type = SinkAttention
-
-    def feed_forward(self, source: Source, path: str, index: int) -> ExpertMLP:
-        return ExpertMLP(source, path, router="router")
-
-
-class Model(Decoder):
-    """A :class:`sdk.models.decoder.CausalLM`."""
-
-    layer = GptOssLayer
-    has_sinks = True
 
 
 def _activation(fields: Fields) -> Activation:
@@ -61,7 +42,7 @@ def _read_gguf(config: dict[str, Any], keys: GgufKeys) -> None:
 
 ARCHITECTURE = Architecture(
     "gpt_oss",
-    Model,
+    layer=LayerRules(sinks=True, router="router"),
     config=ConfigRules(
         keys=(
             *("attention_bias", "sliding_window", "layer_types", "swiglu_alpha", "swiglu_limit"),
@@ -75,7 +56,6 @@ ARCHITECTURE = Architecture(
         activation=_activation,
     ),
     tensors=TensorRules(
-        shapes={"sinks": lambda sizes: (sizes.heads,)},
         experts_transposed=True,
         gate_up_interleaved=True,
     ),

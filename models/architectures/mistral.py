@@ -6,12 +6,7 @@ GGUF files of it call themselves ``llama``; the window tells them apart.
 from __future__ import annotations
 
 from sdk.models.architecture import Architecture, ConfigRules, GgufKeys, GgufRules
-from sdk.models.architectures import llama
 from sdk.models.sliding import all_but_every
-
-
-class Model(llama.Model):
-    """A :class:`sdk.models.decoder.CausalLM`."""
 
 
 def _slides_without_experts(keys: GgufKeys) -> bool:
@@ -21,7 +16,6 @@ def _slides_without_experts(keys: GgufKeys) -> bool:
 
 ARCHITECTURE = Architecture(
     "mistral",
-    Model,
     config=ConfigRules(
         keys=("sliding_window",),
         stated=("hidden_act", "sliding_window"),

@@ -9,12 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from sdk.models.architecture import Architecture, ConfigRules, GgufKeys, GgufRules
-from sdk.models.architectures import llama
 from sdk.models.sliding import all_but_every
-
-
-class Model(llama.Model):
-    """A :class:`sdk.models.decoder.CausalLM`."""
 
 
 def _read_gguf(config: dict[str, Any], keys: GgufKeys) -> None:
@@ -25,7 +20,6 @@ def _read_gguf(config: dict[str, Any], keys: GgufKeys) -> None:
 
 ARCHITECTURE = Architecture(
     "phi3",
-    Model,
     config=ConfigRules(
         keys=("sliding_window", "original_max_position_embeddings", "partial_rotary_factor"),
         sliding=all_but_every(1),

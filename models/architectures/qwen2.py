@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 from sdk.models.architecture import Architecture, ConfigRules, GgufRules
-from sdk.models.architectures import llama
 from sdk.models.config_fields import Fields
-
-
-class Model(llama.Model):
-    """A :class:`sdk.models.decoder.CausalLM`."""
 
 
 def upper_layers(fields: Fields, layers: int) -> list[bool]:
@@ -22,7 +17,6 @@ def upper_layers(fields: Fields, layers: int) -> list[bool]:
 
 ARCHITECTURE = Architecture(
     "qwen2",
-    Model,
     config=ConfigRules(
         keys=("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"),
         stated=("hidden_act", "use_sliding_window", "sliding_window", "max_window_layers"),

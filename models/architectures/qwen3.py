@@ -2,25 +2,12 @@
 
 from __future__ import annotations
 
-from sdk.models.architecture import Architecture, ConfigRules, GgufRules
-from sdk.models.architectures.llama import LlamaLayer
+from sdk.models.architecture import Architecture, ConfigRules, GgufRules, LayerRules
 from sdk.models.architectures.qwen2 import upper_layers
-from sdk.models.decoder import Decoder, HeadNormAttention
-
-
-class Qwen3Layer(LlamaLayer):
-    attention_type = HeadNormAttention
-
-
-class Model(Decoder):
-    """A :class:`sdk.models.decoder.CausalLM`."""
-
-    layer = Qwen3Layer
-
 
 ARCHITECTURE = Architecture(
     "qwen3",
-    Model,
+    layer=LayerRules(qk_norm="head"),
     config=ConfigRules(
         keys=(
             *("attention_bias", "layer_types"),

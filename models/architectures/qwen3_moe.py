@@ -6,31 +6,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from sdk.models.architecture import Architecture, ConfigRules, GgufKeys, GgufRules
-from sdk.models.architectures.qwen3 import Qwen3Layer
+from sdk.models.architecture import Architecture, ConfigRules, GgufKeys, GgufRules, LayerRules
 from sdk.models.config_fields import Fields
-from sdk.models.decoder import MLP, Decoder
-from sdk.models.moe import ExpertMLP
 from sdk.models.sliding import all_but_every
 from sdk.quant.errors import UnsupportedError
-
-if TYPE_CHECKING:
-    from sdk.models.layers import Source
-
-
-class Qwen3MoeLayer(Qwen3Layer):
-    def feed_forward(self, source: Source, path: str, index: int) -> MLP | ExpertMLP:
-        spec = source.config.experts
-        has_experts = spec is not None and spec.layers[index]
-        return ExpertMLP(source, path) if has_experts else MLP(source, path)
-
-
-class Model(Decoder):
-    """A :class:`sdk.models.decoder.CausalLM`."""
-
-    layer = Qwen3MoeLayer
 
 
 def _sliding(fields: Fields, layers: int) -> Sequence[bool]:
@@ -57,7 +38,7 @@ def _write_gguf(config: Mapping[str, Any], source: str) -> Mapping[str, Any]:
 
 ARCHITECTURE = Architecture(
     "qwen3_moe",
-    Model,
+    layer=LayerRules(qk_norm="head"),
     config=ConfigRules(
         keys=(
             *("attention_bias", "use_sliding_window", "sliding_window"),

@@ -14,7 +14,8 @@ from sdk.memory.machine import available_memory
 from sdk.memory.plan import MemoryPlan
 from sdk.memory.resolve import available_to, config_values
 from sdk.memory.sizes import format_bytes
-from sdk.models.auto import model_type, own_model
+from sdk.models.architecture import architecture
+from sdk.models.auto import model_type
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.tokenizer import Tokenizer
 
@@ -41,7 +42,7 @@ def check_options(config: EngineConfig, checkpoint: Checkpoint, made: MemoryPlan
             f"through shared memory only, which is not possible here: {reason}"
         )
     name = model_type(config_values(config, checkpoint))
-    if own_model(name) is None:
+    if architecture(name) is None:
         for option in ("tensor_parallel_size", "pipeline_parallel_size"):
             if (found := getattr(config, option)) > 1:
                 raise UnsupportedError(

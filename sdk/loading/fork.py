@@ -14,7 +14,8 @@ from sdk.memory.planning import plan_for
 from sdk.memory.pool import MemoryPool
 from sdk.memory.resolve import device_of
 from sdk.memory.weights import weight_bytes
-from sdk.models.auto import model_type, own_model
+from sdk.models.architecture import architecture
+from sdk.models.auto import model_type
 from sdk.options import engine_config
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.safe_repr import safe_repr
@@ -105,7 +106,7 @@ def _check_engine(config: EngineConfig, values: Mapping[str, Any]) -> None:
         "its memory is that of a pool, which counts weights once for each model": isinstance(
             config.memory, MemoryPool
         ),
-        "transformers' code runs it, which has its weights inside": own_model(model_type(values))
+        "transformers' code runs it, which has its weights inside": architecture(model_type(values))
         is None,
     }
     for reason, is_so in reasons.items():

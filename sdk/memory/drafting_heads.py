@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from sdk.errors import CheckpointError, RequestError, UnsupportedError
 from sdk.kernels.lazy_torch import torch
-from sdk.models.auto import own_model
+from sdk.models.architecture import architecture
 from sdk.models.config import ModelConfig
 from sdk.models.drafting_heads import LAYER, HeadConfig
 from sdk.quant.safe_repr import safe_repr
@@ -117,7 +117,7 @@ def _streams(folder: HeadFolder, target: ModelConfig) -> tuple[int, ...]:
         )
     found: Any = folder.config.get(key, settings.get(key))
     layers = target.num_layers
-    if own_model(target.model_type) is None:
+    if architecture(target.model_type) is None:
         raise UnsupportedError(
             f"speculative_config: method 'eagle3': model_type {target.model_type!r} runs through "
             "transformers, which does not give the hidden states of its layers; use method 'eagle' "

@@ -56,10 +56,9 @@ def model_key(
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
     options = {"quantization": quantization, "overrides": dict(overrides)}
     digest.update(json.dumps(options, sort_keys=True, default=str).encode())
-    for rope in (config.rope, config.local_rope):
-        if rope is not None:
-            frequencies, factor = inverse_frequencies(rope, max_model_len)
-            digest.update(frequencies.numpy().tobytes() + repr(factor).encode())
+    for rope in config.ropes:
+        frequencies, factor = inverse_frequencies(rope, max_model_len)
+        digest.update(frequencies.numpy().tobytes() + repr(factor).encode())
     return ModelKey(path.name, digest.hexdigest()[:32])
 
 
@@ -69,12 +68,11 @@ def key_of_fork(key: ModelKey, config: ModelConfig, length: int, own_length: int
     No file is read: it may have changed since. Keys differ where rotary frequencies depend on the
     longest request.
     """
-    for rope in (config.rope, config.local_rope):
-        if rope is not None:
-            old, new = (inverse_frequencies(rope, each) for each in (length, own_length))
-            if old[1] != new[1] or old[0].tolist() != new[0].tolist():
-                digest = hashlib.sha256(f"{key.digest} {own_length}".encode())
-                return ModelKey(key.name, digest.hexdigest()[:32])
+    for rope in config.ropes:
+        old, new = (inverse_frequencies(rope, each) for each in (length, own_length))
+        if old[1] != new[1] or old[0].tolist() != new[0].tolist():
+            digest = hashlib.sha256(f"{key.digest} {own_length}".encode())
+            return ModelKey(key.name, digest.hexdigest()[:32])
     return key
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from sdk.models.architecture import TensorRules, architecture
+from sdk.models.architecture import architecture
 from sdk.models.config import ModelConfig
 from sdk.quant.calibration import InputStatistics
 from sdk.quant.checkpoint import Checkpoint
@@ -22,11 +22,9 @@ from sdk.quant.methods.smooth import smoothing
 from sdk.quant.quantize import Packed, check_finite
 from sdk.quant.scheme import Scheme
 
-#: Matrices whose inputs are a norm's output, and candidates for the norm: the first that exists.
-_AFTER_NORMS = (
-    (("q_proj", "qkv_proj"), ("input_layernorm",)),
-    (("gate_proj", "gate_up_proj"), ("pre_feedforward_layernorm", "post_attention_layernorm")),
-)
+#: Matrices that read what a norm has written, if there is one.
+_FIRST_OF_ATTENTION = ("q_proj", "qkv_proj")
+_FIRST_OF_MLP = ("gate_proj", "gate_up_proj")
 #: The matrix in whose rows a projection's input is linear.
 _AFTER_ROWS = {"o_proj": "self_attn.v_proj", "down_proj": "mlp.up_proj"}
 
@@ -50,7 +48,8 @@ class Folding:
         self.config = config
         self.path = path
         known = architecture(config.model_type)
-        self.rules = TensorRules() if known is None else known.tensors
+        assert known is not None
+        self.rules, self.norms = known.tensors, known.layer.norms
         self.inputs = inputs
         self.weights = {n: checkpoint.weight(n).dequantize() for names in inputs for n in names}
         self.tensors: dict[str, Tensor] = {}
@@ -83,13 +82,12 @@ class Folding:
 
     def _fold(self, names: tuple[str, ...], statistics: InputStatistics) -> None:
         last = names[0].rsplit(".", 1)[1]
-        for matrices, norms in _AFTER_NORMS:
-            if last in matrices and self.rules.norms_before_blocks:
-                found = (n for n in norms if self.checkpoint.has(f"{self.path}.{n}.weight"))
-                norm = next(found, None)
-                if norm is not None:
-                    self._into_norm(f"{self.path}.{norm}.weight", names, statistics)
-                return
+        if last in (*_FIRST_OF_ATTENTION, *_FIRST_OF_MLP):
+            first = last in _FIRST_OF_ATTENTION
+            norm = self.norms.before_attention if first else self.norms.before_mlp
+            if norm is not None:
+                self._into_norm(f"{self.path}.{norm}.weight", names, statistics)
+            return
         before = f"{self.path}.{_AFTER_ROWS.get(last)}"
         if self.scheme.method == "awq" and before in self.weights:
             self._into_rows(before, names[0], statistics)

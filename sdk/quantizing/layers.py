@@ -19,9 +19,11 @@ from sdk.errors import QuantizationError, UnsupportedError
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.ops import Ops
 from sdk.loaders.writers.parts import new_file
-from sdk.models.auto import model_type, own_model
+from sdk.models.architecture import architecture
+from sdk.models.attention import Step
+from sdk.models.auto import model_type
 from sdk.models.config import ModelConfig
-from sdk.models.decoder import Decoder, Layer, Step
+from sdk.models.decoder import Layer, layer_rules
 from sdk.models.layers import Source
 from sdk.models.parallel import Mesh
 from sdk.models.rope import Rope
@@ -31,19 +33,18 @@ from sdk.quant.checkpoint import Checkpoint
 _PAGE = 16
 
 
-def decoder_of(checkpoint: Checkpoint) -> tuple[type[Decoder], ModelConfig]:
-    """The class and the config of a model that is built of layers.
+def decoder_config(checkpoint: Checkpoint) -> ModelConfig:
+    """The config of a model that is built of layers.
 
     :raises UnsupportedError: it runs through transformers, whose layers are not known.
     """
     name = model_type(checkpoint.config)
-    model = own_model(name)
-    if model is None:
+    if architecture(name) is None:
         raise UnsupportedError(
             f"{checkpoint.path}: {name} models run through transformers; only this package's own "
             "model code can be quantized to files"
         )
-    return model, ModelConfig.from_dict(checkpoint.config)
+    return ModelConfig.from_dict(checkpoint.config)
 
 
 class LayerRun:
@@ -53,12 +54,10 @@ class LayerRun:
     """
 
     def __init__(self, checkpoint: Checkpoint, tokens: int, num_threads: int | None = None) -> None:
-        self.model, self.config = decoder_of(checkpoint)
+        self.config = decoder_config(checkpoint)
         self.tokens = tokens
         self.ops = Ops(compute="exact", num_threads=num_threads)
-        rope, local = self.config.rope, self.config.local_rope
-        self._rope = Rope(rope, tokens, self.ops.device)
-        self._local_rope = None if local is None else Rope(local, tokens, self.ops.device)
+        self._ropes = [Rope(spec, tokens, self.ops.device) for spec in self.config.ropes]
         pages = -(-tokens // _PAGE)
         spec = kv_spec(self.config, self.config.num_kv_heads, _PAGE, "float32")
         self._kv = KVCache(replace(spec, num_layers=1), pages + 1)
@@ -78,7 +77,8 @@ class LayerRun:
 
     def build(self, checkpoint: Checkpoint, index: int) -> Layer:
         """Layer ``index`` with the weights of ``checkpoint``."""
-        return self.model.layer(self._source(checkpoint), f"model.layers.{index}", index)
+        rules = layer_rules(self.config)
+        return Layer(self._source(checkpoint), f"model.layers.{index}", index, rules)
 
     def outputs(self, layer: Layer, inputs: Path) -> Iterator[Tensor]:
         """The output of ``layer`` for each sequence in the file: float32 ``[T, hidden]``."""
@@ -131,10 +131,6 @@ class LayerRun:
             max_query_len=len(x),
             max_context_len=len(x),
         )
-        angles = self._rope.cos_sin(positions, self.ops)
-        local = angles
-        if self._local_rope is not None:
-            local = self._local_rope.cos_sin(positions, self.ops)
-        step = Step(batch, angles, local)
+        step = Step(batch, [rope.cos_sin(positions, self.ops) for rope in self._ropes])
         delta, residual = layer(x, torch.zeros_like(x), step, self._kv.layers[0])
         return delta + residual

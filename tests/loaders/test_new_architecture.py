@@ -18,28 +18,16 @@ from sdk.loaders.model_shapes import expected_shape
 from sdk.loaders.open import open_checkpoint, read_headers
 from sdk.loaders.writers.gguf_metadata import model_metadata
 from sdk.models.activation_type import activation_type
-from sdk.models.architecture import architectures
-from sdk.models.auto import build_model, model_type, own_model
+from sdk.models.architecture import architecture, architectures
+from sdk.models.auto import build_model, model_type
 from sdk.models.config import ModelConfig
 from sdk.models.parallel import Mesh
 from sdk.quant.errors import CheckpointError, UnsupportedError
 
 Save = Callable[..., Path]
 TOY = """
-from sdk.models.architecture import Architecture, ConfigRules, GgufRules, TensorRules
-from sdk.models.architectures.llama import LlamaLayer
-from sdk.models.decoder import Decoder
+from sdk.models.architecture import Architecture, ConfigRules, GgufRules, LayerRules, TensorRules
 from sdk.models.sliding import all_but_every
-
-
-class ToyLayer(LlamaLayer):
-    def __init__(self, source, path, index):
-        super().__init__(source, path, index)
-        self.toy = source.vector(f"{path}.self_attn.toy", source.config.num_heads)
-
-
-class Model(Decoder):
-    layer = ToyLayer
 
 
 def read(config, keys):
@@ -48,8 +36,8 @@ def read(config, keys):
 
 ARCHITECTURE = Architecture(
     "toy",
-    Model,
     aliases=("toy_multimodal",),
+    layer=LayerRules(sinks=True),
     config=ConfigRules(
         keys=("sliding_window", "sliding_window_pattern", "logits_scaling"),
         defaults={"head_dim": 8, "rope_theta": 5000.0},
@@ -59,7 +47,7 @@ ARCHITECTURE = Architecture(
     tensors=TensorRules(shapes={"toy": lambda sizes: (sizes.heads,)}, norms_minus_one=True),
     gguf=GgufRules(
         "toy-llm",
-        tensors={"mlp.up_proj": "ffn_toy", "self_attn.toy": "attn_toy"},
+        tensors={"mlp.up_proj": "ffn_toy", "self_attn.sinks": "attn_toy"},
         read=read,
         write=lambda config, source: {"toy.scale": float(config["logits_scaling"])},
     ),
@@ -111,7 +99,7 @@ def test_its_configs_are_read_with_its_own_rules(toy: None) -> None:
     config = ModelConfig.from_dict({**CONFIG, "model_type": "toy_multimodal"})
     assert config.model_type == model_type({"model_type": "toy_multimodal"}) == "toy"
     assert config.sliding_windows == (9, 9, None, 9)
-    assert (config.head_dim, config.rope.theta, config.embedding_scale) == (8, 5000.0, 64.0)
+    assert (config.head_dim, config.ropes[0].theta, config.embedding_scale) == (8, 5000.0, 64.0)
     assert activation_type(CONFIG, torch.float16) == torch.float32
 
 
@@ -129,8 +117,7 @@ def test_its_gguf_files_are_opened_and_built(toy_file: Path) -> None:
         model: Any = build_model(checkpoint, Mesh(), ops, max_model_len=64)
     finally:
         ops.close()
-    assert isinstance(model, own_model("toy") or ())
-    assert model.layers[0].toy.tolist() == [0, 1, 2, 3]
+    assert model.layers[0].attention.sinks.tolist() == [0, 1, 2, 3]
     stored = checkpoint.tensor("model.norm.weight")  # a folder has the weight minus 1
     assert torch.equal(model.norm, stored + 1.0)
     assert checkpoint.unused() == []
@@ -139,8 +126,8 @@ def test_its_gguf_files_are_opened_and_built(toy_file: Path) -> None:
 def test_a_wrong_shape_is_found_by_its_own_rule(toy_file: Path, files: Any) -> None:
     checkpoint = open_checkpoint(toy_file)
     checkpoint.config = {**checkpoint.config, "num_attention_heads": 8}
-    with pytest.raises(CheckpointError, match=r"self_attn.toy.*expected shape \[8\].*found \[4\]"):
-        checkpoint.tensor("model.layers.0.self_attn.toy.weight")
+    with pytest.raises(CheckpointError, match=r"self_attn.sinks.*shape \[8\].*found \[4\]"):
+        checkpoint.tensor("model.layers.0.self_attn.sinks")
 
 
 def test_its_metadata_are_written(toy: None) -> None:
@@ -151,7 +138,7 @@ def test_its_metadata_are_written(toy: None) -> None:
 
 
 def test_without_the_file_nothing_knows_it(files: Any, save: Save) -> None:
-    assert own_model("toy") is None
+    assert architecture("toy") is None
     assert expected_shape(CONFIG, "model.layers.0.mlp.up_proj") is None
     model = files.llama()
     model.metadata["general.architecture"] = (8, "toy-llm")

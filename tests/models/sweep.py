@@ -22,7 +22,8 @@ import transformers
 
 from sdk.kernels.ops import Ops
 from sdk.loaders.open import open_checkpoint
-from sdk.models.auto import build_model, own_model
+from sdk.models.architecture import architecture
+from sdk.models.auto import build_model
 from sdk.models.parallel import Mesh
 from sdk.quant.errors import CheckpointError, UnsupportedError
 from tests.models.conftest import TINY, Paged, expected_logits, prompt
@@ -134,7 +135,7 @@ def outcome(name: str, folder: Path) -> str:
         return f"WRONG: logits differ by {wrong:.2g} of {float(expected.abs().max()):.2g}"
     if unused:
         return f"WRONG: unused {unused[:3]}"
-    return "ours" if own_model(name) else "transformers"
+    return "ours" if architecture(name) else "transformers"
 
 
 def sweep(chosen: list[str]) -> Iterator[tuple[str, str]]:

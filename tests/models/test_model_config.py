@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from sdk.models.auto import model_type, own_model, read_config
+from sdk.models.architecture import architecture
+from sdk.models.auto import model_type, read_config
 from sdk.models.config import ModelConfig
 from sdk.models.rope import RopeSpec, inverse_frequencies
 from sdk.quant.errors import CheckpointError, UnsupportedError
@@ -33,8 +34,8 @@ def test_what_a_llama_config_leaves_out_has_the_values_of_the_family() -> None:
     config = read()
     assert (config.num_kv_heads, config.head_dim, config.activation) == (4, 16, "silu")
     assert config.sliding_windows == (None,) * 4
-    assert config.rope == RopeSpec(10000.0, 16, 512, original_max_position=512, turning_dim=16)
-    assert config.local_rope is None
+    assert config.ropes[0] == RopeSpec(10000.0, 16, 512, original_max_position=512, turning_dim=16)
+    assert len(config.ropes) == 1
     assert config.attention_scale == 0.25
     assert (config.embedding_scale, config.residual_scale, config.logits_scale) == (1.0, 1.0, 1.0)
     assert not (config.tie_word_embeddings or config.attention_bias or config.mlp_bias)
@@ -54,8 +55,8 @@ def test_transformers_4_and_5_say_the_same_about_rope() -> None:
         }
     )
     assert old == new
-    assert old.rope.type == "llama3"
-    assert old.rope.theta == 500000.0
+    assert old.ropes[0].type == "llama3"
+    assert old.ropes[0].theta == 500000.0
 
 
 def test_gemma3_of_transformers_4_and_5_are_one() -> None:
@@ -81,9 +82,9 @@ def test_gemma3_of_transformers_4_and_5_are_one() -> None:
     )
     assert old == new
     assert old.sliding_windows == (8, 8, 8, 8, 8, None, 8)
-    assert (old.rope.factor, old.rope.theta) == (8.0, 1e6)
-    assert old.local_rope is not None
-    assert (old.local_rope.factor, old.local_rope.theta) == (1.0, 10000.0)
+    assert (old.ropes[0].factor, old.ropes[0].theta) == (8.0, 1e6)
+    assert len(old.ropes) == 2
+    assert (old.ropes[1].factor, old.ropes[1].theta) == (1.0, 10000.0)
     assert (old.head_dim, old.attention_scale) == (256, 1 / 16)
     assert old.embedding_scale == math.sqrt(64)
     assert old.tie_word_embeddings
@@ -267,13 +268,13 @@ def test_no_value_of_any_field_gives_another_error_or_hangs(model: str) -> None:
         except CheckpointError:
             continue
         accepted += 1
-        inverse_frequencies(config.rope, 512)
+        inverse_frequencies(config.ropes[0], 512)
     assert 0 < accepted < len(variants)
 
 
 @pytest.mark.parametrize("name", ["auto", "config", "rope", "hf_backend", "os.path", "../llama"])
 def test_only_model_files_are_models(name: str) -> None:
-    assert own_model(name) is None
+    assert architecture(name) is None
 
 
 @pytest.mark.parametrize("found", [None, 7, "", "../llama", "a/b"])

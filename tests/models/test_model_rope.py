@@ -130,7 +130,7 @@ def test_freq_factors_divide_the_frequencies() -> None:
         "rope_theta": 100.0,
         "rope_scaling": {"rope_type": "freq_factors", "factors": factors},
     }
-    spec = ModelConfig.from_dict(config).rope
+    spec = ModelConfig.from_dict(config).ropes[0]
     plain, _ = inverse_frequencies(RopeSpec(100.0, 8, 64), 64)
     found, scale = inverse_frequencies(spec, 64)
     assert torch.equal(found, plain / torch.tensor(factors))
@@ -139,7 +139,7 @@ def test_freq_factors_divide_the_frequencies() -> None:
 
 def test_llama3_as_freq_factors_gives_the_same_angles() -> None:
     """What a GGUF file stores of llama-3's scaling is the ratio of the frequencies."""
-    scaled = ModelConfig.from_dict(checkpoint_of(llama("llama3")).config).rope
+    scaled = ModelConfig.from_dict(checkpoint_of(llama("llama3")).config).ropes[0]
     plain, _ = inverse_frequencies(RopeSpec(500.0, 16, 256), 256)
     factors = tuple((plain / inverse_frequencies(scaled, 256)[0]).tolist())
     spec = RopeSpec(500.0, 16, 256, type="freq_factors", freq_factors=factors)

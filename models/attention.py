@@ -1,0 +1,156 @@
+"""Attention over pages, and the step that all layers share.
+
+torch is imported for type checkers only: see :mod:`sdk.models.architecture`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from sdk.kernels.head_norms import HeadNorms
+from sdk.kernels.lazy_torch import torch
+from sdk.models.architecture import LayerRules
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from sdk.kernels.batch import AttentionBatch
+    from sdk.kernels.kv_pages import KVPages
+    from sdk.kernels.rounding import Rounding, Rows
+    from sdk.models.layers import Projection, Source
+
+
+class Step(NamedTuple):
+    """What all layers of a step share; ``angles``: cos and sin of each rotary embedding of
+    ``ModelConfig.ropes``."""
+
+    batch: AttentionBatch
+    angles: Sequence[tuple[Tensor, Tensor]]
+
+
+class Attention:
+    """Grouped-query attention of one layer.
+
+    ``sinks`` float32 ``[heads]``: see :meth:`sdk.kernels.ops.Ops.attention`.
+    """
+
+    def __init__(
+        self, source: Source, path: str, index: int, rules: LayerRules | None = None
+    ) -> None:
+        c, heads, rules = source.config, source.heads, rules or LayerRules()
+        self.ops = source.ops
+        self.heads, self.kv_heads, self.head_dim = heads.count, heads.kv_count, c.head_dim
+        self.scale, self.softcap = c.attention_scale, c.attention_softcap
+        self.window = c.sliding_windows[index]
+        self.rope = c.rope_of_layer[index]
+        d = c.head_dim
+        keys = (c.num_kv_heads * d, heads.kv_start * d, heads.kv_count * d)
+        parts = [
+            ("q_proj", c.num_heads * d, heads.start * d, heads.count * d),
+            ("k_proj", *keys),
+            ("v_proj", *keys),
+        ]
+        self.qkv = self.projection(source, path, parts)
+        self.out = source.row(
+            f"{path}.o_proj",
+            c.num_heads * d,
+            heads.start * d,
+            heads.count * d,
+            bias=c.output_bias,
+        )
+        self.norms: HeadNorms | None = None
+        self.width_norms: WidthNorms | None = None
+        if rules.qk_norm == "head":
+            q_norm, k_norm = (source.norm(f"{path}.{x}_norm", d) for x in "qk")
+            self.norms = HeadNorms(q_norm, k_norm, c.rms_norm_eps)
+        elif rules.qk_norm == "width":
+            self.width_norms = WidthNorms(source, path)
+        self.sinks: Tensor | None = None
+        if rules.sinks:
+            sinks = source.vector(f"{path}.sinks", c.num_heads)
+            self.sinks = sinks[heads.start : heads.start + heads.count].contiguous()
+        self._order = None
+        if rules.adjacent_pairs:
+            rotary = c.ropes[self.rope].rotary_dim
+            self._order = _halves_of_pairs(self.heads, self.kv_heads, d, rotary).to(self.ops.device)
+
+    def projection(
+        self, source: Source, path: str, parts: Sequence[tuple[str, int, int, int]]
+    ) -> Projection:
+        """The projection to queries, keys and values."""
+        bias = source.config.attention_bias
+        return source.columns(path, "qkv_proj", parts, bias=bias, accurate=True)
+
+    @property
+    def rounding(self) -> Rounding | None:
+        """See :class:`sdk.models.layers.Projection`."""
+        return self.qkv.rounding
+
+    def __call__(self, x: Rows, step: Step, pages: KVPages) -> Tensor:
+        return self.attend(self.qkv(x), step, pages)
+
+    def attend(self, qkv: Tensor, step: Step, pages: KVPages) -> Tensor:
+        """Attention of the projected ``[T, features of q, k and v]``."""
+        if self._order is not None:
+            qkv = self.ops.take_columns(qkv, self._order)
+        heads = qkv.view(qkv.shape[0], -1, self.head_dim)
+        q, k, v = heads.split_with_sizes([self.heads, self.kv_heads, self.kv_heads], dim=1)
+        if self.width_norms is not None:
+            q, k = self.width_norms(q, k)
+        cos, sin = step.angles[self.rope]
+        q = self.ops.rope_and_cache(q, k, v, cos, sin, step.batch, pages, self.norms)
+        y = self.ops.attention(
+            q,
+            pages,
+            step.batch,
+            scale=self.scale,
+            window=self.window,
+            softcap=self.softcap,
+            sinks=self.sinks,
+        )
+        return self.out(y)
+
+
+class WidthNorms:
+    """RMSNorms over the whole width of queries and of keys (OLMo 2).
+
+    A rank has only some of the heads, so the mean square over all of them is summed over the ranks.
+    """
+
+    def __init__(self, source: Source, path: str) -> None:
+        c, heads = source.config, source.heads
+        self.ops = source.ops
+        self.eps = c.rms_norm_eps
+        self.mesh = source.mesh
+        self.q_width, self.k_width = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        self.kv_copies = heads.kv_copies
+        q_norm = source.norm(f"{path}.q_norm", self.q_width).view(-1, c.head_dim)
+        k_norm = source.norm(f"{path}.k_norm", self.k_width).view(-1, c.head_dim)
+        self.q_norm = q_norm[heads.start : heads.start + heads.count].flatten()
+        self.k_norm = k_norm[heads.kv_start : heads.kv_start + heads.kv_count].flatten()
+
+    def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Of q ``[T, heads, head_dim]`` and k ``[T, kv_heads, head_dim]``."""
+        wide_q, wide_k = q.flatten(1), k.flatten(1)
+        if self.mesh.group is None:
+            wide_q = self.ops.rms_norm(wide_q, self.q_norm, self.eps)
+            wide_k = self.ops.rms_norm(wide_k, self.k_norm, self.eps)
+        else:
+            squares = wide_q.new_empty(len(wide_q), 2)
+            squares[:, 0] = (wide_q * wide_q).sum(dim=1) / self.q_width
+            squares[:, 1] = (wide_k * wide_k).sum(dim=1) / (self.k_width * self.kv_copies)
+            shrink = (self.ops.all_reduce(squares, self.mesh.group) + self.eps).rsqrt()
+            wide_q = wide_q * shrink[:, :1] * self.q_norm
+            wide_k = wide_k * shrink[:, 1:] * self.k_norm
+        return wide_q.view(q.shape), wide_k.view(k.shape)
+
+
+def _halves_of_pairs(heads: int, kv_heads: int, head_dim: int, rotary: int) -> Tensor:
+    """Columns of q, k and v, int32: of q and k the first dimension of every pair of the rotated
+    ones, then the second. The scores of a query and a key do not depend on the order."""
+    rest = torch.arange(rotary, head_dim)
+    head = torch.cat([torch.arange(0, rotary, 2), torch.arange(1, rotary, 2), rest])
+    turned = (torch.arange(heads + kv_heads)[:, None] * head_dim + head).flatten()
+    values = torch.arange(kv_heads * head_dim) + len(turned)
+    return torch.cat([turned, values]).to(torch.int32)
