@@ -20,7 +20,7 @@ from sdk.loaders.formats.kv_scales import KV_SCALES, read_kv_scales
 from sdk.loaders.formats.quantized import CONFIG_FILES, Quantization, quantization
 from sdk.loaders.formats.stored_layer import StoredLayer
 from sdk.loaders.json_file import read_json
-from sdk.loaders.model_shapes import check_config, expected_shape, num_experts
+from sdk.loaders.model_shapes import check_config, expected_shape, experts_transposed, num_experts
 from sdk.loaders.quiet import transformers_to_our_log
 from sdk.loaders.safetensors_folder import open_weights
 from sdk.loaders.safetensors_reader import SafetensorsFiles, StoredTensor, same_bytes
@@ -256,8 +256,7 @@ class HfFolder:
         if layer is None:
             stored = self._tensors[part.whole]
             values = self._read(part.whole, stored, part.expert)
-            known = architecture(self.config["model_type"])
-            transposed = known is not None and known.tensors.experts_transposed
+            transposed = experts_transposed(self.config, part.whole, stored.shape)
             self._report(stored)
             return weight_of(Dense(part.of(values.t() if transposed else values)))
         if self._whole is None or self._whole[0] != part.whole:
@@ -312,7 +311,7 @@ class HfFolder:
             logger.warning("%s: %s: %s (and maybe others)", self.path, name, what)
 
     def _read(self, name: str, stored: StoredTensor, expert: int | None = None) -> Tensor:
-        expected = expected_shape(self.config, name.removesuffix(".weight"))
+        expected = expected_shape(self.config, name.removesuffix(".weight"), stored.shape)
         if expected is not None and stored.shape != expected:
             raise self._fail(
                 stored,
@@ -336,7 +335,7 @@ class HfFolder:
 
 
 def _canonical_names(files: SafetensorsFiles, by_mistral: bool) -> dict[str, StoredTensor]:
-    """Every tensor of the language model by our name."""
+    """Every tensor by our name; those beside a language model keep theirs."""
     if by_mistral:
         ours = mistral_params.spelled_as_ours
         return {ours(name): tensor for name, tensor in files.tensors.items()}
@@ -345,15 +344,15 @@ def _canonical_names(files: SafetensorsFiles, by_mistral: bool) -> dict[str, Sto
         return {f"model.{name}": tensor for name, tensor in stored.items()}
     if any(name.startswith("model.layers.") for name in stored):
         return stored
-    found = {
-        ours + name.removeprefix(theirs): tensor
-        for theirs, ours in _PREFIXES
-        for name, tensor in stored.items()
-        if name.startswith(theirs)
-    }
-    if not found:
-        return stored
-    return found | {name: stored[name] for name in stored if name.startswith("lm_head.")}
+    return {_without_prefix(name): tensor for name, tensor in stored.items()}
+
+
+def _without_prefix(name: str) -> str:
+    """The name of a tensor of a multimodal model's language model, or its own."""
+    for theirs, ours in _PREFIXES:
+        if name.startswith(theirs):
+            return ours + name.removeprefix(theirs)
+    return name
 
 
 def complete_config(raw: dict[str, Any], source: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from sdk.models.architecture import LayerRules, Sizes, TensorRules, architecture
+from sdk.models.architecture import LayerRules, Sizes, architecture
 from sdk.quant.errors import CheckpointError
 
 MAX_LAYERS = 512
@@ -72,10 +72,20 @@ def num_experts(config: Mapping[str, Any]) -> int | None:
     return found if isinstance(found, int) else None
 
 
-def _experts_shape(
-    config: Mapping[str, Any], rules: TensorRules, name: str
-) -> tuple[int, ...] | None:
-    """The shape of one expert's tensor (``….experts.3.up_proj``), or of one with all experts."""
+def experts_transposed(config: Mapping[str, Any], name: str, stored: tuple[int, ...]) -> bool:
+    """Whether a float tensor with all experts of a layer, of shape ``stored``, is ``[E, in, out]``
+    in this file."""
+    known = architecture(config.get("model_type"))
+    if known is None or len(stored) != 3:
+        return False
+    if known.tensors.experts_transposed == "sometimes":
+        return stored != _experts_shape(config, name)
+    return known.tensors.experts_transposed == "always"
+
+
+def _experts_shape(config: Mapping[str, Any], name: str) -> tuple[int, ...] | None:
+    """The shape of one expert's tensor (``….experts.3.up_proj``), or of one with all experts,
+    ``[E, out, in]``."""
     hidden = config["hidden_size"]
     inner = config.get("moe_intermediate_size") or config["intermediate_size"]
     part = name.partition(".experts.")[2]
@@ -95,13 +105,16 @@ def _experts_shape(
         return None
     if own != stem:
         shape = shape[:1]
-    elif joined and rules.experts_transposed:
-        shape = shape[::-1]
     return (num_experts(config) or 0, *shape) if joined else shape
 
 
-def expected_shape(config: Mapping[str, Any], name: str) -> tuple[int, ...] | None:
-    """The shape of tensor ``name`` (Hugging Face's, without ``.weight``); None when not known."""
+def expected_shape(
+    config: Mapping[str, Any], name: str, stored: tuple[int, ...] = ()
+) -> tuple[int, ...] | None:
+    """The shape of tensor ``name`` (Hugging Face's, without ``.weight``); None when not known.
+
+    ``stored``: the file's, where files of a model differ and either shape is right.
+    """
     known = architecture(config.get("model_type"))
     if known is None:
         return None
@@ -110,7 +123,12 @@ def expected_shape(config: Mapping[str, Any], name: str) -> tuple[int, ...] | No
     if not (hidden and heads and inner and vocab):
         return None
     if ".experts." in name:
-        return _experts_shape(config, known.tensors, name)
+        shape = _experts_shape(config, name)
+        if shape is None or len(shape) != 3:
+            return shape
+        turned = (shape[0], shape[2], shape[1])
+        how = known.tensors.experts_transposed
+        return turned if how == "always" or (how == "sometimes" and stored != shape) else shape
     width, kv_heads = head_dim(config), config.get("num_key_value_heads") or heads
     sizes = Sizes(
         hidden=hidden,

@@ -35,6 +35,14 @@ STATED = (
 )
 
 
+class Biases(NamedTuple):
+    """Which projections of a layer have biases: q, k and v, that after attention, the MLP's."""
+
+    qkv: bool = False
+    output: bool = False
+    mlp: bool = False
+
+
 class ConfigRules(NamedTuple):
     """How a ``config.json`` is read.
 
@@ -46,9 +54,11 @@ class ConfigRules(NamedTuple):
     ``sliding``: the sliding layers of a config without ``layer_types``.
     ``unrotated(fields, windows)``: the layers without a rotary embedding; ``None``: there are none.
     ``expert_width``: the key of the width of one expert; ``None`` for a model without experts.
+    ``fixed``: keys that are supported with this value alone.
     ``activation``: reads the activation; ``None`` for the name in ``hidden_act``.
     ``embedding_scale``: the factor of embeddings by hidden size, where the config has none.
-    ``qkv_bias``: q, k and v have biases and the projection after attention has none, always.
+    ``biases``: the projections with biases; ``None``: ``attention_bias`` says it of all four of
+    attention, ``mlp_bias`` of the MLP's.
     """
 
     keys: tuple[str, ...] = ()
@@ -58,9 +68,10 @@ class ConfigRules(NamedTuple):
     sliding: SlidingRule = no_layer
     unrotated: Callable[[Fields, Sequence[int | None]], Sequence[bool]] | None = None
     expert_width: str | None = None
+    fixed: Mapping[str, Any] = NOTHING
     activation: Callable[[Fields], Activation] | None = None
     embedding_scale: Callable[[int], float] | None = None
-    qkv_bias: bool = False
+    biases: Callable[[Fields], Biases] | None = None
 
 
 class Norms(NamedTuple):
@@ -123,7 +134,8 @@ class TensorRules(NamedTuple):
 
     ``shapes``: shapes that differ from a Llama's, by the last part of a tensor's name.
     ``norms_minus_one``: the weights of norms are stored minus 1.
-    ``experts_transposed``: a float tensor with all experts of a layer is ``[E, in, out]``.
+    ``experts_transposed``: a float tensor with all experts of a layer is ``[E, in, out]``, always
+    or in some files. In those, the shape tells; a tensor that can be either is ``[E, out, in]``.
     ``gate_up_interleaved``: rows of gate and up alternate in such a tensor.
     ``block_sparse_moe``: transformers finds packed experts only under the names
     ``block_sparse_moe.experts.0.w1``.
@@ -131,7 +143,7 @@ class TensorRules(NamedTuple):
 
     shapes: Mapping[str, Callable[[Sizes], tuple[int, ...]]] = NOTHING
     norms_minus_one: bool = False
-    experts_transposed: bool = False
+    experts_transposed: Literal["always", "sometimes"] | None = None
     gate_up_interleaved: bool = False
     block_sparse_moe: bool = False
 
@@ -149,6 +161,8 @@ class GgufKeys(Protocol):
     def number(self, key: str, default: float | None = None) -> float | None: ...
 
     def flag(self, key: str, default: bool) -> bool: ...
+
+    def get(self, key: str) -> Any: ...
 
     def layer_types(self, layers: int, *, window: int | None, period: int) -> list[str]: ...
 
@@ -184,7 +198,8 @@ class GgufRules(NamedTuple):
 class Architecture(NamedTuple):
     """One model architecture. ``model_type`` and ``aliases``: the names that configs have for it.
 
-    ``gguf``: ``None`` where there are no GGUF files of the model.
+    ``gguf``: ``None`` where there are no GGUF files of the model. ``more_gguf``: other names in
+    GGUF files, of models that compute the same.
     ``wide_range``: activations may exceed float16, which ends at 65,504.
     """
 
@@ -194,6 +209,7 @@ class Architecture(NamedTuple):
     config: ConfigRules = ConfigRules()
     tensors: TensorRules = TensorRules()
     gguf: GgufRules | None = None
+    more_gguf: tuple[GgufRules, ...] = ()
     wide_range: bool = False
 
 
@@ -226,15 +242,21 @@ def gguf_architecture(name: object, keys: GgufKeys) -> tuple[Architecture, GgufR
     """The architecture of a GGUF file that calls itself ``name``; ``None`` if there is none."""
     rest = None
     for own in architectures():
-        if own.gguf is None or own.gguf.name != name:
-            continue
-        if own.gguf.matches is None:
-            rest = own, own.gguf
-        elif own.gguf.matches(keys):
-            return own, own.gguf
+        for rules in gguf_rules(own):
+            if rules.name != name:
+                continue
+            if rules.matches is None:
+                rest = own, rules
+            elif rules.matches(keys):
+                return own, rules
     return rest
 
 
 def gguf_names() -> list[str]:
     """The names of all architectures that GGUF files may have."""
-    return sorted({own.gguf.name for own in architectures() if own.gguf is not None})
+    return sorted({rules.name for own in architectures() for rules in gguf_rules(own)})
+
+
+def gguf_rules(own: Architecture) -> tuple[GgufRules, ...]:
+    """How GGUF files of the model may hold it."""
+    return own.more_gguf if own.gguf is None else (own.gguf, *own.more_gguf)

@@ -14,7 +14,7 @@ from typing import Any
 
 from sdk.kernels.dataclass import dataclass
 from sdk.kernels.ops import Activation
-from sdk.models.architecture import Architecture, ConfigRules, architecture
+from sdk.models.architecture import Architecture, Biases, ConfigRules, architecture
 from sdk.models.config_fields import (
     MAX_EXPERTS,
     MAX_LAYERS,
@@ -24,7 +24,7 @@ from sdk.models.config_fields import (
     Fields,
     without_null,
 )
-from sdk.models.config_keys import check_fixed, only_read
+from sdk.models.config_keys import check_fixed, check_fixed_by_model, only_read
 from sdk.models.rope import RopeSpec
 from sdk.models.rope_config import ropes_of_layers
 from sdk.models.sliding import sliding_windows
@@ -108,6 +108,8 @@ class ModelConfig:
         known = architecture(model_type)
         rules = ConfigRules() if known is None else known.config
         check_fixed(config, "config")
+        if known is not None:
+            check_fixed_by_model(config, known)
         fields = Fields({**rules.defaults, **without_null(only_read(config, known))})
         hidden = fields.count("hidden_size", MAX_WIDTH)
         heads = fields.count("num_attention_heads", MAX_WIDTH)
@@ -118,7 +120,7 @@ class ModelConfig:
             fields.fail("num_attention_heads", f"a divisor of hidden_size {hidden}", heads)
         head_dim = fields.count("head_dim", 4096, default=hidden // heads)
         layers = fields.count("num_hidden_layers", MAX_LAYERS)
-        bias = fields.flag("attention_bias", default=False)
+        biases = (rules.biases or _biases)(fields)
         scale = fields.positive("query_pre_attn_scalar", default=float(head_dim)) ** -0.5
         windows = _windows(config, fields, known, layers)
         unrotated = rules.unrotated and rules.unrotated(fields, windows)
@@ -145,12 +147,17 @@ class ModelConfig:
             embedding_scale=fields.positive("embedding_multiplier", default=embedding_scale),
             residual_scale=fields.positive("residual_multiplier", default=1.0),
             logits_scale=fields.positive("logits_scaling", default=1.0),
-            attention_bias=bias or rules.qkv_bias,
-            output_bias=bias and not rules.qkv_bias,
-            mlp_bias=fields.flag("mlp_bias", default=False),
+            attention_bias=biases.qkv,
+            output_bias=biases.output,
+            mlp_bias=biases.mlp,
             tie_word_embeddings=fields.flag("tie_word_embeddings", default=False),
             experts=_experts(fields, rules, layers),
         )
+
+
+def _biases(fields: Fields) -> Biases:
+    attention = fields.flag("attention_bias", default=False)
+    return Biases(attention, attention, fields.flag("mlp_bias", default=False))
 
 
 def _windows(

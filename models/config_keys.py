@@ -107,7 +107,8 @@ _HARMLESS = frozenset().union(*HARMLESS.values())
 
 def known_keys(own: Architecture) -> frozenset[str]:
     """The keys that are accounted for."""
-    return COMMON | FIXED.keys() | _HARMLESS | {*own.config.keys, *own.config.ignored}
+    rules = own.config
+    return COMMON | FIXED.keys() | _HARMLESS | {*rules.keys, *rules.ignored, *rules.fixed}
 
 
 def read_keys(own: Architecture) -> frozenset[str]:
@@ -123,6 +124,17 @@ def check_fixed(config: Mapping[str, Any], where: str) -> None:
             raise UnsupportedError(
                 f"{where}: {key}: expected {allowed[0]}, found {str(found)[:80]}: {why}, which is "
                 "not supported"
+            )
+
+
+def check_fixed_by_model(config: Mapping[str, Any], own: Architecture) -> None:
+    """:raises UnsupportedError: a key of ``ConfigRules.fixed`` has another value."""
+    for key, value in own.config.fixed.items():
+        found = config.get(key, value)
+        if found != value:
+            raise UnsupportedError(
+                f"config: {key}: expected {value}, found {str(found)[:80]}: another value is not "
+                f"supported for {own.model_type}"
             )
 
 

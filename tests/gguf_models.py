@@ -21,7 +21,16 @@ NAMES = {
     "granite": "granite",
     "olmo2": "olmo2",
     "olmo3": "olmo2",
+    "gemma": "gemma",
+    "smollm3": "smollm3",
+    "exaone4": "exaone4",
+    "glm": "chatglm",
+    "glm4": "glm4",
+    "ernie4_5": "ernie4_5",
+    "seed_oss": "seed_oss",
 }
+#: Where transformers turns dimensions i and i + d / 2 of a head, and llama.cpp 2i and 2i + 1.
+_PERMUTED = ("llama", "granite", "smollm3", "mistral3", "internlm2", "xverse", "minicpm")
 _LAYER = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -32,6 +41,7 @@ _LAYER = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate_up_proj": "ffn_up",
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
 }
@@ -41,15 +51,33 @@ _SANDWICH = {
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
+#: Names of norms that differ from a Llama's.
+_NORMS = {
+    "gemma2": _SANDWICH,
+    "gemma3": _SANDWICH,
+    "olmo2": {**_SANDWICH, **_NORMS_AFTER},
+    "exaone4": {**_SANDWICH, **_NORMS_AFTER},
+    "glm4": {
+        "post_self_attn_layernorm": "post_attention_norm",
+        "post_mlp_layernorm": "post_ffw_norm",
+    },
+    "seed_oss": _NORMS_AFTER,
+}
 _TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 #: Codes of metadata types: see GgufBytes.
-U32, F32, BOOL, STRING = 4, 6, 7, 8
+U32, I32, F32, BOOL, STRING = 4, 5, 6, 7, 8
 
 
-def gguf_of(model: Any, metadata: Mapping[str, tuple[int, Any]] | None = None) -> GgufBytes:
-    """The file of a model; ``metadata``: more keys, without the architecture's name."""
+def gguf_of(
+    model: Any, metadata: Mapping[str, tuple[int, Any]] | None = None, arch: str | None = None
+) -> GgufBytes:
+    """The file of a model; ``metadata``: more keys, without the architecture's name.
+
+    ``arch``: another name that the file gives the architecture.
+    """
     c = model.config
-    arch = NAMES[c.model_type]
+    arch = arch or NAMES[c.model_type]
+    width = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     base = c.rope_parameters
     theta = (base.get("full_attention") or base)["rope_theta"]
     facts: dict[str, tuple[int, Any]] = {
@@ -59,8 +87,8 @@ def gguf_of(model: Any, metadata: Mapping[str, tuple[int, Any]] | None = None) -
         "feed_forward_length": (U32, c.intermediate_size),
         "attention.head_count": (U32, c.num_attention_heads),
         "attention.head_count_kv": (U32, c.num_key_value_heads),
-        "attention.key_length": (U32, c.head_dim),
-        "attention.value_length": (U32, c.head_dim),
+        "attention.key_length": (U32, width),
+        "attention.value_length": (U32, width),
         "attention.layer_norm_rms_epsilon": (F32, c.rms_norm_eps),
         "rope.freq_base": (F32, theta),
     }
@@ -76,8 +104,8 @@ def gguf_of(model: Any, metadata: Mapping[str, tuple[int, Any]] | None = None) -
             rows = rows + 1.0 if arch.startswith("gemma") else rows
         heads = {"q_proj": c.num_attention_heads, "k_proj": c.num_key_value_heads}
         part = stem.rpartition(".")[2]
-        if arch in ("llama", "granite") and part in heads:
-            pairs = rows.reshape(heads[part], 2, c.head_dim // 2, -1)
+        if arch in _PERMUTED and part in heads:
+            pairs = rows.reshape(heads[part], 2, width // 2, -1)
             rows = pairs.transpose(1, 2).reshape(rows.shape)
         data = np.ascontiguousarray(rows.numpy(), "<f4")
         file.tensors[_name(stem, arch) + f".{suffix}"] = (data.shape[::-1], 0, data.tobytes())
@@ -88,10 +116,7 @@ def _name(stem: str, arch: str) -> str:
     if stem in _TOP:
         return _TOP[stem]
     _, _, layer, own = stem.split(".", 3)
-    others = _SANDWICH if arch.startswith("gemma") else {}
-    if arch == "olmo2":
-        others = {**_SANDWICH, **_NORMS_AFTER}
-    return f"blk.{layer}.{others.get(own) or _LAYER[own]}"
+    return f"blk.{layer}.{_NORMS.get(arch, {}).get(own) or _LAYER[own]}"
 
 
 def save_gguf(path: Path, file: GgufBytes) -> Path:

@@ -27,7 +27,7 @@ from sdk.loaders.adapters.adapter_file import (
 from sdk.loaders.gguf_header import GgufTensor
 from sdk.loaders.gguf_names import gguf_name
 from sdk.loaders.gguf_reader import GgufFile, read_gguf
-from sdk.models.architecture import GgufRules, architecture
+from sdk.models.architecture import GgufRules, architecture, gguf_rules
 from sdk.quant.adapter import LowRank
 from sdk.quant.errors import CheckpointError, UnsupportedError
 
@@ -94,12 +94,13 @@ def _rules(file: GgufFile, config: Mapping[str, Any]) -> GgufRules:
             "the adapter as a folder of PEFT"
         )
     name = metadata.get("general.architecture")
-    if name != known.gguf.name:
+    rules = next((own for own in gguf_rules(known) if own.name == name), None)
+    if rules is None:
         raise CheckpointError(
             f"{path}: the adapter is for a model of the architecture {str(name)[:80]!r}, this one "
             f"is {known.gguf.name!r}"
         )
-    return known.gguf
+    return rules
 
 
 def _alpha(file: GgufFile) -> float:

@@ -6,7 +6,7 @@ slides. OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card" (2025); transformers' mo
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sdk.models.architecture import (
     Architecture,
@@ -16,20 +16,7 @@ from sdk.models.architecture import (
     LayerRules,
     TensorRules,
 )
-from sdk.models.config_fields import Fields
 from sdk.models.sliding import all_but_every
-from sdk.quant.errors import UnsupportedError
-
-if TYPE_CHECKING:
-    from sdk.kernels.ops import Activation
-
-
-def _activation(fields: Fields) -> Activation:
-    for name, expected in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
-        if fields.positive(name, default=expected) != expected:
-            found = fields.values[name]
-            raise UnsupportedError(f"config: {name}: expected {expected}, found {found}")
-    return "clamped_swiglu"
 
 
 def _read_gguf(config: dict[str, Any], keys: GgufKeys) -> None:
@@ -45,7 +32,7 @@ ARCHITECTURE = Architecture(
     layer=LayerRules(sinks=True, router="router"),
     config=ConfigRules(
         keys=(
-            *("attention_bias", "sliding_window", "layer_types", "swiglu_alpha", "swiglu_limit"),
+            *("attention_bias", "sliding_window", "layer_types"),
             *("num_experts", "num_local_experts", "num_experts_per_tok"),
         ),
         # OpenAI's first names of keys that the config has, too
@@ -53,10 +40,11 @@ ARCHITECTURE = Architecture(
         defaults={"head_dim": 64, "attention_bias": True},
         sliding=all_but_every(2),
         expert_width="intermediate_size",
-        activation=_activation,
+        fixed={"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+        activation=lambda fields: "clamped_swiglu",
     ),
     tensors=TensorRules(
-        experts_transposed=True,
+        experts_transposed="always",
         gate_up_interleaved=True,
     ),
     gguf=GgufRules(

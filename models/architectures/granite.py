@@ -31,6 +31,23 @@ def _read_gguf(config: dict[str, Any], keys: GgufKeys) -> None:
         config[ours] = keys.number(theirs) or default
 
 
+def _read_minicpm(config: dict[str, Any], keys: GgufKeys) -> None:
+    """MiniCPM 1 and 2, whose code computes what Granite's does. The first files do not say by how
+    much, and llama.cpp's default for logits contradicts the converter's."""
+    for ours, theirs in _MULTIPLIERS.items():
+        if ours == "attention_multiplier":
+            config[ours] = config["head_dim"] ** -0.5
+            continue
+        found = keys.number(theirs)
+        if not found:
+            raise UnsupportedError(
+                f"{keys.source}: minicpm.{theirs}: expected a number, found {found}: the file was "
+                "made by a version of llama.cpp's converter that did not write it; convert the "
+                "model again"
+            )
+        config[ours] = found
+
+
 def _write_gguf(config: Mapping[str, Any], source: str) -> Mapping[str, Any]:
     return {theirs: float(config[ours]) for ours, theirs in _MULTIPLIERS.items()}
 
@@ -46,5 +63,13 @@ ARCHITECTURE = Architecture(
         write=_write_gguf,
         keys=(*_MULTIPLIERS.values(), "rope.scaling.finetuned"),
         interleaved_qk=True,
+    ),
+    more_gguf=(
+        GgufRules(
+            "minicpm",
+            read=_read_minicpm,
+            keys=("embedding_scale", "residual_scale", "logit_scale"),
+            interleaved_qk=True,
+        ),
     ),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sdk.models.architecture import Architecture, ConfigRules, GgufRules
+from sdk.models.architecture import Architecture, Biases, ConfigRules, GgufRules
 from sdk.models.config_fields import Fields
 
 
@@ -21,7 +21,7 @@ ARCHITECTURE = Architecture(
         keys=("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"),
         stated=("hidden_act", "use_sliding_window", "sliding_window", "max_window_layers"),
         sliding=upper_layers,
-        qkv_bias=True,
+        biases=lambda fields: Biases(qkv=True),
     ),
     gguf=GgufRules("qwen2"),
 )

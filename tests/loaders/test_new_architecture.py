@@ -18,7 +18,7 @@ from sdk.loaders.model_shapes import expected_shape
 from sdk.loaders.open import open_checkpoint, read_headers
 from sdk.loaders.writers.gguf_metadata import model_metadata
 from sdk.models.activation_type import activation_type
-from sdk.models.architecture import architecture, architectures
+from sdk.models.architecture import architecture, architectures, gguf_rules
 from sdk.models.auto import build_model, model_type
 from sdk.models.config import ModelConfig
 from sdk.models.parallel import Mesh
@@ -142,7 +142,7 @@ def test_without_the_file_nothing_knows_it(files: Any, save: Save) -> None:
     assert expected_shape(CONFIG, "model.layers.0.mlp.up_proj") is None
     model = files.llama()
     model.metadata["general.architecture"] = (8, "toy-llm")
-    with pytest.raises(UnsupportedError, match=r"'toy-llm' is not supported.*gemma2, gemma3, gpt"):
+    with pytest.raises(UnsupportedError, match=r"'toy-llm' is not supported.*gemma3, glm4, gpt"):
         open_checkpoint(save(model.build()))
     with pytest.raises(UnsupportedError, match=r"toy cannot be written as GGUF.*gemma2, gemma3_t"):
         model_metadata(CONFIG, "here")
@@ -154,7 +154,7 @@ def test_descriptions_name_themselves_and_are_unique() -> None:
     assert [own.model_type for own in known] == files
     names = [name for own in known for name in (own.model_type, *own.aliases)]
     assert len(names) == len(set(names))
-    rest = [own.gguf.name for own in known if own.gguf is not None and own.gguf.matches is None]
+    rest = [r.name for own in known for r in gguf_rules(own) if r.matches is None]
     assert len(rest) == len(set(rest))
 
 

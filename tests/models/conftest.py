@@ -121,7 +121,7 @@ def _by_expert(model_type: str, name: str, tensor: Tensor) -> Iterator[tuple[str
     taking turns."""
     path, found, part = name.partition(".mlp.experts.")
     gpt_oss = model_type == "gpt_oss"
-    if not found or model_type not in ("mixtral", "qwen3_moe", "gpt_oss"):
+    if not found or model_type not in ("mixtral", "qwen3_moe", "gpt_oss", "olmoe"):
         yield name, tensor
         return
     stem, suffix = part.removesuffix("_bias"), "bias" if part.endswith("_bias") else "weight"

@@ -52,6 +52,10 @@ BASES: dict[str, dict[str, Any]] = {
     "qwen2": {"num_hidden_layers": 4},
     "qwen3": {"num_hidden_layers": 4},
     "phi3": {"sliding_window": None},
+    "smollm3": {"num_hidden_layers": 4},
+    "olmo3": {**_WINDOWED, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "exaone4": {**_WINDOWED, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
 }
 #: A value for each key, other than its usual one. All models get all of them.
 PROBES: dict[str, Any] = {
@@ -85,6 +89,11 @@ PROBES: dict[str, Any] = {
     "pretraining_tp": 2,
     "num_experts_per_tok": 1,
     "is_decoder": True,
+    "use_bias": True,
+    "attention_out_bias": True,
+    "no_rope_layers": [1, 0, 1, 0],
+    "no_rope_layer_interval": 2,
+    "clip_qkv": 0.5,
 }
 
 
@@ -149,7 +158,7 @@ def test_a_changed_key_changes_what_it_changes_in_transformers(model_type: str, 
         moved = key == "original_max_position_embeddings"  # into rope_parameters, by the class
         if key not in known_keys(own) and not moved:
             assert torch.equal(expected, plain), f"{key} is read by transformers"
-    assert {"is_causal"} <= set(refused) <= {*FIXED, "swiglu_alpha", "swiglu_limit"}
+    assert {"is_causal"} <= set(refused) <= {*FIXED, *OURS[model_type].config.fixed}
 
 
 def test_a_folder_that_attends_in_both_directions_is_refused(tmp_path: Path) -> None:
@@ -162,7 +171,7 @@ def test_a_folder_that_attends_in_both_directions_is_refused(tmp_path: Path) -> 
         sdk.LLM.plan(tmp_path)
 
 
-@pytest.mark.parametrize("model_type", ["smollm3", "gemma", "llama", "qwen2"])
+@pytest.mark.parametrize("model_type", ["starcoder2", "cohere", "llama", "qwen2"])
 def test_any_model_that_is_not_causal_is_refused(model_type: str, load: Load) -> None:
     checkpoint = checkpoint_of(tiny(model_type))
     for key, value in (("is_causal", False), ("use_bidirectional_attention", True)):
@@ -200,4 +209,4 @@ def test_keys_that_nothing_reads_are_reported(tmp_path: Path) -> None:
         [warning] = llm.load_warnings
         assert warning.endswith("have no effect: attn_logit_softcapping, made_up")
         assert warning.startswith("config.json: ")
-    assert unknown_keys({"model_type": "smollm3", "made_up": 1}) == []
+    assert unknown_keys({"model_type": "cohere", "made_up": 1}) == []

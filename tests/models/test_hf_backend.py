@@ -36,10 +36,8 @@ OTHERS: dict[str, dict[str, Any]] = {
     "cohere2": {"logit_scale": 1.0, "sliding_window": 7, "num_hidden_layers": 5},
     "gpt2": {"num_key_value_heads": 4, "n_inner": 128},
     "opt": {"num_key_value_heads": 4, "ffn_dim": 128, "word_embed_proj_dim": 64},
-    "glm": {},
     "phi": {},
-    "exaone4": {},
-    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "flex_olmo": {"num_experts": 4, "num_experts_per_tok": 2},
     "granite_swa": {"sliding_window": 8},
 }
 
@@ -67,7 +65,7 @@ def test_logits_match_transformers_in_one_prefill_in_chunks_and_in_a_batch(
     third = batch.step({"a": ids[40:]})["a"]
     batched = torch.cat((first, second, third))
     for found in (chunked, batched):
-        if name == "olmoe":  # the product of transformers' own router depends on the batch
+        if name == "flex_olmo":  # the product of transformers' own router depends on the batch
             assert (found - expected).abs().max() <= 1e-4
         else:
             assert torch.equal(found, whole)
@@ -76,7 +74,15 @@ def test_logits_match_transformers_in_one_prefill_in_chunks_and_in_a_batch(
 @pytest.mark.parametrize(
     "name",
     [
-        *("gemma", "qwen2_moe", "granitemoe", "deepseek_v2", "deepseek_v3", "dots1", "gpt_bigcode"),
+        *(
+            "helium",
+            "qwen2_moe",
+            "granitemoe",
+            "deepseek_v2",
+            "deepseek_v3",
+            "dots1",
+            "gpt_bigcode",
+        ),
         "hunyuan_v1_moe",
     ],
 )
@@ -91,7 +97,7 @@ def test_a_mask_of_a_models_own_is_refused_not_ignored(tmp_path: Path) -> None:
 
 
 def test_experts_stay_packed_and_are_multiplied_as_one(load: Callable[..., Any]) -> None:
-    model = load(tiny("olmoe", num_experts=4, num_experts_per_tok=2))
+    model = load(tiny("flex_olmo", num_experts=4, num_experts_per_tok=2))
     experts = dict(model.linears())["model.layers.1.mlp.experts.gate_up_proj"]
     assert experts.weight.shape == (4 * 256, 64)
     assert experts.weight._grouped is not None
@@ -234,7 +240,7 @@ def test_quantizers_write_gpt_2s_matrices_as_all_others(load: Callable[..., Any]
 
 def test_experts_stored_one_by_one_are_refused(load: Callable[..., Any]) -> None:
     checkpoint = checkpoint_of(
-        tiny("olmoe", num_experts=2, num_experts_per_tok=1, num_hidden_layers=1)
+        tiny("flex_olmo", num_experts=2, num_experts_per_tok=1, num_hidden_layers=1)
     )
     del checkpoint.tensors["model.layers.0.mlp.experts.gate_up_proj"]
     with pytest.raises(UnsupportedError, match=r"mlp\.experts.gate_up_proj: .*one by one"):

@@ -29,6 +29,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "phi3": {},
     "olmo2": {},
+    "glm4": {"head_dim": 24},
     "granite": {"logits_scaling": 2.0, "residual_multiplier": 0.5, "embedding_multiplier": 3.0},
     "gemma2": {"sliding_window": 9},
     "gemma3_text": {"num_key_value_heads": 1, "sliding_window": 8},

@@ -213,6 +213,8 @@ def test_the_circle_check_notices_one() -> None:
 NAMES_MODELS = ("loaders/tokenizer/", "loaders/writers/gguf_vocabulary.py", "sdk/cli/bench/")
 NAMES_MODELS += ("loaders/mistral_params.py", "sdk/other_names.py", "models/architectures/")
 NAMES_MODELS += ("sdk/testing/tiny_models.py",)
+#: Formats of tool calls and of chats, which are called like a model.
+NAMES_MODELS += ("sdk/tools/", "sdk/compat/llama_cpp/_chat.py")
 
 
 def test_only_its_own_file_names_a_model() -> None:

@@ -1,0 +1,44 @@
+"""Gemma: Llama with GELU, embeddings scaled by ``sqrt(hidden_size)``, norms stored minus 1.
+
+Gemma team, "Gemma" (2024); transformers' modeling_gemma.py.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from sdk.models.architecture import Architecture, ConfigRules, GgufKeys, GgufRules, TensorRules
+from sdk.quant.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from sdk.kernels.ops import Activation
+    from sdk.models.config_fields import Fields
+
+
+def _activation(fields: Fields) -> Activation:
+    """The first configs say ``gelu``; the class takes that for the approximation, too."""
+    found = fields.text("hidden_act", default="gelu_pytorch_tanh")
+    if found not in ("gelu", "gelu_pytorch_tanh"):
+        raise UnsupportedError(f"config: hidden_act: expected gelu_pytorch_tanh, found {found!r}")
+    return "gelu_tanh"
+
+
+def _read_gguf(config: dict[str, Any], keys: GgufKeys) -> None:
+    config["hidden_act"] = "gelu_pytorch_tanh"
+
+
+ARCHITECTURE = Architecture(
+    "gemma",
+    config=ConfigRules(
+        keys=("attention_bias",),
+        # transformers' class reads hidden_act alone
+        ignored=("hidden_activation",),
+        defaults={"head_dim": 256, "tie_word_embeddings": True},
+        activation=_activation,
+        embedding_scale=math.sqrt,
+    ),
+    tensors=TensorRules(norms_minus_one=True),
+    gguf=GgufRules("gemma", read=_read_gguf),
+    wide_range=True,  # trained in bfloat16
+)
