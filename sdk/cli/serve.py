@@ -14,7 +14,7 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +37,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         metavar="[NAME=]MODEL",
         help="models, with the names that requests use (default: the demo model)",
+    )
+    parser.add_argument(
+        "--served-model-name",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="the names of a single model; responses have the first one",
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (%(default)s)")
     parser.add_argument("--port", type=int, default=8000, help="0: any free port (%(default)s)")
@@ -63,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    named = named_models(args.models)
+    named = named_models(args.models, args.served_model_name)
     adapters = named_adapters(args.lora)
     check_adapters(adapters, named)
     if args.drain_seconds < 0:
@@ -82,17 +89,28 @@ def run(args: argparse.Namespace) -> int:
         if (text := warning(args)) is not None:
             say(text)
         listening = stack.enter_context(bound(args.host, args.port))
-        llms = {
-            name: stack.enter_context(opened(name, options, args))
-            for name, options in with_options(named, args, adapters).items()
+        loaded = {
+            model: stack.enter_context(opened(", ".join(names_of(model, named)), options, args))
+            for model, options in with_options(named, args, adapters).items()
         }
-        add_adapters(next(iter(llms.values())), adapters)
-        return serve(listening, llms, args, guard)
+        add_adapters(next(iter(loaded.values())), adapters)
+        return serve(listening, {n: loaded[model] for n, model in named.items()}, args, guard)
 
 
-def named_models(words: list[str]) -> dict[str, str]:
-    """The models by name. :raises RequestError: two have the same name."""
+def names_of(model: str, named: Mapping[str, str]) -> list[str]:
+    """The names of one model, which is loaded once."""
+    return [name for name, other in named.items() if other == model]
+
+
+def named_models(words: list[str], served: Sequence[str] = ()) -> dict[str, str]:
+    """The models by name; a file or folder is spelled the same under each of its names.
+
+    ``served``: all names of a single model.
+
+    :raises RequestError: two models have the same name, or it is not clear whose the names are.
+    """
     named: dict[str, str] = {}
+    spelled: dict[Path, str] = {}  # files as they were given first
     for word in words or [str(demo_model())]:
         name, equals, model = word.partition("=")
         if not equals or "/" in name or not name:
@@ -105,8 +123,20 @@ def named_models(words: list[str]) -> dict[str, str]:
             raise RequestError(
                 f"models: two have the name {name!r}; give each its own: NAME={model}"
             )
+        if Path(model).exists():
+            model = spelled.setdefault(Path(model).resolve(), model)
         named[name] = model
-    return named
+    if not served:
+        return named
+    if len(named) > 1:
+        raise RequestError(
+            f"--served-model-name: expected one model, found {len(named)}; use NAME=MODEL"
+        )
+    if len(set(served)) < len(served) or "" in served:
+        raise RequestError(
+            f"--served-model-name: expected different names, found {' '.join(map(repr, served))}"
+        )
+    return dict.fromkeys(served, next(iter(named.values())))
 
 
 def serve(
@@ -225,9 +255,10 @@ def bound(host: str, port: int) -> socket.socket:
 
 def check_adapters(adapters: Mapping[str, str], named: Mapping[str, str]) -> None:
     """:raises RequestError: it is not clear whose adapters they are, or one has a model's name."""
-    if adapters and len(named) > 1:
+    count = len(set(named.values()))
+    if adapters and count > 1:
         raise RequestError(
-            f"--lora: expected one model, found {len(named)}; serve the others in another process"
+            f"--lora: expected one model, found {count}; serve the others in another process"
         )
     if same := sorted(set(adapters) & set(named)):
         raise RequestError(f"--lora: {same[0]!r} is the name of the model; expected another")
@@ -236,8 +267,8 @@ def check_adapters(adapters: Mapping[str, str], named: Mapping[str, str]) -> Non
 def with_options(
     named: Mapping[str, str], args: argparse.Namespace, adapters: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """The options of each model, with room for ``adapters``. With several models, ``--memory`` is
-    the budget of all together."""
+    """The options of each model (not of each name), with room for ``adapters``. With several
+    models, ``--memory`` is the budget of all together."""
     from sdk.memory.pool import MemoryPool
 
     options = {} if args.options is None else read_options(args.options)
@@ -249,9 +280,10 @@ def with_options(
     options |= engine_options(args, "max_num_seqs")
     if args.threads is not None:
         options["num_threads"] = args.threads
-    if len(named) > 1 and "memory" in options:
+    models = list(dict.fromkeys(named.values()))
+    if len(models) > 1 and "memory" in options:
         options["memory"] = MemoryPool(options["memory"])
-    return {name: {**options, "model": model} for name, model in named.items()}
+    return {model: {**options, "model": model} for model in models}
 
 
 def read_options(path: Path) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI
@@ -55,7 +55,7 @@ _OLLAMA: tuple[tuple[str, str, Handler], ...] = (
 def create_app(
     models: Any,
     *,
-    model_name: str | None = None,
+    model_name: str | Sequence[str] | None = None,
     access: Access | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
     limits: BodyLimits | None = None,
@@ -64,10 +64,12 @@ def create_app(
 ) -> FastAPI:
     """An application that answers OpenAI's API with ``models``, which their owner closes.
 
-    ``models``: an :class:`sdk.LLM`, or a mapping of the names that requests use to them.
-    ``model_name``: the name of a single model (default: that of its file or folder). ``access``:
-    who may do what (default: everybody everything; see :mod:`sdk.server.access`). ``limits``: of
-    the parameters of one request, besides those of ``SamplingParams``.
+    ``models``: an :class:`sdk.LLM`, or a mapping of the names that requests use to them, in which
+    one may have several. ``model_name``: the name, or names, of a single model (default: that of
+    its file or folder); responses have the first one. While there is one model without adapters,
+    requests may use any name. ``access``: who may do what (default: everybody everything; see
+    :mod:`sdk.server.access`). ``limits``: of the parameters of one request, besides those of
+    ``SamplingParams``.
     :func:`sdk.server.guard.protected` adds the limits of HTTP. ``page``: serve the page at ``/``
     and its live view, ``/live``. ``metrics_prefix``: of the names at ``/metrics``; with ``"vllm"``
     they are those of vLLM.

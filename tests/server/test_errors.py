@@ -129,12 +129,16 @@ def test_only_json_is_read(serve: Serve) -> None:
     assert llm.requests == []
 
 
+def test_several_models_must_be_named() -> None:
+    with FakeLLM("x") as a, FakeLLM("y") as b, running(create_app({"a": a, "b": b})) as client:
+        found = client.post(CHAT, {"model": "gpt-4", "messages": ASK})
+        assert found.status == 404
+        assert found.error["code"] == "model_not_found" and found.error["param"] == "model"
+        assert "expected one of a, b, found 'gpt-4'" in found.error["message"]
+
+
 def test_unknown_models_paths_and_methods(serve: Serve) -> None:
     client, _ = serve()
-    found = client.post(CHAT, {"model": "gpt-4", "messages": ASK})
-    assert found.status == 404
-    assert found.error["code"] == "model_not_found" and found.error["param"] == "model"
-    assert "expected one of tiny, found 'gpt-4'" in found.error["message"]
     assert client.get("/v1/models/gpt-4").error["code"] == "model_not_found"
     assert client.get("/v1/models/tiny").json["id"] == "tiny"
     found = client.get("/v1/nothing")

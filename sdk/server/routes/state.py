@@ -44,6 +44,7 @@ async def models(exchange: Exchange, services: Services) -> None:
 
 async def model(exchange: Exchange, services: Services) -> None:
     """One of them. :raises Refused: there is no such model."""
-    name = services.models.resolve(exchange.path_parameter("model")).name
+    name = exchange.path_parameter("model")
+    services.models.named(name)  # also where a request could have any
     [card] = [card for card in services.models.cards() if card["id"] == name]
     await exchange.respond_json(card)

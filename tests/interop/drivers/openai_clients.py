@@ -145,7 +145,7 @@ def embeddings() -> Any:
 def errors() -> Any:
     kinds = []
     for call in (
-        lambda: client.chat.completions.create(model="other", messages=ASK),
+        lambda: client.models.retrieve("other"),
         lambda: client.chat.completions.create(model=MODEL, messages=ASK, temperature=-1),
         lambda: client.chat.completions.create(model=MODEL, messages=[]),
     ):
