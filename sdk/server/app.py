@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastapi import FastAPI
@@ -17,9 +17,11 @@ from sdk.server.access import Access, Open, Role
 from sdk.server.endpoint import Endpoint, Handler, Services
 from sdk.server.errors import INTERNAL, Problem
 from sdk.server.guard.body_limits import BodyLimits
+from sdk.server.interfaces import interface_of
 from sdk.server.live import Live
 from sdk.server.models import Models
-from sdk.server.routes import generate, ollama, pooling, responses, state, tokens
+from sdk.server.ollama import answers as ollama, embed as ollama_embed, models as ollama_models
+from sdk.server.routes import generate, pooling, responses, state, tokens
 from sdk.server.routes.metrics import Metrics
 from sdk.server.web_page import page_routes
 
@@ -43,12 +45,25 @@ _OTHERS: tuple[tuple[str, str, Handler, Role | None], ...] = (
     ("POST", "/tokenize", tokens.tokenize, "user"),
     ("POST", "/detokenize", tokens.detokenize, "user"),
     ("POST", "/v2/rerank", pooling.rerank, "user"),  # Cohere's
+    ("POST", "/pooling", pooling.pooling, "user"),
+    ("POST", "/classify", pooling.classify, "user"),
 )
 _OLLAMA: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/api/chat", ollama.chat),
     ("POST", "/api/generate", ollama.generate),
-    ("GET", "/api/tags", ollama.tags),
-    ("GET", "/api/version", ollama.version),
+    ("POST", "/api/embed", ollama_embed.embed),
+    ("POST", "/api/embeddings", ollama_embed.embeddings),
+    ("POST", "/api/show", ollama_models.show),
+    ("GET", "/api/tags", ollama_models.tags),
+    ("GET", "/api/ps", ollama_models.running),
+    ("GET", "/api/version", ollama_models.version),
+    ("POST", "/api/pull", ollama_models.refuse),
+    ("POST", "/api/push", ollama_models.refuse),
+    ("POST", "/api/create", ollama_models.refuse),
+    ("POST", "/api/copy", ollama_models.refuse),
+    ("DELETE", "/api/delete", ollama_models.refuse),
+    ("POST", "/api/blobs/{digest}", ollama_models.refuse),
+    ("GET", "/api/blobs/{digest}", ollama_models.refuse),
 )
 
 
@@ -104,7 +119,7 @@ def create_app(
     for method, path, handler, role in _OTHERS:
         _add(app, method, path, Endpoint(handler, services, role))
     for method, path, handler in _OLLAMA:
-        _add(app, method, path, Endpoint(handler, services, "user", ollama.ERRORS))
+        _add(app, method, path, Endpoint(handler, services))
     _add(app, "GET", "/metrics", Endpoint(Metrics(served, metrics_prefix), services, "metrics"))
     if live is not None:
         app.router.routes.extend(page_routes())
@@ -124,13 +139,14 @@ async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {error.detail}"
     code = {404: "unknown_url", 405: "method_not_allowed"}.get(error.status_code)
-    return _response(Problem(error.status_code, message, code, headers=error.headers or {}))
+    problem = Problem(error.status_code, message, code, headers=error.headers or {})
+    return _response(request, problem)
 
 
 async def _internal_error(request: Request, error: Exception) -> Response:
-    return _response(INTERNAL)
+    return _response(request, INTERNAL)
 
 
-def _response(problem: Problem) -> Response:
-    headers: Mapping[str, str] = problem.headers
-    return Response(problem.as_json(), problem.status, dict(headers), "application/json")
+def _response(request: Request, problem: Problem) -> Response:
+    body = interface_of(request.url.path).error(problem)
+    return Response(body, problem.status, dict(problem.headers), "application/json")

@@ -16,6 +16,7 @@ from sdk.quant.safe_repr import safe_repr
 from sdk.requests.conversations import ChatOptions, special_tokens_of
 from sdk.requests.prompts import Prompt, PromptLike
 from sdk.server.access import Caller, Refused
+from sdk.server.model_files import ModelFiles, files_of
 from sdk.tokenizer import LLMTokenizer
 from sdk.tools import reasoning_of
 
@@ -44,6 +45,7 @@ class Served:
         self.llm = llm
         self.created = int(time.time())
         self._reasons: bool | None = None
+        self._files: ModelFiles | None = None
         self._weights: dict[str, float] = {}  # of tenants, as they were set last
 
     @property
@@ -54,11 +56,39 @@ class Served:
     def reasons(self) -> bool:
         """Whether its chat template knows reasoning, so that answers are split."""
         if self._reasons is None:
-            reader = self.llm._reader
-            tokenizer = reader.need_tokenizer("chat")
-            template = reader.template_of(ChatOptions())
-            self._reasons = reasoning_of(template, special_tokens_of(tokenizer)) is not None
+            tokenizer = self.llm._reader.need_tokenizer("chat")
+            self._reasons = reasoning_of(self.template, special_tokens_of(tokenizer)) is not None
         return self._reasons
+
+    @property
+    def template(self) -> str | None:
+        """The source of its chat template, if it has one."""
+        found: str | None = self.llm._reader.template_of(ChatOptions())
+        return found
+
+    @property
+    def infills(self) -> bool:
+        """Whether it can write what is between a prompt and a suffix."""
+        return self.llm._reader.need_tokenizer("suffix").fim_tokens is not None
+
+    @property
+    def files(self) -> ModelFiles:
+        """What its files are."""
+        if self._files is None:
+            self._files = files_of(self.llm)
+        return self._files
+
+    @property
+    def memory(self) -> tuple[int, bool]:
+        """The bytes that it may take, and whether they are a card's."""
+        served = getattr(self.llm, "_served", None)
+        if served is None:  # a fake model
+            return 0, False
+        return served.facts.plan.total, served.facts.runner_config.device != "cpu"
+
+    def all_names(self) -> list[str]:
+        """Its names, then those of its adapters."""
+        return [*self.names, *self.adapters()]
 
     def adapters(self) -> list[str]:
         """The names of its adapters, which are models for clients."""
@@ -152,6 +182,10 @@ class Models:
             return Target(first.name, first)
         return self.named(name)
 
+    def has(self, name: str) -> bool:
+        """Whether a model or an adapter has this name."""
+        return name in self._names()
+
     def named(self, name: str) -> Target:
         """The model with a name. :raises Refused: none has it."""
         found = self._served.get(name)
@@ -185,7 +219,7 @@ class Models:
                 "max_model_len": served.llm.max_model_len,
             }
             for served in self
-            for name in (*served.names, *served.adapters())
+            for name in served.all_names()
         ]
 
 
