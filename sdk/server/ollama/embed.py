@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sdk.errors import RequestError
+from sdk.quant.embedding_head import UNIT
 from sdk.quant.safe_repr import safe_repr
 from sdk.requests.prompts import Prompt
 from sdk.server.endpoint import Services, salted
@@ -28,7 +29,8 @@ async def embed(exchange: Exchange, services: Services) -> None:
     truncate, dimensions = body.take_flag("truncate", True), read_dimensions(body, target)
     options_of(body)
     body.end()
-    vectors, count = await _vectors(exchange, services, target, texts, truncate, dimensions)
+    found, count = await _vectors(exchange, services, target, texts, truncate, dimensions)
+    vectors = [UNIT(vector) for vector in found]  # also where the files do not ask for it
     took = nanoseconds(time.monotonic() - exchange.began)
     await exchange.respond_json(
         {

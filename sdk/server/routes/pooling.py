@@ -41,8 +41,8 @@ async def embeddings(exchange: Exchange, services: Services) -> None:
         read = await target.served.read(target.llm._pooling.prompted(prompts), cut)
         found = await embedded(exchange, services, target, read, salt)
         made = Responses("embd", target.name, check_ended).embeddings(found)
-        for one in made.data:
-            one.embedding = encode(shortened(target, one.embedding, dimensions))
+        for one, vector in zip(made.data, found, strict=True):
+            one.embedding = encode(shortened(target, vector.embedding, dimensions))
         await exchange.respond_json(made.wire())
 
 
@@ -152,7 +152,7 @@ async def pooling(exchange: Exchange, services: Services) -> None:
         read = await target.served.read(prompts, cut)
         if task == "classify":
             classes = await _classified(exchange, services, target, read, salt, normalized)
-            rows = [one.probs for one in classes]
+            rows: list[Sequence[float]] = [one.probs for one in classes]
         else:
             mode: Any = "token" if task == "token_embed" else None
             demand = Demand(_count(read), 0, 1, target.name, len(read))
