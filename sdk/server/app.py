@@ -14,6 +14,7 @@ from starlette.routing import Route
 from sdk import __version__
 from sdk.flags import check_flags
 from sdk.server.access import Access, Open, Role
+from sdk.server.anthropic import messages as anthropic
 from sdk.server.endpoint import Endpoint, Handler, Services
 from sdk.server.errors import INTERNAL, Problem
 from sdk.server.guard.body_limits import BodyLimits
@@ -27,12 +28,14 @@ from sdk.server.web_page import page_routes
 
 #: 16 MiB: a context of a million tokens as text has 4 MB.
 MAX_BODY_BYTES = 2**24
-#: OpenAI's routes: under ``/v1``, and without it for an app that is mounted at ``/v1`` or at any
-#: other path that a client has as its base URL.
+#: OpenAI's and Anthropic's routes: under ``/v1``, and without it for an app that is mounted at
+#: ``/v1`` or at any other path that a client has as its base URL.
 _OPENAI: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/chat/completions", generate.chat_completions),
     ("POST", "/completions", generate.completions),
     ("POST", "/responses", responses.responses),
+    ("POST", "/messages", anthropic.messages),
+    ("POST", "/messages/count_tokens", anthropic.count_tokens),
     ("POST", "/embeddings", pooling.embeddings),
     ("POST", "/rerank", pooling.rerank),
     ("POST", "/score", pooling.score),
