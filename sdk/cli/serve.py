@@ -23,6 +23,7 @@ from sdk.cli.guard_arguments import Protection, add_guard_arguments, protection,
 from sdk.cli.lora_arguments import add_adapters, add_lora_argument, named_adapters
 from sdk.demo import demo_model
 from sdk.errors import OutOfMemoryError, RequestError
+from sdk.memory.sizes import parse_bytes
 
 if TYPE_CHECKING:
     import uvicorn
@@ -60,6 +61,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--options", type=Path, metavar="FILE", help="further options of LLM, a JSON object"
     )
+    parser.add_argument(
+        "--kept-responses",
+        default="64MiB",
+        metavar="SIZE",
+        help="memory for responses that later requests go on from; 0: none (%(default)s)",
+    )
     parser.add_argument("--no-page", action="store_true", help="no page at / and no live view")
     parser.add_argument(
         "--forwarded-allow-ips",
@@ -73,6 +80,7 @@ def run(args: argparse.Namespace) -> int:
     named = named_models(args.models, args.served_model_name)
     adapters = named_adapters(args.lora)
     check_adapters(adapters, named)
+    kept_bytes(args)  # before the model is loaded
     if args.drain_seconds < 0:
         raise RequestError(
             f"--drain-seconds: expected at least 0, found {args.drain_seconds:g}; 0 aborts at once"
@@ -95,6 +103,12 @@ def run(args: argparse.Namespace) -> int:
         }
         add_adapters(next(iter(loaded.values())), adapters)
         return serve(listening, {n: loaded[model] for n, model in named.items()}, args, guard)
+
+
+def kept_bytes(args: argparse.Namespace) -> int:
+    """The value of ``--kept-responses``. :raises RequestError: it is no size."""
+    size: str = args.kept_responses
+    return 0 if size == "0" else parse_bytes(size, "--kept-responses")
 
 
 def names_of(model: str, named: Mapping[str, str]) -> list[str]:
@@ -203,6 +217,7 @@ def made_app(llms: dict[str, LLM], args: argparse.Namespace, guard: Protection) 
         llms,
         access=guard.access,
         max_body_bytes=guard.http.body_bytes,
+        max_kept_bytes=kept_bytes(args),
         limits=guard.body,
         page=not args.no_page,
     )

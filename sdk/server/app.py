@@ -19,6 +19,7 @@ from sdk.server.endpoint import Endpoint, Handler, Services
 from sdk.server.errors import INTERNAL, Problem
 from sdk.server.guard.body_limits import BodyLimits
 from sdk.server.interfaces import interface_of
+from sdk.server.kept_responses import MAX_KEPT_BYTES, KeptResponses
 from sdk.server.live import Live
 from sdk.server.models import Models
 from sdk.server.ollama import answers as ollama, embed as ollama_embed, models as ollama_models
@@ -34,6 +35,8 @@ _OPENAI: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/chat/completions", generate.chat_completions),
     ("POST", "/completions", generate.completions),
     ("POST", "/responses", responses.responses),
+    ("GET", "/responses/{response_id}", responses.retrieve),
+    ("DELETE", "/responses/{response_id}", responses.delete),
     ("POST", "/messages", anthropic.messages),
     ("POST", "/messages/count_tokens", anthropic.count_tokens),
     ("POST", "/embeddings", pooling.embeddings),
@@ -76,6 +79,7 @@ def create_app(
     model_name: str | Sequence[str] | None = None,
     access: Access | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
+    max_kept_bytes: int = MAX_KEPT_BYTES,
     limits: BodyLimits | None = None,
     page: bool = False,
     metrics_prefix: str = "embedlm",
@@ -86,7 +90,8 @@ def create_app(
     one may have several. ``model_name``: the name, or names, of a single model (default: that of
     its file or folder); responses have the first one. While there is one model without adapters,
     requests may use any name. ``access``: who may do what (default: everybody everything; see
-    :mod:`sdk.server.access`). ``limits``: of the parameters of one request, besides those of
+    :mod:`sdk.server.access`). ``max_kept_bytes``: of the responses that ``previous_response_id``
+    may name; 0 keeps none. ``limits``: of the parameters of one request, besides those of
     ``SamplingParams``.
     :func:`sdk.server.guard.protected` adds the limits of HTTP. ``page``: serve the page at ``/``
     and its live view, ``/live``. ``metrics_prefix``: of the names at ``/metrics``; with ``"vllm"``
@@ -106,6 +111,7 @@ def create_app(
         access or Open(),
         max_body_bytes,
         limits,
+        KeptResponses(max_kept_bytes),
         None if live is None else live.ended,
     )
     app = FastAPI(

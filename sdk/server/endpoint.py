@@ -14,6 +14,7 @@ from sdk.server.errors import INTERNAL, STOPPING, problem_of
 from sdk.server.exchange import ClientGone, Exchange, Receive, Scope, Send
 from sdk.server.guard.body_limits import BodyLimits
 from sdk.server.interfaces import interface_of
+from sdk.server.kept_responses import KeptResponses
 from sdk.server.models import Models
 
 logger = logging.getLogger("sdk")
@@ -27,6 +28,7 @@ class Services:
     access: Access
     max_body_bytes: int
     limits: BodyLimits | None
+    kept: KeptResponses
     #: Told the model and the last outputs of each use that has ended.
     on_end: Callable[[str, Iterable[RequestOutput]], None] | None = None
 

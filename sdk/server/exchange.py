@@ -22,8 +22,8 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 _ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 _JSON = b"application/json"
-#: What clients send that name no type; the second one is curl's.
-_UNTYPED = (b"", b"application/x-www-form-urlencoded")
+#: What clients send that name no type; the others are what curl and aiohttp add by themselves.
+_UNTYPED = (b"", b"application/x-www-form-urlencoded", b"application/octet-stream")
 _EVENTS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),

@@ -16,7 +16,14 @@ from pathlib import Path
 import pytest
 
 from sdk.cli import build_parser, main
-from sdk.cli.serve import bound, check_adapters, named_models, read_options, with_options
+from sdk.cli.serve import (
+    bound,
+    check_adapters,
+    kept_bytes,
+    named_models,
+    read_options,
+    with_options,
+)
 from sdk.errors import RequestError
 from sdk.memory.pool import MemoryPool
 from sdk.testing import tiny_model
@@ -53,6 +60,12 @@ def test_one_model_may_have_several_names(tmp_path: Path) -> None:
     args = build_parser("serve").parse_args(["serve", str(path)])
     assert list(named) == ["x", "y"] and list(with_options(named, args)) == [str(path)]
     check_adapters({"l": "path"}, named)
+
+
+@pytest.mark.parametrize(("given", "count"), [([], 2**26), (["1MiB"], 2**20), (["0"], 0)])
+def test_how_many_responses_are_kept(given: list[str], count: int) -> None:
+    words = ["serve", "a.gguf", *(["--kept-responses", *given] if given else [])]
+    assert kept_bytes(build_parser("serve").parse_args(words)) == count
 
 
 def test_adapters_need_one_model_and_names_of_their_own(tmp_path: Path) -> None:
@@ -99,6 +112,8 @@ def test_an_address_that_cannot_be_used_is_an_error_before_loading(capsys: Captu
     assert "70000" in capsys.readouterr().err
     assert main(["serve", "none.gguf", "--drain-seconds", "-1"]) == 2
     assert "--drain-seconds: expected at least 0" in capsys.readouterr().err
+    assert main(["serve", "none.gguf", "--kept-responses", "much"]) == 2
+    assert "--kept-responses: expected a size" in capsys.readouterr().err
 
 
 def test_nobody_can_connect_before_the_model_is_loaded() -> None:

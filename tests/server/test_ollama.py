@@ -162,11 +162,12 @@ def test_nothing_to_answer_loads(
 
 
 def test_bodies_need_no_type_where_no_page_sends_them(serve: Serve) -> None:
-    """litellm sends none, curl that of a form; a page in a browser cannot leave out the origin."""
+    """litellm sends none, or aiohttp's, and curl that of a form. A page in a browser cannot leave
+    out the origin."""
     client, llm = serve()
     body = json.dumps({"messages": ASK, "stream": False}).encode()
     form = {"Content-Type": "application/x-www-form-urlencoded"}
-    for headers in ({}, form):
+    for headers in ({}, form, {"Content-Type": "application/octet-stream"}):
         assert client.post("/api/chat", body, headers=headers).status == 200
     assert client.post("/v1/chat/completions", body, headers={}).status == 415
     accepted = len(llm.requests)
