@@ -18,7 +18,7 @@ _REFUSED = ("conversation", "prompt")
 _IGNORED = ("include", "max_tool_calls", "context_management")
 
 
-def chat_body(body: Body, earlier: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+def chat_body(body: Body, earlier: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
     """The body of a chat completion that asks for the same as one of ``/v1/responses``.
 
     Parameters that both have are left in ``body``. ``earlier``: the messages before the input.
@@ -95,16 +95,16 @@ def _tools(given: object) -> list[dict[str, Any]]:
     return made
 
 
-def messages_of(given: object, earlier: Sequence[dict[str, Any]] = ()) -> list[dict[str, Any]]:
+def messages_of(given: object, earlier: Sequence[Mapping[str, Any]] = ()) -> list[dict[str, Any]]:
     """The messages of an input, which is a text or a list of items, after ``earlier`` ones.
 
     :raises RequestError: it is neither, or an item is invalid.
     """
+    messages = [dict(message) for message in earlier]
     if isinstance(given, str):
-        return [*earlier, {"role": "user", "content": given}]
+        return [*messages, {"role": "user", "content": given}]
     if not isinstance(given, Sequence) or not given:
         raise RequestError(f"input: expected a text or a list of items, found {safe_repr(given)}")
-    messages = list(earlier)
     for index, item in enumerate(given):
         if not isinstance(item, Mapping):
             raise RequestError(f"input[{index}]: expected an object, found {safe_repr(item)}")

@@ -146,8 +146,7 @@ class Exchange:
     def _from_browser(self) -> bool:
         """Whether a page may have sent it: browsers add these headers, and pages cannot leave them
         out of a request that has a body."""
-        names = (name for name, _ in self.request_headers)
-        return any(name == b"origin" or name.startswith(b"sec-") for name in names)
+        return any(name in (b"origin", b"sec-fetch-site") for name, _ in self.request_headers)
 
     async def wait_for_disconnect(self) -> None:
         """Return when the client has gone. Only after the body was read."""

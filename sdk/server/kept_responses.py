@@ -90,7 +90,8 @@ class KeptResponses:
         self._drop(_owner(caller), response_id)
 
     def _find(self, caller: Caller, response_id: str) -> _Kept:
-        found = self._owned.get(_owner(caller), {}).get(response_id)
+        own = self._owned.get(_owner(caller))
+        found = None if own is None else own.get(response_id)
         if found is None:
             limit = (
                 f"the newest responses are kept, {format_bytes(self.max_bytes)} of all callers "

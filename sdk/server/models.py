@@ -84,7 +84,7 @@ class Served:
         served = getattr(self.llm, "_served", None)
         if served is None:  # a fake model
             return 0, False
-        return served.facts.plan.total, served.facts.runner_config.device != "cpu"
+        return self.llm.memory_plan.total, served.facts.runner_config.device != "cpu"
 
     def all_names(self) -> list[str]:
         """Its names, then those of its adapters."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sdk import LLM
+from sdk import LLM, SamplingParams
 from sdk.server import create_app
 from sdk.testing import FakeAnswer, tiny_model
 from tests.server.serving import Response, Serve, running
@@ -89,6 +89,12 @@ def test_reasons_to_stop(
         ended, got = found.json, found.json["content"][0]["text"]
     assert (ended["stop_reason"], ended["stop_sequence"]) == (reason, sequence)
     assert got == text
+
+
+def test_the_model_s_own_stop_strings_end_a_turn(serve: Serve) -> None:
+    client, _ = serve("one two three", default_sampling_params=SamplingParams(stop=["three"]))
+    found = client.post("/v1/messages", ASK).json
+    assert (found["stop_reason"], found["stop_sequence"]) == ("end_turn", None)
 
 
 def test_events_follow_each_other(serve: Serve) -> None:

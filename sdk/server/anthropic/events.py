@@ -125,8 +125,9 @@ class MessageEvents:
             parts += self._grow("text", {"text": ""}, "text_delta", found.content)
             for call in found.tool_calls:
                 if self._kind != call.index:
-                    block = {"id": call.id or "", "name": call.name or "", "input": {}}
-                    parts += self._open(call.index, {"type": "tool_use", **block})
+                    call_id, name = call.id or "", call.name or ""
+                    opened = {"type": "tool_use", "id": call_id, "name": name, "input": {}}
+                    parts += self._open(call.index, opened)
                 if call.arguments:
                     delta = {"type": "input_json_delta", "partial_json": call.arguments}
                     parts.append(_event("content_block_delta", index=self._index, delta=delta))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
 from sdk.openai.requests import Body, ChatRequest, read_chat
@@ -16,9 +17,9 @@ from sdk.server.routes.generate import chat_template, stream_answers
 
 async def messages(exchange: Exchange, services: Services) -> None:
     """The next message of a conversation, as blocks: thinking, text, calls of tools."""
-    target, asked = await _read(exchange, services)
+    target, asked, stops = await _read(exchange, services)
     salt = salted(exchange.caller, asked.cache_salt)
-    made = Messages(target.name, asked.params.stop)
+    made = Messages(target.name, stops)
     async with Departure(exchange), AsyncExitStack() as stack:
         answers, use = await ask(
             stack,
@@ -39,18 +40,21 @@ async def messages(exchange: Exchange, services: Services) -> None:
 
 async def count_tokens(exchange: Exchange, services: Services) -> None:
     """How many tokens the prompt of such a request has; nothing runs."""
-    target, asked = await _read(exchange, services)
+    target, asked, _ = await _read(exchange, services)
     template = chat_template(asked, target, None)
     stream = target.llm.astream(asked.messages, asked.params, lora_request=target.lora, **template)
     async with Departure(exchange), Answers([stream]) as answers:
         await exchange.respond_json({"input_tokens": await answers.tokenized()})
 
 
-async def _read(exchange: Exchange, services: Services) -> tuple[Target, ChatRequest]:
-    """The model, and what it is asked."""
+async def _read(
+    exchange: Exchange, services: Services
+) -> tuple[Target, ChatRequest, Sequence[str]]:
+    """The model, what it is asked, and the stop sequences of the request, not of the model."""
     exchange.headers["request-id"] = exchange.id  # where Anthropic's clients look for it
     body = Body(await exchange.read_json(services.max_body_bytes))
     target = services.models.resolve(body.take("model"))
     chat = chat_body(body)
     default = target.llm.get_default_sampling_params()
-    return target, read_chat(Body({**body.rest(), **chat}), default)
+    asked = read_chat(Body({**body.rest(), **chat}), default)
+    return target, asked, () if chat["stop"] is None else asked.params.stop or ()

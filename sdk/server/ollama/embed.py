@@ -29,8 +29,9 @@ async def embed(exchange: Exchange, services: Services) -> None:
     truncate, dimensions = body.take_flag("truncate", True), read_dimensions(body, target)
     options_of(body)
     body.end()
-    found, count = await _vectors(exchange, services, target, texts, truncate, dimensions)
-    vectors = [UNIT(vector) for vector in found]  # also where the files do not ask for it
+    vectors, count = await _vectors(exchange, services, target, texts, truncate, dimensions)
+    if not target.llm._pooling.gives_units:  # this route always does
+        vectors = [UNIT(vector) for vector in vectors]
     took = nanoseconds(time.monotonic() - exchange.began)
     await exchange.respond_json(
         {
