@@ -245,6 +245,8 @@ def test_thinking_is_apart_and_can_be_switched(tmp_path: Path) -> None:
     ("body", "message"),
     [
         ({"prompt": 3}, "prompt: expected a string"),
+        ({"prompt": "a", "suffix": 3}, "suffix: expected"),
+        ({"prompt": "a", "system": 3}, "content"),
         ({"prompt": "a", "context": [1, 2]}, "context: is not supported"),
         ({"prompt": "a", "system": "b", "raw": True}, "system: cannot be combined with raw"),
         ({"prompt": "a", "raw": True, "top_logprobs": 1}, "top_logprobs: needs logprobs=true"),

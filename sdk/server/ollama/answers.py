@@ -65,7 +65,7 @@ async def generate(exchange: Exchange, services: Services) -> None:
         raise RequestError(f"prompt: expected a string, found {safe_repr(prompt)}")
     asked, variables = translated(body), thinking(body, target)
     body.end()
-    if (raw or suffix) and prompt + (suffix or ""):
+    if (raw or suffix) and (prompt or suffix):
         if system:
             other = "raw" if raw else "suffix"
             raise RequestError(f"system: cannot be combined with {other}; put it into the prompt")
