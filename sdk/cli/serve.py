@@ -1,4 +1,4 @@
-"""Answer OpenAI's API over HTTP.
+"""Answer the APIs of OpenAI, Ollama and Anthropic over HTTP.
 
 Progress goes to stderr. Ctrl-C or SIGTERM ends it: no new request is accepted, those that run may
 end within ``--drain-seconds``, and the others are aborted. A second Ctrl-C aborts them at once.

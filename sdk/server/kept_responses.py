@@ -35,7 +35,7 @@ class KeptResponses:
     """The newest responses, each for the caller that asked for it.
 
     Above ``max_bytes`` the oldest one of the caller with most bytes is dropped, so that nobody can
-    push out what others keep. 0: nothing is kept. Of one event loop.
+    take more than an equal share from the others. 0: nothing is kept. Of one event loop.
     """
 
     def __init__(self, max_bytes: int = MAX_KEPT_BYTES) -> None:

@@ -248,7 +248,7 @@ def test_thinking_is_apart_and_can_be_switched(tmp_path: Path) -> None:
         ({"prompt": "a", "suffix": 3}, "suffix: expected"),
         ({"prompt": "a", "system": 3}, "content"),
         ({"prompt": "a", "context": [1, 2]}, "context: is not supported"),
-        ({"prompt": "a", "system": "b", "raw": True}, "system: cannot be combined with raw"),
+        ({"prompt": "a", "system": "b", "raw": True}, "system: is not supported with raw"),
         ({"prompt": "a", "raw": True, "top_logprobs": 1}, "top_logprobs: needs logprobs=true"),
         ({"prompt": "a", "images": ["x"]}, "images: are not supported"),
         ({"prompt": "a", "width": 64}, "width: unknown parameter"),
@@ -258,6 +258,19 @@ def test_bad_prompts(serve: Serve, body: dict[str, Any], message: str) -> None:
     client, llm = serve()
     found = client.post("/api/generate", body)
     assert found.status == 400 and message in found.json["error"] and llm.requests == []
+
+
+def test_without_a_chat_template_a_prompt_is_continued(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, llm = serve("one two")
+    monkeypatch.setattr(llm._reader, "template_of", lambda options: None)
+    asked = {"prompt": "hi", "stream": False}
+    assert client.post("/api/generate", asked).json["response"] == "one two"
+    assert llm.requests[0].prompt == "hi"
+    found = client.post("/api/generate", {**asked, "system": "x"})
+    assert found.status == 400 and "without a chat template" in found.json["error"]
+    assert client.post("/api/show", {}).json["capabilities"] == ["completion", "embedding"]
 
 
 def test_embeddings_of_texts(serve: Serve) -> None:

@@ -49,8 +49,8 @@ async def chat(exchange: Exchange, services: Services) -> None:
 
 
 async def generate(exchange: Exchange, services: Services) -> None:
-    """The answer to a prompt: through the chat template unless ``raw``. Without a prompt the model
-    is loaded."""
+    """The answer to a prompt: through the chat template, if there is one, unless ``raw``. Without a
+    prompt the model is loaded."""
     body, target = await begin(exchange, services)
     streamed = body.take_flag("stream", True)
     refuse_images({"images": body.take("images")})
@@ -65,10 +65,11 @@ async def generate(exchange: Exchange, services: Services) -> None:
         raise RequestError(f"prompt: expected a string, found {safe_repr(prompt)}")
     asked, variables = translated(body), thinking(body, target)
     body.end()
-    if (raw or suffix) and (prompt or suffix):
+    plain = target.served.template is None  # then a prompt is continued, as in Ollama
+    if (raw or suffix or plain) and (prompt or suffix):
         if system:
-            other = "raw" if raw else "suffix"
-            raise RequestError(f"system: cannot be combined with {other}; put it into the prompt")
+            other = "with raw" if raw else "with suffix" if suffix else "without a chat template"
+            raise RequestError(f"system: is not supported {other}; put it into the prompt")
         asked |= {"prompt": prompt, "suffix": suffix}
         await _continue(exchange, services, target, asked, _completion_logprobs(logprobs), streamed)
         return
