@@ -58,7 +58,7 @@ aot-cache: $(VENV)/.embedlm-dev ## the kernels of tests/card and of the bench, c
 gpu: ## on a machine with a GPU: PARTS="A B C", or parts of them; in GPU_SECONDS (780); results in $$OUT (build/gpu)
 	$(PYTHON) .ci/gpu.py $(PARTS)
 
-test-interop: $(VENV)/.embedlm-dev ## exchange files with auto-gptq, autoawq, gptqmodel, llm-compressor and llama.cpp
+test-interop: $(VENV)/.embedlm-dev ## exchange files with auto-gptq, autoawq, gptqmodel, llm-compressor, llama.cpp; clients of the server
 	$(PY) tests/interop/environments.py $(INTEROP) --pip-flags="$(PIP_FLAGS)"
 	$(PY) -m pytest $(PYTEST_FLAGS) --timeout 1800 tests/interop
 

@@ -99,6 +99,9 @@ class LoadedCheckpoint:
         self.config = checkpoint.config
         self.generation_config = checkpoint.generation_config
         self.kv_scales = checkpoint.kv_scales
+        source = getattr(checkpoint, "inner", checkpoint)
+        #: Of a GGUF file: llama.cpp's number of its mixture of types, if it has one.
+        self.file_type = getattr(source, "metadata", {}).get("general.file_type")
         self._entries = checkpoint.entries()
 
     def weight(self, name: str) -> Weight:

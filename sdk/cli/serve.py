@@ -1,4 +1,4 @@
-"""Answer OpenAI's API over HTTP.
+"""Answer the APIs of OpenAI, Ollama and Anthropic over HTTP.
 
 Progress goes to stderr. Ctrl-C or SIGTERM ends it: no new request is accepted, those that run may
 end within ``--drain-seconds``, and the others are aborted. A second Ctrl-C aborts them at once.
@@ -14,7 +14,7 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from sdk.cli.guard_arguments import Protection, add_guard_arguments, protection,
 from sdk.cli.lora_arguments import add_adapters, add_lora_argument, named_adapters
 from sdk.demo import demo_model
 from sdk.errors import OutOfMemoryError, RequestError
+from sdk.memory.sizes import parse_bytes
 
 if TYPE_CHECKING:
     import uvicorn
@@ -37,6 +38,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         metavar="[NAME=]MODEL",
         help="models, with the names that requests use (default: the demo model)",
+    )
+    parser.add_argument(
+        "--served-model-name",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="the names of a single model; responses have the first one",
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (%(default)s)")
     parser.add_argument("--port", type=int, default=8000, help="0: any free port (%(default)s)")
@@ -53,6 +61,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--options", type=Path, metavar="FILE", help="further options of LLM, a JSON object"
     )
+    parser.add_argument(
+        "--kept-responses",
+        default="64MiB",
+        metavar="SIZE",
+        help="memory for responses that later requests go on from; 0: none (%(default)s)",
+    )
     parser.add_argument("--no-page", action="store_true", help="no page at / and no live view")
     parser.add_argument(
         "--forwarded-allow-ips",
@@ -63,9 +77,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    named = named_models(args.models)
+    named = named_models(args.models, args.served_model_name)
     adapters = named_adapters(args.lora)
     check_adapters(adapters, named)
+    kept_bytes(args)  # before the model is loaded
     if args.drain_seconds < 0:
         raise RequestError(
             f"--drain-seconds: expected at least 0, found {args.drain_seconds:g}; 0 aborts at once"
@@ -82,17 +97,34 @@ def run(args: argparse.Namespace) -> int:
         if (text := warning(args)) is not None:
             say(text)
         listening = stack.enter_context(bound(args.host, args.port))
-        llms = {
-            name: stack.enter_context(opened(name, options, args))
-            for name, options in with_options(named, args, adapters).items()
+        loaded = {
+            model: stack.enter_context(opened(", ".join(names_of(model, named)), options, args))
+            for model, options in with_options(named, args, adapters).items()
         }
-        add_adapters(next(iter(llms.values())), adapters)
-        return serve(listening, llms, args, guard)
+        add_adapters(next(iter(loaded.values())), adapters)
+        return serve(listening, {n: loaded[model] for n, model in named.items()}, args, guard)
 
 
-def named_models(words: list[str]) -> dict[str, str]:
-    """The models by name. :raises RequestError: two have the same name."""
+def kept_bytes(args: argparse.Namespace) -> int:
+    """The value of ``--kept-responses``. :raises RequestError: it is no size."""
+    size: str = args.kept_responses
+    return 0 if size == "0" else parse_bytes(size, "--kept-responses")
+
+
+def names_of(model: str, named: Mapping[str, str]) -> list[str]:
+    """The names of one model, which is loaded once."""
+    return [name for name, other in named.items() if other == model]
+
+
+def named_models(words: list[str], served: Sequence[str] = ()) -> dict[str, str]:
+    """The models by name; a file or folder is spelled the same under each of its names.
+
+    ``served``: all names of a single model.
+
+    :raises RequestError: two models have the same name, or it is not clear whose the names are.
+    """
     named: dict[str, str] = {}
+    spelled: dict[Path, str] = {}  # files as they were given first
     for word in words or [str(demo_model())]:
         name, equals, model = word.partition("=")
         if not equals or "/" in name or not name:
@@ -105,8 +137,20 @@ def named_models(words: list[str]) -> dict[str, str]:
             raise RequestError(
                 f"models: two have the name {name!r}; give each its own: NAME={model}"
             )
+        if Path(model).exists():
+            model = spelled.setdefault(Path(model).resolve(), model)
         named[name] = model
-    return named
+    if not served:
+        return named
+    if len(named) > 1:
+        raise RequestError(
+            f"--served-model-name: expected one model, found {len(named)}; use NAME=MODEL"
+        )
+    if len(set(served)) < len(served) or "" in served:
+        raise RequestError(
+            f"--served-model-name: expected different names, found {' '.join(map(repr, served))}"
+        )
+    return dict.fromkeys(served, next(iter(named.values())))
 
 
 def serve(
@@ -173,6 +217,7 @@ def made_app(llms: dict[str, LLM], args: argparse.Namespace, guard: Protection) 
         llms,
         access=guard.access,
         max_body_bytes=guard.http.body_bytes,
+        max_kept_bytes=kept_bytes(args),
         limits=guard.body,
         page=not args.no_page,
     )
@@ -225,9 +270,10 @@ def bound(host: str, port: int) -> socket.socket:
 
 def check_adapters(adapters: Mapping[str, str], named: Mapping[str, str]) -> None:
     """:raises RequestError: it is not clear whose adapters they are, or one has a model's name."""
-    if adapters and len(named) > 1:
+    count = len(set(named.values()))
+    if adapters and count > 1:
         raise RequestError(
-            f"--lora: expected one model, found {len(named)}; serve the others in another process"
+            f"--lora: expected one model, found {count}; serve the others in another process"
         )
     if same := sorted(set(adapters) & set(named)):
         raise RequestError(f"--lora: {same[0]!r} is the name of the model; expected another")
@@ -236,8 +282,8 @@ def check_adapters(adapters: Mapping[str, str], named: Mapping[str, str]) -> Non
 def with_options(
     named: Mapping[str, str], args: argparse.Namespace, adapters: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """The options of each model, with room for ``adapters``. With several models, ``--memory`` is
-    the budget of all together."""
+    """The options of each model (not of each name), with room for ``adapters``. With several
+    models, ``--memory`` is the budget of all together."""
     from sdk.memory.pool import MemoryPool
 
     options = {} if args.options is None else read_options(args.options)
@@ -249,9 +295,10 @@ def with_options(
     options |= engine_options(args, "max_num_seqs")
     if args.threads is not None:
         options["num_threads"] = args.threads
-    if len(named) > 1 and "memory" in options:
+    models = list(dict.fromkeys(named.values()))
+    if len(models) > 1 and "memory" in options:
         options["memory"] = MemoryPool(options["memory"])
-    return {name: {**options, "model": model} for name, model in named.items()}
+    return {model: {**options, "model": model} for model in models}
 
 
 def read_options(path: Path) -> dict[str, Any]:

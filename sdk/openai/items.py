@@ -13,23 +13,23 @@ from sdk.quant.safe_repr import safe_repr
 from sdk.typed_outputs import MessageAnswer
 
 _TEXTS = ("input_text", "output_text", "text", "refusal")
-#: Parameters that need responses to be kept, or tools of OpenAI's own.
-_REFUSED = ("previous_response_id", "conversation", "prompt")
+#: Parameters that name something that OpenAI keeps.
+_REFUSED = ("conversation", "prompt")
 _IGNORED = ("include", "max_tool_calls", "context_management")
 
 
-def chat_body(body: Body) -> dict[str, Any]:
+def chat_body(body: Body, earlier: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
     """The body of a chat completion that asks for the same as one of ``/v1/responses``.
 
-    Parameters that both have are left in ``body``.
+    Parameters that both have are left in ``body``. ``earlier``: the messages before the input.
 
     :raises RequestError: a parameter is invalid or not supported.
     """
     for name in _REFUSED:
         if body.take(name) is not None:
             raise RequestError(
-                f"{name}: is not supported, because responses are not kept; send the whole "
-                "conversation as input"
+                f"{name}: is not supported; send the whole conversation as input, or use "
+                "previous_response_id"
             )
     if body.take_flag("background"):
         raise RequestError("background: is not supported; leave it out")
@@ -39,7 +39,7 @@ def chat_body(body: Body) -> dict[str, Any]:
             f"truncation: expected 'disabled' or 'auto', found {safe_repr(truncation)}"
         )
     body.take_all(_IGNORED)
-    made: dict[str, Any] = {"messages": _messages(body.take("input"))}
+    made: dict[str, Any] = {"messages": messages_of(body.take("input"), earlier)}
     instructions = body.take_text("instructions")
     if instructions is not None:
         made["messages"].insert(0, {"role": "system", "content": instructions})
@@ -95,13 +95,16 @@ def _tools(given: object) -> list[dict[str, Any]]:
     return made
 
 
-def _messages(given: object) -> list[dict[str, Any]]:
-    """The messages of an input: a text, or a list of items."""
+def messages_of(given: object, earlier: Sequence[Mapping[str, Any]] = ()) -> list[dict[str, Any]]:
+    """The messages of an input, which is a text or a list of items, after ``earlier`` ones.
+
+    :raises RequestError: it is neither, or an item is invalid.
+    """
+    messages = [dict(message) for message in earlier]
     if isinstance(given, str):
-        return [{"role": "user", "content": given}]
+        return [*messages, {"role": "user", "content": given}]
     if not isinstance(given, Sequence) or not given:
         raise RequestError(f"input: expected a text or a list of items, found {safe_repr(given)}")
-    messages: list[dict[str, Any]] = []
     for index, item in enumerate(given):
         if not isinstance(item, Mapping):
             raise RequestError(f"input[{index}]: expected an object, found {safe_repr(item)}")

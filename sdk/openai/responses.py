@@ -106,7 +106,7 @@ class Responses:
                     ChatCompletionMessageToolCall(call.id, Function(call.name, call.arguments))
                     for call in found.tool_calls
                 ]
-        return Choice(answer.index, message, reason, self._logprobs(answer))
+        return Choice(answer.index, message, reason, self.logprobs(answer))
 
     def chunk(self, output: RequestOutput) -> ChatCompletionChunk:
         choices = [self._chunk_choice(answer) for answer in output.outputs]
@@ -134,14 +134,15 @@ class Responses:
             self._started.add(answer.index)
             delta.role = "assistant"
         ended = "tool_calls" if reason and answer.index in self._calls else reason
-        return ChunkChoice(answer.index, delta, ended, self._logprobs(answer))
+        return ChunkChoice(answer.index, delta, ended, self.logprobs(answer))
 
     def last_chunk(self, output: RequestOutput) -> ChatCompletionChunk:
         """The chunk with the usage of a whole stream, from its last output."""
         usage = stream_usage([output])
         return ChatCompletionChunk(choices=[], usage=usage, **self._facts)
 
-    def _logprobs(self, answer: CompletionOutput) -> ChoiceLogprobs | None:
+    def logprobs(self, answer: CompletionOutput) -> ChoiceLogprobs | None:
+        """Those of the tokens of an answer, or of a delta; ``None`` if nobody asked for them."""
         if answer.logprobs is None:
             return None
         assert self._names is not None and self._top is not None

@@ -21,7 +21,7 @@ from sdk.outputs import (
     ScoringOutput,
 )
 from sdk.params import SamplingParams
-from sdk.quant.embedding_head import UNIT, EmbeddingHead
+from sdk.quant.embedding_head import UNIT, EmbeddingHead, NormalizeStep
 from sdk.quant.safe_repr import safe_repr
 from sdk.requests.calls import Stage, Work
 from sdk.requests.conversations import check_salt
@@ -145,9 +145,7 @@ class PoolingCalls:
         left, right = as_list(data_1), as_list(data_2)
         check_pairs(len(left), len(right))
         if self._classifier is None:
-            head = self._embedding_head()
-            items = (*left, *right)
-            prompted = items if head is None else [_prompted(one, head.prompt) for one in items]
+            prompted = self.prompted([*left, *right])
             return sum(
                 len(self._reader.read(one, SamplingParams(), room=0).token_ids) for one in prompted
             )
@@ -187,6 +185,21 @@ class PoolingCalls:
         order = sorted(range(len(scores)), key=lambda index: -scores[index])[:top_n]
         return [RerankOutput(index, documents[index], scores[index]) for index in order]
 
+    def prompted(self, prompts: Any) -> list[PromptLike]:
+        """The prompts of :meth:`embed` with the default prompt of the files before texts.
+
+        :raises UnsupportedError: as :meth:`embed`.
+        """
+        head = self._embedding_head()
+        items = as_list(prompts)
+        return items if head is None else [_prompted(one, head.prompt) for one in items]
+
+    @property
+    def gives_units(self) -> bool:
+        """Whether the vectors of :meth:`embed` have length 1."""
+        head = self._embedding_head()
+        return head is None or (bool(head.steps) and isinstance(head.steps[-1], NormalizeStep))
+
     # ---- inside ----------------------------------------------------------------------------------
 
     def _embedding_head(self) -> EmbeddingHead | None:
@@ -208,9 +221,8 @@ class PoolingCalls:
         normalize: bool = False,
     ) -> Work[list[PoolingRequestOutput]]:
         """The embeddings as the files describe them."""
-        items = [_prompted(item, head.prompt) for item in as_list(prompts)]
         mode: Any = head.mode
-        read = self._read(items, truncate, lora, tenant)
+        read = self._read(self.prompted(prompts), truncate, lora, tenant)
         found = yield from self._pooled(read, Pooling(mode, False))
         rows = [head(one.outputs.data) for one in found]
         if normalize:

@@ -10,9 +10,11 @@ from dataclasses import dataclass, replace
 
 from sdk.outputs import RequestOutput
 from sdk.server.access import Access, Admission, Caller, Demand, Outcome, Refused, Role
-from sdk.server.errors import INTERNAL, OPENAI, STOPPING, ErrorShape, problem_of
+from sdk.server.errors import INTERNAL, STOPPING, problem_of
 from sdk.server.exchange import ClientGone, Exchange, Receive, Scope, Send
 from sdk.server.guard.body_limits import BodyLimits
+from sdk.server.interfaces import interface_of
+from sdk.server.kept_responses import KeptResponses
 from sdk.server.models import Models
 
 logger = logging.getLogger("sdk")
@@ -26,6 +28,7 @@ class Services:
     access: Access
     max_body_bytes: int
     limits: BodyLimits | None
+    kept: KeptResponses
     #: Told the model and the last outputs of each use that has ended.
     on_end: Callable[[str, Iterable[RequestOutput]], None] | None = None
 
@@ -41,17 +44,15 @@ class Endpoint:
         handler: Handler,
         services: Services,
         role: Role | None = "user",
-        errors: ErrorShape = OPENAI,
     ) -> None:
         self._handler = handler
         self._services = services
         self._role = role
-        self._errors = errors
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         limits = self._services.limits
-        exchange = Exchange(scope, receive, send, None if limits is None else limits.check)
-        exchange.errors = self._errors
+        check = None if limits is None else limits.check
+        exchange = Exchange(scope, receive, send, check, interface_of(scope["path"]))
         try:
             if self._role is not None:
                 await self._enter(exchange, self._role)

@@ -1,12 +1,10 @@
-"""Errors as responses: OpenAI's shape, whatever went wrong and wherever."""
+"""Errors as problems with a status, whatever went wrong and wherever."""
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
 
 from sdk.errors import (
     EngineAsleepError,
@@ -21,13 +19,6 @@ from sdk.openai.requests import param_of
 from sdk.outputs import CompletionOutput
 from sdk.server.access import Refused
 
-_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    429: "rate_limit_error",
-    503: "service_unavailable_error",
-}
 #: What the message of a prompt that does not fit contains (sdk/requests/prompts.py).
 _TOO_LONG = ("the context holds", "of the context's")
 #: Clients such as litellm look for OpenAI's own words.
@@ -36,41 +27,13 @@ _CONTEXT = " (this model's maximum context length is exceeded)"
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """The response to a request that failed."""
+    """The response to a request that failed; an ``Interface`` writes it."""
 
     status: int
     message: str
     code: str | None = None
     param: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
-
-    def as_dict(self) -> dict[str, Any]:
-        """The body."""
-        kind = _TYPES.get(self.status)
-        if kind is None:
-            kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return {
-            "error": {
-                "message": self.message,
-                "type": kind,
-                "param": self.param,
-                "code": self.code,
-            }
-        }
-
-    def as_json(self) -> bytes:
-        """The body as bytes."""
-        return json.dumps(self.as_dict()).encode()
-
-
-class ErrorShape(NamedTuple):
-    """How an interface writes errors: as a response, and at the end of a stream that has begun."""
-
-    body: Callable[[Problem], bytes]
-    last: Callable[[bytes], bytes]
-
-
-OPENAI = ErrorShape(Problem.as_json, lambda body: b"data: " + body + b"\n\ndata: [DONE]\n\n")
 
 
 class AnswerError(SdkError):

@@ -13,7 +13,9 @@ from typing import Any
 from sdk.errors import RequestError
 from sdk.quant.safe_repr import safe_repr
 from sdk.server.access import Caller, Client, Headers, Refused
-from sdk.server.errors import OPENAI, Problem
+from sdk.server.errors import Problem
+from sdk.server.interfaces import Interface
+from sdk.server.json_numbers import check_schemas, read_float
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -21,6 +23,8 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 _ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 _JSON = b"application/json"
+#: What clients send that name no type; the others are what curl and aiohttp add by themselves.
+_UNTYPED = (b"", b"application/x-www-form-urlencoded", b"application/octet-stream")
 _EVENTS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -45,6 +49,7 @@ class Exchange:
         receive: Receive,
         send: Send,
         check: Callable[[dict[str, Any]], None] | None,
+        interface: Interface,
     ) -> None:
         self._scope = scope
         self._receive = receive
@@ -54,7 +59,7 @@ class Exchange:
         self.began = time.monotonic()
         self.status = 0  # 0: the response has not begun
         self.caller = Caller()
-        self.errors = OPENAI
+        self.interface = interface
         #: For the response, in addition to the usual ones.
         self.headers: dict[str, str] = {}
         given = self.header(b"x-request-id") or b""
@@ -79,6 +84,11 @@ class Exchange:
                 found: bytes = value
                 return found
         return None
+
+    @property
+    def path(self) -> str:
+        found: str = self._scope["path"]
+        return found
 
     def path_parameter(self, name: str) -> str:
         """A part of the path that the route names."""
@@ -109,7 +119,8 @@ class Exchange:
     async def read_json(self, most: int) -> dict[str, Any]:
         """The body, an object. :raises Refused: it is not JSON. :raises RequestError: no object."""
         kind = (self.header(b"content-type") or b"").partition(b";")[0].strip().lower()
-        if kind != _JSON and not kind.endswith(b"+json"):
+        untyped = self.interface.any_type and kind in _UNTYPED and not self._from_browser()
+        if kind != _JSON and not kind.endswith(b"+json") and not untyped:
             # Also a protection: other pages in a browser can send any other type without asking.
             raise Refused(
                 415,
@@ -119,17 +130,23 @@ class Exchange:
             )
         text = await self.read(most)
         try:
-            value = json.loads(text, parse_constant=_no_constant)
+            value = json.loads(text, parse_constant=_no_constant, parse_float=read_float)
         except RecursionError:
             raise Refused(400, "body: it is nested too deeply", "invalid_json") from None
         except (ValueError, UnicodeDecodeError) as error:
             raise Refused(400, f"body: expected JSON: {error}", "invalid_json") from None
         if not isinstance(value, dict):
             raise RequestError(f"body: expected a JSON object, found {safe_repr(value)}")
+        check_schemas(value)
         if self._check is not None:
             self._check(value)
         self.body = value
         return value
+
+    def _from_browser(self) -> bool:
+        """Whether a page may have sent it: browsers add these headers, and pages cannot leave them
+        out of a request that has a body."""
+        return any(name in (b"origin", b"sec-fetch-site") for name, _ in self.request_headers)
 
     async def wait_for_disconnect(self) -> None:
         """Return when the client has gone. Only after the body was read."""
@@ -156,11 +173,11 @@ class Exchange:
 
     async def fail(self, problem: Problem) -> None:
         """Send an error: as the response, or in a stream that has begun as its last event."""
-        body = self.errors.body(problem)
+        body = self.interface.error(problem)
         if not self.status:
             await self.respond(body, problem.status, headers=problem.headers)
         else:
-            await self.end(self.errors.last(body))
+            await self.end(self.interface.last(body))
 
     async def stream(self, kind: list[tuple[bytes, bytes]] = _EVENTS) -> None:
         """Begin a stream, of server-sent events by default."""

@@ -16,7 +16,14 @@ from pathlib import Path
 import pytest
 
 from sdk.cli import build_parser, main
-from sdk.cli.serve import bound, check_adapters, named_models, read_options, with_options
+from sdk.cli.serve import (
+    bound,
+    check_adapters,
+    kept_bytes,
+    named_models,
+    read_options,
+    with_options,
+)
 from sdk.errors import RequestError
 from sdk.memory.pool import MemoryPool
 from sdk.testing import tiny_model
@@ -38,6 +45,27 @@ def test_models_have_the_names_of_their_files_or_those_given(tmp_path: Path) -> 
         named_models(["a.gguf", "x/a.gguf"])
     with pytest.raises(RequestError, match="expected NAME=MODEL, found 'a='"):
         named_models(["a="])
+
+
+def test_one_model_may_have_several_names(tmp_path: Path) -> None:
+    assert named_models(["a.gguf"], ["x", "y/z"]) == {"x": "a.gguf", "y/z": "a.gguf"}
+    with pytest.raises(RequestError, match="--served-model-name: expected one model, found 2"):
+        named_models(["a.gguf", "b.gguf"], ["x"])
+    for names in (["x", "x"], [""]):
+        with pytest.raises(RequestError, match="expected different names, found '"):
+            named_models(["a.gguf"], names)
+    path = tmp_path / "a.gguf"
+    path.touch()
+    named = named_models([f"x={path}", f"y={tmp_path}/./a.gguf"])
+    args = build_parser("serve").parse_args(["serve", str(path)])
+    assert list(named) == ["x", "y"] and list(with_options(named, args)) == [str(path)]
+    check_adapters({"l": "path"}, named)
+
+
+@pytest.mark.parametrize(("given", "count"), [([], 2**26), (["1MiB"], 2**20), (["0"], 0)])
+def test_how_many_responses_are_kept(given: list[str], count: int) -> None:
+    words = ["serve", "a.gguf", *(["--kept-responses", *given] if given else [])]
+    assert kept_bytes(build_parser("serve").parse_args(words)) == count
 
 
 def test_adapters_need_one_model_and_names_of_their_own(tmp_path: Path) -> None:
@@ -64,8 +92,9 @@ def test_options_of_a_file_and_of_arguments(tmp_path: Path) -> None:
         "memory": "1GiB",
     }
     both = with_options({"a": "a.gguf", "b": "b.gguf"}, args)
-    assert both["a"]["memory"] is both["b"]["memory"]
-    assert isinstance(both["a"]["memory"], MemoryPool)
+    assert both["a.gguf"]["memory"] is both["b.gguf"]["memory"]
+    assert isinstance(both["a.gguf"]["memory"], MemoryPool)
+    assert with_options({"a": "a.gguf", "b": "a.gguf"}, args)["a.gguf"]["memory"] == "1GiB"
     for text, message in (("[]", "found \\[\\]"), ("{", "expected a JSON object")):
         path.write_text(text)
         with pytest.raises(RequestError, match=message):
@@ -83,6 +112,8 @@ def test_an_address_that_cannot_be_used_is_an_error_before_loading(capsys: Captu
     assert "70000" in capsys.readouterr().err
     assert main(["serve", "none.gguf", "--drain-seconds", "-1"]) == 2
     assert "--drain-seconds: expected at least 0" in capsys.readouterr().err
+    assert main(["serve", "none.gguf", "--kept-responses", "much"]) == 2
+    assert "--kept-responses: expected a size" in capsys.readouterr().err
 
 
 def test_nobody_can_connect_before_the_model_is_loaded() -> None:
@@ -136,6 +167,7 @@ def tiny(tmp_path: Path) -> Iterator[Path]:
 
 def test_a_server_answers_and_drains_after_a_signal(tiny: Path) -> None:
     serving = Serving(str(tiny), f"other={tiny}", "--threads", "1")
+    assert serving.said.count("loading") == 1  # both names are one model
     with serving.ask(max_tokens=40, model="other") as response:
         assert response.status == 200
         response.read(10)

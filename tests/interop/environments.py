@@ -16,13 +16,28 @@ import sys
 import tarfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 #: The release of torch that has a CPU build; the constraint keeps others out.
 CONSTRAINTS = ROOT / ".ci" / "constraints-cpu.txt"
 LLAMA_CPP = "llama-cpp-python==0.3.36"
-#: What of llama.cpp's tree the tests read: vocabularies with their vectors.
-_VOCABULARIES = "/vendor/llama.cpp/models/ggml-vocab-"
+OLLAMA = "ollama==0.6.3"
+
+
+class Sources(NamedTuple):
+    """Files of a source distribution that the tests read: those with ``part`` in their names."""
+
+    environment: str
+    package: str
+    part: str
+
+
+SOURCES = {
+    # llama.cpp's vocabularies with their vectors
+    "vocabularies": Sources("llama-cpp", LLAMA_CPP, "/vendor/llama.cpp/models/ggml-vocab-"),
+    "ollama-examples": Sources("clients", OLLAMA, "/examples/"),
+}
 
 
 @dataclass(frozen=True)
@@ -49,8 +64,11 @@ ENVIRONMENTS = {
     ),
     "compressed-tensors": Environment(("llmcompressor==0.14.0.1 sentencepiece protobuf",)),
     "llama-cpp": Environment((LLAMA_CPP,), torch=False),
-    # clients of OpenAI's API; instructor 1.17.0 wants an older openai than the others
-    "clients": Environment(("openai==3.54.0 litellm langchain-openai",), torch=False),
+    # clients of the APIs of OpenAI, Ollama, Anthropic; instructor 1.17.0 wants an older openai than
+    # the others
+    "clients": Environment(
+        (f"openai==3.54.0 litellm langchain-openai {OLLAMA} anthropic==2.14.0",), torch=False
+    ),
     "instructor": Environment(("instructor==1.17.0",), torch=False),
     "lm-eval": Environment((f"-C wheel.cmake=false -e {ROOT}[lm-eval]",)),
 }
@@ -86,22 +104,22 @@ def make(root: Path, name: str, pip_flags: list[str]) -> None:
         note.write_text(json.dumps(done))
 
 
-def vocabularies(root: Path, pip_flags: list[str]) -> None:
-    """llama.cpp's vocabularies out of llama-cpp-python's source distribution."""
-    folder = root / "vocabularies"
+def unpack(root: Path, name: str, pip_flags: list[str]) -> None:
+    """Files out of a source distribution, into the folder ``name``."""
+    folder, wanted = root / name, SOURCES[name]
     if folder.is_dir():
         return
-    print(f"vocabularies: out of the sources of {LLAMA_CPP}", flush=True)
-    sources = root / "sources"
-    command = [str(python_of(root, "llama-cpp")), "-m", "pip", "download", "-q", "--no-deps"]
+    print(f"{name}: out of the sources of {wanted.package}", flush=True)
+    sources = root / f"{name}-sources"
+    command = [str(python_of(root, wanted.environment)), "-m", "pip", "download", "-q", "--no-deps"]
     command += ["--disable-pip-version-check", "--no-binary", ":all:", "-d", str(sources)]
-    subprocess.run([*command, *pip_flags, LLAMA_CPP], check=True)
-    part = root / "vocabularies.part"
+    subprocess.run([*command, *pip_flags, wanted.package], check=True)
+    part = root / f"{name}.part"
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir()
     with tarfile.open(next(sources.glob("*.tar.gz"))) as archive:
         for member in archive:
-            if _VOCABULARIES in member.name and member.isfile():
+            if wanted.part in member.name and member.isfile():
                 content = archive.extractfile(member)
                 assert content is not None
                 (part / Path(member.name).name).write_bytes(content.read())
@@ -124,7 +142,7 @@ def _interpreter(name: str, wanted: Environment) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("root", type=Path, help="where they are made")
-    parser.add_argument("--only", choices=[*ENVIRONMENTS, "vocabularies"], help="one of them")
+    parser.add_argument("--only", choices=[*ENVIRONMENTS, *SOURCES], help="one of them")
     parser.add_argument("--pip-flags", default="", help="for every pip call")
     args = parser.parse_args()
     root = args.root.resolve()
@@ -133,8 +151,9 @@ def main() -> None:
     for name in ENVIRONMENTS:
         if args.only in (None, name):
             make(root, name, flags)
-    if args.only in (None, "vocabularies"):
-        vocabularies(root, flags)
+    for name in SOURCES:
+        if args.only in (None, name):
+            unpack(root, name, flags)
 
 
 if __name__ == "__main__":

@@ -70,7 +70,20 @@ TEXT = "/v1/completions"
         ("/detokenize", {"tokens": [10**9]}, "tokens", "expected a list of integers"),
         ("/v1/responses", {}, "input", "expected a text or a list of items"),
         ("/v1/responses", {"input": [{"type": "image"}]}, "input", "expected the type message"),
-        ("/v1/responses", {"input": "a", "previous_response_id": "x"}, "previous_response_id", ""),
+        (
+            "/v1/responses",
+            {"input": "a", "previous_response_id": "x"},
+            "previous_response_id",
+            "Response 'x' is not kept: the newest responses are kept, 64.0 MiB",
+        ),
+        (
+            "/v1/responses",
+            {"input": "a", "previous_response_id": 3},
+            "previous_response_id",
+            "expected a string, found 3",
+        ),
+        ("/v1/responses", {"input": "a", "store": 1}, "store", "expected true or false"),
+        ("/v1/responses", {"input": "a", "conversation": "x"}, "conversation", "is not supported"),
         ("/v1/responses", {"input": "a", "background": True}, "background", "is not supported"),
         ("/v1/responses", {"input": "a", "tools": [{"type": "web_search"}]}, "tools", "function"),
     ],
@@ -129,12 +142,16 @@ def test_only_json_is_read(serve: Serve) -> None:
     assert llm.requests == []
 
 
+def test_several_models_must_be_named() -> None:
+    with FakeLLM("x") as a, FakeLLM("y") as b, running(create_app({"a": a, "b": b})) as client:
+        found = client.post(CHAT, {"model": "gpt-4", "messages": ASK})
+        assert found.status == 404
+        assert found.error["code"] == "model_not_found" and found.error["param"] == "model"
+        assert "expected one of a, b, found 'gpt-4'" in found.error["message"]
+
+
 def test_unknown_models_paths_and_methods(serve: Serve) -> None:
     client, _ = serve()
-    found = client.post(CHAT, {"model": "gpt-4", "messages": ASK})
-    assert found.status == 404
-    assert found.error["code"] == "model_not_found" and found.error["param"] == "model"
-    assert "expected one of tiny, found 'gpt-4'" in found.error["message"]
     assert client.get("/v1/models/gpt-4").error["code"] == "model_not_found"
     assert client.get("/v1/models/tiny").json["id"] == "tiny"
     found = client.get("/v1/nothing")

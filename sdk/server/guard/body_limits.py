@@ -16,7 +16,8 @@ _TEXTS = (
     *("query", "documents", "text_1", "text_2", "template", "context"),
 )
 _STRUCTURES = (
-    *("response_format", "structured_outputs", "text", "format"),
+    *("response_format", "structured_outputs", "text", "format", "output_config"),
+    "output_format",
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
 )
 
@@ -65,8 +66,10 @@ class BodyLimits:
                 _check(name, value, self.n, "answers per prompt")
                 most = max(most, value)
         _check("n", most * prompts, self.answers, "answers in one request")
-        for name in ("stop", "bad_words", "banned_strings"):
-            value = body.get(name)
+        options = body.get("options")  # Ollama's
+        inside = options.get("stop") if isinstance(options, Mapping) else None
+        for name in ("stop", "stop_sequences", "bad_words", "banned_strings"):
+            value = body.get(name, inside if name == "stop" else None)
             strings = [value] if isinstance(value, str) else _list(value)
             _check(name, len(strings), self.stop, "strings")
             longest = max((len(s) for s in strings if isinstance(s, str)), default=0)

@@ -9,7 +9,8 @@ from typing import Any, cast
 from sdk.server.access import Refused
 from sdk.server.guard.gate import Gate
 from sdk.server.guard.http_limits import HttpLimits
-from sdk.server.guard.responses import error_body, error_headers
+from sdk.server.guard.responses import error_headers
+from sdk.server.interfaces import OPENAI
 
 #: How long a connection that is one too many may take to send something, and gets its answer.
 _LINGER_SECONDS = 1.0
@@ -151,7 +152,7 @@ class LimitedConnection(asyncio.Protocol):
 
     def _write(self, refused: Refused, *, close: bool) -> None:
         assert self._transport is not None
-        body = error_body(refused)
+        body = OPENAI.error(refused)  # the path is not known
         lines = [f"HTTP/1.1 {refused.status} {refused.code}".encode()]
         headers = error_headers(refused, body, close=close)
         lines += [name + b": " + value for name, value in headers]

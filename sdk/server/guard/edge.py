@@ -18,9 +18,9 @@ from sdk.server.guard.responses import (
     Receive,
     Scope,
     Send,
-    error_body,
     error_headers,
 )
+from sdk.server.interfaces import interface_of
 
 _LOG = logging.getLogger("sdk.server")
 #: Added to responses that do not have these headers.
@@ -48,6 +48,10 @@ _SMALL_SECONDS = 0.25
 #: were closed at once, the client could lose the answer (RFC 9112, section 9.6).
 _LINGER_SECONDS = 2.0
 _LINGER_BYTES = 64 * 2**20
+
+
+#: Types of streams whose last part may be an error.
+_STREAMS = (b"text/event-stream", b"application/x-ndjson")
 
 
 class _ClientGone(Exception):
@@ -290,8 +294,7 @@ class _Response:
         result = list(headers)
         present = {name.lower() for name, _ in result}
         self.is_stream = any(
-            name.lower() == b"content-type" and value.startswith(b"text/event-stream")
-            for name, value in result
+            name.lower() == b"content-type" and value.startswith(_STREAMS) for name, value in result
         )
         if present.isdisjoint(_SECURITY_NAMES):
             result += _SECURITY
@@ -309,7 +312,7 @@ async def _refuse(refused: Refused, request: _Request, response: _Response) -> N
         if request.length and small and waits:
             await request.discard(_SMALL_SECONDS, _SMALL_BODY)
         close = bool(request.length) and not request.body_read
-        body = error_body(refused)
+        body = interface_of(request.scope["path"]).error(refused)
         headers = error_headers(refused, body, close=close)
         await response.send(
             {"type": "http.response.start", "status": refused.status, "headers": headers}
@@ -331,7 +334,8 @@ async def _end_late(seconds: float, request: _Request, response: _Response) -> N
     if not response.started:
         await _refuse(late, request, response)
     elif response.is_stream:
-        event = b"data: " + error_body(late) + b"\n\n"
+        interface = interface_of(request.scope["path"])
+        event = interface.last(interface.error(late))
         await response.send({"type": "http.response.body", "body": event, "more_body": False})
     else:
         raise TimeoutError(message)  # uvicorn closes the connection, so the client notices

@@ -1,8 +1,7 @@
-"""Responses of the server's edge, in OpenAI's error shape."""
+"""Types of ASGI, and the headers of the edge's errors."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
@@ -13,28 +12,6 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
-
-
-def error_type(status: int) -> str:
-    """OpenAI's ``type`` of an error."""
-    if status == 401:
-        return "authentication_error"
-    if status == 403:
-        return "permission_error"
-    if status == 429:
-        return "rate_limit_error"
-    return "invalid_request_error" if status < 500 else "server_error"
-
-
-def error_body(refused: Refused) -> bytes:
-    """``{"error": {"message", "type", "param", "code"}}``."""
-    error = {
-        "message": refused.message,
-        "type": error_type(refused.status),
-        "param": refused.param,
-        "code": refused.code,
-    }
-    return json.dumps({"error": error}).encode()
 
 
 def error_headers(refused: Refused, body: bytes, *, close: bool) -> list[tuple[bytes, bytes]]:

@@ -1,23 +1,30 @@
-"""``/v1/embeddings``, ``/v1/rerank``, ``/v1/score``: answers without tokens."""
+"""``/v1/embeddings``, ``/pooling``, ``/classify``, ``/v1/rerank``, ``/v1/score``: answers without
+tokens."""
 
 from __future__ import annotations
 
 import base64
 import struct
+import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from sdk.async_llm import AsyncLLM
 from sdk.errors import RequestError
 from sdk.openai.requests import Body, prompts_of
 from sdk.openai.responses import Responses
+from sdk.outputs import ClassificationOutput, EmbeddingOutput
+from sdk.quant.embedding_head import UNIT
 from sdk.quant.safe_repr import safe_repr
+from sdk.requests.prompts import Prompt, with_salt
 from sdk.server.access import Demand
 from sdk.server.endpoint import Services, admitted, salted
 from sdk.server.errors import check_ended
 from sdk.server.exchange import Departure, Exchange
 from sdk.server.models import Target
+
+_TASKS = ("token_embed", "embed", "classify")
 
 
 async def embeddings(exchange: Exchange, services: Services) -> None:
@@ -25,35 +32,194 @@ async def embeddings(exchange: Exchange, services: Services) -> None:
     body = Body(await exchange.read_json(services.max_body_bytes))
     target = services.models.resolve(body.take("model"))
     prompts = prompts_of(body.take("input"), "input")
+    encode = read_encoding(body)
+    dimensions = read_dimensions(body, target)
+    salt = salted(exchange.caller, body.take_text("cache_salt"))
+    cut = body.take("truncate_prompt_tokens")
+    body.end()
+    async with Departure(exchange):
+        read = await target.served.read(target.llm._pooling.prompted(prompts), cut)
+        found = await embedded(exchange, services, target, read, salt)
+        made = Responses("embd", target.name, check_ended).embeddings(found)
+        for one, vector in zip(made.data, found, strict=True):
+            one.embedding = encode(shortened(target, vector.embedding, dimensions))
+        await exchange.respond_json(made.wire())
+
+
+async def embedded(
+    exchange: Exchange,
+    services: Services,
+    target: Target,
+    read: Sequence[Prompt],
+    salt: str | None,
+) -> list[EmbeddingOutput]:
+    """The vectors of prompts that were read. :raises Refused: they are too much."""
+    demand = Demand(_count(read), 0, 1, target.name, len(read))
+    with await admitted(exchange, services, demand):
+        return await AsyncLLM(target.llm).embed(
+            _given(read, salt), lora_request=target.lora, tenant=_tenant(exchange, target)
+        )
+
+
+def _given(read: Sequence[Prompt], salt: str | None) -> list[Any]:
+    """Prompts that were read, for a call."""
+    return [with_salt({"prompt_token_ids": one.token_ids}, salt) for one in read]
+
+
+def read_dimensions(body: Body, target: Target) -> int | None:
+    """``dimensions``: how many numbers of a vector are wanted, by vLLM's rule.
+
+    The config of a model that was trained for it has ``matryoshka_dimensions``, a list of them, or
+    ``is_matryoshka``; ``hf_overrides`` can add either.
+
+    :raises RequestError: the model was not trained for that, or not for so many.
+    """
+    wanted = body.take("dimensions")
+    if wanted is None:
+        return None
+    config = target.served.files.config
+    listed = config.get("matryoshka_dimensions")
+    if not listed and not config.get("is_matryoshka"):
+        raise RequestError(
+            f"dimensions: is not supported by {target.name}: its config has neither "
+            "matryoshka_dimensions nor is_matryoshka, and the first numbers of its vectors alone "
+            "mean little. Leave it out; if the model was trained for shorter vectors, load it with "
+            "hf_overrides={'is_matryoshka': True}"
+        )
+    number = isinstance(wanted, int) and not isinstance(wanted, bool) and wanted > 0
+    if not number or (listed and wanted not in listed):
+        expected = f"one of {', '.join(map(str, listed))}" if listed else "a positive integer"
+        raise RequestError(f"dimensions: expected {expected}, found {safe_repr(wanted)}")
+    return wanted  # type: ignore[no-any-return]
+
+
+def shortened(target: Target, vector: Sequence[float], dimensions: int | None) -> Sequence[float]:
+    """The first numbers of a vector, with its length where the model's vectors have length 1.
+
+    :raises RequestError: the vector has fewer.
+    """
+    if dimensions is None or dimensions == len(vector):
+        return vector
+    if dimensions > len(vector):
+        raise RequestError(
+            f"dimensions: expected at most {len(vector)}, which the model's vectors have, found "
+            f"{dimensions}"
+        )
+    return UNIT(vector[:dimensions]) if target.llm._pooling.gives_units else vector[:dimensions]
+
+
+def read_encoding(body: Body) -> Callable[[Any], Any]:
+    """``encoding_format``: what writes a list of numbers, which may have lists of them inside.
+
+    :raises RequestError: it is no such format.
+    """
     encoding = body.take("encoding_format", "float")
     if encoding not in ("float", "base64"):
         raise RequestError(
             f"encoding_format: expected 'float' or 'base64', found {safe_repr(encoding)}"
         )
-    if body.take("dimensions") is not None:
-        raise RequestError("dimensions: is not supported; leave it out")
+    return _as_base64 if encoding == "base64" else list
+
+
+def _as_base64(vector: Any) -> str:
+    """Numbers as float32, little-endian; those of several lists one after the other."""
+    rows = vector if len(vector) and isinstance(vector[0], list) else [vector]
+    packed = (struct.pack(f"<{len(row)}f", *row) for row in rows)
+    return base64.b64encode(b"".join(packed)).decode()
+
+
+async def pooling(exchange: Exchange, services: Services) -> None:
+    """The hidden states of each text: vLLM's API.
+
+    ``task``: ``token_embed`` (default) for a vector for every token, ``embed`` for one of the whole
+    text, ``classify`` for the classes of a classification head.
+    """
+    body = Body(await exchange.read_json(services.max_body_bytes))
+    target = services.models.resolve(body.take("model"))
+    prompts = prompts_of(body.take("input"), "input")
+    encode = read_encoding(body)
+    task = body.take("task", "token_embed")
+    if task not in _TASKS:
+        raise RequestError(f"task: expected one of {', '.join(_TASKS)}, found {safe_repr(task)}")
+    normalized = body.take_flag("normalize", body.take_flag("use_activation", True))
+    dimensions = read_dimensions(body, target) if task == "embed" else None
+    salt = salted(exchange.caller, body.take_text("cache_salt"))
+    cut = body.take("truncate_prompt_tokens")
+    body.end()
+    if task == "embed":
+        prompts = target.llm._pooling.prompted(prompts)
+    async with Departure(exchange):
+        read = await target.served.read(prompts, cut)
+        if task == "classify":
+            classes = await _classified(exchange, services, target, read, salt, normalized)
+            rows: list[Sequence[float]] = [one.probs for one in classes]
+        else:
+            mode: Any = "token" if task == "token_embed" else None
+            demand = Demand(_count(read), 0, 1, target.name, len(read))
+            with await admitted(exchange, services, demand):
+                found = await AsyncLLM(target.llm).encode(
+                    _given(read, salt),
+                    pooling=mode,
+                    normalize=normalized,
+                    lora_request=target.lora,
+                    tenant=_tenant(exchange, target),
+                )
+            rows = [one.outputs.data.tolist() for one in found]
+        rows = [shortened(target, row, dimensions) for row in rows]
+        data = [
+            {"index": index, "object": "pooling", "data": encode(row)}
+            for index, row in enumerate(rows)
+        ]
+        await exchange.respond_json(_listed("pool", target, data, _count(read)))
+
+
+async def classify(exchange: Exchange, services: Services) -> None:
+    """The classes of each text: vLLM's API."""
+    body = Body(await exchange.read_json(services.max_body_bytes))
+    target = services.models.resolve(body.take("model"))
+    prompts = prompts_of(body.take("input"), "input")
+    probable = body.take_flag("activation", body.take_flag("use_activation", True))
     salt = salted(exchange.caller, body.take_text("cache_salt"))
     cut = body.take("truncate_prompt_tokens")
     body.end()
     async with Departure(exchange):
         read = await target.served.read(prompts, cut)
-        demand = Demand(_count(read), 0, 1, target.name, len(read))
-        with await admitted(exchange, services, demand):
-            given = [{"prompt_token_ids": one.token_ids} for one in read]
-            if salt is not None:
-                given = [{**one, "cache_salt": salt} for one in given]  # type: ignore[dict-item]
-            found = await AsyncLLM(target.llm).embed(
-                given, lora_request=target.lora, tenant=_tenant(exchange, target)
-            )
-            made = Responses("embd", target.name, check_ended).embeddings(found)
-            if encoding == "base64":
-                for one in made.data:
-                    one.embedding = _as_base64(one.embedding)
-            await exchange.respond_json(made.wire())
+        found = await _classified(exchange, services, target, read, salt, probable)
+        data = [
+            {"index": index, "label": one.label, "probs": one.probs, "num_classes": one.num_classes}
+            for index, one in enumerate(found)
+        ]
+        await exchange.respond_json(_listed("classify", target, data, _count(read)))
 
 
-def _as_base64(vector: Any) -> str:
-    return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
+async def _classified(
+    exchange: Exchange,
+    services: Services,
+    target: Target,
+    read: Sequence[Prompt],
+    salt: str | None,
+    probable: bool,
+) -> list[ClassificationOutput]:
+    """:raises RequestError: the model has no classification head."""
+    with await admitted(exchange, services, Demand(_count(read), 0, 1, target.name, len(read))):
+        return await AsyncLLM(target.llm).classify(
+            _given(read, salt),
+            use_activation=probable,
+            lora_request=target.lora,
+            tenant=_tenant(exchange, target),
+        )
+
+
+def _listed(prefix: str, target: Target, data: list[dict[str, Any]], count: int) -> dict[str, Any]:
+    """A response of vLLM's API."""
+    return {
+        "id": f"{prefix}-{uuid.uuid4().hex}",
+        "object": "list",
+        "created": int(time.time()),
+        "model": target.name,
+        "data": data,
+        "usage": {"prompt_tokens": count, "total_tokens": count, "completion_tokens": 0},
+    }
 
 
 async def rerank(exchange: Exchange, services: Services) -> None:

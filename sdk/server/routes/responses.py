@@ -1,12 +1,13 @@
-"""``/v1/responses``: OpenAI's Responses API without stored responses."""
+"""``/v1/responses``: OpenAI's Responses API."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from typing import Any
 
-from sdk.openai.items import chat_body, items_of, new_id
+from sdk.openai.items import chat_body, items_of, messages_of, new_id
 from sdk.openai.requests import Body, ChatRequest, read_chat
 from sdk.openai.responses import stream_usage
 from sdk.outputs import CompletionOutput, RequestOutput
@@ -21,11 +22,19 @@ from sdk.server.routes.generate import chat_template, stream_answers
 async def responses(exchange: Exchange, services: Services) -> None:
     """An answer as items: reasoning, a message, tool calls."""
     given = await exchange.read_json(services.max_body_bytes)
-    body = Body(given)
+    body, kept, caller = Body(given), services.kept, exchange.caller
     target = services.models.resolve(body.take("model"))
-    chat = chat_body(body)
+    store = body.take_flag("store", True) and kept.max_bytes > 0
+    previous = body.take("previous_response_id")
+    earlier = [] if previous is None else kept.conversation(caller, previous)
+    chat = chat_body(body, earlier)
     asked = read_chat(Body({**body.rest(), **chat}), target.llm.get_default_sampling_params())
-    made = ResponseObject(target.name, asked, given)
+    conversation = asked.messages[1:] if given.get("instructions") else asked.messages
+
+    def ended(response: dict[str, Any]) -> None:
+        kept.keep(caller, response, messages_of(response["output"], conversation))
+
+    made = ResponseObject(target.name, asked, given, ended if store else None)
     salt = salted(exchange.caller, asked.cache_salt)
     streamed = asked.streaming.stream
     async with Departure(exchange), AsyncExitStack() as stack:
@@ -46,11 +55,34 @@ async def responses(exchange: Exchange, services: Services) -> None:
         await exchange.respond_json(made.whole(use.outputs[0]))
 
 
-class ResponseObject:
-    """The object that describes one response: before, while and after it is made."""
+async def retrieve(exchange: Exchange, services: Services) -> None:
+    """A response that is kept."""
+    response_id = exchange.path_parameter("response_id")
+    await exchange.respond_json(services.kept.response(exchange.caller, response_id))
 
-    def __init__(self, model: str, asked: ChatRequest, given: dict[str, Any]) -> None:
+
+async def delete(exchange: Exchange, services: Services) -> None:
+    """Forget a response."""
+    response_id = exchange.path_parameter("response_id")
+    services.kept.forget(exchange.caller, response_id)
+    await exchange.respond_json({"id": response_id, "object": "response", "deleted": True})
+
+
+class ResponseObject:
+    """The object that describes one response: before, while and after it is made.
+
+    ``on_end`` gets it when its answer is whole, if it shall be kept.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        asked: ChatRequest,
+        given: dict[str, Any],
+        on_end: Callable[[dict[str, Any]], None] | None,
+    ) -> None:
         params = asked.params
+        self._on_end = on_end
         self._facts: dict[str, Any] = {
             "id": new_id("resp"),
             "object": "response",
@@ -65,9 +97,9 @@ class ResponseObject:
             "metadata": given.get("metadata") or {},
             "output": [],
             "parallel_tool_calls": asked.template.get("parallel_tool_calls", True),
-            "previous_response_id": None,
+            "previous_response_id": given.get("previous_response_id"),
             "reasoning": given.get("reasoning"),
-            "store": False,
+            "store": on_end is not None,
             "temperature": params.temperature,
             "text": given.get("text") or {"format": {"type": "text"}},
             "tool_choice": given.get("tool_choice", "auto"),
@@ -99,7 +131,7 @@ class ResponseObject:
             if usage.prompt_tokens_details is None
             else (usage.prompt_tokens_details.cached_tokens)
         )
-        return {
+        response = {
             **self._facts,
             "status": "incomplete" if cut else "completed",
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
@@ -112,3 +144,6 @@ class ResponseObject:
                 "total_tokens": usage.total_tokens,
             },
         }
+        if self._on_end is not None:
+            self._on_end(response)
+        return response

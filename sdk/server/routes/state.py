@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from typing import Any
+
 from sdk.errors import EngineAsleepError, SdkError
 from sdk.server.endpoint import Services
 from sdk.server.exchange import Exchange
@@ -38,12 +42,28 @@ async def ready(exchange: Exchange, services: Services) -> None:
 
 
 async def models(exchange: Exchange, services: Services) -> None:
-    """The names that requests may use."""
-    await exchange.respond_json({"object": "list", "data": services.models.cards()})
+    """The names that requests may use; for Anthropic's clients as they read them."""
+    cards = services.models.cards()
+    if exchange.header(b"anthropic-version") is None:
+        await exchange.respond_json({"object": "list", "data": cards})
+        return
+    data = [_anthropic(card) for card in cards]
+    ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]}
+    await exchange.respond_json({"data": data, "has_more": False, **ends})
+
+
+def _anthropic(card: Mapping[str, Any]) -> dict[str, Any]:
+    created = datetime.fromtimestamp(card["created"], timezone.utc)
+    name = card["id"]
+    at = created.isoformat().replace("+00:00", "Z")
+    return {"type": "model", "id": name, "display_name": name, "created_at": at}
 
 
 async def model(exchange: Exchange, services: Services) -> None:
     """One of them. :raises Refused: there is no such model."""
-    name = services.models.resolve(exchange.path_parameter("model")).name
+    name = exchange.path_parameter("model")
+    services.models.named(name)  # also where a request could have any
     [card] = [card for card in services.models.cards() if card["id"] == name]
+    if exchange.header(b"anthropic-version") is not None:
+        card = _anthropic(card)
     await exchange.respond_json(card)

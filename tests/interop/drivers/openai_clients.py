@@ -132,6 +132,18 @@ def responses() -> Any:
                 text += event.delta
             elif event.type in ("response.completed", "response.incomplete"):
                 whole = event.response.output_text
+    more = client.responses.create(
+        model=MODEL, input="Another one?", previous_response_id=found.id, max_output_tokens=8
+    )
+    assert more.usage is not None and found.usage is not None
+    assert more.usage.input_tokens > found.usage.total_tokens
+    assert client.responses.retrieve(more.id).output_text == more.output_text
+    client.responses.delete(found.id)
+    try:
+        client.responses.retrieve(found.id)
+        raise AssertionError("it is still there")
+    except openai.NotFoundError:
+        pass
     parsed = client.responses.parse(model=MODEL, input="A city.", text_format=City)
     assert parsed.output_parsed is not None
     return bool(found.output_text), text == whole != "", parsed.output_parsed.model_dump()
@@ -145,7 +157,7 @@ def embeddings() -> Any:
 def errors() -> Any:
     kinds = []
     for call in (
-        lambda: client.chat.completions.create(model="other", messages=ASK),
+        lambda: client.models.retrieve("other"),
         lambda: client.chat.completions.create(model=MODEL, messages=ASK, temperature=-1),
         lambda: client.chat.completions.create(model=MODEL, messages=[]),
     ):

@@ -273,6 +273,8 @@ PARTS = {"role": "user", "content": [{"type": "text", "text": "x" * 60}] * 2}
         ({"prompt": ["x"] * 4, "n": 2}, "n"),
         ({"prompt": "x", "stop": ["a", "b", "c"]}, "stop"),
         ({"prompt": "x", "stop": "x" * 11}, "stop"),
+        ({"prompt": "x", "options": {"stop": ["a", "b", "c"]}}, "stop"),
+        ({"prompt": "x", "stop_sequences": ["a", "b", "c"]}, "stop_sequences"),
         ({"prompt": "x", "bad_words": ["x"] * 3}, "bad_words"),
         ({"messages": [], "tools": [{}] * 3}, "tools"),
         ({"messages": [], "tools": [{"a": "x" * 200}]}, "response_format"),

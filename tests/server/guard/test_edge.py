@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import json
 import logging
 import select
 import socket
@@ -255,6 +256,28 @@ def test_a_late_stream_ends_with_an_error_event(hasty: int, app: App) -> None:
     assert b'data: {"error": {"message": "The response was not complete after 0.3 s.' in text
     assert text.endswith(b"0\r\n\r\n")
     assert app.gone.wait(20)
+
+
+@pytest.mark.parametrize(
+    ("path", "last"),
+    [
+        ("/api/stream", b'{"error": "The response was not complete after 0.3 s."}\n'),
+        ("/v1/messages/stream", b'data: {"error": '),
+    ],
+)
+def test_the_last_event_is_that_of_the_path_s_api(hasty: int, path: str, last: bytes) -> None:
+    with Connection(hasty) as connection:
+        connection.send(post(b"{}", path, KEY, "Connection: close"))
+        assert last in connection.reply().body
+
+
+def test_errors_have_the_shape_of_the_path_s_api(port: int) -> None:
+    for path in ("/api/chat", "/mounted/api/blobs/sha256:0"):
+        assert "No API key" in json.loads(ask(port, post(b"{}", path)).body)["error"]
+    for path in ("/v1/messages", "/messages/count_tokens"):
+        value = json.loads(ask(port, post(b"{}", path)).body)
+        assert value["type"] == "error" and value["error"]["type"] == "authentication_error"
+    assert ask(port, post(b"{}", "/v1/responses")).error["type"] == "authentication_error"
 
 
 def test_exceptions_show_nothing(port: int, app: App, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,94 @@
+"""``/api/embed`` and the older ``/api/embeddings``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from sdk.errors import RequestError
+from sdk.quant.embedding_head import UNIT
+from sdk.quant.safe_repr import safe_repr
+from sdk.requests.prompts import Prompt
+from sdk.server.endpoint import Services, salted
+from sdk.server.exchange import Departure, Exchange
+from sdk.server.models import Target
+from sdk.server.ollama.lines import nanoseconds
+from sdk.server.ollama.requests import begin, options_of
+from sdk.server.routes.pooling import embedded, read_dimensions, shortened
+
+
+async def embed(exchange: Exchange, services: Services) -> None:
+    """Vectors of length 1 of one or more texts; without a text the model is loaded."""
+    body, target = await begin(exchange, services)
+    given = body.take("input", [])
+    texts = [given] if isinstance(given, str) else given
+    if not isinstance(texts, list) or not all(isinstance(one, str) for one in texts):
+        raise RequestError(f"input: expected a text or a list of texts, found {safe_repr(given)}")
+    texts = [] if given == "" else texts
+    truncate, dimensions = body.take_flag("truncate", True), read_dimensions(body, target)
+    options_of(body)
+    body.end()
+    vectors, count = await _vectors(exchange, services, target, texts, truncate, dimensions)
+    if not target.llm._pooling.gives_units:  # this route always does
+        vectors = [UNIT(vector) for vector in vectors]
+    took = nanoseconds(time.monotonic() - exchange.began)
+    await exchange.respond_json(
+        {
+            "model": target.name,
+            "embeddings": vectors,
+            "total_duration": took,
+            "load_duration": 0,
+            "prompt_eval_count": count,
+        }
+    )
+
+
+async def embeddings(exchange: Exchange, services: Services) -> None:
+    """The vector of one text."""
+    body, target = await begin(exchange, services)
+    prompt = body.take("prompt", "")
+    if not isinstance(prompt, str):
+        raise RequestError(f"prompt: expected a string, found {safe_repr(prompt)}")
+    options_of(body)
+    body.end()
+    texts = [prompt] if prompt else []
+    vectors, _ = await _vectors(exchange, services, target, texts, True, None)
+    await exchange.respond_json({"embedding": vectors[0] if vectors else []})
+
+
+async def _vectors(
+    exchange: Exchange,
+    services: Services,
+    target: Target,
+    texts: Sequence[str],
+    truncate: bool,
+    dimensions: int | None,
+) -> tuple[list[Any], int]:
+    """The vectors, and the number of tokens."""
+    if not texts:
+        return [], 0
+    async with Departure(exchange):
+        prompts: Sequence[Any] = target.llm._pooling.prompted(texts)
+        if truncate:
+            prompts = await target.served.briefly(prompts, lambda: _cut(target, prompts))
+        read: list[Prompt] = await target.served.read(prompts)
+        found = await embedded(exchange, services, target, read, salted(exchange.caller, None))
+        vectors = [list(shortened(target, one.embedding, dimensions)) for one in found]
+        return vectors, sum(len(one.token_ids) for one in read)
+
+
+def _cut(target: Target, texts: Sequence[str]) -> list[Any]:
+    """Texts that are too long as their first tokens, with the token that ends every text."""
+    tokenizer, most = target.llm.get_tokenizer(), target.llm.max_model_len
+    cut: list[Any] = []
+    for text in texts:
+        ids = tokenizer.encode(text)
+        last = tokenizer.encode("")[-1:]
+        if len(ids) > most:
+            ends = len(last) == 1 and ids[-1] == last[0] and last[0] == tokenizer.eos_token_id
+            ids = [*ids[: most - 1], *last] if ends else ids[:most]
+            cut.append({"prompt_token_ids": ids})
+        else:
+            cut.append(text)
+    return cut
