@@ -130,6 +130,7 @@ def scratch_of(products: Products, device: str) -> CardScratch:
         tuned=tuning.table is not None,
         library=LIBRARY if found >= (9, 0) else OLDER_LIBRARY,
         wide_sums=torch.version.hip is None,
+        libraries=tuning.libraries,
     )
 
 
@@ -137,9 +138,12 @@ def open_backend(
     device: str, num_threads: int, *, fixed: bool = False, offload: OnDisk | None = None
 ) -> GpuBackend:
     """``fixed``: the same order of additions for every batch (slower). No threads are used."""
-    from sdk.kernels.gpu import attention, elementwise, experts, low_rank, norm, rope, sampling
+    from sdk.kernels.gpu import elementwise, experts, low_rank, norm, rope, sampling
+    from sdk.kernels.gpu.attention import Attention
     from sdk.kernels.gpu.cache_keys import settle_cache_keys
+    from sdk.kernels.gpu.cudnn_attention import CudnnAttention
     from sdk.kernels.gpu.dense import DenseLinear
+    from sdk.kernels.gpu.grouped_mm import GroupedMM
     from sdk.kernels.gpu.linear import TritonLinear
     from sdk.kernels.gpu.linear_as_file import TritonLinearAsFile, bytes_of_card
     from sdk.kernels.gpu.scaled_mm import ScaledMM
@@ -162,13 +166,18 @@ def open_backend(
     return GpuBackend(
         {
             "linear": (
+                GroupedMM(tuning, torch.device(device), fixed=fixed),
                 DenseLinear(fixed=fixed),
                 DenseLinear(exact=True, fixed=fixed),
                 *packed,
                 ScaledMM(tuning, codes, fixed=fixed, sharing=sharing),
                 as_file,
             ),
-            **attention.operators(tuning.programs, fixed=fixed),
+            "attention": (
+                CudnnAttention(tuning, fixed=fixed),
+                Attention(False, programs=tuning.programs, fixed=fixed),
+                Attention(True, programs=tuning.programs, fixed=fixed),
+            ),
             **rope.OPS,
             **norm.OPS,
             **elementwise.OPS,

@@ -63,6 +63,7 @@ def make_case(card: Card, dtype: str, requests: int, context: int, queries: int)
         page_size=PAGE,
         max_query_len=queries,
         max_context_len=context,
+        lengths=((queries, context),) * requests,
     )
     q = card.normal(requests * queries, heads, head_dim)
     return Case(batch, pages, q, count * spec.page_bytes)
