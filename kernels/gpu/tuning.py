@@ -207,7 +207,7 @@ def read_tuning(
         try:
             dense_from = int(found["dense_from"]), int(found["experts_dense_from"])
             libraries = _parse_libraries(found.get("libraries", {}))
-            return Tuning(programs, *dense_from, _parse(found), libraries=libraries)
+            return Tuning(programs, *dense_from, parse_table(found), libraries=libraries)
         except _UNREADABLE as error:
             _warn(path, error)
     return Tuning(programs)
@@ -241,7 +241,8 @@ def _read(path: Path) -> dict[str, Any]:
     return found
 
 
-def _parse(found: Any) -> Table:
+def parse_table(found: Any) -> Table:
+    """The tiles of a table file."""
     table: dict[tuple[str, str, int, int], list[tuple[int, Tiles]]] = {}
     for op in OPS:
         for kind, entries in found[op].items():

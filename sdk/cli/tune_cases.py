@@ -14,6 +14,7 @@ from torch import Tensor
 from sdk.kernels.gpu.byte_rows import ByteRows
 from sdk.kernels.gpu.tuning import Tiles, Tuning, type_of
 from sdk.kernels.ops import Ops
+from sdk.kernels.routes import Routes
 
 if TYPE_CHECKING:
     from sdk.cli.bench.gpu.card import Card
@@ -116,15 +117,21 @@ class ExpertCase(Case):
     def product(self, card: Card, tokens: int) -> Product:
         count = self.packed[0].count
         given = 1 if tokens == 1 else tokens * count // self.used
-        ops = Ops(str(card.device), backends=["gpu"])
-        routes = ops.moe.route(card.normal(given, count).float(), self.used, normalized=True)
-        ops.close()
+        routes = routes_like(card, given, count, self.used)
         x = card.normal(given, self.shape[1], dtype=self.inputs)
 
         def multiply(kernel: Any, packed: Any, out: Tensor) -> None:
             kernel.matmul_routed(packed, x, routes, True, out)
 
         return multiply, given * self.used
+
+
+def routes_like(card: Card, tokens: int, count: int, used: int) -> Routes:
+    """Routes of so many tokens to ``used`` of ``count`` experts, by random logits."""
+    ops = Ops(str(card.device), backends=["gpu"])
+    routes = ops.moe.route(card.normal(tokens, count).float(), used, normalized=True)
+    ops.close()
+    return routes
 
 
 def cases_of(card: Card, model: str | None) -> Iterator[Case]:

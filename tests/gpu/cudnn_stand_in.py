@@ -20,6 +20,7 @@ class StandIn:
         self.calls: list[tuple[int, int, bool]] = []
         self.error: Exception | None = None
         self.factor = 1.0
+        self.dtype = torch.bfloat16
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, bias: Any, sums: bool, dropout: float = 0.0,
@@ -28,7 +29,7 @@ class StandIn:
         if self.error is not None:
             raise self.error
         assert bias is None and dropout == 0.0 and not mask and scale is not None
-        assert q.dtype == k.dtype == v.dtype == torch.bfloat16
+        assert q.dtype == k.dtype == v.dtype == self.dtype
         assert bool(k.isfinite().all()) and bool(v.isfinite().all())
         self.calls.append((q.shape[2], k.shape[2], causal))
         group = q.shape[1] // k.shape[1]

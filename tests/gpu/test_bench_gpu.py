@@ -166,11 +166,13 @@ def test_tune_fills_a_table_and_goes_on_where_it_was(
     assert main(["tune", model, "--seconds", "0", *out]) == 0
     assert "0 entries measured; the time was over before int8g32 (" in capsys.readouterr().out
     assert main(["tune", *out]) == 0
-    assert "6 entries measured\n" in capsys.readouterr().out
+    assert "8 entries measured\n" in capsys.readouterr().out
     (path,) = tmp_path.iterdir()
     first = json.loads(path.read_text())
     assert [e["max_m"] for e in first["linear"]["int4g128"]] == [1, 16, 4]
     assert [e["max_m"] for e in first["linear_experts"]["int4g128"]] == [1, 64, 2]
+    (slower,) = first["slower"]["cudnn_attention"]  # which does not run here
+    assert slower["why"].startswith("NotImplementedError: ")
     assert first["dense_from_of"] == first["experts_dense_from_of"] == ["int4g128", 32, 256]
     assert main(["tune", *out]) == 0
     assert "0 entries measured\n" in capsys.readouterr().out

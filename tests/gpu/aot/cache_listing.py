@@ -311,7 +311,7 @@ def run_bench() -> list[Wanted]:
             for module, name in ((products, "_against_int4pack"), (attention, "_against_sdpa")):
                 patch.setattr(module, name, lambda *_: iter(()))
             patch.setattr(weights.Weights, "_check", lambda *_: None)
-            patch.setattr(attention, "_check", lambda *_: None)
+            patch.setattr(attention, "check_case", lambda *_: None)
             patch.setattr(attention, "_fill", lambda *_: None)
             patch.setattr(engine, "opened", _opened_here)
             for row in rows.ROWS:

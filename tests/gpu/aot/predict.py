@@ -142,7 +142,7 @@ def predicting(device: Device, known: Found) -> Iterator[PredictingCard]:
     ):
         patch.setattr(module, name, lambda *_: iter(()))
     patch.setattr(weights.Weights, "_check", lambda *_: None)
-    patch.setattr(attention, "_check", lambda *_: None)
+    patch.setattr(attention, "check_case", lambda *_: None)
     patch.setattr(attention, "_fill", lambda *_: None)
     listed: list[TorchLaunch] = []
     try:

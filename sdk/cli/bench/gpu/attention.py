@@ -42,10 +42,12 @@ class Case:
         kernel.run(self.q, self.pages, self.batch, scale, None, None, None, out)
 
 
-def make_case(card: Card, dtype: str, requests: int, context: int, queries: int) -> Case:
+def make_case(
+    card: Card, dtype: str, requests: int, context: int, queries: int, head_dim: int = HEAD_DIM
+) -> Case:
     """A batch where each request runs the last ``queries`` tokens of its ``context``."""
     heads, kv_heads = card.size(HEADS, 4), card.size(KV_HEADS, 2)
-    head_dim = card.size(HEAD_DIM, 64)
+    head_dim = card.size(head_dim, min(head_dim, 64))
     count = requests * (context // PAGE)
     spec = KVSpec(1, kv_heads, head_dim, PAGE, dtype)
     pages = KVCache(spec, count, card.device, keys_transposed=False).layers[0]
@@ -84,11 +86,11 @@ def _seconds(card: Card, case: Case) -> float:
     kernel = choose(card.backends, problem).implementation
     out = torch.full_like(case.q.flatten(1), torch.nan)
     case.run(kernel, out)
-    _check(card, case, out, kernel.name)
+    check_case(card, case, out, kernel.name)
     return card.time([lambda: case.run(kernel, out)])
 
 
-def _check(card: Card, case: Case, out: Tensor, name: str) -> None:
+def check_case(card: Card, case: Case, out: Tensor, name: str) -> None:
     """Compare the last queries of the first request with the reference on a CPU."""
     batch, pages = case.batch, case.pages
     ids = batch.page_table[0].long()
