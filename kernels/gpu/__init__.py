@@ -130,8 +130,13 @@ def scratch_of(products: Products, device: str) -> CardScratch:
         tuned=tuning.table is not None,
         library=LIBRARY if found >= (9, 0) else OLDER_LIBRARY,
         wide_sums=torch.version.hip is None,
-        libraries=tuning.libraries,
+        libraries={key: m for key, m in tuning.libraries.items() if _there(key[0])},
     )
+
+
+def _there(library: str) -> bool:
+    """Whether it may be used: packages are optional."""
+    return library != "humming" or find_spec("humming") is not None
 
 
 def open_backend(
@@ -144,6 +149,7 @@ def open_backend(
     from sdk.kernels.gpu.cudnn_attention import CudnnAttention
     from sdk.kernels.gpu.dense import DenseLinear
     from sdk.kernels.gpu.grouped_mm import GroupedMM
+    from sdk.kernels.gpu.humming import HummingLinear
     from sdk.kernels.gpu.linear import TritonLinear
     from sdk.kernels.gpu.linear_as_file import TritonLinearAsFile, bytes_of_card
     from sdk.kernels.gpu.scaled_mm import ScaledMM
@@ -169,6 +175,7 @@ def open_backend(
                 GroupedMM(tuning, torch.device(device), fixed=fixed),
                 DenseLinear(fixed=fixed),
                 DenseLinear(exact=True, fixed=fixed),
+                HummingLinear(matrix_type(device), tuning, fixed=fixed, sharing=sharing),
                 *packed,
                 ScaledMM(tuning, codes, fixed=fixed, sharing=sharing),
                 as_file,

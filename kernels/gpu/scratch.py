@@ -7,6 +7,7 @@ One operator runs at a time, so a model needs the largest scratch of any operato
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import field
 from typing import Any
@@ -213,7 +214,20 @@ class CardScratch:
         kept = packed_bytes(requests, width) + sampler_bytes(requests, width) + 4 * COUNTERS
         # while weights are loaded, experts are moved into one memory, of which this is then free
         moved = [2 * m.experts * m.n * m.k for m in self.products.matrices if self._groups(m)]
-        return max(kept, *moved, 0)
+        return max(kept + self._packed_twice(), *moved, 0)
+
+    def _packed_twice(self) -> int:
+        """Weights that a library also has in its own layout: codes, and a ninth of it for scales
+        (groups of 32 and more)."""
+        if self.products.exact or self.products.fixed or self.products.blocks:
+            return 0
+        entries = [key[1:] for key in self.libraries if key[0] == "humming"]
+        kept = 0
+        for m in self.products.matrices:
+            if m.packed and not m.experts:
+                bits = [_bits(kind) for kind, n, k in entries if not m.n % n and not m.k % k]
+                kept += m.n * m.k * max(bits, default=0) // 8 * 9 // 8
+        return self.products.layers * kept
 
     def _groups(self, m: Matrix) -> bool:
         """Whether a library multiplies such experts, or a rank's, which has parts of them."""
@@ -308,3 +322,9 @@ class CardScratch:
         rows *= m.per_token
         whole = 4 * rows * m.k if m.experts else 0  # any row may belong to any expert
         return whole + 4 * ROUNDED_COPIES * m.k * min(rows, rows_rounded(m.k))
+
+
+def _bits(kind: str) -> int:
+    """Of a weight's type such as ``int4g128``."""
+    found = re.match(r"int(\d+)", kind)
+    return 8 if found is None else int(found[1])

@@ -190,10 +190,10 @@ def single_case(card: Card, make: Callable[[int, int], Any], n: int, k: int) -> 
 
 
 def _random_experts(card: Card, make: Callable[[], Any], count: int, used: int) -> Case:
-    from sdk.kernels.registry import choose, linear_problem
+    from sdk.kernels.registry import linear_problem
 
     first = make()
-    kernel = choose(card.backends, linear_problem(first, "auto", 8)).implementation
+    kernel = card.choose(linear_problem(first, "auto", 8))
     packed = [kernel.pack(first), *(kernel.pack(make()) for _ in range(count - 1))]
     return _expert_case(kernel, packed, card.activations, used)
 
@@ -240,6 +240,7 @@ def _parts(layer: Projection | ExpertProjection, used: int) -> Iterator[Case]:
 
 
 def _case(kernel: Any, packed: Sequence[Any], inputs: torch.dtype, outputs: torch.dtype) -> Case:
+    packed = [getattr(one, "own", one) for one in packed]  # a library may have the weight too
     first, op = packed[0], kernel.op_of(packed[0])
     tokens = BYTES_TOKENS if isinstance(first, ByteRows) else TOKENS
     return Case(op, type_of(first), first.shape, kernel, packed, inputs, outputs, tokens)

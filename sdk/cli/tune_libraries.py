@@ -7,7 +7,9 @@ tokens on. Where it is not, the table says why (``slower``).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +17,10 @@ from torch import Tensor
 
 from sdk.cli.tune import GAIN
 from sdk.cli.tune_cases import MIXTURES, Case, ExpertCase, default_makes, routes_like
+from sdk.errors import SdkError
+from sdk.kernels.errors import KernelError
 from sdk.kernels.gpu.byte_rows import ByteRows
+from sdk.kernels.gpu.humming import HummingWeight, installed
 from sdk.kernels.gpu.tuning import Tuning
 from sdk.kernels.registry import linear_problem
 
@@ -25,11 +30,16 @@ if TYPE_CHECKING:
 #: Numbers of tokens for which both are measured; for experts, rows of one on average; for attention
 #: queries of a prompt.
 PRODUCT_TOKENS = (64, 256, 1024, 4096)
+HUMMING_TOKENS = (4, 16, 64, 256, 1024)
 EXPERT_ROWS = (16, 64, 256, 512)
 QUERIES = (512, 1024, 2048, 4096)
 #: Types of pages and sizes of heads, the most used first: float16 is an engine's default.
 HEADS = (("float16", 128), ("bfloat16", 128), ("float16", 64))
 Call = Callable[[], Any]
+
+
+class Unavailable(SdkError):
+    """A library does not run here, or not for such a problem."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +103,11 @@ def with_contests(
 
 def contests_of(card: Card, case: Case, measured: Callable[[], Tuning]) -> Iterator[Contest]:
     """The libraries that multiply weights like the case's."""
-    if isinstance(case.first, ByteRows) and not isinstance(case, ExpertCase):
-        yield from _scaled_mm(card, case, measured)
+    first: Any = case.first
+    of_weight = scaled_mm_contest if isinstance(first, ByteRows) else humming_contest
+    if not isinstance(case, ExpertCase):
+        with suppress(Unavailable):
+            yield of_weight(card, case, measured)
 
 
 def own_contests(card: Card, model: str | None) -> Iterator[Contest]:
@@ -104,15 +117,17 @@ def own_contests(card: Card, model: str | None) -> Iterator[Contest]:
     if model is not None:
         heads, mixtures = _of_model(model)
     for dtype, head_dim in heads:
-        yield from _cudnn_attention(card, dtype, head_dim)
+        with suppress(Unavailable):
+            yield cudnn_contest(card, dtype, head_dim)
     for count, used, (n, k) in mixtures:
-        yield from _grouped_mm(card, count, used, n, k)
+        with suppress(Unavailable):
+            yield grouped_contest(card, count, used, n, k)
 
 
 def _of_model(model: str) -> tuple[list[tuple[str, int]], list[tuple[int, int, tuple[int, int]]]]:
     """The heads of a model, and its experts if they are 16-bit floats."""
     from sdk.config import EngineConfig
-    from sdk.loading.load import open_model
+    from sdk.memory.files import open_model
     from sdk.memory.resolve import model_config
     from sdk.memory.weights import matrix_formats
 
@@ -130,20 +145,25 @@ def _of_model(model: str) -> tuple[list[tuple[str, int]], list[tuple[int, int, t
     return [("float16", sizes.head_dim)], found
 
 
+def expect_taken(why: str | None) -> None:
+    """:raises Unavailable: a library's kernel rejects a problem, for the reason ``why``."""
+    if why is not None:
+        raise Unavailable(why)
+
+
 def _kernel(card: Card, op: str, name: str) -> Any:
     found = (one for each in card.backends for one in each.implementations(op))
     return next(one for one in found if one.name == name)
 
 
-def _scaled_mm(card: Card, case: Case, measured: Callable[[], Tuning]) -> Iterator[Contest]:
+def scaled_mm_contest(card: Card, case: Case, measured: Callable[[], Tuning]) -> Contest:
     from sdk.kernels.gpu import scaled_mm
 
     w: Any = case.first
     fields = dict(zip(("n", "k"), case.shape, strict=True))
     always = Tuning(1, libraries={("scaled_mm", *case.shape): 1})
     theirs = _kernel(card, "linear", "gpu.scaled_mm").tuned(always)
-    if theirs.reject(linear_problem(theirs.unpack(w), "auto", 8)) is not None:
-        return
+    expect_taken(theirs.reject(linear_problem(theirs.unpack(w), "auto", 8)))
 
     def check() -> None:
         for dtype in scaled_mm.WRITTEN:
@@ -155,14 +175,44 @@ def _scaled_mm(card: Card, case: Case, measured: Callable[[], Tuning]) -> Iterat
         ours = case.kernel.tuned(replace(measured(), libraries={}))
 
         def each(kernel: Any) -> list[Call]:
-            return [lambda w=w: multiply(kernel, w, out) for w in case.packed]
+            return [partial(multiply, kernel, w, out) for w in case.packed]
 
         return each(ours), each(theirs)
 
-    yield Contest("scaled_mm", fields, PRODUCT_TOKENS, check, calls)
+    return Contest("scaled_mm", fields, PRODUCT_TOKENS, check, calls)
 
 
-def _grouped_mm(card: Card, count: int, used: int, n: int, k: int) -> Iterator[Contest]:
+def humming_contest(card: Card, case: Case, measured: Callable[[], Tuning]) -> Contest:
+    if not installed():  # before weights are unpacked to be asked about
+        raise Unavailable("humming-kernels is not installed")
+    fields = {"type": case.type, "n": case.shape[0], "k": case.shape[1]}
+    always = Tuning(1, libraries={("humming", *fields.values()): 1})
+    theirs = _kernel(card, "linear", "gpu.humming").tuned(always)
+    layouts = [theirs.unpack(w) for w in case.packed]
+    expect_taken(theirs.reject(linear_problem(layouts[0], "auto", 8)))
+    made: list[Any] = []
+
+    def check() -> None:
+        """``pack`` raises if its product is wrong."""
+        made.extend(theirs.pack(layout) for layout in layouts)
+        if not isinstance(made[0], HummingWeight):
+            raise KernelError("the package does not take such weights")
+
+    def calls(tokens: int) -> tuple[list[Call], list[Call]]:
+        tokens = card.size(tokens, 2)
+        x = card.normal(tokens, case.shape[1], dtype=card.activations)
+        out = torch.empty(tokens, case.shape[0], dtype=card.activations, device=card.device)
+        ours = case.kernel.tuned(replace(measured(), libraries={}))
+
+        def each(kernel: Any, weights: Sequence[Any]) -> list[Call]:
+            return [partial(kernel.matmul, w, x, out) for w in weights]
+
+        return each(ours, case.packed), each(theirs, made)
+
+    return Contest("humming", fields, HUMMING_TOKENS, check, calls)
+
+
+def grouped_contest(card: Card, count: int, used: int, n: int, k: int) -> Contest:
     from sdk.kernels.gpu import grouped_mm
     from sdk.kernels.layouts import Dense
 
@@ -172,8 +222,7 @@ def _grouped_mm(card: Card, count: int, used: int, n: int, k: int) -> Iterator[C
     ours = _kernel(card, "linear", "gpu.dense")
     theirs = _kernel(card, "linear", "gpu.grouped_mm").tuned(always)
     small = Dense(torch.empty(n, k, dtype=card.activations, device="meta"))
-    if theirs.reject(linear_problem(small, "auto", 8)) is not None:
-        return
+    expect_taken(theirs.reject(linear_problem(small, "auto", 8)))
     made: list[Tensor] = []
 
     def weights() -> Tensor:
@@ -195,18 +244,17 @@ def _grouped_mm(card: Card, count: int, used: int, n: int, k: int) -> Iterator[C
 
         return one(ours), one(theirs)
 
-    yield Contest("grouped_mm", fields, EXPERT_ROWS, lambda: grouped_mm.check(weights()[0]), calls)
+    return Contest("grouped_mm", fields, EXPERT_ROWS, lambda: grouped_mm.check(weights()[0]), calls)
 
 
-def _cudnn_attention(card: Card, dtype: str, head_dim: int) -> Iterator[Contest]:
+def cudnn_contest(card: Card, dtype: str, head_dim: int) -> Contest:
     from sdk.cli.bench.gpu.attention import check_case, make_case
     from sdk.kernels.backend import Problem
 
     always = Tuning(card.tuning.programs, libraries={("cudnn_attention", dtype, head_dim): 1})
     ours = _kernel(card, "attention", "gpu.attention")
     theirs = _kernel(card, "attention", "gpu.cudnn_attention").tuned(always)
-    if theirs.reject(Problem("attention", head_dim=head_dim, kv_dtype=dtype)) is not None:
-        return
+    expect_taken(theirs.reject(Problem("attention", head_dim=head_dim, kv_dtype=dtype)))
 
     def check() -> None:
         """A prompt, and a chunk behind a prefix."""
@@ -223,4 +271,4 @@ def _cudnn_attention(card: Card, dtype: str, head_dim: int) -> Iterator[Contest]
         return [lambda: case.run(ours, out)], [lambda: case.run(theirs, out)]
 
     fields = {"type": dtype, "head_dim": head_dim}
-    yield Contest("cudnn_attention", fields, QUERIES, check, calls, graph=False)
+    return Contest("cudnn_attention", fields, QUERIES, check, calls, graph=False)

@@ -342,6 +342,20 @@ def test_experts_that_are_moved_into_one_memory_are_planned_while_weights_load()
     assert kept(matrix, fixed=True) == kept(matrix, exact=True) == of(matrix).kept(1)
 
 
+def test_weights_that_a_library_has_in_its_own_layout_are_planned() -> None:
+    libraries = {("humming", "int4g128", 4096, 4096): 2, ("humming", "int8g64", 4096, 4096): 2}
+    matrix = Matrix(8192, 4096, plain=False, packed=True)  # of two ranks
+
+    def more(**options: Any) -> int:
+        plan = of(options.pop("matrix", matrix), layers=3, **options)
+        return replace(plan, libraries=libraries).kept(1) - plan.kept(1)
+
+    assert more() == 3 * 8192 * 4096 * 9 // 8 > 0
+    for other in ({"n": 8190}, {"experts": 8}, {"packed": False, "plain": True}):
+        assert more(matrix=replace(matrix, **other)) == 0  # type: ignore[arg-type]
+    assert more(blocks=True) == more(exact=True) == more(fixed=True) == 0
+
+
 def test_more_queries_may_ask_for_more_scratch_up_to_a_limit() -> None:
     plan = of(PACKED, exact=True, heads=32, head_dim=128)
     one, several, many = (plan.nbytes(n, 64, 1 << 17) for n in (64, 65, 4096))

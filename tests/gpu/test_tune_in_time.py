@@ -53,7 +53,7 @@ class Model:
         monkeypatch.setattr(tune, "time", SimpleNamespace(monotonic=lambda: self.now))
         self.path = folder / "card.json"
         table = tune.Table(self.path, again=False)
-        every = tune_libraries.with_contests(self.card, self.cases(), None, Tuning)
+        every = tune_libraries.with_contests(self.card, self.cases(), None, lambda: Tuning(4))
         tune.tune(self.card, table, every, SECONDS)
         self.card.close()
         self.table: dict[str, Any] = json.loads(self.path.read_text())

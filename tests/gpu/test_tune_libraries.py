@@ -13,15 +13,16 @@ import torch
 
 from sdk.cli import tune, tune_libraries
 from sdk.cli.bench.gpu.card import Card
-from sdk.cli.bench.gpu.weights import float8, int8
+from sdk.cli.bench.gpu.weights import affine, float8, int8
 from sdk.cli.bench.random_models import SHAPES, Shape, write_random
 from sdk.cli.tune_cases import cases_of, single_case
 from sdk.cli.tune_libraries import Contest, contests_of, from_tokens, own_contests, with_contests
 from sdk.kernels.gpu import grouped_mm, scaled_mm
 from sdk.kernels.gpu.tuning import Tuning, read_tuning
 from tests.gpu.cudnn_stand_in import StandIn, library
+from tests.gpu.humming_stand_in import Method, package
 
-__all__ = ["library"]  # a fixture
+__all__ = ["library", "package"]  # fixtures
 
 Calls = Sequence[Callable[[], Any]]
 
@@ -140,6 +141,21 @@ def test_every_library_is_entered_where_it_is_right_and_faster(
     assert tune.tune(card, table_of(tmp_path), everything(), float("inf")) == (0, "")
 
 
+def test_a_package_is_measured_where_it_is_installed(
+    tmp_path: Path, card: TimedCard, package: Method
+) -> None:
+    case = single_case(card, lambda n, k: affine(card, n, k, 8, 64), 64, 256)
+    layout = case.kernel.unpack(case.first)
+    other = case.kernel.pack(replace(layout, scale=layout.scale.float() * 1.001))  # no 16 bits
+    for packed, slower in ((case.first, 0), (other, 1)):
+        table = tune.Table(tmp_path / f"{slower}.json", again=True)
+        contests = contests_of(card, replace(case, packed=[packed]), lambda: Tuning(4))
+        assert tune.tune(card, table, contests, float("inf")) == (1, "")
+        assert len(table.data["slower"].get("humming", [])) == slower
+    assert read_tuning("0", 4, tmp_path).libraries == {("humming", "int8g64", 64, 256): 4}
+    assert package.calls == [24, 2]  # its check, and once timed
+
+
 def test_ours_is_measured_with_its_best_tiles_and_without_the_library(card: TimedCard) -> None:
     case = single_case(card, lambda n, k: float8(card, n, k), 48, 256)
     seen: list[Any] = []
@@ -180,7 +196,7 @@ def test_libraries_that_cannot_run_here_are_not_written_down(
     assert list(own_contests(card, None)) == []
     for make in (float8, int8):
         case = single_case(card, lambda n, k, make=make: make(card, n, k), 48, 256)  # type: ignore[misc]
-        assert list(contests_of(card, case, Tuning)) == []
+        assert list(contests_of(card, case, lambda: Tuning(4))) == []
 
 
 def test_a_library_that_ended_the_process_is_left_out_of_the_next_run(
@@ -238,6 +254,6 @@ def test_libraries_without_weights_of_a_case_come_behind_the_first_shape(card: T
             count[0] += 1
             yield case
 
-    order = [type(item).__name__ for item in with_contests(card, cases(), None, Tuning)]
+    order = [type(item).__name__ for item in with_contests(card, cases(), None, lambda: Tuning(4))]
     first = order.index("Contest")
     assert order[:first] == ["Case"] and order[first : first + 2] == ["Contest"] * 2

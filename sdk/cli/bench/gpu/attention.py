@@ -16,7 +16,6 @@ from sdk.kernels.backend import Problem
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.reference.attention import Attention as Reference
-from sdk.kernels.registry import choose
 from sdk.quant.spec import KVSpec
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE = 32, 8, 128, 16
@@ -83,7 +82,7 @@ def _fill(card: Card, codes: Tensor, scales: Tensor | None) -> None:
 
 def _seconds(card: Card, case: Case) -> float:
     problem = Problem("attention", head_dim=case.q.shape[2], kv_dtype=case.pages.dtype)
-    kernel = choose(card.backends, problem).implementation
+    kernel = card.choose(problem)
     out = torch.full_like(case.q.flatten(1), torch.nan)
     case.run(kernel, out)
     check_case(card, case, out, kernel.name)
