@@ -125,12 +125,15 @@ def _attend(step: Step, pages: KVPages, ids: Tensor, first: int, run: Run) -> No
     scale, size = step.numbers[0], padded_run(run.length)
     tokens = slice(first + run.begin, first + run.end)
     own = slice(run.skipped, run.length)
-    q = torch.zeros(size, step.heads, step.head_dim, dtype=pages.k.dtype, device=step.q.device)
-    q[own] = step.q[tokens]
+    q = step.q[tokens].to(pages.k.dtype)
+    if len(q) < size:
+        q, some = q.new_zeros(size, *q.shape[1:]), q
+        q[own] = some
     queries = q.transpose(0, 1)[None]
 
     def part(start: int, count: int, padded: int, causal: bool) -> tuple[Tensor, Tensor]:
-        k, v = (gathered(x, ids, start, count, padded) for x in (pages.k, pages.v))
+        wanted = pages_of(ids, start, count, padded, pages.page_size)
+        k, v = (gathered(x, wanted, count) for x in (pages.k, pages.v))
         return attend(queries, k[None], v[None], scale, causal=causal, sums=run.base > 0)
 
     result, sums = part(run.base, run.length, size, True)
@@ -155,18 +158,26 @@ def pieces_of(keys: int, most: int) -> Iterator[tuple[int, int]]:
         start += count
 
 
-def gathered(x: Tensor, ids: Tensor, start: int, count: int, padded: int) -> Tensor:
-    """Keys or values ``start`` to ``start + count - 1`` of a request from pages ``x [pages,
-    kv_heads, page_size, head_dim]``, and zeros: ``[kv_heads, padded, head_dim]``.
+def pages_of(ids: Tensor, start: int, count: int, padded: int, size: int) -> Tensor:
+    """The pages with a request's tokens ``start`` to ``start + count - 1``, and others for as many
+    as ``padded``."""
+    some = ids[start // size : -(-(start + count) // size)]
+    if len(some) < padded // size:
+        some, own = ids.new_zeros(padded // size), some
+        some[: len(own)] = own
+    return some
+
+
+def gathered(x: Tensor, wanted: Tensor, count: int) -> Tensor:
+    """``count`` keys or values, and zeros, from pages ``x [pages, kv_heads, page_size, head_dim]``:
+    ``[kv_heads, padded, head_dim]``.
 
     The zeros matter though no query sees them: memory that nobody has written may hold NaN.
     """
-    size = x.shape[2]
-    wanted = ids.new_zeros(padded // size)
-    some = ids[start // size : -(-(start + count) // size)]
-    wanted[: len(some)] = some
+    padded = len(wanted) * x.shape[2]
     found = x.transpose(0, 1).index_select(1, wanted).view(x.shape[1], padded, x.shape[3])
-    found[:, count:] = 0
+    if count < padded:
+        found[:, count:] = 0
     return found
 
 

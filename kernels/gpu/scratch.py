@@ -27,7 +27,7 @@ EXPERTS_SCRATCH = 256 << 20
 #: Queries and keys of a library's attention are padded to a multiple of this.
 ATTENTION_STEP = 512
 #: Bytes for each value of its queries: see :func:`queries_at_once`.
-ATTENTION_BYTES = 2 + 2 + 4 + 4 + 2
+ATTENTION_BYTES = 2 + 2 + 2 + 4 + 4 + 2
 #: torch's workspace for library products, per stream that has used one: 32 MiB on NVIDIA's cards
 #: from 9.0 on, 8 before (its documentation of ``CUBLAS_WORKSPACE_CONFIG``).
 LIBRARY, OLDER_LIBRARY = 32 << 20, 8 << 20
@@ -90,8 +90,9 @@ def grouped_rows(n: int, k: int) -> int:
 
 
 def queries_at_once(heads: int, head_dim: int) -> int:
-    """Queries of a request that a library's attention handles at a time: of each value a padded
-    copy and a result in 16 bits, and where results are merged two in float32 and one in 16 bits."""
+    """Queries of a request that a library's attention handles at a time: of each value two copies
+    (rounded, then padded) and a result in 16 bits, and where results are merged two in float32 and
+    one in 16 bits."""
     return _of_steps(EXPERTS_SCRATCH // (heads * head_dim * ATTENTION_BYTES))
 
 

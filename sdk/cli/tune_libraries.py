@@ -228,7 +228,7 @@ def grouped_contest(card: Card, count: int, used: int, n: int, k: int) -> Contes
     def weights() -> Tensor:
         """Of all experts, made when they are asked for: a layer has up to 2 GB."""
         if not made:
-            made.append(card.normal(count, n, k, dtype=card.activations).mul_(k**-0.5))
+            made.append(card.normal(count, n, k, dtype=card.activations))
         return made[0]
 
     def calls(rows: int) -> tuple[list[Call], list[Call]]:
