@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 _MANY = (64, 128, 256, 512, 1024)
 #: Operator -> the table's name for the number of tokens from which it dequantizes its weights.
 DENSE_FROM = {"linear": "dense_from", "linear_experts": "experts_dense_from"}
-#: What is better must be faster by more than the noise of measuring.
-GAIN = 0.98
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -217,7 +215,7 @@ def _tell(what: str) -> None:
 def best_tiles(card: Card, case: Case, tokens: int) -> Tiles:
     """Start with the fastest of the rule's choices; change one number at a time by a step, and go
     on in that direction, where that is faster."""
-    from sdk.cli.tune_cases import COORDINATES, neighbours
+    from sdk.cli.tune_cases import COORDINATES, GAIN, neighbours
 
     best, *others = case.begins(card, tokens)
     product = case.product(card, tokens)

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from sdk.cli.tune import GAIN
-from sdk.cli.tune_cases import MIXTURES, Case, ExpertCase, default_makes, routes_like
+from sdk.cli.tune_cases import GAIN, MIXTURES, Case, ExpertCase, default_makes, routes_like
 from sdk.errors import SdkError
 from sdk.kernels.errors import KernelError
 from sdk.kernels.gpu.byte_rows import ByteRows
