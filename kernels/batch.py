@@ -25,6 +25,8 @@ class AttentionBatch:
     - ``shared_len``: int32 ``[1]``, if known: the number of tokens at the beginning of all requests
       that are in the same pages, less than any ``context_len``. A backend may use it to read them
       once.
+    - ``lengths``: for each request the number of its tokens here and of its context, as Python
+      ints, if they are known on the host. Kernels of libraries may need them.
     - ``work``: int32 ``[R + 1 or more, n]``, if the backend of the operators uses one: how the
       attention of the step is divided. ``find_places`` writes it, once for all layers.
     """
@@ -39,6 +41,7 @@ class AttentionBatch:
     max_context_len: int
     shared_len: Tensor | None = None
     work: Tensor | None = None
+    lengths: tuple[tuple[int, int], ...] | None = None
 
     def check(self, pages: KVPages | None = None) -> None:
         """Check types and shapes. Operators check the contents when they use them.

@@ -28,7 +28,9 @@ class Products:
     ``head``: the matrix that is multiplied only with output rows. ``copied``: bytes per value of
     the copy of x that a library for plain floats needs, 0 if it takes the activations themselves.
     ``rounds``: the file may ask for quantized activations. ``exact``, ``fixed``: the options
-    ``compute="exact"`` and ``deterministic=True``.
+    ``compute="exact"`` and ``deterministic=True``. ``layers``: how many there are, each of which
+    has all of ``matrices`` at most once. ``blocks``: whether all packed ones are blocks of GGUF
+    files.
     """
 
     matrices: tuple[Matrix, ...]
@@ -39,6 +41,8 @@ class Products:
     rounds: bool
     exact: bool
     fixed: bool
+    layers: int = 1
+    blocks: bool = False
 
 
 class Scratch(Protocol):

@@ -130,16 +130,26 @@ def scratch_of(products: Products, device: str) -> CardScratch:
         tuned=tuning.table is not None,
         library=LIBRARY if found >= (9, 0) else OLDER_LIBRARY,
         wide_sums=torch.version.hip is None,
+        libraries={key: m for key, m in tuning.libraries.items() if _there(key[0])},
     )
+
+
+def _there(library: str) -> bool:
+    """Whether it may be used: packages are optional."""
+    return library != "humming" or find_spec("humming") is not None
 
 
 def open_backend(
     device: str, num_threads: int, *, fixed: bool = False, offload: OnDisk | None = None
 ) -> GpuBackend:
     """``fixed``: the same order of additions for every batch (slower). No threads are used."""
-    from sdk.kernels.gpu import attention, elementwise, experts, low_rank, norm, rope, sampling
+    from sdk.kernels.gpu import elementwise, experts, low_rank, norm, rope, sampling
+    from sdk.kernels.gpu.attention import Attention
     from sdk.kernels.gpu.cache_keys import settle_cache_keys
+    from sdk.kernels.gpu.cudnn_attention import CudnnAttention
     from sdk.kernels.gpu.dense import DenseLinear
+    from sdk.kernels.gpu.grouped_mm import GroupedMM
+    from sdk.kernels.gpu.humming import HummingLinear
     from sdk.kernels.gpu.linear import TritonLinear
     from sdk.kernels.gpu.linear_as_file import TritonLinearAsFile, bytes_of_card
     from sdk.kernels.gpu.scaled_mm import ScaledMM
@@ -162,13 +172,19 @@ def open_backend(
     return GpuBackend(
         {
             "linear": (
+                GroupedMM(tuning, torch.device(device), fixed=fixed),
                 DenseLinear(fixed=fixed),
                 DenseLinear(exact=True, fixed=fixed),
+                HummingLinear(matrix_type(device), tuning, fixed=fixed, sharing=sharing),
                 *packed,
                 ScaledMM(tuning, codes, fixed=fixed, sharing=sharing),
                 as_file,
             ),
-            **attention.operators(tuning.programs, fixed=fixed),
+            "attention": (
+                CudnnAttention(tuning, fixed=fixed),
+                Attention(False, programs=tuning.programs, fixed=fixed),
+                Attention(True, programs=tuning.programs, fixed=fixed),
+            ),
             **rope.OPS,
             **norm.OPS,
             **elementwise.OPS,

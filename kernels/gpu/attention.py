@@ -86,16 +86,20 @@ class Attention:
         if scale <= 0:
             raise KernelError(f"attention: expected a scale above 0, found {scale}")
         dots = [self._dot(side) for side in sides]
-        step = _Step(q, sides, dots, batch, out, sinks, (scale, softcap, window))
+        step = Step(q, sides, dots, batch, out, sinks, (scale, softcap, window))
         if self._fixed:
             step.prefill(step.tile, fewest=1)
             return
         longest = batch.max_query_len
         queries = 1 if longest == 1 else step.most_queries
         if longest > queries:
-            step.prefill(step.prompt_tile, fewest=queries + 1)
+            self._prefill(step, pages, queries + 1)
         if longest <= queries or batch.num_requests > 1:
             step.decode(queries, self._programs)
+
+    def _prefill(self, step: Step, pages: KVPages, fewest: int) -> None:
+        """The requests of the step with ``fewest`` queries or more."""
+        step.prefill(step.prompt_tile, fewest=fewest)
 
     def _dot(self, side: PageSide) -> Any:
         """The type of a product's operands; cards before 8.0 do not support bfloat16."""
@@ -107,7 +111,7 @@ class Attention:
         return _DOTS.get(dtype, tl.float16)
 
 
-class _Step:
+class Step:
     """The arguments that all kernels of one call share."""
 
     def __init__(
@@ -312,9 +316,3 @@ def _convert(device: torch.device) -> Any:
     """See ``page_codes.py``."""
     found = _capability(device)
     return FLOAT8 if found >= (8, 9) else BYTES if found > (0, 0) else PORTABLE
-
-
-def operators(programs: int, *, fixed: bool) -> dict[str, tuple[Any, ...]]:
-    """Attention; see :class:`Attention`."""
-    kernels = (Attention(exact, programs=programs, fixed=fixed) for exact in (False, True))
-    return {"attention": tuple(kernels)}

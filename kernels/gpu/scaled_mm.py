@@ -8,7 +8,6 @@ bits on Hopper.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,8 +19,7 @@ from sdk.kernels.gpu.byte_rows import ByteRows
 from sdk.kernels.gpu.linear_as_file import TritonLinearAsFile
 from sdk.kernels.gpu.packing import Packed
 from sdk.kernels.gpu.scratch import rows_of_codes, runs
-from sdk.kernels.gpu.shares import Sharing
-from sdk.kernels.gpu.tuning import Tuning
+from sdk.kernels.gpu.tuning import NOT_FASTER
 from sdk.kernels.layouts import ActivationScheme, Layout
 from sdk.kernels.rounding import Rounded, Rows
 
@@ -41,15 +39,8 @@ WRITTEN = (torch.float32, torch.bfloat16)
 class ScaledMM(TritonLinearAsFile):
     """See :class:`sdk.kernels.registry.LinearKernel` and the module."""
 
-    def __init__(
-        self,
-        tuning: Tuning,
-        codes: Sequence[str],
-        *,
-        fixed: bool = False,
-        sharing: Sharing | None = None,
-    ) -> None:
-        super().__init__(tuning, codes, fixed=fixed, sharing=sharing)
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
         self._checked: set[tuple[int, int]] = set()
         self.name = "gpu.scaled_mm"
 
@@ -68,7 +59,7 @@ class ScaledMM(TritonLinearAsFile):
         if not hasattr(torch, "_scaled_mm"):
             return f"torch {torch.__version__} has no _scaled_mm"
         if self._from(problem.out_features, problem.in_features) is None:
-            return "no table of this card says that it is faster"
+            return NOT_FASTER
         return super().reject(problem)
 
     def pack(self, layout: Layout) -> Any:

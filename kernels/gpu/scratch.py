@@ -7,7 +7,10 @@ One operator runs at a time, so a model needs the largest scratch of any operato
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import field
+from typing import Any
 
 from sdk.kernels.dataclass import dataclass
 from sdk.kernels.packed_shapes import packed_bytes
@@ -21,6 +24,10 @@ FULL_CARD, LIBRARY_TILE = 264, 128
 #: Bytes for the dequantized weights of many experts; 128 of 2048 x 1536 (3 Mi values of 16 bits
 #: each) then take four turns.
 EXPERTS_SCRATCH = 256 << 20
+#: Queries and keys of a library's attention are padded to a multiple of this.
+ATTENTION_STEP = 512
+#: Bytes for each value of its queries: see :func:`queries_at_once`.
+ATTENTION_BYTES = 2 + 2 + 2 + 4 + 4 + 2
 #: torch's workspace for library products, per stream that has used one: 32 MiB on NVIDIA's cards
 #: from 9.0 on, 8 before (its documentation of ``CUBLAS_WORKSPACE_CONFIG``).
 LIBRARY, OLDER_LIBRARY = 32 << 20, 8 << 20
@@ -74,6 +81,35 @@ def decoded_experts(count: int, n: int, k: int, itemsize: int) -> int:
 def padded(n: int, k: int) -> int:
     """Values from one dequantized expert to the next: kernels load 16 at a time."""
     return -(-n * k // 16) * 16
+
+
+def grouped_rows(n: int, k: int) -> int:
+    """Rows of experts ``[n, k]`` that a library multiplies at a time, gathered and with results of
+    16 bits."""
+    return max(16, EXPERTS_SCRATCH // (2 * (n + k)))
+
+
+def queries_at_once(heads: int, head_dim: int) -> int:
+    """Queries of a request that a library's attention handles at a time: of each value two copies
+    (rounded, then padded) and a result in 16 bits, and where results are merged two in float32 and
+    one in 16 bits."""
+    return _of_steps(EXPERTS_SCRATCH // (heads * head_dim * ATTENTION_BYTES))
+
+
+def keys_at_once(kv_heads: int, head_dim: int) -> int:
+    """Keys behind which those queries come that it handles at a time: with their values in 16 bits,
+    gathered from pages."""
+    return _of_steps(EXPERTS_SCRATCH // (kv_heads * head_dim * 4))
+
+
+def padded_run(tokens: int) -> int:
+    return -(-tokens // ATTENTION_STEP) * ATTENTION_STEP
+
+
+def _of_steps(tokens: int) -> int:
+    """A power of two of :data:`ATTENTION_STEP`, so that there are few shapes: a library plans each
+    of them anew."""
+    return ATTENTION_STEP << max(0, (tokens // ATTENTION_STEP).bit_length() - 1)
 
 
 def columns_at_once(n: int, rows: int) -> int:
@@ -154,7 +190,7 @@ class CardScratch:
     ``programs``, ``dense_from``, ``experts_dense_from``: see
     :class:`sdk.kernels.gpu.tuning.Tuning`; ``tuned``: whether there is a table. ``library``: bytes
     per stream, see :data:`LIBRARY`. ``wide_sums``: the library writes float32 results of 16-bit
-    products itself, see ``dense.py``.
+    products itself, see ``dense.py``. ``libraries``: what libraries do, see ``tuning.py``.
     """
 
     products: Products
@@ -164,6 +200,7 @@ class CardScratch:
     tuned: bool
     library: int
     wide_sums: bool
+    libraries: Mapping[tuple[Any, ...], int] = field(default_factory=dict)
 
     def nbytes(self, tokens: int, requests: int, context: int) -> int:
         given = [(matrix, tokens) for matrix in self.products.matrices]
@@ -175,7 +212,30 @@ class CardScratch:
 
     def kept(self, requests: int) -> int:
         width = self.products.head.n  # recorded steps keep what the sampler allocates
-        return packed_bytes(requests, width) + sampler_bytes(requests, width) + 4 * COUNTERS
+        kept = packed_bytes(requests, width) + sampler_bytes(requests, width) + 4 * COUNTERS
+        # while weights are loaded, experts are moved into one memory, of which this is then free
+        moved = [2 * m.experts * m.n * m.k for m in self.products.matrices if self._groups(m)]
+        return max(kept + self._packed_twice(), *moved, 0)
+
+    def _packed_twice(self) -> int:
+        """Weights that a library also has in its own layout: codes, and a ninth of it for scales
+        (groups of 32 and more)."""
+        if self.products.exact or self.products.fixed or self.products.blocks:
+            return 0
+        entries = [key[1:] for key in self.libraries if key[0] == "humming"]
+        kept = 0
+        for m in self.products.matrices:
+            if m.packed and not m.experts:
+                bits = [_bits(kind) for kind, n, k in entries if not m.n % n and not m.k % k]
+                kept += m.n * m.k * max(bits, default=0) // 8 * 9 // 8
+        return self.products.layers * kept
+
+    def _groups(self, m: Matrix) -> bool:
+        """Whether a library multiplies such experts, or a rank's, which has parts of them."""
+        if not m.experts or not m.plain or self.products.exact or self.products.fixed:
+            return False
+        shapes = [key[-2:] for key in self.libraries if key[0] == "grouped_mm"]
+        return any(not m.n % n and not m.k % k for n, k in shapes)
 
     def _decodes(self, m: Matrix, rows: int) -> bool:
         """Whether a packed weight is dequantized first."""
@@ -196,7 +256,19 @@ class CardScratch:
             parts = part_count(context, queries, shared=True)
             count = requests_at_once(requests, heads, parts, width, queries)
             asked = max(asked, 4 * count * heads * parts * (width + 2))
+        asked = max(asked, self._attention_of_library(tokens, context))
         return asked + 4 * math.prod(work_shape(requests, heads))
+
+    def _attention_of_library(self, tokens: int, context: int) -> int:
+        heads, width = self.products.heads, self.products.head_dim
+        if not any(x[0] == "cudnn_attention" and x[2] == width for x in self.libraries):
+            return 0
+        # a run begins up to a step before its first query, and its length is padded
+        queries = min(queries_at_once(heads, width), padded_run(ATTENTION_STEP - 1 + tokens))
+        of_key = 4 * heads * width
+        keys = min(max(EXPERTS_SCRATCH, ATTENTION_STEP * of_key), padded_run(context) * of_key)
+        sums = 4 * 4 * queries * heads
+        return heads * width * ATTENTION_BYTES * queries + max(keys, queries * of_key) + sums
 
     def _product(self, m: Matrix, rows: int) -> int:
         asked = 0
@@ -212,9 +284,16 @@ class CardScratch:
         if self.products.exact or self.products.fixed:  # the reference handles 16 bits
             return 4 * m.k * (min(m.n, _REFERENCE_ROWS) + rows)
         if m.experts:
-            return 0
+            return self._grouped(m, rows) if self._groups(m) else 0
         results = 0 if self.wide_sums else 4 * rows * columns_at_once(m.n, rows)
         return self.products.copied * rows * m.k + results
+
+    def _grouped(self, m: Matrix, rows: int) -> int:
+        """Gathered rows and results, and a copy of x, which has a row for each token or expert."""
+        every = rows * m.per_token
+        return self.products.copied * every * m.k + 2 * (m.n + m.k) * min(
+            every, grouped_rows(m.n, m.k)
+        )
 
     def _decoded(self, m: Matrix, rows: int) -> int:
         if m.experts:
@@ -244,3 +323,9 @@ class CardScratch:
         rows *= m.per_token
         whole = 4 * rows * m.k if m.experts else 0  # any row may belong to any expert
         return whole + 4 * ROUNDED_COPIES * m.k * min(rows, rows_rounded(m.k))
+
+
+def _bits(kind: str) -> int:
+    """Of a weight's type such as ``int4g128``."""
+    found = re.match(r"int(\d+)", kind)
+    return 8 if found is None else int(found[1])

@@ -11,8 +11,11 @@ capability, such as an H100's on an H200, which differ in their memory. ``capabi
 ``processors`` are for that alone; a table without them serves its own card. A card with no table,
 or with one that cannot be read, uses the rule.
 
-``"libraries": {"scaled_mm": [{"n", "k", "from_m"}]}`` is optional: for which weights a kernel of a
-library is faster, and from how many tokens on.
+``"libraries": {"scaled_mm": [{"n", "k", "from_m"}]}`` is optional: for what a kernel of a library
+is faster, and from how many tokens on. ``LIBRARIES`` has the fields by which its entries are found;
+``type`` is that of the weight, or of the pages. For experts ``from_m`` counts rows of an expert on
+average. ``"slower"`` lists what was measured and is not faster, or is wrong, with the reason: that
+is for people, and for ``embedlm tune``, which does not measure it again.
 """
 
 from __future__ import annotations
@@ -45,9 +48,17 @@ OPS = ("linear", "linear_bytes", "linear_experts", "linear_bytes_experts")
 #: What reading a file raises that does not hold a table.
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, KernelError)
 logger = logging.getLogger("sdk")
-#: (kernel, rows, columns) -> the fewest tokens for which a library's kernel is faster.
-Libraries = Mapping[tuple[str, int, int], int]
-LIBRARIES = ("scaled_mm",)
+#: Library -> the fields of its entries that say for what it is faster.
+LIBRARIES: Mapping[str, tuple[str, ...]] = {
+    "scaled_mm": ("n", "k"),
+    "grouped_mm": ("type", "n", "k"),
+    "cudnn_attention": ("type", "head_dim"),
+    "humming": ("type", "n", "k"),
+}
+#: (library, values of these fields) -> the fewest tokens for which it is faster.
+Libraries = Mapping[tuple[Any, ...], int]
+#: Why the kernel of a library is not chosen though it could run.
+NOT_FASTER = "no table of this card says that it is faster"
 #: (op, type, rows, columns) -> (most tokens, tiles), fewest tokens first.
 Table = Mapping[tuple[str, str, int, int], Sequence[tuple[int, "Tiles"]]]
 
@@ -196,7 +207,7 @@ def read_tuning(
         try:
             dense_from = int(found["dense_from"]), int(found["experts_dense_from"])
             libraries = _parse_libraries(found.get("libraries", {}))
-            return Tuning(programs, *dense_from, _parse(found), libraries=libraries)
+            return Tuning(programs, *dense_from, parse_table(found), libraries=libraries)
         except _UNREADABLE as error:
             _warn(path, error)
     return Tuning(programs)
@@ -230,7 +241,8 @@ def _read(path: Path) -> dict[str, Any]:
     return found
 
 
-def _parse(found: Any) -> Table:
+def parse_table(found: Any) -> Table:
+    """The tiles of a table file."""
     table: dict[tuple[str, str, int, int], list[tuple[int, Tiles]]] = {}
     for op in OPS:
         for kind, entries in found[op].items():
@@ -243,12 +255,13 @@ def _parse(found: Any) -> Table:
 def _parse_libraries(found: Any) -> Libraries:
     if unknown := sorted(set(found) - set(LIBRARIES)):
         raise KernelError(f"libraries: expected {', '.join(LIBRARIES)}, found {unknown[0]!r}")
-    libraries: dict[tuple[str, int, int], int] = {}
+    libraries: dict[tuple[Any, ...], int] = {}
     for name, entries in found.items():
         for e in entries:
-            if not isinstance(e["from_m"], int) or e["from_m"] < 1:
+            if type(e["from_m"]) is not int or e["from_m"] < 1:
                 raise KernelError(f"libraries: expected from_m of at least 1, found {e['from_m']}")
-            libraries[name, e["n"], e["k"]] = e["from_m"]
+            key = (name, *(e[field] for field in LIBRARIES[name]))
+            libraries[key] = e["from_m"]
     return libraries
 
 

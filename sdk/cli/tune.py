@@ -25,14 +25,13 @@ if TYPE_CHECKING:
 
     from sdk.cli.bench.gpu.card import Card
     from sdk.cli.tune_cases import Case, Product
-    from sdk.kernels.gpu.tuning import Tiles
+    from sdk.cli.tune_libraries import Contest
+    from sdk.kernels.gpu.tuning import Tiles, Tuning
 
 #: Numbers of tokens, or rows of an expert, from which dequantizing into scratch may be faster.
 _MANY = (64, 128, 256, 512, 1024)
 #: Operator -> the table's name for the number of tokens from which it dequantizes its weights.
 DENSE_FROM = {"linear": "dense_from", "linear_experts": "experts_dense_from"}
-#: A better tile must be faster by more than the noise of measuring.
-_GAIN = 0.98
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,7 +64,7 @@ class Table:
         self.path = path
         self.data: dict[str, Any] = {"version": VERSION}
         self.data |= {name: getattr(Tuning(1), name) for name in DENSE_FROM.values()}
-        self.data |= {op: {} for op in OPS}
+        self.data |= {op: {} for op in OPS} | {"libraries": {}, "slower": {}}
         try:
             found = json.loads(path.read_text())
         except (OSError, ValueError):
@@ -97,6 +96,38 @@ class Table:
         self.data[case.op].setdefault(case.type, []).append(entry)
         self.write()
 
+    def has_contest(self, contest: Contest) -> bool:
+        """Like :meth:`has`."""
+        if list(contest.key) in self.data["lost"]:
+            return True
+        entries = [*self._entries("libraries", contest), *self._entries("slower", contest)]
+        return any(contest.fields.items() <= e.items() for e in entries)
+
+    def begin_contest(self, contest: Contest) -> None:
+        """Like :meth:`begin`."""
+        self.data["measuring"] = list(contest.key)
+        self.write()
+
+    def add_contest(self, contest: Contest, found: int | str) -> None:
+        """``found``: from how many tokens on the library is faster, or why it is not."""
+        self.data.pop("measuring", None)
+        if isinstance(found, int):
+            self._entries("libraries", contest).append({**contest.fields, "from_m": found})
+        else:
+            self._entries("slower", contest).append({**contest.fields, "why": found})
+        self.write()
+
+    def _entries(self, section: str, contest: Contest) -> list[dict[str, Any]]:
+        entries: list[dict[str, Any]] = self.data[section].setdefault(contest.library, [])
+        return entries
+
+    def tuning(self, rule: Tuning) -> Tuning:
+        """``rule`` with what was measured so far."""
+        from sdk.kernels.gpu.tuning import parse_table
+
+        measured = {name: self.data[name] for name in DENSE_FROM.values()}
+        return replace(rule, table=parse_table(self.data), **measured)
+
     def write(self) -> None:
         """Replace the file in one step: a reader never sees half a table."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -113,6 +144,7 @@ def run(args: argparse.Namespace) -> int:
         raise RequestError(f"tune: {why}")
     from sdk.cli.tune_cases import cases_of
     from sdk.cli.tune_compile import compiling
+    from sdk.cli.tune_libraries import with_contests
     from sdk.kernels.gpu.tuning import TABLES, table_path
 
     end = time.monotonic() + args.seconds
@@ -123,7 +155,9 @@ def run(args: argparse.Namespace) -> int:
     code = 0
     try:
         with compiling(card, args.model):
-            done, left = tune(card, table, cases_of(card, args.model), end)
+            cases = cases_of(card, args.model)
+            every = with_contests(card, cases, args.model, lambda: table.tuning(card.tuning))
+            done, left = tune(card, table, every, end)
     except KeyboardInterrupt:
         code = 130
         table.data.pop("measuring", None)
@@ -137,10 +171,23 @@ def run(args: argparse.Namespace) -> int:
     return code
 
 
-def tune(card: Card, table: Table, cases: Iterator[Case], end: float) -> tuple[int, str]:
+def tune(card: Card, table: Table, cases: Iterator[Case | Contest], end: float) -> tuple[int, str]:
     """Fill the table until ``end``; the number of entries measured, and the first that was not."""
+    from sdk.cli.tune_libraries import Contest, from_tokens
+
     done = 0
     for case in cases:
+        if isinstance(case, Contest):
+            if table.has_contest(case):
+                continue
+            what = " ".join(map(str, case.key))
+            if time.monotonic() > end:
+                return done, what
+            table.begin_contest(case)
+            table.add_contest(case, from_tokens(card, case))
+            done += 1
+            _tell(what)
+            continue
         name = DENSE_FROM.get(case.op)
         if name and f"{name}_of" not in table.data and time.monotonic() < end:
             # before any tiles: it decides every prompt
@@ -156,15 +203,19 @@ def tune(card: Card, table: Table, cases: Iterator[Case], end: float) -> tuple[i
             table.begin(case, tokens)
             table.add(case, tokens, best_tiles(card, case, tokens))
             done += 1
-            if is_terminal(sys.stderr):
-                print(what, file=sys.stderr)
+            _tell(what)
     return done, ""
+
+
+def _tell(what: str) -> None:
+    if is_terminal(sys.stderr):
+        print(what, file=sys.stderr)
 
 
 def best_tiles(card: Card, case: Case, tokens: int) -> Tiles:
     """Start with the fastest of the rule's choices; change one number at a time by a step, and go
     on in that direction, where that is faster."""
-    from sdk.cli.tune_cases import COORDINATES, neighbours
+    from sdk.cli.tune_cases import COORDINATES, GAIN, neighbours
 
     best, *others = case.begins(card, tokens)
     product = case.product(card, tokens)
@@ -179,7 +230,7 @@ def best_tiles(card: Card, case: Case, tokens: int) -> Tiles:
         if found is None or not _same(found, expected):
             return False
         seconds = _seconds(card, case, tokens, tiles, product)
-        if seconds >= fastest * _GAIN:
+        if seconds >= fastest * GAIN:
             return False
         best, fastest = tiles, seconds
         return True

@@ -14,6 +14,7 @@ from torch import Tensor
 from sdk.kernels.gpu.byte_rows import ByteRows
 from sdk.kernels.gpu.tuning import Tiles, Tuning, type_of
 from sdk.kernels.ops import Ops
+from sdk.kernels.routes import Routes
 
 if TYPE_CHECKING:
     from sdk.cli.bench.gpu.card import Card
@@ -32,6 +33,8 @@ MIXTURES = (
     *((128, 8, (1536, 2048)), (128, 8, (2048, 768))),
     *((8, 2, (28672, 4096)), (8, 2, (4096, 14336))),
 )
+#: What is better must be faster by more than the noise of measuring.
+GAIN = 0.98
 #: The numbers of tiles that a search tries, in this order.
 COORDINATES: dict[str, tuple[int, ...]] = {
     "block_n": (16, 32, 64, 128),
@@ -116,15 +119,21 @@ class ExpertCase(Case):
     def product(self, card: Card, tokens: int) -> Product:
         count = self.packed[0].count
         given = 1 if tokens == 1 else tokens * count // self.used
-        ops = Ops(str(card.device), backends=["gpu"])
-        routes = ops.moe.route(card.normal(given, count).float(), self.used, normalized=True)
-        ops.close()
+        routes = routes_like(card, given, count, self.used)
         x = card.normal(given, self.shape[1], dtype=self.inputs)
 
         def multiply(kernel: Any, packed: Any, out: Tensor) -> None:
             kernel.matmul_routed(packed, x, routes, True, out)
 
         return multiply, given * self.used
+
+
+def routes_like(card: Card, tokens: int, count: int, used: int) -> Routes:
+    """Routes of so many tokens to ``used`` of ``count`` experts, by random logits."""
+    ops = Ops(str(card.device), backends=["gpu"])
+    routes = ops.moe.route(card.normal(tokens, count).float(), used, normalized=True)
+    ops.close()
+    return routes
 
 
 def cases_of(card: Card, model: str | None) -> Iterator[Case]:
@@ -183,10 +192,10 @@ def single_case(card: Card, make: Callable[[int, int], Any], n: int, k: int) -> 
 
 
 def _random_experts(card: Card, make: Callable[[], Any], count: int, used: int) -> Case:
-    from sdk.kernels.registry import choose, linear_problem
+    from sdk.kernels.registry import linear_problem
 
     first = make()
-    kernel = choose(card.backends, linear_problem(first, "auto", 8)).implementation
+    kernel = card.choose(linear_problem(first, "auto", 8))
     packed = [kernel.pack(first), *(kernel.pack(make()) for _ in range(count - 1))]
     return _expert_case(kernel, packed, card.activations, used)
 
@@ -233,6 +242,7 @@ def _parts(layer: Projection | ExpertProjection, used: int) -> Iterator[Case]:
 
 
 def _case(kernel: Any, packed: Sequence[Any], inputs: torch.dtype, outputs: torch.dtype) -> Case:
+    packed = [getattr(one, "own", one) for one in packed]  # a library may have the weight too
     first, op = packed[0], kernel.op_of(packed[0])
     tokens = BYTES_TOKENS if isinstance(first, ByteRows) else TOKENS
     return Case(op, type_of(first), first.shape, kernel, packed, inputs, outputs, tokens)

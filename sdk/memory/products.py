@@ -6,6 +6,7 @@ import re
 from collections.abc import Set
 from dataclasses import replace
 
+from sdk.kernels.layouts import BLOCK_TYPES
 from sdk.kernels.lazy_torch import torch
 from sdk.kernels.scratch import Matrix, Products
 from sdk.models.config import ModelConfig
@@ -47,6 +48,8 @@ def products_of(
         rounds=any(_INPUTS.search(name) for name in blocks | ends),
         exact=exact,
         fixed=fixed,
+        layers=model.num_layers,
+        blocks=(blocks | ends) - FLOAT_NAMES.keys() <= BLOCK_TYPES.keys(),
     )
 
 

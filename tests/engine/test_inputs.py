@@ -82,6 +82,16 @@ def test_padding_rows_of_a_step_in_pieces_have_no_request() -> None:
     batch.check()
 
 
+def test_the_lengths_of_a_step_with_prompts_are_known_on_the_host() -> None:
+    inputs = filled([20, 30, 40], 0)
+    assert inputs.view(3, 3).lengths is None  # tokens alone: no kernel asks
+    inputs.attention_batch.query_start[:4] = torch.tensor([0, 1, 9, 10])
+    batch = inputs.view(10, 3)
+    assert batch.lengths == ((1, 20), (8, 30), (1, 40))
+    assert batch.context_len.tolist() == [context for _, context in batch.lengths]
+    assert inputs.empty_batch(8, 64).lengths is None
+
+
 @pytest.fixture
 def apart(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A device with memory of its own; the bytes of each copy to it."""

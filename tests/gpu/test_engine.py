@@ -11,10 +11,14 @@ import torch
 from fake_card import on_a_card
 
 from sdk import LLM, SamplingParams
-from sdk.kernels import registry
-from sdk.kernels.gpu import GpuBackend
+from sdk.kernels import gpu, registry
+from sdk.kernels.gpu import GpuBackend, cudnn_attention, scratch
+from sdk.kernels.gpu.tuning import Tuning
 from sdk.kernels.ops import Ops
 from sdk.kernels.sized_graphs import bucket_of, buckets
+from tests.gpu.cudnn_stand_in import StandIn, library
+
+__all__ = ["library"]  # a fixture
 
 PROMPTS = [[5, 9, 30, 31, 200, 17], [44, 8]]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=3, logprobs=1)
@@ -112,6 +116,41 @@ def test_steps_filled_up_to_a_bucket_give_the_same_answers(
         assert 7 in pieces.sizes
     with LLM(path, enforce_eager=True, **limits) as llm:
         assert bits(llm) == found
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick")
+def test_chunks_of_prompts_run_on_a_library_s_attention(
+    path: Path, library: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In steps of 16 positions, so that the second chunk of a prompt has a prefix before its own
+    keys, and beside the tokens of another request."""
+    for module in (scratch, cudnn_attention):
+        monkeypatch.setattr(module, "ATTENTION_STEP", 16)
+    library.dtype = torch.float16
+    random = np.random.default_rng(5)
+    prompts = [random.integers(5, 400, n).tolist() for n in (3, 40)]
+    found = []
+    for libraries in ({("cudnn_attention", "float16", 64): 9}, {}):
+        tuning = Tuning(4, libraries=libraries)
+        monkeypatch.setattr(gpu, "tuning_of", lambda device, tuning=tuning: tuning)
+        library.calls.clear()
+        options = {"max_num_batched_tokens": 27, "kv_cache_dtype": "float16"}
+        with LLM(path, max_model_len=64, max_num_seqs=4, **options) as llm:
+            found.append([o.outputs[0] for o in llm.generate(prompts, GREEDY)])
+            text = str(llm.explain())
+        assert ("attention          gpu.cudnn_attention float16" in text) == bool(libraries)
+        if libraries:
+            # of two layers: 24 queries from the first position on; 16, and 8 before them that are
+            # nobody's, behind a prefix of 16
+            own, prefix = (32, 32, True), (32, 16, False)
+            assert library.calls == [own] * 2 + [own, prefix] * 2
+        else:
+            assert "not gpu.cudnn_attention: no table of this card" in text
+    for a, b in zip(*found, strict=True):
+        assert a.token_ids == b.token_ids
+        # the library's queries and results are float16, in each of two layers: 2^-11 each
+        assert a.cumulative_logprob == pytest.approx(b.cumulative_logprob, rel=4 * 2.0**-11)
 
 
 def test_one_order_of_additions_is_asked_of_the_kernels() -> None:

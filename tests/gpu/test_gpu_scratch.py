@@ -16,7 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.gpu import dense, scratch
 from sdk.kernels.gpu.attention import Attention
+from sdk.kernels.gpu.cudnn_attention import CudnnAttention
 from sdk.kernels.gpu.dense import DenseLinear
+from sdk.kernels.gpu.grouped_mm import GroupedMM
 from sdk.kernels.gpu.linear import TritonLinear, add_chunks, product
 from sdk.kernels.gpu.linear_as_file import TritonLinearAsFile
 from sdk.kernels.gpu.packing import pack
@@ -26,11 +28,14 @@ from sdk.kernels.gpu.shares import Sharing
 from sdk.kernels.gpu.tuning import Tiles, Tuning
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.kv_types import KV_TYPES
-from sdk.kernels.layouts import ActivationScheme
+from sdk.kernels.layouts import ActivationScheme, Dense
 from sdk.kernels.ops import Ops
 from sdk.kernels.packed_shapes import PackedShapes, packed_bytes
 from sdk.kernels.sampling import join_draws, pack_draw
 from sdk.kernels.scratch import Matrix, Products
+from tests.gpu.cudnn_stand_in import StandIn, library
+
+__all__ = ["library"]  # a fixture
 
 FEW = Tuning(programs=4, dense_from=16, experts_dense_from=16)
 N, K = 32, 128
@@ -278,6 +283,77 @@ def test_attention_asks_for_no_more_parts_than_are_planned(
     if queries > 1 and (shared or length == 600):
         monkeypatch.setattr(scratch, "SCRATCH", 4096)  # one request with several queries at a time
         assert 4096 < asked(run) <= plan.nbytes(tokens, 3, length)
+
+
+@pytest.mark.parametrize(("queries", "context"), [(700, 700), (600, 1600)])
+def test_a_library_s_attention_asks_for_no_more_than_is_planned(
+    library: StandIn, queries: int, context: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scratch, "EXPERTS_SCRATCH", 1 << 17)
+    libraries = {("cudnn_attention", "bfloat16", 16): 1}
+    kind, count = KV_TYPES["bfloat16"], -(-context // 16)
+    pages = KVPages(*(torch.randn(count, 2, 16, 16).bfloat16() for _ in range(2)), kind, kind)
+    batch = AttentionBatch(
+        *(torch.zeros(queries, dtype=torch.int64), torch.tensor([0, queries], dtype=torch.int32)),
+        *(torch.tensor([context], dtype=torch.int32), torch.arange(count).int()[None]),
+        *(torch.zeros(queries, dtype=torch.int64), 16, queries, context),
+        lengths=((queries, context),),
+    )
+    q, out = torch.randn(queries, 4, 16), torch.empty(queries, 64)
+    kernel = CudnnAttention(replace(FEW, libraries=libraries))
+    found = asked(lambda: kernel.run(q, pages, batch, 0.25, None, None, None, out))
+    assert len(library.calls) > 1
+    plan = of(PACKED, head_dim=16)
+    with_library = replace(plan, libraries=libraries).nbytes(queries, 1, context)
+    assert plan.nbytes(queries, 1, context) < found <= with_library
+
+
+@pytest.mark.usefixtures("little_room")
+@pytest.mark.parametrize("by_token", [True, False])
+def test_grouped_products_ask_for_no_more_than_is_planned(by_token: bool) -> None:
+    libraries = {("grouped_mm", "bfloat16", N, K): 1}
+    tokens, experts, used = 70, 4, 2
+    matrix = replace(PLAIN, experts=experts, per_token=used)
+    ops = Ops("cpu", backends=["gpu"])
+    routes = ops.moe.route(torch.randn(tokens, experts), used, normalized=True)
+    ops.close()
+    kernel = GroupedMM(replace(FEW, libraries=libraries), torch.device("cpu"))
+    weights = [Dense(torch.randn(N, K).bfloat16()) for _ in range(experts)]
+    assert 0 < asked(lambda: kernel.group(weights)) <= 2 * experts * N * K
+    group = kernel.group(weights)
+    rows = tokens * used
+    x, out = torch.randn(tokens if by_token else rows, K), torch.empty(rows, N)
+    found = asked(lambda: kernel.matmul_routed(group, x, routes, by_token, out))
+    exact = of(matrix, copied=2, wide_sums=True)
+    planned = replace(exact, libraries=libraries).nbytes(tokens, 1, 0)
+    assert exact.nbytes(tokens, 1, 0) < found <= planned
+
+
+def test_experts_that_are_moved_into_one_memory_are_planned_while_weights_load() -> None:
+    libraries = {("grouped_mm", "bfloat16", 1536, 2048): 1}
+    matrix = Matrix(3072, 2048, plain=True, packed=False, experts=128)  # of two ranks
+
+    def kept(matrix: Matrix, **options: Any) -> int:
+        return replace(of(matrix, **options), libraries=libraries).kept(1)
+
+    assert kept(matrix) == 2 * 128 * 3072 * 2048
+    for other in (replace(matrix, n=3000), replace(matrix, plain=False, packed=True)):
+        assert kept(other) == of(other).kept(1)
+    assert kept(matrix, fixed=True) == kept(matrix, exact=True) == of(matrix).kept(1)
+
+
+def test_weights_that_a_library_has_in_its_own_layout_are_planned() -> None:
+    libraries = {("humming", "int4g128", 4096, 4096): 2, ("humming", "int8g64", 4096, 4096): 2}
+    matrix = Matrix(8192, 4096, plain=False, packed=True)  # of two ranks
+
+    def more(**options: Any) -> int:
+        plan = of(options.pop("matrix", matrix), layers=3, **options)
+        return replace(plan, libraries=libraries).kept(1) - plan.kept(1)
+
+    assert more() == 3 * 8192 * 4096 * 9 // 8 > 0
+    for other in ({"n": 8190}, {"experts": 8}, {"packed": False, "plain": True}):
+        assert more(matrix=replace(matrix, **other)) == 0  # type: ignore[arg-type]
+    assert more(blocks=True) == more(exact=True) == more(fixed=True) == 0
 
 
 def test_more_queries_may_ask_for_more_scratch_up_to_a_limit() -> None:

@@ -151,7 +151,7 @@ def test_the_cards_table_says_from_how_many_tokens(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("libraries", "message"),
     [
-        ({"other": []}, "expected scaled_mm, found 'other'"),
+        ({"other": []}, "expected scaled_mm, grouped_mm, cudnn_attention, humming, found 'other'"),
         ({"scaled_mm": [{"n": N, "k": K, "from_m": 0}]}, "from_m of at least 1, found 0"),
     ],
 )

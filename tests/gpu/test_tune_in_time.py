@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 import torch
 
-from sdk.cli import tune, tune_cases, tune_compile
+from sdk.cli import tune, tune_cases, tune_compile, tune_libraries
 from sdk.cli.bench.gpu.card import Card
-from sdk.kernels.gpu.tuning import Tiles
+from sdk.kernels.gpu.tuning import Tiles, Tuning
 
 SECONDS, COMPILE, START, PROCESSES, WEIGHT, TIMED = 120.0, 2.0, 12.0, 15, 1.5, 0.12
 #: Stand for the four shapes of an 8B model, and another model.
@@ -49,10 +49,12 @@ class Model:
         monkeypatch.setattr(tune, "_result", self.result)
         monkeypatch.setattr(tune, "_seconds", self.seconds)
         monkeypatch.setattr(tune, "dense_from", self.dense_from)
+        monkeypatch.setattr(tune_libraries, "from_tokens", self.from_tokens)
         monkeypatch.setattr(tune, "time", SimpleNamespace(monotonic=lambda: self.now))
         self.path = folder / "card.json"
         table = tune.Table(self.path, again=False)
-        tune.tune(self.card, table, self.cases(), SECONDS)
+        every = tune_libraries.with_contests(self.card, self.cases(), None, lambda: Tuning(4))
+        tune.tune(self.card, table, every, SECONDS)
         self.card.close()
         self.table: dict[str, Any] = json.loads(self.path.read_text())
 
@@ -78,8 +80,17 @@ class Model:
         self.now += 10 * TIMED
         return 128
 
+    def from_tokens(self, card: Any, contest: Any) -> int | str:
+        """Two kernels at four numbers of tokens, of weights of its own but for FP8."""
+        self.now += 8 * TIMED + (0.0 if contest.library == "scaled_mm" else WEIGHT)
+        return 256
+
     def table_has_entries(self) -> bool:
         return self.path.is_file() and '"max_m"' in self.path.read_text()
+
+    @property
+    def count(self) -> int:
+        return len(self.entries) + sum(map(len, self.table["libraries"].values()))
 
     @property
     def entries(self) -> list[tuple[str, int, int]]:
@@ -96,6 +107,7 @@ class Model:
 def shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune_cases, "SHAPES", SHAPES)
     monkeypatch.setattr(tune_cases, "MIXTURES", ())
+    monkeypatch.setattr(tune_libraries, "MIXTURES", ((128, 8, (1536, 2048)), (128, 8, (2048, 768))))
     monkeypatch.setattr(tune_compile, "SHAPES", ((32, 256),))
 
 
@@ -135,9 +147,11 @@ def test_more_entries_of_more_formats_than_with_all_combinations(
         before = Model(tmp_path / "before", patch)
     kinds = {kind for kind, _, _ in after.entries}
     assert len(kinds) == 8 and len({kind for kind, _, _ in before.entries}) < 5
-    assert len(after.entries) > 2 * len(before.entries)  # 75 and 34
+    assert after.count > 2 * before.count  # 65 of tiles and 8 of libraries, and 34
     assert after.compiled < before.compiled / 2  # by the measuring process itself: 8 and 41
     largest = {(kind, tokens) for kind, n, tokens in after.entries if n == 32}
     assert {kind for kind, tokens in largest if tokens == 64} == kinds
     assert {kind for kind, tokens in largest if tokens == 16} == kinds
     assert after.first and after.table["dense_from"] == 128
+    libraries = {name: len(found) for name, found in after.table["libraries"].items()}
+    assert libraries["scaled_mm"] >= 2 and libraries["cudnn_attention"] == 3

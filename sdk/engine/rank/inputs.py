@@ -210,6 +210,8 @@ class StepInputs:
         self._shared[0] = shared
         self._table.send()
         self._buffers.send()
+        counts, lengths = np.diff(self._starts[: requests + 1]), self._lengths[:requests]
+        longest = int(counts.max())
         return replace(
             whole,
             positions=whole.positions[:tokens],
@@ -217,9 +219,13 @@ class StepInputs:
             context_len=whole.context_len[:requests],
             page_table=whole.page_table[:requests, :pages],
             slots=whole.slots[:tokens],
-            max_query_len=int(np.diff(self._starts[: requests + 1]).max()),
-            max_context_len=int(self._lengths[:requests].max()),
+            max_query_len=longest,
+            max_context_len=int(lengths.max()),
             shared_len=self._shared_len if shared else None,
+            # only prompts are for kernels of libraries
+            lengths=None
+            if longest == 1
+            else tuple(zip(counts.tolist(), lengths.tolist(), strict=True)),
         )
 
     def pad(self, requests: int, size: int) -> bool:

@@ -36,7 +36,7 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 from fake_card import _Backend  # noqa: E402
 from fake_cuda import CardTensor, without_a_gpu  # noqa: E402
-from listed_card import ListedCard, _opened, on_card  # noqa: E402
+from listed_card import LIBRARIES, ListedCard, _opened, on_card  # noqa: E402
 from machine_code import _named, _OnlyATarget, all_launches  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
@@ -49,7 +49,7 @@ from triton.runtime.driver import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 from sdk import LLM, kernels  # noqa: E402
-from sdk.cli.bench.gpu import attention, engine, products, rows, weights  # noqa: E402
+from sdk.cli.bench.gpu import attention, engine, libraries, products, rows, weights  # noqa: E402
 from sdk.kernels import context  # noqa: E402
 from sdk.kernels.gpu import dense, tuning  # noqa: E402
 from sdk.kernels.gpu.cache_keys import settle_cache_keys  # noqa: E402
@@ -215,6 +215,8 @@ class NoProducts(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = str(func).split(".")[1]
+        if f"aten.{name}" in LIBRARIES and name != "index_select":
+            return LIBRARIES[f"aten.{name}"]([], name, *args, **kwargs)
         if name not in ("mm", "_scaled_mm") or any(isinstance(x, CardTensor) for x in args):
             return func(*args, **kwargs)
         (m, _), n = args[0].shape, args[1].shape[1]
@@ -311,8 +313,9 @@ def run_bench() -> list[Wanted]:
             for module, name in ((products, "_against_int4pack"), (attention, "_against_sdpa")):
                 patch.setattr(module, name, lambda *_: iter(()))
             patch.setattr(weights.Weights, "_check", lambda *_: None)
-            patch.setattr(attention, "_check", lambda *_: None)
+            patch.setattr(attention, "check_case", lambda *_: None)
             patch.setattr(attention, "_fill", lambda *_: None)
+            patch.setattr(libraries, "checked", lambda contest: None)
             patch.setattr(engine, "opened", _opened_here)
             for row in rows.ROWS:
                 if row.name not in NO_KERNELS:

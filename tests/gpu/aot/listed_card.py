@@ -65,12 +65,16 @@ class ListedCard(Card):
 
 
 class TorchLaunch(NamedTuple):
-    """One of torch's own: bytes of its tensors; of a product ``m``, ``n``, ``k`` and its type."""
+    """One of torch's own: bytes of its tensors; of a product ``m``, ``n``, ``k`` and its type.
+
+    ``macs``: of a kernel of a library that is not a plain product.
+    """
 
     name: str
     nbytes: int
     product: tuple[int, int, int] | None = None
     narrow: bool = False
+    macs: float = 0.0
 
 
 class TorchLaunches(TorchDispatchMode):
@@ -87,6 +91,8 @@ class TorchLaunches(TorchDispatchMode):
         name = str(func).rpartition(".")[0]
         if name in _PRODUCTS:
             return self._product(name, *args, **kwargs)
+        if name in LIBRARIES:
+            return LIBRARIES[name](self._listed, name, *args, **kwargs)
         result = func(*args, **kwargs)
         same = name == "aten.to" and result is args[0]
         if not (same or name in _NO_LAUNCH):
@@ -106,6 +112,42 @@ class TorchLaunches(TorchDispatchMode):
         nbytes = x.nbytes + w.nbytes + out.nbytes
         self._listed.append(TorchLaunch(name, nbytes, (m, n, k), x.itemsize == 1))
         return out
+
+
+def _grouped(listed: list[TorchLaunch], name: str, x: Tensor, w: Tensor, *_: Any) -> Tensor:
+    """Each row by one of the experts, all of which are read."""
+    out = torch.empty(x.shape[0], w.shape[2], dtype=x.dtype)
+    macs = float(x.shape[0] * w.shape[1] * w.shape[2])
+    listed.append(TorchLaunch(name, x.nbytes + w.nbytes + out.nbytes, macs=macs))
+    return out
+
+
+def _attention(
+    listed: list[TorchLaunch], name: str, q: Tensor, k: Tensor, v: Tensor, bias: Any, sums: bool,
+    dropout: float, causal: bool, *_: Any, **__: Any,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Two products, of half of the pairs with a mask."""
+    out, found = torch.empty_like(q), torch.empty(*q.shape[:3], 1)
+    macs = (1.0 if causal else 2.0) * q.numel() * k.shape[2]
+    listed.append(TorchLaunch(name, 2 * q.nbytes + k.nbytes + v.nbytes, macs=macs))
+    none = torch.empty(0, dtype=torch.int64)
+    return out, found, none, none, q.shape[2], k.shape[2], none, none, out
+
+
+def _gathered(listed: list[TorchLaunch], name: str, x: Tensor, dim: int, ids: Tensor) -> Tensor:
+    """The ids are not computed here, so they may be anything."""
+    shape = [*x.shape[:dim], ids.shape[0], *x.shape[dim + 1 :]]
+    out = torch.empty(shape, dtype=x.dtype)
+    listed.append(TorchLaunch(name, 2 * out.nbytes))
+    return out
+
+
+#: What lists a kernel of a library, with its name, and gives results of the right shapes.
+LIBRARIES: dict[str, Callable[..., Any]] = {
+    "aten._grouped_mm": _grouped,
+    "aten._scaled_dot_product_cudnn_attention": _attention,
+    "aten.index_select": _gathered,
+}
 
 
 class _Noted(TorchDispatchMode):

@@ -33,10 +33,12 @@ from machine_code import Source, Started, findings  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from work import step_seconds, torch_seconds, weight_bytes, work_of  # noqa: E402
 
-from sdk.cli.bench.gpu import attention, products, roofline, weights  # noqa: E402
+from sdk.cli.bench.gpu import attention, libraries, products, roofline, weights  # noqa: E402
 from sdk.cli.bench.gpu.engine import request_lengths  # noqa: E402
 from sdk.cli.bench.gpu.models import llama_config, qwen3_config, small_llama_config  # noqa: E402
 from sdk.cli.bench.gpu.roofline import DEVICES, HIGH, LOW, PREDICTED, USUAL, Assumptions, Device  # noqa: E402
+from sdk.cli.tune_cases import Case  # noqa: E402
+from sdk.cli.tune_libraries import Contest  # noqa: E402
 
 FOUND = ROOT / "build" / "aot-findings.json"
 #: Rows that run through ``Card.time`` alone, and the cards for which they are predicted.
@@ -44,6 +46,7 @@ ROWS = (
     *(("products", "measure_w4"), ("products", "measure_large"), ("products", "measure_fp8")),
     *(("products", "measure_formats"), ("attention", "measure_decode")),
     ("attention", "measure_prefill"),
+    *(("libraries", f"measure_{name}") for name in ("grouped", "cudnn", "humming")),
 )
 ALL_ROWS = ("H100 SXM", "H200")
 #: Model -> its config, the kind of its weights, and the name of its row.
@@ -128,8 +131,27 @@ class PredictingCard(ListedCard):
         self.torch.clear()
         calls[0]()
         works = [work_of(x, self.known.of(x.source)) for x in self.started]
-        own = sum(roofline.seconds(self.device_model, x, self.given, graph=graph) for x in works)
-        return own + sum(torch_seconds(self.device_model, x, self.given) for x in self.torch)
+        own = sum(roofline.seconds(self.device_model, x, self.given) for x in works)
+        device = own + sum(torch_seconds(self.device_model, x, self.given) for x in self.torch)
+        # the host launches one while the card runs another
+        host = 0.0 if graph else (len(works) + len(self.torch)) * self.given.eager_launch
+        return max(device, host)
+
+
+def humming_contest(
+    listed: list[TorchLaunch], card: ListedCard, case: Case, measured: Any
+) -> Contest:
+    """The package is not here. It is taken to be as good as a library's product of 16-bit weights,
+    and to read 4-bit ones."""
+
+    def calls(tokens: int) -> Any:
+        (n, k), w = case.shape, case.packed[0]
+        x, out = card.normal(tokens, k), card.normal(tokens, n)
+        nbytes, macs = w.nbytes + x.nbytes + out.nbytes, float(tokens * n * k)
+        launch = TorchLaunch("humming-kernels", nbytes, macs=macs)
+        return [lambda: case.kernel.matmul(w, x, out)], [lambda: listed.append(launch)]
+
+    return Contest("humming", {}, (), lambda: None, calls)
 
 
 @contextmanager
@@ -142,9 +164,11 @@ def predicting(device: Device, known: Found) -> Iterator[PredictingCard]:
     ):
         patch.setattr(module, name, lambda *_: iter(()))
     patch.setattr(weights.Weights, "_check", lambda *_: None)
-    patch.setattr(attention, "_check", lambda *_: None)
+    patch.setattr(attention, "check_case", lambda *_: None)
     patch.setattr(attention, "_fill", lambda *_: None)
     listed: list[TorchLaunch] = []
+    patch.setattr(libraries, "checked", lambda contest: None)
+    patch.setattr(libraries, "humming_contest", lambda *given: humming_contest(listed, *given))
     try:
         with on_card(target_of(device), device.processors, PredictingCard) as (card, started):
             assert isinstance(card, PredictingCard)

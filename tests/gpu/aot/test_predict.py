@@ -36,6 +36,14 @@ CODE = """
         for tokens in (1, 16, 300):
             seconds = weights.seconds(tokens)
             found[tokens] = [seconds, told(card.started), [list(x) for x in card.torch]]
+        for contest, tokens in ((libraries.cudnn_contest(card, "float16", 128), 1024),
+                                (libraries.grouped_contest(card, 16, 2, 512, 256), 8)):
+            ours, theirs = contest.calls(tokens)
+            both = []
+            for calls in (ours, theirs):
+                card.time(calls)
+                both.append([told(card.started), [list(x) for x in card.torch]])
+            found[contest.library] = both
         config = small_llama_config(card) | {"num_hidden_layers": 2}
         step = decode_step(card, card.started, config, "q4_0", prompt=300)
         found["step"] = told(step.kernels)
@@ -78,6 +86,31 @@ def test_a_product_of_many_tokens_is_the_library_s(found: dict[str, Any]) -> Non
     (library,) = torch  # its sums are float32
     assert library[0] == "aten.mm"
     assert library[2] == [300, 1024, 2048]
+
+
+def test_attention_of_a_library_has_half_of_the_pairs_and_gathers_pages(
+    found: dict[str, Any],
+) -> None:
+    ((ours, _), (kernels, torch)) = found["cudnn_attention"]
+    assert [line[0] for line in ours] == ["prefill_kernel"] and kernels == []
+    (attention,) = [x for x in torch if "cudnn" in x[0]]
+    assert attention[4] == 1024 * 1024 * 32 * 128  # two products of half of the pairs
+    keys = 1024 * 8 * 128 * 2
+    assert attention[1] == 2 * 1024 * 32 * 128 * 2 + 2 * keys
+    assert [x[1] for x in torch if x[0] == "aten.index_select"] == [2 * keys] * 2
+
+
+def test_experts_read_the_weights_of_all_and_the_library_s_rows_are_gathered(
+    found: dict[str, Any],
+) -> None:
+    ((ours, _), (_, torch)) = found["grouped_mm"]
+    rows, weights = 8 * 16, 16 * 512 * 256 * 2
+    (own,) = [line for line in ours if line[0] == "product_dense"]
+    assert weights < own[2] < weights + 2 * rows * (512 + 256) * 2 + 8192
+    (product,) = [x for x in torch if x[0] == "aten._grouped_mm"]
+    assert product[1] == weights + rows * (512 + 256) * 2
+    assert product[4] == rows * 512 * 256
+    assert [x[1] for x in torch if x[0] == "aten.index_select"] == [2 * rows * 256 * 2]
 
 
 def test_a_step_reads_all_weights_and_the_pages_of_its_context(found: dict[str, Any]) -> None:

@@ -92,6 +92,8 @@ def _product(started: Started, found: Numbers, common: dict[str, Any]) -> Work:
     columns = units * unit
     turns = given.get("share", units)
     tile = weights / (n * columns) * constants["BLOCK_N"] * unit
+    if constants.get("ROUTED"):  # the arguments are the first expert's; all are read
+        weights *= given["offsets"].shape[0]
     macs = 0.0
     if found.get("matrix"):
         macs = float(n * columns * -(-m // constants["BLOCK_M"]) * constants["BLOCK_M"])
@@ -154,11 +156,15 @@ def _own(given: Mapping[str, Any], name: str) -> bool:
 
 
 def torch_seconds(device: Device, launch: TorchLaunch, given: Assumptions) -> float:
-    """Predicted seconds of one of torch's launches in a graph."""
+    """Predicted seconds of one of torch's launches in a graph. Kernels of libraries that are no
+    plain products are as good as those: at the same share of the peak."""
     if launch.product is not None:
         m, n, k = launch.product
         return roofline.library(device, m, n, k, given, narrow=launch.narrow)
     moving = launch.nbytes / (device.bandwidth * given.bandwidth)
+    if launch.macs:
+        multiplying = 2 * launch.macs / (device.tflops * given.library)
+        return given.graph_launch + max(moving, multiplying)
     return given.graph_launch + max(moving, given.latency)
 
 

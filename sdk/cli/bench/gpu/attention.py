@@ -16,7 +16,6 @@ from sdk.kernels.backend import Problem
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.reference.attention import Attention as Reference
-from sdk.kernels.registry import choose
 from sdk.quant.spec import KVSpec
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE = 32, 8, 128, 16
@@ -42,10 +41,12 @@ class Case:
         kernel.run(self.q, self.pages, self.batch, scale, None, None, None, out)
 
 
-def make_case(card: Card, dtype: str, requests: int, context: int, queries: int) -> Case:
+def make_case(
+    card: Card, dtype: str, requests: int, context: int, queries: int, head_dim: int = HEAD_DIM
+) -> Case:
     """A batch where each request runs the last ``queries`` tokens of its ``context``."""
     heads, kv_heads = card.size(HEADS, 4), card.size(KV_HEADS, 2)
-    head_dim = card.size(HEAD_DIM, 64)
+    head_dim = card.size(head_dim, min(head_dim, 64))
     count = requests * (context // PAGE)
     spec = KVSpec(1, kv_heads, head_dim, PAGE, dtype)
     pages = KVCache(spec, count, card.device, keys_transposed=False).layers[0]
@@ -63,6 +64,7 @@ def make_case(card: Card, dtype: str, requests: int, context: int, queries: int)
         page_size=PAGE,
         max_query_len=queries,
         max_context_len=context,
+        lengths=((queries, context),) * requests,
     )
     q = card.normal(requests * queries, heads, head_dim)
     return Case(batch, pages, q, count * spec.page_bytes)
@@ -80,14 +82,14 @@ def _fill(card: Card, codes: Tensor, scales: Tensor | None) -> None:
 
 def _seconds(card: Card, case: Case) -> float:
     problem = Problem("attention", head_dim=case.q.shape[2], kv_dtype=case.pages.dtype)
-    kernel = choose(card.backends, problem).implementation
+    kernel = card.choose(problem)
     out = torch.full_like(case.q.flatten(1), torch.nan)
     case.run(kernel, out)
-    _check(card, case, out, kernel.name)
+    check_case(card, case, out, kernel.name)
     return card.time([lambda: case.run(kernel, out)])
 
 
-def _check(card: Card, case: Case, out: Tensor, name: str) -> None:
+def check_case(card: Card, case: Case, out: Tensor, name: str) -> None:
     """Compare the last queries of the first request with the reference on a CPU."""
     batch, pages = case.batch, case.pages
     ids = batch.page_table[0].long()

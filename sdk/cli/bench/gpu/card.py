@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from sdk.errors import SdkError
+from sdk.kernels.backend import Problem
 from sdk.kernels.gpu import available, matrix_type, tuning_of
-from sdk.kernels.registry import open_backends
+from sdk.kernels.gpu.tuning import LIBRARIES
+from sdk.kernels.registry import choose, open_backends
 
 #: All buffers together are this many times the size of the second-level cache.
 _CACHES = 4
@@ -51,7 +53,7 @@ class Card:
         #: What it shares with cards that may use its table of tile sizes.
         self.kind: dict[str, Any] = {}
         #: The rule for tile sizes, without the card's table.
-        self.tuning = replace(tuning_of(str(self.device)), table=None)
+        self.tuning = replace(tuning_of(str(self.device)), table=None, libraries={})
         if not self.tiny:
             found = torch.cuda.get_device_properties(self.device)
             self.name, self.cache = found.name, found.L2_cache_size
@@ -75,6 +77,14 @@ class Card:
         if name not in self.measured:
             raise SdkError(f"expected an earlier measurement of {name}, found none")
         return self.measured[name]
+
+    def choose(self, problem: Problem) -> Any:
+        """The kernel of ours for ``problem``, also where the card's table prefers a library's."""
+        names = [f"gpu.{name}" for name in LIBRARIES]
+        choice = choose(
+            self.backends, problem, lambda one: "a library's" if one.name in names else None
+        )
+        return choice.implementation
 
     def close(self) -> None:
         for backend in self.backends:

@@ -18,14 +18,14 @@ from sdk.cli.bench.gpu.card import Card, no_card
 from sdk.cli.bench.gpu.products import GROUP, product_shape
 from sdk.cli.bench.gpu.weights import affine
 from sdk.kernels.backend import Problem
-from sdk.kernels.registry import choose, linear_problem
+from sdk.kernels.registry import linear_problem
 
 
 def four(card: Card) -> dict[str, Callable[[], Any]]:
     """The launches, by name."""
     n, k = product_shape(card)
     weight = affine(card, n, k, 4, GROUP)
-    product = choose(card.backends, linear_problem(weight, "auto", 8)).implementation
+    product = card.choose(linear_problem(weight, "auto", 8))
     packed = product.pack(weight)
 
     def multiply(tokens: int) -> Callable[[], Any]:
@@ -35,7 +35,7 @@ def four(card: Card) -> dict[str, Callable[[], Any]]:
     def attend(requests: int, context: int, queries: int) -> Callable[[], Any]:
         case = make_case(card, "bfloat16", requests, context, queries)
         problem = Problem("attention", head_dim=case.q.shape[2], kv_dtype=case.pages.dtype)
-        kernel = choose(card.backends, problem).implementation
+        kernel = card.choose(problem)
         out = torch.empty_like(case.q.flatten(1))
         return lambda: case.run(kernel, out)
 

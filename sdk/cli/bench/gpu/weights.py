@@ -21,7 +21,7 @@ from sdk.kernels.layouts import (
 from sdk.kernels.reference.decode import decode
 from sdk.kernels.reference.fake_quantize import fake_quantize
 from sdk.kernels.reference.linear import slice_rows
-from sdk.kernels.registry import choose, linear_problem
+from sdk.kernels.registry import linear_problem
 
 #: Offsets of the float16 scales in a block; its other bytes may be anything.
 _SCALES_AT = {"q2_k": (80, 82), "q3_k": (108,), "q6_k": (208,), "q4_0": (0,), "q8_0": (0,)}
@@ -92,7 +92,7 @@ class Weights:
         problem = linear_problem(first, "auto", 8)
         self._card = card
         self._first = first
-        self.kernel = choose(card.backends, problem).implementation
+        self.kernel = card.choose(problem)
         self.packed = [self.kernel.pack(first)]
         self.nbytes: int = self.kernel.nbytes(self.packed[0])
         for _ in range(card.copies(self.nbytes) - 1):
