@@ -86,6 +86,7 @@ def of(
         "matrices": (matrix,),
         "head": replace(matrix, n=1, experts=0, plain=False, packed=False),
         "heads": 4,
+        "kv_heads": 2,
         "head_dim": 64,
         "copied": 0,
         "rounds": False,
