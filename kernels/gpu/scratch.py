@@ -29,9 +29,9 @@ LIBRARY, OLDER_LIBRARY = 32 << 20, 8 << 20
 #: and how many are too many: see :func:`most_splits`.
 SPLIT = 256
 FEW_SPLITS, MANY_SPLITS = 32, 128
-#: Bytes of one query's parts that one program adds up: 5 us at the 64 bytes per cycle that a
+#: Bytes of one query's parts that one program adds up: 2.3 us at the 64 bytes per cycle that a
 #: processor of an H100 gets from the second-level cache.
-JOINED = 512 << 10
+JOINED = 256 << 10
 #: The most queries of a request that decode attention handles: the token and drafts to verify.
 MOST_QUERIES = 8
 #: So many times longer are the splits of a request with several queries, because their parts are
@@ -113,11 +113,12 @@ def rows_rounded(k: int) -> int:
 def most_splits(programs: int, heads: int, kv_heads: int, head_dim: int) -> int:
     """The most splits of a request's keys in decode attention, a power of two.
 
-    The key heads of one request then have about two programs for each processor; ``programs``: four
-    for each. With 8 key heads these are 32 on an H100 and with 2 or 1 128. No more than what
-    :data:`JOINED` has room for, as one program adds up the parts of a request and key head.
+    One request then has about a program for each processor; ``programs``: four for each. On an H100
+    these are 64 with 2 key heads, 128 with 1, and with 4 or more :data:`FEW_SPLITS`. No more than
+    what :data:`JOINED` has room for (64 of 4 heads of 256 numbers), as one program adds up the
+    parts of a request and key head.
     """
-    filling = programs // 2 / kv_heads
+    filling = programs // 4 / kv_heads
     room = JOINED / (4 * (heads // kv_heads) * head_dim)
     return 1 << round(math.log2(min(max(FEW_SPLITS, min(filling, room)), MANY_SPLITS)))
 
