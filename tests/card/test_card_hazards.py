@@ -194,10 +194,10 @@ def test_pages_beyond_two_to_the_31_are_written_and_read(device: str, size: Size
     needed = 2 * 2 * count * kv_heads * PAGE * HEAD_DIM + (1 << 30)
     if device == "cuda" and torch.cuda.mem_get_info()[0] < needed:
         pytest.skip(f"a pool of 2^31 keys needs {needed >> 20} MiB of free memory on the card")
-    used = scattered(size(64, 40), count - size(64, 40))
     lengths = [size(600, 300), size(420, 330)]
     tables = [-(-n // PAGE) for n in lengths]
-    ids = list(used[: sum(tables)].split(tables))
+    used = scattered(sum(tables), count - sum(tables))
+    ids = list(used.split(tables))
     pages = make_pages(device, count, kv_heads, used)
     for new in (1, 20):  # of decode and of prompts
         batch = make_batch(device, [(n, new) for n in lengths], ids)
