@@ -248,20 +248,22 @@ def _low_rank(kernel: Any, place: Place, problem: Problem, like: Sequence[Any]) 
 
 
 def _sample(kernel: Any, place: Place, problem: Problem, like: Sequence[Any]) -> Found:
-    """Greedy rows and drawn ones, with every truncation, penalties and a mask."""
+    """Greedy rows and drawn ones, with every truncation, XTC, mirostat, penalties and a mask."""
     (logits,) = like
     width = logits.shape[1]
-    rows = 6
+    rows = 8
     given = place.floats(rows, width, seed=1) * 3
     out = SampleBuffers(rows)
     draws = np.zeros(rows, DRAW)
-    draws["temperature"] = [0.0, 0.7, 1.0, 0.9, 0.8, 0.0]
-    draws["top_k"] = [0, 40, 0, 0, 5, 0]
-    draws["top_p"] = [1.0, 0.9, 1.0, 0.8, 1.0, 1.0]
-    draws["min_p"] = [0.0, 0.0, 0.02, 0.0, 0.0, 0.0]
-    draws["typical_p"] = [1.0, 1.0, 1.0, 0.9, 1.0, 1.0]
-    draws["xtc_threshold"], draws["mirostat_mu"] = -1.0, math.nan
-    draws["uniform"] = [0.0, 0.31, 0.73, 0.52, 0.88, 0.0]
+    draws["temperature"] = [0.0, 0.7, 1.0, 0.9, 0.8, 0.0, 1.0, 0.9]
+    draws["top_k"] = [0, 40, 0, 0, 5, 0, 50, 0]
+    draws["top_p"] = [1.0, 0.9, 1.0, 0.8, 1.0, 1.0, 1.0, 1.0]
+    draws["min_p"] = [0.0, 0.0, 0.02, 0.0, 0.0, 0.0, 0.0, 0.0]
+    draws["typical_p"] = [1.0, 1.0, 1.0, 0.9, 1.0, 1.0, 1.0, 1.0]
+    # of the largest of 262,144 such logits the probability is about 0.03, 5 bits of surprise
+    draws["xtc_threshold"] = [-1.0, -1.0, -1.0, -1.0, -1.0, -1.0, 0.01, -1.0]
+    draws["mirostat_mu"] = [math.nan] * 7 + [8.0]
+    draws["uniform"] = [0.0, 0.31, 0.73, 0.52, 0.88, 0.0, 0.4, 0.6]
     out.draws[:] = draws
     some = np.unique(np.linspace(0, width - 1, min(width, 300)).astype(np.int32))
     add = Change(ChangeKind.ADD, some[:7], np.full(min(7, len(some)), 2.5, np.float32))

@@ -9,11 +9,10 @@ from dataclasses import fields, replace
 import torch
 from torch import Tensor
 
-from sdk.kernels.answer_file import Answer
+from sdk.kernels.answer_file import FAILED, Answer
 from sdk.kernels.answer_place import Place, empty_routes, routes_on
 from sdk.kernels.bound import BoundExperts, BoundLinear
 from sdk.kernels.context import Answers
-from sdk.kernels.known_answers import FAILED
 from sdk.kernels.layouts import inputs_of
 from sdk.kernels.reference.decode import decode
 from sdk.kernels.reference.fake_quantize import fake_quantize

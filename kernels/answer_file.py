@@ -4,6 +4,9 @@ One file for each kind of machine: everything that decides what machine code a c
 and compute capability, driver, Triton, torch, our kernels). It holds the distance that was found,
 or why the operator cannot run, by the name of the check. A file that is missing, damaged or cannot
 be written only means that the checks run again.
+
+A check is noted while it runs. If its process has ended since, the kernel hung until somebody ended
+it, or brought the process down, and the next process does not try it again.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import hashlib
 import json
 import logging
 import os
+import platform
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,6 +28,9 @@ from sdk.kernels.dataclass import dataclass
 VERSION = 1
 #: Our files are smaller: a check takes 200 bytes, and an engine has about 40 checks.
 _MOST_BYTES = 1 << 22
+#: The beginning of the reason of a kernel that failed, and of a check that was not done when it was
+#: written down, with the process that runs it.
+FAILED, RUNNING = "failed its known-answer check", "running"
 logger = logging.getLogger("sdk")
 
 
@@ -45,7 +52,22 @@ class AnswerFile:
         self._warned = False
 
     def read(self) -> dict[str, Answer]:
-        """What is known; nothing if the file is missing or damaged."""
+        """What is known; nothing if the file is missing or damaged.
+
+        What another process checks now is not known. A check whose process has ended is a failure.
+        """
+        found: dict[str, Answer] = {}
+        for name, answer in self._written().items():
+            if not answer.reason.startswith(f"{RUNNING} "):
+                found[name] = answer
+            elif _has_ended(answer.reason):
+                why = "the process ended during it, or was ended because it hung"
+                found[name] = Answer(
+                    answer.distance, f"{FAILED}: {why} (delete {self.path} to check again)"
+                )
+        return found
+
+    def _written(self) -> dict[str, Answer]:
         try:
             with self.path.open("rb") as file:
                 data = file.read(_MOST_BYTES + 1)
@@ -67,7 +89,19 @@ class AnswerFile:
         """
         if not answers:
             return
-        merged = self.read() | dict(answers)
+        self._replace(self._written() | dict(answers))
+
+    def begin(self, name: str) -> None:
+        """Note that this process runs a check; :meth:`add` or :meth:`forget` ends that."""
+        self.add({name: Answer(float("nan"), f"{RUNNING} {os.getpid()} {platform.node()}")})
+
+    def forget(self, name: str) -> None:
+        """Leave out a check that was begun."""
+        left = self._written()
+        if left.pop(name, None) is not None:
+            self._replace(left)
+
+    def _replace(self, answers: Mapping[str, Answer]) -> None:
         content = {
             "version": VERSION,
             "machine": self._machine,
@@ -76,7 +110,7 @@ class AnswerFile:
                 if one.distance == one.distance
                 # JSON has no NaN
                 else [None, one.reason]
-                for name, one in merged.items()
+                for name, one in answers.items()
             },
         }
         try:
@@ -98,6 +132,21 @@ class AnswerFile:
                     self.path,
                     error,
                 )
+
+
+def _has_ended(reason: str) -> bool:
+    """Whether the process that :meth:`AnswerFile.begin` noted is gone. Those of other hosts, which
+    may share the folder, are not known."""
+    _, process, host = (*reason.split(" ", 2), "", "")[:3]
+    if host != platform.node() or not process.isdecimal():
+        return False
+    try:
+        os.kill(int(process), 0)
+    except ProcessLookupError:
+        return True
+    except (OSError, OverflowError):
+        return False
+    return False
 
 
 def _answer(written: Any) -> Answer:

@@ -115,8 +115,8 @@ def _strided(values: Tensor, like: Tensor) -> Tensor:
 
 
 def attend(kernel: Any, place: Place, problem: Problem, like: Sequence[Any]) -> Found:
-    """Decoding, decoding after a shared prefix, and prompts: like q, pages, scale, window, softcap,
-    sinks, whether prefixes are shared."""
+    """Decoding, alone, with drafts and after a shared prefix, and prompts: like q, pages, scale,
+    window, softcap, sinks, whether prefixes are shared."""
     q, pages, scale, window, softcap, sinks, shares = like
     size, heads, kv_heads = pages.page_size, q.shape[1], pages.k.shape[1]
     host = place.on_host()
@@ -135,6 +135,7 @@ def attend(kernel: Any, place: Place, problem: Problem, like: Sequence[Any]) -> 
     window = None if window is None else size + 21
     cases = {
         "decode": ([(1, 1), (size, 1), (size + 5, 1), (_LONG, 1)], 0),
+        "decode with drafts": ([(_LONG, 2), (size + 5, 2), (3, 1)], 0),
         "prefill": ([(size + 26, 21), (3, 3), (size + 2, 1)], 0),
         "prefill behind a prefix": ([(_LONG, 19)], 0),
     }

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+from sdk.kernels.batch import WorkShape
 from sdk.kernels.dataclass import dataclass
 from sdk.kernels.layouts import Layout
 from sdk.kernels.lazy_torch import Tensor, torch
@@ -136,9 +137,11 @@ class Backend(Protocol):
     #: ``record`` instead (:class:`Recorder`).
     captures: bool
 
-    def work_shape(self, requests: int, kv_heads: int) -> tuple[int, int] | None:
+    def work_shape(
+        self, requests: int, heads: int, kv_heads: int, head_dim: int
+    ) -> WorkShape | None:
         """The shape of ``AttentionBatch.work`` for steps of up to so many requests; None: attention
-        uses no list of work. ``kv_heads``: the most of any layer."""
+        uses no list of work. ``heads`` and ``kv_heads`` of each layer on this device."""
 
     def implementations(self, op: str) -> Sequence[Any]:
         """Implementations of ``op``, best first; empty if the backend has none."""

@@ -10,6 +10,26 @@ from sdk.kernels.lazy_torch import Tensor, torch
 
 
 @dataclass(frozen=True, slots=True)
+class WorkShape:
+    """The shape of ``AttentionBatch.work``: int32 ``[rows, splits + kv_heads]``.
+
+    ``splits``: into how many parts, at most, it divides the keys of a request.
+    """
+
+    rows: int
+    splits: int
+    kv_heads: int
+
+    @property
+    def width(self) -> int:
+        return self.splits + self.kv_heads
+
+    @property
+    def nbytes(self) -> int:
+        return 4 * self.rows * self.width
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionBatch:
     """A flat batch of T tokens of R requests. Prefill, chunked prefill and decode are one case.
 
@@ -29,6 +49,7 @@ class AttentionBatch:
       ints, if they are known on the host. Kernels of libraries may need them.
     - ``work``: int32 ``[R + 1 or more, n]``, if the backend of the operators uses one: how the
       attention of the step is divided. ``find_places`` writes it, once for all layers.
+    - ``splits``: of ``work``, see :class:`WorkShape`.
     """
 
     positions: Tensor
@@ -42,6 +63,7 @@ class AttentionBatch:
     shared_len: Tensor | None = None
     work: Tensor | None = None
     lengths: tuple[tuple[int, int], ...] | None = None
+    splits: int = 0
 
     def check(self, pages: KVPages | None = None) -> None:
         """Check types and shapes. Operators check the contents when they use them.

@@ -5,7 +5,8 @@ engine chooses a kernel for an operator (:meth:`sdk.kernels.context.Context.kern
 runs on small inputs of the same types, widths and strides as those that it is chosen for, and the
 result is compared with that of the reference on the CPU. What is right is written down
 (``answer_file.py``), so that the next engine on this card with this driver, Triton and torch
-launches nothing. A kernel that is wrong is replaced by the next one that accepts the problem.
+launches nothing. A kernel that is wrong is replaced by the next one that accepts the problem. So is,
+in the next process, one that hung or ended the process that checked it.
 
 Weights have checks of their own (``self_check.py``).
 """
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor
 
 from sdk.kernels.answer_cases import CASES, Place, distance
-from sdk.kernels.answer_file import Answer, AnswerFile
+from sdk.kernels.answer_file import FAILED, Answer, AnswerFile
 from sdk.kernels.answer_place import Found
 from sdk.kernels.backend import Problem
 from sdk.kernels.context import Context
@@ -33,8 +34,6 @@ from sdk.kernels.gpu_driver import gpu_driver
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.reference import ReferenceBackend
 
-#: The beginning of the reason of a kernel that failed.
-FAILED = "failed its known-answer check"
 #: Operators that a card's steps need in a form that the reference does not have: the sampler's
 #: results stay on the card, and ``find_places`` also lists the work of decode attention.
 NO_FALLBACK = ("sample", "find_places")
@@ -91,13 +90,19 @@ class KnownAnswers:
         if answer is None:
             self.ran += 1
             broken: Exception | None = None
+            if self._file is not None:
+                self._file.begin(name)
             try:
                 answer = check()
-            except torch.OutOfMemoryError:
-                raise
             except Exception as error:
+                if isinstance(error, torch.OutOfMemoryError):
+                    self._forget(name)
+                    raise
                 answer = Answer(math.nan, f"{FAILED}: {type(error).__name__}: {error}"[:2000])
                 broken = error if "CUDA error" in str(error) else None
+            except BaseException:  # the user's Ctrl-C says nothing about the kernel
+                self._forget(name)
+                raise
             self._known[name] = answer
             if self._file is not None:
                 self._file.add({name: answer})
@@ -106,6 +111,10 @@ class KnownAnswers:
                     f"{kernel} {answer.reason}; this process cannot use the card any more"
                 ) from broken
         return answer.reason or None
+
+    def _forget(self, name: str) -> None:
+        if self._file is not None:
+            self._file.forget(name)
 
     def failures(self) -> list[str]:
         """A line for each kernel that failed its check: what, why, and what runs instead."""

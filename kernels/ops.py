@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sdk.kernels.backend import Choice, Problem
-from sdk.kernels.batch import AttentionBatch
+from sdk.kernels.batch import AttentionBatch, WorkShape
 from sdk.kernels.bound import BoundLinear
 from sdk.kernels.checks import expect, expect_floats
 from sdk.kernels.context import Compute, Context
@@ -147,9 +147,11 @@ class Ops:
         """See :class:`sdk.kernels.backend.Backend`."""
         return self.context.backends[0].shares_keys
 
-    def work_shape(self, requests: int, kv_heads: int) -> tuple[int, int] | None:
+    def work_shape(
+        self, requests: int, heads: int, kv_heads: int, head_dim: int
+    ) -> WorkShape | None:
         """See :class:`sdk.kernels.backend.Backend`."""
-        return self.context.backends[0].work_shape(requests, kv_heads)
+        return self.context.backends[0].work_shape(requests, heads, kv_heads, head_dim)
 
     def linear(self, weight: Layout | Pieces, activation_bits: int = 8) -> BoundLinear:
         """Choose a kernel for a weight, check it, and pack the weight for it on this device.

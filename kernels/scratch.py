@@ -36,6 +36,7 @@ class Products:
     matrices: tuple[Matrix, ...]
     head: Matrix
     heads: int
+    kv_heads: int
     head_dim: int
     copied: int
     rounds: bool

@@ -139,7 +139,7 @@ class CpuBackend:
         """See :class:`sdk.kernels.backend.Backend`."""
         return 0 if self._memory.file is None else self._memory.file.used
 
-    def work_shape(self, requests: int, kv_heads: int) -> None:
+    def work_shape(self, requests: int, heads: int, kv_heads: int, head_dim: int) -> None:
         return None
 
     def implementations(self, op: str) -> Sequence[Any]:

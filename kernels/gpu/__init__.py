@@ -14,6 +14,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from sdk.kernels.batch import WorkShape
 from sdk.kernels.gpu.scratch import LIBRARY, OLDER_LIBRARY, CardScratch, work_shape
 from sdk.kernels.layouts import BLOCK_TYPES
 from sdk.kernels.lazy_torch import torch
@@ -192,6 +193,7 @@ def open_backend(
             **low_rank.OPS,
             **sampling.OPS,
         },
+        tuning.programs,
         on_card=torch.device(device).type != "cpu",
         fixed=fixed,
     )
@@ -205,15 +207,25 @@ class GpuBackend:
     offloaded = 0
 
     def __init__(
-        self, implementations: dict[str, Sequence[Any]], *, on_card: bool, fixed: bool
+        self,
+        implementations: dict[str, Sequence[Any]],
+        programs: int,
+        *,
+        on_card: bool,
+        fixed: bool,
     ) -> None:
         self._implementations = implementations
+        self._programs = programs
         self._fixed = fixed
         self.shares_keys = on_card and not fixed
         self.captures = on_card
 
-    def work_shape(self, requests: int, kv_heads: int) -> tuple[int, int] | None:
-        return None if self._fixed else work_shape(requests, kv_heads)
+    def work_shape(
+        self, requests: int, heads: int, kv_heads: int, head_dim: int
+    ) -> WorkShape | None:
+        if self._fixed:
+            return None
+        return work_shape(self._programs, requests, heads, kv_heads, head_dim)
 
     def implementations(self, op: str) -> Sequence[Any]:
         return self._implementations.get(op, ())

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sdk.kernels.backend import Problem
-from sdk.kernels.batch import AttentionBatch
+from sdk.kernels.batch import AttentionBatch, WorkShape
 from sdk.kernels.errors import KernelError
 from sdk.kernels.gpu.attention_decode import decode_kernel, shared_kernel
 from sdk.kernels.gpu.attention_prefill import prefill_kernel
@@ -27,8 +27,10 @@ from sdk.kernels.gpu.launch import INTERPRETED, expect_on_device, old_card, run_
 from sdk.kernels.gpu.page_codes import BYTES, FLOAT8, PORTABLE
 from sdk.kernels.gpu.pages import E4M3, E5M2, INT4, PageSide, hadamard_block, page_sides, reject
 from sdk.kernels.gpu.scratch import (
+    FEW_SPLITS,
     LONGER,
     MOST_QUERIES,
+    most_splits,
     part_count,
     requests_at_once,
     runs,
@@ -44,8 +46,8 @@ _MANY_ROWS, _ROWS, _FEW_ROWS = 128, 64, 16
 _FLOAT8_KINDS = {E4M3.value, E5M2.value}
 #: Compute capabilities whose processors have 164 KiB of shared memory or more; others have 64, 100.
 _ROOMY = ((8, 0), (9, 0), (10, 0))
-#: Values of parts that are loaded at a time to be added up.
-_JOINED = 4096
+#: Values of parts that are loaded at a time to be added up, and at most so many parts.
+_JOINED, _MOST_LOADS = 4096, 16
 
 
 class Attention:
@@ -215,22 +217,25 @@ class Step:
         Programs share the list of work in turns, so no more of them are started than run at a time.
         """
         batch, shared = self.batch, self.batch.shared_len
-        slots = part_count(batch.max_context_len, queries, shared=shared is not None)
+        longest, most = batch.max_context_len, batch.splits
+        if batch.work is None:
+            most = most_splits(programs, self.heads, self.kv_heads, self.head_dim)
+        work = work_of(batch, WorkShape(batch.num_requests + 1, most, self.kv_heads))
+        slots = part_count(longest, most, queries, shared=shared is not None)
         count = requests_at_once(batch.num_requests, self.heads, slots, self.head_dim, queries)
         rows = (count, self.heads, slots)
         parts, sums = (
             torch.empty(*rows, width, device=self.out.device) for width in (self.head_dim, 2)
         )
-        work = work_of(batch, self.kv_heads)
         one, several = (
             max(_FEW_ROWS, triton.next_power_of_2(self.group * n)) for n in (1, queries)
         )
-        splits = split_count(batch.max_context_len)
+        splits = split_count(longest, most)
         resident = self.resident if queries == 1 else 2
         grid = min(batch.num_requests * self.kv_heads * splits, max(1, programs * resident // 4))
         for some in runs(batch.num_requests, count):
             if shared is not None:
-                self._shared(shared, parts, sums, slots, some, queries)
+                self._shared(shared, parts, sums, slots, some, queries, most)
             run_kernel(
                 decode_kernel,
                 (grid,),
@@ -262,17 +267,35 @@ class Step:
                 BLOCK_ONE=one,
                 BLOCK_M=several,
                 BLOCK_S=max(1, _JOINED // (several * self.block_d)),
+                MAX_SPLITS=most,
+                **self._joining(most),
                 num_warps=self.few_warps,
             )
 
+    def _joining(self, most: int) -> dict[str, int]:
+        """Rows of a tile of parts that are added up, and parts loaded at a time; 0 where these are
+        the product's tiles. There most rows are padding, and too little would be under way where
+        there are more parts than :data:`scratch.FEW_SPLITS`."""
+        rows = triton.next_power_of_2(self.group) if most > FEW_SPLITS else 0
+        parts = rows and max(1, min(_MOST_LOADS, 2 * _JOINED // (rows * self.block_d)))
+        return {"JOIN_M": rows, "JOIN_S": parts}
+
     def _shared(
-        self, shared: Tensor, parts: Tensor, sums: Tensor, slots: int, some: slice, queries: int
+        self,
+        shared: Tensor,
+        parts: Tensor,
+        sums: Tensor,
+        slots: int,
+        some: slice,
+        queries: int,
+        most: int,
     ) -> None:
         """The prefix that all requests share in the same pages."""
         batch = self.batch
         rows = max(self.tile, triton.next_power_of_2(self.group))
         tiles = triton.cdiv(some.stop - some.start, rows // (self.group * queries))
-        splits = split_count(batch.max_context_len, LONGER * (LONGER if queries > 1 else 1))
+        coarse = LONGER * (LONGER if queries > 1 else 1)
+        splits = split_count(batch.max_context_len, most, coarse)
         run_kernel(
             shared_kernel,
             (tiles, self.kv_heads, splits),
@@ -295,6 +318,7 @@ class Step:
             **self.rows,
             QUERIES=queries,
             BLOCK_M=rows,
+            MAX_SPLITS=most,
             num_warps=self.warps,
         )
 

@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 
 from sdk.kernels.gpu.attend import attend, begun, first_key
-from sdk.kernels.gpu.attention_work import LONGER, MAX_SPLITS, SPLIT, split_size
+from sdk.kernels.gpu.attention_work import LONGER, SPLIT, split_size
 from sdk.kernels.gpu.launch import after_earlier
 from sdk.kernels.gpu.page_codes import mixed
 
@@ -56,18 +56,28 @@ def store_part(
 def _joined(
     parts, sums, place, low, high, real,
     BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
+    MOST: tl.constexpr,
 ):  # fmt: skip
     """The sum of the parts ``low .. high - 1`` of the rows at ``place [M]``: total and result.
 
     Other programs have just written them, so they are read past the first cache. The maximum is
-    found first, so that the loads of ``BLOCK_S`` parts do not wait for each other.
+    found first, so that the loads of ``BLOCK_S`` parts do not wait for each other. ``MOST``: load
+    the maxima of that number of parts at once; 0: one by one.
     """
     column = tl.arange(0, BLOCK_D)
     inside = real[:, None] & (column < HEAD_DIM)[None, :]
-    best = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    for part in range(low, high):
-        peak = tl.load(sums + (place + part) * 2, mask=real, other=0.0, cache_modifier=".cg")
-        best = tl.maximum(best, peak)
+    if MOST:
+        each = low + tl.arange(0, MOST)
+        peaks = tl.load(
+            sums + (place[:, None] + each[None, :]) * 2,
+            mask=real[:, None] & (each < high)[None, :], other=float("-inf"), cache_modifier=".cg",
+        )  # fmt: skip
+        best = tl.where(real, tl.max(peaks, axis=1), 0.0)
+    else:
+        best = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        for part in range(low, high):
+            peak = tl.load(sums + (place + part) * 2, mask=real, other=0.0, cache_modifier=".cg")
+            best = tl.maximum(best, peak)
     total = tl.where(real, 0.0, 1.0)
     result = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     for start in range(low, high, BLOCK_S):
@@ -99,6 +109,25 @@ def _store_result(
 
 
 @triton.jit
+def _join_rows(
+    out, parts, sums, low, high, slots, query_slots, heads, request_slot, kv_head, token, count,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, UNMIX: tl.constexpr,
+    MAX_SPLITS: tl.constexpr, ROWS: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """Add up many parts, with ``ROWS`` rows instead of those of the product, and store them."""
+    row, column = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+    query, head = row // GROUP, kv_head * GROUP + row % GROUP
+    real = query < count
+    place = (request_slot.to(tl.int64) * heads + head) * slots + query * query_slots
+    total, result = _joined(
+        parts, sums, place, low, high, real, ROWS, HEAD_DIM, BLOCK_D, BLOCK_S, MAX_SPLITS
+    )
+    inside = real[:, None] & (column < HEAD_DIM)[None, :]
+    target = ((token + query).to(tl.int64) * heads + head) * HEAD_DIM
+    _store_result(out, target, total, result, inside, ROWS, BLOCK_D, UNMIX)
+
+
+@triton.jit
 def _run_split(
     q, out, parts, sums, sinks, table, shared_len, counter, q_token, q_head,
     scale, softcap, window, slots, query_slots, heads, request_slot, rank, kv_head, token, count,
@@ -111,7 +140,7 @@ def _run_split(
     BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, SINKS: tl.constexpr, SHARED: tl.constexpr,
     UNMIX: tl.constexpr, COARSE: tl.constexpr, SHARED_COARSE: tl.constexpr, BLOCK_S: tl.constexpr,
-    ONE: tl.constexpr,
+    MAX_SPLITS: tl.constexpr, JOIN_M: tl.constexpr, JOIN_S: tl.constexpr, ONE: tl.constexpr,
 ):  # fmt: skip
     """The split ``rank`` from the end of one request and key head; rows are (query, head).
 
@@ -119,14 +148,14 @@ def _run_split(
     chunk of a prompt that fits one split gets the bits of a long one.
     """
     first = first_key(length - count, window, BLOCK_N, WINDOW)
-    split = split_size(length, COARSE)
+    split = split_size(length, COARSE, MAX_SPLITS)
     splits = tl.cdiv(length, split)
     part, begin = splits - 1 - rank, tl.maximum((splits - 1 - rank) * split, first)
     # The first split that has keys; parts of the shared prefix, and the first one that has keys.
     low, before, first_part = first // split, split * 0, split * 0
     if SHARED:
         prefix = shared_keys(shared_len, BLOCK_N)
-        prefix_split = split_size(prefix, SHARED_COARSE)
+        prefix_split = split_size(prefix, SHARED_COARSE, MAX_SPLITS)
         before = tl.cdiv(prefix, prefix_split)
         first_part = tl.where(first < prefix, first // prefix_split, before)
         low = tl.maximum(first, prefix) // split
@@ -159,10 +188,19 @@ def _run_split(
             last = tl.atomic_add(counter, 1, sem="acq_rel") == splits - low - 1
             if last:
                 tl.store(counter, 0)
-                total, result = _joined(
-                    parts, sums, place, first_part, before + splits - low, real,
-                    BLOCK_M, HEAD_DIM, BLOCK_D, BLOCK_S,
-                )  # fmt: skip
+                if JOIN_M:
+                    _join_rows(
+                        out, parts, sums, first_part, before + splits - low, slots, query_slots,
+                        heads, request_slot, kv_head, token, count,
+                        HEAD_DIM, BLOCK_D, GROUP, UNMIX, MAX_SPLITS,
+                        JOIN_M if ONE else BLOCK_M, JOIN_S if ONE else BLOCK_S,
+                    )  # fmt: skip
+                    last = whole
+                else:
+                    total, result = _joined(
+                        parts, sums, place, first_part, before + splits - low, real,
+                        BLOCK_M, HEAD_DIM, BLOCK_D, BLOCK_S, 0,
+                    )  # fmt: skip
         if last:
             target = (at * heads + head) * HEAD_DIM
             _store_result(out, target, total, result, inside, BLOCK_M, BLOCK_D, UNMIX)
@@ -181,6 +219,7 @@ def decode_kernel(
     BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     GROUP: tl.constexpr, SINKS: tl.constexpr, SHARED: tl.constexpr, UNMIX: tl.constexpr,
     QUERIES: tl.constexpr, BLOCK_ONE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr,
+    MAX_SPLITS: tl.constexpr, JOIN_M: tl.constexpr, JOIN_S: tl.constexpr,
 ):  # fmt: skip
     """Grid (programs): requests ``begin_request .. end_request - 1`` with 1 to ``QUERIES`` queries.
 
@@ -216,7 +255,7 @@ def decode_kernel(
                 K_KIND, K_GROUPS, K_GROUP, K_DOT, K_STRIDES,
                 V_KIND, V_GROUPS, V_GROUP, V_DOT, V_STRIDES, CONVERT, WIDEN,
                 PAGE, HEAD_DIM, BLOCK_D, BLOCK_N, WINDOW, SOFTCAP, GROUP, BLOCK_ONE, SINKS, SHARED,
-                UNMIX, shared_by, shared_by * several, BLOCK_S, True,
+                UNMIX, shared_by, shared_by * several, BLOCK_S, MAX_SPLITS, JOIN_M, JOIN_S, True,
             )  # fmt: skip
         if QUERIES > 1:  # noqa: SIM102 (a constant: without it the rest is compiled)
             if mine & (count > 1) & (count <= QUERIES):
@@ -229,7 +268,7 @@ def decode_kernel(
                     V_KIND, V_GROUPS, V_GROUP, V_DOT, V_STRIDES, CONVERT,
                     WIDEN, PAGE, HEAD_DIM, BLOCK_D, BLOCK_N, WINDOW, SOFTCAP, GROUP, BLOCK_M,
                     SINKS, SHARED, UNMIX, shared_by * several, shared_by * several, BLOCK_S,
-                    False,
+                    MAX_SPLITS, JOIN_M, JOIN_S, False,
                 )  # fmt: skip
 
 
@@ -244,6 +283,7 @@ def shared_kernel(
     CONVERT: tl.constexpr, WIDEN: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     GROUP: tl.constexpr, SINKS: tl.constexpr, QUERIES: tl.constexpr, BLOCK_M: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of requests, key heads, splits): whole tiles of the first ``shared_len`` keys,
     which all requests have in the pages of the first one. Rows are (request, query, head)."""
@@ -251,7 +291,7 @@ def shared_kernel(
     coarse: tl.constexpr = LONGER * LONGER if QUERIES > 1 else LONGER
     kv_head, part = tl.program_id(1), tl.program_id(2)
     prefix = shared_keys(shared_len, BLOCK_N)
-    split = split_size(prefix, coarse)
+    split = split_size(prefix, coarse, MAX_SPLITS)
     if part * split >= prefix:
         return
     row = tl.arange(0, BLOCK_M)

@@ -6,7 +6,8 @@ a step (``work_kernel``), and attention starts as many programs as fill the card
 list. A split depends only on its own request's length, so a row's result does not depend on the
 batch.
 
-The list is int32 ``[requests + 1, MAX_SPLITS + kv_heads]``:
+The list is int32 ``[requests + 1, MAX_SPLITS + kv_heads]``, with ``MAX_SPLITS`` splits of a request
+at most (``scratch.most_splits``):
 
 - Row 0: how many splits are the last of their request, how many are one of the last two, and so on
   up to the splits of the longest possible context; in column ``MAX_SPLITS`` the longest one.
@@ -24,20 +25,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sdk.kernels.batch import AttentionBatch
+from sdk.kernels.batch import AttentionBatch, WorkShape
 from sdk.kernels.errors import KernelError
 from sdk.kernels.gpu import scratch
 from sdk.kernels.gpu.launch import after_earlier, run_kernel
 
 SPLIT = tl.constexpr(scratch.SPLIT)
-MAX_SPLITS = tl.constexpr(scratch.MAX_SPLITS)
 MOST_QUERIES = tl.constexpr(scratch.MOST_QUERIES)
 #: Splits of a request with several queries are so many times longer: its parts are larger.
 LONGER = tl.constexpr(scratch.LONGER)
 
 
 @triton.jit
-def split_size(length, COARSE: tl.constexpr):
+def split_size(length, COARSE: tl.constexpr, MAX_SPLITS: tl.constexpr):
     """Keys of a split of a context, ``COARSE`` times as many as usual."""
     split = SPLIT
     while split * MAX_SPLITS < length:
@@ -46,7 +46,7 @@ def split_size(length, COARSE: tl.constexpr):
 
 
 @triton.jit
-def _split_counts(query_start, context_len, request, requests):
+def _split_counts(query_start, context_len, request, requests, MAX_SPLITS: tl.constexpr):
     """Splits of each request, 0 for those that another kernel handles; and the longest context."""
     real = request < requests
     start = tl.load(query_start + request, mask=real, other=0)
@@ -62,7 +62,10 @@ def _split_counts(query_start, context_len, request, requests):
 
 
 @triton.jit(do_not_specialize=["requests"])
-def work_kernel(query_start, context_len, work, work_row, width, requests, BLOCK: tl.constexpr):
+def work_kernel(
+    query_start, context_len, work, work_row, width, requests,
+    BLOCK: tl.constexpr, MAX_SPLITS: tl.constexpr,
+):  # fmt: skip
     """Grid (splits of the longest context): a program lists the splits of one rank. ``width``: of
     the list."""
     after_earlier()
@@ -71,12 +74,12 @@ def work_kernel(query_start, context_len, work, work_row, width, requests, BLOCK
     longest = rank * 0
     for begin in range(0, requests, BLOCK):
         request = begin + tl.arange(0, BLOCK)
-        counts, most = _split_counts(query_start, context_len, request, requests)
+        counts, most = _split_counts(query_start, context_len, request, requests, MAX_SPLITS)
         before += tl.sum(tl.minimum(counts, rank))
         longest = tl.maximum(longest, most)
     for begin in range(0, requests, BLOCK):
         request = begin + tl.arange(0, BLOCK)
-        counts, _ = _split_counts(query_start, context_len, request, requests)
+        counts, _ = _split_counts(query_start, context_len, request, requests, MAX_SPLITS)
         listed = (counts > rank).to(tl.int32)
         place = before + tl.cumsum(listed) - listed
         target = work + (1 + place // MAX_SPLITS) * work_row + place % MAX_SPLITS
@@ -91,11 +94,11 @@ def work_kernel(query_start, context_len, work, work_row, width, requests, BLOCK
         tl.store(work + MAX_SPLITS, longest)
 
 
-def list_work(batch: AttentionBatch, work: Tensor) -> None:
-    """Write the list of a step into ``work``."""
+def list_work(batch: AttentionBatch, work: Tensor, splits: int) -> None:
+    """Write the list of a step into ``work``; ``splits``: ``MAX_SPLITS``."""
     run_kernel(
         work_kernel,
-        (scratch.split_count(batch.max_context_len),),
+        (scratch.split_count(batch.max_context_len, splits),),
         batch.query_start,
         batch.context_len,
         work,
@@ -103,23 +106,27 @@ def list_work(batch: AttentionBatch, work: Tensor) -> None:
         work.shape[1],
         batch.num_requests,
         BLOCK=256,
+        MAX_SPLITS=splits,
         num_warps=4,
     )
 
 
-def work_of(batch: AttentionBatch, kv_heads: int) -> Tensor:
+def work_of(batch: AttentionBatch, shape: WorkShape) -> Tensor:
     """The step's list; a batch without one gets its own.
 
-    :raises KernelError: the batch's list has no room for its requests or for ``kv_heads``.
+    :raises KernelError: the batch's list has no room for its requests or key heads, or its splits
+        are no power of two.
     """
-    rows, width = scratch.work_shape(batch.num_requests, kv_heads)
+    rows, width, splits = shape.rows, shape.width, shape.splits
     work = batch.work
     if work is None:
         work = torch.empty(rows, width, dtype=torch.int32, device=batch.context_len.device)
-        list_work(batch, work)
+        list_work(batch, work, splits)
     elif work.dtype != torch.int32 or work.shape[0] < rows or work.shape[1] < width:
         raise KernelError(
             f"attention: expected a list of work of int32 [{rows}, {width}] or more, "
             f"found {work.dtype} {list(work.shape)}"
         )
+    if splits < 1 or splits & (splits - 1):
+        raise KernelError(f"attention: expected a power of two of splits, found {splits}")
     return work

@@ -266,7 +266,7 @@ class Places:
             BLOCK=256,
         )
         if batch.work is not None:
-            list_work(batch, batch.work)
+            list_work(batch, batch.work, batch.splits)
 
 
 OPS: dict[str, tuple[Any, ...]] = {

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import field
 from typing import Any
 
+from sdk.kernels.batch import WorkShape
 from sdk.kernels.dataclass import dataclass
 from sdk.kernels.packed_shapes import packed_bytes
 from sdk.kernels.scratch import Matrix, Products
@@ -31,9 +32,13 @@ ATTENTION_BYTES = 2 + 2 + 2 + 4 + 4 + 2
 #: torch's workspace for library products, per stream that has used one: 32 MiB on NVIDIA's cards
 #: from 9.0 on, 8 before (its documentation of ``CUBLAS_WORKSPACE_CONFIG``).
 LIBRARY, OLDER_LIBRARY = 32 << 20, 8 << 20
-#: Keys of a split of attention; larger by powers of two if a context would have too many splits.
+#: Keys of a split of attention; larger by powers of two if a context would have too many splits,
+#: and how many are too many: see :func:`most_splits`.
 SPLIT = 256
-MAX_SPLITS = 32
+FEW_SPLITS, MANY_SPLITS = 32, 128
+#: Bytes of one query's parts that one program adds up: 2.3 us at the 64 bytes per cycle that a
+#: processor of an H100 gets from the second-level cache.
+JOINED = 256 << 10
 #: The most queries of a request that decode attention handles: the token and drafts to verify.
 MOST_QUERIES = 8
 #: So many times longer are the splits of a request with several queries, because their parts are
@@ -141,26 +146,41 @@ def rows_rounded(k: int) -> int:
     return max(16, SCRATCH // (4 * k * ROUNDED_COPIES))
 
 
-def work_shape(requests: int, kv_heads: int) -> tuple[int, int]:
-    """The list of a step's splits: int32, see ``attention_work.py``."""
-    return requests + 1, MAX_SPLITS + kv_heads
+def most_splits(programs: int, heads: int, kv_heads: int, head_dim: int) -> int:
+    """The most splits of a request's keys in decode attention, a power of two.
+
+    One request then has about a program for each processor; ``programs``: four for each. On an H100
+    these are 64 with 2 key heads, 128 with 1, and with 4 or more :data:`FEW_SPLITS`. No more than
+    what :data:`JOINED` has room for (64 of 4 heads of 256 numbers), as one program adds up the
+    parts of a request and key head.
+    """
+    filling = programs // 4 / kv_heads
+    room = JOINED / (4 * (heads // kv_heads) * head_dim)
+    return 1 << round(math.log2(min(max(FEW_SPLITS, min(filling, room)), MANY_SPLITS)))
 
 
-def split_count(longest: int, coarse: int = 1) -> int:
+def work_shape(programs: int, requests: int, heads: int, kv_heads: int, head_dim: int) -> WorkShape:
+    """The list of a step's splits, see ``attention_work.py``."""
+    return WorkShape(requests + 1, most_splits(programs, heads, kv_heads, head_dim), kv_heads)
+
+
+def split_count(longest: int, most: int, coarse: int = 1) -> int:
     """How many splits a context of at most ``longest`` tokens can have, each ``coarse`` times as
-    long as usual."""
-    return min(-(-longest // (SPLIT * coarse)), MAX_SPLITS // coarse)
+    long as usual; ``most``: see :func:`most_splits`."""
+    return min(-(-longest // (SPLIT * coarse)), most // coarse)
 
 
-def part_count(longest: int, queries: int, *, shared: bool) -> int:
+def part_count(longest: int, most: int, queries: int, *, shared: bool) -> int:
     """The most parts of one head's results, of a request with up to ``queries`` queries in a step.
 
     With one split there are none, as the result is written at once.
     """
 
     def parts(coarse: int) -> int:
-        splits = split_count(longest, coarse)
-        return 2 * split_count(longest, LONGER * coarse) if shared else splits if splits > 1 else 0
+        splits = split_count(longest, most, coarse)
+        if shared:
+            return 2 * split_count(longest, most, LONGER * coarse)
+        return splits if splits > 1 else 0
 
     return parts(1) if queries == 1 else max(parts(1), queries * parts(LONGER))
 
@@ -251,13 +271,14 @@ class CardScratch:
         if self.products.fixed:
             return 0
         heads, width = self.products.heads, self.products.head_dim
+        work = work_shape(self.programs, requests, heads, self.products.kv_heads, width)
         asked = 0
         for queries in (1, MOST_QUERIES) if tokens > requests else (1,):
-            parts = part_count(context, queries, shared=True)
+            parts = part_count(context, work.splits, queries, shared=True)
             count = requests_at_once(requests, heads, parts, width, queries)
             asked = max(asked, 4 * count * heads * parts * (width + 2))
         asked = max(asked, self._attention_of_library(tokens, context))
-        return asked + 4 * math.prod(work_shape(requests, heads))
+        return asked + work.nbytes
 
     def _attention_of_library(self, tokens: int, context: int) -> int:
         heads, width = self.products.heads, self.products.head_dim

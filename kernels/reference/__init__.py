@@ -85,7 +85,7 @@ class ReferenceBackend:
             "sample": (Sample(),),
         }
 
-    def work_shape(self, requests: int, kv_heads: int) -> None:
+    def work_shape(self, requests: int, heads: int, kv_heads: int, head_dim: int) -> None:
         return None
 
     def implementations(self, op: str) -> Sequence[Any]:

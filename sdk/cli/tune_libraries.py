@@ -247,9 +247,10 @@ def grouped_contest(card: Card, count: int, used: int, n: int, k: int) -> Contes
 
 
 def cudnn_contest(card: Card, dtype: str, head_dim: int) -> Contest:
-    from sdk.cli.bench.gpu.attention import check_case, make_case
+    from sdk.cli.bench.gpu.attention import USUAL, check_case, make_case
     from sdk.kernels.backend import Problem
 
+    heads = USUAL._replace(width=head_dim)
     always = Tuning(card.tuning.programs, libraries={("cudnn_attention", dtype, head_dim): 1})
     ours = _kernel(card, "attention", "gpu.attention")
     theirs = _kernel(card, "attention", "gpu.cudnn_attention").tuned(always)
@@ -258,14 +259,14 @@ def cudnn_contest(card: Card, dtype: str, head_dim: int) -> Contest:
     def check() -> None:
         """A prompt, and a chunk behind a prefix."""
         for context, queries in ((80, 80), (1040, 24)):
-            case = make_case(card, dtype, 1, context, queries, head_dim)
+            case = make_case(card, dtype, 1, context, queries, heads)
             out = torch.full_like(case.q.flatten(1), torch.nan)
             case.run(theirs, out)
             check_case(card, case, out, theirs.name)
 
     def calls(queries: int) -> tuple[list[Call], list[Call]]:
         queries = card.size(queries, 48)
-        case = make_case(card, dtype, 1, queries, queries, head_dim)
+        case = make_case(card, dtype, 1, queries, queries, heads)
         out = torch.empty_like(case.q.flatten(1))
         return [lambda: case.run(ours, out)], [lambda: case.run(theirs, out)]
 

@@ -43,6 +43,7 @@ def products_of(
         matrices=tuple(matrices),
         head=_matrix(model.vocab_size, hidden, ends or blocks),
         heads=model.num_heads,
+        kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
         copied=_copied(blocks | ends, activations),
         rounds=any(_INPUTS.search(name) for name in blocks | ends),

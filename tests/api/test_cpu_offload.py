@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -143,7 +142,7 @@ def test_long_contexts_have_partial_sums_of_attention(smollm2: Path) -> None:
     short, _ = _planned(smollm2, **options)
     long, _ = _planned(smollm2, max_model_len=8192, **options)
     kept = packed_bytes(192, WORDS) + sampler_bytes(192, WORDS) + 4 * COUNTERS
-    work = 4 * math.prod(work_shape(192, 9))
+    work = work_shape(4, 192, 9, 3, 64).nbytes
     assert long.scratch == 4 * 192 * 9 * 32 * (64 + 2) + work + kept > short.scratch
     fixed, _ = _planned(smollm2, max_model_len=8192, deterministic=True, **options)
     # shares of K in the same place for every batch: 11 of gate and up, sums of 16 columns

@@ -90,6 +90,10 @@ def make_pages(device: str, pages: int, kv_heads: int, used: Tensor) -> KVPages:
     return KVPages(sides[0], sides[1], KV_TYPES["float16"], KV_TYPES["float16"])
 
 
+#: Of an H100: one key head has up to 128 splits of a request.
+PROGRAMS = 528
+
+
 def queries(device: str, batch: AttentionBatch, heads: int) -> Tensor:
     random = torch.Generator(device).manual_seed(7)
     shape = (batch.num_tokens, heads, HEAD_DIM)
@@ -100,7 +104,7 @@ def attend(q: Tensor, pages: KVPages, batch: AttentionBatch, out: Tensor | None 
     """``[T, heads, head_dim]``."""
     if out is None:
         out = torch.full((len(q), q[0].numel()), torch.nan, device=q.device)
-    Attention(False).run(q, pages, batch, SCALE, None, None, None, out)
+    Attention(False, programs=PROGRAMS).run(q, pages, batch, SCALE, None, None, None, out)
     return out.view(q.shape)
 
 
@@ -163,7 +167,8 @@ def test_shared_sums_have_the_same_bits_each_time(
 
 @pytest.mark.parametrize("kv_heads", [1, 4])
 def test_split_keys_have_the_same_bits_each_time(device: str, size: Size, kv_heads: int) -> None:
-    """As above, for the parts of 32 and more splits of keys, of several requests at once."""
+    """As above, for the parts of 32 and more splits of keys, of several requests at once. With one
+    key head all parts of a request are loaded at once, with 4 one by one."""
     times = size(300, 3)
     lengths = [size(n, small) for n, small in ((8192, 300), (9000, 5), (12000, 520))]
     tables = [-(-n // PAGE) for n in lengths]
@@ -189,10 +194,10 @@ def test_pages_beyond_two_to_the_31_are_written_and_read(device: str, size: Size
     needed = 2 * 2 * count * kv_heads * PAGE * HEAD_DIM + (1 << 30)
     if device == "cuda" and torch.cuda.mem_get_info()[0] < needed:
         pytest.skip(f"a pool of 2^31 keys needs {needed >> 20} MiB of free memory on the card")
-    used = scattered(size(64, 40), count - size(64, 40))
     lengths = [size(600, 300), size(420, 330)]
     tables = [-(-n // PAGE) for n in lengths]
-    ids = list(used[: sum(tables)].split(tables))
+    used = scattered(sum(tables), count - sum(tables))
+    ids = list(used.split(tables))
     pages = make_pages(device, count, kv_heads, used)
     for new in (1, 20):  # of decode and of prompts
         batch = make_batch(device, [(n, new) for n in lengths], ids)
@@ -208,8 +213,9 @@ def test_pages_beyond_two_to_the_31_are_written_and_read(device: str, size: Size
 
 @pytest.mark.parametrize("kv_heads", [1, 8])
 def test_contexts_of_131072_keys(device: str, size: Size, kv_heads: int) -> None:
-    """Sums over 512 tiles of keys for each of 32 splits, and a chunk of a prompt behind them: time
-    and memory keep the interpreter from lengths at which a running maximum or sum wears out."""
+    """Sums over 64 tiles of keys for each of 32 splits, or 16 for each of 128, and a chunk of a
+    prompt behind them: time and memory keep the interpreter from lengths at which a running maximum
+    or sum wears out."""
     length = size(131072, 600)
     order = scattered(2 * -(-length // PAGE))
     tables = list(order.split(len(order) // 2))

@@ -32,7 +32,7 @@ START = 12.0
 #: added: with the checks of each weight's first products (two), and prefill.
 KERNELS = {
     "w4": 10, "attention": 7, "one-stream": 24, "8b-w4": 30, "requests": 40, "large": 6,
-    "fp8": 8, "8b-bf16": 24, "formats": 34, "prefill": 2, "pdl": 24,
+    "fp8": 8, "8b-bf16": 24, "formats": 34, "prefill": 2, "few-heads": 4, "pdl": 24,
     "grouped": 2, "cudnn": 1, "humming": 4,
 }  # fmt: skip
 #: Seconds of a row whose kernels are compiled: random weights made and packed on the card, results
@@ -40,7 +40,7 @@ KERNELS = {
 RUN = {
     "limits": 3.0, "w4": 12.0, "attention": 9.0, "one-stream": 8.0, "8b-w4": 14.0,
     "requests": 38.0, "idle": 8.0, "large": 8.0, "fp8": 10.0, "8b-bf16": 12.0,
-    "formats": 18.0, "generate": 20.0, "prefill": 4.0, "pdl": 10.0, "step": 12.0,
+    "formats": 18.0, "generate": 20.0, "prefill": 4.0, "few-heads": 4.0, "pdl": 10.0, "step": 12.0,
     "grouped": 5.0, "cudnn": 4.0, "humming": 12.0,
 }  # fmt: skip
 

@@ -226,7 +226,7 @@ class _Backend:
     def finish_packing(self) -> None:
         self.inner.finish_packing()
 
-    def work_shape(self, requests: int, kv_heads: int) -> None:
+    def work_shape(self, requests: int, heads: int, kv_heads: int, head_dim: int) -> None:
         return None
 
     def implementations(self, op: str) -> Sequence[Any]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sdk.kernels.batch import AttentionBatch
-from sdk.kernels.gpu import dense, scratch
+from sdk.kernels.gpu import attention, attention_work, dense, scratch
 from sdk.kernels.gpu.attention import Attention
 from sdk.kernels.gpu.cudnn_attention import CudnnAttention
 from sdk.kernels.gpu.dense import DenseLinear
@@ -91,6 +91,7 @@ def of(
         "matrices": (matrix,),
         "head": replace(matrix, n=1, experts=0, plain=False, packed=False),
         "heads": 4,
+        "kv_heads": 1,
         "head_dim": 64,
         "copied": 0,
         "rounds": False,
@@ -354,6 +355,25 @@ def test_weights_that_a_library_has_in_its_own_layout_are_planned() -> None:
     for other in ({"n": 8190}, {"experts": 8}, {"packed": False, "plain": True}):
         assert more(matrix=replace(matrix, **other)) == 0  # type: ignore[arg-type]
     assert more(blocks=True) == more(exact=True) == more(fixed=True) == 0
+
+
+@pytest.mark.parametrize(("programs", "parts"), [(4, 32), (528, 128)])
+def test_the_parts_of_few_key_heads_are_planned_for_the_card(
+    programs: int, parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those of a captured step, in which any request may be as long as the longest."""
+    for module in (attention, attention_work):
+        monkeypatch.setattr(module, "run_kernel", lambda *given, **constants: None)
+    kind, longest = KV_TYPES["float32"], 1 << 15
+    pages = KVPages(torch.zeros(2, 1, 16, 64), torch.zeros(2, 1, 16, 64), kind, kind)
+    places, lengths = torch.zeros(3, dtype=torch.int64), torch.full((3,), 40, dtype=torch.int32)
+    table, starts = torch.zeros(3, 3, dtype=torch.int32), torch.arange(4, dtype=torch.int32)
+    batch = AttentionBatch(places, starts, lengths, table, places, 16, 1, longest)
+    q, out = torch.zeros(3, 4, 64), torch.zeros(3, 256)
+    kernels = Attention(True, programs=programs)
+    found = asked(lambda: kernels.run(q, pages, batch, 0.125, None, None, None, out))
+    planned = replace(of(PACKED, exact=True), programs=programs).nbytes(3, 3, longest)
+    assert found == planned == 4 * (3 * 4 * parts * (64 + 2) + 4 * (parts + 1))
 
 
 def test_more_queries_may_ask_for_more_scratch_up_to_a_limit() -> None:

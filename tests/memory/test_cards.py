@@ -135,7 +135,7 @@ def test_float32_results_of_the_library_are_scratch_on_amd_s_cards_alone(
     monkeypatch: pytest.MonkeyPatch, plain: bool, packed: bool
 ) -> None:
     matrix = Matrix(8192, 1024, plain=plain, packed=packed)  # packed ones are dequantized first
-    products = Products((matrix,), replace(matrix, n=1), 8, 64, 0, False, False, False)
+    products = Products((matrix,), replace(matrix, n=1), 8, 8, 64, 0, False, False, False)
     nvidia = gpu.scratch_of(products, "cuda").nbytes(512, 1, 0)
     monkeypatch.setattr(torch.version, "hip", "7.0")
     amd = gpu.scratch_of(products, "cuda").nbytes(512, 1, 0)

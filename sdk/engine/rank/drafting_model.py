@@ -29,6 +29,7 @@ from sdk.engine.rank.request import RankRequest
 from sdk.engine.rank.runner_config import DraftingWeights, RunnerConfig
 from sdk.engine.rank.step_batch import StepBatch
 from sdk.engine.rank.strategy import LaunchedBatch, Strategy
+from sdk.kernels.batch import WorkShape
 from sdk.kernels.errors import CaptureError
 from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.ops import Ops
@@ -79,6 +80,7 @@ class DraftingModel:
         self._ops = ops
         self._features: HeadFeatures | None = None
         self._pages: DraftingPages | None = None
+        work: WorkShape | None = None
         if weights.head is None:
             models: Sequence[CausalLM] = [_smaller_model(weights, ops)]
         else:
@@ -91,12 +93,14 @@ class DraftingModel:
         self._left_out: set[str] = set()
         self._not_reported: list[str] = []
         if weights.has_pages:
-            kv = cache_of_drafts(config, models[0].config, ops)
+            facts = models[0].config
+            kv = cache_of_drafts(config, facts, ops)
+            work = ops.work_shape(rows, facts.num_heads, kv.spec.kv_heads, kv.spec.head_dim)
             centre_keys(kv, models[0])
             self._pages = DraftingPages(kv, config.page_size)
         self._inputs = StepInputs(
             *(self._most, rows, rows, config.max_model_len, config.page_size, ops.device),
-            work=ops.work_shape(rows, kv.spec.kv_heads),
+            work=work,
             shift=self._shift,
         )
         self._passes = [ForwardPasses(each, kv, self._inputs, ops, Mesh()) for each in models]

@@ -12,7 +12,7 @@ import numpy as np
 from sdk.engine.plan import Copy, Move
 from sdk.engine.rank.request import RankRequest
 from sdk.engine.rank.step_buffers import Buffers, PageTable
-from sdk.kernels.batch import AttentionBatch
+from sdk.kernels.batch import AttentionBatch, WorkShape
 from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.sampling import SampleBuffers
 from sdk.structured.library import mask_functions
@@ -46,7 +46,7 @@ class StepInputs:
         device: torch.device | None = None,
         *,
         find_shared: bool = False,
-        work: tuple[int, int] | None = None,
+        work: WorkShape | None = None,
         shift: int = 0,
     ) -> None:
         #: Whether steps may be launched with ``AttentionBatch.shared_len``.
@@ -96,7 +96,10 @@ class StepInputs:
             page_size=page_size,
             max_query_len=max_tokens,
             max_context_len=max_model_len,
-            work=None if work is None else torch.zeros(*work, dtype=torch.int32, device=device),
+            work=None
+            if work is None
+            else torch.zeros(work.rows, work.width, dtype=torch.int32, device=device),
+            splits=0 if work is None else work.splits,
         )
 
     def fill(self, batch: StepBatch) -> int:

@@ -92,6 +92,8 @@ class ModelRunner:
         self.sampler = Sampler(facts.vocab_size, self.ops)
         #: The most draft tokens of a step.
         self.max_drafts = config.max_draft_tokens
+        heads = mesh.heads(facts.num_heads, facts.num_kv_heads).count
+        spec = self.kv.spec
         self._inputs = StepInputs(
             config.max_num_batched_tokens,
             config.max_num_seqs,
@@ -100,7 +102,7 @@ class ModelRunner:
             config.page_size,
             self.ops.device,
             find_shared=self.ops.shares_keys,
-            work=self.ops.work_shape(config.max_num_seqs, self.kv.spec.kv_heads),
+            work=self.ops.work_shape(config.max_num_seqs, heads, spec.kv_heads, spec.head_dim),
         )
         mesh.reserve(4 * config.max_num_batched_tokens * facts.hidden_size)
         self._passes = ForwardPasses(self.model, self.kv, self._inputs, self.ops, mesh)

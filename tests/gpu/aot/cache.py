@@ -30,7 +30,6 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +50,9 @@ def make(library: str, archive: Path, tasks: Sequence[str], workers: int) -> int
     """List, compile, pack; the exit status."""
     store = FOLDER / "store"
     store.mkdir(parents=True, exist_ok=True)
-    each = max(1, workers // len(tasks))
-    with ThreadPoolExecutor(len(tasks)) as pool:
-        found = pool.map(lambda task: _listed(task, library, store, each), tasks)
-        kernels = {line["key"]: line for lines in found for line in lines}
+    kernels: dict[str, dict[str, Any]] = {}
+    for task in tasks:  # one after another: what one has compiled the next one finds in the store
+        kernels |= {line["key"]: line for line in _listed(task, library, store, workers)}
     wrong = [line for line in kernels.values() if "error" in line]
     for line in wrong:
         print(f"{line['name']}: {line['error']}")

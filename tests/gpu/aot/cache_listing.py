@@ -61,7 +61,7 @@ TARGET = GPUTarget("cuda", 90, 32)
 #: Of an H100 and an H200; numbers of programs decide which tiles are used.
 PROCESSORS = 132
 #: Rows of the bench that launch none of this package's kernels, or those of an earlier row.
-NO_KERNELS = ("limits", "generate", "generate-batch", "flex", "idle")
+NO_KERNELS = ("limits", "generate", "generate-batch", "flex", "idle", "step")
 #: A kernel with options and facts: what Triton compiles once.
 Wanted = tuple[ASTSource, Any]
 
@@ -147,13 +147,13 @@ def compiled(wanted: Wanted, library: str) -> dict[str, Any]:
 
 
 def compile_all(found: Sequence[Wanted], library: str, workers: int) -> None:
-    """In processes that know the kernels already."""
+    """Each key once, in processes that know the kernels already."""
     global _FOUND, _LIBRARY  # what children of a fork share
-    _FOUND, _LIBRARY = found, library
     settle_cache_keys()
-    print(f"{len(found)} kernels", file=sys.stderr, flush=True)
+    _FOUND, _LIBRARY = [*{key_of(*one, library): one for one in found}.values()], library
+    print(f"{len(_FOUND)} kernels", file=sys.stderr, flush=True)
     with multiprocessing.get_context("fork").Pool(workers) as pool:
-        for line in pool.imap_unordered(_compile_one, range(len(found))):
+        for line in pool.imap_unordered(_compile_one, range(len(_FOUND))):
             print(json.dumps(line), flush=True)
 
 

@@ -60,23 +60,31 @@ def batch_of(counts: Sequence[int], context: int, shared: bool = False) -> Atten
     )
 
 
-def pages_of(dtype: str, head_dim: int) -> KVPages:
-    """Pages of two heads, as an engine's lie."""
-    return KVCache(KVSpec(1, 2, head_dim, 16, dtype), 4, keys_transposed=False).layers[0]
+def pages_of(dtype: str, head_dim: int, kv_heads: int = 2) -> KVPages:
+    """As an engine's lie."""
+    return KVCache(KVSpec(1, kv_heads, head_dim, 16, dtype), 4, keys_transposed=False).layers[0]
 
 
 def run_attention(
-    short: torch.dtype, dtype: str, head_dim: int = 128, *, rich: bool = False, exact: bool = False
+    short: torch.dtype,
+    dtype: str,
+    head_dim: int = 128,
+    *,
+    rich: bool = False,
+    exact: bool = False,
+    kv_heads: int = 2,
 ) -> None:
-    """A prompt beside decoding, and decoding alone. ``rich``: window, cap, sinks, cascade."""
-    pages, group = pages_of(dtype, head_dim), 4
+    """A prompt beside decoding, and decoding alone. ``rich``: window, cap, sinks, cascade. One key
+    head has many splits."""
+    pages, heads = pages_of(dtype, head_dim, kv_heads), 4 * kv_heads
     kind = torch.float32 if exact else short
-    options = (128, 30.0, torch.zeros(2 * group)) if rich else (None, None, None)
+    options = (128, 30.0, torch.zeros(heads)) if rich else (None, None, None)
     for counts, context in (([9, 5, 1], 1000), ([1, 1], 1000)):
-        q = torch.zeros(sum(counts), 2 * group, head_dim, dtype=kind)
-        out = torch.zeros(sum(counts), 2 * group * head_dim, dtype=kind)
+        q = torch.zeros(sum(counts), heads, head_dim, dtype=kind)
+        out = torch.zeros(sum(counts), heads * head_dim, dtype=kind)
         batch = batch_of(counts, context, shared=rich)
-        attention.Attention(exact).run(q, pages, batch, 0.1, *options, out)
+        kernels = attention.Attention(exact, programs=8 if kv_heads > 1 else 528)
+        kernels.run(q, pages, batch, 0.1, *options, out)
 
 
 def run_rope(short: torch.dtype, dtype: str, head_dim: int = 128) -> None:
@@ -161,6 +169,9 @@ def cases(short: torch.dtype) -> Iterator[tuple[str, Callable[[], None]]]:
         for head_dim, rich in itertools.product((64, 80, 96, 128, 256), (False, True)):
             label = f"attention {dtype} {head_dim}{' window cap sinks cascade' if rich else ''}"
             yield label, partial(run_attention, short, dtype, head_dim, rich=rich)
+    for rich in (False, True):
+        one = partial(run_attention, short, "bfloat16", 256, rich=rich, kv_heads=1)
+        yield f"one head{' window cap sinks cascade' if rich else ''}", one
     yield "attention exact", partial(run_attention, short, "float16", exact=True)
 
 

@@ -18,6 +18,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib import import_module
 from itertools import product
 from pathlib import Path
@@ -45,7 +46,7 @@ FOUND = ROOT / "build" / "aot-findings.json"
 ROWS = (
     *(("products", "measure_w4"), ("products", "measure_large"), ("products", "measure_fp8")),
     *(("products", "measure_formats"), ("attention", "measure_decode")),
-    ("attention", "measure_prefill"),
+    *(("attention", "measure_few_heads"), ("attention", "measure_prefill")),
     *(("libraries", f"measure_{name}") for name in ("grouped", "cudnn", "humming")),
 )
 ALL_ROWS = ("H100 SXM", "H200")
@@ -301,23 +302,66 @@ def idle(card: PredictingCard) -> dict[str, list[float]]:
     return {"GPU idle between decode steps, Qwen3-0.6B shapes|profiler": found}
 
 
-def explain(card: PredictingCard, model: str) -> str:
-    """Where the time of a decode step goes, by kernel: microseconds by what limits them."""
+def dependent_launch(card: PredictingCard) -> dict[str, list[float]]:
+    """What programmatic dependent launch gains: the gap between kernels. That products load
+    weights before the kernel in front of them has ended is not counted."""
+    one, two, layers = steps_of(card, "qwen3-0.6b-bfloat16")
+    known = {x.source.key: card.known.of(x.source) for step in (one, two) for x in step.kernels}
+    found = []
+    for given in (USUAL, LOW, HIGH):
+        alike = replace(given, overlapped_launch=given.graph_launch)
+        without, with_it = (
+            of_all_layers(
+                *(step_seconds(card.device_model, step, known, each) for step in (one, two)), layers
+            )
+            for each in (alike, given)
+        )
+        found.append(without / with_it)
+    return {f"{MODELS['qwen3-0.6b-bfloat16'][2]}|no dependent launch": found}
+
+
+def step_shares(card: PredictingCard) -> dict[str, list[float]]:
+    """The shares of our kernels in the time of a step, with the launches of each, and the gaps, as
+    in :func:`idle`."""
+    model = "llama-8b-int4g128"
     one, two, layers = steps_of(card, model)
+    what = "decode step, 8B shapes W4"
+    found: dict[str, list[float]] = {}
+    for given in (USUAL, LOW, HIGH):
+        totals = kernel_times(card, one, two, layers, given)
+        gaps = (len(one.outside) + 1) * given.graph_launch * 1e6
+        whole = sum(row["us"] for row in totals.values()) + gaps
+        found.setdefault(f"{what}|gaps", []).append(100 * gaps / whole)
+        for name, row in totals.items():
+            if not name.startswith("torch "):
+                found.setdefault(f"{what}|{name}", []).append(100 * row["us"] / whole)
+    return found
+
+
+def kernel_times(
+    card: PredictingCard, one: DecodeStep, two: DecodeStep, layers: int, given: Assumptions = USUAL
+) -> dict[str, Counter[str]]:
+    """By kernel: launches and microseconds of a step of all layers, also by what limits them."""
     totals: dict[str, Counter[str]] = {}
     for step, times in ((one, 2 - layers), (two, layers - 1)):
         for started in step.kernels:
             work = work_of(started, card.known.of(started.source))
-            seconds = roofline.seconds(card.device_model, work)
+            seconds = roofline.seconds(card.device_model, work, given)
             row = totals.setdefault(started.source.name, Counter())
             row.update({"launches": times, "us": times * seconds * 1e6})
-            for name, bound in roofline.bounds(card.device_model, work).items():
+            for name, bound in roofline.bounds(card.device_model, work, given).items():
                 row[name] += times * bound * 1e6
         for launch in (*step.torch, *step.outside):
             row = totals.setdefault(f"torch {launch.name}", Counter())
-            us = torch_seconds(card.device_model, launch, USUAL) * 1e6
+            us = torch_seconds(card.device_model, launch, given) * 1e6
             row.update({"launches": times, "us": times * us})
-    columns = ("launches", "us", "launch", "memory", "matrix", "instructions")
+    return totals
+
+
+def explain(card: PredictingCard, model: str) -> str:
+    """Where the time of a decode step goes, by kernel: microseconds by what limits them."""
+    totals = kernel_times(card, *steps_of(card, model))
+    columns = ("launches", "us", "launch", "memory", "matrix", "instructions", "joining")
     lines = [f"{'kernel':24}" + "".join(f"{name:>14}" for name in columns)]
     for name, row in sorted(totals.items(), key=lambda item: -item[1]["us"]):
         lines.append(f"{name:24}" + "".join(f"{row[column]:14.1f}" for column in columns))
@@ -345,6 +389,7 @@ def main() -> None:
                 found |= several_requests(card, model, requests)
             if name in ALL_ROWS:
                 found |= idle(card) | many_requests(card)
+                found |= dependent_launch(card) | step_shares(card)
         predicted[name] = {
             row: [float(f"{x:.3g}") for x in (usual, min(usual, *ends), max(usual, *ends))]
             for row, (usual, *ends) in found.items()

@@ -101,6 +101,7 @@ def attention_cases() -> list[str]:
         cases += [
             f"attention {dtype} {head_dim}{rich}" for rich in ("", " window cap sinks cascade")
         ]
+    cases += ["one head", "one head window cap sinks cascade"]
     return cases + [f"rope {dtype}" for dtype in PAGES]
 
 

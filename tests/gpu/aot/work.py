@@ -128,13 +128,14 @@ def _attention(started: Started, found: Numbers, common: dict[str, Any]) -> Work
         ]
     else:
         split = scratch.SPLIT
-        while split * scratch.MAX_SPLITS < max(lengths):
+        while split * constants["MAX_SPLITS"] < max(lengths):
             split *= 2
         tiles = [
             (min(split, length - start), kv_heads)
             for length in lengths
             for start in range(0, length, split)
         ]
+        common |= _joining(constants, -(-max(lengths) // split))
     programs = sum(heads for _, heads in tiles)
     turns = sum(-(-keys // block) * heads for keys, heads in tiles) / programs
     pairs = sum(keys * heads for keys, heads in tiles) * constants["BLOCK_M"]
@@ -147,6 +148,18 @@ def _attention(started: Started, found: Numbers, common: dict[str, Any]) -> Work
         macs=float(2 * pairs * width) if found.get("matrix") else 0.0,
         **_instructions(found, turns),
     )
+
+
+def _joining(constants: Mapping[str, Any], parts: int) -> dict[str, float]:
+    """What the last program of a request and key head adds up. The maxima are loaded four at a
+    time, as the compiler unrolls that loop, or all at once."""
+    if parts < 2 or "BLOCK_S" not in constants:
+        return {}
+    at_once, maxima = constants["BLOCK_S"], parts / 4
+    if constants["JOIN_M"]:
+        at_once, maxima = constants["JOIN_S"], 1
+    of_part = 4 * constants["GROUP"] * (constants["HEAD_DIM"] + 2)
+    return {"joined": parts * of_part, "turns": maxima + -(-parts // at_once)}
 
 
 def _own(given: Mapping[str, Any], name: str) -> bool:

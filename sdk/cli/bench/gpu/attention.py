@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,13 +19,27 @@ from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.reference.attention import Attention as Reference
 from sdk.quant.spec import KVSpec
 
-HEADS, KV_HEADS, HEAD_DIM, PAGE = 32, 8, 128, 16
+PAGE = 16
 #: Floor and goal, in % of the copy bandwidth.
 _TARGETS = {"bfloat16": (70, 88), "int8": (60, 80), "fp8": (60, 80)}
 #: The largest distance from the reference in float32 arithmetic on the same pages.
 _LIMIT = 2e-2
 #: Queries of a prompt that are compared with the reference.
 _CHECKED = 16
+
+
+class Heads(NamedTuple):
+    """Of queries, of keys, and the width of each."""
+
+    queries: int
+    keys: int
+    width: int
+
+
+#: Those of Llama-3-8B.
+USUAL = Heads(32, 8, 128)
+#: Those of Gemma-3-1B and Qwen2.5-1.5B, of which 32 splits of a request would not fill a card.
+_FEW = (Heads(4, 1, 256), Heads(12, 2, 128))
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +57,12 @@ class Case:
 
 
 def make_case(
-    card: Card, dtype: str, requests: int, context: int, queries: int, head_dim: int = HEAD_DIM
+    card: Card, dtype: str, requests: int, context: int, queries: int, given: Heads = USUAL
 ) -> Case:
     """A batch where each request runs the last ``queries`` tokens of its ``context``."""
-    heads, kv_heads = card.size(HEADS, 4), card.size(KV_HEADS, 2)
-    head_dim = card.size(head_dim, min(head_dim, 64))
+    kv_heads = card.size(given.keys, min(given.keys, 2))
+    heads = card.size(given.queries, 2 * kv_heads)
+    head_dim = card.size(given.width, min(given.width, 64))
     count = requests * (context // PAGE)
     spec = KVSpec(1, kv_heads, head_dim, PAGE, dtype)
     pages = KVCache(spec, count, card.device, keys_transposed=False).layers[0]
@@ -80,13 +96,15 @@ def _fill(card: Card, codes: Tensor, scales: Tensor | None) -> None:
         scales.fill_(1 / 40)
 
 
-def _seconds(card: Card, case: Case) -> float:
+def _seconds(card: Card, *cases: Case) -> float:
+    """Of one of ``cases``, which are alike and run in turn."""
+    case = cases[0]
     problem = Problem("attention", head_dim=case.q.shape[2], kv_dtype=case.pages.dtype)
     kernel = card.choose(problem)
     out = torch.full_like(case.q.flatten(1), torch.nan)
     case.run(kernel, out)
     check_case(card, case, out, kernel.name)
-    return card.time([lambda: case.run(kernel, out)])
+    return card.time([partial(one.run, kernel, out) for one in cases])
 
 
 def check_case(card: Card, case: Case, out: Tensor, name: str) -> None:
@@ -128,6 +146,22 @@ def measure_decode(card: Card) -> Iterator[Finding]:
         yield share(what, "copy bandwidth", speed, target, us=seconds * 1e6)
         if dtype == "bfloat16":
             yield from without(_against_sdpa(card, case, what, seconds), what, "SDPA")
+
+
+def measure_few_heads(card: Card) -> Iterator[Finding]:
+    """One request of a model with few key heads, in contexts of 8,192 and 32,768 tokens."""
+    for given in _FEW:
+        for length in (8192, 32768):
+            context = card.size(length, 48)
+            # together 256 MiB, five times what the second-level cache of an H100 holds
+            nbytes = 4 * context * given.keys * given.width
+            count = card.size(-(-(256 << 20) // nbytes), 2)
+            cases = [make_case(card, "bfloat16", 1, context, 1, given) for _ in range(count)]
+            seconds = _seconds(card, *cases)
+            heads = f"{given.queries} heads of {given.keys}x{given.width}"
+            what = f"decode attention 1x{context}, {heads}, bfloat16 pages"
+            speed = cases[0].nbytes / seconds / card.copy
+            yield share(what, "copy bandwidth", speed, us=seconds * 1e6)
 
 
 def measure_prefill(card: Card) -> Iterator[Finding]:

@@ -2,7 +2,8 @@
 
 A kernel takes as long as the slowest of: its bytes at the memory's bandwidth, or at what its loads
 in flight allow; its matrix products; its instructions, by the pipe that is busiest. Programs run in
-waves of as many as fit on the processors. To that comes a constant for every launch.
+waves of as many as fit on the processors. To that comes a constant for every launch, and the time
+in which a last program adds up what others have left in the second-level cache.
 
 Peaks are the vendors' (:data:`DEVICES`). The shares of them that programs reach are the constants
 below, each with its range; ``predicted.json`` says what a row becomes at both ends.
@@ -96,11 +97,16 @@ class Assumptions:
     #: The same of launches one by one from Python through Triton (4 to 6 us on the host for CUDA
     #: alone; see susun-blog.com/blog/pegainfer-3-cuda-graph).
     eager_launch: float = 12e-6
+    #: Seconds from a load to its data in the second-level cache: 200 to 270 cycles where it is
+    #: idle.
+    cache_latency: float = 0.25e-6
 
 
+#: Bytes per cycle that a processor gets from the second-level cache (NVIDIA's cards).
+_CACHE_BYTES = 64
 USUAL = Assumptions()
-LOW = Assumptions(0.85, 0.80e-6, 0.55, 0.65, 0.35, 2.0e-6, 1.6e-6, 20e-6)
-HIGH = Assumptions(0.93, 0.50e-6, 0.85, 0.80, 0.65, 1.0e-6, 0.5e-6, 6e-6)
+LOW = Assumptions(0.85, 0.80e-6, 0.55, 0.65, 0.35, 2.0e-6, 1.6e-6, 20e-6, 0.40e-6)
+HIGH = Assumptions(0.93, 0.50e-6, 0.85, 0.80, 0.65, 1.0e-6, 0.5e-6, 6e-6, 0.15e-6)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +117,8 @@ class Work:
     asked for and not used yet, 0 if unknown. ``macs`` on matrix units, with operands of ``bytes_``
     if ``narrow``. ``instructions``, ``fma``, ``alu``: of a program, counted by warps. ``programs``
     of ``warps`` need ``registers`` per thread and ``shared`` bytes. ``overlaps``: it is launched
-    while the kernel before it still runs.
+    while the kernel before it still runs. ``joined``: bytes that a last program reads from the
+    second-level cache, in so many ``turns`` that wait for each other.
     """
 
     kernel: str
@@ -128,6 +135,8 @@ class Work:
     fma: float = 0.0
     alu: float = 0.0
     overlaps: bool = False
+    joined: float = 0.0
+    turns: float = 0.0
 
 
 def resident(device: Device, warps: int, registers: int, shared: int) -> int:
@@ -143,11 +152,12 @@ def seconds(device: Device, work: Work, given: Assumptions = USUAL, *, graph: bo
     together = max(1, resident(device, work.warps, work.registers, work.shared))
     busiest = _on_busiest(device, work.programs, together)
     launch = _launch(work, given) if graph else given.eager_launch
-    return launch + max(
+    busy = max(
         _memory(device, work, given, together),
         _matrix(device, work, given, busiest),
         _arithmetic(device, work, given, busiest),
     )
+    return launch + busy + _joining(device, work, given)
 
 
 def bounds(device: Device, work: Work, given: Assumptions = USUAL) -> dict[str, float]:
@@ -159,6 +169,7 @@ def bounds(device: Device, work: Work, given: Assumptions = USUAL) -> dict[str, 
         "memory": _memory(device, work, given, together),
         "matrix": _matrix(device, work, given, busiest),
         "instructions": _arithmetic(device, work, given, busiest),
+        "joining": _joining(device, work, given),
     }
 
 
@@ -186,6 +197,11 @@ def _matrix(device: Device, work: Work, given: Assumptions, busiest: int) -> flo
     peak = device.of_bytes if work.narrow else device.tflops
     each = 2 * work.macs / work.programs
     return busiest * each / (peak / device.processors * given.matrix)
+
+
+def _joining(device: Device, work: Work, given: Assumptions) -> float:
+    moving = work.joined / (_CACHE_BYTES * device.ghz * 1e9)
+    return max(moving, work.turns * given.cache_latency)
 
 
 def _arithmetic(device: Device, work: Work, given: Assumptions, busiest: int) -> float:

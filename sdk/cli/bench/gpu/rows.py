@@ -77,6 +77,7 @@ ROWS = (
     Row("8b-bf16", "engine", "measure_8b_bf16", 20),
     Row("formats", "products", "measure_formats", 25),
     Row("prefill", "attention", "measure_prefill", 10),
+    Row("few-heads", "attention", "measure_few_heads", 10),
     Row("idle", "engine", "measure_idle", 15, rehearsed=False),
     Row("pdl", "engine", "measure_dependent_launch", 20),
     Row("grouped", "libraries", "measure_grouped", 12),
