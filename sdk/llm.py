@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -34,6 +34,7 @@ from sdk.outputs import (
 from sdk.params import SamplingParams
 from sdk.persistence.snapshot import Snapshot
 from sdk.reports.quant_report import QuantReport
+from sdk.requests.as_completed import AsCompleted
 from sdk.requests.async_pooling import AsyncPooling
 from sdk.requests.async_stream import AnswerStream
 from sdk.requests.beam_searches import BeamSearches
@@ -125,7 +126,6 @@ class LLM(AsyncPooling):
             adapters=served.adapters,
             classifier=facts.classifier,
         )
-        self._calls = Calls(self._driver, self._jobs, self._reader, self.config.on_progress)
         head = facts.embedding_head
         self._pooling = PoolingCalls(self._jobs, self._reader, facts.classifier, head)
         self._beam_searches = BeamSearches(
@@ -137,6 +137,14 @@ class LLM(AsyncPooling):
         )
         self._stepping = Stepping(self._driver, self._jobs)
         self._monitoring = served.monitoring
+        self._calls = Calls(
+            self._driver,
+            self._jobs,
+            self._reader,
+            self.config.on_progress,
+            self._monitoring.list_requests,
+            read_ahead=2 * self.config.max_num_seqs * self.config.data_parallel_size,
+        )
         self._prefixes, self._memory = served.saved_with(self._jobs)
         self._jobs.before_structures = self._memory.hold_vocabulary
         self._close = weakref.finalize(self, self._driver.close)
@@ -245,7 +253,7 @@ class LLM(AsyncPooling):
         :raises EngineClosedError: during or after ``close``.
         """
         calling = self._jobs.read(prompts, sampling_params, returns, lora_request)
-        return self._calls.run(calling, priority, use_tqdm)
+        return self._calls.run("generate", calling, priority, use_tqdm)
 
     @overload
     def chat(
@@ -303,7 +311,7 @@ class LLM(AsyncPooling):
         """
         given = sampling_params, template, returns, lora_request
         calling = self._jobs.read_chats("chat", messages, *given)
-        return self._calls.run(calling, priority, use_tqdm)
+        return self._calls.run("chat", calling, priority, use_tqdm)
 
     def run_tools(
         self,
@@ -325,6 +333,7 @@ class LLM(AsyncPooling):
         from sdk.requests.views import ToolTurns
 
         turns = ToolTurns(tools, tool_choice, sampling_params, template, parsed, lora_request)
+        self._calls.advice.blocking("run_tools")
         return turns.run(self.chat, messages, max_turns, on_error)
 
     def beam_search(
@@ -339,7 +348,65 @@ class LLM(AsyncPooling):
 
         :raises RequestError: a prompt or a parameter is invalid, or logits are not finite.
         """
-        return self._calls.do(self._beam_searches.search(prompts, params, use_tqdm, lora_request))
+        work = self._beam_searches.search(prompts, params, use_tqdm, lora_request)
+        return self._calls.do("beam_search", work)
+
+    @overload
+    def as_completed(
+        self,
+        prompts: PromptLike | Iterable[PromptLike | Sequence[Message]],
+        sampling_params: SamplingParams | None = None,
+        *,
+        tools: Sequence[ToolLike],
+        tool_choice: str | Mapping[str, Any] = "auto",
+        lora_request: LoRALike | None = None,
+        priority: int | None = None,
+        **template: Any,
+    ) -> AsCompleted[MessageOutput]: ...
+    @overload
+    def as_completed(
+        self,
+        prompts: PromptLike | Iterable[PromptLike | Sequence[Message]],
+        sampling_params: SamplingParams | None = None,
+        *,
+        returns: type[T] | Mapping[str, Any],
+        lora_request: LoRALike | None = None,
+        priority: int | None = None,
+        **template: Any,
+    ) -> AsCompleted[ParsedOutput[T]]: ...
+    @overload
+    def as_completed(
+        self,
+        prompts: PromptLike | Iterable[PromptLike | Sequence[Message]],
+        sampling_params: SamplingParams | None = None,
+        *,
+        lora_request: LoRALike | None = None,
+        priority: int | None = None,
+        **template: Any,
+    ) -> AsCompleted[RequestOutput]: ...
+    def as_completed(
+        self,
+        prompts: PromptLike | Iterable[PromptLike | Sequence[Message]],
+        sampling_params: SamplingParams | None = None,
+        *,
+        returns: Any = None,
+        lora_request: LoRALike | None = None,
+        priority: int | None = None,
+        **template: Any,
+    ) -> AsCompleted[Any]:
+        """Answer many prompts or conversations: ``for index, output in llm.as_completed(...)``, and
+        ``async for`` in an event loop. Pairs come in the order in which answers end.
+
+        ``prompts``: any iterable, also a generator; it is read ``2 * max_num_seqs`` ahead of the
+        answers, so that what has ended can be stored while the rest runs. Leaving the loop aborts
+        the rest. ``template``: for conversations, as in :meth:`chat`.
+
+        :raises RequestError: in the loop, for an invalid prompt, with its index; unfinished ones
+            are aborted then.
+        """
+        return self._calls.as_completed(
+            prompts, sampling_params, priority, template, returns, lora_request
+        )
 
     # ---- streams ---------------------------------------------------------------------------------
 
@@ -500,6 +567,7 @@ class LLM(AsyncPooling):
         fails, its error is raised and the next call returns the others. Ctrl-C aborts the
         requests; the next call returns what they had generated.
         """
+        self._calls.advice.blocking("wait_for_completion")
         return self._stepping.wait_for_completion()
 
     def step(self) -> list[RequestOutput]:
@@ -635,6 +703,8 @@ class LLM(AsyncPooling):
         self, method: str, prompt: Any, template: Mapping[str, Any], lora: LoRALike | None = None
     ) -> Prompt:
         """Read one prompt or conversation; the latter without the opening of an answer."""
+        if method != "unpin":  # which computes nothing
+            self._calls.advice.blocking(method)
         if is_conversation(prompt):
             template = {"add_generation_prompt": False, **template}
         read = self._reader.read_one(method, prompt, self._default_params, template)
@@ -739,7 +809,7 @@ class LLM(AsyncPooling):
         ``tenant``: see :class:`SamplingParams`.
         """
         work = self._pooling.embed(prompts, truncate_prompt_tokens, lora_request, tenant)
-        return self._calls.do(work, use_tqdm)
+        return self._calls.do("embed", work, use_tqdm)
 
     def encode(
         self,
@@ -765,7 +835,7 @@ class LLM(AsyncPooling):
         work = self._pooling.encode(
             prompts, pooling, normalize, truncate_prompt_tokens, lora_request, tenant
         )
-        return self._calls.do(work, use_tqdm)
+        return self._calls.do("encode", work, use_tqdm)
 
     def classify(
         self,
@@ -786,7 +856,7 @@ class LLM(AsyncPooling):
         work = self._pooling.classify(
             prompts, use_activation, truncate_prompt_tokens, lora_request, tenant
         )
-        return self._calls.do(work, use_tqdm)
+        return self._calls.do("classify", work, use_tqdm)
 
     def score(
         self,
@@ -807,7 +877,8 @@ class LLM(AsyncPooling):
         :raises RequestError: the lengths do not match.
         """
         return self._calls.do(
-            self._pooling.score(data_1, data_2, chat_template, lora_request, tenant, cache_salt)
+            "score",
+            self._pooling.score(data_1, data_2, chat_template, lora_request, tenant, cache_salt),
         )
 
     def rerank(
@@ -831,7 +902,7 @@ class LLM(AsyncPooling):
         work = self._pooling.rerank(
             query, documents, top_n, chat_template, lora_request, tenant, cache_salt
         )
-        return self._calls.do(work)
+        return self._calls.do("rerank", work)
 
     # ---- information -----------------------------------------------------------------------------
 

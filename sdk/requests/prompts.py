@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
@@ -126,6 +126,15 @@ def as_list(prompts: PromptLike | Sequence[PromptLike]) -> list[PromptLike]:
         if len(prompts) and _is_id(prompts[0]):
             return [cast("Sequence[int]", prompts)]
         return _bounded(prompts)
+
+
+def as_items(prompts: Any) -> Iterable[Any]:
+    """Prompts and conversations one after the other; a single one is a list of one."""
+    if is_conversation(prompts):
+        return [prompts]
+    if isinstance(prompts, Iterable) and not isinstance(prompts, Sequence | Mapping):
+        return prompts
+    return as_list(prompts)
 
 
 def as_conversations(messages: Any) -> list[Sequence[Message]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -39,6 +39,7 @@ from sdk.outputs import (
     ScoringOutput,
 )
 from sdk.params import SamplingParams
+from sdk.requests.as_completed import AsCompleted
 from sdk.requests.async_pooling import AsyncPooling
 from sdk.requests.async_stream import AnswerStream
 from sdk.requests.calls import Calls
@@ -161,11 +162,18 @@ class FakeLLM(AsyncPooling):
         script = Script(answers, errors)
         self._jobs = ScriptedJobs(self._reader, self._default_params, script, clock, max_model_len)
         self._driver = Driver(self._engine, max_waiting=max_waiting)
-        self._calls = Calls(self._driver, self._jobs, self._reader, None)
         self._pooling = PoolingCalls(self._jobs, self._reader, None)
         self._beam_searches = _NoBeams()
         self._stepping = Stepping(self._driver, self._jobs)
         self._monitoring = Monitoring(self._driver)
+        self._calls = Calls(
+            self._driver,
+            self._jobs,
+            self._reader,
+            None,
+            self._monitoring.list_requests,
+            read_ahead=2 * max_num_seqs,
+        )
         self._close = weakref.finalize(self, self._driver.close)
 
     @property
@@ -203,7 +211,7 @@ class FakeLLM(AsyncPooling):
     ) -> Any:
         """See :meth:`sdk.LLM.generate`."""
         calling = self._jobs.read(prompts, sampling_params, returns, lora_request)
-        return self._calls.run(calling, priority, use_tqdm)
+        return self._calls.run("generate", calling, priority, use_tqdm)
 
     def chat(
         self,
@@ -219,7 +227,7 @@ class FakeLLM(AsyncPooling):
         """See :meth:`sdk.LLM.chat`."""
         given = sampling_params, template, returns, lora_request
         calling = self._jobs.read_chats("chat", messages, *given)
-        return self._calls.run(calling, priority, use_tqdm)
+        return self._calls.run("chat", calling, priority, use_tqdm)
 
     def run_tools(
         self,
@@ -236,7 +244,23 @@ class FakeLLM(AsyncPooling):
         """See :meth:`sdk.LLM.run_tools`."""
         parsed = self._jobs.parses_arguments(template)
         turns = ToolTurns(tools, tool_choice, sampling_params, template, parsed, lora_request)
+        self._calls.advice.blocking("run_tools")
         return turns.run(self.chat, messages, max_turns, on_error)
+
+    def as_completed(
+        self,
+        prompts: PromptLike | Iterable[PromptLike | Sequence[Message]],
+        sampling_params: SamplingParams | None = None,
+        *,
+        returns: Any = None,
+        lora_request: LoRALike | None = None,
+        priority: int | None = None,
+        **template: Any,
+    ) -> AsCompleted[Any]:
+        """See :meth:`sdk.LLM.as_completed`."""
+        return self._calls.as_completed(
+            prompts, sampling_params, priority, template, returns, lora_request
+        )
 
     def stream(
         self,
@@ -332,6 +356,7 @@ class FakeLLM(AsyncPooling):
 
     def wait_for_completion(self) -> list[RequestOutput]:
         """See :meth:`sdk.LLM.wait_for_completion`."""
+        self._calls.advice.blocking("wait_for_completion")
         return self._stepping.wait_for_completion()
 
     def step(self) -> list[RequestOutput]:
@@ -383,7 +408,7 @@ class FakeLLM(AsyncPooling):
     ) -> list[EmbeddingOutput]:
         """See :meth:`sdk.LLM.embed`."""
         work = self._pooling.embed(prompts, truncate_prompt_tokens, lora_request, tenant)
-        return self._calls.do(work, use_tqdm)
+        return self._calls.do("embed", work, use_tqdm)
 
     def encode(
         self,
@@ -403,7 +428,7 @@ class FakeLLM(AsyncPooling):
         work = self._pooling.encode(
             prompts, pooling, normalize, truncate_prompt_tokens, lora_request, tenant
         )
-        return self._calls.do(work, use_tqdm)
+        return self._calls.do("encode", work, use_tqdm)
 
     def classify(
         self,
@@ -419,7 +444,7 @@ class FakeLLM(AsyncPooling):
         work = self._pooling.classify(
             prompts, use_activation, truncate_prompt_tokens, lora_request, tenant
         )
-        return self._calls.do(work, use_tqdm)
+        return self._calls.do("classify", work, use_tqdm)
 
     def score(
         self,
@@ -433,7 +458,8 @@ class FakeLLM(AsyncPooling):
     ) -> list[ScoringOutput]:
         """See :meth:`sdk.LLM.score`."""
         return self._calls.do(
-            self._pooling.score(data_1, data_2, chat_template, lora_request, tenant, cache_salt)
+            "score",
+            self._pooling.score(data_1, data_2, chat_template, lora_request, tenant, cache_salt),
         )
 
     def rerank(
@@ -451,7 +477,7 @@ class FakeLLM(AsyncPooling):
         work = self._pooling.rerank(
             query, documents, top_n, chat_template, lora_request, tenant, cache_salt
         )
-        return self._calls.do(work)
+        return self._calls.do("rerank", work)
 
     # ---- adapters --------------------------------------------------------------------------------
 

@@ -98,9 +98,10 @@ def test_a_bad_request_is_refused_at_the_call(tiny: LLM) -> None:
         engine.generate([{"role": "user", "content": "Hi"}], PARAMS, tool=[])
 
 
-#: Methods of LLM that return at once, that step by hand, or that act between two steps.
+#: Methods of LLM that return at once, that step by hand, that act between two steps, or that have
+#: both kinds of loops.
 NOT_ASYNC = {
-    "abort", "close", "enqueue", "estimate", "expert_load", "explain", "fork",
+    "abort", "as_completed", "close", "enqueue", "estimate", "expert_load", "explain", "fork",
     "get_default_sampling_params", "get_metrics", "get_tokenizer", "list_requests", "pin", "plan",
     "pump", "quant_report", "quantize", "rebalance_experts", "reset_prefix_cache", "resize",
     "restore", "set_slo", "set_tenant_weight", "sleep", "snapshot", "stats", "step", "trace",
