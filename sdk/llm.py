@@ -21,6 +21,7 @@ from sdk.memory.plan import MemoryPlan
 from sdk.metrics.slo import SLO
 from sdk.metrics.stats import EngineStats
 from sdk.metrics.trace import Trace
+from sdk.near_misses import names_keywords, no_attribute
 from sdk.options import EngineOptions, engine_config, takes_options
 from sdk.outputs import (
     ClassificationOutput,
@@ -34,6 +35,7 @@ from sdk.outputs import (
 from sdk.params import SamplingParams
 from sdk.persistence.snapshot import Snapshot
 from sdk.reports.quant_report import QuantReport
+from sdk.requests.advice import Advice
 from sdk.requests.as_completed import AsCompleted
 from sdk.requests.async_pooling import AsyncPooling
 from sdk.requests.async_stream import AnswerStream
@@ -127,7 +129,7 @@ class LLM(AsyncPooling):
             classifier=facts.classifier,
         )
         head = facts.embedding_head
-        self._pooling = PoolingCalls(self._jobs, self._reader, facts.classifier, head)
+        self._pooling = PoolingCalls(self._jobs, self._reader, facts.classifier, head, Advice())
         self._beam_searches = BeamSearches(
             self._jobs,
             self._reader,
@@ -185,6 +187,17 @@ class LLM(AsyncPooling):
         model = locate(config.model, config.filename, hub)
         return quantize(model, out, scheme, **options)
 
+    if not TYPE_CHECKING:  # type checkers report unknown attributes themselves
+
+        def __getattr__(self, name: str) -> NoReturn:
+            no_attribute(self, name)
+
+        def __call__(self, *args: Any, **given: Any) -> NoReturn:
+            raise TypeError(
+                "an LLM is not called like a function: use generate(prompts), chat(messages) or "
+                "stream(prompt)"
+            )
+
     def __reduce__(self) -> NoReturn:
         raise TypeError(
             "an LLM cannot be pickled: it has threads and memory of this process; pass the model's "
@@ -232,6 +245,7 @@ class LLM(AsyncPooling):
         priority: int | Sequence[int] | None = None,
         use_tqdm: bool = True,
     ) -> list[ParsedOutput[T]]: ...
+    @names_keywords
     def generate(
         self,
         prompts: PromptLike | Sequence[PromptLike],
@@ -336,6 +350,7 @@ class LLM(AsyncPooling):
         self._calls.advice.blocking("run_tools")
         return turns.run(self.chat, messages, max_turns, on_error)
 
+    @names_keywords
     def beam_search(
         self,
         prompts: PromptLike | Sequence[PromptLike],
@@ -465,6 +480,7 @@ class LLM(AsyncPooling):
 
     # ---- async twins -----------------------------------------------------------------------------
 
+    @names_keywords
     async def agenerate(
         self,
         prompts: PromptLike | Sequence[PromptLike],
@@ -791,6 +807,7 @@ class LLM(AsyncPooling):
 
     # ---- embeddings ------------------------------------------------------------------------------
 
+    @names_keywords
     def embed(
         self,
         prompts: PromptLike | Sequence[PromptLike],
@@ -811,6 +828,7 @@ class LLM(AsyncPooling):
         work = self._pooling.embed(prompts, truncate_prompt_tokens, lora_request, tenant)
         return self._calls.do("embed", work, use_tqdm)
 
+    @names_keywords
     def encode(
         self,
         prompts: PromptLike | Sequence[PromptLike],
@@ -837,6 +855,7 @@ class LLM(AsyncPooling):
         )
         return self._calls.do("encode", work, use_tqdm)
 
+    @names_keywords
     def classify(
         self,
         prompts: PromptLike | Sequence[PromptLike],
@@ -858,6 +877,7 @@ class LLM(AsyncPooling):
         )
         return self._calls.do("classify", work, use_tqdm)
 
+    @names_keywords
     def score(
         self,
         data_1: PromptLike | Sequence[PromptLike],
@@ -870,7 +890,9 @@ class LLM(AsyncPooling):
     ) -> list[ScoringOutput]:
         """How well texts match, pair by pair; one ``data_1`` may be compared with many ``data_2``.
 
-        Cosines of embeddings; with a reranker the probability that ``data_2`` answers ``data_1``.
+        With a reranker the probability that ``data_2`` answers ``data_1``. With an embedding model
+        the cosine of their embeddings. With any other model the cosine of its last hidden states,
+        which says little about relevance; the first such call warns.
         ``chat_template``: see :meth:`rerank`. ``cache_salt``: cached prefixes are shared only with
         requests that have the same one.
 
@@ -881,6 +903,7 @@ class LLM(AsyncPooling):
             self._pooling.score(data_1, data_2, chat_template, lora_request, tenant, cache_salt),
         )
 
+    @names_keywords
     def rerank(
         self,
         query: str,
@@ -894,8 +917,10 @@ class LLM(AsyncPooling):
     ) -> list[RerankOutput]:
         """The ``top_n`` documents (default: all) that match ``query`` best, best first.
 
-        Scores are those of :meth:`score`. ``chat_template`` formats a pair for a reranker: it gets
-        two messages with the roles ``query`` and ``document``. The default is the checkpoint's.
+        Scores are those of :meth:`score`, so a model that is neither a reranker nor an embedding
+        model sorts badly, and the first call warns. ``chat_template`` formats a pair for a
+        reranker: it gets two messages with the roles ``query`` and ``document``. The default is the
+        checkpoint's.
 
         :raises RequestError: an invalid argument, or a head with other classes.
         """

@@ -11,7 +11,7 @@ Objects built in every step are named tuples: creating a frozen dataclass of nin
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 
 from sdk.errors import RequestError
 from sdk.kernels.dataclass import dataclass
@@ -44,6 +44,14 @@ class CompletionOutput(NamedTuple):
     stop_reason: int | str | None = None
     lora_request: object | None = None
 
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Names what other libraries call otherwise."""
+            from sdk.near_misses import no_attribute
+
+            no_attribute(self, name)
+
     @property
     def finished(self) -> bool:
         """Whether this answer is complete."""
@@ -67,6 +75,14 @@ class RequestOutput(NamedTuple):
     metrics: RequestMetrics | None = None
     lora_request: object | None = None
     num_cached_tokens: int | None = None
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Names what other libraries call otherwise."""
+            from sdk.near_misses import no_attribute
+
+            no_attribute(self, name)
 
     @property
     def text(self) -> str:
@@ -125,6 +141,14 @@ class EmbeddingOutput:
     embedding: list[float]
     finished: bool = True
     metrics: RequestMetrics | None = None
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Names what other libraries call otherwise."""
+            from sdk.near_misses import no_attribute
+
+            no_attribute(self, name)
 
     @property
     def timeline(self) -> Timeline | None:

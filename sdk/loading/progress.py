@@ -75,6 +75,8 @@ def _bar() -> Any:
             return widget
     elif not is_terminal(sys.stderr):
         return None
+    if find_spec("tqdm") is None:  # progress is no reason to fail
+        return None
     from tqdm import tqdm
 
     return tqdm

@@ -61,6 +61,13 @@ class Calling(NamedTuple):
     wish: Wish | None = None
 
 
+def _not_params(given: object) -> RequestError:
+    text = f"sampling_params: expected SamplingParams, found {safe_repr(given)}"
+    if isinstance(given, Mapping):
+        text += "; write SamplingParams(max_tokens=64, ...), or SamplingParams(**values) of a dict"
+    return RequestError(text)
+
+
 def _returned(returns: Any) -> Wish | None:
     """What ``returns=`` asks for."""
     if returns is None:
@@ -120,6 +127,8 @@ class JobMaker:
         if given is None or isinstance(given, SamplingParams):
             return [given or self._default] * count
         with as_request_error("sampling_params"):
+            if isinstance(given, Mapping):
+                raise _not_params(given)
             if not isinstance(given, Sequence) or len(given) != count:
                 found = len(given) if isinstance(given, Sequence) else safe_repr(given)
                 raise RequestError(
@@ -128,9 +137,7 @@ class JobMaker:
             params = list(itertools.islice(given, count))
             for item in params:
                 if not isinstance(item, SamplingParams):
-                    raise RequestError(
-                        f"sampling_params: expected SamplingParams, found {safe_repr(item)}"
-                    )
+                    raise _not_params(item)
             return params
 
     def read(

@@ -28,6 +28,7 @@ from sdk.lora import LoRAInfo, LoRALike, LoRARequest, LoRAsLike
 from sdk.metrics.slo import SLO
 from sdk.metrics.stats import EngineStats
 from sdk.metrics.trace import Trace
+from sdk.near_misses import names_keywords, no_attribute
 from sdk.options import EngineOptions, takes_options
 from sdk.outputs import (
     ClassificationOutput,
@@ -181,6 +182,17 @@ class FakeLLM(AsyncPooling):
         """The accepted requests, in order."""
         return list(self._jobs.accepted)
 
+    if not TYPE_CHECKING:  # as LLM
+
+        def __getattr__(self, name: str) -> NoReturn:
+            no_attribute(self, name)
+
+        def __call__(self, *args: Any, **given: Any) -> NoReturn:
+            raise TypeError(
+                "an LLM is not called like a function: use generate(prompts), chat(messages) or "
+                "stream(prompt)"
+            )
+
     def __enter__(self) -> FakeLLM:
         return self
 
@@ -199,6 +211,7 @@ class FakeLLM(AsyncPooling):
 
     # ---- batches, streams and their async twins --------------------------------------------------
 
+    @names_keywords
     def generate(
         self,
         prompts: PromptLike | Sequence[PromptLike],
@@ -277,6 +290,7 @@ class FakeLLM(AsyncPooling):
             prompt, sampling_params, priority, template, returns, lora_request
         )
 
+    @names_keywords
     async def agenerate(
         self,
         prompts: PromptLike | Sequence[PromptLike],
@@ -397,6 +411,7 @@ class FakeLLM(AsyncPooling):
 
     # ---- embeddings ------------------------------------------------------------------------------
 
+    @names_keywords
     def embed(
         self,
         prompts: PromptLike | Sequence[PromptLike],
@@ -410,6 +425,7 @@ class FakeLLM(AsyncPooling):
         work = self._pooling.embed(prompts, truncate_prompt_tokens, lora_request, tenant)
         return self._calls.do("embed", work, use_tqdm)
 
+    @names_keywords
     def encode(
         self,
         prompts: PromptLike | Sequence[PromptLike],
@@ -430,6 +446,7 @@ class FakeLLM(AsyncPooling):
         )
         return self._calls.do("encode", work, use_tqdm)
 
+    @names_keywords
     def classify(
         self,
         prompts: PromptLike | Sequence[PromptLike],
@@ -446,6 +463,7 @@ class FakeLLM(AsyncPooling):
         )
         return self._calls.do("classify", work, use_tqdm)
 
+    @names_keywords
     def score(
         self,
         data_1: PromptLike | Sequence[PromptLike],
@@ -462,6 +480,7 @@ class FakeLLM(AsyncPooling):
             self._pooling.score(data_1, data_2, chat_template, lora_request, tenant, cache_salt),
         )
 
+    @names_keywords
     def rerank(
         self,
         query: str,
@@ -592,6 +611,7 @@ class FakeLLM(AsyncPooling):
         """Not supported."""
         _needs_weights("quantize")
 
+    @names_keywords
     def beam_search(
         self,
         prompts: PromptLike | Sequence[PromptLike],

@@ -27,6 +27,7 @@ ALLOWED = {
         "kernels.layouts",
         "kernels.lazy_torch",
         "kernels.dataclass",
+        "kernels.packages",
         "models.architecture",
         "models.config_keys",
     },
