@@ -34,6 +34,7 @@ from sdk.outputs import (
 )
 from sdk.params import SamplingParams
 from sdk.persistence.snapshot import Snapshot
+from sdk.reports.display import Explanation, html_table, llm_facts
 from sdk.reports.quant_report import QuantReport
 from sdk.requests.advice import Advice
 from sdk.requests.as_completed import AsCompleted
@@ -197,6 +198,15 @@ class LLM(AsyncPooling):
                 "an LLM is not called like a function: use generate(prompts), chat(messages) or "
                 "stream(prompt)"
             )
+
+    def __repr__(self) -> str:
+        if "_driver" not in vars(self):  # not loaded yet
+            return object.__repr__(self)
+        shown = [text for name, text in llm_facts(self) if name != "warning"]
+        return f"LLM({', '.join(shown)})"
+
+    def _repr_html_(self) -> str:
+        return html_table([*llm_facts(self), ("more", "print(llm.explain()), llm.memory_plan")])
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -931,10 +941,13 @@ class LLM(AsyncPooling):
 
     # ---- information -----------------------------------------------------------------------------
 
-    def explain(self) -> str:
-        """What runs where and why: memory, each layer's kernel, and why faster ones reject it."""
+    def explain(self) -> Explanation:
+        """What runs where and why: memory, each layer's kernel, and why faster ones reject it.
+
+        A string; a notebook shows a table.
+        """
         self._driver.check_usable()
-        return self._served.explain(self.memory_plan)
+        return Explanation(self._served.explain(self.memory_plan))
 
     def quant_report(self) -> QuantReport:
         """Format, bits, bytes and kernel of every linear layer, and why faster ones reject it."""

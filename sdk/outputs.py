@@ -44,6 +44,11 @@ class CompletionOutput(NamedTuple):
     stop_reason: int | str | None = None
     lora_request: object | None = None
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        from sdk.reports.display import answer_line
+
+        printer.text(answer_line(self))
+
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> NoReturn:
@@ -75,6 +80,16 @@ class RequestOutput(NamedTuple):
     metrics: RequestMetrics | None = None
     lora_request: object | None = None
     num_cached_tokens: int | None = None
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        from sdk.reports.display import request_line
+
+        printer.text(request_line(self))
+
+    def _repr_html_(self) -> str:
+        from sdk.reports.display import request_html
+
+        return request_html(self)
 
     if not TYPE_CHECKING:
 
@@ -141,6 +156,11 @@ class EmbeddingOutput:
     embedding: list[float]
     finished: bool = True
     metrics: RequestMetrics | None = None
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        from sdk.reports.display import numbers
+
+        printer.text(f"EmbeddingOutput({self.request_id!r}, {numbers(self.embedding)})")
 
     if not TYPE_CHECKING:
 

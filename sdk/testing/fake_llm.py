@@ -66,6 +66,7 @@ if TYPE_CHECKING:  # Unpack: in typing from Python 3.11 on; the others import to
     from sdk.llm import LLM
     from sdk.memory.plan import MemoryPlan
     from sdk.persistence.snapshot import Snapshot
+    from sdk.reports.display import Explanation
     from sdk.reports.quant_report import QuantReport
 
 _PAGE_SIZE = 16
@@ -192,6 +193,9 @@ class FakeLLM(AsyncPooling):
                 "an LLM is not called like a function: use generate(prompts), chat(messages) or "
                 "stream(prompt)"
             )
+
+    def __repr__(self) -> str:
+        return f"FakeLLM(max_model_len={self.max_model_len}, {len(self.requests)} requests)"
 
     def __enter__(self) -> FakeLLM:
         return self
@@ -667,7 +671,7 @@ class FakeLLM(AsyncPooling):
         """Not supported."""
         _needs_weights("resize")
 
-    def explain(self) -> str:
+    def explain(self) -> Explanation:
         """Not supported."""
         _needs_weights("explain")
 
