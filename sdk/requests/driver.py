@@ -173,6 +173,25 @@ class Driver:
                 self._inbox.append(_Abort(ids))
                 self._wakeups.notify_all()
 
+    def take_aborts(self) -> None:
+        """Obey :meth:`abort` at once if nobody steps: a host that has aborted its requests may
+        never step again, and they hold pages. Waits for nothing."""
+        if os.getpid() != self._owner or not self._inbox or not self._must_wait():
+            return
+        # Owned already: a signal handler, in the middle of what this thread does with the engine.
+        owned = self._step_lock._is_owned()  # type: ignore[attr-defined]  # as Condition asks it
+        if owned or not self._step_lock.acquire(blocking=False):
+            return
+        try:
+            self._run_steps(self._obey)
+        finally:
+            self._step_lock.release()
+
+    def _obey(self) -> None:
+        if not self._closed and self._failure is None:
+            for output in self._take_commands():
+                self._deliver(output)
+
     def run(self, request_ids: Iterable[str]) -> None:
         """Let the engine thread finish submitted requests; finished ids are ignored."""
         self.check_usable()

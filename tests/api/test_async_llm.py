@@ -19,6 +19,7 @@ from sdk import (
     SamplingParams,
     UnsupportedError,
 )
+from sdk.requests.async_pooling import AsyncPooling
 from sdk.testing import FakeLLM
 from tests.api.engines import Caller, Gate, settle
 
@@ -117,6 +118,7 @@ def test_every_method_that_waits_for_answers_has_an_async_twin() -> None:
     rest = names - twins - {f"a{name}" for name in twins}
     assert rest >= NOT_ASYNC
     own = {n for n, one in vars(AsyncLLM).items() if inspect.iscoroutinefunction(one)}
+    assert {f"a{name}" for name in own} >= {n for n in vars(AsyncPooling) if n[0] != "_"}
     assert {name for name in own if name[0] != "_"} == rest - NOT_ASYNC
     for name in rest - NOT_ASYNC:
         here, there = (inspect.signature(getattr(owner, name)) for owner in (AsyncLLM, LLM))
