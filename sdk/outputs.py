@@ -49,14 +49,6 @@ class CompletionOutput(NamedTuple):
 
         printer.text(answer_line(self))
 
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> NoReturn:
-            """Names what other libraries call otherwise."""
-            from sdk.near_misses import no_attribute
-
-            no_attribute(self, name)
-
     @property
     def finished(self) -> bool:
         """Whether this answer is complete."""
@@ -90,14 +82,6 @@ class RequestOutput(NamedTuple):
         from sdk.reports.display import request_html
 
         return request_html(self)
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> NoReturn:
-            """Names what other libraries call otherwise."""
-            from sdk.near_misses import no_attribute
-
-            no_attribute(self, name)
 
     @property
     def text(self) -> str:
@@ -161,14 +145,6 @@ class EmbeddingOutput:
         from sdk.reports.display import numbers
 
         printer.text(f"EmbeddingOutput({self.request_id!r}, {numbers(self.embedding)})")
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> NoReturn:
-            """Names what other libraries call otherwise."""
-            from sdk.near_misses import no_attribute
-
-            no_attribute(self, name)
 
     @property
     def timeline(self) -> Timeline | None:
@@ -247,3 +223,15 @@ class ScoringOutput:
 def _timeline(metrics: RequestMetrics | None, prompt_token_ids: list[int]) -> Timeline | None:
     """Of a request that does not generate."""
     return None if metrics is None else Timeline.of(metrics, len(prompt_token_ids))
+
+
+def _other_name(self: object, name: str) -> NoReturn:
+    """:raises AttributeError: always; with the name here of what other libraries call otherwise."""
+    from sdk.near_misses import no_attribute
+
+    no_attribute(self, name)
+
+
+if not TYPE_CHECKING:  # type checkers report unknown attributes themselves
+    for _kind in (CompletionOutput, RequestOutput, EmbeddingOutput):
+        _kind.__getattr__ = _other_name

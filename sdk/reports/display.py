@@ -100,7 +100,7 @@ def request_html(output: Any) -> str:
     prompt = output.prompt
     if prompt is None:
         prompt = f"{len(output.prompt_token_ids)} token ids"
-    rows = [("prompt", shortened(prompt, 2000), "", "")]
+    rows: list[tuple[object, ...]] = [("prompt", shortened(prompt, 2000), "", "")]
     rows += [
         (f"answer {answer.index}", answer.text, len(answer.token_ids), answer.finish_reason or "")
         for answer in output.outputs
