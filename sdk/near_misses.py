@@ -9,6 +9,7 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from importlib import import_module
 from typing import Any, NoReturn, TypeVar
 
 from sdk.other_names import ATTRIBUTES, CALLS, ENGINE, SAMPLING
@@ -121,21 +122,21 @@ def no_attribute(owner: object, name: str) -> NoReturn:
 
 
 def _sampling_fields() -> Iterable[str]:
-    from sdk.params import SamplingParams
-
-    return SamplingParams.__dataclass_fields__.keys()
+    return _fields("sdk.params", "SamplingParams")
 
 
 def _chat_fields() -> Iterable[str]:
-    from sdk.requests.conversations import ChatOptions
+    return _fields("sdk.requests.conversations", "ChatOptions")
 
-    return ChatOptions.__dataclass_fields__.keys()
+
+def _fields(module: str, name: str) -> Iterable[str]:
+    """The fields of a dataclass of ours, whose module imports this one."""
+    found: dict[str, object] = getattr(import_module(module), name).__dataclass_fields__
+    return found.keys()
 
 
 def _engine_hint(name: str) -> str | None:
-    from sdk.config import EngineConfig
-
-    if name in EngineConfig.__dataclass_fields__:
+    if name in _fields("sdk.config", "EngineConfig"):
         return f"it is an option of the model, LLM(..., {name}=...)"
     known = ENGINE.get(name)
     if known is None or not known.here:
