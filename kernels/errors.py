@@ -7,6 +7,10 @@ class SdkError(Exception):
     """Base class: ``except sdk.SdkError`` catches everything the package raises on purpose."""
 
 
+class MissingPackageError(SdkError, ModuleNotFoundError):
+    """A package that a feature needs is not installed, or cannot be imported; names both."""
+
+
 class CollectiveError(SdkError):
     """A sum or a gather over ranks failed: another rank ended, or did not take part in time."""
 

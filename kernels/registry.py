@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from sdk.kernels.backend import Backend, BackendFacts, Choice, Problem
 from sdk.kernels.errors import KernelError
+from sdk.kernels.host.torch_import import torch_module
 from sdk.kernels.layouts import Affine, Blocks, Dense, Float8, Layout, inputs_of
 from sdk.kernels.offload import OnDisk
 
@@ -53,6 +54,9 @@ def open_backends(
             opened.append(module.open_backend(device, num_threads, fixed=fixed, offload=offload))
         else:
             missing.append((name, reason))
+    if [backend.name for backend in opened] == ["reference"]:
+        why = "; ".join(reason for name, reason in missing if name != "gpu" or device != "cpu")
+        torch_module("the reference kernels, which run everything here" + (why and f" ({why}),"))
     return opened, tuple(missing)
 
 

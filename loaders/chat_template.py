@@ -13,10 +13,11 @@ Messages are untrusted too: they are checked to be plain data before a template 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from sdk.kernels.packages import package
 from sdk.loaders.tokenizer.special import SpecialSplitter
 from sdk.quant.errors import SdkError
 from sdk.quant.safe_repr import is_value_error, safe_repr
@@ -43,6 +44,17 @@ _RESERVED = frozenset(
     | {"raise_exception", "strftime_now", "dict", "loop", "self", "caller", "return_dict"}
     | {f"{name}_token" for name in ("bos", "eos", "unk", "pad", "sep", "cls", "mask")}
 )
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+#: What other formats call them.
+_OTHER_ROLES = {
+    "human": "user",
+    "person": "user",
+    "ai": "assistant",
+    "bot": "assistant",
+    "chatbot": "assistant",
+    "gpt": "assistant",
+    "model": "assistant",
+}
 # Switches of several model families: accepted with every template, used by some.
 _WELL_KNOWN = frozenset(
     {"documents", "enable_thinking", "thinking", "reasoning_effort", "date_string"}
@@ -60,6 +72,7 @@ class ChatTemplate:
 
     def __init__(self, source: str) -> None:
         """:raises TemplateError: the template is too large or does not compile."""
+        package("jinja2", "a chat template needs")
         from jinja2 import TemplateError as JinjaError, meta
 
         from sdk.loaders.template_budget import BudgetError
@@ -186,6 +199,12 @@ class ChatTemplate:
                     raise TemplateError(
                         f"messages[{index}].tool_calls: {_NOT_READ} them; write them as content"
                     )
+        for index, message in enumerate(messages):
+            if (meant := _meant_role(message["role"], self._words)) is not None:
+                raise TemplateError(
+                    f"messages[{index}].role: {safe_repr(message['role'])} is no role that the "
+                    f"chat template knows; did you mean {meant!r}?"
+                )
         for name in kwargs:
             if name in _RESERVED or name.startswith("_"):
                 raise TemplateError(f"{name} cannot be set by chat template arguments")
@@ -290,6 +309,21 @@ class _PlainData:
             raise TemplateError(
                 f"{where}: more than {MAX_CHARACTERS} characters in one conversation"
             )
+
+
+def _meant_role(role: str, known: Container[str]) -> str | None:
+    """The role that was meant, if it is misspelt or another library's name for it.
+
+    A template writes most roles as they are, so that ``usr`` would become a turn of nobody. Roles
+    that a template names, and those that look like no other, are left alone.
+    """
+    if role in _ROLES or role in known:
+        return None
+    plain = role.strip().lower()
+    if plain in _OTHER_ROLES:
+        return _OTHER_ROLES[plain]
+    near = difflib.get_close_matches(plain, _ROLES, n=1, cutoff=0.75)
+    return near[0] if near else None
 
 
 def _raise_exception(message: str) -> None:

@@ -60,6 +60,7 @@ class GgufCheckpoint:
         self._pre_tokenizer = pre_tokenizer
         self.on_bytes: Callable[[int, int], None] | None = None
         self._file: GgufFile | None = read_gguf(path)
+        self._file.leave_out_equal_head()
         self.architecture, self._rules = file_architecture(self._file)
         self.config: Mapping[str, Any] = build_config(self._file)
         #: Keys of the metadata that nothing reads.

@@ -21,6 +21,8 @@ from sdk.quant.checkpoint import TensorEntry
 from sdk.quant.errors import CheckpointError
 
 MAX_SHARDS = 1024
+#: Bytes of two matrices that are compared at a time.
+_COMPARED = 2**20
 _SPLIT_NAME = re.compile(r"^(?P<prefix>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$", re.DOTALL)
 
 
@@ -74,6 +76,29 @@ class GgufFile:
         if not shard.big_endian:
             return data
         return to_little_endian(tensor.type, data, f"{shard.file.path}: tensor {name!r}")
+
+    def leave_out_equal_head(self) -> None:
+        """Forget ``output.weight`` if its bits are those of the embedding, as if the file had left
+        it out: then both are one matrix in memory.
+
+        Where they differ, which nearly always shows at once, a few rows are read; else both.
+
+        :raises CheckpointError: the bytes cannot be read.
+        """
+        embedding, head = (self.tensors.get(f"{name}.weight") for name in ("token_embd", "output"))
+        beside = re.compile(r"(output|token_embd)\.(?!weight$)")  # such as a factor of one of them
+        if embedding is None or head is None or any(map(beside.match, self.tensors)):
+            return
+        if (embedding.type, embedding.shape) != (head.type, head.shape):
+            return
+        rows = math.prod(head.shape[:-1])
+        step = max(1, _COMPARED // max(head.nbytes // rows, 1))
+        for first in range(0, rows, step):
+            part = first, min(step, rows - first)
+            one, other = (self.data(tensor.name, part=part) for tensor in (embedding, head))
+            if not np.array_equal(one, other):
+                return
+        del self.tensors["output.weight"]
 
     def entries(self) -> list[TensorEntry]:
         """See :meth:`sdk.quant.checkpoint.Checkpoint.entries`."""

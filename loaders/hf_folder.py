@@ -13,6 +13,7 @@ from typing import Any
 
 from sdk.kernels.layouts import Dense
 from sdk.kernels.lazy_torch import Tensor, import_torch, torch
+from sdk.kernels.packages import missing
 from sdk.loaders import mistral_params
 from sdk.loaders.expert_names import JoinedPart, joined_part, spelled_as_ours
 from sdk.loaders.folder_file import folder_file
@@ -387,10 +388,8 @@ def filled_by_transformers(given: dict[str, Any], source: str) -> dict[str, Any]
     try:
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     except ImportError as error:
-        raise ImportError(
-            f"{source}: leaves fields to the defaults of its model class in transformers, which "
-            f"cannot be imported: {error}"
-        ) from error
+        what = f"{source}: its fields that are left to the defaults of its model class need"
+        raise missing(error, what) from error
     name = given["model_type"]
     if name not in CONFIG_MAPPING:
         return given

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from sdk.kernels.dataclass import dataclass
+from sdk.kernels.packages import package
 from sdk.loaders.hub_download import RemoteFile, fetch_file
 from sdk.loaders.hub_files import gguf_files, has_gguf, small_files, weight_files
 from sdk.quant.errors import CheckpointError, SdkError
@@ -111,6 +112,7 @@ def download(model: HubModel, hub: HubAccess, choose: Choose | None = None) -> P
         CheckpointError: no connection, no such model or several, no access, or (with
             ``local_files_only``) not in the cache.
     """
+    package("huggingface_hub", f"{model}: expected a local path; a model of the hub needs")
     why: Exception | None = None
     choose = choose or _choose
     if not hub.local_files_only:

@@ -34,6 +34,7 @@ from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.kv_types import KV_TYPES
 from sdk.kernels.ops import Ops
+from sdk.kernels.packages import missing, package
 from sdk.models.config import ModelConfig
 from sdk.models.config_keys import check_fixed
 from sdk.models.hf_weights import Filling
@@ -73,8 +74,7 @@ def read_hf_config(values: Mapping[str, Any]) -> ModelConfig:
 
 def _read_config(values: Mapping[str, Any]) -> Any:
     """transformers' config object; nothing in the file can make it run code or quantize."""
-    import transformers
-
+    transformers = package("transformers", "a model that runs through transformers' code needs")
     name = str(values.get("model_type"))
     if name not in transformers.CONFIG_MAPPING:
         raise UnsupportedError(
@@ -85,6 +85,8 @@ def _read_config(values: Mapping[str, Any]) -> Any:
     kept = {key: value for key, value in values.items() if key not in skipped}
     try:
         config = transformers.CONFIG_MAPPING[name](**kept)
+    except ImportError as error:
+        raise missing(error, f"config of {name!r}: transformers needs") from error
     except Exception as error:  # transformers raises whatever its validators raise
         raise CheckpointError(f"config of {name!r}: transformers rejects it: {error}") from error
     _check_kind(config)
@@ -173,7 +175,7 @@ def _sizes(hf_config: Any, c: Any) -> ModelConfig:
 
 def _construct(hf_config: Any) -> Any:
     """The module tree, parameters on the meta device, computed buffers (rotary) real."""
-    import accelerate
+    accelerate = package("accelerate", "a model that runs through transformers' code needs")
     import transformers
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -184,6 +186,8 @@ def _construct(hf_config: Any) -> Any:
             model = transformers.AutoModelForCausalLM.from_config(
                 hf_config, attn_implementation=ATTENTION_NAME, dtype=torch.float32
             )
+    except ImportError as error:
+        raise missing(error, f"model_type {name!r}: transformers' code needs") from error
     except Exception as error:  # a tree transformers cannot build from this config
         message = f"model_type {name!r}: transformers cannot build it: {error}"
         raise UnsupportedError(message) from error

@@ -12,18 +12,11 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from sdk.beam_search import BeamSearchOutput, BeamSearchParams
-from sdk.engine.plan import PoolingMode
 from sdk.llm import LLM
-from sdk.lora import LoRAInfo, LoRALike, LoRARequest, LoRAsLike
+from sdk.lora import LoRAInfo, LoRALike, LoRARequest
 from sdk.options import EngineOptions, takes_options
-from sdk.outputs import (
-    ClassificationOutput,
-    EmbeddingOutput,
-    PoolingRequestOutput,
-    RerankOutput,
-    ScoringOutput,
-)
 from sdk.params import RequestOutputKind, SamplingParams
+from sdk.requests.async_pooling import AsyncPooling
 from sdk.requests.async_stream import AnswerStream
 from sdk.requests.conversations import Message
 from sdk.requests.prompts import PromptLike
@@ -34,7 +27,7 @@ if TYPE_CHECKING:
     from sdk.testing.fake_llm import FakeLLM
 
 
-class AsyncLLM:
+class AsyncLLM(AsyncPooling):
     """Async methods for an :class:`LLM`; not a second engine.
 
     ``AsyncLLM(llm)`` shares ``llm``, which its owner closes. ``AsyncLLM("model.gguf")`` creates
@@ -53,6 +46,7 @@ class AsyncLLM:
             self.llm, self._owned = given, False
         else:
             self.llm, self._owned = LLM(given, **options), True
+        self._pooling, self._calls = self.llm._pooling, self.llm._calls
 
     async def __aenter__(self) -> AsyncLLM:
         return self
@@ -83,7 +77,7 @@ class AsyncLLM:
 
         :raises RequestError: by the call itself: an invalid request or a ``request_id`` in use.
         """
-        return self.llm._calls.astream(
+        return self._calls.astream(
             "generate",
             prompt,
             sampling_params,
@@ -104,103 +98,14 @@ class AsyncLLM:
         """:meth:`LLM.beam_search`. Cancelling this, or a call below, aborts its requests."""
         llm = self.llm
         work = llm._beam_searches.search(prompts, params, False, lora_request)
-        return await llm._calls.ado(work, prompts, lora_request)
+        return await self._calls.ado(work, prompts, lora_request)
 
-    async def embed(
-        self,
-        prompts: PromptLike | Sequence[PromptLike],
-        *,
-        truncate_prompt_tokens: int | None = None,
-        lora_request: LoRAsLike = None,
-        tenant: str | None = None,
-    ) -> list[EmbeddingOutput]:
-        """:meth:`LLM.embed` for an event loop."""
-        return await self.llm.aembed(
-            prompts,
-            truncate_prompt_tokens=truncate_prompt_tokens,
-            lora_request=lora_request,
-            tenant=tenant,
-        )
-
-    async def encode(
-        self,
-        prompts: PromptLike | Sequence[PromptLike],
-        *,
-        pooling: PoolingMode | None = None,
-        normalize: bool = True,
-        truncate_prompt_tokens: int | None = None,
-        lora_request: LoRAsLike = None,
-        tenant: str | None = None,
-    ) -> list[PoolingRequestOutput]:
-        """:meth:`LLM.encode` for an event loop. (vLLM's streams one output.)"""
-        return await self.llm.aencode(
-            prompts,
-            pooling=pooling,
-            normalize=normalize,
-            truncate_prompt_tokens=truncate_prompt_tokens,
-            lora_request=lora_request,
-            tenant=tenant,
-        )
-
-    async def classify(
-        self,
-        prompts: PromptLike | Sequence[PromptLike],
-        *,
-        use_activation: bool = True,
-        truncate_prompt_tokens: int | None = None,
-        lora_request: LoRAsLike = None,
-        tenant: str | None = None,
-    ) -> list[ClassificationOutput]:
-        """:meth:`LLM.classify` for an event loop."""
-        return await self.llm.aclassify(
-            prompts,
-            use_activation=use_activation,
-            truncate_prompt_tokens=truncate_prompt_tokens,
-            lora_request=lora_request,
-            tenant=tenant,
-        )
-
-    async def score(
-        self,
-        data_1: PromptLike | Sequence[PromptLike],
-        data_2: PromptLike | Sequence[PromptLike],
-        *,
-        lora_request: LoRALike | None = None,
-        chat_template: str | None = None,
-        tenant: str | None = None,
-        cache_salt: str | None = None,
-    ) -> list[ScoringOutput]:
-        """:meth:`LLM.score` for an event loop."""
-        return await self.llm.ascore(
-            data_1,
-            data_2,
-            lora_request=lora_request,
-            chat_template=chat_template,
-            tenant=tenant,
-            cache_salt=cache_salt,
-        )
-
-    async def rerank(
-        self,
-        query: str,
-        documents: Sequence[str],
-        top_n: int | None = None,
-        *,
-        lora_request: LoRALike | None = None,
-        chat_template: str | None = None,
-        tenant: str | None = None,
-        cache_salt: str | None = None,
-    ) -> list[RerankOutput]:
-        """:meth:`LLM.rerank` for an event loop."""
-        return await self.llm.arerank(
-            query,
-            documents,
-            top_n,
-            lora_request=lora_request,
-            chat_template=chat_template,
-            tenant=tenant,
-            cache_salt=cache_salt,
-        )
+    # The same functions under vLLM's names, without the prefix that tells them apart in LLM.
+    embed = AsyncPooling.aembed
+    encode = AsyncPooling.aencode
+    classify = AsyncPooling.aclassify
+    score = AsyncPooling.ascore
+    rerank = AsyncPooling.arerank
 
     async def add_lora(
         self,

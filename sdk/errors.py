@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sdk.kernels.errors import KernelError, SdkError
+from sdk.kernels.errors import KernelError, MissingPackageError, SdkError
 from sdk.quant.errors import (
     AlignmentError,
     CheckpointError,
@@ -71,6 +71,7 @@ __all__ = [
     "EngineDeadError",
     "KernelError",
     "LoadCancelled",
+    "MissingPackageError",
     "OutOfMemoryError",
     "QuantizationError",
     "QueueFullError",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -21,6 +21,7 @@ from sdk.memory.plan import MemoryPlan
 from sdk.metrics.slo import SLO
 from sdk.metrics.stats import EngineStats
 from sdk.metrics.trace import Trace
+from sdk.near_misses import names_keywords, no_attribute
 from sdk.options import EngineOptions, engine_config, takes_options
 from sdk.outputs import (
     ClassificationOutput,
@@ -33,7 +34,10 @@ from sdk.outputs import (
 )
 from sdk.params import SamplingParams
 from sdk.persistence.snapshot import Snapshot
+from sdk.reports.display import Explanation, html_table, llm_facts
 from sdk.reports.quant_report import QuantReport
+from sdk.requests.advice import Advice
+from sdk.requests.as_completed import AsCompleted
 from sdk.requests.async_pooling import AsyncPooling
 from sdk.requests.async_stream import AnswerStream
 from sdk.requests.beam_searches import BeamSearches
@@ -125,9 +129,8 @@ class LLM(AsyncPooling):
             adapters=served.adapters,
             classifier=facts.classifier,
         )
-        self._calls = Calls(self._driver, self._jobs, self._reader, self.config.on_progress)
         head = facts.embedding_head
-        self._pooling = PoolingCalls(self._jobs, self._reader, facts.classifier, head)
+        self._pooling = PoolingCalls(self._jobs, self._reader, facts.classifier, head, Advice())
         self._beam_searches = BeamSearches(
             self._jobs,
             self._reader,
@@ -137,6 +140,14 @@ class LLM(AsyncPooling):
         )
         self._stepping = Stepping(self._driver, self._jobs)
         self._monitoring = served.monitoring
+        self._calls = Calls(
+            self._driver,
+            self._jobs,
+            self._reader,
+            self.config.on_progress,
+            self._monitoring.list_requests,
+            read_ahead=2 * self.config.max_num_seqs * self.config.data_parallel_size,
+        )
         self._prefixes, self._memory = served.saved_with(self._jobs)
         self._jobs.before_structures = self._memory.hold_vocabulary
         self._close = weakref.finalize(self, self._driver.close)
@@ -176,6 +187,26 @@ class LLM(AsyncPooling):
         hub = HubAccess(config.revision, config.local_files_only, config.download_dir)
         model = locate(config.model, config.filename, hub)
         return quantize(model, out, scheme, **options)
+
+    if not TYPE_CHECKING:  # type checkers report unknown attributes themselves
+
+        def __getattr__(self, name: str) -> NoReturn:
+            no_attribute(self, name)
+
+        def __call__(self, *args: Any, **given: Any) -> NoReturn:
+            raise TypeError(
+                "an LLM is not called like a function: use generate(prompts), chat(messages) or "
+                "stream(prompt)"
+            )
+
+    def __repr__(self) -> str:
+        if "_driver" not in vars(self):  # not loaded yet
+            return object.__repr__(self)
+        shown = [text for name, text in llm_facts(self) if name != "warning"]
+        return f"LLM({', '.join(shown)})"
+
+    def _repr_html_(self) -> str:
+        return html_table([*llm_facts(self), ("more", "print(llm.explain()), llm.memory_plan")])
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -224,6 +255,7 @@ class LLM(AsyncPooling):
         priority: int | Sequence[int] | None = None,
         use_tqdm: bool = True,
     ) -> list[ParsedOutput[T]]: ...
+    @names_keywords
     def generate(
         self,
         prompts: PromptLike | Sequence[PromptLike],
@@ -245,7 +277,7 @@ class LLM(AsyncPooling):
         :raises EngineClosedError: during or after ``close``.
         """
         calling = self._jobs.read(prompts, sampling_params, returns, lora_request)
-        return self._calls.run(calling, priority, use_tqdm)
+        return self._calls.run("generate", calling, priority, use_tqdm)
 
     @overload
     def chat(
@@ -303,7 +335,7 @@ class LLM(AsyncPooling):
         """
         given = sampling_params, template, returns, lora_request
         calling = self._jobs.read_chats("chat", messages, *given)
-        return self._calls.run(calling, priority, use_tqdm)
+        return self._calls.run("chat", calling, priority, use_tqdm)
 
     def run_tools(
         self,
@@ -325,8 +357,10 @@ class LLM(AsyncPooling):
         from sdk.requests.views import ToolTurns
 
         turns = ToolTurns(tools, tool_choice, sampling_params, template, parsed, lora_request)
+        self._calls.advice.blocking("run_tools")
         return turns.run(self.chat, messages, max_turns, on_error)
 
+    @names_keywords
     def beam_search(
         self,
         prompts: PromptLike | Sequence[PromptLike],
@@ -339,7 +373,65 @@ class LLM(AsyncPooling):
 
         :raises RequestError: a prompt or a parameter is invalid, or logits are not finite.
         """
-        return self._calls.do(self._beam_searches.search(prompts, params, use_tqdm, lora_request))
+        work = self._beam_searches.search(prompts, params, use_tqdm, lora_request)
+        return self._calls.do("beam_search", work)
+
+    @overload
+    def as_completed(
+        self,
+        prompts: PromptLike | Iterable[PromptLike | Sequence[Message]],
+        sampling_params: SamplingParams | None = None,
+        *,
+        tools: Sequence[ToolLike],
+        tool_choice: str | Mapping[str, Any] = "auto",
+        lora_request: LoRALike | None = None,
+        priority: int | None = None,
+        **template: Any,
+    ) -> AsCompleted[MessageOutput]: ...
+    @overload
+    def as_completed(
+        self,
+        prompts: PromptLike | Iterable[PromptLike | Sequence[Message]],
+        sampling_params: SamplingParams | None = None,
+        *,
+        returns: type[T] | Mapping[str, Any],
+        lora_request: LoRALike | None = None,
+        priority: int | None = None,
+        **template: Any,
+    ) -> AsCompleted[ParsedOutput[T]]: ...
+    @overload
+    def as_completed(
+        self,
+        prompts: PromptLike | Iterable[PromptLike | Sequence[Message]],
+        sampling_params: SamplingParams | None = None,
+        *,
+        lora_request: LoRALike | None = None,
+        priority: int | None = None,
+        **template: Any,
+    ) -> AsCompleted[RequestOutput]: ...
+    def as_completed(
+        self,
+        prompts: PromptLike | Iterable[PromptLike | Sequence[Message]],
+        sampling_params: SamplingParams | None = None,
+        *,
+        returns: Any = None,
+        lora_request: LoRALike | None = None,
+        priority: int | None = None,
+        **template: Any,
+    ) -> AsCompleted[Any]:
+        """Answer many prompts or conversations: ``for index, output in llm.as_completed(...)``, and
+        ``async for`` in an event loop. Pairs come in the order in which answers end.
+
+        ``prompts``: any iterable, also a generator; it is read ``2 * max_num_seqs`` ahead of the
+        answers, so that what has ended can be stored while the rest runs. Leaving the loop aborts
+        the rest. ``template``: for conversations, as in :meth:`chat`.
+
+        :raises RequestError: in the loop, for an invalid prompt, with its index; unfinished ones
+            are aborted then.
+        """
+        return self._calls.as_completed(
+            prompts, sampling_params, priority, template, returns, lora_request
+        )
 
     # ---- streams ---------------------------------------------------------------------------------
 
@@ -398,6 +490,7 @@ class LLM(AsyncPooling):
 
     # ---- async twins -----------------------------------------------------------------------------
 
+    @names_keywords
     async def agenerate(
         self,
         prompts: PromptLike | Sequence[PromptLike],
@@ -500,6 +593,7 @@ class LLM(AsyncPooling):
         fails, its error is raised and the next call returns the others. Ctrl-C aborts the
         requests; the next call returns what they had generated.
         """
+        self._calls.advice.blocking("wait_for_completion")
         return self._stepping.wait_for_completion()
 
     def step(self) -> list[RequestOutput]:
@@ -635,6 +729,8 @@ class LLM(AsyncPooling):
         self, method: str, prompt: Any, template: Mapping[str, Any], lora: LoRALike | None = None
     ) -> Prompt:
         """Read one prompt or conversation; the latter without the opening of an answer."""
+        if method != "unpin":  # which computes nothing
+            self._calls.advice.blocking(method)
         if is_conversation(prompt):
             template = {"add_generation_prompt": False, **template}
         read = self._reader.read_one(method, prompt, self._default_params, template)
@@ -721,6 +817,7 @@ class LLM(AsyncPooling):
 
     # ---- embeddings ------------------------------------------------------------------------------
 
+    @names_keywords
     def embed(
         self,
         prompts: PromptLike | Sequence[PromptLike],
@@ -739,8 +836,9 @@ class LLM(AsyncPooling):
         ``tenant``: see :class:`SamplingParams`.
         """
         work = self._pooling.embed(prompts, truncate_prompt_tokens, lora_request, tenant)
-        return self._calls.do(work, use_tqdm)
+        return self._calls.do("embed", work, use_tqdm)
 
+    @names_keywords
     def encode(
         self,
         prompts: PromptLike | Sequence[PromptLike],
@@ -765,8 +863,9 @@ class LLM(AsyncPooling):
         work = self._pooling.encode(
             prompts, pooling, normalize, truncate_prompt_tokens, lora_request, tenant
         )
-        return self._calls.do(work, use_tqdm)
+        return self._calls.do("encode", work, use_tqdm)
 
+    @names_keywords
     def classify(
         self,
         prompts: PromptLike | Sequence[PromptLike],
@@ -786,8 +885,9 @@ class LLM(AsyncPooling):
         work = self._pooling.classify(
             prompts, use_activation, truncate_prompt_tokens, lora_request, tenant
         )
-        return self._calls.do(work, use_tqdm)
+        return self._calls.do("classify", work, use_tqdm)
 
+    @names_keywords
     def score(
         self,
         data_1: PromptLike | Sequence[PromptLike],
@@ -800,16 +900,20 @@ class LLM(AsyncPooling):
     ) -> list[ScoringOutput]:
         """How well texts match, pair by pair; one ``data_1`` may be compared with many ``data_2``.
 
-        Cosines of embeddings; with a reranker the probability that ``data_2`` answers ``data_1``.
+        With a reranker the probability that ``data_2`` answers ``data_1``. With an embedding model
+        the cosine of their embeddings. With any other model the cosine of its last hidden states,
+        which says little about relevance; the first such call warns.
         ``chat_template``: see :meth:`rerank`. ``cache_salt``: cached prefixes are shared only with
         requests that have the same one.
 
         :raises RequestError: the lengths do not match.
         """
         return self._calls.do(
-            self._pooling.score(data_1, data_2, chat_template, lora_request, tenant, cache_salt)
+            "score",
+            self._pooling.score(data_1, data_2, chat_template, lora_request, tenant, cache_salt),
         )
 
+    @names_keywords
     def rerank(
         self,
         query: str,
@@ -823,22 +927,27 @@ class LLM(AsyncPooling):
     ) -> list[RerankOutput]:
         """The ``top_n`` documents (default: all) that match ``query`` best, best first.
 
-        Scores are those of :meth:`score`. ``chat_template`` formats a pair for a reranker: it gets
-        two messages with the roles ``query`` and ``document``. The default is the checkpoint's.
+        Scores are those of :meth:`score`, so a model that is neither a reranker nor an embedding
+        model sorts badly, and the first call warns. ``chat_template`` formats a pair for a
+        reranker: it gets two messages with the roles ``query`` and ``document``. The default is the
+        checkpoint's.
 
         :raises RequestError: an invalid argument, or a head with other classes.
         """
         work = self._pooling.rerank(
             query, documents, top_n, chat_template, lora_request, tenant, cache_salt
         )
-        return self._calls.do(work)
+        return self._calls.do("rerank", work)
 
     # ---- information -----------------------------------------------------------------------------
 
-    def explain(self) -> str:
-        """What runs where and why: memory, each layer's kernel, and why faster ones reject it."""
+    def explain(self) -> Explanation:
+        """What runs where and why: memory, each layer's kernel, and why faster ones reject it.
+
+        A string; a notebook shows a table.
+        """
         self._driver.check_usable()
-        return self._served.explain(self.memory_plan)
+        return Explanation(self._served.explain(self.memory_plan))
 
     def quant_report(self) -> QuantReport:
         """Format, bits, bytes and kernel of every linear layer, and why faster ones reject it."""

@@ -16,6 +16,7 @@ from typing import Any, Literal, TypedDict, TypeVar
 from sdk.config import EngineConfig, ProgressCallback
 from sdk.engine.scheduling.policy import PolicyName, SchedulingPolicy
 from sdk.memory.pool import MemoryPool
+from sdk.near_misses import option_of_a_call
 from sdk.other_names import ENGINE, without_effect
 from sdk.remote import RemoteWorkers
 from sdk.speculative_config import SpeculativeConfig
@@ -210,6 +211,8 @@ def engine_config(model: object, **options: Any) -> EngineConfig:
             close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             hint = f": {ENGINE[name].here}" if name in ENGINE else hint
+            if name not in ENGINE and (of_call := option_of_a_call(name, value)) is not None:
+                hint = f": {of_call}"
             raise TypeError(f"LLM() got an unknown option {name!r}{hint}")
     return EngineConfig(model=str(model), **options)
 

@@ -11,7 +11,7 @@ Objects built in every step are named tuples: creating a frozen dataclass of nin
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 
 from sdk.errors import RequestError
 from sdk.kernels.dataclass import dataclass
@@ -44,6 +44,11 @@ class CompletionOutput(NamedTuple):
     stop_reason: int | str | None = None
     lora_request: object | None = None
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        from sdk.reports.display import answer_line
+
+        printer.text(answer_line(self))
+
     @property
     def finished(self) -> bool:
         """Whether this answer is complete."""
@@ -67,6 +72,16 @@ class RequestOutput(NamedTuple):
     metrics: RequestMetrics | None = None
     lora_request: object | None = None
     num_cached_tokens: int | None = None
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        from sdk.reports.display import request_line
+
+        printer.text(request_line(self))
+
+    def _repr_html_(self) -> str:
+        from sdk.reports.display import request_html
+
+        return request_html(self)
 
     @property
     def text(self) -> str:
@@ -125,6 +140,11 @@ class EmbeddingOutput:
     embedding: list[float]
     finished: bool = True
     metrics: RequestMetrics | None = None
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        from sdk.reports.display import numbers
+
+        printer.text(f"EmbeddingOutput({self.request_id!r}, {numbers(self.embedding)})")
 
     @property
     def timeline(self) -> Timeline | None:
@@ -203,3 +223,15 @@ class ScoringOutput:
 def _timeline(metrics: RequestMetrics | None, prompt_token_ids: list[int]) -> Timeline | None:
     """Of a request that does not generate."""
     return None if metrics is None else Timeline.of(metrics, len(prompt_token_ids))
+
+
+def _other_name(self: object, name: str) -> NoReturn:
+    """:raises AttributeError: always; with the name here of what other libraries call otherwise."""
+    from sdk.near_misses import no_attribute
+
+    no_attribute(self, name)
+
+
+if not TYPE_CHECKING:  # type checkers report unknown attributes themselves
+    for _kind in (CompletionOutput, RequestOutput, EmbeddingOutput):
+        _kind.__getattr__ = _other_name

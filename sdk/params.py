@@ -9,7 +9,6 @@ range; an unknown keyword raises ``TypeError`` with the closest known one.
 
 from __future__ import annotations
 
-import difflib
 import enum
 import inspect
 import itertools
@@ -20,7 +19,6 @@ from typing import Any
 
 from sdk.errors import RequestError, SdkError
 from sdk.kernels.dataclass import dataclass
-from sdk.other_names import SAMPLING
 from sdk.quant.safe_repr import is_value_error, safe_message, safe_repr
 from sdk.structured.params import StructuredOutputsParams, structure_of
 from sdk.text.stop_regex import MAX_PATTERN_LEN, StopRegex
@@ -248,12 +246,16 @@ class SamplingParams:
     def __new__(cls, *args: Any, **kwargs: Any) -> SamplingParams:
         """Reject unknown keywords and name the closest known one, unlike a plain dataclass."""
         known = cls.__dataclass_fields__
+        if args and not kwargs.keys() & known.keys():
+            raise TypeError(
+                "SamplingParams takes keywords only, such as SamplingParams(max_tokens=64, "
+                f"temperature=0); found {safe_repr(args[0])}"
+            )
         for name in kwargs:
             if name not in known:
-                near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
-                hint = f": {SAMPLING[name]}" if name in SAMPLING else hint
-                raise TypeError(f"SamplingParams has no parameter {name!r}{hint}")
+                from sdk.near_misses import unknown_parameter
+
+                raise unknown_parameter(name, known)
         return object.__new__(cls)
 
     def __post_init__(self) -> None:

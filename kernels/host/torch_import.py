@@ -15,6 +15,8 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any
 
+from sdk.kernels.errors import MissingPackageError
+
 
 class _Mode(threading.local):
     """Whether this thread stays without torch, though another thread may import it."""
@@ -56,7 +58,8 @@ def torch_module(what: str) -> Any:
     try:
         return importlib.import_module("torch")
     except ImportError as error:
-        raise ImportError(f"{what} needs torch, which cannot be imported: {error}") from error
+        text = f"{what} needs torch, which cannot be imported: {error}"
+        raise MissingPackageError(text, name="torch") from error
 
 
 def import_torch() -> None:

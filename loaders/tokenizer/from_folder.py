@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sdk.kernels.lazy_torch import import_torch
+from sdk.kernels.packages import missing, package
 from sdk.loaders.folder_file import folder_file
 from sdk.loaders.json_file import TOKENIZER_DIGITS, read_json
 from sdk.loaders.quiet import transformers_to_our_log
@@ -116,23 +117,25 @@ def _backend(folder: Path) -> Any:
         if other.suffix != ".safetensors":
             folder_file(folder, other.name)
     import_torch()  # transformers would, but Ctrl-C must not meet it there
-    from transformers import AutoTokenizer
-
+    tokenizer_file = folder / found[0]
+    transformers = package("transformers", f"{tokenizer_file}: to convert it needs")
     try:
         with transformers_to_our_log():
-            converted = AutoTokenizer.from_pretrained(
+            converted = transformers.AutoTokenizer.from_pretrained(
                 str(folder), local_files_only=True, trust_remote_code=False
             )
         backend = getattr(converted, "backend_tokenizer", None)
         if backend is not None:
-            check_parts(backend, str(folder / found[0]))
+            check_parts(backend, str(tokenizer_file))
     except CheckpointError:
         raise
+    except ImportError as error:  # of what the conversion needs: sentencepiece, protobuf, tiktoken
+        raise missing(error, f"{tokenizer_file}: to convert it needs") from error
     except Exception as error:  # it can fail in many ways
-        raise CheckpointError(f"{folder / found[0]}: expected a tokenizer, found {error}") from None
+        raise CheckpointError(f"{tokenizer_file}: expected a tokenizer, found {error}") from None
     if backend is None:
         raise CheckpointError(
-            f"{folder / found[0]}: expected a tokenizer that can be written as tokenizer.json, "
+            f"{tokenizer_file}: expected a tokenizer that can be written as tokenizer.json, "
             f"found {type(converted).__name__}; save a fast one with save_pretrained"
         )
     return backend

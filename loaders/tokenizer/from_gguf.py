@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from sdk.kernels.dataclass import dataclass
+from sdk.kernels.packages import package
 from sdk.loaders.tokenizer.base import TokenizerFacts
 from sdk.loaders.tokenizer.byte_level import EncodeText, byte_level_encoder, raw_encoder
 from sdk.loaders.tokenizer.end_tokens import end_token_ids
@@ -294,6 +295,9 @@ def _bpe(
     lines = meta.strings(key)
     if lines is None:
         raise meta.error(key, "the merges of a byte-level BPE", "no such key")
+    package(
+        "tokenizers", f"{meta.file}: its tokenizer needs"
+    )  # what fails below is the file's fault
     build = raw_encoder if model == "gemma4" else partial(byte_level_encoder, pre=pre)
     try:
         return build(pieces, _Merges(lines))

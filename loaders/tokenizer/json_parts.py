@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from sdk.kernels.packages import package
 from sdk.quant.errors import CheckpointError
 
 #: The largest one in use, Gemma's, has 33 MB.
@@ -35,8 +36,7 @@ def load_tokenizer_json(source: Path | str, where: str) -> Any:
     Raises:
         CheckpointError: it cannot be read, or its cost is not bounded.
     """
-    from tokenizers import Tokenizer
-
+    Tokenizer = package("tokenizers", f"{where}: its tokenizer needs").Tokenizer
     try:
         if isinstance(source, Path):
             size = source.stat().st_size

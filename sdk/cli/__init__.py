@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import logging
 import os
 import re
@@ -17,6 +18,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import TextIO
 
 from sdk import __version__
@@ -39,6 +41,31 @@ COMMANDS = {
     "simulate": "simulate",
     "tune serve": "tune_serve",
     "fetch-demo": "fetch_demo",
+}
+
+
+#: Commands of Ollama, vLLM, llama.cpp and transformers, and what to use here.
+_OTHER_COMMANDS = {
+    "chat": "use embedlm run MODEL",
+    "complete": "use embedlm run MODEL --raw --prompt TEXT",
+    "generate": "use embedlm run MODEL --raw --prompt TEXT",
+    "prompt": "use embedlm run MODEL TEXT",
+    "pull": "models are fetched when they are first used: embedlm run ORG/NAME",
+    "download": "models are fetched when they are first used: embedlm run ORG/NAME",
+    "list": "models are files, where you put them; those of the hub: hf cache ls",
+    "ls": "models are files, where you put them; those of the hub: hf cache ls",
+    "show": "use embedlm inspect FILE",
+    "info": "use embedlm inspect FILE, or embedlm doctor for the installation",
+    "env": "use embedlm doctor",
+    "collect-env": "use embedlm doctor",
+    "start": "use embedlm serve MODEL",
+    "server": "use embedlm serve MODEL",
+    "api": "use embedlm serve MODEL",
+    "convert": "use embedlm quantize MODEL OUT",
+    "perplexity": "use embedlm eval MODEL",
+    "test": "use embedlm doctor",
+    "help": "use embedlm --help",
+    "version": "use embedlm --version",
 }
 
 
@@ -65,6 +92,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     argv = _joined(sys.argv[1:] if argv is None else argv)
     argv, named = _with_command(argv)
+    if named and named not in COMMANDS:
+        print(f"embedlm: {_unknown_command(named)}", file=sys.stderr)
+        return 2
     args = build_parser(named).parse_args(argv)
     try:
         with _closed_streams_replaced(), _warnings_shown():
@@ -100,11 +130,25 @@ def _with_command(argv: list[str]) -> tuple[list[str], str]:
     return argv, ""
 
 
+def _unknown_command(name: str) -> str:
+    """What other programs call a command, or what was meant."""
+    text = f"no such command: {name!r}"
+    if (hint := _OTHER_COMMANDS.get(name)) is not None:
+        return f"{text}; {hint}"
+    if name.endswith(".gguf") or Path(name).exists():
+        return f"{text}; to chat with a model: embedlm run {name}"
+    near = difflib.get_close_matches(name, COMMANDS, n=1)
+    known = ", ".join(COMMANDS)
+    return f"{text}; did you mean {near[0]!r}?" if near else f"{text}; expected one of {known}"
+
+
 def _joined(argv: Sequence[str]) -> list[str]:
     """Turn ``--memory -1GiB`` into ``--memory=-1GiB``: argparse takes a word that begins with a
     dash for an option, so the value's own check would never run."""
     joined: list[str] = []
     for word in argv:
+        if option := re.match(r"--[a-z]+(_[a-z]+)+(?==|$)", word):  # vLLM takes both spellings
+            word = option[0].replace("_", "-") + word[option.end() :]
         if re.match(r"-\.?\d", word) and joined and re.fullmatch(r"--[a-z-]+", joined[-1]):
             joined[-1] += f"={word}"
         else:

@@ -62,6 +62,7 @@ class Answer:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", nargs="?", help="the model (default: the demo model)")
+    parser.add_argument("text", nargs="?", help="the prompt, as --prompt")
     parser.add_argument("--model", help="the model, as an option")
     parser.add_argument("--prompt", "-p", help="answer this and exit; - reads standard input")
     parser.add_argument("--system", help="the system message of the conversation")
@@ -105,7 +106,8 @@ def model_name(args: argparse.Namespace) -> str:
     """The model the user named, or the demo model."""
     if args.file is not None and args.model is not None:
         raise RequestError(
-            f"model: expected one, found {args.file!r} and --model {args.model!r}; leave one out"
+            f"model: expected one, found {args.file!r} and --model {args.model!r}; leave one out "
+            "(a prompt is --prompt TEXT)"
         )
     return args.file or args.model or str(demo_model())
 
@@ -154,6 +156,13 @@ def read_prompt(args: argparse.Namespace) -> str | None:
 
     Piped text is the prompt if there is no ``--prompt``, or with ``--prompt -``.
     """
+    if args.text is not None:
+        if args.prompt is not None:
+            raise RequestError(
+                f"--prompt: expected one prompt, found {args.prompt!r} and {args.text!r}; leave "
+                "one out"
+            )
+        args.prompt = args.text
     if args.prompt is not None and args.prompt != "-":
         return str(args.prompt)
     if args.prompt is None and is_terminal(sys.stdin):

@@ -2,8 +2,9 @@
 
     python -m sdk.evaluating.harness run --model embedlm --model_args pretrained=m.gguf --tasks ...
 
-is the ``lm_eval`` command with this model registered. Releases of lm-eval that use entry points
-find the model themselves. ``model_args`` are options of :class:`sdk.LLM`.
+is the ``lm_eval`` command with this model registered. Releases of lm-eval newer than 0.4.13 look
+for entry points (group ``lm_eval.models``) and find the model themselves. ``model_args`` are
+options of :class:`sdk.LLM`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 from lm_eval.__main__ import cli_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
-from lm_eval.api.registry import register_model
+from lm_eval.api.registry import MODEL_REGISTRY, register_model
 from lm_eval.utils import get_rolling_token_windows
 
 from sdk.errors import RequestError
@@ -31,7 +32,6 @@ _AT_ONCE = 512
 Pair = tuple[tuple[str, str], list[int], list[int]]
 
 
-@register_model("embedlm")
 class EmbedLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
     """lm-eval's model interface, implemented with :meth:`sdk.LLM.generate`.
 
@@ -212,6 +212,11 @@ def _check(output: RequestOutput) -> None:
     if answer.finish_reason == "error":
         raise RequestError(f"request {output.request_id} failed: {answer.stop_reason}")
 
+
+#: Not as a decorator: where an entry point of this package has registered the name already, lm-eval
+#: imports this module for it, and compares the module's name, which is another one there.
+if "embedlm" not in MODEL_REGISTRY:
+    register_model("embedlm")(EmbedLM)
 
 if __name__ == "__main__":
     cli_evaluate()

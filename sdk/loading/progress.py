@@ -32,19 +32,28 @@ def reporting(
 
         yield call
         return
-    make = _bar() if bar else None
-    if make is None:
-        yield lambda done, total: None
-        return
-    with make(
-        desc=stage, unit=unit, unit_scale=unit == "B", delay=_DELAY_SECONDS, leave=False
-    ) as shown:
+    with bar_of(stage, unit, bar=bar) as shown:
+        if shown is None:
+            yield lambda done, total: None
+            return
 
         def draw(done: int, total: int) -> None:
             shown.total = total
             shown.update(done - shown.n)
 
         yield draw
+
+
+@contextmanager
+def bar_of(stage: str, unit: str, *, bar: bool = True) -> Iterator[Any]:
+    """A bar of tqdm on standard error, if that is a terminal or a notebook cell; else ``None``."""
+    make = _bar() if bar else None
+    if make is None:
+        yield None
+        return
+    scaled = unit == "B"
+    with make(desc=stage, unit=unit, unit_scale=scaled, delay=_DELAY_SECONDS, leave=False) as shown:
+        yield shown
 
 
 def is_terminal(stream: object) -> bool:
@@ -65,6 +74,8 @@ def _bar() -> Any:
 
             return widget
     elif not is_terminal(sys.stderr):
+        return None
+    if find_spec("tqdm") is None:  # progress is no reason to fail
         return None
     from tqdm import tqdm
 

@@ -188,6 +188,36 @@ class MemoryPlan:
         return 1 / (max(nbytes, 1) / (DECODE_SHARE * bandwidth) + on_disk / disk)
 
     def __str__(self) -> str:
+        lines = [
+            f"{name:<10} {format_bytes(size):>10}  {note}".rstrip()
+            for name, size, note in self._rows()
+        ]
+        if self.swap_pages:
+            lines.append(self._swap_row())
+        lines.append(
+            f"context    {self.max_model_len:>10}  tokens a request, "
+            f"{self.full_requests:.1f} such requests at once"
+        )
+        return "\n".join(lines)
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(str(self) if self.fits else f"{self}\n{self.problem}")
+
+    def _repr_html_(self) -> str:
+        from sdk.reports.display import html_table
+
+        rows = [(name, format_bytes(size), note) for name, size, note in self._rows()]
+        if self.swap_pages:
+            rows.append(("swap space", *self._swap_space()))
+        at_once = f"{self.full_requests:.1f} such requests at once"
+        rows.append(("context", f"{self.max_model_len}", f"tokens a request, {at_once}"))
+        if not self.fits:
+            rows.append(("does not fit", "", self.problem))
+        rows += [("instead", "", str(one)) for one in self.alternatives]
+        return html_table(rows)
+
+    def _rows(self) -> list[tuple[str, int, str]]:
+        """The parts and the total, each with a note."""
         rows = [
             ("weights", self.weights, _kernel_names(self.kernels)),
             (
@@ -224,24 +254,17 @@ class MemoryPlan:
             rows.insert(-1, ("replicas", more, f"{self.replicas - 1} more of the same{note}"))
         if self.loading > self.serving - self.tokenizer:
             rows.insert(-1, ("loading", self.loading, "briefly, more than serving takes"))
-        lines = [
-            f"{name:<10} {format_bytes(size):>10}  {note}".rstrip() for name, size, note in rows
-        ]
-        if self.swap_pages:
-            lines.append(self._swap_row())
-        lines.append(
-            f"context    {self.max_model_len:>10}  tokens a request, "
-            f"{self.full_requests:.1f} such requests at once"
-        )
-        return "\n".join(lines)
+        return rows
 
     def _swap_row(self) -> str:
+        size, note = self._swap_space()
+        return f"swap space {size:>10}  {note}"
+
+    def _swap_space(self) -> tuple[str, str]:
         count, types = self.swap_pages, self.kv_dtype.split(">")
         small = f", {count << len(types) - 1} of {types[-1]}" if len(types) > 1 else ""
-        return (
-            f"swap space {format_bytes(count * self.page_bytes):>10}  not part of the total: "
-            f"{count} pages of {types[0]}{small}"
-        )
+        note = f"not part of the total: {count} pages of {types[0]}{small}"
+        return format_bytes(count * self.page_bytes), note
 
 
 def _kernel_names(shares: tuple[KernelShare, ...]) -> str:

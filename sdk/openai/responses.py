@@ -7,7 +7,6 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from sdk.logprobs import Logprob
 from sdk.openai.objects import (
     ChatCompletion,
     ChatCompletionChunk,
@@ -152,11 +151,11 @@ class Responses:
             # after the best ones a row has the chosen token, whatever its rank
             best = [one for one in row.entries() if most < 0 or (one[1].rank or 0) <= most]
             tops = [
-                TopLogprob(_text(entry), entry.logprob, names.data(other)) for other, entry in best
+                TopLogprob(names[other], entry.logprob, names.data(other)) for other, entry in best
             ]
             own = row[token]
             content.append(
-                ChatCompletionTokenLogprob(_text(own), own.logprob, names.data(token), tops)
+                ChatCompletionTokenLogprob(names[token], own.logprob, names.data(token), tops)
             )
         return ChoiceLogprobs(content)
 
@@ -165,8 +164,3 @@ class Responses:
         data = [Embedding(output.embedding, index) for index, output in enumerate(outputs)]
         model = self._facts["model"]
         return CreateEmbeddingResponse(data, model, EmbeddingUsage(count, count))
-
-
-def _text(entry: Logprob) -> str:
-    """The text of a token alone; a part of a character is U+FFFD."""
-    return entry.decoded_token or ""

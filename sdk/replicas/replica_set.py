@@ -255,6 +255,9 @@ class ReplicaSet:
             self._prefill_router.ended(name)
             request.prefill = -1
 
+    def take_aborts(self) -> None:
+        """Nothing: replicas take them by themselves."""
+
     def abort(self, request_ids: Iterable[str]) -> None:
         """See :class:`sdk.requests.job.JobDriver`."""
         if os.getpid() != self._owner:

@@ -68,20 +68,41 @@ class QuantReport:
             "layers": [asdict(layer) for layer in self.layers],
         }
 
-    def __str__(self) -> str:
+    def _groups(self) -> Iterator[tuple[QuantReport, str]]:
+        """The layers of one format and kernel, and what they are called together."""
         groups: dict[tuple[Any, ...], list[LayerReport]] = {}
         for layer in self.layers:
             groups.setdefault((layer.format, layer.kernel, layer.declined), []).append(layer)
-        lines = []
-        for (numerics, kernel, declined), members in groups.items():
-            size = format_bytes(sum(member.nbytes for member in members))
-            part = QuantReport(tuple(members))
+        for members in groups.values():
             name = members[0].name
             names = name if len(members) == 1 else f"{len(members)} x {name} ..."
-            lines.append(
-                f"{numerics:<12} {part.bits_per_weight:5.2f} bits  {kernel:<18} {size:>10}  {names}"
-            )
-            lines += [f"{'':<12} not {name}: {reason}" for name, reason in declined]
+            yield QuantReport(tuple(members)), names
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(str(self))
+
+    def _repr_html_(self) -> str:
+        from sdk.reports.display import html_table
+
+        rows = []
+        for part, names in self._groups():
+            layer = part.layers[0]
+            why = "\n".join(f"not {name}: {reason}" for name, reason in layer.declined)
+            sizes = f"{part.bits_per_weight:.2f}", format_bytes(part.nbytes)
+            rows.append((layer.format, *sizes, layer.kernel, names, why))
+        rows.append(("all", f"{self.bits_per_weight:.2f}", format_bytes(self.nbytes), "", "", ""))
+        if self.kv_scales:
+            rows.append(("kv cache", "", "", "", f"{self.kv_scales} scales, not used", ""))
+        header = ("format", "bits", "memory", "kernel", "layers", "faster kernels")
+        return html_table(rows, header=header)
+
+    def __str__(self) -> str:
+        lines = []
+        for part, names in self._groups():
+            layer, size = part.layers[0], format_bytes(part.nbytes)
+            bits = f"{part.bits_per_weight:5.2f} bits"
+            lines.append(f"{layer.format:<12} {bits}  {layer.kernel:<18} {size:>10}  {names}")
+            lines += [f"{'':<12} not {name}: {reason}" for name, reason in layer.declined]
         total = format_bytes(self.nbytes)
         lines.append(f"{'all':<12} {self.bits_per_weight:5.2f} bits  {'':<18} {total:>10}")
         if self.kv_scales:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from sdk.engine.plan import PoolingMode
 from sdk.lora import LoRALike, LoRAsLike
+from sdk.near_misses import names_keywords
 from sdk.outputs import (
     ClassificationOutput,
     EmbeddingOutput,
@@ -27,6 +28,7 @@ class AsyncPooling:
     _pooling: PoolingCalls
     _calls: Calls
 
+    @names_keywords
     async def aembed(
         self,
         prompts: PromptLike | Sequence[PromptLike],
@@ -39,6 +41,7 @@ class AsyncPooling:
         work = self._pooling.embed(prompts, truncate_prompt_tokens, lora_request, tenant)
         return await self._calls.ado(work, prompts, lora_request)
 
+    @names_keywords
     async def aencode(
         self,
         prompts: PromptLike | Sequence[PromptLike],
@@ -55,6 +58,7 @@ class AsyncPooling:
         )
         return await self._calls.ado(work, prompts, lora_request)
 
+    @names_keywords
     async def aclassify(
         self,
         prompts: PromptLike | Sequence[PromptLike],
@@ -70,6 +74,7 @@ class AsyncPooling:
         )
         return await self._calls.ado(work, prompts, lora_request)
 
+    @names_keywords
     async def ascore(
         self,
         data_1: PromptLike | Sequence[PromptLike],
@@ -84,6 +89,7 @@ class AsyncPooling:
         work = self._pooling.score(data_1, data_2, chat_template, lora_request, tenant, cache_salt)
         return await self._calls.ado(work, [data_1, data_2], lora_request)
 
+    @names_keywords
     async def arerank(
         self,
         query: str,

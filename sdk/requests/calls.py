@@ -8,15 +8,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 from sdk.config import ProgressCallback
 from sdk.engine.engine import Output
+from sdk.engine.running_requests import RequestInfo
+from sdk.errors import RequestError
 from sdk.loading.progress import reporting
 from sdk.outputs import RequestOutput
 from sdk.params import RequestOutputKind, SamplingParams
+from sdk.requests.advice import Advice
+from sdk.requests.as_completed import AsCompleted
 from sdk.requests.async_stream import AnswerStream, DeferredJob
 from sdk.requests.conversations import ChatOptions
 from sdk.requests.job import Job, JobDriver
 from sdk.requests.jobs import Calling, JobMaker, arun_jobs, once_each, run_jobs
 from sdk.requests.mailboxes import Mailbox
-from sdk.requests.prompts import PromptReader
+from sdk.requests.progress import RequestProgress, counting
+from sdk.requests.prompts import PromptReader, as_items
 
 if TYPE_CHECKING:
     from sdk.requests.views import View
@@ -45,21 +50,36 @@ class Calls:
         jobs: JobMaker,
         reader: PromptReader,
         on_progress: ProgressCallback | None,
+        list_requests: Callable[[], list[RequestInfo]],
+        *,
+        read_ahead: int,
     ) -> None:
+        """``list_requests``: the unfinished ones. ``read_ahead``: see :meth:`as_completed`."""
         self._driver = driver
         self._jobs = jobs
         self._reader = reader
         self._on_progress = on_progress
+        self._list_requests = list_requests
+        self._read_ahead = read_ahead
+        self.advice = Advice()
 
     # ---- batches ---------------------------------------------------------------------------------
 
     def run(
-        self, calling: Calling, priority: int | Sequence[int] | None, use_tqdm: bool
+        self,
+        method: str,
+        calling: Calling,
+        priority: int | Sequence[int] | None,
+        use_tqdm: bool,
     ) -> list[RequestOutput]:
         """Generate for all prompts and wait; the final outputs, in the order of the prompts."""
+        self.advice.blocking(method)
+        unlimited = any(params.max_tokens is None for params in calling.params)
         calling = calling._replace(params=once_each(calling.params, _final_only))
         jobs = self._jobs.make(calling.prompts, calling.params, priority=priority)
-        found = self.wait(jobs, "generate", use_tqdm)
+        advice = self.advice if unlimited else None
+        with counting(jobs, self._on_progress, self._list_requests, use_tqdm, advice) as progress:
+            found = run_jobs(self._driver, jobs, progress)
         return [view(as_text(o)) for view, o in zip(_views(calling), found, strict=True)]
 
     def wait(
@@ -71,7 +91,8 @@ class Calls:
             return run_jobs(self._driver, jobs, goes_on=goes_on)
         bar = use_tqdm and len(jobs) > 1
         with reporting(stage, "request", self._on_progress, bar=bar) as report:
-            return run_jobs(self._driver, jobs, report, goes_on=goes_on)
+            progress = RequestProgress(report, len(jobs))
+            return run_jobs(self._driver, jobs, progress, goes_on=goes_on)
 
     async def abatch(
         self,
@@ -105,9 +126,10 @@ class Calls:
 
     # ---- work in stages --------------------------------------------------------------------------
 
-    def do(self, work: Work[T], use_tqdm: bool = False) -> T:
+    def do(self, method: str, work: Work[T], use_tqdm: bool = False) -> T:
         """What ``work`` returns."""
         try:
+            self.advice.blocking(method)
             stage, goes_on = next(work), False
             while True:
                 outputs = self.wait(stage.jobs, stage.name, use_tqdm, goes_on=goes_on)
@@ -133,6 +155,43 @@ class Calls:
         assert result is not None
         return result
 
+    # ---- answers as they end ---------------------------------------------------------------------
+
+    def as_completed(
+        self,
+        prompts: Any,
+        sampling_params: SamplingParams | None,
+        priority: int | None,
+        template: Mapping[str, Any],
+        returns: Any = None,
+        lora: Any = None,
+    ) -> AsCompleted[Any]:
+        """See :meth:`sdk.LLM.as_completed`."""
+        self._driver.check_usable()
+        ChatOptions.of("as_completed", template)
+        [params] = self._jobs.params(sampling_params, 1)
+        params = _final_only(params)
+        how: dict[str, Any] = {"template": template, "returns": returns, "lora": lora}
+
+        def make(index: int, prompt: Any) -> tuple[Job, View]:
+            try:
+                return self._stream_job("as_completed", prompt, params, priority, **how)
+            except RequestError as error:
+                raise RequestError(f"prompts[{index}]: {error}") from error
+
+        async def amake(index: int, prompt: Any) -> tuple[Job, View]:
+            read = partial(make, index, prompt)
+            return await self._read_without_blocking(prompt, params, read, lora)
+
+        return AsCompleted(
+            self._driver,
+            as_items(prompts),
+            make,
+            amake,
+            ahead=self._read_ahead,
+            before=lambda: self.advice.blocking("as_completed"),
+        )
+
     # ---- streams ---------------------------------------------------------------------------------
 
     def stream(
@@ -145,6 +204,7 @@ class Calls:
         lora: Any = None,
     ) -> Iterator[Any]:
         """Start one request; its outputs as they come."""
+        self.advice.blocking("stream")
         job, view = self._stream_job(
             "stream", prompt, sampling_params, priority, template, returns=returns, lora=lora
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from sdk.errors import RequestError
 from sdk.flags import check_flags
 from sdk.kernels.dataclass import dataclass
+from sdk.near_misses import unknown_keyword
 from sdk.quant.safe_repr import safe_repr
 from sdk.quant.tokenizer import Tokenizer
 
@@ -62,12 +62,7 @@ class ChatOptions:
         known = sorted(field.name for field in fields(cls))
         for name in given:
             if name not in known:
-                near = difflib.get_close_matches(name, known, 1)
-                hint = f"did you mean {near[0]!r}? " if near else ""
-                raise TypeError(
-                    f"{method}() got an unexpected keyword argument {name!r}; {hint}"
-                    f"for a conversation it takes {', '.join(known)}"
-                )
+                raise unknown_keyword(method, name, given[name], known)
         if (tools := given.get("tools")) is not None:
             from sdk.tools import tools_of  # with the first tools
 

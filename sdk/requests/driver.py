@@ -13,7 +13,6 @@ import logging
 import os
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
@@ -41,6 +40,7 @@ from sdk.requests.loop_inbox import LoopInbox, LoopInboxes
 from sdk.requests.prompts import Prompt
 from sdk.requests.queue_limit import Place, QueueLimit
 from sdk.requests.step_sizes import StepSizes
+from sdk.requests.tracebacks import let_go
 from sdk.requests.wakeups import Wakeups
 
 logger = logging.getLogger("sdk")
@@ -172,6 +172,25 @@ class Driver:
             if ids and not self._closed:
                 self._inbox.append(_Abort(ids))
                 self._wakeups.notify_all()
+
+    def take_aborts(self) -> None:
+        """Obey :meth:`abort` at once if nobody steps: a host that has aborted its requests may
+        never step again, and they hold pages. Waits for nothing."""
+        if os.getpid() != self._owner or not self._inbox or not self._must_wait():
+            return
+        # Owned already: a signal handler, in the middle of what this thread does with the engine.
+        owned = self._step_lock._is_owned()  # type: ignore[attr-defined]  # as Condition asks it
+        if owned or not self._step_lock.acquire(blocking=False):
+            return
+        try:
+            self._run_steps(self._obey)
+        finally:
+            self._step_lock.release()
+
+    def _obey(self) -> None:
+        if not self._closed and self._failure is None:
+            for output in self._take_commands():
+                self._deliver(output)
 
     def run(self, request_ids: Iterable[str]) -> None:
         """Let the engine thread finish submitted requests; finished ids are ignored."""
@@ -573,18 +592,5 @@ class Driver:
                 all_of_it.callback(self.lease.close)
             failure, self._failure = self._failure, None
             if failure is not None:
-                all_of_it.callback(_let_go, failure)
+                all_of_it.callback(let_go, failure)
             self._engine.close()
-
-
-def _let_go(error: BaseException) -> None:
-    """Forget the variables of the calls in which an error was raised. They keep the engine, with
-    its files and maps, in a reference cycle with the error that one of them holds."""
-    seen: set[int] = set()
-    pending: list[BaseException | None] = [error]
-    while pending:
-        one = pending.pop()
-        if one is not None and id(one) not in seen:
-            seen.add(id(one))
-            traceback.clear_frames(one.__traceback__)
-            pending += [one.__cause__, one.__context__]

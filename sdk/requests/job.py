@@ -81,6 +81,9 @@ class JobDriver(Protocol):
     def abort(self, request_ids: Iterable[str]) -> None:
         """End requests; unknown and finished ids are ignored."""
 
+    def take_aborts(self) -> None:
+        """Obey :meth:`abort` at once if nobody steps; waits for nothing."""
+
     def run(self, request_ids: Iterable[str]) -> None:
         """Finish submitted requests without the caller's stepping."""
 

@@ -6,7 +6,7 @@ import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from sdk.engine.engine import Output
 from sdk.engine.plan import Pooling, RequestKind
@@ -61,6 +61,13 @@ class Calling(NamedTuple):
     wish: Wish | None = None
 
 
+def _not_params(given: object) -> RequestError:
+    text = f"sampling_params: expected SamplingParams, found {safe_repr(given)}"
+    if isinstance(given, Mapping):
+        text += "; write SamplingParams(max_tokens=64, ...), or SamplingParams(**values) of a dict"
+    return RequestError(text)
+
+
 def _returned(returns: Any) -> Wish | None:
     """What ``returns=`` asks for."""
     if returns is None:
@@ -74,6 +81,17 @@ def _calling(prompts: list[Prompt], params: list[SamplingParams], wish: Wish | N
     if wish is not None:
         params = [wish.params(one, prompt) for one, prompt in zip(params, prompts, strict=True)]
     return Calling(prompts, params, wish)
+
+
+class Progress(Protocol):
+    """Shows how far a call has come."""
+
+    @property
+    def look_every(self) -> float | None:
+        """Show something after so many seconds even if no request has ended; None: only then."""
+
+    def show(self, done: Mapping[str, Output]) -> None:
+        """``done``: the last outputs of requests that have ended."""
 
 
 class JobMaker:
@@ -109,6 +127,8 @@ class JobMaker:
         if given is None or isinstance(given, SamplingParams):
             return [given or self._default] * count
         with as_request_error("sampling_params"):
+            if isinstance(given, Mapping):
+                raise _not_params(given)
             if not isinstance(given, Sequence) or len(given) != count:
                 found = len(given) if isinstance(given, Sequence) else safe_repr(given)
                 raise RequestError(
@@ -117,9 +137,7 @@ class JobMaker:
             params = list(itertools.islice(given, count))
             for item in params:
                 if not isinstance(item, SamplingParams):
-                    raise RequestError(
-                        f"sampling_params: expected SamplingParams, found {safe_repr(item)}"
-                    )
+                    raise _not_params(item)
             return params
 
     def read(
@@ -389,7 +407,7 @@ async def arun_jobs(
 def run_jobs(
     driver: JobDriver,
     jobs: Sequence[Job],
-    report: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
     *,
     goes_on: bool = False,
 ) -> list[Output]:
@@ -402,11 +420,11 @@ def run_jobs(
     try:
         driver.submit(jobs, mailbox, goes_on=goes_on)
         while len(done) < len(jobs):
-            output = mailbox.get()
-            if output.finished:
+            output = mailbox.get(None if progress is None else progress.look_every)
+            if output is not None and output.finished:
                 done[output.request_id] = output
-                if report is not None:
-                    report(len(done), len(jobs))
+            if progress is not None:
+                progress.show(done)
     except BaseException:
         driver.abort(job.request_id for job in jobs)
         raise

@@ -9,7 +9,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, overload
 
 from sdk.engine.engine import Output
 from sdk.errors import EngineClosedError, RequestError
@@ -40,16 +40,29 @@ class Mailbox:
     def fail(self, request_id: str, error: Exception) -> None:
         self._items.put(error)
 
-    def get(self) -> Output:
-        """The next output; raises what the request failed with.
+    @overload
+    def get(self) -> Output: ...
+    @overload
+    def get(self, seconds: float | None) -> Output | None: ...
+    def get(self, seconds: float | None = None) -> Output | None:
+        """The next output; raises what the request failed with. ``seconds``: the longest wait, if
+        there is one; then None.
 
         :raises EngineClosedError: in a forked child, where no output will ever come.
         """
         check_process(self._owner)
-        item = self._items.get()
+        try:
+            item = self._items.get(timeout=seconds)
+        except queue.Empty:
+            return None
         if isinstance(item, Exception):
             raise item
         return item
+
+    @property
+    def has_some(self) -> bool:
+        """Whether :meth:`get` would not wait."""
+        return not self._items.empty()
 
 
 class AsyncMailbox:
@@ -108,6 +121,11 @@ class AsyncMailbox:
             finally:
                 self._waiting = None
         return self._first()
+
+    @property
+    def has_some(self) -> bool:
+        """Whether :meth:`get` would not wait."""
+        return bool(self._items)
 
     def get_more(self) -> list[Output]:
         """All further outputs that are here."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
@@ -128,6 +128,15 @@ def as_list(prompts: PromptLike | Sequence[PromptLike]) -> list[PromptLike]:
         return _bounded(prompts)
 
 
+def as_items(prompts: Any) -> Iterable[Any]:
+    """Prompts and conversations one after the other; a single one is a list of one."""
+    if is_conversation(prompts):
+        return [prompts]
+    if isinstance(prompts, Iterable) and not isinstance(prompts, Sequence | Mapping):
+        return prompts
+    return as_list(prompts)
+
+
 def as_conversations(messages: Any) -> list[Sequence[Message]]:
     """One or more conversations as a list. :raises RequestError: ``messages`` are neither."""
     with as_request_error("messages"):
@@ -135,11 +144,26 @@ def as_conversations(messages: Any) -> list[Sequence[Message]]:
             return [messages]
         several = isinstance(messages, Sequence) and not isinstance(messages, _BYTES)
         if not several or not all(map(_are_dicts, messages)):
+            hint = ""
+            if isinstance(messages, str):
+                hint = (
+                    f"; one message is chat([{{'role': 'user', 'content': {safe_repr(messages)}}}])"
+                    ", and generate(...) continues a text"
+                )
+            elif isinstance(messages, Mapping):
+                hint = "; put a single message into a list: chat([message])"
             raise RequestError(
                 "messages: expected a list of {'role': ..., 'content': ...} or a list of such "
-                f"lists, found {safe_repr(messages)}"
+                f"lists, found {safe_repr(messages)}{hint}"
             )
         return _bounded(messages)
+
+
+def _is_message(found: object) -> RequestError:
+    return RequestError(
+        "prompt: expected text, token ids or a dict with one of them, found messages of a "
+        f"conversation, {safe_repr(found)}; pass conversations to chat()"
+    )
 
 
 def _bounded(items: Sequence[Any]) -> list[Any]:
@@ -243,6 +267,8 @@ class PromptReader:
             return self._read_dict(prompt, params, room)
         if isinstance(prompt, str):
             return Prompt(self._ids("prompt", prompt, params, room), prompt)
+        if is_conversation(prompt):
+            raise _is_message(prompt)
         return Prompt(self._ids("prompt_token_ids", prompt, params, room))
 
     def _healed(self, prompt: Prompt, params: SamplingParams) -> Prompt:
@@ -269,15 +295,14 @@ class PromptReader:
         negatives = [key for key in _NEGATIVE if key in prompt]
         known = {*_PROMPTS, "cache_salt", *_NEGATIVE}
         unknown = set(prompt) - known - set(_INFILL if "prompt" in given else ())
+        if not given and "role" in prompt:
+            raise _is_message(prompt)
         if len(given) != 1 or len(negatives) > 1 or unknown:
-            hint = (
-                "; pass a conversation, a list of messages, to chat()" if "role" in prompt else ""
-            )
             raise RequestError(
                 "prompt: expected a dict with either 'prompt' or 'prompt_token_ids' (or "
                 "'prompt_embeds'; optionally 'cache_salt' and 'negative_prompt' or "
                 "'negative_prompt_token_ids'; with 'prompt' also 'suffix' and 'suffix_first'), "
-                f"found the keys {safe_repr(list(prompt))}{hint}"
+                f"found the keys {safe_repr(list(prompt))}"
             )
         negative: tuple[int, ...] | None = None
         if negatives:

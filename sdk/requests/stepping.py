@@ -75,3 +75,4 @@ class Stepping:
     def abort(self, request_id: str | Sequence[str]) -> None:
         """See :meth:`sdk.LLM.abort`: of any request, enqueued or not."""
         self._driver.abort([request_id] if isinstance(request_id, str) else request_id)
+        self._driver.take_aborts()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -28,6 +28,7 @@ from sdk.lora import LoRAInfo, LoRALike, LoRARequest, LoRAsLike
 from sdk.metrics.slo import SLO
 from sdk.metrics.stats import EngineStats
 from sdk.metrics.trace import Trace
+from sdk.near_misses import names_keywords, no_attribute
 from sdk.options import EngineOptions, takes_options
 from sdk.outputs import (
     ClassificationOutput,
@@ -39,6 +40,7 @@ from sdk.outputs import (
     ScoringOutput,
 )
 from sdk.params import SamplingParams
+from sdk.requests.as_completed import AsCompleted
 from sdk.requests.async_pooling import AsyncPooling
 from sdk.requests.async_stream import AnswerStream
 from sdk.requests.calls import Calls
@@ -64,6 +66,7 @@ if TYPE_CHECKING:  # Unpack: in typing from Python 3.11 on; the others import to
     from sdk.llm import LLM
     from sdk.memory.plan import MemoryPlan
     from sdk.persistence.snapshot import Snapshot
+    from sdk.reports.display import Explanation
     from sdk.reports.quant_report import QuantReport
 
 _PAGE_SIZE = 16
@@ -161,17 +164,38 @@ class FakeLLM(AsyncPooling):
         script = Script(answers, errors)
         self._jobs = ScriptedJobs(self._reader, self._default_params, script, clock, max_model_len)
         self._driver = Driver(self._engine, max_waiting=max_waiting)
-        self._calls = Calls(self._driver, self._jobs, self._reader, None)
         self._pooling = PoolingCalls(self._jobs, self._reader, None)
         self._beam_searches = _NoBeams()
         self._stepping = Stepping(self._driver, self._jobs)
         self._monitoring = Monitoring(self._driver)
+        self._calls = Calls(
+            self._driver,
+            self._jobs,
+            self._reader,
+            None,
+            self._monitoring.list_requests,
+            read_ahead=2 * max_num_seqs,
+        )
         self._close = weakref.finalize(self, self._driver.close)
 
     @property
     def requests(self) -> list[FakeRequest]:
         """The accepted requests, in order."""
         return list(self._jobs.accepted)
+
+    if not TYPE_CHECKING:  # as LLM
+
+        def __getattr__(self, name: str) -> NoReturn:
+            no_attribute(self, name)
+
+        def __call__(self, *args: Any, **given: Any) -> NoReturn:
+            raise TypeError(
+                "an LLM is not called like a function: use generate(prompts), chat(messages) or "
+                "stream(prompt)"
+            )
+
+    def __repr__(self) -> str:
+        return f"FakeLLM(max_model_len={self.max_model_len}, {len(self.requests)} requests)"
 
     def __enter__(self) -> FakeLLM:
         return self
@@ -191,6 +215,7 @@ class FakeLLM(AsyncPooling):
 
     # ---- batches, streams and their async twins --------------------------------------------------
 
+    @names_keywords
     def generate(
         self,
         prompts: PromptLike | Sequence[PromptLike],
@@ -203,7 +228,7 @@ class FakeLLM(AsyncPooling):
     ) -> Any:
         """See :meth:`sdk.LLM.generate`."""
         calling = self._jobs.read(prompts, sampling_params, returns, lora_request)
-        return self._calls.run(calling, priority, use_tqdm)
+        return self._calls.run("generate", calling, priority, use_tqdm)
 
     def chat(
         self,
@@ -219,7 +244,7 @@ class FakeLLM(AsyncPooling):
         """See :meth:`sdk.LLM.chat`."""
         given = sampling_params, template, returns, lora_request
         calling = self._jobs.read_chats("chat", messages, *given)
-        return self._calls.run(calling, priority, use_tqdm)
+        return self._calls.run("chat", calling, priority, use_tqdm)
 
     def run_tools(
         self,
@@ -236,7 +261,23 @@ class FakeLLM(AsyncPooling):
         """See :meth:`sdk.LLM.run_tools`."""
         parsed = self._jobs.parses_arguments(template)
         turns = ToolTurns(tools, tool_choice, sampling_params, template, parsed, lora_request)
+        self._calls.advice.blocking("run_tools")
         return turns.run(self.chat, messages, max_turns, on_error)
+
+    def as_completed(
+        self,
+        prompts: PromptLike | Iterable[PromptLike | Sequence[Message]],
+        sampling_params: SamplingParams | None = None,
+        *,
+        returns: Any = None,
+        lora_request: LoRALike | None = None,
+        priority: int | None = None,
+        **template: Any,
+    ) -> AsCompleted[Any]:
+        """See :meth:`sdk.LLM.as_completed`."""
+        return self._calls.as_completed(
+            prompts, sampling_params, priority, template, returns, lora_request
+        )
 
     def stream(
         self,
@@ -253,6 +294,7 @@ class FakeLLM(AsyncPooling):
             prompt, sampling_params, priority, template, returns, lora_request
         )
 
+    @names_keywords
     async def agenerate(
         self,
         prompts: PromptLike | Sequence[PromptLike],
@@ -332,6 +374,7 @@ class FakeLLM(AsyncPooling):
 
     def wait_for_completion(self) -> list[RequestOutput]:
         """See :meth:`sdk.LLM.wait_for_completion`."""
+        self._calls.advice.blocking("wait_for_completion")
         return self._stepping.wait_for_completion()
 
     def step(self) -> list[RequestOutput]:
@@ -372,6 +415,7 @@ class FakeLLM(AsyncPooling):
 
     # ---- embeddings ------------------------------------------------------------------------------
 
+    @names_keywords
     def embed(
         self,
         prompts: PromptLike | Sequence[PromptLike],
@@ -383,8 +427,9 @@ class FakeLLM(AsyncPooling):
     ) -> list[EmbeddingOutput]:
         """See :meth:`sdk.LLM.embed`."""
         work = self._pooling.embed(prompts, truncate_prompt_tokens, lora_request, tenant)
-        return self._calls.do(work, use_tqdm)
+        return self._calls.do("embed", work, use_tqdm)
 
+    @names_keywords
     def encode(
         self,
         prompts: PromptLike | Sequence[PromptLike],
@@ -403,8 +448,9 @@ class FakeLLM(AsyncPooling):
         work = self._pooling.encode(
             prompts, pooling, normalize, truncate_prompt_tokens, lora_request, tenant
         )
-        return self._calls.do(work, use_tqdm)
+        return self._calls.do("encode", work, use_tqdm)
 
+    @names_keywords
     def classify(
         self,
         prompts: PromptLike | Sequence[PromptLike],
@@ -419,8 +465,9 @@ class FakeLLM(AsyncPooling):
         work = self._pooling.classify(
             prompts, use_activation, truncate_prompt_tokens, lora_request, tenant
         )
-        return self._calls.do(work, use_tqdm)
+        return self._calls.do("classify", work, use_tqdm)
 
+    @names_keywords
     def score(
         self,
         data_1: PromptLike | Sequence[PromptLike],
@@ -433,9 +480,11 @@ class FakeLLM(AsyncPooling):
     ) -> list[ScoringOutput]:
         """See :meth:`sdk.LLM.score`."""
         return self._calls.do(
-            self._pooling.score(data_1, data_2, chat_template, lora_request, tenant, cache_salt)
+            "score",
+            self._pooling.score(data_1, data_2, chat_template, lora_request, tenant, cache_salt),
         )
 
+    @names_keywords
     def rerank(
         self,
         query: str,
@@ -451,7 +500,7 @@ class FakeLLM(AsyncPooling):
         work = self._pooling.rerank(
             query, documents, top_n, chat_template, lora_request, tenant, cache_salt
         )
-        return self._calls.do(work)
+        return self._calls.do("rerank", work)
 
     # ---- adapters --------------------------------------------------------------------------------
 
@@ -566,6 +615,7 @@ class FakeLLM(AsyncPooling):
         """Not supported."""
         _needs_weights("quantize")
 
+    @names_keywords
     def beam_search(
         self,
         prompts: PromptLike | Sequence[PromptLike],
@@ -621,7 +671,7 @@ class FakeLLM(AsyncPooling):
         """Not supported."""
         _needs_weights("resize")
 
-    def explain(self) -> str:
+    def explain(self) -> Explanation:
         """Not supported."""
         _needs_weights("explain")
 

@@ -19,6 +19,7 @@ from sdk import (
     SamplingParams,
     UnsupportedError,
 )
+from sdk.requests.async_pooling import AsyncPooling
 from sdk.testing import FakeLLM
 from tests.api.engines import Caller, Gate, settle
 
@@ -98,9 +99,10 @@ def test_a_bad_request_is_refused_at_the_call(tiny: LLM) -> None:
         engine.generate([{"role": "user", "content": "Hi"}], PARAMS, tool=[])
 
 
-#: Methods of LLM that return at once, that step by hand, or that act between two steps.
+#: Methods of LLM that return at once, that step by hand, that act between two steps, or that have
+#: both kinds of loops.
 NOT_ASYNC = {
-    "abort", "close", "enqueue", "estimate", "expert_load", "explain", "fork",
+    "abort", "as_completed", "close", "enqueue", "estimate", "expert_load", "explain", "fork",
     "get_default_sampling_params", "get_metrics", "get_tokenizer", "list_requests", "pin", "plan",
     "pump", "quant_report", "quantize", "rebalance_experts", "reset_prefix_cache", "resize",
     "restore", "set_slo", "set_tenant_weight", "sleep", "snapshot", "stats", "step", "trace",
@@ -116,6 +118,7 @@ def test_every_method_that_waits_for_answers_has_an_async_twin() -> None:
     rest = names - twins - {f"a{name}" for name in twins}
     assert rest >= NOT_ASYNC
     own = {n for n, one in vars(AsyncLLM).items() if inspect.iscoroutinefunction(one)}
+    assert {f"a{name}" for name in own} >= {n for n in vars(AsyncPooling) if n[0] != "_"}
     assert {name for name in own if name[0] != "_"} == rest - NOT_ASYNC
     for name in rest - NOT_ASYNC:
         here, there = (inspect.signature(getattr(owner, name)) for owner in (AsyncLLM, LLM))

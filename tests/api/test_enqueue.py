@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sdk import LLM, RequestError, RequestOutputKind, SamplingParams
-from tests.api.engines import LONG, SHORT, Caller, Gate, ask, ids, settle, tokens
+from tests.api.engines import LONG, SHORT, Caller, Gate, ask, books, ids, settle, tokens
 
 
 def test_a_request_that_was_refused_is_not_waited_for(llm: LLM) -> None:
@@ -123,3 +123,23 @@ def test_each_of_several_answers_says_once_that_it_is_finished(tiny: LLM, how: s
             ended += [one.index] * one.finished
     assert sorted(ended) == [0, 1, 2, 3]
     assert found == {one.index: one.token_ids for one in whole.outputs}
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_an_abort_needs_no_step(llm: LLM, steps: int) -> None:
+    """A host that has aborted its requests may never step again: they hold neither pages nor a
+    place in the queue."""
+    [gone, stays] = llm.enqueue([ids(1), ids(2)], LONG)
+    for _ in range(steps):
+        llm.step()
+    llm.abort([gone])
+    assert [one.request_id for one in llm.list_requests()] == [stays]
+    llm.abort([stays])
+    assert llm.list_requests() == []
+    with llm._driver._step_lock:
+        assert books(llm).pool.num_available == books(llm).pool.capacity
+    assert llm.has_unfinished_requests, "their last outputs are not collected yet"
+    found = {output.request_id: output for output in llm.step()}
+    assert {one.outputs[0].finish_reason for one in found.values()} == {"abort"}
+    assert found.keys() == {gone, stays} and not llm.has_unfinished_requests
+    assert ask(llm, 3) == ask(llm, 3)

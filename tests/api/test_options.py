@@ -17,7 +17,8 @@ import pytest
 from sdk import LLM, AsyncLLM, CheckpointError, RequestError, SamplingParams
 from sdk.config import EngineConfig
 from sdk.options import EngineOptions, engine_config
-from sdk.other_names import ENGINE, SAMPLING
+from sdk.other_names import CALLS, ENGINE, SAMPLING
+from sdk.requests.conversations import ChatOptions
 from tests.api.language_server import LanguageServer
 
 ROOT = Path(__file__).parents[2]
@@ -161,7 +162,12 @@ def test_every_name_of_another_library_stands_in_the_docs() -> None:
 def test_advice_names_what_exists() -> None:
     ours = {field.name for kind in (EngineConfig, SamplingParams) for field in fields(kind)}
     assert not ours & {*ENGINE}
-    advice = " ".join([*(known.here for known in ENGINE.values()), *SAMPLING.values()])
+    ours |= {field.name for field in fields(ChatOptions)}
+    for call in (LLM.generate, LLM.encode, LLM.rerank):
+        ours |= {*inspect.signature(call).parameters}
+    advice = " ".join(
+        [*(known.here for known in ENGINE.values()), *SAMPLING.values(), *CALLS.values()]
+    )
     assert set(re.findall(r"\b([a-z_]+)=", advice)) <= ours
     assert set(re.findall(r"\buse ([a-z]+_[a-z_]+)\b", advice)) <= ours | {"get_metrics"}
 

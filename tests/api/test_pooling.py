@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -139,6 +141,27 @@ def test_more_token_states_than_memory_is_set_aside_for_are_rejected(qwen: LLM) 
         assert len(qwen.encode(PROMPTS[2], pooling="token")[0].outputs.data) == 33
     finally:
         qwen._jobs._results.nbytes = before
+
+
+def scores_said(call: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        call()
+    return [str(one.message) for one in found if one.category is UserWarning]
+
+
+def test_a_model_that_is_no_reranker_says_once_what_scores_are(
+    folder: Path, golden: Path, tmp_path: Path
+) -> None:
+    with LLM(folder, **EXACT) as llm:
+        [text] = scores_said(lambda: [llm.rerank("a", ["b"]), llm.score("a", "b")])
+        assert text.startswith("rerank(): this model is no reranker and no embedding model")
+    with LLM(folder, **EXACT) as llm:
+        [text] = scores_said(lambda: asyncio.run(llm.ascore("a", "b")))
+        assert text.startswith("score(): ")
+    classifier_folder(golden, tmp_path, ["relevance"])
+    with LLM(tmp_path, **EXACT) as llm:
+        assert scores_said(lambda: llm.rerank("a", ["b"])) == []
 
 
 def test_a_reranking_without_a_head_compares_embeddings(qwen: LLM) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from sdk import __version__
-from sdk.cli import COMMANDS, bench, build_parser, main
+from sdk.cli import _OTHER_COMMANDS, COMMANDS, bench, build_parser, main
 from sdk.cli.inspect_file import part_of, sum_parts
 from sdk.cli.table import format_table
 from sdk.quant.checkpoint import TensorEntry
@@ -37,12 +37,40 @@ def test_every_command_has_a_help_text_and_a_summary(command: str, capsys: Captu
     assert import_module(f"sdk.cli.{COMMANDS[command]}").__doc__
 
 
-def test_no_command_and_an_unknown_one_are_user_errors(capsys: Captured) -> None:
-    for argv in [[], ["nonsense"]]:
-        with pytest.raises(SystemExit) as left:
-            main(argv)
-        assert left.value.code == 2
-        assert "usage: embedlm" in capsys.readouterr().err
+def test_no_command_is_a_user_error(capsys: Captured) -> None:
+    with pytest.raises(SystemExit) as left:
+        main([])
+    assert left.value.code == 2
+    assert "usage: embedlm" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "advice"),
+    [
+        ("chat", "use embedlm run MODEL"),
+        ("pull", "models are fetched when they are first used"),
+        ("servee", "did you mean 'serve'?"),
+        ("model.gguf", "to chat with a model: embedlm run model.gguf"),
+        ("nonsense", "expected one of run, inspect, plan"),
+    ],
+)
+def test_an_unknown_command_gets_one_line(command: str, advice: str, capsys: Captured) -> None:
+    assert main([command, "--port", "1"]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"embedlm: no such command: {command!r}") and advice in line
+
+
+def test_advice_names_commands_that_exist() -> None:
+    words = [re.findall(r"embedlm (\w[\w-]*)", hint) for hint in _OTHER_COMMANDS.values()]
+    assert {word for found in words for word in found} <= {*COMMANDS}
+    assert not {*COMMANDS} & {*_OTHER_COMMANDS}
+
+
+def test_options_may_be_written_with_underscores(capsys: Captured) -> None:
+    assert main(["run", "m.gguf", "hi", "--max_tokens=0"]) == 2
+    assert "max_tokens must be an integer in [1," in capsys.readouterr().err
+    assert main(["run", "/nowhere/m.gguf", "a_b", "--max_model_len", "64"]) == 2
+    assert "/nowhere/m.gguf" in capsys.readouterr().err
 
 
 def test_the_module_is_the_command() -> None:

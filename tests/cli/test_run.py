@@ -159,6 +159,16 @@ def test_piped_text_is_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run.read_prompt(parse("--prompt", "-")) == "piped"
 
 
+def test_the_prompt_may_follow_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", Terminal())
+    args = parse("m.gguf", "Name three rivers.")
+    assert (run.model_name(args), run.read_prompt(args)) == ("m.gguf", "Name three rivers.")
+    with pytest.raises(RequestError, match=r"--prompt: expected one prompt, found 'b' and 'a'"):
+        run.read_prompt(parse("m.gguf", "a", "--prompt", "b"))
+    with pytest.raises(RequestError, match="a prompt is --prompt TEXT"):
+        run.model_name(parse("hi", "--model", "m.gguf"))
+
+
 def test_a_terminal_without_a_prompt_is_a_chat(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", Terminal())
     assert run.read_prompt(parse()) is None

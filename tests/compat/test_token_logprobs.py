@@ -62,6 +62,8 @@ def check_chat(content: list[Any], text: str, most: int) -> None:
     for entry in content:
         tops = entry["top_logprobs"]
         assert len(tops) == most
+        for one in (entry, *tops):
+            assert list(raw(one["token"])) == one["bytes"], "its name has its spaces and its bytes"
         assert [one["logprob"] for one in tops] == sorted(
             (one["logprob"] for one in tops), reverse=True
         )

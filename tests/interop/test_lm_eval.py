@@ -60,10 +60,8 @@ TASKS: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="module")
-def samples(
-    python: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, list[dict[str, Any]]]:
-    """What lm-eval's command writes of each task, a row per document."""
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the tasks."""
     place = tmp_path_factory.mktemp("lm_eval")
     for name, (documents, task) in TASKS.items():
         data = place / f"{name}.jsonl"
@@ -77,20 +75,54 @@ def samples(
             **task,
         }
         (place / f"{name}.yaml").write_text(json.dumps(whole))  # JSON is YAML
+    return place
+
+
+def run(python: Path, how: list[str], place: Path, out: Path) -> dict[str, list[dict[str, Any]]]:
+    """What lm-eval's command, started by ``how``, writes of each task: a row per document."""
     arguments = f"pretrained={MODEL},max_length={LENGTH},compute=exact,kv_cache_dtype=float32"
-    command = [str(python("lm-eval")), "-m", "sdk.evaluating.harness", "run"]
+    command = [str(python), *how, "run"]
     command += ["--model", "embedlm", "--model_args", arguments, "--include_path", str(place)]
     command += ["--tasks", *(f"tiny_{name}" for name in TASKS), "--log_samples"]
-    command += ["--output_path", str(place / "out")]
+    command += ["--output_path", str(out)]
     own = {**surroundings(), "HF_HOME": str(place / "cache")}
     done = subprocess.run(command, cwd=place, env=own, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     found = {}
     for name in TASKS:
-        [written] = (place / "out").rglob(f"samples_tiny_{name}_*.jsonl")
+        [written] = out.rglob(f"samples_tiny_{name}_*.jsonl")
         rows = map(json.loads, written.read_text().splitlines())
         found[name] = sorted(rows, key=lambda row: row["doc_id"])
     return found
+
+
+@pytest.fixture(scope="module")
+def samples(python: Callable[[str], Path], place: Path) -> dict[str, list[dict[str, Any]]]:
+    return run(python("lm-eval"), ["-m", "sdk.evaluating.harness"], place, place / "out")
+
+
+#: What releases after 0.4.13 do before they look for a model.
+DISCOVERY = """
+from importlib.metadata import entry_points
+import lm_eval.models
+from lm_eval.api.registry import model_registry
+from lm_eval.__main__ import cli_evaluate
+for entry in entry_points(group="lm_eval.models"):
+    if entry.name not in model_registry:
+        model_registry.register(entry.name, target=entry)
+cli_evaluate()
+"""
+
+
+def test_an_entry_point_finds_the_same_model(
+    samples: dict[str, list[dict[str, Any]]],
+    python: Callable[[str], Path],
+    place: Path,
+    tmp_path: Path,
+) -> None:
+    found = run(python("lm-eval"), ["-c", DISCOVERY], place, tmp_path)
+    for name, rows in samples.items():
+        assert [row["resps"] for row in found[name]] == [row["resps"] for row in rows]
 
 
 @pytest.fixture(scope="module")

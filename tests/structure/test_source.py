@@ -27,6 +27,7 @@ ALLOWED = {
         "kernels.layouts",
         "kernels.lazy_torch",
         "kernels.dataclass",
+        "kernels.packages",
         "models.architecture",
         "models.config_keys",
     },
@@ -37,8 +38,8 @@ MAX_FILE_LINES = 600  # an upper bound, not a target: meaning decides where a fi
 MAX_FUNCTION_LINES = 60
 #: Files that would only get harder to read by being cut: their own limit, and why.
 LONG_FILES: dict[str, tuple[int, str]] = {
-    "sdk/llm.py": (940, "the facade: one short method each, and their types for editors"),
-    "sdk/testing/fake_llm.py": (650, "the same methods, for tests of applications"),
+    "sdk/llm.py": (1040, "the facade: one short method each, and their types for editors"),
+    "sdk/testing/fake_llm.py": (700, "the same methods, for tests of applications"),
 }
 
 TOP_LEVEL = {

@@ -331,7 +331,7 @@ def test_a_broken_torch_is_an_error_that_says_what_needs_it(golden: Path) -> Non
         print(error)
     """
     found = run_python(BLOCKED + code.replace("\n    ", "\n"), golden / "gptoss-mxfp4")
-    assert "gptoss-mxfp4/config.json: leaves fields to the defaults" in found
+    assert "gptoss-mxfp4/config.json: its fields that are left to the defaults" in found
     code = """
     from sdk.kernels.lazy_torch import torch
     uses = [lambda: torch.softmax, lambda: torch.zeros(2).cumsum(0), lambda: torch.device("cuda")]
@@ -372,3 +372,27 @@ def test_modules_of_every_start_make_their_dataclasses_quickly() -> None:
     slow = re.compile(r"^from dataclasses import .*\bdataclass\b|^import dataclasses", re.M)
     found = {path.stem for path in files if slow.search(path.read_text(encoding="utf-8"))}
     assert found == {"dataclass"}
+
+
+NO_NATIVE = (
+    BLOCKED
+    + """
+import warnings
+from sdk import LLM, SamplingParams
+from sdk.kernels.cpu import library
+
+warnings.simplefilter("ignore")
+library.find_spec = lambda name: None
+try:
+    LLM(sys.argv[1], max_model_len=64)
+except Exception as error:
+    print(type(error).__name__, isinstance(error, ImportError), error)
+"""
+)
+
+
+def test_without_torch_and_the_native_module_the_load_is_refused(golden: Path) -> None:
+    """Not at the first request: the reference kernels need torch."""
+    said = run_python(NO_NATIVE, str(golden / "gguf-Q8_0" / "model.gguf"))
+    assert said.startswith("MissingPackageError True the reference kernels, which run everything")
+    assert "(native module" in said and "), needs torch, which cannot be imported" in said

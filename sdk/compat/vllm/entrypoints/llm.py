@@ -152,12 +152,13 @@ class LLM:
             output
             for first in range(0, len(items), step)
             for output in self.llm._calls.do(
+                "beam_search",
                 self.llm._beam_searches.search(
                     items[first : first + step],
                     params.ours(),
                     use_tqdm,
                     [one and one.lora_request for one in adapters[first : first + step]],
-                )
+                ),
             )
         ]
 
