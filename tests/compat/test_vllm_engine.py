@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -72,6 +73,17 @@ def test_the_package_has_a_version_and_its_submodules() -> None:
     vllm.distributed.cleanup_dist_env_and_memory()
     with pytest.raises(AttributeError, match="has no attribute 'ModelRegistry'"):
         _ = vllm.ModelRegistry
+
+
+def test_an_llm_has_its_engine_and_small_helpers_are_there(llm: LLM) -> None:
+    assert llm.llm_engine.model_config is llm.llm.model_config
+    assert llm.llm_engine.get_tokenizer().encode("the cat")
+    assert vllm.logger.init_logger("mine") is logging.getLogger("mine")
+    assert vllm.platforms.current_platform.is_cpu()
+    assert not vllm.platforms.current_platform.is_cuda_alike()
+    assert vllm.platforms.current_platform.get_device_name()
+    hub = importlib.import_module("sdk.compat.vllm.transformers_utils.repo_utils").hf_api()
+    assert callable(hub.snapshot_download)
 
 
 def test_vectors_are_printed_on_request(capsys: pytest.CaptureFixture[str]) -> None:
