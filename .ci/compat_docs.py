@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path[0] = str(ROOT)  # .ci has a module "tests"
 
-from sdk.compat.llama_cpp._options import REFUSED, WITHOUT_EFFECT  # noqa: E402
+from sdk.compat.llama_cpp._options import OLD, REFUSED, WITHOUT_EFFECT  # noqa: E402
 from sdk.compat.vllm._options import OPTIONS  # noqa: E402
 from tests.compat.differences import DIFFERENCES, SHAPES  # noqa: E402
 
@@ -61,6 +61,7 @@ def page() -> str:
         "**Rejected** unless they have their default:",
         table("| argument | instead |", arguments),
         names(free, WITHOUT_EFFECT),
+        names("Arguments of older releases, ignored as by the present one:", OLD),
         "## Differences of names and parameters",
         "A parameter that is not listed has the same name, kind and default as the original's; a\n"
         "default that is an object of the original's is None here. `*` stands for any text.",

@@ -28,7 +28,13 @@ from sdk.compat.llama_cpp import (
     StoppingCriteriaList,
 )
 from sdk.compat.llama_cpp._chat import FORMATS, ChatFormat, chat_format, check_named
-from sdk.compat.llama_cpp._options import REFUSED, WITHOUT_EFFECT, llm_options
+from sdk.compat.llama_cpp._options import (
+    OLD,
+    REFUSED,
+    WITHOUT_EFFECT,
+    check_unscaled,
+    llm_options,
+)
 from sdk.compat.llama_cpp._sampling import Callbacks
 from sdk.errors import SdkError
 from sdk.testing import tiny_model
@@ -128,6 +134,20 @@ def test_arguments_that_change_answers_are_rejected_by_name(gguf: str) -> None:
 def test_bad_arguments_are_errors(gguf: str, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         Llama(gguf, **arguments)
+
+
+def test_arguments_that_langchain_passes_are_accepted(gguf: str) -> None:
+    old = dict.fromkeys(OLD, True)
+    with Llama(gguf, n_ctx=64, rope_freq_scale=1.0, seed=-1, **old) as llama:
+        assert llama("the cat", max_tokens=2)["choices"]
+
+
+def test_a_file_s_own_scaling_is_not_turned_off() -> None:
+    for key in ("llama.rope.scaling.factor", "qwen2.rope.scale_linear"):
+        check_unscaled(0.0, lambda key=key: {key: "4.0"})  # type: ignore[misc]
+        check_unscaled(1.0, lambda key=key: {key: "1.0", "a": "b"})  # type: ignore[misc]
+        with pytest.raises(RequestError, match=f"rope_freq_scale=1.0 .*{key} is 4.0.; leave"):
+            check_unscaled(1.0, lambda key=key: {key: "4.0"})  # type: ignore[misc]
 
 
 def test_unknown_arguments_and_missing_files_are_errors(gguf: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,10 @@ POOLINGS: Mapping[int, str] = {
     LLAMA_POOLING_TYPE_CLS: "cls",
     LLAMA_POOLING_TYPE_LAST: "last",
 }
+#: Keys of files for the scaling of rotations.
+_FACTORS = (".rope.scaling.factor", ".rope.scale_linear")
+#: Arguments of older releases; today's ignore them, as every other unknown one.
+OLD = ("n_parts", "f16_kv", "low_vram", "mul_mat_q")
 _KV_TYPES = {
     GGML_TYPE_F32: "float32",
     GGML_TYPE_F16: "float16",
@@ -72,7 +76,8 @@ def llm_options(given: Mapping[str, Any]) -> dict[str, Any]:
     :raises RequestError: an argument cannot be honored.
     """
     for name, (off, instead) in REFUSED.items():
-        if given[name] != off:
+        neutral = name == "rope_freq_scale" and given[name] == 1.0  # see check_unscaled
+        if given[name] != off and not neutral:
             raise RequestError(f"{name}={safe_repr(given[name])} is not supported: {instead}")
     n_ctx, n_batch = _count("n_ctx", given, 0), _count("n_batch", given, 1)
     at_once = min(n_batch, n_ctx or n_batch)
@@ -99,6 +104,21 @@ def llm_options(given: Mapping[str, Any]) -> dict[str, Any]:
             f"{safe_repr(given['pooling_type'])}; for a reranker use LLM.score"
         )
     return options
+
+
+def check_unscaled(rope_freq_scale: float, metadata: Callable[[], Mapping[str, Any]]) -> None:
+    """``rope_freq_scale=1``, which LangChain always passes, turns the file's scaling off.
+
+    :raises RequestError: the file has one.
+    """
+    if rope_freq_scale != 1.0:
+        return
+    for key, value in metadata().items():
+        if key.endswith(_FACTORS) and float(value) not in (0.0, 1.0):
+            raise RequestError(
+                f"rope_freq_scale={rope_freq_scale} is not supported: the file's scaling is used "
+                f"({key} is {value}); leave it out"
+            )
 
 
 #: Options of ``LLM`` that our messages name, and what a caller of ``Llama`` calls them.
