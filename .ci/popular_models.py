@@ -220,6 +220,27 @@ FAMILIES = (
     Family("Llama 4 Scout", ("llama4",), ("llama4_text",), "chunked attention", ("gpt-oss",)),
     Family("LFM3", (), ("lfm3",), "convolutions", ("SmolLM2",)),
     Family("Gemma 2", ("gemma2",), ("gemma2",)),
+    Family("Gemma 1, CodeGemma", ("gemma",), ("gemma",), "an older model", ("Gemma 2",)),
+    Family(
+        "Qwen1.5-MoE, Qwen2-57B-A14B", ("qwen2moe",), ("qwen2_moe",), "shared experts",
+        ("Qwen3-30B-A3B",),
+    ),
+    Family(
+        "Command R, Aya 23", ("command-r",), ("cohere",), "attention beside the MLP", ("Qwen3",),
+    ),
+    Family("OLMo 1, OLMoE", ("olmo", "olmoe"), ("olmo", "olmoe"), "older models", ("OLMo 2",)),
+    Family(
+        "InternLM 2, MiniCPM", ("internlm2", "minicpm"), ("internlm2", "minicpm"), "older models",
+        ("Qwen3",),
+    ),
+    Family(
+        "StarCoder 2, StableLM 2", ("starcoder2", "stablelm"), ("starcoder2", "stablelm"),
+        "older models", ("Qwen2.5-Coder",),
+    ),
+    Family(
+        "GPT-2, Pythia, Phi-2, Falcon, MPT", ("gpt2", "gptneox", "phi2", "falcon", "mpt"),
+        ("gpt2", "gpt_neox", "phi", "falcon", "mpt"), "older models", ("SmolLM2",),
+    ),
 )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from sdk.compat import vllm
 from sdk.compat.vllm import (
     LLM,
     AsyncEngineArgs,
+    AsyncLLM,
     EngineArgs,
     LLMEngine,
     LoRARequest,
@@ -84,6 +85,19 @@ def test_an_llm_has_its_engine_and_small_helpers_are_there(llm: LLM) -> None:
     assert vllm.platforms.current_platform.get_device_name()
     hub = importlib.import_module("sdk.compat.vllm.transformers_utils.repo_utils").hf_api()
     assert callable(hub.snapshot_download)
+
+
+def test_methods_that_are_not_there_say_what_to_do(llm: LLM) -> None:
+    for owner, name, why in (
+        (llm, "collective_rpc", "LLM.collective_rpc of vLLM is not supported: ranks run no code"),
+        (llm, "init_weight_transfer_engine", "not supported: weights are not replaced"),
+        (llm.llm_engine, "reset_mm_cache", "LLMEngine.reset_mm_cache .* models read text only"),
+        (AsyncLLM(llm), "pause_generation", "AsyncLLMEngine.pause_generation .*: use `sleep`"),
+        (llm, "colour", "'LLM' object has no attribute 'colour'"),
+    ):
+        assert not hasattr(owner, name)
+        with pytest.raises(AttributeError, match=why):
+            getattr(owner, name)
 
 
 def test_vectors_are_printed_on_request(capsys: pytest.CaptureFixture[str]) -> None:

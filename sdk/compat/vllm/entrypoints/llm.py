@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from sdk import LLM as _OurLLM
 from sdk.compat.vllm._logits import AnswerProcessors, processors_of
+from sdk.compat.vllm._missing import missing
 from sdk.compat.vllm._options import LLM_SIGNATURE, llm_options, structure_options
 from sdk.compat.vllm.config import VllmConfig, pooler_of, profiler_of
 from sdk.compat.vllm.engine.arg_utils import EngineArgs
@@ -69,6 +70,12 @@ class LLM:
     def from_engine_args(cls, engine_args: EngineArgs) -> LLM:
         """An LLM with these options."""
         return cls(**vars(engine_args))
+
+    if not TYPE_CHECKING:  # else type checkers would accept any name
+
+        def __getattr__(self, name: str) -> Any:
+            """What to do instead of a method that vLLM has."""
+            raise missing("LLM", name)
 
     def __enter__(self) -> LLM:
         return self
