@@ -144,7 +144,8 @@ class SamplingParams:
     forbids EOS and ``stop_token_ids`` before that many tokens. ``no_repeat_ngram_size``
     forbids repeating an n-gram of that size; ``dry_*`` penalizes continuing a repetition.
     ``logits_processors`` are called as ``f(output_token_ids, logits_row) -> logits_row``, with a
-    float32 tensor of torch; an exception in one fails only this request.
+    float32 tensor of torch; an exception in one fails only this request. One that keeps something
+    for each answer has a method ``for_answer(prompt_token_ids)``, which returns the function.
     ``thinking_token_budget`` forces the end of thinking.
 
     ``banned_strings`` never appear in the text, however tokens split them: the answer goes back to

@@ -9,9 +9,12 @@ place; minus infinity forbids a token.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from sdk.errors import RequestError
 from sdk.kernels.lazy_torch import Tensor, as_torch, torch
 from sdk.kernels.reference.sampling import allow, apply
+from sdk.params import LogitsProcessor
 from sdk.sampling.state import RequestState
 
 
@@ -34,8 +37,8 @@ def _call_processors(row: Tensor, state: RequestState) -> Tensor:
     if not state.params.logits_processors:
         return row
     row = as_torch(row)
-    for processor in state.params.logits_processors:
-        name = getattr(processor, "__name__", type(processor).__name__)
+    for processor in _processors_of(state):
+        name = _name_of(processor)
         try:
             result = processor(tuple(state.output), row)
         except Exception as error:
@@ -50,3 +53,23 @@ def _call_processors(row: Tensor, state: RequestState) -> Tensor:
             )
         row = result.detach().to(device=row.device, dtype=torch.float32)
     return row
+
+
+def _processors_of(state: RequestState) -> Sequence[LogitsProcessor]:
+    """A callback with a method ``for_answer(prompt_token_ids)`` is asked once for each answer."""
+    if state.processors is None:
+        made = []
+        for processor in state.params.logits_processors or ():
+            for_answer = getattr(processor, "for_answer", None)
+            try:
+                made.append(processor if for_answer is None else for_answer(state.prompt))
+            except Exception as error:
+                raise RequestError(
+                    f"logits processor {_name_of(processor)} raised {type(error).__name__}: {error}"
+                ) from error
+        state.processors = made
+    return state.processors
+
+
+def _name_of(processor: LogitsProcessor) -> str:
+    return str(getattr(processor, "__name__", type(processor).__name__))

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from sdk.kernels.sampling import Shape, pack_draw
-from sdk.params import SamplingParams
+from sdk.params import LogitsProcessor, SamplingParams
 from sdk.sampling.changes import LogitChanges
 from sdk.sampling.resolved import ResolvedParams
 from sdk.sampling.uniform import XTC, uniform
@@ -29,6 +29,9 @@ class RequestState:
         self.params = params
         self.resolved = resolved
         self.output = list(output)
+        #: Of callbacks that keep something for each answer: what they return for this prompt.
+        self.processors: Sequence[LogitsProcessor] | None = None
+        self.prompt = tuple(prompt) if params.logits_processors else ()
         self.changes = LogitChanges(params, resolved)
         self.rules = self.changes.rules
         #: Mirostat's target surprise, and what it becomes when the sampled token is committed.

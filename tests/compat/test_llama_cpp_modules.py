@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import json
 import pickle
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
@@ -185,3 +187,21 @@ def test_a_tokenizer_of_transformers_splits_and_joins(golden: Any) -> None:
         tokenizer.detokenize(ids[1:], prev_tokens=ids[:1])
         == b"the cat sat"[len(tokenizer.detokenize(ids[:1])) :]
     )
+
+
+def test_a_model_reads_texts_with_a_tokenizer_of_transformers(tmp_path: Path) -> None:
+    gguf = tiny_model(tmp_path, "f16")
+    folder = tiny_model(tmp_path, "float16")
+    file = folder / "tokenizer.json"
+    data = json.loads(file.read_text(encoding="utf-8"))
+    vocab = data["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]  # so that it is seen which one is used
+    file.write_text(json.dumps(data), encoding="utf-8")
+    tokenizer = LlamaHFTokenizer.from_pretrained(str(folder))
+    with Llama(str(gguf)) as llama:
+        assert llama.tokenize(b"a", add_bos=False) == [vocab["b"]]
+    with Llama(str(gguf), tokenizer=tokenizer) as llama:
+        assert llama.tokenize(b"a", add_bos=False) == [vocab["a"]]
+    tokenizer.hf_tokenizer.name_or_path = "nobody/nothing"
+    with pytest.raises(RequestError, match=r"tokenizer: expected one .* found 'nobody/nothing'; s"):
+        Llama(str(gguf), tokenizer=tokenizer)

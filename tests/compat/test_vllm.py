@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import inspect
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from sdk import LLM as OurLLM, EngineClosedError, RequestError
+from sdk import (
+    LLM as OurLLM,
+    EngineClosedError,
+    RequestError,
+    SamplingParams as OurParams,
+)
 from sdk.compat import vllm
 from sdk.compat.vllm import (
     LLM,
@@ -33,7 +39,6 @@ from sdk.compat.vllm.outputs import class_output
 from sdk.loaders.open import open_checkpoint
 from sdk.outputs import ClassificationOutput
 
-PAGE = (Path(__file__).parents[2] / "docs" / "compat.md").read_text(encoding="utf-8")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
 ASK = [{"role": "user", "content": "How are you?"}]
 
@@ -118,6 +123,8 @@ def test_bad_options_are_errors(model: str) -> None:
         llm_options({"hf_token": "hf_secret"})
     with pytest.raises(RequestError, match="hf_overrides: expected a dict, found"):
         llm_options({"hf_overrides": lambda config: config})
+    with pytest.raises(RequestError, match="'bitsandbytes' is not supported: files that it"):
+        llm_options({"quantization": "bitsandbytes"})
     with pytest.raises(RequestError, match="structured_outputs_config: colour is not supported"):
         LLM(model, structured_outputs_config={"backend": "auto", "colour": "red"})
     with pytest.raises(TypeError, match="unknown option 'max_modl_len'"):
@@ -137,14 +144,21 @@ def test_engine_args_are_attributes(model: str) -> None:
     assert EngineArgs().model == "Qwen/Qwen3-0.6B"  # type: ignore[attr-defined]
 
 
-def test_the_page_lists_every_option() -> None:
-    section = PAGE.partition("### Options")[2].partition("## llama-cpp-python")[0]
-    rejected, _, free = section.partition("These are accepted")
-    for name, option in OPTIONS.items():
-        if option.use == "only":
-            assert f"| `{name}` | {option.instead} |" in rejected
-        else:
-            assert f"`{name}`" in (free if option.use == "free" else rejected), name
+def test_the_defaults_of_sdk_are_vllm_s_but_for_those_that_the_page_names() -> None:
+    root = Path(__file__).parents[2]
+    page = (root / "docs" / "api.md").read_text(encoding="utf-8")
+    named = page.partition("\n## Differences from vLLM")[2]
+    ours = {name: one.default for name, one in inspect.signature(OurLLM).parameters.items()}
+    options = {n for n, o in OPTIONS.items() if n in ours and ours[n] != o.default}
+    chosen_by_vllm = {"block_size", "enable_prefix_caching", "enable_chunked_prefill"}
+    assert options == {"max_num_seqs", "gpu_memory_utilization"} | chosen_by_vllm
+    assert all(OPTIONS[name].default is None for name in chosen_by_vllm)
+    there, here = SamplingParams().ours(), OurParams()
+    fields = {one.name for one in dataclasses.fields(SamplingParams)} & set(vars(here))
+    parameters = {name for name in fields if getattr(here, name) != getattr(there, name)}
+    assert parameters == {"max_tokens"}
+    assert [name for name in options | parameters if f"`{name}" not in named] == []
+    assert "`max_tokens` an answer" in (root / "README.md").read_text(encoding="utf-8")
 
 
 # ---- parameters ----------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from sdk.compat import vllm
 from sdk.compat.vllm import (
     LLM,
     AsyncEngineArgs,
+    AsyncLLM,
     EngineArgs,
     LLMEngine,
     LoRARequest,
@@ -72,6 +74,30 @@ def test_the_package_has_a_version_and_its_submodules() -> None:
     vllm.distributed.cleanup_dist_env_and_memory()
     with pytest.raises(AttributeError, match="has no attribute 'ModelRegistry'"):
         _ = vllm.ModelRegistry
+
+
+def test_an_llm_has_its_engine_and_small_helpers_are_there(llm: LLM) -> None:
+    assert llm.llm_engine.model_config is llm.llm.model_config
+    assert llm.llm_engine.get_tokenizer().encode("the cat")
+    assert vllm.logger.init_logger("mine") is logging.getLogger("mine")
+    assert vllm.platforms.current_platform.is_cpu()
+    assert not vllm.platforms.current_platform.is_cuda_alike()
+    assert vllm.platforms.current_platform.get_device_name()
+    hub = importlib.import_module("sdk.compat.vllm.transformers_utils.repo_utils").hf_api()
+    assert callable(hub.snapshot_download)
+
+
+def test_methods_that_are_not_there_say_what_to_do(llm: LLM) -> None:
+    for owner, name, why in (
+        (llm, "collective_rpc", "LLM.collective_rpc of vLLM is not supported: ranks run no code"),
+        (llm, "init_weight_transfer_engine", "not supported: weights are not replaced"),
+        (llm.llm_engine, "reset_mm_cache", "LLMEngine.reset_mm_cache .* models read text only"),
+        (AsyncLLM(llm), "pause_generation", "AsyncLLMEngine.pause_generation .*: use `sleep`"),
+        (llm, "colour", "'LLM' object has no attribute 'colour'"),
+    ):
+        assert not hasattr(owner, name)
+        with pytest.raises(AttributeError, match=why):
+            getattr(owner, name)
 
 
 def test_vectors_are_printed_on_request(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from sdk.compat.llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+from sdk.compat.llama_cpp.llama_tokenizer import LlamaHFTokenizer
 from sdk.errors import RequestError, SdkError
 from sdk.kernels.lazy_torch import torch
 from sdk.memory.adapters import adapter_options
@@ -29,6 +31,10 @@ POOLINGS: Mapping[int, str] = {
     LLAMA_POOLING_TYPE_CLS: "cls",
     LLAMA_POOLING_TYPE_LAST: "last",
 }
+#: Keys of files for the scaling of rotations.
+_FACTORS = (".rope.scaling.factor", ".rope.scale_linear")
+#: Arguments of older releases; today's ignore them, as every other unknown one.
+OLD = ("n_parts", "f16_kv", "low_vram", "mul_mat_q")
 _KV_TYPES = {
     GGML_TYPE_F32: "float32",
     GGML_TYPE_F16: "float16",
@@ -51,7 +57,6 @@ REFUSED: Mapping[str, tuple[Any, str]] = {
     "yarn_beta_slow": (1.0, "the file's scaling is used"),
     "yarn_orig_ctx": (0, "the file's scaling is used"),
     "lora_base": (None, "leave it out: an adapter is added to the weights as they are"),
-    "tokenizer": (None, "the file's own tokenizer is used"),
 }
 #: Arguments about speed, memory or logging: any value is accepted, answers do not depend on it.
 WITHOUT_EFFECT = (
@@ -71,7 +76,8 @@ def llm_options(given: Mapping[str, Any]) -> dict[str, Any]:
     :raises RequestError: an argument cannot be honored.
     """
     for name, (off, instead) in REFUSED.items():
-        if given[name] != off:
+        neutral = name == "rope_freq_scale" and given[name] == 1.0  # see check_unscaled
+        if given[name] != off and not neutral:
             raise RequestError(f"{name}={safe_repr(given[name])} is not supported: {instead}")
     n_ctx, n_batch = _count("n_ctx", given, 0), _count("n_batch", given, 1)
     at_once = min(n_batch, n_ctx or n_batch)
@@ -86,6 +92,8 @@ def llm_options(given: Mapping[str, Any]) -> dict[str, Any]:
         options["kv_cache_dtype"] = f"{_kv_type('type_k', given)}/{_kv_type('type_v', given)}"
     if given["rope_freq_base"]:
         options["hf_overrides"] = {"rope_theta": given["rope_freq_base"]}
+    if given["tokenizer"] is not None:
+        options["tokenizer"] = _tokenizer_folder(given["tokenizer"])
     if given["draft_model"] is not None:
         options["speculative_config"] = _speculation(given["draft_model"])
     if given["lora_path"] is not None:
@@ -96,6 +104,21 @@ def llm_options(given: Mapping[str, Any]) -> dict[str, Any]:
             f"{safe_repr(given['pooling_type'])}; for a reranker use LLM.score"
         )
     return options
+
+
+def check_unscaled(rope_freq_scale: float, metadata: Callable[[], Mapping[str, Any]]) -> None:
+    """``rope_freq_scale=1``, which LangChain always passes, turns the file's scaling off.
+
+    :raises RequestError: the file has one.
+    """
+    if rope_freq_scale != 1.0:
+        return
+    for key, value in metadata().items():
+        if key.endswith(_FACTORS) and float(value) not in (0.0, 1.0):
+            raise RequestError(
+                f"rope_freq_scale={rope_freq_scale} is not supported: the file's scaling is used "
+                f"({key} is {value}); leave it out"
+            )
 
 
 #: Options of ``LLM`` that our messages name, and what a caller of ``Llama`` calls them.
@@ -137,6 +160,28 @@ def _kv_type(name: str, given: Mapping[str, Any]) -> str:
             f"{safe_repr(number)}"
         )
     return _KV_TYPES[number]
+
+
+def _tokenizer_folder(given: object) -> Path:
+    """Where the files of a ``LlamaHFTokenizer`` are."""
+    if not isinstance(given, LlamaHFTokenizer):
+        raise RequestError(
+            f"tokenizer: expected a LlamaHFTokenizer, found {safe_repr(given)}; without one the "
+            "file's own tokenizer is used"
+        )
+    name = str(given.hf_tokenizer.name_or_path)
+    folder = Path(name)
+    if not folder.is_dir():
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(name, "tokenizer.json")
+        if not isinstance(found, str):
+            raise RequestError(
+                f"tokenizer: expected one with a tokenizer.json in a folder or in the hub's cache, "
+                f"found {safe_repr(name)}; save it with save_pretrained and load it from there"
+            )
+        folder = Path(found).parent
+    return folder
 
 
 def _speculation(draft: object) -> dict[str, Any]:

@@ -40,7 +40,9 @@ from sdk.compat.llama_cpp._options import (
     LLAMA_POOLING_TYPE_UNSPECIFIED,
     LLAMA_ROPE_SCALING_TYPE_UNSPECIFIED,
     LLAMA_SPLIT_MODE_LAYER,
+    OLD,
     POOLINGS,
+    check_unscaled,
     in_llama_words,
     llm_options,
 )
@@ -163,6 +165,8 @@ class Llama(LlamaTokens):
         if not Path(self.model_path).exists():
             raise RequestError(f"model_path: expected a file, found {safe_repr(self.model_path)}")
         check_named(self.chat_format, lambda: self.metadata)
+        check_unscaled(given["rope_freq_scale"], lambda: self.metadata)
+        more = {name: value for name, value in more.items() if name not in OLD}
         with in_llama_words():
             self.llm = LLM(self.model_path, **{**options, **more})
         if given["lora_path"] is not None:

@@ -73,7 +73,7 @@ class LlamaTokenizer(BaseLlamaTokenizer):
 
 
 class LlamaHFTokenizer(BaseLlamaTokenizer):
-    """A tokenizer of transformers, to count and split. A ``Llama`` uses its file's own."""
+    """A tokenizer of transformers, to count and split, or for ``Llama(tokenizer=...)``."""
 
     def __init__(self, hf_tokenizer: Any) -> None:
         self.hf_tokenizer = hf_tokenizer

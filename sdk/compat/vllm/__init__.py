@@ -68,7 +68,7 @@ __version__ = "0.32.0"
 __version_tuple__ = (0, 32, 0)
 AsyncLLMEngine = AsyncLLM
 #: Submodules that the names above do not need.
-_LATER = ("distributed", "utils")
+_LATER = ("distributed", "logger", "platforms", "utils")
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -53,7 +53,7 @@ OPTIONS: Mapping[str, Option] = {
     "skip_tokenizer_init": _same(False),
     "enable_prompt_embeds": _same(False),
     "tokenizer_mode": _same("auto"),
-    "trust_remote_code": _same(False),
+    "trust_remote_code": _free(False),
     "allowed_local_media_path": _free(""),
     "allowed_media_domains": _free(None),
     "download_dir": _same(None),
@@ -244,7 +244,7 @@ OPTIONS: Mapping[str, Option] = {
     "enable_flashinfer_autotune": _free(None),
     "worker_cls": _only("auto", "workers cannot be replaced"),
     "worker_extension_cls": _only("", "workers cannot be extended"),
-    "profiler_config": _free(None),
+    "profiler_config": _read(None),
     "logging_config": _free(None),
     "log_level": _free(None),
     "log_config_file": _free(None),
@@ -278,9 +278,7 @@ OPTIONS: Mapping[str, Option] = {
     "additional_config": _free(None),
     "use_tqdm_on_load": _free(True),
     "pt_load_map_location": _free("cpu"),
-    "logits_processors": _only(
-        None, "pass functions in sdk.SamplingParams(logits_processors=...) to llm.llm"
-    ),
+    "logits_processors": _read(None),
     "async_scheduling": _free(None),
     "stream_interval": _free(1),
     "kv_sharing_fast_prefill": _free(False),
@@ -376,6 +374,11 @@ def _files(changed: Mapping[str, Any]) -> dict[str, Any]:
         options["hf_overrides"] = overrides
     if (template := changed.get("chat_template")) is not None:
         options["chat_template"] = _template(template)
+    if changed.get("quantization") == "bitsandbytes":
+        raise RequestError(
+            "quantization='bitsandbytes' is not supported: files that it quantized are recognized "
+            "without it; to quantize others while they are loaded, use quantization='int4'"
+        )
     if changed.get("quantization") not in (None, *_FILE_METHODS):
         options["quantization"] = changed["quantization"]
     return options

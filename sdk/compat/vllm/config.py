@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum, IntEnum
 from typing import Any
 
 from sdk.compat.vllm.pooling_params import PoolingParams
@@ -72,3 +73,77 @@ def pooler_of(given: Any) -> PoolerConfig:
     if not isinstance(given, PoolerConfig):
         raise RequestError(f"pooler_config: expected a PoolerConfig, found {safe_repr(given)}")
     return given
+
+
+class _Fields:
+    """Keywords as attributes. What becomes of the option that takes the object: docs/compat.md."""
+
+    def __init__(self, **fields: Any) -> None:
+        self.__dict__.update(fields)
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and vars(self) == vars(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        fields = ", ".join(f"{name}={safe_repr(value)}" for name, value in vars(self).items())
+        return f"{type(self).__name__}({fields})"
+
+
+class AttentionConfig(_Fields):
+    """``attention_config``: which kernel of vLLM's. It has no effect."""
+
+
+class CompilationConfig(_Fields):
+    """``compilation_config``: how vLLM compiles a model. It has no effect."""
+
+
+class CompilationMode(IntEnum):
+    """``mode`` of a :class:`CompilationConfig`."""
+
+    NONE = 0
+    STOCK_TORCH_COMPILE = 1
+    DYNAMO_TRACE_ONCE = 2
+    VLLM_COMPILE = 3
+
+
+class CUDAGraphMode(Enum):
+    """``cudagraph_mode`` of a :class:`CompilationConfig`."""
+
+    NONE = 0
+    PIECEWISE = 1
+    FULL = 2
+    FULL_DECODE_ONLY = (FULL, NONE)
+    FULL_AND_PIECEWISE = (FULL, PIECEWISE)
+
+
+class KVTransferConfig(_Fields):
+    """``kv_transfer_config``: an LLM rejects it, and its message says what there is instead."""
+
+
+class StructuredOutputsConfig(_Fields):
+    """``structured_outputs_config``: ``disable_any_whitespace`` and so on."""
+
+
+class VllmConfig(_Fields):
+    """What a processor of logits is told about its engine: ``model_config``."""
+
+
+class ProfilerConfig(_Fields):
+    """``profiler_config``: where ``LLM.start_profile`` writes. Other fields have no effect."""
+
+    profiler: str | None = None
+    torch_profiler_dir: str = ""
+    delay_iterations: int = 0
+    max_iterations: int = 0
+
+
+def profiler_of(given: Any) -> ProfilerConfig:
+    """:raises RequestError: ``given`` is no ``ProfilerConfig``, or has no folder."""
+    config = ProfilerConfig(**(given or {})) if isinstance(given or {}, Mapping) else given
+    if not isinstance(config, ProfilerConfig):
+        raise RequestError(f"profiler_config: expected a ProfilerConfig, found {safe_repr(given)}")
+    if config.profiler and not config.torch_profiler_dir:
+        raise RequestError("profiler_config: torch_profiler_dir is missing: traces go into it")
+    return config

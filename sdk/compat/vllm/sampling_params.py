@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -146,13 +146,8 @@ class BeamSearchParams:
         )
 
 
-def our_params(given: Any, structure: Mapping[str, Any]) -> Any:
-    """Parameters for ``sdk.LLM``: one, or a list with one for each prompt.
-
-    ``structure``: fields of every request's structure.
-    """
-    if isinstance(given, Sequence):
-        return [our_params(one, structure) for one in given]
+def our_params(given: Any, structure: Mapping[str, Any]) -> ours.SamplingParams:
+    """Parameters for ``sdk.LLM``. ``structure``: fields of every request's structure."""
     if not isinstance(given, SamplingParams | ours.SamplingParams):
         raise RequestError(f"sampling_params: expected SamplingParams, found {safe_repr(given)}")
     params = given if isinstance(given, ours.SamplingParams) else given.ours()

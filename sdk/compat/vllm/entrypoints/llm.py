@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from sdk import LLM as _OurLLM
+from sdk.compat.vllm._logits import AnswerProcessors, processors_of
+from sdk.compat.vllm._missing import missing
 from sdk.compat.vllm._options import LLM_SIGNATURE, llm_options, structure_options
-from sdk.compat.vllm.config import pooler_of
+from sdk.compat.vllm.config import VllmConfig, pooler_of, profiler_of
 from sdk.compat.vllm.engine.arg_utils import EngineArgs
 from sdk.compat.vllm.inputs import check_absent, our_prompt
 from sdk.compat.vllm.outputs import (
@@ -31,9 +35,14 @@ from sdk.compat.vllm.sampling_params import BeamSearchParams, SamplingParams, ou
 from sdk.compat.vllm.v1.metrics.reader import Metric, MetricsReader
 from sdk.errors import RequestError
 from sdk.loading.sampling_defaults import OWN, OWN_SOURCE
+from sdk.metrics.trace import Trace
+from sdk.params import SamplingParams as OurSamplingParams
 from sdk.quant.safe_repr import safe_repr
 from sdk.requests.prompts import as_list
 from sdk.tokenizer import LLMTokenizer
+
+if TYPE_CHECKING:
+    from sdk.compat.vllm.v1.engine.llm_engine import LLMEngine
 
 #: Sampling parameters of a model's files that vLLM uses too.
 _FROM_FILES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -52,12 +61,21 @@ class LLM:
     def __init__(self, model: str, **options: Any) -> None:
         self._structure = structure_options(options)
         self._pooler = pooler_of(options.get("pooler_config"))
+        self._profiler = profiler_of(options.get("profiler_config"))
+        self._trace: Trace | None = None
+        self._processors = processors_of(options.get("logits_processors"))
         self.llm = _OurLLM(model, **llm_options(options))
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> LLM:
         """An LLM with these options."""
         return cls(**vars(engine_args))
+
+    if not TYPE_CHECKING:  # else type checkers would accept any name
+
+        def __getattr__(self, name: str) -> Any:
+            """What to do instead of a method that vLLM has."""
+            raise missing("LLM", name)
 
     def __enter__(self) -> LLM:
         return self
@@ -188,7 +206,20 @@ class LLM:
     def _params(self, given: Any) -> Any:
         """Parameters for ``self.llm``."""
         chosen = self.get_default_sampling_params() if given is None else given
-        return our_params(chosen, self._structure)
+        if isinstance(chosen, Sequence):
+            return [self._params(one) for one in chosen]
+        params = our_params(chosen, self._structure)
+        return self._processed(params, chosen) if self._processors else params
+
+    def _processed(self, params: OurSamplingParams, given: Any) -> OurSamplingParams:
+        for one in self._processors:
+            try:
+                one.validate_params(given)
+            except ValueError as error:
+                raise RequestError(f"sampling_params: {one.__name__}: {error}") from error
+        config = VllmConfig(model_config=self.llm.model_config)
+        added = AnswerProcessors(self._processors, config, given)
+        return params.clone(logits_processors=(*(params.logits_processors or ()), added))
 
     def enqueue(
         self,
@@ -347,6 +378,13 @@ class LLM:
         """The model's tokenizer with transformers' methods."""
         return self.llm.get_tokenizer()
 
+    @property
+    def llm_engine(self) -> LLMEngine:
+        """This LLM, to be stepped by hand."""
+        from sdk.compat.vllm.v1.engine.llm_engine import LLMEngine  # which imports this module
+
+        return LLMEngine(self)
+
     def get_world_size(self, include_dp: bool = True) -> int:
         """The number of ranks."""
         return self.llm.config.tensor_parallel_size
@@ -361,6 +399,45 @@ class LLM:
     @cached_property
     def _metrics(self) -> MetricsReader:
         return MetricsReader(self.llm)
+
+    def start_profile(
+        self,
+        profile_prefix: str | None = None,
+        *,
+        delay_iterations: int | None = None,
+        max_iterations: int | None = None,
+    ) -> None:
+        """Record steps and requests until :meth:`stop_profile`, for https://ui.perfetto.dev.
+
+        The file goes into ``torch_profiler_dir`` of ``profiler_config``. It has the engine's parts,
+        not the operators of torch.
+
+        :raises RequestError: there is no such folder or a recording runs; or a number of steps is
+            asked for.
+        """
+        config = self._profiler
+        if not config.profiler:
+            raise RequestError(
+                "start_profile: pass profiler_config={'profiler': 'torch', 'torch_profiler_dir': "
+                "FOLDER} to LLM"
+            )
+        if delay_iterations or max_iterations or config.delay_iterations or config.max_iterations:
+            raise RequestError(
+                "start_profile: delay_iterations and max_iterations are not supported: call "
+                "start_profile and stop_profile around what is to be recorded"
+            )
+        folder = Path(config.torch_profiler_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._trace = self.llm.trace(
+            folder / f"{profile_prefix or 'embedlm'}.{time.time_ns()}.json.gz"
+        )
+
+    def stop_profile(self) -> None:
+        """Write the file. :raises RequestError: nothing is recorded."""
+        if self._trace is None:
+            raise RequestError("stop_profile: call start_profile first")
+        self._trace.stop()
+        self._trace = None
 
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False

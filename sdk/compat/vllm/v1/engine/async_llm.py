@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sdk import AsyncLLM as _OurAsyncLLM
+from sdk.compat.vllm._missing import missing
 from sdk.compat.vllm.engine.arg_utils import EngineArgs
 from sdk.compat.vllm.entrypoints.llm import LLM
 from sdk.compat.vllm.inputs import check_absent, our_prompt
@@ -51,6 +52,12 @@ class AsyncLLM:
         engine = cls(LLM(**options))
         engine._owned = True
         return engine
+
+    if not TYPE_CHECKING:  # else type checkers would accept any name
+
+        def __getattr__(self, name: str) -> Any:
+            """What to do instead of a method that vLLM has."""
+            raise missing("AsyncLLMEngine", name)
 
     def shutdown(self, timeout: float | None = None) -> None:
         """End all requests and give back memory and threads."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from sdk.compat.vllm._missing import missing
 from sdk.compat.vllm.engine.arg_utils import EngineArgs
 from sdk.compat.vllm.entrypoints.llm import LLM
 from sdk.compat.vllm.inputs import check_absent, our_prompt
@@ -46,6 +47,12 @@ class LLMEngine:
         options = dict(vars(engine_args))
         options.pop("enable_log_requests", None)
         return cls(LLM(**options))
+
+    if not TYPE_CHECKING:  # else type checkers would accept any name
+
+        def __getattr__(self, name: str) -> Any:
+            """What to do instead of a method that vLLM has."""
+            raise missing("LLMEngine", name)
 
     def close(self) -> None:
         """End all requests and give back memory and threads."""

@@ -1,0 +1,353 @@
+"""The page docs/popular_models.md: which models that people use run, from GGUF and safetensors.
+
+python .ci/popular_models.py            # rewrites the page
+python .ci/popular_models.py --check    # exit code 1 if it would
+
+What runs comes from the registry of architectures (models/architectures) and from the list in
+docs/models.md, so the page changes when a model is added there.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import textwrap
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from sdk.models.architecture import architecture, gguf_names  # noqa: E402
+
+PAGE = ROOT / "docs" / "popular_models.md"
+Kind = Literal["text", "embed"]
+
+
+class Family(NamedTuple):
+    """Models with one architecture.
+
+    ``gguf``: what ``general.architecture`` of their files may be. ``types``: the ``model_type`` of
+    the language model in ``config.json`` (of ``text_config``, if there is one). ``needs``: what
+    they have that a plain llama has not. ``instead``: families by name, the closest first.
+    ``part``: what runs of them. ``refused``: why transformers' code does not run the real ones.
+    """
+
+    name: str
+    gguf: tuple[str, ...]
+    types: tuple[str, ...]
+    needs: str = ""
+    instead: tuple[str, ...] = ()
+    part: str = ""
+    refused: str = ""
+    kind: Kind = "text"
+
+
+_WORDS = """
+"runs": with embedlm's own code, at full speed. "slowly": as a safetensors folder through
+transformers' code, in one process ([models.md](models.md)). "not yet": an error that names the
+reason, before weights are loaded. All [weight formats](formats.md) work with every model that runs.
+If a model is not listed, `embedlm inspect FILE` says what is in it, and `embedlm plan FILE` whether
+it runs and what it takes. Both read headers only.
+"""
+_ORDER = """
+The order is our judgement of how much they are used (autumn 2026). A model that somebody fine-tuned
+runs as the one it comes from. What counts is `general.architecture` in a GGUF file (`embedlm
+inspect` shows it) and `model_type` in `config.json`.
+"""
+HEAD = "| models | GGUF | safetensors | what is different, what to use instead |"
+#: In the order of how much they are used (autumn 2026).
+FAMILIES = (
+    Family(
+        "Qwen3.5, 3.6, 3.8, 0.8B to 27B", ("qwen35",), ("qwen3_5_text",),
+        "gated delta net in 3 of 4 layers, vision", ("Qwen3",),
+    ),
+    Family(
+        "Qwen3.6-35B-A3B, Qwen3.5-122B, 397B", ("qwen35moe",), ("qwen3_5_moe_text",),
+        "gated delta net, shared expert", ("Qwen3-30B-A3B",),
+    ),
+    Family(
+        "Gemma 4 E2B to 31B", ("gemma4",), ("gemma4_text", "gemma4_unified_text"),
+        "layers of two sizes, shared keys and values", ("Gemma 3",),
+    ),
+    Family(
+        "all-MiniLM, bge, e5, mxbai, arctic-embed, bge-reranker", ("bert",),
+        ("bert", "roberta", "xlm-roberta", "mpnet"), "encoders", ("Qwen3-Embedding",), kind="embed",
+    ),
+    Family(
+        "Llama 3.x, SmolLM2, TinyLlama, DeepSeek-R1-Distill-Llama", ("llama",), ("llama",),
+    ),
+    Family("Qwen3", ("qwen3",), ("qwen3",)),
+    Family("Qwen3-Embedding", ("qwen3",), ("qwen3",), kind="embed"),
+    Family(
+        "Qwen3-Reranker", ("qwen3",), ("qwen3",), kind="embed",
+        part='`hf_overrides={"classifier_from_token": ["no", "yes"]}`',
+    ),
+    Family("Qwen2.5, Qwen2.5-Coder, DeepSeek-R1-Distill-Qwen", ("qwen2",), ("qwen2",)),
+    Family(
+        "Qwen3-VL, Qwen3-VL-Embedding", ("qwen3vl", "qwen3vlmoe"),
+        ("qwen3_vl_text", "qwen3_vl_moe_text"), "vision, rotations in three dimensions",
+        ("Qwen3",),
+    ),
+    Family("Gemma 3", ("gemma3",), ("gemma3_text",), part="text only"),
+    Family("gpt-oss", ("gpt-oss",), ("gpt_oss",)),
+    Family("Qwen3-30B-A3B, Qwen3-Coder-30B-A3B", ("qwen3moe",), ("qwen3_moe",)),
+    Family(
+        "Mistral Small 3.x, Ministral 3, Devstral 2", ("mistral3",), ("mistral", "ministral3"),
+        "scale of queries by position, vision", ("Mistral 7B",), part="text only",
+    ),
+    Family("Mistral 7B, Mistral Nemo, Mathstral", ("llama",), ("mistral",)),
+    Family("Mixtral 8x7B, 8x22B", ("llama",), ("mixtral",)),
+    Family(
+        "EmbeddingGemma", ("gemma-embedding",), ("embedding_gemma2",),
+        "attention in both directions, dense layers after pooling", ("Qwen3-Embedding",),
+        kind="embed",
+    ),
+    Family(
+        "LFM2, LFM2.5", ("lfm2", "lfm2moe"), ("lfm2", "lfm2_moe"), "short convolutions",
+        ("SmolLM2", "Qwen3"), refused="transformers' code for convolutions has no paged cache",
+    ),
+    Family(
+        "nomic-embed-text v1.5, v2", ("nomic-bert", "nomic-bert-moe"), ("nomic_bert",),
+        "encoders", ("Qwen3-Embedding",), kind="embed",
+    ),
+    Family(
+        "Qwen2.5-VL, Qwen2-VL, Qwen2.5-Omni", ("qwen2vl",), ("qwen2_5_vl_text", "qwen2_vl_text"),
+        "vision", ("Qwen2.5",),
+    ),
+    Family("Phi-3.5, Phi-4, Phi-4-mini", ("phi3",), ("phi3",)),
+    Family(
+        "GLM-4.7-Flash", ("deepseek2",), ("glm4_moe_lite",), "latent attention",
+        ("Qwen3-30B-A3B", "gpt-oss"),
+    ),
+    Family("Granite 3.x", ("granite",), ("granite",)),
+    Family(
+        "Granite 4.x", ("granitehybrid",), ("granitemoehybrid",), "state spaces (Mamba-2)",
+        ("Granite 3.x",),
+    ),
+    Family(
+        "Nemotron Nano 2, Nemotron 3 Nano", ("nemotron_h", "nemotron_h_moe"), ("nemotron_h",),
+        "state spaces (Mamba-2)", ("Qwen3-30B-A3B", "Qwen3"),
+    ),
+    Family(
+        "DeepSeek V3, R1, Kimi K2", ("deepseek2",), ("deepseek_v3",), "latent attention",
+        ("DeepSeek-R1-Distill-Llama", "gpt-oss"),
+    ),
+    Family(
+        "GLM-4.5, 4.6, 4.7", ("glm4moe",), ("glm4_moe",), "router of its own",
+        ("Qwen3-30B-A3B", "gpt-oss"),
+    ),
+    Family(
+        "ModernBERT, gte-modernbert, granite-embedding r2", ("modern-bert",), ("modernbert",),
+        "encoders", ("Qwen3-Embedding",), kind="embed",
+    ),
+    Family(
+        "Qwen3-Next, Qwen3-Coder-Next", ("qwen3next",), ("qwen3_next",), "gated delta net",
+        ("Qwen3-30B-A3B",),
+    ),
+    Family(
+        "Muse Glimmer", ("muse-glimmer",), ("muse_glimmer",), "gates and norms of its own",
+        ("Gemma 3", "gpt-oss"),
+    ),
+    Family(
+        "SmolVLM, granite-docling", ("llama",), ("smolvlm", "idefics3"), "vision", ("SmolLM2",),
+        part="text only",
+    ),
+    Family("SmolLM3", ("smollm3",), ("smollm3",), "layers without rotation", ("Qwen3", "SmolLM2")),
+    Family(
+        "MiniMax M2", ("minimax-m2",), ("minimax_m2",), "router of its own",
+        ("gpt-oss", "Qwen3-30B-A3B"),
+    ),
+    Family(
+        "Gemma 3n", ("gemma3n",), ("gemma3n_text",), "several residual streams", ("Gemma 3",),
+    ),
+    Family("OLMo 2", ("olmo2",), ("olmo2",)),
+    Family("Olmo 3", ("olmo2",), ("olmo3",), "a window in 3 of 4 layers", ("OLMo 2",)),
+    Family("Mistral Small 4", ("mistral4",), ("mistral4",), "latent attention", ("Mistral 7B",)),
+    Family(
+        "DeepSeek V3.2, GLM-5", ("deepseek32", "glm-dsa"), ("deepseek_v32", "glm_moe_dsa"),
+        "sparse attention", ("gpt-oss",),
+    ),
+    Family(
+        "DeepSeek V4", ("deepseek4",), ("deepseek_v4",), "compressed keys and values", ("gpt-oss",),
+    ),
+    Family("Qwen3.8-Flash-Next", ("qwen4exp",), ("qwen4_exp_text",), "gated delta net", ("Qwen3",)),
+    Family(
+        "Falcon-H1", ("falcon-h1",), ("falcon_h1",), "attention and state spaces in one layer",
+        ("Qwen3",),
+    ),
+    Family(
+        "EXAONE 4, EXAONE-MoE", ("exaone4", "exaone-moe"), ("exaone4", "exaone_moe"),
+        "norms after layers", ("Qwen3",),
+    ),
+    Family(
+        "ERNIE 4.5", ("ernie4_5", "ernie4_5-moe"), ("ernie4_5", "ernie4_5_moe"),
+        "router of its own", ("Qwen3", "Qwen3-30B-A3B"),
+    ),
+    Family(
+        "Hunyuan, HY-MT, Hy3", ("hunyuan-dense", "hunyuan-moe", "hy_v3"),
+        ("hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3"), "norms after rotations", ("Qwen3",),
+    ),
+    Family(
+        "Command A, Command R7B, tiny-aya", ("cohere2", "cohere2moe"), ("cohere2", "cohere2_moe"),
+        "attention beside the MLP", ("Qwen3",),
+    ),
+    Family(
+        "jina-embeddings v2, v3, gte (new), EuroBERT", ("jina-bert-v2", "jina-bert-v3", "eurobert"),
+        ("jina_embeddings_v3", "gte", "eurobert"), "encoders", ("Qwen3-Embedding",), kind="embed",
+    ),
+    Family(
+        "InternVL 3, MiniCPM-V 4, PaliGemma 2, Moondream, LFM2-VL", (), ("internvl", "paligemma"),
+        "vision", ("Gemma 3", "Qwen3"), part="of some the text model, as GGUF",
+    ),
+    Family(
+        "Step 3.5, MiMo-V2", ("step35", "mimo2"), ("step3p5", "mimo_v2_flash"),
+        "heads of several sizes", ("gpt-oss",),
+    ),
+    Family(
+        "Laguna, AFMoE, Seed-OSS, Apertus", ("laguna", "afmoe", "seed_oss", "apertus"),
+        ("laguna", "afmoe", "seed_oss", "apertus"), "gates of their own",
+        ("Qwen3", "Qwen3-30B-A3B"),
+    ),
+    Family(
+        "Kimi Linear, Ling, Ring 2.5", ("kimi-linear", "bailingmoe3"),
+        ("kimi_linear", "bailing_hybrid"), "delta attention", ("Qwen3-30B-A3B",),
+    ),
+    Family(
+        "Voxtral, Qwen3-ASR, LFM2-Audio, Granite Speech", (), ("voxtral", "qwen3_asr"), "audio",
+        ("Mistral 7B",),
+    ),
+    Family("Llama 4 Scout", ("llama4",), ("llama4_text",), "chunked attention", ("gpt-oss",)),
+    Family("LFM3", (), ("lfm3",), "convolutions", ("SmolLM2",)),
+    Family("Gemma 2", ("gemma2",), ("gemma2",)),
+    Family("Gemma 1, CodeGemma", ("gemma",), ("gemma",), "an older model", ("Gemma 2",)),
+    Family(
+        "Qwen1.5-MoE, Qwen2-57B-A14B", ("qwen2moe",), ("qwen2_moe",), "shared experts",
+        ("Qwen3-30B-A3B",),
+    ),
+    Family(
+        "Command R, Aya 23", ("command-r",), ("cohere",), "attention beside the MLP", ("Qwen3",),
+    ),
+    Family("OLMo 1, OLMoE", ("olmo", "olmoe"), ("olmo", "olmoe"), "older models", ("OLMo 2",)),
+    Family(
+        "InternLM 2, MiniCPM", ("internlm2", "minicpm"), ("internlm2", "minicpm"), "older models",
+        ("Qwen3",),
+    ),
+    Family(
+        "StarCoder 2, StableLM 2", ("starcoder2", "stablelm"), ("starcoder2", "stablelm"),
+        "older models", ("Qwen2.5-Coder",),
+    ),
+    Family(
+        "GPT-2, Pythia, Phi-2, Falcon, MPT", ("gpt2", "gptneox", "phi2", "falcon", "mpt"),
+        ("gpt2", "gpt_neox", "phi", "falcon", "mpt"), "older models", ("SmolLM2",),
+    ),
+)  # fmt: skip
+
+
+def slow_types() -> set[str]:
+    """The types that run through transformers' code, of docs/models.md."""
+    text = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    listed = re.search(r"\*\*Through transformers' code\*\* \(\d+\): (.*?)\n\n", text, re.DOTALL)
+    assert listed is not None
+    return set(re.split(r",\s+", listed[1].strip()))
+
+
+def is_native(family: Family, form: Literal["gguf", "types"]) -> bool:
+    """Whether a form of at least one model of the family runs, fast."""
+    if form == "gguf":
+        return not set(family.gguf).isdisjoint(gguf_names())
+    return any(architecture(one) is not None for one in family.types)
+
+
+def runs(family: Family) -> bool:
+    """Whether somebody who needs another model may be sent to this one."""
+    return is_native(family, "gguf") and is_native(family, "types")
+
+
+def named(name: str) -> Family:
+    """The family that lists ``name``."""
+    found = [one for one in FAMILIES if name in one.name.split(", ")]
+    assert len(found) == 1, f"popular_models: {name}: expected one family, found {len(found)}"
+    return found[0]
+
+
+def _cell(states: list[tuple[str, str]]) -> str:
+    """``states``: a name and what it does; one word if all do the same."""
+    if not states:
+        return "not yet"
+    words = {state for _, state in states}
+    if len(words) == 1:
+        return words.pop()
+    return ", ".join(f"`{name}` {state}" for name, state in states)
+
+
+def row(family: Family, slow: set[str]) -> str:
+    """The family's row of the table."""
+    known = gguf_names()
+    gguf = _cell([(name, "runs" if name in known else "not yet") for name in family.gguf])
+    folder = _cell(
+        [
+            (
+                name,
+                "runs"
+                if architecture(name) is not None
+                else "slowly"
+                if name in slow and not family.refused
+                else "not yet",
+            )
+            for name in family.types
+        ]
+    )
+    fast = gguf == folder == "runs"
+    found = [one for one in family.instead if runs(named(one))]
+    if fast:
+        advice = family.part
+    else:
+        use = f"use {' or '.join(found)}" if found else ""
+        advice = "; ".join(part for part in (family.needs, family.part, use) if part)
+    return f"| {family.name} | {gguf} | {folder} | {advice} |"
+
+
+def page() -> str:
+    """The whole page."""
+    slow = slow_types()
+
+    def table(kind: Kind) -> str:
+        rows = [row(one, slow) for one in FAMILIES if one.kind == kind]
+        return "\n".join([HEAD, "|---|---|---|---|", *rows])
+
+    return f"""# Does my model run?
+
+<!-- .ci/popular_models.py writes this page from the registry of architectures. -->
+
+{paragraph(_WORDS)}
+
+## Models that write text
+
+{table("text")}
+
+## Models for search
+
+How they are used: [embeddings and reranking](embeddings.md).
+
+{table("embed")}
+
+{paragraph(_ORDER)}
+"""
+
+
+def paragraph(text: str) -> str:
+    """Lines of 120 characters."""
+    return textwrap.fill(" ".join(text.split()), 120, break_on_hyphens=False)
+
+
+def main() -> None:
+    wanted = page()
+    current = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
+    if current != wanted and "--check" in sys.argv[1:]:
+        raise SystemExit("popular_models: docs/popular_models.md is old: run this script")
+    PAGE.write_text(wanted, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

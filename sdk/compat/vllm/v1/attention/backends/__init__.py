@@ -1,0 +1,1 @@
+"""The names of vLLM's kernels of attention."""
