@@ -302,6 +302,8 @@ class Matcher:
 def _text(error: bytes) -> str:
     """The library's message without the dump of its state."""
     text = error.decode("utf-8", "replace")
-    for marker in ("\n<state>", "\n<non-verbose/>"):
+    if "symbols.len() < u16::MAX" in text:
+        return "it is too large: expected fewer than 65,525 rules and repetitions"
+    for marker in ("\n<state>", "\n<non-verbose/>", "\n<backtrace>"):
         text = text.split(marker)[0]
     return text.strip()
