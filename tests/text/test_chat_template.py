@@ -71,6 +71,31 @@ def test_what_templates_use_works(source: str, expected: str) -> None:
     assert render(source, special_tokens={"bos_token": "[B]"}) == expected
 
 
+@pytest.mark.parametrize(
+    ("message", "written"),
+    [
+        ({"content": None}, ""),
+        ({}, ""),
+        ({"content": None, "reasoning_content": "hm", "tool_calls": []}, ""),
+        ({"content": None, "reasoning": "hm", "audio": None, "function_call": None}, ""),
+        ({"content": None, "refusal": "no"}, "no"),
+        ({"content": "x", "refusal": None, "annotations": [], "tool_calls": None}, "x"),
+        (
+            {"content": [{"type": "text", "text": "x"}, {"type": "refusal", "refusal": "no"}]},
+            "x\nno",
+        ),
+    ],
+)
+def test_an_answer_may_come_back_as_a_server_wrote_it(
+    message: dict[str, Any], written: str
+) -> None:
+    messages = [*USER, {"role": "assistant", **message}]
+    assert render("{{ messages[1].content }}", messages) == written
+    parts = "{% for part in messages[1].content %}{{ part.text }}{% endfor %}"
+    if isinstance(message.get("content"), list):
+        assert render(parts, messages) == "xno"
+
+
 def test_a_template_may_refuse_a_conversation() -> None:
     with pytest.raises(TemplateError, match="roles must alternate"):
         render("{{ raise_exception('roles must alternate') }}")
@@ -154,7 +179,10 @@ def test_arguments_that_the_template_reads_or_that_are_common_are_accepted() -> 
         ([{"role": 5, "content": "Hi"}], "a role.*found 5"),
         ([{"role": "user"}], r"messages\[0\]: expected content"),
         ([{"role": "user", "content": None}], "expected content"),
-        ([{"role": "assistant", "content": None}], "expected content"),
+        (
+            [{"role": "user", "content": [{"type": "refusal", "refusal": "no"}]}],
+            "found type 'refusal'",
+        ),
         ([{"role": "user", "content": "x", "n": 10**5000}], "n: expected a shorter number"),
         ([{"role": "user", "content": "x", "n": LAUGHS}], "values in one conversation"),
         ([{"role": "user", "content": "x" * 2**22}] * 2, "characters in one conversation"),
@@ -187,8 +215,8 @@ def test_nesting_is_bounded() -> None:
 
 
 def test_an_assistant_may_have_tool_calls_instead_of_content() -> None:
-    calls = [{"role": "assistant", "content": None, "tool_calls": []}]
-    assert render("{{ messages[0].content is none }}", calls) == "True"
+    calls = [{"role": "assistant", "content": None, "tool_calls": [{"type": "function"}]}]
+    assert render("{{ messages[0].tool_calls and messages[0].content is none }}", calls) == "True"
 
 
 def test_text_parts_reach_a_template_in_the_form_it_reads() -> None:
