@@ -27,6 +27,9 @@ _ENDS = 8
 _STATES = 60
 #: Changes of a way that are tried again: how many of them, and of how many tokens.
 _EDITS, _LONGEST_EDIT = 8, 64
+#: A token that a way took the place of closes the answer if no more than so many tokens would be
+#: left; else nothing could follow the token.
+_NEAR = 64
 #: How often changes may make a way longer until a short one is searched for again.
 _MOST_LONGER = 16
 
@@ -76,6 +79,8 @@ class StructuredAnswer:
             self.phase = Phase.REASONING
         self.left = left
         self.complete = False
+        #: The answer was completed because few tokens were left.
+        self.closed = False
         for token in output:
             self.accept(token)
 
@@ -117,6 +122,7 @@ class StructuredAnswer:
         self._probe = None
         if way is None and self._way is not None and not self._certain:
             matcher.rollback(1)
+            self.closed |= self.left < len(self._way) + _NEAR
             if not self._way:  # the text before this token is complete
                 self.complete = True
                 return token if self._end is None else self._end
@@ -126,6 +132,7 @@ class StructuredAnswer:
         self._way = way
         self._opens += int(self._grammar.tokens.shapes.opens[token])
         self.complete = matcher.stopped or (self.left <= 0 and matcher.accepting)
+        self.closed |= self.complete and not matcher.stopped
         return token
 
     def forced(self, most: int) -> Sequence[int]:

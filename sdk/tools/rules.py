@@ -160,7 +160,9 @@ class Rules:
             return self.json(schema)
         found = [spelling for value, spelling in _CONSTANTS if _allows(schema, types, value)]
         if rest := types - {"boolean", "null"}:
-            shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+            shared: dict[str, Any] = {
+                key: schema[key] for key in ("$defs", "definitions") if key in schema
+            }
             own = {key: value for key, value in schema.items() if key not in shared}
             found.append(self.json({"type": sorted(rest), "allOf": [own], **shared}))
         return self.any_of(found)

@@ -26,7 +26,8 @@ def test_calls_of_earlier_turns_need_no_tools(golden: Path) -> None:
             '<user>hi\n<assistant><tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>\n'
             "<user>Result of c1: 2\n"
         )
-        reads = "{% for m in messages %}{{ m.tool_calls[0].function.arguments if m.tool_calls }}{% endfor %}"
+        written = "{{ m.tool_calls[0].function.arguments if m.tool_calls }}"
+        reads = f"{{% for m in messages %}}{written}{{% endfor %}}"
         [output] = llm.chat(HISTORY, greedy, chat_template=reads, use_tqdm=False)
         assert output.prompt is not None and output.prompt.endswith('{"a": 1}')
         with pytest.raises(RequestError, match="expected content"):
