@@ -179,7 +179,15 @@ class ChatTemplate:
     def _fitted(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Text parts joined to one string, for templates that only support strings."""
         content = message.get("content")
-        if isinstance(content, str) or content is None or self._reads_parts:
+        if content is None and not _calls(message):
+            # An answer of reasoning or a refusal alone, or an empty one: most templates would
+            # write "None".
+            return {**message, "content": message.get("refusal") or ""}
+        if isinstance(content, (list, tuple)):
+            content = [{"type": "text", "text": part[part["type"]]} for part in content]
+        if isinstance(content, (list, tuple)) and self._reads_parts:
+            return {**message, "content": content}
+        if isinstance(content, str) or content is None:
             # In the caller's order, which templates that dump a message show.
             return {**message} if "content" in message else {**message, "content": None}
         return {**message, "content": "\n".join(part["text"] for part in content)}
@@ -246,10 +254,14 @@ def check_messages(messages: object, data: _PlainData | None = None) -> None:
         data.check(message, where, 0)
 
 
+def _calls(message: Mapping[str, Any]) -> bool:
+    return any(message.get(name) for name in ("tool_calls", "function_call"))
+
+
 def _check_content(message: Mapping[str, Any], where: str) -> None:
     content = message.get("content")
     if content is None:
-        if any(message.get(name) is not None for name in ("tool_calls", "function_call")):
+        if _calls(message) or message.get("role") == "assistant":  # what an answer looks like
             return
         raise TemplateError(f"{where}: expected content (a string or text parts), found none")
     if isinstance(content, str):
@@ -259,7 +271,8 @@ def _check_content(message: Mapping[str, Any], where: str) -> None:
         raise TemplateError(f"{where}.content: expected a string or a list of parts, found {kind}")
     for number, part in enumerate(content):
         found = part.get("type") if isinstance(part, Mapping) else None
-        if found != "text" or not isinstance(part.get("text"), str):
+        known = ("text", "refusal") if message.get("role") == "assistant" else ("text",)
+        if found not in known or not isinstance(part.get(found), str):
             shape = f"type {safe_repr(found)}" if found else type(part).__name__
             only = "" if found in (None, "text") else " (images, audio and files are not supported)"
             expected = '{"type": "text", "text": ...}'
@@ -375,7 +388,8 @@ def _marked(message: Mapping[str, Any], mark: str) -> dict[str, Any]:
     if not content:
         raise TemplateError("continue_final_message: the last message has no text to continue")
     *others, last = content
-    return {**message, "content": [*others, {**last, "text": f"{last['text']}{mark} "}]}
+    text = f"{last[last['type']]}{mark} "
+    return {**message, "content": [*others, {"type": "text", "text": text}]}
 
 
 def _cut_at(text: str, mark: str, message: Mapping[str, Any]) -> str:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from jinja2.runtime import Undefined
+from jinja2.utils import Cycler
 from markupsafe import Markup
 
 from sdk.loaders.template_budget import (
@@ -36,6 +37,7 @@ _LINE_ENDS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
 _SPACES = " \t\x1f\xa0\u1680\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
 _CONVERSION = re.compile(r"%(?:\([^)]*\))?[#0\- +]*(\*|\d*)(?:\.(\*|\d*))?[hlL]?(.)", re.DOTALL)
 MAX_PRINTED = MAX_VALUE // 4  # with escapes, a character may become ten
+_MOST_WRAPPED, _MOST_PRETTY = 8192, 16_384
 _FORMAT_FIELD = re.compile(r"\{[^{}]*:[^{}]*(?:\{|\d{5})")
 _NUMBERS = (int, float, complex)
 _ITERATORS = (type(iter([0])), type(reversed([0])))
@@ -250,6 +252,7 @@ METHODS: dict[type, dict[str, Check]] = {
     },
     list: {"count": _look_up, "index": _look_up},
     tuple: {"count": _look_up, "index": _look_up},
+    Cycler: {"next": _cheap, "reset": _cheap},
     dict: {"get": _cheap, "items": _cheap, "keys": _cheap, "values": _cheap, "copy": _look_up},
 }
 
@@ -328,7 +331,9 @@ def _json_filter(
     budget.admit(weight + weight // ITEM_SIZE * per_item)
 
 
-def _digits_filter(budget: Budget, value: Any, default: Any = 0, base: Any = 10) -> None:
+def _digits_filter(
+    budget: Budget, value: Any, default: Any = 0, base: Any = 10, binary: Any = False
+) -> None:
     if isinstance(value, str) and len(value) > MAX_INT_BITS:
         raise BudgetError(f"a number of {len(value)} digits")
 
@@ -355,6 +360,59 @@ def _number(budget: Budget, value: Any, *args: Any) -> None:
         budget.weigh(operand)
 
 
+def _batch_filter(budget: Budget, value: Any, linecount: Any, fill_with: Any = None) -> Any:
+    _check_widths(linecount)
+    budget.weigh(fill_with)
+    values = listed(budget, value)
+    size = len(values) if hasattr(values, "__len__") else 0
+    budget.admit_items(size + (linecount if isinstance(linecount, int) else 0))
+    return values
+
+
+def _words_filter(budget: Budget, s: Any) -> None:
+    budget.admit_items(len(text_of(budget, s)) // 2)  # jinja2 lists them
+
+
+def _wrap_filter(
+    budget: Budget,
+    s: Any,
+    width: Any = 79,
+    break_long_words: Any = True,
+    wrapstring: Any = None,
+    break_on_hyphens: Any = True,
+) -> None:
+    """Python's ``textwrap`` is quadratic in runs of spaces: 8,192 take 0.1 s."""
+    text = text_of(budget, s)
+    if len(text) > _MOST_WRAPPED:
+        raise BudgetError(f"wordwrap of more than {_MOST_WRAPPED} characters")
+    budget.admit(len(text) * (1 + len(text_of(budget, wrapstring or ""))))
+
+
+def _tags_filter(budget: Budget, value: Any) -> None:
+    text = text_of(budget, value)
+    budget.search_back(text, "<" * text.count("<"))  # each tag copies the rest
+    budget.admit(len(text))
+
+
+def _url_filter(budget: Budget, value: Any) -> None:
+    budget.admit(12 * budget.weigh(value))  # %XX for each byte
+
+
+def _attributes_filter(budget: Budget, d: Any, autospace: Any = True) -> None:
+    budget.admit(6 * budget.weigh(d))
+
+
+def _print_filter(budget: Budget, value: Any) -> None:
+    weight = budget.weigh(value)
+    if weight > _MOST_PRETTY:
+        raise BudgetError(f"pprint of more than {_MOST_PRETTY} characters")
+    if callable(value) or isinstance(value, _ITERATORS):
+        raise refuse(f"printing a {type(value).__name__}")
+    budget.admit(10 * weight)
+
+
+#: Those of jinja2 that are missing: ``random`` (the same conversation would get other answers) and
+#: ``urlize`` (searches text for links with slow patterns, to write HTML).
 FILTERS: dict[str, Check] = {
     **dict.fromkeys(("attr", "count", "d", "default", "first", "items", "last", "length"), _cheap),
     **dict.fromkeys(("capitalize", "lower", "safe", "string", "upper"), _text_filter),
@@ -362,24 +420,32 @@ FILTERS: dict[str, Check] = {
     **dict.fromkeys(("map", "reject", "rejectattr", "select", "selectattr"), _elements),
     **dict.fromkeys(("list", "reverse"), _elements),
     **dict.fromkeys(("dictsort", "groupby", "max", "min", "sort", "unique"), _whole),
+    **dict.fromkeys(("batch", "slice"), _batch_filter),
     "abs": _number,
     "center": _center_filter,
+    "filesizeformat": _digits_filter,
     "float": _digits_filter,
     "format": _format_filter,
     "indent": _indent_filter,
     "int": _digits_filter,
     "join": _join_filter,
+    "pprint": _print_filter,
     "replace": _replace_filter,
     "round": _round_filter,
+    "striptags": _tags_filter,
     "sum": _sum_filter,
     "title": _title_filter,
     "tojson": _json_filter,
     "trim": _trim_filter,
     "truncate": _truncate_filter,
+    "urlencode": _url_filter,
+    "wordcount": _words_filter,
+    "wordwrap": _wrap_filter,
+    "xmlattr": _attributes_filter,
 }
 #: Filters whose result jinja2 computes lazily, element by element. Here it is computed at once,
 #: because a chain of 100,000 unfinished iterators would overflow the C stack.
-LAZY = ("map", "reject", "rejectattr", "select", "selectattr", "items")
+LAZY = ("map", "reject", "rejectattr", "select", "selectattr", "items", "batch", "slice")
 
 
 # -- Comparisons and tests

@@ -32,7 +32,7 @@ from jinja2.defaults import DEFAULT_FILTERS, DEFAULT_TESTS
 from jinja2.ext import loopcontrols
 from jinja2.runtime import Context, LoopContext, Macro, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment, safe_range
-from jinja2.utils import Namespace
+from jinja2.utils import Cycler, Joiner, Namespace
 
 from sdk.loaders.template_budget import Budget, BudgetError
 from sdk.loaders.template_operations import (
@@ -101,7 +101,9 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):  # type: ignore[misc]
         }
         self.tests["in"] = lambda value, seq: self.compared(value, "in", seq)
         functions: dict[str, Callable[..., Any]] = {
+            "cycler": self._cycler,
             "dict": self._dict,
+            "joiner": self._joiner,
             "namespace": _Namespace,
             "raise_exception": self._raise,
             "range": safe_range,
@@ -210,6 +212,8 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):  # type: ignore[misc]
             return budget.keep(function.function(*args, **kwargs))
         if getattr(function, "__hash__", None) and function in self._functions:
             return budget.keep(function(*args, **kwargs))
+        if isinstance(function, Joiner):
+            return function()
         owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
         if isinstance(owner, LoopContext):  # cycle, changed
             budget.weigh(*args)
@@ -230,6 +234,13 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):  # type: ignore[misc]
     def _dict(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         self.budget.weigh(*args)
         return dict(*(listed(self.budget, values) for values in args), **kwargs)
+
+    def _cycler(self, *items: Any) -> Cycler:
+        self.budget.weigh(*items)
+        return Cycler(*items)
+
+    def _joiner(self, sep: Any = ", ") -> Joiner:
+        return Joiner(text_of(self.budget, sep))
 
     def _raise(self, message: Any) -> None:
         self._raise_exception(text_of(self.budget, message))

@@ -32,7 +32,9 @@ class CompletionOutput(NamedTuple):
     the message if ``finish_reason`` is ``error``. With ``RequestOutputKind.DELTA``, ``text``,
     ``token_ids`` and ``logprobs`` hold only what is new since the last output, otherwise
     everything so far. ``cumulative_logprob`` (the sum over all tokens so far) requires
-    ``logprobs``. An entry of ``logprobs`` reads like a ``dict[int, Logprob]``, best token first.
+    ``logprobs``. ``closed``: the answer has a structure, and was completed because ``max_tokens``
+    was near; it may be shorter than the model meant it to be. An entry of ``logprobs`` reads like
+    a ``dict[int, Logprob]``, best token first.
     """
 
     index: int  # type: ignore[assignment]  # the answer's number, not tuple.index
@@ -43,6 +45,7 @@ class CompletionOutput(NamedTuple):
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     lora_request: object | None = None
+    closed: bool = False
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         from sdk.reports.display import answer_line

@@ -214,6 +214,7 @@ class Completion:
             logprobs,
             self.finish_reason,
             self.stop_reason,
+            closed=request.closed and self.finish_reason == "stop",
         )
 
 

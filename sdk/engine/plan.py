@@ -189,8 +189,9 @@ class StepResult(NamedTuple):
     prompt_logprobs: Mapping[str, tuple[Sampled, ...]] = {}
     hidden: Mapping[str, Pooled] = {}
     errors: Mapping[str, str] = {}
-    #: Requests whose structured answer is complete with these tokens.
-    complete: Collection[str] = ()
+    #: Requests whose structured answer is complete with these tokens, and whether it was closed
+    #: because few tokens were left.
+    complete: Mapping[str, bool] = {}
     #: With drafts: the tokens that structures force after these, by request.
     forced: Mapping[str, Sequence[int]] = {}
     #: Slots of the swap space for which writing to the swap file failed, with the reason. These

@@ -102,7 +102,7 @@ class CompletionResponses:
             rows += zip(answer.token_ids, answer.logprobs, strict=True)
             places += self._places[index].following(answer.token_ids)
         logprobs = None if answer.logprobs is None else self._logprobs(rows, places)
-        return CompletionChoice(index, text, reason, logprobs)
+        return CompletionChoice(index, text, reason, logprobs, answer.closed or None)
 
     def _prompt(self, output: RequestOutput) -> str:
         if output.prompt is not None:

@@ -123,6 +123,8 @@ class Choice(Model):
     message: ChatCompletionMessage
     finish_reason: str
     logprobs: ChoiceLogprobs | None = None
+    #: Not of OpenAI: the structure was completed because ``max_tokens`` was near.
+    closed: bool | None = None
 
 
 @dataclass(slots=True)
@@ -160,6 +162,7 @@ class ChunkChoice(Model):
     delta: ChoiceDelta
     finish_reason: str | None = None
     logprobs: ChoiceLogprobs | None = None
+    closed: bool | None = None
 
 
 @dataclass(slots=True)
@@ -192,6 +195,7 @@ class CompletionChoice(Model):
     text: str
     finish_reason: str | None = None
     logprobs: Logprobs | None = None
+    closed: bool | None = None
 
 
 @dataclass(slots=True)

@@ -105,7 +105,7 @@ class Responses:
                     ChatCompletionMessageToolCall(call.id, Function(call.name, call.arguments))
                     for call in found.tool_calls
                 ]
-        return Choice(answer.index, message, reason, self.logprobs(answer))
+        return Choice(answer.index, message, reason, self.logprobs(answer), answer.closed or None)
 
     def chunk(self, output: RequestOutput) -> ChatCompletionChunk:
         choices = [self._chunk_choice(answer) for answer in output.outputs]
@@ -133,7 +133,7 @@ class Responses:
             self._started.add(answer.index)
             delta.role = "assistant"
         ended = "tool_calls" if reason and answer.index in self._calls else reason
-        return ChunkChoice(answer.index, delta, ended, self.logprobs(answer))
+        return ChunkChoice(answer.index, delta, ended, self.logprobs(answer), answer.closed or None)
 
     def last_chunk(self, output: RequestOutput) -> ChatCompletionChunk:
         """The chunk with the usage of a whole stream, from its last output."""

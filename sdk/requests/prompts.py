@@ -409,13 +409,22 @@ class PromptReader:
         return [tool.as_dict() for tool in options.tools]
 
     def _with_tools(self, messages: Sequence[Message], options: ChatOptions) -> Sequence[Message]:
-        """The messages; with the tools in words if the chat template has no place for them."""
-        if not options.tools or self._reads_tools(options):
+        """The messages; with the tools in words if the chat template has no place for them, also
+        calls of earlier turns, whose tools are not there any more."""
+        if self._reads_tools(options):
+            return messages
+        called = any(isinstance(one, Mapping) and one.get("tool_calls") for one in messages)
+        if not options.tools and (not called or self._reads_calls(options)):
             return messages
         from sdk.tools import with_described_tools  # with the first tools
 
         format = tool_format_of(options, self.template_of(options), self.need_tokenizer("tools"))
-        return with_described_tools(messages, options.tools, format)
+        return with_described_tools(messages, options.tools or (), format)
+
+    def _reads_calls(self, options: ChatOptions) -> bool:
+        """Whether the chat template has a place for calls, or writes whole messages."""
+        template = self.template_of(options) or ""
+        return re.search(r"\b(tool_calls|tojson|items)\b", template) is not None
 
     def read_texts(self, first: str, second: str) -> Prompt:
         """Two texts, one after the other, for an embedding."""

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from sdk.kernels.mask_tasks import MaskTask
 from sdk.structured.compiler import Grammar
+from sdk.structured.library import GrammarError, Matcher
 
 #: The first tokens of a way that are compared with a token; how many of them, and of their bytes,
 #: the token may take the place of.
@@ -26,6 +27,9 @@ _ENDS = 8
 _STATES = 60
 #: Changes of a way that are tried again: how many of them, and of how many tokens.
 _EDITS, _LONGEST_EDIT = 8, 64
+#: A token that a way took the place of closes the answer if no more than so many tokens would be
+#: left; else nothing could follow the token.
+_NEAR = 64
 #: How often changes may make a way longer until a short one is searched for again.
 _MOST_LONGER = 16
 
@@ -66,11 +70,17 @@ class StructuredAnswer:
         self._edits: deque[tuple[tuple[int, ...], int]] = deque(maxlen=_EDITS)
         self._longer = 0  # how often a change made the way longer since one was searched for
         self._start_reasoning, self._end_reasoning = reasoning or (-1, -1)
+        #: Copies for masks of states that may be taken back (see ``Matcher``): after drafts, and
+        #: where a way is searched for.
+        self._drafting: Matcher | None = None
+        self._probe: Matcher | None = None
         self.phase = Phase.START
         if reasoning is not None and _ends_open(prompt, *reasoning):
             self.phase = Phase.REASONING
         self.left = left
         self.complete = False
+        #: The answer was completed because few tokens were left.
+        self.closed = False
         for token in output:
             self.accept(token)
 
@@ -89,7 +99,8 @@ class StructuredAnswer:
         if self.phase is Phase.REASONING:
             return None
         also = self._start_reasoning if self.phase is Phase.START else -1
-        return MaskTask(self._matcher.handle, row, tuple(drafts), also)
+        self._drafting = self._matcher.copy() if drafts else None
+        return MaskTask((self._drafting or self._matcher).handle, row, tuple(drafts), also)
 
     def accept(self, token: int) -> int:
         """The token that follows when ``token``, which the mask allowed, was drawn.
@@ -107,9 +118,11 @@ class StructuredAnswer:
             self.complete = True
             return token
         matcher.consume((token,))
-        way = self._way_after(token)
+        way = self._way_or_none(token)
+        self._probe = None
         if way is None and self._way is not None and not self._certain:
             matcher.rollback(1)
+            self.closed |= self.left < len(self._way) + _NEAR
             if not self._way:  # the text before this token is complete
                 self.complete = True
                 return token if self._end is None else self._end
@@ -119,6 +132,7 @@ class StructuredAnswer:
         self._way = way
         self._opens += int(self._grammar.tokens.shapes.opens[token])
         self.complete = matcher.stopped or (self.left <= 0 and matcher.accepting)
+        self.closed |= self.complete and not matcher.stopped
         return token
 
     def forced(self, most: int) -> Sequence[int]:
@@ -140,6 +154,23 @@ class StructuredAnswer:
     def _certain(self) -> bool:
         """Whether the tokens that are left complete the structure whatever its state is."""
         return 0 < self._grammar.bound.after(self._opens) < self.left
+
+    def _way_or_none(self, token: int) -> tuple[int, ...] | None:
+        """:meth:`_way_after`, also where a search finds a state after which nothing may follow: the
+        library knows that only when it gets there, and the copy is useless then."""
+        try:
+            return self._way_after(token)
+        except GrammarError:
+            if self._way is None:
+                raise
+            return self._way[1:] if self._way[:1] == (token,) else None
+
+    @property
+    def _copy(self) -> Matcher:
+        """A matcher in the state of the answer's, for masks."""
+        if self._probe is None:
+            self._probe = self._matcher.copy()
+        return self._probe
 
     def _way_after(self, token: int) -> tuple[int, ...] | None:
         """A way from the matcher's state, not longer than the tokens that are left."""
@@ -183,7 +214,7 @@ class StructuredAnswer:
                 self.left,
                 states=_STATES,
                 thorough=False,
-                known_rest=lambda: next(filter(self._completes, self._allowed(ends)), None),
+                known_rest=lambda matcher: self._rest_of(matcher, ends),
             )
         return way
 
@@ -252,7 +283,7 @@ class StructuredAnswer:
 
     def _ways_of_shortest(self) -> Iterator[tuple[int, ...]]:
         """The ends of the shortest answer, with something closed before it."""
-        allows, way = self._search.mask(self._matcher), self._grammar.way
+        allows, way = self._search.mask(self._copy), self._grammar.way
         closers = [one for one in self._closers if allows(one[0])]
         for count in range(len(way), -1, -1):
             yield from ((*closer, *way[count:]) for closer in closers)
@@ -261,20 +292,32 @@ class StructuredAnswer:
 
     def _bridged(self, ends: Sequence[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
         """Known ends of ways after one more token."""
-        matcher = self._matcher
-        for token in self._search.candidates(matcher):
-            matcher.consume((token,))
-            ways = [(token, *end) for end in self._allowed(ends)]
-            matcher.rollback(1)
+        for token in self._search.candidates(self._copy):
+            matcher = self._copy
+            if not matcher.allowed((token,)):
+                continue
+            try:
+                matcher.consume((token,))
+                ways = [(token, *end) for end in self._allowed(ends)]
+                matcher.rollback(1)
+            except GrammarError:  # nothing may follow
+                self._probe = None
+                continue
             yield from ways
+
+    def _rest_of(self, matcher: Matcher, ends: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
+        """The first end that completes the text of ``matcher``."""
+        allows = self._search.mask(matcher)
+        known = (end for end in ends if not end or allows(end[0]))
+        return next((end for end in known if self._completes(end, matcher)), None)
 
     def _allowed(self, ways: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
         """Without those whose first token may not follow."""
-        allows = self._search.mask(self._matcher)
+        allows = self._search.mask(self._copy)
         return [way for way in ways if not way or allows(way[0])]
 
-    def _completes(self, way: tuple[int, ...]) -> bool:
-        matcher = self._matcher
+    def _completes(self, way: tuple[int, ...], matcher: Matcher | None = None) -> bool:
+        matcher = matcher or self._matcher
         if not way:
             return matcher.accepting
         if self._end is not None:  # takes a third of the time of consuming them

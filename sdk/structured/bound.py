@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from sdk.structured.document import Schema, schemas_in
+from sdk.structured.document import ANNOTATIONS, Schema, schemas_in
 
 #: A bound beyond which it is of no use.
 _MOST = 2**30
@@ -29,6 +29,9 @@ _CATEGORIES = {
 }
 #: Keywords of objects and arrays.
 _OBJECT = ("properties", "patternProperties", "additionalProperties", "required", "minProperties")
+#: Keywords of several parts that hold for one value, and those that restrict its text.
+_OF_SEVERAL = {"allOf", "anyOf", "oneOf", "$ref", "$defs"}
+_OF_TEXT = {"pattern", "format", "multipleOf"}
 _ARRAY = ("items", "prefixItems", "additionalItems", "minItems", "maxItems")
 #: Characters that JSON writes as they are; others take up to six (``\\u001f``), or bytes of UTF-8.
 _PLAIN = sorted({chr(code) for code in range(32, 127)} - {'"', "\\"})
@@ -59,6 +62,8 @@ class Bound(NamedTuple):
 def longest_completion(schema: Schema, count_tokens: Callable[[str], int]) -> Bound:
     """``count_tokens``: the tokens of a text."""
     try:
+        if not _is_sure(schema):
+            return Bound()
         bound = _Bound(schema, count_tokens)
         bound.of(schema)
         if bound.recursive:  # what one object, array or value needs, for each that may be open
@@ -67,6 +72,88 @@ def longest_completion(schema: Schema, count_tokens: Callable[[str], int]) -> Bo
         return Bound(min(bound.begun(schema), _MOST), _PER_BRACKET if bound.free else 0)
     except RecursionError:  # definitions that refer to one another hundreds of times
         return Bound()
+
+
+def _is_sure(root: Schema) -> bool:
+    """Whether sizes of parts tell those of the whole. They do not where names of properties have
+    patterns, where patterns of two parts hold for one value, and where a part has no value that
+    ends: an answer must not begin it."""
+    definitions = root.get("$defs", {})
+    parts = {"#": root, **{f"#/$defs/{name}": one for name, one in definitions.items()}}
+    every = [schema for one in parts.values() for schema in schemas_in(one)]
+    if any("patternProperties" in schema for schema in every):
+        return False
+    known: dict[str, bool] = {}
+    if any(_meet(schema, parts, known) for schema in every):
+        return False
+    return _all_end(every, parts)
+
+
+def _meet(schema: Schema, parts: Schema, known: dict[str, bool]) -> bool:
+    """Whether two parts that hold for one value may both restrict its text."""
+    together: list[Any] = [{key: schema[key] for key in schema.keys() - _OF_SEVERAL}]
+    together += _array(schema.get("allOf"))
+    together += [{"anyOf": schema[key]} for key in ("anyOf", "oneOf") if key in schema]
+    if "$ref" in schema:
+        together.append({"$ref": schema["$ref"]})
+    if len(together) < 3 and len(together[0].keys() - ANNOTATIONS) == 0:
+        return False
+    return sum(_restricts(one, parts, known) for one in together) > 1
+
+
+def _restricts(schema: Any, parts: Schema, known: dict[str, bool]) -> bool:
+    """Whether a pattern, a format or a multiple is somewhere in a schema."""
+    for one in schemas_in(schema):
+        if not _OF_TEXT.isdisjoint(one):
+            return True
+        reference = one.get("$ref")
+        if isinstance(reference, str):
+            if reference not in known:
+                known[reference] = False
+                known[reference] = _restricts(parts.get(reference), parts, known)
+            if known[reference]:
+                return True
+    return False
+
+
+def _all_end(every: list[Schema], parts: Schema) -> bool:
+    """Whether each part has a value that does not contain itself without end."""
+    ending: set[str] = set()
+    while True:
+        found = {name for name, one in parts.items() if _ends(one, ending)}
+        if found == ending:
+            break
+        ending = found
+    return len(ending) == len(parts)
+
+
+def _ends(schema: Any, ending: set[str]) -> bool:
+    """Whether a schema has a value that ends, if those that references in ``ending`` name do."""
+    if not isinstance(schema, dict):
+        return True
+    if isinstance(schema.get("$ref"), str) and schema["$ref"] not in ending:
+        return False
+    if not all(_ends(one, ending) for one in _array(schema.get("allOf"))):
+        return False
+    for key in ("anyOf", "oneOf"):
+        if _array(schema.get(key)) and not any(_ends(one, ending) for one in schema[key]):
+            return False
+    properties, others = _object(schema.get("properties")), schema.get("additionalProperties")
+    needed = [properties.get(name, others) for name in _array(schema.get("required"))]
+    if _number(schema.get("minItems")):
+        needed += [*_array(schema.get("prefixItems")), schema.get("items")]
+    ends = all(_ends(one, ending) for one in needed)
+    return ends or _may_be_other(schema)
+
+
+def _may_be_other(schema: Schema) -> bool:
+    """Whether a value may be neither an object nor an array."""
+    kinds = schema.get("type", "string")
+    return (
+        not {kinds} <= {"object", "array"}
+        if isinstance(kinds, str)
+        else bool({*kinds} - {"object", "array"})
+    )
 
 
 def longest_match(pattern: str) -> Bound:

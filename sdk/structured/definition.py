@@ -11,7 +11,8 @@ from sdk.errors import RequestError
 from sdk.quant.safe_repr import safe_repr
 from sdk.structured import lark
 from sdk.structured.document import schemas_in
-from sdk.structured.gbnf import is_gbnf, lark_of
+from sdk.structured.gbnf import is_gbnf
+from sdk.structured.gbnf_lark import lark_of
 from sdk.structured.limits import check_pattern
 from sdk.structured.params import MAX_TEXT, StructuredOutputsParams
 from sdk.structured.rewriting import WHITESPACE, rewritten

@@ -31,6 +31,8 @@ OF_SCHEMA = (
 )
 OF_LIST = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 OF_OBJECT = ("properties", "patternProperties", "dependentSchemas", "dependencies")
+#: Keywords that describe a value and do not restrict it.
+ANNOTATIONS = {"title", "description", "$comment", "examples", "default"}
 #: Keywords that name a schema or its version. References need them; nothing else does.
 _DEFINITIONS = ("$defs", "definitions")
 _NAMES = ("$id", "$anchor", "$dynamicAnchor", *_DEFINITIONS)
@@ -74,6 +76,24 @@ def only(kind: str, schema: Any) -> Schema:
     return {"anyOf": [{"type": [name for name in TYPES if name != kind]}, schema]}
 
 
+def is_free(schema: Any) -> bool:
+    """Whether every value fits."""
+    return schema is True or (isinstance(schema, dict) and not schema.keys() - ANNOTATIONS)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """The texts in a JSON value, keys of objects too."""
+    pending = [value]
+    while pending:
+        one = pending.pop()
+        if isinstance(one, str):
+            yield one
+        elif isinstance(one, dict):
+            pending += [*one, *one.values()]
+        elif isinstance(one, list):
+            pending += one
+
+
 def too_deep() -> RequestError:
     return RequestError(f"json: schemas are nested more than {_MAX_DEPTH} deep")
 
@@ -87,6 +107,8 @@ class Document:
 
     def __init__(self, schema: Mapping[str, Any]) -> None:
         self.root: Schema = json.loads(json.dumps(schema))
+        #: Every name of a property that the schema lists is among them.
+        self.texts = frozenset(_texts(self.root))
         version = str(self.root.get("$schema"))
         if _TOO_OLD.match(version):
             raise RequestError(

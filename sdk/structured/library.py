@@ -176,6 +176,8 @@ class Vocabulary:
             more_eos_count=len(more),
         )
         error = ctypes.create_string_buffer(_ERROR_BYTES)
+        #: Masks that nobody reads are written here, by any thread.
+        self.scratch = np.empty(-(-self.size // 32), np.uint32)
         self._library = library()
         self.handle = self._library.llg_new_tokenizer_v2(byref(init), error, _ERROR_BYTES)
         if not self.handle:
@@ -203,6 +205,10 @@ def _tokenize_function(encode: Callable[[str], Sequence[int]]) -> Any:
     return _TOKENIZE(write_tokens)
 
 
+#: The library's error for a state after which nothing may follow.
+DEAD_END = "NoExtensionBias"
+
+
 class GrammarError(Exception):
     """A matcher cannot be built, or cannot go on. The text is the library's."""
 
@@ -212,14 +218,23 @@ class SearchLimit(GrammarError):
 
 
 class Matcher:
-    """Follows the tokens of one answer through a grammar. Not thread-safe."""
+    """Follows the tokens of one answer through a grammar. Not thread-safe.
 
-    __slots__ = ("_library", "_vocabulary", "handle")
+    The library keeps the last mask, and takes it for that of any state as many lexemes from the
+    beginning whose lexeme has begun alike (llguidance 1.9.1): after ``{"a":`` is taken back, the
+    mask of ``{"b":`` is that of ``a``. So after tokens are taken back, beyond which a mask was
+    computed, the mask of that state takes the place of the last one. Where a text is forced, the
+    library keeps no mask, so this does not always help: masks of answers come from matchers that
+    never took back a state whose mask was computed, and searches check what a mask says.
+    """
 
-    def __init__(self, handle: int, vocabulary: Vocabulary) -> None:
+    __slots__ = ("_consumed", "_library", "_masked", "_vocabulary", "handle")
+
+    def __init__(self, handle: int, vocabulary: Vocabulary, consumed: int = 0) -> None:
         self._library = library()
         self._vocabulary = vocabulary  # must outlive the matcher
         self.handle = handle
+        self._consumed = self._masked = consumed  # tokens, in all and at the last mask
 
     @classmethod
     def of(
@@ -249,7 +264,11 @@ class Matcher:
 
     def copy(self) -> Matcher:
         """A matcher in the same state. Takes about 10 us."""
-        return Matcher(self._library.llg_clone_matcher(self.handle), self._vocabulary)
+        copied = Matcher(
+            self._library.llg_clone_matcher(self.handle), self._vocabulary, self._consumed
+        )
+        copied._masked = self._masked
+        return copied
 
     @property
     def error(self) -> str | None:
@@ -272,6 +291,7 @@ class Matcher:
         array = (c_uint32 * len(tokens))(*tokens)
         if self._library.llg_matcher_consume_tokens(self.handle, array, len(tokens)):
             raise GrammarError(self.error or "the tokens do not fit the grammar")
+        self._consumed += len(tokens)
 
     def allowed(self, tokens: Sequence[int]) -> int:
         """How many of ``tokens`` may follow, from the first on."""
@@ -292,16 +312,22 @@ class Matcher:
         """Take the last ``count`` tokens back."""
         if count and self._library.llg_matcher_rollback(self.handle, count):
             raise GrammarError(self.error or "the matcher failed")
+        self._consumed -= count
+        if self._masked > self._consumed:
+            self.mask(self._vocabulary.scratch)
 
     def mask(self, out: np.ndarray[Any, np.dtype[np.uint32]]) -> None:
         """Write the tokens that may follow: one bit each, uint32 ``[words]``."""
         if self._library.llg_matcher_compute_mask_into(self.handle, out.ctypes.data, out.nbytes):
             raise GrammarError(self.error or "the matcher failed")
+        self._masked = self._consumed
 
 
 def _text(error: bytes) -> str:
     """The library's message without the dump of its state."""
     text = error.decode("utf-8", "replace")
-    for marker in ("\n<state>", "\n<non-verbose/>"):
+    if "symbols.len() < u16::MAX" in text:
+        return "it is too large: expected fewer than 65,525 rules and repetitions"
+    for marker in ("\n<state>", "\n<non-verbose/>", "\n<backtrace>"):
         text = text.split(marker)[0]
     return text.strip()

@@ -26,6 +26,9 @@ _MOST_STACK, _UNLIMITED = 8 * 2**20, 2 * 2**20
 _MOST_REPEATS = 3000
 _REPEAT = re.compile(r"\\.|[?*+{]", re.DOTALL)
 _APPLICATORS = ("allOf", "anyOf", "oneOf")
+#: Nodes without which others may not lead to one another: how many are looked for, and among how
+#: many others at least.
+_MOST_HUBS, _FEW = 3, 16
 
 
 def check_size(root: Schema) -> None:
@@ -74,9 +77,12 @@ def check_rules(weights: Mapping[str, int], edges: Mapping[str, Sequence[str]]) 
         )
 
 
-def longest_path(weights: Mapping[str, int], edges: Mapping[str, Sequence[str]]) -> int:
+def longest_path(
+    weights: Mapping[str, int], edges: Mapping[str, Sequence[str]], hubs: int = _MOST_HUBS
+) -> int:
     """The largest sum of weights that a walk which enters every node once can have, or more: nodes
-    that lead to one another count together."""
+    that lead to one another count together, unless a few of them, up to ``hubs``, are the reason.
+    """
     longest: dict[str, int] = {}  # of nodes whose component is complete
     index: dict[str, int] = {}
     low: dict[str, int] = {}
@@ -100,7 +106,13 @@ def longest_path(weights: Mapping[str, int], edges: Mapping[str, Sequence[str]])
                 if work:
                     low[work[-1][0]] = min(low[work[-1][0]], low[node])
                 if low[node] == index[node]:
-                    _complete(node, stack, weights, edges, longest)
+                    component = stack[stack.index(node) :]
+                    del stack[-len(component) :]
+                    after = max(
+                        (longest.get(to, 0) for one in component for to in edges[one]), default=0
+                    )
+                    size = _within(component, weights, edges, hubs) + after
+                    longest.update(dict.fromkeys(component, size))
             elif following not in index:
                 enter(following)
             elif following not in longest:
@@ -108,19 +120,25 @@ def longest_path(weights: Mapping[str, int], edges: Mapping[str, Sequence[str]])
     return max(longest.values(), default=0)
 
 
-def _complete(
-    first: str,
-    stack: list[str],
+def _within(
+    component: Sequence[str],
     weights: Mapping[str, int],
     edges: Mapping[str, Sequence[str]],
-    longest: dict[str, int],
-) -> None:
-    """Take the nodes of a component, of which ``first`` was entered first, from the stack."""
-    component = stack[stack.index(first) :]
-    del stack[-len(component) :]
-    after = max((longest.get(one, 0) for node in component for one in edges[node]), default=0)
-    size = sum(weights[node] for node in component) + after
-    longest.update(dict.fromkeys(component, size))
+    hubs: int,
+) -> int:
+    """The same for nodes that all lead to one another."""
+    every = sum(weights[node] for node in component)
+    if len(component) <= _FEW or not hubs:
+        return every
+    inside = dict.fromkeys(component, 0)
+    for node in component:
+        for to in edges[node]:
+            if to in inside:
+                inside[to] += 1
+    hub = max(component, key=lambda node: inside[node])
+    rest = {node: weights[node] for node in component if node != hub}
+    # A walk enters the hub once: there is one part before it and one after it.
+    return min(every, weights[hub] + 2 * longest_path(rest, edges, hubs - 1))
 
 
 def depth(schema: Any) -> int:

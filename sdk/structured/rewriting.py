@@ -6,7 +6,6 @@ fewer.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,26 +14,27 @@ from sdk.quant.safe_repr import safe_repr
 from sdk.structured.arrays import rewrite_contains, rewrite_unique
 from sdk.structured.disjoint import disjoint, telling_names
 from sdk.structured.document import (
+    ANNOTATIONS,
     OF_LIST,
     OF_OBJECT,
     OF_SCHEMA,
     Document,
     Schema,
     also,
+    is_free,
     too_deep,
 )
 from sdk.structured.formats import rewrite_format
 from sdk.structured.limits import check_size
 from sdk.structured.negation import negation
 from sdk.structured.numbers import rewrite_numbers
+from sdk.structured.property_patterns import rewrite_patterns
 from sdk.structured.unevaluated import rewrite_unevaluated
 
 #: Parts of a ``oneOf`` that are compared with each other: 64 are 2,016 pairs.
 _MOST_OPTIONS = 64
 #: Keywords next to ``oneOf`` that help to tell its parts apart.
 _OF_ONE_OF = ("type", "required", "properties")
-#: Keywords that describe a value and do not restrict it.
-_ANNOTATIONS = {"title", "description", "$comment", "examples", "default"}
 
 #: llguidance's options for the whitespace of ``json.dumps``, or none. Its default is unlimited
 #: whitespace, which invites small models to write nothing else.
@@ -168,9 +168,9 @@ def _rewrite_if(schema: Schema, document: Document) -> None:
     """A value fits ``if`` and ``then``, or neither ``if`` nor what ``else`` forbids."""
     condition = schema.pop("if", None)
     fits, fails = schema.pop("then", True), schema.pop("else", True)
-    if condition is None or (_is_free(fits) and _is_free(fails)):
+    if condition is None or (is_free(fits) and is_free(fails)):
         return
-    if _is_free(fits):
+    if is_free(fits):
         also(schema, {"anyOf": [condition, fails]})
         return
     opposite = negation(condition, document)
@@ -180,10 +180,6 @@ def _rewrite_if(schema: Schema, document: Document) -> None:
             "use const, enum, type or required in it"
         )
     also(schema, {"anyOf": [{"allOf": [condition, fits]}, {"allOf": [opposite, fails]}]})
-
-
-def _is_free(schema: Any) -> bool:
-    return schema is True or (isinstance(schema, dict) and not schema.keys() - _ANNOTATIONS)
 
 
 def _rewrite_one_of(schema: Schema, document: Document) -> None:
@@ -240,13 +236,13 @@ def _rewrite_dependencies(schema: Schema, _: Document) -> None:
 def _rewrite_property_names(schema: Schema, document: Document) -> None:
     """Names become patterns of properties."""
     names = schema.get("propertyNames")
-    if isinstance(names, dict) and names.keys() - _ANNOTATIONS == {"$ref"}:
+    if isinstance(names, dict) and names.keys() - ANNOTATIONS == {"$ref"}:
         names = document.target(names["$ref"])
     if names is None or names is True or names is False:
         schema.pop("propertyNames", None)
         also(schema, *([{"maxProperties": 0}] if names is False else []))
         return
-    kinds = names.keys() - _ANNOTATIONS - {"type"}
+    kinds = names.keys() - ANNOTATIONS - {"type"}
     if names.get("type", "string") != "string":
         return
     if "const" in kinds:
@@ -280,28 +276,6 @@ def _only_pattern(schema: Any) -> str | None:
     return patterns[0] if len(patterns) == 1 else None
 
 
-def _rewrite_patterns(schema: Schema, _: Document) -> None:
-    """llguidance refuses patterns that overlap; some of them need not be patterns."""
-    patterns = schema.get("patternProperties")
-    if not isinstance(patterns, dict) or len(patterns) < 2:
-        return
-    for pattern, value in list(patterns.items()):
-        if _is_free(value) and "additionalProperties" not in schema:
-            patterns = {name: patterns[name] for name in patterns if name != pattern}
-        elif _matches_all(pattern):
-            also(schema, {"additionalProperties": value})
-            patterns = {name: patterns[name] for name in patterns if name != pattern}
-    schema["patternProperties"] = patterns
-
-
-def _matches_all(pattern: str) -> bool:
-    """Whether a pattern matches somewhere in every text: it matches nothing, anywhere."""
-    try:
-        return not re.search(r"[\^$\\(]", pattern) and re.search(pattern, "") is not None
-    except re.error:
-        return False
-
-
 #: In this order: the first ones read schemas inside that the others replace.
 _REWRITE: tuple[Callable[[Schema, Document], None], ...] = (
     _check_sizes,
@@ -314,7 +288,7 @@ _REWRITE: tuple[Callable[[Schema, Document], None], ...] = (
     rewrite_format,
     _rewrite_dependencies,
     _rewrite_property_names,
-    _rewrite_patterns,
+    rewrite_patterns,
     rewrite_numbers,
     _check,
 )

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from sdk.structured.library import Matcher, SearchLimit
+from sdk.structured.library import DEAD_END, GrammarError, Matcher, SearchLimit
 
 #: Bytes that end a value or a container in JSON and in most other notations. Where nearly any token
 #: may follow, the text is inside a string, and a quote ends it; elsewhere brackets come first.
@@ -31,6 +31,8 @@ _WIDTH, _BRANCHES = 8, 24
 _STATES, _LOOPS = 2000, 16
 #: How often the search believes in the same state that a closing token closes something.
 _VISITS = 8
+#: The rank of a token after which nothing may follow.
+_WORST = (True, 2**31, 0)
 #: Bytes tried where many may follow.
 _TRIED = b"\"'}])>;01,.:-_/@+ TZaAPxn\n*=&%$#!?(<[{|~^`\t\\"
 
@@ -62,6 +64,8 @@ class TokenShapes:
         opening = np.zeros(256, np.int32)
         opening[list(b"{[")] = 1
         opens = np.add.reduceat(opening[data], np.minimum(starts, len(data) - 1))
+        #: Tokens of one byte.
+        self.bytes = np.flatnonzero(self.lengths == 1).tolist()
         #: How many brackets each token opens at most.
         self.opens = np.where(self.lengths > 0, opens, 0)
         self.first = np.where(self.lengths > 0, data[np.minimum(starts, len(data) - 1)], 0)
@@ -122,6 +126,34 @@ class TokenShapes:
         return [at[byte] for byte in _TRIED if byte in at] or list(at.values())[:_BRANCHES]
 
 
+class _Walk:
+    """A copy of a matcher, and the tokens that it has consumed since."""
+
+    def __init__(self, origin: Matcher) -> None:
+        self._origin = origin
+        self.matcher = origin.copy()
+        self.path: list[int] = []
+
+    def take(self, tokens: Sequence[int]) -> bool:
+        """Follow tokens, if they may follow: a mask may be that of another state."""
+        if self.matcher.allowed(tokens) < len(tokens):
+            return False
+        self.matcher.consume(tokens)
+        self.path += tokens
+        return True
+
+    def back(self, count: int) -> None:
+        """Take the last tokens back."""
+        self.matcher.rollback(count)
+        del self.path[len(self.path) - count :]
+
+    def restart(self, dropped: int) -> None:
+        """After an error, which makes a matcher useless: without the last tokens."""
+        del self.path[len(self.path) - dropped :]
+        self.matcher = self._origin.copy()
+        self.matcher.consume(self.path)
+
+
 class Search:
     """Finds short completions for the matchers of one vocabulary. Not thread-safe."""
 
@@ -140,7 +172,7 @@ class Search:
         masks: float = math.inf,
         states: int = _STATES,
         thorough: bool = True,
-        known_rest: Callable[[], tuple[int, ...] | None] = lambda: None,
+        known_rest: Callable[[Matcher], tuple[int, ...] | None] = lambda _: None,
     ) -> tuple[int, ...] | None:
         """At most ``most_tokens`` tokens that complete the text of ``matcher``, which is in the
         same state afterwards. None: none were found.
@@ -148,7 +180,7 @@ class Search:
         ``hints``: sequences of tokens that may be needed, such as the literals of a pattern.
         ``masks``: the most masks that are computed. ``states``: the most states that are compared.
         ``thorough``: look for ways around dead ends too. ``known_rest``: tokens that complete the
-        text from the matcher's state on, if some are known.
+        text of a matcher, if some are known.
 
         :raises SearchLimit: ``masks`` are not enough.
         :raises GrammarError: the grammar is too complex to follow.
@@ -158,8 +190,18 @@ class Search:
         self._masks_left = masks
         self._hints = [tuple(hint) for hint in hints]
         # One state at a time nearly always succeeds; several find ways around dead ends and loops.
-        found = self._one_by_one(matcher, most_tokens, states, known_rest)
-        return self._beam(matcher, most_tokens, states) if thorough and not found else found
+        found = error = None
+        try:
+            found = self._one_by_one(_Walk(matcher), most_tokens, states, known_rest)
+        except SearchLimit:
+            raise
+        except GrammarError as error_:
+            error = error_
+        if thorough and not found:
+            found = self._beam(_Walk(matcher), most_tokens, states)
+        if error is not None and found is None and DEAD_END not in str(error):
+            raise error
+        return found
 
     def mask(self, matcher: Matcher) -> Callable[[int], bool]:
         """Whether a token may follow."""
@@ -173,70 +215,78 @@ class Search:
 
     def _one_by_one(
         self,
-        matcher: Matcher,
+        walk: _Walk,
         most_tokens: int,
         states: int,
-        known_rest: Callable[[], tuple[int, ...] | None],
+        known_rest: Callable[[Matcher], tuple[int, ...] | None],
     ) -> tuple[int, ...] | None:
         """Always the most promising token. Takes about 50 us a token, plus 30 us for each token
         that is compared."""
-        path: list[int] = []
+        path = walk.path
         seen: Counter[bytes] = Counter()
         visits: Counter[bytes] = Counter()
         last, repeats = b"", 0
         taken: Counter[tuple[int, ...]] = Counter()
-        try:
-            while len(path) < most_tokens and states > 0:
-                if forced := matcher.forced(most_tokens - len(path)):
-                    matcher.consume(forced)
-                    path += forced
-                    if matcher.accepting:
-                        return tuple(path)
-                    if matcher.stopped:
-                        return None
-                    continue
-                key, allowed = self._allowed(matcher)
-                visits[key] += 1
-                repeats = repeats + 1 if key == last else 0
-                last = key
-                if repeats > _LOOPS and path[-1] in allowed:
-                    step: tuple[int, ...] = (path[-1],)  # long repetition: a minimum length
-                else:
-                    ids, closes = self._shapes.candidates(allowed)
-                    steps: list[tuple[int, ...]] = [(token,) for token in ids]
-                    # A brace in a mail address closes nothing: the same states come again.
-                    if len(ids) > 1 and not (closes and visits[key] <= _VISITS):
-                        steps += [one for one in self._hints if matcher.allowed(one) == len(one)]
-                        states -= len(steps)
-                        steps.sort(
-                            key=lambda one: (*self._looked_ahead(matcher, one, seen), taken[one])
-                        )
-                    if not steps:
-                        return None
-                    step = steps[0]
-                    taken[step] += 1
-                matcher.consume(step)
-                path += step
+        while len(path) < most_tokens and states > 0:
+            matcher = walk.matcher
+            if forced := matcher.forced(most_tokens - len(path)):
+                walk.take(forced)
                 if matcher.accepting:
                     return tuple(path)
                 if matcher.stopped:
                     return None
-                if (rest := known_rest()) is not None:
-                    return (*path, *rest)
-            return None
-        finally:
-            matcher.rollback(len(path))
+                continue
+            key, allowed = self._allowed(matcher)
+            visits[key] += 1
+            repeats = repeats + 1 if key == last else 0
+            last = key
+            if repeats > _LOOPS and path[-1] in allowed:
+                step: tuple[int, ...] = (path[-1],)  # long repetition: a minimum length
+            else:
+                ids, closes = self._shapes.candidates(allowed)
+                steps: list[tuple[int, ...]] = [(token,) for token in ids]
+                # A brace in a mail address closes nothing: the same states come again.
+                if len(ids) > 1 and not (closes and visits[key] <= _VISITS):
+                    steps += [one for one in self._hints if matcher.allowed(one) == len(one)]
+                    states -= len(steps)
+                    known = seen.copy()  # where all lead to alike states, the least taken comes
+                    ranks = {}
+                    for one in steps:
+                        ranks[one] = (*self._looked_ahead(walk, one, known, seen), taken[one])
+                    steps = sorted(ranks, key=lambda one: ranks[one])
+                if not steps:
+                    return None
+                step = steps[0]
+                taken[step] += 1
+            if not walk.take(step):
+                return None
+            matcher = walk.matcher
+            if matcher.accepting:
+                return tuple(path)
+            if matcher.stopped:
+                return None
+            if (rest := known_rest(matcher)) is not None:
+                return (*path, *rest)
+        return None
 
     def _looked_ahead(
-        self, matcher: Matcher, step: Sequence[int], seen: Counter[bytes]
+        self, walk: _Walk, step: Sequence[int], known: Counter[bytes], seen: Counter[bytes]
     ) -> tuple[bool, int, int]:
-        """The rank of some tokens; the matcher is in the same state afterwards."""
-        matcher.consume(step)
-        rank = not matcher.accepting, *self._rank(matcher, step[-1], seen)
-        matcher.rollback(len(step))
+        """The rank of some tokens by the states that are ``known``; adds theirs to ``seen``. The
+        walk is in the same state afterwards."""
+        if not walk.take(step):
+            return _WORST
+        try:
+            rank = not walk.matcher.accepting, *self._rank(walk.matcher, step[-1], seen, known)
+        except SearchLimit:
+            raise
+        except GrammarError:
+            walk.restart(len(step))
+            return _WORST
+        walk.back(len(step))
         return rank
 
-    def _beam(self, matcher: Matcher, most_tokens: int, states: int) -> tuple[int, ...] | None:
+    def _beam(self, walk: _Walk, most_tokens: int, states: int) -> tuple[int, ...] | None:
         """The most promising states after each token."""
         # Only paths are kept: a copy of a matcher that was used for long takes megabytes.
         beam: list[tuple[int, ...]] = [()]
@@ -244,43 +294,63 @@ class Search:
         for _ in range(most_tokens):
             ranked: list[tuple[tuple[int, int], tuple[int, ...]]] = []
             for path in beam:
-                matcher.consume(path)
-                try:
-                    ids, _ = self._shapes.candidates(self._allowed(matcher)[1])
-                    states -= len(ids)
-                    if states < 0:
-                        return None
-                    for token in ids:
-                        matcher.consume((token,))
-                        try:
-                            if matcher.accepting:
-                                return (*path, token)
-                            if not matcher.stopped:
-                                ranked.append((self._rank(matcher, token, seen), (*path, token)))
-                        finally:
-                            matcher.rollback(1)
-                finally:
-                    matcher.rollback(len(path))
+                walk.take(path)
+                ids, _ = self._shapes.candidates(self._allowed(walk.matcher)[1])
+                states -= len(ids)
+                if states < 0:
+                    return None
+                for token in ids:
+                    if not walk.take((token,)):
+                        continue
+                    if walk.matcher.accepting:
+                        return (*path, token)
+                    try:
+                        if not walk.matcher.stopped:
+                            rank = self._rank(walk.matcher, token, seen)
+                            ranked.append((rank, (*path, token)))
+                    except SearchLimit:
+                        raise
+                    except GrammarError:
+                        walk.restart(1)
+                    else:
+                        walk.back(1)
+                walk.back(len(path))
             if not ranked:
                 return None
             ranked.sort(key=operator.itemgetter(0))
             beam = [path for _, path in ranked[:_WIDTH]]
         return None
 
-    def _rank(self, matcher: Matcher, token: int, seen: Counter[bytes]) -> tuple[int, int]:
-        """Small for states that are new, as far as their masks say, and for long tokens."""
+    def _rank(
+        self,
+        matcher: Matcher,
+        token: int,
+        seen: Counter[bytes],
+        known: Counter[bytes] | None = None,
+    ) -> tuple[int, int]:
+        """Small for states that are new, as far as their masks say, and for long tokens. Adds the
+        state to ``seen``; ``known``: the states that are not new, if they are others."""
         if matcher.stopped:
             return (0, 0)
         key, _ = self._allowed(matcher)
         seen[key] += 1
-        return seen[key], -int(self._shapes.lengths[token])
+        return (seen if known is None else known)[key], -int(self._shapes.lengths[token])
 
-    def _allowed(self, matcher: Matcher) -> tuple[bytes, NDArray[np.intp]]:
+    def _allowed(self, matcher: Matcher, again: bool = True) -> tuple[bytes, NDArray[np.intp]]:
         """The tokens that may follow, and a hash of their mask."""
         self._masks_left -= 1
         if self._masks_left < 0:
             raise SearchLimit("it is too complex: a complete text needs too many steps of a search")
         matcher.mask(self._mask)
         bits = np.unpackbits(self._mask.view(np.uint8), bitorder="little")
+        allowed = np.flatnonzero(bits[: len(self._shapes.lengths)])
+        if again and len(allowed) and not matcher.allowed((int(allowed[0]),)):
+            # The mask of another state (see Matcher): that of a following one takes its place.
+            following = (one for one in self._shapes.bytes if matcher.allowed((one,)))
+            if (token := next(following, None)) is not None:
+                matcher.consume((token,))
+                matcher.mask(self._mask)
+                matcher.rollback(1)
+                return self._allowed(matcher, again=False)
         key = hashlib.blake2b(self._mask.tobytes(), digest_size=16).digest()
-        return key, np.flatnonzero(bits[: len(self._shapes.lengths)])
+        return key, allowed

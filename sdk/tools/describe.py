@@ -34,8 +34,10 @@ def with_described_tools(
     messages: Sequence[Message], tools: Sequence[Tool], format: ToolFormat
 ) -> list[dict[str, Any]]:
     """The conversation with tools, calls and results as text."""
-    text = describe_tools(tools, format)
     described = [_as_text(message, format) for message in messages]
+    if not tools:
+        return described
+    text = describe_tools(tools, format)
     first = described[0] if described else {}
     if first.get("role") == "system" and isinstance(first.get("content"), str):
         described[0] = {**first, "content": f"{first['content']}\n\n{text}"}

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any, NamedTuple
 
 from sdk.tools.json_calls import MAX_DEPTH
 from sdk.tools.stream import NotACallError, Reads, TextStream
-from sdk.tools.values import number_of
 
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "0": "\0"}
 _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 _HEX = re.compile(r"[0-9a-fA-F]")
 _CONSTANTS = {"True": True, "False": False, "None": None}
 _CONSTANTS.update({"true": True, "false": False, "null": None})
+_INTEGER = re.compile(r"[+-]?\d{1,4000}")
+_NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
+_OF_BASE = re.compile(r"([+-]?)0([xXoObB])([0-9a-fA-F]{1,1000})")
+_BASES = {"x": 16, "o": 8, "b": 2}
 _CLOSING = {"[": "]", "(": ")", "{": "}"}
 
 
@@ -29,6 +33,42 @@ class Dialect(NamedTuple):
 
 #: With ``true``, ``false`` and ``null`` too, which models write. Triple quotes are found first.
 PYTHON = Dialect(('"""', "'''", '"', "'"), True, re.compile(r"[^\s,:=\[\](){}\"']"), False)
+
+
+def number_of(word: str) -> int | float | None:
+    """The number that a word is, ``None`` if it is none."""
+    if _INTEGER.fullmatch(word):
+        return int(word)
+    if (found := _OF_BASE.fullmatch(word)) is not None:
+        try:
+            return int(found[1] + found[3], _BASES[found[2].lower()])
+        except ValueError:
+            return None
+    if _NUMBER.fullmatch(word) and math.isfinite(number := float(word)):
+        return number
+    return None
+
+
+def literal_of(text: str) -> Any:
+    """The value of a text that is one Python literal. :raises NotACallError: it is none."""
+    stream = TextStream()
+    stream.feed(text)
+    stream.end()
+    try:
+        reading = _read_all(stream)
+        while True:
+            next(reading)  # the text has ended, so the reader never waits
+    except StopIteration as ended:
+        return ended.value
+
+
+def _read_all(stream: TextStream) -> Reads[Any]:
+    yield from stream.space()
+    value = yield from read_literal(stream, PYTHON)
+    yield from stream.space()
+    if rest := (yield from stream.peek()):
+        raise NotACallError(f"expected one literal, found {rest!r} after it")
+    return value
 
 
 def read_literal(stream: TextStream, dialect: Dialect, depth: int = 0) -> Reads[Any]:
@@ -47,7 +87,13 @@ def read_literal(stream: TextStream, dialect: Dialect, depth: int = 0) -> Reads[
     if dialect.word.fullmatch(first) is None:
         quote = yield from stream.accept(*dialect.quotes)
         if quote is not None:
-            return (yield from _read_string(stream, dialect, quote))
+            text = yield from _read_string(stream, dialect, quote)
+            while dialect.escapes:  # Python joins strings that follow one another
+                yield from stream.space()
+                if (quote := (yield from stream.accept(*dialect.quotes))) is None:
+                    break
+                text += yield from _read_string(stream, dialect, quote)
+            return text
     word = yield from _read_word(stream, dialect)
     if word in _CONSTANTS:
         return _CONSTANTS[word]
@@ -125,16 +171,21 @@ def _read_list(stream: TextStream, dialect: Dialect, depth: int, closing: str) -
             return items
 
 
-def _read_dict(stream: TextStream, dialect: Dialect, depth: int) -> Reads[dict[str, Any]]:
+def _read_dict(
+    stream: TextStream, dialect: Dialect, depth: int
+) -> Reads[dict[str, Any] | list[Any]]:
+    """A dict, or the elements of a set."""
     items: dict[str, Any] = {}
     while True:
         yield from stream.space()
         if (yield from stream.accept("}")):
             return items
-        key = yield from read_literal(stream, dialect, MAX_DEPTH)
+        key = yield from read_literal(stream, dialect, depth + 1)
+        yield from stream.space()
+        if not items and not dialect.bare and not (yield from stream.at(":")):
+            return (yield from _read_set_rest(stream, dialect, depth, key))
         if not isinstance(key, str | int | float):
             raise NotACallError("expected a string as key in the call")
-        yield from stream.space()
         yield from stream.expect(":")
         yield from stream.space()
         items[str(key)] = yield from read_literal(stream, dialect, depth + 1)
@@ -142,3 +193,14 @@ def _read_dict(stream: TextStream, dialect: Dialect, depth: int) -> Reads[dict[s
         if (yield from stream.accept(",")) is None:
             yield from stream.expect("}")
             return items
+
+
+def _read_set_rest(
+    stream: TextStream, dialect: Dialect, depth: int, first: Any
+) -> Reads[list[Any]]:
+    """A set after its first element; each value once."""
+    if (yield from stream.accept(",")) is None:
+        yield from stream.expect("}")
+        return [first]
+    items = [first, *(yield from _read_list(stream, dialect, depth, "}"))]
+    return [one for index, one in enumerate(items) if one not in items[:index]]

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from sdk.structured.rewriting import WHITESPACE, rewritten
 from sdk.tools.definitions import Tool
-from sdk.tools.values import is_only, parameter_schema
+from sdk.tools.values import parameter_schema, types_of
 
 #: Optional whitespace: as much as pretty-printed calls have, but no endless run.
 SPACE = "SPACE?"
@@ -26,6 +26,18 @@ _HEADER = (
     r"WORD: /[^,:{}\[\]<>\s]+/",
 )
 _TOKEN = re.compile(r"<[^<>\[\]\s][^<>\s]*>")
+
+
+#: Constants as Python spells them.
+_CONSTANTS = ((True, '"True"'), (False, '"False"'), (None, '"None"'))
+
+
+def _allows(schema: Mapping[str, Any], types: frozenset[str], value: bool | None) -> bool:
+    """Whether a schema of some types allows a constant."""
+    if ("null" if value is None else "boolean") not in types:
+        return False
+    listed = schema.get("enum", [schema["const"]] if "const" in schema else [value])
+    return any(one is value for one in listed)
 
 
 class CallRules(NamedTuple):
@@ -143,11 +155,17 @@ class Rules:
 
     def _python_value(self, tool: Tool, name: str) -> str:
         schema = parameter_schema(tool.parameters, name)
-        if is_only(schema, "boolean"):
-            return '("True" | "False")'
-        if is_only(schema, "null"):
-            return '"None"'
-        return self.json(schema)
+        types = types_of(schema) or frozenset()
+        if not types & {"boolean", "null"}:
+            return self.json(schema)
+        found = [spelling for value, spelling in _CONSTANTS if _allows(schema, types, value)]
+        if rest := types - {"boolean", "null"}:
+            shared: dict[str, Any] = {
+                key: schema[key] for key in ("$defs", "definitions") if key in schema
+            }
+            own = {key: value for key, value in schema.items() if key not in shared}
+            found.append(self.json({"type": sorted(rest), "allOf": [own], **shared}))
+        return self.any_of(found)
 
     def sequence(self, items: Mapping[str, str], required: Sequence[str], comma: str) -> str:
         """Items in order with commas between them; those that are not required may be left out."""

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
-import re
 from collections.abc import Mapping
 from typing import Any
 
+from sdk.tools.literals import literal_of, number_of
 from sdk.tools.stream import NotACallError
 
 #: References of a schema are followed at most this often.
 _MAX_REFERENCES = 16
-_INTEGER = re.compile(r"[+-]?\d{1,4000}")
-_NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
 _CONSTANTS = {"true": True, "false": False, "null": None, "none": None}
 
 
@@ -104,21 +101,66 @@ def from_text(text: str, schema: Mapping[str, Any]) -> Any:
             return number
         if number is not None and number.is_integer():
             return int(number)
-    if types & {"array", "object"} and word[:1] in ("[", "{"):
-        return _json(word, text)
+    if types & {"array", "object"} and word[:1] in ("[", "{", "("):
+        value = _json(word, text)
+        return text if value is text else to_schema(value, schema)
+    if "string" not in types and word[:1] in ('"', "'"):  # written with quotes: "3"
+        quoted = _literal(word)
+        if isinstance(quoted, str) and quoted[:1] not in ('"', "'"):
+            return from_text(quoted, schema)
     return text
 
 
 def to_schema(value: Any, schema: Mapping[str, Any]) -> Any:
-    """A written value as the schema wants it: models quote numbers, and leave out quotes."""
+    """A written value as the schema wants it: models quote numbers, and leave out quotes. The
+    elements of a list and the properties of an object too."""
     types = types_of(schema)
     if types is None:
         return value
     if isinstance(value, str) and "string" not in types:
         return from_text(value, schema)
+    if isinstance(value, list) and "array" in types:
+        return [_part(one, schema, _of_item(schema, index)) for index, one in enumerate(value)]
+    if isinstance(value, dict) and "object" in types:
+        return {name: _part(one, schema, _of_name(schema, name)) for name, one in value.items()}
+    if value == {} and isinstance(value, dict) and is_only(schema, "array"):
+        return []  # Python has no other way to write an empty set
+    if isinstance(value, float) and "number" not in types and value.is_integer():
+        return int(value) if "integer" in types else value
     if is_only(schema, "string") and isinstance(value, int | float) and not isinstance(value, bool):
         return str(value)
     return value
+
+
+def _part(value: Any, schema: Mapping[str, Any], part: object) -> Any:
+    return to_schema(value, inner_schema(schema, part)) if isinstance(part, Mapping) else value
+
+
+def _of_item(schema: Mapping[str, Any], index: int) -> object:
+    first = _branch(schema, "array").get("prefixItems")
+    if isinstance(first, list) and index < len(first):
+        return first[index]
+    return _branch(schema, "array").get("items")
+
+
+def _of_name(schema: Mapping[str, Any], name: str) -> object:
+    schema = _branch(schema, "object")
+    properties = schema.get("properties")
+    if isinstance(properties, Mapping) and name in properties:
+        return properties[name]
+    return schema.get("additionalProperties")
+
+
+def _branch(schema: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
+    """The only part of a union that allows a type; a schema without one is that part itself."""
+    if "$ref" in schema:
+        schema = inner_schema(schema, schema)
+    for key in ("anyOf", "oneOf", "allOf"):
+        if isinstance(parts := schema.get(key), list):
+            inner = [inner_schema(schema, part) for part in parts]
+            fitting = [one for one in inner if kind in (types_of(one) or {kind})]
+            return _branch(fitting[0], kind) if len(fitting) == 1 else {}
+    return schema
 
 
 def dump(value: Any) -> str:
@@ -129,18 +171,18 @@ def dump(value: Any) -> str:
         raise NotACallError(f"an argument has no JSON: {error}") from error
 
 
-def number_of(word: str) -> int | float | None:
-    """The number that a word is, ``None`` if it is none."""
-    if _INTEGER.fullmatch(word):
-        return int(word)
-    if _NUMBER.fullmatch(word) and math.isfinite(number := float(word)):
-        return number
-    return None
-
-
 def _json(word: str, text: str) -> Any:
+    """The value of JSON or of a Python literal; a string, or anything else, is the text itself."""
     try:
         value = json.loads(word)
     except (ValueError, RecursionError):
-        return text
+        value = _literal(word) if word[:1] in ("[", "{", "(") else text
     return text if isinstance(value, str) else value
+
+
+def _literal(word: str) -> Any:
+    """The value of a Python literal; other text itself."""
+    try:
+        return literal_of(word)
+    except NotACallError:
+        return word

@@ -36,6 +36,16 @@ def test_blocks_trim_their_lines_as_in_transformers() -> None:
         ('{{ {"a": "<é>", "b": [1]}|tojson }}', '{"a": "<é>", "b": [1]}'),
         ("{{ {'b': 1, 'a': 2}|tojson(indent=1, sort_keys=true) }}", '{\n "a": 2,\n "b": 1\n}'),
         ("{{ {'a': [1, 2]}|tojson(separators=(',', ':')) }}", '{"a":[1,2]}'),
+        ("{% for row in [1, 2, 3]|batch(2) %}{{ row }}{% endfor %}", "[1, 2][3]"),
+        ("{{ 'abc'|batch(2, '-')|list }}", "[['a', 'b'], ['c', '-']]"),
+        ("{{ range(5)|slice(2)|map('length')|list }}", "[3, 2]"),
+        ("{{ 'a b, c'|wordcount }} {{ 'aa bb cc'|wordwrap(5) }}", "3 aa bb\ncc"),
+        ("{{ '<b>x</b>  y'|striptags }}|{{ 'ä &'|urlencode }}", "x y|%C3%A4%20%26"),
+        ("{{ {'a': 'x y'}|urlencode }} {{ 1500000|filesizeformat }}", "a=x+y 1.5 MB"),
+        ("{{ 2048|filesizeformat(true) }} {{ [1, 'a']|pprint }}", "2.0 KiB [1, 'a']"),
+        ("<p{{ {'id': 'a', 'b': none}|xmlattr }}>", '<p id="a">'),
+        ("{% set c = cycler('a', 'b') %}{{ c.next() }}{{ c.next() }}{{ c.next() }}{{ c.current }}", "abab"),
+        ("{% set j = joiner('; ') %}{% for i in range(3) %}{{ j() }}{{ i }}{% endfor %}", "0; 1; 2"),
         ("{{ strftime_now('%Y')|length }}", "4"),
         ("{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = 1 %}{% endfor %}{{ ns.n }}", "1"),
         ("{% macro f(x) %}<{{ x }}>{% endmacro %}{{ f('a') ~ f(1) }}", "<a><1>"),
@@ -61,6 +71,31 @@ def test_what_templates_use_works(source: str, expected: str) -> None:
     assert render(source, special_tokens={"bos_token": "[B]"}) == expected
 
 
+@pytest.mark.parametrize(
+    ("message", "written"),
+    [
+        ({"content": None}, ""),
+        ({}, ""),
+        ({"content": None, "reasoning_content": "hm", "tool_calls": []}, ""),
+        ({"content": None, "reasoning": "hm", "audio": None, "function_call": None}, ""),
+        ({"content": None, "refusal": "no"}, "no"),
+        ({"content": "x", "refusal": None, "annotations": [], "tool_calls": None}, "x"),
+        (
+            {"content": [{"type": "text", "text": "x"}, {"type": "refusal", "refusal": "no"}]},
+            "x\nno",
+        ),
+    ],
+)
+def test_an_answer_may_come_back_as_a_server_wrote_it(
+    message: dict[str, Any], written: str
+) -> None:
+    messages = [*USER, {"role": "assistant", **message}]
+    assert render("{{ messages[1].content }}", messages) == written
+    parts = "{% for part in messages[1].content %}{{ part.text }}{% endfor %}"
+    if isinstance(message.get("content"), list):
+        assert render(parts, messages) == "xno"
+
+
 def test_a_template_may_refuse_a_conversation() -> None:
     with pytest.raises(TemplateError, match="roles must alternate"):
         render("{{ raise_exception('roles must alternate') }}")
@@ -77,10 +112,16 @@ def test_a_template_may_refuse_a_conversation() -> None:
         ("{{ 'x'.encode('punycode') }}", "encode of a str, which is not available"),
         ("{{ messages|map('string') }}", "printing a list_iterator, which is not available"),
         ("{{ lipsum(n=9999) }}", "undefined"),
-        ("{{ cycler('a').next() }}", "undefined"),
+        ("{{ cycler() }}", "at least one item"),
+        ("{{ [1]|random }}", "compile.*random"),
+        ("{{ 'www.a.b'|urlize }}", "compile.*urlize"),
+        ("{{ [1]|batch(10**9) }}", "argument of more than"),
+        ("{{ ('a ' * 9999)|wordwrap(9) }}", "wordwrap of more than 8192 characters"),
+        ("{{ range(9999)|pprint }}", "pprint of more than 16384 characters"),
+        ("{{ [range]|first|pprint }}", "printing a .*, which is not available"),
         ("{{ missing.field }}", "undefined"),
         ("{{ 1 / 0 }}", "ZeroDivisionError"),
-        ("{{ messages|xmlattr }}", "compile.*xmlattr"),
+        ("{{ messages|xmlattr }}", "failed: AttributeError"),
         ("{% for %}", "compile at line 1"),
         ("x\n{% if %}", "compile at line 2"),
         ("{{ " + "(" * 5000 + ")" * 5000 + " }}", "compile.*Recursion"),
@@ -138,7 +179,10 @@ def test_arguments_that_the_template_reads_or_that_are_common_are_accepted() -> 
         ([{"role": 5, "content": "Hi"}], "a role.*found 5"),
         ([{"role": "user"}], r"messages\[0\]: expected content"),
         ([{"role": "user", "content": None}], "expected content"),
-        ([{"role": "assistant", "content": None}], "expected content"),
+        (
+            [{"role": "user", "content": [{"type": "refusal", "refusal": "no"}]}],
+            "found type 'refusal'",
+        ),
         ([{"role": "user", "content": "x", "n": 10**5000}], "n: expected a shorter number"),
         ([{"role": "user", "content": "x", "n": LAUGHS}], "values in one conversation"),
         ([{"role": "user", "content": "x" * 2**22}] * 2, "characters in one conversation"),
@@ -171,8 +215,8 @@ def test_nesting_is_bounded() -> None:
 
 
 def test_an_assistant_may_have_tool_calls_instead_of_content() -> None:
-    calls = [{"role": "assistant", "content": None, "tool_calls": []}]
-    assert render("{{ messages[0].content is none }}", calls) == "True"
+    calls = [{"role": "assistant", "content": None, "tool_calls": [{"type": "function"}]}]
+    assert render("{{ messages[0].tool_calls and messages[0].content is none }}", calls) == "True"
 
 
 def test_text_parts_reach_a_template_in_the_form_it_reads() -> None:

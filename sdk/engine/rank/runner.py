@@ -281,7 +281,7 @@ class ModelRunner:
     def finish(self, step: _LaunchedStep) -> StepResult:
         """Wait for a step and append the sampled tokens to its requests."""
         plan = step.plan
-        result = Results([()] * len(plan.rows), {}, {}, {}, {}, set(), {})
+        result = Results([()] * len(plan.rows), {}, {}, {}, {}, {}, {})
         for launched in step.launched:
             batch = launched.batch
             # guidance and scores use inference tensors, which torch allows only in this mode
@@ -327,7 +327,7 @@ class ModelRunner:
                     continue
             found = accepted(row.drafts, drawn)
             if structured is not None and structured.complete:
-                result.complete.add(row.request_id)
+                result.complete[row.request_id] = structured.closed
             elif structured is not None and self.max_drafts:
                 result.forced[row.request_id] = structured.forced(self.max_drafts)
             if not request.state.plain:
@@ -569,7 +569,7 @@ class _RepeatedSteps:
         Their mask tasks are the same in every step, except where reasoning begins or ends. Returns
         fields of the step's result.
         """
-        complete, forced, errors = set(), {}, {}
+        complete, forced, errors = {}, {}, {}
         most, changed = self._runner.max_drafts, False
         for row, request_id, structured in self._structured:
             phase = structured.phase
@@ -580,7 +580,7 @@ class _RepeatedSteps:
                 continue
             changed |= structured.phase is not phase
             if structured.complete:
-                complete.add(request_id)
+                complete[request_id] = structured.closed
             elif most:
                 forced[request_id] = structured.forced(most)
         if changed:

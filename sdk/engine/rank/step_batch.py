@@ -200,5 +200,5 @@ class Results(NamedTuple):
     prompt_logprobs: dict[str, tuple[Sampled, ...]]
     hidden: dict[str, Pooled]
     errors: dict[str, str]
-    complete: set[str]
+    complete: dict[str, bool]
     forced: dict[str, Sequence[int]]

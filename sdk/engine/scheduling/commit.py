@@ -94,6 +94,7 @@ class Committer:
                 request.negative.token_ids += tokens
             ends = tokens[-1] in request.stop_token_ids or len(request.token_ids) >= request.max_len
             if result.complete and request_id in result.complete:
+                request.closed = result.complete[request_id]
                 self._report_complete(request, tokens, details.get(request_id), scored, updates)
             elif ends or request.watched or scored or details:
                 self._report(request, tokens, details.get(request_id), scored, updates)

@@ -335,7 +335,7 @@ class RequestQueues:
             self._rewound[request] = None
             self._in_flight.stop_repeating()
             return
-        request.stop_reason, request.is_complete = None, False
+        request.stop_reason, request.is_complete, request.closed = None, False, False
         if request.request_id not in self._requests:
             self._requests[request.request_id] = request
             self.policy.added(request)

@@ -68,6 +68,7 @@ class Request:
         "adapter_name",
         "adapter_slot",
         "arrival_time",
+        "closed",
         "deadline",
         "events",
         "first_token_ts",
@@ -167,6 +168,7 @@ class Request:
         self._init_place()
         self.max_len = 0  # it finishes with "length" at this many tokens
         self.stop_token_ids = frozenset(params.stop_token_ids or ())
+        self.closed = False  # its structure was, because few tokens were left
         self.is_complete = False  # its structure is, so its last token is text
         self.is_drafted = True  # unless the ranks cannot draft for it
         self.forced: Sequence[int] = ()  # the next tokens, if its structure leaves no choice
