@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.left_out import (  # noqa: F401  (hooks, found by name)
     pytest_collection_modifyitems,
@@ -30,6 +31,10 @@ if TYPE_CHECKING:
 # for each core in every process, would spin for each other's. The engines' own threads sleep.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Examples that take long are no failure: beside other processes any of them may.
+settings.register_profile("steady", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("steady")
 
 GOLDEN = Path(__file__).parent / "golden"
 
