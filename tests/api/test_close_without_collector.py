@@ -56,6 +56,7 @@ USES: dict[str, Callable[[LLM], Any]] = {
 }
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("name", USES)
 def test_engine_weights_and_vocabulary_go_with_the_last_name(smollm2: Path, name: str) -> None:
     llm = LLM(smollm2, max_model_len=512)
@@ -84,13 +85,14 @@ def _held() -> tuple[int, int]:
     return len(list(Path("/proc/self/fd").iterdir())), sum("(deleted)" in line for line in maps)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("option", ["tensor_parallel_size", "pipeline_parallel_size"])
 def test_files_and_maps_of_a_lost_rank_are_closed_with_the_engine(
     tiny_path: Path, option: str
 ) -> None:
     options: dict[str, Any] = {"max_model_len": 64, option: 2}
     before = None
-    for kill in (False, True, True):
+    for kill in (False, True):
         llm = LLM(tiny_path, **options)
         llm.generate([[5, 9]], PARAMS, use_tqdm=False)
         if kill:

@@ -151,6 +151,7 @@ def test_a_close_that_was_interrupted_can_be_made_again(
     assert psutil.Process().num_threads() < threads
 
 
+@pytest.mark.slow
 def test_an_error_at_the_end_of_a_start_closes_the_ranks(
     tiny_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

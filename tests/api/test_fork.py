@@ -80,6 +80,7 @@ def matrices(llm: LLM) -> dict[str, list[int]]:
     return {path: [id(one) for one in packed(weight)] for path, weight in found.items()}
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("name", MODELS)
 def test_answers_are_those_of_an_engine_with_its_own_weights(name: str) -> None:
     path = GOLDEN / name
@@ -96,6 +97,7 @@ def test_answers_are_those_of_an_engine_with_its_own_weights(name: str) -> None:
         assert second.explain().splitlines()[-1] == first.explain().splitlines()[-1]
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("architecture", ["mixtral", "qwen3_moe", "phi3", "olmo2"])
 @pytest.mark.parametrize("format", ["q4_k_m", "float16"])
 def test_experts_and_other_architectures(tmp_path: Path, architecture: str, format: str) -> None:
@@ -321,7 +323,7 @@ def test_every_option_is_free_or_fixed() -> None:
     assert set(EngineOptions.__annotations__) >= FREE_OPTIONS
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("options", "reason"),
     [

@@ -360,6 +360,7 @@ def test_a_model_of_random_weights_runs_and_is_removed(name: str) -> None:
     assert not file.exists()
 
 
+@pytest.mark.slow
 def test_the_unpacked_copy_has_the_same_weights(golden: Path) -> None:
     import torch
     from safetensors.torch import load_file

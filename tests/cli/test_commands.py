@@ -240,6 +240,7 @@ def followed(argv: list[str], line: str) -> list[str]:
     return [*argv[:2], *(word for pair in {**old, **new}.items() for word in pair)]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("command", ["plan", "run"])
 def test_the_advice_of_a_command_works_in_that_command(
     command: str, golden: Path, capsys: Captured

@@ -93,6 +93,7 @@ def test_a_function_runs_on_every_rank_between_steps(ranks: ModuleType, started)
         run_step(executor, StepPlan(3))
 
 
+@pytest.mark.slow
 def test_what_cannot_be_pickled_is_not_sent_and_ends_no_rank(started) -> None:
     executor = started()
     with pytest.raises(Exception, match=r"pickle|local object"):

@@ -233,6 +233,7 @@ def test_a_worker_whose_engine_is_killed_or_stopped_waits_for_the_next(
     worker.close()
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_delayed_for_a_second_is_waited_for(started, hosts: Hosts) -> None:
     executor = started()
     pid = int(run_step(executor, StepPlan(1)).hidden["pids"][1])

@@ -132,6 +132,7 @@ def test_nothing_is_exchanged_for_no_rows(ranks: Ranks) -> None:
     assert all((found == ranks.size).all() for found in ranks.do(call))
 
 
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize("seed", range(3))
 def test_any_order_of_sizes_and_kinds(ranks: Ranks, seed: int) -> None:
     """Areas grow, alternate and are reused; ranks are delayed at random."""

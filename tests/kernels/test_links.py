@@ -66,6 +66,7 @@ def rows(number: int, count: int, width: int) -> Tensor:
     return torch.randn(count, width, generator=torch.Generator().manual_seed(number))
 
 
+@pytest.mark.quick_cases(7)
 @pytest.mark.parametrize("slots", [1, 2, 3])
 @pytest.mark.parametrize("delayed", [0, 1, None])
 def test_what_is_sent_arrives_in_order_whichever_end_is_slow(

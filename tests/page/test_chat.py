@@ -54,6 +54,7 @@ def test_an_answer_is_streamed_and_kept_over_a_reload(serve: Serve, visit: Visit
     assert llm.requests[1].prompt[1]["content"] == ANSWER
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "way", ["button", "escape", "leave", pytest.param("delete", marks=pytest.mark.slow)]
 )

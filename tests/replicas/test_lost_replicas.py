@@ -224,6 +224,7 @@ def test_the_callback_of_the_load_is_not_called_later(tiny_path: Path) -> None:
     assert not calls
 
 
+@pytest.mark.slow
 def test_numbers_wait_for_a_replica(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """No replica is replaced before the caller waits: else one may run before both are lost."""
     driver, processes = llm._driver, llm._driver.processes
@@ -244,6 +245,7 @@ def test_numbers_wait_for_a_replica(llm: LLM, monkeypatch: pytest.MonkeyPatch) -
     assert waiting.is_set()
 
 
+@pytest.mark.slow
 def test_close_while_a_replica_is_stopped_leaves_nothing(tiny_path: Path) -> None:
     before = children()
     llm = LLM(tiny_path, max_model_len=128, data_parallel_size=2)
