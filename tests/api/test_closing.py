@@ -47,9 +47,7 @@ def test_a_worker_that_is_stopped_in_a_step_is_killed_by_close(
 
     caller = Caller(lambda: use(llm, LONG.clone(logits_processors=[stop])))
     assert stopped.wait(LIMIT)
-    begin = time.monotonic()
-    assert Caller(llm.close).get() is None
-    assert time.monotonic() - begin < 30  # the collective alone would wait for 300 s
+    assert Caller(llm.close).get() is None  # within LIMIT: the collective would wait for 300 s
     assert isinstance(caller.get(), EngineClosedError)
     assert not worker.is_running()
     assert Caller(llm.close).get() is None

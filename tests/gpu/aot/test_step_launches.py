@@ -13,7 +13,6 @@ import pytest
 
 from tests.gpu.aot import step_launches
 
-
 #: Counted in ``make test``, the other models in ``make test-all``.
 ONE = "qwen3-0.6b-bfloat16"
 
