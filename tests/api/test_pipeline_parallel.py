@@ -378,6 +378,7 @@ def _opened(model: Path, stages: int = 2, **options: Any) -> tuple[LLM, list[psu
     return llm, [psutil.Process(pid) for pid in sorted(_children() - before)]
 
 
+@pytest.mark.slow
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_killed_stage_is_an_error_that_names_it(tiny_path: Path, streams: bool) -> None:

@@ -129,7 +129,7 @@ def seen(llm: LLM, params: SamplingParams | list[SamplingParams], prompts: Any =
     return found
 
 
-@pytest.mark.quick_cases(7)
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_answers_are_those_without_drafts(method: Method, kind: str) -> None:
     params = KINDS[kind]

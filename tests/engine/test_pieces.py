@@ -165,6 +165,7 @@ def test_embeddings_next_to_tokens_give_the_bits_of_single_operators(path: Path)
         assert answers(llm, given(llm)[:1], wanted) == expected[:1]
 
 
+@pytest.mark.slow
 def test_prompts_of_more_than_512_tokens_are_replayed_with_the_same_bits(
     path: Path, replayed: Replayed
 ) -> None:
@@ -180,6 +181,7 @@ def test_prompts_of_more_than_512_tokens_are_replayed_with_the_same_bits(
     assert {640, 700} <= set(replayed.captured)
 
 
+@pytest.mark.slow
 def test_a_step_of_more_tokens_than_the_largest_bucket_runs_operator_by_operator(
     path: Path, replayed: Replayed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -292,6 +294,7 @@ def test_what_was_captured_before_a_failure_stays_in_use(
     assert said == [f"{message}; {rest}"]
 
 
+@pytest.mark.slow
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("first", [0, 1])
 def test_decode_steps_captured_before_a_failure_stay_in_use_too(

@@ -25,6 +25,7 @@ OURS = (
 )
 
 
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize("name", [*OURS, "gemma"])
 def test_a_config_of_nothing_but_sizes_gives_transformers_logits(name: str, tmp_path: Path) -> None:
     model = random_model(config_of(name))
