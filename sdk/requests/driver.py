@@ -13,7 +13,6 @@ import logging
 import os
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
@@ -35,6 +34,7 @@ from sdk.memory.pool import Lease
 from sdk.outputs import Estimate
 from sdk.params import SamplingParams
 from sdk.quant.safe_repr import safe_repr
+from sdk.requests.error_frames import let_go
 from sdk.requests.estimates import estimate
 from sdk.requests.job import Job, OutputSink, check_new
 from sdk.requests.loop_inbox import LoopInbox, LoopInboxes
@@ -553,6 +553,7 @@ class Driver:
         with self._lock:
             self._closed = True
             self._wakeups.notify_all()
+            failure = self._failure
         if self._stepping == threading.get_ident():
             return  # the step around us closes the engine when it ends
         if not self._step_lock.acquire(timeout=_CLOSE_TIMEOUT_S):
@@ -564,6 +565,8 @@ class Driver:
             self._step_lock.release()
         if self._thread not in (None, threading.current_thread()):
             self._thread.join()
+            if failure is not None:
+                let_go(failure)  # once more: the calls of the thread ran until now
 
     def _release(self) -> None:
         with ExitStack() as all_of_it:  # each part runs even if another raises
@@ -573,18 +576,5 @@ class Driver:
                 all_of_it.callback(self.lease.close)
             failure, self._failure = self._failure, None
             if failure is not None:
-                all_of_it.callback(_let_go, failure)
+                all_of_it.callback(let_go, failure)
             self._engine.close()
-
-
-def _let_go(error: BaseException) -> None:
-    """Forget the variables of the calls in which an error was raised. They keep the engine, with
-    its files and maps, in a reference cycle with the error that one of them holds."""
-    seen: set[int] = set()
-    pending: list[BaseException | None] = [error]
-    while pending:
-        one = pending.pop()
-        if one is not None and id(one) not in seen:
-            seen.add(id(one))
-            traceback.clear_frames(one.__traceback__)
-            pending += [one.__cause__, one.__context__]
