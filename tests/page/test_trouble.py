@@ -102,6 +102,7 @@ def test_a_server_that_is_gone_is_noticed_and_so_is_its_return(serve: Serve, vis
     assert "Undo" not in page.locator(".notices").inner_text()  # nothing was replaced
 
 
+@pytest.mark.slow
 def test_a_busy_server_says_when_to_try_again(serve: Serve, visit: Visit) -> None:
     visitor = visit(serve({"tiny": FakeLLM("hello")}, access=Busy(1, "90")).address)
     page = visitor.page
