@@ -272,6 +272,7 @@ print(json.dumps({"weights": weights, "fork": loaded - one, "used": two - one,
 """
 
 
+@pytest.mark.slow
 def test_a_fork_adds_less_than_5_percent_of_the_weights(smollm2: Path) -> None:
     """Its KV cache and workspace included; all of it is given back."""
     found = json.loads(run_python(MEASURE, smollm2).splitlines()[-1])

@@ -203,6 +203,7 @@ def test_plan_prints_the_sums_of_the_library(smollm2: Path, capsys: Captured) ->
     assert (report["problem"], report["alternatives"]) == ("", [])
 
 
+@pytest.mark.slow
 def test_plan_with_too_small_a_budget_says_what_would_help(smollm2: Path, capsys: Captured) -> None:
     assert main(["plan", str(smollm2), "--memory", "100MB"]) == 2
     err = capsys.readouterr().err

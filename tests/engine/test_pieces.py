@@ -131,6 +131,7 @@ def test_preempted_requests_are_computed_again_with_the_same_bits(path: Path) ->
         assert llm.get_metrics()["num_preemptions"] > 0
 
 
+@pytest.mark.slow
 def test_what_is_asked_of_the_hidden_states_is_there(path: Path, replayed: Replayed) -> None:
     wanted = params(6, prompt_logprobs=1, repetition_penalty=1.2)
     found = []
@@ -145,6 +146,7 @@ def test_what_is_asked_of_the_hidden_states_is_there(path: Path, replayed: Repla
     assert replayed.captured
 
 
+@pytest.mark.slow
 def test_embeddings_next_to_tokens_give_the_bits_of_single_operators(path: Path) -> None:
     wanted = params(20)
 
@@ -216,6 +218,7 @@ def test_rows_that_fill_a_bucket_would_be_somebody_s_if_they_were_not_nobody_s(
         assert answers(llm, prompts(), params(logprobs=1)) != wanted
 
 
+@pytest.mark.slow
 def test_attentions_are_given_the_prefix_that_all_requests_share(
     path: Path, replayed: Replayed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -355,6 +358,7 @@ def test_a_closed_engine_holds_nothing_of_the_pool(path: Path) -> None:
         assert card.in_pools() == set()
 
 
+@pytest.mark.slow
 def test_layers_and_buckets_share_the_buffers_between_the_pieces(path: Path) -> None:
     with on_a_card(path, **SMALL) as (llm, _):
         answers(llm, prompts(), params())

@@ -318,6 +318,7 @@ def run_step(executor: ProcessExecutor, number: int) -> Any:
     return executor.result()
 
 
+@pytest.mark.slow
 def test_a_worker_that_ends_is_named_though_the_exchange_does_not_fail(started) -> None:
     executor = started("deaf", {(1, 2): "kill"})
     run_step(executor, 1)
@@ -531,6 +532,7 @@ def layered(golden: Path, stages: int) -> RunnerConfig:
     return replace(config, stage_layers=(range(1), range(1, 2))) if stages > 1 else config
 
 
+@pytest.mark.slow
 @pytest.mark.quick_cases(1)
 @SHAPES
 def test_steps_in_pieces_have_the_tokens_of_one_process_and_the_exchanges_of_single_operators(

@@ -126,6 +126,7 @@ def focus(page: Page, name: str, key: str) -> None:
     raise AssertionError(f"{name} cannot be reached with {key}")
 
 
+@pytest.mark.slow
 def test_a_screen_reader_hears_paragraphs_and_not_tokens(serve: Serve, visit: Visit) -> None:
     paragraphs = ["First **words** here.", "```python\nprint(1)\n```", "Last."]
     llm = FakeLLM("\n\n".join(paragraphs), seconds_per_token=0.02)
@@ -154,6 +155,7 @@ def test_a_screen_reader_hears_paragraphs_and_not_tokens(serve: Serve, visit: Vi
     assert page.locator(".messages [aria-live], .messages [role=log]").count() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("view", ["#chat", "#live"])
 @pytest.mark.parametrize(
