@@ -34,6 +34,7 @@ from sdk.memory.pool import Lease
 from sdk.outputs import Estimate
 from sdk.params import SamplingParams
 from sdk.quant.safe_repr import safe_repr
+from sdk.requests.error_frames import let_go
 from sdk.requests.estimates import estimate
 from sdk.requests.job import Job, OutputSink, check_new
 from sdk.requests.loop_inbox import LoopInbox, LoopInboxes
@@ -572,6 +573,7 @@ class Driver:
         with self._lock:
             self._closed = True
             self._wakeups.notify_all()
+            failure = self._failure
         if self._stepping == threading.get_ident():
             return  # the step around us closes the engine when it ends
         if not self._step_lock.acquire(timeout=_CLOSE_TIMEOUT_S):
@@ -583,6 +585,8 @@ class Driver:
             self._step_lock.release()
         if self._thread not in (None, threading.current_thread()):
             self._thread.join()
+            if failure is not None:
+                let_go(failure)  # once more: the calls of the thread ran until now
 
     def _release(self) -> None:
         with ExitStack() as all_of_it:  # each part runs even if another raises

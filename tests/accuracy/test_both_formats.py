@@ -157,6 +157,7 @@ def rounded(model_type: str) -> Any:
     return model
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("model_type", list(MODELS))
 def test_the_folder_and_the_gguf_file_of_a_model_agree_with_transformers(
     model_type: str, tmp_path: Path, logits_of: Callable[..., Tensor]

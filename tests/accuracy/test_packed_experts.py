@@ -74,6 +74,7 @@ FORMATS: dict[str, tuple[Callable[[Layer], dict[str, Tensor]], dict[str, Any]]] 
 }
 
 
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize("method", FORMATS)
 @pytest.mark.parametrize(
     ("kind", "spelling"),

@@ -79,7 +79,7 @@ def test_a_gguf_file_is_the_one_the_converter_of_llama_cpp_makes(
     assert difference.abs().max() <= 1e-4
 
 
-@pytest.mark.quick_cases(4)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("scheme", ["q4_0", "gptq-w4g32", "rtn-w8g32s"])
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "gpt_oss"])
 def test_packed_experts_are_read_back_and_routers_stay_as_they_are(

@@ -153,6 +153,7 @@ def test_a_batch_of_all_kinds_has_the_same_answers(llm: LLM, alone: dict[str, li
 SLOW = ("operator by operator", "k8v4", "short steps")
 
 
+@pytest.mark.slow
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "engine",

@@ -57,6 +57,7 @@ CASES = [
 ]
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("width", [2, 4])
 def test_beams_are_those_of_transformers(

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from sdk import LLM, EngineDeadError, SamplingParams
+from sdk.requests.error_frames import let_go
 
 PARAMS = SamplingParams(max_tokens=3, temperature=0)
 FORM = SamplingParams(max_tokens=20, structured_outputs={"json": {"type": "integer"}})
@@ -56,6 +57,7 @@ USES: dict[str, Callable[[LLM], Any]] = {
 }
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("name", USES)
 def test_engine_weights_and_vocabulary_go_with_the_last_name(smollm2: Path, name: str) -> None:
     llm = LLM(smollm2, max_model_len=512)
@@ -84,15 +86,20 @@ def _held() -> tuple[int, int]:
     return len(list(Path("/proc/self/fd").iterdir())), sum("(deleted)" in line for line in maps)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("option", ["tensor_parallel_size", "pipeline_parallel_size"])
 def test_files_and_maps_of_a_lost_rank_are_closed_with_the_engine(
     tiny_path: Path, option: str
 ) -> None:
     options: dict[str, Any] = {"max_model_len": 64, option: 2}
     before = None
-    for kill in (False, True, True):
+    for kill in (False, True):
         llm = LLM(tiny_path, **options)
         llm.generate([[5, 9]], PARAMS, use_tqdm=False)
+        parts = {"driver": llm._driver, "engine": llm._driver._engine, "runner": llm._runner()}
+        parts["executor"] = llm._driver._engine._executor
+        left = {key: weakref.finalize(part, lambda: None) for key, part in parts.items()}
+        del parts
         if kill:
             children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
             os.kill(int(children[-1]), signal.SIGKILL)
@@ -100,5 +107,42 @@ def test_files_and_maps_of_a_lost_rank_are_closed_with_the_engine(
                 llm.generate([[5, 9]], SamplingParams(max_tokens=50), use_tqdm=False)
         llm.close()
         del llm
+        assert [key for key, one in left.items() if one.alive] == []
         before = before or _held()
         assert _held() == before
+
+
+def test_a_call_that_waits_in_the_middle_survives_the_error_that_it_caught() -> None:
+    """Frames of a traceback are cleared when an engine closes: to clear its frame would end it."""
+
+    def caught(keep: list[BaseException]) -> Iterator[str]:
+        try:
+            raise EngineDeadError("lost")
+        except EngineDeadError as error:
+            keep.append(error)
+        yield "caught"
+        yield "goes on"
+
+    def finished(keep: list[BaseException], held: Any) -> None:
+        try:
+            next(waiting)
+        finally:
+            try:
+                raise EngineDeadError("lost again")
+            except EngineDeadError as error:
+                keep.append(error)
+
+    class Held:
+        pass
+
+    errors: list[BaseException] = []
+    waiting = caught(errors)
+    held = Held()
+    finished(errors, held)
+    one = weakref.ref(held)
+    del held
+    assert one() is not None  # the frame of the call that has ended keeps it
+    for error in errors:
+        let_go(error)
+    assert one() is None
+    assert list(waiting) == ["goes on"]

@@ -47,9 +47,7 @@ def test_a_worker_that_is_stopped_in_a_step_is_killed_by_close(
 
     caller = Caller(lambda: use(llm, LONG.clone(logits_processors=[stop])))
     assert stopped.wait(LIMIT)
-    begin = time.monotonic()
-    assert Caller(llm.close).get() is None
-    assert time.monotonic() - begin < 30  # the collective alone would wait for 300 s
+    assert Caller(llm.close).get() is None  # within LIMIT: the collective would wait for 300 s
     assert isinstance(caller.get(), EngineClosedError)
     assert not worker.is_running()
     assert Caller(llm.close).get() is None
@@ -151,6 +149,7 @@ def test_a_close_that_was_interrupted_can_be_made_again(
     assert psutil.Process().num_threads() < threads
 
 
+@pytest.mark.slow
 def test_an_error_at_the_end_of_a_start_closes_the_ranks(
     tiny_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

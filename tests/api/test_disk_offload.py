@@ -31,6 +31,7 @@ def _answers(path: Path, **options: object) -> list[tuple[object, ...]]:
         return _facts(llm.generate(PROMPTS, PARAMS, use_tqdm=False))
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize(
     ("model", "options"),
     [

@@ -80,6 +80,7 @@ def matrices(llm: LLM) -> dict[str, list[int]]:
     return {path: [id(one) for one in packed(weight)] for path, weight in found.items()}
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("name", MODELS)
 def test_answers_are_those_of_an_engine_with_its_own_weights(name: str) -> None:
     path = GOLDEN / name
@@ -96,6 +97,7 @@ def test_answers_are_those_of_an_engine_with_its_own_weights(name: str) -> None:
         assert second.explain().splitlines()[-1] == first.explain().splitlines()[-1]
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("architecture", ["mixtral", "qwen3_moe", "phi3", "olmo2"])
 @pytest.mark.parametrize("format", ["q4_k_m", "float16"])
 def test_experts_and_other_architectures(tmp_path: Path, architecture: str, format: str) -> None:
@@ -270,6 +272,7 @@ print(json.dumps({"weights": weights, "fork": loaded - one, "used": two - one,
 """
 
 
+@pytest.mark.slow
 def test_a_fork_adds_less_than_5_percent_of_the_weights(smollm2: Path) -> None:
     """Its KV cache and workspace included; all of it is given back."""
     found = json.loads(run_python(MEASURE, smollm2).splitlines()[-1])
@@ -321,7 +324,7 @@ def test_every_option_is_free_or_fixed() -> None:
     assert set(EngineOptions.__annotations__) >= FREE_OPTIONS
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("options", "reason"),
     [

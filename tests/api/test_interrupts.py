@@ -45,6 +45,7 @@ def test_a_real_ctrl_c_leaves_an_engine_that_still_answers(tiny_path: Path) -> N
     assert run_python(code, tiny_path) == "fine\n"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_while_loading_leaves_nothing_behind(smollm2: Path) -> None:
     code = """

@@ -47,11 +47,13 @@ def alone(llm: LLM) -> tuple[object, ...]:
 
 
 @pytest.mark.model
-def test_in_a_batch_of_32(llm: LLM, alone: tuple[object, ...]) -> None:
+@pytest.mark.parametrize("size", [7, pytest.param(32, marks=pytest.mark.slow)])
+def test_in_a_batch(llm: LLM, alone: tuple[object, ...], size: int) -> None:
     llm.reset_prefix_cache()
-    others = [f"{number} {TEXT[number * 7 :]}" for number in range(31)]
-    outputs = llm.generate([*others[:15], TEXT, *others[15:]], PARAMS)
-    assert _facts(outputs[15]) == alone
+    others = [f"{number} {TEXT[number * 7 :]}" for number in range(size - 1)]
+    middle = size // 2
+    outputs = llm.generate([*others[:middle], TEXT, *others[middle:]], PARAMS)
+    assert _facts(outputs[middle]) == alone
     assert len({_facts(output)[0] for output in outputs}) > 5  # the others are other requests
 
 
@@ -64,6 +66,7 @@ def test_after_a_prefix_hit(llm: LLM, alone: tuple[object, ...]) -> None:
     assert _facts(output) == alone
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.model
 @pytest.mark.parametrize("budget", [16, 33, 100])
 def test_chunked_at_other_places(smollm2: Path, alone: tuple[object, ...], budget: int) -> None:
@@ -71,6 +74,7 @@ def test_chunked_at_other_places(smollm2: Path, alone: tuple[object, ...], budge
         assert _facts(llm.generate(TEXT, PARAMS)[0]) == alone
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.model
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_with_other_numbers_of_threads(

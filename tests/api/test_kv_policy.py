@@ -49,6 +49,7 @@ def roomy(tiny_path: Path) -> list[tuple[object, ...]]:
     return answers
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("eager", [False, True])
 def test_requests_that_need_1_8_times_the_pages_run_together(
     tiny_path: Path, roomy: list[tuple[object, ...]], eager: bool

@@ -25,6 +25,7 @@ def _facts(output: RequestOutput) -> tuple[object, ...]:
     return tuple(answer.token_ids), steps
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("dtype", TYPES)
 def test_an_answer_is_the_same_alone_cached_chunked_and_preempted(
     tiny_path: Path, dtype: str

@@ -472,6 +472,7 @@ FORMATS = sorted(
 )
 
 
+@pytest.mark.quick_cases(9)
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_format_runs_adapters(name: str, golden: Path, tmp_path: Path) -> None:
     """As far as bits go; tests/models compares with merged weights."""

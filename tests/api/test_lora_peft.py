@@ -39,6 +39,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_variant_of_the_config_is_followed(variant: str, golden: Path, tmp_path: Path) -> None:
     base = golden / "arch-llama3" / "hf"
@@ -98,6 +99,7 @@ def test_a_joined_matrix_has_one_adapter(tmp_path: Path) -> None:
         assert (scores(llm, IDS, "a") - expected(model, IDS)).abs().max() < 2e-4
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("file", ["hf", "model.gguf"])
 @pytest.mark.parametrize("name", ["arch-llama3", "arch-qwen3", "arch-gemma3"])
 def test_a_model_is_followed(name: str, file: str, golden: Path, tmp_path: Path) -> None:

@@ -54,6 +54,7 @@ def answers(model: Path, **options: Any) -> list[tuple[list[int], float]]:
     return [(list(o.outputs[0].token_ids), o.outputs[0].cumulative_logprob) for o in outputs]
 
 
+@pytest.mark.slow
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("shape", "name"), CASES)
 def test_tokens_are_those_of_one_process(golden: Path, shape: str, name: str) -> None:

@@ -99,6 +99,7 @@ def advised(line: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize(
     "options",
     [

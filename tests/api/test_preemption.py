@@ -79,6 +79,7 @@ def preempted(outputs: list[RequestOutput]) -> bool:
     )
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 def test_a_preempted_request_gets_the_tokens_of_an_undisturbed_one(
     tiny: LLM, small: LLM, variant: dict[str, Any]

@@ -78,7 +78,7 @@ def target(tmp_path: Path, scheme: str) -> Path:
     return tmp_path / ("made.gguf" if Scheme.parse(scheme).container == "gguf" else "made")
 
 
-@pytest.mark.quick_cases(9)
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_model_is_quantized_into_what_every_part_of_the_package_reads(
     scheme: str, folder: Path, tmp_path: Path, ids: Ids

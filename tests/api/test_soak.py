@@ -308,6 +308,7 @@ def alone(tiny: LLM, calls: list[Call]) -> dict[int, Any]:
     return answers
 
 
+@pytest.mark.slow
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
 def test_random_calls_are_answered_once_and_as_by_a_single_thread(

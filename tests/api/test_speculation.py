@@ -129,7 +129,7 @@ def seen(llm: LLM, params: SamplingParams | list[SamplingParams], prompts: Any =
     return found
 
 
-@pytest.mark.quick_cases(7)
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_answers_are_those_without_drafts(method: Method, kind: str) -> None:
     params = KINDS[kind]
@@ -176,6 +176,7 @@ def test_answers_are_those_without_drafts_on_every_engine(method: Method, engine
         assert llm.get_metrics()["num_accepted_tokens"] > 0
 
 
+@pytest.mark.quick_cases(3)
 def test_preempted_requests_come_back_to_the_same_answers(method: Method) -> None:
     params = [COLD.clone(max_tokens=70, seed=seed) for seed in range(5)]
     with opened(method.path) as llm:
@@ -203,6 +204,7 @@ def test_no_page_moves_to_a_lower_tier_for_a_draft(tiny_path: Path) -> None:
         assert metrics["num_pages_lowered"] == 0
 
 
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize("stop", [{"stop": ["e"]}, {"stop_regex": "[a-f]{2}"}])
 def test_text_that_stops_within_accepted_drafts_ends_there(
     method: Method, stop: dict[str, Any]

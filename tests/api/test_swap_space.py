@@ -35,6 +35,7 @@ def alone(tiny_path: Path) -> list[tuple[object, ...]]:
         return [_facts(llm.generate([prompt], PARAMS)[0]) for prompt in PROMPTS]
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("dtype", ["auto", "int8", "k8v4", "int4:skip=1"])
 @pytest.mark.parametrize("where", ["memory", "file"])
 def test_preempted_and_evicted_prefixes_come_back_as_they_were(

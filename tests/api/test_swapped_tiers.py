@@ -124,6 +124,7 @@ def test_an_answer_with_a_floor_is_the_bits_of_pages_that_never_went_down(
         assert [_facts(output) for output in outputs] == exact
 
 
+@pytest.mark.slow
 def test_requests_that_were_preempted_go_on_with_their_lowered_pages(tiny_path: Path) -> None:
     """Those with a floor with the same bits as alone."""
     prompts = [prompt[:100] for prompt in PROMPTS]

@@ -282,6 +282,7 @@ def test_columns_without_a_case_become_bars_of_their_own(drawing: Drawing, tmp_p
     assert drawing.all("axhline") == [(100,)]
 
 
+@pytest.mark.slow
 def test_a_token_meets_some_of_the_experts_only(golden: Path) -> None:
     from sdk.loaders.open import open_checkpoint
 
@@ -360,6 +361,7 @@ def test_a_model_of_random_weights_runs_and_is_removed(name: str) -> None:
     assert not file.exists()
 
 
+@pytest.mark.slow
 def test_the_unpacked_copy_has_the_same_weights(golden: Path) -> None:
     import torch
     from safetensors.torch import load_file
@@ -597,6 +599,7 @@ def test_different_answers_are_no_row_of_the_speculative_suite(
     assert "answers to 'quote' differ with drafts" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_prefix_that_did_not_come_is_no_row_of_the_memory_suite(
     golden: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:

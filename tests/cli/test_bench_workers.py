@@ -102,6 +102,7 @@ def test_an_interpreter_that_is_not_there_is_named() -> None:
         Worker(opening(), "/nowhere/python")
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("engine", "module"),
     [

@@ -231,6 +231,7 @@ def test_plan_prints_the_sums_of_the_library(smollm2: Path, capsys: Captured) ->
     assert (report["problem"], report["alternatives"]) == ("", [])
 
 
+@pytest.mark.slow
 def test_plan_with_too_small_a_budget_says_what_would_help(smollm2: Path, capsys: Captured) -> None:
     assert main(["plan", str(smollm2), "--memory", "100MB"]) == 2
     err = capsys.readouterr().err
@@ -268,6 +269,7 @@ def followed(argv: list[str], line: str) -> list[str]:
     return [*argv[:2], *(word for pair in {**old, **new}.items() for word in pair)]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("command", ["plan", "run"])
 def test_the_advice_of_a_command_works_in_that_command(
     command: str, golden: Path, capsys: Captured

@@ -63,6 +63,7 @@ def test_a_valid_file_is_kept_without_a_download(model: DemoModel, tmp_path: Pat
     assert fetch(unreachable, tmp_path).read_bytes() == DATA
 
 
+@pytest.mark.slow
 def test_a_damaged_file_of_the_right_size_is_fetched_again(
     model: DemoModel, tmp_path: Path
 ) -> None:

@@ -36,6 +36,7 @@ def test_a_bad_adapter_of_run_is_named(
     assert "--lora: expected NAME=PATH" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_bench_compares_adapters_with_none(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

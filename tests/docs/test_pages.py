@@ -83,7 +83,7 @@ def run_page(
     gc.collect()  # engines that a page opened and did not close
 
 
-@pytest.mark.quick_cases(6)
+@pytest.mark.quick_cases(3)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", RUN)
 def test_the_code_of_a_page_runs_from_top_to_bottom(page: str, run_page: Runner) -> None:

@@ -160,6 +160,7 @@ assert len(os.listdir("/proc/self/task")) > threads, "this says nothing"
 """
 
 
+@pytest.mark.slow
 def test_conversions_on_a_cpu_wait_for_no_threads() -> None:
     """Torch's spin while they wait: on a busy machine that was 50 times what a restore takes."""
     run_python(_ALONE)

@@ -131,6 +131,7 @@ def test_preempted_requests_are_computed_again_with_the_same_bits(path: Path) ->
         assert llm.get_metrics()["num_preemptions"] > 0
 
 
+@pytest.mark.slow
 def test_what_is_asked_of_the_hidden_states_is_there(path: Path, replayed: Replayed) -> None:
     wanted = params(6, prompt_logprobs=1, repetition_penalty=1.2)
     found = []
@@ -145,6 +146,7 @@ def test_what_is_asked_of_the_hidden_states_is_there(path: Path, replayed: Repla
     assert replayed.captured
 
 
+@pytest.mark.slow
 def test_embeddings_next_to_tokens_give_the_bits_of_single_operators(path: Path) -> None:
     wanted = params(20)
 
@@ -165,6 +167,7 @@ def test_embeddings_next_to_tokens_give_the_bits_of_single_operators(path: Path)
         assert answers(llm, given(llm)[:1], wanted) == expected[:1]
 
 
+@pytest.mark.slow
 def test_prompts_of_more_than_512_tokens_are_replayed_with_the_same_bits(
     path: Path, replayed: Replayed
 ) -> None:
@@ -180,6 +183,7 @@ def test_prompts_of_more_than_512_tokens_are_replayed_with_the_same_bits(
     assert {640, 700} <= set(replayed.captured)
 
 
+@pytest.mark.slow
 def test_a_step_of_more_tokens_than_the_largest_bucket_runs_operator_by_operator(
     path: Path, replayed: Replayed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,6 +218,7 @@ def test_rows_that_fill_a_bucket_would_be_somebody_s_if_they_were_not_nobody_s(
         assert answers(llm, prompts(), params(logprobs=1)) != wanted
 
 
+@pytest.mark.slow
 def test_attentions_are_given_the_prefix_that_all_requests_share(
     path: Path, replayed: Replayed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -292,6 +297,7 @@ def test_what_was_captured_before_a_failure_stays_in_use(
     assert said == [f"{message}; {rest}"]
 
 
+@pytest.mark.slow
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("first", [0, 1])
 def test_decode_steps_captured_before_a_failure_stay_in_use_too(
@@ -352,6 +358,7 @@ def test_a_closed_engine_holds_nothing_of_the_pool(path: Path) -> None:
         assert card.in_pools() == set()
 
 
+@pytest.mark.slow
 def test_layers_and_buckets_share_the_buffers_between_the_pieces(path: Path) -> None:
     with on_a_card(path, **SMALL) as (llm, _):
         answers(llm, prompts(), params())

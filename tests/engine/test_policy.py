@@ -180,6 +180,7 @@ def serve(r, tenants, steps: int, *, lengths=(12, 20), waiting: int = 3) -> None
         r.step()
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("slots", [1, 3, 8])
 @pytest.mark.parametrize(
     "weights", [{"a": 1, "b": 1}, {"a": 4, "b": 1}, {"a": 1, "b": 2.5, "c": 1.5}]

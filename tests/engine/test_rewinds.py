@@ -81,7 +81,7 @@ class Rewinding:
             assert len(output) == request.params.max_tokens
 
 
-@pytest.mark.quick_cases(6)
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("drafts", [0, 3], ids=["", "drafts"])
 @pytest.mark.parametrize("pool", POOLS)
 def test_every_answer_is_that_of_the_request_alone(rig, pool: str, drafts: int) -> None:

@@ -116,6 +116,7 @@ def test_changed_logits_are_drawn_in_the_graph(
     assert launches.rows == [4] * (20 if ahead else 19)
 
 
+@pytest.mark.slow
 def test_changes_for_which_a_card_has_no_room_are_made_once_more(
     path: Path, launches: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,6 +174,7 @@ def test_what_cannot_be_captured_runs_operator_by_operator(
         assert answers(llm, PROMPTS, [params(9)] * 4) == found
 
 
+@pytest.mark.slow
 def test_requests_end_at_different_times_and_others_take_their_place(
     path: Path, launches: Launches
 ) -> None:
@@ -205,6 +207,7 @@ def test_answers_that_are_not_plain_take_the_long_way(path: Path, launches: Laun
     both(path, PROMPTS, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "options",
@@ -302,6 +305,7 @@ def test_an_aborted_request_leaves_the_others_their_tokens(path: Path, launches:
         assert found[name].outputs[0].token_ids == wanted[int(name)][0]
 
 
+@pytest.mark.slow
 def test_logits_that_are_not_finite_fail_their_request_alone(
     path: Path, launches: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:

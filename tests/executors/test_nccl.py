@@ -318,6 +318,7 @@ def run_step(executor: ProcessExecutor, number: int) -> Any:
     return executor.result()
 
 
+@pytest.mark.slow
 def test_a_worker_that_ends_is_named_though_the_exchange_does_not_fail(started) -> None:
     executor = started("deaf", {(1, 2): "kill"})
     run_step(executor, 1)
@@ -327,6 +328,7 @@ def test_a_worker_that_ends_is_named_though_the_exchange_does_not_fail(started) 
         run_step(executor, 3)
 
 
+@pytest.mark.slow
 def test_a_worker_that_does_not_answer_is_given_up_in_time(started) -> None:
     executor = started("deaf", {(1, 2): "hold"}, collective_s=0.5)
     for _ in range(3):  # the limit is that of one call
@@ -336,6 +338,7 @@ def test_a_worker_that_does_not_answer_is_given_up_in_time(started) -> None:
         run_step(executor, 2)
 
 
+@pytest.mark.slow
 def test_an_executor_that_is_closed_in_a_step_has_no_result(
     started, tmp_path: Path, eventually: Callable[[Callable[[], bool]], bool]
 ) -> None:
@@ -529,6 +532,7 @@ def layered(golden: Path, stages: int) -> RunnerConfig:
     return replace(config, stage_layers=(range(1), range(1, 2))) if stages > 1 else config
 
 
+@pytest.mark.slow
 @pytest.mark.quick_cases(1)
 @SHAPES
 def test_steps_in_pieces_have_the_tokens_of_one_process_and_the_exchanges_of_single_operators(
@@ -546,6 +550,7 @@ def test_steps_in_pieces_have_the_tokens_of_one_process_and_the_exchanges_of_sin
         assert how.eager_reason == "several ranks launch no step ahead"
 
 
+@pytest.mark.slow
 @pytest.mark.quick_cases(1)
 @SHAPES
 def test_a_rank_that_cannot_record_makes_the_same_exchanges(

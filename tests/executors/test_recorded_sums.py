@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -21,6 +20,7 @@ from sdk.executors.remote.tcp_group import TcpGroup
 from sdk.kernels.errors import CollectiveError
 from sdk.kernels.ops import Ops
 
+AN_HOUR_S = 3600.0  # a test ends sooner: then the wait has ended for another reason
 TOKENS, OUTPUTS, WIDTH = 9, 4, 64
 WEIGHT = torch.linspace(0.5, 2.0, WIDTH)
 
@@ -60,7 +60,7 @@ def groups(remote: ModuleType, tmp_path: Path) -> Iterator[Make]:
                     peers[high][low], peers[low][high] = remote.shake_hands(*ends)
             return [TcpGroup(rank, found, limit_s) for rank, found in enumerate(peers)]
 
-        def make(kind: str, size: int, limit_s: float = 60.0) -> list[Any]:
+        def make(kind: str, size: int, limit_s: float = AN_HOUR_S) -> list[Any]:
             if kind == "tcp":
                 made: list[Any] = over_tcp(size, limit_s)
             else:
@@ -144,7 +144,6 @@ def test_a_rank_that_goes_in_the_middle_of_a_step_is_an_error(groups: Make, kind
         made[1].all_reduce(torch.ones(TOKENS, WIDTH))
         made[1].close()
 
-    began = time.monotonic()
     found = on_all(
         2,
         lambda number: (
@@ -152,7 +151,6 @@ def test_a_rank_that_goes_in_the_middle_of_a_step_is_an_error(groups: Make, kind
         ),
     )
     assert isinstance(found[0], CollectiveError) and found[1] is None
-    assert time.monotonic() - began < 10  # of 60
     rank.ops.close()
 
 
@@ -167,7 +165,6 @@ def test_ctrl_c_ends_a_step_that_waits_for_another_rank(groups: Make) -> None:
     rank = Rank(0, 2, groups("tcp", 2)[0])
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     interrupt = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
-    began = time.monotonic()
     try:
         interrupt.start()
         with pytest.raises(KeyboardInterrupt):
@@ -175,7 +172,6 @@ def test_ctrl_c_ends_a_step_that_waits_for_another_rank(groups: Make) -> None:
     finally:
         interrupt.join()
         signal.signal(signal.SIGINT, before)
-    assert time.monotonic() - began < 10  # of 60
     assert (rank.ops.add(torch.ones(1, 8), torch.ones(1, 8)) == 2).all()  # no lock is held
     with pytest.raises(CollectiveError, match="was closed"):  # it would read what comes too late
         rank.graph.replay_again()

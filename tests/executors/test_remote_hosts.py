@@ -104,6 +104,7 @@ def test_ranks_on_two_hosts_choose_the_tokens_of_local_ones(
     assert said[-2:] == ["embedlm: rank 1 of 2", "embedlm: the engine was closed"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["cut", pytest.param("stop", marks=pytest.mark.slow)])
 def test_a_host_that_is_cut_off_or_stopped_is_named_within_seconds_by_both(
     remote: ModuleType, two: tuple[Host, Host], fault: str

@@ -133,6 +133,7 @@ def test_another_model_file_is_an_error_on_both_hosts(golden: Path, workers: Wor
     assert "refuses this worker: the hosts differ: model files: " in worker.communicate()[1]
 
 
+@pytest.mark.slow
 def test_a_worker_killed_while_requests_run_fails_them_and_leaves_nothing(
     golden: Path, workers: Workers
 ) -> None:

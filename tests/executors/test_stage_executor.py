@@ -171,12 +171,10 @@ def test_tokens_of_a_request_that_has_gone_are_not_those_of_a_new_one_of_its_nam
 )
 def test_a_stage_that_fails_is_named(started, rank: int, fault: str, text: str) -> None:
     executor = started({(rank, 2): fault}, stages=3, collective_s=1.0)
-    begin = time.monotonic()
     with pytest.raises(EngineDeadError, match=f"(?s){text}"):
         for step in range(1, 6):
             executor.launch(StepPlan(step))
             executor.result()
-    assert time.monotonic() - begin < 30
     with pytest.raises(EngineDeadError, match="a rank was lost in an earlier step"):
         executor.launch(StepPlan(9))
 

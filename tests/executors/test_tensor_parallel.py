@@ -12,6 +12,7 @@ from sdk.executors.local import LocalExecutor
 from sdk.executors.process import ProcessExecutor
 
 
+@pytest.mark.slow
 def test_drafts_are_accepted_on_all_ranks(golden: Path) -> None:
     """Right ones, wrong ones and a right one before a wrong one; ranks agree on what was kept."""
     config = config_of(golden / "arch-llama3/hf")

@@ -206,7 +206,7 @@ def close(found: Tensor, wanted: Tensor, tolerance: float) -> None:
     torch.testing.assert_close(found.double(), wanted, rtol=0, atol=tolerance)
 
 
-@pytest.mark.quick_cases(5)
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize(
     ("head_dim", "heads", "kv_heads", "page_size", "dtype", "groups"),
     [
@@ -249,12 +249,14 @@ def test_a_card_s_own_conversion_of_8_bit_floats_gives_the_same(
     assert torch.equal(step.run(), portable)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("dtype", ["float16", "int8", "float8_e4m3fn", "int4/int8"])
 def test_exact_arithmetic_leaves_nothing_but_float32(dtype: str) -> None:
     step = make_step([(40, 1), (40, 9)], 4, 2, 64, 16, dtype)
     close(step.run(exact=True), expected(step), 5e-6)
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("requests", [[(300, 1), (90, 1)], [(90, 40), (90, 1)]])
 @pytest.mark.parametrize(
     "options",
@@ -278,6 +280,7 @@ def test_the_reference_gives_the_same() -> None:
     torch.testing.assert_close(found, out.view(found.shape), rtol=0, atol=3e-6)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("dtype", ["float16", "int8"])
 def test_long_contexts_are_joined_from_their_splits(dtype: str) -> None:
     step = make_step([(256, 1), (257, 1), (600, 1), (3, 1)], 3, 1, 64, 32, dtype)
@@ -315,6 +318,7 @@ def alone(step: Step, request: int) -> Step:
     return Step(batch, step.pages, step.q[start:end])
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("fixed", [False, True])
 def test_a_row_does_not_depend_on_its_batch(fixed: bool) -> None:
     requests = [(300, 1), (40, 1), (30, 17), (280, 3), (600, 2)]
@@ -363,6 +367,7 @@ def test_a_shared_prefix_is_read_once_and_changes_nothing(shared: int) -> None:
     torch.testing.assert_close(found, apart, rtol=0, atol=1e-6)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("shared", [pytest.param(0, marks=pytest.mark.slow), 528])
 @pytest.mark.parametrize(
     ("heads", "dtype", "options"),
@@ -385,6 +390,7 @@ def test_so_many_queries_that_they_are_a_prompt_and_few_of_another_request() -> 
     close(step.run(), expected(step), 3e-6)
 
 
+@pytest.mark.slow
 def test_parts_that_do_not_fit_into_scratch_are_made_in_turns(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -553,6 +559,7 @@ def test_the_list_of_a_step_has_the_splits_of_the_model_s_key_heads(
     ops.close()
 
 
+@pytest.mark.slow
 def test_more_programs_than_work_and_fewer() -> None:
     step = make_step([(600, 1), (100, 1), (300, 2)], 2, 2)
     out = torch.empty(step.q.shape[0], step.q[0].numel())

@@ -131,6 +131,7 @@ def leave_out_slow_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GpuBackend, "keys_transposed", True)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("driver", "cache")
 def test_slow_kernels_leave_the_model_on_the_cpu(
     path: Path, monkeypatch: pytest.MonkeyPatch
@@ -181,6 +182,7 @@ def test_what_torch_cannot_do_is_the_reason(path: Path, monkeypatch: pytest.Monk
     assert devices.card_for(config)[1].reason == "torch 1 is built for CPUs alone"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("driver", "cache")
 def test_no_room_on_the_card_is_a_reason_and_a_damaged_file_is_an_error(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -86,6 +86,7 @@ def with_tiles(layout: Affine | Float8, tiles: Tiles) -> Tuning:
     return replace(FEW, table={("linear_bytes", name, *layout.shape): [(1 << 20, tiles)]})
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize(
     "numbers",
@@ -104,7 +105,7 @@ def test_bytes_are_multiplied_as_the_definition_rounds_them(
     assert (errors <= 1e-6 * expected.norm(dim=1)).all()
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("tiles", TILES, ids=str)
 @pytest.mark.parametrize(("tokens", "rows", "columns"), [(1, 64, 96), (150, 133, 392), (9, 5, 130)])

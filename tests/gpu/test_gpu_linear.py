@@ -81,7 +81,7 @@ def distance(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected).norm() / expected.norm())
 
 
-@pytest.mark.quick_cases(23)
+@pytest.mark.quick_cases(9)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_packing_keeps_every_bit_and_decoded_rows_equal_the_reference(
     cases: Any, name: str
@@ -96,6 +96,7 @@ def test_packing_keeps_every_bit_and_decoded_rows_equal_the_reference(
     assert torch.equal(out, decode(layout)[ids])
 
 
+@pytest.mark.quick_cases(13)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_weight_is_packed_and_decoded_on_its_own_device(cases: Any, name: str) -> None:
     # meta stands for a GPU: what mixes it with tensors of the CPU raises
@@ -107,7 +108,7 @@ def test_a_weight_is_packed_and_decoded_on_its_own_device(cases: Any, name: str)
         assert {part.device.type for part in tensors if part is not None} == {"meta"}
 
 
-@pytest.mark.quick_cases(26)
+@pytest.mark.quick_cases(9)
 @pytest.mark.parametrize("tokens", [1, 7, pytest.param(33, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_products_equal_float64_of_the_rounded_inputs(cases: Any, name: str, tokens: int) -> None:
@@ -119,6 +120,7 @@ def test_products_equal_float64_of_the_rounded_inputs(cases: Any, name: str, tok
     assert distance(found, expected) < (5e-4 if "like" in name else 2e-6)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     "kind",
     [
@@ -322,6 +324,7 @@ def test_gate_and_up_leave_the_product_as_one(
     assert not out[:, :10].any() and not out[:, 47:].any()
 
 
+@pytest.mark.quick_cases(13)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_packed_weights_are_hardly_larger_than_their_files(cases: Any, name: str) -> None:
     _, _, make = LAYOUTS[name]

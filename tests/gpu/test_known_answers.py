@@ -146,6 +146,7 @@ def tried(ops: Ops, name: str) -> tuple[Any, str | None]:
 SLOW = {f"attention-{name}" for name in ("float32", "bfloat16", "int8", "fp8")}
 
 
+@pytest.mark.quick_cases(12)
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=[pytest.mark.slow] * (x in SLOW)) for x in CASES]
 )
@@ -260,6 +261,7 @@ SABOTAGED = [
 ]
 
 
+@pytest.mark.quick_cases(50)
 @pytest.mark.parametrize(("name", "mistake"), SABOTAGED)
 def test_every_mistake_is_found_and_the_operator_is_replaced_and_named(
     ops: Ops, name: str, mistake: str, monkeypatch: pytest.MonkeyPatch

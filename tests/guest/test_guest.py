@@ -177,6 +177,7 @@ def test_a_forgotten_engine_is_closed_when_it_is_collected(golden: Path) -> None
     assert threading.active_count() == threads
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_two_engines_of_different_models_live_side_by_side(smollm2: Path, golden: Path) -> None:
     tiny = golden / "gguf-Q8_0" / "model.gguf"

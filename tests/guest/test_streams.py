@@ -97,6 +97,7 @@ for stage, seconds in (("slow", 1.2), ("quick", 0.0)):
 """
 
 
+@pytest.mark.slow
 def test_a_notebook_shows_a_bar_under_the_cell_once_work_takes_a_second(tmp_path: Path) -> None:
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(BARS)])
     environment = {

@@ -172,6 +172,7 @@ def test_schemes_that_make_no_sense_are_refused() -> None:
 # ---- native code --------------------------------------------------------------------------------
 
 
+@pytest.mark.quick_cases(16)
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 def test_products_are_those_of_the_rounded_rows(
     backend: CpuBackend, cases: Any, scheme: ActivationScheme
@@ -187,6 +188,7 @@ def test_products_are_those_of_the_rounded_rows(
         assert cases.same(kernel.unpack(kernel.pack(weight)), weight)
 
 
+@pytest.mark.quick_cases(16)
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 def test_rows_are_rounded_to_the_very_numbers_of_the_definition(
     backend: CpuBackend, cases: Any, scheme: ActivationScheme
@@ -204,6 +206,7 @@ def test_rows_are_rounded_to_the_very_numbers_of_the_definition(
     )
 
 
+@pytest.mark.quick_cases(16)
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 def test_a_row_with_no_numbers_leaves_the_others_alone(
     backend: CpuBackend, cases: Any, scheme: ActivationScheme

@@ -166,7 +166,7 @@ def expected(step: Step, **options: Any) -> Tensor:
 MIXED = ((1, 1), (100, 1), (70, 70), (300, 17), (700, 1), (129, 64))
 
 
-@pytest.mark.quick_cases(44)
+@pytest.mark.quick_cases(17)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "page_size", "options"),
@@ -223,6 +223,7 @@ def test_chunks_batches_and_threads_do_not_change_a_bit(
     single.close()
 
 
+@pytest.mark.quick_cases(8)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("options", [{}, {"softcap": 3.0}, {"window": 90}])
 def test_the_levels_agree(cases: Any, dtype: str, options: dict[str, Any]) -> None:
@@ -239,7 +240,7 @@ def test_the_levels_agree(cases: Any, dtype: str, options: dict[str, Any]) -> No
     assert all(cases.nmse(portable, out) < NMSE.get(dtype, 1e-11) for out in fused)
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("options", [{}, {"window": 400, "sinks": torch.linspace(-1, 3, 6)}])
 def test_spreading_a_context_over_threads_does_not_change_a_bit(
     backend: CpuBackend, options: dict[str, Any]
@@ -291,6 +292,7 @@ def test_queries_may_be_views_of_a_fused_projection(backend: CpuBackend) -> None
     assert torch.equal(attend(kernel, replace(step, q=fused[:, 2:6])), attend(kernel, step))
 
 
+@pytest.mark.quick_cases(7)
 @pytest.mark.parametrize("dtype", ["float32", "int8", "fp8", "int4", "k8v4"])
 def test_a_batch_of_many_requests_matches_the_reference(
     backend: CpuBackend, cases: Any, dtype: str

@@ -43,6 +43,7 @@ def rows(head_dim: int, seed: int = 0) -> tuple[Tensor, list[Tensor]]:
     return fused, [x.view(TOKENS, -1, head_dim) for x in split]
 
 
+@pytest.mark.quick_cases(32)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("head_dim", "rotary", "page_size"),

@@ -105,6 +105,7 @@ def test_8_bit_floats_of_any_shape_are_right(
     check(backend, cases, weight, m, decode(weight).abs())
 
 
+@pytest.mark.quick_cases(32)
 @pytest.mark.parametrize("type", BLOCK_TYPES)
 @pytest.mark.parametrize(("n", "k"), [(1, 256), (15, 512), (17, 768)])
 def test_blocks_of_any_number_of_rows_are_right(
@@ -115,6 +116,7 @@ def test_blocks_of_any_number_of_rows_are_right(
         check(backend, cases, weight, m, torch.ones(n, k))
 
 
+@pytest.mark.quick_cases(32)
 @pytest.mark.parametrize("type", BLOCK_TYPES)
 @pytest.mark.parametrize(("n", "k"), [(1, 256), (17, 768), (64, 2048)])
 def test_a_plan_knows_what_packed_blocks_take(

@@ -21,12 +21,15 @@ from sdk.kernels.errors import CollectiveError, KernelError
 from sdk.kernels.ops import Ops
 
 Call = Callable[[int, Any, Ops], Any]
+AN_HOUR_S = 3600.0  # a test ends sooner: then the wait has ended for another reason
 
 
 class Ranks:
     """``size`` ranks; :meth:`do` runs a function on all of them at the same time."""
 
-    def __init__(self, folder: Path, size: int, num_threads: int, limit_s: float = 60.0) -> None:
+    def __init__(
+        self, folder: Path, size: int, num_threads: int, limit_s: float = AN_HOUR_S
+    ) -> None:
         self.size = size
         self.ops = [Ops(num_threads=num_threads, backends=["cpu"]) for _ in range(size)]
         self.groups: dict[int, SharedGroup] = {}
@@ -129,6 +132,7 @@ def test_nothing_is_exchanged_for_no_rows(ranks: Ranks) -> None:
     assert all((found == ranks.size).all() for found in ranks.do(call))
 
 
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize("seed", range(3))
 def test_any_order_of_sizes_and_kinds(ranks: Ranks, seed: int) -> None:
     """Areas grow, alternate and are reused; ranks are delayed at random."""
@@ -301,8 +305,7 @@ def test_sums_in_python_do_not_keep_the_buffers_of_a_graph(alone: Ops) -> None:
 
 
 def test_a_rank_that_gives_up_ends_the_wait_of_the_others(ranks: Ranks) -> None:
-    def call(rank: int, group: SharedGroup, ops: Ops) -> float:
-        begin = time.monotonic()
+    def call(rank: int, group: SharedGroup, ops: Ops) -> None:
         if rank == 0:
             time.sleep(0.3)
             group.close()
@@ -310,9 +313,8 @@ def test_a_rank_that_gives_up_ends_the_wait_of_the_others(ranks: Ranks) -> None:
             ops.all_reduce(torch.ones(1, 8), group)
         with pytest.raises(CollectiveError):
             group.all_gather(torch.ones(1))
-        return time.monotonic() - begin
 
-    assert max(ranks.do(call)) < 10
+    ranks.do(call)
 
 
 def test_a_rank_that_does_not_come_is_given_up_after_the_limit(tmp_path: Path) -> None:
@@ -326,16 +328,14 @@ def test_a_process_that_is_killed_is_noticed_at_once(tmp_path: Path) -> None:
     child = os.fork()
     if child == 0:
         try:
-            SharedGroup(str(tmp_path), 1, 2, connect_s=60, limit_s=60)
+            SharedGroup(str(tmp_path), 1, 2, connect_s=60, limit_s=AN_HOUR_S)
             time.sleep(60)
         finally:
             os._exit(1)
-    group = SharedGroup(str(tmp_path), 0, 2, connect_s=60, limit_s=60)
+    group = SharedGroup(str(tmp_path), 0, 2, connect_s=60, limit_s=AN_HOUR_S)
     threading.Timer(0.2, os.kill, (child, signal.SIGKILL)).start()
-    begin = time.monotonic()
     with pytest.raises(CollectiveError):
         group.all_gather(torch.ones(3))
-    assert time.monotonic() - begin < 10  # of 60
     os.waitpid(child, 0)
 
 

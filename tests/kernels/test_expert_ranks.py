@@ -176,6 +176,7 @@ class InPython:
         self.all_reduce, self.all_gather = group.all_reduce, group.all_gather
 
 
+@pytest.mark.quick_cases(7)
 @pytest.mark.parametrize("k", [1, K])
 @pytest.mark.parametrize("recorded", [False, True], ids=["one by one", "recorded"])
 @pytest.mark.parametrize("native", [False, True], ids=["in Python", "native"])

@@ -89,6 +89,7 @@ def test_logits_that_are_no_numbers_still_choose_experts_that_exist(ops: Ops) ->
     assert torch.equal(routes.weights[0], alone.weights[0])
 
 
+@pytest.mark.quick_cases(16)
 @pytest.mark.parametrize("kind", ["affine", "table", "q4_0", "float8", "bfloat16"])
 @pytest.mark.parametrize("tokens", [1, 2, 60])
 def test_an_expert_gives_its_rows_the_bits_of_its_own_product(

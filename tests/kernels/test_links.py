@@ -20,6 +20,8 @@ from sdk.kernels.cpu.rank_group import SharedLink
 from sdk.kernels.errors import CollectiveError
 from sdk.kernels.ops import Ops
 
+AN_HOUR_S = 3600.0  # a test ends sooner: then the wait has ended for another reason
+
 
 def together(*calls: Callable[[], Any]) -> list[Any]:
     """Each call in a thread of its own; their results. The first error is raised."""
@@ -43,7 +45,7 @@ def together(*calls: Callable[[], Any]) -> list[Any]:
     return [found[index] for index in range(len(calls))]
 
 
-def linked(folder: Path, slots: int = 2, limit_s: float = 60.0) -> list[SharedLink]:
+def linked(folder: Path, slots: int = 2, limit_s: float = AN_HOUR_S) -> list[SharedLink]:
     """The two ends of a link."""
 
     def end(sends: bool) -> SharedLink:
@@ -64,6 +66,7 @@ def rows(number: int, count: int, width: int) -> Tensor:
     return torch.randn(count, width, generator=torch.Generator().manual_seed(number))
 
 
+@pytest.mark.quick_cases(7)
 @pytest.mark.parametrize("slots", [1, 2, 3])
 @pytest.mark.parametrize("delayed", [0, 1, None])
 def test_what_is_sent_arrives_in_order_whichever_end_is_slow(
@@ -198,10 +201,8 @@ def test_a_link_in_python_gets_the_rows_of_the_step(ops: list[Ops]) -> None:
 def test_an_end_that_gives_up_ends_the_wait_of_the_other(ops: list[Ops], tmp_path: Path) -> None:
     sender, receiver = linked(tmp_path)
     threading.Timer(0.2, sender.close).start()
-    begin = time.monotonic()
     with pytest.raises(CollectiveError, match=r"cpu\.receive: another rank ended, gave up"):
         ops[1].receive(1, 8, receiver)
-    assert time.monotonic() - begin < 10
     with pytest.raises(CollectiveError):
         receiver.receive(torch.empty(1))
 
@@ -230,14 +231,12 @@ def test_a_process_that_is_killed_is_noticed_at_once(tmp_path: Path) -> None:
     child = os.fork()
     if child == 0:
         try:
-            SharedLink(str(tmp_path), sends=True, slots=2, connect_s=60, limit_s=60)
+            SharedLink(str(tmp_path), sends=True, slots=2, connect_s=60, limit_s=AN_HOUR_S)
             time.sleep(60)
         finally:
             os._exit(1)
-    link = SharedLink(str(tmp_path), sends=False, slots=2, connect_s=60, limit_s=60)
+    link = SharedLink(str(tmp_path), sends=False, slots=2, connect_s=60, limit_s=AN_HOUR_S)
     threading.Timer(0.2, os.kill, (child, signal.SIGKILL)).start()
-    begin = time.monotonic()
     with pytest.raises(CollectiveError):
         link.receive(torch.empty(3))
-    assert time.monotonic() - begin < 10  # of 60
     os.waitpid(child, 0)

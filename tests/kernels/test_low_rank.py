@@ -76,6 +76,7 @@ def expected(cases: Any, placed: Any, x: Tensor, y: Tensor, slots: Tensor) -> Te
     return found
 
 
+@pytest.mark.quick_cases(18)
 @pytest.mark.parametrize("ranks", RANKS, ids=str)
 @pytest.mark.parametrize(("k", "n"), SHAPES)
 def test_each_row_gets_the_update_of_its_slot(

@@ -35,6 +35,7 @@ def layouts(cases: Any, kind: Any, rows: int) -> Layout:
     return found
 
 
+@pytest.mark.quick_cases(40)
 @pytest.mark.parametrize("kind", [*BLOCK_TYPES, *DENSE], ids=str)
 @pytest.mark.parametrize("rows", [PIECE_ROWS + 1, 3 * PIECE_ROWS, 5 * PIECE_ROWS + 17])
 def test_pieces_give_the_same_bytes(backend: CpuBackend, cases: Any, kind: Any, rows: int) -> None:

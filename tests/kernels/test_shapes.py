@@ -47,6 +47,7 @@ def check(kernel, width: int, rng: np.random.Generator) -> None:
         assert np.array_equal(logits.numpy(), untouched.numpy(), equal_nan=True)
 
 
+@pytest.mark.quick_cases(10)
 @pytest.mark.parametrize("width", WIDTHS)
 def test_the_native_draw_is_that_of_the_changed_rows(backend: CpuBackend, width: int) -> None:
     (kernel,) = backend.implementations("sample")

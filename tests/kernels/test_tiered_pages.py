@@ -111,6 +111,7 @@ def queries(tokens: int, heads: int, head_dim: int) -> Tensor:
     return torch.randn(tokens, heads, head_dim, generator=torch.Generator().manual_seed(2))
 
 
+@pytest.mark.quick_cases(11)
 @pytest.mark.parametrize("window", [None, 200])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(6, 2, 64), (3, 1, 80), (2, 2, 24)])
 @pytest.mark.parametrize("new", [[1, 1, 1], [60, 2, 50]])
@@ -150,6 +151,7 @@ def test_a_row_is_the_same_bits_alone_and_with_any_number_of_threads(backend: Cp
     assert torch.equal(attend(single, pages, make_batch([1, 2, 1]), many, None)[:1], whole[-1:])
 
 
+@pytest.mark.quick_cases(11)
 @pytest.mark.parametrize("head_dim", [64, 80, 24])
 @pytest.mark.parametrize(
     ("above", "below", "dtype"),

@@ -132,6 +132,7 @@ VERSIONS = [(bits, version) for version in ("gptq", "gptq_v2") for bits in (2, 3
 VERSIONS += [(bits, "gptq_p") for bits in range(2, 9)]
 
 
+@pytest.mark.quick_cases(50)
 @pytest.mark.parametrize(("bits", "version"), VERSIONS)
 @pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize("act_order", [False, True])

@@ -35,6 +35,7 @@ def answer(path: Path) -> list[int]:
         return list(llm.generate([[5, 9, 30, 77]], params, use_tqdm=False)[0].outputs[0].token_ids)
 
 
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize("path", GOLDEN_FILES, ids=lambda path: path.parent.name)
 def test_answers_are_those_of_whole_matrices(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = answer(path)

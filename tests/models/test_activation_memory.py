@@ -63,6 +63,7 @@ def held(model_type: str, dtype: torch.dtype) -> tuple[int, int]:
     return counting.most, planned(model.config, dtype)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "qwen3", "mixtral"])
 def test_a_step_holds_no_more_than_is_planned_and_less_in_16_bits(model_type: str) -> None:
     wide, planned_wide = held(model_type, torch.float32)

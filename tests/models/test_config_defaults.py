@@ -22,6 +22,7 @@ from tests.models.sweep import config_of, random_model
 OURS = tuple(own.model_type for own in architectures())
 
 
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize("name", [*OURS, "cohere"])
 def test_a_config_of_nothing_but_sizes_gives_transformers_logits(name: str, tmp_path: Path) -> None:
     model = random_model(config_of(name))

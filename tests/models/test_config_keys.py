@@ -131,6 +131,7 @@ def test_no_key_has_two_places() -> None:
         assert not read_keys(own) & (FIXED.keys() | {*own.config.ignored})
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("model_type", OURS)
 def test_a_changed_key_changes_what_it_changes_in_transformers(model_type: str, load: Load) -> None:
     """Or it is refused by name. The base has a window, experts, ... where the model knows them."""

@@ -47,7 +47,7 @@ def logits_of(model: Any, own: Mesh) -> Tensor:
     return Paged(model, own.heads(c.num_heads, c.num_kv_heads).kv_count).run("a", IDS, [20])
 
 
-@pytest.mark.quick_cases(15)
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize(("size", "redundant"), [(2, 0), (2, 3), (3, 0), (3, 2)])
 def test_ranks_with_whole_experts_give_the_tokens_and_logits_of_one(
     checkpoint: DictCheckpoint, size: int, redundant: int, load: Callable[..., Any]

@@ -42,7 +42,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.quick_cases(14)
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize("name", OTHERS)
 def test_logits_match_transformers_in_one_prefill_in_chunks_and_in_a_batch(
     name: str, load: Callable[..., Any]

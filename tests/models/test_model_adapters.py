@@ -105,6 +105,7 @@ def merged(checkpoint: DictCheckpoint, adapter: Adapter) -> DictCheckpoint:
     return DictCheckpoint(config, tensors)
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("name", MODELS)
 def test_an_adapter_is_the_same_as_merged_weights(
     name: str, ops: Ops, load: Callable[..., Any]

@@ -85,6 +85,7 @@ class Steps:
         return hidden[:tokens].clone(), logits[: len(outputs)].clone()
 
 
+@pytest.mark.quick_cases(11)
 @pytest.mark.parametrize("name", list(ARCHITECTURES))
 def test_a_replayed_step_has_the_bits_of_an_eager_one(name: str, native: Ops) -> None:
     checkpoint = checkpoint_of(tiny(name.split("-")[0], **ARCHITECTURES[name]))

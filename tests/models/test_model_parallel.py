@@ -120,6 +120,7 @@ CUT: dict[str, tuple[str, int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.quick_cases(9)
 @pytest.mark.parametrize("case", CUT)
 def test_ranks_together_give_the_tokens_and_logits_of_one(
     case: str, load: Callable[..., Any]

@@ -62,6 +62,7 @@ def stages_of(load: Callable[..., Any], checkpoint: DictCheckpoint, runs: list[r
 ONE_RANK = {case: (name, options) for case, (name, _, options) in CUT.items()}
 
 
+@pytest.mark.quick_cases(15)
 @pytest.mark.parametrize("runs", [[range(2), range(2, 3)], [range(1), range(1, 2), range(2, 3)]])
 @pytest.mark.parametrize("case", ONE_RANK)
 def test_stages_one_after_the_other_give_the_bits_of_the_whole(

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import uvicorn
-from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Page, Playwright, expect, sync_playwright
 
 from sdk.server import create_app
 
@@ -24,6 +24,7 @@ FLAGS = (
     *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
     *("--disable-background-networking", "--disable-component-update"),
 )
+_OPEN = pytest.StashKey[tuple[Playwright, Browser | None]]()
 TIMEOUT_MS = 20_000  # of each step: far more than any takes
 
 
@@ -40,18 +41,37 @@ def chromium(own: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    """Chromium without a window, for the tests of a module.
+def browser(pytestconfig: pytest.Config) -> Browser:
+    """Chromium without a window, for tests of this folder that follow each other: it takes two
+    seconds of CPU time to start.
 
     Playwright runs an event loop in this thread and has child processes. Tests of other areas find
-    both, so it must not stay for the whole run.
+    both, so it does not stay for the whole run.
     """
-    expect.set_options(timeout=TIMEOUT_MS)
-    with sync_playwright() as tools:
+    if _OPEN not in pytestconfig.stash:
+        expect.set_options(timeout=TIMEOUT_MS)
+        tools = sync_playwright().start()
+        pytestconfig.stash[_OPEN] = tools, None
         path = chromium(tools.chromium.executable_path)
-        found = tools.chromium.launch(executable_path=path, args=[*FLAGS])
-        yield found
-        found.close()
+        pytestconfig.stash[_OPEN] = (
+            tools,
+            tools.chromium.launch(executable_path=path, args=[*FLAGS]),
+        )
+    found = pytestconfig.stash[_OPEN][1]
+    assert found is not None, "Chromium did not start"
+    return found
+
+
+@pytest.hookimpl(trylast=True)  # after the fixtures of the item
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    if nextitem is not None and nextitem.path.parent == item.path.parent:
+        return
+    if _OPEN in item.config.stash:
+        tools, found = item.config.stash[_OPEN]
+        del item.config.stash[_OPEN]
+        if found is not None:
+            found.close()
+        tools.stop()
 
 
 class Served:

@@ -126,6 +126,7 @@ def focus(page: Page, name: str, key: str) -> None:
     raise AssertionError(f"{name} cannot be reached with {key}")
 
 
+@pytest.mark.slow
 def test_a_screen_reader_hears_paragraphs_and_not_tokens(serve: Serve, visit: Visit) -> None:
     paragraphs = ["First **words** here.", "```python\nprint(1)\n```", "Last."]
     llm = FakeLLM("\n\n".join(paragraphs), seconds_per_token=0.02)
@@ -154,6 +155,8 @@ def test_a_screen_reader_hears_paragraphs_and_not_tokens(serve: Serve, visit: Vi
     assert page.locator(".messages [aria-live], .messages [role=log]").count() == 0
 
 
+@pytest.mark.slow
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("view", ["#chat", "#live"])
 @pytest.mark.parametrize(
     ("width", "height"), [(320, 568), pytest.param(640, 400, marks=pytest.mark.slow)]
@@ -179,6 +182,7 @@ def test_narrow_and_enlarged_pages_scroll_in_one_direction_only(
         assert not page.evaluate("document.querySelector('#main').inert")
 
 
+@pytest.mark.slow
 def test_colors_follow_the_system_until_one_is_chosen(serve: Serve, visit: Visit) -> None:
     visitor = visit(serve({"tiny": FakeLLM()}).address, color_scheme="dark")
     page = visitor.page

@@ -54,6 +54,7 @@ def test_an_answer_is_streamed_and_kept_over_a_reload(serve: Serve, visit: Visit
     assert llm.requests[1].prompt[1]["content"] == ANSWER
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "way", ["button", "escape", "leave", pytest.param("delete", marks=pytest.mark.slow)]
 )
@@ -113,6 +114,7 @@ def test_answers_are_regenerated_and_messages_edited_and_both_can_be_undone(
     expect(answer).to_contain_text("first")
 
 
+@pytest.mark.slow
 def test_conversations_are_kept_deleted_and_brought_back(serve: Serve, visit: Visit) -> None:
     visitor = visit(serve({"tiny": FakeLLM(lambda asked: f"About {asked[-1]['content']}")}).address)
     page = visitor.page
@@ -236,6 +238,7 @@ def test_calls_of_tools_are_shown_and_the_user_types_their_results(
     assert [one["tool_call_id"] for one in results] == ids
 
 
+@pytest.mark.slow
 def test_reasoning_is_folded_above_the_answer(serve: Serve, visit: Visit) -> None:
     visitor = visit(serve({"tiny": FakeLLM()}).address)
     page = visitor.page

@@ -90,6 +90,7 @@ def test_what_a_model_writes_never_becomes_markup(serve: Serve, visit: Visit) ->
     assert page.evaluate(LOOK) == found
 
 
+@pytest.mark.slow
 def test_names_of_tools_and_their_arguments_stay_text(serve: Serve, visit: Visit) -> None:
     llm = FakeLLM(FakeAnswer(tool_calls=[("paint", {EVIL: EVIL})]))
     visitor = visit(serve({"tiny": llm}).address)

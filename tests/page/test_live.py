@@ -180,6 +180,7 @@ def tile(page: Any, name: str) -> Any:
     return page.locator(".tile", has_text=name).locator("dd").first
 
 
+@pytest.mark.slow
 def test_a_hidden_page_costs_the_server_nothing(serve: Serve, visit: Visit) -> None:
     served = serve({"tiny": FakeLLM()})
     page = visit(served.address, "#live").page

@@ -111,6 +111,7 @@ def test_a_growing_text_is_rendered_as_the_whole_text_is(call: Call) -> None:
     assert kept >= 5  # finished blocks are not made again
 
 
+@pytest.mark.quick_cases(12)
 @pytest.mark.parametrize(
     "piece",
     [

@@ -72,6 +72,7 @@ def test_a_wrong_key_is_asked_for_again_and_kept_for_the_tab_only(
     expect(dialog).to_be_hidden()
 
 
+@pytest.mark.slow
 def test_a_server_that_is_gone_is_noticed_and_so_is_its_return(serve: Serve, visit: Visit) -> None:
     long = " ".join(f"word{i}" for i in range(3500))
     llm = FakeLLM([long, "complete"], seconds_per_token=0.02)
@@ -102,6 +103,7 @@ def test_a_server_that_is_gone_is_noticed_and_so_is_its_return(serve: Serve, vis
     assert "Undo" not in page.locator(".notices").inner_text()  # nothing was replaced
 
 
+@pytest.mark.slow
 def test_a_busy_server_says_when_to_try_again(serve: Serve, visit: Visit) -> None:
     visitor = visit(serve({"tiny": FakeLLM("hello")}, access=Busy(1, "90")).address)
     page = visitor.page

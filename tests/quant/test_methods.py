@@ -128,6 +128,7 @@ def test_k_quants_of_extreme_blocks_are_finite(kind: str) -> None:
     assert float((found[1:3] - weight[1:3]).abs().max()) < 0.1
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("kind", ["q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", "q3_k", "q6_k", "q4_k"])
 def test_blocks_spend_their_error_where_inputs_are_small(kind: str) -> None:
     weight, x = gaussian(), inputs(1024)
@@ -145,6 +146,7 @@ def test_iq4_nl_leaves_no_more_error_than_llama_cpps(make: Callable[..., Tensor]
     assert error(found, weight) < 1.005 * llama_cpps_error(weight, number)
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("kind", ["q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", *K_QUANTS])
 def test_gptq_makes_blocks_that_err_less_at_the_output(kind: str) -> None:
     weight, x = gaussian(96, 256), inputs(256)

@@ -100,6 +100,7 @@ def test_experts_move_between_two_steps_of_running_requests(mixtral: Path, alone
         assert answers(llm.generate(PROMPTS, DRAWN)) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("eager", [False, True], ids=["recorded", "eager"])
 def test_three_replicas_with_one_thread_each(mixtral: Path, alone: LLM, eager: bool) -> None:

@@ -224,13 +224,28 @@ def test_the_callback_of_the_load_is_not_called_later(tiny_path: Path) -> None:
     assert not calls
 
 
-def test_numbers_wait_for_a_replica(llm: LLM) -> None:
+@pytest.mark.slow
+def test_numbers_wait_for_a_replica(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No replica is replaced before the caller waits: else one may run before both are lost."""
+    driver, processes = llm._driver, llm._driver.processes
+    start, wait = processes._start_due, driver._changed.wait_for
+    waiting = threading.Event()
+
+    def wait_for_a_replica(*args: Any) -> Any:
+        waiting.set()
+        return wait(*args)
+
+    monkeypatch.setattr(processes, "_start_due", lambda: waiting.is_set() and start())
     for victim in replicas(llm):
         hurt(victim.pid)
-    wait_for(lambda: llm._driver.processes.num_ready == 0, "no replica")
+    wait_for(lambda: not driver._router.alive, "no replica")
+    monkeypatch.setattr(driver._changed, "wait_for", wait_for_a_replica)
+    assert processes.num_ready == 0
     assert llm.get_metrics()["num_replicas"] >= 1
+    assert waiting.is_set()
 
 
+@pytest.mark.slow
 def test_close_while_a_replica_is_stopped_leaves_nothing(tiny_path: Path) -> None:
     before = children()
     llm = LLM(tiny_path, max_model_len=128, data_parallel_size=2)

@@ -74,6 +74,7 @@ def test_hand_overs_of_large_pages_have_more_memory(page: int, expected: int) ->
     assert hand_over_ring(page) >= 2 * page
 
 
+@pytest.mark.slow
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])

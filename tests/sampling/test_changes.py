@@ -101,6 +101,7 @@ def write(draws: Sequence[Draw], buffers: SampleBuffers) -> None:
         draw.write(row, buffers)
 
 
+@pytest.mark.quick_cases(20)
 @pytest.mark.parametrize("name", [*KINDS, "all"])
 @pytest.mark.parametrize("drawn", [{"temperature": 0}, {"top_k": 9}, {"mirostat_mode": 2}])
 def test_the_draw_is_that_of_a_processed_row(ops: Ops, name: str, drawn: dict) -> None:

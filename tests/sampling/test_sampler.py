@@ -119,7 +119,7 @@ VARIANTS = [
 ]
 
 
-@pytest.mark.parametrize("vocab", [1009, 33001])
+@pytest.mark.parametrize("vocab", [1009, pytest.param(33001, marks=pytest.mark.slow)])
 def test_a_row_is_bitwise_the_same_alone_batched_shuffled_and_with_any_threads(
     ops: Ops, vocab: int
 ) -> None:

@@ -51,6 +51,7 @@ def test_a_test_that_passes_alone_is_in_the_table_and_the_run_passes(tmp_path: P
     assert done.stdout.endswith("|---|\n| one/test_a.py::test_flaky |\n")
 
 
+@pytest.mark.slow
 def test_a_test_that_fails_twice_fails_the_run_and_the_next_run_follows(tmp_path: Path) -> None:
     files = {"one/test_a.py": FLAKY, "one/test_b.py": WRONG, "two/test_c.py": WRONG}
     done = run(tmp_path, files, "--runs", "one", "two")

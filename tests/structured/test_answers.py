@@ -63,7 +63,7 @@ def test_each_structure(tiny: LLM, name: str) -> None:
     assert accepted >= 2
 
 
-@pytest.mark.quick_cases(8)
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("name", KINDS)
 def test_with_other_parameters(tiny: LLM, name: str) -> None:
     changes = {key: value for key, value in KINDS[name].items() if value is not None}
@@ -165,6 +165,7 @@ def _random_answers(llm: LLM, count: int, seed: int) -> int:
     return accepted
 
 
+@pytest.mark.slow
 def test_answers_with_random_limits(tiny: LLM) -> None:
     assert _random_answers(tiny, 300, seed=1) > 200
 

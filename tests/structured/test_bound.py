@@ -173,6 +173,7 @@ def test_a_form_is_not_counted_once_for_each_of_its_brackets() -> None:
     assert bound.after(3) < 350  # two forms take 200
 
 
+@pytest.mark.slow
 def test_texts_of_the_suite_are_completed_within_the_bound(compiler: GrammarCompiler) -> None:
     """Beginnings of valid examples of each schema, spelled in two ways."""
     chosen, compared = random.Random(1), 0

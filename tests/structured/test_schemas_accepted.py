@@ -525,7 +525,7 @@ def test_bombs_are_refused_in_time(compiler: GrammarCompiler, name: str) -> None
     begin = time.process_time()
     with pytest.raises(RequestError):
         compiler.compile(StructuredOutputsParams(**BOMBS[name]))
-    assert time.process_time() - begin < 4  # 1 s on a quiet machine
+    assert time.process_time() - begin < 30  # 1 s on a quiet machine; unbounded, minutes
 
 
 def test_a_long_search_continues_at_low_priority(

@@ -29,6 +29,7 @@ def digest(path: Path) -> str:
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize(
     "name", [*ONLINE, *(pytest.param(one, marks=pytest.mark.slow) for one in CALIBRATED)]
 )
@@ -64,6 +65,7 @@ def test_the_seed_decides_the_weights(tmp_path: Path) -> None:
     assert same[0] == same[1]
 
 
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize("name", [one.model_type for one in architectures()])
 def test_every_architecture_is_written_as_a_folder(name: str, tmp_path: Path) -> None:
     path = tiny_model(tmp_path, "float16", name)

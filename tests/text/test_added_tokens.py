@@ -68,6 +68,7 @@ def check(tokenizer: JsonTokenizer, backend: Any, ids: list[int], skip: bool) ->
     assert re.sub("�+", "", streamed(tokenizer, ids, skip)) == re.sub("�+", "", found)
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("name", DECODERS)
 @given(data=st.data(), skip=st.booleans())
 @settings(max_examples=100, deadline=None)

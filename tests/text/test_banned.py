@@ -47,6 +47,7 @@ def text_of(tokenizer: Any, ids: Sequence[int], *, ended: bool) -> str:
     return text + detokenizer.finish() if ended else text
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_what_stays_never_has_a_banned_string(name: str) -> None:
     tokenizer, size = TOKENIZERS[name]

@@ -4,7 +4,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from typing import Any
 
 import pytest
@@ -304,3 +306,16 @@ def test_a_message_is_shown_with_its_keys_in_the_callers_order() -> None:
     ]
     shown = [messages[0], {**messages[1], "content": None}]
     assert template.render(messages) == json.dumps(shown)
+
+
+def test_a_template_goes_with_its_last_name_without_python_s_collector() -> None:
+    gc.disable()
+    try:
+        template = ChatTemplate("{% for m in messages %}{{ m.content|trim|upper }}{% endfor %}")
+        assert template.render([{"role": "user", "content": " hi "}]) == "HI"
+        code = template._template.root_render_func
+        parts = [weakref.ref(part) for part in (template._sandbox, template._template, code)]
+        del template, code
+        assert [part() for part in parts] == [None, None, None]
+    finally:
+        gc.enable()

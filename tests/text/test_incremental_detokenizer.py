@@ -50,6 +50,7 @@ def streamed(tokenizer: Any, ids: list[int], **options: Any) -> str:
     return "".join([detokenizer.push(token_id) for token_id in ids]) + detokenizer.finish()
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("name", ["bpe", "spm", "smollm2_tokenizer", "gemma3_tokenizer"])
 def test_random_ids_of_gguf_vocabularies(name: str, request: pytest.FixtureRequest) -> None:
     tokenizer = request.getfixturevalue(name)
@@ -66,6 +67,7 @@ def test_random_ids_of_gguf_vocabularies(name: str, request: pytest.FixtureReque
     check()
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=200, deadline=None)
 @given(data=st.data(), skip=st.booleans())

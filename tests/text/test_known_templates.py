@@ -96,7 +96,7 @@ def compare(source: str, messages: list[Any], options: dict[str, Any]) -> bool:
     return True
 
 
-@pytest.mark.quick_cases(9)
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("name", KNOWN)
 def test_a_known_template_renders_as_in_transformers(name: str) -> None:
     rendered = [compare(KNOWN[name], *case) for case in CONVERSATIONS.values()]

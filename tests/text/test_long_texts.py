@@ -78,6 +78,7 @@ def splitter(pre: PreTokenizer) -> Any:
     return pre_tokenizers.Sequence([*steps, byte_level])
 
 
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize("number", range(len(DIFFERENT)))
 def test_no_pre_tokenizer_makes_a_word_across_a_cut(number: int) -> None:
     pre = splitter(DIFFERENT[number])
@@ -170,6 +171,7 @@ def test_a_file_of_any_kind_gives_the_ids_of_the_whole(kind: str) -> None:
             assert 2 < error.at_least <= len(expected)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("kind", [kind for kind, (_, bounded) in KINDS.items() if bounded])
 def test_no_text_has_fewer_tokens_than_the_bound(kind: str) -> None:
     backend = library(kind)

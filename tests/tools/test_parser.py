@@ -513,6 +513,7 @@ def work(function: Callable[[], object]) -> int:
     return count
 
 
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize(
     ("format", "beginning", "part"),
     [

@@ -101,7 +101,7 @@ def test_a_call_that_waits_ends_when_its_side_is_closed(ends: tuple[Sending, Rec
         thread.start()
         time.sleep(0.05)
         one.close()
-        thread.join(4)
+        thread.join(LIMIT)
         assert failed
 
 

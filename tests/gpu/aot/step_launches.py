@@ -73,8 +73,8 @@ def compared(found: dict[str, Counts], record: dict[str, Counts], layers: dict[s
     return "\n".join(lines)
 
 
-def count() -> tuple[dict[str, Counts], dict[str, int]]:
-    """What the steps launch now, and how many layers the models have."""
+def count(only: str = "") -> tuple[dict[str, Counts], dict[str, int]]:
+    """What the steps launch now, and how many layers the models have; of one model or of all."""
     from listed_card import decode_step, on_card
     from triton.backends.compiler import GPUTarget
 
@@ -91,6 +91,8 @@ def count() -> tuple[dict[str, Counts], dict[str, int]]:
             "qwen3-0.6b-bfloat16": (qwen, "bfloat16"),
         }
         for model, (config, kind) in models.items():
+            if only and model != only:
+                continue
             each = []
             for number in (FEW, MORE):
                 step = decode_step(card, listed, config | {"num_hidden_layers": number}, kind)
@@ -111,9 +113,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true", help="write what is found to launches.txt")
     parser.add_argument("--json", action="store_true", help="print the counts for a program")
+    parser.add_argument("--only", default="", help="one model")
     options = parser.parse_args()
     sys.path.insert(0, str(ROOT))
-    found, layers = count()
+    found, layers = count(options.only)
     if options.json:
         print(json.dumps({"found": found, "layers": layers}))
         return

@@ -118,6 +118,7 @@ def test_a_card_without_matrix_instructions_multiplies_with_plain_ones() -> None
     assert [(x["matrix"], x["fma"] > 200) for x in found] == [(0, True), (0, True)]
 
 
+@pytest.mark.slow
 def test_a_kernel_that_does_not_compile_is_noticed() -> None:
     found = run(
         "compile_kernels.py", [("int4-g128-zeros", "add_chunks", 16, "float32", "cuda", 35)]

@@ -72,12 +72,14 @@ def test_a_product_reads_its_weight_once(found: dict[str, Any]) -> None:
     assert seconds > 0.9e-6
 
 
+@pytest.mark.slow
 def test_a_product_of_few_tokens_multiplies_whole_tiles(found: dict[str, Any]) -> None:
     _, (product,), _ = found["16"]
     assert product[0] == "product"
     assert product[3] == 1024 * 2048 * 16
 
 
+@pytest.mark.slow
 def test_a_product_of_many_tokens_is_the_library_s(found: dict[str, Any]) -> None:
     _, (decoded,), torch = found["300"]
     assert decoded[0] == "decode_rows"
@@ -113,6 +115,7 @@ def test_experts_read_the_weights_of_all_and_the_library_s_rows_are_gathered(
     assert [x[1] for x in torch if x[0] == "aten.index_select"] == [2 * rows * 256 * 2]
 
 
+@pytest.mark.slow
 def test_a_step_reads_all_weights_and_the_pages_of_its_context(found: dict[str, Any]) -> None:
     layer = 3072 * 2048 + 2048 * 2048 + 16384 * 2048 + 2048 * 8192
     assert found["weights"] == (2 * layer + 32000 * 2048) * 18 / 32  # Q4_0: 18 bytes for 32

@@ -13,13 +13,16 @@ import pytest
 
 from tests.gpu.aot import step_launches
 
+#: Counted in ``make test``, the other models in ``make test-all``.
+ONE = "qwen3-0.6b-bfloat16"
 
-@pytest.fixture(scope="module")
-def counted() -> dict[str, Any]:
-    """The counts of every model, from a process where Triton does not interpret."""
+
+@pytest.fixture(scope="module", params=[ONE, pytest.param("", marks=pytest.mark.slow)])
+def counted(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """The counts of one model or of all, from a process where Triton does not interpret."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, step_launches.__file__, "--json"],
+        [sys.executable, step_launches.__file__, "--json", "--only", request.param],
         capture_output=True,
         text=True,
         env=environment,
@@ -30,12 +33,14 @@ def counted() -> dict[str, Any]:
         model: {kernel: tuple(numbers) for kernel, numbers in counts.items()}
         for model, counts in given["found"].items()
     }
-    return {"found": found, "layers": given["layers"]}
-
-
-@pytest.mark.slow
-def test_a_decode_step_launches_what_is_recorded(counted: dict[str, Any]) -> None:
     record = step_launches.read_record()
+    wanted = {request.param} if request.param else set(record)
+    assert set(found) == wanted
+    return {"found": found, "layers": given["layers"], "record": record}
+
+
+def test_a_decode_step_launches_what_is_recorded(counted: dict[str, Any]) -> None:
+    record = {model: counted["record"][model] for model in counted["found"]}
     table = step_launches.compared(counted["found"], record, counted["layers"])
     print(table)
     assert counted["found"] == record, (
