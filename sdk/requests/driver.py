@@ -41,7 +41,6 @@ from sdk.requests.loop_inbox import LoopInbox, LoopInboxes
 from sdk.requests.prompts import Prompt
 from sdk.requests.queue_limit import Place, QueueLimit
 from sdk.requests.step_sizes import StepSizes
-from sdk.requests.tracebacks import let_go
 from sdk.requests.wakeups import Wakeups
 
 logger = logging.getLogger("sdk")

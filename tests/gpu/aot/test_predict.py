@@ -90,6 +90,7 @@ def test_a_product_of_many_tokens_is_the_library_s(found: dict[str, Any]) -> Non
     assert library[2] == [300, 1024, 2048]
 
 
+@pytest.mark.slow
 def test_attention_of_a_library_has_half_of_the_pairs_and_gathers_pages(
     found: dict[str, Any],
 ) -> None:
@@ -102,6 +103,7 @@ def test_attention_of_a_library_has_half_of_the_pairs_and_gathers_pages(
     assert [x[1] for x in torch if x[0] == "aten.index_select"] == [2 * keys] * 2
 
 
+@pytest.mark.slow
 def test_experts_read_the_weights_of_all_and_the_library_s_rows_are_gathered(
     found: dict[str, Any],
 ) -> None:
