@@ -15,7 +15,7 @@ from sdk.quant.safe_repr import safe_repr
 from sdk.server.access import Caller, Client, Headers, Refused
 from sdk.server.errors import Problem
 from sdk.server.interfaces import Interface
-from sdk.server.json_numbers import check_schemas, read_float
+from sdk.server.json_numbers import Numbers
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -129,15 +129,16 @@ class Exchange:
                 "unsupported_media_type",
             )
         text = await self.read(most)
+        numbers = Numbers()
         try:
-            value = json.loads(text, parse_constant=_no_constant, parse_float=read_float)
+            value = json.loads(text, parse_constant=_no_constant, parse_float=numbers.read)
         except RecursionError:
             raise Refused(400, "body: it is nested too deeply", "invalid_json") from None
         except (ValueError, UnicodeDecodeError) as error:
             raise Refused(400, f"body: expected JSON: {error}", "invalid_json") from None
         if not isinstance(value, dict):
             raise RequestError(f"body: expected a JSON object, found {safe_repr(value)}")
-        check_schemas(value)
+        numbers.check(value)
         if self._check is not None:
             self._check(value)
         self.body = value

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sdk.server.json_numbers import Rounded, read_float
+from sdk.server.json_numbers import Numbers, Rounded
 from tests.server.serving import Client, Response, Serve
 
 ASK = '"messages": [{"role": "user", "content": "hi"}]'
@@ -66,7 +66,7 @@ def test_other_numbers_of_schemas_are_refused(
     ["0.30000000000000001", "1e400", "-1.0000000000000000001", "1e-400", "1e99999999999999999999"],
 )
 def test_a_number_that_is_rounded_is_known(text: str) -> None:
-    number = read_float(text)
+    number = Numbers().read(text)
     assert isinstance(number, Rounded) and number.text == text and number == float(text)
 
 

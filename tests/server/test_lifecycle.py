@@ -164,7 +164,7 @@ def test_two_apps_in_one_process_know_nothing_of_each_other() -> None:
     with FakeLLM("one") as first, FakeLLM("two") as second:
         with running(create_app({"a": first})) as left, running(create_app({"b": second})) as right:
             assert left.post(CHAT, {"messages": ASK, "model": "a"}).status == 200
-            assert left.post(CHAT, {"messages": ASK, "model": "b"}).status == 404
+            assert left.get("/v1/models/b").status == 404
             answer = right.post(CHAT, {"messages": ASK}).json["choices"][0]["message"]["content"]
             assert answer == "two"
         with running(create_app({"a": first, "b": second})) as both:
