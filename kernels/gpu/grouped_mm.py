@@ -170,7 +170,7 @@ def step_of(values: Sequence[Tensor]) -> int | None:
 
 
 def _at_equal_distances(values: Sequence[Tensor]) -> int | None:
-    offsets = [v.storage_offset() for v in values]
+    offsets = [int(v.storage_offset()) for v in values]
     step = offsets[1] - offsets[0]
     equal = all(b - a == step for a, b in pairwise(offsets))
     return step if equal and step >= values[0].numel() and step % _ALIGNED == 0 else None
