@@ -80,6 +80,10 @@ class AttentionBatch:
             expect("batch shared_len", self.shared_len, torch.int32, 1)
         if self.work is not None:
             expect("batch work", self.work, torch.int32, None, None)
+        if self.lengths is not None and len(self.lengths) != requests:
+            raise KernelError(
+                f"batch lengths: expected those of {requests} requests, found {len(self.lengths)}"
+            )
         for x in (self.positions, self.query_start, self.context_len, self.slots):
             if not x.is_contiguous():
                 raise KernelError(f"batch: expected contiguous rows, found strides {x.stride()}")

@@ -138,6 +138,7 @@ class HostLayers:
         layer = self._loading
         if layer is None:
             return packed
+        packed = getattr(packed, "own", packed)  # without what a library has of the weight besides
         for tensor in _tensors(packed):
             start = -(-layer.nbytes // _ALIGN) * _ALIGN
             values = tensor.detach().contiguous()  # a separate tensor, which is not moved

@@ -44,9 +44,20 @@ _CHECKED, _CHECKED_ROWS = 2048, (5, 0, 130, 1)
 
 @dataclass(frozen=True, slots=True)
 class StackedExperts(Experts[Dense]):
-    """``values [E, N, K]``: the weights, in one memory."""
+    """Weights in one memory, ``step`` elements from one to the next.
 
-    values: Tensor
+    The memory may become another one: offloaded layers move while others are loaded
+    (``host_layers.py``).
+    """
+
+    step: int
+
+    @property
+    def values(self) -> Tensor:
+        """``[E, N, K]``, where the weights are now."""
+        first = self.first.values
+        strides = (self.step, *first.stride())
+        return first.as_strided((self.count, *first.shape), strides, first.storage_offset())
 
 
 class GroupedMM(DenseLinear):
@@ -88,11 +99,11 @@ class GroupedMM(DenseLinear):
 
     def group(self, packed: Sequence[Dense]) -> Experts[Dense] | None:
         """Moves weights that have memory of their own into one; they stay those of ``packed``."""
-        values = stacked([p.values for p in packed])
+        step = step_of([p.values for p in packed])
         group = super().group(packed)
-        if group is None or values is None:
+        if group is None or step is None:
             return group
-        return StackedExperts(group.weights, group.offsets, values)
+        return StackedExperts(group.weights, group.offsets, step)
 
     def matmul_routed(
         self, group: Experts[Dense], x: Tensor, routes: Routes, by_token: bool, out: Tensor
@@ -104,7 +115,7 @@ class GroupedMM(DenseLinear):
             super().matmul_routed(group, x, routes, by_token, out)
             return
         assert isinstance(group, StackedExperts)
-        expect_on_device("linear of experts", x, out, group.values)
+        expect_on_device("linear of experts", x, out, group.first.values)
         multiply_grouped(group.values, x, routes, by_token, out)
 
     def _from(self, dtype: str, shape: tuple[int, int]) -> int | None:
@@ -138,9 +149,9 @@ def multiply_grouped(w: Tensor, x: Tensor, routes: Routes, by_token: bool, out: 
         out[rows] = functional.grouped_mm(given, w.transpose(1, 2), offs=own)
 
 
-def stacked(values: Sequence[Tensor]) -> Tensor | None:
-    """``[E, N, K]`` of weights at equal distances in one memory. Those with memory of their own are
-    moved there first; None if they are parts of some other."""
+def step_of(values: Sequence[Tensor]) -> int | None:
+    """Elements from each weight to the next at equal distances in one memory. Those with memory of
+    their own are moved there first; None if they are parts of some other."""
     first = values[0]
     if any(v.dtype != first.dtype or v.shape != first.shape for v in values):
         return None
@@ -155,18 +166,14 @@ def stacked(values: Sequence[Tensor]) -> Tensor | None:
     for number, value in enumerate(values):
         whole[number].copy_(value)
         value.data = whole[number]  # and its own memory is free
-    return whole
+    return first.numel()
 
 
-def _at_equal_distances(values: Sequence[Tensor]) -> Tensor | None:
-    first = values[0]
-    offsets = [v.storage_offset() for v in values]
+def _at_equal_distances(values: Sequence[Tensor]) -> int | None:
+    offsets = [int(v.storage_offset()) for v in values]
     step = offsets[1] - offsets[0]
     equal = all(b - a == step for a, b in pairwise(offsets))
-    if not equal or step < first.numel() or step % _ALIGNED:
-        return None
-    shape = (len(values), *first.shape)
-    return first.as_strided(shape, (step, *first.stride()), offsets[0])
+    return step if equal and step >= values[0].numel() and step % _ALIGNED == 0 else None
 
 
 def check(values: Tensor) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from sdk.kernels import gpu
 from sdk.kernels.backend import Problem
 from sdk.kernels.batch import AttentionBatch
+from sdk.kernels.errors import KernelError
 from sdk.kernels.gpu import cudnn_attention, scratch
 from sdk.kernels.gpu.cudnn_attention import CudnnAttention, pieces_of, runs_of
 from sdk.kernels.gpu.scratch import ATTENTION_STEP as STEP
@@ -134,6 +135,12 @@ def test_other_steps_are_ours(
     assert library.calls == []
 
 
+def test_lengths_are_those_of_all_requests() -> None:
+    batch = replace(batch_of((40, 40), (1, 9)), lengths=((40, 40),))
+    with pytest.raises(KernelError, match="batch lengths: expected those of 2 requests, found 1"):
+        batch.check()
+
+
 def test_pages_that_do_not_divide_a_step_are_ours(library: StandIn) -> None:
     batch, pages = batch_of((40, 40), page=24), pages_of(5, page=24)
     assert away(run(kernel(), batch, pages), batch, pages) < 5e-3
@@ -194,7 +201,9 @@ def test_a_table_and_its_known_answers_decide(
     assert (own.name, own.declined) == ("gpu.attention", (("gpu.cudnn_attention", NOT_FASTER),))
 
 
-@pytest.mark.parametrize("trouble", ["it raises", "its scores are wrong"])
+@pytest.mark.parametrize(
+    "trouble", ["it raises", pytest.param("its scores are wrong", marks=pytest.mark.slow)]
+)
 def test_a_library_that_is_wrong_is_replaced_and_named(
     library: StandIn, monkeypatch: pytest.MonkeyPatch, trouble: str
 ) -> None:

@@ -286,7 +286,9 @@ def test_attention_asks_for_no_more_parts_than_are_planned(
         assert 4096 < asked(run) <= plan.nbytes(tokens, 3, length)
 
 
-@pytest.mark.parametrize(("queries", "context"), [(700, 700), (600, 1600)])
+@pytest.mark.parametrize(
+    ("queries", "context"), [pytest.param(700, 700, marks=pytest.mark.slow), (600, 1600)]
+)
 def test_a_library_s_attention_asks_for_no_more_than_is_planned(
     library: StandIn, queries: int, context: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,8 +13,9 @@ from torch.nn import functional
 from sdk.kernels import gpu
 from sdk.kernels.errors import KernelError
 from sdk.kernels.gpu import grouped_mm
-from sdk.kernels.gpu.grouped_mm import GroupedMM, StackedExperts, stacked, waits_for_host
+from sdk.kernels.gpu.grouped_mm import GroupedMM, StackedExperts, step_of, waits_for_host
 from sdk.kernels.gpu.tuning import NOT_FASTER, Tuning
+from sdk.kernels.host_layers import HostLayers
 from sdk.kernels.layouts import Dense
 from sdk.kernels.ops import Ops
 from sdk.kernels.routes import Routes
@@ -128,23 +129,49 @@ def test_float16_is_ours_while_the_process_lets_the_library_round_sums(
     assert calls == []
 
 
+class NoCopies:
+    """In place of the stream that copies weights of offloaded layers: nothing runs."""
+
+    def event(self) -> None:
+        return None
+
+
 def test_weights_are_moved_into_one_memory_and_their_own_is_freed() -> None:
     given = weights()
     copies = [w.clone() for w in given]
-    whole = stacked(given)
-    assert whole is not None and torch.equal(whole, torch.stack(copies))
+    group = GroupedMM(table(), CPU).group([Dense(w) for w in given])
+    assert isinstance(group, StackedExperts)
+    assert torch.equal(group.values, torch.stack(copies))
     assert all(torch.equal(a, b) for a, b in zip(given, copies, strict=True))
-    assert {w.untyped_storage().data_ptr() for w in given} == {whole.data_ptr()}
-    again = stacked(given)  # as a second engine with the same weights does
-    assert again is not None and again.data_ptr() == whole.data_ptr()
-    assert again.stride() == whole.stride()
+    memory = {w.untyped_storage().data_ptr() for w in given}
+    assert memory == {group.values.data_ptr()}
+    assert step_of(given) == N * K  # as a second engine with the same weights does
+    assert {w.untyped_storage().data_ptr() for w in given} == memory
+
+
+def test_experts_that_move_after_they_were_grouped_are_found_where_they_are() -> None:
+    """Offloaded layers grow their buffer while later layers are loaded, and weights with it."""
+    layers = HostLayers(0, CPU, copies=NoCopies())
+    kernel = GroupedMM(table(), CPU)
+    given = [torch.randn(64, 64).bfloat16() for _ in range(EXPERTS)]
+    with layers.load(0):
+        packed = [layers.keep(Dense(w.clone())) for w in given]
+        group = kernel.group(packed)
+        before = packed[0].values.data_ptr()
+        layers.keep(Dense(torch.zeros(512, 64).bfloat16()))
+    assert isinstance(group, StackedExperts)
+    assert packed[0].values.data_ptr() != before
+    assert group.values.data_ptr() == packed[0].values.data_ptr()
+    assert torch.equal(group.values, torch.stack(given))
 
 
 def test_weights_that_lie_at_equal_distances_are_not_moved() -> None:
     memory = torch.randn(EXPERTS, N + 8, K).bfloat16()
-    found = stacked([memory[e, :N] for e in range(EXPERTS)])
-    assert found is not None and found.data_ptr() == memory.data_ptr()
-    assert torch.equal(found, memory[:, :N])
+    parts = [memory[e, :N] for e in range(EXPERTS)]
+    group = GroupedMM(table(), CPU).group([Dense(part) for part in parts])
+    assert isinstance(group, StackedExperts)
+    assert group.values.data_ptr() == memory.data_ptr()
+    assert torch.equal(group.values, memory[:, :N])
 
 
 def other_memory() -> dict[str, list[Tensor]]:
@@ -164,7 +191,7 @@ def other_memory() -> dict[str, list[Tensor]]:
 def test_weights_elsewhere_stay_where_they_are(name: str) -> None:
     given = other_memory()[name]
     before = [w.data_ptr() for w in given]
-    assert stacked(given) is None
+    assert step_of(given) is None
     assert [w.data_ptr() for w in given] == before
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ from sdk.kernels import gpu
 from sdk.kernels.errors import KernelError
 from sdk.kernels.gpu import humming
 from sdk.kernels.gpu.humming import HummingLinear, HummingWeight
+from sdk.kernels.gpu.packing import Packed
 from sdk.kernels.gpu.tuning import NOT_FASTER, Tuning
+from sdk.kernels.host_layers import HostLayers
 from sdk.kernels.layouts import Affine
 from sdk.kernels.ops import Ops
 from sdk.kernels.reference.decode import decode
@@ -119,6 +122,19 @@ def test_what_the_package_would_change_is_ours(package: Method, ops: Ops, name: 
     x = rows(9)
     out = bound.matmul(x, torch.empty(9, N, dtype=torch.float16))
     assert package.calls == [] and away(out, x, layout) < 4e-3
+
+
+def test_of_an_offloaded_layer_only_our_weight_is_there(package: Method) -> None:
+    kernel = HummingLinear(torch.float16, table())
+    layers = HostLayers(0, torch.device("cpu"), copies=SimpleNamespace(event=lambda: None))  # type: ignore[arg-type]
+    with layers.load(0):
+        kept = layers.keep(kernel.pack(weight()))
+    assert isinstance(kept, Packed) and kept.rewritten
+    assert layers.nbytes >= weight().codes.nbytes
+    package.calls.clear()
+    x, out = rows(9), torch.empty(9, N, dtype=torch.float16)
+    kernel.matmul(kept, x, out)
+    assert package.calls == [] and away(out, x, weight()) < 4e-3
 
 
 def test_experts_are_ours(package: Method, ops: Ops) -> None:

@@ -148,11 +148,24 @@ def test_the_cards_table_says_from_how_many_tokens(tmp_path: Path) -> None:
     assert read_tuning("card", 4, folder).libraries == {("scaled_mm", N, K): 64}
 
 
+def test_a_table_has_entries_of_every_library(tmp_path: Path) -> None:
+    weight = {"type": "int4g128", "n": N, "k": K, "from_m": 2}
+    heads = {"type": "float16", "head_dim": 128, "from_m": 2048}
+    entries = {"grouped_mm": [weight], "humming": [weight], "cudnn_attention": [heads]}
+    assert read_tuning("card", 4, table(tmp_path, entries)).libraries == {
+        ("grouped_mm", "int4g128", N, K): 2,
+        ("humming", "int4g128", N, K): 2,
+        ("cudnn_attention", "float16", 128): 2048,
+    }
+
+
 @pytest.mark.parametrize(
     ("libraries", "message"),
     [
         ({"other": []}, "expected scaled_mm, grouped_mm, cudnn_attention, humming, found 'other'"),
         ({"scaled_mm": [{"n": N, "k": K, "from_m": 0}]}, "from_m of at least 1, found 0"),
+        ({"scaled_mm": [{"n": N, "k": K, "from_m": True}]}, "from_m of at least 1, found True"),
+        ({"cudnn_attention": [{"head_dim": 128, "from_m": 64}]}, "KeyError('type')"),
     ],
 )
 def test_a_damaged_section_is_a_warning(

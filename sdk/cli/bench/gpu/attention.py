@@ -127,6 +127,7 @@ def check_case(card: Card, case: Case, out: Tensor, name: str) -> None:
         page_table=torch.arange(len(ids), dtype=torch.int32)[None],
         slots=batch.slots[rows].cpu(),
         max_query_len=queries,
+        lengths=((queries, batch.max_context_len),),
     )
     expected = torch.empty(queries, out.shape[1])
     q = case.q[rows].cpu()
