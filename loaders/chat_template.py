@@ -89,7 +89,8 @@ class ChatTemplate:
         self._sandbox = TemplateSandbox(_raise_exception)
         # An environment refers to its filters and extensions, and they to it: 0.65 MiB until
         # Python's collector runs.
-        weakref.finalize(self, self._sandbox.__dict__.clear).atexit = False
+        environment: dict[str, Any] = self._sandbox.__dict__
+        weakref.finalize(self, environment.clear).atexit = False
         self._sandbox.start()
         try:
             tree = self._sandbox.parse(source)

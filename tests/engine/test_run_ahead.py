@@ -274,6 +274,7 @@ def test_an_answer_goes_back_while_steps_are_in_flight(path: Path, launches: Lau
     assert [found[i] == free[i] for i in range(4)] == [True, False, False, True]
 
 
+@pytest.mark.slow
 def test_few_pages_preempt_and_nothing_is_lost(path: Path, launches: Launches) -> None:
     wanted = [params(60, ignore_eos=True)] * 4
     with load(path, ahead=False) as llm:

@@ -517,13 +517,14 @@ def machine(rig):
     return type("Machine", (SchedulerMachine,), {"rig_class": rig})
 
 
-def test_any_sequence_of_events_keeps_books_answers_and_order(machine):
+@pytest.mark.parametrize("sequences", [100, pytest.param(300, marks=pytest.mark.slow)])
+def test_any_sequence_of_events_keeps_books_answers_and_order(machine, sequences):
     from hypothesis.stateful import run_state_machine_as_test
 
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=300,
+            max_examples=sequences,
             stateful_step_count=40,
             deadline=None,
             suppress_health_check=list(HealthCheck),

@@ -139,7 +139,7 @@ def test_columns_that_fill_no_unit_are_multiplied_once(cases: Any, group: int, k
         assert distance(found, x.half().double() @ decode(layout).double().t()) < 2e-6, (bits, k)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("split", [1, 3])
 def test_without_matrix_instructions_a_few_tokens_are_multiplied_one_by_one(
     cases: Any, split: int, monkeypatch: pytest.MonkeyPatch
@@ -171,6 +171,7 @@ def test_weights_that_are_no_numbers_give_results_that_are_none(
     assert pack(layout).nans and not pack(cases.float8(20, 96, (1, 96), dtype)).nans
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize(
     "name",
     [
@@ -276,6 +277,7 @@ def shared(layout: Layout, split: int, *, fixed: bool = False) -> TritonLinear:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("tokens", [1, 18])
 def test_the_order_in_which_programs_end_changes_no_bit(

@@ -76,6 +76,7 @@ EXACT = [
 ]
 
 
+@pytest.mark.quick_cases(14)
 @pytest.mark.parametrize("text", EXACT)
 def test_a_folder_gives_back_the_weights_that_were_written(
     text: str, source: HfFolder, tmp_path: Path
