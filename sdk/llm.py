@@ -124,6 +124,7 @@ class LLM(AsyncPooling):
             results=facts.results,
             adapters=served.adapters,
             classifier=facts.classifier,
+            closed_schemas=self.config.disable_additional_properties,
         )
         self._calls = Calls(self._driver, self._jobs, self._reader, self.config.on_progress)
         head = facts.embedding_head

@@ -99,7 +99,7 @@ class _Writer:
 
     def _text(self, text: str) -> str:
         """A text; control tokens in it are tokens."""
-        parts = []
+        parts: list[str] = []
         for part in filter(None, _TOKEN.split(text)):
             special = self._is_special(part) and part.startswith("<")
             if special or not parts or parts[-1][0] != '"':
@@ -187,8 +187,9 @@ class _Writer:
 
     def _repeat(self, format: Mapping[str, Any], ends: tuple[str, ...]) -> str:
         least, most = format.get("min"), format.get("max")
-        known = type(least) is int and type(most) is int
-        if not known or not 0 <= least <= _MOST_TIMES or not (most == -1 or most >= least):
+        if type(least) is not int or type(most) is not int:
+            _refuse("min and max as numbers", format)
+        if not 0 <= least <= _MOST_TIMES or not (most == -1 or most >= least):
             _refuse(f"min from 0 to {_MOST_TIMES}, and max from min on or -1", format)
         if most > _MOST_TIMES:
             _refuse(f"max up to {_MOST_TIMES}, or -1 for no limit", most)
@@ -215,7 +216,8 @@ class _Writer:
 
     def _triggered_tags(self, format: Mapping[str, Any], ends: tuple[str, ...]) -> str:
         triggers, tags = _strings(format, "triggers"), _list(format, "tags")
-        heads, names = {}, []
+        heads: dict[str, str] = {}
+        names = []
         for tag in tags:
             if not isinstance(tag, Mapping):
                 _refuse("a tag", tag)
@@ -226,7 +228,7 @@ class _Writer:
             trigger = max(found, key=len)
             rest = self._text(begin.removeprefix(trigger))
             names.append((trigger, self._rule("tag", f"{rest} {self._after_begin(tag)}"), begin))
-            heads.setdefault(trigger, None)
+            heads.setdefault(trigger, "")
         excludes = _strings(format, "excludes", [])
         for trigger in heads:
             if self._is_special(trigger) and trigger.startswith("<"):

@@ -129,6 +129,7 @@ def test_control_tokens_are_tokens() -> None:
             "expected min from 0",
         ),
         ({"format": {"type": "repeat", "min": 0, "max": 9999, "content": WORD}}, "max up to 2000"),
+        ({"format": {"type": "repeat", "content": WORD}}, "min and max as numbers"),
         ({"format": {**ADD, "end": 3}}, "end: expected a string"),
         ({"format": {**TAGS, "triggers": ["<g"]}}, "expected a trigger that '<f=add>' begins with"),
         ({"format": {**TAGS, "tags": [3]}}, "expected a tag, found 3"),
