@@ -89,6 +89,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     enable_prompt_embeds: bool = False
+    disable_additional_properties: bool = False
     kv_cache_dtype: str = "auto"
     kv_policy: str | None = None
     kv_keep: tuple[int, int] = KEPT_PAGES

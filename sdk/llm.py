@@ -128,6 +128,7 @@ class LLM(AsyncPooling):
             results=facts.results,
             adapters=served.adapters,
             classifier=facts.classifier,
+            closed_schemas=self.config.disable_additional_properties,
         )
         head = facts.embedding_head
         self._pooling = PoolingCalls(self._jobs, self._reader, facts.classifier, head, Advice())

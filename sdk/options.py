@@ -112,6 +112,9 @@ class EngineOptions(TypedDict, total=False):
     """Reuse the KV pages of equal prefixes. Default: `True`."""
     enable_chunked_prefill: bool
     """Split long prompts over several steps. Default: `True`."""
+    disable_additional_properties: bool
+    """In every structured answer and tool call, objects that list properties have no others.
+    Default: `False`."""
     enable_prompt_embeds: bool
     """Accept `prompt_embeds`; on a CPU the workspace doubles. Default: `False`."""
     kv_cache_dtype: str

@@ -26,6 +26,7 @@ FREE_OPTIONS = frozenset(
     {
         "block_size",
         "chat_template",
+        "disable_additional_properties",
         "enable_chunked_prefill",
         "enable_lora",
         "enable_prefix_caching",

@@ -66,7 +66,7 @@ _GUIDED = {
 }
 _TEMPLATE = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
 TOOLS = ("tools", "tool_choice", "parallel_tool_calls")
-_KINDS = ("text", "json_object", "json_schema")
+_KINDS = ("text", "json_object", "json_schema", "structural_tag")
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,11 +170,13 @@ def structure_of(wanted: object) -> dict[str, Any] | None:
     kind = wanted.get("type") if isinstance(wanted, Mapping) else None
     if not isinstance(wanted, Mapping) or kind not in _KINDS:
         raise RequestError(
-            "response_format: expected a dict with the type 'text', 'json_object' or "
-            f"'json_schema', found {safe_repr(wanted)}"
+            "response_format: expected a dict with the type 'text', 'json_object', 'json_schema' "
+            f"or 'structural_tag', found {safe_repr(wanted)}"
         )
     if kind == "text":
         return None
+    if kind == "structural_tag":
+        return {"structural_tag": {key: one for key, one in wanted.items() if key != "type"}}
     if kind == "json_object":
         schema = wanted.get("schema")
         return {"json_object": True} if schema is None else {"json": schema}

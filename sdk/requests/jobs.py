@@ -108,6 +108,7 @@ class JobMaker:
         results: ResultBudget,
         adapters: Adapters,
         classifier: Classifier | None = None,
+        closed_schemas: bool = False,
     ) -> None:
         self._reader = reader
         self._default = default
@@ -116,6 +117,7 @@ class JobMaker:
         self._max_model_len = max_model_len
         self._results = results
         self.adapters = adapters
+        self._closed_schemas = closed_schemas
         self._compiler = Once["GrammarCompiler"]()
         #: Called before the vocabulary is read for the first structure; raises if it must not be.
         self.before_structures: Callable[[], object] = lambda: None
@@ -340,6 +342,8 @@ class JobMaker:
 
     def _compile(self, structure: StructuredOutputsParams) -> Grammar:
         """:raises RequestError: the structure is not supported."""
+        if self._closed_schemas:
+            structure = replace(structure, disable_additional_properties=True)
         return self._compiler(self._made_compiler).compile(structure)
 
     def _made_compiler(self) -> GrammarCompiler:

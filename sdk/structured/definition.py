@@ -16,6 +16,7 @@ from sdk.structured.gbnf_lark import lark_of
 from sdk.structured.limits import check_pattern
 from sdk.structured.params import MAX_TEXT, StructuredOutputsParams
 from sdk.structured.rewriting import WHITESPACE, rewritten
+from sdk.structured.structural_tags import lark_of_tag
 
 Schema = dict[str, Any]
 _ESCAPES = {r"\n": "\n", r"\r": "\r", r"\t": "\t"}
@@ -101,58 +102,23 @@ def _grammar(params: StructuredOutputsParams, _: Callable[[str], bool]) -> Defin
 def _structural_tag(
     params: StructuredOutputsParams, is_special: Callable[[str], bool]
 ) -> Definition:
-    """Free text with tagged structures (the format of vLLM and xgrammar): ``structures`` with
-    ``begin``, ``schema`` and ``end``, and ``triggers``, each the beginning of some ``begin``."""
     tag = params.structural_tag
     assert isinstance(tag, Mapping)
-    structures, triggers = tag.get("structures"), tag.get("triggers")
-    if not isinstance(structures, list) or not isinstance(triggers, list) or not structures:
-        raise RequestError(
-            "structural_tag: expected {'structures': [{'begin': ..., 'schema': ..., 'end': ...}], "
-            f"'triggers': [...]}}, found {safe_repr(tag)}"
-        )
-    rules, names = [], []
-    for index, one in enumerate(structures):
-        begin, end, schema = _tag_parts(one)
-        trigger = next(
-            (t for t in triggers if isinstance(t, str) and t and begin.startswith(t)), None
-        )
-        if trigger is None:
-            raise RequestError(
-                f"structural_tag: expected a trigger that {begin!r} begins with, found "
-                f"{safe_repr(triggers)}"
-            )
-        inner = _json_definition(_prepared(schema, params))
-        rest = " ".join(json.dumps(part) for part in (begin.removeprefix(trigger),) if part)
-        tail = json.dumps(end) if end else ""
-        body = f"{rest} %json {inner.text} {tail}"
-        names.append(f"tag_{index}")
-        if is_special(trigger):
-            rules.append(f"tag_{index}: TEXT {_token_name(trigger)} {body}")
-        else:
-            rules.append(f"head_{index}[lazy]: TEXT {json.dumps(trigger)}")
-            rules.append(f"tag_{index}: head_{index} {body}")
-    text = f"start: ({' | '.join(names)})* rest\nrest: TEXT\nTEXT: /(.|\\n)*/\n" + "\n".join(rules)
+    text = lark_of_tag(
+        tag,
+        lambda schema: _json_definition(_prepared(schema, params)).text,
+        lambda pattern: f"/{_unslashed(_ascii_digits(pattern))}/",
+        is_special,
+    )
+    _check_length("structural_tag", text)
     return Definition("lark", text)
 
 
-def _tag_parts(one: Any) -> tuple[str, str, Schema]:
-    if not isinstance(one, Mapping) or not isinstance(one.get("begin"), str):
-        raise RequestError(
-            f"structural_tag: expected a structure with 'begin', 'schema' and 'end', found "
-            f"{safe_repr(one)}"
-        )
-    schema, end = one.get("schema", {}), one.get("end", "")
-    if not isinstance(schema, dict) or not isinstance(end, str):
-        raise RequestError(
-            f"structural_tag: expected a schema and a string as 'end', found {safe_repr(one)}"
-        )
-    return one["begin"], end, schema
-
-
-def _token_name(text: str) -> str:
-    """A control token in the library's Lark notation: ``<|name|>``."""
-    return text if re.fullmatch(r"<[^<>\s]+>", text) else json.dumps(text)
+def _unslashed(pattern: str) -> str:
+    """A pattern between slashes."""
+    return re.sub(
+        r"\\.|/", lambda part: r"\/" if part[0] == "/" else part[0], pattern, flags=re.DOTALL
+    )
 
 
 def _check_length(name: str, text: str) -> None:

@@ -6,7 +6,7 @@ fewer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from sdk.errors import RequestError
@@ -22,6 +22,7 @@ from sdk.structured.document import (
     Schema,
     also,
     is_free,
+    schemas_in,
     too_deep,
 )
 from sdk.structured.formats import rewrite_format
@@ -59,8 +60,10 @@ def rewritten(schema: Mapping[str, Any], closed: bool = False) -> Schema:
     try:
         document = Document(schema)
         if closed:
-            for found in (document.root, *document.definitions.values()):
-                _close(found)
+            parts = {"#": document.root}
+            parts |= {f"#/$defs/{name}": one for name, one in document.definitions.items()}
+            for reference in parts.keys() - _references_in_place(parts.values()):
+                _close(parts[reference])
         root: Schema = _rewritten(document.root, document)
         definitions: Schema = {}
         while missing := [name for name in document.definitions if name not in definitions]:
@@ -78,17 +81,42 @@ def rewritten(schema: Mapping[str, Any], closed: bool = False) -> Schema:
     return root
 
 
-def _close(schema: Any) -> None:
-    """Forbid additional properties; not in conditions, which list only what they depend on."""
+def _in_place(schema: Schema) -> bool:
+    """Whether several parts of a schema hold for one object."""
+    several = [key for key in ("allOf", "anyOf", "oneOf", "$ref") if key in schema]
+    return "allOf" in schema or (bool(several) and "properties" in schema)
+
+
+def _references_in_place(schemas: Iterable[Any]) -> set[str]:
+    """Definitions that are a part of other objects: they must not forbid what is in the rest."""
+    every = [found for one in schemas for found in schemas_in(one)]
+    together = [one for schema in every if _in_place(schema) for one in (schema, *_parts(schema))]
+    return {one["$ref"] for one in together if isinstance(one.get("$ref"), str)}
+
+
+def _parts(schema: Schema) -> list[Schema]:
+    lists = [schema.get(key) for key in ("allOf", "anyOf", "oneOf")]
+    return [one for found in lists for one in found or () if isinstance(one, dict)]
+
+
+def _close(schema: Any, part: bool = False) -> None:
+    """Forbid additional properties; not in conditions, which list only what they depend on.
+
+    ``part``: the schema is a part of an object, which forbids those that no part lists.
+    """
     if not isinstance(schema, dict):
         return
-    if "properties" in schema:
+    together = _in_place(schema)
+    if not part and together and "additionalProperties" not in schema:
+        schema.setdefault("unevaluatedProperties", False)
+    elif not part and "properties" in schema:
         schema.setdefault("additionalProperties", False)
+    for item in _parts(schema):
+        _close(item, part or together)
     for key in ("items", "additionalProperties"):
         _close(schema.get(key))
-    for key in ("allOf", "anyOf", "oneOf", "prefixItems"):
-        for item in schema.get(key, ()):
-            _close(item)
+    for item in schema.get("prefixItems", ()):
+        _close(item)
     for key in ("properties", "patternProperties"):
         for item in schema.get(key, {}).values():
             _close(item)

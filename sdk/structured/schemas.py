@@ -14,6 +14,7 @@ import dataclasses
 import datetime
 import enum
 import inspect
+import json
 import types
 import typing
 import uuid
@@ -46,6 +47,8 @@ _FROM_TEXT: dict[Any, Callable[[str], Any]] = {
 }
 _LISTS = (list, collections.abc.Sequence, collections.abc.Iterable, collections.abc.Collection)
 _SETS = (set, frozenset, collections.abc.Set)
+#: Values of which a grammar lists all sets, in one order: 8 have 256.
+_MOST_OF_SET = 8
 _MAPPINGS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
 _UNIONS = (Union, types.UnionType)
 _MARKERS = {getattr(typing, name, None) for name in ("Required", "NotRequired", "ReadOnly")} - {
@@ -85,6 +88,8 @@ def load(annotation: Any, value: Any) -> Any:
     annotation = _unwrapped(annotation)
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if is_pydantic(annotation):
+        schema = annotation.model_json_schema()
+        _check_unique(schema, value, schema)  # pydantic drops what is there twice
         return annotation.model_validate(value)
     if origin in _UNIONS:
         return _load_union(arguments, value)
@@ -102,7 +107,8 @@ def load(annotation: Any, value: Any) -> Any:
     if kind in _LISTS:
         return [load(arguments[0] if arguments else Any, one) for one in _expect(value, list)]
     if kind in _SETS:
-        items = [load(arguments[0] if arguments else Any, one) for one in _expect(value, list)]
+        _check_different(_expect(value, list))
+        items = [load(arguments[0] if arguments else Any, one) for one in value]
         return frozenset(items) if kind is frozenset else set(items)
     if kind is tuple:
         return _load_tuple(arguments, _expect(value, list))
@@ -171,6 +177,8 @@ class _Builder:
             array: Schema = {"type": "array"}
             if arguments:
                 array["items"] = self.schema(arguments[0], f"{where}[...]", depth + 1)
+                if kind in _SETS and _is_short(array["items"], self.definitions):
+                    array["uniqueItems"] = True
             return array
         if kind in _MAPPINGS:
             if not arguments:
@@ -239,6 +247,8 @@ class _Builder:
             raise RequestError(f"{where}: pydantic found no JSON Schema: {error}") from error
         prefix = self._names[model] = self._new_name(model.__name__)
         own = schema.pop("$defs", {})
+        for one in (schema, *own.values()):
+            _drop_long_sets(one, own)
         names = {key: self._new_name(key) for key in own if key != prefix}
         names.update({key: prefix for key in own if key == prefix})
         for key, definition in own.items():
@@ -254,6 +264,61 @@ class _Builder:
             count += 1
             name = f"{wanted}{count}"
         return name
+
+
+def _is_short(items: Schema, definitions: Mapping[str, Schema]) -> bool:
+    """Whether a grammar can list all sets of these items."""
+    reference = items.get("$ref")
+    if isinstance(reference, str):
+        items = definitions.get(reference.removeprefix("#/$defs/"), {})
+    if items.get("type") == "boolean" or "const" in items:
+        return True
+    return 0 < len(items.get("enum", ())) <= _MOST_OF_SET
+
+
+def _drop_long_sets(schema: Any, definitions: Mapping[str, Schema]) -> None:
+    """Remove ``uniqueItems`` where :func:`load` checks it instead."""
+    for one in schema.values() if isinstance(schema, dict) else schema:
+        if isinstance(one, dict | list):
+            _drop_long_sets(one, definitions)
+    if isinstance(schema, dict) and schema.get("uniqueItems") is True:
+        items = schema.get("items")
+        if not isinstance(items, dict) or not _is_short(items, definitions):
+            del schema["uniqueItems"]
+
+
+def _check_different(items: list[Any]) -> None:
+    """:raises ValueError: an item of a set is there twice."""
+    seen: set[str] = set()
+    for item in items:
+        text = json.dumps(item, sort_keys=True)
+        if text in seen:
+            raise ValueError(
+                f"a set has the item {item!r} twice; use a list, or say in the prompt that items "
+                "differ"
+            )
+        seen.add(text)
+
+
+def _check_unique(schema: Any, value: Any, root: Schema) -> None:
+    """:raises ValueError: an array that a schema calls unique has an item twice."""
+    if not isinstance(schema, dict):
+        return
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#/$defs/"):
+        _check_unique(root.get("$defs", {}).get(reference.removeprefix("#/$defs/")), value, root)
+    for part in (*schema.get("allOf", ()), *schema.get("anyOf", ()), *schema.get("oneOf", ())):
+        _check_unique(part, value, root)
+    if isinstance(value, list):
+        if schema.get("uniqueItems") is True:
+            _check_different(value)
+        for index, item in enumerate(value):
+            first = schema.get("prefixItems", ())
+            _check_unique(first[index] if index < len(first) else schema.get("items"), item, root)
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            found = schema.get("properties", {}).get(name, schema.get("additionalProperties"))
+            _check_unique(found, item, root)
 
 
 def _renamed(schema: Any, names: Mapping[str, str]) -> Any:

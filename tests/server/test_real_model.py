@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -127,3 +128,40 @@ def test_a_sleeping_model_says_so_and_wakes_up(served: tuple[Client, Any]) -> No
     assert client.get("/ready").status == 503 and client.get("/health").status == 200
     llm.wake_up()
     assert client.post(CHAT, {"messages": ASK, **EXACT}).status == 200
+
+
+def test_structural_tags_in_both_forms(served: tuple[Client, Any]) -> None:
+    client, _ = served
+    schema = {"type": "integer", "minimum": 0, "maximum": 9}
+    content = {"type": "json_schema", "json_schema": schema}
+    tag = {"type": "tag", "begin": "<f=add>", "content": content, "end": "</f>"}
+    tags = {"type": "triggered_tags", "triggers": ["<f="], "tags": [tag], "at_least_one": True}
+    newer = {"format": {**tags, "stop_after_first": True}}
+    older = {"structures": [{"begin": "<f=", "schema": schema, "end": "</f>"}], "triggers": ["<"]}
+    for more in (
+        {"response_format": {"type": "structural_tag", **newer}},
+        {"structured_outputs": {"structural_tag": json.dumps(newer)}},
+    ):
+        for path, asked in ((CHAT, {"messages": ASK}), ("/v1/completions", {"prompt": "a"})):
+            found = client.post(path, {**asked, "max_tokens": 40, **more}).json["choices"][0]
+            text = found["message"]["content"] if path == CHAT else found["text"]
+            assert re.fullmatch(r"<f=add>\d</f>", text), text
+    body = {"messages": ASK, "response_format": {"type": "structural_tag", **older}}
+    assert client.post(CHAT, {**body, "max_tokens": 5}).status == 200
+    refused = {"type": "structural_tag", "format": {"type": "dispatch"}}
+    found = client.post(CHAT, {"messages": ASK, "response_format": refused})
+    assert found.status == 400 and "expected a format of the type" in found.error["message"]
+
+
+def test_an_answer_that_was_cut_short_says_so(served: tuple[Client, Any]) -> None:
+    client, _ = served
+    body = {"messages": ASK, "max_tokens": 24, "temperature": 3.0, "seed": 1}
+    body["structured_outputs"] = {"json": {"type": "string", "minLength": 18}}
+    [choice] = client.post(CHAT, body).json["choices"]
+    assert choice["finish_reason"] == "stop" and choice["closed"] is True
+    events = client.post(CHAT, {**body, "stream": True}).events[:-1]
+    closed = [event["choices"][0].get("closed") for event in events]
+    assert closed[-1] is True and not any(closed[:-1])
+    body["structured_outputs"] = {"choice": ["yes", "no"]}
+    [choice] = client.post(CHAT, body).json["choices"]
+    assert "closed" not in choice

@@ -73,7 +73,7 @@ VALUES: list[tuple[Any, Any, Any]] = [
     (int | None, None, None),
     (int | str, "x", "x"),
     (list[int], [1, 2], [1, 2]),
-    (set[int], [1, 1], {1}),
+    (set[int], [1, 2], {1, 2}),
     (frozenset[str], ["a"], frozenset({"a"})),
     (tuple[int, str], [1, "a"], (1, "a")),
     (tuple[int, ...], [1, 2], (1, 2)),
