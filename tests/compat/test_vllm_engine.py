@@ -76,9 +76,7 @@ def test_the_package_has_a_version_and_its_submodules() -> None:
         _ = vllm.ModelRegistry
 
 
-def test_an_llm_has_its_engine_and_small_helpers_are_there(llm: LLM) -> None:
-    assert llm.llm_engine.model_config is llm.llm.model_config
-    assert llm.llm_engine.get_tokenizer().encode("the cat")
+def test_small_helpers_are_there() -> None:
     assert vllm.logger.init_logger("mine") is logging.getLogger("mine")
     assert vllm.platforms.current_platform.is_cpu()
     assert not vllm.platforms.current_platform.is_cuda_alike()
@@ -91,7 +89,8 @@ def test_methods_that_are_not_there_say_what_to_do(llm: LLM) -> None:
     for owner, name, why in (
         (llm, "collective_rpc", "LLM.collective_rpc of vLLM is not supported: ranks run no code"),
         (llm, "init_weight_transfer_engine", "not supported: weights are not replaced"),
-        (llm.llm_engine, "reset_mm_cache", "LLMEngine.reset_mm_cache .* models read text only"),
+        (llm, "llm_engine", "LLM.llm_engine .*: use `LLMEngine.llm.`"),
+        (LLMEngine(llm), "reset_mm_cache", "LLMEngine.reset_mm_cache .* models read text only"),
         (AsyncLLM(llm), "pause_generation", "AsyncLLMEngine.pause_generation .*: use `sleep`"),
         (llm, "colour", "'LLM' object has no attribute 'colour'"),
     ):

@@ -17,6 +17,7 @@ MISSING: Mapping[str, Mapping[str, str]] = {
         "release_kv_cache_memory": "use `sleep(1)`",
         "reset_mm_cache": _TEXT,
         "*weight*": _WEIGHTS,
+        "llm_engine": "use `LLMEngine(llm)`; `llm.llm` has the model's facts",
     },
     "LLMEngine": {
         "apply_model": "use `llm.quant_report()`; the model's modules are not public",

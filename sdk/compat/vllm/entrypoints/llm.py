@@ -41,9 +41,6 @@ from sdk.quant.safe_repr import safe_repr
 from sdk.requests.prompts import as_list
 from sdk.tokenizer import LLMTokenizer
 
-if TYPE_CHECKING:
-    from sdk.compat.vllm.v1.engine.llm_engine import LLMEngine
-
 #: Sampling parameters of a model's files that vLLM uses too.
 _FROM_FILES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _TASKS = ("embed", "token_embed", "classify")
@@ -377,13 +374,6 @@ class LLM:
     def get_tokenizer(self) -> LLMTokenizer:
         """The model's tokenizer with transformers' methods."""
         return self.llm.get_tokenizer()
-
-    @property
-    def llm_engine(self) -> LLMEngine:
-        """This LLM, to be stepped by hand."""
-        from sdk.compat.vllm.v1.engine.llm_engine import LLMEngine  # which imports this module
-
-        return LLMEngine(self)
 
     def get_world_size(self, include_dp: bool = True) -> int:
         """The number of ranks."""
