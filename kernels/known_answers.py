@@ -5,8 +5,8 @@ engine chooses a kernel for an operator (:meth:`sdk.kernels.context.Context.kern
 runs on small inputs of the same types, widths and strides as those that it is chosen for, and the
 result is compared with that of the reference on the CPU. What is right is written down
 (``answer_file.py``), so that the next engine on this card with this driver, Triton and torch
-launches nothing. A kernel that is wrong is replaced by the next one that accepts the problem. So is,
-in the next process, one that hung or ended the process that checked it.
+launches nothing. A kernel that is wrong is replaced by the next one that accepts the problem. So
+is, in the next process, one that hung or ended the process that checked it.
 
 Weights have checks of their own (``self_check.py``).
 """
