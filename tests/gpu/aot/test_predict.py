@@ -49,6 +49,11 @@ CODE = """
         step = decode_step(card, card.started, config, "q4_0", prompt=300)
         found["step"] = told(step.kernels)
         found["weights"] = weight_bytes(step)
+        plain = config | {"num_hidden_layers": 1}
+        dense = decode_step(card, card.started, plain, "bfloat16", prompt=300)
+        found["dense step"] = {}
+        for kernel, _, read, *_ in told(dense.kernels):
+            found["dense step"].setdefault(kernel, []).append(read)
     print(json.dumps(found))
 """
 
@@ -87,6 +92,13 @@ def test_a_product_of_many_tokens_is_the_library_s(found: dict[str, Any]) -> Non
     (library,) = torch  # its sums are float32
     assert library[0] == "aten.mm"
     assert library[2] == [300, 1024, 2048]
+
+
+def test_a_step_reads_of_an_embedding_the_rows_of_its_tokens(found: dict[str, Any]) -> None:
+    """Not all of it, a gigabyte in an 8B model."""
+    read = found["dense step"]["gather_kernel"]
+    # float32, of one token, and of its hidden state; then the candidates of the sampler
+    assert read[:2] == [2 * 2048 * 4] * 2 and max(read) < 200_000
 
 
 def test_the_last_program_of_a_request_adds_up_its_parts(found: dict[str, Any]) -> None:
