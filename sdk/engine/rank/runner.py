@@ -78,8 +78,7 @@ class ModelRunner:
 
     def _build(self, weights: RankModel, undo: contextlib.ExitStack) -> None:
         """Everything around the model; ``undo`` is what frees it."""
-        config, mesh = self.config, self.mesh
-        facts = self.model.config
+        config, mesh, facts = self.config, self.mesh, self.model.config
         #: The slots of adapters, if requests may have any.
         self.adapters = self._make_adapters(config)
         #: The classes of the checkpoint, if it has any.
@@ -92,8 +91,7 @@ class ModelRunner:
         self.sampler = Sampler(facts.vocab_size, self.ops)
         #: The most draft tokens of a step.
         self.max_drafts = config.max_draft_tokens
-        heads = mesh.heads(facts.num_heads, facts.num_kv_heads).count
-        spec = self.kv.spec
+        heads, spec = mesh.heads(facts.num_heads, facts.num_kv_heads).count, self.kv.spec
         self._inputs = StepInputs(
             config.max_num_batched_tokens,
             config.max_num_seqs,

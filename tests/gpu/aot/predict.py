@@ -181,16 +181,15 @@ def predicting(device: Device, known: Found) -> Iterator[PredictingCard]:
         patch.undo()
 
 
-def rows(card: PredictingCard) -> dict[str, list[float]]:
-    """Every row that runs through ``Card.time``, with usual, low and high assumptions."""
+def row(card: PredictingCard, module: str, function: str) -> dict[str, list[float]]:
+    """A row that runs through ``Card.time``, with usual, low and high assumptions."""
     found: dict[str, list[float]] = {}
-    for module, function in ROWS:
-        for given in (USUAL, LOW, HIGH):
-            card.assume(given)
-            made = getattr(import_module(f"sdk.cli.bench.gpu.{module}"), function)(card)
-            for finding in made:
-                if finding.value is not None:
-                    found.setdefault(f"{finding.what}|{finding.against}", []).append(finding.value)
+    for given in (USUAL, LOW, HIGH):
+        card.assume(given)
+        made = getattr(import_module(f"sdk.cli.bench.gpu.{module}"), function)(card)
+        for finding in made:
+            if finding.value is not None:
+                found.setdefault(f"{finding.what}|{finding.against}", []).append(finding.value)
     return found
 
 
@@ -369,6 +368,22 @@ def explain(card: PredictingCard, model: str) -> str:
     return "\n".join([*lines, f"{total:.0f} us, {1e6 / total:.0f} tokens/s (predicted)"])
 
 
+def of_card(card: PredictingCard, name: str) -> Iterator[dict[str, list[float]]]:
+    """All predictions for a card, in parts."""
+    if name in ALL_ROWS:
+        yield dependent_launch(card)
+        yield step_shares(card)
+        yield idle(card)
+    for model in MODELS if name in ALL_ROWS else ON_ALL:
+        yield one_request(card, model)
+    for model, requests in product(ON_ALL, SEVERAL.get(name, ())):
+        yield several_requests(card, model, requests)
+    if name in ALL_ROWS:
+        for module, function in ROWS:
+            yield row(card, module, function)
+        yield many_requests(card)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cards", nargs="*", default=list(DEVICES), choices=DEVICES)
@@ -381,21 +396,18 @@ def main() -> None:
         return
     predicted = json.loads(PREDICTED.read_text()) if PREDICTED.is_file() else {}
     for name in options.cards:
+        rows: dict[str, list[float]] = {}
         with predicting(DEVICES[name], known) as card:
-            found = rows(card) if name in ALL_ROWS else {}
-            for model in MODELS if name in ALL_ROWS else ON_ALL:
-                found |= one_request(card, model)
-            for model, requests in product(ON_ALL, SEVERAL.get(name, ())):
-                found |= several_requests(card, model, requests)
-            if name in ALL_ROWS:
-                found |= idle(card) | many_requests(card)
-                found |= dependent_launch(card) | step_shares(card)
-        predicted[name] = {
-            row: [float(f"{x:.3g}") for x in (usual, min(usual, *ends), max(usual, *ends))]
-            for row, (usual, *ends) in found.items()
-        }
-        for row, (value, low, high) in predicted[name].items():
-            print(f"{name:10} {row:70} {value:10g} {low:10g} {high:10g}", flush=True)
+            for found in of_card(card, name):
+                for what, (usual, *ends) in found.items():
+                    rows[what] = [
+                        float(f"{x:.3g}") for x in (usual, min(usual, *ends), max(usual, *ends))
+                    ]
+                    print(f"{name:10} {what:70} {rows[what]}", flush=True)
+                # a part is written at once; rows that are no more leave when all are there
+                predicted[name] = predicted.get(name, {}) | rows
+                PREDICTED.write_text(json.dumps(predicted, indent=1) + "\n")
+        predicted[name] = rows
         PREDICTED.write_text(json.dumps(predicted, indent=1) + "\n")
 
 

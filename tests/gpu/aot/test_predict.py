@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from sdk.cli.bench.gpu import roofline
 from tests.gpu.aot import sweep
 from tests.scripts import run_python
 
@@ -17,6 +18,7 @@ CODE = """
     sys.path[:0] = [".", sys.argv[1]]
     from predict import *
     from sdk.cli.bench.gpu.weights import Weights, affine
+    from sdk.kernels.gpu import attention as attention_op
 
     NUMBERS = {"warps": 4, "registers": 64, "shared": 0, "stack": 0, "instructions": 150,
                "loop": 100, "matrix": 8}
@@ -44,10 +46,22 @@ CODE = """
                 card.time(calls)
                 both.append([told(card.started), [list(x) for x in card.torch]])
             found[contest.library] = both
+        for splits in (32, 64):
+            attention_op.most_splits = lambda *shape: splits
+            case = attention.make_case(card, "bfloat16", 1, 32768, 1, attention.Heads(4, 1, 256))
+            attention._seconds(card, case)
+            (listed, attended) = card.started
+            work = work_of(attended, NUMBERS)
+            found[f"splits {splits}"] = [work.programs, work.joined, work.turns]
         config = small_llama_config(card) | {"num_hidden_layers": 2}
         step = decode_step(card, card.started, config, "q4_0", prompt=300)
         found["step"] = told(step.kernels)
         found["weights"] = weight_bytes(step)
+        plain = config | {"num_hidden_layers": 1}
+        dense = decode_step(card, card.started, plain, "bfloat16", prompt=300)
+        found["dense step"] = {}
+        for kernel, _, read, *_ in told(dense.kernels):
+            found["dense step"].setdefault(kernel, []).append(read)
     print(json.dumps(found))
 """
 
@@ -115,6 +129,34 @@ def test_experts_read_the_weights_of_all_and_the_library_s_rows_are_gathered(
     assert product[1] == weights + rows * (512 + 256) * 2
     assert product[4] == rows * 512 * 256
     assert [x[1] for x in torch if x[0] == "aten.index_select"] == [2 * rows * 256 * 2]
+
+
+@pytest.mark.slow
+def test_a_step_reads_of_an_embedding_the_rows_of_its_tokens(found: dict[str, Any]) -> None:
+    """Not all of it, a gigabyte in an 8B model."""
+    read = found["dense step"]["gather_kernel"]
+    # float32, of one token, and of its hidden state; then the candidates of the sampler
+    assert read[:2] == [2 * 2048 * 4] * 2 and max(read) < 200_000
+
+
+@pytest.mark.slow
+def test_the_last_program_of_a_request_adds_up_its_parts(found: dict[str, Any]) -> None:
+    part = 4 * 4 * (256 + 2)  # of four heads, in float32
+    # one by one, of tiles of 16 rows; the maxima, four at a time, before
+    assert found["splits 32"] == [32, 32 * part, 32 / 4 + 32]
+    # eight at a time, of tiles of four rows; all maxima at once
+    assert found["splits 64"] == [64, 64 * part, 1 + 64 / 8]
+
+
+def test_all_usual_rows_of_the_bench_have_predictions() -> None:
+    for card in ("NVIDIA H100 80GB HBM3", "NVIDIA H200"):
+        known = " ".join(roofline.read_predictions(card))
+        for word in (
+            *("W4A16", "decode attention 64x", "prefill attention", "FP8 W8A8", "q4_k, 1 token"),
+            *("256 requests", "random-1b shapes", "8B shapes W4|tokens/s", "GPU idle"),
+            *("heads of 1x256", "no dependent launch", "decode step, 8B shapes W4|product_one"),
+        ):
+            assert word in known, (card, word)
 
 
 @pytest.mark.slow

@@ -50,6 +50,8 @@ def work_of(started: Started, found: Numbers) -> Work:
     if name == "decode_rows":
         n, out = started.arguments["N"], started.arguments["out"]
         whole += _nbytes(started, (), only=_WEIGHTS) * out.shape[0] / n
+    if "BY_ROW" in started.source.constants:  # of an embedding, the rows that are written
+        whole = 2.0 * started.arguments["out"].nbytes
     each = _instructions(found, 0)
     return Work(**common, read=whole, in_flight=whole / common["programs"], **each)
 
