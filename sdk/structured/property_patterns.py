@@ -1,4 +1,4 @@
-"""``patternProperties`` that llguidance reads wrongly, as ``properties`` or for all of them."""
+"""``patternProperties`` that need not be patterns, as ``properties`` or for all of them."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _MOST_NAMES = 100_000
 
 
 def rewrite_patterns(schema: Schema, document: Document) -> None:
-    """Patterns that match every name, which the library ignores if they are empty, hold for all
-    properties. Those that match only listed names become properties: the library would allow such
-    a name, and then no character of it, because the listed ones come before it."""
+    """Patterns that match every name hold for all properties; the library refuses patterns that
+    overlap. Those that match only listed names become properties: the library would allow such a
+    name, and then no character of it, because the listed ones come before it."""
     patterns = schema.get("patternProperties")
     if not isinstance(patterns, dict):
         return
