@@ -85,9 +85,8 @@ FAMILIES = (
     ),
     Family("Qwen2.5, Qwen2.5-Coder, DeepSeek-R1-Distill-Qwen", ("qwen2",), ("qwen2",)),
     Family(
-        "Qwen3-VL, Qwen3-VL-Embedding", ("qwen3vl", "qwen3vlmoe"),
-        ("qwen3_vl_text", "qwen3_vl_moe_text"), "vision, rotations in three dimensions",
-        ("Qwen3",),
+        "Qwen3-VL", ("qwen3vl", "qwen3vlmoe"), ("qwen3_vl_text", "qwen3_vl_moe_text"), "vision",
+        ("Gemma 3",), part="text only",
     ),
     Family("Gemma 3", ("gemma3",), ("gemma3_text",), part="text only"),
     Family("gpt-oss", ("gpt-oss",), ("gpt_oss",)),
@@ -112,8 +111,8 @@ FAMILIES = (
         "encoders", ("Qwen3-Embedding",), kind="embed",
     ),
     Family(
-        "Qwen2.5-VL, Qwen2-VL, Qwen2.5-Omni", ("qwen2vl",), ("qwen2_5_vl_text", "qwen2_vl_text"),
-        "vision", ("Qwen2.5",),
+        "Qwen2.5-VL, Qwen2-VL", ("qwen2vl",), ("qwen2_5_vl_text", "qwen2_vl_text"), "vision",
+        ("Qwen2.5",), part="text only",
     ),
     Family("Phi-3.5, Phi-4, Phi-4-mini", ("phi3",), ("phi3",)),
     Family(
@@ -153,7 +152,8 @@ FAMILIES = (
         "SmolVLM, granite-docling", ("llama",), ("smolvlm", "idefics3"), "vision", ("SmolLM2",),
         part="text only",
     ),
-    Family("SmolLM3", ("smollm3",), ("smollm3",), "layers without rotation", ("Qwen3", "SmolLM2")),
+    Family("SmolLM3", ("smollm3",), ("smollm3",)),
+    Family("GLM-4 9B, GLM-4-0414", ("chatglm", "glm4"), ("glm", "glm4")),
     Family(
         "MiniMax M2", ("minimax-m2",), ("minimax_m2",), "router of its own",
         ("gpt-oss", "Qwen3-30B-A3B"),
@@ -162,7 +162,7 @@ FAMILIES = (
         "Gemma 3n", ("gemma3n",), ("gemma3n_text",), "several residual streams", ("Gemma 3",),
     ),
     Family("OLMo 2", ("olmo2",), ("olmo2",)),
-    Family("Olmo 3", ("olmo2",), ("olmo3",), "a window in 3 of 4 layers", ("OLMo 2",)),
+    Family("Olmo 3", ("olmo2",), ("olmo3",)),
     Family("Mistral Small 4", ("mistral4",), ("mistral4",), "latent attention", ("Mistral 7B",)),
     Family(
         "DeepSeek V3.2, GLM-5", ("deepseek32", "glm-dsa"), ("deepseek_v32", "glm_moe_dsa"),
@@ -177,8 +177,8 @@ FAMILIES = (
         ("Qwen3",),
     ),
     Family(
-        "EXAONE 4, EXAONE-MoE", ("exaone4", "exaone-moe"), ("exaone4", "exaone_moe"),
-        "norms after layers", ("Qwen3",),
+        "EXAONE 3.5, EXAONE 4, EXAONE-MoE", ("exaone", "exaone4", "exaone-moe"),
+        ("exaone4", "exaone_moe"), "router of its own", ("Qwen3",),
     ),
     Family(
         "ERNIE 4.5", ("ernie4_5", "ernie4_5-moe"), ("ernie4_5", "ernie4_5_moe"),
@@ -220,7 +220,7 @@ FAMILIES = (
     Family("Llama 4 Scout", ("llama4",), ("llama4_text",), "chunked attention", ("gpt-oss",)),
     Family("LFM3", (), ("lfm3",), "convolutions", ("SmolLM2",)),
     Family("Gemma 2", ("gemma2",), ("gemma2",)),
-    Family("Gemma 1, CodeGemma", ("gemma",), ("gemma",), "an older model", ("Gemma 2",)),
+    Family("Gemma 1, CodeGemma", ("gemma",), ("gemma",)),
     Family(
         "Qwen1.5-MoE, Qwen2-57B-A14B", ("qwen2moe",), ("qwen2_moe",), "shared experts",
         ("Qwen3-30B-A3B",),
@@ -230,8 +230,8 @@ FAMILIES = (
     ),
     Family("OLMo 1, OLMoE", ("olmo", "olmoe"), ("olmo", "olmoe"), "older models", ("OLMo 2",)),
     Family(
-        "InternLM 2, MiniCPM", ("internlm2", "minicpm"), ("internlm2", "minicpm"), "older models",
-        ("Qwen3",),
+        "InternLM 2, MiniCPM, XVERSE, openPangu", ("internlm2", "minicpm", "xverse", "pangu-embedded"),
+        ("internlm2", "minicpm"), "code of their own", ("Qwen3",),
     ),
     Family(
         "StarCoder 2, StableLM 2", ("starcoder2", "stablelm"), ("starcoder2", "stablelm"),

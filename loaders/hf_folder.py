@@ -92,7 +92,7 @@ class HfFolder:
         self._pulled: set[str] = set()
         self._whole: tuple[str, Weight] | None = None
         self._done = 0
-        self._total = sum(stored.nbytes for stored in self._tensors.values())
+        self._total = _language_bytes(files)
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -346,6 +346,17 @@ def _canonical_names(files: SafetensorsFiles, by_mistral: bool) -> dict[str, Sto
     if any(name.startswith("model.layers.") for name in stored):
         return stored
     return {_without_prefix(name): tensor for name, tensor in stored.items()}
+
+
+def _language_bytes(files: SafetensorsFiles) -> int:
+    """The bytes of the language model, as far as names tell: in a multimodal model, those of the
+    tensors that have one of the prefixes, and of the head."""
+    prefixes = tuple(theirs for theirs, _ in _PREFIXES)
+    if any(name.startswith(prefixes) for name in files.tensors):
+        prefixes += ("lm_head.",)
+    else:
+        prefixes = ("",)
+    return sum(one.nbytes for name, one in files.tensors.items() if name.startswith(prefixes))
 
 
 def _without_prefix(name: str) -> str:

@@ -112,11 +112,11 @@ class EngineOptions(TypedDict, total=False):
     """Reuse the KV pages of equal prefixes. Default: `True`."""
     enable_chunked_prefill: bool
     """Split long prompts over several steps. Default: `True`."""
+    enable_prompt_embeds: bool
+    """Accept `prompt_embeds`; on a CPU the workspace doubles. Default: `False`."""
     disable_additional_properties: bool
     """In every structured answer and tool call, objects that list properties have no others.
     Default: `False`."""
-    enable_prompt_embeds: bool
-    """Accept `prompt_embeds`; on a CPU the workspace doubles. Default: `False`."""
     kv_cache_dtype: str
     """`float32`, `float16`, `bfloat16`, `int8` (1.94 times the tokens of float16), `fp8`,
     `fp8_e5m2`, `int4` (3.66 times). Default: `"auto"`."""

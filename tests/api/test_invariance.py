@@ -54,7 +54,7 @@ def test_in_a_batch(llm: LLM, alone: tuple[object, ...], size: int) -> None:
     middle = size // 2
     outputs = llm.generate([*others[:middle], TEXT, *others[middle:]], PARAMS)
     assert _facts(outputs[middle]) == alone
-    assert len({_facts(output)[0] for output in outputs}) > 5  # the others are other requests
+    assert len({_facts(output)[0] for output in outputs}) > size // 6  # others are other requests
 
 
 @pytest.mark.model

@@ -508,10 +508,10 @@ def test_ctrl_c_aborts_only_that_call(tiny: LLM, monkeypatch: pytest.MonkeyPatch
     real = mailboxes.Mailbox.get
     calls = iter([KeyboardInterrupt])
 
-    def interrupted(self: mailboxes.Mailbox) -> object:
+    def interrupted(self: mailboxes.Mailbox, *given: Any) -> object:
         if next(calls, None):
             raise KeyboardInterrupt
-        return real(self)
+        return real(self, *given)
 
     with monkeypatch.context() as patch:
         patch.setattr(mailboxes.Mailbox, "get", interrupted)

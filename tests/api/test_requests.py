@@ -116,12 +116,6 @@ def test_tool_calls_stand_in_the_place_of_content(tiny: LLM) -> None:
         assert '"name": "now"' in str(output.prompt)
 
 
-def test_tool_calls_that_the_template_ignores_are_refused(tiny: LLM) -> None:
-    call = {"role": "assistant", "content": None, "tool_calls": [CALL]}
-    with pytest.raises(RequestError, match=r"messages\[1\]\.tool_calls: the chat template"):
-        tiny.chat([USER, call], SHORT)
-
-
 def test_tools_that_the_template_drops_are_refused(tiny: LLM) -> None:
     template = (
         "{% if tools and messages|length > 9 %}{{ tools }}{% endif %}{{ messages[0].content }}"

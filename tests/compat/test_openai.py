@@ -57,6 +57,7 @@ def test_a_chat_completion_has_the_shape_of_openai_s(fake_llm: Any) -> None:
         },
         "finish_reason": "stop",
         "logprobs": None,
+        "closed": None,
     }
     usage = dumped["usage"]
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]

@@ -181,6 +181,7 @@ def chat_dict(completion: ChatCompletion) -> Response:
     found = completion.model_dump()
     found["usage"] = {name: found["usage"][name] for name in _USAGE}
     for choice in found["choices"]:
+        del choice["closed"]  # of ours alone
         message = choice["message"]
         kept = {"role": message["role"], "content": message["content"]}
         if message["tool_calls"]:
