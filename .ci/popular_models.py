@@ -230,8 +230,9 @@ FAMILIES = (
     ),
     Family("OLMo 1, OLMoE", ("olmo", "olmoe"), ("olmo", "olmoe"), "older models", ("OLMo 2",)),
     Family(
-        "InternLM 2, MiniCPM, XVERSE, openPangu", ("internlm2", "minicpm", "xverse", "pangu-embedded"),
-        ("internlm2", "minicpm"), "code of their own", ("Qwen3",),
+        "InternLM 2, MiniCPM, XVERSE, openPangu",
+        ("internlm2", "minicpm", "xverse", "pangu-embedded"), ("internlm2", "minicpm"),
+        "code of their own", ("Qwen3",),
     ),
     Family(
         "StarCoder 2, StableLM 2", ("starcoder2", "stablelm"), ("starcoder2", "stablelm"),

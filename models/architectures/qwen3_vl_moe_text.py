@@ -31,7 +31,7 @@ ARCHITECTURE = Architecture(
             *("attention_bias", "num_experts", "num_local_experts", "num_experts_per_tok"),
             *("moe_intermediate_size", "decoder_sparse_step", "mlp_only_layers"),
         ),
-        ignored=(*MEDIA_KEYS, "norm_topk_prob"),
+        ignored=(*MEDIA_KEYS, "norm_topk_prob", "layer_types", "sliding_window"),
         defaults={"rope_theta": 500_000.0},
         expert_width="moe_intermediate_size",
     ),

@@ -15,7 +15,7 @@ ARCHITECTURE = Architecture(
     layer=LayerRules(qk_norm="head"),
     config=ConfigRules(
         keys=("attention_bias",),
-        ignored=MEDIA_KEYS,
+        ignored=(*MEDIA_KEYS, "layer_types"),  # which its code reads and does not use
         defaults={"head_dim": 128, "rope_theta": 500_000.0},
     ),
     gguf=GgufRules("qwen3vl", keys=("n_deepstack_layers",)),

@@ -508,7 +508,7 @@ def test_ctrl_c_aborts_only_that_call(tiny: LLM, monkeypatch: pytest.MonkeyPatch
     real = mailboxes.Mailbox.get
     calls = iter([KeyboardInterrupt])
 
-    def interrupted(self: mailboxes.Mailbox, *given: Any) -> object:
+    def interrupted(self: mailboxes.Mailbox, *given: object) -> object:
         if next(calls, None):
             raise KeyboardInterrupt
         return real(self, *given)
