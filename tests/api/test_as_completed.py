@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,8 +29,17 @@ def test_answers_are_those_of_generate(llm: LLM) -> None:
 
 def test_a_short_answer_does_not_wait_for_a_long_one() -> None:
     answers = {"long": "word " * 200, "short": "word"}
-    with FakeLLM(answers) as llm:
-        assert [index for index, _ in llm.as_completed(["long", "short", "short"])] == [1, 2, 0]
+    all_read = threading.Event()
+
+    def prompts() -> Iterator[str]:
+        yield from ("long", "short", "short")
+        all_read.set()
+
+    def first_step(seconds: float) -> None:
+        assert all_read.wait(60)
+
+    with FakeLLM(answers, seconds_per_token=1.0, sleep=first_step) as llm:
+        assert [index for index, _ in llm.as_completed(prompts())] == [1, 2, 0]
 
 
 def test_prompts_are_read_as_the_engine_gets_to_them() -> None:
