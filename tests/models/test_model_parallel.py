@@ -104,7 +104,7 @@ CUT: dict[str, tuple[str, int, dict[str, Any]]] = {
     "phi3": ("phi3", 2, {}),
     "olmo2": ("olmo2", 2, {}),
     "olmo2-copied": ("olmo2", 4, {}),
-    "smollm3": ("smollm3", 2, {"num_hidden_layers": 4}),
+    "smollm3": ("smollm3", 2, {"no_rope_layer_interval": 2}),
     "glm4": ("glm4", 4, {"head_dim": 24}),
     "olmoe": ("olmoe", 2, {"num_experts": 5, "num_experts_per_tok": 2}),
     "granite": ("granite", 2, {"logits_scaling": 2.0, "residual_multiplier": 0.5}),
