@@ -22,6 +22,7 @@ from sdk.models.config_fields import (
     MAX_VOCAB,
     MAX_WIDTH,
     Fields,
+    activation_named,
     without_null,
 )
 from sdk.models.config_keys import check_fixed, check_fixed_by_model, only_read
@@ -29,15 +30,6 @@ from sdk.models.rope import RopeSpec
 from sdk.models.rope_config import ropes_of_layers
 from sdk.models.sliding import sliding_windows
 from sdk.quant.errors import UnsupportedError
-
-ACTIVATIONS: Mapping[str, Activation] = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_new": "gelu_tanh",
-    "gelu_tanh": "gelu_tanh",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,9 +200,4 @@ def _experts(fields: Fields, rules: ConfigRules, layers: int) -> ExpertSpec | No
 def _activation(fields: Fields) -> Activation:
     names = ("hidden_activation", "hidden_act")
     name = next((n for n in names if fields.has(n)), "hidden_act")
-    found = fields.text(name, default="silu")
-    if found not in ACTIVATIONS:
-        raise UnsupportedError(
-            f"config: {name}: expected one of {sorted(ACTIVATIONS)}, found {found!r}"
-        )
-    return ACTIVATIONS[found]
+    return activation_named(fields.text(name, default="silu"), name)

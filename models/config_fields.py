@@ -3,16 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from sdk.quant.errors import CheckpointError
+from sdk.quant.errors import CheckpointError, UnsupportedError
 
+if TYPE_CHECKING:
+    from sdk.kernels.ops import Activation
+
+#: Names in configs, and what computes them.
+ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
+    {
+        "silu": "silu",
+        "swish": "silu",
+        "gelu": "gelu",
+        "gelu_pytorch_tanh": "gelu_tanh",
+        "gelu_new": "gelu_tanh",
+        "gelu_tanh": "gelu_tanh",
+    }
+)
 MAX_LAYERS = 512
 #: Larger counts come from damaged files. The limits bound what a bad file can make us allocate.
 MAX_WIDTH = 1 << 20
 MAX_VOCAB = 1 << 24
 MAX_POSITION = 1 << 27
 MAX_EXPERTS = 1024
+
+
+def activation_named(found: str, key: str) -> Activation:
+    """The activation with this name in a config.
+
+    :raises UnsupportedError: there is none; names the ``key``.
+    """
+    if found not in ACTIVATIONS:
+        raise UnsupportedError(
+            f"config: {key}: expected one of {sorted(ACTIVATIONS)}, found {found!r}"
+        )
+    return ACTIVATIONS[found]
 
 
 class Fields:

@@ -9,7 +9,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from sdk.models.architecture import Architecture, ConfigRules, GgufKeys, GgufRules, TensorRules
-from sdk.quant.errors import UnsupportedError
+from sdk.models.config_fields import activation_named
 
 if TYPE_CHECKING:
     from sdk.kernels.ops import Activation
@@ -18,10 +18,8 @@ if TYPE_CHECKING:
 
 def _activation(fields: Fields) -> Activation:
     """The first configs say ``gelu``; the class takes that for the approximation, too."""
-    found = fields.text("hidden_act", default="gelu_pytorch_tanh")
-    if found not in ("gelu", "gelu_pytorch_tanh"):
-        raise UnsupportedError(f"config: hidden_act: expected gelu_pytorch_tanh, found {found!r}")
-    return "gelu_tanh"
+    found = fields.text("hidden_act", default="gelu")
+    return "gelu_tanh" if found == "gelu" else activation_named(found, "hidden_act")
 
 
 def _read_gguf(config: dict[str, Any], keys: GgufKeys) -> None:

@@ -39,7 +39,7 @@ ARCHITECTURE = Architecture(
         adjacent_pairs=True,
     ),
     config=ConfigRules(
-        keys=("attention_bias",),
+        keys=("attention_bias", "partial_rotary_factor"),
         defaults={"head_dim": 128, "partial_rotary_factor": 0.5},
         biases=biases,
     ),

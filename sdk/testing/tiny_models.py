@@ -117,6 +117,16 @@ def _known(name: object) -> Architecture:
     return found
 
 
+#: What a GGUF file of a model can express, where the defaults of its class are something else.
+_FOR_GGUF: dict[str, dict[str, Any]] = {
+    "exaone4": {
+        "sliding_window": None,
+        "layer_types": ["full_attention"] * _SHAPE["num_hidden_layers"],
+    },
+    "olmoe": {"norm_topk_prob": False},
+}
+
+
 def _write_plain(folder: Path, known: Architecture, seed: int) -> None:
     """A folder in float16, as transformers writes it."""
     experts: dict[str, Any] = {}
@@ -127,6 +137,7 @@ def _write_plain(folder: Path, known: Architecture, seed: int) -> None:
         **known.config.defaults,
         **_SHAPE,
         **experts,
+        **_FOR_GGUF.get(known.model_type, {}),
         "model_type": known.model_type,
         "vocab_size": _VOCAB_SIZE,
         "eos_token_id": 0,

@@ -20,6 +20,7 @@ import transformers
 
 import sdk
 from sdk.loaders.hf_folder import complete_config
+from sdk.loaders.open import open_checkpoint
 from sdk.models.architecture import architectures
 from sdk.models.config_keys import FIXED, HARMLESS, check_class, known_keys, read_keys, unknown_keys
 from sdk.quant.errors import UnsupportedError
@@ -201,6 +202,22 @@ def test_a_share_of_rotated_dimensions_is_refused_where_transformers_does_not_re
     config = {**tiny("llama").config.to_dict(), "rope_scaling": {"partial_rotary_factor": 0.25}}
     with pytest.raises(UnsupportedError, match=r"partial_rotary_factor: expected 1, found 0.25"):
         complete_config(config, "x")
+
+
+@pytest.mark.parametrize("model_type", ["glm", "glm4"])
+def test_a_share_of_rotated_dimensions_is_read_where_transformers_reads_it(
+    model_type: str, tmp_path: Path, load: Load
+) -> None:
+    """As the published files state it, outside of the rotation's parameters."""
+    oracle = tiny(model_type, partial_rotary_factor=0.5)
+    oracle.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    rope = config.pop("rope_parameters")
+    stated = {"partial_rotary_factor": 0.5, "rope_theta": rope["rope_theta"]}
+    path.write_text(json.dumps({**config, **stated}))
+    found = Paged(load(open_checkpoint(tmp_path))).run("a", prompt(24, 5))
+    assert (found - expected_logits(oracle, prompt(24, 5))).abs().max() <= 1e-4
 
 
 def test_a_key_of_a_newer_class_is_refused_unless_it_has_its_default() -> None:
