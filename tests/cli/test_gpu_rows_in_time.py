@@ -126,7 +126,7 @@ LAST = {"pdl", "grouped", "cudnn", "humming", "step", "generate"}
 @pytest.mark.parametrize(
     ("compile_s", "cached", "without"),
     [(1.0, True, set()), (1.0, False, LAST), (2.0, False, {"formats", "prefill", "idle", *LAST})],
-    ids=str,
+    ids=["compiled", "compiling", "compiling slowly"],  # a set has another text in each worker
 )
 def test_rows_are_measured_in_the_time_of_call_b(
     compile_s: float, cached: bool, without: set[str], monkeypatch: pytest.MonkeyPatch
