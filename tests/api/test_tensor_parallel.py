@@ -180,8 +180,7 @@ def test_a_script_needs_no_main_guard_and_leaves_no_process(
             import sys
             sys.path.insert(0, sys.argv[2])
             import psutil
-            from tests.api.engines import LIMIT
-from sdk import LLM, SamplingParams
+            from sdk import LLM, SamplingParams
             print("once")
             llm = LLM(sys.argv[1], max_model_len=64, tensor_parallel_size=2)
             [output] = llm.generate({"prompt_token_ids": [5, 6]}, SamplingParams(max_tokens=3))
