@@ -121,7 +121,7 @@ def _known(name: object) -> Architecture:
 _FOR_GGUF: dict[str, dict[str, Any]] = {
     "exaone4": {
         "sliding_window": None,
-        "layer_types": ["full_attention"] * _SHAPE["num_hidden_layers"],
+        "layer_types": ["full_attention", "full_attention"],
     },
     "olmoe": {"norm_topk_prob": False},
 }
