@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-from sdk.models.architecture import LayerRules, Sizes, architecture
+from sdk.models.architecture import LayerRules, architecture
 from sdk.quant.errors import CheckpointError
 
 MAX_LAYERS = 512
@@ -33,6 +33,19 @@ LIMITS: dict[str, tuple[int, int]] = {
     "moe_intermediate_size": (1, 1 << 22),
 }
 _POSITIVE_NUMBERS = ("rms_norm_eps", "rope_theta", "rope_local_base_freq", "query_pre_attn_scalar")
+
+
+class _Sizes(NamedTuple):
+    """What the shapes of tensors are made of. ``queries`` and ``keys``: features of all heads."""
+
+    hidden: int
+    intermediate: int
+    vocab: int
+    heads: int
+    head_dim: int
+    queries: int
+    keys: int
+    experts: int | None
 
 
 def check_config(config: Mapping[str, Any], source: str) -> None:
@@ -130,7 +143,7 @@ def expected_shape(
         how = known.tensors.experts_transposed
         return turned if how == "always" or (how == "sometimes" and stored != shape) else shape
     width, kv_heads = head_dim(config), config.get("num_key_value_heads") or heads
-    sizes = Sizes(
+    sizes = _Sizes(
         hidden=hidden,
         intermediate=inner,
         vocab=vocab,
@@ -141,12 +154,11 @@ def expected_shape(
         experts=num_experts(config),
     )
     stem = name.removesuffix(".bias").rpartition(".")[2]
-    own = known.tensors.shapes.get(stem)
-    shape = _llama_shape(sizes, stem, known.layer) if own is None else own(sizes)
+    shape = _llama_shape(sizes, stem, known.layer)
     return shape[:1] if shape is not None and name.endswith(".bias") else shape
 
 
-def _llama_shape(sizes: Sizes, stem: str, layer: LayerRules) -> tuple[int, ...] | None:
+def _llama_shape(sizes: _Sizes, stem: str, layer: LayerRules) -> tuple[int, ...] | None:
     """The shape that most architectures have, by the last part of a tensor's name."""
     wide = layer.qk_norm == "width"
     hidden, inner, queries, keys = sizes.hidden, sizes.intermediate, sizes.queries, sizes.keys

@@ -116,23 +116,9 @@ class LayerRules(NamedTuple):
     router: str = "gate"
 
 
-class Sizes(NamedTuple):
-    """What the shapes of tensors are made of. ``queries`` and ``keys``: features of all heads."""
-
-    hidden: int
-    intermediate: int
-    vocab: int
-    heads: int
-    head_dim: int
-    queries: int
-    keys: int
-    experts: int | None
-
-
 class TensorRules(NamedTuple):
     """How the tensors of a Hugging Face folder are stored.
 
-    ``shapes``: shapes that differ from a Llama's, by the last part of a tensor's name.
     ``norms_minus_one``: the weights of norms are stored minus 1.
     ``experts_transposed``: a float tensor with all experts of a layer is ``[E, in, out]``, always
     or in some files. In those, the shape tells; a tensor that can be either is ``[E, out, in]``.
@@ -141,7 +127,6 @@ class TensorRules(NamedTuple):
     ``block_sparse_moe.experts.0.w1``.
     """
 
-    shapes: Mapping[str, Callable[[Sizes], tuple[int, ...]]] = NOTHING
     norms_minus_one: bool = False
     experts_transposed: Literal["always", "sometimes"] | None = None
     gate_up_interleaved: bool = False

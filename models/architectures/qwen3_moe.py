@@ -21,7 +21,8 @@ def _sliding(fields: Fields, layers: int) -> Sequence[bool]:
     return all_but_every(1)(fields, layers)
 
 
-def _read_gguf(config: dict[str, Any], keys: GgufKeys) -> None:
+def read_gguf(config: dict[str, Any], keys: GgufKeys) -> None:
+    """Weights of experts sum to 1, also in the vision model's files."""
     config["norm_topk_prob"] = True
 
 
@@ -50,5 +51,5 @@ ARCHITECTURE = Architecture(
         sliding=_sliding,
         expert_width="moe_intermediate_size",
     ),
-    gguf=GgufRules("qwen3moe", read=_read_gguf, write=_write_gguf),
+    gguf=GgufRules("qwen3moe", read=read_gguf, write=_write_gguf),
 )

@@ -5,22 +5,15 @@ transformers' modeling_qwen3_vl_moe.py.
 
 from __future__ import annotations
 
-from typing import Any
-
 from sdk.models.architecture import (
     Architecture,
     ConfigRules,
-    GgufKeys,
     GgufRules,
     LayerRules,
     TensorRules,
 )
 from sdk.models.architectures.qwen2_vl_text import MEDIA_KEYS
-
-
-def _read_gguf(config: dict[str, Any], keys: GgufKeys) -> None:
-    config["norm_topk_prob"] = True
-
+from sdk.models.architectures.qwen3_moe import read_gguf
 
 ARCHITECTURE = Architecture(
     "qwen3_vl_moe_text",
@@ -37,5 +30,5 @@ ARCHITECTURE = Architecture(
     ),
     # transposed in the published files, not in those that transformers 5 saves
     tensors=TensorRules(experts_transposed="sometimes"),
-    gguf=GgufRules("qwen3vlmoe", read=_read_gguf, keys=("n_deepstack_layers",)),
+    gguf=GgufRules("qwen3vlmoe", read=read_gguf, keys=("n_deepstack_layers",)),
 )

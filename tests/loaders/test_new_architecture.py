@@ -44,7 +44,7 @@ ARCHITECTURE = Architecture(
         sliding=all_but_every(3),
         embedding_scale=lambda hidden: 2.0 * hidden,
     ),
-    tensors=TensorRules(shapes={"toy": lambda sizes: (sizes.heads,)}, norms_minus_one=True),
+    tensors=TensorRules(norms_minus_one=True),
     gguf=GgufRules(
         "toy-llm",
         tensors={"mlp.up_proj": "ffn_toy", "self_attn.sinks": "attn_toy"},
@@ -103,8 +103,8 @@ def test_its_configs_are_read_with_its_own_rules(toy: None) -> None:
     assert activation_type(CONFIG, torch.float16) == torch.float32
 
 
-def test_its_tensors_have_its_own_shapes(toy: None) -> None:
-    assert expected_shape(CONFIG, "model.layers.0.self_attn.toy") == (4,)
+def test_its_tensors_have_shapes_by_its_facts(toy: None) -> None:
+    assert expected_shape(CONFIG, "model.layers.0.self_attn.sinks") == (4,)
     assert expected_shape(CONFIG, "model.layers.0.mlp.up_proj") == (64, 32)
 
 

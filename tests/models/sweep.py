@@ -91,10 +91,10 @@ def config_of(name: str) -> Any:
     return kind(**values)
 
 
-def random_model(config: Any) -> Any:
+def random_model(config: Any, kind: Any = transformers.AutoModelForCausalLM) -> Any:
     """In float32, with random norms and biases, so that every parameter matters."""
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    model = kind.from_config(config, attn_implementation="eager")
     model = model.to(torch.float32).eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():

@@ -16,6 +16,7 @@ from sdk.loaders.open import open_checkpoint
 from sdk.models.auto import build_model
 from sdk.models.parallel import Mesh
 from tests.models.conftest import Paged, prompt
+from tests.models.sweep import random_model
 
 TEXT = {
     "vocab_size": 96,
@@ -88,20 +89,7 @@ def oracle(request: pytest.FixtureRequest) -> Any:
     values = MODELS[name]
     # files of Qwen 2-VL have it outside of the text part, those of Qwen 3-VL in both
     config = kind(**values, tie_word_embeddings=tied)
-    generator = torch.Generator().manual_seed(0)
-    model = transformers.AutoModelForImageTextToText.from_config(
-        config, attn_implementation="eager"
-    )
-    model = model.to(torch.float32).eval()
-    with torch.no_grad():
-        for key, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.dim() == 1:
-                base = 0.0 if key.endswith("bias") else parameter
-                parameter.copy_(base + 0.3 * noise)
-            else:
-                parameter.copy_(noise * (1.5 / parameter.shape[-1] ** 0.5))
-    return model
+    return random_model(config, transformers.AutoModelForImageTextToText)
 
 
 def test_text_has_the_logits_of_the_whole_model(oracle: Any, tmp_path: Path) -> None:

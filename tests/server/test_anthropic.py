@@ -13,7 +13,7 @@ from sdk.server import create_app
 from sdk.testing import FakeAnswer, tiny_model
 from tests.server.serving import Response, Serve, running
 
-ASK = {"model": "claude", "max_tokens": 20, "messages": [{"role": "user", "content": "Hi."}]}
+ASK = {"model": "any", "max_tokens": 20, "messages": [{"role": "user", "content": "Hi."}]}
 TOOL = {
     "name": "now",
     "description": "The time.",

@@ -39,7 +39,7 @@ MISSING: Mapping[str, Mapping[str, str]] = {
         "add_request": "use `generate`",
         "check_admission": "all requests are queued",
         "collective_rpc": _RPC,
-        "get_kv_event_sources": "there are no events",
+        "get_kv_event_sources": "this engine does not publish events",
         "get_num_*": "use `llm.get_metrics()`",
         "get_status": "use `check_health`",
         "get_supported_tasks": _TASKS,
