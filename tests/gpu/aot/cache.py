@@ -26,6 +26,7 @@ import importlib.util
 import io
 import json
 import os
+import struct
 import subprocess
 import sys
 import tarfile
@@ -98,8 +99,26 @@ def write(archive: Path, library: str, lines: Iterable[dict[str, Any]]) -> None:
             metadata |= {"hash": line["key"], "extern_libs": []}
             name = f"{line['key']}/{line['name']}"
             _add(tar, f"{name}.json", json.dumps(metadata).encode())
-            _add(tar, f"{name}.cubin", Path(line["cubin"]).read_bytes())
+            _add(tar, f"{name}.cubin", without_ptx(Path(line["cubin"]).read_bytes()))
     part.replace(archive)
+
+
+def without_ptx(cubin: bytes) -> bytes:
+    """The same ELF file with zeros in place of the PTX that it was made from.
+
+    Only debuggers read that. Of the kernels of sm_90 it is 30 of 46 MB, packed 2.4 of 5.3.
+    """
+    if not cubin.startswith(b"\x7fELF\x02\x01"):
+        raise ValueError(f"expected a 64-bit ELF file, found {cubin[:6]!r}")
+    (first,) = struct.unpack_from("<Q", cubin, 40)
+    size, count, names = struct.unpack_from("<3H", cubin, 58)
+    headers = [struct.unpack_from("<2I4Q", cubin, first + i * size) for i in range(count)]
+    found = bytearray(cubin)
+    for name, *_, offset, length in headers:
+        at = headers[names][4] + name
+        if cubin[at : cubin.index(b"\0", at)] == b".nv_debug_ptx_txt":
+            found[offset : offset + length] = bytes(length)
+    return bytes(found)
 
 
 def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:

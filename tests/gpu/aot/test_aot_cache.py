@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -124,13 +125,37 @@ def test_keys_for_another_library_differ_in_that_alone(
     assert {str(f.parent) for f in files} == {cache.base32(x["key"]) for x in lines}
 
 
+def elf(sections: dict[str, bytes]) -> bytes:
+    """A 64-bit ELF file: its header, the sections, their names, their headers."""
+    names = b"".join(name.encode() + b"\0" for name in [*sections, ".shstrtab"])
+    body, headers, at = b"", b"", 0
+    for name, data in [*sections.items(), (".shstrtab", names)]:
+        headers += struct.pack("<2I4Q2I2Q", at, 1, 0, 0, 64 + len(body), len(data), 0, 0, 1, 0)
+        body, at = body + data, at + len(name) + 1
+    count = len(sections) + 1
+    head = b"\x7fELF\x02\x01\x01".ljust(16, b"\0")
+    head += struct.pack(
+        "<2HI3QI6H", 2, 190, 1, 0, 0, 64 + len(body), 0, 64, 0, 0, 64, count, count - 1
+    )
+    return head + body + headers
+
+
 def archive_of(folder: Path, library: str, files: list[str]) -> Path:
     (folder / "k.json").write_text('{"extern_libs": [["libdevice", "/somewhere"]], "shared": 4}')
-    (folder / "k.cubin").write_bytes(b"code")
+    (folder / "k.cubin").write_bytes(elf({".text.k": b"code"}))
     line = {"name": "k", "key": "0f" * 32, "files": files}
     line |= {end: str(folder / f"k.{end}") for end in ("json", "cubin")}
     cache.write(folder / "k.tar.xz", library, [line])
     return folder / "k.tar.xz"
+
+
+def test_the_ptx_of_a_kernel_does_not_travel() -> None:
+    text = b".version 8.7" * 9
+    parts = {".text.k": b"code", ".nv_debug_ptx_txt": text, ".debug_line": b"lines"}
+    stripped = cache.without_ptx(elf(parts))
+    assert stripped == elf(parts | {".nv_debug_ptx_txt": bytes(len(text))})
+    with pytest.raises(ValueError, match="expected a 64-bit ELF file, found b'code'"):
+        cache.without_ptx(b"code")
 
 
 SOURCES = ["kernels/gpu/norm.py", "kernels/gpu/launch.py"]
@@ -142,7 +167,7 @@ def test_entries_are_as_triton_s_own(tmp_path: Path) -> None:
     folder = tmp_path / "out" / cache.base32("0f" * 32)
     group = json.loads((folder / "__grp__k.json").read_text())["child_paths"]
     assert group == {name: str(folder / name) for name in ("k.cubin", "k.json")}
-    assert Path(group["k.cubin"]).read_bytes() == b"code"
+    assert Path(group["k.cubin"]).read_bytes() == elf({".text.k": b"code"})
     metadata = json.loads(Path(group["k.json"]).read_text())
     assert metadata == {"extern_libs": [], "shared": 4, "hash": "0f" * 32}
 
