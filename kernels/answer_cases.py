@@ -168,12 +168,15 @@ def _angles(kernel: Any, place: Place, problem: Problem, like: Sequence[Any]) ->
 
 
 def _route(kernel: Any, place: Place, problem: Problem, like: Sequence[Any]) -> Found:
-    logits, k, normalized = like
+    logits, k, rule, bias = like
     given = place.floats(7, logits.shape[1], seed=1)
     given[3] = 0.5  # a tie: the first ones win
+    if bias is not None:
+        bias = place.floats(1, logits.shape[1], seed=2)[0]
+        bias[: len(bias) // 2] = 0.25  # so that ties of logits stay ties
     chosen = place.integers([-1] * (7 * k), torch.int32).view(7, k)
     weights = place.nan(7, k)
-    kernel.run(given, normalized, chosen, weights)
+    kernel.run(given, rule, bias, chosen, weights)
     return [("the experts", chosen, 0.0), ("their weights", weights, 2.0**-11)]
 
 
@@ -210,10 +213,12 @@ def _owners_bias(kernel: Any, place: Place, problem: Problem, like: Sequence[Any
 
 
 def _combine(kernel: Any, place: Place, problem: Problem, like: Sequence[Any]) -> Found:
-    x, experts, k = like
+    x, experts, k, shared, gate = like
     routes = _grouped(place, experts, k)
     out = place.nan(9, x.shape[1])
-    kernel.run(place.rows(9 * k, x.shape[1], seed=1), routes, out)
+    beside = None if shared is None else place.floats(9, x.shape[1], seed=2)
+    gate = None if gate is None else place.floats(9, 1, seed=3)
+    kernel.run(place.rows(9 * k, x.shape[1], seed=1), routes, out, beside, gate)
     return [("the sum of the experts", out, place.limit(torch.float32))]
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from zipimport import zipimporter
 
 #: Must equal kAbiVersion in native/abi.hpp; a library with another version is rejected as stale.
-ABI_VERSION = 24
+ABI_VERSION = 25
 
 #: Instruction-set levels, worst to best of each architecture, in the order of native/levels.hpp.
 LEVELS = ("portable", "avx2", "avx2_vnni", "avx512_vnni", "neon", "neon_dotprod", "neon_i8mm")
@@ -148,9 +148,11 @@ class LinearArgs(Structure):
 
 class RouteArgs(Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("logits", "chosen", "weights")),
+        *((name, c_void_p) for name in ("logits", "bias", "chosen", "weights")),
         ("experts", c_int64),
-        *((name, c_int32) for name in ("k", "normalized")),
+        *((name, c_int32) for name in ("k", "gate", "normalized")),
+        *((name, c_int32) for name in ("groups", "groups_used", "group_best")),
+        *((name, c_float) for name in ("epsilon", "least", "scale", "reach")),
     ]
 
 
@@ -182,7 +184,7 @@ class BiasArgs(Structure):
 
 class CombineArgs(Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("x", "weights", "places", "out")),
+        *((name, c_void_p) for name in ("x", "weights", "places", "shared", "gate", "out")),
         ("width", c_int64),
         ("k", c_int32),
     ]

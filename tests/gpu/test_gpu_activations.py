@@ -256,7 +256,7 @@ def test_experts_read_and_write_16_bits_and_are_summed_in_float32(
     def summed(ops: Ops, x: Tensor) -> tuple[Tensor, Tensor]:
         group = ops.moe.group([ops.linear(layout) for layout in layouts])
         assert group is not None
-        routes = ops.moe.route(logits, 2, normalized=True)
+        routes = ops.moe.route(logits, 2)
         rows = ops.moe.add_owners_bias(group.matmul(x, routes, by_token=True), bias, routes)
         return rows, ops.moe.combine(rows, routes)
 

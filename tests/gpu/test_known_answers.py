@@ -32,6 +32,7 @@ from sdk.kernels.low_rank import Shape
 from sdk.kernels.ops import Ops
 from sdk.kernels.reference.decode import decode
 from sdk.kernels.rounding import Rounding
+from sdk.kernels.route_rule import SOFTMAX, RouteRule
 from sdk.kernels.sampling import SampleBuffers
 from sdk.quant.spec import KVSpec
 
@@ -117,10 +118,20 @@ CASES: dict[str, Callable[[], tuple[str, Sequence[Any], dict[str, Any]]]] = {
         f"attention-{t}": (lambda t=t: attention(t))
         for t in ("float32", "float16", "bfloat16", "int8", "fp8", "int4", "k8v4")
     },
-    "route": lambda: ("route", (rows(8, F32), 2, True), {}),
+    "route": lambda: ("route", (rows(8, F32), 2, SOFTMAX, None), {}),
+    "route-sigmoid": lambda: (
+        "route",
+        (rows(8, F32), 2, RouteRule("sigmoid", groups=2, scale=2.5), torch.ones(8)),
+        {"format": "sigmoid bias groups"},
+    ),
     "group": lambda: ("group", (torch.zeros(2, 2, dtype=torch.int32), 8), {}),
     "add_owners_bias": lambda: ("add_owners_bias", (rows(70), 8, 2), {}),
-    "combine": lambda: ("combine", (rows(70), 8, 2), {}),
+    "combine": lambda: ("combine", (rows(70), 8, 2, None, None), {}),
+    "combine-gated": lambda: (
+        "combine",
+        (rows(70), 8, 2, rows(70, F32), rows(1, F32)),
+        {"format": "gated"},
+    ),
     "low_rank": lambda: ("low_rank", (Shape(4, 200, 132, 2, 16), torch.bfloat16), {}),
     "low_rank-ids": lambda: (
         "low_rank",

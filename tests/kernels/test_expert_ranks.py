@@ -14,6 +14,7 @@ from torch import Tensor
 from sdk.kernels.errors import KernelError
 from sdk.kernels.groups import Group
 from sdk.kernels.ops import Ops
+from sdk.kernels.route_rule import RouteRule
 from sdk.kernels.routes import RankExperts, RankTokens, Routes
 from tests.kernels.test_exchange import Ranks
 
@@ -65,7 +66,7 @@ def ops(request: pytest.FixtureRequest) -> Iterator[Ops]:
 def routed(ops: Ops, chosen: Sequence[Sequence[int]], experts: RankExperts) -> Routes:
     count = experts.load.shape[0]
     logits = logits_for(chosen, count)
-    return ops.moe.route(logits, len(chosen[0]), normalized=True, experts=experts)
+    return ops.moe.route(logits, len(chosen[0]), experts=experts)
 
 
 def test_a_rank_places_the_rows_of_its_own_experts(ops: Ops) -> None:
@@ -113,7 +114,7 @@ def test_both_backends_place_rows_alike() -> None:
         for rank in range(3):
             experts = spread(SPREAD["three"], rank, NoGroup(), EXPERTS)
             for given in logits:
-                routes = ops.moe.route(given, K, normalized=False, experts=experts)
+                routes = ops.moe.route(given, K, RouteRule(normalized=False), experts=experts)
                 assert routes.servers is not None and routes.used is not None
                 used = int(routes.used)
                 found.append(
@@ -155,7 +156,7 @@ class Mixture:
         self, x: Tensor, logits: Tensor, k: int, experts: RankExperts | None = None
     ) -> Tensor:
         moe = self.ops.moe
-        routes = moe.route(logits, k, normalized=True, experts=experts)
+        routes = moe.route(logits, k, experts=experts)
         assert self.up is not None and self.down is not None
         hidden = self.up.matmul(x, routes, by_token=True)
         hidden = self.ops.gated_activation(hidden, "silu", routes.used)
@@ -303,4 +304,4 @@ def test_no_tokens_need_no_exchange(cases: Any, tmp_path: Path) -> None:
 def test_what_does_not_fit_is_refused(ops: Ops) -> None:
     experts = spread([[0, 2], [1, 3]], 0, NoGroup(), 4)
     with pytest.raises(KernelError, match=r"route experts: expected torch\.int64 \[5\]"):
-        ops.moe.route(torch.zeros(2, 5), 2, normalized=True, experts=experts)
+        ops.moe.route(torch.zeros(2, 5), 2, experts=experts)

@@ -10,7 +10,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum { kAbiVersion = 24 };
+enum { kAbiVersion = 25 };
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -447,15 +447,24 @@ struct SampleArgs {
     int64_t width, stride;
 };
 
-// The k best of `experts` logits of each token, best first, and their weights: a softmax over these k
-// (normalized), or their part of the softmax over all.
+// What makes scores of logits: `GATES` of kernels/route_rule.py, which says what each one is.
+enum RouteGate { kGateSoftmax = 0, kGateSigmoid = 1, kGateSqrtSoftplus = 2, kGateSparse = 3, kGateKinds = 4 };
+enum { kMaxScored = 1024 };  // experts, unless the rule is a softmax alone
+
+// The k best of `experts` experts of each token, best first, and their weights: `RouteRule` of
+// kernels/route_rule.py.
 struct RouteArgs {
     const float* logits;  // [T, experts]
+    const float* bias;    // [experts], added to the scores for the choice alone; null: none
     int32_t* chosen;      // [T, k]
     float* weights;       // [T, k]
     int64_t experts;
     int32_t k;
+    int32_t gate;  // RouteGate
     int32_t normalized;
+    int32_t groups, groups_used, group_best;
+    float epsilon, least, scale;
+    float reach;  // twice the rule's jitter
 };
 
 // The rows of a step in the order of experts: one row for each token and each of its k experts.
@@ -499,11 +508,13 @@ struct BiasArgs {
     int64_t width;
 };
 
-// out[t] = the sum of weights[t][j] * x[places[t][j]], in the order of j.
+// out[t] = the sum of weights[t][j] * x[places[t][j]], in the order of j, plus sigmoid(gate[t]) * shared[t].
 struct CombineArgs {
     const float* x;
     const float* weights;
     const int32_t* places;
+    const float* shared;  // [T, width]; null: none
+    const float* gate;    // [T]; null: shared as it is
     float* out;
     int64_t width;
     int32_t k;

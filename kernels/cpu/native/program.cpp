@@ -52,7 +52,7 @@ int64_t row_work(const Op& op) {
         case kOpRoute: return 8 * op.route.experts;
         case kOpExperts: return 2 * op.experts.each.w->k;
         case kOpBias: return op.bias.width;
-        case kOpCombine: return op.combine.width * op.combine.k;
+        case kOpCombine: return op.combine.width * (op.combine.k + (op.combine.shared != nullptr));
         case kOpCombineRanks: return op.combine_ranks.own.width * op.combine_ranks.own.k;
         case kOpGatherRanks: return op.gather_ranks.width;
         // keys are transposed in their pages: every number is a separate store

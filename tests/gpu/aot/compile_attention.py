@@ -30,6 +30,7 @@ from sdk.kernels.head_norms import HeadNorms
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.low_rank import Shape
 from sdk.kernels.packed_shapes import PackedShapes
+from sdk.kernels.route_rule import RouteRule
 from sdk.kernels.routes import TILE_ROWS, Routes, tiles_at
 from sdk.quant.spec import KVSpec
 
@@ -127,11 +128,19 @@ def run_experts(short: torch.dtype) -> None:
         tiles = torch.zeros(tiles_at(8 * tokens, 60, TILE_ROWS[-1] + 1), 2, dtype=torch.int32)
         routes = Routes(torch.zeros(tokens, 8), places, *order[1:], tiles=tiles)
         experts.Group().run(routes.places, routes)
-    for normalized in (False, True):
-        experts.Route().run(torch.zeros(1, 60), normalized, routes.places, routes.weights)
+    v3 = RouteRule("sigmoid", epsilon=1e-20, scale=2.5)
+    rules = (
+        *((RouteRule(normalized=one), None) for one in (False, True)),
+        (v3, torch.zeros(60)),
+        (v3._replace(groups=4, groups_used=2), torch.zeros(60)),
+    )
+    for rule, bias in rules:
+        experts.Route().run(torch.zeros(1, 60), rule, bias, routes.places, routes.weights)
     rows = torch.zeros(8, 576, dtype=short)
     experts.AddOwnersBias().run(rows, torch.zeros(60, 576), routes)
-    experts.Combine().run(rows, routes, torch.zeros(1, 576))
+    shared, gate = torch.zeros(1, 576), torch.zeros(1, 1)
+    for beside in ((None, None), (shared, None), (shared, gate)):
+        experts.Combine().run(rows, routes, torch.zeros(1, 576), *beside)
 
 
 def run_adapters(short: torch.dtype) -> None:
