@@ -141,7 +141,10 @@ def test_rows_without_values_are_left_alone(ops: Ops) -> None:
 
 
 class Mixture:
-    """A mixture of packed experts with biases: whole, or the part of one rank."""
+    """A mixture of packed experts with biases: whole, or the part of one rank.
+
+    A shared expert, which every rank has, is the input itself, with a gate.
+    """
 
     def __init__(self, ops: Ops, cases: Any, own: Sequence[int]) -> None:
         self.ops = ops
@@ -151,17 +154,20 @@ class Mixture:
         self.down = ops.moe.group([ops.linear(down[e]) for e in own])
         biases = torch.randn(EXPERTS, WIDTH, generator=torch.Generator().manual_seed(5))
         self.bias = biases[list(own)]
+        self.gate = ops.linear(cases.dense(1, WIDTH, torch.float32, seed=9))
 
     def __call__(
         self, x: Tensor, logits: Tensor, k: int, experts: RankExperts | None = None
     ) -> Tensor:
-        moe = self.ops.moe
+        moe, shared, gate = self.ops.moe, x, self.gate.matmul(x)
+        if experts is not None and experts.tokens is not None:
+            x, logits = moe.gather(x, experts.tokens), moe.gather(logits, experts.tokens)
         routes = moe.route(logits, k, experts=experts)
         assert self.up is not None and self.down is not None
         hidden = self.up.matmul(x, routes, by_token=True)
         hidden = self.ops.gated_activation(hidden, "silu", routes.used)
         y = self.down.matmul(hidden, routes, by_token=False)
-        return moe.combine(moe.add_owners_bias(y, self.bias, routes), routes)
+        return moe.combine(moe.add_owners_bias(y, self.bias, routes), routes, shared, gate)
 
 
 @pytest.fixture(params=SPREAD)
@@ -261,21 +267,17 @@ def test_ranks_with_tokens_of_their_own_give_the_bits_of_one(
         local = torch.where(part.local >= 0, torch.arange(EXPERTS), -1).int()
         experts = replace(part, count=EXPERTS, local=local, tokens=tokens)
 
-        def forward(x: Tensor, logits: Tensor) -> Tensor:
-            gathered = ops.moe.gather(x, tokens)
-            return mixture(gathered, ops.moe.gather(logits, tokens), k, experts)
-
         inputs, scores = torch.empty(64, WIDTH), torch.empty(64, EXPERTS)
         if way == "recorded":
             graph = ops.recording.capture(
-                lambda: forward(inputs, scores), tokens=64, outputs=1, requests=1
+                lambda: mixture(inputs, scores, k, experts), tokens=64, outputs=1, requests=1
             )
         found = []
         for step in given:
             starts[1:] = torch.tensor([len(x) for x, _ in step]).cumsum(0)
             x, logits = step[rank]
             if way != "recorded":
-                found.append(forward(x, logits))
+                found.append(mixture(x, logits, k, experts))
                 continue
             inputs[: len(x)], scores[: len(x)] = x, logits
             graph.replay(tokens=len(x), outputs=min(len(x), 1), requests=min(len(x), 1))
