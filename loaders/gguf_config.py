@@ -21,10 +21,20 @@ from sdk.loaders.gguf_rope import rope_scaling, sliding_rope
 from sdk.loaders.model_shapes import LIMITS, check_config
 from sdk.loaders.other_kinds import check_gguf_kind
 from sdk.models.architecture import Architecture, GgufRules, gguf_architecture, gguf_names
+from sdk.models.expert_config import key_of
 from sdk.quant.errors import CheckpointError, UnsupportedError
 
 _ATTENTION_BIAS = re.compile(r"blk\.\d+\.attn_(q|k|v|qkv|output)\.bias")
 _MLP_BIAS = re.compile(r"blk\.\d+\.ffn_(gate|up|down)\.bias")
+#: Counts of a mixture of experts, by fact (:data:`sdk.models.expert_config.NAMES`): the key, and
+#: the value that a model without the fact has.
+_EXPERT_COUNTS = {
+    "groups": ("expert_group_count", 1),
+    "groups_used": ("expert_group_used_count", 1),
+    "shared": ("expert_shared_count", 0),
+    "shared_width": ("expert_shared_feed_forward_length", 0),
+    "dense": ("leading_dense_block_count", 0),
+}
 _SAMPLING = {
     "general.sampling.temp": "temperature",
     "general.sampling.top_k": "top_k",
@@ -70,7 +80,7 @@ def build_config(file: GgufFile) -> dict[str, Any]:
     unread_keys(file, own, rules)
     config: dict[str, Any] = {
         "model_type": own.model_type,
-        **_sizes(keys),
+        **_sizes(keys, rules),
         "max_position_embeddings": keys.integer(
             "context_length", LIMITS["max_position_embeddings"]
         ),
@@ -81,6 +91,7 @@ def build_config(file: GgufFile) -> dict[str, Any]:
         # Any of them: llama.cpp adds each bias that is there, and so do the layers here.
         "attention_bias": any(map(_ATTENTION_BIAS.fullmatch, file.tensors)),
         "mlp_bias": any(map(_MLP_BIAS.fullmatch, file.tensors)),
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
         "hidden_act": "silu",
         "sliding_window": keys.integer("attention.sliding_window", (0, 1 << 31), 0) or None,
     }
@@ -137,29 +148,48 @@ def _experts(keys: Keys, own: Architecture, rules: GgufRules) -> dict[str, Any]:
     count = keys.expert_count
     if not count:
         raise keys.fail("expert_count", count, f"1 to {MAX_EXPERTS}")
-    name = rules.name
-    supported = {"expert_gating_func": rules.expert_gating, "expert_group_count": 1}
-    for key in (*supported, "expert_shared_count", "leading_dense_block_count"):
-        value = keys.integer(key, (0, 1 << 16), 0)
-        if value not in (0, supported.get(key, 0)):
+    known = own.config.keys
+    gating = keys.integer("expert_gating_func", (0, 1 << 16), 0)
+    if gating not in (0, rules.expert_gating):
+        raise UnsupportedError(
+            f"{keys.source}: {rules.name}.expert_gating_func is {gating}, expected "
+            f"{rules.expert_gating}: other mixtures of experts are not supported"
+        )
+    found: dict[str, Any] = {
+        key_of("count", known) or "num_local_experts": count,
+        key_of("per_token", known) or "num_experts_per_tok": keys.integer(
+            "expert_used_count", (1, count)
+        ),
+    }
+    wide = keys.integer("expert_feed_forward_length", LIMITS["intermediate_size"], 0)
+    if wide:
+        found[own.config.expert_width] = wide
+    values: dict[str, tuple[str, Any, tuple[Any, ...]]] = {
+        "normalized": ("expert_weights_norm", keys.flag("expert_weights_norm", False), (True,)),
+        "scale": ("expert_weights_scale", keys.number("expert_weights_scale") or 1.0, (1.0,)),
+        **{
+            fact: (key, keys.integer(key, (0, 1 << 20), 0) or least, (least,))
+            for fact, (key, least) in _EXPERT_COUNTS.items()
+        },
+    }
+    for fact, (key, value, neutral) in values.items():
+        name = key_of(fact, known)
+        if name is not None:
+            found[name] = value
+        elif value not in neutral and keys.get(key) is not None and key not in rules.keys:
             raise UnsupportedError(
-                f"{keys.source}: {name}.{key} is {value}, expected {supported.get(key, 0)}: other "
+                f"{keys.source}: {rules.name}.{key} is {value}, expected {neutral[0]}: other "
                 "mixtures of experts are not supported"
             )
-    scale = keys.number("expert_weights_scale", 1.0)
-    if scale not in (0.0, 1.0):
-        raise UnsupportedError(
-            f"{keys.source}: {name}.expert_weights_scale is {scale}, expected 1: scaled experts "
-            "are not supported"
-        )
-    wide = keys.integer("expert_feed_forward_length", LIMITS["intermediate_size"], 0)
-    used = keys.integer("expert_used_count", (1, count))
-    found: dict[str, Any] = {"num_local_experts": count, "num_experts_per_tok": used}
-    return found | {own.config.expert_width: wide} if wide else found
+    return found
 
 
-def _sizes(keys: Keys) -> dict[str, int]:
-    layers = keys.integer("block_count", LIMITS["num_hidden_layers"])
+def _sizes(keys: Keys, rules: GgufRules) -> dict[str, int]:
+    blocks = keys.integer("block_count", LIMITS["num_hidden_layers"])
+    ahead = 0  # blocks of multi-token prediction, which come last
+    if "nextn_predict_layers" in rules.keys:
+        ahead = keys.integer("nextn_predict_layers", (0, blocks - 1), 0)
+    layers = blocks - ahead
     hidden = keys.integer("embedding_length", LIMITS["hidden_size"])
     heads = keys.per_layer("attention.head_count", "num_attention_heads", layers)
     if keys.get("attention.key_length") is None and hidden % heads:

@@ -36,7 +36,8 @@ READ_FOR_EXPERTS = frozenset(
     {
         *("expert_count", "expert_used_count", "expert_feed_forward_length"),
         *("expert_gating_func", "expert_group_count", "expert_shared_count"),
-        *("leading_dense_block_count", "expert_weights_scale"),
+        *("leading_dense_block_count", "expert_weights_scale", "expert_weights_norm"),
+        *("expert_group_used_count", "expert_shared_feed_forward_length"),
     }
 )
 _OFF: tuple[Any, ...] = (0, False)

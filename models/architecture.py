@@ -19,6 +19,7 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
+from sdk.kernels.route_rule import SOFTMAX, RouteRule
 from sdk.models.sliding import SlidingRule, no_layer
 
 if TYPE_CHECKING:
@@ -36,11 +37,13 @@ STATED = (
 
 
 class Biases(NamedTuple):
-    """Which projections of a layer have biases: q, k and v, that after attention, the MLP's."""
+    """Which projections have biases: of a layer q, k and v, that after attention, the MLP's; and
+    the head."""
 
     qkv: bool = False
     output: bool = False
     mlp: bool = False
+    head: bool = False
 
 
 class ConfigRules(NamedTuple):
@@ -107,6 +110,9 @@ class LayerRules(NamedTuple):
     i and i + d / 2 do.
     ``sinks``: every head has an attention sink.
     ``router``: the name of the router of experts, beside them.
+    ``route``: how that chooses and weighs them, except for what a config says of it.
+    ``route_bias``: it has a bias of the choice. ``shared_gate``: the sum of shared experts has a
+    gate, one number for each token.
     """
 
     norms: Norms = Norms()
@@ -114,6 +120,9 @@ class LayerRules(NamedTuple):
     adjacent_pairs: bool = False
     sinks: bool = False
     router: str = "gate"
+    route: RouteRule = SOFTMAX
+    route_bias: bool = False
+    shared_gate: bool = False
 
 
 class TensorRules(NamedTuple):
@@ -162,7 +171,7 @@ class GgufRules(NamedTuple):
     ``write(config, source)``: the metadata for it. Raises UnsupportedError for a config that a GGUF
     file cannot express.
     ``expert_gating``: the ``expert_gating_func`` that the model computes. 1: a softmax over all
-    experts, 3: over the chosen ones.
+    experts, 2: sigmoids, 3: a softmax over the chosen ones.
     ``keys``: metadata that ``read`` and ``slides`` read, besides those in loaders/gguf_keys.py.
     ``slides``: sliding layers have the scaling of the others ("scaled") or none ("plain"), and the
     base ``rope.freq_base_swa`` if a file has it. ``None``: there are none, or ``read`` does it.

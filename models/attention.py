@@ -61,7 +61,9 @@ class Attention:
         )
         self.norms: HeadNorms | None = None
         self.width_norms: WidthNorms | None = None
-        if rules.qk_norm == "head":
+        if not c.qk_norm:
+            pass
+        elif rules.qk_norm == "head":
             q_norm, k_norm = (source.norm(f"{path}.{x}_norm", d) for x in "qk")
             self.norms = HeadNorms(q_norm, k_norm, c.rms_norm_eps)
         elif rules.qk_norm == "width":

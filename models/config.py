@@ -16,7 +16,6 @@ from sdk.kernels.dataclass import dataclass
 from sdk.kernels.ops import Activation
 from sdk.models.architecture import Architecture, Biases, ConfigRules, architecture
 from sdk.models.config_fields import (
-    MAX_EXPERTS,
     MAX_LAYERS,
     MAX_POSITION,
     MAX_VOCAB,
@@ -26,25 +25,11 @@ from sdk.models.config_fields import (
     without_null,
 )
 from sdk.models.config_keys import check_fixed, check_fixed_by_model, only_read
+from sdk.models.expert_config import ExpertSpec, experts_of
 from sdk.models.rope import RopeSpec
 from sdk.models.rope_config import ropes_of_layers
 from sdk.models.sliding import sliding_windows
 from sdk.quant.errors import UnsupportedError
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertSpec:
-    """A mixture of ``count`` experts of ``width`` features, of which a token uses ``per_token``.
-
-    ``normalized``: the weights of a token's experts sum to 1. ``layers``: which have experts; the
-    others have an ordinary MLP of ``ModelConfig.intermediate_size``.
-    """
-
-    count: int
-    per_token: int
-    width: int
-    normalized: bool
-    layers: tuple[bool, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +40,7 @@ class ModelConfig:
     all. ``ropes``: the rotary embeddings, that of layers without a window first, of which a layer
     has the one with the number in ``rope_of_layer``.
     ``attention_bias``: of q, k and v; ``output_bias``: of the projection after attention.
+    ``qk_norm``: whether the norms of queries and keys that the architecture has are there.
     ``logits_scale`` divides the logits; a softcap ``c`` turns ``x`` into ``c * tanh(x / c)``.
     """
 
@@ -83,6 +69,8 @@ class ModelConfig:
     mlp_bias: bool
     tie_word_embeddings: bool
     experts: ExpertSpec | None = None
+    qk_norm: bool = True
+    head_bias: bool = False
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> ModelConfig:
@@ -117,12 +105,15 @@ class ModelConfig:
         windows = _windows(config, fields, known, layers)
         unrotated = rules.unrotated and rules.unrotated(fields, windows)
         ropes, rope_of_layer = ropes_of_layers(fields, head_dim, windows, unrotated)
+        experts = None if known is None else experts_of(fields, known, layers)
         embedding_scale = 1.0 if rules.embedding_scale is None else rules.embedding_scale(hidden)
         return cls(
             model_type=model_type if known is None else known.model_type,
             vocab_size=fields.count("vocab_size", MAX_VOCAB),
             hidden_size=hidden,
-            intermediate_size=fields.count("intermediate_size", MAX_WIDTH),
+            intermediate_size=fields.count(
+                "intermediate_size", MAX_WIDTH, default=experts and experts.width
+            ),
             num_layers=layers,
             num_heads=heads,
             num_kv_heads=kv_heads,
@@ -143,7 +134,9 @@ class ModelConfig:
             output_bias=biases.output,
             mlp_bias=biases.mlp,
             tie_word_embeddings=fields.flag("tie_word_embeddings", default=False),
-            experts=_experts(fields, rules, layers),
+            experts=experts,
+            qk_norm=fields.flag("use_qk_norm", default=True),
+            head_bias=biases.head,
         )
 
 
@@ -177,24 +170,6 @@ def _outer_facts(config: Mapping[str, Any]) -> dict[str, Any]:
     """The fields that a multimodal config has outside its text part."""
     keys = ("model_type", "tie_word_embeddings")
     return {key: config[key] for key in keys if config.get(key) is not None}
-
-
-def _experts(fields: Fields, rules: ConfigRules, layers: int) -> ExpertSpec | None:
-    if rules.expert_width is None:
-        return None
-    name = "num_experts" if fields.has("num_experts") else "num_local_experts"
-    count = fields.count(name, MAX_EXPERTS)
-    step = fields.count("decoder_sparse_step", MAX_LAYERS, default=1)
-    dense = fields.values.get("mlp_only_layers", ())
-    if not isinstance(dense, (list, tuple)):
-        fields.fail("mlp_only_layers", "a list of layers", dense)
-    return ExpertSpec(
-        count=count,
-        per_token=fields.count("num_experts_per_tok", count),
-        width=fields.count(rules.expert_width, MAX_WIDTH),
-        normalized=fields.flag("norm_topk_prob", default=True),
-        layers=tuple(i not in dense and (i + 1) % step == 0 for i in range(layers)),
-    )
 
 
 def _activation(fields: Fields) -> Activation:

@@ -52,13 +52,19 @@ class CausalLM(Protocol):
 
 
 class MLP:
-    """``down(act(gate(x)) * up(x))``."""
+    """``down(act(gate(x)) * up(x))``.
 
-    def __init__(self, source: Source, path: str) -> None:
+    ``width``: its features, if they are not the model's. Without ``reduce`` a rank's result is its
+    part of the sum over ranks.
+    """
+
+    def __init__(
+        self, source: Source, path: str, width: int | None = None, *, reduce: bool = True
+    ) -> None:
         c = source.config
         self.ops = source.ops
         self.activation = c.activation
-        width = c.intermediate_size
+        width = width or c.intermediate_size
         start, count = source.mesh.columns(width)
         self.gate_up = source.columns(
             path,
@@ -66,7 +72,8 @@ class MLP:
             [("gate_proj", width, start, count), ("up_proj", width, start, count)],
             bias=c.mlp_bias,
         )
-        self.down = source.row(f"{path}.down_proj", width, start, count, bias=c.mlp_bias)
+        down = f"{path}.down_proj"
+        self.down = source.row(down, width, start, count, bias=c.mlp_bias, reduce=reduce)
 
     @property
     def rounding(self) -> Rounding | None:
@@ -89,7 +96,11 @@ class Layer:
         self.attention = Attention(source, f"{path}.self_attn", index, rules)
         self.mlp: MLP | ExpertMLP
         if c.experts is not None and c.experts.layers[index]:
-            self.mlp = ExpertMLP(source, f"{path}.mlp", rules.router)
+            shared, width = None, c.experts.shared_width
+            if width:
+                whole = source.mesh.redundant_experts is not None
+                shared = MLP(source, f"{path}.mlp.shared_experts", width, reduce=whole)
+            self.mlp = ExpertMLP(source, f"{path}.mlp", rules, shared)
         else:
             self.mlp = MLP(source, f"{path}.mlp")
 

@@ -301,6 +301,8 @@ class Source:
         found = self._shared.vectors.get(path)
         if found is None:
             tensor = self.checkpoint.tensor(self._name(path)).to(torch.float32)
+            if tensor.dim() == 2 and len(tensor) == 1:  # ERNIE's bias of routers
+                tensor = tensor[0]
             if tuple(tensor.shape) != (size,):
                 raise CheckpointError(
                     f"{self._name(path)}: expected shape [{size}], found {list(tensor.shape)}"
@@ -441,18 +443,29 @@ class Source:
         return Matrix(concat(weights), torch.cat(present) if present else None)
 
     def row(
-        self, path: str, in_features: int, start: int, count: int, *, bias: bool = False
+        self,
+        path: str,
+        in_features: int,
+        start: int,
+        count: int,
+        *,
+        bias: bool = False,
+        reduce: bool = True,
     ) -> Projection:
-        """A row-parallel projection to the hidden size: this rank's inputs, summed over ranks."""
+        """A row-parallel projection to the hidden size: this rank's inputs, summed over ranks.
+
+        Without ``reduce`` the caller sums, so only rank 0 has the bias then.
+        """
         hidden = self.config.hidden_size
 
         def pull() -> Matrix:
             weight = self._pull(path, (hidden, in_features))
             weight = self._cut(path, weight, "in", start, count)
-            return Matrix(weight, self._bias(path, hidden, bias))
+            found = self._bias(path, hidden, bias)
+            return Matrix(weight, found if reduce or self.mesh.rank == 0 else None)
 
         part = Part(path, (hidden, in_features), 0, ((0, hidden),), (start, count))
-        return self._bound(path, pull, (part,), reduce=True)
+        return self._bound(path, pull, (part,), reduce=reduce)
 
     def matrix(self, path: str, out_features: int, in_features: int) -> Projection:
         """A projection that every rank has as a whole, with a bias if the file has one."""
@@ -467,6 +480,13 @@ class Source:
     def router(self, path: str, count: int) -> Projection:
         """The logits of ``count`` experts; every rank has all of them."""
         return self.matrix(path, count, self.config.hidden_size)
+
+    def route_bias(self, path: str, count: int) -> Tensor | None:
+        """The bias of the choice of the router ``path``; GGUF files may have none."""
+        name = f"{path}.e_score_correction_bias"
+        if self.checkpoint.format == "gguf" and not self.checkpoint.has(self._name(name)):
+            return None
+        return self.vector(name, count)
 
     def expert_share(self, path: str) -> ExpertShare | None:
         """This rank's experts of the layer ``path``; ``None``: it has a part of each one."""
@@ -557,7 +577,12 @@ class Source:
             weight = embedding.weight if embedding else self._by_token("model.embed_tokens")
         shape = (self.config.vocab_size, self.config.hidden_size)
         part = Part("lm_head", shape, 0, (self._tokens,), (0, self.config.hidden_size))
-        return Head(self._bound("lm_head", lambda: Matrix(weight, None), (part,)), self.config)
+        start, count = self._tokens
+        bias = None
+        if self.config.head_bias or self.checkpoint.format == "gguf":
+            bias = self._bias("lm_head", self.config.vocab_size, self.config.head_bias)
+        own = None if bias is None else bias[start : start + count]
+        return Head(self._bound("lm_head", lambda: Matrix(weight, own), (part,)), self.config)
 
     def embedding(self) -> Embedding:
         """The first matrix of the model."""
