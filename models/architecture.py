@@ -23,17 +23,20 @@ from sdk.kernels.route_rule import SOFTMAX, RouteRule
 from sdk.models.sliding import SlidingRule, no_layer
 
 if TYPE_CHECKING:
-    from sdk.kernels.ops import Activation
+    from sdk.kernels.mlp_activations import Activation
     from sdk.models.config_fields import Fields
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
-#: What every config must state itself, or else transformers' class fills it in.
+#: What every config must state itself, or else transformers' class fills it in; besides the eps of
+#: norms.
 STATED = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-    *("num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings"),
+    *("num_key_value_heads", "max_position_embeddings", "tie_word_embeddings"),
 )
+#: The key of most configs.
+RMS_NORM_EPS = "rms_norm_eps"
 
 
 class Biases(NamedTuple):
@@ -62,6 +65,7 @@ class ConfigRules(NamedTuple):
     ``embedding_scale``: the factor of embeddings by hidden size, where the config has none.
     ``biases``: the projections with biases; ``None``: ``attention_bias`` says it of all four of
     attention, ``mlp_bias`` of the MLP's.
+    ``norm_eps``: the key of the eps of norms, or the eps itself where the code fixes it.
     """
 
     keys: tuple[str, ...] = ()
@@ -75,6 +79,7 @@ class ConfigRules(NamedTuple):
     activation: Callable[[Fields], Activation] | None = None
     embedding_scale: Callable[[int], float] | None = None
     biases: Callable[[Fields], Biases] | None = None
+    norm_eps: str | float = RMS_NORM_EPS
 
 
 class Norms(NamedTuple):
@@ -100,6 +105,18 @@ NORMS_AROUND = Norms(
 )
 
 
+class NormKind(NamedTuple):
+    """What the norms of a model compute: see :class:`sdk.kernels.norm.Norm`."""
+
+    centred: bool = False
+    weight: bool = True
+    bias: bool = False
+
+
+#: torch's LayerNorm.
+LAYER_NORM = NormKind(centred=True, bias=True)
+
+
 class LayerRules(NamedTuple):
     """What a decoder layer computes, as far as all layers of a model do the same.
 
@@ -113,6 +130,7 @@ class LayerRules(NamedTuple):
     ``route``: how that chooses and weighs them, except for what a config says of it.
     ``route_bias``: it has a bias of the choice. ``shared_gate``: the sum of shared experts has a
     gate, one number for each token.
+    ``norm``: what all norms compute.
     """
 
     norms: Norms = Norms()
@@ -123,6 +141,7 @@ class LayerRules(NamedTuple):
     route: RouteRule = SOFTMAX
     route_bias: bool = False
     shared_gate: bool = False
+    norm: NormKind = NormKind()
 
 
 class TensorRules(NamedTuple):
@@ -228,8 +247,10 @@ def states_everything(config: Mapping[str, Any]) -> bool:
         return False
     if config.get("rope_theta") is None and not config.get("rope_parameters"):
         return False
+    eps = known.config.norm_eps
+    stated = (*STATED, eps) if isinstance(eps, str) else STATED
     may_be_null = ("eos_token_id", *known.config.stated)
-    return all(config.get(key) is not None for key in STATED) and config.keys() >= {*may_be_null}
+    return all(config.get(key) is not None for key in stated) and config.keys() >= {*may_be_null}
 
 
 def gguf_architecture(name: object, keys: GgufKeys) -> tuple[Architecture, GgufRules] | None:
