@@ -39,6 +39,8 @@ _LAYER = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
 }
+#: A matrix with one row, which files have as a vector.
+ONE_ROW = ".shared_expert_gate"
 _IN_LAYER = re.compile(r"model\.layers\.(\d{1,4})\.(.+)")
 _EXPERT = re.compile(r"(.+\.mlp\.experts)\.(\d{1,4})\.(.+)")
 

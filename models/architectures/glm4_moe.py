@@ -43,4 +43,6 @@ ARCHITECTURE = Architecture(
         expert_gating=2,
         keys=("nextn_predict_layers",),
     ),
+    # Ling and Ring 2.0, Sarvam: the same computation
+    more_gguf=(GgufRules("bailingmoe2", expert_gating=2, keys=("nextn_predict_layers",)),),
 )

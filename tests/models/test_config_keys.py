@@ -74,6 +74,8 @@ BASES: dict[str, dict[str, Any]] = {
     "ernie4_5_moe": {**_EXPERTS, "moe_num_experts": 4, "moe_k": 2},
     "exaone_moe": {**_EXPERTS, "num_experts": 4, **_WINDOWED},
     "hy_v3": {**_EXPERTS, "num_experts": 4},
+    "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "granitemoeshared": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "flex_olmo": {"num_experts": 4, "num_experts_per_tok": 2},
 }
 #: A value for each key, other than its usual one. All models get all of them.
@@ -113,6 +115,7 @@ PROBES: dict[str, Any] = {
     "no_rope_layers": [1, 0, 1, 0],
     "no_rope_layer_interval": 2,
     "clip_qkv": 0.5,
+    "shared_intermediate_size": 32,
     "routed_scaling_factor": 3.0,
     "router_scaling_factor": 3.0,
     "first_k_dense_replace": 2,

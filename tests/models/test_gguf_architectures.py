@@ -16,13 +16,30 @@ from sdk.loaders.open import open_checkpoint
 from sdk.loaders.writers.gguf_metadata import model_metadata
 from sdk.models.architecture import gguf_names
 from sdk.quant.errors import UnsupportedError
-from tests.gguf_models import F32, I32, U32, gguf_of, save_gguf
+from tests.gguf_models import BOOL, F32, I32, U32, gguf_of, save_gguf
 from tests.models.conftest import Paged, expected_logits, prompt, tiny
+from tests.models.test_model_architectures import EXPERTS, V3
 
 Load = Callable[..., Any]
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 3000.0}}
 HALF = {"rope_parameters": {**ROPE["rope_parameters"], "partial_rotary_factor": 0.5}}
 PLAIN = {**ROPE, "tie_word_embeddings": False, "rms_norm_eps": 1e-4}
+FULL = ["full_attention"] * 3
+COUNTS = {
+    "expert_count": (U32, 6),
+    "expert_used_count": (U32, 3),
+    "expert_feed_forward_length": (U32, 48),
+}
+V3_COUNTS = {
+    **COUNTS,
+    "expert_gating_func": (U32, 2),
+    "expert_weights_norm": (BOOL, True),
+    "expert_weights_scale": (F32, 2.5),
+    "expert_group_count": (U32, 3),
+    "expert_group_used_count": (U32, 2),
+    "expert_shared_count": (U32, 2),
+    "leading_dense_block_count": (U32, 1),
+}
 #: The name in the file: transformers' model, its options, and metadata besides the usual ones.
 FILES: dict[str, tuple[str, dict[str, Any], dict[str, tuple[int, Any]]]] = {
     "gemma": ("gemma", {"tie_word_embeddings": True}, {}),
@@ -32,6 +49,62 @@ FILES: dict[str, tuple[str, dict[str, Any], dict[str, tuple[int, Any]]]] = {
     "glm4": ("glm4", HALF, {"rope.dimension_count": (U32, 8)}),
     "ernie4_5": ("ernie4_5", {"use_bias": True}, {}),
     "seed_oss": ("seed_oss", {"attention_out_bias": True}, {}),
+    "qwen2moe": (
+        "qwen2_moe",
+        {**EXPERTS, "num_experts": 5, "shared_expert_intermediate_size": 80},
+        {**COUNTS, "expert_count": (U32, 5), "expert_shared_feed_forward_length": (U32, 80)},
+    ),
+    "glm4moe": (
+        "glm4_moe",
+        {**V3, **HALF, "use_qk_norm": True, "attention_bias": True},
+        {**V3_COUNTS, "rope.dimension_count": (U32, 8)},
+    ),
+    "dots1": ("dots1", {**V3, "sliding_window": None, "layer_types": FULL}, V3_COUNTS),
+    "minimax-m2": (
+        "minimax_m2",
+        {"num_local_experts": 5, "num_experts_per_tok": 2, "rotary_dim": 8},
+        {
+            "expert_count": (U32, 5),
+            "expert_used_count": (U32, 2),
+            "expert_feed_forward_length": (U32, 128),
+            "expert_gating_func": (U32, 2),
+            "rope.dimension_count": (U32, 8),
+        },
+    ),
+    "ernie4_5-moe": (
+        "ernie4_5_moe",
+        {
+            "moe_num_experts": 6,
+            "moe_k": 3,
+            "moe_intermediate_size": 48,
+            "moe_layer_interval": 2,
+            "num_hidden_layers": 4,
+        },
+        {
+            **COUNTS,
+            "interleave_moe_layer_step": (U32, 2),
+            "leading_dense_block_count": (U32, 1),
+            "expert_shared_count": (U32, 2),
+            "expert_shared_feed_forward_length": (U32, 64),  # wrong in files of some converters
+        },
+    ),
+    "exaone-moe": (
+        "exaone_moe",
+        {
+            **EXPERTS,
+            "num_experts": 6,
+            "n_group": 3,
+            "topk_group": 2,
+            "sliding_window": 8,
+            "num_hidden_layers": 4,
+        },
+        {
+            **V3_COUNTS,
+            "expert_shared_count": (U32, 1),
+            "attention.sliding_window": (U32, 8),
+            "attention.sliding_window_pattern": (U32, 4),
+        },
+    ),
     "mistral3": ("mistral", {"sliding_window": None}, {}),
     "internlm2": ("llama", {}, {}),
     "xverse": ("llama", {}, {}),

@@ -11,6 +11,12 @@ import torch
 from tests.models.conftest import Paged, checkpoint_of, expected_logits, prompt, tiny
 
 EXPERTS = {"num_experts_per_tok": 3, "moe_intermediate_size": 48}
+GRANITE = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.3,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 2.0,
+}
 #: Experts as DeepSeek V3 has them: in groups, with shared ones, after a dense layer.
 V3 = {
     **EXPERTS,
@@ -108,11 +114,13 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "solar_open": {**V3, "first_k_dense_replace": 0},
     "hy_v3": {**EXPERTS, "num_experts": 6, "num_shared_experts": 2},
     "flex_olmo": {"num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": True},
-    "granite": {
-        "embedding_multiplier": 3.0,
-        "attention_multiplier": 0.3,
-        "residual_multiplier": 0.4,
-        "logits_scaling": 2.0,
+    "granite": GRANITE,
+    "granitemoe": {**GRANITE, "num_local_experts": 6, "num_experts_per_tok": 3},
+    "granitemoeshared": {
+        **GRANITE,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 3,
+        "shared_intermediate_size": 48,
     },
 }
 LENGTH = 75
