@@ -49,6 +49,11 @@ class Biases(NamedTuple):
     head: bool = False
 
 
+def always(fields: Fields) -> bool:
+    """A rule for models without the choice."""
+    return True
+
+
 class ConfigRules(NamedTuple):
     """How a ``config.json`` is read.
 
@@ -66,6 +71,8 @@ class ConfigRules(NamedTuple):
     ``biases``: the projections with biases; ``None``: ``attention_bias`` says it of all four of
     attention, ``mlp_bias`` of the MLP's.
     ``norm_eps``: the key of the eps of norms, or the eps itself where the code fixes it.
+    ``parallel_blocks``: whether attention and MLP of a layer read the same sum, and both are added
+    to it; ``None``: they come one after the other.
     """
 
     keys: tuple[str, ...] = ()
@@ -80,13 +87,15 @@ class ConfigRules(NamedTuple):
     embedding_scale: Callable[[int], float] | None = None
     biases: Callable[[Fields], Biases] | None = None
     norm_eps: str | float = RMS_NORM_EPS
+    parallel_blocks: Callable[[Fields], bool] | None = None
 
 
 class Norms(NamedTuple):
     """The norms of a layer, by their names in a checkpoint; ``None`` where there is none.
 
     A block (attention or MLP) reads the norm of the sum of all before it; the norm after a block
-    is of its output, before that is added to the sum.
+    is of its output, before that is added to the sum. Of parallel blocks both may read that before
+    attention; the MLP then has none.
     """
 
     before_attention: str | None = "input_layernorm"
@@ -95,6 +104,8 @@ class Norms(NamedTuple):
     after_mlp: str | None = None
 
 
+#: One norm for both of two parallel blocks (Command R).
+ONE_NORM = Norms(before_mlp=None)
 #: Norms after the blocks alone (OLMo 2), and around each (Gemma 2).
 NORMS_AFTER = Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 NORMS_AROUND = Norms(
@@ -131,6 +142,8 @@ class LayerRules(NamedTuple):
     ``route_bias``: it has a bias of the choice. ``shared_gate``: the sum of shared experts has a
     gate, one number for each token.
     ``norm``: what all norms compute.
+    ``parallel_norms``: the norms where blocks are parallel (``ConfigRules.parallel_blocks``).
+    ``gated``: the MLP has a gate beside its first projection.
     """
 
     norms: Norms = Norms()
@@ -142,6 +155,12 @@ class LayerRules(NamedTuple):
     route_bias: bool = False
     shared_gate: bool = False
     norm: NormKind = NormKind()
+    parallel_norms: Norms = ONE_NORM
+    gated: bool = True
+
+    def norms_of(self, parallel: bool) -> Norms:
+        """The norms of a layer whose blocks are parallel, or come one after the other."""
+        return self.parallel_norms if parallel else self.norms
 
 
 class TensorRules(NamedTuple):

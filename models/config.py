@@ -41,6 +41,7 @@ class ModelConfig:
     has the one with the number in ``rope_of_layer``.
     ``attention_bias``: of q, k and v; ``output_bias``: of the projection after attention.
     ``qk_norm``: whether the norms of queries and keys that the architecture has are there.
+    ``parallel_blocks``: attention and MLP of a layer read the same sum.
     ``logits_scale`` divides the logits; a softcap ``c`` turns ``x`` into ``c * tanh(x / c)``.
     """
 
@@ -71,6 +72,7 @@ class ModelConfig:
     experts: ExpertSpec | None = None
     qk_norm: bool = True
     head_bias: bool = False
+    parallel_blocks: bool = False
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> ModelConfig:
@@ -130,7 +132,8 @@ class ModelConfig:
             final_softcap=fields.optional_positive("final_logit_softcapping"),
             embedding_scale=fields.positive("embedding_multiplier", default=embedding_scale),
             residual_scale=fields.positive("residual_multiplier", default=1.0),
-            logits_scale=fields.positive("logits_scaling", default=1.0),
+            logits_scale=fields.positive("logits_scaling", default=1.0)
+            / fields.positive("logit_scale", default=1.0),
             attention_bias=biases.qkv,
             output_bias=biases.output,
             mlp_bias=biases.mlp,
@@ -138,6 +141,7 @@ class ModelConfig:
             experts=experts,
             qk_norm=fields.flag("use_qk_norm", default=True),
             head_bias=biases.head,
+            parallel_blocks=bool(rules.parallel_blocks and rules.parallel_blocks(fields)),
         )
 
 

@@ -612,8 +612,7 @@ class Source:
 def _joined_parts(
     path: str, fused: str, parts: Sequence[tuple[str, int, int, int]], inputs: int
 ) -> list[Part]:
-    """The parts of :meth:`Source.columns`: each matrix under its own name, and all of them as one
-    matrix called ``fused``."""
+    """The parts of :meth:`Source.columns`: each under its own name, and all as one, ``fused``."""
     found: list[Part] = []
     joined: list[tuple[int, int]] = []
     first = offset = 0
@@ -622,4 +621,5 @@ def _joined_parts(
         joined.append((offset + start, count))
         first += count
         offset += size
-    return [*found, Part(fused, (offset, inputs), 0, tuple(joined), (0, inputs))]
+    all_parts = Part(fused, (offset, inputs), 0, tuple(joined), (0, inputs))
+    return found if found[0].path == fused else [*found, all_parts]

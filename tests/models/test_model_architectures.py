@@ -122,6 +122,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 3,
         "shared_intermediate_size": 48,
     },
+    "cohere": {"logit_scale": 0.5},
+    "cohere2": {"logit_scale": 0.5, "sliding_window": 8, "num_hidden_layers": 5},
 }
 LENGTH = 75
 
