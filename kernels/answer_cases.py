@@ -112,6 +112,14 @@ def _gated(kernel: Any, place: Place, problem: Problem, like: Sequence[Any]) -> 
     return [(f"act(gate) * up with {problem.format}", out, place.limit(place.rounded))]
 
 
+def _gate(kernel: Any, place: Place, problem: Problem, like: Sequence[Any]) -> Found:
+    x, gate = like
+    given = place.rows(_ROWS, x.shape[1], seed=1)
+    gates = place.rows(_ROWS, gate.shape[1], seed=2) * 2  # exact in every type
+    kernel.run(given, gates, problem.format)
+    return [(f"x times the {problem.format} of the gate", given, place.limit(place.rounded))]
+
+
 def _map(kernel: Any, place: Place, problem: Problem, like: Sequence[Any]) -> Found:
     (x,) = like
     wide = x.dtype == torch.float32
@@ -285,6 +293,7 @@ CASES: dict[str, Case] = {
     "rms_norm": _norm,
     "add_rms_norm": _norm,
     "gated_activation": _gated,
+    "gate": _gate,
     **dict.fromkeys(("zeros", "add", "add_bias", "scale", "softcap"), _map),
     "select_rows": _select_rows,
     "take_columns": _take_columns,

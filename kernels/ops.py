@@ -29,7 +29,7 @@ from sdk.kernels.context import Compute, Context
 from sdk.kernels.errors import KernelError
 from sdk.kernels.graph import Recording
 from sdk.kernels.groups import Group, Link
-from sdk.kernels.head_norms import HeadNorms
+from sdk.kernels.head_norms import HeadNorms, QueryScale
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.kv_tiers import page_tier
 from sdk.kernels.layouts import Layout, Pieces, on_device
@@ -53,6 +53,8 @@ _ATTENTION = {
 }
 #: Beyond any machine; a mistyped number must not use up the system's threads.
 MAX_THREADS = 1024
+GateKind = Literal["sigmoid", "softplus"]
+GATES: tuple[GateKind, ...] = ("sigmoid", "softplus")
 #: The last is gpt-oss' gate: see kernels/reference/norm.py.
 Activation = Literal["silu", "gelu_tanh", "gelu", "clamped_swiglu"]
 
@@ -298,6 +300,23 @@ class Ops:
             kernel.run(gate_up.contiguous(), kind, out, *(() if used is None else (used,)))
         return out
 
+    def gate(self, x: Tensor, gate: Tensor, kind: GateKind) -> Tensor:
+        """``x [T, N]`` times the function of ``gate [T, G]``, each of a run of N / G neighbours;
+        returns x, which is overwritten. Rows of the gate may be strided.
+
+        ``sigmoid`` or ``softplus``: ``log(1 + e^gate)``.
+        """
+        expect_floats("gate x", x, self.activations, None, None)
+        expect_floats("gate", gate, self.activations, x.shape[0], None)
+        if kind not in GATES or x.shape[1] % max(gate.shape[1], 1):
+            raise KernelError(
+                f"gate: expected one of {', '.join(GATES)} for equal runs of {x.shape[1]} "
+                f"columns, found {kind!r} and {gate.shape[1]} gates"
+            )
+        if x.shape[0]:
+            self._kernel("gate", (x, gate), format=kind).run(x, gate, kind)
+        return x
+
     def zeros(self, rows: int, width: int) -> Tensor:
         """``[rows, width]`` of zeros, float32."""
         out = self.empty(rows, width)
@@ -431,14 +450,15 @@ class Ops:
         batch: AttentionBatch,
         pages: KVPages,
         norms: HeadNorms | None = None,
+        scale: QueryScale | None = None,
     ) -> Tensor:
         """Rotate q and k, and write k and v into their page slots; returns q, rotated.
 
         q ``[T, heads, head_dim]``, k and v ``[T, kv_heads, head_dim]``, rows may be strided
         views of one fused projection; cos and sin ``[T, rotary_dim / 2]`` (halves rotate against
         each other, as Hugging Face models do; dimensions beyond ``rotary_dim`` pass through).
-        ``norms`` come before the rotation, in the same kernel if it ``normalizes``. q may be
-        overwritten.
+        ``norms``: of heads, before or after the rotation. ``scale``: of queries by their positions.
+        q may be overwritten.
         """
         batch.check(pages)
         for name, x in (("q", q), ("k", k), ("v", v)):
@@ -447,14 +467,11 @@ class Ops:
             expect(f"rope {name}", x, torch.float32, batch.num_tokens, None)
         if not q.shape[0]:
             return q
-        like = (q, k, v, cos, pages, norms)
+        if norms is not None and not norms.plain:
+            q, k, v, norms = self._normalized(q, k, v, norms)
+        like = (q, k, v, cos, pages, norms, scale)
         kernel = self._kernel("rope_and_cache", like, head_dim=k.shape[2], kv_dtype=pages.dtype)
-        if norms is None or kernel.normalizes:
-            kernel.run(q, k, v, cos, sin, batch, pages, *(() if norms is None else (norms,)))
-            return q
-        q = self.rms_norm(q, norms.q, norms.eps)
-        k = self.rms_norm(k, norms.k, norms.eps)
-        kernel.run(q, k, v, cos, sin, batch, pages)
+        kernel.run(q, k, v, cos, sin, batch, pages, norms, scale)
         return q
 
     def attention(

@@ -45,16 +45,22 @@ class Attention:
         self.window = c.sliding_windows[index]
         self.rope = c.rope_of_layer[index]
         d = c.head_dim
+        self.query_scale = c.query_scale
+        self.gate = gate = rules.output_gate
         keys = (c.num_kv_heads * d, heads.kv_start * d, heads.kv_count * d)
         parts = [
             ("q_proj", c.num_heads * d, heads.start * d, heads.count * d),
             ("k_proj", *keys),
             ("v_proj", *keys),
         ]
+        if gate is not None:  # of the same input: a part of the same product
+            width = 1 if gate.per_head else d
+            sizes = (c.num_heads * width, heads.start * width, heads.count * width)
+            parts.append((gate.projection, *sizes))
         head = order = None
         if rules.adjacent_pairs and c.ropes[self.rope].rotates:
             head = _halves_of_pairs(d, c.ropes[self.rope].rotary_dim)
-            order = _of_heads(head, self.heads + self.kv_heads, self.heads + 2 * self.kv_heads)
+            order = _of_heads(head, self.heads + self.kv_heads, sum(count for *_, count in parts))
         self.qkv = self.projection(source, path, parts, order)
         self.out = source.row(
             f"{path}.o_proj",
@@ -65,13 +71,10 @@ class Attention:
         )
         self.norms: HeadNorms | None = None
         self.width_norms: WidthNorms | None = None
-        if rules.qk_norm == "head":
-            q_norm, k_norm = (source.norm(f"{path}.{x}_norm", d) for x in "qk")
-            if head is not None:
-                q_norm, k_norm = q_norm[head], k_norm[head]
-            self.norms = HeadNorms(q_norm, k_norm, c.rms_norm_eps)
-        elif rules.qk_norm == "width":
+        if rules.qk_norm == "width":
             self.width_norms = WidthNorms(source, path)
+        elif rules.qk_norm is not None:
+            self.norms = _head_norms(source, path, rules, head)
         self.sinks: Tensor | None = None
         if rules.sinks:
             sinks = source.vector(f"{path}.sinks", c.num_heads)
@@ -97,13 +100,15 @@ class Attention:
         return self.attend(self.qkv(x), step, pages)
 
     def attend(self, qkv: Tensor, step: Step, pages: KVPages) -> Tensor:
-        """Attention of the projected ``[T, features of q, k and v]``."""
-        heads = qkv.view(qkv.shape[0], -1, self.head_dim)
-        q, k, v = heads.split_with_sizes([self.heads, self.kv_heads, self.kv_heads], dim=1)
+        """Attention of the projected ``[T, features of q, k, v and the gate]``."""
+        counts = [self.heads, self.kv_heads, self.kv_heads]
+        width = sum(counts) * self.head_dim
+        heads = qkv[:, :width].view(qkv.shape[0], -1, self.head_dim)
+        q, k, v = heads.split_with_sizes(counts, dim=1)
         if self.width_norms is not None:
             q, k = self.width_norms(q, k)
         cos, sin = step.angles[self.rope]
-        q = self.ops.rope_and_cache(q, k, v, cos, sin, step.batch, pages, self.norms)
+        q = self.ops.rope_and_cache(q, k, v, cos, sin, step.batch, pages, self.norms, self.query_scale)
         y = self.ops.attention(
             q,
             pages,
@@ -113,6 +118,8 @@ class Attention:
             softcap=self.softcap,
             sinks=self.sinks,
         )
+        if self.gate is not None:
+            y = self.ops.gate(y, qkv[:, width:], self.gate.kind)
         return self.out(y)
 
 
@@ -148,6 +155,26 @@ class WidthNorms:
             wide_q = wide_q * shrink[:, :1] * self.q_norm
             wide_k = wide_k * shrink[:, 1:] * self.k_norm
         return wide_q.view(q.shape), wide_k.view(k.shape)
+
+
+def _head_norms(source: Source, path: str, rules: LayerRules, order: Tensor | None) -> HeadNorms:
+    """The norms of each head. ``order``: of the features of queries and keys.
+
+    A GGUF file may have weights where the model has none: its converter writes factors there.
+    """
+    c, made = source.config, []
+    for name in ("q", "k"):
+        own = f"{path}.{name}_norm"
+        if rules.qk_norm == "head" or source.has(f"{own}.weight"):
+            weight = source.norm(own, c.head_dim).weight
+            made.append(weight if order is None else weight[order])
+        else:
+            made.append(torch.ones(c.head_dim, device=source.ops.device))
+    q, k = (Norm(weight, c.rms_norm_eps) for weight in made)
+    v = None
+    if rules.v_norm:
+        v = Norm(torch.ones(c.head_dim, device=source.ops.device), c.rms_norm_eps)
+    return HeadNorms(q, k, v, rules.norm_after_rotation)
 
 
 def _halves_of_pairs(head_dim: int, rotary: int) -> Tensor:

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sdk.kernels.dataclass import dataclass
+from sdk.kernels.head_norms import QueryScale
 from sdk.kernels.ops import Activation
 from sdk.models.architecture import Architecture, Biases, ConfigRules, architecture
 from sdk.models.config_fields import (
@@ -55,6 +56,7 @@ class ModelConfig:
     all. ``ropes``: the rotary embeddings, that of layers without a window first, of which a layer
     has the one with the number in ``rope_of_layer``.
     ``attention_bias``: of q, k and v; ``output_bias``: of the projection after attention.
+    ``query_scale``: of queries by their positions.
     ``logits_scale`` divides the logits; a softcap ``c`` turns ``x`` into ``c * tanh(x / c)``.
     """
 
@@ -83,6 +85,7 @@ class ModelConfig:
     mlp_bias: bool
     tie_word_embeddings: bool
     experts: ExpertSpec | None = None
+    query_scale: QueryScale | None = None
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> ModelConfig:
@@ -116,7 +119,9 @@ class ModelConfig:
         scale = fields.positive("query_pre_attn_scalar", default=float(head_dim)) ** -0.5
         windows = _windows(config, fields, known, layers)
         unrotated = rules.unrotated and rules.unrotated(fields, windows)
-        ropes, rope_of_layer = ropes_of_layers(fields, head_dim, windows, unrotated)
+        ropes, rope_of_layer = ropes_of_layers(
+            fields, head_dim, windows, unrotated, rules.rotation
+        )
         embedding_scale = 1.0 if rules.embedding_scale is None else rules.embedding_scale(hidden)
         return cls(
             model_type=model_type if known is None else known.model_type,
@@ -144,6 +149,7 @@ class ModelConfig:
             mlp_bias=biases.mlp,
             tie_word_embeddings=fields.flag("tie_word_embeddings", default=False),
             experts=_experts(fields, rules, layers),
+            query_scale=None if rules.query_scale is None else rules.query_scale(fields),
         )
 
 

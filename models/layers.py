@@ -320,6 +320,10 @@ class Source:
                 f"{self._name(path)}, tensor parallel size {self.mesh.size}: {error}"
             ) from error
 
+    def has(self, path: str) -> bool:
+        """Whether the checkpoint has a tensor or a matrix."""
+        return self.checkpoint.has(self._name(path))
+
     def vector(self, path: str, size: int) -> Tensor:
         """A plain tensor ``[size]``, float32."""
         found = self._shared.vectors.get(path)

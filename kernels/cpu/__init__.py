@@ -15,6 +15,7 @@ from sdk.kernels.cpu.attention import Attention, Places
 from sdk.kernels.cpu.elementwise import (
     MAPS,
     AddRmsNorm,
+    Gate,
     GatedActivation,
     Map,
     RmsNorm,
@@ -123,6 +124,7 @@ class CpuBackend:
             "rms_norm": (RmsNorm(runtime),),
             "add_rms_norm": (AddRmsNorm(runtime),),
             "gated_activation": (GatedActivation(runtime),),
+            "gate": (Gate(runtime),),
             **{kind: (Map(runtime, kind),) for kind in MAPS},
             "rope_angles": (RopeAngles(runtime),),
             "select_rows": (SelectRows(runtime),),

@@ -24,7 +24,7 @@ from sdk.kernels.reference.moe import (
     GroupRanks,
     Route,
 )
-from sdk.kernels.reference.norm import AddRmsNorm, GatedActivation, RmsNorm
+from sdk.kernels.reference.norm import AddRmsNorm, Gate, GatedActivation, RmsNorm
 from sdk.kernels.reference.recode import RecodePage
 from sdk.kernels.reference.rope import RopeAndCache, RopeAngles
 from sdk.kernels.reference.sampling import Sample
@@ -74,6 +74,7 @@ class ReferenceBackend:
             "rms_norm": (RmsNorm(),),
             "add_rms_norm": (AddRmsNorm(),),
             "gated_activation": (GatedActivation(),),
+            "gate": (Gate(),),
             **{kind: (Map(kind),) for kind in ("zeros", "add", "add_bias", "scale", "softcap")},
             "rope_angles": (RopeAngles(),),
             "select_rows": (SelectRows(),),

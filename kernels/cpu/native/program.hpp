@@ -32,6 +32,7 @@ struct Op {
         GatedArgs gated;
         MapArgs map;
         AnglesArgs angles;
+        GateArgs gate;
         SelectArgs select;
         TakeArgs take;
         RopeArgs rope;
