@@ -23,17 +23,21 @@ from sdk.models.sliding import SlidingRule, no_layer
 
 if TYPE_CHECKING:
     from sdk.kernels.head_norms import QueryScale
-    from sdk.kernels.ops import Activation, GateKind
+    from sdk.kernels.mlp_activations import Activation
+    from sdk.kernels.ops import GateKind
     from sdk.models.config_fields import Fields
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
-#: What every config must state itself, or else transformers' class fills it in.
+#: What every config must state itself, or else transformers' class fills it in; besides the eps of
+#: norms.
 STATED = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-    *("num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings"),
+    *("num_key_value_heads", "max_position_embeddings", "tie_word_embeddings"),
 )
+#: The key of most configs.
+RMS_NORM_EPS = "rms_norm_eps"
 
 
 class Biases(NamedTuple):
@@ -62,6 +66,7 @@ class ConfigRules(NamedTuple):
     them. ``query_scale``: reads the scale of queries by their positions, if there is one.
     ``biases``: the projections with biases; ``None``: ``attention_bias`` says it of all four of
     attention, ``mlp_bias`` of the MLP's.
+    ``norm_eps``: the key of the eps of norms, or the eps itself where the code fixes it.
     """
 
     keys: tuple[str, ...] = ()
@@ -77,6 +82,7 @@ class ConfigRules(NamedTuple):
     biases: Callable[[Fields], Biases] | None = None
     rotation: Callable[[Mapping[str, Any], int], Mapping[str, Any]] | None = None
     query_scale: Callable[[Fields], QueryScale | None] | None = None
+    norm_eps: str | float = RMS_NORM_EPS
 
 
 class Norms(NamedTuple):
@@ -102,6 +108,18 @@ NORMS_AROUND = Norms(
 )
 
 
+class NormKind(NamedTuple):
+    """What the norms of a model compute: see :class:`sdk.kernels.norm.Norm`."""
+
+    centred: bool = False
+    weight: bool = True
+    bias: bool = False
+
+
+#: torch's LayerNorm.
+LAYER_NORM = NormKind(centred=True, bias=True)
+
+
 class OutputGate(NamedTuple):
     """A gate on what attention adds: ``y * kind(projection(x))``, before the output projection.
 
@@ -124,6 +142,7 @@ class LayerRules(NamedTuple):
     i and i + d / 2 do.
     ``sinks``: every head has an attention sink.
     ``router``: the name of the router of experts, beside them.
+    ``norm``: what all norms compute.
     ``norm_after_rotation``: the norms of heads come after the rotation.
     ``v_norm``: values have an RMSNorm without a weight over each head.
     ``output_gate``: see :class:`OutputGate`.
@@ -134,6 +153,7 @@ class LayerRules(NamedTuple):
     adjacent_pairs: bool = False
     sinks: bool = False
     router: str = "gate"
+    norm: NormKind = NormKind()
     norm_after_rotation: bool = False
     v_norm: bool = False
     output_gate: OutputGate | None = None
@@ -245,8 +265,10 @@ def states_everything(config: Mapping[str, Any]) -> bool:
         return False
     if config.get("rope_theta") is None and not config.get("rope_parameters"):
         return False
+    eps = known.config.norm_eps
+    stated = (*STATED, eps) if isinstance(eps, str) else STATED
     may_be_null = ("eos_token_id", *known.config.stated)
-    return all(config.get(key) is not None for key in STATED) and config.keys() >= {*may_be_null}
+    return all(config.get(key) is not None for key in stated) and config.keys() >= {*may_be_null}
 
 
 def gguf_architecture(name: object, keys: GgufKeys) -> tuple[Architecture, GgufRules] | None:

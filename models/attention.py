@@ -6,10 +6,12 @@ torch is imported for type checkers only: see :mod:`sdk.models.architecture`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from sdk.kernels.head_norms import HeadNorms
 from sdk.kernels.lazy_torch import torch
+from sdk.kernels.norm import Norm
 from sdk.models.architecture import LayerRules
 
 if TYPE_CHECKING:
@@ -108,7 +110,9 @@ class Attention:
         if self.width_norms is not None:
             q, k = self.width_norms(q, k)
         cos, sin = step.angles[self.rope]
-        q = self.ops.rope_and_cache(q, k, v, cos, sin, step.batch, pages, self.norms, self.query_scale)
+        q = self.ops.rope_and_cache(
+            q, k, v, cos, sin, step.batch, pages, self.norms, self.query_scale
+        )
         y = self.ops.attention(
             q,
             pages,
@@ -132,49 +136,52 @@ class WidthNorms:
     def __init__(self, source: Source, path: str) -> None:
         c, heads = source.config, source.heads
         self.ops = source.ops
-        self.eps = c.rms_norm_eps
         self.mesh = source.mesh
         self.q_width, self.k_width = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
         self.kv_copies = heads.kv_copies
-        q_norm = source.norm(f"{path}.q_norm", self.q_width).view(-1, c.head_dim)
-        k_norm = source.norm(f"{path}.k_norm", self.k_width).view(-1, c.head_dim)
-        self.q_norm = q_norm[heads.start : heads.start + heads.count].flatten()
-        self.k_norm = k_norm[heads.kv_start : heads.kv_start + heads.kv_count].flatten()
+        q_norm = source.norm(f"{path}.q_norm", self.q_width)
+        k_norm = source.norm(f"{path}.k_norm", self.k_width)
+        self.q_norm = _part_of(q_norm, c.head_dim, heads.start, heads.count)
+        self.k_norm = _part_of(k_norm, c.head_dim, heads.kv_start, heads.kv_count)
 
     def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Of q ``[T, heads, head_dim]`` and k ``[T, kv_heads, head_dim]``."""
         wide_q, wide_k = q.flatten(1), k.flatten(1)
         if self.mesh.group is None:
-            wide_q = self.ops.rms_norm(wide_q, self.q_norm, self.eps)
-            wide_k = self.ops.rms_norm(wide_k, self.k_norm, self.eps)
+            wide_q = self.ops.norm(wide_q, self.q_norm)
+            wide_k = self.ops.norm(wide_k, self.k_norm)
         else:
             squares = wide_q.new_empty(len(wide_q), 2)
             squares[:, 0] = (wide_q * wide_q).sum(dim=1) / self.q_width
             squares[:, 1] = (wide_k * wide_k).sum(dim=1) / (self.k_width * self.kv_copies)
-            shrink = (self.ops.all_reduce(squares, self.mesh.group) + self.eps).rsqrt()
-            wide_q = wide_q * shrink[:, :1] * self.q_norm
-            wide_k = wide_k * shrink[:, 1:] * self.k_norm
+            shrink = (self.ops.all_reduce(squares, self.mesh.group) + self.q_norm.eps).rsqrt()
+            assert self.q_norm.weight is not None and self.k_norm.weight is not None
+            wide_q = wide_q * shrink[:, :1] * self.q_norm.weight
+            wide_k = wide_k * shrink[:, 1:] * self.k_norm.weight
         return wide_q.view(q.shape), wide_k.view(k.shape)
 
 
 def _head_norms(source: Source, path: str, rules: LayerRules, order: Tensor | None) -> HeadNorms:
     """The norms of each head. ``order``: of the features of queries and keys.
 
-    A GGUF file may have weights where the model has none: its converter writes factors there.
+    What has no weight gets one of ones, with which the rotation's kernel takes it. A GGUF file may
+    have weights where the model has none: its converter writes factors there.
     """
-    c, made = source.config, []
-    for name in ("q", "k"):
-        own = f"{path}.{name}_norm"
-        if rules.qk_norm == "head" or source.has(f"{own}.weight"):
-            weight = source.norm(own, c.head_dim).weight
-            made.append(weight if order is None else weight[order])
-        else:
-            made.append(torch.ones(c.head_dim, device=source.ops.device))
-    q, k = (Norm(weight, c.rms_norm_eps) for weight in made)
-    v = None
-    if rules.v_norm:
-        v = Norm(torch.ones(c.head_dim, device=source.ops.device), c.rms_norm_eps)
-    return HeadNorms(q, k, v, rules.norm_after_rotation)
+    width, eps = source.config.head_dim, source.config.norm_eps
+    plain = Norm(torch.ones(width, device=source.ops.device), eps)
+    q = k = plain
+    if rules.qk_norm == "head" or source.has(f"{path}.q_norm.weight"):
+        q, k = (source.norm(f"{path}.{name}_norm", width) for name in "qk")
+    if order is not None and q.weight is not None and k.weight is not None:
+        q, k = replace(q, weight=q.weight[order]), replace(k, weight=k.weight[order])
+    return HeadNorms(q, k, plain if rules.v_norm else None, rules.norm_after_rotation)
+
+
+def _part_of(norm: Norm, head_dim: int, start: int, count: int) -> Norm:
+    """What a rank has of an RMSNorm over the width of all heads."""
+    assert norm.weight is not None
+    own = norm.weight.view(-1, head_dim)[start : start + count].flatten()
+    return Norm(own, norm.eps)
 
 
 def _halves_of_pairs(head_dim: int, rotary: int) -> Tensor:

@@ -49,7 +49,7 @@ class OpKind(IntEnum):
     EMBEDDING = 0
     LINEAR = 1
     NORM = 2
-    GATED = 3
+    ACTIVATION = 3
     MAP = 4
     ANGLES = 5
     SELECT = 6
@@ -262,19 +262,19 @@ class PlacesArgs(Structure):
 
 class NormArgs(Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("x", "residual", "weight", "out")),
+        *((name, c_void_p) for name in ("x", "residual", "weight", "bias", "out")),
         *((name, c_int64) for name in ("width", "inner", "outer_stride", "inner_stride")),
-        ("eps", c_float),
+        *(("weight_stride", c_int64), ("eps", c_float), ("centred", c_int32)),
     ]
 
 
-class GatedArgs(Structure):
+class ActivationArgs(Structure):
     _fields_ = [
-        ("gate_up", c_void_p),
-        ("out", c_void_p),
+        *((name, c_void_p) for name in ("x", "out")),
         ("width", c_int64),
         ("used", c_void_p),
-        ("kind", c_int32),
+        *((name, c_int32) for name in ("kind", "gated")),
+        ("numbers", c_float * 4),
     ]
 
 

@@ -99,7 +99,7 @@ def _write(
 
 @triton.jit
 def rope_kernel(
-    q, k, v, cos, sin, slots, k_centre, q_norm, k_norm, v_norm, positions, eps,
+    q, k, v, cos, sin, slots, k_centre, q_norm, k_norm, v_norm, eps, positions, beta, length,
     q_token, q_head, k_token, k_head, v_token, v_head, cos_token, heads, kv_heads, half,
     k_codes, k_scale, k_page, k_row, k_slot, k_scale_page, k_scale_group,
     v_codes, v_scale, v_page, v_row, v_slot, v_scale_page, v_scale_group,
@@ -107,12 +107,11 @@ def rope_kernel(
     V_KIND: tl.constexpr, V_GROUPS: tl.constexpr, V_GROUP: tl.constexpr, V_MIX: tl.constexpr,
     PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_H: tl.constexpr,
     CENTRE: tl.constexpr, NORM: tl.constexpr, AFTER: tl.constexpr,
-    BETA: tl.constexpr, LENGTH: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens, tiles of heads of q, then of k, then of v). q is turned in place.
 
-    ``NORM``, ``AFTER``: whether q and k have norms, and where. ``LENGTH``: if not 0, q is multiplied
-    by ``1 + BETA * log(1 + position // LENGTH)``. ``MIX``: the Hadamard block of what lies mixed, else 0; q is mixed where keys are.
+    ``NORM``, ``AFTER``: whether q and k have norms, and where. With ``positions`` q is multiplied
+    by ``1 + beta * log(1 + position // length)``. ``MIX``: the Hadamard block of what lies mixed, else 0; q is mixed where keys are.
     """
     after_earlier()
     token = tl.program_id(0).to(tl.int64)
@@ -129,9 +128,9 @@ def rope_kernel(
         turned = _rotated(
             queries, column, mask, angles, half, cos, sin, q_norm, eps, HEAD_DIM, NORM, AFTER
         )
-        if LENGTH:
-            steps = tl.load(positions + token) // LENGTH
-            turned *= 1.0 + BETA * tl.log(1.0 + steps.to(tl.float32))
+        if positions is not None:
+            steps = tl.load(positions + token) // length
+            turned *= 1.0 + beta * tl.log(1.0 + steps.to(tl.float32))
         if K_MIX:
             turned = mixed(turned, BLOCK_H, BLOCK_D, K_MIX)
         tl.debug_barrier()  # a thread reads what another overwrites
@@ -230,8 +229,8 @@ class RopeAndCache:
             rope_kernel,
             grid,
             *(q, k, v, cos, sin, batch.slots),
-            *(centre, *weights, None if scale is None else batch.positions),
-            0.0 if norms is None else norms.q.eps,
+            *(centre, *weights, 0.0 if norms is None else norms.q.eps),
+            *((None,) * 3 if scale is None else (batch.positions, scale.beta, scale.length)),
             *q.stride()[:2],
             *k.stride()[:2],
             *v.stride()[:2],
@@ -256,8 +255,6 @@ class RopeAndCache:
             CENTRE=centre is not None,
             NORM=norms is not None,
             AFTER=norms is not None and norms.after,
-            BETA=0.0 if scale is None else scale.beta,
-            LENGTH=0 if scale is None else scale.length,
             num_warps=4,
             enable_fp_fusion=False,  # codes of pages are the reference's, see page_codes.py
         )

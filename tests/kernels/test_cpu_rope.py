@@ -216,7 +216,10 @@ def test_rope_refuses_arguments_that_disagree(backend: CpuBackend) -> None:
     with pytest.raises(KernelError, match=r"float32 centre \[2, 16\], found .* \[16\]"):
         kernel.run(q, k, v, angle, angle, batch, replace(pages, k_centre=torch.zeros(16)))
     one = Norm(torch.ones(16), 1e-5)
-    for norms in (HeadNorms(one, Norm(torch.ones(2, 16), 1e-5)), HeadNorms(one, replace(one, eps=1.0))):
+    for norms in (
+        HeadNorms(one, Norm(torch.ones(2, 16), 1e-5)),
+        HeadNorms(one, replace(one, eps=1.0)),
+    ):
         with pytest.raises(KernelError, match=r"rope: expected RMSNorms with one weight for all"):
             kernel.run(q, k, v, angle, angle, batch, pages, norms)
     short = HeadNorms(one, Norm(torch.ones(15), 1e-5))
