@@ -19,7 +19,6 @@ from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.head_norms import HeadNorms, QueryScale
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.norm import Norm
-from sdk.kernels.reference.norm import Normalize
 from sdk.kernels.reference.page_codes import page_floats
 from sdk.kernels.reference.rope import RopeAndCache
 

@@ -191,8 +191,8 @@ def _halves_of_pairs(head_dim: int, rotary: int) -> Tensor:
     return torch.cat([torch.arange(0, rotary, 2), torch.arange(1, rotary, 2), rest])
 
 
-def _of_heads(head: Tensor, count: int, total: int) -> Tensor:
-    """Features of ``total`` heads, int64: of the first ``count`` in the order ``head``."""
+def _of_heads(head: Tensor, count: int, features: int) -> Tensor:
+    """The order of ``features``, int64: of the first ``count`` heads that of ``head``."""
     width = len(head)
     first = (torch.arange(count)[:, None] * width + head).flatten()
-    return torch.cat([first, torch.arange(count * width, total * width)])
+    return torch.cat([first, torch.arange(count * width, features)])

@@ -111,7 +111,8 @@ def rope_kernel(
     """Grid (tokens, tiles of heads of q, then of k, then of v). q is turned in place.
 
     ``NORM``, ``AFTER``: whether q and k have norms, and where. With ``positions`` q is multiplied
-    by ``1 + beta * log(1 + position // length)``. ``MIX``: the Hadamard block of what lies mixed, else 0; q is mixed where keys are.
+    by ``1 + beta * log(1 + position // length)``. ``MIX``: the Hadamard block of what lies mixed,
+    else 0; q is mixed where keys are.
     """
     after_earlier()
     token = tl.program_id(0).to(tl.int64)

@@ -1,4 +1,4 @@
-"""IQuest-Coder: Llama, for transformers since 2026. Its first code had options that no model uses."""
+"""IQuest-Coder: Llama. Its first code had options that no published model uses."""
 
 from __future__ import annotations
 

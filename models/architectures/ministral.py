@@ -1,4 +1,4 @@
-"""Ministral 8B (2024): Mistral whose layers slide one by one. transformers' modeling_ministral.py."""
+"""Ministral 8B (2024): Mistral of which some layers slide. transformers' modeling_ministral.py."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def test_norms_of_heads_and_a_scale_by_position_are_those_of_the_reference(
     scale = QueryScale(0.3, 7)
     results = []
     for run in (kernel.run, RopeAndCache().run):
-        fused, (q, k, v) = rows(head_dim)
+        _, (q, k, v) = rows(head_dim)
         v[5] = 0.0
         pages = make_pages(2, 16, head_dim, dtype)
         run(q, k, v, angle.cos(), angle.sin(), batch, pages, norms, scale)
