@@ -33,8 +33,6 @@ ROOTS = (
     ("language_model.model.", "language_model."),
     ("model.language_model.", ""),
 )
-
-
 #: Activation bits of the projections that matter most per multiplication. Quantizing activations to
 #: 8 bits moves SmolLM2's logits by 0.034 of their norm, 0.020 of it through q, k and v (an eighth
 #: of the work of a layer), 0.018 through the head, which runs for sampled tokens only.
