@@ -56,7 +56,11 @@ class ModelConfig:
     all. ``ropes``: the rotary embeddings, that of layers without a window first, of which a layer
     has the one with the number in ``rope_of_layer``.
     ``attention_bias``: of q, k and v; ``output_bias``: of the projection after attention.
+<<<<<<< HEAD
     ``query_scale``: of queries by their positions.
+=======
+    ``parallel_blocks``: attention and MLP of a layer read the same sum.
+>>>>>>> norms
     ``logits_scale`` divides the logits; a softcap ``c`` turns ``x`` into ``c * tanh(x / c)``.
     """
 
@@ -85,7 +89,11 @@ class ModelConfig:
     mlp_bias: bool
     tie_word_embeddings: bool
     experts: ExpertSpec | None = None
+<<<<<<< HEAD
     query_scale: QueryScale | None = None
+=======
+    parallel_blocks: bool = False
+>>>>>>> norms
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> ModelConfig:
@@ -142,13 +150,18 @@ class ModelConfig:
             final_softcap=fields.optional_positive("final_logit_softcapping"),
             embedding_scale=fields.positive("embedding_multiplier", default=embedding_scale),
             residual_scale=fields.positive("residual_multiplier", default=1.0),
-            logits_scale=fields.positive("logits_scaling", default=1.0),
+            logits_scale=fields.positive("logits_scaling", default=1.0)
+            / fields.positive("logit_scale", default=1.0),
             attention_bias=biases.qkv,
             output_bias=biases.output,
             mlp_bias=biases.mlp,
             tie_word_embeddings=fields.flag("tie_word_embeddings", default=False),
             experts=_experts(fields, rules, layers),
+<<<<<<< HEAD
             query_scale=None if rules.query_scale is None else rules.query_scale(fields),
+=======
+            parallel_blocks=bool(rules.parallel_blocks and rules.parallel_blocks(fields)),
+>>>>>>> norms
         )
 
 

@@ -136,6 +136,7 @@ def test_heads_are_normalized_before_they_turn(dtype: str, head_dim: int, rotary
     torch.testing.assert_close(pages.k.float(), wanted.k.float(), rtol=step, atol=step)
 
 
+<<<<<<< HEAD
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 @pytest.mark.parametrize("after", [False, True])
 def test_values_are_normalized_and_queries_scaled_by_position(dtype: str, after: bool) -> None:
@@ -151,6 +152,17 @@ def test_values_are_normalized_and_queries_scaled_by_position(dtype: str, after:
     for name in ("k", "v"):
         codes = (getattr(pages, name).float() for _, pages in (found, wanted))
         torch.testing.assert_close(*codes, rtol=step, atol=step)
+=======
+def test_norms_of_another_form_are_refused() -> None:
+    norms = HeadNorms(Norm(torch.ones(64), 1e-6, centred=True), Norm(torch.ones(64), 1e-6))
+    fused = torch.ones(4, 5, 64)
+
+    def run(q: Tensor, k: Tensor, *others: Any) -> None:
+        RopeAndCache().run(q, k, *others, norms)
+
+    with pytest.raises(KernelError, match="rope: expected RMSNorms with one weight for all heads"):
+        written(run, fused, 3, 1, make_pages(1, 64, "float32"), 64)
+>>>>>>> norms
 
 
 @pytest.mark.parametrize("dtype", ["float16", "int8"])
