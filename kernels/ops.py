@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from sdk.kernels.backend import Choice, Problem
 from sdk.kernels.batch import AttentionBatch, WorkShape
@@ -29,7 +29,7 @@ from sdk.kernels.context import Compute, Context
 from sdk.kernels.errors import KernelError
 from sdk.kernels.graph import Recording
 from sdk.kernels.groups import Group, Link
-from sdk.kernels.head_norms import HeadNorms
+from sdk.kernels.head_norms import HeadNorms, QueryScale
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.kv_tiers import page_tier
 from sdk.kernels.layouts import Layout, Pieces, on_device
@@ -55,6 +55,8 @@ _ATTENTION = {
 }
 #: Beyond any machine; a mistyped number must not use up the system's threads.
 MAX_THREADS = 1024
+GateKind = Literal["sigmoid", "softplus"]
+GATES: tuple[GateKind, ...] = ("sigmoid", "softplus")
 
 
 class Ops:
@@ -299,6 +301,23 @@ class Ops:
             kernel.run(gate_up.contiguous(), kind, out, numbers, *given)
         return out
 
+    def gate(self, x: Tensor, gate: Tensor, kind: GateKind) -> Tensor:
+        """``x [T, N]`` times the function of ``gate [T, G]``, each of a run of N / G neighbours;
+        returns x, which is overwritten. Rows of the gate may be strided.
+
+        ``sigmoid`` or ``softplus``: ``log(1 + e^gate)``.
+        """
+        expect_floats("gate x", x, self.activations, None, None)
+        expect_floats("gate", gate, self.activations, x.shape[0], None)
+        if kind not in GATES or x.shape[1] % max(gate.shape[1], 1):
+            raise KernelError(
+                f"gate: expected one of {', '.join(GATES)} for equal runs of {x.shape[1]} "
+                f"columns, found {kind!r} and {gate.shape[1]} gates"
+            )
+        if x.shape[0]:
+            self._kernel("gate", (x, gate), format=kind).run(x, gate, kind)
+        return x
+
     def activation(
         self,
         x: Tensor,
@@ -451,14 +470,15 @@ class Ops:
         batch: AttentionBatch,
         pages: KVPages,
         norms: HeadNorms | None = None,
+        scale: QueryScale | None = None,
     ) -> Tensor:
         """Rotate q and k, and write k and v into their page slots; returns q, rotated.
 
         q ``[T, heads, head_dim]``, k and v ``[T, kv_heads, head_dim]``, rows may be strided
         views of one fused projection; cos and sin ``[T, rotary_dim / 2]`` (halves rotate against
         each other, as Hugging Face models do; dimensions beyond ``rotary_dim`` pass through).
-        ``norms`` come before the rotation, in the same kernel if it ``normalizes``. q may be
-        overwritten.
+        ``norms``: of heads, before or after the rotation. ``scale``: of queries by their positions.
+        q may be overwritten.
         """
         batch.check(pages)
         for name, x in (("q", q), ("k", k), ("v", v)):
@@ -467,14 +487,25 @@ class Ops:
             expect(f"rope {name}", x, torch.float32, batch.num_tokens, None)
         if not q.shape[0]:
             return q
-        like = (q, k, v, cos, pages, norms)
+        if norms is not None and not norms.plain:
+            q, k, v, norms = self._normalized(q, k, v, norms)
+        like = (q, k, v, cos, pages, norms, scale)
         kernel = self._kernel("rope_and_cache", like, head_dim=k.shape[2], kv_dtype=pages.dtype)
-        if norms is None or (kernel.normalizes and norms.plain):
-            kernel.run(q, k, v, cos, sin, batch, pages, *(() if norms is None else (norms,)))
-            return q
-        q, k = self.norm(q, norms.q), self.norm(k, norms.k)
-        kernel.run(q, k, v, cos, sin, batch, pages)
+        kernel.run(q, k, v, cos, sin, batch, pages, norms, scale)
         return q
+
+    def _normalized(
+        self, q: Tensor, k: Tensor, v: Tensor, norms: HeadNorms
+    ) -> tuple[Tensor, Tensor, Tensor, None]:
+        """q, k and v after norms that the rotation's kernels do not have."""
+        if norms.after:
+            raise KernelError(
+                "rope: norms after the rotation: expected RMSNorms with one weight for all heads "
+                "and one eps"
+            )
+        if norms.v is not None:
+            v = self.norm(v, norms.v)
+        return self.norm(q, norms.q), self.norm(k, norms.k), v, None
 
     def attention(
         self,

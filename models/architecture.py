@@ -23,7 +23,9 @@ from sdk.kernels.route_rule import SOFTMAX, RouteRule
 from sdk.models.sliding import SlidingRule, no_layer
 
 if TYPE_CHECKING:
+    from sdk.kernels.head_norms import QueryScale
     from sdk.kernels.mlp_activations import Activation
+    from sdk.kernels.ops import GateKind
     from sdk.models.config_fields import Fields
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -68,6 +70,8 @@ class ConfigRules(NamedTuple):
     ``fixed``: keys that are supported with this value alone.
     ``activation``: reads the activation; ``None`` for the name in ``hidden_act``.
     ``embedding_scale``: the factor of embeddings by hidden size, where the config has none.
+    ``rotation(parameters, head_dim)``: the parameters of a rotary embedding as other models have
+    them. ``query_scale``: reads the scale of queries by their positions, if there is one.
     ``biases``: the projections with biases; ``None``: ``attention_bias`` says it of all four of
     attention, ``mlp_bias`` of the MLP's.
     ``norm_eps``: the key of the eps of norms, or the eps itself where the code fixes it.
@@ -86,6 +90,8 @@ class ConfigRules(NamedTuple):
     activation: Callable[[Fields], Activation] | None = None
     embedding_scale: Callable[[int], float] | None = None
     biases: Callable[[Fields], Biases] | None = None
+    rotation: Callable[[Mapping[str, Any], int], Mapping[str, Any]] | None = None
+    query_scale: Callable[[Fields], QueryScale | None] | None = None
     norm_eps: str | float = RMS_NORM_EPS
     parallel_blocks: Callable[[Fields], bool] | None = None
 
@@ -128,12 +134,24 @@ class NormKind(NamedTuple):
 LAYER_NORM = NormKind(centred=True, bias=True)
 
 
+class OutputGate(NamedTuple):
+    """A gate on what attention adds: ``y * kind(projection(x))``, before the output projection.
+
+    ``projection``: its name beside the others. ``per_head``: it has one number for each head, else
+    one for each feature. ``kind``: ``sigmoid`` or ``softplus``.
+    """
+
+    projection: str = "gate_proj"
+    kind: GateKind = "sigmoid"
+    per_head: bool = False
+
+
 class LayerRules(NamedTuple):
     """What a decoder layer computes, as far as all layers of a model do the same.
 
     ``norms``: see :class:`Norms`.
-    ``qk_norm``: an RMSNorm of queries and keys before the rotation: over each head, or over the
-    whole width of all heads.
+    ``qk_norm``: an RMSNorm of queries and keys before the rotation: over each head, with a weight
+    or without one (``unweighted``), or over the whole width of all heads.
     ``adjacent_pairs``: dimensions 2i and 2i + 1 of a head turn together, as stored; of other models
     i and i + d / 2 do.
     ``sinks``: every head has an attention sink.
@@ -142,12 +160,15 @@ class LayerRules(NamedTuple):
     ``route_bias``: it has a bias of the choice. ``shared_gate``: the sum of shared experts has a
     gate, one number for each token.
     ``norm``: what all norms compute.
+    ``norm_after_rotation``: the norms of heads come after the rotation.
+    ``v_norm``: values have an RMSNorm without a weight over each head.
+    ``output_gate``: see :class:`OutputGate`.
     ``parallel_norms``: the norms where blocks are parallel (``ConfigRules.parallel_blocks``).
     ``gated``: the MLP has a gate beside its first projection.
     """
 
     norms: Norms = Norms()
-    qk_norm: Literal["head", "width"] | None = None
+    qk_norm: Literal["head", "unweighted", "width"] | None = None
     adjacent_pairs: bool = False
     sinks: bool = False
     router: str = "gate"
@@ -155,6 +176,9 @@ class LayerRules(NamedTuple):
     route_bias: bool = False
     shared_gate: bool = False
     norm: NormKind = NormKind()
+    norm_after_rotation: bool = False
+    v_norm: bool = False
+    output_gate: OutputGate | None = None
     parallel_norms: Norms = ONE_NORM
     gated: bool = True
 
@@ -214,6 +238,8 @@ class GgufRules(NamedTuple):
     ``slides``: sliding layers have the scaling of the others ("scaled") or none ("plain"), and the
     base ``rope.freq_base_swa`` if a file has it. ``None``: there are none, or ``read`` does it.
     ``interleaved_qk``: rows of q and k are interleaved so that rotary pairs are adjacent.
+    ``yarn_log_multiplier``: llama.cpp reads ``rope.scaling.yarn_log_multiplier`` for this model, as
+    ``mscale_all_dim`` of a config whose ``mscale`` is 1.
     """
 
     name: str
@@ -225,6 +251,7 @@ class GgufRules(NamedTuple):
     keys: tuple[str, ...] = ()
     slides: Literal["scaled", "plain"] | None = None
     interleaved_qk: bool = False
+    yarn_log_multiplier: bool = False
 
 
 class Architecture(NamedTuple):

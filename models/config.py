@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sdk.kernels.dataclass import dataclass
+from sdk.kernels.head_norms import QueryScale
 from sdk.kernels.mlp_activations import Activation
 from sdk.models.architecture import Architecture, Biases, ConfigRules, architecture
 from sdk.models.config_fields import (
@@ -40,8 +41,9 @@ class ModelConfig:
     all. ``ropes``: the rotary embeddings, that of layers without a window first, of which a layer
     has the one with the number in ``rope_of_layer``.
     ``attention_bias``: of q, k and v; ``output_bias``: of the projection after attention.
-    ``qk_norm``: whether the norms of queries and keys that the architecture has are there.
+    ``query_scale``: of queries by their positions.
     ``parallel_blocks``: attention and MLP of a layer read the same sum.
+    ``qk_norm``: whether the norms of queries and keys that the architecture has are there.
     ``logits_scale`` divides the logits; a softcap ``c`` turns ``x`` into ``c * tanh(x / c)``.
     """
 
@@ -70,9 +72,10 @@ class ModelConfig:
     mlp_bias: bool
     tie_word_embeddings: bool
     experts: ExpertSpec | None = None
+    query_scale: QueryScale | None = None
+    parallel_blocks: bool = False
     qk_norm: bool = True
     head_bias: bool = False
-    parallel_blocks: bool = False
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> ModelConfig:
@@ -107,7 +110,7 @@ class ModelConfig:
         scale = fields.positive("query_pre_attn_scalar", default=float(head_dim)) ** -0.5
         windows = _windows(config, fields, known, layers)
         unrotated = rules.unrotated and rules.unrotated(fields, windows)
-        ropes, rope_of_layer = ropes_of_layers(fields, head_dim, windows, unrotated)
+        ropes, rope_of_layer = ropes_of_layers(fields, head_dim, windows, unrotated, rules.rotation)
         experts = None if known is None else experts_of(fields, known, layers)
         embedding_scale = 1.0 if rules.embedding_scale is None else rules.embedding_scale(hidden)
         return cls(
@@ -139,9 +142,10 @@ class ModelConfig:
             mlp_bias=biases.mlp,
             tie_word_embeddings=fields.flag("tie_word_embeddings", default=False),
             experts=experts,
+            query_scale=None if rules.query_scale is None else rules.query_scale(fields),
+            parallel_blocks=bool(rules.parallel_blocks and rules.parallel_blocks(fields)),
             qk_norm=fields.flag("use_qk_norm", default=True),
             head_bias=biases.head,
-            parallel_blocks=bool(rules.parallel_blocks and rules.parallel_blocks(fields)),
         )
 
 

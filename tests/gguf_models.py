@@ -42,7 +42,9 @@ NAMES = {
 #: The key of a config's eps, for models with LayerNorm.
 _LAYER_NORM_EPS = {"command-r": "layer_norm_eps", "cohere2": "layer_norm_eps"}
 #: Where transformers turns dimensions i and i + d / 2 of a head, and llama.cpp 2i and 2i + 1.
-_PERMUTED = ("llama", "granite", "smollm3", "mistral3", "internlm2", "xverse", "minicpm")
+_PERMUTED = (
+    *("llama", "granite", "granite_swa", "smollm3", "mistral3", "internlm2", "xverse", "minicpm"),
+)
 _LAYER = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -50,6 +52,7 @@ _LAYER = {
     "self_attn.o_proj": "attn_output",
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
+    "self_attn.sinks": "attn_sinks",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
@@ -120,7 +123,7 @@ def gguf_of(
     for name, rows in _tensors(model):
         if name == "lm_head.weight" and c.tie_word_embeddings:
             continue
-        stem, _, suffix = name.rpartition(".")
+        stem, _, suffix = (f"{name}.weight" if name.endswith("sinks") else name).rpartition(".")
         if "layernorm" in name or name.endswith(("model.norm.weight", "_norm.weight")):
             rows = rows + 1.0 if arch.startswith("gemma") else rows
         heads = {"q_proj": c.num_attention_heads, "k_proj": c.num_key_value_heads}

@@ -27,6 +27,11 @@ def read_gguf(config: dict[str, Any], keys: GgufKeys) -> None:
             f"{keys.source}: {config['model_type']}.rope.scaling.finetuned: expected true, found "
             "false: a Granite model without rotary embeddings is not supported"
         )
+    read_multipliers(config, keys)
+
+
+def read_multipliers(config: dict[str, Any], keys: GgufKeys) -> None:
+    """The four factors, also of models built on Granite."""
     for ours, theirs in MULTIPLIERS.items():
         default = config["head_dim"] ** -0.5 if ours == "attention_multiplier" else 1.0
         config[ours] = keys.number(theirs) or default
@@ -49,8 +54,8 @@ def _read_minicpm(config: dict[str, Any], keys: GgufKeys) -> None:
         config[ours] = found
 
 
-def write_gguf(config: Mapping[str, Any], source: str) -> Mapping[str, Any]:
-    """The metadata of the multipliers."""
+def write_multipliers(config: Mapping[str, Any], source: str) -> Mapping[str, Any]:
+    """The metadata of the factors."""
     return {theirs: float(config[ours]) for ours, theirs in MULTIPLIERS.items()}
 
 
@@ -62,7 +67,7 @@ ARCHITECTURE = Architecture(
     gguf=GgufRules(
         "granite",
         read=read_gguf,
-        write=write_gguf,
+        write=write_multipliers,
         keys=(*MULTIPLIERS.values(), "rope.scaling.finetuned"),
         interleaved_qk=True,
     ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sdk.models.architecture import Architecture, ConfigRules, GgufKeys, GgufRules
-from sdk.models.architectures.granite import MULTIPLIERS, read_gguf, write_gguf
+from sdk.models.architectures.granite import MULTIPLIERS, read_gguf, write_multipliers
 
 KEYS = (
     *("attention_bias", "num_local_experts", "num_experts", "num_experts_per_tok"),
@@ -23,7 +23,7 @@ ARCHITECTURE = Architecture(
     gguf=GgufRules(
         "granitemoe",
         read=read_gguf,
-        write=write_gguf,
+        write=write_multipliers,
         keys=(*MULTIPLIERS.values(), "rope.scaling.finetuned"),
         interleaved_qk=True,
     ),

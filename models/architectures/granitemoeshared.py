@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sdk.models.architecture import Architecture, ConfigRules, GgufRules
-from sdk.models.architectures.granite import MULTIPLIERS, read_gguf, write_gguf
+from sdk.models.architectures.granite import MULTIPLIERS, read_gguf, write_multipliers
 from sdk.models.architectures.granitemoe import DEFAULTS, KEYS, has_shared
 
 ARCHITECTURE = Architecture(
@@ -17,7 +17,7 @@ ARCHITECTURE = Architecture(
         "granitemoe",
         matches=has_shared,
         read=read_gguf,
-        write=write_gguf,
+        write=write_multipliers,
         keys=(*MULTIPLIERS.values(), "rope.scaling.finetuned"),
         interleaved_qk=True,
     ),

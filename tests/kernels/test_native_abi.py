@@ -148,9 +148,11 @@ def test_numbers_of_kinds_and_types_are_those_of_the_library(table: Mapping[str,
     for name, kind in maps.items():
         assert elementwise.MAPS[kind] == table[name]
     assert len(elementwise.MAPS) == table["kMapKinds"]
-    gates = ("kGateSoftmax", "kGateSigmoid", "kGateSqrtSoftplus", "kGateSparse")
-    assert [table[name] for name in gates] == list(range(len(GATES)))
-    assert table["kGateKinds"] == len(GATES) and table["kMaxScored"] == MAX_SCORED
+    routes = ("kRouteSoftmax", "kRouteSigmoid", "kRouteSqrtSoftplus", "kRouteSparse")
+    assert [table[name] for name in routes] == list(range(len(GATES)))
+    assert table["kRouteKinds"] == len(GATES) and table["kMaxScored"] == MAX_SCORED
+    gates = {"sigmoid": table["kGateSigmoid"], "softplus": table["kGateSoftplus"]}
+    assert gates == elementwise._GATES and len(gates) == table["kGateKinds"]
     types = {
         "float16": "kF16",
         "bfloat16": "kBF16",

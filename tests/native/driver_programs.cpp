@@ -103,9 +103,9 @@ void experts(Random& random, TestRuntime& one, TestRuntime& many) {
         Buffer<float> x = floats(random, tokens * width), logits = floats(random, tokens * count);
         Buffer<float> bias = floats(random, count * wide), selection = floats(random, count);
         Buffer<float> beside = floats(random, tokens * wide);
-        const int32_t gate = (int32_t)random.below(kGateKinds);
-        const bool biased = gate != kGateSparse && random.below(2);
-        const int32_t groups = gate != kGateSparse && count % 2 == 0 ? 2 : 1;
+        const int32_t gate = (int32_t)random.below(kRouteKinds);
+        const bool biased = gate != kRouteSparse && random.below(2);
+        const int32_t groups = gate != kRouteSparse && count % 2 == 0 ? 2 : 1;
         auto mixture = [&](TestRuntime& runtime, int64_t first, int64_t number) {
             const int64_t rows = number * k;
             Buffer<float> given(number * width), scores(number * count), weights(rows);

@@ -31,12 +31,12 @@ void choose(const float* values, int64_t count_of, int32_t k, int32_t* chosen, f
 
 // The scores of one token's experts.
 void score(const RouteArgs& args, const float* logits, float* scores) {
-    if (args.gate == kGateSoftmax) {
+    if (args.gate == kRouteSoftmax) {
         float peak = logits[0], total = 0.0f;
         for (int64_t e = 1; e < args.experts; ++e) peak = logits[e] > peak ? logits[e] : peak;
         for (int64_t e = 0; e < args.experts; ++e) total += scores[e] = expf(logits[e] - peak);
         for (int64_t e = 0; e < args.experts; ++e) scores[e] /= total;
-    } else if (args.gate == kGateSigmoid) {
+    } else if (args.gate == kRouteSigmoid) {
         for (int64_t e = 0; e < args.experts; ++e) scores[e] = 1.0f / (1.0f + expf(-logits[e]));
     } else {
         for (int64_t e = 0; e < args.experts; ++e) {
@@ -189,12 +189,12 @@ void route(const RouteArgs& args, int64_t begin, int64_t end) {
         const float* logits = args.logits + t * args.experts;
         float* weights = args.weights + t * args.k;
         int32_t* chosen = args.chosen + t * args.k;
-        if (args.gate == kGateSparse) {
+        if (args.gate == kRouteSparse) {
             weigh_sparsely(args, logits, chosen, weights);
             normalize(args, weights);
             continue;
         }
-        const bool softmax = args.gate == kGateSoftmax && !args.bias && args.groups == 1;
+        const bool softmax = args.gate == kRouteSoftmax && !args.bias && args.groups == 1;
         if (!softmax || (args.normalized && (args.epsilon > 0.0f || args.least > 0.0f))) {
             route_by_scores(args, logits, chosen, weights);
             continue;
