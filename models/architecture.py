@@ -48,6 +48,11 @@ class Biases(NamedTuple):
     mlp: bool = False
 
 
+def always(fields: Fields) -> bool:
+    """A rule for models without the choice."""
+    return True
+
+
 class ConfigRules(NamedTuple):
     """How a ``config.json`` is read.
 
@@ -67,6 +72,8 @@ class ConfigRules(NamedTuple):
     ``biases``: the projections with biases; ``None``: ``attention_bias`` says it of all four of
     attention, ``mlp_bias`` of the MLP's.
     ``norm_eps``: the key of the eps of norms, or the eps itself where the code fixes it.
+    ``parallel_blocks``: whether attention and MLP of a layer read the same sum, and both are added
+    to it; ``None``: they come one after the other.
     """
 
     keys: tuple[str, ...] = ()
@@ -83,13 +90,15 @@ class ConfigRules(NamedTuple):
     rotation: Callable[[Mapping[str, Any], int], Mapping[str, Any]] | None = None
     query_scale: Callable[[Fields], QueryScale | None] | None = None
     norm_eps: str | float = RMS_NORM_EPS
+    parallel_blocks: Callable[[Fields], bool] | None = None
 
 
 class Norms(NamedTuple):
     """The norms of a layer, by their names in a checkpoint; ``None`` where there is none.
 
     A block (attention or MLP) reads the norm of the sum of all before it; the norm after a block
-    is of its output, before that is added to the sum.
+    is of its output, before that is added to the sum. Of parallel blocks both may read that before
+    attention; the MLP then has none.
     """
 
     before_attention: str | None = "input_layernorm"
@@ -98,6 +107,8 @@ class Norms(NamedTuple):
     after_mlp: str | None = None
 
 
+#: One norm for both of two parallel blocks (Command R).
+ONE_NORM = Norms(before_mlp=None)
 #: Norms after the blocks alone (OLMo 2), and around each (Gemma 2).
 NORMS_AFTER = Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 NORMS_AROUND = Norms(
@@ -146,6 +157,8 @@ class LayerRules(NamedTuple):
     ``norm_after_rotation``: the norms of heads come after the rotation.
     ``v_norm``: values have an RMSNorm without a weight over each head.
     ``output_gate``: see :class:`OutputGate`.
+    ``parallel_norms``: the norms where blocks are parallel (``ConfigRules.parallel_blocks``).
+    ``gated``: the MLP has a gate beside its first projection.
     """
 
     norms: Norms = Norms()
@@ -157,6 +170,12 @@ class LayerRules(NamedTuple):
     norm_after_rotation: bool = False
     v_norm: bool = False
     output_gate: OutputGate | None = None
+    parallel_norms: Norms = ONE_NORM
+    gated: bool = True
+
+    def norms_of(self, parallel: bool) -> Norms:
+        """The norms of a layer whose blocks are parallel, or come one after the other."""
+        return self.parallel_norms if parallel else self.norms
 
 
 class TensorRules(NamedTuple):

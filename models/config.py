@@ -57,6 +57,7 @@ class ModelConfig:
     has the one with the number in ``rope_of_layer``.
     ``attention_bias``: of q, k and v; ``output_bias``: of the projection after attention.
     ``query_scale``: of queries by their positions.
+    ``parallel_blocks``: attention and MLP of a layer read the same sum.
     ``logits_scale`` divides the logits; a softcap ``c`` turns ``x`` into ``c * tanh(x / c)``.
     """
 
@@ -86,6 +87,7 @@ class ModelConfig:
     tie_word_embeddings: bool
     experts: ExpertSpec | None = None
     query_scale: QueryScale | None = None
+    parallel_blocks: bool = False
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> ModelConfig:
@@ -142,13 +144,15 @@ class ModelConfig:
             final_softcap=fields.optional_positive("final_logit_softcapping"),
             embedding_scale=fields.positive("embedding_multiplier", default=embedding_scale),
             residual_scale=fields.positive("residual_multiplier", default=1.0),
-            logits_scale=fields.positive("logits_scaling", default=1.0),
+            logits_scale=fields.positive("logits_scaling", default=1.0)
+            / fields.positive("logit_scale", default=1.0),
             attention_bias=biases.qkv,
             output_bias=biases.output,
             mlp_bias=biases.mlp,
             tie_word_embeddings=fields.flag("tie_word_embeddings", default=False),
             experts=_experts(fields, rules, layers),
             query_scale=None if rules.query_scale is None else rules.query_scale(fields),
+            parallel_blocks=bool(rules.parallel_blocks and rules.parallel_blocks(fields)),
         )
 
 

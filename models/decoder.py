@@ -1,4 +1,4 @@
-"""The gated MLP, a layer as its model's facts describe it, and the loop over the layers.
+"""The MLP, a layer as its model's facts describe it, and the loop over the layers.
 
 A layer takes ``(delta, residual)`` and returns the same: ``residual`` is the sum of everything
 before, ``delta`` the last block's output, not yet added. The addition then happens inside the next
@@ -53,18 +53,20 @@ class CausalLM(Protocol):
 
 
 class MLP:
-    """``down(act(gate(x)) * up(x))``."""
+    """``down(act(gate(x)) * up(x))``, or ``down(act(up(x)))`` if it is not ``gated``."""
 
-    def __init__(self, source: Source, path: str) -> None:
+    def __init__(self, source: Source, path: str, *, gated: bool = True) -> None:
         c = source.config
         self.ops = source.ops
         self.activation = c.activation
+        self.gated = gated
         width = c.intermediate_size
         start, count = source.mesh.columns(width)
-        self.gate_up = source.columns(
+        names = ("gate_proj", "up_proj") if gated else ("up_proj",)
+        self.up = source.columns(
             path,
-            "gate_up_proj",
-            [("gate_proj", width, start, count), ("up_proj", width, start, count)],
+            "gate_up_proj" if gated else "up_proj",
+            [(name, width, start, count) for name in names],
             bias=c.mlp_bias,
         )
         self.down = source.row(f"{path}.down_proj", width, start, count, bias=c.mlp_bias)
@@ -72,37 +74,58 @@ class MLP:
     @property
     def rounding(self) -> Rounding | None:
         """See :class:`Projection`."""
-        return self.gate_up.rounding
+        return self.up.rounding
 
     def __call__(self, x: Rows) -> Tensor:
-        return self.down(self.gate_up.gated(x, self.activation))
+        if self.gated:
+            return self.down(self.up.gated(x, self.activation))
+        return self.down(self.ops.activation(self.up(x), self.activation))
 
 
 class Layer:
-    """One decoder layer: attention and an MLP, each with the norms that the model has for it."""
+    """One decoder layer: attention and an MLP, each with the norms that the model has for it.
+
+    They come one after the other or are parallel: see ``ConfigRules.parallel_blocks``.
+    """
 
     def __init__(self, source: Source, path: str, index: int, rules: LayerRules) -> None:
         self.ops = source.ops
         c = source.config
         self.multiplier = c.residual_scale
-        norms = [None if name is None else source.norm(f"{path}.{name}") for name in rules.norms]
+        self.parallel = c.parallel_blocks
+        names = rules.norms_of(self.parallel)
+        norms = [None if name is None else source.norm(f"{path}.{name}") for name in names]
         self.before_attention, self.after_attention, self.before_mlp, self.after_mlp = norms
         self.attention = Attention(source, f"{path}.self_attn", index, rules)
         self.mlp: MLP | ExpertMLP
         if c.experts is not None and c.experts.layers[index]:
             self.mlp = ExpertMLP(source, f"{path}.mlp", rules.router)
         else:
-            self.mlp = MLP(source, f"{path}.mlp")
+            self.mlp = MLP(source, f"{path}.mlp", gated=rules.gated)
 
     def __call__(
         self, delta: Tensor, residual: Tensor | None, step: Step, pages: KVPages
     ) -> tuple[Tensor, Tensor]:
         """``(delta, residual) -> (delta, residual)``; may modify both in place. The first layer has
         no residual."""
+        if self.parallel:
+            return self._run_parallel(delta, residual, step, pages)
         x, residual = self._input(self.attention.rounding, delta, residual, self.before_attention)
         delta = self._output(self.attention(x, step, pages), self.after_attention)
         x, residual = self._input(self.mlp.rounding, delta, residual, self.before_mlp)
         return self._output(self.mlp(x), self.after_mlp), residual
+
+    def _run_parallel(
+        self, delta: Tensor, residual: Tensor | None, step: Step, pages: KVPages
+    ) -> tuple[Tensor, Tensor]:
+        rounding = self.attention.rounding
+        one_norm = self.before_mlp is None
+        if one_norm and self.mlp.rounding != rounding:
+            rounding = None  # each rounds the rows for itself
+        x, residual = self._input(rounding, delta, residual, self.before_attention)
+        y = x if one_norm else self._input(self.mlp.rounding, residual, None, self.before_mlp)[0]
+        delta = self._output(self.attention(x, step, pages), self.after_attention)
+        return self.ops.add(delta, self._output(self.mlp(y), self.after_mlp)), residual
 
     def _input(
         self,

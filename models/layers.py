@@ -627,8 +627,7 @@ def _joined_parts(
     inputs: int,
     order: Tensor | None = None,
 ) -> list[Part]:
-    """The parts of :meth:`Source.columns`: each matrix under its own name, and all of them as one
-    matrix called ``fused``."""
+    """The parts of :meth:`Source.columns`: each under its own name, and all as one, ``fused``."""
     found: list[Part] = []
     joined: list[tuple[int, int]] = []
     first = offset = 0
@@ -640,4 +639,5 @@ def _joined_parts(
         joined.append((offset + start, count))
         first += count
         offset += size
-    return [*found, Part(fused, (offset, inputs), 0, tuple(joined), (0, inputs), order)]
+    all_parts = Part(fused, (offset, inputs), 0, tuple(joined), (0, inputs), order)
+    return found if found[0].path == fused else [*found, all_parts]

@@ -153,6 +153,17 @@ def test_values_are_normalized_and_queries_scaled_by_position(dtype: str, after:
         torch.testing.assert_close(*codes, rtol=step, atol=step)
 
 
+def test_norms_of_another_form_are_refused() -> None:
+    norms = HeadNorms(Norm(torch.ones(64), 1e-6, centred=True), Norm(torch.ones(64), 1e-6))
+    fused = torch.ones(4, 5, 64)
+
+    def run(q: Tensor, k: Tensor, *others: Any) -> None:
+        RopeAndCache().run(q, k, *others, norms)
+
+    with pytest.raises(KernelError, match="rope: expected RMSNorms with one weight for all heads"):
+        written(run, fused, 3, 1, make_pages(1, 64, "float32"), 64)
+
+
 @pytest.mark.parametrize("dtype", ["float16", "int8"])
 def test_what_is_too_large_saturates_and_what_is_no_number_stays_visible(dtype: str) -> None:
     fused = torch.randn(3, 3, 64, generator=torch.Generator().manual_seed(1))

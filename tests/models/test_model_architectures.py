@@ -86,6 +86,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "residual_multiplier": 0.4,
         "logits_scaling": 2.0,
     },
+    "cohere": {"logit_scale": 0.5},
+    "cohere2": {"logit_scale": 0.5, "sliding_window": 8, "num_hidden_layers": 5},
 }
 LENGTH = 75
 
