@@ -166,10 +166,12 @@ def _experts(keys: Keys, own: Architecture, rules: GgufRules) -> dict[str, Any]:
         raise keys.fail("expert_count", count, f"1 to {MAX_EXPERTS}")
     known = own.config.keys
     gating = keys.integer("expert_gating_func", (0, 1 << 16), 0)
-    if gating not in (0, rules.expert_gating):
+    own_gating = rules.expert_gating
+    allowed = own_gating if isinstance(own_gating, tuple) else (own_gating,)
+    if gating not in (0, *allowed):
         raise UnsupportedError(
-            f"{keys.source}: {rules.name}.expert_gating_func is {gating}, expected "
-            f"{rules.expert_gating}: other mixtures of experts are not supported"
+            f"{keys.source}: {rules.name}.expert_gating_func is {gating}, expected {allowed[0]}: "
+            "other mixtures of experts are not supported"
         )
     found: dict[str, Any] = {
         key_of("count", known) or "num_local_experts": count,

@@ -134,8 +134,9 @@ def expected_shape(
     if known is None:
         return None
     hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
-    key = known.config.expert_width or ""
-    inner, vocab = config.get("intermediate_size") or config.get(key), config.get("vocab_size")
+    widths = (known.config.dense_width, "intermediate_size", known.config.expert_width)
+    inner = next((config[key] for key in widths if key and config.get(key)), None)
+    vocab = config.get("vocab_size")
     if not (hidden and heads and inner and vocab):
         return None
     if ".experts." in name:

@@ -72,6 +72,7 @@ class ConfigRules(NamedTuple):
     ``embedding_scale``: the factor of embeddings by hidden size, where the config has none.
     ``rotation(parameters, head_dim)``: the parameters of a rotary embedding as other models have
     them. ``query_scale``: reads the scale of queries by their positions, if there is one.
+    ``dense_width``: the key of the width of MLPs in layers without experts.
     ``biases``: the projections with biases; ``None``: ``attention_bias`` says it of all four of
     attention, ``mlp_bias`` of the MLP's.
     ``norm_eps``: the key of the eps of norms, or the eps itself where the code fixes it.
@@ -94,6 +95,7 @@ class ConfigRules(NamedTuple):
     query_scale: Callable[[Fields], QueryScale | None] | None = None
     norm_eps: str | float = RMS_NORM_EPS
     parallel_blocks: Callable[[Fields], bool] | None = None
+    dense_width: str | None = None
 
 
 class Norms(NamedTuple):
@@ -233,7 +235,7 @@ class GgufRules(NamedTuple):
     ``write(config, source)``: the metadata for it. Raises UnsupportedError for a config that a GGUF
     file cannot express.
     ``expert_gating``: the ``expert_gating_func`` that the model computes. 1: a softmax over all
-    experts, 2: sigmoids, 3: a softmax over the chosen ones.
+    experts, 2: sigmoids, 3: a softmax over the chosen ones; several if ``read`` tells them apart.
     ``keys``: metadata that ``read`` and ``slides`` read, besides those in loaders/gguf_keys.py.
     ``slides``: sliding layers have the scaling of the others ("scaled") or none ("plain"), and the
     base ``rope.freq_base_swa`` if a file has it. ``None``: there are none, or ``read`` does it.
@@ -247,7 +249,7 @@ class GgufRules(NamedTuple):
     tensors: Mapping[str, str] = NOTHING
     read: Callable[[dict[str, Any], GgufKeys], None] | None = None
     write: Callable[[Mapping[str, Any], str], Mapping[str, Any]] | None = None
-    expert_gating: int = 1
+    expert_gating: int | tuple[int, ...] = 1
     keys: tuple[str, ...] = ()
     slides: Literal["scaled", "plain"] | None = None
     interleaved_qk: bool = False

@@ -112,14 +112,11 @@ class ModelConfig:
         unrotated = rules.unrotated and rules.unrotated(fields, windows)
         ropes, rope_of_layer = ropes_of_layers(fields, head_dim, windows, unrotated, rules.rotation)
         experts = None if known is None else experts_of(fields, known, layers)
-        embedding_scale = 1.0 if rules.embedding_scale is None else rules.embedding_scale(hidden)
         return cls(
             model_type=model_type if known is None else known.model_type,
             vocab_size=fields.count("vocab_size", MAX_VOCAB),
             hidden_size=hidden,
-            intermediate_size=fields.count(
-                "intermediate_size", MAX_WIDTH, default=experts and experts.width
-            ),
+            intermediate_size=_width(fields, rules, experts),
             num_layers=layers,
             num_heads=heads,
             num_kv_heads=kv_heads,
@@ -133,7 +130,7 @@ class ModelConfig:
             attention_scale=fields.positive("attention_multiplier", default=scale),
             attention_softcap=fields.optional_positive("attn_logit_softcapping"),
             final_softcap=fields.optional_positive("final_logit_softcapping"),
-            embedding_scale=fields.positive("embedding_multiplier", default=embedding_scale),
+            embedding_scale=_embedding_scale(fields, rules, hidden),
             residual_scale=fields.positive("residual_multiplier", default=1.0),
             logits_scale=fields.positive("logits_scaling", default=1.0)
             / fields.positive("logit_scale", default=1.0),
@@ -147,6 +144,21 @@ class ModelConfig:
             qk_norm=fields.flag("use_qk_norm", default=True),
             head_bias=biases.head,
         )
+
+
+def _width(fields: Fields, rules: ConfigRules, experts: ExpertSpec | None) -> int:
+    """The width of MLPs without experts; some models whose layers all have experts state none."""
+    key = rules.dense_width
+    if key is None or not fields.has(key):
+        key = "intermediate_size"
+    return fields.count(key, MAX_WIDTH, default=experts and experts.width)
+
+
+def _embedding_scale(fields: Fields, rules: ConfigRules, hidden: int) -> float:
+    scale = 1.0
+    if rules.embedding_scale is not None and fields.flag("mup_enabled", default=True):
+        scale = rules.embedding_scale(hidden)
+    return fields.positive("embedding_multiplier", default=scale)
 
 
 def _biases(fields: Fields) -> Biases:

@@ -43,7 +43,7 @@ class ExpertSpec:
     ``layers``: which have experts; the others have an ordinary MLP of
     ``ModelConfig.intermediate_size``. ``route``: how the router chooses and weighs them.
     ``shared_width``: the features of the shared experts together, an MLP that every token uses,
-    too; 0: there are none.
+    too; 0: there are none. ``scale``: multiplies the sum of all experts.
     """
 
     count: int
@@ -52,6 +52,7 @@ class ExpertSpec:
     layers: tuple[bool, ...]
     route: RouteRule = SOFTMAX
     shared_width: int = 0
+    scale: float = 1.0
 
 
 def key_of(fact: str, keys: Collection[str]) -> str | None:
@@ -89,6 +90,7 @@ def experts_of(fields: Fields, own: Architecture, layers: int) -> ExpertSpec | N
         layers=tuple(_has_experts(fields, layers)),
         route=_route(fields, own.layer.route, count, per_token),
         shared_width=shared,
+        scale=_scale(fields) if shared else 1.0,
     )
 
 
@@ -113,6 +115,13 @@ def _shared_width(fields: Fields, width: int) -> int:
     return 0
 
 
+def _scale(fields: Fields) -> float:
+    how = fields.text("shared_expert_combination_strategy", default="sum")
+    if how not in ("sum", "average"):
+        fields.fail("shared_expert_combination_strategy", "'sum' or 'average'", how)
+    return 0.5 if how == "average" else 1.0
+
+
 def _route(fields: Fields, rule: RouteRule, count: int, per_token: int) -> RouteRule:
     groups = fields.count("n_group", count, default=1)
     used = fields.count("topk_group", groups, default=1) if groups > 1 else 1
@@ -123,8 +132,15 @@ def _route(fields: Fields, rule: RouteRule, count: int, per_token: int) -> Route
         fields.fail("topk_group", f"groups of {size} with {per_token} experts together", used)
     if groups > 1 and size < rule.group_best:
         fields.fail("n_group", f"groups of at least {rule.group_best} experts", groups)
+    normalized = fields.flag("norm_topk_prob", default=rule.normalized)
+    if fields.has("expert_selection_fn"):
+        gate = fields.text("expert_selection_fn")
+        if gate not in ("softmax", "sigmoid"):
+            fields.fail("expert_selection_fn", "'softmax' or 'sigmoid'", gate)
+        rule = rule._replace(gate="sigmoid" if gate == "sigmoid" else "softmax")
+        normalized = normalized or gate == "softmax"  # that is over the chosen experts
     return rule._replace(
-        normalized=fields.flag("norm_topk_prob", default=rule.normalized),
+        normalized=normalized,
         least=fields.optional_positive("moe_norm_min") or rule.least,
         scale=fields.positive(_present(fields, "scale"), default=rule.scale),
         groups=groups,

@@ -89,6 +89,7 @@ class ExpertMLP:
         )
         hidden = self.gate_up.gated(x, routes, self.activation)
         y = self.ops.moe.combine(self.down(hidden, routes), routes, shared, gate)
+        y = self.ops.scale(y, spec.scale)
         if share is not None or self.mesh.group is None:
             return y
         return self.ops.all_reduce(y, self.mesh.group)

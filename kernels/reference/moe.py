@@ -33,7 +33,7 @@ class Route:
             return
         scores = _scores(logits, rule)
         # Without a bias logits are in the order of scores, which round more of them to one value.
-        selection = logits if bias is None and rule.groups == 1 else scores
+        selection = logits if bias is None and rule.groups == 1 else scores.float()
         selection = selection if bias is None else selection + bias
         if rule.groups > 1:
             selection = selection.masked_fill(~_of_best_groups(selection, rule), float("-inf"))
@@ -48,6 +48,8 @@ class Route:
 
 
 def _scores(logits: Tensor, rule: RouteRule) -> Tensor:
+    """In float64: in float32 torch gives an element other bits at the end of a tensor."""
+    logits = logits.double()
     if rule.gate == "softmax":
         return logits.softmax(dim=1)
     if rule.gate == "sigmoid":
@@ -211,7 +213,7 @@ class CombineRanks:
 
 def _add_shared(out: Tensor, shared: Tensor | None, gate: Tensor | None) -> None:
     if shared is not None:
-        out += shared if gate is None else gate.sigmoid() * shared
+        out += shared if gate is None else gate.double().sigmoid().float() * shared
 
 
 def combine_ranks(

@@ -49,14 +49,16 @@ ARCHITECTURE = Architecture(
         expert_width="moe_intermediate_size",
         biases=lambda fields: Biases(),
     ),
-    gguf=GgufRules(
-        "exaone-moe",
-        read=_read_gguf,
-        expert_gating=2,
-        keys=(
-            *("attention.sliding_window_pattern", "rope.freq_base_swa", "nextn_predict_layers"),
-            "expert_shared_feed_forward_length",
+    more_gguf=(
+        GgufRules(
+            "exaone-moe",
+            read=_read_gguf,
+            expert_gating=2,
+            keys=(
+                *("attention.sliding_window_pattern", "rope.freq_base_swa", "nextn_predict_layers"),
+                "expert_shared_feed_forward_length",
+            ),
+            slides="scaled",
         ),
-        slides="scaled",
     ),
 )
