@@ -16,6 +16,7 @@ from sdk.kernels.checks import expect, expect_floats
 from sdk.kernels.context import Context
 from sdk.kernels.errors import KernelError
 from sdk.kernels.lazy_torch import Tensor, torch
+from sdk.kernels.route_rule import GATES, MAX_SCORED, SOFTMAX, RouteRule
 from sdk.kernels.routes import TILE_ROWS, RankExperts, RankTokens, Routes, tiles_at
 
 
@@ -45,18 +46,26 @@ class MoEOps:
         return bound
 
     def route(
-        self, logits: Tensor, k: int, *, normalized: bool, experts: RankExperts | None = None
+        self,
+        logits: Tensor,
+        k: int,
+        rule: RouteRule = SOFTMAX,
+        *,
+        bias: Tensor | None = None,
+        experts: RankExperts | None = None,
     ) -> Routes:
-        """For each token the k experts with the highest ``logits [T, E]``; the first wins a tie.
+        """The k experts of each token by ``logits [T, E]``, and their weights, both by ``rule``.
 
-        Their weights are the softmax over the k logits (``normalized``), or their share of the
-        softmax over all experts. ``experts``: which rank has which (on a CPU only). Every rank must
-        make the same calls with the same logits.
+        ``bias`` float32 ``[E]``: of the choice. ``experts``: which rank has which (on a CPU only).
+        Every rank must make the same calls with the same logits.
         """
         expect("route logits", logits, torch.float32, None, None)
         tokens, count = logits.shape
         if not 1 <= k <= count:
             raise KernelError(f"route: expected 1 to {count} experts per token, found {k}")
+        if bias is not None:
+            expect("route bias", bias, torch.float32, count)
+        _check_rule(rule, k, count, biased=bias is not None)
 
         weights, chosen = self._context.empty(tokens, k), self._integers(tokens, k)
         name = "group" if experts is None else "group_ranks"
@@ -68,8 +77,10 @@ class MoEOps:
             expect("route experts", experts.load, torch.int64, count)
             routes = replace(routes, experts=experts, servers=self._integers(tokens, k))
         if tokens:
-            kernel = self._context.kernel("route", (logits, k, normalized))
-            kernel.run(logits.contiguous(), normalized, chosen, weights)
+            parts = [rule.gate, *["bias"] * (bias is not None), *["groups"] * (rule.groups > 1)]
+            like = (logits, k, rule, bias)
+            kernel = self._context.kernel("route", like, format=" ".join(parts))
+            kernel.run(logits.contiguous(), rule, bias, chosen, weights)
             operator.run(chosen, routes)
         return routes
 
@@ -122,9 +133,16 @@ class MoEOps:
             self._context.kernel("add_owners_bias", like).run(x, bias, routes)
         return x
 
-    def combine(self, x: Tensor, routes: Routes) -> Tensor:
+    def combine(
+        self,
+        x: Tensor,
+        routes: Routes,
+        shared: Tensor | None = None,
+        gate: Tensor | None = None,
+    ) -> Tensor:
         """The weighted sum of each token's rows of ``x [R, N]``: float32 ``[T, N]``.
 
+        ``shared`` float32 ``[T, N]``: added last; times ``sigmoid(gate)``, float32 ``[T, 1]``.
         Rows at other ranks are fetched from them first, and all are added in the order of the
         token's experts, so that the bits are those of one rank with all experts. If ranks have
         tokens of their own, the result has only those of this one.
@@ -132,12 +150,19 @@ class MoEOps:
         expect_floats("combine x", x, self._context.activations, routes.tokens.shape[0], None)
         own = routes.experts
         tokens = routes.weights.shape[0]
-        shared = None if own is None else own.tokens
-        out = self._context.empty(tokens if shared is None else self._own(shared), x.shape[1])
+        ranks = None if own is None else own.tokens
+        out = self._context.empty(tokens if ranks is None else self._own(ranks), x.shape[1])
+        if shared is not None:
+            expect("combine shared", shared, torch.float32, out.shape[0], x.shape[1])
+            shared = shared.contiguous()
+        if gate is not None:
+            expect("combine gate", gate, torch.float32, out.shape[0], 1)
         if x.numel():
             operator = "combine" if own is None else "combine_ranks"
-            like = (x, routes.starts.shape[0] - 1, routes.weights.shape[1])
-            self._context.kernel(operator, like).run(x, routes, out)
+            like = (x, routes.starts.shape[0] - 1, routes.weights.shape[1], shared, gate)
+            added = "" if shared is None else "shared" if gate is None else "gated"
+            kernel = self._context.kernel(operator, like, format=added)
+            kernel.run(x, routes, out, shared, gate)
         return out
 
     def gather(self, x: Tensor, tokens: RankTokens) -> Tensor:
@@ -161,3 +186,30 @@ class MoEOps:
     def _all(self, tokens: RankTokens) -> int:
         """The same of all ranks."""
         return tokens.most if self._context.capture_pool is not None else int(tokens.starts[-1])
+
+
+def _check_rule(rule: RouteRule, k: int, count: int, *, biased: bool) -> None:
+    """:raises KernelError: a rule that does not fit ``count`` experts."""
+    if rule.gate not in GATES:
+        raise KernelError(f"route: gate: expected one of {GATES}, found {rule.gate!r}")
+    if rule.gate == "sparse_mixer" and (biased or rule.groups > 1):
+        raise KernelError("route: sparse_mixer: expected neither a bias nor groups")
+    if count > MAX_SCORED and (biased or rule not in (SOFTMAX, SOFTMAX._replace(normalized=False))):
+        raise KernelError(
+            f"route: expected at most {MAX_SCORED} experts with a gate, a bias or groups, found "
+            f"{count}"
+        )
+    if rule.groups == 1:
+        return
+    if rule.groups < 1 or count % rule.groups:
+        raise KernelError(f"route: groups: expected a divisor of {count}, found {rule.groups}")
+    size = count // rule.groups
+    if not 1 <= rule.groups_used <= rule.groups or rule.groups_used * size < k:
+        raise KernelError(
+            f"route: groups_used: expected 1 to {rule.groups} groups of {size} experts with "
+            f"{k} together, found {rule.groups_used}"
+        )
+    if not 1 <= rule.group_best <= size:
+        raise KernelError(
+            f"route: group_best: expected 1 to {size} experts of a group, found {rule.group_best}"
+        )

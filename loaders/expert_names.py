@@ -1,4 +1,4 @@
-"""Where a Hugging Face folder holds the matrices of single experts.
+"""How a Hugging Face folder names a mixture of experts, and where single experts' matrices are.
 
 Our name of one is ``model.layers.0.mlp.experts.3.gate_proj``. Files have a tensor of that name, or
 of Mixtral's first spelling of it (``block_sparse_moe.experts.3.w1``, by llm-compressor 0.14
@@ -6,6 +6,10 @@ of Mixtral's first spelling of it (``block_sparse_moe.experts.3.w1``, by llm-com
 ``mlp.experts.gate_up_proj [E, 2I, H]``. Some architectures store it transposed (``[E, H, 2I]``)
 unless it is packed, or with alternating rows of gate and up: see
 :class:`~sdk.models.architecture.TensorRules`.
+
+Around them every model has names of its own. Ours are ``mlp.gate`` for the router,
+``mlp.gate.e_score_correction_bias`` for its bias of the choice, ``mlp.shared_experts`` for the MLP
+of all tokens, and ``mlp.shared_expert_gate``.
 """
 
 from __future__ import annotations
@@ -19,29 +23,55 @@ from sdk.kernels.lazy_torch import Tensor
 from sdk.models.architecture import architecture
 
 _MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
-_FIRST_SPELLING = re.compile(
-    r"(.+\.)block_sparse_moe\.(experts\.\d+\.)?(gate|w[123]|(?:gate|up|down)_proj)\b(.*)"
-)
+_BLOCK = re.compile(r"(.+?\.)(mlp|block_sparse_moe|shared_mlp)\.(.+)")
+_FIRST_PART = re.compile(r"(experts\.\d+\.)(w[123])\b(.*)")
 _OURS = re.compile(r"(.+\.)mlp\.(?:(experts\.\d+\.)(gate|up|down)_proj|(gate))\b(.*)")
 _ONE = re.compile(r"(.+\.experts)\.(\d{1,4})\.(gate|up|down)_proj(\.bias)?")
-#: GraniteMoE's names of the two tensors with all experts, and of the router.
-_GRANITE = {
-    "block_sparse_moe.input_linear.weight": "block_sparse_moe.experts.gate_up_proj",
-    "block_sparse_moe.output_linear.weight": "block_sparse_moe.experts.down_proj",
-    "block_sparse_moe.router.layer.weight": "block_sparse_moe.router.weight",
+_BIAS = "gate.e_score_correction_bias"
+#: Names inside a block, theirs to ours. GraniteMoE has two tensors with all experts.
+_WHOLE = {
+    "input_linear.weight": "experts.gate_up_proj",
+    "output_linear.weight": "experts.down_proj",
+    **dict.fromkeys(
+        (
+            *("e_score_correction_bias", "expert_bias", "gate.expert_bias"),
+            "experts.e_score_correction_bias",
+            *(f"{path}moe_statics.e_score_correction_bias" for path in ("", "gate.")),
+        ),
+        _BIAS,
+    ),
+}
+#: Beginnings of names.
+_BEGINNINGS = {
+    "shared_mlp.input_linear.": "shared_experts.gate_up_proj.",
+    "shared_mlp.output_linear.": "shared_experts.down_proj.",
+    "shared_mlp.": "shared_experts.",
+    "shared_expert.": "shared_experts.",
+    "router.layer.": "gate.",  # GraniteMoE's
+    "router.gate.": "gate.",  # AFMoE's and Hy3's
+    "gate.wg.": "gate.",  # Hunyuan's
 }
 
 
 def spelled_as_ours(name: str) -> str:
-    """Our name of a tensor in Mixtral's first spelling or in GraniteMoE's; others unchanged."""
-    for theirs, ours in _GRANITE.items():
-        if name.endswith(theirs):
-            return name.removesuffix(theirs) + ours
-    found = _FIRST_SPELLING.fullmatch(name)
+    """Our name of a tensor of a mixture of experts; others unchanged."""
+    found = _BLOCK.fullmatch(name)
     if found is None:
         return name
-    path, expert, part, ending = found.groups()
-    return f"{path}mlp.{expert or ''}{_MIXTRAL.get(part, part)}{ending}"
+    path, block, part = found.groups()
+    if block == "shared_mlp":
+        part = f"shared_mlp.{part}"
+    if part in _WHOLE and (block == "block_sparse_moe" or _WHOLE[part] == _BIAS):
+        return f"{path}mlp.{_WHOLE[part]}"
+    for theirs, ours in _BEGINNINGS.items():
+        if part.startswith(theirs):
+            return f"{path}mlp.{ours}{part.removeprefix(theirs)}"
+    if block == "block_sparse_moe" and part.startswith("router."):
+        part = f"gate.{part.removeprefix('router.')}"
+    first = _FIRST_PART.fullmatch(part)
+    if first is not None:
+        part = f"{first[1]}{_MIXTRAL[first[2]]}{first[3]}"
+    return f"{path}mlp.{part}"
 
 
 def first_spelling(name: str) -> str:

@@ -30,7 +30,7 @@ from sdk.loaders.gguf_config import (
     unread_keys,
 )
 from sdk.loaders.gguf_header import GgufTensor
-from sdk.loaders.gguf_names import expert_of, gguf_name, single_expert
+from sdk.loaders.gguf_names import ONE_ROW, expert_of, gguf_name, single_expert
 from sdk.loaders.gguf_reader import GgufFile, read_gguf
 from sdk.loaders.model_shapes import expected_shape, num_experts
 from sdk.quant.checkpoint import TensorEntry
@@ -161,7 +161,10 @@ class GgufCheckpoint:
                 return theirs, None
             single = single_expert(theirs, expert)
             theirs = single if single in tensors else theirs
-        return theirs, tensors.get(theirs or "")
+        stored = tensors.get(theirs or "")
+        if stored is not None and joined.endswith(ONE_ROW) and len(stored.shape) == 1:
+            stored = replace(stored, shape=(1, *stored.shape))
+        return theirs, stored
 
     def _expert(self, name: str, stored: GgufTensor) -> int | None:
         """The index of ``name`` in a tensor of all experts; None if the tensor is not of all."""

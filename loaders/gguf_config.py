@@ -14,17 +14,27 @@ from typing import Any
 
 import numpy as np
 
-from sdk.loaders.gguf_keys import check_keys
+from sdk.loaders.gguf_keys import check_keys, eps_key
 from sdk.loaders.gguf_metadata import MAX_EXPERTS, Keys, shortest
 from sdk.loaders.gguf_reader import GgufFile
 from sdk.loaders.gguf_rope import rope_scaling, sliding_rope
 from sdk.loaders.model_shapes import LIMITS, check_config
 from sdk.loaders.other_kinds import check_gguf_kind
 from sdk.models.architecture import Architecture, GgufRules, gguf_architecture, gguf_names
+from sdk.models.expert_config import key_of
 from sdk.quant.errors import CheckpointError, UnsupportedError
 
 _ATTENTION_BIAS = re.compile(r"blk\.\d+\.attn_(q|k|v|qkv|output)\.bias")
 _MLP_BIAS = re.compile(r"blk\.\d+\.ffn_(gate|up|down)\.bias")
+#: Counts of a mixture of experts, by fact (:data:`sdk.models.expert_config.NAMES`): the key, and
+#: the value that a model without the fact has.
+_EXPERT_COUNTS = {
+    "groups": ("expert_group_count", 1),
+    "groups_used": ("expert_group_used_count", 1),
+    "shared": ("expert_shared_count", 0),
+    "shared_width": ("expert_shared_feed_forward_length", 0),
+    "dense": ("leading_dense_block_count", 0),
+}
 _SAMPLING = {
     "general.sampling.temp": "temperature",
     "general.sampling.top_k": "top_k",
@@ -70,29 +80,30 @@ def build_config(file: GgufFile) -> dict[str, Any]:
     unread_keys(file, own, rules)
     config: dict[str, Any] = {
         "model_type": own.model_type,
-        **_sizes(keys),
+        **_sizes(keys, rules),
         "max_position_embeddings": keys.integer(
             "context_length", LIMITS["max_position_embeddings"]
         ),
-        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
+        **_norm_eps(keys, own),
         "rope_theta": keys.number("rope.freq_base", 10000.0),
         "vocab_size": _vocab_size(file),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         # Any of them: llama.cpp adds each bias that is there, and so do the layers here.
         "attention_bias": any(map(_ATTENTION_BIAS.fullmatch, file.tensors)),
         "mlp_bias": any(map(_MLP_BIAS.fullmatch, file.tensors)),
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
         "hidden_act": "silu",
         "sliding_window": keys.integer("attention.sliding_window", (0, 1 << 31), 0) or None,
     }
-    if config["rms_norm_eps"] is None:
-        raise keys.fail("attention.layer_norm_rms_epsilon", "missing", "a number")
     width = config["head_dim"]
     rotary = keys.integer("rope.dimension_count", LIMITS["head_dim"], width)
     if rotary > width or rotary % 2:
         raise keys.fail("rope.dimension_count", rotary, f"an even number up to {width}")
     if rotary != width:
         config["partial_rotary_factor"] = rotary / width
-    config["rope_scaling"] = rope_scaling(file, keys, rotary)
+    config["rope_scaling"] = rope_scaling(
+        file, keys, rotary, log_multiplier=rules.yarn_log_multiplier
+    )
     config.update(_experts(keys, own, rules))
     if rules.read is not None:
         rules.read(config, keys)
@@ -108,6 +119,22 @@ def unread_keys(file: GgufFile, own: Architecture, rules: GgufRules) -> list[str
     """The keys of the architecture that nothing reads: see :func:`check_keys`."""
     experts = own.config.expert_width is not None
     return check_keys(file.metadata, rules, experts, str(file.path))
+
+
+def _norm_eps(keys: Keys, own: Architecture) -> dict[str, float]:
+    """The eps of norms, under the config's key; none where the model's code fixes it."""
+    key = eps_key(own)
+    found, name = keys.number(key), own.config.norm_eps
+    if found is None:
+        raise keys.fail(key, "missing", "a number")
+    if isinstance(name, str):
+        return {name: found}
+    if found != name:
+        raise UnsupportedError(
+            f"{keys.source}: {keys.architecture}.{key}: expected {name}, found {found}: the code "
+            f"of {own.model_type} has no other eps"
+        )
+    return {}
 
 
 def _classes(file: GgufFile, own: Architecture, keys: Keys) -> dict[str, Any]:
@@ -137,29 +164,50 @@ def _experts(keys: Keys, own: Architecture, rules: GgufRules) -> dict[str, Any]:
     count = keys.expert_count
     if not count:
         raise keys.fail("expert_count", count, f"1 to {MAX_EXPERTS}")
-    name = rules.name
-    supported = {"expert_gating_func": rules.expert_gating, "expert_group_count": 1}
-    for key in (*supported, "expert_shared_count", "leading_dense_block_count"):
-        value = keys.integer(key, (0, 1 << 16), 0)
-        if value not in (0, supported.get(key, 0)):
+    known = own.config.keys
+    gating = keys.integer("expert_gating_func", (0, 1 << 16), 0)
+    own_gating = rules.expert_gating
+    allowed = own_gating if isinstance(own_gating, tuple) else (own_gating,)
+    if gating not in (0, *allowed):
+        raise UnsupportedError(
+            f"{keys.source}: {rules.name}.expert_gating_func is {gating}, expected {allowed[0]}: "
+            "other mixtures of experts are not supported"
+        )
+    found: dict[str, Any] = {
+        key_of("count", known) or "num_local_experts": count,
+        key_of("per_token", known) or "num_experts_per_tok": keys.integer(
+            "expert_used_count", (1, count)
+        ),
+    }
+    wide = keys.integer("expert_feed_forward_length", LIMITS["intermediate_size"], 0)
+    if wide:
+        found[own.config.expert_width] = wide
+    values: dict[str, tuple[str, Any, tuple[Any, ...]]] = {
+        "normalized": ("expert_weights_norm", keys.flag("expert_weights_norm", False), (True,)),
+        "scale": ("expert_weights_scale", keys.number("expert_weights_scale") or 1.0, (1.0,)),
+        **{
+            fact: (key, keys.integer(key, (0, 1 << 20), 0) or least, (least,))
+            for fact, (key, least) in _EXPERT_COUNTS.items()
+        },
+    }
+    for fact, (key, value, neutral) in values.items():
+        name = key_of(fact, known)
+        if name is not None:
+            found[name] = value
+        elif value not in neutral and keys.get(key) is not None and key not in rules.keys:
             raise UnsupportedError(
-                f"{keys.source}: {name}.{key} is {value}, expected {supported.get(key, 0)}: other "
+                f"{keys.source}: {rules.name}.{key} is {value}, expected {neutral[0]}: other "
                 "mixtures of experts are not supported"
             )
-    scale = keys.number("expert_weights_scale", 1.0)
-    if scale not in (0.0, 1.0):
-        raise UnsupportedError(
-            f"{keys.source}: {name}.expert_weights_scale is {scale}, expected 1: scaled experts "
-            "are not supported"
-        )
-    wide = keys.integer("expert_feed_forward_length", LIMITS["intermediate_size"], 0)
-    used = keys.integer("expert_used_count", (1, count))
-    found: dict[str, Any] = {"num_local_experts": count, "num_experts_per_tok": used}
-    return found | {own.config.expert_width: wide} if wide else found
+    return found
 
 
-def _sizes(keys: Keys) -> dict[str, int]:
-    layers = keys.integer("block_count", LIMITS["num_hidden_layers"])
+def _sizes(keys: Keys, rules: GgufRules) -> dict[str, int]:
+    blocks = keys.integer("block_count", LIMITS["num_hidden_layers"])
+    ahead = 0  # blocks of multi-token prediction, which come last
+    if "nextn_predict_layers" in rules.keys:
+        ahead = keys.integer("nextn_predict_layers", (0, blocks - 1), 0)
+    layers = blocks - ahead
     hidden = keys.integer("embedding_length", LIMITS["hidden_size"])
     heads = keys.per_layer("attention.head_count", "num_attention_heads", layers)
     if keys.get("attention.key_length") is None and hidden % heads:

@@ -28,12 +28,19 @@ _LAYER = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
     "mlp.gate": "ffn_gate_inp",
+    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+    "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_experts.up_proj": "ffn_up_shexp",
+    "mlp.shared_experts.down_proj": "ffn_down_shexp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
     "mlp.experts.gate_proj": "ffn_gate_exps",
     "mlp.experts.up_proj": "ffn_up_exps",
     "mlp.experts.down_proj": "ffn_down_exps",
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
 }
+#: A matrix with one row, which files have as a vector.
+ONE_ROW = ".shared_expert_gate"
 _IN_LAYER = re.compile(r"model\.layers\.(\d{1,4})\.(.+)")
 _EXPERT = re.compile(r"(.+\.mlp\.experts)\.(\d{1,4})\.(.+)")
 
@@ -68,4 +75,6 @@ def gguf_name(rules: GgufRules, name: str) -> str | None:
     if match is None:
         return None
     part = rules.tensors.get(match[2]) or _LAYER.get(match[2])
-    return None if part is None else f"blk.{int(match[1])}.{part}{suffix}"
+    if part is None:
+        return None
+    return f"blk.{int(match[1])}.{part}{'' if part.endswith('.bias') else suffix}"

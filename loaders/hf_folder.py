@@ -150,6 +150,14 @@ class HfFolder:
         known = name in self._tensors or f"{name}.weight" in self._tensors
         return known or self._packed(name) is not None or self._joined(name) is not None
 
+    def spelled_in_file(self, name: str) -> str:
+        """The file's name of a tensor, or of a matrix without its ending; ours if it has none."""
+        for ending in ("", ".weight"):
+            stored = self._tensors.get(name + ending)
+            if stored is not None:
+                return stored.name.removesuffix(ending)
+        return name
+
     def entries(self) -> Sequence[TensorEntry]:
         entries = {
             stored.name: TensorEntry(stored.name, stored.shape, stored.dtype, stored.nbytes)

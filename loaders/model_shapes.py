@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from sdk.models.architecture import LayerRules, architecture
+from sdk.models.expert_config import NAMES, shared_width
 from sdk.quant.errors import CheckpointError
 
 MAX_LAYERS = 512
@@ -80,8 +81,7 @@ def head_dim(config: Mapping[str, Any]) -> int:
 
 def num_experts(config: Mapping[str, Any]) -> int | None:
     """Experts of a layer; None for a model without experts."""
-    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-    found = next((config[name] for name in names if config.get(name)), None)
+    found = next((config[name] for name in NAMES["count"] if config.get(name)), None)
     return found if isinstance(found, int) else None
 
 
@@ -100,7 +100,9 @@ def _experts_shape(config: Mapping[str, Any], name: str) -> tuple[int, ...] | No
     """The shape of one expert's tensor (``….experts.3.up_proj``), or of one with all experts,
     ``[E, out, in]``."""
     hidden = config["hidden_size"]
-    inner = config.get("moe_intermediate_size") or config["intermediate_size"]
+    known = architecture(config.get("model_type"))
+    key = known and known.config.expert_width
+    inner = config.get(key or "moe_intermediate_size") or config["intermediate_size"]
     part = name.partition(".experts.")[2]
     number, _, own = part.partition(".")
     joined = not number.isdecimal()
@@ -132,7 +134,9 @@ def expected_shape(
     if known is None:
         return None
     hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
-    inner, vocab = config.get("intermediate_size"), config.get("vocab_size")
+    widths = (known.config.dense_width, "intermediate_size", known.config.expert_width)
+    inner = next((config[key] for key in widths if key and config.get(key)), None)
+    vocab = config.get("vocab_size")
     if not (hidden and heads and inner and vocab):
         return None
     if ".experts." in name:
@@ -142,6 +146,8 @@ def expected_shape(
         turned = (shape[0], shape[2], shape[1])
         how = known.tensors.experts_transposed
         return turned if how == "always" or (how == "sometimes" and stored != shape) else shape
+    if ".shared_experts." in name:
+        inner = shared_width(config, known)
     width, kv_heads = head_dim(config), config.get("num_key_value_heads") or heads
     sizes = _Sizes(
         hidden=hidden,
@@ -180,6 +186,7 @@ def _llama_shape(sizes: _Sizes, stem: str, layer: LayerRules) -> tuple[int, ...]
     }
     if sizes.experts is not None:
         shapes["gate"] = shapes["router"] = (sizes.experts, hidden)
+        shapes["shared_expert_gate"] = (1, hidden)
     if stem == "norm" or stem.endswith("layernorm"):
         return (hidden,)
     return shapes.get(stem)

@@ -19,28 +19,41 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
+from sdk.kernels.route_rule import SOFTMAX, RouteRule
 from sdk.models.sliding import SlidingRule, no_layer
 
 if TYPE_CHECKING:
-    from sdk.kernels.ops import Activation
+    from sdk.kernels.head_norms import QueryScale
+    from sdk.kernels.mlp_activations import Activation
+    from sdk.kernels.ops import GateKind
     from sdk.models.config_fields import Fields
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
-#: What every config must state itself, or else transformers' class fills it in.
+#: What every config must state itself, or else transformers' class fills it in; besides the eps of
+#: norms.
 STATED = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-    *("num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings"),
+    *("num_key_value_heads", "max_position_embeddings", "tie_word_embeddings"),
 )
+#: The key of most configs.
+RMS_NORM_EPS = "rms_norm_eps"
 
 
 class Biases(NamedTuple):
-    """Which projections of a layer have biases: q, k and v, that after attention, the MLP's."""
+    """Which projections have biases: of a layer q, k and v, that after attention, the MLP's; and
+    the head."""
 
     qkv: bool = False
     output: bool = False
     mlp: bool = False
+    head: bool = False
+
+
+def always(fields: Fields) -> bool:
+    """A rule for models without the choice."""
+    return True
 
 
 class ConfigRules(NamedTuple):
@@ -57,8 +70,14 @@ class ConfigRules(NamedTuple):
     ``fixed``: keys that are supported with this value alone.
     ``activation``: reads the activation; ``None`` for the name in ``hidden_act``.
     ``embedding_scale``: the factor of embeddings by hidden size, where the config has none.
+    ``rotation(parameters, head_dim)``: the parameters of a rotary embedding as other models have
+    them. ``query_scale``: reads the scale of queries by their positions, if there is one.
+    ``dense_width``: the key of the width of MLPs in layers without experts.
     ``biases``: the projections with biases; ``None``: ``attention_bias`` says it of all four of
     attention, ``mlp_bias`` of the MLP's.
+    ``norm_eps``: the key of the eps of norms, or the eps itself where the code fixes it.
+    ``parallel_blocks``: whether attention and MLP of a layer read the same sum, and both are added
+    to it; ``None``: they come one after the other.
     """
 
     keys: tuple[str, ...] = ()
@@ -72,13 +91,19 @@ class ConfigRules(NamedTuple):
     activation: Callable[[Fields], Activation] | None = None
     embedding_scale: Callable[[int], float] | None = None
     biases: Callable[[Fields], Biases] | None = None
+    rotation: Callable[[Mapping[str, Any], int], Mapping[str, Any]] | None = None
+    query_scale: Callable[[Fields], QueryScale | None] | None = None
+    norm_eps: str | float = RMS_NORM_EPS
+    parallel_blocks: Callable[[Fields], bool] | None = None
+    dense_width: str | None = None
 
 
 class Norms(NamedTuple):
     """The norms of a layer, by their names in a checkpoint; ``None`` where there is none.
 
     A block (attention or MLP) reads the norm of the sum of all before it; the norm after a block
-    is of its output, before that is added to the sum.
+    is of its output, before that is added to the sum. Of parallel blocks both may read that before
+    attention; the MLP then has none.
     """
 
     before_attention: str | None = "input_layernorm"
@@ -87,6 +112,8 @@ class Norms(NamedTuple):
     after_mlp: str | None = None
 
 
+#: One norm for both of two parallel blocks (Command R).
+ONE_NORM = Norms(before_mlp=None)
 #: Norms after the blocks alone (OLMo 2), and around each (Gemma 2).
 NORMS_AFTER = Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 NORMS_AROUND = Norms(
@@ -97,23 +124,69 @@ NORMS_AROUND = Norms(
 )
 
 
+class NormKind(NamedTuple):
+    """What the norms of a model compute: see :class:`sdk.kernels.norm.Norm`."""
+
+    centred: bool = False
+    weight: bool = True
+    bias: bool = False
+
+
+#: torch's LayerNorm.
+LAYER_NORM = NormKind(centred=True, bias=True)
+
+
+class OutputGate(NamedTuple):
+    """A gate on what attention adds: ``y * kind(projection(x))``, before the output projection.
+
+    ``projection``: its name beside the others. ``per_head``: it has one number for each head, else
+    one for each feature. ``kind``: ``sigmoid`` or ``softplus``.
+    """
+
+    projection: str = "gate_proj"
+    kind: GateKind = "sigmoid"
+    per_head: bool = False
+
+
 class LayerRules(NamedTuple):
     """What a decoder layer computes, as far as all layers of a model do the same.
 
     ``norms``: see :class:`Norms`.
-    ``qk_norm``: an RMSNorm of queries and keys before the rotation: over each head, or over the
-    whole width of all heads.
+    ``qk_norm``: an RMSNorm of queries and keys before the rotation: over each head, with a weight
+    or without one (``unweighted``), or over the whole width of all heads.
     ``adjacent_pairs``: dimensions 2i and 2i + 1 of a head turn together, as stored; of other models
     i and i + d / 2 do.
     ``sinks``: every head has an attention sink.
     ``router``: the name of the router of experts, beside them.
+    ``route``: how that chooses and weighs them, except for what a config says of it.
+    ``route_bias``: it has a bias of the choice. ``shared_gate``: the sum of shared experts has a
+    gate, one number for each token.
+    ``norm``: what all norms compute.
+    ``norm_after_rotation``: the norms of heads come after the rotation.
+    ``v_norm``: values have an RMSNorm without a weight over each head.
+    ``output_gate``: see :class:`OutputGate`.
+    ``parallel_norms``: the norms where blocks are parallel (``ConfigRules.parallel_blocks``).
+    ``gated``: the MLP has a gate beside its first projection.
     """
 
     norms: Norms = Norms()
-    qk_norm: Literal["head", "width"] | None = None
+    qk_norm: Literal["head", "unweighted", "width"] | None = None
     adjacent_pairs: bool = False
     sinks: bool = False
     router: str = "gate"
+    route: RouteRule = SOFTMAX
+    route_bias: bool = False
+    shared_gate: bool = False
+    norm: NormKind = NormKind()
+    norm_after_rotation: bool = False
+    v_norm: bool = False
+    output_gate: OutputGate | None = None
+    parallel_norms: Norms = ONE_NORM
+    gated: bool = True
+
+    def norms_of(self, parallel: bool) -> Norms:
+        """The norms of a layer whose blocks are parallel, or come one after the other."""
+        return self.parallel_norms if parallel else self.norms
 
 
 class TensorRules(NamedTuple):
@@ -162,11 +235,13 @@ class GgufRules(NamedTuple):
     ``write(config, source)``: the metadata for it. Raises UnsupportedError for a config that a GGUF
     file cannot express.
     ``expert_gating``: the ``expert_gating_func`` that the model computes. 1: a softmax over all
-    experts, 3: over the chosen ones.
+    experts, 2: sigmoids, 3: a softmax over the chosen ones; several if ``read`` tells them apart.
     ``keys``: metadata that ``read`` and ``slides`` read, besides those in loaders/gguf_keys.py.
     ``slides``: sliding layers have the scaling of the others ("scaled") or none ("plain"), and the
     base ``rope.freq_base_swa`` if a file has it. ``None``: there are none, or ``read`` does it.
     ``interleaved_qk``: rows of q and k are interleaved so that rotary pairs are adjacent.
+    ``yarn_log_multiplier``: llama.cpp reads ``rope.scaling.yarn_log_multiplier`` for this model, as
+    ``mscale_all_dim`` of a config whose ``mscale`` is 1.
     """
 
     name: str
@@ -174,10 +249,11 @@ class GgufRules(NamedTuple):
     tensors: Mapping[str, str] = NOTHING
     read: Callable[[dict[str, Any], GgufKeys], None] | None = None
     write: Callable[[Mapping[str, Any], str], Mapping[str, Any]] | None = None
-    expert_gating: int = 1
+    expert_gating: int | tuple[int, ...] = 1
     keys: tuple[str, ...] = ()
     slides: Literal["scaled", "plain"] | None = None
     interleaved_qk: bool = False
+    yarn_log_multiplier: bool = False
 
 
 class Architecture(NamedTuple):
@@ -219,8 +295,10 @@ def states_everything(config: Mapping[str, Any]) -> bool:
         return False
     if config.get("rope_theta") is None and not config.get("rope_parameters"):
         return False
+    eps = known.config.norm_eps
+    stated = (*STATED, eps) if isinstance(eps, str) else STATED
     may_be_null = ("eos_token_id", *known.config.stated)
-    return all(config.get(key) is not None for key in STATED) and config.keys() >= {*may_be_null}
+    return all(config.get(key) is not None for key in stated) and config.keys() >= {*may_be_null}
 
 
 def gguf_architecture(name: object, keys: GgufKeys) -> tuple[Architecture, GgufRules] | None:

@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from sdk.kernels.dataclass import dataclass
-from sdk.kernels.ops import Activation
+from sdk.kernels.head_norms import QueryScale
+from sdk.kernels.mlp_activations import Activation
 from sdk.models.architecture import Architecture, Biases, ConfigRules, architecture
 from sdk.models.config_fields import (
-    MAX_EXPERTS,
     MAX_LAYERS,
     MAX_POSITION,
     MAX_VOCAB,
@@ -26,25 +26,11 @@ from sdk.models.config_fields import (
     without_null,
 )
 from sdk.models.config_keys import check_fixed, check_fixed_by_model, only_read
+from sdk.models.expert_config import ExpertSpec, experts_of
 from sdk.models.rope import RopeSpec
 from sdk.models.rope_config import ropes_of_layers
 from sdk.models.sliding import sliding_windows
 from sdk.quant.errors import UnsupportedError
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertSpec:
-    """A mixture of ``count`` experts of ``width`` features, of which a token uses ``per_token``.
-
-    ``normalized``: the weights of a token's experts sum to 1. ``layers``: which have experts; the
-    others have an ordinary MLP of ``ModelConfig.intermediate_size``.
-    """
-
-    count: int
-    per_token: int
-    width: int
-    normalized: bool
-    layers: tuple[bool, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +41,9 @@ class ModelConfig:
     all. ``ropes``: the rotary embeddings, that of layers without a window first, of which a layer
     has the one with the number in ``rope_of_layer``.
     ``attention_bias``: of q, k and v; ``output_bias``: of the projection after attention.
+    ``query_scale``: of queries by their positions.
+    ``parallel_blocks``: attention and MLP of a layer read the same sum.
+    ``qk_norm``: whether the norms of queries and keys that the architecture has are there.
     ``logits_scale`` divides the logits; a softcap ``c`` turns ``x`` into ``c * tanh(x / c)``.
     """
 
@@ -66,7 +55,7 @@ class ModelConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rms_norm_eps: float
+    norm_eps: float
     activation: Activation
     max_position: int
     ropes: tuple[RopeSpec, ...]
@@ -83,6 +72,10 @@ class ModelConfig:
     mlp_bias: bool
     tie_word_embeddings: bool
     experts: ExpertSpec | None = None
+    query_scale: QueryScale | None = None
+    parallel_blocks: bool = False
+    qk_norm: bool = True
+    head_bias: bool = False
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> ModelConfig:
@@ -112,22 +105,23 @@ class ModelConfig:
             fields.fail("num_attention_heads", f"a divisor of hidden_size {hidden}", heads)
         head_dim = fields.count("head_dim", 4096, default=hidden // heads)
         layers = fields.count("num_hidden_layers", MAX_LAYERS)
+        eps = rules.norm_eps
         biases = (rules.biases or _biases)(fields)
         scale = fields.positive("query_pre_attn_scalar", default=float(head_dim)) ** -0.5
         windows = _windows(config, fields, known, layers)
         unrotated = rules.unrotated and rules.unrotated(fields, windows)
-        ropes, rope_of_layer = ropes_of_layers(fields, head_dim, windows, unrotated)
-        embedding_scale = 1.0 if rules.embedding_scale is None else rules.embedding_scale(hidden)
+        ropes, rope_of_layer = ropes_of_layers(fields, head_dim, windows, unrotated, rules.rotation)
+        experts = None if known is None else experts_of(fields, known, layers)
         return cls(
             model_type=model_type if known is None else known.model_type,
             vocab_size=fields.count("vocab_size", MAX_VOCAB),
             hidden_size=hidden,
-            intermediate_size=fields.count("intermediate_size", MAX_WIDTH),
+            intermediate_size=_width(fields, rules, experts),
             num_layers=layers,
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
-            rms_norm_eps=fields.positive("rms_norm_eps"),
+            norm_eps=eps if isinstance(eps, float) else fields.positive(eps),
             activation=(rules.activation or _activation)(fields),
             max_position=fields.count("max_position_embeddings", MAX_POSITION),
             ropes=ropes,
@@ -136,15 +130,35 @@ class ModelConfig:
             attention_scale=fields.positive("attention_multiplier", default=scale),
             attention_softcap=fields.optional_positive("attn_logit_softcapping"),
             final_softcap=fields.optional_positive("final_logit_softcapping"),
-            embedding_scale=fields.positive("embedding_multiplier", default=embedding_scale),
+            embedding_scale=_embedding_scale(fields, rules, hidden),
             residual_scale=fields.positive("residual_multiplier", default=1.0),
-            logits_scale=fields.positive("logits_scaling", default=1.0),
+            logits_scale=fields.positive("logits_scaling", default=1.0)
+            / fields.positive("logit_scale", default=1.0),
             attention_bias=biases.qkv,
             output_bias=biases.output,
             mlp_bias=biases.mlp,
             tie_word_embeddings=fields.flag("tie_word_embeddings", default=False),
-            experts=_experts(fields, rules, layers),
+            experts=experts,
+            query_scale=None if rules.query_scale is None else rules.query_scale(fields),
+            parallel_blocks=bool(rules.parallel_blocks and rules.parallel_blocks(fields)),
+            qk_norm=fields.flag("use_qk_norm", default=True),
+            head_bias=biases.head,
         )
+
+
+def _width(fields: Fields, rules: ConfigRules, experts: ExpertSpec | None) -> int:
+    """The width of MLPs without experts; some models whose layers all have experts state none."""
+    key = rules.dense_width
+    if key is None or not fields.has(key):
+        key = "intermediate_size"
+    return fields.count(key, MAX_WIDTH, default=experts and experts.width)
+
+
+def _embedding_scale(fields: Fields, rules: ConfigRules, hidden: int) -> float:
+    scale = 1.0
+    if rules.embedding_scale is not None and fields.flag("mup_enabled", default=True):
+        scale = rules.embedding_scale(hidden)
+    return fields.positive("embedding_multiplier", default=scale)
 
 
 def _biases(fields: Fields) -> Biases:
@@ -177,24 +191,6 @@ def _outer_facts(config: Mapping[str, Any]) -> dict[str, Any]:
     """The fields that a multimodal config has outside its text part."""
     keys = ("model_type", "tie_word_embeddings")
     return {key: config[key] for key in keys if config.get(key) is not None}
-
-
-def _experts(fields: Fields, rules: ConfigRules, layers: int) -> ExpertSpec | None:
-    if rules.expert_width is None:
-        return None
-    name = "num_experts" if fields.has("num_experts") else "num_local_experts"
-    count = fields.count(name, MAX_EXPERTS)
-    step = fields.count("decoder_sparse_step", MAX_LAYERS, default=1)
-    dense = fields.values.get("mlp_only_layers", ())
-    if not isinstance(dense, (list, tuple)):
-        fields.fail("mlp_only_layers", "a list of layers", dense)
-    return ExpertSpec(
-        count=count,
-        per_token=fields.count("num_experts_per_tok", count),
-        width=fields.count(rules.expert_width, MAX_WIDTH),
-        normalized=fields.flag("norm_topk_prob", default=True),
-        layers=tuple(i not in dense and (i + 1) % step == 0 for i in range(layers)),
-    )
 
 
 def _activation(fields: Fields) -> Activation:

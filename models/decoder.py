@@ -1,8 +1,8 @@
-"""The gated MLP, a layer as its model's facts describe it, and the loop over the layers.
+"""The MLP, a layer as its model's facts describe it, and the loop over the layers.
 
 A layer takes ``(delta, residual)`` and returns the same: ``residual`` is the sum of everything
 before, ``delta`` the last block's output, not yet added. The addition then happens inside the next
-norm (``Ops.add_rms_norm``), one pass over memory instead of two. What differs between models, such
+norm (``Ops.add_norm``), one pass over memory instead of two. What differs between models, such
 as where norms are, is in :class:`sdk.models.architecture.LayerRules` and in the config.
 
 torch is imported for type checkers only: see :mod:`sdk.models.architecture`.
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from sdk.kernels.batch import AttentionBatch
     from sdk.kernels.kv_pages import KVPages
+    from sdk.kernels.norm import Norm
     from sdk.kernels.rounding import Rounding, Rows
     from sdk.models.config import ModelConfig
     from sdk.models.layers import Embedding, ExpertProjection, Head, Projection, Source
@@ -52,74 +53,114 @@ class CausalLM(Protocol):
 
 
 class MLP:
-    """``down(act(gate(x)) * up(x))``."""
+    """``down(act(gate(x)) * up(x))``, or ``down(act(up(x)))`` if it is not ``gated``.
 
-    def __init__(self, source: Source, path: str) -> None:
+    ``width``: its features, if they are not the model's. Without ``reduce`` a rank's result is its
+    part of the sum over ranks.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        path: str,
+        width: int | None = None,
+        *,
+        gated: bool = True,
+        reduce: bool = True,
+    ) -> None:
         c = source.config
         self.ops = source.ops
         self.activation = c.activation
-        width = c.intermediate_size
+        self.gated = gated
+        width = width or c.intermediate_size
         start, count = source.mesh.columns(width)
-        self.gate_up = source.columns(
+        names = ("gate_proj", "up_proj") if gated else ("up_proj",)
+        self.up = source.columns(
             path,
-            "gate_up_proj",
-            [("gate_proj", width, start, count), ("up_proj", width, start, count)],
+            "gate_up_proj" if gated else "up_proj",
+            [(name, width, start, count) for name in names],
             bias=c.mlp_bias,
         )
-        self.down = source.row(f"{path}.down_proj", width, start, count, bias=c.mlp_bias)
+        down = f"{path}.down_proj"
+        self.down = source.row(down, width, start, count, bias=c.mlp_bias, reduce=reduce)
 
     @property
     def rounding(self) -> Rounding | None:
         """See :class:`Projection`."""
-        return self.gate_up.rounding
+        return self.up.rounding
 
     def __call__(self, x: Rows) -> Tensor:
-        return self.down(self.gate_up.gated(x, self.activation))
+        if self.gated:
+            return self.down(self.up.gated(x, self.activation))
+        return self.down(self.ops.activation(self.up(x), self.activation))
 
 
 class Layer:
-    """One decoder layer: attention and an MLP, each with the norms that the model has for it."""
+    """One decoder layer: attention and an MLP, each with the norms that the model has for it.
+
+    They come one after the other or are parallel: see ``ConfigRules.parallel_blocks``.
+    """
 
     def __init__(self, source: Source, path: str, index: int, rules: LayerRules) -> None:
         self.ops = source.ops
         c = source.config
-        self.eps, self.multiplier = c.rms_norm_eps, c.residual_scale
-        norms = [None if name is None else source.norm(f"{path}.{name}") for name in rules.norms]
+        self.multiplier = c.residual_scale
+        self.parallel = c.parallel_blocks
+        names = rules.norms_of(self.parallel)
+        norms = [None if name is None else source.norm(f"{path}.{name}") for name in names]
         self.before_attention, self.after_attention, self.before_mlp, self.after_mlp = norms
         self.attention = Attention(source, f"{path}.self_attn", index, rules)
         self.mlp: MLP | ExpertMLP
         if c.experts is not None and c.experts.layers[index]:
-            self.mlp = ExpertMLP(source, f"{path}.mlp", rules.router)
+            shared, width = None, c.experts.shared_width
+            if width:
+                whole = source.mesh.redundant_experts is not None
+                shared = MLP(source, f"{path}.mlp.shared_experts", width, reduce=whole)
+            self.mlp = ExpertMLP(source, f"{path}.mlp", rules, shared)
         else:
-            self.mlp = MLP(source, f"{path}.mlp")
+            self.mlp = MLP(source, f"{path}.mlp", gated=rules.gated)
 
     def __call__(
         self, delta: Tensor, residual: Tensor | None, step: Step, pages: KVPages
     ) -> tuple[Tensor, Tensor]:
         """``(delta, residual) -> (delta, residual)``; may modify both in place. The first layer has
         no residual."""
+        if self.parallel:
+            return self._run_parallel(delta, residual, step, pages)
         x, residual = self._input(self.attention.rounding, delta, residual, self.before_attention)
         delta = self._output(self.attention(x, step, pages), self.after_attention)
         x, residual = self._input(self.mlp.rounding, delta, residual, self.before_mlp)
         return self._output(self.mlp(x), self.after_mlp), residual
+
+    def _run_parallel(
+        self, delta: Tensor, residual: Tensor | None, step: Step, pages: KVPages
+    ) -> tuple[Tensor, Tensor]:
+        rounding = self.attention.rounding
+        one_norm = self.before_mlp is None
+        if one_norm and self.mlp.rounding != rounding:
+            rounding = None  # each rounds the rows for itself
+        x, residual = self._input(rounding, delta, residual, self.before_attention)
+        y = x if one_norm else self._input(self.mlp.rounding, residual, None, self.before_mlp)[0]
+        delta = self._output(self.attention(x, step, pages), self.after_attention)
+        return self.ops.add(delta, self._output(self.mlp(y), self.after_mlp)), residual
 
     def _input(
         self,
         rounding: Rounding | None,
         delta: Tensor,
         residual: Tensor | None,
-        norm: Tensor | None,
+        norm: Norm | None,
     ) -> tuple[Rows, Tensor]:
         """What a block reads, and the sum of all before it."""
         if norm is not None:
-            return self.ops.add_rms_norm_for(rounding, delta, residual, norm, self.eps)
+            return self.ops.add_norm_for(rounding, delta, residual, norm)
         residual = delta if residual is None else self.ops.add(residual, delta)
         return residual, residual
 
-    def _output(self, x: Tensor, norm: Tensor | None) -> Tensor:
+    def _output(self, x: Tensor, norm: Norm | None) -> Tensor:
         """What a block adds to the sum."""
         if norm is not None:
-            x = self.ops.rms_norm(x, norm, self.eps)
+            x = self.ops.norm(x, norm)
         return self.ops.scale(x, self.multiplier)
 
 
@@ -150,7 +191,7 @@ class Decoder:
         for i in self.numbers:
             with self.ops.layers.load(i):
                 self.layers.append(Layer(source, f"model.layers.{i}", i, self._rules))
-        self.norm: Tensor | None = source.norm("model.norm") if mesh.is_last else None
+        self.norm: Norm | None = source.norm("model.norm") if mesh.is_last else None
         self.ropes = [source.rope(spec) for spec in c.ropes]
         self._linears = source.linears
         #: The tensors of one dimension that it has pulled, by path.
@@ -192,9 +233,7 @@ class Decoder:
             stream = self.ops.add(residual, delta)
             self.ops.send(stream, self._mesh.downstream)
             return stream
-        hidden, _ = self.ops.add_rms_norm(
-            delta, residual, self.norm, self.config.rms_norm_eps, wide=True, out=out
-        )
+        hidden, _ = self.ops.add_norm(delta, residual, self.norm, wide=True, out=out)
         return hidden
 
     def _enter(self, inputs: Tensor) -> Tensor:

@@ -1,11 +1,13 @@
 """A mixture of experts (MoE) instead of an MLP: a router selects a few small MLPs per token.
 
-``y = sum over the selected experts e of weight[e] * down[e](act(gate[e](x)) * up[e](x))``. Every
+``y = sum over the selected experts e of weight[e] * down[e](act(gate[e](x)) * up[e](x))``, plus an
+MLP of shared experts, which every token uses. Every
 rank routes by itself: inputs have the same bits on all ranks, so all ranks select the same experts.
 With tensor parallelism a rank has a part of each expert, as of an MLP, and the ranks' results are
 summed. With expert parallelism (:mod:`sdk.models.expert_parallel`) it has whole experts, and the
 ranks exchange the rows that these have computed. With data parallel attention the ranks, each of
-which has tokens of its own, gather the tokens of all before.
+which has tokens of its own, gather the tokens of all before. The shared experts are split like any
+MLP; without tensor parallelism a rank computes them for its own tokens.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from sdk.kernels.rounding import Rows
+    from sdk.models.architecture import LayerRules
+    from sdk.models.decoder import MLP
     from sdk.models.expert_placement import Placement
     from sdk.models.layers import Source
     from sdk.quant.weight import Weight
@@ -35,10 +39,13 @@ class ExpertArrival(NamedTuple):
 
 
 class ExpertMLP:
-    """``router``: its name, next to that of the experts. ``share``: the experts of this rank, if it
-    has whole ones."""
+    """``shared``: the MLP of the shared experts; its results are summed over ranks with those of
+    the others, unless ranks have whole experts. ``share``: the experts of this rank, if it has
+    whole ones."""
 
-    def __init__(self, source: Source, path: str, router: str = "gate") -> None:
+    def __init__(
+        self, source: Source, path: str, rules: LayerRules, shared: MLP | None = None
+    ) -> None:
         c = source.config
         assert c.experts is not None
         self.ops = source.ops
@@ -46,7 +53,12 @@ class ExpertMLP:
         self.spec = c.experts
         self.activation = c.activation
         self.path = f"{path}.experts"
-        self.router = source.router(f"{path}.{router}", self.spec.count)
+        router = f"{path}.{rules.router}"
+        self.router = source.router(router, self.spec.count)
+        self.bias = source.route_bias(router, self.spec.count) if rules.route_bias else None
+        self.shared, self.shared_gate = shared, None
+        if shared is not None and rules.shared_gate:
+            self.shared_gate = source.matrix(f"{path}.shared_expert_gate", 1, c.hidden_size)
         self.share = source.expert_share(path)
         experts, cut = list(range(self.spec.count)), (0, self.spec.width)
         if self.share is not None:
@@ -63,17 +75,21 @@ class ExpertMLP:
         """``[T, hidden] -> [T, hidden]``, float32."""
         assert not isinstance(x, tuple)
         spec, share = self.spec, self.share
+        shared = None if self.shared is None else self.shared(x)
+        gate = None if self.shared_gate is None else self.shared_gate(x)
         logits = self.router(x)
         if share is not None and (tokens := share.routing.tokens) is not None:
             logits, x = self.ops.moe.gather(logits, tokens), self.ops.moe.gather(x, tokens)
         routes = self.ops.moe.route(
             logits,
             spec.per_token,
-            normalized=spec.normalized,
+            spec.route,
+            bias=self.bias,
             experts=None if share is None else share.routing,
         )
         hidden = self.gate_up.gated(x, routes, self.activation)
-        y = self.ops.moe.combine(self.down(hidden, routes), routes)
+        y = self.ops.moe.combine(self.down(hidden, routes), routes, shared, gate)
+        y = self.ops.scale(y, spec.scale)
         if share is not None or self.mesh.group is None:
             return y
         return self.ops.all_reduce(y, self.mesh.group)

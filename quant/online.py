@@ -19,7 +19,10 @@ _ENDS = (*EMBEDDINGS, "lm_head", "output")
 #: Tensors of a model's numbered blocks, whatever the blocks are called.
 _IN_BLOCK = re.compile(r"\.\d+\.")
 #: Routers of experts: few rows, but everything after them depends on them.
-_ROUTER = re.compile(r"\.(mlp|block_sparse_moe)\.(gate|router)(\.weight)?$|\.ffn_gate_inp\.")
+_ROUTER = re.compile(
+    r"\.(mlp|block_sparse_moe)\.(gate|router|shared_expert_gate|gate\.wg|router\.(gate|layer))"
+    r"(\.weight)?$|\.ffn_gate_inp(_shexp)?\."
+)
 #: Model types whose files store matrices as [in, out].
 _TURNED = ("gpt2", "openai-gpt")
 FLOATS = ("F32", "F16", "BF16")

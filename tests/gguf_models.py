@@ -1,13 +1,15 @@
-"""Tiny dense transformers models as GGUF files in float32, as llama.cpp's converter writes them."""
+"""Tiny transformers models as GGUF files in float32, as llama.cpp's converter writes them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
+from sdk.loaders.expert_names import spelled_as_ours
 from tests.loaders.conftest import GgufBytes
 
 #: model_type -> general.architecture.
@@ -28,9 +30,21 @@ NAMES = {
     "glm4": "glm4",
     "ernie4_5": "ernie4_5",
     "seed_oss": "seed_oss",
+    "qwen2_moe": "qwen2moe",
+    "glm4_moe": "glm4moe",
+    "dots1": "dots1",
+    "minimax_m2": "minimax-m2",
+    "ernie4_5_moe": "ernie4_5-moe",
+    "exaone_moe": "exaone-moe",
+    "cohere": "command-r",
+    "cohere2": "cohere2",
 }
+#: The key of a config's eps, for models with LayerNorm.
+_LAYER_NORM_EPS = {"command-r": "layer_norm_eps", "cohere2": "layer_norm_eps"}
 #: Where transformers turns dimensions i and i + d / 2 of a head, and llama.cpp 2i and 2i + 1.
-_PERMUTED = ("llama", "granite", "smollm3", "mistral3", "internlm2", "xverse", "minicpm")
+_PERMUTED = (
+    *("llama", "granite", "granite_swa", "smollm3", "mistral3", "internlm2", "xverse", "minicpm"),
+)
 _LAYER = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -38,10 +52,20 @@ _LAYER = {
     "self_attn.o_proj": "attn_output",
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
+    "self_attn.sinks": "attn_sinks",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
     "mlp.gate_up_proj": "ffn_up",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.gate.e_score_correction": "exp_probs_b",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
+    "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_experts.up_proj": "ffn_up_shexp",
+    "mlp.shared_experts.down_proj": "ffn_down_shexp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
 }
@@ -62,6 +86,7 @@ _NORMS = {
         "post_mlp_layernorm": "post_ffw_norm",
     },
     "seed_oss": _NORMS_AFTER,
+    "glm4moe": _NORMS_AFTER,
 }
 _TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 #: Codes of metadata types: see GgufBytes.
@@ -89,17 +114,16 @@ def gguf_of(
         "attention.head_count_kv": (U32, c.num_key_value_heads),
         "attention.key_length": (U32, width),
         "attention.value_length": (U32, width),
-        "attention.layer_norm_rms_epsilon": (F32, c.rms_norm_eps),
+        **_eps(c, arch),
         "rope.freq_base": (F32, theta),
     }
     file = GgufBytes({"general.architecture": (STRING, arch)})
     for key, value in {**facts, **(metadata or {})}.items():
         file.metadata[f"{arch}.{key}"] = value
-    for name, values in model.state_dict().items():
+    for name, rows in _tensors(model):
         if name == "lm_head.weight" and c.tie_word_embeddings:
             continue
-        rows = values.float()
-        stem, _, suffix = name.rpartition(".")
+        stem, _, suffix = (f"{name}.weight" if name.endswith("sinks") else name).rpartition(".")
         if "layernorm" in name or name.endswith(("model.norm.weight", "_norm.weight")):
             rows = rows + 1.0 if arch.startswith("gemma") else rows
         heads = {"q_proj": c.num_attention_heads, "k_proj": c.num_key_value_heads}
@@ -110,6 +134,28 @@ def gguf_of(
         data = np.ascontiguousarray(rows.numpy(), "<f4")
         file.tensors[_name(stem, arch) + f".{suffix}"] = (data.shape[::-1], 0, data.tobytes())
     return file
+
+
+def _tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """A model's tensors by our names; of experts, gate and up apart."""
+    for name, values in model.state_dict().items():
+        name, values = spelled_as_ours(name), values.float()
+        if name.endswith("experts.gate_up_proj"):
+            half = values.shape[1] // 2
+            for part, rows in (("gate", values[:, :half]), ("up", values[:, half:])):
+                yield name.replace("gate_up", part) + ".weight", rows
+        elif name.endswith("experts.down_proj"):
+            yield f"{name}.weight", values
+        elif name.endswith("e_score_correction_bias"):
+            yield name.replace("_bias", ".bias"), values.flatten()
+        else:  # the converter leaves out dimensions of one
+            yield name, values.squeeze(0) if name.endswith("expert_gate.weight") else values
+
+
+def _eps(config: Any, arch: str) -> dict[str, tuple[int, Any]]:
+    if arch in _LAYER_NORM_EPS:
+        return {"attention.layer_norm_epsilon": (F32, getattr(config, _LAYER_NORM_EPS[arch]))}
+    return {"attention.layer_norm_rms_epsilon": (F32, config.rms_norm_eps)}
 
 
 def _name(stem: str, arch: str) -> str:

@@ -25,7 +25,7 @@ from pathlib import Path
 from zipimport import zipimporter
 
 #: Must equal kAbiVersion in native/abi.hpp; a library with another version is rejected as stale.
-ABI_VERSION = 24
+ABI_VERSION = 28
 
 #: Instruction-set levels, worst to best of each architecture, in the order of native/levels.hpp.
 LEVELS = ("portable", "avx2", "avx2_vnni", "avx512_vnni", "neon", "neon_dotprod", "neon_i8mm")
@@ -49,7 +49,7 @@ class OpKind(IntEnum):
     EMBEDDING = 0
     LINEAR = 1
     NORM = 2
-    GATED = 3
+    ACTIVATION = 3
     MAP = 4
     ANGLES = 5
     SELECT = 6
@@ -69,6 +69,7 @@ class OpKind(IntEnum):
     TRANSFER = 20
     COMBINE_RANKS = 21
     GATHER_RANKS = 22
+    GATE = 23
 
 
 class Count(IntEnum):
@@ -148,9 +149,11 @@ class LinearArgs(Structure):
 
 class RouteArgs(Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("logits", "chosen", "weights")),
+        *((name, c_void_p) for name in ("logits", "bias", "chosen", "weights")),
         ("experts", c_int64),
-        *((name, c_int32) for name in ("k", "normalized")),
+        *((name, c_int32) for name in ("k", "gate", "normalized")),
+        *((name, c_int32) for name in ("groups", "groups_used", "group_best")),
+        *((name, c_float) for name in ("epsilon", "least", "scale", "reach")),
     ]
 
 
@@ -182,7 +185,7 @@ class BiasArgs(Structure):
 
 class CombineArgs(Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("x", "weights", "places", "out")),
+        *((name, c_void_p) for name in ("x", "weights", "places", "shared", "gate", "out")),
         ("width", c_int64),
         ("k", c_int32),
     ]
@@ -215,6 +218,14 @@ class MapArgs(Structure):
         *((name, c_void_p) for name in ("x", "other")),
         ("width", c_int64),
         ("factor", c_float),
+        ("kind", c_int32),
+    ]
+
+
+class GateArgs(Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("x", "gate")),
+        *((name, c_int64) for name in ("width", "gates", "gate_stride")),
         ("kind", c_int32),
     ]
 
@@ -253,19 +264,19 @@ class PlacesArgs(Structure):
 
 class NormArgs(Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("x", "residual", "weight", "out")),
+        *((name, c_void_p) for name in ("x", "residual", "weight", "bias", "out")),
         *((name, c_int64) for name in ("width", "inner", "outer_stride", "inner_stride")),
-        ("eps", c_float),
+        *(("weight_stride", c_int64), ("eps", c_float), ("centred", c_int32)),
     ]
 
 
-class GatedArgs(Structure):
+class ActivationArgs(Structure):
     _fields_ = [
-        ("gate_up", c_void_p),
-        ("out", c_void_p),
+        *((name, c_void_p) for name in ("x", "out")),
         ("width", c_int64),
         ("used", c_void_p),
-        ("kind", c_int32),
+        *((name, c_int32) for name in ("kind", "gated")),
+        ("numbers", c_float * 4),
     ]
 
 

@@ -19,6 +19,7 @@ from sdk.kernels.cpu.rank_group import SharedGroup
 from sdk.kernels.cpu.runtime import NativeRuntime
 from sdk.kernels.lazy_torch import Tensor
 from sdk.kernels.reference.moe import combine_ranks
+from sdk.kernels.route_rule import GATES, RouteRule
 from sdk.kernels.routes import RankTokens, Routes
 
 
@@ -33,15 +34,31 @@ class Route:
     def reject(self, problem: Problem) -> str | None:
         return None
 
-    def run(self, logits: Tensor, normalized: bool, chosen: Tensor, weights: Tensor) -> None:
+    def run(
+        self,
+        logits: Tensor,
+        rule: RouteRule,
+        bias: Tensor | None,
+        chosen: Tensor,
+        weights: Tensor,
+    ) -> None:
         logits = floats(logits, "route logits")
         args = RouteArgs(
             logits.data_ptr(),
+            None if bias is None else floats(bias, "route bias").data_ptr(),
             chosen.data_ptr(),
             weights.data_ptr(),
             logits.shape[1],
             chosen.shape[1],
-            normalized,
+            GATES.index(rule.gate),
+            rule.normalized,
+            rule.groups,
+            rule.groups_used,
+            rule.group_best,
+            rule.epsilon,
+            rule.least,
+            rule.scale,
+            2 * rule.jitter,
         )
         self._runtime.run(OpKind.ROUTE, args, logits.shape[0], "route")
 
@@ -106,9 +123,16 @@ class Combine:
     def reject(self, problem: Problem) -> str | None:
         return None
 
-    def run(self, x: Tensor, routes: Routes, out: Tensor) -> None:
-        x = floats(x, "combine x")
-        self._runtime.run(OpKind.COMBINE, _combine_args(x, routes, out), out.shape[0], "combine")
+    def run(
+        self,
+        x: Tensor,
+        routes: Routes,
+        out: Tensor,
+        shared: Tensor | None,
+        gate: Tensor | None,
+    ) -> None:
+        args = _combine_args(floats(x, "combine x"), routes, out, shared, gate)
+        self._runtime.run(OpKind.COMBINE, args, out.shape[0], "combine")
 
 
 class CombineRanks:
@@ -122,18 +146,25 @@ class CombineRanks:
     def reject(self, problem: Problem) -> str | None:
         return None
 
-    def run(self, x: Tensor, routes: Routes, out: Tensor) -> None:
+    def run(
+        self,
+        x: Tensor,
+        routes: Routes,
+        out: Tensor,
+        shared: Tensor | None,
+        gate: Tensor | None,
+    ) -> None:
         assert routes.experts is not None and routes.servers is not None
         group = routes.experts.group
         if not isinstance(group, SharedGroup):
             assert routes.experts.tokens is None  # engines in lockstep share memory
-            tensors = (x, routes.weights, routes.places, routes.servers, out)
+            added = [one for one in (shared, gate) if one is not None]
+            tensors = (x, routes.weights, routes.places, routes.servers, out, *added)
             self._runtime.call(partial(combine_ranks, group), tensors, self.name)
             return
         x = floats(x, "combine x")
-        args = CombineRanksArgs(
-            _combine_args(x, routes, out), group.handle, routes.servers.data_ptr()
-        )
+        sums = _combine_args(x, routes, out, shared, gate)
+        args = CombineRanksArgs(sums, group.handle, routes.servers.data_ptr())
         if (tokens := routes.experts.tokens) is not None:
             args.starts = tokens.starts.data_ptr()
         self._runtime.run(OpKind.COMBINE_RANKS, args, routes.weights.shape[0], "combine")
@@ -162,11 +193,15 @@ class GatherRanks:
         self._runtime.run(OpKind.GATHER_RANKS, args, out.shape[0], "gather")
 
 
-def _combine_args(x: Tensor, routes: Routes, out: Tensor) -> CombineArgs:
+def _combine_args(
+    x: Tensor, routes: Routes, out: Tensor, shared: Tensor | None, gate: Tensor | None
+) -> CombineArgs:
     return CombineArgs(
         x.data_ptr(),
         routes.weights.data_ptr(),
         routes.places.data_ptr(),
+        None if shared is None else floats(shared, "combine shared").data_ptr(),
+        None if gate is None else floats(gate, "combine gate").data_ptr(),
         out.data_ptr(),
         out.shape[1],
         routes.weights.shape[1],

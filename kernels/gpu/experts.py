@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sdk.kernels.backend import Problem
 from sdk.kernels.gpu.launch import after_earlier, expect_on_device, run_kernel
+from sdk.kernels.route_rule import GATES, RouteRule
 from sdk.kernels.routes import TILE_ROWS, Routes
 
 _BLOCK = 1024
@@ -27,39 +28,110 @@ _SMALLEST, _SIZES = tl.constexpr(TILE_ROWS[0]), tl.constexpr(len(TILE_ROWS))
 
 
 @triton.jit
-def route_kernel(
-    logits, chosen, weights, EXPERTS: tl.constexpr, K: tl.constexpr, NORMALIZED: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
+def order_of(x):
+    """Integers in the order of floats: -0 as 0, NaN above all."""
+    x = x + 0.0
+    bits = x.to(tl.int32, bitcast=True)
+    rank = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return tl.where(x != x, 0x7FFFFFFF, rank)
+
+
+@triton.jit
+def best_groups(
+    values, lane, inside, SIZE: tl.constexpr, GROUPS: tl.constexpr, USED: tl.constexpr,
+    BEST: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip
-    """A program per token: the K largest logits, the first of equals; NaN is larger than all.
+    """Which lanes are in one of the ``USED`` groups with the largest sums of ``BEST`` values."""
+    number = tl.arange(0, BLOCK_G)
+    sums = tl.zeros((BLOCK_G,), tl.float32)
+    owner = lane // SIZE
+    for g in range(GROUPS):
+        rank = tl.where(inside & (owner == g), order_of(values), -0x80000000)
+        total = 0.0
+        for _ in tl.static_range(BEST):
+            at = tl.argmax(rank, 0)
+            total += tl.sum(tl.where(lane == at, values, 0.0), 0)
+            rank = tl.where(lane == at, -0x80000000, rank)
+        sums = tl.where(number == g, total, sums)
+    rank = tl.where(number < GROUPS, order_of(sums), -0x80000000)
+    kept = owner < 0
+    for _ in tl.static_range(USED):
+        at = tl.argmax(rank, 0)
+        kept = kept | (owner == at)
+        rank = tl.where(number == at, -0x80000000, rank)
+    return kept
+
+
+@triton.jit
+def scores_of(x, GATE: tl.constexpr):
+    """The scores of logits; lanes of no expert have -inf."""
+    if GATE == 0:
+        shares = tl.exp(x - tl.max(x, 0))
+        return shares / tl.sum(shares, 0)
+    if GATE == 1:
+        return 1.0 / (1.0 + tl.exp(-x))
+    y = tl.exp(tl.minimum(x, 20.0))
+    one = 1.0 + y  # rounds y: the factor after the logarithm undoes it (Kahan's log1p)
+    log = tl.where(one == 1.0, y, tl.log(one) * (y / (one - 1.0)))
+    return tl.sqrt(tl.where(x > 20.0, x, log))
+
+
+@triton.jit
+def route_kernel(
+    logits, bias, chosen, weights, epsilon, least, scale, reach, EXPERTS: tl.constexpr,
+    K: tl.constexpr, GATE: tl.constexpr, NORMALIZED: tl.constexpr, BY_SCORES: tl.constexpr,
+    GROUPS: tl.constexpr, USED: tl.constexpr, BEST: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_G: tl.constexpr,
+):  # fmt: skip
+    """A program per token: the K best experts, the first of equals; NaN is larger than all.
 
     Compared as integers in the order of the floats, so that whatever the logits are, K different
-    experts are chosen: rows that fill up a captured step hold anything.
+    experts are chosen: rows that fill up a captured step hold anything. ``BY_SCORES``: weights are
+    scores, not the softmax of the chosen logits. Gates have the numbers of ``GATES``.
     """
     after_earlier()
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK_E)
     inside = lane < EXPERTS
     x = tl.load(logits + row * EXPERTS + lane, mask=inside, other=float("-inf")) + 0.0  # no -0
-    bits = x.to(tl.int32, bitcast=True)
-    rank = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    rank = tl.where(x != x, 0x7FFFFFFF, rank)
-    rank = tl.where(inside, rank, -0x80000000)
+    values = x
+    scores = x
+    if BY_SCORES:
+        scores = scores_of(x, GATE)
+    if bias is not None:
+        values = scores_of(x, GATE) + tl.load(bias + lane, mask=inside, other=0.0)
+    elif GROUPS > 1:
+        values = scores_of(x, GATE)
+    open_ = inside
+    if GROUPS > 1:
+        kept = best_groups(values, lane, inside, EXPERTS // GROUPS, GROUPS, USED, BEST, BLOCK_G)
+        open_ = inside & kept
+    rank = tl.where(open_, order_of(values), -0x80000000)
     place = tl.arange(0, BLOCK_K)
     experts = tl.zeros((BLOCK_K,), tl.int32)
-    scores = tl.full((BLOCK_K,), float("-inf"), tl.float32)
+    found = tl.full((BLOCK_K,), float("-inf"), tl.float32)
+    left = inside
     for i in tl.static_range(K):
         expert = tl.argmax(rank, 0)
-        score = tl.sum(tl.where(lane == expert, x, 0.0), 0)
+        score = tl.sum(tl.where(lane == expert, scores, 0.0), 0)
+        if GATE == 3:  # the sparse mixer: a softmax over those that this one exceeds by little
+            near = (score - x) / tl.maximum(tl.abs(x), score)
+            near = left & (near <= reach) | (left & (near != near))
+            left = left & (lane != expert)
+            score = 1.0 / tl.sum(tl.where(near, tl.exp(x - score), 0.0), 0)
         experts = tl.where(place == i, expert, experts)
-        scores = tl.where(place == i, score, scores)
+        found = tl.where(place == i, score, found)
         rank = tl.where(lane == expert, -0x80000000, rank)
-    best = tl.max(x, 0)
-    shares = tl.exp(scores - best)
-    total = tl.sum(shares, 0) if NORMALIZED else tl.sum(tl.exp(x - best), 0)
     wanted = place < K
+    if BY_SCORES or GATE == 3:
+        shares = tl.where(wanted, found, 0.0)
+        total = tl.maximum(tl.sum(shares, 0) + epsilon, least) if NORMALIZED else 1.0
+    else:
+        best = tl.max(x, 0)
+        shares = tl.exp(found - best)
+        total = tl.sum(shares, 0) if NORMALIZED else tl.sum(tl.exp(x - best), 0)
     tl.store(chosen + row * K + place, experts, mask=wanted)
-    tl.store(weights + row * K + place, shares / total, mask=wanted)
+    tl.store(weights + row * K + place, shares / total * scale, mask=wanted)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -155,8 +227,10 @@ def owners_bias_kernel(x, bias, owners, width, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def combine_kernel(x, weights, places, out, width, K: tl.constexpr, BLOCK: tl.constexpr):
-    """Grid (tokens, blocks of columns): added in the order of a token's experts."""
+def combine_kernel(
+    x, weights, places, shared, gate, out, width, K: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Grid (tokens, blocks of columns): added in the order of a token's experts, then shared."""
     after_earlier()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -166,6 +240,11 @@ def combine_kernel(x, weights, places, out, width, K: tl.constexpr, BLOCK: tl.co
         row = tl.load(places + token * K + i).to(tl.int64)
         values = tl.load(x + row * width + column, mask=mask, other=0.0).to(tl.float32)
         total += tl.load(weights + token * K + i) * values
+    if shared is not None:
+        values = tl.load(shared + token * width + column, mask=mask, other=0.0)
+        if gate is not None:
+            values = values / (1.0 + tl.exp(-tl.load(gate + token)))
+        total += values
     tl.store(out + token * width + column, total, mask=mask)
 
 
@@ -181,21 +260,35 @@ class Route(_Accepting):
 
     name = "gpu.route"
 
-    def run(self, logits: Tensor, normalized: bool, chosen: Tensor, weights: Tensor) -> None:
+    def run(
+        self,
+        logits: Tensor,
+        rule: RouteRule,
+        bias: Tensor | None,
+        chosen: Tensor,
+        weights: Tensor,
+    ) -> None:
         expect_on_device("route", logits, chosen, weights)
         tokens, count = logits.shape
         k = chosen.shape[1]
+        softmax = rule.gate == "softmax" and bias is None and rule.groups == 1
+        literal = rule.normalized and bool(rule.epsilon or rule.least)
         run_kernel(
             route_kernel,
             (tokens,),
-            logits,
-            chosen,
-            weights,
+            *(logits, bias, chosen, weights),
+            *(rule.epsilon, rule.least, rule.scale, 2 * rule.jitter),
             EXPERTS=count,
             K=k,
-            NORMALIZED=normalized,
+            GATE=GATES.index(rule.gate),
+            NORMALIZED=rule.normalized,
+            BY_SCORES=rule.gate != "sparse_mixer" and (not softmax or literal),
+            GROUPS=rule.groups,
+            USED=rule.groups_used,
+            BEST=rule.group_best,
             BLOCK_E=triton.next_power_of_2(count),
             BLOCK_K=triton.next_power_of_2(k),
+            BLOCK_G=triton.next_power_of_2(rule.groups),
             num_warps=1,
         )
 
@@ -246,7 +339,14 @@ class Combine(_Accepting):
 
     name = "gpu.combine"
 
-    def run(self, x: Tensor, routes: Routes, out: Tensor) -> None:
+    def run(
+        self,
+        x: Tensor,
+        routes: Routes,
+        out: Tensor,
+        shared: Tensor | None,
+        gate: Tensor | None,
+    ) -> None:
         expect_on_device("combine", x, routes.places, out)
         tokens, width = out.shape
         run_kernel(
@@ -255,6 +355,8 @@ class Combine(_Accepting):
             x.contiguous(),
             routes.weights,
             routes.places,
+            shared,
+            None if gate is None else gate.contiguous(),
             out,
             width,
             K=routes.places.shape[1],

@@ -5,6 +5,7 @@ from __future__ import annotations
 from sdk.kernels.backend import Problem
 from sdk.kernels.groups import Group as Ranks
 from sdk.kernels.lazy_torch import Tensor, torch
+from sdk.kernels.route_rule import RouteRule
 from sdk.kernels.routes import TILE_ROWS, RankTokens, Routes, tiles_at
 
 
@@ -16,12 +17,68 @@ class Route:
     def reject(self, problem: Problem) -> str | None:
         return None
 
-    def run(self, logits: Tensor, normalized: bool, chosen: Tensor, weights: Tensor) -> None:
+    def run(
+        self,
+        logits: Tensor,
+        rule: RouteRule,
+        bias: Tensor | None,
+        chosen: Tensor,
+        weights: Tensor,
+    ) -> None:
         k = chosen.shape[1]
-        best, order = logits.sort(dim=1, descending=True, stable=True)
-        chosen.copy_(order[:, :k])
-        parts = (best[:, :k] if normalized else best).softmax(dim=1)
-        weights.copy_(parts[:, :k])
+        if rule.gate == "sparse_mixer":
+            _sparse_mixer(logits, rule, chosen, weights)
+            weights.copy_(_normalized(weights, rule) if rule.normalized else weights)
+            weights.mul_(rule.scale)
+            return
+        scores = _scores(logits, rule)
+        # Without a bias logits are in the order of scores, which round more of them to one value.
+        selection = logits if bias is None and rule.groups == 1 else scores.float()
+        selection = selection if bias is None else selection + bias
+        if rule.groups > 1:
+            selection = selection.masked_fill(~_of_best_groups(selection, rule), float("-inf"))
+        order = selection.sort(dim=1, descending=True, stable=True)[1][:, :k]
+        chosen.copy_(order)
+        if rule.gate == "softmax" and rule.normalized and not rule.epsilon and not rule.least:
+            parts = logits.gather(1, order).softmax(dim=1)
+        else:
+            parts = scores.gather(1, order)
+            parts = _normalized(parts, rule) if rule.normalized else parts
+        weights.copy_(parts * rule.scale)
+
+
+def _scores(logits: Tensor, rule: RouteRule) -> Tensor:
+    """In float64: in float32 torch gives an element other bits at the end of a tensor."""
+    logits = logits.double()
+    if rule.gate == "softmax":
+        return logits.softmax(dim=1)
+    if rule.gate == "sigmoid":
+        return logits.sigmoid()
+    return torch.nn.functional.softplus(logits).sqrt()
+
+
+def _normalized(parts: Tensor, rule: RouteRule) -> Tensor:
+    return parts / (parts.sum(dim=1, keepdim=True) + rule.epsilon).clamp(min=rule.least)
+
+
+def _of_best_groups(selection: Tensor, rule: RouteRule) -> Tensor:
+    """Which experts are in one of the best groups: bool ``[T, E]``."""
+    groups = selection.view(len(selection), rule.groups, -1)
+    best = groups.sort(dim=2, descending=True)[0][:, :, : rule.group_best].sum(dim=2)
+    order = best.sort(dim=1, descending=True, stable=True)[1][:, : rule.groups_used]
+    kept = torch.zeros_like(best, dtype=torch.bool).scatter(1, order, True)
+    return kept.repeat_interleave(groups.shape[2], dim=1)
+
+
+def _sparse_mixer(logits: Tensor, rule: RouteRule, chosen: Tensor, weights: Tensor) -> None:
+    left = logits.clone()
+    chosen.copy_(logits.sort(dim=1, descending=True, stable=True)[1][:, : chosen.shape[1]])
+    for j, expert in enumerate(chosen.long().split(1, dim=1)):
+        best = logits.gather(1, expert)
+        far = (best - logits) / logits.abs().clamp(min=best) > 2 * rule.jitter
+        shares = left.masked_fill(far, float("-inf")).softmax(dim=1)
+        weights[:, j : j + 1] = shares.gather(1, expert)
+        left.scatter_(1, expert, float("-inf"))
 
 
 class Group:
@@ -116,10 +173,18 @@ class Combine:
     def reject(self, problem: Problem) -> str | None:
         return None
 
-    def run(self, x: Tensor, routes: Routes, out: Tensor) -> None:
+    def run(
+        self,
+        x: Tensor,
+        routes: Routes,
+        out: Tensor,
+        shared: Tensor | None,
+        gate: Tensor | None,
+    ) -> None:
         out.zero_()
         for weight, place in zip(routes.weights.unbind(1), routes.places.unbind(1), strict=True):
             out += weight.unsqueeze(1) * x[place.long()]
+        _add_shared(out, shared, gate)
 
 
 class CombineRanks:
@@ -130,12 +195,25 @@ class CombineRanks:
     def reject(self, problem: Problem) -> str | None:
         return None
 
-    def run(self, x: Tensor, routes: Routes, out: Tensor) -> None:
+    def run(
+        self,
+        x: Tensor,
+        routes: Routes,
+        out: Tensor,
+        shared: Tensor | None,
+        gate: Tensor | None,
+    ) -> None:
         assert routes.experts is not None and routes.servers is not None
         experts, own = routes.experts, slice(None)
         if (tokens := experts.tokens) is not None:
             own = slice(*tokens.starts[tokens.rank : tokens.rank + 2].tolist())
-        combine_ranks(experts.group, x, routes.weights, routes.places, routes.servers, out, own)
+        where = routes.weights, routes.places, routes.servers
+        combine_ranks(experts.group, x, *where, out, shared, gate, own=own)
+
+
+def _add_shared(out: Tensor, shared: Tensor | None, gate: Tensor | None) -> None:
+    if shared is not None:
+        out += shared if gate is None else gate.double().sigmoid().float() * shared
 
 
 def combine_ranks(
@@ -145,6 +223,9 @@ def combine_ranks(
     places: Tensor,
     servers: Tensor,
     out: Tensor,
+    shared: Tensor | None = None,
+    gate: Tensor | None = None,
+    *,
     own: slice = slice(None),
 ) -> None:
     """Add up the rows of each token: ``places`` has those of this rank, ``servers`` the ranks.
@@ -158,6 +239,7 @@ def combine_ranks(
     out.zero_()
     for j, weight in enumerate(weights[own].unbind(1)):
         out += weight.unsqueeze(1) * sent[servers[own, j], tokens, j]
+    _add_shared(out, shared, gate)
 
 
 class GatherRanks:

@@ -24,6 +24,7 @@ from sdk.loaders.adapters.adapter_file import (
     low_rank,
 )
 from sdk.loaders.adapters.peft_config import PeftConfig, read_peft_config
+from sdk.loaders.expert_names import spelled_as_ours
 from sdk.loaders.folder_file import folder_file, weight_file
 from sdk.loaders.other_kinds import ADAPTER_CONFIG
 from sdk.loaders.safetensors_reader import SafetensorsFiles, StoredTensor
@@ -145,8 +146,8 @@ def canonical(module: str) -> str:
     """A module's path as in a causal language model: ``model.layers.0.…``, ``lm_head``."""
     for theirs, ours in _ROOTS:
         if module.startswith(theirs):
-            return ours + module[len(theirs) :]
-    return module
+            return spelled_as_ours(ours + module[len(theirs) :])
+    return spelled_as_ours(module)
 
 
 def _matrix(

@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from sdk.loaders.gguf_keys import eps_key
 from sdk.loaders.gguf_rope import yarn_attention
 from sdk.loaders.model_shapes import num_experts
 from sdk.models.architecture import Architecture, GgufRules, architecture, architectures
+from sdk.models.expert_config import key_of, shared_width
 from sdk.quant.errors import UnsupportedError
 
 _REQUIRED = {
@@ -53,8 +55,9 @@ def model_metadata(config: Mapping[str, Any], source: str) -> dict[str, Any]:
         given["head_dim"] = given["hidden_size"] // heads
     facts: dict[str, Any] = {theirs: int(given[ours]) for ours, theirs in _REQUIRED.items()}
     facts["attention.value_length"] = facts["attention.key_length"]
-    facts["attention.layer_norm_rms_epsilon"] = float(given["rms_norm_eps"])
-    facts |= _rope(given, name, source) | _experts(given, own)
+    eps = own.config.norm_eps
+    facts[eps_key(own)] = float(given[eps] if isinstance(eps, str) else eps)
+    facts |= _rope(given, name, source) | _experts(given, own, rules)
     if given.get("sliding_window") and given.get("use_sliding_window", True):
         facts["attention.sliding_window"] = int(given["sliding_window"])
     for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
@@ -66,15 +69,32 @@ def model_metadata(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     return metadata | {f"{name}.{key}": value for key, value in facts.items()}
 
 
-def _experts(config: Mapping[str, Any], own: Architecture) -> dict[str, Any]:
+def _experts(config: Mapping[str, Any], own: Architecture, rules: GgufRules) -> dict[str, Any]:
     """The keys of a mixture of experts; none for other models."""
     if own.config.expert_width is None:
         return {}
-    return {
+
+    def of(fact: str, default: Any) -> Any:
+        key = key_of(fact, own.config.keys)
+        found = None if key is None else config.get(key, own.config.defaults.get(key))
+        return default if found is None else found
+
+    facts = {
         "expert_count": num_experts(config) or 0,
-        "expert_used_count": int(config["num_experts_per_tok"]),
+        "expert_used_count": int(of("per_token", 0)),
         "expert_feed_forward_length": int(config[own.config.expert_width]),
     }
+    if rules.expert_gating == 2:  # files leave out what llama.cpp computes anyway
+        facts |= {"expert_gating_func": 2, "expert_weights_norm": bool(of("normalized", True))}
+    others: dict[str, tuple[Any, Any]] = {  # and what a file without the key means
+        "expert_weights_scale": (float(of("scale", 1.0)), 1.0),
+        "expert_group_count": (int(of("groups", 1)), 1),
+        "expert_group_used_count": (int(of("groups_used", 1)), 1),
+        "expert_shared_count": (int(of("shared", 0)), 0),
+        "expert_shared_feed_forward_length": (shared_width(config, own), 0),
+        "leading_dense_block_count": (int(of("dense", 0)), 0),
+    }
+    return facts | {key: value for key, (value, usual) in others.items() if value != usual}
 
 
 def _parameters(config: Mapping[str, Any]) -> dict[str, Any]:

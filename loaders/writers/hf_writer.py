@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch import Tensor
 from sdk.kernels.layouts import Dense, Layout
 from sdk.loaders.expert_names import first_spelling
 from sdk.loaders.folder_file import folder_file
-from sdk.loaders.hf_folder import MAX_CONFIG
+from sdk.loaders.hf_folder import MAX_CONFIG, HfFolder
 from sdk.loaders.json_file import read_json
 from sdk.loaders.model_shapes import num_experts
 from sdk.loaders.writers import integer_layers
@@ -47,7 +48,7 @@ class HfWriter:
                 f"{source.path}: {scheme.text} is written as a folder, which needs config and "
                 "tokenizer of the original folder; a GGUF file can only become another GGUF file"
             )
-        self._folder = source.path
+        self._folder, self._source = source.path, source
         self._config = read_json(source.path / "config.json", MAX_CONFIG)
         if "text_config" in self._config:
             raise UnsupportedError(
@@ -74,6 +75,11 @@ class HfWriter:
         return {self._spelled(name): tensor}, ""
 
     def _spelled(self, name: str) -> str:
+        """The name that transformers looks for: what is beside experts is called as it was."""
+        if isinstance(self._source, HfFolder) and _BESIDE_EXPERTS.search(name):
+            found = self._source.spelled_in_file(name)
+            if "block_sparse_moe.gate" not in found:
+                return found
         return first_spelling(name) if self._first_names else name
 
     def whole(
@@ -109,7 +115,10 @@ def copy_beside(source: Path, out: Path) -> None:
 _MORE = [f"re:.*{name}$" for name in MATTERING]
 _ENDS = ["re:.*embed_tokens", "re:.*lm_head"]
 #: Routers stay plain.
-_ROUTERS = "re:.*[.](gate|router)$"
+_BESIDE_EXPERTS = re.compile(
+    r"\.mlp\.(shared_experts|gate|shared_expert_gate)\b|\.e_score_correction_bias$"
+)
+_ROUTERS = "re:.*[.](gate|router|shared_expert_gate|gate[.]wg|router[.]layer)$"
 _Encode = Callable[["Layout | Permuted"], dict[str, Tensor]]
 
 

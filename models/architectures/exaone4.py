@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _SLIDING_LAYERS = 64
 
 
-def _unrotated(fields: Fields, windows: Sequence[int | None]) -> list[bool]:
+def unrotated(fields: Fields, windows: Sequence[int | None]) -> list[bool]:
     """The layers that see all tokens, in a model with a window."""
     slides = fields.has("sliding_window")
     return [slides and window is None for window in windows]
@@ -58,7 +58,7 @@ ARCHITECTURE = Architecture(
     config=ConfigRules(
         keys=("layer_types", "sliding_window", "sliding_window_pattern"),
         sliding=all_but_every(4),
-        unrotated=_unrotated,
+        unrotated=unrotated,
     ),
     gguf=GgufRules(
         "exaone4",

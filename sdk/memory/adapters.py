@@ -44,9 +44,12 @@ def _bytes(model: ModelConfig, rank: int, ranks: int, size: int, *, scales: bool
     queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     columns = [queries, keys, keys]  # split by outputs: every rank has the whole factor A
     rows = [queries]  # split by inputs: every rank has the whole factor B
-    if model.experts is None:
-        columns += [model.intermediate_size] * 2
-        rows += [model.intermediate_size]
+    width, experts = model.intermediate_size, model.experts
+    if experts is not None:  # only what every token uses has adapters
+        width = max(experts.shared_width, 0 if all(experts.layers) else width)
+    if width:
+        columns += [width] * 2
+        rows += [width]
     values = sum(rank * (ranks * hidden + out) for out in columns)
     values += sum(rank * (width + ranks * hidden) for width in rows)
     layer = size * values

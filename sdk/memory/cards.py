@@ -45,7 +45,7 @@ def _of_rank(mesh: Mesh, model: ModelConfig) -> float:
     heads = mesh.heads(model.num_heads, model.num_kv_heads)
     widths = [model.intermediate_size]
     if model.experts is not None:
-        widths.append(model.experts.width)
+        widths += [model.experts.width, model.experts.shared_width]
     return max(
         heads.count / model.num_heads,
         heads.kv_count / max(model.num_kv_heads, mesh.size),

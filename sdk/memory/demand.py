@@ -212,6 +212,8 @@ def _token_bytes(model: ModelConfig, demand: Demand) -> int:
         if demand.whole_experts:
             split *= demand.ranks  # each has room for all rows
         rows = model.experts.per_token * (split + whole)
+        if model.experts.shared_width:
+            rows += 3 * model.experts.shared_width + 2 * whole  # the result is float32
         if demand.lockstep > 1:  # of all engines, with what enters the experts
             rows = demand.lockstep * (rows + model.hidden_size + model.experts.count)
         short += rows

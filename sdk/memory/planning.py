@@ -44,6 +44,8 @@ def _check_split(config: EngineConfig, model: ModelConfig) -> None:
     mesh = Mesh(0, size, NoRanks())
     mesh.heads(model.num_heads, model.num_kv_heads)
     mesh.columns(model.intermediate_size)
+    if model.experts is not None and model.experts.shared_width:
+        mesh.columns(model.experts.shared_width)
     if model.experts is not None and config.redundant_experts is not None:
         check_spread(model.experts.count, size, config.redundant_experts)
     elif model.experts is not None and config.lockstep_engines > 1:

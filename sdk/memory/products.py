@@ -39,6 +39,9 @@ def products_of(
         for n, k in ((2 * experts.width, hidden), (hidden, experts.width)):
             one = _matrix(n, k, blocks)
             matrices.append(replace(one, experts=experts.count, per_token=experts.per_token))
+        if experts.shared_width:
+            beside = (2 * experts.shared_width, hidden), (hidden, experts.shared_width)
+            matrices += [_matrix(n, k, blocks) for n, k in beside]
     return Products(
         matrices=tuple(matrices),
         head=_matrix(model.vocab_size, hidden, ends or blocks),

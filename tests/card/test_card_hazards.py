@@ -297,7 +297,7 @@ def test_most_of_128_experts_have_no_rows_and_one_has_all(
         given = x.to(device)
         found = []
         for _ in range(size(10, 2)):
-            routes = ops.moe.route(logits.to(ops.activations).to(device), 2, normalized=True)
+            routes = ops.moe.route(logits.to(ops.activations).to(device), 2)
             found.append(ops.moe.combine(bound.matmul(given, routes, by_token=True), routes))
         assert all(torch.equal(one, found[0]) for one in found), tokens
         each = {e: x.double() @ decode(layouts[e]).double().t() for e in (0, 5, experts - 1)}

@@ -96,7 +96,7 @@ def test_experts_multiply_the_rows_routed_to_them(
     bound = ops.moe.group([ops.linear(layout) for layout in layouts])
     assert bound is not None
     x = cases.activations(tokens, 512)
-    routes = ops.moe.route(x[:, :8].contiguous().to(device), 2, normalized=True)
+    routes = ops.moe.route(x[:, :8].contiguous().to(device), 2)
     found = ops.moe.combine(bound.matmul(x.to(device), routes, by_token=True), routes)
     seen = fake_quantize(x, BYTES["inputs"]) if name == "fp8-as-file" else x
     each = torch.stack([seen.double() @ decode(layout).double().t() for layout in layouts])

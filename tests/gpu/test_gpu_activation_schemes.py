@@ -150,7 +150,7 @@ def test_experts_with_scales_of_128_columns_multiply_the_rows_routed_to_them(cas
     group = linear.group([linear.pack(layout) for layout in layouts])
     assert group is not None
     ops = Ops("cpu", backends=("reference",))
-    routes = ops.moe.route(torch.randn(20, 3), 2, normalized=True)
+    routes = ops.moe.route(torch.randn(20, 3), 2)
     ops.close()
     x, out = cases.activations(20, 256), torch.empty(40, 40)
     linear.matmul_routed(group, x, routes, True, out)

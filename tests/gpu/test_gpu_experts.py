@@ -20,7 +20,9 @@ from sdk.kernels.layouts import E2M1, ActivationScheme, Dense, Layout
 from sdk.kernels.ops import Ops
 from sdk.kernels.reference.decode import decode
 from sdk.kernels.reference.fake_quantize import fake_quantize
+from sdk.kernels.route_rule import RouteRule
 from sdk.kernels.routes import TILE_ROWS, Routes, most_tiles, tiles_at
+from tests.routers import RULES, case
 
 FEW = Tuning(programs=4)
 EXPERTS, WIDTH, OUT = 5, 96, 35
@@ -119,21 +121,21 @@ def test_tokens_are_routed_as_the_reference_routes_them(
     gpu: Ops, reference: Ops, tokens: int, experts: int, k: int, normalized: bool
 ) -> None:
     given = logits(tokens, experts)
-    found = gpu.moe.route(given, k, normalized=normalized)
-    wanted = reference.moe.route(given, k, normalized=normalized)
+    found = gpu.moe.route(given, k, RouteRule(normalized=normalized))
+    wanted = reference.moe.route(given, k, RouteRule(normalized=normalized))
     equal(found, wanted)
     torch.testing.assert_close(found.weights, wanted.weights, rtol=1e-6, atol=1e-7)
 
 
 def test_one_expert_may_have_all_rows_and_others_none(gpu: Ops, reference: Ops) -> None:
     given = torch.tensor([[0.0, 1.0, 5.0, 1.0, 0.0]]).repeat(9, 1)
-    equal(gpu.moe.route(given, 1, normalized=True), reference.moe.route(given, 1, normalized=True))
-    assert gpu.moe.route(given, 1, normalized=True).starts.tolist() == [0, 0, 0, 9, 9, 9]
+    equal(gpu.moe.route(given, 1), reference.moe.route(given, 1))
+    assert gpu.moe.route(given, 1).starts.tolist() == [0, 0, 0, 9, 9, 9]
 
 
 def test_the_first_of_equal_experts_is_chosen(gpu: Ops) -> None:
     given = torch.tensor([[-0.0, 2.0, 2.0, 0.0, 2.0]])
-    assert gpu.moe.route(given, 4, normalized=True).owners.tolist() == [0, 1, 2, 4]
+    assert gpu.moe.route(given, 4).owners.tolist() == [0, 1, 2, 4]
 
 
 def test_logits_that_are_no_numbers_choose_different_experts_that_exist(gpu: Ops) -> None:
@@ -141,7 +143,7 @@ def test_logits_that_are_no_numbers_choose_different_experts_that_exist(gpu: Ops
     given[1] = float("nan")
     given[2] = float("-inf")
     given[3] = -torch.tensor(float("nan"))
-    routes = gpu.moe.route(given, 3, normalized=True)
+    routes = gpu.moe.route(given, 3)
     chosen = routes.owners[routes.places.long()]
     assert bool(((chosen >= 0) & (chosen < EXPERTS)).all())
     assert [len(set(row)) for row in chosen.tolist()] == [3] * 4
@@ -207,7 +209,7 @@ def test_every_row_is_multiplied_with_the_weight_of_its_expert(
     reference: Ops, cases: Any, name: str, tokens: int
 ) -> None:
     layouts = [LAYOUTS[name](cases, seed) for seed in range(EXPERTS)]
-    routes = reference.moe.route(logits(tokens), 2, normalized=True)
+    routes = reference.moe.route(logits(tokens), 2)
     x = cases.activations(tokens, layouts[0].shape[1])
     given = x if tokens == 1 else x.half()  # one token is not rounded
     found = check(TritonLinear(torch.float16, FEW), layouts, x, given, routes, True)
@@ -224,7 +226,7 @@ def test_rows_may_fall_on_experts_as_they_like(
     given = logits(tokens, count)
     given[: tokens // 2, 0] = 50.0  # half of the tokens want the first
     given[:, 1] = float("-inf")  # nobody wants the second unless he must
-    routes = reference.moe.route(given, k, normalized=True)
+    routes = reference.moe.route(given, k)
     layouts = [cases.affine(OUT, WIDTH, 4, 32, "minus", seed=seed) for seed in range(count)]
     x = cases.activations(tokens if by_token else tokens * k, WIDTH)
     rounded_x = x if tokens == 1 else x.half()
@@ -239,7 +241,7 @@ def test_shares_of_the_columns_are_added_for_experts_too(reference: Ops, cases: 
     )
     layouts = [cases.affine(OUT, 1024, 4, 128, "zeros", seed=seed) for seed in range(2)]
     for tokens, shares in ((1, 8), (3, 4)):
-        routes = reference.moe.route(logits(tokens, 2), 1, normalized=True)
+        routes = reference.moe.route(logits(tokens, 2), 1)
         x = cases.activations(tokens, 1024)
         given = x if tokens == 1 else x.half()
         group = linear.group([linear.pack(layout) for layout in layouts])
@@ -262,7 +264,7 @@ def decoded(
     by_token: bool,
 ) -> float:
     """The distance from float64's product of x with weights that were rounded as x is."""
-    routes = reference.moe.route(given, 2, normalized=True)
+    routes = reference.moe.route(given, 2)
     group = linear.group([linear.pack(layout) for layout in layouts])
     assert group is not None
     out = torch.full((routes.owners.shape[0], layouts[0].shape[0]), float("nan"))
@@ -323,14 +325,14 @@ def test_experts_of_plain_floats_go_in_one_launch(
     reference: Ops, cases: Any, dtype: torch.dtype, tokens: int
 ) -> None:
     layouts: list[Layout] = [cases.dense(OUT, 80, dtype, seed=seed) for seed in range(EXPERTS)]
-    routes = reference.moe.route(logits(tokens), 2, normalized=True)
+    routes = reference.moe.route(logits(tokens), 2)
     x = cases.activations(tokens, 80).to(dtype).float()  # the interpreter cuts bfloat16 off
     assert check(DenseLinear(), layouts, x, x, routes, True) < 2e-6
 
 
 def test_many_rows_of_plain_floats_take_large_tiles(reference: Ops, cases: Any) -> None:
     layouts: list[Layout] = [cases.dense(150, 80, torch.float16, seed=seed) for seed in range(2)]
-    routes = reference.moe.route(logits(150, 2), 2, normalized=True)
+    routes = reference.moe.route(logits(150, 2), 2)
     x = cases.activations(150, 80)
     assert check(DenseLinear(), layouts, x, x.half(), routes, True) < 2e-6
 
@@ -344,9 +346,9 @@ def test_experts_have_measured_tiles_of_their_own(cases: Any, reference: Ops) ->
         linear = TritonLinear(torch.float16, replace(FEW, table=table), fixed=fixed)
         group = linear.group([linear.pack(layout) for layout in layouts])
         assert group is not None
-        routes = reference.moe.route(logits(3, 2), 2, normalized=True)
+        routes = reference.moe.route(logits(3, 2), 2)
         assert linear._tiles_of(group, routes, 2) == many._replace(split=1 if fixed else 4)
-        wide = reference.moe.route(logits(9, 2), 2, normalized=True)
+        wide = reference.moe.route(logits(9, 2), 2)
         # three shares of one are too many of two
         other = (many if fixed else one)._replace(split=1)
         assert linear._tiles_of(group, wide, 2) == other
@@ -371,7 +373,7 @@ def test_experts_round_their_inputs_as_the_file_asks(
         return replace(made, inputs=scheme)
 
     layouts = [layout(seed) for seed in range(EXPERTS)]
-    routes = reference.moe.route(logits(tokens), 2, normalized=True)
+    routes = reference.moe.route(logits(tokens), 2)
     x = cases.activations(tokens, 128)
     linear = TritonLinearAsFile(FEW, ("int", "e4m3"))
     assert check(linear, layouts, x, fake_quantize(x, scheme), routes, True) < 1e-5
@@ -406,7 +408,7 @@ def test_with_a_fixed_order_a_row_does_not_depend_on_the_others(
     given, x = logits(40), cases.activations(40, 256)
 
     def run(rows: slice) -> Tensor:
-        routes = reference.moe.route(given[rows], 2, normalized=True)
+        routes = reference.moe.route(given[rows], 2)
         out = torch.empty(routes.owners.shape[0], OUT)
         linear.matmul_routed(group, x[rows].contiguous(), routes, True, out)
         return out[routes.places.long()]
@@ -423,7 +425,7 @@ def test_a_mixture_is_the_reference_s(gpu: Ops, reference: Ops, cases: Any) -> N
     def mixture(ops: Ops) -> Tensor:
         bound = ops.moe.group([ops.linear(layout) for layout in layouts])
         assert bound is not None
-        routes = ops.moe.route(logits(12), 2, normalized=True)
+        routes = ops.moe.route(logits(12), 2)
         y = ops.moe.add_owners_bias(bound.matmul(x, routes, by_token=True), bias, routes)
         return ops.moe.combine(y, routes)
 
@@ -439,3 +441,25 @@ def test_words_at_odd_distances_are_not_grouped() -> None:
     assert found is not None and found.tolist() == [[0, 0], [64, 0], [128, 0]]
     assert offsets_of([near[0], {**near[1], "w0": memory[72:136]}]) is None
     assert offsets_of([near[0], {**near[1], "scale": memory[5:9]}]) is not None
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_the_routers_of_published_models_choose_and_weigh(gpu: Ops, name: str) -> None:
+    given, bias, chosen, weights = case(name, 5, 12, 3)
+    routes = gpu.moe.route(given, 3, RULES[name][0], bias=bias)
+    assert torch.equal(routes.owners[routes.places.long()], chosen)
+    torch.testing.assert_close(routes.weights, weights, rtol=2e-6, atol=0)
+    given[1], given[2], given[3, :5] = float("nan"), float("-inf"), float("inf")
+    routes = gpu.moe.route(given, 3, RULES[name][0], bias=bias)
+    found = routes.owners[routes.places.long()]
+    assert bool(((found >= 0) & (found < 12)).all())
+    assert [len(set(row)) for row in found.tolist()] == [3] * 5
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_shared_experts_are_added_last(gpu: Ops, reference: Ops, gated: bool) -> None:
+    given, shared = torch.randn(12, 70), torch.randn(6, 70)
+    gate = torch.randn(6, 1) if gated else None
+    found = gpu.moe.combine(given, gpu.moe.route(logits(6), 2), shared, gate)
+    wanted = reference.moe.combine(given, reference.moe.route(logits(6), 2), shared, gate)
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)

@@ -64,7 +64,7 @@ def test_the_experts_of_a_layer_are_found_where_they_were_moved(
         for index, layouts in enumerate(experts):
             with ops.layers.load(index):
                 groups.append(ops.moe.group([ops.linear(layout) for layout in layouts]))
-        routes = ops.moe.route(logits, 2, normalized=True)
+        routes = ops.moe.route(logits, 2)
         for index, group in enumerate(groups):
             assert group is not None
             with ops.layers.run(index):

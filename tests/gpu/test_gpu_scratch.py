@@ -231,7 +231,7 @@ def test_experts_products_ask_for_no_more_than_is_planned(
         ]
         linear = TritonLinearAsFile(FEW, ("int", "e4m3"), fixed=fixed)
     ops = Ops("cpu", backends=("reference",))
-    routes = ops.moe.route(torch.randn(tokens, count), used, normalized=True)
+    routes = ops.moe.route(torch.randn(tokens, count), used)
     ops.close()
     group = linear.group([linear.pack(layout) for layout in layouts])
     assert group is not None
@@ -318,7 +318,7 @@ def test_grouped_products_ask_for_no_more_than_is_planned(by_token: bool) -> Non
     tokens, experts, used = 70, 4, 2
     matrix = replace(PLAIN, experts=experts, per_token=used)
     ops = Ops("cpu", backends=["gpu"])
-    routes = ops.moe.route(torch.randn(tokens, experts), used, normalized=True)
+    routes = ops.moe.route(torch.randn(tokens, experts), used)
     ops.close()
     kernel = GroupedMM(replace(FEW, libraries=libraries), torch.device("cpu"))
     weights = [Dense(torch.randn(N, K).bfloat16()) for _ in range(experts)]

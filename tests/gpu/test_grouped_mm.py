@@ -66,7 +66,7 @@ def routes_of(ops: Ops, tokens: int, k: int = 2) -> Routes:
     logits = torch.randn(tokens, EXPERTS, generator=random)
     logits[:, 1] -= 50.0
     logits[::2, -1] += 5.0
-    return ops.moe.route(logits, k, normalized=True)
+    return ops.moe.route(logits, k)
 
 
 def away(found: Tensor, x: Tensor, given: list[Tensor], routes: Routes, by_token: bool) -> float:

@@ -142,7 +142,7 @@ def test_experts_are_ours(package: Method, ops: Ops) -> None:
     group = ops.moe.group([ops.linear(layout) for layout in layouts])
     assert group is not None
     package.calls.clear()
-    routes = ops.moe.route(torch.randn(9, 2), 1, normalized=True)
+    routes = ops.moe.route(torch.randn(9, 2), 1)
     x = rows(9)
     found = group.matmul(x, routes, by_token=True)
     for expert, own, given in routes.parts(x, True):

@@ -274,13 +274,13 @@ def test_experts_round_by_scales_of_their_own(cases: Any, codes: Any) -> None:
     buffer, logits = cases.activations(12, 64), cases.activations(12, 5, seed=2)
 
     def forward(tokens: int = 12) -> Tensor:
-        routes = ops.moe.route(logits[:tokens], 2, normalized=True)
+        routes = ops.moe.route(logits[:tokens], 2)
         return ops.moe.combine(group.matmul(buffer[:tokens], routes, by_token=True), routes)
 
     graph = ops.recording.capture(forward, tokens=12, outputs=1, requests=1)
     for tokens in (12, 1, 9):
         found = forward(tokens)
-        routes = ops.moe.route(logits[:tokens], 2, normalized=True)
+        routes = ops.moe.route(logits[:tokens], 2)
         each = torch.stack([linear.matmul(buffer[:tokens]) for linear in linears], 1)
         owners = routes.owners[routes.places.long()].long()
         chosen = each.gather(1, owners.unsqueeze(2).expand(-1, -1, 48))

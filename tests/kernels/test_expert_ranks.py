@@ -14,6 +14,7 @@ from torch import Tensor
 from sdk.kernels.errors import KernelError
 from sdk.kernels.groups import Group
 from sdk.kernels.ops import Ops
+from sdk.kernels.route_rule import RouteRule
 from sdk.kernels.routes import RankExperts, RankTokens, Routes
 from tests.kernels.test_exchange import Ranks
 
@@ -65,7 +66,7 @@ def ops(request: pytest.FixtureRequest) -> Iterator[Ops]:
 def routed(ops: Ops, chosen: Sequence[Sequence[int]], experts: RankExperts) -> Routes:
     count = experts.load.shape[0]
     logits = logits_for(chosen, count)
-    return ops.moe.route(logits, len(chosen[0]), normalized=True, experts=experts)
+    return ops.moe.route(logits, len(chosen[0]), experts=experts)
 
 
 def test_a_rank_places_the_rows_of_its_own_experts(ops: Ops) -> None:
@@ -113,7 +114,7 @@ def test_both_backends_place_rows_alike() -> None:
         for rank in range(3):
             experts = spread(SPREAD["three"], rank, NoGroup(), EXPERTS)
             for given in logits:
-                routes = ops.moe.route(given, K, normalized=False, experts=experts)
+                routes = ops.moe.route(given, K, RouteRule(normalized=False), experts=experts)
                 assert routes.servers is not None and routes.used is not None
                 used = int(routes.used)
                 found.append(
@@ -140,7 +141,10 @@ def test_rows_without_values_are_left_alone(ops: Ops) -> None:
 
 
 class Mixture:
-    """A mixture of packed experts with biases: whole, or the part of one rank."""
+    """A mixture of packed experts with biases: whole, or the part of one rank.
+
+    A shared expert, which every rank has, is the input itself, with a gate.
+    """
 
     def __init__(self, ops: Ops, cases: Any, own: Sequence[int]) -> None:
         self.ops = ops
@@ -150,17 +154,20 @@ class Mixture:
         self.down = ops.moe.group([ops.linear(down[e]) for e in own])
         biases = torch.randn(EXPERTS, WIDTH, generator=torch.Generator().manual_seed(5))
         self.bias = biases[list(own)]
+        self.gate = ops.linear(cases.dense(1, WIDTH, torch.float32, seed=9))
 
     def __call__(
         self, x: Tensor, logits: Tensor, k: int, experts: RankExperts | None = None
     ) -> Tensor:
-        moe = self.ops.moe
-        routes = moe.route(logits, k, normalized=True, experts=experts)
+        moe, shared, gate = self.ops.moe, x, self.gate.matmul(x)
+        if experts is not None and experts.tokens is not None:
+            x, logits = moe.gather(x, experts.tokens), moe.gather(logits, experts.tokens)
+        routes = moe.route(logits, k, experts=experts)
         assert self.up is not None and self.down is not None
         hidden = self.up.matmul(x, routes, by_token=True)
         hidden = self.ops.gated_activation(hidden, "silu", routes.used)
         y = self.down.matmul(hidden, routes, by_token=False)
-        return moe.combine(moe.add_owners_bias(y, self.bias, routes), routes)
+        return moe.combine(moe.add_owners_bias(y, self.bias, routes), routes, shared, gate)
 
 
 @pytest.fixture(params=SPREAD)
@@ -260,21 +267,17 @@ def test_ranks_with_tokens_of_their_own_give_the_bits_of_one(
         local = torch.where(part.local >= 0, torch.arange(EXPERTS), -1).int()
         experts = replace(part, count=EXPERTS, local=local, tokens=tokens)
 
-        def forward(x: Tensor, logits: Tensor) -> Tensor:
-            gathered = ops.moe.gather(x, tokens)
-            return mixture(gathered, ops.moe.gather(logits, tokens), k, experts)
-
         inputs, scores = torch.empty(64, WIDTH), torch.empty(64, EXPERTS)
         if way == "recorded":
             graph = ops.recording.capture(
-                lambda: forward(inputs, scores), tokens=64, outputs=1, requests=1
+                lambda: mixture(inputs, scores, k, experts), tokens=64, outputs=1, requests=1
             )
         found = []
         for step in given:
             starts[1:] = torch.tensor([len(x) for x, _ in step]).cumsum(0)
             x, logits = step[rank]
             if way != "recorded":
-                found.append(forward(x, logits))
+                found.append(mixture(x, logits, k, experts))
                 continue
             inputs[: len(x)], scores[: len(x)] = x, logits
             graph.replay(tokens=len(x), outputs=min(len(x), 1), requests=min(len(x), 1))
@@ -303,4 +306,4 @@ def test_no_tokens_need_no_exchange(cases: Any, tmp_path: Path) -> None:
 def test_what_does_not_fit_is_refused(ops: Ops) -> None:
     experts = spread([[0, 2], [1, 3]], 0, NoGroup(), 4)
     with pytest.raises(KernelError, match=r"route experts: expected torch\.int64 \[5\]"):
-        ops.moe.route(torch.zeros(2, 5), 2, normalized=True, experts=experts)
+        ops.moe.route(torch.zeros(2, 5), 2, experts=experts)

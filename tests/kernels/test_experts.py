@@ -12,7 +12,9 @@ from torch import Tensor
 from sdk.kernels.cpu import CpuBackend
 from sdk.kernels.errors import KernelError
 from sdk.kernels.layouts import Layout
+from sdk.kernels.norm import Norm
 from sdk.kernels.ops import Ops
+from sdk.kernels.route_rule import RouteRule
 from sdk.kernels.routes import Routes
 
 EXPERTS, K, WIDTH, OUT = 7, 3, 96, 72
@@ -54,7 +56,7 @@ def test_the_best_experts_get_their_share_of_the_softmax(
     ops: Ops, k: int, normalized: bool
 ) -> None:
     given = logits(50)
-    routes = ops.moe.route(given, k, normalized=normalized)
+    routes = ops.moe.route(given, k, RouteRule(normalized=normalized))
     best, chosen = given.double().topk(k, dim=1)
     parts = best.softmax(dim=1) if normalized else given.double().softmax(dim=1).gather(1, chosen)
     assert torch.allclose(routes.weights.double(), parts, rtol=1e-6, atol=0)
@@ -64,7 +66,7 @@ def test_the_best_experts_get_their_share_of_the_softmax(
 
 
 def test_rows_lie_by_expert_and_within_one_by_token(ops: Ops) -> None:
-    routes = ops.moe.route(logits(20), 2, normalized=True)
+    routes = ops.moe.route(logits(20), 2)
     counts = torch.bincount(routes.owners, minlength=EXPERTS)
     assert routes.starts.tolist() == [0, *counts.cumsum(0).tolist()]
     used = counts.nonzero().flatten().tolist()
@@ -75,17 +77,17 @@ def test_rows_lie_by_expert_and_within_one_by_token(ops: Ops) -> None:
 
 def test_the_first_of_equal_experts_is_chosen(ops: Ops) -> None:
     given = torch.tensor([[1.0, 2.0, 2.0, 0.0, 2.0, 1.0, 2.0]])
-    assert ops.moe.route(given, K, normalized=True).owners.tolist() == [1, 2, 4]
+    assert ops.moe.route(given, K).owners.tolist() == [1, 2, 4]
 
 
 def test_logits_that_are_no_numbers_still_choose_experts_that_exist(ops: Ops) -> None:
     given = logits(3)
     given[1] = float("nan")
     given[2, :4] = float("-inf")
-    routes = ops.moe.route(given, K, normalized=True)
+    routes = ops.moe.route(given, K)
     assert bool(((routes.owners >= 0) & (routes.owners < EXPERTS)).all())
     assert routes.weights.isfinite().all(dim=1).tolist() == [True, False, True]
-    alone = ops.moe.route(given[:1], K, normalized=True)
+    alone = ops.moe.route(given[:1], K)
     assert torch.equal(routes.weights[0], alone.weights[0])
 
 
@@ -95,7 +97,7 @@ def test_logits_that_are_no_numbers_still_choose_experts_that_exist(ops: Ops) ->
 def test_an_expert_gives_its_rows_the_bits_of_its_own_product(
     backend: CpuBackend, reference: Ops, cases: Any, kind: str, tokens: int
 ) -> None:
-    routes = reference.moe.route(logits(tokens, seed=tokens), K, normalized=True)
+    routes = reference.moe.route(logits(tokens, seed=tokens), K)
     rows = routes.owners.shape[0]
     for linear in backend.implementations("linear"):
         packed = [linear.pack(layout) for layout in layouts_of(cases)[kind]]
@@ -116,7 +118,7 @@ def test_an_expert_gives_its_rows_the_bits_of_its_own_product(
 def mixture(ops: Ops, weights: list[Layout], bias: Tensor, x: Tensor, k: int) -> Tensor:
     bound = ops.moe.group([ops.linear(layout) for layout in weights])
     assert bound is not None
-    routes = ops.moe.route(x[:, :EXPERTS].contiguous(), k, normalized=True)
+    routes = ops.moe.route(x[:, :EXPERTS].contiguous(), k)
     y = ops.moe.add_owners_bias(bound.matmul(x, routes, by_token=True), bias, routes)
     return ops.moe.combine(y, routes)
 
@@ -156,14 +158,14 @@ def test_a_recorded_mixture_has_the_bits_of_an_eager_one(cases: Any, k: int, thr
     assert up is not None and down is not None
 
     def forward(tokens: int = 64) -> Tensor:
-        x = ops.rms_norm(inputs[:tokens], norm, 1e-5)
+        x = ops.norm(inputs[:tokens], Norm(norm, 1e-5))
         residual = ops.zeros(tokens, WIDTH)
         for _ in range(3):
-            routes = ops.moe.route(router.matmul(x), k, normalized=False)
+            routes = ops.moe.route(router.matmul(x), k, RouteRule(normalized=False))
             hidden = ops.gated_activation(up.matmul(x, routes, by_token=True), "clamped_swiglu")
             y = down.matmul(hidden, routes, by_token=False)
             delta = ops.moe.combine(ops.moe.add_owners_bias(y, bias, routes), routes)
-            x, residual = ops.add_rms_norm(delta, residual, norm, 1e-5)
+            x, residual = ops.add_norm(delta, residual, Norm(norm, 1e-5))
         return x
 
     graph = ops.recording.capture(forward, tokens=64, outputs=1, requests=1)
@@ -182,10 +184,10 @@ def test_weights_that_are_not_of_one_kind_are_not_grouped(ops: Ops, cases: Any) 
 
 def test_what_does_not_fit_is_refused_by_name(ops: Ops, cases: Any) -> None:
     with pytest.raises(KernelError, match="route: expected 1 to 7 experts per token, found 8"):
-        ops.moe.route(logits(2), 8, normalized=True)
+        ops.moe.route(logits(2), 8)
     with pytest.raises(KernelError, match=r"route logits: expected torch\.float32"):
-        ops.moe.route(logits(2).double(), 2, normalized=True)
-    routes: Routes = ops.moe.route(logits(4), 2, normalized=True)
+        ops.moe.route(logits(2).double(), 2)
+    routes: Routes = ops.moe.route(logits(4), 2)
     bound = ops.moe.group([ops.linear(layout) for layout in layouts_of(cases)["affine"]])
     assert bound is not None
     with pytest.raises(KernelError, match=r"experts x: expected torch\.float32 \[4, 96\]"):
@@ -193,9 +195,7 @@ def test_what_does_not_fit_is_refused_by_name(ops: Ops, cases: Any) -> None:
     with pytest.raises(KernelError, match=r"experts x: expected torch\.float32 \[8, 96\]"):
         bound.matmul(torch.zeros(4, WIDTH), routes, by_token=False)
     with pytest.raises(KernelError, match=r"experts starts: expected torch\.int32 \[8\]"):
-        bound.matmul(
-            torch.zeros(4, WIDTH), ops.moe.route(logits(4, 9), 2, normalized=True), by_token=True
-        )
+        bound.matmul(torch.zeros(4, WIDTH), ops.moe.route(logits(4, 9), 2), by_token=True)
     with pytest.raises(KernelError, match=r"add_owners_bias bias: expected .* \[7, 72\]"):
         ops.moe.add_owners_bias(torch.zeros(8, OUT), torch.zeros(6, OUT), routes)
     with pytest.raises(KernelError, match=r"combine x: expected torch\.float32 \[8, any\]"):

@@ -120,7 +120,7 @@ def test_products_and_experts_are_the_same_numbers(cases: Any, monkeypatch: Any)
         with moved.layers.run(index):
             for one, layout in zip(bound[index], own, strict=True):
                 assert torch.equal(one.matmul(x), plain.linear(layout).matmul(x))
-            routes = moved.moe.route(logits, 2, normalized=True)
+            routes = moved.moe.route(logits, 2)
             assert routes.tokens.numel() == 10
     for index, one in enumerate(bound[1]):
         assert cases.same(one.layout(), layouts[4 + index])

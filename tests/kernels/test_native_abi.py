@@ -22,6 +22,7 @@ from sdk.kernels.cpu import (
     runtime,
     scheme_linear,
 )
+from sdk.kernels.route_rule import GATES, MAX_SCORED
 
 #: Python's structures whose C++ names differ.
 NAMES = {"WeightView": "Weight", "SchemeView": "ActivationScheme"}
@@ -147,6 +148,11 @@ def test_numbers_of_kinds_and_types_are_those_of_the_library(table: Mapping[str,
     for name, kind in maps.items():
         assert elementwise.MAPS[kind] == table[name]
     assert len(elementwise.MAPS) == table["kMapKinds"]
+    routes = ("kRouteSoftmax", "kRouteSigmoid", "kRouteSqrtSoftplus", "kRouteSparse")
+    assert [table[name] for name in routes] == list(range(len(GATES)))
+    assert table["kRouteKinds"] == len(GATES) and table["kMaxScored"] == MAX_SCORED
+    gates = {"sigmoid": table["kGateSigmoid"], "softplus": table["kGateSoftplus"]}
+    assert gates == elementwise._GATES and len(gates) == table["kGateKinds"]
     types = {
         "float16": "kF16",
         "bfloat16": "kBF16",

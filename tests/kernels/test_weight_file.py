@@ -185,7 +185,7 @@ def test_experts_in_a_file_multiply_to_the_same_bits_and_are_handed_back(cases: 
         for ops in (memory, disk):
             group = ops.moe.group([ops.linear(layout) for layout in experts])
             assert group is not None
-            routes = ops.moe.route(logits, 2, normalized=True)
+            routes = ops.moe.route(logits, 2)
             found += [group.matmul(x, routes, by_token=True) for _ in range(2)]
         assert all(torch.equal(one, found[0]) for one in found)
         # Of 4.5 MiB the scales of those that had rows, and pages at the ends of chunks.

@@ -23,6 +23,8 @@ from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.kv_types import KV_TYPES
 from sdk.kernels.layouts import Dense
 from sdk.kernels.ops import Ops
+from sdk.loaders.expert_names import spelled_as_ours
+from sdk.models.architecture import architecture
 from sdk.models.auto import build_model
 from sdk.models.decoder import CausalLM
 from sdk.models.parallel import Mesh
@@ -119,9 +121,10 @@ def checkpoint_of(model: Any) -> DictCheckpoint:
 def _by_expert(model_type: str, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """transformers joins the experts of a layer in one tensor; gpt-oss' lie turned, gate and up
     taking turns."""
+    name = spelled_as_ours(name)
     path, found, part = name.partition(".mlp.experts.")
     gpt_oss = model_type == "gpt_oss"
-    if not found or model_type not in ("mixtral", "qwen3_moe", "gpt_oss", "olmoe"):
+    if not found or architecture(model_type) is None:
         yield name, tensor
         return
     stem, suffix = part.removesuffix("_bias"), "bias" if part.endswith("_bias") else "weight"

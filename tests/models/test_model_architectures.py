@@ -10,6 +10,24 @@ import torch
 
 from tests.models.conftest import Paged, checkpoint_of, expected_logits, prompt, tiny
 
+EXPERTS = {"num_experts_per_tok": 3, "moe_intermediate_size": 48}
+GRANITE = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.3,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 2.0,
+}
+#: Experts as DeepSeek V3 has them: in groups, with shared ones, after a dense layer.
+V3 = {
+    **EXPERTS,
+    "n_routed_experts": 6,
+    "n_shared_experts": 2,
+    "n_group": 3,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+    "first_k_dense_replace": 1,
+}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama-biased-tied": {
@@ -51,12 +69,119 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "ernie4_5": {"use_bias": True},
     "seed_oss": {"attention_out_bias": True},
     "olmoe": {"num_experts": 7, "num_experts_per_tok": 3},
-    "granite": {
-        "embedding_multiplier": 3.0,
+    "qwen2_moe": {
+        "num_experts": 7,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 80,
+        "mlp_only_layers": [1],
+    },
+    "qwen2_moe-normalized-sliding": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+        "use_sliding_window": True,
+        "sliding_window": 9,
+        "max_window_layers": 3,
+    },
+    "glm4_moe": {
+        **V3,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "head_dim": 24,
+    },
+    "glm4_moe-air": {**V3, "n_group": 1, "topk_group": 1, "n_shared_experts": 1},
+    "dots1": {**V3, "sliding_window": 9, "max_window_layers": 2},
+    "minimax_m2": {"num_local_experts": 8, "num_experts_per_tok": 3, "rotary_dim": 8},
+    "ernie4_5_moe": {
+        "moe_num_experts": 6,
+        "moe_k": 3,
+        "moe_intermediate_size": 48,
+        "use_bias": True,
+        "moe_layer_interval": 2,
+        "num_hidden_layers": 4,
+    },
+    "exaone_moe": {
+        **EXPERTS,
+        "num_experts": 6,
+        "num_shared_experts": 2,
+        "n_group": 3,
+        "topk_group": 2,
+        "sliding_window": 8,
+        "num_hidden_layers": 5,
+    },
+    "solar_open": {**V3, "first_k_dense_replace": 0},
+    "hy_v3": {**EXPERTS, "num_experts": 6, "num_shared_experts": 2},
+    "afmoe": {
+        **EXPERTS,
+        "num_experts": 6,
+        "num_shared_experts": 2,
+        "num_dense_layers": 1,
+        "route_scale": 2.5,
+        "mup_enabled": True,
+        "sliding_window": 8,
+        "num_hidden_layers": 5,
+    },
+    "cohere2_moe": {
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "num_shared_experts": 2,
+        "first_k_dense_replace": 1,
+        "prefix_dense_intermediate_size": 96,
+        "expert_selection_fn": "sigmoid",
+        "logit_scale": 0.5,
+        "sliding_window": 8,
+        "num_hidden_layers": 6,
+    },
+    "cohere2_moe-softmax-sum": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "num_shared_experts": 1,
+        "shared_expert_combination_strategy": "sum",
+        "logit_scale": 0.5,
+        "sliding_window": 8,
+    },
+    "flex_olmo": {"num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": True},
+    "granite": GRANITE,
+    "granitemoe": {**GRANITE, "num_local_experts": 6, "num_experts_per_tok": 3},
+    "granitemoeshared": {
+        **GRANITE,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 3,
+        "shared_intermediate_size": 48,
+    },
+    "ministral": {"sliding_window": 9},
+    "ministral-mixed": {
+        "sliding_window": 9,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    # the scale of queries begins to differ from 1 at position 16
+    "ministral3": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 3000.0,
+            "factor": 16.0,
+            "original_max_position_embeddings": 16,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.4,
+        },
+    },
+    "internlm3": {"qkv_bias": True, "bias": True},
+    "iquestcoder": {"head_dim": 24},
+    "cwm": {"sliding_window": 9, "num_hidden_layers": 5},
+    "helium": {"attention_bias": True},
+    "vaultgemma": {"sliding_window": 10, "query_pre_attn_scalar": 20},
+    "granite_swa": {
+        "sliding_window": 9,
+        "num_hidden_layers": 5,
+        "layer_rope_theta": [3000, 0, 3000, 77.0, 0],
         "attention_multiplier": 0.3,
-        "residual_multiplier": 0.4,
         "logits_scaling": 2.0,
     },
+    "cohere": {"logit_scale": 0.5},
+    "cohere2": {"logit_scale": 0.5, "sliding_window": 8, "num_hidden_layers": 5},
 }
 LENGTH = 75
 

@@ -45,12 +45,12 @@ void program(Random& random, TestRuntime& one, TestRuntime& many) {
     add(kOpMap, kTokens, MapArgs{sum.data(), nullptr, width, 0, kMapZero});
     for (int layer = 0; layer < 2; ++layer) {
         add(kOpNorm, kTokens,
-            NormArgs{delta.data(), sum.data(), norm.data(), x.data(), width, 1, width, 0, 1e-5f});
+            NormArgs{delta.data(), sum.data(), norm.data(), nullptr, x.data(), width, 1, width, 0, 0, 1e-5f, 0});
         add(kOpTake, kTokens, TakeArgs{x.data(), order.data(), taken.data(), width, 0});
         add(kOpLinear, kTokens, linear(up, taken, gate_up));
         add(kOpLinear, kTokens, linear(up, taken, gate_up));  // the same rows: quantized once
         add(kOpMap, kTokens, MapArgs{gate_up.data(), bias.data(), 2 * wide, 0, kMapBias});
-        add(kOpGated, kTokens, GatedArgs{gate_up.data(), gated.data(), wide, nullptr, kSilu});
+        add(kOpActivation, kTokens, ActivationArgs{gate_up.data(), gated.data(), wide, nullptr, kSilu, 1, {}});
         add(kOpLinear, kTokens, linear(down, gated, delta));
     }
     add(kOpMap, kTokens, MapArgs{sum.data(), delta.data(), width, 0, kMapAdd});
@@ -83,7 +83,7 @@ void program(Random& random, TestRuntime& one, TestRuntime& many) {
 
 // A token's sum is the same alone and in a batch, on any number of threads.
 void experts(Random& random, TestRuntime& one, TestRuntime& many) {
-    const int64_t count = 5, width = 96, wide = 72, tokens = 17;
+    const int64_t count = 6, width = 96, wide = 72, tokens = 17;
     const int32_t k = 2;
     for (int plain = 0; plain < 2; ++plain) {
         std::vector<Packed> made;
@@ -101,7 +101,11 @@ void experts(Random& random, TestRuntime& one, TestRuntime& many) {
             views.push_back(&weight.w);
         }
         Buffer<float> x = floats(random, tokens * width), logits = floats(random, tokens * count);
-        Buffer<float> bias = floats(random, count * wide);
+        Buffer<float> bias = floats(random, count * wide), selection = floats(random, count);
+        Buffer<float> beside = floats(random, tokens * wide);
+        const int32_t gate = (int32_t)random.below(kRouteKinds);
+        const bool biased = gate != kRouteSparse && random.below(2);
+        const int32_t groups = gate != kRouteSparse && count % 2 == 0 ? 2 : 1;
         auto mixture = [&](TestRuntime& runtime, int64_t first, int64_t number) {
             const int64_t rows = number * k;
             Buffer<float> given(number * width), scores(number * count), weights(rows);
@@ -118,7 +122,9 @@ void experts(Random& random, TestRuntime& one, TestRuntime& many) {
             each.terms = 1;
             each.source = whose.data();
             runtime.run(kOpRoute,
-                       RouteArgs{scores.data(), chosen.data(), weights.data(), count, k, plain},
+                       RouteArgs{scores.data(), biased ? selection.data() : nullptr, chosen.data(),
+                                 weights.data(), count, k, gate, plain, groups, groups, 1, 1e-20f,
+                                 0.0f, 2.5f, 0.02f},
                        number);
             runtime.run(kOpGroup,
                        GroupArgs{chosen.data(), places.data(), whose.data(), owners.data(),
@@ -130,7 +136,9 @@ void experts(Random& random, TestRuntime& one, TestRuntime& many) {
             runtime.run(kOpBias,
                        BiasArgs{product.data(), bias.data(), owners.data(), nullptr, wide}, rows);
             runtime.run(kOpCombine,
-                       CombineArgs{product.data(), weights.data(), places.data(), sum.data(), wide, k},
+                       CombineArgs{product.data(), weights.data(), places.data(),
+                                   biased ? beside.data() + first * wide : nullptr,
+                                   gate ? logits.data() + first : nullptr, sum.data(), wide, k},
                        number);
             return sum;
         };

@@ -55,7 +55,7 @@ def test_every_token_meets_the_matrices_of_its_experts(kind: str, ops: Ops) -> N
     assert whole.shape == (EXPERTS * OUT, WIDTH)
     whole.bind(ops)
     x = torch.randn(TOKENS, WIDTH)
-    routes = ops.moe.route(torch.randn(TOKENS, EXPERTS), 2, normalized=True)
+    routes = ops.moe.route(torch.randn(TOKENS, EXPERTS), 2)
 
     def expected(rows: Tensor) -> Tensor:
         return torch.einsum("rk,rnk->rn", rows, values[routes.owners.long()])
@@ -75,7 +75,7 @@ def test_only_experts_of_one_kind_can_be_recorded(ops: Ops) -> None:
         whole.bind(ops)
 
         def forward(weights: ExpertWeights = whole) -> Tensor:
-            routes = ops.moe.route(logits, 1, normalized=True)
+            routes = ops.moe.route(logits, 1)
             return ops.moe.combine(weights.matmul_routed(x, routes, by_token=True), routes)
 
         counts = {"tokens": TOKENS, "outputs": 1, "requests": 1}
@@ -96,7 +96,7 @@ def test_an_expert_can_be_exchanged_for_another(kind: str, ops: Ops) -> None:
     other.bind(ops)
     whole.replace(2, other)
     x = torch.randn(TOKENS, WIDTH)
-    routes = ops.moe.route(torch.randn(TOKENS, EXPERTS), 3, normalized=True)
+    routes = ops.moe.route(torch.randn(TOKENS, EXPERTS), 3)
     found = whole.matmul_routed(x, routes, by_token=True)
     rows, owners = x[routes.tokens.long()], routes.owners.long()
     assert torch.allclose(found, torch.einsum("rk,rnk->rn", rows, values[owners]), atol=1e-4)

@@ -10,7 +10,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum { kAbiVersion = 24 };
+enum { kAbiVersion = 28 };
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -220,23 +220,40 @@ struct EmbeddingArgs {
 // Row t of x is row (t / inner, t % inner): the heads of a wider projection need no copy.
 struct NormArgs {
     const float* x;
-    float* residual;  // null: plain rms_norm; contiguous, like out
-    const float* weight;
+    float* residual;      // is added first and gets the sum; null: none; contiguous, like out
+    const float* weight;  // null: 1
+    const float* bias;    // null: 0
     float* out;
     int64_t width;
     int64_t inner, outer_stride, inner_stride;
+    int64_t weight_stride;  // row (i, j) has the weights j * weight_stride on
     float eps;
+    int32_t centred;      // 1: LayerNorm, 0: RMSNorm
 };
 
 // kClampedSwiglu, of gpt-oss: gate * sigmoid(1.702 gate) * (up + 1), gate at most 7, up within +-7.
-enum ActivationKind { kSilu = 0, kGeluTanh = 1, kGelu = 2, kClampedSwiglu = 3, kActivationKinds = 4 };
+// It always has a gate. kRelu2: relu(x)^2.
+enum ActivationKind {
+    kSilu = 0,
+    kGeluTanh = 1,
+    kGelu = 2,
+    kClampedSwiglu = 3,
+    kRelu = 4,
+    kRelu2 = 5,
+    kXielu = 6,
+    kActivationKinds = 7
+};
 
-struct GatedArgs {
-    const float* gate_up;
+// act(x), in rows of `width`, or with `gated` act(gate) * up of rows of gate, then up. Without a gate out
+// may be x.
+struct ActivationArgs {
+    const float* x;
     float* out;
     int64_t width;  // of the output
     const int32_t* used;  // the number of rows that have values; null: all
     int32_t kind;
+    int32_t gated;
+    float numbers[4];  // of kXielu: alpha_p, alpha_n, beta and eps
 };
 
 // One row of `width` floats at a time.
@@ -254,6 +271,17 @@ struct MapArgs {
     const float* other;
     int64_t width;
     float factor;
+    int32_t kind;
+};
+
+// Row t of x, `gates` runs of `width` numbers each: run g is multiplied by the function of gate[t][g].
+enum GateKind { kGateSigmoid = 0, kGateSoftplus = 1, kGateKinds = 2 };
+
+struct GateArgs {
+    float* x;
+    const float* gate;
+    int64_t width, gates;
+    int64_t gate_stride;  // from one row of gate to the next
     int32_t kind;
 };
 
@@ -337,10 +365,14 @@ struct RopeArgs {
     const float* sin;
     const int64_t* slots;
     const float* key_centre;  // [kv_heads][head_dim], taken from every key; null: none
+    const float *q_norm, *k_norm, *v_norm;  // RMSNorms of each head, [head_dim]; null: none
+    const int64_t* positions;  // queries are multiplied by 1 + beta log(1 + position / length); null: not
     PageLevel pages;
     int64_t q_token, q_head, k_token, k_head, v_token, v_head, cos_token, sin_token;
-    int64_t num_pages;
+    int64_t num_pages, length;
     int32_t heads, kv_heads, head_dim, half, page_size;
+    int32_t norm_after;  // norms of q and k come after the rotation
+    float eps, beta;
 };
 
 struct AttentionArgs {
@@ -447,15 +479,30 @@ struct SampleArgs {
     int64_t width, stride;
 };
 
-// The k best of `experts` logits of each token, best first, and their weights: a softmax over these k
-// (normalized), or their part of the softmax over all.
+// What makes scores of logits: `GATES` of kernels/route_rule.py, which says what each one is.
+enum RouteGate {
+    kRouteSoftmax = 0,
+    kRouteSigmoid = 1,
+    kRouteSqrtSoftplus = 2,
+    kRouteSparse = 3,
+    kRouteKinds = 4,
+};
+enum { kMaxScored = 1024 };  // experts, unless the rule is a softmax alone
+
+// The k best of `experts` experts of each token, best first, and their weights: `RouteRule` of
+// kernels/route_rule.py.
 struct RouteArgs {
     const float* logits;  // [T, experts]
+    const float* bias;    // [experts], added to the scores for the choice alone; null: none
     int32_t* chosen;      // [T, k]
     float* weights;       // [T, k]
     int64_t experts;
     int32_t k;
+    int32_t gate;  // RouteGate
     int32_t normalized;
+    int32_t groups, groups_used, group_best;
+    float epsilon, least, scale;
+    float reach;  // twice the rule's jitter
 };
 
 // The rows of a step in the order of experts: one row for each token and each of its k experts.
@@ -499,11 +546,13 @@ struct BiasArgs {
     int64_t width;
 };
 
-// out[t] = the sum of weights[t][j] * x[places[t][j]], in the order of j.
+// out[t] = the sum of weights[t][j] * x[places[t][j]], in the order of j, plus sigmoid(gate[t]) * shared[t].
 struct CombineArgs {
     const float* x;
     const float* weights;
     const int32_t* places;
+    const float* shared;  // [T, width]; null: none
+    const float* gate;    // [T]; null: shared as it is
     float* out;
     int64_t width;
     int32_t k;
@@ -608,7 +657,7 @@ enum OpKind {
     kOpEmbedding = 0,
     kOpLinear = 1,
     kOpNorm = 2,
-    kOpGated = 3,
+    kOpActivation = 3,
     kOpMap = 4,
     kOpAngles = 5,
     kOpSelect = 6,
@@ -628,7 +677,8 @@ enum OpKind {
     kOpTransfer = 20,
     kOpCombineRanks = 21,
     kOpGatherRanks = 22,
-    kOpKinds = 23,
+    kOpGate = 23,
+    kOpKinds = 24,
 };
 
 // What a step counts; an operator runs over one of these (row-wise operators: times `per`).
@@ -653,9 +703,10 @@ struct KernelTable {
     void (*quantize)(const LinearArgs*, int64_t m_begin, int64_t m_end);
     void (*linear_int)(const LinearArgs*, const ItemRange* strips, uint8_t* scratch);
     void (*linear_float)(const LinearArgs*, const ItemRange* strips, uint8_t* scratch);
-    void (*rms_norm)(const NormArgs*, int64_t t_begin, int64_t t_end);
-    void (*gated)(const GatedArgs*, int64_t t_begin, int64_t t_end);
+    void (*norm)(const NormArgs*, int64_t t_begin, int64_t t_end);
+    void (*activation)(const ActivationArgs*, int64_t t_begin, int64_t t_end);
     void (*map)(const MapArgs*, int64_t t_begin, int64_t t_end);
+    void (*gate)(const GateArgs*, int64_t t_begin, int64_t t_end);
     void (*rope)(const RopeArgs*, int64_t t_begin, int64_t t_end);
     void (*attention)(const AttentionArgs*, const ItemRange* items, uint8_t* scratch);
     void (*recode)(const RecodeArgs*, int64_t row_begin, int64_t row_end);

@@ -10,11 +10,14 @@ namespace {
 
 int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// Inserts the logits of one token, one after another, into the k best; of equal ones the first wins.
-void choose(const float* logits, int64_t experts, int32_t k, int32_t* chosen, float* best) {
+// Inserts the values of one token, one after another, into the k best; of equal ones the first wins.
+// `kept`: for every `size` values, whether they can be chosen; null: all can.
+void choose(const float* values, int64_t count_of, int32_t k, int32_t* chosen, float* best,
+            const bool* kept = nullptr, int64_t size = 1) {
     int32_t count = 0;
-    for (int32_t e = 0; e < (int32_t)experts; ++e) {
-        const float logit = logits[e];
+    for (int32_t e = 0; e < (int32_t)count_of; ++e) {
+        if (kept && !kept[e / size]) continue;
+        const float logit = values[e];
         if (count == k && !(logit > best[k - 1])) continue;
         int32_t at = count < k ? count++ : k - 1;
         for (; at > 0 && logit > best[at - 1]; --at) {
@@ -24,6 +27,91 @@ void choose(const float* logits, int64_t experts, int32_t k, int32_t* chosen, fl
         best[at] = logit;
         chosen[at] = e;
     }
+}
+
+// The scores of one token's experts.
+void score(const RouteArgs& args, const float* logits, float* scores) {
+    if (args.gate == kRouteSoftmax) {
+        float peak = logits[0], total = 0.0f;
+        for (int64_t e = 1; e < args.experts; ++e) peak = logits[e] > peak ? logits[e] : peak;
+        for (int64_t e = 0; e < args.experts; ++e) total += scores[e] = expf(logits[e] - peak);
+        for (int64_t e = 0; e < args.experts; ++e) scores[e] /= total;
+    } else if (args.gate == kRouteSigmoid) {
+        for (int64_t e = 0; e < args.experts; ++e) scores[e] = 1.0f / (1.0f + expf(-logits[e]));
+    } else {
+        for (int64_t e = 0; e < args.experts; ++e) {
+            const float x = logits[e];  // above 20, log(1 + exp(x)) is x in float32
+            scores[e] = sqrtf(x > 20.0f ? x : log1pf(expf(x)));
+        }
+    }
+}
+
+// Which groups of experts may be chosen from: those with the largest sums of their best values.
+void keep_groups(const RouteArgs& args, const float* values, bool* kept) {
+    float sums[kMaxScored], best[kMaxScored];
+    int32_t at[kMaxScored];
+    const int64_t size = args.experts / args.groups;
+    for (int32_t g = 0; g < args.groups; ++g) {
+        choose(values + g * size, size, args.group_best, at, best);
+        sums[g] = 0.0f;
+        for (int32_t j = 0; j < args.group_best; ++j) sums[g] += best[j];
+        kept[g] = false;
+    }
+    choose(sums, args.groups, args.groups_used, at, best);
+    for (int32_t j = 0; j < args.groups_used; ++j) kept[at[j]] = true;
+}
+
+// The weights of the sparse mixer: of expert j the softmax over those that it exceeds by little.
+void weigh_sparsely(const RouteArgs& args, const float* logits, int32_t* chosen, float* weights) {
+    bool left[kMaxScored];
+    for (int64_t e = 0; e < args.experts; ++e) left[e] = true;
+    choose(logits, args.experts, args.k, chosen, weights);
+    for (int32_t j = 0; j < args.k; ++j) {
+        const float own = logits[chosen[j]];
+        float total = 0.0f;
+        for (int64_t e = 0; e < args.experts; ++e) {
+            const float size = fabsf(logits[e]), by = size > own ? size : own;
+            if (left[e] && !((own - logits[e]) / by > args.reach)) total += expf(logits[e] - own);
+        }
+        weights[j] = 1.0f / total;
+        left[chosen[j]] = false;
+    }
+}
+
+void normalize(const RouteArgs& args, float* weights) {
+    float total = 0.0f;
+    for (int32_t j = 0; args.normalized && j < args.k; ++j) total += weights[j];
+    total = total + args.epsilon > args.least ? total + args.epsilon : args.least;
+    for (int32_t j = 0; j < args.k; ++j)
+        weights[j] = (args.normalized ? weights[j] / total : weights[j]) * args.scale;
+}
+
+// The choice and the weights of one token where scores of all experts are needed.
+void route_by_scores(const RouteArgs& args, const float* logits, int32_t* chosen, float* weights) {
+    float scores[kMaxScored], values[kMaxScored];
+    bool kept[kMaxScored];
+    const bool grouped = args.groups > 1;
+    score(args, logits, scores);
+    // Without a bias logits are in the order of scores, which round more of them to one value.
+    const float* order = args.bias || grouped ? scores : logits;
+    for (int64_t e = 0; e < args.experts; ++e) values[e] = order[e] + (args.bias ? args.bias[e] : 0.0f);
+    if (grouped) keep_groups(args, values, kept);
+    choose(values, args.experts, args.k, chosen, weights, grouped ? kept : nullptr,
+           args.experts / args.groups);
+    for (int32_t j = 0; j < args.k; ++j) weights[j] = scores[chosen[j]];
+    normalize(args, weights);
+}
+
+// A softmax over the chosen logits (normalized), or their part of the softmax over all.
+void weigh_logits(const RouteArgs& args, const float* logits, const int32_t* chosen, float* weights) {
+    float peak = logits[chosen[0]], total = 0.0f;
+    for (int32_t j = 1; j < args.k; ++j) peak = logits[chosen[j]] > peak ? logits[chosen[j]] : peak;
+    for (int64_t e = 0; !args.normalized && e < args.experts; ++e) total += expf(logits[e] - peak);
+    for (int32_t j = 0; j < args.k; ++j) {
+        weights[j] = expf(logits[chosen[j]] - peak);
+        if (args.normalized) total += weights[j];
+    }
+    for (int32_t j = 0; j < args.k; ++j) weights[j] = weights[j] / total * args.scale;
 }
 
 // Rows of the expert's activations, contiguous as fp32 products need them.
@@ -87,6 +175,10 @@ void weighted_sums(const CombineArgs& args, int64_t begin, int64_t end, const Ro
             else
                 for (int64_t i = 0; i < args.width; ++i) out[i] += weight * x[i];
         }
+        if (!args.shared) continue;
+        const float* shared = args.shared + t * args.width;
+        const float part = args.gate ? 1.0f / (1.0f + expf(-args.gate[t])) : 1.0f;
+        for (int64_t i = 0; i < args.width; ++i) out[i] += part * shared[i];
     }
 }
 
@@ -96,16 +188,19 @@ void route(const RouteArgs& args, int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
         const float* logits = args.logits + t * args.experts;
         float* weights = args.weights + t * args.k;
-        choose(logits, args.experts, args.k, args.chosen + t * args.k, weights);
-        const float peak = weights[0];
-        float total = 0.0f;
-        for (int64_t e = 0; !args.normalized && e < args.experts; ++e)
-            total += expf(logits[e] - peak);
-        for (int32_t j = 0; j < args.k; ++j) {
-            weights[j] = expf(weights[j] - peak);
-            if (args.normalized) total += weights[j];
+        int32_t* chosen = args.chosen + t * args.k;
+        if (args.gate == kRouteSparse) {
+            weigh_sparsely(args, logits, chosen, weights);
+            normalize(args, weights);
+            continue;
         }
-        for (int32_t j = 0; j < args.k; ++j) weights[j] /= total;
+        const bool softmax = args.gate == kRouteSoftmax && !args.bias && args.groups == 1;
+        if (!softmax || (args.normalized && (args.epsilon > 0.0f || args.least > 0.0f))) {
+            route_by_scores(args, logits, chosen, weights);
+            continue;
+        }
+        choose(logits, args.experts, args.k, chosen, weights);
+        weigh_logits(args, logits, chosen, weights);
     }
 }
 
@@ -164,6 +259,8 @@ void combine_ranks(const CombineRanksArgs& args, int64_t begin, int64_t end) {
         end = least(end, tokens[1]);
         if (begin >= end) return;  // without tokens of its own a rank has no memory for results
         own.out -= tokens[0] * own.width;
+        if (own.shared) own.shared -= tokens[0] * own.width;
+        if (own.gate) own.gate -= tokens[0];
     }
     weighted_sums(own, begin, end, [&](int64_t row) {
         return area_of(args, args.servers[row]) + row * own.width;

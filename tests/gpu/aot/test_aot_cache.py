@@ -32,7 +32,7 @@ LISTED = """
             ops = Ops("cpu", backends=("gpu", "reference"))
             for experts in (8, 128):
                 logits = torch.zeros(3, experts, dtype=ops.activations)
-                ops.moe.route(logits, 2, normalized=True)
+                ops.moe.route(logits, 2)
             ops.close()
             return list(found)
 """
