@@ -59,6 +59,7 @@ class ConfigRules(NamedTuple):
     ``embedding_scale``: the factor of embeddings by hidden size, where the config has none.
     ``biases``: the projections with biases; ``None``: ``attention_bias`` says it of all four of
     attention, ``mlp_bias`` of the MLP's.
+    ``causal``: see :class:`sdk.models.config.ModelConfig`; a config may still say otherwise.
     """
 
     keys: tuple[str, ...] = ()
@@ -72,6 +73,7 @@ class ConfigRules(NamedTuple):
     activation: Callable[[Fields], Activation] | None = None
     embedding_scale: Callable[[int], float] | None = None
     biases: Callable[[Fields], Biases] | None = None
+    causal: bool = True
 
 
 class Norms(NamedTuple):

@@ -42,7 +42,7 @@ class Attention:
         self.ops = source.ops
         self.heads, self.kv_heads, self.head_dim = heads.count, heads.kv_count, c.head_dim
         self.scale, self.softcap = c.attention_scale, c.attention_softcap
-        self.window = c.sliding_windows[index]
+        self.window, self.causal = c.sliding_windows[index], c.causal
         self.rope = c.rope_of_layer[index]
         d = c.head_dim
         keys = (c.num_kv_heads * d, heads.kv_start * d, heads.kv_count * d)
@@ -108,6 +108,7 @@ class Attention:
             window=self.window,
             softcap=self.softcap,
             sinks=self.sinks,
+            causal=self.causal,
         )
         return self.out(y)
 

@@ -55,6 +55,8 @@ class ModelConfig:
     all. ``ropes``: the rotary embeddings, that of layers without a window first, of which a layer
     has the one with the number in ``rope_of_layer``.
     ``attention_bias``: of q, k and v; ``output_bias``: of the projection after attention.
+    ``causal``: a token sees none after it. The tokens of other models (encoders) see as many after
+    as before them; such a model has no head and does not continue a text.
     ``logits_scale`` divides the logits; a softcap ``c`` turns ``x`` into ``c * tanh(x / c)``.
     """
 
@@ -83,6 +85,7 @@ class ModelConfig:
     mlp_bias: bool
     tie_word_embeddings: bool
     experts: ExpertSpec | None = None
+    causal: bool = True
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> ModelConfig:
@@ -144,12 +147,22 @@ class ModelConfig:
             mlp_bias=biases.mlp,
             tie_word_embeddings=fields.flag("tie_word_embeddings", default=False),
             experts=_experts(fields, rules, layers),
+            causal=rules.causal and _causal(fields),
         )
 
 
 def _biases(fields: Fields) -> Biases:
     attention = fields.flag("attention_bias", default=False)
     return Biases(attention, attention, fields.flag("mlp_bias", default=False))
+
+
+def _causal(fields: Fields) -> bool:
+    """What a config of a decoder may say: the key of transformers, that of its Gemma, or neither.
+    "vision": only the tokens of an image see one another both ways."""
+    both = fields.values.get("use_bidirectional_attention", False)
+    if both not in (True, False, "vision"):
+        fields.fail("use_bidirectional_attention", "true or false", both)
+    return both is not True and fields.flag("is_causal", default=True)
 
 
 def _windows(

@@ -25,16 +25,12 @@ COMMON = frozenset(
         *("num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings"),
         *("rms_norm_eps", "hidden_act", "tie_word_embeddings", "partial_rotary_factor"),
         *("rope_parameters", "rope_scaling", "rope_theta"),
+        *("is_causal", "use_bidirectional_attention"),
     }
 )
 #: The values with which a key changes nothing, and what another value asks for.
 FIXED: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
     {
-        "is_causal": ((True, None), "its tokens attend in both directions (an embedding model)"),
-        "use_bidirectional_attention": (
-            (False, None, "vision"),  # of the tokens of an image only
-            "its tokens attend in both directions (an embedding model)",
-        ),
         "is_encoder_decoder": (
             (False, None),
             "it is an encoder-decoder (sequence-to-sequence) model",

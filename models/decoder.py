@@ -38,7 +38,7 @@ class CausalLM(Protocol):
         A stage that is not the last one returns its residual stream, which it has sent on.
         ``inputs``: token ids int64 ``[T]``, or embeddings float32 ``[T, hidden]`` that already have
         the model's scale; only the first stage reads them. Keys and values are written into ``kv``,
-        one entry for each layer of this stage.
+        one entry for each layer of this stage; of a model that is not causal, one for all of them.
         """
 
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -143,7 +143,9 @@ class Decoder:
         self.ops = source.ops
         self._mesh = mesh = source.mesh
         self.embedding: Embedding | None = source.embedding() if mesh.is_first else None
-        self.head: Head | None = source.head(self.embedding) if mesh.is_last else None
+        self.head: Head | None = None
+        if mesh.is_last and c.causal:
+            self.head = source.head(self.embedding)
         #: The numbers of the layers of this stage.
         self.numbers = source.layers
         self.layers: list[Layer] = []
@@ -181,6 +183,8 @@ class Decoder:
         residual: Tensor | None = None
         step = Step(batch, [rope.cos_sin(batch.positions, self.ops) for rope in self.ropes])
         self.streams = []
+        if not self.config.causal:
+            kv = [*kv] * len(self.layers)
         for i, layer, pages in zip(self.numbers, self.layers, kv, strict=True):
             if i in self.streamed:
                 stream = self.ops.add(self.ops.zeros(*delta.shape), delta)

@@ -36,6 +36,7 @@ class Attention:
         softcap: float | None,
         sinks: Tensor | None,
         out: Tensor,
+        causal: bool = True,
     ) -> None:
         _, heads, head_dim = q.shape
         kv_heads = pages.k.shape[1]
@@ -74,6 +75,7 @@ class Attention:
             softcap or 0.0,
             0,
             0,
+            not causal,
         )
         self._runtime.run(OpKind.ATTENTION, args, batch.num_requests, "attention")
 

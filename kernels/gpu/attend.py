@@ -57,10 +57,14 @@ def begun(sinks, head, starts, BLOCK_M: tl.constexpr, SINKS: tl.constexpr):
 
 
 @triton.jit
-def _masked(score, key, at, end, window, WINDOW: tl.constexpr):
-    hidden = (key[None, :] > at[:, None]) | (key >= end)[None, :]
+def _masked(score, key, at, end, window, WINDOW: tl.constexpr, BOTH: tl.constexpr):
+    hidden = (key >= end)[None, :]
+    if not BOTH:
+        hidden = (key[None, :] > at[:, None]) | hidden
     if WINDOW:
         hidden = hidden | (key[None, :] <= at[:, None] - window)
+        if BOTH:
+            hidden = hidden | (key[None, :] >= at[:, None] + window)
     return tl.where(hidden, float("-inf"), score)
 
 
@@ -95,13 +99,14 @@ def attend(
     V_DOT: tl.constexpr, V_STRIDES: tl.constexpr,
     CONVERT: tl.constexpr, WIDEN: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    MASKED: tl.constexpr, DECODES: tl.constexpr,
+    MASKED: tl.constexpr, DECODES: tl.constexpr, BOTH: tl.constexpr = False,
 ):  # fmt: skip
     """Queries ``q [M, BLOCK_D]`` at positions ``at [M]`` see the keys ``begin .. end - 1``.
 
     ``begin`` is a multiple of ``BLOCK_N``; without ``MASKED`` so is ``end``, and each query sees
     all these keys. ``best`` (base 2), ``total`` ``[M]`` and ``result [M, BLOCK_D]`` come in as they
     were before these keys and are returned. ``scale`` must be positive.
+    ``BOTH``: they see keys after them too.
     ``DECODES``, for one query: all warps share the few rows, so weights are added up by place in
     the tile, and across warps only at the end: three barriers less for each tile.
     """
@@ -132,7 +137,7 @@ def attend(
         if SOFTCAP:
             score = capped(score * scale, softcap)
         if MASKED:
-            score = _masked(score, key, at, end, window, WINDOW)
+            score = _masked(score, key, at, end, window, WINDOW, BOTH)
         weight, shrink, best = _weights(score, best, factor)
         if DECODES:
             totals = totals * shrink[:, None] + weight

@@ -77,6 +77,7 @@ class Attention:
         softcap: float | None,
         sinks: Tensor | None,
         out: Tensor,
+        causal: bool = True,
     ) -> None:
         sides = page_sides(pages, q.shape[2])
         index = (batch.query_start, batch.context_len, batch.page_table)
@@ -89,6 +90,9 @@ class Attention:
             raise KernelError(f"attention: expected a scale above 0, found {scale}")
         dots = [self._dot(side) for side in sides]
         step = Step(q, sides, dots, batch, out, sinks, (scale, softcap, window))
+        if not causal:
+            step.prefill(step.tile if self._fixed else step.prompt_tile, fewest=1, both=True)
+            return
         if self._fixed:
             step.prefill(step.tile, fewest=1)
             return
@@ -183,8 +187,9 @@ class Step:
         #: Programs of decode attention with one query that run on a processor at a time.
         self.resident = 3 if slim and fits and not slow else 2
 
-    def prefill(self, rows: int, *, fewest: int) -> None:
-        """Requests with ``fewest`` queries or more, in tiles of ``rows`` rows."""
+    def prefill(self, rows: int, *, fewest: int, both: bool = False) -> None:
+        """Requests with ``fewest`` queries or more, in tiles of ``rows`` rows. ``both``: they see
+        keys after them too."""
         batch = self.batch
         rows = max(rows, triton.next_power_of_2(self.group))
         tiles = batch.num_tokens // (rows // self.group) + batch.num_requests
@@ -208,6 +213,7 @@ class Step:
             **self.rows,
             BLOCK_M=rows,
             UNMIX=self.unmix,
+            **({"BOTH": True} if both else {}),
             num_warps=8 if rows == _MANY_ROWS else self.warps,
         )
 

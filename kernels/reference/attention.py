@@ -38,6 +38,7 @@ class Attention:
         softcap: float | None,
         sinks: Tensor | None,
         out: Tensor,
+        causal: bool = True,
     ) -> None:
         starts = batch.query_start.tolist()
         lengths = batch.context_len.tolist()
@@ -49,7 +50,11 @@ class Attention:
             for begin in range(starts[r], starts[r + 1], QUERY_TILE):
                 end = min(begin + QUERY_TILE, starts[r + 1])
                 position = first_position + begin - starts[r]
-                view[begin:end] = _tile(q[begin:end], k, v, position, scale, window, softcap, sinks)
+                known = position + end - begin if causal else length
+                tile = _tile(
+                    q[begin:end], k, v, position, known, scale, window, softcap, sinks, causal
+                )
+                view[begin:end] = tile
         out.view(q.shape).copy_(mixed(view) if pages.v_mixed else view)
 
 
@@ -77,12 +82,15 @@ def _tile(
     k: Tensor,
     v: Tensor,
     position: int,
+    known: int,
     scale: float,
     window: int | None,
     softcap: float | None,
     sinks: Tensor | None,
+    causal: bool,
 ) -> Tensor:
-    """Attention of up to 16 consecutive tokens, the first at ``position``; shaped as q."""
+    """Attention of up to 16 consecutive tokens, the first at ``position``, to the first ``known``
+    tokens; shaped as q."""
     tokens, heads, head_dim = q.shape
     kv_heads = k.shape[0]
     group = heads // kv_heads
@@ -98,11 +106,11 @@ def _tile(
         best = best.expand(-1, -1, QUERY_TILE, -1).reshape(kv_heads, group * QUERY_TILE, 1)
         total = torch.ones_like(best)
     result = torch.zeros_like(q)
-    for begin in range(0, position + tokens, KEY_TILE):
+    for begin in range(0, known, KEY_TILE):
         keys = torch.arange(begin, begin + KEY_TILE, device=q.device)
-        hidden = keys > at
+        hidden = (keys > at) if causal else (keys >= known)
         if window is not None:
-            hidden |= keys <= at - window
+            hidden = hidden | ((keys - at).abs() >= window)
         score = torch.bmm(q, k[:, begin : begin + KEY_TILE].transpose(1, 2)) * scale
         if softcap is not None:
             score = torch.tanh(score / softcap) * softcap

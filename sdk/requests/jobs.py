@@ -108,8 +108,10 @@ class JobMaker:
         results: ResultBudget,
         adapters: Adapters,
         classifier: Classifier | None = None,
+        encoder: str | None = None,
         closed_schemas: bool = False,
     ) -> None:
+        """``encoder``: the kind of model, if it is one."""
         self._reader = reader
         self._default = default
         self._vocab_size = vocab_size
@@ -122,6 +124,7 @@ class JobMaker:
         #: Called before the vocabulary is read for the first structure; raises if it must not be.
         self.before_structures: Callable[[], object] = lambda: None
         self._generates = classifier is None or classifier.generates
+        self._encoder = encoder
         self._ids = itertools.count()
 
     def params(self, given: ParamsLike, count: int) -> list[SamplingParams]:
@@ -246,6 +249,12 @@ class JobMaker:
         request_ids: str | Sequence[str] | None = None,
     ) -> list[Job]:
         """One job for each prompt, with the caller's id or a new one."""
+        if kind == "generate" and self._encoder is not None:
+            raise RequestError(
+                f"this model ({self._encoder}) is an encoder: its tokens see those after them too, "
+                "so it does not continue a text. It turns texts into vectors: use embed, encode, "
+                "score or rerank, and with a classification head classify"
+            )
         if kind == "generate" and not self._generates:
             raise RequestError(
                 "this checkpoint was trained to classify (...ForSequenceClassification) and has no "

@@ -175,6 +175,7 @@ def expected(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    causal: bool = True,
 ) -> Tensor:
     """The definition, token by token and head by head, in float64."""
     pages, batch = step.pages, step.batch
@@ -186,8 +187,9 @@ def expected(
         for token in range(start, end):
             last = length - (end - token)
             first = 0 if window is None else max(0, last - window + 1)
+            stop = last + 1 if causal else min(length, last + (window or length))
             places = [(int(batch.page_table[r, t // batch.page_size]), t % batch.page_size)
-                      for t in range(first, last + 1)]  # fmt: skip
+                      for t in range(first, stop)]  # fmt: skip
             for head in range(step.q.shape[1]):
                 keys = torch.stack([k[page, head // group, slot] for page, slot in places])
                 values = torch.stack([v[page, head // group, slot] for page, slot in places])
@@ -578,6 +580,13 @@ def test_more_programs_than_work_and_fewer() -> None:
 def test_prompts_see_tiles_of_keys_without_masks_like_all_others(window: int | None) -> None:
     step = make_step([(330, 70), (200, 30)])
     close(step.run(window=window), expected(step, window=window), 3e-6)
+
+
+@pytest.mark.parametrize(("window", "fixed"), [(None, False), (70, False), (1, True)])
+def test_tokens_that_see_both_ways(window: int | None, fixed: bool) -> None:
+    step = make_step([(140, 140), (1, 1), (80, 20)])
+    found = step.run(window=window, causal=False, fixed=fixed)
+    close(found, expected(step, window=window, causal=False), 3e-6)
 
 
 def test_a_window_hides_most_of_a_shared_prefix() -> None:

@@ -149,15 +149,18 @@ def expected(step: Step, **options: Any) -> Tensor:
         k, v = (x[page, slot].repeat_interleave(group, 1) for x in (keys, values))
         for t in range(starts[r], starts[r + 1]):
             position = int(step.batch.positions[t])
-            low = max(0, position + 1 - (options.get("window") or context))
-            score = torch.einsum("hd,thd->ht", step.q[t].double(), k[low : position + 1])
+            reach = options.get("window") or context
+            low, end = max(0, position + 1 - reach), position + 1
+            if not options.get("causal", True):
+                end = min(position + reach, context)
+            score = torch.einsum("hd,thd->ht", step.q[t].double(), k[low:end])
             score = score * head_dim**-0.5
             if options.get("softcap"):
                 score = torch.tanh(score / options["softcap"]) * options["softcap"]
             if options.get("sinks") is not None:
                 score = torch.cat((score, options["sinks"].double().unsqueeze(1)), dim=1)
-            weight = score.softmax(dim=1)[:, : position + 1 - low]
-            out[t] = torch.einsum("ht,thd->hd", weight, v[low : position + 1])
+            weight = score.softmax(dim=1)[:, : end - low]
+            out[t] = torch.einsum("ht,thd->hd", weight, v[low:end])
     if step.pages.v_mixed:
         out = mixed(out)
     return out.view(tokens, -1)
@@ -166,7 +169,7 @@ def expected(step: Step, **options: Any) -> Tensor:
 MIXED = ((1, 1), (100, 1), (70, 70), (300, 17), (700, 1), (129, 64))
 
 
-@pytest.mark.quick_cases(17)
+@pytest.mark.quick_cases(21)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "page_size", "options"),
@@ -180,6 +183,8 @@ MIXED = ((1, 1), (100, 1), (70, 70), (300, 17), (700, 1), (129, 64))
         (14, 1, 40, 24, {"window": 70}),
         (2, 1, 80, 256, {"softcap": 5.0, "sinks": torch.tensor([1.0, -1.0])}),
         (5, 1, 16, 8, {"window": 130}),
+        (6, 3, 32, 16, {"causal": False}),
+        (4, 4, 48, 7, {"causal": False, "window": 65}),
     ],
 )
 def test_attention_matches_float64(
@@ -255,6 +260,22 @@ def test_spreading_a_context_over_threads_does_not_change_a_bit(
             step, new = make_step(requests, 6, 2, 64, 16, "float16"), requests[0][1]
             for _ in range(3):  # what one call leaves behind is right for the next
                 assert torch.equal(attend(kernel, step, **options)[:new], wanted[5 - new :])
+        other.close()
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 65}])
+def test_both_ways_the_batch_and_threads_do_not_change_a_bit(
+    backend: CpuBackend, options: dict[str, Any]
+) -> None:
+    """Neither do the other requests: each sees its own tokens only, in any order of the batch."""
+    (kernel,) = backend.implementations("attention")
+    whole = make_step([(300, 300)], 6, 2, 64, 16, "float32")
+    wanted = attend(kernel, whole, causal=False, **options)
+    for threads, others in ((1, [(33, 33)]), (2, [(1, 1), (400, 400)]), (3, [(90, 90)] * 20)):
+        other = open_backend("cpu", threads, backend.runtime.level)
+        (kernel,) = other.implementations("attention")
+        step = make_step([(300, 300), *others], 6, 2, 64, 8, "float32")
+        assert torch.equal(attend(kernel, step, causal=False, **options)[:300], wanted)
         other.close()
 
 

@@ -96,7 +96,7 @@ constexpr AbiEntry kEntries[] = {
         FIELD(AttentionArgs, head_dim), FIELD(AttentionArgs, page_size),
         FIELD(AttentionArgs, num_levels), FIELD(AttentionArgs, scale),
         FIELD(AttentionArgs, softcap), FIELD(AttentionArgs, query_tile),
-        FIELD(AttentionArgs, split_blocks),
+        FIELD(AttentionArgs, split_blocks), FIELD(AttentionArgs, both_ways),
     SIZE(RecodeArgs), FIELD(RecodeArgs, source), FIELD(RecodeArgs, target), FIELD(RecodeArgs, page),
         FIELD(RecodeArgs, to_page), FIELD(RecodeArgs, kv_heads), FIELD(RecodeArgs, head_dim),
         FIELD(RecodeArgs, page_size),

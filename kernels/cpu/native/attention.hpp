@@ -1,4 +1,5 @@
-// Causal attention over KV pages, one key block at a time, with an online softmax over the blocks.
+// Attention over KV pages, causal or in both directions, one key block at a time, with an online softmax over
+// the blocks.
 //
 // A row is a token under one query head; the rows of an item share a key head and so its keys and
 // values. Per row and key block of 128 keys (at absolute positions, so a row's result depends only on
