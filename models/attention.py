@@ -51,7 +51,11 @@ class Attention:
             ("k_proj", *keys),
             ("v_proj", *keys),
         ]
-        self.qkv = self.projection(source, path, parts)
+        head = order = None
+        if rules.adjacent_pairs and c.ropes[self.rope].rotates:
+            head = _halves_of_pairs(d, c.ropes[self.rope].rotary_dim)
+            order = _of_heads(head, self.heads + self.kv_heads, self.heads + 2 * self.kv_heads)
+        self.qkv = self.projection(source, path, parts, order)
         self.out = source.row(
             f"{path}.o_proj",
             c.num_heads * d,
@@ -63,6 +67,8 @@ class Attention:
         self.width_norms: WidthNorms | None = None
         if rules.qk_norm == "head":
             q_norm, k_norm = (source.norm(f"{path}.{x}_norm", d) for x in "qk")
+            if head is not None:
+                q_norm, k_norm = q_norm[head], k_norm[head]
             self.norms = HeadNorms(q_norm, k_norm, c.rms_norm_eps)
         elif rules.qk_norm == "width":
             self.width_norms = WidthNorms(source, path)
@@ -70,17 +76,17 @@ class Attention:
         if rules.sinks:
             sinks = source.vector(f"{path}.sinks", c.num_heads)
             self.sinks = sinks[heads.start : heads.start + heads.count].contiguous()
-        self._order = None
-        if rules.adjacent_pairs:
-            rotary = c.ropes[self.rope].rotary_dim
-            self._order = _halves_of_pairs(self.heads, self.kv_heads, d, rotary).to(self.ops.device)
 
     def projection(
-        self, source: Source, path: str, parts: Sequence[tuple[str, int, int, int]]
+        self,
+        source: Source,
+        path: str,
+        parts: Sequence[tuple[str, int, int, int]],
+        order: Tensor | None,
     ) -> Projection:
-        """The projection to queries, keys and values."""
+        """The projection to queries, keys and values, in this order of features."""
         bias = source.config.attention_bias
-        return source.columns(path, "qkv_proj", parts, bias=bias, accurate=True)
+        return source.columns(path, "qkv_proj", parts, bias=bias, accurate=True, order=order)
 
     @property
     def rounding(self) -> Rounding | None:
@@ -92,8 +98,6 @@ class Attention:
 
     def attend(self, qkv: Tensor, step: Step, pages: KVPages) -> Tensor:
         """Attention of the projected ``[T, features of q, k and v]``."""
-        if self._order is not None:
-            qkv = self.ops.take_columns(qkv, self._order)
         heads = qkv.view(qkv.shape[0], -1, self.head_dim)
         q, k, v = heads.split_with_sizes([self.heads, self.kv_heads, self.kv_heads], dim=1)
         if self.width_norms is not None:
@@ -147,11 +151,15 @@ class WidthNorms:
         return wide_q.view(q.shape), wide_k.view(k.shape)
 
 
-def _halves_of_pairs(heads: int, kv_heads: int, head_dim: int, rotary: int) -> Tensor:
-    """Columns of q, k and v, int32: of q and k the first dimension of every pair of the rotated
-    ones, then the second. The scores of a query and a key do not depend on the order."""
+def _halves_of_pairs(head_dim: int, rotary: int) -> Tensor:
+    """Features of a head, int64: the first dimension of every pair of the rotated ones, then the
+    second. The scores of a query and a key do not depend on the order."""
     rest = torch.arange(rotary, head_dim)
-    head = torch.cat([torch.arange(0, rotary, 2), torch.arange(1, rotary, 2), rest])
-    turned = (torch.arange(heads + kv_heads)[:, None] * head_dim + head).flatten()
-    values = torch.arange(kv_heads * head_dim) + len(turned)
-    return torch.cat([turned, values]).to(torch.int32)
+    return torch.cat([torch.arange(0, rotary, 2), torch.arange(1, rotary, 2), rest])
+
+
+def _of_heads(head: Tensor, count: int, total: int) -> Tensor:
+    """Features of ``total`` heads, int64: of the first ``count`` in the order ``head``."""
+    width = len(head)
+    first = (torch.arange(count)[:, None] * width + head).flatten()
+    return torch.cat([first, torch.arange(count * width, total * width)])

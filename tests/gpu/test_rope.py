@@ -75,7 +75,7 @@ def written(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("head_dim", "rotary", "heads", "kv_heads"),
-    [(64, 64, 4, 2), (80, 32, 3, 1), (96, 96, 9, 9), (256, 128, 2, 1)],
+    [(64, 64, 4, 2), (80, 32, 3, 1), (96, 96, 9, 9), (256, 128, 2, 1), (64, 0, 3, 1)],
 )
 def test_queries_turn_and_pages_hold_what_the_reference_writes(
     dtype: str, head_dim: int, rotary: int, heads: int, kv_heads: int
