@@ -117,6 +117,7 @@ class ModelConfig:
         layers = fields.count("num_hidden_layers", MAX_LAYERS)
         biases = (rules.biases or _biases)(fields)
         scale = fields.positive("query_pre_attn_scalar", default=float(head_dim)) ** -0.5
+        causal = rules.causal and _causal(fields)
         windows = _windows(config, fields, known, layers)
         unrotated = rules.unrotated and rules.unrotated(fields, windows)
         ropes, rope_of_layer = ropes_of_layers(fields, head_dim, windows, unrotated)
@@ -135,7 +136,7 @@ class ModelConfig:
             max_position=fields.count("max_position_embeddings", MAX_POSITION),
             ropes=ropes,
             rope_of_layer=rope_of_layer,
-            sliding_windows=windows,
+            sliding_windows=windows if causal else _symmetric(fields, windows),
             attention_scale=fields.positive("attention_multiplier", default=scale),
             attention_softcap=fields.optional_positive("attn_logit_softcapping"),
             final_softcap=fields.optional_positive("final_logit_softcapping"),
@@ -147,7 +148,7 @@ class ModelConfig:
             mlp_bias=biases.mlp,
             tie_word_embeddings=fields.flag("tie_word_embeddings", default=False),
             experts=_experts(fields, rules, layers),
-            causal=rules.causal and _causal(fields),
+            causal=causal,
         )
 
 
@@ -163,6 +164,15 @@ def _causal(fields: Fields) -> bool:
     if both not in (True, False, "vision"):
         fields.fail("use_bidirectional_attention", "true or false", both)
     return both is not True and fields.flag("is_causal", default=True)
+
+
+def _symmetric(fields: Fields, windows: tuple[int | None, ...]) -> tuple[int | None, ...]:
+    """The windows of tokens that see as far after as before them.
+
+    Configs say how many tokens that is on each side. Gemma's say how many they are in all.
+    """
+    in_all = fields.values.get("use_bidirectional_attention") is True
+    return tuple(w and (w // 2 if in_all else w) + 1 for w in windows)
 
 
 def _windows(

@@ -25,12 +25,18 @@ COMMON = frozenset(
         *("num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings"),
         *("rms_norm_eps", "hidden_act", "tie_word_embeddings", "partial_rotary_factor"),
         *("rope_parameters", "rope_scaling", "rope_theta"),
-        *("is_causal", "use_bidirectional_attention"),
+        "is_causal",
     }
 )
-#: The values with which a key changes nothing, and what another value asks for.
+#: The values with which a key changes nothing, and what another value asks for, of a model that does
+#: not read the key.
 FIXED: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
     {
+        "is_causal": ((True, None), "its tokens attend in both directions (an embedding model)"),
+        "use_bidirectional_attention": (
+            (False, None, "vision"),  # of the tokens of an image only
+            "its tokens attend in both directions (an embedding model)",
+        ),
         "is_encoder_decoder": (
             (False, None),
             "it is an encoder-decoder (sequence-to-sequence) model",
@@ -114,9 +120,11 @@ def read_keys(own: Architecture) -> frozenset[str]:
 
 def check_fixed(config: Mapping[str, Any], where: str) -> None:
     """:raises UnsupportedError: a key has a value that asks for something else than is run."""
+    own = architecture(config.get("model_type"))
+    read: frozenset[str] = frozenset() if own is None else read_keys(own)
     for key, (allowed, why) in FIXED.items():
         found = config.get(key)
-        if not any(found is value or found == value for value in allowed):
+        if key not in read and not any(found is value or found == value for value in allowed):
             raise UnsupportedError(
                 f"{where}: {key}: expected {allowed[0]}, found {str(found)[:80]}: {why}, which is "
                 "not supported"

@@ -143,6 +143,13 @@ def expected_logits(model: Any, ids: Sequence[int]) -> Tensor:
         return model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0].float()
 
 
+def expected_states(model: Any, ids: Sequence[int]) -> Tensor:
+    """transformers' last hidden states, float32 ``[T, hidden]``; ``model`` may have a head."""
+    with torch.no_grad():
+        body = getattr(model, "model", model)
+        return body(input_ids=torch.tensor([list(ids)])).last_hidden_state[0].float()
+
+
 def prompt(length: int, seed: int) -> list[int]:
     """Random token ids, none of them special."""
     generator = torch.Generator().manual_seed(seed)
@@ -165,14 +172,15 @@ class Paged:
                 KV_TYPES["float32"],
                 KV_TYPES["float32"],
             )
-            for _ in range(c.num_layers)
+            for _ in range(c.num_layers if c.causal else 1)
         ]
         self.free = torch.randperm(pages, generator=generator).tolist()
         self.tables: dict[str, list[int]] = {}
         self.done: dict[str, int] = {}
 
     def step(self, work: Mapping[str, Sequence[int] | Tensor]) -> dict[str, Tensor]:
-        """Run the given next tokens of each request in one batch; logits ``[n, vocab]``.
+        """Run the given next tokens of each request in one batch; logits ``[n, vocab]``, or hidden
+        states ``[n, hidden]`` of a model that is not causal.
 
         A tensor ``[n, hidden]`` stands for tokens given as embeddings.
         """
@@ -203,8 +211,10 @@ class Paged:
         )
         flat = torch.cat([torch.as_tensor(ids) for ids in work.values()])
         with torch.no_grad():
-            logits = self.model.logits(self.model(flat, batch, self.kv))
-        return dict(zip(work, logits.split(counts), strict=True))
+            found = self.model(flat, batch, self.kv)
+            if self.model.config.causal:
+                found = self.model.logits(found)
+        return dict(zip(work, found.split(counts), strict=True))
 
     def run(self, name: str, ids: Sequence[int], splits: Sequence[int] = ()) -> Tensor:
         """All of ``ids``, cut before the given positions: logits ``[len(ids), vocab]``."""
