@@ -28,7 +28,7 @@ COMMON = frozenset(
         "is_causal",
     }
 )
-#: The values with which a key changes nothing, and what another value asks for, of a model that does
+#: The values with which a key changes nothing, and what another value asks for, where a model does
 #: not read the key.
 FIXED: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
     {

@@ -1,4 +1,4 @@
-"""Models whose tokens see those after them too, against transformers: states in float32, to 1e-4."""
+"""Models whose tokens see both ways, against transformers: states in float32, to 1e-4."""
 
 from __future__ import annotations
 
