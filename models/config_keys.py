@@ -23,7 +23,7 @@ COMMON = frozenset(
     {
         *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
         *("num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings"),
-        *("rms_norm_eps", "hidden_act", "tie_word_embeddings", "partial_rotary_factor"),
+        *("hidden_act", "tie_word_embeddings", "partial_rotary_factor"),
         *("rope_parameters", "rope_scaling", "rope_theta"),
         "is_causal",
     }
@@ -110,12 +110,13 @@ _HARMLESS = frozenset().union(*HARMLESS.values())
 def known_keys(own: Architecture) -> frozenset[str]:
     """The keys that are accounted for."""
     rules = own.config
-    return COMMON | FIXED.keys() | _HARMLESS | {*rules.keys, *rules.ignored, *rules.fixed}
+    return read_keys(own) | FIXED.keys() | _HARMLESS | {*rules.ignored, *rules.fixed}
 
 
 def read_keys(own: Architecture) -> frozenset[str]:
     """The keys that change what the model computes."""
-    return COMMON | {*own.config.keys}
+    eps = own.config.norm_eps
+    return COMMON | {*own.config.keys, *((eps,) if isinstance(eps, str) else ())}
 
 
 def check_fixed(config: Mapping[str, Any], where: str) -> None:

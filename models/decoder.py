@@ -2,7 +2,7 @@
 
 A layer takes ``(delta, residual)`` and returns the same: ``residual`` is the sum of everything
 before, ``delta`` the last block's output, not yet added. The addition then happens inside the next
-norm (``Ops.add_rms_norm``), one pass over memory instead of two. What differs between models, such
+norm (``Ops.add_norm``), one pass over memory instead of two. What differs between models, such
 as where norms are, is in :class:`sdk.models.architecture.LayerRules` and in the config.
 
 torch is imported for type checkers only: see :mod:`sdk.models.architecture`.
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from sdk.kernels.batch import AttentionBatch
     from sdk.kernels.kv_pages import KVPages
+    from sdk.kernels.norm import Norm
     from sdk.kernels.rounding import Rounding, Rows
     from sdk.models.config import ModelConfig
     from sdk.models.layers import Embedding, ExpertProjection, Head, Projection, Source
@@ -83,7 +84,7 @@ class Layer:
     def __init__(self, source: Source, path: str, index: int, rules: LayerRules) -> None:
         self.ops = source.ops
         c = source.config
-        self.eps, self.multiplier = c.rms_norm_eps, c.residual_scale
+        self.multiplier = c.residual_scale
         norms = [None if name is None else source.norm(f"{path}.{name}") for name in rules.norms]
         self.before_attention, self.after_attention, self.before_mlp, self.after_mlp = norms
         self.attention = Attention(source, f"{path}.self_attn", index, rules)
@@ -108,18 +109,18 @@ class Layer:
         rounding: Rounding | None,
         delta: Tensor,
         residual: Tensor | None,
-        norm: Tensor | None,
+        norm: Norm | None,
     ) -> tuple[Rows, Tensor]:
         """What a block reads, and the sum of all before it."""
         if norm is not None:
-            return self.ops.add_rms_norm_for(rounding, delta, residual, norm, self.eps)
+            return self.ops.add_norm_for(rounding, delta, residual, norm)
         residual = delta if residual is None else self.ops.add(residual, delta)
         return residual, residual
 
-    def _output(self, x: Tensor, norm: Tensor | None) -> Tensor:
+    def _output(self, x: Tensor, norm: Norm | None) -> Tensor:
         """What a block adds to the sum."""
         if norm is not None:
-            x = self.ops.rms_norm(x, norm, self.eps)
+            x = self.ops.norm(x, norm)
         return self.ops.scale(x, self.multiplier)
 
 
@@ -152,7 +153,7 @@ class Decoder:
         for i in self.numbers:
             with self.ops.layers.load(i):
                 self.layers.append(Layer(source, f"model.layers.{i}", i, self._rules))
-        self.norm: Tensor | None = source.norm("model.norm") if mesh.is_last else None
+        self.norm: Norm | None = source.norm("model.norm") if mesh.is_last else None
         self.ropes = [source.rope(spec) for spec in c.ropes]
         self._linears = source.linears
         #: The tensors of one dimension that it has pulled, by path.
@@ -196,9 +197,7 @@ class Decoder:
             stream = self.ops.add(residual, delta)
             self.ops.send(stream, self._mesh.downstream)
             return stream
-        hidden, _ = self.ops.add_rms_norm(
-            delta, residual, self.norm, self.config.rms_norm_eps, wide=True, out=out
-        )
+        hidden, _ = self.ops.add_norm(delta, residual, self.norm, wide=True, out=out)
         return hidden
 
     def _enter(self, inputs: Tensor) -> Tensor:

@@ -12,10 +12,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from sdk.kernels.lazy_torch import Tensor, torch
-from sdk.kernels.ops import Activation, Ops
+from sdk.kernels.mlp_activations import Activation
+from sdk.kernels.norm import Norm
+from sdk.kernels.ops import Ops
 from sdk.kernels.rounding import Rounding, Rows
 from sdk.kernels.routes import Routes
-from sdk.models.architecture import architecture
+from sdk.models.architecture import NormKind, architecture
 from sdk.models.config import ModelConfig
 from sdk.models.expert_parallel import ExpertShare
 from sdk.models.parallel import Mesh
@@ -293,6 +295,7 @@ class Source:
         self.linears: list[tuple[str, Projection | ExpertProjection]] = []
         own = architecture(config.model_type)
         self._norms_minus_one = own is not None and own.tensors.norms_minus_one
+        self._norm_kind = NormKind() if own is None else own.layer.norm
         found = (root for root in ROOTS if checkpoint.has(f"{root[0]}embed_tokens"))
         self._body, self._outer = next(found, ROOTS[0])
 
@@ -333,10 +336,14 @@ class Source:
         self.vectors[path] = found
         return found
 
-    def norm(self, path: str, size: int | None = None) -> Tensor:
-        """The weight of an RMSNorm over ``size`` (default: hidden) features."""
-        weight = self.vector(f"{path}.weight", size or self.config.hidden_size)
-        return weight + 1.0 if self._norms_minus_one else weight
+    def norm(self, path: str, size: int | None = None) -> Norm:
+        """One of the model's norms, over ``size`` (default: hidden) features."""
+        size, kind = size or self.config.hidden_size, self._norm_kind
+        weight = self.vector(f"{path}.weight", size) if kind.weight else None
+        if weight is not None and self._norms_minus_one:
+            weight = weight + 1.0
+        bias = self.vector(f"{path}.bias", size) if kind.bias else None
+        return Norm(weight, self.config.norm_eps, bias, kind.centred)
 
     def rope(self, spec: RopeSpec) -> Rope:
         """The angles of a rotary embedding for requests of up to ``max_model_len`` tokens."""
