@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from sdk.engine.engine import Output
-from sdk.engine.plan import Pooling, RequestKind
+from sdk.engine.plan import LAST_TOKEN, Pooling, RequestKind
 from sdk.engine.scheduling.results import ResultBudget
 from sdk.errors import RequestError
 from sdk.kernels.host.torch_import import torch_module
@@ -277,7 +277,7 @@ class JobMaker:
                 cache_salt=prompt.cache_salt,
                 prompt_embeds=prompt.embeds,
                 kind=kind,
-                pooling=pooling,
+                pooling=_with_texts(pooling, prompt),
                 arrival_time=now,
                 resolved=_with_healing(resolved, prompt),
                 negative_prompt_token_ids=prompt.negative_token_ids,
@@ -379,6 +379,12 @@ def _with_stops(params: SamplingParams, prompt: Prompt) -> SamplingParams:
 
 def _with_healing(resolved: ResolvedParams, prompt: Prompt) -> ResolvedParams:
     return resolved if prompt.healing is None else replace(resolved, healing=prompt.healing)
+
+
+def _with_texts(pooling: Pooling | None, prompt: Prompt) -> Pooling | None:
+    if prompt.second_text is None:
+        return pooling
+    return (pooling or LAST_TOKEN)._replace(second_text=prompt.second_text)
 
 
 def _priorities(given: Any, count: int) -> list[int | None]:
