@@ -45,7 +45,7 @@ from sdk.kernels.sampling_ops import SamplingOps
 from sdk.kernels.self_check import SelfCheck
 
 #: What ``Problem.format`` says of attention: which of these it has.
-_ATTENTION_WORDS = ("window", "softcap", "sinks", "both ways")
+_ATTENTION_WORDS = ("window", "softcap", "sinks", "slopes", "both ways")
 _ATTENTION = {
     has: " ".join(word for word, one in zip(_ATTENTION_WORDS, has, strict=True) if one)
     for has in product((False, True), repeat=len(_ATTENTION_WORDS))
@@ -483,6 +483,7 @@ class Ops:
         window: int | None = None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
+        slopes: Tensor | None = None,
         causal: bool = True,
     ) -> Tensor:
         """Attention over the pages: q ``[T, heads, head_dim]`` -> ``[T, heads * head_dim]``.
@@ -490,12 +491,16 @@ class Ops:
         A token sees itself and the ``window - 1`` tokens before it (all of them without a window);
         if attention is not ``causal``, as many after it too, of those in the pages.
         ``softcap``: scores become ``cap * tanh(score / cap)`` (Gemma 2). ``sinks [heads]``: one
-        more logit per head that takes probability but has no value.
+        more logit per head that takes probability but has no value. ``slopes [heads]``: a key's
+        score gets its head's slope times the key's position minus the query's (ALiBi), after the
+        scale and the softcap.
         """
         batch.check(pages)
         expect_floats("attention q", q, self.activations, batch.num_tokens, None, None)
         if sinks is not None:
             expect("attention sinks", sinks, torch.float32, q.shape[1])
+        if slopes is not None:
+            expect("attention slopes", slopes, torch.float32, q.shape[1])
         tokens, heads, head_dim = q.shape
         kv_heads = pages.k.shape[1]
         if heads % kv_heads or pages.head_dim != head_dim:
@@ -507,8 +512,8 @@ class Ops:
             raise KernelError("attention: keys with a centre allow neither softcap nor sinks")
         out = self.empty(tokens, heads * head_dim, dtype=q.dtype)
         if tokens:
-            like = (q, pages, scale, window, softcap, sinks, self.shares_keys, causal)
-            has = (window is not None, softcap is not None, sinks is not None, not causal)
+            like = (q, pages, scale, window, softcap, sinks, slopes, self.shares_keys, causal)
+            has = (*(one is not None for one in (window, softcap, sinks, slopes)), not causal)
             kernel = self._kernel(
                 "attention",
                 like,
@@ -518,7 +523,7 @@ class Ops:
             )
 
             def attend(q: Tensor, batch: AttentionBatch, out: Tensor) -> None:
-                kernel.run(q, pages, batch, scale, window, softcap, sinks, out, causal)
+                kernel.run(q, pages, batch, scale, window, softcap, sinks, slopes, out, causal)
 
             if self.recording.cut is not None:
                 return self.recording.cut(q, out, attend)

@@ -14,7 +14,14 @@ from typing import Any
 
 from sdk.kernels.dataclass import dataclass
 from sdk.kernels.mlp_activations import Activation
-from sdk.models.architecture import Architecture, Biases, ConfigRules, architecture
+from sdk.models.architecture import (
+    Alibi,
+    Architecture,
+    Biases,
+    ConfigRules,
+    EmbeddingRules,
+    architecture,
+)
 from sdk.models.config_fields import (
     MAX_EXPERTS,
     MAX_LAYERS,
@@ -25,7 +32,7 @@ from sdk.models.config_fields import (
     activation_named,
     without_null,
 )
-from sdk.models.config_keys import check_fixed, check_fixed_by_model, only_read
+from sdk.models.config_keys import check_fixed, check_fixed_by_model, only_read, with_our_keys
 from sdk.models.rope import RopeSpec
 from sdk.models.rope_config import ropes_of_layers
 from sdk.models.sliding import sliding_windows
@@ -57,6 +64,9 @@ class ModelConfig:
     ``attention_bias``: of q, k and v; ``output_bias``: of the projection after attention.
     ``causal``: a token sees none after it. The tokens of other models (encoders) see as many after
     as before them; such a model has no head and does not continue a text.
+    ``parallel_blocks``: attention and MLP of a layer read the same sum.
+    ``first_position``: the row of position 0 in the table of learned positions; ``None``: there is
+    none. ``token_types``: rows of the table of token types; 0: there is none.
     ``logits_scale`` divides the logits; a softcap ``c`` turns ``x`` into ``c * tanh(x / c)``.
     """
 
@@ -86,6 +96,10 @@ class ModelConfig:
     tie_word_embeddings: bool
     experts: ExpertSpec | None = None
     causal: bool = True
+    alibi: Alibi | None = None
+    parallel_blocks: bool = False
+    first_position: int | None = None
+    token_types: int = 0
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> ModelConfig:
@@ -102,6 +116,7 @@ class ModelConfig:
         model_type = Fields(config).text("model_type")
         known = architecture(model_type)
         rules = ConfigRules() if known is None else known.config
+        config = with_our_keys(config)
         check_fixed(config, "config")
         if known is not None:
             check_fixed_by_model(config, known)
@@ -116,6 +131,8 @@ class ModelConfig:
         head_dim = fields.count("head_dim", 4096, default=hidden // heads)
         layers = fields.count("num_hidden_layers", MAX_LAYERS)
         eps = rules.norm_eps
+        embedding = EmbeddingRules() if known is None else known.embedding
+        first, unused = _first_position(fields, embedding)
         biases = (rules.biases or _biases)(fields)
         scale = fields.positive("query_pre_attn_scalar", default=float(head_dim)) ** -0.5
         causal = rules.causal and _causal(fields)
@@ -134,7 +151,7 @@ class ModelConfig:
             head_dim=head_dim,
             norm_eps=eps if isinstance(eps, float) else fields.positive(eps),
             activation=(rules.activation or _activation)(fields),
-            max_position=fields.count("max_position_embeddings", MAX_POSITION),
+            max_position=fields.count("max_position_embeddings", MAX_POSITION) - unused,
             ropes=ropes,
             rope_of_layer=rope_of_layer,
             sliding_windows=windows if causal else _symmetric(fields, windows),
@@ -143,19 +160,35 @@ class ModelConfig:
             final_softcap=fields.optional_positive("final_logit_softcapping"),
             embedding_scale=fields.positive("embedding_multiplier", default=embedding_scale),
             residual_scale=fields.positive("residual_multiplier", default=1.0),
-            logits_scale=fields.positive("logits_scaling", default=1.0),
+            logits_scale=fields.positive("logits_scaling", default=1.0)
+            / fields.positive("logit_scale", default=1.0),
             attention_bias=biases.qkv,
             output_bias=biases.output,
             mlp_bias=biases.mlp,
             tie_word_embeddings=fields.flag("tie_word_embeddings", default=False),
             experts=_experts(fields, rules, layers),
             causal=causal,
+            alibi=None if rules.alibi is None else rules.alibi(fields),
+            parallel_blocks=bool(rules.parallel_blocks and rules.parallel_blocks(fields)),
+            first_position=first,
+            token_types=fields.count("type_vocab_size", MAX_WIDTH) if embedding.types else 0,
         )
 
 
 def _biases(fields: Fields) -> Biases:
     attention = fields.flag("attention_bias", default=False)
     return Biases(attention, attention, fields.flag("mlp_bias", default=False))
+
+
+def _first_position(fields: Fields, rules: EmbeddingRules) -> tuple[int | None, int]:
+    """The row of position 0, and how many of ``max_position_embeddings`` come before it."""
+    if rules.positions != "after padding":
+        return rules.positions, 0
+    rows = fields.count("max_position_embeddings", MAX_POSITION)
+    padding = fields.values.get("pad_token_id")
+    if type(padding) is not int or not 0 <= padding < rows - 1:
+        fields.fail("pad_token_id", f"an integer in 0..{rows - 2}", padding)
+    return padding + 1, padding + 1
 
 
 def _causal(fields: Fields) -> bool:

@@ -20,6 +20,8 @@ ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
         "gelu_pytorch_tanh": "gelu_tanh",
         "gelu_new": "gelu_tanh",
         "gelu_tanh": "gelu_tanh",
+        "relu": "relu",
+        "relu2": "relu2",
     }
 )
 MAX_LAYERS = 512

@@ -603,6 +603,16 @@ class Source:
         weight, (start, _) = self._by_token("model.embed_tokens"), self._tokens
         return Embedding(weight, start, self.config, self.mesh, self.ops)
 
+    def table(self, path: str, rows: int, first: int = 0) -> Weight:
+        """``rows`` rows from ``first`` on of a table ``[first + rows, hidden]``; all ranks have all
+        of them."""
+
+        def pull() -> Matrix:
+            weight = self._pull(path, (first + rows, self.config.hidden_size))
+            return Matrix(self._cut(path, weight, "out", first, rows), None)
+
+        return self._matrix(path, pull, ACCURATE).weight
+
     @property
     def _tokens(self) -> tuple[int, int]:
         """This rank's range ``(start, count)`` of the vocabulary."""
@@ -625,8 +635,7 @@ def _joined_parts(
     inputs: int,
     order: Tensor | None = None,
 ) -> list[Part]:
-    """The parts of :meth:`Source.columns`: each matrix under its own name, and all of them as one
-    matrix called ``fused``."""
+    """The parts of :meth:`Source.columns`: each under its own name, and all as one, ``fused``."""
     found: list[Part] = []
     joined: list[tuple[int, int]] = []
     first = offset = 0
@@ -638,4 +647,5 @@ def _joined_parts(
         joined.append((offset + start, count))
         first += count
         offset += size
-    return [*found, Part(fused, (offset, inputs), 0, tuple(joined), (0, inputs), order)]
+    all_parts = Part(fused, (offset, inputs), 0, tuple(joined), (0, inputs), order)
+    return found if found[0].path == fused else [*found, all_parts]

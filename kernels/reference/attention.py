@@ -37,6 +37,7 @@ class Attention:
         window: int | None,
         softcap: float | None,
         sinks: Tensor | None,
+        slopes: Tensor | None,
         out: Tensor,
         causal: bool = True,
     ) -> None:
@@ -51,10 +52,8 @@ class Attention:
                 end = min(begin + QUERY_TILE, starts[r + 1])
                 position = first_position + begin - starts[r]
                 known = position + end - begin if causal else length
-                tile = _tile(
-                    q[begin:end], k, v, position, known, scale, window, softcap, sinks, causal
-                )
-                view[begin:end] = tile
+                options = scale, window, softcap, sinks, slopes, causal
+                view[begin:end] = _tile(q[begin:end], k, v, position, known, *options)
         out.view(q.shape).copy_(mixed(view) if pages.v_mixed else view)
 
 
@@ -87,6 +86,7 @@ def _tile(
     window: int | None,
     softcap: float | None,
     sinks: Tensor | None,
+    slopes: Tensor | None,
     causal: bool,
 ) -> Tensor:
     """Attention of up to 16 consecutive tokens, the first at ``position``, to the first ``known``
@@ -105,6 +105,9 @@ def _tile(
         best = sinks.to(torch.float32).reshape(kv_heads, group, 1, 1)
         best = best.expand(-1, -1, QUERY_TILE, -1).reshape(kv_heads, group * QUERY_TILE, 1)
         total = torch.ones_like(best)
+    if slopes is not None:
+        slopes = slopes.to(q.dtype).reshape(kv_heads, group, 1, 1)
+        slopes = slopes.expand(-1, -1, QUERY_TILE, -1).reshape(kv_heads, group * QUERY_TILE, 1)
     result = torch.zeros_like(q)
     for begin in range(0, known, KEY_TILE):
         keys = torch.arange(begin, begin + KEY_TILE, device=q.device)
@@ -114,6 +117,8 @@ def _tile(
         score = torch.bmm(q, k[:, begin : begin + KEY_TILE].transpose(1, 2)) * scale
         if softcap is not None:
             score = torch.tanh(score / softcap) * softcap
+        if slopes is not None:
+            score = score + slopes * -(keys - at).abs().to(q.dtype)
         score = score.masked_fill(hidden, float("-inf"))
         peak = torch.maximum(best, score.amax(dim=-1, keepdim=True))
         safe = peak.masked_fill(peak == float("-inf"), 0.0)

@@ -40,7 +40,8 @@ OURS = {own.model_type: own for own in architectures()}
 CAUSAL = [
     name
     for name in OURS
-    if transformers.CONFIG_MAPPING[name] in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    if OURS[name].config.causal
+    and transformers.CONFIG_MAPPING[name] in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
 ]
 #: Members of a config object that its code reads and that no file sets.
 _MEMBERS = {"get_text_config", "layer_type", "base_model_tp_plan", "image_token_id"}
