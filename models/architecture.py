@@ -160,6 +160,7 @@ class LayerRules(NamedTuple):
     ``gated``: the MLP has a gate beside its first projection.
     ``post_norm``: the norm after a block is of the sum of its output and what it read, and the next
     block reads that norm alone (BERT). Then there are no other norms, and none after the layers.
+    ``first_norm``: the first layer has a norm before attention, too.
     """
 
     norms: Norms = Norms()
@@ -171,6 +172,7 @@ class LayerRules(NamedTuple):
     parallel_norms: Norms = ONE_NORM
     gated: bool = True
     post_norm: bool = False
+    first_norm: bool = True
 
     def norms_of(self, parallel: bool) -> Norms:
         """The norms of a layer whose blocks are parallel, or come one after the other."""
