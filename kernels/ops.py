@@ -19,12 +19,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from sdk.kernels.backend import Choice, Problem
 from sdk.kernels.batch import AttentionBatch, WorkShape
 from sdk.kernels.bound import BoundLinear
-from sdk.kernels.checks import expect, expect_floats
+from sdk.kernels.checks import expect, expect_floats, expect_norm, expect_numbers
 from sdk.kernels.context import Compute, Context
 from sdk.kernels.errors import KernelError
 from sdk.kernels.graph import Recording
@@ -35,7 +35,7 @@ from sdk.kernels.kv_tiers import page_tier
 from sdk.kernels.layouts import Layout, Pieces, on_device
 from sdk.kernels.lazy_torch import Tensor, torch, type_name
 from sdk.kernels.low_rank import AdapterTable, Shape
-from sdk.kernels.mlp_activations import NUMBERS, Activation
+from sdk.kernels.mlp_activations import GATES, Activation, GateKind
 from sdk.kernels.moe import MoEOps
 from sdk.kernels.norm import Norm
 from sdk.kernels.offload import Offload
@@ -55,8 +55,6 @@ _ATTENTION = {
 }
 #: Beyond any machine; a mistyped number must not use up the system's threads.
 MAX_THREADS = 1024
-GateKind = Literal["sigmoid", "softplus"]
-GATES: tuple[GateKind, ...] = ("sigmoid", "softplus")
 
 
 class Ops:
@@ -208,7 +206,7 @@ class Ops:
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
         """The ``norm`` of x over the last dimension; x may be strided."""
         expect_floats("norm x", x, self.activations)
-        _expect_norm("norm", norm, x)
+        expect_norm("norm", norm, x)
         out = self.empty(*x.shape, dtype=x.dtype)
         if x.numel():
             kernel = self._kernel("norm", (x, norm, x.dtype, None), format=norm.form)
@@ -271,7 +269,7 @@ class Ops:
         sums = x if residual is None else residual
         expect_floats("add_norm x", x, self.activations)
         expect("add_norm residual", sums, torch.float32, *x.shape)
-        _expect_norm("add_norm", norm, x)
+        expect_norm("add_norm", norm, x)
         op = "norm" if residual is None else "add_norm"
         codes = "" if out[1] is None else str(out[1].scheme)
         kernel = self._kernel(op, (x, norm, *out), format=norm.form, inputs=codes)
@@ -289,7 +287,7 @@ class Ops:
         ``used``, int32 ``[1]``: only so many rows have values (CPU kernels leave out the others).
         ``numbers``: see :meth:`activation`.
         """
-        _expect_numbers("gated_activation", kind, numbers)
+        expect_numbers("gated_activation", kind, numbers)
         expect_floats("gated_activation", gate_up, self.activations, None, None)
         tokens, width = gate_up.shape
         if width % 2:
@@ -331,7 +329,7 @@ class Ops:
         besides its kind; of ``xielu`` alpha_p, alpha_n, beta and eps, the first two after softplus.
         """
         expect_floats("activation x", x, self.activations, None, None)
-        _expect_numbers("activation", kind, numbers)
+        expect_numbers("activation", kind, numbers)
         if x.shape[0]:
             kernel = self._kernel("activation", (x,), format=kind)
             kernel.run(x, kind, x, numbers, *(() if used is None else (used,)))
@@ -583,18 +581,3 @@ class Ops:
             run(above, index, below, at)
 
         return recode
-
-
-def _expect_norm(what: str, norm: Norm, x: Tensor) -> None:
-    if norm.weight is not None:
-        shape = x.shape[1:] if norm.weight.dim() == 2 else x.shape[-1:]
-        expect(f"{what} weight", norm.weight, torch.float32, *shape)
-    if norm.bias is not None:
-        expect(f"{what} bias", norm.bias, torch.float32, x.shape[-1])
-
-
-def _expect_numbers(what: str, kind: Activation, numbers: Sequence[float]) -> None:
-    if len(numbers) != NUMBERS.get(kind, 0):
-        raise KernelError(
-            f"{what}: expected {NUMBERS.get(kind, 0)} numbers of {kind}, found {len(numbers)}"
-        )

@@ -23,8 +23,7 @@ from sdk.models.sliding import SlidingRule, no_layer
 
 if TYPE_CHECKING:
     from sdk.kernels.head_norms import QueryScale
-    from sdk.kernels.mlp_activations import Activation
-    from sdk.kernels.ops import GateKind
+    from sdk.kernels.mlp_activations import Activation, GateKind
     from sdk.models.config_fields import Fields
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
