@@ -24,8 +24,7 @@ from sdk.models.sliding import SlidingRule, no_layer
 
 if TYPE_CHECKING:
     from sdk.kernels.head_norms import QueryScale
-    from sdk.kernels.mlp_activations import Activation
-    from sdk.kernels.ops import GateKind
+    from sdk.kernels.mlp_activations import Activation, GateKind
     from sdk.models.config_fields import Fields
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -49,6 +48,18 @@ class Biases(NamedTuple):
     output: bool = False
     mlp: bool = False
     head: bool = False
+
+
+class Alibi(NamedTuple):
+    """Attention with linear biases (Press et al. 2021, arXiv 2108.12409) in place of positions:
+    the slope of a head times the distance of a key, which is at most 0, is added to its score.
+
+    ``most``: the exponent of the steepest head's slope is ``most / heads``. ``scaled``: scores and
+    biases are multiplied by the scale of attention, not scores alone (Falcon).
+    """
+
+    most: float = 8.0
+    scaled: bool = False
 
 
 def always(fields: Fields) -> bool:
@@ -75,7 +86,11 @@ class ConfigRules(NamedTuple):
     ``dense_width``: the key of the width of MLPs in layers without experts.
     ``biases``: the projections with biases; ``None``: ``attention_bias`` says it of all four of
     attention, ``mlp_bias`` of the MLP's.
+    ``causal``: see :class:`sdk.models.config.ModelConfig`; a config may still say otherwise.
     ``norm_eps``: the key of the eps of norms, or the eps itself where the code fixes it.
+    ``names``: keys that a config of this model spells differently, ours to the file's.
+    ``derived(config)``: sets what follows from other keys, under our names; it may be called twice.
+    ``alibi``: the linear biases of attention, if it has them.
     ``parallel_blocks``: whether attention and MLP of a layer read the same sum, and both are added
     to it; ``None``: they come one after the other.
     """
@@ -91,9 +106,13 @@ class ConfigRules(NamedTuple):
     activation: Callable[[Fields], Activation] | None = None
     embedding_scale: Callable[[int], float] | None = None
     biases: Callable[[Fields], Biases] | None = None
+    causal: bool = True
     rotation: Callable[[Mapping[str, Any], int], Mapping[str, Any]] | None = None
     query_scale: Callable[[Fields], QueryScale | None] | None = None
     norm_eps: str | float = RMS_NORM_EPS
+    names: Mapping[str, str] = NOTHING
+    derived: Callable[[dict[str, Any]], None] | None = None
+    alibi: Callable[[Fields], Alibi | None] | None = None
     parallel_blocks: Callable[[Fields], bool] | None = None
     dense_width: str | None = None
 
@@ -167,6 +186,9 @@ class LayerRules(NamedTuple):
     ``output_gate``: see :class:`OutputGate`.
     ``parallel_norms``: the norms where blocks are parallel (``ConfigRules.parallel_blocks``).
     ``gated``: the MLP has a gate beside its first projection.
+    ``post_norm``: the norm after a block is of the sum of its output and what it read, and the next
+    block reads that norm alone (BERT). Then there are no other norms, and none after the layers.
+    ``first_norm``: the first layer has a norm before attention, too.
     """
 
     norms: Norms = Norms()
@@ -183,6 +205,8 @@ class LayerRules(NamedTuple):
     output_gate: OutputGate | None = None
     parallel_norms: Norms = ONE_NORM
     gated: bool = True
+    post_norm: bool = False
+    first_norm: bool = True
 
     def norms_of(self, parallel: bool) -> Norms:
         """The norms of a layer whose blocks are parallel, or come one after the other."""
@@ -198,12 +222,35 @@ class TensorRules(NamedTuple):
     ``gate_up_interleaved``: rows of gate and up alternate in such a tensor.
     ``block_sparse_moe``: transformers finds packed experts only under the names
     ``block_sparse_moe.experts.0.w1``.
+    ``names``: names that differ from a Llama's, ours to the file's; those of a layer without
+    ``model.layers.0.``, which ``model.layers`` renames. See :mod:`sdk.loaders.tensor_names`.
+    ``qkv_by_group``: the rows of ``qkv_proj`` are those of one key/value head after the other: its
+    query heads, its key, its value.
+    ``layers_transposed``: float matrices of layers are ``[in, out]``; packed ones are not.
     """
 
     norms_minus_one: bool = False
     experts_transposed: Literal["always", "sometimes"] | None = None
     gate_up_interleaved: bool = False
     block_sparse_moe: bool = False
+    names: Mapping[str, str] = NOTHING
+    qkv_by_group: bool = False
+    layers_transposed: bool = False
+
+
+class EmbeddingRules(NamedTuple):
+    """What happens to embeddings before the first layer.
+
+    ``positions``: the row of position 0 in a table of learned positions, ``model.embed_positions``,
+    which are added; ``None``: there is none. "after padding": the row after the padding token's,
+    and ``max_position_embeddings`` counts the rows before it too.
+    ``norm``: they have a norm, ``model.embed_norm``.
+    ``types``: the row of a token's type in ``model.embed_types``, of ``type_vocab_size``, is added.
+    """
+
+    positions: int | Literal["after padding"] | None = None
+    norm: bool = False
+    types: bool = False
 
 
 class GgufKeys(Protocol):
@@ -272,6 +319,7 @@ class Architecture(NamedTuple):
     gguf: GgufRules | None = None
     more_gguf: tuple[GgufRules, ...] = ()
     wide_range: bool = False
+    embedding: EmbeddingRules = EmbeddingRules()
 
 
 @cache

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from sdk.models.architecture import LayerRules, architecture
+from sdk.models.architecture import EmbeddingRules, LayerRules, architecture
 from sdk.models.attention import Attention, Step
 from sdk.models.moe import ExpertMLP
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from sdk.kernels.rounding import Rounding, Rows
     from sdk.models.config import ModelConfig
     from sdk.models.layers import Embedding, ExpertProjection, Head, Projection, Source
+    from sdk.quant.weight import Weight
 
 
 class CausalLM(Protocol):
@@ -39,7 +40,7 @@ class CausalLM(Protocol):
         A stage that is not the last one returns its residual stream, which it has sent on.
         ``inputs``: token ids int64 ``[T]``, or embeddings float32 ``[T, hidden]`` that already have
         the model's scale; only the first stage reads them. Keys and values are written into ``kv``,
-        one entry for each layer of this stage.
+        one entry for each layer of this stage; of a model that is not causal, one for all of them.
         """
 
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -105,8 +106,10 @@ class Layer:
         self.ops = source.ops
         c = source.config
         self.multiplier = c.residual_scale
-        self.parallel = c.parallel_blocks
+        self.parallel, self.post_norm = c.parallel_blocks, rules.post_norm
         names = rules.norms_of(self.parallel)
+        if not index and not rules.first_norm:
+            names = names._replace(before_attention=None)
         norms = [None if name is None else source.norm(f"{path}.{name}") for name in names]
         self.before_attention, self.after_attention, self.before_mlp, self.after_mlp = norms
         self.attention = Attention(source, f"{path}.self_attn", index, rules)
@@ -122,9 +125,11 @@ class Layer:
 
     def __call__(
         self, delta: Tensor, residual: Tensor | None, step: Step, pages: KVPages
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """``(delta, residual) -> (delta, residual)``; may modify both in place. The first layer has
-        no residual."""
+        no residual, and none has with ``LayerRules.post_norm``."""
+        if self.post_norm:
+            return self._run_post_norm(delta, step, pages), None
         if self.parallel:
             return self._run_parallel(delta, residual, step, pages)
         x, residual = self._input(self.attention.rounding, delta, residual, self.before_attention)
@@ -143,6 +148,12 @@ class Layer:
         y = x if one_norm else self._input(self.mlp.rounding, residual, None, self.before_mlp)[0]
         delta = self._output(self.attention(x, step, pages), self.after_attention)
         return self.ops.add(delta, self._output(self.mlp(y), self.after_mlp)), residual
+
+    def _run_post_norm(self, x: Tensor, step: Step, pages: KVPages) -> Tensor:
+        assert self.after_attention is not None and self.after_mlp is not None
+        x, _ = self.ops.add_norm(self.attention(x, step, pages), x, self.after_attention, wide=True)
+        x, _ = self.ops.add_norm(self.mlp(x), x, self.after_mlp, wide=True)
+        return x
 
     def _input(
         self,
@@ -184,14 +195,30 @@ class Decoder:
         self.ops = source.ops
         self._mesh = mesh = source.mesh
         self.embedding: Embedding | None = source.embedding() if mesh.is_first else None
-        self.head: Head | None = source.head(self.embedding) if mesh.is_last else None
+        own = architecture(c.model_type)
+        rules = EmbeddingRules() if own is None else own.embedding
+        #: The tables of learned positions and of token types, and the norm of their sum.
+        self.positions: Weight | None = None
+        self.types: Weight | None = None
+        self.embedding_norm: Norm | None = None
+        if mesh.is_first and c.first_position is not None:
+            self.positions = source.table("model.embed_positions", c.max_position, c.first_position)
+        if mesh.is_first and rules.types:
+            self.types = source.table("model.embed_types", c.token_types)
+        if mesh.is_first and rules.norm:
+            self.embedding_norm = source.norm("model.embed_norm")
+        self.head: Head | None = None
+        if mesh.is_last and c.causal:
+            self.head = source.head(self.embedding)
         #: The numbers of the layers of this stage.
         self.numbers = source.layers
         self.layers: list[Layer] = []
         for i in self.numbers:
             with self.ops.layers.load(i):
                 self.layers.append(Layer(source, f"model.layers.{i}", i, self._rules))
-        self.norm: Norm | None = source.norm("model.norm") if mesh.is_last else None
+        self.norm: Norm | None = None
+        if mesh.is_last and not self._rules.post_norm:
+            self.norm = source.norm("model.norm")
         self.ropes = [source.rope(spec) for spec in c.ropes]
         self._linears = source.linears
         #: The tensors of one dimension that it has pulled, by path.
@@ -218,16 +245,21 @@ class Decoder:
         out: Tensor | None = None,
     ) -> Tensor:
         """See :class:`CausalLM`. ``out``: where the last stage writes hidden states."""
-        delta = self._enter(inputs)
+        delta = self._enter(inputs, batch)
         residual: Tensor | None = None
         step = Step(batch, [rope.cos_sin(batch.positions, self.ops) for rope in self.ropes])
         self.streams = []
+        if not self.config.causal:
+            kv = [*kv] * len(self.layers)
         for i, layer, pages in zip(self.numbers, self.layers, kv, strict=True):
             if i in self.streamed:
                 stream = self.ops.add(self.ops.zeros(*delta.shape), delta)
                 self.streams.append(stream if residual is None else self.ops.add(stream, residual))
             with self.ops.layers.run(i):
                 delta, residual = layer(delta, residual, step, pages)
+        if self._rules.post_norm:
+            assert out is None and self._mesh.is_last
+            return delta
         if self.norm is None:
             assert residual is not None and self._mesh.downstream is not None
             stream = self.ops.add(residual, delta)
@@ -236,11 +268,17 @@ class Decoder:
         hidden, _ = self.ops.add_norm(delta, residual, self.norm, wide=True, out=out)
         return hidden
 
-    def _enter(self, inputs: Tensor) -> Tensor:
+    def _enter(self, inputs: Tensor, batch: AttentionBatch) -> Tensor:
         """The input of the first layer here: embeddings, or the stream of the stage before."""
         if self._mesh.upstream is not None:
             return self.ops.receive(len(inputs), self.config.hidden_size, self._mesh.upstream)
-        return inputs if inputs.is_floating_point() else self.embed(inputs)
+        x = inputs if inputs.is_floating_point() else self.embed(inputs)
+        if self.positions is not None:
+            x = self.ops.add(self.positions.rows(batch.positions), x)
+        if self.types is not None:
+            assert batch.token_types is not None
+            x = self.ops.add(self.types.rows(batch.token_types), x)
+        return x if self.embedding_norm is None else self.ops.norm(x, self.embedding_norm)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """See :class:`CausalLM`."""

@@ -57,6 +57,8 @@ class Prompt:
     embeds: Embeds | None = None
     #: The adapter that runs it.
     adapter: KnownAdapter | None = None
+    #: Of two texts, which models with token types tell apart: the first token of the second one.
+    second_text: int | None = None
 
 
 @contextmanager

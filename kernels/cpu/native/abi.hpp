@@ -383,16 +383,18 @@ struct AttentionArgs {
     const int32_t* context_len;
     const int32_t* page_table;
     const float* sinks;  // null: none
+    const float* slopes;  // of the linear biases, one for each head; null: none
     uint8_t* shared;     // memory that only attention uses, zero when allocated; set by the runtime
     int64_t q_token, q_head, table_width;
     int64_t num_pages, tokens;  // of the first level; tokens: rows of q and out
-    int64_t window;             // 0: none
+    int64_t window;             // 0: none; a token sees those less than this far away
     int32_t requests;           // set by plan_attention
     int32_t heads, kv_heads, head_dim, page_size;
     int32_t num_levels;     // with more than one, a page has 128 slots
     float scale, softcap;   // softcap 0: none
     int32_t query_tile;     // tokens of a query tile; set by plan_attention
     int32_t split_blocks;   // most key blocks of a split; set by plan_attention
+    int32_t both_ways;      // tokens see those after them too
 };
 
 // Writes a page as one of another type; both are mixed. One row for each slot of each head of each

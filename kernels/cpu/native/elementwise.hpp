@@ -150,7 +150,31 @@ INLINE VF clamped_swiglu(VF gate, VF up) {
     return mul(add(up, set1(1.0f)), div(gate, add(set1(1.0f), exponent)));
 }
 
-static float gelu_of(float x) { return 0.5f * x * (1.0f + erff(x * 0.70710678f)); }
+// GELU, x times the normal distribution function of x. Below 1.4 by a polynomial of 0.5 erf(x / sqrt 2) / x
+// in x^2, above by one of log(0.5 erfc(x / sqrt 2)), so that nothing cancels below 0. Both were fitted in
+// float64; the largest error of the result is 6e-8 of max(1, |x|). NaN stays NaN.
+INLINE VF gelu(VF x) {
+    const VF size = min(set1(10.0f), abs(x)), square = mul(size, size);
+    VF p = set1(4.3909407e-7f);
+    p = fma(p, square, set1(-8.8795051e-6f));
+    p = fma(p, square, set1(1.1470885e-4f));
+    p = fma(p, square, set1(-1.186842e-3f));
+    p = fma(p, square, set1(9.9734003e-3f));
+    p = fma(p, square, set1(-6.649036e-2f));
+    p = fma(p, square, set1(3.9894229e-1f));
+    const VF near = mul(x, fma(x, p, set1(0.5f)));
+    VF q = set1(4.919205e-8f);
+    q = fma(q, size, set1(-2.4617682e-6f));
+    q = fma(q, size, set1(5.4232594e-5f));
+    q = fma(q, size, set1(-7.0151797e-4f));
+    q = fma(q, size, set1(6.0372269e-3f));
+    q = fma(q, size, set1(-3.7521359e-2f));
+    q = fma(q, size, set1(-3.1795374e-1f));
+    q = fma(q, size, set1(-7.9757369e-1f));
+    q = fma(q, size, set1(-6.9336665e-1f));
+    const VF rest = mul(x, exp_of(q));
+    return select_less(size, set1(1.4f), near, select_less(x, zero(), rest, sub(x, rest)));
+}
 
 // e^x - 1 - x for x <= 0, NaN stays NaN. Near 0 by the polynomial of exp_of, where 1 and x would cancel.
 INLINE VF exp_rest(VF x) {
@@ -177,6 +201,7 @@ template <int KIND>
 INLINE VF activate(const ActivationArgs* args, VF x) {
     if (KIND == kRelu) return max(zero(), x);
     if (KIND == kRelu2) return mul(max(zero(), x), max(zero(), x));
+    if (KIND == kGelu) return gelu(x);
     return KIND == kXielu ? xielu(x, args->numbers) : with_sigmoid<KIND>(x);
 }
 
@@ -193,10 +218,6 @@ static void activate_rows(const ActivationArgs* args, int64_t t_begin, int64_t t
         const float* gate = args->x + (GATED ? 2 : 1) * t * width;
         const float* up = GATED ? gate + width : gate;
         float* out = args->out + t * width;
-        if (KIND == kGelu) {  // fast enough for all known models: the C library's erff
-            for (int64_t i = 0; i < width; ++i) out[i] = GATED ? gelu_of(gate[i]) * up[i] : gelu_of(gate[i]);
-            continue;
-        }
         int64_t i = 0;
         for (; i + kLanes <= width; i += kLanes)
             store(out + i, activated<KIND, GATED>(args, load(gate + i), load(up + i)));
