@@ -43,6 +43,18 @@ class Biases(NamedTuple):
     mlp: bool = False
 
 
+class Alibi(NamedTuple):
+    """Attention with linear biases (Press et al. 2021, arXiv 2108.12409) in place of positions:
+    the slope of a head times the distance of a key, which is at most 0, is added to its score.
+
+    ``most``: the exponent of the steepest head's slope is ``most / heads``. ``scaled``: scores and
+    biases are multiplied by the scale of attention, not scores alone (Falcon).
+    """
+
+    most: float = 8.0
+    scaled: bool = False
+
+
 class ConfigRules(NamedTuple):
     """How a ``config.json`` is read.
 
@@ -59,6 +71,9 @@ class ConfigRules(NamedTuple):
     ``embedding_scale``: the factor of embeddings by hidden size, where the config has none.
     ``biases``: the projections with biases; ``None``: ``attention_bias`` says it of all four of
     attention, ``mlp_bias`` of the MLP's.
+    ``names``: keys that a config of this model spells differently, ours to the file's.
+    ``derived(config)``: sets what follows from other keys, under our names; it may be called twice.
+    ``alibi``: the linear biases of attention, if it has them.
     """
 
     keys: tuple[str, ...] = ()
@@ -72,6 +87,9 @@ class ConfigRules(NamedTuple):
     activation: Callable[[Fields], Activation] | None = None
     embedding_scale: Callable[[int], float] | None = None
     biases: Callable[[Fields], Biases] | None = None
+    names: Mapping[str, str] = NOTHING
+    derived: Callable[[dict[str, Any]], None] | None = None
+    alibi: Callable[[Fields], Alibi | None] | None = None
 
 
 class Norms(NamedTuple):
@@ -125,12 +143,31 @@ class TensorRules(NamedTuple):
     ``gate_up_interleaved``: rows of gate and up alternate in such a tensor.
     ``block_sparse_moe``: transformers finds packed experts only under the names
     ``block_sparse_moe.experts.0.w1``.
+    ``names``: names that differ from a Llama's, ours to the file's; those of a layer without
+    ``model.layers.0.``, which ``model.layers`` renames. See :mod:`sdk.loaders.tensor_names`.
+    ``qkv_by_group``: the rows of ``qkv_proj`` are those of one key/value head after the other: its
+    query heads, its key, its value.
+    ``layers_transposed``: float matrices of layers are ``[in, out]``; packed ones are not.
     """
 
     norms_minus_one: bool = False
     experts_transposed: Literal["always", "sometimes"] | None = None
     gate_up_interleaved: bool = False
     block_sparse_moe: bool = False
+    names: Mapping[str, str] = NOTHING
+    qkv_by_group: bool = False
+    layers_transposed: bool = False
+
+
+class EmbeddingRules(NamedTuple):
+    """What happens to embeddings before the first layer.
+
+    ``positions``: the row of position 0 in a table of learned positions, ``model.embed_positions``,
+    which are added; ``None``: there is none. ``norm``: they have a norm, ``model.embed_norm``.
+    """
+
+    positions: int | None = None
+    norm: bool = False
 
 
 class GgufKeys(Protocol):
@@ -196,6 +233,7 @@ class Architecture(NamedTuple):
     gguf: GgufRules | None = None
     more_gguf: tuple[GgufRules, ...] = ()
     wide_range: bool = False
+    embedding: EmbeddingRules = EmbeddingRules()
 
 
 @cache

@@ -14,7 +14,7 @@ from typing import Any
 
 from sdk.kernels.dataclass import dataclass
 from sdk.kernels.ops import Activation
-from sdk.models.architecture import Architecture, Biases, ConfigRules, architecture
+from sdk.models.architecture import Alibi, Architecture, Biases, ConfigRules, architecture
 from sdk.models.config_fields import (
     MAX_EXPERTS,
     MAX_LAYERS,
@@ -25,7 +25,7 @@ from sdk.models.config_fields import (
     activation_named,
     without_null,
 )
-from sdk.models.config_keys import check_fixed, check_fixed_by_model, only_read
+from sdk.models.config_keys import check_fixed, check_fixed_by_model, only_read, with_our_keys
 from sdk.models.rope import RopeSpec
 from sdk.models.rope_config import ropes_of_layers
 from sdk.models.sliding import sliding_windows
@@ -83,6 +83,7 @@ class ModelConfig:
     mlp_bias: bool
     tie_word_embeddings: bool
     experts: ExpertSpec | None = None
+    alibi: Alibi | None = None
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> ModelConfig:
@@ -99,6 +100,7 @@ class ModelConfig:
         model_type = Fields(config).text("model_type")
         known = architecture(model_type)
         rules = ConfigRules() if known is None else known.config
+        config = with_our_keys(config)
         check_fixed(config, "config")
         if known is not None:
             check_fixed_by_model(config, known)
@@ -144,6 +146,7 @@ class ModelConfig:
             mlp_bias=biases.mlp,
             tie_word_embeddings=fields.flag("tie_word_embeddings", default=False),
             experts=_experts(fields, rules, layers),
+            alibi=None if rules.alibi is None else rules.alibi(fields),
         )
 
 

@@ -564,6 +564,17 @@ class Source:
         weight, (start, _) = self._by_token("model.embed_tokens"), self._tokens
         return Embedding(weight, start, self.config, self.mesh, self.ops)
 
+    def positions(self, first: int) -> Weight:
+        """The table of learned positions ``[max_position, hidden]``, whose row of position 0 is the
+        file's row ``first``; every rank has all of it."""
+        path, count = "model.embed_positions", self.config.max_position
+
+        def pull() -> Matrix:
+            weight = self._pull(path, (first + count, self.config.hidden_size))
+            return Matrix(self._cut(path, weight, "out", first, count), None)
+
+        return self._matrix(path, pull, ACCURATE).weight
+
     @property
     def _tokens(self) -> tuple[int, int]:
         """This rank's range ``(start, count)`` of the vocabulary."""
