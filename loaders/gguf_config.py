@@ -19,8 +19,8 @@ from sdk.loaders.gguf_metadata import MAX_EXPERTS, Keys, shortest
 from sdk.loaders.gguf_reader import GgufFile
 from sdk.loaders.gguf_rope import rope_scaling, sliding_rope
 from sdk.loaders.model_shapes import LIMITS, check_config
-from sdk.loaders.other_kinds import check_gguf_kind
-from sdk.models.architecture import Architecture, GgufRules, gguf_architecture, gguf_names
+from sdk.loaders.other_kinds import check_gguf_kind, unknown_architecture
+from sdk.models.architecture import Architecture, GgufRules, gguf_architecture
 from sdk.models.expert_config import key_of
 from sdk.quant.errors import CheckpointError, UnsupportedError
 
@@ -58,11 +58,7 @@ def file_architecture(file: GgufFile) -> tuple[Architecture, GgufRules]:
     keys = Keys(file, name)
     found = gguf_architecture(name, keys)
     if found is None:
-        raise UnsupportedError(
-            f"{file.path}: the architecture {name[:80]!r} is not supported in GGUF files; expected "
-            f"one of {', '.join(gguf_names())}. If transformers knows the model, open its folder "
-            "of safetensors files instead"
-        )
+        raise unknown_architecture(file.path, name)
     if keys.expert_count and found[0].config.expert_width is None:
         raise UnsupportedError(f"{file.path}: {name} is not supported as a mixture of experts")
     return found

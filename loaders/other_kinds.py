@@ -8,6 +8,8 @@ from typing import Any
 
 from sdk.loaders.folder_file import folder_file
 from sdk.loaders.json_file import read_json
+from sdk.models.architecture import gguf_names
+from sdk.models.other_models import TOWER, refused_gguf
 from sdk.quant.errors import CheckpointError, UnsupportedError
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -32,22 +34,10 @@ _SIGNS = (
 )
 #: GGUF's general.type -> the kind of file.
 _GGUF_TYPES = {
-    "adapter": "a LoRA adapter for another model",
-    "mmproj": "the projector of a multimodal model",
+    "adapter": "a LoRA adapter for another model; open that model with enable_lora=True",
+    "mmproj": str(TOWER),
     "imatrix": "an importance matrix, which llama.cpp's quantizer reads",
     "vocab": "a vocabulary without weights",
-}
-_ENCODERS = (
-    *("bert", "nomic-bert", "nomic-bert-moe", "jina-bert-v2", "jina-bert-v3", "modern-bert"),
-    *("neo-bert", "eurobert", "gemma-embedding", "t5encoder"),
-)
-#: GGUF's general.architecture -> the kind of model.
-_GGUF_ARCHITECTURES = {
-    "clip": _GGUF_TYPES["mmproj"],
-    "t5": "an encoder-decoder (sequence-to-sequence) model",
-    "whisper": "a model that transcribes speech",
-    "wavtokenizer-dec": "a decoder of audio tokens",
-    **dict.fromkeys(_ENCODERS, "an encoder (for embeddings): it does not continue a text"),
 }
 _EXPECTED = (
     "expected a causal language model: a GGUF file, or a folder with config.json and "
@@ -105,14 +95,24 @@ def no_model(folder: Path) -> CheckpointError:
 
 
 def check_gguf_kind(path: Path, metadata: Mapping[str, Any]) -> None:
-    """Reject a GGUF file that is no language model.
+    """Reject a GGUF file that holds no model by its ``general.type``.
 
     Raises:
         UnsupportedError: names what the file is.
     """
-    kind, name = metadata.get("general.type"), metadata.get("general.architecture")
+    kind = metadata.get("general.type")
     found = _GGUF_TYPES.get(kind) if isinstance(kind, str) else None
-    if found is None and isinstance(name, str):
-        found = _GGUF_ARCHITECTURES.get(name)
     if found is not None:
         raise UnsupportedError(f"{path}: {found}; expected a causal language model")
+
+
+def unknown_architecture(path: Path, name: str) -> UnsupportedError:
+    """The error for a GGUF file whose ``general.architecture`` does not run."""
+    found = refused_gguf(name)
+    if found is not None:
+        return UnsupportedError(f"{path}: {name}: {found}")
+    return UnsupportedError(
+        f"{path}: the architecture {name[:80]!r} is not known; expected one of "
+        f"{', '.join(gguf_names())}. If transformers knows the model, open its folder of "
+        "safetensors files instead"
+    )

@@ -67,18 +67,6 @@ def always(fields: Fields) -> bool:
     return True
 
 
-class Alibi(NamedTuple):
-    """Attention with linear biases (Press et al. 2021, arXiv 2108.12409) in place of positions:
-    the slope of a head times the distance of a key, which is at most 0, is added to its score.
-
-    ``most``: the exponent of the steepest head's slope is ``most / heads``. ``scaled``: scores and
-    biases are multiplied by the scale of attention, not scores alone (Falcon).
-    """
-
-    most: float = 8.0
-    scaled: bool = False
-
-
 class ConfigRules(NamedTuple):
     """How a ``config.json`` is read.
 

@@ -12,6 +12,7 @@ from sdk.models.architecture import architecture
 from sdk.models.config import ModelConfig
 from sdk.models.decoder import CausalLM, Decoder
 from sdk.models.layers import Source, Tensors
+from sdk.models.other_models import check_type
 from sdk.models.parallel import Mesh
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.errors import CheckpointError
@@ -45,6 +46,7 @@ def build_model(
         with one_mode():
             return Decoder(Source(checkpoint, facts, mesh, ops, max_model_len, layers, shared))
     assert shared is None
+    check_type(model_type(values))
     from sdk.models.hf_backend import build_hf_model
 
     return build_hf_model(checkpoint, values, mesh, ops)
@@ -57,6 +59,7 @@ def read_config(values: Mapping[str, Any]) -> ModelConfig:
     """
     if architecture(model_type(values)) is not None:
         return ModelConfig.from_dict(values)
+    check_type(model_type(values))
     from sdk.models.hf_backend import read_hf_config
 
     return read_hf_config(values)

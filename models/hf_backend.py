@@ -39,6 +39,13 @@ from sdk.models.config import ModelConfig
 from sdk.models.config_keys import check_fixed
 from sdk.models.hf_weights import Filling
 from sdk.models.layers import ExpertProjection, Projection
+from sdk.models.other_models import (
+    ENCODER,
+    ENCODER_DECODER,
+    IMAGES,
+    SPEECH,
+    TEXT_AND_IMAGES,
+)
 from sdk.models.parallel import Mesh
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.errors import CheckpointError, UnsupportedError
@@ -48,6 +55,16 @@ ATTENTION_NAME = "embedlm_paged"
 BINDING = "embedlm_attention"
 #: accelerate's patch is not thread-safe: two at once would restore each other's patched method.
 _CONSTRUCTION = Lock()
+#: Part of the name of transformers' list of the models for a task -> what a model is that is in
+#: such a list and in none of decoders. The first match decides.
+_TASKS = (
+    ("IMAGE_TEXT_TO_TEXT", TEXT_AND_IMAGES),
+    ("SEQ_TO_SEQ_CAUSAL_LM", ENCODER_DECODER),
+    ("MASKED_LM", ENCODER),
+    ("SEQUENCE_CLASSIFICATION", ENCODER),
+    *((part, SPEECH) for part in ("SPEECH", "CTC", "AUDIO", "WAVEFORM", "SPECTROGRAM")),
+    *((part, IMAGES) for part in ("IMAGE", "VIDEO", "DETECTION", "DEPTH", "MASK_GENERATION")),
+)
 
 
 def build_hf_model(
@@ -115,15 +132,9 @@ def _check_kind(config: Any) -> None:
 
     name, release = config.model_type, transformers.__version__
     if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedError(
-            f"model_type {name!r} is an encoder-decoder (sequence-to-sequence) model; "
-            "expected a causal language model, which continues a text"
-        )
+        raise UnsupportedError(f"model_type {name!r}: {ENCODER_DECODER}")
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise UnsupportedError(
-            f"model_type {name!r} is no causal language model in transformers {release}; "
-            "expected a model that continues a text"
-        )
+        raise UnsupportedError(f"model_type {name!r}: {_what_it_is(config)}")
     modeling = sys.modules[transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__module__]
     if not hasattr(modeling, "ALL_ATTENTION_FUNCTIONS"):
         raise UnsupportedError(
@@ -131,10 +142,19 @@ def _check_kind(config: Any) -> None:
             "which cannot use a paged KV cache; run it with transformers"
         )
     if getattr(config, "is_decoder", True) is False and hasattr(config, "type_vocab_size"):
-        raise UnsupportedError(
-            f"model_type {name!r} is an encoder (is_decoder is false): its tokens attend in both "
-            "directions; expected a causal language model, which continues a text"
-        )
+        raise UnsupportedError(f"model_type {name!r} (is_decoder is false): {ENCODER}")
+
+
+def _what_it_is(config: Any) -> str:
+    """What a model is that continues no text: by the tasks that transformers has a class for."""
+    from transformers.models.auto import modeling_auto
+
+    lists = {key: value for key, value in vars(modeling_auto).items() if key.endswith("_NAMES")}
+    for part, refusal in _TASKS:
+        for key, value in lists.items():
+            if part in key and config.model_type in value:
+                return str(refusal)
+    return "no model that continues a text; expected a causal language model"
 
 
 def _facts(hf_config: Any) -> ModelConfig:

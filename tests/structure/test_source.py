@@ -21,7 +21,8 @@ ALLOWED = {
     "kernels": set(),
     "quant": {"kernels"},
     # the layouts are the plain tensors a format decodes into, not kernels; models.architecture
-    # and models.config_keys describe files of a model, and import nothing of the loaders
+    # and models.config_keys describe files of a model, models.other_models those that do not run;
+    # they import nothing of the loaders
     "loaders": {
         "quant",
         "kernels.layouts",
@@ -30,6 +31,7 @@ ALLOWED = {
         "kernels.packages",
         "models.architecture",
         "models.config_keys",
+        "models.other_models",
     },
     "models": {"quant", "kernels"},
     "sdk": {"kernels", "quant", "loaders", "models"},
@@ -239,6 +241,8 @@ def test_the_circle_check_notices_one() -> None:
 NAMES_MODELS = ("loaders/tokenizer/", "loaders/writers/gguf_vocabulary.py", "sdk/cli/bench/")
 NAMES_MODELS += ("loaders/mistral_params.py", "sdk/other_names.py", "models/architectures/")
 NAMES_MODELS += ("sdk/testing/tiny_models.py",)
+#: Models that do not run; tests/models/test_other_models.py compares it with the registry.
+NAMES_MODELS += ("models/other_models.py",)
 #: Formats of tool calls and of chats, which are called like a model.
 NAMES_MODELS += ("sdk/tools/", "sdk/compat/llama_cpp/_chat.py")
 

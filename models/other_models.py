@@ -1,0 +1,273 @@
+"""Models that do not run here: what they are, why not, and what to use instead.
+
+One table for both kinds of files. A GGUF file says what it is in ``general.architecture``, a folder
+in ``model_type``; a name in neither list is unknown. Names that run are in
+:mod:`sdk.models.architecture`. If only some models of a name run there, this table speaks of the
+others.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import NamedTuple
+
+from sdk.quant.errors import UnsupportedError
+
+
+class Refusal(NamedTuple):
+    """``what`` the model is, ``why`` it does not run, and what would run ``instead``."""
+
+    what: str
+    why: str
+    instead: str
+
+    def __str__(self) -> str:
+        return f"{self.what}, which does not run: {self.why}. {self.instead}"
+
+
+class Group(NamedTuple):
+    """Models that do not run for the same reason. ``gguf``, ``types``: their names in files."""
+
+    refusal: Refusal
+    gguf: tuple[str, ...]
+    types: tuple[str, ...] = ()
+
+
+_SIMILAR = "docs/popular_models.md names similar models that run"
+_DECODER = "Open a decoder (a model that continues a text)"
+
+
+def _decoder(what: str, why: str) -> Refusal:
+    return Refusal("a decoder " + what, why, _SIMILAR)
+
+
+def _undescribed(what: str) -> Refusal:
+    return _decoder(what, "its layers are not described in models/architectures yet")
+
+
+_RECURRENT = _decoder(
+    "with recurrent layers (Mamba, RWKV, linear attention or a delta net)",
+    "such layers keep a state per request, and the cache here holds keys and values alone",
+)
+_CONVOLUTIONS = _decoder(
+    "with short convolutions",
+    "they keep the inputs of the last tokens, and the cache here holds keys and values alone",
+)
+_LATENT = _decoder(
+    "with latent attention (MLA)",
+    "the cache here holds keys and values, and its files hold projections of a latent vector",
+)
+_SPARSE = _decoder(
+    "with sparse attention",
+    "an indexer chooses the tokens that a token attends to; attention here reads all of them, or "
+    "a window",
+)
+_SIZES = _decoder(
+    "with layers of several sizes",
+    "heads, widths or caches differ from layer to layer, and the cache here has one size",
+)
+_LOOPS = _decoder(
+    "that runs its layers several times or adds to them between blocks",
+    "a layer runs once per token here",
+)
+_BYTES = _decoder(
+    "of bytes that are joined to patches",
+    "its positions are patches of several lengths, and tokens here are one position each",
+)
+_RESIDUALS = _decoder(
+    "with several residual streams",
+    "the layers here have one",
+)
+_EXPERTS = _decoder(
+    "with a mixture of experts of its own",
+    "its router or its experts are combined in a way that the experts here are not",
+)
+_CHUNKED = _decoder(
+    "with attention in chunks",
+    "a token attends to the tokens of its chunk; windows here end at the token itself",
+)
+_ALIBI = _undescribed("with ALiBi instead of rotary positions")
+_VARIATION = _undescribed("of known parts")
+_IMAGE_TOKENS = _decoder(
+    "of text and images in one",
+    "its weights or norms for image tokens have no place in the layers here",
+)
+_SWITCHED = _decoder(
+    "that chooses an adapter for each token",
+    "adapters here belong to a request (docs/lora.md)",
+)
+_TERNARY = _decoder(
+    "with ternary weights and norms before its output projections",
+    "those norms are not described in models/architectures yet",
+)
+_DIFFUSION = Refusal(
+    "a diffusion language model, which fills in masked tokens",
+    "requests here are continued token by token",
+    "Open an autoregressive model",
+)
+ENCODER = Refusal(
+    "an encoder (for embeddings or scores)",
+    "its tokens attend in both directions, and this one is not described here",
+    "docs/embeddings.md names the models for search that run",
+)
+ENCODER_DECODER = Refusal(
+    "an encoder-decoder (sequence-to-sequence) model",
+    "its decoder reads the states of an encoder, which has no place here",
+    _DECODER,
+)
+SPEECH = Refusal(
+    "a model of speech or sound",
+    "it reads or writes audio, and requests here are text",
+    _DECODER,
+)
+TOWER = Refusal(
+    "the projector of a multimodal model (mmproj)",
+    "images and audio are not supported",
+    "Open the file of its language model, which lies beside it, for text alone",
+)
+_DRAFTER = Refusal(
+    "a drafting head for another model",
+    "a head reads the states of its model and writes no text alone",
+    "Open that model; heads as folders are options of it (docs/speculation.md)",
+)
+IMAGES = Refusal(
+    "a model of images",
+    "requests here are text",
+    _DECODER,
+)
+TEXT_AND_IMAGES = Refusal(
+    "a model of text and images",
+    "its language model is none of those that run here",
+    _SIMILAR,
+)
+
+GROUPS = (
+    Group(
+        _RECURRENT,
+        gguf=(
+            *("arwkv7", "bailingmoe3", "falcon-h1", "glm5-next", "granitehybrid", "jamba"),
+            *("kimi-k3", "kimi-linear", "mamba", "mamba2", "minimax-01", "nemotron_h"),
+            *("nemotron_h_moe", "plamo2", "qwen35", "qwen35moe", "qwen3next", "rwkv6"),
+            *("rwkv6qwen2", "rwkv7"),
+        ),
+        types=(
+            *("bailing_hybrid", "bailing_moe_v2_5", "bamba", "falcon_h1", "falcon_mamba"),
+            *("glm5_next_text", "granitemoehybrid", "jamba", "kimi_linear", "lara_mini", "mamba"),
+            *(
+                "mamba2",
+                "minimax",
+                "minimax_text_01",
+                "nemotron_h",
+                "olmo_hybrid",
+                "plamo2",
+                "qwen3_5_text",
+            ),
+            *("qwen3_5_moe_text", "qwen3_next", "recurrent_gemma", "rwkv", "rwkv6", "rwkv7"),
+            *("rwkv_hybrid", "xlstm", "zamba", "zamba2", "zaya"),
+        ),
+    ),
+    Group(
+        _CONVOLUTIONS,
+        gguf=("lfm2", "lfm2moe"),
+        types=("inkling_text", "inkling2_text", "inkling2_loop_text", "lfm2", "lfm2_moe", "lfm3"),
+    ),
+    Group(
+        _LATENT,
+        gguf=("deepseek2", "minicpm3", "mistral4", "plm"),
+        types=("mistral4", "longcat_flash", "kimi_k2", "PLM"),
+    ),
+    Group(
+        _SPARSE,
+        gguf=("deepseek32", "dots3note", "glm-dsa", "hy_v4", "minimax-m3"),
+        types=("axk2", "deepseek_v32", "dots3_note", "dots3_note_text", "glm_moe_dsa", "hy_v4"),
+    ),
+    Group(
+        _RESIDUALS,
+        gguf=("deepseek4", "gemma3n", "qwen4exp"),
+        types=("deepseek_v4", "gemma3n_text", "qwen4_exp_text"),
+    ),
+    Group(
+        _SIZES,
+        gguf=("deci", "gemma4", "laguna", "mimo2", "openelm", "step35"),
+        types=(
+            *("deci", "gemma4_text", "gemma4_unified_text", "mimo_v2_flash", "mimo_v2"),
+            *("nemotron-nas", "openelm", "step3p5"),
+        ),
+    ),
+    Group(_BYTES, gguf=(), types=("blt",)),
+    Group(_LOOPS, gguf=("hrm_text", "nanbeige", "talkie"), types=("hrm_text", "talkie")),
+    Group(
+        _EXPERTS,
+        gguf=("arctic", "dbrx", "grok", "grovemoe", "smallthinker"),
+        types=("arctic", "dbrx", "grok", "grok-1", "grove_moe", "smallthinker"),
+    ),
+    Group(_CHUNKED, gguf=("llama4",), types=("llama4_text",)),
+    Group(_ALIBI, gguf=("bloom", "jais", "mpt", "refact"), types=("jais",)),
+    Group(_SWITCHED, gguf=("graniteswitch",), types=("granite_switch",)),
+    Group(_TERNARY, gguf=("bitnet",)),
+    Group(_IMAGE_TOKENS, gguf=("chameleon", "cogvlm"), types=("chameleon", "cogvlm", "emu3")),
+    Group(
+        _VARIATION,
+        gguf=(
+            *("afmoe", "apertus", "arcee", "baichuan", "bailingmoe", "bailingmoe2", "codeshell"),
+            *("cohere2", "cohere2moe", "command-r", "deepseek", "deepseek2-ocr", "dots1"),
+            *("ernie4_5-moe", "exaone-moe", "falcon", "glm4moe", "gpt2", "gptj", "gptneox"),
+            *("granite_swa", "granitemoe", "hunyuan-dense", "hunyuan-moe", "hunyuan_vl", "hy_v3"),
+            *("jais2", "maincoder", "maple", "mellum", "minimax-m2", "muse-glimmer", "nemotron"),
+            *("olmo", "orion", "paddleocr", "phi2", "phimoe", "plamo", "plamo3", "qwen"),
+            *("qwen2moe", "spark2_5", "stablelm", "starcoder", "starcoder2"),
+        ),
+        types=(
+            *("baichuan", "bailing_moe", "chatglm", "codeshell", "deepseek", "internlm"),
+            *("maincoder", "orion", "plamo", "plamo3", "qwen", "spark2_5", "xverse"),
+        ),
+    ),
+    Group(_DIFFUSION, gguf=("dream", "llada", "llada-moe", "rnd1"), types=("Dream", "llada")),
+    Group(
+        ENCODER,
+        gguf=(
+            *("bert", "eurobert", "gemma-embedding", "jina-bert-v2", "jina-bert-v3"),
+            *("llama-embed", "modern-bert", "neo-bert", "nomic-bert", "nomic-bert-moe"),
+            "t5encoder",
+        ),
+    ),
+    Group(ENCODER_DECODER, gguf=("t5",)),
+    Group(SPEECH, gguf=("pockettts", "qwen3tts", "wavtokenizer-dec", "whisper")),
+    Group(TOWER, gguf=("clip",)),
+    Group(
+        _DRAFTER,
+        gguf=("dflash", "eagle3", "gemma4-assistant"),
+        types=("gemma4_assistant", "gemma4_unified_assistant", "muse_glimmer_assistant"),
+    ),
+)
+
+#: GGUF names whose model runs through transformers' code as a folder: its ``model_type`` there.
+FOLDERS = MappingProxyType(
+    {
+        "bitnet": ("bitnet",),
+        "deepseek2": ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu"),
+        "jais2": ("jais2",),
+        "mellum": ("mellum",),
+        "minicpm3": ("minicpm3",),
+    }
+)
+
+
+def refused_gguf(name: str) -> Refusal | None:
+    """What a GGUF file with this ``general.architecture`` holds; ``None`` for an unknown name."""
+    found = next((group.refusal for group in GROUPS if name in group.gguf), None)
+    if found is None or name not in FOLDERS:
+        return found
+    types = " or ".join(map(repr, FOLDERS[name]))
+    folder = f"A folder of its safetensors files (model_type {types}) runs through transformers' "
+    return found._replace(instead=folder + "code, more slowly")
+
+
+def check_type(model_type: str) -> None:
+    """Check that the table does not have a config's ``model_type``.
+
+    :raises UnsupportedError: names what the model is.
+    """
+    for group in GROUPS:
+        if model_type in group.types:
+            raise UnsupportedError(f"model_type {model_type!r}: {group.refusal}")
