@@ -16,8 +16,10 @@ from torch import Tensor
 from sdk.kernels.answer_place import PRODUCT, Found, Place
 from sdk.kernels.backend import Problem
 from sdk.kernels.batch import AttentionBatch
+from sdk.kernels.head_norms import HeadNorms
 from sdk.kernels.kv_pages import KVPages
-from sdk.kernels.reference.norm import RmsNorm
+from sdk.kernels.norm import Norm
+from sdk.kernels.reference.norm import Normalize
 from sdk.kernels.reference.page_codes import page_floats
 from sdk.kernels.reference.rope import RopeAndCache
 
@@ -116,8 +118,9 @@ def _strided(values: Tensor, like: Tensor) -> Tensor:
 
 def attend(kernel: Any, place: Place, problem: Problem, like: Sequence[Any]) -> Found:
     """Decoding, alone, with drafts and after a shared prefix, and prompts: like q, pages, scale,
-    window, softcap, sinks, whether prefixes are shared."""
-    q, pages, scale, window, softcap, sinks, shares = like
+    window, softcap, sinks, slopes, whether prefixes are shared, whether tokens see earlier ones
+    only."""
+    q, pages, scale, window, softcap, sinks, slopes, shares, causal = like
     size, heads, kv_heads = pages.page_size, q.shape[1], pages.k.shape[1]
     host = place.on_host()
     filled = _pages_like(pages, host)
@@ -132,6 +135,7 @@ def attend(kernel: Any, place: Place, problem: Problem, like: Sequence[Any]) -> 
     if hasattr(kernel, "for_any_length"):  # else its own part would not run on so few tokens
         kernel = kernel.for_any_length(own)
     sinks = None if sinks is None else place.floats(heads, seed=23)
+    slopes = None if slopes is None else place.floats(heads, seed=25)
     window = None if window is None else size + 21
     cases = {
         "decode": ([(1, 1), (size, 1), (size + 5, 1), (_LONG, 1)], 0),
@@ -147,7 +151,7 @@ def attend(kernel: Any, place: Place, problem: Problem, like: Sequence[Any]) -> 
         tokens = step.num_tokens
         queries = _strided(place.rows(tokens, heads, q.shape[2], seed=24), q)
         out = place.nan(tokens, heads * q.shape[2], dtype=place.given(q.dtype))
-        kernel.run(queries, own, step, scale, window, softcap, sinks, out)
+        kernel.run(queries, own, step, scale, window, softcap, sinks, slopes, out, causal)
         found.append((f"{name} with {pages.dtype} pages", out, 2 * PRODUCT))
     return found
 
@@ -166,11 +170,12 @@ def rope(kernel: Any, place: Place, problem: Problem, like: Sequence[Any]) -> Fo
     given = [*rows, angles.cos(), angles.sin(), batch, own]
     if norms is not None:
         weights = [1.0 + 0.1 * place.floats(q.shape[2], seed=34 + i) for i in range(2)]
+        own_norms = [Norm(weight, 1e-6) for weight in weights]
         if kernel.normalizes:
-            given.append(replace(norms, q=weights[0], k=weights[1]))
+            given.append(HeadNorms(*own_norms))
         else:
-            for x, weight in zip(rows[:2], weights, strict=True):
-                RmsNorm().run(x.clone(), weight, norms.eps, x)
+            for x, norm in zip(rows[:2], own_norms, strict=True):
+                Normalize().run(x.clone(), norm, x)
     kernel.run(*given)
     keys, values = _floats_of(own)
     return [

@@ -50,6 +50,7 @@ class AttentionBatch:
     - ``work``: int32 ``[R + 1 or more, n]``, if the backend of the operators uses one: how the
       attention of the step is divided. ``find_places`` writes it, once for all layers.
     - ``splits``: of ``work``, see :class:`WorkShape`.
+    - ``token_types``: int64 ``[T]`` for models that tell two texts apart: 0, and 1 in the second.
     """
 
     positions: Tensor
@@ -64,6 +65,7 @@ class AttentionBatch:
     work: Tensor | None = None
     lengths: tuple[tuple[int, int], ...] | None = None
     splits: int = 0
+    token_types: Tensor | None = None
 
     def check(self, pages: KVPages | None = None) -> None:
         """Check types and shapes. Operators check the contents when they use them.

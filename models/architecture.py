@@ -22,17 +22,20 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 from sdk.models.sliding import SlidingRule, no_layer
 
 if TYPE_CHECKING:
-    from sdk.kernels.ops import Activation
+    from sdk.kernels.mlp_activations import Activation
     from sdk.models.config_fields import Fields
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
-#: What every config must state itself, or else transformers' class fills it in.
+#: What every config must state itself, or else transformers' class fills it in; besides the eps of
+#: norms.
 STATED = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-    *("num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings"),
+    *("num_key_value_heads", "max_position_embeddings", "tie_word_embeddings"),
 )
+#: The key of most configs.
+RMS_NORM_EPS = "rms_norm_eps"
 
 
 class Biases(NamedTuple):
@@ -41,6 +44,23 @@ class Biases(NamedTuple):
     qkv: bool = False
     output: bool = False
     mlp: bool = False
+
+
+class Alibi(NamedTuple):
+    """Attention with linear biases (Press et al. 2021, arXiv 2108.12409) in place of positions:
+    the slope of a head times the distance of a key, which is at most 0, is added to its score.
+
+    ``most``: the exponent of the steepest head's slope is ``most / heads``. ``scaled``: scores and
+    biases are multiplied by the scale of attention, not scores alone (Falcon).
+    """
+
+    most: float = 8.0
+    scaled: bool = False
+
+
+def always(fields: Fields) -> bool:
+    """A rule for models without the choice."""
+    return True
 
 
 class ConfigRules(NamedTuple):
@@ -59,6 +79,13 @@ class ConfigRules(NamedTuple):
     ``embedding_scale``: the factor of embeddings by hidden size, where the config has none.
     ``biases``: the projections with biases; ``None``: ``attention_bias`` says it of all four of
     attention, ``mlp_bias`` of the MLP's.
+    ``causal``: see :class:`sdk.models.config.ModelConfig`; a config may still say otherwise.
+    ``norm_eps``: the key of the eps of norms, or the eps itself where the code fixes it.
+    ``names``: keys that a config of this model spells differently, ours to the file's.
+    ``derived(config)``: sets what follows from other keys, under our names; it may be called twice.
+    ``alibi``: the linear biases of attention, if it has them.
+    ``parallel_blocks``: whether attention and MLP of a layer read the same sum, and both are added
+    to it; ``None``: they come one after the other.
     """
 
     keys: tuple[str, ...] = ()
@@ -72,13 +99,20 @@ class ConfigRules(NamedTuple):
     activation: Callable[[Fields], Activation] | None = None
     embedding_scale: Callable[[int], float] | None = None
     biases: Callable[[Fields], Biases] | None = None
+    causal: bool = True
+    norm_eps: str | float = RMS_NORM_EPS
+    names: Mapping[str, str] = NOTHING
+    derived: Callable[[dict[str, Any]], None] | None = None
+    alibi: Callable[[Fields], Alibi | None] | None = None
+    parallel_blocks: Callable[[Fields], bool] | None = None
 
 
 class Norms(NamedTuple):
     """The norms of a layer, by their names in a checkpoint; ``None`` where there is none.
 
     A block (attention or MLP) reads the norm of the sum of all before it; the norm after a block
-    is of its output, before that is added to the sum.
+    is of its output, before that is added to the sum. Of parallel blocks both may read that before
+    attention; the MLP then has none.
     """
 
     before_attention: str | None = "input_layernorm"
@@ -87,6 +121,8 @@ class Norms(NamedTuple):
     after_mlp: str | None = None
 
 
+#: One norm for both of two parallel blocks (Command R).
+ONE_NORM = Norms(before_mlp=None)
 #: Norms after the blocks alone (OLMo 2), and around each (Gemma 2).
 NORMS_AFTER = Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 NORMS_AROUND = Norms(
@@ -95,6 +131,18 @@ NORMS_AROUND = Norms(
     "pre_feedforward_layernorm",
     "post_feedforward_layernorm",
 )
+
+
+class NormKind(NamedTuple):
+    """What the norms of a model compute: see :class:`sdk.kernels.norm.Norm`."""
+
+    centred: bool = False
+    weight: bool = True
+    bias: bool = False
+
+
+#: torch's LayerNorm.
+LAYER_NORM = NormKind(centred=True, bias=True)
 
 
 class LayerRules(NamedTuple):
@@ -107,6 +155,11 @@ class LayerRules(NamedTuple):
     i and i + d / 2 do.
     ``sinks``: every head has an attention sink.
     ``router``: the name of the router of experts, beside them.
+    ``norm``: what all norms compute.
+    ``parallel_norms``: the norms where blocks are parallel (``ConfigRules.parallel_blocks``).
+    ``gated``: the MLP has a gate beside its first projection.
+    ``post_norm``: the norm after a block is of the sum of its output and what it read, and the next
+    block reads that norm alone (BERT). Then there are no other norms, and none after the layers.
     """
 
     norms: Norms = Norms()
@@ -114,6 +167,14 @@ class LayerRules(NamedTuple):
     adjacent_pairs: bool = False
     sinks: bool = False
     router: str = "gate"
+    norm: NormKind = NormKind()
+    parallel_norms: Norms = ONE_NORM
+    gated: bool = True
+    post_norm: bool = False
+
+    def norms_of(self, parallel: bool) -> Norms:
+        """The norms of a layer whose blocks are parallel, or come one after the other."""
+        return self.parallel_norms if parallel else self.norms
 
 
 class TensorRules(NamedTuple):
@@ -125,12 +186,35 @@ class TensorRules(NamedTuple):
     ``gate_up_interleaved``: rows of gate and up alternate in such a tensor.
     ``block_sparse_moe``: transformers finds packed experts only under the names
     ``block_sparse_moe.experts.0.w1``.
+    ``names``: names that differ from a Llama's, ours to the file's; those of a layer without
+    ``model.layers.0.``, which ``model.layers`` renames. See :mod:`sdk.loaders.tensor_names`.
+    ``qkv_by_group``: the rows of ``qkv_proj`` are those of one key/value head after the other: its
+    query heads, its key, its value.
+    ``layers_transposed``: float matrices of layers are ``[in, out]``; packed ones are not.
     """
 
     norms_minus_one: bool = False
     experts_transposed: Literal["always", "sometimes"] | None = None
     gate_up_interleaved: bool = False
     block_sparse_moe: bool = False
+    names: Mapping[str, str] = NOTHING
+    qkv_by_group: bool = False
+    layers_transposed: bool = False
+
+
+class EmbeddingRules(NamedTuple):
+    """What happens to embeddings before the first layer.
+
+    ``positions``: the row of position 0 in a table of learned positions, ``model.embed_positions``,
+    which are added; ``None``: there is none. "after padding": the row after the padding token's,
+    and ``max_position_embeddings`` counts the rows before it too.
+    ``norm``: they have a norm, ``model.embed_norm``.
+    ``types``: the row of a token's type in ``model.embed_types``, of ``type_vocab_size``, is added.
+    """
+
+    positions: int | Literal["after padding"] | None = None
+    norm: bool = False
+    types: bool = False
 
 
 class GgufKeys(Protocol):
@@ -196,6 +280,7 @@ class Architecture(NamedTuple):
     gguf: GgufRules | None = None
     more_gguf: tuple[GgufRules, ...] = ()
     wide_range: bool = False
+    embedding: EmbeddingRules = EmbeddingRules()
 
 
 @cache
@@ -219,8 +304,10 @@ def states_everything(config: Mapping[str, Any]) -> bool:
         return False
     if config.get("rope_theta") is None and not config.get("rope_parameters"):
         return False
+    eps = known.config.norm_eps
+    stated = (*STATED, eps) if isinstance(eps, str) else STATED
     may_be_null = ("eos_token_id", *known.config.stated)
-    return all(config.get(key) is not None for key in STATED) and config.keys() >= {*may_be_null}
+    return all(config.get(key) is not None for key in stated) and config.keys() >= {*may_be_null}
 
 
 def gguf_architecture(name: object, keys: GgufKeys) -> tuple[Architecture, GgufRules] | None:

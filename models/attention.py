@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from sdk.kernels.head_norms import HeadNorms
 from sdk.kernels.lazy_torch import torch
+from sdk.kernels.norm import Norm
+from sdk.models.alibi import alibi_slopes
 from sdk.models.architecture import LayerRules
 
 if TYPE_CHECKING:
@@ -32,7 +34,7 @@ class Step(NamedTuple):
 class Attention:
     """Grouped-query attention of one layer.
 
-    ``sinks`` float32 ``[heads]``: see :meth:`sdk.kernels.ops.Ops.attention`.
+    ``sinks``, ``slopes`` float32 ``[heads]``: see :meth:`sdk.kernels.ops.Ops.attention`.
     """
 
     def __init__(
@@ -42,7 +44,7 @@ class Attention:
         self.ops = source.ops
         self.heads, self.kv_heads, self.head_dim = heads.count, heads.kv_count, c.head_dim
         self.scale, self.softcap = c.attention_scale, c.attention_softcap
-        self.window = c.sliding_windows[index]
+        self.window, self.causal = c.sliding_windows[index], c.causal
         self.rope = c.rope_of_layer[index]
         d = c.head_dim
         keys = (c.num_kv_heads * d, heads.kv_start * d, heads.kv_count * d)
@@ -51,7 +53,11 @@ class Attention:
             ("k_proj", *keys),
             ("v_proj", *keys),
         ]
-        self.qkv = self.projection(source, path, parts)
+        head = order = None
+        if rules.adjacent_pairs and c.ropes[self.rope].rotates:
+            head = _halves_of_pairs(d, c.ropes[self.rope].rotary_dim)
+            order = _of_heads(head, self.heads + self.kv_heads, self.heads + 2 * self.kv_heads)
+        self.qkv = self.projection(source, path, parts, order)
         self.out = source.row(
             f"{path}.o_proj",
             c.num_heads * d,
@@ -63,24 +69,31 @@ class Attention:
         self.width_norms: WidthNorms | None = None
         if rules.qk_norm == "head":
             q_norm, k_norm = (source.norm(f"{path}.{x}_norm", d) for x in "qk")
-            self.norms = HeadNorms(q_norm, k_norm, c.rms_norm_eps)
+            if head is not None:
+                q_norm, k_norm = _ordered(q_norm, head), _ordered(k_norm, head)
+            self.norms = HeadNorms(q_norm, k_norm)
         elif rules.qk_norm == "width":
             self.width_norms = WidthNorms(source, path)
         self.sinks: Tensor | None = None
         if rules.sinks:
             sinks = source.vector(f"{path}.sinks", c.num_heads)
             self.sinks = sinks[heads.start : heads.start + heads.count].contiguous()
-        self._order = None
-        if rules.adjacent_pairs:
-            rotary = c.ropes[self.rope].rotary_dim
-            self._order = _halves_of_pairs(self.heads, self.kv_heads, d, rotary).to(self.ops.device)
+        self.slopes: Tensor | None = None
+        if c.alibi is not None:
+            slopes = alibi_slopes(c.alibi, c.num_heads, c.attention_scale)
+            own = slopes[heads.start : heads.start + heads.count]
+            self.slopes = torch.from_numpy(own).to(self.ops.device)
 
     def projection(
-        self, source: Source, path: str, parts: Sequence[tuple[str, int, int, int]]
+        self,
+        source: Source,
+        path: str,
+        parts: Sequence[tuple[str, int, int, int]],
+        order: Tensor | None,
     ) -> Projection:
-        """The projection to queries, keys and values."""
+        """The projection to queries, keys and values, in this order of features."""
         bias = source.config.attention_bias
-        return source.columns(path, "qkv_proj", parts, bias=bias, accurate=True)
+        return source.columns(path, "qkv_proj", parts, bias=bias, accurate=True, order=order)
 
     @property
     def rounding(self) -> Rounding | None:
@@ -92,8 +105,6 @@ class Attention:
 
     def attend(self, qkv: Tensor, step: Step, pages: KVPages) -> Tensor:
         """Attention of the projected ``[T, features of q, k and v]``."""
-        if self._order is not None:
-            qkv = self.ops.take_columns(qkv, self._order)
         heads = qkv.view(qkv.shape[0], -1, self.head_dim)
         q, k, v = heads.split_with_sizes([self.heads, self.kv_heads, self.kv_heads], dim=1)
         if self.width_norms is not None:
@@ -108,6 +119,8 @@ class Attention:
             window=self.window,
             softcap=self.softcap,
             sinks=self.sinks,
+            slopes=self.slopes,
+            causal=self.causal,
         )
         return self.out(y)
 
@@ -121,36 +134,54 @@ class WidthNorms:
     def __init__(self, source: Source, path: str) -> None:
         c, heads = source.config, source.heads
         self.ops = source.ops
-        self.eps = c.rms_norm_eps
         self.mesh = source.mesh
         self.q_width, self.k_width = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
         self.kv_copies = heads.kv_copies
-        q_norm = source.norm(f"{path}.q_norm", self.q_width).view(-1, c.head_dim)
-        k_norm = source.norm(f"{path}.k_norm", self.k_width).view(-1, c.head_dim)
-        self.q_norm = q_norm[heads.start : heads.start + heads.count].flatten()
-        self.k_norm = k_norm[heads.kv_start : heads.kv_start + heads.kv_count].flatten()
+        q_norm = source.norm(f"{path}.q_norm", self.q_width)
+        k_norm = source.norm(f"{path}.k_norm", self.k_width)
+        self.q_norm = _heads_of(q_norm, c.head_dim, heads.start, heads.count)
+        self.k_norm = _heads_of(k_norm, c.head_dim, heads.kv_start, heads.kv_count)
 
     def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Of q ``[T, heads, head_dim]`` and k ``[T, kv_heads, head_dim]``."""
         wide_q, wide_k = q.flatten(1), k.flatten(1)
         if self.mesh.group is None:
-            wide_q = self.ops.rms_norm(wide_q, self.q_norm, self.eps)
-            wide_k = self.ops.rms_norm(wide_k, self.k_norm, self.eps)
+            wide_q = self.ops.norm(wide_q, self.q_norm)
+            wide_k = self.ops.norm(wide_k, self.k_norm)
         else:
             squares = wide_q.new_empty(len(wide_q), 2)
             squares[:, 0] = (wide_q * wide_q).sum(dim=1) / self.q_width
             squares[:, 1] = (wide_k * wide_k).sum(dim=1) / (self.k_width * self.kv_copies)
-            shrink = (self.ops.all_reduce(squares, self.mesh.group) + self.eps).rsqrt()
-            wide_q = wide_q * shrink[:, :1] * self.q_norm
-            wide_k = wide_k * shrink[:, 1:] * self.k_norm
+            shrink = (self.ops.all_reduce(squares, self.mesh.group) + self.q_norm.eps).rsqrt()
+            assert self.q_norm.weight is not None and self.k_norm.weight is not None
+            wide_q = wide_q * shrink[:, :1] * self.q_norm.weight
+            wide_k = wide_k * shrink[:, 1:] * self.k_norm.weight
         return wide_q.view(q.shape), wide_k.view(k.shape)
 
 
-def _halves_of_pairs(heads: int, kv_heads: int, head_dim: int, rotary: int) -> Tensor:
-    """Columns of q, k and v, int32: of q and k the first dimension of every pair of the rotated
-    ones, then the second. The scores of a query and a key do not depend on the order."""
+def _heads_of(norm: Norm, head_dim: int, start: int, count: int) -> Norm:
+    """What a rank has of an RMSNorm over the width of all heads."""
+    assert norm.weight is not None
+    own = norm.weight.view(-1, head_dim)[start : start + count].flatten()
+    return Norm(own, norm.eps)
+
+
+def _ordered(norm: Norm, head: Tensor) -> Norm:
+    """The norm of a head whose features are in the order ``head``."""
+    weight = None if norm.weight is None else norm.weight[..., head]
+    bias = None if norm.bias is None else norm.bias[..., head]
+    return Norm(weight, norm.eps, bias, norm.centred)
+
+
+def _halves_of_pairs(head_dim: int, rotary: int) -> Tensor:
+    """Features of a head, int64: the first dimension of every pair of the rotated ones, then the
+    second. The scores of a query and a key do not depend on the order."""
     rest = torch.arange(rotary, head_dim)
-    head = torch.cat([torch.arange(0, rotary, 2), torch.arange(1, rotary, 2), rest])
-    turned = (torch.arange(heads + kv_heads)[:, None] * head_dim + head).flatten()
-    values = torch.arange(kv_heads * head_dim) + len(turned)
-    return torch.cat([turned, values]).to(torch.int32)
+    return torch.cat([torch.arange(0, rotary, 2), torch.arange(1, rotary, 2), rest])
+
+
+def _of_heads(head: Tensor, count: int, total: int) -> Tensor:
+    """Features of ``total`` heads, int64: of the first ``count`` in the order ``head``."""
+    width = len(head)
+    first = (torch.arange(count)[:, None] * width + head).flatten()
+    return torch.cat([first, torch.arange(count * width, total * width)])

@@ -13,8 +13,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from sdk.kernels.dataclass import dataclass
-from sdk.kernels.ops import Activation
-from sdk.models.architecture import Architecture, Biases, ConfigRules, architecture
+from sdk.kernels.mlp_activations import Activation
+from sdk.models.architecture import (
+    Alibi,
+    Architecture,
+    Biases,
+    ConfigRules,
+    EmbeddingRules,
+    architecture,
+)
 from sdk.models.config_fields import (
     MAX_EXPERTS,
     MAX_LAYERS,
@@ -25,7 +32,7 @@ from sdk.models.config_fields import (
     activation_named,
     without_null,
 )
-from sdk.models.config_keys import check_fixed, check_fixed_by_model, only_read
+from sdk.models.config_keys import check_fixed, check_fixed_by_model, only_read, with_our_keys
 from sdk.models.rope import RopeSpec
 from sdk.models.rope_config import ropes_of_layers
 from sdk.models.sliding import sliding_windows
@@ -55,6 +62,11 @@ class ModelConfig:
     all. ``ropes``: the rotary embeddings, that of layers without a window first, of which a layer
     has the one with the number in ``rope_of_layer``.
     ``attention_bias``: of q, k and v; ``output_bias``: of the projection after attention.
+    ``causal``: a token sees none after it. The tokens of other models (encoders) see as many after
+    as before them; such a model has no head and does not continue a text.
+    ``parallel_blocks``: attention and MLP of a layer read the same sum.
+    ``first_position``: the row of position 0 in the table of learned positions; ``None``: there is
+    none. ``token_types``: rows of the table of token types; 0: there is none.
     ``logits_scale`` divides the logits; a softcap ``c`` turns ``x`` into ``c * tanh(x / c)``.
     """
 
@@ -66,7 +78,7 @@ class ModelConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rms_norm_eps: float
+    norm_eps: float
     activation: Activation
     max_position: int
     ropes: tuple[RopeSpec, ...]
@@ -83,6 +95,11 @@ class ModelConfig:
     mlp_bias: bool
     tie_word_embeddings: bool
     experts: ExpertSpec | None = None
+    causal: bool = True
+    alibi: Alibi | None = None
+    parallel_blocks: bool = False
+    first_position: int | None = None
+    token_types: int = 0
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> ModelConfig:
@@ -99,6 +116,7 @@ class ModelConfig:
         model_type = Fields(config).text("model_type")
         known = architecture(model_type)
         rules = ConfigRules() if known is None else known.config
+        config = with_our_keys(config)
         check_fixed(config, "config")
         if known is not None:
             check_fixed_by_model(config, known)
@@ -112,8 +130,12 @@ class ModelConfig:
             fields.fail("num_attention_heads", f"a divisor of hidden_size {hidden}", heads)
         head_dim = fields.count("head_dim", 4096, default=hidden // heads)
         layers = fields.count("num_hidden_layers", MAX_LAYERS)
+        eps = rules.norm_eps
+        embedding = EmbeddingRules() if known is None else known.embedding
+        first, unused = _first_position(fields, embedding)
         biases = (rules.biases or _biases)(fields)
         scale = fields.positive("query_pre_attn_scalar", default=float(head_dim)) ** -0.5
+        causal = rules.causal and _causal(fields)
         windows = _windows(config, fields, known, layers)
         unrotated = rules.unrotated and rules.unrotated(fields, windows)
         ropes, rope_of_layer = ropes_of_layers(fields, head_dim, windows, unrotated)
@@ -127,29 +149,64 @@ class ModelConfig:
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
-            rms_norm_eps=fields.positive("rms_norm_eps"),
+            norm_eps=eps if isinstance(eps, float) else fields.positive(eps),
             activation=(rules.activation or _activation)(fields),
-            max_position=fields.count("max_position_embeddings", MAX_POSITION),
+            max_position=fields.count("max_position_embeddings", MAX_POSITION) - unused,
             ropes=ropes,
             rope_of_layer=rope_of_layer,
-            sliding_windows=windows,
+            sliding_windows=windows if causal else _symmetric(fields, windows),
             attention_scale=fields.positive("attention_multiplier", default=scale),
             attention_softcap=fields.optional_positive("attn_logit_softcapping"),
             final_softcap=fields.optional_positive("final_logit_softcapping"),
             embedding_scale=fields.positive("embedding_multiplier", default=embedding_scale),
             residual_scale=fields.positive("residual_multiplier", default=1.0),
-            logits_scale=fields.positive("logits_scaling", default=1.0),
+            logits_scale=fields.positive("logits_scaling", default=1.0)
+            / fields.positive("logit_scale", default=1.0),
             attention_bias=biases.qkv,
             output_bias=biases.output,
             mlp_bias=biases.mlp,
             tie_word_embeddings=fields.flag("tie_word_embeddings", default=False),
             experts=_experts(fields, rules, layers),
+            causal=causal,
+            alibi=None if rules.alibi is None else rules.alibi(fields),
+            parallel_blocks=bool(rules.parallel_blocks and rules.parallel_blocks(fields)),
+            first_position=first,
+            token_types=fields.count("type_vocab_size", MAX_WIDTH) if embedding.types else 0,
         )
 
 
 def _biases(fields: Fields) -> Biases:
     attention = fields.flag("attention_bias", default=False)
     return Biases(attention, attention, fields.flag("mlp_bias", default=False))
+
+
+def _first_position(fields: Fields, rules: EmbeddingRules) -> tuple[int | None, int]:
+    """The row of position 0, and how many of ``max_position_embeddings`` come before it."""
+    if rules.positions != "after padding":
+        return rules.positions, 0
+    rows = fields.count("max_position_embeddings", MAX_POSITION)
+    padding = fields.values.get("pad_token_id")
+    if type(padding) is not int or not 0 <= padding < rows - 1:
+        fields.fail("pad_token_id", f"an integer in 0..{rows - 2}", padding)
+    return padding + 1, padding + 1
+
+
+def _causal(fields: Fields) -> bool:
+    """What a config of a decoder may say: the key of transformers, that of its Gemma, or neither.
+    "vision": only the tokens of an image see one another both ways."""
+    both = fields.values.get("use_bidirectional_attention", False)
+    if both not in (True, False, "vision"):
+        fields.fail("use_bidirectional_attention", "true or false", both)
+    return both is not True and fields.flag("is_causal", default=True)
+
+
+def _symmetric(fields: Fields, windows: tuple[int | None, ...]) -> tuple[int | None, ...]:
+    """The windows of tokens that see as far after as before them.
+
+    Configs say how many tokens that is on each side. Gemma's say how many they are in all.
+    """
+    in_all = fields.values.get("use_bidirectional_attention") is True
+    return tuple(w and (w // 2 if in_all else w) + 1 for w in windows)
 
 
 def _windows(

@@ -23,11 +23,13 @@ COMMON = frozenset(
     {
         *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
         *("num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings"),
-        *("rms_norm_eps", "hidden_act", "tie_word_embeddings", "partial_rotary_factor"),
+        *("hidden_act", "tie_word_embeddings", "partial_rotary_factor"),
         *("rope_parameters", "rope_scaling", "rope_theta"),
+        "is_causal",
     }
 )
-#: The values with which a key changes nothing, and what another value asks for.
+#: The values with which a key changes nothing, and what another value asks for, where a model does
+#: not read the key.
 FIXED: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
     {
         "is_causal": ((True, None), "its tokens attend in both directions (an embedding model)"),
@@ -108,19 +110,23 @@ _HARMLESS = frozenset().union(*HARMLESS.values())
 def known_keys(own: Architecture) -> frozenset[str]:
     """The keys that are accounted for."""
     rules = own.config
-    return COMMON | FIXED.keys() | _HARMLESS | {*rules.keys, *rules.ignored, *rules.fixed}
+    own_keys = {*rules.ignored, *rules.fixed, *rules.names.values()}
+    return read_keys(own) | FIXED.keys() | _HARMLESS | own_keys
 
 
 def read_keys(own: Architecture) -> frozenset[str]:
     """The keys that change what the model computes."""
-    return COMMON | {*own.config.keys}
+    eps = own.config.norm_eps
+    return COMMON | {*own.config.keys, *((eps,) if isinstance(eps, str) else ())}
 
 
 def check_fixed(config: Mapping[str, Any], where: str) -> None:
     """:raises UnsupportedError: a key has a value that asks for something else than is run."""
+    own = architecture(config.get("model_type"))
+    read: frozenset[str] = frozenset() if own is None else read_keys(own)
     for key, (allowed, why) in FIXED.items():
         found = config.get(key)
-        if not any(found is value or found == value for value in allowed):
+        if key not in read and not any(found is value or found == value for value in allowed):
             raise UnsupportedError(
                 f"{where}: {key}: expected {allowed[0]}, found {str(found)[:80]}: {why}, which is "
                 "not supported"
@@ -166,6 +172,21 @@ def unknown_keys(config: Mapping[str, Any]) -> list[str]:
         return []
     known = known_keys(own)
     return sorted(key for key, value in config.items() if key not in known and value is not None)
+
+
+def with_our_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with our keys in place of those that its model spells differently, and what
+    follows from them; unchanged for most models."""
+    found = dict(config)
+    own = architecture(config.get("model_type"))
+    if own is None:
+        return found
+    for ours, theirs in own.config.names.items():
+        if theirs in found:
+            found[ours] = found.pop(theirs)
+    if own.config.derived is not None:
+        own.config.derived(found)
+    return found
 
 
 def only_read(config: Mapping[str, Any], own: Architecture | None) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from sdk.kernels.layouts import Dense
 from sdk.kernels.ops import Ops
-from sdk.models.layers import ExpertProjection, Projection, whole
+from sdk.models.layers import ExpertProjection, Matrix, Projection, whole
 from sdk.models.parallel import Mesh
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.errors import CheckpointError, UnsupportedError
@@ -169,7 +169,9 @@ class Filling:
         bias = None
         if module.bias is not None and not self._may_lack(f"{name}.bias"):
             bias = self._tensor(f"{name}.bias", module.bias)
-        linear = Projection(weight, bias, Mesh(), self.ops, parts=[whole(name, weight.shape)])
+        linear = Projection(
+            Matrix(weight, bias), Mesh(), self.ops, parts=[whole(name, weight.shape)]
+        )
         self.linears.append((name, linear))
         return linear
 

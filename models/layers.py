@@ -12,10 +12,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from sdk.kernels.lazy_torch import Tensor, torch
-from sdk.kernels.ops import Activation, Ops
+from sdk.kernels.mlp_activations import Activation
+from sdk.kernels.norm import Norm
+from sdk.kernels.ops import Ops
 from sdk.kernels.rounding import Rounding, Rows
 from sdk.kernels.routes import Routes
-from sdk.models.architecture import architecture
+from sdk.models.architecture import NormKind, architecture
 from sdk.models.config import ModelConfig
 from sdk.models.expert_parallel import ExpertShare
 from sdk.models.parallel import Mesh
@@ -55,7 +57,8 @@ class Part(NamedTuple):
     ``rows``: this rank's ranges ``(start, count)`` of the matrix's output features. Together they
     are the projection's output features from ``first`` on. ``columns``: its range of the input
     features. A matrix that a model joins with others may be named alone (``q_proj``) or as a part
-    of the joined one (``qkv_proj``), so parts may overlap.
+    of the joined one (``qkv_proj``), so parts may overlap. ``order``, int64: feature i of the part
+    is that of row ``order[i]`` of these ranges; ``None``: of row i.
     """
 
     path: str
@@ -63,6 +66,7 @@ class Part(NamedTuple):
     first: int
     rows: tuple[tuple[int, int], ...]
     columns: tuple[int, int]
+    order: Tensor | None = None
 
 
 def whole(path: str, shape: tuple[int, int]) -> Part:
@@ -76,13 +80,13 @@ class Projection:
     ``parts``: the matrices of the checkpoint that it multiplies with. ``adapters`` add to the
     product of rows that have one; without adapters nothing is run or recorded. ``narrow``: only
     another kernel reads y, so it has the type of activations
-    (:attr:`sdk.kernels.ops.Ops.activations`); else y is float32.
+    (:attr:`sdk.kernels.ops.Ops.activations`); else y is float32. ``matrix.order``: see
+    :class:`Matrix`.
     """
 
     def __init__(
         self,
-        weight: Weight,
-        bias: Tensor | None,
+        matrix: Matrix,
         mesh: Mesh,
         ops: Ops,
         *,
@@ -91,13 +95,17 @@ class Projection:
         narrow: bool = False,
     ) -> None:
         self.ops = ops
-        self.weight = weight
-        self.bias = bias
+        self.weight, self.bias, self.order = matrix
         self.parts = tuple(parts)
         self.mesh = mesh
         self.reduce = reduce
         self.narrow = narrow and ops.activations != torch.float32
         self.adapters: Adapters | None = None
+
+    @property
+    def matrix(self) -> Matrix:
+        """What it multiplies with and adds."""
+        return Matrix(self.weight, self.bias, self.order)
 
     @property
     def rounding(self) -> Rounding | None:
@@ -120,7 +128,7 @@ class Projection:
             self.ops.all_reduce(y, self.mesh.group)
         if self.bias is not None:
             self.ops.add_bias(y, self.bias)
-        return y
+        return y if self.order is None else self.ops.take_columns(y, self.order)
 
     def gated(self, x: Rows, activation: Activation) -> Tensor:
         """``act(gate) * up`` of a projection to gate, then up: ``[T, out / 2]``.
@@ -151,6 +159,11 @@ class ExpertProjection:
         self.weight = weight
         self.bias = bias
         self.by_token = by_token
+
+    @property
+    def matrix(self) -> Matrix:
+        """What it multiplies with and adds."""
+        return Matrix(self.weight, self.bias)
 
     def __call__(self, x: Tensor, routes: Routes) -> Tensor:
         """See :meth:`sdk.quant.expert_weights.ExpertWeights.matmul_routed`."""
@@ -224,10 +237,23 @@ class Head:
 
 
 class Matrix(NamedTuple):
-    """The weight and the bias of a projection."""
+    """The weight and the bias of a projection.
+
+    ``order``, int32 ``[out]``: column ``order[j]`` of the product is feature j, because the rows of
+    this weight's layout cannot be moved. ``None``: the columns are in the model's order.
+    """
 
     weight: Weight
     bias: Tensor | None
+    order: Tensor | None = None
+
+    def ordered(self, order: Tensor) -> Matrix:
+        """With feature ``order[j]`` (int64 ``[out]``) in place j; only before the weight is bound.
+        Rows are moved now, if the layout allows it, and else columns of each product."""
+        weight = self.weight.reordered(order)
+        if weight is None:
+            return self._replace(order=order.to(torch.int32))
+        return Matrix(weight, None if self.bias is None else self.bias[order])
 
 
 class Tensors(NamedTuple):
@@ -269,6 +295,7 @@ class Source:
         self.linears: list[tuple[str, Projection | ExpertProjection]] = []
         own = architecture(config.model_type)
         self._norms_minus_one = own is not None and own.tensors.norms_minus_one
+        self._norm_kind = NormKind() if own is None else own.layer.norm
         found = (root for root in ROOTS if checkpoint.has(f"{root[0]}embed_tokens"))
         self._body, self._outer = next(found, ROOTS[0])
 
@@ -309,10 +336,14 @@ class Source:
         self.vectors[path] = found
         return found
 
-    def norm(self, path: str, size: int | None = None) -> Tensor:
-        """The weight of an RMSNorm over ``size`` (default: hidden) features."""
-        weight = self.vector(f"{path}.weight", size or self.config.hidden_size)
-        return weight + 1.0 if self._norms_minus_one else weight
+    def norm(self, path: str, size: int | None = None) -> Norm:
+        """One of the model's norms, over ``size`` (default: hidden) features."""
+        size, kind = size or self.config.hidden_size, self._norm_kind
+        weight = self.vector(f"{path}.weight", size) if kind.weight else None
+        if weight is not None and self._norms_minus_one:
+            weight = weight + 1.0
+        bias = self.vector(f"{path}.bias", size) if kind.bias else None
+        return Norm(weight, self.config.norm_eps, bias, kind.centred)
 
     def rope(self, spec: RopeSpec) -> Rope:
         """The angles of a rotary embedding for requests of up to ``max_model_len`` tokens."""
@@ -338,10 +369,10 @@ class Source:
         narrow: bool = False,
         activation_bits: int = 8,
     ) -> Projection:
-        weight, bias = self._matrix(path, pull, activation_bits)
-        linear = Projection(
-            weight, bias, self.mesh, self.ops, parts=parts, reduce=reduce, narrow=narrow
-        )
+        matrix = self._matrix(path, pull, activation_bits)
+        if matrix.order is not None:  # that of the products, after what adapters add to them
+            parts = [part._replace(order=None) for part in parts]
+        linear = Projection(matrix, self.mesh, self.ops, parts=parts, reduce=reduce, narrow=narrow)
         self.linears.append((path, linear))
         return linear
 
@@ -349,7 +380,7 @@ class Source:
         """A matrix for this engine's operators: pulled and bound, or shared."""
         found = self._shared.matrices.get(path)
         if found is not None:
-            return Matrix(found.weight.shared(self.ops), found.bias)
+            return found._replace(weight=found.weight.shared(self.ops))
         pulled = pull()
         pulled.weight.bind(self.ops, activation_bits)
         return pulled
@@ -362,18 +393,26 @@ class Source:
         *,
         bias: bool = False,
         accurate: bool = False,
+        order: Tensor | None = None,
     ) -> Projection:
         """Projections of one input as one column-parallel projection.
 
         ``parts``: ``(name, out_features, start, count)`` with this rank's range of each. A file
         that holds them joined under ``fused`` (Phi-3) gives the same result. ``accurate``: with
         ``ACCURATE`` activation bits (see :meth:`sdk.kernels.ops.Ops.linear`) instead of 8.
+        ``order``, int64: feature j of the result is feature ``order[j]`` of this rank's parts one
+        after another, which is in the same part.
         """
-        whole = f"{path}.{fused}"
+        whole, hidden = f"{path}.{fused}", self.config.hidden_size
+
+        def pull() -> Matrix:
+            found = self._columns(path, fused, parts, hidden, bias)
+            return found if order is None else found.ordered(order)
+
         return self._bound(
             whole,
-            lambda: self._columns(path, fused, parts, self.config.hidden_size, bias),
-            _joined_parts(path, whole, parts, self.config.hidden_size),
+            pull,
+            _joined_parts(path, whole, parts, hidden, order),
             narrow=True,
             activation_bits=ACCURATE if accurate else 8,
         )
@@ -392,7 +431,7 @@ class Source:
         their results is that of the whole. The first one has the bias.
         """
         hidden = self.config.hidden_size
-        weight, joined = self._columns(path, fused, parts, 2 * hidden, bias)
+        weight, joined, _ = self._columns(path, fused, parts, 2 * hidden, bias)
         first = Matrix(weight.narrow("in", 0, hidden), joined)
         second = Matrix(weight.narrow("in", hidden, hidden), None)
         return (
@@ -542,7 +581,7 @@ class Source:
             weight = ExpertWeights([own for own, _ in each])
             return Matrix(weight, torch.stack(present) if present else None)
 
-        weight, joined = self._matrix(path, pull)
+        weight, joined, _ = self._matrix(path, pull)
         assert isinstance(weight, ExpertWeights)
         linear = ExpertProjection(weight, joined, self.ops, by_token=by_token)
         self.linears.append((path, linear))
@@ -564,6 +603,16 @@ class Source:
         weight, (start, _) = self._by_token("model.embed_tokens"), self._tokens
         return Embedding(weight, start, self.config, self.mesh, self.ops)
 
+    def table(self, path: str, rows: int, first: int = 0) -> Weight:
+        """``rows`` rows from ``first`` on of a table ``[first + rows, hidden]``; all ranks have all
+        of them."""
+
+        def pull() -> Matrix:
+            weight = self._pull(path, (first + rows, self.config.hidden_size))
+            return Matrix(self._cut(path, weight, "out", first, rows), None)
+
+        return self._matrix(path, pull, ACCURATE).weight
+
     @property
     def _tokens(self) -> tuple[int, int]:
         """This rank's range ``(start, count)`` of the vocabulary."""
@@ -580,16 +629,23 @@ class Source:
 
 
 def _joined_parts(
-    path: str, fused: str, parts: Sequence[tuple[str, int, int, int]], inputs: int
+    path: str,
+    fused: str,
+    parts: Sequence[tuple[str, int, int, int]],
+    inputs: int,
+    order: Tensor | None = None,
 ) -> list[Part]:
-    """The parts of :meth:`Source.columns`: each matrix under its own name, and all of them as one
-    matrix called ``fused``."""
+    """The parts of :meth:`Source.columns`: each under its own name, and all as one, ``fused``."""
     found: list[Part] = []
     joined: list[tuple[int, int]] = []
     first = offset = 0
     for name, size, start, count in parts:
-        found.append(Part(f"{path}.{name}", (size, inputs), first, ((start, count),), (0, inputs)))
+        own = None if order is None else order[first : first + count] - first
+        found.append(
+            Part(f"{path}.{name}", (size, inputs), first, ((start, count),), (0, inputs), own)
+        )
         joined.append((offset + start, count))
         first += count
         offset += size
-    return [*found, Part(fused, (offset, inputs), 0, tuple(joined), (0, inputs))]
+    all_parts = Part(fused, (offset, inputs), 0, tuple(joined), (0, inputs), order)
+    return found if found[0].path == fused else [*found, all_parts]

@@ -40,6 +40,12 @@ _HARMLESS = (
         ),
     ),
 )
+#: What checkpoints of encoders have after the last layer, for one task or another. An engine of
+#: vectors needs none of it, so it is not reported.
+_OF_A_TASK = re.compile(
+    r"^(?:\w+\.)?(?:lm_head|cls|pooler|classifier|score|head|decoder|output|output_bias|qa_outputs"
+    r"|vocab_\w+|discriminator_predictions|generator_\w+)\."
+)
 #: Names in one message.
 _SHOWN = 3
 
@@ -60,13 +66,15 @@ class Leftovers(NamedTuple):
         *,
         ignored: Sequence[str] = (),
         only_text: bool = False,
+        generates: bool = True,
     ) -> Leftovers:
         """Sort the tensors ``unused`` of a file with tensors ``everything``.
 
         ``layers``: of the model. ``ignored``: patterns of names that the model's own code ignores.
-        ``only_text``: the file holds nothing beside a language model (GGUF).
+        ``only_text``: the file holds nothing beside a language model (GGUF). ``generates``: the
+        model has a head; a file may have one anyway.
         """
-        left = tuple(unused)
+        left = tuple(name for name in unused if generates or not _OF_A_TASK.match(name))
         used = set(everything) - set(left)
         roots = {_root(name) for name in (left if only_text else used)} | {*_HEADS}
         own: list[str] = []

@@ -129,6 +129,7 @@ class LLM(AsyncPooling):
             results=facts.results,
             adapters=served.adapters,
             classifier=facts.classifier,
+            encoder=None if facts.model_config.causal else facts.model_config.model_type,
             closed_schemas=self.config.disable_additional_properties,
         )
         head = facts.embedding_head

@@ -89,7 +89,7 @@ def gguf_of(
         "attention.head_count_kv": (U32, c.num_key_value_heads),
         "attention.key_length": (U32, width),
         "attention.value_length": (U32, width),
-        "attention.layer_norm_rms_epsilon": (F32, c.rms_norm_eps),
+        "attention.layer_norm_rms_epsilon": (F32, c.norm_eps),
         "rope.freq_base": (F32, theta),
     }
     file = GgufBytes({"general.architecture": (STRING, arch)})

@@ -76,11 +76,13 @@ class Attention:
         window: int | None,
         softcap: float | None,
         sinks: Tensor | None,
+        slopes: Tensor | None,
         out: Tensor,
+        causal: bool = True,
     ) -> None:
         sides = page_sides(pages, q.shape[2])
         index = (batch.query_start, batch.context_len, batch.page_table)
-        expect_on_device("attention", q, pages.k, out, *index, sinks)
+        expect_on_device("attention", q, pages.k, out, *index, sinks, slopes)
         if q.stride(2) != 1:
             raise KernelError(f"attention q: expected contiguous heads, found {q.stride()}")
         if window is not None and window < 1:
@@ -88,7 +90,10 @@ class Attention:
         if scale <= 0:
             raise KernelError(f"attention: expected a scale above 0, found {scale}")
         dots = [self._dot(side) for side in sides]
-        step = Step(q, sides, dots, batch, out, sinks, (scale, softcap, window))
+        step = Step(q, sides, dots, batch, out, (sinks, slopes), (scale, softcap, window))
+        if not causal:
+            step.prefill(step.tile if self._fixed else step.prompt_tile, fewest=1, both=True)
+            return
         if self._fixed:
             step.prefill(step.tile, fewest=1)
             return
@@ -123,14 +128,16 @@ class Step:
         dots: Sequence[Any],
         batch: AttentionBatch,
         out: Tensor,
-        sinks: Tensor | None,
+        by_head: tuple[Tensor | None, Tensor | None],
         options: tuple[float, float | None, int | None],
     ) -> None:
         self.q, self.batch, self.out = q, batch, out
         self.heads, self.head_dim = q.shape[1:]
         k, v = sides
         self.kv_heads, page_size = k.codes.shape[1:3]
-        self.sinks = sinks if sinks is not None else q
+        sinks, slopes = by_head
+        # Without slopes the kernels have no such parameter: they are those of before.
+        self.by_head = (sinks if sinks is not None else q, slopes)
         scale, softcap, window = options
         self.numbers = (scale, softcap or 0.0, window or 0)
         self.pages = (k.codes, k.scales, v.codes, v.scales)
@@ -183,8 +190,9 @@ class Step:
         #: Programs of decode attention with one query that run on a processor at a time.
         self.resident = 3 if slim and fits and not slow else 2
 
-    def prefill(self, rows: int, *, fewest: int) -> None:
-        """Requests with ``fewest`` queries or more, in tiles of ``rows`` rows."""
+    def prefill(self, rows: int, *, fewest: int, both: bool = False) -> None:
+        """Requests with ``fewest`` queries or more, in tiles of ``rows`` rows. ``both``: they see
+        keys after them too."""
         batch = self.batch
         rows = max(rows, triton.next_power_of_2(self.group))
         tiles = batch.num_tokens // (rows // self.group) + batch.num_requests
@@ -193,7 +201,7 @@ class Step:
             (tiles * self.kv_heads,),
             self.q,
             self.out,
-            self.sinks,
+            *self.by_head,
             batch.query_start,
             batch.context_len,
             batch.page_table,
@@ -208,6 +216,7 @@ class Step:
             **self.rows,
             BLOCK_M=rows,
             UNMIX=self.unmix,
+            **({"BOTH": True} if both else {}),
             num_warps=8 if rows == _MANY_ROWS else self.warps,
         )
 
@@ -243,7 +252,7 @@ class Step:
                 self.out,
                 parts,
                 sums,
-                self.sinks,
+                *self.by_head,
                 batch.query_start,
                 batch.context_len,
                 batch.page_table,
@@ -302,7 +311,7 @@ class Step:
             self.q,
             parts,
             sums,
-            self.sinks,
+            *self.by_head,
             batch.query_start,
             batch.context_len,
             batch.page_table,

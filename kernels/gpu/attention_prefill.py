@@ -2,7 +2,8 @@
 
 A program handles a tile of one request's queries, with all query heads of a key head as rows of one
 product, and loops over the keys: first those that begin to be inside the window of some queries,
-then those that all queries see, without masks, then those up to the last query. The grid has the
+then those that all queries see, without masks, then those up to the last one that a query sees.
+With a window in both directions all of them have masks. The grid has the
 largest possible number of tiles, ``T // tile + requests``, whatever the lengths; a program finds
 its request by bisecting ``query_start``. A request's last tiles have the most keys and begin first,
 so that the programs that run alone at the end are short. Keys of a cached prefix are in the pages
@@ -15,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sdk.kernels.gpu.attend import attend, begun, first_key
+from sdk.kernels.gpu.attend import attend, begun, first_key, slope_of
 from sdk.kernels.gpu.launch import after_earlier
 from sdk.kernels.gpu.page_codes import mixed
 
@@ -36,7 +37,7 @@ def _request_of(query_start, tile, requests, QUERIES: tl.constexpr):
 
 @triton.jit(do_not_specialize=["requests", "fewest"])
 def prefill_kernel(
-    q, out, sinks, query_start, context_len, table, q_token, q_head, table_row,
+    q, out, sinks, slopes, query_start, context_len, table, q_token, q_head, table_row,
     scale, softcap, window, requests, kv_heads, fewest,
     k, k_scale, v, v_scale,
     K_KIND: tl.constexpr, K_GROUPS: tl.constexpr, K_GROUP: tl.constexpr, K_DOT: tl.constexpr,
@@ -45,6 +46,7 @@ def prefill_kernel(
     CONVERT: tl.constexpr, WIDEN: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, SINKS: tl.constexpr, UNMIX: tl.constexpr,
+    BOTH: tl.constexpr = False,
 ):  # fmt: skip
     """Grid (tiles of queries times key heads): requests with ``fewest`` queries or more.
 
@@ -71,6 +73,9 @@ def prefill_kernel(
     at_query = token * q_token + head * q_head
     x = tl.load(q + at_query[:, None] + column[None, :], mask=inside, other=0.0)
     best, total = begun(sinks, head, head >= 0, BLOCK_M, SINKS)
+    slope = None
+    if slopes is not None:
+        slope = slope_of(slopes, head, scale, SOFTCAP)
     result = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     own_table = table + request.to(tl.int64) * table_row
     position = length - count + begin
@@ -78,6 +83,13 @@ def prefill_kernel(
     # Some queries see keys from ``edge`` on; all see those from ``since`` to ``to``.
     edge = first_key(position, window, BLOCK_N, WINDOW)
     to = (position + 1) // BLOCK_N * BLOCK_N
+    if BOTH:
+        if WINDOW:
+            last = tl.minimum(last - 1 + window, length)
+            to = edge
+        else:
+            last = length
+            to = length // BLOCK_N * BLOCK_N
     since = tl.minimum(first_key(last + BLOCK_N - 2, window, BLOCK_N, WINDOW), to)
     for phase in tl.static_range(3):
         low = edge if phase == 0 else since if phase == 1 else to
@@ -85,11 +97,11 @@ def prefill_kernel(
         if WINDOW or phase > 0:
             best, total, result = attend(
                 x, length - count + query, best, total, result, low, high,
-                own_table, kv_head, scale, softcap, window,
+                own_table, kv_head, scale, softcap, window, slope,
                 k, k_scale, v, v_scale,
                 K_KIND, K_GROUPS, K_GROUP, K_DOT, K_STRIDES,
                 V_KIND, V_GROUPS, V_GROUP, V_DOT, V_STRIDES, CONVERT, WIDEN,
-                PAGE, HEAD_DIM, BLOCK_D, BLOCK_N, WINDOW, SOFTCAP, phase != 1, False,
+                PAGE, HEAD_DIM, BLOCK_D, BLOCK_N, WINDOW, SOFTCAP, phase != 1, False, BOTH,
             )  # fmt: skip
     result = result / total[:, None]
     if UNMIX:

@@ -37,7 +37,9 @@ class Attention:
         window: int | None,
         softcap: float | None,
         sinks: Tensor | None,
+        slopes: Tensor | None,
         out: Tensor,
+        causal: bool = True,
     ) -> None:
         starts = batch.query_start.tolist()
         lengths = batch.context_len.tolist()
@@ -49,7 +51,9 @@ class Attention:
             for begin in range(starts[r], starts[r + 1], QUERY_TILE):
                 end = min(begin + QUERY_TILE, starts[r + 1])
                 position = first_position + begin - starts[r]
-                view[begin:end] = _tile(q[begin:end], k, v, position, scale, window, softcap, sinks)
+                known = position + end - begin if causal else length
+                options = scale, window, softcap, sinks, slopes, causal
+                view[begin:end] = _tile(q[begin:end], k, v, position, known, *options)
         out.view(q.shape).copy_(mixed(view) if pages.v_mixed else view)
 
 
@@ -77,12 +81,16 @@ def _tile(
     k: Tensor,
     v: Tensor,
     position: int,
+    known: int,
     scale: float,
     window: int | None,
     softcap: float | None,
     sinks: Tensor | None,
+    slopes: Tensor | None,
+    causal: bool,
 ) -> Tensor:
-    """Attention of up to 16 consecutive tokens, the first at ``position``; shaped as q."""
+    """Attention of up to 16 consecutive tokens, the first at ``position``, to the first ``known``
+    tokens; shaped as q."""
     tokens, heads, head_dim = q.shape
     kv_heads = k.shape[0]
     group = heads // kv_heads
@@ -97,15 +105,20 @@ def _tile(
         best = sinks.to(torch.float32).reshape(kv_heads, group, 1, 1)
         best = best.expand(-1, -1, QUERY_TILE, -1).reshape(kv_heads, group * QUERY_TILE, 1)
         total = torch.ones_like(best)
+    if slopes is not None:
+        slopes = slopes.to(q.dtype).reshape(kv_heads, group, 1, 1)
+        slopes = slopes.expand(-1, -1, QUERY_TILE, -1).reshape(kv_heads, group * QUERY_TILE, 1)
     result = torch.zeros_like(q)
-    for begin in range(0, position + tokens, KEY_TILE):
+    for begin in range(0, known, KEY_TILE):
         keys = torch.arange(begin, begin + KEY_TILE, device=q.device)
-        hidden = keys > at
+        hidden = (keys > at) if causal else (keys >= known)
         if window is not None:
-            hidden |= keys <= at - window
+            hidden = hidden | ((keys - at).abs() >= window)
         score = torch.bmm(q, k[:, begin : begin + KEY_TILE].transpose(1, 2)) * scale
         if softcap is not None:
             score = torch.tanh(score / softcap) * softcap
+        if slopes is not None:
+            score = score + slopes * -(keys - at).abs().to(q.dtype)
         score = score.masked_fill(hidden, float("-inf"))
         peak = torch.maximum(best, score.amax(dim=-1, keepdim=True))
         safe = peak.masked_fill(peak == float("-inf"), 0.0)

@@ -44,7 +44,7 @@ ARCHITECTURE = Architecture(
         keys=(
             *("attention_bias", "hidden_activation", "query_pre_attn_scalar", "layer_types"),
             *("sliding_window", "sliding_window_pattern", "_sliding_window_pattern"),
-            *("final_logit_softcapping", "rope_local_base_freq"),
+            *("final_logit_softcapping", "rope_local_base_freq", "use_bidirectional_attention"),
         ),
         # transformers' class has the first one, and no code applies it
         ignored=(

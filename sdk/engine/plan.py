@@ -40,6 +40,8 @@ class Pooling(NamedTuple):
     token_ids: tuple[int, ...] = ()
     #: Start after a cached prefix; only the last token must run.
     reuse_prefix: bool = False
+    #: The first token of the second of two texts, for models with token types; None: there is one.
+    second_text: int | None = None
 
 
 LAST_TOKEN = Pooling()

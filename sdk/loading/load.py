@@ -176,6 +176,7 @@ def _load(
         checkpoint = checkpoint or open_model(config)
         undo.callback(checkpoint.close)
         memory = checked_plan(config, checkpoint)
+        config = memory.config or config
         if (lease := _lease(config, checkpoint, memory)) is not None:
             undo.callback(lease.close)
         facts = replace(read_facts(config, checkpoint, memory), device=device)
@@ -200,6 +201,7 @@ def fork(first: Loaded, weights: RankModel, config: EngineConfig) -> Loaded:
     """
     headers, model = first.facts.headers, first.facts.model_config
     memory = fork_plan(config, headers)
+    config = memory.config or config
     facts = replace(
         first.facts,
         config=config,

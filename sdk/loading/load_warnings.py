@@ -121,6 +121,7 @@ def _leftovers(
         model.num_layers,
         ignored=ignored,
         only_text=headers.format == "gguf",
+        generates=model.causal,
     )
     found.check(headers.path, model.model_type)
     return found.warnings()

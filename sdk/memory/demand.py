@@ -70,7 +70,7 @@ class Demand:
     ``stages``: of a pipeline, with ``ranks`` ranks each. The weights and pages are those of all.
     ``on_cards``: each has a GPU. ``whole_experts``: these ranks have whole experts. ``lockstep``:
     engines that share the experts (models/lockstep.py). ``hand_over_bytes``: for hand-overs between
-    replicas.
+    replicas. ``num_pages``: as many as a step needs, if pages are those of one step (an encoder).
     """
 
     weights: WeightBytes
@@ -101,6 +101,7 @@ class Demand:
     whole_experts: bool = False
     lockstep: int = 1
     hand_over_bytes: int = 0
+    num_pages: int | None = None
 
     @property
     def tokenizer(self) -> int:

@@ -39,14 +39,17 @@ def plan_memory(
     working = _working_memory(demand, tokens, want_context)
     left = limit - demand.weights.total - sum(working) - demand.tokenizer - demand.adapter_bytes
     most = max(left, 0) // demand.page_bytes
-    if kv_budget is not None:
+    if demand.num_pages is not None:
+        pages = min(demand.num_pages, most)
+    elif kv_budget is not None:
         pages = kv_budget // demand.page_bytes
     elif budget is not None:
         pages = most
     else:
         pages = _default_pages(demand, most, want_context, asked=max_model_len is not None)
     per_request, context = -(-want_context // demand.page_size), want_context
-    pages = min(pages, per_request * seqs)
+    if demand.num_pages is None:
+        pages = min(pages, per_request * seqs)
     if max_model_len is None:
         context = min(context, max(pages, 1) * demand.page_size)
         tokens = min(tokens, seqs * context)

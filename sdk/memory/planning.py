@@ -16,6 +16,7 @@ from sdk.memory.adapters import adapter_bytes
 from sdk.memory.cards import NoRanks, largest_part, within_cards
 from sdk.memory.demand import Demand, WeightBytes, hand_over_bytes
 from sdk.memory.drafting import with_drafts
+from sdk.memory.encoder_options import encoder_options, step_pages
 from sdk.memory.fitting import plan_memory
 from sdk.memory.machine import installed_memory
 from sdk.memory.offload import MemoryLimits, with_offload
@@ -31,6 +32,10 @@ from sdk.models.config import ModelConfig
 from sdk.models.expert_placement import check_spread
 from sdk.models.parallel import Mesh
 from sdk.quant.checkpoint import Checkpoint
+
+#: An encoder's context is halved until the plan fits, but is not less than this many tokens unless
+#: its length was asked for.
+_SHORT_TEXT = 512
 
 
 def _check_split(config: EngineConfig, model: ModelConfig) -> None:
@@ -74,9 +79,28 @@ def plan_for(
 ) -> MemoryPlan:
     """The plan without alternatives; ``problem`` is set if it does not fit.
 
-    ``weights``: those of ``config`` and ``checkpoint``, if they are known.
+    ``weights``: those of ``config`` and ``checkpoint``, if they are known. The options of the plan
+    are those of the engine: a step of an encoder holds its longest text.
     """
     model = model_config(config, checkpoint)
+    if model.causal:
+        return _plan(config, checkpoint, model, weights)
+    made = _plan(encoder_options(config, model), checkpoint, model, weights)
+    context = model.max_position
+    while not made.fits and config.max_model_len is None and context > _SHORT_TEXT:
+        context //= 2
+        shorter = replace(config, max_model_len=context)
+        tried = _plan(encoder_options(shorter, model), checkpoint, model, weights)
+        made = tried if tried.fits else made
+    return made
+
+
+def _plan(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    model: ModelConfig,
+    weights: WeightBytes | None,
+) -> MemoryPlan:
     activations = activations_of(config, checkpoint)
     pool = config.memory if isinstance(config.memory, MemoryPool) else None
     budget = _bytes(config.memory) if pool is None else pool.free
@@ -158,15 +182,17 @@ def _demand(
     config: EngineConfig, model: ModelConfig, weights: WeightBytes, activations: torch.dtype
 ) -> Demand:
     dtype = config.kv_policy or config.kv_cache_dtype
+    on_cards = resolve.device_of(config) != "cpu"
     if dtype == "auto":
-        dtype = "float32" if compute_of(config) == "exact" else "float16"
+        # An encoder has the pages of one step, which a CPU need not convert to read them.
+        exact = compute_of(config) == "exact" or not (model.causal or on_cards)
+        dtype = "float32" if exact else "float16"
     _check_split(config, model)
     # The budget contains the pages of all ranks, on this machine or on several. With more ranks
     # than heads some heads are stored twice.
     heads = max(model.num_kv_heads, config.tensor_parallel_size)
     page_bytes = kv_spec(model, heads, config.block_size, dtype).page_bytes
     # On a CPU the memory of a recorded step is its workspace.
-    on_cards = resolve.device_of(config) != "cpu"
     eager = config.enforce_eager or not on_cards
     return Demand(
         weights=weights,
@@ -187,6 +213,7 @@ def _demand(
         lockstep=config.lockstep_engines,
         hand_over_bytes=hand_over_bytes(page_bytes) if config.prefill_replicas else 0,
         captured_tokens=0 if eager else min(config.step_tokens, MOST_TOKENS),
+        num_pages=None if model.causal else step_pages(config),
     )
 
 

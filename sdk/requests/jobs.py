@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from sdk.engine.engine import Output
-from sdk.engine.plan import Pooling, RequestKind
+from sdk.engine.plan import LAST_TOKEN, Pooling, RequestKind
 from sdk.engine.scheduling.results import ResultBudget
 from sdk.errors import RequestError
 from sdk.kernels.host.torch_import import torch_module
@@ -108,8 +108,10 @@ class JobMaker:
         results: ResultBudget,
         adapters: Adapters,
         classifier: Classifier | None = None,
+        encoder: str | None = None,
         closed_schemas: bool = False,
     ) -> None:
+        """``encoder``: the kind of model, if it is one."""
         self._reader = reader
         self._default = default
         self._vocab_size = vocab_size
@@ -122,6 +124,7 @@ class JobMaker:
         #: Called before the vocabulary is read for the first structure; raises if it must not be.
         self.before_structures: Callable[[], object] = lambda: None
         self._generates = classifier is None or classifier.generates
+        self._encoder = encoder
         self._ids = itertools.count()
 
     def params(self, given: ParamsLike, count: int) -> list[SamplingParams]:
@@ -246,6 +249,12 @@ class JobMaker:
         request_ids: str | Sequence[str] | None = None,
     ) -> list[Job]:
         """One job for each prompt, with the caller's id or a new one."""
+        if kind == "generate" and self._encoder is not None:
+            raise RequestError(
+                f"this model ({self._encoder}) is an encoder: its tokens see those after them too, "
+                "so it does not continue a text. It turns texts into vectors: use embed, encode, "
+                "score or rerank, and with a classification head classify"
+            )
         if kind == "generate" and not self._generates:
             raise RequestError(
                 "this checkpoint was trained to classify (...ForSequenceClassification) and has no "
@@ -268,7 +277,7 @@ class JobMaker:
                 cache_salt=prompt.cache_salt,
                 prompt_embeds=prompt.embeds,
                 kind=kind,
-                pooling=pooling,
+                pooling=_with_texts(pooling, prompt),
                 arrival_time=now,
                 resolved=_with_healing(resolved, prompt),
                 negative_prompt_token_ids=prompt.negative_token_ids,
@@ -370,6 +379,12 @@ def _with_stops(params: SamplingParams, prompt: Prompt) -> SamplingParams:
 
 def _with_healing(resolved: ResolvedParams, prompt: Prompt) -> ResolvedParams:
     return resolved if prompt.healing is None else replace(resolved, healing=prompt.healing)
+
+
+def _with_texts(pooling: Pooling | None, prompt: Prompt) -> Pooling | None:
+    if prompt.second_text is None:
+        return pooling
+    return (pooling or LAST_TOKEN)._replace(second_text=prompt.second_text)
 
 
 def _priorities(given: Any, count: int) -> list[int | None]:

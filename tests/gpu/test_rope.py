@@ -21,8 +21,9 @@ from sdk.kernels.gpu.rope import RopeAndCache, RopeAngles
 from sdk.kernels.head_norms import HeadNorms
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.kv_types import KV_TYPES
+from sdk.kernels.norm import Norm
 from sdk.kernels.reference.elementwise import Places as ReferencePlaces
-from sdk.kernels.reference.norm import RmsNorm
+from sdk.kernels.reference.norm import Normalize
 from sdk.kernels.reference.rope import (
     RopeAndCache as Reference,
     RopeAngles as ReferenceAngles,
@@ -75,7 +76,7 @@ def written(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("head_dim", "rotary", "heads", "kv_heads"),
-    [(64, 64, 4, 2), (80, 32, 3, 1), (96, 96, 9, 9), (256, 128, 2, 1)],
+    [(64, 64, 4, 2), (80, 32, 3, 1), (96, 96, 9, 9), (256, 128, 2, 1), (64, 0, 3, 1)],
 )
 def test_queries_turn_and_pages_hold_what_the_reference_writes(
     dtype: str, head_dim: int, rotary: int, heads: int, kv_heads: int
@@ -117,7 +118,7 @@ def test_heads_are_normalized_before_they_turn(dtype: str, head_dim: int, rotary
     fused = torch.randn(4, 3 + 2, head_dim, generator=random) * 5
     fused[2, 3] = 0.0
     weights = torch.rand(2, head_dim, generator=random) + 0.5
-    norms = HeadNorms(weights[0], weights[1], 1e-6)
+    norms = HeadNorms(Norm(weights[0], 1e-6), Norm(weights[1], 1e-6))
 
     def run(q: Tensor, k: Tensor, *others: Any) -> None:
         RopeAndCache().run(q, k, *others, norms)
@@ -125,7 +126,7 @@ def test_heads_are_normalized_before_they_turn(dtype: str, head_dim: int, rotary
     q, pages = written(run, fused, 3, 1, make_pages(1, head_dim, dtype), rotary)
     normal = fused.clone()
     for heads, weight in ((slice(0, 3), weights[0]), (slice(3, 4), weights[1])):
-        RmsNorm().run(fused[:, heads], weight, 1e-6, normal[:, heads])
+        Normalize().run(fused[:, heads], Norm(weight, 1e-6), normal[:, heads])
     q_wanted, wanted = written(
         Reference().run, normal, 3, 1, make_pages(1, head_dim, dtype), rotary
     )

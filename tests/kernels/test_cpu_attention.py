@@ -130,7 +130,7 @@ def make_step(
 def attend(kernel: Any, step: Step, **options: Any) -> Tensor:
     tokens, heads, head_dim = step.q.shape
     out = torch.full((tokens, heads * head_dim), float("nan"))
-    settings = {"window": None, "softcap": None, "sinks": None, **options}
+    settings = {"window": None, "softcap": None, "sinks": None, "slopes": None, **options}
     kernel.run(step.q, step.pages, step.batch, head_dim**-0.5, out=out, **settings)
     return out
 
@@ -149,15 +149,21 @@ def expected(step: Step, **options: Any) -> Tensor:
         k, v = (x[page, slot].repeat_interleave(group, 1) for x in (keys, values))
         for t in range(starts[r], starts[r + 1]):
             position = int(step.batch.positions[t])
-            low = max(0, position + 1 - (options.get("window") or context))
-            score = torch.einsum("hd,thd->ht", step.q[t].double(), k[low : position + 1])
+            reach = options.get("window") or context
+            low, end = max(0, position + 1 - reach), position + 1
+            if not options.get("causal", True):
+                end = min(position + reach, context)
+            score = torch.einsum("hd,thd->ht", step.q[t].double(), k[low:end])
             score = score * head_dim**-0.5
             if options.get("softcap"):
                 score = torch.tanh(score / options["softcap"]) * options["softcap"]
+            if options.get("slopes") is not None:
+                distance = -(torch.arange(low, end) - position).abs()
+                score = score + options["slopes"].double().unsqueeze(1) * distance
             if options.get("sinks") is not None:
                 score = torch.cat((score, options["sinks"].double().unsqueeze(1)), dim=1)
-            weight = score.softmax(dim=1)[:, : position + 1 - low]
-            out[t] = torch.einsum("ht,thd->hd", weight, v[low : position + 1])
+            weight = score.softmax(dim=1)[:, : end - low]
+            out[t] = torch.einsum("ht,thd->hd", weight, v[low:end])
     if step.pages.v_mixed:
         out = mixed(out)
     return out.view(tokens, -1)
@@ -166,7 +172,7 @@ def expected(step: Step, **options: Any) -> Tensor:
 MIXED = ((1, 1), (100, 1), (70, 70), (300, 17), (700, 1), (129, 64))
 
 
-@pytest.mark.quick_cases(17)
+@pytest.mark.quick_cases(21)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "page_size", "options"),
@@ -180,6 +186,11 @@ MIXED = ((1, 1), (100, 1), (70, 70), (300, 17), (700, 1), (129, 64))
         (14, 1, 40, 24, {"window": 70}),
         (2, 1, 80, 256, {"softcap": 5.0, "sinks": torch.tensor([1.0, -1.0])}),
         (5, 1, 16, 8, {"window": 130}),
+        (6, 3, 32, 16, {"causal": False}),
+        (4, 4, 48, 7, {"causal": False, "window": 65}),
+        (6, 3, 24, 16, {"slopes": torch.logspace(-8, 0, 6, base=2)}),
+        (4, 1, 16, 32, {"slopes": torch.logspace(-2, 1, 4, base=2), "window": 90, "softcap": 4.0}),
+        (3, 3, 32, 16, {"slopes": torch.logspace(-3, 0, 3, base=2), "causal": False}),
     ],
 )
 def test_attention_matches_float64(
@@ -241,7 +252,14 @@ def test_the_levels_agree(cases: Any, dtype: str, options: dict[str, Any]) -> No
 
 
 @pytest.mark.quick_cases(1)
-@pytest.mark.parametrize("options", [{}, {"window": 400, "sinks": torch.linspace(-1, 3, 6)}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"window": 400, "sinks": torch.linspace(-1, 3, 6)},
+        {"slopes": torch.logspace(-9, -1, 6, base=2)},
+    ],
+)
 def test_spreading_a_context_over_threads_does_not_change_a_bit(
     backend: CpuBackend, options: dict[str, Any]
 ) -> None:
@@ -258,6 +276,22 @@ def test_spreading_a_context_over_threads_does_not_change_a_bit(
         other.close()
 
 
+@pytest.mark.parametrize("options", [{}, {"window": 65}])
+def test_both_ways_the_batch_and_threads_do_not_change_a_bit(
+    backend: CpuBackend, options: dict[str, Any]
+) -> None:
+    """Neither do the other requests: each sees its own tokens only, in any order of the batch."""
+    (kernel,) = backend.implementations("attention")
+    whole = make_step([(300, 300)], 6, 2, 64, 16, "float32")
+    wanted = attend(kernel, whole, causal=False, **options)
+    for threads, others in ((1, [(33, 33)]), (2, [(1, 1), (400, 400)]), (3, [(90, 90)] * 20)):
+        other = open_backend("cpu", threads, backend.runtime.level)
+        (kernel,) = other.implementations("attention")
+        step = make_step([(300, 300), *others], 6, 2, 64, 8, "float32")
+        assert torch.equal(attend(kernel, step, causal=False, **options)[:300], wanted)
+        other.close()
+
+
 @pytest.mark.parametrize("dtype", ["int8", "fp8", "fp8_e5m2", "int4", "float16/int4"])
 @pytest.mark.parametrize("head_dim", [40, 64, 80])
 def test_levels_with_fused_multiply_add_agree_to_the_bit(dtype: str, head_dim: int) -> None:
@@ -266,7 +300,8 @@ def test_levels_with_fused_multiply_add_agree_to_the_bit(dtype: str, head_dim: i
     for level in levels():
         opened = open_backend("cpu", 2, level)
         (kernel,) = opened.implementations("attention")
-        found.append(attend(kernel, step, window=250, softcap=4.0))
+        slopes = torch.linspace(0.01, 0.3, 6)
+        found.append(attend(kernel, step, window=250, softcap=4.0, slopes=slopes))
         opened.close()
     assert all(torch.equal(x, found[-1]) for x in found[1:])
 
@@ -338,6 +373,8 @@ def test_attention_refuses_arguments_that_disagree(backend: CpuBackend) -> None:
     pages, v = step.pages, step.pages.v
     with pytest.raises(KernelError, match=r"expected sinks \[4\], found \[3\]"):
         attend(kernel, step, sinks=torch.zeros(3))
+    with pytest.raises(KernelError, match=r"expected slopes \[4\], found \[5\]"):
+        attend(kernel, step, slopes=torch.zeros(5))
     with pytest.raises(KernelError, match="expected a window of at least 1, found 0"):
         attend(kernel, step, window=0)
     with pytest.raises(KernelError, match=r"expected int32 index tensors, found torch\.int64"):

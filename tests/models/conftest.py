@@ -7,6 +7,7 @@ tokens, a step is ``{request: number of tokens}``.
 
 from __future__ import annotations
 
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -23,6 +24,8 @@ from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.kv_types import KV_TYPES
 from sdk.kernels.layouts import Dense
 from sdk.kernels.ops import Ops
+from sdk.loaders.hf_folder import HfFolder
+from sdk.models.architecture import architecture
 from sdk.models.auto import build_model
 from sdk.models.decoder import CausalLM
 from sdk.models.parallel import Mesh
@@ -113,7 +116,26 @@ def checkpoint_of(model: Any) -> DictCheckpoint:
     tensors = {n: t for name, own in state.items() for n, t in _by_expert(kind, name, own)}
     if model.config.tie_word_embeddings:
         tensors.pop("lm_head.weight", None)
+    own = architecture(kind)
+    if own is not None and own.tensors.names:
+        tensors = _as_ours(model)
     return DictCheckpoint(model.config.to_dict(), tensors)
+
+
+def _as_ours(model: Any) -> dict[str, Tensor]:
+    """The tensors of a model whose files do not have a Llama's names, as a folder reads them."""
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        checkpoint = HfFolder(Path(folder))
+        found = {}
+        for entry in checkpoint.entries():
+            if len(entry.shape) == 2:
+                weight = checkpoint.weight(entry.name.removesuffix(".weight"))
+                found[entry.name] = weight.dequantize()
+            else:
+                found[entry.name] = checkpoint.tensor(entry.name)
+        checkpoint.close()
+    return found
 
 
 def _by_expert(model_type: str, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -143,6 +165,13 @@ def expected_logits(model: Any, ids: Sequence[int]) -> Tensor:
         return model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0].float()
 
 
+def expected_states(model: Any, ids: Sequence[int]) -> Tensor:
+    """transformers' last hidden states, float32 ``[T, hidden]``; ``model`` may have a head."""
+    with torch.no_grad():
+        body = getattr(model, "model", model)
+        return body(input_ids=torch.tensor([list(ids)])).last_hidden_state[0].float()
+
+
 def prompt(length: int, seed: int) -> list[int]:
     """Random token ids, none of them special."""
     generator = torch.Generator().manual_seed(seed)
@@ -165,14 +194,15 @@ class Paged:
                 KV_TYPES["float32"],
                 KV_TYPES["float32"],
             )
-            for _ in range(c.num_layers)
+            for _ in range(c.num_layers if c.causal else 1)
         ]
         self.free = torch.randperm(pages, generator=generator).tolist()
         self.tables: dict[str, list[int]] = {}
         self.done: dict[str, int] = {}
 
     def step(self, work: Mapping[str, Sequence[int] | Tensor]) -> dict[str, Tensor]:
-        """Run the given next tokens of each request in one batch; logits ``[n, vocab]``.
+        """Run the given next tokens of each request in one batch; logits ``[n, vocab]``, or hidden
+        states ``[n, hidden]`` of a model that is not causal.
 
         A tensor ``[n, hidden]`` stands for tokens given as embeddings.
         """
@@ -200,11 +230,14 @@ class Paged:
             page_size=PAGE_SIZE,
             max_query_len=max(counts),
             max_context_len=max(lengths),
+            token_types=torch.zeros(sum(counts), dtype=torch.int64),
         )
         flat = torch.cat([torch.as_tensor(ids) for ids in work.values()])
         with torch.no_grad():
-            logits = self.model.logits(self.model(flat, batch, self.kv))
-        return dict(zip(work, logits.split(counts), strict=True))
+            found = self.model(flat, batch, self.kv)
+            if self.model.config.causal:
+                found = self.model.logits(found)
+        return dict(zip(work, found.split(counts), strict=True))
 
     def run(self, name: str, ids: Sequence[int], splits: Sequence[int] = ()) -> Tensor:
         """All of ``ids``, cut before the given positions: logits ``[len(ids), vocab]``."""

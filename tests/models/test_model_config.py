@@ -215,9 +215,13 @@ def test_biases_follow_the_config() -> None:
             {"model_type": "mistral", "layer_types": ["full_attention"] * 4, "sliding_window": 9},
             r"layer_types\[0\]: found 'full_attention', .* expected sliding_attention",
         ),
-        ({"is_causal": False}, "is_causal: expected True, found False: its tokens attend in both"),
+        ({"is_causal": "no"}, "is_causal: expected true or false, found 'no'"),
         (
-            {"model_type": "gemma3_text", "use_bidirectional_attention": True},
+            {"model_type": "gemma3_text", "use_bidirectional_attention": "both"},
+            "use_bidirectional_attention: expected true or false, found 'both'",
+        ),
+        (
+            {"use_bidirectional_attention": True},
             "use_bidirectional_attention: expected False, found True",
         ),
         ({"per_layer_config": {"0": {}}}, "per_layer_config: expected None, found {'0': {}}"),

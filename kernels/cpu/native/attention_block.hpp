@@ -42,8 +42,9 @@ INLINE int part_end(const BlockSide& side, int d, int width) {
 INLINE void visible(const Item& item, int64_t begin, int i, int* lo, int* hi) {
     const int64_t position = item.position + i / item.group - begin;
     const int64_t from = item.a->window ? position - item.a->window + 1 : 0;
+    const int64_t end = keys_end(item, position + begin) - begin;
     *lo = from < 0 ? 0 : from > kBlockKeys ? (int)kBlockKeys : (int)from;
-    *hi = position < 0 ? 0 : position >= kBlockKeys ? (int)kBlockKeys : (int)position + 1;
+    *hi = end < 0 ? 0 : end > kBlockKeys ? (int)kBlockKeys : (int)end;
 }
 
 // Points to keys and values first..count of the key block at `begin` in their pages. Vectors after the

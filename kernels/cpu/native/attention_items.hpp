@@ -36,6 +36,7 @@ struct Item {
     int head, group, rows;
     int64_t token;           // the item's first row of q and out
     int64_t position;        // of that token in its request
+    int64_t context;         // tokens of the request
     int64_t padded, record;  // floats of a head and of a record
     float *keys, *values;    // [head_dim][128], [128][padded]: converted copies
     float *key_scale, *key_zero, *value_scale, *value_zero;  // [groups][128]
@@ -63,6 +64,13 @@ INLINE bool reads_pages(const Item& item, const PageLevel& from) {
                                       (from.keys.type == kF32 && from.values.type == kF32));
 }
 
+// The end of the keys that the token at `position` sees.
+INLINE int64_t keys_end(const Item& item, int64_t position) {
+    if (!item.a->both_ways) return position + 1;
+    const int64_t window = item.a->window;
+    return window && window < item.context - position ? position + window : item.context;
+}
+
 // Tokens t_begin..t_end of request r under one key head.
 static Item make_item(const AttentionArgs* a, int r, int head, int64_t t_begin, int64_t t_end,
                       uint8_t* scratch) {
@@ -73,7 +81,8 @@ static Item make_item(const AttentionArgs* a, int r, int head, int64_t t_begin, 
     item.group = a->heads / a->kv_heads;
     item.rows = (int)(t_end - t_begin) * item.group;
     item.token = a->query_start[r] + t_begin;
-    item.position = a->context_len[r] - (a->query_start[r + 1] - item.token);
+    item.context = a->context_len[r];
+    item.position = item.context - (a->query_start[r + 1] - item.token);
     item.padded = padded_dim(a);
     item.record = item.padded + kPartExtra;
     item.keys = (float*)scratch;
@@ -129,8 +138,8 @@ static Stretch stretch_at(const AttentionArgs* a, int r, const RequestPlan& s, i
         to.begin = (lowest > 0 ? lowest : 0) / kBlockKeys * kBlockKeys;
         to.end = INT64_MAX;
     }
-    const int64_t known = to.item.position + to.item.rows / to.item.group;
-    to.end = to.end < known ? to.end : known;
+    const int64_t seen = keys_end(to.item, to.item.position + to.item.rows / to.item.group - 1);
+    to.end = to.end < seen ? to.end : seen;
     return to;
 }
 

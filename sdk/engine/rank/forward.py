@@ -91,8 +91,8 @@ class ForwardPasses:
 
     def logits(self, hidden: Tensor, outputs: int) -> Tensor:
         """Logits of the first ``outputs`` output rows; draws tokens with the inputs' draws. None in
-        a stage without a head."""
-        if not outputs or not self._mesh.is_last:
+        a stage or a model without a head."""
+        if not outputs or not self._mesh.is_last or not self._model.config.causal:
             return hidden[:0]
         logits = self._head(hidden, outputs)
         if self._mesh.samples:
@@ -159,17 +159,18 @@ class ForwardPasses:
         most, outputs = len(inputs.token_ids), len(inputs.output_rows)
         longest = inputs.attention_batch.max_context_len
         inputs.clear()
+        samples = self._mesh.samples and self._model.config.causal
         steps = [(tokens, longest) for tokens in powers_of_two(most)]
         steps += [(min(most, 2), context) for context in powers_of_two(longest)]
         with torch.inference_mode():
             for tokens, context in steps:
                 hidden = self.hidden(inputs.empty_batch(tokens, context))
                 logits = self.logits(hidden, 0)
-                if self._mesh.is_last:
+                if self._mesh.is_last and self._model.config.causal:
                     logits = self._head(hidden, min(tokens, outputs))
-                if self._mesh.samples:
+                if samples:
                     self.draw(logits, shaped=False)
-        if self._mesh.samples:
+        if samples:
             self.ops.sampling.warm_up(logits)
 
     def decode(self, size: int, shared: bool, hidden: Tensor, logits: Tensor) -> Tensor:

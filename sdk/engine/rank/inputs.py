@@ -33,7 +33,8 @@ class StepInputs:
     If a request has the same row as in the step before, only its new pages are written.
     ``max_requests`` and ``max_outputs``: the most rows and output rows of a step. ``find_shared``:
     look for pages that all requests begin with (``AttentionBatch.shared_len``). ``work``: the shape
-    of ``AttentionBatch.work``. ``shift``: token i + ``shift`` is at position i.
+    of ``AttentionBatch.work``. ``shift``: token i + ``shift`` is at position i. ``token_types``:
+    the model reads ``AttentionBatch.token_types``.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class StepInputs:
         find_shared: bool = False,
         work: WorkShape | None = None,
         shift: int = 0,
+        token_types: bool = False,
     ) -> None:
         #: Whether steps may be launched with ``AttentionBatch.shared_len``.
         self.finds_shared = find_shared
@@ -65,13 +67,14 @@ class StepInputs:
             (np.float64, (max_outputs, 8)),  # _DRAWS
             (np.int32, (max_tokens,)),
             (np.int32, (max_outputs,)),
+            (np.int64, (max_tokens if token_types else 1,)),
         )
-        *arrays, self._adapters, self._output_adapters = self._buffers.arrays
+        *arrays, self._adapters, self._output_adapters, self._types = self._buffers.arrays
         self._tokens, self._output_rows, self._starts, self._lengths, self._shared, draws = arrays
         self._adapters[:] = self._output_adapters[:] = -1
         #: ``output_rows``: rows of hidden states that get logits. ``draws``: the bytes of a DRAW
         #: for each. ``adapters``, ``output_adapters``: adapter slots of tokens and of output rows.
-        *tensors, self.adapters, self.output_adapters = self._buffers.tensors
+        *tensors, self.adapters, self.output_adapters, types = self._buffers.tensors
         self.token_ids, self.output_rows, starts, lengths, self._shared_len, self.draws = tensors
         self._adapted = False  # whether the buffers contain an adapter slot
         #: For each row of the page table: its request, and how many of its pages are written.
@@ -100,6 +103,7 @@ class StepInputs:
             if work is None
             else torch.zeros(work.rows, work.width, dtype=torch.int32, device=device),
             splits=0 if work is None else work.splits,
+            token_types=types if token_types else None,
         )
 
     def fill(self, batch: StepBatch) -> int:
@@ -121,6 +125,10 @@ class StepInputs:
                 self._tokens[known:end] = row.drafts
             self._starts[index + 1] = end
             self._lengths[index] = first + count
+            if self.attention_batch.token_types is not None:
+                self._types[begin:end] = 0
+                if (second := request.start.pooling.second_text) is not None:
+                    self._types[begin + max(second - first, 0) : end] = 1
             self.write_pages(index, request)
         self._output_rows[: len(batch.output_rows)] = batch.output_rows
         if self._adapted or any(row.adapter >= 0 for row in batch.rows):
@@ -222,6 +230,7 @@ class StepInputs:
             context_len=whole.context_len[:requests],
             page_table=whole.page_table[:requests, :pages],
             slots=whole.slots[:tokens],
+            token_types=_first(whole.token_types, tokens),
             max_query_len=longest,
             max_context_len=int(lengths.max()),
             shared_len=self._shared_len if shared else None,
@@ -278,6 +287,7 @@ class StepInputs:
             context_len=whole.context_len[:2],
             page_table=whole.page_table[:2],
             slots=whole.slots[:tokens],
+            token_types=_first(whole.token_types, tokens),
             max_query_len=tokens,
             max_context_len=context,
         )
@@ -292,6 +302,7 @@ class StepInputs:
             context_len=whole.context_len[:size],
             page_table=whole.page_table[:size],
             slots=whole.slots[:size],
+            token_types=_first(whole.token_types, size),
             max_query_len=1,
             shared_len=self._shared_len if shared else None,
         )
@@ -302,7 +313,12 @@ class StepInputs:
         It is not narrowed to the requests of a step.
         """
         whole = self.attention_batch
-        return replace(whole, positions=whole.positions[:size], slots=whole.slots[:size])
+        return replace(
+            whole,
+            positions=whole.positions[:size],
+            slots=whole.slots[:size],
+            token_types=_first(whole.token_types, size),
+        )
 
     def _shared_tokens(self, requests: int) -> int:
         """Tokens that all requests share in the same pages; 0 if a separate pass does not pay."""
@@ -314,3 +330,7 @@ class StepInputs:
         apart = np.flatnonzero((table != table[0]).any(axis=0))
         tokens = (int(apart[0]) if len(apart) else most) * size
         return tokens if tokens >= _SHARED_TOKENS else 0
+
+
+def _first(x: Tensor | None, count: int) -> Tensor | None:
+    return None if x is None else x[:count]

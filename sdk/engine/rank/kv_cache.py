@@ -30,6 +30,9 @@ _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" e
 def kv_spec(config: ModelConfig, kv_heads: int, page_size: int, dtype: str) -> KVSpec:
     """The KV cache of a model for ``kv_heads`` of its heads: those of one rank or of all ranks.
 
+    The layers of a model that is not causal share the pages of one: keys and values are read in the
+    step that writes them, because a text runs in one step.
+
     :raises RequestError: a layer to skip does not exist in the model.
     """
     skipped = () if ">" in dtype else KVTypes.parse(dtype).skip_layers
@@ -39,7 +42,7 @@ def kv_spec(config: ModelConfig, kv_heads: int, page_size: int, dtype: str) -> K
                 f"kv_cache_dtype: {dtype!r} skips layer {layer} of {config.num_layers}"
             )
     return KVSpec(
-        num_layers=config.num_layers,
+        num_layers=config.num_layers if config.causal else 1,
         kv_heads=kv_heads,
         head_dim=config.head_dim,
         page_size=page_size,
@@ -51,8 +54,9 @@ def cache_of_rank(config: RunnerConfig, model: ModelConfig, mesh: Mesh, ops: Ops
     """The cache of one rank, empty."""
     heads = mesh.heads(model.num_heads, model.num_kv_heads)
     layers = config.layers_of(mesh.stage) or range(model.num_layers)
+    spec = kv_spec(model, heads.kv_count, config.page_size, config.kv_dtype)
     return KVCache(
-        kv_spec(model, heads.kv_count, config.page_size, config.kv_dtype).of_layers(layers),
+        spec.of_layers(layers) if model.causal else spec,
         config.num_pages,
         ops.device,
         keys_transposed=ops.keys_transposed,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sdk.engine.plan import Pooled, Pooling
 from sdk.kernels.lazy_torch import Tensor, torch
@@ -32,7 +33,7 @@ class Pooler:
     def __init__(self, pooling: Pooling) -> None:
         self._pooling = pooling
         self._kept: list[Tensor] = []  # copies: the next step overwrites hidden states
-        self._sum: Tensor | None = None
+        self._sum: NDArray[np.float64] | None = None
         self._count = 0
 
     def add(self, rows: Tensor) -> None:
@@ -48,18 +49,22 @@ class Pooler:
             self._kept = [rows[-1:].clone() if mode == "last" else rows[:1].clone()]
 
     def _add_to_sum(self, rows: Tensor) -> None:
-        # In float64, and one by one: another order of the additions would give other bits.
-        total = self._sum
-        if total is None:
-            total = self._sum = rows.new_zeros(rows.shape[1], dtype=torch.float64)
-        for row in rows:
-            self._count += 1
-            total += row * self._count if self._pooling.mode == "weightedmean" else row
+        # In float64, and one after another: another order of the additions would give other bits.
+        # numpy adds the rows of a matrix in their order.
+        values = rows.cpu().numpy().astype(np.float64)
+        first = self._count + 1
+        self._count += len(values)
+        if self._pooling.mode == "weightedmean":
+            values *= np.arange(first, self._count + 1, dtype=np.float64)[:, None]
+        if self._sum is not None:
+            values = np.concatenate([self._sum[None], values])
+        self._sum = np.add.reduce(values, axis=0)
 
     def result(self) -> Tensor:
         """The pooled vector float32 ``[hidden]``; all rows ``[tokens, hidden]`` for "token"."""
         if self._sum is not None:
-            found = (self._sum / _SUMS[self._pooling.mode](self._count)).float()
+            mean = self._sum / _SUMS[self._pooling.mode](self._count)
+            found = torch.from_numpy(mean.astype(np.float32))
         else:
             found = torch.cat(self._kept)
             if self._pooling.mode != "token":

@@ -101,6 +101,7 @@ class ModelRunner:
             self.ops.device,
             find_shared=self.ops.shares_keys,
             work=self.ops.work_shape(config.max_num_seqs, heads, spec.kv_heads, spec.head_dim),
+            token_types=facts.token_types > 0,
         )
         mesh.reserve(4 * config.max_num_batched_tokens * facts.hidden_size)
         self._passes = ForwardPasses(self.model, self.kv, self._inputs, self.ops, mesh)
