@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 from sdk.models.sliding import SlidingRule, no_layer
 
 if TYPE_CHECKING:
-    from sdk.kernels.mlp_activations import Activation
+    from sdk.kernels.head_norms import QueryScale
+    from sdk.kernels.mlp_activations import Activation, GateKind
     from sdk.models.config_fields import Fields
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -77,6 +78,8 @@ class ConfigRules(NamedTuple):
     ``fixed``: keys that are supported with this value alone.
     ``activation``: reads the activation; ``None`` for the name in ``hidden_act``.
     ``embedding_scale``: the factor of embeddings by hidden size, where the config has none.
+    ``rotation(parameters, head_dim)``: the parameters of a rotary embedding as other models have
+    them. ``query_scale``: reads the scale of queries by their positions, if there is one.
     ``biases``: the projections with biases; ``None``: ``attention_bias`` says it of all four of
     attention, ``mlp_bias`` of the MLP's.
     ``causal``: see :class:`sdk.models.config.ModelConfig`; a config may still say otherwise.
@@ -100,6 +103,8 @@ class ConfigRules(NamedTuple):
     embedding_scale: Callable[[int], float] | None = None
     biases: Callable[[Fields], Biases] | None = None
     causal: bool = True
+    rotation: Callable[[Mapping[str, Any], int], Mapping[str, Any]] | None = None
+    query_scale: Callable[[Fields], QueryScale | None] | None = None
     norm_eps: str | float = RMS_NORM_EPS
     names: Mapping[str, str] = NOTHING
     derived: Callable[[dict[str, Any]], None] | None = None
@@ -145,32 +150,52 @@ class NormKind(NamedTuple):
 LAYER_NORM = NormKind(centred=True, bias=True)
 
 
+class OutputGate(NamedTuple):
+    """A gate on what attention adds: ``y * kind(projection(x))``, before the output projection.
+
+    ``projection``: its name beside the others. ``per_head``: it has one number for each head, else
+    one for each feature. ``kind``: ``sigmoid`` or ``softplus``.
+    """
+
+    projection: str = "gate_proj"
+    kind: GateKind = "sigmoid"
+    per_head: bool = False
+
+
 class LayerRules(NamedTuple):
     """What a decoder layer computes, as far as all layers of a model do the same.
 
     ``norms``: see :class:`Norms`.
-    ``qk_norm``: an RMSNorm of queries and keys before the rotation: over each head, or over the
-    whole width of all heads.
+    ``qk_norm``: an RMSNorm of queries and keys before the rotation: over each head, with a weight
+    or without one (``unweighted``), or over the whole width of all heads.
     ``adjacent_pairs``: dimensions 2i and 2i + 1 of a head turn together, as stored; of other models
     i and i + d / 2 do.
     ``sinks``: every head has an attention sink.
     ``router``: the name of the router of experts, beside them.
     ``norm``: what all norms compute.
+    ``norm_after_rotation``: the norms of heads come after the rotation.
+    ``v_norm``: values have an RMSNorm without a weight over each head.
+    ``output_gate``: see :class:`OutputGate`.
     ``parallel_norms``: the norms where blocks are parallel (``ConfigRules.parallel_blocks``).
     ``gated``: the MLP has a gate beside its first projection.
     ``post_norm``: the norm after a block is of the sum of its output and what it read, and the next
     block reads that norm alone (BERT). Then there are no other norms, and none after the layers.
+    ``first_norm``: the first layer has a norm before attention, too.
     """
 
     norms: Norms = Norms()
-    qk_norm: Literal["head", "width"] | None = None
+    qk_norm: Literal["head", "unweighted", "width"] | None = None
     adjacent_pairs: bool = False
     sinks: bool = False
     router: str = "gate"
     norm: NormKind = NormKind()
+    norm_after_rotation: bool = False
+    v_norm: bool = False
+    output_gate: OutputGate | None = None
     parallel_norms: Norms = ONE_NORM
     gated: bool = True
     post_norm: bool = False
+    first_norm: bool = True
 
     def norms_of(self, parallel: bool) -> Norms:
         """The norms of a layer whose blocks are parallel, or come one after the other."""
@@ -251,6 +276,8 @@ class GgufRules(NamedTuple):
     ``slides``: sliding layers have the scaling of the others ("scaled") or none ("plain"), and the
     base ``rope.freq_base_swa`` if a file has it. ``None``: there are none, or ``read`` does it.
     ``interleaved_qk``: rows of q and k are interleaved so that rotary pairs are adjacent.
+    ``yarn_log_multiplier``: llama.cpp reads ``rope.scaling.yarn_log_multiplier`` for this model, as
+    ``mscale_all_dim`` of a config whose ``mscale`` is 1.
     """
 
     name: str
@@ -262,6 +289,7 @@ class GgufRules(NamedTuple):
     keys: tuple[str, ...] = ()
     slides: Literal["scaled", "plain"] | None = None
     interleaved_qk: bool = False
+    yarn_log_multiplier: bool = False
 
 
 class Architecture(NamedTuple):

@@ -6,6 +6,7 @@ torch is imported for type checkers only: see :mod:`sdk.models.architecture`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from sdk.kernels.head_norms import HeadNorms
@@ -47,16 +48,22 @@ class Attention:
         self.window, self.causal = c.sliding_windows[index], c.causal
         self.rope = c.rope_of_layer[index]
         d = c.head_dim
+        self.query_scale = c.query_scale
+        self.gate = gate = rules.output_gate
         keys = (c.num_kv_heads * d, heads.kv_start * d, heads.kv_count * d)
         parts = [
             ("q_proj", c.num_heads * d, heads.start * d, heads.count * d),
             ("k_proj", *keys),
             ("v_proj", *keys),
         ]
+        if gate is not None:  # of the same input: a part of the same product
+            width = 1 if gate.per_head else d
+            sizes = (c.num_heads * width, heads.start * width, heads.count * width)
+            parts.append((gate.projection, *sizes))
         head = order = None
         if rules.adjacent_pairs and c.ropes[self.rope].rotates:
             head = _halves_of_pairs(d, c.ropes[self.rope].rotary_dim)
-            order = _of_heads(head, self.heads + self.kv_heads, self.heads + 2 * self.kv_heads)
+            order = _of_heads(head, self.heads + self.kv_heads, sum(count for *_, count in parts))
         self.qkv = self.projection(source, path, parts, order)
         self.out = source.row(
             f"{path}.o_proj",
@@ -67,13 +74,10 @@ class Attention:
         )
         self.norms: HeadNorms | None = None
         self.width_norms: WidthNorms | None = None
-        if rules.qk_norm == "head":
-            q_norm, k_norm = (source.norm(f"{path}.{x}_norm", d) for x in "qk")
-            if head is not None:
-                q_norm, k_norm = _ordered(q_norm, head), _ordered(k_norm, head)
-            self.norms = HeadNorms(q_norm, k_norm)
-        elif rules.qk_norm == "width":
+        if rules.qk_norm == "width":
             self.width_norms = WidthNorms(source, path)
+        elif rules.qk_norm is not None:
+            self.norms = _head_norms(source, path, rules, head)
         self.sinks: Tensor | None = None
         if rules.sinks:
             sinks = source.vector(f"{path}.sinks", c.num_heads)
@@ -104,13 +108,17 @@ class Attention:
         return self.attend(self.qkv(x), step, pages)
 
     def attend(self, qkv: Tensor, step: Step, pages: KVPages) -> Tensor:
-        """Attention of the projected ``[T, features of q, k and v]``."""
-        heads = qkv.view(qkv.shape[0], -1, self.head_dim)
-        q, k, v = heads.split_with_sizes([self.heads, self.kv_heads, self.kv_heads], dim=1)
+        """Attention of the projected ``[T, features of q, k, v and the gate]``."""
+        counts = [self.heads, self.kv_heads, self.kv_heads]
+        width = sum(counts) * self.head_dim
+        heads = qkv[:, :width].view(qkv.shape[0], -1, self.head_dim)
+        q, k, v = heads.split_with_sizes(counts, dim=1)
         if self.width_norms is not None:
             q, k = self.width_norms(q, k)
         cos, sin = step.angles[self.rope]
-        q = self.ops.rope_and_cache(q, k, v, cos, sin, step.batch, pages, self.norms)
+        q = self.ops.rope_and_cache(
+            q, k, v, cos, sin, step.batch, pages, self.norms, self.query_scale
+        )
         y = self.ops.attention(
             q,
             pages,
@@ -122,6 +130,8 @@ class Attention:
             slopes=self.slopes,
             causal=self.causal,
         )
+        if self.gate is not None:
+            y = self.ops.gate(y, qkv[:, width:], self.gate.kind)
         return self.out(y)
 
 
@@ -139,8 +149,8 @@ class WidthNorms:
         self.kv_copies = heads.kv_copies
         q_norm = source.norm(f"{path}.q_norm", self.q_width)
         k_norm = source.norm(f"{path}.k_norm", self.k_width)
-        self.q_norm = _heads_of(q_norm, c.head_dim, heads.start, heads.count)
-        self.k_norm = _heads_of(k_norm, c.head_dim, heads.kv_start, heads.kv_count)
+        self.q_norm = _part_of(q_norm, c.head_dim, heads.start, heads.count)
+        self.k_norm = _part_of(k_norm, c.head_dim, heads.kv_start, heads.kv_count)
 
     def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Of q ``[T, heads, head_dim]`` and k ``[T, kv_heads, head_dim]``."""
@@ -159,18 +169,27 @@ class WidthNorms:
         return wide_q.view(q.shape), wide_k.view(k.shape)
 
 
-def _heads_of(norm: Norm, head_dim: int, start: int, count: int) -> Norm:
+def _head_norms(source: Source, path: str, rules: LayerRules, order: Tensor | None) -> HeadNorms:
+    """The norms of each head. ``order``: of the features of queries and keys.
+
+    What has no weight gets one of ones, with which the rotation's kernel takes it. A GGUF file may
+    have weights where the model has none: its converter writes factors there.
+    """
+    width, eps = source.config.head_dim, source.config.norm_eps
+    plain = Norm(torch.ones(width, device=source.ops.device), eps)
+    q = k = plain
+    if rules.qk_norm == "head" or source.has(f"{path}.q_norm.weight"):
+        q, k = (source.norm(f"{path}.{name}_norm", width) for name in "qk")
+    if order is not None and q.weight is not None and k.weight is not None:
+        q, k = replace(q, weight=q.weight[order]), replace(k, weight=k.weight[order])
+    return HeadNorms(q, k, plain if rules.v_norm else None, rules.norm_after_rotation)
+
+
+def _part_of(norm: Norm, head_dim: int, start: int, count: int) -> Norm:
     """What a rank has of an RMSNorm over the width of all heads."""
     assert norm.weight is not None
     own = norm.weight.view(-1, head_dim)[start : start + count].flatten()
     return Norm(own, norm.eps)
-
-
-def _ordered(norm: Norm, head: Tensor) -> Norm:
-    """The norm of a head whose features are in the order ``head``."""
-    weight = None if norm.weight is None else norm.weight[..., head]
-    bias = None if norm.bias is None else norm.bias[..., head]
-    return Norm(weight, norm.eps, bias, norm.centred)
 
 
 def _halves_of_pairs(head_dim: int, rotary: int) -> Tensor:
@@ -180,8 +199,8 @@ def _halves_of_pairs(head_dim: int, rotary: int) -> Tensor:
     return torch.cat([torch.arange(0, rotary, 2), torch.arange(1, rotary, 2), rest])
 
 
-def _of_heads(head: Tensor, count: int, total: int) -> Tensor:
-    """Features of ``total`` heads, int64: of the first ``count`` in the order ``head``."""
+def _of_heads(head: Tensor, count: int, features: int) -> Tensor:
+    """The order of ``features``, int64: of the first ``count`` heads that of ``head``."""
     width = len(head)
     first = (torch.arange(count)[:, None] * width + head).flatten()
-    return torch.cat([first, torch.arange(count * width, total * width)])
+    return torch.cat([first, torch.arange(count * width, features)])

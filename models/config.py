@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sdk.kernels.dataclass import dataclass
+from sdk.kernels.head_norms import QueryScale
 from sdk.kernels.mlp_activations import Activation
 from sdk.models.architecture import (
     Alibi,
@@ -64,6 +65,7 @@ class ModelConfig:
     ``attention_bias``: of q, k and v; ``output_bias``: of the projection after attention.
     ``causal``: a token sees none after it. The tokens of other models (encoders) see as many after
     as before them; such a model has no head and does not continue a text.
+    ``query_scale``: of queries by their positions.
     ``parallel_blocks``: attention and MLP of a layer read the same sum.
     ``first_position``: the row of position 0 in the table of learned positions; ``None``: there is
     none. ``token_types``: rows of the table of token types; 0: there is none.
@@ -97,6 +99,7 @@ class ModelConfig:
     experts: ExpertSpec | None = None
     causal: bool = True
     alibi: Alibi | None = None
+    query_scale: QueryScale | None = None
     parallel_blocks: bool = False
     first_position: int | None = None
     token_types: int = 0
@@ -138,7 +141,7 @@ class ModelConfig:
         causal = rules.causal and _causal(fields)
         windows = _windows(config, fields, known, layers)
         unrotated = rules.unrotated and rules.unrotated(fields, windows)
-        ropes, rope_of_layer = ropes_of_layers(fields, head_dim, windows, unrotated)
+        ropes, rope_of_layer = ropes_of_layers(fields, head_dim, windows, unrotated, rules.rotation)
         embedding_scale = 1.0 if rules.embedding_scale is None else rules.embedding_scale(hidden)
         return cls(
             model_type=model_type if known is None else known.model_type,
@@ -169,6 +172,7 @@ class ModelConfig:
             experts=_experts(fields, rules, layers),
             causal=causal,
             alibi=None if rules.alibi is None else rules.alibi(fields),
+            query_scale=None if rules.query_scale is None else rules.query_scale(fields),
             parallel_blocks=bool(rules.parallel_blocks and rules.parallel_blocks(fields)),
             first_position=first,
             token_types=fields.count("type_vocab_size", MAX_WIDTH) if embedding.types else 0,

@@ -95,6 +95,8 @@ class Layer:
         self.multiplier = c.residual_scale
         self.parallel, self.post_norm = c.parallel_blocks, rules.post_norm
         names = rules.norms_of(self.parallel)
+        if not index and not rules.first_norm:
+            names = names._replace(before_attention=None)
         norms = [None if name is None else source.norm(f"{path}.{name}") for name in names]
         self.before_attention, self.after_attention, self.before_mlp, self.after_mlp = norms
         self.attention = Attention(source, f"{path}.self_attn", index, rules)

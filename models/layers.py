@@ -9,7 +9,7 @@ model loads.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.mlp_activations import Activation
@@ -21,6 +21,7 @@ from sdk.models.architecture import NormKind, architecture
 from sdk.models.config import ModelConfig
 from sdk.models.expert_parallel import ExpertShare
 from sdk.models.parallel import Mesh
+from sdk.models.parts import Adapters, Part, joined_parts, whole
 from sdk.models.rope import Rope, RopeSpec
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.errors import AlignmentError, CheckpointError
@@ -33,45 +34,10 @@ ROOTS = (
     ("language_model.model.", "language_model."),
     ("model.language_model.", ""),
 )
-
-
 #: Activation bits of the projections that matter most per multiplication. Quantizing activations to
 #: 8 bits moves SmolLM2's logits by 0.034 of their norm, 0.020 of it through q, k and v (an eighth
 #: of the work of a layer), 0.018 through the head, which runs for sampled tokens only.
 ACCURATE = 16
-
-
-class Adapters(Protocol):
-    """Low-rank adapters (Hu et al. 2021, arXiv 2106.09685) of one projection or embedding."""
-
-    def add(self, x: Tensor, y: Tensor, slots: Tensor) -> None:
-        """Add the output of adapter ``slots[t]`` for ``x[t]`` to ``y[t]`` (``y [T, out]``).
-
-        ``slots``: int32, -1 for no adapter. x of an embedding: token ids.
-        """
-
-
-class Part(NamedTuple):
-    """What a projection has of one matrix ``[out, in]`` of a checkpoint, under the path of that.
-
-    ``rows``: this rank's ranges ``(start, count)`` of the matrix's output features. Together they
-    are the projection's output features from ``first`` on. ``columns``: its range of the input
-    features. A matrix that a model joins with others may be named alone (``q_proj``) or as a part
-    of the joined one (``qkv_proj``), so parts may overlap. ``order``, int64: feature i of the part
-    is that of row ``order[i]`` of these ranges; ``None``: of row i.
-    """
-
-    path: str
-    shape: tuple[int, int]
-    first: int
-    rows: tuple[tuple[int, int], ...]
-    columns: tuple[int, int]
-    order: Tensor | None = None
-
-
-def whole(path: str, shape: tuple[int, int]) -> Part:
-    """All of a matrix."""
-    return Part(path, shape, 0, ((0, shape[0]),), (0, shape[1]))
 
 
 class Projection:
@@ -323,6 +289,10 @@ class Source:
                 f"{self._name(path)}, tensor parallel size {self.mesh.size}: {error}"
             ) from error
 
+    def has(self, path: str) -> bool:
+        """Whether the checkpoint has a tensor or a matrix."""
+        return self.checkpoint.has(self._name(path))
+
     def vector(self, path: str, size: int) -> Tensor:
         """A plain tensor ``[size]``, float32."""
         found = self._shared.vectors.get(path)
@@ -412,7 +382,7 @@ class Source:
         return self._bound(
             whole,
             pull,
-            _joined_parts(path, whole, parts, hidden, order),
+            joined_parts(path, whole, parts, hidden, order),
             narrow=True,
             activation_bits=ACCURATE if accurate else 8,
         )
@@ -626,26 +596,3 @@ class Source:
             return Matrix(self._cut(path, weight, "out", *self._tokens), None)
 
         return self._matrix(path, pull, ACCURATE).weight
-
-
-def _joined_parts(
-    path: str,
-    fused: str,
-    parts: Sequence[tuple[str, int, int, int]],
-    inputs: int,
-    order: Tensor | None = None,
-) -> list[Part]:
-    """The parts of :meth:`Source.columns`: each under its own name, and all as one, ``fused``."""
-    found: list[Part] = []
-    joined: list[tuple[int, int]] = []
-    first = offset = 0
-    for name, size, start, count in parts:
-        own = None if order is None else order[first : first + count] - first
-        found.append(
-            Part(f"{path}.{name}", (size, inputs), first, ((start, count),), (0, inputs), own)
-        )
-        joined.append((offset + start, count))
-        first += count
-        offset += size
-    all_parts = Part(fused, (offset, inputs), 0, tuple(joined), (0, inputs), order)
-    return found if found[0].path == fused else [*found, all_parts]

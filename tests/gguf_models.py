@@ -28,9 +28,15 @@ NAMES = {
     "glm4": "glm4",
     "ernie4_5": "ernie4_5",
     "seed_oss": "seed_oss",
+    "cohere": "command-r",
+    "cohere2": "cohere2",
 }
+#: The key of a config's eps, for models with LayerNorm.
+_LAYER_NORM_EPS = {"command-r": "layer_norm_eps", "cohere2": "layer_norm_eps"}
 #: Where transformers turns dimensions i and i + d / 2 of a head, and llama.cpp 2i and 2i + 1.
-_PERMUTED = ("llama", "granite", "smollm3", "mistral3", "internlm2", "xverse", "minicpm")
+_PERMUTED = (
+    *("llama", "granite", "granite_swa", "smollm3", "mistral3", "internlm2", "xverse", "minicpm"),
+)
 _LAYER = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -38,6 +44,7 @@ _LAYER = {
     "self_attn.o_proj": "attn_output",
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
+    "self_attn.sinks": "attn_sinks",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
@@ -89,7 +96,7 @@ def gguf_of(
         "attention.head_count_kv": (U32, c.num_key_value_heads),
         "attention.key_length": (U32, width),
         "attention.value_length": (U32, width),
-        "attention.layer_norm_rms_epsilon": (F32, c.norm_eps),
+        **_eps(c, arch),
         "rope.freq_base": (F32, theta),
     }
     file = GgufBytes({"general.architecture": (STRING, arch)})
@@ -99,7 +106,7 @@ def gguf_of(
         if name == "lm_head.weight" and c.tie_word_embeddings:
             continue
         rows = values.float()
-        stem, _, suffix = name.rpartition(".")
+        stem, _, suffix = (f"{name}.weight" if name.endswith("sinks") else name).rpartition(".")
         if "layernorm" in name or name.endswith(("model.norm.weight", "_norm.weight")):
             rows = rows + 1.0 if arch.startswith("gemma") else rows
         heads = {"q_proj": c.num_attention_heads, "k_proj": c.num_key_value_heads}
@@ -110,6 +117,12 @@ def gguf_of(
         data = np.ascontiguousarray(rows.numpy(), "<f4")
         file.tensors[_name(stem, arch) + f".{suffix}"] = (data.shape[::-1], 0, data.tobytes())
     return file
+
+
+def _eps(config: Any, arch: str) -> dict[str, tuple[int, Any]]:
+    if arch in _LAYER_NORM_EPS:
+        return {"attention.layer_norm_epsilon": (F32, getattr(config, _LAYER_NORM_EPS[arch]))}
+    return {"attention.layer_norm_rms_epsilon": (F32, config.rms_norm_eps)}
 
 
 def _name(stem: str, arch: str) -> str:

@@ -78,7 +78,7 @@ def metadata(config: Any) -> dict[str, tuple[int, Any]]:
         "attention.head_count_kv": (4, config.num_key_value_heads),
         "attention.key_length": (4, head_dim),
         "attention.value_length": (4, head_dim),
-        "attention.layer_norm_rms_epsilon": (6, config.norm_eps),
+        "attention.layer_norm_rms_epsilon": (6, config.rms_norm_eps),
         "rope.freq_base": (6, rope["rope_theta"]),
     }
     if config.model_type == "phi3":

@@ -232,6 +232,14 @@ def test_operands_of_other_shapes_are_refused(ops: Ops) -> None:
         ops.add_bias(X.clone(), torch.zeros(95))
     with pytest.raises(KernelError, match="add_norm residual: expected"):
         ops.add_norm(X, torch.zeros(3, 96), Norm(WEIGHT, 1e-5))
+    with pytest.raises(KernelError, match="activation: expected 4 numbers of xielu, found 0"):
+        ops.activation(X.clone(), "xielu")
+    with pytest.raises(KernelError, match="gated_activation: expected 0 numbers of relu, found 1"):
+        ops.gated_activation(X, "relu", None, (0.5,))
+    with pytest.raises(KernelError, match="norm weight: expected"):
+        ops.norm(X, Norm(torch.ones(5, 96), 1e-5))  # X has no heads
+    with pytest.raises(KernelError, match="add_norm bias: expected"):
+        ops.add_norm(X, X.clone(), Norm(None, 1e-5, torch.ones(95)))
     with pytest.raises(KernelError, match="gated_activation: expected an even width, found 95"):
         ops.gated_activation(X[:, :95], "silu")
     with pytest.raises(KernelError, match="norm: expected float32 rows of at most 3 dimensions"):

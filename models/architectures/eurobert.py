@@ -1,0 +1,18 @@
+"""EuroBERT: a Llama whose tokens see both ways.
+
+Boizard et al., "EuroBERT" (2025), arXiv 2503.05500; transformers' modeling_eurobert.py.
+"""
+
+from __future__ import annotations
+
+from sdk.models.architecture import Architecture, ConfigRules
+
+ARCHITECTURE = Architecture(
+    "eurobert",
+    config=ConfigRules(
+        keys=("attention_bias", "mlp_bias"),
+        ignored=("classifier_pooling", "mask_token_id"),
+        defaults={"rope_theta": 250_000.0},
+        causal=False,
+    ),
+)

@@ -1,0 +1,18 @@
+"""Llamas that were trained to see both ways, with a name of their own: NVIDIA's embedding models.
+
+transformers has no such class; the files' own code changes the mask of a Llama and nothing else.
+"""
+
+from __future__ import annotations
+
+from sdk.models.architecture import Architecture, ConfigRules
+
+ARCHITECTURE = Architecture(
+    "llama_bidirec",
+    config=ConfigRules(
+        keys=("attention_bias", "mlp_bias"),
+        ignored=("pooling", "temperature"),
+        stated=(),
+        causal=False,
+    ),
+)

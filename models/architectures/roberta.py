@@ -1,0 +1,25 @@
+"""RoBERTa and XLM-RoBERTa: BERTs whose table of positions begins after the padding token's row.
+
+Liu et al., "RoBERTa" (2019), arXiv 1907.11692; Conneau et al. (2019), arXiv 1911.02116;
+transformers' modeling_roberta.py, modeling_xlm_roberta.py, modeling_camembert.py, which are the
+same. bge-m3 and multilingual-e5 are XLM-RoBERTas. GGUF files of them are BERTs: their tables have no
+unused rows.
+"""
+
+from __future__ import annotations
+
+from sdk.models.architecture import Architecture, EmbeddingRules, TensorRules
+from sdk.models.architectures import bert
+
+ARCHITECTURE = Architecture(
+    "xlm-roberta",
+    aliases=("roberta", "camembert"),
+    layer=bert.LAYER,
+    config=bert.ARCHITECTURE.config._replace(
+        keys=("type_vocab_size", "pad_token_id"),
+        defaults={**bert.ARCHITECTURE.config.defaults, "pad_token_id": 1},
+        stated=("hidden_act", "type_vocab_size", "pad_token_id"),
+    ),
+    tensors=TensorRules(names=bert.tensor_names("roberta")),
+    embedding=EmbeddingRules(positions="after padding", norm=True, types=True),
+)
