@@ -125,6 +125,23 @@ class Tokenizer(Protocol):
         """
         ...
 
+    def shorten(self, ids: Sequence[int], count: int) -> list[int]:
+        """The ids of :meth:`encode` without the end of the text, ``count`` at most: special tokens
+        that end every text stay."""
+        ...
+
+    def encode_pair(
+        self, first: str, second: str, *, keep: int | None = None, stop_after: int | None = None
+    ) -> tuple[list[int], int | None]:
+        """Ids of two plain texts as the model reads a pair, and where the token type becomes 1;
+        None: all types are 0.
+
+        ``keep``: with more ids, the longer text loses its end, then both.
+
+        :raises TooManyTokens: as :meth:`encode`, without ``keep``.
+        """
+        ...
+
     def encode_continued(self, text: str, *, stop_after: int | None = None) -> list[int]:
         """Token ids of plain text inside a longer text: no control tokens, and no space is put
         before its first word.

@@ -48,6 +48,7 @@ from sdk.requests.pooling import PoolingCalls
 from sdk.requests.prompts import Prompt, PromptLike, PromptReader, is_conversation
 from sdk.requests.served import Served, ServedEngine
 from sdk.requests.stepping import Stepping
+from sdk.requests.vectors import OutputDtype, Wanted
 from sdk.tokenizer import LLMTokenizer
 
 if TYPE_CHECKING:  # Unpack: in typing from Python 3.11 on
@@ -132,7 +133,10 @@ class LLM(AsyncPooling):
             closed_schemas=self.config.disable_additional_properties,
         )
         head = facts.embedding_head
-        self._pooling = PoolingCalls(self._jobs, self._reader, facts.classifier, head, Advice())
+        size = facts.model_config.hidden_size
+        self._pooling = PoolingCalls(
+            self._jobs, self._reader, facts.classifier, head, Advice(), size
+        )
         self._beam_searches = BeamSearches(
             self._jobs,
             self._reader,
@@ -825,6 +829,10 @@ class LLM(AsyncPooling):
         prompts: PromptLike | Sequence[PromptLike],
         *,
         truncate_prompt_tokens: int | None = None,
+        prompt_name: str | None = None,
+        prompt: str | None = None,
+        dimensions: int | None = None,
+        output_dtype: OutputDtype = "float32",
         lora_request: LoRAsLike = None,
         tenant: str | None = None,
         use_tqdm: bool = True,
@@ -835,9 +843,15 @@ class LLM(AsyncPooling):
         ``pooling_type``), it is what they describe: the pooling, dense layers, the length, and the
         default prompt before texts.
 
+        ``prompt_name``: one of the prompts of a sentence-transformers folder (``"query"``), or
+        ``prompt``: any text; it is put before every text. ``dimensions``: only the first so many
+        numbers, scaled to length 1 again, for models that were trained for it (Matryoshka).
+        ``output_dtype``: vectors as integers, see docs/embeddings.md. ``truncate_prompt_tokens``:
+        texts with more tokens lose their end; ``-1``: than the model was trained for.
         ``tenant``: see :class:`SamplingParams`.
         """
-        work = self._pooling.embed(prompts, truncate_prompt_tokens, lora_request, tenant)
+        wanted = Wanted(prompt_name, prompt, dimensions, output_dtype)
+        work = self._pooling.embed(prompts, truncate_prompt_tokens, lora_request, tenant, wanted)
         return self._calls.do("embed", work, use_tqdm)
 
     @names_keywords
@@ -848,6 +862,8 @@ class LLM(AsyncPooling):
         pooling: PoolingMode | None = None,
         normalize: bool = True,
         truncate_prompt_tokens: int | None = None,
+        prompt_name: str | None = None,
+        prompt: str | None = None,
         lora_request: LoRAsLike = None,
         tenant: str | None = None,
         use_tqdm: bool = True,
@@ -858,12 +874,14 @@ class LLM(AsyncPooling):
         ``"max"`` over all tokens, ``"weightedmean"`` (weights 1, 2, 3, ...), ``"mean_sqrt_len"``
         (the sum over the square root of the number), or every token's (``"token"``). Default: what
         the files describe (see :meth:`embed`), else the last token's. ``normalize`` scales each
-        vector to length 1.
+        vector to length 1. ``prompt_name``, ``prompt``: see :meth:`embed`. A model of late
+        interaction (ColBERT) has a vector for each token by default.
 
         :raises RequestError: an invalid argument, or more results than memory is set aside for.
         """
+        wanted = Wanted(prompt_name, prompt)
         work = self._pooling.encode(
-            prompts, pooling, normalize, truncate_prompt_tokens, lora_request, tenant
+            prompts, pooling, normalize, truncate_prompt_tokens, lora_request, tenant, wanted
         )
         return self._calls.do("encode", work, use_tqdm)
 
@@ -895,6 +913,7 @@ class LLM(AsyncPooling):
         data_1: PromptLike | Sequence[PromptLike],
         data_2: PromptLike | Sequence[PromptLike],
         *,
+        truncate_prompt_tokens: int | None = None,
         lora_request: LoRALike | None = None,
         chat_template: str | None = None,
         tenant: str | None = None,
@@ -906,13 +925,22 @@ class LLM(AsyncPooling):
         the cosine of their embeddings. With any other model the cosine of its last hidden states,
         which says little about relevance; the first such call warns.
         ``chat_template``: see :meth:`rerank`. ``cache_salt``: cached prefixes are shared only with
-        requests that have the same one.
+        requests that have the same one. ``truncate_prompt_tokens``: of a pair with more tokens the
+        longer text loses its end; ``-1``: than the context holds.
 
         :raises RequestError: the lengths do not match.
         """
         return self._calls.do(
             "score",
-            self._pooling.score(data_1, data_2, chat_template, lora_request, tenant, cache_salt),
+            self._pooling.score(
+                data_1,
+                data_2,
+                chat_template,
+                lora_request,
+                tenant,
+                cache_salt,
+                truncate_prompt_tokens,
+            ),
         )
 
     @names_keywords
@@ -922,6 +950,7 @@ class LLM(AsyncPooling):
         documents: Sequence[str],
         top_n: int | None = None,
         *,
+        truncate_prompt_tokens: int | None = None,
         lora_request: LoRALike | None = None,
         chat_template: str | None = None,
         tenant: str | None = None,
@@ -937,7 +966,14 @@ class LLM(AsyncPooling):
         :raises RequestError: an invalid argument, or a head with other classes.
         """
         work = self._pooling.rerank(
-            query, documents, top_n, chat_template, lora_request, tenant, cache_salt
+            query,
+            documents,
+            top_n,
+            chat_template,
+            lora_request,
+            tenant,
+            cache_salt,
+            truncate_prompt_tokens,
         )
         return self._calls.do("rerank", work)
 

@@ -14,7 +14,9 @@ from sdk.loaders.tokenizer.portions import fewest_tokens
 from sdk.loaders.tokenizer.pretokenizers import PRE_TOKENIZERS
 from sdk.loaders.tokenizer.spm import SPACE
 
-_KNOWN = frozenset(pattern for pre in PRE_TOKENIZERS.values() for pattern in pre.patterns)
+_KNOWN = frozenset(
+    pattern for pre in PRE_TOKENIZERS.values() if not pre.joins_words for pattern in pre.patterns
+)
 _BYTE_TOKENS = frozenset(f"<0x{byte:02X}>" for byte in range(256))
 #: Steps that never drop a character.
 _KEEPING = ("ByteLevel", "Split", "Digits", "Metaspace")

@@ -43,6 +43,21 @@ class TokenizerFacts:
     warnings: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """The special tokens around a text, and ``between`` two of them.
+
+    A model with token types (BERT) tells two texts apart by them: those after the first ``own``
+    tokens in between have ``second_type``, the others 0.
+    """
+
+    first: tuple[int, ...] = ()
+    last: tuple[int, ...] = ()
+    between: tuple[int, ...] = ()
+    own: int | None = None
+    second_type: int = 0
+
+
 class TextTokenizer(ABC):
     """Base of the tokenizers; see ``sdk.quant.tokenizer.Tokenizer`` for the interface."""
 
@@ -100,6 +115,35 @@ class TextTokenizer(ABC):
         *,
         stop_after: int | None = None,
     ) -> list[int]: ...
+
+    @property
+    def frame(self) -> Frame:
+        """What :meth:`encode` puts around a text."""
+        return Frame()
+
+    def shorten(self, ids: Sequence[int], count: int) -> list[int]:
+        last = self.frame.last
+        if len(ids) <= count:
+            return list(ids)
+        if not last or count <= len(last) or tuple(ids[-len(last) :]) != last:
+            return list(ids[:count])
+        return [*ids[: count - len(last)], *last]
+
+    def encode_pair(
+        self, first: str, second: str, *, keep: int | None = None, stop_after: int | None = None
+    ) -> tuple[list[int], int | None]:
+        limit = None if keep is not None else stop_after
+        left = self.encode(first, False, False, stop_after=limit)
+        right = self.encode(second, False, False, stop_after=limit)
+        frame = self.frame
+        if keep is not None:
+            room = max(0, keep - len(frame.first) - len(frame.between) - len(frame.last))
+            count, other = _fitting(len(left), len(right), room)
+            left, right = left[:count], right[:other]
+        own = len(frame.between) if frame.own is None else frame.own
+        ids = [*frame.first, *left, *frame.between, *right, *frame.last]
+        second_at = len(frame.first) + len(left) + own
+        return ids, second_at if frame.second_type else None
 
     @abstractmethod
     def encode_continued(self, text: str, *, stop_after: int | None = None) -> list[int]: ...
@@ -215,6 +259,19 @@ class TextTokenizer(ABC):
                 "the model has no chat template; pass chat_template= or a plain prompt"
             )
         return self._facts.chat_template
+
+
+def _fitting(first: int, second: int, room: int) -> tuple[int, int]:
+    """Lengths of two texts in ``room`` tokens; the longer one is cut, as the library's
+    ``longest_first`` does."""
+    if first + second <= room:
+        return first, second
+    shorter = min(first, second)
+    longer = max(shorter, room - shorter)
+    if shorter + longer > room:
+        shorter = room // 2
+        longer = room - shorter
+    return (shorter, longer) if first <= second else (longer, shorter)
 
 
 def well_formed(text: str) -> str:

@@ -59,7 +59,7 @@ def byte_level_encoder(
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*steps, byte_level])
 
-    return PortionEncoder(tokenizer, list(pieces), BYTE_TABLE).encode
+    return PortionEncoder(tokenizer, list(pieces), BYTE_TABLE, divisible=not pre.joins_words).encode
 
 
 def raw_encoder(pieces: Mapping[str, int], merges: Sequence[tuple[str, str]]) -> EncodeText:

@@ -109,7 +109,13 @@ def _backend(folder: Path) -> Any:
     file = folder_file(folder, "tokenizer.json")
     if file is not None:
         return load_tokenizer_json(file, str(file))
-    known = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+    known = (
+        "tokenizer.model",
+        "spiece.model",
+        "sentencepiece.bpe.model",
+        "vocab.json",
+        "vocab.txt",
+    )
     found = [name for name in known if folder_file(folder, name) is not None]
     if not found:
         return None

@@ -18,13 +18,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import repeat
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from sdk.kernels.dataclass import dataclass
 from sdk.kernels.packages import package
-from sdk.loaders.tokenizer.base import TokenizerFacts
+from sdk.loaders.tokenizer.base import Frame, TokenizerFacts
 from sdk.loaders.tokenizer.byte_level import EncodeText, byte_level_encoder, raw_encoder
 from sdk.loaders.tokenizer.end_tokens import end_token_ids
 from sdk.loaders.tokenizer.fim import fim_tokens, named_fim_tokens
@@ -47,7 +48,16 @@ from sdk.quant.tokenizer import Tokenizer
 
 _LOG = logging.getLogger("sdk")
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
-_MODELS = ("gpt2", "llama", "gemma4")
+_MODELS = ("gpt2", "llama", "gemma4", "bert", "t5")
+_ENCODERS = ("bert", "t5")
+#: Ids of special tokens where a file does not name them; llama.cpp's.
+_DEFAULT_IDS: Mapping[str, Mapping[str, int]] = MappingProxyType(
+    {
+        "llama": {"bos": 1, "eos": 2, "unknown": 0},
+        "bert": {"bos": 101, "unknown": 100, "seperator": 102, "padding": 0, "mask": 103},
+        "t5": {"eos": 1, "unknown": 2, "padding": 0},
+    }
+)
 _TEMPLATE = "tokenizer.chat_template"
 _PRE = "tokenizer.ggml.pre"
 
@@ -58,6 +68,8 @@ class _Specials:
     eos: int | None
     unknown: int | None
     padding: int | None
+    separator: int | None
+    mask: int | None
     ends: frozenset[int]
 
 
@@ -90,12 +102,19 @@ def tokenizer_from_gguf(
             "Open the file with skip_tokenizer_init=True and pass token ids"
         )
     tokens, kinds = _tokens(meta)
+    if model == "bert":
+        from sdk.loaders.tokenizer.encoders import respelled
+
+        tokens = respelled(tokens, bytes(kinds))
     ids = dict(zip(tokens, range(len(tokens)), strict=True))
     if len(ids) != len(tokens):
         twice = next(text for text, times in Counter(tokens).items() if times > 1)
         raise meta.error("tokenizer.ggml.tokens", "no token twice", repr(twice))
     specials = _specials(meta, model, ids, kinds)
     specials = replace(specials, ends=specials.ends | extra_eos)
+    if model in _ENCODERS:
+        vocabulary = Vocabulary(tokens, bytes(kinds), ids)
+        return _of_encoder(meta, model, vocabulary, specials, pre_tokenizer)
     plain, others = _plain(tokens, ids, kinds, model)
     vocabulary = Vocabulary(tokens, bytes(kinds), ChainMap(plain, others))
     warnings: list[str] = []
@@ -116,19 +135,57 @@ def tokenizer_from_gguf(
     if model == "llama":
         encode = _spm(meta, vocabulary, plain, specials.unknown)
     else:
-        encode = _bpe(meta, vocabulary, plain, pre, model)
+        encode = _bpe(meta, vocabulary, plain, pre)
     for warning in warnings:
         _LOG.warning("%s: %s", file, warning)
-    add_eos = meta.flag("tokenizer.ggml.add_eos_token", False)
+    bos = specials.bos if add_bos else None
+    eos = specials.eos if meta.flag("tokenizer.ggml.add_eos_token", False) else None
+    separator = _separator(meta, specials, pre.add_sep) if eos is not None else None
     spaced = model == "llama" and meta.flag("tokenizer.ggml.add_space_prefix", True)
     rules = EncodeRules(
-        add_bos=add_bos,
-        add_eos_id=specials.eos if add_eos else None,
+        frame=Frame(_some(bos), _some(eos), _some(eos, separator)),
         space_prefix=spaced,
-        escape_spaces=model != "gpt2",
+        escape_spaces=model == "llama" or pre.raw,
         rstrip_ids=_rstrip_ids(meta, vocabulary),
     )
     return VocabTokenizer(vocabulary, rules, facts, encode)
+
+
+def _of_encoder(
+    meta: Metadata,
+    model: str,
+    vocabulary: Vocabulary,
+    specials: _Specials,
+    pre_tokenizer: str | None,
+) -> Tokenizer:
+    """The tokenizer of a ``bert`` or ``t5`` file, or the tokenizer.json next to it."""
+    if pre_tokenizer is not None:
+        _asked_split(meta, model, pre_tokenizer)
+    facts = _facts(meta, vocabulary, specials, ())
+
+    from sdk.loaders.tokenizer.encoders import unigram_tokenizer, wordpiece_tokenizer
+    from sdk.loaders.tokenizer.original_json import tokenizer_json_for
+
+    better = tokenizer_json_for(meta, vocabulary, facts, None)
+    if better is not None:
+        return better
+    separator = specials.separator
+    if model == "bert":
+        frame = Frame(_some(specials.bos), _some(separator), _some(separator), second_type=1)
+        return wordpiece_tokenizer(meta, vocabulary, facts, specials.unknown, frame)
+    bos = specials.bos if meta.flag("tokenizer.ggml.add_bos_token", False) else None
+    eos = specials.eos if meta.flag("tokenizer.ggml.add_eos_token", True) else None
+    frame = Frame(_some(bos), _some(eos), _some(eos, _separator(meta, specials, True)))
+    return unigram_tokenizer(meta, vocabulary, facts, specials.unknown, frame)
+
+
+def _some(*ids: int | None) -> tuple[int, ...]:
+    return tuple(token_id for token_id in ids if token_id is not None)
+
+
+def _separator(meta: Metadata, specials: _Specials, usual: bool) -> int | None:
+    """The token between two texts, after the one that ends the first."""
+    return specials.separator if meta.flag("tokenizer.ggml.add_sep_token", usual) else None
 
 
 def _tokens(meta: Metadata) -> tuple[list[str], bytearray]:
@@ -154,15 +211,20 @@ def _tokens(meta: Metadata) -> tuple[list[str], bytearray]:
 
 def _specials(meta: Metadata, model: str, ids: Mapping[str, int], kinds: bytearray) -> _Specials:
     """The special ids; also marks tokens that the file calls special as control in ``kinds``."""
-    count = len(kinds)
+    count, defaults = len(kinds), _DEFAULT_IDS.get(model, {})
 
-    def named(name: str, default: int | None = None) -> int | None:
+    def named(name: str) -> int | None:
         token_id = meta.token_id(f"tokenizer.ggml.{name}_token_id", count)
-        if token_id is None and default is not None and default < count and model == "llama":
+        if token_id is None and (default := defaults.get(name, count)) < count:
             return default
         return token_id
 
-    bos, eos, unknown = named("bos", 1), named("eos", 2), named("unknown", 0)
+    bos, eos, unknown = named("bos"), named("eos"), named("unknown")
+    separator, padding, mask = named("seperator"), named("padding"), named("mask")
+    if model in _ENCODERS:
+        for token_id in (bos, eos, unknown, separator, padding, mask):
+            if token_id is not None and kinds[token_id] == NORMAL:
+                kinds[token_id] = CONTROL
     ends = {token_id for token_id in (eos, named("eot"), named("eom")) if token_id is not None}
     by_name = end_token_ids(ids.get, lambda token_id: kinds[token_id] == CONTROL)
     for token_id in by_name:
@@ -170,7 +232,7 @@ def _specials(meta: Metadata, model: str, ids: Mapping[str, int], kinds: bytearr
     for token_id in ends if bos is None else {bos, *ends}:
         if kinds[token_id] == NORMAL:
             kinds[token_id] = CONTROL
-    return _Specials(bos, eos, unknown, named("padding"), frozenset(ends | by_name))
+    return _Specials(bos, eos, unknown, padding, separator, mask, frozenset(ends | by_name))
 
 
 def _plain(
@@ -204,6 +266,8 @@ def _facts(
             ("eos", specials.eos),
             ("unk", specials.unknown),
             ("pad", specials.padding),
+            ("sep", specials.separator),
+            ("mask", specials.mask),
         )
         if token_id is not None
     }
@@ -233,7 +297,7 @@ def _pre_tokenizer(
     if model == "llama":
         return DEFAULT
     if model == "gemma4":
-        return PreTokenizer((), add_bos=True)
+        return PRE_TOKENIZERS["gemma4"]
     name = meta.text(_PRE)
     if name is None:
         warnings.append(
@@ -289,7 +353,6 @@ def _bpe(
     vocabulary: Vocabulary,
     pieces: Mapping[str, int],
     pre: PreTokenizer,
-    model: str,
 ) -> EncodeText:
     key = "tokenizer.ggml.merges"
     lines = meta.strings(key)
@@ -298,7 +361,7 @@ def _bpe(
     package(
         "tokenizers", f"{meta.file}: its tokenizer needs"
     )  # what fails below is the file's fault
-    build = raw_encoder if model == "gemma4" else partial(byte_level_encoder, pre=pre)
+    build = raw_encoder if pre.raw else partial(byte_level_encoder, pre=pre)
     try:
         return build(pieces, _Merges(lines))
     except Exception:  # the library raises plain Exception; what it found is looked for here

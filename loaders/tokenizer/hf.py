@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from sdk.loaders.tokenizer.backend_traits import BackendTraits
-from sdk.loaders.tokenizer.base import TextTokenizer, TokenizerFacts, well_formed
+from sdk.loaders.tokenizer.base import Frame, TextTokenizer, TokenizerFacts, well_formed
 from sdk.loaders.tokenizer.byte_level import token_bytes
 from sdk.loaders.tokenizer.json_parts import library_error, part_state, without_leading_space
 from sdk.loaders.tokenizer.portions import (
@@ -31,6 +31,7 @@ from sdk.loaders.tokenizer.spm import SPACE
 from sdk.quant.once import Once
 from sdk.quant.tokenizer import TooManyTokens
 
+_NO_CHARACTER = "\U0010ffff"  # in no vocabulary: a model reads it as unknown
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -73,6 +74,9 @@ class JsonTokenizer(TextTokenizer):
         self._lock = threading.Lock()
         self._continued = Once[Any]()
         self._unspaced = Once[Any]()
+        self._frame = Once[Frame]()
+        #: Special tokens that a Unigram model reads in plain text: they are pieces like others.
+        self._unwanted = self._control_pieces()
         self._traits = Once[BackendTraits]()
         self._kind, self.strips_leading_space = _decoder_kind(backend.decoder)
         self.bytewise = self._kind != "other"
@@ -145,6 +149,64 @@ class JsonTokenizer(TextTokenizer):
         unspaced = self._unspaced(lambda: without_leading_space(self._backend))
         return self._run_copy(unspaced, well_formed(text), stop_after)
 
+    @property
+    def frame(self) -> Frame:
+        return self._frame(self._found_frame)
+
+    def _found_frame(self) -> Frame:
+        """The special tokens around a text and between two, found by an example."""
+        inside, whole = self.encode("a 1", False), self.encode("a 1")
+        starts = range(len(whole) - len(inside) + 1)
+        start = next((i for i in starts if whole[i : i + len(inside)] == inside), None)
+        if start is None:
+            return Frame()
+        first, last = tuple(whole[:start]), tuple(whole[start + len(inside) :])
+        with self._lock:
+            pair = self._backend.encode("a 1", "a 1")
+        texts, ids, types = pair.sequence_ids, pair.ids, pair.type_ids
+        if 0 not in texts or 1 not in texts or not last:
+            return Frame(first, last)  # such models read the second text as more of the first
+        end = len(texts) - texts[::-1].index(0)
+        between = tuple(ids[end : texts.index(1)])
+        own = types[end : end + len(between)].count(0)
+        return Frame(first, last, between, own, int(types[texts.index(1)] > 0))
+
+    def _control_pieces(self) -> frozenset[int]:
+        if type(self._backend.model).__name__ != "Unigram":
+            return frozenset()
+        unknown = {token.id for token in self._backend.model.tokenize(_NO_CHARACTER)}
+        return frozenset(self.special_ids - unknown)
+
+    def _plain(self, backend: Any, text: str) -> list[int]:
+        """Ids of plain text by the backend or a copy that reads control tokens as text."""
+        ids = run_library(backend, text)
+        if self._unwanted.isdisjoint(ids):
+            return ids
+        if backend.normalizer is not None:
+            text = backend.normalizer.normalize_str(text)
+        words = [text]
+        if backend.pre_tokenizer is not None:
+            words = [word for word, _ in backend.pre_tokenizer.pre_tokenize_str(text)]
+        return [token_id for word in words for token_id in self._pieces(word)]
+
+    def _pieces(self, word: str) -> list[int]:
+        """The ids of a word; what spells a control token is cut after its first character."""
+        tokens = self._backend.model.tokenize(word)
+        found: list[int] = [token.id for token in tokens if token.id not in self._unwanted]
+        if len(found) == len(tokens):
+            return found
+        cuts, at = [0], 0
+        for token in tokens:
+            if token.id in self._unwanted and len(token.value) > 1:
+                cuts.append(at + 1)
+            at += len(token.value)
+        if len(cuts) == 1:
+            return found  # a control token of one character is left out
+        ends = [*cuts[1:], len(word)]
+        return [
+            i for start, end in zip(cuts, ends, strict=True) for i in self._pieces(word[start:end])
+        ]
+
     def _begins_with(self, token_id: int, text: str) -> bool:
         return text.startswith(self.id_to_token(token_id) or "\0")
 
@@ -156,7 +218,8 @@ class JsonTokenizer(TextTokenizer):
         stop_after: int | None = None,
     ) -> list[int]:
         try:
-            if len(text) <= PORTION:
+            guarded = add_special_tokens and not parse_special and bool(self._unwanted)
+            if len(text) <= PORTION and not guarded:
                 return self._call(text, add_special_tokens, parse_special)
             around = self._around() if add_special_tokens else ([], [])
             if around is None:
@@ -172,6 +235,8 @@ class JsonTokenizer(TextTokenizer):
     def _call(self, text: str, add_special_tokens: bool, parse_special: bool) -> list[int]:
         with self._lock:
             self._backend.encode_special_tokens = not parse_special
+            if not parse_special and self._unwanted and not add_special_tokens:
+                return self._plain(self._backend, text)
             return run_library(self._backend, text, add_special_tokens=add_special_tokens)
 
     def _run_portions(
@@ -212,8 +277,8 @@ class JsonTokenizer(TextTokenizer):
         """Ids of plain text by a copy of the backend with other settings."""
         try:
             if len(text) <= PORTION:
-                return run_library(backend, text)
-            return self._run_portions(text, stop_after, partial(run_library, backend))
+                return self._plain(backend, text)
+            return self._run_portions(text, stop_after, partial(self._plain, backend))
         except TooManyTokens:
             raise
         except BaseException as error:

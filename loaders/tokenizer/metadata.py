@@ -51,7 +51,7 @@ class Metadata:
         return int(value)
 
     def strings(self, key: str) -> list[str] | None:
-        value = self._array(key)
+        value = self.array(key)
         if value is None:
             return None
         strings = list(value)
@@ -62,7 +62,7 @@ class Metadata:
 
     def numbers(self, key: str, count: int, kinds: str) -> np.ndarray[Any, Any] | None:
         """An array of ``count`` numbers; ``kinds``: the numpy kind characters allowed."""
-        value = self._array(key)
+        value = self.array(key)
         if value is None:
             return None
         if len(value) != count:
@@ -83,7 +83,8 @@ class Metadata:
             raise self.error(key, f"a template of at most {MAX_TEMPLATE_BYTES} bytes", size)
         return source
 
-    def _array(self, key: str) -> Any:
+    def array(self, key: str) -> Any:
+        """A list, a tuple or a numpy array."""
         value = self._values.get(key)
         if value is not None and not isinstance(value, (list, tuple, np.ndarray)):
             raise self.error(key, "an array", _brief(value))

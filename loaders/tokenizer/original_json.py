@@ -25,9 +25,12 @@ _SAMPLES = 509  # a prime, so that the sample does not follow the structure of t
 
 
 def tokenizer_json_for(
-    meta: Metadata, vocabulary: Vocabulary, facts: TokenizerFacts, add_bos: bool
+    meta: Metadata, vocabulary: Vocabulary, facts: TokenizerFacts, add_bos: bool | None
 ) -> JsonTokenizer | None:
-    """The tokenizer of that file or key, or None (with a warning in the log if it is unusable)."""
+    """The tokenizer of that file or key, or None (with a warning in the log if it is unusable).
+
+    ``add_bos``: whether a text begins with BOS; None leaves it to that file.
+    """
     sources: list[tuple[str, str | Path]] = []
     try:
         original = folder_file(Path(meta.file).parent, "tokenizer.json")
@@ -47,7 +50,7 @@ def tokenizer_json_for(
             added = backend.get_added_tokens_decoder()
             special = facts.special_ids | {i for i, token in added.items() if token.special}
             better = replace(facts, special_ids=special, warnings=())
-            return JsonTokenizer(backend, better, where, add_bos=add_bos, chat_bos=add_bos)
+            return JsonTokenizer(backend, better, where, add_bos=add_bos, chat_bos=bool(add_bos))
         except CheckpointError as error:
             _LOG.warning("%s; not used", error)
     return None

@@ -78,10 +78,19 @@ class PortionEncoder:
     """Encodes with a byte-level ``tokenizers.Tokenizer``.
 
     ``spellings``: of its tokens, in the byte alphabet to which ``to_bytes`` translates.
+    ``divisible``: no word goes on where ``portions`` cuts.
     """
 
-    def __init__(self, backend: Any, spellings: Collection[str], to_bytes: dict[int, str]) -> None:
+    def __init__(
+        self,
+        backend: Any,
+        spellings: Collection[str],
+        to_bytes: dict[int, str],
+        *,
+        divisible: bool = True,
+    ) -> None:
         self._backend = backend
+        self._divisible = divisible
         self._spellings = spellings
         self._to_bytes = to_bytes
 
@@ -90,7 +99,7 @@ class PortionEncoder:
         if len(text) <= PORTION:
             return run_library(self._backend, text)
         ids: list[int] = []
-        for portion in portions(text):
+        for portion in portions(text) if self._divisible else (text,):
             if len(portion) > UNBROKEN and stop_after is not None:
                 spelled = portion.encode("utf-8").decode("latin-1").translate(self._to_bytes)
                 check_count(len(ids) + fewest_tokens(spelled, self._spellings), stop_after)

@@ -68,6 +68,45 @@ _DEEPSEEK_LLM = (
     r"\p{N}+",
 )
 _DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[一-龥ࠀ-一가-퟿]+", r"\p{N}")
+_SPARK = (
+    *_DEEPSEEK3[:2],
+    rf"{_PUNCTUATION}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+"
+    r"| ?[\p{P}\p{S}]+|[\r\n]|\s+(?!\S)|\s+",
+    r"\p{N}",
+)
+# Digits in groups of three that end where the number ends: 1 234 567.
+_GROUPED = r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"
+_AFMOE = (
+    _GROUPED,
+    r"[一-鿿㐀-䶿豈-﫿぀-ゟ゠-ヿ･-ﾟ⼀-⿟เ-๿຀-໿ក-៿က-႟ꩠ-ꩿꧠ-꧿가-힯ᄀ-ᇿ]+",
+    _DEEPSEEK3[2],
+)
+_YOUTU = (
+    r"[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|[一-龥぀-ゟ゠-ヿ]+",
+    _GPT4O.replace(r"\p{N}{1,3}", r"\p{N}"),
+)
+_CHAMELEON = (
+    r"<sentinel:[0-9]+>",
+    r"(IMGIMG)((A|B|C|D|E|F|G|H|I){1,4})Z",
+    r"([\t\n]|    |  )",
+    r"\p{N}",
+    r"[\p{P}!-/:-@\[-`{-~]",
+    _GPT2,
+)
+# A word of Kimi K2 has no Chinese characters, which are words of their own.
+_KIMI = (
+    rf"\p{{Han}}+|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}&&[^\p{{Han}}]]*[{_LOWER}&&[^\p{{Han}}]]+{_SHORT}?"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}&&[^\p{{Han}}]]+[{_LOWER}&&[^\p{{Han}}]]*{_SHORT}?"
+    rf"|\p{{N}}{{1,3}}|{_REST}"
+)
+_EXAONE_MOE = (
+    rf"{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
+)
+_JAIS2 = _LLAMA3.removesuffix(r"|\s+(?!\S)|\s+") + "".join(
+    rf"|\s{{{size}}}(?!\S)"
+    for size in ("512", "256", "128", "64", "32", "16", "8", "4", "1,2", "1")
+).removesuffix(r"(?!\S)")
 _BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
 _BAILING = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*"
@@ -80,11 +119,19 @@ _SEED = (
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """``ignore_merges``: a word that is a token becomes that token, whatever the merges say."""
+    """``ignore_merges``: a word that is a token becomes that token, whatever the merges say.
+
+    ``add_sep``: two texts are separated by one token more than the one that ends the first.
+    ``raw``: merges join characters, not bytes, and ``▁`` is a space. ``joins_words``: a word has
+    spaces inside, so that a long text may not be cut at them.
+    """
 
     patterns: tuple[str, ...]
     ignore_merges: bool = False
     add_bos: bool = False
+    add_sep: bool = False
+    raw: bool = False
+    joins_words: bool = False
 
 
 DEFAULT = PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"))
@@ -94,8 +141,9 @@ _FAMILIES: tuple[tuple[PreTokenizer, str], ...] = (
     (
         PreTokenizer((_GPT2,)),
         "gpt-2 mpt olmo jais phi-2 jina-es jina-de jina-v2-es jina-v2-de gigachat a.x-4.0 mellum "
-        "modern-bert exaone4 trillion granite-docling jina-v1-en jina-v2-code roberta-bpe",
+        "modern-bert exaone4 trillion granite-docling",
     ),
+    (PreTokenizer((_GPT2,), add_sep=True), "jina-v1-en jina-v2-code roberta-bpe"),
     (
         PreTokenizer((_LLAMA3,), ignore_merges=True, add_bos=True),
         "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano",
@@ -121,5 +169,23 @@ _FAMILIES: tuple[tuple[PreTokenizer, str], ...] = (
     (PreTokenizer((_BLOOM, r"\p{N}")), "viking"),
     (PreTokenizer((_BAILING,)), "bailingmoe bailingmoe2 llada-moe"),
     (PreTokenizer((_SEED,)), "seed-coder"),
+    (PreTokenizer(_SPARK), "spark2_5"),
+    (PreTokenizer(_AFMOE), "afmoe"),
+    (PreTokenizer(_YOUTU, ignore_merges=True), "youtu"),
+    (PreTokenizer(_CHAMELEON, add_bos=True), "chameleon"),
+    (PreTokenizer((_KIMI,)), "kimi-k2"),
+    (PreTokenizer((_EXAONE_MOE,), joins_words=True), "exaone-moe"),
+    (PreTokenizer((_JAIS2,)), "jais-2"),
+    (PreTokenizer((_GROUPED, _GPT4O)), "tiny_aya cohere2moe"),
+    (PreTokenizer((r"\p{N}+", _GROUPED), joins_words=True), "superbpe"),
+    (PreTokenizer((_GPT4O,), ignore_merges=True), "granite-embed-multi-97m"),
+    (PreTokenizer((r"[^\n]+|\n+", _QWEN2)), "laguna"),
+    (
+        PreTokenizer((r"\p{N}{1,3}", _QWEN2.replace(r"|\p{N}|", r"|\p{N}+|")), ignore_merges=True),
+        "minicpm5",
+    ),
+    (PreTokenizer((_QWEN2.removeprefix(f"{_SHORT}|"),)), "ufakzeka"),
+    (PreTokenizer((), add_bos=True, raw=True), "gemma4 granite-embed-multi-311m"),
+    (PreTokenizer((), raw=True), "sarvam-moe"),
 )
 PRE_TOKENIZERS = {name: pre for pre, names in _FAMILIES for name in names.split()}

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from sdk.kernels.dataclass import dataclass
-from sdk.loaders.tokenizer.base import TextTokenizer, TokenizerFacts, well_formed
+from sdk.loaders.tokenizer.base import Frame, TextTokenizer, TokenizerFacts, well_formed
 from sdk.loaders.tokenizer.byte_level import EncodeText, token_bytes
 from sdk.loaders.tokenizer.special import SpecialSplitter
 from sdk.loaders.tokenizer.spm import SPACE
@@ -32,8 +32,7 @@ class Vocabulary:
 class EncodeRules:
     """``escape_spaces``: tokens spell a space ``▁``. ``space_prefix``: texts begin with a space."""
 
-    add_bos: bool = False
-    add_eos_id: int | None = None
+    frame: Frame = Frame()
     space_prefix: bool = False
     escape_spaces: bool = False
     rstrip_ids: frozenset[int] = frozenset()
@@ -107,9 +106,12 @@ class VocabTokenizer(TextTokenizer):
         ids = self._encode_pieces(splitter.pieces(well_formed(text)), stop_after)
         if add_special_tokens:
             self._add_bos(ids)
-            if self._rules.add_eos_id is not None:
-                ids.append(self._rules.add_eos_id)
+            ids += self._rules.frame.last
         return ids
+
+    @property
+    def frame(self) -> Frame:
+        return self._rules.frame
 
     def encode_continued(self, text: str, *, stop_after: int | None = None) -> list[int]:
         pieces = self._user_defined.pieces(well_formed(text))
@@ -153,9 +155,9 @@ class VocabTokenizer(TextTokenizer):
 
     def _add_bos(self, ids: list[int]) -> None:
         """Add BOS if the model expects it and the text does not begin with it."""
-        bos = self.bos_token_id
-        if self._rules.add_bos and bos is not None and ids[:1] != [bos]:
-            ids.insert(0, bos)
+        first = self._rules.frame.first
+        if first and ids[:1] != [*first]:
+            ids.insert(0, *first)
 
 
 def of_kind(tokens: Sequence[str], kinds: bytes, kind: int) -> list[tuple[int, str]]:

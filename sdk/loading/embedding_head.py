@@ -23,7 +23,7 @@ def embedding_head(checkpoint: Checkpoint, hidden_size: int) -> EmbeddingHead | 
         metadata = getattr(checkpoint, "metadata", {})
         kind = metadata.get(f"{metadata.get('general.architecture')}.pooling_type")
         mode = _GGUF_TYPES.get(kind) if isinstance(kind, int) else None
-        return None if mode is None else EmbeddingHead(mode, (NormalizeStep(),))
+        return None if mode is None else EmbeddingHead((mode,), (NormalizeStep(),))
     from sdk.loaders.sentence_folder import sentence_head
 
     try:

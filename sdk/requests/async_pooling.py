@@ -17,6 +17,7 @@ from sdk.outputs import (
 from sdk.requests.calls import Calls
 from sdk.requests.pooling import PoolingCalls
 from sdk.requests.prompts import PromptLike
+from sdk.requests.vectors import OutputDtype, Wanted
 
 
 class AsyncPooling:
@@ -34,11 +35,16 @@ class AsyncPooling:
         prompts: PromptLike | Sequence[PromptLike],
         *,
         truncate_prompt_tokens: int | None = None,
+        prompt_name: str | None = None,
+        prompt: str | None = None,
+        dimensions: int | None = None,
+        output_dtype: OutputDtype = "float32",
         lora_request: LoRAsLike = None,
         tenant: str | None = None,
     ) -> list[EmbeddingOutput]:
         """:meth:`LLM.embed` for an event loop."""
-        work = self._pooling.embed(prompts, truncate_prompt_tokens, lora_request, tenant)
+        wanted = Wanted(prompt_name, prompt, dimensions, output_dtype)
+        work = self._pooling.embed(prompts, truncate_prompt_tokens, lora_request, tenant, wanted)
         return await self._calls.ado(work, prompts, lora_request)
 
     @names_keywords
@@ -49,12 +55,15 @@ class AsyncPooling:
         pooling: PoolingMode | None = None,
         normalize: bool = True,
         truncate_prompt_tokens: int | None = None,
+        prompt_name: str | None = None,
+        prompt: str | None = None,
         lora_request: LoRAsLike = None,
         tenant: str | None = None,
     ) -> list[PoolingRequestOutput]:
         """:meth:`LLM.encode` for an event loop."""
+        wanted = Wanted(prompt_name, prompt)
         work = self._pooling.encode(
-            prompts, pooling, normalize, truncate_prompt_tokens, lora_request, tenant
+            prompts, pooling, normalize, truncate_prompt_tokens, lora_request, tenant, wanted
         )
         return await self._calls.ado(work, prompts, lora_request)
 
@@ -80,13 +89,16 @@ class AsyncPooling:
         data_1: PromptLike | Sequence[PromptLike],
         data_2: PromptLike | Sequence[PromptLike],
         *,
+        truncate_prompt_tokens: int | None = None,
         lora_request: LoRALike | None = None,
         chat_template: str | None = None,
         tenant: str | None = None,
         cache_salt: str | None = None,
     ) -> list[ScoringOutput]:
         """:meth:`LLM.score` for an event loop."""
-        work = self._pooling.score(data_1, data_2, chat_template, lora_request, tenant, cache_salt)
+        work = self._pooling.score(
+            data_1, data_2, chat_template, lora_request, tenant, cache_salt, truncate_prompt_tokens
+        )
         return await self._calls.ado(work, [data_1, data_2], lora_request)
 
     @names_keywords
@@ -96,6 +108,7 @@ class AsyncPooling:
         documents: Sequence[str],
         top_n: int | None = None,
         *,
+        truncate_prompt_tokens: int | None = None,
         lora_request: LoRALike | None = None,
         chat_template: str | None = None,
         tenant: str | None = None,
@@ -103,6 +116,13 @@ class AsyncPooling:
     ) -> list[RerankOutput]:
         """:meth:`LLM.rerank` for an event loop."""
         work = self._pooling.rerank(
-            query, documents, top_n, chat_template, lora_request, tenant, cache_salt
+            query,
+            documents,
+            top_n,
+            chat_template,
+            lora_request,
+            tenant,
+            cache_salt,
+            truncate_prompt_tokens,
         )
         return await self._calls.ado(work, [query, documents], lora_request)

@@ -56,7 +56,12 @@ def pair_template(reader: PromptReader, classifier: Classifier, given: str | Non
     return source
 
 
-def read_pair(reader: PromptReader, pair: tuple[Any, Any], template: str | None) -> Prompt:
+def read_pair(
+    reader: PromptReader,
+    pair: tuple[Any, Any],
+    template: str | None,
+    truncate: int | None = None,
+) -> Prompt:
     """The prompt of a query and a document."""
     for text in pair:
         if not isinstance(text, str):
@@ -66,7 +71,12 @@ def read_pair(reader: PromptReader, pair: tuple[Any, Any], template: str | None)
             )
     query, document = pair
     if template is None:
-        return reader.read_texts(query, document)
+        return reader.read_texts(query, document, truncate)
+    if truncate is not None:
+        raise RequestError(
+            "truncate_prompt_tokens: expected none for a model whose pairs have a template, which "
+            f"cannot be cut, found {safe_repr(truncate)}; shorten the documents"
+        )
     messages = [{"role": "query", "content": query}, {"role": "document", "content": document}]
     options = ChatOptions(add_generation_prompt=False, chat_template=template)
     return reader.read_chat(messages, _PARAMS, options)

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
+import numpy as np
+
 from sdk.engine.engine import Output
 from sdk.engine.plan import Pooling, PoolingMode
 from sdk.errors import RequestError, UnsupportedError
@@ -22,14 +24,21 @@ from sdk.outputs import (
     ScoringOutput,
 )
 from sdk.params import SamplingParams
-from sdk.quant.embedding_head import UNIT, EmbeddingHead, NormalizeStep
+from sdk.quant.embedding_head import EmbeddingHead, NormalizeStep, unit
 from sdk.quant.safe_repr import safe_repr
 from sdk.requests.advice import Advice
 from sdk.requests.calls import Stage, Work
 from sdk.requests.conversations import check_salt
 from sdk.requests.jobs import JobMaker
 from sdk.requests.pairs import pair_template, read_pair
-from sdk.requests.prompts import Prompt, PromptLike, PromptReader, as_list, with_salt
+from sdk.requests.prompts import Prompt, PromptReader, as_list
+from sdk.requests.similarity import max_similarity, similarity
+from sdk.requests.vectors import Wanted, with_text_before
+
+_PLAIN = Wanted()
+#: Names of prompts for the two sides of a search, sentence-transformers' and those of models.
+_QUERY = ("query",)
+_DOCUMENT = ("document", "passage", "corpus")
 
 
 class PoolingCalls:
@@ -43,8 +52,11 @@ class PoolingCalls:
         classifier: Classifier | None,
         head: EmbeddingHead | str | None = None,
         advice: Advice | None = None,
+        hidden_size: int | None = None,
     ) -> None:
-        """``advice``: where to say that a model was not made for a call; None: nowhere."""
+        """``advice``: where to say that a model was not made for a call; None: nowhere.
+        ``hidden_size``: of the model, if known before it runs."""
+        self._hidden_size = hidden_size
         self._head_of_files = head
         self._advice = advice
         self._jobs = jobs
@@ -52,20 +64,77 @@ class PoolingCalls:
         self._classifier = classifier
 
     def embed(
-        self, prompts: Any, truncate: int | None, lora: Any = None, tenant: str | None = None
+        self,
+        prompts: Any,
+        truncate: int | None,
+        lora: Any = None,
+        tenant: str | None = None,
+        wanted: Wanted = _PLAIN,
     ) -> Work[list[EmbeddingOutput]]:
         """See :meth:`sdk.LLM.embed`."""
-        if (head := self._embedding_head()) is not None:
-            found = yield from self._headed(head, prompts, truncate, lora, tenant)
-            return [
-                EmbeddingOutput(
-                    one.request_id, one.prompt_token_ids, one.outputs.data, metrics=one.metrics
+        head, is_unit = self._embedding_head(), self.gives_units
+        self._check_one_vector(head)
+        if self._hidden_size is not None:
+            width = self._hidden_size if head is None else head.width(self._hidden_size)
+            wanted.check_size(width)
+        read = self._jobs.adapted(self.read(prompts, truncate, wanted), lora)
+        if head is None:
+            params = [SamplingParams(tenant=tenant)] * len(read)
+            outputs = yield Stage(self._jobs.make(read, params, kind="embed"), "embed")
+            found = [embedding_of(output) for output in outputs]
+            if wanted == _PLAIN:
+                return found
+            return [replace(one, embedding=wanted.vector(one.embedding, is_unit)) for one in found]
+        pooled = yield from self._headed(head, read, tenant)
+        return [
+            EmbeddingOutput(
+                one.request_id,
+                one.prompt_token_ids,
+                wanted.vector(one.outputs.data, is_unit),
+                metrics=one.metrics,
+            )
+            for one in pooled
+        ]
+
+    def read(
+        self, prompts: Any, truncate: int | None = None, wanted: Wanted | None = None
+    ) -> list[Prompt]:
+        """Prompts for a call that generates nothing. Those that were read stay as they are.
+
+        ``wanted``: of embeddings, so that the files' prompt is put before texts and their longest
+        text counts; None: of hidden states or classes. A text that is cut loses its end.
+
+        :raises RequestError: one is invalid or too long.
+        """
+        params = SamplingParams(truncate_prompt_tokens=truncate)
+        if wanted is None:
+            return [self._read_one(item, params) for item in as_list(prompts)]
+        head = self._embedding_head()
+        text = wanted.text_before(head)
+        most = None if head is None else head.max_tokens
+        if most is not None and truncate == -1:
+            most = min(most, self._reader.max_model_len)
+            params = SamplingParams(truncate_prompt_tokens=most)
+        skip = 0
+        if head is not None and not head.include_prompt and text:
+            skip = self._reader.tokens_before(text)
+        lower = head is not None and head.lower_case
+        found: list[Prompt] = []
+        for item in as_list(prompts):
+            if not isinstance(item, Prompt):
+                item = with_text_before(item, text, asked=wanted.asks, lower=lower)
+            one = self._read_one(item, params)
+            if most is not None and truncate is None and len(one.token_ids) > most:
+                raise RequestError(
+                    f"prompt: {len(one.token_ids)} tokens, but the model was trained for texts of "
+                    f"{most} (max_seq_length in its files); shorten it, or set "
+                    "truncate_prompt_tokens=-1 to keep its beginning"
                 )
-                for one in found
-            ]
-        jobs = self._jobs.make(*self._read(prompts, truncate, lora, tenant), kind="embed")
-        outputs = yield Stage(jobs, "embed")
-        return [embedding_of(output) for output in outputs]
+            found.append(replace(one, skip=skip) if skip and one.text is not None else one)
+        return found
+
+    def _read_one(self, item: Any, params: SamplingParams) -> Prompt:
+        return item if isinstance(item, Prompt) else self._reader.read(item, params, room=0)
 
     def encode(
         self,
@@ -75,12 +144,15 @@ class PoolingCalls:
         truncate: int | None,
         lora: Any = None,
         tenant: str | None = None,
+        wanted: Wanted = _PLAIN,
     ) -> Work[list[PoolingRequestOutput]]:
         """See :meth:`sdk.LLM.encode`."""
         torch_module("encode, which returns tensors (embed returns lists),")
-        if pooling is None and (head := self._embedding_head()) is not None:
+        head = self._head_of(pooling)
+        if head is not None:
             check_flags(normalize=normalize)
-            found = yield from self._headed(head, prompts, truncate, lora, tenant, normalize)
+            ready = self._jobs.adapted(self.read(prompts, truncate, wanted), lora)
+            found = yield from self._headed(head, ready, tenant, normalize)
             return [with_tensor(one) for one in found]
         pooling = pooling or "last"
         if pooling not in get_args(PoolingMode):
@@ -88,8 +160,10 @@ class PoolingCalls:
             raise RequestError(f"pooling: expected one of {modes}, found {safe_repr(pooling)}")
         check_flags(normalize=normalize)
         mode: Any = pooling
-        read = self._read(prompts, truncate, lora, tenant)
-        found = yield from self._pooled(read, Pooling(mode, normalize))
+        ready = self._jobs.adapted(
+            self.read(prompts, truncate, wanted if wanted.asks else None), lora
+        )
+        found = yield from self._pooled(ready, tenant, Pooling(mode, normalize))
         return [with_tensor(one) for one in found]
 
     def classify(
@@ -103,8 +177,8 @@ class PoolingCalls:
         """See :meth:`sdk.LLM.classify`."""
         check_flags(use_activation=use_activation)
         classifier = self._need_classifier()
-        read = self._read(prompts, truncate, lora, tenant)
-        found = yield from self._pooled(read, self._head(classifier))
+        read = self._jobs.adapted(self.read(prompts, truncate), lora)
+        found = yield from self._pooled(read, tenant, self._head(classifier))
         return [
             ClassificationOutput(
                 one.request_id,
@@ -124,10 +198,11 @@ class PoolingCalls:
         lora: Any = None,
         tenant: str | None = None,
         salt: str | None = None,
+        truncate: int | None = None,
     ) -> Work[list[ScoringOutput]]:
         """See :meth:`sdk.LLM.score`. ``salt``: the ``cache_salt`` of all prompts."""
         self._say_what_scores_are("score")  # in the caller's thread, unlike the work
-        return self._score(data_1, data_2, template, lora, tenant, salt)
+        return self._score(data_1, data_2, template, lora, tenant, salt, truncate)
 
     def _score(
         self,
@@ -137,25 +212,68 @@ class PoolingCalls:
         lora: Any,
         tenant: str | None,
         salt: str | None,
+        truncate: int | None,
     ) -> Work[list[ScoringOutput]]:
         left, right = as_list(data_1), as_list(data_2)
         check_pairs(len(left), len(right))
         if self._classifier is not None:
             lefts = left * len(right) if len(left) == 1 else left
             pairs = list(zip(lefts, right, strict=True))
-            return (yield from self._scored(pairs, template, lora, tenant, salt))
+            return (yield from self._scored(pairs, template, lora, tenant, salt, truncate))
         if template is not None:
             raise RequestError(
                 "chat_template: this model has no classification head, so it compares embeddings, "
                 "which need no template; leave it out"
             )
-        prompts = [with_salt(one, salt) for one in (*left, *right)]
-        embedded = yield from self.embed(prompts, None, lora, tenant)
-        if self._head_of_files is not None:  # its vectors may have any length
-            embedded = [replace(one, embedding=UNIT(one.embedding)) for one in embedded]
-        return cosines(embedded[: len(left)], embedded[len(left) :])
+        check_salt(salt)
+        read = [replace(one, cache_salt=salt) for one in self._sides(left, right, truncate)]
+        head = self._embedding_head()
+        if head is not None and head.per_token:
+            if head.pads_queries:
+                raise RequestError(
+                    "score: this model fills queries up with mask tokens (do_query_expansion in "
+                    "its files), which is not supported: the scores would be others; "
+                    "encode(texts) gives the vectors of tokens"
+                )
+            read = self._jobs.adapted(read, lora)
+            rows = yield from self._headed(head, read, tenant)
+            return self._late(head, rows[: len(left)], rows[len(left) :])
+        embedded = yield from self.embed(read, None, lora, tenant)
+        kind = "cosine" if head is None else head.similarity
+        return compared(embedded[: len(left)], embedded[len(left) :], kind)
 
-    def pair_tokens(self, data_1: Any, data_2: Any) -> int:
+    def _sides(self, left: Any, right: Any, truncate: int | None) -> list[Prompt]:
+        """The prompts of texts to compare: as queries and as documents, if the files have prompts
+        for these and none for every text."""
+        head = self._embedding_head()
+        read: list[Prompt] = []
+        for texts, names in ((left, _QUERY), (right, _DOCUMENT)):
+            known = () if head is None or head.default_prompt is not None else head.prompts
+            name = next((one for one in names if one in known), None)
+            asked = name if all(map(_is_text, texts)) else None
+            read += self.read(texts, truncate, Wanted(prompt_name=asked))
+        return read
+
+    def _late(
+        self,
+        head: EmbeddingHead,
+        left: Sequence[PoolingRequestOutput],
+        right: Sequence[PoolingRequestOutput],
+    ) -> list[ScoringOutput]:
+        """Scores of late interaction: each token of a query with the best one of a document."""
+        tokenizer = self._reader.need_tokenizer("score")
+        ids = {tokenizer.token_to_id(word) for word in head.skipped_words}
+        lefts = list(left) * len(right) if len(left) == 1 else left
+        scores: list[ScoringOutput] = []
+        for query, document in zip(lefts, right, strict=True):
+            kept = [token not in ids for token in document.prompt_token_ids]
+            rows = document.outputs.data[kept] if any(kept) else document.outputs.data
+            scores.append(
+                ScoringOutput(document.request_id, max_similarity(query.outputs.data, rows))
+            )
+        return scores
+
+    def pair_tokens(self, data_1: Any, data_2: Any, truncate: int | None = None) -> int:
         """The tokens of the prompts that :meth:`score` computes, in the template of pairs.
 
         :raises RequestError: as :meth:`score`.
@@ -163,14 +281,13 @@ class PoolingCalls:
         left, right = as_list(data_1), as_list(data_2)
         check_pairs(len(left), len(right))
         if self._classifier is None:
-            prompted = self.prompted([*left, *right])
-            return sum(
-                len(self._reader.read(one, SamplingParams(), room=0).token_ids) for one in prompted
-            )
+            return sum(len(one.token_ids) for one in self._sides(left, right, truncate))
         template = pair_template(self._reader, self._classifier, None)
         lefts = left * len(right) if len(left) == 1 else left
         pairs = zip(lefts, right, strict=True)
-        return sum(len(read_pair(self._reader, pair, template).token_ids) for pair in pairs)
+        return sum(
+            len(read_pair(self._reader, pair, template, truncate).token_ids) for pair in pairs
+        )
 
     def rerank(
         self,
@@ -181,10 +298,11 @@ class PoolingCalls:
         lora: Any = None,
         tenant: str | None = None,
         salt: str | None = None,
+        truncate: int | None = None,
     ) -> Work[list[RerankOutput]]:
         """See :meth:`sdk.LLM.rerank`. ``salt``: the ``cache_salt`` of all prompts."""
         self._say_what_scores_are("rerank")
-        return self._rerank(query, documents, top_n, template, lora, tenant, salt)
+        return self._rerank(query, documents, top_n, template, lora, tenant, salt, truncate)
 
     def _rerank(
         self,
@@ -195,6 +313,7 @@ class PoolingCalls:
         lora: Any,
         tenant: str | None,
         salt: str | None,
+        truncate: int | None,
     ) -> Work[list[RerankOutput]]:
         if not isinstance(query, str):
             raise RequestError(f"query: expected a string, found {safe_repr(query)}")
@@ -211,25 +330,17 @@ class PoolingCalls:
             raise RequestError(f"top_n: expected a positive integer, found {safe_repr(top_n)}")
         if not documents:
             return []
-        scored = yield from self._score(query, list(documents), template, lora, tenant, salt)
+        texts = list(documents)
+        scored = yield from self._score(query, texts, template, lora, tenant, salt, truncate)
         scores = [one.score for one in scored]
         order = sorted(range(len(scores)), key=lambda index: -scores[index])[:top_n]
         return [RerankOutput(index, documents[index], scores[index]) for index in order]
-
-    def prompted(self, prompts: Any) -> list[PromptLike]:
-        """The prompts of :meth:`embed` with the default prompt of the files before texts.
-
-        :raises UnsupportedError: as :meth:`embed`.
-        """
-        head = self._embedding_head()
-        items = as_list(prompts)
-        return items if head is None else [_prompted(one, head.prompt) for one in items]
 
     @property
     def gives_units(self) -> bool:
         """Whether the vectors of :meth:`embed` have length 1."""
         head = self._embedding_head()
-        return head is None or (bool(head.steps) and isinstance(head.steps[-1], NormalizeStep))
+        return head is None or head.gives_units
 
     def _say_what_scores_are(self, method: str) -> None:
         """Warn that a model that generates text compares texts badly. In a trial with the pages of
@@ -256,43 +367,52 @@ class PoolingCalls:
             )
         return head
 
+    def _head_of(self, pooling: str | None) -> EmbeddingHead | None:
+        """The head that applies to a call of :meth:`encode`."""
+        if pooling is None:
+            return self._embedding_head()
+        head = self._head_of_files
+        late = isinstance(head, EmbeddingHead) and head.per_token
+        return head if late and pooling == "token" else None  # type: ignore[return-value]
+
+    def _check_one_vector(self, head: EmbeddingHead | None) -> None:
+        if head is not None and head.per_token:
+            raise RequestError(
+                "embed: this model has a vector for each token of a text (late interaction), not "
+                "one for the text; use encode(texts), or score and rerank"
+            )
+
     def _headed(
         self,
         head: EmbeddingHead,
-        prompts: Any,
-        truncate: int | None,
-        lora: Any,
+        read: Sequence[Prompt],
         tenant: str | None,
         normalize: bool = False,
     ) -> Work[list[PoolingRequestOutput]]:
-        """The embeddings as the files describe them."""
+        """The embeddings as the files describe them: lists, or a matrix for each text."""
         mode: Any = head.mode
-        read = self._read(self.prompted(prompts), truncate, lora, tenant)
-        found = yield from self._pooled(read, Pooling(mode, False))
-        rows = [head(one.outputs.data) for one in found]
+        found = yield from self._pooled(read, tenant, Pooling(mode, False))
+        if head.per_token:
+            tables = [head.rows(one.outputs.data) for one in found]
+            if normalize and not head.gives_units:
+                tables = [np.stack([NormalizeStep()(row) for row in table]) for table in tables]
+            return [
+                one._replace(outputs=PoolingOutput(table))
+                for one, table in zip(found, tables, strict=True)
+            ]
+        rows = [head(one.outputs.data, of.skip) for one, of in zip(found, read, strict=True)]
         if normalize:
-            rows = [UNIT(row) for row in rows]
+            rows = [unit(row) for row in rows]
         return [
             one._replace(outputs=PoolingOutput(row)) for one, row in zip(found, rows, strict=True)
         ]
 
-    def _read(
-        self,
-        prompts: PromptLike | Sequence[PromptLike],
-        truncate: int | None,
-        lora: Any,
-        tenant: str | None,
-    ) -> tuple[list[Prompt], list[SamplingParams]]:
-        params = SamplingParams(truncate_prompt_tokens=truncate, tenant=tenant)
-        read = [self._reader.read(item, params, room=0) for item in as_list(prompts)]
-        return self._jobs.adapted(read, lora), [params] * len(read)
-
     def _pooled(
-        self,
-        read: tuple[list[Prompt], list[SamplingParams]],
-        pooling: Pooling,
+        self, read: Sequence[Prompt], tenant: str | None, pooling: Pooling
     ) -> Work[list[PoolingRequestOutput]]:
-        outputs = yield Stage(self._jobs.make(*read, kind="embed", pooling=pooling), "encode")
+        params = [SamplingParams(tenant=tenant)] * len(read)
+        jobs = self._jobs.make(read, params, kind="embed", pooling=pooling)
+        outputs = yield Stage(jobs, "encode")
         return [pooled_of(output) for output in outputs]
 
     def _need_classifier(self) -> Classifier:
@@ -318,16 +438,19 @@ class PoolingCalls:
         lora: Any,
         tenant: str | None,
         salt: str | None,
+        truncate: int | None,
     ) -> Work[list[ScoringOutput]]:
         """The relevance of each pair by the classification head."""
         classifier = self._need_classifier()
         relevant = relevant_class(classifier)
         template = pair_template(self._reader, classifier, template)
         check_salt(salt)
-        read = [replace(read_pair(self._reader, pair, template), cache_salt=salt) for pair in pairs]
+        read = [
+            replace(read_pair(self._reader, pair, template, truncate), cache_salt=salt)
+            for pair in pairs
+        ]
         read = self._jobs.adapted(read, lora)
-        params = [SamplingParams(tenant=tenant)] * len(read)
-        found = yield from self._pooled((read, params), self._head(classifier))
+        found = yield from self._pooled(read, tenant, self._head(classifier))
         return [
             ScoringOutput(one.request_id, probabilities(classifier, one)[relevant]) for one in found
         ]
@@ -398,13 +521,8 @@ def with_tensor(output: PoolingRequestOutput) -> PoolingRequestOutput:
     return output._replace(outputs=PoolingOutput(torch.as_tensor(output.outputs.data)))
 
 
-def _prompted(item: PromptLike, prompt: str) -> PromptLike:
-    """A prompt with a text before it; token ids stay as they are."""
-    if isinstance(item, str):
-        return prompt + item
-    if prompt and isinstance(item, Mapping) and isinstance(item.get("prompt"), str):
-        return {**item, "prompt": prompt + item["prompt"]}
-    return item
+def _is_text(item: object) -> bool:
+    return isinstance(item, str) or (isinstance(item, Mapping) and "prompt" in item)
 
 
 def check_pairs(first: int, second: int) -> None:
@@ -413,17 +531,13 @@ def check_pairs(first: int, second: int) -> None:
         raise RequestError(f"score: expected one text or {second} in data_1, found {first}")
 
 
-def cosines(
-    first: Sequence[EmbeddingOutput], second: Sequence[EmbeddingOutput]
+def compared(
+    first: Sequence[EmbeddingOutput], second: Sequence[EmbeddingOutput], kind: str
 ) -> list[ScoringOutput]:
-    """Cosines of vectors of length 1, pair by pair; a single ``first`` is compared with all."""
+    """How alike vectors are, pair by pair; a single ``first`` is compared with all."""
     if len(first) == 1:
         first = list(first) * len(second)
     return [
-        ScoringOutput(b.request_id, _dot(a.embedding, b.embedding))
+        ScoringOutput(b.request_id, similarity(a.embedding, b.embedding, kind))
         for a, b in zip(first, second, strict=True)
     ]
-
-
-def _dot(a: Sequence[float], b: Sequence[float]) -> float:
-    return sum(x * y for x, y in zip(a, b, strict=True))

@@ -57,6 +57,8 @@ class Prompt:
     embeds: Embeds | None = None
     #: The adapter that runs it.
     adapter: KnownAdapter | None = None
+    #: Tokens at the beginning that are not pooled.
+    skip: int = 0
     #: Of two texts, which models with token types tell apart: the first token of the second one.
     second_text: int | None = None
 
@@ -428,16 +430,32 @@ class PromptReader:
         template = self.template_of(options) or ""
         return re.search(r"\b(tool_calls|tojson|items)\b", template) is not None
 
-    def read_texts(self, first: str, second: str) -> Prompt:
-        """Two texts, one after the other, for an embedding."""
+    def read_texts(self, first: str, second: str, truncate: int | None = None) -> Prompt:
+        """Two texts as the model reads a pair. ``truncate``: ``truncate_prompt_tokens``; the longer
+        one loses its end."""
         tokenizer, limit = self.need_tokenizer("a pair of texts"), self._max_model_len
+        params = SamplingParams(truncate_prompt_tokens=truncate)
+        keep = self._kept(params, 0)
         with as_request_error("prompt"):
             try:
-                ids = tokenizer.encode(first, parse_special=False, stop_after=limit)
-                ids += tokenizer.encode(second, False, False, stop_after=limit)
+                ids, start = tokenizer.encode_pair(first, second, keep=keep, stop_after=limit)
             except TooManyTokens as error:
                 raise self._too_long(error.at_least, 0, "at least ") from None
-            return Prompt(self._checked(ids, 0), first + second)
+            return Prompt(self._checked(ids, 0), first + second, second_text=start)
+
+    def tokens_before(self, text: str) -> int:
+        """The tokens of a text that others follow, with those that begin every text."""
+        tokenizer = self.need_tokenizer("a text prompt")
+        ids, ends = tokenizer.encode(text), tokenizer.encode("")
+        shared = 0
+        while shared < min(len(ids), len(ends)) and ids[-1 - shared] == ends[-1 - shared]:
+            shared += 1
+        return len(ids) - shared
+
+    @property
+    def max_model_len(self) -> int:
+        """The longest context."""
+        return self._max_model_len
 
     def token_of_class(self, spelling: str) -> int:
         """The token of a class. :raises RequestError: the vocabulary has no such token."""
@@ -516,8 +534,12 @@ class PromptReader:
             value = self._encode(str.__str__(value), params, room)
         keep = self._kept(params, room)
         if keep is not None and keep < len(value):
-            value = value[-keep:]
+            value = value[-keep:] if room else self._beginning(value, keep)
         return self._checked(value, room)
+
+    def _beginning(self, ids: Sequence[int], keep: int) -> Sequence[int]:
+        """The first ids of a text that is not continued, and the special tokens that end texts."""
+        return ids[:keep] if self.tokenizer is None else self.tokenizer.shorten(ids, keep)
 
     def _encode(self, text: str, params: SamplingParams, room: int) -> list[int]:
         """The ids of a text. Without truncation, tokenizing stops where the context ends."""
@@ -561,7 +583,8 @@ class PromptReader:
 
     def _too_long(self, count: int, room: int, about: str = "") -> RequestError:
         left = f" and {room} must be left for the answer" if room else ""
+        kept = "end" if room else "beginning"
         return RequestError(
             f"prompt: {about}{count} tokens, but the context holds {self._max_model_len}{left}; "
-            "shorten it, raise max_model_len, or set truncate_prompt_tokens=-1 to keep its end"
+            f"shorten it, raise max_model_len, or set truncate_prompt_tokens=-1 to keep its {kept}"
         )

@@ -15,13 +15,13 @@ from sdk.params import SamplingParams
 from sdk.quant.safe_repr import safe_repr
 from sdk.requests.conversations import ChatOptions, special_tokens_of
 from sdk.requests.prompts import Prompt, PromptLike
+from sdk.requests.vectors import Wanted
 from sdk.server.access import Caller, Refused
 from sdk.server.model_files import ModelFiles, files_of
 from sdk.tokenizer import LLMTokenizer
 from sdk.tools import reasoning_of
 
 T = TypeVar("T")
-_PARAMS = SamplingParams()
 
 
 class LanguageModel(Protocol):
@@ -108,18 +108,15 @@ class Served:
             self.llm.set_tenant_weight(tenant, weight)
             self._weights[tenant] = weight
 
-    async def read(self, prompts: Sequence[PromptLike], cut: int | None = None) -> list[Prompt]:
+    async def read(
+        self, prompts: Sequence[PromptLike], cut: int | None = None, wanted: Wanted | None = None
+    ) -> list[Prompt]:
         """Prompts for embeddings as token ids, checked; long ones are tokenized in a thread.
 
-        ``cut``: ``truncate_prompt_tokens``. :raises RequestError: one is invalid or too long.
+        ``cut``: ``truncate_prompt_tokens``. ``wanted``: of embeddings; None: of hidden states.
+        :raises RequestError: one is invalid or too long.
         """
-        params = _PARAMS if cut is None else SamplingParams(truncate_prompt_tokens=cut)
-        reader = self.llm._reader
-
-        def read() -> list[Prompt]:
-            return [reader.read(prompt, params, room=0) for prompt in prompts]
-
-        return await self.briefly(prompts, read)
+        return await self.briefly(prompts, lambda: self.llm._pooling.read(prompts, cut, wanted))
 
     async def briefly(self, data: object, work: Callable[[], T]) -> T:
         """What ``work`` returns, which tokenizes ``data``: in a thread unless that is short."""

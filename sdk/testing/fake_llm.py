@@ -51,6 +51,7 @@ from sdk.requests.monitoring import Monitoring
 from sdk.requests.pooling import PoolingCalls
 from sdk.requests.prompts import PromptLike
 from sdk.requests.stepping import Stepping
+from sdk.requests.vectors import OutputDtype, Wanted
 from sdk.requests.views import ToolTurns
 from sdk.testing.fake_executor import ScriptedExecutor
 from sdk.testing.fake_jobs import FakeReader, ScriptedJobs
@@ -421,12 +422,17 @@ class FakeLLM(AsyncPooling):
         prompts: PromptLike | Sequence[PromptLike],
         *,
         truncate_prompt_tokens: int | None = None,
+        prompt_name: str | None = None,
+        prompt: str | None = None,
+        dimensions: int | None = None,
+        output_dtype: OutputDtype = "float32",
         lora_request: LoRAsLike = None,
         tenant: str | None = None,
         use_tqdm: bool = True,
     ) -> list[EmbeddingOutput]:
         """See :meth:`sdk.LLM.embed`."""
-        work = self._pooling.embed(prompts, truncate_prompt_tokens, lora_request, tenant)
+        wanted = Wanted(prompt_name, prompt, dimensions, output_dtype)
+        work = self._pooling.embed(prompts, truncate_prompt_tokens, lora_request, tenant, wanted)
         return self._calls.do("embed", work, use_tqdm)
 
     @names_keywords
@@ -437,6 +443,8 @@ class FakeLLM(AsyncPooling):
         pooling: PoolingMode | None = None,
         normalize: bool = True,
         truncate_prompt_tokens: int | None = None,
+        prompt_name: str | None = None,
+        prompt: str | None = None,
         lora_request: LoRAsLike = None,
         tenant: str | None = None,
         use_tqdm: bool = True,
@@ -445,8 +453,9 @@ class FakeLLM(AsyncPooling):
 
         Vectors have length 1, and all values of ``pooling`` except "token" mean the same.
         """
+        wanted = Wanted(prompt_name, prompt)
         work = self._pooling.encode(
-            prompts, pooling, normalize, truncate_prompt_tokens, lora_request, tenant
+            prompts, pooling, normalize, truncate_prompt_tokens, lora_request, tenant, wanted
         )
         return self._calls.do("encode", work, use_tqdm)
 
@@ -473,6 +482,7 @@ class FakeLLM(AsyncPooling):
         data_1: PromptLike | Sequence[PromptLike],
         data_2: PromptLike | Sequence[PromptLike],
         *,
+        truncate_prompt_tokens: int | None = None,
         lora_request: LoRALike | None = None,
         chat_template: str | None = None,
         tenant: str | None = None,
@@ -481,7 +491,15 @@ class FakeLLM(AsyncPooling):
         """See :meth:`sdk.LLM.score`."""
         return self._calls.do(
             "score",
-            self._pooling.score(data_1, data_2, chat_template, lora_request, tenant, cache_salt),
+            self._pooling.score(
+                data_1,
+                data_2,
+                chat_template,
+                lora_request,
+                tenant,
+                cache_salt,
+                truncate_prompt_tokens,
+            ),
         )
 
     @names_keywords
@@ -491,6 +509,7 @@ class FakeLLM(AsyncPooling):
         documents: Sequence[str],
         top_n: int | None = None,
         *,
+        truncate_prompt_tokens: int | None = None,
         lora_request: LoRALike | None = None,
         chat_template: str | None = None,
         tenant: str | None = None,
@@ -498,7 +517,14 @@ class FakeLLM(AsyncPooling):
     ) -> list[RerankOutput]:
         """See :meth:`sdk.LLM.rerank`."""
         work = self._pooling.rerank(
-            query, documents, top_n, chat_template, lora_request, tenant, cache_salt
+            query,
+            documents,
+            top_n,
+            chat_template,
+            lora_request,
+            tenant,
+            cache_salt,
+            truncate_prompt_tokens,
         )
         return self._calls.do("rerank", work)
 

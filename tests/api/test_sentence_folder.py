@@ -19,10 +19,11 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
-from sdk import LLM, AsyncLLM, CheckpointError, UnsupportedError
+from sdk import LLM, AsyncLLM, CheckpointError, RequestError, UnsupportedError
 from sdk.compat.vllm import LLM as VLLM
 from sdk.engine.plan import Pooling
 from sdk.engine.rank.pooling import Pooler
+from sdk.loaders.tokenizer.from_folder import tokenizer_from_folder
 from tests.gguf_models import U32, gguf_of, save_gguf
 from tests.models.conftest import tiny
 
@@ -178,6 +179,183 @@ def test_other_activations_are_those_of_torch(
     assert close(found, getattr(torch.nn, name)()(y).numpy())
 
 
+def test_several_poolings_are_joined_in_the_order_of_sentence_transformers(
+    folder: Callable[..., Folder], states: list[Any]
+) -> None:
+    flags = {MODES[name][0]: True for name in ("last", "weightedmean", "mean_sqrt_len", "mean")}
+    made = folder({**flags, "pooling_mode_max_tokens": True, "pooling_mode_cls_token": True})
+    order = ("cls", "max", "mean", "mean_sqrt_len", "weightedmean", "last")
+    with made.open() as llm:
+        found = [one.embedding for one in llm.embed(PROMPTS)]
+    for vector, hidden in zip(found, states, strict=True):
+        assert close(vector, np.concatenate([MODES[name][1](hidden) for name in order]))
+    made.write("1_Pooling/config.json", {"pooling_mode": ["lasttoken", "mean_sqrt_len_tokens"]})
+    with made.open() as llm:
+        [found] = [one.embedding for one in llm.embed(PROMPTS[0])]
+    joined = [MODES[name][1](states[0]) for name in ("last", "mean_sqrt_len")]
+    assert close(found, np.concatenate(joined))
+
+
+def test_a_pooling_without_a_mode_is_the_mean(
+    folder: Callable[..., Folder], states: list[Any]
+) -> None:
+    with folder({"word_embedding_dimension": states[0].shape[1]}).open() as llm:
+        assert close(llm.embed(PROMPTS[0])[0].embedding, states[0].mean(0))
+
+
+def test_a_layer_norm_is_that_of_torch(folder: Callable[..., Folder], states: list[Any]) -> None:
+    made, size = folder(), states[0].shape[1]
+    norm = torch.nn.LayerNorm(size)
+    with torch.no_grad():
+        norm.weight.copy_(torch.linspace(0.5, 2, size))
+        norm.bias.copy_(torch.linspace(-1, 1, size))
+    made.add("LayerNorm", "2_LayerNorm", dimension=size)
+    tensors = {f"norm.{name}": value.detach() for name, value in norm.named_parameters()}
+    save_file(tensors, made.path / "2_LayerNorm" / "model.safetensors")
+    with made.open() as llm:
+        found = llm.embed(PROMPTS[0])[0].embedding
+    expected = norm(torch.from_numpy(states[0].mean(0)).float())
+    assert close(found, expected.detach().numpy())
+
+
+def test_a_prompt_that_is_not_pooled_leaves_its_tokens_out(folder: Callable[..., Folder]) -> None:
+    made = folder({"pooling_mode": ["cls", "mean", "weightedmean"], "include_prompt": False})
+    settings = {"prompts": {"q": "ask: "}, "default_prompt_name": "q"}
+    made.write("config_sentence_transformers.json", settings)
+    with made.open() as llm:
+        [found] = llm.embed("hello world")
+        [plain] = llm.embed({"prompt_token_ids": found.prompt_token_ids})
+        rows = llm.encode("ask: hello world", pooling="token", normalize=False)[0].outputs.data
+        skip = len(llm.get_tokenizer().encode("ask: "))
+    hidden, size = rows.double().numpy(), rows.shape[1]
+    used, weights = hidden[skip:], np.arange(skip + 1, len(hidden) + 1)[:, None]
+    expected = [used[0], used.mean(0), (used * weights).sum(0) / weights.sum()]
+    assert close(found.embedding, np.concatenate(expected))
+    assert close(plain.embedding[size : 2 * size], hidden.mean(0))
+
+
+def test_a_prompt_is_chosen_by_name_or_given(folder: Callable[..., Folder]) -> None:
+    made = folder()
+    prompts = {"query": "ask: ", "document": "", "passage": "text: "}
+    made.write("config_sentence_transformers.json", {"prompts": prompts})
+    with made.open() as llm:
+        for asked, text in (
+            ({}, "hello"),
+            ({"prompt_name": "query"}, "ask: hello"),
+            ({"prompt_name": "passage"}, "text: hello"),
+            ({"prompt": "any "}, "any hello"),
+        ):
+            [found], [expected] = llm.embed("hello", **asked), llm.embed(text)
+            assert found.prompt_token_ids == expected.prompt_token_ids
+            [same] = llm.encode("hello", pooling="mean", **asked)
+            assert same.prompt_token_ids == found.prompt_token_ids
+        [asked], [read] = llm.embed("hi", prompt_name="query"), llm.embed("there")
+        [ranked] = llm.rerank("hi", ["there"])
+        cosine = np.dot(asked.embedding, read.embedding) / (
+            np.linalg.norm(asked.embedding) * np.linalg.norm(read.embedding)
+        )
+        assert abs(ranked.relevance_score - cosine) < 1e-5
+        with pytest.raises(RequestError, match=r"one of 'document', 'passage', 'query'.*found 'x'"):
+            llm.embed("hello", prompt_name="x")
+        with pytest.raises(RequestError, match="expected texts to put the prompt before"):
+            llm.embed(PROMPTS, prompt_name="query")
+    with folder_without(made).open() as llm:
+        with pytest.raises(RequestError, match=r"prompt_name: expected none.*prompt=TEXT"):
+            llm.embed("hello", prompt_name="query")
+        [found], [expected] = llm.embed("hello", prompt="ask: "), llm.embed("ask: hello")
+        assert found.embedding == expected.embedding
+
+
+def folder_without(made: Folder) -> Folder:
+    """The folder without its prompts."""
+    (made.path / "config_sentence_transformers.json").unlink()
+    return made
+
+
+def test_texts_longer_than_the_model_was_trained_for_are_refused_or_cut(
+    folder: Callable[..., Folder],
+) -> None:
+    made = folder()
+    made.write("sentence_bert_config.json", {"max_seq_length": 6, "do_lower_case": False})
+    text = "one two three four five six seven eight"
+    with made.open() as llm:
+        with pytest.raises(RequestError, match=r"trained for texts of 6 .max_seq_length"):
+            llm.embed(text)
+        ids = llm.get_tokenizer().encode(text)
+        [cut], [whole] = (
+            llm.embed(text, truncate_prompt_tokens=-1),
+            llm.embed(text, truncate_prompt_tokens=200),
+        )
+        assert (cut.prompt_token_ids, whole.prompt_token_ids) == (ids[:6], ids)
+        assert len(llm.encode(text, pooling="mean")[0].prompt_token_ids) == len(ids)
+
+
+def test_texts_are_read_in_lower_case_where_the_files_say_so(folder: Callable[..., Folder]) -> None:
+    made = folder()
+    made.write("sentence_bert_config.json", {"do_lower_case": True})
+    with made.open() as llm:
+        found = llm.embed(["Hello WORLD", {"prompt": "Hello WORLD"}], prompt="ASK ")
+        [expected] = llm.embed("ask hello world")
+    assert [one.prompt_token_ids for one in found] == [expected.prompt_token_ids] * 2
+
+
+@pytest.mark.parametrize("kind", ["dot", "euclidean", "manhattan"])
+def test_scores_are_the_similarity_of_the_files(
+    kind: str, folder: Callable[..., Folder], states: list[Any]
+) -> None:
+    made = folder()
+    made.write("config_sentence_transformers.json", {"similarity_fn_name": kind})
+    a, b = (hidden.mean(0) for hidden in states[:2])
+    expected = {
+        "dot": a @ b,
+        "euclidean": -np.linalg.norm(a - b),
+        "manhattan": -np.abs(a - b).sum(),
+    }[kind]
+    with made.open() as llm:
+        [score] = llm.score(PROMPTS[0], PROMPTS[1])
+    assert abs(score.score - expected) < 2e-4 * abs(expected)
+
+
+def test_a_model_of_late_interaction_has_a_vector_for_each_token(
+    folder: Callable[..., Folder], states: list[Any]
+) -> None:
+    made = folder()
+    made.modules.pop()
+    weight, _ = made.dense("1_Dense", (12, states[0].shape[1]), "Identity", bias=False)
+    tokenizer = tokenizer_from_folder(made.path)
+    assert tokenizer is not None
+    skipped = tokenizer.encode("[D] a, b")[-1]
+    settings = {
+        "query_prefix": "[Q] ",
+        "document_prefix": "[D] ",
+        "skiplist_words": [tokenizer.id_to_token(skipped)],
+        "similarity_fn_name": "MaxSim",
+    }
+    made.write("config_sentence_transformers.json", settings)
+
+    def units(hidden: Any) -> Any:
+        rows = hidden @ weight.T
+        return rows / np.linalg.norm(rows, axis=1, keepdims=True)
+
+    with made.open() as llm:
+        for options in ({}, {"pooling": "token"}):
+            found = llm.encode(PROMPTS, **options)
+            for one, hidden in zip(found, states, strict=True):
+                assert close(one.outputs.data.numpy(), units(hidden))
+        with pytest.raises(RequestError, match="a vector for each token"):
+            llm.embed("hello")
+        query = llm.encode("hi", prompt_name="query", normalize=False)[0]
+        document = llm.encode("a, b", prompt_name="document", normalize=False)[0]
+        [score] = llm.score("hi", "a, b")
+    kept = [token != skipped for token in document.prompt_token_ids]
+    assert not all(kept)
+    products = query.outputs.data.double() @ document.outputs.data.double()[kept].T
+    assert abs(score.score - float(products.amax(1).sum())) < 1e-4 * abs(score.score)
+    made.write("config_sentence_transformers.json", {**settings, "do_query_expansion": True})
+    with made.open() as llm, pytest.raises(RequestError, match="do_query_expansion"):
+        llm.score("hi", "a, b")
+
+
 def test_vectors_of_any_length_have_cosines(
     folder: Callable[..., Folder], states: list[Any]
 ) -> None:
@@ -203,15 +381,14 @@ def test_a_default_prompt_is_put_before_texts(folder: Callable[..., Folder]) -> 
 
 
 UNSUPPORTED: dict[str, tuple[Callable[[Folder], object], str]] = {
-    "module": (lambda made: made.add("CNN", "2_CNN"), "module 'CNN': expected Pooling, Dense"),
-    "two poolings": (
-        lambda made: made.write(
-            "1_Pooling/config.json",
-            {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True},
-        ),
-        "expected one mode of .*, found cls and mean",
+    "module": (
+        lambda made: made.add("CNN", "2_CNN"),
+        "module 'CNN': expected Pooling, Dense",
     ),
-    "no pooling": (lambda made: made.write("1_Pooling/config.json", {}), "expected one mode"),
+    "no pooling": (
+        lambda made: made.write("1_Pooling/config.json", {"pooling_mode_mean_tokens": False}),
+        "expected modes of .*, found none",
+    ),
     "new mode": (
         lambda made: made.write("1_Pooling/config.json", {"pooling_mode": "best"}),
         "found best",
@@ -229,22 +406,17 @@ UNSUPPORTED: dict[str, tuple[Callable[[Folder], object], str]] = {
         ),
         "must be a safetensors file",
     ),
-    "prompt that does not count": (
-        lambda made: (
-            made.write(
-                "1_Pooling/config.json",
-                {"pooling_mode_mean_tokens": True, "include_prompt": False},
-            ),
-            made.write(
-                "config_sentence_transformers.json",
-                {"prompts": {"q": "ask: "}, "default_prompt_name": "q"},
-            ),
+    "similarity": (
+        lambda made: made.write(
+            "config_sentence_transformers.json", {"similarity_fn_name": "hamming"}
         ),
-        "include_prompt: expected true",
+        "similarity_fn_name: expected one of cosine, dot, euclidean, manhattan, found 'hamming'",
     ),
-    "lower case": (
-        lambda made: made.write("sentence_bert_config.json", {"do_lower_case": True}),
-        "do_lower_case: expected false, found true",
+    "residual": (
+        lambda made: made.add(
+            "Dense", "2_Dense", in_features=64, out_features=64, use_residual=True
+        ),
+        "use_residual: expected false, found true",
     ),
 }
 
@@ -288,6 +460,26 @@ DAMAGED: dict[str, tuple[Callable[[Folder], object], str]] = {
             ),
         ),
         "model.safetensors: expected .*found",
+    ),
+    "norm width": (
+        lambda made: made.add("LayerNorm", "2_LayerNorm", dimension=3),
+        "dimension: expected 64, found 3",
+    ),
+    "length": (
+        lambda made: made.write("sentence_bert_config.json", {"max_seq_length": 0}),
+        "max_seq_length: expected a positive integer, found 0",
+    ),
+    "prompts": (
+        lambda made: made.write("config_sentence_transformers.json", {"prompts": ["a"]}),
+        "prompts: expected texts by name",
+    ),
+    "words to skip": (
+        lambda made: (
+            made.modules.pop(),
+            made.dense("1_Dense", (4, 64), "Identity"),
+            made.write("config_sentence_transformers.json", {"skiplist_words": [1]}),
+        ),
+        "skiplist_words: expected texts",
     ),
     "size": (
         lambda made: made.modules.append({"type": "x" * (1 << 20), "path": ""}),

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
+from tokenizers import Regex, pre_tokenizers
 
 from sdk.loaders.tokenizer.from_gguf import tokenizer_from_gguf
 from sdk.loaders.tokenizer.pretokenizers import PRE_TOKENIZERS
@@ -197,7 +198,10 @@ def test_a_pre_tokenizer_that_cannot_be_used_is_refused(
         tokenizer_from_gguf(make_metadata[kind](), "x.gguf", pre_tokenizer=name)
 
 
-@pytest.mark.parametrize("pre", sorted(PRE_TOKENIZERS))
+BYTEWISE = sorted(name for name, pre in PRE_TOKENIZERS.items() if not pre.raw)
+
+
+@pytest.mark.parametrize("pre", BYTEWISE)
 def test_every_pre_tokenizer_compiles_and_loses_nothing(make_metadata: Any, pre: str) -> None:
     tokenizer = tokenizer_from_gguf(make_metadata["gpt2"](**{"tokenizer.ggml.pre": pre}), "x.gguf")
     text = "Hello they'LL pay 12345.67€\r\n\n  你好 мир, don't!  \t…(x)ﬀ e\u0301"
@@ -228,6 +232,40 @@ def test_gemma4_merges_characters_and_keeps_newline_runs_whole() -> None:
     names = [tokenizer.id_to_token(i) for i in tokenizer.encode("b a\n\né\n")]
     assert names == ["<s>", "b", "▁a", "\n\n", "<0xC3>", "<0xA9>", "\n"]
     assert tokenizer.decode(tokenizer.encode("b a\n\né\n")) == "b a\n\né\n"
+
+
+@pytest.mark.parametrize("pre", ["gemma4", "granite-embed-multi-311m", "sarvam-moe"])
+def test_a_split_of_gemma4_reads_characters_in_a_file_of_a_byte_level_model(pre: str) -> None:
+    metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": ["<unk>", "<bos>", "é", "▁", "▁é"],
+        "tokenizer.ggml.token_type": [2, 3, 1, 1, 1],
+        "tokenizer.ggml.merges": ["▁ é"],
+        "tokenizer.ggml.bos_token_id": 1,
+    }
+    tokenizer = tokenizer_from_gguf(metadata, "x.gguf")
+    assert tokenizer.encode("é é") == [*([1] if pre != "sarvam-moe" else []), 2, 4]
+    assert tokenizer.decode([2, 4]) == "é é"
+
+
+SPLITS = {
+    "afmoe": "a|1|234|567|ไ|.b",
+    "tiny_aya": "a|1|234|567|ไ|.b",
+    "superbpe": "a|1|234|567|ไ.b",
+    "spark2_5": "a|1|2|3|4|5|6|7|ไ|.b",
+    "kimi-k2": "a|123|456|7|ไ|.b",
+    "minicpm5": "a|123|456|7|ไ|.b",
+    "laguna": "a|1|2|3|4|5|6|7|ไ|.b",
+    "chameleon": "a|1|2|3|4|5|6|7|ไ|.|b",
+}
+
+
+@pytest.mark.parametrize("pre", SPLITS)
+def test_numbers_are_split_as_the_model_was_trained(pre: str) -> None:
+    steps = [pre_tokenizers.Split(Regex(p), "isolated") for p in PRE_TOKENIZERS[pre].patterns]
+    words = pre_tokenizers.Sequence(steps).pre_tokenize_str("a1234567ไ.b")
+    assert "|".join(word for word, _ in words) == SPLITS[pre]
 
 
 def test_phi3_specials_swallow_the_space_after_them(make_metadata: Any) -> None:

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from sdk.errors import RequestError
-from sdk.quant.embedding_head import UNIT
+from sdk.quant.embedding_head import unit
 from sdk.quant.safe_repr import safe_repr
-from sdk.requests.prompts import Prompt
+from sdk.requests.vectors import Wanted
 from sdk.server.endpoint import Services, salted
 from sdk.server.exchange import Departure, Exchange
 from sdk.server.models import Target
 from sdk.server.ollama.lines import nanoseconds
 from sdk.server.ollama.requests import begin, options_of
-from sdk.server.routes.pooling import embedded, read_dimensions, shortened
+from sdk.server.routes.pooling import embedded, read_dimensions
 
 
 async def embed(exchange: Exchange, services: Services) -> None:
@@ -26,12 +26,13 @@ async def embed(exchange: Exchange, services: Services) -> None:
     if not isinstance(texts, list) or not all(isinstance(one, str) for one in texts):
         raise RequestError(f"input: expected a text or a list of texts, found {safe_repr(given)}")
     texts = [] if given == "" else texts
-    truncate, dimensions = body.take_flag("truncate", True), read_dimensions(body, target)
+    cut = -1 if body.take_flag("truncate", True) else None
+    wanted = Wanted(dimensions=read_dimensions(body, target))
     options_of(body)
     body.end()
-    vectors, count = await _vectors(exchange, services, target, texts, truncate, dimensions)
+    vectors, count = await _vectors(exchange, services, target, texts, cut, wanted)
     if not target.llm._pooling.gives_units:  # this route always does
-        vectors = [UNIT(vector) for vector in vectors]
+        vectors = [unit(vector) for vector in vectors]
     took = nanoseconds(time.monotonic() - exchange.began)
     await exchange.respond_json(
         {
@@ -53,7 +54,7 @@ async def embeddings(exchange: Exchange, services: Services) -> None:
     options_of(body)
     body.end()
     texts = [prompt] if prompt else []
-    vectors, _ = await _vectors(exchange, services, target, texts, True, None)
+    vectors, _ = await _vectors(exchange, services, target, texts, -1, Wanted())
     await exchange.respond_json({"embedding": vectors[0] if vectors else []})
 
 
@@ -62,33 +63,14 @@ async def _vectors(
     services: Services,
     target: Target,
     texts: Sequence[str],
-    truncate: bool,
-    dimensions: int | None,
+    cut: int | None,
+    wanted: Wanted,
 ) -> tuple[list[Any], int]:
     """The vectors, and the number of tokens."""
     if not texts:
         return [], 0
     async with Departure(exchange):
-        prompts: Sequence[Any] = target.llm._pooling.prompted(texts)
-        if truncate:
-            prompts = await target.served.briefly(prompts, lambda: _cut(target, prompts))
-        read: list[Prompt] = await target.served.read(prompts)
-        found = await embedded(exchange, services, target, read, salted(exchange.caller, None))
-        vectors = [list(shortened(target, one.embedding, dimensions)) for one in found]
-        return vectors, sum(len(one.token_ids) for one in read)
-
-
-def _cut(target: Target, texts: Sequence[str]) -> list[Any]:
-    """Texts that are too long as their first tokens, with the token that ends every text."""
-    tokenizer, most = target.llm.get_tokenizer(), target.llm.max_model_len
-    cut: list[Any] = []
-    for text in texts:
-        ids = tokenizer.encode(text)
-        last = tokenizer.encode("")[-1:]
-        if len(ids) > most:
-            ends = len(last) == 1 and ids[-1] == last[0] and last[0] == tokenizer.eos_token_id
-            ids = [*ids[: most - 1], *last] if ends else ids[:most]
-            cut.append({"prompt_token_ids": ids})
-        else:
-            cut.append(text)
-    return cut
+        read = await target.served.read(texts, cut, wanted)
+        salt = salted(exchange.caller, None)
+        found = await embedded(exchange, services, target, read, salt, wanted)
+        return [one.embedding for one in found], sum(len(one.token_ids) for one in read)

@@ -8,6 +8,7 @@ import struct
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from sdk.async_llm import AsyncLLM
@@ -15,9 +16,9 @@ from sdk.errors import RequestError
 from sdk.openai.requests import Body, prompts_of
 from sdk.openai.responses import Responses
 from sdk.outputs import ClassificationOutput, EmbeddingOutput
-from sdk.quant.embedding_head import UNIT
 from sdk.quant.safe_repr import safe_repr
-from sdk.requests.prompts import Prompt, with_salt
+from sdk.requests.prompts import Prompt
+from sdk.requests.vectors import Wanted
 from sdk.server.access import Demand
 from sdk.server.endpoint import Services, admitted, salted
 from sdk.server.errors import check_ended
@@ -33,16 +34,16 @@ async def embeddings(exchange: Exchange, services: Services) -> None:
     target = services.models.resolve(body.take("model"))
     prompts = prompts_of(body.take("input"), "input")
     encode = read_encoding(body)
-    dimensions = read_dimensions(body, target)
+    wanted = read_wanted(body, target)
     salt = salted(exchange.caller, body.take_text("cache_salt"))
-    cut = body.take("truncate_prompt_tokens")
+    cut = read_cut(body)
     body.end()
     async with Departure(exchange):
-        read = await target.served.read(target.llm._pooling.prompted(prompts), cut)
-        found = await embedded(exchange, services, target, read, salt)
+        read = await target.served.read(prompts, cut, wanted)
+        found = await embedded(exchange, services, target, read, salt, wanted)
         made = Responses("embd", target.name, check_ended).embeddings(found)
         for one, vector in zip(made.data, found, strict=True):
-            one.embedding = encode(shortened(target, vector.embedding, dimensions))
+            one.embedding = encode(vector.embedding)
         await exchange.respond_json(made.wire())
 
 
@@ -52,18 +53,50 @@ async def embedded(
     target: Target,
     read: Sequence[Prompt],
     salt: str | None,
+    wanted: Wanted,
 ) -> list[EmbeddingOutput]:
     """The vectors of prompts that were read. :raises Refused: they are too much."""
     demand = Demand(_count(read), 0, 1, target.name, len(read))
     with await admitted(exchange, services, demand):
         return await AsyncLLM(target.llm).embed(
-            _given(read, salt), lora_request=target.lora, tenant=_tenant(exchange, target)
+            _given(read, salt),
+            dimensions=wanted.dimensions,
+            output_dtype=wanted.output_dtype,
+            lora_request=target.lora,
+            tenant=_tenant(exchange, target),
         )
 
 
 def _given(read: Sequence[Prompt], salt: str | None) -> list[Any]:
     """Prompts that were read, for a call."""
-    return [with_salt({"prompt_token_ids": one.token_ids}, salt) for one in read]
+    return [replace(one, cache_salt=salt) for one in read]
+
+
+def read_wanted(body: Body, target: Target) -> Wanted:
+    """What a request asks of embeddings: ``dimensions`` (OpenAI), ``prompt`` and ``prompt_name``
+    (sentence-transformers), ``output_dtype``.
+
+    :raises RequestError: one is invalid.
+    """
+    return Wanted(
+        body.take_text("prompt_name"),
+        body.take_text("prompt"),
+        read_dimensions(body, target),
+        body.take("output_dtype", "float32"),
+    )
+
+
+def read_cut(body: Body) -> int | None:
+    """``truncate_prompt_tokens``, or ``truncate`` (text-embeddings-inference): true for -1.
+
+    :raises RequestError: both are there.
+    """
+    cut = body.take("truncate_prompt_tokens")
+    if not body.take_flag("truncate", False):
+        return cut  # type: ignore[no-any-return]
+    if cut is not None:
+        raise RequestError("truncate, truncate_prompt_tokens: expected one of the two, found both")
+    return -1
 
 
 def read_dimensions(body: Body, target: Target) -> int | None:
@@ -93,21 +126,6 @@ def read_dimensions(body: Body, target: Target) -> int | None:
     return wanted  # type: ignore[no-any-return]
 
 
-def shortened(target: Target, vector: Sequence[float], dimensions: int | None) -> Sequence[float]:
-    """The first numbers of a vector, with its length where the model's vectors have length 1.
-
-    :raises RequestError: the vector has fewer.
-    """
-    if dimensions is None or dimensions == len(vector):
-        return vector
-    if dimensions > len(vector):
-        raise RequestError(
-            f"dimensions: expected at most {len(vector)}, which the model's vectors have, found "
-            f"{dimensions}"
-        )
-    return UNIT(vector[:dimensions]) if target.llm._pooling.gives_units else vector[:dimensions]
-
-
 def read_encoding(body: Body) -> Callable[[Any], Any]:
     """``encoding_format``: what writes a list of numbers, which may have lists of them inside.
 
@@ -122,10 +140,17 @@ def read_encoding(body: Body) -> Callable[[Any], Any]:
 
 
 def _as_base64(vector: Any) -> str:
-    """Numbers as float32, little-endian; those of several lists one after the other."""
+    """Numbers as float32, little-endian, or integers of a byte each; those of several lists one
+    after the other."""
     rows = vector if len(vector) and isinstance(vector[0], list) else [vector]
-    packed = (struct.pack(f"<{len(row)}f", *row) for row in rows)
+    packed = (_bytes(row) for row in rows)
     return base64.b64encode(b"".join(packed)).decode()
+
+
+def _bytes(row: Sequence[Any]) -> bytes:
+    if row and isinstance(row[0], int):
+        return bytes(value & 255 for value in row)
+    return struct.pack(f"<{len(row)}f", *row)
 
 
 async def pooling(exchange: Exchange, services: Services) -> None:
@@ -142,14 +167,12 @@ async def pooling(exchange: Exchange, services: Services) -> None:
     if task not in _TASKS:
         raise RequestError(f"task: expected one of {', '.join(_TASKS)}, found {safe_repr(task)}")
     normalized = body.take_flag("normalize", body.take_flag("use_activation", True))
-    dimensions = read_dimensions(body, target) if task == "embed" else None
+    wanted = read_wanted(body, target) if task == "embed" else None
     salt = salted(exchange.caller, body.take_text("cache_salt"))
-    cut = body.take("truncate_prompt_tokens")
+    cut = read_cut(body)
     body.end()
-    if task == "embed":
-        prompts = target.llm._pooling.prompted(prompts)
     async with Departure(exchange):
-        read = await target.served.read(prompts, cut)
+        read = await target.served.read(prompts, cut, wanted)
         if task == "classify":
             classes = await _classified(exchange, services, target, read, salt, normalized)
             rows: list[Sequence[float]] = [one.probs for one in classes]
@@ -165,7 +188,9 @@ async def pooling(exchange: Exchange, services: Services) -> None:
                     tenant=_tenant(exchange, target),
                 )
             rows = [one.outputs.data.tolist() for one in found]
-        rows = [shortened(target, row, dimensions) for row in rows]
+        if wanted is not None:
+            is_unit = normalized or target.llm._pooling.gives_units
+            rows = [wanted.vector(row, is_unit) for row in rows]
         data = [
             {"index": index, "object": "pooling", "data": encode(row)}
             for index, row in enumerate(rows)
@@ -180,7 +205,7 @@ async def classify(exchange: Exchange, services: Services) -> None:
     prompts = prompts_of(body.take("input"), "input")
     probable = body.take_flag("activation", body.take_flag("use_activation", True))
     salt = salted(exchange.caller, body.take_text("cache_salt"))
-    cut = body.take("truncate_prompt_tokens")
+    cut = read_cut(body)
     body.end()
     async with Departure(exchange):
         read = await target.served.read(prompts, cut)
@@ -232,17 +257,19 @@ async def rerank(exchange: Exchange, services: Services) -> None:
     salt = salted(exchange.caller, body.take_text("cache_salt"))
     if top_n == 0:  # Cohere: all
         top_n = None
+    cut = read_cut(body)
     body.end()
     if not isinstance(query, str):
         raise RequestError(f"query: expected a string, found {safe_repr(query)}")
     async with Departure(exchange):
-        count = await _count_pairs(target, [query], documents)
+        count = await _count_pairs(target, [query], documents, cut)
         demand = Demand(count, 0, 1, target.name, max(1, len(documents)))
         with await admitted(exchange, services, demand):
             found = await AsyncLLM(target.llm).rerank(
                 query,
                 documents,
                 top_n,
+                truncate_prompt_tokens=cut,
                 lora_request=target.lora,
                 tenant=_tenant(exchange, target),
                 cache_salt=salt,
@@ -285,13 +312,15 @@ async def score(exchange: Exchange, services: Services) -> None:
     left = prompts_of(body.take("text_1"), "text_1")
     right = prompts_of(body.take("text_2"), "text_2")
     salt = salted(exchange.caller, body.take_text("cache_salt"))
+    cut = read_cut(body)
     body.end()
     async with Departure(exchange):
-        count = await _count_pairs(target, left, right)
+        count = await _count_pairs(target, left, right, cut)
         with await admitted(exchange, services, Demand(count, 0, 1, target.name, len(right))):
             found = await AsyncLLM(target.llm).score(
                 left,
                 right,
+                truncate_prompt_tokens=cut,
                 lora_request=target.lora,
                 tenant=_tenant(exchange, target),
                 cache_salt=salt,
@@ -317,12 +346,14 @@ def _tenant(exchange: Exchange, target: Target) -> str | None:
     return exchange.caller.tenant
 
 
-async def _count_pairs(target: Target, left: Sequence[Any], right: Sequence[Any]) -> int:
+async def _count_pairs(
+    target: Target, left: Sequence[Any], right: Sequence[Any], cut: int | None
+) -> int:
     """The tokens of all prompts that are computed, with the model's own template for pairs."""
     if not right:
         return 0
     pooling = target.llm._pooling
-    return await target.served.briefly([left, right], lambda: pooling.pair_tokens(left, right))
+    return await target.served.briefly([left, right], lambda: pooling.pair_tokens(left, right, cut))
 
 
 def _count(prompts: Sequence[Any]) -> int:
