@@ -34,7 +34,7 @@ _LAYER = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
 }
-_IN_LAYER = re.compile(r"model\.layers\.(\d{1,4})\.(.+)")
+LAYER_OF = re.compile(r"model\.layers\.(\d{1,4})\.(.+)")
 _EXPERT = re.compile(r"(.+\.mlp\.experts)\.(\d{1,4})\.(.+)")
 
 
@@ -64,7 +64,7 @@ def gguf_name(rules: GgufRules, name: str) -> str | None:
             stem, suffix = name.removesuffix(ending), ending
     if stem in _TOP:
         return _TOP[stem] + suffix
-    match = _IN_LAYER.fullmatch(stem)
+    match = LAYER_OF.fullmatch(stem)
     if match is None:
         return None
     part = rules.tensors.get(match[2]) or _LAYER.get(match[2])

@@ -173,6 +173,10 @@ def _llama_shape(sizes: _Sizes, stem: str, layer: LayerRules) -> tuple[int, ...]
         "q_norm": (queries if wide else sizes.head_dim,),
         "k_norm": (keys if wide else sizes.head_dim,),
         "sinks": (sizes.heads,),
+        "alpha_p": (1,),
+        "alpha_n": (1,),
+        "beta": (),
+        "eps": (),  # of xIELU
         "gate_proj": (inner, hidden),
         "up_proj": (inner, hidden),
         "gate_up_proj": (2 * inner, hidden),

@@ -39,11 +39,12 @@ RMS_NORM_EPS = "rms_norm_eps"
 
 
 class Biases(NamedTuple):
-    """Which projections of a layer have biases: q, k and v, that after attention, the MLP's."""
+    """Which projections have biases: q, k and v, that after attention, the MLP's, the head."""
 
     qkv: bool = False
     output: bool = False
     mlp: bool = False
+    head: bool = False
 
 
 def always(fields: Fields) -> bool:
@@ -183,6 +184,8 @@ class GgufKeys(Protocol):
 
     def number(self, key: str, default: float | None = None) -> float | None: ...
 
+    def has_tensor(self, name: str) -> bool: ...
+
     def flag(self, key: str, default: bool) -> bool: ...
 
     def get(self, key: str) -> Any: ...
@@ -205,6 +208,8 @@ class GgufRules(NamedTuple):
     ``slides``: sliding layers have the scaling of the others ("scaled") or none ("plain"), and the
     base ``rope.freq_base_swa`` if a file has it. ``None``: there are none, or ``read`` does it.
     ``interleaved_qk``: rows of q and k are interleaved so that rotary pairs are adjacent.
+    ``numbers``: parameters of one number in a layer, ours to the key of the metadata that has those
+    of all layers.
     """
 
     name: str
@@ -216,6 +221,7 @@ class GgufRules(NamedTuple):
     keys: tuple[str, ...] = ()
     slides: Literal["scaled", "plain"] | None = None
     interleaved_qk: bool = False
+    numbers: Mapping[str, str] = NOTHING
 
 
 class Architecture(NamedTuple):

@@ -43,7 +43,7 @@ class Attention:
         self.ops = source.ops
         self.heads, self.kv_heads, self.head_dim = heads.count, heads.kv_count, c.head_dim
         self.scale, self.softcap = c.attention_scale, c.attention_softcap
-        self.window = c.sliding_windows[index]
+        self.window, self.clip = c.sliding_windows[index], c.qkv_clip
         self.rope = c.rope_of_layer[index]
         d = c.head_dim
         keys = (c.num_kv_heads * d, heads.kv_start * d, heads.kv_count * d)
@@ -93,6 +93,8 @@ class Attention:
 
     def attend(self, qkv: Tensor, step: Step, pages: KVPages) -> Tensor:
         """Attention of the projected ``[T, features of q, k and v]``."""
+        if self.clip is not None:
+            qkv = self.ops.clamp(qkv, self.clip)
         if self._order is not None:
             qkv = self.ops.take_columns(qkv, self._order)
         heads = qkv.view(qkv.shape[0], -1, self.head_dim)

@@ -56,6 +56,8 @@ class ModelConfig:
     has the one with the number in ``rope_of_layer``.
     ``attention_bias``: of q, k and v; ``output_bias``: of the projection after attention.
     ``parallel_blocks``: attention and MLP of a layer read the same sum.
+    ``head_bias``: of the projection to logits. ``qkv_clip``: queries, keys and values are clamped
+    to this size.
     ``logits_scale`` divides the logits; a softcap ``c`` turns ``x`` into ``c * tanh(x / c)``.
     """
 
@@ -85,6 +87,8 @@ class ModelConfig:
     tie_word_embeddings: bool
     experts: ExpertSpec | None = None
     parallel_blocks: bool = False
+    head_bias: bool = False
+    qkv_clip: float | None = None
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> ModelConfig:
@@ -149,6 +153,8 @@ class ModelConfig:
             tie_word_embeddings=fields.flag("tie_word_embeddings", default=False),
             experts=_experts(fields, rules, layers),
             parallel_blocks=bool(rules.parallel_blocks and rules.parallel_blocks(fields)),
+            head_bias=biases.head,
+            qkv_clip=fields.optional_positive("clip_qkv"),
         )
 
 

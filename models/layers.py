@@ -319,6 +319,18 @@ class Source:
         bias = self.vector(f"{path}.bias", size) if kind.bias else None
         return Norm(weight, self.config.norm_eps, bias, kind.centred)
 
+    def number(self, path: str) -> float:
+        """A parameter of one number; ``[]`` or ``[1]`` in a file."""
+        found = self._shared.vectors.get(path)
+        if found is None:
+            found = self.checkpoint.tensor(self._name(path)).to(torch.float32).flatten()
+            if found.shape[0] != 1:
+                raise CheckpointError(
+                    f"{self._name(path)}: expected one number, found {found.shape[0]}"
+                )
+        self.vectors[path] = found
+        return float(found[0])
+
     def rope(self, spec: RopeSpec) -> Rope:
         """The angles of a rotary embedding for requests of up to ``max_model_len`` tokens."""
         return Rope(spec, self.max_model_len, self.ops.device)
@@ -562,7 +574,12 @@ class Source:
             weight = embedding.weight if embedding else self._by_token("model.embed_tokens")
         shape = (self.config.vocab_size, self.config.hidden_size)
         part = Part("lm_head", shape, 0, (self._tokens,), (0, self.config.hidden_size))
-        return Head(self._bound("lm_head", lambda: Matrix(weight, None), (part,)), self.config)
+        bias = self._head_bias() if self.config.head_bias else None
+        return Head(self._bound("lm_head", lambda: Matrix(weight, bias), (part,)), self.config)
+
+    def _head_bias(self) -> Tensor:
+        start, count = self._tokens
+        return self.vector("lm_head.bias", self.config.vocab_size)[start : start + count]
 
     def embedding(self) -> Embedding:
         """The first matrix of the model."""

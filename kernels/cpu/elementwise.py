@@ -23,7 +23,7 @@ _KINDS = {
     "xielu": 6,
 }
 #: In-place operators on rows, with the numbers of native/abi.hpp.
-MAPS = {"zeros": 0, "add": 1, "add_bias": 2, "scale": 3, "softcap": 4}
+MAPS = {"zeros": 0, "add": 1, "add_bias": 2, "scale": 3, "softcap": 4, "clamp": 5}
 
 
 class Normalize:
@@ -138,7 +138,7 @@ class Activate:
 
 
 class Map:
-    """One of ``Ops.zeros``, ``add``, ``add_bias``, ``scale`` and ``softcap``."""
+    """One of ``Ops.zeros``, ``add``, ``add_bias``, ``scale``, ``softcap`` and ``clamp``."""
 
     def __init__(self, runtime: NativeRuntime, kind: str) -> None:
         self._runtime = runtime

@@ -29,6 +29,7 @@ from sdk.models.parallel import Mesh
 from sdk.models.rope import Rope
 from sdk.quant.calibration import InputStatistics
 from sdk.quant.checkpoint import Checkpoint
+from sdk.quant.rewritten_checkpoint import RewrittenCheckpoint
 
 _PAGE = 16
 
@@ -91,6 +92,13 @@ class LayerRun:
         with new_file(outputs) as out:
             for hidden in self.outputs(layer, inputs):
                 out.write(hidden.numpy().data)
+
+    def ends(self, checkpoint: Checkpoint) -> list[tuple[str, Tensor]]:
+        """The plain tensors behind the layers, with their names."""
+        watched = RewrittenCheckpoint(checkpoint, lambda name, weight: weight)
+        self._source(watched).norm("model.norm")
+        names = [*watched.pulled[1], *(["lm_head.bias"] if self.config.head_bias else [])]
+        return [(name, checkpoint.tensor(name)) for name in names]
 
     def head_inputs(self, checkpoint: Checkpoint, hidden: Path) -> InputStatistics:
         """Statistics of the final norm's outputs; ``hidden`` has the outputs of the last layer."""

@@ -215,7 +215,9 @@ class RandomCheckpoint:
             stem = name.removesuffix(".weight")
             found = self._random(stem)
             if "norm" in stem:
-                found.fill_(self._norm)
+                found.fill_(0.0 if stem.endswith(".bias") else self._norm)
+            if stem.endswith("act_fn.eps"):
+                found.fill_(-1e-6)
             self.tensors[name] = found
         return self.tensors[name].to(torch.float32)
 

@@ -58,6 +58,12 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "logits_scaling": 2.0,
     },
     "cohere": {"logit_scale": 0.5},
+    "olmo": {"clip_qkv": 1.5},
+    "nemotron": {"attention_bias": True, "mlp_bias": True},
+    "arcee": {"mlp_bias": True},
+    "apertus": {},
+    "stablelm": {"use_qkv_bias": True, "partial_rotary_factor": 0.5},
+    "stablelm-parallel": {"use_parallel_residual": True, "partial_rotary_factor": 0.5},
     "cohere2": {"logit_scale": 0.5, "sliding_window": 8, "num_hidden_layers": 5},
 }
 LENGTH = 75
