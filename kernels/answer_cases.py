@@ -126,6 +126,14 @@ def _gated(kernel: Any, place: Place, problem: Problem, like: Sequence[Any]) -> 
     return [(f"act(gate) * up with {problem.format}", out, place.limit(place.rounded))]
 
 
+def _gate(kernel: Any, place: Place, problem: Problem, like: Sequence[Any]) -> Found:
+    x, gate = like
+    given = place.rows(_ROWS, x.shape[1], seed=1)
+    gates = place.rows(_ROWS, gate.shape[1], seed=2) * 2  # exact in every type
+    kernel.run(given, gates, problem.format)
+    return [(f"x times the {problem.format} of the gate", given, place.limit(place.rounded))]
+
+
 def _activation(kernel: Any, place: Place, problem: Problem, like: Sequence[Any]) -> Found:
     (x,) = like
     given = place.rows(_ROWS, x.shape[1], seed=1) * 2  # exact in every type
@@ -310,6 +318,7 @@ CASES: dict[str, Case] = {
     "norm": _norm,
     "add_norm": _norm,
     "gated_activation": _gated,
+    "gate": _gate,
     "activation": _activation,
     **dict.fromkeys(("zeros", "add", "add_bias", "scale", "softcap", "clamp"), _map),
     "select_rows": _select_rows,

@@ -16,10 +16,9 @@ from torch import Tensor
 from sdk.kernels.answer_place import PRODUCT, Found, Place
 from sdk.kernels.backend import Problem
 from sdk.kernels.batch import AttentionBatch
-from sdk.kernels.head_norms import HeadNorms
+from sdk.kernels.head_norms import HeadNorms, QueryScale
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.norm import Norm
-from sdk.kernels.reference.norm import Normalize
 from sdk.kernels.reference.page_codes import page_floats
 from sdk.kernels.reference.rope import RopeAndCache
 
@@ -155,8 +154,9 @@ def attend(kernel: Any, place: Place, problem: Problem, like: Sequence[Any]) -> 
 
 
 def rope(kernel: Any, place: Place, problem: Problem, like: Sequence[Any]) -> Found:
-    """Rotation, norms before it, and what is written to pages: like q, k, v, cos, pages, norms."""
-    q, k, v, cos, pages, norms = like
+    """Rotation, norms, a scale of queries, and what is written to pages: like q, k, v, cos, pages,
+    norms, scale."""
+    q, k, v, cos, pages, norms, scale = like
     size = pages.page_size
     own = _pages_like(pages, place)
     batch = _batch(place, size, [(size + 5, 5), (1, 1), (2 * size, 1)])
@@ -165,15 +165,13 @@ def rope(kernel: Any, place: Place, problem: Problem, like: Sequence[Any]) -> Fo
         _strided(place.rows(tokens, *x.shape[1:], seed=30 + i), x) for i, x in enumerate((q, k, v))
     ]
     angles = place.floats(tokens, cos.shape[1], seed=33)
-    given = [*rows, angles.cos(), angles.sin(), batch, own]
     if norms is not None:
-        weights = [1.0 + 0.1 * place.floats(q.shape[2], seed=34 + i) for i in range(2)]
-        own_norms = [Norm(weight, 1e-6) for weight in weights]
-        if kernel.normalizes:
-            given.append(HeadNorms(*own_norms))
-        else:
-            for x, norm in zip(rows[:2], own_norms, strict=True):
-                Normalize().run(x.clone(), norm, x)
+        weights = [1.0 + 0.1 * place.floats(q.shape[2], seed=34 + i) for i in range(3)]
+        heads = [Norm(weight, 1e-6) for weight in weights]
+        norms = HeadNorms(*heads[:2], None if norms.v is None else heads[2], norms.after)
+    if scale is not None:  # a length that some tokens exceed
+        scale = QueryScale(0.5, min(scale.length, 16))
+    given = [*rows, angles.cos(), angles.sin(), batch, own, norms, scale]
     kernel.run(*given)
     keys, values = _floats_of(own)
     return [

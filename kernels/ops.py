@@ -24,18 +24,18 @@ from typing import Any
 from sdk.kernels.backend import Choice, Problem
 from sdk.kernels.batch import AttentionBatch, WorkShape
 from sdk.kernels.bound import BoundLinear
-from sdk.kernels.checks import expect, expect_floats
+from sdk.kernels.checks import expect, expect_floats, expect_norm, expect_numbers
 from sdk.kernels.context import Compute, Context
 from sdk.kernels.errors import KernelError
 from sdk.kernels.graph import Recording
 from sdk.kernels.groups import Group, Link
-from sdk.kernels.head_norms import HeadNorms
+from sdk.kernels.head_norms import HeadNorms, QueryScale
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.kv_tiers import page_tier
 from sdk.kernels.layouts import Layout, Pieces, on_device
 from sdk.kernels.lazy_torch import Tensor, torch, type_name
 from sdk.kernels.low_rank import AdapterTable, Shape
-from sdk.kernels.mlp_activations import NUMBERS, Activation
+from sdk.kernels.mlp_activations import GATES, Activation, GateKind
 from sdk.kernels.moe import MoEOps
 from sdk.kernels.norm import Norm
 from sdk.kernels.offload import Offload
@@ -206,7 +206,7 @@ class Ops:
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
         """The ``norm`` of x over the last dimension; x may be strided."""
         expect_floats("norm x", x, self.activations)
-        _expect_norm("norm", norm, x)
+        expect_norm("norm", norm, x)
         out = self.empty(*x.shape, dtype=x.dtype)
         if x.numel():
             kernel = self._kernel("norm", (x, norm, x.dtype, None), format=norm.form)
@@ -269,7 +269,7 @@ class Ops:
         sums = x if residual is None else residual
         expect_floats("add_norm x", x, self.activations)
         expect("add_norm residual", sums, torch.float32, *x.shape)
-        _expect_norm("add_norm", norm, x)
+        expect_norm("add_norm", norm, x)
         op = "norm" if residual is None else "add_norm"
         codes = "" if out[1] is None else str(out[1].scheme)
         kernel = self._kernel(op, (x, norm, *out), format=norm.form, inputs=codes)
@@ -287,7 +287,7 @@ class Ops:
         ``used``, int32 ``[1]``: only so many rows have values (CPU kernels leave out the others).
         ``numbers``: see :meth:`activation`.
         """
-        _expect_numbers("gated_activation", kind, numbers)
+        expect_numbers("gated_activation", kind, numbers)
         expect_floats("gated_activation", gate_up, self.activations, None, None)
         tokens, width = gate_up.shape
         if width % 2:
@@ -298,6 +298,23 @@ class Ops:
             given = () if used is None else (used,)
             kernel.run(gate_up.contiguous(), kind, out, numbers, *given)
         return out
+
+    def gate(self, x: Tensor, gate: Tensor, kind: GateKind) -> Tensor:
+        """``x [T, N]`` times the function of ``gate [T, G]``, each of a run of N / G neighbours;
+        returns x, which is overwritten. Rows of the gate may be strided.
+
+        ``sigmoid`` or ``softplus``: ``log(1 + e^gate)``.
+        """
+        expect_floats("gate x", x, self.activations, None, None)
+        expect_floats("gate", gate, self.activations, x.shape[0], None)
+        if kind not in GATES or x.shape[1] % max(gate.shape[1], 1):
+            raise KernelError(
+                f"gate: expected one of {', '.join(GATES)} for equal runs of {x.shape[1]} "
+                f"columns, found {kind!r} and {gate.shape[1]} gates"
+            )
+        if x.shape[0]:
+            self._kernel("gate", (x, gate), format=kind).run(x, gate, kind)
+        return x
 
     def activation(
         self,
@@ -312,7 +329,7 @@ class Ops:
         besides its kind; of ``xielu`` alpha_p, alpha_n, beta and eps, the first two after softplus.
         """
         expect_floats("activation x", x, self.activations, None, None)
-        _expect_numbers("activation", kind, numbers)
+        expect_numbers("activation", kind, numbers)
         if x.shape[0]:
             kernel = self._kernel("activation", (x,), format=kind)
             kernel.run(x, kind, x, numbers, *(() if used is None else (used,)))
@@ -458,14 +475,15 @@ class Ops:
         batch: AttentionBatch,
         pages: KVPages,
         norms: HeadNorms | None = None,
+        scale: QueryScale | None = None,
     ) -> Tensor:
         """Rotate q and k, and write k and v into their page slots; returns q, rotated.
 
         q ``[T, heads, head_dim]``, k and v ``[T, kv_heads, head_dim]``, rows may be strided
         views of one fused projection; cos and sin ``[T, rotary_dim / 2]`` (halves rotate against
         each other, as Hugging Face models do; dimensions beyond ``rotary_dim`` pass through).
-        ``norms`` come before the rotation, in the same kernel if it ``normalizes``. q may be
-        overwritten.
+        ``norms``: of heads, before or after the rotation. ``scale``: of queries by their positions.
+        q may be overwritten.
         """
         batch.check(pages)
         for name, x in (("q", q), ("k", k), ("v", v)):
@@ -474,14 +492,25 @@ class Ops:
             expect(f"rope {name}", x, torch.float32, batch.num_tokens, None)
         if not q.shape[0]:
             return q
-        like = (q, k, v, cos, pages, norms)
+        if norms is not None and not norms.plain:
+            q, k, v, norms = self._normalized(q, k, v, norms)
+        like = (q, k, v, cos, pages, norms, scale)
         kernel = self._kernel("rope_and_cache", like, head_dim=k.shape[2], kv_dtype=pages.dtype)
-        if norms is None or (kernel.normalizes and norms.plain):
-            kernel.run(q, k, v, cos, sin, batch, pages, *(() if norms is None else (norms,)))
-            return q
-        q, k = self.norm(q, norms.q), self.norm(k, norms.k)
-        kernel.run(q, k, v, cos, sin, batch, pages)
+        kernel.run(q, k, v, cos, sin, batch, pages, norms, scale)
         return q
+
+    def _normalized(
+        self, q: Tensor, k: Tensor, v: Tensor, norms: HeadNorms
+    ) -> tuple[Tensor, Tensor, Tensor, None]:
+        """q, k and v after norms that the rotation's kernels do not have."""
+        if norms.after:
+            raise KernelError(
+                "rope: norms after the rotation: expected RMSNorms with one weight for all heads "
+                "and one eps"
+            )
+        if norms.v is not None:
+            v = self.norm(v, norms.v)
+        return self.norm(q, norms.q), self.norm(k, norms.k), v, None
 
     def attention(
         self,
@@ -559,18 +588,3 @@ class Ops:
             run(above, index, below, at)
 
         return recode
-
-
-def _expect_norm(what: str, norm: Norm, x: Tensor) -> None:
-    if norm.weight is not None:
-        shape = x.shape[1:] if norm.weight.dim() == 2 else x.shape[-1:]
-        expect(f"{what} weight", norm.weight, torch.float32, *shape)
-    if norm.bias is not None:
-        expect(f"{what} bias", norm.bias, torch.float32, x.shape[-1])
-
-
-def _expect_numbers(what: str, kind: Activation, numbers: Sequence[float]) -> None:
-    if len(numbers) != NUMBERS.get(kind, 0):
-        raise KernelError(
-            f"{what}: expected {NUMBERS.get(kind, 0)} numbers of {kind}, found {len(numbers)}"
-        )

@@ -90,7 +90,9 @@ def build_config(file: GgufFile) -> dict[str, Any]:
         raise keys.fail("rope.dimension_count", rotary, f"an even number up to {width}")
     if rotary != width or "partial_rotary_factor" in own.config.defaults:
         config["partial_rotary_factor"] = rotary / width
-    config["rope_scaling"] = rope_scaling(file, keys, rotary)
+    config["rope_scaling"] = rope_scaling(
+        file, keys, rotary, log_multiplier=rules.yarn_log_multiplier
+    )
     config.update(_experts(keys, own, rules))
     if rules.read is not None:
         rules.read(config, keys)

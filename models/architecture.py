@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 from sdk.models.sliding import SlidingRule, no_layer
 
 if TYPE_CHECKING:
-    from sdk.kernels.mlp_activations import Activation
+    from sdk.kernels.head_norms import QueryScale
+    from sdk.kernels.mlp_activations import Activation, GateKind
     from sdk.models.config_fields import Fields
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -66,6 +67,8 @@ class ConfigRules(NamedTuple):
     ``fixed``: keys that are supported with this value alone.
     ``activation``: reads the activation; ``None`` for the name in ``hidden_act``.
     ``embedding_scale``: the factor of embeddings by hidden size, where the config has none.
+    ``rotation(parameters, head_dim)``: the parameters of a rotary embedding as other models have
+    them. ``query_scale``: reads the scale of queries by their positions, if there is one.
     ``biases``: the projections with biases; ``None``: ``attention_bias`` says it of all four of
     attention, ``mlp_bias`` of the MLP's.
     ``norm_eps``: the key of the eps of norms, or the eps itself where the code fixes it.
@@ -84,6 +87,8 @@ class ConfigRules(NamedTuple):
     activation: Callable[[Fields], Activation] | None = None
     embedding_scale: Callable[[int], float] | None = None
     biases: Callable[[Fields], Biases] | None = None
+    rotation: Callable[[Mapping[str, Any], int], Mapping[str, Any]] | None = None
+    query_scale: Callable[[Fields], QueryScale | None] | None = None
     norm_eps: str | float = RMS_NORM_EPS
     parallel_blocks: Callable[[Fields], bool] | None = None
 
@@ -126,27 +131,45 @@ class NormKind(NamedTuple):
 LAYER_NORM = NormKind(centred=True, bias=True)
 
 
+class OutputGate(NamedTuple):
+    """A gate on what attention adds: ``y * kind(projection(x))``, before the output projection.
+
+    ``projection``: its name beside the others. ``per_head``: it has one number for each head, else
+    one for each feature. ``kind``: ``sigmoid`` or ``softplus``.
+    """
+
+    projection: str = "gate_proj"
+    kind: GateKind = "sigmoid"
+    per_head: bool = False
+
+
 class LayerRules(NamedTuple):
     """What a decoder layer computes, as far as all layers of a model do the same.
 
     ``norms``: see :class:`Norms`.
-    ``qk_norm``: an RMSNorm of queries and keys before the rotation: over each head, or over the
-    whole width of all heads.
+    ``qk_norm``: an RMSNorm of queries and keys before the rotation: over each head, with a weight
+    or without one (``unweighted``), or over the whole width of all heads.
     ``adjacent_pairs``: dimensions 2i and 2i + 1 of a head turn together, as stored; of other models
     i and i + d / 2 do.
     ``sinks``: every head has an attention sink.
     ``router``: the name of the router of experts, beside them.
     ``norm``: what all norms compute.
+    ``norm_after_rotation``: the norms of heads come after the rotation.
+    ``v_norm``: values have an RMSNorm without a weight over each head.
+    ``output_gate``: see :class:`OutputGate`.
     ``parallel_norms``: the norms where blocks are parallel (``ConfigRules.parallel_blocks``).
     ``gated``: the MLP has a gate beside its first projection.
     """
 
     norms: Norms = Norms()
-    qk_norm: Literal["head", "width"] | None = None
+    qk_norm: Literal["head", "unweighted", "width"] | None = None
     adjacent_pairs: bool = False
     sinks: bool = False
     router: str = "gate"
     norm: NormKind = NormKind()
+    norm_after_rotation: bool = False
+    v_norm: bool = False
+    output_gate: OutputGate | None = None
     parallel_norms: Norms = ONE_NORM
     gated: bool = True
 
@@ -210,6 +233,8 @@ class GgufRules(NamedTuple):
     ``interleaved_qk``: rows of q and k are interleaved so that rotary pairs are adjacent.
     ``numbers``: parameters of one number in a layer, ours to the key of the metadata that has those
     of all layers.
+    ``yarn_log_multiplier``: llama.cpp reads ``rope.scaling.yarn_log_multiplier`` for this model, as
+    ``mscale_all_dim`` of a config whose ``mscale`` is 1.
     """
 
     name: str
@@ -222,6 +247,7 @@ class GgufRules(NamedTuple):
     slides: Literal["scaled", "plain"] | None = None
     interleaved_qk: bool = False
     numbers: Mapping[str, str] = NOTHING
+    yarn_log_multiplier: bool = False
 
 
 class Architecture(NamedTuple):

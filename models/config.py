@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sdk.kernels.dataclass import dataclass
+from sdk.kernels.head_norms import QueryScale
 from sdk.kernels.mlp_activations import Activation
 from sdk.models.architecture import Architecture, Biases, ConfigRules, architecture
 from sdk.models.config_fields import (
@@ -55,6 +56,7 @@ class ModelConfig:
     all. ``ropes``: the rotary embeddings, that of layers without a window first, of which a layer
     has the one with the number in ``rope_of_layer``.
     ``attention_bias``: of q, k and v; ``output_bias``: of the projection after attention.
+    ``query_scale``: of queries by their positions.
     ``parallel_blocks``: attention and MLP of a layer read the same sum.
     ``head_bias``: of the projection to logits. ``qkv_clip``: queries, keys and values are clamped
     to this size.
@@ -86,6 +88,7 @@ class ModelConfig:
     mlp_bias: bool
     tie_word_embeddings: bool
     experts: ExpertSpec | None = None
+    query_scale: QueryScale | None = None
     parallel_blocks: bool = False
     head_bias: bool = False
     qkv_clip: float | None = None
@@ -123,7 +126,7 @@ class ModelConfig:
         scale = fields.positive("query_pre_attn_scalar", default=float(head_dim)) ** -0.5
         windows = _windows(config, fields, known, layers)
         unrotated = rules.unrotated and rules.unrotated(fields, windows)
-        ropes, rope_of_layer = ropes_of_layers(fields, head_dim, windows, unrotated)
+        ropes, rope_of_layer = ropes_of_layers(fields, head_dim, windows, unrotated, rules.rotation)
         embedding_scale = 1.0 if rules.embedding_scale is None else rules.embedding_scale(hidden)
         return cls(
             model_type=model_type if known is None else known.model_type,
@@ -152,6 +155,7 @@ class ModelConfig:
             mlp_bias=biases.mlp,
             tie_word_embeddings=fields.flag("tie_word_embeddings", default=False),
             experts=_experts(fields, rules, layers),
+            query_scale=None if rules.query_scale is None else rules.query_scale(fields),
             parallel_blocks=bool(rules.parallel_blocks and rules.parallel_blocks(fields)),
             head_bias=biases.head,
             qkv_clip=fields.optional_positive("clip_qkv"),

@@ -88,7 +88,9 @@ class MLP:
 def xielu_numbers(source: Source, path: str) -> tuple[float, float, float, float]:
     """What the activation of an MLP takes: see :meth:`sdk.kernels.ops.Ops.activation`."""
     names = ("alpha_p", "alpha_n", "beta", "eps")
-    alpha_p, alpha_n, beta, eps = (source.number(f"{path}.act_fn.{name}") for name in names)
+    alpha_p, alpha_n, beta, eps = (
+        float(source.vector(f"{path}.act_fn.{name}", 1)[0]) for name in names
+    )
     if not (eps <= 0 and all(map(math.isfinite, (alpha_p, alpha_n, beta, eps)))):
         found = f"alpha_p {alpha_p:g}, alpha_n {alpha_n:g}, beta {beta:g}, eps {eps:g}"
         raise CheckpointError(f"{path}.act_fn: expected numbers, eps at most 0, found {found}")

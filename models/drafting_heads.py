@@ -130,8 +130,13 @@ class _PairAttention(Attention):
     second: Projection
 
     def projection(
-        self, source: Source, path: str, parts: Sequence[tuple[str, int, int, int]]
+        self,
+        source: Source,
+        path: str,
+        parts: Sequence[tuple[str, int, int, int]],
+        order: Tensor | None,
     ) -> Projection:
+        assert order is None, "a head is a Llama layer"
         bias = source.config.attention_bias
         first, self.second = source.column_halves(path, "qkv_proj", parts, bias=bias)
         return first

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from sdk.kernels.layouts import Dense
 from sdk.kernels.ops import Ops
-from sdk.models.layers import ExpertProjection, Projection, whole
+from sdk.models.layers import ExpertProjection, Matrix, Projection
 from sdk.models.parallel import Mesh
+from sdk.models.parts import whole
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.errors import CheckpointError, UnsupportedError
 from sdk.quant.expert_weights import ExpertWeights
@@ -169,7 +170,9 @@ class Filling:
         bias = None
         if module.bias is not None and not self._may_lack(f"{name}.bias"):
             bias = self._tensor(f"{name}.bias", module.bias)
-        linear = Projection(weight, bias, Mesh(), self.ops, parts=[whole(name, weight.shape)])
+        linear = Projection(
+            Matrix(weight, bias), Mesh(), self.ops, parts=[whole(name, weight.shape)]
+        )
         self.linears.append((name, linear))
         return linear
 

@@ -9,7 +9,7 @@ model loads.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.mlp_activations import Activation
@@ -21,6 +21,7 @@ from sdk.models.architecture import NormKind, architecture
 from sdk.models.config import ModelConfig
 from sdk.models.expert_parallel import ExpertShare
 from sdk.models.parallel import Mesh
+from sdk.models.parts import Adapters, Part, joined_parts, whole
 from sdk.models.rope import Rope, RopeSpec
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.errors import AlignmentError, CheckpointError
@@ -39,50 +40,19 @@ ROOTS = (
 ACCURATE = 16
 
 
-class Adapters(Protocol):
-    """Low-rank adapters (Hu et al. 2021, arXiv 2106.09685) of one projection or embedding."""
-
-    def add(self, x: Tensor, y: Tensor, slots: Tensor) -> None:
-        """Add the output of adapter ``slots[t]`` for ``x[t]`` to ``y[t]`` (``y [T, out]``).
-
-        ``slots``: int32, -1 for no adapter. x of an embedding: token ids.
-        """
-
-
-class Part(NamedTuple):
-    """What a projection has of one matrix ``[out, in]`` of a checkpoint, under the path of that.
-
-    ``rows``: this rank's ranges ``(start, count)`` of the matrix's output features. Together they
-    are the projection's output features from ``first`` on. ``columns``: its range of the input
-    features. A matrix that a model joins with others may be named alone (``q_proj``) or as a part
-    of the joined one (``qkv_proj``), so parts may overlap.
-    """
-
-    path: str
-    shape: tuple[int, int]
-    first: int
-    rows: tuple[tuple[int, int], ...]
-    columns: tuple[int, int]
-
-
-def whole(path: str, shape: tuple[int, int]) -> Part:
-    """All of a matrix."""
-    return Part(path, shape, 0, ((0, shape[0]),), (0, shape[1]))
-
-
 class Projection:
     """``y = x @ w.T + bias``; with ``reduce`` the products of all ranks are summed first.
 
     ``parts``: the matrices of the checkpoint that it multiplies with. ``adapters`` add to the
     product of rows that have one; without adapters nothing is run or recorded. ``narrow``: only
     another kernel reads y, so it has the type of activations
-    (:attr:`sdk.kernels.ops.Ops.activations`); else y is float32.
+    (:attr:`sdk.kernels.ops.Ops.activations`); else y is float32. ``matrix.order``: see
+    :class:`Matrix`.
     """
 
     def __init__(
         self,
-        weight: Weight,
-        bias: Tensor | None,
+        matrix: Matrix,
         mesh: Mesh,
         ops: Ops,
         *,
@@ -91,13 +61,17 @@ class Projection:
         narrow: bool = False,
     ) -> None:
         self.ops = ops
-        self.weight = weight
-        self.bias = bias
+        self.weight, self.bias, self.order = matrix
         self.parts = tuple(parts)
         self.mesh = mesh
         self.reduce = reduce
         self.narrow = narrow and ops.activations != torch.float32
         self.adapters: Adapters | None = None
+
+    @property
+    def matrix(self) -> Matrix:
+        """What it multiplies with and adds."""
+        return Matrix(self.weight, self.bias, self.order)
 
     @property
     def rounding(self) -> Rounding | None:
@@ -120,7 +94,7 @@ class Projection:
             self.ops.all_reduce(y, self.mesh.group)
         if self.bias is not None:
             self.ops.add_bias(y, self.bias)
-        return y
+        return y if self.order is None else self.ops.take_columns(y, self.order)
 
     def gated(self, x: Rows, activation: Activation) -> Tensor:
         """``act(gate) * up`` of a projection to gate, then up: ``[T, out / 2]``.
@@ -151,6 +125,11 @@ class ExpertProjection:
         self.weight = weight
         self.bias = bias
         self.by_token = by_token
+
+    @property
+    def matrix(self) -> Matrix:
+        """What it multiplies with and adds."""
+        return Matrix(self.weight, self.bias)
 
     def __call__(self, x: Tensor, routes: Routes) -> Tensor:
         """See :meth:`sdk.quant.expert_weights.ExpertWeights.matmul_routed`."""
@@ -224,10 +203,23 @@ class Head:
 
 
 class Matrix(NamedTuple):
-    """The weight and the bias of a projection."""
+    """The weight and the bias of a projection.
+
+    ``order``, int32 ``[out]``: column ``order[j]`` of the product is feature j, because the rows of
+    this weight's layout cannot be moved. ``None``: the columns are in the model's order.
+    """
 
     weight: Weight
     bias: Tensor | None
+    order: Tensor | None = None
+
+    def ordered(self, order: Tensor) -> Matrix:
+        """With feature ``order[j]`` (int64 ``[out]``) in place j; only before the weight is bound.
+        Rows are moved now, if the layout allows it, and else columns of each product."""
+        weight = self.weight.reordered(order)
+        if weight is None:
+            return self._replace(order=order.to(torch.int32))
+        return Matrix(weight, None if self.bias is None else self.bias[order])
 
 
 class Tensors(NamedTuple):
@@ -297,11 +289,16 @@ class Source:
                 f"{self._name(path)}, tensor parallel size {self.mesh.size}: {error}"
             ) from error
 
+    def has(self, path: str) -> bool:
+        """Whether the checkpoint has a tensor or a matrix."""
+        return self.checkpoint.has(self._name(path))
+
     def vector(self, path: str, size: int) -> Tensor:
-        """A plain tensor ``[size]``, float32."""
+        """A plain tensor ``[size]``, float32; of size 1 it may have no dimension in the file."""
         found = self._shared.vectors.get(path)
         if found is None:
             tensor = self.checkpoint.tensor(self._name(path)).to(torch.float32)
+            tensor = tensor if tensor.dim() else tensor.reshape(1)
             if tuple(tensor.shape) != (size,):
                 raise CheckpointError(
                     f"{self._name(path)}: expected shape [{size}], found {list(tensor.shape)}"
@@ -318,18 +315,6 @@ class Source:
             weight = weight + 1.0
         bias = self.vector(f"{path}.bias", size) if kind.bias else None
         return Norm(weight, self.config.norm_eps, bias, kind.centred)
-
-    def number(self, path: str) -> float:
-        """A parameter of one number; ``[]`` or ``[1]`` in a file."""
-        found = self._shared.vectors.get(path)
-        if found is None:
-            found = self.checkpoint.tensor(self._name(path)).to(torch.float32).flatten()
-            if found.shape[0] != 1:
-                raise CheckpointError(
-                    f"{self._name(path)}: expected one number, found {found.shape[0]}"
-                )
-        self.vectors[path] = found
-        return float(found[0])
 
     def rope(self, spec: RopeSpec) -> Rope:
         """The angles of a rotary embedding for requests of up to ``max_model_len`` tokens."""
@@ -355,10 +340,10 @@ class Source:
         narrow: bool = False,
         activation_bits: int = 8,
     ) -> Projection:
-        weight, bias = self._matrix(path, pull, activation_bits)
-        linear = Projection(
-            weight, bias, self.mesh, self.ops, parts=parts, reduce=reduce, narrow=narrow
-        )
+        matrix = self._matrix(path, pull, activation_bits)
+        if matrix.order is not None:  # that of the products, after what adapters add to them
+            parts = [part._replace(order=None) for part in parts]
+        linear = Projection(matrix, self.mesh, self.ops, parts=parts, reduce=reduce, narrow=narrow)
         self.linears.append((path, linear))
         return linear
 
@@ -366,7 +351,7 @@ class Source:
         """A matrix for this engine's operators: pulled and bound, or shared."""
         found = self._shared.matrices.get(path)
         if found is not None:
-            return Matrix(found.weight.shared(self.ops), found.bias)
+            return found._replace(weight=found.weight.shared(self.ops))
         pulled = pull()
         pulled.weight.bind(self.ops, activation_bits)
         return pulled
@@ -379,18 +364,26 @@ class Source:
         *,
         bias: bool = False,
         accurate: bool = False,
+        order: Tensor | None = None,
     ) -> Projection:
         """Projections of one input as one column-parallel projection.
 
         ``parts``: ``(name, out_features, start, count)`` with this rank's range of each. A file
         that holds them joined under ``fused`` (Phi-3) gives the same result. ``accurate``: with
         ``ACCURATE`` activation bits (see :meth:`sdk.kernels.ops.Ops.linear`) instead of 8.
+        ``order``, int64: feature j of the result is feature ``order[j]`` of this rank's parts one
+        after another, which is in the same part.
         """
-        whole = f"{path}.{fused}"
+        whole, hidden = f"{path}.{fused}", self.config.hidden_size
+
+        def pull() -> Matrix:
+            found = self._columns(path, fused, parts, hidden, bias)
+            return found if order is None else found.ordered(order)
+
         return self._bound(
             whole,
-            lambda: self._columns(path, fused, parts, self.config.hidden_size, bias),
-            _joined_parts(path, whole, parts, self.config.hidden_size),
+            pull,
+            joined_parts(path, whole, parts, hidden, order),
             narrow=True,
             activation_bits=ACCURATE if accurate else 8,
         )
@@ -409,7 +402,7 @@ class Source:
         their results is that of the whole. The first one has the bias.
         """
         hidden = self.config.hidden_size
-        weight, joined = self._columns(path, fused, parts, 2 * hidden, bias)
+        weight, joined, _ = self._columns(path, fused, parts, 2 * hidden, bias)
         first = Matrix(weight.narrow("in", 0, hidden), joined)
         second = Matrix(weight.narrow("in", hidden, hidden), None)
         return (
@@ -559,7 +552,7 @@ class Source:
             weight = ExpertWeights([own for own, _ in each])
             return Matrix(weight, torch.stack(present) if present else None)
 
-        weight, joined = self._matrix(path, pull)
+        weight, joined, _ = self._matrix(path, pull)
         assert isinstance(weight, ExpertWeights)
         linear = ExpertProjection(weight, joined, self.ops, by_token=by_token)
         self.linears.append((path, linear))
@@ -599,19 +592,3 @@ class Source:
             return Matrix(self._cut(path, weight, "out", *self._tokens), None)
 
         return self._matrix(path, pull, ACCURATE).weight
-
-
-def _joined_parts(
-    path: str, fused: str, parts: Sequence[tuple[str, int, int, int]], inputs: int
-) -> list[Part]:
-    """The parts of :meth:`Source.columns`: each under its own name, and all as one, ``fused``."""
-    found: list[Part] = []
-    joined: list[tuple[int, int]] = []
-    first = offset = 0
-    for name, size, start, count in parts:
-        found.append(Part(f"{path}.{name}", (size, inputs), first, ((start, count),), (0, inputs)))
-        joined.append((offset + start, count))
-        first += count
-        offset += size
-    all_parts = Part(fused, (offset, inputs), 0, tuple(joined), (0, inputs))
-    return found if found[0].path == fused else [*found, all_parts]

@@ -71,6 +71,10 @@ class PermutedWeight(Weight):
             inner.append(other.inner)
         return PermutedWeight(concat(inner), self.order)
 
+    def reordered(self, order: Tensor) -> Weight | None:
+        inner = self.inner.reordered(order)
+        return None if inner is None else PermutedWeight(inner, self.order)
+
     def bind(self, ops: Ops, activation_bits: int = 8) -> None:
         self._ops = ops
         self.order = self.order.to(ops.device)

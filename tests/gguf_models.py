@@ -30,11 +30,25 @@ NAMES = {
     "seed_oss": "seed_oss",
     "cohere": "command-r",
     "cohere2": "cohere2",
+    "olmo": "olmo",
+    "nemotron": "nemotron",
+    "arcee": "arcee",
+    "apertus": "apertus",
+    "stablelm": "stablelm",
 }
 #: The key of a config's eps, for models with LayerNorm.
-_LAYER_NORM_EPS = {"command-r": "layer_norm_eps", "cohere2": "layer_norm_eps"}
+_LAYER_NORM_EPS = {
+    "command-r": "layer_norm_eps",
+    "cohere2": "layer_norm_eps",
+    "olmo": None,  # fixed
+    "nemotron": "norm_eps",
+    "stablelm": "layer_norm_eps",
+}
 #: Where transformers turns dimensions i and i + d / 2 of a head, and llama.cpp 2i and 2i + 1.
-_PERMUTED = ("llama", "granite", "smollm3", "mistral3", "internlm2", "xverse", "minicpm")
+_PERMUTED = (
+    *("llama", "granite", "granite_swa", "smollm3", "mistral3", "internlm2", "xverse", "minicpm"),
+    *("olmo", "arcee"),
+)
 _LAYER = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -42,6 +56,7 @@ _LAYER = {
     "self_attn.o_proj": "attn_output",
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
+    "self_attn.sinks": "attn_sinks",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
@@ -66,6 +81,7 @@ _NORMS = {
         "post_mlp_layernorm": "post_ffw_norm",
     },
     "seed_oss": _NORMS_AFTER,
+    "apertus": {"attention_layernorm": "attn_norm", "feedforward_layernorm": "ffn_norm"},
 }
 _TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 #: Codes of metadata types: see GgufBytes.
@@ -103,9 +119,17 @@ def gguf_of(
         if name == "lm_head.weight" and c.tie_word_embeddings:
             continue
         rows = values.float()
-        stem, _, suffix = name.rpartition(".")
+        stem, _, suffix = (f"{name}.weight" if name.endswith("sinks") else name).rpartition(".")
         if "layernorm" in name or name.endswith(("model.norm.weight", "_norm.weight")):
-            rows = rows + 1.0 if arch.startswith("gemma") else rows
+            minus_one = arch.startswith("gemma") or arch == "nemotron"
+            rows = rows + 1.0 if minus_one and suffix == "weight" else rows
+        if ".act_fn." in name:  # numbers of all layers, in the metadata
+            key = f"{arch}.xielu.{suffix}"
+            file.metadata[key] = (
+                9,
+                (F32, [*file.metadata.get(key, (9, (F32, [])))[1][1], float(rows)]),
+            )
+            continue
         heads = {"q_proj": c.num_attention_heads, "k_proj": c.num_key_value_heads}
         part = stem.rpartition(".")[2]
         if arch in _PERMUTED and part in heads:
@@ -118,7 +142,9 @@ def gguf_of(
 
 def _eps(config: Any, arch: str) -> dict[str, tuple[int, Any]]:
     if arch in _LAYER_NORM_EPS:
-        return {"attention.layer_norm_epsilon": (F32, getattr(config, _LAYER_NORM_EPS[arch]))}
+        key = _LAYER_NORM_EPS[arch]
+        eps = 1e-5 if key is None else getattr(config, key)
+        return {"attention.layer_norm_epsilon": (F32, eps)}
     return {"attention.layer_norm_rms_epsilon": (F32, config.rms_norm_eps)}
 
 

@@ -6,7 +6,15 @@ from collections.abc import Sequence
 from ctypes import c_float
 
 from sdk.kernels.backend import Problem
-from sdk.kernels.cpu.library import ActivationArgs, MapArgs, NormArgs, OpKind, SelectArgs, TakeArgs
+from sdk.kernels.cpu.library import (
+    ActivationArgs,
+    GateArgs,
+    MapArgs,
+    NormArgs,
+    OpKind,
+    SelectArgs,
+    TakeArgs,
+)
 from sdk.kernels.cpu.runtime import NativeRuntime
 from sdk.kernels.errors import KernelError
 from sdk.kernels.lazy_torch import Tensor, torch
@@ -22,6 +30,7 @@ _KINDS = {
     "relu2": 5,
     "xielu": 6,
 }
+_GATES = {"sigmoid": 0, "softplus": 1}
 #: In-place operators on rows, with the numbers of native/abi.hpp.
 MAPS = {"zeros": 0, "add": 1, "add_bias": 2, "scale": 3, "softcap": 4, "clamp": 5}
 
@@ -135,6 +144,35 @@ class Activate:
             (c_float * 4)(*numbers),
         )
         self._runtime.run(OpKind.ACTIVATION, args, out.shape[0], self.name)
+
+
+class Gate:
+    """See :meth:`sdk.kernels.ops.Ops.gate`."""
+
+    name = "cpu.gate"
+
+    def __init__(self, runtime: NativeRuntime) -> None:
+        self._runtime = runtime
+
+    def reject(self, problem: Problem) -> str | None:
+        return None
+
+    def run(self, x: Tensor, gate: Tensor, kind: str) -> None:
+        rows, gates = gate.shape
+        for name, given in (("x", x), ("gate", gate)):
+            if given.dtype != torch.float32 or given.stride(1) != 1:
+                raise KernelError(
+                    f"gate {name}: expected float32 rows, found {given.dtype} with strides "
+                    f"{given.stride()}"
+                )
+        if not x.is_contiguous() or x.shape[0] != rows or x.shape[1] % gates:
+            raise KernelError(
+                f"gate: expected {rows} contiguous rows of runs of {gates} gates, found "
+                f"{list(x.shape)} with strides {x.stride()}"
+            )
+        pointers = x.data_ptr(), gate.data_ptr()
+        args = GateArgs(*pointers, x.shape[1] // gates, gates, gate.stride(0), _GATES[kind])
+        self._runtime.run(OpKind.GATE, args, rows, "gate")
 
 
 class Map:

@@ -69,6 +69,7 @@ class OpKind(IntEnum):
     TRANSFER = 20
     COMBINE_RANKS = 21
     GATHER_RANKS = 22
+    GATE = 23
 
 
 class Count(IntEnum):
@@ -215,6 +216,14 @@ class MapArgs(Structure):
         *((name, c_void_p) for name in ("x", "other")),
         ("width", c_int64),
         ("factor", c_float),
+        ("kind", c_int32),
+    ]
+
+
+class GateArgs(Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("x", "gate")),
+        *((name, c_int64) for name in ("width", "gates", "gate_stride")),
         ("kind", c_int32),
     ]
 

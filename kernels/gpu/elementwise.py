@@ -97,6 +97,32 @@ def activation_kernel(
 
 
 @triton.jit
+def gate_kernel(
+    x, gate, gate_stride,
+    WIDTH: tl.constexpr, GATES: tl.constexpr, SOFTPLUS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid (rows, blocks of columns): runs of ``WIDTH`` numbers times the function of a gate."""
+    after_earlier()
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < WIDTH * GATES
+    factor = tl.load(gate + row * gate_stride + column // WIDTH, mask=mask, other=0.0)
+    factor = factor.to(tl.float32)
+    if SOFTPLUS:
+        below = tl.exp(-tl.abs(factor))
+        # log1p, which Triton does not have: exact where 1 + below has lost digits of it
+        total = 1.0 + below
+        lost = below / tl.where(total == 1.0, 1.0, total - 1.0)
+        rest = tl.where(total == 1.0, below, tl.log(total) * lost)
+        factor = tl.maximum(factor, 0.0, propagate_nan=tl.PropagateNan.ALL) + rest
+    else:
+        factor = tl.sigmoid(factor)
+    place = x + row * WIDTH * GATES + column
+    values = tl.load(place, mask=mask, other=0.0).to(tl.float32) * factor
+    tl.store(place, values, mask=mask)
+
+
+@triton.jit
 def map_kernel(x, other, factor, count, width, KIND: tl.constexpr, BLOCK: tl.constexpr):
     """One of :data:`MAPS` in place on ``count`` numbers in rows of ``width``."""
     after_earlier()
@@ -212,6 +238,36 @@ class Activate:
         )
 
 
+class Gate:
+    """See :meth:`sdk.kernels.ops.Ops.gate`."""
+
+    name = "gpu.gate"
+
+    def reject(self, problem: Problem) -> str | None:
+        return None
+
+    def run(self, x: Tensor, gate: Tensor, kind: str) -> None:
+        rows, gates = gate.shape
+        if not x.is_contiguous() or x.shape[0] != rows or x.shape[1] % gates:
+            raise KernelError(
+                f"gate: expected {rows} contiguous rows of runs of {gates} gates, found "
+                f"{list(x.shape)} with strides {x.stride()}"
+            )
+        gate = gate if gate.stride(1) == 1 else gate.contiguous()
+        expect_on_device("gate", x, gate)
+        run_kernel(
+            gate_kernel,
+            (rows, triton.cdiv(x.shape[1], _BLOCK)),
+            x,
+            gate,
+            gate.stride(0),
+            WIDTH=x.shape[1] // gates,
+            GATES=gates,
+            SOFTPLUS=kind == "softplus",
+            BLOCK=_BLOCK,
+        )
+
+
 class Map:
     """One of ``Ops.zeros``, ``add``, ``add_bias``, ``scale``, ``softcap`` and ``clamp``."""
 
@@ -317,6 +373,7 @@ class Places:
 OPS: dict[str, tuple[Any, ...]] = {
     "gated_activation": (Activate(gated=True),),
     "activation": (Activate(gated=False),),
+    "gate": (Gate(),),
     **{kind: (Map(kind),) for kind in MAPS},
     "select_rows": (SelectRows(),),
     "take_columns": (TakeColumns(),),

@@ -24,7 +24,7 @@ from sdk.kernels.reference.moe import (
     GroupRanks,
     Route,
 )
-from sdk.kernels.reference.norm import Activation, AddNormalize, GatedActivation, Normalize
+from sdk.kernels.reference.norm import Activation, AddNormalize, Gate, GatedActivation, Normalize
 from sdk.kernels.reference.recode import RecodePage
 from sdk.kernels.reference.rope import RopeAndCache, RopeAngles
 from sdk.kernels.reference.sampling import Sample
@@ -74,6 +74,7 @@ class ReferenceBackend:
             "norm": (Normalize(),),
             "add_norm": (AddNormalize(),),
             "gated_activation": (GatedActivation(),),
+            "gate": (Gate(),),
             "activation": (Activation(),),
             **{kind: (Map(kind),) for kind in MAPS},
             "rope_angles": (RopeAngles(),),

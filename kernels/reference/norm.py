@@ -44,6 +44,21 @@ class AddNormalize:
         Normalize().run(residual, norm, out)
 
 
+class Gate:
+    """See :meth:`sdk.kernels.ops.Ops.gate`."""
+
+    name = "reference.gate"
+
+    def reject(self, problem: Problem) -> str | None:
+        return None
+
+    def run(self, x: Tensor, gate: Tensor, kind: str) -> None:
+        gate = gate.float()
+        factor = torch.sigmoid(gate) if kind == "sigmoid" else torch.nn.functional.softplus(gate)
+        runs = x.view(*gate.shape, -1)
+        runs.copy_(runs.float() * factor.unsqueeze(2))
+
+
 class GatedActivation:
     """See :meth:`sdk.kernels.ops.Ops.gated_activation`."""
 

@@ -27,7 +27,7 @@ ARCHITECTURE = Architecture(
     "nemotron",
     layer=LayerRules(norm=LAYER_NORM, gated=False),
     config=ConfigRules(
-        keys=("attention_bias", "mlp_bias"),
+        keys=("attention_bias", "mlp_bias", "partial_rotary_factor"),
         defaults={"norm_eps": 1e-5, "hidden_act": "relu2", "partial_rotary_factor": 0.5},
         norm_eps="norm_eps",
     ),

@@ -45,7 +45,7 @@ ARCHITECTURE = Architecture(
     "stablelm",
     layer=LayerRules(norm=LAYER_NORM),
     config=ConfigRules(
-        keys=("use_qkv_bias", "use_parallel_residual"),
+        keys=("use_qkv_bias", "use_parallel_residual", "partial_rotary_factor"),
         ignored=("hidden_dropout",),
         defaults={
             "layer_norm_eps": 1e-5,

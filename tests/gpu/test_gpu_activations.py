@@ -77,6 +77,10 @@ LIKE_INPUT: dict[str, Case] = {
     "gated gelu_tanh": lambda ops, x: ops.gated_activation(x, "gelu_tanh"),
     "gated gelu": lambda ops, x: ops.gated_activation(x, "gelu"),
     "gated clamped_swiglu": lambda ops, x: ops.gated_activation(x * 4, "clamped_swiglu"),
+    "gate": lambda ops, x: ops.gate(x.clone(), x.flip(1) * 4, "sigmoid"),
+    "gate of heads in wider rows": lambda ops, x: ops.gate(
+        x.clone(), (x * 32)[:, 5:11], "softplus"
+    ),
     "add": lambda ops, x: ops.add(x.clone(), x * 2),
     "add_bias": lambda ops, x: ops.add_bias(x.clone(), WEIGHT),
     "scale": lambda ops, x: ops.scale(x.clone(), 1.7),

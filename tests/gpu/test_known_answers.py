@@ -24,7 +24,7 @@ from sdk.kernels.answer_file import FAILED, Answer, AnswerFile
 from sdk.kernels.backend import Problem
 from sdk.kernels.errors import KernelError
 from sdk.kernels.gpu import linear, norm
-from sdk.kernels.head_norms import HeadNorms
+from sdk.kernels.head_norms import HeadNorms, QueryScale
 from sdk.kernels.known_answers import NO_FALLBACK, KnownAnswers
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.layouts import ActivationScheme
@@ -75,14 +75,18 @@ def attention(dtype: str, **changed: Any) -> tuple[str, Sequence[Any], dict[str,
     return "attention", like, {"head_dim": own.head_dim, "kv_dtype": own.dtype}
 
 
-def rope(dtype: str, norms: bool = False) -> tuple[str, Sequence[Any], dict[str, Any]]:
+def rope(
+    dtype: str, norms: bool = False, more: bool = False
+) -> tuple[str, Sequence[Any], dict[str, Any]]:
+    """``more``: norms after the rotation, one of values, and a scale by position."""
     own, norm = pages(dtype), Norm(torch.ones(64), 1e-6)
     parts = heads(4), heads(2), heads(2)
     like = (
         *parts,
         torch.zeros(2, 32),
         own,
-        HeadNorms(norm, norm) if norms else None,
+        HeadNorms(norm, norm, norm if more else None, more) if norms else None,
+        QueryScale(0.1, 16384) if more else None,
     )
     return "rope_and_cache", like, {"head_dim": 64, "kv_dtype": own.dtype}
 
@@ -130,6 +134,9 @@ CASES: dict[str, Callable[[], tuple[str, Sequence[Any], dict[str, Any]]]] = {
         for t in ("float16", "bfloat16", "int8", "fp8", "int4")
     },
     "rope_and_cache-norms": lambda: rope("float16", norms=True),
+    "rope_and_cache-more": lambda: rope("bfloat16", norms=True, more=True),
+    "gate": lambda: ("gate", (rows(96), rows(96)), {"format": "sigmoid"}),
+    "gate-heads": lambda: ("gate", (rows(96), rows(3)), {"format": "softplus"}),
     **{
         f"attention-{t}": (lambda t=t: attention(t))
         for t in ("float32", "float16", "bfloat16", "int8", "fp8", "int4", "k8v4")
@@ -236,7 +243,7 @@ MISTAKES = {f.__name__: f for f in (wrong_scale, dropped_tail, swapped_rows, not
 class Sabotaged:
     """The reference with a mistake in what it writes, under the name of a kernel of the card."""
 
-    normalizes = rounds = False
+    rounds = False
 
     def __init__(self, inner: Any, mistake: Callable[[Tensor, Tensor], None]) -> None:
         self._inner, self._mistake = inner, mistake

@@ -152,6 +152,13 @@ def test_nan_stays_nan(backend: CpuBackend) -> None:
         plain.run(x, kind, x, NUMBERS if kind == "xielu" else ())
         assert x[0].isnan().nonzero().flatten().tolist() == [3, 19]
     (kernel,) = backend.implementations("gated_activation")
+    (gating,) = backend.implementations("gate")
+    for name in ("sigmoid", "softplus"):
+        for gates in (40, 2):
+            x, gate = torch.ones(1, 40), torch.ones(1, gates)
+            gate[0, 1] = float("nan")
+            gating.run(x, gate, name)
+            assert x.isnan().sum() == 40 // gates and x[0, 40 // gates].isnan()
     for kind in ("silu", "gelu_tanh", "gelu", "clamped_swiglu"):
         out = torch.empty(1, 20)
         gate_up = torch.ones(1, 40)
@@ -173,6 +180,35 @@ def test_a_row_has_the_same_bits_in_every_batch(backend: CpuBackend, cases: Any)
         gated.run(x[row : row + 1], "silu", one_half)
         assert torch.equal(one[0], full[row])
         assert torch.equal(one_half[0], half[row])
+
+
+@pytest.mark.parametrize("kind", ["sigmoid", "softplus"])
+@pytest.mark.parametrize("width", [1, 24])
+def test_a_gate_matches_float64(backend: CpuBackend, kind: str, width: int) -> None:
+    """Of each number, or of runs of them as of heads; rows of the gate lie in wider ones."""
+    (kernel,) = backend.implementations("gate")
+    wide = torch.cat((torch.linspace(-30, 30, 401), torch.tensor([-200.0, 200.0, 0.0, 1e-9])))
+    gate = torch.stack((wide, wide.flip(0), torch.zeros(405)))[:, 3:]
+    x = torch.randn(3, 402 * width, generator=torch.Generator().manual_seed(1))
+    out = x.clone()
+    kernel.run(out, gate, kind)
+    factor = (torch.sigmoid if kind == "sigmoid" else F.softplus)(gate.double())
+    wanted = (x.double().view(3, 402, width) * factor.unsqueeze(2)).view(3, -1)
+    assert ((out.double() - wanted).abs() <= 1e-6 * wanted.abs() + 1e-12).all()
+    one = x[1:2].clone()
+    kernel.run(one, gate[1:2], kind)
+    assert torch.equal(one[0], out[1])
+
+
+def test_a_gate_that_does_not_fit_is_refused(backend: CpuBackend) -> None:
+    (kernel,) = backend.implementations("gate")
+    x, gate = torch.ones(2, 12), torch.ones(2, 4)
+    for wrong in (torch.ones(2, 5), torch.ones(3, 4)):
+        with pytest.raises(KernelError, match=r"gate: expected \d contiguous rows of runs of"):
+            kernel.run(x, wrong, "sigmoid")
+    for given in ((x.double(), gate), (x, gate.half()), (x, torch.ones(4, 2).t())):
+        with pytest.raises(KernelError, match=r"gate (x|gate): expected float32 rows, found"):
+            kernel.run(*given, "sigmoid")
 
 
 @pytest.mark.parametrize("width", WIDTHS)

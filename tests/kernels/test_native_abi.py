@@ -148,6 +148,8 @@ def test_numbers_of_kinds_and_types_are_those_of_the_library(table: Mapping[str,
     for name, kind in maps.items():
         assert elementwise.MAPS[kind] == table[name]
     assert len(elementwise.MAPS) == table["kMapKinds"]
+    gates = {"sigmoid": table["kGateSigmoid"], "softplus": table["kGateSoftplus"]}
+    assert gates == elementwise._GATES and len(gates) == table["kGateKinds"]
     types = {
         "float16": "kF16",
         "bfloat16": "kBF16",

@@ -51,6 +51,35 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "ernie4_5": {"use_bias": True},
     "seed_oss": {"attention_out_bias": True},
     "olmoe": {"num_experts": 7, "num_experts_per_tok": 3},
+    "ministral": {"sliding_window": 9},
+    "ministral-mixed": {
+        "sliding_window": 9,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    # the scale of queries begins to differ from 1 at position 16
+    "ministral3": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 3000.0,
+            "factor": 16.0,
+            "original_max_position_embeddings": 16,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.4,
+        },
+    },
+    "internlm3": {"qkv_bias": True, "bias": True},
+    "iquestcoder": {"head_dim": 24},
+    "cwm": {"sliding_window": 9, "num_hidden_layers": 5},
+    "helium": {"attention_bias": True},
+    "vaultgemma": {"sliding_window": 10, "query_pre_attn_scalar": 20},
+    "granite_swa": {
+        "sliding_window": 9,
+        "num_hidden_layers": 5,
+        "layer_rope_theta": [3000, 0, 3000, 77.0, 0],
+        "attention_multiplier": 0.3,
+        "logits_scaling": 2.0,
+    },
     "granite": {
         "embedding_multiplier": 3.0,
         "attention_multiplier": 0.3,

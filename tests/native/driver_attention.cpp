@@ -103,6 +103,16 @@ void attend(TestRuntime& runtime, const AttentionShape& s, Cache& cache, Buffer<
     rope.head_dim = args.head_dim = (int32_t)s.head_dim;
     rope.half = (int32_t)half;
     rope.page_size = args.page_size = (int32_t)s.page_size;
+    Buffer<float> norm(s.head_dim);
+    for (int64_t i = 0; i < s.head_dim; ++i) norm[i] = 0.5f + 0.01f * (float)i;
+    if (s.heads > s.kv_heads) {  // of some shapes: norms, also of values, and a scale by position
+        rope.q_norm = rope.k_norm = rope.v_norm = norm.data();
+        rope.norm_after = s.requests % 2;
+        rope.eps = 1e-5f;
+        rope.positions = slots;
+        rope.length = 7;
+        rope.beta = 0.1f;
+    }
     runtime.run(kOpRope, rope, tokens);
     args.q = rope.q;
     args.q_token = token;

@@ -45,6 +45,16 @@ void rowwise(Random& random, TestRuntime& one, TestRuntime& many) {
             });
         }
     }
+    for (int kind = kGateSigmoid; kind < kGateKinds; ++kind) {
+        for (bool by_row : {false, true}) {  // one gate for each number, or for each row
+            both(one, many, count * width, [&](TestRuntime& runtime, float* out) {
+                memcpy(out, residual.data(), sizeof(float) * (size_t)(count * width));
+                runtime.run(kOpGate,
+                            GateArgs{out, gate_up.data(), by_row ? width : 1, by_row ? 1 : width, 2 * width, kind},
+                            count);
+            });
+        }
+    }
     for (int kind = kMapZero; kind < kMapKinds; ++kind) {
         both(one, many, count * width, [&](TestRuntime& runtime, float* out) {
             if (kind != kMapZero) memcpy(out, residual.data(), sizeof(float) * (size_t)(count * width));

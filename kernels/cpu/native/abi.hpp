@@ -275,6 +275,17 @@ struct MapArgs {
     int32_t kind;
 };
 
+// Row t of x, `gates` runs of `width` numbers each: run g is multiplied by the function of gate[t][g].
+enum GateKind { kGateSigmoid = 0, kGateSoftplus = 1, kGateKinds = 2 };
+
+struct GateArgs {
+    float* x;
+    const float* gate;
+    int64_t width, gates;
+    int64_t gate_stride;  // from one row of gate to the next
+    int32_t kind;
+};
+
 // cos and sin [T, half] = factor * cos, sin (position * inv_freq), the angle in float32.
 struct AnglesArgs {
     const int64_t* positions;
@@ -355,10 +366,14 @@ struct RopeArgs {
     const float* sin;
     const int64_t* slots;
     const float* key_centre;  // [kv_heads][head_dim], taken from every key; null: none
+    const float *q_norm, *k_norm, *v_norm;  // RMSNorms of each head, [head_dim]; null: none
+    const int64_t* positions;  // queries are multiplied by 1 + beta log(1 + position / length); null: not
     PageLevel pages;
     int64_t q_token, q_head, k_token, k_head, v_token, v_head, cos_token, sin_token;
-    int64_t num_pages;
+    int64_t num_pages, length;
     int32_t heads, kv_heads, head_dim, half, page_size;
+    int32_t norm_after;  // norms of q and k come after the rotation
+    float eps, beta;
 };
 
 struct AttentionArgs {
@@ -646,7 +661,8 @@ enum OpKind {
     kOpTransfer = 20,
     kOpCombineRanks = 21,
     kOpGatherRanks = 22,
-    kOpKinds = 23,
+    kOpGate = 23,
+    kOpKinds = 24,
 };
 
 // What a step counts; an operator runs over one of these (row-wise operators: times `per`).
@@ -674,6 +690,7 @@ struct KernelTable {
     void (*norm)(const NormArgs*, int64_t t_begin, int64_t t_end);
     void (*activation)(const ActivationArgs*, int64_t t_begin, int64_t t_end);
     void (*map)(const MapArgs*, int64_t t_begin, int64_t t_end);
+    void (*gate)(const GateArgs*, int64_t t_begin, int64_t t_end);
     void (*rope)(const RopeArgs*, int64_t t_begin, int64_t t_end);
     void (*attention)(const AttentionArgs*, const ItemRange* items, uint8_t* scratch);
     void (*recode)(const RecodeArgs*, int64_t row_begin, int64_t row_end);

@@ -228,6 +228,33 @@ static void activation(const ActivationArgs* args, int64_t t_begin, int64_t t_en
     }
 }
 
+INLINE VF sigmoid_of(VF x) { return div(set1(1.0f), add(set1(1.0f), exp_of(mul(x, set1(-1.0f))))); }
+
+static float gate_value(float x, int kind) {
+    if (kind == kGateSoftplus) return (x > 0.0f ? x : 0.0f) + log1pf(expf(x > 0.0f ? -x : x));
+    return 1.0f / (1.0f + expf(-x));
+}
+
+static void gate(const GateArgs* args, int64_t t_begin, int64_t t_end) {
+    const int64_t width = args->width, gates = args->gates;
+    for (int64_t t = t_begin; t < t_end; ++t) {
+        float* x = args->x + t * width * gates;
+        const float* gate = args->gate + t * args->gate_stride;
+        if (width > 1) {  // one of a head: few, so that the C library's functions are fast enough
+            for (int64_t g = 0; g < gates; ++g) {
+                const float value = gate_value(gate[g], args->kind);
+                for (int64_t i = 0; i < width; ++i) x[g * width + i] *= value;
+            }
+            continue;
+        }
+        int64_t g = 0;
+        if (args->kind == kGateSigmoid)
+            for (; g + kLanes <= gates; g += kLanes)
+                store(x + g, mul(load(x + g), sigmoid_of(load(gate + g))));
+        for (; g < gates; ++g) x[g] *= gate_value(gate[g], args->kind);
+    }
+}
+
 static void map(const MapArgs* args, int64_t t_begin, int64_t t_end) {
     const int64_t width = args->width;
     for (int64_t t = t_begin; t < t_end; ++t) {

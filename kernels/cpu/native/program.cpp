@@ -47,6 +47,7 @@ int64_t row_work(const Op& op) {
         case kOpActivation: return 8 * op.activation.width;
         case kOpMap: return op.map.kind == kMapSoftcap ? 8 * op.map.width : op.map.width;
         case kOpAngles: return 64 * op.angles.half;
+        case kOpGate: return (op.gate.width + 8) * op.gate.gates;
         case kOpSelect: return op.select.width;
         case kOpTake: return 2 * op.take.width;
         case kOpRoute: return 8 * op.route.experts;
@@ -160,6 +161,7 @@ size_t args_size(int kind) {
         case kOpActivation: return sizeof(ActivationArgs);
         case kOpMap: return sizeof(MapArgs);
         case kOpAngles: return sizeof(AnglesArgs);
+        case kOpGate: return sizeof(GateArgs);
         case kOpSelect: return sizeof(SelectArgs);
         case kOpTake: return sizeof(TakeArgs);
         case kOpRope: return sizeof(RopeArgs);
@@ -519,6 +521,7 @@ void Runtime::rows(const Op& op, Program::Work kind, int64_t begin, int64_t end)
         case kOpActivation: kernels->activation(&op.activation, begin, used_end(op.activation.used, begin, end)); break;
         case kOpMap: kernels->map(&op.map, begin, end); break;
         case kOpAngles: kernels->rope_angles(&op.angles, begin, end); break;
+        case kOpGate: kernels->gate(&op.gate, begin, end); break;
         case kOpSelect: select_rows(op.select, begin, end); break;
         case kOpTake: take_columns(op.take, begin, end); break;
         case kOpRoute: route(op.route, begin, end); break;

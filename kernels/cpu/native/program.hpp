@@ -32,6 +32,7 @@ struct Op {
         ActivationArgs activation;
         MapArgs map;
         AnglesArgs angles;
+        GateArgs gate;
         SelectArgs select;
         TakeArgs take;
         RopeArgs rope;
