@@ -153,9 +153,11 @@ class LayerRules(NamedTuple):
     ``sinks``: every head has an attention sink.
     ``router``: the name of the router of experts, beside them.
     ``norm``: what all norms compute.
+    ``qk_norm_names``: the names of those norms, beside the projections.
     ``norm_after_rotation``: the norms of heads come after the rotation.
     ``v_norm``: values have an RMSNorm without a weight over each head.
     ``output_gate``: see :class:`OutputGate`.
+    ``embedding_norm``: embeddings have an RMSNorm without a weight.
     ``parallel_norms``: the norms where blocks are parallel (``ConfigRules.parallel_blocks``).
     ``gated``: the MLP has a gate beside its first projection.
     """
@@ -166,9 +168,11 @@ class LayerRules(NamedTuple):
     sinks: bool = False
     router: str = "gate"
     norm: NormKind = NormKind()
+    qk_norm_names: tuple[str, str] = ("q_norm", "k_norm")
     norm_after_rotation: bool = False
     v_norm: bool = False
     output_gate: OutputGate | None = None
+    embedding_norm: bool = False
     parallel_norms: Norms = ONE_NORM
     gated: bool = True
 
@@ -180,7 +184,8 @@ class LayerRules(NamedTuple):
 class TensorRules(NamedTuple):
     """How the tensors of a Hugging Face folder are stored.
 
-    ``norms_minus_one``: the weights of norms are stored minus 1.
+    ``norms_minus_one``: the weights of norms are stored minus 1; ``final_norm_whole``: but for the
+    last one.
     ``experts_transposed``: a float tensor with all experts of a layer is ``[E, in, out]``, always
     or in some files. In those, the shape tells; a tensor that can be either is ``[E, out, in]``.
     ``gate_up_interleaved``: rows of gate and up alternate in such a tensor.
@@ -192,6 +197,12 @@ class TensorRules(NamedTuple):
     experts_transposed: Literal["always", "sometimes"] | None = None
     gate_up_interleaved: bool = False
     block_sparse_moe: bool = False
+    final_norm_whole: bool = False
+
+    def norm_offset(self, path: str) -> float:
+        """What is added to the stored weight of the norm ``path``."""
+        whole = self.final_norm_whole and path == "model.norm"
+        return 1.0 if self.norms_minus_one and not whole else 0.0
 
 
 class GgufKeys(Protocol):

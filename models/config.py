@@ -56,7 +56,8 @@ class ModelConfig:
     all. ``ropes``: the rotary embeddings, that of layers without a window first, of which a layer
     has the one with the number in ``rope_of_layer``.
     ``attention_bias``: of q, k and v; ``output_bias``: of the projection after attention.
-    ``query_scale``: of queries by their positions.
+    ``query_scale``: of queries by their positions. ``post_norm_eps``: that of the norms after
+    blocks, if it differs from ``norm_eps``.
     ``parallel_blocks``: attention and MLP of a layer read the same sum.
     ``logits_scale`` divides the logits; a softcap ``c`` turns ``x`` into ``c * tanh(x / c)``.
     """
@@ -87,6 +88,7 @@ class ModelConfig:
     tie_word_embeddings: bool
     experts: ExpertSpec | None = None
     query_scale: QueryScale | None = None
+    post_norm_eps: float | None = None
     parallel_blocks: bool = False
 
     @classmethod
@@ -139,18 +141,21 @@ class ModelConfig:
             ropes=ropes,
             rope_of_layer=rope_of_layer,
             sliding_windows=windows,
-            attention_scale=fields.positive("attention_multiplier", default=scale),
+            attention_scale=fields.positive("attention_multiplier", default=scale)
+            * fields.positive("qk_scale_factor", default=1.0),
             attention_softcap=fields.optional_positive("attn_logit_softcapping"),
             final_softcap=fields.optional_positive("final_logit_softcapping"),
             embedding_scale=fields.positive("embedding_multiplier", default=embedding_scale),
             residual_scale=fields.positive("residual_multiplier", default=1.0),
             logits_scale=fields.positive("logits_scaling", default=1.0)
-            / fields.positive("logit_scale", default=1.0),
+            / fields.positive("logit_scale", default=1.0)
+            / fields.positive("output_multiplier", default=1.0),
             attention_bias=biases.qkv,
             output_bias=biases.output,
             mlp_bias=biases.mlp,
             tie_word_embeddings=fields.flag("tie_word_embeddings", default=False),
             experts=_experts(fields, rules, layers),
+            post_norm_eps=fields.optional_positive("post_norm_eps"),
             query_scale=None if rules.query_scale is None else rules.query_scale(fields),
             parallel_blocks=bool(rules.parallel_blocks and rules.parallel_blocks(fields)),
         )

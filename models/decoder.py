@@ -94,7 +94,10 @@ class Layer:
         self.multiplier = c.residual_scale
         self.parallel = c.parallel_blocks
         names = rules.norms_of(self.parallel)
-        norms = [None if name is None else source.norm(f"{path}.{name}") for name in names]
+        norms = [
+            None if name is None else source.norm(f"{path}.{name}", eps=eps)
+            for name, eps in zip(names, (None, c.post_norm_eps) * 2, strict=True)
+        ]
         self.before_attention, self.after_attention, self.before_mlp, self.after_mlp = norms
         self.attention = Attention(source, f"{path}.self_attn", index, rules)
         self.mlp: MLP | ExpertMLP

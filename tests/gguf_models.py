@@ -45,6 +45,8 @@ _LAYER = {
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
     "self_attn.sinks": "attn_sinks",
+    "self_attn.query_layernorm": "attn_q_norm",
+    "self_attn.key_layernorm": "attn_k_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
