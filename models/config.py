@@ -15,7 +15,7 @@ from typing import Any
 from sdk.kernels.dataclass import dataclass
 from sdk.kernels.head_norms import QueryScale
 from sdk.kernels.mlp_activations import Activation
-from sdk.models.architecture import Architecture, Biases, ConfigRules, architecture
+from sdk.models.architecture import Alibi, Architecture, Biases, ConfigRules, architecture
 from sdk.models.config_fields import (
     MAX_EXPERTS,
     MAX_LAYERS,
@@ -26,7 +26,7 @@ from sdk.models.config_fields import (
     activation_named,
     without_null,
 )
-from sdk.models.config_keys import check_fixed, check_fixed_by_model, only_read
+from sdk.models.config_keys import check_fixed, check_fixed_by_model, only_read, with_our_keys
 from sdk.models.rope import RopeSpec
 from sdk.models.rope_config import ropes_of_layers
 from sdk.models.sliding import sliding_windows
@@ -90,6 +90,7 @@ class ModelConfig:
     query_scale: QueryScale | None = None
     post_norm_eps: float | None = None
     parallel_blocks: bool = False
+    alibi: Alibi | None = None
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> ModelConfig:
@@ -106,6 +107,7 @@ class ModelConfig:
         model_type = Fields(config).text("model_type")
         known = architecture(model_type)
         rules = ConfigRules() if known is None else known.config
+        config = with_our_keys(config)
         check_fixed(config, "config")
         if known is not None:
             check_fixed_by_model(config, known)
@@ -158,6 +160,7 @@ class ModelConfig:
             post_norm_eps=fields.optional_positive("post_norm_eps"),
             query_scale=None if rules.query_scale is None else rules.query_scale(fields),
             parallel_blocks=bool(rules.parallel_blocks and rules.parallel_blocks(fields)),
+            alibi=None if rules.alibi is None else rules.alibi(fields),
         )
 
 

@@ -17,7 +17,7 @@ from sdk.kernels.norm import Norm
 from sdk.kernels.ops import Ops
 from sdk.kernels.rounding import Rounding, Rows
 from sdk.kernels.routes import Routes
-from sdk.models.architecture import LayerRules, TensorRules, architecture
+from sdk.models.architecture import Architecture, architecture
 from sdk.models.config import ModelConfig
 from sdk.models.expert_parallel import ExpertShare
 from sdk.models.parallel import Mesh
@@ -156,20 +156,14 @@ class Embedding:
     """Rows of a weight by token id; this rank's range of the vocabulary begins at ``start``."""
 
     def __init__(
-        self,
-        weight: Weight,
-        start: int,
-        config: ModelConfig,
-        mesh: Mesh,
-        ops: Ops,
-        norm: Norm | None = None,
+        self, weight: Weight, start: int, config: ModelConfig, mesh: Mesh, ops: Ops
     ) -> None:
         self.ops = ops
         self.weight = weight
         self.start = start
         self.vocab_size = config.vocab_size
         self.scale = config.embedding_scale
-        self.norm = norm
+        self.norm: Norm | None = None
         self.mesh = mesh
         self.adapters: Adapters | None = None
 
@@ -268,8 +262,7 @@ class Source:
         self.heads = mesh.heads(config.num_heads, config.num_kv_heads)
         self.linears: list[tuple[str, Projection | ExpertProjection]] = []
         own = architecture(config.model_type)
-        self._tensor_rules = TensorRules() if own is None else own.tensors
-        self._layer_rules = LayerRules() if own is None else own.layer
+        self._rules = own or Architecture(config.model_type)
         found = (root for root in ROOTS if checkpoint.has(f"{root[0]}embed_tokens"))
         self._body, self._outer = next(found, ROOTS[0])
 
@@ -316,9 +309,9 @@ class Source:
 
     def norm(self, path: str, size: int | None = None, eps: float | None = None) -> Norm:
         """One of the model's norms, over ``size`` (default: hidden) features. ``eps``: its own."""
-        size, kind = size or self.config.hidden_size, self._layer_rules.norm
+        size, kind = size or self.config.hidden_size, self._rules.layer.norm
         weight = self.vector(f"{path}.weight", size) if kind.weight else None
-        offset = self._tensor_rules.norm_offset(path)
+        offset = self._rules.tensors.norm_offset(path)
         if weight is not None and offset:
             weight = weight + offset
         bias = self.vector(f"{path}.bias", size) if kind.bias else None
@@ -580,8 +573,21 @@ class Source:
     def embedding(self) -> Embedding:
         """The first matrix of the model."""
         weight, (start, _) = self._by_token("model.embed_tokens"), self._tokens
-        norm = Norm(None, self.config.norm_eps) if self._layer_rules.embedding_norm else None
-        return Embedding(weight, start, self.config, self.mesh, self.ops, norm)
+        found = Embedding(weight, start, self.config, self.mesh, self.ops)
+        if self._rules.embedding.unweighted_norm:
+            found.norm = Norm(None, self.config.norm_eps)
+        return found
+
+    def positions(self, first: int) -> Weight:
+        """The table of learned positions ``[max_position, hidden]``, whose row of position 0 is the
+        file's row ``first``; every rank has all of it."""
+        path, count = "model.embed_positions", self.config.max_position
+
+        def pull() -> Matrix:
+            weight = self._pull(path, (first + count, self.config.hidden_size))
+            return Matrix(self._cut(path, weight, "out", first, count), None)
+
+        return self._matrix(path, pull, ACCURATE).weight
 
     @property
     def _tokens(self) -> tuple[int, int]:

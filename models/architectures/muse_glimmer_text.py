@@ -13,6 +13,7 @@ from sdk.models.architecture import (
     NORMS_AROUND,
     Architecture,
     ConfigRules,
+    EmbeddingRules,
     GgufKeys,
     GgufRules,
     LayerRules,
@@ -81,7 +82,6 @@ ARCHITECTURE = Architecture(
         norms=NORMS_AROUND,
         qk_norm="unweighted",
         output_gate=OutputGate(),
-        embedding_norm=True,
     ),
     config=ConfigRules(
         keys=(
@@ -103,6 +103,7 @@ ARCHITECTURE = Architecture(
         sliding=_sliding,
         unrotated=_unrotated,
     ),
+    embedding=EmbeddingRules(unweighted_norm=True),
     tensors=TensorRules(norms_minus_one=True, final_norm_whole=True),
     gguf=GgufRules(
         "muse-glimmer",
