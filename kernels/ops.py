@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +44,11 @@ from sdk.kernels.rounding import Rounded, Rounding, Rows
 from sdk.kernels.sampling_ops import SamplingOps
 from sdk.kernels.self_check import SelfCheck
 
-#: What ``Problem.format`` says of attention: whether it has a window, a softcap, and sinks.
+#: What ``Problem.format`` says of attention: which of these it has.
+_ATTENTION_WORDS = ("window", "softcap", "sinks", "slopes")
 _ATTENTION = {
-    (window, cap, sinks): " ".join(
-        name for name, has in (("window", window), ("softcap", cap), ("sinks", sinks)) if has
-    )
-    for window in (False, True)
-    for cap in (False, True)
-    for sinks in (False, True)
+    has: " ".join(word for word, one in zip(_ATTENTION_WORDS, has, strict=True) if one)
+    for has in product((False, True), repeat=len(_ATTENTION_WORDS))
 }
 #: Beyond any machine; a mistyped number must not use up the system's threads.
 MAX_THREADS = 1024
@@ -522,17 +519,22 @@ class Ops:
         window: int | None = None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
+        slopes: Tensor | None = None,
     ) -> Tensor:
         """Causal attention over the pages: q ``[T, heads, head_dim]`` -> ``[T, heads * head_dim]``.
 
         A token sees itself and the ``window - 1`` tokens before it (all of them without a window).
         ``softcap``: scores become ``cap * tanh(score / cap)`` (Gemma 2). ``sinks [heads]``: one
-        more logit per head that takes probability but has no value.
+        more logit per head that takes probability but has no value. ``slopes [heads]``: a key's
+        score gets its head's slope times the key's position minus the query's (ALiBi), after the
+        scale and the softcap.
         """
         batch.check(pages)
         expect_floats("attention q", q, self.activations, batch.num_tokens, None, None)
         if sinks is not None:
             expect("attention sinks", sinks, torch.float32, q.shape[1])
+        if slopes is not None:
+            expect("attention slopes", slopes, torch.float32, q.shape[1])
         tokens, heads, head_dim = q.shape
         kv_heads = pages.k.shape[1]
         if heads % kv_heads or pages.head_dim != head_dim:
@@ -544,17 +546,18 @@ class Ops:
             raise KernelError("attention: keys with a centre allow neither softcap nor sinks")
         out = self.empty(tokens, heads * head_dim, dtype=q.dtype)
         if tokens:
-            like = (q, pages, scale, window, softcap, sinks, self.shares_keys)
+            like = (q, pages, scale, window, softcap, sinks, slopes, self.shares_keys)
+            has = tuple(one is not None for one in (window, softcap, sinks, slopes))
             kernel = self._kernel(
                 "attention",
                 like,
                 head_dim=head_dim,
                 kv_dtype=pages.dtype,
-                format=_ATTENTION[window is not None, softcap is not None, sinks is not None],
+                format=_ATTENTION[has],
             )
 
             def attend(q: Tensor, batch: AttentionBatch, out: Tensor) -> None:
-                kernel.run(q, pages, batch, scale, window, softcap, sinks, out)
+                kernel.run(q, pages, batch, scale, window, softcap, sinks, slopes, out)
 
             if self.recording.cut is not None:
                 return self.recording.cut(q, out, attend)

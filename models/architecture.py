@@ -53,6 +53,18 @@ def always(fields: Fields) -> bool:
     return True
 
 
+class Alibi(NamedTuple):
+    """Attention with linear biases (Press et al. 2021, arXiv 2108.12409) in place of positions:
+    the slope of a head times the distance of a key, which is at most 0, is added to its score.
+
+    ``most``: the exponent of the steepest head's slope is ``most / heads``. ``scaled``: scores and
+    biases are multiplied by the scale of attention, not scores alone (Falcon).
+    """
+
+    most: float = 8.0
+    scaled: bool = False
+
+
 class ConfigRules(NamedTuple):
     """How a ``config.json`` is read.
 
@@ -74,6 +86,9 @@ class ConfigRules(NamedTuple):
     ``norm_eps``: the key of the eps of norms, or the eps itself where the code fixes it.
     ``parallel_blocks``: whether attention and MLP of a layer read the same sum, and both are added
     to it; ``None``: they come one after the other.
+    ``names``: keys that a config of this model spells differently, ours to the file's.
+    ``derived(config)``: sets what follows from other keys, under our names; it may be called twice.
+    ``alibi``: the linear biases of attention, if it has them.
     """
 
     keys: tuple[str, ...] = ()
@@ -91,6 +106,9 @@ class ConfigRules(NamedTuple):
     query_scale: Callable[[Fields], QueryScale | None] | None = None
     norm_eps: str | float = RMS_NORM_EPS
     parallel_blocks: Callable[[Fields], bool] | None = None
+    names: Mapping[str, str] = NOTHING
+    derived: Callable[[dict[str, Any]], None] | None = None
+    alibi: Callable[[Fields], Alibi | None] | None = None
 
 
 class Norms(NamedTuple):
@@ -154,6 +172,7 @@ class LayerRules(NamedTuple):
     ``sinks``: every head has an attention sink.
     ``router``: the name of the router of experts, beside them.
     ``norm``: what all norms compute.
+    ``qk_norm_names``: the names of those norms, beside the projections.
     ``norm_after_rotation``: the norms of heads come after the rotation.
     ``v_norm``: values have an RMSNorm without a weight over each head.
     ``output_gate``: see :class:`OutputGate`.
@@ -167,6 +186,7 @@ class LayerRules(NamedTuple):
     sinks: bool = False
     router: str = "gate"
     norm: NormKind = NormKind()
+    qk_norm_names: tuple[str, str] = ("q_norm", "k_norm")
     norm_after_rotation: bool = False
     v_norm: bool = False
     output_gate: OutputGate | None = None
@@ -181,18 +201,46 @@ class LayerRules(NamedTuple):
 class TensorRules(NamedTuple):
     """How the tensors of a Hugging Face folder are stored.
 
-    ``norms_minus_one``: the weights of norms are stored minus 1.
+    ``norms_minus_one``: the weights of norms are stored minus 1; ``final_norm_whole``: but for the
+    last one.
     ``experts_transposed``: a float tensor with all experts of a layer is ``[E, in, out]``, always
     or in some files. In those, the shape tells; a tensor that can be either is ``[E, out, in]``.
     ``gate_up_interleaved``: rows of gate and up alternate in such a tensor.
     ``block_sparse_moe``: transformers finds packed experts only under the names
     ``block_sparse_moe.experts.0.w1``.
+    ``names``: names that differ from a Llama's, ours to the file's; those of a layer without
+    ``model.layers.0.``, which ``model.layers`` renames. See :mod:`sdk.loaders.tensor_names`.
+    ``qkv_by_group``: the rows of ``qkv_proj`` are those of one key/value head after the other: its
+    query heads, its key, its value.
+    ``layers_transposed``: float matrices of layers are ``[in, out]``; packed ones are not.
     """
 
     norms_minus_one: bool = False
     experts_transposed: Literal["always", "sometimes"] | None = None
     gate_up_interleaved: bool = False
     block_sparse_moe: bool = False
+    names: Mapping[str, str] = NOTHING
+    qkv_by_group: bool = False
+    layers_transposed: bool = False
+    final_norm_whole: bool = False
+
+    def norm_offset(self, path: str) -> float:
+        """What is added to the stored weight of the norm ``path``."""
+        whole = self.final_norm_whole and path == "model.norm"
+        return 1.0 if self.norms_minus_one and not whole else 0.0
+
+
+class EmbeddingRules(NamedTuple):
+    """What happens to embeddings before the first layer.
+
+    ``positions``: the row of position 0 in a table of learned positions, ``model.embed_positions``,
+    which are added; ``None``: there is none. ``norm``: they have a norm, ``model.embed_norm``.
+    ``unweighted_norm``: they have an RMSNorm without a weight.
+    """
+
+    positions: int | None = None
+    norm: bool = False
+    unweighted_norm: bool = False
 
 
 class GgufKeys(Protocol):
@@ -266,6 +314,7 @@ class Architecture(NamedTuple):
     gguf: GgufRules | None = None
     more_gguf: tuple[GgufRules, ...] = ()
     wide_range: bool = False
+    embedding: EmbeddingRules = EmbeddingRules()
 
 
 @cache

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from sdk.kernels.head_norms import HeadNorms
 from sdk.kernels.lazy_torch import torch
 from sdk.kernels.norm import Norm
+from sdk.models.alibi import alibi_slopes
 from sdk.models.architecture import LayerRules
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class Step(NamedTuple):
 class Attention:
     """Grouped-query attention of one layer.
 
-    ``sinks`` float32 ``[heads]``: see :meth:`sdk.kernels.ops.Ops.attention`.
+    ``sinks``, ``slopes`` float32 ``[heads]``: see :meth:`sdk.kernels.ops.Ops.attention`.
     """
 
     def __init__(
@@ -81,6 +82,11 @@ class Attention:
         if rules.sinks:
             sinks = source.vector(f"{path}.sinks", c.num_heads)
             self.sinks = sinks[heads.start : heads.start + heads.count].contiguous()
+        self.slopes: Tensor | None = None
+        if c.alibi is not None:
+            slopes = alibi_slopes(c.alibi, c.num_heads, c.attention_scale)
+            own = slopes[heads.start : heads.start + heads.count]
+            self.slopes = torch.from_numpy(own).to(self.ops.device)
 
     def projection(
         self,
@@ -123,6 +129,7 @@ class Attention:
             window=self.window,
             softcap=self.softcap,
             sinks=self.sinks,
+            slopes=self.slopes,
         )
         if self.gate is not None:
             y = self.ops.gate(y, qkv[:, width:], self.gate.kind)
@@ -172,8 +179,9 @@ def _head_norms(source: Source, path: str, rules: LayerRules, order: Tensor | No
     width, eps = source.config.head_dim, source.config.norm_eps
     plain = Norm(torch.ones(width, device=source.ops.device), eps)
     q = k = plain
-    if rules.qk_norm == "head" or source.has(f"{path}.q_norm.weight"):
-        q, k = (source.norm(f"{path}.{name}_norm", width) for name in "qk")
+    names = [f"{path}.{name}" for name in rules.qk_norm_names]
+    if rules.qk_norm == "head" or source.has(f"{names[0]}.weight"):
+        q, k = (source.norm(name, width) for name in names)
     if order is not None and q.weight is not None and k.weight is not None:
         q, k = replace(q, weight=q.weight[order]), replace(k, weight=k.weight[order])
     return HeadNorms(q, k, plain if rules.v_norm else None, rules.norm_after_rotation)

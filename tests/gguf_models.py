@@ -35,6 +35,8 @@ NAMES = {
     "arcee": "arcee",
     "apertus": "apertus",
     "stablelm": "stablelm",
+    "phi": "phi2",
+    "starcoder2": "starcoder2",
 }
 #: The key of a config's eps, for models with LayerNorm.
 _LAYER_NORM_EPS = {
@@ -43,6 +45,8 @@ _LAYER_NORM_EPS = {
     "olmo": None,  # fixed
     "nemotron": "norm_eps",
     "stablelm": "layer_norm_eps",
+    "phi2": "layer_norm_eps",
+    "starcoder2": "norm_epsilon",
 }
 #: Where transformers turns dimensions i and i + d / 2 of a head, and llama.cpp 2i and 2i + 1.
 _PERMUTED = (
@@ -57,10 +61,17 @@ _LAYER = {
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
     "self_attn.sinks": "attn_sinks",
+    "self_attn.query_layernorm": "attn_q_norm",
+    "self_attn.key_layernorm": "attn_k_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
     "mlp.gate_up_proj": "ffn_up",
+    "self_attn.dense": "attn_output",
+    "mlp.fc1": "ffn_up",
+    "mlp.fc2": "ffn_down",
+    "mlp.c_fc": "ffn_up",
+    "mlp.c_proj": "ffn_down",
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
 }
@@ -83,9 +94,14 @@ _NORMS = {
     "seed_oss": _NORMS_AFTER,
     "apertus": {"attention_layernorm": "attn_norm", "feedforward_layernorm": "ffn_norm"},
 }
-_TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+_TOP = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "model.final_layernorm": "output_norm",
+    "lm_head": "output",
+}
 #: Codes of metadata types: see GgufBytes.
-U32, I32, F32, BOOL, STRING = 4, 5, 6, 7, 8
+U32, I32, F32, BOOL, STRING, ARRAY = 4, 5, 6, 7, 8, 9
 
 
 def gguf_of(
@@ -125,10 +141,8 @@ def gguf_of(
             rows = rows + 1.0 if minus_one and suffix == "weight" else rows
         if ".act_fn." in name:  # numbers of all layers, in the metadata
             key = f"{arch}.xielu.{suffix}"
-            file.metadata[key] = (
-                9,
-                (F32, [*file.metadata.get(key, (9, (F32, [])))[1][1], float(rows)]),
-            )
+            _, (_, before) = file.metadata.get(key, (ARRAY, (F32, [])))
+            file.metadata[key] = (ARRAY, (F32, [*before, float(rows)]))
             continue
         heads = {"q_proj": c.num_attention_heads, "k_proj": c.num_key_value_heads}
         part = stem.rpartition(".")[2]

@@ -53,6 +53,7 @@ class Folding:
         assert known is not None
         self.rules, self.layer = known.tensors, known.layer
         self.norms = known.layer.norms_of(config.parallel_blocks)
+        self.values_unchanged = not known.layer.v_norm and config.qkv_clip is None
         self.inputs = inputs
         self.weights = {n: checkpoint.weight(n).dequantize() for names in inputs for n in names}
         self.tensors: dict[str, Tensor] = {}
@@ -96,6 +97,8 @@ class Folding:
         if last == "down_proj" and not self.layer.gated:
             return
         before = f"{self.path}.{_AFTER_ROWS.get(last)}"
+        if last == "o_proj" and not self.values_unchanged:
+            return  # what it reads does not grow with the rows of v
         if self.scheme.method == "awq" and before in self.weights:
             self._into_rows(before, names[0], statistics)
 
@@ -105,7 +108,7 @@ class Folding:
             s = smoothing(joined, statistics.largest)
         else:
             s = stretch(joined, statistics, self.scheme.spec)
-        one = 1.0 if self.rules.norms_minus_one else 0.0
+        one = self.rules.norm_offset(norm)
         weight, bias = f"{norm}.weight", f"{norm}.bias"
         self.tensors[weight] = (self.checkpoint.tensor(weight) + one) / s - one
         if self.layer.norm.bias:

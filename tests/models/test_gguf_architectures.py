@@ -40,6 +40,7 @@ YARN_FACTS = {
     "rope.scaling.yarn_log_multiplier": (F32, 1.0),
     "attention.temperature_scale": (F32, 0.4),
 }
+ALPHA = {"rope_type": "dynamic", "factor": 1.0, "alpha": 50.0, "rope_theta": 10_000.0}
 BASES = [3000.0, 0, 3000.0, 0, 3000.0]
 SCALES = {
     "embedding_multiplier": 3.0,
@@ -69,6 +70,15 @@ FILES: dict[str, tuple[str, dict[str, Any], dict[str, tuple[int, Any]]]] = {
         "ministral3",
         {"rope_parameters": {**YARN, "mscale_all_dim": 0.5}},
         {**YARN_FACTS, "rope.scaling.yarn_log_multiplier": (F32, 0.5)},
+    ),
+    # the base that alpha makes of 10,000
+    "hunyuan-dense": (
+        "hunyuan_v1_dense",
+        {"rope_parameters": ALPHA},
+        {
+            "rope.freq_base": (F32, 10_000.0 * 50.0 ** (16 / 14)),
+            "rope.scaling.type": (STRING, "none"),
+        },
     ),
     "granite_swa": (
         "granite_swa",
@@ -114,6 +124,12 @@ FILES: dict[str, tuple[str, dict[str, Any], dict[str, tuple[int, Any]]]] = {
         {**HALF, "layer_norm_eps": 1e-4, "use_qkv_bias": True},
         {"rope.dimension_count": (U32, 8), "use_parallel_residual": (BOOL, True)},
     ),
+    "phi2": (
+        "phi",
+        {**HALF, "layer_norm_eps": 1e-4, "num_key_value_heads": 4},
+        {"rope.dimension_count": (U32, 8)},
+    ),
+    "starcoder2": ("starcoder2", {"norm_epsilon": 1e-4, "tie_word_embeddings": True}, {}),
     "minicpm": (
         "granite",
         SCALES,

@@ -384,6 +384,7 @@ struct AttentionArgs {
     const int32_t* context_len;
     const int32_t* page_table;
     const float* sinks;  // null: none
+    const float* slopes;  // of the linear biases, one for each head; null: none
     uint8_t* shared;     // memory that only attention uses, zero when allocated; set by the runtime
     int64_t q_token, q_head, table_width;
     int64_t num_pages, tokens;  // of the first level; tokens: rows of q and out
