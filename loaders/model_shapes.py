@@ -162,9 +162,16 @@ def expected_shape(
     return shape[:1] if shape is not None and name.endswith(".bias") else shape
 
 
+def _qk_norms(sizes: _Sizes, layer: LayerRules) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    width = sizes.head_dim
+    if layer.qk_norm == "each_head":
+        return (sizes.heads, width), (sizes.keys // width, width)
+    wide = layer.qk_norm == "width"
+    return (sizes.queries if wide else width,), (sizes.keys if wide else width,)
+
+
 def _llama_shape(sizes: _Sizes, stem: str, layer: LayerRules) -> tuple[int, ...] | None:
     """The shape that most architectures have, by the last part of a tensor's name."""
-    wide = layer.qk_norm == "width"
     hidden, inner, queries, keys = sizes.hidden, sizes.intermediate, sizes.queries, sizes.keys
     shapes: dict[str, tuple[int, ...]] = {
         "embed_tokens": (sizes.vocab, hidden),
@@ -174,8 +181,7 @@ def _llama_shape(sizes: _Sizes, stem: str, layer: LayerRules) -> tuple[int, ...]
         "v_proj": (keys, hidden),
         "qkv_proj": (queries + 2 * keys, hidden),
         "o_proj": (hidden, queries),
-        layer.qk_norm_names[0]: (queries if wide else sizes.head_dim,),
-        layer.qk_norm_names[1]: (keys if wide else sizes.head_dim,),
+        **dict(zip(layer.qk_norm_names, _qk_norms(sizes, layer), strict=True)),
         "sinks": (sizes.heads,),
         "alpha_p": (1,),
         "alpha_n": (1,),

@@ -86,6 +86,8 @@ class ConfigRules(NamedTuple):
     ``norm_eps``: the key of the eps of norms, or the eps itself where the code fixes it.
     ``parallel_blocks``: whether attention and MLP of a layer read the same sum, and both are added
     to it; ``None``: they come one after the other.
+    ``qk_norm``: whether queries and keys have the norms of ``LayerRules.qk_norm``; ``None``: they
+    have.
     ``names``: keys that a config of this model spells differently, ours to the file's.
     ``derived(config)``: sets what follows from other keys, under our names; it may be called twice.
     ``alibi``: the linear biases of attention, if it has them.
@@ -106,6 +108,7 @@ class ConfigRules(NamedTuple):
     query_scale: Callable[[Fields], QueryScale | None] | None = None
     norm_eps: str | float = RMS_NORM_EPS
     parallel_blocks: Callable[[Fields], bool] | None = None
+    qk_norm: Callable[[Fields], bool] | None = None
     names: Mapping[str, str] = NOTHING
     derived: Callable[[dict[str, Any]], None] | None = None
     alibi: Callable[[Fields], Alibi | None] | None = None
@@ -166,7 +169,8 @@ class LayerRules(NamedTuple):
 
     ``norms``: see :class:`Norms`.
     ``qk_norm``: an RMSNorm of queries and keys before the rotation: over each head, with a weight
-    or without one (``unweighted``), or over the whole width of all heads.
+    or without one (``unweighted``), with a weight of its own for ``each_head`` (a norm like the
+    others, without a bias), or over the whole width of all heads.
     ``adjacent_pairs``: dimensions 2i and 2i + 1 of a head turn together, as stored; of other models
     i and i + d / 2 do.
     ``sinks``: every head has an attention sink.
@@ -181,7 +185,7 @@ class LayerRules(NamedTuple):
     """
 
     norms: Norms = Norms()
-    qk_norm: Literal["head", "unweighted", "width"] | None = None
+    qk_norm: Literal["head", "unweighted", "each_head", "width"] | None = None
     adjacent_pairs: bool = False
     sinks: bool = False
     router: str = "gate"

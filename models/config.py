@@ -59,6 +59,7 @@ class ModelConfig:
     ``query_scale``: of queries by their positions. ``post_norm_eps``: that of the norms after
     blocks, if it differs from ``norm_eps``.
     ``parallel_blocks``: attention and MLP of a layer read the same sum.
+    ``qk_norm``: queries and keys have the norms that the architecture has for them.
     ``head_bias``: of the projection to logits. ``qkv_clip``: queries, keys and values are clamped
     to this size.
     ``logits_scale`` divides the logits; a softcap ``c`` turns ``x`` into ``c * tanh(x / c)``.
@@ -92,6 +93,7 @@ class ModelConfig:
     query_scale: QueryScale | None = None
     post_norm_eps: float | None = None
     parallel_blocks: bool = False
+    qk_norm: bool = True
     head_bias: bool = False
     qkv_clip: float | None = None
     alibi: Alibi | None = None
@@ -164,6 +166,7 @@ class ModelConfig:
             post_norm_eps=fields.optional_positive("post_norm_eps"),
             query_scale=None if rules.query_scale is None else rules.query_scale(fields),
             parallel_blocks=bool(rules.parallel_blocks and rules.parallel_blocks(fields)),
+            qk_norm=rules.qk_norm is None or rules.qk_norm(fields),
             head_bias=biases.head,
             qkv_clip=fields.optional_positive("clip_qkv"),
             alibi=None if rules.alibi is None else rules.alibi(fields),

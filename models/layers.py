@@ -294,15 +294,15 @@ class Source:
         """Whether the checkpoint has a tensor or a matrix."""
         return self.checkpoint.has(self._name(path))
 
-    def vector(self, path: str, size: int) -> Tensor:
-        """A plain tensor ``[size]``, float32; of size 1 it may have no dimension in the file."""
+    def vector(self, path: str, *shape: int) -> Tensor:
+        """A plain tensor, float32; one of shape ``[1]`` may have no dimension in the file."""
         found = self._shared.vectors.get(path)
         if found is None:
             tensor = self.checkpoint.tensor(self._name(path)).to(torch.float32)
             tensor = tensor if tensor.dim() else tensor.reshape(1)
-            if tuple(tensor.shape) != (size,):
+            if tuple(tensor.shape) != shape:
                 raise CheckpointError(
-                    f"{self._name(path)}: expected shape [{size}], found {list(tensor.shape)}"
+                    f"{self._name(path)}: expected shape {list(shape)}, found {list(tensor.shape)}"
                 )
             found = tensor.to(self.ops.device)
         self.vectors[path] = found

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from tests.loaders.conftest import GgufBytes
 
@@ -61,6 +62,8 @@ _LAYER = {
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
     "self_attn.sinks": "attn_sinks",
+    "self_attn.q_layernorm": "attn_q_norm",
+    "self_attn.k_layernorm": "attn_k_norm",
     "self_attn.query_layernorm": "attn_q_norm",
     "self_attn.key_layernorm": "attn_k_norm",
     "mlp.gate_proj": "ffn_gate",
@@ -143,6 +146,14 @@ def gguf_of(
             key = f"{arch}.xielu.{suffix}"
             _, (_, before) = file.metadata.get(key, (ARRAY, (F32, [])))
             file.metadata[key] = (ARRAY, (F32, [*before, float(rows)]))
+            continue
+        if stem.endswith(".norms.0"):  # of each head, stacked
+            own = name.removesuffix(".norms.0.weight")
+            state = model.state_dict()
+            count = sum(other.startswith(f"{own}.norms.") for other in state)
+            rows = torch.stack([state[f"{own}.norms.{i}.weight"].float() for i in range(count)])
+            stem = own
+        elif ".norms." in stem:
             continue
         heads = {"q_proj": c.num_attention_heads, "k_proj": c.num_key_value_heads}
         part = stem.rpartition(".")[2]

@@ -97,7 +97,12 @@ FILES: dict[str, tuple[str, dict[str, Any], dict[str, tuple[int, Any]]]] = {
     "pangu-embedded": ("llama", {"attention_bias": True}, {}),
     "command-r": (
         "cohere",
-        {"logit_scale": 0.5, "tie_word_embeddings": True, "layer_norm_eps": 1e-4},
+        {
+            "logit_scale": 0.5,
+            "tie_word_embeddings": True,
+            "layer_norm_eps": 1e-4,
+            "use_qk_norm": True,
+        },
         {"logit_scale": (F32, 0.5)},
     ),
     "cohere2": (
@@ -121,7 +126,7 @@ FILES: dict[str, tuple[str, dict[str, Any], dict[str, tuple[int, Any]]]] = {
     "apertus": ("apertus", {}, {}),
     "stablelm": (
         "stablelm",
-        {**HALF, "layer_norm_eps": 1e-4, "use_qkv_bias": True},
+        {**HALF, "layer_norm_eps": 1e-4, "use_qkv_bias": True, "qk_layernorm": True},
         {"rope.dimension_count": (U32, 8), "use_parallel_residual": (BOOL, True)},
     ),
     "phi2": (
