@@ -161,7 +161,7 @@ def _map(kernel: Any, place: Place, problem: Problem, like: Sequence[Any]) -> Fo
         case "add_bias":
             kernel.run(given, place.floats(x.shape[-1], seed=2))
         case _:
-            kernel.run(given, None, 1.75)
+            kernel.run(given, None, 0.75)
     return [(problem.op, given, place.limit(rounded))]
 
 
@@ -325,7 +325,7 @@ CASES: dict[str, Case] = {
     "gated_activation": _gated,
     "gate": _gate,
     "activation": _activation,
-    **dict.fromkeys(("zeros", "add", "add_bias", "scale", "softcap"), _map),
+    **dict.fromkeys(("zeros", "add", "add_bias", "scale", "softcap", "clamp"), _map),
     "select_rows": _select_rows,
     "take_columns": _take_columns,
     "rope_angles": _angles,

@@ -369,6 +369,13 @@ class Ops:
             self._kernel("softcap", (x,)).run(x, None, cap)
         return x
 
+    def clamp(self, x: Tensor, limit: float) -> Tensor:
+        """``x`` within ``+-limit``, in place; returns x."""
+        expect_floats("clamp x", x, self.activations)
+        if x.numel():
+            self._kernel("clamp", (x,)).run(x, None, limit)
+        return x
+
     def all_reduce(self, x: Tensor, group: Group) -> Tensor:
         """``x [T, N]`` becomes its sum over the ranks of ``group``; returns x."""
         expect_floats("all_reduce x", x, self.activations, None, None)

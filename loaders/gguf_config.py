@@ -95,7 +95,7 @@ def build_config(file: GgufFile) -> dict[str, Any]:
     rotary = keys.integer("rope.dimension_count", LIMITS["head_dim"], width)
     if rotary > width or rotary % 2:
         raise keys.fail("rope.dimension_count", rotary, f"an even number up to {width}")
-    if rotary != width:
+    if rotary != width or "partial_rotary_factor" in own.config.defaults:
         config["partial_rotary_factor"] = rotary / width
     config["rope_scaling"] = rope_scaling(
         file, keys, rotary, log_multiplier=rules.yarn_log_multiplier

@@ -44,7 +44,7 @@ _LAYER = {
 }
 #: A matrix with one row, which files have as a vector.
 ONE_ROW = ".shared_expert_gate"
-_IN_LAYER = re.compile(r"model\.layers\.(\d{1,4})\.(.+)")
+LAYER_OF = re.compile(r"model\.layers\.(\d{1,4})\.(.+)")
 _EXPERT = re.compile(r"(.+\.mlp\.experts)\.(\d{1,4})\.(.+)")
 
 
@@ -74,7 +74,7 @@ def gguf_name(rules: GgufRules, name: str) -> str | None:
             stem, suffix = name.removesuffix(ending), ending
     if stem in _TOP:
         return _TOP[stem] + suffix
-    match = _IN_LAYER.fullmatch(stem)
+    match = LAYER_OF.fullmatch(stem)
     if match is None:
         return None
     part = rules.tensors.get(match[2]) or _LAYER.get(match[2])

@@ -159,14 +159,25 @@ def expected_shape(
         keys=kv_heads * width,
         experts=num_experts(config),
     )
-    stem = name.removesuffix(".bias").rpartition(".")[2]
-    shape = _llama_shape(sizes, stem, known.layer)
+    path, _, stem = name.removesuffix(".bias").rpartition(".")
+    gate = known.layer.output_gate
+    if gate is not None and path.endswith("self_attn") and stem == gate.projection:
+        shape: tuple[int, ...] | None = (heads if gate.per_head else sizes.queries, hidden)
+    else:
+        shape = _llama_shape(sizes, stem, known.layer)
     return shape[:1] if shape is not None and name.endswith(".bias") else shape
+
+
+def _qk_norms(sizes: _Sizes, layer: LayerRules) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    width = sizes.head_dim
+    if layer.qk_norm == "each_head":
+        return (sizes.heads, width), (sizes.keys // width, width)
+    wide = layer.qk_norm == "width"
+    return (sizes.queries if wide else width,), (sizes.keys if wide else width,)
 
 
 def _llama_shape(sizes: _Sizes, stem: str, layer: LayerRules) -> tuple[int, ...] | None:
     """The shape that most architectures have, by the last part of a tensor's name."""
-    wide = layer.qk_norm == "width"
     hidden, inner, queries, keys = sizes.hidden, sizes.intermediate, sizes.queries, sizes.keys
     shapes: dict[str, tuple[int, ...]] = {
         "embed_tokens": (sizes.vocab, hidden),
@@ -176,9 +187,12 @@ def _llama_shape(sizes: _Sizes, stem: str, layer: LayerRules) -> tuple[int, ...]
         "v_proj": (keys, hidden),
         "qkv_proj": (queries + 2 * keys, hidden),
         "o_proj": (hidden, queries),
-        "q_norm": (queries if wide else sizes.head_dim,),
-        "k_norm": (keys if wide else sizes.head_dim,),
+        **dict(zip(layer.qk_norm_names, _qk_norms(sizes, layer), strict=True)),
         "sinks": (sizes.heads,),
+        "alpha_p": (1,),
+        "alpha_n": (1,),
+        "beta": (),
+        "eps": (),  # of xIELU
         "gate_proj": (inner, hidden),
         "up_proj": (inner, hidden),
         "gate_up_proj": (2 * inner, hidden),
@@ -187,6 +201,6 @@ def _llama_shape(sizes: _Sizes, stem: str, layer: LayerRules) -> tuple[int, ...]
     if sizes.experts is not None:
         shapes["gate"] = shapes["router"] = (sizes.experts, hidden)
         shapes["shared_expert_gate"] = (1, hidden)
-    if stem == "norm" or stem.endswith("layernorm"):
+    if stem == "norm" or (stem.endswith("layernorm") and stem not in layer.qk_norm_names):
         return (hidden,)
     return shapes.get(stem)

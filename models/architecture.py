@@ -88,11 +88,13 @@ class ConfigRules(NamedTuple):
     attention, ``mlp_bias`` of the MLP's.
     ``causal``: see :class:`sdk.models.config.ModelConfig`; a config may still say otherwise.
     ``norm_eps``: the key of the eps of norms, or the eps itself where the code fixes it.
+    ``parallel_blocks``: whether attention and MLP of a layer read the same sum, and both are added
+    to it; ``None``: they come one after the other.
+    ``qk_norm``: whether queries and keys have the norms of ``LayerRules.qk_norm``; ``None``: the
+    key ``use_qk_norm`` says it, and without it they have.
     ``names``: keys that a config of this model spells differently, ours to the file's.
     ``derived(config)``: sets what follows from other keys, under our names; it may be called twice.
     ``alibi``: the linear biases of attention, if it has them.
-    ``parallel_blocks``: whether attention and MLP of a layer read the same sum, and both are added
-    to it; ``None``: they come one after the other.
     """
 
     keys: tuple[str, ...] = ()
@@ -115,6 +117,7 @@ class ConfigRules(NamedTuple):
     alibi: Callable[[Fields], Alibi | None] | None = None
     parallel_blocks: Callable[[Fields], bool] | None = None
     dense_width: str | None = None
+    qk_norm: Callable[[Fields], bool] | None = None
 
 
 class Norms(NamedTuple):
@@ -172,7 +175,8 @@ class LayerRules(NamedTuple):
 
     ``norms``: see :class:`Norms`.
     ``qk_norm``: an RMSNorm of queries and keys before the rotation: over each head, with a weight
-    or without one (``unweighted``), or over the whole width of all heads.
+    or without one (``unweighted``), with a weight of its own for ``each_head`` (a norm like the
+    others, without a bias), or over the whole width of all heads.
     ``adjacent_pairs``: dimensions 2i and 2i + 1 of a head turn together, as stored; of other models
     i and i + d / 2 do.
     ``sinks``: every head has an attention sink.
@@ -181,6 +185,7 @@ class LayerRules(NamedTuple):
     ``route_bias``: it has a bias of the choice. ``shared_gate``: the sum of shared experts has a
     gate, one number for each token.
     ``norm``: what all norms compute.
+    ``qk_norm_names``: the names of those norms, beside the projections.
     ``norm_after_rotation``: the norms of heads come after the rotation.
     ``v_norm``: values have an RMSNorm without a weight over each head.
     ``output_gate``: see :class:`OutputGate`.
@@ -192,7 +197,7 @@ class LayerRules(NamedTuple):
     """
 
     norms: Norms = Norms()
-    qk_norm: Literal["head", "unweighted", "width"] | None = None
+    qk_norm: Literal["head", "unweighted", "each_head", "width"] | None = None
     adjacent_pairs: bool = False
     sinks: bool = False
     router: str = "gate"
@@ -200,6 +205,7 @@ class LayerRules(NamedTuple):
     route_bias: bool = False
     shared_gate: bool = False
     norm: NormKind = NormKind()
+    qk_norm_names: tuple[str, str] = ("q_norm", "k_norm")
     norm_after_rotation: bool = False
     v_norm: bool = False
     output_gate: OutputGate | None = None
@@ -216,7 +222,8 @@ class LayerRules(NamedTuple):
 class TensorRules(NamedTuple):
     """How the tensors of a Hugging Face folder are stored.
 
-    ``norms_minus_one``: the weights of norms are stored minus 1.
+    ``norms_minus_one``: the weights of norms are stored minus 1; ``final_norm_whole``: but for the
+    last one.
     ``experts_transposed``: a float tensor with all experts of a layer is ``[E, in, out]``, always
     or in some files. In those, the shape tells; a tensor that can be either is ``[E, out, in]``.
     ``gate_up_interleaved``: rows of gate and up alternate in such a tensor.
@@ -236,6 +243,12 @@ class TensorRules(NamedTuple):
     names: Mapping[str, str] = NOTHING
     qkv_by_group: bool = False
     layers_transposed: bool = False
+    final_norm_whole: bool = False
+
+    def norm_offset(self, path: str) -> float:
+        """What is added to the stored weight of the norm ``path``."""
+        whole = self.final_norm_whole and path == "model.norm"
+        return 1.0 if self.norms_minus_one and not whole else 0.0
 
 
 class EmbeddingRules(NamedTuple):
@@ -244,13 +257,15 @@ class EmbeddingRules(NamedTuple):
     ``positions``: the row of position 0 in a table of learned positions, ``model.embed_positions``,
     which are added; ``None``: there is none. "after padding": the row after the padding token's,
     and ``max_position_embeddings`` counts the rows before it too.
-    ``norm``: they have a norm, ``model.embed_norm``.
+    ``norm``: they have a norm, ``model.embed_norm``; ``unweighted_norm``: an RMSNorm without a
+    weight.
     ``types``: the row of a token's type in ``model.embed_types``, of ``type_vocab_size``, is added.
     """
 
     positions: int | Literal["after padding"] | None = None
     norm: bool = False
     types: bool = False
+    unweighted_norm: bool = False
 
 
 class GgufKeys(Protocol):
@@ -264,6 +279,8 @@ class GgufKeys(Protocol):
     def integer(self, key: str, limit: tuple[int, int], default: int | None = None) -> int: ...
 
     def number(self, key: str, default: float | None = None) -> float | None: ...
+
+    def has_tensor(self, name: str) -> bool: ...
 
     def flag(self, key: str, default: bool) -> bool: ...
 
@@ -287,6 +304,8 @@ class GgufRules(NamedTuple):
     ``slides``: sliding layers have the scaling of the others ("scaled") or none ("plain"), and the
     base ``rope.freq_base_swa`` if a file has it. ``None``: there are none, or ``read`` does it.
     ``interleaved_qk``: rows of q and k are interleaved so that rotary pairs are adjacent.
+    ``numbers``: parameters of one number in a layer, ours to the key of the metadata that has those
+    of all layers.
     ``yarn_log_multiplier``: llama.cpp reads ``rope.scaling.yarn_log_multiplier`` for this model, as
     ``mscale_all_dim`` of a config whose ``mscale`` is 1.
     """
@@ -300,6 +319,7 @@ class GgufRules(NamedTuple):
     keys: tuple[str, ...] = ()
     slides: Literal["scaled", "plain"] | None = None
     interleaved_qk: bool = False
+    numbers: Mapping[str, str] = NOTHING
     yarn_log_multiplier: bool = False
 
 

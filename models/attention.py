@@ -45,7 +45,7 @@ class Attention:
         self.ops = source.ops
         self.heads, self.kv_heads, self.head_dim = heads.count, heads.kv_count, c.head_dim
         self.scale, self.softcap = c.attention_scale, c.attention_softcap
-        self.window, self.causal = c.sliding_windows[index], c.causal
+        self.window, self.causal, self.clip = c.sliding_windows[index], c.causal, c.qkv_clip
         self.rope = c.rope_of_layer[index]
         d = c.head_dim
         self.query_scale = c.query_scale
@@ -78,7 +78,9 @@ class Attention:
             pass
         elif rules.qk_norm == "width":
             self.width_norms = WidthNorms(source, path)
-        elif rules.qk_norm is not None:
+        elif rules.qk_norm == "each_head":
+            self.norms = _norms_of_each_head(source, path, rules, head)
+        elif rules.qk_norm in ("head", "unweighted"):
             self.norms = _head_norms(source, path, rules, head)
         self.sinks: Tensor | None = None
         if rules.sinks:
@@ -111,6 +113,8 @@ class Attention:
 
     def attend(self, qkv: Tensor, step: Step, pages: KVPages) -> Tensor:
         """Attention of the projected ``[T, features of q, k, v and the gate]``."""
+        if self.clip is not None:
+            qkv = self.ops.clamp(qkv, self.clip)
         counts = [self.heads, self.kv_heads, self.kv_heads]
         width = sum(counts) * self.head_dim
         heads = qkv[:, :width].view(qkv.shape[0], -1, self.head_dim)
@@ -180,11 +184,36 @@ def _head_norms(source: Source, path: str, rules: LayerRules, order: Tensor | No
     width, eps = source.config.head_dim, source.config.norm_eps
     plain = Norm(torch.ones(width, device=source.ops.device), eps)
     q = k = plain
-    if rules.qk_norm == "head" or source.has(f"{path}.q_norm.weight"):
-        q, k = (source.norm(f"{path}.{name}_norm", width) for name in "qk")
+    names = [f"{path}.{name}" for name in rules.qk_norm_names]
+    if rules.qk_norm == "head" or source.has(f"{names[0]}.weight"):
+        q, k = (source.norm(name, width) for name in names)
     if order is not None and q.weight is not None and k.weight is not None:
         q, k = replace(q, weight=q.weight[order]), replace(k, weight=k.weight[order])
     return HeadNorms(q, k, plain if rules.v_norm else None, rules.norm_after_rotation)
+
+
+def _norms_of_each_head(
+    source: Source, path: str, rules: LayerRules, order: Tensor | None
+) -> HeadNorms:
+    """Norms with a weight for each head, in one tensor or in one for each (StableLM's folders).
+    ``order``: of the features of queries and keys."""
+    c, heads = source.config, source.heads
+    counts = (
+        (c.num_heads, heads.start, heads.count),
+        (c.num_kv_heads, heads.kv_start, heads.kv_count),
+    )
+    norms: list[Norm] = []
+    for name, (total, start, count) in zip(rules.qk_norm_names, counts, strict=True):
+        own = f"{path}.{name}"
+        if source.has(f"{own}.norms.0.weight"):
+            single = [source.vector(f"{own}.norms.{i}.weight", c.head_dim) for i in range(total)]
+            weight = torch.stack(single)
+        else:
+            weight = source.vector(f"{own}.weight", total, c.head_dim)
+        weight = weight[start : start + count]
+        weight = weight.contiguous() if order is None else weight[:, order]
+        norms.append(Norm(weight, c.norm_eps, None, rules.norm.centred))
+    return HeadNorms(norms[0], norms[1])
 
 
 def _part_of(norm: Norm, head_dim: int, start: int, count: int) -> Norm:

@@ -50,9 +50,12 @@ class ModelConfig:
     ``attention_bias``: of q, k and v; ``output_bias``: of the projection after attention.
     ``causal``: a token sees none after it. The tokens of other models (encoders) see as many after
     as before them; such a model has no head and does not continue a text.
-    ``query_scale``: of queries by their positions.
+    ``query_scale``: of queries by their positions. ``post_norm_eps``: that of the norms after
+    blocks, if it differs from ``norm_eps``.
     ``parallel_blocks``: attention and MLP of a layer read the same sum.
-    ``qk_norm``: whether the norms of queries and keys that the architecture has are there.
+    ``qk_norm``: queries and keys have the norms that the architecture has for them.
+    ``head_bias``: of the projection to logits. ``qkv_clip``: queries, keys and values are clamped
+    to this size.
     ``first_position``: the row of position 0 in the table of learned positions; ``None``: there is
     none. ``token_types``: rows of the table of token types; 0: there is none.
     ``logits_scale`` divides the logits; a softcap ``c`` turns ``x`` into ``c * tanh(x / c)``.
@@ -86,11 +89,13 @@ class ModelConfig:
     causal: bool = True
     alibi: Alibi | None = None
     query_scale: QueryScale | None = None
+    post_norm_eps: float | None = None
     parallel_blocks: bool = False
     qk_norm: bool = True
     head_bias: bool = False
     first_position: int | None = None
     token_types: int = 0
+    qkv_clip: float | None = None
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> ModelConfig:
@@ -146,13 +151,15 @@ class ModelConfig:
             ropes=ropes,
             rope_of_layer=rope_of_layer,
             sliding_windows=windows if causal else _symmetric(fields, windows),
-            attention_scale=fields.positive("attention_multiplier", default=scale),
+            attention_scale=fields.positive("attention_multiplier", default=scale)
+            * fields.positive("qk_scale_factor", default=1.0),
             attention_softcap=fields.optional_positive("attn_logit_softcapping"),
             final_softcap=fields.optional_positive("final_logit_softcapping"),
             embedding_scale=_embedding_scale(fields, rules, hidden),
             residual_scale=fields.positive("residual_multiplier", default=1.0),
             logits_scale=fields.positive("logits_scaling", default=1.0)
-            / fields.positive("logit_scale", default=1.0),
+            / fields.positive("logit_scale", default=1.0)
+            / fields.positive("output_multiplier", default=1.0),
             attention_bias=biases.qkv,
             output_bias=biases.output,
             mlp_bias=biases.mlp,
@@ -160,10 +167,12 @@ class ModelConfig:
             experts=experts,
             causal=causal,
             alibi=None if rules.alibi is None else rules.alibi(fields),
+            post_norm_eps=fields.optional_positive("post_norm_eps"),
             query_scale=None if rules.query_scale is None else rules.query_scale(fields),
             parallel_blocks=bool(rules.parallel_blocks and rules.parallel_blocks(fields)),
-            qk_norm=fields.flag("use_qk_norm", default=True),
+            qk_norm=(rules.qk_norm or _qk_norm)(fields),
             head_bias=biases.head,
+            qkv_clip=fields.optional_positive("clip_qkv"),
             first_position=first,
             token_types=fields.count("type_vocab_size", MAX_WIDTH) if embedding.types else 0,
         )
@@ -182,6 +191,10 @@ def _embedding_scale(fields: Fields, rules: ConfigRules, hidden: int) -> float:
     if rules.embedding_scale is not None and fields.flag("mup_enabled", default=True):
         scale = rules.embedding_scale(hidden)
     return fields.positive("embedding_multiplier", default=scale)
+
+
+def _qk_norm(fields: Fields) -> bool:
+    return fields.flag("use_qk_norm", default=True)
 
 
 def _biases(fields: Fields) -> Biases:

@@ -10,12 +10,14 @@ torch is imported for type checkers only: see :mod:`sdk.models.architecture`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from sdk.models.architecture import EmbeddingRules, LayerRules, architecture
 from sdk.models.attention import Attention, Step
 from sdk.models.moe import ExpertMLP
+from sdk.quant.errors import CheckpointError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -73,6 +75,7 @@ class MLP:
         self.ops = source.ops
         self.activation = c.activation
         self.gated = gated
+        self.numbers = xielu_numbers(source, path) if c.activation == "xielu" else ()
         width = width or c.intermediate_size
         start, count = source.mesh.columns(width)
         names = ("gate_proj", "up_proj") if gated else ("up_proj",)
@@ -93,7 +96,23 @@ class MLP:
     def __call__(self, x: Rows) -> Tensor:
         if self.gated:
             return self.down(self.up.gated(x, self.activation))
-        return self.down(self.ops.activation(self.up(x), self.activation))
+        return self.down(self.ops.activation(self.up(x), self.activation, numbers=self.numbers))
+
+
+def xielu_numbers(source: Source, path: str) -> tuple[float, float, float, float]:
+    """What the activation of an MLP takes: see :meth:`sdk.kernels.ops.Ops.activation`."""
+    names = ("alpha_p", "alpha_n", "beta", "eps")
+    alpha_p, alpha_n, beta, eps = (
+        float(source.vector(f"{path}.act_fn.{name}", 1)[0]) for name in names
+    )
+    if not (eps <= 0 and all(map(math.isfinite, (alpha_p, alpha_n, beta, eps)))):
+        found = f"alpha_p {alpha_p:g}, alpha_n {alpha_n:g}, beta {beta:g}, eps {eps:g}"
+        raise CheckpointError(f"{path}.act_fn: expected numbers, eps at most 0, found {found}")
+    return _softplus(alpha_p), beta + _softplus(alpha_n), beta, eps
+
+
+def _softplus(x: float) -> float:
+    return max(x, 0.0) + math.log1p(math.exp(-abs(x)))
 
 
 class Layer:
@@ -110,7 +129,10 @@ class Layer:
         names = rules.norms_of(self.parallel)
         if not index and not rules.first_norm:
             names = names._replace(before_attention=None)
-        norms = [None if name is None else source.norm(f"{path}.{name}") for name in names]
+        norms = [
+            None if name is None else source.norm(f"{path}.{name}", eps=eps)
+            for name, eps in zip(names, (None, c.post_norm_eps) * 2, strict=True)
+        ]
         self.before_attention, self.after_attention, self.before_mlp, self.after_mlp = norms
         self.attention = Attention(source, f"{path}.self_attn", index, rules)
         self.mlp: MLP | ExpertMLP

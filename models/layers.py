@@ -17,7 +17,7 @@ from sdk.kernels.norm import Norm
 from sdk.kernels.ops import Ops
 from sdk.kernels.rounding import Rounding, Rows
 from sdk.kernels.routes import Routes
-from sdk.models.architecture import NormKind, architecture
+from sdk.models.architecture import Architecture, architecture
 from sdk.models.config import ModelConfig
 from sdk.models.expert_parallel import ExpertShare
 from sdk.models.parallel import Mesh
@@ -163,11 +163,12 @@ class Embedding:
         self.start = start
         self.vocab_size = config.vocab_size
         self.scale = config.embedding_scale
+        self.norm: Norm | None = None
         self.mesh = mesh
         self.adapters: Adapters | None = None
 
     def __call__(self, ids: Tensor) -> Tensor:
-        """ids int64 ``[T]`` -> float32 ``[T, hidden]``, times the model's scale."""
+        """ids int64 ``[T]`` -> float32 ``[T, hidden]``, times the model's scale, or its norm."""
         slots = None if self.adapters is None else self.ops.adapter_slots
         group, part = self.mesh.group, None
         if group is not None:
@@ -177,7 +178,8 @@ class Embedding:
             self.ops.all_reduce(x, group)  # one rank's row plus zeros: exact
         if self.adapters is not None and slots is not None:
             self.adapters.add(ids, x, slots)  # every rank has adapters of the whole embedding
-        return self.ops.scale(x, self.scale)
+        x = self.ops.scale(x, self.scale)
+        return x if self.norm is None else self.ops.norm(x, self.norm)
 
 
 class Head:
@@ -260,8 +262,7 @@ class Source:
         self.heads = mesh.heads(config.num_heads, config.num_kv_heads)
         self.linears: list[tuple[str, Projection | ExpertProjection]] = []
         own = architecture(config.model_type)
-        self._norms_minus_one = own is not None and own.tensors.norms_minus_one
-        self._norm_kind = NormKind() if own is None else own.layer.norm
+        self._rules = own or Architecture(config.model_type)
         found = (root for root in ROOTS if checkpoint.has(f"{root[0]}embed_tokens"))
         self._body, self._outer = next(found, ROOTS[0])
 
@@ -293,29 +294,32 @@ class Source:
         """Whether the checkpoint has a tensor or a matrix."""
         return self.checkpoint.has(self._name(path))
 
-    def vector(self, path: str, size: int) -> Tensor:
-        """A plain tensor ``[size]``, float32."""
+    def vector(self, path: str, *shape: int) -> Tensor:
+        """A plain tensor, float32; one of shape ``[1]`` may have no dimension in the file."""
         found = self._shared.vectors.get(path)
         if found is None:
             tensor = self.checkpoint.tensor(self._name(path)).to(torch.float32)
-            if tensor.dim() == 2 and len(tensor) == 1:  # ERNIE's bias of routers
+            tensor = tensor if tensor.dim() else tensor.reshape(1)
+            # ERNIE has the bias of a router as one row.
+            if tensor.dim() == 2 and len(tensor) == 1 and len(shape) == 1:
                 tensor = tensor[0]
-            if tuple(tensor.shape) != (size,):
+            if tuple(tensor.shape) != shape:
                 raise CheckpointError(
-                    f"{self._name(path)}: expected shape [{size}], found {list(tensor.shape)}"
+                    f"{self._name(path)}: expected shape {list(shape)}, found {list(tensor.shape)}"
                 )
             found = tensor.to(self.ops.device)
         self.vectors[path] = found
         return found
 
-    def norm(self, path: str, size: int | None = None) -> Norm:
-        """One of the model's norms, over ``size`` (default: hidden) features."""
-        size, kind = size or self.config.hidden_size, self._norm_kind
+    def norm(self, path: str, size: int | None = None, eps: float | None = None) -> Norm:
+        """One of the model's norms, over ``size`` (default: hidden) features. ``eps``: its own."""
+        size, kind = size or self.config.hidden_size, self._rules.layer.norm
         weight = self.vector(f"{path}.weight", size) if kind.weight else None
-        if weight is not None and self._norms_minus_one:
-            weight = weight + 1.0
+        offset = self._rules.tensors.norm_offset(path)
+        if weight is not None and offset:
+            weight = weight + offset
         bias = self.vector(f"{path}.bias", size) if kind.bias else None
-        return Norm(weight, self.config.norm_eps, bias, kind.centred)
+        return Norm(weight, eps or self.config.norm_eps, bias, kind.centred)
 
     def rope(self, spec: RopeSpec) -> Rope:
         """The angles of a rotary embedding for requests of up to ``max_model_len`` tokens."""
@@ -596,7 +600,10 @@ class Source:
     def embedding(self) -> Embedding:
         """The first matrix of the model."""
         weight, (start, _) = self._by_token("model.embed_tokens"), self._tokens
-        return Embedding(weight, start, self.config, self.mesh, self.ops)
+        found = Embedding(weight, start, self.config, self.mesh, self.ops)
+        if self._rules.embedding.unweighted_norm:
+            found.norm = Norm(None, self.config.norm_eps)
+        return found
 
     def table(self, path: str, rows: int, first: int = 0) -> Weight:
         """``rows`` rows from ``first`` on of a table ``[first + rows, hidden]``; all ranks have all

@@ -32,7 +32,7 @@ _KINDS = {
 }
 _GATES = {"sigmoid": 0, "softplus": 1}
 #: In-place operators on rows, with the numbers of native/abi.hpp.
-MAPS = {"zeros": 0, "add": 1, "add_bias": 2, "scale": 3, "softcap": 4}
+MAPS = {"zeros": 0, "add": 1, "add_bias": 2, "scale": 3, "softcap": 4, "clamp": 5}
 
 
 class Normalize:
@@ -176,7 +176,7 @@ class Gate:
 
 
 class Map:
-    """One of ``Ops.zeros``, ``add``, ``add_bias``, ``scale`` and ``softcap``."""
+    """One of ``Ops.zeros``, ``add``, ``add_bias``, ``scale``, ``softcap`` and ``clamp``."""
 
     def __init__(self, runtime: NativeRuntime, kind: str) -> None:
         self._runtime = runtime

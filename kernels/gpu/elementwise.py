@@ -21,7 +21,7 @@ from sdk.kernels.gpu.launch import after_earlier, expect_on_device, run_kernel
 from sdk.kernels.mlp_activations import ALWAYS_GATED, Activation
 
 ACTIVATIONS = get_args(Activation)
-MAPS = {"zeros": 0, "add": 1, "add_bias": 2, "scale": 3, "softcap": 4}
+MAPS = {"zeros": 0, "add": 1, "add_bias": 2, "scale": 3, "softcap": 4, "clamp": 5}
 _BLOCK = 1024
 
 
@@ -138,8 +138,10 @@ def map_kernel(x, other, factor, count, width, KIND: tl.constexpr, BLOCK: tl.con
             values += tl.load(other + index % width, mask=mask, other=0.0)
         elif KIND == 3:
             values *= factor
-        else:
+        elif KIND == 4:
             values = factor * _tanh(values / factor)
+        else:
+            values = tl.where(values > factor, factor, tl.where(values < -factor, -factor, values))
     tl.store(x + index, values, mask=mask)
 
 
@@ -267,7 +269,7 @@ class Gate:
 
 
 class Map:
-    """One of ``Ops.zeros``, ``add``, ``add_bias``, ``scale`` and ``softcap``."""
+    """One of ``Ops.zeros``, ``add``, ``add_bias``, ``scale``, ``softcap`` and ``clamp``."""
 
     def __init__(self, kind: str) -> None:
         self._what = kind

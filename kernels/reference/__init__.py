@@ -11,7 +11,7 @@ from typing import Any
 
 from sdk.kernels.offload import OnDisk
 from sdk.kernels.reference.attention import Attention
-from sdk.kernels.reference.elementwise import Map, Places, SelectRows, TakeColumns
+from sdk.kernels.reference.elementwise import MAPS, Map, Places, SelectRows, TakeColumns
 from sdk.kernels.reference.exchange import AllGather, AllReduce, Receive, Send
 from sdk.kernels.reference.linear import ReferenceLinear, ReferenceLinearAsFile
 from sdk.kernels.reference.low_rank import LowRank
@@ -76,7 +76,7 @@ class ReferenceBackend:
             "gated_activation": (GatedActivation(),),
             "gate": (Gate(),),
             "activation": (Activation(),),
-            **{kind: (Map(kind),) for kind in ("zeros", "add", "add_bias", "scale", "softcap")},
+            **{kind: (Map(kind),) for kind in MAPS},
             "rope_angles": (RopeAngles(),),
             "select_rows": (SelectRows(),),
             "take_columns": (TakeColumns(),),

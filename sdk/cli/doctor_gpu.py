@@ -79,7 +79,16 @@ def usual(ops: Ops) -> Iterator[tuple[str, Sequence[Any], dict[str, Any]]]:
         yield "gated_activation", (rows(4 * _WIDTH),), {"format": kind}
     for kind in ("gelu_tanh", "relu2"):
         yield "activation", (rows(4 * _WIDTH),), {"format": kind}
-    for op in ("zeros", "add", "add_bias", "scale", "softcap", "select_rows", "take_columns"):
+    for op in (
+        "zeros",
+        "add",
+        "add_bias",
+        "scale",
+        "softcap",
+        "clamp",
+        "select_rows",
+        "take_columns",
+    ):
         yield op, (rows(_WIDTH, wide),), {}
     yield "rope_angles", (torch.ones(_HEAD_DIM // 2, device=device),), {}
     yield "find_places", (16,), {}

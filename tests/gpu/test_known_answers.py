@@ -125,6 +125,7 @@ CASES: dict[str, Callable[[], tuple[str, Sequence[Any], dict[str, Any]]]] = {
     "add_bias": lambda: ("add_bias", (rows(70),), {}),
     "scale": lambda: ("scale", (rows(70, F32),), {}),
     "softcap": lambda: ("softcap", (rows(70, F32),), {}),
+    "clamp": lambda: ("clamp", (rows(70),), {}),
     "select_rows": lambda: ("select_rows", (rows(70, F32),), {}),
     "take_columns": lambda: ("take_columns", (rows(70),), {}),
     "rope_angles": lambda: ("rope_angles", (torch.ones(32),), {}),

@@ -146,6 +146,7 @@ def test_maps_change_their_rows_in_place(kind: str) -> None:
         "add_bias": before + bias.double(),
         "scale": before * 0.3,
         "softcap": torch.tanh(before / 0.3) * 0.3,
+        "clamp": before.clamp(-0.3, 0.3),
     }[kind]
     Map(kind).run(x, {"add": other, "add_bias": bias}.get(kind), 0.3)
     close(x, wanted)

@@ -57,6 +57,7 @@ YARN_FACTS = {
     "rope.scaling.yarn_log_multiplier": (F32, 1.0),
     "attention.temperature_scale": (F32, 0.4),
 }
+ALPHA = {"rope_type": "dynamic", "factor": 1.0, "alpha": 50.0, "rope_theta": 10_000.0}
 BASES = [3000.0, 0, 3000.0, 0, 3000.0]
 SCALES = {
     "embedding_multiplier": 3.0,
@@ -143,6 +144,15 @@ FILES: dict[str, tuple[str, dict[str, Any], dict[str, tuple[int, Any]]]] = {
         {"rope_parameters": {**YARN, "mscale_all_dim": 0.5}},
         {**YARN_FACTS, "rope.scaling.yarn_log_multiplier": (F32, 0.5)},
     ),
+    # the base that alpha makes of 10,000
+    "hunyuan-dense": (
+        "hunyuan_v1_dense",
+        {"rope_parameters": ALPHA},
+        {
+            "rope.freq_base": (F32, 10_000.0 * 50.0 ** (16 / 14)),
+            "rope.scaling.type": (STRING, "none"),
+        },
+    ),
     "granite_swa": (
         "granite_swa",
         {**SCALES, "sliding_window": 9, "num_hidden_layers": 5, "layer_rope_theta": BASES},
@@ -160,7 +170,12 @@ FILES: dict[str, tuple[str, dict[str, Any], dict[str, tuple[int, Any]]]] = {
     "pangu-embedded": ("llama", {"attention_bias": True}, {}),
     "command-r": (
         "cohere",
-        {"logit_scale": 0.5, "tie_word_embeddings": True, "layer_norm_eps": 1e-4},
+        {
+            "logit_scale": 0.5,
+            "tie_word_embeddings": True,
+            "layer_norm_eps": 1e-4,
+            "use_qk_norm": True,
+        },
         {"logit_scale": (F32, 0.5)},
     ),
     "cohere2": (
@@ -174,6 +189,25 @@ FILES: dict[str, tuple[str, dict[str, Any], dict[str, tuple[int, Any]]]] = {
         },
         {"logit_scale": (F32, 0.5), "attention.sliding_window": (U32, 8)},
     ),
+    "olmo": ("olmo", {"clip_qkv": 1.5}, {"attention.clamp_kqv": (F32, 1.5)}),
+    "nemotron": (
+        "nemotron",
+        {**HALF, "norm_eps": 1e-4, "attention_bias": True, "mlp_bias": True},
+        {"rope.dimension_count": (U32, 8)},
+    ),
+    "arcee": ("arcee", {"mlp_bias": True}, {}),
+    "apertus": ("apertus", {}, {}),
+    "stablelm": (
+        "stablelm",
+        {**HALF, "layer_norm_eps": 1e-4, "use_qkv_bias": True, "qk_layernorm": True},
+        {"rope.dimension_count": (U32, 8), "use_parallel_residual": (BOOL, True)},
+    ),
+    "phi2": (
+        "phi",
+        {**HALF, "layer_norm_eps": 1e-4, "num_key_value_heads": 4},
+        {"rope.dimension_count": (U32, 8)},
+    ),
+    "starcoder2": ("starcoder2", {"norm_epsilon": 1e-4, "tie_word_embeddings": True}, {}),
     "minicpm": (
         "granite",
         SCALES,

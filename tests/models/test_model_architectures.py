@@ -173,6 +173,16 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "cwm": {"sliding_window": 9, "num_hidden_layers": 5},
     "helium": {"attention_bias": True},
     "vaultgemma": {"sliding_window": 10, "query_pre_attn_scalar": 20},
+    "hunyuan_v1_dense": {
+        "attention_bias": True,
+        "rope_parameters": {
+            "rope_type": "dynamic",
+            "factor": 1.0,
+            "alpha": 50.0,
+            "rope_theta": 3000.0,
+        },
+    },
+    "hunyuan_v1_dense-plain": {"head_dim": 24},
     "granite_swa": {
         "sliding_window": 9,
         "num_hidden_layers": 5,
@@ -181,6 +191,21 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "logits_scaling": 2.0,
     },
     "cohere": {"logit_scale": 0.5},
+    "cohere-norms": {"logit_scale": 0.5, "use_qk_norm": True},
+    "olmo": {"clip_qkv": 1.5},
+    "nemotron": {"attention_bias": True, "mlp_bias": True},
+    "arcee": {"mlp_bias": True},
+    "apertus": {},
+    "stablelm": {"use_qkv_bias": True, "partial_rotary_factor": 0.5},
+    "stablelm-parallel": {
+        "use_parallel_residual": True,
+        "partial_rotary_factor": 0.5,
+        "qk_layernorm": True,
+    },
+    "phi": {"partial_rotary_factor": 0.5},
+    "phi-tied": {"tie_word_embeddings": True},
+    "starcoder2": {"sliding_window": 9},
+    "starcoder2-unbiased": {"use_bias": False, "tie_word_embeddings": False},
     "cohere2": {"logit_scale": 0.5, "sliding_window": 8, "num_hidden_layers": 5},
 }
 LENGTH = 75

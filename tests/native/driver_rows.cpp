@@ -55,7 +55,7 @@ void rowwise(Random& random, TestRuntime& one, TestRuntime& many) {
             });
         }
     }
-    for (int kind = kMapZero; kind <= kMapSoftcap; ++kind) {
+    for (int kind = kMapZero; kind < kMapKinds; ++kind) {
         both(one, many, count * width, [&](TestRuntime& runtime, float* out) {
             if (kind != kMapZero) memcpy(out, residual.data(), sizeof(float) * (size_t)(count * width));
             float* add = kind == kMapAdd ? other.data() : kind == kMapBias ? weight.data() : nullptr;

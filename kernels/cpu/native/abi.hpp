@@ -263,7 +263,8 @@ enum MapKind {
     kMapBias = 2,     // x += other, one vector for all rows
     kMapScale = 3,    // x *= factor
     kMapSoftcap = 4,  // x = factor * tanh(x / factor)
-    kMapKinds = 5,
+    kMapClamp = 5,    // x within +-factor
+    kMapKinds = 6,
 };
 
 struct MapArgs {

@@ -181,7 +181,7 @@ constexpr AbiEntry kEntries[] = {
     CONSTANT(kSilu), CONSTANT(kGeluTanh), CONSTANT(kGelu), CONSTANT(kClampedSwiglu),
     CONSTANT(kRelu), CONSTANT(kRelu2), CONSTANT(kXielu),
     CONSTANT(kActivationKinds), CONSTANT(kMapZero), CONSTANT(kMapAdd), CONSTANT(kMapBias),
-    CONSTANT(kMapScale), CONSTANT(kMapSoftcap), CONSTANT(kMapKinds), CONSTANT(kAdd),
+    CONSTANT(kMapScale), CONSTANT(kMapSoftcap), CONSTANT(kMapClamp), CONSTANT(kMapKinds), CONSTANT(kAdd),
     CONSTANT(kRouteSoftmax), CONSTANT(kRouteSigmoid), CONSTANT(kRouteSqrtSoftplus),
     CONSTANT(kRouteSparse), CONSTANT(kRouteKinds), CONSTANT(kMaxScored),
     CONSTANT(kPenalize), CONSTANT(kForbid), CONSTANT(kForce), CONSTANT(kChangeKinds),

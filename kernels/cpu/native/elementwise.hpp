@@ -290,6 +290,12 @@ static void map(const MapArgs* args, int64_t t_begin, int64_t t_end) {
             case kMapScale:
                 for (int64_t i = 0; i < width; ++i) x[i] *= args->factor;
                 break;
+            case kMapClamp:  // a NaN stays NaN
+                for (int64_t i = 0; i < width; ++i) {
+                    if (x[i] > args->factor) x[i] = args->factor;
+                    if (x[i] < -args->factor) x[i] = -args->factor;
+                }
+                break;
             default: {
                 const VF cap = set1(args->factor);
                 int64_t i = 0;
