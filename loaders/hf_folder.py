@@ -245,8 +245,8 @@ class HfFolder:
     def _check_rows(self, name: str, found: int, rows: Tensor) -> None:
         if found != len(rows):
             raise CheckpointError(
-                f"{self.path}: {name}: expected {len(rows)} rows for the heads of the config, found "
-                f"{found}"
+                f"{self.path}: {name}: expected {len(rows)} rows for the heads of the config, "
+                f"found {found}"
             )
 
     def _opened(self) -> SafetensorsFiles:
@@ -452,7 +452,7 @@ def filled_by_transformers(given: dict[str, Any], source: str) -> dict[str, Any]
         return given
     try:
         with transformers_to_our_log():
-            filled = CONFIG_MAPPING[name].from_dict(given).to_dict()
+            filled = CONFIG_MAPPING[name].from_dict(_decoded(given)).to_dict()
             defaults = CONFIG_MAPPING[name]().to_dict()
     except Exception as error:  # what a config class raises depends on the model and the version
         raise CheckpointError(f"{source}: not a valid {name} config: {error}") from error
@@ -460,6 +460,17 @@ def filled_by_transformers(given: dict[str, Any], source: str) -> dict[str, Any]
     check_config(config, source)
     check_class(config, defaults, source)
     return config
+
+
+def _decoded(value: Any) -> Any:
+    """A value of a config.json with the floats that JSON does not have, which transformers 5 writes
+    as ``{"__float__": "Infinity"}``."""
+    if isinstance(value, dict):
+        kind = value.get("__float__")
+        if len(value) == 1 and kind in ("Infinity", "-Infinity", "NaN"):
+            return float(kind)
+        return {key: _decoded(own) for key, own in value.items()}
+    return [_decoded(own) for own in value] if isinstance(value, list) else value
 
 
 def _check_partial_rotation(config: Mapping[str, Any], source: str) -> None:

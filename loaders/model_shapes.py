@@ -54,7 +54,10 @@ def check_config(config: Mapping[str, Any], source: str) -> None:
     Raises:
         CheckpointError: names ``source``, the key, the allowed range and the value found.
     """
+    known = architecture(config.get("model_type"))
     for key, (low, high) in LIMITS.items():
+        if known is not None and key in known.config.ignored:
+            continue  # 0 experts in files of dense Granite 4
         value = config.get(key)
         # Some models differ from layer to layer and give a list.
         for item in value[:MAX_LAYERS] if isinstance(value, list) else [value]:
@@ -174,8 +177,8 @@ def _llama_shape(sizes: _Sizes, stem: str, layer: LayerRules) -> tuple[int, ...]
         "v_proj": (keys, hidden),
         "qkv_proj": (queries + 2 * keys, hidden),
         "o_proj": (hidden, queries),
-        layer.qk_norm_names[0]: (queries if wide else sizes.head_dim,),
-        layer.qk_norm_names[1]: (keys if wide else sizes.head_dim,),
+        "q_norm": (queries if wide else sizes.head_dim,),
+        "k_norm": (keys if wide else sizes.head_dim,),
         "sinks": (sizes.heads,),
         "gate_proj": (inner, hidden),
         "up_proj": (inner, hidden),
@@ -184,6 +187,6 @@ def _llama_shape(sizes: _Sizes, stem: str, layer: LayerRules) -> tuple[int, ...]
     }
     if sizes.experts is not None:
         shapes["gate"] = shapes["router"] = (sizes.experts, hidden)
-    if stem == "norm" or (stem.endswith("layernorm") and stem not in layer.qk_norm_names):
+    if stem == "norm" or stem.endswith("layernorm"):
         return (hidden,)
     return shapes.get(stem)

@@ -171,7 +171,6 @@ class LayerRules(NamedTuple):
     ``sinks``: every head has an attention sink.
     ``router``: the name of the router of experts, beside them.
     ``norm``: what all norms compute.
-    ``qk_norm_names``: the names of those norms, beside the projections.
     ``norm_after_rotation``: the norms of heads come after the rotation.
     ``v_norm``: values have an RMSNorm without a weight over each head.
     ``output_gate``: see :class:`OutputGate`.
@@ -185,7 +184,6 @@ class LayerRules(NamedTuple):
     sinks: bool = False
     router: str = "gate"
     norm: NormKind = NormKind()
-    qk_norm_names: tuple[str, str] = ("q_norm", "k_norm")
     norm_after_rotation: bool = False
     v_norm: bool = False
     output_gate: OutputGate | None = None
