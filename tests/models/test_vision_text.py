@@ -132,4 +132,4 @@ def test_text_has_the_logits_of_the_whole_model(oracle: Any, tmp_path: Path) -> 
     with sdk.LLM(tmp_path, skip_tokenizer_init=True, max_model_len=64) as llm:
         [output] = llm.generate([ids], SamplingParams(temperature=0.0, max_tokens=1))
         assert output.outputs[0].token_ids == [int(expected[-1].argmax())]
-        assert any("visual" in warning for warning in llm.load_warnings)
+        assert any("vis" in warning for warning in llm.load_warnings)
