@@ -274,6 +274,7 @@ class GgufRules(NamedTuple):
     ``slides``: sliding layers have the scaling of the others ("scaled") or none ("plain"), and the
     base ``rope.freq_base_swa`` if a file has it. ``None``: there are none, or ``read`` does it.
     ``interleaved_qk``: rows of q and k are interleaved so that rotary pairs are adjacent.
+    ``ignored``: metadata without an effect on this model, though other models have it.
     ``yarn_log_multiplier``: llama.cpp reads ``rope.scaling.yarn_log_multiplier`` for this model, as
     ``mscale_all_dim`` of a config whose ``mscale`` is 1.
     """
@@ -288,6 +289,7 @@ class GgufRules(NamedTuple):
     slides: Literal["scaled", "plain"] | None = None
     interleaved_qk: bool = False
     yarn_log_multiplier: bool = False
+    ignored: tuple[str, ...] = ()
 
 
 class Architecture(NamedTuple):

@@ -86,7 +86,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {
         "num_local_experts": 0,
         "layer_types": ["full_attention"] * 3,
-        "shared_intermediate_size": 96,
+        "shared_intermediate_size": 128,
         "position_embedding_type": "rope",
         "embedding_multiplier": 3.0,
         "attention_multiplier": 0.3,
