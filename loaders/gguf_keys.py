@@ -127,7 +127,7 @@ def check_keys(
     """
     read = (
         READ
-        | {*rules.keys, *rules.numbers.values()}
+        | {*rules.keys, *rules.ignored, *rules.numbers.values()}
         | (READ_FOR_EXPERTS if experts else frozenset())
     )
     prefix = f"{rules.name}."

@@ -55,7 +55,10 @@ def check_config(config: Mapping[str, Any], source: str) -> None:
     Raises:
         CheckpointError: names ``source``, the key, the allowed range and the value found.
     """
+    known = architecture(config.get("model_type"))
     for key, (low, high) in LIMITS.items():
+        if known is not None and key in known.config.ignored:
+            continue  # 0 experts in files of dense Granite 4
         value = config.get(key)
         # Some models differ from layer to layer and give a list.
         for item in value[:MAX_LAYERS] if isinstance(value, list) else [value]:
@@ -179,6 +182,7 @@ def _qk_norms(sizes: _Sizes, layer: LayerRules) -> tuple[tuple[int, ...], tuple[
 def _llama_shape(sizes: _Sizes, stem: str, layer: LayerRules) -> tuple[int, ...] | None:
     """The shape that most architectures have, by the last part of a tensor's name."""
     hidden, inner, queries, keys = sizes.hidden, sizes.intermediate, sizes.queries, sizes.keys
+    q_norm, k_norm = _qk_norms(sizes, layer)
     shapes: dict[str, tuple[int, ...]] = {
         "embed_tokens": (sizes.vocab, hidden),
         "lm_head": (sizes.vocab, hidden),
@@ -187,7 +191,8 @@ def _llama_shape(sizes: _Sizes, stem: str, layer: LayerRules) -> tuple[int, ...]
         "v_proj": (keys, hidden),
         "qkv_proj": (queries + 2 * keys, hidden),
         "o_proj": (hidden, queries),
-        **dict(zip(layer.qk_norm_names, _qk_norms(sizes, layer), strict=True)),
+        "q_norm": q_norm,
+        "k_norm": k_norm,
         "sinks": (sizes.heads,),
         "alpha_p": (1,),
         "alpha_n": (1,),
@@ -201,6 +206,6 @@ def _llama_shape(sizes: _Sizes, stem: str, layer: LayerRules) -> tuple[int, ...]
     if sizes.experts is not None:
         shapes["gate"] = shapes["router"] = (sizes.experts, hidden)
         shapes["shared_expert_gate"] = (1, hidden)
-    if stem == "norm" or (stem.endswith("layernorm") and stem not in layer.qk_norm_names):
+    if stem == "norm" or stem.endswith("layernorm"):
         return (hidden,)
     return shapes.get(stem)

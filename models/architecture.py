@@ -185,7 +185,6 @@ class LayerRules(NamedTuple):
     ``route_bias``: it has a bias of the choice. ``shared_gate``: the sum of shared experts has a
     gate, one number for each token.
     ``norm``: what all norms compute.
-    ``qk_norm_names``: the names of those norms, beside the projections.
     ``norm_after_rotation``: the norms of heads come after the rotation.
     ``v_norm``: values have an RMSNorm without a weight over each head.
     ``output_gate``: see :class:`OutputGate`.
@@ -205,7 +204,6 @@ class LayerRules(NamedTuple):
     route_bias: bool = False
     shared_gate: bool = False
     norm: NormKind = NormKind()
-    qk_norm_names: tuple[str, str] = ("q_norm", "k_norm")
     norm_after_rotation: bool = False
     v_norm: bool = False
     output_gate: OutputGate | None = None
@@ -306,6 +304,7 @@ class GgufRules(NamedTuple):
     ``interleaved_qk``: rows of q and k are interleaved so that rotary pairs are adjacent.
     ``numbers``: parameters of one number in a layer, ours to the key of the metadata that has those
     of all layers.
+    ``ignored``: metadata without an effect on this model, though other models have it.
     ``yarn_log_multiplier``: llama.cpp reads ``rope.scaling.yarn_log_multiplier`` for this model, as
     ``mscale_all_dim`` of a config whose ``mscale`` is 1.
     """
@@ -321,6 +320,7 @@ class GgufRules(NamedTuple):
     interleaved_qk: bool = False
     numbers: Mapping[str, str] = NOTHING
     yarn_log_multiplier: bool = False
+    ignored: tuple[str, ...] = ()
 
 
 class Architecture(NamedTuple):

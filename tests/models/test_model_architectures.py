@@ -183,6 +183,21 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         },
     },
     "hunyuan_v1_dense-plain": {"head_dim": 24},
+    "granitemoehybrid": {
+        "num_local_experts": 0,
+        "layer_types": ["full_attention"] * 3,
+        "shared_intermediate_size": 128,
+        "position_embedding_type": "rope",
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.3,
+        "residual_multiplier": 0.4,
+        "logits_scaling": 2.0,
+    },
+    "granitemoehybrid-unrotated": {
+        "num_local_experts": 0,
+        "layer_types": ["full_attention"] * 3,
+        "attention_multiplier": 0.3,
+    },
     "granite_swa": {
         "sliding_window": 9,
         "num_hidden_layers": 5,

@@ -10,7 +10,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum { kAbiVersion = 28 };
+enum { kAbiVersion = 30 };
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
