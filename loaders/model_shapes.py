@@ -160,6 +160,9 @@ def expected_shape(
         experts=num_experts(config),
     )
     stem = name.removesuffix(".bias").rpartition(".")[2]
+    gate = known.layer.output_gate
+    if gate is not None and name.endswith(f"self_attn.{gate.projection}"):
+        return (heads if gate.per_head else heads * width, hidden)
     shape = _llama_shape(sizes, stem, known.layer)
     return shape[:1] if shape is not None and name.endswith(".bias") else shape
 

@@ -59,3 +59,8 @@ def test_operators_use_blocks_from_the_size_where_it_pays() -> None:
     assert len(ops.context._results._free) == 1
     assert ops.empty(0, 8).shape == (0, 8)
     ops.close()
+
+
+def test_a_tensor_without_values_has_memory_too() -> None:
+    """Angles of layers that do not rotate: nothing can be mapped with no bytes."""
+    assert ActivationPool(same_size=True).take(0).shape == (0,)
