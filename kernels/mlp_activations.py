@@ -1,4 +1,4 @@
-"""The names of the activations of an MLP, for operators and backends."""
+"""The names of activations of an MLP and of gates, for operators and backends."""
 
 from __future__ import annotations
 
@@ -11,3 +11,6 @@ Activation = Literal["silu", "gelu_tanh", "gelu", "clamped_swiglu", "relu", "rel
 ALWAYS_GATED = ("clamped_swiglu",)
 #: How many numbers an activation takes, which a layer has as tensors; the others take none.
 NUMBERS = {"xielu": 4}
+#: What a gate is a function of: see :meth:`sdk.kernels.ops.Ops.gate`.
+GateKind = Literal["sigmoid", "softplus"]
+GATES: tuple[GateKind, ...] = ("sigmoid", "softplus")

@@ -112,8 +112,8 @@ class GgufCheckpoint:
             shape = shape[1:]
         layout = decode_matrix(stored.type, data, stored.shape[-1], self._where(stored))
         values = weight_of(layout).dequantize().reshape(shape)
-        if self.architecture.tensors.norms_minus_one and name.endswith("norm.weight"):
-            values = values - 1.0
+        if name.endswith("norm.weight"):
+            values = values - self.architecture.tensors.norm_offset(name.removesuffix(".weight"))
         self._report(stored)
         return values
 

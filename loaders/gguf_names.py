@@ -11,6 +11,8 @@ from sdk.models.architecture import GgufRules
 
 _TOP = {
     "model.embed_tokens": "token_embd",
+    "model.embed_norm": "token_embd_norm",
+    "model.embed_positions": "position_embd",
     "model.norm": "output_norm",
     "lm_head": "output",
     "score": "cls.output",

@@ -55,7 +55,10 @@ def check_config(config: Mapping[str, Any], source: str) -> None:
     Raises:
         CheckpointError: names ``source``, the key, the allowed range and the value found.
     """
+    known = architecture(config.get("model_type"))
     for key, (low, high) in LIMITS.items():
+        if known is not None and key in known.config.ignored:
+            continue  # 0 experts in files of dense Granite 4
         value = config.get(key)
         # Some models differ from layer to layer and give a list.
         for item in value[:MAX_LAYERS] if isinstance(value, list) else [value]:
@@ -159,11 +162,12 @@ def expected_shape(
         keys=kv_heads * width,
         experts=num_experts(config),
     )
-    stem = name.removesuffix(".bias").rpartition(".")[2]
+    path, _, stem = name.removesuffix(".bias").rpartition(".")
     gate = known.layer.output_gate
-    if gate is not None and name.endswith(f"self_attn.{gate.projection}"):
-        return (heads if gate.per_head else heads * width, hidden)
-    shape = _llama_shape(sizes, stem, known.layer)
+    if gate is not None and path.endswith("self_attn") and stem == gate.projection:
+        shape: tuple[int, ...] | None = (heads if gate.per_head else sizes.queries, hidden)
+    else:
+        shape = _llama_shape(sizes, stem, known.layer)
     return shape[:1] if shape is not None and name.endswith(".bias") else shape
 
 

@@ -24,8 +24,7 @@ from sdk.models.sliding import SlidingRule, no_layer
 
 if TYPE_CHECKING:
     from sdk.kernels.head_norms import QueryScale
-    from sdk.kernels.mlp_activations import Activation
-    from sdk.kernels.ops import GateKind
+    from sdk.kernels.mlp_activations import Activation, GateKind
     from sdk.models.config_fields import Fields
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -56,6 +55,18 @@ def always(fields: Fields) -> bool:
     return True
 
 
+class Alibi(NamedTuple):
+    """Attention with linear biases (Press et al. 2021, arXiv 2108.12409) in place of positions:
+    the slope of a head times the distance of a key, which is at most 0, is added to its score.
+
+    ``most``: the exponent of the steepest head's slope is ``most / heads``. ``scaled``: scores and
+    biases are multiplied by the scale of attention, not scores alone (Falcon).
+    """
+
+    most: float = 8.0
+    scaled: bool = False
+
+
 class ConfigRules(NamedTuple):
     """How a ``config.json`` is read.
 
@@ -78,6 +89,9 @@ class ConfigRules(NamedTuple):
     ``norm_eps``: the key of the eps of norms, or the eps itself where the code fixes it.
     ``parallel_blocks``: whether attention and MLP of a layer read the same sum, and both are added
     to it; ``None``: they come one after the other.
+    ``names``: keys that a config of this model spells differently, ours to the file's.
+    ``derived(config)``: sets what follows from other keys, under our names; it may be called twice.
+    ``alibi``: the linear biases of attention, if it has them.
     """
 
     keys: tuple[str, ...] = ()
@@ -95,6 +109,9 @@ class ConfigRules(NamedTuple):
     query_scale: Callable[[Fields], QueryScale | None] | None = None
     norm_eps: str | float = RMS_NORM_EPS
     parallel_blocks: Callable[[Fields], bool] | None = None
+    names: Mapping[str, str] = NOTHING
+    derived: Callable[[dict[str, Any]], None] | None = None
+    alibi: Callable[[Fields], Alibi | None] | None = None
     dense_width: str | None = None
 
 
@@ -192,18 +209,46 @@ class LayerRules(NamedTuple):
 class TensorRules(NamedTuple):
     """How the tensors of a Hugging Face folder are stored.
 
-    ``norms_minus_one``: the weights of norms are stored minus 1.
+    ``norms_minus_one``: the weights of norms are stored minus 1; ``final_norm_whole``: but for the
+    last one.
     ``experts_transposed``: a float tensor with all experts of a layer is ``[E, in, out]``, always
     or in some files. In those, the shape tells; a tensor that can be either is ``[E, out, in]``.
     ``gate_up_interleaved``: rows of gate and up alternate in such a tensor.
     ``block_sparse_moe``: transformers finds packed experts only under the names
     ``block_sparse_moe.experts.0.w1``.
+    ``names``: names that differ from a Llama's, ours to the file's; those of a layer without
+    ``model.layers.0.``, which ``model.layers`` renames. See :mod:`sdk.loaders.tensor_names`.
+    ``qkv_by_group``: the rows of ``qkv_proj`` are those of one key/value head after the other: its
+    query heads, its key, its value.
+    ``layers_transposed``: float matrices of layers are ``[in, out]``; packed ones are not.
     """
 
     norms_minus_one: bool = False
     experts_transposed: Literal["always", "sometimes"] | None = None
     gate_up_interleaved: bool = False
     block_sparse_moe: bool = False
+    names: Mapping[str, str] = NOTHING
+    qkv_by_group: bool = False
+    layers_transposed: bool = False
+    final_norm_whole: bool = False
+
+    def norm_offset(self, path: str) -> float:
+        """What is added to the stored weight of the norm ``path``."""
+        whole = self.final_norm_whole and path == "model.norm"
+        return 1.0 if self.norms_minus_one and not whole else 0.0
+
+
+class EmbeddingRules(NamedTuple):
+    """What happens to embeddings before the first layer.
+
+    ``positions``: the row of position 0 in a table of learned positions, ``model.embed_positions``,
+    which are added; ``None``: there is none. ``norm``: they have a norm, ``model.embed_norm``.
+    ``unweighted_norm``: they have an RMSNorm without a weight.
+    """
+
+    positions: int | None = None
+    norm: bool = False
+    unweighted_norm: bool = False
 
 
 class GgufKeys(Protocol):
@@ -240,6 +285,7 @@ class GgufRules(NamedTuple):
     ``slides``: sliding layers have the scaling of the others ("scaled") or none ("plain"), and the
     base ``rope.freq_base_swa`` if a file has it. ``None``: there are none, or ``read`` does it.
     ``interleaved_qk``: rows of q and k are interleaved so that rotary pairs are adjacent.
+    ``ignored``: metadata without an effect on this model, though other models have it.
     ``yarn_log_multiplier``: llama.cpp reads ``rope.scaling.yarn_log_multiplier`` for this model, as
     ``mscale_all_dim`` of a config whose ``mscale`` is 1.
     """
@@ -254,6 +300,7 @@ class GgufRules(NamedTuple):
     slides: Literal["scaled", "plain"] | None = None
     interleaved_qk: bool = False
     yarn_log_multiplier: bool = False
+    ignored: tuple[str, ...] = ()
 
 
 class Architecture(NamedTuple):
@@ -272,6 +319,7 @@ class Architecture(NamedTuple):
     gguf: GgufRules | None = None
     more_gguf: tuple[GgufRules, ...] = ()
     wide_range: bool = False
+    embedding: EmbeddingRules = EmbeddingRules()
 
 
 @cache

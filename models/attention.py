@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from sdk.kernels.head_norms import HeadNorms
 from sdk.kernels.lazy_torch import torch
 from sdk.kernels.norm import Norm
+from sdk.models.alibi import alibi_slopes
 from sdk.models.architecture import LayerRules
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class Step(NamedTuple):
 class Attention:
     """Grouped-query attention of one layer.
 
-    ``sinks`` float32 ``[heads]``: see :meth:`sdk.kernels.ops.Ops.attention`.
+    ``sinks``, ``slopes`` float32 ``[heads]``: see :meth:`sdk.kernels.ops.Ops.attention`.
     """
 
     def __init__(
@@ -83,6 +84,11 @@ class Attention:
         if rules.sinks:
             sinks = source.vector(f"{path}.sinks", c.num_heads)
             self.sinks = sinks[heads.start : heads.start + heads.count].contiguous()
+        self.slopes: Tensor | None = None
+        if c.alibi is not None:
+            slopes = alibi_slopes(c.alibi, c.num_heads, c.attention_scale)
+            own = slopes[heads.start : heads.start + heads.count]
+            self.slopes = torch.from_numpy(own).to(self.ops.device)
 
     def projection(
         self,
@@ -123,6 +129,7 @@ class Attention:
             window=self.window,
             softcap=self.softcap,
             sinks=self.sinks,
+            slopes=self.slopes,
         )
         if self.gate is not None:
             y = self.ops.gate(y, qkv[:, width:], self.gate.kind)

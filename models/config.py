@@ -15,7 +15,7 @@ from typing import Any
 from sdk.kernels.dataclass import dataclass
 from sdk.kernels.head_norms import QueryScale
 from sdk.kernels.mlp_activations import Activation
-from sdk.models.architecture import Architecture, Biases, ConfigRules, architecture
+from sdk.models.architecture import Alibi, Architecture, Biases, ConfigRules, architecture
 from sdk.models.config_fields import (
     MAX_LAYERS,
     MAX_POSITION,
@@ -25,7 +25,7 @@ from sdk.models.config_fields import (
     activation_named,
     without_null,
 )
-from sdk.models.config_keys import check_fixed, check_fixed_by_model, only_read
+from sdk.models.config_keys import check_fixed, check_fixed_by_model, only_read, with_our_keys
 from sdk.models.expert_config import ExpertSpec, experts_of
 from sdk.models.rope import RopeSpec
 from sdk.models.rope_config import ropes_of_layers
@@ -41,7 +41,8 @@ class ModelConfig:
     all. ``ropes``: the rotary embeddings, that of layers without a window first, of which a layer
     has the one with the number in ``rope_of_layer``.
     ``attention_bias``: of q, k and v; ``output_bias``: of the projection after attention.
-    ``query_scale``: of queries by their positions.
+    ``query_scale``: of queries by their positions. ``post_norm_eps``: that of the norms after
+    blocks, if it differs from ``norm_eps``.
     ``parallel_blocks``: attention and MLP of a layer read the same sum.
     ``qk_norm``: whether the norms of queries and keys that the architecture has are there.
     ``logits_scale`` divides the logits; a softcap ``c`` turns ``x`` into ``c * tanh(x / c)``.
@@ -73,7 +74,9 @@ class ModelConfig:
     tie_word_embeddings: bool
     experts: ExpertSpec | None = None
     query_scale: QueryScale | None = None
+    post_norm_eps: float | None = None
     parallel_blocks: bool = False
+    alibi: Alibi | None = None
     qk_norm: bool = True
     head_bias: bool = False
 
@@ -92,6 +95,7 @@ class ModelConfig:
         model_type = Fields(config).text("model_type")
         known = architecture(model_type)
         rules = ConfigRules() if known is None else known.config
+        config = with_our_keys(config)
         check_fixed(config, "config")
         if known is not None:
             check_fixed_by_model(config, known)
@@ -127,20 +131,24 @@ class ModelConfig:
             ropes=ropes,
             rope_of_layer=rope_of_layer,
             sliding_windows=windows,
-            attention_scale=fields.positive("attention_multiplier", default=scale),
+            attention_scale=fields.positive("attention_multiplier", default=scale)
+            * fields.positive("qk_scale_factor", default=1.0),
             attention_softcap=fields.optional_positive("attn_logit_softcapping"),
             final_softcap=fields.optional_positive("final_logit_softcapping"),
             embedding_scale=_embedding_scale(fields, rules, hidden),
             residual_scale=fields.positive("residual_multiplier", default=1.0),
             logits_scale=fields.positive("logits_scaling", default=1.0)
-            / fields.positive("logit_scale", default=1.0),
+            / fields.positive("logit_scale", default=1.0)
+            / fields.positive("output_multiplier", default=1.0),
             attention_bias=biases.qkv,
             output_bias=biases.output,
             mlp_bias=biases.mlp,
             tie_word_embeddings=fields.flag("tie_word_embeddings", default=False),
             experts=experts,
+            post_norm_eps=fields.optional_positive("post_norm_eps"),
             query_scale=None if rules.query_scale is None else rules.query_scale(fields),
             parallel_blocks=bool(rules.parallel_blocks and rules.parallel_blocks(fields)),
+            alibi=None if rules.alibi is None else rules.alibi(fields),
             qk_norm=fields.flag("use_qk_norm", default=True),
             head_bias=biases.head,
         )

@@ -107,7 +107,10 @@ class Layer:
         self.multiplier = c.residual_scale
         self.parallel = c.parallel_blocks
         names = rules.norms_of(self.parallel)
-        norms = [None if name is None else source.norm(f"{path}.{name}") for name in names]
+        norms = [
+            None if name is None else source.norm(f"{path}.{name}", eps=eps)
+            for name, eps in zip(names, (None, c.post_norm_eps) * 2, strict=True)
+        ]
         self.before_attention, self.after_attention, self.before_mlp, self.after_mlp = norms
         self.attention = Attention(source, f"{path}.self_attn", index, rules)
         self.mlp: MLP | ExpertMLP
@@ -184,6 +187,10 @@ class Decoder:
         self.ops = source.ops
         self._mesh = mesh = source.mesh
         self.embedding: Embedding | None = source.embedding() if mesh.is_first else None
+        own = architecture(c.model_type)
+        first = None if own is None else own.embedding.positions
+        #: The table of learned positions, if the model has one.
+        self.positions = source.positions(first) if mesh.is_first and first is not None else None
         self.head: Head | None = source.head(self.embedding) if mesh.is_last else None
         #: The numbers of the layers of this stage.
         self.numbers = source.layers
@@ -218,7 +225,7 @@ class Decoder:
         out: Tensor | None = None,
     ) -> Tensor:
         """See :class:`CausalLM`. ``out``: where the last stage writes hidden states."""
-        delta = self._enter(inputs)
+        delta = self._enter(inputs, batch)
         residual: Tensor | None = None
         step = Step(batch, [rope.cos_sin(batch.positions, self.ops) for rope in self.ropes])
         self.streams = []
@@ -236,11 +243,14 @@ class Decoder:
         hidden, _ = self.ops.add_norm(delta, residual, self.norm, wide=True, out=out)
         return hidden
 
-    def _enter(self, inputs: Tensor) -> Tensor:
+    def _enter(self, inputs: Tensor, batch: AttentionBatch) -> Tensor:
         """The input of the first layer here: embeddings, or the stream of the stage before."""
         if self._mesh.upstream is not None:
             return self.ops.receive(len(inputs), self.config.hidden_size, self._mesh.upstream)
-        return inputs if inputs.is_floating_point() else self.embed(inputs)
+        x = inputs if inputs.is_floating_point() else self.embed(inputs)
+        if self.positions is not None:
+            x = self.ops.add(self.positions.rows(batch.positions), x)
+        return x
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """See :class:`CausalLM`."""

@@ -9,7 +9,7 @@ model loads.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.mlp_activations import Activation
@@ -17,10 +17,11 @@ from sdk.kernels.norm import Norm
 from sdk.kernels.ops import Ops
 from sdk.kernels.rounding import Rounding, Rows
 from sdk.kernels.routes import Routes
-from sdk.models.architecture import NormKind, architecture
+from sdk.models.architecture import Architecture, architecture
 from sdk.models.config import ModelConfig
 from sdk.models.expert_parallel import ExpertShare
 from sdk.models.parallel import Mesh
+from sdk.models.parts import Adapters, Part, joined_parts, whole
 from sdk.models.rope import Rope, RopeSpec
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.errors import AlignmentError, CheckpointError
@@ -37,39 +38,6 @@ ROOTS = (
 #: 8 bits moves SmolLM2's logits by 0.034 of their norm, 0.020 of it through q, k and v (an eighth
 #: of the work of a layer), 0.018 through the head, which runs for sampled tokens only.
 ACCURATE = 16
-
-
-class Adapters(Protocol):
-    """Low-rank adapters (Hu et al. 2021, arXiv 2106.09685) of one projection or embedding."""
-
-    def add(self, x: Tensor, y: Tensor, slots: Tensor) -> None:
-        """Add the output of adapter ``slots[t]`` for ``x[t]`` to ``y[t]`` (``y [T, out]``).
-
-        ``slots``: int32, -1 for no adapter. x of an embedding: token ids.
-        """
-
-
-class Part(NamedTuple):
-    """What a projection has of one matrix ``[out, in]`` of a checkpoint, under the path of that.
-
-    ``rows``: this rank's ranges ``(start, count)`` of the matrix's output features. Together they
-    are the projection's output features from ``first`` on. ``columns``: its range of the input
-    features. A matrix that a model joins with others may be named alone (``q_proj``) or as a part
-    of the joined one (``qkv_proj``), so parts may overlap. ``order``, int64: feature i of the part
-    is that of row ``order[i]`` of these ranges; ``None``: of row i.
-    """
-
-    path: str
-    shape: tuple[int, int]
-    first: int
-    rows: tuple[tuple[int, int], ...]
-    columns: tuple[int, int]
-    order: Tensor | None = None
-
-
-def whole(path: str, shape: tuple[int, int]) -> Part:
-    """All of a matrix."""
-    return Part(path, shape, 0, ((0, shape[0]),), (0, shape[1]))
 
 
 class Projection:
@@ -195,11 +163,12 @@ class Embedding:
         self.start = start
         self.vocab_size = config.vocab_size
         self.scale = config.embedding_scale
+        self.norm: Norm | None = None
         self.mesh = mesh
         self.adapters: Adapters | None = None
 
     def __call__(self, ids: Tensor) -> Tensor:
-        """ids int64 ``[T]`` -> float32 ``[T, hidden]``, times the model's scale."""
+        """ids int64 ``[T]`` -> float32 ``[T, hidden]``, times the model's scale, or its norm."""
         slots = None if self.adapters is None else self.ops.adapter_slots
         group, part = self.mesh.group, None
         if group is not None:
@@ -209,7 +178,8 @@ class Embedding:
             self.ops.all_reduce(x, group)  # one rank's row plus zeros: exact
         if self.adapters is not None and slots is not None:
             self.adapters.add(ids, x, slots)  # every rank has adapters of the whole embedding
-        return self.ops.scale(x, self.scale)
+        x = self.ops.scale(x, self.scale)
+        return x if self.norm is None else self.ops.norm(x, self.norm)
 
 
 class Head:
@@ -292,8 +262,7 @@ class Source:
         self.heads = mesh.heads(config.num_heads, config.num_kv_heads)
         self.linears: list[tuple[str, Projection | ExpertProjection]] = []
         own = architecture(config.model_type)
-        self._norms_minus_one = own is not None and own.tensors.norms_minus_one
-        self._norm_kind = NormKind() if own is None else own.layer.norm
+        self._rules = own or Architecture(config.model_type)
         found = (root for root in ROOTS if checkpoint.has(f"{root[0]}embed_tokens"))
         self._body, self._outer = next(found, ROOTS[0])
 
@@ -340,14 +309,15 @@ class Source:
         self.vectors[path] = found
         return found
 
-    def norm(self, path: str, size: int | None = None) -> Norm:
-        """One of the model's norms, over ``size`` (default: hidden) features."""
-        size, kind = size or self.config.hidden_size, self._norm_kind
+    def norm(self, path: str, size: int | None = None, eps: float | None = None) -> Norm:
+        """One of the model's norms, over ``size`` (default: hidden) features. ``eps``: its own."""
+        size, kind = size or self.config.hidden_size, self._rules.layer.norm
         weight = self.vector(f"{path}.weight", size) if kind.weight else None
-        if weight is not None and self._norms_minus_one:
-            weight = weight + 1.0
+        offset = self._rules.tensors.norm_offset(path)
+        if weight is not None and offset:
+            weight = weight + offset
         bias = self.vector(f"{path}.bias", size) if kind.bias else None
-        return Norm(weight, self.config.norm_eps, bias, kind.centred)
+        return Norm(weight, eps or self.config.norm_eps, bias, kind.centred)
 
     def rope(self, spec: RopeSpec) -> Rope:
         """The angles of a rotary embedding for requests of up to ``max_model_len`` tokens."""
@@ -416,7 +386,7 @@ class Source:
         return self._bound(
             whole,
             pull,
-            _joined_parts(path, whole, parts, hidden, order),
+            joined_parts(path, whole, parts, hidden, order),
             narrow=True,
             activation_bits=ACCURATE if accurate else 8,
         )
@@ -628,7 +598,21 @@ class Source:
     def embedding(self) -> Embedding:
         """The first matrix of the model."""
         weight, (start, _) = self._by_token("model.embed_tokens"), self._tokens
-        return Embedding(weight, start, self.config, self.mesh, self.ops)
+        found = Embedding(weight, start, self.config, self.mesh, self.ops)
+        if self._rules.embedding.unweighted_norm:
+            found.norm = Norm(None, self.config.norm_eps)
+        return found
+
+    def positions(self, first: int) -> Weight:
+        """The table of learned positions ``[max_position, hidden]``, whose row of position 0 is the
+        file's row ``first``; every rank has all of it."""
+        path, count = "model.embed_positions", self.config.max_position
+
+        def pull() -> Matrix:
+            weight = self._pull(path, (first + count, self.config.hidden_size))
+            return Matrix(self._cut(path, weight, "out", first, count), None)
+
+        return self._matrix(path, pull, ACCURATE).weight
 
     @property
     def _tokens(self) -> tuple[int, int]:
@@ -643,26 +627,3 @@ class Source:
             return Matrix(self._cut(path, weight, "out", *self._tokens), None)
 
         return self._matrix(path, pull, ACCURATE).weight
-
-
-def _joined_parts(
-    path: str,
-    fused: str,
-    parts: Sequence[tuple[str, int, int, int]],
-    inputs: int,
-    order: Tensor | None = None,
-) -> list[Part]:
-    """The parts of :meth:`Source.columns`: each under its own name, and all as one, ``fused``."""
-    found: list[Part] = []
-    joined: list[tuple[int, int]] = []
-    first = offset = 0
-    for name, size, start, count in parts:
-        own = None if order is None else order[first : first + count] - first
-        found.append(
-            Part(f"{path}.{name}", (size, inputs), first, ((start, count),), (0, inputs), own)
-        )
-        joined.append((offset + start, count))
-        first += count
-        offset += size
-    all_parts = Part(fused, (offset, inputs), 0, tuple(joined), (0, inputs), order)
-    return found if found[0].path == fused else [*found, all_parts]

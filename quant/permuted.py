@@ -19,7 +19,7 @@ from sdk.kernels.ops import Ops
 from sdk.kernels.rounding import Rows
 from sdk.quant.errors import AlignmentError
 from sdk.quant.spec import QuantSpec
-from sdk.quant.weight import Side, Weight, concat
+from sdk.quant.weight import PackedWeight, Side, Weight, concat
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +61,11 @@ class PermutedWeight(Weight):
             f"cannot cut in features {start}..{start + count}: this weight's columns are sorted by "
             f"group (desc_act), and its groups are spread over all {self.shape[1]}"
         )
+
+    def with_rows(self, rows: Tensor) -> Weight:
+        """See :meth:`PackedWeight.with_rows`."""
+        assert isinstance(self.inner, PackedWeight), "its rows are moved before it is joined"
+        return PermutedWeight(self.inner.with_rows(rows), self.order)
 
     def joined(self, others: Sequence[Weight]) -> Weight | None:
         """One weight if all have the same order, as quantizers store weights of one input."""

@@ -148,6 +148,10 @@ class PackedWeight(Weight):
         """``count`` output rows, every ``step``-th from ``start`` on; only before ``bind``."""
         return type(self)(slice_rows(self.layout, start, start + count * step, step))
 
+    def with_rows(self, rows: Tensor) -> Weight:
+        """Output rows ``rows`` (int64 ``[T]``) in this order; only before ``bind``."""
+        return type(self)(gather_rows(self.layout, rows))
+
     def joined(self, others: Sequence[Weight]) -> Weight | None:
         layouts = [part.layout for part in (self, *others) if isinstance(part, PackedWeight)]
         joined = join(layouts) if len(layouts) == 1 + len(others) else None

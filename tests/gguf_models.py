@@ -10,6 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from sdk.loaders.expert_names import spelled_as_ours
+from sdk.models.architecture import architecture
 from tests.loaders.conftest import GgufBytes
 
 #: model_type -> general.architecture.
@@ -43,7 +44,17 @@ NAMES = {
 _LAYER_NORM_EPS = {"command-r": "layer_norm_eps", "cohere2": "layer_norm_eps"}
 #: Where transformers turns dimensions i and i + d / 2 of a head, and llama.cpp 2i and 2i + 1.
 _PERMUTED = (
-    *("llama", "granite", "granite_swa", "smollm3", "mistral3", "internlm2", "xverse", "minicpm"),
+    *(
+        "muse-glimmer",
+        "llama",
+        "granite",
+        "granite_swa",
+        "smollm3",
+        "mistral3",
+        "internlm2",
+        "xverse",
+        "minicpm",
+    ),
 )
 _LAYER = {
     "self_attn.q_proj": "attn_q",
@@ -53,6 +64,10 @@ _LAYER = {
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
     "self_attn.sinks": "attn_sinks",
+    "self_attn.gate_proj": "attn_gate",
+    "shared_mlp.output_linear": "ffn_down",
+    "self_attn.query_layernorm": "attn_q_norm",
+    "self_attn.key_layernorm": "attn_k_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
@@ -79,6 +94,7 @@ _SANDWICH = {
 _NORMS = {
     "gemma2": _SANDWICH,
     "gemma3": _SANDWICH,
+    "muse-glimmer": _SANDWICH,
     "olmo2": {**_SANDWICH, **_NORMS_AFTER},
     "exaone4": {**_SANDWICH, **_NORMS_AFTER},
     "glm4": {
@@ -125,21 +141,25 @@ def gguf_of(
             continue
         stem, _, suffix = (f"{name}.weight" if name.endswith("sinks") else name).rpartition(".")
         if "layernorm" in name or name.endswith(("model.norm.weight", "_norm.weight")):
-            rows = rows + 1.0 if arch.startswith("gemma") else rows
+            whole = arch == "muse-glimmer" and "layernorm" in name  # its other norms are whole
+            rows = rows + 1.0 if arch.startswith("gemma") or whole else rows
         heads = {"q_proj": c.num_attention_heads, "k_proj": c.num_key_value_heads}
         part = stem.rpartition(".")[2]
         if arch in _PERMUTED and part in heads:
             pairs = rows.reshape(heads[part], 2, width // 2, -1)
             rows = pairs.transpose(1, 2).reshape(rows.shape)
-        data = np.ascontiguousarray(rows.numpy(), "<f4")
-        file.tensors[_name(stem, arch) + f".{suffix}"] = (data.shape[::-1], 0, data.tobytes())
+        for own, part in _split(stem, rows):
+            data = np.ascontiguousarray(part.numpy(), "<f4")
+            file.tensors[_name(own, arch) + f".{suffix}"] = (data.shape[::-1], 0, data.tobytes())
     return file
 
 
 def _tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
     """A model's tensors by our names; of experts, gate and up apart."""
+    own = architecture(model.config.model_type)
+    mixture = own is not None and own.config.expert_width is not None
     for name, values in model.state_dict().items():
-        name, values = spelled_as_ours(name), values.float()
+        name, values = spelled_as_ours(name) if mixture else name, values.float()
         if name.endswith("experts.gate_up_proj"):
             half = values.shape[1] // 2
             for part, rows in (("gate", values[:, :half]), ("up", values[:, half:])):
@@ -150,6 +170,15 @@ def _tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
             yield name.replace("_bias", ".bias"), values.flatten()
         else:  # the converter leaves out dimensions of one
             yield name, values.squeeze(0) if name.endswith("expert_gate.weight") else values
+
+
+def _split(stem: str, rows: Any) -> list[tuple[str, Any]]:
+    """The parts of a matrix that the converter divides: gate and up of Granite 4."""
+    path, found, _ = stem.partition("shared_mlp.input_linear")
+    if not found:
+        return [(stem, rows)]
+    gate, up = rows.chunk(2)
+    return [(f"{path}mlp.gate_proj", gate), (f"{path}mlp.up_proj", up)]
 
 
 def _eps(config: Any, arch: str) -> dict[str, tuple[int, Any]]:

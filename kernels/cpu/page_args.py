@@ -38,7 +38,7 @@ class AttentionArgs(Structure):
         *((name, c_void_p) for name in ("q", "out")),
         ("levels", PageLevel * MAX_TIERS),
         *((name, c_void_p) for name in ("query_start", "context_len", "page_table")),
-        *((name, c_void_p) for name in ("sinks", "shared")),
+        *((name, c_void_p) for name in ("sinks", "slopes", "shared")),
         *((name, c_int64) for name in ("q_token", "q_head", "table_width")),
         *((name, c_int64) for name in ("num_pages", "tokens", "window")),
         *((name, c_int32) for name in ("requests", "heads", "kv_heads", "head_dim", "page_size")),

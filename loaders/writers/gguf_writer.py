@@ -76,8 +76,8 @@ class GgufWriter:
 
     def plain(self, name: str, tensor: Tensor) -> tuple[dict[str, Tensor], str]:
         """A norm or a bias, in float32."""
-        if self._architecture.tensors.norms_minus_one and name.endswith("norm.weight"):
-            tensor = tensor + 1.0
+        if name.endswith("norm.weight"):
+            tensor = tensor + self._architecture.tensors.norm_offset(name.removesuffix(".weight"))
         rows = tensor.to(torch.float32).reshape(-1, 1).contiguous().view(torch.uint8)
         return self._encoded(name, rows, "f32", tuple(tensor.shape))
 

@@ -46,8 +46,8 @@ def _write_gguf(config: Mapping[str, Any], source: str) -> Mapping[str, Any]:
     scaled, each, every = rope.get(_SCALE), rope.get("mscale"), rope.get("mscale_all_dim")
     if config.get("sliding_window") or (each or 1.0) != 1.0:
         raise UnsupportedError(
-            f"{source}: ministral3 is written as a GGUF file only without a sliding window and with "
-            f"mscale 1, found {config.get('sliding_window')} and {each}: the file cannot express it"
+            f"{source}: ministral3 is written as a GGUF file only without a window and with "
+            f"mscale 1, found {config.get('sliding_window')} and {each}: it cannot express others"
         )
     found: dict[str, Any] = {"attention.temperature_scale": float(scaled)} if scaled else {}
     if scaled:

@@ -50,6 +50,7 @@ class Folding:
         known = architecture(config.model_type)
         assert known is not None
         self.rules, self.norms = known.tensors, known.layer.norms
+        self.values_normalized = known.layer.v_norm
         self.inputs = inputs
         self.weights = {n: checkpoint.weight(n).dequantize() for names in inputs for n in names}
         self.tensors: dict[str, Tensor] = {}
@@ -89,6 +90,8 @@ class Folding:
                 self._into_norm(f"{self.path}.{norm}.weight", names, statistics)
             return
         before = f"{self.path}.{_AFTER_ROWS.get(last)}"
+        if last == "o_proj" and self.values_normalized:
+            return  # what it reads does not grow with the rows of v
         if self.scheme.method == "awq" and before in self.weights:
             self._into_rows(before, names[0], statistics)
 
@@ -98,7 +101,7 @@ class Folding:
             s = smoothing(weight, statistics.largest)
         else:
             s = stretch(weight, statistics, self.scheme.spec)
-        one = 1.0 if self.rules.norms_minus_one else 0.0
+        one = self.rules.norm_offset(norm.removesuffix(".weight"))
         self.tensors[norm] = (self.checkpoint.tensor(norm) + one) / s - one
         self._stretched(names, s)
 

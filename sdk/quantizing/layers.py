@@ -70,10 +70,10 @@ class LayerRun:
 
     def embed(self, checkpoint: Checkpoint, ids: Tensor, path: Path) -> None:
         """Write the input of layer 0 for token ids ``[S, T]`` to a file."""
-        weight = checkpoint.weight("model.embed_tokens")
+        embedding = self._source(checkpoint).embedding()
         with new_file(path) as out:
             for row in ids:
-                out.write((weight.rows(row) * self.config.embedding_scale).numpy().data)
+                out.write(embedding(row).numpy().data)
 
     def build(self, checkpoint: Checkpoint, index: int) -> Layer:
         """Layer ``index`` with the weights of ``checkpoint``."""

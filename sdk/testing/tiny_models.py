@@ -200,7 +200,7 @@ class RandomCheckpoint:
         self.kv_scales: Mapping[str, float] = {}
         self.on_bytes: Callable[[int, int], None] | None = None
         self.tensors: dict[str, Tensor] = {}
-        self._norm = 0.0 if known.tensors.norms_minus_one else 1.0
+        self._offset = known.tensors.norm_offset
         joined = known.gguf is not None and "mlp.gate_up_proj" in known.gguf.tensors
         self._joined = ("qkv_proj", "gate_up_proj") if joined else ()
         self._draw = torch.Generator().manual_seed(seed)
@@ -229,7 +229,7 @@ class RandomCheckpoint:
             stem = name.removesuffix(".weight")
             found = self._random(stem)
             if "norm" in stem:
-                found.fill_(self._norm)
+                found.fill_(1.0 - self._offset(stem))
             self.tensors[name] = found
         return self.tensors[name].to(torch.float32)
 

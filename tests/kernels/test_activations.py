@@ -61,6 +61,8 @@ def test_operators_use_blocks_from_the_size_where_it_pays() -> None:
     ops.close()
 
 
-def test_a_tensor_without_values_has_memory_too() -> None:
-    """Angles of layers that do not rotate: nothing can be mapped with no bytes."""
-    assert ActivationPool(same_size=True).take(0).shape == (0,)
+def test_a_tensor_without_numbers_can_be_taken() -> None:
+    """As the angles of layers without a rotation, in a step that is recorded."""
+    pool = ActivationPool(same_size=True)
+    assert pool.take(0).view(5, 0).shape == (5, 0)
+    assert pool.take(3).shape == (3,)

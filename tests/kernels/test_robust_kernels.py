@@ -176,6 +176,12 @@ FLOAT_ARGUMENTS: dict[str, tuple[Callable[[Ops, Tensor], Any], Tensor]] = {
         ),
         torch.randn(4),
     ),
+    "attention slopes": (
+        lambda ops, x: ops.attention(
+            torch.zeros(6, 4, 16), make_pages(), make_batch(), scale=1.0, slopes=x
+        ),
+        torch.randn(4),
+    ),
 }
 
 

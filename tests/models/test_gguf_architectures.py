@@ -57,6 +57,7 @@ YARN_FACTS = {
     "rope.scaling.yarn_log_multiplier": (F32, 1.0),
     "attention.temperature_scale": (F32, 0.4),
 }
+ALPHA = {"rope_type": "dynamic", "factor": 1.0, "alpha": 50.0, "rope_theta": 10_000.0}
 BASES = [3000.0, 0, 3000.0, 0, 3000.0]
 SCALES = {
     "embedding_multiplier": 3.0,
@@ -142,6 +143,39 @@ FILES: dict[str, tuple[str, dict[str, Any], dict[str, tuple[int, Any]]]] = {
         "ministral3",
         {"rope_parameters": {**YARN, "mscale_all_dim": 0.5}},
         {**YARN_FACTS, "rope.scaling.yarn_log_multiplier": (F32, 0.5)},
+    ),
+    # the base that alpha makes of 10,000
+    "hunyuan-dense": (
+        "hunyuan_v1_dense",
+        {"rope_parameters": ALPHA},
+        {
+            "rope.freq_base": (F32, 10_000.0 * 50.0 ** (16 / 14)),
+            "rope.scaling.type": (STRING, "none"),
+        },
+    ),
+    "granite-dense4": (
+        "granitemoehybrid",
+        {
+            **SCALES,
+            "num_local_experts": 0,
+            "layer_types": ["full_attention"] * 3,
+            "shared_intermediate_size": 128,
+            "position_embedding_type": "rope",
+        },
+        {
+            **SCALE_FACTS,
+            "attention.scale": (F32, 0.25),
+            "attention.head_count_kv": (9, (I32, [2, 2, 2])),
+            "rope.scaling.finetuned": (BOOL, True),
+            "expert_count": (U32, 0),
+            "expert_used_count": (U32, 0),
+            "expert_shared_feed_forward_length": (U32, 128),
+            "ssm.conv_kernel": (U32, 4),
+            "ssm.state_size": (U32, 256),
+            "ssm.group_count": (U32, 1),
+            "ssm.inner_size": (U32, 128),
+            "ssm.time_step_rank": (U32, 128),
+        },
     ),
     "granite_swa": (
         "granite_swa",

@@ -173,6 +173,31 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "cwm": {"sliding_window": 9, "num_hidden_layers": 5},
     "helium": {"attention_bias": True},
     "vaultgemma": {"sliding_window": 10, "query_pre_attn_scalar": 20},
+    "hunyuan_v1_dense": {
+        "attention_bias": True,
+        "rope_parameters": {
+            "rope_type": "dynamic",
+            "factor": 1.0,
+            "alpha": 50.0,
+            "rope_theta": 3000.0,
+        },
+    },
+    "hunyuan_v1_dense-plain": {"head_dim": 24},
+    "granitemoehybrid": {
+        "num_local_experts": 0,
+        "layer_types": ["full_attention"] * 3,
+        "shared_intermediate_size": 128,
+        "position_embedding_type": "rope",
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.3,
+        "residual_multiplier": 0.4,
+        "logits_scaling": 2.0,
+    },
+    "granitemoehybrid-unrotated": {
+        "num_local_experts": 0,
+        "layer_types": ["full_attention"] * 3,
+        "attention_multiplier": 0.3,
+    },
     "granite_swa": {
         "sliding_window": 9,
         "num_hidden_layers": 5,

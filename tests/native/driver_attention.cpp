@@ -147,7 +147,8 @@ void attention(Random& random, TestRuntime& one, TestRuntime& many) {
         std::swap(table[i], table[random.below(i + 1)]);
     }
     context.zero();
-    Buffer<float> sinks = floats(random, s.heads), frequencies = floats(random, s.head_dim / 4);
+    Buffer<float> sinks = floats(random, s.heads), slopes = floats(random, s.heads);
+    Buffer<float> frequencies = floats(random, s.head_dim / 4);
     Cache first(s), second(s);
     AttentionArgs args{};
     args.query_start = start.data();
@@ -155,6 +156,7 @@ void attention(Random& random, TestRuntime& one, TestRuntime& many) {
     args.page_table = table.data();
     args.table_width = s.table_width;
     args.sinks = random.below(2) ? sinks.data() : nullptr;
+    args.slopes = random.below(2) ? slopes.data() : nullptr;
     args.window = random.below(2) ? random.between(1, most) : 0;
     args.softcap = random.below(2) ? 3.0f : 0.0f;
     for (int step = 0; step < 4; ++step) {

@@ -10,7 +10,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum { kAbiVersion = 28 };
+enum { kAbiVersion = 30 };
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -383,6 +383,7 @@ struct AttentionArgs {
     const int32_t* context_len;
     const int32_t* page_table;
     const float* sinks;  // null: none
+    const float* slopes;  // of the linear biases, one for each head; null: none
     uint8_t* shared;     // memory that only attention uses, zero when allocated; set by the runtime
     int64_t q_token, q_head, table_width;
     int64_t num_pages, tokens;  // of the first level; tokens: rows of q and out

@@ -95,7 +95,7 @@ constexpr AbiEntry kEntries[] = {
     SIZE(AttentionArgs), FIELD(AttentionArgs, q), FIELD(AttentionArgs, out),
         FIELD(AttentionArgs, levels), FIELD(AttentionArgs, query_start),
         FIELD(AttentionArgs, context_len), FIELD(AttentionArgs, page_table),
-        FIELD(AttentionArgs, sinks), FIELD(AttentionArgs, shared), FIELD(AttentionArgs, q_token),
+        FIELD(AttentionArgs, sinks), FIELD(AttentionArgs, slopes), FIELD(AttentionArgs, shared), FIELD(AttentionArgs, q_token),
         FIELD(AttentionArgs, q_head), FIELD(AttentionArgs, table_width),
         FIELD(AttentionArgs, num_pages), FIELD(AttentionArgs, tokens), FIELD(AttentionArgs, window),
         FIELD(AttentionArgs, requests), FIELD(AttentionArgs, heads), FIELD(AttentionArgs, kv_heads),

@@ -89,4 +89,6 @@ def _tensors(model: Decoder) -> Tensors:
     found = {path: linear.matrix for path, linear in model.linears()}
     if model.embedding is not None:
         found["model.embed_tokens"] = Matrix(model.embedding.weight, None)
+    if model.positions is not None:
+        found["model.embed_positions"] = Matrix(model.positions, None)
     return Tensors(found, model.vectors)

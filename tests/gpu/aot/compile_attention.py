@@ -81,7 +81,7 @@ def run_attention(
     head has many splits."""
     pages, heads = pages_of(dtype, head_dim, kv_heads), 4 * kv_heads
     kind = torch.float32 if exact else short
-    options = (128, 30.0, torch.zeros(heads)) if rich else (None, None, None)
+    options = (128, 30.0, torch.zeros(heads), None) if rich else (None, None, None, None)
     for counts, context in (([9, 5, 1], 1000), ([1, 1], 1000)):
         q = torch.zeros(sum(counts), heads, head_dim, dtype=kind)
         out = torch.zeros(sum(counts), heads * head_dim, dtype=kind)
