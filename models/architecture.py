@@ -83,7 +83,8 @@ class ConfigRules(NamedTuple):
     ``embedding_scale``: the factor of embeddings by hidden size, where the config has none.
     ``rotation(parameters, head_dim)``: the parameters of a rotary embedding as other models have
     them. ``query_scale``: reads the scale of queries by their positions, if there is one.
-    ``dense_width``: the key of the width of MLPs in layers without experts.
+    ``dense_width``: the key of the width of MLPs in layers without experts. ``shared_experts``: so
+    many there are, whatever a config says.
     ``biases``: the projections with biases; ``None``: ``attention_bias`` says it of all four of
     attention, ``mlp_bias`` of the MLP's.
     ``norm_eps``: the key of the eps of norms, or the eps itself where the code fixes it.
@@ -113,6 +114,7 @@ class ConfigRules(NamedTuple):
     derived: Callable[[dict[str, Any]], None] | None = None
     alibi: Callable[[Fields], Alibi | None] | None = None
     dense_width: str | None = None
+    shared_experts: int = 0
 
 
 class Norms(NamedTuple):
