@@ -186,6 +186,8 @@ def _experts(keys: Keys, own: Architecture, rules: GgufRules) -> dict[str, Any]:
             for fact, (key, least) in _EXPERT_COUNTS.items()
         },
     }
+    if key_of("shared", known) is not None:  # what the count says; some converters write another
+        values.pop("shared_width")
     for fact, (key, value, neutral) in values.items():
         name = key_of(fact, known)
         if name is not None:

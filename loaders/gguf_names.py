@@ -80,4 +80,5 @@ def gguf_name(rules: GgufRules, name: str) -> str | None:
     part = rules.tensors.get(match[2]) or _LAYER.get(match[2])
     if part is None:
         return None
-    return f"blk.{int(match[1])}.{part}{'' if part.endswith('.bias') else suffix}"
+    # a router's bias of the choice has its whole name there
+    return f"blk.{int(match[1])}.{part}{'' if stem.endswith('_bias') else suffix}"

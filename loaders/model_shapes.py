@@ -85,6 +85,8 @@ def head_dim(config: Mapping[str, Any]) -> int:
 def num_experts(config: Mapping[str, Any]) -> int | None:
     """Experts of a layer; None for a model without experts."""
     found = next((config[name] for name in NAMES["count"] if config.get(name)), None)
+    if isinstance(found, list):  # one for each layer, checked to be the same
+        found = found[0]
     return found if isinstance(found, int) else None
 
 

@@ -44,7 +44,6 @@ FIXED: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
         "add_cross_attention": ((False, None), "its layers attend to an encoder"),
         "per_layer_config": ((None, {}), "its layers differ in size"),
         "pruned_heads": ((None, {}), "some of its heads were removed"),
-        "router_jitter_noise": ((0, None), "its router adds noise"),
     }
 )
 #: Keys without an effect on results, by reason.
@@ -54,6 +53,7 @@ HARMLESS: Mapping[str, frozenset[str]] = MappingProxyType(
             {
                 *("attention_dropout", "resid_pdrop", "embd_pdrop", "initializer_range"),
                 *("router_aux_loss_coef", "output_router_logits", "pretraining_tp"),
+                "router_jitter_noise",  # but for Phi-3.5-MoE, which reads it
                 *("gradient_checkpointing", "num_labels", "problem_type", "finetuning_task"),
             }
         ),

@@ -66,6 +66,8 @@ def shared_width(config: Mapping[str, Any], own: Architecture) -> int:
     if key is not None:
         return int(config.get(key) or 0)
     key, width = key_of("shared", own.config.keys), own.config.expert_width
+    if own.config.shared_experts and width is not None:
+        return own.config.shared_experts * int(config[width])
     if key is None or width is None:
         return 0
     return int(config.get(key, own.config.defaults.get(key)) or 0) * int(config[width])
@@ -79,10 +81,10 @@ def experts_of(fields: Fields, own: Architecture, layers: int) -> ExpertSpec | N
     key = own.config.expert_width
     if key is None:
         return None
-    count = fields.count(_present(fields, "count"), MAX_EXPERTS)
+    count = _same(fields, _present(fields, "count"), MAX_EXPERTS)
     per_token = _same(fields, _present(fields, "per_token"), count)
     width = fields.count(key, MAX_WIDTH)
-    shared = _shared_width(fields, width)
+    shared = own.config.shared_experts * width or _shared_width(fields, width)
     return ExpertSpec(
         count=count,
         per_token=per_token,
@@ -139,6 +141,10 @@ def _route(fields: Fields, rule: RouteRule, count: int, per_token: int) -> Route
             fields.fail("expert_selection_fn", "'softmax' or 'sigmoid'", gate)
         rule = rule._replace(gate="sigmoid" if gate == "sigmoid" else "softmax")
         normalized = normalized or gate == "softmax"  # that is over the chosen experts
+    if rule.gate == "sparse_mixer" and fields.values.get("router_jitter_noise") != 0:
+        rule = rule._replace(jitter=fields.positive("router_jitter_noise", default=rule.jitter))
+    elif rule.gate == "sparse_mixer":
+        rule = rule._replace(jitter=0.0)
     return rule._replace(
         normalized=normalized,
         least=fields.optional_positive("moe_norm_min") or rule.least,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from sdk.loaders.expert_names import spelled_as_ours
+from sdk.models.architecture import architecture
 from tests.loaders.conftest import GgufBytes
 
 #: model_type -> general.architecture.
@@ -190,8 +191,10 @@ def gguf_of(
 
 def _tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
     """A model's tensors by our names; of experts, gate and up apart."""
+    own = architecture(model.config.model_type)
+    mixture = own is not None and own.config.expert_width is not None
     for name, values in model.state_dict().items():
-        name, values = spelled_as_ours(name), values.float()
+        name, values = spelled_as_ours(name) if mixture else name, values.float()
         if name.endswith("experts.gate_up_proj"):
             half = values.shape[1] // 2
             for part, rows in (("gate", values[:, :half]), ("up", values[:, half:])):

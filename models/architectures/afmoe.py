@@ -63,6 +63,7 @@ ARCHITECTURE = Architecture(
         defaults={
             "head_dim": 128,
             "mup_enabled": False,
+            "sliding_window": 1024,
             "num_dense_layers": 1,
             "num_shared_experts": 2,
         },

@@ -38,7 +38,8 @@ def _read_gguf(config: dict[str, Any], keys: GgufKeys) -> None:
             f"{keys.source}: cohere2moe.attention.sliding_window: expected a number, found none"
         )
     config["layer_types"] = keys.layer_types(layers, window=window, period=4)
-    config["prefix_dense_intermediate_size"] = keys.integer("feed_forward_length", (1, 1 << 22))
+    dense = keys.integer("feed_forward_length", (0, 1 << 22), 0)
+    config["prefix_dense_intermediate_size"] = dense or None
     softmax = keys.integer("expert_gating_func", (0, 4), 2) == 1  # over all: then normalized
     if softmax and not config["norm_topk_prob"]:
         raise UnsupportedError(
@@ -78,7 +79,7 @@ ARCHITECTURE = Architecture(
             expert_gating=(1, 2),
             keys=(
                 *("logit_scale", "attention.sliding_window_pattern", "rope.freq_base_swa"),
-                *("nextn_predict_layers", "expert_shared_feed_forward_length"),
+                "nextn_predict_layers",
             ),
             slides="scaled",
         ),

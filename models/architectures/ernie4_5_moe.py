@@ -65,6 +65,6 @@ ARCHITECTURE = Architecture(
         "ernie4_5-moe",
         read=_read_gguf,
         write=_write_gguf,
-        keys=("interleave_moe_layer_step", "expert_shared_feed_forward_length"),
+        keys=("interleave_moe_layer_step",),
     ),
 )

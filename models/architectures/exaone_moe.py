@@ -56,7 +56,6 @@ ARCHITECTURE = Architecture(
             expert_gating=2,
             keys=(
                 *("attention.sliding_window_pattern", "rope.freq_base_swa", "nextn_predict_layers"),
-                "expert_shared_feed_forward_length",
             ),
             slides="scaled",
         ),

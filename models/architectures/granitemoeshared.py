@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sdk.models.architecture import Architecture, ConfigRules, GgufRules
-from sdk.models.architectures.granite import MULTIPLIERS, read_gguf, write_multipliers
+from sdk.models.architectures.granite import MULTIPLIERS, read_gguf
 from sdk.models.architectures.granitemoe import DEFAULTS, KEYS, has_shared
 
 ARCHITECTURE = Architecture(
@@ -13,12 +13,14 @@ ARCHITECTURE = Architecture(
         defaults=DEFAULTS,
         expert_width="intermediate_size",
     ),
-    gguf=GgufRules(
-        "granitemoe",
-        matches=has_shared,
-        read=read_gguf,
-        write=write_multipliers,
-        keys=(*MULTIPLIERS.values(), "rope.scaling.finetuned"),
-        interleaved_qk=True,
+    # Not written: their folders have gate and up of the shared experts in one matrix.
+    more_gguf=(
+        GgufRules(
+            "granitemoe",
+            matches=has_shared,
+            read=read_gguf,
+            keys=(*MULTIPLIERS.values(), "rope.scaling.finetuned"),
+            interleaved_qk=True,
+        ),
     ),
 )

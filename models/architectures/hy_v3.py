@@ -5,8 +5,25 @@ transformers' modeling_hy_v3.py.
 
 from __future__ import annotations
 
-from sdk.models.architecture import Architecture, ConfigRules, LayerRules
+from typing import Any
+
+from sdk.models.architecture import Architecture, ConfigRules, GgufKeys, GgufRules, LayerRules
 from sdk.models.architectures.glm4_moe import V3_ROUTE
+from sdk.quant.errors import CheckpointError
+
+
+def _read_gguf(config: dict[str, Any], keys: GgufKeys) -> None:
+    """Files do not count the shared experts, nor dense layers."""
+    width = config["moe_intermediate_size"]
+    shared = keys.integer("expert_shared_feed_forward_length", (0, 1 << 20), width)
+    if shared % width:
+        raise CheckpointError(
+            f"{keys.source}: hy_v3.expert_shared_feed_forward_length is {shared}, expected a "
+            f"multiple of {width}"
+        )
+    config["num_shared_experts"] = shared // width
+    config["first_k_dense_replace"] = 1
+
 
 ARCHITECTURE = Architecture(
     "hy_v3",
@@ -26,5 +43,14 @@ ARCHITECTURE = Architecture(
             "first_k_dense_replace": 1,
         },
         expert_width="moe_intermediate_size",
+    ),
+    more_gguf=(
+        GgufRules(
+            "hy_v3",
+            tensors={"mlp.gate.e_score_correction_bias": "exp_probs_b"},
+            read=_read_gguf,
+            expert_gating=2,
+            keys=("nextn_predict_layers",),
+        ),
     ),
 )

@@ -18,10 +18,11 @@ from torch import Tensor
 from sdk.errors import RequestError
 from sdk.kernels.layouts import Dense
 from sdk.kernels.ops import Ops
-from sdk.loaders.model_shapes import expected_shape
-from sdk.models.architecture import Architecture, architecture, architectures
+from sdk.loaders.model_shapes import expected_shape, num_experts
+from sdk.models.architecture import RMS_NORM_EPS, Architecture, architecture, architectures
 from sdk.models.auto import build_model
 from sdk.models.config_keys import only_read
+from sdk.models.expert_config import key_of
 from sdk.models.parallel import Mesh
 from sdk.quant.checkpoint import TensorEntry
 from sdk.quant.errors import CheckpointError, QuantizationError
@@ -43,8 +44,15 @@ _SHAPE = {
     "rope_theta": 10000.0,
     "tie_word_embeddings": False,
 }
-_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True}
-_NUM_EXPERTS = 2
+#: Of a mixture of experts, by fact (:data:`sdk.models.expert_config.NAMES`).
+_EXPERTS = {
+    "count": 2,
+    "per_token": 2,
+    "normalized": True,
+    "shared": 1,
+    "shared_width": 256,
+    "dense": 1,
+}
 _VOCAB_SIZE = 384
 _SPECIAL = ("<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
 _TEMPLATE = (
@@ -123,6 +131,7 @@ _FOR_GGUF: dict[str, dict[str, Any]] = {
         "layer_types": ["full_attention", "full_attention"],
     },
     "olmoe": {"norm_topk_prob": False},
+    "qwen2_moe": {"norm_topk_prob": False},
 }
 
 
@@ -130,12 +139,16 @@ def _write_plain(folder: Path, known: Architecture, seed: int) -> None:
     """A folder in float16, as transformers writes it."""
     experts: dict[str, Any] = {}
     if known.config.expert_width is not None:
-        experts = {**_EXPERTS, "num_experts": _NUM_EXPERTS, "num_local_experts": _NUM_EXPERTS}
-        experts = only_read(experts, known)
+        facts = ((key_of(fact, known.config.keys), value) for fact, value in _EXPERTS.items())
+        experts = {key: value for key, value in facts if key is not None}
+        experts[known.config.expert_width] = _SHAPE["intermediate_size"]
+    shape = {key: value for key, value in _SHAPE.items() if key != RMS_NORM_EPS}
+    if isinstance(known.config.norm_eps, str):
+        shape[known.config.norm_eps] = _SHAPE[RMS_NORM_EPS]
     config = {
         "hidden_act": "silu",
         **known.config.defaults,
-        **only_read(_SHAPE, known),
+        **only_read(shape, known),
         **experts,
         **_FOR_GGUF.get(known.model_type, {}),
         "model_type": known.model_type,
@@ -195,6 +208,8 @@ class RandomCheckpoint:
 
     def _random(self, name: str) -> Tensor:
         shape = expected_shape(self.config, name)
+        if name.endswith("e_score_correction_bias"):
+            shape = (num_experts(self.config) or 0,)
         if shape is None:
             raise CheckpointError(f"{name}: its shape is unknown, so there are no random weights")
         # Rows of length 1 keep the size of the values. Those of the embedding are as large as what

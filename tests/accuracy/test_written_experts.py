@@ -24,6 +24,7 @@ from sdk import QuantizationError, UnsupportedError
 from sdk.loaders.open import open_checkpoint
 from tests.accuracy.test_both_formats import MODELS, gguf_of
 from tests.models.conftest import expected_logits, prompt, tiny
+from tests.models.test_model_architectures import ARCHITECTURES
 
 TOKENS = 24
 VOCABULARY = 448  # of the tokenizer in tests/golden
@@ -34,7 +35,8 @@ def save(golden: Path, tmp_path: Path) -> Callable[..., tuple[Any, Path]]:
     """``save(model_type, **options)``: a model whose weights float16 holds, and its folder."""
 
     def make(model_type: str, **options: Any) -> tuple[Any, Path]:
-        model = tiny(model_type, **{**MODELS[model_type], "vocab_size": VOCABULARY, **options})
+        usual = MODELS[model_type] if model_type in MODELS else ARCHITECTURES[model_type]
+        model = tiny(model_type, **{**usual, "vocab_size": VOCABULARY, **options})
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.copy_(parameter.half().float())
@@ -125,6 +127,40 @@ def test_experts_are_written_under_the_names_that_readers_look_for(
     settings = json.loads((out / "config.json").read_text())["quantization_config"]
     routers = "re:.*[.](gate|router|shared_expert_gate|gate[.]wg|router[.]layer)$"
     assert settings.get("ignore", []) == (["lm_head", routers] if scheme.startswith("rtn") else [])
+
+
+@pytest.mark.quick_cases(2)
+@pytest.mark.parametrize("scheme", ["q4_0", "rtn-w4g32", "gptq-w4g32"])
+@pytest.mark.parametrize("model_type", ["qwen2_moe", "glm4_moe", "minimax_m2"])
+def test_what_is_beside_experts_is_packed_and_keeps_its_names(
+    model_type: str,
+    scheme: str,
+    save: Callable[..., tuple[Any, Path]],
+    tmp_path: Path,
+    logits_of: Callable[..., Tensor],
+) -> None:
+    """Shared experts as the other matrices; gates and biases of routers stay as they are."""
+    options: dict[str, Any] = {"qwen2_moe": {"mlp_only_layers": []}}.get(model_type, {})
+    widths = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
+    model, folder = save(model_type, **widths, **options)
+    out = tmp_path / ("made.gguf" if scheme.startswith("q") else "made")
+    sdk.quantize(folder, out, scheme, calibration=calibration(), tokens=TOKENS)
+    ids = prompt(40, 3)
+    difference = logits_of(out, torch.tensor(ids), "exact", len(ids)) - expected_logits(model, ids)
+    assert difference.norm() / expected_logits(model, ids).norm() < 0.8
+    if out.suffix:
+        return
+    with safe_open(folder / "model.safetensors", "pt") as given:
+        stored = list(given.keys())
+    beside = [name for name in stored if "shared_" in name or name.endswith("_bias")]
+    routers = [name for name in stored if name.endswith("mlp.gate.weight")]
+    with safe_open(out / "model.safetensors", "pt") as made:
+        names = set(made.keys())
+    packed = ".weight_packed" if scheme.startswith("rtn") else ".qweight"
+    for name in beside:
+        one = "shared_expert_gate" in name or name.endswith("_bias")
+        assert (name if one else name.replace(".weight", packed)) in names
+    assert names.issuperset(routers)
 
 
 def test_experts_of_gpt_oss_stay_what_they_are_in_a_gguf_file(golden: Path, tmp_path: Path) -> None:

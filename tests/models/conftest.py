@@ -143,6 +143,8 @@ def _by_expert(model_type: str, name: str, tensor: Tensor) -> Iterator[tuple[str
     """transformers joins the experts of a layer in one tensor; gpt-oss' lie turned, gate and up
     taking turns."""
     name = spelled_as_ours(name)
+    if model_type == "phimoe":  # its files have another name than the model in memory
+        name = name.replace(".mlp.router.", ".mlp.gate.")
     path, found, part = name.partition(".mlp.experts.")
     gpt_oss = model_type == "gpt_oss"
     if not found or architecture(model_type) is None:

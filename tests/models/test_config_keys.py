@@ -78,6 +78,8 @@ BASES: dict[str, dict[str, Any]] = {
     "hy_v3": {**_EXPERTS, "num_experts": 4},
     "afmoe": {**_EXPERTS, **_WINDOWED, "num_experts": 4},
     "cohere2_moe": {**_WINDOWED, "num_experts": 4, "num_shared_experts": 1},
+    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
+    "phimoe": {"num_local_experts": 4},
     "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "granitemoeshared": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "flex_olmo": {"num_experts": 4, "num_experts_per_tok": 2},
@@ -113,7 +115,10 @@ PROBES: dict[str, Any] = {
     "attention_bias": True,
     "mlp_bias": True,
     "original_max_position_embeddings": 16,
-    "router_jitter_noise": 0.0,
+    "router_jitter_noise": 0.2,
+    "input_jitter_noise": 0.2,
+    "lm_head_bias": True,
+    "moe_topk": 1,
     "pretraining_tp": 2,
     "num_experts_per_tok": 1,
     "is_decoder": True,
@@ -147,8 +152,6 @@ PROBES: dict[str, Any] = {
     "mlp_layer_types": ["dense", "sparse", "dense", "sparse"],
     "rotary_dim": 8,
     "position_embedding_type": "rope",
-    "shared_intermediate_size": 96,
-    "qkv_bias": True,
 }
 
 

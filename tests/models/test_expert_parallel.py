@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from sdk.kernels.ops import Ops
+from sdk.loaders.model_shapes import num_experts
 from sdk.models.decoder import Decoder
 from sdk.models.expert_placement import Placement
 from sdk.models.layers import Source
@@ -18,11 +19,19 @@ from sdk.models.moe import ExpertMLP
 from sdk.models.parallel import Mesh
 from sdk.quant.errors import CheckpointError
 from tests.models.conftest import DictCheckpoint, Paged, Ranks, checkpoint_of, prompt, tiny
+from tests.models.test_model_architectures import V3
 
 MODELS: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 5},
     "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 97},
     "gpt_oss": {"num_local_experts": 6, "num_experts_per_tok": 3},
+    "qwen2_moe": {
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 97,
+        "shared_expert_intermediate_size": 48,
+    },
+    "glm4_moe": {**V3, "first_k_dense_replace": 0},
 }
 HEADS = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}
 IDS = prompt(37, 8)
@@ -66,7 +75,7 @@ def test_ranks_with_whole_experts_give_the_tokens_and_logits_of_one(
     assert (found[0][0] - expected).abs().max() <= 1e-4
     assert torch.equal(found[0][0].argmax(dim=1), expected.argmax(dim=1))
     count = MODELS[checkpoint.config["model_type"]]
-    experts = count.get("num_local_experts") or count["num_experts"]
+    experts = num_experts(count) or 0
     for layer in range(3):
         held = [len(own[layer]) for _, own in found]
         assert sum(held) == experts + redundant and max(held) - min(held) <= 1

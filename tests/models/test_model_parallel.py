@@ -14,6 +14,7 @@ from sdk.models.parallel import Mesh
 from sdk.quant.errors import AlignmentError
 from sdk.quant.weight import AffineWeight, Weight
 from tests.models.conftest import DictCheckpoint, Paged, Ranks, checkpoint_of, prompt, tiny
+from tests.models.test_model_architectures import ARCHITECTURES
 
 
 class NoGroup:
@@ -116,6 +117,11 @@ CUT: dict[str, tuple[str, int, dict[str, Any]]] = {
         2,
         {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 96},
     ),
+    "qwen2_moe": ("qwen2_moe", 2, ARCHITECTURES["qwen2_moe"]),
+    "dots1": ("dots1", 4, ARCHITECTURES["dots1"]),
+    "ernie4_5_moe": ("ernie4_5_moe", 2, ARCHITECTURES["ernie4_5_moe"]),
+    "afmoe": ("afmoe", 2, ARCHITECTURES["afmoe"]),
+    "cohere2_moe": ("cohere2_moe", 4, ARCHITECTURES["cohere2_moe"]),
     "gpt_oss": ("gpt_oss", 4, {"num_local_experts": 6, "num_experts_per_tok": 3}),
 }
 
