@@ -26,7 +26,12 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral with a window": ("mistral", {"is_causal": False, "sliding_window": 12}),
     "gemma3_text": (
         "gemma3_text",
-        {"use_bidirectional_attention": True, "sliding_window": 19, "num_hidden_layers": 7},
+        {
+            "use_bidirectional_attention": True,
+            "sliding_window": 19,
+            "num_hidden_layers": 7,
+            "query_pre_attn_scalar": 16,
+        },
     ),
     "gemma3_text by the other key": (
         "gemma3_text",
