@@ -1,0 +1,183 @@
+"""Classifiers and rerankers that are encoders: logits are those of transformers."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+
+from sdk import LLM, CheckpointError, RequestError, UnsupportedError
+
+EXACT: dict[str, Any] = {"compute": "exact", "num_threads": 1}
+WORDS = [
+    *("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "bees", "make", "honey", ".", "the", "shop"),
+    *("opens", "at", "nine", "##s", "a", "b", "c"),
+]
+SIZES = {
+    "vocab_size": len(WORDS),
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 40,
+}
+QUERY, DOCUMENTS = "the shop opens", ["bees make honey .", "at nine", "a b c " * 4]
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A WordPiece tokenizer that frames texts and pairs as BERT does."""
+    made = Tokenizer(models.WordPiece({w: i for i, w in enumerate(WORDS)}, unk_token="[UNK]"))
+    made.normalizer = normalizers.BertNormalizer()
+    made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    made.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
+    )
+    made.add_special_tokens(WORDS[:5])
+    made.save(str(folder / "tokenizer.json"))
+
+
+def build(folder: Path, name: str, labels: int, **config: Any) -> Any:
+    """A tiny model of transformers' class ``name`` in a folder, with weights of order 1."""
+    torch.manual_seed(7)
+    model_class = getattr(transformers, name)
+    settings = {**SIZES, "num_labels": labels, "pad_token_id": 0, **config}
+    model = model_class(model_class.config_class(**settings)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    model.save_pretrained(folder)
+    write_tokenizer(folder)
+    return model
+
+
+def logits(model: Any, ids: Any, second: int | None = None) -> Any:
+    types = {}
+    if second is not None and "token_type_ids" in inspect.signature(model.forward).parameters:
+        types["token_type_ids"] = torch.tensor([[int(i >= second) for i in range(len(ids))]])
+    with torch.inference_mode():
+        return model(torch.tensor([ids]), **types).logits[0].numpy()
+
+
+@pytest.mark.parametrize("name", ["BertForSequenceClassification"])
+@pytest.mark.parametrize("labels", [1, 3])
+def test_classes_of_an_encoder_are_those_of_transformers(
+    name: str, labels: int, tmp_path: Path
+) -> None:
+    model = build(tmp_path, name, labels)
+    with LLM(tmp_path, **EXACT) as llm:
+        assert llm.load_warnings == ()
+        raw = llm.classify(DOCUMENTS, use_activation=False)
+        found = llm.classify(DOCUMENTS)
+        for one, plain in zip(found, raw, strict=True):
+            expected = logits(model, one.prompt_token_ids)
+            assert np.allclose(plain.probs, expected, rtol=0, atol=1e-4 * np.abs(expected).max())
+            wanted = torch.from_numpy(expected)
+            wanted = wanted.sigmoid() if labels == 1 else wanted.softmax(0)
+            assert np.allclose(one.probs, wanted.numpy(), atol=1e-4)
+        with pytest.raises(RequestError):
+            llm.generate("the shop")
+
+
+def test_a_cross_encoder_reads_pairs_with_token_types(tmp_path: Path) -> None:
+    model = build(tmp_path, "BertForSequenceClassification", 1)
+    with LLM(tmp_path, **EXACT) as llm:
+        found = [one.score for one in llm.score(QUERY, DOCUMENTS)]
+        alone = [llm.score(QUERY, document)[0].score for document in DOCUMENTS]
+        ranked = llm.rerank(QUERY, DOCUMENTS, 2)
+        tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+        expected = []
+        for document in DOCUMENTS:
+            pair = tokenizer.encode(QUERY, document)
+            [value] = logits(model, pair.ids, pair.type_ids.index(1))
+            expected.append(1 / (1 + np.exp(-float(value))))
+        assert np.allclose(found, expected, atol=1e-5) and found == alone
+        order = sorted(range(3), key=lambda index: -found[index])[:2]
+        assert [one.index for one in ranked] == order
+        with pytest.raises(RequestError, match="context holds 40"):
+            llm.score(QUERY, "a b c " * 20)
+        [cut] = llm.score(QUERY, "a b c " * 20, truncate_prompt_tokens=-1)
+        pair = tokenizer.encode(QUERY, "a b c " * 20)
+        ids = [*pair.ids[:39], 3]
+        [value] = logits(model, ids, pair.type_ids.index(1))
+        assert abs(cut.score - 1 / (1 + np.exp(-float(value)))) < 1e-5
+
+
+def test_tokens_are_classified(tmp_path: Path) -> None:
+    labels = {0: "O", 1: "B", 2: "I"}
+    model = build(tmp_path, "BertForTokenClassification", 3, id2label=labels)
+    with LLM(tmp_path, **EXACT) as llm:
+        [found] = llm.classify(DOCUMENTS[0])
+        [raw] = llm.classify(DOCUMENTS[0], use_activation=False)
+        with pytest.raises(RequestError, match="classifies the tokens"):
+            llm.rerank(QUERY, DOCUMENTS)
+    expected = logits(model, found.prompt_token_ids)
+    assert np.allclose(raw.probs, expected, rtol=0, atol=1e-4 * np.abs(expected).max())
+    assert np.allclose(found.probs, torch.from_numpy(expected).softmax(1).numpy(), atol=1e-4)
+    assert found.label == [labels[i] for i in expected.argmax(1)] and found.num_classes == 3
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "activation"),
+    [
+        ("sentence_transformers", {"activation_fn": "torch.nn.modules.linear.Identity"}, "none"),
+        ("sentence_transformers", {"activation_fn": "torch.nn.Sigmoid"}, "sigmoid"),
+        ("sbert_ce_default_activation_function", "torch.nn.modules.linear.Identity", "none"),
+        ("problem_type", "regression", "none"),
+    ],
+)
+def test_the_activation_of_a_cross_encoder_is_the_config_s(
+    key: str, value: Any, activation: str, tmp_path: Path
+) -> None:
+    model = build(tmp_path, "BertForSequenceClassification", 1)
+    change(tmp_path, **{key: value})
+    with LLM(tmp_path, **EXACT) as llm:
+        [found] = llm.score(QUERY, DOCUMENTS[0])
+    pair = Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode(QUERY, DOCUMENTS[0])
+    [value] = logits(model, pair.ids, pair.type_ids.index(1))
+    expected = float(value) if activation == "none" else 1 / (1 + np.exp(-float(value)))
+    assert abs(found.score - expected) < 1e-4
+
+
+def change(folder: Path, **values: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+
+
+BAD: dict[str, tuple[Callable[[Path], object], str]] = {
+    "activation": (
+        lambda folder: change(
+            folder, sentence_transformers={"activation_fn": "torch.nn.Tanhshrink"}
+        ),
+        "activation_fn: expected one of Identity, Sigmoid, Softmax",
+    ),
+    "labels": (
+        lambda folder: change(folder, id2label={"0": "a", "1": "b"}),
+        r"classifier.weight: expected shape \[2, 32\], as the config says, found \[1, 32\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_head_that_contradicts_the_config_is_named(name: str, tmp_path: Path) -> None:
+    build(tmp_path, "BertForSequenceClassification", 1)
+    damage, message = BAD[name]
+    damage(tmp_path)
+    with pytest.raises((CheckpointError, UnsupportedError), match=message):
+        LLM(tmp_path, **EXACT)
+
+
+def test_a_head_that_is_missing_is_named(tmp_path: Path) -> None:
+    build(tmp_path, "BertModel", 1)
+    change(tmp_path, architectures=["BertForSequenceClassification"])
+    with pytest.raises(CheckpointError, match=r"no tensor classifier.weight"):
+        LLM(tmp_path, **EXACT)
