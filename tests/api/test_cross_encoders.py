@@ -68,12 +68,41 @@ def logits(model: Any, ids: Any, second: int | None = None) -> Any:
         return model(torch.tensor([ids]), **types).logits[0].numpy()
 
 
-@pytest.mark.parametrize("name", ["BertForSequenceClassification"])
-@pytest.mark.parametrize("labels", [1, 3])
-def test_classes_of_an_encoder_are_those_of_transformers(
-    name: str, labels: int, tmp_path: Path
-) -> None:
-    model = build(tmp_path, name, labels)
+_LONGER = {"max_position_embeddings": 60}  # those after the padding's
+_DISTIL = {"dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4}
+_MODERN = {
+    "num_hidden_layers": 4,
+    "local_attention": 6,
+    "cls_token_id": 2,
+    "sep_token_id": 3,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+#: Class and options; the heads of texts differ in layers, activation, norm and pooling.
+CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
+    "bert": ("BertForSequenceClassification", {}),
+    "roberta": ("RobertaForSequenceClassification", _LONGER),
+    "xlm-roberta": ("XLMRobertaForSequenceClassification", {**_LONGER, "pad_token_id": 1}),
+    "camembert": ("CamembertForSequenceClassification", {**_LONGER, "pad_token_id": 1}),
+    "electra": ("ElectraForSequenceClassification", {"embedding_size": 32}),
+    "distilbert": ("DistilBertForSequenceClassification", _DISTIL),
+    "modernbert": ("ModernBertForSequenceClassification", _MODERN),
+    "modernbert, mean": (
+        "ModernBertForSequenceClassification",
+        {**_MODERN, "classifier_pooling": "mean", "classifier_activation": "silu"},
+    ),
+    "tokens, roberta": ("RobertaForTokenClassification", _LONGER),
+    "tokens, distilbert": ("DistilBertForTokenClassification", _DISTIL),
+    "tokens, modernbert": ("ModernBertForTokenClassification", _MODERN),
+}
+
+
+@pytest.mark.quick_cases(4)
+@pytest.mark.parametrize("name", CLASSES)
+def test_classes_of_an_encoder_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    labels = 1 if name == "bert" else 3
+    kind, options = CLASSES[name]
+    model = build(tmp_path, kind, labels, **options)
     with LLM(tmp_path, **EXACT) as llm:
         assert llm.load_warnings == ()
         raw = llm.classify(DOCUMENTS, use_activation=False)
@@ -82,7 +111,7 @@ def test_classes_of_an_encoder_are_those_of_transformers(
             expected = logits(model, one.prompt_token_ids)
             assert np.allclose(plain.probs, expected, rtol=0, atol=1e-4 * np.abs(expected).max())
             wanted = torch.from_numpy(expected)
-            wanted = wanted.sigmoid() if labels == 1 else wanted.softmax(0)
+            wanted = wanted.sigmoid() if labels == 1 else wanted.softmax(-1)
             assert np.allclose(one.probs, wanted.numpy(), atol=1e-4)
         with pytest.raises(RequestError):
             llm.generate("the shop")
