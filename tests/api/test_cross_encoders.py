@@ -11,53 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+from tokenizers import Tokenizer
 
 from sdk import LLM, CheckpointError, RequestError, UnsupportedError
+from tests.tiny_encoders import build
 
 EXACT: dict[str, Any] = {"compute": "exact", "num_threads": 1}
-WORDS = [
-    *("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "bees", "make", "honey", ".", "the", "shop"),
-    *("opens", "at", "nine", "##s", "a", "b", "c"),
-]
-SIZES = {
-    "vocab_size": len(WORDS),
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 40,
-}
 QUERY, DOCUMENTS = "the shop opens", ["bees make honey .", "at nine", "a b c " * 4]
-
-
-def write_tokenizer(folder: Path) -> None:
-    """A WordPiece tokenizer that frames texts and pairs as BERT does."""
-    made = Tokenizer(models.WordPiece({w: i for i, w in enumerate(WORDS)}, unk_token="[UNK]"))
-    made.normalizer = normalizers.BertNormalizer()
-    made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    made.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]",
-        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
-        special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
-    )
-    made.add_special_tokens(WORDS[:5])
-    made.save(str(folder / "tokenizer.json"))
-
-
-def build(folder: Path, name: str, labels: int, **config: Any) -> Any:
-    """A tiny model of transformers' class ``name`` in a folder, with weights of order 1."""
-    torch.manual_seed(7)
-    model_class = getattr(transformers, name)
-    settings = {**SIZES, "num_labels": labels, "pad_token_id": 0, **config}
-    model = model_class(model_class.config_class(**settings)).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.2)
-    model.save_pretrained(folder)
-    write_tokenizer(folder)
-    return model
 
 
 def logits(model: Any, ids: Any, second: int | None = None) -> Any:

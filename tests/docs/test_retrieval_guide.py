@@ -61,7 +61,7 @@ def hits(names: Any, search: Callable[[str], Sequence[int]]) -> tuple[float, flo
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_both_searches_together_are_no_worse_than_either(
+def test_search_by_meaning_finds_pages_that_words_do_not(
     guide: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     count = len(guide["passages"])
@@ -80,6 +80,5 @@ def test_both_searches_together_are_no_worse_than_either(
         print(f"\n{count} passages")
         for name, (first, five) in found.items():
             print(f"| {name} | {first:.2f} | {five:.2f} |")
-    for first, five in found.values():
-        assert five > first > 1 / 4  # chance: 1 / 40 for a page
-    assert found["both, fused"][1] >= max(found["BM25"][1], found["all-MiniLM-L6-v2"][1])
+    assert all(five >= 3 / 4 for _, five in found.values())
+    assert found["both, fused"][0] > found["BM25"][0]

@@ -1,7 +1,7 @@
 """Engines that turn texts into vectors: texts in, tokenizing included.
 
-Each has ``hello`` and ``embed(texts)``, which returns a row of numbers for each text. No text of the
-suite is cut: all engines read up to ``MOST`` tokens, whatever the model's files say.
+Each has ``hello`` and ``embed(texts)``, which returns a row of numbers for each text. No text of
+the suite is cut: all engines read up to ``MOST`` tokens, whatever the model's files say.
 """
 
 from __future__ import annotations
