@@ -94,14 +94,35 @@ def build_config(file: GgufFile) -> dict[str, Any]:
         file, keys, rotary, log_multiplier=rules.yarn_log_multiplier
     )
     config.update(_experts(keys, own, rules))
+    if own.embedding.types:
+        types = file.tensors.get("token_types.weight")
+        config["type_vocab_size"] = 0 if types is None else types.shape[0]
     if rules.read is not None:
         rules.read(config, keys)
+    _read_directions(config, keys, own)
     if rules.slides:
         sliding_rope(keys, config, scaled=rules.slides == "scaled")
     config.update(_classes(file, own, keys))
     config.update(_token_ids(file, config["vocab_size"]))
     check_config(config, str(file.path))
     return config
+
+
+def _read_directions(config: dict[str, Any], keys: Keys, own: Architecture) -> None:
+    """Whether tokens see those after them too; of models that always do, a file says so."""
+    both = config.get("use_bidirectional_attention") is True or not own.config.causal
+    causal = keys.flag("attention.causal", not both)
+    key = f"{keys.source}: {keys.architecture}.attention.causal"
+    if both and causal:
+        raise UnsupportedError(f"{key}: expected false, found true: the model is an encoder")
+    if both or causal:
+        return
+    if config.get("sliding_window"):
+        raise UnsupportedError(
+            f"{key}: expected true, found false: with a sliding window, which llama.cpp then "
+            "applies to earlier tokens alone"
+        )
+    config["is_causal"] = False
 
 
 def unread_keys(file: GgufFile, own: Architecture, rules: GgufRules) -> list[str]:

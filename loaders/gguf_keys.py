@@ -22,7 +22,7 @@ READ = frozenset(
     {
         *("block_count", "context_length", "embedding_length", "feed_forward_length"),
         *("attention.head_count", "attention.head_count_kv", "attention.key_length"),
-        *("attention.value_length", "attention.layer_norm_rms_epsilon"),
+        *("attention.causal", "attention.value_length", "attention.layer_norm_rms_epsilon"),
         "attention.layer_norm_epsilon",  # the one of LayerNorm, the other of RMSNorm
         *("attention.sliding_window", "classifier.output_labels", "pooling_type"),
         *("rope.dimension_count", "rope.freq_base", "rope.scale_linear"),
@@ -45,7 +45,6 @@ _ONE: tuple[Any, ...] = (0, 1, True)
 #: The values with which a key asks for nothing.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
-        "attention.causal": (True,),
         "rope.scaling.finetuned": (True, False),
         # factors of a model's parts, soft caps, clamps
         **dict.fromkeys(("logit_scale", "residual_scale", "embedding_scale"), _ONE),

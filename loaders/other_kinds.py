@@ -37,17 +37,14 @@ _GGUF_TYPES = {
     "imatrix": "an importance matrix, which llama.cpp's quantizer reads",
     "vocab": "a vocabulary without weights",
 }
-_ENCODERS = (
-    *("bert", "nomic-bert", "nomic-bert-moe", "jina-bert-v2", "jina-bert-v3", "modern-bert"),
-    *("neo-bert", "eurobert", "gemma-embedding", "t5encoder"),
-)
+_ENCODERS = ("nomic-bert-moe", "jina-bert-v2", "jina-bert-v3", "neo-bert", "t5encoder")
 #: GGUF's general.architecture -> the kind of model.
 _GGUF_ARCHITECTURES = {
     "clip": _GGUF_TYPES["mmproj"],
     "t5": "an encoder-decoder (sequence-to-sequence) model",
     "whisper": "a model that transcribes speech",
     "wavtokenizer-dec": "a decoder of audio tokens",
-    **dict.fromkeys(_ENCODERS, "an encoder (for embeddings): it does not continue a text"),
+    **dict.fromkeys(_ENCODERS, "an encoder (for embeddings) whose layers are not supported"),
 }
 _EXPECTED = (
     "expected a causal language model: a GGUF file, or a folder with config.json and "

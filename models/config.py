@@ -175,7 +175,7 @@ class ModelConfig:
             query_scale=None if rules.query_scale is None else rules.query_scale(fields),
             parallel_blocks=bool(rules.parallel_blocks and rules.parallel_blocks(fields)),
             first_position=first,
-            token_types=fields.count("type_vocab_size", MAX_WIDTH) if embedding.types else 0,
+            token_types=_token_types(fields) if embedding.types else 0,
         )
 
 
@@ -193,6 +193,13 @@ def _first_position(fields: Fields, rules: EmbeddingRules) -> tuple[int | None, 
     if type(padding) is not int or not 0 <= padding < rows - 1:
         fields.fail("pad_token_id", f"an integer in 0..{rows - 2}", padding)
     return padding + 1, padding + 1
+
+
+def _token_types(fields: Fields) -> int:
+    """0: the model has no table of them."""
+    if fields.values.get("type_vocab_size") == 0:
+        return 0
+    return fields.count("type_vocab_size", MAX_WIDTH)
 
 
 def _causal(fields: Fields) -> bool:

@@ -186,7 +186,7 @@ class Decoder:
         self.embedding_norm: Norm | None = None
         if mesh.is_first and c.first_position is not None:
             self.positions = source.table("model.embed_positions", c.max_position, c.first_position)
-        if mesh.is_first and rules.types:
+        if mesh.is_first and c.token_types:
             self.types = source.table("model.embed_types", c.token_types)
         if mesh.is_first and rules.norm:
             self.embedding_norm = source.norm("model.embed_norm")

@@ -112,9 +112,9 @@ def activate(x: Tensor, kind: str, numbers: Sequence[float]) -> Tensor:
         case "silu":
             return torch.nn.functional.silu(x)
         case "gelu_tanh":
-            return torch.nn.functional.gelu(x, approximate="tanh")
-        case "gelu":
-            return torch.nn.functional.gelu(x)
+            return torch.nn.functional.gelu(x.contiguous(), approximate="tanh")
+        case "gelu":  # of strided rows torch computes other bits
+            return torch.nn.functional.gelu(x.contiguous())
         case "relu":
             return torch.relu(x)
         case "relu2":

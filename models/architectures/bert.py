@@ -14,6 +14,8 @@ from sdk.models.architecture import (
     Biases,
     ConfigRules,
     EmbeddingRules,
+    GgufKeys,
+    GgufRules,
     LayerRules,
     Norms,
     TensorRules,
@@ -67,6 +69,16 @@ def derived(config: dict[str, Any]) -> None:
     config.setdefault("eos_token_id", None)
 
 
+def _read_gguf(config: dict[str, Any], keys: GgufKeys) -> None:
+    config["hidden_act"] = "gelu"
+
+
+#: The names of norms in GGUF files, also of other encoders.
+GGUF_TENSORS = {
+    "post_attention_layernorm": "attn_output_norm",
+    "post_feedforward_layernorm": "layer_output_norm",
+}
+
 ARCHITECTURE = Architecture(
     "bert",
     layer=LAYER,
@@ -83,5 +95,6 @@ ARCHITECTURE = Architecture(
         derived=derived,
     ),
     tensors=TensorRules(names=tensor_names("bert")),
+    gguf=GgufRules("bert", tensors=GGUF_TENSORS, read=_read_gguf),
     embedding=EmbeddingRules(positions=0, norm=True, types=True),
 )

@@ -5,7 +5,7 @@ Boizard et al., "EuroBERT" (2025), arXiv 2503.05500; transformers' modeling_euro
 
 from __future__ import annotations
 
-from sdk.models.architecture import Architecture, ConfigRules
+from sdk.models.architecture import Architecture, ConfigRules, GgufRules
 
 ARCHITECTURE = Architecture(
     "eurobert",
@@ -15,4 +15,5 @@ ARCHITECTURE = Architecture(
         defaults={"rope_theta": 250_000.0},
         causal=False,
     ),
+    gguf=GgufRules("eurobert"),
 )

@@ -36,6 +36,11 @@ def _read_gguf(config: dict[str, Any], keys: GgufKeys) -> None:
     }
 
 
+def _read_embedding_gguf(config: dict[str, Any], keys: GgufKeys) -> None:
+    _read_gguf(config, keys)
+    config["use_bidirectional_attention"] = True
+
+
 ARCHITECTURE = Architecture(
     "gemma3_text",
     aliases=("gemma3",),
@@ -70,6 +75,19 @@ ARCHITECTURE = Architecture(
         keys=(
             *("final_logit_softcapping", "attention.sliding_window_pattern"),
             *("rope.freq_base_swa",),
+        ),
+    ),
+    # EmbeddingGemma: llama.cpp's window is that of transformers' config before its class halves it
+    more_gguf=(
+        GgufRules(
+            "gemma-embedding",
+            tensors=GGUF_TENSORS,
+            read=_read_embedding_gguf,
+            keys=(
+                *("final_logit_softcapping", "attention.sliding_window_pattern"),
+                *("rope.freq_base_swa", "dense_2_feat_in", "dense_2_feat_out"),
+                *("dense_3_feat_in", "dense_3_feat_out"),
+            ),
         ),
     ),
     # The residual stream of the 270M model reaches 104,061. The largest number between its kernels

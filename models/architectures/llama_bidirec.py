@@ -5,7 +5,7 @@ transformers has no such class; the files' own code changes the mask of a Llama 
 
 from __future__ import annotations
 
-from sdk.models.architecture import Architecture, ConfigRules
+from sdk.models.architecture import Architecture, ConfigRules, GgufRules
 
 ARCHITECTURE = Architecture(
     "llama_bidirec",
@@ -15,4 +15,5 @@ ARCHITECTURE = Architecture(
         stated=(),
         causal=False,
     ),
+    gguf=GgufRules("llama-embed", interleaved_qk=True),
 )

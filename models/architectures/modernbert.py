@@ -13,6 +13,8 @@ from sdk.models.architecture import (
     Architecture,
     ConfigRules,
     EmbeddingRules,
+    GgufKeys,
+    GgufRules,
     LayerRules,
     NormKind,
     Norms,
@@ -41,6 +43,21 @@ def _derived(config: dict[str, Any]) -> None:
         }
 
 
+def _read_gguf(config: dict[str, Any], keys: GgufKeys) -> None:
+    found = keys.get("hidden_activation")
+    config["hidden_activation"] = {"geglu": "gelu", "swiglu": "silu"}.get(found, found) or "gelu"
+    config["local_attention"] = config.pop("sliding_window")
+    config["global_attn_every_n_layers"] = keys.integer(
+        "attention.sliding_window_pattern", (1, 512), 3
+    )
+    if config["local_attention"] is None:
+        config["layer_types"] = [_FULL] * config["num_hidden_layers"]
+    theta = config.pop("rope_theta")
+    config["global_rope_theta"] = theta
+    config["local_rope_theta"] = keys.number("rope.freq_base_swa", theta)
+    config["rope_parameters"] = None
+
+
 ARCHITECTURE = Architecture(
     "modernbert",
     layer=LayerRules(
@@ -67,6 +84,12 @@ ARCHITECTURE = Architecture(
         causal=False,
         norm_eps="norm_eps",
         derived=_derived,
+    ),
+    gguf=GgufRules(
+        "modern-bert",
+        tensors={"mlp.gate_up_proj": "ffn_up"},
+        read=_read_gguf,
+        keys=("hidden_activation", "attention.sliding_window_pattern", "rope.freq_base_swa"),
     ),
     tensors=TensorRules(
         names={

@@ -13,10 +13,11 @@ from sdk.models.architecture import (
     Architecture,
     ConfigRules,
     EmbeddingRules,
+    GgufRules,
     LayerRules,
     TensorRules,
 )
-from sdk.models.architectures.bert import IGNORED, NORMS
+from sdk.models.architectures.bert import GGUF_TENSORS, IGNORED, NORMS
 from sdk.models.derived import every_head_has_keys
 from sdk.quant.errors import UnsupportedError
 
@@ -86,6 +87,7 @@ ARCHITECTURE = Architecture(
         names=_NAMES,
         derived=_derived,
     ),
+    gguf=GgufRules("nomic-bert", tensors=GGUF_TENSORS),
     tensors=TensorRules(
         names={
             "model.layers": "encoder.layers",

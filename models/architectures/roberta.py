@@ -2,8 +2,8 @@
 
 Liu et al., "RoBERTa" (2019), arXiv 1907.11692; Conneau et al. (2019), arXiv 1911.02116;
 transformers' modeling_roberta.py, modeling_xlm_roberta.py, modeling_camembert.py, which are the
-same. bge-m3 and multilingual-e5 are XLM-RoBERTas. GGUF files of them are BERTs: their tables have no
-unused rows.
+same. bge-m3 and multilingual-e5 are XLM-RoBERTas. GGUF files of them are BERTs, whose tables have
+no unused rows.
 """
 
 from __future__ import annotations

@@ -49,6 +49,17 @@ TINY = {
 }
 
 
+TINY_ENCODER = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+}
+
+
 class DictCheckpoint:
     """A :class:`sdk.quant.checkpoint.Checkpoint` over a state dict."""
 
@@ -93,10 +104,21 @@ def tiny(model_type: str, seed: int = 0, **options: Any) -> Any:
     values = {**TINY, **options}
     config = transformers.AutoConfig.for_model(model_type, **values)
     config.tie_word_embeddings = values.get("tie_word_embeddings", config.tie_word_embeddings)
+    return seeded(config, transformers.AutoModelForCausalLM, seed)
+
+
+def tiny_encoder(model_type: str, **options: Any) -> Any:
+    """The same without a head."""
+    config = transformers.AutoConfig.for_model(model_type, **{**TINY_ENCODER, **options})
+    return seeded(config, transformers.AutoModel)
+
+
+def seeded(config: Any, kind: Any, seed: int = 0) -> Any:
+    """A model of the auto class ``kind``: see :func:`tiny`."""
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng():
         torch.manual_seed(seed)  # of what is not replaced below: gpt-oss adds to its sinks
-        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        model = kind.from_config(config, attn_implementation="eager")
     model = model.to(torch.float32).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -117,6 +139,8 @@ def checkpoint_of(model: Any) -> DictCheckpoint:
     if model.config.tie_word_embeddings:
         tensors.pop("lm_head.weight", None)
     own = architecture(kind)
+    if "embed_tokens.weight" in tensors:  # without a head
+        tensors = {f"model.{name}": tensor for name, tensor in tensors.items()}
     if own is not None and own.tensors.names:
         tensors = _as_ours(model)
     return DictCheckpoint(model.config.to_dict(), tensors)
