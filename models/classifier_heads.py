@@ -62,7 +62,7 @@ _HEADS: Mapping[str, HeadRules] = MappingProxyType(
 #: Those of a GGUF file, whose names say nothing about the architecture.
 _GGUF = HeadRules(("classifier.dense",), ("score",), norm=("classifier.norm",))
 _GGUF_HEADS: Mapping[str, HeadRules] = MappingProxyType(
-    {"modernbert": _GGUF._replace(activation="GELU", pooling="mean")}
+    {"modernbert": _GGUF._replace(activation="GELU", pooling="=classifier_pooling")}
 )
 #: transformers' names of activations and of poolings.
 _NAMES = {"gelu": "GELU", "relu": "ReLU", "tanh": "Tanh", "silu": "SiLU"}
@@ -87,7 +87,7 @@ def with_layers(
     fields = Fields(values)
     rules = _HEADS.get(str(kind), HeadRules((), ("score",)))
     if checkpoint.format == "gguf":
-        rules = _GGUF_HEADS.get(str(kind), _GGUF)
+        rules = _of_gguf(checkpoint, str(kind))
     steps: list[Step] = []
     if rules.dense and (rules.on_tokens or not classifier.per_token):
         steps += _before_output(checkpoint, rules, fields, hidden)
@@ -95,18 +95,31 @@ def with_layers(
     name = _found(checkpoint, out)
     weight = _matrix(checkpoint, name, (len(classifier.labels), hidden))
     steps.append(DenseStep(weight, _vector(checkpoint, f"{name}.bias", len(weight)), "Identity"))
-    pooling = _setting(fields, rules.pooling, _POOLINGS, "cls")
+    usual = "mean" if checkpoint.format == "gguf" else "cls"  # of files older than the key
+    pooling = _setting(fields, rules.pooling, _POOLINGS, usual)
     return replace(
         classifier, pooling="token" if classifier.per_token else pooling, steps=tuple(steps)
     )
 
 
+def _of_gguf(checkpoint: Checkpoint, kind: str) -> HeadRules:
+    """:raises UnsupportedError: a part of the head is not in the file."""
+    rules = _GGUF_HEADS.get(kind, _GGUF)
+    if not checkpoint.has(f"{rules.dense[0]}.weight"):
+        raise UnsupportedError(
+            f"{checkpoint.path}: the classification head has no tensor cls.weight: llama.cpp's "
+            "converter leaves out the pooler of a BERT, without which the scores would be others. "
+            "Use the model's folder"
+        )
+    if kind == "bert" and not checkpoint.has("model.embed_types.weight"):
+        return rules._replace(activation="ReLU")  # DistilBERT, whose files are called BERTs
+    return rules
+
+
 def _before_output(
     checkpoint: Checkpoint, rules: HeadRules, fields: Fields, hidden: int
 ) -> list[Step]:
-    """The dense layer and the norm. A GGUF file may have neither."""
-    if checkpoint.format == "gguf" and not checkpoint.has(f"{rules.dense[0]}.weight"):
-        return []
+    """The dense layer and the norm."""
     name = _found(checkpoint, rules.dense)
     known = tuple(_NAMES)
     activation = _setting(fields, rules.activation, known, "gelu")
