@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ import torch
 from tokenizers import Tokenizer
 
 from sdk import LLM, CheckpointError, RequestError, UnsupportedError
+from tests.gguf_models import BOOL, F32, STRING, U32, save_gguf
+from tests.loaders.conftest import GgufBytes
 from tests.tiny_encoders import build
 
 EXACT: dict[str, Any] = {"compute": "exact", "num_threads": 1}
@@ -170,3 +173,82 @@ def test_a_head_that_is_missing_is_named(tmp_path: Path) -> None:
     change(tmp_path, architectures=["BertForSequenceClassification"])
     with pytest.raises(CheckpointError, match=r"no tensor classifier.weight"):
         LLM(tmp_path, **EXACT)
+
+
+#: Parts of RoBERTa's and DistilBERT's tensors, and llama.cpp's names for them.
+_GGUF_NAMES = {
+    "embeddings.word_embeddings": "token_embd",
+    "embeddings.position_embeddings": "position_embd",
+    "embeddings.token_type_embeddings": "token_types",
+    "embeddings.LayerNorm": "token_embd_norm",
+    "attention.self.query": "attn_q",
+    "attention.self.key": "attn_k",
+    "attention.self.value": "attn_v",
+    "attention.output.dense": "attn_output",
+    "attention.output.LayerNorm": "attn_output_norm",
+    "intermediate.dense": "ffn_up",
+    "output.LayerNorm": "layer_output_norm",
+    "output.dense": "ffn_down",
+    "attention.q_lin": "attn_q",
+    "attention.k_lin": "attn_k",
+    "attention.v_lin": "attn_v",
+    "attention.out_lin": "attn_output",
+    "sa_layer_norm": "attn_output_norm",
+    "ffn.lin1": "ffn_up",
+    "ffn.lin2": "ffn_down",
+    "output_layer_norm": "layer_output_norm",
+    "classifier.dense": "cls",
+    "classifier.out_proj": "cls.output",
+    "pre_classifier": "cls",
+    "classifier": "cls.output",
+}
+
+
+def gguf(model: Any, path: Path, leave_out: str = "") -> Path:
+    """The file of a classifier as llama.cpp's converter writes it."""
+    file = GgufBytes({"general.architecture": (STRING, "bert")})
+    facts: dict[str, tuple[int, Any]] = {
+        "block_count": (U32, 2),
+        "context_length": (U32, 40),
+        "embedding_length": (U32, 32),
+        "feed_forward_length": (U32, 48),
+        "attention.head_count": (U32, 4),
+        "attention.layer_norm_epsilon": (F32, 1e-12),
+        "attention.causal": (BOOL, False),
+        "pooling_type": (U32, 4),
+    }
+    for key, value in facts.items():
+        file.metadata[f"bert.{key}"] = value
+    for name, values in model.state_dict().items():
+        stem, _, suffix = name.rpartition(".")
+        block = re.search(r"layer\.(\d)\.", stem)
+        part = stem[block.end() :] if block else re.sub(r"^(roberta|distilbert|bert)\.", "", stem)
+        if part not in _GGUF_NAMES or _GGUF_NAMES[part] == leave_out:
+            continue
+        place = f"blk.{block[1]}." if block else ""
+        rows = (
+            values[2:42] if model.config.model_type == "roberta" and "position" in part else values
+        )
+        data = np.ascontiguousarray(rows.float().numpy(), "<f4")
+        tensor = (data.shape[::-1], 0, data.tobytes())
+        file.tensors[f"{place}{_GGUF_NAMES[part]}.{suffix}"] = tensor
+    return save_gguf(path, file)
+
+
+@pytest.mark.parametrize("name", ["roberta", "distilbert"])
+def test_the_head_of_a_gguf_file_is_that_of_its_folder(name: str, tmp_path: Path) -> None:
+    kind, options = CLASSES[name]
+    model = build(tmp_path, kind, 2, **{**options, "pad_token_id": 1, "layer_norm_eps": 1e-12})
+    ids = [2, *range(5, 17), 3]
+    path = gguf(model, tmp_path / "m.gguf")
+    with LLM(path, skip_tokenizer_init=True, **EXACT) as llm:
+        [found] = llm.classify({"prompt_token_ids": ids}, use_activation=False)
+    expected = logits(model, ids)
+    assert np.allclose(found.probs, expected, rtol=0, atol=1e-4 * np.abs(expected).max())
+
+
+def test_a_gguf_file_whose_head_is_not_whole_is_refused(tmp_path: Path) -> None:
+    model = build(tmp_path, "RobertaForSequenceClassification", 2, max_position_embeddings=60)
+    path = gguf(model, tmp_path / "m.gguf", leave_out="cls")
+    with pytest.raises(UnsupportedError, match=r"no tensor cls.weight.*Use the model's folder"):
+        LLM(path, skip_tokenizer_init=True, **EXACT)
