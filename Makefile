@@ -75,8 +75,8 @@ docs: $(DOCS_TOOLS)/.embedlm-tools ## build the documentation site in build/site
 release-notes: ## print the notes of VERSION=0.1.0 (or Unreleased) from CHANGELOG.md
 	@$(PYTHON) .ci/release_notes.py "$(VERSION)"
 
-models: build ## fetch both real models the tests use into the user's cache
-	$(PY) -m sdk fetch-demo --gemma
+models: build ## fetch the three real models the tests use into the user's cache
+	$(PY) -m sdk fetch-demo --gemma --minilm
 
 browser: ## install Chromium for tests/page, as root on Debian; elsewhere say what to do
 	@.ci/browser.sh

@@ -154,6 +154,10 @@ def _norm_eps(keys: Keys, own: Architecture) -> dict[str, float]:
     return {}
 
 
+#: llama.cpp's poolings before a classification head.
+_POOLINGS = {1: "mean", 2: "cls"}
+
+
 def _classes(file: GgufFile, own: Architecture, keys: Keys) -> dict[str, Any]:
     """The keys of a classification head (llama.cpp's rerankers); none for other models."""
     head = file.tensors.get("cls.output.weight")
@@ -171,7 +175,14 @@ def _classes(file: GgufFile, own: Architecture, keys: Keys) -> dict[str, Any]:
             "cls.output.weight"
         )
     name = f"{own.model_type.title()}ForSequenceClassification"
-    return {"architectures": [name], "id2label": dict(enumerate(labels))}
+    found = {"architectures": [name], "id2label": dict(enumerate(labels))}
+    key = f"{keys.architecture}.classifier.pooling_type"
+    pooling = file.metadata.get(key)
+    if pooling is None:
+        return found
+    if pooling not in _POOLINGS:
+        raise CheckpointError(f"{file.path}: {key} is {pooling}, expected 1 (mean) or 2 (cls)")
+    return {**found, "classifier_pooling": _POOLINGS[pooling]}
 
 
 def _experts(keys: Keys, own: Architecture, rules: GgufRules) -> dict[str, Any]:

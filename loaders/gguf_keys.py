@@ -25,6 +25,7 @@ READ = frozenset(
         *("attention.causal", "attention.value_length", "attention.layer_norm_rms_epsilon"),
         "attention.layer_norm_epsilon",  # the one of LayerNorm, the other of RMSNorm
         *("attention.sliding_window", "classifier.output_labels", "pooling_type"),
+        "classifier.pooling_type",
         *("rope.dimension_count", "rope.freq_base", "rope.scale_linear"),
         *("rope.scaling.type", "rope.scaling.factor", "rope.scaling.attn_factor"),
         *("rope.scaling.original_context_length", "rope.scaling.yarn_ext_factor"),

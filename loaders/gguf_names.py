@@ -17,6 +17,8 @@ _TOP = {
     "model.norm": "output_norm",
     "lm_head": "output",
     "score": "cls.output",
+    "classifier.dense": "cls",
+    "classifier.norm": "cls.norm",
 }
 #: Inside a layer.
 _LAYER = {

@@ -12,8 +12,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
 from sdk.kernels.dataclass import dataclass
 from sdk.models.config_fields import Fields
+from sdk.quant.embedding_head import Step
 from sdk.quant.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -29,15 +32,38 @@ _ACTIVATIONS: Mapping[str, Activation] = {
     "single_label_classification": "softmax",
     "multi_label_classification": "sigmoid",
 }
+#: torch's classes, which sentence-transformers names in a config.
+_CLASSES: Mapping[str, Activation] = {
+    "Identity": "none",
+    "Sigmoid": "sigmoid",
+    "Softmax": "softmax",
+}
+_KINDS = ("ForSequenceClassification", "ForTokenClassification")
 
 
 @dataclass(frozen=True, slots=True)
 class Classifier:
-    """The classes of a checkpoint. ``tokens``: their spellings if each is a token's logit."""
+    """The classes of a checkpoint. ``tokens``: their spellings if each is a token's logit.
+
+    ``per_token``: every token of a text has classes. ``steps``: the head of an encoder, over states
+    that are pooled as ``pooling`` says; without any, it is the matrix ``score``.
+    """
 
     labels: tuple[str, ...]
     activation: Activation
     tokens: tuple[str, ...] = ()
+    per_token: bool = False
+    pooling: str = "last"
+    steps: tuple[Step, ...] = ()
+
+    def logits(self, pooled: Any) -> Any:
+        """Logits of pooled states ``[hidden]``, or of each token's ``[tokens, hidden]``."""
+        if not self.steps:
+            return pooled
+        rows = np.atleast_2d(np.asarray(pooled, np.float32))
+        for step in self.steps:
+            rows = np.stack([step(row) for row in rows])
+        return rows if self.per_token else rows[0].tolist()
 
     @property
     def generates(self) -> bool:
@@ -59,18 +85,33 @@ def classifier_of(config: Mapping[str, Any]) -> Classifier | None:
             fields.fail("classifier_from_token", "a list of strings", tokens)
         return Classifier(tuple(tokens), "softmax", tuple(tokens))
     names = config.get("architectures")
-    if not isinstance(names, (list, tuple)) or not any(map(_classifies, names)):
+    given = names if isinstance(names, (list, tuple)) else ()
+    kinds = [name for name in given if isinstance(name, str) and name.endswith(_KINDS)]
+    if not kinds:
         return None
     labels = _labels(fields)
-    usual: Activation = "sigmoid" if len(labels) == 1 else "softmax"
-    kind = config.get("problem_type")
-    if kind is not None and kind not in _ACTIVATIONS:
+    if kinds[0].endswith("ForTokenClassification"):
+        return Classifier(labels, "softmax", per_token=True)
+    return Classifier(labels, _activation(fields, len(labels)))
+
+
+def _activation(fields: Fields, labels: int) -> Activation:
+    """sentence-transformers' activation comes first, because a model's author chose it there."""
+    theirs = fields.values.get("sentence_transformers")
+    named = theirs.get("activation_fn") if isinstance(theirs, Mapping) else None
+    if named is None:
+        named = fields.values.get("sbert_ce_default_activation_function")
+    if named is not None:
+        found = _CLASSES.get(str(named).rpartition(".")[2])
+        if found is None:
+            fields.fail("activation_fn", f"one of {', '.join(_CLASSES)}", named)
+        return found
+    kind = fields.values.get("problem_type")
+    if kind is None:
+        return "sigmoid" if labels == 1 else "softmax"
+    if kind not in _ACTIVATIONS:
         fields.fail("problem_type", f"one of {sorted(_ACTIVATIONS)}", kind)
-    return Classifier(labels, usual if kind is None else _ACTIVATIONS[kind])
-
-
-def _classifies(name: object) -> bool:
-    return isinstance(name, str) and name.endswith("ForSequenceClassification")
+    return _ACTIVATIONS[kind]
 
 
 def _labels(fields: Fields) -> tuple[str, ...]:

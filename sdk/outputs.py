@@ -180,11 +180,14 @@ class PoolingRequestOutput(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ClassificationOutput:
-    """The classes of one prompt: a probability for each of ``labels``."""
+    """The classes of one prompt: a probability for each of ``labels``.
+
+    A model that classifies tokens has a list of them for each token of the prompt.
+    """
 
     request_id: str
     prompt_token_ids: list[int]
-    probs: list[float]
+    probs: list[Any]
     labels: list[str]
     finished: bool = True
     metrics: RequestMetrics | None = None
@@ -197,12 +200,17 @@ class ClassificationOutput:
     @property
     def num_classes(self) -> int:
         """The number of classes."""
-        return len(self.probs)
+        return len(self.labels)
 
     @property
-    def label(self) -> str:
-        """The most probable class."""
-        return self.labels[max(range(len(self.probs)), key=self.probs.__getitem__)]
+    def label(self) -> str | list[str]:
+        """The most probable class, or that of each token."""
+        if self.probs and isinstance(self.probs[0], list):
+            return [self._best(row) for row in self.probs]
+        return self._best(self.probs)
+
+    def _best(self, probs: list[float]) -> str:
+        return self.labels[max(range(len(probs)), key=probs.__getitem__)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,7 +87,7 @@ def _model(name: str) -> Path:
         from sdk.demo import cache_folder
 
         path = cache_folder() / name
-    assert path.is_file(), f"{path} is missing: run `make models`"
+    assert path.exists(), f"{path} is missing: run `make models`"
     return path
 
 
@@ -95,6 +95,12 @@ def _model(name: str) -> Path:
 def smollm2() -> Path:
     """SmolLM2-135M-Instruct, Q4_1 GGUF (a real model, 98 MB)."""
     return _model("SmolLM2-135M-Instruct.Q4_1.gguf")
+
+
+@pytest.fixture(scope="session")
+def minilm() -> Path:
+    """all-MiniLM-L6-v2, a folder of sentence-transformers (a real encoder, 91 MB)."""
+    return _model("all-MiniLM-L6-v2")
 
 
 @pytest.fixture(scope="session")

@@ -162,6 +162,8 @@ def _of_encoder(
     if pre_tokenizer is not None:
         _asked_split(meta, model, pre_tokenizer)
     facts = _facts(meta, vocabulary, specials, ())
+    if model == "bert":  # as in folders: [CLS] is not called BOS, and a text may begin with one
+        facts = replace(facts, bos_token_id=None)
 
     from sdk.loaders.tokenizer.encoders import unigram_tokenizer, wordpiece_tokenizer
     from sdk.loaders.tokenizer.original_json import tokenizer_json_for

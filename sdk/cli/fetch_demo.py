@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from sdk.demo import GEMMA3, SMOLLM2, fetch
+from sdk.demo import GEMMA3, MINILM, SMOLLM2, fetch
 from sdk.loading.progress import is_terminal
 
 
@@ -17,6 +17,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gemma",
         action="store_true",
         help="also fetch Gemma-3-270M Q4_K_M (253 MB), which the tests use (Gemma license)",
+    )
+    parser.add_argument(
+        "--minilm",
+        action="store_true",
+        help="also fetch all-MiniLM-L6-v2 (83 MB), an embedding model, which the retrieval guide "
+        "and the tests use (Apache-2.0)",
     )
 
 
@@ -27,6 +33,6 @@ def run(args: argparse.Namespace) -> int:
         def on_progress(text: str) -> None:
             print(text, file=sys.stderr)
 
-    for model in [SMOLLM2, GEMMA3] if args.gemma else [SMOLLM2]:
+    for model in (SMOLLM2, *[GEMMA3] * args.gemma, *[MINILM] * args.minilm):
         print(fetch(model, on_progress=on_progress))
     return 0

@@ -60,6 +60,7 @@ from sdk.memory.resolve import (
 )
 from sdk.memory.stages import stage_layers
 from sdk.models.classifier import Classifier, classifier_of
+from sdk.models.classifier_heads import with_layers
 from sdk.models.config import ModelConfig
 from sdk.models.parallel import Mesh
 from sdk.persistence.model_key import ModelKey, key_of_fork, model_key
@@ -234,7 +235,7 @@ def read_facts(config: EngineConfig, checkpoint: Checkpoint, memory: MemoryPlan)
         tokenizer=tokenizer,
         eos_token_ids=frozenset(_eos(checkpoint) if tokenizer is None else tokenizer.eos_token_ids),
         defaults=sampling_defaults(config, checkpoint),
-        classifier=classifier_of(values),
+        classifier=with_layers(checkpoint, classifier_of(values), values, model.hidden_size),
         kv_scales=len(checkpoint.kv_scales),
         results=_results(memory, model),
         headers=LoadedCheckpoint(checkpoint),

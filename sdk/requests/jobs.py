@@ -127,6 +127,11 @@ class JobMaker:
         self._encoder = encoder
         self._ids = itertools.count()
 
+    @property
+    def generates(self) -> bool:
+        """Whether the model continues texts."""
+        return self._generates and self._encoder is None
+
     def params(self, given: ParamsLike, count: int) -> list[SamplingParams]:
         """The parameters of each of ``count`` prompts."""
         if given is None or isinstance(given, SamplingParams):

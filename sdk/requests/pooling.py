@@ -178,12 +178,12 @@ class PoolingCalls:
         check_flags(use_activation=use_activation)
         classifier = self._need_classifier()
         read = self._jobs.adapted(self.read(prompts, truncate), lora)
-        found = yield from self._pooled(read, tenant, self._head(classifier))
+        found = yield from self._classes(read, tenant, classifier)
         return [
             ClassificationOutput(
                 one.request_id,
                 one.prompt_token_ids,
-                probabilities(classifier, one) if use_activation else list(one.outputs.data),
+                self._probs(classifier, one, use_activation),
                 list(classifier.labels),
                 metrics=one.metrics,
             )
@@ -425,7 +425,29 @@ class PoolingCalls:
             )
         return self._classifier
 
+    def _classes(
+        self, read: Sequence[Prompt], tenant: str | None, classifier: Classifier
+    ) -> Work[list[PoolingRequestOutput]]:
+        """The logits of the head."""
+        found = yield from self._pooled(read, tenant, self._head(classifier))
+        if not classifier.steps:
+            return found
+        return [
+            one._replace(outputs=PoolingOutput(classifier.logits(one.outputs.data)))
+            for one in found
+        ]
+
+    def _probs(self, classifier: Classifier, one: PoolingRequestOutput, use: bool) -> list[Any]:
+        """Probabilities or logits of a text, or of each of its tokens."""
+        if classifier.per_token:
+            rows = one.outputs.data.tolist()
+            return [probabilities(classifier, row) for row in rows] if use else rows
+        return probabilities(classifier, one.outputs.data) if use else list(one.outputs.data)
+
     def _head(self, classifier: Classifier) -> Pooling:
+        if classifier.steps:
+            mode: Any = classifier.pooling
+            return Pooling(mode, False)
         if not classifier.tokens:
             return Pooling("last", False, score=True, reuse_prefix=True)
         ids = tuple(map(self._reader.token_of_class, classifier.tokens))
@@ -450,9 +472,10 @@ class PoolingCalls:
             for pair in pairs
         ]
         read = self._jobs.adapted(read, lora)
-        found = yield from self._pooled(read, tenant, self._head(classifier))
+        found = yield from self._classes(read, tenant, classifier)
         return [
-            ScoringOutput(one.request_id, probabilities(classifier, one)[relevant]) for one in found
+            ScoringOutput(one.request_id, probabilities(classifier, one.outputs.data)[relevant])
+            for one in found
         ]
 
 
@@ -462,6 +485,11 @@ def relevant_class(classifier: Classifier) -> int:
     :raises RequestError: the model classifies something else.
     """
     labels = [label.lower() for label in classifier.labels]
+    if classifier.per_token:
+        raise RequestError(
+            "score: the model's head classifies the tokens of a text, which says nothing about how "
+            "well two texts match. Use classify"
+        )
     if len(labels) == 1:
         return 0
     if "yes" in labels:
@@ -473,9 +501,9 @@ def relevant_class(classifier: Classifier) -> int:
     )
 
 
-def probabilities(classifier: Classifier, pooled: PoolingRequestOutput) -> list[float]:
+def probabilities(classifier: Classifier, logits: Sequence[float]) -> list[float]:
     """The classes' probabilities, from the logits of the head."""
-    logits = list(pooled.outputs.data)
+    logits = list(logits)
     if classifier.activation == "softmax":
         best = max(logits)
         parts = [math.exp(value - best) for value in logits]

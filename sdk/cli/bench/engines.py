@@ -41,8 +41,14 @@ PEERS = {
     "transformers": "transformers",
     "transformers-bf16": "transformers",
     "peft": "peft",
+    "sentence-transformers": "sentence_transformers",
+    "fastembed": "fastembed",
     OTHER: "sdk",
 }
+#: Peers that only one suite measures.
+OF_ONE_SUITE = ("peft", "sentence-transformers", "fastembed")
+#: Peers of the embed suite.
+EMBEDDING = (OTHER, "llama.cpp", "sentence-transformers", "fastembed")
 #: Those that read the same GGUF file as we do; the others get its weights unpacked.
 READ_GGUF = (OTHER, "llama.cpp", "openvino", "openvino-f32", "mistral.rs")
 #: Characters of a peer's problem that are shown: Rust's and C++'s can be pages.
@@ -187,6 +193,11 @@ class Worker:
         )
         tokens: list[int] = found["tokens"]
         return (len(tokens) - 1) / found["seconds"] if len(tokens) > 1 else 0.0, tokens
+
+    def embed(self, texts: Sequence[str], path: Path | None = None) -> float:
+        """The seconds that the vectors of ``texts`` took. They are written to ``path``."""
+        question = {"texts": list(texts), "path": None if path is None else str(path)}
+        return float(self._ask(question)["seconds"])
 
     def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None and self._process.stdout is not None

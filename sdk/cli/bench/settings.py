@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from sdk.cli.bench.engines import OURS, READ_GGUF, Engines, Load, Peer, Worker
+from sdk.cli.bench.engines import OF_ONE_SUITE, OURS, READ_GGUF, Engines, Load, Peer, Worker
 from sdk.cli.bench.peers.opening import Opening, without_type
 from sdk.cli.bench.report import Result
 
@@ -35,13 +35,15 @@ class Settings:
     lora: str = "random:16"
     #: The type of its factors, as in ``LLM(lora_dtype=)``.
     lora_dtype: str = "auto"
+    #: The same model as a GGUF file, for llama.cpp in the embed suite.
+    gguf: str | None = None
     #: What the report says about peers that failed.
     failures: list[str] = field(default_factory=list)
 
     def engines(self, without: Sequence[str] = ()) -> list[Peer]:
         """Ours first, then the peers except those in ``without`` and their variants
         (``-bf16``, ``-f32``)."""
-        without = [*without, "peft"]  # which only the lora suite measures
+        without = [*without, *OF_ONE_SUITE]
         fine = [p for p in self.peers if without_type(p.engine) not in without]
         return [Peer(OURS), *fine]
 

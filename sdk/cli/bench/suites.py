@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from sdk.cli.bench.accuracy import measure_accuracy
+from sdk.cli.bench.embedding import LONGEST, SHORTEST, SINGLE, TEXTS, measure_embedding
 from sdk.cli.bench.engines import Engines, Load, Peer, Worker
 from sdk.cli.bench.kv import measure_kv
 from sdk.cli.bench.lora import measure_lora
@@ -325,6 +326,16 @@ SUITES = {
             Metric("share", "LoRA / plain", 3, ratio=False),
         ],
         measure_lora,
+    ),
+    "embed": Suite(
+        "Embeddings",
+        f"{TEXTS} texts of {SHORTEST} to {LONGEST} words in one call, and {SINGLE} texts one at a "
+        "time, with tokenizing; the smallest cosine with sentence-transformers' vectors",
+        [
+            Metric("texts_s", "texts/s"),
+            Metric("cosine", "cosine", 6, ratio=False),
+        ],
+        measure_embedding,
     ),
     "startup": Suite(
         "Start-up",

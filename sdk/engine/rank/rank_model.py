@@ -13,6 +13,7 @@ from sdk.kernels.lazy_torch import Tensor
 from sdk.kernels.ops import Ops
 from sdk.models.auto import build_model
 from sdk.models.classifier import Classifier, classifier_of, read_score_head
+from sdk.models.classifier_heads import has_layers, with_layers
 from sdk.models.decoder import CausalLM, Decoder
 from sdk.models.layers import Matrix, Tensors
 from sdk.models.lockstep import Lockstep
@@ -57,7 +58,11 @@ class RankModel:
                     checkpoint, mesh, ops, max_model_len=longest, config=values, layers=layers
                 )
             classifier = classifier_of(values)
-            score_head = read_score_head(checkpoint, classifier, model.config.hidden_size)
+            size, score_head = model.config.hidden_size, None
+            if has_layers(classifier, values.get("model_type")):
+                with_layers(checkpoint, classifier, values, size)  # they run where results arrive
+            else:
+                score_head = read_score_head(checkpoint, classifier, size)
             unused = unused_tensors(checkpoint, model)
             ops.finish_packing()
             undo.pop_all()

@@ -135,6 +135,8 @@ def _parameters(target: Target) -> str:
 
 
 def _capabilities(served: Served, template: str) -> list[str]:
+    if not served.llm._jobs.generates:
+        return ["embedding"]
     found = ["completion", "embedding"]
     if template:
         found.append("tools")  # a template without a place for them gets them in words

@@ -22,6 +22,8 @@ class Opening:
     ranks: int = 1
     stages: int = 1
     replicas: int = 1
+    #: Whether texts are embedded, not continued.
+    embeds: bool = False
 
 
 def without_type(engine: str) -> str:

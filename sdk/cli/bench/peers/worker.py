@@ -11,6 +11,8 @@ Each line gets one reply. On failure the reply is ``{"error"}``, and it is the l
   "tokens"}``: one request through the engine's own class, as an application would run it.
   ``schema``: a JSON schema or null; ``drafts``: whether it drafts from the prompt. ``seconds``:
   after the first token.
+- ``{"texts": [text, ...], "path"}`` -> ``{"seconds"}``, of an engine that was opened to embed. The
+  vectors are written to ``path``, if there is one: float32 ``[texts, width]``.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
+from array import array
 from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
 from typing import Any
@@ -35,11 +39,21 @@ ENGINES = {
     "transformers": ("transformers", "Transformers"),
     "vllm": ("vllm", "Vllm"),
 }
+#: Those that embed texts, in ``embedding``.
+EMBEDDING = {
+    "embedlm": "Embedlm",
+    "embedlm-other": "Embedlm",
+    "fastembed": "FastEmbed",
+    "llama.cpp": "LlamaCpp",
+    "sentence-transformers": "SentenceTransformers",
+}
 
 
 def open_peer(opening: Opening) -> Any:
     """The engine of that name. ``KV`` of its module has the types of keys and values; without it
     the engine checks them."""
+    if opening.embeds:
+        return getattr(import_module(".embedding", __package__), EMBEDDING[opening.engine])(opening)
     name, kind = ENGINES[without_type(opening.engine)]
     module = import_module(f".{name}", __package__)
     known = getattr(module, "KV", (opening.kv,))
@@ -60,6 +74,8 @@ def answers(lines: Iterable[str], open_engine: Callable[..., Any]) -> Iterator[d
                     for row in engine.logits(question["logits_of"]):
                         file.write(row.tobytes())
                 yield {}
+            elif "texts" in question:
+                yield embedded(engine, **question)
             elif "one" in question:
                 yield engine.run_one(**question)
             else:
@@ -68,6 +84,18 @@ def answers(lines: Iterable[str], open_engine: Callable[..., Any]) -> Iterator[d
         yield {"error": f"{error.name} is not installed for {sys.executable}"}
     except Exception as error:
         yield {"error": f"{type(error).__name__}: {error}"}
+
+
+def embedded(engine: Any, texts: list[str], path: str | None) -> dict[str, float]:
+    """The seconds that the vectors of texts took."""
+    start = time.perf_counter()
+    rows = engine.embed(texts)
+    took = time.perf_counter() - start
+    if path is not None:
+        with open(path, "wb") as file:
+            for row in rows:
+                file.write(array("f", map(float, row)).tobytes())
+    return {"seconds": took}
 
 
 def serve(open_engine: Callable[..., Any]) -> None:
