@@ -373,7 +373,7 @@ class Source:
         return self._bound(
             whole,
             lambda: self._columns(path, fused, parts, self.config.hidden_size, bias),
-            _joined_parts(path, whole, parts, self.config.hidden_size),
+            joined_parts(path, whole, parts, self.config.hidden_size),
             narrow=True,
             activation_bits=ACCURATE if accurate else 8,
         )
@@ -579,7 +579,7 @@ class Source:
         return self._matrix(path, pull, ACCURATE).weight
 
 
-def _joined_parts(
+def joined_parts(
     path: str, fused: str, parts: Sequence[tuple[str, int, int, int]], inputs: int
 ) -> list[Part]:
     """The parts of :meth:`Source.columns`: each matrix under its own name, and all of them as one
