@@ -327,15 +327,15 @@ class HFModel:
         setattr(model, model.base_model_prefix, self._given)
         self._head = model
         #: Why a step cannot be recorded; ``None`` if it can.
-        self._unrecorded: str | None = None
+        self.unrecorded: str | None = None
         prove_attention(self)
         #: What torch does in a recorded step, by part of the model; the proof notes it first.
         self._noted: dict[str, list[str]] = {}
-        self._unrecorded = unrecorded_reason(self)
+        self.unrecorded = unrecorded_reason(self)
 
     @property
     def ops(self) -> Ops:
-        """The operators that its layers run."""
+        """What its layers run on."""
         return self._ops
 
     @property
@@ -389,8 +389,8 @@ class HFModel:
         if not recording.active:
             yield
             return
-        if self._unrecorded is not None:
-            raise CaptureError(self._unrecorded)
+        if self.unrecorded is not None:
+            raise CaptureError(self.unrecorded)
         try:
             with recording.torch_operations(rows) as noted:
                 yield
