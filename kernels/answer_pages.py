@@ -16,8 +16,9 @@ from torch import Tensor
 from sdk.kernels.answer_place import PRODUCT, Found, Place
 from sdk.kernels.backend import Problem
 from sdk.kernels.batch import AttentionBatch
+from sdk.kernels.head_norms import HeadNorms, QueryScale
 from sdk.kernels.kv_pages import KVPages
-from sdk.kernels.reference.norm import RmsNorm
+from sdk.kernels.norm import Norm
 from sdk.kernels.reference.page_codes import page_floats
 from sdk.kernels.reference.rope import RopeAndCache
 
@@ -116,8 +117,8 @@ def _strided(values: Tensor, like: Tensor) -> Tensor:
 
 def attend(kernel: Any, place: Place, problem: Problem, like: Sequence[Any]) -> Found:
     """Decoding, alone, with drafts and after a shared prefix, and prompts: like q, pages, scale,
-    window, softcap, sinks, whether prefixes are shared."""
-    q, pages, scale, window, softcap, sinks, shares = like
+    window, softcap, sinks, slopes, whether prefixes are shared."""
+    q, pages, scale, window, softcap, sinks, slopes, shares = like
     size, heads, kv_heads = pages.page_size, q.shape[1], pages.k.shape[1]
     host = place.on_host()
     filled = _pages_like(pages, host)
@@ -132,6 +133,7 @@ def attend(kernel: Any, place: Place, problem: Problem, like: Sequence[Any]) -> 
     if hasattr(kernel, "for_any_length"):  # else its own part would not run on so few tokens
         kernel = kernel.for_any_length(own)
     sinks = None if sinks is None else place.floats(heads, seed=23)
+    slopes = None if slopes is None else place.floats(heads, seed=25)
     window = None if window is None else size + 21
     cases = {
         "decode": ([(1, 1), (size, 1), (size + 5, 1), (_LONG, 1)], 0),
@@ -147,14 +149,15 @@ def attend(kernel: Any, place: Place, problem: Problem, like: Sequence[Any]) -> 
         tokens = step.num_tokens
         queries = _strided(place.rows(tokens, heads, q.shape[2], seed=24), q)
         out = place.nan(tokens, heads * q.shape[2], dtype=place.given(q.dtype))
-        kernel.run(queries, own, step, scale, window, softcap, sinks, out)
+        kernel.run(queries, own, step, scale, window, softcap, sinks, slopes, out)
         found.append((f"{name} with {pages.dtype} pages", out, 2 * PRODUCT))
     return found
 
 
 def rope(kernel: Any, place: Place, problem: Problem, like: Sequence[Any]) -> Found:
-    """Rotation, norms before it, and what is written to pages: like q, k, v, cos, pages, norms."""
-    q, k, v, cos, pages, norms = like
+    """Rotation, norms, a scale of queries, and what is written to pages: like q, k, v, cos, pages,
+    norms, scale."""
+    q, k, v, cos, pages, norms, scale = like
     size = pages.page_size
     own = _pages_like(pages, place)
     batch = _batch(place, size, [(size + 5, 5), (1, 1), (2 * size, 1)])
@@ -163,14 +166,13 @@ def rope(kernel: Any, place: Place, problem: Problem, like: Sequence[Any]) -> Fo
         _strided(place.rows(tokens, *x.shape[1:], seed=30 + i), x) for i, x in enumerate((q, k, v))
     ]
     angles = place.floats(tokens, cos.shape[1], seed=33)
-    given = [*rows, angles.cos(), angles.sin(), batch, own]
     if norms is not None:
-        weights = [1.0 + 0.1 * place.floats(q.shape[2], seed=34 + i) for i in range(2)]
-        if kernel.normalizes:
-            given.append(replace(norms, q=weights[0], k=weights[1]))
-        else:
-            for x, weight in zip(rows[:2], weights, strict=True):
-                RmsNorm().run(x.clone(), weight, norms.eps, x)
+        weights = [1.0 + 0.1 * place.floats(q.shape[2], seed=34 + i) for i in range(3)]
+        heads = [Norm(weight, 1e-6) for weight in weights]
+        norms = HeadNorms(*heads[:2], None if norms.v is None else heads[2], norms.after)
+    if scale is not None:  # a length that some tokens exceed
+        scale = QueryScale(0.5, min(scale.length, 16))
+    given = [*rows, angles.cos(), angles.sin(), batch, own, norms, scale]
     kernel.run(*given)
     keys, values = _floats_of(own)
     return [

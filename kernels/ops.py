@@ -17,44 +17,41 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from sdk.kernels.backend import Choice, Problem
 from sdk.kernels.batch import AttentionBatch, WorkShape
 from sdk.kernels.bound import BoundLinear
-from sdk.kernels.checks import expect, expect_floats
+from sdk.kernels.checks import expect, expect_floats, expect_norm, expect_numbers
 from sdk.kernels.context import Compute, Context
 from sdk.kernels.errors import KernelError
 from sdk.kernels.graph import Recording
 from sdk.kernels.groups import Group, Link
-from sdk.kernels.head_norms import HeadNorms
+from sdk.kernels.head_norms import HeadNorms, QueryScale
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.kv_tiers import page_tier
 from sdk.kernels.layouts import Layout, Pieces, on_device
 from sdk.kernels.lazy_torch import Tensor, torch, type_name
 from sdk.kernels.low_rank import AdapterTable, Shape
+from sdk.kernels.mlp_activations import GATES, Activation, GateKind
 from sdk.kernels.moe import MoEOps
+from sdk.kernels.norm import Norm
 from sdk.kernels.offload import Offload
 from sdk.kernels.registry import linear_problem
 from sdk.kernels.rounding import Rounded, Rounding, Rows
 from sdk.kernels.sampling_ops import SamplingOps
 from sdk.kernels.self_check import SelfCheck
 
-#: What ``Problem.format`` says of attention: whether it has a window, a softcap, and sinks.
+#: What ``Problem.format`` says of attention: which of these it has.
+_ATTENTION_WORDS = ("window", "softcap", "sinks", "slopes")
 _ATTENTION = {
-    (window, cap, sinks): " ".join(
-        name for name, has in (("window", window), ("softcap", cap), ("sinks", sinks)) if has
-    )
-    for window in (False, True)
-    for cap in (False, True)
-    for sinks in (False, True)
+    has: " ".join(word for word, one in zip(_ATTENTION_WORDS, has, strict=True) if one)
+    for has in product((False, True), repeat=len(_ATTENTION_WORDS))
 }
 #: Beyond any machine; a mistyped number must not use up the system's threads.
 MAX_THREADS = 1024
-#: The last is gpt-oss' gate: see kernels/reference/norm.py.
-Activation = Literal["silu", "gelu_tanh", "gelu", "clamped_swiglu"]
 
 
 class Ops:
@@ -203,59 +200,54 @@ class Ops:
         """
         return AdapterTable(self.context, shape, dtype)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension; x may be strided."""
-        expect_floats("rms_norm x", x, self.activations)
-        expect("rms_norm weight", weight, torch.float32, x.shape[-1])
+    def norm(self, x: Tensor, norm: Norm) -> Tensor:
+        """The ``norm`` of x over the last dimension; x may be strided."""
+        expect_floats("norm x", x, self.activations)
+        expect_norm("norm", norm, x)
         out = self.empty(*x.shape, dtype=x.dtype)
         if x.numel():
-            self._kernel("rms_norm", (x, weight, x.dtype, None)).run(x, weight, eps, out)
+            kernel = self._kernel("norm", (x, norm, x.dtype, None), format=norm.form)
+            kernel.run(x, norm, out)
         return out
 
-    def add_rms_norm(
+    def add_norm(
         self,
         x: Tensor,
         residual: Tensor | None,
-        weight: Tensor,
-        eps: float,
+        norm: Norm,
         *,
         wide: bool = False,
         out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """``s = x + residual``; returns ``(rms_norm(s), s)``; ``residual``, float32, becomes s.
+        """``s = x + residual``; returns ``(norm of s, s)``; ``residual``, float32, becomes s.
 
         Without a residual s is x itself, float32. The norm is of the activations' type, with
         ``wide`` float32, in ``out`` or new.
         """
         dtype = torch.float32 if wide else self.activations
-        kernel, given, sums = self._norm_of_sums(x, residual, weight, eps, (dtype, None))
+        kernel, given, sums = self._norm_of_sums(x, residual, norm, (dtype, None))
         if out is None:
             out = self.empty(*x.shape, dtype=dtype)
         else:
-            expect("add_rms_norm out", out, dtype, *x.shape)
+            expect("add_norm out", out, dtype, *x.shape)
         if x.numel():
             kernel.run(*given, out)
         return out, sums
 
-    def add_rms_norm_for(
-        self,
-        rounding: Rounding | None,
-        x: Tensor,
-        residual: Tensor | None,
-        weight: Tensor,
-        eps: float,
+    def add_norm_for(
+        self, rounding: Rounding | None, x: Tensor, residual: Tensor | None, norm: Norm
     ) -> tuple[Rows, Tensor]:
-        """:meth:`add_rms_norm` for a projection that takes rows as codes, if ``rounding`` says so.
+        """:meth:`add_norm` for a projection that takes rows as codes, if ``rounding`` says so.
 
         Where the kernel of the norm can make them, they are those of the norm in the activations'
         type, which is not written.
         """
         if rounding is None:
-            return self.add_rms_norm(x, residual, weight, eps)
+            return self.add_norm(x, residual, norm)
         like = (self.activations, rounding)
-        kernel, given, sums = self._norm_of_sums(x, residual, weight, eps, like)
+        kernel, given, sums = self._norm_of_sums(x, residual, norm, like)
         if not kernel.rounds:
-            return self.add_rms_norm(x, residual, weight, eps)
+            return self.add_norm(x, residual, norm)
         codes = self.empty(x.shape[0], rounding.columns, dtype=rounding.dtype)
         out = Rounded(codes, self.empty(rounding.groups, x.shape[0]), x.shape[1])
         if x.numel():
@@ -266,28 +258,33 @@ class Ops:
         self,
         x: Tensor,
         residual: Tensor | None,
-        weight: Tensor,
-        eps: float,
+        norm: Norm,
         out: tuple[torch.dtype, Rounding | None],
     ) -> tuple[Any, tuple[Any, ...], Tensor]:
         """The kernel, its inputs, and what becomes ``x + residual``. ``out``: the result's type,
         or as which codes it is written."""
         sums = x if residual is None else residual
-        expect_floats("add_rms_norm x", x, self.activations)
-        expect("add_rms_norm residual", sums, torch.float32, *x.shape)
-        expect("add_rms_norm weight", weight, torch.float32, x.shape[-1])
-        op = "rms_norm" if residual is None else "add_rms_norm"
+        expect_floats("add_norm x", x, self.activations)
+        expect("add_norm residual", sums, torch.float32, *x.shape)
+        expect_norm("add_norm", norm, x)
+        op = "norm" if residual is None else "add_norm"
         codes = "" if out[1] is None else str(out[1].scheme)
-        kernel = self._kernel(op, (x, weight, *out), inputs=codes)
-        return kernel, (x, weight, eps) if residual is None else (x, residual, weight, eps), sums
+        kernel = self._kernel(op, (x, norm, *out), format=norm.form, inputs=codes)
+        return kernel, (x, norm) if residual is None else (x, residual, norm), sums
 
     def gated_activation(
-        self, gate_up: Tensor, kind: Activation, used: Tensor | None = None
+        self,
+        gate_up: Tensor,
+        kind: Activation,
+        used: Tensor | None = None,
+        numbers: Sequence[float] = (),
     ) -> Tensor:
         """``act(gate) * up`` for ``gate_up [T, 2 I]`` = gate then up; ``[T, I]``.
 
         ``used``, int32 ``[1]``: only so many rows have values (CPU kernels leave out the others).
+        ``numbers``: see :meth:`activation`.
         """
+        expect_numbers("gated_activation", kind, numbers)
         expect_floats("gated_activation", gate_up, self.activations, None, None)
         tokens, width = gate_up.shape
         if width % 2:
@@ -295,8 +292,45 @@ class Ops:
         out = self.empty(tokens, width // 2, dtype=gate_up.dtype)
         if tokens:
             kernel = self._kernel("gated_activation", (gate_up,), format=kind)
-            kernel.run(gate_up.contiguous(), kind, out, *(() if used is None else (used,)))
+            given = () if used is None else (used,)
+            kernel.run(gate_up.contiguous(), kind, out, numbers, *given)
         return out
+
+    def gate(self, x: Tensor, gate: Tensor, kind: GateKind) -> Tensor:
+        """``x [T, N]`` times the function of ``gate [T, G]``, each of a run of N / G neighbours;
+        returns x, which is overwritten. Rows of the gate may be strided.
+
+        ``sigmoid`` or ``softplus``: ``log(1 + e^gate)``.
+        """
+        expect_floats("gate x", x, self.activations, None, None)
+        expect_floats("gate", gate, self.activations, x.shape[0], None)
+        if kind not in GATES or x.shape[1] % max(gate.shape[1], 1):
+            raise KernelError(
+                f"gate: expected one of {', '.join(GATES)} for equal runs of {x.shape[1]} "
+                f"columns, found {kind!r} and {gate.shape[1]} gates"
+            )
+        if x.shape[0]:
+            self._kernel("gate", (x, gate), format=kind).run(x, gate, kind)
+        return x
+
+    def activation(
+        self,
+        x: Tensor,
+        kind: Activation,
+        used: Tensor | None = None,
+        numbers: Sequence[float] = (),
+    ) -> Tensor:
+        """``x = act(x)`` for ``x [T, I]``; returns x.
+
+        ``used``: see :meth:`gated_activation`. ``numbers``: what the activation of a layer has
+        besides its kind; of ``xielu`` alpha_p, alpha_n, beta and eps, the first two after softplus.
+        """
+        expect_floats("activation x", x, self.activations, None, None)
+        expect_numbers("activation", kind, numbers)
+        if x.shape[0]:
+            kernel = self._kernel("activation", (x,), format=kind)
+            kernel.run(x, kind, x, numbers, *(() if used is None else (used,)))
+        return x
 
     def zeros(self, rows: int, width: int) -> Tensor:
         """``[rows, width]`` of zeros, float32."""
@@ -333,6 +367,13 @@ class Ops:
         expect("softcap x", x, torch.float32)
         if x.numel():
             self._kernel("softcap", (x,)).run(x, None, cap)
+        return x
+
+    def clamp(self, x: Tensor, limit: float) -> Tensor:
+        """``x`` within ``+-limit``, in place; returns x."""
+        expect_floats("clamp x", x, self.activations)
+        if x.numel():
+            self._kernel("clamp", (x,)).run(x, None, limit)
         return x
 
     def all_reduce(self, x: Tensor, group: Group) -> Tensor:
@@ -431,14 +472,15 @@ class Ops:
         batch: AttentionBatch,
         pages: KVPages,
         norms: HeadNorms | None = None,
+        scale: QueryScale | None = None,
     ) -> Tensor:
         """Rotate q and k, and write k and v into their page slots; returns q, rotated.
 
         q ``[T, heads, head_dim]``, k and v ``[T, kv_heads, head_dim]``, rows may be strided
         views of one fused projection; cos and sin ``[T, rotary_dim / 2]`` (halves rotate against
         each other, as Hugging Face models do; dimensions beyond ``rotary_dim`` pass through).
-        ``norms`` come before the rotation, in the same kernel if it ``normalizes``. q may be
-        overwritten.
+        ``norms``: of heads, before or after the rotation. ``scale``: of queries by their positions.
+        q may be overwritten.
         """
         batch.check(pages)
         for name, x in (("q", q), ("k", k), ("v", v)):
@@ -447,15 +489,25 @@ class Ops:
             expect(f"rope {name}", x, torch.float32, batch.num_tokens, None)
         if not q.shape[0]:
             return q
-        like = (q, k, v, cos, pages, norms)
+        if norms is not None and not norms.plain:
+            q, k, v, norms = self._normalized(q, k, v, norms)
+        like = (q, k, v, cos, pages, norms, scale)
         kernel = self._kernel("rope_and_cache", like, head_dim=k.shape[2], kv_dtype=pages.dtype)
-        if norms is None or kernel.normalizes:
-            kernel.run(q, k, v, cos, sin, batch, pages, *(() if norms is None else (norms,)))
-            return q
-        q = self.rms_norm(q, norms.q, norms.eps)
-        k = self.rms_norm(k, norms.k, norms.eps)
-        kernel.run(q, k, v, cos, sin, batch, pages)
+        kernel.run(q, k, v, cos, sin, batch, pages, norms, scale)
         return q
+
+    def _normalized(
+        self, q: Tensor, k: Tensor, v: Tensor, norms: HeadNorms
+    ) -> tuple[Tensor, Tensor, Tensor, None]:
+        """q, k and v after norms that the rotation's kernels do not have."""
+        if norms.after:
+            raise KernelError(
+                "rope: norms after the rotation: expected RMSNorms with one weight for all heads "
+                "and one eps"
+            )
+        if norms.v is not None:
+            v = self.norm(v, norms.v)
+        return self.norm(q, norms.q), self.norm(k, norms.k), v, None
 
     def attention(
         self,
@@ -467,17 +519,22 @@ class Ops:
         window: int | None = None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
+        slopes: Tensor | None = None,
     ) -> Tensor:
         """Causal attention over the pages: q ``[T, heads, head_dim]`` -> ``[T, heads * head_dim]``.
 
         A token sees itself and the ``window - 1`` tokens before it (all of them without a window).
         ``softcap``: scores become ``cap * tanh(score / cap)`` (Gemma 2). ``sinks [heads]``: one
-        more logit per head that takes probability but has no value.
+        more logit per head that takes probability but has no value. ``slopes [heads]``: a key's
+        score gets its head's slope times the key's position minus the query's (ALiBi), after the
+        scale and the softcap.
         """
         batch.check(pages)
         expect_floats("attention q", q, self.activations, batch.num_tokens, None, None)
         if sinks is not None:
             expect("attention sinks", sinks, torch.float32, q.shape[1])
+        if slopes is not None:
+            expect("attention slopes", slopes, torch.float32, q.shape[1])
         tokens, heads, head_dim = q.shape
         kv_heads = pages.k.shape[1]
         if heads % kv_heads or pages.head_dim != head_dim:
@@ -489,17 +546,18 @@ class Ops:
             raise KernelError("attention: keys with a centre allow neither softcap nor sinks")
         out = self.empty(tokens, heads * head_dim, dtype=q.dtype)
         if tokens:
-            like = (q, pages, scale, window, softcap, sinks, self.shares_keys)
+            like = (q, pages, scale, window, softcap, sinks, slopes, self.shares_keys)
+            has = tuple(one is not None for one in (window, softcap, sinks, slopes))
             kernel = self._kernel(
                 "attention",
                 like,
                 head_dim=head_dim,
                 kv_dtype=pages.dtype,
-                format=_ATTENTION[window is not None, softcap is not None, sinks is not None],
+                format=_ATTENTION[has],
             )
 
             def attend(q: Tensor, batch: AttentionBatch, out: Tensor) -> None:
-                kernel.run(q, pages, batch, scale, window, softcap, sinks, out)
+                kernel.run(q, pages, batch, scale, window, softcap, sinks, slopes, out)
 
             if self.recording.cut is not None:
                 return self.recording.cut(q, out, attend)

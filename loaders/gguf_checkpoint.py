@@ -30,7 +30,7 @@ from sdk.loaders.gguf_config import (
     unread_keys,
 )
 from sdk.loaders.gguf_header import GgufTensor
-from sdk.loaders.gguf_names import expert_of, gguf_name, single_expert
+from sdk.loaders.gguf_names import LAYER_OF, expert_of, gguf_name, single_expert
 from sdk.loaders.gguf_reader import GgufFile, read_gguf
 from sdk.loaders.model_shapes import expected_shape, num_experts
 from sdk.quant.checkpoint import TensorEntry
@@ -104,6 +104,8 @@ class GgufCheckpoint:
         return weight_of(layout)
 
     def tensor(self, name: str) -> Tensor:
+        if (number := self._number(name)) is not None:
+            return torch.tensor([number])
         stored = self._find(name)
         self._check_shape(name, stored)
         expert, shape = self._expert(name, stored), stored.shape
@@ -112,8 +114,8 @@ class GgufCheckpoint:
             shape = shape[1:]
         layout = decode_matrix(stored.type, data, stored.shape[-1], self._where(stored))
         values = weight_of(layout).dequantize().reshape(shape)
-        if self.architecture.tensors.norms_minus_one and name.endswith("norm.weight"):
-            values = values - 1.0
+        if name.endswith("norm.weight"):
+            values = values - self.architecture.tensors.norm_offset(name.removesuffix(".weight"))
         self._report(stored)
         return values
 
@@ -162,6 +164,24 @@ class GgufCheckpoint:
             single = single_expert(theirs, expert)
             theirs = single if single in tensors else theirs
         return theirs, tensors.get(theirs or "")
+
+    def _number(self, name: str) -> float | None:
+        """A parameter that the metadata have, for each layer or one for all."""
+        match = LAYER_OF.fullmatch(name)
+        key = self._rules.numbers.get(match[2]) if match else None
+        if match is None or key is None:
+            return None
+        key = f"{self._rules.name}.{key}"
+        values, layers = self.metadata.get(key), self.config["num_hidden_layers"]
+        if isinstance(values, np.ndarray):
+            if values.shape != (layers,):
+                raise CheckpointError(
+                    f"{self.path}: {key}: expected {layers} numbers, found {values.size}"
+                )
+            values = values[int(match[1])]
+        if not isinstance(values, float | np.floating):
+            raise CheckpointError(f"{self.path}: {key}: expected a number, found {values!r}")
+        return float(values)
 
     def _expert(self, name: str, stored: GgufTensor) -> int | None:
         """The index of ``name`` in a tensor of all experts; None if the tensor is not of all."""

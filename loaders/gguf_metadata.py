@@ -21,7 +21,7 @@ class Keys:
     """
 
     def __init__(self, file: GgufFile, architecture: str) -> None:
-        self.metadata = file.metadata
+        self.metadata, self.tensors = file.metadata, file.tensors
         self.source = str(file.path)
         self.architecture = architecture
 
@@ -37,6 +37,9 @@ class Keys:
 
     def get(self, key: str) -> Any:
         return self.metadata.get(f"{self.architecture}.{key}")
+
+    def has_tensor(self, name: str) -> bool:
+        return name in self.tensors
 
     def integer(self, key: str, limit: tuple[int, int], default: int | None = None) -> int:
         """An integer; ``default`` where the file has none, ``None`` if it must have one."""

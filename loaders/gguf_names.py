@@ -11,6 +11,8 @@ from sdk.models.architecture import GgufRules
 
 _TOP = {
     "model.embed_tokens": "token_embd",
+    "model.embed_norm": "token_embd_norm",
+    "model.embed_positions": "position_embd",
     "model.norm": "output_norm",
     "lm_head": "output",
     "score": "cls.output",
@@ -34,7 +36,7 @@ _LAYER = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
 }
-_IN_LAYER = re.compile(r"model\.layers\.(\d{1,4})\.(.+)")
+LAYER_OF = re.compile(r"model\.layers\.(\d{1,4})\.(.+)")
 _EXPERT = re.compile(r"(.+\.mlp\.experts)\.(\d{1,4})\.(.+)")
 
 
@@ -64,7 +66,7 @@ def gguf_name(rules: GgufRules, name: str) -> str | None:
             stem, suffix = name.removesuffix(ending), ending
     if stem in _TOP:
         return _TOP[stem] + suffix
-    match = _IN_LAYER.fullmatch(stem)
+    match = LAYER_OF.fullmatch(stem)
     if match is None:
         return None
     part = rules.tensors.get(match[2]) or _LAYER.get(match[2])

@@ -16,10 +16,13 @@ _ORIGINAL = "original_context_length"
 _TYPES = ("none", "linear", "yarn", "longrope")
 
 
-def rope_scaling(file: GgufFile, keys: Keys, rotary: int) -> dict[str, Any] | None:
+def rope_scaling(
+    file: GgufFile, keys: Keys, rotary: int, *, log_multiplier: bool = False
+) -> dict[str, Any] | None:
     """``rope_scaling`` of the config; None for plain rotary embeddings.
 
-    ``rotary``: the rotated dimensions of a head. As in llama.cpp a factor without a type scales
+    ``rotary``: the rotated dimensions of a head. ``log_multiplier``: the key of YaRN's
+    ``mscale_all_dim`` is read. As in llama.cpp a factor without a type scales
     linearly, ``rope.scale_linear`` is the first name of the factor, and ``attn_factor`` multiplies
     cos and sin whatever the type. Divisors of each frequency (Llama 3's scaling), and a linear
     scaling with an ``attn_factor``, become ``{"rope_type": "freq_factors", "factors": [...]}``.
@@ -34,7 +37,7 @@ def rope_scaling(file: GgufFile, keys: Keys, rotary: int) -> dict[str, Any] | No
         raise keys.fail("rope.scaling.type", kind, ", ".join(_TYPES))
     factor = 1.0 if kind == "none" else _factor(keys)
     attention = _positive(keys, "rope.scaling.attn_factor") or 1.0
-    _check_yarn(keys, kind)
+    _check_yarn(keys, kind, log_multiplier)
     for name in ("rope_freqs.weight", "rope_factors_long.weight"):
         if kind == "yarn" and name in file.tensors:
             raise _both(file, name)
@@ -65,6 +68,8 @@ def rope_scaling(file: GgufFile, keys: Keys, rotary: int) -> dict[str, Any] | No
         )
         if attention != 1.0:
             found["attention_factor"] = attention * yarn_attention(factor)
+        if log_multiplier and (every := keys.number("rope.scaling.yarn_log_multiplier")):
+            found |= {"mscale": 1.0, "mscale_all_dim": every}
         return found
     if attention != 1.0:
         return _by_frequency([factor] * (rotary // 2), attention)
@@ -116,11 +121,13 @@ def _by_frequency(factors: list[float], attention: float) -> dict[str, Any]:
     return found if attention == 1.0 else found | {"attention_factor": attention}
 
 
-def _check_yarn(keys: Keys, kind: str) -> None:
+def _check_yarn(keys: Keys, kind: str, log_multiplier: bool) -> None:
     """:raises UnsupportedError: a key of YaRN that versions of llama.cpp read differently, or only
     for models that are not read here."""
     mixed = (1.0, -1.0) if kind == "yarn" else (0.0, -1.0)
-    neutral = {"yarn_ext_factor": mixed, "yarn_attn_factor": (1.0,), "yarn_log_multiplier": (0.0,)}
+    neutral = {"yarn_ext_factor": mixed, "yarn_attn_factor": (1.0,)}
+    if not log_multiplier:
+        neutral["yarn_log_multiplier"] = (0.0,)
     for name, values in neutral.items():
         found = keys.number(f"rope.scaling.{name}")
         if found is not None and found not in values:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,13 @@ from sdk.loaders.formats.quantized import CONFIG_FILES, Quantization, quantizati
 from sdk.loaders.formats.stored_layer import StoredLayer
 from sdk.loaders.json_file import read_json
 from sdk.loaders.model_shapes import check_config, expected_shape, experts_transposed, num_experts
+from sdk.loaders.qkv_rows import stored_rows
 from sdk.loaders.quiet import transformers_to_our_log
 from sdk.loaders.safetensors_folder import open_weights
 from sdk.loaders.safetensors_reader import SafetensorsFiles, StoredTensor, same_bytes
-from sdk.models.architecture import architecture, states_everything
-from sdk.models.config_keys import check_class, check_fixed
+from sdk.loaders.tensor_names import TensorNames
+from sdk.models.architecture import TensorRules, architecture, states_everything
+from sdk.models.config_keys import check_class, check_fixed, with_our_keys
 from sdk.quant.checkpoint import TensorEntry
 from sdk.quant.errors import CheckpointError, UnsupportedError
 from sdk.quant.permuted import Permuted, PermutedWeight
@@ -80,7 +83,13 @@ class HfFolder:
         )
         self._files: SafetensorsFiles | None = files
         self._warned: set[str] = set()
+        own = architecture(self.config.get("model_type"))
+        self._rules = TensorRules() if own is None else own.tensors
         self._tensors = self._named(files)
+        #: Our name of each tensor whose name is another one in the files.
+        self._ours: Mapping[str, str] = {}
+        if self._rules.names:
+            self._ours = {stored.name: name for name, stored in self._tensors.items()}
         if "score.weight" in self._tensors and "lm_head.weight" not in self._tensors:
             # A classification head replaces the other one, which the embedding stands in for.
             self.config = {**self.config, "tie_word_embeddings": True}
@@ -104,6 +113,11 @@ class HfFolder:
     def weight(self, name: str) -> Weight:
         name = spelled_as_ours(name)  # transformers' code uses Mixtral's first spelling too
         found = self._weight(name)
+        rows = stored_rows(self.config, name)
+        if rows is not None:
+            self._check_rows(name, found.shape[0], rows)
+            assert isinstance(found, PackedWeight | PermutedWeight)
+            return found.with_rows(rows)
         if not self._by_mistral or not name.endswith((".q_proj", ".k_proj")):
             return found
         queries = name.endswith(".q_proj")
@@ -125,9 +139,10 @@ class HfFolder:
         stored = self._find(name, f"{name}.weight")
         if len(stored.shape) != 2:
             raise self._fail(stored, f"expected a matrix, found shape {list(stored.shape)}")
-        layout = Dense(self._read(name, stored))
+        turned = self._rules.layers_transposed and name.startswith("model.layers.")
+        values = self._read(name, stored, turned=turned)
         self._report(stored)
-        return weight_of(layout)
+        return weight_of(Dense(values.t() if turned else values))
 
     def tensor(self, name: str) -> Tensor:
         name = spelled_as_ours(name)
@@ -140,7 +155,11 @@ class HfFolder:
         stored = self._find(name, name)
         values = self._read(name, stored).to(torch.float32)
         self._report(stored)
-        return values
+        rows = stored_rows(self.config, name)
+        if rows is None:
+            return values
+        self._check_rows(name, len(values), rows)
+        return values[rows]
 
     def has(self, name: str) -> bool:
         self._opened()
@@ -158,11 +177,11 @@ class HfFolder:
         }
         if self._quantization is not None:
             self._join_packed(self._quantization, entries)
-        return list(entries.values())
+        return [self._as_ours(entry) for entry in entries.values()]
 
     def unused(self) -> list[str]:
         return [
-            stored.name
+            self._ours.get(stored.name, stored.name)
             for name, stored in self._tensors.items()
             if stored.name not in self._pulled
             and not name.endswith(KV_SCALES)
@@ -208,7 +227,27 @@ class HfFolder:
 
     def _named(self, files: SafetensorsFiles) -> dict[str, StoredTensor]:
         """Every tensor of the model by our name."""
+        if self._rules.names:
+            ours = TensorNames(self._rules.names).ours
+            return {ours(name): stored for name, stored in files.tensors.items()}
         return _canonical_names(files, self._by_mistral)
+
+    def _as_ours(self, entry: TensorEntry) -> TensorEntry:
+        """The entry of a tensor whose name in the files does not say what it is, or whose matrix
+        they store as ``[in, out]``."""
+        ours = self._ours.get(entry.name)
+        if ours is None:
+            return entry
+        turned = self._rules.layers_transposed and ours.startswith("model.layers.")
+        turned = turned and len(entry.shape) == 2 and entry.format in _FLOATS
+        return replace(entry, name=ours, shape=entry.shape[::-1] if turned else entry.shape)
+
+    def _check_rows(self, name: str, found: int, rows: Tensor) -> None:
+        if found != len(rows):
+            raise CheckpointError(
+                f"{self.path}: {name}: expected {len(rows)} rows for the heads of the config, found "
+                f"{found}"
+            )
 
     def _opened(self) -> SafetensorsFiles:
         if self._files is None:
@@ -311,8 +350,13 @@ class HfFolder:
             self._warned.add(what)
             logger.warning("%s: %s: %s (and maybe others)", self.path, name, what)
 
-    def _read(self, name: str, stored: StoredTensor, expert: int | None = None) -> Tensor:
+    def _read(
+        self, name: str, stored: StoredTensor, expert: int | None = None, *, turned: bool = False
+    ) -> Tensor:
+        """``turned``: the file has the matrix as ``[in, out]``."""
         expected = expected_shape(self.config, name.removesuffix(".weight"), stored.shape)
+        if expected is not None and turned:
+            expected = expected[::-1]
         if expected is not None and stored.shape != expected:
             raise self._fail(
                 stored,
@@ -390,7 +434,9 @@ def complete_config(raw: dict[str, Any], source: str) -> dict[str, Any]:
     check_fixed(raw, source)
     _check_partial_rotation(raw, source)
     given = {key: value for key, value in raw.items() if key != "auto_map"}
-    return given if states_everything(given) else filled_by_transformers(given, source)
+    if states_everything(given):
+        return given
+    return with_our_keys(filled_by_transformers(given, source))
 
 
 def filled_by_transformers(given: dict[str, Any], source: str) -> dict[str, Any]:

@@ -153,8 +153,12 @@ def expected_shape(
         keys=kv_heads * width,
         experts=num_experts(config),
     )
-    stem = name.removesuffix(".bias").rpartition(".")[2]
-    shape = _llama_shape(sizes, stem, known.layer)
+    path, _, stem = name.removesuffix(".bias").rpartition(".")
+    gate = known.layer.output_gate
+    if gate is not None and path.endswith("self_attn") and stem == gate.projection:
+        shape: tuple[int, ...] | None = (heads if gate.per_head else sizes.queries, hidden)
+    else:
+        shape = _llama_shape(sizes, stem, known.layer)
     return shape[:1] if shape is not None and name.endswith(".bias") else shape
 
 
@@ -170,9 +174,13 @@ def _llama_shape(sizes: _Sizes, stem: str, layer: LayerRules) -> tuple[int, ...]
         "v_proj": (keys, hidden),
         "qkv_proj": (queries + 2 * keys, hidden),
         "o_proj": (hidden, queries),
-        "q_norm": (queries if wide else sizes.head_dim,),
-        "k_norm": (keys if wide else sizes.head_dim,),
+        layer.qk_norm_names[0]: (queries if wide else sizes.head_dim,),
+        layer.qk_norm_names[1]: (keys if wide else sizes.head_dim,),
         "sinks": (sizes.heads,),
+        "alpha_p": (1,),
+        "alpha_n": (1,),
+        "beta": (),
+        "eps": (),  # of xIELU
         "gate_proj": (inner, hidden),
         "up_proj": (inner, hidden),
         "gate_up_proj": (2 * inner, hidden),
@@ -180,6 +188,6 @@ def _llama_shape(sizes: _Sizes, stem: str, layer: LayerRules) -> tuple[int, ...]
     }
     if sizes.experts is not None:
         shapes["gate"] = shapes["router"] = (sizes.experts, hidden)
-    if stem == "norm" or stem.endswith("layernorm"):
+    if stem == "norm" or (stem.endswith("layernorm") and stem not in layer.qk_norm_names):
         return (hidden,)
     return shapes.get(stem)

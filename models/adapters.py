@@ -15,7 +15,8 @@ from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.low_rank import AdapterTable, Factors, Shape, Update, factor_memory
 from sdk.kernels.ops import Ops
 from sdk.models.decoder import CausalLM, Decoder
-from sdk.models.layers import Embedding, ExpertProjection, Part, Projection
+from sdk.models.layers import Embedding, ExpertProjection, Projection
+from sdk.models.parts import Part
 from sdk.quant.adapter import Adapter, LowRank
 from sdk.quant.errors import AdapterError
 
@@ -191,15 +192,9 @@ class ModelAdapters:
                 )
             factors, bias = found.setdefault(index, ([], None))
             columns = slice(part.columns[0], sum(part.columns))
-            rows = [slice(start, start + count) for start, count in part.rows]
-            b = (
-                torch.cat([matrix.b[rows_] for rows_ in rows])
-                if len(rows) > 1
-                else matrix.b[rows[0]]
-            )
-            factors.append(Factors(matrix.a[:, columns], b, part.first))
+            factors.append(Factors(matrix.a[:, columns], _rows(matrix.b, part), part.first))
             if matrix.bias is not None:
-                own = torch.cat([matrix.bias[rows_] for rows_ in rows])
+                own = _rows(matrix.bias, part)
                 found[index] = factors, self._joined_bias(index, part, own, bias)
         return found
 
@@ -233,6 +228,13 @@ class ModelAdapters:
         near = get_close_matches(path, self._parts, 1)
         example = near[0] if near else next(iter(self._parts), "none")
         return f"the model has no such matrix that an adapter can change; it has {example}, ..."
+
+
+def _rows(x: Tensor, part: Part) -> Tensor:
+    """The rows of ``x`` that a projection has, in its order."""
+    rows = [x[start : start + count] for start, count in part.rows]
+    found = torch.cat(rows) if len(rows) > 1 else rows[0]
+    return found if part.order is None else found[part.order]
 
 
 def _of_ids(where: str, matrix: LowRank) -> LowRank:

@@ -22,25 +22,47 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 from sdk.models.sliding import SlidingRule, no_layer
 
 if TYPE_CHECKING:
-    from sdk.kernels.ops import Activation
+    from sdk.kernels.head_norms import QueryScale
+    from sdk.kernels.mlp_activations import Activation, GateKind
     from sdk.models.config_fields import Fields
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
-#: What every config must state itself, or else transformers' class fills it in.
+#: What every config must state itself, or else transformers' class fills it in; besides the eps of
+#: norms.
 STATED = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-    *("num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings"),
+    *("num_key_value_heads", "max_position_embeddings", "tie_word_embeddings"),
 )
+#: The key of most configs.
+RMS_NORM_EPS = "rms_norm_eps"
 
 
 class Biases(NamedTuple):
-    """Which projections of a layer have biases: q, k and v, that after attention, the MLP's."""
+    """Which projections have biases: q, k and v, that after attention, the MLP's, the head."""
 
     qkv: bool = False
     output: bool = False
     mlp: bool = False
+    head: bool = False
+
+
+def always(fields: Fields) -> bool:
+    """A rule for models without the choice."""
+    return True
+
+
+class Alibi(NamedTuple):
+    """Attention with linear biases (Press et al. 2021, arXiv 2108.12409) in place of positions:
+    the slope of a head times the distance of a key, which is at most 0, is added to its score.
+
+    ``most``: the exponent of the steepest head's slope is ``most / heads``. ``scaled``: scores and
+    biases are multiplied by the scale of attention, not scores alone (Falcon).
+    """
+
+    most: float = 8.0
+    scaled: bool = False
 
 
 class ConfigRules(NamedTuple):
@@ -57,8 +79,16 @@ class ConfigRules(NamedTuple):
     ``fixed``: keys that are supported with this value alone.
     ``activation``: reads the activation; ``None`` for the name in ``hidden_act``.
     ``embedding_scale``: the factor of embeddings by hidden size, where the config has none.
+    ``rotation(parameters, head_dim)``: the parameters of a rotary embedding as other models have
+    them. ``query_scale``: reads the scale of queries by their positions, if there is one.
     ``biases``: the projections with biases; ``None``: ``attention_bias`` says it of all four of
     attention, ``mlp_bias`` of the MLP's.
+    ``norm_eps``: the key of the eps of norms, or the eps itself where the code fixes it.
+    ``parallel_blocks``: whether attention and MLP of a layer read the same sum, and both are added
+    to it; ``None``: they come one after the other.
+    ``names``: keys that a config of this model spells differently, ours to the file's.
+    ``derived(config)``: sets what follows from other keys, under our names; it may be called twice.
+    ``alibi``: the linear biases of attention, if it has them.
     """
 
     keys: tuple[str, ...] = ()
@@ -72,13 +102,21 @@ class ConfigRules(NamedTuple):
     activation: Callable[[Fields], Activation] | None = None
     embedding_scale: Callable[[int], float] | None = None
     biases: Callable[[Fields], Biases] | None = None
+    rotation: Callable[[Mapping[str, Any], int], Mapping[str, Any]] | None = None
+    query_scale: Callable[[Fields], QueryScale | None] | None = None
+    norm_eps: str | float = RMS_NORM_EPS
+    parallel_blocks: Callable[[Fields], bool] | None = None
+    names: Mapping[str, str] = NOTHING
+    derived: Callable[[dict[str, Any]], None] | None = None
+    alibi: Callable[[Fields], Alibi | None] | None = None
 
 
 class Norms(NamedTuple):
     """The norms of a layer, by their names in a checkpoint; ``None`` where there is none.
 
     A block (attention or MLP) reads the norm of the sum of all before it; the norm after a block
-    is of its output, before that is added to the sum.
+    is of its output, before that is added to the sum. Of parallel blocks both may read that before
+    attention; the MLP then has none.
     """
 
     before_attention: str | None = "input_layernorm"
@@ -87,6 +125,8 @@ class Norms(NamedTuple):
     after_mlp: str | None = None
 
 
+#: One norm for both of two parallel blocks (Command R).
+ONE_NORM = Norms(before_mlp=None)
 #: Norms after the blocks alone (OLMo 2), and around each (Gemma 2).
 NORMS_AFTER = Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 NORMS_AROUND = Norms(
@@ -97,40 +137,110 @@ NORMS_AROUND = Norms(
 )
 
 
+class NormKind(NamedTuple):
+    """What the norms of a model compute: see :class:`sdk.kernels.norm.Norm`."""
+
+    centred: bool = False
+    weight: bool = True
+    bias: bool = False
+
+
+#: torch's LayerNorm.
+LAYER_NORM = NormKind(centred=True, bias=True)
+
+
+class OutputGate(NamedTuple):
+    """A gate on what attention adds: ``y * kind(projection(x))``, before the output projection.
+
+    ``projection``: its name beside the others. ``per_head``: it has one number for each head, else
+    one for each feature. ``kind``: ``sigmoid`` or ``softplus``.
+    """
+
+    projection: str = "gate_proj"
+    kind: GateKind = "sigmoid"
+    per_head: bool = False
+
+
 class LayerRules(NamedTuple):
     """What a decoder layer computes, as far as all layers of a model do the same.
 
     ``norms``: see :class:`Norms`.
-    ``qk_norm``: an RMSNorm of queries and keys before the rotation: over each head, or over the
-    whole width of all heads.
+    ``qk_norm``: an RMSNorm of queries and keys before the rotation: over each head, with a weight
+    or without one (``unweighted``), or over the whole width of all heads.
     ``adjacent_pairs``: dimensions 2i and 2i + 1 of a head turn together, as stored; of other models
     i and i + d / 2 do.
     ``sinks``: every head has an attention sink.
     ``router``: the name of the router of experts, beside them.
+    ``norm``: what all norms compute.
+    ``qk_norm_names``: the names of those norms, beside the projections.
+    ``norm_after_rotation``: the norms of heads come after the rotation.
+    ``v_norm``: values have an RMSNorm without a weight over each head.
+    ``output_gate``: see :class:`OutputGate`.
+    ``parallel_norms``: the norms where blocks are parallel (``ConfigRules.parallel_blocks``).
+    ``gated``: the MLP has a gate beside its first projection.
     """
 
     norms: Norms = Norms()
-    qk_norm: Literal["head", "width"] | None = None
+    qk_norm: Literal["head", "unweighted", "width"] | None = None
     adjacent_pairs: bool = False
     sinks: bool = False
     router: str = "gate"
+    norm: NormKind = NormKind()
+    qk_norm_names: tuple[str, str] = ("q_norm", "k_norm")
+    norm_after_rotation: bool = False
+    v_norm: bool = False
+    output_gate: OutputGate | None = None
+    parallel_norms: Norms = ONE_NORM
+    gated: bool = True
+
+    def norms_of(self, parallel: bool) -> Norms:
+        """The norms of a layer whose blocks are parallel, or come one after the other."""
+        return self.parallel_norms if parallel else self.norms
 
 
 class TensorRules(NamedTuple):
     """How the tensors of a Hugging Face folder are stored.
 
-    ``norms_minus_one``: the weights of norms are stored minus 1.
+    ``norms_minus_one``: the weights of norms are stored minus 1; ``final_norm_whole``: but for the
+    last one.
     ``experts_transposed``: a float tensor with all experts of a layer is ``[E, in, out]``, always
     or in some files. In those, the shape tells; a tensor that can be either is ``[E, out, in]``.
     ``gate_up_interleaved``: rows of gate and up alternate in such a tensor.
     ``block_sparse_moe``: transformers finds packed experts only under the names
     ``block_sparse_moe.experts.0.w1``.
+    ``names``: names that differ from a Llama's, ours to the file's; those of a layer without
+    ``model.layers.0.``, which ``model.layers`` renames. See :mod:`sdk.loaders.tensor_names`.
+    ``qkv_by_group``: the rows of ``qkv_proj`` are those of one key/value head after the other: its
+    query heads, its key, its value.
+    ``layers_transposed``: float matrices of layers are ``[in, out]``; packed ones are not.
     """
 
     norms_minus_one: bool = False
     experts_transposed: Literal["always", "sometimes"] | None = None
     gate_up_interleaved: bool = False
     block_sparse_moe: bool = False
+    names: Mapping[str, str] = NOTHING
+    qkv_by_group: bool = False
+    layers_transposed: bool = False
+    final_norm_whole: bool = False
+
+    def norm_offset(self, path: str) -> float:
+        """What is added to the stored weight of the norm ``path``."""
+        whole = self.final_norm_whole and path == "model.norm"
+        return 1.0 if self.norms_minus_one and not whole else 0.0
+
+
+class EmbeddingRules(NamedTuple):
+    """What happens to embeddings before the first layer.
+
+    ``positions``: the row of position 0 in a table of learned positions, ``model.embed_positions``,
+    which are added; ``None``: there is none. ``norm``: they have a norm, ``model.embed_norm``.
+    ``unweighted_norm``: they have an RMSNorm without a weight.
+    """
+
+    positions: int | None = None
+    norm: bool = False
+    unweighted_norm: bool = False
 
 
 class GgufKeys(Protocol):
@@ -144,6 +254,8 @@ class GgufKeys(Protocol):
     def integer(self, key: str, limit: tuple[int, int], default: int | None = None) -> int: ...
 
     def number(self, key: str, default: float | None = None) -> float | None: ...
+
+    def has_tensor(self, name: str) -> bool: ...
 
     def flag(self, key: str, default: bool) -> bool: ...
 
@@ -167,6 +279,10 @@ class GgufRules(NamedTuple):
     ``slides``: sliding layers have the scaling of the others ("scaled") or none ("plain"), and the
     base ``rope.freq_base_swa`` if a file has it. ``None``: there are none, or ``read`` does it.
     ``interleaved_qk``: rows of q and k are interleaved so that rotary pairs are adjacent.
+    ``numbers``: parameters of one number in a layer, ours to the key of the metadata that has those
+    of all layers.
+    ``yarn_log_multiplier``: llama.cpp reads ``rope.scaling.yarn_log_multiplier`` for this model, as
+    ``mscale_all_dim`` of a config whose ``mscale`` is 1.
     """
 
     name: str
@@ -178,6 +294,8 @@ class GgufRules(NamedTuple):
     keys: tuple[str, ...] = ()
     slides: Literal["scaled", "plain"] | None = None
     interleaved_qk: bool = False
+    numbers: Mapping[str, str] = NOTHING
+    yarn_log_multiplier: bool = False
 
 
 class Architecture(NamedTuple):
@@ -196,6 +314,7 @@ class Architecture(NamedTuple):
     gguf: GgufRules | None = None
     more_gguf: tuple[GgufRules, ...] = ()
     wide_range: bool = False
+    embedding: EmbeddingRules = EmbeddingRules()
 
 
 @cache
@@ -219,8 +338,10 @@ def states_everything(config: Mapping[str, Any]) -> bool:
         return False
     if config.get("rope_theta") is None and not config.get("rope_parameters"):
         return False
+    eps = known.config.norm_eps
+    stated = (*STATED, eps) if isinstance(eps, str) else STATED
     may_be_null = ("eos_token_id", *known.config.stated)
-    return all(config.get(key) is not None for key in STATED) and config.keys() >= {*may_be_null}
+    return all(config.get(key) is not None for key in stated) and config.keys() >= {*may_be_null}
 
 
 def gguf_architecture(name: object, keys: GgufKeys) -> tuple[Architecture, GgufRules] | None:

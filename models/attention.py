@@ -6,10 +6,13 @@ torch is imported for type checkers only: see :mod:`sdk.models.architecture`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from sdk.kernels.head_norms import HeadNorms
 from sdk.kernels.lazy_torch import torch
+from sdk.kernels.norm import Norm
+from sdk.models.alibi import alibi_slopes
 from sdk.models.architecture import LayerRules
 
 if TYPE_CHECKING:
@@ -32,7 +35,7 @@ class Step(NamedTuple):
 class Attention:
     """Grouped-query attention of one layer.
 
-    ``sinks`` float32 ``[heads]``: see :meth:`sdk.kernels.ops.Ops.attention`.
+    ``sinks``, ``slopes`` float32 ``[heads]``: see :meth:`sdk.kernels.ops.Ops.attention`.
     """
 
     def __init__(
@@ -42,16 +45,26 @@ class Attention:
         self.ops = source.ops
         self.heads, self.kv_heads, self.head_dim = heads.count, heads.kv_count, c.head_dim
         self.scale, self.softcap = c.attention_scale, c.attention_softcap
-        self.window = c.sliding_windows[index]
+        self.window, self.clip = c.sliding_windows[index], c.qkv_clip
         self.rope = c.rope_of_layer[index]
         d = c.head_dim
+        self.query_scale = c.query_scale
+        self.gate = gate = rules.output_gate
         keys = (c.num_kv_heads * d, heads.kv_start * d, heads.kv_count * d)
         parts = [
             ("q_proj", c.num_heads * d, heads.start * d, heads.count * d),
             ("k_proj", *keys),
             ("v_proj", *keys),
         ]
-        self.qkv = self.projection(source, path, parts)
+        if gate is not None:  # of the same input: a part of the same product
+            width = 1 if gate.per_head else d
+            sizes = (c.num_heads * width, heads.start * width, heads.count * width)
+            parts.append((gate.projection, *sizes))
+        head = order = None
+        if rules.adjacent_pairs and c.ropes[self.rope].rotates:
+            head = _halves_of_pairs(d, c.ropes[self.rope].rotary_dim)
+            order = _of_heads(head, self.heads + self.kv_heads, sum(count for *_, count in parts))
+        self.qkv = self.projection(source, path, parts, order)
         self.out = source.row(
             f"{path}.o_proj",
             c.num_heads * d,
@@ -61,26 +74,30 @@ class Attention:
         )
         self.norms: HeadNorms | None = None
         self.width_norms: WidthNorms | None = None
-        if rules.qk_norm == "head":
-            q_norm, k_norm = (source.norm(f"{path}.{x}_norm", d) for x in "qk")
-            self.norms = HeadNorms(q_norm, k_norm, c.rms_norm_eps)
-        elif rules.qk_norm == "width":
+        if rules.qk_norm == "width":
             self.width_norms = WidthNorms(source, path)
+        elif rules.qk_norm is not None:
+            self.norms = _head_norms(source, path, rules, head)
         self.sinks: Tensor | None = None
         if rules.sinks:
             sinks = source.vector(f"{path}.sinks", c.num_heads)
             self.sinks = sinks[heads.start : heads.start + heads.count].contiguous()
-        self._order = None
-        if rules.adjacent_pairs:
-            rotary = c.ropes[self.rope].rotary_dim
-            self._order = _halves_of_pairs(self.heads, self.kv_heads, d, rotary).to(self.ops.device)
+        self.slopes: Tensor | None = None
+        if c.alibi is not None:
+            slopes = alibi_slopes(c.alibi, c.num_heads, c.attention_scale)
+            own = slopes[heads.start : heads.start + heads.count]
+            self.slopes = torch.from_numpy(own).to(self.ops.device)
 
     def projection(
-        self, source: Source, path: str, parts: Sequence[tuple[str, int, int, int]]
+        self,
+        source: Source,
+        path: str,
+        parts: Sequence[tuple[str, int, int, int]],
+        order: Tensor | None,
     ) -> Projection:
-        """The projection to queries, keys and values."""
+        """The projection to queries, keys and values, in this order of features."""
         bias = source.config.attention_bias
-        return source.columns(path, "qkv_proj", parts, bias=bias, accurate=True)
+        return source.columns(path, "qkv_proj", parts, bias=bias, accurate=True, order=order)
 
     @property
     def rounding(self) -> Rounding | None:
@@ -91,15 +108,19 @@ class Attention:
         return self.attend(self.qkv(x), step, pages)
 
     def attend(self, qkv: Tensor, step: Step, pages: KVPages) -> Tensor:
-        """Attention of the projected ``[T, features of q, k and v]``."""
-        if self._order is not None:
-            qkv = self.ops.take_columns(qkv, self._order)
-        heads = qkv.view(qkv.shape[0], -1, self.head_dim)
-        q, k, v = heads.split_with_sizes([self.heads, self.kv_heads, self.kv_heads], dim=1)
+        """Attention of the projected ``[T, features of q, k, v and the gate]``."""
+        if self.clip is not None:
+            qkv = self.ops.clamp(qkv, self.clip)
+        counts = [self.heads, self.kv_heads, self.kv_heads]
+        width = sum(counts) * self.head_dim
+        heads = qkv[:, :width].view(qkv.shape[0], -1, self.head_dim)
+        q, k, v = heads.split_with_sizes(counts, dim=1)
         if self.width_norms is not None:
             q, k = self.width_norms(q, k)
         cos, sin = step.angles[self.rope]
-        q = self.ops.rope_and_cache(q, k, v, cos, sin, step.batch, pages, self.norms)
+        q = self.ops.rope_and_cache(
+            q, k, v, cos, sin, step.batch, pages, self.norms, self.query_scale
+        )
         y = self.ops.attention(
             q,
             pages,
@@ -108,7 +129,10 @@ class Attention:
             window=self.window,
             softcap=self.softcap,
             sinks=self.sinks,
+            slopes=self.slopes,
         )
+        if self.gate is not None:
+            y = self.ops.gate(y, qkv[:, width:], self.gate.kind)
         return self.out(y)
 
 
@@ -121,36 +145,64 @@ class WidthNorms:
     def __init__(self, source: Source, path: str) -> None:
         c, heads = source.config, source.heads
         self.ops = source.ops
-        self.eps = c.rms_norm_eps
         self.mesh = source.mesh
         self.q_width, self.k_width = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
         self.kv_copies = heads.kv_copies
-        q_norm = source.norm(f"{path}.q_norm", self.q_width).view(-1, c.head_dim)
-        k_norm = source.norm(f"{path}.k_norm", self.k_width).view(-1, c.head_dim)
-        self.q_norm = q_norm[heads.start : heads.start + heads.count].flatten()
-        self.k_norm = k_norm[heads.kv_start : heads.kv_start + heads.kv_count].flatten()
+        q_norm = source.norm(f"{path}.q_norm", self.q_width)
+        k_norm = source.norm(f"{path}.k_norm", self.k_width)
+        self.q_norm = _part_of(q_norm, c.head_dim, heads.start, heads.count)
+        self.k_norm = _part_of(k_norm, c.head_dim, heads.kv_start, heads.kv_count)
 
     def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Of q ``[T, heads, head_dim]`` and k ``[T, kv_heads, head_dim]``."""
         wide_q, wide_k = q.flatten(1), k.flatten(1)
         if self.mesh.group is None:
-            wide_q = self.ops.rms_norm(wide_q, self.q_norm, self.eps)
-            wide_k = self.ops.rms_norm(wide_k, self.k_norm, self.eps)
+            wide_q = self.ops.norm(wide_q, self.q_norm)
+            wide_k = self.ops.norm(wide_k, self.k_norm)
         else:
             squares = wide_q.new_empty(len(wide_q), 2)
             squares[:, 0] = (wide_q * wide_q).sum(dim=1) / self.q_width
             squares[:, 1] = (wide_k * wide_k).sum(dim=1) / (self.k_width * self.kv_copies)
-            shrink = (self.ops.all_reduce(squares, self.mesh.group) + self.eps).rsqrt()
-            wide_q = wide_q * shrink[:, :1] * self.q_norm
-            wide_k = wide_k * shrink[:, 1:] * self.k_norm
+            shrink = (self.ops.all_reduce(squares, self.mesh.group) + self.q_norm.eps).rsqrt()
+            assert self.q_norm.weight is not None and self.k_norm.weight is not None
+            wide_q = wide_q * shrink[:, :1] * self.q_norm.weight
+            wide_k = wide_k * shrink[:, 1:] * self.k_norm.weight
         return wide_q.view(q.shape), wide_k.view(k.shape)
 
 
-def _halves_of_pairs(heads: int, kv_heads: int, head_dim: int, rotary: int) -> Tensor:
-    """Columns of q, k and v, int32: of q and k the first dimension of every pair of the rotated
-    ones, then the second. The scores of a query and a key do not depend on the order."""
+def _head_norms(source: Source, path: str, rules: LayerRules, order: Tensor | None) -> HeadNorms:
+    """The norms of each head. ``order``: of the features of queries and keys.
+
+    What has no weight gets one of ones, with which the rotation's kernel takes it. A GGUF file may
+    have weights where the model has none: its converter writes factors there.
+    """
+    width, eps = source.config.head_dim, source.config.norm_eps
+    plain = Norm(torch.ones(width, device=source.ops.device), eps)
+    q = k = plain
+    names = [f"{path}.{name}" for name in rules.qk_norm_names]
+    if rules.qk_norm == "head" or source.has(f"{names[0]}.weight"):
+        q, k = (source.norm(name, width) for name in names)
+    if order is not None and q.weight is not None and k.weight is not None:
+        q, k = replace(q, weight=q.weight[order]), replace(k, weight=k.weight[order])
+    return HeadNorms(q, k, plain if rules.v_norm else None, rules.norm_after_rotation)
+
+
+def _part_of(norm: Norm, head_dim: int, start: int, count: int) -> Norm:
+    """What a rank has of an RMSNorm over the width of all heads."""
+    assert norm.weight is not None
+    own = norm.weight.view(-1, head_dim)[start : start + count].flatten()
+    return Norm(own, norm.eps)
+
+
+def _halves_of_pairs(head_dim: int, rotary: int) -> Tensor:
+    """Features of a head, int64: the first dimension of every pair of the rotated ones, then the
+    second. The scores of a query and a key do not depend on the order."""
     rest = torch.arange(rotary, head_dim)
-    head = torch.cat([torch.arange(0, rotary, 2), torch.arange(1, rotary, 2), rest])
-    turned = (torch.arange(heads + kv_heads)[:, None] * head_dim + head).flatten()
-    values = torch.arange(kv_heads * head_dim) + len(turned)
-    return torch.cat([turned, values]).to(torch.int32)
+    return torch.cat([torch.arange(0, rotary, 2), torch.arange(1, rotary, 2), rest])
+
+
+def _of_heads(head: Tensor, count: int, features: int) -> Tensor:
+    """The order of ``features``, int64: of the first ``count`` heads that of ``head``."""
+    width = len(head)
+    first = (torch.arange(count)[:, None] * width + head).flatten()
+    return torch.cat([first, torch.arange(count * width, features)])

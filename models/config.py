@@ -13,8 +13,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from sdk.kernels.dataclass import dataclass
-from sdk.kernels.ops import Activation
-from sdk.models.architecture import Architecture, Biases, ConfigRules, architecture
+from sdk.kernels.head_norms import QueryScale
+from sdk.kernels.mlp_activations import Activation
+from sdk.models.architecture import Alibi, Architecture, Biases, ConfigRules, architecture
 from sdk.models.config_fields import (
     MAX_EXPERTS,
     MAX_LAYERS,
@@ -25,7 +26,7 @@ from sdk.models.config_fields import (
     activation_named,
     without_null,
 )
-from sdk.models.config_keys import check_fixed, check_fixed_by_model, only_read
+from sdk.models.config_keys import check_fixed, check_fixed_by_model, only_read, with_our_keys
 from sdk.models.rope import RopeSpec
 from sdk.models.rope_config import ropes_of_layers
 from sdk.models.sliding import sliding_windows
@@ -55,6 +56,11 @@ class ModelConfig:
     all. ``ropes``: the rotary embeddings, that of layers without a window first, of which a layer
     has the one with the number in ``rope_of_layer``.
     ``attention_bias``: of q, k and v; ``output_bias``: of the projection after attention.
+    ``query_scale``: of queries by their positions. ``post_norm_eps``: that of the norms after
+    blocks, if it differs from ``norm_eps``.
+    ``parallel_blocks``: attention and MLP of a layer read the same sum.
+    ``head_bias``: of the projection to logits. ``qkv_clip``: queries, keys and values are clamped
+    to this size.
     ``logits_scale`` divides the logits; a softcap ``c`` turns ``x`` into ``c * tanh(x / c)``.
     """
 
@@ -66,7 +72,7 @@ class ModelConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rms_norm_eps: float
+    norm_eps: float
     activation: Activation
     max_position: int
     ropes: tuple[RopeSpec, ...]
@@ -83,6 +89,12 @@ class ModelConfig:
     mlp_bias: bool
     tie_word_embeddings: bool
     experts: ExpertSpec | None = None
+    query_scale: QueryScale | None = None
+    post_norm_eps: float | None = None
+    parallel_blocks: bool = False
+    head_bias: bool = False
+    qkv_clip: float | None = None
+    alibi: Alibi | None = None
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> ModelConfig:
@@ -99,6 +111,7 @@ class ModelConfig:
         model_type = Fields(config).text("model_type")
         known = architecture(model_type)
         rules = ConfigRules() if known is None else known.config
+        config = with_our_keys(config)
         check_fixed(config, "config")
         if known is not None:
             check_fixed_by_model(config, known)
@@ -112,11 +125,12 @@ class ModelConfig:
             fields.fail("num_attention_heads", f"a divisor of hidden_size {hidden}", heads)
         head_dim = fields.count("head_dim", 4096, default=hidden // heads)
         layers = fields.count("num_hidden_layers", MAX_LAYERS)
+        eps = rules.norm_eps
         biases = (rules.biases or _biases)(fields)
         scale = fields.positive("query_pre_attn_scalar", default=float(head_dim)) ** -0.5
         windows = _windows(config, fields, known, layers)
         unrotated = rules.unrotated and rules.unrotated(fields, windows)
-        ropes, rope_of_layer = ropes_of_layers(fields, head_dim, windows, unrotated)
+        ropes, rope_of_layer = ropes_of_layers(fields, head_dim, windows, unrotated, rules.rotation)
         embedding_scale = 1.0 if rules.embedding_scale is None else rules.embedding_scale(hidden)
         return cls(
             model_type=model_type if known is None else known.model_type,
@@ -127,23 +141,32 @@ class ModelConfig:
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
-            rms_norm_eps=fields.positive("rms_norm_eps"),
+            norm_eps=eps if isinstance(eps, float) else fields.positive(eps),
             activation=(rules.activation or _activation)(fields),
             max_position=fields.count("max_position_embeddings", MAX_POSITION),
             ropes=ropes,
             rope_of_layer=rope_of_layer,
             sliding_windows=windows,
-            attention_scale=fields.positive("attention_multiplier", default=scale),
+            attention_scale=fields.positive("attention_multiplier", default=scale)
+            * fields.positive("qk_scale_factor", default=1.0),
             attention_softcap=fields.optional_positive("attn_logit_softcapping"),
             final_softcap=fields.optional_positive("final_logit_softcapping"),
             embedding_scale=fields.positive("embedding_multiplier", default=embedding_scale),
             residual_scale=fields.positive("residual_multiplier", default=1.0),
-            logits_scale=fields.positive("logits_scaling", default=1.0),
+            logits_scale=fields.positive("logits_scaling", default=1.0)
+            / fields.positive("logit_scale", default=1.0)
+            / fields.positive("output_multiplier", default=1.0),
             attention_bias=biases.qkv,
             output_bias=biases.output,
             mlp_bias=biases.mlp,
             tie_word_embeddings=fields.flag("tie_word_embeddings", default=False),
             experts=_experts(fields, rules, layers),
+            post_norm_eps=fields.optional_positive("post_norm_eps"),
+            query_scale=None if rules.query_scale is None else rules.query_scale(fields),
+            parallel_blocks=bool(rules.parallel_blocks and rules.parallel_blocks(fields)),
+            head_bias=biases.head,
+            qkv_clip=fields.optional_positive("clip_qkv"),
+            alibi=None if rules.alibi is None else rules.alibi(fields),
         )
 
 

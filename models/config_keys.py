@@ -23,7 +23,7 @@ COMMON = frozenset(
     {
         *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
         *("num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings"),
-        *("rms_norm_eps", "hidden_act", "tie_word_embeddings", "partial_rotary_factor"),
+        *("hidden_act", "tie_word_embeddings", "partial_rotary_factor"),
         *("rope_parameters", "rope_scaling", "rope_theta"),
     }
 )
@@ -108,12 +108,14 @@ _HARMLESS = frozenset().union(*HARMLESS.values())
 def known_keys(own: Architecture) -> frozenset[str]:
     """The keys that are accounted for."""
     rules = own.config
-    return COMMON | FIXED.keys() | _HARMLESS | {*rules.keys, *rules.ignored, *rules.fixed}
+    own_keys = {*rules.ignored, *rules.fixed, *rules.names.values()}
+    return read_keys(own) | FIXED.keys() | _HARMLESS | own_keys
 
 
 def read_keys(own: Architecture) -> frozenset[str]:
     """The keys that change what the model computes."""
-    return COMMON | {*own.config.keys}
+    eps = own.config.norm_eps
+    return COMMON | {*own.config.keys, *((eps,) if isinstance(eps, str) else ())}
 
 
 def check_fixed(config: Mapping[str, Any], where: str) -> None:
@@ -166,6 +168,21 @@ def unknown_keys(config: Mapping[str, Any]) -> list[str]:
         return []
     known = known_keys(own)
     return sorted(key for key, value in config.items() if key not in known and value is not None)
+
+
+def with_our_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with our keys in place of those that its model spells differently, and what
+    follows from them; unchanged for most models."""
+    found = dict(config)
+    own = architecture(config.get("model_type"))
+    if own is None:
+        return found
+    for ours, theirs in own.config.names.items():
+        if theirs in found:
+            found[ours] = found.pop(theirs)
+    if own.config.derived is not None:
+        own.config.derived(found)
+    return found
 
 
 def only_read(config: Mapping[str, Any], own: Architecture | None) -> dict[str, Any]:

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from sdk.kernels.layouts import Dense
 from sdk.kernels.ops import Activation, Ops
 from sdk.models.hf_known import RmsNormFacts, gated_activation, rms_norm_facts
-from sdk.models.layers import ExpertProjection, Projection, joined_parts, whole
+from sdk.models.layers import ExpertProjection, Matrix, Projection
 from sdk.models.parallel import Mesh
+from sdk.models.parts import joined_parts, whole
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.errors import CheckpointError, UnsupportedError
 from sdk.quant.expert_weights import ExpertWeights
@@ -223,15 +224,15 @@ class Filling:
         parts = [("gate_proj", width, 0, width), ("up_proj", width, 0, width)]
         path = f"{name}.gate_up_proj"
         joined = joined_parts(name, path, parts, hidden)
-        gate_up = Projection(weight, bias, Mesh(), self.ops, parts=joined)
+        gate_up = Projection(Matrix(weight, bias), Mesh(), self.ops, parts=joined)
         self.linears.append((path, gate_up))
         own = f"{name}.down_proj"
         down = self._pull(own, tuple(module.down_proj.weight.shape))
         return PackedMLP(gate_up, self._linear(own, down, module.down_proj), activation)
 
     def _linear(self, name: str, weight: Weight, module: Any) -> Projection:
-        bias = self._own_bias(name, module)
-        linear = Projection(weight, bias, Mesh(), self.ops, parts=[whole(name, weight.shape)])
+        matrix = Matrix(weight, self._own_bias(name, module))
+        linear = Projection(matrix, Mesh(), self.ops, parts=[whole(name, weight.shape)])
         self.linears.append((name, linear))
         return linear
 

@@ -9,16 +9,19 @@ model loads.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from sdk.kernels.lazy_torch import Tensor, torch
-from sdk.kernels.ops import Activation, Ops
+from sdk.kernels.mlp_activations import Activation
+from sdk.kernels.norm import Norm
+from sdk.kernels.ops import Ops
 from sdk.kernels.rounding import Rounding, Rows
 from sdk.kernels.routes import Routes
-from sdk.models.architecture import architecture
+from sdk.models.architecture import Architecture, architecture
 from sdk.models.config import ModelConfig
 from sdk.models.expert_parallel import ExpertShare
 from sdk.models.parallel import Mesh
+from sdk.models.parts import Adapters, Part, joined_parts, whole
 from sdk.models.rope import Rope, RopeSpec
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.errors import AlignmentError, CheckpointError
@@ -31,43 +34,10 @@ ROOTS = (
     ("language_model.model.", "language_model."),
     ("model.language_model.", ""),
 )
-
-
 #: Activation bits of the projections that matter most per multiplication. Quantizing activations to
 #: 8 bits moves SmolLM2's logits by 0.034 of their norm, 0.020 of it through q, k and v (an eighth
 #: of the work of a layer), 0.018 through the head, which runs for sampled tokens only.
 ACCURATE = 16
-
-
-class Adapters(Protocol):
-    """Low-rank adapters (Hu et al. 2021, arXiv 2106.09685) of one projection or embedding."""
-
-    def add(self, x: Tensor, y: Tensor, slots: Tensor) -> None:
-        """Add the output of adapter ``slots[t]`` for ``x[t]`` to ``y[t]`` (``y [T, out]``).
-
-        ``slots``: int32, -1 for no adapter. x of an embedding: token ids.
-        """
-
-
-class Part(NamedTuple):
-    """What a projection has of one matrix ``[out, in]`` of a checkpoint, under the path of that.
-
-    ``rows``: this rank's ranges ``(start, count)`` of the matrix's output features. Together they
-    are the projection's output features from ``first`` on. ``columns``: its range of the input
-    features. A matrix that a model joins with others may be named alone (``q_proj``) or as a part
-    of the joined one (``qkv_proj``), so parts may overlap.
-    """
-
-    path: str
-    shape: tuple[int, int]
-    first: int
-    rows: tuple[tuple[int, int], ...]
-    columns: tuple[int, int]
-
-
-def whole(path: str, shape: tuple[int, int]) -> Part:
-    """All of a matrix."""
-    return Part(path, shape, 0, ((0, shape[0]),), (0, shape[1]))
 
 
 class Projection:
@@ -76,13 +46,13 @@ class Projection:
     ``parts``: the matrices of the checkpoint that it multiplies with. ``adapters`` add to the
     product of rows that have one; without adapters nothing is run or recorded. ``narrow``: only
     another kernel reads y, so it has the type of activations
-    (:attr:`sdk.kernels.ops.Ops.activations`); else y is float32.
+    (:attr:`sdk.kernels.ops.Ops.activations`); else y is float32. ``matrix.order``: see
+    :class:`Matrix`.
     """
 
     def __init__(
         self,
-        weight: Weight,
-        bias: Tensor | None,
+        matrix: Matrix,
         mesh: Mesh,
         ops: Ops,
         *,
@@ -91,13 +61,17 @@ class Projection:
         narrow: bool = False,
     ) -> None:
         self.ops = ops
-        self.weight = weight
-        self.bias = bias
+        self.weight, self.bias, self.order = matrix
         self.parts = tuple(parts)
         self.mesh = mesh
         self.reduce = reduce
         self.narrow = narrow and ops.activations != torch.float32
         self.adapters: Adapters | None = None
+
+    @property
+    def matrix(self) -> Matrix:
+        """What it multiplies with and adds."""
+        return Matrix(self.weight, self.bias, self.order)
 
     @property
     def rounding(self) -> Rounding | None:
@@ -120,7 +94,7 @@ class Projection:
             self.ops.all_reduce(y, self.mesh.group)
         if self.bias is not None:
             self.ops.add_bias(y, self.bias)
-        return y
+        return y if self.order is None else self.ops.take_columns(y, self.order)
 
     def gated(self, x: Rows, activation: Activation) -> Tensor:
         """``act(gate) * up`` of a projection to gate, then up: ``[T, out / 2]``.
@@ -151,6 +125,11 @@ class ExpertProjection:
         self.weight = weight
         self.bias = bias
         self.by_token = by_token
+
+    @property
+    def matrix(self) -> Matrix:
+        """What it multiplies with and adds."""
+        return Matrix(self.weight, self.bias)
 
     def __call__(self, x: Tensor, routes: Routes) -> Tensor:
         """See :meth:`sdk.quant.expert_weights.ExpertWeights.matmul_routed`."""
@@ -184,11 +163,12 @@ class Embedding:
         self.start = start
         self.vocab_size = config.vocab_size
         self.scale = config.embedding_scale
+        self.norm: Norm | None = None
         self.mesh = mesh
         self.adapters: Adapters | None = None
 
     def __call__(self, ids: Tensor) -> Tensor:
-        """ids int64 ``[T]`` -> float32 ``[T, hidden]``, times the model's scale."""
+        """ids int64 ``[T]`` -> float32 ``[T, hidden]``, times the model's scale, or its norm."""
         slots = None if self.adapters is None else self.ops.adapter_slots
         group, part = self.mesh.group, None
         if group is not None:
@@ -198,7 +178,8 @@ class Embedding:
             self.ops.all_reduce(x, group)  # one rank's row plus zeros: exact
         if self.adapters is not None and slots is not None:
             self.adapters.add(ids, x, slots)  # every rank has adapters of the whole embedding
-        return self.ops.scale(x, self.scale)
+        x = self.ops.scale(x, self.scale)
+        return x if self.norm is None else self.ops.norm(x, self.norm)
 
 
 class Head:
@@ -224,10 +205,23 @@ class Head:
 
 
 class Matrix(NamedTuple):
-    """The weight and the bias of a projection."""
+    """The weight and the bias of a projection.
+
+    ``order``, int32 ``[out]``: column ``order[j]`` of the product is feature j, because the rows of
+    this weight's layout cannot be moved. ``None``: the columns are in the model's order.
+    """
 
     weight: Weight
     bias: Tensor | None
+    order: Tensor | None = None
+
+    def ordered(self, order: Tensor) -> Matrix:
+        """With feature ``order[j]`` (int64 ``[out]``) in place j; only before the weight is bound.
+        Rows are moved now, if the layout allows it, and else columns of each product."""
+        weight = self.weight.reordered(order)
+        if weight is None:
+            return self._replace(order=order.to(torch.int32))
+        return Matrix(weight, None if self.bias is None else self.bias[order])
 
 
 class Tensors(NamedTuple):
@@ -268,7 +262,7 @@ class Source:
         self.heads = mesh.heads(config.num_heads, config.num_kv_heads)
         self.linears: list[tuple[str, Projection | ExpertProjection]] = []
         own = architecture(config.model_type)
-        self._norms_minus_one = own is not None and own.tensors.norms_minus_one
+        self._rules = own or Architecture(config.model_type)
         found = (root for root in ROOTS if checkpoint.has(f"{root[0]}embed_tokens"))
         self._body, self._outer = next(found, ROOTS[0])
 
@@ -296,11 +290,16 @@ class Source:
                 f"{self._name(path)}, tensor parallel size {self.mesh.size}: {error}"
             ) from error
 
+    def has(self, path: str) -> bool:
+        """Whether the checkpoint has a tensor or a matrix."""
+        return self.checkpoint.has(self._name(path))
+
     def vector(self, path: str, size: int) -> Tensor:
-        """A plain tensor ``[size]``, float32."""
+        """A plain tensor ``[size]``, float32; of size 1 it may have no dimension in the file."""
         found = self._shared.vectors.get(path)
         if found is None:
             tensor = self.checkpoint.tensor(self._name(path)).to(torch.float32)
+            tensor = tensor if tensor.dim() else tensor.reshape(1)
             if tuple(tensor.shape) != (size,):
                 raise CheckpointError(
                     f"{self._name(path)}: expected shape [{size}], found {list(tensor.shape)}"
@@ -309,10 +308,15 @@ class Source:
         self.vectors[path] = found
         return found
 
-    def norm(self, path: str, size: int | None = None) -> Tensor:
-        """The weight of an RMSNorm over ``size`` (default: hidden) features."""
-        weight = self.vector(f"{path}.weight", size or self.config.hidden_size)
-        return weight + 1.0 if self._norms_minus_one else weight
+    def norm(self, path: str, size: int | None = None, eps: float | None = None) -> Norm:
+        """One of the model's norms, over ``size`` (default: hidden) features. ``eps``: its own."""
+        size, kind = size or self.config.hidden_size, self._rules.layer.norm
+        weight = self.vector(f"{path}.weight", size) if kind.weight else None
+        offset = self._rules.tensors.norm_offset(path)
+        if weight is not None and offset:
+            weight = weight + offset
+        bias = self.vector(f"{path}.bias", size) if kind.bias else None
+        return Norm(weight, eps or self.config.norm_eps, bias, kind.centred)
 
     def rope(self, spec: RopeSpec) -> Rope:
         """The angles of a rotary embedding for requests of up to ``max_model_len`` tokens."""
@@ -338,10 +342,10 @@ class Source:
         narrow: bool = False,
         activation_bits: int = 8,
     ) -> Projection:
-        weight, bias = self._matrix(path, pull, activation_bits)
-        linear = Projection(
-            weight, bias, self.mesh, self.ops, parts=parts, reduce=reduce, narrow=narrow
-        )
+        matrix = self._matrix(path, pull, activation_bits)
+        if matrix.order is not None:  # that of the products, after what adapters add to them
+            parts = [part._replace(order=None) for part in parts]
+        linear = Projection(matrix, self.mesh, self.ops, parts=parts, reduce=reduce, narrow=narrow)
         self.linears.append((path, linear))
         return linear
 
@@ -349,7 +353,7 @@ class Source:
         """A matrix for this engine's operators: pulled and bound, or shared."""
         found = self._shared.matrices.get(path)
         if found is not None:
-            return Matrix(found.weight.shared(self.ops), found.bias)
+            return found._replace(weight=found.weight.shared(self.ops))
         pulled = pull()
         pulled.weight.bind(self.ops, activation_bits)
         return pulled
@@ -362,18 +366,26 @@ class Source:
         *,
         bias: bool = False,
         accurate: bool = False,
+        order: Tensor | None = None,
     ) -> Projection:
         """Projections of one input as one column-parallel projection.
 
         ``parts``: ``(name, out_features, start, count)`` with this rank's range of each. A file
         that holds them joined under ``fused`` (Phi-3) gives the same result. ``accurate``: with
         ``ACCURATE`` activation bits (see :meth:`sdk.kernels.ops.Ops.linear`) instead of 8.
+        ``order``, int64: feature j of the result is feature ``order[j]`` of this rank's parts one
+        after another, which is in the same part.
         """
-        whole = f"{path}.{fused}"
+        whole, hidden = f"{path}.{fused}", self.config.hidden_size
+
+        def pull() -> Matrix:
+            found = self._columns(path, fused, parts, hidden, bias)
+            return found if order is None else found.ordered(order)
+
         return self._bound(
             whole,
-            lambda: self._columns(path, fused, parts, self.config.hidden_size, bias),
-            joined_parts(path, whole, parts, self.config.hidden_size),
+            pull,
+            joined_parts(path, whole, parts, hidden, order),
             narrow=True,
             activation_bits=ACCURATE if accurate else 8,
         )
@@ -392,7 +404,7 @@ class Source:
         their results is that of the whole. The first one has the bias.
         """
         hidden = self.config.hidden_size
-        weight, joined = self._columns(path, fused, parts, 2 * hidden, bias)
+        weight, joined, _ = self._columns(path, fused, parts, 2 * hidden, bias)
         first = Matrix(weight.narrow("in", 0, hidden), joined)
         second = Matrix(weight.narrow("in", hidden, hidden), None)
         return (
@@ -542,7 +554,7 @@ class Source:
             weight = ExpertWeights([own for own, _ in each])
             return Matrix(weight, torch.stack(present) if present else None)
 
-        weight, joined = self._matrix(path, pull)
+        weight, joined, _ = self._matrix(path, pull)
         assert isinstance(weight, ExpertWeights)
         linear = ExpertProjection(weight, joined, self.ops, by_token=by_token)
         self.linears.append((path, linear))
@@ -557,12 +569,31 @@ class Source:
             weight = embedding.weight if embedding else self._by_token("model.embed_tokens")
         shape = (self.config.vocab_size, self.config.hidden_size)
         part = Part("lm_head", shape, 0, (self._tokens,), (0, self.config.hidden_size))
-        return Head(self._bound("lm_head", lambda: Matrix(weight, None), (part,)), self.config)
+        bias = self._head_bias() if self.config.head_bias else None
+        return Head(self._bound("lm_head", lambda: Matrix(weight, bias), (part,)), self.config)
+
+    def _head_bias(self) -> Tensor:
+        start, count = self._tokens
+        return self.vector("lm_head.bias", self.config.vocab_size)[start : start + count]
 
     def embedding(self) -> Embedding:
         """The first matrix of the model."""
         weight, (start, _) = self._by_token("model.embed_tokens"), self._tokens
-        return Embedding(weight, start, self.config, self.mesh, self.ops)
+        found = Embedding(weight, start, self.config, self.mesh, self.ops)
+        if self._rules.embedding.unweighted_norm:
+            found.norm = Norm(None, self.config.norm_eps)
+        return found
+
+    def positions(self, first: int) -> Weight:
+        """The table of learned positions ``[max_position, hidden]``, whose row of position 0 is the
+        file's row ``first``; every rank has all of it."""
+        path, count = "model.embed_positions", self.config.max_position
+
+        def pull() -> Matrix:
+            weight = self._pull(path, (first + count, self.config.hidden_size))
+            return Matrix(self._cut(path, weight, "out", first, count), None)
+
+        return self._matrix(path, pull, ACCURATE).weight
 
     @property
     def _tokens(self) -> tuple[int, int]:
@@ -577,19 +608,3 @@ class Source:
             return Matrix(self._cut(path, weight, "out", *self._tokens), None)
 
         return self._matrix(path, pull, ACCURATE).weight
-
-
-def joined_parts(
-    path: str, fused: str, parts: Sequence[tuple[str, int, int, int]], inputs: int
-) -> list[Part]:
-    """The parts of :meth:`Source.columns`: each matrix under its own name, and all of them as one
-    matrix called ``fused``."""
-    found: list[Part] = []
-    joined: list[tuple[int, int]] = []
-    first = offset = 0
-    for name, size, start, count in parts:
-        found.append(Part(f"{path}.{name}", (size, inputs), first, ((start, count),), (0, inputs)))
-        joined.append((offset + start, count))
-        first += count
-        offset += size
-    return [*found, Part(fused, (offset, inputs), 0, tuple(joined), (0, inputs))]

@@ -73,6 +73,11 @@ class RopeSpec:
     short_factors: tuple[float, ...] = ()
     freq_factors: tuple[float, ...] = ()
 
+    @property
+    def rotates(self) -> bool:
+        """Whether it is one: layers without a rotation have the type ``none``."""
+        return self.type != "none"
+
 
 class Rope:
     """The angles of one :class:`RopeSpec` in an engine of at most ``max_model_len`` tokens."""
@@ -82,12 +87,13 @@ class Rope:
         self.inv_freq = inv_freq.to(device)
 
     def cos_sin(self, positions: Tensor, ops: Ops) -> tuple[Tensor, Tensor]:
-        """Positions int64 ``[T]`` -> cos and sin, float32 ``[T, rotary_dim / 2]``."""
+        """Positions int64 ``[T]`` -> cos and sin, float32 ``[T, rotary_dim / 2]``, or ``[T, 0]`` if
+        nothing turns."""
         return ops.rope_angles(positions, self.inv_freq, self.attention_factor)
 
 
 def inverse_frequencies(spec: RopeSpec, max_model_len: int) -> tuple[Tensor, float]:
-    """``(inv_freq [rotary_dim / 2], attention_factor)``, float32."""
+    """``(inv_freq [rotary_dim / 2], attention_factor)``, float32; of ``none`` ``[0]``."""
     with np.errstate(all="ignore"):  # of absurd values in a config
         found, attention_factor = _frequencies(spec, max_model_len)
     return torch.from_numpy(found), attention_factor
@@ -95,8 +101,8 @@ def inverse_frequencies(spec: RopeSpec, max_model_len: int) -> tuple[Tensor, flo
 
 def _frequencies(spec: RopeSpec, max_model_len: int) -> tuple[_Array, float]:
     match spec.type:
-        case "none":  # of layers that do not rotate: every angle is 0
-            return np.zeros(spec.rotary_dim // 2, np.float32), 1.0
+        case "none":  # of layers that do not rotate: there are no angles
+            return np.zeros(0, np.float32), 1.0
         case "default":
             return _plain(spec, spec.theta), 1.0
         case "linear":

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from sdk.models.config_fields import MAX_POSITION, Fields, without_null
 from sdk.models.rope import ROPE_TYPES, RopeSpec
 from sdk.quant.errors import UnsupportedError
+
+Rotation = Callable[[Mapping[str, Any], int], Mapping[str, Any]]
 
 
 def ropes_of_layers(
@@ -15,12 +18,17 @@ def ropes_of_layers(
     head_dim: int,
     windows: Sequence[int | None],
     unrotated: Sequence[bool] | None = None,
+    rotation: Rotation | None = None,
 ) -> tuple[tuple[RopeSpec, ...], tuple[int, ...]]:
     """The rotary embeddings of a model, and which of them each layer has.
 
     ``windows``: the sliding window of each layer. ``unrotated``: the layers without one.
+    ``rotation``: see :class:`sdk.models.architecture.ConfigRules`. ``layer_rope_theta`` of a config
+    gives each layer a base of its own, or 0 for none.
     """
-    full, local = _of_full_and_sliding(fields, head_dim)
+    full, local = _of_full_and_sliding(fields, head_dim, rotation)
+    if fields.has("layer_rope_theta"):
+        return _by_layer(fields, full, len(windows))
     ropes = [full]
     if local is not None:
         ropes.append(local)
@@ -30,11 +38,32 @@ def ropes_of_layers(
         of_layer = [
             len(ropes) if still else n for n, still in zip(of_layer, unrotated, strict=True)
         ]
-        ropes.append(RopeSpec(full.theta, full.rotary_dim, full.max_position, type="none"))
+        ropes.append(unrotated_rope(full))
     return tuple(ropes), tuple(of_layer)
 
 
-def _of_full_and_sliding(fields: Fields, head_dim: int) -> tuple[RopeSpec, RopeSpec | None]:
+def _by_layer(
+    fields: Fields, rope: RopeSpec, layers: int
+) -> tuple[tuple[RopeSpec, ...], tuple[int, ...]]:
+    """One rotary embedding for each base in ``layer_rope_theta``."""
+    bases = fields.values["layer_rope_theta"]
+    if not isinstance(bases, (list, tuple)) or len(bases) != layers:
+        fields.fail("layer_rope_theta", f"a list of {layers} numbers", bases)
+    each = Fields({str(i): base for i, base in enumerate(bases)}, "config: layer_rope_theta")
+    found = [0.0 if base == 0 else each.positive(i, above=1.0) for i, base in each.values.items()]
+    different = list(dict.fromkeys(found))
+    ropes = [replace(rope, theta=base) if base else unrotated_rope(rope) for base in different]
+    return tuple(ropes), tuple(map(different.index, found))
+
+
+def unrotated_rope(rope: RopeSpec) -> RopeSpec:
+    """That of the layers of a model that do not rotate."""
+    return RopeSpec(rope.theta, rope.rotary_dim, rope.max_position, type="none")
+
+
+def _of_full_and_sliding(
+    fields: Fields, head_dim: int, rotation: Rotation | None
+) -> tuple[RopeSpec, RopeSpec | None]:
     """The rotary embedding of the full layers and, where it differs, of the sliding ones."""
     scaling = fields.mapping("rope_parameters") or fields.mapping("rope_scaling")
     per_type = Fields(scaling, "config: rope_parameters")
@@ -43,6 +72,9 @@ def _of_full_and_sliding(fields: Fields, head_dim: int) -> tuple[RopeSpec, RopeS
         local = {**per_type.mapping("sliding_attention")}
         local.setdefault("rope_theta", fields.values.get("rope_local_base_freq"))
         return full, _rope(fields, without_null(local), head_dim)
+    if rotation is not None:
+        base = {"rope_theta": fields.values.get("rope_theta", 10000.0)}
+        scaling = {**rotation({**base, **scaling}, head_dim)}
     full = _rope(fields, scaling, head_dim)
     if not fields.has("rope_local_base_freq"):
         return full, None

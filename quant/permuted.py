@@ -19,7 +19,7 @@ from sdk.kernels.ops import Ops
 from sdk.kernels.rounding import Rows
 from sdk.quant.errors import AlignmentError
 from sdk.quant.spec import QuantSpec
-from sdk.quant.weight import Side, Weight, concat
+from sdk.quant.weight import PackedWeight, Side, Weight, concat
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +62,11 @@ class PermutedWeight(Weight):
             f"group (desc_act), and its groups are spread over all {self.shape[1]}"
         )
 
+    def with_rows(self, rows: Tensor) -> Weight:
+        """See :meth:`PackedWeight.with_rows`."""
+        assert isinstance(self.inner, PackedWeight), "its rows are moved before it is joined"
+        return PermutedWeight(self.inner.with_rows(rows), self.order)
+
     def joined(self, others: Sequence[Weight]) -> Weight | None:
         """One weight if all have the same order, as quantizers store weights of one input."""
         inner = [self.inner]
@@ -70,6 +75,10 @@ class PermutedWeight(Weight):
                 return None
             inner.append(other.inner)
         return PermutedWeight(concat(inner), self.order)
+
+    def reordered(self, order: Tensor) -> Weight | None:
+        inner = self.inner.reordered(order)
+        return None if inner is None else PermutedWeight(inner, self.order)
 
     def bind(self, ops: Ops, activation_bits: int = 8) -> None:
         self._ops = ops

@@ -10,8 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from sdk.kernels.layouts import Layout, Pieces
+from sdk.kernels.lazy_torch import Tensor
 from sdk.kernels.ops import Ops
-from sdk.kernels.reference.linear import slice_rows
+from sdk.kernels.reference.linear import gather_rows, slice_rows
 from sdk.quant.join import join
 from sdk.quant.spec import QuantSpec
 from sdk.quant.weight import PackedWeight, Side, Weight, weight_of
@@ -51,6 +52,17 @@ class UnreadWeight(PackedWeight):
         shape = (count, self.shape[1])
         part = replace(self._pieces, shape=shape, read=lambda at, rows: read(start + at, rows))
         return UnreadWeight(part, self._spec)
+
+    def reordered(self, order: Tensor) -> Weight | None:
+        """Rows that change places are near each other, in one head: a piece reads a few more."""
+        unread = self._pieces
+
+        def read(start: int, count: int) -> Layout:
+            rows = order[start : start + count]
+            low, high = int(rows.numpy().min()), int(rows.numpy().max()) + 1
+            return gather_rows(unread.read(low, high - low), rows - low)
+
+        return UnreadWeight(replace(unread, read=read), self._spec)
 
     def joined(self, others: Sequence[Weight]) -> Weight | None:
         parts = [self, *(one for one in others if isinstance(one, UnreadWeight))]

@@ -20,7 +20,7 @@ from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks, Dense, Float8, Layo
 from sdk.kernels.lazy_torch import Tensor, torch, type_name
 from sdk.kernels.ops import Ops
 from sdk.kernels.reference.decode import cut_codes, decode, flat_scales
-from sdk.kernels.reference.linear import gather_rows, slice_rows
+from sdk.kernels.reference.linear import gather_rows, reorder_rows, slice_rows
 from sdk.kernels.rounding import Rounding, Rows
 from sdk.quant.errors import AlignmentError
 from sdk.quant.join import join
@@ -67,6 +67,11 @@ class Weight(ABC):
 
     def joined(self, others: Sequence[Weight]) -> Weight | None:
         """This weight and the others, concatenated along ``out``; ``None`` if layouts differ."""
+        return None
+
+    def reordered(self, order: Tensor) -> Weight | None:
+        """This weight with output row ``order[j]`` (int64 ``[out]``, each once) in place j, as many
+        bytes in memory; ``None`` if its layout has no such form. Only before ``bind``."""
         return None
 
     @abstractmethod
@@ -143,10 +148,18 @@ class PackedWeight(Weight):
         """``count`` output rows, every ``step``-th from ``start`` on; only before ``bind``."""
         return type(self)(slice_rows(self.layout, start, start + count * step, step))
 
+    def with_rows(self, rows: Tensor) -> Weight:
+        """Output rows ``rows`` (int64 ``[T]``) in this order; only before ``bind``."""
+        return type(self)(gather_rows(self.layout, rows))
+
     def joined(self, others: Sequence[Weight]) -> Weight | None:
         layouts = [part.layout for part in (self, *others) if isinstance(part, PackedWeight)]
         joined = join(layouts) if len(layouts) == 1 + len(others) else None
         return None if joined is None else weight_of(joined)
+
+    def reordered(self, order: Tensor) -> Weight | None:
+        layout = reorder_rows(self.layout, order)
+        return None if layout is None else type(self)(layout)
 
     def _narrow_in(self, start: int, count: int) -> Layout:
         raise NotImplementedError
@@ -360,6 +373,20 @@ class StackedWeight(Weight):
                 kept.append(part.narrow("out", low, high - low))
             offset += part.shape[0]
         return kept[0] if len(kept) == 1 else StackedWeight(kept)
+
+    def reordered(self, order: Tensor) -> Weight | None:
+        parts: list[Weight] = []
+        offset = 0
+        for part in self.parts:
+            own = order[offset : offset + part.shape[0]] - offset
+            rows = own.numpy()
+            inside = rows.min() >= 0 and rows.max() < part.shape[0]
+            moved = part.reordered(own) if inside else None
+            if moved is None:
+                return None
+            parts.append(moved)
+            offset += part.shape[0]
+        return StackedWeight(parts)
 
     def bind(self, ops: Ops, activation_bits: int = 8) -> None:
         self._ops = ops

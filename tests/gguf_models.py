@@ -28,9 +28,31 @@ NAMES = {
     "glm4": "glm4",
     "ernie4_5": "ernie4_5",
     "seed_oss": "seed_oss",
+    "cohere": "command-r",
+    "cohere2": "cohere2",
+    "olmo": "olmo",
+    "nemotron": "nemotron",
+    "arcee": "arcee",
+    "apertus": "apertus",
+    "stablelm": "stablelm",
+    "phi": "phi2",
+    "starcoder2": "starcoder2",
+}
+#: The key of a config's eps, for models with LayerNorm.
+_LAYER_NORM_EPS = {
+    "command-r": "layer_norm_eps",
+    "cohere2": "layer_norm_eps",
+    "olmo": None,  # fixed
+    "nemotron": "norm_eps",
+    "stablelm": "layer_norm_eps",
+    "phi2": "layer_norm_eps",
+    "starcoder2": "norm_epsilon",
 }
 #: Where transformers turns dimensions i and i + d / 2 of a head, and llama.cpp 2i and 2i + 1.
-_PERMUTED = ("llama", "granite", "smollm3", "mistral3", "internlm2", "xverse", "minicpm")
+_PERMUTED = (
+    *("llama", "granite", "granite_swa", "smollm3", "mistral3", "internlm2", "xverse", "minicpm"),
+    *("olmo", "arcee"),
+)
 _LAYER = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -38,10 +60,18 @@ _LAYER = {
     "self_attn.o_proj": "attn_output",
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
+    "self_attn.sinks": "attn_sinks",
+    "self_attn.query_layernorm": "attn_q_norm",
+    "self_attn.key_layernorm": "attn_k_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
     "mlp.gate_up_proj": "ffn_up",
+    "self_attn.dense": "attn_output",
+    "mlp.fc1": "ffn_up",
+    "mlp.fc2": "ffn_down",
+    "mlp.c_fc": "ffn_up",
+    "mlp.c_proj": "ffn_down",
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
 }
@@ -62,10 +92,16 @@ _NORMS = {
         "post_mlp_layernorm": "post_ffw_norm",
     },
     "seed_oss": _NORMS_AFTER,
+    "apertus": {"attention_layernorm": "attn_norm", "feedforward_layernorm": "ffn_norm"},
 }
-_TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+_TOP = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "model.final_layernorm": "output_norm",
+    "lm_head": "output",
+}
 #: Codes of metadata types: see GgufBytes.
-U32, I32, F32, BOOL, STRING = 4, 5, 6, 7, 8
+U32, I32, F32, BOOL, STRING, ARRAY = 4, 5, 6, 7, 8, 9
 
 
 def gguf_of(
@@ -89,7 +125,7 @@ def gguf_of(
         "attention.head_count_kv": (U32, c.num_key_value_heads),
         "attention.key_length": (U32, width),
         "attention.value_length": (U32, width),
-        "attention.layer_norm_rms_epsilon": (F32, c.rms_norm_eps),
+        **_eps(c, arch),
         "rope.freq_base": (F32, theta),
     }
     file = GgufBytes({"general.architecture": (STRING, arch)})
@@ -99,9 +135,15 @@ def gguf_of(
         if name == "lm_head.weight" and c.tie_word_embeddings:
             continue
         rows = values.float()
-        stem, _, suffix = name.rpartition(".")
+        stem, _, suffix = (f"{name}.weight" if name.endswith("sinks") else name).rpartition(".")
         if "layernorm" in name or name.endswith(("model.norm.weight", "_norm.weight")):
-            rows = rows + 1.0 if arch.startswith("gemma") else rows
+            minus_one = arch.startswith("gemma") or arch == "nemotron"
+            rows = rows + 1.0 if minus_one and suffix == "weight" else rows
+        if ".act_fn." in name:  # numbers of all layers, in the metadata
+            key = f"{arch}.xielu.{suffix}"
+            _, (_, before) = file.metadata.get(key, (ARRAY, (F32, [])))
+            file.metadata[key] = (ARRAY, (F32, [*before, float(rows)]))
+            continue
         heads = {"q_proj": c.num_attention_heads, "k_proj": c.num_key_value_heads}
         part = stem.rpartition(".")[2]
         if arch in _PERMUTED and part in heads:
@@ -110,6 +152,14 @@ def gguf_of(
         data = np.ascontiguousarray(rows.numpy(), "<f4")
         file.tensors[_name(stem, arch) + f".{suffix}"] = (data.shape[::-1], 0, data.tobytes())
     return file
+
+
+def _eps(config: Any, arch: str) -> dict[str, tuple[int, Any]]:
+    if arch in _LAYER_NORM_EPS:
+        key = _LAYER_NORM_EPS[arch]
+        eps = 1e-5 if key is None else getattr(config, key)
+        return {"attention.layer_norm_epsilon": (F32, eps)}
+    return {"attention.layer_norm_rms_epsilon": (F32, config.rms_norm_eps)}
 
 
 def _name(stem: str, arch: str) -> str:

@@ -35,16 +35,14 @@ class Attention:
         window: int | None,
         softcap: float | None,
         sinks: Tensor | None,
+        slopes: Tensor | None,
         out: Tensor,
     ) -> None:
         _, heads, head_dim = q.shape
         kv_heads = pages.k.shape[1]
         inner_contiguous(q, torch.float32, "attention q")
         check_levels(pages, kv_heads, head_dim)
-        if sinks is not None:
-            sinks = floats(sinks, "attention sinks")
-            if sinks.shape != (heads,):
-                raise KernelError(f"attention: expected sinks [{heads}], found {list(sinks.shape)}")
+        sinks, slopes = _by_head("sinks", sinks, heads), _by_head("slopes", slopes, heads)
         if window is not None and window < 1:
             raise KernelError(f"attention: expected a window of at least 1, found {window}")
         index = [batch.query_start, batch.context_len, batch.page_table]
@@ -58,6 +56,7 @@ class Attention:
             (PageLevel * MAX_TIERS)(*map(page_sides, pages.tiers)),
             *(x.data_ptr() for x in index),
             None if sinks is None else sinks.data_ptr(),
+            None if slopes is None else slopes.data_ptr(),
             None,
             *q.stride()[:2],
             index[2].shape[1],
@@ -76,6 +75,15 @@ class Attention:
             0,
         )
         self._runtime.run(OpKind.ATTENTION, args, batch.num_requests, "attention")
+
+
+def _by_head(name: str, values: Tensor | None, heads: int) -> Tensor | None:
+    if values is None:
+        return None
+    values = floats(values, f"attention {name}")
+    if values.shape != (heads,):
+        raise KernelError(f"attention: expected {name} [{heads}], found {list(values.shape)}")
+    return values
 
 
 class Places:

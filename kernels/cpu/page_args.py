@@ -22,11 +22,14 @@ class PageLevel(Structure):
 class RopeArgs(Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("q", "k", "v", "cos", "sin", "slots", "key_centre")),
+        *((name, c_void_p) for name in ("q_norm", "k_norm", "v_norm", "positions")),
         ("pages", PageLevel),
         *((name, c_int64) for name in ("q_token", "q_head", "k_token", "k_head")),
         *((name, c_int64) for name in ("v_token", "v_head", "cos_token", "sin_token")),
-        ("num_pages", c_int64),
+        *((name, c_int64) for name in ("num_pages", "length")),
         *((name, c_int32) for name in ("heads", "kv_heads", "head_dim", "half", "page_size")),
+        ("norm_after", c_int32),
+        *((name, c_float) for name in ("eps", "beta")),
     ]
 
 
@@ -35,7 +38,7 @@ class AttentionArgs(Structure):
         *((name, c_void_p) for name in ("q", "out")),
         ("levels", PageLevel * MAX_TIERS),
         *((name, c_void_p) for name in ("query_start", "context_len", "page_table")),
-        *((name, c_void_p) for name in ("sinks", "shared")),
+        *((name, c_void_p) for name in ("sinks", "slopes", "shared")),
         *((name, c_int64) for name in ("q_token", "q_head", "table_width")),
         *((name, c_int64) for name in ("num_pages", "tokens", "window")),
         *((name, c_int32) for name in ("requests", "heads", "kv_heads", "head_dim", "page_size")),

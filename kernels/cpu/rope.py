@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from sdk.kernels.backend import Problem
 from sdk.kernels.batch import AttentionBatch
+from sdk.kernels.checks import expect
 from sdk.kernels.cpu.library import AnglesArgs, OpKind
 from sdk.kernels.cpu.page_args import RopeArgs
 from sdk.kernels.cpu.pages import check_pages, inner_contiguous, page_sides, reject
 from sdk.kernels.cpu.runtime import NativeRuntime
 from sdk.kernels.errors import KernelError
+from sdk.kernels.head_norms import HeadNorms, QueryScale
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.lazy_torch import Tensor, torch
 
@@ -17,7 +19,6 @@ class RopeAndCache:
     """See :meth:`sdk.kernels.ops.Ops.rope_and_cache`."""
 
     name = "cpu.rope_and_cache"
-    normalizes = False
 
     def __init__(self, runtime: NativeRuntime) -> None:
         self._runtime = runtime
@@ -34,6 +35,8 @@ class RopeAndCache:
         sin: Tensor,
         batch: AttentionBatch,
         pages: KVPages,
+        norms: HeadNorms | None = None,
+        scale: QueryScale | None = None,
     ) -> None:
         tokens, kv_heads, head_dim = k.shape
         half = cos.shape[1]
@@ -51,10 +54,19 @@ class RopeAndCache:
         for name, x in (("q", q), ("k", k), ("v", v), ("cos", cos), ("sin", sin)):
             inner_contiguous(x, torch.float32, f"rope {name}")
         check_pages(pages, kv_heads, head_dim)
+        own = [None] * 3 if norms is None else [norms.q, norms.k, norms.v]
+        weights = [None if norm is None else norm.weight for norm in own]
+        if norms is not None and not norms.plain:
+            raise KernelError("rope: expected RMSNorms with one weight for all heads")
+        for name, weight in zip("qkv", weights, strict=True):
+            if weight is not None:
+                inner_contiguous(weight, torch.float32, f"rope {name} norm")
+                expect(f"rope {name} norm", weight, torch.float32, head_dim)
         slots, centre = batch.slots.contiguous(), pages.k_centre
+        positions = None if scale is None else batch.positions.contiguous()
         args = RopeArgs(
             *(x.data_ptr() for x in (q, k, v, cos, sin, slots)),
-            None if centre is None else centre.data_ptr(),
+            *(None if x is None else x.data_ptr() for x in (centre, *weights, positions)),
             page_sides(pages),
             *q.stride()[:2],
             *k.stride()[:2],
@@ -62,11 +74,15 @@ class RopeAndCache:
             cos.stride(0),
             sin.stride(0),
             pages.k.shape[0],
+            1 if scale is None else scale.length,
             q.shape[1],
             kv_heads,
             head_dim,
             half,
             pages.page_size,
+            norms is not None and norms.after,
+            0.0 if norms is None else norms.q.eps,
+            0.0 if scale is None else scale.beta,
         )
         self._runtime.run(OpKind.ROPE, args, tokens, "rope_and_cache")
 

@@ -57,6 +57,16 @@ def begun(sinks, head, starts, BLOCK_M: tl.constexpr, SINKS: tl.constexpr):
 
 
 @triton.jit
+def slope_of(slopes, head, scale, SOFTCAP: tl.constexpr):
+    """The slopes of rows' heads, to be added to scores that the scale multiplies afterwards unless
+    they have a soft cap."""
+    slope = tl.load(slopes + head)
+    if not SOFTCAP:
+        slope = slope / scale
+    return slope
+
+
+@triton.jit
 def _masked(score, key, at, end, window, WINDOW: tl.constexpr):
     hidden = (key[None, :] > at[:, None]) | (key >= end)[None, :]
     if WINDOW:
@@ -88,7 +98,7 @@ def places_of(table, start, seen, BLOCK_N: tl.constexpr, PAGE: tl.constexpr):
 
 @triton.jit
 def attend(
-    q, at, best, total, result, begin, end, table, head, scale, softcap, window,
+    q, at, best, total, result, begin, end, table, head, scale, softcap, window, slope,
     k, k_scale, v, v_scale,
     K_KIND: tl.constexpr, K_GROUPS: tl.constexpr, K_GROUP: tl.constexpr, K_DOT: tl.constexpr,
     K_STRIDES: tl.constexpr, V_KIND: tl.constexpr, V_GROUPS: tl.constexpr, V_GROUP: tl.constexpr,
@@ -101,7 +111,8 @@ def attend(
 
     ``begin`` is a multiple of ``BLOCK_N``; without ``MASKED`` so is ``end``, and each query sees
     all these keys. ``best`` (base 2), ``total`` ``[M]`` and ``result [M, BLOCK_D]`` come in as they
-    were before these keys and are returned. ``scale`` must be positive.
+    were before these keys and are returned. ``scale`` must be positive. ``slope [M]``: see
+    ``slope_of``; ``None``: there are no linear biases.
     ``DECODES``, for one query: all warps share the few rows, so weights are added up by place in
     the tile, and across warps only at the end: three barriers less for each tile.
     """
@@ -131,6 +142,9 @@ def attend(
             score = score * steps[None, :]
         if SOFTCAP:
             score = capped(score * scale, softcap)
+        if slope is not None:
+            distance = (key[None, :] - at[:, None]).to(tl.float32)
+            score = tl.fma(distance, slope[:, None], score)
         if MASKED:
             score = _masked(score, key, at, end, window, WINDOW)
         weight, shrink, best = _weights(score, best, factor)

@@ -76,11 +76,12 @@ class Attention:
         window: int | None,
         softcap: float | None,
         sinks: Tensor | None,
+        slopes: Tensor | None,
         out: Tensor,
     ) -> None:
         sides = page_sides(pages, q.shape[2])
         index = (batch.query_start, batch.context_len, batch.page_table)
-        expect_on_device("attention", q, pages.k, out, *index, sinks)
+        expect_on_device("attention", q, pages.k, out, *index, sinks, slopes)
         if q.stride(2) != 1:
             raise KernelError(f"attention q: expected contiguous heads, found {q.stride()}")
         if window is not None and window < 1:
@@ -88,7 +89,7 @@ class Attention:
         if scale <= 0:
             raise KernelError(f"attention: expected a scale above 0, found {scale}")
         dots = [self._dot(side) for side in sides]
-        step = Step(q, sides, dots, batch, out, sinks, (scale, softcap, window))
+        step = Step(q, sides, dots, batch, out, (sinks, slopes), (scale, softcap, window))
         if self._fixed:
             step.prefill(step.tile, fewest=1)
             return
@@ -123,14 +124,16 @@ class Step:
         dots: Sequence[Any],
         batch: AttentionBatch,
         out: Tensor,
-        sinks: Tensor | None,
+        by_head: tuple[Tensor | None, Tensor | None],
         options: tuple[float, float | None, int | None],
     ) -> None:
         self.q, self.batch, self.out = q, batch, out
         self.heads, self.head_dim = q.shape[1:]
         k, v = sides
         self.kv_heads, page_size = k.codes.shape[1:3]
-        self.sinks = sinks if sinks is not None else q
+        sinks, slopes = by_head
+        # Without slopes the kernels have no such parameter: they are those of before.
+        self.by_head = (sinks if sinks is not None else q, slopes)
         scale, softcap, window = options
         self.numbers = (scale, softcap or 0.0, window or 0)
         self.pages = (k.codes, k.scales, v.codes, v.scales)
@@ -193,7 +196,7 @@ class Step:
             (tiles * self.kv_heads,),
             self.q,
             self.out,
-            self.sinks,
+            *self.by_head,
             batch.query_start,
             batch.context_len,
             batch.page_table,
@@ -243,7 +246,7 @@ class Step:
                 self.out,
                 parts,
                 sums,
-                self.sinks,
+                *self.by_head,
                 batch.query_start,
                 batch.context_len,
                 batch.page_table,
@@ -302,7 +305,7 @@ class Step:
             self.q,
             parts,
             sums,
-            self.sinks,
+            *self.by_head,
             batch.query_start,
             batch.context_len,
             batch.page_table,

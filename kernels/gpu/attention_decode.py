@@ -28,7 +28,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sdk.kernels.gpu.attend import attend, begun, first_key
+from sdk.kernels.gpu.attend import attend, begun, first_key, slope_of
 from sdk.kernels.gpu.attention_work import LONGER, SPLIT, split_size
 from sdk.kernels.gpu.launch import after_earlier
 from sdk.kernels.gpu.page_codes import mixed
@@ -129,7 +129,7 @@ def _join_rows(
 
 @triton.jit
 def _run_split(
-    q, out, parts, sums, sinks, table, shared_len, counter, q_token, q_head,
+    q, out, parts, sums, sinks, slopes, table, shared_len, counter, q_token, q_head,
     scale, softcap, window, slots, query_slots, heads, request_slot, rank, kv_head, token, count,
     length,
     k, k_scale, v, v_scale,
@@ -170,9 +170,12 @@ def _run_split(
         source = q + (at * q_token + head * q_head)[:, None] + column[None, :]
         x = tl.load(source, mask=inside, other=0.0)
         best, total = begun(sinks, head, begin <= first, BLOCK_M, SINKS)
+        slope = None
+        if slopes is not None:
+            slope = slope_of(slopes, head, scale, SOFTCAP)
         best, total, result = attend(
             x, length - count + query, best, total, tl.zeros((BLOCK_M, BLOCK_D), tl.float32),
-            begin, end, table, kv_head, scale, softcap, window,
+            begin, end, table, kv_head, scale, softcap, window, slope,
             k, k_scale, v, v_scale,
             K_KIND, K_GROUPS, K_GROUP, K_DOT, K_STRIDES,
             V_KIND, V_GROUPS, V_GROUP, V_DOT, V_STRIDES, CONVERT, WIDEN,
@@ -208,7 +211,7 @@ def _run_split(
 
 @triton.jit(do_not_specialize=["splits", "slots", "begin_request", "end_request"])
 def decode_kernel(
-    q, out, parts, sums, sinks, query_start, context_len, table, shared_len, work,
+    q, out, parts, sums, sinks, slopes, query_start, context_len, table, shared_len, work,
     q_token, q_head, table_row, work_row, scale, softcap, window,
     splits, slots, begin_request, end_request, kv_heads,
     k, k_scale, v, v_scale,
@@ -248,7 +251,7 @@ def decode_kernel(
         mine = (request >= begin_request) & (request < end_request)  # of this turn
         if mine & (count == 1):
             _run_split(
-                q, out, parts, sums, sinks, own_table, shared_len, counter, q_token, q_head,
+                q, out, parts, sums, sinks, slopes, own_table, shared_len, counter, q_token, q_head,
                 scale, softcap, window, slots, slots // QUERIES, kv_heads * GROUP,
                 request - begin_request, rank, kv_head, token, count, length,
                 k, k_scale, v, v_scale,
@@ -260,7 +263,7 @@ def decode_kernel(
         if QUERIES > 1:  # noqa: SIM102 (a constant: without it the rest is compiled)
             if mine & (count > 1) & (count <= QUERIES):
                 _run_split(
-                    q, out, parts, sums, sinks, own_table, shared_len, counter, q_token, q_head,
+                    q, out, parts, sums, sinks, slopes, own_table, shared_len, counter, q_token, q_head,
                     scale, softcap, window, slots, slots // QUERIES, kv_heads * GROUP,
                     request - begin_request, rank, kv_head, token, count, length,
                     k, k_scale, v, v_scale,
@@ -274,7 +277,7 @@ def decode_kernel(
 
 @triton.jit(do_not_specialize=["slots", "begin_request", "end_request"])
 def shared_kernel(
-    q, parts, sums, sinks, query_start, context_len, table, shared_len, q_token, q_head,
+    q, parts, sums, sinks, slopes, query_start, context_len, table, shared_len, q_token, q_head,
     scale, softcap, window, slots, begin_request, end_request, kv_heads,
     k, k_scale, v, v_scale,
     K_KIND: tl.constexpr, K_GROUPS: tl.constexpr, K_GROUP: tl.constexpr, K_DOT: tl.constexpr,
@@ -311,10 +314,13 @@ def shared_kernel(
     x = tl.load(q + at_query[:, None] + column[None, :], mask=inside, other=0.0)
     starts = part * split <= first_key(length - count, window, BLOCK_N, WINDOW)
     best, total = begun(sinks, head, starts, BLOCK_M, SINKS)
+    slope = None
+    if slopes is not None:
+        slope = slope_of(slopes, head, scale, SOFTCAP)
     best, total, result = attend(
         x, length - count + query, best, total, tl.zeros((BLOCK_M, BLOCK_D), tl.float32),
         part * split, tl.minimum(part * split + split, prefix), table, kv_head, scale, softcap,
-        window,
+        window, slope,
         k, k_scale, v, v_scale,
         K_KIND, K_GROUPS, K_GROUP, K_DOT, K_STRIDES,
         V_KIND, V_GROUPS, V_GROUP, V_DOT, V_STRIDES, CONVERT, WIDEN, PAGE,

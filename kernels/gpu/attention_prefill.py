@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sdk.kernels.gpu.attend import attend, begun, first_key
+from sdk.kernels.gpu.attend import attend, begun, first_key, slope_of
 from sdk.kernels.gpu.launch import after_earlier
 from sdk.kernels.gpu.page_codes import mixed
 
@@ -36,7 +36,7 @@ def _request_of(query_start, tile, requests, QUERIES: tl.constexpr):
 
 @triton.jit(do_not_specialize=["requests", "fewest"])
 def prefill_kernel(
-    q, out, sinks, query_start, context_len, table, q_token, q_head, table_row,
+    q, out, sinks, slopes, query_start, context_len, table, q_token, q_head, table_row,
     scale, softcap, window, requests, kv_heads, fewest,
     k, k_scale, v, v_scale,
     K_KIND: tl.constexpr, K_GROUPS: tl.constexpr, K_GROUP: tl.constexpr, K_DOT: tl.constexpr,
@@ -71,6 +71,9 @@ def prefill_kernel(
     at_query = token * q_token + head * q_head
     x = tl.load(q + at_query[:, None] + column[None, :], mask=inside, other=0.0)
     best, total = begun(sinks, head, head >= 0, BLOCK_M, SINKS)
+    slope = None
+    if slopes is not None:
+        slope = slope_of(slopes, head, scale, SOFTCAP)
     result = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     own_table = table + request.to(tl.int64) * table_row
     position = length - count + begin
@@ -85,7 +88,7 @@ def prefill_kernel(
         if WINDOW or phase > 0:
             best, total, result = attend(
                 x, length - count + query, best, total, result, low, high,
-                own_table, kv_head, scale, softcap, window,
+                own_table, kv_head, scale, softcap, window, slope,
                 k, k_scale, v, v_scale,
                 K_KIND, K_GROUPS, K_GROUP, K_DOT, K_STRIDES,
                 V_KIND, V_GROUPS, V_GROUP, V_DOT, V_STRIDES, CONVERT, WIDEN,

@@ -1,5 +1,5 @@
-"""Rotary embedding fused with norms of heads before it and the write of keys and values to their
-pages after it, and its angles.
+"""Rotary embedding fused with norms of heads and the write of keys and values to their pages, and
+its angles.
 
 Must match ``reference/rope.py``: q to 1 ulp of its type, page contents bit for bit from equal keys
 and values (the same order of sums, ties to even), codes included.
@@ -21,31 +21,42 @@ from sdk.kernels.errors import KernelError
 from sdk.kernels.gpu.launch import after_earlier, expect_on_device, run_kernel
 from sdk.kernels.gpu.page_codes import clamped, encode, mixed, round_bfloat16
 from sdk.kernels.gpu.pages import FLOAT, INT4, hadamard_block, page_sides, reject
-from sdk.kernels.head_norms import HeadNorms
+from sdk.kernels.head_norms import HeadNorms, QueryScale
 from sdk.kernels.kv_pages import KVPages
 
 
 @triton.jit
+def _normalized(values, column, norm, eps, HEAD_DIM: tl.constexpr):
+    """The RMSNorm of rows, which are 0 from ``HEAD_DIM`` on."""
+    shrink = tl.rsqrt(tl.sum(values * values, axis=1) / HEAD_DIM + eps)[:, None]
+    return values * (shrink * tl.load(norm + column, mask=column < HEAD_DIM, other=0.0)[None, :])
+
+
+@triton.jit
 def _rotated(
-    x, column, mask, angles, half, cos, sin, norm, eps, HEAD_DIM: tl.constexpr, NORM: tl.constexpr
-):
+    x, column, mask, angles, half, cos, sin, norm, eps,
+    HEAD_DIM: tl.constexpr, NORM: tl.constexpr, AFTER: tl.constexpr,
+):  # fmt: skip
     """Rows at ``x``, their halves turned against each other. ``angles``: offset of the token's.
 
-    ``NORM``: of the rows' RMSNorm with the weights ``norm``.
+    ``NORM``: of the rows' RMSNorm with the weights ``norm``, or with ``AFTER`` that of the result.
     """
     turned = column < 2 * half
     first = column < half
     partner = tl.where(first, column + half, column - half)
     values = tl.load(x + column[None, :], mask=mask, other=0.0).to(tl.float32)
     others = tl.load(x + partner[None, :], mask=mask & turned[None, :], other=0.0).to(tl.float32)
-    if NORM:
+    if NORM and not AFTER:
         shrink = tl.rsqrt(tl.sum(values * values, axis=1) / HEAD_DIM + eps)[:, None]
         values *= shrink * tl.load(norm + column, mask=column < HEAD_DIM, other=0.0)[None, :]
         others *= shrink * tl.load(norm + partner, mask=turned, other=0.0)[None, :]
     angle = angles + tl.where(first, column, column - half)
     c = tl.load(cos + angle, mask=turned, other=1.0)
     s = tl.load(sin + angle, mask=turned, other=0.0)
-    return values * c[None, :] + others * tl.where(first, -s, s)[None, :]
+    values = values * c[None, :] + others * tl.where(first, -s, s)[None, :]
+    if NORM and AFTER:
+        values = _normalized(values, column, norm, eps, HEAD_DIM)
+    return values
 
 
 @triton.jit
@@ -88,18 +99,20 @@ def _write(
 
 @triton.jit
 def rope_kernel(
-    q, k, v, cos, sin, slots, k_centre, q_norm, k_norm, eps,
+    q, k, v, cos, sin, slots, k_centre, q_norm, k_norm, v_norm, eps, positions, beta, length,
     q_token, q_head, k_token, k_head, v_token, v_head, cos_token, heads, kv_heads, half,
     k_codes, k_scale, k_page, k_row, k_slot, k_scale_page, k_scale_group,
     v_codes, v_scale, v_page, v_row, v_slot, v_scale_page, v_scale_group,
     K_KIND: tl.constexpr, K_GROUPS: tl.constexpr, K_GROUP: tl.constexpr, K_MIX: tl.constexpr,
     V_KIND: tl.constexpr, V_GROUPS: tl.constexpr, V_GROUP: tl.constexpr, V_MIX: tl.constexpr,
     PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_H: tl.constexpr,
-    CENTRE: tl.constexpr, NORM: tl.constexpr,
+    CENTRE: tl.constexpr, NORM: tl.constexpr, AFTER: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens, tiles of heads of q, then of k, then of v). q is turned in place.
 
-    ``MIX``: the Hadamard block of what lies mixed, else 0; q is mixed where keys are.
+    ``NORM``, ``AFTER``: whether q and k have norms, and where. With ``positions`` q is multiplied
+    by ``1 + beta * log(1 + position // length)``. ``MIX``: the Hadamard block of what lies mixed,
+    else 0; q is mixed where keys are.
     """
     after_earlier()
     token = tl.program_id(0).to(tl.int64)
@@ -114,8 +127,11 @@ def rope_kernel(
         mask = (head < heads)[:, None] & (column < HEAD_DIM)[None, :]
         queries = q + token * q_token + head[:, None] * q_head
         turned = _rotated(
-            queries, column, mask, angles, half, cos, sin, q_norm, eps, HEAD_DIM, NORM
+            queries, column, mask, angles, half, cos, sin, q_norm, eps, HEAD_DIM, NORM, AFTER
         )
+        if positions is not None:
+            steps = tl.load(positions + token) // length
+            turned *= 1.0 + beta * tl.log(1.0 + steps.to(tl.float32))
         if K_MIX:
             turned = mixed(turned, BLOCK_H, BLOCK_D, K_MIX)
         tl.debug_barrier()  # a thread reads what another overwrites
@@ -129,7 +145,7 @@ def rope_kernel(
         if is_key:
             keys = k + token * k_token + head[:, None] * k_head
             turned = _rotated(
-                keys, column, mask, angles, half, cos, sin, k_norm, eps, HEAD_DIM, NORM
+                keys, column, mask, angles, half, cos, sin, k_norm, eps, HEAD_DIM, NORM, AFTER
             )
             if CENTRE:
                 at_centre = head[:, None] * HEAD_DIM + column[None, :]
@@ -141,8 +157,11 @@ def rope_kernel(
             )  # fmt: skip
         else:
             at_value = token * v_token + head[:, None] * v_head + column[None, :]
+            values = tl.load(v + at_value, mask=mask, other=0.0).to(tl.float32)
+            if v_norm is not None:
+                values = _normalized(values, column, v_norm, eps, HEAD_DIM)
             _write(
-                tl.load(v + at_value, mask=mask, other=0.0).to(tl.float32), v_codes, v_scale, slot,
+                values, v_codes, v_scale, slot,
                 head, real, v_page, v_row, v_slot, v_scale_page, v_scale_group,
                 PAGE, HEAD_DIM, BLOCK_H, BLOCK_D, V_KIND, V_GROUPS, V_GROUP, V_MIX,
             )  # fmt: skip
@@ -166,7 +185,6 @@ class RopeAndCache:
     """See :meth:`sdk.kernels.ops.Ops.rope_and_cache`."""
 
     name = "gpu.rope_and_cache"
-    normalizes = True
 
     def reject(self, problem: Problem) -> str | None:
         return reject(problem)
@@ -181,6 +199,7 @@ class RopeAndCache:
         batch: AttentionBatch,
         pages: KVPages,
         norms: HeadNorms | None = None,
+        scale: QueryScale | None = None,
     ) -> None:
         tokens, kv_heads, head_dim = k.shape
         half = cos.shape[1]
@@ -196,11 +215,14 @@ class RopeAndCache:
         if centre is not None:
             expect("rope k_centre", centre, torch.float32, kv_heads, head_dim)
         mix = hadamard_block(head_dim)
-        q_norm, k_norm = (None, None) if norms is None else (norms.q, norms.k)
-        for name, weight in (("q", q_norm), ("k", k_norm)):
+        own = [None] * 3 if norms is None else [norms.q, norms.k, norms.v]
+        weights = [None if norm is None else norm.weight for norm in own]
+        if norms is not None and not norms.plain:
+            raise KernelError("rope: expected RMSNorms with one weight for all heads")
+        for name, weight in zip("qkv", weights, strict=True):
             if weight is not None:
                 expect(f"rope {name} norm", weight, torch.float32, head_dim)
-        expect_on_device("rope", q, k, v, cos, sin, batch.slots, pages.k, centre, q_norm, k_norm)
+        expect_on_device("rope", q, k, v, cos, sin, batch.slots, pages.k, centre, *weights)
         block = max(16, triton.next_power_of_2(head_dim))
         rows = max(1, min(8, 1024 // block, triton.next_power_of_2(kv_heads)))
         grid = (tokens, triton.cdiv(q.shape[1], rows) + 2 * triton.cdiv(kv_heads, rows))
@@ -208,7 +230,8 @@ class RopeAndCache:
             rope_kernel,
             grid,
             *(q, k, v, cos, sin, batch.slots),
-            *(centre, q_norm, k_norm, 0.0 if norms is None else norms.eps),
+            *(centre, *weights, 0.0 if norms is None else norms.q.eps),
+            *((None,) * 3 if scale is None else (batch.positions, scale.beta, scale.length)),
             *q.stride()[:2],
             *k.stride()[:2],
             *v.stride()[:2],
@@ -232,6 +255,7 @@ class RopeAndCache:
             BLOCK_H=rows,
             CENTRE=centre is not None,
             NORM=norms is not None,
+            AFTER=norms is not None and norms.after,
             num_warps=4,
             enable_fp_fusion=False,  # codes of pages are the reference's, see page_codes.py
         )

@@ -11,7 +11,7 @@ from typing import Any
 
 from sdk.kernels.offload import OnDisk
 from sdk.kernels.reference.attention import Attention
-from sdk.kernels.reference.elementwise import Map, Places, SelectRows, TakeColumns
+from sdk.kernels.reference.elementwise import MAPS, Map, Places, SelectRows, TakeColumns
 from sdk.kernels.reference.exchange import AllGather, AllReduce, Receive, Send
 from sdk.kernels.reference.linear import ReferenceLinear, ReferenceLinearAsFile
 from sdk.kernels.reference.low_rank import LowRank
@@ -24,7 +24,7 @@ from sdk.kernels.reference.moe import (
     GroupRanks,
     Route,
 )
-from sdk.kernels.reference.norm import AddRmsNorm, GatedActivation, RmsNorm
+from sdk.kernels.reference.norm import Activation, AddNormalize, Gate, GatedActivation, Normalize
 from sdk.kernels.reference.recode import RecodePage
 from sdk.kernels.reference.rope import RopeAndCache, RopeAngles
 from sdk.kernels.reference.sampling import Sample
@@ -71,10 +71,12 @@ class ReferenceBackend:
             "combine": (Combine(),),
             "combine_ranks": (CombineRanks(),),
             "gather_ranks": (GatherRanks(),),
-            "rms_norm": (RmsNorm(),),
-            "add_rms_norm": (AddRmsNorm(),),
+            "norm": (Normalize(),),
+            "add_norm": (AddNormalize(),),
             "gated_activation": (GatedActivation(),),
-            **{kind: (Map(kind),) for kind in ("zeros", "add", "add_bias", "scale", "softcap")},
+            "gate": (Gate(),),
+            "activation": (Activation(),),
+            **{kind: (Map(kind),) for kind in MAPS},
             "rope_angles": (RopeAngles(),),
             "select_rows": (SelectRows(),),
             "take_columns": (TakeColumns(),),

@@ -37,6 +37,7 @@ class Attention:
         window: int | None,
         softcap: float | None,
         sinks: Tensor | None,
+        slopes: Tensor | None,
         out: Tensor,
     ) -> None:
         starts = batch.query_start.tolist()
@@ -49,7 +50,9 @@ class Attention:
             for begin in range(starts[r], starts[r + 1], QUERY_TILE):
                 end = min(begin + QUERY_TILE, starts[r + 1])
                 position = first_position + begin - starts[r]
-                view[begin:end] = _tile(q[begin:end], k, v, position, scale, window, softcap, sinks)
+                view[begin:end] = _tile(
+                    q[begin:end], k, v, position, scale, window, softcap, sinks, slopes
+                )
         out.view(q.shape).copy_(mixed(view) if pages.v_mixed else view)
 
 
@@ -81,6 +84,7 @@ def _tile(
     window: int | None,
     softcap: float | None,
     sinks: Tensor | None,
+    slopes: Tensor | None,
 ) -> Tensor:
     """Attention of up to 16 consecutive tokens, the first at ``position``; shaped as q."""
     tokens, heads, head_dim = q.shape
@@ -97,6 +101,9 @@ def _tile(
         best = sinks.to(torch.float32).reshape(kv_heads, group, 1, 1)
         best = best.expand(-1, -1, QUERY_TILE, -1).reshape(kv_heads, group * QUERY_TILE, 1)
         total = torch.ones_like(best)
+    if slopes is not None:
+        slopes = slopes.to(q.dtype).reshape(kv_heads, group, 1, 1)
+        slopes = slopes.expand(-1, -1, QUERY_TILE, -1).reshape(kv_heads, group * QUERY_TILE, 1)
     result = torch.zeros_like(q)
     for begin in range(0, position + tokens, KEY_TILE):
         keys = torch.arange(begin, begin + KEY_TILE, device=q.device)
@@ -106,6 +113,8 @@ def _tile(
         score = torch.bmm(q, k[:, begin : begin + KEY_TILE].transpose(1, 2)) * scale
         if softcap is not None:
             score = torch.tanh(score / softcap) * softcap
+        if slopes is not None:
+            score = score + slopes * (keys - at).to(q.dtype)
         score = score.masked_fill(hidden, float("-inf"))
         peak = torch.maximum(best, score.amax(dim=-1, keepdim=True))
         safe = peak.masked_fill(peak == float("-inf"), 0.0)

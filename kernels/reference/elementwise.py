@@ -6,9 +6,11 @@ from sdk.kernels.backend import Problem
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.lazy_torch import Tensor, torch
 
+MAPS = ("zeros", "add", "add_bias", "scale", "softcap", "clamp")
+
 
 class Map:
-    """One of ``Ops.zeros``, ``add``, ``add_bias``, ``scale`` and ``softcap``."""
+    """One of ``Ops.zeros``, ``add``, ``add_bias``, ``scale``, ``softcap`` and ``clamp``."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
@@ -25,6 +27,8 @@ class Map:
                 x *= factor
             case "softcap":
                 torch.mul(torch.tanh(x / factor), factor, out=x)
+            case "clamp":
+                x.clamp_(-factor, factor)
             case _:
                 assert other is not None
                 x += other

@@ -11,6 +11,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from sdk.kernels.backend import Problem
 from sdk.kernels.layouts import Affine, Blocks, Dense, Float8, Layout, inputs_of
 from sdk.kernels.lazy_torch import Tensor, torch
@@ -99,6 +101,23 @@ def slice_rows(layout: Layout, start: int, stop: int, step: int = 1) -> Layout:
 def gather_rows(layout: Layout, ids: Tensor) -> Layout:
     """Output rows ``ids`` (int64 ``[T]``) of a weight, copied."""
     return _index_rows(layout, ids, ids.shape[0])
+
+
+def reorder_rows(layout: Layout, order: Tensor) -> Layout | None:
+    """A weight with its output row ``order[j]`` (int64 ``[N]``, each once) in place j, copied.
+
+    ``None`` where scales are shared by rows that would be apart: all rows that share them would
+    need their own.
+    """
+    match layout:
+        case Float8(block=(high, _)) if high > 1:
+            blocks = np.arange(layout.shape[0]) // high
+            if not np.array_equal(order.numpy() // high, blocks):
+                return None
+            return replace(layout, values=layout.values[order])
+        case Affine() if layout.repeats or layout.scale_table is not None:
+            return None
+    return gather_rows(layout, order)
 
 
 def _index_rows(layout: Layout, index: slice | Tensor, count: int) -> Layout:

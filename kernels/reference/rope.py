@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from sdk.kernels.backend import Problem
 from sdk.kernels.batch import AttentionBatch
+from sdk.kernels.head_norms import HeadNorms, QueryScale
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.lazy_torch import Tensor, torch
+from sdk.kernels.norm import Norm
+from sdk.kernels.reference.norm import Normalize
 from sdk.kernels.reference.page_codes import encode, mixed
 
 
@@ -17,11 +20,29 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * c - second * s, second * c + first * s, rest), dim=-1)
 
 
+def _normalized(x: Tensor, norm: Norm | None) -> Tensor:
+    """Heads ``[T, heads, head_dim]`` in float32, with a norm if there is one."""
+    x = x.float()
+    if norm is None:
+        return x
+    out = torch.empty_like(x)
+    Normalize().run(x, norm, out)
+    return out
+
+
+def _turned(
+    x: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None, norm: Norm | None
+) -> Tensor:
+    """Heads after their rotation and ``norm``, that of ``norms`` for them."""
+    if norms is None or not norms.after:
+        return rotate(_normalized(x, norm), cos, sin)
+    return _normalized(rotate(x.float(), cos, sin), norm)
+
+
 class RopeAndCache:
     """See :meth:`sdk.kernels.ops.Ops.rope_and_cache`."""
 
     name = "reference.rope_and_cache"
-    normalizes = False
 
     def reject(self, problem: Problem) -> str | None:
         return None
@@ -35,12 +56,18 @@ class RopeAndCache:
         sin: Tensor,
         batch: AttentionBatch,
         pages: KVPages,
+        norms: HeadNorms | None = None,
+        scale: QueryScale | None = None,
     ) -> None:
-        turned = rotate(q.float(), cos, sin)
+        turned = _turned(q, cos, sin, norms, norms and norms.q)
+        if scale is not None:
+            steps = torch.div(batch.positions, scale.length, rounding_mode="floor").float()
+            turned = turned * (1.0 + scale.beta * torch.log1p(steps))[:, None, None]
         q.copy_(mixed(turned) if pages.k_mixed else turned)
         page = torch.div(batch.slots, pages.page_size, rounding_mode="floor")
         offset = batch.slots % pages.page_size
-        k, v = rotate(k.float(), cos, sin), v.float()
+        k = _turned(k, cos, sin, norms, norms and norms.k)
+        v = _normalized(v, norms and norms.v)
         if pages.k_centre is not None:
             k = k - pages.k_centre
         keys = k, pages.k, pages.k_scale, pages.k_type, pages.k_mixed

@@ -33,9 +33,9 @@ def open_adapter(
         found = sorted(path.glob("*.gguf"))
         if not (path / ADAPTER_CONFIG).is_file() and len(found) == 1:
             return open_gguf_adapter(found[0], config, matrices, scale)
-        return open_peft_folder(path, matrices, scale)
+        return open_peft_folder(path, config, matrices, scale)
     if path.suffix == ".safetensors" and path.name == WEIGHTS:
-        return open_peft_folder(path.parent, matrices, scale)
+        return open_peft_folder(path.parent, config, matrices, scale)
     if path.suffix == ".gguf":
         return open_gguf_adapter(path, config, matrices, scale)
     raise UnsupportedError(

@@ -10,12 +10,12 @@ Names begin with ``base_model.model.``; then come the path of a module and one o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from sdk.kernels.lazy_torch import torch
+from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.loaders.adapters.adapter_file import (
     AdapterFile,
     MatrixShape,
@@ -26,7 +26,10 @@ from sdk.loaders.adapters.adapter_file import (
 from sdk.loaders.adapters.peft_config import PeftConfig, read_peft_config
 from sdk.loaders.folder_file import folder_file, weight_file
 from sdk.loaders.other_kinds import ADAPTER_CONFIG
+from sdk.loaders.qkv_rows import stored_rows
 from sdk.loaders.safetensors_reader import SafetensorsFiles, StoredTensor
+from sdk.loaders.tensor_names import TensorNames
+from sdk.models.architecture import architecture
 from sdk.quant.adapter import LowRank
 from sdk.quant.errors import CheckpointError, UnsupportedError
 
@@ -72,11 +75,14 @@ class _Module(NamedTuple):
 
 
 def open_peft_folder(
-    folder: Path, model: Mapping[str, tuple[int, int]], scale: float = 1.0
+    folder: Path,
+    config: Mapping[str, Any],
+    model: Mapping[str, tuple[int, int]],
+    scale: float = 1.0,
 ) -> AdapterFile:
     """Open a folder; its headers are read and checked.
 
-    ``model``: the shapes of the model's matrices. ``scale`` multiplies the update.
+    ``config``: the model's. ``model``: the shapes of its matrices. ``scale`` multiplies the update.
 
     :raises CheckpointError: it is damaged, or does not fit the model.
     :raises UnsupportedError: it holds something that is not supported; names it.
@@ -99,9 +105,12 @@ def open_peft_folder(
     weights = weight_file(folder, WEIGHTS)
     files = SafetensorsFiles([weights])
     try:
-        modules = _modules(files.tensors, weights)
+        modules = _modules(files.tensors, weights, _renamer(config))
         matrices = {
-            path: _matrix(files, path, module, settings, model.get(path), scale)
+            path: _in_our_order(
+                _matrix(files, path, module, settings, model.get(path), scale),
+                stored_rows(config, path),
+            )
             for path, module in modules.items()
         }
         found = {path: one for path, one in matrices.items() if one is not None}
@@ -113,7 +122,29 @@ def open_peft_folder(
     return AdapterFile(folder, found, (described, weights), files.close)
 
 
-def _modules(tensors: Mapping[str, StoredTensor], source: Path) -> dict[str, _Module]:
+def _renamer(config: Mapping[str, Any]) -> Callable[[str], str]:
+    """From a module's path in transformers' model to ours."""
+    own = architecture(config.get("model_type"))
+    if own is None or not own.tensors.names:
+        return canonical
+    return TensorNames(own.tensors.names).ours
+
+
+def _in_our_order(stored: StoredMatrix | None, rows: Tensor | None) -> StoredMatrix | None:
+    """``rows``: for each output of ours that of the file; ``None``: they are the same."""
+    if stored is None or rows is None:
+        return stored
+
+    def read() -> LowRank:
+        a, b, bias = stored.read()
+        return LowRank(a, b[rows], None if bias is None else bias[rows])
+
+    return StoredMatrix(stored.shape, read)
+
+
+def _modules(
+    tensors: Mapping[str, StoredTensor], source: Path, ours: Callable[[str], str]
+) -> dict[str, _Module]:
     modules: dict[str, _Module] = {}
     for name, stored in tensors.items():
         ending = next((ending for ending in _KINDS if name.endswith(ending)), None)
@@ -128,7 +159,7 @@ def _modules(tensors: Mapping[str, StoredTensor], source: Path) -> dict[str, _Mo
                 "that PEFT saves for LoRA"
             )
         own = name[len(PREFIX) : -len(ending)]
-        path = canonical(own)
+        path = ours(own)
         module = modules.setdefault(path, _Module(own, {}))
         if module.name != own or _KINDS[ending] in module.tensors:
             raise CheckpointError(f"{source}: {path} is in it twice: {own}, {module.name}")

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sdk.kernels.layouts import Blocks, Dense, Layout
 from sdk.loaders.gguf_checkpoint import GgufCheckpoint
-from sdk.loaders.gguf_names import expert_of, gguf_name
+from sdk.loaders.gguf_names import LAYER_OF, expert_of, gguf_name
 from sdk.loaders.writers.gguf_file import GgufEntry, write_gguf
 from sdk.loaders.writers.gguf_metadata import architecture_of, model_metadata, rope_factors
 from sdk.loaders.writers.gguf_vocabulary import vocabulary_metadata
@@ -75,9 +75,12 @@ class GgufWriter:
         return self._encoded(name, rows, "f16", weight.shape)
 
     def plain(self, name: str, tensor: Tensor) -> tuple[dict[str, Tensor], str]:
-        """A norm or a bias, in float32."""
-        if self._architecture.tensors.norms_minus_one and name.endswith("norm.weight"):
-            tensor = tensor + 1.0
+        """A norm or a bias, in float32; nothing of what is in the metadata."""
+        match = LAYER_OF.fullmatch(name)
+        if match is not None and match[2] in self._rules.numbers:
+            return {}, ""
+        if name.endswith("norm.weight"):
+            tensor = tensor + self._architecture.tensors.norm_offset(name.removesuffix(".weight"))
         rows = tensor.to(torch.float32).reshape(-1, 1).contiguous().view(torch.uint8)
         return self._encoded(name, rows, "f32", tuple(tensor.shape))
 
@@ -158,6 +161,10 @@ def _metadata(source: Checkpoint) -> dict[str, Any]:
     if source.tokenizer is None:
         raise CheckpointError(f"{source.path}: no tokenizer in the folder; a GGUF file needs one")
     found = model_metadata(source.config, str(source.path))
+    rules, layers = architecture_of(source.config, "")[1], source.config["num_hidden_layers"]
+    for ours, theirs in rules.numbers.items():
+        tensors = [source.tensor(f"model.layers.{i}.{ours}") for i in range(layers)]
+        found[f"{rules.name}.{theirs}"] = np.array([float(x) for x in tensors], np.float32)
     found["general.name"] = source.path.resolve().name
     vocabulary = vocabulary_metadata(source.path, source.tokenizer, source.config["vocab_size"])
     return found | vocabulary

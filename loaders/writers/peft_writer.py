@@ -13,6 +13,8 @@ from sdk.loaders.adapters.peft_folder import PREFIX, WEIGHTS
 from sdk.loaders.model_shapes import expected_shape
 from sdk.loaders.open import open_checkpoint
 from sdk.loaders.other_kinds import ADAPTER_CONFIG
+from sdk.loaders.tensor_names import TensorNames
+from sdk.models.architecture import architecture
 from sdk.quant.errors import CheckpointError
 
 #: The linear layers of a block, some of them in files that join others.
@@ -36,6 +38,8 @@ def random_adapter_for(
     checkpoint = open_checkpoint(model)
     try:
         config = checkpoint.config
+        own = architecture(config.get("model_type"))
+        theirs = TensorNames({} if own is None else own.tensors.names).theirs
         matrices = {}
         for layer in range(int(config["num_hidden_layers"])):
             for name in targets:
@@ -43,7 +47,7 @@ def random_adapter_for(
                 path = f"model.layers.{layer}.{part}.{name}"
                 shape = expected_shape(config, path) if checkpoint.has(path) else None
                 if shape is not None and len(shape) == 2:
-                    matrices[path] = (shape[0], shape[1])
+                    matrices[theirs(path)] = (shape[0], shape[1])
     finally:
         checkpoint.close()
     if not matrices:

@@ -12,7 +12,7 @@ from sdk.models.architecture import Architecture, ConfigRules, GgufKeys, GgufRul
 from sdk.quant.errors import UnsupportedError
 
 #: The multipliers in a config and in the metadata of a GGUF file.
-_MULTIPLIERS = {
+MULTIPLIERS = {
     "attention_multiplier": "attention.scale",
     "embedding_multiplier": "embedding_scale",
     "residual_multiplier": "residual_scale",
@@ -26,7 +26,12 @@ def _read_gguf(config: dict[str, Any], keys: GgufKeys) -> None:
             f"{keys.source}: granite.rope.scaling.finetuned: expected true, found false: a Granite "
             "model without rotary embeddings is not supported"
         )
-    for ours, theirs in _MULTIPLIERS.items():
+    read_multipliers(config, keys)
+
+
+def read_multipliers(config: dict[str, Any], keys: GgufKeys) -> None:
+    """The four factors, also of models built on Granite."""
+    for ours, theirs in MULTIPLIERS.items():
         default = config["head_dim"] ** -0.5 if ours == "attention_multiplier" else 1.0
         config[ours] = keys.number(theirs) or default
 
@@ -34,7 +39,7 @@ def _read_gguf(config: dict[str, Any], keys: GgufKeys) -> None:
 def _read_minicpm(config: dict[str, Any], keys: GgufKeys) -> None:
     """MiniCPM 1 and 2, whose code computes what Granite's does. The first files do not say by how
     much, and llama.cpp's default for logits contradicts the converter's."""
-    for ours, theirs in _MULTIPLIERS.items():
+    for ours, theirs in MULTIPLIERS.items():
         if ours == "attention_multiplier":
             config[ours] = config["head_dim"] ** -0.5
             continue
@@ -48,20 +53,21 @@ def _read_minicpm(config: dict[str, Any], keys: GgufKeys) -> None:
         config[ours] = found
 
 
-def _write_gguf(config: Mapping[str, Any], source: str) -> Mapping[str, Any]:
-    return {theirs: float(config[ours]) for ours, theirs in _MULTIPLIERS.items()}
+def write_multipliers(config: Mapping[str, Any], source: str) -> Mapping[str, Any]:
+    """The metadata of the factors."""
+    return {theirs: float(config[ours]) for ours, theirs in MULTIPLIERS.items()}
 
 
 ARCHITECTURE = Architecture(
     "granite",
     config=ConfigRules(
-        keys=("attention_bias", "mlp_bias", *_MULTIPLIERS), defaults={"attention_multiplier": 1.0}
+        keys=("attention_bias", "mlp_bias", *MULTIPLIERS), defaults={"attention_multiplier": 1.0}
     ),
     gguf=GgufRules(
         "granite",
         read=_read_gguf,
-        write=_write_gguf,
-        keys=(*_MULTIPLIERS.values(), "rope.scaling.finetuned"),
+        write=write_multipliers,
+        keys=(*MULTIPLIERS.values(), "rope.scaling.finetuned"),
         interleaved_qk=True,
     ),
     more_gguf=(

@@ -13,8 +13,6 @@ ARCHITECTURE = Architecture(
     config=ConfigRules(keys=("attention_bias", "mlp_bias"), stated=("hidden_act",)),
     gguf=GgufRules("llama", interleaved_qk=True),
     more_gguf=(
-        # Mistral Small 3; the query scale of Ministral 3 is refused by name
-        GgufRules("mistral3", interleaved_qk=True),
         GgufRules("internlm2", interleaved_qk=True),
         GgufRules("xverse", interleaved_qk=True),
         GgufRules("exaone"),

@@ -1,8 +1,9 @@
 """AWQ and SmoothQuant on a layer: factors per input channel, folded into what precedes a matrix.
 
-The input of q, k and v, and that of gate and up, is the output of a norm: its weight takes the
-factors. The input of the output projection is linear in the values, that of down is linear in up:
-there the rows of the preceding matrix take them (AWQ only, and only if it is a separate matrix).
+The input of q, k and v, and that of gate and up, is the output of a norm: its weight and its bias
+take the factors, unless it has no weight or others read it too (parallel blocks). The input of the
+output projection is linear in the values, that of down is linear in up if there is a gate: there
+the rows of the preceding matrix take them (AWQ only, and only if it is a separate matrix).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from sdk.quant.scheme import Scheme
 #: Matrices that read what a norm has written, if there is one.
 _FIRST_OF_ATTENTION = ("q_proj", "qkv_proj")
 _FIRST_OF_MLP = ("gate_proj", "gate_up_proj")
+_ONLY_OF_MLP = "up_proj"
 #: The matrix in whose rows a projection's input is linear.
 _AFTER_ROWS = {"o_proj": "self_attn.v_proj", "down_proj": "mlp.up_proj"}
 
@@ -49,7 +51,9 @@ class Folding:
         self.path = path
         known = architecture(config.model_type)
         assert known is not None
-        self.rules, self.norms = known.tensors, known.layer.norms
+        self.rules, self.layer = known.tensors, known.layer
+        self.norms = known.layer.norms_of(config.parallel_blocks)
+        self.values_unchanged = not known.layer.v_norm and config.qkv_clip is None
         self.inputs = inputs
         self.weights = {n: checkpoint.weight(n).dequantize() for names in inputs for n in names}
         self.tensors: dict[str, Tensor] = {}
@@ -82,24 +86,33 @@ class Folding:
 
     def _fold(self, names: tuple[str, ...], statistics: InputStatistics) -> None:
         last = names[0].rsplit(".", 1)[1]
-        if last in (*_FIRST_OF_ATTENTION, *_FIRST_OF_MLP):
+        of_mlp = _FIRST_OF_MLP if self.layer.gated else (_ONLY_OF_MLP,)
+        if last in (*_FIRST_OF_ATTENTION, *of_mlp):
             first = last in _FIRST_OF_ATTENTION
             norm = self.norms.before_attention if first else self.norms.before_mlp
-            if norm is not None:
-                self._into_norm(f"{self.path}.{norm}.weight", names, statistics)
+            shared = self.config.parallel_blocks and self.norms.before_mlp is None
+            if norm is not None and self.layer.norm.weight and not shared:
+                self._into_norm(f"{self.path}.{norm}", names, statistics)
+            return
+        if last == "down_proj" and not self.layer.gated:
             return
         before = f"{self.path}.{_AFTER_ROWS.get(last)}"
+        if last == "o_proj" and not self.values_unchanged:
+            return  # what it reads does not grow with the rows of v
         if self.scheme.method == "awq" and before in self.weights:
             self._into_rows(before, names[0], statistics)
 
     def _into_norm(self, norm: str, names: tuple[str, ...], statistics: InputStatistics) -> None:
-        weight = torch.cat([self.weights[name] for name in names])
+        joined = torch.cat([self.weights[name] for name in names])
         if self.scheme.method == "smoothquant":
-            s = smoothing(weight, statistics.largest)
+            s = smoothing(joined, statistics.largest)
         else:
-            s = stretch(weight, statistics, self.scheme.spec)
-        one = 1.0 if self.rules.norms_minus_one else 0.0
-        self.tensors[norm] = (self.checkpoint.tensor(norm) + one) / s - one
+            s = stretch(joined, statistics, self.scheme.spec)
+        one = self.rules.norm_offset(norm)
+        weight, bias = f"{norm}.weight", f"{norm}.bias"
+        self.tensors[weight] = (self.checkpoint.tensor(weight) + one) / s - one
+        if self.layer.norm.bias:
+            self.tensors[bias] = self.checkpoint.tensor(bias) / s
         self._stretched(names, s)
 
     def _into_rows(self, before: str, name: str, statistics: InputStatistics) -> None:

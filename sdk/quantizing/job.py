@@ -229,9 +229,7 @@ class Job:
 
     def _ends(self, count: int) -> None:
         """The tensors outside the layers."""
-        found = [
-            self.writer.plain("model.norm.weight", self.checkpoint.tensor("model.norm.weight"))
-        ]
+        found = [self.writer.plain(*plain) for plain in self.layers.ends(self.checkpoint)]
         tied = self.layers.config.tie_word_embeddings
         for name in ["model.embed_tokens"] if tied else ["model.embed_tokens", "lm_head"]:
             packs = self.scheme.head is not None or self.kinds is not None

@@ -29,6 +29,7 @@ from sdk.models.parallel import Mesh
 from sdk.models.rope import Rope
 from sdk.quant.calibration import InputStatistics
 from sdk.quant.checkpoint import Checkpoint
+from sdk.quant.rewritten_checkpoint import RewrittenCheckpoint
 
 _PAGE = 16
 
@@ -70,10 +71,10 @@ class LayerRun:
 
     def embed(self, checkpoint: Checkpoint, ids: Tensor, path: Path) -> None:
         """Write the input of layer 0 for token ids ``[S, T]`` to a file."""
-        weight = checkpoint.weight("model.embed_tokens")
+        embedding = self._source(checkpoint).embedding()
         with new_file(path) as out:
             for row in ids:
-                out.write((weight.rows(row) * self.config.embedding_scale).numpy().data)
+                out.write(embedding(row).numpy().data)
 
     def build(self, checkpoint: Checkpoint, index: int) -> Layer:
         """Layer ``index`` with the weights of ``checkpoint``."""
@@ -92,13 +93,19 @@ class LayerRun:
             for hidden in self.outputs(layer, inputs):
                 out.write(hidden.numpy().data)
 
+    def ends(self, checkpoint: Checkpoint) -> list[tuple[str, Tensor]]:
+        """The plain tensors behind the layers, with their names."""
+        watched = RewrittenCheckpoint(checkpoint, lambda name, weight: weight)
+        self._source(watched).norm("model.norm")
+        names = [*watched.pulled[1], *(["lm_head.bias"] if self.config.head_bias else [])]
+        return [(name, checkpoint.tensor(name)) for name in names]
+
     def head_inputs(self, checkpoint: Checkpoint, hidden: Path) -> InputStatistics:
         """Statistics of the final norm's outputs; ``hidden`` has the outputs of the last layer."""
         found = InputStatistics(self.config.hidden_size)
         norm = self._source(checkpoint).norm("model.norm")
         for x in self._rows(hidden):
-            spread = x.square().mean(-1, keepdim=True).add_(self.config.rms_norm_eps)
-            found.add(x * spread.rsqrt() * norm)
+            found.add(self.ops.norm(x, norm))
         return found
 
     def _source(self, checkpoint: Checkpoint) -> Source:

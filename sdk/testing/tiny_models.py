@@ -41,7 +41,6 @@ _SHAPE = {
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-5,
     "rope_theta": 10000.0,
-    "hidden_act": "silu",
     "tie_word_embeddings": False,
 }
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True}
@@ -134,8 +133,9 @@ def _write_plain(folder: Path, known: Architecture, seed: int) -> None:
         experts = {**_EXPERTS, "num_experts": _NUM_EXPERTS, "num_local_experts": _NUM_EXPERTS}
         experts = only_read(experts, known)
     config = {
+        "hidden_act": "silu",
         **known.config.defaults,
-        **_SHAPE,
+        **only_read(_SHAPE, known),
         **experts,
         **_FOR_GGUF.get(known.model_type, {}),
         "model_type": known.model_type,
@@ -188,7 +188,7 @@ class RandomCheckpoint:
         self.kv_scales: Mapping[str, float] = {}
         self.on_bytes: Callable[[int, int], None] | None = None
         self.tensors: dict[str, Tensor] = {}
-        self._norm = 0.0 if known.tensors.norms_minus_one else 1.0
+        self._offset = known.tensors.norm_offset
         joined = known.gguf is not None and "mlp.gate_up_proj" in known.gguf.tensors
         self._joined = ("qkv_proj", "gate_up_proj") if joined else ()
         self._draw = torch.Generator().manual_seed(seed)
@@ -199,7 +199,8 @@ class RandomCheckpoint:
             raise CheckpointError(f"{name}: its shape is unknown, so there are no random weights")
         # Rows of length 1 keep the size of the values. Those of the embedding are as large as what
         # a layer adds, so that the next token depends on the last one and answers do not repeat.
-        scale = 1.0 if name.endswith("embed_tokens") else 1.0 / math.sqrt(shape[-1])
+        width = shape[-1] if shape else 1
+        scale = 1.0 if name.endswith("embed_tokens") else 1.0 / math.sqrt(width)
         return (torch.randn(shape, generator=self._draw) * scale).to(torch.float16)
 
     def weight(self, name: str) -> Weight:
@@ -215,7 +216,9 @@ class RandomCheckpoint:
             stem = name.removesuffix(".weight")
             found = self._random(stem)
             if "norm" in stem:
-                found.fill_(self._norm)
+                found.fill_(0.0 if stem.endswith(".bias") else 1.0 - self._offset(stem))
+            if stem.endswith("act_fn.eps"):
+                found.fill_(-1e-6)
             self.tensors[name] = found
         return self.tensors[name].to(torch.float32)
 

@@ -104,7 +104,7 @@ def attend(q: Tensor, pages: KVPages, batch: AttentionBatch, out: Tensor | None 
     """``[T, heads, head_dim]``."""
     if out is None:
         out = torch.full((len(q), q[0].numel()), torch.nan, device=q.device)
-    Attention(False, programs=PROGRAMS).run(q, pages, batch, SCALE, None, None, None, out)
+    Attention(False, programs=PROGRAMS).run(q, pages, batch, SCALE, None, None, None, None, out)
     return out.view(q.shape)
 
 

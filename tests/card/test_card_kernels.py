@@ -152,7 +152,9 @@ def test_attention_is_the_softmax_of_the_definition(
     out = torch.full((step.q.shape[0], step.q[0].numel()), torch.nan, device=device)
     settings: dict[str, Any] = {"scale": 0.2, "window": None, "softcap": None} | options
     batch, pages = on(device, step.batch), on(device, step.pages)
-    Attention(False).run(step.q.to(device), pages, batch, **settings, sinks=None, out=out)
+    Attention(False).run(
+        step.q.to(device), pages, batch, **settings, sinks=None, slopes=None, out=out
+    )
     wanted = steps.expected(step, **options)
     found = out.cpu().view(step.q.shape).double()
     torch.testing.assert_close(found, wanted, rtol=0, atol=2e-2 if "bf" in dtype else 5e-3)
@@ -162,7 +164,7 @@ def test_a_shared_prefix_changes_nothing(steps: Any, device: str) -> None:
     step = steps.make_step([(600, 1), (541, 1), (529, 1)], 2, 1, 64, 16, "float16", 528)
     out = torch.full((3, step.q[0].numel()), torch.nan, device=device)
     batch, pages = on(device, step.batch), on(device, step.pages)
-    Attention(False).run(step.q.to(device), pages, batch, 0.2, None, None, None, out)
+    Attention(False).run(step.q.to(device), pages, batch, 0.2, None, None, None, None, out)
     found = out.cpu().view(step.q.shape).double()
     torch.testing.assert_close(found, steps.expected(step), rtol=0, atol=5e-3)
 

@@ -50,13 +50,14 @@ class Step:
         fixed: bool = False,
         programs: int = 8,
         sinks: Tensor | None = None,
+        slopes: Tensor | None = None,
         **options: Any,
     ) -> Tensor:
         """``[T, heads, head_dim]``."""
         out = torch.full((self.q.shape[0], self.q[0].numel()), float("nan"))
         settings: dict[str, Any] = {"scale": 0.2, "window": None, "softcap": None} | options
         Attention(exact, programs=programs, fixed=fixed).run(
-            self.q, self.pages, self.batch, **settings, sinks=sinks, out=out
+            self.q, self.pages, self.batch, **settings, sinks=sinks, slopes=slopes, out=out
         )
         return out.view(self.q.shape)
 
@@ -175,6 +176,7 @@ def expected(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
 ) -> Tensor:
     """The definition, token by token and head by head, in float64."""
     pages, batch = step.pages, step.batch
@@ -194,6 +196,8 @@ def expected(
                 score = keys @ step.q[token, head].double() * scale
                 if softcap is not None:
                     score = torch.tanh(score / softcap) * softcap
+                if slopes is not None:
+                    score = score + slopes[head] * (torch.arange(first, last + 1) - last)
                 if sinks is not None:
                     score = torch.cat([score, sinks[head].double()[None]])
                 weights = score.softmax(0)[: len(values)]
@@ -265,9 +269,13 @@ def test_exact_arithmetic_leaves_nothing_but_float32(dtype: str) -> None:
         {"window": 70, "softcap": 3.0},
         {"window": 33, "sinks": torch.tensor([0.5, -1.0])},
         {"sinks": torch.tensor([8.0, -40.0])},
+        {"slopes": torch.tensor([0.5, 0.015625])},
+        {"slopes": torch.tensor([0.25, 2.0]), "window": 33, "softcap": 3.0},
     ],
 )
-def test_windows_caps_and_sinks(requests: list[tuple[int, int]], options: dict[str, Any]) -> None:
+def test_windows_caps_sinks_and_slopes(
+    requests: list[tuple[int, int]], options: dict[str, Any]
+) -> None:
     step = make_step(requests)
     close(step.run(**options), expected(step, **options), 3e-6)
 
@@ -275,7 +283,7 @@ def test_windows_caps_and_sinks(requests: list[tuple[int, int]], options: dict[s
 def test_the_reference_gives_the_same() -> None:
     step = make_step([(50, 1), (37, 20)], 4, 2, 80, 16, "int8")
     out = torch.empty(step.q.shape[0], step.q[0].numel())
-    Reference().run(step.q, step.pages, step.batch, 0.2, 24, None, None, out)
+    Reference().run(step.q, step.pages, step.batch, 0.2, 24, None, None, None, out)
     found = step.run(exact=True, window=24)
     torch.testing.assert_close(found, out.view(found.shape), rtol=0, atol=3e-6)
 
@@ -566,7 +574,7 @@ def test_more_programs_than_work_and_fewer() -> None:
     found = []
     for programs in (1, 1000):
         Attention(False, programs=programs).run(
-            step.q, step.pages, step.batch, 0.2, None, None, None, out.fill_(torch.nan)
+            step.q, step.pages, step.batch, 0.2, None, None, None, None, out.fill_(torch.nan)
         )
         found.append(out.clone())
     assert torch.equal(*found)

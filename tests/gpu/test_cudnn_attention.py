@@ -71,7 +71,7 @@ def run(
     random = torch.Generator().manual_seed(3)
     q = torch.randn(batch.num_tokens, HEADS, 2 * WIDTH, generator=random).to(dtype)[..., :WIDTH]
     out = torch.full((batch.num_tokens, HEADS * WIDTH), math.nan, dtype=dtype)
-    attention.run(q, pages, batch, 0.3, None, None, None, out)
+    attention.run(q, pages, batch, 0.3, None, None, None, None, out)
     return out.float()
 
 

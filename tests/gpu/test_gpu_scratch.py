@@ -277,7 +277,7 @@ def test_attention_asks_for_no_more_parts_than_are_planned(
     q, out = torch.randn(tokens, 4, 64), torch.empty(tokens, 256)
 
     def run() -> None:
-        Attention(True).run(q, pages, batch, 0.125, None, None, None, out)
+        Attention(True).run(q, pages, batch, 0.125, None, None, None, None, out)
 
     plan = of(PACKED, exact=True)
     assert 0 < asked(run) <= plan.nbytes(tokens, 3, length)
@@ -304,7 +304,7 @@ def test_a_library_s_attention_asks_for_no_more_than_is_planned(
     )
     q, out = torch.randn(queries, 4, 16), torch.empty(queries, 64)
     kernel = CudnnAttention(replace(FEW, libraries=libraries))
-    found = asked(lambda: kernel.run(q, pages, batch, 0.25, None, None, None, out))
+    found = asked(lambda: kernel.run(q, pages, batch, 0.25, None, None, None, None, out))
     assert len(library.calls) > 1
     plan = of(PACKED, head_dim=16)
     with_library = replace(plan, libraries=libraries).nbytes(queries, 1, context)
@@ -373,7 +373,7 @@ def test_the_parts_of_few_key_heads_are_planned_for_the_card(
     batch = AttentionBatch(places, starts, lengths, table, places, 16, 1, longest)
     q, out = torch.zeros(3, 4, 64), torch.zeros(3, 256)
     kernels = Attention(True, programs=programs)
-    found = asked(lambda: kernels.run(q, pages, batch, 0.125, None, None, None, out))
+    found = asked(lambda: kernels.run(q, pages, batch, 0.125, None, None, None, None, out))
     planned = replace(of(PACKED, exact=True), programs=programs).nbytes(3, 3, longest)
     assert found == planned == 4 * (3 * 4 * parts * (64 + 2) + 4 * (parts + 1))
 

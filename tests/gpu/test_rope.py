@@ -18,11 +18,12 @@ from sdk.kernels.gpu import rope as gpu_rope
 from sdk.kernels.gpu.elementwise import Places
 from sdk.kernels.gpu.page_codes import float8_bits
 from sdk.kernels.gpu.rope import RopeAndCache, RopeAngles
-from sdk.kernels.head_norms import HeadNorms
+from sdk.kernels.head_norms import HeadNorms, QueryScale
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.kv_types import KV_TYPES
+from sdk.kernels.norm import Norm
 from sdk.kernels.reference.elementwise import Places as ReferencePlaces
-from sdk.kernels.reference.norm import RmsNorm
+from sdk.kernels.reference.norm import Normalize
 from sdk.kernels.reference.rope import (
     RopeAndCache as Reference,
     RopeAngles as ReferenceAngles,
@@ -75,7 +76,7 @@ def written(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("head_dim", "rotary", "heads", "kv_heads"),
-    [(64, 64, 4, 2), (80, 32, 3, 1), (96, 96, 9, 9), (256, 128, 2, 1)],
+    [(64, 64, 4, 2), (80, 32, 3, 1), (96, 96, 9, 9), (256, 128, 2, 1), (64, 0, 3, 1)],
 )
 def test_queries_turn_and_pages_hold_what_the_reference_writes(
     dtype: str, head_dim: int, rotary: int, heads: int, kv_heads: int
@@ -117,7 +118,7 @@ def test_heads_are_normalized_before_they_turn(dtype: str, head_dim: int, rotary
     fused = torch.randn(4, 3 + 2, head_dim, generator=random) * 5
     fused[2, 3] = 0.0
     weights = torch.rand(2, head_dim, generator=random) + 0.5
-    norms = HeadNorms(weights[0], weights[1], 1e-6)
+    norms = HeadNorms(Norm(weights[0], 1e-6), Norm(weights[1], 1e-6))
 
     def run(q: Tensor, k: Tensor, *others: Any) -> None:
         RopeAndCache().run(q, k, *others, norms)
@@ -125,7 +126,7 @@ def test_heads_are_normalized_before_they_turn(dtype: str, head_dim: int, rotary
     q, pages = written(run, fused, 3, 1, make_pages(1, head_dim, dtype), rotary)
     normal = fused.clone()
     for heads, weight in ((slice(0, 3), weights[0]), (slice(3, 4), weights[1])):
-        RmsNorm().run(fused[:, heads], weight, 1e-6, normal[:, heads])
+        Normalize().run(fused[:, heads], Norm(weight, 1e-6), normal[:, heads])
     q_wanted, wanted = written(
         Reference().run, normal, 3, 1, make_pages(1, head_dim, dtype), rotary
     )
@@ -133,6 +134,34 @@ def test_heads_are_normalized_before_they_turn(dtype: str, head_dim: int, rotary
     assert same_bits(pages.v, wanted.v)
     step = {"float32": 2e-6, "bfloat16": 2**-8, "int8": 1.0}[dtype]  # of the last bit, or one code
     torch.testing.assert_close(pages.k.float(), wanted.k.float(), rtol=step, atol=step)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize("after", [False, True])
+def test_values_are_normalized_and_queries_scaled_by_position(dtype: str, after: bool) -> None:
+    fused = torch.randn(4, 5, 80, generator=torch.Generator().manual_seed(6)) * 5
+    weights = torch.rand(3, 80, generator=torch.Generator().manual_seed(7)) + 0.5
+    more = HeadNorms(*(Norm(weight, 1e-6) for weight in weights), after), QueryScale(0.3, 2)
+    found, wanted = (
+        written(lambda *a, run=run: run(*a, *more), fused, 3, 1, make_pages(1, 80, dtype), 32)
+        for run in (RopeAndCache().run, Reference().run)
+    )
+    torch.testing.assert_close(found[0], wanted[0], rtol=2e-6, atol=2e-6)
+    step = {"float32": 2e-6, "int8": 1.0}[dtype]
+    for name in ("k", "v"):
+        codes = (getattr(pages, name).float() for _, pages in (found, wanted))
+        torch.testing.assert_close(*codes, rtol=step, atol=step)
+
+
+def test_norms_of_another_form_are_refused() -> None:
+    norms = HeadNorms(Norm(torch.ones(64), 1e-6, centred=True), Norm(torch.ones(64), 1e-6))
+    fused = torch.ones(4, 5, 64)
+
+    def run(q: Tensor, k: Tensor, *others: Any) -> None:
+        RopeAndCache().run(q, k, *others, norms)
+
+    with pytest.raises(KernelError, match="rope: expected RMSNorms with one weight for all heads"):
+        written(run, fused, 3, 1, make_pages(1, 64, "float32"), 64)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "int8"])

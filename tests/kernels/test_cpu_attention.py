@@ -130,7 +130,7 @@ def make_step(
 def attend(kernel: Any, step: Step, **options: Any) -> Tensor:
     tokens, heads, head_dim = step.q.shape
     out = torch.full((tokens, heads * head_dim), float("nan"))
-    settings = {"window": None, "softcap": None, "sinks": None, **options}
+    settings = {"window": None, "softcap": None, "sinks": None, "slopes": None, **options}
     kernel.run(step.q, step.pages, step.batch, head_dim**-0.5, out=out, **settings)
     return out
 
@@ -154,6 +154,9 @@ def expected(step: Step, **options: Any) -> Tensor:
             score = score * head_dim**-0.5
             if options.get("softcap"):
                 score = torch.tanh(score / options["softcap"]) * options["softcap"]
+            if options.get("slopes") is not None:
+                distance = torch.arange(low, position + 1) - position
+                score = score + options["slopes"].double().unsqueeze(1) * distance
             if options.get("sinks") is not None:
                 score = torch.cat((score, options["sinks"].double().unsqueeze(1)), dim=1)
             weight = score.softmax(dim=1)[:, : position + 1 - low]
@@ -180,6 +183,8 @@ MIXED = ((1, 1), (100, 1), (70, 70), (300, 17), (700, 1), (129, 64))
         (14, 1, 40, 24, {"window": 70}),
         (2, 1, 80, 256, {"softcap": 5.0, "sinks": torch.tensor([1.0, -1.0])}),
         (5, 1, 16, 8, {"window": 130}),
+        (6, 3, 24, 16, {"slopes": torch.logspace(-8, 0, 6, base=2)}),
+        (4, 1, 16, 32, {"slopes": torch.logspace(-2, 1, 4, base=2), "window": 90, "softcap": 4.0}),
     ],
 )
 def test_attention_matches_float64(
@@ -241,7 +246,14 @@ def test_the_levels_agree(cases: Any, dtype: str, options: dict[str, Any]) -> No
 
 
 @pytest.mark.quick_cases(1)
-@pytest.mark.parametrize("options", [{}, {"window": 400, "sinks": torch.linspace(-1, 3, 6)}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"window": 400, "sinks": torch.linspace(-1, 3, 6)},
+        {"slopes": torch.logspace(-9, -1, 6, base=2)},
+    ],
+)
 def test_spreading_a_context_over_threads_does_not_change_a_bit(
     backend: CpuBackend, options: dict[str, Any]
 ) -> None:
@@ -266,7 +278,8 @@ def test_levels_with_fused_multiply_add_agree_to_the_bit(dtype: str, head_dim: i
     for level in levels():
         opened = open_backend("cpu", 2, level)
         (kernel,) = opened.implementations("attention")
-        found.append(attend(kernel, step, window=250, softcap=4.0))
+        slopes = torch.linspace(0.01, 0.3, 6)
+        found.append(attend(kernel, step, window=250, softcap=4.0, slopes=slopes))
         opened.close()
     assert all(torch.equal(x, found[-1]) for x in found[1:])
 
@@ -338,6 +351,8 @@ def test_attention_refuses_arguments_that_disagree(backend: CpuBackend) -> None:
     pages, v = step.pages, step.pages.v
     with pytest.raises(KernelError, match=r"expected sinks \[4\], found \[3\]"):
         attend(kernel, step, sinks=torch.zeros(3))
+    with pytest.raises(KernelError, match=r"expected slopes \[4\], found \[5\]"):
+        attend(kernel, step, slopes=torch.zeros(5))
     with pytest.raises(KernelError, match="expected a window of at least 1, found 0"):
         attend(kernel, step, window=0)
     with pytest.raises(KernelError, match=r"expected int32 index tensors, found torch\.int64"):

@@ -13,7 +13,9 @@ from sdk.engine.rank.kv_cache import KVCache
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.cpu import CpuBackend
 from sdk.kernels.errors import KernelError
+from sdk.kernels.head_norms import HeadNorms, QueryScale
 from sdk.kernels.kv_pages import KVPages
+from sdk.kernels.norm import Norm
 from sdk.kernels.ops import Ops
 from sdk.kernels.reference.page_codes import mixed
 from sdk.kernels.reference.rope import RopeAndCache, RopeAngles, rotate
@@ -73,6 +75,46 @@ def test_rope_and_cache_equals_the_reference_bit_for_bit(
         assert results[0][2].max() == 65504
     if dtype == "int8":
         assert results[0][3].isnan().any() and results[0][4].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int8"])
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize(("head_dim", "rotary"), [(40, 40), (64, 24), (256, 0)])
+def test_norms_of_heads_and_a_scale_by_position_are_those_of_the_reference(
+    backend: CpuBackend, dtype: str, after: bool, head_dim: int, rotary: int
+) -> None:
+    """Before or after the rotation, with one of values; positions are the slots."""
+    (kernel,) = backend.implementations("rope_and_cache")
+    batch = make_batch(16)
+    random = torch.Generator().manual_seed(1)
+    angle = torch.rand(TOKENS, rotary // 2, generator=random) * 6
+    weights = torch.rand(3, head_dim, generator=random) + 0.5
+    norms = HeadNorms(*(Norm(weight, 1e-5) for weight in weights), after)
+    scale = QueryScale(0.3, 7)
+    results = []
+    for run in (kernel.run, RopeAndCache().run):
+        _, (q, k, v) = rows(head_dim)
+        v[5] = 0.0
+        pages = make_pages(2, 16, head_dim, dtype)
+        run(q, k, v, angle.cos(), angle.sin(), batch, pages, norms, scale)
+        written = (pages.k, pages.v, pages.k_scale, pages.v_scale)
+        results.append([q, *(x.float() for x in written if x is not None)])
+    steps = {"float32": (1e-6, 1e-6), "float16": (2e-3, 1e-5), "int8": (2e-3, 1.0)}
+    relative, least = steps[dtype]
+    torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-5, atol=1e-5)
+    for found, wanted in zip(results[0][1:], results[1][1:], strict=True):
+        torch.testing.assert_close(found, wanted, rtol=relative, atol=least)
+    if dtype == "float32":
+        _, (q, _, v) = rows(head_dim)
+        v[5] = 0.0
+        turned = rotate(q, angle.cos(), angle.sin()) if after else q
+        normal = torch.nn.functional.rms_norm(turned, (head_dim,), weights[0], 1e-5)
+        turned = normal if after else rotate(normal, angle.cos(), angle.sin())
+        turned *= (1 + 0.3 * torch.log1p((batch.positions // 7).float()))[:, None, None]
+        torch.testing.assert_close(results[0][0], turned, rtol=1e-5, atol=1e-5)
+        at = batch.slots // 16, slice(None), batch.slots % 16
+        values = torch.nn.functional.rms_norm(v, (head_dim,), weights[2], 1e-5)
+        torch.testing.assert_close(results[0][2][at], values, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int8", "int4"])
@@ -173,6 +215,16 @@ def test_rope_refuses_arguments_that_disagree(backend: CpuBackend) -> None:
         kernel.run(q, k, v, angle, angle, batch, replace(pages, k=pages.k[:, :1], v=pages.v[:, :1]))
     with pytest.raises(KernelError, match=r"float32 centre \[2, 16\], found .* \[16\]"):
         kernel.run(q, k, v, angle, angle, batch, replace(pages, k_centre=torch.zeros(16)))
+    one = Norm(torch.ones(16), 1e-5)
+    for norms in (
+        HeadNorms(one, Norm(torch.ones(2, 16), 1e-5)),
+        HeadNorms(one, replace(one, eps=1.0)),
+    ):
+        with pytest.raises(KernelError, match=r"rope: expected RMSNorms with one weight for all"):
+            kernel.run(q, k, v, angle, angle, batch, pages, norms)
+    short = HeadNorms(one, Norm(torch.ones(15), 1e-5))
+    with pytest.raises(KernelError, match=r"rope k norm: expected torch.float32 \[16\]"):
+        kernel.run(q, k, v, angle, angle, batch, pages, short)
     with pytest.raises(KernelError, match=r"rope v: expected torch\.float32 on cpu"):
         kernel.run(q, k, v.double(), angle, angle, batch, pages)
 

@@ -137,16 +137,19 @@ def test_enums_are_those_of_the_library(
 
 def test_numbers_of_kinds_and_types_are_those_of_the_library(table: Mapping[str, int]) -> None:
     kinds = {"kSilu": "silu", "kGeluTanh": "gelu_tanh", "kGelu": "gelu"}
-    kinds["kClampedSwiglu"] = "clamped_swiglu"
+    kinds |= {"kClampedSwiglu": "clamped_swiglu", "kRelu": "relu", "kRelu2": "relu2"}
+    kinds["kXielu"] = "xielu"
     assert {name: elementwise._KINDS[kind] for name, kind in kinds.items()} == {
         name: table[name] for name in kinds
     }
     assert len(elementwise._KINDS) == table["kActivationKinds"]
     maps = {"kMapZero": "zeros", "kMapAdd": "add", "kMapBias": "add_bias", "kMapScale": "scale"}
-    maps["kMapSoftcap"] = "softcap"
+    maps |= {"kMapSoftcap": "softcap", "kMapClamp": "clamp"}
     for name, kind in maps.items():
         assert elementwise.MAPS[kind] == table[name]
     assert len(elementwise.MAPS) == table["kMapKinds"]
+    gates = {"sigmoid": table["kGateSigmoid"], "softplus": table["kGateSoftplus"]}
+    assert gates == elementwise._GATES and len(gates) == table["kGateKinds"]
     types = {
         "float16": "kF16",
         "bfloat16": "kBF16",

@@ -197,6 +197,14 @@ def test_attention_matches_torch(ops: Ops, cases: Any, window: int | None, centr
     assert cases.nmse(found, expected.transpose(0, 1).reshape(tokens, -1)) < 1e-12
 
 
+def test_a_gate_of_another_size_or_kind_is_refused(ops: Ops) -> None:
+    x = torch.ones(2, 12)
+    assert torch.equal(ops.gate(x[:0], torch.ones(0, 3), "sigmoid"), x[:0])
+    for gate, kind in ((torch.ones(2, 5), "sigmoid"), (torch.ones(2, 4), "relu")):
+        with pytest.raises(KernelError, match=r"gate: expected one of sigmoid, softplus for equal"):
+            ops.gate(x, gate, kind)  # type: ignore[arg-type]
+
+
 def test_draws_beyond_the_rows_at_hand_are_not_looked_at(ops: Ops) -> None:
     buffers = SampleBuffers(4)
     for row in range(4):  # as a larger step before has left them

@@ -103,7 +103,7 @@ def expected(pages: KVPages, batch: AttentionBatch, q: Tensor, window: int | Non
 
 def attend(kernel: Any, pages: KVPages, batch: AttentionBatch, q: Tensor, window: Any) -> Tensor:
     out = torch.full((q.shape[0], q.shape[1] * q.shape[2]), float("nan"))
-    kernel.run(q, pages, batch, q.shape[2] ** -0.5, window, None, None, out)
+    kernel.run(q, pages, batch, q.shape[2] ** -0.5, window, None, None, None, out)
     return out
 
 

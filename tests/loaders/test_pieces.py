@@ -65,6 +65,11 @@ def test_a_weight_has_the_same_values_read_cut_joined_and_bound(kind: str) -> No
     both = torch.cat([value, up.dequantize()])
     assert torch.equal(joined.dequantize(), both)
     assert joined.spec == gate.spec
+    order = torch.arange(len(both)).view(-1, 8, 2).transpose(1, 2).flatten()  # 16 rows at a time
+    moved = joined.reordered(order)
+    assert isinstance(moved, UnreadWeight)
+    assert torch.equal(moved.dequantize(), both[order])
+    assert torch.equal(moved.narrow("out", 30, 9).dequantize(), both[order][30:39])
     ops = Ops("cpu", num_threads=2)
     try:
         joined.bind(ops)

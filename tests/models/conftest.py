@@ -7,6 +7,7 @@ tokens, a step is ``{request: number of tokens}``.
 
 from __future__ import annotations
 
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -23,6 +24,8 @@ from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.kv_types import KV_TYPES
 from sdk.kernels.layouts import Dense
 from sdk.kernels.ops import Ops
+from sdk.loaders.hf_folder import HfFolder
+from sdk.models.architecture import architecture
 from sdk.models.auto import build_model
 from sdk.models.decoder import CausalLM
 from sdk.models.parallel import Mesh
@@ -113,7 +116,26 @@ def checkpoint_of(model: Any) -> DictCheckpoint:
     tensors = {n: t for name, own in state.items() for n, t in _by_expert(kind, name, own)}
     if model.config.tie_word_embeddings:
         tensors.pop("lm_head.weight", None)
+    own = architecture(kind)
+    if own is not None and own.tensors.names:
+        tensors = _as_ours(model)
     return DictCheckpoint(model.config.to_dict(), tensors)
+
+
+def _as_ours(model: Any) -> dict[str, Tensor]:
+    """The tensors of a model whose files do not have a Llama's names, as a folder reads them."""
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        checkpoint = HfFolder(Path(folder))
+        found = {}
+        for entry in checkpoint.entries():
+            if len(entry.shape) == 2:
+                weight = checkpoint.weight(entry.name.removesuffix(".weight"))
+                found[entry.name] = weight.dequantize()
+            else:
+                found[entry.name] = checkpoint.tensor(entry.name)
+        checkpoint.close()
+    return found
 
 
 def _by_expert(model_type: str, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -16,14 +16,45 @@ from sdk.loaders.open import open_checkpoint
 from sdk.loaders.writers.gguf_metadata import model_metadata
 from sdk.models.architecture import gguf_names
 from sdk.quant.errors import UnsupportedError
-from tests.gguf_models import F32, I32, U32, gguf_of, save_gguf
+from tests.gguf_models import BOOL, F32, I32, STRING, U32, gguf_of, save_gguf
 from tests.models.conftest import Paged, expected_logits, prompt, tiny
 
 Load = Callable[..., Any]
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 3000.0}}
 HALF = {"rope_parameters": {**ROPE["rope_parameters"], "partial_rotary_factor": 0.5}}
 PLAIN = {**ROPE, "tie_word_embeddings": False, "rms_norm_eps": 1e-4}
-#: The name in the file: transformers' model, its options, and metadata besides the usual ones.
+#: The scale of queries begins to differ from 1 at position 16.
+YARN = {
+    **ROPE["rope_parameters"],
+    "rope_type": "yarn",
+    "factor": 16.0,
+    "original_max_position_embeddings": 16,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.4,
+}
+YARN_FACTS = {
+    "rope.scaling.type": (STRING, "yarn"),
+    "rope.scaling.factor": (F32, 16.0),
+    "rope.scaling.original_context_length": (U32, 16),
+    "rope.scaling.yarn_log_multiplier": (F32, 1.0),
+    "attention.temperature_scale": (F32, 0.4),
+}
+ALPHA = {"rope_type": "dynamic", "factor": 1.0, "alpha": 50.0, "rope_theta": 10_000.0}
+BASES = [3000.0, 0, 3000.0, 0, 3000.0]
+SCALES = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.5,
+    "logits_scaling": 4.0,
+    "attention_multiplier": 0.25,
+}
+SCALE_FACTS = {
+    "embedding_scale": (F32, 3.0),
+    "residual_scale": (F32, 0.5),
+    "logit_scale": (F32, 4.0),
+}
+#: The name in the file, which what follows a hyphen tells apart: transformers' model, its options,
+#: and metadata besides the usual ones.
 FILES: dict[str, tuple[str, dict[str, Any], dict[str, tuple[int, Any]]]] = {
     "gemma": ("gemma", {"tie_word_embeddings": True}, {}),
     "smollm3": ("smollm3", {"num_hidden_layers": 5}, {}),
@@ -33,23 +64,76 @@ FILES: dict[str, tuple[str, dict[str, Any], dict[str, tuple[int, Any]]]] = {
     "ernie4_5": ("ernie4_5", {"use_bias": True}, {}),
     "seed_oss": ("seed_oss", {"attention_out_bias": True}, {}),
     "mistral3": ("mistral", {"sliding_window": None}, {}),
+    "mistral3-scaled": ("ministral3", {"rope_parameters": YARN}, YARN_FACTS),
+    # mscale_all_dim: cos and sin are multiplied by the quotient of two factors
+    "mistral3-magnitude": (
+        "ministral3",
+        {"rope_parameters": {**YARN, "mscale_all_dim": 0.5}},
+        {**YARN_FACTS, "rope.scaling.yarn_log_multiplier": (F32, 0.5)},
+    ),
+    # the base that alpha makes of 10,000
+    "hunyuan-dense": (
+        "hunyuan_v1_dense",
+        {"rope_parameters": ALPHA},
+        {
+            "rope.freq_base": (F32, 10_000.0 * 50.0 ** (16 / 14)),
+            "rope.scaling.type": (STRING, "none"),
+        },
+    ),
+    "granite_swa": (
+        "granite_swa",
+        {**SCALES, "sliding_window": 9, "num_hidden_layers": 5, "layer_rope_theta": BASES},
+        {
+            **SCALE_FACTS,
+            "attention.scale": (F32, 0.25),
+            "attention.sliding_window": (U32, 9),
+            "attention.sliding_window_pattern": (9, (BOOL, [False, True, True, True, False])),
+            "attention.rope_pattern": (9, (BOOL, [bool(base) for base in BASES])),
+        },
+    ),
     "internlm2": ("llama", {}, {}),
     "xverse": ("llama", {}, {}),
     "exaone": ("llama", {}, {}),
     "pangu-embedded": ("llama", {"attention_bias": True}, {}),
+    "command-r": (
+        "cohere",
+        {"logit_scale": 0.5, "tie_word_embeddings": True, "layer_norm_eps": 1e-4},
+        {"logit_scale": (F32, 0.5)},
+    ),
+    "cohere2": (
+        "cohere2",
+        {
+            "logit_scale": 0.5,
+            "tie_word_embeddings": True,
+            "layer_norm_eps": 1e-4,
+            "sliding_window": 8,
+            "num_hidden_layers": 5,
+        },
+        {"logit_scale": (F32, 0.5), "attention.sliding_window": (U32, 8)},
+    ),
+    "olmo": ("olmo", {"clip_qkv": 1.5}, {"attention.clamp_kqv": (F32, 1.5)}),
+    "nemotron": (
+        "nemotron",
+        {**HALF, "norm_eps": 1e-4, "attention_bias": True, "mlp_bias": True},
+        {"rope.dimension_count": (U32, 8)},
+    ),
+    "arcee": ("arcee", {"mlp_bias": True}, {}),
+    "apertus": ("apertus", {}, {}),
+    "stablelm": (
+        "stablelm",
+        {**HALF, "layer_norm_eps": 1e-4, "use_qkv_bias": True},
+        {"rope.dimension_count": (U32, 8), "use_parallel_residual": (BOOL, True)},
+    ),
+    "phi2": (
+        "phi",
+        {**HALF, "layer_norm_eps": 1e-4, "num_key_value_heads": 4},
+        {"rope.dimension_count": (U32, 8)},
+    ),
+    "starcoder2": ("starcoder2", {"norm_epsilon": 1e-4, "tie_word_embeddings": True}, {}),
     "minicpm": (
         "granite",
-        {
-            "embedding_multiplier": 3.0,
-            "residual_multiplier": 0.5,
-            "logits_scaling": 4.0,
-            "attention_multiplier": 0.25,
-        },
-        {
-            "embedding_scale": (F32, 3.0),
-            "residual_scale": (F32, 0.5),
-            "logit_scale": (F32, 4.0),
-        },
+        SCALES,
+        SCALE_FACTS,
     ),
 }
 
@@ -58,7 +142,11 @@ def written(name: str) -> tuple[Any, Any]:
     """transformers' model, and the bytes of its file."""
     model_type, options, metadata = FILES[name]
     oracle = tiny(model_type, **{**PLAIN, **options})
-    return oracle, gguf_of(oracle, metadata, arch=name)
+    return oracle, gguf_of(oracle, metadata, arch=arch_of(name))
+
+
+def arch_of(name: str) -> str:
+    return name if name in gguf_names() else name.rpartition("-")[0]
 
 
 @pytest.mark.quick_cases(8)
@@ -70,14 +158,15 @@ def test_a_file_has_the_logits_of_transformers(name: str, tmp_path: Path, load: 
     found = Paged(load(checkpoint)).run("a", ids, [7, 30])
     assert (found - expected_logits(oracle, ids)).abs().max() <= 1e-4
     assert checkpoint.unused() == []
-    assert name in gguf_names()
+    assert arch_of(name) in gguf_names()
 
 
 @pytest.mark.parametrize(
     ("name", "metadata", "message"),
     [
         ("glm4", {"rope.dimension_sections": (9, (I32, [4, 2, 2, 0]))}, "of a vision model"),
-        ("mistral3", {"attention.temperature_scale": (F32, 0.1)}, "temperature_scale: expected 0"),
+        ("exaone", {"attention.temperature_scale": (F32, 0.1)}, "temperature_scale: expected 0"),
+        ("granite_swa", {"attention.rope_pattern": (9, (BOOL, [True] * 4))}, "expected 5 values"),
         ("minicpm", {"logit_scale": (F32, 0.0)}, "minicpm.logit_scale: expected a number"),
         ("smollm3", {"attention.sliding_window_pattern": (U32, 2)}, "pattern: expected 0, found 2"),
     ],
@@ -113,6 +202,8 @@ def test_a_window_of_exaone4_is_that_of_64_layers_alone(tmp_path: Path, load: Lo
     [
         ("smollm3", {"no_rope_layers": [1, 1, 0]}),
         ("exaone4", {"sliding_window": 8, "layer_types": ["sliding_attention"] * 3}),
+        ("ministral3", {"sliding_window": 8}),
+        ("granite_swa", {"layer_rope_theta": [3000.0, 0, 77.0], "rope_theta": 3000.0}),
         ("olmoe", {"norm_topk_prob": True, "num_experts": 4, "num_experts_per_tok": 2}),
     ],
 )

@@ -51,12 +51,63 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "ernie4_5": {"use_bias": True},
     "seed_oss": {"attention_out_bias": True},
     "olmoe": {"num_experts": 7, "num_experts_per_tok": 3},
+    "ministral": {"sliding_window": 9},
+    "ministral-mixed": {
+        "sliding_window": 9,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    # the scale of queries begins to differ from 1 at position 16
+    "ministral3": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 3000.0,
+            "factor": 16.0,
+            "original_max_position_embeddings": 16,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.4,
+        },
+    },
+    "internlm3": {"qkv_bias": True, "bias": True},
+    "iquestcoder": {"head_dim": 24},
+    "cwm": {"sliding_window": 9, "num_hidden_layers": 5},
+    "helium": {"attention_bias": True},
+    "vaultgemma": {"sliding_window": 10, "query_pre_attn_scalar": 20},
+    "hunyuan_v1_dense": {
+        "attention_bias": True,
+        "rope_parameters": {
+            "rope_type": "dynamic",
+            "factor": 1.0,
+            "alpha": 50.0,
+            "rope_theta": 3000.0,
+        },
+    },
+    "hunyuan_v1_dense-plain": {"head_dim": 24},
+    "granite_swa": {
+        "sliding_window": 9,
+        "num_hidden_layers": 5,
+        "layer_rope_theta": [3000, 0, 3000, 77.0, 0],
+        "attention_multiplier": 0.3,
+        "logits_scaling": 2.0,
+    },
     "granite": {
         "embedding_multiplier": 3.0,
         "attention_multiplier": 0.3,
         "residual_multiplier": 0.4,
         "logits_scaling": 2.0,
     },
+    "cohere": {"logit_scale": 0.5},
+    "olmo": {"clip_qkv": 1.5},
+    "nemotron": {"attention_bias": True, "mlp_bias": True},
+    "arcee": {"mlp_bias": True},
+    "apertus": {},
+    "stablelm": {"use_qkv_bias": True, "partial_rotary_factor": 0.5},
+    "stablelm-parallel": {"use_parallel_residual": True, "partial_rotary_factor": 0.5},
+    "phi": {"partial_rotary_factor": 0.5},
+    "phi-tied": {"tie_word_embeddings": True},
+    "starcoder2": {"sliding_window": 9},
+    "starcoder2-unbiased": {"use_bias": False, "tie_word_embeddings": False},
+    "cohere2": {"logit_scale": 0.5, "sliding_window": 8, "num_hidden_layers": 5},
 }
 LENGTH = 75
 

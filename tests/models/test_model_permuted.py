@@ -1,4 +1,4 @@
-"""Models whose matrices have their columns in another order: the same logits either way."""
+"""Models whose matrices have columns or rows in another order: the same logits either way."""
 
 from __future__ import annotations
 
@@ -10,12 +10,21 @@ import torch
 
 from sdk.kernels.layouts import Dense
 from sdk.kernels.ops import Ops
+from sdk.models.adapters import ModelAdapters
 from sdk.models.auto import build_model
 from sdk.models.hf_backend import HFModel
 from sdk.models.parallel import Mesh
 from sdk.quant.permuted import PermutedWeight
 from sdk.quant.weight import DenseWeight, StackedWeight, Weight
-from tests.models.conftest import DictCheckpoint, Paged, checkpoint_of, prompt, tiny
+from tests.models.conftest import (
+    DictCheckpoint,
+    Paged,
+    checkpoint_of,
+    expected_logits,
+    prompt,
+    tiny,
+)
+from tests.models.test_model_adapters import adapter_for, close, merged, with_slots
 from tests.models.test_model_graph import MAX_LEN, Steps
 
 
@@ -72,3 +81,31 @@ def test_a_replayed_step_has_the_bits_of_an_eager_one(apart: bool, tied: bool) -
             assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
             assert expected[1].isfinite().all()
     ops.close()
+
+
+@pytest.mark.parametrize("moved", [True, False])
+def test_adjacent_pairs_are_moved_apart_once_or_in_each_step(
+    moved: bool, load: Callable[..., Any], ops: Ops, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of the weights and biases, or the columns of every product where a layout forbids it."""
+    oracle = tiny("glm4", head_dim=24, attention_bias=True)
+    if not moved:
+        monkeypatch.setattr(DenseWeight, "reordered", lambda self, order: None)
+    model = load(checkpoint_of(oracle))
+    fused = [linear for path, linear in model.linears() if path.endswith("qkv_proj")]
+    assert len(fused) == 3 and all((linear.order is None) is moved for linear in fused)
+    ids = prompt(20, 1)
+    assert (Paged(model).run("a", ids) - expected_logits(oracle, ids)).abs().max() <= 1e-4
+    adapters = ModelAdapters(model, ops, 1)
+    names = [path for path in adapters.matrices if path.endswith((".q_proj", ".k_proj", ".v_proj"))]
+    adapter = adapter_for(adapters.matrices, names, biased=("k_proj",))
+    adapters.write(0, adapters.pack(adapter))
+    found = with_slots(ops, Paged(model), ids, [0] * len(ids))
+    ops.adapter_slots = None
+    assert close(found, Paged(load(merged(checkpoint_of(oracle), adapter))).run("a", ids))
+
+
+def test_layers_without_a_rotation_have_no_angles(load: Callable[..., Any], ops: Ops) -> None:
+    model = load(checkpoint_of(tiny("smollm3", num_hidden_layers=4)))
+    sizes = [rope.cos_sin(torch.arange(5), ops)[0].shape for rope in model.ropes]
+    assert sizes == [(5, 8), (5, 0)] and [x.attention.rope for x in model.layers] == [0, 0, 0, 1]

@@ -79,6 +79,31 @@ MODELS: dict[str, dict[str, Any]] = {
             "num_position_embeddings": 16,
         },
     },
+    # the common base with a layer of none, and layer types that do not follow the rotation
+    "muse_glimmer": {
+        "text_config": {
+            **TEXT,
+            "num_hidden_layers": 5,
+            "head_dim": 16,
+            "sliding_window": 9,
+            "layer_rope_theta": [0, 3000.0, 3000.0, 0, 3000.0],
+            "final_logit_softcapping": 5.0,
+            "output_multiplier": 0.7,
+            "post_norm_eps": 0.01,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 3000.0},
+        },
+        "vision_config": {
+            "num_hidden_layers": 1,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_attention_heads": 2,
+            "patch_size": 4,
+            "pos_emb_height": 4,
+            "pos_emb_width": 4,
+        },
+        "out_hidden_size": 128,
+        "projector_hidden_size": 64,
+    },
 }
 
 

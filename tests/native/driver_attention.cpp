@@ -103,6 +103,16 @@ void attend(TestRuntime& runtime, const AttentionShape& s, Cache& cache, Buffer<
     rope.head_dim = args.head_dim = (int32_t)s.head_dim;
     rope.half = (int32_t)half;
     rope.page_size = args.page_size = (int32_t)s.page_size;
+    Buffer<float> norm(s.head_dim);
+    for (int64_t i = 0; i < s.head_dim; ++i) norm[i] = 0.5f + 0.01f * (float)i;
+    if (s.heads > s.kv_heads) {  // of some shapes: norms, also of values, and a scale by position
+        rope.q_norm = rope.k_norm = rope.v_norm = norm.data();
+        rope.norm_after = s.requests % 2;
+        rope.eps = 1e-5f;
+        rope.positions = slots;
+        rope.length = 7;
+        rope.beta = 0.1f;
+    }
     runtime.run(kOpRope, rope, tokens);
     args.q = rope.q;
     args.q_token = token;
@@ -137,7 +147,8 @@ void attention(Random& random, TestRuntime& one, TestRuntime& many) {
         std::swap(table[i], table[random.below(i + 1)]);
     }
     context.zero();
-    Buffer<float> sinks = floats(random, s.heads), frequencies = floats(random, s.head_dim / 4);
+    Buffer<float> sinks = floats(random, s.heads), slopes = floats(random, s.heads);
+    Buffer<float> frequencies = floats(random, s.head_dim / 4);
     Cache first(s), second(s);
     AttentionArgs args{};
     args.query_start = start.data();
@@ -145,6 +156,7 @@ void attention(Random& random, TestRuntime& one, TestRuntime& many) {
     args.page_table = table.data();
     args.table_width = s.table_width;
     args.sinks = random.below(2) ? sinks.data() : nullptr;
+    args.slopes = random.below(2) ? slopes.data() : nullptr;
     args.window = random.below(2) ? random.between(1, most) : 0;
     args.softcap = random.below(2) ? 3.0f : 0.0f;
     for (int step = 0; step < 4; ++step) {

@@ -20,22 +20,42 @@ void rowwise(Random& random, TestRuntime& one, TestRuntime& many) {
     Buffer<float> wide = floats(random, rows * token), weight = floats(random, width);
     const int64_t count = rows * inner;
     Buffer<float> residual = floats(random, count * width), other = floats(random, count * width);
-    for (bool adding : {false, true}) {
+    Buffer<float> of_heads = floats(random, inner * width), shift = floats(random, width);
+    for (int form = 0; form < 16; ++form) {
+        const bool adding = form & 1, centred = form & 2, biased = form & 8;
+        const bool by_head = random.below(2);
+        const float* own = form & 4 ? by_head ? of_heads.data() : weight.data() : nullptr;
         both(one, many, count * width, [&](TestRuntime& runtime, float* out) {
             Buffer<float> sum = residual;
             runtime.run(kOpNorm,
-                       NormArgs{wide.data(), adding ? sum.data() : nullptr, weight.data(), out,
-                                width, inner, token, apart, 1e-5f},
+                       NormArgs{wide.data(), adding ? sum.data() : nullptr, own,
+                                biased ? shift.data() : nullptr, out, width, inner, token, apart,
+                                by_head ? width : 0, 1e-5f, centred},
                        count);
         });
     }
     Buffer<float> gate_up = floats(random, count * 2 * width);
-    for (int kind = kSilu; kind <= kGelu; ++kind) {
-        both(one, many, count * width, [&](TestRuntime& runtime, float* out) {
-            runtime.run(kOpGated, GatedArgs{gate_up.data(), out, width, nullptr, kind}, count);
-        });
+    for (int kind = kSilu; kind < kActivationKinds; ++kind) {
+        for (int gated = kind == kClampedSwiglu; gated < 2; ++gated) {
+            both(one, many, count * width, [&](TestRuntime& runtime, float* out) {
+                runtime.run(kOpActivation,
+                            ActivationArgs{gate_up.data(), out, width, nullptr, kind, gated,
+                                           {0.8f, 0.9f, 0.5f, -1e-6f}},
+                            count);
+            });
+        }
     }
-    for (int kind = kMapZero; kind <= kMapSoftcap; ++kind) {
+    for (int kind = kGateSigmoid; kind < kGateKinds; ++kind) {
+        for (bool by_row : {false, true}) {  // one gate for each number, or for each row
+            both(one, many, count * width, [&](TestRuntime& runtime, float* out) {
+                memcpy(out, residual.data(), sizeof(float) * (size_t)(count * width));
+                runtime.run(kOpGate,
+                            GateArgs{out, gate_up.data(), by_row ? width : 1, by_row ? 1 : width, 2 * width, kind},
+                            count);
+            });
+        }
+    }
+    for (int kind = kMapZero; kind < kMapKinds; ++kind) {
         both(one, many, count * width, [&](TestRuntime& runtime, float* out) {
             if (kind != kMapZero) memcpy(out, residual.data(), sizeof(float) * (size_t)(count * width));
             float* add = kind == kMapAdd ? other.data() : kind == kMapBias ? weight.data() : nullptr;

@@ -165,6 +165,39 @@ def test_binding_changes_neither_value_nor_rows(make: Callable[[int], Weight]) -
 
 
 @every_layout
+def test_rows_change_places_where_they_share_no_scales(make: Callable[[int], Weight]) -> None:
+    """In turns within each run of 4 rows; scales of blocks of 8 and 16 rows stay where they are."""
+    weight = make(4)
+    value, size = weight.dequantize(), weight.nbytes
+    order = torch.arange(weight.shape[0]).view(-1, 2, 2).transpose(1, 2).flatten()
+    found = weight.reordered(order)
+    if isinstance(weight.layout, Affine) and weight.layout.scale_table is not None:  # type: ignore[attr-defined]
+        assert found is None
+        return
+    assert found is not None and type(found) is type(weight)
+    assert torch.equal(found.dequantize(), value[order]) and found.nbytes == size
+    assert torch.equal(weight.dequantize(), value)
+
+
+def test_rows_stay_where_scales_would_have_to_be_copied() -> None:
+    apart = torch.arange(23, -1, -1)  # rows of one block would be in two
+    assert float8((16, 128), E4M3).reordered(apart) is None
+    assert float8((1, 256), E4M3).reordered(apart) is not None
+    across = affine(rows=48, columns=64, group=1)
+    layout = across.layout
+    assert isinstance(layout, Affine) and layout.minus is not None
+    shared = AffineWeight(replace(layout, scale=layout.scale[:12], minus=layout.minus[:12]))
+    assert shared.reordered(torch.arange(48)) is None
+    stack = concat([affine(seed=1), blocks("q6_k", columns=256, seed=2)])
+    order = torch.cat([torch.arange(47, -1, -1), torch.arange(48, 64)])
+    moved = stack.reordered(order)
+    assert moved is not None
+    assert torch.equal(moved.dequantize(), stack.dequantize()[order])
+    assert stack.reordered(torch.arange(63, -1, -1)) is None  # out of its part
+    assert concat([affine(seed=1), table("nested")]).reordered(torch.arange(96)) is None
+
+
+@every_layout
 def test_an_exact_product_is_the_product_of_the_value(make: Callable[[int], Weight]) -> None:
     weight = make(3)
     value = weight.dequantize().double()

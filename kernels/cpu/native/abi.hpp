@@ -10,7 +10,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum { kAbiVersion = 24 };
+enum { kAbiVersion = 25 };
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -220,23 +220,40 @@ struct EmbeddingArgs {
 // Row t of x is row (t / inner, t % inner): the heads of a wider projection need no copy.
 struct NormArgs {
     const float* x;
-    float* residual;  // null: plain rms_norm; contiguous, like out
-    const float* weight;
+    float* residual;      // is added first and gets the sum; null: none; contiguous, like out
+    const float* weight;  // null: 1
+    const float* bias;    // null: 0
     float* out;
     int64_t width;
     int64_t inner, outer_stride, inner_stride;
+    int64_t weight_stride;  // row (i, j) has the weights j * weight_stride on
     float eps;
+    int32_t centred;      // 1: LayerNorm, 0: RMSNorm
 };
 
 // kClampedSwiglu, of gpt-oss: gate * sigmoid(1.702 gate) * (up + 1), gate at most 7, up within +-7.
-enum ActivationKind { kSilu = 0, kGeluTanh = 1, kGelu = 2, kClampedSwiglu = 3, kActivationKinds = 4 };
+// It always has a gate. kRelu2: relu(x)^2.
+enum ActivationKind {
+    kSilu = 0,
+    kGeluTanh = 1,
+    kGelu = 2,
+    kClampedSwiglu = 3,
+    kRelu = 4,
+    kRelu2 = 5,
+    kXielu = 6,
+    kActivationKinds = 7
+};
 
-struct GatedArgs {
-    const float* gate_up;
+// act(x), in rows of `width`, or with `gated` act(gate) * up of rows of gate, then up. Without a gate out
+// may be x.
+struct ActivationArgs {
+    const float* x;
     float* out;
     int64_t width;  // of the output
     const int32_t* used;  // the number of rows that have values; null: all
     int32_t kind;
+    int32_t gated;
+    float numbers[4];  // of kXielu: alpha_p, alpha_n, beta and eps
 };
 
 // One row of `width` floats at a time.
@@ -246,7 +263,8 @@ enum MapKind {
     kMapBias = 2,     // x += other, one vector for all rows
     kMapScale = 3,    // x *= factor
     kMapSoftcap = 4,  // x = factor * tanh(x / factor)
-    kMapKinds = 5,
+    kMapClamp = 5,    // x within +-factor
+    kMapKinds = 6,
 };
 
 struct MapArgs {
@@ -254,6 +272,17 @@ struct MapArgs {
     const float* other;
     int64_t width;
     float factor;
+    int32_t kind;
+};
+
+// Row t of x, `gates` runs of `width` numbers each: run g is multiplied by the function of gate[t][g].
+enum GateKind { kGateSigmoid = 0, kGateSoftplus = 1, kGateKinds = 2 };
+
+struct GateArgs {
+    float* x;
+    const float* gate;
+    int64_t width, gates;
+    int64_t gate_stride;  // from one row of gate to the next
     int32_t kind;
 };
 
@@ -337,10 +366,14 @@ struct RopeArgs {
     const float* sin;
     const int64_t* slots;
     const float* key_centre;  // [kv_heads][head_dim], taken from every key; null: none
+    const float *q_norm, *k_norm, *v_norm;  // RMSNorms of each head, [head_dim]; null: none
+    const int64_t* positions;  // queries are multiplied by 1 + beta log(1 + position / length); null: not
     PageLevel pages;
     int64_t q_token, q_head, k_token, k_head, v_token, v_head, cos_token, sin_token;
-    int64_t num_pages;
+    int64_t num_pages, length;
     int32_t heads, kv_heads, head_dim, half, page_size;
+    int32_t norm_after;  // norms of q and k come after the rotation
+    float eps, beta;
 };
 
 struct AttentionArgs {
@@ -351,6 +384,7 @@ struct AttentionArgs {
     const int32_t* context_len;
     const int32_t* page_table;
     const float* sinks;  // null: none
+    const float* slopes;  // of the linear biases, one for each head; null: none
     uint8_t* shared;     // memory that only attention uses, zero when allocated; set by the runtime
     int64_t q_token, q_head, table_width;
     int64_t num_pages, tokens;  // of the first level; tokens: rows of q and out
@@ -608,7 +642,7 @@ enum OpKind {
     kOpEmbedding = 0,
     kOpLinear = 1,
     kOpNorm = 2,
-    kOpGated = 3,
+    kOpActivation = 3,
     kOpMap = 4,
     kOpAngles = 5,
     kOpSelect = 6,
@@ -628,7 +662,8 @@ enum OpKind {
     kOpTransfer = 20,
     kOpCombineRanks = 21,
     kOpGatherRanks = 22,
-    kOpKinds = 23,
+    kOpGate = 23,
+    kOpKinds = 24,
 };
 
 // What a step counts; an operator runs over one of these (row-wise operators: times `per`).
@@ -653,9 +688,10 @@ struct KernelTable {
     void (*quantize)(const LinearArgs*, int64_t m_begin, int64_t m_end);
     void (*linear_int)(const LinearArgs*, const ItemRange* strips, uint8_t* scratch);
     void (*linear_float)(const LinearArgs*, const ItemRange* strips, uint8_t* scratch);
-    void (*rms_norm)(const NormArgs*, int64_t t_begin, int64_t t_end);
-    void (*gated)(const GatedArgs*, int64_t t_begin, int64_t t_end);
+    void (*norm)(const NormArgs*, int64_t t_begin, int64_t t_end);
+    void (*activation)(const ActivationArgs*, int64_t t_begin, int64_t t_end);
     void (*map)(const MapArgs*, int64_t t_begin, int64_t t_end);
+    void (*gate)(const GateArgs*, int64_t t_begin, int64_t t_end);
     void (*rope)(const RopeArgs*, int64_t t_begin, int64_t t_end);
     void (*attention)(const AttentionArgs*, const ItemRange* items, uint8_t* scratch);
     void (*recode)(const RecodeArgs*, int64_t row_begin, int64_t row_end);

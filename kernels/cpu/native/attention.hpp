@@ -4,6 +4,7 @@
 // values. Per row and key block of 128 keys (at absolute positions, so a row's result depends only on
 // its own position), with the keys lo..hi visible:
 //     s[t]   = sum_g key_scale[g][t] sum_d (scale q[d]) k[t][d]   d in order, in groups
+//     s[t]   = s[t] + slope (t - position)                        with linear biases (ALiBi)
 //     peak'  = max s;  w[t] = 2^(s[t] - peak');  total' = sum w
 //     acc'   = sum_t w[t] value_scale[g][t] v[t]                t in order
 // which gives a record (acc', peak', total'). Records are merged from the left:
@@ -23,12 +24,14 @@ namespace LEVEL {
 // Scores are multiplied by this: exponents of 2 take fewer instructions than those of e.
 constexpr float kLog2e = 1.44269504f;
 
-// Turns one row's scores into weights; returns peak and total of its record.
-INLINE void softmax_row(const AttentionArgs* a, float* s, int lo, int hi, float* record) {
+// Turns one row's scores into weights; returns peak and total of its record. With linear biases key t of
+// the block is `t + from` after the row's own position and has the bias `slope` times that.
+INLINE void softmax_row(const AttentionArgs* a, float* s, int lo, int hi, float slope, int from, float* record) {
     const int begin = lo / kLanes * kLanes, end = (hi + kLanes - 1) / kLanes * kLanes;
     const VF cap = set1(a->softcap), most = set1(a->softcap * kLog2e);
     for (int t = begin; t < end && a->softcap > 0.0f; t += kLanes)
         store(s + t, mul(tanh_of(div(load(s + t), cap)), most));
+    for (int t = begin; t < end && a->slopes; ++t) s[t] += slope * (float)(t + from);
     for (int t = begin; t < lo; ++t) s[t] = -INFINITY;
     for (int t = hi; t < end; ++t) s[t] = -INFINITY;
     VF best = set1(-INFINITY);
@@ -105,8 +108,11 @@ static void make_records(const Item& item, const KeyBlock& c, int64_t begin, int
     for (int j = 0; j < mr; ++j) {
         float* part = parts + j * item.record;
         memset(part, 0, sizeof(float) * (size_t)item.padded);
-        if (lo[j] < hi[j])
-            softmax_row(a, item.weights + j * kBlockKeys, lo[j], hi[j], part + item.padded);
+        if (lo[j] >= hi[j]) continue;
+        const int row = i + j, head = item.head * item.group + row % item.group;
+        const float slope = a->slopes ? a->slopes[head] * kLog2e : 0.0f;
+        const int from = (int)(begin - item.position) - row / item.group;
+        softmax_row(a, item.weights + j * kBlockKeys, lo[j], hi[j], slope, from, part + item.padded);
     }
     if (multiplies_codes(c.from->values)) {
         code_products(mr).sum(item, c, lo, hi, first, end, parts, ahead);

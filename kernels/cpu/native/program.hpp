@@ -29,9 +29,10 @@ struct Op {
         EmbeddingArgs embedding;
         LinearArgs linear;
         NormArgs norm;
-        GatedArgs gated;
+        ActivationArgs activation;
         MapArgs map;
         AnglesArgs angles;
+        GateArgs gate;
         SelectArgs select;
         TakeArgs take;
         RopeArgs rope;

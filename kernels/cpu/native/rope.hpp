@@ -1,8 +1,9 @@
-// Rotary embedding with the write into the KV pages, and its angles.
+// Rotary embedding with norms of heads and the write into the KV pages, and its angles.
 //
 // Every row (token) is computed alone, so the batch never changes a result.
 #pragma once
 
+#include "elementwise.hpp"
 #include "page_codes.hpp"
 
 namespace LEVEL {
@@ -25,20 +26,43 @@ INLINE void rotate(const float* x, float* out, const float* cos, const float* si
     if (out != x) memcpy(out + 2 * half, x + 2 * half, sizeof(float) * (size_t)(width - 2 * half));
 }
 
+// The RMSNorm of a head. `out` may be x.
+INLINE void norm_head(const float* x, float* out, const float* weight, const RopeArgs* a) {
+    NormArgs args = {};
+    args.width = a->head_dim;
+    args.eps = a->eps;
+    normalize_row<false, true, false>(&args, x, weight, out);
+}
+
+// What a head is before it goes to a page: rotated, and normalized if it has a norm. `out` may be x.
+INLINE void prepare_head(const RopeArgs* a, const float* x, float* out, const float* cos, const float* sin,
+                         const float* norm) {
+    if (norm && !a->norm_after) {
+        norm_head(x, out, norm, a);
+        x = out;
+    }
+    rotate(x, out, cos, sin, a->half, a->head_dim);
+    if (norm && a->norm_after) norm_head(out, out, norm, a);
+}
+
 static void rope(const RopeArgs* a, int64_t t_begin, int64_t t_end) {
     const PageSide &keys = a->pages.keys, &values = a->pages.values;
     float key[kMaxHeadDim];
     for (int64_t t = t_begin; t < t_end; ++t) {
         const float* cos = a->cos + t * a->cos_token;
         const float* sin = a->sin + t * a->sin_token;
+        const float factor =
+            a->positions ? 1.0f + a->beta * log1pf((float)(a->positions[t] / a->length)) : 1.0f;
         for (int h = 0; h < a->heads; ++h) {
             float* q = a->q + t * a->q_token + h * a->q_head;
-            rotate(q, q, cos, sin, a->half, a->head_dim);
+            prepare_head(a, q, q, cos, sin, a->q_norm);
+            if (a->positions)
+                for (int d = 0; d < a->head_dim; ++d) q[d] *= factor;
             if (keys.mixed) mix(q, a->head_dim);
         }
         const int64_t page = a->slots[t] / a->page_size, slot = a->slots[t] % a->page_size;
         for (int h = 0; h < a->kv_heads; ++h) {
-            rotate(a->k + t * a->k_token + h * a->k_head, key, cos, sin, a->half, a->head_dim);
+            prepare_head(a, a->k + t * a->k_token + h * a->k_head, key, cos, sin, a->k_norm);
             const float* centre = a->key_centre ? a->key_centre + h * a->head_dim : nullptr;
             for (int d = 0; d < a->head_dim && centre; ++d) key[d] -= centre[d];
             if (prepares(keys)) prepare(keys, key, key, a->head_dim);
@@ -46,6 +70,10 @@ static void rope(const RopeArgs* a, int64_t t_begin, int64_t t_end) {
                     scales_of(keys, a->head_dim, page, h, slot), key, a->head_dim);
             const float* v = a->v + t * a->v_token + h * a->v_head;
             float prepared[kMaxHeadDim];
+            if (a->v_norm) {
+                norm_head(v, prepared, a->v_norm, a);
+                v = prepared;
+            }
             if (prepares(values)) {
                 prepare(values, v, prepared, a->head_dim);
                 v = prepared;

@@ -86,7 +86,9 @@ class RankModel:
 
 def _tensors(model: Decoder) -> Tensors:
     """What a model has pulled, by the paths under which a :class:`Source` looks for it."""
-    found = {path: Matrix(linear.weight, linear.bias) for path, linear in model.linears()}
+    found = {path: linear.matrix for path, linear in model.linears()}
     if model.embedding is not None:
         found["model.embed_tokens"] = Matrix(model.embedding.weight, None)
+    if model.positions is not None:
+        found["model.embed_positions"] = Matrix(model.positions, None)
     return Tensors(found, model.vectors)

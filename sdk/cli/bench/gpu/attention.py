@@ -53,7 +53,7 @@ class Case:
 
     def run(self, kernel: Any, out: Tensor) -> None:
         scale = self.q.shape[2] ** -0.5
-        kernel.run(self.q, self.pages, self.batch, scale, None, None, None, out)
+        kernel.run(self.q, self.pages, self.batch, scale, None, None, None, None, out)
 
 
 def make_case(
@@ -132,7 +132,7 @@ def check_case(card: Card, case: Case, out: Tensor, name: str) -> None:
     expected = torch.empty(queries, out.shape[1])
     q = case.q[rows].cpu()
     found = replace(pages, k=k, v=v, k_scale=own(pages.k_scale), v_scale=own(pages.v_scale))
-    Reference().run(q, found, first, q.shape[2] ** -0.5, None, None, None, expected)
+    Reference().run(q, found, first, q.shape[2] ** -0.5, None, None, None, None, expected)
     expect_close(name, out[rows].cpu(), expected, _LIMIT)
 
 

@@ -1,0 +1,42 @@
+"""The order of the rows of a joined projection to queries, keys and values.
+
+Ours is all queries, all keys, all values. Some models store the rows of one key/value head after
+the other (``TensorRules.qkv_by_group``): its query heads, its key, its value. With one key/value
+head that is the same; with as many as query heads, a query, a key and a value take turns. Rows of a
+packed weight are moved as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from sdk.kernels.lazy_torch import Tensor, torch
+from sdk.loaders.model_shapes import head_dim
+from sdk.models.architecture import architecture
+
+
+def stored_rows(config: Mapping[str, Any], name: str) -> Tensor | None:
+    """For each row of ours the row of the file, int64; ``None``: they are the same.
+
+    ``name``: of the matrix or of its bias.
+    """
+    own = architecture(config.get("model_type"))
+    stem = name.removesuffix(".bias")
+    if own is None or not own.tensors.qkv_by_group or not stem.endswith(".qkv_proj"):
+        return None
+    heads, width = int(config["num_attention_heads"]), head_dim(config)
+    kv_heads = int(config.get("num_key_value_heads") or heads)
+    rows = torch.arange((heads + 2 * kv_heads) * width).view(kv_heads, -1, width)
+    q, k, v = rows[:, :-2], rows[:, -2], rows[:, -1]
+    return torch.cat([part.reshape(-1) for part in (q, k, v)])
+
+
+def our_rows(config: Mapping[str, Any], name: str) -> Tensor | None:
+    """The inverse of :func:`stored_rows`: for each row of the file the row of ours."""
+    rows = stored_rows(config, name)
+    if rows is None:
+        return None
+    inverse = torch.zeros_like(rows)
+    inverse[rows] = torch.arange(len(rows))
+    return inverse

@@ -1,0 +1,66 @@
+"""Our names of the tensors of a folder whose model does not use a Llama's.
+
+:class:`~sdk.models.architecture.TensorRules` has the names that differ: those of whole paths, and
+those of the parts of a layer. A folder may hold the body of a model without its head; its names
+then lack the first part of those of the whole model (``transformer.``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+_LAYERS = "model.layers"
+
+
+class TensorNames:
+    """The names of one model; ``names``: those of its ``TensorRules``."""
+
+    def __init__(self, names: Mapping[str, str]) -> None:
+        layers = names.get(_LAYERS, _LAYERS)
+        self._layers = layers
+        self._body = layers.partition(".")[0] + "."
+        numbered = re.escape(layers.removeprefix(self._body))
+        self._layer = re.compile(rf"{numbered}\.(\d{{1,4}})\.(.+)")
+        whole = {ours for ours in names if ours.startswith(("model.", "lm_head"))} - {_LAYERS}
+        self._paths = {ours: names[ours] for ours in whole}
+        self._parts = {o: theirs for o, theirs in names.items() if o not in {_LAYERS, *whole}}
+
+    def ours(self, name: str) -> str:
+        """Our name of the file's ``name``, whatever its ending (``.weight``, ``.qweight``); a name
+        that is not in the rules stays."""
+        inside = name.removeprefix(self._body)
+        for ours, theirs in self._paths.items():
+            if (rest := _rest(inside, theirs.removeprefix(self._body))) is not None:
+                return ours + rest
+        found = self._layer.fullmatch(inside)
+        if found is None:
+            return name
+        own = found[2]
+        for ours, theirs in self._parts.items():
+            if (rest := _rest(own, theirs)) is not None:
+                own = ours + rest
+                break
+        return f"{_LAYERS}.{found[1]}.{own}"
+
+    def theirs(self, name: str) -> str:
+        """The file's name of a tensor or module of a whole model that we call ``name``."""
+        for ours, theirs in self._paths.items():
+            if (rest := _rest(name, ours)) is not None:
+                return theirs + rest
+        prefix, _, own = name.partition(f"{_LAYERS}.")
+        if prefix or not own:
+            return name
+        number, _, own = own.partition(".")
+        for ours, theirs in self._parts.items():
+            if (rest := _rest(own, ours)) is not None:
+                own = theirs + rest
+                break
+        return f"{self._layers}.{number}.{own}"
+
+
+def _rest(name: str, path: str) -> str | None:
+    """What follows ``path`` in ``name``; ``None``: the name is another one."""
+    if name == path:
+        return ""
+    return name.removeprefix(path) if name.startswith(f"{path}.") else None

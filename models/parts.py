@@ -1,0 +1,64 @@
+"""Adapters of projections, and which parts of a checkpoint's matrices a projection has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from sdk.kernels.lazy_torch import Tensor
+
+
+class Adapters(Protocol):
+    """Low-rank adapters (Hu et al. 2021, arXiv 2106.09685) of one projection or embedding."""
+
+    def add(self, x: Tensor, y: Tensor, slots: Tensor) -> None:
+        """Add the output of adapter ``slots[t]`` for ``x[t]`` to ``y[t]`` (``y [T, out]``).
+
+        ``slots``: int32, -1 for no adapter. x of an embedding: token ids.
+        """
+
+
+class Part(NamedTuple):
+    """What a projection has of one matrix ``[out, in]`` of a checkpoint, under the path of that.
+
+    ``rows``: this rank's ranges ``(start, count)`` of the matrix's output features. Together they
+    are the projection's output features from ``first`` on. ``columns``: its range of the input
+    features. A matrix that a model joins with others may be named alone (``q_proj``) or as a part
+    of the joined one (``qkv_proj``), so parts may overlap. ``order``, int64: feature i of the part
+    is that of row ``order[i]`` of these ranges; ``None``: of row i.
+    """
+
+    path: str
+    shape: tuple[int, int]
+    first: int
+    rows: tuple[tuple[int, int], ...]
+    columns: tuple[int, int]
+    order: Tensor | None = None
+
+
+def whole(path: str, shape: tuple[int, int]) -> Part:
+    """All of a matrix."""
+    return Part(path, shape, 0, ((0, shape[0]),), (0, shape[1]))
+
+
+def joined_parts(
+    path: str,
+    fused: str,
+    parts: Sequence[tuple[str, int, int, int]],
+    inputs: int,
+    order: Tensor | None = None,
+) -> list[Part]:
+    """The parts of :meth:`Source.columns`: each under its own name, and all as one, ``fused``."""
+    found: list[Part] = []
+    joined: list[tuple[int, int]] = []
+    first = offset = 0
+    for name, size, start, count in parts:
+        own = None if order is None else order[first : first + count] - first
+        found.append(
+            Part(f"{path}.{name}", (size, inputs), first, ((start, count),), (0, inputs), own)
+        )
+        joined.append((offset + start, count))
+        first += count
+        offset += size
+    all_parts = Part(fused, (offset, inputs), 0, tuple(joined), (0, inputs), order)
+    return found if found[0].path == fused else [*found, all_parts]
