@@ -3,13 +3,12 @@
 python .ci/popular_models.py            # rewrites the page
 python .ci/popular_models.py --check    # exit code 1 if it would
 
-What runs comes from the registry of architectures (models/architectures) and from the list in
-docs/models.md, so the page changes when a model is added there.
+What runs comes from the registry of architectures (models/architectures) and from the last sweep
+over transformers' types (model_docs.py), so the page changes when a model is added there.
 """
 
 from __future__ import annotations
 
-import re
 import sys
 import textwrap
 from pathlib import Path
@@ -17,6 +16,9 @@ from typing import Literal, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(ROOT / ".ci"))
+
+from model_docs import slow_types  # noqa: E402
 
 from sdk.models.architecture import architecture, gguf_names  # noqa: E402
 
@@ -243,14 +245,6 @@ FAMILIES = (
         ("gpt2", "gpt_neox", "phi", "falcon", "mpt"), "older models", ("SmolLM2",),
     ),
 )  # fmt: skip
-
-
-def slow_types() -> set[str]:
-    """The types that run through transformers' code, of docs/models.md."""
-    text = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
-    listed = re.search(r"\*\*Through transformers' code\*\* \(\d+\): (.*?)\n\n", text, re.DOTALL)
-    assert listed is not None
-    return set(re.split(r",\s+", listed[1].strip()))
 
 
 def is_native(family: Family, form: Literal["gguf", "types"]) -> bool:

@@ -70,6 +70,11 @@ class ActivationPool:
         self._lent[key] = (weakref.ref(array, release), block)
         return torch.from_numpy(array)
 
+    def lends(self, pointer: int) -> bool:
+        """Whether a tensor whose memory begins at ``pointer`` is in use."""
+        lent = (array() for array, _ in self._lent.values())
+        return any(array is not None and array.ctypes.data == pointer for array in lent)
+
     def close(self) -> None:
         """Unmap free blocks; blocks in use follow when their tensors are freed."""
         self._free.clear()

@@ -94,6 +94,7 @@ class Recording:
 
     def __init__(self, context: Context) -> None:
         self._context = context
+        self._recorded: Recorded | None = None
         #: See :meth:`in_pieces`.
         self.cut: Cut | None = None
         self.exchange: Exchange | None = None
@@ -118,9 +119,39 @@ class Recording:
         limits = (tokens, outputs, requests)
         try:
             with backend.record(limits) as recorded, only_views():
+                self._recorded = recorded
                 return Graph(recorded, forward(), buffers, limits)
         finally:
-            context.capture_pool = None
+            context.capture_pool = self._recorded = None
+
+    @property
+    def active(self) -> bool:
+        """Whether a step is being recorded."""
+        return self._recorded is not None
+
+    @contextmanager
+    def torch_operations(self, rows: Tensor) -> Iterator[list[str]]:
+        """Inside, row-wise operations of torch join a step that is being recorded.
+
+        ``rows`` has one row for each token. Yields the names of what is recorded, so far none.
+        :raises CaptureError: (inside) an operation whose rows depend on one another.
+        """
+        context = self._context
+        assert context.capture_pool is not None
+        from sdk.kernels.cpu.runtime import unowned
+        from sdk.kernels.torch_tape import TorchTape
+
+        def total(a: Tensor, b: Tensor) -> Tensor:
+            out = context.empty(*a.shape)
+            context.kernel("zeros", (out,)).run(out)
+            for x in (a, b):
+                context.kernel("add", (out,)).run(out, x)
+            return out
+
+        recorder: Any = self._recorded
+        pool, empty = context.capture_pool, context.empty
+        with TorchTape(recorder, pool, rows, unowned, empty, total) as tape:
+            yield tape.names
 
     @property
     def card(self) -> Card | None:

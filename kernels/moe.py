@@ -87,11 +87,14 @@ class MoEOps:
     def routes(self, chosen: Tensor, weights: Tensor, count: int) -> Routes:
         """The routes of an external router: ``chosen`` and ``weights [T, k]``.
 
-        ``count``: the number of experts. It reads the values, so it cannot be recorded.
+        ``count``: the number of experts.
 
-        :raises KernelError: an expert outside ``0..count - 1``.
+        :raises KernelError: an expert outside ``0..count - 1``. A step that is being recorded has
+            no values yet; there such an expert becomes the nearest, because memory is read by it.
         """
-        if chosen.numel() and not 0 <= int(chosen.min()) <= int(chosen.max()) < count:
+        if self._context.capture_pool is not None:
+            chosen = chosen.clamp(0, count - 1)
+        elif chosen.numel() and not 0 <= int(chosen.min()) <= int(chosen.max()) < count:
             raise KernelError(
                 f"routes: expected experts in 0..{count - 1}, "
                 f"found {int(chosen.min())} to {int(chosen.max())}"

@@ -8,10 +8,11 @@ The model is built without weights (``accelerate.init_empty_weights``), then
 * transformers has no cache and builds no mask: it gets positions, and the pages are ours.
 
 All requests of a step run as one sequence of T tokens. That is correct because a decoder treats
-tokens independently, except in attention. It is slower than an architecture of ours (transformers'
-Python runs between the products) and runs on one rank only. Rotary scalings
-that depend on the length (``dynamic``, ``longrope``) follow transformers: the longest position of
-a step decides for all its requests.
+tokens independently, except in attention. It runs on one rank only. On a CPU a step is recorded:
+our operators, and between them what is left of torch's (:mod:`sdk.kernels.torch_tape`). A model of
+which that is not possible runs operation by operation, at half the speed for one request. Rotary
+scalings that depend on the length (``dynamic``, ``longrope``) follow transformers: the longest
+position of a step decides for all its requests.
 
 Side effects on the host: one entry in transformers' registry of attention functions, under a unique
 name; it acts only on modules that we built. While a model is constructed, accelerate
@@ -23,6 +24,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any
@@ -31,12 +33,13 @@ import torch
 from torch import Tensor, nn
 
 from sdk.kernels.batch import AttentionBatch
+from sdk.kernels.errors import CaptureError
 from sdk.kernels.kv_pages import KVPages
-from sdk.kernels.kv_types import KV_TYPES
 from sdk.kernels.ops import Ops
 from sdk.kernels.packages import missing, package
 from sdk.models.config import ModelConfig
 from sdk.models.config_keys import check_fixed
+from sdk.models.hf_proof import prove_attention, unrecorded_reason
 from sdk.models.hf_weights import Filling
 from sdk.models.layers import ExpertProjection, Projection
 from sdk.models.other_models import (
@@ -264,7 +267,7 @@ def paged_attention(
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
     width = v.shape[2]
     if width < k.shape[2]:
-        v = nn.functional.pad(v, (0, k.shape[2] - width))
+        v = torch.cat((v, torch.zeros_like(k[..., width:])), dim=2)
     expected = (pages.k.shape[1], pages.k.shape[3])
     for part, x in (("key", k), ("value", v)):
         if tuple(x.shape[1:]) != expected:
@@ -272,7 +275,7 @@ def paged_attention(
                 f"model_type {step.name!r}, layer {layer}: expected {part} heads x head_dim "
                 f"{expected}, found {tuple(x.shape[1:])}: this kind of attention has no cache yet"
             )
-    nothing = q.new_empty(q.shape[0], 0)  # zero rotated dimensions
+    nothing = q[:, 0, :0].float()  # zero rotated dimensions
     step.ops.rope_and_cache(q, k, v, nothing, nothing, step.batch, pages)
     y = step.ops.attention(
         q,
@@ -323,7 +326,22 @@ class HFModel:
         self._given = GivenHidden()
         setattr(model, model.base_model_prefix, self._given)
         self._head = model
-        self._prove()
+        #: Why a step cannot be recorded; ``None`` if it can.
+        self.unrecorded: str | None = None
+        prove_attention(self)
+        #: What torch does in a recorded step, by part of the model; the proof notes it first.
+        self._noted: dict[str, list[str]] = {}
+        self.unrecorded = unrecorded_reason(self)
+
+    @property
+    def ops(self) -> Ops:
+        """What its layers run on."""
+        return self._ops
+
+    @property
+    def layers_run(self) -> int:
+        """The layers that attended through the pages in the last step."""
+        return self._step.layers_run
 
     def linears(self) -> Iterator[tuple[str, Projection | ExpertProjection]]:
         """See :class:`sdk.models.decoder.CausalLM`."""
@@ -336,11 +354,12 @@ class HFModel:
         step.batch, step.pages, step.layers_run = batch, kv, 0
         given = "inputs_embeds" if inputs.is_floating_point() else "input_ids"
         try:
-            out = self._body(
-                **{given: inputs.unsqueeze(0)},
-                position_ids=batch.positions.unsqueeze(0),
-                use_cache=False,
-            )
+            with self._recorded("body", batch.positions):
+                out = self._body(
+                    **{given: inputs.unsqueeze(0)},
+                    position_ids=batch.positions.unsqueeze(0),
+                    use_cache=False,
+                )
         finally:
             step.batch, step.pages = None, ()
         self._given.output_type = type(out)
@@ -356,27 +375,31 @@ class HFModel:
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
         """See :class:`sdk.models.decoder.CausalLM`."""
-        found: Tensor = self._head(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits[0]
+        with self._recorded("head", hidden):
+            found: Tensor = self._head(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits[0]
         return found.to(torch.float32)
 
-    def _prove(self) -> None:
-        """Run one token over temporary pages: every layer must attend through them."""
-        c, device = self.config, self._ops.device
-        scratch = torch.zeros(1, c.num_kv_heads, 1, c.head_dim, device=device)
-        one = torch.ones(1, dtype=torch.int32, device=device)
-        zero = torch.zeros(1, dtype=torch.int64, device=device)
-        starts = torch.tensor([0, 1], dtype=torch.int32, device=device)
-        table = torch.zeros(1, 1, dtype=torch.int32, device=device)
-        batch = AttentionBatch(zero, starts, one, table, zero, 1, 1, 1)
-        pages = KVPages(scratch, scratch.clone(), KV_TYPES["float32"], KV_TYPES["float32"])
+    @contextmanager
+    def _recorded(self, part: str, rows: Tensor) -> Iterator[None]:
+        """Inside, what torch does joins a step that is being recorded, if one is.
+
+        :raises CaptureError: it cannot be, or torch does something else than in the proof.
+        """
+        recording = self._ops.recording
+        if not recording.active:
+            yield
+            return
+        if self.unrecorded is not None:
+            raise CaptureError(self.unrecorded)
         try:
-            self.logits(self(zero, batch, [pages] * c.num_layers))
-        except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
-            raise UnsupportedError(
-                f"model_type {c.model_type!r}: transformers' code fails on our pages: {error}"
-            ) from error
-        if self._step.layers_run != c.num_layers:
-            raise UnsupportedError(
-                f"model_type {c.model_type!r}: expected {c.num_layers} layers to attend through "
-                f"the pages, found {self._step.layers_run}: its attention cannot be replaced"
+            with recording.torch_operations(rows) as noted:
+                yield
+        except CaptureError:
+            raise
+        except RuntimeError as error:  # a view that the layout of a buffer does not allow
+            raise CaptureError(f"a step cannot be recorded: {error}") from error
+        if self._noted.setdefault(part, noted) != noted:
+            raise CaptureError(
+                f"model_type {self.config.model_type!r}: expected the operations of a short step "
+                f"({len(self._noted[part])}) in a long one, found others ({len(noted)})"
             )

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from sdk.kernels.layouts import Dense
-from sdk.kernels.ops import Ops
+from sdk.kernels.ops import Activation, Ops
+from sdk.models.hf_known import RmsNormFacts, gated_activation, rms_norm_facts
 from sdk.models.layers import ExpertProjection, Matrix, Projection
 from sdk.models.parallel import Mesh
-from sdk.models.parts import whole
+from sdk.models.parts import joined_parts, whole
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.errors import CheckpointError, UnsupportedError
 from sdk.quant.expert_weights import ExpertWeights
@@ -37,6 +38,36 @@ class PackedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.linear(x.reshape(-1, x.shape[-1]))
         return y.view(*x.shape[:-1], y.shape[-1])
+
+
+class PackedNorm(nn.Module):
+    """Replaces an RMSNorm."""
+
+    def __init__(self, weight: Tensor, eps: float, ops: Ops) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight, persistent=False)
+        self.eps = eps
+        self.ops = ops
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dim() == 4 and x.stride(1) < x.stride(2):  # [1, heads, T, head_dim]: rows are tokens
+            return self(x.transpose(1, 2)).transpose(1, 2)
+        rows = x[0] if x.dim() == 4 else x.reshape(-1, x.shape[-1])
+        return self.ops.rms_norm(rows, self.weight, self.eps).view(x.shape)
+
+
+class PackedMLP(nn.Module):
+    """Replaces a gated MLP; gate and up are one projection."""
+
+    def __init__(self, gate_up: Projection, down: Projection, activation: Activation) -> None:
+        super().__init__()
+        self.gate_up = gate_up
+        self.down = down
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        return self.down(self.gate_up.gated(rows, self.activation)).view(x.shape)
 
 
 class PackedEmbedding(nn.Module):
@@ -96,12 +127,19 @@ class Filling:
         """Replace or load all modules, in the order of the tree; returns the linears."""
         from transformers.pytorch_utils import Conv1D
 
+        done = ""
         for name, module in list(self.model.named_modules()):
-            if _is_embedding(module):
+            if done and name.startswith(done):  # inside of an MLP that was replaced as a whole
+                continue
+            if (norm := rms_norm_facts(module)) is not None:
+                new: nn.Module = self._norm(name, module, norm)
+            elif (gated := gated_activation(module)) is not None:
+                new, done = self._mlp(name, module, gated), f"{name}."
+            elif _is_embedding(module):
                 weight = self._pull(name, tuple(module.weight.shape))
                 if module is self.tied_to:
                     self.tied = weight
-                new: nn.Module = PackedEmbedding(weight, getattr(module, "embed_scale", None))
+                new = PackedEmbedding(weight, getattr(module, "embed_scale", None))
             elif _are_experts(module):
                 new = self._experts(name, module)
             elif type(module) is nn.Linear:
@@ -166,15 +204,42 @@ class Filling:
         weight.bind(self.ops)
         return weight
 
-    def _linear(self, name: str, weight: Weight, module: Any) -> Projection:
+    def _norm(self, name: str, module: Any, facts: RmsNormFacts) -> PackedNorm:
+        weight = self._tensor(f"{name}.weight", module.weight)
+        return PackedNorm(weight + facts.offset, facts.eps, self.ops)
+
+    def _mlp(self, name: str, module: Any, activation: Activation) -> PackedMLP:
+        hidden = module.gate_proj.weight.shape[1]
+        paths = [f"{name}.gate_proj", f"{name}.up_proj"]
+        pairs = list(zip(paths, (module.gate_proj, module.up_proj), strict=True))
+        weight = concat([self._shaped(path, tuple(one.weight.shape)) for path, one in pairs])
+        weight.bind(self.ops)
+        biases = [self._own_bias(path, one) for path, one in pairs]
         bias = None
-        if module.bias is not None and not self._may_lack(f"{name}.bias"):
-            bias = self._tensor(f"{name}.bias", module.bias)
-        linear = Projection(
-            Matrix(weight, bias), Mesh(), self.ops, parts=[whole(name, weight.shape)]
-        )
+        if any(own is not None for own in biases):
+            zeros = [torch.zeros(one.weight.shape[0], device=self.ops.device) for _, one in pairs]
+            given = zip(biases, zeros, strict=True)
+            bias = torch.cat([zero if own is None else own for own, zero in given])
+        width = module.up_proj.weight.shape[0]
+        parts = [("gate_proj", width, 0, width), ("up_proj", width, 0, width)]
+        path = f"{name}.gate_up_proj"
+        joined = joined_parts(name, path, parts, hidden)
+        gate_up = Projection(Matrix(weight, bias), Mesh(), self.ops, parts=joined)
+        self.linears.append((path, gate_up))
+        own = f"{name}.down_proj"
+        down = self._pull(own, tuple(module.down_proj.weight.shape))
+        return PackedMLP(gate_up, self._linear(own, down, module.down_proj), activation)
+
+    def _linear(self, name: str, weight: Weight, module: Any) -> Projection:
+        matrix = Matrix(weight, self._own_bias(name, module))
+        linear = Projection(matrix, Mesh(), self.ops, parts=[whole(name, weight.shape)])
         self.linears.append((name, linear))
         return linear
+
+    def _own_bias(self, name: str, module: Any) -> Tensor | None:
+        if module.bias is None or self._may_lack(f"{name}.bias"):
+            return None
+        return self._tensor(f"{name}.bias", module.bias)
 
     def _may_lack(self, bias: str) -> bool:
         """Whether the file has no such bias and needs none: see :meth:`Source._bias`."""

@@ -179,7 +179,15 @@ GROUPS = (
     Group(
         _SPARSE,
         gguf=("deepseek32", "dots3note", "glm-dsa", "hy_v4", "minimax-m3"),
-        types=("axk2", "deepseek_v32", "dots3_note", "dots3_note_text", "glm_moe_dsa", "hy_v4"),
+        types=(
+            "axk2",
+            "deepseek_v32",
+            "dots3_note",
+            "dots3_note_text",
+            "glm_moe_dsa",
+            "hy_v4",
+            "minimax_m3_vl_text",
+        ),
     ),
     Group(
         _RESIDUALS,
@@ -188,7 +196,7 @@ GROUPS = (
     ),
     Group(
         _SIZES,
-        gguf=("deci", "gemma4", "laguna", "mimo2", "openelm", "step35"),
+        gguf=("deci", "gemma4", "mimo2", "openelm", "step35"),
         types=(
             *("deci", "gemma4_text", "gemma4_unified_text", "mimo_v2_flash", "mimo_v2"),
             *("nemotron-nas", "openelm", "step3p5"),
@@ -213,7 +221,16 @@ GROUPS = (
             *("cohere2", "cohere2moe", "command-r", "deepseek", "deepseek2-ocr", "dots1"),
             *("ernie4_5-moe", "exaone-moe", "falcon", "glm4moe", "gpt2", "gptj", "gptneox"),
             *("granite_swa", "granitemoe", "hunyuan-dense", "hunyuan-moe", "hunyuan_vl", "hy_v3"),
-            *("jais2", "maincoder", "maple", "mellum", "minimax-m2", "muse-glimmer", "nemotron"),
+            *(
+                "jais2",
+                "laguna",
+                "maincoder",
+                "maple",
+                "mellum",
+                "minimax-m2",
+                "muse-glimmer",
+                "nemotron",
+            ),
             *("olmo", "orion", "paddleocr", "phi2", "phimoe", "plamo", "plamo3", "qwen"),
             *("qwen2moe", "spark2_5", "stablelm", "starcoder", "starcoder2"),
         ),

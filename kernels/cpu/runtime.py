@@ -181,10 +181,16 @@ class Program:
     ) -> None:
         """Called by :meth:`NativeRuntime.call`."""
         count = self._count
-        found = [(_unowned(x), self._rows_per(count, len(x), what)) for x in tensors]
+        found = [(unowned(x), self._rows_per(count, len(x), what)) for x in tensors]
         self._parts.append((self._handle, function, count, found))
         self._handle = self._native()
         self._operators[self._handle] = []
+
+    def last_call(self) -> Callable[..., object] | None:
+        """The function that runs last, if no native operator follows it."""
+        if not self._parts or self._operators[self._handle]:
+            return None
+        return self._parts[-1][1]
 
     def _rows_per(self, count: Count, rows: int, what: str) -> int:
         limit = self._gathered if count is Count.GATHERED else self._limits[count]
@@ -243,7 +249,7 @@ class Program:
                     function(*(x[: rows * per] for x, per in tensors))
 
 
-def _unowned(x: Tensor) -> Tensor:
+def unowned(x: Tensor) -> Tensor:
     """The same memory, which the result does not keep: the buffers of a graph can be used again for
     later tensors, and belong to the graph."""
     found = x.numpy()

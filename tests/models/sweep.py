@@ -2,13 +2,18 @@
 
 ``python -m tests.models.sweep [model_type ...]`` saves each with ``save_pretrained``, opens the
 folder as a user would and compares the logits of a prompt. A model either agrees or is refused by
-name; anything else (another exception, other logits) is an error and makes the exit code 1.
-``--markdown`` prints the table of docs/models.md.
+name; anything else (another exception, other logits) is an error and makes the exit code 1. Models
+have the kinds of layers of released ones (tests/models/released.py).
+
+``--write`` records the outcomes in sweep.json, from which ``python .ci/model_docs.py`` makes
+docs/models.md. With names it replaces those alone.
 """
 
 from __future__ import annotations
 
-import re
+import argparse
+import json
+import shutil
 import signal
 import sys
 import tempfile
@@ -23,23 +28,26 @@ import transformers
 from sdk.kernels.ops import Ops
 from sdk.loaders.open import open_checkpoint
 from sdk.models.architecture import architecture
-from sdk.models.auto import build_model
+from sdk.models.auto import build_model, read_config
 from sdk.models.parallel import Mesh
 from sdk.quant.errors import CheckpointError, UnsupportedError
 from tests.models.conftest import TINY, Paged, expected_logits, prompt
+from tests.models.released import RELEASED
 
+RECORD = Path(__file__).with_name("sweep.json")
 TOLERANCE = 2e-4
-LIMIT = 300  # seconds one model may take
+LIMIT = 60  # seconds one model may take
 #: Sizes that families name differently; those a config class does not know are left out.
 SMALL: dict[str, Any] = {
     **TINY,
+    "num_hidden_layers": 4,
     "n_embd": 64,
-    "n_layer": 3,
+    "n_layer": 4,
     "n_head": 4,
     "n_inner": 128,
     "n_positions": 256,
     "d_model": 64,
-    "n_layers": 3,
+    "n_layers": 4,
     "n_heads": 4,
     "ffn_dim": 128,
     "ffn_hidden_size": 128,
@@ -56,8 +64,7 @@ SMALL: dict[str, Any] = {
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 32,
     "n_shared_experts": 1,
-    "n_group": 1,
-    "topk_group": 1,
+    "sliding_window": 9,
     "first_k_dense_replace": 1,
     "kv_lora_rank": 16,
     "q_lora_rank": 16,
@@ -75,20 +82,28 @@ def names() -> list[str]:
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def config_of(name: str) -> Any:
-    """A small config of that type: only what its class has as a field of its own is changed."""
+def configs_of(name: str) -> list[Any]:
+    """Small configs of that type, one for each released kind; none of a multimodal type."""
     kind = transformers.CONFIG_MAPPING[name]
     known = kind().to_dict()
     if "text_config" in known:
-        return None
+        return []
+    values = small_values(kind, known)
+    return [kind(**{**values, **own}) for own in RELEASED.get(name, ({},))]
+
+
+def small_values(kind: Any, known: dict[str, Any]) -> dict[str, Any]:
+    """Small sizes: only what the class has as a field of its own is changed."""
     values = {key: value for key, value in SMALL.items() if key in known}
+    if known.get("sliding_window") is None:
+        values.pop("sliding_window", None)
     values.update({key: TINY[key] for key in TINY if key in getattr(kind, "attribute_map", {})})
     if "qk_rope_head_dim" in known:
         values.pop("head_dim", None)
         values["num_key_value_heads"] = TINY["num_attention_heads"]
     if "multi_query" in known:
         values.pop("num_key_value_heads", None)
-    return kind(**values)
+    return values
 
 
 def random_model(config: Any, kind: Any = transformers.AutoModelForCausalLM) -> Any:
@@ -109,11 +124,35 @@ def random_model(config: Any, kind: Any = transformers.AutoModelForCausalLM) -> 
 
 
 def outcome(name: str, folder: Path) -> str:
-    """``ours`` or ``transformers`` where the logits agree, else why not."""
+    """``native`` or ``transformers`` where the logits of all its kinds agree, else why not.
+
+    ``- ...``: there is nothing to compare with.
+    """
     try:
-        config = config_of(name)
-        if config is None:
-            return "- multimodal: its text model is the one to look at"
+        configs = configs_of(name)
+    except Exception as error:
+        return f"- no tiny config: {type(error).__name__}: {error}"
+    if not configs:
+        return "- multimodal: its text model is the one to look at"
+    found = []
+    for index, config in enumerate(configs):
+        own = folder / str(index)
+        found.append(outcome_of(config, own))
+        shutil.rmtree(own, ignore_errors=True)
+    bad = [one for one in found if one not in ("native", "transformers")]
+    if not bad or len(found) == 1:
+        return (bad or found)[0]
+    wrong = next((one for one in bad if one.startswith("WRONG")), bad[0])
+    return wrong if len(bad) == len(found) else f"{wrong} (of {len(found)} kinds: {len(bad)})"
+
+
+def outcome_of(config: Any, folder: Path) -> str:
+    """The outcome of one config: see :func:`outcome`."""
+    try:
+        read_config(config.to_dict())
+    except (CheckpointError, UnsupportedError) as error:
+        return f"refused: {error}"
+    try:
         model = random_model(config)
         model.save_pretrained(folder)
         expected = expected_logits(model, prompt(41, 1))
@@ -135,7 +174,7 @@ def outcome(name: str, folder: Path) -> str:
         return f"WRONG: logits differ by {wrong:.2g} of {float(expected.abs().max()):.2g}"
     if unused:
         return f"WRONG: unused {unused[:3]}"
-    return "ours" if architecture(name) else "transformers"
+    return "native" if architecture(config.model_type) else "transformers"
 
 
 def sweep(chosen: list[str]) -> Iterator[tuple[str, str]]:
@@ -156,49 +195,29 @@ def sweep(chosen: list[str]) -> Iterator[tuple[str, str]]:
                 signal.alarm(0)
 
 
-def summary(results: list[tuple[str, str]]) -> str:
-    """The lists of docs/models.md."""
-    groups: dict[str, list[str]] = {}
-    for name, found in results:
-        if found.startswith("-"):
-            continue  # no model to compare with, or one that also sees
-        reason = found.removeprefix("refused: ").splitlines()[0]
-        reason = reason.replace(f"model_type {name!r}", "").strip(" :,")
-        for pattern in (
-            r"in transformers [\d.]+ ",
-            r"FOLDER\S*: ",
-            r", found \S+$",
-            r"layer \d+: ",
-        ):
-            reason = re.sub(pattern, "", reason)
-        reason = re.split(r": '|; | and may ", reason)[0]
-        reason = re.sub(r"(heads x head_dim|layers to attend).*", r"\1", reason)
-        reason = re.sub(
-            r"not a valid .*", "its config is not read (mixed with state spaces)", reason
-        )
-        groups.setdefault(reason, []).append(name)
-    lines = [
-        f"transformers {transformers.__version__}: {len(results)} model types\n",
-        f"**One file in `models/`** ({len(groups['ours'])}): {', '.join(groups.pop('ours'))}\n",
-        f"**Through transformers' code** ({len(groups['transformers'])}): "
-        f"{', '.join(groups.pop('transformers'))}\n",
-        "| not supported | because |\n|---|---|",
-    ]
-    lines += [f"| {', '.join(who)} | {why} |" for why, who in sorted(groups.items())]
-    return "\n".join(lines)
-
-
 def main() -> int:
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
-    chosen = [name for name in sys.argv[1:] if name != "--markdown"]
-    results = []
-    for name, found in sweep(chosen or names()):
-        print(f"{name:28} {found.splitlines()[0][:220]}", file=sys.stderr, flush=True)
-        results.append((name, found))
-    if "--markdown" in sys.argv:
-        print(summary(results))
-    return int(any(found.startswith("WRONG") for _, found in results))
+    transformers.logging.disable_progress_bar()
+    options = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    options.add_argument("names", nargs="*", metavar="model_type")
+    options.add_argument("--write", action="store_true", help="record the outcomes")
+    given = options.parse_args()
+    results: dict[str, str] = {}
+    for name, found in sweep(given.names or names()):
+        results[name] = found.splitlines()[0][:400]
+        print(f"{name:28} {results[name][:220]}", file=sys.stderr, flush=True)
+    if given.write:
+        kept = read_record() if given.names else {}
+        text = json.dumps({**kept, **results}, indent=1, sort_keys=True)
+        RECORD.write_text(text + "\n", encoding="utf-8")
+    return int(any(found.startswith("WRONG") for found in results.values()))
+
+
+def read_record() -> dict[str, str]:
+    """The outcome of each type in the last sweep."""
+    found: dict[str, str] = json.loads(RECORD.read_text(encoding="utf-8"))
+    return found
 
 
 if __name__ == "__main__":

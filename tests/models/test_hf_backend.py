@@ -120,8 +120,13 @@ def test_experts_stay_packed_and_are_multiplied_as_one(load: Callable[..., Any])
 def test_linears_are_ours_and_named_as_in_the_checkpoint(load: Callable[..., Any]) -> None:
     model = load(tiny("stablelm"))
     names = dict(model.linears())
-    assert len(names) == 3 * 7 + 1
+    assert len(names) == 3 * 6 + 1
     assert names["model.layers.2.mlp.down_proj"].weight.shape == (64, 128)
+    gate_up = names["model.layers.2.mlp.gate_up_proj"]  # one product, as in our own layers
+    assert gate_up.weight.shape == (256, 64)
+    assert {part.path.rpartition(".")[2] for part in gate_up.parts} == {
+        *("gate_proj", "up_proj", "gate_up_proj")
+    }
     assert all(linear.weight.choices() for linear in names.values())
 
 

@@ -270,7 +270,7 @@ def test_models_that_run_through_transformers_have_adapters_of_their_linears(
     assert EMBEDDING not in adapters.matrices
     with pytest.raises(AdapterError, match="embedding are not supported for this model"):
         adapters.pack(Adapter("e", {EMBEDDING: LowRank(torch.zeros(2, 64), torch.zeros(96, 2))}))
-    adapter = adapter_for(adapters.matrices)
+    adapter = adapter_for(adapters.matrices, alone(adapters.matrices))
     ids = prompt(9, 4)
     adapters.write(0, adapters.pack(adapter))
     found = with_slots(ops, Paged(model), ids, [0] * 9)

@@ -1,0 +1,121 @@
+"""The kinds of layers that released models have, in small, for the sweep.
+
+The defaults of transformers' classes often have one kind alone (``lfm2``: attention, where every
+released model has convolutions), and a small copy loses those that come late. Here is, by
+``model_type``, what makes a small config have every kind of the released ones: layer patterns,
+windows shorter than the prompt of 41 tokens, dense first layers, groups of experts, shared experts,
+other norms. Several dicts are several released kinds of one type: all of them must agree.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import Any
+
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+#: Groups of experts, as of the large ones.
+_GROUPS: dict[str, Any] = {"n_routed_experts": 8, "n_group": 4, "topk_group": 2}
+_MTP: dict[str, Any] = {"num_nextn_predict_layers": 1}
+_THREE_TO_ONE = [_SLIDING, _SLIDING, _SLIDING, _FULL]
+_TWO_ROTATIONS = {
+    _FULL: {
+        "rope_type": "yarn",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "original_max_position_embeddings": 32,
+        "partial_rotary_factor": 0.5,
+    },
+    _SLIDING: {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
+}
+
+RELEASED: MappingProxyType[str, tuple[dict[str, Any], ...]] = MappingProxyType(
+    {
+        "afmoe": ({"mup_enabled": True, "route_scale": 2.0, "layer_types": _THREE_TO_ONE},),
+        "axk1": (_GROUPS,),
+        "bamba": ({"attn_layer_indices": [1]},),
+        "beam": ({**_GROUPS, "num_experts": 8, "num_hidden_layers": 6, "layer_types": None},),
+        "bloom": ({},),
+        "cohere": ({}, {"use_qk_norm": True}),
+        "cohere2_moe": (
+            {
+                "first_k_dense_replace": 1,
+                "num_shared_experts": 1,
+                "expert_selection_fn": "sigmoid",
+                "num_hidden_layers": 5,
+            },
+        ),
+        "cwm": ({"layer_types": [_FULL, _SLIDING, _SLIDING, _SLIDING]},),
+        "deepseek_v2": (
+            {"q_lora_rank": None},  # Lite
+            {**_GROUPS, "topk_method": "group_limited_greedy"},
+        ),
+        "deepseek_v3": ({**_GROUPS, **_MTP},),
+        "dots1": ({"n_shared_experts": 2},),
+        "ernie4_5_moe": ({"moe_num_shared_experts": 2, "tie_word_embeddings": True},),
+        "exaone_moe": ({"num_shared_experts": 1, "layer_types": _THREE_TO_ONE},),
+        "falcon": (
+            {"multi_query": True, "parallel_attn": True},
+            {"new_decoder_architecture": True, "num_kv_heads": 2},
+            {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True},
+        ),
+        "glm4_moe": ({"use_qk_norm": True, **_MTP}, {"attention_bias": True}),
+        "gpt_bigcode": ({}, {"multi_query": False}),
+        "gpt_neo": ({"attention_types": [[["global", "local"], 2]], "window_size": 9},),
+        "gpt_neox": ({}, {"use_parallel_residual": False}),
+        "granitemoe": ({"embedding_multiplier": 3.0, "residual_multiplier": 0.5},),
+        "granitemoeshared": ({"shared_intermediate_size": 32},),
+        "granitemoe_swa": ({"shared_intermediate_size": 32, "layer_types": _THREE_TO_ONE},),
+        "granitemoehybrid": (
+            {"layer_types": [*["mamba"] * 3, "attention"]},
+            {"layer_types": ["attention"] * 4, "num_local_experts": 0},
+        ),
+        "hunyuan_v1_moe": ({"num_experts": 4, "moe_topk": 2},),
+        "hy_v3": ({"num_shared_experts": 1},),
+        "kimi_linear": ({},),
+        "laguna": (
+            {
+                "layer_types": [_FULL, _SLIDING, _SLIDING, _SLIDING],
+                "num_attention_heads_per_layer": [4, 6, 6, 6],
+                "rope_parameters": _TWO_ROTATIONS,
+                "gating": "per-head",
+            },
+        ),
+        "lfm2": ({"layer_types": ["conv", "conv", _FULL, "conv"]},),
+        "mellum": ({"layer_types": _THREE_TO_ONE}, {}),
+        "minimax_m3_vl_text": (
+            {"layer_types": [_FULL, *["minimax_m3_sparse"] * 3], "index_block_size": 8},
+        ),
+        "ministral": ({"layer_types": [_FULL, _SLIDING, _SLIDING, _SLIDING]},),
+        "ministral3": (
+            {
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "rope_theta": 1000000.0,
+                    "factor": 8.0,
+                    "original_max_position_embeddings": 16,
+                    "llama_4_scaling_beta": 0.1,
+                }
+            },
+        ),
+        "mpt": ({"attn_config": {"alibi": True}},),
+        "opt": ({}, {"do_layer_norm_before": False, "word_embed_proj_dim": 32}),
+        "phi": ({}, {"qk_layernorm": True}),
+        "phimoe": ({"router_jitter_noise": 0.01, "attention_bias": True, "lm_head_bias": True},),
+        "qwen2_moe": (
+            {},
+            {
+                "use_sliding_window": True,
+                "sliding_window": 9,
+                "max_window_layers": 2,
+                "mlp_only_layers": [1],
+            },
+        ),
+        "qwen3_5_text": ({"linear_num_value_heads": 4, "linear_num_key_heads": 2},),
+        "qwen3_5_moe_text": ({"linear_num_value_heads": 4, "linear_num_key_heads": 2},),
+        "stablelm": (
+            {"use_qkv_bias": True, "partial_rotary_factor": 0.25},
+            {"qk_layernorm": True, "use_parallel_residual": True},
+        ),
+        "starcoder2": ({"tie_word_embeddings": True},),
+    }
+)
