@@ -33,6 +33,8 @@ from sdk.kernels.answer_pages import attend, find_places, rope
 from sdk.kernels.answer_place import PRODUCT, Case, Found, Place, empty_routes, routes_on
 from sdk.kernels.backend import Problem
 from sdk.kernels.low_rank import Factors, Shape, Update
+from sdk.kernels.mlp_activations import NUMBERS
+from sdk.kernels.norm import Norm
 from sdk.kernels.reference.fake_quantize import fake_quantize
 from sdk.kernels.reference.moe import Group
 from sdk.kernels.rounding import Rounded
@@ -65,40 +67,52 @@ def distance(found: Tensor, wanted: Tensor) -> float:
 
 
 def _norm(kernel: Any, place: Place, problem: Problem, like: Sequence[Any]) -> Found:
-    """``rms_norm`` and ``add_rms_norm``, and both as codes: like x, weight, what out is, and the
+    """``norm`` and ``add_norm``, and both as codes: like x, norm, what out is, and the
     :class:`Rounding` if it is one."""
-    x, _, out_type, rounding = like
-    width = x.shape[-1]
+    x, norm, out_type, rounding = like
+    shape = (_ROWS, *x.shape[1:])
     wide = x.dtype == torch.float32
-    rows = place.floats(_ROWS, width, seed=1) if wide else place.rows(_ROWS, width, seed=1)
-    given = [rows]
-    if problem.op == "add_rms_norm":
-        given.append(place.floats(_ROWS, width, seed=2))
-    given += [place.floats(width, seed=3)]
-    sums = [("the sum", given[1], place.limit(torch.float32))] if len(given) == 3 else []
+    rows = (place.floats if wide else place.rows)(*shape, seed=1)
+    if norm.centred:
+        rows += 2.0  # exact enough in every type, and a mean to take away
+    given: list[Any] = [rows]
+    if problem.op == "add_norm":
+        given.append(place.floats(*shape, seed=2))
+    sums = [("the sum", given[1], place.limit(torch.float32))] if len(given) == 2 else []
+    given.append(_norm_like(norm, place))
     if rounding is not None:
         out = _rounded_norm(kernel, place, given, rounding)
         return [("the norm in codes", out, _CODES), *sums]
-    out = place.nan(_ROWS, width, dtype=place.given(out_type))
-    kernel.run(*given, 1e-5, out)
+    out = place.nan(*shape, dtype=place.given(out_type))
+    kernel.run(*given, out)
     return [("the norm", out, place.limit(out_type)), *sums]
+
+
+def _norm_like(norm: Norm, place: Place) -> Norm:
+    weight, bias = norm.weight, norm.bias
+    return Norm(
+        None if weight is None else place.floats(*weight.shape, seed=3),
+        1e-5,
+        None if bias is None else place.floats(*bias.shape, seed=4),
+        norm.centred,
+    )
 
 
 #: A code may be the next one where the norm lies between two: 1/127 or 1/16 of the largest value.
 _CODES = 0.1
 
 
-def _rounded_norm(kernel: Any, place: Place, given: Sequence[Tensor], rounding: Any) -> Tensor:
+def _rounded_norm(kernel: Any, place: Place, given: Sequence[Any], rounding: Any) -> Tensor:
     """The values of the codes."""
     width = given[0].shape[-1]
     if not kernel.rounds:
         out = place.nan(_ROWS, width)
-        kernel.run(*given, 1e-5, out)
+        kernel.run(*given, out)
         return fake_quantize(out.to(place.rounded).float(), rounding.scheme)
     codes = torch.zeros(_ROWS, rounding.columns, dtype=rounding.dtype, device=place.device)
     scales = place.nan(rounding.groups, _ROWS)
     rounded = Rounded(codes, scales, width)
-    kernel.run_rounded(*given, 1e-5, rounded, rounding.scheme, place.short)
+    kernel.run_rounded(*given, rounded, rounding.scheme, place.short)
     size = rounding.columns // rounding.groups
     steps = scales.t().cpu().repeat_interleave(size, dim=1)
     return (codes.cpu().float() * steps)[:, :width]
@@ -108,8 +122,19 @@ def _gated(kernel: Any, place: Place, problem: Problem, like: Sequence[Any]) -> 
     (x,) = like
     given = place.rows(_ROWS, x.shape[1], seed=1) * 2  # exact in every type
     out = place.nan(_ROWS, x.shape[1] // 2, dtype=place.short)
-    kernel.run(given, problem.format, out)
+    kernel.run(given, problem.format, out, _numbers(problem.format))
     return [(f"act(gate) * up with {problem.format}", out, place.limit(place.rounded))]
+
+
+def _activation(kernel: Any, place: Place, problem: Problem, like: Sequence[Any]) -> Found:
+    (x,) = like
+    given = place.rows(_ROWS, x.shape[1], seed=1) * 2  # exact in every type
+    kernel.run(given, problem.format, given, _numbers(problem.format))
+    return [(f"act(x) with {problem.format}", given, place.limit(place.rounded))]
+
+
+def _numbers(kind: str) -> tuple[float, ...]:
+    return (0.75, 1.25, 0.5, -1e-6)[: NUMBERS.get(kind, 0)]
 
 
 def _map(kernel: Any, place: Place, problem: Problem, like: Sequence[Any]) -> Found:
@@ -282,9 +307,10 @@ def _sample(kernel: Any, place: Place, problem: Problem, like: Sequence[Any]) ->
 
 
 CASES: dict[str, Case] = {
-    "rms_norm": _norm,
-    "add_rms_norm": _norm,
+    "norm": _norm,
+    "add_norm": _norm,
     "gated_activation": _gated,
+    "activation": _activation,
     **dict.fromkeys(("zeros", "add", "add_bias", "scale", "softcap"), _map),
     "select_rows": _select_rows,
     "take_columns": _take_columns,

@@ -16,8 +16,10 @@ from torch import Tensor
 from sdk.kernels.answer_place import PRODUCT, Found, Place
 from sdk.kernels.backend import Problem
 from sdk.kernels.batch import AttentionBatch
+from sdk.kernels.head_norms import HeadNorms
 from sdk.kernels.kv_pages import KVPages
-from sdk.kernels.reference.norm import RmsNorm
+from sdk.kernels.norm import Norm
+from sdk.kernels.reference.norm import Normalize
 from sdk.kernels.reference.page_codes import page_floats
 from sdk.kernels.reference.rope import RopeAndCache
 
@@ -167,11 +169,12 @@ def rope(kernel: Any, place: Place, problem: Problem, like: Sequence[Any]) -> Fo
     given = [*rows, angles.cos(), angles.sin(), batch, own]
     if norms is not None:
         weights = [1.0 + 0.1 * place.floats(q.shape[2], seed=34 + i) for i in range(2)]
+        own_norms = [Norm(weight, 1e-6) for weight in weights]
         if kernel.normalizes:
-            given.append(replace(norms, q=weights[0], k=weights[1]))
+            given.append(HeadNorms(*own_norms))
         else:
-            for x, weight in zip(rows[:2], weights, strict=True):
-                RmsNorm().run(x.clone(), weight, norms.eps, x)
+            for x, norm in zip(rows[:2], own_norms, strict=True):
+                Normalize().run(x.clone(), norm, x)
     kernel.run(*given)
     keys, values = _floats_of(own)
     return [

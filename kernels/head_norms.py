@@ -1,22 +1,19 @@
-"""The norms of queries and keys that come before rotation (Qwen 3, Gemma 3).
-
-torch is imported for type checkers only: models import this file.
-"""
+"""The norms of queries and keys that come before rotation (Qwen 3, Gemma 3)."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from sdk.kernels.dataclass import dataclass
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from sdk.kernels.norm import Norm
 
 
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
-    """RMSNorms over each head's query and key: weights float32 ``[head_dim]``."""
+    """The norms over each head's query and key."""
 
-    q: Tensor
-    k: Tensor
-    eps: float
+    q: Norm
+    k: Norm
+
+    @property
+    def plain(self) -> bool:
+        """Whether both are RMSNorms with one weight ``[head_dim]`` for all heads and one eps."""
+        return not self.q.form and not self.k.form and self.q.eps == self.k.eps

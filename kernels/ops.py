@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain, product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from sdk.kernels.backend import Choice, Problem
 from sdk.kernels.batch import AttentionBatch, WorkShape
@@ -35,7 +35,9 @@ from sdk.kernels.kv_tiers import page_tier
 from sdk.kernels.layouts import Layout, Pieces, on_device
 from sdk.kernels.lazy_torch import Tensor, torch, type_name
 from sdk.kernels.low_rank import AdapterTable, Shape
+from sdk.kernels.mlp_activations import NUMBERS, Activation
 from sdk.kernels.moe import MoEOps
+from sdk.kernels.norm import Norm
 from sdk.kernels.offload import Offload
 from sdk.kernels.registry import linear_problem
 from sdk.kernels.rounding import Rounded, Rounding, Rows
@@ -50,8 +52,6 @@ _ATTENTION = {
 }
 #: Beyond any machine; a mistyped number must not use up the system's threads.
 MAX_THREADS = 1024
-#: The last is gpt-oss' gate: see kernels/reference/norm.py.
-Activation = Literal["silu", "gelu_tanh", "gelu", "clamped_swiglu"]
 
 
 class Ops:
@@ -200,59 +200,54 @@ class Ops:
         """
         return AdapterTable(self.context, shape, dtype)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension; x may be strided."""
-        expect_floats("rms_norm x", x, self.activations)
-        expect("rms_norm weight", weight, torch.float32, x.shape[-1])
+    def norm(self, x: Tensor, norm: Norm) -> Tensor:
+        """The ``norm`` of x over the last dimension; x may be strided."""
+        expect_floats("norm x", x, self.activations)
+        _expect_norm("norm", norm, x)
         out = self.empty(*x.shape, dtype=x.dtype)
         if x.numel():
-            self._kernel("rms_norm", (x, weight, x.dtype, None)).run(x, weight, eps, out)
+            kernel = self._kernel("norm", (x, norm, x.dtype, None), format=norm.form)
+            kernel.run(x, norm, out)
         return out
 
-    def add_rms_norm(
+    def add_norm(
         self,
         x: Tensor,
         residual: Tensor | None,
-        weight: Tensor,
-        eps: float,
+        norm: Norm,
         *,
         wide: bool = False,
         out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """``s = x + residual``; returns ``(rms_norm(s), s)``; ``residual``, float32, becomes s.
+        """``s = x + residual``; returns ``(norm of s, s)``; ``residual``, float32, becomes s.
 
         Without a residual s is x itself, float32. The norm is of the activations' type, with
         ``wide`` float32, in ``out`` or new.
         """
         dtype = torch.float32 if wide else self.activations
-        kernel, given, sums = self._norm_of_sums(x, residual, weight, eps, (dtype, None))
+        kernel, given, sums = self._norm_of_sums(x, residual, norm, (dtype, None))
         if out is None:
             out = self.empty(*x.shape, dtype=dtype)
         else:
-            expect("add_rms_norm out", out, dtype, *x.shape)
+            expect("add_norm out", out, dtype, *x.shape)
         if x.numel():
             kernel.run(*given, out)
         return out, sums
 
-    def add_rms_norm_for(
-        self,
-        rounding: Rounding | None,
-        x: Tensor,
-        residual: Tensor | None,
-        weight: Tensor,
-        eps: float,
+    def add_norm_for(
+        self, rounding: Rounding | None, x: Tensor, residual: Tensor | None, norm: Norm
     ) -> tuple[Rows, Tensor]:
-        """:meth:`add_rms_norm` for a projection that takes rows as codes, if ``rounding`` says so.
+        """:meth:`add_norm` for a projection that takes rows as codes, if ``rounding`` says so.
 
         Where the kernel of the norm can make them, they are those of the norm in the activations'
         type, which is not written.
         """
         if rounding is None:
-            return self.add_rms_norm(x, residual, weight, eps)
+            return self.add_norm(x, residual, norm)
         like = (self.activations, rounding)
-        kernel, given, sums = self._norm_of_sums(x, residual, weight, eps, like)
+        kernel, given, sums = self._norm_of_sums(x, residual, norm, like)
         if not kernel.rounds:
-            return self.add_rms_norm(x, residual, weight, eps)
+            return self.add_norm(x, residual, norm)
         codes = self.empty(x.shape[0], rounding.columns, dtype=rounding.dtype)
         out = Rounded(codes, self.empty(rounding.groups, x.shape[0]), x.shape[1])
         if x.numel():
@@ -263,28 +258,33 @@ class Ops:
         self,
         x: Tensor,
         residual: Tensor | None,
-        weight: Tensor,
-        eps: float,
+        norm: Norm,
         out: tuple[torch.dtype, Rounding | None],
     ) -> tuple[Any, tuple[Any, ...], Tensor]:
         """The kernel, its inputs, and what becomes ``x + residual``. ``out``: the result's type,
         or as which codes it is written."""
         sums = x if residual is None else residual
-        expect_floats("add_rms_norm x", x, self.activations)
-        expect("add_rms_norm residual", sums, torch.float32, *x.shape)
-        expect("add_rms_norm weight", weight, torch.float32, x.shape[-1])
-        op = "rms_norm" if residual is None else "add_rms_norm"
+        expect_floats("add_norm x", x, self.activations)
+        expect("add_norm residual", sums, torch.float32, *x.shape)
+        _expect_norm("add_norm", norm, x)
+        op = "norm" if residual is None else "add_norm"
         codes = "" if out[1] is None else str(out[1].scheme)
-        kernel = self._kernel(op, (x, weight, *out), inputs=codes)
-        return kernel, (x, weight, eps) if residual is None else (x, residual, weight, eps), sums
+        kernel = self._kernel(op, (x, norm, *out), format=norm.form, inputs=codes)
+        return kernel, (x, norm) if residual is None else (x, residual, norm), sums
 
     def gated_activation(
-        self, gate_up: Tensor, kind: Activation, used: Tensor | None = None
+        self,
+        gate_up: Tensor,
+        kind: Activation,
+        used: Tensor | None = None,
+        numbers: Sequence[float] = (),
     ) -> Tensor:
         """``act(gate) * up`` for ``gate_up [T, 2 I]`` = gate then up; ``[T, I]``.
 
         ``used``, int32 ``[1]``: only so many rows have values (CPU kernels leave out the others).
+        ``numbers``: see :meth:`activation`.
         """
+        _expect_numbers("gated_activation", kind, numbers)
         expect_floats("gated_activation", gate_up, self.activations, None, None)
         tokens, width = gate_up.shape
         if width % 2:
@@ -292,8 +292,28 @@ class Ops:
         out = self.empty(tokens, width // 2, dtype=gate_up.dtype)
         if tokens:
             kernel = self._kernel("gated_activation", (gate_up,), format=kind)
-            kernel.run(gate_up.contiguous(), kind, out, *(() if used is None else (used,)))
+            given = () if used is None else (used,)
+            kernel.run(gate_up.contiguous(), kind, out, numbers, *given)
         return out
+
+    def activation(
+        self,
+        x: Tensor,
+        kind: Activation,
+        used: Tensor | None = None,
+        numbers: Sequence[float] = (),
+    ) -> Tensor:
+        """``x = act(x)`` for ``x [T, I]``; returns x.
+
+        ``used``: see :meth:`gated_activation`. ``numbers``: what the activation of a layer has
+        besides its kind; of ``xielu`` alpha_p, alpha_n, beta and eps, the first two after softplus.
+        """
+        expect_floats("activation x", x, self.activations, None, None)
+        _expect_numbers("activation", kind, numbers)
+        if x.shape[0]:
+            kernel = self._kernel("activation", (x,), format=kind)
+            kernel.run(x, kind, x, numbers, *(() if used is None else (used,)))
+        return x
 
     def zeros(self, rows: int, width: int) -> Tensor:
         """``[rows, width]`` of zeros, float32."""
@@ -446,11 +466,10 @@ class Ops:
             return q
         like = (q, k, v, cos, pages, norms)
         kernel = self._kernel("rope_and_cache", like, head_dim=k.shape[2], kv_dtype=pages.dtype)
-        if norms is None or kernel.normalizes:
+        if norms is None or (kernel.normalizes and norms.plain):
             kernel.run(q, k, v, cos, sin, batch, pages, *(() if norms is None else (norms,)))
             return q
-        q = self.rms_norm(q, norms.q, norms.eps)
-        k = self.rms_norm(k, norms.k, norms.eps)
+        q, k = self.norm(q, norms.q), self.norm(k, norms.k)
         kernel.run(q, k, v, cos, sin, batch, pages)
         return q
 
@@ -536,3 +555,18 @@ class Ops:
             run(above, index, below, at)
 
         return recode
+
+
+def _expect_norm(what: str, norm: Norm, x: Tensor) -> None:
+    if norm.weight is not None:
+        shape = x.shape[1:] if norm.weight.dim() == 2 else x.shape[-1:]
+        expect(f"{what} weight", norm.weight, torch.float32, *shape)
+    if norm.bias is not None:
+        expect(f"{what} bias", norm.bias, torch.float32, x.shape[-1])
+
+
+def _expect_numbers(what: str, kind: Activation, numbers: Sequence[float]) -> None:
+    if len(numbers) != NUMBERS.get(kind, 0):
+        raise KernelError(
+            f"{what}: expected {NUMBERS.get(kind, 0)} numbers of {kind}, found {len(numbers)}"
+        )

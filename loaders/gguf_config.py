@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from sdk.loaders.gguf_keys import check_keys
+from sdk.loaders.gguf_keys import check_keys, eps_key
 from sdk.loaders.gguf_metadata import MAX_EXPERTS, Keys, shortest
 from sdk.loaders.gguf_reader import GgufFile
 from sdk.loaders.gguf_rope import rope_scaling, sliding_rope
@@ -74,7 +74,7 @@ def build_config(file: GgufFile) -> dict[str, Any]:
         "max_position_embeddings": keys.integer(
             "context_length", LIMITS["max_position_embeddings"]
         ),
-        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
+        **_norm_eps(keys, own),
         "rope_theta": keys.number("rope.freq_base", 10000.0),
         "vocab_size": _vocab_size(file),
         "tie_word_embeddings": "output.weight" not in file.tensors,
@@ -84,8 +84,6 @@ def build_config(file: GgufFile) -> dict[str, Any]:
         "hidden_act": "silu",
         "sliding_window": keys.integer("attention.sliding_window", (0, 1 << 31), 0) or None,
     }
-    if config["rms_norm_eps"] is None:
-        raise keys.fail("attention.layer_norm_rms_epsilon", "missing", "a number")
     width = config["head_dim"]
     rotary = keys.integer("rope.dimension_count", LIMITS["head_dim"], width)
     if rotary > width or rotary % 2:
@@ -108,6 +106,22 @@ def unread_keys(file: GgufFile, own: Architecture, rules: GgufRules) -> list[str
     """The keys of the architecture that nothing reads: see :func:`check_keys`."""
     experts = own.config.expert_width is not None
     return check_keys(file.metadata, rules, experts, str(file.path))
+
+
+def _norm_eps(keys: Keys, own: Architecture) -> dict[str, float]:
+    """The eps of norms, under the config's key; none where the model's code fixes it."""
+    key = eps_key(own)
+    found, name = keys.number(key), own.config.norm_eps
+    if found is None:
+        raise keys.fail(key, "missing", "a number")
+    if isinstance(name, str):
+        return {name: found}
+    if found != name:
+        raise UnsupportedError(
+            f"{keys.source}: {keys.architecture}.{key}: expected {name}, found {found}: the code "
+            f"of {own.model_type} has no other eps"
+        )
+    return {}
 
 
 def _classes(file: GgufFile, own: Architecture, keys: Keys) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from sdk.models.architecture import GgufRules
+from sdk.models.architecture import Architecture, GgufRules
 from sdk.quant.errors import UnsupportedError
 
 #: Read for every architecture, without its name.
@@ -23,6 +23,7 @@ READ = frozenset(
         *("block_count", "context_length", "embedding_length", "feed_forward_length"),
         *("attention.head_count", "attention.head_count_kv", "attention.key_length"),
         *("attention.value_length", "attention.layer_norm_rms_epsilon"),
+        "attention.layer_norm_epsilon",  # the one of LayerNorm, the other of RMSNorm
         *("attention.sliding_window", "classifier.output_labels", "pooling_type"),
         *("rope.dimension_count", "rope.freq_base", "rope.scale_linear"),
         *("rope.scaling.type", "rope.scaling.factor", "rope.scaling.attn_factor"),
@@ -105,11 +106,15 @@ HARMLESS: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "the rows of the embedding count": frozenset({"vocab_size"}),
         "of the positions of images": frozenset({"rope.dimension_sections"}),
-        "of models with LayerNorm": frozenset({"attention.layer_norm_epsilon"}),
         "a note on the conversion": frozenset({"tensor_data_layout"}),
     }
 )
 _HARMLESS = frozenset().union(*HARMLESS.values())
+
+
+def eps_key(own: Architecture) -> str:
+    """The key of the eps of a model's norms."""
+    return f"attention.layer_norm_{'epsilon' if own.layer.norm.centred else 'rms_epsilon'}"
 
 
 def check_keys(

@@ -245,8 +245,8 @@ class HfFolder:
     def _check_rows(self, name: str, found: int, rows: Tensor) -> None:
         if found != len(rows):
             raise CheckpointError(
-                f"{self.path}: {name}: expected {len(rows)} rows for the heads of the config, found "
-                f"{found}"
+                f"{self.path}: {name}: expected {len(rows)} rows for the heads of the config, "
+                f"found {found}"
             )
 
     def _opened(self) -> SafetensorsFiles:

@@ -22,17 +22,20 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 from sdk.models.sliding import SlidingRule, no_layer
 
 if TYPE_CHECKING:
-    from sdk.kernels.ops import Activation
+    from sdk.kernels.mlp_activations import Activation
     from sdk.models.config_fields import Fields
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
-#: What every config must state itself, or else transformers' class fills it in.
+#: What every config must state itself, or else transformers' class fills it in; besides the eps of
+#: norms.
 STATED = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-    *("num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings"),
+    *("num_key_value_heads", "max_position_embeddings", "tie_word_embeddings"),
 )
+#: The key of most configs.
+RMS_NORM_EPS = "rms_norm_eps"
 
 
 class Biases(NamedTuple):
@@ -55,6 +58,11 @@ class Alibi(NamedTuple):
     scaled: bool = False
 
 
+def always(fields: Fields) -> bool:
+    """A rule for models without the choice."""
+    return True
+
+
 class ConfigRules(NamedTuple):
     """How a ``config.json`` is read.
 
@@ -74,6 +82,10 @@ class ConfigRules(NamedTuple):
     ``names``: keys that a config of this model spells differently, ours to the file's.
     ``derived(config)``: sets what follows from other keys, under our names; it may be called twice.
     ``alibi``: the linear biases of attention, if it has them.
+    ``norm_eps``: the key of the eps of norms, or the eps itself where the code fixes it.
+    ``parallel_blocks``: whether attention and MLP of a layer read the same sum, and both are added
+    to it; ``None``: they come one after the other. ``one_norm``: whether parallel blocks read one
+    norm; ``None``: ``LayerRules.parallel_norms`` says it.
     """
 
     keys: tuple[str, ...] = ()
@@ -90,13 +102,17 @@ class ConfigRules(NamedTuple):
     names: Mapping[str, str] = NOTHING
     derived: Callable[[dict[str, Any]], None] | None = None
     alibi: Callable[[Fields], Alibi | None] | None = None
+    one_norm: Callable[[Fields], bool] | None = None
+    norm_eps: str | float = RMS_NORM_EPS
+    parallel_blocks: Callable[[Fields], bool] | None = None
 
 
 class Norms(NamedTuple):
     """The norms of a layer, by their names in a checkpoint; ``None`` where there is none.
 
     A block (attention or MLP) reads the norm of the sum of all before it; the norm after a block
-    is of its output, before that is added to the sum.
+    is of its output, before that is added to the sum. Of parallel blocks both may read that before
+    attention; the MLP then has none.
     """
 
     before_attention: str | None = "input_layernorm"
@@ -105,6 +121,8 @@ class Norms(NamedTuple):
     after_mlp: str | None = None
 
 
+#: One norm for both of two parallel blocks (Command R).
+ONE_NORM = Norms(before_mlp=None)
 #: Norms after the blocks alone (OLMo 2), and around each (Gemma 2).
 NORMS_AFTER = Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 NORMS_AROUND = Norms(
@@ -113,6 +131,18 @@ NORMS_AROUND = Norms(
     "pre_feedforward_layernorm",
     "post_feedforward_layernorm",
 )
+
+
+class NormKind(NamedTuple):
+    """What the norms of a model compute: see :class:`sdk.kernels.norm.Norm`."""
+
+    centred: bool = False
+    weight: bool = True
+    bias: bool = False
+
+
+#: torch's LayerNorm.
+LAYER_NORM = NormKind(centred=True, bias=True)
 
 
 class LayerRules(NamedTuple):
@@ -125,6 +155,9 @@ class LayerRules(NamedTuple):
     i and i + d / 2 do.
     ``sinks``: every head has an attention sink.
     ``router``: the name of the router of experts, beside them.
+    ``norm``: what all norms compute.
+    ``parallel_norms``: the norms where blocks are parallel (``ConfigRules.parallel_blocks``).
+    ``gated``: the MLP has a gate beside its first projection.
     """
 
     norms: Norms = Norms()
@@ -132,6 +165,13 @@ class LayerRules(NamedTuple):
     adjacent_pairs: bool = False
     sinks: bool = False
     router: str = "gate"
+    norm: NormKind = NormKind()
+    parallel_norms: Norms = ONE_NORM
+    gated: bool = True
+
+    def norms_of(self, parallel: bool) -> Norms:
+        """The norms of a layer whose blocks are parallel, or come one after the other."""
+        return self.parallel_norms if parallel else self.norms
 
 
 class TensorRules(NamedTuple):
@@ -144,7 +184,8 @@ class TensorRules(NamedTuple):
     ``block_sparse_moe``: transformers finds packed experts only under the names
     ``block_sparse_moe.experts.0.w1``.
     ``names``: names that differ from a Llama's, ours to the file's; those of a layer without
-    ``model.layers.0.``, which ``model.layers`` renames. See :mod:`sdk.loaders.tensor_names`.
+    ``model.layers.0.``, which ``model.layers`` renames, and where configs of the model differ one
+    name for each. See :mod:`sdk.loaders.tensor_names`.
     ``qkv_by_group``: the rows of ``qkv_proj`` are those of one key/value head after the other: its
     query heads, its key, its value.
     ``layers_transposed``: float matrices of layers are ``[in, out]``; packed ones are not.
@@ -154,7 +195,7 @@ class TensorRules(NamedTuple):
     experts_transposed: Literal["always", "sometimes"] | None = None
     gate_up_interleaved: bool = False
     block_sparse_moe: bool = False
-    names: Mapping[str, str] = NOTHING
+    names: Mapping[str, str | tuple[str, ...]] = NOTHING
     qkv_by_group: bool = False
     layers_transposed: bool = False
 
@@ -185,6 +226,8 @@ class GgufKeys(Protocol):
     def flag(self, key: str, default: bool) -> bool: ...
 
     def get(self, key: str) -> Any: ...
+
+    def has_tensor(self, name: str) -> bool: ...
 
     def layer_types(self, layers: int, *, window: int | None, period: int) -> list[str]: ...
 
@@ -257,8 +300,10 @@ def states_everything(config: Mapping[str, Any]) -> bool:
         return False
     if config.get("rope_theta") is None and not config.get("rope_parameters"):
         return False
+    eps = known.config.norm_eps
+    stated = (*STATED, eps) if isinstance(eps, str) else STATED
     may_be_null = ("eos_token_id", *known.config.stated)
-    return all(config.get(key) is not None for key in STATED) and config.keys() >= {*may_be_null}
+    return all(config.get(key) is not None for key in stated) and config.keys() >= {*may_be_null}
 
 
 def gguf_architecture(name: object, keys: GgufKeys) -> tuple[Architecture, GgufRules] | None:

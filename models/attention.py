@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from sdk.kernels.head_norms import HeadNorms
 from sdk.kernels.lazy_torch import torch
+from sdk.kernels.norm import Norm
 from sdk.models.alibi import alibi_slopes
 from sdk.models.architecture import LayerRules
 
@@ -64,7 +65,7 @@ class Attention:
         self.width_norms: WidthNorms | None = None
         if rules.qk_norm == "head":
             q_norm, k_norm = (source.norm(f"{path}.{x}_norm", d) for x in "qk")
-            self.norms = HeadNorms(q_norm, k_norm, c.rms_norm_eps)
+            self.norms = HeadNorms(q_norm, k_norm)
         elif rules.qk_norm == "width":
             self.width_norms = WidthNorms(source, path)
         self.sinks: Tensor | None = None
@@ -128,29 +129,36 @@ class WidthNorms:
     def __init__(self, source: Source, path: str) -> None:
         c, heads = source.config, source.heads
         self.ops = source.ops
-        self.eps = c.rms_norm_eps
         self.mesh = source.mesh
         self.q_width, self.k_width = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
         self.kv_copies = heads.kv_copies
-        q_norm = source.norm(f"{path}.q_norm", self.q_width).view(-1, c.head_dim)
-        k_norm = source.norm(f"{path}.k_norm", self.k_width).view(-1, c.head_dim)
-        self.q_norm = q_norm[heads.start : heads.start + heads.count].flatten()
-        self.k_norm = k_norm[heads.kv_start : heads.kv_start + heads.kv_count].flatten()
+        q_norm = source.norm(f"{path}.q_norm", self.q_width)
+        k_norm = source.norm(f"{path}.k_norm", self.k_width)
+        self.q_norm = _of_heads(q_norm, c.head_dim, heads.start, heads.count)
+        self.k_norm = _of_heads(k_norm, c.head_dim, heads.kv_start, heads.kv_count)
 
     def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Of q ``[T, heads, head_dim]`` and k ``[T, kv_heads, head_dim]``."""
         wide_q, wide_k = q.flatten(1), k.flatten(1)
         if self.mesh.group is None:
-            wide_q = self.ops.rms_norm(wide_q, self.q_norm, self.eps)
-            wide_k = self.ops.rms_norm(wide_k, self.k_norm, self.eps)
+            wide_q = self.ops.norm(wide_q, self.q_norm)
+            wide_k = self.ops.norm(wide_k, self.k_norm)
         else:
             squares = wide_q.new_empty(len(wide_q), 2)
             squares[:, 0] = (wide_q * wide_q).sum(dim=1) / self.q_width
             squares[:, 1] = (wide_k * wide_k).sum(dim=1) / (self.k_width * self.kv_copies)
-            shrink = (self.ops.all_reduce(squares, self.mesh.group) + self.eps).rsqrt()
-            wide_q = wide_q * shrink[:, :1] * self.q_norm
-            wide_k = wide_k * shrink[:, 1:] * self.k_norm
+            shrink = (self.ops.all_reduce(squares, self.mesh.group) + self.q_norm.eps).rsqrt()
+            assert self.q_norm.weight is not None and self.k_norm.weight is not None
+            wide_q = wide_q * shrink[:, :1] * self.q_norm.weight
+            wide_k = wide_k * shrink[:, 1:] * self.k_norm.weight
         return wide_q.view(q.shape), wide_k.view(k.shape)
+
+
+def _of_heads(norm: Norm, head_dim: int, start: int, count: int) -> Norm:
+    """What a rank has of an RMSNorm over the width of all heads."""
+    assert norm.weight is not None
+    own = norm.weight.view(-1, head_dim)[start : start + count].flatten()
+    return Norm(own, norm.eps)
 
 
 def _halves_of_pairs(heads: int, kv_heads: int, head_dim: int, rotary: int) -> Tensor:

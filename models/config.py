@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sdk.kernels.dataclass import dataclass
-from sdk.kernels.ops import Activation
+from sdk.kernels.mlp_activations import Activation
 from sdk.models.architecture import Alibi, Architecture, Biases, ConfigRules, architecture
 from sdk.models.config_fields import (
     MAX_EXPERTS,
@@ -55,6 +55,9 @@ class ModelConfig:
     all. ``ropes``: the rotary embeddings, that of layers without a window first, of which a layer
     has the one with the number in ``rope_of_layer``.
     ``attention_bias``: of q, k and v; ``output_bias``: of the projection after attention.
+    ``parallel_blocks``: attention and MLP of a layer read the same sum. ``one_norm``: whatever the
+    architecture says otherwise, they read one norm of it.
+    ``alibi``: the linear biases of attention.
     ``logits_scale`` divides the logits; a softcap ``c`` turns ``x`` into ``c * tanh(x / c)``.
     """
 
@@ -66,7 +69,7 @@ class ModelConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rms_norm_eps: float
+    norm_eps: float
     activation: Activation
     max_position: int
     ropes: tuple[RopeSpec, ...]
@@ -84,6 +87,8 @@ class ModelConfig:
     tie_word_embeddings: bool
     experts: ExpertSpec | None = None
     alibi: Alibi | None = None
+    parallel_blocks: bool = False
+    one_norm: bool = False
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> ModelConfig:
@@ -114,6 +119,7 @@ class ModelConfig:
             fields.fail("num_attention_heads", f"a divisor of hidden_size {hidden}", heads)
         head_dim = fields.count("head_dim", 4096, default=hidden // heads)
         layers = fields.count("num_hidden_layers", MAX_LAYERS)
+        eps = rules.norm_eps
         biases = (rules.biases or _biases)(fields)
         scale = fields.positive("query_pre_attn_scalar", default=float(head_dim)) ** -0.5
         windows = _windows(config, fields, known, layers)
@@ -129,7 +135,7 @@ class ModelConfig:
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
-            rms_norm_eps=fields.positive("rms_norm_eps"),
+            norm_eps=eps if isinstance(eps, float) else fields.positive(eps),
             activation=(rules.activation or _activation)(fields),
             max_position=fields.count("max_position_embeddings", MAX_POSITION),
             ropes=ropes,
@@ -140,13 +146,16 @@ class ModelConfig:
             final_softcap=fields.optional_positive("final_logit_softcapping"),
             embedding_scale=fields.positive("embedding_multiplier", default=embedding_scale),
             residual_scale=fields.positive("residual_multiplier", default=1.0),
-            logits_scale=fields.positive("logits_scaling", default=1.0),
+            logits_scale=fields.positive("logits_scaling", default=1.0)
+            / fields.positive("logit_scale", default=1.0),
             attention_bias=biases.qkv,
             output_bias=biases.output,
             mlp_bias=biases.mlp,
             tie_word_embeddings=fields.flag("tie_word_embeddings", default=False),
             experts=_experts(fields, rules, layers),
             alibi=None if rules.alibi is None else rules.alibi(fields),
+            parallel_blocks=bool(rules.parallel_blocks and rules.parallel_blocks(fields)),
+            one_norm=bool(rules.one_norm and rules.one_norm(fields)),
         )
 
 

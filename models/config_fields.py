@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from sdk.quant.errors import CheckpointError, UnsupportedError
 
 if TYPE_CHECKING:
-    from sdk.kernels.ops import Activation
+    from sdk.kernels.mlp_activations import Activation
 
 #: Names in configs, and what computes them.
 ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
@@ -20,6 +20,8 @@ ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
         "gelu_pytorch_tanh": "gelu_tanh",
         "gelu_new": "gelu_tanh",
         "gelu_tanh": "gelu_tanh",
+        "relu": "relu",
+        "relu2": "relu2",
     }
 )
 MAX_LAYERS = 512

@@ -23,7 +23,7 @@ COMMON = frozenset(
     {
         *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
         *("num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings"),
-        *("rms_norm_eps", "hidden_act", "tie_word_embeddings", "partial_rotary_factor"),
+        *("hidden_act", "tie_word_embeddings", "partial_rotary_factor"),
         *("rope_parameters", "rope_scaling", "rope_theta"),
     }
 )
@@ -108,13 +108,14 @@ _HARMLESS = frozenset().union(*HARMLESS.values())
 def known_keys(own: Architecture) -> frozenset[str]:
     """The keys that are accounted for."""
     rules = own.config
-    own_keys = {*rules.keys, *rules.ignored, *rules.fixed, *rules.names.values()}
-    return COMMON | FIXED.keys() | _HARMLESS | own_keys
+    own_keys = {*rules.ignored, *rules.fixed, *rules.names.values()}
+    return read_keys(own) | FIXED.keys() | _HARMLESS | own_keys
 
 
 def read_keys(own: Architecture) -> frozenset[str]:
     """The keys that change what the model computes."""
-    return COMMON | {*own.config.keys}
+    eps = own.config.norm_eps
+    return COMMON | {*own.config.keys, *((eps,) if isinstance(eps, str) else ())}
 
 
 def check_fixed(config: Mapping[str, Any], where: str) -> None:

@@ -22,6 +22,7 @@ from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.dataclass import dataclass
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.lazy_torch import Tensor, torch
+from sdk.kernels.norm import Norm
 from sdk.kernels.ops import Ops
 from sdk.models.attention import Attention, Step
 from sdk.models.config import ModelConfig
@@ -102,8 +103,7 @@ class EagleLayer:
 
     def __init__(self, source: Source, path: str) -> None:
         self.ops = source.ops
-        self.eps = source.config.rms_norm_eps
-        self.input_norm: Tensor | None = None
+        self.input_norm: Norm | None = None
         if source.checkpoint.has(f"{path}.input_layernorm.weight"):
             self.input_norm = source.norm(f"{path}.input_layernorm")
         self.attention = Attention(source, f"{path}.self_attn", 0)
@@ -115,12 +115,12 @@ class EagleLayer:
         residual = x
         if self.input_norm is not None:
             zeros = self.ops.zeros(*x.shape)
-            x, residual = self.ops.add_rms_norm(x, zeros, self.input_norm, self.eps)
+            x, residual = self.ops.add_norm(x, zeros, self.input_norm)
         return self.rest(self.attention(x, step, pages), residual)
 
     def rest(self, delta: Tensor, residual: Tensor) -> Tensor:
         """What follows attention."""
-        x, residual = self.ops.add_rms_norm(delta, residual, self.post_attention_norm, self.eps)
+        x, residual = self.ops.add_norm(delta, residual, self.post_attention_norm)
         return self.ops.add(residual, self.mlp(x))
 
 
@@ -142,7 +142,6 @@ class Eagle3Layer(EagleLayer):
 
     def __init__(self, source: Source, path: str, norm_before_residual: bool) -> None:
         self.ops = source.ops
-        self.eps = source.config.rms_norm_eps
         self.input_norm = source.norm(f"{path}.input_layernorm")
         self.hidden_norm = source.norm(f"{path}.hidden_norm")
         self.norm_before_residual = norm_before_residual
@@ -154,9 +153,9 @@ class Eagle3Layer(EagleLayer):
         """Both ``[T, hidden]``, as the result; ``hidden`` is not changed."""
         ops, attention = self.ops, self.pair_attention
         assert self.input_norm is not None
-        first = ops.rms_norm(embedded, self.input_norm, self.eps)
+        first = ops.norm(embedded, self.input_norm)
         zeros = ops.zeros(*hidden.shape)
-        second, residual = ops.add_rms_norm(hidden, zeros, self.hidden_norm, self.eps)
+        second, residual = ops.add_norm(hidden, zeros, self.hidden_norm)
         if self.norm_before_residual:
             residual = ops.add(ops.zeros(*hidden.shape), second)
         qkv = ops.add(attention.qkv(first), attention.second(second))
@@ -222,7 +221,7 @@ class Eagle3Head(_EagleBase):
         return self.layer.run(self.embed(inputs), hidden, self._step(batch), kv[0])
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return super().logits(self.ops.rms_norm(hidden, self.norm, self.config.rms_norm_eps))
+        return super().logits(self.ops.norm(hidden, self.norm))
 
 
 class MedusaHead(DraftingHead):

@@ -12,10 +12,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from sdk.kernels.lazy_torch import Tensor, torch
-from sdk.kernels.ops import Activation, Ops
+from sdk.kernels.mlp_activations import Activation
+from sdk.kernels.norm import Norm
+from sdk.kernels.ops import Ops
 from sdk.kernels.rounding import Rounding, Rows
 from sdk.kernels.routes import Routes
-from sdk.models.architecture import architecture
+from sdk.models.architecture import NormKind, architecture
 from sdk.models.config import ModelConfig
 from sdk.models.expert_parallel import ExpertShare
 from sdk.models.parallel import Mesh
@@ -31,8 +33,6 @@ ROOTS = (
     ("language_model.model.", "language_model."),
     ("model.language_model.", ""),
 )
-
-
 #: Activation bits of the projections that matter most per multiplication. Quantizing activations to
 #: 8 bits moves SmolLM2's logits by 0.034 of their norm, 0.020 of it through q, k and v (an eighth
 #: of the work of a layer), 0.018 through the head, which runs for sampled tokens only.
@@ -269,6 +269,7 @@ class Source:
         self.linears: list[tuple[str, Projection | ExpertProjection]] = []
         own = architecture(config.model_type)
         self._norms_minus_one = own is not None and own.tensors.norms_minus_one
+        self._norm_kind = NormKind() if own is None else own.layer.norm
         found = (root for root in ROOTS if checkpoint.has(f"{root[0]}embed_tokens"))
         self._body, self._outer = next(found, ROOTS[0])
 
@@ -309,10 +310,14 @@ class Source:
         self.vectors[path] = found
         return found
 
-    def norm(self, path: str, size: int | None = None) -> Tensor:
-        """The weight of an RMSNorm over ``size`` (default: hidden) features."""
-        weight = self.vector(f"{path}.weight", size or self.config.hidden_size)
-        return weight + 1.0 if self._norms_minus_one else weight
+    def norm(self, path: str, size: int | None = None) -> Norm:
+        """One of the model's norms, over ``size`` (default: hidden) features."""
+        size, kind = size or self.config.hidden_size, self._norm_kind
+        weight = self.vector(f"{path}.weight", size) if kind.weight else None
+        if weight is not None and self._norms_minus_one:
+            weight = weight + 1.0
+        bias = self.vector(f"{path}.bias", size) if kind.bias else None
+        return Norm(weight, self.config.norm_eps, bias, kind.centred)
 
     def rope(self, spec: RopeSpec) -> Rope:
         """The angles of a rotary embedding for requests of up to ``max_model_len`` tokens."""
@@ -593,8 +598,7 @@ class Source:
 def _joined_parts(
     path: str, fused: str, parts: Sequence[tuple[str, int, int, int]], inputs: int
 ) -> list[Part]:
-    """The parts of :meth:`Source.columns`: each matrix under its own name, and all of them as one
-    matrix called ``fused``."""
+    """The parts of :meth:`Source.columns`: each under its own name, and all as one, ``fused``."""
     found: list[Part] = []
     joined: list[tuple[int, int]] = []
     first = offset = 0
@@ -603,4 +607,5 @@ def _joined_parts(
         joined.append((offset + start, count))
         first += count
         offset += size
-    return [*found, Part(fused, (offset, inputs), 0, tuple(joined), (0, inputs))]
+    all_parts = Part(fused, (offset, inputs), 0, tuple(joined), (0, inputs))
+    return found if found[0].path == fused else [*found, all_parts]

@@ -28,7 +28,11 @@ NAMES = {
     "glm4": "glm4",
     "ernie4_5": "ernie4_5",
     "seed_oss": "seed_oss",
+    "cohere": "command-r",
+    "cohere2": "cohere2",
 }
+#: The key of a config's eps, for models with LayerNorm.
+_LAYER_NORM_EPS = {"command-r": "layer_norm_eps", "cohere2": "layer_norm_eps"}
 #: Where transformers turns dimensions i and i + d / 2 of a head, and llama.cpp 2i and 2i + 1.
 _PERMUTED = ("llama", "granite", "smollm3", "mistral3", "internlm2", "xverse", "minicpm")
 _LAYER = {
@@ -89,7 +93,7 @@ def gguf_of(
         "attention.head_count_kv": (U32, c.num_key_value_heads),
         "attention.key_length": (U32, width),
         "attention.value_length": (U32, width),
-        "attention.layer_norm_rms_epsilon": (F32, c.rms_norm_eps),
+        **_eps(c, arch),
         "rope.freq_base": (F32, theta),
     }
     file = GgufBytes({"general.architecture": (STRING, arch)})
@@ -110,6 +114,12 @@ def gguf_of(
         data = np.ascontiguousarray(rows.numpy(), "<f4")
         file.tensors[_name(stem, arch) + f".{suffix}"] = (data.shape[::-1], 0, data.tobytes())
     return file
+
+
+def _eps(config: Any, arch: str) -> dict[str, tuple[int, Any]]:
+    if arch in _LAYER_NORM_EPS:
+        return {"attention.layer_norm_epsilon": (F32, getattr(config, _LAYER_NORM_EPS[arch]))}
+    return {"attention.layer_norm_rms_epsilon": (F32, config.rms_norm_eps)}
 
 
 def _name(stem: str, arch: str) -> str:

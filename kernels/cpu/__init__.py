@@ -14,10 +14,10 @@ from typing import Any
 from sdk.kernels.cpu.attention import Attention, Places
 from sdk.kernels.cpu.elementwise import (
     MAPS,
-    AddRmsNorm,
-    GatedActivation,
+    Activate,
+    AddNormalize,
     Map,
-    RmsNorm,
+    Normalize,
     SelectRows,
     TakeColumns,
 )
@@ -120,9 +120,10 @@ class CpuBackend:
             "combine": (Combine(runtime),),
             "combine_ranks": (CombineRanks(runtime),),
             "gather_ranks": (GatherRanks(runtime),),
-            "rms_norm": (RmsNorm(runtime),),
-            "add_rms_norm": (AddRmsNorm(runtime),),
-            "gated_activation": (GatedActivation(runtime),),
+            "norm": (Normalize(runtime),),
+            "add_norm": (AddNormalize(runtime),),
+            "gated_activation": (Activate(runtime, gated=True),),
+            "activation": (Activate(runtime, gated=False),),
             **{kind: (Map(runtime, kind),) for kind in MAPS},
             "rope_angles": (RopeAngles(runtime),),
             "select_rows": (SelectRows(runtime),),

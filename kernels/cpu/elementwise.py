@@ -1,22 +1,35 @@
-"""RMSNorm, gated activations and the small row-wise operators: ``native/elementwise.hpp``."""
+"""Norms, activations and the small row-wise operators: ``native/elementwise.hpp``."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from ctypes import c_float
+
 from sdk.kernels.backend import Problem
-from sdk.kernels.cpu.library import GatedArgs, MapArgs, NormArgs, OpKind, SelectArgs, TakeArgs
+from sdk.kernels.cpu.library import ActivationArgs, MapArgs, NormArgs, OpKind, SelectArgs, TakeArgs
 from sdk.kernels.cpu.runtime import NativeRuntime
 from sdk.kernels.errors import KernelError
 from sdk.kernels.lazy_torch import Tensor, torch
+from sdk.kernels.mlp_activations import ALWAYS_GATED
+from sdk.kernels.norm import Norm
 
-_KINDS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "clamped_swiglu": 3}
+_KINDS = {
+    "silu": 0,
+    "gelu_tanh": 1,
+    "gelu": 2,
+    "clamped_swiglu": 3,
+    "relu": 4,
+    "relu2": 5,
+    "xielu": 6,
+}
 #: In-place operators on rows, with the numbers of native/abi.hpp.
 MAPS = {"zeros": 0, "add": 1, "add_bias": 2, "scale": 3, "softcap": 4}
 
 
-class RmsNorm:
-    """See :meth:`sdk.kernels.ops.Ops.rms_norm`."""
+class Normalize:
+    """See :meth:`sdk.kernels.ops.Ops.norm`."""
 
-    name = "cpu.rms_norm"
+    name = "cpu.norm"
     rounds = False
 
     def __init__(self, runtime: NativeRuntime) -> None:
@@ -25,14 +38,14 @@ class RmsNorm:
     def reject(self, problem: Problem) -> str | None:
         return None
 
-    def run(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
-        _norm(self._runtime, x, None, weight, eps, out)
+    def run(self, x: Tensor, norm: Norm, out: Tensor) -> None:
+        _norm(self._runtime, x, None, norm, out)
 
 
-class AddRmsNorm:
-    """See :meth:`sdk.kernels.ops.Ops.add_rms_norm`."""
+class AddNormalize:
+    """See :meth:`sdk.kernels.ops.Ops.add_norm`."""
 
-    name = "cpu.add_rms_norm"
+    name = "cpu.add_norm"
     rounds = False
 
     def __init__(self, runtime: NativeRuntime) -> None:
@@ -41,70 +54,87 @@ class AddRmsNorm:
     def reject(self, problem: Problem) -> str | None:
         return None
 
-    def run(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+    def run(self, x: Tensor, residual: Tensor, norm: Norm, out: Tensor) -> None:
         if residual.shape != x.shape or not residual.is_contiguous():
             raise KernelError(
-                f"add_rms_norm: expected a contiguous residual {list(x.shape)}, "
+                f"add_norm: expected a contiguous residual {list(x.shape)}, "
                 f"found {list(residual.shape)} with strides {residual.stride()}"
             )
-        _norm(self._runtime, x, residual, weight, eps, out)
+        _norm(self._runtime, x, residual, norm, out)
 
 
 def _norm(
-    runtime: NativeRuntime,
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    eps: float,
-    out: Tensor,
+    runtime: NativeRuntime, x: Tensor, residual: Tensor | None, norm: Norm, out: Tensor
 ) -> None:
     width = x.shape[-1]
-    if weight.shape != (width,):
-        raise KernelError(f"rms_norm: expected weight [{width}], found {list(weight.shape)}")
-    weight = floats(weight, "rms_norm weight")
+    weight, bias = norm.weight, norm.bias
+    heads = weight is not None and weight.dim() == 2
+    shape = x.shape[1:] if heads else (width,)
+    for name, given, wanted in (("weight", weight, shape), ("bias", bias, (width,))):
+        if given is None:
+            continue
+        if given.shape != wanted or not given.is_contiguous():
+            raise KernelError(
+                f"norm: expected a contiguous {name} {list(wanted)}, found {list(given.shape)}"
+            )
+        floats(given, f"norm {name}")
     if x.dtype != torch.float32 or x.dim() > 3 or x.stride(-1) != 1:
         raise KernelError(
-            f"rms_norm: expected float32 rows of at most 3 dimensions, found {x.dtype} "
+            f"norm: expected float32 rows of at most 3 dimensions, found {x.dtype} "
             f"{list(x.shape)} with strides {x.stride()}"
         )
     inner = x.shape[1] if x.dim() == 3 else 1
     args = NormArgs(
         x.data_ptr(),
-        None if residual is None else floats(residual, "rms_norm residual").data_ptr(),
-        weight.data_ptr(),
+        None if residual is None else floats(residual, "norm residual").data_ptr(),
+        None if weight is None else weight.data_ptr(),
+        None if bias is None else bias.data_ptr(),
         out.data_ptr(),
         width,
         inner,
         x.stride(0) if x.dim() > 1 else 0,
         x.stride(1) if x.dim() == 3 else 0,
-        eps,
+        width if heads else 0,
+        norm.eps,
+        norm.centred,
     )
-    runtime.run(OpKind.NORM, args, x.numel() // width, "rms_norm")
+    runtime.run(OpKind.NORM, args, x.numel() // width, "norm")
 
 
-class GatedActivation:
-    """See :meth:`sdk.kernels.ops.Ops.gated_activation`."""
+class Activate:
+    """See :meth:`sdk.kernels.ops.Ops.gated_activation` and ``activation``."""
 
-    name = "cpu.gated_activation"
-
-    def __init__(self, runtime: NativeRuntime) -> None:
+    def __init__(self, runtime: NativeRuntime, *, gated: bool) -> None:
         self._runtime = runtime
+        self._gated = gated
+        self._kinds = [kind for kind in _KINDS if gated or kind not in ALWAYS_GATED]
+        self.name = f"cpu.{'gated_' if gated else ''}activation"
 
     def reject(self, problem: Problem) -> str | None:
-        if problem.format not in _KINDS:
-            return f"activation {problem.format!r}: expected one of {', '.join(_KINDS)}"
+        if problem.format not in self._kinds:
+            return f"activation {problem.format!r}: expected one of {', '.join(self._kinds)}"
         return None
 
-    def run(self, gate_up: Tensor, kind: str, out: Tensor, used: Tensor | None = None) -> None:
-        floats(gate_up, "gated_activation")
-        args = GatedArgs(
-            gate_up.data_ptr(),
+    def run(
+        self,
+        x: Tensor,
+        kind: str,
+        out: Tensor,
+        numbers: Sequence[float] = (),
+        used: Tensor | None = None,
+    ) -> None:
+        if floats(x, self.name) is not x:
+            raise KernelError(f"{self.name}: expected contiguous rows, found {x.stride()}")
+        args = ActivationArgs(
+            x.data_ptr(),
             out.data_ptr(),
             out.shape[1],
             None if used is None else used.data_ptr(),
             _KINDS[kind],
+            self._gated,
+            (c_float * 4)(*numbers),
         )
-        self._runtime.run(OpKind.GATED, args, out.shape[0], "gated")
+        self._runtime.run(OpKind.ACTIVATION, args, out.shape[0], self.name)
 
 
 class Map:

@@ -25,7 +25,7 @@ from pathlib import Path
 from zipimport import zipimporter
 
 #: Must equal kAbiVersion in native/abi.hpp; a library with another version is rejected as stale.
-ABI_VERSION = 25
+ABI_VERSION = 26
 
 #: Instruction-set levels, worst to best of each architecture, in the order of native/levels.hpp.
 LEVELS = ("portable", "avx2", "avx2_vnni", "avx512_vnni", "neon", "neon_dotprod", "neon_i8mm")
@@ -49,7 +49,7 @@ class OpKind(IntEnum):
     EMBEDDING = 0
     LINEAR = 1
     NORM = 2
-    GATED = 3
+    ACTIVATION = 3
     MAP = 4
     ANGLES = 5
     SELECT = 6
@@ -253,19 +253,19 @@ class PlacesArgs(Structure):
 
 class NormArgs(Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("x", "residual", "weight", "out")),
+        *((name, c_void_p) for name in ("x", "residual", "weight", "bias", "out")),
         *((name, c_int64) for name in ("width", "inner", "outer_stride", "inner_stride")),
-        ("eps", c_float),
+        *(("weight_stride", c_int64), ("eps", c_float), ("centred", c_int32)),
     ]
 
 
-class GatedArgs(Structure):
+class ActivationArgs(Structure):
     _fields_ = [
-        ("gate_up", c_void_p),
-        ("out", c_void_p),
+        *((name, c_void_p) for name in ("x", "out")),
         ("width", c_int64),
         ("used", c_void_p),
-        ("kind", c_int32),
+        *((name, c_int32) for name in ("kind", "gated")),
+        ("numbers", c_float * 4),
     ]
 
 

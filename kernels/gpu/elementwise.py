@@ -6,7 +6,8 @@ of 16-bit results, copies exactly.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, get_args
 
 import triton
 import triton.language as tl
@@ -17,8 +18,9 @@ from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.errors import KernelError
 from sdk.kernels.gpu.attention_work import list_work
 from sdk.kernels.gpu.launch import after_earlier, expect_on_device, run_kernel
+from sdk.kernels.mlp_activations import ALWAYS_GATED, Activation
 
-ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "clamped_swiglu")
+ACTIVATIONS = get_args(Activation)
 MAPS = {"zeros": 0, "add": 1, "add_bias": 2, "scale": 3, "softcap": 4}
 _BLOCK = 1024
 
@@ -30,8 +32,24 @@ def _tanh(x):
 
 
 @triton.jit
+def _expm1(x):
+    """Of x <= 0. Between -0.35 and 0 by its series, whose ninth term is 1e-8 of the first."""
+    p = 1.0 + x * (1.0 / 6.0) * (1.0 + x * (1.0 / 7.0) * (1.0 + x * (1.0 / 8.0)))
+    p = 1.0 + x * (1.0 / 3.0) * (1.0 + x * (1.0 / 4.0) * (1.0 + x * (1.0 / 5.0) * p))
+    near = x * (1.0 + x * 0.5 * p)
+    return tl.where(x < -0.35, tl.exp(x) - 1.0, near)
+
+
+@triton.jit
+def xielu(x, alpha_p, alpha_n, beta, eps):
+    """See reference/norm.py."""
+    low = _expm1(tl.where(x > eps, eps, x)) - x
+    return tl.where(x > 0.0, alpha_p * x * x, alpha_n * low) + beta * x
+
+
+@triton.jit
 def activate(gate, up, KIND: tl.constexpr):
-    """``act(gate) * up`` in float32, one of :data:`ACTIVATIONS`."""
+    """``act(gate) * up`` in float32, one of :data:`ACTIVATIONS` but for ``xielu``."""
     if KIND == "silu":
         active = gate * tl.sigmoid(gate)
     elif KIND == "gelu_tanh":
@@ -39,7 +57,13 @@ def activate(gate, up, KIND: tl.constexpr):
         active = 0.5 * gate * (1.0 + _tanh(inner))
     elif KIND == "gelu":
         active = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
+    elif KIND == "relu":
+        active = tl.where(gate < 0.0, 0.0, gate)
+    elif KIND == "relu2":
+        gate = tl.where(gate < 0.0, 0.0, gate)
+        active = gate * gate
     else:
+        tl.static_assert(KIND == "clamped_swiglu")
         gate = tl.where(gate > 7.0, 7.0, gate)
         active = gate * tl.sigmoid(1.702 * gate)
         up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up)) + 1.0
@@ -47,17 +71,29 @@ def activate(gate, up, KIND: tl.constexpr):
 
 
 @triton.jit
-def gated_kernel(
-    gate_up, out, out_stride, WIDTH: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Grid (rows, blocks of columns): ``act(gate) * up`` of a row, gate then up."""
+def activation_kernel(
+    x, out, out_stride, alpha_p, alpha_n, beta, eps,
+    WIDTH: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """Grid (rows, blocks of columns): ``act(gate) * up`` of a row, gate then up; or ``act(x)``.
+
+    The four numbers are of ``xielu``, else ``None``.
+    """
     after_earlier()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < WIDTH
-    gate = tl.load(gate_up + row * 2 * WIDTH + column, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + row * 2 * WIDTH + WIDTH + column, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + row * out_stride + column, activate(gate, up, KIND), mask=mask)
+    if GATED:
+        gate = tl.load(x + row * 2 * WIDTH + column, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(x + row * 2 * WIDTH + WIDTH + column, mask=mask, other=0.0).to(tl.float32)
+    else:
+        gate = tl.load(x + row * WIDTH + column, mask=mask, other=0.0).to(tl.float32)
+        up = 1.0
+    if KIND == "xielu":
+        active = xielu(gate, alpha_p, alpha_n, beta, eps) * up
+    else:
+        active = activate(gate, up, KIND)
+    tl.store(out + row * out_stride + column, active, mask=mask)
 
 
 @triton.jit
@@ -142,28 +178,35 @@ def places_kernel(
     tl.store(slots + token, tl.where(real, slot, -1), mask=mask)
 
 
-class GatedActivation:
-    """See :meth:`sdk.kernels.ops.Ops.gated_activation`."""
+class Activate:
+    """See :meth:`sdk.kernels.ops.Ops.gated_activation` and ``activation``."""
 
-    name = "gpu.gated_activation"
+    def __init__(self, *, gated: bool) -> None:
+        self._gated = gated
+        self._kinds = [kind for kind in ACTIVATIONS if gated or kind not in ALWAYS_GATED]
+        self.name = f"gpu.{'gated_' if gated else ''}activation"
 
     def reject(self, problem: Problem) -> str | None:
-        if problem.format not in ACTIVATIONS:
-            return f"activation {problem.format!r}: expected one of {', '.join(ACTIVATIONS)}"
+        if problem.format not in self._kinds:
+            return f"activation {problem.format!r}: expected one of {', '.join(self._kinds)}"
         return None
 
-    def run(self, gate_up: Tensor, kind: str, out: Tensor) -> None:
-        expect_on_device("gated_activation", gate_up, out)
+    def run(self, x: Tensor, kind: str, out: Tensor, numbers: Sequence[float] = ()) -> None:
+        expect_on_device("activation", x, out)
+        if not x.is_contiguous():
+            raise KernelError(f"activation: expected contiguous rows, found {x.stride()}")
         rows, width = out.shape
         run_kernel(
-            gated_kernel,
+            activation_kernel,
             (rows, triton.cdiv(width, _BLOCK)),
-            gate_up,
+            x,
             out,
             out.stride(0),
+            *(numbers or (None,) * 4),
             WIDTH=width,
             KIND=kind,
             BLOCK=_BLOCK,
+            GATED=self._gated,
         )
 
 
@@ -270,7 +313,8 @@ class Places:
 
 
 OPS: dict[str, tuple[Any, ...]] = {
-    "gated_activation": (GatedActivation(),),
+    "gated_activation": (Activate(gated=True),),
+    "activation": (Activate(gated=False),),
     **{kind: (Map(kind),) for kind in MAPS},
     "select_rows": (SelectRows(),),
     "take_columns": (TakeColumns(),),

@@ -22,7 +22,7 @@ from torch import Tensor
 from sdk.kernels.backend import Problem
 from sdk.kernels.gpu import product as kernels, product_one as one_token
 from sdk.kernels.gpu.dense import multiply, product_dense
-from sdk.kernels.gpu.elementwise import GatedActivation
+from sdk.kernels.gpu.elementwise import Activate
 from sdk.kernels.gpu.expert_tiles import (
     MOST_ROWS,
     PARTS,
@@ -422,7 +422,7 @@ def before_activation(out: Tensor, activation: str) -> Tensor:
 def activate_rows(wide: Tensor, activation: str, out: Tensor) -> None:
     """``out`` from :func:`before_activation`'s ``wide``."""
     if activation:
-        GatedActivation().run(wide, activation, out)
+        Activate(gated=True).run(wide, activation, out)
 
 
 def _weight(

@@ -196,7 +196,9 @@ class RopeAndCache:
         if centre is not None:
             expect("rope k_centre", centre, torch.float32, kv_heads, head_dim)
         mix = hadamard_block(head_dim)
-        q_norm, k_norm = (None, None) if norms is None else (norms.q, norms.k)
+        q_norm, k_norm = (None, None) if norms is None else (norms.q.weight, norms.k.weight)
+        if norms is not None and not norms.plain:
+            raise KernelError("rope: expected RMSNorms with one weight for all heads")
         for name, weight in (("q", q_norm), ("k", k_norm)):
             if weight is not None:
                 expect(f"rope {name} norm", weight, torch.float32, head_dim)
@@ -208,7 +210,7 @@ class RopeAndCache:
             rope_kernel,
             grid,
             *(q, k, v, cos, sin, batch.slots),
-            *(centre, q_norm, k_norm, 0.0 if norms is None else norms.eps),
+            *(centre, q_norm, k_norm, 0.0 if norms is None else norms.q.eps),
             *q.stride()[:2],
             *k.stride()[:2],
             *v.stride()[:2],

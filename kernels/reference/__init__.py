@@ -24,7 +24,7 @@ from sdk.kernels.reference.moe import (
     GroupRanks,
     Route,
 )
-from sdk.kernels.reference.norm import AddRmsNorm, GatedActivation, RmsNorm
+from sdk.kernels.reference.norm import Activation, AddNormalize, GatedActivation, Normalize
 from sdk.kernels.reference.recode import RecodePage
 from sdk.kernels.reference.rope import RopeAndCache, RopeAngles
 from sdk.kernels.reference.sampling import Sample
@@ -71,9 +71,10 @@ class ReferenceBackend:
             "combine": (Combine(),),
             "combine_ranks": (CombineRanks(),),
             "gather_ranks": (GatherRanks(),),
-            "rms_norm": (RmsNorm(),),
-            "add_rms_norm": (AddRmsNorm(),),
+            "norm": (Normalize(),),
+            "add_norm": (AddNormalize(),),
             "gated_activation": (GatedActivation(),),
+            "activation": (Activation(),),
             **{kind: (Map(kind),) for kind in ("zeros", "add", "add_bias", "scale", "softcap")},
             "rope_angles": (RopeAngles(),),
             "select_rows": (SelectRows(),),

@@ -1,39 +1,47 @@
-"""RMSNorm, with and without the residual addition, and the gated activations; fp32."""
+"""Norms, with and without the residual addition, and activations; fp32."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from sdk.kernels.backend import Problem
 from sdk.kernels.errors import KernelError
 from sdk.kernels.lazy_torch import Tensor, torch
+from sdk.kernels.mlp_activations import ALWAYS_GATED
+from sdk.kernels.norm import Norm
 
 
-class RmsNorm:
-    """See :meth:`sdk.kernels.ops.Ops.rms_norm`."""
+class Normalize:
+    """See :meth:`sdk.kernels.ops.Ops.norm`."""
 
-    name = "reference.rms_norm"
+    name = "reference.norm"
     rounds = False
 
     def reject(self, problem: Problem) -> str | None:
         return None
 
-    def run(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+    def run(self, x: Tensor, norm: Norm, out: Tensor) -> None:
         x = x.float()
-        mean = (x * x).mean(dim=-1, keepdim=True)
-        torch.mul(x * torch.rsqrt(mean + eps), weight, out=out)
+        if norm.centred:
+            x = x - x.mean(dim=-1, keepdim=True)
+        x = x * torch.rsqrt((x * x).mean(dim=-1, keepdim=True) + norm.eps)
+        if norm.weight is not None:
+            x = x * norm.weight
+        out.copy_(x if norm.bias is None else x + norm.bias)
 
 
-class AddRmsNorm:
-    """See :meth:`sdk.kernels.ops.Ops.add_rms_norm`."""
+class AddNormalize:
+    """See :meth:`sdk.kernels.ops.Ops.add_norm`."""
 
-    name = "reference.add_rms_norm"
+    name = "reference.add_norm"
     rounds = False
 
     def reject(self, problem: Problem) -> str | None:
         return None
 
-    def run(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+    def run(self, x: Tensor, residual: Tensor, norm: Norm, out: Tensor) -> None:
         residual += x
-        RmsNorm().run(residual, weight, eps, out)
+        Normalize().run(residual, norm, out)
 
 
 class GatedActivation:
@@ -44,19 +52,62 @@ class GatedActivation:
     def reject(self, problem: Problem) -> str | None:
         return None
 
-    def run(self, gate_up: Tensor, kind: str, out: Tensor, used: Tensor | None = None) -> None:
+    def run(
+        self,
+        gate_up: Tensor,
+        kind: str,
+        out: Tensor,
+        numbers: Sequence[float] = (),
+        used: Tensor | None = None,
+    ) -> None:
         gate, up = gate_up.float().chunk(2, dim=1)
-        if kind == "silu":
-            activated = torch.nn.functional.silu(gate)
-        elif kind == "gelu_tanh":
-            activated = torch.nn.functional.gelu(gate, approximate="tanh")
-        elif kind == "gelu":
-            activated = torch.nn.functional.gelu(gate)
-        elif kind == "clamped_swiglu":  # Source: gpt-oss' reference code, swiglu()
+        if kind == "clamped_swiglu":  # Source: gpt-oss' reference code, swiglu()
             gate = gate.clamp(max=7.0)
             activated = gate * torch.sigmoid(1.702 * gate)
             up = up.clamp(-7.0, 7.0) + 1.0
         else:
-            names = "silu, gelu_tanh, gelu or clamped_swiglu"
-            raise KernelError(f"gated_activation: expected {names}, found {kind!r}")
-        torch.mul(activated, up, out=out)
+            activated = activate(gate, kind, numbers)
+        out.copy_(activated * up)
+
+
+class Activation:
+    """See :meth:`sdk.kernels.ops.Ops.activation`."""
+
+    name = "reference.activation"
+
+    def reject(self, problem: Problem) -> str | None:
+        if problem.format in ALWAYS_GATED:
+            return f"activation {problem.format!r}: computes with a gate only"
+        return None
+
+    def run(
+        self,
+        x: Tensor,
+        kind: str,
+        out: Tensor,
+        numbers: Sequence[float] = (),
+        used: Tensor | None = None,
+    ) -> None:
+        out.copy_(activate(x.float(), kind, numbers))
+
+
+def activate(x: Tensor, kind: str, numbers: Sequence[float]) -> Tensor:
+    """One of :data:`sdk.kernels.mlp_activations.Activation` that takes one input."""
+    match kind:
+        case "silu":
+            return torch.nn.functional.silu(x)
+        case "gelu_tanh":
+            return torch.nn.functional.gelu(x, approximate="tanh")
+        case "gelu":
+            return torch.nn.functional.gelu(x)
+        case "relu":
+            return torch.relu(x)
+        case "relu2":
+            return torch.relu(x).square()
+        case "xielu":
+            # Huang and Schlag 2024, arXiv 2411.13010, with the eps of transformers' code
+            alpha_p, alpha_n, beta, eps = numbers
+            low = torch.expm1(x.clamp(max=eps)) - x
+            return torch.where(x > 0, alpha_p * x * x, alpha_n * low) + beta * x
+    names = "silu, gelu_tanh, gelu, clamped_swiglu, relu, relu2 or xielu"
+    raise KernelError(f"activation: expected {names}, found {kind!r}")

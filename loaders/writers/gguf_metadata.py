@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from sdk.loaders.gguf_keys import eps_key
 from sdk.loaders.gguf_rope import yarn_attention
 from sdk.loaders.model_shapes import num_experts
 from sdk.models.architecture import Architecture, GgufRules, architecture, architectures
@@ -53,7 +54,8 @@ def model_metadata(config: Mapping[str, Any], source: str) -> dict[str, Any]:
         given["head_dim"] = given["hidden_size"] // heads
     facts: dict[str, Any] = {theirs: int(given[ours]) for ours, theirs in _REQUIRED.items()}
     facts["attention.value_length"] = facts["attention.key_length"]
-    facts["attention.layer_norm_rms_epsilon"] = float(given["rms_norm_eps"])
+    eps = own.config.norm_eps
+    facts[eps_key(own)] = float(given[eps] if isinstance(eps, str) else eps)
     facts |= _rope(given, name, source) | _experts(given, own)
     if given.get("sliding_window") and given.get("use_sliding_window", True):
         facts["attention.sliding_window"] = int(given["sliding_window"])

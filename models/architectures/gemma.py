@@ -12,7 +12,7 @@ from sdk.models.architecture import Architecture, ConfigRules, GgufKeys, GgufRul
 from sdk.models.config_fields import activation_named
 
 if TYPE_CHECKING:
-    from sdk.kernels.ops import Activation
+    from sdk.kernels.mlp_activations import Activation
     from sdk.models.config_fields import Fields
 
 

@@ -12,6 +12,7 @@ from sdk.engine.rank.kv_cache import KVCache
 from sdk.kernels.errors import KernelError
 from sdk.kernels.known_answers import known
 from sdk.kernels.low_rank import Shape
+from sdk.kernels.norm import Norm
 from sdk.kernels.ops import Ops
 from sdk.loading.device import answers_folder, card_for
 from sdk.quant.spec import KVSpec
@@ -71,10 +72,13 @@ def usual(ops: Ops) -> Iterator[tuple[str, Sequence[Any], dict[str, Any]]]:
 
     weight = torch.ones(_WIDTH, device=device)
     wide = torch.float32
-    for op in ("rms_norm", "add_rms_norm"):
-        yield op, (rows(_WIDTH, wide), weight, short, None), {}
+    for norm in (Norm(weight, 1e-5), Norm(weight, 1e-5, weight, centred=True)):
+        for op in ("norm", "add_norm"):
+            yield op, (rows(_WIDTH, wide), norm, short, None), {"format": norm.form}
     for kind in ("silu", "gelu_tanh"):
         yield "gated_activation", (rows(4 * _WIDTH),), {"format": kind}
+    for kind in ("gelu_tanh", "relu2"):
+        yield "activation", (rows(4 * _WIDTH),), {"format": kind}
     for op in ("zeros", "add", "add_bias", "scale", "softcap", "select_rows", "take_columns"):
         yield op, (rows(_WIDTH, wide),), {}
     yield "rope_angles", (torch.ones(_HEAD_DIM // 2, device=device),), {}

@@ -97,8 +97,7 @@ class LayerRun:
         found = InputStatistics(self.config.hidden_size)
         norm = self._source(checkpoint).norm("model.norm")
         for x in self._rows(hidden):
-            spread = x.square().mean(-1, keepdim=True).add_(self.config.rms_norm_eps)
-            found.add(x * spread.rsqrt() * norm)
+            found.add(self.ops.norm(x, norm))
         return found
 
     def _source(self, checkpoint: Checkpoint) -> Source:

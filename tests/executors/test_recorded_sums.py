@@ -18,6 +18,7 @@ from torch import Tensor
 from sdk.executors.groups import connect
 from sdk.executors.remote.tcp_group import TcpGroup
 from sdk.kernels.errors import CollectiveError
+from sdk.kernels.norm import Norm
 from sdk.kernels.ops import Ops
 
 AN_HOUR_S = 3600.0  # a test ends sooner: then the wait has ended for another reason
@@ -95,7 +96,7 @@ class Rank:
     def forward(self, x: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         ops, group = self.ops, self.group
         y = ops.all_reduce(ops.add(ops.zeros(len(x), WIDTH), x), group)
-        y = ops.all_reduce(ops.rms_norm(y, WEIGHT, 1e-5), group)
+        y = ops.all_reduce(ops.norm(y, Norm(WEIGHT, 1e-5)), group)
         own = ops.select_rows(y, rows)
         return y, ops.all_gather(own, group, WIDTH, WIDTH * self.size)
 

@@ -24,6 +24,7 @@ from sdk.kernels.gpu.linear_as_file import TritonLinearAsFile
 from sdk.kernels.gpu.tuning import Tiles, Tuning
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.layouts import ActivationScheme
+from sdk.kernels.norm import Norm
 from sdk.kernels.ops import Ops
 from sdk.quant.spec import KVSpec
 
@@ -65,10 +66,13 @@ Case = Callable[[Ops, Tensor], Tensor]
 WEIGHT = numbers(WIDTH, seed=3)
 #: Of x ``[5, 96]``: what has the type of its input.
 LIKE_INPUT: dict[str, Case] = {
-    "rms_norm": lambda ops, x: ops.rms_norm(x, WEIGHT, 1e-5),
-    "rms_norm of heads in wider rows": lambda ops, x: ops.rms_norm(
-        x.view(TOKENS, 6, 16)[:, 1:4], WEIGHT[:16], 1e-5
+    "norm": lambda ops, x: ops.norm(x, Norm(WEIGHT, 1e-5)),
+    "norm of heads in wider rows": lambda ops, x: ops.norm(
+        x.view(TOKENS, 6, 16)[:, 1:4], Norm(WEIGHT[:16], 1e-5)
     ),
+    "layer norm": lambda ops, x: ops.norm(x, Norm(WEIGHT, 1e-5, WEIGHT, centred=True)),
+    "relu2": lambda ops, x: ops.activation(x.clone(), "relu2"),
+    "xielu": lambda ops, x: ops.activation(x.clone(), "xielu", None, (0.75, 1.25, 0.5, -1e-6)),
     "gated silu": lambda ops, x: ops.gated_activation(x, "silu"),
     "gated gelu_tanh": lambda ops, x: ops.gated_activation(x, "gelu_tanh"),
     "gated gelu": lambda ops, x: ops.gated_activation(x, "gelu"),
@@ -104,14 +108,14 @@ def test_the_residual_stays_float32_and_its_norm_is_short_unless_asked(
 ) -> None:
     delta, residual = numbers(TOKENS, WIDTH), numbers(TOKENS, WIDTH, seed=1, scale=100.0)
     for x in (delta, delta.to(short)):
-        norm, sums = ops.add_rms_norm(x, residual.clone(), WEIGHT, 1e-5)
-        wanted, expected = oracle.add_rms_norm(x.float(), residual.clone(), WEIGHT, 1e-5)
+        norm, sums = ops.add_norm(x, residual.clone(), Norm(WEIGHT, 1e-5))
+        wanted, expected = oracle.add_norm(x.float(), residual.clone(), Norm(WEIGHT, 1e-5))
         assert (norm.dtype, sums.dtype) == (short, torch.float32)
         assert torch.equal(sums, expected)
         expect_near(norm, wanted)
-    wide, _ = ops.add_rms_norm(delta, residual.clone(), WEIGHT, 1e-5, wide=True)
+    wide, _ = ops.add_norm(delta, residual.clone(), Norm(WEIGHT, 1e-5), wide=True)
     assert wide.dtype == torch.float32
-    norm, _ = ops.add_rms_norm(delta, residual.clone(), WEIGHT, 1e-5)
+    norm, _ = ops.add_norm(delta, residual.clone(), Norm(WEIGHT, 1e-5))
     assert torch.equal(norm, wide.to(short))
 
 

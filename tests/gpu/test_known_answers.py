@@ -29,6 +29,7 @@ from sdk.kernels.known_answers import NO_FALLBACK, KnownAnswers
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.layouts import ActivationScheme
 from sdk.kernels.low_rank import Shape
+from sdk.kernels.norm import Norm
 from sdk.kernels.ops import Ops
 from sdk.kernels.reference.decode import decode
 from sdk.kernels.rounding import Rounding
@@ -75,30 +76,45 @@ def attention(dtype: str, **changed: Any) -> tuple[str, Sequence[Any], dict[str,
 
 
 def rope(dtype: str, norms: bool = False) -> tuple[str, Sequence[Any], dict[str, Any]]:
-    own, weight = pages(dtype), torch.ones(64)
+    own, norm = pages(dtype), Norm(torch.ones(64), 1e-6)
     parts = heads(4), heads(2), heads(2)
-    like = (*parts, torch.zeros(2, 32), own, HeadNorms(weight, weight, 1e-6) if norms else None)
+    like = (
+        *parts,
+        torch.zeros(2, 32),
+        own,
+        HeadNorms(norm, norm) if norms else None,
+    )
     return "rope_and_cache", like, {"head_dim": 64, "kv_dtype": own.dtype}
+
+
+def norm_of(*shape: int, biased: bool = False, centred: bool = False) -> Norm:
+    weight = torch.ones(shape)
+    return Norm(weight, 1e-5, weight.clone() if biased else None, centred)
 
 
 CODES = ActivationScheme("int")
 F32, BF16 = torch.float32, torch.bfloat16
 #: name -> operator, what it will run on, fields of its problem.
 CASES: dict[str, Callable[[], tuple[str, Sequence[Any], dict[str, Any]]]] = {
-    "rms_norm": lambda: ("rms_norm", (rows(200), torch.ones(200), torch.bfloat16, None), {}),
-    "rms_norm-wide": lambda: ("rms_norm", (rows(96, F32), torch.ones(96), F32, None), {}),
-    "add_rms_norm": lambda: (
-        "add_rms_norm",
-        (rows(200), torch.ones(200), torch.bfloat16, None),
+    "norm": lambda: ("norm", (rows(200), norm_of(200), BF16, None), {}),
+    "norm-wide": lambda: ("norm", (rows(96, F32), norm_of(96), F32, None), {}),
+    "norm-heads": lambda: ("norm", (heads(3), norm_of(3, 64, centred=True), BF16, None), {}),
+    "norm-unweighted": lambda: ("norm", (rows(96), Norm(None, 1e-5), BF16, None), {}),
+    "add_norm": lambda: ("add_norm", (rows(200), norm_of(200), BF16, None), {}),
+    "add_norm-layer": lambda: (
+        "add_norm",
+        (rows(200), norm_of(200, biased=True, centred=True), BF16, None),
         {},
     ),
-    "add_rms_norm-codes": lambda: (
-        "add_rms_norm",
-        (rows(200), torch.ones(200), torch.bfloat16, Rounding(CODES, torch.int8, 256, 1)),
+    "add_norm-codes": lambda: (
+        "add_norm",
+        (rows(200), norm_of(200), BF16, Rounding(CODES, torch.int8, 256, 1)),
         {"inputs": str(CODES)},
     ),
     "gated_activation": lambda: ("gated_activation", (rows(300),), {"format": "silu"}),
     "gated_activation-gelu": lambda: ("gated_activation", (rows(300),), {"format": "gelu_tanh"}),
+    "activation": lambda: ("activation", (rows(300),), {"format": "relu2"}),
+    "activation-xielu": lambda: ("activation", (rows(300),), {"format": "xielu"}),
     "zeros": lambda: ("zeros", (rows(70, F32),), {}),
     "add": lambda: ("add", (rows(70),), {}),
     "add_bias": lambda: ("add_bias", (rows(70),), {}),
@@ -292,11 +308,11 @@ def test_a_kernel_that_does_not_compile_is_replaced(
     def run(self: Any, *args: Any) -> None:
         raise ValueError("out of registers")
 
-    monkeypatch.setattr(norm.RmsNorm, "run", run)
+    monkeypatch.setattr(norm.Normalize, "run", run)
     answers = answers_of(ops)
-    assert ops.rms_norm(rows(70) + 1, torch.ones(70), 1e-6).isfinite().all()
+    assert ops.norm(rows(70) + 1, Norm(torch.ones(70), 1e-6)).isfinite().all()
     (line,) = answers.failures()
-    assert "ValueError: out of registers" in line and "reference.rms_norm runs rms_norm" in line
+    assert "ValueError: out of registers" in line and "reference.norm runs norm" in line
 
 
 def test_a_broken_card_is_an_error_that_is_remembered(
@@ -305,10 +321,10 @@ def test_a_broken_card_is_an_error_that_is_remembered(
     def run(self: Any, *args: Any) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(norm.RmsNorm, "run", run)
+    monkeypatch.setattr(norm.Normalize, "run", run)
     answers_of(ops, tmp_path)
-    with pytest.raises(KernelError, match=r"gpu\.rms_norm .* cannot use the card any more"):
-        ops.rms_norm(rows(70), torch.ones(70), 1e-6)
+    with pytest.raises(KernelError, match=r"gpu\.norm .* cannot use the card any more"):
+        ops.norm(rows(70), Norm(torch.ones(70), 1e-6))
     (answer,) = AnswerFile(tmp_path, MACHINE).read().values()
     assert "illegal memory access" in answer.reason
 
@@ -324,7 +340,7 @@ def in_a_child(body: Callable[[], None]) -> int:
     return child
 
 
-@pytest.mark.parametrize("name", ["rms_norm", "find_places"])
+@pytest.mark.parametrize("name", ["norm", "find_places"])
 def test_a_check_that_ended_its_process_is_not_tried_again(
     ops: Ops, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -489,10 +505,10 @@ def test_experts_that_are_wrong_together_run_one_by_one(
 
 def test_the_second_engine_launches_nothing(ops: Ops, tmp_path: Path) -> None:
     first = answers_of(ops, tmp_path)
-    assert tried(ops, "rms_norm")[1] is None and tried(ops, "combine")[1] is None
+    assert tried(ops, "norm")[1] is None and tried(ops, "combine")[1] is None
     assert first.ran == 2
     again = answers_of(ops, tmp_path)
-    assert tried(ops, "rms_norm")[1] is None and tried(ops, "combine")[1] is None
+    assert tried(ops, "norm")[1] is None and tried(ops, "combine")[1] is None
     assert again.ran == 0
     assert tried(ops, "group")[1] is None and again.ran == 1  # results add up
     assert len(AnswerFile(tmp_path, MACHINE).read()) == 3

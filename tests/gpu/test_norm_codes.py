@@ -12,8 +12,9 @@ from torch import Tensor
 from sdk.kernels.gpu import linear_as_file
 from sdk.kernels.gpu.byte_rows import ALIGNED, STEP
 from sdk.kernels.gpu.linear_as_file import round_rows
-from sdk.kernels.gpu.norm import AddRmsNorm, RmsNorm
+from sdk.kernels.gpu.norm import AddNormalize, Normalize
 from sdk.kernels.layouts import ActivationScheme
+from sdk.kernels.norm import Norm
 from sdk.kernels.ops import Ops
 from sdk.kernels.rounding import Rounded
 
@@ -51,16 +52,16 @@ def test_codes_are_those_of_the_norm(rows: int, width: int, name: str, short: to
     x = torch.randn(rows, width, generator=random).to(short)
     residual, weight = torch.randn(rows, width), torch.rand(width) + 0.5
     norm, sums = torch.empty(rows, width, dtype=short), residual.clone()
-    AddRmsNorm().run(x, sums, weight, 1e-5, norm)
+    AddNormalize().run(x, sums, Norm(weight, 1e-5), norm)
     found, own = codes_for(scheme, rows, width), residual.clone()
-    AddRmsNorm().run_rounded(x, own, weight, 1e-5, found, scheme, short)
+    AddNormalize().run_rounded(x, own, Norm(weight, 1e-5), found, scheme, short)
     wanted = apart(norm, scheme)
     assert torch.equal(own, sums)
     assert torch.equal(found.scales, wanted.scales)
     assert torch.equal(found.codes.view(torch.int8), wanted.codes.view(torch.int8))
 
-    RmsNorm().run(x.float(), weight, 1e-5, norm)  # of embeddings, without a residual
-    RmsNorm().run_rounded(x.float(), weight, 1e-5, found, scheme, short)
+    Normalize().run(x.float(), Norm(weight, 1e-5), norm)  # of embeddings, without a residual
+    Normalize().run_rounded(x.float(), Norm(weight, 1e-5), found, scheme, short)
     wanted = apart(norm, scheme)
     assert torch.equal(found.scales, wanted.scales)
     assert torch.equal(found.codes.view(torch.int8), wanted.codes.view(torch.int8))
@@ -72,7 +73,7 @@ def test_a_row_that_is_not_finite_has_a_scale_that_is_not(group: int) -> None:
     x = torch.randn(3, 256)
     x[1, 7] = torch.inf
     found = codes_for(scheme, 3, 256)
-    RmsNorm().run_rounded(x, torch.ones(256), 1e-5, found, scheme, torch.float32)
+    Normalize().run_rounded(x, Norm(torch.ones(256), 1e-5), found, scheme, torch.float32)
     assert found.scales[:, [0, 2]].isfinite().all()
     assert found.scales[:, 1].isnan().any()
 
@@ -88,8 +89,8 @@ def test_a_projection_multiplies_codes_as_it_does_rows(cases: Any) -> None:
         bound = ops.linear(layout)
         assert bound.rounding is not None, layout
         x, residual, weight = torch.randn(4, 256), torch.randn(4, 256), torch.ones(256)
-        norm, sums = ops.add_rms_norm(x, residual.clone(), weight, 1e-5)
-        codes, own = ops.add_rms_norm_for(bound.rounding, x, residual.clone(), weight, 1e-5)
+        norm, sums = ops.add_norm(x, residual.clone(), Norm(weight, 1e-5))
+        codes, own = ops.add_norm_for(bound.rounding, x, residual.clone(), Norm(weight, 1e-5))
         assert isinstance(codes, Rounded)
         assert torch.equal(own, sums)
         assert torch.equal(bound.matmul(codes), bound.matmul(norm))
@@ -103,8 +104,8 @@ def test_codes_are_multiplied_some_rows_at_a_time_as_all_at_once(
     scheme = ActivationScheme("e4m3", group=STEP)
     bound = ops.linear(replace(cases.float8(150, 256, (128, 128)), inputs=scheme))
     x, weight = torch.randn(40, 256), torch.ones(256)
-    codes, _ = ops.add_rms_norm_for(bound.rounding, x, None, weight, 1e-5)
-    norm, _ = ops.add_rms_norm(x, None, weight, 1e-5)
+    codes, _ = ops.add_norm_for(bound.rounding, x, None, Norm(weight, 1e-5))
+    norm, _ = ops.add_norm(x, None, Norm(weight, 1e-5))
     assert isinstance(codes, Rounded) and codes.scales.shape == (2, 40)
     monkeypatch.setattr(linear_as_file, "rows_of_codes", lambda k: 16)
     assert torch.equal(bound.matmul(codes), bound.matmul(norm))

@@ -21,8 +21,9 @@ from sdk.kernels.gpu.rope import RopeAndCache, RopeAngles
 from sdk.kernels.head_norms import HeadNorms
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.kv_types import KV_TYPES
+from sdk.kernels.norm import Norm
 from sdk.kernels.reference.elementwise import Places as ReferencePlaces
-from sdk.kernels.reference.norm import RmsNorm
+from sdk.kernels.reference.norm import Normalize
 from sdk.kernels.reference.rope import (
     RopeAndCache as Reference,
     RopeAngles as ReferenceAngles,
@@ -117,7 +118,7 @@ def test_heads_are_normalized_before_they_turn(dtype: str, head_dim: int, rotary
     fused = torch.randn(4, 3 + 2, head_dim, generator=random) * 5
     fused[2, 3] = 0.0
     weights = torch.rand(2, head_dim, generator=random) + 0.5
-    norms = HeadNorms(weights[0], weights[1], 1e-6)
+    norms = HeadNorms(Norm(weights[0], 1e-6), Norm(weights[1], 1e-6))
 
     def run(q: Tensor, k: Tensor, *others: Any) -> None:
         RopeAndCache().run(q, k, *others, norms)
@@ -125,7 +126,7 @@ def test_heads_are_normalized_before_they_turn(dtype: str, head_dim: int, rotary
     q, pages = written(run, fused, 3, 1, make_pages(1, head_dim, dtype), rotary)
     normal = fused.clone()
     for heads, weight in ((slice(0, 3), weights[0]), (slice(3, 4), weights[1])):
-        RmsNorm().run(fused[:, heads], weight, 1e-6, normal[:, heads])
+        Normalize().run(fused[:, heads], Norm(weight, 1e-6), normal[:, heads])
     q_wanted, wanted = written(
         Reference().run, normal, 3, 1, make_pages(1, head_dim, dtype), rotary
     )
@@ -133,6 +134,17 @@ def test_heads_are_normalized_before_they_turn(dtype: str, head_dim: int, rotary
     assert same_bits(pages.v, wanted.v)
     step = {"float32": 2e-6, "bfloat16": 2**-8, "int8": 1.0}[dtype]  # of the last bit, or one code
     torch.testing.assert_close(pages.k.float(), wanted.k.float(), rtol=step, atol=step)
+
+
+def test_norms_of_another_form_are_refused() -> None:
+    norms = HeadNorms(Norm(torch.ones(64), 1e-6, centred=True), Norm(torch.ones(64), 1e-6))
+    fused = torch.ones(4, 5, 64)
+
+    def run(q: Tensor, k: Tensor, *others: Any) -> None:
+        RopeAndCache().run(q, k, *others, norms)
+
+    with pytest.raises(KernelError, match="rope: expected RMSNorms with one weight for all heads"):
+        written(run, fused, 3, 1, make_pages(1, 64, "float32"), 64)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "int8"])

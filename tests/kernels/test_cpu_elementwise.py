@@ -11,34 +11,83 @@ from torch.nn import functional as F
 from sdk.kernels.backend import Problem
 from sdk.kernels.cpu import CpuBackend
 from sdk.kernels.errors import KernelError
+from sdk.kernels.norm import Norm
 
 WIDTHS = (1, 5, 8, 16, 77, 576, 1000)
 
 
+def forms(*shape: int) -> list[Norm]:
+    """Norms of every form, with weights of ``shape``."""
+    weight, bias = torch.rand(shape), torch.randn(shape[-1])
+    return [
+        Norm(own, 1e-5, shift, centred)
+        for own in (weight, None)
+        for shift in (bias, None)
+        for centred in (True, False)
+    ]
+
+
+def close(found: torch.Tensor, exact: torch.Tensor) -> bool:
+    """A row of one number minus its mean is zero."""
+    return bool((found - exact).norm() <= 1e-6 * exact.norm())
+
+
+def exact_norm(x: torch.Tensor, norm: Norm) -> torch.Tensor:
+    x = x.double()
+    if norm.centred:
+        x = x - x.mean(dim=-1, keepdim=True)
+    x = x * (x.square().mean(dim=-1, keepdim=True) + norm.eps).rsqrt()
+    x = x if norm.weight is None else x * norm.weight.double()
+    return x if norm.bias is None else x + norm.bias.double()
+
+
 @pytest.mark.parametrize("width", WIDTHS)
-def test_rms_norm_matches_float64(backend: CpuBackend, cases: Any, width: int) -> None:
-    (kernel,) = backend.implementations("rms_norm")
-    x, weight = cases.activations(7, width), torch.rand(width)
+def test_norms_match_float64(backend: CpuBackend, cases: Any, width: int) -> None:
+    (kernel,) = backend.implementations("norm")
+    x = cases.activations(7, width)
+    for norm in forms(width):
+        out = torch.empty_like(x)
+        kernel.run(x, norm, out)
+        assert close(out, exact_norm(x, norm)), norm.form
+
+
+@pytest.mark.parametrize("width", [5, 128])
+def test_each_head_has_the_norm_of_its_own_weight(
+    backend: CpuBackend, cases: Any, width: int
+) -> None:
+    (kernel,) = backend.implementations("norm")
+    heads = cases.activations(7, 5 * width).view(7, 5, width)[:, 1:4]  # of a wider projection
+    for norm in forms(3, width):
+        out = torch.empty(7, 3, width)
+        kernel.run(heads, norm, out)
+        assert close(out, exact_norm(heads, norm)), norm.form
+
+
+def test_layer_norm_of_large_numbers_close_to_each_other(backend: CpuBackend) -> None:
+    """Their variance is 1, which the mean of their squares, 1e8, has no room for in float32."""
+    (kernel,) = backend.implementations("norm")
+    x = 1e4 + torch.randn(3, 576).round(decimals=2)
     out = torch.empty_like(x)
-    kernel.run(x, weight, 1e-5, out)
-    double = x.double()
-    scale = (double.square().mean(dim=1, keepdim=True) + 1e-5).rsqrt()
-    assert cases.nmse(out, double * scale * weight.double()) < 1e-12
+    norm = Norm(torch.ones(576), 1e-5, centred=True)
+    kernel.run(x, norm, out)
+    assert (out.double() - exact_norm(x, norm)).abs().max() < 2e-3
 
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_adding_the_residual_first_gives_the_same_norm(
     backend: CpuBackend, cases: Any, width: int
 ) -> None:
-    (plain,) = backend.implementations("rms_norm")
-    (adding,) = backend.implementations("add_rms_norm")
-    x, residual = cases.activations(7, width), cases.activations(7, width, seed=2)
-    weight, total = torch.rand(width), x + residual
-    out, expected = torch.empty_like(x), torch.empty_like(x)
-    adding.run(x, residual, weight, 1e-5, out)
-    plain.run(total, weight, 1e-5, expected)
-    assert torch.equal(residual, total)
-    assert torch.equal(out, expected)
+    (plain,) = backend.implementations("norm")
+    (adding,) = backend.implementations("add_norm")
+    x = cases.activations(7, width)
+    for norm in forms(width):
+        residual = cases.activations(7, width, seed=2)
+        total = x + residual
+        out, expected = torch.empty_like(x), torch.empty_like(x)
+        adding.run(x, residual, norm, out)
+        plain.run(total, norm, expected)
+        assert torch.equal(residual, total)
+        assert torch.equal(out, expected)
 
 
 @pytest.mark.parametrize("kind", ["silu", "gelu_tanh", "gelu", "clamped_swiglu"])
@@ -61,7 +110,47 @@ def test_gated_activation_matches_float64(backend: CpuBackend, cases: Any, kind:
     assert (error <= 1e-6 * (up.double() * g).abs() + 1e-12).all()
 
 
+NUMBERS = (0.75, 1.25, 0.5, -1e-6)
+
+
+def exact_activation(x: torch.Tensor, kind: str) -> torch.Tensor:
+    x = x.double()
+    p, n, b, eps = NUMBERS
+    negative = n * (torch.expm1(x.clamp(max=eps)) - x)
+    return {
+        "silu": F.silu(x),
+        "gelu_tanh": F.gelu(x, approximate="tanh"),
+        "gelu": F.gelu(x),
+        "relu": F.relu(x),
+        "relu2": F.relu(x) ** 2,
+        "xielu": torch.where(x > 0, p * x * x, negative) + b * x,
+    }[kind]
+
+
+@pytest.mark.parametrize("kind", ["silu", "gelu_tanh", "gelu", "relu", "relu2", "xielu"])
+def test_an_activation_without_a_gate_matches_float64(backend: CpuBackend, kind: str) -> None:
+    (kernel,) = backend.implementations("activation")
+    (gated,) = backend.implementations("gated_activation")
+    spread = torch.linspace(-12, 12, 5001), torch.logspace(-8, 0, 300), -torch.logspace(-8, 0, 300)
+    x = torch.cat((*spread, torch.tensor([-200.0, 200.0, -1e30, 0.0])))
+    numbers = NUMBERS if kind == "xielu" else ()
+    found = x.clone().unsqueeze(0)
+    kernel.run(found, kind, found, numbers)
+    exact = exact_activation(x, kind)
+    scale = torch.maximum(exact.abs(), x.double().abs())
+    assert ((found[0].double() - exact).abs() <= 1e-6 * scale + 1e-12).all()
+    both = torch.empty_like(found)
+    gated.run(torch.cat((x, torch.ones_like(x))).unsqueeze(0), kind, both, numbers)
+    assert torch.equal(both, found)
+
+
 def test_nan_stays_nan(backend: CpuBackend) -> None:
+    (plain,) = backend.implementations("activation")
+    for kind in ("silu", "gelu_tanh", "gelu", "relu", "relu2", "xielu"):
+        x = torch.ones(1, 20)
+        x[0, 3] = x[0, 19] = float("nan")
+        plain.run(x, kind, x, NUMBERS if kind == "xielu" else ())
+        assert x[0].isnan().nonzero().flatten().tolist() == [3, 19]
     (kernel,) = backend.implementations("gated_activation")
     for kind in ("silu", "gelu_tanh", "gelu", "clamped_swiglu"):
         out = torch.empty(1, 20)
@@ -72,15 +161,15 @@ def test_nan_stays_nan(backend: CpuBackend) -> None:
 
 
 def test_a_row_has_the_same_bits_in_every_batch(backend: CpuBackend, cases: Any) -> None:
-    (norm,) = backend.implementations("rms_norm")
+    (norm,) = backend.implementations("norm")
     (gated,) = backend.implementations("gated_activation")
-    x, weight = cases.activations(500, 576), torch.rand(576)
+    x, layer_norm = cases.activations(500, 576), forms(576)[0]
     full, half = torch.empty(500, 576), torch.empty(500, 288)
-    norm.run(x, weight, 1e-5, full)
+    norm.run(x, layer_norm, full)
     gated.run(x, "silu", half)
     for row in (0, 17, 499):
         one, one_half = torch.empty(1, 576), torch.empty(1, 288)
-        norm.run(x[row : row + 1], weight, 1e-5, one)
+        norm.run(x[row : row + 1], layer_norm, one)
         gated.run(x[row : row + 1], "silu", one_half)
         assert torch.equal(one[0], full[row])
         assert torch.equal(one_half[0], half[row])
@@ -101,19 +190,30 @@ def test_columns_are_taken_in_any_order_and_put_back(
 
 def test_unknown_activations_are_declined(backend: CpuBackend) -> None:
     (kernel,) = backend.implementations("gated_activation")
-    reason = kernel.reject(Problem("gated_activation", format="relu"))
-    assert reason == "activation 'relu': expected one of silu, gelu_tanh, gelu, clamped_swiglu"
+    names = "silu, gelu_tanh, gelu, clamped_swiglu, relu, relu2, xielu"
+    reason = kernel.reject(Problem("gated_activation", format="elu"))
+    assert reason == f"activation 'elu': expected one of {names}"
     assert kernel.reject(Problem("gated_activation", format="silu")) is None
+    (plain,) = backend.implementations("activation")
+    reason = plain.reject(Problem("activation", format="clamped_swiglu"))
+    names = names.replace("clamped_swiglu, ", "")
+    assert reason == f"activation 'clamped_swiglu': expected one of {names}"
 
 
 def test_wrong_arguments_raise(backend: CpuBackend) -> None:
-    (norm,) = backend.implementations("rms_norm")
-    (adding,) = backend.implementations("add_rms_norm")
+    (norm,) = backend.implementations("norm")
+    (adding,) = backend.implementations("add_norm")
     x, out = torch.zeros(2, 8), torch.zeros(2, 8)
-    with pytest.raises(KernelError, match=r"rms_norm: expected weight \[8\], found \[7\]"):
-        norm.run(x, torch.ones(7), 1e-5, out)
-    with pytest.raises(KernelError, match="rms_norm weight: expected float32 on cpu"):
-        norm.run(x, torch.ones(8, dtype=torch.float16), 1e-5, out)
+    seven = torch.ones(7)
+    with pytest.raises(KernelError, match=r"norm: expected a contiguous weight \[8\], found \[7\]"):
+        norm.run(x, Norm(seven, 1e-5), out)
+    with pytest.raises(KernelError, match=r"norm: expected a contiguous bias \[8\], found \[7\]"):
+        norm.run(x, Norm(None, 1e-5, seven), out)
+    with pytest.raises(KernelError, match="norm weight: expected float32 on cpu"):
+        norm.run(x, Norm(torch.ones(8, dtype=torch.float16), 1e-5), out)
+    (activation,) = backend.implementations("activation")
+    with pytest.raises(KernelError, match=r"activation: expected contiguous rows, found \(1, 2\)"):
+        activation.run(x.view(8, 2).T, "relu", out)
     (take,) = backend.implementations("take_columns")
     for order in (torch.zeros(7).int(), torch.zeros(8).long(), torch.zeros(16).int()[::2]):
         with pytest.raises(KernelError, match=r"take_columns: expected an int32 order \[8\]"):
@@ -121,5 +221,5 @@ def test_wrong_arguments_raise(backend: CpuBackend) -> None:
     for bad in (-1, 8):
         with pytest.raises(KernelError, match=r"take_columns: .* lies outside of its tensor"):
             take.run(x, torch.tensor([0, 1, 2, bad, 4, 5, 6, 7]).int(), False, out)
-    with pytest.raises(KernelError, match="add_rms_norm: expected a contiguous residual"):
-        adding.run(x, torch.zeros(8, 2).T, torch.ones(8), 1e-5, out)
+    with pytest.raises(KernelError, match="add_norm: expected a contiguous residual"):
+        adding.run(x, torch.zeros(8, 2).T, Norm(torch.ones(8), 1e-5), out)

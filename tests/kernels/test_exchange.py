@@ -18,6 +18,7 @@ from torch import Tensor
 
 from sdk.kernels.cpu.rank_group import SharedGroup
 from sdk.kernels.errors import CollectiveError, KernelError
+from sdk.kernels.norm import Norm
 from sdk.kernels.ops import Ops
 
 Call = Callable[[int, Any, Ops], Any]
@@ -173,7 +174,7 @@ def test_a_recorded_sum_joins_the_operators_around_it(ranks: Ranks) -> None:
     def forward(ops: Ops, group: SharedGroup, x: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         y = ops.add(ops.zeros(len(x), width), x)
         ops.all_reduce(y, group)
-        y = ops.rms_norm(y, weight, 1e-5)
+        y = ops.norm(y, Norm(weight, 1e-5))
         ops.all_reduce(y, group)
         picked = ops.select_rows(y, rows)
         return y, ops.all_gather(picked, group, width, width * ranks.size)
@@ -231,7 +232,7 @@ def doubled(ops: Ops, group: Doubles, x: Tensor, rows: Tensor) -> tuple[Tensor, 
     """Two sums in a row, operators around them, and a gather of fewer columns than both have."""
     y = ops.all_reduce(ops.add(ops.zeros(len(x), WIDTH), x), group)
     ops.all_reduce(y, group)
-    y = ops.rms_norm(y, WEIGHT, 1e-5)
+    y = ops.norm(y, Norm(WEIGHT, 1e-5))
     return y, ops.all_gather(ops.select_rows(y, rows), group, WIDTH, 2 * WIDTH - 5)
 
 

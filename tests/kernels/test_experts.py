@@ -12,6 +12,7 @@ from torch import Tensor
 from sdk.kernels.cpu import CpuBackend
 from sdk.kernels.errors import KernelError
 from sdk.kernels.layouts import Layout
+from sdk.kernels.norm import Norm
 from sdk.kernels.ops import Ops
 from sdk.kernels.routes import Routes
 
@@ -156,14 +157,14 @@ def test_a_recorded_mixture_has_the_bits_of_an_eager_one(cases: Any, k: int, thr
     assert up is not None and down is not None
 
     def forward(tokens: int = 64) -> Tensor:
-        x = ops.rms_norm(inputs[:tokens], norm, 1e-5)
+        x = ops.norm(inputs[:tokens], Norm(norm, 1e-5))
         residual = ops.zeros(tokens, WIDTH)
         for _ in range(3):
             routes = ops.moe.route(router.matmul(x), k, normalized=False)
             hidden = ops.gated_activation(up.matmul(x, routes, by_token=True), "clamped_swiglu")
             y = down.matmul(hidden, routes, by_token=False)
             delta = ops.moe.combine(ops.moe.add_owners_bias(y, bias, routes), routes)
-            x, residual = ops.add_rms_norm(delta, residual, norm, 1e-5)
+            x, residual = ops.add_norm(delta, residual, Norm(norm, 1e-5))
         return x
 
     graph = ops.recording.capture(forward, tokens=64, outputs=1, requests=1)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sdk.kernels.cpu.library import SelectArgs
 from sdk.kernels.errors import CaptureError, KernelError
+from sdk.kernels.norm import Norm
 from sdk.kernels.ops import Ops
 
 TOKENS, OUTPUTS, REQUESTS = 24, 6, 4
@@ -44,12 +45,12 @@ class Net:
         delta = ops.scale(self.embedding.rows(self.ids[:tokens]), 1.5)
         residual = ops.zeros(*delta.shape)
         for _ in range(2):
-            x, residual = ops.add_rms_norm(delta, residual, self.norm, 1e-5)
+            x, residual = ops.add_norm(delta, residual, Norm(self.norm, 1e-5))
             taken = ops.take_columns(x, self.order)
             wide = ops.add_bias(self.up.matmul(taken), self.bias)
             delta = self.down.matmul(ops.gated_activation(wide, "silu"))
         ops.add(residual, delta)
-        hidden = ops.rms_norm(residual, self.norm, 1e-5)
+        hidden = ops.norm(residual, Norm(self.norm, 1e-5))
         chosen = ops.select_rows(hidden, self.rows[:outputs])
         return hidden, ops.softcap(self.head.matmul(chosen), 3.0)
 
@@ -85,7 +86,7 @@ def test_recording_computes_nothing_and_leaves_the_operators_usable(ops: Ops, ca
     [
         (lambda ops, x: ops.scale(x, 2.0) + 1.0, "aten.add"),
         (lambda ops, x: torch.zeros_like(x), "aten.zeros_like"),
-        (lambda ops, x: ops.rms_norm(x.t().contiguous(), x[:, 0], 1e-5), "aten.clone"),
+        (lambda ops, x: ops.norm(x.t().contiguous(), Norm(x[:, 0], 1e-5)), "aten.clone"),
         (lambda ops, x: ops.scale(x, float(x.max())), "aten.max"),
     ],
 )
@@ -134,8 +135,8 @@ def test_an_operator_that_does_not_exist_is_refused(ops: Ops) -> None:
 def test_heads_of_a_projection_are_normalized_without_a_copy(ops: Ops) -> None:
     wide = torch.randn(5, 7, 16)
     heads, weight = wide[:, 2:5], torch.rand(16)
-    expected = ops.rms_norm(heads.contiguous(), weight, 1e-6)
-    assert torch.equal(ops.rms_norm(heads, weight, 1e-6), expected)
+    expected = ops.norm(heads.contiguous(), Norm(weight, 1e-6))
+    assert torch.equal(ops.norm(heads, Norm(weight, 1e-6)), expected)
 
 
 def test_a_stack_writes_its_parts_side_by_side(ops: Ops, cases: Any) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from sdk.kernels.cpu.rank_group import SharedLink
 from sdk.kernels.errors import CollectiveError
+from sdk.kernels.norm import Norm
 from sdk.kernels.ops import Ops
 
 AN_HOUR_S = 3600.0  # a test ends sooner: then the wait has ended for another reason
@@ -138,13 +139,13 @@ def test_a_recorded_step_receives_and_sends(ops: list[Ops], tmp_path: Path) -> N
     there, back = linked(tmp_path / "there"), linked(tmp_path / "back")
 
     def first(x: Tensor) -> Tensor:
-        y = ops[0].rms_norm(x, weight, 1e-5)
+        y = ops[0].norm(x, Norm(weight, 1e-5))
         ops[0].send(y, there[0])
         return ops[0].receive(len(x), width, back[1])
 
     def second(count: int) -> Tensor:
         y = ops[1].receive(count, width, there[1])
-        y = ops[1].add(ops[1].rms_norm(y, weight, 1e-5), y)
+        y = ops[1].add(ops[1].norm(y, Norm(weight, 1e-5)), y)
         ops[1].send(y, back[0])
         return y
 
@@ -161,8 +162,8 @@ def test_a_recorded_step_receives_and_sends(ops: list[Ops], tmp_path: Path) -> N
         x[:used] = rows(step, used, width)
         counts = {"tokens": used, "outputs": 0, "requests": 1}
         together(*(partial(graph.replay, **counts) for graph in graphs))
-        y = reference.rms_norm(x[:used], weight, 1e-5)
-        y = reference.add(reference.rms_norm(y, weight, 1e-5), y)
+        y = reference.norm(x[:used], Norm(weight, 1e-5))
+        y = reference.add(reference.norm(y, Norm(weight, 1e-5)), y)
         for graph in graphs:
             assert torch.equal(graph.result[:used], y)
     reference.close()

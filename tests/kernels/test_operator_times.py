@@ -11,6 +11,7 @@ import torch
 
 from sdk.kernels.cpu.library import Count, OpKind
 from sdk.kernels.cpu.operator_times import weight_bytes
+from sdk.kernels.norm import Norm
 from sdk.kernels.ops import Ops
 
 TOKENS, OUTPUTS, WIDTH, WIDE = 24, 6, 96, 160
@@ -30,7 +31,7 @@ def test_operators_are_timed_on_request(ops: Ops, cases: Any) -> None:
     rows = torch.arange(OUTPUTS)
 
     def forward() -> torch.Tensor:
-        wide = up.matmul(ops.rms_norm(x, norm, 1e-5))
+        wide = up.matmul(ops.norm(x, Norm(norm, 1e-5)))
         return head.matmul(ops.select_rows(wide, rows))
 
     graph = ops.recording.capture(forward, tokens=TOKENS, outputs=OUTPUTS, requests=1)

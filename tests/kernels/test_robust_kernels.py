@@ -19,6 +19,7 @@ from sdk.kernels.errors import KernelError
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.kv_types import KV_TYPES
 from sdk.kernels.layouts import Affine, Dense
+from sdk.kernels.norm import Norm
 from sdk.kernels.ops import Ops
 from sdk.kernels.reference.decode import decode
 from sdk.kernels.sampling import DRAW
@@ -112,8 +113,8 @@ def test_empty_batches_give_empty_results(ops: Ops, cases: Any) -> None:
     ids = torch.zeros(0, dtype=torch.int64)
     assert linear.matmul(none).shape == (0, 20)
     assert linear.rows(ids).shape == (0, 96)
-    assert ops.rms_norm(none, torch.ones(96), 1e-5).shape == (0, 96)
-    assert ops.add_rms_norm(none, none.clone(), torch.ones(96), 1e-5)[0].shape == (0, 96)
+    assert ops.norm(none, Norm(torch.ones(96), 1e-5)).shape == (0, 96)
+    assert ops.add_norm(none, none.clone(), Norm(torch.ones(96), 1e-5))[0].shape == (0, 96)
     assert ops.gated_activation(none, "silu").shape == (0, 48)
     assert ops.zeros(0, 7).shape == (0, 7) and ops.zeros(7, 0).shape == (7, 0)
     assert ops.add(none, none).shape == ops.scale(none, 2.0).shape == (0, 96)
@@ -150,11 +151,11 @@ def test_more_threads_than_rows_or_processors_change_nothing(cases: Any) -> None
 
 X, WEIGHT, IDS = torch.randn(4, 96), torch.rand(96), torch.tensor([0, 3])
 FLOAT_ARGUMENTS: dict[str, tuple[Callable[[Ops, Tensor], Any], Tensor]] = {
-    "rms_norm x": (lambda ops, x: ops.rms_norm(x, WEIGHT, 1e-5), X),
-    "rms_norm weight": (lambda ops, x: ops.rms_norm(X, x, 1e-5), WEIGHT),
-    "add_rms_norm x": (lambda ops, x: ops.add_rms_norm(x, X.clone(), WEIGHT, 1e-5), X),
-    "add_rms_norm residual": (lambda ops, x: ops.add_rms_norm(X, x, WEIGHT, 1e-5), X),
-    "add_rms_norm weight": (lambda ops, x: ops.add_rms_norm(X, X.clone(), x, 1e-5), WEIGHT),
+    "norm x": (lambda ops, x: ops.norm(x, Norm(WEIGHT, 1e-5)), X),
+    "norm weight": (lambda ops, x: ops.norm(X, Norm(x, 1e-5)), WEIGHT),
+    "add_norm x": (lambda ops, x: ops.add_norm(x, X.clone(), Norm(WEIGHT, 1e-5)), X),
+    "add_norm residual": (lambda ops, x: ops.add_norm(X, x, Norm(WEIGHT, 1e-5)), X),
+    "add_norm weight": (lambda ops, x: ops.add_norm(X, X.clone(), Norm(x, 1e-5)), WEIGHT),
     "gated_activation": (lambda ops, x: ops.gated_activation(x, "silu"), X),
     "add x": (lambda ops, x: ops.add(x, X), X),
     "add other": (lambda ops, x: ops.add(X.clone(), x), X),
@@ -229,14 +230,20 @@ def test_operands_of_other_shapes_are_refused(ops: Ops) -> None:
         ops.add(X.clone(), torch.zeros(96, 4))
     with pytest.raises(KernelError, match=r"add_bias bias: expected torch.float32 \[96\]"):
         ops.add_bias(X.clone(), torch.zeros(95))
-    with pytest.raises(KernelError, match="add_rms_norm residual: expected"):
-        ops.add_rms_norm(X, torch.zeros(3, 96), WEIGHT, 1e-5)
+    with pytest.raises(KernelError, match="add_norm residual: expected"):
+        ops.add_norm(X, torch.zeros(3, 96), Norm(WEIGHT, 1e-5))
+    with pytest.raises(KernelError, match="activation: expected 4 numbers of xielu, found 0"):
+        ops.activation(X.clone(), "xielu")
+    with pytest.raises(KernelError, match="gated_activation: expected 0 numbers of relu, found 1"):
+        ops.gated_activation(X, "relu", None, (0.5,))
+    with pytest.raises(KernelError, match="norm weight: expected"):
+        ops.norm(X, Norm(torch.ones(5, 96), 1e-5))  # X has no heads
+    with pytest.raises(KernelError, match="add_norm bias: expected"):
+        ops.add_norm(X, X.clone(), Norm(None, 1e-5, torch.ones(95)))
     with pytest.raises(KernelError, match="gated_activation: expected an even width, found 95"):
         ops.gated_activation(X[:, :95], "silu")
-    with pytest.raises(
-        KernelError, match="rms_norm: expected float32 rows of at most 3 dimensions"
-    ):
-        ops.rms_norm(torch.zeros(2, 2, 2, 96), WEIGHT, 1e-5)
+    with pytest.raises(KernelError, match="norm: expected float32 rows of at most 3 dimensions"):
+        ops.norm(torch.zeros(2, 2, 2, 96), Norm(WEIGHT, 1e-5))
     with pytest.raises(KernelError, match="scale: expected contiguous rows"):
         ops.scale(torch.zeros(96, 4).T, 2.0)
 

@@ -18,6 +18,7 @@ import torch
 from sdk.kernels import cpu
 from sdk.kernels.cpu import library
 from sdk.kernels.errors import KernelError
+from sdk.kernels.norm import Norm
 from sdk.kernels.ops import Ops
 
 #: Seconds, far beyond what anything here takes: a test that gets there has hung.
@@ -78,8 +79,8 @@ def test_every_operator_of_a_closed_engine_says_so(cases: Any) -> None:
         lambda: linear.rows(ids),
         linear.layout,
         lambda: ops.linear(cases.affine(20, 96)),
-        lambda: ops.rms_norm(x, weight, 1e-5),
-        lambda: ops.add_rms_norm(x, x.clone(), weight, 1e-5),
+        lambda: ops.norm(x, Norm(weight, 1e-5)),
+        lambda: ops.add_norm(x, x.clone(), Norm(weight, 1e-5)),
         lambda: ops.gated_activation(x, "silu"),
         lambda: ops.zeros(1, 4),
         lambda: ops.add(x, x),
@@ -127,12 +128,12 @@ def test_two_engines_and_four_threads_compute_what_one_does(cases: Any) -> None:
     norm = torch.rand(256)
     engines = [Ops("cpu", num_threads=threads) for threads in (2, 3)]
     linears = [ops.linear(weight) for ops in engines]
-    expected = linears[0].matmul(x), engines[0].rms_norm(x, norm, 1e-5)
+    expected = linears[0].matmul(x), engines[0].norm(x, Norm(norm, 1e-5))
 
     def use(which: int) -> None:
         for _ in range(60):
             assert torch.equal(linears[which].matmul(x), expected[0])
-            assert torch.equal(engines[which].rms_norm(x, norm, 1e-5), expected[1])
+            assert torch.equal(engines[which].norm(x, Norm(norm, 1e-5)), expected[1])
 
     together(*(lambda which=which: use(which) for which in (0, 0, 1, 1)))
     for ops in engines:

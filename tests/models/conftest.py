@@ -91,12 +91,16 @@ class DictCheckpoint:
 def tiny(model_type: str, seed: int = 0, **options: Any) -> Any:
     """A seeded transformers model in float32 with eager attention and random norms and biases."""
     values = {**TINY, **options}
+    if isinstance(getattr(transformers.CONFIG_MAPPING[model_type], "head_dim", None), property):
+        values.pop("head_dim")  # falcon computes it
     config = transformers.AutoConfig.for_model(model_type, **values)
     config.tie_word_embeddings = values.get("tie_word_embeddings", config.tie_word_embeddings)
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng():
         torch.manual_seed(seed)  # of what is not replaced below: gpt-oss adds to its sinks
-        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        # Falcon's eager code adds its linear biases twice, transformers 5.24.
+        kind = "sdpa" if model_type == "falcon" and values.get("alibi") else "eager"
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=kind)
     model = model.to(torch.float32).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -37,6 +37,22 @@ FILES: dict[str, tuple[str, dict[str, Any], dict[str, tuple[int, Any]]]] = {
     "xverse": ("llama", {}, {}),
     "exaone": ("llama", {}, {}),
     "pangu-embedded": ("llama", {"attention_bias": True}, {}),
+    "command-r": (
+        "cohere",
+        {"logit_scale": 0.5, "tie_word_embeddings": True, "layer_norm_eps": 1e-4},
+        {"logit_scale": (F32, 0.5)},
+    ),
+    "cohere2": (
+        "cohere2",
+        {
+            "logit_scale": 0.5,
+            "tie_word_embeddings": True,
+            "layer_norm_eps": 1e-4,
+            "sliding_window": 8,
+            "num_hidden_layers": 5,
+        },
+        {"logit_scale": (F32, 0.5), "attention.sliding_window": (U32, 8)},
+    ),
     "minicpm": (
         "granite",
         {

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from sdk.kernels.layouts import Affine
-from sdk.models.hf_backend import ATTENTION_NAME, HFModel
+from sdk.kernels.ops import Ops
+from sdk.models.hf_backend import ATTENTION_NAME, HFModel, build_hf_model
 from sdk.models.parallel import Mesh
 from sdk.quant.errors import CheckpointError, UnsupportedError
 from sdk.quant.weight import Weight, weight_of
@@ -40,6 +41,18 @@ OTHERS: dict[str, dict[str, Any]] = {
     "flex_olmo": {"num_experts": 4, "num_experts_per_tok": 2},
     "granite_swa": {"sliding_window": 8},
 }
+
+
+@pytest.fixture
+def load(ops: Ops) -> Callable[..., Any]:
+    """As the fixture of the other tests, but always through transformers' code: models get code of
+    the library's own over time."""
+
+    def load(source: Any, mesh: Mesh | None = None) -> Any:
+        checkpoint = source if hasattr(source, "unused") else checkpoint_of(source)
+        return build_hf_model(checkpoint, checkpoint.config, mesh or Mesh(), ops)
+
+    return load
 
 
 @pytest.mark.quick_cases(5)

@@ -45,12 +45,12 @@ void program(Random& random, TestRuntime& one, TestRuntime& many) {
     add(kOpMap, kTokens, MapArgs{sum.data(), nullptr, width, 0, kMapZero});
     for (int layer = 0; layer < 2; ++layer) {
         add(kOpNorm, kTokens,
-            NormArgs{delta.data(), sum.data(), norm.data(), x.data(), width, 1, width, 0, 1e-5f});
+            NormArgs{delta.data(), sum.data(), norm.data(), nullptr, x.data(), width, 1, width, 0, 0, 1e-5f, 0});
         add(kOpTake, kTokens, TakeArgs{x.data(), order.data(), taken.data(), width, 0});
         add(kOpLinear, kTokens, linear(up, taken, gate_up));
         add(kOpLinear, kTokens, linear(up, taken, gate_up));  // the same rows: quantized once
         add(kOpMap, kTokens, MapArgs{gate_up.data(), bias.data(), 2 * wide, 0, kMapBias});
-        add(kOpGated, kTokens, GatedArgs{gate_up.data(), gated.data(), wide, nullptr, kSilu});
+        add(kOpActivation, kTokens, ActivationArgs{gate_up.data(), gated.data(), wide, nullptr, kSilu, 1, {}});
         add(kOpLinear, kTokens, linear(down, gated, delta));
     }
     add(kOpMap, kTokens, MapArgs{sum.data(), delta.data(), width, 0, kMapAdd});

@@ -20,20 +20,30 @@ void rowwise(Random& random, TestRuntime& one, TestRuntime& many) {
     Buffer<float> wide = floats(random, rows * token), weight = floats(random, width);
     const int64_t count = rows * inner;
     Buffer<float> residual = floats(random, count * width), other = floats(random, count * width);
-    for (bool adding : {false, true}) {
+    Buffer<float> of_heads = floats(random, inner * width), shift = floats(random, width);
+    for (int form = 0; form < 16; ++form) {
+        const bool adding = form & 1, centred = form & 2, biased = form & 8;
+        const bool by_head = random.below(2);
+        const float* own = form & 4 ? by_head ? of_heads.data() : weight.data() : nullptr;
         both(one, many, count * width, [&](TestRuntime& runtime, float* out) {
             Buffer<float> sum = residual;
             runtime.run(kOpNorm,
-                       NormArgs{wide.data(), adding ? sum.data() : nullptr, weight.data(), out,
-                                width, inner, token, apart, 1e-5f},
+                       NormArgs{wide.data(), adding ? sum.data() : nullptr, own,
+                                biased ? shift.data() : nullptr, out, width, inner, token, apart,
+                                by_head ? width : 0, 1e-5f, centred},
                        count);
         });
     }
     Buffer<float> gate_up = floats(random, count * 2 * width);
-    for (int kind = kSilu; kind <= kGelu; ++kind) {
-        both(one, many, count * width, [&](TestRuntime& runtime, float* out) {
-            runtime.run(kOpGated, GatedArgs{gate_up.data(), out, width, nullptr, kind}, count);
-        });
+    for (int kind = kSilu; kind < kActivationKinds; ++kind) {
+        for (int gated = kind == kClampedSwiglu; gated < 2; ++gated) {
+            both(one, many, count * width, [&](TestRuntime& runtime, float* out) {
+                runtime.run(kOpActivation,
+                            ActivationArgs{gate_up.data(), out, width, nullptr, kind, gated,
+                                           {0.8f, 0.9f, 0.5f, -1e-6f}},
+                            count);
+            });
+        }
     }
     for (int kind = kMapZero; kind <= kMapSoftcap; ++kind) {
         both(one, many, count * width, [&](TestRuntime& runtime, float* out) {

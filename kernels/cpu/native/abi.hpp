@@ -10,7 +10,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum { kAbiVersion = 25 };
+enum { kAbiVersion = 26 };
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -220,23 +220,40 @@ struct EmbeddingArgs {
 // Row t of x is row (t / inner, t % inner): the heads of a wider projection need no copy.
 struct NormArgs {
     const float* x;
-    float* residual;  // null: plain rms_norm; contiguous, like out
-    const float* weight;
+    float* residual;      // is added first and gets the sum; null: none; contiguous, like out
+    const float* weight;  // null: 1
+    const float* bias;    // null: 0
     float* out;
     int64_t width;
     int64_t inner, outer_stride, inner_stride;
+    int64_t weight_stride;  // row (i, j) has the weights j * weight_stride on
     float eps;
+    int32_t centred;      // 1: LayerNorm, 0: RMSNorm
 };
 
 // kClampedSwiglu, of gpt-oss: gate * sigmoid(1.702 gate) * (up + 1), gate at most 7, up within +-7.
-enum ActivationKind { kSilu = 0, kGeluTanh = 1, kGelu = 2, kClampedSwiglu = 3, kActivationKinds = 4 };
+// It always has a gate. kRelu2: relu(x)^2.
+enum ActivationKind {
+    kSilu = 0,
+    kGeluTanh = 1,
+    kGelu = 2,
+    kClampedSwiglu = 3,
+    kRelu = 4,
+    kRelu2 = 5,
+    kXielu = 6,
+    kActivationKinds = 7
+};
 
-struct GatedArgs {
-    const float* gate_up;
+// act(x), in rows of `width`, or with `gated` act(gate) * up of rows of gate, then up. Without a gate out
+// may be x.
+struct ActivationArgs {
+    const float* x;
     float* out;
     int64_t width;  // of the output
     const int32_t* used;  // the number of rows that have values; null: all
     int32_t kind;
+    int32_t gated;
+    float numbers[4];  // of kXielu: alpha_p, alpha_n, beta and eps
 };
 
 // One row of `width` floats at a time.
@@ -609,7 +626,7 @@ enum OpKind {
     kOpEmbedding = 0,
     kOpLinear = 1,
     kOpNorm = 2,
-    kOpGated = 3,
+    kOpActivation = 3,
     kOpMap = 4,
     kOpAngles = 5,
     kOpSelect = 6,
@@ -654,8 +671,8 @@ struct KernelTable {
     void (*quantize)(const LinearArgs*, int64_t m_begin, int64_t m_end);
     void (*linear_int)(const LinearArgs*, const ItemRange* strips, uint8_t* scratch);
     void (*linear_float)(const LinearArgs*, const ItemRange* strips, uint8_t* scratch);
-    void (*rms_norm)(const NormArgs*, int64_t t_begin, int64_t t_end);
-    void (*gated)(const GatedArgs*, int64_t t_begin, int64_t t_end);
+    void (*norm)(const NormArgs*, int64_t t_begin, int64_t t_end);
+    void (*activation)(const ActivationArgs*, int64_t t_begin, int64_t t_end);
     void (*map)(const MapArgs*, int64_t t_begin, int64_t t_end);
     void (*rope)(const RopeArgs*, int64_t t_begin, int64_t t_end);
     void (*attention)(const AttentionArgs*, const ItemRange* items, uint8_t* scratch);

@@ -1,4 +1,4 @@
-// RMSNorm and gated activations.
+// Norms and activations.
 //
 // Every row (token) is computed alone in a fixed order, so the batch never changes a result.
 #pragma once
@@ -56,14 +56,53 @@ INLINE VF tanh_of(VF x) {
     return select_less(size, set1(0.625f), near, far);
 }
 
-static void rms_norm(const NormArgs* args, int64_t t_begin, int64_t t_end) {
+static float mean_of(const float* x, int64_t width) {
+    const int64_t body = width / kLanes * kLanes;
+    VF sums[2] = {zero(), zero()};
+    for (int64_t i = 0; i < body; i += kLanes)
+        sums[(i / kLanes) & 1] = add(sums[(i / kLanes) & 1], load(x + i));
+    float total = reduce_add(add(sums[0], sums[1]));
+    for (int64_t i = body; i < width; ++i) total += x[i];
+    return total / (float)width;
+}
+
+// WEIGHT, BIAS: whether there are any. The mean is taken from each value before it is squared: of large
+// numbers close to each other, the mean of squares minus the square of the mean would be rounding errors.
+template <bool CENTRED, bool WEIGHT, bool BIAS>
+INLINE void normalize_row(const NormArgs* args, const float* x, const float* weight, float* out) {
+    const int64_t width = args->width;
+    const int64_t body = width / kLanes * kLanes;
+    const float mean = CENTRED ? mean_of(x, width) : 0.0f;
+    VF sums[2] = {zero(), zero()};
+    for (int64_t i = 0; i < body; i += kLanes) {
+        VF value = CENTRED ? sub(load(x + i), set1(mean)) : load(x + i);
+        sums[(i / kLanes) & 1] = fma(value, value, sums[(i / kLanes) & 1]);
+    }
+    float total = reduce_add(add(sums[0], sums[1]));
+    for (int64_t i = body; i < width; ++i) total += (x[i] - mean) * (x[i] - mean);
+    const float scale = 1.0f / __builtin_sqrtf(total / (float)width + args->eps);
+    for (int64_t i = 0; i < body; i += kLanes) {
+        VF value = CENTRED ? sub(load(x + i), set1(mean)) : load(x + i);
+        value = mul(value, set1(scale));
+        if (WEIGHT) value = mul(value, load(weight + i));
+        if (BIAS) value = add(value, load(args->bias + i));
+        store(out + i, value);
+    }
+    for (int64_t i = body; i < width; ++i) {
+        float value = (x[i] - mean) * scale;
+        if (WEIGHT) value *= weight[i];
+        if (BIAS) value += args->bias[i];
+        out[i] = value;
+    }
+}
+
+template <bool CENTRED, bool WEIGHT, bool BIAS>
+static void normalize(const NormArgs* args, int64_t t_begin, int64_t t_end) {
     const int64_t width = args->width;
     const int64_t body = width / kLanes * kLanes;
     for (int64_t t = t_begin; t < t_end; ++t) {
         const float* x = args->x + t / args->inner * args->outer_stride +
                          t % args->inner * args->inner_stride;
-        float* out = args->out + t * width;
-        VF sums[2] = {zero(), zero()};
         if (args->residual) {
             float* residual = args->residual + t * width;
             for (int64_t i = 0; i < body; i += kLanes)
@@ -71,21 +110,30 @@ static void rms_norm(const NormArgs* args, int64_t t_begin, int64_t t_end) {
             for (int64_t i = body; i < width; ++i) residual[i] += x[i];
             x = residual;
         }
-        for (int64_t i = 0; i < body; i += kLanes) {
-            VF value = load(x + i);
-            sums[(i / kLanes) & 1] = fma(value, value, sums[(i / kLanes) & 1]);
-        }
-        float total = reduce_add(add(sums[0], sums[1]));
-        for (int64_t i = body; i < width; ++i) total += x[i] * x[i];
-        float scale = 1.0f / __builtin_sqrtf(total / (float)width + args->eps);
-        for (int64_t i = 0; i < body; i += kLanes)
-            store(out + i, mul(mul(load(x + i), set1(scale)), load(args->weight + i)));
-        for (int64_t i = body; i < width; ++i) out[i] = x[i] * scale * args->weight[i];
+        const float* weight = args->weight + t % args->inner * args->weight_stride;
+        normalize_row<CENTRED, WEIGHT, BIAS>(args, x, WEIGHT ? weight : nullptr, args->out + t * width);
     }
 }
 
+static void norm(const NormArgs* args, int64_t t_begin, int64_t t_end) {
+    if (args->centred) {
+        if (args->weight && args->bias) normalize<true, true, true>(args, t_begin, t_end);
+        else if (args->weight) normalize<true, true, false>(args, t_begin, t_end);
+        else if (args->bias) normalize<true, false, true>(args, t_begin, t_end);
+        else normalize<true, false, false>(args, t_begin, t_end);
+    } else if (args->bias) {
+        if (args->weight) normalize<false, true, true>(args, t_begin, t_end);
+        else normalize<false, false, true>(args, t_begin, t_end);
+    } else if (args->weight) {
+        normalize<false, true, false>(args, t_begin, t_end);
+    } else {
+        normalize<false, false, false>(args, t_begin, t_end);
+    }
+}
+
+// SiLU, or GELU with tanh.
 template <int KIND>
-INLINE VF activate(VF x) {
+INLINE VF with_sigmoid(VF x) {
     VF exponent = mul(x, set1(-1.0f));
     if (KIND == kGeluTanh) {  // 0.5 (1 + tanh u) = 1 / (1 + e^-2u), which does not cancel
         VF inner = fma(mul(mul(x, x), set1(0.044715f)), x, x);
@@ -102,43 +150,81 @@ INLINE VF clamped_swiglu(VF gate, VF up) {
     return mul(add(up, set1(1.0f)), div(gate, add(set1(1.0f), exponent)));
 }
 
-template <int KIND>
-INLINE VF gate_of(VF gate, VF up) {
-    return KIND == kClampedSwiglu ? clamped_swiglu(gate, up) : mul(activate<KIND>(gate), up);
-}
-
 static float gelu_of(float x) { return 0.5f * x * (1.0f + erff(x * 0.70710678f)); }
 
+// e^x - 1 - x for x <= 0, NaN stays NaN. Near 0 by the polynomial of exp_of, where 1 and x would cancel.
+INLINE VF exp_rest(VF x) {
+    VF p = set1(1.9875691500e-4f);
+    p = fma(p, x, set1(1.3981999507e-3f));
+    p = fma(p, x, set1(8.3334519073e-3f));
+    p = fma(p, x, set1(4.1665795894e-2f));
+    p = fma(p, x, set1(1.6666665459e-1f));
+    p = fma(p, x, set1(5.0000001201e-1f));
+    const VF far = sub(sub(exp_of(x), set1(1.0f)), x);
+    return select_less(x, set1(-0.3465f), far, mul(mul(x, x), p));
+}
+
+// xIELU (Huang and Schlag 2024, arXiv 2411.13010), as transformers computes it: with `beta` b, and the
+// limit e, which is below 0: above 0 alpha_p x^2 + b x, else alpha_n (e^min(x, e) - 1 - x) + b x.
+INLINE VF xielu(VF x, const float* numbers) {
+    const VF near = min(set1(numbers[3]), x);
+    const VF low = mul(set1(numbers[1]), add(exp_rest(near), sub(near, x)));
+    const VF high = mul(mul(set1(numbers[0]), x), x);
+    return fma(set1(numbers[2]), x, select_less(zero(), x, high, low));
+}
+
 template <int KIND>
-static void gated_rows(const GatedArgs* args, int64_t t_begin, int64_t t_end) {
+INLINE VF activate(const ActivationArgs* args, VF x) {
+    if (KIND == kRelu) return max(zero(), x);
+    if (KIND == kRelu2) return mul(max(zero(), x), max(zero(), x));
+    return KIND == kXielu ? xielu(x, args->numbers) : with_sigmoid<KIND>(x);
+}
+
+template <int KIND, bool GATED>
+INLINE VF activated(const ActivationArgs* args, VF gate, VF up) {
+    if (KIND == kClampedSwiglu) return clamped_swiglu(gate, up);
+    return GATED ? mul(activate<KIND>(args, gate), up) : activate<KIND>(args, gate);
+}
+
+template <int KIND, bool GATED>
+static void activate_rows(const ActivationArgs* args, int64_t t_begin, int64_t t_end) {
     const int64_t width = args->width;
     for (int64_t t = t_begin; t < t_end; ++t) {
-        const float* gate = args->gate_up + 2 * t * width;
-        const float* up = gate + width;
+        const float* gate = args->x + (GATED ? 2 : 1) * t * width;
+        const float* up = GATED ? gate + width : gate;
         float* out = args->out + t * width;
         if (KIND == kGelu) {  // fast enough for all known models: the C library's erff
-            for (int64_t i = 0; i < width; ++i) out[i] = gelu_of(gate[i]) * up[i];
+            for (int64_t i = 0; i < width; ++i) out[i] = GATED ? gelu_of(gate[i]) * up[i] : gelu_of(gate[i]);
             continue;
         }
         int64_t i = 0;
         for (; i + kLanes <= width; i += kLanes)
-            store(out + i, gate_of<KIND>(load(gate + i), load(up + i)));
+            store(out + i, activated<KIND, GATED>(args, load(gate + i), load(up + i)));
         if (i < width) {
             float padded[2][kLanes] = {{0.0f}};
             memcpy(padded[0], gate + i, (size_t)(width - i) * sizeof(float));
             memcpy(padded[1], up + i, (size_t)(width - i) * sizeof(float));
-            store(padded[0], gate_of<KIND>(load(padded[0]), load(padded[1])));
+            store(padded[0], activated<KIND, GATED>(args, load(padded[0]), load(padded[1])));
             memcpy(out + i, padded[0], (size_t)(width - i) * sizeof(float));
         }
     }
 }
 
-static void gated(const GatedArgs* args, int64_t t_begin, int64_t t_end) {
+template <int KIND>
+static void activate_either(const ActivationArgs* args, int64_t t_begin, int64_t t_end) {
+    if (args->gated) activate_rows<KIND, true>(args, t_begin, t_end);
+    else activate_rows<KIND, false>(args, t_begin, t_end);
+}
+
+static void activation(const ActivationArgs* args, int64_t t_begin, int64_t t_end) {
     switch (args->kind) {
-        case kSilu: gated_rows<kSilu>(args, t_begin, t_end); break;
-        case kGeluTanh: gated_rows<kGeluTanh>(args, t_begin, t_end); break;
-        case kClampedSwiglu: gated_rows<kClampedSwiglu>(args, t_begin, t_end); break;
-        default: gated_rows<kGelu>(args, t_begin, t_end);
+        case kSilu: activate_either<kSilu>(args, t_begin, t_end); break;
+        case kGeluTanh: activate_either<kGeluTanh>(args, t_begin, t_end); break;
+        case kClampedSwiglu: activate_rows<kClampedSwiglu, true>(args, t_begin, t_end); break;
+        case kRelu: activate_either<kRelu>(args, t_begin, t_end); break;
+        case kRelu2: activate_either<kRelu2>(args, t_begin, t_end); break;
+        case kXielu: activate_either<kXielu>(args, t_begin, t_end); break;
+        default: activate_either<kGelu>(args, t_begin, t_end);
     }
 }
 

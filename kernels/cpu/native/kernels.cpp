@@ -16,8 +16,8 @@ extern "C" {
 extern const KernelTable JOIN(kernels_, LEVEL);
 const KernelTable JOIN(kernels_, LEVEL) = {
     LEVEL::kWideInWords > 0,
-    LEVEL::quantize, LEVEL::linear_int, LEVEL::linear_float, LEVEL::rms_norm,
-    LEVEL::gated,    LEVEL::map,        LEVEL::rope,         LEVEL::attention,
+    LEVEL::quantize, LEVEL::linear_int, LEVEL::linear_float, LEVEL::norm,
+    LEVEL::activation, LEVEL::map,        LEVEL::rope,         LEVEL::attention,
     LEVEL::recode,   LEVEL::rope_angles, LEVEL::sample, LEVEL::sample_scratch,
     LEVEL::low_rank_down, LEVEL::low_rank_up,
 };

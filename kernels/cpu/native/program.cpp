@@ -44,7 +44,7 @@ int64_t row_work(const Op& op) {
         case kOpEmbedding: return 4 * op.embedding.w->k;
         case kOpLinear: return 2 * op.linear.w->k;
         case kOpNorm: return 2 * op.norm.width;
-        case kOpGated: return 8 * op.gated.width;
+        case kOpActivation: return 8 * op.activation.width;
         case kOpMap: return op.map.kind == kMapSoftcap ? 8 * op.map.width : op.map.width;
         case kOpAngles: return 64 * op.angles.half;
         case kOpSelect: return op.select.width;
@@ -108,7 +108,7 @@ void receive_rows(const ExchangeArgs& a, int64_t begin, int64_t end) {
     }
 }
 
-// Where the rows begin..end stop to have values: see GatedArgs::used.
+// Where the rows begin..end stop to have values: see ActivationArgs::used.
 int64_t used_end(const int32_t* used, int64_t begin, int64_t end) {
     if (!used || *used >= end) return end;
     return *used > begin ? *used : begin;
@@ -157,7 +157,7 @@ size_t args_size(int kind) {
         case kOpEmbedding: return sizeof(EmbeddingArgs);
         case kOpLinear: return sizeof(LinearArgs);
         case kOpNorm: return sizeof(NormArgs);
-        case kOpGated: return sizeof(GatedArgs);
+        case kOpActivation: return sizeof(ActivationArgs);
         case kOpMap: return sizeof(MapArgs);
         case kOpAngles: return sizeof(AnglesArgs);
         case kOpSelect: return sizeof(SelectArgs);
@@ -515,8 +515,8 @@ void Runtime::rows(const Op& op, Program::Work kind, int64_t begin, int64_t end)
             gather_rows(op.embedding, begin, end);
             break;
         case kOpLinear: kernels->quantize(&op.linear, begin, end); break;
-        case kOpNorm: kernels->rms_norm(&op.norm, begin, end); break;
-        case kOpGated: kernels->gated(&op.gated, begin, used_end(op.gated.used, begin, end)); break;
+        case kOpNorm: kernels->norm(&op.norm, begin, end); break;
+        case kOpActivation: kernels->activation(&op.activation, begin, used_end(op.activation.used, begin, end)); break;
         case kOpMap: kernels->map(&op.map, begin, end); break;
         case kOpAngles: kernels->rope_angles(&op.angles, begin, end); break;
         case kOpSelect: select_rows(op.select, begin, end); break;

@@ -29,7 +29,7 @@ struct Op {
         EmbeddingArgs embedding;
         LinearArgs linear;
         NormArgs norm;
-        GatedArgs gated;
+        ActivationArgs activation;
         MapArgs map;
         AnglesArgs angles;
         SelectArgs select;

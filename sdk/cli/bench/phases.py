@@ -32,7 +32,7 @@ PRODUCTS, HEAD, ATTENTION, QUANTIZE = "products", "head", "attention", "quantize
 _NAMES = {
     OpKind.ATTENTION: ATTENTION,
     OpKind.NORM: "norms",
-    OpKind.GATED: "activation",
+    OpKind.ACTIVATION: "activation",
     OpKind.ROPE: "rope, KV writes",
     OpKind.ANGLES: "rope, KV writes",
     OpKind.RECODE: "rope, KV writes",

@@ -29,6 +29,8 @@ from sdk.kernels.gpu import attention, elementwise, experts, low_rank, norm, rop
 from sdk.kernels.head_norms import HeadNorms
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.low_rank import Shape
+from sdk.kernels.mlp_activations import ALWAYS_GATED
+from sdk.kernels.norm import Norm
 from sdk.kernels.packed_shapes import PackedShapes
 from sdk.kernels.routes import TILE_ROWS, Routes, tiles_at
 from sdk.quant.spec import KVSpec
@@ -93,7 +95,7 @@ def run_rope(short: torch.dtype, dtype: str, head_dim: int = 128) -> None:
     q, k, v = heads.split([8, 2, 2], dim=1)
     angles, batch = torch.zeros(3, head_dim // 2), batch_of([3], 3)
     weight = torch.zeros(head_dim)
-    for norms in ((), (HeadNorms(weight, weight, 1e-6),)):
+    for norms in ((), (HeadNorms(Norm(weight, 1e-6), Norm(weight, 1e-6)),)):
         rope.RopeAndCache().run(q, k, v, angles, angles.clone(), batch, pages, *norms)
 
 
@@ -101,12 +103,17 @@ def run_rows(short: torch.dtype) -> None:
     """The sum is float32, its norm short, that after the last layer float32; heads are short."""
     x, y = torch.zeros(4, 576), torch.zeros(4, 576, dtype=short)
     for out in (x, y):  # of the embeddings, of sums
-        norm.RmsNorm().run(x, x[0], 1e-5, out)
-        norm.AddRmsNorm().run(x, x, x[0], 1e-5, out)
+        norm.Normalize().run(x, Norm(x[0], 1e-5), out)
+        norm.AddNormalize().run(x, x, Norm(x[0], 1e-5), out)
     heads = torch.zeros(4, 9, 128, dtype=short)[:, :3]
-    norm.RmsNorm().run(heads, torch.zeros(128), 1e-5, torch.zeros_like(heads))
+    norm.Normalize().run(heads, Norm(torch.zeros(128), 1e-5), torch.zeros_like(heads))
+    norm.AddNormalize().run(x, x, Norm(x[0], 1e-5, x[1], centred=True), y)
+    norm.Normalize().run(heads, Norm(x[:3, :128].contiguous(), 1e-5, None, True), heads.clone())
     for kind in elementwise.ACTIVATIONS:
-        elementwise.GatedActivation().run(torch.zeros(4, 1152, dtype=short), kind, y)
+        numbers = (0.8, 0.8, 0.5, -1e-6) if kind == "xielu" else ()
+        elementwise.Activate(gated=True).run(torch.zeros(4, 1152, dtype=short), kind, y, numbers)
+        if kind not in ALWAYS_GATED:
+            elementwise.Activate(gated=False).run(y, kind, y, numbers)
     for kind in elementwise.MAPS:
         given = y if kind == "add_bias" else x
         elementwise.Map(kind).run(given, x if kind == "add" else x[0], 2.0)

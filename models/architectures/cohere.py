@@ -1,0 +1,48 @@
+"""Command R: attention and MLP read one LayerNorm without a bias and are added to the sum at once.
+
+Dimensions 2i and 2i + 1 of a head turn together. Cohere (2024); transformers' modeling_cohere.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from sdk.models.architecture import (
+    Architecture,
+    ConfigRules,
+    GgufKeys,
+    GgufRules,
+    LayerRules,
+    NormKind,
+    always,
+)
+
+LAYER = LayerRules(norm=NormKind(centred=True), adjacent_pairs=True)
+DEFAULTS: Mapping[str, Any] = {
+    "layer_norm_eps": 1e-5,
+    "logit_scale": 0.0625,
+    "tie_word_embeddings": True,
+}
+
+
+def read_gguf(config: dict[str, Any], keys: GgufKeys) -> None:
+    config["logit_scale"] = keys.number("logit_scale") or 1.0
+
+
+def write_gguf(config: Mapping[str, Any], source: str) -> Mapping[str, Any]:
+    return {"logit_scale": float(config["logit_scale"])}
+
+
+ARCHITECTURE = Architecture(
+    "cohere",
+    layer=LAYER,
+    config=ConfigRules(
+        keys=("attention_bias", "logit_scale"),
+        defaults={**DEFAULTS, "rope_theta": 500_000.0},
+        fixed={"use_qk_norm": False},
+        norm_eps="layer_norm_eps",
+        parallel_blocks=always,
+    ),
+    gguf=GgufRules("command-r", read=read_gguf, write=write_gguf, keys=("logit_scale",)),
+)
