@@ -7,6 +7,7 @@ tokens, a step is ``{request: number of tokens}``.
 
 from __future__ import annotations
 
+import json
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,6 +28,7 @@ from sdk.kernels.ops import Ops
 from sdk.loaders.hf_folder import HfFolder
 from sdk.models.architecture import architecture
 from sdk.models.auto import build_model
+from sdk.models.config_keys import FIXED
 from sdk.models.decoder import CausalLM
 from sdk.models.parallel import Mesh
 from sdk.quant.checkpoint import TensorEntry
@@ -130,6 +132,9 @@ def _as_ours(model: Any) -> dict[str, Tensor]:
     """The tensors of a model whose files do not have a Llama's names, as a folder reads them."""
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
+        path = Path(folder, "config.json")
+        config = json.loads(path.read_text())  # a folder is refused for what models are, too
+        path.write_text(json.dumps({k: v for k, v in config.items() if k not in FIXED}))
         checkpoint = HfFolder(Path(folder))
         found = {}
         for entry in checkpoint.entries():
