@@ -90,7 +90,8 @@ class ConfigRules(NamedTuple):
     ``causal``: see :class:`sdk.models.config.ModelConfig`; a config may still say otherwise.
     ``norm_eps``: the key of the eps of norms, or the eps itself where the code fixes it.
     ``parallel_blocks``: whether attention and MLP of a layer read the same sum, and both are added
-    to it; ``None``: they come one after the other.
+    to it; ``None``: they come one after the other. ``one_norm``: whether parallel blocks read one
+    norm; ``None``: ``LayerRules.parallel_norms`` says it.
     ``qk_norm``: whether queries and keys have the norms of ``LayerRules.qk_norm``; ``None``: the
     key ``use_qk_norm`` says it, and without it they have.
     ``names``: keys that a config of this model spells differently, ours to the file's.
@@ -120,6 +121,7 @@ class ConfigRules(NamedTuple):
     dense_width: str | None = None
     qk_norm: Callable[[Fields], bool] | None = None
     shared_experts: int = 0
+    one_norm: Callable[[Fields], bool] | None = None
 
 
 class Norms(NamedTuple):
@@ -230,7 +232,8 @@ class TensorRules(NamedTuple):
     ``block_sparse_moe``: transformers finds packed experts only under the names
     ``block_sparse_moe.experts.0.w1``.
     ``names``: names that differ from a Llama's, ours to the file's; those of a layer without
-    ``model.layers.0.``, which ``model.layers`` renames. See :mod:`sdk.loaders.tensor_names`.
+    ``model.layers.0.``, which ``model.layers`` renames, and where configs of the model differ one
+    name for each. See :mod:`sdk.loaders.tensor_names`.
     ``qkv_by_group``: the rows of ``qkv_proj`` are those of one key/value head after the other: its
     query heads, its key, its value.
     ``layers_transposed``: float matrices of layers are ``[in, out]``; packed ones are not.
@@ -240,7 +243,7 @@ class TensorRules(NamedTuple):
     experts_transposed: Literal["always", "sometimes"] | None = None
     gate_up_interleaved: bool = False
     block_sparse_moe: bool = False
-    names: Mapping[str, str] = NOTHING
+    names: Mapping[str, str | tuple[str, ...]] = NOTHING
     qkv_by_group: bool = False
     layers_transposed: bool = False
     final_norm_whole: bool = False

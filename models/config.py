@@ -52,12 +52,14 @@ class ModelConfig:
     as before them; such a model has no head and does not continue a text.
     ``query_scale``: of queries by their positions. ``post_norm_eps``: that of the norms after
     blocks, if it differs from ``norm_eps``.
-    ``parallel_blocks``: attention and MLP of a layer read the same sum.
+    ``parallel_blocks``: attention and MLP of a layer read the same sum. ``one_norm``: whatever the
+    architecture says otherwise, they read one norm of it.
     ``qk_norm``: queries and keys have the norms that the architecture has for them.
     ``head_bias``: of the projection to logits. ``qkv_clip``: queries, keys and values are clamped
     to this size.
     ``first_position``: the row of position 0 in the table of learned positions; ``None``: there is
     none. ``token_types``: rows of the table of token types; 0: there is none.
+    ``alibi``: the linear biases of attention.
     ``logits_scale`` divides the logits; a softcap ``c`` turns ``x`` into ``c * tanh(x / c)``.
     """
 
@@ -96,6 +98,7 @@ class ModelConfig:
     first_position: int | None = None
     token_types: int = 0
     qkv_clip: float | None = None
+    one_norm: bool = False
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> ModelConfig:
@@ -175,6 +178,7 @@ class ModelConfig:
             qkv_clip=fields.optional_positive("clip_qkv"),
             first_position=first,
             token_types=_token_types(fields) if embedding.types else 0,
+            one_norm=bool(rules.one_norm and rules.one_norm(fields)),
         )
 
 

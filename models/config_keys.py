@@ -52,6 +52,7 @@ HARMLESS: Mapping[str, frozenset[str]] = MappingProxyType(
         "training": frozenset(
             {
                 *("attention_dropout", "resid_pdrop", "embd_pdrop", "initializer_range"),
+                *("hidden_dropout", "classifier_dropout"),
                 *("router_aux_loss_coef", "output_router_logits", "pretraining_tp"),
                 "router_jitter_noise",  # but for Phi-3.5-MoE, which reads it
                 *("gradient_checkpointing", "num_labels", "problem_type", "finetuning_task"),

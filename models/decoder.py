@@ -127,6 +127,8 @@ class Layer:
         self.multiplier = c.residual_scale
         self.parallel, self.post_norm = c.parallel_blocks, rules.post_norm
         names = rules.norms_of(self.parallel)
+        if self.parallel and c.one_norm:
+            names = names._replace(before_mlp=None)
         if not index and not rules.first_norm:
             names = names._replace(before_attention=None)
         norms = [
@@ -203,6 +205,12 @@ def layer_rules(config: ModelConfig) -> LayerRules:
     return LayerRules() if own is None else own.layer
 
 
+def embedding_rules(config: ModelConfig) -> EmbeddingRules:
+    """What happens to the embeddings of a model before its first layer."""
+    own = architecture(config.model_type)
+    return EmbeddingRules() if own is None else own.embedding
+
+
 class Decoder:
     """Embedding, layers, final norm and head: a :class:`CausalLM`.
 
@@ -217,8 +225,7 @@ class Decoder:
         self.ops = source.ops
         self._mesh = mesh = source.mesh
         self.embedding: Embedding | None = source.embedding() if mesh.is_first else None
-        own = architecture(c.model_type)
-        rules = EmbeddingRules() if own is None else own.embedding
+        rules = embedding_rules(c)
         #: The tables of learned positions and of token types, and the norm of their sum.
         self.positions: Weight | None = None
         self.types: Weight | None = None

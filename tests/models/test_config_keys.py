@@ -152,6 +152,18 @@ PROBES: dict[str, Any] = {
     "mlp_layer_types": ["dense", "sparse", "dense", "sparse"],
     "rotary_dim": 8,
     "position_embedding_type": "rope",
+    "alibi": True,
+    "bias": True,
+    "enable_bias": False,
+    "multi_query": False,
+    "parallel_attn": False,
+    "scale_attn_weights": False,
+    "scale_attn_by_inverse_layer_idx": True,
+    "apply_residual_connection_post_layernorm": True,
+    "do_layer_norm_before": False,
+    "n_inner": 96,
+    "seq_length": 99,
+    "expansion_ratio": 3,
 }
 
 
@@ -178,8 +190,8 @@ def test_the_keys_that_masks_and_rotations_read_are_accounted_for() -> None:
     known |= {"standardize_rope_params", "json"}
     for module in (masking_utils, modeling_rope_utils):
         code = inspect.getsource(module)
-        read = set(re.findall(r"\bconfig\.([a-z_]+)", code))
-        read |= set(re.findall(r"getattr\((?:self\.)?config, \"([a-z_]+)\"", code))
+        read = set(re.findall(r"\bconfig\.([a-z_0-9]+)", code))
+        read |= set(re.findall(r"getattr\((?:self\.)?config, \"([a-z_0-9]+)\"", code))
         everything = known | set().union(*map(known_keys, OURS.values()))
         assert read - everything == set()
 
@@ -214,6 +226,7 @@ def test_a_changed_key_changes_what_it_changes_in_transformers(model_type: str, 
             assert key in str(error)
             refused.append(key)
             continue
+        expected = expected_logits(oracle, ids)
         difference = (found - expected).abs().max().item()
         assert difference <= 1e-4, f"{key}={value}: {difference} from transformers"
         own = OURS[model_type]
