@@ -96,10 +96,10 @@ class HeadFolder(HfFolder):
         return {**complete, "model_type": method}
 
     def _named(self, files: SafetensorsFiles) -> dict[str, StoredTensor]:
-        named = {self._ours(name): stored for name, stored in files.tensors.items()}
+        named = {self._our_name(name): stored for name, stored in files.tensors.items()}
         return {name: stored for name, stored in named.items() if self._is_used(name)}
 
-    def _ours(self, name: str) -> str:
+    def _our_name(self, name: str) -> str:
         if self.method != "medusa":
             for pattern, ours in _EAGLE_NAMES:
                 name = pattern.sub(ours, name)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from sdk.kernels.ops import Activation
+from sdk.kernels.mlp_activations import Activation
 
 #: Of results, against the formula in float32. Formulas that differ do so from the second digit on.
 _TOLERANCE = 1e-5

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from sdk.kernels.layouts import Dense
-from sdk.kernels.ops import Activation, Ops
+from sdk.kernels.mlp_activations import Activation
+from sdk.kernels.norm import Norm
+from sdk.kernels.ops import Ops
 from sdk.models.hf_known import RmsNormFacts, gated_activation, rms_norm_facts
 from sdk.models.layers import ExpertProjection, Matrix, Projection
 from sdk.models.parallel import Mesh
@@ -53,7 +55,7 @@ class PackedNorm(nn.Module):
         if x.dim() == 4 and x.stride(1) < x.stride(2):  # [1, heads, T, head_dim]: rows are tokens
             return self(x.transpose(1, 2)).transpose(1, 2)
         rows = x[0] if x.dim() == 4 else x.reshape(-1, x.shape[-1])
-        return self.ops.rms_norm(rows, self.weight, self.eps).view(x.shape)
+        return self.ops.norm(rows, Norm(self.weight, self.eps)).view(x.shape)
 
 
 class PackedMLP(nn.Module):
