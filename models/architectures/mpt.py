@@ -74,7 +74,7 @@ ARCHITECTURE = Architecture(
             *("attn_pdrop", "emb_pdrop", "embedding_fraction", "init_device", "init_config"),
             *("norm_type", "learned_pos_emb", "tokenizer_name", "verbose", "fc_type", "ffn_config"),
         ),
-        defaults={"tie_word_embeddings": True},
+        defaults={"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True},
         fixed={"expansion_ratio": 4, "logit_scale": None, "no_bias": True},
         activation=lambda fields: "gelu",
         unrotated=no_rotation,

@@ -115,15 +115,16 @@ def tiny(model_type: str, seed: int = 0, **options: Any) -> Any:
     return model
 
 
-def checkpoint_of(model: Any) -> DictCheckpoint:
-    """The model's tensors under the names ``save_pretrained`` would give them."""
+def checkpoint_of(model: Any, *, stored: bool = False) -> DictCheckpoint:
+    """The model's tensors under the names ``save_pretrained`` would give them; those of a model
+    that does not use a Llama's as a folder reads them, unless all are wanted as ``stored``."""
     state = {name: t.detach().clone() for name, t in model.state_dict().items()}
     kind = model.config.model_type
     tensors = {n: t for name, own in state.items() for n, t in _by_expert(kind, name, own)}
     if model.config.tie_word_embeddings:
         tensors.pop("lm_head.weight", None)
     own = architecture(kind)
-    if own is not None and own.tensors.names:
+    if not stored and own is not None and own.tensors.names:
         tensors = _as_ours(model)
     return DictCheckpoint(model.config.to_dict(), tensors)
 
