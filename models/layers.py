@@ -21,6 +21,7 @@ from sdk.models.architecture import NormKind, architecture
 from sdk.models.config import ModelConfig
 from sdk.models.expert_parallel import ExpertShare
 from sdk.models.parallel import Mesh
+from sdk.models.parts import Part, joined_parts, whole
 from sdk.models.rope import Rope, RopeSpec
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.errors import AlignmentError, CheckpointError
@@ -47,27 +48,6 @@ class Adapters(Protocol):
 
         ``slots``: int32, -1 for no adapter. x of an embedding: token ids.
         """
-
-
-class Part(NamedTuple):
-    """What a projection has of one matrix ``[out, in]`` of a checkpoint, under the path of that.
-
-    ``rows``: this rank's ranges ``(start, count)`` of the matrix's output features. Together they
-    are the projection's output features from ``first`` on. ``columns``: its range of the input
-    features. A matrix that a model joins with others may be named alone (``q_proj``) or as a part
-    of the joined one (``qkv_proj``), so parts may overlap.
-    """
-
-    path: str
-    shape: tuple[int, int]
-    first: int
-    rows: tuple[tuple[int, int], ...]
-    columns: tuple[int, int]
-
-
-def whole(path: str, shape: tuple[int, int]) -> Part:
-    """All of a matrix."""
-    return Part(path, shape, 0, ((0, shape[0]),), (0, shape[1]))
 
 
 class Projection:
@@ -378,7 +358,7 @@ class Source:
         return self._bound(
             whole,
             lambda: self._columns(path, fused, parts, self.config.hidden_size, bias),
-            _joined_parts(path, whole, parts, self.config.hidden_size),
+            joined_parts(path, whole, parts, self.config.hidden_size),
             narrow=True,
             activation_bits=ACCURATE if accurate else 8,
         )
@@ -593,19 +573,3 @@ class Source:
             return Matrix(self._cut(path, weight, "out", *self._tokens), None)
 
         return self._matrix(path, pull, ACCURATE).weight
-
-
-def _joined_parts(
-    path: str, fused: str, parts: Sequence[tuple[str, int, int, int]], inputs: int
-) -> list[Part]:
-    """The parts of :meth:`Source.columns`: each under its own name, and all as one, ``fused``."""
-    found: list[Part] = []
-    joined: list[tuple[int, int]] = []
-    first = offset = 0
-    for name, size, start, count in parts:
-        found.append(Part(f"{path}.{name}", (size, inputs), first, ((start, count),), (0, inputs)))
-        joined.append((offset + start, count))
-        first += count
-        offset += size
-    all_parts = Part(fused, (offset, inputs), 0, tuple(joined), (0, inputs))
-    return found if found[0].path == fused else [*found, all_parts]

@@ -39,9 +39,9 @@ _ATTENTION = {
 
 
 def _derived(config: dict[str, Any]) -> None:
-    attention = config.get("attn_config")
-    for key, value in _ATTENTION.items() if isinstance(attention, dict) else ():
-        found = attention.get(key, value)
+    attention = config.get("attn_config") or {}
+    for key, value in _ATTENTION.items():
+        found = attention.get(key, value) if isinstance(attention, dict) else attention
         if found != value:
             raise UnsupportedError(
                 f"config: attn_config: {key}: expected {value}, found {str(found)[:80]}: another "
