@@ -244,6 +244,10 @@ FAMILIES = (
         "GPT-2, Pythia, Phi-2, Falcon, MPT", ("gpt2", "gptneox", "phi2", "falcon", "mpt"),
         ("gpt2", "gpt_neox", "phi", "falcon", "mpt"), "older models", ("SmolLM2",),
     ),
+    Family(
+        "StarCoder, BLOOM, OPT", ("starcoder", "bloom"), ("gpt_bigcode", "bloom", "opt"),
+        "older models", ("SmolLM2",),
+    ),
 )  # fmt: skip
 
 

@@ -55,9 +55,9 @@ class TensorNames:
         if prefix or not own:
             return name
         number, _, own = own.partition(".")
-        for ours, theirs in self._parts.items():
+        for ours, each in self._parts.items():
             if (rest := _rest(own, ours)) is not None:
-                own = theirs[0] + rest
+                own = each[0] + rest
                 break
         return f"{self._layers}.{number}.{own}"
 

@@ -48,7 +48,7 @@ ARCHITECTURE = Architecture(
             *("bias_dropout_fusion", "masked_softmax_fusion", "offset_alibi", "skip_bias_add"),
             *("skip_bias_add_qkv", "n_inner"),
         ),
-        defaults={"tie_word_embeddings": True},
+        defaults={"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True},
         activation=lambda fields: "gelu_tanh",
         fixed={"apply_residual_connection_post_layernorm": False},
         unrotated=no_rotation,

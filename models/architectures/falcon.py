@@ -91,7 +91,7 @@ ARCHITECTURE = Architecture(
             *("num_kv_heads", "num_ln_in_parallel_attn", "parallel_attn"),
         ),
         ignored=("apply_residual_connection_post_layernorm",),
-        defaults={"hidden_act": "gelu", "tie_word_embeddings": True},
+        defaults={"layer_norm_epsilon": 1e-5, "hidden_act": "gelu", "tie_word_embeddings": True},
         unrotated=_unrotated,
         biases=_biases,
         norm_eps="layer_norm_epsilon",

@@ -75,7 +75,11 @@ ARCHITECTURE = Architecture(
             *("summary_use_proj", "summary_activation", "summary_proj_to_labels"),
             *("summary_first_dropout", "summary_last_dropout"),
         ),
-        defaults={"hidden_act": "gelu_new", "tie_word_embeddings": True},
+        defaults={
+            "layer_norm_epsilon": 1e-5,
+            "hidden_act": "gelu_new",
+            "tie_word_embeddings": True,
+        },
         fixed={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False},
         unrotated=no_rotation,
         biases=all_biases,

@@ -45,7 +45,11 @@ ARCHITECTURE = Architecture(
             *("max_sequence_length", "pad_key_length", "pre_allocate_kv_cache"),
             "validate_runner_input",
         ),
-        defaults={"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True},
+        defaults={
+            "layer_norm_epsilon": 1e-5,
+            "hidden_act": "gelu_pytorch_tanh",
+            "tie_word_embeddings": True,
+        },
         fixed={"scale_attn_weights": True},
         unrotated=no_rotation,
         biases=all_biases,

@@ -40,7 +40,7 @@ ARCHITECTURE = Architecture(
     layer=LayerRules(norm=LAYER_NORM, parallel_norms=Norms(), gated=False),
     config=ConfigRules(
         keys=("attention_bias", "partial_rotary_factor", "use_parallel_residual"),
-        defaults={"hidden_act": "gelu", "partial_rotary_factor": 0.25},
+        defaults={"layer_norm_eps": 1e-5, "hidden_act": "gelu", "partial_rotary_factor": 0.25},
         biases=_biases,
         norm_eps="layer_norm_eps",
         names={

@@ -39,9 +39,9 @@ _ATTENTION = {
 
 
 def _derived(config: dict[str, Any]) -> None:
-    attention = config.get("attn_config")
-    for key, value in _ATTENTION.items() if isinstance(attention, dict) else ():
-        found = attention.get(key, value)
+    attention = config.get("attn_config") or {}
+    for key, value in _ATTENTION.items():
+        found = attention.get(key, value) if isinstance(attention, dict) else attention
         if found != value:
             raise UnsupportedError(
                 f"config: attn_config: {key}: expected {value}, found {str(found)[:80]}: another "
@@ -74,7 +74,7 @@ ARCHITECTURE = Architecture(
             *("attn_pdrop", "emb_pdrop", "embedding_fraction", "init_device", "init_config"),
             *("norm_type", "learned_pos_emb", "tokenizer_name", "verbose", "fc_type", "ffn_config"),
         ),
-        defaults={"tie_word_embeddings": True},
+        defaults={"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True},
         fixed={"expansion_ratio": 4, "logit_scale": None, "no_bias": True},
         activation=lambda fields: "gelu",
         unrotated=no_rotation,

@@ -138,8 +138,9 @@ def seeded(config: Any, kind: Any, seed: int = 0) -> Any:
     return model
 
 
-def checkpoint_of(model: Any) -> DictCheckpoint:
-    """The model's tensors under the names ``save_pretrained`` would give them."""
+def checkpoint_of(model: Any, *, stored: bool = False) -> DictCheckpoint:
+    """The model's tensors under the names ``save_pretrained`` would give them; those of a model
+    that does not use a Llama's as a folder reads them, unless all are wanted as ``stored``."""
     state = {name: t.detach().clone() for name, t in model.state_dict().items()}
     kind = model.config.model_type
     tensors = {n: t for name, own in state.items() for n, t in _by_expert(kind, name, own)}
@@ -148,7 +149,7 @@ def checkpoint_of(model: Any) -> DictCheckpoint:
     own = architecture(kind)
     if "embed_tokens.weight" in tensors:  # without a head
         tensors = {f"model.{name}": tensor for name, tensor in tensors.items()}
-    if own is not None and own.tensors.names:
+    if not stored and own is not None and own.tensors.names:
         tensors = _as_ours(model)
     return DictCheckpoint(model.config.to_dict(), tensors)
 
