@@ -428,7 +428,9 @@ def complete_config(raw: dict[str, Any], source: str) -> dict[str, Any]:
     text = raw.get("text_config")
     if isinstance(text, dict) and isinstance(text.get("model_type"), str):
         check_config(text, f"{source}: text_config")
-        outer = {key: raw[key] for key in ("eos_token_id", "tie_word_embeddings") if key in raw}
+        outer: dict[str, Any] = {
+            key: raw[key] for key in ("eos_token_id", "tie_word_embeddings") if key in raw
+        }
         tied = outer.get("tie_word_embeddings") or text.get("tie_word_embeddings")
         # Either place may say it, and the other one has its default; a head in the files counts.
         raw = {**outer, **text, **({"tie_word_embeddings": tied} if tied is not None else {})}
