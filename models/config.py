@@ -58,7 +58,9 @@ class ModelConfig:
     ``attention_bias``: of q, k and v; ``output_bias``: of the projection after attention.
     ``query_scale``: of queries by their positions. ``post_norm_eps``: that of the norms after
     blocks, if it differs from ``norm_eps``.
-    ``parallel_blocks``: attention and MLP of a layer read the same sum.
+    ``parallel_blocks``: attention and MLP of a layer read the same sum. ``one_norm``: whatever the
+    architecture says otherwise, they read one norm of it.
+    ``alibi``: the linear biases of attention.
     ``logits_scale`` divides the logits; a softcap ``c`` turns ``x`` into ``c * tanh(x / c)``.
     """
 
@@ -91,6 +93,7 @@ class ModelConfig:
     post_norm_eps: float | None = None
     parallel_blocks: bool = False
     alibi: Alibi | None = None
+    one_norm: bool = False
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> ModelConfig:
@@ -161,6 +164,7 @@ class ModelConfig:
             query_scale=None if rules.query_scale is None else rules.query_scale(fields),
             parallel_blocks=bool(rules.parallel_blocks and rules.parallel_blocks(fields)),
             alibi=None if rules.alibi is None else rules.alibi(fields),
+            one_norm=bool(rules.one_norm and rules.one_norm(fields)),
         )
 
 
