@@ -108,11 +108,9 @@ PROBES: dict[str, Any] = {
     "no_rope_layers": [1, 0, 1, 0],
     "no_rope_layer_interval": 2,
     "clip_qkv": 0.5,
-<<<<<<< HEAD
     "position_embedding_type": "rope",
     "shared_intermediate_size": 96,
     "qkv_bias": True,
-=======
     "alibi": True,
     "bias": True,
     "enable_bias": False,
@@ -125,7 +123,6 @@ PROBES: dict[str, Any] = {
     "n_inner": 96,
     "seq_length": 99,
     "expansion_ratio": 3,
->>>>>>> gpt
 }
 
 
@@ -179,12 +176,6 @@ def test_a_changed_key_changes_what_it_changes_in_transformers(model_type: str, 
             oracle = tiny(model_type, **{**base, key: value})
         except (ValueError, TypeError, AttributeError, KeyError, StrictDataclassError):
             continue  # transformers rejects it
-<<<<<<< HEAD
-        expected = expected_logits(oracle, ids)
-=======
-        checkpoint = checkpoint_of(oracle)
-        checkpoint.config.setdefault(key, value)
->>>>>>> gpt
         try:
             checkpoint = checkpoint_of(oracle)
             checkpoint.config.setdefault(key, value)
