@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
+#: A key that the config of a folder without a head gets, whose model embeds and does not generate.
+WITHOUT_HEAD = "without_head"
 #: What every config must state itself, or else transformers' class fills it in; besides the eps of
 #: norms.
 STATED = (

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from sdk.kernels.dataclass import dataclass
+from sdk.models.architecture import WITHOUT_HEAD
 from sdk.models.config_fields import Fields
 from sdk.quant.embedding_head import Step
-from sdk.quant.errors import CheckpointError
+from sdk.quant.errors import CheckpointError, UnsupportedError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -75,6 +76,7 @@ def classifier_of(config: Mapping[str, Any]) -> Classifier | None:
     """The classes that a config names; ``None`` for a plain language model.
 
     :raises CheckpointError: names the field, what was expected and what was found.
+    :raises UnsupportedError: the classes are tokens, and the files have no head.
     """
     fields = Fields(config)
     tokens = config.get("classifier_from_token")
@@ -83,6 +85,11 @@ def classifier_of(config: Mapping[str, Any]) -> Classifier | None:
             fields.fail("classifier_from_token", "a list of two or more tokens", tokens)
         if not all(isinstance(token, str) and token for token in tokens):
             fields.fail("classifier_from_token", "a list of strings", tokens)
+        if config.get(WITHOUT_HEAD):
+            raise UnsupportedError(
+                "config: classifier_from_token: expected a model with a head, found one without "
+                "(its architectures name ...Model): it has no logits of tokens"
+            )
         return Classifier(tuple(tokens), "softmax", tuple(tokens))
     names = config.get("architectures")
     given = names if isinstance(names, (list, tuple)) else ()

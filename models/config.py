@@ -9,6 +9,7 @@ rejected by name before anything is allocated from it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -160,9 +161,7 @@ class ModelConfig:
             final_softcap=fields.optional_positive("final_logit_softcapping"),
             embedding_scale=_embedding_scale(fields, rules, hidden),
             residual_scale=fields.positive("residual_multiplier", default=1.0),
-            logits_scale=fields.positive("logits_scaling", default=1.0)
-            / fields.positive("logit_scale", default=1.0)
-            / fields.positive("output_multiplier", default=1.0),
+            logits_scale=_logits_scale(fields),
             attention_bias=biases.qkv,
             output_bias=biases.output,
             mlp_bias=biases.mlp,
@@ -199,6 +198,12 @@ def _embedding_scale(fields: Fields, rules: ConfigRules, hidden: int) -> float:
 
 def _qk_norm(fields: Fields) -> bool:
     return fields.flag("use_qk_norm", default=True)
+
+
+def _logits_scale(fields: Fields) -> float:
+    """What divides logits; some models say what multiplies them."""
+    factors = (fields.positive(key, default=1.0) for key in ("logit_scale", "output_multiplier"))
+    return fields.positive("logits_scaling", default=1.0) / math.prod(factors)
 
 
 def _biases(fields: Fields) -> Biases:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from sdk.models.architecture import Architecture, architecture
+from sdk.models.architecture import WITHOUT_HEAD, Architecture, architecture
 from sdk.quant.errors import UnsupportedError
 
 #: Read for every model.
@@ -171,7 +171,7 @@ def unknown_keys(config: Mapping[str, Any]) -> list[str]:
     own = architecture(config.get("model_type"))
     if own is None:
         return []
-    known = known_keys(own)
+    known = known_keys(own) | {WITHOUT_HEAD}
     return sorted(key for key, value in config.items() if key not in known and value is not None)
 
 

@@ -109,6 +109,7 @@ class JobMaker:
         adapters: Adapters,
         classifier: Classifier | None = None,
         encoder: str | None = None,
+        has_head: bool = True,
         closed_schemas: bool = False,
     ) -> None:
         """``encoder``: the kind of model, if it is one."""
@@ -125,12 +126,13 @@ class JobMaker:
         self.before_structures: Callable[[], object] = lambda: None
         self._generates = classifier is None or classifier.generates
         self._encoder = encoder
+        self._has_head = has_head
         self._ids = itertools.count()
 
     @property
     def generates(self) -> bool:
         """Whether the model continues texts."""
-        return self._generates and self._encoder is None
+        return self._generates and self._has_head and self._encoder is None
 
     def params(self, given: ParamsLike, count: int) -> list[SamplingParams]:
         """The parameters of each of ``count`` prompts."""
@@ -259,6 +261,11 @@ class JobMaker:
                 f"this model ({self._encoder}) is an encoder: its tokens see those after them too, "
                 "so it does not continue a text. It turns texts into vectors: use embed, encode, "
                 "score or rerank, and with a classification head classify"
+            )
+        if kind == "generate" and not self._has_head:
+            raise RequestError(
+                "this checkpoint holds a model without a head (its architectures name ...Model) "
+                "and cannot generate; use embed, encode, score or rerank"
             )
         if kind == "generate" and not self._generates:
             raise RequestError(

@@ -15,9 +15,9 @@ from sdk.models.auto import build_model
 from sdk.models.classifier import Classifier, classifier_of, read_score_head
 from sdk.models.classifier_heads import has_layers, with_layers
 from sdk.models.decoder import CausalLM, Decoder
-from sdk.models.layers import Matrix, Tensors
 from sdk.models.lockstep import Lockstep
 from sdk.models.parallel import Mesh
+from sdk.models.parts import Matrix, Tensors
 from sdk.quant.checkpoint import Checkpoint
 
 
