@@ -173,7 +173,7 @@ def _stage(jobs: Any) -> Any:
     from sdk.requests.calls import Stage
 
     outputs = yield Stage(jobs, "encode")
-    return [output.embedding for output in outputs]
+    return [output.outputs.data for output in outputs]
 
 
 def test_a_decoder_that_sees_both_ways_gives_vectors(tmp_path: Path) -> None:
