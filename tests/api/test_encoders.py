@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from sdk import LLM, AsyncLLM, OutOfMemoryError, RequestError
+from sdk import LLM, AsyncLLM, OutOfMemoryError, RequestError, UnsupportedError, quantize
 from sdk.engine.plan import Pooling
 from tests.models.conftest import expected_states, prompt, tiny, tiny_encoder
 
@@ -132,6 +132,11 @@ def test_an_option_without_a_use_is_refused_by_name(option: str, value: Any, llm
 def test_weights_in_8_bits_keep_directions(llm: LLM, folder: Path) -> None:
     with LLM(folder, num_threads=2, skip_tokenizer_init=True, quantization="int8") as short:
         assert cosines(means(short), means(llm)).min() > 0.999
+
+
+def test_files_of_encoders_are_not_written(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match=r"bert is an encoder, and only decoders can be"):
+        quantize(folder, tmp_path / "out", "rtn-w8g64")
 
 
 def test_ranks_share_the_heads(llm: LLM, folder: Path) -> None:

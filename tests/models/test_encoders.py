@@ -139,6 +139,7 @@ def test_what_a_file_says_of_directions_is_refused_where_it_is_another_model(
     [
         ("electra", {"embedding_size": 32}, "embedding_size: expected hidden_size 64, found 32"),
         ("bert", {"position_embedding_type": "relative_key"}, "position_embedding_type: expected"),
+        ("bert", {"is_decoder": True}, "is_decoder: expected False, found True"),
         ("xlm-roberta", {"pad_token_id": 300}, r"pad_token_id: expected an integer in 0\.\.254"),
         ("modernbert", {"norm_bias": True}, "norm_bias: expected False, found True"),
         ("distilbert", {"sinusoidal_pos_embds": True}, "sinusoidal_pos_embds: expected False"),
