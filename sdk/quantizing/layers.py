@@ -47,8 +47,8 @@ def decoder_config(checkpoint: Checkpoint) -> ModelConfig:
     config = ModelConfig.from_dict(checkpoint.config)
     if not config.causal:
         raise UnsupportedError(
-            f"{checkpoint.path}: {name} is an encoder, and only decoders can be quantized to files; "
-            "quantization='int8' packs its matrices while it is loaded"
+            f"{checkpoint.path}: {name} is an encoder, and only decoders can be quantized to "
+            "files; quantization='int8' packs its matrices while it is loaded"
         )
     return config
 
