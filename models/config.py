@@ -122,13 +122,7 @@ class ModelConfig:
             check_fixed_by_model(config, known)
         fields = Fields({**rules.defaults, **without_null(only_read(config, known))})
         hidden = fields.count("hidden_size", MAX_WIDTH)
-        heads = fields.count("num_attention_heads", MAX_WIDTH)
-        kv_heads = fields.count("num_key_value_heads", MAX_WIDTH, default=heads)
-        if heads % kv_heads:
-            fields.fail("num_key_value_heads", f"a divisor of {heads} heads", kv_heads)
-        if not fields.has("head_dim") and hidden % heads:
-            fields.fail("num_attention_heads", f"a divisor of hidden_size {hidden}", heads)
-        head_dim = fields.count("head_dim", 4096, default=hidden // heads)
+        heads, kv_heads, head_dim = _heads(fields, hidden)
         layers = fields.count("num_hidden_layers", MAX_LAYERS)
         eps = rules.norm_eps
         embedding = EmbeddingRules() if known is None else known.embedding
@@ -209,6 +203,17 @@ def _logits_scale(fields: Fields) -> float:
 def _biases(fields: Fields) -> Biases:
     attention = fields.flag("attention_bias", default=False)
     return Biases(attention, attention, fields.flag("mlp_bias", default=False))
+
+
+def _heads(fields: Fields, hidden: int) -> tuple[int, int, int]:
+    """Heads, key/value heads, and features of one."""
+    heads = fields.count("num_attention_heads", MAX_WIDTH)
+    kv_heads = fields.count("num_key_value_heads", MAX_WIDTH, default=heads)
+    if heads % kv_heads:
+        fields.fail("num_key_value_heads", f"a divisor of {heads} heads", kv_heads)
+    if not fields.has("head_dim") and hidden % heads:
+        fields.fail("num_attention_heads", f"a divisor of hidden_size {hidden}", heads)
+    return heads, kv_heads, fields.count("head_dim", 4096, default=hidden // heads)
 
 
 def _first_position(fields: Fields, rules: EmbeddingRules) -> tuple[int | None, int]:

@@ -109,6 +109,7 @@ _NORMS = {
     "gemma2": _SANDWICH,
     "gemma3": _SANDWICH,
     "muse-glimmer": _SANDWICH,
+    "gemma-embedding": _SANDWICH,
     "olmo2": {**_SANDWICH, **_NORMS_AFTER},
     "exaone4": {**_SANDWICH, **_NORMS_AFTER},
     "glm4": {

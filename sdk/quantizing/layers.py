@@ -53,7 +53,13 @@ def decoder_config(checkpoint: Checkpoint) -> ModelConfig:
             f"{checkpoint.path}: {name} models run through transformers; only this package's own "
             "model code can be quantized to files"
         )
-    return ModelConfig.from_dict(checkpoint.config)
+    config = ModelConfig.from_dict(checkpoint.config)
+    if not config.causal:
+        raise UnsupportedError(
+            f"{checkpoint.path}: {name} is an encoder, and only decoders can be quantized to "
+            "files; quantization='int8' packs its matrices while it is loaded"
+        )
+    return config
 
 
 class LayerRun:
@@ -148,4 +154,5 @@ class LayerRun:
         )
         step = Step(batch, [rope.cos_sin(positions, self.ops) for rope in self._ropes])
         delta, residual = layer(x, torch.zeros_like(x), step, self._kv.layers[0])
+        assert residual is not None  # no norms of sums
         return delta + residual

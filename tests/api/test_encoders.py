@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from sdk import LLM, AsyncLLM, OutOfMemoryError, RequestError
+from sdk import LLM, AsyncLLM, OutOfMemoryError, RequestError, UnsupportedError, quantize
 from sdk.engine.plan import Pooling
 from tests.models.conftest import expected_states, prompt, tiny, tiny_encoder
 
@@ -134,6 +134,11 @@ def test_weights_in_8_bits_keep_directions(llm: LLM, folder: Path) -> None:
         assert cosines(means(short), means(llm)).min() > 0.999
 
 
+def test_files_of_encoders_are_not_written(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match=r"bert is an encoder, and only decoders can be"):
+        quantize(folder, tmp_path / "out", "rtn-w8g64")
+
+
 def test_ranks_share_the_heads(llm: LLM, folder: Path) -> None:
     with LLM(folder, **OPTIONS, tensor_parallel_size=2) as split:
         assert np.abs(means(split) - means(llm)).max() < 1e-5
@@ -173,7 +178,7 @@ def _stage(jobs: Any) -> Any:
     from sdk.requests.calls import Stage
 
     outputs = yield Stage(jobs, "encode")
-    return [output.embedding for output in outputs]
+    return [output.outputs.data for output in outputs]
 
 
 def test_a_decoder_that_sees_both_ways_gives_vectors(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from sdk.kernels.gpu.tuning import Tuning
 from sdk.kernels.ops import Ops
 from sdk.kernels.sized_graphs import bucket_of, buckets
 from tests.gpu.cudnn_stand_in import StandIn, library
+from tests.models.conftest import expected_states, prompt, tiny_encoder
 
 __all__ = ["library"]  # a fixture
 
@@ -223,3 +224,18 @@ def test_logits_of_activations_of_16_bits_are_as_near_as_their_roundings(
     expected = expected - expected.mean(dim=1, keepdim=True)
     away = float((found - expected).norm() / expected.norm())
     assert away < (places * layers) ** 0.5 * HALF_STEP[short]
+
+
+@pytest.mark.usefixtures("quick")
+def test_an_encoder_runs_on_triton_kernels(tmp_path: Path) -> None:
+    oracle = tiny_encoder("modernbert", num_hidden_layers=2, local_attention=4)
+    oracle.save_pretrained(tmp_path)
+    ids = prompt(9, 3)
+    options: dict[str, Any] = {"compute": "exact", "skip_tokenizer_init": True, "max_num_seqs": 2}
+    with LLM(tmp_path, max_model_len=16, max_num_batched_tokens=16, **options) as llm:
+        given = {"prompt_token_ids": ids}
+        [found] = llm.encode(given, pooling="token", normalize=False)
+        text = str(llm.explain())
+    assert "gpu.attention" in text and "reference." not in text
+    states = torch.as_tensor(found.outputs.data)
+    assert (states - expected_states(oracle, ids)).abs().max() < 1e-4

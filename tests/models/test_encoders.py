@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from sdk.loaders.open import open_checkpoint
+from sdk.models.config import ModelConfig
+from sdk.quant.errors import CheckpointError, UnsupportedError
+from tests.gguf_encoders import FILES, gguf_of_encoder
+from tests.gguf_models import BOOL, F32, U32, gguf_of, save_gguf
 from tests.models.conftest import (
     Paged,
     checkpoint_of,
@@ -79,3 +85,92 @@ def test_states_match_transformers_alone_and_in_a_batch(name: str, load: Load) -
         assert (alone[one] - expected).abs().max() <= 1e-4
     together = Paged(model).step(ids)
     assert all(torch.equal(together[one], alone[one]) for one in ids)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_gguf_file_has_the_states_of_transformers(name: str, tmp_path: Path, load: Load) -> None:
+    oracle = tiny_encoder(*ENCODERS[name][:1], **ENCODERS[name][1])
+    path = save_gguf(tmp_path / "m.gguf", gguf_of_encoder(oracle))
+    checkpoint = open_checkpoint(path)
+    found = Paged(load(checkpoint)).run("a", prompt(75, 1))
+    assert (found - expected_states(oracle, prompt(75, 1))).abs().max() <= 1e-4
+    assert checkpoint.unused() == []
+
+
+def test_a_file_of_a_decoder_may_say_that_tokens_see_both_ways(tmp_path: Path, load: Load) -> None:
+    oracle = tiny("qwen3", is_causal=False, head_dim=24)
+    file = gguf_of(oracle, {"attention.causal": (BOOL, False)})
+    found = Paged(load(open_checkpoint(save_gguf(tmp_path / "m.gguf", file)))).run(
+        "a", prompt(41, 1)
+    )
+    assert (found - expected_states(oracle, prompt(41, 1))).abs().max() <= 1e-4
+
+
+def test_a_file_of_embedding_gemma_has_the_window_of_its_config(tmp_path: Path, load: Load) -> None:
+    oracle = oracle_of("gemma3_text")
+    window = oracle.config.to_dict()["sliding_window"]
+    more = {"attention.sliding_window": (U32, window), "rope.freq_base_swa": (F32, 10000.0)}
+    file = gguf_of(oracle, more, arch="gemma-embedding")
+    found = Paged(load(open_checkpoint(save_gguf(tmp_path / "m.gguf", file)))).run(
+        "a", prompt(75, 1)
+    )
+    assert (found - expected_states(oracle, prompt(75, 1))).abs().max() <= 1e-4
+
+
+def test_what_a_file_says_of_directions_is_refused_where_it_is_another_model(
+    tmp_path: Path,
+) -> None:
+    file = gguf_of_encoder(tiny_encoder("bert"))
+    file.metadata["bert.attention.causal"] = (BOOL, True)
+    with pytest.raises(
+        UnsupportedError, match=r"bert.attention.causal: expected false, found true"
+    ):
+        open_checkpoint(save_gguf(tmp_path / "m.gguf", file))
+    slides = tiny("gemma2", sliding_window=10)
+    more = {"attention.sliding_window": (U32, 10), "attention.causal": (BOOL, False)}
+    with pytest.raises(
+        UnsupportedError, match=r"gemma2.attention.causal: .* with a sliding window"
+    ):
+        open_checkpoint(save_gguf(tmp_path / "m.gguf", gguf_of(slides, more)))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("electra", {"embedding_size": 32}, "embedding_size: expected hidden_size 64, found 32"),
+        ("bert", {"position_embedding_type": "relative_key"}, "position_embedding_type: expected"),
+        ("bert", {"is_decoder": True}, "is_decoder: expected False, found True"),
+        ("xlm-roberta", {"pad_token_id": 300}, r"pad_token_id: expected an integer in 0\.\.254"),
+        ("modernbert", {"norm_bias": True}, "norm_bias: expected False, found True"),
+        ("distilbert", {"sinusoidal_pos_embds": True}, "sinusoidal_pos_embds: expected False"),
+        ("nomic_bert", {"prenorm": True}, "prenorm: expected False, found True"),
+        ("nomic_bert", {"moe_every_n_layers": 2}, "moe_every_n_layers: expected 0, found 2"),
+        ("bert", {"type_vocab_size": -1}, "type_vocab_size: expected an integer"),
+    ],
+)
+def test_what_is_not_computed_is_refused_by_name(
+    name: str, changes: dict[str, Any], words: str
+) -> None:
+    config = {**tiny_encoder(*ENCODERS[name][:1], **ENCODERS[name][1]).config.to_dict(), **changes}
+    with pytest.raises(CheckpointError, match=words):
+        ModelConfig.from_dict(config)
+
+
+def test_a_published_config_of_nomic_has_gpt_2_s_names_for_sizes() -> None:
+    published = {
+        "model_type": "nomic_bert",
+        "activation_function": "swiglu",
+        "layer_norm_epsilon": 1e-12,
+        "n_embd": 64,
+        "n_head": 4,
+        "n_inner": 128,
+        "n_layer": 4,
+        "n_positions": 8192,
+        "rotary_emb_base": 1000,
+        "type_vocab_size": 2,
+        "vocab_size": 96,
+    }
+    found = ModelConfig.from_dict(published)
+    sizes = found.hidden_size, found.num_heads, found.intermediate_size, found.num_layers
+    assert sizes == (64, 4, 128, 4) and found.max_position == 8192 and found.activation == "silu"
+    assert found.ropes[0].theta == 1000.0 and not found.causal

@@ -215,6 +215,8 @@ class ForwardPasses:
 
     def no_graphs_reason(self) -> str | None:
         """Why a GPU cannot record whole steps. None: it can."""
+        if not self._model.config.causal:
+            return "an encoder decodes no tokens"
         if isinstance(self._model, Decoder) and self._model.streamed:
             return "a head that drafts reads the inputs of several layers"
         return None

@@ -82,8 +82,7 @@ class ModelRunner:
         #: The slots of adapters, if requests may have any.
         self.adapters = self._make_adapters(config)
         #: The classes of the checkpoint, if it has any.
-        self.classifier = weights.classifier
-        self._score_head = weights.score_head
+        self.classifier, self._score_head = weights.classifier, weights.score_head
         self.unused_tensors = weights.unused_tensors
         self.kv = cache_of_rank(config, facts, mesh, self.ops)
         undo.callback(self.kv.close)

@@ -1,0 +1,129 @@
+"""Tiny transformers encoders as GGUF files in float32, as llama.cpp's converter writes them."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+
+from tests.gguf_models import BOOL, F32, STRING, U32
+from tests.loaders.conftest import GgufBytes
+
+#: Names in transformers' state dict -> names in the file; those of layers without their number.
+_BERT = {
+    "embeddings.word_embeddings": "token_embd",
+    "embeddings.position_embeddings": "position_embd",
+    "embeddings.token_type_embeddings": "token_types",
+    "embeddings.LayerNorm": "token_embd_norm",
+    "attention.self.query": "attn_q",
+    "attention.self.key": "attn_k",
+    "attention.self.value": "attn_v",
+    "attention.output.dense": "attn_output",
+    "attention.output.LayerNorm": "attn_output_norm",
+    "intermediate.dense": "ffn_up",
+    "output.dense": "ffn_down",
+    "output.LayerNorm": "layer_output_norm",
+}
+_DISTILBERT = {
+    **_BERT,
+    "attention.q_lin": "attn_q",
+    "attention.k_lin": "attn_k",
+    "attention.v_lin": "attn_v",
+    "attention.out_lin": "attn_output",
+    "sa_layer_norm": "attn_output_norm",
+    "ffn.lin1": "ffn_up",
+    "ffn.lin2": "ffn_down",
+    "output_layer_norm": "layer_output_norm",
+}
+_LLAMA = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_NOMIC = {
+    **_BERT,
+    **_LLAMA,
+    "post_attention_layernorm": "attn_output_norm",
+    "post_mlp_layernorm": "layer_output_norm",
+}
+_MODERN = {
+    "embeddings.tok_embeddings": "token_embd",
+    "embeddings.norm": "token_embd_norm",
+    "final_norm": "output_norm",
+    "attn_norm": "attn_norm",
+    "attn.Wqkv": "attn_qkv",
+    "attn.Wo": "attn_output",
+    "mlp_norm": "ffn_norm",
+    "mlp.Wi": "ffn_up",
+    "mlp.Wo": "ffn_down",
+}
+_EURO = {
+    **_LLAMA,
+    "embed_tokens": "token_embd",
+    "norm": "output_norm",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+#: model_type -> the file's architecture and its names.
+FILES: dict[str, tuple[str, dict[str, str]]] = {
+    "bert": ("bert", _BERT),
+    "roberta": ("bert", _BERT),
+    "xlm-roberta": ("bert", _BERT),
+    "distilbert": ("bert", _DISTILBERT),
+    "nomic_bert": ("nomic-bert", _NOMIC),
+    "modernbert": ("modern-bert", _MODERN),
+    "eurobert": ("eurobert", _EURO),
+}
+_LAYER = re.compile(r"(?:encoder\.|transformer\.)?layers?\.(\d+)\.(.+)")
+
+
+def gguf_of_encoder(model: Any) -> GgufBytes:
+    """The file of a model; the head of another task is left out."""
+    c = model.config
+    arch, names = FILES[c.model_type]
+    offset = c.pad_token_id + 1 if "roberta" in c.model_type else 0
+    rms = arch == "eurobert"
+    eps = getattr(c, "layer_norm_eps", getattr(c, "norm_eps", getattr(c, "rms_norm_eps", 1e-12)))
+    facts: dict[str, tuple[int, Any]] = {
+        "block_count": (U32, c.num_hidden_layers),
+        "context_length": (U32, c.max_position_embeddings - offset),
+        "embedding_length": (U32, c.hidden_size),
+        "feed_forward_length": (U32, getattr(c, "intermediate_size", None) or c.hidden_dim),
+        "attention.head_count": (U32, c.num_attention_heads),
+        "attention.head_count_kv": (
+            U32,
+            getattr(c, "num_key_value_heads", None) or c.num_attention_heads,
+        ),
+        f"attention.layer_norm_{'rms_' if rms else ''}epsilon": (F32, eps),
+        "attention.causal": (BOOL, False),
+        "pooling_type": (U32, 1),
+    }
+    ropes = getattr(c, "rope_parameters", None) or {}
+    full = ropes.get("full_attention", ropes)
+    if "rope_theta" in full:
+        facts["rope.freq_base"] = (F32, full["rope_theta"])
+    if arch == "modern-bert":
+        facts["rope.freq_base_swa"] = (F32, ropes["sliding_attention"]["rope_theta"])
+        facts["attention.sliding_window"] = (U32, c.local_attention)
+        facts["attention.sliding_window_pattern"] = (U32, 3)
+    file = GgufBytes({"general.architecture": (STRING, arch)})
+    for key, value in facts.items():
+        file.metadata[f"{arch}.{key}"] = value
+    for name, values in model.state_dict().items():
+        stem, _, suffix = name.rpartition(".")
+        layer = _LAYER.fullmatch(stem)
+        own = names.get(stem if layer is None else layer[2])
+        if own is None:
+            continue
+        rows = values.float()
+        if own == "position_embd":
+            rows = rows[offset:]
+        data = np.ascontiguousarray(rows.numpy(), "<f4")
+        place = own if layer is None else f"blk.{layer[1]}.{own}"
+        file.tensors[f"{place}.{suffix}"] = (data.shape[::-1], 0, data.tobytes())
+    return file
