@@ -25,6 +25,7 @@ from sdk.cli.bench.random_models import SHAPES
 from sdk.cli.bench.report import Section, to_markdown, to_text
 from sdk.cli.bench.settings import Settings
 from sdk.cli.bench.suites import SUITES, measure
+from sdk.demo import MINILM, SMOLLM2
 from sdk.errors import RequestError
 from sdk.loading.progress import is_terminal
 
@@ -169,7 +170,9 @@ def run(args: argparse.Namespace) -> int:
         check_peer(peer)
     if args.plots:
         check_matplotlib()
-    with ModelFiles(args.file) as model:
+    if "embed" in args.suite and len(args.suite) > 1:
+        raise RequestError("--suite: expected embed alone, because it takes an embedding model")
+    with ModelFiles(args.file, MINILM if "embed" in args.suite else SMOLLM2) as model:
         settings = Settings(
             model=model.path,
             threads=args.threads or len(os.sched_getaffinity(0)),
