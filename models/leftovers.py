@@ -44,7 +44,7 @@ _HARMLESS = (
 #: vectors needs none of it, so it is not reported.
 _OF_A_TASK = re.compile(
     r"^(?:\w+\.)?(?:lm_head|cls|pooler|classifier|score|head|decoder|output|output_bias|qa_outputs"
-    r"|vocab_\w+|discriminator_predictions|generator_\w+)\."
+    r"|vocab_\w+|discriminator_predictions|generator_\w+)\.|(?:^|\.)position_ids$"
 )
 #: Names in one message.
 _SHOWN = 3
@@ -74,7 +74,7 @@ class Leftovers(NamedTuple):
         ``only_text``: the file holds nothing beside a language model (GGUF). ``generates``: the
         model has a head; a file may have one anyway.
         """
-        left = tuple(name for name in unused if generates or not _OF_A_TASK.match(name))
+        left = tuple(name for name in unused if generates or not _OF_A_TASK.search(name))
         used = set(everything) - set(left)
         roots = {_root(name) for name in (left if only_text else used)} | {*_HEADS}
         own: list[str] = []

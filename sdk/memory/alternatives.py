@@ -257,6 +257,8 @@ def _fitting(
     inner = checkpoint.inner if isinstance(checkpoint, RewrittenCheckpoint) else checkpoint
     weights, kv = expected_losses()
     before = kv.get(asked.kv_dtype, 0.0)
+    if not model_config(config, checkpoint).causal:  # its pages are those of one step
+        kv = {}
     for scheme in _schemes(config, inner, weights):
         options: dict[str, Any] = {} if scheme is None else {"quantization": scheme}
         by_scheme = replace(config, **options)
