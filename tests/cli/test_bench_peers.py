@@ -370,7 +370,7 @@ def test_the_embed_suite_says_what_it_needs(
     model = str(golden / "arch-llama3" / "hf")
     assert main(["bench", model, "--suite", "embed,decode"]) == 2
     assert "expected embed alone" in capsys.readouterr().err
-    argv = ["bench", model, "--suite", "embed", "--against", f"llama.cpp={sys.executable}"]
+    argv = ["bench", model, "--suite", "embed", "--against", "llama.cpp=/nowhere/python"]
     assert main(argv) == 2
     assert "expected --gguf FILE" in capsys.readouterr().err
 
