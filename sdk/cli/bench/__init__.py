@@ -133,10 +133,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     text = "adapters of the lora suite: random ones, or one of yours (default: random:16)"
     parser.add_argument("--lora", metavar="random:RANK|PATH", help=text)
-    text = "type of their factors in memory (default: auto, 16 bits)"
+    text = "type of their factors in memory"
     parser.add_argument("--lora-dtype", choices=("auto", "int8"), help=text)
-    text = "the same model as a GGUF file, for llama.cpp in the embed suite"
-    parser.add_argument("--gguf", metavar="FILE", help=text)
+    parser.add_argument(
+        "--gguf", metavar="FILE", help="the model for llama.cpp, of the embed suite"
+    )
     parser.add_argument("--rounds", type=parse_count, help="rounds of measuring (default: 5)")
     parser.add_argument("--threads", type=parse_count, help="default: the CPUs of this process")
     _add_gpu_arguments(parser)
