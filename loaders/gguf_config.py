@@ -175,14 +175,14 @@ def _classes(file: GgufFile, own: Architecture, keys: Keys) -> dict[str, Any]:
             "cls.output.weight"
         )
     name = f"{own.model_type.title()}ForSequenceClassification"
-    found = {"architectures": [name], "id2label": dict(enumerate(labels))}
+    classes: dict[str, Any] = {"architectures": [name], "id2label": dict(enumerate(labels))}
     key = f"{keys.architecture}.classifier.pooling_type"
     pooling = file.metadata.get(key)
     if pooling is None:
-        return found
-    if pooling not in _POOLINGS:
+        return classes
+    if not isinstance(pooling, int) or pooling not in _POOLINGS:
         raise CheckpointError(f"{file.path}: {key} is {pooling}, expected 1 (mean) or 2 (cls)")
-    return {**found, "classifier_pooling": _POOLINGS[pooling]}
+    return {**classes, "classifier_pooling": _POOLINGS[pooling]}
 
 
 def _experts(keys: Keys, own: Architecture, rules: GgufRules) -> dict[str, Any]:

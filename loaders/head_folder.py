@@ -66,7 +66,7 @@ class HeadFolder(HfFolder):
 
     def entries(self) -> Sequence[TensorEntry]:
         """All tensors by our names, because the file's do not say what is in a block."""
-        ours = (replace(each, name=self._ours(each.name)) for each in super().entries())
+        ours = (replace(each, name=self._renamed(each.name)) for each in super().entries())
         return [each for each in ours if self._is_used(each.name)]
 
     def _open(self, folder: Path, weights: Path | None) -> SafetensorsFiles:
@@ -96,10 +96,10 @@ class HeadFolder(HfFolder):
         return {**complete, "model_type": method}
 
     def _named(self, files: SafetensorsFiles) -> dict[str, StoredTensor]:
-        named = {self._our_name(name): stored for name, stored in files.tensors.items()}
+        named = {self._renamed(name): stored for name, stored in files.tensors.items()}
         return {name: stored for name, stored in named.items() if self._is_used(name)}
 
-    def _our_name(self, name: str) -> str:
+    def _renamed(self, name: str) -> str:
         if self.method != "medusa":
             for pattern, ours in _EAGLE_NAMES:
                 name = pattern.sub(ours, name)

@@ -273,6 +273,24 @@ class EmbeddingRules(NamedTuple):
     unweighted_norm: bool = False
 
 
+class HeadRules(NamedTuple):
+    """The classification head of an encoder, by the names of its tensors.
+
+    ``dense``: names of the layer before the output; of a head over tokens only if ``on_tokens``.
+    ``out``: the output. ``activation`` and ``pooling`` may name a config key instead, after ``=``.
+    """
+
+    dense: tuple[str, ...]
+    out: tuple[str, ...] = ("classifier",)
+    activation: str = "Tanh"
+    norm: tuple[str, ...] = ()
+    pooling: str = "cls"
+    on_tokens: bool = False
+    #: llama.cpp's activation for the architecture, and the one of its files without token types.
+    gguf_activation: str = "Tanh"
+    gguf_untyped: str | None = None
+
+
 class GgufKeys(Protocol):
     """The metadata of a GGUF file: see :class:`sdk.loaders.gguf_metadata.Keys`."""
 
@@ -335,7 +353,8 @@ class Architecture(NamedTuple):
 
     ``gguf``: ``None`` where there are no GGUF files of the model. ``more_gguf``: other names in
     GGUF files, of models that compute the same.
-    ``wide_range``: activations may exceed float16, which ends at 65,504.
+    ``wide_range``: activations may exceed float16, which ends at 65,504. ``head``: of classifiers,
+    if it is more than one matrix over the last token.
     """
 
     model_type: str
@@ -347,6 +366,7 @@ class Architecture(NamedTuple):
     more_gguf: tuple[GgufRules, ...] = ()
     wide_range: bool = False
     embedding: EmbeddingRules = EmbeddingRules()
+    head: HeadRules | None = None
 
 
 @cache

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from sdk.models.architecture import HeadRules, architecture
 from sdk.models.classifier import Classifier
 from sdk.models.config_fields import Fields
 from sdk.quant.embedding_head import DenseStep, LayerNormStep, Step
@@ -23,47 +23,6 @@ if TYPE_CHECKING:
     from sdk.quant.checkpoint import Checkpoint
 
 
-class HeadRules(NamedTuple):
-    """The parts of a head of one architecture, by the names of its tensors.
-
-    ``dense``: the layer before the output, with ``activation``; of tokens only if ``on_tokens``.
-    ``out``: the output. ``pooling``, ``activation``: also the name of a config key, after ``=``.
-    """
-
-    dense: tuple[str, ...]
-    out: tuple[str, ...] = ("classifier",)
-    activation: str = "Tanh"
-    norm: tuple[str, ...] = ()
-    pooling: str = "cls"
-    on_tokens: bool = False
-
-
-_POOLER = HeadRules(("bert.pooler.dense", "pooler.dense", "new.pooler.dense"))
-_ROBERTA = HeadRules(("classifier.dense",), ("classifier.out_proj",))
-_HEADS: Mapping[str, HeadRules] = MappingProxyType(
-    {
-        "bert": _POOLER,
-        "new": _POOLER,
-        "roberta": _ROBERTA,
-        "xlm-roberta": _ROBERTA,
-        "camembert": _ROBERTA,
-        "mpnet": _ROBERTA,
-        "electra": _ROBERTA._replace(activation="GELU"),
-        "distilbert": HeadRules(("pre_classifier",), activation="ReLU"),
-        "modernbert": HeadRules(
-            ("head.dense",),
-            activation="=classifier_activation",
-            norm=("head.norm",),
-            pooling="=classifier_pooling",
-            on_tokens=True,
-        ),
-    }
-)
-#: Those of a GGUF file, whose names say nothing about the architecture.
-_GGUF = HeadRules(("classifier.dense",), ("score",), norm=("classifier.norm",))
-_GGUF_HEADS: Mapping[str, HeadRules] = MappingProxyType(
-    {"modernbert": _GGUF._replace(activation="GELU", pooling="=classifier_pooling")}
-)
 #: transformers' names of activations and of poolings.
 _NAMES = {"gelu": "GELU", "relu": "ReLU", "tanh": "Tanh", "silu": "SiLU"}
 _POOLINGS = ("cls", "mean")
@@ -71,7 +30,10 @@ _POOLINGS = ("cls", "mean")
 
 def has_layers(classifier: Classifier | None, model_type: object) -> bool:
     """Whether the head is more than the matrix ``score`` over the last token."""
-    return classifier is not None and (classifier.per_token or model_type in _HEADS)
+    if classifier is None:
+        return False
+    own = architecture(model_type)
+    return classifier.per_token or (own is not None and own.head is not None)
 
 
 def with_layers(
@@ -85,9 +47,10 @@ def with_layers(
     if classifier is None or not has_layers(classifier, kind):
         return classifier
     fields = Fields(values)
-    rules = _HEADS.get(str(kind), HeadRules((), ("score",)))
+    own = architecture(kind)
+    rules = HeadRules((), ("score",)) if own is None or own.head is None else own.head
     if checkpoint.format == "gguf":
-        rules = _of_gguf(checkpoint, str(kind))
+        rules = _of_gguf(checkpoint, rules)
     steps: list[Step] = []
     if rules.dense and (rules.on_tokens or not classifier.per_token):
         steps += _before_output(checkpoint, rules, fields, hidden)
@@ -102,18 +65,24 @@ def with_layers(
     )
 
 
-def _of_gguf(checkpoint: Checkpoint, kind: str) -> HeadRules:
-    """:raises UnsupportedError: a part of the head is not in the file."""
-    rules = _GGUF_HEADS.get(kind, _GGUF)
-    if not checkpoint.has(f"{rules.dense[0]}.weight"):
+def _of_gguf(checkpoint: Checkpoint, rules: HeadRules) -> HeadRules:
+    """The head by our names of its tensors in a GGUF file.
+
+    :raises UnsupportedError: a part of the head is not in the file.
+    """
+    if not checkpoint.has("classifier.dense.weight"):
         raise UnsupportedError(
             f"{checkpoint.path}: the classification head has no tensor cls.weight: llama.cpp's "
             "converter leaves out the pooler of a BERT, without which the scores would be others. "
             "Use the model's folder"
         )
-    if kind == "bert" and not checkpoint.has("model.embed_types.weight"):
-        return rules._replace(activation="ReLU")  # DistilBERT, whose files are called BERTs
-    return rules
+    typed = rules.gguf_untyped is None or checkpoint.has("model.embed_types.weight")
+    return rules._replace(
+        dense=("classifier.dense",),
+        out=("score",),
+        norm=("classifier.norm",),
+        activation=rules.gguf_activation if typed else str(rules.gguf_untyped),
+    )
 
 
 def _before_output(

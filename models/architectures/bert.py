@@ -16,6 +16,7 @@ from sdk.models.architecture import (
     EmbeddingRules,
     GgufKeys,
     GgufRules,
+    HeadRules,
     LayerRules,
     Norms,
     TensorRules,
@@ -97,4 +98,8 @@ ARCHITECTURE = Architecture(
     tensors=TensorRules(names=tensor_names("bert")),
     gguf=GgufRules("bert", tensors=GGUF_TENSORS, read=_read_gguf),
     embedding=EmbeddingRules(positions=0, norm=True, types=True),
+    head=HeadRules(
+        ("bert.pooler.dense", "pooler.dense"),
+        gguf_untyped="ReLU",  # files of DistilBERT, which call it a BERT
+    ),
 )

@@ -5,7 +5,13 @@ Sanh et al., "DistilBERT" (2019), arXiv 1910.01108; transformers' modeling_disti
 
 from __future__ import annotations
 
-from sdk.models.architecture import Architecture, ConfigRules, EmbeddingRules, TensorRules
+from sdk.models.architecture import (
+    Architecture,
+    ConfigRules,
+    EmbeddingRules,
+    HeadRules,
+    TensorRules,
+)
 from sdk.models.architectures import bert
 
 ARCHITECTURE = Architecture(
@@ -46,4 +52,5 @@ ARCHITECTURE = Architecture(
         }
     ),
     embedding=EmbeddingRules(positions=0, norm=True),
+    head=HeadRules(("pre_classifier",), activation="ReLU"),
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from sdk.models.architecture import Architecture, EmbeddingRules, TensorRules
-from sdk.models.architectures import bert
+from sdk.models.architectures import bert, roberta
 from sdk.quant.errors import UnsupportedError
 
 
@@ -36,4 +36,5 @@ ARCHITECTURE = Architecture(
     ),
     tensors=TensorRules(names=bert.tensor_names("electra")),
     embedding=EmbeddingRules(positions=0, norm=True, types=True),
+    head=roberta.HEAD._replace(activation="GELU"),
 )

@@ -15,6 +15,7 @@ from sdk.models.architecture import (
     EmbeddingRules,
     GgufKeys,
     GgufRules,
+    HeadRules,
     LayerRules,
     NormKind,
     Norms,
@@ -106,4 +107,12 @@ ARCHITECTURE = Architecture(
         }
     ),
     embedding=EmbeddingRules(norm=True),
+    head=HeadRules(
+        ("head.dense",),
+        activation="=classifier_activation",
+        norm=("head.norm",),
+        pooling="=classifier_pooling",
+        on_tokens=True,
+        gguf_activation="GELU",
+    ),
 )

@@ -8,8 +8,10 @@ the unused rows.
 
 from __future__ import annotations
 
-from sdk.models.architecture import Architecture, EmbeddingRules, TensorRules
+from sdk.models.architecture import Architecture, EmbeddingRules, HeadRules, TensorRules
 from sdk.models.architectures import bert
+
+HEAD = HeadRules(("classifier.dense",), ("classifier.out_proj",))
 
 ARCHITECTURE = Architecture(
     "xlm-roberta",
@@ -22,4 +24,5 @@ ARCHITECTURE = Architecture(
     ),
     tensors=TensorRules(names=bert.tensor_names("roberta")),
     embedding=EmbeddingRules(positions="after padding", norm=True, types=True),
+    head=HEAD,
 )

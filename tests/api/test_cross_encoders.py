@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from sdk import LLM, CheckpointError, RequestError, UnsupportedError
@@ -156,7 +157,23 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: change(folder, id2label={"0": "a", "1": "b"}),
         r"classifier.weight: expected shape \[2, 32\], as the config says, found \[1, 32\]",
     ),
+    "bias": (
+        lambda folder: save_file(
+            {**load_file(folder / "model.safetensors"), "classifier.bias": torch.zeros(3)},
+            folder / "model.safetensors",
+            {"format": "pt"},
+        ),
+        r"classifier.bias: expected shape \[1\], found \[3\]",
+    ),
 }
+
+
+def test_an_activation_of_a_head_that_is_not_known_is_named(tmp_path: Path) -> None:
+    kind, options = CLASSES["modernbert"]
+    build(tmp_path, kind, 2, **options)
+    change(tmp_path, classifier_activation="mish")
+    with pytest.raises(UnsupportedError, match="classifier_activation: expected one of gelu"):
+        LLM(tmp_path, **EXACT)
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -204,8 +221,8 @@ _GGUF_NAMES = {
 }
 
 
-def gguf(model: Any, path: Path, leave_out: str = "") -> Path:
-    """The file of a classifier as llama.cpp's converter writes it."""
+def gguf(model: Any, path: Path, leave_out: str = "", **more: tuple[int, Any]) -> Path:
+    """The file of a classifier as llama.cpp's converter writes it; ``more``: other keys."""
     file = GgufBytes({"general.architecture": (STRING, "bert")})
     facts: dict[str, tuple[int, Any]] = {
         "block_count": (U32, 2),
@@ -216,6 +233,7 @@ def gguf(model: Any, path: Path, leave_out: str = "") -> Path:
         "attention.layer_norm_epsilon": (F32, 1e-12),
         "attention.causal": (BOOL, False),
         "pooling_type": (U32, 4),
+        **{key.replace("__", "."): value for key, value in more.items()},
     }
     for key, value in facts.items():
         file.metadata[f"bert.{key}"] = value
@@ -251,4 +269,11 @@ def test_a_gguf_file_whose_head_is_not_whole_is_refused(tmp_path: Path) -> None:
     model = build(tmp_path, "RobertaForSequenceClassification", 2, max_position_embeddings=60)
     path = gguf(model, tmp_path / "m.gguf", leave_out="cls")
     with pytest.raises(UnsupportedError, match=r"no tensor cls.weight.*Use the model's folder"):
+        LLM(path, skip_tokenizer_init=True, **EXACT)
+
+
+def test_a_pooling_of_a_gguf_file_that_is_not_known_is_named(tmp_path: Path) -> None:
+    model = build(tmp_path, "RobertaForSequenceClassification", 2, max_position_embeddings=60)
+    path = gguf(model, tmp_path / "m.gguf", classifier__pooling_type=(U32, 4))
+    with pytest.raises(CheckpointError, match=r"pooling_type is 4, expected 1 \(mean\) or 2"):
         LLM(path, skip_tokenizer_init=True, **EXACT)

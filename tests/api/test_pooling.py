@@ -265,6 +265,8 @@ def test_a_cross_encoder_scores_pairs(golden: Path, tmp_path: Path) -> None:
         text = tokenizer.encode("Q: cat D: mat?", add_special_tokens=False)
         [same] = llm.classify({"prompt_token_ids": text})
         assert one.score == same.probs[0]
+        with pytest.raises(RequestError, match="pairs have a template, which cannot be cut"):
+            llm.score("cat", ["mat"], chat_template=template, truncate_prompt_tokens=5)
         with pytest.raises(RequestError, match="expected strings for a model"):
             llm.score([[1, 2]], ["b"])
         with pytest.raises(RequestError, match="chat_template: expected the source"):

@@ -13,12 +13,14 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 import sdk
 from sdk.cli import main
+from sdk.cli.bench import embedding
 from sdk.cli.bench.engines import READ_GGUF, environment, parse_peers
-from sdk.cli.bench.peers import mistralrs
+from sdk.cli.bench.peers import mistralrs, worker
 from sdk.cli.bench.peers.opening import Opening
 from sdk.cli.bench.peers.timing import Timing
 from sdk.cli.bench.peers.worker import open_peer
@@ -268,6 +270,109 @@ def test_another_installation_of_this_package_is_a_peer(
     for suite in ("prefill", "startup"):
         names = [f"{engine} {sdk.__version__}" for engine in ("embedlm", "embedlm-other")]
         assert [row["engine"] for row in results[suite]] == names
+
+
+# ---- Embedding ----------------------------------------------------------------------------------
+
+
+def embedder(monkeypatch: pytest.MonkeyPatch, engine: str, model: Path, **modules: Any) -> Any:
+    """An engine of the embed suite with stand-ins for its packages."""
+    for name, members in modules.items():
+        monkeypatch.setitem(sys.modules, name.replace("__", "."), SimpleNamespace(**members))
+    return worker.open_peer(Opening(engine, str(model), 3, 1, 0, embeds=True))
+
+
+def test_sentence_transformers_reads_as_many_tokens_as_the_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Model:
+        def __init__(self, path: str, device: str, local_files_only: bool) -> None:
+            assert (path, device, local_files_only) == (str(tmp_path), "cpu", True)
+
+        def encode(self, texts: list[str], show_progress_bar: bool) -> Any:
+            return [[float(len(text)), self.max_seq_length] for text in texts]  # type: ignore[attr-defined]
+
+    monkeypatch.setattr("torch.set_num_threads", lambda count: None)
+    module = {"SentenceTransformer": Model, "__version__": "9"}
+    engine = embedder(monkeypatch, "sentence-transformers", tmp_path, sentence_transformers=module)
+    file = tmp_path / "vectors"
+    assert worker.embedded(engine, ["a", "bcd"], str(file))["seconds"] >= 0
+    assert np.fromfile(file, np.float32).tolist() == [1, 512, 3, 512]
+    assert engine.hello["name"] == "sentence-transformers 9"
+
+
+def test_fastembed_opens_the_fastest_file_of_the_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    opened: dict[str, Any] = {}
+
+    class Text:
+        add_custom_model = staticmethod(lambda **options: opened.update(options))
+
+        def __init__(self, name: str, specific_model_path: str, threads: int) -> None:
+            opened.update(path=specific_model_path, threads=threads)
+            tokenizer = SimpleNamespace(enable_truncation=lambda most: opened.update(most=most))
+            self.model = SimpleNamespace(tokenizer=tokenizer)
+
+        def embed(self, texts: list[str]) -> Any:
+            return iter([[0.5] for _ in texts])
+
+    kinds = {
+        "ModelSource": lambda hf: hf,
+        "PoolingType": SimpleNamespace(MEAN="mean"),
+    }
+    modules: dict[str, Any] = {
+        "fastembed": {"TextEmbedding": Text, "__version__": "1"},
+        "fastembed__common": {},
+        "fastembed__common__model_description": kinds,
+    }
+    with pytest.raises(ValueError, match=r"expected one of onnx/model_qint8_avx512_vnni"):
+        embedder(monkeypatch, "fastembed", tmp_path, **modules)
+    (tmp_path / "onnx").mkdir()
+    for name in ("model.onnx", "model_quint8_avx2.onnx"):
+        (tmp_path / "onnx" / name).write_bytes(b"")
+    engine = embedder(monkeypatch, "fastembed", tmp_path, **modules)
+    assert opened["model_file"] == "onnx/model_quint8_avx2.onnx"
+    assert (opened["path"], opened["threads"], opened["most"]) == (str(tmp_path), 3, 512)
+    assert engine.embed(["a", "b"]) == [[0.5], [0.5]]
+
+
+def test_llama_cpp_embeds_with_all_threads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class Llama:
+        def __init__(self, path: str, **options: Any) -> None:
+            assert options["embedding"] is True and options["n_threads_batch"] == 3
+
+        def embed(self, texts: list[str], normalize: bool, truncate: bool) -> Any:
+            return [[1.0, 0.0] for _ in texts]
+
+    module = {"Llama": Llama, "__version__": "0"}
+    engine = embedder(monkeypatch, "llama.cpp", tmp_path, llama_cpp=module)
+    assert engine.embed(["a"]) == [[1.0, 0.0]]
+
+
+@pytest.mark.slow
+def test_the_embed_suite_measures_texts_together_and_alone(
+    minilm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embedding, "TEXTS", 6)
+    monkeypatch.setattr(embedding, "SINGLE", 2)
+    file = tmp_path / "bench.json"
+    argv = ["bench", str(minilm), "--suite", "embed", "--rounds", "1", "--json", str(file)]
+    assert main([*argv, "--against", f"embedlm-other={sys.executable}"]) == 0
+    results = json.loads(file.read_text())["results"]["embed"]
+    assert [row["texts at once"] for row in results] == [6, 6, 1, 1]
+    assert all(row["median"]["texts_s"] > 0 for row in results)
+
+
+def test_the_embed_suite_says_what_it_needs(
+    golden: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = str(golden / "arch-llama3" / "hf")
+    assert main(["bench", model, "--suite", "embed,decode"]) == 2
+    assert "expected embed alone" in capsys.readouterr().err
+    argv = ["bench", model, "--suite", "embed", "--against", "llama.cpp=/nowhere/python"]
+    assert main(argv) == 2
+    assert "expected --gguf FILE" in capsys.readouterr().err
 
 
 # ---- The packages themselves ---------------------------------------------------------------------

@@ -40,8 +40,8 @@ MAX_FILE_LINES = 600  # an upper bound, not a target: meaning decides where a fi
 MAX_FUNCTION_LINES = 60
 #: Files that would only get harder to read by being cut: their own limit, and why.
 LONG_FILES: dict[str, tuple[int, str]] = {
-    "sdk/llm.py": (1040, "the facade: one short method each, and their types for editors"),
-    "sdk/testing/fake_llm.py": (700, "the same methods, for tests of applications"),
+    "sdk/llm.py": (1080, "the facade: one short method each, and their types for editors"),
+    "sdk/testing/fake_llm.py": (720, "the same methods, for tests of applications"),
 }
 
 TOP_LEVEL = {
@@ -57,6 +57,7 @@ EXEMPT = {
     ("kernels/dataclass.py", "exec"): "as the standard library does: names of fields, no input",
     ("sdk/executors/worker.py", "signal.signal"): "a child process of ours: the parent ends it",
     ("sdk/executors/worker.py", "torch.set_num_threads"): "the same: the child's torch is ours",
+    ("sdk/cli/bench/peers/embedding.py", "torch.set_num_threads"): "a worker process of the bench",
     ("sdk/executors/channel.py", "pickle.loads"): "plans and results from our own child process",
     ("sdk/replicas/connection.py", "pickle.loads"): "messages of our own child processes",
     ("sdk/replicas/messages.py", "pickle.loads"): "of what was just pickled: can it be read again?",

@@ -25,6 +25,7 @@ from sdk.cli.bench.random_models import SHAPES
 from sdk.cli.bench.report import Section, to_markdown, to_text
 from sdk.cli.bench.settings import Settings
 from sdk.cli.bench.suites import SUITES, measure
+from sdk.demo import MINILM, SMOLLM2
 from sdk.errors import RequestError
 from sdk.loading.progress import is_terminal
 
@@ -132,10 +133,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     text = "adapters of the lora suite: random ones, or one of yours (default: random:16)"
     parser.add_argument("--lora", metavar="random:RANK|PATH", help=text)
-    text = "type of their factors in memory (default: auto, 16 bits)"
+    text = "type of their factors in memory"
     parser.add_argument("--lora-dtype", choices=("auto", "int8"), help=text)
-    text = "the same model as a GGUF file, for llama.cpp in the embed suite"
-    parser.add_argument("--gguf", metavar="FILE", help=text)
+    parser.add_argument(
+        "--gguf", metavar="FILE", help="the model for llama.cpp, of the embed suite"
+    )
     parser.add_argument("--rounds", type=parse_count, help="rounds of measuring (default: 5)")
     parser.add_argument("--threads", type=parse_count, help="default: the CPUs of this process")
     _add_gpu_arguments(parser)
@@ -169,7 +171,9 @@ def run(args: argparse.Namespace) -> int:
         check_peer(peer)
     if args.plots:
         check_matplotlib()
-    with ModelFiles(args.file) as model:
+    if "embed" in args.suite and len(args.suite) > 1:
+        raise RequestError("--suite: expected embed alone, because it takes an embedding model")
+    with ModelFiles(args.file, MINILM if "embed" in args.suite else SMOLLM2) as model:
         settings = Settings(
             model=model.path,
             threads=args.threads or len(os.sched_getaffinity(0)),

@@ -48,11 +48,13 @@ def measure_embedding(settings: Settings, engines: Engines) -> list[Result]:
 
     :raises RequestError: llama.cpp has no GGUF file.
     """
+    peers = [Peer(OURS), *(peer for peer in settings.peers if peer.engine in EMBEDDING)]
+    openings = [_opening(settings, peer.engine) for peer in peers]
     with Engines(settings.failures) as opened, TemporaryDirectory() as folder:
-        for peer in (Peer(OURS), *(p for p in settings.peers if p.engine in EMBEDDING)):
+        for peer, opening in zip(peers, openings, strict=True):
             settings.progress(f"opening {peer.engine}")
             with opened.sparing():
-                opened.open(_opening(settings, peer.engine), peer.python)
+                opened.open(opening, peer.python)
         many, single = texts_of(TEXTS, 1), texts_of(SINGLE, 2)
         cosines = _cosines(opened, single, Path(folder))
 

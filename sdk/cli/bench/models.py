@@ -9,16 +9,16 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from sdk.cli.bench.random_models import SHAPES, write_random
-from sdk.demo import demo_model
+from sdk.demo import SMOLLM2, DemoModel, demo_model
 
 
 class ModelFiles:
-    """The model ``file`` (``None``: the demo model), and versions of it in a temporary folder.
+    """The model ``file`` (``None``: the demo model ``usual``), and temporary versions of it.
 
     A context manager that removes the folder at its end.
     """
 
-    def __init__(self, file: str | None) -> None:
+    def __init__(self, file: str | None, usual: DemoModel = SMOLLM2) -> None:
         self._folder = TemporaryDirectory(prefix="embedlm-bench-")
         self._unpacked: Path | None = None
         if file in SHAPES:
@@ -26,7 +26,7 @@ class ModelFiles:
             write_random(made, file)
             self.path = str(made)
         else:
-            self.path = file or str(demo_model())
+            self.path = file or str(demo_model(usual))
 
     def __enter__(self) -> ModelFiles:
         return self
