@@ -74,7 +74,8 @@ FAMILIES = (
     ),
     Family(
         "all-MiniLM, bge, e5, mxbai, arctic-embed, bge-reranker", ("bert",),
-        ("bert", "roberta", "xlm-roberta", "mpnet"), "encoders", ("Qwen3-Embedding",), kind="embed",
+        ("bert", "roberta", "xlm-roberta", "mpnet", "distilbert", "electra"), "encoders",
+        ("Qwen3-Embedding",), kind="embed",
     ),
     Family(
         "Llama 3.x, SmolLM2, TinyLlama, DeepSeek-R1-Distill-Llama", ("llama",), ("llama",),
@@ -94,7 +95,8 @@ FAMILIES = (
     Family("gpt-oss", ("gpt-oss",), ("gpt_oss",)),
     Family("Qwen3-30B-A3B, Qwen3-Coder-30B-A3B", ("qwen3moe",), ("qwen3_moe",)),
     Family(
-        "Mistral Small 3.x, Ministral 3, Devstral 2", ("mistral3",), ("mistral", "ministral3"),
+        "Mistral Small 3.x, Ministral 3, Devstral 2", ("mistral3",), ("mistral", "ministral3",
+        "ministral"),
         "scale of queries by position, vision", ("Mistral 7B",), part="text only",
     ),
     Family("Mistral 7B, Mistral Nemo, Mathstral", ("llama",), ("mistral",)),
@@ -147,7 +149,8 @@ FAMILIES = (
         ("Qwen3-30B-A3B",),
     ),
     Family(
-        "Muse Glimmer", ("muse-glimmer",), ("muse_glimmer",), "gates and norms of its own",
+        "Muse Glimmer", ("muse-glimmer",), ("muse_glimmer", "muse_glimmer_text"),
+        "gates and norms of its own",
         ("Gemma 3", "gpt-oss"),
     ),
     Family(
@@ -241,8 +244,32 @@ FAMILIES = (
         "older models", ("Qwen2.5-Coder",),
     ),
     Family(
-        "GPT-2, Pythia, Phi-2, Falcon, MPT", ("gpt2", "gptneox", "phi2", "falcon", "mpt"),
-        ("gpt2", "gpt_neox", "phi", "falcon", "mpt"), "older models", ("SmolLM2",),
+        "GPT-2, Pythia, Phi-2, Falcon, MPT, BLOOM, OPT, StarCoder",
+        ("gpt2", "gptneox", "phi2", "falcon", "mpt", "bloom", "starcoder"),
+        ("gpt2", "gpt_neox", "phi", "falcon", "mpt", "bloom", "opt", "gpt_bigcode"),
+        "older models", ("SmolLM2",),
+    ),
+    Family(
+        "Granite 3 MoE, Granite with windows", ("granitemoe", "granite_swa"),
+        ("granitemoe", "granitemoeshared", "granite_swa"), "shared experts", ("Granite 3.x",),
+    ),
+    Family("Phi-3.5-MoE", ("phimoe",), ("phimoe",), "router of its own", ("Phi-3.5",)),
+    Family(
+        "Nemotron Mini, Minitron, Arcee AFM, Jais 2", ("nemotron", "arcee", "jais2"),
+        ("nemotron", "arcee", "jais2"), "an MLP without a gate", ("Qwen3",),
+    ),
+    Family(
+        "Ling 2, Ring 2, dots.llm1, Solar Open", ("bailingmoe2", "dots1", "glm4moe"),
+        ("dots1", "solar_open"), "router of its own", ("Qwen3-30B-A3B",),
+    ),
+    Family(
+        "InternLM 3, Helium, CWM, IQuest Coder, VaultGemma, FlexOlmo", ("llama", "gemma2"),
+        ("internlm3", "helium", "cwm", "iquestcoder", "vaultgemma", "flex_olmo"),
+        "variations of Llama and Gemma", ("Qwen3",),
+    ),
+    Family(
+        "llama-embed-nemotron", ("llama-embed",), ("llama_bidirec",), "encoders",
+        ("Qwen3-Embedding",), kind="embed",
     ),
     Family(
         "StarCoder, BLOOM, OPT", ("starcoder", "bloom"), ("gpt_bigcode", "bloom", "opt"),

@@ -1,6 +1,6 @@
 """Modules of transformers that compute what operators of ours compute: found by trying them.
 
-A class's name says little: there are RMSNorms that add 1 to their weight, and MLPs that clamp. So a
+A class's name says little: there are norms that add 1 to their weight, and MLPs that clamp. So a
 module's own ``forward`` runs on random numbers, with stand-ins for its weights, and must give what
 the operator is defined to give. Only then it is replaced.
 """
@@ -8,6 +8,7 @@ the operator is defined to give. Only then it is replaced.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -28,37 +29,48 @@ _ACTIVATIONS: dict[Activation, Any] = {
 }
 
 
-class RmsNormFacts(NamedTuple):
-    """``x / sqrt(mean(x^2) + eps) * (weight + offset)``."""
+class NormFacts(NamedTuple):
+    """``(x - mean) / sqrt(mean((x - mean)^2) + eps) * (weight + offset) + bias``; the mean is 0
+    unless the norm is ``centred``."""
 
     eps: float
     offset: float
+    centred: bool
 
 
-def rms_norm_facts(module: nn.Module) -> RmsNormFacts | None:
-    """What an RMSNorm computes; ``None`` for another module."""
+def norm_facts(module: nn.Module) -> NormFacts | None:
+    """What an RMSNorm or a LayerNorm computes; ``None`` for another module.
+
+    It may have no weight, and a bias.
+    """
     parameters = dict(module.named_parameters(recurse=False))
-    weight = parameters.get("weight")
     eps = next((getattr(module, key) for key in _EPSILONS if hasattr(module, key)), None)
-    if len(parameters) != 1 or weight is None or weight.dim() != 1 or not isinstance(eps, float):
+    if not isinstance(eps, float) or [*module.children()] or [*module.buffers()]:
         return None
-    if [*module.children()] or [*module.buffers()]:
+    if not parameters.keys() <= {"weight", "bias"} or any(
+        p.dim() != 1 for p in parameters.values()
+    ):
         return None
-    width = weight.shape[0]
+    width = next((len(parameter) for parameter in parameters.values()), _WIDTH)
     generator = torch.Generator().manual_seed(0)
-    values = torch.randn(width, generator=generator)
+    values = {name: torch.randn(width, generator=generator) for name in parameters}
     inputs = [size * torch.randn(1, 3, width, generator=generator) for size in _SIZES]
-    for offset in (0.0, 1.0):
-        expected = [
-            x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * (values + offset)
-            for x in inputs
-        ]
-        if all(
-            _agrees(lambda x=x: torch.func.functional_call(module, {"weight": values}, (x,)), want)
-            for x, want in zip(inputs, expected, strict=True)
-        ):
-            return RmsNormFacts(eps, offset)
+    results = [
+        _result(lambda x=x: torch.func.functional_call(module, values, (x,))) for x in inputs
+    ]
+    for facts in (NormFacts(eps, offset, kind) for kind in (False, True) for offset in (0.0, 1.0)):
+        expected = [_normed(x, facts, values) for x in inputs]
+        if all(_agrees(found, want) for found, want in zip(results, expected, strict=True)):
+            return facts
     return None
+
+
+def _normed(x: Tensor, facts: NormFacts, values: dict[str, Tensor]) -> Tensor:
+    x = x - x.mean(-1, keepdim=True) if facts.centred else x
+    x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + facts.eps)
+    if "weight" in values:
+        x = x * (values["weight"] + facts.offset)
+    return x + values["bias"] if "bias" in values else x
 
 
 def gated_activation(module: nn.Module) -> Activation | None:
@@ -74,11 +86,10 @@ def gated_activation(module: nn.Module) -> Activation | None:
     probe._modules = {**module._modules, **dict(zip(names, stand_ins, strict=True))}
     gate, up, down = stand_ins
     inputs = [size * torch.randn(1, 3, _WIDTH, generator=generator) for size in _SIZES]
+    results = [_result(lambda x=x: probe(x)) for x in inputs]
     for activation, function in _ACTIVATIONS.items():
         expected = [down(function(gate(x)) * up(x)) for x in inputs]
-        if all(
-            _agrees(lambda x=x: probe(x), want) for x, want in zip(inputs, expected, strict=True)
-        ):
+        if all(_agrees(found, want) for found, want in zip(results, expected, strict=True)):
             return activation
     return None
 
@@ -94,13 +105,16 @@ class _StandIn(nn.Module):
         return x * self.factor + self.summand
 
 
-def _agrees(run: Any, expected: Tensor) -> bool:
-    """Whether a module gives ``expected``; one that cannot run this way does not."""
+def _result(run: Callable[[], Any]) -> Any:
+    """What a module gives; ``None`` for one that cannot run this way."""
     try:
         with torch.no_grad():
-            found = run()
+            return run()
     except Exception:  # whatever transformers' code raises for an input that it does not expect
-        return False
+        return None
+
+
+def _agrees(found: Any, expected: Tensor) -> bool:
     if not isinstance(found, Tensor) or found.shape != expected.shape:
         return False
     return bool((found - expected).abs().max() <= _TOLERANCE * expected.abs().max())

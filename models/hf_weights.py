@@ -15,7 +15,7 @@ from sdk.kernels.layouts import Dense
 from sdk.kernels.mlp_activations import Activation
 from sdk.kernels.norm import Norm
 from sdk.kernels.ops import Ops
-from sdk.models.hf_known import RmsNormFacts, gated_activation, rms_norm_facts
+from sdk.models.hf_known import NormFacts, gated_activation, norm_facts
 from sdk.models.layers import ExpertProjection, Projection
 from sdk.models.parallel import Mesh
 from sdk.models.parts import Matrix, joined_parts, whole
@@ -43,19 +43,23 @@ class PackedLinear(nn.Module):
 
 
 class PackedNorm(nn.Module):
-    """Replaces an RMSNorm."""
+    """Replaces an RMSNorm or a LayerNorm."""
 
-    def __init__(self, weight: Tensor, eps: float, ops: Ops) -> None:
+    def __init__(self, norm: Norm, ops: Ops) -> None:
         super().__init__()
-        self.register_buffer("weight", weight, persistent=False)
-        self.eps = eps
+        self.norm = norm
         self.ops = ops
+
+    @property
+    def weight(self) -> Tensor | None:
+        """What some models' code reads the type of."""
+        return self.norm.weight
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dim() == 4 and x.stride(1) < x.stride(2):  # [1, heads, T, head_dim]: rows are tokens
             return self(x.transpose(1, 2)).transpose(1, 2)
         rows = x[0] if x.dim() == 4 else x.reshape(-1, x.shape[-1])
-        return self.ops.norm(rows, Norm(self.weight, self.eps)).view(x.shape)
+        return self.ops.norm(rows, self.norm).view(x.shape)
 
 
 class PackedMLP(nn.Module):
@@ -133,7 +137,7 @@ class Filling:
         for name, module in list(self.model.named_modules()):
             if done and name.startswith(done):  # inside of an MLP that was replaced as a whole
                 continue
-            if (norm := rms_norm_facts(module)) is not None:
+            if (norm := norm_facts(module)) is not None:
                 new: nn.Module = self._norm(name, module, norm)
             elif (gated := gated_activation(module)) is not None:
                 new, done = self._mlp(name, module, gated), f"{name}."
@@ -206,9 +210,14 @@ class Filling:
         weight.bind(self.ops)
         return weight
 
-    def _norm(self, name: str, module: Any, facts: RmsNormFacts) -> PackedNorm:
-        weight = self._tensor(f"{name}.weight", module.weight)
-        return PackedNorm(weight + facts.offset, facts.eps, self.ops)
+    def _norm(self, name: str, module: Any, facts: NormFacts) -> PackedNorm:
+        own = {
+            key: self._tensor(f"{name}.{key}", parameter)
+            for key, parameter in module.named_parameters(recurse=False)
+        }
+        weight = own["weight"] + facts.offset if "weight" in own else None
+        norm = Norm(weight, facts.eps, own.get("bias"), facts.centred)
+        return PackedNorm(norm, self.ops)
 
     def _mlp(self, name: str, module: Any, activation: Activation) -> PackedMLP:
         hidden = module.gate_proj.weight.shape[1]

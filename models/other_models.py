@@ -153,17 +153,9 @@ GROUPS = (
         types=(
             *("bailing_hybrid", "bailing_moe_v2_5", "bamba", "falcon_h1", "falcon_mamba"),
             *("glm5_next_text", "granitemoehybrid", "jamba", "kimi_linear", "lara_mini", "mamba"),
-            *(
-                "mamba2",
-                "minimax",
-                "minimax_text_01",
-                "nemotron_h",
-                "olmo_hybrid",
-                "plamo2",
-                "qwen3_5_text",
-            ),
-            *("qwen3_5_moe_text", "qwen3_next", "recurrent_gemma", "rwkv", "rwkv6", "rwkv7"),
-            *("rwkv_hybrid", "xlstm", "zamba", "zamba2", "zaya"),
+            *("mamba2", "minimax", "minimax_text_01", "nemotron_h", "olmo_hybrid", "plamo2"),
+            *("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "recurrent_gemma", "rwkv"),
+            *("rwkv6", "rwkv7", "rwkv_hybrid", "xlstm", "zamba", "zamba2", "zaya"),
         ),
     ),
     Group(
@@ -180,12 +172,7 @@ GROUPS = (
         _SPARSE,
         gguf=("deepseek32", "dots3note", "glm-dsa", "hy_v4", "minimax-m3"),
         types=(
-            "axk2",
-            "deepseek_v32",
-            "dots3_note",
-            "dots3_note_text",
-            "glm_moe_dsa",
-            "hy_v4",
+            *("axk2", "deepseek_v32", "dots3_note", "dots3_note_text", "glm_moe_dsa", "hy_v4"),
             "minimax_m3_vl_text",
         ),
     ),
@@ -217,22 +204,13 @@ GROUPS = (
     Group(
         _VARIATION,
         gguf=(
-            *("afmoe", "apertus", "arcee", "baichuan", "bailingmoe", "bailingmoe2", "codeshell"),
-            *("cohere2", "cohere2moe", "command-r", "deepseek", "deepseek2-ocr", "dots1"),
+            *("afmoe", "baichuan", "bailingmoe", "bailingmoe2", "codeshell"),
+            *("cohere2moe", "deepseek", "deepseek2-ocr", "dots1"),
             *("ernie4_5-moe", "exaone-moe", "falcon", "glm4moe", "gpt2", "gptj", "gptneox"),
-            *("granite_swa", "granitemoe", "hunyuan-dense", "hunyuan-moe", "hunyuan_vl", "hy_v3"),
-            *(
-                "jais2",
-                "laguna",
-                "maincoder",
-                "maple",
-                "mellum",
-                "minimax-m2",
-                "muse-glimmer",
-                "nemotron",
-            ),
-            *("olmo", "orion", "paddleocr", "phi2", "phimoe", "plamo", "plamo3", "qwen"),
-            *("qwen2moe", "spark2_5", "stablelm", "starcoder", "starcoder2"),
+            *("granitemoe", "hunyuan-moe", "hunyuan_vl", "hy_v3"),
+            *("laguna", "maincoder", "maple", "mellum", "minimax-m2"),
+            *("orion", "paddleocr", "phimoe", "plamo", "plamo3", "qwen"),
+            *("qwen2moe", "spark2_5", "starcoder"),
         ),
         types=(
             *("baichuan", "bailing_moe", "chatglm", "codeshell", "deepseek", "internlm"),
@@ -263,7 +241,6 @@ FOLDERS = MappingProxyType(
     {
         "bitnet": ("bitnet",),
         "deepseek2": ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu"),
-        "jais2": ("jais2",),
         "mellum": ("mellum",),
         "minicpm3": ("minicpm3",),
     }

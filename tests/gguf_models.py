@@ -42,6 +42,7 @@ NAMES = {
     "cohere2": "cohere2",
     "olmo": "olmo",
     "nemotron": "nemotron",
+    "jais2": "jais2",
     "arcee": "arcee",
     "apertus": "apertus",
     "stablelm": "stablelm",
@@ -54,6 +55,7 @@ _LAYER_NORM_EPS = {
     "cohere2": "layer_norm_eps",
     "olmo": None,  # fixed
     "nemotron": "norm_eps",
+    "jais2": "layer_norm_eps",
     "stablelm": "layer_norm_eps",
     "phi2": "layer_norm_eps",
     "starcoder2": "norm_epsilon",

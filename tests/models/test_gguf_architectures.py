@@ -231,6 +231,7 @@ FILES: dict[str, tuple[str, dict[str, Any], dict[str, tuple[int, Any]]]] = {
         {**HALF, "layer_norm_eps": 1e-4, "num_key_value_heads": 4},
         {"rope.dimension_count": (U32, 8)},
     ),
+    "jais2": ("jais2", {"layer_norm_eps": 1e-4}, {}),
     "starcoder2": ("starcoder2", {"norm_epsilon": 1e-4, "tie_word_embeddings": True}, {}),
     "minicpm": (
         "granite",

@@ -19,7 +19,7 @@ from sdk.kernels.ops import Ops
 from sdk.loaders.open import open_checkpoint
 from sdk.models.auto import build_model
 from sdk.models.hf_backend import HFModel
-from sdk.models.hf_known import RmsNormFacts, gated_activation, rms_norm_facts
+from sdk.models.hf_known import NormFacts, gated_activation, norm_facts
 from sdk.models.parallel import Mesh
 from tests.models.conftest import TINY, checkpoint_of, prompt, tiny
 from tests.models.sweep import configs_of, random_model
@@ -27,7 +27,7 @@ from tests.models.test_model_graph import Steps
 
 #: Partial rotation and norms of heads; looked-up rotations of adjacent pairs; experts; latent
 #: attention, groups of experts and a shared one; no weights in norms and a soft cap.
-RECORDED = ("persimmon", "ctrl", "flex_olmo", "deepseek_v3", "nanochat")
+RECORDED = ("persimmon", "ctrl", "mellum", "deepseek_v3", "nanochat")
 
 
 @pytest.fixture
@@ -131,10 +131,12 @@ def test_what_a_norm_computes_is_found_by_trying_it() -> None:
             root = x.pow(2).mean(-1, keepdim=True).sqrt() + self.variance_epsilon
             return self.weight * x / root
 
-    assert rms_norm_facts(LlamaRMSNorm(64, 1e-5)) == RmsNormFacts(1e-5, 0.0)
-    assert rms_norm_facts(GemmaRMSNorm(64, 1e-6)) == RmsNormFacts(1e-6, 1.0)
-    for other in (Clamped(64, 1e-5), EpsilonOutside(64, 1e-5), nn.LayerNorm(64), nn.Linear(4, 4)):
-        assert rms_norm_facts(other) is None
+    assert norm_facts(LlamaRMSNorm(64, 1e-5)) == NormFacts(1e-5, 0.0, False)
+    assert norm_facts(GemmaRMSNorm(64, 1e-6)) == NormFacts(1e-6, 1.0, False)
+    for bias in (False, True):
+        assert norm_facts(nn.LayerNorm(64, bias=bias)) == NormFacts(1e-5, 0.0, True)
+    for other in (Clamped(64, 1e-5), EpsilonOutside(64, 1e-5), nn.BatchNorm1d(64), nn.Linear(4, 4)):
+        assert norm_facts(other) is None
 
 
 def test_what_a_gated_mlp_computes_is_found_by_trying_it() -> None:

@@ -265,7 +265,7 @@ def test_an_adapter_that_does_not_fit_names_the_matrix_and_changes_nothing(
 def test_models_that_run_through_transformers_have_adapters_of_their_linears(
     ops: Ops, load: Callable[..., Any]
 ) -> None:
-    model = load(tiny("stablelm", partial_rotary_factor=0.5))
+    model = load(tiny("persimmon", num_key_value_heads=4))
     adapters = ModelAdapters(model, ops, 1)
     assert EMBEDDING not in adapters.matrices
     with pytest.raises(AdapterError, match="embedding are not supported for this model"):
@@ -274,6 +274,6 @@ def test_models_that_run_through_transformers_have_adapters_of_their_linears(
     ids = prompt(9, 4)
     adapters.write(0, adapters.pack(adapter))
     found = with_slots(ops, Paged(model), ids, [0] * 9)
-    checkpoint = checkpoint_of(tiny("stablelm", partial_rotary_factor=0.5))
+    checkpoint = checkpoint_of(tiny("persimmon", num_key_value_heads=4))
     wanted = Paged(load(merged(checkpoint, adapter))).run("a", ids)
     assert close(found, wanted)
