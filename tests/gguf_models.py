@@ -143,7 +143,7 @@ def gguf_of(
             minus_one = arch.startswith("gemma") or arch == "nemotron"
             rows = rows + 1.0 if minus_one and suffix == "weight" else rows
         if ".act_fn." in name:  # numbers of all layers, in the metadata
-            key = f"{arch}.xielu.{suffix}"
+            key = f"xielu.{suffix}"
             _, (_, before) = file.metadata.get(key, (ARRAY, (F32, [])))
             file.metadata[key] = (ARRAY, (F32, [*before, float(rows)]))
             continue
