@@ -54,7 +54,10 @@ def check_config(config: Mapping[str, Any], source: str) -> None:
     Raises:
         CheckpointError: names ``source``, the key, the allowed range and the value found.
     """
+    known = architecture(config.get("model_type"))
     for key, (low, high) in LIMITS.items():
+        if known is not None and key in known.config.ignored:
+            continue  # 0 experts in files of dense Granite 4
         value = config.get(key)
         # Some models differ from layer to layer and give a list.
         for item in value[:MAX_LAYERS] if isinstance(value, list) else [value]:
@@ -156,7 +159,7 @@ def expected_shape(
     path, _, stem = name.removesuffix(".bias").rpartition(".")
     gate = known.layer.output_gate
     if gate is not None and path.endswith("self_attn") and stem == gate.projection:
-        shape: tuple[int, ...] | None = (heads if gate.per_head else sizes.queries, hidden)
+        shape = (heads if gate.per_head else sizes.queries, hidden)
     else:
         shape = _llama_shape(sizes, stem, known.layer)
     return shape[:1] if shape is not None and name.endswith(".bias") else shape
@@ -181,7 +184,7 @@ def _llama_shape(sizes: _Sizes, stem: str, layer: LayerRules) -> tuple[int, ...]
         "v_proj": (keys, hidden),
         "qkv_proj": (queries + 2 * keys, hidden),
         "o_proj": (hidden, queries),
-        **dict(zip(layer.qk_norm_names, _qk_norms(sizes, layer), strict=True)),
+        **dict(zip(("q_norm", "k_norm"), _qk_norms(sizes, layer), strict=True)),
         "sinks": (sizes.heads,),
         "alpha_p": (1,),
         "alpha_n": (1,),
@@ -194,6 +197,6 @@ def _llama_shape(sizes: _Sizes, stem: str, layer: LayerRules) -> tuple[int, ...]
     }
     if sizes.experts is not None:
         shapes["gate"] = shapes["router"] = (sizes.experts, hidden)
-    if stem == "norm" or (stem.endswith("layernorm") and stem not in layer.qk_norm_names):
+    if stem == "norm" or stem.endswith("layernorm"):
         return (hidden,)
     return shapes.get(stem)

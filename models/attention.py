@@ -181,9 +181,8 @@ def _head_norms(source: Source, path: str, rules: LayerRules, order: Tensor | No
     width, eps = source.config.head_dim, source.config.norm_eps
     plain = Norm(torch.ones(width, device=source.ops.device), eps)
     q = k = plain
-    names = [f"{path}.{name}" for name in rules.qk_norm_names]
-    if rules.qk_norm == "head" or source.has(f"{names[0]}.weight"):
-        q, k = (source.norm(name, width) for name in names)
+    if rules.qk_norm == "head" or source.has(f"{path}.q_norm.weight"):
+        q, k = (source.norm(f"{path}.{name}_norm", width) for name in "qk")
     if order is not None and q.weight is not None and k.weight is not None:
         q, k = replace(q, weight=q.weight[order]), replace(k, weight=k.weight[order])
     return HeadNorms(q, k, plain if rules.v_norm else None, rules.norm_after_rotation)
@@ -200,7 +199,7 @@ def _norms_of_each_head(
         (c.num_kv_heads, heads.kv_start, heads.kv_count),
     )
     norms: list[Norm] = []
-    for name, (total, start, count) in zip(rules.qk_norm_names, counts, strict=True):
+    for name, (total, start, count) in zip(("q_norm", "k_norm"), counts, strict=True):
         own = f"{path}.{name}"
         if source.has(f"{own}.norms.0.weight"):
             single = [source.vector(f"{own}.norms.{i}.weight", c.head_dim) for i in range(total)]

@@ -58,7 +58,9 @@ class ModelConfig:
     ``attention_bias``: of q, k and v; ``output_bias``: of the projection after attention.
     ``query_scale``: of queries by their positions. ``post_norm_eps``: that of the norms after
     blocks, if it differs from ``norm_eps``.
-    ``parallel_blocks``: attention and MLP of a layer read the same sum.
+    ``parallel_blocks``: attention and MLP of a layer read the same sum. ``one_norm``: whatever the
+    architecture says otherwise, they read one norm of it.
+    ``alibi``: the linear biases of attention.
     ``qk_norm``: queries and keys have the norms that the architecture has for them.
     ``head_bias``: of the projection to logits. ``qkv_clip``: queries, keys and values are clamped
     to this size.
@@ -97,6 +99,7 @@ class ModelConfig:
     head_bias: bool = False
     qkv_clip: float | None = None
     alibi: Alibi | None = None
+    one_norm: bool = False
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> ModelConfig:
@@ -170,6 +173,7 @@ class ModelConfig:
             head_bias=biases.head,
             qkv_clip=fields.optional_positive("clip_qkv"),
             alibi=None if rules.alibi is None else rules.alibi(fields),
+            one_norm=bool(rules.one_norm and rules.one_norm(fields)),
         )
 
 

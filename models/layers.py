@@ -8,8 +8,7 @@ model loads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
 
 from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.mlp_activations import Activation
@@ -21,7 +20,7 @@ from sdk.models.architecture import Architecture, architecture
 from sdk.models.config import ModelConfig
 from sdk.models.expert_parallel import ExpertShare
 from sdk.models.parallel import Mesh
-from sdk.models.parts import Adapters, Part, joined_parts, whole
+from sdk.models.parts import Adapters, Matrix, Part, Tensors, joined_parts, whole
 from sdk.models.rope import Rope, RopeSpec
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.errors import AlignmentError, CheckpointError
@@ -202,33 +201,6 @@ class Head:
         if self.softcap is not None:
             logits = self.linear.ops.softcap(logits, self.softcap)
         return logits
-
-
-class Matrix(NamedTuple):
-    """The weight and the bias of a projection.
-
-    ``order``, int32 ``[out]``: column ``order[j]`` of the product is feature j, because the rows of
-    this weight's layout cannot be moved. ``None``: the columns are in the model's order.
-    """
-
-    weight: Weight
-    bias: Tensor | None
-    order: Tensor | None = None
-
-    def ordered(self, order: Tensor) -> Matrix:
-        """With feature ``order[j]`` (int64 ``[out]``) in place j; only before the weight is bound.
-        Rows are moved now, if the layout allows it, and else columns of each product."""
-        weight = self.weight.reordered(order)
-        if weight is None:
-            return self._replace(order=order.to(torch.int32))
-        return Matrix(weight, None if self.bias is None else self.bias[order])
-
-
-class Tensors(NamedTuple):
-    """What a model has pulled, by path."""
-
-    matrices: Mapping[str, Matrix]
-    vectors: Mapping[str, Tensor]
 
 
 class Source:

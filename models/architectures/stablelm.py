@@ -17,6 +17,7 @@ from sdk.models.architecture import (
     GgufKeys,
     GgufRules,
     LayerRules,
+    TensorRules,
 )
 
 if TYPE_CHECKING:
@@ -44,9 +45,7 @@ def _write_gguf(config: Mapping[str, Any], source: str) -> Mapping[str, Any]:
 
 ARCHITECTURE = Architecture(
     "stablelm",
-    layer=LayerRules(
-        norm=LAYER_NORM, qk_norm="each_head", qk_norm_names=("q_layernorm", "k_layernorm")
-    ),
+    layer=LayerRules(norm=LAYER_NORM, qk_norm="each_head"),
     config=ConfigRules(
         keys=(*("use_qkv_bias", "use_parallel_residual", "qk_layernorm", "partial_rotary_factor"),),
         ignored=("hidden_dropout",),
@@ -60,9 +59,14 @@ ARCHITECTURE = Architecture(
         norm_eps="layer_norm_eps",
         parallel_blocks=_parallel,
     ),
+    tensors=TensorRules(
+        names={
+            "self_attn.q_norm": "self_attn.q_layernorm",
+            "self_attn.k_norm": "self_attn.k_layernorm",
+        }
+    ),
     gguf=GgufRules(
         "stablelm",
-        tensors={"self_attn.q_layernorm": "attn_q_norm", "self_attn.k_layernorm": "attn_k_norm"},
         read=_read_gguf,
         write=_write_gguf,
         keys=("use_parallel_residual",),

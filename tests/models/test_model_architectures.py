@@ -83,6 +83,21 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         },
     },
     "hunyuan_v1_dense-plain": {"head_dim": 24},
+    "granitemoehybrid": {
+        "num_local_experts": 0,
+        "layer_types": ["full_attention"] * 3,
+        "shared_intermediate_size": 128,
+        "position_embedding_type": "rope",
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.3,
+        "residual_multiplier": 0.4,
+        "logits_scaling": 2.0,
+    },
+    "granitemoehybrid-unrotated": {
+        "num_local_experts": 0,
+        "layer_types": ["full_attention"] * 3,
+        "attention_multiplier": 0.3,
+    },
     "granite_swa": {
         "sliding_window": 9,
         "num_hidden_layers": 5,
@@ -113,6 +128,25 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "starcoder2": {"sliding_window": 9},
     "starcoder2-unbiased": {"use_bias": False, "tie_word_embeddings": False},
     "cohere2": {"logit_scale": 0.5, "sliding_window": 8, "num_hidden_layers": 5},
+    "gpt2": {},
+    "gpt_bigcode": {},
+    "gpt_bigcode-heads": {"multi_query": False, "n_inner": 96},
+    "gpt_neox": {"use_parallel_residual": True},
+    "gpt_neox-sequential": {"use_parallel_residual": False, "attention_bias": False},
+    "falcon": {},
+    "falcon-grouped": {"new_decoder_architecture": True, "num_kv_heads": 2},
+    "falcon-one-norm": {
+        "new_decoder_architecture": True,
+        "num_kv_heads": 2,
+        "num_ln_in_parallel_attn": 1,
+        "tie_word_embeddings": False,
+    },
+    "falcon-alibi": {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True},
+    "mpt": {"max_seq_len": 256},
+    "mpt-six-heads": {"max_seq_len": 256, "num_attention_heads": 6, "hidden_size": 96},
+    "bloom": {},
+    "bloom-twelve-heads": {"num_attention_heads": 12, "hidden_size": 96},
+    "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
 }
 LENGTH = 75
 
