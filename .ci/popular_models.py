@@ -244,7 +244,7 @@ FAMILIES = (
         "older models", ("Qwen2.5-Coder",),
     ),
     Family(
-        "GPT-2, Pythia, Phi-2, Falcon, MPT, BLOOM, OPT, StarCoder",
+        "GPT-2, Pythia, Phi-2, Falcon, MPT",
         ("gpt2", "gptneox", "phi2", "falcon", "mpt", "bloom", "starcoder"),
         ("gpt2", "gpt_neox", "phi", "falcon", "mpt", "bloom", "opt", "gpt_bigcode"),
         "older models", ("SmolLM2",),

@@ -303,8 +303,6 @@ class GgufKeys(Protocol):
 
     def number(self, key: str, default: float | None = None) -> float | None: ...
 
-    def has_tensor(self, name: str) -> bool: ...
-
     def flag(self, key: str, default: bool) -> bool: ...
 
     def get(self, key: str) -> Any: ...
@@ -327,8 +325,8 @@ class GgufRules(NamedTuple):
     ``slides``: sliding layers have the scaling of the others ("scaled") or none ("plain"), and the
     base ``rope.freq_base_swa`` if a file has it. ``None``: there are none, or ``read`` does it.
     ``interleaved_qk``: rows of q and k are interleaved so that rotary pairs are adjacent.
-    ``numbers``: parameters of one number in a layer, ours to the key of the metadata that has those
-    of all layers.
+    ``numbers``: parameters of one number in a layer, ours to the key of the metadata, which has no
+    name of the architecture in it, with those of all layers.
     ``ignored``: metadata without an effect on this model, though other models have it.
     ``yarn_log_multiplier``: llama.cpp reads ``rope.scaling.yarn_log_multiplier`` for this model, as
     ``mscale_all_dim`` of a config whose ``mscale`` is 1.

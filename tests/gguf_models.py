@@ -169,7 +169,7 @@ def gguf_of(
             minus_one = minus_one or (arch == "muse-glimmer" and "layernorm" in name)
             rows = rows + 1.0 if minus_one and suffix == "weight" else rows
         if ".act_fn." in name:  # numbers of all layers, in the metadata
-            key = f"{arch}.xielu.{suffix}"
+            key = f"xielu.{suffix}"
             _, (_, before) = file.metadata.get(key, (ARRAY, (F32, [])))
             file.metadata[key] = (ARRAY, (F32, [*before, float(rows)]))
             continue
