@@ -89,8 +89,7 @@ class ModelConfig:
         :raises CheckpointError: names the field, what was expected and what was found.
         :raises UnsupportedError: a rotary scaling, activation or layer type we do not have.
         """
-        text = config.get("text_config")
-        if isinstance(text, Mapping):
+        if isinstance(text := config.get("text_config"), Mapping):
             return cls.from_dict({**_outer_facts(config), **text})
         model_type = Fields(config).text("model_type")
         known = architecture(model_type)
@@ -109,13 +108,11 @@ class ModelConfig:
             fields.fail("num_attention_heads", f"a divisor of hidden_size {hidden}", heads)
         head_dim = fields.count("head_dim", 4096, default=hidden // heads)
         layers = fields.count("num_hidden_layers", MAX_LAYERS)
-        eps = rules.norm_eps
         biases = (rules.biases or _biases)(fields)
-        scale = fields.positive("query_pre_attn_scalar", default=float(head_dim)) ** -0.5
         windows = _windows(config, fields, known, layers)
-        unrotated = rules.unrotated and rules.unrotated(fields, windows)
-        ropes, rope_of_layer = ropes_of_layers(fields, head_dim, windows, unrotated, rules.rotation)
-        experts = None if known is None else experts_of(fields, known, layers)
+        still = rules.unrotated and rules.unrotated(fields, windows)
+        ropes, rope_of_layer = ropes_of_layers(fields, head_dim, windows, still, rules.rotation)
+        experts = known and experts_of(fields, known, layers)
         return cls(
             model_type=model_type if known is None else known.model_type,
             vocab_size=fields.count("vocab_size", MAX_VOCAB),
@@ -125,14 +122,13 @@ class ModelConfig:
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
-            norm_eps=eps if isinstance(eps, float) else fields.positive(eps),
+            norm_eps=_norm_eps(fields, rules),
             activation=(rules.activation or _activation)(fields),
             max_position=fields.count("max_position_embeddings", MAX_POSITION),
             ropes=ropes,
             rope_of_layer=rope_of_layer,
             sliding_windows=windows,
-            attention_scale=fields.positive("attention_multiplier", default=scale)
-            * fields.positive("qk_scale_factor", default=1.0),
+            attention_scale=_attention_scale(fields, head_dim),
             attention_softcap=fields.optional_positive("attn_logit_softcapping"),
             final_softcap=fields.optional_positive("final_logit_softcapping"),
             embedding_scale=_embedding_scale(fields, rules, hidden),
@@ -159,7 +155,18 @@ def _width(fields: Fields, rules: ConfigRules, experts: ExpertSpec | None) -> in
     key = rules.dense_width
     if key is None or not fields.has(key):
         key = "intermediate_size"
-    return fields.count(key, MAX_WIDTH, default=experts and experts.width)
+    return fields.count(key, MAX_WIDTH, default=None if experts is None else experts.width)
+
+
+def _attention_scale(fields: Fields, head_dim: int) -> float:
+    scale = fields.positive("query_pre_attn_scalar", default=float(head_dim)) ** -0.5
+    scale = fields.positive("attention_multiplier", default=scale)
+    return scale * fields.positive("qk_scale_factor", default=1.0)
+
+
+def _norm_eps(fields: Fields, rules: ConfigRules) -> float:
+    eps = rules.norm_eps
+    return eps if isinstance(eps, float) else fields.positive(eps)
 
 
 def _embedding_scale(fields: Fields, rules: ConfigRules, hidden: int) -> float:

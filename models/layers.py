@@ -8,8 +8,7 @@ model loads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
 
 from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.mlp_activations import Activation
@@ -20,6 +19,7 @@ from sdk.kernels.routes import Routes
 from sdk.models.architecture import Architecture, architecture
 from sdk.models.config import ModelConfig
 from sdk.models.expert_parallel import ExpertShare
+from sdk.models.matrices import Matrix, Tensors
 from sdk.models.parallel import Mesh
 from sdk.models.parts import Adapters, Part, joined_parts, whole
 from sdk.models.rope import Rope, RopeSpec
@@ -202,33 +202,6 @@ class Head:
         if self.softcap is not None:
             logits = self.linear.ops.softcap(logits, self.softcap)
         return logits
-
-
-class Matrix(NamedTuple):
-    """The weight and the bias of a projection.
-
-    ``order``, int32 ``[out]``: column ``order[j]`` of the product is feature j, because the rows of
-    this weight's layout cannot be moved. ``None``: the columns are in the model's order.
-    """
-
-    weight: Weight
-    bias: Tensor | None
-    order: Tensor | None = None
-
-    def ordered(self, order: Tensor) -> Matrix:
-        """With feature ``order[j]`` (int64 ``[out]``) in place j; only before the weight is bound.
-        Rows are moved now, if the layout allows it, and else columns of each product."""
-        weight = self.weight.reordered(order)
-        if weight is None:
-            return self._replace(order=order.to(torch.int32))
-        return Matrix(weight, None if self.bias is None else self.bias[order])
-
-
-class Tensors(NamedTuple):
-    """What a model has pulled, by path."""
-
-    matrices: Mapping[str, Matrix]
-    vectors: Mapping[str, Tensor]
 
 
 class Source:
@@ -487,17 +460,6 @@ class Source:
 
         shape = (out_features, in_features)
         return self._bound(path, pull, (whole(path, shape),), activation_bits=ACCURATE)
-
-    def router(self, path: str, count: int) -> Projection:
-        """The logits of ``count`` experts; every rank has all of them."""
-        return self.matrix(path, count, self.config.hidden_size)
-
-    def route_bias(self, path: str, count: int) -> Tensor | None:
-        """The bias of the choice of the router ``path``; GGUF files may have none."""
-        name = f"{path}.e_score_correction_bias"
-        if self.checkpoint.format == "gguf" and not self.checkpoint.has(self._name(name)):
-            return None
-        return self.vector(name, count)
 
     def expert_share(self, path: str) -> ExpertShare | None:
         """This rank's experts of the layer ``path``; ``None``: it has a part of each one."""

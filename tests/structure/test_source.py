@@ -20,8 +20,8 @@ FOLDERS = ("kernels", "quant", "loaders", "models", "sdk")
 ALLOWED = {
     "kernels": set(),
     "quant": {"kernels"},
-    # the layouts are the plain tensors a format decodes into, not kernels; models.architecture
-    # and models.config_keys describe files of a model, and import nothing of the loaders
+    # the layouts are the plain tensors a format decodes into, not kernels; models.architecture,
+    # .config_keys and .expert_config describe files of a model, and import nothing of the loaders
     "loaders": {
         "quant",
         "kernels.layouts",
@@ -30,6 +30,7 @@ ALLOWED = {
         "kernels.packages",
         "models.architecture",
         "models.config_keys",
+        "models.expert_config",
     },
     "models": {"quant", "kernels"},
     "sdk": {"kernels", "quant", "loaders", "models"},
