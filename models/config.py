@@ -110,8 +110,7 @@ class ModelConfig:
         :raises CheckpointError: names the field, what was expected and what was found.
         :raises UnsupportedError: a rotary scaling, activation or layer type we do not have.
         """
-        text = config.get("text_config")
-        if isinstance(text, Mapping):
+        if isinstance(text := config.get("text_config"), Mapping):
             return cls.from_dict({**_outer_facts(config), **text})
         model_type = Fields(config).text("model_type")
         known = architecture(model_type)
@@ -124,16 +123,14 @@ class ModelConfig:
         hidden = fields.count("hidden_size", MAX_WIDTH)
         heads, kv_heads, head_dim = _heads(fields, hidden)
         layers = fields.count("num_hidden_layers", MAX_LAYERS)
-        eps = rules.norm_eps
         embedding = EmbeddingRules() if known is None else known.embedding
         first, unused = _first_position(fields, embedding)
         biases = (rules.biases or _biases)(fields)
-        scale = fields.positive("query_pre_attn_scalar", default=float(head_dim)) ** -0.5
         causal = rules.causal and _causal(fields)
         windows = _windows(config, fields, known, layers)
-        unrotated = rules.unrotated and rules.unrotated(fields, windows)
-        ropes, rope_of_layer = ropes_of_layers(fields, head_dim, windows, unrotated, rules.rotation)
-        experts = None if known is None else experts_of(fields, known, layers)
+        still = rules.unrotated and rules.unrotated(fields, windows)
+        ropes, rope_of_layer = ropes_of_layers(fields, head_dim, windows, still, rules.rotation)
+        experts = known and experts_of(fields, known, layers)
         return cls(
             model_type=model_type if known is None else known.model_type,
             vocab_size=fields.count("vocab_size", MAX_VOCAB),
@@ -143,14 +140,13 @@ class ModelConfig:
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
-            norm_eps=eps if isinstance(eps, float) else fields.positive(eps),
+            norm_eps=_norm_eps(fields, rules),
             activation=(rules.activation or _activation)(fields),
             max_position=fields.count("max_position_embeddings", MAX_POSITION) - unused,
             ropes=ropes,
             rope_of_layer=rope_of_layer,
             sliding_windows=windows if causal else _symmetric(fields, windows),
-            attention_scale=fields.positive("attention_multiplier", default=scale)
-            * fields.positive("qk_scale_factor", default=1.0),
+            attention_scale=_attention_scale(fields, head_dim),
             attention_softcap=fields.optional_positive("attn_logit_softcapping"),
             final_softcap=fields.optional_positive("final_logit_softcapping"),
             embedding_scale=_embedding_scale(fields, rules, hidden),
@@ -180,7 +176,18 @@ def _width(fields: Fields, rules: ConfigRules, experts: ExpertSpec | None) -> in
     key = rules.dense_width
     if key is None or not fields.has(key):
         key = "intermediate_size"
-    return fields.count(key, MAX_WIDTH, default=experts and experts.width)
+    return fields.count(key, MAX_WIDTH, default=None if experts is None else experts.width)
+
+
+def _attention_scale(fields: Fields, head_dim: int) -> float:
+    scale = fields.positive("query_pre_attn_scalar", default=float(head_dim)) ** -0.5
+    scale = fields.positive("attention_multiplier", default=scale)
+    return scale * fields.positive("qk_scale_factor", default=1.0)
+
+
+def _norm_eps(fields: Fields, rules: ConfigRules) -> float:
+    eps = rules.norm_eps
+    return eps if isinstance(eps, float) else fields.positive(eps)
 
 
 def _embedding_scale(fields: Fields, rules: ConfigRules, hidden: int) -> float:

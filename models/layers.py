@@ -462,17 +462,6 @@ class Source:
         shape = (out_features, in_features)
         return self._bound(path, pull, (whole(path, shape),), activation_bits=ACCURATE)
 
-    def router(self, path: str, count: int) -> Projection:
-        """The logits of ``count`` experts; every rank has all of them."""
-        return self.matrix(path, count, self.config.hidden_size)
-
-    def route_bias(self, path: str, count: int) -> Tensor | None:
-        """The bias of the choice of the router ``path``; GGUF files may have none."""
-        name = f"{path}.e_score_correction_bias"
-        if self.checkpoint.format == "gguf" and not self.checkpoint.has(self._name(name)):
-            return None
-        return self.vector(name, count)
-
     def expert_share(self, path: str) -> ExpertShare | None:
         """This rank's experts of the layer ``path``; ``None``: it has a part of each one."""
         spec = self.config.experts

@@ -12,7 +12,7 @@ MLP; without tensor parallelism a rank computes them for its own tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from sdk.quant.errors import CheckpointError
@@ -22,12 +22,19 @@ if TYPE_CHECKING:
 
     from sdk.kernels.rounding import Rows
     from sdk.models.architecture import LayerRules
-    from sdk.models.decoder import MLP
     from sdk.models.expert_placement import Placement
     from sdk.models.layers import Source
     from sdk.quant.weight import Weight
 
 _GATE_UP = ("gate_proj", "up_proj")
+
+
+def _route_bias(source: Source, path: str, count: int) -> Tensor | None:
+    """The bias of the choice of the router ``path``; GGUF files may have none."""
+    name = f"{path}.e_score_correction_bias"
+    if source.checkpoint.format == "gguf" and not source.has(name):
+        return None
+    return source.vector(name, count)
 
 
 class ExpertArrival(NamedTuple):
@@ -44,7 +51,11 @@ class ExpertMLP:
     whole ones."""
 
     def __init__(
-        self, source: Source, path: str, rules: LayerRules, shared: MLP | None = None
+        self,
+        source: Source,
+        path: str,
+        rules: LayerRules,
+        shared: Callable[[Rows], Tensor] | None = None,
     ) -> None:
         c = source.config
         assert c.experts is not None
@@ -54,8 +65,8 @@ class ExpertMLP:
         self.activation = c.activation
         self.path = f"{path}.experts"
         router = f"{path}.{rules.router}"
-        self.router = source.router(router, self.spec.count)
-        self.bias = source.route_bias(router, self.spec.count) if rules.route_bias else None
+        self.router = source.matrix(router, self.spec.count, c.hidden_size)
+        self.bias = _route_bias(source, router, self.spec.count) if rules.route_bias else None
         self.shared, self.shared_gate = shared, None
         if shared is not None and rules.shared_gate:
             self.shared_gate = source.matrix(f"{path}.shared_expert_gate", 1, c.hidden_size)

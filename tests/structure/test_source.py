@@ -20,9 +20,9 @@ FOLDERS = ("kernels", "quant", "loaders", "models", "sdk")
 ALLOWED = {
     "kernels": set(),
     "quant": {"kernels"},
-    # the layouts are the plain tensors a format decodes into, not kernels; models.architecture
-    # and models.config_keys describe files of a model, models.other_models those that do not run;
-    # they import nothing of the loaders
+    # the layouts are the plain tensors a format decodes into, not kernels; models.architecture,
+    # .config_keys and .expert_config describe files of a model, .other_models those that do not
+    # run; they import nothing of the loaders
     "loaders": {
         "quant",
         "kernels.layouts",
@@ -32,6 +32,7 @@ ALLOWED = {
         "models.architecture",
         "models.config_keys",
         "models.other_models",
+        "models.expert_config",
     },
     "models": {"quant", "kernels"},
     "sdk": {"kernels", "quant", "loaders", "models"},
