@@ -250,7 +250,7 @@ class JobMaker:
         """One job for each prompt, with the caller's id or a new one."""
         if kind == "generate" and not self._has_head:
             raise RequestError(
-                "this checkpoint holds a model without a head (its architectures name ...Model) and "
+                "this checkpoint holds a model without a head (architectures: ...Model) and "
                 "cannot generate; use embed, encode, score or rerank"
             )
         if kind == "generate" and not self._generates:
