@@ -90,6 +90,7 @@ def usual(ops: Ops) -> Iterator[tuple[str, Sequence[Any], dict[str, Any]]]:
         "take_columns",
     ):
         yield op, (rows(_WIDTH, wide),), {}
+    yield "gate", (rows(_WIDTH), rows(_WIDTH)), {"format": "sigmoid"}
     yield "rope_angles", (torch.ones(_HEAD_DIM // 2, device=device),), {}
     yield "find_places", (16,), {}
     fused = rows((_HEADS + 2 * _KV_HEADS) * _HEAD_DIM).view(2, -1, _HEAD_DIM)
@@ -101,8 +102,8 @@ def usual(ops: Ops) -> Iterator[tuple[str, Sequence[Any], dict[str, Any]]]:
         )
         pages = KVCache(spec, 2, device, keys_transposed=ops.keys_transposed).layers[0]
         fields = {"head_dim": _HEAD_DIM, "kv_dtype": pages.dtype}
-        yield "rope_and_cache", (q, k, v, cos, pages, None), fields
-        yield "attention", (q, pages, 0.125, None, None, None, ops.shares_keys), fields
+        yield "rope_and_cache", (q, k, v, cos, pages, None, None), fields
+        yield "attention", (q, pages, 0.125, None, None, None, None, ops.shares_keys), fields
     yield "route", (rows(64, wide), 4, True), {}
     yield "group", (torch.zeros(2, 4, dtype=torch.int32, device=device), 64), {}
     for op in ("add_owners_bias", "combine"):

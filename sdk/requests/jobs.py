@@ -264,8 +264,8 @@ class JobMaker:
             )
         if kind == "generate" and not self._has_head:
             raise RequestError(
-                "this checkpoint holds a model without a head (its architectures name ...Model) "
-                "and cannot generate; use embed, encode, score or rerank"
+                "this checkpoint holds a model without a head (architectures: ...Model) and "
+                "cannot generate; use embed, encode, score or rerank"
             )
         if kind == "generate" and not self._generates:
             raise RequestError(

@@ -107,6 +107,8 @@ CUT: dict[str, tuple[str, int, dict[str, Any]]] = {
     "olmo2-copied": ("olmo2", 4, {}),
     "smollm3": ("smollm3", 2, {"no_rope_layer_interval": 2}),
     "glm4": ("glm4", 4, {"head_dim": 24}),
+    "hunyuan": ("hunyuan_v1_dense", 2, {"attention_bias": True}),
+    "granite_swa": ("granite_swa", 4, {"sliding_window": 9}),
     "olmoe": ("olmoe", 2, {"num_experts": 5, "num_experts_per_tok": 2}),
     "granite": ("granite", 2, {"logits_scaling": 2.0, "residual_multiplier": 0.5}),
     "gemma2": ("gemma2", 2, {"sliding_window": 9}),

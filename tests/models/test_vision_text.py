@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch import Tensor
 
 import sdk
 from sdk import SamplingParams
@@ -20,7 +22,7 @@ from sdk.models.auto import build_model
 from sdk.models.parallel import Mesh
 from sdk.quant.errors import CheckpointError, UnsupportedError
 from tests.gguf_models import BOOL, F32, U32, gguf_of, save_gguf
-from tests.models.conftest import Paged, prompt
+from tests.models.conftest import DictCheckpoint, Paged, Ranks, prompt
 from tests.models.sweep import random_model
 
 TEXT = {
@@ -186,3 +188,24 @@ def test_a_base_of_one_layer_of_muse_glimmer_is_refused(tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps(config))
         with pytest.raises(CheckpointError, match=rf"layer_rope_theta: {message}"):
             sdk.LLM(tmp_path, skip_tokenizer_init=True, max_model_len=64)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_have_the_gates_of_their_heads(size: int, load: Callable[..., Any]) -> None:
+    """With four ranks a key head is copied, a gate is not."""
+    oracle = random_text("muse_glimmer", False)
+    config = oracle.config.text_config.to_dict()
+    tensors = {
+        name.replace("language_model.", ""): values.detach()
+        for name, values in oracle.state_dict().items()
+        if name.startswith(("model.language_model.", "lm_head"))
+    }
+    ids = prompt(37, 8)
+    expected = Paged(load(DictCheckpoint(config, tensors))).run("a", ids, [20])
+
+    def work(own: Mesh) -> Tensor:
+        model = load(DictCheckpoint(config, tensors), mesh=own)
+        return Paged(model, max(model.config.num_kv_heads // size, 1)).run("a", ids, [20])
+
+    for found in Ranks(size).run(work):
+        assert (found - expected).abs().max() <= 1e-4
