@@ -22,6 +22,7 @@ class Keys:
 
     def __init__(self, file: GgufFile, architecture: str) -> None:
         self.metadata = file.metadata
+        self._tensors = file.tensors
         self.source = str(file.path)
         self.architecture = architecture
 
@@ -34,6 +35,10 @@ class Keys:
     def expert_count(self) -> int:
         """Experts of a layer; 0 for a model without any."""
         return self.integer("expert_count", (0, MAX_EXPERTS), 0)
+
+    def has_tensor(self, name: str) -> bool:
+        """Whether the file has a tensor of this name."""
+        return name in self._tensors
 
     def get(self, key: str) -> Any:
         return self.metadata.get(f"{self.architecture}.{key}")

@@ -28,7 +28,7 @@ from sdk.loaders.quiet import transformers_to_our_log
 from sdk.loaders.safetensors_folder import open_weights
 from sdk.loaders.safetensors_reader import SafetensorsFiles, StoredTensor, same_bytes
 from sdk.loaders.tensor_names import TensorNames
-from sdk.models.architecture import TensorRules, architecture, states_everything
+from sdk.models.architecture import WITHOUT_HEAD, TensorRules, architecture, states_everything
 from sdk.models.config_keys import check_class, check_fixed, with_our_keys
 from sdk.quant.checkpoint import TensorEntry
 from sdk.quant.errors import CheckpointError, UnsupportedError
@@ -93,6 +93,8 @@ class HfFolder:
         if "score.weight" in self._tensors and "lm_head.weight" not in self._tensors:
             # A classification head replaces the other one, which the embedding stands in for.
             self.config = {**self.config, "tie_word_embeddings": True}
+        elif self._lacks_a_head():
+            self.config = {**self.config, "tie_word_embeddings": True, WITHOUT_HEAD: True}
         #: The file's name of a head that is the embedding once more.
         self._copied_head: str | None = None
         if self.config.get("tie_word_embeddings"):
@@ -239,6 +241,15 @@ class HfFolder:
             ours = TensorNames(self._rules.names).ours
             return {ours(name): stored for name, stored in files.tensors.items()}
         return _canonical_names(files, self._by_mistral)
+
+    def _lacks_a_head(self) -> bool:
+        """Whether it holds the body of a model alone (``Qwen3Model``), whose head is not tied: an
+        embedding model. The embedding takes the place of the head, so that there is nothing more in
+        memory; nobody may see what it would say."""
+        names = self.config.get("architectures")
+        body = isinstance(names, list) and bool(names) and str(names[0]).endswith("Model")
+        tied = self.config.get("tie_word_embeddings")
+        return body and not tied and not any(name.startswith("lm_head.") for name in self._tensors)
 
     def _as_ours(self, entry: TensorEntry) -> TensorEntry:
         """The entry of a tensor whose name in the files does not say what it is, or whose matrix
@@ -436,7 +447,9 @@ def complete_config(raw: dict[str, Any], source: str) -> dict[str, Any]:
     text = raw.get("text_config")
     if isinstance(text, dict) and isinstance(text.get("model_type"), str):
         check_config(text, f"{source}: text_config")
-        outer = {key: raw[key] for key in ("eos_token_id", "tie_word_embeddings") if key in raw}
+        outer: dict[str, Any] = {
+            key: raw[key] for key in ("eos_token_id", "tie_word_embeddings") if key in raw
+        }
         tied = outer.get("tie_word_embeddings") or text.get("tie_word_embeddings")
         # Either place may say it, and the other one has its default; a head in the files counts.
         raw = {**outer, **text, **({"tie_word_embeddings": tied} if tied is not None else {})}

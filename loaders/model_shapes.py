@@ -167,7 +167,7 @@ def expected_shape(
     path, _, stem = name.removesuffix(".bias").rpartition(".")
     gate = known.layer.output_gate
     if gate is not None and path.endswith("self_attn") and stem == gate.projection:
-        shape: tuple[int, ...] | None = (heads if gate.per_head else sizes.queries, hidden)
+        shape = (heads if gate.per_head else sizes.queries, hidden)
     else:
         shape = _llama_shape(sizes, stem, known.layer)
     return shape[:1] if shape is not None and name.endswith(".bias") else shape

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
+#: A key that the config of a folder without a head gets, whose model embeds and does not generate.
+WITHOUT_HEAD = "without_head"
 #: What every config must state itself, or else transformers' class fills it in; besides the eps of
 #: norms.
 STATED = (
@@ -50,11 +52,6 @@ class Biases(NamedTuple):
     head: bool = False
 
 
-def always(fields: Fields) -> bool:
-    """A rule for models without the choice."""
-    return True
-
-
 class Alibi(NamedTuple):
     """Attention with linear biases (Press et al. 2021, arXiv 2108.12409) in place of positions:
     the slope of a head times the distance of a key, which is at most 0, is added to its score.
@@ -65,6 +62,11 @@ class Alibi(NamedTuple):
 
     most: float = 8.0
     scaled: bool = False
+
+
+def always(fields: Fields) -> bool:
+    """A rule for models without the choice."""
+    return True
 
 
 class ConfigRules(NamedTuple):
@@ -87,12 +89,13 @@ class ConfigRules(NamedTuple):
     many there are, whatever a config says.
     ``biases``: the projections with biases; ``None``: ``attention_bias`` says it of all four of
     attention, ``mlp_bias`` of the MLP's.
-    ``norm_eps``: the key of the eps of norms, or the eps itself where the code fixes it.
-    ``parallel_blocks``: whether attention and MLP of a layer read the same sum, and both are added
-    to it; ``None``: they come one after the other.
     ``names``: keys that a config of this model spells differently, ours to the file's.
     ``derived(config)``: sets what follows from other keys, under our names; it may be called twice.
     ``alibi``: the linear biases of attention, if it has them.
+    ``norm_eps``: the key of the eps of norms, or the eps itself where the code fixes it.
+    ``parallel_blocks``: whether attention and MLP of a layer read the same sum, and both are added
+    to it; ``None``: they come one after the other. ``one_norm``: whether parallel blocks read one
+    norm; ``None``: ``LayerRules.parallel_norms`` says it.
     """
 
     keys: tuple[str, ...] = ()
@@ -113,6 +116,7 @@ class ConfigRules(NamedTuple):
     names: Mapping[str, str] = NOTHING
     derived: Callable[[dict[str, Any]], None] | None = None
     alibi: Callable[[Fields], Alibi | None] | None = None
+    one_norm: Callable[[Fields], bool] | None = None
     dense_width: str | None = None
     shared_experts: int = 0
 
@@ -219,7 +223,8 @@ class TensorRules(NamedTuple):
     ``block_sparse_moe``: transformers finds packed experts only under the names
     ``block_sparse_moe.experts.0.w1``.
     ``names``: names that differ from a Llama's, ours to the file's; those of a layer without
-    ``model.layers.0.``, which ``model.layers`` renames. See :mod:`sdk.loaders.tensor_names`.
+    ``model.layers.0.``, which ``model.layers`` renames, and where configs of the model differ one
+    name for each. See :mod:`sdk.loaders.tensor_names`.
     ``qkv_by_group``: the rows of ``qkv_proj`` are those of one key/value head after the other: its
     query heads, its key, its value.
     ``layers_transposed``: float matrices of layers are ``[in, out]``; packed ones are not.
@@ -229,7 +234,7 @@ class TensorRules(NamedTuple):
     experts_transposed: Literal["always", "sometimes"] | None = None
     gate_up_interleaved: bool = False
     block_sparse_moe: bool = False
-    names: Mapping[str, str] = NOTHING
+    names: Mapping[str, str | tuple[str, ...]] = NOTHING
     qkv_by_group: bool = False
     layers_transposed: bool = False
     final_norm_whole: bool = False
@@ -268,6 +273,8 @@ class GgufKeys(Protocol):
     def flag(self, key: str, default: bool) -> bool: ...
 
     def get(self, key: str) -> Any: ...
+
+    def has_tensor(self, name: str) -> bool: ...
 
     def layer_types(self, layers: int, *, window: int | None, period: int) -> list[str]: ...
 

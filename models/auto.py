@@ -12,8 +12,8 @@ from sdk.models.architecture import architecture
 from sdk.models.config import ModelConfig
 from sdk.models.decoder import CausalLM, Decoder
 from sdk.models.layers import Source
-from sdk.models.matrices import Tensors
 from sdk.models.parallel import Mesh
+from sdk.models.parts import Tensors
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.errors import CheckpointError
 

@@ -13,8 +13,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from sdk.kernels.dataclass import dataclass
+from sdk.models.architecture import WITHOUT_HEAD
 from sdk.models.config_fields import Fields
-from sdk.quant.errors import CheckpointError
+from sdk.quant.errors import CheckpointError, UnsupportedError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,6 +50,7 @@ def classifier_of(config: Mapping[str, Any]) -> Classifier | None:
     """The classes that a config names; ``None`` for a plain language model.
 
     :raises CheckpointError: names the field, what was expected and what was found.
+    :raises UnsupportedError: the classes are tokens, and the files have no head.
     """
     fields = Fields(config)
     tokens = config.get("classifier_from_token")
@@ -57,6 +59,11 @@ def classifier_of(config: Mapping[str, Any]) -> Classifier | None:
             fields.fail("classifier_from_token", "a list of two or more tokens", tokens)
         if not all(isinstance(token, str) and token for token in tokens):
             fields.fail("classifier_from_token", "a list of strings", tokens)
+        if config.get(WITHOUT_HEAD):
+            raise UnsupportedError(
+                "config: classifier_from_token: expected a model with a head, found one without "
+                "(its architectures name ...Model): it has no logits of tokens"
+            )
         return Classifier(tuple(tokens), "softmax", tuple(tokens))
     names = config.get("architectures")
     if not isinstance(names, (list, tuple)) or not any(map(_classifies, names)):

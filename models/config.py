@@ -9,6 +9,7 @@ rejected by name before anything is allocated from it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -43,7 +44,9 @@ class ModelConfig:
     ``attention_bias``: of q, k and v; ``output_bias``: of the projection after attention.
     ``query_scale``: of queries by their positions. ``post_norm_eps``: that of the norms after
     blocks, if it differs from ``norm_eps``.
-    ``parallel_blocks``: attention and MLP of a layer read the same sum.
+    ``parallel_blocks``: attention and MLP of a layer read the same sum. ``one_norm``: whatever the
+    architecture says otherwise, they read one norm of it.
+    ``alibi``: the linear biases of attention.
     ``qk_norm``: whether the norms of queries and keys that the architecture has are there.
     ``logits_scale`` divides the logits; a softcap ``c`` turns ``x`` into ``c * tanh(x / c)``.
     """
@@ -77,6 +80,7 @@ class ModelConfig:
     post_norm_eps: float | None = None
     parallel_blocks: bool = False
     alibi: Alibi | None = None
+    one_norm: bool = False
     qk_norm: bool = True
     head_bias: bool = False
 
@@ -133,9 +137,7 @@ class ModelConfig:
             final_softcap=fields.optional_positive("final_logit_softcapping"),
             embedding_scale=_embedding_scale(fields, rules, hidden),
             residual_scale=fields.positive("residual_multiplier", default=1.0),
-            logits_scale=fields.positive("logits_scaling", default=1.0)
-            / fields.positive("logit_scale", default=1.0)
-            / fields.positive("output_multiplier", default=1.0),
+            logits_scale=_logits_scale(fields),
             attention_bias=biases.qkv,
             output_bias=biases.output,
             mlp_bias=biases.mlp,
@@ -145,6 +147,7 @@ class ModelConfig:
             query_scale=None if rules.query_scale is None else rules.query_scale(fields),
             parallel_blocks=bool(rules.parallel_blocks and rules.parallel_blocks(fields)),
             alibi=None if rules.alibi is None else rules.alibi(fields),
+            one_norm=bool(rules.one_norm and rules.one_norm(fields)),
             qk_norm=fields.flag("use_qk_norm", default=True),
             head_bias=biases.head,
         )
@@ -174,6 +177,12 @@ def _embedding_scale(fields: Fields, rules: ConfigRules, hidden: int) -> float:
     if rules.embedding_scale is not None and fields.flag("mup_enabled", default=True):
         scale = rules.embedding_scale(hidden)
     return fields.positive("embedding_multiplier", default=scale)
+
+
+def _logits_scale(fields: Fields) -> float:
+    """What divides logits; some models say what multiplies them."""
+    factors = (fields.positive(key, default=1.0) for key in ("logit_scale", "output_multiplier"))
+    return fields.positive("logits_scaling", default=1.0) / math.prod(factors)
 
 
 def _biases(fields: Fields) -> Biases:

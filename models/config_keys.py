@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from sdk.models.architecture import Architecture, architecture
+from sdk.models.architecture import WITHOUT_HEAD, Architecture, architecture
 from sdk.quant.errors import UnsupportedError
 
 #: Read for every model.
@@ -50,6 +50,7 @@ HARMLESS: Mapping[str, frozenset[str]] = MappingProxyType(
         "training": frozenset(
             {
                 *("attention_dropout", "resid_pdrop", "embd_pdrop", "initializer_range"),
+                *("hidden_dropout", "classifier_dropout"),
                 *("router_aux_loss_coef", "output_router_logits", "pretraining_tp"),
                 "router_jitter_noise",  # but for Phi-3.5-MoE, which reads it
                 *("gradient_checkpointing", "num_labels", "problem_type", "finetuning_task"),
@@ -166,7 +167,7 @@ def unknown_keys(config: Mapping[str, Any]) -> list[str]:
     own = architecture(config.get("model_type"))
     if own is None:
         return []
-    known = known_keys(own)
+    known = known_keys(own) | {WITHOUT_HEAD}
     return sorted(key for key, value in config.items() if key not in known and value is not None)
 
 

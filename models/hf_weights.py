@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from sdk.kernels.layouts import Dense
 from sdk.kernels.ops import Ops
 from sdk.models.layers import ExpertProjection, Projection
-from sdk.models.matrices import Matrix
 from sdk.models.parallel import Mesh
-from sdk.models.parts import whole
+from sdk.models.parts import Matrix, whole
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.errors import CheckpointError, UnsupportedError
 from sdk.quant.expert_weights import ExpertWeights

@@ -19,9 +19,8 @@ from sdk.kernels.routes import Routes
 from sdk.models.architecture import Architecture, architecture
 from sdk.models.config import ModelConfig
 from sdk.models.expert_parallel import ExpertShare
-from sdk.models.matrices import Matrix, Tensors
 from sdk.models.parallel import Mesh
-from sdk.models.parts import Adapters, Part, joined_parts, whole
+from sdk.models.parts import Adapters, Matrix, Part, Tensors, joined_parts, whole
 from sdk.models.rope import Rope, RopeSpec
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.errors import AlignmentError, CheckpointError
@@ -34,6 +33,7 @@ ROOTS = (
     ("language_model.model.", "language_model."),
     ("model.language_model.", ""),
 )
+_QKV = ("q_proj", "k_proj", "v_proj")
 #: Activation bits of the projections that matter most per multiplication. Quantizing activations to
 #: 8 bits moves SmolLM2's logits by 0.034 of their norm, 0.020 of it through q, k and v (an eighth
 #: of the work of a layer), 0.018 through the head, which runs for sampled tokens only.
@@ -416,7 +416,8 @@ class Source:
                 weights.append(
                     self._cut(part, self._pull(part, (size, inputs)), "out", start, count)
                 )
-                own = self._bias(part, size, bias)
+                gate = fused == "qkv_proj" and name not in _QKV  # gates of attention have none
+                own = self._bias(part, size, bias and not gate)
                 biases.append(None if own is None else own[start : start + count])
         present = [b for b in biases if b is not None]
         if present:  # a projection without a bias gets zeros where another one has a bias

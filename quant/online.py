@@ -24,7 +24,7 @@ _ROUTER = re.compile(
     r"(\.weight)?$|\.ffn_gate_inp(_shexp)?\."
 )
 #: Model types whose files store matrices as [in, out].
-_TURNED = ("gpt2", "openai-gpt")
+_TURNED = ("openai-gpt",)
 FLOATS = ("F32", "F16", "BF16")
 
 

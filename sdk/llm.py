@@ -21,6 +21,7 @@ from sdk.memory.plan import MemoryPlan
 from sdk.metrics.slo import SLO
 from sdk.metrics.stats import EngineStats
 from sdk.metrics.trace import Trace
+from sdk.models.architecture import WITHOUT_HEAD
 from sdk.near_misses import names_keywords, no_attribute
 from sdk.options import EngineOptions, engine_config, takes_options
 from sdk.outputs import (
@@ -128,6 +129,7 @@ class LLM(AsyncPooling):
             results=facts.results,
             adapters=served.adapters,
             classifier=facts.classifier,
+            has_head=not facts.values.get(WITHOUT_HEAD),
             closed_schemas=self.config.disable_additional_properties,
         )
         head = facts.embedding_head

@@ -108,6 +108,7 @@ class JobMaker:
         results: ResultBudget,
         adapters: Adapters,
         classifier: Classifier | None = None,
+        has_head: bool = True,
         closed_schemas: bool = False,
     ) -> None:
         self._reader = reader
@@ -122,6 +123,7 @@ class JobMaker:
         #: Called before the vocabulary is read for the first structure; raises if it must not be.
         self.before_structures: Callable[[], object] = lambda: None
         self._generates = classifier is None or classifier.generates
+        self._has_head = has_head
         self._ids = itertools.count()
 
     def params(self, given: ParamsLike, count: int) -> list[SamplingParams]:
@@ -246,6 +248,11 @@ class JobMaker:
         request_ids: str | Sequence[str] | None = None,
     ) -> list[Job]:
         """One job for each prompt, with the caller's id or a new one."""
+        if kind == "generate" and not self._has_head:
+            raise RequestError(
+                "this checkpoint holds a model without a head (its architectures name ...Model) and "
+                "cannot generate; use embed, encode, score or rerank"
+            )
         if kind == "generate" and not self._generates:
             raise RequestError(
                 "this checkpoint was trained to classify (...ForSequenceClassification) and has no "

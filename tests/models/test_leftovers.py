@@ -16,7 +16,7 @@ from torch import Tensor
 import sdk
 from sdk.loaders.open import open_checkpoint
 from sdk.models.leftovers import Leftovers
-from sdk.quant.errors import CheckpointError
+from sdk.quant.errors import CheckpointError, UnsupportedError
 from tests.gguf_models import gguf_of, save_gguf
 from tests.models.conftest import DictCheckpoint, Paged, expected_logits, prompt, tiny
 
@@ -77,6 +77,41 @@ def test_a_head_that_differs_in_one_number_is_a_head_of_its_own(tmp_path: Path) 
     head[-1, -1] += 1
     checkpoint = open_checkpoint(folder_of(oracle, tmp_path, lm_head__weight=head))
     assert checkpoint.config["tie_word_embeddings"] is False
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "mistral"])
+def test_a_body_without_a_head_embeds_and_does_not_generate(
+    model_type: str, tmp_path: Path
+) -> None:
+    """As embedding models are published: ``Qwen3Model``, names without ``model.``, not tied."""
+    oracle = tiny(model_type, tie_word_embeddings=False, sliding_window=None)
+    oracle.model.save_pretrained(tmp_path)
+    prompts = [{"prompt_token_ids": prompt(20, 1)}]
+    with torch.no_grad():
+        expected = oracle.model(input_ids=torch.tensor([prompt(20, 1)])).last_hidden_state[0, -1]
+    with sdk.LLM(tmp_path, skip_tokenizer_init=True, max_model_len=64, compute="exact") as llm:
+        [found] = llm.encode(prompts, pooling="last", normalize=False)
+        assert (torch.tensor(found.outputs.data) - expected).abs().max() <= 1e-4
+        assert llm.load_warnings == ()
+        with pytest.raises(sdk.RequestError, match=r"without a head .* cannot generate; use"):
+            llm.generate(prompts)
+    with pytest.raises(UnsupportedError, match="classifier_from_token: expected a model with"):
+        sdk.LLM(
+            tmp_path,
+            skip_tokenizer_init=True,
+            max_model_len=64,
+            hf_overrides={"classifier_from_token": ["yes", "no"]},
+        )
+
+
+def test_a_causal_language_model_must_have_its_head(tmp_path: Path) -> None:
+    oracle = tiny("qwen3", tie_word_embeddings=False)
+    oracle.model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["architectures"] = ["Qwen3ForCausalLM"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="lm_head is missing"):
+        sdk.LLM(tmp_path, skip_tokenizer_init=True, max_model_len=64)
 
 
 # -- biases ----------------------------------------------------------------------------------------

@@ -232,6 +232,25 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     },
     "cohere": {"logit_scale": 0.5},
     "cohere2": {"logit_scale": 0.5, "sliding_window": 8, "num_hidden_layers": 5},
+    "gpt2": {},
+    "gpt_bigcode": {},
+    "gpt_bigcode-heads": {"multi_query": False, "n_inner": 96},
+    "gpt_neox": {"use_parallel_residual": True},
+    "gpt_neox-sequential": {"use_parallel_residual": False, "attention_bias": False},
+    "falcon": {},
+    "falcon-grouped": {"new_decoder_architecture": True, "num_kv_heads": 2},
+    "falcon-one-norm": {
+        "new_decoder_architecture": True,
+        "num_kv_heads": 2,
+        "num_ln_in_parallel_attn": 1,
+        "tie_word_embeddings": False,
+    },
+    "falcon-alibi": {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True},
+    "mpt": {"max_seq_len": 256},
+    "mpt-six-heads": {"max_seq_len": 256, "num_attention_heads": 6, "hidden_size": 96},
+    "bloom": {},
+    "bloom-twelve-heads": {"num_attention_heads": 12, "hidden_size": 96},
+    "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
 }
 LENGTH = 75
 

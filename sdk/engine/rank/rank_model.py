@@ -15,8 +15,8 @@ from sdk.models.auto import build_model
 from sdk.models.classifier import Classifier, classifier_of, read_score_head
 from sdk.models.decoder import CausalLM, Decoder
 from sdk.models.lockstep import Lockstep
-from sdk.models.matrices import Matrix, Tensors
 from sdk.models.parallel import Mesh
+from sdk.models.parts import Matrix, Tensors
 from sdk.quant.checkpoint import Checkpoint
 
 
