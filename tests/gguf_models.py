@@ -48,6 +48,7 @@ _PERMUTED = (
         "muse-glimmer",
         "llama",
         "granite",
+        "granitemoe",
         "granite_swa",
         "smollm3",
         "mistral3",
