@@ -33,6 +33,7 @@ ROOTS = (
     ("language_model.model.", "language_model."),
     ("model.language_model.", ""),
 )
+_QKV = ("q_proj", "k_proj", "v_proj")
 #: Activation bits of the projections that matter most per multiplication. Quantizing activations to
 #: 8 bits moves SmolLM2's logits by 0.034 of their norm, 0.020 of it through q, k and v (an eighth
 #: of the work of a layer), 0.018 through the head, which runs for sampled tokens only.
@@ -417,7 +418,8 @@ class Source:
                 weights.append(
                     self._cut(part, self._pull(part, (size, inputs)), "out", start, count)
                 )
-                own = self._bias(part, size, bias)
+                gate = fused == "qkv_proj" and name not in _QKV  # gates of attention have none
+                own = self._bias(part, size, bias and not gate)
                 biases.append(None if own is None else own[start : start + count])
         present = [b for b in biases if b is not None]
         if present:  # a projection without a bias gets zeros where another one has a bias

@@ -73,7 +73,8 @@ def _of_best_groups(selection: Tensor, rule: RouteRule) -> Tensor:
 def _sparse_mixer(logits: Tensor, rule: RouteRule, chosen: Tensor, weights: Tensor) -> None:
     left = logits.clone()
     chosen.copy_(logits.sort(dim=1, descending=True, stable=True)[1][:, : chosen.shape[1]])
-    for j, expert in enumerate(chosen.long().split(1, dim=1)):
+    for j in range(chosen.shape[1]):
+        expert = chosen[:, j : j + 1].long()
         best = logits.gather(1, expert)
         far = (best - logits) / logits.abs().clamp(min=best) > 2 * rule.jitter
         shares = left.masked_fill(far, float("-inf")).softmax(dim=1)

@@ -143,7 +143,6 @@ PROBES: dict[str, Any] = {
     "first_k_dense_replace": 2,
     "n_group": 2,
     "use_qk_norm": True,
-    "qkv_bias": False,
     "shared_expert_intermediate_size": 64,
     "n_shared_experts": 2,
     "num_shared_experts": 2,

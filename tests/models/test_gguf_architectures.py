@@ -119,6 +119,26 @@ FILES: dict[str, tuple[str, dict[str, Any], dict[str, tuple[int, Any]]]] = {
             "expert_shared_feed_forward_length": (U32, 64),  # wrong in files of some converters
         },
     ),
+    "hunyuan-moe": (
+        "hunyuan_v1_moe",
+        {"num_experts": 6, "moe_topk": 3},
+        {
+            **COUNTS,
+            "expert_feed_forward_length": (U32, 128),
+            "expert_shared_count": (U32, 1),
+            "expert_shared_feed_forward_length": (U32, 128),
+        },
+    ),
+    "granitemoe": (
+        "granitemoe",
+        {**SCALES, "num_local_experts": 6, "num_experts_per_tok": 3},
+        {
+            **COUNTS,
+            **SCALE_FACTS,
+            "expert_feed_forward_length": (U32, 128),
+            "attention.scale": (F32, 0.25),
+        },
+    ),
     "exaone-moe": (
         "exaone_moe",
         {
