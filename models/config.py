@@ -132,11 +132,9 @@ class ModelConfig:
         layers = fields.count("num_hidden_layers", MAX_LAYERS)
         eps = rules.norm_eps
         biases = (rules.biases or _biases)(fields)
-        scale = fields.positive("query_pre_attn_scalar", default=float(head_dim)) ** -0.5
         windows = _windows(config, fields, known, layers)
         unrotated = rules.unrotated and rules.unrotated(fields, windows)
         ropes, rope_of_layer = ropes_of_layers(fields, head_dim, windows, unrotated, rules.rotation)
-        embedding_scale = 1.0 if rules.embedding_scale is None else rules.embedding_scale(hidden)
         return cls(
             model_type=model_type if known is None else known.model_type,
             vocab_size=fields.count("vocab_size", MAX_VOCAB),
@@ -152,15 +150,7 @@ class ModelConfig:
             ropes=ropes,
             rope_of_layer=rope_of_layer,
             sliding_windows=windows,
-            attention_scale=fields.positive("attention_multiplier", default=scale)
-            * fields.positive("qk_scale_factor", default=1.0),
-            attention_softcap=fields.optional_positive("attn_logit_softcapping"),
-            final_softcap=fields.optional_positive("final_logit_softcapping"),
-            embedding_scale=fields.positive("embedding_multiplier", default=embedding_scale),
-            residual_scale=fields.positive("residual_multiplier", default=1.0),
-            logits_scale=fields.positive("logits_scaling", default=1.0)
-            / fields.positive("logit_scale", default=1.0)
-            / fields.positive("output_multiplier", default=1.0),
+            **_factors(fields, rules, hidden, head_dim),
             attention_bias=biases.qkv,
             output_bias=biases.output,
             mlp_bias=biases.mlp,
@@ -171,10 +161,27 @@ class ModelConfig:
             parallel_blocks=bool(rules.parallel_blocks and rules.parallel_blocks(fields)),
             qk_norm=rules.qk_norm is None or rules.qk_norm(fields),
             head_bias=biases.head,
-            qkv_clip=fields.optional_positive("clip_qkv"),
             alibi=None if rules.alibi is None else rules.alibi(fields),
             one_norm=bool(rules.one_norm and rules.one_norm(fields)),
         )
+
+
+def _factors(fields: Fields, rules: ConfigRules, hidden: int, head_dim: int) -> dict[str, Any]:
+    """Multipliers, soft caps and the clamp of a model."""
+    scale = fields.positive("query_pre_attn_scalar", default=float(head_dim)) ** -0.5
+    embedding_scale = 1.0 if rules.embedding_scale is None else rules.embedding_scale(hidden)
+    return {
+        "attention_scale": fields.positive("attention_multiplier", default=scale)
+        * fields.positive("qk_scale_factor", default=1.0),
+        "attention_softcap": fields.optional_positive("attn_logit_softcapping"),
+        "final_softcap": fields.optional_positive("final_logit_softcapping"),
+        "embedding_scale": fields.positive("embedding_multiplier", default=embedding_scale),
+        "residual_scale": fields.positive("residual_multiplier", default=1.0),
+        "logits_scale": fields.positive("logits_scaling", default=1.0)
+        / fields.positive("logit_scale", default=1.0)
+        / fields.positive("output_multiplier", default=1.0),
+        "qkv_clip": fields.optional_positive("clip_qkv"),
+    }
 
 
 def _biases(fields: Fields) -> Biases:
