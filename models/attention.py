@@ -203,12 +203,11 @@ def _norms_of_each_head(
     )
     norms: list[Norm] = []
     for name, (total, start, count) in zip("qk", counts, strict=True):
-        own = f"{path}.{name}_norm"
-        if source.has(f"{own}.norms.0.weight"):
-            single = [source.vector(f"{own}.norms.{i}.weight", c.head_dim) for i in range(total)]
-            weight = torch.stack(single)
+        single = [f"{path}.{name}_layernorm.norms.{i}.weight" for i in range(total)]
+        if source.has(single[0]):
+            weight = torch.stack([source.vector(one, c.head_dim) for one in single])
         else:
-            weight = source.vector(f"{own}.weight", total, c.head_dim)
+            weight = source.vector(f"{path}.{name}_norm.weight", total, c.head_dim)
         weight = weight[start : start + count]
         weight = weight.contiguous() if order is None else weight[:, order]
         norms.append(Norm(weight, c.norm_eps, None, rules.norm.centred))

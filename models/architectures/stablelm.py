@@ -17,7 +17,6 @@ from sdk.models.architecture import (
     GgufKeys,
     GgufRules,
     LayerRules,
-    TensorRules,
 )
 
 if TYPE_CHECKING:
@@ -58,12 +57,6 @@ ARCHITECTURE = Architecture(
         biases=_biases,
         norm_eps="layer_norm_eps",
         parallel_blocks=_parallel,
-    ),
-    tensors=TensorRules(
-        names={
-            "self_attn.q_norm": "self_attn.q_layernorm",
-            "self_attn.k_norm": "self_attn.k_layernorm",
-        }
     ),
     gguf=GgufRules(
         "stablelm",

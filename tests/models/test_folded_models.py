@@ -17,12 +17,12 @@ from sdk.quantizing import quantize
 from tests.models.conftest import Paged, expected_logits, prompt, tiny
 
 #: One norm for both blocks; norms with biases, stored minus 1, and no gate; norms without weights
-#: and clamped values; a head with a bias.
+#: and clamped values; an activation with numbers of its own.
 MODELS: dict[str, dict[str, Any]] = {
     "cohere": {"logit_scale": 0.5},
     "nemotron": {"mlp_bias": True},
     "olmo": {"clip_qkv": 1.5},
-    "phi": {"num_key_value_heads": 4},
+    "apertus": {},
 }
 
 
