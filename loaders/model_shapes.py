@@ -155,6 +155,9 @@ def expected_shape(
     )
     stem = name.removesuffix(".bias").rpartition(".")[2]
     shape = _llama_shape(sizes, stem, known.layer)
+    first, positions = known.embedding.positions, config.get("max_position_embeddings")
+    if stem == "embed_positions" and first is not None and isinstance(positions, int):
+        shape = (first + positions, hidden)
     return shape[:1] if shape is not None and name.endswith(".bias") else shape
 
 
@@ -180,6 +183,6 @@ def _llama_shape(sizes: _Sizes, stem: str, layer: LayerRules) -> tuple[int, ...]
     }
     if sizes.experts is not None:
         shapes["gate"] = shapes["router"] = (sizes.experts, hidden)
-    if stem == "norm" or stem.endswith("layernorm"):
+    if stem in ("norm", "embed_norm") or stem.endswith("layernorm"):
         return (hidden,)
     return shapes.get(stem)

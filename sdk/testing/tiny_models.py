@@ -19,9 +19,10 @@ from sdk.errors import RequestError
 from sdk.kernels.layouts import Dense
 from sdk.kernels.ops import Ops
 from sdk.loaders.model_shapes import expected_shape
+from sdk.loaders.tensor_names import TensorNames
 from sdk.models.architecture import Architecture, architecture, architectures
 from sdk.models.auto import build_model
-from sdk.models.config_keys import only_read
+from sdk.models.config_keys import only_read, with_our_keys
 from sdk.models.parallel import Mesh
 from sdk.quant.checkpoint import TensorEntry
 from sdk.quant.errors import CheckpointError, QuantizationError
@@ -41,7 +42,6 @@ _SHAPE = {
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-5,
     "rope_theta": 10000.0,
-    "hidden_act": "silu",
     "tie_word_embeddings": False,
 }
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True}
@@ -134,8 +134,9 @@ def _write_plain(folder: Path, known: Architecture, seed: int) -> None:
         experts = {**_EXPERTS, "num_experts": _NUM_EXPERTS, "num_local_experts": _NUM_EXPERTS}
         experts = only_read(experts, known)
     config = {
+        "hidden_act": "silu",
         **known.config.defaults,
-        **_SHAPE,
+        **only_read(_SHAPE, known),
         **experts,
         **_FOR_GGUF.get(known.model_type, {}),
         "model_type": known.model_type,
@@ -143,13 +144,25 @@ def _write_plain(folder: Path, known: Architecture, seed: int) -> None:
         "eos_token_id": 0,
         "dtype": "float16",
     }
+    config = with_our_keys(config)
     checkpoint = RandomCheckpoint(folder, config, known, seed)
     with closing(Ops(num_threads=1)) as ops:
         build_model(checkpoint, Mesh(), ops, max_model_len=64)
     folder.mkdir()
-    save_file(checkpoint.tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    tensors = _as_stored(checkpoint.tensors, known)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    stored = {known.config.names.get(key, key): value for key, value in config.items()}
+    (folder / "config.json").write_text(json.dumps(stored, indent=2))
     _write_tokenizer(folder)
+
+
+def _as_stored(tensors: Mapping[str, Tensor], known: Architecture) -> dict[str, Tensor]:
+    """The tensors with the names and shapes of a folder; the order of random rows is any."""
+    theirs, found = TensorNames(known.tensors.names).theirs, {}
+    for name, values in tensors.items():
+        turned = known.tensors.layers_transposed and values.dim() == 2 and ".layers." in name
+        found[theirs(name)] = values.t().contiguous() if turned else values
+    return found
 
 
 def _write_tokenizer(folder: Path) -> None:
@@ -190,7 +203,9 @@ class RandomCheckpoint:
         self.tensors: dict[str, Tensor] = {}
         self._norm = 0.0 if known.tensors.norms_minus_one else 1.0
         joined = known.gguf is not None and "mlp.gate_up_proj" in known.gguf.tensors
-        self._joined = ("qkv_proj", "gate_up_proj") if joined else ()
+        self._joined: tuple[str, ...] = ("qkv_proj", "gate_up_proj") if joined else ()
+        if "self_attn.qkv_proj" in known.tensors.names:
+            self._joined = ("qkv_proj",)
         self._draw = torch.Generator().manual_seed(seed)
 
     def _random(self, name: str) -> Tensor:

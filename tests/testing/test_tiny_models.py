@@ -76,7 +76,9 @@ def test_every_architecture_is_written_as_a_folder(name: str, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [one.model_type for one in architectures()])
+@pytest.mark.parametrize(
+    "name", [one.model_type for one in architectures() if not one.tensors.names]
+)
 def test_every_architecture_is_written_as_a_gguf_file(name: str, tmp_path: Path) -> None:
     path = tiny_model(tmp_path, "q4_k_m", name)
     with LLM(path, max_model_len=64, num_threads=1) as llm:
