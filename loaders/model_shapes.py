@@ -170,6 +170,10 @@ def expected_shape(
         shape = (heads if gate.per_head else sizes.queries, hidden)
     else:
         shape = _llama_shape(sizes, stem, known.layer)
+    first, positions = known.embedding.positions, config.get("max_position_embeddings")
+    if stem == "embed_positions" and first is not None and isinstance(positions, int):
+        # With "after padding" the config counts the rows before position 0 too.
+        shape = (positions + (first if isinstance(first, int) else 0), hidden)
     return shape[:1] if shape is not None and name.endswith(".bias") else shape
 
 
@@ -208,6 +212,6 @@ def _llama_shape(sizes: _Sizes, stem: str, layer: LayerRules) -> tuple[int, ...]
     if sizes.experts is not None:
         shapes["gate"] = shapes["router"] = (sizes.experts, hidden)
         shapes["shared_expert_gate"] = (1, hidden)
-    if stem == "norm" or stem.endswith("layernorm"):
+    if stem in ("norm", "embed_norm") or stem.endswith("layernorm"):
         return (hidden,)
     return shapes.get(stem)

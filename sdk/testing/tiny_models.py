@@ -19,9 +19,10 @@ from sdk.errors import RequestError
 from sdk.kernels.layouts import Dense
 from sdk.kernels.ops import Ops
 from sdk.loaders.model_shapes import expected_shape, num_experts
+from sdk.loaders.tensor_names import TensorNames
 from sdk.models.architecture import RMS_NORM_EPS, Architecture, architecture, architectures
 from sdk.models.auto import build_model
-from sdk.models.config_keys import only_read
+from sdk.models.config_keys import only_read, with_our_keys
 from sdk.models.expert_config import key_of
 from sdk.models.parallel import Mesh
 from sdk.quant.checkpoint import TensorEntry
@@ -156,13 +157,25 @@ def _write_plain(folder: Path, known: Architecture, seed: int) -> None:
         "eos_token_id": 0,
         "dtype": "float16",
     }
+    config = with_our_keys(config)
     checkpoint = RandomCheckpoint(folder, config, known, seed)
     with closing(Ops(num_threads=1)) as ops:
         build_model(checkpoint, Mesh(), ops, max_model_len=64)
     folder.mkdir()
-    save_file(checkpoint.tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    tensors = _as_stored(checkpoint.tensors, known)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    stored = {known.config.names.get(key, key): value for key, value in config.items()}
+    (folder / "config.json").write_text(json.dumps(stored, indent=2))
     _write_tokenizer(folder)
+
+
+def _as_stored(tensors: Mapping[str, Tensor], known: Architecture) -> dict[str, Tensor]:
+    """The tensors with the names and shapes of a folder; the order of random rows is any."""
+    theirs, found = TensorNames(known.tensors.names).theirs, {}
+    for name, values in tensors.items():
+        turned = known.tensors.layers_transposed and values.dim() == 2 and ".layers." in name
+        found[theirs(name)] = values.t().contiguous() if turned else values
+    return found
 
 
 def _write_tokenizer(folder: Path) -> None:
@@ -203,7 +216,9 @@ class RandomCheckpoint:
         self.tensors: dict[str, Tensor] = {}
         self._offset = known.tensors.norm_offset
         joined = known.gguf is not None and "mlp.gate_up_proj" in known.gguf.tensors
-        self._joined = ("qkv_proj", "gate_up_proj") if joined else ()
+        self._joined: tuple[str, ...] = ("qkv_proj", "gate_up_proj") if joined else ()
+        if "self_attn.qkv_proj" in known.tensors.names:
+            self._joined = ("qkv_proj",)
         self._draw = torch.Generator().manual_seed(seed)
 
     def _random(self, name: str) -> Tensor:

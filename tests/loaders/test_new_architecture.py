@@ -119,7 +119,7 @@ def test_its_gguf_files_are_opened_and_built(toy_file: Path) -> None:
         ops.close()
     assert model.layers[0].attention.sinks.tolist() == [0, 1, 2, 3]
     stored = checkpoint.tensor("model.norm.weight")  # a folder has the weight minus 1
-    assert torch.equal(model.norm, stored + 1.0)
+    assert torch.equal(model.norm.weight, stored + 1.0)
     assert checkpoint.unused() == []
 
 
