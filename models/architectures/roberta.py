@@ -12,8 +12,8 @@ from sdk.models.architecture import Architecture, EmbeddingRules, TensorRules
 from sdk.models.architectures import bert
 
 ARCHITECTURE = Architecture(
-    "xlm-roberta",
-    aliases=("roberta", "camembert"),
+    "roberta",
+    aliases=("xlm-roberta", "camembert"),
     layer=bert.LAYER,
     config=bert.ARCHITECTURE.config._replace(
         keys=("type_vocab_size", "pad_token_id"),
