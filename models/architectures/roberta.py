@@ -14,8 +14,8 @@ from sdk.models.architectures import bert
 HEAD = HeadRules(("classifier.dense",), ("classifier.out_proj",))
 
 ARCHITECTURE = Architecture(
-    "xlm-roberta",
-    aliases=("roberta", "camembert"),
+    "roberta",
+    aliases=("xlm-roberta", "camembert"),
     layer=bert.LAYER,
     config=bert.ARCHITECTURE.config._replace(
         keys=("type_vocab_size", "pad_token_id"),

@@ -188,7 +188,6 @@ def with_local_rope(oracle: Any, theta: float) -> None:
 
 
 REFUSED = {
-    "attention.causal": ((BOOL, False), "attention.causal: expected True, found False"),
     "attention.clamp_kqv": ((F32, 8.0), "attention.clamp_kqv: expected 0, found 8.0"),
     "attention.scale": ((F32, 0.5), "attention.scale: expected 0, found 0.5"),
     "logit_scale": ((F32, 0.5), "logit_scale: expected 0, found 0.5"),
