@@ -178,6 +178,8 @@ CALLS: dict[str, str] = {
     "show_progress_bar": "use use_tqdm",
     "verbose": "use use_tqdm, and logging.getLogger('sdk')",
     "normalize_embeddings": "embed normalizes; encode(..., normalize=False) does not",
+    "truncate_dim": "embed(..., dimensions=N) keeps the first N numbers",
+    "precision": 'embed(..., output_dtype="int8") and others',
     "convert_to_numpy": "use numpy.array([output.embedding for output in outputs])",
     "convert_to_tensor": "use encode, whose outputs.data is a tensor",
     "top_k_documents": "use top_n",

@@ -50,7 +50,12 @@ CALLS: dict[str, tuple[Callable[[Any], object], str]] = {
     "a system prompt": (lambda llm: llm.chat(M, system="x"), "{'role': 'system', 'content': ...}"),
     "batches of embeddings": (lambda llm: llm.embed("hi", batch_size=5), "makes its own batches"),
     "sampling of embeddings": (lambda llm: llm.embed("hi", max_tokens=5), "it generates no text"),
-    "nothing like it": (lambda llm: llm.embed("hi", zzz=5), "it takes lora_request, prompts, ten"),
+    "sentence-transformers' size": (lambda llm: llm.embed("hi", truncate_dim=4), "dimensions=N"),
+    "sentence-transformers' type": (lambda llm: llm.embed("hi", precision="int8"), "output_dtype="),
+    "nothing like it": (
+        lambda llm: llm.embed("hi", zzz=5),
+        "it takes dimensions, lora_request, output_dtype, prompt",
+    ),
     "a conversation": (lambda llm: llm.generate(M), "pass conversations to chat()"),
     "conversations": (lambda llm: llm.generate([M, M]), "pass conversations to chat()"),
     "a dict of parameters": (

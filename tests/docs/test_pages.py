@@ -46,11 +46,16 @@ Runner = Callable[[str], dict[str, Any]]
 
 @pytest.fixture
 def run_page(
-    smollm2: Path, golden: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    smollm2: Path,
+    minilm: Path,
+    golden: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Runner:
     """Runs a page's code in a folder with the files that pages name; returns its names."""
     for name in ("model.gguf", "large.gguf", "chat.gguf", "code.gguf"):
         (tmp_path / name).symlink_to(smollm2)
+    (tmp_path / minilm.name).symlink_to(minilm)
     (tmp_path / "float16-model").symlink_to(golden / "arch-llama3" / "hf")
     for name, rank in (("sql", 8), ("style", 16)):
         tiny_adapter(tmp_path / f"{name}-adapter", smollm2, rank=rank, scale=0.1)

@@ -131,13 +131,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="type of keys and values for us, llama.cpp (int8 is q8_0, int4 q4_0), openvino (u8, "
         "u4) and mistral.rs (only float16, float32); default: auto, each engine's own",
     )
-    text = "adapters of the lora suite: random ones, or one of yours (default: random:16)"
-    parser.add_argument("--lora", metavar="random:RANK|PATH", help=text)
-    text = "type of their factors in memory"
-    parser.add_argument("--lora-dtype", choices=("auto", "int8"), help=text)
-    parser.add_argument(
-        "--gguf", metavar="FILE", help="the model for llama.cpp, of the embed suite"
-    )
+    _add_arguments_of_suites(parser)
     parser.add_argument("--rounds", type=parse_count, help="rounds of measuring (default: 5)")
     parser.add_argument("--threads", type=parse_count, help="default: the CPUs of this process")
     _add_gpu_arguments(parser)
@@ -147,6 +141,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--markdown", metavar="FILE", help="write the tables and the command")
     parser.add_argument("--plots", metavar="FOLDER", help="draw one PNG per suite (matplotlib)")
     parser.set_defaults(**DEFAULTS)
+
+
+def _add_arguments_of_suites(parser: argparse.ArgumentParser) -> None:
+    text = "adapters of the lora suite: random ones, or one of yours (default: random:16)"
+    parser.add_argument("--lora", metavar="random:RANK|PATH", help=text)
+    text = "type of their factors in memory (default: auto, 16 bits)"
+    parser.add_argument("--lora-dtype", choices=("auto", "int8"), help=text)
+    text = "the same model as a GGUF file, for llama.cpp in the embed suite"
+    parser.add_argument("--gguf", metavar="FILE", help=text)
 
 
 def _add_gpu_arguments(parser: argparse.ArgumentParser) -> None:
