@@ -27,7 +27,7 @@ class _Block:
     __slots__ = ("count", "memory")
 
     def __init__(self, count: int) -> None:
-        self.memory = mmap.mmap(-1, -(-count * 4 // LARGE) * LARGE)
+        self.memory = mmap.mmap(-1, max(-(-count * 4 // LARGE), 1) * LARGE)
         self.count = count
 
     def size(self) -> int:

@@ -168,8 +168,8 @@ def rope(kernel: Any, place: Place, problem: Problem, like: Sequence[Any]) -> Fo
     angles = place.floats(tokens, cos.shape[1], seed=33)
     if norms is not None:
         weights = [1.0 + 0.1 * place.floats(q.shape[2], seed=34 + i) for i in range(3)]
-        heads = [Norm(weight, 1e-6) for weight in weights]
-        norms = HeadNorms(*heads[:2], None if norms.v is None else heads[2], norms.after)
+        of_q, of_k, of_v = (Norm(weight, 1e-6) for weight in weights)
+        norms = HeadNorms(of_q, of_k, None if norms.v is None else of_v, norms.after)
     if scale is not None:  # a length that some tokens exceed
         scale = QueryScale(0.5, min(scale.length, 16))
     given = [*rows, angles.cos(), angles.sin(), batch, own, norms, scale]

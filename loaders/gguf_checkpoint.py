@@ -171,7 +171,6 @@ class GgufCheckpoint:
         key = self._rules.numbers.get(match[2]) if match else None
         if match is None or key is None:
             return None
-        key = f"{self._rules.name}.{key}"
         values, layers = self.metadata.get(key), self.config["num_hidden_layers"]
         if isinstance(values, np.ndarray):
             if values.shape != (layers,):

@@ -124,11 +124,7 @@ def check_keys(
 
     :raises UnsupportedError: a key asks for something that is not supported.
     """
-    read = (
-        READ
-        | {*rules.keys, *rules.numbers.values()}
-        | (READ_FOR_EXPERTS if experts else frozenset())
-    )
+    read = READ | {*rules.keys, *rules.ignored} | (READ_FOR_EXPERTS if experts else frozenset())
     prefix = f"{rules.name}."
     unknown: list[str] = []
     for key in metadata:

@@ -35,11 +35,12 @@ class Keys:
         """Experts of a layer; 0 for a model without any."""
         return self.integer("expert_count", (0, MAX_EXPERTS), 0)
 
+    def has_tensor(self, name: str) -> bool:
+        """Whether the file has a tensor of this name."""
+        return name in self.tensors
+
     def get(self, key: str) -> Any:
         return self.metadata.get(f"{self.architecture}.{key}")
-
-    def has_tensor(self, name: str) -> bool:
-        return name in self.tensors
 
     def integer(self, key: str, limit: tuple[int, int], default: int | None = None) -> int:
         """An integer; ``default`` where the file has none, ``None`` if it must have one."""

@@ -245,8 +245,8 @@ class HfFolder:
     def _check_rows(self, name: str, found: int, rows: Tensor) -> None:
         if found != len(rows):
             raise CheckpointError(
-                f"{self.path}: {name}: expected {len(rows)} rows for the heads of the config, found "
-                f"{found}"
+                f"{self.path}: {name}: expected {len(rows)} rows for the heads of the config, "
+                f"found {found}"
             )
 
     def _opened(self) -> SafetensorsFiles:
@@ -428,8 +428,12 @@ def complete_config(raw: dict[str, Any], source: str) -> dict[str, Any]:
     text = raw.get("text_config")
     if isinstance(text, dict) and isinstance(text.get("model_type"), str):
         check_config(text, f"{source}: text_config")
-        outer = ("eos_token_id", "tie_word_embeddings")
-        raw = {**{key: raw[key] for key in outer if key in raw}, **text}
+        outer: dict[str, Any] = {
+            key: raw[key] for key in ("eos_token_id", "tie_word_embeddings") if key in raw
+        }
+        tied = outer.get("tie_word_embeddings") or text.get("tie_word_embeddings")
+        # Either place may say it, and the other one has its default; a head in the files counts.
+        raw = {**outer, **text, **({"tie_word_embeddings": tied} if tied is not None else {})}
     check_config(raw, source)
     check_fixed(raw, source)
     _check_partial_rotation(raw, source)
@@ -452,7 +456,7 @@ def filled_by_transformers(given: dict[str, Any], source: str) -> dict[str, Any]
         return given
     try:
         with transformers_to_our_log():
-            filled = CONFIG_MAPPING[name].from_dict(given).to_dict()
+            filled = CONFIG_MAPPING[name].from_dict(_decoded(given)).to_dict()
             defaults = CONFIG_MAPPING[name]().to_dict()
     except Exception as error:  # what a config class raises depends on the model and the version
         raise CheckpointError(f"{source}: not a valid {name} config: {error}") from error
@@ -460,6 +464,17 @@ def filled_by_transformers(given: dict[str, Any], source: str) -> dict[str, Any]
     check_config(config, source)
     check_class(config, defaults, source)
     return config
+
+
+def _decoded(value: Any) -> Any:
+    """A value of a config.json with the floats that JSON does not have, which transformers 5 writes
+    as ``{"__float__": "Infinity"}``."""
+    if isinstance(value, dict):
+        kind = value.get("__float__")
+        if len(value) == 1 and kind in ("Infinity", "-Infinity", "NaN"):
+            return float(kind)
+        return {key: _decoded(own) for key, own in value.items()}
+    return [_decoded(own) for own in value] if isinstance(value, list) else value
 
 
 def _check_partial_rotation(config: Mapping[str, Any], source: str) -> None:

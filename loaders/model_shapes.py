@@ -54,7 +54,10 @@ def check_config(config: Mapping[str, Any], source: str) -> None:
     Raises:
         CheckpointError: names ``source``, the key, the allowed range and the value found.
     """
+    known = architecture(config.get("model_type"))
     for key, (low, high) in LIMITS.items():
+        if known is not None and key in known.config.ignored:
+            continue  # 0 experts in files of dense Granite 4
         value = config.get(key)
         # Some models differ from layer to layer and give a list.
         for item in value[:MAX_LAYERS] if isinstance(value, list) else [value]:
@@ -156,15 +159,22 @@ def expected_shape(
     path, _, stem = name.removesuffix(".bias").rpartition(".")
     gate = known.layer.output_gate
     if gate is not None and path.endswith("self_attn") and stem == gate.projection:
-        shape: tuple[int, ...] | None = (heads if gate.per_head else sizes.queries, hidden)
+        shape = (heads if gate.per_head else sizes.queries, hidden)
     else:
         shape = _llama_shape(sizes, stem, known.layer)
     return shape[:1] if shape is not None and name.endswith(".bias") else shape
 
 
+def _qk_norms(sizes: _Sizes, layer: LayerRules) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    width = sizes.head_dim
+    if layer.qk_norm == "each_head":
+        return (sizes.heads, width), (sizes.keys // width, width)
+    wide = layer.qk_norm == "width"
+    return (sizes.queries if wide else width,), (sizes.keys if wide else width,)
+
+
 def _llama_shape(sizes: _Sizes, stem: str, layer: LayerRules) -> tuple[int, ...] | None:
     """The shape that most architectures have, by the last part of a tensor's name."""
-    wide = layer.qk_norm == "width"
     hidden, inner, queries, keys = sizes.hidden, sizes.intermediate, sizes.queries, sizes.keys
     shapes: dict[str, tuple[int, ...]] = {
         "embed_tokens": (sizes.vocab, hidden),
@@ -174,8 +184,7 @@ def _llama_shape(sizes: _Sizes, stem: str, layer: LayerRules) -> tuple[int, ...]
         "v_proj": (keys, hidden),
         "qkv_proj": (queries + 2 * keys, hidden),
         "o_proj": (hidden, queries),
-        layer.qk_norm_names[0]: (queries if wide else sizes.head_dim,),
-        layer.qk_norm_names[1]: (keys if wide else sizes.head_dim,),
+        **dict(zip(("q_norm", "k_norm"), _qk_norms(sizes, layer), strict=True)),
         "sinks": (sizes.heads,),
         "alpha_p": (1,),
         "alpha_n": (1,),
@@ -188,6 +197,6 @@ def _llama_shape(sizes: _Sizes, stem: str, layer: LayerRules) -> tuple[int, ...]
     }
     if sizes.experts is not None:
         shapes["gate"] = shapes["router"] = (sizes.experts, hidden)
-    if stem == "norm" or (stem.endswith("layernorm") and stem not in layer.qk_norm_names):
+    if stem == "norm" or stem.endswith("layernorm"):
         return (hidden,)
     return shapes.get(stem)

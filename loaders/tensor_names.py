@@ -16,15 +16,16 @@ _LAYERS = "model.layers"
 class TensorNames:
     """The names of one model; ``names``: those of its ``TensorRules``."""
 
-    def __init__(self, names: Mapping[str, str]) -> None:
-        layers = names.get(_LAYERS, _LAYERS)
+    def __init__(self, names: Mapping[str, str | tuple[str, ...]]) -> None:
+        every = {ours: (x,) if isinstance(x, str) else x for ours, x in names.items()}
+        (layers,) = every.pop(_LAYERS, (_LAYERS,))
         self._layers = layers
         self._body = layers.partition(".")[0] + "."
         numbered = re.escape(layers.removeprefix(self._body))
         self._layer = re.compile(rf"{numbered}\.(\d{{1,4}})\.(.+)")
-        whole = {ours for ours in names if ours.startswith(("model.", "lm_head"))} - {_LAYERS}
-        self._paths = {ours: names[ours] for ours in whole}
-        self._parts = {o: theirs for o, theirs in names.items() if o not in {_LAYERS, *whole}}
+        whole = ("model.", "lm_head")
+        self._paths = {ours: x[0] for ours, x in every.items() if ours.startswith(whole)}
+        self._parts = {ours: x for ours, x in every.items() if ours not in self._paths}
 
     def ours(self, name: str) -> str:
         """Our name of the file's ``name``, whatever its ending (``.weight``, ``.qweight``); a name
@@ -37,14 +38,16 @@ class TensorNames:
         if found is None:
             return name
         own = found[2]
-        for ours, theirs in self._parts.items():
+        spellings = ((ours, theirs) for ours, each in self._parts.items() for theirs in each)
+        for ours, theirs in spellings:
             if (rest := _rest(own, theirs)) is not None:
                 own = ours + rest
                 break
         return f"{_LAYERS}.{found[1]}.{own}"
 
     def theirs(self, name: str) -> str:
-        """The file's name of a tensor or module of a whole model that we call ``name``."""
+        """The file's name of a tensor or module of a whole model that we call ``name``; of
+        several spellings the first."""
         for ours, theirs in self._paths.items():
             if (rest := _rest(name, ours)) is not None:
                 return theirs + rest
@@ -54,7 +57,7 @@ class TensorNames:
         number, _, own = own.partition(".")
         for ours, theirs in self._parts.items():
             if (rest := _rest(own, ours)) is not None:
-                own = theirs + rest
+                own = theirs[0] + rest
                 break
         return f"{self._layers}.{number}.{own}"
 

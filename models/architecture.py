@@ -48,11 +48,6 @@ class Biases(NamedTuple):
     head: bool = False
 
 
-def always(fields: Fields) -> bool:
-    """A rule for models without the choice."""
-    return True
-
-
 class Alibi(NamedTuple):
     """Attention with linear biases (Press et al. 2021, arXiv 2108.12409) in place of positions:
     the slope of a head times the distance of a key, which is at most 0, is added to its score.
@@ -63,6 +58,11 @@ class Alibi(NamedTuple):
 
     most: float = 8.0
     scaled: bool = False
+
+
+def always(fields: Fields) -> bool:
+    """A rule for models without the choice."""
+    return True
 
 
 class ConfigRules(NamedTuple):
@@ -83,12 +83,15 @@ class ConfigRules(NamedTuple):
     them. ``query_scale``: reads the scale of queries by their positions, if there is one.
     ``biases``: the projections with biases; ``None``: ``attention_bias`` says it of all four of
     attention, ``mlp_bias`` of the MLP's.
-    ``norm_eps``: the key of the eps of norms, or the eps itself where the code fixes it.
-    ``parallel_blocks``: whether attention and MLP of a layer read the same sum, and both are added
-    to it; ``None``: they come one after the other.
+    ``qk_norm``: whether queries and keys have the norms of ``LayerRules.qk_norm``; ``None``: they
+    have.
     ``names``: keys that a config of this model spells differently, ours to the file's.
     ``derived(config)``: sets what follows from other keys, under our names; it may be called twice.
     ``alibi``: the linear biases of attention, if it has them.
+    ``norm_eps``: the key of the eps of norms, or the eps itself where the code fixes it.
+    ``parallel_blocks``: whether attention and MLP of a layer read the same sum, and both are added
+    to it; ``None``: they come one after the other. ``one_norm``: whether parallel blocks read one
+    norm; ``None``: ``LayerRules.parallel_norms`` says it.
     """
 
     keys: tuple[str, ...] = ()
@@ -106,9 +109,11 @@ class ConfigRules(NamedTuple):
     query_scale: Callable[[Fields], QueryScale | None] | None = None
     norm_eps: str | float = RMS_NORM_EPS
     parallel_blocks: Callable[[Fields], bool] | None = None
+    qk_norm: Callable[[Fields], bool] | None = None
     names: Mapping[str, str] = NOTHING
     derived: Callable[[dict[str, Any]], None] | None = None
     alibi: Callable[[Fields], Alibi | None] | None = None
+    one_norm: Callable[[Fields], bool] | None = None
 
 
 class Norms(NamedTuple):
@@ -166,13 +171,13 @@ class LayerRules(NamedTuple):
 
     ``norms``: see :class:`Norms`.
     ``qk_norm``: an RMSNorm of queries and keys before the rotation: over each head, with a weight
-    or without one (``unweighted``), or over the whole width of all heads.
+    or without one (``unweighted``), with a weight of its own for ``each_head`` (a norm like the
+    others, without a bias), or over the whole width of all heads.
     ``adjacent_pairs``: dimensions 2i and 2i + 1 of a head turn together, as stored; of other models
     i and i + d / 2 do.
     ``sinks``: every head has an attention sink.
     ``router``: the name of the router of experts, beside them.
     ``norm``: what all norms compute.
-    ``qk_norm_names``: the names of those norms, beside the projections.
     ``norm_after_rotation``: the norms of heads come after the rotation.
     ``v_norm``: values have an RMSNorm without a weight over each head.
     ``output_gate``: see :class:`OutputGate`.
@@ -181,12 +186,11 @@ class LayerRules(NamedTuple):
     """
 
     norms: Norms = Norms()
-    qk_norm: Literal["head", "unweighted", "width"] | None = None
+    qk_norm: Literal["head", "unweighted", "each_head", "width"] | None = None
     adjacent_pairs: bool = False
     sinks: bool = False
     router: str = "gate"
     norm: NormKind = NormKind()
-    qk_norm_names: tuple[str, str] = ("q_norm", "k_norm")
     norm_after_rotation: bool = False
     v_norm: bool = False
     output_gate: OutputGate | None = None
@@ -209,7 +213,8 @@ class TensorRules(NamedTuple):
     ``block_sparse_moe``: transformers finds packed experts only under the names
     ``block_sparse_moe.experts.0.w1``.
     ``names``: names that differ from a Llama's, ours to the file's; those of a layer without
-    ``model.layers.0.``, which ``model.layers`` renames. See :mod:`sdk.loaders.tensor_names`.
+    ``model.layers.0.``, which ``model.layers`` renames, and where configs of the model differ one
+    name for each. See :mod:`sdk.loaders.tensor_names`.
     ``qkv_by_group``: the rows of ``qkv_proj`` are those of one key/value head after the other: its
     query heads, its key, its value.
     ``layers_transposed``: float matrices of layers are ``[in, out]``; packed ones are not.
@@ -219,7 +224,7 @@ class TensorRules(NamedTuple):
     experts_transposed: Literal["always", "sometimes"] | None = None
     gate_up_interleaved: bool = False
     block_sparse_moe: bool = False
-    names: Mapping[str, str] = NOTHING
+    names: Mapping[str, str | tuple[str, ...]] = NOTHING
     qkv_by_group: bool = False
     layers_transposed: bool = False
     final_norm_whole: bool = False
@@ -255,11 +260,11 @@ class GgufKeys(Protocol):
 
     def number(self, key: str, default: float | None = None) -> float | None: ...
 
-    def has_tensor(self, name: str) -> bool: ...
-
     def flag(self, key: str, default: bool) -> bool: ...
 
     def get(self, key: str) -> Any: ...
+
+    def has_tensor(self, name: str) -> bool: ...
 
     def layer_types(self, layers: int, *, window: int | None, period: int) -> list[str]: ...
 
@@ -279,8 +284,9 @@ class GgufRules(NamedTuple):
     ``slides``: sliding layers have the scaling of the others ("scaled") or none ("plain"), and the
     base ``rope.freq_base_swa`` if a file has it. ``None``: there are none, or ``read`` does it.
     ``interleaved_qk``: rows of q and k are interleaved so that rotary pairs are adjacent.
-    ``numbers``: parameters of one number in a layer, ours to the key of the metadata that has those
-    of all layers.
+    ``numbers``: parameters of one number in a layer, ours to the key of the metadata, which has no
+    name of the architecture in it, with those of all layers.
+    ``ignored``: metadata without an effect on this model, though other models have it.
     ``yarn_log_multiplier``: llama.cpp reads ``rope.scaling.yarn_log_multiplier`` for this model, as
     ``mscale_all_dim`` of a config whose ``mscale`` is 1.
     """
@@ -296,6 +302,7 @@ class GgufRules(NamedTuple):
     interleaved_qk: bool = False
     numbers: Mapping[str, str] = NOTHING
     yarn_log_multiplier: bool = False
+    ignored: tuple[str, ...] = ()
 
 
 class Architecture(NamedTuple):

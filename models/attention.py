@@ -76,7 +76,9 @@ class Attention:
         self.width_norms: WidthNorms | None = None
         if rules.qk_norm == "width":
             self.width_norms = WidthNorms(source, path)
-        elif rules.qk_norm is not None:
+        elif rules.qk_norm == "each_head" and c.qk_norm:
+            self.norms = _norms_of_each_head(source, path, rules, head)
+        elif rules.qk_norm in ("head", "unweighted"):
             self.norms = _head_norms(source, path, rules, head)
         self.sinks: Tensor | None = None
         if rules.sinks:
@@ -179,12 +181,35 @@ def _head_norms(source: Source, path: str, rules: LayerRules, order: Tensor | No
     width, eps = source.config.head_dim, source.config.norm_eps
     plain = Norm(torch.ones(width, device=source.ops.device), eps)
     q = k = plain
-    names = [f"{path}.{name}" for name in rules.qk_norm_names]
-    if rules.qk_norm == "head" or source.has(f"{names[0]}.weight"):
-        q, k = (source.norm(name, width) for name in names)
+    if rules.qk_norm == "head" or source.has(f"{path}.q_norm.weight"):
+        q, k = (source.norm(f"{path}.{name}_norm", width) for name in "qk")
     if order is not None and q.weight is not None and k.weight is not None:
         q, k = replace(q, weight=q.weight[order]), replace(k, weight=k.weight[order])
     return HeadNorms(q, k, plain if rules.v_norm else None, rules.norm_after_rotation)
+
+
+def _norms_of_each_head(
+    source: Source, path: str, rules: LayerRules, order: Tensor | None
+) -> HeadNorms:
+    """Norms with a weight for each head, in one tensor or in one for each (StableLM's folders).
+    ``order``: of the features of queries and keys."""
+    c, heads = source.config, source.heads
+    counts = (
+        (c.num_heads, heads.start, heads.count),
+        (c.num_kv_heads, heads.kv_start, heads.kv_count),
+    )
+    norms: list[Norm] = []
+    for name, (total, start, count) in zip(("q_norm", "k_norm"), counts, strict=True):
+        own = f"{path}.{name}"
+        if source.has(f"{own}.norms.0.weight"):
+            single = [source.vector(f"{own}.norms.{i}.weight", c.head_dim) for i in range(total)]
+            weight = torch.stack(single)
+        else:
+            weight = source.vector(f"{own}.weight", total, c.head_dim)
+        weight = weight[start : start + count]
+        weight = weight.contiguous() if order is None else weight[:, order]
+        norms.append(Norm(weight, c.norm_eps, None, rules.norm.centred))
+    return HeadNorms(norms[0], norms[1])
 
 
 def _part_of(norm: Norm, head_dim: int, start: int, count: int) -> Norm:

@@ -58,7 +58,10 @@ class ModelConfig:
     ``attention_bias``: of q, k and v; ``output_bias``: of the projection after attention.
     ``query_scale``: of queries by their positions. ``post_norm_eps``: that of the norms after
     blocks, if it differs from ``norm_eps``.
-    ``parallel_blocks``: attention and MLP of a layer read the same sum.
+    ``parallel_blocks``: attention and MLP of a layer read the same sum. ``one_norm``: whatever the
+    architecture says otherwise, they read one norm of it.
+    ``alibi``: the linear biases of attention.
+    ``qk_norm``: queries and keys have the norms that the architecture has for them.
     ``head_bias``: of the projection to logits. ``qkv_clip``: queries, keys and values are clamped
     to this size.
     ``logits_scale`` divides the logits; a softcap ``c`` turns ``x`` into ``c * tanh(x / c)``.
@@ -92,9 +95,11 @@ class ModelConfig:
     query_scale: QueryScale | None = None
     post_norm_eps: float | None = None
     parallel_blocks: bool = False
+    qk_norm: bool = True
     head_bias: bool = False
     qkv_clip: float | None = None
     alibi: Alibi | None = None
+    one_norm: bool = False
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> ModelConfig:
@@ -127,11 +132,9 @@ class ModelConfig:
         layers = fields.count("num_hidden_layers", MAX_LAYERS)
         eps = rules.norm_eps
         biases = (rules.biases or _biases)(fields)
-        scale = fields.positive("query_pre_attn_scalar", default=float(head_dim)) ** -0.5
         windows = _windows(config, fields, known, layers)
         unrotated = rules.unrotated and rules.unrotated(fields, windows)
         ropes, rope_of_layer = ropes_of_layers(fields, head_dim, windows, unrotated, rules.rotation)
-        embedding_scale = 1.0 if rules.embedding_scale is None else rules.embedding_scale(hidden)
         return cls(
             model_type=model_type if known is None else known.model_type,
             vocab_size=fields.count("vocab_size", MAX_VOCAB),
@@ -147,15 +150,7 @@ class ModelConfig:
             ropes=ropes,
             rope_of_layer=rope_of_layer,
             sliding_windows=windows,
-            attention_scale=fields.positive("attention_multiplier", default=scale)
-            * fields.positive("qk_scale_factor", default=1.0),
-            attention_softcap=fields.optional_positive("attn_logit_softcapping"),
-            final_softcap=fields.optional_positive("final_logit_softcapping"),
-            embedding_scale=fields.positive("embedding_multiplier", default=embedding_scale),
-            residual_scale=fields.positive("residual_multiplier", default=1.0),
-            logits_scale=fields.positive("logits_scaling", default=1.0)
-            / fields.positive("logit_scale", default=1.0)
-            / fields.positive("output_multiplier", default=1.0),
+            **_factors(fields, rules, hidden, head_dim),
             attention_bias=biases.qkv,
             output_bias=biases.output,
             mlp_bias=biases.mlp,
@@ -164,10 +159,29 @@ class ModelConfig:
             post_norm_eps=fields.optional_positive("post_norm_eps"),
             query_scale=None if rules.query_scale is None else rules.query_scale(fields),
             parallel_blocks=bool(rules.parallel_blocks and rules.parallel_blocks(fields)),
+            qk_norm=rules.qk_norm is None or rules.qk_norm(fields),
             head_bias=biases.head,
-            qkv_clip=fields.optional_positive("clip_qkv"),
             alibi=None if rules.alibi is None else rules.alibi(fields),
+            one_norm=bool(rules.one_norm and rules.one_norm(fields)),
         )
+
+
+def _factors(fields: Fields, rules: ConfigRules, hidden: int, head_dim: int) -> dict[str, Any]:
+    """Multipliers, soft caps and the clamp of a model."""
+    scale = fields.positive("query_pre_attn_scalar", default=float(head_dim)) ** -0.5
+    embedding_scale = 1.0 if rules.embedding_scale is None else rules.embedding_scale(hidden)
+    return {
+        "attention_scale": fields.positive("attention_multiplier", default=scale)
+        * fields.positive("qk_scale_factor", default=1.0),
+        "attention_softcap": fields.optional_positive("attn_logit_softcapping"),
+        "final_softcap": fields.optional_positive("final_logit_softcapping"),
+        "embedding_scale": fields.positive("embedding_multiplier", default=embedding_scale),
+        "residual_scale": fields.positive("residual_multiplier", default=1.0),
+        "logits_scale": fields.positive("logits_scaling", default=1.0)
+        / fields.positive("logit_scale", default=1.0)
+        / fields.positive("output_multiplier", default=1.0),
+        "qkv_clip": fields.optional_positive("clip_qkv"),
+    }
 
 
 def _biases(fields: Fields) -> Biases:

@@ -51,6 +51,7 @@ HARMLESS: Mapping[str, frozenset[str]] = MappingProxyType(
         "training": frozenset(
             {
                 *("attention_dropout", "resid_pdrop", "embd_pdrop", "initializer_range"),
+                *("hidden_dropout", "classifier_dropout"),
                 *("router_aux_loss_coef", "output_router_logits", "pretraining_tp"),
                 *("gradient_checkpointing", "num_labels", "problem_type", "finetuning_task"),
             }

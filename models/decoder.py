@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from sdk.models.architecture import LayerRules, architecture
+from sdk.models.architecture import EmbeddingRules, LayerRules, architecture
 from sdk.models.attention import Attention, Step
 from sdk.models.moe import ExpertMLP
 from sdk.quant.errors import CheckpointError
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from sdk.kernels.rounding import Rounding, Rows
     from sdk.models.config import ModelConfig
     from sdk.models.layers import Embedding, ExpertProjection, Head, Projection, Source
+    from sdk.quant.weight import Weight
 
 
 class CausalLM(Protocol):
@@ -113,6 +114,8 @@ class Layer:
         self.multiplier = c.residual_scale
         self.parallel = c.parallel_blocks
         names = rules.norms_of(self.parallel)
+        if self.parallel and c.one_norm:
+            names = names._replace(before_mlp=None)
         norms = [
             None if name is None else source.norm(f"{path}.{name}", eps=eps)
             for name, eps in zip(names, (None, c.post_norm_eps) * 2, strict=True)
@@ -175,6 +178,12 @@ def layer_rules(config: ModelConfig) -> LayerRules:
     return LayerRules() if own is None else own.layer
 
 
+def embedding_rules(config: ModelConfig) -> EmbeddingRules:
+    """What happens to the embeddings of a model before its first layer."""
+    own = architecture(config.model_type)
+    return EmbeddingRules() if own is None else own.embedding
+
+
 class Decoder:
     """Embedding, layers, final norm and head: a :class:`CausalLM`.
 
@@ -189,10 +198,14 @@ class Decoder:
         self.ops = source.ops
         self._mesh = mesh = source.mesh
         self.embedding: Embedding | None = source.embedding() if mesh.is_first else None
-        own = architecture(c.model_type)
-        first = None if own is None else own.embedding.positions
-        #: The table of learned positions, if the model has one.
-        self.positions = source.positions(first) if mesh.is_first and first is not None else None
+        rules = embedding_rules(c)
+        #: The table of learned positions, and the norm of embeddings, of models that have them.
+        self.positions: Weight | None = None
+        self.embedding_norm: Norm | None = None
+        if mesh.is_first and rules.positions is not None:
+            self.positions = source.positions(rules.positions)
+        if mesh.is_first and rules.norm:
+            self.embedding_norm = source.norm("model.embed_norm")
         self.head: Head | None = source.head(self.embedding) if mesh.is_last else None
         #: The numbers of the layers of this stage.
         self.numbers = source.layers
@@ -252,6 +265,8 @@ class Decoder:
         x = inputs if inputs.is_floating_point() else self.embed(inputs)
         if self.positions is not None:
             x = self.ops.add(self.positions.rows(batch.positions), x)
+        if self.embedding_norm is not None:
+            x, _ = self.ops.add_norm(x, None, self.embedding_norm, wide=True)
         return x
 
     def embed(self, token_ids: Tensor) -> Tensor:

@@ -8,8 +8,7 @@ model loads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
 
 from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.mlp_activations import Activation
@@ -21,7 +20,7 @@ from sdk.models.architecture import Architecture, architecture
 from sdk.models.config import ModelConfig
 from sdk.models.expert_parallel import ExpertShare
 from sdk.models.parallel import Mesh
-from sdk.models.parts import Adapters, Part, joined_parts, whole
+from sdk.models.parts import Adapters, Matrix, Part, Tensors, joined_parts, whole
 from sdk.models.rope import Rope, RopeSpec
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.errors import AlignmentError, CheckpointError
@@ -204,33 +203,6 @@ class Head:
         return logits
 
 
-class Matrix(NamedTuple):
-    """The weight and the bias of a projection.
-
-    ``order``, int32 ``[out]``: column ``order[j]`` of the product is feature j, because the rows of
-    this weight's layout cannot be moved. ``None``: the columns are in the model's order.
-    """
-
-    weight: Weight
-    bias: Tensor | None
-    order: Tensor | None = None
-
-    def ordered(self, order: Tensor) -> Matrix:
-        """With feature ``order[j]`` (int64 ``[out]``) in place j; only before the weight is bound.
-        Rows are moved now, if the layout allows it, and else columns of each product."""
-        weight = self.weight.reordered(order)
-        if weight is None:
-            return self._replace(order=order.to(torch.int32))
-        return Matrix(weight, None if self.bias is None else self.bias[order])
-
-
-class Tensors(NamedTuple):
-    """What a model has pulled, by path."""
-
-    matrices: Mapping[str, Matrix]
-    vectors: Mapping[str, Tensor]
-
-
 class Source:
     """One rank's view of a checkpoint, from which a model pulls its weights.
 
@@ -294,15 +266,15 @@ class Source:
         """Whether the checkpoint has a tensor or a matrix."""
         return self.checkpoint.has(self._name(path))
 
-    def vector(self, path: str, size: int) -> Tensor:
-        """A plain tensor ``[size]``, float32; of size 1 it may have no dimension in the file."""
+    def vector(self, path: str, *shape: int) -> Tensor:
+        """A plain tensor, float32; one of shape ``[1]`` may have no dimension in the file."""
         found = self._shared.vectors.get(path)
         if found is None:
             tensor = self.checkpoint.tensor(self._name(path)).to(torch.float32)
             tensor = tensor if tensor.dim() else tensor.reshape(1)
-            if tuple(tensor.shape) != (size,):
+            if tuple(tensor.shape) != shape:
                 raise CheckpointError(
-                    f"{self._name(path)}: expected shape [{size}], found {list(tensor.shape)}"
+                    f"{self._name(path)}: expected shape {list(shape)}, found {list(tensor.shape)}"
                 )
             found = tensor.to(self.ops.device)
         self.vectors[path] = found

@@ -1,11 +1,12 @@
-"""Adapters of projections, and which parts of a checkpoint's matrices a projection has."""
+"""What a projection has: a weight and a bias, parts of a checkpoint's matrices, and adapters."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from sdk.kernels.lazy_torch import Tensor
+from sdk.kernels.lazy_torch import Tensor, torch
+from sdk.quant.weight import Weight
 
 
 class Adapters(Protocol):
@@ -16,6 +17,33 @@ class Adapters(Protocol):
 
         ``slots``: int32, -1 for no adapter. x of an embedding: token ids.
         """
+
+
+class Matrix(NamedTuple):
+    """The weight and the bias of a projection.
+
+    ``order``, int32 ``[out]``: column ``order[j]`` of the product is feature j, because the rows of
+    this weight's layout cannot be moved. ``None``: the columns are in the model's order.
+    """
+
+    weight: Weight
+    bias: Tensor | None
+    order: Tensor | None = None
+
+    def ordered(self, order: Tensor) -> Matrix:
+        """With feature ``order[j]`` (int64 ``[out]``) in place j; only before the weight is bound.
+        Rows are moved now, if the layout allows it, and else columns of each product."""
+        weight = self.weight.reordered(order)
+        if weight is None:
+            return self._replace(order=order.to(torch.int32))
+        return Matrix(weight, None if self.bias is None else self.bias[order])
+
+
+class Tensors(NamedTuple):
+    """What a model has pulled, by path."""
+
+    matrices: Mapping[str, Matrix]
+    vectors: Mapping[str, Tensor]
 
 
 class Part(NamedTuple):

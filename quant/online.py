@@ -21,7 +21,7 @@ _IN_BLOCK = re.compile(r"\.\d+\.")
 #: Routers of experts: few rows, but everything after them depends on them.
 _ROUTER = re.compile(r"\.(mlp|block_sparse_moe)\.(gate|router)(\.weight)?$|\.ffn_gate_inp\.")
 #: Model types whose files store matrices as [in, out].
-_TURNED = ("gpt2", "openai-gpt")
+_TURNED = ("openai-gpt",)
 FLOATS = ("F32", "F16", "BF16")
 
 

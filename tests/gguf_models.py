@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from tests.loaders.conftest import GgufBytes
 
@@ -52,8 +53,8 @@ _LAYER_NORM_EPS = {
 }
 #: Where transformers turns dimensions i and i + d / 2 of a head, and llama.cpp 2i and 2i + 1.
 _PERMUTED = (
-    *("llama", "granite", "granite_swa", "smollm3", "mistral3", "internlm2", "xverse", "minicpm"),
-    *("olmo", "arcee"),
+    *("muse-glimmer", "llama", "granite", "granite_swa", "smollm3", "mistral3", "internlm2"),
+    *("xverse", "minicpm", "olmo", "arcee"),
 )
 _LAYER = {
     "self_attn.q_proj": "attn_q",
@@ -63,6 +64,10 @@ _LAYER = {
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
     "self_attn.sinks": "attn_sinks",
+    "self_attn.q_layernorm": "attn_q_norm",
+    "self_attn.k_layernorm": "attn_k_norm",
+    "self_attn.gate_proj": "attn_gate",
+    "shared_mlp.output_linear": "ffn_down",
     "self_attn.query_layernorm": "attn_q_norm",
     "self_attn.key_layernorm": "attn_k_norm",
     "mlp.gate_proj": "ffn_gate",
@@ -87,6 +92,7 @@ _SANDWICH = {
 _NORMS = {
     "gemma2": _SANDWICH,
     "gemma3": _SANDWICH,
+    "muse-glimmer": _SANDWICH,
     "olmo2": {**_SANDWICH, **_NORMS_AFTER},
     "exaone4": {**_SANDWICH, **_NORMS_AFTER},
     "glm4": {
@@ -139,21 +145,40 @@ def gguf_of(
         rows = values.float()
         stem, _, suffix = (f"{name}.weight" if name.endswith("sinks") else name).rpartition(".")
         if "layernorm" in name or name.endswith(("model.norm.weight", "_norm.weight")):
-            minus_one = arch.startswith("gemma") or arch == "nemotron"
+            whole = arch == "muse-glimmer" and "layernorm" in name  # its other norms are whole
+            minus_one = arch.startswith("gemma") or arch == "nemotron" or whole
             rows = rows + 1.0 if minus_one and suffix == "weight" else rows
         if ".act_fn." in name:  # numbers of all layers, in the metadata
-            key = f"{arch}.xielu.{suffix}"
+            key = f"xielu.{suffix}"
             _, (_, before) = file.metadata.get(key, (ARRAY, (F32, [])))
             file.metadata[key] = (ARRAY, (F32, [*before, float(rows)]))
+            continue
+        if stem.endswith(".norms.0"):  # of each head, stacked
+            own = name.removesuffix(".norms.0.weight")
+            state = model.state_dict()
+            count = sum(other.startswith(f"{own}.norms.") for other in state)
+            rows = torch.stack([state[f"{own}.norms.{i}.weight"].float() for i in range(count)])
+            stem = own
+        elif ".norms." in stem:
             continue
         heads = {"q_proj": c.num_attention_heads, "k_proj": c.num_key_value_heads}
         part = stem.rpartition(".")[2]
         if arch in _PERMUTED and part in heads:
             pairs = rows.reshape(heads[part], 2, width // 2, -1)
             rows = pairs.transpose(1, 2).reshape(rows.shape)
-        data = np.ascontiguousarray(rows.numpy(), "<f4")
-        file.tensors[_name(stem, arch) + f".{suffix}"] = (data.shape[::-1], 0, data.tobytes())
+        for own, part in _split(stem, rows):
+            data = np.ascontiguousarray(part.numpy(), "<f4")
+            file.tensors[_name(own, arch) + f".{suffix}"] = (data.shape[::-1], 0, data.tobytes())
     return file
+
+
+def _split(stem: str, rows: Any) -> list[tuple[str, Any]]:
+    """The parts of a matrix that the converter divides: gate and up of Granite 4."""
+    path, found, _ = stem.partition("shared_mlp.input_linear")
+    if not found:
+        return [(stem, rows)]
+    gate, up = rows.chunk(2)
+    return [(f"{path}mlp.gate_proj", gate), (f"{path}mlp.up_proj", up)]
 
 
 def _eps(config: Any, arch: str) -> dict[str, tuple[int, Any]]:

@@ -263,8 +263,8 @@ def decode_kernel(
         if QUERIES > 1:  # noqa: SIM102 (a constant: without it the rest is compiled)
             if mine & (count > 1) & (count <= QUERIES):
                 _run_split(
-                    q, out, parts, sums, sinks, slopes, own_table, shared_len, counter, q_token, q_head,
-                    scale, softcap, window, slots, slots // QUERIES, kv_heads * GROUP,
+                    q, out, parts, sums, sinks, slopes, own_table, shared_len, counter, q_token,
+                    q_head, scale, softcap, window, slots, slots // QUERIES, kv_heads * GROUP,
                     request - begin_request, rank, kv_head, token, count, length,
                     k, k_scale, v, v_scale,
                     K_KIND, K_GROUPS, K_GROUP, K_DOT, K_STRIDES,

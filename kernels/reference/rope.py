@@ -30,13 +30,11 @@ def _normalized(x: Tensor, norm: Norm | None) -> Tensor:
     return out
 
 
-def _turned(
-    x: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None, norm: Norm | None
-) -> Tensor:
-    """Heads after their rotation and ``norm``, that of ``norms`` for them."""
-    if norms is None or not norms.after:
-        return rotate(_normalized(x, norm), cos, sin)
-    return _normalized(rotate(x.float(), cos, sin), norm)
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, norm: Norm | None, after: bool) -> Tensor:
+    """Heads in float32 after their rotation and a norm, which comes before it or ``after`` it."""
+    if after:
+        return _normalized(rotate(x.float(), cos, sin), norm)
+    return rotate(_normalized(x, norm), cos, sin)
 
 
 class RopeAndCache:
@@ -59,24 +57,25 @@ class RopeAndCache:
         norms: HeadNorms | None = None,
         scale: QueryScale | None = None,
     ) -> None:
-        turned = _turned(q, cos, sin, norms, norms and norms.q)
+        after = norms is not None and norms.after
+        turned = _turned(q, cos, sin, None if norms is None else norms.q, after)
         if scale is not None:
-            steps = torch.div(batch.positions, scale.length, rounding_mode="floor").float()
-            turned = turned * (1.0 + scale.beta * torch.log1p(steps))[:, None, None]
+            times = torch.div(batch.positions, scale.length, rounding_mode="floor").float()
+            turned = turned * (1.0 + scale.beta * torch.log1p(times))[:, None, None]
         q.copy_(mixed(turned) if pages.k_mixed else turned)
         page = torch.div(batch.slots, pages.page_size, rounding_mode="floor")
         offset = batch.slots % pages.page_size
-        k = _turned(k, cos, sin, norms, norms and norms.k)
-        v = _normalized(v, norms and norms.v)
+        k = _turned(k, cos, sin, None if norms is None else norms.k, after)
+        v = _normalized(v, None if norms is None else norms.v)
         if pages.k_centre is not None:
             k = k - pages.k_centre
         keys = k, pages.k, pages.k_scale, pages.k_type, pages.k_mixed
         values = v, pages.v, pages.v_scale, pages.v_type, pages.v_mixed
         for x, to, scales, kind, mix in (keys, values):
             groups = 0 if scales is None else scales.shape[1] // to.shape[1]
-            to[page, :, offset], scale = encode(x, kind, groups, mix=mix)
-            if scales is not None and scale is not None:
-                scales[page, :, offset] = scale.flatten(1)
+            to[page, :, offset], steps = encode(x, kind, groups, mix=mix)
+            if scales is not None and steps is not None:
+                scales[page, :, offset] = steps.flatten(1)
 
 
 class RopeAngles:

@@ -164,7 +164,7 @@ def _metadata(source: Checkpoint) -> dict[str, Any]:
     rules, layers = architecture_of(source.config, "")[1], source.config["num_hidden_layers"]
     for ours, theirs in rules.numbers.items():
         tensors = [source.tensor(f"model.layers.{i}.{ours}") for i in range(layers)]
-        found[f"{rules.name}.{theirs}"] = np.array([float(x) for x in tensors], np.float32)
+        found[theirs] = np.array([float(x) for x in tensors], np.float32)
     found["general.name"] = source.path.resolve().name
     vocabulary = vocabulary_metadata(source.path, source.tokenizer, source.config["vocab_size"])
     return found | vocabulary

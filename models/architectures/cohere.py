@@ -19,6 +19,7 @@ from sdk.models.architecture import (
 )
 
 LAYER = LayerRules(norm=NormKind(centred=True), adjacent_pairs=True)
+_NORMS_OF_HEADS = LAYER._replace(qk_norm="each_head")  # Command R+
 DEFAULTS: Mapping[str, Any] = {
     "layer_norm_eps": 1e-5,
     "logit_scale": 0.0625,
@@ -30,19 +31,24 @@ def read_gguf(config: dict[str, Any], keys: GgufKeys) -> None:
     config["logit_scale"] = keys.number("logit_scale") or 1.0
 
 
+def _read_gguf(config: dict[str, Any], keys: GgufKeys) -> None:
+    read_gguf(config, keys)
+    config["use_qk_norm"] = keys.has_tensor("blk.0.attn_q_norm.weight")
+
+
 def write_gguf(config: Mapping[str, Any], source: str) -> Mapping[str, Any]:
     return {"logit_scale": float(config["logit_scale"])}
 
 
 ARCHITECTURE = Architecture(
     "cohere",
-    layer=LAYER,
+    layer=_NORMS_OF_HEADS,
     config=ConfigRules(
-        keys=("attention_bias", "logit_scale"),
+        keys=("attention_bias", "logit_scale", "use_qk_norm"),
         defaults={**DEFAULTS, "rope_theta": 500_000.0},
-        fixed={"use_qk_norm": False},
+        qk_norm=lambda fields: fields.flag("use_qk_norm", default=False),
         norm_eps="layer_norm_eps",
         parallel_blocks=always,
     ),
-    gguf=GgufRules("command-r", read=read_gguf, write=write_gguf, keys=("logit_scale",)),
+    gguf=GgufRules("command-r", read=_read_gguf, write=write_gguf, keys=("logit_scale",)),
 )

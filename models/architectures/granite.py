@@ -68,6 +68,11 @@ ARCHITECTURE = Architecture(
         read=_read_gguf,
         write=write_multipliers,
         keys=(*MULTIPLIERS.values(), "rope.scaling.finetuned"),
+        # files of dense Granite 4 say what its hybrids have; tensors of those would be left over
+        ignored=(
+            *("expert_shared_feed_forward_length", "ssm.conv_kernel", "ssm.state_size"),
+            *("ssm.group_count", "ssm.inner_size", "ssm.time_step_rank"),
+        ),
         interleaved_qk=True,
     ),
     more_gguf=(

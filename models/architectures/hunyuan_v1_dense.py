@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sdk.models.architecture import Architecture, ConfigRules, GgufRules, LayerRules
+from sdk.models.architecture import Architecture, ConfigRules, GgufRules, LayerRules, TensorRules
 from sdk.models.config_fields import Fields
 
 
@@ -27,7 +27,6 @@ ARCHITECTURE = Architecture(
     "hunyuan_v1_dense",
     layer=LayerRules(
         qk_norm="head",
-        qk_norm_names=("query_layernorm", "key_layernorm"),
         norm_after_rotation=True,
     ),
     config=ConfigRules(
@@ -36,11 +35,11 @@ ARCHITECTURE = Architecture(
         fixed={"use_qk_norm": True, "use_cla": False},  # options of the first code
         rotation=ntk_alpha,
     ),
-    gguf=GgufRules(
-        "hunyuan-dense",
-        tensors={
-            "self_attn.query_layernorm": "attn_q_norm",
-            "self_attn.key_layernorm": "attn_k_norm",
-        },
+    tensors=TensorRules(
+        names={
+            "self_attn.q_norm": "self_attn.query_layernorm",
+            "self_attn.k_norm": "self_attn.key_layernorm",
+        }
     ),
+    gguf=GgufRules("hunyuan-dense"),
 )

@@ -17,6 +17,7 @@ from sdk.models.architecture import (
     GgufKeys,
     GgufRules,
     LayerRules,
+    TensorRules,
 )
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ def _parallel(fields: Fields) -> bool:
 def _read_gguf(config: dict[str, Any], keys: GgufKeys) -> None:
     """llama.cpp goes by the second norm; the first files have a wrong flag or none."""
     config["use_qkv_bias"] = config["attention_bias"]
+    config["qk_layernorm"] = keys.has_tensor("blk.0.attn_q_norm.weight")
     config["use_parallel_residual"] = not keys.has_tensor("blk.0.ffn_norm.weight")
 
 
@@ -43,19 +45,30 @@ def _write_gguf(config: Mapping[str, Any], source: str) -> Mapping[str, Any]:
 
 ARCHITECTURE = Architecture(
     "stablelm",
-    layer=LayerRules(norm=LAYER_NORM),
+    layer=LayerRules(norm=LAYER_NORM, qk_norm="each_head"),
     config=ConfigRules(
-        keys=("use_qkv_bias", "use_parallel_residual", "partial_rotary_factor"),
+        keys=(*("use_qkv_bias", "use_parallel_residual", "qk_layernorm", "partial_rotary_factor"),),
         ignored=("hidden_dropout",),
         defaults={
             "layer_norm_eps": 1e-5,
             "partial_rotary_factor": 0.25,
             "use_parallel_residual": False,
         },
-        fixed={"qk_layernorm": False},
+        qk_norm=lambda fields: fields.flag("qk_layernorm", default=False),
         biases=_biases,
         norm_eps="layer_norm_eps",
         parallel_blocks=_parallel,
     ),
-    gguf=GgufRules("stablelm", read=_read_gguf, write=_write_gguf, keys=("use_parallel_residual",)),
+    tensors=TensorRules(
+        names={
+            "self_attn.q_norm": "self_attn.q_layernorm",
+            "self_attn.k_norm": "self_attn.k_layernorm",
+        }
+    ),
+    gguf=GgufRules(
+        "stablelm",
+        read=_read_gguf,
+        write=_write_gguf,
+        keys=("use_parallel_residual",),
+    ),
 )

@@ -21,6 +21,7 @@ from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.online import is_in_block
 from sdk.quant.scheme import Scheme
 from sdk.quantizing.job import Job
+from sdk.quantizing.layers import decoder_config
 from sdk.quantizing.libraries import library_for, quantize_with
 from sdk.text.token_sequences import Text, calibration_text, token_sequences
 
@@ -151,6 +152,7 @@ def _job(
     checkpoint: Checkpoint, scheme: Scheme, ids: Tensor | None, out: Path, num_threads: int | None
 ) -> Job:
     """The job, with the facts that identify it in the folder of its unfinished parts."""
+    decoder_config(checkpoint)  # what cannot be written is refused before its tokenizer is missed
     facts = {
         "model": str(checkpoint.path.resolve()),
         "tensors": _digest(repr([(e.name, e.shape, e.format) for e in checkpoint.entries()])),

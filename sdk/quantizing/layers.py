@@ -37,10 +37,18 @@ _PAGE = 16
 def decoder_config(checkpoint: Checkpoint) -> ModelConfig:
     """The config of a model that is built of layers.
 
-    :raises UnsupportedError: it runs through transformers, whose layers are not known.
+    :raises UnsupportedError: it runs through transformers, whose layers are not known, or its files
+        have names of their own, which are read but not written.
     """
     name = model_type(checkpoint.config)
-    if architecture(name) is None:
+    own = architecture(name)
+    if own is not None and own.tensors.names:
+        raise UnsupportedError(
+            f"{checkpoint.path}: writing models of type {name} is not supported: their files have "
+            "names and orders of rows of their own. Use quantization= to quantize the model while "
+            "it is loaded, or quantize it with llama.cpp or gptqmodel and open the result"
+        )
+    if own is None:
         raise UnsupportedError(
             f"{checkpoint.path}: {name} models run through transformers; only this package's own "
             "model code can be quantized to files"

@@ -152,7 +152,7 @@ def test_long_contexts_have_partial_sums_of_attention(smollm2: Path) -> None:
 @pytest.mark.usefixtures("card")
 def test_a_model_whose_layers_are_not_ours_is_refused(smollm2: Path) -> None:
     made, _ = _planned(smollm2)
-    override = {"hf_overrides": {"model_type": "gpt2"}}
+    override = {"hf_overrides": {"model_type": "persimmon"}}
     for options, message in (
         ({"cpu_offload": "1GiB", "device": "cuda"}, "cpu_offload supports only this library's"),
         ({"tensor_parallel_size": 2}, "expected tensor_parallel_size=1, found 2"),

@@ -59,3 +59,10 @@ def test_operators_use_blocks_from_the_size_where_it_pays() -> None:
     assert len(ops.context._results._free) == 1
     assert ops.empty(0, 8).shape == (0, 8)
     ops.close()
+
+
+def test_a_tensor_without_numbers_can_be_taken() -> None:
+    """As the angles of layers without a rotation, in a step that is recorded."""
+    pool = ActivationPool(same_size=True)
+    assert pool.take(0).view(5, 0).shape == (5, 0)
+    assert pool.take(3).shape == (3,)

@@ -134,7 +134,7 @@ def test_the_values_are_those_that_were_packed(
 def test_an_odd_number_of_columns_and_a_cut_group(write: Folder, files: Any) -> None:
     layer = Layer(16, columns=39)
     path = write(layer.tensors("gemm"), settings(16))
-    config = files.config(model_type="gpt2", quantization_config=settings(16))
+    config = files.config(model_type="persimmon", quantization_config=settings(16))
     (path / "config.json").write_text(json.dumps(config))  # whose shapes are not known
     assert torch.equal(open_checkpoint(path).weight(LAYER).dequantize(), layer.values)
 
@@ -345,7 +345,7 @@ def test_sizes_no_program_writes_are_refused(
     words = torch.zeros(columns, 4).int() if order == "gemm" else torch.zeros(8, columns).short()
     tensors = {"qweight": words, "scales": torch.ones(8, 32), "qzeros": torch.ones(8, 32)}
     path = write(tensors, settings())
-    config = files.config(model_type="gpt2", quantization_config=settings())
+    config = files.config(model_type="persimmon", quantization_config=settings())
     (path / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=r"holds 32 rows of 0 columns|32 columns, expected a"):
         open_checkpoint(path).weight(LAYER)

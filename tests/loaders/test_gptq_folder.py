@@ -152,7 +152,7 @@ def test_the_values_are_those_that_were_packed(
 def test_words_may_end_in_the_middle_of_a_row(write: Folder, files: Any, bits: int) -> None:
     layer = Layer(bits, 16, rows=40, columns=72, act_order=True)
     path = write(layer.tensors(), settings(bits, 16))
-    config = files.config(model_type="gpt2", quantization_config=settings(bits, 16))
+    config = files.config(model_type="persimmon", quantization_config=settings(bits, 16))
     (path / "config.json").write_text(json.dumps(config))  # whose shapes are not known
     assert torch.equal(open_checkpoint(path).weight(LAYER).dequantize(), layer.values)
 
@@ -484,7 +484,7 @@ def test_tensors_that_do_not_fit_are_refused_by_name(
 def test_nothing_at_all_is_refused_where_shapes_are_not_known(write: Folder, files: Any) -> None:
     tensors = {"qweight": torch.zeros(0, 8).int(), "scales": torch.ones(0, 8)}
     path = write(tensors, settings())
-    config = files.config(model_type="gpt2", quantization_config=settings())
+    config = files.config(model_type="persimmon", quantization_config=settings())
     (path / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=r"qweight': 8 rows of 0 columns in 0 groups"):
         open_checkpoint(path).weight(LAYER)
@@ -501,7 +501,7 @@ def test_sorted_columns_without_their_groups_are_refused(write: Folder) -> None:
 def test_planes_of_a_part_of_32_codes_are_refused(write: Folder, files: Any) -> None:
     layer = Layer(4, 24, rows=40, columns=72)
     path = write(layer.tensors(), settings(4, 24, checkpoint_format="gptq_p"))
-    config = json.loads((path / "config.json").read_text()) | {"model_type": "gpt2"}
+    config = json.loads((path / "config.json").read_text()) | {"model_type": "persimmon"}
     (path / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=r"\[40, 72\] in planes, expected multiples of 32"):
         open_checkpoint(path).weight(LAYER)

@@ -183,7 +183,7 @@ def test_shapes_follow_from_the_config(
     files: Any, name: str, expected: tuple[int, ...] | None
 ) -> None:
     assert expected_shape(files.config(), name) == expected
-    assert expected_shape(files.config(model_type="gpt2"), name) is None
+    assert expected_shape(files.config(model_type="persimmon"), name) is None
     assert expected_shape({"model_type": "llama"}, name) is None
 
 

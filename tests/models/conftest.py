@@ -7,6 +7,7 @@ tokens, a step is ``{request: number of tokens}``.
 
 from __future__ import annotations
 
+import json
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,6 +28,7 @@ from sdk.kernels.ops import Ops
 from sdk.loaders.hf_folder import HfFolder
 from sdk.models.architecture import architecture
 from sdk.models.auto import build_model
+from sdk.models.config_keys import FIXED
 from sdk.models.decoder import CausalLM
 from sdk.models.parallel import Mesh
 from sdk.quant.checkpoint import TensorEntry
@@ -91,12 +93,16 @@ class DictCheckpoint:
 def tiny(model_type: str, seed: int = 0, **options: Any) -> Any:
     """A seeded transformers model in float32 with eager attention and random norms and biases."""
     values = {**TINY, **options}
+    if isinstance(getattr(transformers.CONFIG_MAPPING[model_type], "head_dim", None), property):
+        values.pop("head_dim")  # falcon computes it
     config = transformers.AutoConfig.for_model(model_type, **values)
     config.tie_word_embeddings = values.get("tie_word_embeddings", config.tie_word_embeddings)
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng():
         torch.manual_seed(seed)  # of what is not replaced below: gpt-oss adds to its sinks
-        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        # Falcon's eager code adds its linear biases twice, transformers 5.24.
+        kind = "sdpa" if model_type == "falcon" and values.get("alibi") else "eager"
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=kind)
     model = model.to(torch.float32).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -109,15 +115,16 @@ def tiny(model_type: str, seed: int = 0, **options: Any) -> Any:
     return model
 
 
-def checkpoint_of(model: Any) -> DictCheckpoint:
-    """The model's tensors under the names ``save_pretrained`` would give them."""
+def checkpoint_of(model: Any, *, stored: bool = False) -> DictCheckpoint:
+    """The model's tensors under the names ``save_pretrained`` would give them; those of a model
+    that does not use a Llama's as a folder reads them, unless all are wanted as ``stored``."""
     state = {name: t.detach().clone() for name, t in model.state_dict().items()}
     kind = model.config.model_type
     tensors = {n: t for name, own in state.items() for n, t in _by_expert(kind, name, own)}
     if model.config.tie_word_embeddings:
         tensors.pop("lm_head.weight", None)
     own = architecture(kind)
-    if own is not None and own.tensors.names:
+    if not stored and own is not None and own.tensors.names:
         tensors = _as_ours(model)
     return DictCheckpoint(model.config.to_dict(), tensors)
 
@@ -126,6 +133,9 @@ def _as_ours(model: Any) -> dict[str, Tensor]:
     """The tensors of a model whose files do not have a Llama's names, as a folder reads them."""
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
+        path = Path(folder, "config.json")
+        config = json.loads(path.read_text())  # a folder is refused for what models are, too
+        path.write_text(json.dumps({k: v for k, v in config.items() if k not in FIXED}))
         checkpoint = HfFolder(Path(folder))
         found = {}
         for entry in checkpoint.entries():

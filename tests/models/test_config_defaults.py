@@ -15,7 +15,7 @@ from sdk.models.architecture import architecture, architectures, states_everythi
 from sdk.models.auto import build_model
 from sdk.models.config import ModelConfig
 from sdk.models.parallel import Mesh
-from sdk.quant.errors import CheckpointError
+from sdk.quant.errors import CheckpointError, UnsupportedError
 from tests.models.conftest import Paged, expected_logits, prompt
 from tests.models.sweep import config_of, random_model
 
@@ -25,10 +25,12 @@ OURS = tuple(
     for own in architectures()
     if transformers.CONFIG_MAPPING[own.model_type] in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
 )
+#: By the defaults of their classes they have layers that are not supported.
+OTHER_LAYERS = ("granitemoehybrid",)
 
 
 @pytest.mark.quick_cases(5)
-@pytest.mark.parametrize("name", [*OURS, "stablelm"])
+@pytest.mark.parametrize("name", [*(name for name in OURS if name not in OTHER_LAYERS), "stablelm"])
 def test_a_config_of_nothing_but_sizes_gives_transformers_logits(name: str, tmp_path: Path) -> None:
     model = random_model(config_of(name))
     model.save_pretrained(tmp_path)
@@ -91,3 +93,29 @@ def test_a_config_is_read_without_transformers_only_if_it_would_add_nothing(name
                     if one != "head_dim" or raw.get(one) is not None:
                         assert raw.get(one) == filled.get(one), (key, one)
     assert read > 20
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (
+            {"num_local_experts": 4},
+            "num_local_experts: expected 0, found 4: Granite 4 with experts",
+        ),
+        ({"layer_types": None}, "layer_types: expected full_attention alone, found 'mamba'"),
+        (
+            {"layer_types": ["attention", "mamba"]},
+            "layer_types: .* alone, found 'mamba': Granite 4",
+        ),
+        ({"position_embedding_type": "alibi"}, "position_embedding_type: expected rope or null"),
+    ],
+)
+def test_layers_that_granite_4_may_have_besides_are_refused_by_name(
+    changed: dict[str, object], message: str
+) -> None:
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
+    dense = {"num_local_experts": 0, "layer_types": ["attention"] * 2, "rms_norm_eps": 1e-5}
+    config = {"model_type": "granitemoehybrid", **sizes, **dense, "vocab_size": 96, **changed}
+    config |= {"max_position_embeddings": 64, "intermediate_size": 128}
+    with pytest.raises(UnsupportedError, match=message):
+        ModelConfig.from_dict(config)

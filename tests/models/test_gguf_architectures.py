@@ -15,7 +15,7 @@ import pytest
 from sdk.loaders.open import open_checkpoint
 from sdk.loaders.writers.gguf_metadata import model_metadata
 from sdk.models.architecture import gguf_names
-from sdk.quant.errors import UnsupportedError
+from sdk.quant.errors import CheckpointError, UnsupportedError
 from tests.gguf_models import BOOL, F32, I32, STRING, U32, gguf_of, save_gguf
 from tests.models.conftest import Paged, expected_logits, prompt, tiny
 
@@ -80,6 +80,30 @@ FILES: dict[str, tuple[str, dict[str, Any], dict[str, tuple[int, Any]]]] = {
             "rope.scaling.type": (STRING, "none"),
         },
     ),
+    "granite-dense4": (
+        "granitemoehybrid",
+        {
+            **SCALES,
+            "num_local_experts": 0,
+            "layer_types": ["full_attention"] * 3,
+            "shared_intermediate_size": 128,
+            "position_embedding_type": "rope",
+        },
+        {
+            **SCALE_FACTS,
+            "attention.scale": (F32, 0.25),
+            "attention.head_count_kv": (9, (I32, [2, 2, 2])),
+            "rope.scaling.finetuned": (BOOL, True),
+            "expert_count": (U32, 0),
+            "expert_used_count": (U32, 0),
+            "expert_shared_feed_forward_length": (U32, 128),
+            "ssm.conv_kernel": (U32, 4),
+            "ssm.state_size": (U32, 256),
+            "ssm.group_count": (U32, 1),
+            "ssm.inner_size": (U32, 128),
+            "ssm.time_step_rank": (U32, 128),
+        },
+    ),
     "granite_swa": (
         "granite_swa",
         {**SCALES, "sliding_window": 9, "num_hidden_layers": 5, "layer_rope_theta": BASES},
@@ -97,7 +121,12 @@ FILES: dict[str, tuple[str, dict[str, Any], dict[str, tuple[int, Any]]]] = {
     "pangu-embedded": ("llama", {"attention_bias": True}, {}),
     "command-r": (
         "cohere",
-        {"logit_scale": 0.5, "tie_word_embeddings": True, "layer_norm_eps": 1e-4},
+        {
+            "logit_scale": 0.5,
+            "tie_word_embeddings": True,
+            "layer_norm_eps": 1e-4,
+            "use_qk_norm": True,
+        },
         {"logit_scale": (F32, 0.5)},
     ),
     "cohere2": (
@@ -121,7 +150,7 @@ FILES: dict[str, tuple[str, dict[str, Any], dict[str, tuple[int, Any]]]] = {
     "apertus": ("apertus", {}, {}),
     "stablelm": (
         "stablelm",
-        {**HALF, "layer_norm_eps": 1e-4, "use_qkv_bias": True},
+        {**HALF, "layer_norm_eps": 1e-4, "use_qkv_bias": True, "qk_layernorm": True},
         {"rope.dimension_count": (U32, 8), "use_parallel_residual": (BOOL, True)},
     ),
     "phi2": (
@@ -169,6 +198,7 @@ def test_a_file_has_the_logits_of_transformers(name: str, tmp_path: Path, load: 
         ("exaone", {"attention.temperature_scale": (F32, 0.1)}, "temperature_scale: expected 0"),
         ("granite_swa", {"attention.rope_pattern": (9, (BOOL, [True] * 4))}, "expected 5 values"),
         ("minicpm", {"logit_scale": (F32, 0.0)}, "minicpm.logit_scale: expected a number"),
+        ("olmo", {"attention.layer_norm_epsilon": (F32, 1e-6)}, "expected 1e-05, found 1e-06"),
         ("smollm3", {"attention.sliding_window_pattern": (U32, 2)}, "pattern: expected 0, found 2"),
     ],
 )
@@ -205,6 +235,7 @@ def test_a_window_of_exaone4_is_that_of_64_layers_alone(tmp_path: Path, load: Lo
         ("exaone4", {"sliding_window": 8, "layer_types": ["sliding_attention"] * 3}),
         ("ministral3", {"sliding_window": 8}),
         ("granite_swa", {"layer_rope_theta": [3000.0, 0, 77.0], "rope_theta": 3000.0}),
+        ("starcoder2", {"sliding_window": 8}),
         ("olmoe", {"norm_topk_prob": True, "num_experts": 4, "num_experts_per_tok": 2}),
     ],
 )
@@ -214,3 +245,39 @@ def test_a_model_that_a_file_cannot_express_is_not_written(
     config = {**tiny(model_type, **options).config.to_dict(), **options}
     with pytest.raises(UnsupportedError, match=f"{model_type} is written as a GGUF file only"):
         model_metadata(config, "here")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("xielu.alpha_p", None, "xielu.alpha_p: expected a number, found None"),
+        ("xielu.beta", (9, (F32, [0.5, 0.5])), "xielu.beta: expected 3 numbers, found 2"),
+        ("xielu.eps", (F32, 1.0), "act_fn: expected numbers, eps at most 0, found .* eps 1"),
+    ],
+)
+def test_numbers_of_apertus_that_are_missing_or_wrong_are_named(
+    key: str, value: Any, message: str, tmp_path: Path, load: Load
+) -> None:
+    _, file = written("apertus")
+    file.metadata.pop(key)
+    file.metadata |= {} if value is None else {key: value}
+    with pytest.raises(CheckpointError, match=message):
+        load(open_checkpoint(save_gguf(tmp_path / "m.gguf", file)))
+
+
+def test_a_file_of_cohere2_without_a_window_is_refused(tmp_path: Path) -> None:
+    _, file = written("cohere2")
+    del file.metadata["cohere2.attention.sliding_window"]
+    with pytest.raises(CheckpointError, match=r"cohere2\.attention\.sliding_window: expected"):
+        open_checkpoint(save_gguf(tmp_path / "m.gguf", file))
+
+
+def test_blocks_of_stablelm_are_parallel_where_there_is_one_norm(
+    tmp_path: Path, load: Load
+) -> None:
+    """llama.cpp goes by the tensors; the first files have a flag that says otherwise."""
+    oracle = tiny("stablelm", **{**PLAIN, **HALF}, use_parallel_residual=True)
+    file = gguf_of(oracle, {"rope.dimension_count": (U32, 8)})
+    found = Paged(load(open_checkpoint(save_gguf(tmp_path / "m.gguf", file))))
+    expected = expected_logits(oracle, prompt(41, 1))
+    assert (found.run("a", prompt(41, 1)) - expected).abs().max() <= 1e-4

@@ -33,6 +33,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "granite": {"logits_scaling": 2.0, "residual_multiplier": 0.5, "embedding_multiplier": 3.0},
     "gemma2": {"sliding_window": 9},
     "gemma3_text": {"num_key_value_heads": 1, "sliding_window": 8},
+    "cohere": {"logit_scale": 0.5},
+    "nemotron": {"mlp_bias": True},
+    "phi": {},
 }
 PACKED = [
     *("gguf-Q4_1", "gguf-Q4_K_M", "gptq-w4-g128-act", "bnb-nf4", "fp8-block"),

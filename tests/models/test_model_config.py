@@ -128,8 +128,8 @@ def test_each_layer_has_the_window_of_its_family(
 
 def test_the_facts_of_a_model_can_be_read_without_building_it() -> None:
     assert read_config(LLAMA) == ModelConfig.from_dict(LLAMA)
-    other = read_config({**LLAMA, "model_type": "gpt_neox", "num_attention_heads": 8})
-    assert (other.model_type, other.num_kv_heads, other.head_dim) == ("gpt_neox", 8, 8)
+    other = read_config({**LLAMA, "model_type": "persimmon", "num_attention_heads": 8})
+    assert (other.model_type, other.num_kv_heads, other.head_dim) == ("persimmon", 8, 8)
     with pytest.raises(UnsupportedError, match="neither this package nor transformers"):
         read_config({"model_type": "no_such_model"})
 

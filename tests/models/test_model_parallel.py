@@ -110,6 +110,12 @@ CUT: dict[str, tuple[str, int, dict[str, Any]]] = {
     "granite": ("granite", 2, {"logits_scaling": 2.0, "residual_multiplier": 0.5}),
     "gemma2": ("gemma2", 2, {"sliding_window": 9}),
     "gemma3": ("gemma3_text", 2, {"num_key_value_heads": 1, "sliding_window": 8}),
+    "cohere": ("cohere", 2, {"use_qk_norm": True, "logit_scale": 0.5}),
+    "stablelm": ("stablelm", 4, {"use_parallel_residual": True, "qk_layernorm": True}),
+    "phi": ("phi", 2, {"vocab_size": 97}),
+    "nemotron": ("nemotron", 2, {"mlp_bias": True}),
+    "apertus": ("apertus", 2, {}),
+    "olmo": ("olmo", 2, {"clip_qkv": 1.5}),
     "mixtral": ("mixtral", 2, {"num_local_experts": 5}),
     "qwen3_moe": (
         "qwen3_moe",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +15,11 @@ import sdk
 from sdk import SamplingParams
 from sdk.kernels.ops import Ops
 from sdk.loaders.open import open_checkpoint
+from sdk.loaders.writers.gguf_metadata import model_metadata
 from sdk.models.auto import build_model
 from sdk.models.parallel import Mesh
+from sdk.quant.errors import CheckpointError, UnsupportedError
+from tests.gguf_models import BOOL, F32, U32, gguf_of, save_gguf
 from tests.models.conftest import Paged, prompt
 from tests.models.sweep import random_model
 
@@ -107,14 +112,17 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
+def random_text(name: str, tied: bool, **text: Any) -> Any:
+    """A random model; ``text``: changed values of its text part."""
+    values = {**MODELS[name], "text_config": {**MODELS[name]["text_config"], **text}}
+    # files of Qwen 2-VL have it outside of the text part, those of Qwen 3-VL in both
+    config = transformers.CONFIG_MAPPING[name](**values, tie_word_embeddings=tied)
+    return random_model(config, transformers.AutoModelForImageTextToText)
+
+
 @pytest.fixture(params=[(name, tied) for name in MODELS for tied in (False, True)], ids=str)
 def oracle(request: pytest.FixtureRequest) -> Any:
-    name, tied = request.param
-    kind = transformers.CONFIG_MAPPING[name]
-    values = MODELS[name]
-    # files of Qwen 2-VL have it outside of the text part, those of Qwen 3-VL in both
-    config = kind(**values, tie_word_embeddings=tied)
-    return random_model(config, transformers.AutoModelForImageTextToText)
+    return random_text(*request.param)
 
 
 def test_text_has_the_logits_of_the_whole_model(oracle: Any, tmp_path: Path) -> None:
@@ -132,4 +140,49 @@ def test_text_has_the_logits_of_the_whole_model(oracle: Any, tmp_path: Path) -> 
     with sdk.LLM(tmp_path, skip_tokenizer_init=True, max_model_len=64) as llm:
         [output] = llm.generate([ids], SamplingParams(temperature=0.0, max_tokens=1))
         assert output.outputs[0].token_ids == [int(expected[-1].argmax())]
-        assert any("visual" in warning for warning in llm.load_warnings)
+        assert any("vis" in warning for warning in llm.load_warnings)
+
+
+def test_a_file_of_muse_glimmer_has_the_logits_of_the_folder(tmp_path: Path) -> None:
+    """The converter makes a norm of the factor of queries, and leaves out what llama.cpp fixes."""
+    fixed = {"layer_rope_theta": None, "post_norm_eps": 1e-8, "qk_scale_factor": 2.5}
+    oracle = random_text("muse_glimmer", False, **fixed)
+    text, tensors = oracle.config.text_config, {}
+    for name, values in oracle.state_dict().items():
+        if name.startswith(("model.language_model.", "lm_head")):
+            tensors[name.replace("language_model.", "")] = values
+    for index in range(text.num_hidden_layers):
+        own = f"model.layers.{index}.self_attn"
+        tensors[f"{own}.q_norm.weight"] = torch.full((16,), 2.5)
+        tensors[f"{own}.k_norm.weight"] = torch.ones(16)
+    metadata = {
+        "logit_scale": (F32, text.output_multiplier),
+        "final_logit_softcapping": (F32, text.final_logit_softcapping),
+        "attention.sliding_window": (U32, text.sliding_window),
+        "attention.sliding_window_pattern": (9, (BOOL, [False, True, True, True, False])),
+    }
+    model = SimpleNamespace(config=text, state_dict=lambda: tensors)
+    path = save_gguf(tmp_path / "m.gguf", gguf_of(model, metadata, arch="muse-glimmer"))
+    ids = prompt(41, 1)
+    with torch.no_grad():
+        expected = oracle(input_ids=torch.tensor([ids]), use_cache=False).logits[0].float()
+    ops = Ops(num_threads=1, compute="exact")
+    checkpoint = open_checkpoint(path)
+    found = Paged(build_model(checkpoint, Mesh(), ops, max_model_len=256)).run("a", ids, [5, 30])
+    ops.close()
+    assert (found - expected).abs().max() <= 1e-4 and checkpoint.unused() == []
+    with pytest.raises(UnsupportedError, match="muse_glimmer_text is not written as a GGUF file"):
+        model_metadata(checkpoint.config, "here")
+
+
+def test_a_base_of_one_layer_of_muse_glimmer_is_refused(tmp_path: Path) -> None:
+    for bases, message in (
+        ([3000.0, 0, 77.0, 0, 3000.0], r"expected 0 or rope_theta 3000.0, found 77.0"),
+        ([0, 3000.0], "expected a list of 5 numbers"),
+    ):
+        random_text("muse_glimmer", False).save_pretrained(tmp_path)
+        config = json.loads((tmp_path / "config.json").read_text())
+        config["text_config"]["layer_rope_theta"] = bases
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(CheckpointError, match=rf"layer_rope_theta: {message}"):
+            sdk.LLM(tmp_path, skip_tokenizer_init=True, max_model_len=64)

@@ -10,7 +10,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum { kAbiVersion = 25 };
+enum { kAbiVersion = 26 };
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 

@@ -14,9 +14,9 @@ from sdk.kernels.ops import Ops
 from sdk.models.auto import build_model
 from sdk.models.classifier import Classifier, classifier_of, read_score_head
 from sdk.models.decoder import CausalLM, Decoder
-from sdk.models.layers import Matrix, Tensors
 from sdk.models.lockstep import Lockstep
 from sdk.models.parallel import Mesh
+from sdk.models.parts import Matrix, Tensors
 from sdk.quant.checkpoint import Checkpoint
 
 
