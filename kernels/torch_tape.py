@@ -160,7 +160,7 @@ class TorchTape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not any(found is not None for found in rows.values()):
                 return self._constant(func, args, kwargs, flat)
             if name in ("aten.new_empty", "aten.new_zeros"):
-                return self._new(func, name, *args[:2], kwargs.get("dtype"))
+                return self._new(func, name, args[0], args[1], kwargs.get("dtype"))
             if name == "aten.add" and (total := self._sum(args, kwargs, rows)) is not None:
                 return total
             if torch.Tag.pointwise in func.tags or name in _MIXING:

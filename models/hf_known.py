@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -45,7 +46,7 @@ def norm_facts(module: nn.Module) -> NormFacts | None:
     """
     parameters = dict(module.named_parameters(recurse=False))
     eps = next((getattr(module, key) for key in _EPSILONS if hasattr(module, key)), None)
-    if not isinstance(eps, float) or [*module.children()] or [*module.buffers()]:
+    if not isinstance(eps, float) or any(module.children()) or len(list(module.buffers())):
         return None
     if not parameters.keys() <= {"weight", "bias"} or any(
         p.dim() != 1 for p in parameters.values()
@@ -55,9 +56,7 @@ def norm_facts(module: nn.Module) -> NormFacts | None:
     generator = torch.Generator().manual_seed(0)
     values = {name: torch.randn(width, generator=generator) for name in parameters}
     inputs = [size * torch.randn(1, 3, width, generator=generator) for size in _SIZES]
-    results = [
-        _result(lambda x=x: torch.func.functional_call(module, values, (x,))) for x in inputs
-    ]
+    results = [_result(partial(torch.func.functional_call, module, values, (x,))) for x in inputs]
     for facts in (NormFacts(eps, offset, kind) for kind in (False, True) for offset in (0.0, 1.0)):
         expected = [_normed(x, facts, values) for x in inputs]
         if all(_agrees(found, want) for found, want in zip(results, expected, strict=True)):
@@ -86,7 +85,7 @@ def gated_activation(module: nn.Module) -> Activation | None:
     probe._modules = {**module._modules, **dict(zip(names, stand_ins, strict=True))}
     gate, up, down = stand_ins
     inputs = [size * torch.randn(1, 3, _WIDTH, generator=generator) for size in _SIZES]
-    results = [_result(lambda x=x: probe(x)) for x in inputs]
+    results = [_result(partial(probe, x)) for x in inputs]
     for activation, function in _ACTIVATIONS.items():
         expected = [down(function(gate(x)) * up(x)) for x in inputs]
         if all(_agrees(found, want) for found, want in zip(results, expected, strict=True)):
@@ -102,7 +101,8 @@ class _StandIn(nn.Module):
         self.factor, self.summand = torch.randn(2, _WIDTH, generator=generator)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * self.factor + self.summand
+        y: Tensor = x * self.factor + self.summand
+        return y
 
 
 def _result(run: Callable[[], Any]) -> Any:

@@ -7,7 +7,7 @@ operation by operation. What was noted then is compared with what is noted for t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,10 +16,9 @@ from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.errors import CaptureError
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.kv_types import KV_TYPES
+from sdk.kernels.ops import Ops
+from sdk.models.config import ModelConfig
 from sdk.quant.errors import UnsupportedError
-
-if TYPE_CHECKING:
-    from sdk.models.hf_backend import HFModel
 
 #: Tokens of the recorded step: no size of a model, so that none is taken for it.
 _MOST = 11
@@ -29,10 +28,26 @@ _STEPS = (1, 4, _MOST)
 _TOLERANCE = 1e-4
 
 
+class Proven(Protocol):
+    """What is run: :class:`sdk.models.hf_backend.HFModel`."""
+
+    config: ModelConfig
+
+    @property
+    def ops(self) -> Ops: ...
+
+    @property
+    def layers_run(self) -> int: ...
+
+    def __call__(self, inputs: Tensor, batch: AttentionBatch, kv: Sequence[KVPages]) -> Tensor: ...
+
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+
 class _Step:
     """A step of one request on pages of one token each."""
 
-    def __init__(self, model: HFModel, tokens: int) -> None:
+    def __init__(self, model: Proven, tokens: int) -> None:
         c, device = model.config, model.ops.device
         shape = (_MOST, c.num_kv_heads, 1, c.head_dim)
         kind = KV_TYPES["float32"]
@@ -62,13 +77,13 @@ class _Step:
         self.batch.query_start[1] = self.batch.context_len[0] = tokens
         self.last[0] = tokens - 1
 
-    def run(self, model: HFModel) -> Tensor:
+    def run(self, model: Proven) -> Tensor:
         """The logits of the last token."""
         hidden = model(self.ids, self.batch, self.pages)
         return model.logits(model.ops.select_rows(hidden, self.last))
 
 
-def prove_attention(model: HFModel) -> None:
+def prove_attention(model: Proven) -> None:
     """Check that every layer attends through the pages.
 
     :raises UnsupportedError: one does not, or transformers' code fails on our tensors.
@@ -87,7 +102,7 @@ def prove_attention(model: HFModel) -> None:
         )
 
 
-def unrecorded_reason(model: HFModel) -> str | None:
+def unrecorded_reason(model: Proven) -> str | None:
     """Record a step and compare it with the same steps, operation by operation.
 
     Returns why the model's steps cannot be recorded; ``None`` if they can.

@@ -57,7 +57,7 @@ class PackedNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dim() == 4 and x.stride(1) < x.stride(2):  # [1, heads, T, head_dim]: rows are tokens
-            return self(x.transpose(1, 2)).transpose(1, 2)
+            return self.forward(x.transpose(1, 2)).transpose(1, 2)
         rows = x[0] if x.dim() == 4 else x.reshape(-1, x.shape[-1])
         return self.ops.norm(rows, self.norm).view(x.shape)
 

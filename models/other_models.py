@@ -152,7 +152,7 @@ GROUPS = (
         ),
         types=(
             *("bailing_hybrid", "bailing_moe_v2_5", "bamba", "falcon_h1", "falcon_mamba"),
-            *("glm5_next_text", "granitemoehybrid", "jamba", "kimi_linear", "lara_mini", "mamba"),
+            *("glm5_next_text", "jamba", "kimi_linear", "lara_mini", "mamba"),
             *("mamba2", "minimax", "minimax_text_01", "nemotron_h", "olmo_hybrid", "plamo2"),
             *("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "recurrent_gemma", "rwkv"),
             *("rwkv6", "rwkv7", "rwkv_hybrid", "xlstm", "zamba", "zamba2", "zaya"),
@@ -197,7 +197,7 @@ GROUPS = (
         types=("arctic", "dbrx", "grok", "grok-1", "grove_moe", "smallthinker"),
     ),
     Group(_CHUNKED, gguf=("llama4",), types=("llama4_text",)),
-    Group(_ALIBI, gguf=("bloom", "jais", "mpt", "refact"), types=("jais",)),
+    Group(_ALIBI, gguf=("jais", "refact"), types=("jais",)),
     Group(_SWITCHED, gguf=("graniteswitch",), types=("granite_switch",)),
     Group(_TERNARY, gguf=("bitnet",)),
     Group(_IMAGE_TOKENS, gguf=("chameleon", "cogvlm"), types=("chameleon", "cogvlm", "emu3")),
@@ -206,11 +206,11 @@ GROUPS = (
         gguf=(
             *("afmoe", "baichuan", "bailingmoe", "bailingmoe2", "codeshell"),
             *("cohere2moe", "deepseek", "deepseek2-ocr", "dots1"),
-            *("ernie4_5-moe", "exaone-moe", "falcon", "glm4moe", "gpt2", "gptj", "gptneox"),
+            *("ernie4_5-moe", "exaone-moe", "glm4moe", "gptj"),
             *("granitemoe", "hunyuan-moe", "hunyuan_vl", "hy_v3"),
             *("laguna", "maincoder", "maple", "mellum", "minimax-m2"),
             *("orion", "paddleocr", "phimoe", "plamo", "plamo3", "qwen"),
-            *("qwen2moe", "spark2_5", "starcoder"),
+            *("qwen2moe", "spark2_5"),
         ),
         types=(
             *("baichuan", "bailing_moe", "chatglm", "codeshell", "deepseek", "internlm"),

@@ -32,13 +32,13 @@ from tests.models.sweep import outcome
 OTHERS: dict[str, dict[str, Any]] = {
     "stablelm": {"partial_rotary_factor": 0.5, "use_qkv_bias": True},
     "gpt_neox": {"num_key_value_heads": 4},
-    "persimmon": {"num_key_value_heads": 4},
+    "starcoder2": {"sliding_window": 9},
     "olmo": {"clip_qkv": 2.0},
     "cohere": {"logit_scale": 0.5},
     "cohere2": {"logit_scale": 1.0, "sliding_window": 7, "num_hidden_layers": 5},
     "gpt2": {"num_key_value_heads": 4, "n_inner": 128},
     "opt": {"num_key_value_heads": 4, "ffn_dim": 128, "word_embed_proj_dim": 64},
-    "gptj": {"num_key_value_heads": 4, "n_inner": 128, "rotary_dim": 8},
+    "phi": {},
     "flex_olmo": {"num_experts": 4, "num_experts_per_tok": 2},
     "granite_swa": {"sliding_window": 8},
 }
@@ -155,11 +155,7 @@ def test_the_registered_attention_leaves_the_hosts_models_alone(load: Callable[.
     ("config", "error", "words"),
     [
         ({"model_type": "no_such_model"}, UnsupportedError, "'no_such_model'.*newer transformers"),
-        (
-            {"model_type": "vit"},
-            UnsupportedError,
-            "'vit': a model of images, which does not run",
-        ),
+        ({"model_type": "vit"}, UnsupportedError, "'vit': a model of images, which does not run"),
         ({"model_type": "stablelm", "hidden_size": "x"}, CheckpointError, "rejects it"),
         ({"model_type": "stablelm", "num_hidden_layers": 10**9}, CheckpointError, "1..512"),
         ({"model_type": "bloom"}, UnsupportedError, "'bloom'.*code of its own.*paged KV cache"),

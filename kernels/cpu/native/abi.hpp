@@ -10,7 +10,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum { kAbiVersion = 30 };
+enum { kAbiVersion = 31 };
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
