@@ -87,9 +87,9 @@ class HfFolder:
         self._rules = TensorRules() if own is None else own.tensors
         self._tensors = self._named(files)
         #: Our name of each tensor whose name is another one in the files.
-        self._renamed: Mapping[str, str] = {}
+        self._stored_names: Mapping[str, str] = {}
         if self._rules.names:
-            self._renamed = {stored.name: name for name, stored in self._tensors.items()}
+            self._stored_names = {stored.name: name for name, stored in self._tensors.items()}
         if "score.weight" in self._tensors and "lm_head.weight" not in self._tensors:
             # A classification head replaces the other one, which the embedding stands in for.
             self.config = {**self.config, "tie_word_embeddings": True}
@@ -191,7 +191,7 @@ class HfFolder:
 
     def unused(self) -> list[str]:
         return [
-            self._renamed.get(stored.name, stored.name)
+            self._stored_names.get(stored.name, stored.name)
             for name, stored in self._tensors.items()
             if stored.name not in self._pulled
             and not name.endswith(KV_SCALES)
@@ -254,7 +254,7 @@ class HfFolder:
     def _as_ours(self, entry: TensorEntry) -> TensorEntry:
         """The entry of a tensor whose name in the files does not say what it is, or whose matrix
         they store as ``[in, out]``."""
-        ours = self._renamed.get(entry.name)
+        ours = self._stored_names.get(entry.name)
         if ours is None:
             return entry
         turned = self._rules.layers_transposed and ours.startswith("model.layers.")
