@@ -553,12 +553,11 @@ class Source:
             weight = embedding.weight if embedding else self._by_token("model.embed_tokens")
         shape = (self.config.vocab_size, self.config.hidden_size)
         part = Part("lm_head", shape, 0, (self._tokens,), (0, self.config.hidden_size))
-        start, count = self._tokens
-        bias = None
-        if self.config.head_bias or self.checkpoint.format == "gguf":
-            bias = self._bias("lm_head", self.config.vocab_size, self.config.head_bias)
-        own = None if bias is None else bias[start : start + count]
-        return Head(self._bound("lm_head", lambda: Matrix(weight, own), (part,)), self.config)
+        bias: Tensor | None = None
+        if self.config.head_bias:
+            start, count = self._tokens
+            bias = self.vector("lm_head.bias", self.config.vocab_size)[start : start + count]
+        return Head(self._bound("lm_head", lambda: Matrix(weight, bias), (part,)), self.config)
 
     def embedding(self) -> Embedding:
         """The first matrix of the model."""

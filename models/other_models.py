@@ -204,13 +204,9 @@ GROUPS = (
     Group(
         _VARIATION,
         gguf=(
-            *("afmoe", "baichuan", "bailingmoe", "bailingmoe2", "codeshell"),
-            *("cohere2moe", "deepseek", "deepseek2-ocr", "dots1"),
-            *("ernie4_5-moe", "exaone-moe", "glm4moe", "gptj"),
-            *("granitemoe", "hunyuan-moe", "hunyuan_vl", "hy_v3"),
-            *("laguna", "maincoder", "maple", "mellum", "minimax-m2"),
-            *("orion", "paddleocr", "phimoe", "plamo", "plamo3", "qwen"),
-            *("qwen2moe", "spark2_5"),
+            *("baichuan", "bailingmoe", "codeshell", "deepseek", "deepseek2-ocr", "gptj"),
+            *("hunyuan_vl", "laguna", "maincoder", "maple", "mellum", "orion", "paddleocr"),
+            *("phimoe", "plamo", "plamo3", "qwen", "spark2_5"),
         ),
         types=(
             *("baichuan", "bailing_moe", "chatglm", "codeshell", "deepseek", "internlm"),
@@ -220,11 +216,7 @@ GROUPS = (
     Group(_DIFFUSION, gguf=("dream", "llada", "llada-moe", "rnd1"), types=("Dream", "llada")),
     Group(
         ENCODER,
-        gguf=(
-            *("bert", "eurobert", "gemma-embedding", "jina-bert-v2", "jina-bert-v3"),
-            *("llama-embed", "modern-bert", "neo-bert", "nomic-bert", "nomic-bert-moe"),
-            "t5encoder",
-        ),
+        gguf=("jina-bert-v2", "jina-bert-v3", "neo-bert", "nomic-bert-moe", "t5encoder"),
     ),
     Group(ENCODER_DECODER, gguf=("t5",)),
     Group(SPEECH, gguf=("pockettts", "qwen3tts", "wavtokenizer-dec", "whisper")),

@@ -143,7 +143,9 @@ def checkpoint_of(model: Any, *, stored: bool = False) -> DictCheckpoint:
     that does not use a Llama's as a folder reads them, unless all are wanted as ``stored``."""
     state = {name: t.detach().clone() for name, t in model.state_dict().items()}
     kind = model.config.model_type
-    tensors = {n: t for name, own in state.items() for n, t in _by_expert(kind, name, own)}
+    tensors = state
+    if not stored:
+        tensors = {n: t for name, own in state.items() for n, t in _by_expert(kind, name, own)}
     if model.config.tie_word_embeddings:
         tensors.pop("lm_head.weight", None)
     own = architecture(kind)

@@ -17,13 +17,15 @@ from sdk.models.config import ModelConfig
 from sdk.models.parallel import Mesh
 from sdk.quant.errors import CheckpointError, UnsupportedError
 from tests.models.conftest import Paged, expected_logits, prompt
-from tests.models.sweep import config_of, random_model
+from tests.models.sweep import configs_of, random_model
 
 #: Of the text parts of vision models transformers has no model of their own: test_vision_text.py.
 OURS = tuple(
     own.model_type
     for own in architectures()
-    if transformers.CONFIG_MAPPING[own.model_type] in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    if own.config.causal
+    and own.model_type in transformers.CONFIG_MAPPING
+    and transformers.CONFIG_MAPPING[own.model_type] in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
 )
 #: By the defaults of their classes they have layers that are not supported.
 OTHER_LAYERS = ("granitemoehybrid",)
@@ -32,7 +34,7 @@ OTHER_LAYERS = ("granitemoehybrid",)
 @pytest.mark.quick_cases(5)
 @pytest.mark.parametrize("name", [*(name for name in OURS if name not in OTHER_LAYERS), "stablelm"])
 def test_a_config_of_nothing_but_sizes_gives_transformers_logits(name: str, tmp_path: Path) -> None:
-    model = random_model(config_of(name))
+    model = random_model(configs_of(name)[0])
     model.save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     defaults = transformers.CONFIG_MAPPING[name]().to_dict()
@@ -61,7 +63,7 @@ WITHOUT_TRANSFORMERS = [
 
 def spellings(name: str) -> list[dict[str, object]]:
     """A whole config as transformers 5 and as transformers 4 write it."""
-    new = config_of(name).to_dict()
+    new = configs_of(name)[0].to_dict()
     rope = new["rope_parameters"]
     old = {**new, "rope_theta": rope["rope_theta"], "rope_scaling": None, "torch_dtype": "float32"}
     del old["rope_parameters"]

@@ -39,7 +39,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "gpt2": {"num_key_value_heads": 4, "n_inner": 128},
     "opt": {"num_key_value_heads": 4, "ffn_dim": 128, "word_embed_proj_dim": 64},
     "phi": {},
-    "flex_olmo": {"num_experts": 4, "num_experts_per_tok": 2},
+    "mellum": {"num_experts": 4, "num_experts_per_tok": 2},
     "granite_swa": {"sliding_window": 8},
 }
 
@@ -83,7 +83,7 @@ def test_logits_match_transformers_in_one_prefill_in_chunks_and_in_a_batch(
     third = batch.step({"a": ids[40:]})["a"]
     batched = torch.cat((first, second, third))
     for found in (chunked, batched):
-        if name == "flex_olmo":  # the product of transformers' own router depends on the batch
+        if name == "mellum":  # the product of transformers' own router depends on the batch
             assert (found - expected).abs().max() <= 1e-4
         else:
             assert torch.equal(found, whole)
@@ -100,7 +100,7 @@ def test_a_mask_of_a_models_own_is_refused_not_ignored(tmp_path: Path) -> None:
 
 
 def test_experts_stay_packed_and_are_multiplied_as_one(load: Callable[..., Any]) -> None:
-    model = load(tiny("flex_olmo", num_experts=4, num_experts_per_tok=2))
+    model = load(tiny("mellum", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128))
     experts = dict(model.linears())["model.layers.1.mlp.experts.gate_up_proj"]
     assert experts.weight.shape == (4 * 256, 64)
     assert experts.weight._grouped is not None
@@ -175,7 +175,7 @@ def test_the_registered_attention_leaves_the_hosts_models_alone(load: Callable[.
         ),
         (
             {
-                "model_type": "flex_olmo",
+                "model_type": "mellum",
                 "num_hidden_layers": 1,
                 "layer_types": ["linear_attention"],
             },
@@ -251,9 +251,7 @@ def test_quantizers_write_gpt_2s_matrices_as_all_others(load: Callable[..., Any]
 
 
 def test_experts_stored_one_by_one_are_refused(load: Callable[..., Any]) -> None:
-    checkpoint = _stored(
-        tiny("flex_olmo", num_experts=2, num_experts_per_tok=1, num_hidden_layers=1)
-    )
+    checkpoint = _stored(tiny("mellum", num_experts=2, num_experts_per_tok=1, num_hidden_layers=1))
     del checkpoint.tensors["model.layers.0.mlp.experts.gate_up_proj"]
     with pytest.raises(UnsupportedError, match=r"mlp\.experts.gate_up_proj: .*one by one"):
         load(checkpoint)
