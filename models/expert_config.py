@@ -20,7 +20,7 @@ from sdk.models.config_fields import MAX_EXPERTS, MAX_LAYERS, MAX_WIDTH, Fields
 #: one of the others. ``dense``: the first layers, which have no experts.
 NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "count": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+        "count": ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
         "per_token": ("num_experts_per_tok", "moe_k", "moe_topk"),
         "normalized": ("norm_topk_prob",),
         "scale": (

@@ -42,6 +42,8 @@ def decoder_config(checkpoint: Checkpoint) -> ModelConfig:
     """
     name = model_type(checkpoint.config)
     own = architecture(name)
+    if own is not None and not own.config.causal:
+        raise _encoder(checkpoint, name)
     if own is not None and own.tensors.names:
         raise UnsupportedError(
             f"{checkpoint.path}: writing models of type {name} is not supported: their files have "
@@ -55,11 +57,15 @@ def decoder_config(checkpoint: Checkpoint) -> ModelConfig:
         )
     config = ModelConfig.from_dict(checkpoint.config)
     if not config.causal:
-        raise UnsupportedError(
-            f"{checkpoint.path}: {name} is an encoder, and only decoders can be quantized to "
-            "files; quantization='int8' packs its matrices while it is loaded"
-        )
+        raise _encoder(checkpoint, name)
     return config
+
+
+def _encoder(checkpoint: Checkpoint, name: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{checkpoint.path}: {name} is an encoder, and only decoders can be quantized to files; "
+        "quantization='int8' packs its matrices while it is loaded"
+    )
 
 
 class LayerRun:

@@ -52,7 +52,7 @@ PROMPTS = [ids(seed, length) for seed, length in ((1, 70), (2, 3), (3, 21), (4, 
 def _tiny(folder: Path, architecture: str, format: str, experts: int) -> Path:
     """Six query heads and three key/value heads, so that there may be three ranks."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiny_models, "_NUM_EXPERTS", experts)
+        patch.setitem(tiny_models._EXPERTS, "count", experts)
         for name, value in (("num_attention_heads", 6), ("num_key_value_heads", 3)):
             patch.setitem(tiny_models._SHAPE, name, value)
         return tiny_models.tiny_model(folder, format, architecture)

@@ -346,9 +346,9 @@ def test_an_engine_that_cannot_share_says_why(
 
 
 def test_a_model_of_transformers_cannot_share(tmp_path: Path) -> None:
-    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+    from transformers import PersimmonConfig, PersimmonForCausalLM
 
-    config = GPTNeoXConfig(
+    config = PersimmonConfig(
         vocab_size=64,
         hidden_size=32,
         intermediate_size=64,
@@ -356,7 +356,7 @@ def test_a_model_of_transformers_cannot_share(tmp_path: Path) -> None:
         num_attention_heads=2,
         max_position_embeddings=64,
     )
-    GPTNeoXForCausalLM(config).save_pretrained(tmp_path)
+    PersimmonForCausalLM(config).save_pretrained(tmp_path)
     with (
         LLM(tmp_path, max_model_len=32, skip_tokenizer_init=True) as llm,
         pytest.raises(RequestError, match="transformers' code runs it"),

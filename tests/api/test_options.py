@@ -163,7 +163,7 @@ def test_advice_names_what_exists() -> None:
     ours = {field.name for kind in (EngineConfig, SamplingParams) for field in fields(kind)}
     assert not ours & {*ENGINE}
     ours |= {field.name for field in fields(ChatOptions)}
-    for call in (LLM.generate, LLM.encode, LLM.rerank):
+    for call in (LLM.generate, LLM.encode, LLM.embed, LLM.rerank):
         ours |= {*inspect.signature(call).parameters}
     advice = " ".join(
         [*(known.here for known in ENGINE.values()), *SAMPLING.values(), *CALLS.values()]

@@ -52,14 +52,14 @@ def test_a_model_that_does_not_run_has_one_instead_that_runs(script: Any) -> Non
 
 
 def test_a_row_follows_the_registry(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    family = script.named("MiniMax M2")
-    before = script.row(family, {"minimax_m2"})
+    family = script.Family("Toy", ("toy",), ("toy",), "parts of its own", ("Qwen3",))
+    before = script.row(family, {"toy"})
     assert "| not yet | slowly |" in before and "use " in before
     assert "| not yet | not yet |" in script.row(family, set())
     known = gguf_names()
-    monkeypatch.setattr(script, "gguf_names", lambda: [*known, "minimax-m2"])
+    monkeypatch.setattr(script, "gguf_names", lambda: [*known, "toy"])
     monkeypatch.setattr(script, "architecture", lambda name: name)
-    assert script.row(family, set()) == "| MiniMax M2 | runs | runs |  |"
+    assert script.row(family, set()) == "| Toy | runs | runs |  |"
     lfm = script.named("LFM2")
     monkeypatch.undo()
     assert "slowly" not in script.row(lfm, {"lfm2", "lfm2_moe"})

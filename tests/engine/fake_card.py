@@ -69,15 +69,15 @@ def _places(kernel: Any, batch: AttentionBatch) -> None:
 
 
 def _rope(kernel: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> None:
-    cos, sin, batch, pages = rest
+    cos, sin, batch, pages, *options = rest
     n = int((batch.slots >= 0).sum())
     own = dataclasses.replace(batch, positions=batch.positions[:n], slots=batch.slots[:n])
     if n:
-        kernel(q[:n], k[:n], v[:n], cos[:n], sin[:n], own, pages)
+        kernel(q[:n], k[:n], v[:n], cos[:n], sin[:n], own, pages, *options)
 
 
 def _attention(kernel: Any, q: Tensor, pages: Any, batch: AttentionBatch, *rest: Any) -> None:
-    *options, out = rest
+    *options, out, causal = rest
     n = int((batch.query_start.diff() > 0).sum())
     tokens = int(batch.query_start[n])
     own = dataclasses.replace(
@@ -89,7 +89,7 @@ def _attention(kernel: Any, q: Tensor, pages: Any, batch: AttentionBatch, *rest:
         page_table=batch.page_table[:n],
     )
     out.fill_(_NONSENSE)
-    kernel(q[:tokens], pages, own, *options, out[:tokens])
+    kernel(q[:tokens], pages, own, *options, out[:tokens], causal)
 
 
 def _sample(

@@ -83,7 +83,7 @@ def model(**facts: Any) -> Any:
         (4, {"num_kv_heads": 2}, 1 / 4),  # two ranks have each head
         (2, {"intermediate_size": 768}, 2 / 3),
         (3, {"num_heads": 6, "num_kv_heads": 3, "intermediate_size": 768}, 334 / 1000),
-        (2, {"experts": SimpleNamespace(width=768)}, 2 / 3),
+        (2, {"experts": SimpleNamespace(width=768, shared_width=0)}, 2 / 3),
     ],
 )
 def test_the_largest_part_of_a_layer_counts(ranks: int, facts: dict[str, Any], part: float) -> None:

@@ -257,7 +257,7 @@ MIXTURE = {
     "num_key_value_heads": 4,
     "head_dim": 64,
 }
-EXPERTS = {"num_experts_per_tok": 4, "moe_intermediate_size": 512}
+EXPERTS = {"count": 16, "per_token": 4}
 
 
 def experts(model: Path) -> None:
@@ -267,7 +267,6 @@ def experts(model: Path) -> None:
         "sharing experts": {"data_parallel_size": 2, "enable_expert_parallel": True},
     }
     with tempfile.TemporaryDirectory() as folder:
-        tiny_models._NUM_EXPERTS = 16
         tiny_models._EXPERTS.update(EXPERTS)
         tiny_models._SHAPE.update(MIXTURE)
         mixture = tiny_models.tiny_model(Path(folder), "q8_0", "qwen3_moe")

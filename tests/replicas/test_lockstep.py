@@ -41,7 +41,7 @@ def answers(outputs: list[RequestOutput]) -> list[Any]:
 def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A GGUF file with five experts."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiny_models, "_NUM_EXPERTS", 5)
+        patch.setitem(tiny_models._EXPERTS, "count", 5)
         return tiny_models.tiny_model(tmp_path_factory.mktemp("experts"), "q8_0", "mixtral")
 
 

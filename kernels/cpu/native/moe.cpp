@@ -177,8 +177,9 @@ void weighted_sums(const CombineArgs& args, int64_t begin, int64_t end, const Ro
         }
         if (!args.shared) continue;
         const float* shared = args.shared + t * args.width;
-        // in double, so that Python's sum over ranks has the same bits
-        const float part = args.gate ? (float)(1.0 / (1.0 + exp(-(double)args.gate[t]))) : 1.0f;
+        // A sigmoid in double, so that Python's sum over ranks has the same bits. exp() would need
+        // glibc 2.29; wheels run from 2.28 on.
+        const float part = args.gate ? (float)(1.0 / (2.0 + expm1(-(double)args.gate[t]))) : 1.0f;
         for (int64_t i = 0; i < args.width; ++i) out[i] += part * shared[i];
     }
 }
