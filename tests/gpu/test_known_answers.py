@@ -72,7 +72,7 @@ def heads(count: int, head_dim: int = 64, dtype: torch.dtype = torch.bfloat16) -
 
 def attention(dtype: str, **changed: Any) -> tuple[str, Sequence[Any], dict[str, Any]]:
     own = pages(dtype, **changed)
-    like = [heads(4, own.head_dim), own, 0.2, None, None, None, None, True]
+    like = [heads(4, own.head_dim), own, 0.2, None, None, None, None, True, True]
     return "attention", like, {"head_dim": own.head_dim, "kv_dtype": own.dtype}
 
 
@@ -539,12 +539,12 @@ def test_another_machine_or_width_or_type_is_checked_again(ops: Ops, tmp_path: P
     other = KnownAnswers(ops.context, AnswerFile(tmp_path, MACHINE | {"driver": "2"}))
     kernel = ops.context.backends[0].implementations("combine")[0]
     problem = Problem("combine")
-    assert other.reason(kernel, problem, (rows(70), 8, 2)) is None and other.ran == 1
+    assert other.reason(kernel, problem, (rows(70), 8, 2, None, None)) is None and other.ran == 1
     again = answers_of(ops, tmp_path)
-    assert again.reason(kernel, problem, (rows(70), 8, 2)) is None and again.ran == 0
-    assert again.reason(kernel, problem, (rows(64), 8, 2)) is None and again.ran == 1
+    assert again.reason(kernel, problem, (rows(70), 8, 2, None, None)) is None and again.ran == 0
+    assert again.reason(kernel, problem, (rows(64), 8, 2, None, None)) is None and again.ran == 1
     ops.context._activations = "float16"
-    assert again.reason(kernel, problem, (rows(70), 8, 2)) is None and again.ran == 2
+    assert again.reason(kernel, problem, (rows(70), 8, 2, None, None)) is None and again.ran == 2
 
 
 def test_a_failure_is_remembered(ops: Ops, tmp_path: Path) -> None:
