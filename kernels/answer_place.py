@@ -35,15 +35,15 @@ class Place:
         """The same in float32 on the CPU."""
         return replace(self, device=torch.device("cpu"), short=torch.float32)
 
-    def floats(self, *shape: int, seed: int) -> Tensor:
+    def floats(self, *shape: int, seed: int, mean: float = 0.0) -> Tensor:
         """float32, of a normal distribution."""
         random = torch.Generator().manual_seed(seed)
-        return torch.randn(shape, generator=random).to(self.device)
+        return (torch.randn(shape, generator=random) + mean).to(self.device)
 
-    def rows(self, *shape: int, seed: int) -> Tensor:
+    def rows(self, *shape: int, seed: int, mean: float = 0.0) -> Tensor:
         """The same as activations."""
         random = torch.Generator().manual_seed(seed)
-        values = torch.randn(shape, generator=random).to(self.rounded)
+        values = (torch.randn(shape, generator=random) + mean).to(self.rounded)
         return values.to(self.device, self.short)
 
     def integers(self, values: Sequence[int], dtype: torch.dtype) -> Tensor:
