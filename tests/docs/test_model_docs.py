@@ -55,6 +55,9 @@ def test_native_names_come_from_the_registry(script: Any, monkeypatch: pytest.Mo
     assert not script.slow_types() & own
     assert f"**GGUF files: {len(gguf_names())} native**" in script.gguf_table()[1]
     assert f"**Folders: {len(own)} types native**" in script.type_table()[1]
+    readme = (ROOT / "README.md").read_text("utf-8")
+    assert f"| {len(gguf_names())} architecture names of GGUF files and {len(own)} model" in readme
+    assert f"{len(script.slow_types())} more types run through transformers' code" in readme
     monkeypatch.setattr(script, "gguf_names", lambda: [*gguf_names(), "qwen35"])
     assert "qwen35" in script.gguf_table()[0].splitlines()[2]
 
