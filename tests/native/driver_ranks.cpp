@@ -43,7 +43,8 @@ void share_experts(RankGroup* group, TestRuntime& runtime, int rank, int size) {
     const MapArgs zero = {x.data(), nullptr, width, 0.0f, kMapZero};
     const BiasArgs biased = {x.data(), bias.data(), owners.data(), &starts[count], width};
     const CombineRanksArgs combined = {
-        {x.data(), weights.data(), places.data(), sum.data(), width, k}, group, servers.data(), 0};
+        {x.data(), weights.data(), places.data(), nullptr, nullptr, sum.data(), width, k}, group,
+        servers.data(), 0};
     void* recorded = embedlm_program_create();
     CHECK(embedlm_program_add(recorded, kOpGroup, &grouped, kTokens, k) == kOk);
     CHECK(embedlm_program_add(recorded, kOpMap, &zero, kTokens, k) == kOk);
