@@ -72,7 +72,8 @@ void gather_tokens(RankGroup* group, TestRuntime& runtime, int rank, int size) {
         places[t] = servers[t] == rank ? (int32_t)t : -1;
     }
     const GatherRanksArgs gathered = {group, x.data(), all.data(), starts.data(), width, 0};
-    const CombineRanksArgs combined = {{all.data(), weights.data(), places.data(), sum.data(), width, 1},
+    const CombineRanksArgs combined = {{all.data(), weights.data(), places.data(), nullptr, nullptr,
+                                         sum.data(), width, 1},
                                        group, servers.data(), starts.data(), 0};
     void* recorded = embedlm_program_create();
     CHECK(embedlm_program_add(recorded, kOpGatherRanks, &gathered, kGathered, 1) == kOk);
