@@ -88,6 +88,7 @@ def run(args: argparse.Namespace) -> int:
     adapters = named_adapters(args.lora)
     with opened(args, list(adapters.values())) as llm:
         lora = add_adapters(llm, adapters)
+        llm._jobs.check_generates()
         if not args.raw and llm.get_tokenizer().chat_template is None:
             raise RequestError(
                 "the model has no chat template, so it cannot chat; use --raw --prompt TEXT to "

@@ -134,6 +134,25 @@ class JobMaker:
         """Whether the model continues texts."""
         return self._generates and self._has_head and self._encoder is None
 
+    def check_generates(self) -> None:
+        """:raises RequestError: the model does not continue texts; says what it does."""
+        if self._encoder is not None:
+            raise RequestError(
+                f"this model ({self._encoder}) is an encoder: its tokens see those after them too, "
+                "so it does not continue a text. It turns texts into vectors: use embed, encode, "
+                "score or rerank, and with a classification head classify"
+            )
+        if not self._has_head:
+            raise RequestError(
+                "this checkpoint holds a model without a head (architectures: ...Model) and "
+                "cannot generate; use embed, encode, score or rerank"
+            )
+        if not self._generates:
+            raise RequestError(
+                "this checkpoint was trained to classify (...ForSequenceClassification) and has no "
+                "head that generates; use classify, score, rerank, encode or embed"
+            )
+
     def params(self, given: ParamsLike, count: int) -> list[SamplingParams]:
         """The parameters of each of ``count`` prompts."""
         if given is None or isinstance(given, SamplingParams):
@@ -183,6 +202,7 @@ class JobMaker:
         lora: Any = None,
     ) -> Calling:
         """One or more conversations through the chat template, each with its parameters."""
+        self.check_generates()
         options = ChatOptions.of(method, template)
         chats = as_conversations(messages)
         params = self.params(given, len(chats))
@@ -200,6 +220,7 @@ class JobMaker:
         lora: Any = None,
     ) -> Calling:
         """One prompt or conversation."""
+        self.check_generates()
         params = self.params(given, 1)
         read = [self._reader.read_one(method, prompt, params[0], template)]
         read = self.adapted(read, lora)
@@ -256,22 +277,8 @@ class JobMaker:
         request_ids: str | Sequence[str] | None = None,
     ) -> list[Job]:
         """One job for each prompt, with the caller's id or a new one."""
-        if kind == "generate" and self._encoder is not None:
-            raise RequestError(
-                f"this model ({self._encoder}) is an encoder: its tokens see those after them too, "
-                "so it does not continue a text. It turns texts into vectors: use embed, encode, "
-                "score or rerank, and with a classification head classify"
-            )
-        if kind == "generate" and not self._has_head:
-            raise RequestError(
-                "this checkpoint holds a model without a head (architectures: ...Model) and "
-                "cannot generate; use embed, encode, score or rerank"
-            )
-        if kind == "generate" and not self._generates:
-            raise RequestError(
-                "this checkpoint was trained to classify (...ForSequenceClassification) and has no "
-                "head that generates; use classify, score, rerank, encode or embed"
-            )
+        if kind == "generate":
+            self.check_generates()
         names = self._names(request_ids, len(prompts))
         priorities = _priorities(priority, len(prompts))
         params = [_with_stops(q, p) for q, p in zip(params, prompts, strict=True)]

@@ -103,6 +103,9 @@ def test_an_encoder_is_not_asked_to_continue_a_text(llm: LLM) -> None:
     for call in (llm.generate, llm.stream):
         with pytest.raises(RequestError, match=words):
             list(call(PROMPTS[0]))
+    for chat in (llm.chat, llm.stream):  # before anybody looks for a chat template
+        with pytest.raises(RequestError, match=words):
+            list(chat([{"role": "user", "content": "hi"}]))
 
 
 def test_a_text_beyond_the_positions_of_the_model_is_refused(llm: LLM) -> None:
