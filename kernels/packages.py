@@ -23,7 +23,7 @@ def package(module: str, what: str) -> ModuleType:
 
 
 def missing(error: ImportError, what: str) -> MissingPackageError:
-    """The error for a failed import: a package that is not installed is no fault of a file."""
+    """The error for a failed import. The file is not damaged if a package is missing."""
     name = (error.name or "").partition(".")[0]
     if isinstance(error, ModuleNotFoundError) and name and name != "sdk":
         wanted = _DISTRIBUTIONS.get(name, name)

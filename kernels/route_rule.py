@@ -21,8 +21,8 @@ class RouteRule(NamedTuple):
     k. ``scale`` multiplies them then.
 
     A bias of the router is added to the scores for the choice alone (DeepSeek-AI, "DeepSeek-V3
-    Technical Report", 2.1.2). ``groups``: experts are in so many groups of equal size, in order,
-    and only those of the best ``groups_used`` can be chosen; a group is as good as the sum of its
+    Technical Report", 2.1.2). ``groups``: the number of groups of equal size, in order of experts;
+    only those of the best ``groups_used`` can be chosen; a group is as good as the sum of its
     ``group_best`` best scores (DeepSeek V3: 2, V2: 1).
 
     ``sparse_mixer`` (Liu et al., "GRIN", 2024): every weight is the softmax over the logits that

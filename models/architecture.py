@@ -85,8 +85,8 @@ class ConfigRules(NamedTuple):
     ``embedding_scale``: the factor of embeddings by hidden size, where the config has none.
     ``rotation(parameters, head_dim)``: the parameters of a rotary embedding as other models have
     them. ``query_scale``: reads the scale of queries by their positions, if there is one.
-    ``dense_width``: the key of the width of MLPs in layers without experts. ``shared_experts``: so
-    many there are, whatever a config says.
+    ``dense_width``: the key of the width of MLPs in layers without experts.
+    ``shared_experts``: their number, where the code fixes it.
     ``biases``: the projections with biases; ``None``: ``attention_bias`` says it of all four of
     attention, ``mlp_bias`` of the MLP's.
     ``causal``: see :class:`sdk.models.config.ModelConfig`; a config may still say otherwise.

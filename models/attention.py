@@ -74,13 +74,12 @@ class Attention:
         )
         self.norms: HeadNorms | None = None
         self.width_norms: WidthNorms | None = None
-        if not c.qk_norm:
-            pass
-        elif rules.qk_norm == "width":
+        kind = rules.qk_norm if c.qk_norm else None
+        if kind == "width":
             self.width_norms = WidthNorms(source, path)
-        elif rules.qk_norm == "each_head":
+        elif kind == "each_head":
             self.norms = _norms_of_each_head(source, path, rules, head)
-        elif rules.qk_norm in ("head", "unweighted"):
+        elif kind is not None:
             self.norms = _head_norms(source, path, rules, head)
         self.sinks: Tensor | None = None
         if rules.sinks:
