@@ -34,23 +34,23 @@ REFERENCE = {
     "async_llm": ("AsyncLLM", "sdk.async_llm"),
     "parameters": (
         "Parameters of requests",
-        *("sdk.params", "sdk.beam_search", "sdk.structured.params", "sdk.lora"),
+        *("sdk.api.params", "sdk.api.beam_search", "sdk.api.structured_params", "sdk.api.lora"),
     ),
-    "outputs": ("Outputs", "sdk.outputs", "sdk.engine.running_requests"),
+    "outputs": ("Outputs", "sdk.api.outputs", "sdk.engine.running_requests"),
     "tokenizer": ("Tokenizer", "sdk.tokenizer"),
-    "memory": ("Memory", "sdk.memory.plan", "sdk.memory.pool", "sdk.persistence.snapshot"),
-    "scheduling": ("Scheduling", "sdk.engine.scheduling.policy"),
+    "memory": ("Memory", "sdk.memory.plan", "sdk.api.memory_pool", "sdk.engine.snapshot"),
+    "scheduling": ("Scheduling", "sdk.api.scheduling_policy"),
     "metrics": (
         "Metrics",
         *("sdk.metrics.stats", "sdk.metrics.histogram", "sdk.metrics.slo", "sdk.metrics.trace"),
     ),
     "quantization": (
         "Quantization",
-        *("sdk.quantizing", "sdk.evaluating", "sdk.reports.quant_report"),
+        *("sdk.quantizing", "sdk.evaluating", "sdk.loading.quant_report"),
     ),
-    "processes": ("Several processes", "sdk.remote", "sdk.distributed"),
+    "processes": ("Several processes", "sdk.api.remote_workers", "sdk.cluster.distributed"),
     "demo": ("Demo model", "sdk.demo"),
-    "errors": ("Errors", "sdk.errors"),
+    "errors": ("Errors", "sdk.api.errors"),
 }
 
 
@@ -154,7 +154,7 @@ def reference_pages() -> Iterator[tuple[str, str]]:
     modules = exports()
     for name, (title, *sources) in REFERENCE.items():
         names = [f"::: {source}.{one}" for source in sources for one in modules.pop(source)]
-        options = ["::: sdk.options.EngineOptions"] if name == "llm" else []
+        options = ["::: sdk.api.options.EngineOptions"] if name == "llm" else []
         yield f"reference/{name}.md", f"# {title}\n\n" + "\n\n".join([*names, *options]) + "\n"
     if modules:
         raise PluginError(f".ci/docs_site.py: no page of the reference has {sorted(modules)}")

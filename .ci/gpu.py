@@ -359,7 +359,7 @@ class Kit:
         argv = [tool, "--clock-control", "none", "--target-processes", "all"]
         argv += ["--profile-from-start", "off", "--print-details", "all"]
         argv += [word for section in SECTIONS for word in ("--section", section)]
-        self._one("ncu", [*argv, self._python, "-m", "sdk.cli.bench.gpu.profiled"], seconds)
+        self._one("ncu", [*argv, self._python, "-m", "sdk.bench.gpu.profiled"], seconds)
 
     def _run_sanitize(self, seconds: float) -> None:
         """What failed in the tests of this call, or of an earlier one in this checkout."""
@@ -479,7 +479,7 @@ def idle() -> None:
 
 def known_rows() -> list[str]:
     """The names of the benchmark's rows; their module needs only the standard library."""
-    path = ROOT / "sdk" / "cli" / "bench" / "gpu" / "rows.py"
+    path = ROOT / "sdk" / "bench" / "gpu" / "rows.py"
     spec = importlib.util.spec_from_file_location("embedlm_bench_gpu_rows", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -1,6 +1,6 @@
 """The docstrings of ``EngineOptions``, which editors show, from the table of docs/api.md.
 
-python .ci/option_docs.py            # rewrites sdk/options.py
+python .ci/option_docs.py            # rewrites sdk/api/options.py
 python .ci/option_docs.py --check    # exit code 1 if it would
 """
 
@@ -33,7 +33,7 @@ def meanings() -> dict[str, str]:
 
 
 def documented(source: str) -> str:
-    """The source of sdk/options.py with a docstring under each field of ``EngineOptions``."""
+    """The source of sdk/api/options.py with a docstring under each field of ``EngineOptions``."""
     head, start, rest = source.partition("class EngineOptions(TypedDict, total=False):\n")
     body, end, tail = rest.partition("\n\n\ndef engine_config(")
     texts = meanings()
@@ -57,7 +57,7 @@ def main() -> None:
     source = OPTIONS.read_text(encoding="utf-8")
     wanted = documented(source)
     if source != wanted and "--check" in sys.argv[1:]:
-        raise SystemExit("option_docs: sdk/options.py differs from docs/api.md: run this script")
+        raise SystemExit("option_docs: sdk/api/options.py is not what docs/api.md says: run me")
     OPTIONS.write_text(wanted, encoding="utf-8")
 
 

@@ -29,7 +29,7 @@ GLIBC = (2, 28)
 CROSS = {"aarch64": ("aarch64-linux-gnu-g++", "apt install g++-aarch64-linux-gnu")}
 #: What no wheel is complete without; a build without a compiler leaves the first one out.
 NEEDED = (
-    *("sdk/kernels/cpu/_native.so", "sdk/quant/expected_loss.json", "sdk/server/page/index.html"),
+    *("sdk/kernels/cpu/_native.so", "sdk/quant/expected_loss.json", "sdk/serving/page/index.html"),
     *("sdk/py.typed", "embedlm/__init__.py"),
 )
 

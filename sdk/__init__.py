@@ -12,10 +12,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from sdk.beam_search import BeamSearchOutput as BeamSearchOutput
-    from sdk.beam_search import BeamSearchParams as BeamSearchParams
+    from sdk.api.beam_search import BeamSearchOutput as BeamSearchOutput
+    from sdk.api.beam_search import BeamSearchParams as BeamSearchParams
     from sdk.demo import demo_model as demo_model
-    from sdk.errors import (
+    from sdk.api.errors import (
         AlignmentError as AlignmentError,
         CheckpointError as CheckpointError,
         EngineAsleepError as EngineAsleepError,
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
         UnsupportedError as UnsupportedError,
     )
     from sdk.llm import LLM as LLM
-    from sdk.lora import LoRAInfo as LoRAInfo, LoRARequest as LoRARequest
+    from sdk.api.lora import LoRAInfo as LoRAInfo, LoRARequest as LoRARequest
     from sdk.memory.plan import Alternative as Alternative, MemoryPlan as MemoryPlan
-    from sdk.memory.pool import MemoryPool as MemoryPool
+    from sdk.api.memory_pool import MemoryPool as MemoryPool
     from sdk.async_llm import AsyncLLM as AsyncLLM
-    from sdk.outputs import (
+    from sdk.api.outputs import (
         ClassificationOutput as ClassificationOutput,
         CompletionOutput as CompletionOutput,
         EmbeddingOutput as EmbeddingOutput,
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
         RequestOutput as RequestOutput,
         Timeline as Timeline,
     )
-    from sdk.engine.scheduling.policy import (
+    from sdk.api.scheduling_policy import (
         FairPolicy as FairPolicy,
         PriorityPolicy as PriorityPolicy,
         SchedulingPolicy as SchedulingPolicy,
@@ -61,14 +61,14 @@ if TYPE_CHECKING:
     from sdk.metrics.trace import Trace as Trace
     from sdk.evaluating import Evaluation as Evaluation, evaluate as evaluate
     from sdk.quantizing import quantize as quantize
-    from sdk.params import RequestOutputKind as RequestOutputKind
-    from sdk.params import SamplingParams as SamplingParams
-    from sdk.structured.params import StructuredOutputsParams as StructuredOutputsParams
-    from sdk.persistence.snapshot import Snapshot as Snapshot
-    from sdk.reports.quant_report import LayerReport as LayerReport
-    from sdk.reports.quant_report import QuantReport as QuantReport
-    from sdk.remote import RemoteWorkers as RemoteWorkers
-    from sdk.distributed import launched_llm as launched_llm, run_worker as run_worker
+    from sdk.api.params import RequestOutputKind as RequestOutputKind
+    from sdk.api.params import SamplingParams as SamplingParams
+    from sdk.api.structured_params import StructuredOutputsParams as StructuredOutputsParams
+    from sdk.engine.snapshot import Snapshot as Snapshot
+    from sdk.loading.quant_report import LayerReport as LayerReport
+    from sdk.loading.quant_report import QuantReport as QuantReport
+    from sdk.api.remote_workers import RemoteWorkers as RemoteWorkers
+    from sdk.cluster.distributed import launched_llm as launched_llm, run_worker as run_worker
     from sdk.tokenizer import LLMTokenizer as LLMTokenizer
 
 __version__ = "0.1.0"
@@ -79,43 +79,43 @@ __distribution__ = "embedlm"
 _EXPORTS = {
     "LLM": "sdk.llm",
     "AsyncLLM": "sdk.async_llm",
-    "LoRAInfo": "sdk.lora",
-    "LoRARequest": "sdk.lora",
+    "LoRAInfo": "sdk.api.lora",
+    "LoRARequest": "sdk.api.lora",
     "Alternative": "sdk.memory.plan",
     "MemoryPlan": "sdk.memory.plan",
-    "MemoryPool": "sdk.memory.pool",
-    "BeamSearchParams": "sdk.beam_search",
-    "BeamSearchOutput": "sdk.beam_search",
-    "SamplingParams": "sdk.params",
-    "StructuredOutputsParams": "sdk.structured.params",
-    "RequestOutputKind": "sdk.params",
-    "RequestOutput": "sdk.outputs",
-    "CompletionOutput": "sdk.outputs",
-    "EmbeddingOutput": "sdk.outputs",
-    "Estimate": "sdk.outputs",
-    "PoolingRequestOutput": "sdk.outputs",
-    "ClassificationOutput": "sdk.outputs",
-    "RerankOutput": "sdk.outputs",
-    "Logprob": "sdk.outputs",
-    "RequestMetrics": "sdk.outputs",
-    "RequestEvent": "sdk.outputs",
-    "Timeline": "sdk.outputs",
+    "MemoryPool": "sdk.api.memory_pool",
+    "BeamSearchParams": "sdk.api.beam_search",
+    "BeamSearchOutput": "sdk.api.beam_search",
+    "SamplingParams": "sdk.api.params",
+    "StructuredOutputsParams": "sdk.api.structured_params",
+    "RequestOutputKind": "sdk.api.params",
+    "RequestOutput": "sdk.api.outputs",
+    "CompletionOutput": "sdk.api.outputs",
+    "EmbeddingOutput": "sdk.api.outputs",
+    "Estimate": "sdk.api.outputs",
+    "PoolingRequestOutput": "sdk.api.outputs",
+    "ClassificationOutput": "sdk.api.outputs",
+    "RerankOutput": "sdk.api.outputs",
+    "Logprob": "sdk.api.outputs",
+    "RequestMetrics": "sdk.api.outputs",
+    "RequestEvent": "sdk.api.outputs",
+    "Timeline": "sdk.api.outputs",
     "RequestInfo": "sdk.engine.running_requests",
     "HistogramData": "sdk.metrics.histogram",
     "SLO": "sdk.metrics.slo",
     "EngineStats": "sdk.metrics.stats",
     "RequestStats": "sdk.metrics.stats",
     "Trace": "sdk.metrics.trace",
-    "QuantReport": "sdk.reports.quant_report",
-    "LayerReport": "sdk.reports.quant_report",
-    "SchedulingPolicy": "sdk.engine.scheduling.policy",
-    "PriorityPolicy": "sdk.engine.scheduling.policy",
-    "FairPolicy": "sdk.engine.scheduling.policy",
-    "Snapshot": "sdk.persistence.snapshot",
+    "QuantReport": "sdk.loading.quant_report",
+    "LayerReport": "sdk.loading.quant_report",
+    "SchedulingPolicy": "sdk.api.scheduling_policy",
+    "PriorityPolicy": "sdk.api.scheduling_policy",
+    "FairPolicy": "sdk.api.scheduling_policy",
+    "Snapshot": "sdk.engine.snapshot",
     "LLMTokenizer": "sdk.tokenizer",
-    "RemoteWorkers": "sdk.remote",
-    "run_worker": "sdk.distributed",
-    "launched_llm": "sdk.distributed",
+    "RemoteWorkers": "sdk.api.remote_workers",
+    "run_worker": "sdk.cluster.distributed",
+    "launched_llm": "sdk.cluster.distributed",
     "demo_model": "sdk.demo",
     "quantize": "sdk.quantizing",
     "evaluate": "sdk.evaluating",
@@ -137,7 +137,7 @@ _EXPORTS = {
             "QuantizationError",
             "QueueFullError",
         ),
-        "sdk.errors",
+        "sdk.api.errors",
     ),
 }
 __all__ = ["__version__", *_EXPORTS]

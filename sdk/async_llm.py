@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
-from sdk.beam_search import BeamSearchOutput, BeamSearchParams
+from sdk.api.beam_search import BeamSearchOutput, BeamSearchParams
+from sdk.api.lora import LoRAInfo, LoRALike, LoRARequest
+from sdk.api.options import EngineOptions, takes_options
+from sdk.api.params import RequestOutputKind, SamplingParams
 from sdk.llm import LLM
-from sdk.lora import LoRAInfo, LoRALike, LoRARequest
-from sdk.options import EngineOptions, takes_options
-from sdk.params import RequestOutputKind, SamplingParams
 from sdk.requests.async_pooling import AsyncPooling
 from sdk.requests.async_stream import AnswerStream
 from sdk.requests.conversations import Message

@@ -8,7 +8,6 @@ sha256 checked. Standard library only: finding the demo model does not import to
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 import subprocess
 import sys
@@ -18,7 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from sdk.errors import CheckpointError
+from sdk.api.errors import CheckpointError
+from sdk.api.machine import cache_folder
 
 _CHUNK = 1 << 20
 
@@ -77,14 +77,6 @@ MINILM = DemoModel(
 )
 #: In the folder of a zipped model: the sha256 of the zip file. Written before the folder appears.
 _SUM = ".sha256"
-
-
-def cache_folder() -> Path:
-    """``$XDG_CACHE_HOME/embedlm``, else ``~/.cache/embedlm``. It need not exist yet."""
-    root = os.environ.get("XDG_CACHE_HOME", "")
-    # The XDG specification says to ignore relative paths.
-    base = Path(root) if root and Path(root).is_absolute() else Path.home() / ".cache"
-    return base / "embedlm"
 
 
 def demo_model(model: DemoModel = SMOLLM2, folder: Path | None = None) -> Path:

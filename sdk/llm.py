@@ -9,22 +9,14 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, overload
 
-from sdk.beam_search import BeamSearchOutput, BeamSearchParams
-from sdk.engine.plan import PoolingMode
-from sdk.engine.running_requests import RequestInfo
-from sdk.errors import RequestError
-from sdk.loading.load import load
-from sdk.lora import LoRAInfo, LoRALike, LoRARequest, LoRAsLike
-from sdk.memory.alternatives import plan, planned_config
-from sdk.memory.machine import release_free_memory
-from sdk.memory.plan import MemoryPlan
-from sdk.metrics.slo import SLO
-from sdk.metrics.stats import EngineStats
-from sdk.metrics.trace import Trace
-from sdk.models.architecture import WITHOUT_HEAD
-from sdk.near_misses import names_keywords, no_attribute
-from sdk.options import EngineOptions, engine_config, takes_options
-from sdk.outputs import (
+from sdk.api.beam_search import BeamSearchOutput, BeamSearchParams
+from sdk.api.display import Explanation, html_table, llm_facts
+from sdk.api.errors import RequestError
+from sdk.api.lora import LoRAInfo, LoRALike, LoRARequest, LoRAsLike
+from sdk.api.machine import release_free_memory
+from sdk.api.near_misses import names_keywords, no_attribute
+from sdk.api.options import EngineOptions, engine_config, takes_options
+from sdk.api.outputs import (
     ClassificationOutput,
     EmbeddingOutput,
     Estimate,
@@ -33,10 +25,19 @@ from sdk.outputs import (
     RerankOutput,
     ScoringOutput,
 )
-from sdk.params import SamplingParams
-from sdk.persistence.snapshot import Snapshot
-from sdk.reports.display import Explanation, html_table, llm_facts
-from sdk.reports.quant_report import QuantReport
+from sdk.api.params import SamplingParams
+from sdk.engine.plan import PoolingMode
+from sdk.engine.running_requests import RequestInfo
+from sdk.engine.snapshot import Snapshot
+from sdk.loading.alternatives import plan, planned_config
+from sdk.loading.around import part_around
+from sdk.loading.load import load
+from sdk.loading.quant_report import QuantReport
+from sdk.memory.plan import MemoryPlan
+from sdk.metrics.slo import SLO
+from sdk.metrics.stats import EngineStats
+from sdk.metrics.trace import Trace
+from sdk.models.architecture import WITHOUT_HEAD
 from sdk.requests.advice import Advice
 from sdk.requests.as_completed import AsCompleted
 from sdk.requests.async_pooling import AsyncPooling
@@ -55,9 +56,9 @@ from sdk.tokenizer import LLMTokenizer
 if TYPE_CHECKING:  # Unpack: in typing from Python 3.11 on
     from typing_extensions import Unpack
 
+    from sdk.requests.typed_outputs import MessageOutput, ParsedOutput
     from sdk.tools import ToolRun
     from sdk.tools.definitions import ToolLike
-    from sdk.typed_outputs import MessageOutput, ParsedOutput
 
 T = TypeVar("T")
 
@@ -66,7 +67,7 @@ class LLM(AsyncPooling):
     """A model loaded into this process, and the engine that serves it.
 
     ``model`` is a GGUF file, a folder with safetensors and ``config.json``, or a hub id. The
-    options are those of :class:`sdk.options.EngineOptions`. The most important ones are
+    options are those of :class:`sdk.api.options.EngineOptions`. The most important ones are
     ``memory="2GiB"`` (a hard budget for weights, KV cache and workspace), ``max_model_len``,
     ``num_threads`` and ``compute="exact"``.
 
@@ -91,9 +92,7 @@ class LLM(AsyncPooling):
         if config.data_parallel_size == 1:
             self._open(ServedEngine(load(config)))
         else:
-            from sdk.replicas.served import ServedReplicas  # not needed by most programs
-
-            self._open(ServedReplicas(config))
+            self._open(part_around("replicas")(config))
 
     @classmethod
     def _on(cls, served: Served) -> LLM:

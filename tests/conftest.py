@@ -84,7 +84,7 @@ def _model(name: str) -> Path:
     if folder:
         path = Path(folder) / name
     else:
-        from sdk.demo import cache_folder
+        from sdk.api.machine import cache_folder
 
         path = cache_folder() / name
     assert path.exists(), f"{path} is missing: run `make models`"

@@ -18,7 +18,7 @@ from fastapi import Depends, FastAPI, Request
 from pydantic import BaseModel
 
 from sdk import LLM, SamplingParams, demo_model
-from sdk.server import create_app
+from sdk.serving import create_app
 
 
 class Text(BaseModel):

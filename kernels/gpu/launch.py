@@ -6,7 +6,7 @@ step to step are therefore ``do_not_specialize``: nothing is compiled while an e
 *Programmatic dependent launch* (CUDA's programming guide, from compute capability 9.0 on): a kernel
 may be made ready, its programs placed on processors that the kernel before it leaves, while that
 one still runs. A decode step of a 1B model has 140 kernels, 3.6 us each on average, of which 1.5 us
-pass between two kernels without this (predicted: sdk/cli/bench/gpu/roofline.py). Therefore every
+pass between two kernels without this (predicted: sdk/bench/gpu/roofline.py). Therefore every
 kernel begins with :func:`after_earlier`, and :func:`run_kernel` launches it. A program waits there
 until the kernels before are complete and their results visible, and only then lets the next kernel
 be made ready: at most two overlap, and the later one has written nothing and read only weights

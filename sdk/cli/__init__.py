@@ -22,25 +22,26 @@ from pathlib import Path
 from typing import TextIO
 
 from sdk import __version__
-from sdk.errors import SdkError
+from sdk.api.errors import SdkError
 
-#: Command -> module of this folder. A command may have two words.
+#: Command -> its module. A command may have two words. Those of the parts around the library are
+#: beside what they start.
 COMMANDS = {
-    "run": "run",
-    "inspect": "inspect_file",
-    "plan": "plan",
-    "quantize": "quantize",
-    "eval": "evaluate",
-    "doctor": "doctor",
-    "serve": "serve",
-    "worker": "worker",
-    "bench": "bench",
-    "bench serve": "bench.serve",
-    "tune": "tune",
-    "keys": "keys",
-    "simulate": "simulate",
-    "tune serve": "tune_serve",
-    "fetch-demo": "fetch_demo",
+    "run": "sdk.cli.run",
+    "inspect": "sdk.cli.inspect_file",
+    "plan": "sdk.cli.plan",
+    "quantize": "sdk.cli.quantize",
+    "eval": "sdk.cli.evaluate",
+    "doctor": "sdk.cli.doctor",
+    "serve": "sdk.serving.serve_command",
+    "worker": "sdk.cluster.worker_command",
+    "bench": "sdk.bench",
+    "bench serve": "sdk.bench.serve",
+    "tune": "sdk.bench.tune",
+    "keys": "sdk.serving.keys_command",
+    "simulate": "sdk.bench.simulate",
+    "tune serve": "sdk.bench.tune_serve",
+    "fetch-demo": "sdk.cli.fetch_demo",
 }
 
 
@@ -80,7 +81,7 @@ def build_parser(named: str = "") -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name in (named,) if named in COMMANDS else COMMANDS:
-        module = import_module(f"sdk.cli.{COMMANDS[name]}")
+        module = import_module(COMMANDS[name])
         summary = (module.__doc__ or "").splitlines()[0]
         sub = commands.add_parser(name, help=summary, description=summary)
         module.add_arguments(sub)

@@ -14,11 +14,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from sdk import __version__
-from sdk.demo import cache_folder, demo_model
-from sdk.errors import SdkError
+from sdk.api.errors import SdkError
+from sdk.api.machine import available_memory, cache_folder
+from sdk.api.sizes import format_bytes
+from sdk.demo import demo_model
 from sdk.kernels.gpu_driver import gpu_driver
-from sdk.memory.machine import available_memory
-from sdk.memory.sizes import format_bytes
 
 NEEDED = ("torch", "numpy", "safetensors", "gguf", "transformers", "accelerate", "tqdm")
 

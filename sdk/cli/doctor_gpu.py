@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from sdk.config import EngineConfig
+from sdk.api.config import EngineConfig
 from sdk.engine.rank.kv_cache import KVCache
 from sdk.kernels.errors import KernelError
 from sdk.kernels.known_answers import known

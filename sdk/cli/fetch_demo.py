@@ -8,8 +8,8 @@ from __future__ import annotations
 import argparse
 import sys
 
+from sdk.api.load_progress import is_terminal
 from sdk.demo import GEMMA3, MINILM, SMOLLM2, fetch
-from sdk.loading.progress import is_terminal
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

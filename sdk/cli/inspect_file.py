@@ -9,13 +9,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from sdk.api.load_progress import reporting
+from sdk.api.sizes import format_bytes
 from sdk.cli.table import format_table
-from sdk.loading.progress import reporting
-from sdk.memory.sizes import format_bytes
 
 if TYPE_CHECKING:
+    from sdk.loading.quant_report import QuantReport
     from sdk.quant.checkpoint import TensorEntry
-    from sdk.reports.quant_report import QuantReport
 
 #: The parts of a model and pieces of their tensors' names; the first match wins. Names are those of
 #: the file, so both GGUF's and Hugging Face's occur.

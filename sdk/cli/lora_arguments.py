@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from sdk.errors import RequestError
+from sdk.api.errors import RequestError
 
 if TYPE_CHECKING:
     from sdk.llm import LLM

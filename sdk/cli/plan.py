@@ -10,8 +10,8 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from sdk.api.errors import KernelError, OutOfMemoryError
 from sdk.cli.engine_arguments import add_engine_arguments, as_arguments, engine_options
-from sdk.errors import KernelError, OutOfMemoryError
 
 if TYPE_CHECKING:
     from sdk.memory.plan import MemoryPlan

@@ -13,17 +13,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from sdk.api.errors import OutOfMemoryError, RequestError
+from sdk.api.load_progress import is_terminal
 from sdk.cli.engine_arguments import add_engine_arguments, as_arguments, engine_options
 from sdk.cli.lora_arguments import OFF, add_adapters, add_lora_argument, named_adapters
 from sdk.cli.structure_arguments import add_structure_arguments, structure
 from sdk.demo import demo_model
-from sdk.errors import OutOfMemoryError, RequestError
-from sdk.loading.progress import is_terminal
 
 if TYPE_CHECKING:
+    from sdk.api.outputs import RequestOutput
+    from sdk.api.params import SamplingParams
     from sdk.llm import LLM
-    from sdk.outputs import RequestOutput
-    from sdk.params import SamplingParams
 
 Message = dict[str, str]
 #: The name of no adapter.
@@ -138,7 +138,7 @@ def sampling_params(args: argparse.Namespace) -> Any:
 
     The user's values are checked here, before the model is loaded.
     """
-    from sdk.params import SamplingParams
+    from sdk.api.params import SamplingParams
 
     names = ("max_tokens", "temperature", "top_p", "seed")
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}

@@ -6,10 +6,10 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sdk.errors import RequestError
+from sdk.api.errors import RequestError
 
 if TYPE_CHECKING:
-    from sdk.structured.params import StructuredOutputsParams
+    from sdk.api.structured_params import StructuredOutputsParams
 
 #: Bytes of a file that are read: more than the longest schema or grammar that is accepted.
 _MOST_BYTES = 2**22
@@ -44,8 +44,8 @@ def structure(args: argparse.Namespace) -> StructuredOutputsParams | None:
 
 
 def _structure(option: str, name: str, value: Any) -> StructuredOutputsParams:
+    from sdk.api.structured_params import StructuredOutputsParams
     from sdk.structured.library import library
-    from sdk.structured.params import StructuredOutputsParams
 
     if name == "json" and not value.lstrip().startswith("{"):
         value = _read(option, value, "JSON (it begins with '{')")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from sdk.errors import RequestError
+from sdk.api.errors import RequestError
 
 
 def read_text(path: str) -> str:

@@ -7,7 +7,7 @@ import pkgutil
 import sys
 from types import ModuleType
 
-from sdk.errors import RequestError
+from sdk.api.errors import RequestError
 
 _PACKAGES = ("vllm", "llama_cpp")
 

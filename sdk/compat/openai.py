@@ -11,6 +11,8 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar
 
+from sdk.api.outputs import EmbeddingOutput, RequestOutput
+from sdk.api.params import SamplingParams
 from sdk.compat.openai_errors import (
     APIConnectionError as APIConnectionError,
     APIError as APIError,
@@ -28,19 +30,17 @@ from sdk.compat.openai_requests import (
     request_of,
     shows,
 )
-from sdk.openai.completions import CompletionResponses
-from sdk.openai.objects import CreateEmbeddingResponse
-from sdk.openai.requests import (
+from sdk.quant.safe_repr import safe_repr
+from sdk.requests.prompts import with_salt
+from sdk.serving.openai.completions import CompletionResponses
+from sdk.serving.openai.objects import CreateEmbeddingResponse
+from sdk.serving.openai.requests import (
     ChatRequest,
     CompletionRequest,
     read_chat,
     read_completion,
 )
-from sdk.openai.responses import Responses
-from sdk.outputs import EmbeddingOutput, RequestOutput
-from sdk.params import SamplingParams
-from sdk.quant.safe_repr import safe_repr
-from sdk.requests.prompts import with_salt
+from sdk.serving.openai.responses import Responses
 from sdk.tokenizer import LLMTokenizer
 
 T = TypeVar("T")

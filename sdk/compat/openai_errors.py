@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import ClassVar
 
-from sdk.errors import (
+from sdk.api.errors import (
     EngineClosedError,
     EngineDeadError,
     OutOfMemoryError,

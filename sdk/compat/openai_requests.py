@@ -6,11 +6,11 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from sdk.api.outputs import CompletionOutput
+from sdk.api.params import SamplingParams
 from sdk.compat.openai_errors import APIError, APITimeoutError, BadRequestError, InternalServerError
-from sdk.openai.requests import IGNORED, Body, ChatRequest, CompletionRequest, Request
-from sdk.outputs import CompletionOutput
-from sdk.params import SamplingParams
 from sdk.quant.safe_repr import safe_repr
+from sdk.serving.openai.requests import IGNORED, Body, ChatRequest, CompletionRequest, Request
 
 _CLIENT = ("timeout", "extra_body", "extra_headers", "extra_query")
 _ALL = (
@@ -50,7 +50,7 @@ def request_of(
     **body: Any,
 ) -> _Request:
     """The request that the arguments ``given`` and ``body`` describe; ``read``: see
-    :mod:`sdk.openai.requests`.
+    :mod:`sdk.serving.openai.requests`.
 
     :raises TypeError: an argument is unknown. :raises RequestError: a value is invalid.
     """

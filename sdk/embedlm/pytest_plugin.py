@@ -61,7 +61,7 @@ def _number(text: str) -> float:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("llm_model"):
         try:
-            ours = _import_ours("sdk.pytest_plugin")
+            ours = _import_ours("sdk.testing.pytest_plugin")
         except ImportError as error:
             raise pytest.UsageError(f"--llm-model: {error}") from None
         config.pluginmanager.register(ours.Models(config), "embedlm-models")

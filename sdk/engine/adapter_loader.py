@@ -11,6 +11,8 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
 
+from sdk.api.errors import SdkError
+from sdk.engine.executor import Executor
 from sdk.engine.rank.adapters import (
     RankAdapters,
     add_parts,
@@ -22,8 +24,6 @@ from sdk.engine.rank.adapters import (
     write_slot,
 )
 from sdk.engine.scheduling.adapter_slots import AdapterSlots, Resident
-from sdk.errors import SdkError
-from sdk.executors.base import Executor
 from sdk.quant.adapter import Adapter, LowRank
 
 #: Bytes that ranks in other processes get between two steps.

@@ -9,13 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from operator import attrgetter
 
-from sdk.engine.plan import Pooled, Sampled
-from sdk.engine.rewinds import Rewinder
-from sdk.engine.scheduling.request import Request, RequestStatus
-from sdk.engine.scheduling.results import ResultReservation
-from sdk.logprobs import Texts
-from sdk.metrics.timeline import RequestEvent, merged_events
-from sdk.outputs import (
+from sdk.api.logprobs import Sampled, Texts
+from sdk.api.outputs import (
     CompletionOutput,
     EmbeddingOutput,
     FinishReason,
@@ -25,7 +20,12 @@ from sdk.outputs import (
     RequestMetrics,
     RequestOutput,
 )
-from sdk.params import RequestOutputKind, SamplingParams
+from sdk.api.params import RequestOutputKind, SamplingParams
+from sdk.api.timeline import RequestEvent, merged_events
+from sdk.engine.plan import Pooled
+from sdk.engine.rewinds import Rewinder
+from sdk.engine.scheduling.request import Request, RequestStatus
+from sdk.engine.scheduling.results import ResultReservation
 from sdk.quant.tokenizer import Tokenizer
 from sdk.text.automaton import StringAutomaton
 from sdk.text.detokenizer import IncrementalDetokenizer

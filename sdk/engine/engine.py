@@ -12,10 +12,15 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
+from sdk.api.errors import EngineClosedError, EngineDeadError, RequestError
+from sdk.api.logprobs import Sampled
+from sdk.api.outputs import EmbeddingOutput, FinishReason, PoolingRequestOutput, RequestOutput
+from sdk.api.params import SamplingParams
 from sdk.engine.adapter_loader import AdapterLoader
 from sdk.engine.completion import Completion, Generation, is_watched
+from sdk.engine.executor import Executor
 from sdk.engine.numbers import numbers, trace_step, traced
-from sdk.engine.plan import Pooling, RequestKind, Sampled
+from sdk.engine.plan import Pooling, RequestKind
 from sdk.engine.rewinds import Rewinder
 from sdk.engine.running_requests import RequestInfo, request_info
 from sdk.engine.scheduling.adapter_slots import AdapterSource
@@ -23,13 +28,9 @@ from sdk.engine.scheduling.queues import RequestUpdate
 from sdk.engine.scheduling.request import Request
 from sdk.engine.scheduling.results import ResultReservation
 from sdk.engine.scheduling.scheduler import Scheduler
-from sdk.errors import EngineClosedError, EngineDeadError, RequestError
-from sdk.executors.base import Executor
-from sdk.executors.stage_times import StageTimes
+from sdk.engine.stage_times import StageTimes
 from sdk.metrics.stats import EngineStats
 from sdk.metrics.trace import Trace
-from sdk.outputs import EmbeddingOutput, FinishReason, PoolingRequestOutput, RequestOutput
-from sdk.params import SamplingParams
 from sdk.quant.tokenizer import Tokenizer
 from sdk.sampling.resolved import ResolvedParams
 from sdk.sampling.uniform import child_seed

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from operator import methodcaller
 
+from sdk.api.errors import RequestError
+from sdk.engine.executor import Executor
 from sdk.engine.rank.experts import (
     RankWithExperts,
     begin_moves,
@@ -13,8 +15,6 @@ from sdk.engine.rank.experts import (
     move_experts,
     shares_of,
 )
-from sdk.errors import RequestError
-from sdk.executors.base import Executor
 from sdk.models.expert_placement import rebalanced
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from sdk.api.timeline import Timeline
 from sdk.engine.completion import Completion, Generation
 from sdk.engine.plan import StepPlan
 from sdk.engine.scheduling.scheduler import Scheduler
 from sdk.metrics.stats import flat_numbers
-from sdk.metrics.timeline import Timeline
 from sdk.metrics.trace import Trace
 
 

@@ -13,9 +13,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import field
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+from sdk.api.logprobs import Sampled
+from sdk.api.params import SamplingParams
 from sdk.kernels.dataclass import dataclass
-from sdk.logprobs import Logprobs
-from sdk.params import SamplingParams
 from sdk.sampling.resolved import ResolvedParams
 
 RequestKind = Literal["generate", "embed"]
@@ -159,19 +159,6 @@ class StepPlan(NamedTuple):
     #: Tokens that rank 0 sampled since the last plan, by request, for ranks that do not sample. The
     #: executor adds them when it sends the plan to these ranks.
     sampled: tuple[tuple[str, tuple[int, ...]], ...] = ()
-
-
-class Sampled(NamedTuple):
-    """One token and, if requested, its log-probability (natural log) and alternatives."""
-
-    token_id: int
-    logprob: float | None = None
-    rank: int | None = None
-    #: The best tokens, tokens requested by id, and this one.
-    top: Logprobs | None = None
-    #: Mirostat's target surprise after this token. It is the only part of a request's sampling
-    #: state that cannot be computed from the tokens.
-    mirostat_mu: float | None = None
 
 
 class StepResult(NamedTuple):

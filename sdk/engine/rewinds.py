@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from sdk.engine.plan import Sampled
+from sdk.api.logprobs import Sampled
 from sdk.engine.scheduling.request import Request, RequestStatus
 from sdk.text.automaton import StringAutomaton
 from sdk.text.banned import BannedMatch, BannedMatcher

@@ -11,18 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sdk.config import EngineConfig, ProgressCallback
+from sdk.api.config import EngineConfig, ProgressCallback
+from sdk.api.errors import RequestError
+from sdk.api.load_progress import reporting
+from sdk.api.options import engine_config
+from sdk.api.params import RequestOutputKind, SamplingParams
 from sdk.engine.engine import Output
-from sdk.errors import RequestError
 from sdk.evaluating.divergence import Comparison
 from sdk.evaluating.logits import opened
 from sdk.kernels.kv_tiers import TIER_PAGE_SIZE
 from sdk.loading.load import Loaded
-from sdk.loading.progress import reporting
 from sdk.memory.files import open_model
 from sdk.memory.resolve import model_config
-from sdk.options import engine_config
-from sdk.params import RequestOutputKind, SamplingParams
 from sdk.text.token_sequences import Text, evaluation_text, token_sequences
 
 #: The most tokens decoded to measure the speed.

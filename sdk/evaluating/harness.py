@@ -19,10 +19,10 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import MODEL_REGISTRY, register_model
 from lm_eval.utils import get_rolling_token_windows
 
-from sdk.errors import RequestError
+from sdk.api.errors import RequestError
+from sdk.api.outputs import RequestOutput
+from sdk.api.params import SamplingParams
 from sdk.llm import LLM
-from sdk.outputs import RequestOutput
-from sdk.params import SamplingParams
 
 #: Options that lm-eval's command line passes to every model; the engine makes its own batches.
 _UNUSED = ("batch_size", "max_batch_size", "device")

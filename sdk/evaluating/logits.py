@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sdk.config import EngineConfig
+from sdk.api.config import EngineConfig
+from sdk.api.machine import release_free_memory
+from sdk.api.options import engine_config
 from sdk.loading.load import Loaded, load
-from sdk.memory.machine import release_free_memory
-from sdk.options import engine_config
 
 
 @contextmanager

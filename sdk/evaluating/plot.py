@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from os import PathLike
 from typing import Any, NamedTuple
 
-from sdk.errors import RequestError
+from sdk.api.errors import RequestError
 
 #: The lowest loss on the logarithmic axis, which has no 0: all schemes are well above.
 _FLOOR = 1e-5

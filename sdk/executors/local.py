@@ -10,9 +10,10 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Generic, Protocol, TypeVar
 
+from sdk.api.errors import EngineClosedError
+from sdk.engine.executor import Pending
 from sdk.engine.plan import StepPlan, StepResult
-from sdk.errors import EngineClosedError
-from sdk.executors.base import Pending
+from sdk.engine.stage_times import StageTimes
 from sdk.models.parallel import Mesh
 
 
@@ -46,6 +47,10 @@ class LocalExecutor(Generic[RunnerT]):
     :param config: the factory's first argument.
     """
 
+    stages = 1
+    stage_times: StageTimes | None = None
+    warning: str | None = None
+
     def __init__(self, factory: RankFactory[RunnerT], config: Any) -> None:
         self._factory = factory
         self._config = config
@@ -71,7 +76,7 @@ class LocalExecutor(Generic[RunnerT]):
             self._runner = self._factory(self._config, Mesh())
 
     def launch(self, plan: StepPlan) -> None:
-        """See :class:`sdk.executors.base.Executor`. Raises what the runner raises.
+        """See :class:`sdk.engine.executor.Executor`. Raises what the runner raises.
 
         Uses a flag instead of the lock: taking and releasing that costs 6 us right after a step.
         """
@@ -87,7 +92,7 @@ class LocalExecutor(Generic[RunnerT]):
             self._working = False
 
     def result(self) -> StepResult:
-        """See :class:`sdk.executors.base.Executor`. Raises what the runner raises."""
+        """See :class:`sdk.engine.executor.Executor`. Raises what the runner raises."""
         try:
             self._working = True
             if not self._launched:
@@ -101,17 +106,17 @@ class LocalExecutor(Generic[RunnerT]):
             self._working = False
 
     def on_ranks(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """See :class:`sdk.executors.base.Executor`."""
+        """See :class:`sdk.engine.executor.Executor`."""
         with self._lock, self.runner.entered():
             return [function(self.runner, *args)]
 
     @property
     def native_seconds(self) -> float:
-        """See :class:`sdk.executors.base.Executor`. 0 while it is stopped."""
+        """See :class:`sdk.engine.executor.Executor`. 0 while it is stopped."""
         return 0.0 if self._runner is None else self._runner.native_seconds
 
     def break_off(self) -> None:
-        """See :class:`sdk.executors.base.Executor`. A step here never waits for other processes."""
+        """See :class:`sdk.engine.executor.Executor`. A step here waits for no other process."""
 
     def stop(self) -> None:
         """Close the runner; :meth:`start` builds a new one."""

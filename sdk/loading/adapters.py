@@ -7,16 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sdk.config import EngineConfig
-from sdk.errors import RequestError
+from sdk.api.config import EngineConfig
+from sdk.api.errors import RequestError
+from sdk.api.lora import KnownAdapter, LoRARequest
+from sdk.api.sizes import format_bytes
 from sdk.kernels.lazy_torch import torch
 from sdk.loaders.adapters.adapter_file import AdapterFile, MatrixShape
 from sdk.loaders.adapters.open import locate_adapter, open_adapter
 from sdk.loaders.hub import HubAccess
-from sdk.lora import LoRARequest
-from sdk.memory.sizes import format_bytes
 from sdk.quant.adapter import Adapter, LowRank
-from sdk.requests.adapters import KnownAdapter
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -88,7 +87,7 @@ class _Reader:
 
     def __call__(self) -> Adapter:
         """:raises CheckpointError: the files have changed since they were checked."""
-        from sdk.errors import CheckpointError
+        from sdk.api.errors import CheckpointError
 
         with self.opener._open(self.path, self.request.lora_scale) as file:
             if file.stamp() != self.stamp and file.digest() != self.digest:

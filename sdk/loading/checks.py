@@ -5,15 +5,15 @@
 
 from __future__ import annotations
 
-from sdk.config import EngineConfig
+from sdk.api.config import EngineConfig
+from sdk.api.errors import CheckpointError, OutOfMemoryError, RequestError, UnsupportedError
+from sdk.api.machine import available_memory
+from sdk.api.sizes import format_bytes
 from sdk.engine.pages.disk_space import disk_folder, disk_space_problem
-from sdk.errors import CheckpointError, OutOfMemoryError, RequestError, UnsupportedError
 from sdk.kernels.cpu.rank_group import why_not_shared
 from sdk.loading.sampling_defaults import sampling_defaults
-from sdk.memory.machine import available_memory
 from sdk.memory.plan import MemoryPlan
 from sdk.memory.resolve import available_to, config_values
-from sdk.memory.sizes import format_bytes
 from sdk.models.architecture import architecture
 from sdk.models.auto import model_type
 from sdk.quant.checkpoint import Checkpoint

@@ -15,15 +15,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sdk.config import EngineConfig
-from sdk.errors import RequestError, SdkError
+from sdk.api.config import EngineConfig
+from sdk.api.errors import RequestError, SdkError
+from sdk.api.memory_pool import MemoryPool
 from sdk.kernels.backend import Choice
 from sdk.kernels.dataclass import dataclass
 from sdk.kernels.gpu_driver import gpu_driver
 from sdk.kernels.lazy_torch import import_torch, torch
 from sdk.kernels.self_check import failures
-from sdk.memory.pool import MemoryPool
-from sdk.reports.quant_report import quant_report
+from sdk.loading.quant_report import quant_report
 
 if TYPE_CHECKING:
     from sdk.engine.rank.runner import ModelRunner
@@ -45,7 +45,7 @@ class Device:
 
 def answers_folder() -> Path | None:
     """Where results of known-answer checks are kept; ``None``: this user has no home."""
-    from sdk.demo import cache_folder
+    from sdk.api.machine import cache_folder
 
     try:
         return cache_folder() / "known_answers"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sdk.errors import UnsupportedError
+from sdk.api.errors import UnsupportedError
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.embedding_head import EmbeddingHead, NormalizeStep
 from sdk.quant.rewritten_checkpoint import RewrittenCheckpoint

@@ -6,20 +6,20 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from sdk.config import EngineConfig
-from sdk.errors import OutOfMemoryError, RequestError
+from sdk.api.config import EngineConfig
+from sdk.api.errors import OutOfMemoryError, RequestError
+from sdk.api.memory_pool import MemoryPool
+from sdk.api.options import engine_config
+from sdk.api.speculative_config import SpeculativeConfig
 from sdk.loading.checks import check_options, memory_shortage, room_shortage
 from sdk.memory.plan import MemoryPlan
 from sdk.memory.planning import plan_for
-from sdk.memory.pool import MemoryPool
 from sdk.memory.resolve import device_of
 from sdk.memory.weights import weight_bytes
 from sdk.models.architecture import architecture
 from sdk.models.auto import model_type
-from sdk.options import engine_config
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.safe_repr import safe_repr
-from sdk.speculative_config import SpeculativeConfig
 
 #: Options that say nothing about the weights, their kernels or the tokenizer.
 FREE_OPTIONS = frozenset(

@@ -9,11 +9,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
-from sdk.config import EngineConfig
+from sdk.api.config import EngineConfig
+from sdk.api.errors import CheckpointError, LoadCancelled, SdkError, UnsupportedError
+from sdk.api.load_progress import reporting
+from sdk.api.machine import release_free_memory
+from sdk.api.memory_pool import Lease, MemoryPool
+from sdk.api.speculative_config import SpeculativeConfig
 from sdk.engine.adapter_loader import AdapterLoader
 from sdk.engine.engine import Engine
+from sdk.engine.executor import Ranks
+from sdk.engine.model_key import ModelKey, key_of_fork, model_key
 from sdk.engine.pages.disk_space import disk_folder
 from sdk.engine.pages.elastic import ElasticPages
 from sdk.engine.pages.prefix_store import PrefixStore
@@ -29,26 +36,24 @@ from sdk.engine.scheduling.prompt_lookup import LOOKUP_BYTES, PromptLookup
 from sdk.engine.scheduling.results import ResultBudget
 from sdk.engine.scheduling.scheduler import Scheduler
 from sdk.engine.scheduling.scheduler_config import SHORT_STEP, SHORT_STEP_GPU, SchedulerConfig
-from sdk.errors import CheckpointError, LoadCancelled, RequestError, SdkError, UnsupportedError
+from sdk.engine.stage_times import StageTimes
 from sdk.executors.local import LocalExecutor
-from sdk.executors.stage_times import StageTimes
 from sdk.kernels.dataclass import dataclass
-from sdk.kernels.lazy_torch import import_torch, torch, type_name
+from sdk.kernels.lazy_torch import torch, type_name
 from sdk.kernels.sized_graphs import MOST_TOKENS
+from sdk.loading.alternatives import checked_plan
+from sdk.loading.around import part_around
 from sdk.loading.checks import named_tokenizer
 from sdk.loading.device import Device, answers_folder, card_for, check_certain
 from sdk.loading.embedding_head import embedding_head
 from sdk.loading.fork import fork_plan
 from sdk.loading.load_warnings import load_warnings, other_stages, unread_keys
-from sdk.loading.progress import reporting
+from sdk.loading.quant_report import LayerReport
 from sdk.loading.sampling_defaults import SamplingDefaults, sampling_defaults
-from sdk.memory.alternatives import checked_plan
 from sdk.memory.drafting import check_same_vocabulary, opened_draft_model, opened_head
 from sdk.memory.files import open_model
-from sdk.memory.machine import release_free_memory
 from sdk.memory.plan import MemoryPlan
 from sdk.memory.planning import activations_of
-from sdk.memory.pool import Lease, MemoryPool
 from sdk.memory.resolve import (
     check_cards_alike,
     compute_of,
@@ -63,20 +68,14 @@ from sdk.models.classifier import Classifier, classifier_of
 from sdk.models.classifier_heads import with_layers
 from sdk.models.config import ModelConfig
 from sdk.models.parallel import Mesh
-from sdk.persistence.model_key import ModelKey, key_of_fork, model_key
 from sdk.quant.checkpoint import Checkpoint, LoadedCheckpoint
 from sdk.quant.embedding_head import EmbeddingHead
 from sdk.quant.spec import kv_bits
 from sdk.quant.tokenizer import Tokenizer
-from sdk.remote import RemoteWorkers
-from sdk.reports.quant_report import LayerReport
-from sdk.speculative_config import SpeculativeConfig
 
 if TYPE_CHECKING:
-    from sdk.executors.process import ProcessExecutor, Workers
     from sdk.loading.adapters import AdapterOpener
 
-_Ranks: TypeAlias = "LocalExecutor[ModelRunner] | ProcessExecutor[ModelRunner]"
 logger = logging.getLogger("sdk")
 
 
@@ -127,7 +126,7 @@ class Loaded:
 
     facts: ModelFacts
     engine: Engine
-    executor: _Ranks
+    executor: Ranks[ModelRunner]
     kept: PrefixStore
     elastic: ElasticPages
     lease: Lease | None
@@ -290,7 +289,7 @@ def start(
             model_key=key,
             warnings=tuple(
                 load_warnings(
-                    executor.runner,
+                    executor,
                     others,
                     facts.headers,
                     facts.model_config,
@@ -311,10 +310,10 @@ def _lease(config: EngineConfig, checkpoint: Checkpoint, memory: MemoryPlan) -> 
     return None if pool is None else pool.lease(str(checkpoint.path), memory.total)
 
 
-def _set_steps_in_flight(scheduler: Scheduler, executor: _Ranks) -> StageTimes | None:
+def _set_steps_in_flight(scheduler: Scheduler, executor: Ranks[ModelRunner]) -> StageTimes | None:
     """As many as there are stages, whose times this returns; else as many as the rank can have."""
     scheduler.pages_ahead, scheduler.batches_in_flight = executor.runner.ahead
-    if isinstance(executor, LocalExecutor) or executor.stages == 1:
+    if executor.stages == 1:
         return None
     scheduler.batches_in_flight, scheduler.min_concurrent_tokens = executor.stages, 0
     return executor.stage_times
@@ -323,7 +322,7 @@ def _set_steps_in_flight(scheduler: Scheduler, executor: _Ranks) -> StageTimes |
 def _with_adapters(
     engine: Engine,
     facts: ModelFacts,
-    executor: _Ranks,
+    executor: Ranks[ModelRunner],
 ) -> AdapterOpener | None:
     """Let the requests of an engine have adapters, if the options ask for that."""
     slots = engine.scheduler.adapters
@@ -527,7 +526,9 @@ def _eos(checkpoint: Checkpoint) -> list[int]:
     return []
 
 
-def _executor(facts: ModelFacts, own_weights: Callable[[RunnerConfig, Mesh], RankModel]) -> _Ranks:
+def _executor(
+    facts: ModelFacts, own_weights: Callable[[RunnerConfig, Mesh], RankModel]
+) -> Ranks[ModelRunner]:
     """Ranks of other processes read the model's files themselves."""
     config, runner_config = facts.config, facts.runner_config
 
@@ -537,39 +538,5 @@ def _executor(facts: ModelFacts, own_weights: Callable[[RunnerConfig, Mesh], Ran
 
     if config.num_ranks == 1:
         return LocalExecutor(own, runner_config)
-    import_torch()  # for the exchange between ranks
-    from sdk.executors.nccl import Cards
-    from sdk.executors.process import ProcessExecutor
-
-    return ProcessExecutor(
-        ModelRunner,
-        runner_config,
-        config.tensor_parallel_size,
-        stages=config.pipeline_parallel_size,
-        engines=runner_config.engines_here,
-        num_threads=runner_config.num_threads,
-        own_factory=own,
-        workers=_workers(config, runner_config),
-        cards=None if runner_config.device == "cpu" else Cards(),
-    )
-
-
-def _workers(config: EngineConfig, runner_config: RunnerConfig) -> Callable[[], Workers]:
-    """What starts the ranks other than 0."""
-    if config.remote_workers is not None:
-        from sdk.executors.remote.ranks import RemoteRanks
-
-        assert isinstance(config.remote_workers, RemoteWorkers)  # EngineConfig has read it
-        return partial(RemoteRanks, config.remote_workers)
-    if config.distributed_executor_backend != "ray":
-        from sdk.executors.children import Children
-
-        return Children
-    try:
-        from sdk.executors.ray_ranks import RayRanks
-    except ModuleNotFoundError as error:
-        raise RequestError(
-            f"distributed_executor_backend='ray': {error}; install it with "
-            'pip install "embedlm[ray]"'
-        ) from error
-    return partial(RayRanks, runner_config.num_threads)
+    made: Ranks[ModelRunner] = part_around("ranks")(facts, own)
+    return made

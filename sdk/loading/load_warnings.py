@@ -6,20 +6,19 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sdk.config import EngineConfig
+from sdk.api.config import EngineConfig
+from sdk.api.sizes import format_bytes
+from sdk.engine.executor import Ranks
 from sdk.engine.rank.runner import ModelRunner
 from sdk.kernels.self_check import failures
 from sdk.loading.device import Device
-from sdk.memory.sizes import format_bytes
+from sdk.loading.quant_report import LayerReport, quant_report
 from sdk.models.config_keys import unknown_keys
 from sdk.models.leftovers import Leftovers
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.rewritten_checkpoint import RewrittenCheckpoint
-from sdk.reports.quant_report import LayerReport, quant_report
 
 if TYPE_CHECKING:
-    from sdk.executors.local import LocalExecutor
-    from sdk.executors.process import ProcessExecutor
     from sdk.models.config import ModelConfig
     from sdk.quant.tokenizer import Tokenizer
 
@@ -33,9 +32,7 @@ class OtherStages(NamedTuple):
     unused: frozenset[str] | None
 
 
-def other_stages(
-    executor: LocalExecutor[ModelRunner] | ProcessExecutor[ModelRunner], config: EngineConfig
-) -> OtherStages:
+def other_stages(executor: Ranks[ModelRunner], config: EngineConfig) -> OtherStages:
     if config.pipeline_parallel_size == 1:
         return OtherStages((), None)
     width = config.tensor_parallel_size
@@ -59,7 +56,7 @@ def unread_keys(checkpoint: Checkpoint, values: Mapping[str, Any]) -> tuple[str,
 
 
 def load_warnings(
-    runner: ModelRunner,
+    executor: Ranks[ModelRunner],
     others: OtherStages,
     headers: Checkpoint,
     model: ModelConfig,
@@ -72,16 +69,13 @@ def load_warnings(
 
     :raises CheckpointError: a tensor of the language model is not used.
     """
-    on_cards = runner.mesh.group is not None and runner.config.device != "cpu"
+    runner = executor.runner
     texts = [_slow_kernels(runner)]
     if device is not None and device.warns:
         texts.append(f"device='auto' is the CPU, not the GPU: {device.reason}")
     if (answers := runner.ops.context.answers) is not None:
         texts += answers.failures()
-    if on_cards:
-        from sdk.executors.nccl import process_may_end
-
-        texts.append(process_may_end())
+    texts.append(executor.warning)
     for text in texts:
         if text is not None:
             logger.warning(text)

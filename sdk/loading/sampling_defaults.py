@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sdk.config import EngineConfig
-from sdk.errors import CheckpointError, RequestError
+from sdk.api.config import EngineConfig
+from sdk.api.errors import CheckpointError, RequestError
+from sdk.api.params import SamplingParams
 from sdk.kernels.dataclass import dataclass
 from sdk.loaders.json_file import read_json
-from sdk.params import SamplingParams
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.safe_repr import safe_repr
 

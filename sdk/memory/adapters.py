@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sdk.config import EngineConfig
+from sdk.api.config import EngineConfig
 from sdk.memory.resolve import compute_of
 from sdk.models.config import ModelConfig
 

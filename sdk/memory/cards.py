@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from sdk.config import EngineConfig
+from sdk.api.config import EngineConfig
+from sdk.api.sizes import format_bytes
 from sdk.kernels.lazy_torch import torch
 from sdk.memory.demand import WeightBytes
 from sdk.memory.plan import MemoryPlan
-from sdk.memory.sizes import format_bytes
 from sdk.models.config import ModelConfig
 from sdk.models.parallel import Mesh
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sdk.kernels.dataclass import dataclass
+from sdk.sampling.extra_rows import SCORED_BYTES, scored_rows, waiting_rows
 
 if TYPE_CHECKING:
     from sdk.kernels.scratch import Scratch
@@ -20,11 +21,7 @@ TOKENIZER_BYTES = 8 * 2**20
 #: What llguidance takes per vocabulary entry. While it reads the vocabulary: 25 MiB for 49,152
 #: entries, 151 MiB for 262,144. 330 to 400 bytes stay; compiled structures take the rest.
 STRUCTURE_WORD_BYTES = 620
-#: At most this much for logits other than those that a step samples from: see :func:`scored_rows`.
-SCORED_BYTES = 8 * 2**20
-_SCORED_ROWS = 128
 _DRAFT_BYTES, _DRAFT_REQUESTS = 16 * 2**20, 8
-_WAITING_ROWS = 64
 #: Replicas that hand prompts over: so many at a time, and for each of them what is read between two
 #: steps at most.
 HAND_OVERS = 2
@@ -112,7 +109,7 @@ class Demand:
 
 def hand_over_ring(page_bytes: int) -> int:
     """The memory between two replicas for one hand-over. Two groups fit, each of a page at least
-    (sdk/transfer/shared_memory.py).
+    (sdk/cluster/transfer/shared_memory.py).
     """
     return max(_RING_BYTES, 2 * page_bytes)
 
@@ -123,18 +120,6 @@ def hand_over_bytes(page_bytes: int) -> int:
     because it reads rows where they lie in the same rings.
     """
     return HAND_OVERS * (max(HAND_OVER_READ_BYTES, page_bytes) + hand_over_ring(page_bytes))
-
-
-def scored_rows(vocab_size: int) -> int:
-    """Rows of logits in addition to those that a step samples from: of scored prompts or
-    benchmarks, or copies for logits processors."""
-    return min(_SCORED_ROWS, max(SCORED_BYTES // (4 * vocab_size), 1))
-
-
-def waiting_rows(requests: int) -> int:
-    """Rows of hidden states that may wait for a head that drafts, in addition to those of a step:
-    so many are run at the cost of one step."""
-    return max(_WAITING_ROWS, 2 * requests)
 
 
 def draft_tokens(vocab_size: int, most: int, requests: int) -> int:

@@ -7,10 +7,11 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 
-from sdk.config import EngineConfig
+from sdk.api.config import EngineConfig
+from sdk.api.errors import RequestError, SdkError, UnsupportedError
+from sdk.api.speculative_config import SpeculativeConfig
 from sdk.engine.rank.kv_cache import drafting_kv_spec
 from sdk.engine.scheduling.prompt_lookup import LOOKUP_BYTES
-from sdk.errors import RequestError, SdkError, UnsupportedError
 from sdk.loaders.hub import HubAccess
 from sdk.memory.demand import Demand, draft_tokens
 from sdk.memory.drafting_heads import head_config
@@ -23,7 +24,6 @@ from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.online import OnlineQuantizedCheckpoint, online_quantized
 from sdk.quant.safe_repr import safe_repr
 from sdk.quant.tokenizer import Tokenizer
-from sdk.speculative_config import SpeculativeConfig
 
 #: Of all tokens, at most this share may differ between two models of the same vocabulary: names of
 #: control tokens differ between the versions of a model.

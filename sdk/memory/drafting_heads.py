@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from sdk.errors import CheckpointError, RequestError, UnsupportedError
+from sdk.api.errors import CheckpointError, RequestError, UnsupportedError
 from sdk.kernels.lazy_torch import torch
 from sdk.models.architecture import architecture
 from sdk.models.config import ModelConfig

@@ -11,8 +11,8 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from sdk.config import EngineConfig
-from sdk.errors import RequestError
+from sdk.api.config import EngineConfig
+from sdk.api.errors import RequestError
 from sdk.models.config import ModelConfig
 from sdk.quant.safe_repr import safe_repr
 

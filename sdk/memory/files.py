@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from sdk.config import EngineConfig
-from sdk.errors import CheckpointError
+from sdk.api.config import EngineConfig
+from sdk.api.errors import CheckpointError
+from sdk.api.load_progress import reporting
 from sdk.loaders.open import is_remote, open_checkpoint
-from sdk.loading.progress import reporting
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.online import online_quantized
 

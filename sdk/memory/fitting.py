@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sdk.errors import RequestError
+from sdk.api.errors import RequestError
+from sdk.api.sizes import format_bytes
 from sdk.kernels.sized_graphs import FEW_TOKENS
 from sdk.memory.demand import Demand, graph_bytes, scratch_bytes, workspace_bytes
 from sdk.memory.plan import DEFAULT_KV_BYTES, MemoryPlan
-from sdk.memory.sizes import format_bytes
 
 #: The share of the memory that recording steps of more than 512 tokens may take besides: 0.5 GiB
 #: of 16, which 2,048 tokens of a model of 8B need half of.

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from sdk.config import EngineConfig
+from sdk.api.config import EngineConfig
 from sdk.kernels.backend import Backend, Problem
 from sdk.kernels.layouts import BLOCK_TYPES
 from sdk.kernels.registry import choose, open_backends

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sdk.config import EngineConfig
+from sdk.api.config import EngineConfig
 from sdk.kernels.dataclass import dataclass
 from sdk.memory.demand import Demand, graph_bytes, scratch_bytes, workspace_bytes
 

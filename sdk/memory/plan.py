@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from dataclasses import field
 from typing import TYPE_CHECKING, Any
 
+from sdk.api.sizes import GIB, format_bytes
 from sdk.kernels.dataclass import dataclass
-from sdk.memory.sizes import GIB, format_bytes
 
 if TYPE_CHECKING:
-    from sdk.config import EngineConfig
+    from sdk.api.config import EngineConfig
 
 #: Without a budget the KV cache takes this much, or one request of full length if that is more.
 DEFAULT_KV_BYTES = GIB
@@ -204,7 +204,7 @@ class MemoryPlan:
         printer.text(str(self) if self.fits else f"{self}\n{self.problem}")
 
     def _repr_html_(self) -> str:
-        from sdk.reports.display import html_table
+        from sdk.api.display import html_table
 
         rows = [(name, format_bytes(size), note) for name, size, note in self._rows()]
         if self.swap_pages:

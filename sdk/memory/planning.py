@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sdk.config import EngineConfig
+from sdk.api.config import EngineConfig
+from sdk.api.errors import RequestError
+from sdk.api.machine import installed_memory
+from sdk.api.memory_pool import MemoryPool
+from sdk.api.sizes import format_bytes
 from sdk.engine.rank.kv_cache import kv_spec
-from sdk.errors import RequestError
 from sdk.kernels.lazy_torch import torch
 from sdk.kernels.registry import facts_of
 from sdk.kernels.scratch import Scratch
@@ -18,13 +21,10 @@ from sdk.memory.demand import Demand, WeightBytes, hand_over_bytes
 from sdk.memory.drafting import with_drafts
 from sdk.memory.encoder_options import encoder_options, step_pages
 from sdk.memory.fitting import plan_memory
-from sdk.memory.machine import installed_memory
 from sdk.memory.offload import MemoryLimits, with_offload
 from sdk.memory.plan import MemoryPlan
-from sdk.memory.pool import MemoryPool
 from sdk.memory.products import products_of
 from sdk.memory.resolve import compute_of, config_values, model_config
-from sdk.memory.sizes import format_bytes
 from sdk.memory.stages import stage_layers
 from sdk.memory.weights import end_bytes, matrix_formats, weight_bytes
 from sdk.models.activation_type import activation_type

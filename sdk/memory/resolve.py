@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from sdk.config import EngineConfig
-from sdk.errors import RequestError
+from sdk.api.config import EngineConfig
+from sdk.api.errors import RequestError
+from sdk.api.machine import available_memory
 from sdk.kernels.context import Compute
 from sdk.kernels.lazy_torch import torch
-from sdk.memory.machine import available_memory
 from sdk.models.auto import read_config
 from sdk.models.config import ModelConfig
 from sdk.quant.checkpoint import Checkpoint

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sdk.config import EngineConfig
+from sdk.api.config import EngineConfig
 from sdk.memory.weights import costs
 from sdk.models.config import ModelConfig
 from sdk.models.parallel import split_layers

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from sdk.config import EngineConfig
+from sdk.api.config import EngineConfig
 from sdk.kernels.registry import facts_of
 from sdk.memory import resolve
 from sdk.memory.demand import ENGINE_BYTES, ENGINE_WORD_BYTES, WeightBytes

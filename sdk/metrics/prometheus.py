@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from math import inf
 from typing import Any, Protocol, cast
 
-from sdk.errors import EngineClosedError, EngineDeadError, RequestError
+from sdk.api.errors import EngineClosedError, EngineDeadError, RequestError
 from sdk.metrics.histogram import (
     REQUEST_TIME_BOUNDS,
     TOKEN_BOUNDS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import fields
 
-from sdk.errors import RequestError
+from sdk.api.errors import RequestError
 from sdk.kernels.dataclass import dataclass
 
 #: Another name of a field: the mean time between the tokens of an answer is its TPOT.

@@ -16,8 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, NamedTuple
 
-from sdk.errors import RequestError
-from sdk.metrics.timeline import Timeline
+from sdk.api.errors import RequestError
+from sdk.api.timeline import Timeline
 
 #: The last steps and answers that a trace keeps: some 35 MB and, with long timelines, 50 MB.
 MAX_STEPS = 100_000

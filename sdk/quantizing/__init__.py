@@ -9,13 +9,13 @@ from pathlib import Path
 
 from torch import Tensor
 
-from sdk.config import ProgressCallback
-from sdk.errors import QuantizationError, UnsupportedError
+from sdk.api.config import ProgressCallback
+from sdk.api.errors import QuantizationError, UnsupportedError
+from sdk.api.load_progress import reporting
 from sdk.loaders.model_shapes import num_experts
 from sdk.loaders.open import open_checkpoint
 from sdk.loaders.writers.gguf_writer import GgufWriter
 from sdk.loaders.writers.hf_writer import HfWriter
-from sdk.loading.progress import reporting
 from sdk.models.auto import read_config
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.online import is_in_block

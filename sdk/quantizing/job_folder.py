@@ -22,7 +22,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from sdk.errors import CheckpointError, QuantizationError
+from sdk.api.errors import CheckpointError, QuantizationError
 from sdk.loaders.safetensors_reader import SafetensorsFiles
 from sdk.loaders.writers.parts import free_space, new_file, write_part
 

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sdk.api.errors import QuantizationError, UnsupportedError
 from sdk.engine.rank.kv_cache import KVCache, kv_spec
-from sdk.errors import QuantizationError, UnsupportedError
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.ops import Ops
 from sdk.loaders.writers.parts import new_file

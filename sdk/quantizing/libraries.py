@@ -24,7 +24,7 @@ from typing import IO
 import numpy as np
 from torch import Tensor
 
-from sdk.errors import QuantizationError, UnsupportedError
+from sdk.api.errors import QuantizationError, UnsupportedError
 from sdk.loaders.model_shapes import num_experts
 from sdk.loaders.open import open_checkpoint
 from sdk.loaders.writers.hf_writer import copy_beside

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from sdk.api.errors import RequestError
+from sdk.api.lora import KnownAdapter
 from sdk.engine.engine import Engine
-from sdk.errors import RequestError
-from sdk.requests.adapters import KnownAdapter
 from sdk.requests.driver import Driver
 
 _SECONDS = 0.05

@@ -4,33 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import field
 from os import PathLike, fspath
 from typing import Any, Protocol
 
-from sdk.errors import RequestError
-from sdk.flags import check_flags
-from sdk.kernels.dataclass import dataclass
-from sdk.lora import LoRAInfo, LoRARequest
+from sdk.api.errors import RequestError
+from sdk.api.flags import check_flags
+from sdk.api.lora import KnownAdapter, LoRAInfo, LoRARequest
 from sdk.quant.safe_repr import safe_repr
 
 _OFF = "lora_request: this LLM was loaded without room for adapters; load it with enable_lora=True"
-
-
-@dataclass(frozen=True)
-class KnownAdapter:
-    """See :class:`sdk.engine.scheduling.adapter_slots.AdapterSource`."""
-
-    lora_request: LoRARequest
-    key: str
-    rank: int
-    nbytes: int
-    read_bytes: int
-    read: Callable[[], Any] = field(repr=False, compare=False)
-
-    @property
-    def name(self) -> str:
-        return self.lora_request.lora_name
 
 
 class Residency(Protocol):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from sdk.api.outputs import RequestOutput
 from sdk.engine.engine import Output
-from sdk.outputs import RequestOutput
 from sdk.requests.job import Job, JobDriver
 from sdk.requests.mailboxes import AsyncMailbox, Mailbox
 

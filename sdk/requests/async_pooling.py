@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sdk.engine.plan import PoolingMode
-from sdk.lora import LoRALike, LoRAsLike
-from sdk.near_misses import names_keywords
-from sdk.outputs import (
+from sdk.api.lora import LoRALike, LoRAsLike
+from sdk.api.near_misses import names_keywords
+from sdk.api.outputs import (
     ClassificationOutput,
     EmbeddingOutput,
     PoolingRequestOutput,
     RerankOutput,
     ScoringOutput,
 )
+from sdk.engine.plan import PoolingMode
 from sdk.requests.calls import Calls
 from sdk.requests.pooling import PoolingCalls
 from sdk.requests.prompts import PromptLike

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator
 from typing import TYPE_CHECKING, Any
 
-from sdk.outputs import RequestOutput
+from sdk.api.outputs import RequestOutput
 from sdk.requests.job import Job, JobDriver
 from sdk.requests.mailboxes import AsyncMailbox
 

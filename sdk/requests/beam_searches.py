@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sdk.beam_search import (
+from sdk.api.beam_search import (
     Beam,
     Beams,
     BeamSearchOutput,
@@ -16,12 +16,12 @@ from sdk.beam_search import (
     BeamSearchSequence,
     Finished,
 )
-from sdk.config import ProgressCallback
-from sdk.errors import RequestError
-from sdk.loading.progress import reporting
-from sdk.logprobs import Logprobs
-from sdk.outputs import RequestOutput
-from sdk.params import MAX_LOGPROBS, SamplingParams
+from sdk.api.config import ProgressCallback
+from sdk.api.errors import RequestError
+from sdk.api.load_progress import reporting
+from sdk.api.logprobs import Logprobs
+from sdk.api.outputs import RequestOutput
+from sdk.api.params import MAX_LOGPROBS, SamplingParams
 from sdk.quant.safe_repr import safe_repr
 from sdk.requests.calls import Stage, Work
 from sdk.requests.job import Job

@@ -6,13 +6,13 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
-from sdk.config import ProgressCallback
+from sdk.api.config import ProgressCallback
+from sdk.api.errors import RequestError
+from sdk.api.load_progress import reporting
+from sdk.api.outputs import RequestOutput
+from sdk.api.params import RequestOutputKind, SamplingParams
 from sdk.engine.engine import Output
 from sdk.engine.running_requests import RequestInfo
-from sdk.errors import RequestError
-from sdk.loading.progress import reporting
-from sdk.outputs import RequestOutput
-from sdk.params import RequestOutputKind, SamplingParams
 from sdk.requests.advice import Advice
 from sdk.requests.as_completed import AsCompleted
 from sdk.requests.async_stream import AnswerStream, DeferredJob

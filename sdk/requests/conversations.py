@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from sdk.errors import RequestError
-from sdk.flags import check_flags
+from sdk.api.errors import RequestError
+from sdk.api.flags import check_flags
+from sdk.api.near_misses import unknown_keyword
 from sdk.kernels.dataclass import dataclass
-from sdk.near_misses import unknown_keyword
 from sdk.quant.safe_repr import safe_repr
 from sdk.quant.tokenizer import Tokenizer
 

@@ -20,19 +20,19 @@ from functools import partial
 from time import thread_time
 from typing import NamedTuple, NoReturn, TypeVar
 
-from sdk.engine.engine import Engine, Output
-from sdk.engine.scheduling.policy import FairPolicy
-from sdk.errors import (
+from sdk.api.errors import (
     EngineAsleepError,
     EngineClosedError,
     EngineDeadError,
     RequestError,
     SdkError,
 )
-from sdk.executors.base import Executor
-from sdk.memory.pool import Lease
-from sdk.outputs import Estimate
-from sdk.params import SamplingParams
+from sdk.api.memory_pool import Lease
+from sdk.api.outputs import Estimate
+from sdk.api.params import SamplingParams
+from sdk.api.scheduling_policy import FairPolicy
+from sdk.engine.engine import Engine, Output
+from sdk.engine.executor import Executor
 from sdk.quant.safe_repr import safe_repr
 from sdk.requests.error_frames import let_go
 from sdk.requests.estimates import estimate

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sdk.errors import RequestError
-from sdk.params import SamplingParams
+from sdk.api.errors import RequestError
+from sdk.api.params import SamplingParams
 from sdk.quant.safe_repr import safe_repr
 
 Embeds = NDArray[np.float32]

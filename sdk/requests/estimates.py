@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from sdk.api.outputs import Estimate
+from sdk.api.params import SamplingParams
+from sdk.api.scheduling_policy import SchedulingPolicy
 from sdk.engine.scheduling.forecast import Work, forecast
-from sdk.engine.scheduling.policy import SchedulingPolicy
 from sdk.engine.scheduling.request import Request
 from sdk.engine.scheduling.scheduler import Scheduler
 from sdk.engine.scheduling.waiting import WaitingRequests
-from sdk.outputs import Estimate
-from sdk.params import SamplingParams
 from sdk.requests.prompts import Prompt
 from sdk.requests.step_sizes import mixed_step_tokens
 

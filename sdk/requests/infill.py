@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sdk.errors import RequestError
+from sdk.api.errors import RequestError
 from sdk.quant.tokenizer import FimTokens, Tokenizer
 
 

@@ -6,15 +6,15 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import field
 from typing import Any, Protocol
 
+from sdk.api.errors import RequestError
+from sdk.api.lora import KnownAdapter
+from sdk.api.outputs import Estimate
+from sdk.api.params import SamplingParams
 from sdk.engine.engine import Output
+from sdk.engine.executor import Executor
 from sdk.engine.plan import Pooling, RequestKind
-from sdk.errors import RequestError
-from sdk.executors.base import Executor
 from sdk.kernels.dataclass import dataclass
-from sdk.outputs import Estimate
-from sdk.params import SamplingParams
 from sdk.quant.safe_repr import safe_repr
-from sdk.requests.adapters import KnownAdapter
 from sdk.requests.loop_inbox import LoopInbox
 from sdk.requests.prompts import Prompt
 from sdk.sampling.resolved import ResolvedParams
@@ -56,7 +56,7 @@ class Job:
 
 class JobDriver(Protocol):
     """Runs jobs, for callers on any thread and any event loop: :class:`sdk.requests.driver.Driver`
-    for one engine, or :class:`sdk.replicas.replica_set.ReplicaSet`.
+    for one engine, or :class:`sdk.cluster.replicas.replica_set.ReplicaSet`.
     """
 
     @property

@@ -8,13 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
+from sdk.api.errors import RequestError
+from sdk.api.params import SamplingParams
+from sdk.api.structured_params import StructuredOutputsParams
 from sdk.engine.engine import Output
 from sdk.engine.plan import LAST_TOKEN, Pooling, RequestKind
 from sdk.engine.scheduling.results import ResultBudget
-from sdk.errors import RequestError
 from sdk.kernels.host.torch_import import torch_module
 from sdk.models.classifier import Classifier
-from sdk.params import SamplingParams
 from sdk.quant.once import Once
 from sdk.quant.safe_repr import safe_repr
 from sdk.requests.adapters import Adapters
@@ -31,7 +32,6 @@ from sdk.requests.prompts import (
     is_conversation,
 )
 from sdk.sampling.resolved import ResolvedParams, resolve
-from sdk.structured.params import StructuredOutputsParams
 from sdk.text.automaton import StringAutomaton
 from sdk.text.banned import banned_strings
 from sdk.text.stops import StopStrings, stop_strings

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, overload
 
+from sdk.api.errors import EngineClosedError, RequestError
 from sdk.engine.engine import Output
-from sdk.errors import EngineClosedError, RequestError
 from sdk.quant.safe_repr import safe_repr
 from sdk.requests.driver import check_process
 from sdk.requests.loop_inbox import LoopInbox

@@ -6,8 +6,8 @@ import threading
 from contextlib import suppress
 from os import PathLike, fspath
 
+from sdk.api.errors import EngineClosedError, EngineDeadError, RequestError
 from sdk.engine.running_requests import RequestInfo
-from sdk.errors import EngineClosedError, EngineDeadError, RequestError
 from sdk.metrics.slo import SLO
 from sdk.metrics.stats import EngineStats
 from sdk.metrics.trace import Trace

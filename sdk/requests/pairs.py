@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from sdk.errors import RequestError
+from sdk.api.errors import RequestError
+from sdk.api.params import SamplingParams
 from sdk.models.classifier import Classifier
-from sdk.params import SamplingParams
 from sdk.quant.safe_repr import safe_repr
 from sdk.requests.conversations import ChatOptions
 from sdk.requests.prompts import Prompt, PromptReader

@@ -9,13 +9,9 @@ from typing import Any, get_args
 
 import numpy as np
 
-from sdk.engine.engine import Output
-from sdk.engine.plan import Pooling, PoolingMode
-from sdk.errors import RequestError, UnsupportedError
-from sdk.flags import check_flags
-from sdk.kernels.host.torch_import import torch_module
-from sdk.models.classifier import Classifier
-from sdk.outputs import (
+from sdk.api.errors import RequestError, UnsupportedError
+from sdk.api.flags import check_flags
+from sdk.api.outputs import (
     ClassificationOutput,
     EmbeddingOutput,
     PoolingOutput,
@@ -23,7 +19,11 @@ from sdk.outputs import (
     RerankOutput,
     ScoringOutput,
 )
-from sdk.params import SamplingParams
+from sdk.api.params import SamplingParams
+from sdk.engine.engine import Output
+from sdk.engine.plan import Pooling, PoolingMode
+from sdk.kernels.host.torch_import import torch_module
+from sdk.models.classifier import Classifier
 from sdk.quant.embedding_head import EmbeddingHead, NormalizeStep, unit
 from sdk.quant.safe_repr import safe_repr
 from sdk.requests.advice import Advice

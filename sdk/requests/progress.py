@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from sdk.config import ProgressCallback
+from sdk.api.config import ProgressCallback
+from sdk.api.errors import SdkError
+from sdk.api.load_progress import bar_of, reporting
+from sdk.api.outputs import RequestOutput
 from sdk.engine.engine import Output
 from sdk.engine.running_requests import RequestInfo
-from sdk.errors import SdkError
-from sdk.loading.progress import bar_of, reporting
-from sdk.outputs import RequestOutput
 from sdk.requests.advice import Advice
 from sdk.requests.job import Job
 

@@ -10,13 +10,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
 
-from sdk.errors import EngineClosedError, RequestError
+from sdk.api.errors import EngineClosedError, RequestError
+from sdk.api.lora import KnownAdapter
+from sdk.api.params import SamplingParams
 from sdk.kernels.dataclass import dataclass
-from sdk.params import SamplingParams
 from sdk.quant.once import Once
 from sdk.quant.safe_repr import is_value_error, safe_message, safe_repr
 from sdk.quant.tokenizer import Tokenizer, TooManyTokens
-from sdk.requests.adapters import KnownAdapter
 from sdk.requests.conversations import ChatOptions, Message, Turns, check_salt, tool_format_of
 from sdk.requests.embeds import Embeds, check_params, embeds_salt, read_embeds
 from sdk.requests.infill import fim_prompt, fim_tokens_of

@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from sdk.engine.scheduling.policy import SchedulingPolicy
-from sdk.errors import QueueFullError
+from sdk.api.errors import QueueFullError
+from sdk.api.scheduling_policy import SchedulingPolicy
 from sdk.requests.job import Job, OutputSink
 
 #: The rate at which requests end is that of the last so many.

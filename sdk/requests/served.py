@@ -8,24 +8,24 @@ from typing import Any, Protocol
 from sdk.engine.expert_balance import ExpertBalance
 from sdk.engine.rank.runner import ModelRunner
 from sdk.engine.running_requests import RequestInfo
+from sdk.engine.snapshot import Snapshot
+from sdk.loading.explain import explain
 from sdk.loading.fork import fork_config
 from sdk.loading.load import Loaded, ModelFacts, fork
-from sdk.memory.engine_memory import EngineMemory
+from sdk.loading.quant_report import QuantReport, quant_report
 from sdk.memory.plan import MemoryPlan
 from sdk.metrics.slo import SLO
 from sdk.metrics.stats import EngineStats
 from sdk.metrics.trace import Trace
-from sdk.persistence.saved_prefixes import SavedPrefixes
-from sdk.persistence.snapshot import Snapshot
-from sdk.reports.explain import explain
-from sdk.reports.quant_report import QuantReport, quant_report
 from sdk.requests.adapter_residency import EngineResidency
 from sdk.requests.adapters import Adapters
 from sdk.requests.driver import Driver
+from sdk.requests.engine_memory import EngineMemory
 from sdk.requests.job import JobDriver
 from sdk.requests.jobs import JobMaker
 from sdk.requests.monitoring import Monitoring
 from sdk.requests.prompts import Prompt
+from sdk.requests.saved_prefixes import SavedPrefixes
 
 
 class Prefixes(Protocol):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sdk.errors import RequestError
-from sdk.outputs import RequestOutput
-from sdk.params import RequestOutputKind
+from sdk.api.errors import RequestError
+from sdk.api.outputs import RequestOutput
+from sdk.api.params import RequestOutputKind
 from sdk.requests.calls import as_text
 from sdk.requests.job import JobDriver
 from sdk.requests.jobs import JobMaker, ParamsLike

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from sdk.errors import RequestError
+from sdk.api.errors import RequestError
 from sdk.kernels.dataclass import dataclass
 from sdk.quant.embedding_head import EmbeddingHead, unit
 from sdk.quant.safe_repr import safe_repr

@@ -7,15 +7,23 @@ import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
-from sdk.errors import RequestError
-from sdk.lora import LoRALike
-from sdk.outputs import CompletionOutput, RequestOutput
-from sdk.params import RequestOutputKind, SamplingParams
+from sdk.api.errors import RequestError
+from sdk.api.lora import LoRALike
+from sdk.api.outputs import CompletionOutput, RequestOutput
+from sdk.api.params import RequestOutputKind, SamplingParams
+from sdk.api.schemas import is_pydantic, load
+from sdk.api.structured_params import StructuredOutputsParams
 from sdk.quant.tokenizer import Tokenizer
 from sdk.requests.conversations import ChatOptions, Message, special_tokens_of, tool_format_of
 from sdk.requests.prompts import Prompt
-from sdk.structured.params import StructuredOutputsParams
-from sdk.structured.schemas import is_pydantic, load
+from sdk.requests.typed_outputs import (
+    MessageAnswer,
+    MessageOutput,
+    MessageReader,
+    ParsedAnswer,
+    ParsedOutput,
+    with_answers,
+)
 from sdk.tools import (
     AssistantMessage,
     MessageParser,
@@ -27,14 +35,6 @@ from sdk.tools import (
     tool_choice_of,
 )
 from sdk.tools.definitions import ToolLike
-from sdk.typed_outputs import (
-    MessageAnswer,
-    MessageOutput,
-    MessageReader,
-    ParsedAnswer,
-    ParsedOutput,
-    with_answers,
-)
 
 #: Shows one output of a request.
 View = Callable[[RequestOutput], RequestOutput]

@@ -11,9 +11,8 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from sdk.engine.plan import Sampled
-from sdk.logprobs import Logprobs
-from sdk.sampling.rows import Floats, Scratch, largest, sort_keys
+from sdk.api.logprobs import Logprobs, Sampled, sort_keys
+from sdk.sampling.rows import Floats, Scratch, largest
 from sdk.sampling.rules import Ids
 
 NO_IDS: Ids = np.empty(0, np.int64)

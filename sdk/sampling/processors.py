@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sdk.errors import RequestError
+from sdk.api.errors import RequestError
+from sdk.api.params import LogitsProcessor
 from sdk.kernels.lazy_torch import Tensor, as_torch, torch
 from sdk.kernels.reference.sampling import allow, apply
-from sdk.params import LogitsProcessor
 from sdk.sampling.state import RequestState
 
 

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from dataclasses import field
 from typing import TYPE_CHECKING, Protocol
 
-from sdk.errors import RequestError
+from sdk.api.errors import RequestError
+from sdk.api.params import SamplingParams
 from sdk.kernels.dataclass import dataclass
-from sdk.params import SamplingParams
 
 if TYPE_CHECKING:
     from sdk.sampling.healing import Healing
@@ -29,7 +29,7 @@ class Vocabulary(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ResolvedParams:
-    """Token ids behind the strings of :class:`~sdk.params.SamplingParams`."""
+    """Token ids behind the strings of :class:`~sdk.api.params.SamplingParams`."""
 
     #: EOS (unless ``ignore_eos``) and ``stop_token_ids``: forbidden before ``min_tokens``.
     end_ids: tuple[int, ...] = ()

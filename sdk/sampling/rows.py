@@ -55,15 +55,3 @@ def from_least(values: Floats, least: np.float32, count: int, scratch: Scratch) 
     if excess:  # among the values equal to ``least``, the last ones are left out
         kept = np.delete(kept, np.flatnonzero(values[kept] == least)[-excess:])
     return kept
-
-
-def sort_keys(values: Floats) -> NDArray[np.int64]:
-    """A distinct key per value: the largest value has the smallest key, equal values by index.
-
-    The lower 32 bits are the index. Sorting keys takes 0.5 ms for 49,152 values, a stable sort of
-    indices by value 7 ms.
-    """
-    bits = (values + np.float32(0)).view(np.int32)  # -0.0 equals 0.0
-    ordered = (bits ^ ((bits >> 31) & np.int32(0x7FFFFFFF))).astype(np.int64)
-    keys: NDArray[np.int64] = ((-ordered) << 32) + np.arange(len(values))
-    return keys

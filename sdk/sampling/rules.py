@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from sdk.api.params import SamplingParams
 from sdk.kernels.sampling import Change, ChangeKind, Mask, mask_of
-from sdk.params import SamplingParams
 
 Ids = NDArray[np.int64]
 

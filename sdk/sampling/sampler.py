@@ -11,14 +11,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sdk.engine.plan import Sampled
-from sdk.errors import RequestError
+from sdk.api.errors import RequestError
+from sdk.api.logprobs import Sampled
 from sdk.kernels.lazy_torch import Tensor
 from sdk.kernels.ops import Ops
 from sdk.kernels.reference.sampling import allow
 from sdk.kernels.sampling import GREEDY, SampleBuffers, Tokens, join_draws
-from sdk.memory.demand import scored_rows
 from sdk.sampling.draws import Draw
+from sdk.sampling.extra_rows import scored_rows
 from sdk.sampling.logprobs import NO_IDS, scored
 from sdk.sampling.processors import process
 from sdk.sampling.rows import Scratch

@@ -6,7 +6,7 @@ import itertools
 import math
 from typing import Any
 
-from sdk.errors import RequestError
+from sdk.api.errors import RequestError
 from sdk.structured.disjoint import disjoint
 from sdk.structured.document import Document, Schema, also, only
 from sdk.structured.negation import POSITIONS, negation

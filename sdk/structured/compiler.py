@@ -13,13 +13,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TypeVar
 
-from sdk.errors import RequestError
+from sdk.api.errors import RequestError
+from sdk.api.structured_params import StructuredOutputsParams
 from sdk.quant.once import Once
 from sdk.quant.tokenizer import Tokenizer
 from sdk.structured.bound import Bound, longest_completion, longest_match
 from sdk.structured.definition import Definition, definition_of
 from sdk.structured.library import GrammarError, Matcher, SearchLimit, Vocabulary
-from sdk.structured.params import StructuredOutputsParams
 from sdk.structured.shortest import Search, TokenShapes
 
 _T = TypeVar("_T")

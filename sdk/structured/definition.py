@@ -7,14 +7,14 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from sdk.errors import RequestError
+from sdk.api.errors import RequestError
+from sdk.api.structured_params import MAX_TEXT, StructuredOutputsParams
 from sdk.quant.safe_repr import safe_repr
 from sdk.structured import lark
 from sdk.structured.document import schemas_in
 from sdk.structured.gbnf import is_gbnf
 from sdk.structured.gbnf_lark import lark_of
 from sdk.structured.limits import check_pattern
-from sdk.structured.params import MAX_TEXT, StructuredOutputsParams
 from sdk.structured.rewriting import WHITESPACE, rewritten
 from sdk.structured.structural_tags import lark_of_tag
 

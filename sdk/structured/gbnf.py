@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple, TypeAlias
 
-from sdk.errors import RequestError
+from sdk.api.errors import RequestError
 from sdk.quant.safe_repr import safe_repr
 
 #: Code points, as ranges that are sorted, do not overlap, and include their ends.

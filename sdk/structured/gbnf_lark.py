@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import pairwise
 from typing import NamedTuple
 
-from sdk.errors import RequestError
+from sdk.api.errors import RequestError
 from sdk.structured.gbnf import (
     ANY,
     Characters,

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from sdk.errors import RequestError
+from sdk.api.errors import RequestError
 from sdk.structured.document import Schema
 from sdk.structured.limits import check_pattern, check_rules
 

@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from sdk.errors import RequestError
+from sdk.api.errors import RequestError
 from sdk.kernels.mask_tasks import MaskFunctions
 
 _HINT = "pip install 'embedlm[structured]'"

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from sdk.errors import RequestError
+from sdk.api.errors import RequestError
 from sdk.structured.document import Schema, children_of, schemas_in
 from sdk.structured.numbers import check_multiples
 

@@ -14,7 +14,7 @@ import fractions
 import math
 from typing import Any, NamedTuple, NoReturn
 
-from sdk.errors import RequestError
+from sdk.api.errors import RequestError
 from sdk.quant.safe_repr import safe_repr
 from sdk.structured.document import Document, Schema, also
 

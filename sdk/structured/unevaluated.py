@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from sdk.errors import RequestError
+from sdk.api.errors import RequestError
 from sdk.structured.document import Document, Schema, also
 
 #: Ways to be valid, of which each has its own properties. Each is a copy of the schema.

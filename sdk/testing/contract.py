@@ -7,9 +7,9 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from sdk.errors import EngineClosedError, RequestError
-from sdk.outputs import RequestOutput
-from sdk.params import RequestOutputKind, SamplingParams
+from sdk.api.errors import EngineClosedError, RequestError
+from sdk.api.outputs import RequestOutput
+from sdk.api.params import RequestOutputKind, SamplingParams
 
 _PARAMS = SamplingParams(temperature=0, max_tokens=6)
 _LONG = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)

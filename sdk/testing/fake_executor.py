@@ -10,8 +10,9 @@ from functools import partial
 from hashlib import blake2b
 from typing import Any
 
-from sdk.engine.plan import Pooled, RequestStart, Sampled, StepPlan, StepResult, StepRow
-from sdk.errors import EngineClosedError, EngineDeadError
+from sdk.api.errors import EngineClosedError, EngineDeadError
+from sdk.api.logprobs import Sampled
+from sdk.engine.plan import Pooled, RequestStart, StepPlan, StepResult, StepRow
 from sdk.testing.fake_tokenizer import END, FakeTokenizer
 from sdk.testing.script import ScriptedParams
 
@@ -44,7 +45,7 @@ class _Running:
 
 
 class ScriptedExecutor:
-    """See :class:`sdk.executors.base.Executor`.
+    """See :class:`sdk.engine.executor.Executor`.
 
     A step takes ``seconds_per_token``, and ``seconds_to_first_token`` more if a prompt starts in
     it. ``sleep`` waits for that time; by default :meth:`break_off` ends the wait.
@@ -168,7 +169,7 @@ def _certain(token: int) -> Sampled:
     """A token with probability 1."""
     import numpy as np
 
-    from sdk.logprobs import Logprobs
+    from sdk.api.logprobs import Logprobs
 
     top = Logprobs(np.array([token], np.int32), np.zeros(1, np.float32), np.ones(1, np.int32), 0.0)
     return Sampled(token, 0.0, 1, top)

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from sdk.api.lora import KnownAdapter, LoRARequest
+from sdk.api.params import SamplingParams
 from sdk.engine.plan import Pooling, RequestKind
 from sdk.engine.scheduling.results import ResultBudget
-from sdk.lora import LoRARequest
-from sdk.params import SamplingParams
-from sdk.requests.adapters import Adapters, KnownAdapter
+from sdk.requests.adapters import Adapters
 from sdk.requests.conversations import ChatOptions, Message
 from sdk.requests.job import Job
 from sdk.requests.jobs import JobMaker

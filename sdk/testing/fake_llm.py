@@ -15,22 +15,13 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-from sdk.beam_search import BeamSearchOutput, BeamSearchParams
-from sdk.config import EngineConfig
-from sdk.engine.engine import Engine
-from sdk.engine.plan import PoolingMode
-from sdk.engine.running_requests import RequestInfo
-from sdk.engine.scheduling.policy import PolicyName, SchedulingPolicy
-from sdk.engine.scheduling.scheduler import Scheduler
-from sdk.engine.scheduling.scheduler_config import SchedulerConfig
-from sdk.errors import RequestError, UnsupportedError
-from sdk.lora import LoRAInfo, LoRALike, LoRARequest, LoRAsLike
-from sdk.metrics.slo import SLO
-from sdk.metrics.stats import EngineStats
-from sdk.metrics.trace import Trace
-from sdk.near_misses import names_keywords, no_attribute
-from sdk.options import EngineOptions, takes_options
-from sdk.outputs import (
+from sdk.api.beam_search import BeamSearchOutput, BeamSearchParams
+from sdk.api.config import EngineConfig
+from sdk.api.errors import RequestError, UnsupportedError
+from sdk.api.lora import LoRAInfo, LoRALike, LoRARequest, LoRAsLike
+from sdk.api.near_misses import names_keywords, no_attribute
+from sdk.api.options import EngineOptions, takes_options
+from sdk.api.outputs import (
     ClassificationOutput,
     EmbeddingOutput,
     Estimate,
@@ -39,7 +30,16 @@ from sdk.outputs import (
     RerankOutput,
     ScoringOutput,
 )
-from sdk.params import SamplingParams
+from sdk.api.params import SamplingParams
+from sdk.api.scheduling_policy import PolicyName, SchedulingPolicy
+from sdk.engine.engine import Engine
+from sdk.engine.plan import PoolingMode
+from sdk.engine.running_requests import RequestInfo
+from sdk.engine.scheduling.scheduler import Scheduler
+from sdk.engine.scheduling.scheduler_config import SchedulerConfig
+from sdk.metrics.slo import SLO
+from sdk.metrics.stats import EngineStats
+from sdk.metrics.trace import Trace
 from sdk.requests.as_completed import AsCompleted
 from sdk.requests.async_pooling import AsyncPooling
 from sdk.requests.async_stream import AnswerStream
@@ -64,11 +64,11 @@ from sdk.tools.definitions import ToolLike
 if TYPE_CHECKING:  # Unpack: in typing from Python 3.11 on; the others import torch
     from typing_extensions import Unpack
 
+    from sdk.api.display import Explanation
+    from sdk.engine.snapshot import Snapshot
     from sdk.llm import LLM
+    from sdk.loading.quant_report import QuantReport
     from sdk.memory.plan import MemoryPlan
-    from sdk.persistence.snapshot import Snapshot
-    from sdk.reports.display import Explanation
-    from sdk.reports.quant_report import QuantReport
 
 _PAGE_SIZE = 16
 _ANSWER = "This is the answer of a fake model."

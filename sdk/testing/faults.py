@@ -11,9 +11,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
+from sdk.api.errors import EngineClosedError, EngineDeadError, OutOfMemoryError, RequestError
+from sdk.engine.executor import Executor
 from sdk.engine.plan import StepPlan, StepResult
-from sdk.errors import EngineClosedError, EngineDeadError, OutOfMemoryError, RequestError
-from sdk.executors.base import Executor
 from sdk.quant.safe_repr import safe_repr
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from sdk.errors import EngineDeadError, RequestError
-from sdk.lora import LoRARequest
-from sdk.params import SamplingParams
+from sdk.api.errors import EngineDeadError, RequestError
+from sdk.api.lora import LoRARequest
+from sdk.api.params import SamplingParams
 from sdk.quant.safe_repr import safe_repr
 from sdk.requests.conversations import Message
 from sdk.sampling.resolved import ResolvedParams

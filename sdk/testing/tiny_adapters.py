@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from os import PathLike, fspath
 from pathlib import Path
 
-from sdk.errors import RequestError
+from sdk.api.errors import RequestError
 from sdk.loaders.writers.peft_writer import LINEAR, random_adapter_for
 from sdk.quant.safe_repr import safe_repr
 

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from sdk.errors import RequestError
+from sdk.api.errors import RequestError
 from sdk.kernels.layouts import Dense
 from sdk.kernels.ops import Ops
 from sdk.loaders.model_shapes import expected_shape, num_experts

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from sdk.params import SamplingParams
+from sdk.api.params import SamplingParams
 from sdk.text.automaton import StringAutomaton
 from sdk.text.detokenizer import IncrementalDetokenizer
 from sdk.text.stops import StopMatcher

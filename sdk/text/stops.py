@@ -12,10 +12,10 @@ import copy
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from sdk.errors import RequestError
-from sdk.params import SamplingParams
+from sdk.api.errors import RequestError
+from sdk.api.params import SamplingParams
+from sdk.api.stop_regex import RegexRun, StopRegex
 from sdk.text.automaton import StringAutomaton
-from sdk.text.stop_regex import RegexRun, StopRegex
 
 MAX_STOPS = 256
 MAX_STOP_LEN = 1024

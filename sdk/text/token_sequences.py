@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sdk.errors import RequestError
+from sdk.api.errors import RequestError
 from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.models.config import ModelConfig
 from sdk.quant.tokenizer import Tokenizer

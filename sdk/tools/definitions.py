@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Union
 
-from sdk.errors import RequestError
+from sdk.api.errors import RequestError
+from sdk.api.schemas import schema_of
 from sdk.quant.safe_repr import is_value_error, safe_message, safe_repr
-from sdk.structured.schemas import schema_of
 from sdk.tools.docstrings import read_docstring
 
 #: OpenAI's rule for names.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
-from sdk.errors import RequestError
+from sdk.api.errors import RequestError
 from sdk.tools.definitions import Tool, tool_choice_of
 from sdk.tools.format import ToolFormat
 from sdk.tools.reasoning import Reasoning

@@ -13,10 +13,10 @@ import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from sdk.errors import RequestError, ToolError
-from sdk.flags import check_flags
+from sdk.api.errors import RequestError, ToolError
+from sdk.api.flags import check_flags
+from sdk.api.schemas import load
 from sdk.quant.safe_repr import safe_message, safe_repr
-from sdk.structured.schemas import load
 from sdk.tools.definitions import Tool, ToolLike, argument_types, tools_of
 from sdk.tools.messages import AssistantMessage, ToolCall, arguments_of
 
@@ -63,7 +63,7 @@ def run_tools(
 
     :param chat: gets the messages so far and returns the answer.
     :param max_turns: at most so many answers.
-    :param on_error: ``"raise"``: raise :class:`~sdk.errors.ToolError` instead.
+    :param on_error: ``"raise"``: raise :class:`~sdk.api.errors.ToolError` instead.
     :param parsed_arguments: the messages have the arguments of calls as objects instead of JSON
         text, which most chat templates need.
     :raises RequestError: an option is invalid, or a function is a coroutine function (use

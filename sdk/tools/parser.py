@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 
-from sdk.errors import RequestError
+from sdk.api.errors import RequestError
 from sdk.tools.building import MessageBuilder, new_call_id
 from sdk.tools.definitions import Tool
 from sdk.tools.format import ToolFormat

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from sdk.errors import RequestError
+from sdk.api.errors import RequestError
 from sdk.quant.safe_repr import safe_repr
 from sdk.tools.building import MessageBuilder
 from sdk.tools.stream import Reads, TextStream

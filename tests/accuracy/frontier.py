@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _file(base: Base) -> Path:
     """Where the tests find it too."""
-    from sdk.demo import cache_folder
+    from sdk.api.machine import cache_folder
 
     folder = os.environ.get("EMBEDLM_TEST_MODELS")
     path = (Path(folder) if folder else cache_folder()) / base.file

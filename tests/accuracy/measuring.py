@@ -7,7 +7,7 @@ import hashlib
 from pathlib import Path
 
 import sdk
-from sdk.errors import QuantizationError
+from sdk.api.errors import QuantizationError
 from sdk.loaders.open import open_checkpoint
 from sdk.models.auto import read_config
 from sdk.quant.online import is_in_block, online_quantized, online_scheme

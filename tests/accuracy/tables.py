@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sdk.errors import QuantizationError
+from sdk.api.errors import QuantizationError
 from sdk.quant.scheme import Scheme
 from tests.accuracy import baselines
 from tests.accuracy.baselines import Row, Rows

@@ -278,7 +278,7 @@ def test_old_files_have_a_tensor_for_every_expert(
 
 
 def test_fewer_experts_than_the_config_says_are_refused(tmp_path: Path) -> None:
-    from sdk.errors import CheckpointError
+    from sdk.api.errors import CheckpointError
 
     model = rounded("mixtral")
     model.save_pretrained(tmp_path)

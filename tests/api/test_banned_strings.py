@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from sdk import LLM, BeamSearchParams, RequestError, SamplingParams
+from sdk.api.params import RequestOutputKind
 from sdk.engine import rewinds
-from sdk.params import RequestOutputKind
 
 PROMPTS = [[5, 9, 300, 301, 280, 317] * 3, [344, 308, 309], [7] * 9]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)

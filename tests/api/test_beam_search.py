@@ -12,8 +12,8 @@ import torch
 import transformers
 
 from sdk import LLM, BeamSearchParams, RequestError
-from sdk.beam_search import Beams
-from sdk.logprobs import Logprob
+from sdk.api.beam_search import Beams
+from sdk.api.logprobs import Logprob
 from tests.api.engines import ids
 
 PROMPTS = [ids(1, 5), ids(2, 20), ids(3, 33)]

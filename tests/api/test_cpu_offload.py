@@ -12,17 +12,17 @@ import pytest
 import torch
 
 from sdk import UnsupportedError
+from sdk.api.options import engine_config
+from sdk.api.sizes import format_bytes
 from sdk.kernels import gpu
 from sdk.kernels.gpu.scratch import COUNTERS, sampler_bytes, work_shape
 from sdk.kernels.gpu.tuning import Tuning
 from sdk.kernels.packed_shapes import packed_bytes
 from sdk.loading import checks as load_checks, load as loading
+from sdk.loading.alternatives import alternatives
 from sdk.loading.checks import check_options, room_shortage
 from sdk.memory import files, planning, resolve
-from sdk.memory.alternatives import alternatives
 from sdk.memory.plan import MemoryPlan
-from sdk.memory.sizes import format_bytes
-from sdk.options import engine_config
 
 MIB = 2**20
 WORDS = 49152  # of SmolLM2

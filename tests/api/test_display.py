@@ -10,7 +10,7 @@ import pytest
 from IPython.lib.pretty import pretty
 
 from sdk import LLM, SamplingParams
-from sdk.outputs import CompletionOutput, RequestOutput
+from sdk.api.outputs import CompletionOutput, RequestOutput
 from sdk.testing import FakeLLM
 
 EVIL = '<script>alert(1)</script> & "quoted"'

@@ -20,8 +20,8 @@ from sdk import (
     RequestOutput,
     RerankOutput,
 )
-from sdk.config import EngineConfig
-from sdk.outputs import PoolingOutput, ScoringOutput
+from sdk.api.config import EngineConfig
+from sdk.api.outputs import PoolingOutput, ScoringOutput
 
 DOCS = Path(__file__).parents[2] / "docs"
 #: Fields that hold nothing in this release, and those that say how a GPU's plan was made.

@@ -18,9 +18,9 @@ from transformers import StableLmConfig, StableLmForCausalLM
 
 import sdk.engine.rank.drafting_model as drafting_model
 from sdk import LLM, CheckpointError, RequestError, SamplingParams, UnsupportedError
+from sdk.api.speculative_config import speculative_config
 from sdk.engine.rank.drafting_model import DraftingModel
 from sdk.engine.scheduling.drafts import Drafts
-from sdk.speculative_config import speculative_config
 from tests.drafting_heads import (
     DRAFT_VOCAB,
     HIDDEN,

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from sdk import LLM, MemoryPool, OutOfMemoryError, RequestError, SamplingParams
+from sdk.api.machine import release_free_memory
 from sdk.memory import resolve
-from sdk.memory.machine import release_free_memory
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 MIB = 2**20

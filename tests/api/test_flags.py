@@ -16,9 +16,9 @@ from sdk import (
     SamplingParams,
     StructuredOutputsParams,
 )
-from sdk.config import EngineConfig
-from sdk.server import create_app
-from sdk.server.guard import ByKey, GuardedAccess
+from sdk.api.config import EngineConfig
+from sdk.serving import create_app
+from sdk.serving.guard import ByKey, GuardedAccess
 from sdk.testing import FakeLLM
 from sdk.tools import AssistantMessage, run_tools
 

@@ -22,8 +22,8 @@ from sdk import (
     RequestError,
     SamplingParams,
 )
+from sdk.api.options import EngineOptions
 from sdk.loading.fork import FREE_OPTIONS
-from sdk.options import EngineOptions
 from sdk.quant.expert_weights import ExpertWeights
 from sdk.quant.permuted import PermutedWeight
 from sdk.quant.weight import PackedWeight, StackedWeight, Weight
@@ -237,7 +237,7 @@ MEASURE = """
 import gc, json, sys
 from pathlib import Path
 from sdk import LLM, SamplingParams
-from sdk.memory.machine import release_free_memory
+from sdk.api.machine import release_free_memory
 
 def anonymous():
     gc.collect()

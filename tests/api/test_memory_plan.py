@@ -12,17 +12,17 @@ import torch
 
 import sdk
 from sdk import LLM, OutOfMemoryError, RequestError, SamplingParams
+from sdk.api.machine import installed_memory
+from sdk.api.options import engine_config
+from sdk.api.sizes import parse_bytes
 from sdk.kernels import gpu
 from sdk.loaders.open import open_checkpoint
+from sdk.loading.alternatives import expected_losses
 from sdk.memory import files, planning, resolve
-from sdk.memory.alternatives import expected_losses
 from sdk.memory.demand import Demand, WeightBytes
 from sdk.memory.fitting import plan_memory
-from sdk.memory.machine import installed_memory
 from sdk.memory.plan import MemoryPlan
-from sdk.memory.sizes import parse_bytes
 from sdk.memory.weights import held_bytes
-from sdk.options import engine_config
 from sdk.quant.online import online_quantized, online_scheme
 
 

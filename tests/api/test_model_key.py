@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from sdk.engine.model_key import ModelKey, model_key
 from sdk.loaders.open import open_checkpoint
 from sdk.models.auto import read_config
-from sdk.persistence.model_key import ModelKey, model_key
 
 
 def _key(path: Path, max_model_len: int = 64, **options: object) -> ModelKey:

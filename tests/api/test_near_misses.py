@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from sdk import LLM, RequestError, SamplingParams
-from sdk.outputs import EmbeddingOutput
+from sdk.api.outputs import EmbeddingOutput
 from sdk.testing import FakeLLM
 
 M = [{"role": "user", "content": "x"}]

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from sdk import LLM, AlignmentError, EngineDeadError, RequestError, SamplingParams, UnsupportedError
-from sdk.config import EngineConfig
+from sdk.api.config import EngineConfig
 from sdk.engine.plan import StepPlan
 from sdk.memory.files import open_model
 from sdk.memory.resolve import model_config
@@ -44,8 +44,8 @@ def nothing_is_left(
 ) -> Iterator[None]:
     """After every test: no process more than before, and no file in the place of shared memory."""
     shared = tmp_path_factory.mktemp("shared")
-    monkeypatch.setattr("sdk.executors.groups._IN_MEMORY", str(shared))
-    monkeypatch.setattr("sdk.executors.groups._ENOUGH", 0)
+    monkeypatch.setattr("sdk.cluster.executors.groups._IN_MEMORY", str(shared))
+    monkeypatch.setattr("sdk.cluster.executors.groups._ENOUGH", 0)
     children = _children()
     yield
     assert _children() <= children

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sdk import SamplingParams
-from sdk.loading import progress as bars
+from sdk.api import load_progress as bars
 from sdk.requests import progress
 from sdk.testing import FakeLLM
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from sdk import LLM, CheckpointError, RequestError, SamplingParams
+from sdk.api.options import engine_config
 from sdk.loading.sampling_defaults import OWN, SamplingDefaults, sampling_defaults
 from sdk.memory.files import open_model
-from sdk.options import engine_config
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sdk import LLM, FairPolicy, RequestError, SamplingParams, SchedulingPolicy
-from sdk.config import EngineConfig
+from sdk.api.config import EngineConfig
 
 PARAMS = SamplingParams(max_tokens=24, temperature=0.8, seed=3, ignore_eos=True)
 

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import pytest
 
 from sdk import LLM, CheckpointError, RequestError, SamplingParams, UnsupportedError
+from sdk.api.params import RequestOutputKind
+from sdk.api.speculative_config import SpeculativeConfig, speculative_config
 from sdk.engine.plan import StepRow
 from sdk.engine.scheduling.drafts import Drafts
 from sdk.engine.scheduling.prompt_lookup import LOOKUP_BYTES
 from sdk.engine.scheduling.suffix_automaton import SuffixAutomaton
-from sdk.params import RequestOutputKind
-from sdk.speculative_config import SpeculativeConfig, speculative_config
 from tests.drafting_heads import PROMPTS, TinyHeads
 
 #: As many drafts as possible, whatever they cost: the most that can go wrong.

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from sdk import LLM, MemoryPool, RequestOutput, SamplingParams
-from sdk.memory.sizes import format_bytes
+from sdk.api.sizes import format_bytes
 from sdk.requests import step_sizes
 
 PARAMS = SamplingParams(temperature=0.8, seed=7, max_tokens=60, logprobs=2, ignore_eos=True)

@@ -11,7 +11,7 @@ import pytest
 from tokenizers import decoders
 
 from sdk import LLM, CheckpointError, EngineClosedError, EngineDeadError, SamplingParams
-from sdk.memory.pool import MemoryPool
+from sdk.api.memory_pool import MemoryPool
 from tests.api.engines import Caller, Gate, ask, ids, tokens
 
 

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from sdk import LLM, EngineClosedError, RequestOutput, SamplingParams
+from sdk.api.options import engine_config
 from sdk.engine.rank.runner import ModelRunner
 from sdk.loading import load as loading
-from sdk.options import engine_config
 from tests.api.engines import LIMIT, LONG, SHORT, Caller, Gate, ask, books, ids, settle, tokens
 
 

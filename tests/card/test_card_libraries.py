@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from sdk.cli.bench.gpu.card import Card
-from sdk.cli.bench.gpu.weights import affine, float8
-from sdk.cli.tune_cases import single_case
-from sdk.cli.tune_libraries import Contest, contests_of, cudnn_contest, grouped_contest
+from sdk.bench.gpu.card import Card
+from sdk.bench.gpu.weights import affine, float8
+from sdk.bench.tune.cases import single_case
+from sdk.bench.tune.libraries import Contest, contests_of, cudnn_contest, grouped_contest
 from sdk.kernels.gpu.humming import installed
 
 pytestmark = pytest.mark.gpu

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 import sdk
-from sdk.cli import bench, build_parser, main
-from sdk.cli.bench import (
+from sdk import bench
+from sdk.bench import (
     accuracy,
     engines,
     kv,
@@ -28,11 +28,12 @@ from sdk.cli.bench import (
     structured,
     tenants,
 )
-from sdk.cli.bench.engines import Load, Peer, Sample
-from sdk.cli.bench.peers.opening import Opening
-from sdk.cli.bench.report import Metric, Result, Section, cells, ratio, to_markdown, to_text
-from sdk.cli.bench.settings import make_load
-from sdk.cli.bench.suites import SUITES, busy_core
+from sdk.bench.engines import Load, Peer, Sample
+from sdk.bench.peers.opening import Opening
+from sdk.bench.report import Metric, Result, Section, cells, ratio, to_markdown, to_text
+from sdk.bench.settings import make_load
+from sdk.bench.suites import SUITES, busy_core
+from sdk.cli import build_parser, main
 from sdk.kernels.cpu import levels, probe
 from sdk.kernels.errors import KernelError
 

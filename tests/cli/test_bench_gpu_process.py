@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
+from sdk.api.errors import RequestError, SdkError
+from sdk.bench import gpu
+from sdk.bench.gpu import Measuring, Report, choose_rows, to_markdown, to_text
+from sdk.bench.gpu.process import NoCard
+from sdk.bench.gpu.rehearsal import Rehearsal
+from sdk.bench.gpu.rows import BY_NAME, LIMITS, ROWS, Finding, Row, ratio, share
 from sdk.cli import main
-from sdk.cli.bench import gpu
-from sdk.cli.bench.gpu import Measuring, Report, choose_rows, to_markdown, to_text
-from sdk.cli.bench.gpu.process import NoCard
-from sdk.cli.bench.gpu.rehearsal import Rehearsal
-from sdk.cli.bench.gpu.rows import BY_NAME, LIMITS, ROWS, Finding, Row, ratio, share
-from sdk.errors import RequestError, SdkError
 from sdk.kernels.gpu import available
 
 Captured = pytest.CaptureFixture[str]

@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 
 import sdk
+from sdk.bench import embedding
+from sdk.bench.engines import READ_GGUF, environment, parse_peers
+from sdk.bench.peers import mistralrs, worker
+from sdk.bench.peers.opening import Opening
+from sdk.bench.peers.timing import Timing
+from sdk.bench.peers.worker import open_peer
 from sdk.cli import main
-from sdk.cli.bench import embedding
-from sdk.cli.bench.engines import READ_GGUF, environment, parse_peers
-from sdk.cli.bench.peers import mistralrs, worker
-from sdk.cli.bench.peers.opening import Opening
-from sdk.cli.bench.peers.timing import Timing
-from sdk.cli.bench.peers.worker import open_peer
 
 OPENING: dict[str, Any] = {
     "model": "/models/m.gguf",
@@ -140,7 +140,7 @@ def openvino(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setitem(sys.modules, "openvino", package)
     monkeypatch.setitem(sys.modules, "openvino_genai", genai)
-    monkeypatch.setattr("sdk.cli.bench.peers.openvino.version", lambda name: "1.2")
+    monkeypatch.setattr("sdk.bench.peers.openvino.version", lambda name: "1.2")
 
 
 @pytest.mark.usefixtures("openvino")

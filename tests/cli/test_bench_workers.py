@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 
-from sdk.cli import bench, main
-from sdk.cli.bench import engines as bench_engines, structured, suites
-from sdk.cli.bench.engines import Engines, Load, PeerError, Sample, Worker
-from sdk.cli.bench.peers.opening import Opening
-from sdk.cli.bench.peers.worker import answers, open_peer
-from sdk.errors import SdkError
+from sdk import bench
+from sdk.api.errors import SdkError
+from sdk.bench import engines as bench_engines, structured, suites
+from sdk.bench.engines import Engines, Load, PeerError, Sample, Worker
+from sdk.bench.peers.opening import Opening
+from sdk.bench.peers.worker import answers, open_peer
+from sdk.cli import main
 
 Captured = pytest.CaptureFixture[str]
 HELLO = "{'name': 'peer %(requests)d %(context)d %(kv)s' % hello, 'kv': 'f16', 'open_s': 1.5, "
@@ -136,7 +137,7 @@ def test_what_a_worker_prints_does_not_disturb_its_answers(tmp_path: Path) -> No
     code = (
         "import os, sys\n"
         f"sys.path.insert(0, {str(Path(__file__).parents[2])!r})\n"
-        "from sdk.cli.bench.peers.worker import serve\n"
+        "from sdk.bench.peers.worker import serve\n"
         "class Loud:\n"
         "    hello = {'name': 'loud', 'kv': '', 'open_s': 0, 'vocab_size': 1}\n"
         "    def __init__(self, opening):\n"
@@ -338,7 +339,7 @@ def test_engines_are_opened_once_and_take_turns(run_with_fakes: Run) -> None:
 def test_an_engine_that_fails_is_a_line_and_the_others_have_their_rows(
     run_with_fakes: Run, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
-    monkeypatch.setattr("sdk.cli.bench.models.ModelFiles.unpacked", lambda self: "unpacked")
+    monkeypatch.setattr("sdk.bench.models.ModelFiles.unpacked", lambda self: "unpacked")
     options = "--suite prefill,decode,startup --streams 1,2,4 --output-len 5"
     peers = "vllm=py,mistral.rs=py,llama.cpp=py"
     results, _ = run_with_fakes(*options.split(), "--against", peers, code=1)

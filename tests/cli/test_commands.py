@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from sdk import __version__
-from sdk.cli import _OTHER_COMMANDS, COMMANDS, bench, build_parser, main
+from sdk import __version__, bench
+from sdk.cli import _OTHER_COMMANDS, COMMANDS, build_parser, main
 from sdk.cli.inspect_file import part_of, sum_parts
 from sdk.cli.table import format_table
 from sdk.quant.checkpoint import TensorEntry
@@ -34,7 +34,7 @@ def test_every_command_has_a_help_text_and_a_summary(command: str, capsys: Captu
         main([command, "--help"])
     assert left.value.code == 0
     assert f"usage: embedlm {command}" in capsys.readouterr().out
-    assert import_module(f"sdk.cli.{COMMANDS[command]}").__doc__
+    assert import_module(COMMANDS[command]).__doc__
 
 
 def test_no_command_is_a_user_error(capsys: Captured) -> None:

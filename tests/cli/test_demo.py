@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 import sdk
-from sdk.demo import GEMMA3, SMOLLM2, DemoModel, WheelPart, cache_folder, demo_model, fetch
-from sdk.errors import CheckpointError
+from sdk.api.errors import CheckpointError
+from sdk.api.machine import cache_folder
+from sdk.demo import GEMMA3, SMOLLM2, DemoModel, WheelPart, demo_model, fetch
 
 DATA = b"GGUF" + bytes(range(256)) * 40
 MakeModel = Callable[..., DemoModel]

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from sdk.cli.bench.gpu import Report, roofline, to_markdown
-from sdk.cli.bench.gpu.roofline import DEVICES, HIGH, LOW, USUAL, Device, Work, seconds
-from sdk.cli.bench.gpu.rows import Finding
+from sdk.bench.gpu import Report, roofline, to_markdown
+from sdk.bench.gpu.roofline import DEVICES, HIGH, LOW, USUAL, Device, Work, seconds
+from sdk.bench.gpu.rows import Finding
 
 H100, T4 = DEVICES["H100 SXM"], DEVICES["T4"]
 SIMPLE = Device("simple", "sm_90", 10, 1.0, 1e12, 1e14, 2e14, 0.0, 228 << 10, 64, 32)

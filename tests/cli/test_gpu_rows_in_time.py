@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from sdk.cli.bench import gpu
-from sdk.cli.bench.gpu import Measuring, choose_rows
-from sdk.cli.bench.gpu.rehearsal import Rehearsal
-from sdk.cli.bench.gpu.rows import Finding
-from sdk.errors import SdkError
+from sdk.api.errors import SdkError
+from sdk.bench import gpu
+from sdk.bench.gpu import Measuring, choose_rows
+from sdk.bench.gpu.rehearsal import Rehearsal
+from sdk.bench.gpu.rows import Finding
 
 pytestmark = pytest.mark.slow
 
@@ -70,7 +70,7 @@ class Machine:
 
 
 class Process:
-    """A process that rehearses or measures rows: ``sdk.cli.bench.gpu.process.Worker``."""
+    """A process that rehearses or measures rows: ``sdk.bench.gpu.process.Worker``."""
 
     def __init__(self, machine: Machine, rehearsing: bool) -> None:
         self._machine, self._rehearsing = machine, rehearsing

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from sdk.api.errors import RequestError
 from sdk.cli import main
-from sdk.cli.guard_arguments import Protection, add_guard_arguments, protection, warning
-from sdk.errors import RequestError
-from sdk.server.access import Demand, Refused
-from sdk.server.guard.key_file import read_keys
+from sdk.serving.access import Demand, Refused
+from sdk.serving.guard.key_file import read_keys
+from sdk.serving.guard_arguments import Protection, add_guard_arguments, protection, warning
 
 
 @pytest.fixture

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from sdk import LLM
+from sdk.api.errors import CheckpointError, RequestError
+from sdk.api.params import SamplingParams
 from sdk.cli import build_parser, main, run
-from sdk.errors import CheckpointError, RequestError
-from sdk.params import SamplingParams
 
 Captured = pytest.CaptureFixture[str]
 ROOT = Path(__file__).parents[2]

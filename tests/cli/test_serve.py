@@ -15,8 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from sdk.api.errors import RequestError
+from sdk.api.memory_pool import MemoryPool
 from sdk.cli import build_parser, main
-from sdk.cli.serve import (
+from sdk.serving.serve_command import (
     bound,
     check_adapters,
     kept_bytes,
@@ -24,8 +26,6 @@ from sdk.cli.serve import (
     read_options,
     with_options,
 )
-from sdk.errors import RequestError
-from sdk.memory.pool import MemoryPool
 from sdk.testing import tiny_model
 
 Captured = pytest.CaptureFixture[str]

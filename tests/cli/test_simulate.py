@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sdk.cli import main
-from sdk.simulation.costs import StepCosts
+from sdk.cluster.simulation.costs import StepCosts
 from sdk.testing import tiny_model
 
 SMALL = ("--requests", "60", "--rate", "1")

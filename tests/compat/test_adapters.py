@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import sdk
+from sdk.api.errors import RequestError
 from sdk.compat.llama_cpp import Llama
 from sdk.compat.vllm import (
     LLM,
@@ -20,7 +21,6 @@ from sdk.compat.vllm import (
     PoolingParams,
     SamplingParams,
 )
-from sdk.errors import RequestError
 from sdk.testing import tiny_adapter
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from sdk import LLM, EngineClosedError, RequestError, SamplingParams
+from sdk.api.errors import SdkError
 from sdk.compat import llama_cpp
 from sdk.compat.llama_cpp import (
     CompletionError,
@@ -36,7 +37,6 @@ from sdk.compat.llama_cpp._options import (
     llm_options,
 )
 from sdk.compat.llama_cpp._sampling import Callbacks
-from sdk.errors import SdkError
 from sdk.testing import tiny_model
 from tests.loaders.hub_server import serving
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from sdk import EngineDeadError, RequestError, SamplingParams
+from sdk.api.errors import OutOfMemoryError, SdkError
 from sdk.compat.openai import (
     APIConnectionError,
     APIError,
@@ -22,7 +23,6 @@ from sdk.compat.openai import (
     OpenAI,
     OpenAIError,
 )
-from sdk.errors import OutOfMemoryError, SdkError
 from sdk.testing import FakeAnswer, FakeLLM, ManualClock
 
 PAGE = (Path(__file__).parents[2] / "docs" / "openai.md").read_text(encoding="utf-8")

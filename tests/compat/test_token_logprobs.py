@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 
 from sdk import LLM
+from sdk.api.logprobs import Logprobs
 from sdk.compat.llama_cpp import Llama
 from sdk.compat.openai import AsyncOpenAI, OpenAI
-from sdk.logprobs import Logprobs
-from sdk.openai.token_names import TokenNames, places_in_prompt
-from sdk.server import create_app
+from sdk.serving import create_app
+from sdk.serving.openai.token_names import TokenNames, places_in_prompt
 from sdk.testing import tiny_model
 from sdk.tokenizer import LLMTokenizer
-from tests.server.serving import running
+from tests.serving.serving import running
 
 ASK = [{"role": "user", "content": "hi"}]
 HOT: dict[str, Any] = {"max_tokens": 48, "temperature": 2.0, "seed": 3}

@@ -18,6 +18,7 @@ from sdk import (
     RequestError,
     SamplingParams as OurParams,
 )
+from sdk.api.outputs import ClassificationOutput
 from sdk.compat import vllm
 from sdk.compat.vllm import (
     LLM,
@@ -37,7 +38,6 @@ from sdk.compat.vllm._options import OPTIONS, llm_options
 from sdk.compat.vllm.inputs import our_prompt
 from sdk.compat.vllm.outputs import class_output
 from sdk.loaders.open import open_checkpoint
-from sdk.outputs import ClassificationOutput
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
 ASK = [{"role": "user", "content": "How are you?"}]

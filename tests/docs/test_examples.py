@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from sdk import LLM, SamplingParams
-from tests.server.serving import running
+from tests.serving.serving import running
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "docs" / "examples"

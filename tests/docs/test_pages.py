@@ -16,12 +16,12 @@ from sdk import LLM, SamplingParams
 from sdk.testing import tiny_adapter
 from tests.docs.pages import DOCS, PAGES, Block, blocks, name_of
 from tests.drafting_heads import untrained_eagle
-from tests.server.serving import running
+from tests.serving.serving import running
 
 #: Pages whose code other tests run.
 ELSEWHERE = {
     "docs/openai.md": "tests/compat/test_openai.py",
-    "docs/ray.md": "tests/integrations/test_ray_page.py",
+    "docs/ray.md": "tests/cluster/integrations/test_ray_page.py",
     "docs/testing.md": "tests/testing/test_docs.py",
 }
 #: Pages that take more than a few seconds.

@@ -21,10 +21,10 @@ fake_runner = _loaded("fake_runner")
 fake_cuda = _loaded("fake_cuda")
 fake_card = _loaded("fake_card")
 
+from sdk.api.params import SamplingParams  # noqa: E402
 from sdk.engine.scheduling.request import Request  # noqa: E402
 from sdk.engine.scheduling.scheduler import Scheduler  # noqa: E402
 from sdk.engine.scheduling.scheduler_config import SchedulerConfig  # noqa: E402
-from sdk.params import SamplingParams  # noqa: E402
 
 
 class Rig:

@@ -15,10 +15,10 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from sdk.engine.plan import Duplicate, Sampled, StepPlan, StepResult, StepRow, Swap
+from sdk.api.logprobs import Logprobs, Sampled
+from sdk.engine.plan import Duplicate, StepPlan, StepResult, StepRow, Swap
 from sdk.engine.scheduling.drafts import Drafter
 from sdk.kernels.kv_tiers import page_id, page_tier
-from sdk.logprobs import Logprobs
 
 VOCAB = 1000
 LEVELS = 3

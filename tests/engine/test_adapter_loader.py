@@ -9,9 +9,9 @@ from typing import Any, cast
 import torch
 
 from sdk.engine.adapter_loader import AdapterLoader
+from sdk.engine.executor import Executor
 from sdk.engine.rank.adapters import RankAdapters
 from sdk.engine.scheduling.adapter_slots import AdapterSlots
-from sdk.executors.base import Executor
 from sdk.quant.adapter import Adapter, LowRank
 
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from sdk.api.errors import RequestError
+from sdk.api.params import SamplingParams
 from sdk.engine.scheduling.adapter_slots import AdapterSlots
 from sdk.engine.scheduling.request import Request
 from sdk.engine.scheduling.scheduler import Scheduler
 from sdk.engine.scheduling.scheduler_config import SchedulerConfig
-from sdk.errors import RequestError
-from sdk.params import SamplingParams
 from tests.engine.fake_runner import FakeRunner
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from fake_runner import VOCAB, FakeRunner, expected_tokens
 
+from sdk.api.errors import EngineClosedError, EngineDeadError, RequestError
+from sdk.api.params import RequestOutputKind, SamplingParams
 from sdk.engine.engine import Engine
 from sdk.engine.scheduling.scheduler import Scheduler
 from sdk.engine.scheduling.scheduler_config import SchedulerConfig
-from sdk.errors import EngineClosedError, EngineDeadError, RequestError
-from sdk.params import RequestOutputKind, SamplingParams
 from sdk.sampling.uniform import child_seed
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from sdk.api.outputs import RequestEvent
+from sdk.api.params import SamplingParams
 from sdk.engine.completion import Completion, Generation
-from sdk.outputs import RequestEvent
-from sdk.params import SamplingParams
 
 
 def prompt(number: int, tokens: int) -> list[int]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from fake_card import on_a_card
 
-from sdk.cli.bench.gpu.engine import add, finish
+from sdk.bench.gpu.engine import add, finish
 from sdk.kernels.sized_graphs import buckets, token_buckets
 
 REQUESTS, TOKENS = 21, 40

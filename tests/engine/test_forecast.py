@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from fake_runner import VOCAB
 
+from sdk.api.params import SamplingParams
 from sdk.engine.scheduling.forecast import Work, forecast
 from sdk.engine.scheduling.step_times import StepTimes
-from sdk.params import SamplingParams
 from sdk.requests.estimates import estimate
 from sdk.requests.prompts import Prompt
 

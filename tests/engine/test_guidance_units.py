@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sdk.errors import RequestError
+from sdk.api.errors import RequestError
 
 GUIDED = {"guidance_scale": 1.5, "negative": [7, 8, 9]}
 

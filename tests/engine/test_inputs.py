@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from sdk.api.params import SamplingParams
 from sdk.engine.plan import RequestStart, StepRow
 from sdk.engine.rank.inputs import StepInputs
 from sdk.engine.rank.request import RankRequest
 from sdk.engine.rank.step_batch import StepBatch
 from sdk.engine.rank.step_buffers import Buffers, PageTable
-from sdk.params import SamplingParams
 
 PAGE = 16
 

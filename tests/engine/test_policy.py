@@ -9,8 +9,8 @@ import pytest
 from fake_runner import VOCAB
 
 from sdk import FairPolicy, PriorityPolicy, SchedulingPolicy
-from sdk.engine.scheduling.policy import make_policy
-from sdk.errors import RequestError
+from sdk.api.errors import RequestError
+from sdk.api.scheduling_policy import make_policy
 
 
 def prompt(length: int, seed: int = 1) -> list[int]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from sdk.api.errors import OutOfMemoryError, RequestError
 from sdk.engine.pages.prefix_store import PrefixStore
 from sdk.engine.rank.kv_transfer import StoredKV
-from sdk.errors import OutOfMemoryError, RequestError
 from sdk.quant.spec import KVSpec
 
 SPEC = KVSpec(num_layers=1, kv_heads=1, head_dim=8, page_size=4)  # pins do not look into pages

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import pytest
 
+from sdk.api.errors import RequestError
+from sdk.api.params import SamplingParams
 from sdk.engine.scheduling.results import ResultBudget, ResultReservation
-from sdk.errors import RequestError
-from sdk.params import SamplingParams
 
 MIB = 2**20
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from fake_runner import VOCAB, expected_tokens
 
+from sdk.api.errors import RequestError
 from sdk.engine.plan import StepPlan, StepResult
 from sdk.engine.scheduling.request import RequestStatus
 from sdk.engine.scheduling.scheduler_config import SchedulerConfig
-from sdk.errors import RequestError
 
 
 def prompt(length: int, seed: int = 1) -> list[int]:

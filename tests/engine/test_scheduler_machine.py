@@ -23,12 +23,12 @@ from hypothesis.stateful import (
     rule,
 )
 
+from sdk.api.errors import OutOfMemoryError, RequestError
 from sdk.engine.pages.elastic import ElasticPages
 from sdk.engine.pages.prefix_store import PrefixStore
 from sdk.engine.scheduling.drafts import Drafts
 from sdk.engine.scheduling.negative_prompt import in_prefill
 from sdk.engine.scheduling.prompt_lookup import PromptLookup
-from sdk.errors import OutOfMemoryError, RequestError
 from sdk.quant.spec import KVSpec
 
 SPEC = KVSpec(num_layers=1, kv_heads=1, head_dim=8, page_size=4)  # pins do not look into pages

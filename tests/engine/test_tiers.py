@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sdk.errors import RequestError
+from sdk.api.errors import RequestError
 
 
 def pages(r) -> dict[int, int]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from sdk.api.params import SamplingParams
 from sdk.engine.plan import RequestStart, StepPlan, StepResult, StepRow
 from sdk.engine.rank.runner_config import RunnerConfig
-from sdk.params import SamplingParams
 
 PROMPTS = {"a": tuple(range(3, 40)), "b": (7, 300, 12)}
 

@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator
 
 from sdk import LLM, RemoteWorkers, SamplingParams
-from sdk.executors.remote.tcp_group import TcpGroup
+from sdk.cluster.executors.remote.tcp_group import TcpGroup
 
 TOKEN = "0123456789abcdef-of-these-tests"
 #: Requests, tokens of each prompt and of each answer.

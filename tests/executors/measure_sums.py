@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from sdk.executors.groups import connect
-from sdk.executors.remote.handshake import answer_handshake, open_handshake
-from sdk.executors.remote.tcp_group import TcpGroup
-from sdk.executors.remote.wire import Wire
+from sdk.cluster.executors.groups import connect
+from sdk.cluster.executors.remote.handshake import answer_handshake, open_handshake
+from sdk.cluster.executors.remote.tcp_group import TcpGroup
+from sdk.cluster.executors.remote.wire import Wire
 
 TOKEN = b"0123456789abcdef-of-these-tests"
 SIZES = {"2.3 KB": 576, "16 KB": 4096, "590 KB": 147456}

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from sdk.api.errors import AlignmentError
 from sdk.engine.plan import StepPlan, StepResult
-from sdk.errors import AlignmentError
 from sdk.models.parallel import Mesh
 
 

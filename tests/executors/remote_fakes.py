@@ -16,14 +16,14 @@ from typing import ClassVar
 
 import rank_runner
 
-from sdk.executors.process import ProcessExecutor
-from sdk.executors.remote.codec import Codec
-from sdk.executors.remote.handshake import answer_handshake, open_handshake
-from sdk.executors.remote.messages import engine_codec, whole
-from sdk.executors.remote.ranks import RemoteRanks
-from sdk.executors.remote.serve import WorkerOptions, WorkerParts, serve_engines
-from sdk.executors.remote.wire import Address, SignedWire, Wire
-from sdk.remote import RemoteWorkers
+from sdk.api.remote_workers import Address, RemoteWorkers
+from sdk.cluster.executors.process import ProcessExecutor
+from sdk.cluster.executors.remote.codec import Codec
+from sdk.cluster.executors.remote.handshake import answer_handshake, open_handshake
+from sdk.cluster.executors.remote.messages import engine_codec, whole
+from sdk.cluster.executors.remote.ranks import RemoteRanks
+from sdk.cluster.executors.remote.serve import WorkerOptions, WorkerParts, serve_engines
+from sdk.cluster.executors.remote.wire import SignedWire, Wire
 
 HERE = Path(__file__).parent
 TOKEN = "0123456789abcdef-of-these-tests"

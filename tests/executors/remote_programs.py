@@ -37,11 +37,11 @@ def steps(listen: str, seconds: float = 60.0) -> None:
     import rank_runner
     import remote_fakes
 
+    from sdk.api.errors import EngineDeadError
+    from sdk.api.remote_workers import RemoteWorkers
+    from sdk.cluster.executors.process import ProcessExecutor
+    from sdk.cluster.executors.remote.ranks import RemoteRanks
     from sdk.engine.plan import StepPlan
-    from sdk.errors import EngineDeadError
-    from sdk.executors.process import ProcessExecutor
-    from sdk.executors.remote.ranks import RemoteRanks
-    from sdk.remote import RemoteWorkers
 
     workers = RemoteWorkers(listen=listen, token=remote_fakes.TOKEN, timeout=60)
     executor = ProcessExecutor(

@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
-from sdk.executors import channel as channels
-from sdk.executors.channel import Channel, pack
+from sdk.cluster.executors import channel as channels
+from sdk.cluster.executors.channel import Channel, pack
 
 
 def test_messages_arrive_whole_and_in_order() -> None:

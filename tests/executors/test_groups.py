@@ -11,8 +11,8 @@ import psutil
 import pytest
 import torch
 
-from sdk.executors.gloo import TcpStore
-from sdk.executors.groups import Transport, connect
+from sdk.cluster.executors.gloo import TcpStore
+from sdk.cluster.executors.groups import Transport, connect
 from sdk.kernels.errors import CollectiveError
 
 

@@ -7,8 +7,8 @@ from types import ModuleType
 
 import pytest
 
+from sdk.api.errors import AlignmentError, EngineClosedError
 from sdk.engine.plan import StepPlan, StepResult
-from sdk.errors import AlignmentError, EngineClosedError
 from sdk.executors.local import LocalExecutor
 
 

@@ -24,23 +24,23 @@ import pytest
 import torch
 from decoding import config_of, decode
 
-from sdk.config import EngineConfig
+from sdk.api.config import EngineConfig
+from sdk.api.errors import EngineClosedError, EngineDeadError
+from sdk.cluster.executors import nccl
+from sdk.cluster.executors.nccl import Cards, nccl_backend, process_may_end
+from sdk.cluster.executors.process import ProcessExecutor
+from sdk.cluster.executors.torch_group import Connection, TorchGroup, TorchLink
+from sdk.cluster.executors.worker import WorkerStart, answer, join
 from sdk.engine.plan import StepPlan
 from sdk.engine.rank.runner import ModelRunner
 from sdk.engine.rank.runner_config import RunnerConfig
-from sdk.errors import EngineClosedError, EngineDeadError
-from sdk.executors import nccl
 from sdk.executors.local import LocalExecutor
-from sdk.executors.nccl import Cards, nccl_backend, process_may_end
-from sdk.executors.process import ProcessExecutor
-from sdk.executors.torch_group import Connection, TorchGroup, TorchLink
-from sdk.executors.worker import WorkerStart, answer, join
 from sdk.kernels import context
 from sdk.kernels.errors import CollectiveError
 from sdk.kernels.sized_graphs import PieceGraphs
 from sdk.loading import load as loading
+from sdk.loading.explain import _steps
 from sdk.models.parallel import Mesh
-from sdk.reports.explain import _steps
 
 TIMES = {"connect_s": 60.0, "limit_s": 60.0}
 CPU = torch.device("cpu")

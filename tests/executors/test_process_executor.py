@@ -19,11 +19,11 @@ import psutil
 import pytest
 
 import sdk
+from sdk.api.errors import AlignmentError, EngineClosedError, EngineDeadError
+from sdk.cluster.executors import groups
+from sdk.cluster.executors.process import ProcessExecutor
 from sdk.engine.plan import StepPlan, StepResult
-from sdk.errors import AlignmentError, EngineClosedError, EngineDeadError
-from sdk.executors import groups
 from sdk.executors.local import LocalExecutor
-from sdk.executors.process import ProcessExecutor
 
 ROOT = Path(sdk.__file__).parent.parent
 HERE = Path(__file__).parent
@@ -132,7 +132,7 @@ def test_two_executors_work_side_by_side(started) -> None:
 
 @pytest.mark.slow
 def test_gloo_is_bound_to_loopback_alone(started, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sdk.executors.process.transport", lambda: "gloo")
+    monkeypatch.setattr("sdk.cluster.executors.process.transport", lambda: "gloo")
     executor = started()
     addresses = {
         connection.laddr.ip
@@ -149,8 +149,8 @@ def test_ranks_that_share_memory_have_no_network_socket_and_leave_no_file(
 ) -> None:
     memory = tmp_path / "memory"
     memory.mkdir()
-    monkeypatch.setattr("sdk.executors.groups._IN_MEMORY", str(memory))
-    monkeypatch.setattr("sdk.executors.groups._ENOUGH", 0)
+    monkeypatch.setattr("sdk.cluster.executors.groups._IN_MEMORY", str(memory))
+    monkeypatch.setattr("sdk.cluster.executors.groups._ENOUGH", 0)
     executor = started()
     assert list(memory.iterdir()) == []
     assert psutil.Process(worker_of(executor)).net_connections("inet") == []
@@ -160,7 +160,7 @@ def test_ranks_that_share_memory_have_no_network_socket_and_leave_no_file(
 def test_the_meeting_place_is_on_a_disk_when_memory_is_short(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("sdk.executors.groups._ENOUGH", 2**62)
+    monkeypatch.setattr("sdk.cluster.executors.groups._ENOUGH", 2**62)
     folder = Path(groups.meeting_place())
     assert folder.parent == Path(tempfile.gettempdir()) and folder.stat().st_mode & 0o77 == 0
     folder.rmdir()
@@ -486,7 +486,7 @@ sys.path[:0] = {path!r}
 import rank_runner
 from rank_runner import run_step
 from sdk.engine.plan import StepPlan
-from sdk.executors.process import ProcessExecutor
+from sdk.cluster.executors.process import ProcessExecutor
 executor = ProcessExecutor(rank_runner.FakeRunner, rank_runner.FakeConfig(), 2)
 executor.start()
 print("worker", int(run_step(executor, StepPlan(1)).hidden["pids"][1]), flush=True)

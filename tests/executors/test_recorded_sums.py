@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sdk.executors.groups import connect
-from sdk.executors.remote.tcp_group import TcpGroup
+from sdk.cluster.executors.groups import connect
+from sdk.cluster.executors.remote.tcp_group import TcpGroup
 from sdk.kernels.errors import CollectiveError
 from sdk.kernels.norm import Norm
 from sdk.kernels.ops import Ops

@@ -17,6 +17,11 @@ from hypothesis import given, settings, strategies as st
 from hypothesis.extra import numpy as numbers
 
 import sdk
+from sdk.api.errors import CheckpointError, OutOfMemoryError
+from sdk.api.params import SamplingParams
+from sdk.cluster.executors.remote.codec import Codec, CodecError, Record
+from sdk.cluster.executors.remote.messages import engine_codec
+from sdk.engine.executor import RankCall
 from sdk.engine.pages import elastic
 from sdk.engine.plan import (
     Duplicate,
@@ -30,11 +35,6 @@ from sdk.engine.plan import (
 from sdk.engine.rank.adapters import add_parts, write_slot
 from sdk.engine.rank.kv_transfer import LayerKV, read_layer
 from sdk.engine.rank.runner_config import DraftingWeights, RunnerConfig
-from sdk.errors import CheckpointError, OutOfMemoryError
-from sdk.executors.base import RankCall
-from sdk.executors.remote.codec import Codec, CodecError, Record
-from sdk.executors.remote.messages import engine_codec
-from sdk.params import SamplingParams
 from sdk.quant.adapter import LowRank
 from sdk.quant.spec import KVSpec
 from sdk.sampling.resolved import ResolvedParams

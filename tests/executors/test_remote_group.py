@@ -12,8 +12,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from sdk.executors.groups import connect
-from sdk.executors.remote.tcp_group import TcpGroup
+from sdk.cluster.executors.groups import connect
+from sdk.cluster.executors.remote.tcp_group import TcpGroup
 from sdk.kernels.errors import CollectiveError
 
 

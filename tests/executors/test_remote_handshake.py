@@ -11,12 +11,13 @@ from types import ModuleType
 
 import pytest
 
-from sdk.errors import EngineDeadError
-from sdk.executors.remote import handshake, listener as listeners, wire as wires
-from sdk.executors.remote.codec import Codec
-from sdk.executors.remote.handshake import HandshakeError, open_handshake
-from sdk.executors.remote.listener import MAX_STRANGERS, Listener
-from sdk.executors.remote.wire import Address, ForgedError, SignedWire, Wire
+from sdk.api.errors import EngineDeadError
+from sdk.api.remote_workers import Address
+from sdk.cluster.executors.remote import handshake, listener as listeners, wire as wires
+from sdk.cluster.executors.remote.codec import Codec
+from sdk.cluster.executors.remote.handshake import HandshakeError, open_handshake
+from sdk.cluster.executors.remote.listener import MAX_STRANGERS, Listener
+from sdk.cluster.executors.remote.wire import ForgedError, SignedWire, Wire
 
 TOKEN = b"a token of these tests"
 NOTHING = Codec([])

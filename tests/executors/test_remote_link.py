@@ -12,22 +12,23 @@ from types import ModuleType
 
 import pytest
 
-from sdk.engine.rank.runner_config import RunnerConfig
-from sdk.errors import EngineDeadError
-from sdk.executors.children import ChildLost
-from sdk.executors.remote import link as links
-from sdk.executors.remote.link import Link, LinkLost
-from sdk.executors.remote.listener import MAX_STRANGERS, Listener
-from sdk.executors.remote.messages import engine_codec
-from sdk.executors.remote.ranks import RemoteRank, accept_peers
-from sdk.executors.remote.serve import (
+from sdk.api.errors import EngineDeadError
+from sdk.api.remote_workers import Address
+from sdk.cluster.executors.children import ChildLost
+from sdk.cluster.executors.remote import link as links
+from sdk.cluster.executors.remote.link import Link, LinkLost
+from sdk.cluster.executors.remote.listener import MAX_STRANGERS, Listener
+from sdk.cluster.executors.remote.messages import engine_codec
+from sdk.cluster.executors.remote.ranks import RemoteRank, accept_peers
+from sdk.cluster.executors.remote.serve import (
     WorkerOptions,
     WorkerParts,
     _connection,
     localized,
     serve_engines,
 )
-from sdk.executors.remote.wire import CHUNK, TAG, Address, SignedWire
+from sdk.cluster.executors.remote.wire import CHUNK, TAG, SignedWire
+from sdk.engine.rank.runner_config import RunnerConfig
 
 CODEC = engine_codec()
 

@@ -16,8 +16,8 @@ import pytest
 
 import sdk
 from sdk import LLM, LoRARequest, RemoteWorkers, RequestError, SamplingParams, launched_llm
-from sdk.config import EngineConfig
-from sdk.errors import EngineDeadError
+from sdk.api.config import EngineConfig
+from sdk.api.errors import EngineDeadError
 from sdk.memory.resolve import available_to, hosts_of, ranks_here
 from sdk.testing import tiny_adapter
 

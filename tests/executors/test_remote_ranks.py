@@ -17,13 +17,14 @@ from types import ModuleType
 import psutil
 import pytest
 
+from sdk.api.errors import EngineClosedError, EngineDeadError
+from sdk.api.remote_workers import Address
+from sdk.cluster.executors.process import ProcessExecutor
+from sdk.cluster.executors.remote.codec import CodecError
+from sdk.cluster.executors.remote.handshake import open_handshake
+from sdk.cluster.executors.remote.wire import Wire
 from sdk.engine.plan import StepPlan, StepResult
-from sdk.errors import EngineClosedError, EngineDeadError
 from sdk.executors.local import LocalExecutor
-from sdk.executors.process import ProcessExecutor
-from sdk.executors.remote.codec import CodecError
-from sdk.executors.remote.handshake import open_handshake
-from sdk.executors.remote.wire import Address, Wire
 
 HERE = Path(__file__).parent
 
@@ -404,7 +405,7 @@ def test_a_worker_names_an_address_where_something_else_is(remote: ModuleType) -
 def test_hosts_that_differ_are_an_error_on_every_rank(
     remote: ModuleType, monkeypatch: pytest.MonkeyPatch, key: str, value: str
 ) -> None:
-    from sdk.executors.remote import ranks
+    from sdk.cluster.executors.remote import ranks
 
     monkeypatch.setattr(ranks, "facts_of", lambda model, own=ranks.facts_of: own("") | {key: value})
     port = remote.free_port()

@@ -13,16 +13,16 @@ from typing import Any
 import psutil
 import pytest
 
-from sdk.config import EngineConfig
+from sdk.api.config import EngineConfig
+from sdk.api.errors import EngineClosedError, EngineDeadError
+from sdk.api.params import SamplingParams
+from sdk.cluster.executors import grid as grids
+from sdk.cluster.executors.grid import Grid
+from sdk.cluster.executors.process import ProcessExecutor
 from sdk.engine.plan import RequestStart, StepPlan, StepRow
 from sdk.engine.rank.runner_config import RunnerConfig
-from sdk.errors import EngineClosedError, EngineDeadError
-from sdk.executors import grid as grids
-from sdk.executors.grid import Grid
-from sdk.executors.process import ProcessExecutor
-from sdk.executors.stage_times import StageTimes
+from sdk.engine.stage_times import StageTimes
 from sdk.loading.load import _executor
-from sdk.params import SamplingParams
 
 Poll = Callable[[Callable[[], bool]], bool]
 
@@ -32,8 +32,8 @@ def nothing_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator
     """After every test: no child process, no shared memory, no descriptor more than before."""
     shared = tmp_path / "memory"
     shared.mkdir()
-    monkeypatch.setattr("sdk.executors.groups._IN_MEMORY", str(shared))
-    monkeypatch.setattr("sdk.executors.groups._ENOUGH", 0)
+    monkeypatch.setattr("sdk.cluster.executors.groups._IN_MEMORY", str(shared))
+    monkeypatch.setattr("sdk.cluster.executors.groups._ENOUGH", 0)
     yield
     gc.collect()
     assert psutil.Process().children(recursive=True) == []

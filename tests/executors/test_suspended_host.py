@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from sdk.executors.children import _STOPPED_S
+from sdk.cluster.executors.children import _STOPPED_S
 
 ROOT = Path(__file__).parents[2]
 HOST = """

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from decoding import config_of, decode
 
+from sdk.cluster.executors.process import ProcessExecutor
 from sdk.engine.rank.runner import ModelRunner
 from sdk.executors.local import LocalExecutor
-from sdk.executors.process import ProcessExecutor
 
 
 @pytest.mark.slow

@@ -15,14 +15,15 @@ import torch
 from fake_card import on_a_card
 
 from sdk import LLM, CheckpointError, MemoryPool, SamplingParams
+from sdk.api.options import engine_config
 from sdk.kernels import gpu, known_answers
 from sdk.kernels.answer_file import Answer, AnswerFile
 from sdk.kernels.gpu import GpuBackend, linear, norm
 from sdk.kernels.reference.decode import decode
 from sdk.kernels.reference.norm import GatedActivation
 from sdk.loading import device as devices, load as loading
-from sdk.memory import engine_memory, kernel_shares, resolve
-from sdk.options import engine_config
+from sdk.memory import kernel_shares, resolve
+from sdk.requests import engine_memory
 
 MACHINE = {"card": "a card that is not here"}
 LIMITS: dict[str, Any] = {"max_model_len": 64, "max_num_batched_tokens": 8, "max_num_seqs": 2}

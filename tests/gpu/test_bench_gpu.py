@@ -18,15 +18,15 @@ import pytest
 import torch
 
 from sdk import LLM
+from sdk.api.errors import SdkError
+from sdk.bench.gpu import peer
+from sdk.bench.gpu.card import Card, expect_close
+from sdk.bench.gpu.engine import idle_share, spans_of_launches
+from sdk.bench.gpu.rows import BY_NAME, ROWS, Finding
+from sdk.bench.gpu.weights import Weights, affine, float8, int8
+from sdk.bench.random_models import SHAPES, Shape, write_random
+from sdk.bench.tune.cases import ExpertCase, cases_of, single_case
 from sdk.cli import main
-from sdk.cli.bench.gpu import peer
-from sdk.cli.bench.gpu.card import Card, expect_close
-from sdk.cli.bench.gpu.engine import idle_share, spans_of_launches
-from sdk.cli.bench.gpu.rows import BY_NAME, ROWS, Finding
-from sdk.cli.bench.gpu.weights import Weights, affine, float8, int8
-from sdk.cli.bench.random_models import SHAPES, Shape, write_random
-from sdk.cli.tune_cases import ExpertCase, cases_of, single_case
-from sdk.errors import SdkError
 from sdk.kernels.gpu.linear import TritonLinear
 from sdk.kernels.gpu.packing import pack
 from sdk.kernels.gpu.tuning import Tiles, Tuning, read_tuning
@@ -62,7 +62,7 @@ def card() -> Iterator[Card]:
 )
 def test_every_row_gives_findings(card: Card, name: str) -> None:
     row = BY_NAME[name]
-    module = import_module(f"sdk.cli.bench.gpu.{row.module}")
+    module = import_module(f"sdk.bench.gpu.{row.module}")
     findings = list(getattr(module, row.function)(card))
     assert findings
     for found in findings:
@@ -82,11 +82,11 @@ def test_a_rehearsal_runs_a_row_without_timing_it(
     def never(*_: Any) -> Any:
         raise AssertionError("timed")
 
-    monkeypatch.setattr("sdk.cli.bench.gpu.card._recorded", never)
-    monkeypatch.setattr("sdk.cli.bench.gpu.card._seconds", never)
+    monkeypatch.setattr("sdk.bench.gpu.card._recorded", never)
+    monkeypatch.setattr("sdk.bench.gpu.card._seconds", never)
     row = BY_NAME[name]
     made = Card({}, rehearsing=True)
-    list(getattr(import_module(f"sdk.cli.bench.gpu.{row.module}"), row.function)(made))
+    list(getattr(import_module(f"sdk.bench.gpu.{row.module}"), row.function)(made))
     made.close()
 
 
@@ -192,7 +192,7 @@ def test_tune_fills_a_table_and_goes_on_where_it_was(
 def test_no_weight_is_made_when_the_time_to_tune_is_over(
     tmp_path: Path, card: Card, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sdk.cli import tune
+    from sdk.bench import tune
 
     made, now = [], [0.0]
 
@@ -216,7 +216,7 @@ def test_no_weight_is_made_when_the_time_to_tune_is_over(
 def test_an_entry_that_ended_the_process_is_left_out_of_the_next_run(
     tmp_path: Path, card: Card, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sdk.cli import tune
+    from sdk.bench import tune
 
     class Lost(BaseException):
         pass
@@ -244,7 +244,8 @@ def test_every_kernel_that_tune_may_try_is_compiled_beforehand(
     card: Card, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the search launches is what the compiling processes have compiled, but for shapes."""
-    from sdk.cli import tune, tune_compile
+    from sdk.bench import tune
+    from sdk.bench.tune import compile as tune_compile
     from sdk.kernels.gpu.launch import Launch
 
     seen: list[tuple[str, Any, Any]] = []
@@ -280,7 +281,7 @@ def test_tune_chooses_between_wide_and_narrow_tiles_of_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Any, fastest: Tiles
 ) -> None:
     """They differ in all numbers, so that a search by one number at a time finds only one kind."""
-    from sdk.cli import tune
+    from sdk.bench import tune
     from sdk.kernels.gpu.launch import Launch
 
     card = Card({})
@@ -312,7 +313,7 @@ def test_tune_chooses_between_wide_and_narrow_tiles_of_bytes(
 
 
 def test_a_compiled_launch_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sdk.cli.tune_compile import compile_launch
+    from sdk.bench.tune.compile import compile_launch
     from sdk.kernels.gpu.launch import Launch
 
     class Kernel:
@@ -337,7 +338,7 @@ def test_tune_takes_the_shapes_of_a_model(tmp_path: Path, golden: Path) -> None:
 def test_tune_times_the_types_that_an_engine_hands_from_kernel_to_kernel(
     card: Card, golden: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sdk.cli import tune
+    from sdk.bench import tune
     from sdk.models.config import ModelConfig
 
     short = torch.float16
@@ -415,7 +416,7 @@ def test_tuned_experts_run_on_the_tiles_being_measured(card: Card, tokens: int) 
 def test_tune_passes_over_tiles_that_fail_or_are_wrong(
     card: Card, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sdk.cli import tune
+    from sdk.bench import tune
 
     case = next(cases_of(card, None))
     right = TritonLinear.matmul
@@ -438,7 +439,7 @@ def test_tune_passes_over_tiles_that_fail_or_are_wrong(
 
 
 def test_a_table_of_another_version_is_measured_anew(tmp_path: Path) -> None:
-    from sdk.cli.tune import Table
+    from sdk.bench.tune import Table
 
     path = tmp_path / "card.json"
     path.write_text('{"version": 0, "linear": {"int4g128": [{}]}}')
@@ -448,7 +449,7 @@ def test_a_table_of_another_version_is_measured_anew(tmp_path: Path) -> None:
 
 
 def test_a_worker_says_how_every_row_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sdk.cli.bench.gpu import limits, worker
+    from sdk.bench.gpu import limits, worker
 
     def broken(card: Card) -> Iterator[Finding]:
         yield Finding("half", "", 1.0, numbers={"copy": 2.0})

@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 import torch
 
-from sdk.cli import tune, tune_cases, tune_compile, tune_libraries
-from sdk.cli.bench.gpu.card import Card
+from sdk.bench import tune
+from sdk.bench.gpu.card import Card
+from sdk.bench.tune import cases as tune_cases, compile as tune_compile, libraries as tune_libraries
 from sdk.kernels.gpu.tuning import Tiles, Tuning
 
 SECONDS, COMPILE, START, PROCESSES, WEIGHT, TIMED = 120.0, 2.0, 12.0, 15, 1.5, 0.12

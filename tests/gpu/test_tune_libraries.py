@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from sdk.cli import tune, tune_libraries
-from sdk.cli.bench.gpu.card import Card
-from sdk.cli.bench.gpu.weights import affine, float8, int8
-from sdk.cli.bench.random_models import SHAPES, Shape, write_random
-from sdk.cli.tune_cases import cases_of, single_case
-from sdk.cli.tune_libraries import Contest, contests_of, from_tokens, own_contests, with_contests
+from sdk.bench import tune
+from sdk.bench.gpu.card import Card
+from sdk.bench.gpu.weights import affine, float8, int8
+from sdk.bench.random_models import SHAPES, Shape, write_random
+from sdk.bench.tune import libraries as tune_libraries
+from sdk.bench.tune.cases import cases_of, single_case
+from sdk.bench.tune.libraries import Contest, contests_of, from_tokens, own_contests, with_contests
 from sdk.kernels.gpu import grouped_mm, scaled_mm
 from sdk.kernels.gpu.tuning import Tuning, read_tuning
 from tests.gpu.cudnn_stand_in import StandIn, library

@@ -11,7 +11,7 @@ from tests.scripts import run_python
 CODE = """
 import os, resource, sys
 from pathlib import Path
-import sdk.executors.process
+import sdk.cluster.executors.process
 from sdk import LLM, SdkError
 
 model, work = sys.argv[1], Path(os.environ["TMPDIR"])

@@ -199,8 +199,8 @@ def test_with_few_descriptors_nothing_is_left_behind(model: Path, tmp_path: Path
     code = """
         import resource, tempfile
         from sdk import SdkError
-        from sdk.executors.grid import Grid
-        from sdk.executors.children import Children
+        from sdk.cluster.executors.grid import Grid
+        from sdk.cluster.executors.children import Children
         tempfile.tempdir = sys.argv[2]
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         def count():

@@ -15,7 +15,7 @@ from nbclient import NotebookClient
 
 import sdk
 from sdk import LLM, SamplingParams
-from sdk.loading import progress
+from sdk.api import load_progress as progress
 
 ROOT = Path(__file__).parents[2]
 SHORT = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -88,7 +88,7 @@ def test_the_command_works_with_closed_descriptors(golden: Path, tmp_path: Path)
 
 BARS = """
 import time
-from sdk.loading.progress import reporting
+from sdk.api.load_progress import reporting
 for stage, seconds in (("slow", 1.2), ("quick", 0.0)):
     with reporting(stage, "layer", None) as report:
         report(1, 3)

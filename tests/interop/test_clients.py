@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from sdk import LLM, SamplingParams
-from sdk.server import create_app
+from sdk.serving import create_app
 from tests.interop.conftest import HERE, MADE, surroundings
-from tests.server.serving import running
+from tests.serving.serving import running
 
 ASK = [{"role": "user", "content": "What is the capital of France? Answer briefly."}]
 CITIES = ("Paris", "Rome")

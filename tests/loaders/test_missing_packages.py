@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from sdk import LLM, SamplingParams, SdkError
-from sdk.errors import MissingPackageError
-from sdk.loading import progress
+from sdk.api import load_progress as progress
+from sdk.api.errors import MissingPackageError
 
 ONE = SamplingParams(max_tokens=1)
 

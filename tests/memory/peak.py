@@ -72,7 +72,7 @@ def _child(model: str, options: dict[str, Any]) -> dict[str, float]:
     assert CONFIG_MAPPING["llama"]  # where a folder's config.json leaves out what has a default
 
     from sdk import LLM
-    from sdk.memory.machine import release_free_memory
+    from sdk.api.machine import release_free_memory
 
     structured = options.pop("structured", False)
     with LLM(TINY, max_model_len=64) as llm:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from sdk import RequestError
+from sdk.api.options import engine_config
 from sdk.kernels import gpu
 from sdk.kernels.gpu.tuning import Tuning
 from sdk.kernels.scratch import Matrix, Products
@@ -20,7 +21,6 @@ from sdk.memory import files, planning, resolve
 from sdk.memory.cards import largest_part
 from sdk.memory.demand import WeightBytes
 from sdk.memory.plan import MemoryPlan
-from sdk.options import engine_config
 
 GIB = 2**30
 LIMITS: dict[str, Any] = {"max_model_len": 64, "max_num_seqs": 2, "device": "cuda"}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from sdk.memory.control_groups import GroupMemory, group_memory
-from sdk.memory.machine import available_memory, installed_memory
+from sdk.api.control_groups import GroupMemory, group_memory
+from sdk.api.machine import available_memory, installed_memory
 
 GIB = 2**30
 UNLIMITED_V1 = "9223372036854771712\n"  # what version 1 says without a limit, with pages of 4 KiB

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from sdk import RequestError, SamplingParams
-from sdk.metrics.recorder import MAX_LABELS, OTHER, Rates
+from sdk.engine.recorder import MAX_LABELS, OTHER, Rates
 from sdk.testing import FakeAnswer, FakeLLM, ManualClock
 
 FIRST, EACH = 0.1, 0.01  # seconds

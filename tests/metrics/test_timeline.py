@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from sdk import ClassificationOutput, PoolingRequestOutput, RequestEvent, SamplingParams
-from sdk.metrics.timeline import MAX_EVENTS, RequestMetrics, Timeline, with_event
-from sdk.outputs import PoolingOutput
+from sdk.api.outputs import PoolingOutput
+from sdk.api.timeline import MAX_EVENTS, RequestMetrics, Timeline, with_event
 from sdk.testing import FakeLLM, ManualClock
 
 

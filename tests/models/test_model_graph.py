@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from sdk.api.params import SamplingParams
 from sdk.engine.plan import RequestStart, StepRow
 from sdk.engine.rank.inputs import StepInputs
 from sdk.engine.rank.kv_cache import KVCache, kv_spec
@@ -17,7 +18,6 @@ from sdk.engine.rank.step_batch import StepBatch
 from sdk.kernels.ops import Ops
 from sdk.models.auto import build_model
 from sdk.models.parallel import Mesh
-from sdk.params import SamplingParams
 from tests.models.conftest import checkpoint_of, prompt, tiny
 from tests.models.test_model_architectures import ARCHITECTURES
 

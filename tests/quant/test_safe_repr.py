@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sdk import RequestError, SamplingParams
-from sdk.config import EngineConfig
+from sdk.api.config import EngineConfig
 from sdk.quant.safe_repr import safe_message, safe_repr
 
 

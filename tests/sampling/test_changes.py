@@ -11,10 +11,10 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from sdk.engine.plan import Sampled
+from sdk.api.logprobs import Sampled
+from sdk.api.params import SamplingParams
 from sdk.kernels.ops import Ops
 from sdk.kernels.sampling import SampleBuffers, Shape, join_draws
-from sdk.params import SamplingParams
 from sdk.sampling.draws import Draw
 from sdk.sampling.processors import process
 from sdk.sampling.resolved import ResolvedParams, resolve

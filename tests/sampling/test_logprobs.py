@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from sdk.logprobs import Logprob, Logprobs
+from sdk.api.logprobs import Logprob, Logprobs
 from sdk.sampling.logprobs import scored
 from sdk.sampling.rows import Scratch
 from sdk.text.token_texts import TokenTexts

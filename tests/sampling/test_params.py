@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sdk.errors import RequestError
-from sdk.params import RequestOutputKind, SamplingParams
+from sdk.api.errors import RequestError
+from sdk.api.params import RequestOutputKind, SamplingParams
 from tests.counted import lines_run
 
 NAN, INF = float("nan"), float("inf")
@@ -143,9 +143,8 @@ def test_from_optional_takes_none_for_the_default_and_json_keys() -> None:
 
 
 def test_importing_params_imports_neither_torch_nor_numpy() -> None:
-    code = (
-        "import sys, sdk.params, sdk.engine.plan; assert not {'torch', 'numpy'} & set(sys.modules)"
-    )
+    modules = "sys, sdk.api.params, sdk.engine.plan"
+    code = f"import {modules}; assert not {{'torch', 'numpy'}} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

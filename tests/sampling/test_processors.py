@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings, strategies as st
 from transformers.generation import logits_process as hf
 
-from sdk.engine.plan import Sampled
-from sdk.errors import RequestError
+from sdk.api.errors import RequestError
+from sdk.api.logprobs import Sampled
+from sdk.api.params import SamplingParams
 from sdk.kernels.ops import Ops
-from sdk.params import SamplingParams
 from sdk.sampling.draws import Draw
 from sdk.sampling.processors import process
 from sdk.sampling.resolved import ResolvedParams, resolve

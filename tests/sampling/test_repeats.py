@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from hypothesis import given, settings, strategies as st
 
-from sdk.params import SamplingParams
+from sdk.api.params import SamplingParams
 from sdk.sampling.processors import process
 from sdk.sampling.repeats import Repeats
 from sdk.sampling.resolved import ResolvedParams, resolve

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from sdk.engine.plan import Sampled
-from sdk.errors import RequestError
+from sdk.api.errors import RequestError
+from sdk.api.logprobs import Sampled
+from sdk.api.params import SamplingParams
 from sdk.kernels.ops import Ops
-from sdk.params import SamplingParams
 from sdk.sampling.draws import Draw
 from sdk.sampling.resolved import ResolvedParams
 from sdk.sampling.sampler import Sampler

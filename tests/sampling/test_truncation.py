@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings, strategies as st
 from transformers.generation import logits_process as hf
 
+from sdk.api.params import SamplingParams
 from sdk.kernels.ops import Ops
 from sdk.kernels.reference.sampling import keep_first, truncate
 from sdk.kernels.sampling import Draws, join_draws
-from sdk.params import SamplingParams
 from sdk.sampling.resolved import ResolvedParams
 from sdk.sampling.state import RequestState
 from sdk.sampling.uniform import XTC, uniform

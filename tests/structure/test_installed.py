@@ -54,7 +54,7 @@ import pickle
 import embedlm
 assert "sdk" not in sys.modules and "torch" not in sys.modules
 import sdk
-import embedlm.errors, sdk.errors
+import embedlm.api.errors, sdk.api.errors
 import embedlm.kernels.cpu.library, sdk.kernels.cpu.library
 from embedlm.cli import main
 from embedlm.cli import run as named
@@ -62,7 +62,7 @@ from embedlm import *
 import sdk.cli.run
 assert main is sdk.cli.main and named is sdk.cli.run
 assert embedlm.LLM is sdk.LLM is LLM
-assert embedlm.errors is sdk.errors and embedlm.errors.__spec__.name == "sdk.errors"
+assert embedlm.api.errors is sdk.api.errors and embedlm.api.errors.__spec__.name == "sdk.api.errors"
 assert embedlm.kernels.cpu.library is sdk.kernels.cpu.library
 assert dir(embedlm) == dir(sdk) and embedlm.__version__ == sdk.__version__
 params = embedlm.SamplingParams(max_tokens=3)
@@ -102,7 +102,7 @@ def foreign(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(
     "use",
-    ["embedlm.LLM", "from embedlm import LLM", "import embedlm.errors", "embedlm.cli"],
+    ["embedlm.LLM", "from embedlm import LLM", "import embedlm.api.errors", "embedlm.cli"],
 )
 def test_another_projects_sdk_is_named(run_installed: Run, foreign: Path, use: str) -> None:
     done = run_installed(f"import embedlm\n{use}", before=(foreign,))
@@ -195,12 +195,12 @@ def test_the_hook_of_pyinstaller_collects_modules_tables_and_the_native_library(
     )
     assert found["binaries"] == [[str(native), "sdk/kernels/cpu"]]
     datas = {(Path(path).name, folder) for path, folder in found["datas"]}
-    page = {(name, folder) for name, folder in datas if folder.startswith("sdk/server/page")}
-    assert {("index.html", "sdk/server/page"), ("app.js", "sdk/server/page/js")} <= page
+    page = {(name, folder) for name, folder in datas if folder.startswith("sdk/serving/page")}
+    assert {("index.html", "sdk/serving/page"), ("app.js", "sdk/serving/page/js")} <= page
     datas -= page
     assert datas == {
         ("expected_loss.json", "sdk/quant"),
-        ("predicted.json", "sdk/cli/bench/gpu"),
+        ("predicted.json", "sdk/bench/gpu"),
         ("some-card.json", "sdk/kernels/tuned"),
         ("smollm2_135m.json", "sdk/simulation"),
         ("py.typed", "sdk"),
@@ -229,7 +229,7 @@ from sdk.kernels.gpu.tuning import read_tuning
 assert read_tuning("Some Card", 1).dense_from == 77
 assert read_tuning("Unknown", 1).table is None
 assert read_tuning("Sister", 4, capability=(9, 0)).dense_from == 77
-from sdk.server.web_page import page_files
+from sdk.serving.web_page import page_files
 assert b"<!doctype html>" in page_files()["index.html"].content
 """
 

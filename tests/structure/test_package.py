@@ -107,7 +107,7 @@ def test_a_wheel_has_every_module_under_one_name_and_nothing_else(names: set[str
     endings = {Path(name).suffix for name in names if ".dist-info/" not in name}
     page = {".html", ".css", ".js", ".svg"}  # of the server
     assert endings <= {".py", ".typed", ".json", *page}  # C++ sources stay out of it
-    assert "sdk/server/page/index.html" in names
+    assert "sdk/serving/page/index.html" in names
 
 
 #: Names of extras in docs/install.md's table, and where their size is written.

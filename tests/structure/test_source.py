@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import sdk
 from sdk.models.architecture import architectures
 
 ROOT = Path(__file__).parents[2]
@@ -37,6 +38,28 @@ ALLOWED = {
     "models": {"quant", "kernels"},
     "sdk": {"kernels", "quant", "loaders", "models"},
 }
+#: The storeys of sdk/, lowest first. A module may import what stands in its own room or below, at
+#: the top of its file, inside a function and for type checkers alike. The last storeys surround the
+#: library: nothing of it imports them.
+STOREYS = (
+    *("api", "text", "sampling", "structured", "tools", "metrics", "engine", "executors"),
+    *("memory", "loading", "requests", "quantizing", "tokenizer", "llm", "async_llm", "demo"),
+    *("evaluating", "cli", "testing", "serving", "cluster", "compat", "bench"),
+)
+#: The commands, which may print.
+PRINTING = (
+    "sdk/cli/",
+    "sdk/bench/",
+    "sdk/serving/serve_command.py",
+    "sdk/serving/keys_command.py",
+    "sdk/cluster/worker_command.py",
+)
+#: Type checkers alone see these: the interface of a part that a caller may replace.
+UPWARDS = {
+    ("sdk/api/scheduling_policy.py", "sdk.engine.scheduling.request"): "policies order requests",
+    ("sdk/sampling/resolved.py", "sdk.structured.compiler"): "a grammar is one of the parameters",
+    ("sdk/async_llm.py", "sdk.testing.fake_llm"): "AsyncLLM takes a FakeLLM where it takes an LLM",
+}
 MAX_FILE_LINES = 600  # an upper bound, not a target: meaning decides where a file ends
 MAX_FUNCTION_LINES = 60
 #: Files that would only get harder to read by being cut: their own limit, and why.
@@ -56,23 +79,41 @@ MADE = {".git", ".venv", "build", "dist", "bench-results", "__pycache__"}
 #: What a rank's own process may do, which the host's may not: (file, call) -> why.
 EXEMPT = {
     ("kernels/dataclass.py", "exec"): "as the standard library does: names of fields, no input",
-    ("sdk/executors/worker.py", "signal.signal"): "a child process of ours: the parent ends it",
-    ("sdk/executors/worker.py", "torch.set_num_threads"): "the same: the child's torch is ours",
-    ("sdk/cli/bench/peers/embedding.py", "torch.set_num_threads"): "a worker process of the bench",
-    ("sdk/executors/channel.py", "pickle.loads"): "plans and results from our own child process",
-    ("sdk/replicas/connection.py", "pickle.loads"): "messages of our own child processes",
-    ("sdk/replicas/messages.py", "pickle.loads"): "of what was just pickled: can it be read again?",
-    ("sdk/replicas/replica.py", "pickle.loads"): "in a child process of ours: jobs of its parent",
-    ("sdk/replicas/parent.py", "signal.signal"): "a child process of ours: its parent ends it",
-    ("sdk/replicas/parent.py", "torch.set_num_threads"): "the same: its torch is ours",
+    (
+        "sdk/cluster/executors/worker.py",
+        "signal.signal",
+    ): "a child process of ours: the parent ends it",
+    (
+        "sdk/cluster/executors/worker.py",
+        "torch.set_num_threads",
+    ): "the same: the child's torch is ours",
+    ("sdk/bench/peers/embedding.py", "torch.set_num_threads"): "a worker process of the bench",
+    (
+        "sdk/cluster/executors/channel.py",
+        "pickle.loads",
+    ): "plans and results from our own child process",
+    ("sdk/cluster/replicas/connection.py", "pickle.loads"): "messages of our own child processes",
+    (
+        "sdk/cluster/replicas/messages.py",
+        "pickle.loads",
+    ): "of what was just pickled: can it be read again?",
+    (
+        "sdk/cluster/replicas/replica.py",
+        "pickle.loads",
+    ): "in a child process of ours: jobs of its parent",
+    (
+        "sdk/cluster/replicas/parent.py",
+        "signal.signal",
+    ): "a child process of ours: its parent ends it",
+    ("sdk/cluster/replicas/parent.py", "torch.set_num_threads"): "the same: its torch is ours",
 }
 
 #: Runs where this package is not installed, so its modules import each other by relative names.
-STANDALONE = ROOT / "sdk" / "cli" / "bench" / "peers"
+STANDALONE = ROOT / "sdk" / "bench" / "peers"
 
 #: Modules of the engine that only decide, and must import without torch and numpy.
 PURE = (
-    *("sdk/params.py", "sdk/outputs.py", "sdk/demo.py", "sdk/engine/plan.py"),
+    *("sdk/api/params.py", "sdk/api/outputs.py", "sdk/demo.py", "sdk/engine/plan.py"),
     *("sdk/memory/plan.py", "sdk/memory/demand.py", "sdk/memory/fitting.py"),
     *(f"sdk/engine/pages/{name}.py" for name in ("page_pool", "prefixes", "swap")),
     *(f"sdk/engine/scheduling/{name}.py" for name in ("request", "scheduler", "scheduler_config")),
@@ -129,6 +170,26 @@ def order_errors(folder: str, nodes: Iterable[ast.AST]) -> list[str]:
     return errors
 
 
+def storey(name: str) -> str:
+    """``sdk.engine.plan`` and ``sdk.Snapshot`` -> ``engine``; "" for what is outside of them."""
+    name = sdk._EXPORTS.get(name.removeprefix("sdk."), name)
+    room = name.removeprefix("sdk.").partition(".")[0]
+    return "" if name == "sdk" or room in FOLDERS else room
+
+
+def storey_errors(file: str, nodes: Iterable[ast.AST]) -> list[str]:
+    """The imports of a file of sdk/ from a storey above its own."""
+    own = storey(file.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
+    errors = []
+    for line, name in imported(nodes):
+        other = storey(name) if name.startswith("sdk.") else ""
+        if other not in STOREYS or own not in STOREYS or (file, name) in UPWARDS:
+            continue
+        if STOREYS.index(other) > STOREYS.index(own):
+            errors.append(f"line {line}: {own} imports {name} from above")
+    return errors
+
+
 @dataclass(frozen=True)
 class Library:
     """What all tests of the library's files ask, from one walk of each: 120,000 lines take two
@@ -165,7 +226,9 @@ def library() -> Library:
             for function, lines in function_lines(nodes):
                 place = f"{name}:{function}"
                 found.functions[place] = max(lines, found.functions.get(place, 0))
-            found.forbidden[name] = forbidden(nodes, may_print=name.startswith("sdk/cli/"))
+            if folder == "sdk":
+                found.order[folder][name] += storey_errors(name, nodes)
+            found.forbidden[name] = forbidden(nodes, may_print=name.startswith(PRINTING))
             found.state[name] = mutable_state(tree)
     return found
 
@@ -185,7 +248,7 @@ def test_folders_import_only_what_lies_below_them(library: Library, folder: str)
         ("loaders", "def f():\n    from sdk.models.auto import build_model"),
         ("loaders", "from sdk.models.architectures.llama import Model"),
         ("models", "from sdk.loaders import open"),
-        ("quant", "from sdk.errors import SdkError"),
+        ("quant", "from sdk.api.errors import SdkError"),
         ("quant", "from sdk import LLM"),
         ("sdk", "import kernels.ops"),
         ("quant", "from .spec import QuantSpec"),
@@ -193,6 +256,21 @@ def test_folders_import_only_what_lies_below_them(library: Library, folder: str)
 )
 def test_the_order_check_notices_a_wrong_import(folder: str, code: str) -> None:
     assert order_errors(folder, ast.walk(ast.parse(code)))
+
+
+@pytest.mark.parametrize(
+    ("file", "code"),
+    [
+        ("sdk/api/params.py", "from sdk.structured.compiler import Grammar"),
+        ("sdk/engine/engine.py", "def f():\n    from sdk.requests.driver import Driver"),
+        ("sdk/loading/load.py", "import sdk.cluster.executors.process"),
+        ("sdk/llm.py", "if TYPE_CHECKING:\n    from sdk.cluster import replicas"),
+        ("sdk/tools/__init__.py", "from sdk import LLM"),
+        ("sdk/serving/app.py", "from sdk.bench import engines"),
+    ],
+)
+def test_the_order_check_notices_an_import_from_a_storey_above(file: str, code: str) -> None:
+    assert storey_errors(file, ast.walk(ast.parse(code)))
 
 
 def module_name(path: Path) -> str:
@@ -240,8 +318,8 @@ def test_the_circle_check_notices_one() -> None:
 
 
 #: Code that may name a model: names of tokenizers, Mistral's own format, models that tools make.
-NAMES_MODELS = ("loaders/tokenizer/", "loaders/writers/gguf_vocabulary.py", "sdk/cli/bench/")
-NAMES_MODELS += ("loaders/mistral_params.py", "sdk/other_names.py", "models/architectures/")
+NAMES_MODELS = ("loaders/tokenizer/", "loaders/writers/gguf_vocabulary.py", "sdk/bench/")
+NAMES_MODELS += ("loaders/mistral_params.py", "sdk/api/other_names.py", "models/architectures/")
 NAMES_MODELS += ("sdk/testing/tiny_models.py",)
 #: Models that do not run; tests/models/test_other_models.py compares it with the registry.
 NAMES_MODELS += ("models/other_models.py",)

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from sdk.api.structured_params import StructuredOutputsParams
 from sdk.structured.definition import definition_of
 from sdk.structured.library import Matcher, Vocabulary
-from sdk.structured.params import StructuredOutputsParams
 
 END = 256
 

@@ -18,7 +18,7 @@ MEMORY, SECONDS = 3 * 2**30, 900
 def _follow(structure: dict[str, object]) -> str:
     import numpy as np
 
-    from sdk.errors import RequestError
+    from sdk.api.errors import RequestError
     from sdk.structured.library import GrammarError
     from tests.structured.byte_matcher import matcher_of
 

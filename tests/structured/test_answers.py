@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from sdk import LLM, SamplingParams
-from sdk.errors import RequestError
-from sdk.outputs import RequestOutput
+from sdk.api.errors import RequestError
+from sdk.api.outputs import RequestOutput
 from tests.structured_answers import PERSON, STRUCTURES
 
 PROMPTS = [[5, 9, 30, 31, 200, 17], [44, 8], [7, 7, 7, 9, 11, 90, 91, 92, 93, 94, 95, 96, 97, 98]]

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from sdk.errors import RequestError
+from sdk.api.errors import RequestError
+from sdk.api.structured_params import StructuredOutputsParams
 from sdk.structured.bound import longest_completion, longest_match
 from sdk.structured.compiler import GrammarCompiler
-from sdk.structured.params import StructuredOutputsParams
 from tests.structured.test_schemas_accepted import SUITE
 
 #: Bytes that complete a character.

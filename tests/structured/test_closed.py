@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from sdk import LLM, SamplingParams
-from sdk.openai.completions import CompletionResponses
-from sdk.openai.requests import CompletionRequest, StreamOptions
-from sdk.openai.responses import Responses
-from sdk.outputs import CompletionOutput, RequestOutput
+from sdk.api.outputs import CompletionOutput, RequestOutput
+from sdk.serving.openai.completions import CompletionResponses
+from sdk.serving.openai.requests import CompletionRequest, StreamOptions
+from sdk.serving.openai.responses import Responses
 
 LONG = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
 

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from sdk import LLM, RequestError, SamplingParams
+from sdk.api.structured_params import StructuredOutputsParams
 from sdk.kernels.mask_tasks import MaskTasks
 from sdk.structured.answer import StructuredAnswer
 from sdk.structured.compiler import GrammarCompiler
 from sdk.structured.library import mask_functions
-from sdk.structured.params import StructuredOutputsParams
 from sdk.structured.property_patterns import matches_all, names_among
 
 Schema = dict[str, Any]

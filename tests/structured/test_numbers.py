@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from sdk.errors import RequestError
+from sdk.api.errors import RequestError
 from sdk.structured.library import Matcher
 from tests.structured.byte_matcher import accepts, matcher_of, texts
 

@@ -7,11 +7,11 @@ import json
 import numpy as np
 import pytest
 
+from sdk.api.structured_params import StructuredOutputsParams
 from sdk.kernels.mask_tasks import MaskTasks
 from sdk.structured.answer import Phase, StructuredAnswer
 from sdk.structured.compiler import GrammarCompiler
 from sdk.structured.library import mask_functions
-from sdk.structured.params import StructuredOutputsParams
 
 START, END = 5, 6  # control tokens of the vocabulary that have no other use here
 

@@ -14,8 +14,8 @@ import jsonschema
 import pydantic
 import pytest
 
-from sdk.errors import RequestError
-from sdk.structured.schemas import load, schema_of
+from sdk.api.errors import RequestError
+from sdk.api.schemas import load, schema_of
 
 
 class Color(enum.Enum):

@@ -16,9 +16,9 @@ import jsonschema
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from sdk.errors import RequestError
+from sdk.api.errors import RequestError
+from sdk.api.structured_params import StructuredOutputsParams
 from sdk.structured.compiler import Grammar, GrammarCompiler
-from sdk.structured.params import StructuredOutputsParams
 from tests.structured_answers import PERSON
 
 SUITE = Path(__file__).parent / "suite" / "draft2020-12.json"  # MIT: see LICENSE next to it

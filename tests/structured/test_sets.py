@@ -9,7 +9,7 @@ import pytest
 from pydantic import BaseModel
 
 from sdk import LLM, SamplingParams
-from sdk.structured.schemas import load, schema_of
+from sdk.api.schemas import load, schema_of
 from tests.structured.byte_matcher import accepts, matcher_of
 
 Color = Literal["red", "green", "blue"]

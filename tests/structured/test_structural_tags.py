@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sdk import LLM, RequestError, SamplingParams
-from sdk.openai.requests import structure_of
+from sdk.serving.openai.requests import structure_of
 from sdk.structured.structural_tags import lark_of_tag
 
 from .byte_matcher import accepts, matcher_of

@@ -14,7 +14,7 @@ import pydantic
 import pytest
 
 from sdk import LLM, SamplingParams
-from sdk.errors import RequestError
+from sdk.api.errors import RequestError
 from sdk.tools import AssistantMessage
 
 LIMITED = SamplingParams(temperature=0.8, seed=4, max_tokens=120)

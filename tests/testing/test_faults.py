@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sdk import LLM, EngineDeadError, MemoryPool, RequestError, SamplingParams
-from sdk.errors import OutOfMemoryError
+from sdk.api.errors import OutOfMemoryError
 from sdk.testing import FakeLLM, fault, slow_consumer
 
 PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)

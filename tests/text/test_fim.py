@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from sdk.errors import RequestError
+from sdk.api.errors import RequestError
 from sdk.loaders.tokenizer.base import TokenizerFacts
 from sdk.loaders.tokenizer.fim import fim_tokens
 from sdk.loaders.tokenizer.from_folder import tokenizer_from_folder

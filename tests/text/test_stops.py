@@ -8,8 +8,8 @@ import re
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from sdk.errors import RequestError
-from sdk.text.stop_regex import MAX_HELD, MAX_PATTERN_LEN, StopRegex
+from sdk.api.errors import RequestError
+from sdk.api.stop_regex import MAX_HELD, MAX_PATTERN_LEN, StopRegex
 from sdk.text.stops import MAX_PATTERNS, MAX_STOP_LEN, MAX_STOPS, StopMatcher, StopStrings
 from tests.counted import lines_run
 

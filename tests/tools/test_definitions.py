@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import jsonschema
 import pytest
 
-from sdk.errors import RequestError
+from sdk.api.errors import RequestError
 from sdk.tools import Tool, ToolChoice, tool_choice_of, tool_from_function, tools_of
 from tests.tools.outputs import TOOLS, WEATHER
 

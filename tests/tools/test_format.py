@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from sdk.errors import RequestError
+from sdk.api.errors import RequestError
 from sdk.tools import all_formats, format_named, format_of, reasoning_named, reasoning_of
 
 _HERMES_TOOLS = (

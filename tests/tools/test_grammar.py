@@ -13,7 +13,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from sdk.errors import RequestError
+from sdk.api.errors import RequestError
 from sdk.tools import Tool, ToolChoice, ToolFormat, all_formats, format_named, grammar_for
 from sdk.tools.reasoning import reasoning_named
 from tests.tools.outputs import OUTPUTS, TOOLS, WEATHER, Output, by_name, parse

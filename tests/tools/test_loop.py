@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import pydantic
 import pytest
 
-from sdk.errors import RequestError, ToolError
+from sdk.api.errors import RequestError, ToolError
 from sdk.tools import AssistantMessage, Tool, ToolCall, ToolRun, arun_tools, result_text, run_tools
 
 QUESTION = [{"role": "user", "content": "How is the weather?"}]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from sdk.errors import RequestError
+from sdk.api.errors import RequestError
 from sdk.tools import MessageDelta, MessageParser, ToolCall, all_formats, format_named
 from sdk.tools.reasoning import reasoning_named
 from tests.tools.outputs import OUTPUTS, TOOLS, parse

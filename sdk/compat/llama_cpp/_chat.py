@@ -6,12 +6,12 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from sdk import LLM
+from sdk.api.errors import RequestError
+from sdk.api.outputs import RequestOutput
 from sdk.compat.llama_cpp._completions import check_ended
-from sdk.errors import RequestError
-from sdk.openai.objects import ChatCompletion, ChatCompletionChunk
-from sdk.openai.responses import Responses
-from sdk.outputs import RequestOutput
 from sdk.quant.safe_repr import safe_repr
+from sdk.serving.openai.objects import ChatCompletion, ChatCompletionChunk
+from sdk.serving.openai.responses import Responses
 
 Response = dict[str, Any]
 _EMPTY: Mapping[str, None] = {"content": None, "function_call": None, "tool_calls": None}

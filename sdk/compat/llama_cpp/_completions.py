@@ -7,12 +7,12 @@ import uuid
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
+from sdk.api.errors import SdkError
+from sdk.api.outputs import CompletionOutput, Logprobs, RequestOutput
 from sdk.compat.llama_cpp._sampling import Callbacks
-from sdk.errors import SdkError
-from sdk.openai.token_names import Places, TokenNames
-from sdk.outputs import CompletionOutput, Logprobs, RequestOutput
+from sdk.requests.typed_outputs import MessageAnswer
+from sdk.serving.openai.token_names import Places, TokenNames
 from sdk.tokenizer import LLMTokenizer
-from sdk.typed_outputs import MessageAnswer
 
 Response = dict[str, Any]
 

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from sdk.api.errors import RequestError, SdkError
 from sdk.compat.llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 from sdk.compat.llama_cpp.llama_tokenizer import LlamaHFTokenizer
-from sdk.errors import RequestError, SdkError
 from sdk.kernels.lazy_torch import torch
 from sdk.memory.adapters import adapter_options
 from sdk.quant.safe_repr import safe_repr

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from sdk.api.errors import RequestError
+from sdk.api.params import SamplingParams
 from sdk.compat.llama_cpp._parts import Ids, Scores
 from sdk.compat.llama_cpp.llama_grammar import LlamaGrammar
-from sdk.errors import RequestError
 from sdk.kernels.lazy_torch import Tensor, torch
-from sdk.params import SamplingParams
 from sdk.quant.safe_repr import safe_repr
 
 #: Arguments with the same name in ``SamplingParams``. ``tfs_z`` and ``penalize_nl`` have no effect

@@ -17,6 +17,10 @@ from typing import Any
 import numpy as np
 
 from sdk import LLM
+from sdk.api.errors import RequestError
+from sdk.api.lora import LoRARequest
+from sdk.api.outputs import RequestOutput
+from sdk.api.params import SamplingParams
 from sdk.compat.llama_cpp._chat import (
     FALLBACK,
     ChatFormat,
@@ -68,14 +72,10 @@ from sdk.compat.llama_cpp.llama_cache import (
 from sdk.compat.llama_cpp.llama_grammar import LlamaGrammar as LlamaGrammar
 from sdk.compat.llama_cpp.llama_speculative import LlamaDraftModel as LlamaDraftModel
 from sdk.compat.llama_cpp.llama_tokenizer import LlamaTokenizer as LlamaTokenizer
-from sdk.errors import RequestError
-from sdk.lora import LoRARequest
-from sdk.openai.requests import structure_of
-from sdk.openai.responses import Responses
-from sdk.outputs import RequestOutput
-from sdk.params import SamplingParams
 from sdk.quant.safe_repr import safe_repr
 from sdk.requests.prompts import is_conversation
+from sdk.serving.openai.requests import structure_of
+from sdk.serving.openai.responses import Responses
 
 _NOT_GIVEN = ("self", "__class__", "kwargs")
 

@@ -1,6 +1,6 @@
 """Caches that ``Llama.set_cache`` accepts. The prefix cache is always on; ``LLM`` bounds it."""
 
-from sdk.errors import RequestError
+from sdk.api.errors import RequestError
 
 
 class BaseLlamaCache:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from sdk.errors import RequestError
+from sdk.api.errors import RequestError
+from sdk.api.structured_params import StructuredOutputsParams
 from sdk.quant.safe_repr import safe_repr
 from sdk.structured.gbnf import is_gbnf
-from sdk.structured.params import StructuredOutputsParams
 
 
 class LlamaGrammar:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from sdk.errors import RequestError
+from sdk.api.errors import RequestError
 from sdk.quant.safe_repr import safe_repr
 from sdk.tokenizer import LLMTokenizer
 

@@ -7,9 +7,9 @@ import importlib
 from collections.abc import Sequence
 from typing import Any
 
+from sdk.api.errors import RequestError
 from sdk.compat.vllm.config import VllmConfig
 from sdk.compat.vllm.v1.sample.logits_processor.interface import BatchUpdate, LogitsProcessor
-from sdk.errors import RequestError
 from sdk.kernels.lazy_torch import torch
 from sdk.quant.safe_repr import safe_repr
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from sdk.errors import RequestError
+from sdk.api.errors import RequestError
 from sdk.quant.safe_repr import safe_repr
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from enum import Enum, IntEnum
 from typing import Any
 
+from sdk.api.errors import RequestError
 from sdk.compat.vllm.pooling_params import PoolingParams
 from sdk.engine.plan import PoolingMode
-from sdk.errors import RequestError
 from sdk.quant.safe_repr import safe_repr
 
 _POOLING_TYPES = {

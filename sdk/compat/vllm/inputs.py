@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypedDict
 
-from sdk.errors import RequestError
+from sdk.api.errors import RequestError
 from sdk.quant.safe_repr import safe_repr
 
 PromptType = Any

@@ -1,3 +1,3 @@
 """Log-probabilities of tokens."""
 
-from sdk.logprobs import Logprob as Logprob
+from sdk.api.logprobs import Logprob as Logprob

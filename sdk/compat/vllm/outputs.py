@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
-from sdk import outputs as ours
-from sdk.beam_search import BeamSearchOutput as OurBeams, BeamSearchSequence as OurSequence
-from sdk.logprobs import Logprob, Logprobs
-from sdk.lora import LoRARequest
+from sdk.api import outputs as ours
+from sdk.api.beam_search import BeamSearchOutput as OurBeams, BeamSearchSequence as OurSequence
+from sdk.api.logprobs import Logprob, Logprobs
+from sdk.api.lora import LoRARequest
 
 T = TypeVar("T")
 LogprobsOnePosition = dict[int, Logprob]

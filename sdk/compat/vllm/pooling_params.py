@@ -6,8 +6,8 @@ import copy
 from dataclasses import dataclass
 from typing import Any
 
-from sdk.errors import RequestError
-from sdk.params import RequestOutputKind
+from sdk.api.errors import RequestError
+from sdk.api.params import RequestOutputKind
 from sdk.quant.safe_repr import safe_repr
 
 

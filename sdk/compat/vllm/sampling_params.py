@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from sdk import params as ours
-from sdk.beam_search import BeamSearchParams as OurBeamSearchParams
-from sdk.errors import RequestError
-from sdk.params import RequestOutputKind as RequestOutputKind
+from sdk.api import params as ours
+from sdk.api.beam_search import BeamSearchParams as OurBeamSearchParams
+from sdk.api.errors import RequestError
+from sdk.api.params import RequestOutputKind as RequestOutputKind
+from sdk.api.structured_params import StructuredOutputsParams as StructuredOutputsParams
 from sdk.quant.safe_repr import safe_repr
-from sdk.structured.params import StructuredOutputsParams as StructuredOutputsParams
 
 Structure = StructuredOutputsParams | Mapping[str, Any]
 #: An older name.

@@ -7,8 +7,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from sdk.errors import OutOfMemoryError
-from sdk.memory.sizes import format_bytes
+from sdk.api.errors import OutOfMemoryError
+from sdk.api.sizes import format_bytes
 
 #: File systems that keep their files in memory.
 _IN_MEMORY = ("tmpfs", "ramfs")

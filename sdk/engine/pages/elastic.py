@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from sdk.api.errors import RequestError
+from sdk.engine.executor import Executor
 from sdk.engine.pages.prefix_store import max_pages, run_copies
 from sdk.engine.rank.key_centres import centre_keys
 from sdk.engine.scheduling.scheduler import Scheduler
-from sdk.errors import RequestError
-from sdk.executors.base import Executor
 from sdk.kernels.lazy_torch import torch
 
 if TYPE_CHECKING:

@@ -11,6 +11,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from sdk.api.errors import OutOfMemoryError, RequestError
+from sdk.api.params import SamplingParams
+from sdk.engine.executor import Executor
 from sdk.engine.pages.page_pool import PageKey
 from sdk.engine.rank.kv_transfer import (
     Bytes,
@@ -23,10 +26,7 @@ from sdk.engine.rank.kv_transfer import (
 from sdk.engine.rank.page_rows import joined_rows, read_rows, write_rows
 from sdk.engine.scheduling.request import Request
 from sdk.engine.scheduling.scheduler import Scheduler
-from sdk.errors import OutOfMemoryError, RequestError
-from sdk.executors.base import Executor
 from sdk.kernels.kv_tiers import page_tier
-from sdk.params import SamplingParams
 from sdk.quant.spec import KVSpec
 
 #: Tokens of one layer that are sent to or from a rank at a time: 64 MiB with 8 heads of 128 in

@@ -25,12 +25,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
+from sdk.api.errors import RequestError
 from sdk.engine.pages.buddy import BuddyAllocator
 from sdk.engine.pages.page_pool import PageKey, PagePool
 from sdk.engine.plan import Move, StepPlan
 from sdk.engine.scheduling.request import Request
 from sdk.engine.scheduling.scheduler_config import SchedulerConfig
-from sdk.errors import RequestError
 from sdk.kernels.kv_tiers import page_id, page_tier
 from sdk.quant.spec import KVSpec
 

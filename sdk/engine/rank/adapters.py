@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Protocol
 
-from sdk.errors import OutOfMemoryError, RequestError, SdkError
+from sdk.api.errors import OutOfMemoryError, RequestError, SdkError
 from sdk.quant.adapter import Adapter, LowRank
 
 if TYPE_CHECKING:

@@ -33,13 +33,13 @@ from sdk.kernels.batch import WorkShape
 from sdk.kernels.errors import CaptureError
 from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.ops import Ops
-from sdk.memory.demand import waiting_rows
 from sdk.models.auto import build_model
 from sdk.models.decoder import CausalLM, Decoder
 from sdk.models.drafting_heads import DraftingHead, HeadConfig, ModelEnds, build_head
 from sdk.models.layers import Source
 from sdk.models.parallel import Mesh
 from sdk.quant.checkpoint import Checkpoint
+from sdk.sampling.extra_rows import waiting_rows
 
 #: Known tokens that the step of the first draft may run: the last one, and the one before it, whose
 #: draft was the last of a step and was accepted without having been run.

@@ -12,10 +12,10 @@ from sdk.kernels.graph import Cut, Exchange, Graph
 from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.ops import Ops
 from sdk.kernels.packed_shapes import PackedShapes
-from sdk.memory.demand import scored_rows
 from sdk.models.decoder import CausalLM, Decoder
 from sdk.models.lockstep import Lockstep
 from sdk.models.parallel import Mesh
+from sdk.sampling.extra_rows import scored_rows
 
 #: Makes a context whose value takes ``(done, total)`` kernels.
 Compiling = Callable[[], AbstractContextManager[Callable[[int, int], None]]]

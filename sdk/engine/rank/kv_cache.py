@@ -10,10 +10,10 @@ from dataclasses import replace
 
 import numpy as np
 
+from sdk.api.errors import OutOfMemoryError, RequestError
 from sdk.engine.plan import Copy, Swap
 from sdk.engine.rank.runner_config import RunnerConfig
 from sdk.engine.rank.swap_storage import SwapStorage
-from sdk.errors import OutOfMemoryError, RequestError
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.kv_tiers import KEPT_PAGES, page_tier
 from sdk.kernels.lazy_torch import Tensor, torch

@@ -7,8 +7,13 @@ from collections.abc import Iterator, Sequence
 from time import perf_counter
 from typing import Any
 
+from sdk.api.errors import RequestError
+from sdk.api.logprobs import Sampled
+from sdk.api.machine import release_free_memory
+from sdk.api.params import SamplingParams
+from sdk.engine.executor import Pending
 from sdk.engine.pages.tiered_pool import moves_to_lowest_tier
-from sdk.engine.plan import RequestStart, Sampled, StepPlan, StepResult, StepRow
+from sdk.engine.plan import RequestStart, StepPlan, StepResult, StepRow
 from sdk.engine.rank.adapters import RankAdapters
 from sdk.engine.rank.device_graphs import DeviceGraphs
 from sdk.engine.rank.drafting_model import DraftingModel
@@ -33,14 +38,10 @@ from sdk.engine.rank.step_batch import (
     score_prompt,
 )
 from sdk.engine.rank.strategy import LaunchedBatch, Repeater, Strategy
-from sdk.errors import RequestError
-from sdk.executors.base import Pending
 from sdk.kernels.errors import CaptureError
 from sdk.kernels.lazy_torch import Tensor, torch
-from sdk.memory.machine import release_free_memory
 from sdk.models.adapters import ModelAdapters
 from sdk.models.parallel import Mesh
-from sdk.params import SamplingParams
 from sdk.sampling.sampler import Sampler
 from sdk.structured.library import GrammarError
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from sdk.engine.plan import Pooled, Sampled, StepRow
+from sdk.api.logprobs import Sampled
+from sdk.engine.plan import Pooled, StepRow
 from sdk.engine.rank.request import RankRequest
 from sdk.kernels.lazy_torch import Tensor
 from sdk.sampling.draws import Draw

@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
+from sdk.api.errors import RequestError
 from sdk.engine.scheduling.request import Request
-from sdk.errors import RequestError
 
 
 class AdapterSource(Protocol):

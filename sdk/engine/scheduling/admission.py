@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from sdk.api.outputs import RequestEvent
 from sdk.engine.pages.prefixes import Prefix, Prefixes
+from sdk.engine.recorder import Recorder
 from sdk.engine.scheduling.adapter_slots import AdapterSlots
 from sdk.engine.scheduling.negative_prompt import share
 from sdk.engine.scheduling.prompt_budget import PromptBudget
@@ -13,8 +15,6 @@ from sdk.engine.scheduling.queues import RequestQueues
 from sdk.engine.scheduling.request import Request
 from sdk.engine.scheduling.results import ResultReservation
 from sdk.engine.scheduling.scheduler_config import SchedulerConfig
-from sdk.metrics.recorder import Recorder
-from sdk.outputs import RequestEvent
 
 
 class Admission:

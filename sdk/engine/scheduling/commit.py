@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from sdk.api.logprobs import Sampled
+from sdk.api.outputs import RequestEvent
 from sdk.engine.pages.prefixes import Prefixes
-from sdk.engine.plan import Pooled, Sampled, StepResult
+from sdk.engine.plan import Pooled, StepResult
+from sdk.engine.recorder import Recorder
 from sdk.engine.scheduling.in_flight import Batch, InFlightBatches
 from sdk.engine.scheduling.queues import RequestQueues, RequestUpdate
 from sdk.engine.scheduling.request import Request, RequestStatus
 from sdk.engine.scheduling.scheduler_config import SchedulerConfig
-from sdk.metrics.recorder import Recorder
-from sdk.outputs import RequestEvent
 
 _RUNNING = RequestStatus.RUNNING
 _NEVER = math.nan

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from sdk.api.errors import RequestError
 from sdk.engine.scheduling.request import Request
-from sdk.errors import RequestError
 
 if TYPE_CHECKING:
     from sdk.engine.scheduling.scheduler_config import SchedulerConfig

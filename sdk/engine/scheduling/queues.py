@@ -10,18 +10,19 @@ from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
+from sdk.api.errors import RequestError
+from sdk.api.logprobs import Sampled
+from sdk.api.outputs import FinishReason, RequestEvent
+from sdk.api.scheduling_policy import make_policy
 from sdk.engine.pages.prefixes import Prefixes
 from sdk.engine.pages.tiered_pool import check_min_bits
-from sdk.engine.plan import Pooled, Sampled
+from sdk.engine.plan import Pooled
 from sdk.engine.scheduling.adapter_slots import AdapterSlots, AdapterSource
 from sdk.engine.scheduling.in_flight import InFlightBatches
 from sdk.engine.scheduling.negative_prompt import longest_answer
-from sdk.engine.scheduling.policy import make_policy
 from sdk.engine.scheduling.request import NEGATIVE_SUFFIX, Request, RequestStatus
 from sdk.engine.scheduling.scheduler_config import SchedulerConfig
 from sdk.engine.scheduling.waiting import WaitingRequests
-from sdk.errors import RequestError
-from sdk.outputs import FinishReason, RequestEvent
 
 #: ``running`` is sorted by it: the last one is preempted first.
 _RUNNING_ORDER = attrgetter("position", "order")

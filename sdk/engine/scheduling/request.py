@@ -14,12 +14,12 @@ import sys
 from collections.abc import Hashable, Sequence
 from typing import Any
 
+from sdk.api.outputs import FinishReason
+from sdk.api.params import SamplingParams
+from sdk.api.timeline import RequestEvent, with_event
 from sdk.engine.pages.page_pool import PageKey, page_key
 from sdk.engine.plan import LAST_TOKEN, Pooling, RequestKind, RequestStart
 from sdk.engine.scheduling.results import ResultReservation
-from sdk.metrics.timeline import RequestEvent, with_event
-from sdk.outputs import FinishReason
-from sdk.params import SamplingParams
 from sdk.sampling.resolved import ResolvedParams
 
 _NOTHING_RESOLVED = ResolvedParams()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from sdk.errors import RequestError
+from sdk.api.errors import RequestError
+from sdk.api.params import SamplingParams
+from sdk.api.sizes import format_bytes
 from sdk.kernels.dataclass import dataclass
-from sdk.memory.sizes import format_bytes
-from sdk.params import SamplingParams
 
 #: A row of at most this many tokens takes less than 1 KiB and is not counted, like text.
 FREE_ROW = 20

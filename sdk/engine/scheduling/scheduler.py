@@ -45,10 +45,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import chain
 
+from sdk.api.outputs import RequestEvent
 from sdk.engine.pages.page_pool import PagePool
 from sdk.engine.pages.prefixes import Prefixes
 from sdk.engine.pages.tiered_pool import TieredPagePool, lowest_tiers
 from sdk.engine.plan import RequestStart, StepPlan, StepResult, StepRow
+from sdk.engine.recorder import Recorder
 from sdk.engine.scheduling.adapter_slots import AdapterSlots
 from sdk.engine.scheduling.admission import Admission
 from sdk.engine.scheduling.commit import Committer
@@ -60,8 +62,6 @@ from sdk.engine.scheduling.queues import RequestQueues, RequestUpdate
 from sdk.engine.scheduling.request import Request, RequestStatus
 from sdk.engine.scheduling.scheduler_config import SchedulerConfig
 from sdk.engine.scheduling.step_times import StepTimes
-from sdk.metrics.recorder import Recorder
-from sdk.outputs import RequestEvent
 
 #: From this many tokens on, a GPU computes for longer than it reads the weights: at 990 TFLOP/s and
 #: 3.35 TB/s (H100, 16 bits) from 295; by arithmetic, not measured.

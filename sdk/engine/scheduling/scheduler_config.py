@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-from sdk.engine.scheduling.policy import POLICIES, PolicyName, SchedulingPolicy
-from sdk.errors import RequestError
+from sdk.api.errors import RequestError
+from sdk.api.scheduling_policy import POLICIES, PolicyName, SchedulingPolicy
 from sdk.kernels.dataclass import dataclass
 from sdk.kernels.kv_tiers import KEPT_PAGES
 

@@ -7,7 +7,7 @@ from bisect import bisect_left, insort
 from collections.abc import Hashable, Iterator
 from operator import attrgetter
 
-from sdk.engine.scheduling.policy import Position, SchedulingPolicy
+from sdk.api.scheduling_policy import Position, SchedulingPolicy
 from sdk.engine.scheduling.request import Request
 
 #: A queue is sorted by it: smaller runs first.

@@ -14,17 +14,17 @@ from pathlib import Path
 
 import pytest
 
+from sdk.api.errors import RequestError, SdkError
+from sdk.bench.engines import Peer
+from sdk.bench.serve import cases_of, results, servers
+from sdk.bench.serve.arrivals import Arrivals
+from sdk.bench.serve.lengths import parse_lengths
+from sdk.bench.serve.runs import Case
+from sdk.bench.serve.servers import Launch, ServerProcess, command, free_port
+from sdk.bench.serve.slo import Slo
+from sdk.bench.serve.summary import Summary
+from sdk.bench.serve.sweep import sweep
 from sdk.cli import build_parser, main
-from sdk.cli.bench.engines import Peer
-from sdk.cli.bench.serve import cases_of, results, servers
-from sdk.cli.bench.serve.arrivals import Arrivals
-from sdk.cli.bench.serve.lengths import parse_lengths
-from sdk.cli.bench.serve.runs import Case
-from sdk.cli.bench.serve.servers import Launch, ServerProcess, command, free_port
-from sdk.cli.bench.serve.slo import Slo
-from sdk.cli.bench.serve.summary import Summary
-from sdk.cli.bench.serve.sweep import sweep
-from sdk.errors import RequestError, SdkError
 from sdk.testing import tiny_model
 from tests.cli.load.fake_server import Asked, FakeServer, running
 
@@ -276,7 +276,7 @@ def test_a_server_ends_with_a_command_that_is_killed() -> None:
     port = free_port()
     code = (
         "import os, sys\n"
-        "from sdk.cli.bench.serve.servers import ServerProcess\n"
+        "from sdk.bench.serve.servers import ServerProcess\n"
         f"argv = [sys.executable, '-c', {LISTENS!r}, '{port}']\n"
         f"ServerProcess('other', argv, dict(os.environ), {port})\n"
         "os.kill(os.getpid(), 9)\n"

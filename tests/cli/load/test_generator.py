@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 
-from sdk.cli.bench.serve.arrivals import Arrivals
-from sdk.cli.bench.serve.http_connection import Address
-from sdk.cli.bench.serve.lengths import parse_lengths
-from sdk.cli.bench.serve.load import LoadGenerator, Prompt, RequestFailed
-from sdk.cli.bench.serve.record import Record
-from sdk.cli.bench.serve.runs import Case, Run, Runs, Size
-from sdk.cli.bench.serve.servers import server_at
-from sdk.cli.bench.serve.slo import Slo
-from sdk.cli.bench.serve.subjects import OwnEngine, Subject
-from sdk.cli.bench.serve.workload import Session, Turn, Workload
-from sdk.errors import RequestError, SdkError
+from sdk.api.errors import RequestError, SdkError
+from sdk.bench.serve.arrivals import Arrivals
+from sdk.bench.serve.http_connection import Address
+from sdk.bench.serve.lengths import parse_lengths
+from sdk.bench.serve.load import LoadGenerator, Prompt, RequestFailed
+from sdk.bench.serve.record import Record
+from sdk.bench.serve.runs import Case, Run, Runs, Size
+from sdk.bench.serve.servers import server_at
+from sdk.bench.serve.slo import Slo
+from sdk.bench.serve.subjects import OwnEngine, Subject
+from sdk.bench.serve.workload import Session, Turn, Workload
 from sdk.testing import FakeAnswer, FakeLLM
 from tests.cli.load.fake_server import DONE, HEAD, Asked, FakeServer, answer, chunk, event, running
 

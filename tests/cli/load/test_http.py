@@ -7,16 +7,16 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from sdk.cli.bench.serve.http_connection import (
+from sdk.api.errors import RequestError, SdkError
+from sdk.bench.serve.http_connection import (
     Address,
     HttpClient,
     ProtocolError,
     ResponseReader,
 )
-from sdk.cli.bench.serve.http_target import HttpTarget, find_model
-from sdk.cli.bench.serve.load import RequestFailed
-from sdk.cli.bench.serve.record import Record
-from sdk.errors import RequestError, SdkError
+from sdk.bench.serve.http_target import HttpTarget, find_model
+from sdk.bench.serve.load import RequestFailed
+from sdk.bench.serve.record import Record
 from tests.cli.load.fake_server import (
     DONE,
     HEAD,

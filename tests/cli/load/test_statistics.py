@@ -10,12 +10,12 @@ from array import array
 
 import pytest
 
-from sdk.cli.bench.serve.arrivals import Arrivals
-from sdk.cli.bench.serve.lengths import parse_lengths
-from sdk.cli.bench.serve.percentiles import Distribution, percentile
-from sdk.cli.bench.serve.record import Record
-from sdk.cli.bench.serve.slo import Slo, parse_slo
-from sdk.cli.bench.serve.summary import summarize
+from sdk.bench.serve.arrivals import Arrivals
+from sdk.bench.serve.lengths import parse_lengths
+from sdk.bench.serve.percentiles import Distribution, percentile
+from sdk.bench.serve.record import Record
+from sdk.bench.serve.slo import Slo, parse_slo
+from sdk.bench.serve.summary import summarize
 
 
 def record(

@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
+from sdk.api.errors import RequestError
+from sdk.bench.serve.arrivals import Arrivals
+from sdk.bench.serve.lengths import parse_lengths
+from sdk.bench.serve.slo import Slo
+from sdk.bench.serve.summary import Summary, summarize
+from sdk.bench.serve.workload import Session, Turn, Workload
+from sdk.bench.tune_serve.replay import Replay
+from sdk.bench.tune_serve.search import Found, ImpossibleOptions, OutOfTime, Search
+from sdk.bench.tune_serve.space import NAMES, SPACE, Options, default_options, parse_values
+from sdk.bench.tune_serve.trials import EngineTrials
 from sdk.cli import main
-from sdk.cli.bench.serve.arrivals import Arrivals
-from sdk.cli.bench.serve.lengths import parse_lengths
-from sdk.cli.bench.serve.slo import Slo
-from sdk.cli.bench.serve.summary import Summary, summarize
-from sdk.cli.bench.serve.workload import Session, Turn, Workload
-from sdk.cli.tune_serve.replay import Replay
-from sdk.cli.tune_serve.search import Found, ImpossibleOptions, OutOfTime, Search
-from sdk.cli.tune_serve.space import NAMES, SPACE, Options, default_options, parse_values
-from sdk.cli.tune_serve.trials import EngineTrials
-from sdk.errors import RequestError
 from sdk.testing import FakeAnswer, FakeLLM, ManualClock, tiny_model
 
 Captured = pytest.CaptureFixture[str]
@@ -326,7 +326,7 @@ def test_the_command_finds_and_writes_options(tmp_path: Path, capsys: Captured) 
 
 
 def test_found_options_are_what_llm_takes() -> None:
-    from sdk.options import engine_config
+    from sdk.api.options import engine_config
 
     for options in GRID:
         if options["max_num_batched_tokens"] >= options["max_num_seqs"]:

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from sdk.cli.bench.serve.arrivals import Arrivals
-from sdk.cli.bench.serve.lengths import parse_lengths
-from sdk.cli.bench.serve.texts import WORDS, make_text
-from sdk.cli.bench.serve.trace import read_trace
-from sdk.cli.bench.serve.workload import Turn, Workload, prompt_of
-from sdk.errors import RequestError
+from sdk.api.errors import RequestError
+from sdk.bench.serve.arrivals import Arrivals
+from sdk.bench.serve.lengths import parse_lengths
+from sdk.bench.serve.texts import WORDS, make_text
+from sdk.bench.serve.trace import read_trace
+from sdk.bench.serve.workload import Turn, Workload, prompt_of
 from sdk.loaders.open import open_checkpoint
 
 LENGTHS = parse_lengths("20")

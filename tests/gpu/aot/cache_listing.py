@@ -49,7 +49,7 @@ from triton.runtime.driver import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 from sdk import LLM, kernels  # noqa: E402
-from sdk.cli.bench.gpu import attention, engine, libraries, products, rows, weights  # noqa: E402
+from sdk.bench.gpu import attention, engine, libraries, products, rows, weights  # noqa: E402
 from sdk.kernels import context  # noqa: E402
 from sdk.kernels.gpu import dense, tuning  # noqa: E402
 from sdk.kernels.gpu.cache_keys import settle_cache_keys  # noqa: E402
@@ -325,7 +325,7 @@ def run_bench() -> list[Wanted]:
 
 def _run_row(card: ListedCard, row: Any) -> None:
     try:
-        module = import_module(f"sdk.cli.bench.gpu.{row.module}")
+        module = import_module(f"sdk.bench.gpu.{row.module}")
         for _ in getattr(module, row.function)(card):
             pass
     except Exception:

@@ -22,10 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from triton.backends.compiler import GPUTarget
 
 from sdk import kernels
-from sdk.cli.bench.gpu.card import Card
-from sdk.cli.bench.gpu.engine import add
-from sdk.cli.bench.gpu.models import RandomCheckpoint
-from sdk.config import EngineConfig
+from sdk.api.config import EngineConfig
+from sdk.bench.gpu.card import Card
+from sdk.bench.gpu.engine import add
+from sdk.bench.gpu.models import RandomCheckpoint
 from sdk.engine.engine import Engine
 from sdk.engine.rank.step_buffers import Buffers
 from sdk.kernels import context, registry

@@ -5,7 +5,7 @@
     python tests/gpu/aot/predict.py --step "H100 SXM" llama-1b-q4_0    # where a step's time goes
 
 The rows are those of ``embedlm bench gpu``: the same code runs, on a card that answers with the
-model of ``sdk/cli/bench/gpu/roofline.py`` where another is timed. Kernels are compiled for the
+model of ``sdk/bench/gpu/roofline.py`` where another is timed. Kernels are compiled for the
 card's target, about 1 s each, once (``build/aot-findings.json``).
 """
 
@@ -34,12 +34,12 @@ from machine_code import Source, Started, findings  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from work import step_seconds, torch_seconds, weight_bytes, work_of  # noqa: E402
 
-from sdk.cli.bench.gpu import attention, libraries, products, roofline, weights  # noqa: E402
-from sdk.cli.bench.gpu.engine import request_lengths  # noqa: E402
-from sdk.cli.bench.gpu.models import llama_config, qwen3_config, small_llama_config  # noqa: E402
-from sdk.cli.bench.gpu.roofline import DEVICES, HIGH, LOW, PREDICTED, USUAL, Assumptions, Device  # noqa: E402
-from sdk.cli.tune_cases import Case  # noqa: E402
-from sdk.cli.tune_libraries import Contest  # noqa: E402
+from sdk.bench.gpu import attention, libraries, products, roofline, weights  # noqa: E402
+from sdk.bench.gpu.engine import request_lengths  # noqa: E402
+from sdk.bench.gpu.models import llama_config, qwen3_config, small_llama_config  # noqa: E402
+from sdk.bench.gpu.roofline import DEVICES, HIGH, LOW, PREDICTED, USUAL, Assumptions, Device  # noqa: E402
+from sdk.bench.tune.cases import Case  # noqa: E402
+from sdk.bench.tune.libraries import Contest  # noqa: E402
 
 FOUND = ROOT / "build" / "aot-findings.json"
 #: Rows that run through ``Card.time`` alone, and the cards for which they are predicted.
@@ -186,7 +186,7 @@ def row(card: PredictingCard, module: str, function: str) -> dict[str, list[floa
     found: dict[str, list[float]] = {}
     for given in (USUAL, LOW, HIGH):
         card.assume(given)
-        made = getattr(import_module(f"sdk.cli.bench.gpu.{module}"), function)(card)
+        made = getattr(import_module(f"sdk.bench.gpu.{module}"), function)(card)
         for finding in made:
             if finding.value is not None:
                 found.setdefault(f"{finding.what}|{finding.against}", []).append(finding.value)

@@ -21,7 +21,7 @@ from typing import Any
 
 import triton
 
-from sdk.cli.bench.gpu.roofline import DEVICES, resident
+from sdk.bench.gpu.roofline import DEVICES, resident
 
 #: KiB of shared memory a program may have.
 LIMITS = {

@@ -78,7 +78,7 @@ def count(only: str = "") -> tuple[dict[str, Counts], dict[str, int]]:
     from listed_card import decode_step, on_card
     from triton.backends.compiler import GPUTarget
 
-    from sdk.cli.bench.gpu.models import llama_config, qwen3_config, small_llama_config
+    from sdk.bench.gpu.models import llama_config, qwen3_config, small_llama_config
 
     found: dict[str, Counts] = {}
     layers = {}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sdk.cli.bench.gpu import roofline
+from sdk.bench.gpu import roofline
 from tests.gpu.aot import sweep
 from tests.scripts import run_python
 
@@ -17,7 +17,7 @@ CODE = """
     os.environ.pop("TRITON_INTERPRET", None)
     sys.path[:0] = [".", sys.argv[1]]
     from predict import *
-    from sdk.cli.bench.gpu.weights import Weights, affine
+    from sdk.bench.gpu.weights import Weights, affine
     from sdk.kernels.gpu import attention as attention_op
 
     NUMBERS = {"warps": 4, "registers": 64, "shared": 0, "stack": 0, "instructions": 150,

@@ -1,4 +1,4 @@
-"""What a launch does, for ``sdk/cli/bench/gpu/roofline.py``: bytes, products and instructions.
+"""What a launch does, for ``sdk/bench/gpu/roofline.py``: bytes, products and instructions.
 
 Taken from the launch's own arguments (``machine_code.Started``) and from its machine code: the main
 loop's instructions times its turns, and the rest once. Weights, keys and values are read from
@@ -16,8 +16,8 @@ from listed_card import DecodeStep, TorchLaunch
 from machine_code import Started
 from torch import Tensor
 
-from sdk.cli.bench.gpu import roofline
-from sdk.cli.bench.gpu.roofline import Assumptions, Device, Work
+from sdk.bench.gpu import roofline
+from sdk.bench.gpu.roofline import Assumptions, Device, Work
 from sdk.kernels.gpu import byte_rows, scratch
 
 #: Numbers of :func:`machine_code.findings`.

@@ -1,6 +1,6 @@
 """vLLM's groups of ranks belong to the process; ours belong to their ``LLM``."""
 
-from sdk.memory.machine import release_free_memory
+from sdk.api.machine import release_free_memory
 
 
 def destroy_model_parallel() -> None:

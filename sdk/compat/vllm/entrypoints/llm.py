@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdk import LLM as _OurLLM
+from sdk.api.errors import RequestError
+from sdk.api.params import SamplingParams as OurSamplingParams
 from sdk.compat.vllm._logits import AnswerProcessors, processors_of
 from sdk.compat.vllm._missing import missing
 from sdk.compat.vllm._options import LLM_SIGNATURE, llm_options, structure_options
@@ -33,10 +35,8 @@ from sdk.compat.vllm.outputs import (
 from sdk.compat.vllm.pooling_params import PoolingParams
 from sdk.compat.vllm.sampling_params import BeamSearchParams, SamplingParams, our_params
 from sdk.compat.vllm.v1.metrics.reader import Metric, MetricsReader
-from sdk.errors import RequestError
 from sdk.loading.sampling_defaults import OWN, OWN_SOURCE
 from sdk.metrics.trace import Trace
-from sdk.params import SamplingParams as OurSamplingParams
 from sdk.quant.safe_repr import safe_repr
 from sdk.requests.prompts import as_list
 from sdk.tokenizer import LLMTokenizer

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Iterable
 from typing import TYPE_CHECKING, Any
 
 from sdk import AsyncLLM as _OurAsyncLLM
+from sdk.api.errors import SdkError
 from sdk.compat.vllm._missing import missing
 from sdk.compat.vllm.engine.arg_utils import EngineArgs
 from sdk.compat.vllm.entrypoints.llm import LLM
@@ -20,7 +21,6 @@ from sdk.compat.vllm.outputs import (
 )
 from sdk.compat.vllm.pooling_params import PoolingParams
 from sdk.compat.vllm.sampling_params import SamplingParams
-from sdk.errors import SdkError
 from sdk.requests.adapters import as_ours
 from sdk.tokenizer import LLMTokenizer
 

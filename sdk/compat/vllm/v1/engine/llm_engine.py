@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from sdk.api.errors import RequestError
 from sdk.compat.vllm._missing import missing
 from sdk.compat.vllm.engine.arg_utils import EngineArgs
 from sdk.compat.vllm.entrypoints.llm import LLM
@@ -14,7 +15,6 @@ from sdk.compat.vllm.outputs import PoolingRequestOutput, RequestOutput, request
 from sdk.compat.vllm.pooling_params import PoolingParams
 from sdk.compat.vllm.sampling_params import SamplingParams
 from sdk.compat.vllm.v1.metrics.reader import Metric
-from sdk.errors import RequestError
 from sdk.requests.adapters import as_ours
 from sdk.tokenizer import LLMTokenizer
 

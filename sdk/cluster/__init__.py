@@ -1,0 +1,1 @@
+"""Engines in several processes: ranks, replicas, handing prompts over, and Ray."""

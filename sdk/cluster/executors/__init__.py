@@ -1,0 +1,1 @@
+"""Runs the ranks of one engine in other processes, on this host or on others."""

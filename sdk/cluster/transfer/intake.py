@@ -1,0 +1,191 @@
+"""One hand-over at the receiver: checks what arrives and writes it between steps."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable
+
+from sdk.api.errors import SdkError, TransferError
+from sdk.cluster.transfer.connector import End, Offer, Part, Receiving, Rows
+from sdk.cluster.transfer.engine_pages import EnginePages
+from sdk.engine.pages.page_pool import PageKey
+
+#: How long a write waits for a step to begin: a host that steps the engine itself may not do it.
+_STEP_BEGINS_S = 0.05
+_LOOK_S = 0.0005
+
+
+class Pace:
+    """Decides how many pages all hand-overs of a receiver may write between two steps.
+
+    While requests run, receiving and writing takes ``share`` of the time of a step, but one page is
+    written at least. Receiving counts, because the cores are those of the steps: where there are
+    just as many as threads, a step takes longer by as much CPU time as others use meanwhile.
+    """
+
+    def __init__(self, pages: EnginePages, share: float) -> None:
+        self._driver, self._scheduler = pages.driver, pages.scheduler
+        self._share = share
+        self._lock = threading.Lock()
+        self._page_seconds = 0.0  # of the last writes
+        self._last = time.monotonic(), 0  # the end of the last write, and the steps until then
+
+    def write(self, most: int, received: float, action: Callable[[int], int]) -> int:
+        """What ``action(count)`` returns, between two steps, for up to ``most`` pages. Each of
+        them took ``received`` seconds of a CPU to receive.
+        """
+        with self._lock:
+            return self._driver.between_steps(
+                lambda: self._timed(self._count(most, received), action)
+            )
+
+    def _count(self, most: int, received: float) -> int:
+        if not self._driver.has_work:
+            return most
+        ended, steps = self._last
+        passed = self._scheduler.num_steps - steps
+        if not passed or not self._page_seconds:
+            return 1
+        seconds = (time.monotonic() - ended) / passed * self._share
+        return max(min(int(seconds / (self._page_seconds + received)), most), 1)
+
+    def _timed(self, count: int, action: Callable[[int], int]) -> int:
+        begin = time.monotonic()
+        found = action(count)
+        now = time.monotonic()
+        self._page_seconds = (now - begin) / count
+        self._last = now, self._scheduler.num_steps
+        return found
+
+    def wait(self) -> None:
+        """Let a step begin after the last write, if there is one to run."""
+        with self._lock:
+            ends = time.monotonic() + _STEP_BEGINS_S
+            while (
+                self._driver.has_work
+                and self._scheduler.num_steps == self._last[1]
+                and time.monotonic() < ends
+            ):
+                time.sleep(_LOOK_S)
+
+
+class Intake:
+    """Receives one offer. ``num_known``: tokens that were cached before, ``num_tokens``: those
+    that are now.
+    """
+
+    def __init__(self, pages: EnginePages, pace: Pace, offer: Offer, group_bytes: int) -> None:
+        self.num_known = self.num_tokens = 0
+        self._pages = pages
+        self._pace = pace
+        self._offer = offer
+        self._unit = math.lcm(offer.spec.page_size, pages.page_size)
+        self._end = len(offer.token_ids) // self._unit * self._unit
+        self._group_bytes = max(group_bytes, pages.group_bytes(self._unit))
+        self._keys: list[PageKey] = []
+        self._digests: list[bytes] = []
+
+    def accept(self, receiving: Receiving) -> None:
+        """Ask for what is not cached, or refuse.
+
+        :raises SdkError: it was refused.
+        """
+        pages = self._pages
+        try:
+            pages.check(self._offer)
+            if not self._end:
+                raise TransferError(
+                    f"{len(self._offer.token_ids)} tokens in pages of {self._offer.spec.page_size} "
+                    f"are less than a page of {pages.page_size} of this engine"
+                )
+            self._keys = pages.keys(self._offer)[: self._end // pages.page_size]
+            known = pages.driver.between_steps(lambda: pages.kept.refresh(self._keys))
+        except SdkError as error:
+            receiving.refuse(str(error))
+            raise
+        self._digests = self._offer.digests()
+        self.num_known = self.num_tokens = known * pages.page_size // self._unit * self._unit
+        receiving.accept(self.num_known, self._unit, self._group_bytes)
+
+    def take(self, receiving: Receiving) -> None:
+        """Receive and write all groups. :raises SdkError: not everything came or fitted."""
+        try:
+            sent = self._groups(receiving)
+        finally:  # pages became cached one after the other; the first is to be evicted last
+            keys = self._keys[: self.num_tokens // self._pages.page_size]
+            found = self._pages.driver.between_steps(lambda: self._pages.kept.refresh(keys))
+            self.num_tokens = found * self._pages.page_size
+        receiving.done(self.num_tokens)
+        if sent < self._end:
+            raise TransferError(f"the sender had only {sent} of {self._end} tokens")
+        if self.num_tokens < self._end:
+            raise TransferError(
+                f"all tokens but the first {self.num_tokens} have been evicted again"
+            )
+
+    def _groups(self, receiving: Receiving) -> int:
+        """Receive and write until the end; returns how many tokens were sent or known."""
+        rows: list[Rows] = []
+        begin = time.thread_time()
+        while not isinstance(part := receiving.receive(), End):
+            self._check(part, rows)
+            rows.append(part.rows)
+            if len(rows) == self._offer.spec.num_layers:
+                self._write(rows, time.thread_time() - begin)
+                rows = []
+                receiving.release()
+                begin = time.thread_time()
+        if rows or part.num_tokens != self.num_tokens:
+            raise TransferError(
+                f"the sender says that it sent {part.num_tokens} tokens; {self.num_tokens} arrived"
+            )
+        return part.num_tokens
+
+    def _check(self, part: Part, rows: list[Rows]) -> None:
+        """:raises TransferError: it is not the part that follows the others of its group."""
+        count, at, unit = len(part.rows), self.num_tokens, self._unit
+        if (part.layer, part.first) != (len(rows), at):
+            raise TransferError(
+                f"expected layer {len(rows)} of the tokens from {at} on, found layer {part.layer} "
+                f"from {part.first} on: a part is missing, repeated or out of order"
+            )
+        size = self._pages.group_bytes(count)
+        full = count % unit == 0 and at + count <= self._end
+        if not full or (rows and count != len(rows[0])):
+            raise TransferError(
+                f"a part of {count} tokens from {at} on; expected multiples of {unit} up to "
+                f"{self._end}, as many in each layer"
+            )
+        if size > self._group_bytes:
+            raise TransferError(f"a group of {size} bytes; expected at most {self._group_bytes}")
+        if part.digest != self._digests[(at + count) // self._offer.spec.page_size - 1]:
+            raise TransferError(f"the part from token {at} on belongs to another prompt")
+
+    def _write(self, rows: list[Rows], received: float) -> None:
+        """Write a group, which took so many seconds of a CPU to receive.
+
+        :raises TransferError: the cache has no room for all of it, or lost the page before it.
+        """
+        pages, size = self._pages, self._pages.page_size
+        first = done = self.num_tokens // size
+        last = done + len(rows[0]) // size
+
+        def write(count: int) -> int:
+            begin = (done - first) * size
+            some = [layer[begin : begin + count * size] for layer in rows]
+            return pages.kept.write_pages(self._keys[: done + count], done, some)
+
+        while done < last:
+            self._pace.wait()
+            found = self._pace.write(last - done, received / (last - first), write)
+            if found < done:
+                raise TransferError("the first pages have been evicted again")
+            if found == done:
+                raise TransferError(
+                    f"the KV cache has no room for more than {self.num_tokens} tokens: the other "
+                    "pages are used"
+                )
+            done = found
+            self.num_tokens = done * size

@@ -1,0 +1,245 @@
+"""A prefix outside of an engine: tokens with their keys and values, in memory or in a file.
+
+The file (version 1, little endian)::
+
+    8 bytes   "EMBEDKV\\0"
+    4         version
+    4         length of the header
+    header    JSON: model (name, digest), tokens, layers, heads, head_dim, dtype, centred layers
+    body      token ids int32; then for each layer the centre of its keys, if it has one, float32
+              [heads, head_dim], and its rows uint8 [tokens, heads, row]
+              (engine/rank/kv_transfer.py)
+    32        SHA-256 of everything before
+
+The checksum detects damage; it is not a signature. A snapshot acts like a part of the prompt, so
+restore only files whose author may write your prompts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import shutil
+import struct
+import tempfile
+from collections.abc import Iterator
+from os import PathLike
+from pathlib import Path
+from stat import S_ISREG
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sdk.api.errors import SnapshotError
+from sdk.api.sizes import format_bytes
+from sdk.engine.model_key import ModelKey
+from sdk.engine.rank.kv_transfer import LayerKV, StoredKV, row_widths
+from sdk.kernels.dataclass import dataclass
+from sdk.loaders.json_file import parse_json
+from sdk.quant.errors import CheckpointError
+from sdk.quant.spec import KVSpec
+
+_MAGIC, _VERSION = b"EMBEDKV\0", 1
+_START = struct.Struct("<8sII")
+_DIGEST = hashlib.sha256().digest_size
+_MOST_HEADER, _MOST_LAYERS = 1 << 20, 1 << 12
+_COUNTS = ("tokens", "layers", "heads", "head_dim")
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Snapshot:
+    """Whole pages of a prefix of one model. ``LLM.snapshot`` makes them and ``LLM.restore`` loads
+    them, also in another process and with other KV types, page sizes, ranks and devices.
+    """
+
+    model: ModelKey
+    token_ids: tuple[int, ...]
+    kv: StoredKV
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens whose keys and values the snapshot contains."""
+        return len(self.token_ids)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values."""
+        return sum(layer.rows.nbytes for layer in self.kv.layers)
+
+    def __repr__(self) -> str:
+        return (
+            f"Snapshot({self.num_tokens} tokens of {self.model.name}, {self.kv.spec.dtype}, "
+            f"{self.nbytes} bytes)"
+        )
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the snapshot to ``path`` atomically: an existing file is replaced at the end.
+
+        If ``path`` is a symbolic link, its target is written. Only this user may read the file,
+        because it reveals what a model has read.
+
+        :raises SnapshotError: the file cannot be written (no permission, no space), or ``path`` is
+            not a regular file.
+        """
+        target = Path(path)
+        temporary = None
+        try:
+            target = Path(os.path.realpath(path))
+            if target.is_symlink():  # a loop of links
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+            if target.exists() and not target.is_file():
+                raise OSError(errno.EINVAL, "not a regular file")
+            number, temporary = tempfile.mkstemp(prefix=f".{target.name}-", dir=target.parent)
+            with open(number, "wb", buffering=0) as file:
+                digest = hashlib.sha256()
+                for part in self._parts():
+                    digest.update(part)
+                    _write(file, part)
+                _write(file, memoryview(digest.digest()))
+                os.fsync(file.fileno())
+            Path(temporary).replace(target)
+            temporary = None
+            _sync_folder(target.parent)
+        except OSError as error:
+            raise SnapshotError(
+                f"{target}: the snapshot cannot be written, {format_bytes(self.nbytes)} and its "
+                f"tokens: {error}{_free(target.parent)}"
+            ) from error
+        except ValueError as error:  # a NUL in it
+            raise SnapshotError(f"{str(path)!r}: not a usable path: {error}") from None
+        finally:
+            if temporary is not None:
+                with contextlib.suppress(OSError):
+                    Path(temporary).unlink()
+
+    def _parts(self) -> Iterator[memoryview]:
+        spec = self.kv.spec
+        header = {
+            "model": self.model._asdict(),
+            "tokens": self.num_tokens,
+            "layers": spec.num_layers,
+            "heads": spec.kv_heads,
+            "head_dim": spec.head_dim,
+            "dtype": spec.dtype,
+            "centred": [i for i, layer in enumerate(self.kv.layers) if layer.centre is not None],
+        }
+        text = json.dumps(header).encode()
+        yield memoryview(_START.pack(_MAGIC, _VERSION, len(text)) + text)
+        yield _bytes(np.array(self.token_ids, dtype="<i4"))
+        for layer in self.kv.layers:
+            if layer.centre is not None:
+                yield _bytes(layer.centre.astype("<f4"))
+            yield _bytes(layer.rows)
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> Snapshot:
+        """Read a file that :meth:`save` wrote.
+
+        :raises SnapshotError: the file cannot be read, has another version, or is truncated or
+            damaged.
+        """
+        try:
+            if not S_ISREG(Path(path).stat().st_mode):  # opening a pipe would wait for a writer
+                raise SnapshotError(f"{path}: not a regular file")
+            with open(path, "rb") as file:
+                header = _read_header(file, path)
+                size, found = _file_size(header, file.tell()), os.fstat(file.fileno()).st_size
+                if found != size:
+                    what = "truncated" if found < size else "too long"
+                    raise SnapshotError(f"{path}: {what}: expected {size} bytes, found {found}")
+                begin = file.tell()
+                file.seek(0)
+                data = np.fromfile(file, dtype=np.uint8)
+        except OSError as error:
+            raise SnapshotError(f"{path}: the snapshot cannot be read: {error}") from error
+        if hashlib.sha256(data[:-_DIGEST].data).digest() != data[-_DIGEST:].tobytes():
+            raise SnapshotError(f"{path}: damaged: the checksum does not match")
+        return cls._from(header, data[begin:-_DIGEST])
+
+    @classmethod
+    def _from(cls, header: _Header, body: NDArray[np.uint8]) -> Snapshot:
+        spec, tokens = header.spec, header.tokens
+        ids, at = body[: 4 * tokens].view("<i4"), 4 * tokens
+        layers = []
+        for layer in range(spec.num_layers):
+            centre = None
+            if layer in header.centred:
+                end = at + 4 * spec.kv_heads * spec.head_dim
+                centre = body[at:end].view("<f4").reshape(spec.kv_heads, spec.head_dim)
+                at = end
+            end = at + tokens * spec.kv_heads * sum(row_widths(spec, layer))
+            layers.append(LayerKV(body[at:end].reshape(tokens, spec.kv_heads, -1), centre))
+            at = end
+        return cls(header.model, tuple(ids.tolist()), StoredKV(spec, tuple(layers)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Header:
+    model: ModelKey
+    tokens: int
+    spec: KVSpec
+    centred: frozenset[int]
+
+
+def _read_header(file: Any, path: str | PathLike[str]) -> _Header:
+    start = file.read(_START.size)
+    if len(start) < _START.size or start[: len(_MAGIC)] != _MAGIC:
+        raise SnapshotError(f"{path}: not a snapshot")
+    _, version, length = _START.unpack(start)
+    if version != _VERSION:
+        raise SnapshotError(
+            f"{path}: a snapshot of version {version}; this release reads version {_VERSION}"
+        )
+    text = file.read(min(length, _MOST_HEADER))
+    try:
+        fields = parse_json(text, str(path))
+        counts = [fields[name] for name in _COUNTS]
+        if not all(isinstance(n, int) and 0 < n < 2**31 for n in counts) or len(text) != length:
+            raise ValueError(counts)
+        tokens, layers, heads, head_dim = counts
+        model = ModelKey(str(fields["model"]["name"]), str(fields["model"]["digest"]))
+        spec = KVSpec(layers, heads, head_dim, 1, str(fields["dtype"]))
+        centred = fields["centred"]
+        if layers > _MOST_LAYERS or head_dim % 2 or not set(centred) <= set(range(layers)):
+            raise ValueError(counts)
+        spec.parts(0)
+        return _Header(model, tokens, spec, frozenset(centred))
+    except (CheckpointError, ValueError, KeyError, TypeError) as error:
+        raise SnapshotError(f"{path}: damaged: its header cannot be read") from error
+
+
+def _file_size(header: _Header, begin: int) -> int:
+    spec = header.spec
+    rows = sum(sum(row_widths(spec, layer)) for layer in range(spec.num_layers))
+    centres = 4 * len(header.centred) * spec.head_dim
+    return begin + 4 * header.tokens + spec.kv_heads * (header.tokens * rows + centres) + _DIGEST
+
+
+def _bytes(array: NDArray[Any]) -> memoryview:
+    return np.ascontiguousarray(array).data.cast("B")
+
+
+def _write(file: Any, data: memoryview) -> None:
+    """Write all of ``data``: an unbuffered file may write less than it is given."""
+    while len(data):
+        data = data[file.write(data) :]
+
+
+def _free(folder: Path) -> str:
+    try:
+        return f"; {format_bytes(shutil.disk_usage(folder).free)} are free there"
+    except OSError:
+        return ""
+
+
+def _sync_folder(folder: Path) -> None:
+    """Flush the new file name to the disk too."""
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)

@@ -1,5 +1,0 @@
-"""OpenAI's API in both directions: request bodies to our parameters, our outputs to its responses.
-
-The client in this process (``sdk.compat.openai``) and the server (``sdk.server``) share it. It
-needs no third-party package.
-"""

@@ -1,1 +1,0 @@
-"""Prefixes that are kept after their requests: pinned, or as snapshots in memory and files."""

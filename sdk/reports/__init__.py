@@ -1,1 +1,0 @@
-"""Reports on a loaded model: kernels, formats, bytes, and why they were chosen."""

@@ -1,0 +1,68 @@
+"""``/tokenize`` and ``/detokenize``: vLLM's API."""
+
+from __future__ import annotations
+
+from sdk.api.errors import RequestError
+from sdk.quant.safe_repr import safe_repr
+from sdk.requests.prompts import as_request_error, is_conversation
+from sdk.serving.endpoint import Services
+from sdk.serving.exchange import Exchange
+from sdk.serving.openai.requests import Body
+
+_TEMPLATE = ("add_generation_prompt", "continue_final_message", "tools")
+
+
+async def tokenize(exchange: Exchange, services: Services) -> None:
+    """The tokens of a text, or of a conversation with the chat template."""
+    body = Body(await exchange.read_json(services.max_body_bytes))
+    target = services.models.resolve(body.take("model"))
+    tokenizer = target.llm.get_tokenizer()
+    messages, spelled = body.take("messages"), body.take_flag("return_token_strs")
+    if messages is None:
+        text, special = body.take("prompt"), body.take_flag("add_special_tokens", True)
+        body.end()
+        if not isinstance(text, str):
+            raise RequestError(f"prompt: expected a string, found {safe_repr(text)}")
+        ids = await target.served.briefly(
+            text, lambda: tokenizer.encode(text, add_special_tokens=special)
+        )
+    else:
+        if not is_conversation(messages):
+            raise RequestError(
+                f"messages: expected a list of messages, found {safe_repr(messages)}"
+            )
+        how = {"add_generation_prompt": True, **body.take_all(_TEMPLATE)}
+        if how.get("continue_final_message"):
+            how["add_generation_prompt"] = False
+        body.take("add_special_tokens")  # the template writes them
+        body.end()
+        with as_request_error("messages"):
+            ids = await target.served.briefly(
+                messages, lambda: tokenizer.apply_chat_template(messages, **how)
+            )
+    strings = tokenizer.convert_ids_to_tokens(ids) if spelled else None
+    await exchange.respond_json(
+        {
+            "count": len(ids),
+            "max_model_len": target.llm.max_model_len,
+            "tokens": ids,
+            "token_strs": strings,
+        }
+    )
+
+
+async def detokenize(exchange: Exchange, services: Services) -> None:
+    """The text of tokens."""
+    body = Body(await exchange.read_json(services.max_body_bytes))
+    target = services.models.resolve(body.take("model"))
+    ids = body.take("tokens")
+    body.end()
+    tokenizer = target.llm.get_tokenizer()
+    known = range(len(tokenizer))
+    if not isinstance(ids, list) or not all(type(one) is int and one in known for one in ids):
+        raise RequestError(
+            f"tokens: expected a list of integers in 0..{len(tokenizer) - 1}, found "
+            f"{safe_repr(ids)}"
+        )
+    text = await target.served.briefly(ids, lambda: tokenizer.decode(ids))
+    await exchange.respond_json({"prompt": text})
