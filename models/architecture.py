@@ -64,6 +64,14 @@ class Alibi(NamedTuple):
     scaled: bool = False
 
 
+class DistanceBuckets(NamedTuple):
+    """Biases of attention scores by the distance of a key, in ``count`` buckets (T5): every head
+    has one for each. Keys more than ``farthest`` away are in the last one of their side."""
+
+    count: int
+    farthest: int
+
+
 def always(fields: Fields) -> bool:
     """A rule for models without the choice."""
     return True
@@ -99,6 +107,7 @@ class ConfigRules(NamedTuple):
     ``names``: keys that a config of this model spells differently, ours to the file's.
     ``derived(config)``: sets what follows from other keys, under our names; it may be called twice.
     ``alibi``: the linear biases of attention, if it has them.
+    ``buckets``: its biases by buckets of distances, ``model.distance_biases`` of all layers.
     """
 
     keys: tuple[str, ...] = ()
@@ -124,6 +133,7 @@ class ConfigRules(NamedTuple):
     qk_norm: Callable[[Fields], bool] | None = None
     shared_experts: int = 0
     one_norm: Callable[[Fields], bool] | None = None
+    buckets: DistanceBuckets | None = None
 
 
 class Norms(NamedTuple):

@@ -26,10 +26,11 @@ if TYPE_CHECKING:
 
 class Step(NamedTuple):
     """What all layers of a step share; ``angles``: cos and sin of each rotary embedding of
-    ``ModelConfig.ropes``."""
+    ``ModelConfig.ropes``; ``biases``: see :meth:`sdk.kernels.ops.Ops.attention`."""
 
     batch: AttentionBatch
     angles: Sequence[tuple[Tensor, Tensor]]
+    biases: Tensor | None = None
 
 
 class Attention:
@@ -134,6 +135,7 @@ class Attention:
             sinks=self.sinks,
             slopes=self.slopes,
             causal=self.causal,
+            biases=step.biases,
         )
         if self.gate is not None:
             y = self.ops.gate(y, qkv[:, width:], self.gate.kind)

@@ -21,6 +21,7 @@ from sdk.models.architecture import (
     Architecture,
     Biases,
     ConfigRules,
+    DistanceBuckets,
     EmbeddingRules,
     architecture,
 )
@@ -60,7 +61,7 @@ class ModelConfig:
     to this size.
     ``first_position``: the row of position 0 in the table of learned positions; ``None``: there is
     none. ``token_types``: rows of the table of token types; 0: there is none.
-    ``alibi``: the linear biases of attention.
+    ``alibi``: the linear biases of attention. ``buckets``: those by buckets of distances.
     ``logits_scale`` divides the logits; a softcap ``c`` turns ``x`` into ``c * tanh(x / c)``.
     """
 
@@ -100,6 +101,7 @@ class ModelConfig:
     token_types: int = 0
     qkv_clip: float | None = None
     one_norm: bool = False
+    buckets: DistanceBuckets | None = None
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> ModelConfig:
@@ -168,6 +170,7 @@ class ModelConfig:
             first_position=first,
             token_types=_token_types(fields) if embedding.types else 0,
             one_norm=bool(rules.one_norm and rules.one_norm(fields)),
+            buckets=rules.buckets,
         )
 
 

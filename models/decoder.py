@@ -249,6 +249,8 @@ class Decoder:
         if mesh.is_last and not self._rules.post_norm:
             self.norm = source.norm("model.norm")
         self.ropes = [source.rope(spec) for spec in c.ropes]
+        #: Of attention, by distance: see :meth:`sdk.kernels.ops.Ops.attention`.
+        self.biases = None if c.buckets is None else source.distance_biases(c.buckets)
         self._linears = source.linears
         #: The tensors of one dimension that it has pulled, by path.
         self.vectors = source.vectors
@@ -276,7 +278,8 @@ class Decoder:
         """See :class:`CausalLM`. ``out``: where the last stage writes hidden states."""
         delta = self._enter(inputs, batch)
         residual: Tensor | None = None
-        step = Step(batch, [rope.cos_sin(batch.positions, self.ops) for rope in self.ropes])
+        angles = [rope.cos_sin(batch.positions, self.ops) for rope in self.ropes]
+        step = Step(batch, angles, self.biases)
         self.streams = []
         if not self.config.causal:
             kv = [*kv] * len(self.layers)

@@ -16,8 +16,9 @@ from sdk.kernels.norm import Norm
 from sdk.kernels.ops import Ops
 from sdk.kernels.rounding import Rounding, Rows
 from sdk.kernels.routes import Routes
-from sdk.models.architecture import Architecture, architecture
+from sdk.models.architecture import Architecture, DistanceBuckets, architecture
 from sdk.models.config import ModelConfig
+from sdk.models.distance_buckets import distance_biases
 from sdk.models.expert_parallel import ExpertShare
 from sdk.models.parallel import Mesh
 from sdk.models.parts import Adapters, Matrix, Part, Tensors, joined_parts, whole
@@ -297,6 +298,13 @@ class Source:
     def rope(self, spec: RopeSpec) -> Rope:
         """The angles of a rotary embedding for requests of up to ``max_model_len`` tokens."""
         return Rope(spec, self.max_model_len, self.ops.device)
+
+    def distance_biases(self, buckets: DistanceBuckets) -> Tensor:
+        """Biases of this rank's heads by the distance of a key, ``[heads, 2 * farthest + 1]``."""
+        table = self.vector("model.distance_biases.weight", buckets.count, self.config.num_heads)
+        own = distance_biases(buckets, table.cpu().numpy())
+        own = own[self.heads.start : self.heads.start + self.heads.count]
+        return torch.from_numpy(own).to(self.ops.device)
 
     def _bias(self, path: str, size: int, required: bool) -> Tensor | None:
         """A bias that the config requires or that the file has anyway.

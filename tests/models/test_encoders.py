@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from sdk.loaders.open import open_checkpoint
+from sdk.models.architecture import DistanceBuckets
 from sdk.models.config import ModelConfig
+from sdk.models.distance_buckets import bucket_of_distances
 from sdk.quant.errors import CheckpointError, UnsupportedError
 from tests.gguf_encoders import FILES, gguf_of_encoder
 from tests.gguf_models import BOOL, F32, U32, gguf_of, save_gguf
@@ -53,6 +55,7 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "camembert": ("camembert", {"pad_token_id": 1}),
     "electra": ("electra", {"embedding_size": 64}),
     "distilbert": ("distilbert", {"hidden_dim": 128}),
+    "mpnet": ("mpnet", {"pad_token_id": 1}),
     "modernbert": ("modernbert", {"local_attention": 26, "num_hidden_layers": 7}),
     "modernbert with biases": (
         "modernbert",
@@ -85,6 +88,17 @@ def test_states_match_transformers_alone_and_in_a_batch(name: str, load: Load) -
         assert (alone[one] - expected).abs().max() <= 1e-4
     together = Paged(model).step(ids)
     assert all(torch.equal(together[one], alone[one]) for one in ids)
+
+
+def test_the_biases_of_mpnet_reach_as_far_as_transformers(load: Load) -> None:
+    oracle = tiny_encoder("mpnet", pad_token_id=1, num_hidden_layers=2)
+    ids = prompt(250, 4)
+    found = Paged(load(oracle)).run("a", ids)
+    assert (found - expected_states(oracle, ids)).abs().max() <= 1e-4
+    distance = torch.arange(-600, 601)
+    expected = type(oracle.encoder).relative_position_bucket(distance)
+    buckets = torch.from_numpy(bucket_of_distances(DistanceBuckets(32, 128)))
+    assert torch.equal(buckets[distance.clamp(-128, 128) + 128], expected)
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -139,6 +153,11 @@ def test_what_a_file_says_of_directions_is_refused_where_it_is_another_model(
     [
         ("electra", {"embedding_size": 32}, "embedding_size: expected hidden_size 64, found 32"),
         ("bert", {"position_embedding_type": "relative_key"}, "position_embedding_type: expected"),
+        (
+            "mpnet",
+            {"relative_attention_num_buckets": 64},
+            "relative_attention_num_buckets: expected 32, found 64",
+        ),
         ("bert", {"is_decoder": True}, "is_decoder: expected False, found True"),
         ("xlm-roberta", {"pad_token_id": 300}, r"pad_token_id: expected an integer in 0\.\.254"),
         ("modernbert", {"norm_bias": True}, "norm_bias: expected False, found True"),
