@@ -28,7 +28,13 @@ from sdk.loaders.quiet import transformers_to_our_log
 from sdk.loaders.safetensors_folder import open_weights
 from sdk.loaders.safetensors_reader import SafetensorsFiles, StoredTensor, same_bytes
 from sdk.loaders.tensor_names import TensorNames
-from sdk.models.architecture import WITHOUT_HEAD, TensorRules, architecture, states_everything
+from sdk.models.architecture import (
+    WITHOUT_HEAD,
+    TensorRules,
+    architecture,
+    real_type,
+    states_everything,
+)
 from sdk.models.config_keys import check_class, check_fixed, with_our_keys
 from sdk.quant.checkpoint import TensorEntry
 from sdk.quant.errors import CheckpointError, UnsupportedError
@@ -443,6 +449,7 @@ def complete_config(raw: dict[str, Any], source: str) -> dict[str, Any]:
     """
     if not isinstance(raw.get("model_type"), str):
         raise CheckpointError(f"{source}: model_type is {raw.get('model_type')!r}, expected a name")
+    raw = {**raw, "model_type": real_type(raw)}
     check_fixed(raw, source)  # also what a multimodal config has outside its text part
     text = raw.get("text_config")
     if isinstance(text, dict) and isinstance(text.get("model_type"), str):

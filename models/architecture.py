@@ -43,13 +43,14 @@ RMS_NORM_EPS = "rms_norm_eps"
 
 
 class Biases(NamedTuple):
-    """Which projections have biases: of a layer q, k and v, that after attention, the MLP's; and
-    the head."""
+    """Which projections have biases: of a layer q, k and v, that after attention, the MLP's; the
+    head; and of an MLP whose others have none, the last one (``down``)."""
 
     qkv: bool = False
     output: bool = False
     mlp: bool = False
     head: bool = False
+    down: bool = False
 
 
 class Alibi(NamedTuple):
@@ -244,11 +245,12 @@ class TensorRules(NamedTuple):
     ``block_sparse_moe``: transformers finds packed experts only under the names
     ``block_sparse_moe.experts.0.w1``.
     ``names``: names that differ from a Llama's, ours to the file's; those of a layer without
-    ``model.layers.0.``, which ``model.layers`` renames, and where configs of the model differ one
+    ``model.layers.0.``, which ``model.layers`` renames, and where files of the model differ one
     name for each. See :mod:`sdk.loaders.tensor_names`.
     ``qkv_by_group``: the rows of ``qkv_proj`` are those of one key/value head after the other: its
     query heads, its key, its value.
     ``layers_transposed``: float matrices of layers are ``[in, out]``; packed ones are not.
+    ``up_before_gate``: the rows of ``gate_up_proj`` are those of up, then those of gate.
     """
 
     norms_minus_one: bool = False
@@ -259,6 +261,7 @@ class TensorRules(NamedTuple):
     qkv_by_group: bool = False
     layers_transposed: bool = False
     final_norm_whole: bool = False
+    up_before_gate: bool = False
 
     def norm_offset(self, path: str) -> float:
         """What is added to the stored weight of the norm ``path``."""
@@ -365,6 +368,8 @@ class Architecture(NamedTuple):
     GGUF files, of models that compute the same.
     ``wide_range``: activations may exceed float16, which ends at 65,504. ``head``: of classifiers,
     if it is more than one matrix over the last token.
+    ``claims``: whether a config that names another model is one of this: code beside the weights,
+    which is not run, makes it another model.
     """
 
     model_type: str
@@ -377,6 +382,7 @@ class Architecture(NamedTuple):
     wide_range: bool = False
     embedding: EmbeddingRules = EmbeddingRules()
     head: HeadRules | None = None
+    claims: Callable[[Mapping[str, Any]], bool] | None = None
 
 
 @cache
@@ -391,6 +397,13 @@ def architecture(model_type: object) -> Architecture | None:
     """The architecture that a config's ``model_type`` names; ``None`` for one we do not have."""
     found = (own for own in architectures() if model_type in (own.model_type, *own.aliases))
     return next(found, None)
+
+
+def real_type(config: Mapping[str, Any]) -> Any:
+    """The ``model_type`` of a config, or the one of the model that claims it."""
+    claimed = (own for own in architectures() if own.claims is not None and own.claims(config))
+    found = next(claimed, None)
+    return config.get("model_type") if found is None else found.model_type
 
 
 def states_everything(config: Mapping[str, Any]) -> bool:

@@ -49,7 +49,8 @@ class ModelConfig:
     ``sliding_windows``: for every layer how many tokens a token sees, itself included, ``None`` for
     all. ``ropes``: the rotary embeddings, that of layers without a window first, of which a layer
     has the one with the number in ``rope_of_layer``.
-    ``attention_bias``: of q, k and v; ``output_bias``: of the projection after attention.
+    ``attention_bias``: of q, k and v; ``output_bias``: of the projection after attention;
+    ``mlp_bias``: of the MLP's; ``down_bias``: of its last one, whatever the others have.
     ``causal``: a token sees none after it. The tokens of other models (encoders) see as many after
     as before them; such a model has no head and does not continue a text.
     ``query_scale``: of queries by their positions. ``post_norm_eps``: that of the norms after
@@ -102,6 +103,7 @@ class ModelConfig:
     qkv_clip: float | None = None
     one_norm: bool = False
     buckets: DistanceBuckets | None = None
+    down_bias: bool = False
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> ModelConfig:
@@ -171,6 +173,7 @@ class ModelConfig:
             token_types=_token_types(fields) if embedding.types else 0,
             one_norm=bool(rules.one_norm and rules.one_norm(fields)),
             buckets=rules.buckets,
+            down_bias=biases.mlp or biases.down,
         )
 
 

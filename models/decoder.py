@@ -86,7 +86,7 @@ class MLP:
             bias=c.mlp_bias,
         )
         down = f"{path}.down_proj"
-        self.down = source.row(down, width, start, count, bias=c.mlp_bias, reduce=reduce)
+        self.down = source.row(down, width, start, count, bias=c.down_bias, reduce=reduce)
 
     @property
     def rounding(self) -> Rounding | None:

@@ -90,7 +90,7 @@ ARCHITECTURE = Architecture(
     gguf=GgufRules("nomic-bert", tensors=GGUF_TENSORS),
     tensors=TensorRules(
         names={
-            "model.layers": "encoder.layers",
+            "model.layers": ("encoder.layers", "layers"),
             "model.embed_tokens": "embeddings.word_embeddings",
             "model.embed_types": "embeddings.token_type_embeddings",
             "model.embed_norm": "emb_ln",

@@ -63,6 +63,12 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "nomic_bert": ("nomic_bert", {}),
     "eurobert": ("eurobert", {"num_key_value_heads": 2}),
+    "gte": ("gte", {"type_vocab_size": 1}),
+    "gte without token types": (
+        "gte",
+        {"type_vocab_size": 0, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+    ),
+    "jina_embeddings_v3": ("jina_embeddings_v3", {"type_vocab_size": 1}),
 }
 MODELS = {**DECODERS, **ENCODERS}
 
