@@ -91,6 +91,8 @@ class HfFolder:
         self._warned: set[str] = set()
         own = architecture(self.config.get("model_type"))
         self._rules = TensorRules() if own is None else own.tensors
+        if self._rules.experts_in_rows:
+            _divide_experts(files, num_experts(self.config) or 1)
         self._tensors = self._named(files)
         #: Our name of each tensor whose name is another one in the files.
         self._stored_names: Mapping[str, str] = {}
@@ -402,6 +404,14 @@ class HfFolder:
         self._done += stored.nbytes
         if self.on_bytes is not None:
             self.on_bytes(self._done, self._total)
+
+
+def _divide_experts(files: SafetensorsFiles, count: int) -> None:
+    """Matrices that have ``count`` experts one below the other become tensors ``[E, rows, in]``."""
+    for name, stored in files.tensors.items():
+        if ".mlp.experts." in name and len(stored.shape) == 2 and stored.shape[0] % count == 0:
+            shape = (count, stored.shape[0] // count, stored.shape[1])
+            files.tensors[name] = replace(stored, shape=shape)
 
 
 def _canonical_names(files: SafetensorsFiles, by_mistral: bool) -> dict[str, StoredTensor]:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from sdk.models.architecture import LayerRules, architecture
+from sdk.models.architecture import Architecture, LayerRules, architecture
 from sdk.models.expert_config import NAMES, shared_width
 from sdk.quant.errors import CheckpointError
 
@@ -98,7 +98,13 @@ def experts_transposed(config: Mapping[str, Any], name: str, stored: tuple[int, 
         return False
     if known.tensors.experts_transposed == "sometimes":
         return stored != _experts_shape(config, name)
-    return known.tensors.experts_transposed == "always"
+    return _turned(known, name)
+
+
+def _turned(known: Architecture, name: str) -> bool:
+    """Whether every file has this tensor of all experts as ``[E, in, out]``."""
+    how = known.tensors.experts_transposed
+    return how == "always" or (how == "down" and name.endswith(".down_proj"))
 
 
 def _experts_shape(config: Mapping[str, Any], name: str) -> tuple[int, ...] | None:
@@ -150,7 +156,8 @@ def expected_shape(
             return shape
         turned = (shape[0], shape[2], shape[1])
         how = known.tensors.experts_transposed
-        return turned if how == "always" or (how == "sometimes" and stored != shape) else shape
+        always = _turned(known, name)
+        return turned if always or (how == "sometimes" and stored != shape) else shape
     if ".shared_experts." in name:
         inner = shared_width(config, known)
     width, kv_heads = head_dim(config), config.get("num_key_value_heads") or heads

@@ -208,8 +208,10 @@ class LayerRules(NamedTuple):
     ``parallel_norms``: the norms where blocks are parallel (``ConfigRules.parallel_blocks``).
     ``gated``: the MLP has a gate beside its first projection.
     ``post_norm``: the norm after a block is of the sum of its output and what it read, and the next
-    block reads that norm alone (BERT). Then there are no other norms, and none after the layers.
+    block reads that norm alone (BERT). The norm before the MLP, if there is one, is of the sum of
+    that and what attention read. There are no others, and none after the layers.
     ``first_norm``: the first layer has a norm before attention, too.
+    ``experts_bias``: the sum of a token's experts has a bias.
     """
 
     norms: Norms = Norms()
@@ -228,6 +230,7 @@ class LayerRules(NamedTuple):
     gated: bool = True
     post_norm: bool = False
     first_norm: bool = True
+    experts_bias: bool = False
 
     def norms_of(self, parallel: bool) -> Norms:
         """The norms of a layer whose blocks are parallel, or come one after the other."""
@@ -241,6 +244,7 @@ class TensorRules(NamedTuple):
     last one.
     ``experts_transposed``: a float tensor with all experts of a layer is ``[E, in, out]``, always
     or in some files. In those, the shape tells; a tensor that can be either is ``[E, out, in]``.
+    "down": that of the last projection alone.
     ``gate_up_interleaved``: rows of gate and up alternate in such a tensor.
     ``block_sparse_moe``: transformers finds packed experts only under the names
     ``block_sparse_moe.experts.0.w1``.
@@ -251,10 +255,11 @@ class TensorRules(NamedTuple):
     query heads, its key, its value.
     ``layers_transposed``: float matrices of layers are ``[in, out]``; packed ones are not.
     ``up_before_gate``: the rows of ``gate_up_proj`` are those of up, then those of gate.
+    ``experts_in_rows``: a tensor with all experts of a layer is a matrix, one below the other.
     """
 
     norms_minus_one: bool = False
-    experts_transposed: Literal["always", "sometimes"] | None = None
+    experts_transposed: Literal["always", "sometimes", "down"] | None = None
     gate_up_interleaved: bool = False
     block_sparse_moe: bool = False
     names: Mapping[str, str | tuple[str, ...]] = NOTHING
@@ -262,6 +267,7 @@ class TensorRules(NamedTuple):
     layers_transposed: bool = False
     final_norm_whole: bool = False
     up_before_gate: bool = False
+    experts_in_rows: bool = False
 
     def norm_offset(self, path: str) -> float:
         """What is added to the stored weight of the norm ``path``."""

@@ -48,7 +48,9 @@ class Attention:
         if biases is not None:
             biases = floats(biases, "attention biases")
             if len(biases) != heads:
-                raise KernelError(f"attention: expected biases of {heads} heads, found {len(biases)}")
+                raise KernelError(
+                    f"attention: expected biases of {heads} heads, found {len(biases)}"
+                )
         if window is not None and window < 1:
             raise KernelError(f"attention: expected a window of at least 1, found {window}")
         index = [batch.query_start, batch.context_len, batch.page_table]

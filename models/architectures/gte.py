@@ -1,8 +1,8 @@
 """GTE ("new"): a BERT with rotary embeddings and a gated MLP.
 
 Zhang et al., "mGTE" (2024), arXiv 2407.19669; transformers' modeling_gte.py. Published files of
-gte-base-en-v1.5, gte-multilingual-base and snowflake-arctic-embed-m-v2.0 bring their own code, whose
-``model_type`` is ``new`` or ``gte``. llama.cpp has no such model, so there are no GGUF files.
+gte-base-en-v1.5, gte-multilingual-base and snowflake-arctic-embed-m-v2.0 bring their own code,
+whose ``model_type`` is ``new`` or ``gte``. llama.cpp has no such model, so there are no GGUF files.
 """
 
 from __future__ import annotations
