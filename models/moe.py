@@ -3,11 +3,11 @@
 ``y = sum over the selected experts e of weight[e] * down[e](act(gate[e](x)) * up[e](x))``, of
 models without gates ``down[e](act(up[e](x)))``, plus an MLP of shared experts, which every token
 uses. Every rank routes by itself: inputs have the same bits on all ranks, so all ranks select the
-same experts. With tensor parallelism a rank has a part of each expert, as of an MLP, and the ranks' results are
-summed. With expert parallelism (:mod:`sdk.models.expert_parallel`) it has whole experts, and the
-ranks exchange the rows that these have computed. With data parallel attention the ranks, each of
-which has tokens of its own, gather the tokens of all before. The shared experts are split like any
-MLP; without tensor parallelism a rank computes them for its own tokens.
+same experts. With tensor parallelism a rank has a part of each expert, as of an MLP, and the ranks'
+results are summed. With expert parallelism (:mod:`sdk.models.expert_parallel`) it has whole
+experts, and the ranks exchange the rows that these have computed. With data parallel attention the
+ranks, each of which has tokens of its own, gather the tokens of all before. The shared experts are
+split like any MLP; without tensor parallelism a rank computes them for its own tokens.
 """
 
 from __future__ import annotations

@@ -216,7 +216,7 @@ GROUPS = (
     Group(_DIFFUSION, gguf=("dream", "llada", "llada-moe", "rnd1"), types=("Dream", "llada")),
     Group(
         ENCODER,
-        gguf=("jina-bert-v2", "jina-bert-v3", "neo-bert", "nomic-bert-moe", "t5encoder"),
+        gguf=("neo-bert", "t5encoder"),
     ),
     Group(ENCODER_DECODER, gguf=("t5",)),
     Group(SPEECH, gguf=("pockettts", "qwen3tts", "wavtokenizer-dec", "whisper")),

@@ -12,7 +12,9 @@ import torch
 from sdk.loaders.open import open_checkpoint
 from sdk.models.config import ModelConfig
 from sdk.models.parallel import Mesh
-from sdk.quant.errors import AlignmentError, CheckpointError
+from sdk.quant.errors import AlignmentError, CheckpointError, UnsupportedError
+from tests.gguf_encoders import gguf_of_reference
+from tests.gguf_models import save_gguf
 from tests.models import reference_encoders as reference
 from tests.models.conftest import Paged, expected_states, prompt, tiny_encoder
 
@@ -56,6 +58,41 @@ def test_nomic_v2_has_the_states_of_its_formulae(every: int, tmp_path: Path, loa
     state = reference.nomic_state(config)
     checkpoint = open_checkpoint(reference.save(tmp_path / "m", config, state))
     check(load(checkpoint), lambda ids: reference.nomic_states(config, state, ids))
+    assert checkpoint.unused() == []
+
+
+@pytest.mark.parametrize(
+    ("code", "apart"),
+    [(False, False), (False, True), (True, True)],
+    ids=["joined", "apart", "code"],
+)
+def test_a_gguf_file_of_jina_v2(code: bool, apart: bool, tmp_path: Path, load: Load) -> None:
+    config = reference.jina_config(code=code)
+    state = reference.jina_state(config)
+    file = gguf_of_reference(config, state, apart=apart)
+    checkpoint = open_checkpoint(save_gguf(tmp_path / "m.gguf", file))
+    found = Paged(load(checkpoint)).run("a", prompt(75, 1))
+    wanted = reference.jina_states(config, state, prompt(75, 1))
+    assert (found - wanted).abs().max() <= 1e-4
+    assert checkpoint.unused() == []
+
+
+def test_a_gguf_file_of_jina_s_code_model_says_where_gate_is(tmp_path: Path) -> None:
+    config = reference.jina_config(code=True)
+    file = gguf_of_reference(config, reference.jina_state(config))
+    with pytest.raises(UnsupportedError, match=r"ffn_up.weight: expected one tensor for gate and"):
+        open_checkpoint(save_gguf(tmp_path / "m.gguf", file))
+
+
+def test_a_gguf_file_of_nomic_v2_lacks_the_bias_of_experts(tmp_path: Path, load: Load) -> None:
+    config = reference.nomic_config()
+    state = reference.nomic_state(config)
+    checkpoint = open_checkpoint(save_gguf(tmp_path / "m.gguf", gguf_of_reference(config, state)))
+    found = Paged(load(checkpoint)).run("a", prompt(75, 1))
+    biases = [name for name in state if name.endswith("experts.bias")]
+    without = {**state, **{name: torch.zeros_like(state[name]) for name in biases}}
+    wanted = reference.nomic_states(config, without, prompt(75, 1))
+    assert biases and (found - wanted).abs().max() <= 1e-4
     assert checkpoint.unused() == []
 
 
