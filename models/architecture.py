@@ -308,6 +308,9 @@ class HeadRules(NamedTuple):
     #: llama.cpp's activation for the architecture, and the one of its files without token types.
     gguf_activation: str = "Tanh"
     gguf_untyped: str | None = None
+    #: What a config may say of the pooling, first what one without the key means. "bos" is "cls";
+    #: "late": the mean is that of the logits of each token.
+    poolings: tuple[str, ...] = ("cls", "mean")
 
 
 class GgufKeys(Protocol):

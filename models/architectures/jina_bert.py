@@ -17,6 +17,7 @@ from sdk.models.architecture import (
     EmbeddingRules,
     GgufKeys,
     GgufRules,
+    HeadRules,
     LayerRules,
     TensorRules,
 )
@@ -105,5 +106,6 @@ ARCHITECTURE = Architecture(
     more_gguf=(GgufRules("jina-bert-v2", matches=_has_no_norms, tensors=bert.GGUF_TENSORS),),
     tensors=TensorRules(names=NAMES),
     embedding=EmbeddingRules(norm=True, types=True),
+    head=HeadRules(("bert.pooler.dense", "pooler.dense")),
     claims=_claims,
 )

@@ -14,6 +14,7 @@ from sdk.models.architecture import (
     ConfigRules,
     EmbeddingRules,
     GgufRules,
+    HeadRules,
     LayerRules,
     TensorRules,
 )
@@ -101,10 +102,10 @@ ARCHITECTURE = Architecture(
     gguf=GgufRules("nomic-bert", tensors=GGUF_TENSORS),
     tensors=TensorRules(
         names={
-            "model.layers": ("encoder.layers", "layers"),
-            "model.embed_tokens": "embeddings.word_embeddings",
-            "model.embed_types": "embeddings.token_type_embeddings",
-            "model.embed_norm": "emb_ln",
+            "model.layers": ("nomic_bert.encoder.layers", "nomic_bert.layers"),
+            "model.embed_tokens": "nomic_bert.embeddings.word_embeddings",
+            "model.embed_types": "nomic_bert.embeddings.token_type_embeddings",
+            "model.embed_norm": "nomic_bert.emb_ln",
             "self_attn.qkv_proj": "attn.Wqkv",
             "self_attn.o_proj": "attn.out_proj",
             "mlp.up_proj": "mlp.fc11",
@@ -115,4 +116,5 @@ ARCHITECTURE = Architecture(
         }
     ),
     embedding=EmbeddingRules(norm=True, types=True),
+    head=HeadRules(("nomic_bert.pooler.dense", "pooler.dense")),
 )

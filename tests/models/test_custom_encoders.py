@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from sdk.loaders.open import open_checkpoint
+from sdk.models.classifier import classifier_of
 from sdk.models.config import ModelConfig
 from sdk.models.parallel import Mesh
 from sdk.quant.errors import AlignmentError, CheckpointError, UnsupportedError
@@ -122,7 +123,9 @@ def test_published_gte_scales_its_angles_by_ntk(tmp_path: Path, load: Load) -> N
     }
     state = {k: v.contiguous() for k, v in _files(tmp_path).items()}
     folder = reference.save(tmp_path / "m", published, state)
-    check(load(open_checkpoint(folder)), lambda ids: expected_states(oracle, ids))
+    checkpoint = open_checkpoint(folder)
+    assert classifier_of(checkpoint.config) is None  # its first architecture has no head
+    check(load(checkpoint), lambda ids: expected_states(oracle, ids))
     unpacked = {}
     for key, values in state.items():
         parts = zip("qkv", values.chunk(3), strict=True) if ".qkv_proj." in key else ()

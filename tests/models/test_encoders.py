@@ -15,7 +15,7 @@ from sdk.models.config import ModelConfig
 from sdk.models.distance_buckets import bucket_of_distances
 from sdk.quant.errors import CheckpointError, UnsupportedError
 from tests.gguf_encoders import FILES, gguf_of_encoder
-from tests.gguf_models import BOOL, F32, U32, gguf_of, save_gguf
+from tests.gguf_models import BOOL, F32, STRING, U32, gguf_of, save_gguf
 from tests.models.conftest import (
     Paged,
     checkpoint_of,
@@ -115,6 +115,22 @@ def test_a_gguf_file_has_the_states_of_transformers(name: str, tmp_path: Path, l
     found = Paged(load(checkpoint)).run("a", prompt(75, 1))
     assert (found - expected_states(oracle, prompt(75, 1))).abs().max() <= 1e-4
     assert checkpoint.unused() == []
+
+
+def test_a_head_of_a_gguf_file_whose_activation_is_not_known_is_refused(tmp_path: Path) -> None:
+    kind, options = ENCODERS["modernbert"]
+    for activation, wanted in (("gelu", None), ("silu", "found silu: the file does not say")):
+        file = gguf_of_encoder(tiny_encoder(kind, **options, hidden_activation=activation))
+        file.metadata["modern-bert.hidden_activation"] = (STRING, activation)
+        open_checkpoint(save_gguf(tmp_path / "m.gguf", file)).close()
+        for name, rows in (("cls", 64), ("cls.output", 1)):
+            file.tensors[f"{name}.weight"] = ((64, rows), 0, bytes(4 * 64 * rows))
+        path = save_gguf(tmp_path / "m.gguf", file)
+        if wanted is None:
+            open_checkpoint(path).close()
+        else:
+            with pytest.raises(UnsupportedError, match=wanted):
+                open_checkpoint(path)
 
 
 def test_a_file_of_a_decoder_may_say_that_tokens_see_both_ways(tmp_path: Path, load: Load) -> None:
