@@ -172,15 +172,20 @@ def expected_shape(
         experts=num_experts(config),
     )
     path, _, stem = name.removesuffix(".bias").rpartition(".")
+    narrow = hidden
+    if known.embedding.projected:
+        narrow = config.get("embedding_size") or hidden
     gate = known.layer.output_gate
     if gate is not None and path.endswith("self_attn") and stem == gate.projection:
         shape = (heads if gate.per_head else sizes.queries, hidden)
     else:
         shape = _llama_shape(sizes, stem, known.layer)
+    if stem.startswith("embed_") and shape is not None:
+        shape = (*shape[:-1], narrow)
     first, positions = known.embedding.positions, config.get("max_position_embeddings")
     if stem == "embed_positions" and first is not None and isinstance(positions, int):
         # With "after padding" the config counts the rows before position 0 too.
-        shape = (positions + (first if isinstance(first, int) else 0), hidden)
+        shape = (positions + (first if isinstance(first, int) else 0), narrow)
     return shape[:1] if shape is not None and name.endswith(".bias") else shape
 
 

@@ -284,12 +284,15 @@ class EmbeddingRules(NamedTuple):
     ``norm``: they have a norm, ``model.embed_norm``; ``unweighted_norm``: an RMSNorm without a
     weight.
     ``types``: the row of a token's type in ``model.embed_types``, of ``type_vocab_size``, is added.
+    ``projected``: these tables may have another width than the layers, ``embedding_size``; then
+    ``model.embed_project`` comes after the norm.
     """
 
     positions: int | Literal["after padding"] | None = None
     norm: bool = False
     types: bool = False
     unweighted_norm: bool = False
+    projected: bool = False
 
 
 class HeadRules(NamedTuple):

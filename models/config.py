@@ -62,6 +62,7 @@ class ModelConfig:
     to this size.
     ``first_position``: the row of position 0 in the table of learned positions; ``None``: there is
     none. ``token_types``: rows of the table of token types; 0: there is none.
+    ``embedding_size``: features of an embedding before its projection; ``None``: there is none.
     ``alibi``: the linear biases of attention. ``buckets``: those by buckets of distances.
     ``logits_scale`` divides the logits; a softcap ``c`` turns ``x`` into ``c * tanh(x / c)``.
     """
@@ -104,6 +105,7 @@ class ModelConfig:
     one_norm: bool = False
     buckets: DistanceBuckets | None = None
     down_bias: bool = False
+    embedding_size: int | None = None
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> ModelConfig:
@@ -174,6 +176,7 @@ class ModelConfig:
             one_norm=bool(rules.one_norm and rules.one_norm(fields)),
             buckets=rules.buckets,
             down_bias=biases.mlp or biases.down,
+            embedding_size=_embedding_size(fields, hidden) if embedding.projected else None,
         )
 
 
@@ -238,6 +241,11 @@ def _first_position(fields: Fields, rules: EmbeddingRules) -> tuple[int | None, 
     if type(padding) is not int or not 0 <= padding < rows - 1:
         fields.fail("pad_token_id", f"an integer in 0..{rows - 2}", padding)
     return padding + 1, padding + 1
+
+
+def _embedding_size(fields: Fields, hidden: int) -> int | None:
+    found = fields.count("embedding_size", MAX_WIDTH, default=hidden)
+    return None if found == hidden else found
 
 
 def _token_types(fields: Fields) -> int:

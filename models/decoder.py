@@ -238,7 +238,10 @@ class Decoder:
         if mesh.is_first and c.token_types:
             self.types = source.table("model.embed_types", c.token_types)
         if mesh.is_first and rules.norm:
-            self.embedding_norm = source.norm("model.embed_norm")
+            self.embedding_norm = source.embedding_norm()
+        self.projection: Projection | None = None
+        if mesh.is_first and c.embedding_size is not None:
+            self.projection = source.matrix("model.embed_project", c.hidden_size, c.embedding_size)
         self.head: Head | None = None
         if mesh.is_last and c.causal:
             self.head = source.head(self.embedding)
@@ -313,7 +316,9 @@ class Decoder:
         if self.types is not None:
             assert batch.token_types is not None
             x = self.ops.add(self.types.rows(batch.token_types), x)
-        return x if self.embedding_norm is None else self.ops.norm(x, self.embedding_norm)
+        if self.embedding_norm is not None:
+            x = self.ops.norm(x, self.embedding_norm)
+        return x if self.projection is None else self.projection(x)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """See :class:`CausalLM`."""

@@ -51,9 +51,9 @@ def _read_gguf(config: dict[str, Any], keys: GgufKeys) -> None:
     if config["hidden_activation"] != "gelu" and keys.has_tensor("cls.weight"):
         raise UnsupportedError(
             f"{keys.source}: cls.weight: expected a classification head only where "
-            f"modern-bert.hidden_activation is gelu, found {str(found)[:40]}: the file does not say "
-            "the head's activation, and llama.cpp applies gelu whatever the model has. Use the "
-            "model's folder"
+            f"modern-bert.hidden_activation is gelu, found {str(found)[:40]}: the file does not "
+            "say the head's activation, and llama.cpp applies gelu whatever the model has. Use "
+            "the model's folder"
         )
     config["local_attention"] = config.pop("sliding_window")
     config["global_attn_every_n_layers"] = keys.integer(

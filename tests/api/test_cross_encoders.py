@@ -48,7 +48,7 @@ CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
     "roberta": ("RobertaForSequenceClassification", _LONGER),
     "xlm-roberta": ("XLMRobertaForSequenceClassification", {**_LONGER, "pad_token_id": 1}),
     "camembert": ("CamembertForSequenceClassification", {**_LONGER, "pad_token_id": 1}),
-    "electra": ("ElectraForSequenceClassification", {"embedding_size": 32}),
+    "electra": ("ElectraForSequenceClassification", {"embedding_size": 16}),
     "distilbert": ("DistilBertForSequenceClassification", _DISTIL),
     "modernbert": ("ModernBertForSequenceClassification", _MODERN),
     "modernbert, mean": (

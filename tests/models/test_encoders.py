@@ -54,6 +54,7 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "xlm-roberta": ("xlm-roberta", {"pad_token_id": 2}),
     "camembert": ("camembert", {"pad_token_id": 1}),
     "electra": ("electra", {"embedding_size": 64}),
+    "electra with narrow embeddings": ("electra", {"embedding_size": 24}),
     "distilbert": ("distilbert", {"hidden_dim": 128}),
     "mpnet": ("mpnet", {"pad_token_id": 1}),
     "modernbert": ("modernbert", {"local_attention": 26, "num_hidden_layers": 7}),
@@ -173,7 +174,7 @@ def test_what_a_file_says_of_directions_is_refused_where_it_is_another_model(
 @pytest.mark.parametrize(
     ("name", "changes", "words"),
     [
-        ("electra", {"embedding_size": 32}, "embedding_size: expected hidden_size 64, found 32"),
+        ("electra", {"embedding_size": 0}, "embedding_size: expected an integer in 1"),
         ("bert", {"position_embedding_type": "relative_key"}, "position_embedding_type: expected"),
         (
             "mpnet",
