@@ -1,4 +1,4 @@
-"""EmbeddingGemma's GGUF files with dense layers after pooling, which the converter adds if asked."""
+"""GGUF files of EmbeddingGemma with the dense layers after pooling, if they were asked for."""
 
 from __future__ import annotations
 
