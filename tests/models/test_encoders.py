@@ -17,6 +17,7 @@ from sdk.quant.errors import CheckpointError, UnsupportedError
 from tests.gguf_encoders import FILES, gguf_of_encoder
 from tests.gguf_models import BOOL, F32, STRING, U32, gguf_of, save_gguf
 from tests.models.conftest import (
+    DictCheckpoint,
     Paged,
     checkpoint_of,
     expected_states,
@@ -141,6 +142,26 @@ def test_a_file_of_a_decoder_may_say_that_tokens_see_both_ways(tmp_path: Path, l
         "a", prompt(41, 1)
     )
     assert (found - expected_states(oracle, prompt(41, 1))).abs().max() <= 1e-4
+
+
+def test_llamas_that_were_trained_to_see_both_ways_have_a_name_of_their_own(
+    tmp_path: Path, load: Load
+) -> None:
+    """NVIDIA's llama-nemotron-embed, whose code changes the mask of a Llama."""
+    rope = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0}
+    rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    oracle = tiny("llama", is_causal=False, rope_parameters=rope)
+    expected = expected_states(oracle, prompt(75, 1))
+    checkpoint = checkpoint_of(oracle.model)
+    named = {**checkpoint.config, "model_type": "llama_bidirec", "pooling": "avg"}
+    found = Paged(load(DictCheckpoint(named, checkpoint.tensors))).run("a", prompt(75, 1))
+    assert (found - expected).abs().max() <= 1e-4
+    plain = tiny("llama", is_causal=False)
+    file = gguf_of(plain, {"attention.causal": (BOOL, False)}, arch="llama-embed")
+    found = Paged(load(open_checkpoint(save_gguf(tmp_path / "m.gguf", file)))).run(
+        "a", prompt(75, 1)
+    )
+    assert (found - expected_states(plain, prompt(75, 1))).abs().max() <= 1e-4
 
 
 def test_a_file_of_embedding_gemma_has_the_window_of_its_config(tmp_path: Path, load: Load) -> None:
