@@ -203,6 +203,11 @@ def test_what_a_file_says_of_directions_is_refused_where_it_is_another_model(
             "relative_attention_num_buckets: expected 32, found 64",
         ),
         ("bert", {"is_decoder": True}, "is_decoder: expected False, found True"),
+        (
+            "xlm-roberta",
+            {"lora_adaptations": ["retrieval.query"], "position_embedding_type": "rotary"},
+            r"lora_adaptations: expected none, found \['retrieval.query'\]: .*lora_request",
+        ),
         ("xlm-roberta", {"pad_token_id": 300}, r"pad_token_id: expected an integer in 0\.\.254"),
         ("modernbert", {"norm_bias": True}, "norm_bias: expected False, found True"),
         ("distilbert", {"sinusoidal_pos_embds": True}, "sinusoidal_pos_embds: expected False"),
