@@ -45,7 +45,7 @@ from sdk.kernels.sampling_ops import SamplingOps
 from sdk.kernels.self_check import SelfCheck
 
 #: What ``Problem.format`` says of attention: which of these it has.
-_ATTENTION_WORDS = ("window", "softcap", "sinks", "slopes", "both ways")
+_ATTENTION_WORDS = ("window", "softcap", "sinks", "slopes", "both ways", "biases")
 _ATTENTION = {
     has: " ".join(word for word, one in zip(_ATTENTION_WORDS, has, strict=True) if one)
     for has in product((False, True), repeat=len(_ATTENTION_WORDS))
@@ -521,6 +521,7 @@ class Ops:
         sinks: Tensor | None = None,
         slopes: Tensor | None = None,
         causal: bool = True,
+        biases: Tensor | None = None,
     ) -> Tensor:
         """Attention over the pages: q ``[T, heads, head_dim]`` -> ``[T, heads * head_dim]``.
 
@@ -529,7 +530,8 @@ class Ops:
         ``softcap``: scores become ``cap * tanh(score / cap)`` (Gemma 2). ``sinks [heads]``: one
         more logit per head that takes probability but has no value. ``slopes [heads]``: a key's
         score gets its head's slope times the key's position minus the query's (ALiBi), after the
-        scale and the softcap.
+        scale and the softcap. ``biases [heads, 2 * reach + 1]``: it gets the one of that distance
+        instead, of which the first and the last are those of all further keys too (T5, MPNet).
         """
         batch.check(pages)
         expect_floats("attention q", q, self.activations, batch.num_tokens, None, None)
@@ -537,6 +539,13 @@ class Ops:
             expect("attention sinks", sinks, torch.float32, q.shape[1])
         if slopes is not None:
             expect("attention slopes", slopes, torch.float32, q.shape[1])
+        if biases is not None:
+            expect("attention biases", biases, torch.float32, q.shape[1], None)
+            if biases.shape[1] % 2 == 0:
+                raise KernelError(
+                    "attention biases: expected one for each distance on both sides and for 0, "
+                    f"found {biases.shape[1]}"
+                )
         tokens, heads, head_dim = q.shape
         kv_heads = pages.k.shape[1]
         if heads % kv_heads or pages.head_dim != head_dim:
@@ -549,7 +558,9 @@ class Ops:
         out = self.empty(tokens, heads * head_dim, dtype=q.dtype)
         if tokens:
             like = (q, pages, scale, window, softcap, sinks, slopes, self.shares_keys, causal)
-            has = (*(one is not None for one in (window, softcap, sinks, slopes)), not causal)
+            like = (*like, biases)
+            options = (one is not None for one in (window, softcap, sinks, slopes))
+            has = (*options, not causal, biases is not None)
             kernel = self._kernel(
                 "attention",
                 like,
@@ -559,7 +570,8 @@ class Ops:
             )
 
             def attend(q: Tensor, batch: AttentionBatch, out: Tensor) -> None:
-                kernel.run(q, pages, batch, scale, window, softcap, sinks, slopes, out, causal)
+                options = scale, window, softcap, sinks, slopes, out, causal, biases
+                kernel.run(q, pages, batch, *options)
 
             if self.recording.cut is not None:
                 return self.recording.cut(q, out, attend)

@@ -125,6 +125,8 @@ def joined_part(name: str, config: Mapping[str, Any]) -> JoinedPart | None:
     if part == "down":
         return JoinedPart(f"{path}.down_proj{suffix}", int(expert), 0, 1, False)
     known = architecture(config.get("model_type"))
+    if known is not None and not known.layer.gated:
+        return JoinedPart(f"{path}.up_proj{suffix}", int(expert), 0, 1, False)
     interleaved = known is not None and known.tensors.gate_up_interleaved
     at = ("gate", "up").index(part)
     return JoinedPart(f"{path}.gate_up_proj{suffix}", int(expert), at, 2, interleaved)

@@ -19,6 +19,8 @@ _TOP = {
     "score": "cls.output",
     "classifier.dense": "cls",
     "classifier.norm": "cls.norm",
+    "embedding_head.0": "dense_2",
+    "embedding_head.1": "dense_3",
 }
 #: Inside a layer.
 _LAYER = {

@@ -28,7 +28,13 @@ from sdk.loaders.quiet import transformers_to_our_log
 from sdk.loaders.safetensors_folder import open_weights
 from sdk.loaders.safetensors_reader import SafetensorsFiles, StoredTensor, same_bytes
 from sdk.loaders.tensor_names import TensorNames
-from sdk.models.architecture import WITHOUT_HEAD, TensorRules, architecture, states_everything
+from sdk.models.architecture import (
+    WITHOUT_HEAD,
+    TensorRules,
+    architecture,
+    real_type,
+    states_everything,
+)
 from sdk.models.config_keys import check_class, check_fixed, with_our_keys
 from sdk.quant.checkpoint import TensorEntry
 from sdk.quant.errors import CheckpointError, UnsupportedError
@@ -85,6 +91,8 @@ class HfFolder:
         self._warned: set[str] = set()
         own = architecture(self.config.get("model_type"))
         self._rules = TensorRules() if own is None else own.tensors
+        if self._rules.experts_in_rows:
+            _divide_experts(files, num_experts(self.config) or 1)
         self._tensors = self._named(files)
         #: Our name of each tensor whose name is another one in the files.
         self._stored_names: Mapping[str, str] = {}
@@ -398,6 +406,14 @@ class HfFolder:
             self.on_bytes(self._done, self._total)
 
 
+def _divide_experts(files: SafetensorsFiles, count: int) -> None:
+    """Matrices that have ``count`` experts one below the other become tensors ``[E, rows, in]``."""
+    for name, stored in files.tensors.items():
+        if ".mlp.experts." in name and len(stored.shape) == 2 and stored.shape[0] % count == 0:
+            shape = (count, stored.shape[0] // count, stored.shape[1])
+            files.tensors[name] = replace(stored, shape=shape)
+
+
 def _canonical_names(files: SafetensorsFiles, by_mistral: bool) -> dict[str, StoredTensor]:
     """Every tensor by our name; those beside a language model keep theirs."""
     if by_mistral:
@@ -443,6 +459,7 @@ def complete_config(raw: dict[str, Any], source: str) -> dict[str, Any]:
     """
     if not isinstance(raw.get("model_type"), str):
         raise CheckpointError(f"{source}: model_type is {raw.get('model_type')!r}, expected a name")
+    raw = {**raw, "model_type": real_type(raw)}
     check_fixed(raw, source)  # also what a multimodal config has outside its text part
     text = raw.get("text_config")
     if isinstance(text, dict) and isinstance(text.get("model_type"), str):

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from sdk.models.architecture import LayerRules, architecture
+from sdk.models.architecture import Architecture, LayerRules, architecture
 from sdk.models.expert_config import NAMES, shared_width
 from sdk.quant.errors import CheckpointError
 
@@ -98,7 +98,13 @@ def experts_transposed(config: Mapping[str, Any], name: str, stored: tuple[int, 
         return False
     if known.tensors.experts_transposed == "sometimes":
         return stored != _experts_shape(config, name)
-    return known.tensors.experts_transposed == "always"
+    return _turned(known, name)
+
+
+def _turned(known: Architecture, name: str) -> bool:
+    """Whether every file has this tensor of all experts as ``[E, in, out]``."""
+    how = known.tensors.experts_transposed
+    return how == "always" or (how == "down" and name.endswith(".down_proj"))
 
 
 def _experts_shape(config: Mapping[str, Any], name: str) -> tuple[int, ...] | None:
@@ -150,7 +156,8 @@ def expected_shape(
             return shape
         turned = (shape[0], shape[2], shape[1])
         how = known.tensors.experts_transposed
-        return turned if how == "always" or (how == "sometimes" and stored != shape) else shape
+        always = _turned(known, name)
+        return turned if always or (how == "sometimes" and stored != shape) else shape
     if ".shared_experts." in name:
         inner = shared_width(config, known)
     width, kv_heads = head_dim(config), config.get("num_key_value_heads") or heads
@@ -165,15 +172,20 @@ def expected_shape(
         experts=num_experts(config),
     )
     path, _, stem = name.removesuffix(".bias").rpartition(".")
+    narrow = hidden
+    if known.embedding.projected:
+        narrow = config.get("embedding_size") or hidden
     gate = known.layer.output_gate
     if gate is not None and path.endswith("self_attn") and stem == gate.projection:
         shape = (heads if gate.per_head else sizes.queries, hidden)
     else:
         shape = _llama_shape(sizes, stem, known.layer)
+    if stem.startswith("embed_") and shape is not None:
+        shape = (*shape[:-1], narrow)
     first, positions = known.embedding.positions, config.get("max_position_embeddings")
     if stem == "embed_positions" and first is not None and isinstance(positions, int):
         # With "after padding" the config counts the rows before position 0 too.
-        shape = (positions + (first if isinstance(first, int) else 0), hidden)
+        shape = (positions + (first if isinstance(first, int) else 0), narrow)
     return shape[:1] if shape is not None and name.endswith(".bias") else shape
 
 

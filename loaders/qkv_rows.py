@@ -1,9 +1,11 @@
-"""The order of the rows of a joined projection to queries, keys and values.
+"""The order of the rows of joined projections.
 
-Ours is all queries, all keys, all values. Some models store the rows of one key/value head after
-the other (``TensorRules.qkv_by_group``): its query heads, its key, its value. With one key/value
-head that is the same; with as many as query heads, a query, a key and a value take turns. Rows of a
-packed weight are moved as they are.
+Of one to gate and up, ours is all of gate, then all of up; some models store up first
+(``TensorRules.up_before_gate``). Of one to queries, keys and values, ours is all queries, all keys,
+all values. Some models store the rows of one key/value head after the other
+(``TensorRules.qkv_by_group``): its query heads, its key, its value. With one key/value head that is
+the same; with as many as query heads, a query, a key and a value take turns. Rows of a packed
+weight are moved as they are.
 """
 
 from __future__ import annotations
@@ -23,6 +25,9 @@ def stored_rows(config: Mapping[str, Any], name: str) -> Tensor | None:
     """
     own = architecture(config.get("model_type"))
     stem = name.removesuffix(".bias")
+    if own is not None and own.tensors.up_before_gate and stem.endswith(".gate_up_proj"):
+        width = int(config["intermediate_size"])
+        return torch.cat([torch.arange(width, 2 * width), torch.arange(width)])
     if own is None or not own.tensors.qkv_by_group or not stem.endswith(".qkv_proj"):
         return None
     heads, width = int(config["num_attention_heads"]), head_dim(config)

@@ -18,11 +18,12 @@ class TensorNames:
 
     def __init__(self, names: Mapping[str, str | tuple[str, ...]]) -> None:
         every = {ours: (x,) if isinstance(x, str) else x for ours, x in names.items()}
-        (layers,) = every.pop(_LAYERS, (_LAYERS,))
-        self._layers = layers
-        self._body = layers.partition(".")[0] + "."
-        numbered = re.escape(layers.removeprefix(self._body))
-        self._layer = re.compile(rf"{numbered}\.(\d{{1,4}})\.(.+)")
+        layers = every.pop(_LAYERS, (_LAYERS,))
+        self._layers = layers[0]
+        self._bodies = tuple(one.partition(".")[0] + "." for one in layers)
+        self._body = self._bodies[0]
+        numbered = "|".join({re.escape(one.partition(".")[2]) for one in layers})
+        self._layer = re.compile(rf"(?:{numbered})\.(\d{{1,4}})\.(.+)")
         whole = ("model.", "lm_head")
         self._paths = {ours: x[0] for ours, x in every.items() if ours.startswith(whole)}
         self._parts = {ours: x for ours, x in every.items() if ours not in self._paths}
@@ -30,7 +31,8 @@ class TensorNames:
     def ours(self, name: str) -> str:
         """Our name of the file's ``name``, whatever its ending (``.weight``, ``.qweight``); a name
         that is not in the rules stays."""
-        inside = name.removeprefix(self._body)
+        body = next((one for one in self._bodies if name.startswith(one)), "")
+        inside = name.removeprefix(body)
         for ours, theirs in self._paths.items():
             if (rest := _rest(inside, theirs.removeprefix(self._body))) is not None:
                 return ours + rest

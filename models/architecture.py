@@ -43,13 +43,14 @@ RMS_NORM_EPS = "rms_norm_eps"
 
 
 class Biases(NamedTuple):
-    """Which projections have biases: of a layer q, k and v, that after attention, the MLP's; and
-    the head."""
+    """Which projections have biases: of a layer q, k and v, that after attention, the MLP's; the
+    head; and of an MLP whose others have none, the last one (``down``)."""
 
     qkv: bool = False
     output: bool = False
     mlp: bool = False
     head: bool = False
+    down: bool = False
 
 
 class Alibi(NamedTuple):
@@ -62,6 +63,14 @@ class Alibi(NamedTuple):
 
     most: float = 8.0
     scaled: bool = False
+
+
+class DistanceBuckets(NamedTuple):
+    """Biases of attention scores by the distance of a key, in ``count`` buckets (T5): every head
+    has one for each. Keys more than ``farthest`` away are in the last one of their side."""
+
+    count: int
+    farthest: int
 
 
 def always(fields: Fields) -> bool:
@@ -99,6 +108,7 @@ class ConfigRules(NamedTuple):
     ``names``: keys that a config of this model spells differently, ours to the file's.
     ``derived(config)``: sets what follows from other keys, under our names; it may be called twice.
     ``alibi``: the linear biases of attention, if it has them.
+    ``buckets``: its biases by buckets of distances, ``model.distance_biases`` of all layers.
     """
 
     keys: tuple[str, ...] = ()
@@ -124,6 +134,7 @@ class ConfigRules(NamedTuple):
     qk_norm: Callable[[Fields], bool] | None = None
     shared_experts: int = 0
     one_norm: Callable[[Fields], bool] | None = None
+    buckets: DistanceBuckets | None = None
 
 
 class Norms(NamedTuple):
@@ -197,8 +208,10 @@ class LayerRules(NamedTuple):
     ``parallel_norms``: the norms where blocks are parallel (``ConfigRules.parallel_blocks``).
     ``gated``: the MLP has a gate beside its first projection.
     ``post_norm``: the norm after a block is of the sum of its output and what it read, and the next
-    block reads that norm alone (BERT). Then there are no other norms, and none after the layers.
+    block reads that norm alone (BERT). The norm before the MLP, if there is one, is of the sum of
+    that and what attention read. There are no others, and none after the layers.
     ``first_norm``: the first layer has a norm before attention, too.
+    ``experts_bias``: the sum of a token's experts has a bias.
     """
 
     norms: Norms = Norms()
@@ -217,6 +230,7 @@ class LayerRules(NamedTuple):
     gated: bool = True
     post_norm: bool = False
     first_norm: bool = True
+    experts_bias: bool = False
 
     def norms_of(self, parallel: bool) -> Norms:
         """The norms of a layer whose blocks are parallel, or come one after the other."""
@@ -230,25 +244,30 @@ class TensorRules(NamedTuple):
     last one.
     ``experts_transposed``: a float tensor with all experts of a layer is ``[E, in, out]``, always
     or in some files. In those, the shape tells; a tensor that can be either is ``[E, out, in]``.
+    "down": that of the last projection alone.
     ``gate_up_interleaved``: rows of gate and up alternate in such a tensor.
     ``block_sparse_moe``: transformers finds packed experts only under the names
     ``block_sparse_moe.experts.0.w1``.
     ``names``: names that differ from a Llama's, ours to the file's; those of a layer without
-    ``model.layers.0.``, which ``model.layers`` renames, and where configs of the model differ one
+    ``model.layers.0.``, which ``model.layers`` renames, and where files of the model differ one
     name for each. See :mod:`sdk.loaders.tensor_names`.
     ``qkv_by_group``: the rows of ``qkv_proj`` are those of one key/value head after the other: its
     query heads, its key, its value.
     ``layers_transposed``: float matrices of layers are ``[in, out]``; packed ones are not.
+    ``up_before_gate``: the rows of ``gate_up_proj`` are those of up, then those of gate.
+    ``experts_in_rows``: a tensor with all experts of a layer is a matrix, one below the other.
     """
 
     norms_minus_one: bool = False
-    experts_transposed: Literal["always", "sometimes"] | None = None
+    experts_transposed: Literal["always", "sometimes", "down"] | None = None
     gate_up_interleaved: bool = False
     block_sparse_moe: bool = False
     names: Mapping[str, str | tuple[str, ...]] = NOTHING
     qkv_by_group: bool = False
     layers_transposed: bool = False
     final_norm_whole: bool = False
+    up_before_gate: bool = False
+    experts_in_rows: bool = False
 
     def norm_offset(self, path: str) -> float:
         """What is added to the stored weight of the norm ``path``."""
@@ -265,12 +284,15 @@ class EmbeddingRules(NamedTuple):
     ``norm``: they have a norm, ``model.embed_norm``; ``unweighted_norm``: an RMSNorm without a
     weight.
     ``types``: the row of a token's type in ``model.embed_types``, of ``type_vocab_size``, is added.
+    ``projected``: these tables may have another width than the layers, ``embedding_size``; then
+    ``model.embed_project`` comes after the norm.
     """
 
     positions: int | Literal["after padding"] | None = None
     norm: bool = False
     types: bool = False
     unweighted_norm: bool = False
+    projected: bool = False
 
 
 class HeadRules(NamedTuple):
@@ -289,6 +311,9 @@ class HeadRules(NamedTuple):
     #: llama.cpp's activation for the architecture, and the one of its files without token types.
     gguf_activation: str = "Tanh"
     gguf_untyped: str | None = None
+    #: What a config may say of the pooling, first what one without the key means. "bos" is "cls";
+    #: "late": the mean is that of the logits of each token.
+    poolings: tuple[str, ...] = ("cls", "mean")
 
 
 class GgufKeys(Protocol):
@@ -355,6 +380,8 @@ class Architecture(NamedTuple):
     GGUF files, of models that compute the same.
     ``wide_range``: activations may exceed float16, which ends at 65,504. ``head``: of classifiers,
     if it is more than one matrix over the last token.
+    ``claims``: whether a config that names another model is one of this: code beside the weights,
+    which is not run, makes it another model.
     """
 
     model_type: str
@@ -367,6 +394,7 @@ class Architecture(NamedTuple):
     wide_range: bool = False
     embedding: EmbeddingRules = EmbeddingRules()
     head: HeadRules | None = None
+    claims: Callable[[Mapping[str, Any]], bool] | None = None
 
 
 @cache
@@ -381,6 +409,13 @@ def architecture(model_type: object) -> Architecture | None:
     """The architecture that a config's ``model_type`` names; ``None`` for one we do not have."""
     found = (own for own in architectures() if model_type in (own.model_type, *own.aliases))
     return next(found, None)
+
+
+def real_type(config: Mapping[str, Any]) -> Any:
+    """The ``model_type`` of a config, or the one of the model that claims it."""
+    claimed = (own for own in architectures() if own.claims is not None and own.claims(config))
+    found = next(claimed, None)
+    return config.get("model_type") if found is None else found.model_type
 
 
 def states_everything(config: Mapping[str, Any]) -> bool:

@@ -14,6 +14,7 @@ from sdk.kernels.lazy_torch import torch
 from sdk.kernels.norm import Norm
 from sdk.models.alibi import alibi_slopes
 from sdk.models.architecture import LayerRules
+from sdk.quant.errors import AlignmentError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,10 +27,11 @@ if TYPE_CHECKING:
 
 class Step(NamedTuple):
     """What all layers of a step share; ``angles``: cos and sin of each rotary embedding of
-    ``ModelConfig.ropes``."""
+    ``ModelConfig.ropes``; ``biases``: see :meth:`sdk.kernels.ops.Ops.attention`."""
 
     batch: AttentionBatch
     angles: Sequence[tuple[Tensor, Tensor]]
+    biases: Tensor | None = None
 
 
 class Attention:
@@ -134,6 +136,7 @@ class Attention:
             sinks=self.sinks,
             slopes=self.slopes,
             causal=self.causal,
+            biases=step.biases,
         )
         if self.gate is not None:
             y = self.ops.gate(y, qkv[:, width:], self.gate.kind)
@@ -141,9 +144,11 @@ class Attention:
 
 
 class WidthNorms:
-    """RMSNorms over the whole width of queries and of keys (OLMo 2).
+    """Norms over the whole width of queries and of keys (OLMo 2).
 
     A rank has only some of the heads, so the mean square over all of them is summed over the ranks.
+
+    :raises AlignmentError: a LayerNorm would need the mean over all ranks, too.
     """
 
     def __init__(self, source: Source, path: str) -> None:
@@ -154,6 +159,11 @@ class WidthNorms:
         self.kv_copies = heads.kv_copies
         q_norm = source.norm(f"{path}.q_norm", self.q_width)
         k_norm = source.norm(f"{path}.k_norm", self.k_width)
+        if self.mesh.group is not None and q_norm.centred:
+            raise AlignmentError(
+                f"{path}.q_norm: cannot split a LayerNorm over all heads over {self.mesh.size} "
+                "ranks: expected a tensor parallel size of 1"
+            )
         self.q_norm = _part_of(q_norm, c.head_dim, heads.start, heads.count)
         self.k_norm = _part_of(k_norm, c.head_dim, heads.kv_start, heads.kv_count)
 
@@ -214,8 +224,10 @@ def _norms_of_each_head(
 
 
 def _part_of(norm: Norm, head_dim: int, start: int, count: int) -> Norm:
-    """What a rank has of an RMSNorm over the width of all heads."""
+    """What a rank has of a norm over the width of all heads; if it has only some, an RMSNorm."""
     assert norm.weight is not None
+    if len(norm.weight) == count * head_dim:
+        return norm
     own = norm.weight.view(-1, head_dim)[start : start + count].flatten()
     return Norm(own, norm.eps)
 

@@ -47,7 +47,8 @@ class Classifier:
     """The classes of a checkpoint. ``tokens``: their spellings if each is a token's logit.
 
     ``per_token``: every token of a text has classes. ``steps``: the head of an encoder, over states
-    that are pooled as ``pooling`` says; without any, it is the matrix ``score``.
+    that are pooled as ``pooling`` says; without any, it is the matrix ``score``. ``averages``: the
+    logits of a text are the mean of its tokens'.
     """
 
     labels: tuple[str, ...]
@@ -56,6 +57,7 @@ class Classifier:
     per_token: bool = False
     pooling: str = "last"
     steps: tuple[Step, ...] = ()
+    averages: bool = False
 
     def logits(self, pooled: Any) -> Any:
         """Logits of pooled states ``[hidden]``, or of each token's ``[tokens, hidden]``."""
@@ -64,6 +66,8 @@ class Classifier:
         rows = np.atleast_2d(np.asarray(pooled, np.float32))
         for step in self.steps:
             rows = np.stack([step(row) for row in rows])
+        if self.averages:
+            return rows.mean(axis=0).tolist()
         return rows if self.per_token else rows[0].tolist()
 
     @property
@@ -93,6 +97,8 @@ def classifier_of(config: Mapping[str, Any]) -> Classifier | None:
         return Classifier(tuple(tokens), "softmax", tuple(tokens))
     names = config.get("architectures")
     given = names if isinstance(names, (list, tuple)) else ()
+    if given and isinstance(given[0], str) and given[0].endswith("Model"):
+        return None  # more follow that its tensors allow, too (gte-multilingual-base)
     kinds = [name for name in given if isinstance(name, str) and name.endswith(_KINDS)]
     if not kinds:
         return None

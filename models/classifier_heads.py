@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 #: transformers' names of activations and of poolings.
 _NAMES = {"gelu": "GELU", "relu": "ReLU", "tanh": "Tanh", "silu": "SiLU"}
-_POOLINGS = ("cls", "mean")
+_MODES = {"bos": "cls"}
 
 
 def has_layers(classifier: Classifier | None, model_type: object) -> bool:
@@ -58,11 +58,11 @@ def with_layers(
     name = _found(checkpoint, out)
     weight = _matrix(checkpoint, name, (len(classifier.labels), hidden))
     steps.append(DenseStep(weight, _vector(checkpoint, f"{name}.bias", len(weight)), "Identity"))
-    usual = "mean" if checkpoint.format == "gguf" else "cls"  # of files older than the key
-    pooling = _setting(fields, rules.pooling, _POOLINGS, usual)
-    return replace(
-        classifier, pooling="token" if classifier.per_token else pooling, steps=tuple(steps)
-    )
+    usual = "mean" if checkpoint.format == "gguf" else rules.poolings[0]  # of files without the key
+    pooling = _setting(fields, rules.pooling, rules.poolings, usual)
+    late = pooling == "late" and not classifier.per_token
+    mode = "token" if late or classifier.per_token else _MODES.get(pooling, pooling)
+    return replace(classifier, pooling=mode, steps=tuple(steps), averages=late)
 
 
 def _of_gguf(checkpoint: Checkpoint, rules: HeadRules) -> HeadRules:

@@ -21,6 +21,7 @@ from sdk.models.architecture import (
     Architecture,
     Biases,
     ConfigRules,
+    DistanceBuckets,
     EmbeddingRules,
     architecture,
 )
@@ -48,7 +49,8 @@ class ModelConfig:
     ``sliding_windows``: for every layer how many tokens a token sees, itself included, ``None`` for
     all. ``ropes``: the rotary embeddings, that of layers without a window first, of which a layer
     has the one with the number in ``rope_of_layer``.
-    ``attention_bias``: of q, k and v; ``output_bias``: of the projection after attention.
+    ``attention_bias``: of q, k and v; ``output_bias``: of the projection after attention;
+    ``mlp_bias``: of the MLP's; ``down_bias``: of its last one, whatever the others have.
     ``causal``: a token sees none after it. The tokens of other models (encoders) see as many after
     as before them; such a model has no head and does not continue a text.
     ``query_scale``: of queries by their positions. ``post_norm_eps``: that of the norms after
@@ -60,7 +62,8 @@ class ModelConfig:
     to this size.
     ``first_position``: the row of position 0 in the table of learned positions; ``None``: there is
     none. ``token_types``: rows of the table of token types; 0: there is none.
-    ``alibi``: the linear biases of attention.
+    ``embedding_size``: features of an embedding before its projection; ``None``: there is none.
+    ``alibi``: the linear biases of attention. ``buckets``: those by buckets of distances.
     ``logits_scale`` divides the logits; a softcap ``c`` turns ``x`` into ``c * tanh(x / c)``.
     """
 
@@ -100,6 +103,9 @@ class ModelConfig:
     token_types: int = 0
     qkv_clip: float | None = None
     one_norm: bool = False
+    buckets: DistanceBuckets | None = None
+    down_bias: bool = False
+    embedding_size: int | None = None
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> ModelConfig:
@@ -168,6 +174,9 @@ class ModelConfig:
             first_position=first,
             token_types=_token_types(fields) if embedding.types else 0,
             one_norm=bool(rules.one_norm and rules.one_norm(fields)),
+            buckets=rules.buckets,
+            down_bias=biases.mlp or biases.down,
+            embedding_size=_embedding_size(fields, hidden) if embedding.projected else None,
         )
 
 
@@ -232,6 +241,11 @@ def _first_position(fields: Fields, rules: EmbeddingRules) -> tuple[int | None, 
     if type(padding) is not int or not 0 <= padding < rows - 1:
         fields.fail("pad_token_id", f"an integer in 0..{rows - 2}", padding)
     return padding + 1, padding + 1
+
+
+def _embedding_size(fields: Fields, hidden: int) -> int | None:
+    found = fields.count("embedding_size", MAX_WIDTH, default=hidden)
+    return None if found == hidden else found
 
 
 def _token_types(fields: Fields) -> int:

@@ -86,7 +86,7 @@ class MLP:
             bias=c.mlp_bias,
         )
         down = f"{path}.down_proj"
-        self.down = source.row(down, width, start, count, bias=c.mlp_bias, reduce=reduce)
+        self.down = source.row(down, width, start, count, bias=c.down_bias, reduce=reduce)
 
     @property
     def rounding(self) -> Rounding | None:
@@ -175,7 +175,10 @@ class Layer:
 
     def _run_post_norm(self, x: Tensor, step: Step, pages: KVPages) -> Tensor:
         assert self.after_attention is not None and self.after_mlp is not None
+        again = self.before_mlp and self.ops.add(self.ops.zeros(*x.shape), x)
         x, _ = self.ops.add_norm(self.attention(x, step, pages), x, self.after_attention, wide=True)
+        if self.before_mlp is not None and again is not None:
+            x, _ = self.ops.add_norm(x, again, self.before_mlp, wide=True)
         x, _ = self.ops.add_norm(self.mlp(x), x, self.after_mlp, wide=True)
         return x
 
@@ -235,7 +238,10 @@ class Decoder:
         if mesh.is_first and c.token_types:
             self.types = source.table("model.embed_types", c.token_types)
         if mesh.is_first and rules.norm:
-            self.embedding_norm = source.norm("model.embed_norm")
+            self.embedding_norm = source.embedding_norm()
+        self.projection: Projection | None = None
+        if mesh.is_first and c.embedding_size is not None:
+            self.projection = source.matrix("model.embed_project", c.hidden_size, c.embedding_size)
         self.head: Head | None = None
         if mesh.is_last and c.causal:
             self.head = source.head(self.embedding)
@@ -249,6 +255,8 @@ class Decoder:
         if mesh.is_last and not self._rules.post_norm:
             self.norm = source.norm("model.norm")
         self.ropes = [source.rope(spec) for spec in c.ropes]
+        #: Of attention, by distance: see :meth:`sdk.kernels.ops.Ops.attention`.
+        self.biases = None if c.buckets is None else source.distance_biases(c.buckets)
         self._linears = source.linears
         #: The tensors of one dimension that it has pulled, by path.
         self.vectors = source.vectors
@@ -276,7 +284,8 @@ class Decoder:
         """See :class:`CausalLM`. ``out``: where the last stage writes hidden states."""
         delta = self._enter(inputs, batch)
         residual: Tensor | None = None
-        step = Step(batch, [rope.cos_sin(batch.positions, self.ops) for rope in self.ropes])
+        angles = [rope.cos_sin(batch.positions, self.ops) for rope in self.ropes]
+        step = Step(batch, angles, self.biases)
         self.streams = []
         if not self.config.causal:
             kv = [*kv] * len(self.layers)
@@ -307,7 +316,9 @@ class Decoder:
         if self.types is not None:
             assert batch.token_types is not None
             x = self.ops.add(self.types.rows(batch.token_types), x)
-        return x if self.embedding_norm is None else self.ops.norm(x, self.embedding_norm)
+        if self.embedding_norm is not None:
+            x = self.ops.norm(x, self.embedding_norm)
+        return x if self.projection is None else self.projection(x)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """See :class:`CausalLM`."""

@@ -21,7 +21,7 @@ from sdk.models.config_fields import MAX_EXPERTS, MAX_LAYERS, MAX_WIDTH, Fields
 NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "count": ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
-        "per_token": ("num_experts_per_tok", "moe_k", "moe_topk"),
+        "per_token": ("num_experts_per_tok", "moe_k", "moe_topk", "moe_top_k"),
         "normalized": ("norm_topk_prob",),
         "scale": (
             *("routed_scaling_factor", "route_scale", "moe_routed_scaling_factor"),

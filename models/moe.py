@@ -1,13 +1,13 @@
 """A mixture of experts (MoE) instead of an MLP: a router selects a few small MLPs per token.
 
-``y = sum over the selected experts e of weight[e] * down[e](act(gate[e](x)) * up[e](x))``, plus an
-MLP of shared experts, which every token uses. Every
-rank routes by itself: inputs have the same bits on all ranks, so all ranks select the same experts.
-With tensor parallelism a rank has a part of each expert, as of an MLP, and the ranks' results are
-summed. With expert parallelism (:mod:`sdk.models.expert_parallel`) it has whole experts, and the
-ranks exchange the rows that these have computed. With data parallel attention the ranks, each of
-which has tokens of its own, gather the tokens of all before. The shared experts are split like any
-MLP; without tensor parallelism a rank computes them for its own tokens.
+``y = sum over the selected experts e of weight[e] * down[e](act(gate[e](x)) * up[e](x))``, of
+models without gates ``down[e](act(up[e](x)))``, plus an MLP of shared experts, which every token
+uses. Every rank routes by itself: inputs have the same bits on all ranks, so all ranks select the
+same experts. With tensor parallelism a rank has a part of each expert, as of an MLP, and the ranks'
+results are summed. With expert parallelism (:mod:`sdk.models.expert_parallel`) it has whole
+experts, and the ranks exchange the rows that these have computed. With data parallel attention the
+ranks, each of which has tokens of its own, gather the tokens of all before. The shared experts are
+split like any MLP; without tensor parallelism a rank computes them for its own tokens.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from sdk.quant.weight import Weight
 
 _GATE_UP = ("gate_proj", "up_proj")
+_UP = ("up_proj",)
 
 
 def _route_bias(source: Source, path: str, count: int) -> Tensor | None:
@@ -37,11 +38,18 @@ def _route_bias(source: Source, path: str, count: int) -> Tensor | None:
     return source.vector(name, count)
 
 
+def _sum_bias(source: Source, path: str) -> Tensor | None:
+    """The bias of the sum of experts; llama.cpp's converter leaves it out."""
+    if source.checkpoint.format == "gguf":
+        return None
+    return source.vector(f"{path}.bias", source.config.hidden_size)
+
+
 class ExpertArrival(NamedTuple):
     """The weights and biases of an expert that takes a ``place`` among those of this rank."""
 
     place: int
-    gate_up: tuple[Weight, Tensor | None]
+    up: tuple[Weight, Tensor | None]
     down: tuple[Weight, Tensor | None]
 
 
@@ -76,8 +84,10 @@ class ExpertMLP:
             experts = self.share.weights
         else:
             cut = self.mesh.columns(self.spec.width)
-        self.gate_up = source.expert_columns(self.path, _GATE_UP, experts, *cut)
+        self.names = _GATE_UP if rules.gated else _UP
+        self.up = source.expert_columns(self.path, self.names, experts, *cut)
         self.down = source.expert_rows(self.path, "down_proj", experts, *cut)
+        self.sum_bias = _sum_bias(source, self.path) if rules.experts_bias else None
 
     #: The router needs floats.
     rounding = None
@@ -98,12 +108,15 @@ class ExpertMLP:
             bias=self.bias,
             experts=None if share is None else share.routing,
         )
-        hidden = self.gate_up.gated(x, routes, self.activation)
+        if len(self.names) == 2:
+            hidden = self.up.gated(x, routes, self.activation)
+        else:
+            hidden = self.ops.activation(self.up(x, routes), self.activation, routes.used)
         y = self.ops.moe.combine(self.down(hidden, routes), routes, shared, gate)
         y = self.ops.scale(y, spec.scale)
-        if share is not None or self.mesh.group is None:
-            return y
-        return self.ops.all_reduce(y, self.mesh.group)
+        if share is None and self.mesh.group is not None:
+            y = self.ops.all_reduce(y, self.mesh.group)
+        return y if self.sum_bias is None else self.ops.add_bias(y, self.sum_bias)
 
     def load(self, source: Source, placement: Placement) -> list[ExpertArrival]:
         """Load the experts that another placement gives this rank.
@@ -113,12 +126,12 @@ class ExpertMLP:
         assert self.share is not None
         arrivals, width = [], self.spec.width
         for place, expert in self.share.arrivals(placement):
-            gate_up = source.expert_column(self.path, _GATE_UP, expert, 0, width)
+            up = source.expert_column(self.path, self.names, expert, 0, width)
             down = source.expert_row(self.path, "down_proj", expert, 0, width)
-            for own, (_, bias) in ((self.gate_up, gate_up), (self.down, down)):
+            for own, (_, bias) in ((self.up, up), (self.down, down)):
                 if (bias is None) != (own.bias is None):
                     raise CheckpointError(f"{self.path}: expected a bias for every expert or none")
-            arrivals.append(ExpertArrival(place, gate_up, down))
+            arrivals.append(ExpertArrival(place, up, down))
         return arrivals
 
     def move(self, arrivals: Sequence[ExpertArrival], placement: Placement) -> None:
@@ -128,6 +141,6 @@ class ExpertMLP:
         """
         assert self.share is not None
         for arrival in arrivals:
-            self.gate_up.replace(arrival.place, *arrival.gate_up)
+            self.up.replace(arrival.place, *arrival.up)
             self.down.replace(arrival.place, *arrival.down)
         self.share.move(placement)

@@ -110,6 +110,14 @@ ENCODER = Refusal(
     "its tokens attend in both directions, and this one is not described here",
     "docs/embeddings.md names the models for search that run",
 )
+_DISENTANGLED = Refusal(
+    "an encoder with disentangled attention (DeBERTa)",
+    "each score has two more products, of a query with a distance's key and of a key with a "
+    "distance's query, which differ from token to token; scores here may have a bias for each head "
+    "and distance alone",
+    "Of rerankers bge-reranker-v2-m3, gte-multilingual-reranker-base and gte-reranker-modernbert "
+    "run (docs/embeddings.md)",
+)
 ENCODER_DECODER = Refusal(
     "an encoder-decoder (sequence-to-sequence) model",
     "its decoder reads the states of an encoder, which has no place here",
@@ -216,8 +224,9 @@ GROUPS = (
     Group(_DIFFUSION, gguf=("dream", "llada", "llada-moe", "rnd1"), types=("Dream", "llada")),
     Group(
         ENCODER,
-        gguf=("jina-bert-v2", "jina-bert-v3", "neo-bert", "nomic-bert-moe", "t5encoder"),
+        gguf=("neo-bert", "t5encoder"),
     ),
+    Group(_DISENTANGLED, gguf=(), types=("deberta", "deberta-v2")),
     Group(ENCODER_DECODER, gguf=("t5",)),
     Group(SPEECH, gguf=("pockettts", "qwen3tts", "wavtokenizer-dec", "whisper")),
     Group(TOWER, gguf=("clip",)),

@@ -51,6 +51,7 @@ _NOMIC = {
     "post_attention_layernorm": "attn_output_norm",
     "post_mlp_layernorm": "layer_output_norm",
 }
+_JINA_V3 = {**_NOMIC, "mlp.fc1": "ffn_up", "mlp.fc2": "ffn_down"}
 _MODERN = {
     "embeddings.tok_embeddings": "token_embd",
     "embeddings.norm": "token_embd_norm",
@@ -76,6 +77,7 @@ FILES: dict[str, tuple[str, dict[str, str]]] = {
     "xlm-roberta": ("bert", _BERT),
     "distilbert": ("bert", _DISTILBERT),
     "nomic_bert": ("nomic-bert", _NOMIC),
+    "jina_embeddings_v3": ("jina-bert-v3", _JINA_V3),
     "modernbert": ("modern-bert", _MODERN),
     "eurobert": ("eurobert", _EURO),
 }
@@ -127,3 +129,92 @@ def gguf_of_encoder(model: Any) -> GgufBytes:
         place = own if layer is None else f"blk.{layer[1]}.{own}"
         file.tensors[f"{place}.{suffix}"] = (data.shape[::-1], 0, data.tobytes())
     return file
+
+
+#: Names of tests/models/reference_encoders.py.
+_JINA = {
+    **_BERT,
+    "attention.self.layer_norm_q": "attn_q_norm",
+    "attention.self.layer_norm_k": "attn_k_norm",
+    "layer_norm_1": "attn_norm_2",
+    "layer_norm_2": "layer_output_norm",
+    "mlp.layernorm": "layer_output_norm",
+    "mlp.gated_layers": "ffn_up",
+    "mlp.up_gated_layer": "ffn_up",
+    "mlp.wo": "ffn_down",
+    "mlp.down_layer": "ffn_down",
+}
+_NOMIC_MOE = {
+    **_BERT,
+    "emb_ln": "token_embd_norm",
+    "attn.Wqkv": "attn_qkv",
+    "attn.out_proj": "attn_output",
+    "norm1": "attn_output_norm",
+    "norm2": "layer_output_norm",
+    "mlp.fc1": "ffn_up",
+    "mlp.fc2": "ffn_down",
+    "mlp.router.layer": "ffn_gate_inp",
+    "mlp.experts.mlp.w1": "ffn_up_exps",
+    "mlp.experts.mlp.w2": "ffn_down_exps",
+}
+
+
+def gguf_of_reference(
+    config: dict[str, Any], state: dict[str, Any], *, apart: bool = False
+) -> GgufBytes:
+    """The file of a model of tests/models/reference_encoders.py. ``apart``: with one tensor for the
+    gate of an MLP and one for the rest, as older converters write them."""
+    experts = config.get("num_experts", 0)
+    arch, names = ("nomic-bert-moe", _NOMIC_MOE) if experts else ("jina-bert-v2", _JINA)
+    sizes = {**config, **{ours: config[theirs] for ours, theirs in _GPT2.items() if experts}}
+    facts: dict[str, tuple[int, Any]] = {
+        "block_count": (U32, sizes["num_hidden_layers"]),
+        "context_length": (U32, sizes["max_position_embeddings"]),
+        "embedding_length": (U32, sizes["hidden_size"]),
+        "feed_forward_length": (U32, sizes["intermediate_size"]),
+        "attention.head_count": (U32, sizes["num_attention_heads"]),
+        "attention.layer_norm_epsilon": (F32, sizes["layer_norm_eps"]),
+        "attention.causal": (BOOL, False),
+        "pooling_type": (U32, 1),
+    }
+    if experts:
+        facts["expert_count"] = (U32, experts)
+        facts["expert_used_count"] = (U32, config["moe_top_k"])
+        facts["moe_every_n_layers"] = (U32, config["moe_every_n_layers"])
+        facts["rope.freq_base"] = (F32, float(config["rotary_emb_base"]))
+    file = GgufBytes({"general.architecture": (STRING, arch)})
+    for key, value in facts.items():
+        file.metadata[f"{arch}.{key}"] = value
+    for name, values in state.items():
+        stem, suffix = name, "weight"
+        if name.endswith((".weight", ".bias")):
+            stem, _, suffix = name.rpartition(".")
+        layer = re.fullmatch(r"encoder\.layers?\.(\d+)\.(.+)", stem)
+        own = names.get(stem if layer is None else layer[2])
+        if own is None:
+            continue
+        place = own if layer is None else f"blk.{layer[1]}.{own}"
+        if own.endswith("_exps"):
+            values = values.view(experts, -1, values.shape[1])
+            values = values.transpose(1, 2) if "down" in own else values
+        parts = {place: values}
+        if apart and stem.endswith("gated_layers"):
+            gate, up = values.chunk(2)
+            parts = {place.replace("up", "gate"): gate, place: up}
+        elif apart and stem.endswith("up_gated_layer"):
+            up, gate = values.chunk(2)
+            parts = {place.replace("up", "gate"): gate, place: up}
+        for at, rows in parts.items():
+            data = np.ascontiguousarray(rows.numpy(), "<f4")
+            file.tensors[f"{at}.{suffix}"] = (data.shape[::-1], 0, data.tobytes())
+    return file
+
+
+_GPT2 = {
+    "hidden_size": "n_embd",
+    "intermediate_size": "n_inner",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "max_position_embeddings": "n_positions",
+    "layer_norm_eps": "layer_norm_epsilon",
+}

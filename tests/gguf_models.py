@@ -63,7 +63,7 @@ _LAYER_NORM_EPS = {
 #: Where transformers turns dimensions i and i + d / 2 of a head, and llama.cpp 2i and 2i + 1.
 _PERMUTED = (
     *("llama", "granite", "granite_swa", "smollm3", "mistral3", "internlm2", "xverse", "minicpm"),
-    *("olmo", "arcee", "muse-glimmer", "granitemoe"),
+    *("olmo", "arcee", "muse-glimmer", "granitemoe", "llama-embed"),
 )
 _LAYER = {
     "self_attn.q_proj": "attn_q",

@@ -38,12 +38,19 @@ class Attention:
         slopes: Tensor | None,
         out: Tensor,
         causal: bool = True,
+        biases: Tensor | None = None,
     ) -> None:
         _, heads, head_dim = q.shape
         kv_heads = pages.k.shape[1]
         inner_contiguous(q, torch.float32, "attention q")
         check_levels(pages, kv_heads, head_dim)
         sinks, slopes = _by_head("sinks", sinks, heads), _by_head("slopes", slopes, heads)
+        if biases is not None:
+            biases = floats(biases, "attention biases")
+            if len(biases) != heads:
+                raise KernelError(
+                    f"attention: expected biases of {heads} heads, found {len(biases)}"
+                )
         if window is not None and window < 1:
             raise KernelError(f"attention: expected a window of at least 1, found {window}")
         index = [batch.query_start, batch.context_len, batch.page_table]
@@ -58,6 +65,7 @@ class Attention:
             *(x.data_ptr() for x in index),
             None if sinks is None else sinks.data_ptr(),
             None if slopes is None else slopes.data_ptr(),
+            None if biases is None else biases.data_ptr(),
             None,
             *q.stride()[:2],
             index[2].shape[1],
@@ -75,6 +83,7 @@ class Attention:
             0,
             0,
             not causal,
+            0 if biases is None else biases.shape[1] // 2,
         )
         self._runtime.run(OpKind.ATTENTION, args, batch.num_requests, "attention")
 

@@ -65,6 +65,8 @@ class Attention:
     def reject(self, problem: Problem) -> str | None:
         if problem.compute == "exact" and not self._exact:
             return 'its products round to 16 bits, but compute="exact"'
+        if "biases" in problem.format.split():
+            return "biases of scores by distance (MPNet, T5): expected linear ones or none"
         return reject(problem)
 
     def run(
@@ -79,7 +81,9 @@ class Attention:
         slopes: Tensor | None,
         out: Tensor,
         causal: bool = True,
+        biases: Tensor | None = None,
     ) -> None:
+        assert biases is None
         sides = page_sides(pages, q.shape[2])
         index = (batch.query_start, batch.context_len, batch.page_table)
         expect_on_device("attention", q, pages.k, out, *index, sinks, slopes)

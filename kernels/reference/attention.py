@@ -40,6 +40,7 @@ class Attention:
         slopes: Tensor | None,
         out: Tensor,
         causal: bool = True,
+        biases: Tensor | None = None,
     ) -> None:
         starts = batch.query_start.tolist()
         lengths = batch.context_len.tolist()
@@ -52,7 +53,7 @@ class Attention:
                 end = min(begin + QUERY_TILE, starts[r + 1])
                 position = first_position + begin - starts[r]
                 known = position + end - begin if causal else length
-                options = scale, window, softcap, sinks, slopes, causal
+                options = scale, window, softcap, sinks, slopes, causal, biases
                 view[begin:end] = _tile(q[begin:end], k, v, position, known, *options)
         out.view(q.shape).copy_(mixed(view) if pages.v_mixed else view)
 
@@ -88,6 +89,7 @@ def _tile(
     sinks: Tensor | None,
     slopes: Tensor | None,
     causal: bool,
+    biases: Tensor | None,
 ) -> Tensor:
     """Attention of up to 16 consecutive tokens, the first at ``position``, to the first ``known``
     tokens; shaped as q."""
@@ -119,6 +121,8 @@ def _tile(
             score = torch.tanh(score / softcap) * softcap
         if slopes is not None:
             score = score + slopes * -(keys - at).abs().to(q.dtype)
+        if biases is not None:
+            score = score + _by_distance(biases, keys - at, kv_heads).to(q.dtype)
         score = score.masked_fill(hidden, float("-inf"))
         peak = torch.maximum(best, score.amax(dim=-1, keepdim=True))
         safe = peak.masked_fill(peak == float("-inf"), 0.0)
@@ -129,3 +133,12 @@ def _tile(
         best = peak
     result = (result / total).reshape(kv_heads, group, QUERY_TILE, head_dim)
     return result.permute(2, 0, 1, 3).reshape(QUERY_TILE, heads, head_dim)[:tokens]
+
+
+def _by_distance(biases: Tensor, distance: Tensor, kv_heads: int) -> Tensor:
+    """Biases ``[heads, 2 * reach + 1]`` of scores ``[kv_heads, group * 16, keys]``; ``distance``
+    ``[group * 16, keys]``: the key's position minus the query's."""
+    heads, reach = biases.shape[0], biases.shape[1] // 2
+    own = torch.arange(heads, device=biases.device).view(kv_heads, -1)
+    head = own.repeat_interleave(QUERY_TILE, dim=1).unsqueeze(2)
+    return biases[head, distance.clamp(-reach, reach) + reach]

@@ -9,6 +9,7 @@ from typing import Any
 from sdk.loaders.adapters.adapter_file import AdapterFile
 from sdk.loaders.adapters.gguf_adapter import open_gguf_adapter
 from sdk.loaders.adapters.peft_folder import PICKLE, WEIGHTS, open_peft_folder
+from sdk.loaders.adapters.token_types import EMBEDDING, TYPES, in_the_embedding, with_one_type
 from sdk.loaders.hub import HubAccess, HubModel, check_no_url, download, parse_hub_id
 from sdk.loaders.open import existing_path
 from sdk.loaders.other_kinds import ADAPTER_CONFIG
@@ -29,6 +30,19 @@ def open_adapter(
     :raises CheckpointError: it is damaged, no adapter, or was made for another model.
     :raises UnsupportedError: it holds something that is not supported; names it.
     """
+    known = with_one_type(config, matrices)
+    found = _opened(path, config, known, scale)
+    if TYPES in known:
+        found.matrices = in_the_embedding(found.matrices, matrices[EMBEDDING][0])
+    return found
+
+
+def _opened(
+    path: Path,
+    config: Mapping[str, Any],
+    matrices: Mapping[str, tuple[int, int]],
+    scale: float,
+) -> AdapterFile:
     if path.is_dir():
         found = sorted(path.glob("*.gguf"))
         if not (path / ADAPTER_CONFIG).is_file() and len(found) == 1:

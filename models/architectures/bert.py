@@ -70,7 +70,7 @@ def derived(config: dict[str, Any]) -> None:
     config.setdefault("eos_token_id", None)
 
 
-def _read_gguf(config: dict[str, Any], keys: GgufKeys) -> None:
+def read_gguf(config: dict[str, Any], keys: GgufKeys) -> None:
     config["hidden_act"] = "gelu"
 
 
@@ -96,7 +96,7 @@ ARCHITECTURE = Architecture(
         derived=derived,
     ),
     tensors=TensorRules(names=tensor_names("bert")),
-    gguf=GgufRules("bert", tensors=GGUF_TENSORS, read=_read_gguf),
+    gguf=GgufRules("bert", tensors=GGUF_TENSORS, read=read_gguf),
     embedding=EmbeddingRules(positions=0, norm=True, types=True),
     head=HeadRules(
         ("bert.pooler.dense", "pooler.dense"),

@@ -5,7 +5,7 @@ Boizard et al., "EuroBERT" (2025), arXiv 2503.05500; transformers' modeling_euro
 
 from __future__ import annotations
 
-from sdk.models.architecture import Architecture, ConfigRules, GgufRules
+from sdk.models.architecture import Architecture, ConfigRules, GgufRules, HeadRules
 
 ARCHITECTURE = Architecture(
     "eurobert",
@@ -16,4 +16,10 @@ ARCHITECTURE = Architecture(
         causal=False,
     ),
     gguf=GgufRules("eurobert"),
+    head=HeadRules(
+        ("dense",),
+        activation="GELU",
+        pooling="=classifier_pooling",
+        poolings=("late", "bos", "mean"),
+    ),
 )

@@ -22,6 +22,7 @@ from sdk.models.architecture import (
     TensorRules,
 )
 from sdk.models.derived import every_head_has_keys
+from sdk.quant.errors import UnsupportedError
 
 _FULL, _LOCAL = "full_attention", "sliding_attention"
 #: Rotary bases where a config has none.
@@ -47,6 +48,13 @@ def _derived(config: dict[str, Any]) -> None:
 def _read_gguf(config: dict[str, Any], keys: GgufKeys) -> None:
     found = keys.get("hidden_activation")
     config["hidden_activation"] = {"geglu": "gelu", "swiglu": "silu"}.get(found, found) or "gelu"
+    if config["hidden_activation"] != "gelu" and keys.has_tensor("cls.weight"):
+        raise UnsupportedError(
+            f"{keys.source}: cls.weight: expected a classification head only where "
+            f"modern-bert.hidden_activation is gelu, found {str(found)[:40]}: the file does not "
+            "say the head's activation, and llama.cpp applies gelu whatever the model has. Use "
+            "the model's folder"
+        )
     config["local_attention"] = config.pop("sliding_window")
     config["global_attn_every_n_layers"] = keys.integer(
         "attention.sliding_window_pattern", (1, 512), 3

@@ -8,8 +8,24 @@ the unused rows.
 
 from __future__ import annotations
 
+from typing import Any
+
 from sdk.models.architecture import Architecture, EmbeddingRules, HeadRules, TensorRules
 from sdk.models.architectures import bert
+from sdk.quant.errors import UnsupportedError
+
+
+def _derived(config: dict[str, Any]) -> None:
+    tasks = config.get("lora_adaptations")
+    if tasks:
+        raise UnsupportedError(
+            f"config: lora_adaptations: expected none, found {str(tasks)[:120]}: these weights "
+            "(jina-embeddings-v3) hold an adapter for each task inside each tensor. Open the model "
+            "of transformers' class (jinaai/jina-embeddings-v3-hf) or a GGUF file, and the task's "
+            "adapter with lora_request (docs/lora.md)"
+        )
+    bert.derived(config)
+
 
 HEAD = HeadRules(("classifier.dense",), ("classifier.out_proj",))
 
@@ -21,6 +37,7 @@ ARCHITECTURE = Architecture(
         keys=("type_vocab_size", "pad_token_id"),
         defaults={**bert.ARCHITECTURE.config.defaults, "pad_token_id": 1},
         stated=("hidden_act", "type_vocab_size", "pad_token_id"),
+        derived=_derived,
     ),
     tensors=TensorRules(names=bert.tensor_names("roberta")),
     embedding=EmbeddingRules(positions="after padding", norm=True, types=True),

@@ -160,6 +160,10 @@ def expected(step: Step, **options: Any) -> Tensor:
             if options.get("slopes") is not None:
                 distance = -(torch.arange(low, end) - position).abs()
                 score = score + options["slopes"].double().unsqueeze(1) * distance
+            if (biases := options.get("biases")) is not None:
+                far = biases.shape[1] // 2
+                at = (torch.arange(low, end) - position).clamp(-far, far) + far
+                score = score + biases[:, at].double()
             if options.get("sinks") is not None:
                 score = torch.cat((score, options["sinks"].double().unsqueeze(1)), dim=1)
             weight = score.softmax(dim=1)[:, : end - low]
@@ -191,6 +195,9 @@ MIXED = ((1, 1), (100, 1), (70, 70), (300, 17), (700, 1), (129, 64))
         (6, 3, 24, 16, {"slopes": torch.logspace(-8, 0, 6, base=2)}),
         (4, 1, 16, 32, {"slopes": torch.logspace(-2, 1, 4, base=2), "window": 90, "softcap": 4.0}),
         (3, 3, 32, 16, {"slopes": torch.logspace(-3, 0, 3, base=2), "causal": False}),
+        (4, 4, 32, 16, {"biases": torch.linspace(-3, 2, 4 * 257).view(4, 257), "causal": False}),
+        (6, 2, 24, 7, {"biases": torch.linspace(2, -2, 6 * 41).view(6, 41), "window": 70}),
+        (4, 2, 16, 8, {"biases": torch.tensor([[0.5], [0.1], [2.0], [1.0]]), "causal": False}),
     ],
 )
 def test_attention_matches_float64(
@@ -258,6 +265,7 @@ def test_the_levels_agree(cases: Any, dtype: str, options: dict[str, Any]) -> No
         {},
         {"window": 400, "sinks": torch.linspace(-1, 3, 6)},
         {"slopes": torch.logspace(-9, -1, 6, base=2)},
+        {"biases": torch.linspace(-2, 3, 6 * 101).view(6, 101)},
     ],
 )
 def test_spreading_a_context_over_threads_does_not_change_a_bit(
@@ -276,7 +284,9 @@ def test_spreading_a_context_over_threads_does_not_change_a_bit(
         other.close()
 
 
-@pytest.mark.parametrize("options", [{}, {"window": 65}])
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 65}, {"biases": torch.linspace(-2, 3, 6 * 101).view(6, 101)}]
+)
 def test_both_ways_the_batch_and_threads_do_not_change_a_bit(
     backend: CpuBackend, options: dict[str, Any]
 ) -> None:
@@ -301,7 +311,9 @@ def test_levels_with_fused_multiply_add_agree_to_the_bit(dtype: str, head_dim: i
         opened = open_backend("cpu", 2, level)
         (kernel,) = opened.implementations("attention")
         slopes = torch.linspace(0.01, 0.3, 6)
-        found.append(attend(kernel, step, window=250, softcap=4.0, slopes=slopes))
+        biases = torch.linspace(-1, 2, 6 * 257).view(6, 257)
+        options = {"window": 250, "softcap": 4.0, "slopes": slopes, "biases": biases}
+        found.append(attend(kernel, step, **options))
         opened.close()
     assert all(torch.equal(x, found[-1]) for x in found[1:])
 
@@ -375,6 +387,8 @@ def test_attention_refuses_arguments_that_disagree(backend: CpuBackend) -> None:
         attend(kernel, step, sinks=torch.zeros(3))
     with pytest.raises(KernelError, match=r"expected slopes \[4\], found \[5\]"):
         attend(kernel, step, slopes=torch.zeros(5))
+    with pytest.raises(KernelError, match=r"expected biases of 4 heads, found 5"):
+        attend(kernel, step, biases=torch.zeros(5, 3))
     with pytest.raises(KernelError, match="expected a window of at least 1, found 0"):
         attend(kernel, step, window=0)
     with pytest.raises(KernelError, match=r"expected int32 index tensors, found torch\.int64"):

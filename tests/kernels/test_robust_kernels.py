@@ -182,6 +182,12 @@ FLOAT_ARGUMENTS: dict[str, tuple[Callable[[Ops, Tensor], Any], Tensor]] = {
         ),
         torch.randn(4),
     ),
+    "attention biases": (
+        lambda ops, x: ops.attention(
+            torch.zeros(6, 4, 16), make_pages(), make_batch(), scale=1.0, biases=x
+        ),
+        torch.randn(4, 5),
+    ),
 }
 
 
@@ -406,3 +412,10 @@ def test_pages_of_another_size_are_refused(ops: Ops) -> None:
         rope(ops, make_batch(), pages)
     with pytest.raises(KernelError, match="batch page_size: expected 2, as in KV pages, found 4"):
         ops.attention(torch.zeros(6, 4, 16), pages, make_batch(), scale=1.0)
+
+
+def test_biases_by_distance_have_one_for_each_distance_of_both_sides(ops: Ops) -> None:
+    with pytest.raises(KernelError, match=r"biases: expected one for each .*, found 4"):
+        ops.attention(
+            torch.zeros(6, 4, 16), make_pages(), make_batch(), scale=1.0, biases=torch.zeros(4, 4)
+        )

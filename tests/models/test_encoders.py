@@ -10,11 +10,14 @@ import pytest
 import torch
 
 from sdk.loaders.open import open_checkpoint
+from sdk.models.architecture import DistanceBuckets
 from sdk.models.config import ModelConfig
+from sdk.models.distance_buckets import bucket_of_distances
 from sdk.quant.errors import CheckpointError, UnsupportedError
 from tests.gguf_encoders import FILES, gguf_of_encoder
-from tests.gguf_models import BOOL, F32, U32, gguf_of, save_gguf
+from tests.gguf_models import BOOL, F32, STRING, U32, gguf_of, save_gguf
 from tests.models.conftest import (
+    DictCheckpoint,
     Paged,
     checkpoint_of,
     expected_states,
@@ -52,7 +55,9 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "xlm-roberta": ("xlm-roberta", {"pad_token_id": 2}),
     "camembert": ("camembert", {"pad_token_id": 1}),
     "electra": ("electra", {"embedding_size": 64}),
+    "electra with narrow embeddings": ("electra", {"embedding_size": 24}),
     "distilbert": ("distilbert", {"hidden_dim": 128}),
+    "mpnet": ("mpnet", {"pad_token_id": 1}),
     "modernbert": ("modernbert", {"local_attention": 26, "num_hidden_layers": 7}),
     "modernbert with biases": (
         "modernbert",
@@ -60,6 +65,12 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "nomic_bert": ("nomic_bert", {}),
     "eurobert": ("eurobert", {"num_key_value_heads": 2}),
+    "gte": ("gte", {"type_vocab_size": 1}),
+    "gte without token types": (
+        "gte",
+        {"type_vocab_size": 0, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+    ),
+    "jina_embeddings_v3": ("jina_embeddings_v3", {"type_vocab_size": 1}),
 }
 MODELS = {**DECODERS, **ENCODERS}
 
@@ -87,6 +98,17 @@ def test_states_match_transformers_alone_and_in_a_batch(name: str, load: Load) -
     assert all(torch.equal(together[one], alone[one]) for one in ids)
 
 
+def test_the_biases_of_mpnet_reach_as_far_as_transformers(load: Load) -> None:
+    oracle = tiny_encoder("mpnet", pad_token_id=1, num_hidden_layers=2)
+    ids = prompt(250, 4)
+    found = Paged(load(oracle)).run("a", ids)
+    assert (found - expected_states(oracle, ids)).abs().max() <= 1e-4
+    distance = torch.arange(-600, 601)
+    expected = type(oracle.encoder).relative_position_bucket(distance)
+    buckets = torch.from_numpy(bucket_of_distances(DistanceBuckets(32, 128)))
+    assert torch.equal(buckets[distance.clamp(-128, 128) + 128], expected)
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_a_gguf_file_has_the_states_of_transformers(name: str, tmp_path: Path, load: Load) -> None:
     oracle = tiny_encoder(*ENCODERS[name][:1], **ENCODERS[name][1])
@@ -97,6 +119,22 @@ def test_a_gguf_file_has_the_states_of_transformers(name: str, tmp_path: Path, l
     assert checkpoint.unused() == []
 
 
+def test_a_head_of_a_gguf_file_whose_activation_is_not_known_is_refused(tmp_path: Path) -> None:
+    kind, options = ENCODERS["modernbert"]
+    for activation, wanted in (("gelu", None), ("silu", "found silu: the file does not say")):
+        file = gguf_of_encoder(tiny_encoder(kind, **options, hidden_activation=activation))
+        file.metadata["modern-bert.hidden_activation"] = (STRING, activation)
+        open_checkpoint(save_gguf(tmp_path / "m.gguf", file)).close()
+        for name, rows in (("cls", 64), ("cls.output", 1)):
+            file.tensors[f"{name}.weight"] = ((64, rows), 0, bytes(4 * 64 * rows))
+        path = save_gguf(tmp_path / "m.gguf", file)
+        if wanted is None:
+            open_checkpoint(path).close()
+        else:
+            with pytest.raises(UnsupportedError, match=wanted):
+                open_checkpoint(path)
+
+
 def test_a_file_of_a_decoder_may_say_that_tokens_see_both_ways(tmp_path: Path, load: Load) -> None:
     oracle = tiny("qwen3", is_causal=False, head_dim=24)
     file = gguf_of(oracle, {"attention.causal": (BOOL, False)})
@@ -104,6 +142,26 @@ def test_a_file_of_a_decoder_may_say_that_tokens_see_both_ways(tmp_path: Path, l
         "a", prompt(41, 1)
     )
     assert (found - expected_states(oracle, prompt(41, 1))).abs().max() <= 1e-4
+
+
+def test_llamas_that_were_trained_to_see_both_ways_have_a_name_of_their_own(
+    tmp_path: Path, load: Load
+) -> None:
+    """NVIDIA's llama-nemotron-embed, whose code changes the mask of a Llama."""
+    rope = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0}
+    rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    oracle = tiny("llama", is_causal=False, rope_parameters=rope)
+    expected = expected_states(oracle, prompt(75, 1))
+    checkpoint = checkpoint_of(oracle.model)
+    named = {**checkpoint.config, "model_type": "llama_bidirec", "pooling": "avg"}
+    found = Paged(load(DictCheckpoint(named, checkpoint.tensors))).run("a", prompt(75, 1))
+    assert (found - expected).abs().max() <= 1e-4
+    plain = tiny("llama", is_causal=False)
+    file = gguf_of(plain, {"attention.causal": (BOOL, False)}, arch="llama-embed")
+    found = Paged(load(open_checkpoint(save_gguf(tmp_path / "m.gguf", file)))).run(
+        "a", prompt(75, 1)
+    )
+    assert (found - expected_states(plain, prompt(75, 1))).abs().max() <= 1e-4
 
 
 def test_a_file_of_embedding_gemma_has_the_window_of_its_config(tmp_path: Path, load: Load) -> None:
@@ -137,9 +195,19 @@ def test_what_a_file_says_of_directions_is_refused_where_it_is_another_model(
 @pytest.mark.parametrize(
     ("name", "changes", "words"),
     [
-        ("electra", {"embedding_size": 32}, "embedding_size: expected hidden_size 64, found 32"),
+        ("electra", {"embedding_size": 0}, "embedding_size: expected an integer in 1"),
         ("bert", {"position_embedding_type": "relative_key"}, "position_embedding_type: expected"),
+        (
+            "mpnet",
+            {"relative_attention_num_buckets": 64},
+            "relative_attention_num_buckets: expected 32, found 64",
+        ),
         ("bert", {"is_decoder": True}, "is_decoder: expected False, found True"),
+        (
+            "xlm-roberta",
+            {"lora_adaptations": ["retrieval.query"], "position_embedding_type": "rotary"},
+            r"lora_adaptations: expected none, found \['retrieval.query'\]: .*lora_request",
+        ),
         ("xlm-roberta", {"pad_token_id": 300}, r"pad_token_id: expected an integer in 0\.\.254"),
         ("modernbert", {"norm_bias": True}, "norm_bias: expected False, found True"),
         ("distilbert", {"sinusoidal_pos_embds": True}, "sinusoidal_pos_embds: expected False"),

@@ -148,6 +148,8 @@ void attention(Random& random, TestRuntime& one, TestRuntime& many) {
     }
     context.zero();
     Buffer<float> sinks = floats(random, s.heads), slopes = floats(random, s.heads);
+    const int32_t reach = (int32_t)random.below(40);
+    Buffer<float> biases = floats(random, s.heads * (2 * reach + 1));
     Buffer<float> frequencies = floats(random, s.head_dim / 4);
     Cache first(s), second(s);
     AttentionArgs args{};
@@ -157,6 +159,8 @@ void attention(Random& random, TestRuntime& one, TestRuntime& many) {
     args.table_width = s.table_width;
     args.sinks = random.below(2) ? sinks.data() : nullptr;
     args.slopes = random.below(2) ? slopes.data() : nullptr;
+    args.biases = random.below(2) ? biases.data() : nullptr;
+    args.reach = reach;
     args.window = random.below(2) ? random.between(1, most) : 0;
     args.softcap = random.below(2) ? 3.0f : 0.0f;
     for (int step = 0; step < 4; ++step) {

@@ -10,7 +10,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum { kAbiVersion = 31 };
+enum { kAbiVersion = 32 };
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -385,6 +385,7 @@ struct AttentionArgs {
     const int32_t* page_table;
     const float* sinks;  // null: none
     const float* slopes;  // of the linear biases, one for each head; null: none
+    const float* biases;  // of a key by its distance from the query, [heads][2 reach + 1]; null: none
     uint8_t* shared;     // memory that only attention uses, zero when allocated; set by the runtime
     int64_t q_token, q_head, table_width;
     int64_t num_pages, tokens;  // of the first level; tokens: rows of q and out
@@ -396,6 +397,7 @@ struct AttentionArgs {
     int32_t query_tile;     // tokens of a query tile; set by plan_attention
     int32_t split_blocks;   // most key blocks of a split; set by plan_attention
     int32_t both_ways;      // tokens see those after them too
+    int32_t reach;          // keys further away than this have the bias of this distance
 };
 
 // Writes a page as one of another type; both are mixed. One row for each slot of each head of each

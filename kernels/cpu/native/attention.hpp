@@ -6,6 +6,7 @@
 // its own position), with the keys lo..hi visible:
 //     s[t]   = sum_g key_scale[g][t] sum_d (scale q[d]) k[t][d]   d in order, in groups
 //     s[t]   = s[t] + slope (t - position)                        with linear biases (ALiBi)
+//     s[t]   = s[t] + bias[clamp(t - position, -reach, reach)]    with biases by distance (T5, MPNet)
 //     peak'  = max s;  w[t] = 2^(s[t] - peak');  total' = sum w
 //     acc'   = sum_t w[t] value_scale[g][t] v[t]                t in order
 // which gives a record (acc', peak', total'). Records are merged from the left:
@@ -25,9 +26,26 @@ namespace LEVEL {
 // Scores are multiplied by this: exponents of 2 take fewer instructions than those of e.
 constexpr float kLog2e = 1.44269504f;
 
+// Adds what keys begin..end of a block have by their distance from the row's own position, after which key t
+// is `t + from`; `bias` is that of distance 0. Keys beyond the reach have one bias on each side, so the others
+// are a run of the table.
+INLINE void add_biases(float* s, int begin, int end, int from, const float* bias, int reach) {
+    int near = -reach - from, far = reach + 1 - from;
+    near = near < begin ? begin : near > end ? end : near;
+    far = far < near ? near : far > end ? end : far;
+    const float before = bias[-reach] * kLog2e, after = bias[reach] * kLog2e;
+    for (int t = begin; t < near; ++t) s[t] += before;
+    for (int t = near; t < far; ++t) {
+        const float own = bias[t + from] * kLog2e;
+        s[t] += own;
+    }
+    for (int t = far; t < end; ++t) s[t] += after;
+}
+
 // Turns one row's scores into weights; returns peak and total of its record. With linear biases key t of
 // the block is `t + from` after the row's own position and has the bias `slope` times that.
-INLINE void softmax_row(const AttentionArgs* a, float* s, int lo, int hi, float slope, int from, float* record) {
+INLINE void softmax_row(const AttentionArgs* a, float* s, int lo, int hi, float slope, const float* bias, int from,
+                        float* record) {
     const int begin = lo / kLanes * kLanes, end = (hi + kLanes - 1) / kLanes * kLanes;
     const VF cap = set1(a->softcap), most = set1(a->softcap * kLog2e);
     for (int t = begin; t < end && a->softcap > 0.0f; t += kLanes)
@@ -36,6 +54,7 @@ INLINE void softmax_row(const AttentionArgs* a, float* s, int lo, int hi, float 
         const float distance = (float)(t + from);
         s[t] += slope * (distance < 0.0f ? distance : -distance);
     }
+    if (bias) add_biases(s, begin, end, from, bias, a->reach);
     for (int t = begin; t < lo; ++t) s[t] = -INFINITY;
     for (int t = hi; t < end; ++t) s[t] = -INFINITY;
     VF best = set1(-INFINITY);
@@ -116,7 +135,8 @@ static void make_records(const Item& item, const KeyBlock& c, int64_t begin, int
         const int row = i + j, head = item.head * item.group + row % item.group;
         const float slope = a->slopes ? a->slopes[head] * kLog2e : 0.0f;
         const int from = (int)(begin - item.position) - row / item.group;
-        softmax_row(a, item.weights + j * kBlockKeys, lo[j], hi[j], slope, from, part + item.padded);
+        const float* bias = a->biases ? a->biases + (int64_t)head * (2 * a->reach + 1) + a->reach : nullptr;
+        softmax_row(a, item.weights + j * kBlockKeys, lo[j], hi[j], slope, bias, from, part + item.padded);
     }
     if (multiplies_codes(c.from->values)) {
         code_products(mr).sum(item, c, lo, hi, first, end, parts, ahead);

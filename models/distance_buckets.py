@@ -1,0 +1,37 @@
+"""Biases of attention scores by buckets of distances (T5, Raffel et al. 2019, arXiv 1910.10683).
+
+Half of the buckets are for keys after the query. Of each half, the first half has one distance
+each; the others span distances that grow by a constant factor, up to ``farthest``.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from sdk.models.architecture import DistanceBuckets
+
+
+def bucket_of_distances(rule: DistanceBuckets) -> NDArray[np.int64]:
+    """The bucket of each distance ``-farthest .. farthest`` of a key from its query; those of keys
+    further away are those at the ends.
+
+    In float32 and in transformers' order: a boundary is a rounded logarithm.
+    """
+    half = rule.count // 2
+    exact = half // 2
+    steps = np.arange(rule.farthest + 1)
+    ratio = np.log(np.maximum(steps, 1).astype(np.float32) / np.float32(exact))
+    share = ratio / np.float32(math.log(rule.farthest / exact)) * np.float32(half - exact)
+    own = np.where(steps < exact, steps, np.minimum(exact + share.astype(np.int64), half - 1))
+    return np.concatenate([own[:0:-1], own[:1], own[1:] + half])
+
+
+def distance_biases(rule: DistanceBuckets, table: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Biases by distance, ``[heads, 2 * farthest + 1]``, of a ``table [buckets, heads]``."""
+    return np.ascontiguousarray(table[bucket_of_distances(rule)].T)
