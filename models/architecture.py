@@ -332,6 +332,8 @@ class GgufRules(NamedTuple):
     ``ignored``: metadata without an effect on this model, though other models have it.
     ``yarn_log_multiplier``: llama.cpp reads ``rope.scaling.yarn_log_multiplier`` for this model, as
     ``mscale_all_dim`` of a config whose ``mscale`` is 1.
+    ``writes(config)``: whether a model with that config is written this way and not as
+    ``Architecture.gguf``.
     """
 
     name: str
@@ -346,6 +348,7 @@ class GgufRules(NamedTuple):
     numbers: Mapping[str, str] = NOTHING
     yarn_log_multiplier: bool = False
     ignored: tuple[str, ...] = ()
+    writes: Callable[[Mapping[str, Any]], bool] | None = None
 
 
 class Architecture(NamedTuple):

@@ -15,7 +15,7 @@ from typing import Any
 
 from sdk.kernels.dataclass import dataclass
 from sdk.kernels.head_norms import QueryScale
-from sdk.kernels.mlp_activations import Activation
+from sdk.kernels.mlp_activations import NUMBERS, Activation
 from sdk.models.architecture import (
     Alibi,
     Architecture,
@@ -141,7 +141,7 @@ class ModelConfig:
             num_kv_heads=kv_heads,
             head_dim=head_dim,
             norm_eps=_norm_eps(fields, rules),
-            activation=(rules.activation or _activation)(fields),
+            activation=_checked_activation(fields, known, experts),
             max_position=fields.count("max_position_embeddings", MAX_POSITION) - unused,
             ropes=ropes,
             rope_of_layer=rope_of_layer,
@@ -284,6 +284,22 @@ def _outer_facts(config: Mapping[str, Any]) -> dict[str, Any]:
     """The fields that a multimodal config has outside its text part."""
     keys = ("model_type", "tie_word_embeddings")
     return {key: config[key] for key in keys if config.get(key) is not None}
+
+
+def _checked_activation(
+    fields: Fields, own: Architecture | None, experts: ExpertSpec | None
+) -> Activation:
+    """:raises UnsupportedError: an activation with numbers of its own, where a gate or an expert
+    has no place for them."""
+    rules = ConfigRules() if own is None else own.config
+    found = (rules.activation or _activation)(fields)
+    gated = own is None or own.layer.gated
+    if found in NUMBERS and (gated or experts is not None):
+        raise UnsupportedError(
+            f"config: hidden_act: expected an activation without numbers of its own, found "
+            f"{found!r}: it runs in an MLP without a gate only"
+        )
+    return found
 
 
 def _activation(fields: Fields) -> Activation:

@@ -211,6 +211,17 @@ def embedding_rules(config: ModelConfig) -> EmbeddingRules:
     return EmbeddingRules() if own is None else own.embedding
 
 
+def positions_and_norm(source: Source) -> tuple[Weight | None, Norm | None]:
+    """The table of learned positions, whose rows are added to embeddings, and the norm of the sum;
+    ``None`` for what a model does not have."""
+    c, positions, norm = source.config, None, None
+    if c.first_position is not None:
+        positions = source.table("model.embed_positions", c.max_position, c.first_position)
+    if embedding_rules(c).norm:
+        norm = source.norm("model.embed_norm")
+    return positions, norm
+
+
 class Decoder:
     """Embedding, layers, final norm and head: a :class:`CausalLM`.
 
@@ -225,17 +236,14 @@ class Decoder:
         self.ops = source.ops
         self._mesh = mesh = source.mesh
         self.embedding: Embedding | None = source.embedding() if mesh.is_first else None
-        rules = embedding_rules(c)
         #: The tables of learned positions and of token types, and the norm of their sum.
         self.positions: Weight | None = None
         self.types: Weight | None = None
         self.embedding_norm: Norm | None = None
-        if mesh.is_first and c.first_position is not None:
-            self.positions = source.table("model.embed_positions", c.max_position, c.first_position)
+        if mesh.is_first:
+            self.positions, self.embedding_norm = positions_and_norm(source)
         if mesh.is_first and c.token_types:
             self.types = source.table("model.embed_types", c.token_types)
-        if mesh.is_first and rules.norm:
-            self.embedding_norm = source.norm("model.embed_norm")
         self.head: Head | None = None
         if mesh.is_last and c.causal:
             self.head = source.head(self.embedding)

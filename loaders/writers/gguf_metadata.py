@@ -32,12 +32,14 @@ def architecture_of(config: Mapping[str, Any], source: str) -> tuple[Architectur
     """:raises UnsupportedError: the model cannot be written as a GGUF file."""
     found = architecture(config["model_type"])
     if found is None or found.gguf is None:
-        supported = ", ".join(own.model_type for own in architectures() if own.gguf is not None)
+        written = (own for own in architectures() if own.gguf is not None and own.config.causal)
+        supported = ", ".join(own.model_type for own in written)
         raise UnsupportedError(
             f"{source}: models of type {config['model_type']} cannot be written as GGUF files; "
             f"expected one of {supported}"
         )
-    return found, found.gguf
+    others = (rules for rules in found.more_gguf if rules.writes and rules.writes(config))
+    return found, next(others, found.gguf)
 
 
 def model_metadata(config: Mapping[str, Any], source: str) -> dict[str, Any]:

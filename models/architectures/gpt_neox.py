@@ -5,6 +5,7 @@ Black et al., "GPT-NeoX-20B" (2022), arXiv 2204.06745; transformers' modeling_gp
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from sdk.models.architecture import (
@@ -19,6 +20,7 @@ from sdk.models.architecture import (
     TensorRules,
 )
 from sdk.models.derived import every_head_has_keys
+from sdk.quant.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from sdk.models.config_fields import Fields
@@ -33,6 +35,16 @@ def _read_gguf(config: dict[str, Any], keys: GgufKeys) -> None:
     config["hidden_act"] = "gelu"
     config["use_parallel_residual"] = keys.flag("use_parallel_residual", True)
     config.setdefault("partial_rotary_factor", 1.0)
+
+
+def _write_gguf(config: Mapping[str, Any], source: str) -> Mapping[str, Any]:
+    for key, wanted in (("attention_bias", True), ("tie_word_embeddings", False)):
+        if config.get(key, wanted) is not wanted:
+            raise UnsupportedError(
+                f"{source}: gpt_neox is written as a GGUF file only with {key} {wanted}, found "
+                f"{config[key]}: llama.cpp knows no other one"
+            )
+    return {"use_parallel_residual": bool(config.get("use_parallel_residual", True))}
 
 
 ARCHITECTURE = Architecture(
@@ -63,5 +75,5 @@ ARCHITECTURE = Architecture(
         },
         qkv_by_group=True,
     ),
-    gguf=GgufRules("gptneox", read=_read_gguf, keys=("use_parallel_residual",)),
+    gguf=GgufRules("gptneox", read=_read_gguf, write=_write_gguf, keys=("use_parallel_residual",)),
 )
