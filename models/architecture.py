@@ -334,6 +334,7 @@ class GgufRules(NamedTuple):
     ``mscale_all_dim`` of a config whose ``mscale`` is 1.
     ``writes(config)``: whether a model with that config is written this way and not as
     ``Architecture.gguf``.
+    ``only``: values without which a config is not written, because llama.cpp's code has no others.
     """
 
     name: str
@@ -349,6 +350,7 @@ class GgufRules(NamedTuple):
     yarn_log_multiplier: bool = False
     ignored: tuple[str, ...] = ()
     writes: Callable[[Mapping[str, Any]], bool] | None = None
+    only: Mapping[str, Any] = NOTHING
 
 
 class Architecture(NamedTuple):

@@ -13,7 +13,7 @@ from sdk.loaders.gguf_keys import eps_key
 from sdk.loaders.gguf_rope import yarn_attention
 from sdk.loaders.model_shapes import num_experts
 from sdk.models.architecture import Architecture, GgufRules, architecture, architectures
-from sdk.models.expert_config import key_of, shared_width
+from sdk.models.expert_config import NAMES, shared_width
 from sdk.quant.errors import UnsupportedError
 
 _REQUIRED = {
@@ -49,6 +49,12 @@ def model_metadata(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     """
     own, rules = architecture_of(config, source)
     name = rules.name
+    for key, wanted in rules.only.items():
+        if (found := config.get(key, wanted)) != wanted:
+            raise UnsupportedError(
+                f"{source}: {own.model_type} is written as a GGUF file only with {key} {wanted}, "
+                f"found {str(found)[:40]}: llama.cpp has no other one"
+            )
     given = dict(config)
     heads = given["num_attention_heads"]
     if given.get("num_key_value_heads") is None:
@@ -77,9 +83,9 @@ def _experts(config: Mapping[str, Any], own: Architecture, rules: GgufRules) -> 
         return {}
 
     def of(fact: str, default: Any) -> Any:
-        key = key_of(fact, own.config.keys)
-        found = None if key is None else config.get(key, own.config.defaults.get(key))
-        return default if found is None else found
+        names = [name for name in NAMES[fact] if name in own.config.keys]
+        found = (given.get(name) for given in (config, own.config.defaults) for name in names)
+        return next((value for value in found if value is not None), default)
 
     facts = {
         "expert_count": num_experts(config) or 0,

@@ -26,5 +26,5 @@ ARCHITECTURE = Architecture(
         defaults={"head_dim": 128, "rope_theta": 500_000.0, "tie_word_embeddings": True},
         biases=_biases,
     ),
-    gguf=GgufRules("ernie4_5"),
+    gguf=GgufRules("ernie4_5", only={"use_bias": False}),
 )

@@ -82,14 +82,8 @@ def _has_two_norms(keys: GgufKeys) -> bool:
     return keys.has_tensor("blk.0.attn_norm_2.weight")
 
 
-def _write_gguf(config: Mapping[str, Any], source: str) -> Mapping[str, Any]:
-    for key, wanted in (("alibi", False), ("bias", False), ("parallel_attn", True)):
-        if config.get(key, wanted) is not wanted:
-            raise UnsupportedError(
-                f"{source}: falcon is written as a GGUF file only with {key} {wanted}, found "
-                f"{config[key]}: llama.cpp knows no other one"
-            )
-    return {}
+#: What llama.cpp has.
+_WRITTEN = {"alibi": False, "bias": False, "parallel_attn": True}
 
 
 def _writes_two_norms(config: Mapping[str, Any]) -> bool:
@@ -129,15 +123,15 @@ ARCHITECTURE = Architecture(
         },
         qkv_by_group=True,
     ),
-    gguf=GgufRules("falcon", read=_read_gguf, write=_write_gguf),
+    gguf=GgufRules("falcon", read=_read_gguf, only=_WRITTEN),
     more_gguf=(
         GgufRules(
             "falcon",
             matches=_has_two_norms,
             tensors={"input_layernorm": "attn_norm_2", "post_attention_layernorm": "attn_norm"},
             read=_read_gguf,
-            write=_write_gguf,
             writes=_writes_two_norms,
+            only=_WRITTEN,
         ),
     ),
 )

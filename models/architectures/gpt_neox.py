@@ -20,7 +20,6 @@ from sdk.models.architecture import (
     TensorRules,
 )
 from sdk.models.derived import every_head_has_keys
-from sdk.quant.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from sdk.models.config_fields import Fields
@@ -38,12 +37,6 @@ def _read_gguf(config: dict[str, Any], keys: GgufKeys) -> None:
 
 
 def _write_gguf(config: Mapping[str, Any], source: str) -> Mapping[str, Any]:
-    for key, wanted in (("attention_bias", True), ("tie_word_embeddings", False)):
-        if config.get(key, wanted) is not wanted:
-            raise UnsupportedError(
-                f"{source}: gpt_neox is written as a GGUF file only with {key} {wanted}, found "
-                f"{config[key]}: llama.cpp knows no other one"
-            )
     return {"use_parallel_residual": bool(config.get("use_parallel_residual", True))}
 
 
@@ -75,5 +68,11 @@ ARCHITECTURE = Architecture(
         },
         qkv_by_group=True,
     ),
-    gguf=GgufRules("gptneox", read=_read_gguf, write=_write_gguf, keys=("use_parallel_residual",)),
+    gguf=GgufRules(
+        "gptneox",
+        read=_read_gguf,
+        write=_write_gguf,
+        keys=("use_parallel_residual",),
+        only={"attention_bias": True, "tie_word_embeddings": False},
+    ),
 )

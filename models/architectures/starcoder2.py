@@ -64,5 +64,5 @@ ARCHITECTURE = Architecture(
         norm_eps="norm_epsilon",
     ),
     tensors=TensorRules(names={"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"}),
-    gguf=GgufRules("starcoder2", read=_read_gguf, write=_write_gguf),
+    gguf=GgufRules("starcoder2", read=_read_gguf, write=_write_gguf, only={"use_bias": True}),
 )

@@ -329,7 +329,24 @@ def test_a_window_of_exaone4_is_that_of_64_layers_alone(tmp_path: Path, load: Lo
         ("ministral3", {"sliding_window": 8}),
         ("granite_swa", {"layer_rope_theta": [3000.0, 0, 77.0], "rope_theta": 3000.0}),
         ("starcoder2", {"sliding_window": 8}),
-        ("olmoe", {"norm_topk_prob": True, "num_experts": 4, "num_experts_per_tok": 2}),
+        (
+            "olmoe",
+            {
+                "norm_topk_prob": True,
+                "num_key_value_heads": 4,
+                "num_experts": 4,
+                "num_experts_per_tok": 2,
+            },
+        ),
+        ("olmoe", {"num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2}),
+        ("glm", {"head_dim": 24}),
+        ("cohere", {"use_qk_norm": True}),
+        ("arcee", {"mlp_bias": True}),
+        ("ernie4_5", {"use_bias": True}),
+        ("ernie4_5_moe", {"moe_num_experts": 4, "moe_layer_interval": 2}),
+        ("seed_oss", {"attention_out_bias": True}),
+        ("phi", {"tie_word_embeddings": True}),
+        ("starcoder2", {"use_bias": False}),
     ],
 )
 def test_a_model_that_a_file_cannot_express_is_not_written(
