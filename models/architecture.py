@@ -99,6 +99,8 @@ class ConfigRules(NamedTuple):
     ``names``: keys that a config of this model spells differently, ours to the file's.
     ``derived(config)``: sets what follows from other keys, under our names; it may be called twice.
     ``alibi``: the linear biases of attention, if it has them.
+    ``gate_per_head``: whether the gate of attention's output has one number for each head;
+    ``None``: ``LayerRules.output_gate`` says it.
     """
 
     keys: tuple[str, ...] = ()
@@ -124,6 +126,7 @@ class ConfigRules(NamedTuple):
     qk_norm: Callable[[Fields], bool] | None = None
     shared_experts: int = 0
     one_norm: Callable[[Fields], bool] | None = None
+    gate_per_head: Callable[[Fields], bool] | None = None
 
 
 class Norms(NamedTuple):
@@ -308,6 +311,8 @@ class GgufKeys(Protocol):
     def get(self, key: str) -> Any: ...
 
     def has_tensor(self, name: str) -> bool: ...
+
+    def rows(self, name: str) -> int | None: ...
 
     def layer_types(self, layers: int, *, window: int | None, period: int) -> list[str]: ...
 

@@ -61,6 +61,9 @@ class ModelConfig:
     ``first_position``: the row of position 0 in the table of learned positions; ``None``: there is
     none. ``token_types``: rows of the table of token types; 0: there is none.
     ``alibi``: the linear biases of attention.
+    ``layer_heads``: the query heads of each layer, where layers differ; ``num_heads`` is the most
+    of them. ``gate_per_head``: whether attention's gate has one number for each head; ``None``:
+    the architecture says it.
     ``logits_scale`` divides the logits; a softcap ``c`` turns ``x`` into ``c * tanh(x / c)``.
     """
 
@@ -100,6 +103,12 @@ class ModelConfig:
     token_types: int = 0
     qkv_clip: float | None = None
     one_norm: bool = False
+    layer_heads: tuple[int, ...] = ()
+    gate_per_head: bool | None = None
+
+    def heads_of(self, layer: int) -> int:
+        """The query heads of a layer."""
+        return self.layer_heads[layer] if self.layer_heads else self.num_heads
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> ModelConfig:
@@ -121,8 +130,9 @@ class ModelConfig:
             check_fixed_by_model(config, known)
         fields = Fields({**rules.defaults, **without_null(only_read(config, known))})
         hidden = fields.count("hidden_size", MAX_WIDTH)
-        heads, kv_heads, head_dim = _heads(fields, hidden)
         layers = fields.count("num_hidden_layers", MAX_LAYERS)
+        layer_heads = _layer_heads(fields, layers)
+        heads, kv_heads, head_dim = _heads(fields, hidden, layer_heads)
         embedding = EmbeddingRules() if known is None else known.embedding
         first, unused = _first_position(fields, embedding)
         biases = (rules.biases or _biases)(fields)
@@ -168,6 +178,8 @@ class ModelConfig:
             first_position=first,
             token_types=_token_types(fields) if embedding.types else 0,
             one_norm=bool(rules.one_norm and rules.one_norm(fields)),
+            layer_heads=layer_heads,
+            gate_per_head=None if rules.gate_per_head is None else rules.gate_per_head(fields),
         )
 
 
@@ -212,12 +224,26 @@ def _biases(fields: Fields) -> Biases:
     return Biases(attention, attention, fields.flag("mlp_bias", default=False))
 
 
-def _heads(fields: Fields, hidden: int) -> tuple[int, int, int]:
-    """Heads, key/value heads, and features of one."""
-    heads = fields.count("num_attention_heads", MAX_WIDTH)
+def _layer_heads(fields: Fields, layers: int) -> tuple[int, ...]:
+    """The query heads of each layer; empty if they are equal."""
+    key = "num_attention_heads_per_layer"
+    found = fields.values.get(key)
+    if found is None:
+        return ()
+    if not isinstance(found, (list, tuple)) or len(found) != layers:
+        fields.fail(key, f"a list of {layers} numbers", found)
+    each = Fields({str(i): one for i, one in enumerate(found)}, f"config: {key}")
+    counts = tuple(each.count(name, MAX_WIDTH) for name in each.values)
+    return counts if len({*counts}) > 1 else ()
+
+
+def _heads(fields: Fields, hidden: int, each: tuple[int, ...]) -> tuple[int, int, int]:
+    """Heads, key/value heads, and features of one. ``each``: the heads of each layer."""
+    heads = max(each) if each else fields.count("num_attention_heads", MAX_WIDTH)
     kv_heads = fields.count("num_key_value_heads", MAX_WIDTH, default=heads)
-    if heads % kv_heads:
-        fields.fail("num_key_value_heads", f"a divisor of {heads} heads", kv_heads)
+    odd = next((one for one in each or (heads,) if one % kv_heads), None)
+    if odd is not None:
+        fields.fail("num_key_value_heads", f"a divisor of {odd} heads", kv_heads)
     if not fields.has("head_dim") and hidden % heads:
         fields.fail("num_attention_heads", f"a divisor of hidden_size {hidden}", heads)
     return heads, kv_heads, fields.count("head_dim", 4096, default=hidden // heads)

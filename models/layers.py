@@ -19,7 +19,7 @@ from sdk.kernels.routes import Routes
 from sdk.models.architecture import Architecture, architecture
 from sdk.models.config import ModelConfig
 from sdk.models.expert_parallel import ExpertShare
-from sdk.models.parallel import Mesh
+from sdk.models.parallel import HeadShard, Mesh
 from sdk.models.parts import Adapters, Matrix, Part, Tensors, joined_parts, whole
 from sdk.models.rope import Rope, RopeSpec
 from sdk.quant.checkpoint import Checkpoint
@@ -262,6 +262,10 @@ class Source:
             raise AlignmentError(
                 f"{self._name(path)}, tensor parallel size {self.mesh.size}: {error}"
             ) from error
+
+    def heads_of(self, layer: int) -> HeadShard:
+        """This rank's heads of a layer."""
+        return self.mesh.heads(self.config.heads_of(layer), self.config.num_kv_heads)
 
     def has(self, path: str) -> bool:
         """Whether the checkpoint has a tensor or a matrix."""

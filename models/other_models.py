@@ -205,7 +205,7 @@ GROUPS = (
         _VARIATION,
         gguf=(
             *("baichuan", "bailingmoe", "codeshell", "deepseek", "deepseek2-ocr", "gptj"),
-            *("hunyuan_vl", "laguna", "maincoder", "maple", "mellum", "orion", "paddleocr"),
+            *("hunyuan_vl", "maincoder", "maple", "orion", "paddleocr"),
             *("phimoe", "plamo", "plamo3", "qwen", "spark2_5"),
         ),
         types=(
@@ -233,7 +233,6 @@ FOLDERS = MappingProxyType(
     {
         "bitnet": ("bitnet",),
         "deepseek2": ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu"),
-        "mellum": ("mellum",),
         "minicpm3": ("minicpm3",),
     }
 )
