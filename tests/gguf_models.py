@@ -76,6 +76,7 @@ _LAYER = {
     "self_attn.q_layernorm": "attn_q_norm",
     "self_attn.k_layernorm": "attn_k_norm",
     "self_attn.gate_proj": "attn_gate",
+    "self_attn.g_proj": "attn_gate",
     "shared_mlp.output_linear": "ffn_down",
     "self_attn.query_layernorm": "attn_q_norm",
     "self_attn.key_layernorm": "attn_k_norm",

@@ -57,6 +57,11 @@ YARN_FACTS = {
     "rope.scaling.yarn_log_multiplier": (F32, 1.0),
     "attention.temperature_scale": (F32, 0.4),
 }
+LINEAR = {"rope_type": "linear", "rope_theta": 3000.0, "factor": 2.0}
+LINEAR_FACTS = {
+    "rope.scaling.type": (STRING, "linear"),
+    "rope.scaling.factor": (F32, 2.0),
+}
 ALPHA = {"rope_type": "dynamic", "factor": 1.0, "alpha": 50.0, "rope_theta": 10_000.0}
 BASES = [3000.0, 0, 3000.0, 0, 3000.0]
 SCALES = {
@@ -253,6 +258,54 @@ FILES: dict[str, tuple[str, dict[str, Any], dict[str, tuple[int, Any]]]] = {
     ),
     "jais2": ("jais2", {"layer_norm_eps": 1e-4}, {}),
     "starcoder2": ("starcoder2", {"norm_epsilon": 1e-4, "tie_word_embeddings": True}, {}),
+    "mellum": (
+        "mellum",
+        {
+            **EXPERTS,
+            "num_experts": 6,
+            "num_hidden_layers": 4,
+            "sliding_window": 9,
+            "layer_types": ["full_attention"] + ["sliding_attention"] * 3,
+            "rope_parameters": {
+                "full_attention": LINEAR,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 777.0},
+            },
+        },
+        {
+            **COUNTS,
+            "attention.sliding_window": (U32, 9),
+            "attention.sliding_window_pattern": (9, (BOOL, [False, True, True, True])),
+            "rope.freq_base_swa": (F32, 777.0),
+            **LINEAR_FACTS,
+        },
+    ),
+    "laguna": (
+        "laguna",
+        {
+            **EXPERTS,
+            "num_experts": 6,
+            "shared_expert_intermediate_size": 80,
+            "moe_routed_scaling_factor": 2.5,
+            "num_attention_heads_per_layer": [4, 6, 6, 6],
+            "num_hidden_layers": 4,
+            "sliding_window": 9,
+            "layer_types": ["full_attention"] + ["sliding_attention"] * 3,
+            "rope_parameters": {
+                "full_attention": {**LINEAR, "partial_rotary_factor": 0.5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 777.0},
+            },
+        },
+        {
+            **{k: v for k, v in V3_COUNTS.items() if "group" not in k and "shared" not in k},
+            "expert_shared_feed_forward_length": (U32, 80),
+            "attention.head_count": (9, (I32, [4, 6, 6, 6])),
+            "attention.sliding_window": (U32, 9),
+            "rope.dimension_count": (U32, 8),
+            "rope.dimension_count_swa": (U32, 16),
+            "rope.freq_base_swa": (F32, 777.0),
+            **LINEAR_FACTS,
+        },
+    ),
     "minicpm": (
         "granite",
         SCALES,
