@@ -204,13 +204,12 @@ GROUPS = (
     Group(
         _VARIATION,
         gguf=(
-            *("baichuan", "bailingmoe", "codeshell", "deepseek", "deepseek2-ocr", "gptj"),
-            *("hunyuan_vl", "maincoder", "maple", "orion", "paddleocr"),
-            *("phimoe", "plamo", "plamo3", "qwen", "spark2_5"),
+            *("baichuan", "codeshell", "gptj", "hunyuan_vl", "maple", "paddleocr", "phimoe"),
+            *("plamo", "plamo3", "spark2_5"),
         ),
         types=(
-            *("baichuan", "bailing_moe", "chatglm", "codeshell", "deepseek", "internlm"),
-            *("maincoder", "orion", "plamo", "plamo3", "qwen", "spark2_5", "xverse"),
+            *("baichuan", "chatglm", "codeshell", "internlm", "plamo", "plamo3", "spark2_5"),
+            "xverse",
         ),
     ),
     Group(_DIFFUSION, gguf=("dream", "llada", "llada-moe", "rnd1"), types=("Dream", "llada")),
