@@ -197,20 +197,14 @@ GROUPS = (
         types=("arctic", "dbrx", "grok", "grok-1", "grove_moe", "smallthinker"),
     ),
     Group(_CHUNKED, gguf=("llama4",), types=("llama4_text",)),
-    Group(_ALIBI, gguf=("jais", "refact"), types=("jais",)),
+    Group(_ALIBI, gguf=("jais",), types=("jais",)),
     Group(_SWITCHED, gguf=("graniteswitch",), types=("granite_switch",)),
     Group(_TERNARY, gguf=("bitnet",)),
     Group(_IMAGE_TOKENS, gguf=("chameleon", "cogvlm"), types=("chameleon", "cogvlm", "emu3")),
     Group(
         _VARIATION,
-        gguf=(
-            *("baichuan", "codeshell", "gptj", "hunyuan_vl", "maple", "paddleocr", "phimoe"),
-            *("plamo", "plamo3", "spark2_5"),
-        ),
-        types=(
-            *("baichuan", "chatglm", "codeshell", "internlm", "plamo", "plamo3", "spark2_5"),
-            "xverse",
-        ),
+        gguf=(*("gptj", "hunyuan_vl", "maple", "phimoe", "plamo", "plamo3", "spark2_5"),),
+        types=(*("chatglm", "codeshell", "internlm", "plamo", "plamo3", "spark2_5", "xverse"),),
     ),
     Group(_DIFFUSION, gguf=("dream", "llada", "llada-moe", "rnd1"), types=("Dream", "llada")),
     Group(

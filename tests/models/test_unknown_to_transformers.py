@@ -131,6 +131,12 @@ FOLDERS: dict[str, Relative] = {
         lambda tensors: tensors,
         {"rope_theta": 3000.0, "rms_norm_eps": 1e-5},
     ),
+    "baichuan": Relative(
+        "llama",
+        {**ROPE, "num_key_value_heads": 4},
+        lambda tensors: joined(tensors, _QKV, "W_pack"),
+        {"rope_theta": 3000.0, "model_max_length": 256, "max_position_embeddings": None},
+    ),
     "qwen": Relative(
         "qwen2",
         {**ROPE, "num_key_value_heads": 4, "tie_word_embeddings": False, "rms_norm_eps": 1e-6},
