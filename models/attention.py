@@ -35,11 +35,18 @@ class Step(NamedTuple):
 class Attention:
     """Grouped-query attention of one layer.
 
+    Without ``reduce`` a rank's result is its part of the sum over ranks.
     ``sinks``, ``slopes`` float32 ``[heads]``: see :meth:`sdk.kernels.ops.Ops.attention`.
     """
 
     def __init__(
-        self, source: Source, path: str, index: int, rules: LayerRules | None = None
+        self,
+        source: Source,
+        path: str,
+        index: int,
+        rules: LayerRules | None = None,
+        *,
+        reduce: bool = True,
     ) -> None:
         c, heads, rules = source.config, source.heads_of(index), rules or LayerRules()
         count = c.heads_of(index)
@@ -75,6 +82,7 @@ class Attention:
             heads.start * d,
             heads.count * d,
             bias=c.output_bias,
+            reduce=reduce,
         )
         self.norms: HeadNorms | None = None
         self.width_norms: WidthNorms | None = None

@@ -136,16 +136,22 @@ class Layer:
             for name, eps in zip(names, (None, c.post_norm_eps) * 2, strict=True)
         ]
         self.before_attention, self.after_attention, self.before_mlp, self.after_mlp = norms
-        self.attention = Attention(source, f"{path}.self_attn", index, rules)
+        has_experts = c.experts is not None and c.experts.layers[index]
+        # The results of parallel blocks are summed over ranks at once, if nothing else is done to
+        # either before, and experts do not sum theirs.
+        alone = self.after_attention is None and self.after_mlp is None and not has_experts
+        self.group = source.mesh.group if self.parallel and alone else None
+        each = self.group is None
+        self.attention = Attention(source, f"{path}.self_attn", index, rules, reduce=each)
         self.mlp: MLP | ExpertMLP
-        if c.experts is not None and c.experts.layers[index]:
+        if c.experts is not None and has_experts:
             shared, width = None, c.experts.shared_width
             if width:
                 whole = source.mesh.redundant_experts is not None
                 shared = MLP(source, f"{path}.mlp.shared_experts", width, reduce=whole)
             self.mlp = ExpertMLP(source, f"{path}.mlp", rules, shared)
         else:
-            self.mlp = MLP(source, f"{path}.mlp", gated=rules.gated)
+            self.mlp = MLP(source, f"{path}.mlp", gated=rules.gated, reduce=each)
 
     def __call__(
         self, delta: Tensor, residual: Tensor | None, step: Step, pages: KVPages
@@ -171,7 +177,8 @@ class Layer:
         x, residual = self._input(rounding, delta, residual, self.before_attention)
         y = x if one_norm else self._input(self.mlp.rounding, residual, None, self.before_mlp)[0]
         delta = self._output(self.attention(x, step, pages), self.after_attention)
-        return self.ops.add(delta, self._output(self.mlp(y), self.after_mlp)), residual
+        delta = self.ops.add(delta, self._output(self.mlp(y), self.after_mlp))
+        return delta if self.group is None else self.ops.all_reduce(delta, self.group), residual
 
     def _run_post_norm(self, x: Tensor, step: Step, pages: KVPages) -> Tensor:
         assert self.after_attention is not None and self.after_mlp is not None

@@ -47,7 +47,7 @@ class Projection:
     product of rows that have one; without adapters nothing is run or recorded. ``narrow``: only
     another kernel reads y, so it has the type of activations
     (:attr:`sdk.kernels.ops.Ops.activations`); else y is float32. ``matrix.order``: see
-    :class:`Matrix`.
+    :class:`Matrix`. ``part_of_sum``: the products of all ranks are summed, here or by the caller.
     """
 
     def __init__(
@@ -65,6 +65,7 @@ class Projection:
         self.parts = tuple(parts)
         self.mesh = mesh
         self.reduce = reduce
+        self.part_of_sum = False
         self.narrow = narrow and ops.activations != torch.float32
         self.adapters: Adapters | None = None
 
@@ -456,7 +457,9 @@ class Source:
             return Matrix(weight, found if reduce or self.mesh.rank == 0 else None)
 
         part = Part(path, (hidden, in_features), 0, ((0, hidden),), (start, count))
-        return self._bound(path, pull, (part,), reduce=reduce)
+        linear = self._bound(path, pull, (part,), reduce=reduce)
+        linear.part_of_sum = True
+        return linear
 
     def matrix(self, path: str, out_features: int, in_features: int) -> Projection:
         """A projection that every rank has as a whole, with a bias if the file has one."""

@@ -497,7 +497,7 @@ def test_llamas_with_linear_biases(arch: str, layers: int, tmp_path: Path, load:
 
 def test_a_baichuan_of_another_size_is_refused(tmp_path: Path) -> None:
     file = gguf_of(tiny("llama", **PLAIN), {}, arch="baichuan")
-    with pytest.raises(UnsupportedError, match="block_count: expected 32 .* found 3"):
+    with pytest.raises(UnsupportedError, match=r"block_count: expected 32 .* found 3"):
         open_checkpoint(save_gguf(tmp_path / "m.gguf", file))
 
 
