@@ -64,8 +64,8 @@ def spelled_as_ours(name: str) -> str:
     if part in _WHOLE and (block == "block_sparse_moe" or _WHOLE[part] == _BIAS):
         return f"{path}mlp.{_WHOLE[part]}"
     for theirs, ours in _BEGINNINGS.items():
-        if part.startswith(theirs):
-            return f"{path}mlp.{ours}{part.removeprefix(theirs)}"
+        if f"{part}.".startswith(theirs):  # of a tensor, or the module itself
+            return f"{path}mlp.{ours}{f'{part}.'.removeprefix(theirs)}".removesuffix(".")
     if block == "block_sparse_moe" and part.startswith("router."):
         part = f"gate.{part.removeprefix('router.')}"
     first = _FIRST_PART.fullmatch(part)

@@ -61,10 +61,10 @@ class GgufCheckpoint:
         self.on_bytes: Callable[[int, int], None] | None = None
         self._file: GgufFile | None = read_gguf(path)
         self._file.leave_out_equal_head()
-        self.architecture, self._rules = file_architecture(self._file)
+        self.architecture, self.rules = file_architecture(self._file)
         self.config: Mapping[str, Any] = build_config(self._file)
         #: Keys of the metadata that nothing reads.
-        self.unread_keys = unread_keys(self._file, self.architecture, self._rules)
+        self.unread_keys = unread_keys(self._file, self.architecture, self.rules)
         self.generation_config: Mapping[str, Any] = build_generation_config(self._file, self.config)
         self.kv_scales: Mapping[str, float] = {}
         self._pulled: set[str] = set()
@@ -157,7 +157,7 @@ class GgufCheckpoint:
         """The file's name for ``name``, and the tensor; for an expert, that of all experts."""
         tensors = self._opened().tensors
         joined, expert = expert_of(name)
-        theirs = gguf_name(self._rules, joined)
+        theirs = gguf_name(self.rules, joined)
         if theirs is not None and expert is not None:
             if expert >= (num_experts(self.config) or 0):
                 return theirs, None
@@ -171,7 +171,7 @@ class GgufCheckpoint:
     def _number(self, name: str) -> float | None:
         """A parameter that the metadata have, for each layer or one for all."""
         match = LAYER_OF.fullmatch(name)
-        key = self._rules.numbers.get(match[2]) if match else None
+        key = self.rules.numbers.get(match[2]) if match else None
         if match is None or key is None:
             return None
         values, layers = self.metadata.get(key), self.config["num_hidden_layers"]
@@ -195,7 +195,7 @@ class GgufCheckpoint:
             tried = (
                 f"no tensor {theirs!r} in the file"
                 if theirs
-                else f"the architecture {self._rules.name!r} has no such tensor in GGUF files"
+                else f"the architecture {self.rules.name!r} has no such tensor in GGUF files"
             )
             raise CheckpointError(f"{self.path}: {name} is missing: {tried}")
         return stored
@@ -225,7 +225,7 @@ class GgufCheckpoint:
     def _interleaved(self, name: str) -> bool:
         """Whether the file has the rows of a tensor in another order."""
         stem = name.removesuffix(".bias")
-        return self._rules.interleaved_qk and stem.endswith(("q_proj", "k_proj"))
+        return self.rules.interleaved_qk and stem.endswith(("q_proj", "k_proj"))
 
     def _rows(self, name: str, stored: GgufTensor, expert: int | None) -> NDArray[np.uint8]:
         """The packed rows, of one expert or all, in the order of the Hugging Face model."""

@@ -76,7 +76,7 @@ def build_config(file: GgufFile) -> dict[str, Any]:
     unread_keys(file, own, rules)
     config: dict[str, Any] = {
         "model_type": own.model_type,
-        **_sizes(keys, rules),
+        **_sizes(keys, own, rules),
         "max_position_embeddings": keys.integer(
             "context_length", LIMITS["max_position_embeddings"]
         ),
@@ -232,14 +232,20 @@ def _experts(keys: Keys, own: Architecture, rules: GgufRules) -> dict[str, Any]:
     return found
 
 
-def _sizes(keys: Keys, rules: GgufRules) -> dict[str, int]:
+def _sizes(keys: Keys, own: Architecture, rules: GgufRules) -> dict[str, Any]:
     blocks = keys.integer("block_count", LIMITS["num_hidden_layers"])
     ahead = 0  # blocks of multi-token prediction, which come last
     if "nextn_predict_layers" in rules.keys:
         ahead = keys.integer("nextn_predict_layers", (0, blocks - 1), 0)
     layers = blocks - ahead
     hidden = keys.integer("embedding_length", LIMITS["hidden_size"])
-    heads = keys.per_layer("attention.head_count", "num_attention_heads", layers)
+    name, key = "num_attention_heads", "attention.head_count"
+    each: dict[str, Any] = {}
+    if f"{name}_per_layer" in own.config.keys:
+        each[f"{name}_per_layer"] = found = keys.each_layer(key, name, layers)
+        heads = max(found)
+    else:
+        heads = keys.per_layer(key, name, layers)
     if keys.get("attention.key_length") is None and hidden % heads:
         raise keys.fail("attention.head_count", heads, f"a divisor of {hidden}")
     width = keys.integer("attention.key_length", LIMITS["head_dim"], hidden // heads)
@@ -250,6 +256,7 @@ def _sizes(keys: Keys, rules: GgufRules) -> dict[str, int]:
             f"{width}: different lengths are not supported"
         )
     return {
+        **each,
         "num_hidden_layers": layers,
         "hidden_size": hidden,
         "intermediate_size": _width(keys, layers),

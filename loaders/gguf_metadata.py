@@ -39,6 +39,11 @@ class Keys:
         """Whether the file has a tensor of this name."""
         return name in self.tensors
 
+    def rows(self, name: str) -> int | None:
+        """The rows of a tensor; ``None`` if the file has none of this name."""
+        found = self.tensors.get(name)
+        return None if found is None or not found.shape else int(found.shape[0])
+
     def get(self, key: str) -> Any:
         return self.metadata.get(f"{self.architecture}.{key}")
 
@@ -96,6 +101,19 @@ class Keys:
         if not low <= single <= high:
             raise self.fail(key, single, f"integers from {low} to {high}")
         return single
+
+    def each_layer(self, key: str, limit: str, layers: int) -> list[int]:
+        """An integer for each layer, which a file may store once."""
+        value = self.get(key)
+        if not isinstance(value, np.ndarray):
+            return [self.integer(key, LIMITS[limit])] * layers
+        low, high = LIMITS[limit]
+        wrong = value.shape != (layers,) or value.dtype.kind not in "iu"
+        if wrong or not ((value >= low) & (value <= high)).all():
+            raise self.fail(
+                key, f"an array of {len(value)}", f"{layers} integers from {low} to {high}"
+            )
+        return [int(one) for one in value]
 
     def layer_types(self, layers: int, *, window: int | None, period: int) -> list[str]:
         """The ``layer_types`` of a config; without a ``window`` all layers see all tokens.

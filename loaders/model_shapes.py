@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from sdk.models.architecture import Architecture, LayerRules, architecture
+from sdk.models.config_fields import Fields
 from sdk.models.expert_config import NAMES, shared_width
 from sdk.quant.errors import CheckpointError
 
@@ -144,7 +145,7 @@ def expected_shape(
     known = architecture(config.get("model_type"))
     if known is None:
         return None
-    hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    hidden, heads = config.get("hidden_size"), _heads_of(config, name)
     widths = (known.config.dense_width, "intermediate_size", known.config.expert_width)
     inner = next((config[key] for key in widths if key and config.get(key)), None)
     vocab = config.get("vocab_size")
@@ -177,7 +178,9 @@ def expected_shape(
         narrow = config.get("embedding_size") or hidden
     gate = known.layer.output_gate
     if gate is not None and path.endswith("self_attn") and stem == gate.projection:
-        shape = (heads if gate.per_head else sizes.queries, hidden)
+        rule = known.config.gate_per_head
+        per_head = gate.per_head if rule is None else rule(Fields(config))
+        shape = (heads if per_head else sizes.queries, hidden)
     else:
         shape = _llama_shape(sizes, stem, known.layer)
     if stem.startswith("embed_") and shape is not None:
@@ -187,6 +190,15 @@ def expected_shape(
         # With "after padding" the config counts the rows before position 0 too.
         shape = (positions + (first if isinstance(first, int) else 0), narrow)
     return shape[:1] if shape is not None and name.endswith(".bias") else shape
+
+
+def _heads_of(config: Mapping[str, Any], name: str) -> Any:
+    """The query heads of the layer that ``name`` is in."""
+    each, (_, _, own) = config.get("num_attention_heads_per_layer"), name.partition("layers.")
+    number = own.partition(".")[0]
+    if isinstance(each, (list, tuple)) and number.isdecimal() and int(number) < len(each):
+        return each[int(number)]
+    return config.get("num_attention_heads")
 
 
 def _qk_norms(sizes: _Sizes, layer: LayerRules) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -204,7 +204,7 @@ class ModelAdapters:
         """``others``, what the target's bias changes by, with a part's new ``bias``."""
         linear = self._targets[index].layer
         assert isinstance(linear, Projection)
-        if linear.reduce and linear.mesh.rank:
+        if linear.part_of_sum and linear.mesh.rank:
             return None  # the ranks' results get summed
         change = torch.zeros(linear.weight.shape[0]) if others is None else others
         own = slice(part.first, part.first + len(bias))

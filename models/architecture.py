@@ -109,6 +109,8 @@ class ConfigRules(NamedTuple):
     ``derived(config)``: sets what follows from other keys, under our names; it may be called twice.
     ``alibi``: the linear biases of attention, if it has them.
     ``buckets``: its biases by buckets of distances, ``model.distance_biases`` of all layers.
+    ``gate_per_head``: whether the gate of attention's output has one number for each head;
+    ``None``: ``LayerRules.output_gate`` says it.
     """
 
     keys: tuple[str, ...] = ()
@@ -135,6 +137,7 @@ class ConfigRules(NamedTuple):
     shared_experts: int = 0
     one_norm: Callable[[Fields], bool] | None = None
     buckets: DistanceBuckets | None = None
+    gate_per_head: Callable[[Fields], bool] | None = None
 
 
 class Norms(NamedTuple):
@@ -334,6 +337,8 @@ class GgufKeys(Protocol):
 
     def has_tensor(self, name: str) -> bool: ...
 
+    def rows(self, name: str) -> int | None: ...
+
     def layer_types(self, layers: int, *, window: int | None, period: int) -> list[str]: ...
 
 
@@ -357,6 +362,9 @@ class GgufRules(NamedTuple):
     ``ignored``: metadata without an effect on this model, though other models have it.
     ``yarn_log_multiplier``: llama.cpp reads ``rope.scaling.yarn_log_multiplier`` for this model, as
     ``mscale_all_dim`` of a config whose ``mscale`` is 1.
+    ``writes(config)``: whether a model with that config is written this way and not as
+    ``Architecture.gguf``.
+    ``only``: values without which a config is not written, because llama.cpp's code has no others.
     """
 
     name: str
@@ -371,6 +379,8 @@ class GgufRules(NamedTuple):
     numbers: Mapping[str, str] = NOTHING
     yarn_log_multiplier: bool = False
     ignored: tuple[str, ...] = ()
+    writes: Callable[[Mapping[str, Any]], bool] | None = None
+    only: Mapping[str, Any] = NOTHING
 
 
 class Architecture(NamedTuple):

@@ -37,13 +37,21 @@ class Step(NamedTuple):
 class Attention:
     """Grouped-query attention of one layer.
 
+    Without ``reduce`` a rank's result is its part of the sum over ranks.
     ``sinks``, ``slopes`` float32 ``[heads]``: see :meth:`sdk.kernels.ops.Ops.attention`.
     """
 
     def __init__(
-        self, source: Source, path: str, index: int, rules: LayerRules | None = None
+        self,
+        source: Source,
+        path: str,
+        index: int,
+        rules: LayerRules | None = None,
+        *,
+        reduce: bool = True,
     ) -> None:
-        c, heads, rules = source.config, source.heads, rules or LayerRules()
+        c, heads, rules = source.config, source.heads_of(index), rules or LayerRules()
+        count = c.heads_of(index)
         self.ops = source.ops
         self.heads, self.kv_heads, self.head_dim = heads.count, heads.kv_count, c.head_dim
         self.scale, self.softcap = c.attention_scale, c.attention_softcap
@@ -51,28 +59,32 @@ class Attention:
         self.rope = c.rope_of_layer[index]
         d = c.head_dim
         self.query_scale = c.query_scale
-        self.gate = gate = rules.output_gate
+        gate = rules.output_gate
+        if gate is not None and c.gate_per_head is not None:
+            gate = gate._replace(per_head=c.gate_per_head)
+        self.gate = gate
         keys = (c.num_kv_heads * d, heads.kv_start * d, heads.kv_count * d)
         parts = [
-            ("q_proj", c.num_heads * d, heads.start * d, heads.count * d),
+            ("q_proj", count * d, heads.start * d, heads.count * d),
             ("k_proj", *keys),
             ("v_proj", *keys),
         ]
         if gate is not None:  # of the same input: a part of the same product
             width = 1 if gate.per_head else d
-            sizes = (c.num_heads * width, heads.start * width, heads.count * width)
+            sizes = (count * width, heads.start * width, heads.count * width)
             parts.append((gate.projection, *sizes))
         head = order = None
         if rules.adjacent_pairs and c.ropes[self.rope].rotates:
             head = _halves_of_pairs(d, c.ropes[self.rope].rotary_dim)
-            order = _of_heads(head, self.heads + self.kv_heads, sum(count for *_, count in parts))
+            order = _of_heads(head, self.heads + self.kv_heads, sum(own for *_, own in parts))
         self.qkv = self.projection(source, path, parts, order)
         self.out = source.row(
             f"{path}.o_proj",
-            c.num_heads * d,
+            count * d,
             heads.start * d,
             heads.count * d,
             bias=c.output_bias,
+            reduce=reduce,
         )
         self.norms: HeadNorms | None = None
         self.width_norms: WidthNorms | None = None
@@ -85,11 +97,11 @@ class Attention:
             self.norms = _head_norms(source, path, rules, head)
         self.sinks: Tensor | None = None
         if rules.sinks:
-            sinks = source.vector(f"{path}.sinks", c.num_heads)
+            sinks = source.vector(f"{path}.sinks", count)
             self.sinks = sinks[heads.start : heads.start + heads.count].contiguous()
         self.slopes: Tensor | None = None
         if c.alibi is not None:
-            slopes = alibi_slopes(c.alibi, c.num_heads, c.attention_scale)
+            slopes = alibi_slopes(c.alibi, count, c.attention_scale)
             own = slopes[heads.start : heads.start + heads.count]
             self.slopes = torch.from_numpy(own).to(self.ops.device)
 

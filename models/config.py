@@ -15,7 +15,7 @@ from typing import Any
 
 from sdk.kernels.dataclass import dataclass
 from sdk.kernels.head_norms import QueryScale
-from sdk.kernels.mlp_activations import Activation
+from sdk.kernels.mlp_activations import NUMBERS, Activation
 from sdk.models.architecture import (
     Alibi,
     Architecture,
@@ -64,6 +64,9 @@ class ModelConfig:
     none. ``token_types``: rows of the table of token types; 0: there is none.
     ``embedding_size``: features of an embedding before its projection; ``None``: there is none.
     ``alibi``: the linear biases of attention. ``buckets``: those by buckets of distances.
+    ``layer_heads``: the query heads of each layer, where layers differ; ``num_heads`` is the most
+    of them. ``gate_per_head``: whether attention's gate has one number for each head; ``None``:
+    the architecture says it.
     ``logits_scale`` divides the logits; a softcap ``c`` turns ``x`` into ``c * tanh(x / c)``.
     """
 
@@ -106,6 +109,12 @@ class ModelConfig:
     buckets: DistanceBuckets | None = None
     down_bias: bool = False
     embedding_size: int | None = None
+    layer_heads: tuple[int, ...] = ()
+    gate_per_head: bool | None = None
+
+    def heads_of(self, layer: int) -> int:
+        """The query heads of a layer."""
+        return self.layer_heads[layer] if self.layer_heads else self.num_heads
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> ModelConfig:
@@ -127,8 +136,9 @@ class ModelConfig:
             check_fixed_by_model(config, known)
         fields = Fields({**rules.defaults, **without_null(only_read(config, known))})
         hidden = fields.count("hidden_size", MAX_WIDTH)
-        heads, kv_heads, head_dim = _heads(fields, hidden)
         layers = fields.count("num_hidden_layers", MAX_LAYERS)
+        layer_heads = _layer_heads(fields, layers)
+        heads, kv_heads, head_dim = _heads(fields, hidden, layer_heads)
         embedding = EmbeddingRules() if known is None else known.embedding
         first, unused = _first_position(fields, embedding)
         biases = (rules.biases or _biases)(fields)
@@ -147,7 +157,7 @@ class ModelConfig:
             num_kv_heads=kv_heads,
             head_dim=head_dim,
             norm_eps=_norm_eps(fields, rules),
-            activation=(rules.activation or _activation)(fields),
+            activation=_checked_activation(fields, known, experts),
             max_position=fields.count("max_position_embeddings", MAX_POSITION) - unused,
             ropes=ropes,
             rope_of_layer=rope_of_layer,
@@ -177,6 +187,8 @@ class ModelConfig:
             buckets=rules.buckets,
             down_bias=biases.mlp or biases.down,
             embedding_size=_embedding_size(fields, hidden) if embedding.projected else None,
+            layer_heads=layer_heads,
+            gate_per_head=None if rules.gate_per_head is None else rules.gate_per_head(fields),
         )
 
 
@@ -221,12 +233,26 @@ def _biases(fields: Fields) -> Biases:
     return Biases(attention, attention, fields.flag("mlp_bias", default=False))
 
 
-def _heads(fields: Fields, hidden: int) -> tuple[int, int, int]:
-    """Heads, key/value heads, and features of one."""
-    heads = fields.count("num_attention_heads", MAX_WIDTH)
+def _layer_heads(fields: Fields, layers: int) -> tuple[int, ...]:
+    """The query heads of each layer; empty if they are equal."""
+    key = "num_attention_heads_per_layer"
+    found = fields.values.get(key)
+    if found is None:
+        return ()
+    if not isinstance(found, (list, tuple)) or len(found) != layers:
+        fields.fail(key, f"a list of {layers} numbers", found)
+    each = Fields({str(i): one for i, one in enumerate(found)}, f"config: {key}")
+    counts = tuple(each.count(name, MAX_WIDTH) for name in each.values)
+    return counts if len({*counts}) > 1 else ()
+
+
+def _heads(fields: Fields, hidden: int, each: tuple[int, ...]) -> tuple[int, int, int]:
+    """Heads, key/value heads, and features of one. ``each``: the heads of each layer."""
+    heads = max(each) if each else fields.count("num_attention_heads", MAX_WIDTH)
     kv_heads = fields.count("num_key_value_heads", MAX_WIDTH, default=heads)
-    if heads % kv_heads:
-        fields.fail("num_key_value_heads", f"a divisor of {heads} heads", kv_heads)
+    odd = next((one for one in each or (heads,) if one % kv_heads), None)
+    if odd is not None:
+        fields.fail("num_key_value_heads", f"a divisor of {odd} heads", kv_heads)
     if not fields.has("head_dim") and hidden % heads:
         fields.fail("num_attention_heads", f"a divisor of hidden_size {hidden}", heads)
     return heads, kv_heads, fields.count("head_dim", 4096, default=hidden // heads)
@@ -298,6 +324,22 @@ def _outer_facts(config: Mapping[str, Any]) -> dict[str, Any]:
     """The fields that a multimodal config has outside its text part."""
     keys = ("model_type", "tie_word_embeddings")
     return {key: config[key] for key in keys if config.get(key) is not None}
+
+
+def _checked_activation(
+    fields: Fields, own: Architecture | None, experts: ExpertSpec | None
+) -> Activation:
+    """:raises UnsupportedError: an activation with numbers of its own, where a gate or an expert
+    has no place for them."""
+    rules = ConfigRules() if own is None else own.config
+    found = (rules.activation or _activation)(fields)
+    gated = own is None or own.layer.gated
+    if found in NUMBERS and (gated or experts is not None):
+        raise UnsupportedError(
+            f"config: hidden_act: expected an activation without numbers of its own, found "
+            f"{found!r}: it runs in an MLP without a gate only"
+        )
+    return found
 
 
 def _activation(fields: Fields) -> Activation:

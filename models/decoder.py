@@ -136,16 +136,22 @@ class Layer:
             for name, eps in zip(names, (None, c.post_norm_eps) * 2, strict=True)
         ]
         self.before_attention, self.after_attention, self.before_mlp, self.after_mlp = norms
-        self.attention = Attention(source, f"{path}.self_attn", index, rules)
+        has_experts = c.experts is not None and c.experts.layers[index]
+        # The results of parallel blocks are summed over ranks at once, if nothing else is done to
+        # either before, and experts do not sum theirs.
+        alone = self.after_attention is None and self.after_mlp is None and not has_experts
+        self.group = source.mesh.group if self.parallel and alone else None
+        each = self.group is None
+        self.attention = Attention(source, f"{path}.self_attn", index, rules, reduce=each)
         self.mlp: MLP | ExpertMLP
-        if c.experts is not None and c.experts.layers[index]:
+        if c.experts is not None and has_experts:
             shared, width = None, c.experts.shared_width
             if width:
                 whole = source.mesh.redundant_experts is not None
                 shared = MLP(source, f"{path}.mlp.shared_experts", width, reduce=whole)
             self.mlp = ExpertMLP(source, f"{path}.mlp", rules, shared)
         else:
-            self.mlp = MLP(source, f"{path}.mlp", gated=rules.gated)
+            self.mlp = MLP(source, f"{path}.mlp", gated=rules.gated, reduce=each)
 
     def __call__(
         self, delta: Tensor, residual: Tensor | None, step: Step, pages: KVPages
@@ -171,7 +177,8 @@ class Layer:
         x, residual = self._input(rounding, delta, residual, self.before_attention)
         y = x if one_norm else self._input(self.mlp.rounding, residual, None, self.before_mlp)[0]
         delta = self._output(self.attention(x, step, pages), self.after_attention)
-        return self.ops.add(delta, self._output(self.mlp(y), self.after_mlp)), residual
+        delta = self.ops.add(delta, self._output(self.mlp(y), self.after_mlp))
+        return delta if self.group is None else self.ops.all_reduce(delta, self.group), residual
 
     def _run_post_norm(self, x: Tensor, step: Step, pages: KVPages) -> Tensor:
         assert self.after_attention is not None and self.after_mlp is not None
@@ -214,6 +221,17 @@ def embedding_rules(config: ModelConfig) -> EmbeddingRules:
     return EmbeddingRules() if own is None else own.embedding
 
 
+def positions_and_norm(source: Source) -> tuple[Weight | None, Norm | None]:
+    """The table of learned positions, whose rows are added to embeddings, and the norm of the sum;
+    ``None`` for what a model does not have."""
+    c, positions, norm = source.config, None, None
+    if c.first_position is not None:
+        positions = source.table("model.embed_positions", c.max_position, c.first_position)
+    if embedding_rules(c).norm:
+        norm = source.embedding_norm()
+    return positions, norm
+
+
 class Decoder:
     """Embedding, layers, final norm and head: a :class:`CausalLM`.
 
@@ -228,17 +246,14 @@ class Decoder:
         self.ops = source.ops
         self._mesh = mesh = source.mesh
         self.embedding: Embedding | None = source.embedding() if mesh.is_first else None
-        rules = embedding_rules(c)
         #: The tables of learned positions and of token types, and the norm of their sum.
         self.positions: Weight | None = None
         self.types: Weight | None = None
         self.embedding_norm: Norm | None = None
-        if mesh.is_first and c.first_position is not None:
-            self.positions = source.table("model.embed_positions", c.max_position, c.first_position)
+        if mesh.is_first:
+            self.positions, self.embedding_norm = positions_and_norm(source)
         if mesh.is_first and c.token_types:
             self.types = source.table("model.embed_types", c.token_types)
-        if mesh.is_first and rules.norm:
-            self.embedding_norm = source.embedding_norm()
         self.projection: Projection | None = None
         if mesh.is_first and c.embedding_size is not None:
             self.projection = source.matrix("model.embed_project", c.hidden_size, c.embedding_size)

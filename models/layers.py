@@ -20,7 +20,7 @@ from sdk.models.architecture import Architecture, DistanceBuckets, architecture
 from sdk.models.config import ModelConfig
 from sdk.models.distance_buckets import distance_biases
 from sdk.models.expert_parallel import ExpertShare
-from sdk.models.parallel import Mesh
+from sdk.models.parallel import HeadShard, Mesh
 from sdk.models.parts import Adapters, Matrix, Part, Tensors, joined_parts, whole
 from sdk.models.rope import Rope, RopeSpec
 from sdk.quant.checkpoint import Checkpoint
@@ -48,7 +48,7 @@ class Projection:
     product of rows that have one; without adapters nothing is run or recorded. ``narrow``: only
     another kernel reads y, so it has the type of activations
     (:attr:`sdk.kernels.ops.Ops.activations`); else y is float32. ``matrix.order``: see
-    :class:`Matrix`.
+    :class:`Matrix`. ``part_of_sum``: the products of all ranks are summed, here or by the caller.
     """
 
     def __init__(
@@ -66,6 +66,7 @@ class Projection:
         self.parts = tuple(parts)
         self.mesh = mesh
         self.reduce = reduce
+        self.part_of_sum = False
         self.narrow = narrow and ops.activations != torch.float32
         self.adapters: Adapters | None = None
 
@@ -263,6 +264,10 @@ class Source:
             raise AlignmentError(
                 f"{self._name(path)}, tensor parallel size {self.mesh.size}: {error}"
             ) from error
+
+    def heads_of(self, layer: int) -> HeadShard:
+        """This rank's heads of a layer."""
+        return self.mesh.heads(self.config.heads_of(layer), self.config.num_kv_heads)
 
     def has(self, path: str) -> bool:
         """Whether the checkpoint has a tensor or a matrix."""
@@ -469,7 +474,9 @@ class Source:
             return Matrix(weight, found if reduce or self.mesh.rank == 0 else None)
 
         part = Part(path, (hidden, in_features), 0, ((0, hidden),), (start, count))
-        return self._bound(path, pull, (part,), reduce=reduce)
+        linear = self._bound(path, pull, (part,), reduce=reduce)
+        linear.part_of_sum = True
+        return linear
 
     def matrix(self, path: str, out_features: int, in_features: int) -> Projection:
         """A projection that every rank has as a whole, with a bias if the file has one."""

@@ -205,21 +205,14 @@ GROUPS = (
         types=("arctic", "dbrx", "grok", "grok-1", "grove_moe", "smallthinker"),
     ),
     Group(_CHUNKED, gguf=("llama4",), types=("llama4_text",)),
-    Group(_ALIBI, gguf=("jais", "refact"), types=("jais",)),
+    Group(_ALIBI, gguf=("jais",), types=("jais",)),
     Group(_SWITCHED, gguf=("graniteswitch",), types=("granite_switch",)),
     Group(_TERNARY, gguf=("bitnet",)),
     Group(_IMAGE_TOKENS, gguf=("chameleon", "cogvlm"), types=("chameleon", "cogvlm", "emu3")),
     Group(
         _VARIATION,
-        gguf=(
-            *("baichuan", "bailingmoe", "codeshell", "deepseek", "deepseek2-ocr", "gptj"),
-            *("hunyuan_vl", "laguna", "maincoder", "maple", "mellum", "orion", "paddleocr"),
-            *("phimoe", "plamo", "plamo3", "qwen", "spark2_5"),
-        ),
-        types=(
-            *("baichuan", "bailing_moe", "chatglm", "codeshell", "deepseek", "internlm"),
-            *("maincoder", "orion", "plamo", "plamo3", "qwen", "spark2_5", "xverse"),
-        ),
+        gguf=(*("gptj", "hunyuan_vl", "maple", "phimoe", "plamo", "plamo3", "spark2_5"),),
+        types=(*("chatglm", "codeshell", "internlm", "plamo", "plamo3", "spark2_5", "xverse"),),
     ),
     Group(_DIFFUSION, gguf=("dream", "llada", "llada-moe", "rnd1"), types=("Dream", "llada")),
     Group(
@@ -242,7 +235,6 @@ FOLDERS = MappingProxyType(
     {
         "bitnet": ("bitnet",),
         "deepseek2": ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu"),
-        "mellum": ("mellum",),
         "minicpm3": ("minicpm3",),
     }
 )

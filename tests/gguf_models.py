@@ -59,11 +59,14 @@ _LAYER_NORM_EPS = {
     "stablelm": "layer_norm_eps",
     "phi2": "layer_norm_eps",
     "starcoder2": "norm_epsilon",
+    "orion": "layer_norm_eps",
+    "codeshell": "norm_epsilon",
 }
 #: Where transformers turns dimensions i and i + d / 2 of a head, and llama.cpp 2i and 2i + 1.
 _PERMUTED = (
     *("llama", "granite", "granite_swa", "smollm3", "mistral3", "internlm2", "xverse", "minicpm"),
-    *("olmo", "arcee", "muse-glimmer", "granitemoe", "llama-embed"),
+    *("olmo", "arcee", "muse-glimmer", "granitemoe", "llama-embed", "baichuan", "bailingmoe"),
+    "maincoder",
 )
 _LAYER = {
     "self_attn.q_proj": "attn_q",
@@ -76,6 +79,7 @@ _LAYER = {
     "self_attn.q_layernorm": "attn_q_norm",
     "self_attn.k_layernorm": "attn_k_norm",
     "self_attn.gate_proj": "attn_gate",
+    "self_attn.g_proj": "attn_gate",
     "shared_mlp.output_linear": "ffn_down",
     "self_attn.query_layernorm": "attn_q_norm",
     "self_attn.key_layernorm": "attn_k_norm",
@@ -182,6 +186,8 @@ def gguf_of(
         elif ".norms." in stem:
             continue
         heads = {"q_proj": c.num_attention_heads, "k_proj": c.num_key_value_heads}
+        if arch == "maincoder":  # norms of heads that turn in adjacent pairs
+            heads |= {"query_layernorm": 1, "key_layernorm": 1}
         part = stem.rpartition(".")[2]
         if arch in _PERMUTED and part in heads:
             pairs = rows.reshape(heads[part], 2, width // 2, -1)
@@ -211,12 +217,16 @@ def _tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _split(stem: str, rows: Any) -> list[tuple[str, Any]]:
-    """The parts of a matrix that the converter divides: gate and up of Granite 4."""
-    path, found, _ = stem.partition("shared_mlp.input_linear")
-    if not found:
-        return [(stem, rows)]
-    gate, up = rows.chunk(2)
-    return [(f"{path}mlp.gate_proj", gate), (f"{path}mlp.up_proj", up)]
+    """The parts of a matrix that the converter divides: gate and up of Granite's shared MLPs."""
+    for whole, own in (
+        ("shared_mlp.input_linear", "mlp."),
+        ("mlp.shared_experts.gate_up_proj", "mlp.shared_experts."),
+    ):
+        path, found, _ = stem.partition(whole)
+        if found:
+            gate, up = rows.chunk(2)
+            return [(f"{path}{own}gate_proj", gate), (f"{path}{own}up_proj", up)]
+    return [(stem, rows)]
 
 
 def _eps(config: Any, arch: str) -> dict[str, tuple[int, Any]]:

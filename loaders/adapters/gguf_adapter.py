@@ -88,7 +88,7 @@ def _rules(file: GgufFile, config: Mapping[str, Any]) -> GgufRules:
             "supported"
         )
     known = architecture(config.get("model_type"))
-    if known is None or known.gguf is None:
+    if known is None or not gguf_rules(known):
         raise UnsupportedError(
             f"{path}: GGUF files of the model {config.get('model_type')!r} are not supported; use "
             "the adapter as a folder of PEFT"
@@ -96,9 +96,10 @@ def _rules(file: GgufFile, config: Mapping[str, Any]) -> GgufRules:
     name = metadata.get("general.architecture")
     rules = next((own for own in gguf_rules(known) if own.name == name), None)
     if rules is None:
+        names = (own.name for own in gguf_rules(known))
         raise CheckpointError(
             f"{path}: the adapter is for a model of the architecture {str(name)[:80]!r}, this one "
-            f"is {known.gguf.name!r}"
+            f"is {' or '.join(repr(own) for own in dict.fromkeys(names))}"
         )
     return rules
 

@@ -13,7 +13,7 @@ from sdk.loaders.gguf_keys import eps_key
 from sdk.loaders.gguf_rope import yarn_attention
 from sdk.loaders.model_shapes import num_experts
 from sdk.models.architecture import Architecture, GgufRules, architecture, architectures
-from sdk.models.expert_config import key_of, shared_width
+from sdk.models.expert_config import NAMES, shared_width
 from sdk.quant.errors import UnsupportedError
 
 _REQUIRED = {
@@ -32,12 +32,14 @@ def architecture_of(config: Mapping[str, Any], source: str) -> tuple[Architectur
     """:raises UnsupportedError: the model cannot be written as a GGUF file."""
     found = architecture(config["model_type"])
     if found is None or found.gguf is None:
-        supported = ", ".join(own.model_type for own in architectures() if own.gguf is not None)
+        written = (own for own in architectures() if own.gguf is not None and own.config.causal)
+        supported = ", ".join(own.model_type for own in written)
         raise UnsupportedError(
             f"{source}: models of type {config['model_type']} cannot be written as GGUF files; "
             f"expected one of {supported}"
         )
-    return found, found.gguf
+    others = (rules for rules in found.more_gguf if rules.writes and rules.writes(config))
+    return found, next(others, found.gguf)
 
 
 def model_metadata(config: Mapping[str, Any], source: str) -> dict[str, Any]:
@@ -47,6 +49,12 @@ def model_metadata(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     """
     own, rules = architecture_of(config, source)
     name = rules.name
+    for key, wanted in rules.only.items():
+        if (found := config.get(key, wanted)) != wanted:
+            raise UnsupportedError(
+                f"{source}: {own.model_type} is written as a GGUF file only with {key} {wanted}, "
+                f"found {str(found)[:40]}: llama.cpp has no other one"
+            )
     given = dict(config)
     heads = given["num_attention_heads"]
     if given.get("num_key_value_heads") is None:
@@ -75,9 +83,9 @@ def _experts(config: Mapping[str, Any], own: Architecture, rules: GgufRules) -> 
         return {}
 
     def of(fact: str, default: Any) -> Any:
-        key = key_of(fact, own.config.keys)
-        found = None if key is None else config.get(key, own.config.defaults.get(key))
-        return default if found is None else found
+        names = [name for name in NAMES[fact] if name in own.config.keys]
+        found = (given.get(name) for given in (config, own.config.defaults) for name in names)
+        return next((value for value in found if value is not None), default)
 
     facts = {
         "expert_count": num_experts(config) or 0,

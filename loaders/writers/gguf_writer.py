@@ -46,7 +46,10 @@ class GgufWriter:
     def __init__(self, source: Checkpoint, scheme: Scheme) -> None:
         self._scheme = scheme
         self._config = source.config
-        self._architecture, self._rules = architecture_of(source.config, str(source.path))
+        if isinstance(source, GgufCheckpoint):  # whose metadata are kept
+            self._architecture, self._rules = source.architecture, source.rules
+        else:
+            self._architecture, self._rules = architecture_of(source.config, str(source.path))
         self._metadata = _metadata(source)
         self._metadata["general.file_type"] = FILE_TYPES[scheme.mixture].number
         self._rope = rope_factors(source.config)

@@ -12,11 +12,14 @@ from typing import Any
 from torch import Tensor
 
 from sdk.kernels.layouts import Dense, Layout
+from sdk.kernels.reference.linear import reorder_rows
 from sdk.loaders.expert_names import first_spelling
 from sdk.loaders.folder_file import folder_file
 from sdk.loaders.hf_folder import MAX_CONFIG, HfFolder
 from sdk.loaders.json_file import read_json
 from sdk.loaders.model_shapes import num_experts
+from sdk.loaders.qkv_rows import our_rows
+from sdk.loaders.tensor_names import TensorNames
 from sdk.loaders.writers import integer_layers
 from sdk.loaders.writers.parts import join_parts
 from sdk.models.architecture import architecture
@@ -24,7 +27,7 @@ from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.errors import UnsupportedError
 from sdk.quant.permuted import Permuted
 from sdk.quant.quantize import quantize_rows
-from sdk.quant.scheme import MATTERING, Scheme
+from sdk.quant.scheme import Scheme
 from sdk.quant.spec import QuantSpec
 from sdk.quant.weight import PackedWeight, Weight
 
@@ -56,10 +59,14 @@ class HfWriter:
                 "supported"
             )
         self._scheme = scheme
-        self._encode, self._settings = _encoding(scheme)
         # transformers finds packed experts of some models only under their first names, gptqmodel
         # only under the later ones
         own = architecture(self._config.get("model_type"))
+        #: The names of a model that does not use a Llama's.
+        self._names: TensorNames | None = None
+        if own is not None and own.tensors.names:
+            self._names = TensorNames(own.tensors.names)
+        self._encode, self._settings = _encoding(scheme, self._in_config)
         first = own is not None and own.tensors.block_sparse_moe
         self._first_names = first and scheme.container == "compressed-tensors"
         if num_experts(self._config) and "ignore" in self._settings:
@@ -67,15 +74,45 @@ class HfWriter:
 
     def matrix(self, name: str, weight: Layout | Permuted) -> tuple[dict[str, Tensor], str]:
         """The tensors of a quantized layer by their names in the file, and an empty note."""
+        rows = our_rows(self._source.config, name)
+        if rows is not None:
+            weight = self._with_rows(name, weight, rows)
         name, found = self._spelled(name), self._encode(weight)
         return {name + ending: tensor for ending, tensor in found.items()}, ""
 
     def plain(self, name: str, tensor: Tensor) -> tuple[dict[str, Tensor], str]:
-        """A norm or a bias in float32; a router unchanged."""
-        return {self._spelled(name): tensor}, ""
+        """A norm or a bias in float32; a router or a table of positions unchanged."""
+        rows = our_rows(self._source.config, name)
+        return {self._spelled(name): tensor if rows is None else tensor[rows]}, ""
+
+    def _with_rows(self, name: str, weight: Layout | Permuted, rows: Tensor) -> Layout | Permuted:
+        """The rows of a matrix in the order of the files of its model.
+
+        :raises UnsupportedError: rows that share a scale would be apart.
+        """
+        layout = weight.layout if isinstance(weight, Permuted) else weight
+        moved = reorder_rows(layout, rows)
+        if moved is None:
+            raise UnsupportedError(
+                f"{self._folder}: {name}: {self._scheme.text} shares scales among neighbouring "
+                f"rows, which files of {self._config['model_type']} have in another order; use "
+                "fp8-channel"
+            )
+        return Permuted(moved, weight.order) if isinstance(weight, Permuted) else moved
+
+    def _in_config(self, name: str) -> str:
+        """What ends the file's name of the matrix ``name``, which is outside layers or in the
+        first: its last part, or all parts inside a layer where the model has names of its own."""
+        if self._names is None:
+            return name.rpartition(".")[2]
+        return self._names.theirs(name).rpartition(".0.")[2]
 
     def _spelled(self, name: str) -> str:
-        """The name that transformers looks for: what is beside experts is called as it was."""
+        """The name that transformers looks for: what is beside experts, and all of a model that
+        does not use a Llama's names, is called as it was."""
+        if self._names is not None and isinstance(self._source, HfFolder):
+            found = self._source.spelled_in_file(name)
+            return self._names.theirs(name) if found == name else found
         if isinstance(self._source, HfFolder) and _BESIDE_EXPERTS.search(name):
             found = self._source.spelled_in_file(name)
             if "block_sparse_moe.gate" not in found:
@@ -91,7 +128,7 @@ class HfWriter:
             return self.matrix(name, quantize_rows(name, weight, self._scheme.head, gram))
         layout = weight.layout if isinstance(weight, PackedWeight) else None
         values = layout.values if isinstance(layout, Dense) else weight.dequantize().half()
-        return {f"{name}.weight": values}, ""
+        return {f"{self._spelled(name)}.weight": values}, ""
 
     def finish(self, parts: Sequence[Path], out: Path) -> None:
         """Write the folder ``out``, which must not exist yet."""
@@ -111,18 +148,19 @@ def copy_beside(source: Path, out: Path) -> None:
             shutil.copyfile(file, out / name)
 
 
-#: Patterns of a config for the matrices with more bits, and for the embedding and the head.
-_MORE = [f"re:.*{name}$" for name in MATTERING]
-_ENDS = ["re:.*embed_tokens", "re:.*lm_head"]
+#: Our names of the matrices with more bits in a layer, and of the embedding and the head.
+_MORE = ("model.layers.0.self_attn.v_proj", "model.layers.0.mlp.down_proj")
+_ENDS = ("model.embed_tokens", "lm_head")
 #: Routers stay plain.
 _BESIDE_EXPERTS = re.compile(
     r"\.mlp\.(shared_experts|gate|shared_expert_gate)\b|\.e_score_correction_bias$"
 )
 _ROUTERS = "re:.*[.](gate|router|shared_expert_gate|gate[.]wg|router[.]layer)$"
 _Encode = Callable[["Layout | Permuted"], dict[str, Tensor]]
+_Named = Callable[[str], str]
 
 
-def _encoding(scheme: Scheme) -> tuple[_Encode, dict[str, Any]]:
+def _encoding(scheme: Scheme, named: _Named) -> tuple[_Encode, dict[str, Any]]:
     """How a layer is stored, and the ``quantization_config`` that says so."""
     spec = scheme.spec
     group = -1 if spec.group is None else spec.group
@@ -155,7 +193,7 @@ def _encoding(scheme: Scheme) -> tuple[_Encode, dict[str, Any]]:
         weights = {"nbits": spec.bits, "group_size": group, "axis": 1}
         settings = {"quant_method": "hqq", "quant_config": {"weight_quant_params": weights}}
         return integer_layers.hqq_tensors, settings
-    return _compressed_tensors(scheme)
+    return _compressed_tensors(scheme, named)
 
 
 def _integers(spec: QuantSpec) -> dict[str, Any]:
@@ -166,7 +204,7 @@ def _integers(spec: QuantSpec) -> dict[str, Any]:
     return {**found, "strategy": "group", "group_size": spec.group}
 
 
-def _compressed_tensors(scheme: Scheme) -> tuple[_Encode, dict[str, Any]]:
+def _compressed_tensors(scheme: Scheme, named: _Named) -> tuple[_Encode, dict[str, Any]]:
     spec = scheme.spec
     weights: dict[str, Any] = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
     inputs: dict[str, Any] | None = {**weights, "dynamic": True, "strategy": "token"}
@@ -202,18 +240,22 @@ def _compressed_tensors(scheme: Scheme) -> tuple[_Encode, dict[str, Any]]:
         weights = _integers(scheme.head)
         groups["group_1"] = {
             **layers,
-            "targets": _ENDS,
+            "targets": [f"re:.*{named(name)}" for name in _ENDS],
             "weights": weights,
             "input_activations": None,
         }
     if scheme.more is not None:
-        groups["group_2"] = {**layers, "targets": _MORE, "weights": _integers(scheme.more)}
+        groups["group_2"] = {
+            **layers,
+            "targets": [f"re:.*{named(name)}$" for name in _MORE],
+            "weights": _integers(scheme.more),
+        }
     settings = {
         "quant_method": "compressed-tensors",
         "format": format_,
         "quantization_status": "compressed",
         "config_groups": groups,
-        "ignore": ["lm_head"] if scheme.head is None else [],
+        "ignore": [named("lm_head")] if scheme.head is None else [],
         "kv_cache_scheme": None,
     }
     return encode, settings

@@ -9,5 +9,10 @@ ARCHITECTURE = Architecture(
     "arcee",
     layer=LayerRules(gated=False),
     config=ConfigRules(keys=("attention_bias", "mlp_bias"), defaults={"hidden_act": "relu2"}),
-    gguf=GgufRules("arcee", read=read_gguf, interleaved_qk=True),
+    gguf=GgufRules(
+        "arcee",
+        read=read_gguf,
+        interleaved_qk=True,
+        only={"attention_bias": False, "mlp_bias": False},
+    ),
 )

@@ -17,6 +17,7 @@ from sdk.models.architecture import (
     NormKind,
     always,
 )
+from sdk.quant.errors import UnsupportedError
 
 LAYER = LayerRules(norm=NormKind(centred=True), adjacent_pairs=True)
 _NORMS_OF_HEADS = LAYER._replace(qk_norm="each_head")  # Command R+
@@ -36,6 +37,16 @@ def _read_gguf(config: dict[str, Any], keys: GgufKeys) -> None:
     config["use_qk_norm"] = keys.has_tensor("blk.0.attn_q_norm.weight")
 
 
+def _write_gguf(config: Mapping[str, Any], source: str) -> Mapping[str, Any]:
+    large = config["num_hidden_layers"] >= 64
+    if config.get("use_qk_norm", False) != large:
+        raise UnsupportedError(
+            f"{source}: cohere is written as a GGUF file only with use_qk_norm {large}, found "
+            f"{not large}: llama.cpp goes by the number of layers, which is 64 in Command R+"
+        )
+    return write_gguf(config, source)
+
+
 def write_gguf(config: Mapping[str, Any], source: str) -> Mapping[str, Any]:
     return {"logit_scale": float(config["logit_scale"])}
 
@@ -50,5 +61,5 @@ ARCHITECTURE = Architecture(
         norm_eps="layer_norm_eps",
         parallel_blocks=always,
     ),
-    gguf=GgufRules("command-r", read=_read_gguf, write=write_gguf, keys=("logit_scale",)),
+    gguf=GgufRules("command-r", read=_read_gguf, write=_write_gguf, keys=("logit_scale",)),
 )

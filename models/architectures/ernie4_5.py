@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from sdk.models.config_fields import Fields
 
 
-def _biases(fields: Fields) -> Biases:
+def biases(fields: Fields) -> Biases:
     every = fields.flag("use_bias", default=False)
     return Biases(every, every, every)
 
@@ -24,7 +24,7 @@ ARCHITECTURE = Architecture(
     config=ConfigRules(
         keys=("use_bias",),
         defaults={"head_dim": 128, "rope_theta": 500_000.0, "tie_word_embeddings": True},
-        biases=_biases,
+        biases=biases,
     ),
-    gguf=GgufRules("ernie4_5"),
+    gguf=GgufRules("ernie4_5", only={"use_bias": False}),
 )

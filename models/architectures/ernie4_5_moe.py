@@ -66,5 +66,6 @@ ARCHITECTURE = Architecture(
         read=_read_gguf,
         write=_write_gguf,
         keys=("interleave_moe_layer_step",),
+        only={"use_bias": False, "moe_layer_interval": 1},
     ),
 )

@@ -8,6 +8,7 @@ is a power of two, and its eager code adds them twice.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from sdk.models.architecture import (
@@ -22,13 +23,12 @@ from sdk.models.architecture import (
     Norms,
     TensorRules,
 )
+from sdk.models.config_fields import Fields
 from sdk.models.derived import every_head_has_keys, four_times_wide
 from sdk.quant.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from sdk.models.config_fields import Fields
 
 
 def _biases(fields: Fields) -> Biases:
@@ -82,6 +82,14 @@ def _has_two_norms(keys: GgufKeys) -> bool:
     return keys.has_tensor("blk.0.attn_norm_2.weight")
 
 
+#: What llama.cpp has.
+_WRITTEN = {"alibi": False, "bias": False, "parallel_attn": True}
+
+
+def _writes_two_norms(config: Mapping[str, Any]) -> bool:
+    return not _one_norm(Fields(config))
+
+
 ARCHITECTURE = Architecture(
     "falcon",
     layer=LayerRules(norm=LAYER_NORM, parallel_norms=Norms(), gated=False),
@@ -115,13 +123,15 @@ ARCHITECTURE = Architecture(
         },
         qkv_by_group=True,
     ),
-    gguf=GgufRules("falcon", read=_read_gguf),
+    gguf=GgufRules("falcon", read=_read_gguf, only=_WRITTEN),
     more_gguf=(
         GgufRules(
             "falcon",
             matches=_has_two_norms,
             tensors={"input_layernorm": "attn_norm_2", "post_attention_layernorm": "attn_norm"},
             read=_read_gguf,
+            writes=_writes_two_norms,
+            only=_WRITTEN,
         ),
     ),
 )

@@ -5,6 +5,7 @@ Black et al., "GPT-NeoX-20B" (2022), arXiv 2204.06745; transformers' modeling_gp
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from sdk.models.architecture import (
@@ -35,6 +36,10 @@ def _read_gguf(config: dict[str, Any], keys: GgufKeys) -> None:
     config.setdefault("partial_rotary_factor", 1.0)
 
 
+def _write_gguf(config: Mapping[str, Any], source: str) -> Mapping[str, Any]:
+    return {"use_parallel_residual": bool(config.get("use_parallel_residual", True))}
+
+
 ARCHITECTURE = Architecture(
     "gpt_neox",
     layer=LayerRules(norm=LAYER_NORM, parallel_norms=Norms(), gated=False),
@@ -63,5 +68,11 @@ ARCHITECTURE = Architecture(
         },
         qkv_by_group=True,
     ),
-    gguf=GgufRules("gptneox", read=_read_gguf, keys=("use_parallel_residual",)),
+    gguf=GgufRules(
+        "gptneox",
+        read=_read_gguf,
+        write=_write_gguf,
+        keys=("use_parallel_residual",),
+        only={"attention_bias": True, "tie_word_embeddings": False},
+    ),
 )

@@ -5,6 +5,7 @@ MosaicML (2023); transformers' modeling_mpt.py, whose steepest slope is always t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from sdk.models.architecture import (
@@ -65,6 +66,10 @@ def _read_gguf(config: dict[str, Any], keys: GgufKeys) -> None:
         )
 
 
+def _write_gguf(config: Mapping[str, Any], source: str) -> Mapping[str, Any]:
+    return {"attention.max_alibi_bias": 8.0}
+
+
 ARCHITECTURE = Architecture(
     "mpt",
     layer=LayerRules(norm=NormKind(centred=True), gated=False),
@@ -102,5 +107,5 @@ ARCHITECTURE = Architecture(
             "post_attention_layernorm": "norm_2",
         },
     ),
-    gguf=GgufRules("mpt", read=_read_gguf, keys=("attention.max_alibi_bias",)),
+    gguf=GgufRules("mpt", read=_read_gguf, write=_write_gguf, keys=("attention.max_alibi_bias",)),
 )

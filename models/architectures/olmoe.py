@@ -18,6 +18,12 @@ def _read_gguf(config: dict[str, Any], keys: GgufKeys) -> None:
 
 
 def _write_gguf(config: Mapping[str, Any], source: str) -> Mapping[str, Any]:
+    heads, kv_heads = config["num_attention_heads"], config.get("num_key_value_heads")
+    if kv_heads not in (None, heads):
+        raise UnsupportedError(
+            f"{source}: olmoe is written as a GGUF file only with as many num_key_value_heads as "
+            f"heads {heads}, found {kv_heads}: llama.cpp has no others"
+        )
     if config.get("norm_topk_prob"):
         raise UnsupportedError(
             f"{source}: olmoe is written as a GGUF file only without norm_topk_prob: the file "

@@ -48,5 +48,5 @@ ARCHITECTURE = Architecture(
             "mlp.down_proj": "mlp.fc2",
         }
     ),
-    gguf=GgufRules("phi2", read=_read_gguf),
+    gguf=GgufRules("phi2", read=_read_gguf, only={"tie_word_embeddings": False}),
 )

@@ -26,5 +26,9 @@ ARCHITECTURE = Architecture(
         defaults={"head_dim": 128},
         biases=_biases,
     ),
-    gguf=GgufRules("seed_oss", tensors={"post_attention_layernorm": "post_attention_norm"}),
+    gguf=GgufRules(
+        "seed_oss",
+        tensors={"post_attention_layernorm": "post_attention_norm"},
+        only={"attention_out_bias": False, "mlp_bias": False},
+    ),
 )

@@ -1,6 +1,7 @@
 """StarCoder 2: Llama with LayerNorms, biases and an MLP of GELU without a gate; all layers slide.
 
-Lozhkov et al., "StarCoder 2" (2024), arXiv 2402.19173; transformers' modeling_starcoder2.py.
+Lozhkov et al., "StarCoder 2" (2024), arXiv 2402.19173; transformers' modeling_starcoder2.py. GGUF
+files of CodeShell (Xie et al. 2024, arXiv 2403.15747) hold the same layers, none of which slides.
 """
 
 from __future__ import annotations
@@ -64,5 +65,6 @@ ARCHITECTURE = Architecture(
         norm_eps="norm_epsilon",
     ),
     tensors=TensorRules(names={"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"}),
-    gguf=GgufRules("starcoder2", read=_read_gguf, write=_write_gguf),
+    gguf=GgufRules("starcoder2", read=_read_gguf, write=_write_gguf, only={"use_bias": True}),
+    more_gguf=(GgufRules("codeshell", read=_read_gguf),),
 )

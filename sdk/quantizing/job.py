@@ -30,10 +30,10 @@ from sdk.quant.quantize import (
 from sdk.quant.rewritten_checkpoint import RewrittenCheckpoint
 from sdk.quant.scheme import Scheme
 from sdk.quant.spec import QuantSpec
-from sdk.quant.weight import PackedWeight, Weight, weight_of
+from sdk.quant.weight import Weight, weight_of
 from sdk.quantizing.folds import Folding
 from sdk.quantizing.job_folder import JobFolder
-from sdk.quantizing.layers import LayerRun
+from sdk.quantizing.layers import LayerRun, plain_values
 
 #: Weight of a row's errors as an embedding, relative to the mean weight as a row of the head.
 _AS_EMBEDDING = 0.1
@@ -168,19 +168,17 @@ class Job:
             made = self.layers.build(after, index)
             self.layers.advance(made, inputs, self.folder.inputs(index + 1))
         tensors = {n: changed[n] if n in changed else self.checkpoint.tensor(n) for n in plain}
-        tensors |= {f"{name}.weight": self._as_stored(name) for name in pulled if is_router(name)}
+        tensors |= {
+            f"{name}.weight": plain_values(self.checkpoint, name)
+            for name in pulled
+            if is_router(name)
+        }
         self._write(
             index,
             [self.writer.matrix(name, packed[name]) for name in names]
             + [self.writer.plain(name, tensor) for name, tensor in tensors.items()],
         )
         inputs.unlink(missing_ok=True)
-
-    def _as_stored(self, name: str) -> Tensor:
-        """A plain matrix in the file's type: transformers runs a router in that type."""
-        weight = self.checkpoint.weight(name)
-        layout = weight.layout if isinstance(weight, PackedWeight) else None
-        return layout.values if isinstance(layout, Dense) else weight.dequantize()
 
     def _values(self, name: str) -> Tensor:
         return self.checkpoint.weight(name).dequantize()

@@ -17,19 +17,21 @@ from torch import Tensor
 from sdk.api.errors import QuantizationError, UnsupportedError
 from sdk.engine.rank.kv_cache import KVCache, kv_spec
 from sdk.kernels.batch import AttentionBatch
+from sdk.kernels.layouts import Dense
 from sdk.kernels.ops import Ops
 from sdk.loaders.writers.parts import new_file
 from sdk.models.architecture import architecture
 from sdk.models.attention import Step
 from sdk.models.auto import model_type
 from sdk.models.config import ModelConfig
-from sdk.models.decoder import Layer, layer_rules
+from sdk.models.decoder import Layer, layer_rules, positions_and_norm
 from sdk.models.layers import Source
 from sdk.models.parallel import Mesh
 from sdk.models.rope import Rope
 from sdk.quant.calibration import InputStatistics
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.rewritten_checkpoint import RewrittenCheckpoint
+from sdk.quant.weight import PackedWeight
 
 _PAGE = 16
 
@@ -37,19 +39,13 @@ _PAGE = 16
 def decoder_config(checkpoint: Checkpoint) -> ModelConfig:
     """The config of a model that is built of layers.
 
-    :raises UnsupportedError: it runs through transformers, whose layers are not known, or its files
-        have names of their own, which are read but not written.
+    :raises UnsupportedError: it runs through transformers, whose layers are not known, or it is an
+        encoder.
     """
     name = model_type(checkpoint.config)
     own = architecture(name)
     if own is not None and not own.config.causal:
         raise _encoder(checkpoint, name)
-    if own is not None and own.tensors.names:
-        raise UnsupportedError(
-            f"{checkpoint.path}: writing models of type {name} is not supported: their files have "
-            "names and orders of rows of their own. Use quantization= to quantize the model while "
-            "it is loaded, or quantize it with llama.cpp or gptqmodel and open the result"
-        )
     if own is None:
         raise UnsupportedError(
             f"{checkpoint.path}: {name} models run through transformers; only this package's own "
@@ -66,6 +62,13 @@ def _encoder(checkpoint: Checkpoint, name: str) -> UnsupportedError:
         f"{checkpoint.path}: {name} is an encoder, and only decoders can be quantized to files; "
         "quantization='int8' packs its matrices while it is loaded"
     )
+
+
+def plain_values(checkpoint: Checkpoint, name: str) -> Tensor:
+    """A matrix that stays plain, in the file's type: transformers runs a router in that type."""
+    weight = checkpoint.weight(name)
+    layout = weight.layout if isinstance(weight, PackedWeight) else None
+    return layout.values if isinstance(layout, Dense) else weight.dequantize()
 
 
 class LayerRun:
@@ -91,10 +94,15 @@ class LayerRun:
 
     def embed(self, checkpoint: Checkpoint, ids: Tensor, path: Path) -> None:
         """Write the input of layer 0 for token ids ``[S, T]`` to a file."""
-        embedding = self._source(checkpoint).embedding()
+        source = self._source(checkpoint)
+        embedding, (positions, norm) = source.embedding(), positions_and_norm(source)
         with new_file(path) as out:
             for row in ids:
-                out.write(embedding(row).numpy().data)
+                x = embedding(row)
+                if positions is not None:
+                    x = self.ops.add(positions.rows(torch.arange(len(row))), x)
+                x = x if norm is None else self.ops.norm(x, norm)
+                out.write(x.numpy().data)
 
     def build(self, checkpoint: Checkpoint, index: int) -> Layer:
         """Layer ``index`` with the weights of ``checkpoint``."""
@@ -114,11 +122,15 @@ class LayerRun:
                 out.write(hidden.numpy().data)
 
     def ends(self, checkpoint: Checkpoint) -> list[tuple[str, Tensor]]:
-        """The plain tensors behind the layers, with their names."""
+        """The plain tensors before and behind the layers, with their names."""
         watched = RewrittenCheckpoint(checkpoint, lambda name, weight: weight)
-        self._source(watched).norm("model.norm")
-        names = [*watched.pulled[1], *(["lm_head.bias"] if self.config.head_bias else [])]
-        return [(name, checkpoint.tensor(name)) for name in names]
+        source = self._source(watched)
+        positions_and_norm(source)
+        source.norm("model.norm")
+        tables, plain = watched.pulled
+        names = [*plain, *(["lm_head.bias"] if self.config.head_bias else [])]
+        found = [(name, checkpoint.tensor(name)) for name in names]
+        return [*((f"{name}.weight", plain_values(checkpoint, name)) for name in tables), *found]
 
     def head_inputs(self, checkpoint: Checkpoint, hidden: Path) -> InputStatistics:
         """Statistics of the final norm's outputs; ``hidden`` has the outputs of the last layer."""

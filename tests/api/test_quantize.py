@@ -320,21 +320,6 @@ def test_a_model_run_by_transformers_code_is_not_written(tmp_path: Path) -> None
         LLM(folder, quantization="int8", skip_tokenizer_init=True)
 
 
-def test_a_model_with_names_of_its_own_is_not_written(tmp_path: Path) -> None:
-    import transformers
-
-    sizes = {"n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 64, "n_positions": 32}
-    config = transformers.GPT2Config(**sizes)
-    folder = tmp_path / "gpt2"
-    transformers.GPT2LMHeadModel(config).save_pretrained(folder)
-    for made, scheme in ((tmp_path / "made", "rtn-w8s"), (tmp_path / "made.gguf", "q8_0")):
-        with pytest.raises(UnsupportedError, match=r"writing models of type gpt2 is not supported"):
-            sdk.quantize(folder, made, scheme)
-    with LLM(folder, quantization="int8", skip_tokenizer_init=True, max_model_len=32) as llm:
-        prompt = {"prompt_token_ids": [3, 4, 5]}
-        assert llm.generate([prompt], SamplingParams(max_tokens=2))[0].outputs[0].token_ids
-
-
 def test_a_model_in_use_can_be_quantized(llama: Path, tmp_path: Path, ids: Ids) -> None:
     with LLM(llama, max_model_len=64) as llm:
         out = llm.quantize(tmp_path / "made", "int8")

@@ -91,6 +91,27 @@ BASES: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"num_local_experts": 0, "layer_types": ["full_attention"] * 3},
     "ministral": {**_WINDOWED, "layer_types": ["sliding_attention", "full_attention"] * 2},
     "vaultgemma": _WINDOWED,
+    "gptj": {"rotary_dim": 8},
+    "mellum": {
+        **_EXPERTS,
+        **_WINDOWED,
+        "num_experts": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+    "granitemoe_swa": {
+        **_WINDOWED,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "layer_rope_theta": [3000.0, 0, 3000.0, 77.0],
+    },
+    "laguna": {
+        **_EXPERTS,
+        **_WINDOWED,
+        "num_experts": 4,
+        "shared_expert_intermediate_size": 48,
+        "num_attention_heads_per_layer": [4, 6, 4, 6],
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
 }
 #: A value for each key, other than its usual one. All models get all of them.
 PROBES: dict[str, Any] = {

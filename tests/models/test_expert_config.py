@@ -254,3 +254,9 @@ def test_a_folder_as_transformers_saves_it_opens(
     found = Paged(load(checkpoint)).run("a", prompt(24, 5))
     assert (found - expected_logits(oracle, prompt(24, 5))).abs().max() <= 1e-4
     assert checkpoint.unused() == []
+
+
+def test_counts_are_written_under_whichever_name_a_config_has() -> None:
+    """ERNIE's may say ``moe_k`` or ``num_experts_per_tok``; a file must say how many."""
+    config = tiny("ernie4_5_moe", moe_num_experts=6, moe_k=3).config.to_dict()
+    assert model_metadata(config, "here")["ernie4_5-moe.expert_used_count"] == 3

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from sdk.loaders.open import open_checkpoint
 from sdk.loaders.writers.gguf_metadata import model_metadata
 from sdk.models.architecture import gguf_names
+from sdk.models.config import ModelConfig
 from sdk.quant.errors import CheckpointError, UnsupportedError
 from tests.gguf_models import BOOL, F32, I32, STRING, U32, gguf_of, save_gguf
 from tests.models.conftest import Paged, expected_logits, prompt, tiny
@@ -56,6 +58,11 @@ YARN_FACTS = {
     "rope.scaling.original_context_length": (U32, 16),
     "rope.scaling.yarn_log_multiplier": (F32, 1.0),
     "attention.temperature_scale": (F32, 0.4),
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 3000.0, "factor": 2.0}
+LINEAR_FACTS = {
+    "rope.scaling.type": (STRING, "linear"),
+    "rope.scaling.factor": (F32, 2.0),
 }
 ALPHA = {"rope_type": "dynamic", "factor": 1.0, "alpha": 50.0, "rope_theta": 10_000.0}
 BASES = [3000.0, 0, 3000.0, 0, 3000.0]
@@ -253,6 +260,79 @@ FILES: dict[str, tuple[str, dict[str, Any], dict[str, tuple[int, Any]]]] = {
     ),
     "jais2": ("jais2", {"layer_norm_eps": 1e-4}, {}),
     "starcoder2": ("starcoder2", {"norm_epsilon": 1e-4, "tie_word_embeddings": True}, {}),
+    "mellum": (
+        "mellum",
+        {
+            **EXPERTS,
+            "num_experts": 6,
+            "num_hidden_layers": 4,
+            "sliding_window": 9,
+            "layer_types": ["full_attention"] + ["sliding_attention"] * 3,
+            "rope_parameters": {
+                "full_attention": LINEAR,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 777.0},
+            },
+        },
+        {
+            **COUNTS,
+            "attention.sliding_window": (U32, 9),
+            "attention.sliding_window_pattern": (9, (BOOL, [False, True, True, True])),
+            "rope.freq_base_swa": (F32, 777.0),
+            **LINEAR_FACTS,
+        },
+    ),
+    "laguna": (
+        "laguna",
+        {
+            **EXPERTS,
+            "num_experts": 6,
+            "shared_expert_intermediate_size": 80,
+            "moe_routed_scaling_factor": 2.5,
+            "num_attention_heads_per_layer": [4, 6, 6, 6],
+            "num_hidden_layers": 4,
+            "sliding_window": 9,
+            "layer_types": ["full_attention"] + ["sliding_attention"] * 3,
+            "rope_parameters": {
+                "full_attention": {**LINEAR, "partial_rotary_factor": 0.5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 777.0},
+            },
+        },
+        {
+            **{k: v for k, v in V3_COUNTS.items() if "group" not in k and "shared" not in k},
+            "expert_shared_feed_forward_length": (U32, 80),
+            "attention.head_count": (9, (I32, [4, 6, 6, 6])),
+            "attention.sliding_window": (U32, 9),
+            "rope.dimension_count": (U32, 8),
+            "rope.dimension_count_swa": (U32, 16),
+            "rope.freq_base_swa": (F32, 777.0),
+            **LINEAR_FACTS,
+        },
+    ),
+    "orion": (
+        "stablelm",
+        {"rope_parameters": {**ROPE["rope_parameters"], "partial_rotary_factor": 1.0}},
+        {},
+    ),
+    "codeshell": ("starcoder2", {"norm_epsilon": 1e-4, "sliding_window": None}, {}),
+    "maincoder": ("hunyuan_v1_dense", {}, {}),
+    "paddleocr": ("llama", {}, {"rope.dimension_sections": (9, (I32, [2, 3, 3, 0]))}),
+    "baichuan": ("llama", {"num_hidden_layers": 32, "num_key_value_heads": 4}, {}),
+    # the same where its factors change nothing
+    "bailingmoe": (
+        "granitemoeshared",
+        {
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "shared_intermediate_size": 256,
+            "attention_multiplier": 0.25,
+        },
+        {
+            **COUNTS,
+            "expert_feed_forward_length": (U32, 128),
+            "expert_shared_count": (U32, 2),
+            "expert_weights_norm": (BOOL, True),
+        },
+    ),
     "minicpm": (
         "granite",
         SCALES,
@@ -329,7 +409,24 @@ def test_a_window_of_exaone4_is_that_of_64_layers_alone(tmp_path: Path, load: Lo
         ("ministral3", {"sliding_window": 8}),
         ("granite_swa", {"layer_rope_theta": [3000.0, 0, 77.0], "rope_theta": 3000.0}),
         ("starcoder2", {"sliding_window": 8}),
-        ("olmoe", {"norm_topk_prob": True, "num_experts": 4, "num_experts_per_tok": 2}),
+        (
+            "olmoe",
+            {
+                "norm_topk_prob": True,
+                "num_key_value_heads": 4,
+                "num_experts": 4,
+                "num_experts_per_tok": 2,
+            },
+        ),
+        ("olmoe", {"num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2}),
+        ("glm", {"head_dim": 24}),
+        ("cohere", {"use_qk_norm": True}),
+        ("arcee", {"mlp_bias": True}),
+        ("ernie4_5", {"use_bias": True}),
+        ("ernie4_5_moe", {"moe_num_experts": 4, "moe_layer_interval": 2}),
+        ("seed_oss", {"attention_out_bias": True}),
+        ("phi", {"tie_word_embeddings": True}),
+        ("starcoder2", {"use_bias": False}),
     ],
 )
 def test_a_model_that_a_file_cannot_express_is_not_written(
@@ -374,3 +471,54 @@ def test_blocks_of_stablelm_are_parallel_where_there_is_one_norm(
     found = Paged(load(open_checkpoint(save_gguf(tmp_path / "m.gguf", file))))
     expected = expected_logits(oracle, prompt(41, 1))
     assert (found.run("a", prompt(41, 1)) - expected).abs().max() <= 1e-4
+
+
+def _with_linear_biases(model: Any, ids: list[int], heads: int) -> Any:
+    """A Llama's logits whose queries and keys do not turn, with the biases of ALiBi's paper for a
+    number of heads that is a power of two."""
+    model.model.rotary_emb.inv_freq.zero_()
+    distance = torch.arange(len(ids))[None, :] - torch.arange(len(ids))[:, None]
+    slopes = torch.tensor([2.0 ** (-8 * (i + 1) / heads) for i in range(heads)])
+    mask = slopes[:, None, None] * distance
+    mask = mask.masked_fill(distance > 0, float("-inf"))[None]
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([ids]), attention_mask=mask).logits[0]
+
+
+@pytest.mark.parametrize(("arch", "layers"), [("refact", 3), ("baichuan", 40)])
+def test_llamas_with_linear_biases(arch: str, layers: int, tmp_path: Path, load: Load) -> None:
+    kv_heads = 1 if arch == "refact" else 4
+    options = {**PLAIN, "num_hidden_layers": layers, "num_key_value_heads": kv_heads}
+    oracle, ids = tiny("llama", **options), prompt(41, 1)
+    checkpoint = open_checkpoint(save_gguf(tmp_path / "m.gguf", gguf_of(oracle, {}, arch=arch)))
+    found = Paged(load(checkpoint)).run("a", ids, [7, 30])
+    assert (found - _with_linear_biases(oracle, ids, 4)).abs().max() <= 2e-4
+
+
+def test_a_baichuan_of_another_size_is_refused(tmp_path: Path) -> None:
+    file = gguf_of(tiny("llama", **PLAIN), {}, arch="baichuan")
+    with pytest.raises(UnsupportedError, match=r"block_count: expected 32 .* found 3"):
+        open_checkpoint(save_gguf(tmp_path / "m.gguf", file))
+
+
+def test_a_folder_of_baichuan_2_is_refused() -> None:
+    config = tiny("llama").config.to_dict() | {"model_type": "baichuan", "vocab_size": 125_696}
+    with pytest.raises(UnsupportedError, match="vocab_size: expected that of Baichuan 1"):
+        ModelConfig.from_dict(config)
+
+
+def test_weights_of_deepseeks_experts_sum_to_1_only_if_a_file_says_so(tmp_path: Path) -> None:
+    _, file = written("bailingmoe")
+    file.metadata = {
+        key.replace("bailingmoe", "deepseek"): (
+            kind,
+            "deepseek" if value == "bailingmoe" else value,
+        )
+        for key, (kind, value) in file.metadata.items()
+    }
+    for stated in (True, False):
+        file.metadata["deepseek.expert_weights_norm"] = (BOOL, stated)
+        checkpoint = open_checkpoint(save_gguf(tmp_path / "m.gguf", file))
+        assert checkpoint.config["model_type"] == "deepseek"
+        experts = ModelConfig.from_dict(checkpoint.config).experts
+        assert experts is not None and experts.route.normalized is stated

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sdk.kernels.layouts import Dense
 from sdk.kernels.ops import Ops
+from sdk.loaders.adapters.peft_folder import canonical
 from sdk.loaders.open import open_checkpoint
 from sdk.models.adapters import EMBEDDING, ModelAdapters
 from sdk.models.auto import build_model
@@ -21,6 +22,7 @@ from sdk.quant.errors import AdapterError
 from sdk.quant.rewritten_checkpoint import RewrittenCheckpoint
 from sdk.quant.weight import DenseWeight, Weight
 from tests.models.conftest import DictCheckpoint, Paged, Ranks, checkpoint_of, prompt, tiny
+from tests.models.test_model_architectures import ARCHITECTURES, EXPERTS
 
 #: Biases, joined files, norms, scaled embeddings, soft caps, scaled logits, heads of their own.
 MODELS: dict[str, dict[str, Any]] = {
@@ -36,6 +38,15 @@ MODELS: dict[str, dict[str, Any]] = {
     "cohere": {"logit_scale": 0.5},
     "nemotron": {"mlp_bias": True},
     "phi": {},
+    "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
+    # shared experts, their gate, and a gate beside queries, keys and values
+    "qwen2_moe": {**EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 80},
+    "granitemoeshared": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 48,
+    },
+    "afmoe": {**EXPERTS, "num_experts": 4, "num_shared_experts": 2, "sliding_window": 8},
 }
 PACKED = [
     *("gguf-Q4_1", "gguf-Q4_K_M", "gptq-w4-g128-act", "bnb-nf4", "fp8-block"),
@@ -116,7 +127,7 @@ def test_an_adapter_is_the_same_as_merged_weights(
     checkpoint = checkpoint_of(tiny(name, **MODELS[name]))
     model = load(checkpoint)
     adapters = ModelAdapters(model, ops, 2)
-    joined = name == "phi3"
+    joined = name in ("phi3", "falcon")
     names = [path for path in adapters.matrices if f"{path}.weight" in checkpoint.tensors]
     names += ["lm_head"] if "lm_head" not in names else []
     assert any(path.endswith("qkv_proj") for path in names) == joined
@@ -280,3 +291,17 @@ def test_models_that_run_through_transformers_have_adapters_of_their_linears(
     checkpoint = checkpoint_of(tiny("persimmon", num_key_value_heads=4))
     wanted = Paged(load(merged(checkpoint, adapter))).run("a", ids)
     assert close(found, wanted)
+
+
+@pytest.mark.parametrize(
+    "name", [x for x in ARCHITECTURES if "num_experts" in str(ARCHITECTURES[x])]
+)
+def test_an_adapter_of_whatever_is_beside_experts_finds_its_matrix(
+    name: str, ops: Ops, load: Callable[..., Any]
+) -> None:
+    """By the names that PEFT writes, which are those of transformers' modules."""
+    oracle = tiny(name.split("-")[0], **ARCHITECTURES[name])
+    matrices = ModelAdapters(load(checkpoint_of(oracle)), ops, 1).matrices
+    for path, module in oracle.named_modules():
+        if isinstance(module, torch.nn.Linear) and ".experts." not in path:
+            assert matrices[canonical(path)] == tuple(module.weight.shape)

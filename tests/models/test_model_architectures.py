@@ -267,6 +267,66 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "bloom": {},
     "bloom-twelve-heads": {"num_attention_heads": 12, "hidden_size": 96},
     "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
+    "gptj": {"rotary_dim": 8},
+    "gptj-wide": {"rotary_dim": 16, "n_inner": 96},
+    "exaone": {},
+    "hyperclovax": {**GRANITE, "logits_scaling": 0.5},
+    "mellum": {
+        **EXPERTS,
+        "num_experts": 6,
+        "num_hidden_layers": 4,
+        "sliding_window": 9,
+        "layer_types": ["full_attention"] + ["sliding_attention"] * 3,
+        "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"],
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "yarn",
+                "rope_theta": 3000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 777.0},
+        },
+    },
+    "laguna": {
+        **EXPERTS,
+        "num_experts": 6,
+        "shared_expert_intermediate_size": 80,
+        "moe_routed_scaling_factor": 2.5,
+        "num_attention_heads_per_layer": [4, 6, 6, 6, 4],
+        "num_hidden_layers": 5,
+        "sliding_window": 9,
+        "layer_types": ["full_attention", *["sliding_attention"] * 3, "full_attention"],
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "yarn",
+                "rope_theta": 3000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+                "partial_rotary_factor": 0.5,
+            },
+            "sliding_attention": {
+                "rope_type": "default",
+                "rope_theta": 777.0,
+                "partial_rotary_factor": 1.0,
+            },
+        },
+    },
+    "laguna-elements": {
+        **EXPERTS,
+        "num_experts": 4,
+        "shared_expert_intermediate_size": 32,
+        "gating": "per-element",
+    },
+    "granitemoe_swa": {
+        **GRANITE,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 3,
+        "shared_intermediate_size": 48,
+        "sliding_window": 9,
+        "num_hidden_layers": 5,
+        "layer_rope_theta": [3000, 0, 3000, 77.0, 0],
+    },
 }
 LENGTH = 75
 

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from sdk.models.architecture import architecture
+from sdk.models.architecture import LayerRules, architecture
 from sdk.models.auto import model_type, read_config
 from sdk.models.config import ModelConfig
 from sdk.models.rope import RopeSpec, inverse_frequencies
 from sdk.quant.errors import CheckpointError, UnsupportedError
+from tests.models.conftest import tiny
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -290,3 +291,17 @@ def test_a_model_type_must_be_a_name(found: object) -> None:
 def test_an_unsupported_rope_type_is_an_unsupported_error() -> None:
     with pytest.raises(UnsupportedError):
         read(rope_scaling={"rope_type": "mrope"})
+
+
+def test_an_activation_with_numbers_of_its_own_has_no_place_beside_a_gate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The product of gate and up takes none; Apertus has no gate."""
+    apertus = tiny("apertus").config.to_dict()
+    assert ModelConfig.from_dict(apertus).activation == "xielu"
+    known = architecture("apertus")
+    assert known is not None
+    gated = known._replace(layer=LayerRules())
+    monkeypatch.setattr("sdk.models.config.architecture", lambda name: gated)
+    with pytest.raises(UnsupportedError, match=r"hidden_act: expected .* found 'xielu'"):
+        ModelConfig.from_dict(apertus)

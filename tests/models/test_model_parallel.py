@@ -131,6 +131,8 @@ CUT: dict[str, tuple[str, int, dict[str, Any]]] = {
     "afmoe": ("afmoe", 2, ARCHITECTURES["afmoe"]),
     "cohere2_moe": ("cohere2_moe", 4, ARCHITECTURES["cohere2_moe"]),
     "gpt_oss": ("gpt_oss", 4, {"num_local_experts": 6, "num_experts_per_tok": 3}),
+    "laguna": ("laguna", 2, ARCHITECTURES["laguna"]),
+    "gptj": ("gptj", 4, {"rotary_dim": 8}),
 }
 
 
@@ -155,6 +157,38 @@ def test_ranks_together_give_the_tokens_and_logits_of_one(
         assert torch.equal(logits, found[0])
     assert (found[0] - expected).abs().max() <= 1e-4
     assert torch.equal(found[0].argmax(dim=1), expected.argmax(dim=1))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "sums"),
+    [
+        ("phi", {}, 1),  # per layer
+        ("llama", {}, 2),
+        ("cohere2_moe", ARCHITECTURES["cohere2_moe"], 2),  # experts sum theirs
+    ],
+)
+def test_parallel_blocks_are_summed_over_ranks_at_once(
+    name: str, options: dict[str, Any], sums: int, load: Callable[..., Any]
+) -> None:
+    checkpoint = checkpoint_of(tiny(name, **options))
+
+    def work(own: Mesh) -> list[int]:
+        model = load(DictCheckpoint(checkpoint.config, checkpoint.tensors), mesh=own)
+        group, counts = own.group, [0]
+        every = group.all_gather
+
+        def counted(x: Tensor) -> Any:
+            counts[0] += x.shape[-1] == model.config.hidden_size
+            return every(x)
+
+        group.all_gather = counted
+        c = model.config
+        Paged(model, own.heads(c.num_heads, c.num_kv_heads).kv_count).run("a", prompt(9, 8))
+        return [counts[0], len(model.layers)]
+
+    for count, layers in Ranks(2).run(work):
+        dense = 1 if name == "cohere2_moe" else 0  # its first layer has no experts
+        assert count == 1 + sums * layers - dense  # and the embedding
 
 
 def test_ranks_share_the_weights_between_them(load: Callable[..., Any]) -> None:

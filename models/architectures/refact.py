@@ -1,0 +1,15 @@
+"""Refact 1.6B: Llama with linear biases of attention, and one key/value head. Only GGUF files.
+
+Small Magellanic Cloud AI (2023). Folders call themselves ``gpt_refact``.
+"""
+
+from __future__ import annotations
+
+from sdk.models.architecture import Alibi, Architecture, ConfigRules, GgufRules
+from sdk.models.architectures.gpt2 import no_rotation
+
+ARCHITECTURE = Architecture(
+    "refact",
+    config=ConfigRules(unrotated=no_rotation, alibi=lambda fields: Alibi()),
+    more_gguf=(GgufRules("refact"),),
+)
