@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from sdk.api.errors import UnsupportedError
 import numpy as np
-from sdk.errors import UnsupportedError
+
+from sdk.api.errors import UnsupportedError
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.embedding_head import DenseStep, EmbeddingHead, NormalizeStep
 from sdk.quant.errors import CheckpointError
