@@ -557,10 +557,9 @@ class Ops:
             raise KernelError("attention: keys with a centre allow neither softcap nor sinks")
         out = self.empty(tokens, heads * head_dim, dtype=q.dtype)
         if tokens:
-            like = (q, pages, scale, window, softcap, sinks, slopes, self.shares_keys, causal)
-            like = (*like, biases)
-            options = (one is not None for one in (window, softcap, sinks, slopes))
-            has = (*options, not causal, biases is not None)
+            given = (window, softcap, sinks, slopes)
+            like = (q, pages, scale, *given, self.shares_keys, causal, biases)
+            has = (*(one is not None for one in given), not causal, biases is not None)
             kernel = self._kernel(
                 "attention",
                 like,

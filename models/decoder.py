@@ -175,9 +175,11 @@ class Layer:
 
     def _run_post_norm(self, x: Tensor, step: Step, pages: KVPages) -> Tensor:
         assert self.after_attention is not None and self.after_mlp is not None
-        again = self.before_mlp and self.ops.add(self.ops.zeros(*x.shape), x)
+        again = None
+        if self.before_mlp is not None:
+            again = self.ops.add(self.ops.zeros(*x.shape), x)
         x, _ = self.ops.add_norm(self.attention(x, step, pages), x, self.after_attention, wide=True)
-        if self.before_mlp is not None and again is not None:
+        if self.before_mlp is not None:
             x, _ = self.ops.add_norm(x, again, self.before_mlp, wide=True)
         x, _ = self.ops.add_norm(self.mlp(x), x, self.after_mlp, wide=True)
         return x

@@ -23,7 +23,7 @@ def bucket_of_distances(rule: DistanceBuckets) -> NDArray[np.int64]:
 
     In float32 and in transformers' order: a boundary is a rounded logarithm.
     """
-    half = rule.count // 2
+    half = rule.number // 2
     exact = half // 2
     steps = np.arange(rule.farthest + 1)
     ratio = np.log(np.maximum(steps, 1).astype(np.float32) / np.float32(exact))

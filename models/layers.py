@@ -310,7 +310,7 @@ class Source:
 
     def distance_biases(self, buckets: DistanceBuckets) -> Tensor:
         """Biases of this rank's heads by the distance of a key, ``[heads, 2 * farthest + 1]``."""
-        table = self.vector("model.distance_biases.weight", buckets.count, self.config.num_heads)
+        table = self.vector("model.distance_biases.weight", buckets.number, self.config.num_heads)
         own = distance_biases(buckets, table.cpu().numpy())
         own = own[self.heads.start : self.heads.start + self.heads.count]
         return torch.from_numpy(own).to(self.ops.device)
