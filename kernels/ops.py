@@ -24,7 +24,7 @@ from typing import Any
 from sdk.kernels.backend import Choice, Problem
 from sdk.kernels.batch import AttentionBatch, WorkShape
 from sdk.kernels.bound import BoundLinear
-from sdk.kernels.checks import expect, expect_floats, expect_norm, expect_numbers
+from sdk.kernels.checks import expect, expect_biases, expect_floats, expect_norm, expect_numbers
 from sdk.kernels.context import Compute, Context
 from sdk.kernels.errors import KernelError
 from sdk.kernels.graph import Recording
@@ -540,12 +540,7 @@ class Ops:
         if slopes is not None:
             expect("attention slopes", slopes, torch.float32, q.shape[1])
         if biases is not None:
-            expect("attention biases", biases, torch.float32, q.shape[1], None)
-            if biases.shape[1] % 2 == 0:
-                raise KernelError(
-                    "attention biases: expected one for each distance on both sides and for 0, "
-                    f"found {biases.shape[1]}"
-                )
+            expect_biases(biases, q.shape[1])
         tokens, heads, head_dim = q.shape
         kv_heads = pages.k.shape[1]
         if heads % kv_heads or pages.head_dim != head_dim:
@@ -569,8 +564,7 @@ class Ops:
             )
 
             def attend(q: Tensor, batch: AttentionBatch, out: Tensor) -> None:
-                options = scale, window, softcap, sinks, slopes, out, causal, biases
-                kernel.run(q, pages, batch, *options)
+                kernel.run(q, pages, batch, scale, *given, out, causal, biases)
 
             if self.recording.cut is not None:
                 return self.recording.cut(q, out, attend)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from sdk.models.architecture import EmbeddingRules, LayerRules, architecture
 from sdk.models.attention import Attention, Step
+from sdk.models.distance_buckets import distance_biases
 from sdk.models.moe import ExpertMLP
 from sdk.quant.errors import CheckpointError
 
@@ -240,7 +241,7 @@ class Decoder:
         if mesh.is_first and c.token_types:
             self.types = source.table("model.embed_types", c.token_types)
         if mesh.is_first and rules.norm:
-            self.embedding_norm = source.embedding_norm()
+            self.embedding_norm = source.norm("model.embed_norm", c.embedding_width)
         self.projection: Projection | None = None
         if mesh.is_first and c.embedding_size is not None:
             self.projection = source.matrix("model.embed_project", c.hidden_size, c.embedding_size)
@@ -258,7 +259,7 @@ class Decoder:
             self.norm = source.norm("model.norm")
         self.ropes = [source.rope(spec) for spec in c.ropes]
         #: Of attention, by distance: see :meth:`sdk.kernels.ops.Ops.attention`.
-        self.biases = None if c.buckets is None else source.distance_biases(c.buckets)
+        self.biases = None if c.buckets is None else distance_biases(source, c.buckets)
         self._linears = source.linears
         #: The tensors of one dimension that it has pulled, by path.
         self.vectors = source.vectors
