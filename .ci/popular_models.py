@@ -196,9 +196,13 @@ FAMILIES = (
         "attention beside the MLP", ("Qwen3",),
     ),
     Family(
-        "jina-embeddings v2, v3, gte (new), EuroBERT", ("jina-bert-v2", "jina-bert-v3", "eurobert"),
-        ("jina_bert", "jina_bert_code", "jina_embeddings_v3", "gte", "new", "eurobert"), "encoders",
-        ("Qwen3-Embedding",), kind="embed",
+        "jina-embeddings v2, v3, jina-reranker v2, gte (new), EuroBERT",
+        ("jina-bert-v2", "jina-bert-v3", "eurobert"),
+        (
+            *("jina_bert", "jina_bert_code", "jina_embeddings_v3", "xlm_roberta_flash", "gte"),
+            *("new", "eurobert"),
+        ),
+        "encoders", ("Qwen3-Embedding",), kind="embed",
     ),
     Family(
         "InternVL 3, MiniCPM-V 4, PaliGemma 2, Moondream, LFM2-VL", (), ("internvl", "paligemma"),
