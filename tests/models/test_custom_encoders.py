@@ -17,7 +17,7 @@ from sdk.quant.errors import AlignmentError, CheckpointError, UnsupportedError
 from tests.gguf_encoders import gguf_of_reference
 from tests.gguf_models import save_gguf
 from tests.models import reference_encoders as reference
-from tests.models.conftest import Paged, expected_states, prompt, tiny_encoder
+from tests.models.conftest import Paged, Ranks, expected_states, prompt, tiny_encoder
 
 Load = Callable[..., Any]
 LENGTHS = {"a": 75, "b": 40, "c": 1, "d": 21}
@@ -198,3 +198,43 @@ def test_norms_over_all_heads_with_a_mean_are_not_split_over_ranks(
         AlignmentError, match=r"layers.0.self_attn.q_norm: cannot split a LayerNorm"
     ):
         load(open_checkpoint(folder), mesh=Mesh(0, 2, object()))
+
+
+def _mpnet(folder: Path) -> Path:
+    tiny_encoder("mpnet", pad_token_id=1).save_pretrained(folder)
+    return folder
+
+
+def _gte(folder: Path) -> Path:
+    tiny_encoder("gte", type_vocab_size=1).save_pretrained(folder)
+    return folder
+
+
+def _jina(folder: Path) -> Path:
+    config = reference.jina_config()
+    return reference.save(folder, config, reference.jina_state(config))
+
+
+def _nomic(folder: Path) -> Path:
+    config = reference.nomic_config()
+    return reference.save(folder, config, reference.nomic_state(config))
+
+
+@pytest.mark.quick_cases(2)
+@pytest.mark.parametrize("make", [_mpnet, _nomic, _gte, _jina])
+def test_two_ranks_have_the_states_of_one(
+    make: Callable[[Path], Path], tmp_path: Path, load: Load
+) -> None:
+    """Biases of heads, of the sum of experts, rows of up before those of gate, slopes."""
+    folder, ids = make(tmp_path / "m"), prompt(50, 2)
+    alone = load(open_checkpoint(folder))
+    expected = Paged(alone).run("a", ids)
+    ranks = Ranks(2)
+
+    def work(mesh: Mesh) -> torch.Tensor:
+        model = load(open_checkpoint(folder), mesh=mesh)
+        kv_heads = mesh.heads(4, 4).kv_count
+        return Paged(model, kv_heads=kv_heads).run("a", ids)
+
+    for found in ranks.run(work):
+        assert (found - expected).abs().max() <= 2e-5
