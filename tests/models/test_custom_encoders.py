@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from sdk import LLM
 from sdk.loaders.open import open_checkpoint
 from sdk.models.classifier import classifier_of
 from sdk.models.config import ModelConfig
@@ -95,6 +96,9 @@ def test_a_gguf_file_of_nomic_v2_lacks_the_bias_of_experts(tmp_path: Path, load:
     wanted = reference.nomic_states(config, without, prompt(75, 1))
     assert biases and (found - wanted).abs().max() <= 1e-4
     assert checkpoint.unused() == []
+    with LLM(tmp_path / "m.gguf", num_threads=1, skip_tokenizer_init=True) as llm:
+        [warning] = llm.load_warnings
+        assert warning.startswith("the file lacks the bias of each layer's experts")
 
 
 def test_published_gte_scales_its_angles_by_ntk(tmp_path: Path, load: Load) -> None:
