@@ -26,7 +26,7 @@ ARCHITECTURE = Architecture(
         ignored=(
             *bert.IGNORED,
             *("emb_pooler", "use_flash_attn", "use_reg_tokens", "truncate_dim"),
-            *("load_trained_adapters", "matryoshka_dimensions"),
+            *("load_trained_adapters", "matryoshka_dimensions", "truncation"),
         ),
     ),
     tensors=TensorRules(

@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from sdk import LLM
+from sdk.loaders.hf_folder import complete_config
 from sdk.loaders.open import open_checkpoint
 from sdk.models.classifier import classifier_of
 from sdk.models.config import ModelConfig
+from sdk.models.config_keys import unknown_keys
 from sdk.models.parallel import Mesh
 from sdk.quant.errors import AlignmentError, CheckpointError, UnsupportedError
 from tests.gguf_encoders import gguf_of_reference
@@ -242,3 +244,69 @@ def test_two_ranks_have_the_states_of_one(
 
     for found in ranks.run(work):
         assert (found - expected).abs().max() <= 2e-5
+
+
+#: The keys of published configs that matter, or that no other model has.
+PUBLISHED: dict[str, tuple[dict[str, Any], tuple[str, int, float, int]]] = {
+    "gte-multilingual-base": (
+        {
+            **reference.SIZES,
+            "architectures": ["NewModel", "NewForTokenClassification"],
+            "max_position_embeddings": 8192,
+            "model_type": "new",
+            "pack_qkv": True,
+            "position_embedding_type": "rope",
+            "rope_scaling": {"factor": 8.0, "type": "ntk"},
+            "rope_theta": 20000,
+            "layer_norm_type": "layer_norm",
+            "logn_attention_clip1": False,
+            "logn_attention_scale": False,
+            "unpad_inputs": False,
+            "use_memory_efficient_attention": False,
+            "type_vocab_size": 1,
+        },
+        ("gte", 8192, 160000.0, 1),
+    ),
+    "jina-embeddings-v2-base-en": (
+        reference.jina_config(model_max_length=8192, attn_implementation="torch"),
+        ("jina_bert", 256, 10000.0, 2),
+    ),
+    "nomic-embed-text-v2-moe": (
+        reference.nomic_config(
+            add_pooling_layer=False,
+            dense_seq_output=True,
+            ffn_div=1,
+            fused_bias_fc=True,
+            parallel_block=False,
+            parallel_block_tied_norm=False,
+            rotary_scaling_factor=None,
+            scale_attn_weights=True,
+            use_xentropy=True,
+        ),
+        ("nomic_bert_moe", 256, 10000.0, 1),
+    ),
+    "jina-reranker-v2-base-multilingual": (
+        {
+            **reference.SIZES,
+            "architectures": ["XLMRobertaForSequenceClassification"],
+            "auto_map": {"AutoConfig": "jinaai/x--configuration.XLMRobertaFlashConfig"},
+            "max_position_embeddings": 1026,
+            "model_type": "xlm-roberta",
+            "pad_token_id": 1,
+            "truncation": True,
+            "type_vocab_size": 1,
+            "use_flash_attn": True,
+        },
+        ("xlm_roberta_flash", 1024, 10000.0, 1),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_config_has_no_key_that_nothing_reads(name: str) -> None:
+    published, expected = PUBLISHED[name]
+    config = complete_config(dict(published), "config.json")
+    assert unknown_keys(config) == []
+    found = ModelConfig.from_dict(config)
+    theta = found.ropes[0].theta
+    assert (found.model_type, found.max_position, theta, found.token_types) == expected
