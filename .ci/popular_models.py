@@ -71,7 +71,7 @@ FAMILIES = (
         "layers of two sizes, shared keys and values", ("Gemma 3",),
     ),
     Family(
-        "all-MiniLM, bge, e5, mxbai, arctic-embed, bge-reranker", ("bert",),
+        "all-MiniLM, all-mpnet, bge, e5, mxbai, arctic-embed, bge-reranker", ("bert",),
         ("bert", "roberta", "xlm-roberta", "mpnet", "distilbert", "electra"), "encoders",
         ("Qwen3-Embedding",), kind="embed",
     ),
@@ -109,8 +109,8 @@ FAMILIES = (
         ("SmolLM2", "Qwen3"), refused="transformers' code for convolutions has no paged cache",
     ),
     Family(
-        "nomic-embed-text v1.5, v2", ("nomic-bert", "nomic-bert-moe"), ("nomic_bert",),
-        "encoders", ("Qwen3-Embedding",), kind="embed",
+        "nomic-embed-text v1.5, v2", ("nomic-bert", "nomic-bert-moe"),
+        ("nomic_bert", "nomic_bert_moe"), "encoders", ("Qwen3-Embedding",), kind="embed",
     ),
     Family(
         "Qwen2.5-VL, Qwen2-VL", ("qwen2vl",), ("qwen2_5_vl_text", "qwen2_vl_text"), "vision",
@@ -196,8 +196,13 @@ FAMILIES = (
         "attention beside the MLP", ("Qwen3",),
     ),
     Family(
-        "jina-embeddings v2, v3, gte (new), EuroBERT", ("jina-bert-v2", "jina-bert-v3", "eurobert"),
-        ("jina_embeddings_v3", "gte", "eurobert"), "encoders", ("Qwen3-Embedding",), kind="embed",
+        "jina-embeddings v2, v3, jina-reranker v2, gte (new), EuroBERT",
+        ("jina-bert-v2", "jina-bert-v3", "eurobert"),
+        (
+            *("jina_bert", "jina_bert_code", "jina_embeddings_v3", "xlm_roberta_flash", "gte"),
+            *("new", "eurobert"),
+        ),
+        "encoders", ("Qwen3-Embedding",), kind="embed",
     ),
     Family(
         "InternVL 3, MiniCPM-V 4, PaliGemma 2, Moondream, LFM2-VL", (), ("internvl", "paligemma"),

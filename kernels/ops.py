@@ -24,7 +24,7 @@ from typing import Any
 from sdk.kernels.backend import Choice, Problem
 from sdk.kernels.batch import AttentionBatch, WorkShape
 from sdk.kernels.bound import BoundLinear
-from sdk.kernels.checks import expect, expect_floats, expect_norm, expect_numbers
+from sdk.kernels.checks import expect, expect_biases, expect_floats, expect_norm, expect_numbers
 from sdk.kernels.context import Compute, Context
 from sdk.kernels.errors import KernelError
 from sdk.kernels.graph import Recording
@@ -540,12 +540,7 @@ class Ops:
         if slopes is not None:
             expect("attention slopes", slopes, torch.float32, q.shape[1])
         if biases is not None:
-            expect("attention biases", biases, torch.float32, q.shape[1], None)
-            if biases.shape[1] % 2 == 0:
-                raise KernelError(
-                    "attention biases: expected one for each distance on both sides and for 0, "
-                    f"found {biases.shape[1]}"
-                )
+            expect_biases(biases, q.shape[1])
         tokens, heads, head_dim = q.shape
         kv_heads = pages.k.shape[1]
         if heads % kv_heads or pages.head_dim != head_dim:
@@ -557,10 +552,9 @@ class Ops:
             raise KernelError("attention: keys with a centre allow neither softcap nor sinks")
         out = self.empty(tokens, heads * head_dim, dtype=q.dtype)
         if tokens:
-            like = (q, pages, scale, window, softcap, sinks, slopes, self.shares_keys, causal)
-            like = (*like, biases)
-            options = (one is not None for one in (window, softcap, sinks, slopes))
-            has = (*options, not causal, biases is not None)
+            given = (window, softcap, sinks, slopes)
+            like = (q, pages, scale, *given, self.shares_keys, causal, biases)
+            has = (*(one is not None for one in given), not causal, biases is not None)
             kernel = self._kernel(
                 "attention",
                 like,
@@ -570,8 +564,7 @@ class Ops:
             )
 
             def attend(q: Tensor, batch: AttentionBatch, out: Tensor) -> None:
-                options = scale, window, softcap, sinks, slopes, out, causal, biases
-                kernel.run(q, pages, batch, *options)
+                kernel.run(q, pages, batch, scale, *given, out, causal, biases)
 
             if self.recording.cut is not None:
                 return self.recording.cut(q, out, attend)

@@ -66,10 +66,10 @@ class Alibi(NamedTuple):
 
 
 class DistanceBuckets(NamedTuple):
-    """Biases of attention scores by the distance of a key, in ``count`` buckets (T5): every head
+    """Biases of attention scores by the distance of a key, in ``number`` buckets (T5): every head
     has one for each. Keys more than ``farthest`` away are in the last one of their side."""
 
-    count: int
+    number: int
     farthest: int
 
 

@@ -116,6 +116,11 @@ class ModelConfig:
         """The query heads of a layer."""
         return self.layer_heads[layer] if self.layer_heads else self.num_heads
 
+    @property
+    def embedding_width(self) -> int:
+        """Features of an embedding."""
+        return self.embedding_size or self.hidden_size
+
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> ModelConfig:
         """Read a Hugging Face config of transformers 4 or 5, or the one made from a GGUF file.
@@ -130,11 +135,7 @@ class ModelConfig:
         model_type = Fields(config).text("model_type")
         known = architecture(model_type)
         rules = ConfigRules() if known is None else known.config
-        config = with_our_keys(config)
-        check_fixed(config, "config")
-        if known is not None:
-            check_fixed_by_model(config, known)
-        fields = Fields({**rules.defaults, **without_null(only_read(config, known))})
+        config, fields = _checked(config, known)
         hidden = fields.count("hidden_size", MAX_WIDTH)
         layers = fields.count("num_hidden_layers", MAX_LAYERS)
         layer_heads = _layer_heads(fields, layers)
@@ -190,6 +191,18 @@ class ModelConfig:
             layer_heads=layer_heads,
             gate_per_head=None if rules.gate_per_head is None else rules.gate_per_head(fields),
         )
+
+
+def _checked(
+    config: Mapping[str, Any], own: Architecture | None
+) -> tuple[Mapping[str, Any], Fields]:
+    """A config with our keys, and what its model reads of it, with the class's defaults."""
+    config = with_our_keys(config)
+    check_fixed(config, "config")
+    if own is not None:
+        check_fixed_by_model(config, own)
+    defaults = {} if own is None else own.config.defaults
+    return config, Fields({**defaults, **without_null(only_read(config, own))})
 
 
 def _width(fields: Fields, rules: ConfigRules, experts: ExpertSpec | None) -> int:

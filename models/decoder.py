@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from sdk.models.architecture import EmbeddingRules, LayerRules, architecture
 from sdk.models.attention import Attention, Step
+from sdk.models.distance_buckets import distance_biases
 from sdk.models.moe import ExpertMLP
 from sdk.quant.errors import CheckpointError
 
@@ -182,9 +183,11 @@ class Layer:
 
     def _run_post_norm(self, x: Tensor, step: Step, pages: KVPages) -> Tensor:
         assert self.after_attention is not None and self.after_mlp is not None
-        again = self.before_mlp and self.ops.add(self.ops.zeros(*x.shape), x)
+        again = None
+        if self.before_mlp is not None:
+            again = self.ops.add(self.ops.zeros(*x.shape), x)
         x, _ = self.ops.add_norm(self.attention(x, step, pages), x, self.after_attention, wide=True)
-        if self.before_mlp is not None and again is not None:
+        if self.before_mlp is not None:
             x, _ = self.ops.add_norm(x, again, self.before_mlp, wide=True)
         x, _ = self.ops.add_norm(self.mlp(x), x, self.after_mlp, wide=True)
         return x
@@ -228,7 +231,7 @@ def positions_and_norm(source: Source) -> tuple[Weight | None, Norm | None]:
     if c.first_position is not None:
         positions = source.table("model.embed_positions", c.max_position, c.first_position)
     if embedding_rules(c).norm:
-        norm = source.embedding_norm()
+        norm = source.norm("model.embed_norm", c.embedding_width)
     return positions, norm
 
 
@@ -271,7 +274,7 @@ class Decoder:
             self.norm = source.norm("model.norm")
         self.ropes = [source.rope(spec) for spec in c.ropes]
         #: Of attention, by distance: see :meth:`sdk.kernels.ops.Ops.attention`.
-        self.biases = None if c.buckets is None else source.distance_biases(c.buckets)
+        self.biases = None if c.buckets is None else distance_biases(source, c.buckets)
         self._linears = source.linears
         #: The tensors of one dimension that it has pulled, by path.
         self.vectors = source.vectors

@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from sdk.kernels.lazy_torch import Tensor, torch
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from sdk.models.architecture import DistanceBuckets
+    from sdk.models.layers import Source
 
 
 def bucket_of_distances(rule: DistanceBuckets) -> NDArray[np.int64]:
@@ -23,7 +26,7 @@ def bucket_of_distances(rule: DistanceBuckets) -> NDArray[np.int64]:
 
     In float32 and in transformers' order: a boundary is a rounded logarithm.
     """
-    half = rule.count // 2
+    half = rule.number // 2
     exact = half // 2
     steps = np.arange(rule.farthest + 1)
     ratio = np.log(np.maximum(steps, 1).astype(np.float32) / np.float32(exact))
@@ -32,6 +35,10 @@ def bucket_of_distances(rule: DistanceBuckets) -> NDArray[np.int64]:
     return np.concatenate([own[:0:-1], own[:1], own[1:] + half])
 
 
-def distance_biases(rule: DistanceBuckets, table: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Biases by distance, ``[heads, 2 * farthest + 1]``, of a ``table [buckets, heads]``."""
-    return np.ascontiguousarray(table[bucket_of_distances(rule)].T)
+def distance_biases(source: Source, rule: DistanceBuckets) -> Tensor:
+    """Biases of a rank's heads by the distance of a key, float32 ``[heads, 2 * farthest + 1]``."""
+    heads = source.heads
+    path = "model.distance_biases.weight"
+    table = source.vector(path, rule.number, source.config.num_heads).cpu().numpy()
+    own = table[bucket_of_distances(rule), heads.start : heads.start + heads.count]
+    return torch.from_numpy(np.ascontiguousarray(own.T)).to(source.ops.device)

@@ -16,9 +16,8 @@ from sdk.kernels.norm import Norm
 from sdk.kernels.ops import Ops
 from sdk.kernels.rounding import Rounding, Rows
 from sdk.kernels.routes import Routes
-from sdk.models.architecture import Architecture, DistanceBuckets, architecture
+from sdk.models.architecture import Architecture, architecture
 from sdk.models.config import ModelConfig
-from sdk.models.distance_buckets import distance_biases
 from sdk.models.expert_parallel import ExpertShare
 from sdk.models.parallel import HeadShard, Mesh
 from sdk.models.parts import Adapters, Matrix, Part, Tensors, joined_parts, whole
@@ -300,25 +299,9 @@ class Source:
         bias = self.vector(f"{path}.bias", size) if kind.bias else None
         return Norm(weight, eps or self.config.norm_eps, bias, kind.centred)
 
-    @property
-    def _embedding_size(self) -> int:
-        """Features of the embeddings, before a projection."""
-        return self.config.embedding_size or self.config.hidden_size
-
-    def embedding_norm(self) -> Norm:
-        """The norm of embeddings."""
-        return self.norm("model.embed_norm", self._embedding_size)
-
     def rope(self, spec: RopeSpec) -> Rope:
         """The angles of a rotary embedding for requests of up to ``max_model_len`` tokens."""
         return Rope(spec, self.max_model_len, self.ops.device)
-
-    def distance_biases(self, buckets: DistanceBuckets) -> Tensor:
-        """Biases of this rank's heads by the distance of a key, ``[heads, 2 * farthest + 1]``."""
-        table = self.vector("model.distance_biases.weight", buckets.count, self.config.num_heads)
-        own = distance_biases(buckets, table.cpu().numpy())
-        own = own[self.heads.start : self.heads.start + self.heads.count]
-        return torch.from_numpy(own).to(self.ops.device)
 
     def _bias(self, path: str, size: int, required: bool) -> Tensor | None:
         """A bias that the config requires or that the file has anyway.
@@ -596,7 +579,7 @@ class Source:
         all ranks have all of them."""
 
         def pull() -> Matrix:
-            weight = self._pull(path, (first + rows, self._embedding_size))
+            weight = self._pull(path, (first + rows, self.config.embedding_width))
             return Matrix(self._cut(path, weight, "out", first, rows), None)
 
         return self._matrix(path, pull, ACCURATE).weight
@@ -610,7 +593,7 @@ class Source:
         """This rank's rows of a matrix with one row for each token."""
 
         def pull() -> Matrix:
-            width = self.config.hidden_size if path == "lm_head" else self._embedding_size
+            width = self.config.hidden_size if path == "lm_head" else self.config.embedding_width
             weight = self._pull(path, (self.config.vocab_size, width))
             return Matrix(self._cut(path, weight, "out", *self._tokens), None)
 

@@ -55,7 +55,8 @@ def _rotation(parameters: Mapping[str, Any], head_dim: int) -> Mapping[str, Any]
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind != "ntk":
         return parameters
-    factor, theta = parameters.get("factor"), parameters["rope_theta"]
+    factor: Any = parameters.get("factor")
+    theta: Any = parameters["rope_theta"]
     numbers = all(type(one) in (int, float) for one in (factor, theta))
     if not numbers or parameters.get("mixed_b") is not None or not factor > 1:
         raise UnsupportedError(

@@ -36,7 +36,7 @@ _ACTIVATIONS = {"geglu": "gelu", "reglu": "relu"}
 #: In the name of the code of jina-embeddings-v2-base-code, whose layers differ.
 _CODE = "qk-post-norm"
 KEYS = ("type_vocab_size", "feed_forward_type")
-IGNORED = (*bert.IGNORED, "emb_pooler")
+IGNORED = (*bert.IGNORED, "emb_pooler", "model_max_length")
 
 
 def is_jina(config: Mapping[str, Any], *, code: bool = False) -> bool:

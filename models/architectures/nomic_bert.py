@@ -55,6 +55,7 @@ ONLY: dict[str, tuple[Any, ...]] = {
 #: Keys of published configs without an effect.
 KEYS_IGNORED = (
     *IGNORED,
+    *("add_pooling_layer", "parallel_block_tied_norm"),
     *("attn_pdrop", "embd_pdrop", "resid_pdrop", "mlp_fc2_dropout", "dense_seq_output"),
     *("fused_bias_fc", "fused_dropout_add_ln", "pad_vocab_size_multiple", "use_flash_attn"),
     *("use_xentropy", "last_layer_subset", "max_trained_positions", "n_ctx"),

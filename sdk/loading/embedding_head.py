@@ -39,7 +39,8 @@ def _of_gguf(checkpoint: Checkpoint, hidden_size: int) -> EmbeddingHead | str | 
     key = f"{metadata.get('general.architecture')}.pooling_type"
     kind = metadata.get(key)
     mode = _GGUF_TYPES.get(kind) if isinstance(kind, int) else None
-    steps, width = [], hidden_size
+    steps: list[DenseStep] = []
+    width = hidden_size
     for name in ("embedding_head.0", "embedding_head.1"):
         if not checkpoint.has(name):
             continue

@@ -13,6 +13,8 @@ from sdk.engine.rank.runner import ModelRunner
 from sdk.kernels.self_check import failures
 from sdk.loading.device import Device
 from sdk.loading.quant_report import LayerReport, quant_report
+from sdk.memory.sizes import format_bytes
+from sdk.models.architecture import architecture
 from sdk.models.config_keys import unknown_keys
 from sdk.models.leftovers import Leftovers
 from sdk.quant.checkpoint import Checkpoint
@@ -90,6 +92,12 @@ def load_warnings(
     if unread_keys:
         where = "the metadata" if headers.format == "gguf" else "config.json"
         yield f"{where}: keys that nothing reads have no effect: {', '.join(unread_keys)}"
+    own = architecture(model.model_type)
+    if headers.format == "gguf" and own is not None and own.layer.experts_bias:
+        yield (
+            "the file lacks the bias of each layer's experts, which llama.cpp's converter leaves "
+            "out: results are llama.cpp's, and differ from those of the model's folder"
+        )
     if tokenizer is not None:
         yield from tokenizer.warnings
     yield from _leftovers(runner, others, headers, model)

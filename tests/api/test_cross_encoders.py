@@ -93,6 +93,41 @@ def test_classes_of_an_encoder_are_those_of_transformers(name: str, tmp_path: Pa
             llm.generate("the shop")
 
 
+def test_a_reranker_with_jina_s_names_of_an_xlm_roberta(tmp_path: Path) -> None:
+    """As jina-reranker-v2-base-multilingual is published: transformers' model, renamed."""
+    kind, options = CLASSES["xlm-roberta"]
+    model = build(tmp_path, kind, 1, **options)
+    names = {
+        ".encoder.layer.": ".encoder.layers.",
+        ".embeddings.LayerNorm.": ".emb_ln.",
+        ".attention.output.dense.": ".mixer.out_proj.",
+        ".attention.output.LayerNorm.": ".norm1.",
+        ".intermediate.dense.": ".mlp.fc1.",
+        ".output.dense.": ".mlp.fc2.",
+        ".output.LayerNorm.": ".norm2.",
+    }
+    state: dict[str, torch.Tensor] = {}
+    given = load_file(tmp_path / "model.safetensors")
+    for name, values in given.items():
+        for theirs, own in names.items():
+            name = name.replace(theirs, own)
+        path, query, suffix = name.partition(".attention.self.query.")
+        if query:
+            stem = path.replace(".layers.", ".layer.") + ".attention.self."
+            parts = [given[f"{stem}{part}.{suffix}"] for part in ("query", "key", "value")]
+            state[f"{path}.mixer.Wqkv.{suffix}"] = torch.cat(parts)
+        elif ".attention.self." not in name:
+            state[name] = values
+    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+    code = "jinaai/jina-reranker-v2-base-multilingual--modeling.XLMRobertaFlashForClassification"
+    change(tmp_path, auto_map={"AutoModel": code}, use_flash_attn=True)
+    with LLM(tmp_path, **EXACT) as llm:
+        assert llm.load_warnings == ()
+        [found] = llm.classify(DOCUMENTS[0], use_activation=False)
+    expected = logits(model, found.prompt_token_ids)
+    assert np.allclose(found.probs, expected, rtol=0, atol=1e-4 * np.abs(expected).max())
+
+
 def test_a_cross_encoder_reads_pairs_with_token_types(tmp_path: Path) -> None:
     model = build(tmp_path, "BertForSequenceClassification", 1)
     with LLM(tmp_path, **EXACT) as llm:

@@ -199,7 +199,7 @@ def expected(
                 if softcap is not None:
                     score = torch.tanh(score / softcap) * softcap
                 if slopes is not None:
-                    score = score + slopes[head] * (torch.arange(first, last + 1) - last)
+                    score = score - slopes[head] * (torch.arange(first, stop) - last).abs()
                 if sinks is not None:
                     score = torch.cat([score, sinks[head].double()[None]])
                 weights = score.softmax(0)[: len(values)]
@@ -590,11 +590,19 @@ def test_prompts_see_tiles_of_keys_without_masks_like_all_others(window: int | N
     close(step.run(window=window), expected(step, window=window), 3e-6)
 
 
-@pytest.mark.parametrize(("window", "fixed"), [(None, False), (70, False), (1, True)])
-def test_tokens_that_see_both_ways(window: int | None, fixed: bool) -> None:
+@pytest.mark.parametrize(
+    ("window", "fixed", "slopes"),
+    [
+        (None, False, None),
+        (70, False, None),
+        (1, True, None),
+        (None, True, torch.tensor([0.5, 0.015625])),
+    ],
+)
+def test_tokens_that_see_both_ways(window: int | None, fixed: bool, slopes: Tensor | None) -> None:
     step = make_step([(140, 140), (1, 1), (80, 20)])
-    found = step.run(window=window, causal=False, fixed=fixed)
-    close(found, expected(step, window=window, causal=False), 3e-6)
+    found = step.run(window=window, causal=False, fixed=fixed, slopes=slopes)
+    close(found, expected(step, window=window, causal=False, slopes=slopes), 3e-6)
 
 
 def test_a_window_hides_most_of_a_shared_prefix() -> None:
@@ -609,6 +617,8 @@ def test_what_cannot_be_run_is_declined() -> None:
     assert "round to 16 bits" in str(fast.reject(replace(fine, compute="exact")))
     assert exact.reject(replace(fine, compute="exact")) is None
     assert "head_dim 20" in str(fast.reject(replace(fine, head_dim=20)))
+    by_distance = replace(fine, compute="exact", format="both ways biases")
+    assert "biases of scores by distance" in str(exact.reject(by_distance))
     assert "float64" in str(fast.reject(replace(fine, kv_dtype="float64")))
 
 

@@ -9,15 +9,18 @@ from typing import Any
 import pytest
 import torch
 
+from sdk import LLM
+from sdk.loaders.hf_folder import complete_config
 from sdk.loaders.open import open_checkpoint
 from sdk.models.classifier import classifier_of
 from sdk.models.config import ModelConfig
+from sdk.models.config_keys import unknown_keys
 from sdk.models.parallel import Mesh
 from sdk.quant.errors import AlignmentError, CheckpointError, UnsupportedError
 from tests.gguf_encoders import gguf_of_reference
 from tests.gguf_models import save_gguf
 from tests.models import reference_encoders as reference
-from tests.models.conftest import Paged, expected_states, prompt, tiny_encoder
+from tests.models.conftest import Paged, Ranks, expected_states, prompt, tiny_encoder
 
 Load = Callable[..., Any]
 LENGTHS = {"a": 75, "b": 40, "c": 1, "d": 21}
@@ -95,6 +98,9 @@ def test_a_gguf_file_of_nomic_v2_lacks_the_bias_of_experts(tmp_path: Path, load:
     wanted = reference.nomic_states(config, without, prompt(75, 1))
     assert biases and (found - wanted).abs().max() <= 1e-4
     assert checkpoint.unused() == []
+    with LLM(tmp_path / "m.gguf", num_threads=1, skip_tokenizer_init=True) as llm:
+        [warning] = llm.load_warnings
+        assert warning.startswith("the file lacks the bias of each layer's experts")
 
 
 def test_published_gte_scales_its_angles_by_ntk(tmp_path: Path, load: Load) -> None:
@@ -198,3 +204,109 @@ def test_norms_over_all_heads_with_a_mean_are_not_split_over_ranks(
         AlignmentError, match=r"layers.0.self_attn.q_norm: cannot split a LayerNorm"
     ):
         load(open_checkpoint(folder), mesh=Mesh(0, 2, object()))
+
+
+def _mpnet(folder: Path) -> Path:
+    tiny_encoder("mpnet", pad_token_id=1).save_pretrained(folder)
+    return folder
+
+
+def _gte(folder: Path) -> Path:
+    tiny_encoder("gte", type_vocab_size=1).save_pretrained(folder)
+    return folder
+
+
+def _jina(folder: Path) -> Path:
+    config = reference.jina_config()
+    return reference.save(folder, config, reference.jina_state(config))
+
+
+def _nomic(folder: Path) -> Path:
+    config = reference.nomic_config()
+    return reference.save(folder, config, reference.nomic_state(config))
+
+
+@pytest.mark.quick_cases(2)
+@pytest.mark.parametrize("make", [_mpnet, _nomic, _gte, _jina])
+def test_two_ranks_have_the_states_of_one(
+    make: Callable[[Path], Path], tmp_path: Path, load: Load
+) -> None:
+    """Biases of heads, of the sum of experts, rows of up before those of gate, slopes."""
+    folder, ids = make(tmp_path / "m"), prompt(50, 2)
+    alone = load(open_checkpoint(folder))
+    expected = Paged(alone).run("a", ids)
+    ranks = Ranks(2)
+
+    def work(mesh: Mesh) -> torch.Tensor:
+        model = load(open_checkpoint(folder), mesh=mesh)
+        kv_heads = mesh.heads(4, 4).kv_count
+        return Paged(model, kv_heads=kv_heads).run("a", ids)
+
+    for found in ranks.run(work):
+        assert (found - expected).abs().max() <= 2e-5
+
+
+#: The keys of published configs that matter, or that no other model has.
+PUBLISHED: dict[str, tuple[dict[str, Any], tuple[str, int, float, int]]] = {
+    "gte-multilingual-base": (
+        {
+            **reference.SIZES,
+            "architectures": ["NewModel", "NewForTokenClassification"],
+            "max_position_embeddings": 8192,
+            "model_type": "new",
+            "pack_qkv": True,
+            "position_embedding_type": "rope",
+            "rope_scaling": {"factor": 8.0, "type": "ntk"},
+            "rope_theta": 20000,
+            "layer_norm_type": "layer_norm",
+            "logn_attention_clip1": False,
+            "logn_attention_scale": False,
+            "unpad_inputs": False,
+            "use_memory_efficient_attention": False,
+            "type_vocab_size": 1,
+        },
+        ("gte", 8192, 160000.0, 1),
+    ),
+    "jina-embeddings-v2-base-en": (
+        reference.jina_config(model_max_length=8192, attn_implementation="torch"),
+        ("jina_bert", 256, 10000.0, 2),
+    ),
+    "nomic-embed-text-v2-moe": (
+        reference.nomic_config(
+            add_pooling_layer=False,
+            dense_seq_output=True,
+            ffn_div=1,
+            fused_bias_fc=True,
+            parallel_block=False,
+            parallel_block_tied_norm=False,
+            rotary_scaling_factor=None,
+            scale_attn_weights=True,
+            use_xentropy=True,
+        ),
+        ("nomic_bert_moe", 256, 10000.0, 1),
+    ),
+    "jina-reranker-v2-base-multilingual": (
+        {
+            **reference.SIZES,
+            "architectures": ["XLMRobertaForSequenceClassification"],
+            "auto_map": {"AutoConfig": "jinaai/x--configuration.XLMRobertaFlashConfig"},
+            "max_position_embeddings": 1026,
+            "model_type": "xlm-roberta",
+            "pad_token_id": 1,
+            "truncation": True,
+            "type_vocab_size": 1,
+            "use_flash_attn": True,
+        },
+        ("xlm_roberta_flash", 1024, 10000.0, 1),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_config_has_no_key_that_nothing_reads(name: str) -> None:
+    published, expected = PUBLISHED[name]
+    config = complete_config(dict(published), "config.json")
+    assert unknown_keys(config) == []
+    found = ModelConfig.from_dict(config)
+    theta = found.ropes[0].theta
+    assert (found.model_type, found.max_position, theta, found.token_types) == expected
