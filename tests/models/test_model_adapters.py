@@ -192,7 +192,10 @@ def test_rows_of_a_step_have_adapters_of_their_own(ops: Ops, load: Callable[...,
         assert torch.equal(found, together[name]), name
 
 
-@pytest.mark.parametrize(("name", "size"), [("llama", 2), ("phi3", 2), ("qwen2", 4), ("gemma2", 2)])
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("llama", 2), ("phi3", 2), ("qwen2", 4), ("gemma2", 2), ("phi", 2), ("qwen2_moe", 2)],
+)
 def test_ranks_together_have_the_whole_adapter(
     name: str, size: int, ops: Ops, load: Callable[..., Any]
 ) -> None:
@@ -200,7 +203,8 @@ def test_ranks_together_have_the_whole_adapter(
     model = load(checkpoint)
     whole = ModelAdapters(model, ops, 1)
     names = [path for path in whole.matrices if f"{path}.weight" in checkpoint.tensors]
-    adapter = adapter_for(whole.matrices, names, biased=("q_proj", "o_proj", "up_proj", "lm_head"))
+    biased = ("q_proj", "o_proj", "up_proj", "down_proj", "lm_head")
+    adapter = adapter_for(whole.matrices, names, biased=biased)
     whole.write(0, whole.pack(adapter))
     ids = prompt(15, 2)
     expected = with_slots(ops, Paged(model), ids, [0] * 15)
