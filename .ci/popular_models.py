@@ -257,6 +257,9 @@ FAMILIES = (
     ),
     Family("Mellum 2", ("mellum",), ("mellum",), "two rotations", ("Qwen3-30B-A3B",)),
     Family("HyperCLOVA X SEED Think", (), ("hyperclovax",), "norms around blocks", ("Qwen3",)),
+    Family(
+        "Spark X2.5", ("spark2_5",), ("spark2_5",), "gates of their own", ("Qwen3",),
+    ),
     Family("Maincoder", ("maincoder",), ("maincoder",), "norms after rotations", ("Qwen3",)),
     Family(
         "PaddleOCR-VL", ("paddleocr",), ("paddleocr_vl_text",), "vision", ("Qwen3",),
@@ -269,7 +272,8 @@ FAMILIES = (
     ),
     Family(
         "Granite 3 MoE, Granite with windows", ("granitemoe", "granite_swa"),
-        ("granitemoe", "granitemoeshared", "granite_swa", "granitemoe_swa"), "shared experts", ("Granite 3.x",),
+        ("granitemoe", "granitemoeshared", "granite_swa", "granitemoe_swa"), "shared experts",
+        ("Granite 3.x",),
     ),
     Family("Phi-3.5-MoE", ("phimoe",), ("phimoe",), "router of its own", ("Phi-3.5",)),
     Family(

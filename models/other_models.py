@@ -210,8 +210,8 @@ GROUPS = (
     Group(_IMAGE_TOKENS, gguf=("chameleon", "cogvlm"), types=("chameleon", "cogvlm", "emu3")),
     Group(
         _VARIATION,
-        gguf=("gptj", "hunyuan_vl", "maple", "plamo", "plamo3", "spark2_5"),
-        types=("chatglm", "codeshell", "plamo", "plamo3", "spark2_5"),
+        gguf=("gptj", "hunyuan_vl", "maple", "plamo", "plamo3"),
+        types=("chatglm", "codeshell", "plamo", "plamo3"),
     ),
     Group(_DIFFUSION, gguf=("dream", "llada", "llada-moe", "rnd1"), types=("Dream", "llada")),
     Group(

@@ -495,6 +495,29 @@ def test_llamas_with_linear_biases(arch: str, layers: int, tmp_path: Path, load:
     assert (found - _with_linear_biases(oracle, ids, 4)).abs().max() <= 2e-4
 
 
+def test_spark_is_laguna_with_other_gates_and_without_norms_of_heads(
+    tmp_path: Path, load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {
+        **FILES["laguna"][1],
+        "hidden_act": "gelu",
+        "mlp_layer_types": ["dense"] * 4,
+        "num_attention_heads_per_layer": [4] * 4,
+    }
+    oracle = tiny("laguna", **{**PLAIN, **options})
+    for layer in oracle.model.layers:
+        layer.self_attn.q_norm = layer.self_attn.k_norm = torch.nn.Identity()
+    facts = {k: v for k, v in FILES["laguna"][2].items() if "expert" not in k and "dense" not in k}
+    del facts["attention.head_count"]
+    facts["attention.sliding_window_pattern"] = (9, (BOOL, [False, True, True, True]))
+    file = gguf_of(oracle, facts, arch="spark2_5")
+    checkpoint = open_checkpoint(save_gguf(tmp_path / "m.gguf", file))
+    found = Paged(load(checkpoint)).run("a", prompt(41, 1), [7, 30])
+    monkeypatch.setattr(torch.nn.functional, "softplus", torch.sigmoid)
+    assert (found - expected_logits(oracle, prompt(41, 1))).abs().max() <= 1e-4
+    assert checkpoint.unused() == []
+
+
 def test_a_baichuan_of_another_size_is_refused(tmp_path: Path) -> None:
     file = gguf_of(tiny("llama", **PLAIN), {}, arch="baichuan")
     with pytest.raises(UnsupportedError, match=r"block_count: expected 32 .* found 3"):
