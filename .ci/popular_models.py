@@ -255,6 +255,7 @@ FAMILIES = (
         "DeepSeekMoE 16B, DeepSeek-OCR, Ling 1", ("deepseek", "deepseek2-ocr", "bailingmoe"),
         ("deepseek", "bailing_moe"), "shared experts", ("Qwen3-30B-A3B",), part="text only",
     ),
+    Family("DBRX", ("dbrx",), ("dbrx",), "experts of its own", ("Qwen3-30B-A3B",)),
     Family("Mellum 2", ("mellum",), ("mellum",), "two rotations", ("Qwen3-30B-A3B",)),
     Family("HyperCLOVA X SEED Think", (), ("hyperclovax",), "norms around blocks", ("Qwen3",)),
     Family(

@@ -6,6 +6,7 @@ Folders in Mistral's own format (`mistral_params`) are read the same way.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -239,6 +240,8 @@ class HfFolder:
         """Every tensor of the model by our name."""
         if self._rules.names:
             ours = TensorNames(self._rules.names).ours
+            if self._rules.experts_by_rows:
+                by_expert(files, ours, num_experts(self.config) or 1)
             return {ours(name): stored for name, stored in files.tensors.items()}
         return _canonical_names(files, self._by_mistral)
 
@@ -396,6 +399,15 @@ class HfFolder:
         self._done += stored.nbytes
         if self.on_bytes is not None:
             self.on_bytes(self._done, self._total)
+
+
+def by_expert(files: SafetensorsFiles, ours: Callable[[str], str], count: int) -> None:
+    """Give tensors with the rows of one expert after the other a dimension of experts."""
+    for name, stored in files.tensors.items():
+        rows, *rest = stored.shape or (0,)
+        whole = re.fullmatch(r".+\.mlp\.experts\.(gate|up|down)_proj", ours(name))
+        if whole and len(rest) == 1 and rows % count == 0:
+            files.tensors[name] = replace(stored, shape=(count, rows // count, *rest))
 
 
 def _canonical_names(files: SafetensorsFiles, by_mistral: bool) -> dict[str, StoredTensor]:

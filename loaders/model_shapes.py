@@ -97,6 +97,8 @@ def experts_transposed(config: Mapping[str, Any], name: str, stored: tuple[int, 
     known = architecture(config.get("model_type"))
     if known is None or len(stored) != 3:
         return False
+    if known.tensors.experts_by_rows:
+        return name.endswith("down_proj")
     if known.tensors.experts_transposed == "sometimes":
         return stored != _experts_shape(config, name)
     return known.tensors.experts_transposed == "always"
@@ -151,6 +153,8 @@ def expected_shape(
             return shape
         turned = (shape[0], shape[2], shape[1])
         how = known.tensors.experts_transposed
+        if stored and known.tensors.experts_by_rows:
+            return turned if name.endswith("down_proj") else shape
         return turned if how == "always" or (how == "sometimes" and stored != shape) else shape
     if ".shared_experts." in name:
         inner = shared_width(config, known)

@@ -242,6 +242,8 @@ class TensorRules(NamedTuple):
     ``qkv_by_group``: the rows of ``qkv_proj`` are those of one key/value head after the other: its
     query heads, its key, its value.
     ``layers_transposed``: float matrices of layers are ``[in, out]``; packed ones are not.
+    ``experts_by_rows``: a float tensor with one matrix of all experts of a layer has the rows of
+    one expert after the other, ``[E * width, hidden]``, also of the matrix back to the hidden size.
     """
 
     norms_minus_one: bool = False
@@ -252,6 +254,7 @@ class TensorRules(NamedTuple):
     qkv_by_group: bool = False
     layers_transposed: bool = False
     final_norm_whole: bool = False
+    experts_by_rows: bool = False
 
     def norm_offset(self, path: str) -> float:
         """What is added to the stored weight of the norm ``path``."""

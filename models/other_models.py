@@ -199,8 +199,8 @@ GROUPS = (
     Group(_LOOPS, gguf=("hrm_text", "nanbeige", "talkie"), types=("hrm_text", "talkie")),
     Group(
         _EXPERTS,
-        gguf=("arctic", "dbrx", "grok", "grovemoe", "smallthinker"),
-        types=("arctic", "dbrx", "grok", "grok-1", "grove_moe", "smallthinker"),
+        gguf=("arctic", "grok", "grovemoe", "smallthinker"),
+        types=("arctic", "grok", "grok-1", "grove_moe", "smallthinker"),
     ),
     Group(_CHUNKED, gguf=("llama4",), types=("llama4_text",)),
     Group(_ALIBI, gguf=("jais",), types=("jais",)),

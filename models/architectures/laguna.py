@@ -28,7 +28,7 @@ def _gate_per_head(fields: Fields) -> bool:
     gating = fields.values.get("gating", True)
     if gating not in (True, "per-head", "per-element"):
         fields.fail("gating", "true, 'per-head' or 'per-element'", gating)
-    return gating != "per-element"
+    return bool(gating != "per-element")
 
 
 def two_rotations(config: dict[str, Any], keys: GgufKeys) -> None:
