@@ -467,6 +467,12 @@ def complete_config(raw: dict[str, Any], source: str) -> dict[str, Any]:
         raw = {**outer, **text, **({"tie_word_embeddings": tied} if tied is not None else {})}
     check_config(raw, source)
     check_fixed(raw, source)
+    own = architecture(raw["model_type"])
+    if own is not None and not own.folders:
+        raise UnsupportedError(
+            f"{source}: model_type {own.model_type!r}: folders of this model are not supported, "
+            "its GGUF files are"
+        )
     _check_partial_rotation(raw, source)
     given = {key: value for key, value in raw.items() if key != "auto_map"}
     ours = with_our_keys(given)

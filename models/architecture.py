@@ -367,7 +367,8 @@ class Architecture(NamedTuple):
     ``gguf``: ``None`` where there are no GGUF files of the model. ``more_gguf``: other names in
     GGUF files, of models that compute the same.
     ``wide_range``: activations may exceed float16, which ends at 65,504. ``head``: of classifiers,
-    if it is more than one matrix over the last token.
+    if it is more than one matrix over the last token. ``folders``: whether folders of it are read,
+    and not GGUF files alone.
     """
 
     model_type: str
@@ -380,6 +381,7 @@ class Architecture(NamedTuple):
     wide_range: bool = False
     embedding: EmbeddingRules = EmbeddingRules()
     head: HeadRules | None = None
+    folders: bool = True
 
 
 @cache

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from sdk.loaders.hf_folder import complete_config
 from sdk.loaders.open import open_checkpoint
 from sdk.loaders.writers.gguf_metadata import model_metadata
 from sdk.models.architecture import gguf_names
@@ -308,6 +309,15 @@ FILES: dict[str, tuple[str, dict[str, Any], dict[str, tuple[int, Any]]]] = {
             **LINEAR_FACTS,
         },
     ),
+    "dbrx": (
+        "dbrx",
+        {
+            "d_model": 64,
+            "attn_config": {"kv_n_heads": 2, "clip_qkv": 1.5, "rope_theta": 3000.0},
+            "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 6, "moe_top_k": 3},
+        },
+        {**COUNTS, "feed_forward_length": (U32, 48), "attention.clamp_kqv": (F32, 1.5)},
+    ),
     "orion": (
         "stablelm",
         {"rope_parameters": {**ROPE["rope_parameters"], "partial_rotary_factor": 1.0}},
@@ -545,3 +555,8 @@ def test_weights_of_deepseeks_experts_sum_to_1_only_if_a_file_says_so(tmp_path: 
         assert checkpoint.config["model_type"] == "deepseek"
         experts = ModelConfig.from_dict(checkpoint.config).experts
         assert experts is not None and experts.route.normalized is stated
+
+
+def test_a_folder_of_a_model_that_is_read_from_gguf_files_alone_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="'refact': folders of this model are not supported"):
+        complete_config({"model_type": "refact"}, "here")
