@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from sdk.models.architecture import LayerRules, architecture
-from sdk.models.config_fields import Fields
 from sdk.models.expert_config import NAMES, shared_width
 from sdk.quant.errors import CheckpointError
 
@@ -172,9 +171,9 @@ def expected_shape(
     path, _, stem = name.removesuffix(".bias").rpartition(".")
     gate = known.layer.output_gate
     if gate is not None and path.endswith("self_attn") and stem == gate.projection:
-        rule = known.config.gate_per_head
-        per_head = gate.per_head if rule is None else rule(Fields(config))
-        shape = (heads if per_head else sizes.queries, hidden)
+        if known.config.gate_per_head is not None:
+            return None  # attention knows
+        shape = (heads if gate.per_head else sizes.queries, hidden)
     else:
         shape = _llama_shape(sizes, stem, known.layer)
     first, positions = known.embedding.positions, config.get("max_position_embeddings")

@@ -124,10 +124,7 @@ class ModelConfig:
         model_type = Fields(config).text("model_type")
         known = architecture(model_type)
         rules = ConfigRules() if known is None else known.config
-        config = with_our_keys(config)
-        check_fixed(config, "config")
-        if known is not None:
-            check_fixed_by_model(config, known)
+        config = _checked(config, known)
         fields = Fields({**rules.defaults, **without_null(only_read(config, known))})
         hidden = fields.count("hidden_size", MAX_WIDTH)
         layers = fields.count("num_hidden_layers", MAX_LAYERS)
@@ -181,6 +178,15 @@ class ModelConfig:
             layer_heads=layer_heads,
             gate_per_head=None if rules.gate_per_head is None else rules.gate_per_head(fields),
         )
+
+
+def _checked(config: Mapping[str, Any], own: Architecture | None) -> dict[str, Any]:
+    """The config with our keys; those that may have one value only have it."""
+    found = with_our_keys(config)
+    check_fixed(found, "config")
+    if own is not None:
+        check_fixed_by_model(found, own)
+    return found
 
 
 def _width(fields: Fields, rules: ConfigRules, experts: ExpertSpec | None) -> int:
