@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from sdk.models.architecture import (
     Architecture,
     ConfigRules,
@@ -54,7 +52,8 @@ def two_rotations(config: dict[str, Any], keys: GgufKeys) -> None:
 def _read_gguf(config: dict[str, Any], keys: GgufKeys) -> None:
     """The first of four layers sees all tokens, if a file does not say which."""
     layers, window = config["num_hidden_layers"], config["sliding_window"]
-    if isinstance(keys.get(PATTERN), np.ndarray):
+    pattern = keys.get(PATTERN)
+    if pattern is not None and not isinstance(pattern, int):  # a value for each layer
         config["layer_types"] = keys.layer_types(layers, window=window, period=4)
     else:
         every = keys.integer(PATTERN, (1, 512), 4)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sdk.kernels.layouts import Dense
 from sdk.kernels.ops import Ops
-from sdk.loaders.adapters.peft_folder import canonical
+from sdk.loaders.adapters.peft_folder import renamer
 from sdk.loaders.open import open_checkpoint
 from sdk.models.adapters import EMBEDDING, ModelAdapters
 from sdk.models.auto import build_model
@@ -306,6 +306,7 @@ def test_an_adapter_of_whatever_is_beside_experts_finds_its_matrix(
     """By the names that PEFT writes, which are those of transformers' modules."""
     oracle = tiny(name.split("-")[0], **ARCHITECTURES[name])
     matrices = ModelAdapters(load(checkpoint_of(oracle)), ops, 1).matrices
+    ours = renamer(oracle.config.to_dict())
     for path, module in oracle.named_modules():
         if isinstance(module, torch.nn.Linear) and ".experts." not in path:
-            assert matrices[canonical(path)] == tuple(module.weight.shape)
+            assert matrices[ours(path)] == tuple(module.weight.shape)
