@@ -62,7 +62,9 @@ def slow_types() -> set[str]:
 
 def native_types() -> set[str]:
     """The ``model_type`` of all that run with our own code, with other names for them."""
-    return {name for own in architectures() for name in (own.model_type, *own.aliases)}
+    return {
+        name for own in architectures() if own.folders for name in (own.model_type, *own.aliases)
+    }
 
 
 def _because(message: str) -> str:

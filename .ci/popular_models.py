@@ -181,7 +181,7 @@ FAMILIES = (
     ),
     Family(
         "EXAONE 3.5, EXAONE 4, EXAONE-MoE", ("exaone", "exaone4", "exaone-moe"),
-        ("exaone4", "exaone_moe"), "router of its own", ("Qwen3",),
+        ("exaone", "exaone4", "exaone_moe"), "router of its own", ("Qwen3",),
     ),
     Family(
         "ERNIE 4.5", ("ernie4_5", "ernie4_5-moe"), ("ernie4_5", "ernie4_5_moe"),
@@ -238,9 +238,9 @@ FAMILIES = (
     ),
     Family("OLMo 1, OLMoE", ("olmo", "olmoe"), ("olmo", "olmoe"), "older models", ("OLMo 2",)),
     Family(
-        "InternLM 2, MiniCPM, XVERSE, openPangu",
-        ("internlm2", "minicpm", "xverse", "pangu-embedded"), ("internlm2", "minicpm"),
-        "code of their own", ("Qwen3",),
+        "InternLM 1, 2, MiniCPM, XVERSE, openPangu",
+        ("internlm2", "minicpm", "xverse", "pangu-embedded"),
+        ("internlm", "internlm2", "minicpm", "xverse"), "code of their own", ("Qwen3",),
     ),
     Family(
         "StarCoder 2, StableLM 2", ("starcoder2", "stablelm"), ("starcoder2", "stablelm"),
@@ -253,8 +253,33 @@ FAMILIES = (
         "older models", ("SmolLM2",),
     ),
     Family(
+        "Qwen 1, Baichuan 1, Orion", ("qwen", "baichuan", "orion"), ("qwen", "baichuan", "orion"),
+        "older models", ("Qwen2.5",),
+    ),
+    Family(
+        "DeepSeekMoE 16B, DeepSeek-OCR, Ling 1", ("deepseek", "deepseek2-ocr", "bailingmoe"),
+        ("deepseek", "bailing_moe"), "shared experts", ("Qwen3-30B-A3B",), part="text only",
+    ),
+    Family("DBRX", ("dbrx",), ("dbrx",), "experts of its own", ("Qwen3-30B-A3B",)),
+    Family("Mellum 2", ("mellum",), ("mellum",), "two rotations", ("Qwen3-30B-A3B",)),
+    Family("HyperCLOVA X SEED Think", (), ("hyperclovax",), "norms around blocks", ("Qwen3",)),
+    Family(
+        "Spark X2.5", ("spark2_5",), ("spark2_5",), "gates of their own", ("Qwen3",),
+    ),
+    Family("Maincoder", ("maincoder",), ("maincoder",), "norms after rotations", ("Qwen3",)),
+    Family(
+        "PaddleOCR-VL", ("paddleocr",), ("paddleocr_vl_text",), "vision", ("Qwen3",),
+        part="text only",
+    ),
+    Family("GPT-J", ("gptj",), ("gptj",), "older models", ("SmolLM2",)),
+    Family(
+        "CodeShell, Refact", ("codeshell", "refact"), ("codeshell",), "older models",
+        ("Qwen2.5-Coder",),
+    ),
+    Family(
         "Granite 3 MoE, Granite with windows", ("granitemoe", "granite_swa"),
-        ("granitemoe", "granitemoeshared", "granite_swa"), "shared experts", ("Granite 3.x",),
+        ("granitemoe", "granitemoeshared", "granite_swa", "granitemoe_swa"), "shared experts",
+        ("Granite 3.x",),
     ),
     Family("Phi-3.5-MoE", ("phimoe",), ("phimoe",), "router of its own", ("Phi-3.5",)),
     Family(

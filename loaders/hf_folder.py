@@ -6,6 +6,7 @@ Folders in Mistral's own format (`mistral_params`) are read the same way.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -91,8 +92,6 @@ class HfFolder:
         self._warned: set[str] = set()
         own = architecture(self.config.get("model_type"))
         self._rules = TensorRules() if own is None else own.tensors
-        if self._rules.experts_in_rows:
-            _divide_experts(files, num_experts(self.config) or 1)
         self._tensors = self._named(files)
         #: Our name of each tensor whose name is another one in the files.
         self._stored_names: Mapping[str, str] = {}
@@ -247,6 +246,8 @@ class HfFolder:
         """Every tensor of the model by our name."""
         if self._rules.names:
             ours = TensorNames(self._rules.names).ours
+            if self._rules.experts_by_rows:
+                by_expert(files, ours, num_experts(self.config) or 1)
             return {ours(name): stored for name, stored in files.tensors.items()}
         return _canonical_names(files, self._by_mistral)
 
@@ -406,12 +407,13 @@ class HfFolder:
             self.on_bytes(self._done, self._total)
 
 
-def _divide_experts(files: SafetensorsFiles, count: int) -> None:
-    """Matrices that have ``count`` experts one below the other become tensors ``[E, rows, in]``."""
+def by_expert(files: SafetensorsFiles, ours: Callable[[str], str], count: int) -> None:
+    """Give tensors with the rows of one expert after the other a dimension of experts."""
     for name, stored in files.tensors.items():
-        if ".mlp.experts." in name and len(stored.shape) == 2 and stored.shape[0] % count == 0:
-            shape = (count, stored.shape[0] // count, stored.shape[1])
-            files.tensors[name] = replace(stored, shape=shape)
+        rows, *rest = stored.shape or (0,)
+        whole = re.fullmatch(r".+\.mlp\.experts\.(gate|up|down)_proj", ours(name))
+        if whole and len(rest) == 1 and rows % count == 0:
+            files.tensors[name] = replace(stored, shape=(count, rows // count, *rest))
 
 
 def _canonical_names(files: SafetensorsFiles, by_mistral: bool) -> dict[str, StoredTensor]:
@@ -472,6 +474,12 @@ def complete_config(raw: dict[str, Any], source: str) -> dict[str, Any]:
         raw = {**outer, **text, **({"tie_word_embeddings": tied} if tied is not None else {})}
     check_config(raw, source)
     check_fixed(raw, source)
+    own = architecture(raw["model_type"])
+    if own is not None and not own.folders:
+        raise UnsupportedError(
+            f"{source}: model_type {own.model_type!r}: folders of this model are not supported, "
+            "its GGUF files are"
+        )
     _check_partial_rotation(raw, source)
     given = {key: value for key, value in raw.items() if key != "auto_map"}
     ours = with_our_keys(given)

@@ -10,8 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from sdk.models.architecture import Architecture, LayerRules, architecture
-from sdk.models.config_fields import Fields
+from sdk.models.architecture import LayerRules, architecture
 from sdk.models.expert_config import NAMES, shared_width
 from sdk.quant.errors import CheckpointError
 
@@ -97,15 +96,11 @@ def experts_transposed(config: Mapping[str, Any], name: str, stored: tuple[int, 
     known = architecture(config.get("model_type"))
     if known is None or len(stored) != 3:
         return False
+    if known.tensors.experts_by_rows:
+        return name.endswith("down_proj")
     if known.tensors.experts_transposed == "sometimes":
         return stored != _experts_shape(config, name)
-    return _turned(known, name)
-
-
-def _turned(known: Architecture, name: str) -> bool:
-    """Whether every file has this tensor of all experts as ``[E, in, out]``."""
-    how = known.tensors.experts_transposed
-    return how == "always" or (how == "down" and name.endswith(".down_proj"))
+    return known.tensors.experts_transposed == "always"
 
 
 def _experts_shape(config: Mapping[str, Any], name: str) -> tuple[int, ...] | None:
@@ -157,8 +152,9 @@ def expected_shape(
             return shape
         turned = (shape[0], shape[2], shape[1])
         how = known.tensors.experts_transposed
-        always = _turned(known, name)
-        return turned if always or (how == "sometimes" and stored != shape) else shape
+        if stored and known.tensors.experts_by_rows:
+            return turned if name.endswith("down_proj") else shape
+        return turned if how == "always" or (how == "sometimes" and stored != shape) else shape
     if ".shared_experts." in name:
         inner = shared_width(config, known)
     width, kv_heads = head_dim(config), config.get("num_key_value_heads") or heads
@@ -178,9 +174,9 @@ def expected_shape(
         narrow = config.get("embedding_size") or hidden
     gate = known.layer.output_gate
     if gate is not None and path.endswith("self_attn") and stem == gate.projection:
-        rule = known.config.gate_per_head
-        per_head = gate.per_head if rule is None else rule(Fields(config))
-        shape = (heads if per_head else sizes.queries, hidden)
+        if known.config.gate_per_head is not None:
+            return None  # attention knows
+        shape = (heads if gate.per_head else sizes.queries, hidden)
     else:
         shape = _llama_shape(sizes, stem, known.layer)
     if stem.startswith("embed_") and shape is not None:

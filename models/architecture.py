@@ -247,7 +247,6 @@ class TensorRules(NamedTuple):
     last one.
     ``experts_transposed``: a float tensor with all experts of a layer is ``[E, in, out]``, always
     or in some files. In those, the shape tells; a tensor that can be either is ``[E, out, in]``.
-    "down": that of the last projection alone.
     ``gate_up_interleaved``: rows of gate and up alternate in such a tensor.
     ``block_sparse_moe``: transformers finds packed experts only under the names
     ``block_sparse_moe.experts.0.w1``.
@@ -258,11 +257,12 @@ class TensorRules(NamedTuple):
     query heads, its key, its value.
     ``layers_transposed``: float matrices of layers are ``[in, out]``; packed ones are not.
     ``up_before_gate``: the rows of ``gate_up_proj`` are those of up, then those of gate.
-    ``experts_in_rows``: a tensor with all experts of a layer is a matrix, one below the other.
+    ``experts_by_rows``: a float tensor with one matrix of all experts of a layer has the rows of
+    one expert after the other, ``[E * width, hidden]``, also of the matrix back to the hidden size.
     """
 
     norms_minus_one: bool = False
-    experts_transposed: Literal["always", "sometimes", "down"] | None = None
+    experts_transposed: Literal["always", "sometimes"] | None = None
     gate_up_interleaved: bool = False
     block_sparse_moe: bool = False
     names: Mapping[str, str | tuple[str, ...]] = NOTHING
@@ -270,7 +270,7 @@ class TensorRules(NamedTuple):
     layers_transposed: bool = False
     final_norm_whole: bool = False
     up_before_gate: bool = False
-    experts_in_rows: bool = False
+    experts_by_rows: bool = False
 
     def norm_offset(self, path: str) -> float:
         """What is added to the stored weight of the norm ``path``."""
@@ -392,6 +392,7 @@ class Architecture(NamedTuple):
     if it is more than one matrix over the last token.
     ``claims``: whether a config that names another model is one of this: code beside the weights,
     which is not run, makes it another model.
+    ``folders``: whether folders of it are read, and not GGUF files alone.
     """
 
     model_type: str
@@ -405,6 +406,7 @@ class Architecture(NamedTuple):
     embedding: EmbeddingRules = EmbeddingRules()
     head: HeadRules | None = None
     claims: Callable[[Mapping[str, Any]], bool] | None = None
+    folders: bool = True
 
 
 @cache

@@ -86,6 +86,12 @@ _CHUNKED = _decoder(
     "with attention in chunks",
     "a token attends to the tokens of its chunk; windows here end at the token itself",
 )
+_PHI_MOE = Refusal(
+    "a decoder with a sparse mixer of experts (Phi-3.5-MoE)",
+    "a GGUF file of it lacks the factor of its long rotation, and llama.cpp computes other norms "
+    "and weights of experts than the model was trained with",
+    "A folder of its safetensors files (model_type 'phimoe') runs",
+)
 _ALIBI = _undescribed("with ALiBi instead of rotary positions")
 _VARIATION = _undescribed("of known parts")
 _IMAGE_TOKENS = _decoder(
@@ -201,18 +207,19 @@ GROUPS = (
     Group(_LOOPS, gguf=("hrm_text", "nanbeige", "talkie"), types=("hrm_text", "talkie")),
     Group(
         _EXPERTS,
-        gguf=("arctic", "dbrx", "grok", "grovemoe", "smallthinker"),
-        types=("arctic", "dbrx", "grok", "grok-1", "grove_moe", "smallthinker"),
+        gguf=("arctic", "grok", "grovemoe", "smallthinker"),
+        types=("arctic", "grok", "grok-1", "grove_moe", "smallthinker"),
     ),
     Group(_CHUNKED, gguf=("llama4",), types=("llama4_text",)),
     Group(_ALIBI, gguf=("jais",), types=("jais",)),
+    Group(_PHI_MOE, gguf=("phimoe",)),
     Group(_SWITCHED, gguf=("graniteswitch",), types=("granite_switch",)),
     Group(_TERNARY, gguf=("bitnet",)),
     Group(_IMAGE_TOKENS, gguf=("chameleon", "cogvlm"), types=("chameleon", "cogvlm", "emu3")),
     Group(
         _VARIATION,
-        gguf=(*("gptj", "hunyuan_vl", "maple", "phimoe", "plamo", "plamo3", "spark2_5"),),
-        types=(*("chatglm", "codeshell", "internlm", "plamo", "plamo3", "spark2_5", "xverse"),),
+        gguf=("gptj", "hunyuan_vl", "maple", "plamo", "plamo3"),
+        types=("chatglm", "codeshell", "plamo", "plamo3"),
     ),
     Group(_DIFFUSION, gguf=("dream", "llada", "llada-moe", "rnd1"), types=("Dream", "llada")),
     Group(

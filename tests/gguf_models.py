@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from sdk.loaders.expert_names import spelled_as_ours
+from sdk.loaders.tensor_names import TensorNames
 from sdk.models.architecture import architecture
 from tests.loaders.conftest import GgufBytes
 
@@ -60,6 +61,7 @@ _LAYER_NORM_EPS = {
     "phi2": "layer_norm_eps",
     "starcoder2": "norm_epsilon",
     "orion": "layer_norm_eps",
+    "dbrx": None,
     "codeshell": "norm_epsilon",
 }
 #: Where transformers turns dimensions i and i + d / 2 of a head, and llama.cpp 2i and 2i + 1.
@@ -72,6 +74,7 @@ _LAYER = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
+    "self_attn.qkv_proj": "attn_qkv",
     "self_attn.o_proj": "attn_output",
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
@@ -123,6 +126,7 @@ _NORMS = {
         "post_mlp_layernorm": "post_ffw_norm",
     },
     "seed_oss": _NORMS_AFTER,
+    "dbrx": {"post_attention_layernorm": "attn_output_norm"},
     "glm4moe": _NORMS_AFTER,
     "apertus": {"attention_layernorm": "attn_norm", "feedforward_layernorm": "ffn_norm"},
 }
@@ -152,7 +156,7 @@ def gguf_of(
         "block_count": (U32, c.num_hidden_layers),
         "context_length": (U32, c.max_position_embeddings),
         "embedding_length": (U32, c.hidden_size),
-        "feed_forward_length": (U32, c.intermediate_size),
+        "feed_forward_length": (U32, getattr(c, "intermediate_size", 0)),
         "attention.head_count": (U32, c.num_attention_heads),
         "attention.head_count_kv": (U32, c.num_key_value_heads),
         "attention.key_length": (U32, width),
@@ -202,6 +206,9 @@ def _tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
     """A model's tensors by our names; of experts, gate and up apart."""
     own = architecture(model.config.model_type)
     mixture = own is not None and own.config.expert_width is not None
+    if own is not None and own.tensors.experts_by_rows:
+        yield from _by_rows(model, own.tensors.names)
+        return
     for name, values in model.state_dict().items():
         name, values = spelled_as_ours(name) if mixture else name, values.float()
         if name.endswith("experts.gate_up_proj"):
@@ -214,6 +221,18 @@ def _tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
             yield name.replace("_bias", ".bias"), values.flatten()
         else:  # the converter leaves out dimensions of one
             yield name, values.squeeze(0) if name.endswith("expert_gate.weight") else values
+
+
+def _by_rows(model: Any, names: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Those of DBRX, whose experts have the rows of one after the other."""
+    ours, count = TensorNames(names).ours, model.config.ffn_config.moe_num_experts
+    for name, values in model.state_dict().items():
+        own, values = ours(name), values.float()
+        if ".mlp.experts." not in own:
+            yield own, values
+            continue
+        each = values.view(count, -1, values.shape[1])
+        yield f"{own}.weight", each.transpose(1, 2) if own.endswith("down_proj") else each
 
 
 def _split(stem: str, rows: Any) -> list[tuple[str, Any]]:

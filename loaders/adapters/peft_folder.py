@@ -106,7 +106,7 @@ def open_peft_folder(
     weights = weight_file(folder, WEIGHTS)
     files = SafetensorsFiles([weights])
     try:
-        modules = _modules(files.tensors, weights, _renamer(config))
+        modules = _modules(files.tensors, weights, renamer(config))
         matrices = {
             path: _in_our_order(
                 _matrix(files, path, module, settings, model.get(path), scale),
@@ -123,7 +123,7 @@ def open_peft_folder(
     return AdapterFile(folder, found, (described, weights), files.close)
 
 
-def _renamer(config: Mapping[str, Any]) -> Callable[[str], str]:
+def renamer(config: Mapping[str, Any]) -> Callable[[str], str]:
     """From a module's path in transformers' model to ours."""
     own = architecture(config.get("model_type"))
     if own is None or not own.tensors.names:

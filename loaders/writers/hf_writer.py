@@ -12,7 +12,6 @@ from typing import Any
 from torch import Tensor
 
 from sdk.kernels.layouts import Dense, Layout
-from sdk.kernels.reference.linear import reorder_rows
 from sdk.loaders.expert_names import first_spelling
 from sdk.loaders.folder_file import folder_file
 from sdk.loaders.hf_folder import MAX_CONFIG, HfFolder
@@ -29,7 +28,7 @@ from sdk.quant.permuted import Permuted
 from sdk.quant.quantize import quantize_rows
 from sdk.quant.scheme import Scheme
 from sdk.quant.spec import QuantSpec
-from sdk.quant.weight import PackedWeight, Weight
+from sdk.quant.weight import PackedWeight, Weight, weight_of
 
 #: Files besides weights and config, which are copied unchanged.
 _BESIDE = (
@@ -91,14 +90,15 @@ class HfWriter:
         :raises UnsupportedError: rows that share a scale would be apart.
         """
         layout = weight.layout if isinstance(weight, Permuted) else weight
-        moved = reorder_rows(layout, rows)
-        if moved is None:
+        moved = weight_of(layout).reordered(rows)
+        if not isinstance(moved, PackedWeight):
             raise UnsupportedError(
                 f"{self._folder}: {name}: {self._scheme.text} shares scales among neighbouring "
                 f"rows, which files of {self._config['model_type']} have in another order; use "
                 "fp8-channel"
             )
-        return Permuted(moved, weight.order) if isinstance(weight, Permuted) else moved
+        found = moved.layout
+        return Permuted(found, weight.order) if isinstance(weight, Permuted) else found
 
     def _in_config(self, name: str) -> str:
         """What ends the file's name of the matrix ``name``, which is outside layers or in the

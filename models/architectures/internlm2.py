@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from sdk.models.config_fields import Fields
 
 
-def _biases(fields: Fields) -> Biases:
+def biases(fields: Fields) -> Biases:
     every = fields.flag("bias", default=False)
     return Biases(every, every)
 
 
 ARCHITECTURE = Architecture(
     "internlm2",
-    config=ConfigRules(keys=("bias",), defaults={"rms_norm_eps": 1e-6}, biases=_biases),
+    config=ConfigRules(keys=("bias",), defaults={"rms_norm_eps": 1e-6}, biases=biases),
     tensors=TensorRules(
         names={
             "model.embed_tokens": "model.tok_embeddings",

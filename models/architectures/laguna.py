@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from sdk.models.architecture import (
     Architecture,
     ConfigRules,
@@ -21,31 +19,25 @@ from sdk.models.architecture import (
 from sdk.models.architectures.glm4_moe import V3_ROUTE
 from sdk.models.config_fields import Fields
 
-_PATTERN = "attention.sliding_window_pattern"
+PATTERN = "attention.sliding_window_pattern"
 
 
 def _gate_per_head(fields: Fields) -> bool:
     gating = fields.values.get("gating", True)
     if gating not in (True, "per-head", "per-element"):
         fields.fail("gating", "true, 'per-head' or 'per-element'", gating)
-    return gating != "per-element"
+    return bool(gating != "per-element")
 
 
-def _read_gguf(config: dict[str, Any], keys: GgufKeys) -> None:
-    """The first of four layers sees all tokens, if a file does not say which."""
-    layers, window, width = (config[x] for x in ("num_hidden_layers", "sliding_window", "head_dim"))
-    if isinstance(keys.get(_PATTERN), np.ndarray):
-        config["layer_types"] = keys.layer_types(layers, window=window, period=4)
-    else:
-        every = keys.integer(_PATTERN, (1, 512), 4)
-        slides = [bool(window) and i % every != 0 for i in range(layers)]
-        config["layer_types"] = ["sliding_attention" if x else "full_attention" for x in slides]
-    base, turning = config["rope_theta"], config.pop("partial_rotary_factor", 1.0) * width
-    scaling = config.pop("rope_scaling") or {"rope_type": "default"}
-    local = keys.integer("rope.dimension_count_swa", (2, width), int(turning))
+def two_rotations(config: dict[str, Any], keys: GgufKeys) -> None:
+    """The rotary embeddings of layers that see all tokens, and of those that slide, which turn
+    another share of a head and have no scaling. Also of other models."""
+    width, base = config["head_dim"], config["rope_theta"]
+    turning = round(config.pop("partial_rotary_factor", 1.0) * width)
+    local = keys.integer("rope.dimension_count_swa", (2, width), turning)
     config["rope_parameters"] = {
         "full_attention": {
-            **scaling,
+            **(config.pop("rope_scaling") or {"rope_type": "default"}),
             "rope_theta": base,
             "partial_rotary_factor": turning / width,
         },
@@ -55,8 +47,20 @@ def _read_gguf(config: dict[str, Any], keys: GgufKeys) -> None:
             "partial_rotary_factor": local / width,
         },
     }
-    rows = keys.rows("blk.0.attn_gate.weight")
-    per_head = rows == (config.get("num_attention_heads_per_layer") or [0])[0]
+
+
+def _read_gguf(config: dict[str, Any], keys: GgufKeys) -> None:
+    """The first of four layers sees all tokens, if a file does not say which."""
+    layers, window = config["num_hidden_layers"], config["sliding_window"]
+    pattern = keys.get(PATTERN)
+    if pattern is not None and not isinstance(pattern, int):  # a value for each layer
+        config["layer_types"] = keys.layer_types(layers, window=window, period=4)
+    else:
+        every = keys.integer(PATTERN, (1, 512), 4)
+        slides = [bool(window) and i % every != 0 for i in range(layers)]
+        config["layer_types"] = ["sliding_attention" if x else "full_attention" for x in slides]
+    two_rotations(config, keys)
+    per_head = keys.rows("blk.0.attn_gate.weight") == config["num_attention_heads_per_layer"][0]
     config["gating"] = "per-head" if per_head else "per-element"
 
 
@@ -88,7 +92,7 @@ ARCHITECTURE = Architecture(
             tensors={"self_attn.g_proj": "attn_gate"},
             read=_read_gguf,
             expert_gating=2,
-            keys=(_PATTERN, "rope.freq_base_swa", "rope.dimension_count_swa"),
+            keys=(PATTERN, "rope.freq_base_swa", "rope.dimension_count_swa"),
         ),
     ),
 )

@@ -10,6 +10,7 @@ from sdk.models.architecture import Architecture, ConfigRules, GgufRules
 
 ARCHITECTURE = Architecture(
     "llama",
+    aliases=("xverse",),
     config=ConfigRules(keys=("attention_bias", "mlp_bias"), stated=("hidden_act",)),
     gguf=GgufRules("llama", interleaved_qk=True),
     more_gguf=(

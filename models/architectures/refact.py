@@ -12,4 +12,5 @@ ARCHITECTURE = Architecture(
     "refact",
     config=ConfigRules(unrotated=no_rotation, alibi=lambda fields: Alibi()),
     more_gguf=(GgufRules("refact"),),
+    folders=False,
 )

@@ -13,7 +13,6 @@ from sdk.engine.rank.runner import ModelRunner
 from sdk.kernels.self_check import failures
 from sdk.loading.device import Device
 from sdk.loading.quant_report import LayerReport, quant_report
-from sdk.memory.sizes import format_bytes
 from sdk.models.architecture import architecture
 from sdk.models.config_keys import unknown_keys
 from sdk.models.leftovers import Leftovers

@@ -166,7 +166,12 @@ def _as_ours(model: Any) -> dict[str, Tensor]:
         checkpoint = HfFolder(Path(folder))
         found = {}
         for entry in checkpoint.entries():
-            if len(entry.shape) == 2:
+            path, experts, part = entry.name.rpartition(".experts.")
+            if experts and len(entry.shape) == 3:
+                for index in range(entry.shape[0]):
+                    name = f"{path}.experts.{index}.{part}"
+                    found[f"{name}.weight"] = checkpoint.weight(name).dequantize()
+            elif len(entry.shape) == 2:
                 weight = checkpoint.weight(entry.name.removesuffix(".weight"))
                 found[entry.name] = weight.dequantize()
             else:

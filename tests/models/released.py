@@ -45,6 +45,13 @@ RELEASED: MappingProxyType[str, tuple[dict[str, Any], ...]] = MappingProxyType(
             },
         ),
         "cwm": ({"layer_types": [_FULL, _SLIDING, _SLIDING, _SLIDING]},),
+        "dbrx": (
+            {
+                "attn_config": {"kv_n_heads": 2, "clip_qkv": 1.5, "rope_theta": 3000.0},
+                "rope_parameters": {"rope_type": "default", "rope_theta": 3000.0},
+                "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
+            },
+        ),
         "deepseek_v2": (
             {"q_lora_rank": None},  # Lite
             {**_GROUPS, "topk_method": "group_limited_greedy"},

@@ -92,6 +92,12 @@ BASES: dict[str, dict[str, Any]] = {
     "ministral": {**_WINDOWED, "layer_types": ["sliding_attention", "full_attention"] * 2},
     "vaultgemma": _WINDOWED,
     "gptj": {"rotary_dim": 8},
+    "dbrx": {
+        "d_model": 64,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 3000.0},
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 1.5, "rope_theta": 3000.0},
+        "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
+    },
     "mellum": {
         **_EXPERTS,
         **_WINDOWED,

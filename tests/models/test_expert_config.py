@@ -179,7 +179,11 @@ def test_blocks_of_multi_token_prediction_are_left_out_of_a_file(
         ("qwen2_moe", {"norm_topk_prob": True}, "only without norm_topk_prob"),
         ("qwen2_moe", {"mlp_only_layers": [1]}, "experts in every layer"),
         ("dots1", {"layer_types": ["sliding_attention"] * 3}, "only without layers that slide"),
-        ("ernie4_5_moe", {"moe_layer_end_index": 1}, "only with experts up to the last layer"),
+        (
+            "ernie4_5_moe",
+            {"moe_layer_end_index": 1, "use_bias": False},
+            "only with experts up to the last layer",
+        ),
         ("exaone_moe", {}, "models of type exaone_moe cannot be written as GGUF files"),
     ],
 )

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from sdk.loaders.hf_folder import complete_config
 from sdk.loaders.open import open_checkpoint
 from sdk.loaders.writers.gguf_metadata import model_metadata
 from sdk.models.architecture import gguf_names
@@ -308,6 +309,15 @@ FILES: dict[str, tuple[str, dict[str, Any], dict[str, tuple[int, Any]]]] = {
             **LINEAR_FACTS,
         },
     ),
+    "dbrx": (
+        "dbrx",
+        {
+            "d_model": 64,
+            "attn_config": {"kv_n_heads": 2, "clip_qkv": 1.5, "rope_theta": 3000.0},
+            "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 6, "moe_top_k": 3},
+        },
+        {**COUNTS, "feed_forward_length": (U32, 48), "attention.clamp_kqv": (F32, 1.5)},
+    ),
     "orion": (
         "stablelm",
         {"rope_parameters": {**ROPE["rope_parameters"], "partial_rotary_factor": 1.0}},
@@ -495,6 +505,29 @@ def test_llamas_with_linear_biases(arch: str, layers: int, tmp_path: Path, load:
     assert (found - _with_linear_biases(oracle, ids, 4)).abs().max() <= 2e-4
 
 
+def test_spark_is_laguna_with_other_gates_and_without_norms_of_heads(
+    tmp_path: Path, load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {
+        **FILES["laguna"][1],
+        "hidden_act": "gelu",
+        "mlp_layer_types": ["dense"] * 4,
+        "num_attention_heads_per_layer": [4] * 4,
+    }
+    oracle = tiny("laguna", **{**PLAIN, **options})
+    for layer in oracle.model.layers:
+        layer.self_attn.q_norm = layer.self_attn.k_norm = torch.nn.Identity()
+    facts = {k: v for k, v in FILES["laguna"][2].items() if "expert" not in k and "dense" not in k}
+    del facts["attention.head_count"]
+    facts["attention.sliding_window_pattern"] = (9, (BOOL, [False, True, True, True]))
+    file = gguf_of(oracle, facts, arch="spark2_5")
+    checkpoint = open_checkpoint(save_gguf(tmp_path / "m.gguf", file))
+    found = Paged(load(checkpoint)).run("a", prompt(41, 1), [7, 30])
+    monkeypatch.setattr(torch.nn.functional, "softplus", torch.sigmoid)
+    assert (found - expected_logits(oracle, prompt(41, 1))).abs().max() <= 1e-4
+    assert checkpoint.unused() == []
+
+
 def test_a_baichuan_of_another_size_is_refused(tmp_path: Path) -> None:
     file = gguf_of(tiny("llama", **PLAIN), {}, arch="baichuan")
     with pytest.raises(UnsupportedError, match=r"block_count: expected 32 .* found 3"):
@@ -522,3 +555,8 @@ def test_weights_of_deepseeks_experts_sum_to_1_only_if_a_file_says_so(tmp_path: 
         assert checkpoint.config["model_type"] == "deepseek"
         experts = ModelConfig.from_dict(checkpoint.config).experts
         assert experts is not None and experts.route.normalized is stated
+
+
+def test_a_folder_of_a_model_that_is_read_from_gguf_files_alone_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="'refact': folders of this model are not supported"):
+        complete_config({"model_type": "refact"}, "here")

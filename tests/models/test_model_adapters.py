@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sdk.kernels.layouts import Dense
 from sdk.kernels.ops import Ops
-from sdk.loaders.adapters.peft_folder import canonical
+from sdk.loaders.adapters.peft_folder import renamer
 from sdk.loaders.open import open_checkpoint
 from sdk.models.adapters import EMBEDDING, ModelAdapters
 from sdk.models.auto import build_model
@@ -192,7 +192,10 @@ def test_rows_of_a_step_have_adapters_of_their_own(ops: Ops, load: Callable[...,
         assert torch.equal(found, together[name]), name
 
 
-@pytest.mark.parametrize(("name", "size"), [("llama", 2), ("phi3", 2), ("qwen2", 4), ("gemma2", 2)])
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("llama", 2), ("phi3", 2), ("qwen2", 4), ("gemma2", 2), ("phi", 2), ("qwen2_moe", 2)],
+)
 def test_ranks_together_have_the_whole_adapter(
     name: str, size: int, ops: Ops, load: Callable[..., Any]
 ) -> None:
@@ -200,7 +203,8 @@ def test_ranks_together_have_the_whole_adapter(
     model = load(checkpoint)
     whole = ModelAdapters(model, ops, 1)
     names = [path for path in whole.matrices if f"{path}.weight" in checkpoint.tensors]
-    adapter = adapter_for(whole.matrices, names, biased=("q_proj", "o_proj", "up_proj", "lm_head"))
+    biased = ("q_proj", "o_proj", "up_proj", "down_proj", "lm_head")
+    adapter = adapter_for(whole.matrices, names, biased=biased)
     whole.write(0, whole.pack(adapter))
     ids = prompt(15, 2)
     expected = with_slots(ops, Paged(model), ids, [0] * 15)
@@ -302,6 +306,7 @@ def test_an_adapter_of_whatever_is_beside_experts_finds_its_matrix(
     """By the names that PEFT writes, which are those of transformers' modules."""
     oracle = tiny(name.split("-")[0], **ARCHITECTURES[name])
     matrices = ModelAdapters(load(checkpoint_of(oracle)), ops, 1).matrices
+    ours = renamer(oracle.config.to_dict())
     for path, module in oracle.named_modules():
         if isinstance(module, torch.nn.Linear) and ".experts." not in path:
-            assert matrices[canonical(path)] == tuple(module.weight.shape)
+            assert matrices[ours(path)] == tuple(module.weight.shape)

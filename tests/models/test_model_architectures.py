@@ -267,6 +267,16 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "bloom": {},
     "bloom-twelve-heads": {"num_attention_heads": 12, "hidden_size": 96},
     "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
+    "dbrx": {
+        "d_model": 64,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 3000.0},
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 1.5, "rope_theta": 3000.0},
+        "ffn_config": {
+            "ffn_hidden_size": 48,
+            "moe_num_experts": 6,
+            "moe_top_k": 3,
+        },
+    },
     "gptj": {"rotary_dim": 8},
     "gptj-wide": {"rotary_dim": 16, "n_inner": 96},
     "exaone": {},

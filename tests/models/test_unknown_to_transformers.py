@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from sdk.loaders.expert_names import spelled_as_ours
 from sdk.loaders.open import open_checkpoint
 from sdk.quant.errors import UnsupportedError
 from tests.models.conftest import Paged, expected_logits, prompt, tiny
@@ -92,6 +93,32 @@ def _qwen(tensors: Tensors) -> Tensors:
     )
 
 
+def _bailing(tensors: Tensors) -> Tensors:
+    """Of an expert each matrix is a tensor, and queries, keys and values are one."""
+    found: Tensors = {}
+    for name, values in tensors.items():
+        name = spelled_as_ours(name)
+        if name.endswith("gate_up_proj"):
+            halves = values.chunk(2, dim=1)
+            for part, rows in zip(("gate_proj", "up_proj"), halves, strict=True):
+                for index, own in enumerate(rows):
+                    found[name.replace("gate_up_proj", f"{index}.{part}.weight")] = own
+        elif name.endswith("experts.down_proj"):
+            for index, own in enumerate(values):
+                found[name.replace("down_proj", f"{index}.down_proj.weight")] = own
+        elif name.endswith("shared_experts.gate_up_proj.weight"):
+            for part, rows in zip(("gate_proj", "up_proj"), values.chunk(2), strict=True):
+                found[name.replace("gate_up_proj", part)] = rows
+        else:
+            found[name] = values
+    names = {
+        "embed_tokens": "word_embeddings",
+        "self_attn.qkv_proj": "attention.query_key_value",
+        "self_attn.o_proj": "attention.dense",
+    }
+    return renamed(joined(found, _QKV, "qkv_proj"), names)
+
+
 class Relative(NamedTuple):
     """A model of transformers, how its tensors are stored as another one's, and keys of the
     config, ``None`` for those to leave out."""
@@ -105,6 +132,10 @@ class Relative(NamedTuple):
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 3000.0}}
 FOLDERS: dict[str, Relative] = {
     "internlm2": Relative("llama", ROPE, _internlm2, {"rope_theta": 3000.0, "bias": False}),
+    "internlm": Relative(
+        "llama", {**ROPE, "attention_bias": True}, lambda tensors: tensors, {"rope_theta": 3000.0}
+    ),
+    "xverse": Relative("llama", ROPE, lambda tensors: tensors, {"rope_theta": 3000.0}),
     "minicpm": Relative(
         "granite",
         {
@@ -136,6 +167,27 @@ FOLDERS: dict[str, Relative] = {
         {**ROPE, "num_key_value_heads": 4},
         lambda tensors: joined(tensors, _QKV, "W_pack"),
         {"rope_theta": 3000.0, "model_max_length": 256, "max_position_embeddings": None},
+    ),
+    "bailing_moe": Relative(
+        "granitemoeshared",
+        {
+            **ROPE,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "shared_intermediate_size": 256,
+            "attention_multiplier": 0.25,
+        },
+        _bailing,
+        {
+            "rope_theta": 3000.0,
+            "num_experts": 6,
+            "num_local_experts": None,
+            "moe_intermediate_size": 128,
+            "num_shared_experts": 2,
+            "norm_topk_prob": True,
+            "first_k_dense_replace": 0,
+            "attention_multiplier": None,
+        },
     ),
     "qwen": Relative(
         "qwen2",
