@@ -199,7 +199,7 @@ def expected(
                 if softcap is not None:
                     score = torch.tanh(score / softcap) * softcap
                 if slopes is not None:
-                    score = score + slopes[head] * (torch.arange(first, last + 1) - last)
+                    score = score - slopes[head] * (torch.arange(first, stop) - last).abs()
                 if sinks is not None:
                     score = torch.cat([score, sinks[head].double()[None]])
                 weights = score.softmax(0)[: len(values)]
@@ -590,11 +590,20 @@ def test_prompts_see_tiles_of_keys_without_masks_like_all_others(window: int | N
     close(step.run(window=window), expected(step, window=window), 3e-6)
 
 
-@pytest.mark.parametrize(("window", "fixed"), [(None, False), (70, False), (1, True)])
-def test_tokens_that_see_both_ways(window: int | None, fixed: bool) -> None:
+@pytest.mark.parametrize(
+    ("window", "fixed", "biased"),
+    [
+        (None, False, False),
+        (70, False, False),
+        (1, True, False),
+        pytest.param(70, False, True, marks=pytest.mark.slow),
+    ],
+)
+def test_tokens_that_see_both_ways(window: int | None, fixed: bool, biased: bool) -> None:
     step = make_step([(140, 140), (1, 1), (80, 20)])
-    found = step.run(window=window, causal=False, fixed=fixed)
-    close(found, expected(step, window=window, causal=False), 3e-6)
+    slopes = torch.linspace(0.01, 0.2, step.q.shape[1]) if biased else None
+    found = step.run(window=window, causal=False, slopes=slopes, fixed=fixed)
+    close(found, expected(step, window=window, slopes=slopes, causal=False), 3e-6)
 
 
 def test_a_window_hides_most_of_a_shared_prefix() -> None:
