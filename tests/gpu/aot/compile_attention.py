@@ -35,7 +35,7 @@ from sdk.kernels.packed_shapes import PackedShapes
 from sdk.kernels.route_rule import RouteRule
 from sdk.kernels.routes import TILE_ROWS, Routes, tiles_at
 from sdk.quant.spec import KVSpec
-from tests.gpu.aot.sweep import BIASED, both_ways
+from tests.gpu.aot.sweep import BIASED, BOTH_WAYS
 
 TARGETS = {
     **{f"sm_{cc}": GPUTarget("cuda", cc, 32) for cc in (75, 80, 89, 90, 100, 120)},
@@ -211,7 +211,7 @@ def cases(short: torch.dtype) -> Iterator[tuple[str, Callable[[], None]]]:
         yield f"one head{' window cap sinks cascade' if rich else ''}", one
     for dtype in BIASED:
         yield f"attention {dtype} biased", partial(run_attention, short, dtype, biased=True)
-    for dtype, head_dim, more in both_ways():
+    for dtype, head_dim, more in BOTH_WAYS:
         options = {"window": 128 if more == "window" else None, "biased": more == "biased"}
         one = partial(run_both_ways, short, dtype, head_dim, **options)
         yield f"both ways {dtype} {head_dim} {more}".strip(), one

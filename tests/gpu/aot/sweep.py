@@ -51,6 +51,13 @@ WEIGHTS = [
 PAGES = ("float32", "float16", "bfloat16", "int8", "float8_e4m3fn", "float8_e5m2", "int4")
 #: Of these also attention with biases by distance.
 BIASED = ("float16", "bfloat16", "int8", "int4")
+#: Attention of encoders, whose pages have the type of activations: that, the width of heads, and
+#: what else there is. 32: MiniLM; 64: BERT, ModernBERT; 128: llama-embed; 256: EmbeddingGemma.
+BOTH_WAYS = (
+    *(("float32", 64, ""), ("bfloat16", 32, ""), ("bfloat16", 128, "")),
+    ("bfloat16", 256, "window"),
+    *((dtype, 64, more) for dtype in ("float16", "bfloat16") for more in ("", "window", "biased")),
+)
 #: Of these weights also the product of one token in layers on the host, whose loads wait as all
 #: others do.
 OFFLOADED = ("int4-g128-zeros", "q4_0", "q4_k", "q6_k")
@@ -97,17 +104,6 @@ def linear_jobs(card: str) -> list[Job]:
     return jobs
 
 
-def both_ways() -> Iterator[tuple[str, int, str]]:
-    """Attention of encoders, whose pages have the type of activations: that, the width of heads,
-    and what else there is."""
-    for more in ("", "window"):
-        yield "float32", 64, more
-        for dtype, head_dim in itertools.product(("float16", "bfloat16"), (32, 64, 128, 256)):
-            yield dtype, head_dim, more
-    for dtype in ("float16", "bfloat16"):
-        yield dtype, 64, "biased"
-
-
 def attention_cases() -> list[str]:
     """The names of ``compile_attention.py``'s."""
     cases = ["rows", "sampling", "experts", "adapters", "attention exact"]
@@ -117,7 +113,7 @@ def attention_cases() -> list[str]:
         ]
     cases += ["one head", "one head window cap sinks cascade"]
     cases += [f"attention {dtype} biased" for dtype in BIASED]
-    cases += [" ".join(("both ways", d, str(n), more)).strip() for d, n, more in both_ways()]
+    cases += [" ".join(("both ways", d, str(n), more)).strip() for d, n, more in BOTH_WAYS]
     return cases + [f"rope {dtype}" for dtype in PAGES]
 
 
