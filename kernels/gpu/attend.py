@@ -116,8 +116,7 @@ def attend(
     ``begin`` is a multiple of ``BLOCK_N``; without ``MASKED`` so is ``end``, and each query sees
     all these keys. ``best`` (base 2), ``total`` ``[M]`` and ``result [M, BLOCK_D]`` come in as they
     were before these keys and are returned. ``scale`` must be positive. ``slope [M]``: see
-    ``slope_of``; ``None``: there are no linear biases.
-    ``BOTH``: they see keys after them too.
+    ``slope_of``; ``None``: no linear biases. ``BOTH``: they see keys after them too.
     ``DECODES``, for one query: all warps share the few rows, so weights are added up by place in
     the tile, and across warps only at the end: three barriers less for each tile.
     """

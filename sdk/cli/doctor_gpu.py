@@ -14,6 +14,7 @@ from sdk.kernels.known_answers import known
 from sdk.kernels.low_rank import Shape
 from sdk.kernels.norm import Norm
 from sdk.kernels.ops import Ops
+from sdk.kernels.route_rule import SOFTMAX
 from sdk.loading.device import answers_folder, card_for
 from sdk.quant.spec import KVSpec
 
@@ -64,7 +65,8 @@ def check(device: str) -> Iterator[str]:
 
 
 def usual(ops: Ops) -> Iterator[tuple[str, Sequence[Any], dict[str, Any]]]:
-    """Operators of a llama and of a mixture of experts: name, what it runs on, its problem."""
+    """Operators of a llama, an encoder and a mixture of experts: name, what it runs on, its
+    problem."""
     short, device = ops.activations, ops.device
 
     def rows(width: int, dtype: torch.dtype = short) -> torch.Tensor:
@@ -103,11 +105,14 @@ def usual(ops: Ops) -> Iterator[tuple[str, Sequence[Any], dict[str, Any]]]:
         pages = KVCache(spec, 2, device, keys_transposed=ops.keys_transposed).layers[0]
         fields = {"head_dim": _HEAD_DIM, "kv_dtype": pages.dtype}
         yield "rope_and_cache", (q, k, v, cos, pages, None, None), fields
-        yield "attention", (q, pages, 0.125, None, None, None, None, ops.shares_keys), fields
-    yield "route", (rows(64, wide), 4, True), {}
+        more = (None, None, None, None, ops.shares_keys)  # window, softcap, sinks, slopes
+        yield "attention", (q, pages, 0.125, *more, True), fields
+        if name == "float16":
+            yield "attention", (q, pages, 0.125, *more, False), fields | {"format": "both ways"}
+    yield "route", (rows(64, wide), 4, SOFTMAX, None), {"format": SOFTMAX.gate}
     yield "group", (torch.zeros(2, 4, dtype=torch.int32, device=device), 64), {}
-    for op in ("add_owners_bias", "combine"):
-        yield op, (rows(_WIDTH), 64, 4), {}
+    yield "add_owners_bias", (rows(_WIDTH), 64, 4), {}
+    yield "combine", (rows(_WIDTH), 64, 4, None, None), {}
     factors = torch.float16 if short == wide else short
     yield "low_rank", (Shape(4, _WIDTH, _WIDTH, 2, 16), factors), {}
     yield "sample", (rows(_VOCAB, wide),), {}

@@ -160,6 +160,56 @@ def test_attention_is_the_softmax_of_the_definition(
     torch.testing.assert_close(found, wanted, rtol=0, atol=2e-2 if "bf" in dtype else 5e-3)
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "window", "biased"),
+    [
+        (32, "float16", None, False),
+        (64, "bfloat16", 33, False),
+        (64, "float16", None, True),
+        (128, "bfloat16", None, False),
+    ],
+)
+def test_tokens_of_encoders_see_both_ways(
+    steps: Any, device: str, head_dim: int, dtype: str, window: int | None, biased: bool
+) -> None:
+    step = steps.make_step([(140, 140), (1, 1), (37, 37)], 4, 4, head_dim, 16, dtype)
+    slopes = torch.linspace(0.01, 0.2, 4) if biased else None
+    given = None if slopes is None else slopes.to(device)
+    out = torch.full((step.q.shape[0], step.q[0].numel()), torch.nan, device=device)
+    batch, pages = on(device, step.batch), on(device, step.pages)
+    Attention(False).run(
+        step.q.to(device), pages, batch, 0.2, window, None, None, given, out, causal=False
+    )
+    wanted = steps.expected(step, window=window, slopes=slopes, causal=False)
+    found = out.cpu().view(step.q.shape).double()
+    torch.testing.assert_close(found, wanted, rtol=0, atol=2e-2 if "bf" in dtype else 5e-3)
+
+
+def test_biases_by_distance_are_added_to_scores(steps: Any, device: str) -> None:
+    """Tokens one by one, whose keys several programs share, and a prompt."""
+    step = steps.make_step([(600, 1), (70, 1), (90, 37)], 4, 2, 128, 16, "float16")
+    slopes = torch.linspace(0.01, 0.2, 4)
+    out = torch.full((step.q.shape[0], step.q[0].numel()), torch.nan, device=device)
+    batch, pages, given = on(device, step.batch), on(device, step.pages), slopes.to(device)
+    Attention(False).run(step.q.to(device), pages, batch, 0.2, None, None, None, given, out)
+    found = out.cpu().view(step.q.shape).double()
+    torch.testing.assert_close(found, steps.expected(step, slopes=slopes), rtol=0, atol=5e-3)
+
+
+@pytest.mark.parametrize(("kind", "gates"), [("sigmoid", 384), ("softplus", 3)])
+def test_gates_multiply_runs_of_numbers(device: str, kind: Any, gates: int) -> None:
+    random = torch.Generator().manual_seed(3)
+    x, gate = (torch.randn(5, n, generator=random) for n in (384, gates))
+    gate[0, 0], gate[1, 0] = 90.0, -90.0
+    ops = Ops(device, num_threads=1, backends=("gpu", "reference"))
+    found = ops.gate(x.clone().to(device), gate.to(device), kind)
+    ops.close()
+    factor = {"sigmoid": torch.sigmoid, "softplus": torch.nn.functional.softplus}[kind]
+    wanted = x.double() * factor(gate.double()).repeat_interleave(384 // gates, dim=1)
+    # exp and log of a card are right to about 2^-21
+    torch.testing.assert_close(found.cpu().double(), wanted, rtol=1e-5, atol=1e-30)
+
+
 def test_a_shared_prefix_changes_nothing(steps: Any, device: str) -> None:
     step = steps.make_step([(600, 1), (541, 1), (529, 1)], 2, 1, 64, 16, "float16", 528)
     out = torch.full((3, step.q[0].numel()), torch.nan, device=device)

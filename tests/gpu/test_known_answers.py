@@ -70,9 +70,12 @@ def heads(count: int, head_dim: int = 64, dtype: torch.dtype = torch.bfloat16) -
     )
 
 
-def attention(dtype: str, **changed: Any) -> tuple[str, Sequence[Any], dict[str, Any]]:
+def attention(
+    dtype: str, both: bool = False, biased: bool = False, **changed: Any
+) -> tuple[str, Sequence[Any], dict[str, Any]]:
     own = pages(dtype, **changed)
-    like = [heads(4, own.head_dim), own, 0.2, None, None, None, None, True, True, None]
+    slopes = torch.zeros(4) if biased else None
+    like = [heads(4, own.head_dim), own, 0.2, None, None, None, slopes, True, not both, None]
     return "attention", like, {"head_dim": own.head_dim, "kv_dtype": own.dtype}
 
 
@@ -142,6 +145,8 @@ CASES: dict[str, Callable[[], tuple[str, Sequence[Any], dict[str, Any]]]] = {
         f"attention-{t}": (lambda t=t: attention(t))
         for t in ("float32", "float16", "bfloat16", "int8", "fp8", "int4", "k8v4")
     },
+    "attention-both-ways": lambda: attention("float16", both=True),
+    "attention-biased": lambda: attention("float16", biased=True),
     "route": lambda: ("route", (rows(8, F32), 2, SOFTMAX, None), {}),
     "route-sigmoid": lambda: (
         "route",
@@ -178,7 +183,9 @@ def tried(ops: Ops, name: str) -> tuple[Any, str | None]:
 
 
 #: Two seconds each; float16 and int4 are the quick ones.
-SLOW = {f"attention-{name}" for name in ("float32", "bfloat16", "int8", "fp8")}
+SLOW = {
+    f"attention-{name}" for name in ("float32", "bfloat16", "int8", "fp8", "both-ways", "biased")
+}
 
 
 @pytest.mark.quick_cases(12)
@@ -564,6 +571,17 @@ def test_doctor_checks_every_operator(ops: Ops) -> None:
     for op, like, about in found:
         assert ops.context.kernel(op, like, **about).name.startswith("gpu."), op
     assert {op for op, _, _ in found} == set(answer_cases.CASES)
+
+
+def test_doctor_gives_every_check_what_it_runs_on(ops: Ops) -> None:
+    """With the reference's kernels, which need a second where the interpreter needs a minute."""
+    place = answer_cases.Place(torch.device("cpu"), F32, torch.bfloat16)
+    _, reference = ops.context.backends
+    for op, like, about in usual(ops):
+        found = answer_cases.CASES[op](
+            reference.implementations(op)[0], place, Problem(op, **about), like
+        )
+        assert found and all(not values.isnan().any() for _, values, _ in found), op
 
 
 @pytest.mark.slow

@@ -35,6 +35,7 @@ from sdk.kernels.packed_shapes import PackedShapes
 from sdk.kernels.route_rule import RouteRule
 from sdk.kernels.routes import TILE_ROWS, Routes, tiles_at
 from sdk.quant.spec import KVSpec
+from tests.gpu.aot.sweep import BIASED, BOTH_WAYS
 
 TARGETS = {
     **{f"sm_{cc}": GPUTarget("cuda", cc, 32) for cc in (75, 80, 89, 90, 100, 120)},
@@ -75,19 +76,33 @@ def run_attention(
     *,
     rich: bool = False,
     exact: bool = False,
+    biased: bool = False,
     kv_heads: int = 2,
 ) -> None:
-    """A prompt beside decoding, and decoding alone. ``rich``: window, cap, sinks, cascade. One key
-    head has many splits."""
+    """A prompt beside decoding, and decoding alone. ``rich``: window, cap, sinks, cascade.
+    ``biased``: by distance. One key head has many splits."""
     pages, heads = pages_of(dtype, head_dim, kv_heads), 4 * kv_heads
     kind = torch.float32 if exact else short
-    options = (128, 30.0, torch.zeros(heads), None) if rich else (None, None, None, None)
+    slopes = torch.zeros(heads) if biased else None
+    options = (128, 30.0, torch.zeros(heads), None) if rich else (None, None, None, slopes)
     for counts, context in (([9, 5, 1], 1000), ([1, 1], 1000)):
         q = torch.zeros(sum(counts), heads, head_dim, dtype=kind)
         out = torch.zeros(sum(counts), heads * head_dim, dtype=kind)
         batch = batch_of(counts, context, shared=rich)
         kernels = attention.Attention(exact, programs=8 if kv_heads > 1 else 528)
         kernels.run(q, pages, batch, 0.1, *options, out)
+
+
+def run_both_ways(
+    short: torch.dtype, dtype: str, head_dim: int, *, window: int | None, biased: bool
+) -> None:
+    """Texts of an encoder, whose pages have the type of activations."""
+    pages, heads = pages_of(dtype, head_dim), 8
+    q = torch.zeros(12, heads, head_dim, dtype=torch.float32 if dtype == "float32" else short)
+    out = torch.zeros(12, heads * head_dim, dtype=q.dtype)
+    slopes = torch.zeros(heads) if biased else None
+    kernels = attention.Attention(dtype == "float32")
+    kernels.run(q, pages, batch_of([9, 3], 9), 0.1, window, None, None, slopes, out, False)
 
 
 def run_rope(short: torch.dtype, dtype: str, head_dim: int = 128) -> None:
@@ -115,6 +130,10 @@ def run_rows(short: torch.dtype) -> None:
         elementwise.Activate(gated=True).run(torch.zeros(4, 1152, dtype=short), kind, y, numbers)
         if kind not in ALWAYS_GATED:
             elementwise.Activate(gated=False).run(y, kind, y, numbers)
+    wide, one_each = torch.zeros(4, 1152, dtype=short), torch.zeros(4, 9, dtype=short)
+    for kind in ("sigmoid", "softplus"):
+        elementwise.Gate().run(wide, wide, kind)
+        elementwise.Gate().run(wide, one_each, kind)
     for kind in elementwise.MAPS:
         given = y if kind == "add_bias" else x
         elementwise.Map(kind).run(given, x if kind == "add" else x[0], 2.0)
@@ -140,6 +159,8 @@ def run_experts(short: torch.dtype) -> None:
         *((RouteRule(normalized=one), None) for one in (False, True)),
         (v3, torch.zeros(60)),
         (v3._replace(groups=4, groups_used=2), torch.zeros(60)),
+        (RouteRule("sqrt_softplus", normalized=False), torch.zeros(60)),
+        (RouteRule("sparse_mixer", normalized=False, jitter=0.01), None),
     )
     for rule, bias in rules:
         experts.Route().run(torch.zeros(1, 60), rule, bias, routes.places, routes.weights)
@@ -188,6 +209,12 @@ def cases(short: torch.dtype) -> Iterator[tuple[str, Callable[[], None]]]:
     for rich in (False, True):
         one = partial(run_attention, short, "bfloat16", 256, rich=rich, kv_heads=1)
         yield f"one head{' window cap sinks cascade' if rich else ''}", one
+    for dtype in BIASED:
+        yield f"attention {dtype} biased", partial(run_attention, short, dtype, biased=True)
+    for dtype, head_dim, more in BOTH_WAYS:
+        options = {"window": 128 if more == "window" else None, "biased": more == "biased"}
+        one = partial(run_both_ways, short, dtype, head_dim, **options)
+        yield f"both ways {dtype} {head_dim} {more}".strip(), one
     yield "attention exact", partial(run_attention, short, "float16", exact=True)
 
 

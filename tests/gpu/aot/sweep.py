@@ -49,7 +49,17 @@ WEIGHTS = [
     *("iq4_nl", "iq4_xs"),
 ]
 PAGES = ("float32", "float16", "bfloat16", "int8", "float8_e4m3fn", "float8_e5m2", "int4")
-#: Of these also the product of one token in layers on the host, whose loads wait as all others do.
+#: Of these also attention with biases by distance.
+BIASED = ("float16", "bfloat16", "int8", "int4")
+#: Attention of encoders, whose pages have the type of activations: that, the width of heads, and
+#: what else there is. 32: MiniLM; 64: BERT, ModernBERT; 128: llama-embed; 256: EmbeddingGemma.
+BOTH_WAYS = (
+    *(("float32", 64, ""), ("bfloat16", 32, ""), ("bfloat16", 128, "")),
+    ("bfloat16", 256, "window"),
+    *((dtype, 64, more) for dtype in ("float16", "bfloat16") for more in ("", "window", "biased")),
+)
+#: Of these weights also the product of one token in layers on the host, whose loads wait as all
+#: others do.
 OFFLOADED = ("int4-g128-zeros", "q4_0", "q4_k", "q6_k")
 #: Tokens for which tiles of 128 x 128 and of 256 x 128 fill the card of ``compile_kernels.py``.
 MANY = (4224, 8192)
@@ -102,6 +112,8 @@ def attention_cases() -> list[str]:
             f"attention {dtype} {head_dim}{rich}" for rich in ("", " window cap sinks cascade")
         ]
     cases += ["one head", "one head window cap sinks cascade"]
+    cases += [f"attention {dtype} biased" for dtype in BIASED]
+    cases += [" ".join(("both ways", d, str(n), more)).strip() for d, n, more in BOTH_WAYS]
     return cases + [f"rope {dtype}" for dtype in PAGES]
 
 

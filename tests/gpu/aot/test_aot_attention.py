@@ -42,7 +42,7 @@ def test_row_wise_kernels_and_the_sampler_spill_nothing_on_sm_90() -> None:
     assert {"norm_kernel", "activation_kernel", "map_kernel", "places_kernel"} < names
     assert {"peaks_kernel", "shape_kernel", "count_kernel", "bounds_kernel"} < names
     assert {"gather_kernel", "sample_kernel", "rope_kernel"} < names
-    assert {"route_kernel", "group_kernel", "active_kernel", "combine_kernel"} < names
+    assert {"route_kernel", "group_kernel", "gate_kernel", "combine_kernel"} < names
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import triton
 from tests.gpu.aot import records, sass, sweep
 from tests.scripts import run_python
 
+ROOT = Path(__file__).parents[3]
 KERNELS = '''
 """Two kernels."""
 import triton
@@ -294,6 +296,20 @@ def test_the_main_loop_is_the_largest_with_none_inside() -> None:
 def test_code_without_a_loop_has_none() -> None:
     found = sass.facts(CODE.replace("BRA", "JMP"))
     assert (found["loop"], found["instructions"]) == (0, 13)
+
+
+def test_every_kernel_that_is_launched_is_listed() -> None:
+    """Launched is what waits for earlier kernels (launch.run_kernel)."""
+    launched = {
+        function.name
+        for file in (ROOT / "kernels" / "gpu").glob("*.py")
+        for function in ast.parse(file.read_text()).body
+        if isinstance(function, ast.FunctionDef)
+        and any("jit" in ast.unparse(decorator) for decorator in function.decorator_list)
+        and any("after_earlier()" in ast.unparse(each) for each in function.body)
+    }
+    listed = {found.kernel for found in records.Record(sweep.COMPILED, "sm_90").variants.values()}
+    assert listed == launched
 
 
 @pytest.mark.skipif(
