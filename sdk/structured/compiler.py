@@ -18,7 +18,7 @@ from sdk.quant.once import Once
 from sdk.quant.tokenizer import Tokenizer
 from sdk.structured.bound import Bound, longest_completion, longest_match
 from sdk.structured.definition import Definition, definition_of
-from sdk.structured.library import GrammarError, Matcher, SearchLimit, Vocabulary
+from sdk.structured.library import DEAD_END, GrammarError, Matcher, SearchLimit, Vocabulary
 from sdk.structured.params import StructuredOutputsParams
 from sdk.structured.shortest import Search, TokenShapes
 
@@ -156,7 +156,9 @@ class GrammarCompiler:
         try:
             return compiled()
         except GrammarError as error:
-            raise RequestError(f"{params.kind}: it cannot be enforced: {error}") from error
+            why = "a part of it has no end, such as a $ref that leads to itself"
+            why = why if DEAD_END in str(error) else str(error)
+            raise RequestError(f"{params.kind}: it cannot be enforced: {why}") from error
 
     def _compile(self, definition: Definition, tokens: GrammarTokens) -> Grammar:
         matcher = Matcher.of(tokens.vocabulary, definition.kind, definition.text, _LIMITS)
