@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any
 from sdk.kernels.dataclass import dataclass
 from sdk.loaders.gguf_config import build_config
 from sdk.loaders.gguf_reader import read_gguf
-from sdk.loaders.hub import HubAccess, Report, check_no_url, download, hint_at_hub, parse_hub_id
+from sdk.loaders.hub import (
+    HubAccess,
+    HubModel,
+    Report,
+    check_no_url,
+    download,
+    hint_at_hub,
+    parse_hub_id,
+)
 from sdk.loaders.hub_files import gguf_files
 from sdk.loaders.other_kinds import PICKLES, check_adapter, no_model
 from sdk.quant.checkpoint import Checkpoint, TensorEntry
@@ -101,17 +109,39 @@ def locate(model: str | Path, filename: str | None = None, hub: HubAccess | None
         if filename is not None and not path.is_dir():
             raise CheckpointError(f"{path}: filename={filename!r} with a file; leave it out")
         return path if filename is None else _in_folder(path, filename)
+    found = _hub_id(model)
+    if filename is not None:
+        if found.tag is not None:
+            raise CheckpointError(f"{model}: filename={filename!r} with a type; give one of them")
+        found = replace(found, filename=filename)
+    return download(found, hub or HubAccess())
+
+
+def check_there(model: str | Path) -> None:
+    """Check that a file or folder holds a model, by its headers. Of a hub id only the form is
+    checked.
+
+    Raises:
+        CheckpointError: it is missing, empty, damaged or cannot be read.
+        UnsupportedError: it holds something that is not supported.
+    """
+    path = existing_path(model)
+    if path is None:
+        _hub_id(model)
+        return
+    file = _gguf_at(path)
+    (_hf_folder(path) if file is None else read_gguf(file)).close()
+
+
+def _hub_id(model: str | Path) -> HubModel:
+    """What a name that is no path names. :raises CheckpointError: nothing can have this name."""
     if not isinstance(model, str):
         raise CheckpointError(f"{model}: no such file or folder")
     check_no_url(model)
     found = parse_hub_id(model)
     if found is None:
         raise CheckpointError(f"{model}: no such file or folder{hint_at_hub(model)}")
-    if filename is not None:
-        if found.tag is not None:
-            raise CheckpointError(f"{model}: filename={filename!r} with a type; give one of them")
-        found = replace(found, filename=filename)
-    return download(found, hub or HubAccess())
+    return found
 
 
 def is_remote(model: str | Path) -> bool:
@@ -123,6 +153,8 @@ def is_remote(model: str | Path) -> bool:
 
 def existing_path(model: str | Path) -> Path | None:
     """The path if it exists. :raises CheckpointError: no path can have this name."""
+    if model == "":  # to Path it is the working directory
+        raise CheckpointError("model: expected a path or a hub id, found '' (an unset variable?)")
     path = Path(model).expanduser()
     try:
         return path if path.exists() else None

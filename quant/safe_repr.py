@@ -1,11 +1,12 @@
 """Safe printing of a caller's values and exceptions in error messages.
 
 A caller's ``repr`` may raise or return a gigabyte, and Python refuses to print an integer of more
-than 4,300 digits.
+than 4,300 digits. A caller's text may hold half a character.
 """
 
 from __future__ import annotations
 
+import re
 import reprlib
 
 _VALUE_ERRORS = (
@@ -19,6 +20,7 @@ _VALUE_ERRORS = (
     RuntimeError,
     MemoryError,
 )
+_LONE = re.compile(r"[\ud800-\udbff](?![\udc00-\udfff])|(?<![\ud800-\udbff])[\udc00-\udfff]")
 _MAX_BITS = 512  # longer integers are described, not printed
 
 
@@ -55,6 +57,12 @@ def safe_repr(value: object, limit: int = 80) -> str:
     """``repr(value)``, cut to ``limit`` characters."""
     text = _Brief(limit).repr(value)
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def lone_surrogate(text: str) -> str | None:
+    """The first half of a surrogate pair without its other half: such a text has no UTF-8."""
+    found = None if text.isascii() else _LONE.search(text)
+    return None if found is None else ascii(found[0])
 
 
 def is_value_error(error: BaseException) -> bool:

@@ -75,9 +75,17 @@ def mark_all_but_some_slow(items: Sequence[pytest.Item]) -> None:
                 item.add_marker("slow")
 
 
+#: When a slow test counts as hanging. It takes up to two minutes alone, on a busy machine several
+#: times as long.
+SLOW_SECONDS = 1200
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     mark_all_but_some_slow(items)
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(SLOW_SECONDS))
     for marker, (_, there) in NEEDS.items():
         marked = [item for item in items if item.get_closest_marker(marker) is not None]
         if marked and not there():

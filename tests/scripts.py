@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 
-def run_python(code: str, *arguments: object, timeout: float = 120) -> str:
+def run_python(code: str, *arguments: object, timeout: float = 280) -> str:
     """A fresh interpreter in the checkout's root; its standard output."""
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)],

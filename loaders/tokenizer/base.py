@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from sdk.kernels.dataclass import dataclass
 from sdk.quant.once import Once
+from sdk.quant.safe_repr import safe_repr
 from sdk.quant.tokenizer import FimTokens
 
 if TYPE_CHECKING:  # jinja2 is imported with the first conversation
@@ -251,6 +252,12 @@ class TextTokenizer(ABC):
 
         named = self._facts.chat_templates
         if chosen is not None:
+            if chosen not in named and "{" not in chosen:  # every conversation would be this text
+                names = ", ".join(sorted(named)) or "no named ones"
+                raise TemplateError(
+                    f"chat_template: expected the source of a template or the name of one of the "
+                    f"model's ({names}), found {safe_repr(chosen)}; of a file pass its text"
+                )
             return named.get(chosen, chosen)
         if tools and "tool_use" in named:
             return named["tool_use"]

@@ -42,8 +42,9 @@ _NOT_YET: dict[str, tuple[Any, str]] = {
 _DEFAULT_BLOCK = 16
 #: Tokens of a step if no number is given. More did not make prompts faster on a CPU (docs/log.md).
 _STEP_TOKENS, _STEP_TOKENS_GPU = 256, 2048
-#: A smaller swap space is meant as a number of GiB: no page is smaller than 1 KiB.
-_LEAST_SWAP = 1024
+#: A smaller size of swapped pages or offloaded weights is meant as a number of GiB: no page is
+#: smaller than 1 KiB, and no weight that can be offloaded.
+_LEAST_SIZE = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,10 +190,17 @@ class EngineConfig:
             )
 
     def _check_texts(self) -> None:
-        for name in ("chat_template", "pre_tokenizer"):
+        for name in ("chat_template", "pre_tokenizer", "revision"):
             if getattr(self, name) is not None:
                 _text(name, getattr(self, name))
-        for name in ("download_dir", "generation_config"):
+        if not isinstance(given := self.hf_overrides or {}, Mapping) or not all(
+            isinstance(key, str) for key in given
+        ):
+            found = safe_repr(given)
+            raise RequestError(
+                f"hf_overrides: expected a dict of config.json's keys, found {found}"
+            )
+        for name in ("download_dir", "generation_config", "tokenizer"):
             value = getattr(self, name)
             if value is not None:
                 if not isinstance(value, str | os.PathLike):
@@ -214,7 +222,12 @@ class EngineConfig:
         for name in ("disk_offload", "cpu_offload"):
             value = getattr(self, name)
             if value not in (0, "auto"):
-                object.__setattr__(self, name, parse_bytes(value, name))
+                size = parse_bytes(value, name)
+                if size < _LEAST_SIZE:
+                    raise RequestError(
+                        f"{name}: {value} would mean bytes; write {name}='{value}GiB'"
+                    )
+                object.__setattr__(self, name, size)
         if self.disk_offload and self.device == "cuda":
             raise RequestError(
                 "disk_offload: with device='cuda' weights are offloaded to the machine's memory, "
@@ -486,7 +499,7 @@ class EngineConfig:
         if self.swap_space == 0:
             return
         object.__setattr__(self, "swap_space", parse_bytes(self.swap_space, "swap_space"))
-        if isinstance(self.swap_space, int) and self.swap_space < _LEAST_SWAP:
+        if isinstance(self.swap_space, int) and self.swap_space < _LEAST_SIZE:
             raise RequestError(
                 f"swap_space: {self.swap_space} would mean bytes, but vLLM's unit is GiB; write "
                 f"swap_space='{self.swap_space}GiB'"

@@ -22,6 +22,9 @@ from sdk.api.stop_regex import MAX_PATTERN_LEN, StopRegex
 from sdk.api.structured_params import StructuredOutputsParams, structure_of
 from sdk.kernels.dataclass import dataclass
 from sdk.quant.safe_repr import is_value_error, safe_message, safe_repr
+from sdk.quant.safe_repr import is_value_error, lone_surrogate, safe_message, safe_repr
+from sdk.structured.params import StructuredOutputsParams, structure_of
+from sdk.text.stop_regex import MAX_PATTERN_LEN, StopRegex
 
 #: Limits, so that one request cannot exhaust the process. Error messages name them.
 MAX_N = 64
@@ -465,6 +468,8 @@ def _strings(name: str, value: Any) -> tuple[str, ...]:
             raise _invalid(name, text, "a list of non-empty strings")
         if len(text) > length:
             raise RequestError(f"{name}: a string has at most {length} characters, got {len(text)}")
+        if (half := lone_surrogate(text)) is not None:
+            raise RequestError(f"{name}: expected Unicode text, found the lone surrogate {half}")
     if name == "banned_strings" and (total := sum(map(len, texts))) > MAX_BANNED_CHARACTERS:
         raise RequestError(
             f"{name}: expected at most {MAX_BANNED_CHARACTERS} characters in all, got {total}"

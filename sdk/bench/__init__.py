@@ -27,6 +27,14 @@ from sdk.bench.random_models import SHAPES
 from sdk.bench.report import Section, to_markdown, to_text
 from sdk.bench.settings import Settings
 from sdk.bench.suites import SUITES, measure
+from sdk.cli.bench.engines import PEERS, check_peer, parse_peers
+from sdk.cli.bench.lora import parse_lora
+from sdk.cli.bench.models import ModelFiles, Work, files_of, work_of
+from sdk.cli.bench.plots import check_matplotlib, write_plots
+from sdk.cli.bench.random_models import SHAPES
+from sdk.cli.bench.report import Section, to_markdown, to_text
+from sdk.cli.bench.settings import Settings
+from sdk.cli.bench.suites import SUITES, measure
 from sdk.demo import MINILM, SMOLLM2
 
 #: Defaults of all options that affect results; a report's command lists those that differ.
@@ -161,6 +169,11 @@ def _add_gpu_arguments(parser: argparse.ArgumentParser) -> None:
         help="time limit for all rows; rows left out are reported (default: 540)",
     )
     of_gpu.add_argument("--log", metavar="FILE", help="write the measuring process's messages")
+
+
+def model_arguments(args: argparse.Namespace) -> list[str]:
+    """The models of the command line."""
+    return [*([] if args.file == "gpu" else files_of(args.file)), *files_of(args.gguf)]
 
 
 def run(args: argparse.Namespace) -> int:

@@ -26,7 +26,7 @@ class ModelFiles:
             write_random(made, file)
             self.path = str(made)
         else:
-            self.path = file or str(demo_model(usual))
+            self.path = str(demo_model(usual)) if file is None else file
 
     def __enter__(self) -> ModelFiles:
         return self
@@ -73,6 +73,11 @@ def write_tokenizer(model: Path, folder: Path) -> None:
 
     with contextlib.redirect_stderr(io.StringIO()):
         AutoTokenizer.from_pretrained(model.parent, gguf_file=model.name).save_pretrained(folder)
+
+
+def files_of(model: str | None) -> list[str]:
+    """The file or hub id that ``model`` names; none if it is the demo model or random weights."""
+    return [] if model is None or model in SHAPES else [model]
 
 
 @dataclass(frozen=True, slots=True)

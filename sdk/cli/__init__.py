@@ -1,5 +1,6 @@
 """The ``embedlm`` command: one module per sub-command, each with ``add_arguments`` and ``run``.
 
+Those that take models also have ``model_arguments``: models are looked for before anything else.
 Only this subpackage prints. Answers and tables go to stdout, everything else to stderr. Exit codes:
 0 success, 1 something is missing (``doctor``), 2 a user error, reported in one line, 130
 interrupted. A sub-command is imported when it is named (all of them for ``--help``: 0.1 s), and
@@ -19,7 +20,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from sdk import __version__
 from sdk.api.errors import SdkError
@@ -79,14 +80,36 @@ def build_parser(named: str = "") -> argparse.ArgumentParser:
     parser.add_argument(
         "-v", "--verbose", action="store_true", help="show the traceback of an error"
     )
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(
+        dest="command", metavar="COMMAND", required=True, parser_class=_CommandParser
+    )
     for name in (named,) if named in COMMANDS else COMMANDS:
         module = import_module(COMMANDS[name])
         summary = (module.__doc__ or "").splitlines()[0]
         sub = commands.add_parser(name, help=summary, description=summary)
         module.add_arguments(sub)
-        sub.set_defaults(run=module.run)
+        sub.set_defaults(run=module.run, model_arguments=getattr(module, "model_arguments", None))
     return parser
+
+
+class _CommandParser(argparse.ArgumentParser):
+    """Options may stand between positional arguments: ``run MODEL --max-tokens 9 "hi"``.
+
+    Without this an optional positional argument counts as left out at the first option.
+    """
+
+    _mixing = False
+
+    def parse_known_args(self, *args: Any, **kwargs: Any) -> Any:
+        # parse_known_intermixed_args calls this, for options and then for the rest. It refuses
+        # parsers with sub-commands (keys), whose own parsers are of this class too.
+        if self._mixing or self._subparsers is not None:
+            return super().parse_known_args(*args, **kwargs)
+        self._mixing = True
+        try:
+            return self.parse_known_intermixed_args(*args, **kwargs)
+        finally:
+            self._mixing = False
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -99,6 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser(named).parse_args(argv)
     try:
         with _closed_streams_replaced(), _warnings_shown():
+            _look_for_models(args)
             code: int = args.run(args)
             sys.stdout.flush()
         return code
@@ -117,6 +141,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         if sys.stderr is not None:  # print would use stdout instead of None
             print(f"embedlm: {error}", file=sys.stderr)
         return 2
+
+
+def _look_for_models(args: argparse.Namespace) -> None:
+    """:raises SdkError: a model on the command line is missing, damaged or cannot be read."""
+    if args.model_arguments is None:
+        return
+    models = args.model_arguments(args)
+    if models:
+        from sdk.loaders.open import check_there
+
+        for model in models:
+            check_there(model)
 
 
 def _with_command(argv: list[str]) -> tuple[list[str], str]:

@@ -70,6 +70,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def model_arguments(args: argparse.Namespace) -> list[str]:
+    """The models of the command line."""
+    return [*args.file, *([] if args.reference is None else [args.reference])]
+
+
 def run(args: argparse.Namespace) -> int:
     text = None if args.text is None else read_text(args.text)
     given = {name: getattr(args, name) for name in OPTIONS if getattr(args, name) is not None}

@@ -30,6 +30,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
+def model_arguments(args: argparse.Namespace) -> list[str]:
+    """The models of the command line."""
+    return [args.file]
+
+
 def run(args: argparse.Namespace) -> int:
     from sdk.llm import LLM
     from sdk.memory.plan import DISK_BANDWIDTH

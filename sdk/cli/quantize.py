@@ -39,6 +39,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-threads", type=int, help="default: the CPUs of this process")
 
 
+def model_arguments(args: argparse.Namespace) -> list[str]:
+    """The models of the command line."""
+    return [args.file]
+
+
 def run(args: argparse.Namespace) -> int:
     from sdk.quantizing import quantize
 

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdk.api.errors import OutOfMemoryError, RequestError
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from sdk.llm import LLM
 
 Message = dict[str, str]
-#: The name of no adapter.
 
 HELP = """/clear   forget the conversation
 /lora    the adapters of --lora; /lora NAME switches to one, /lora off to none
@@ -80,6 +80,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stats", action="store_true", help="print tokens per second to stderr")
 
 
+def model_arguments(args: argparse.Namespace) -> list[str]:
+    """The models of the command line."""
+    named = named_model(args)
+    return [] if named is None else [named]
+
+
 def run(args: argparse.Namespace) -> int:
     prompt = read_prompt(args)
     if args.raw and (prompt is None or args.system is not None):
@@ -103,14 +109,24 @@ def run(args: argparse.Namespace) -> int:
         return chat(llm, args, params(llm), lora)
 
 
-def model_name(args: argparse.Namespace) -> str:
-    """The model the user named, or the demo model."""
+def named_model(args: argparse.Namespace) -> str | None:
+    """The model the user named. :raises RequestError: there are two, or it is a prompt."""
     if args.file is not None and args.model is not None:
         raise RequestError(
             f"model: expected one, found {args.file!r} and --model {args.model!r}; leave one out "
             "(a prompt is --prompt TEXT)"
         )
-    return args.file or args.model or str(demo_model())
+    if args.file is not None and args.text is None and is_prompt(args.file):
+        raise RequestError(
+            f"model: expected a path or a hub id, found {args.file!r}; to ask the demo model: "
+            "embedlm run --prompt TEXT"
+        )
+    return args.model if args.file is None else str(args.file)
+
+
+def is_prompt(word: str) -> bool:
+    """Whether it is rather a text than the name of a file that is missing."""
+    return " " in word and "/" not in word and not Path(word).suffix and not Path(word).exists()
 
 
 def opened(args: argparse.Namespace, adapters: Sequence[str] = ()) -> LLM:
@@ -128,7 +144,7 @@ def opened(args: argparse.Namespace, adapters: Sequence[str] = ()) -> LLM:
 
         options |= {**adapter_options(adapters), "lora_dtype": args.lora_dtype}
     try:
-        return LLM(model_name(args), max_num_seqs=1, **options)
+        return LLM(named_model(args) or str(demo_model()), max_num_seqs=1, **options)
     except OutOfMemoryError as error:
         raise OutOfMemoryError(as_arguments(str(error), args)) from error
 

@@ -30,6 +30,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def model_arguments(args: argparse.Namespace) -> list[str]:
+    """The models of the command line."""
+    return [args.model]
+
+
 def run(args: argparse.Namespace) -> int:
     run_worker(
         args.model,

@@ -508,10 +508,11 @@ def _tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer | None
         )
     if config.skip_tokenizer_init:
         return None
-    named = named_tokenizer(config)
-    if named is not None:
-        return named
-    found: Tokenizer | None = checkpoint.tokenizer
+    found: Tokenizer | None = named_tokenizer(config)
+    if found is None:
+        found = checkpoint.tokenizer
+    if found is not None and config.chat_template is not None:
+        found.template_source(config.chat_template)  # an error now, not with the first conversation
     return found
 
 

@@ -51,9 +51,11 @@ def unread_keys(checkpoint: Checkpoint, values: Mapping[str, Any]) -> tuple[str,
     """The keys of a config, or of a file's metadata, that nothing reads."""
     if isinstance(checkpoint, RewrittenCheckpoint):
         checkpoint = checkpoint.inner
-    if checkpoint.format == "gguf":
-        return tuple(getattr(checkpoint, "unread_keys", ()))
-    return tuple(unknown_keys(values))
+    unknown = unknown_keys(values)
+    if checkpoint.format == "gguf":  # its config has the keys that its metadata were read into
+        overridden = (key for key in unknown if key not in checkpoint.config)
+        return (*getattr(checkpoint, "unread_keys", ()), *overridden)
+    return tuple(unknown)
 
 
 def load_warnings(

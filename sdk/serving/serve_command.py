@@ -76,6 +76,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_guard_arguments(parser)
 
 
+def model_arguments(args: argparse.Namespace) -> list[str]:
+    """The models of the command line."""
+    if not args.models:
+        return []
+    return list(named_models(args.models, args.served_model_name).values())
+
+
 def run(args: argparse.Namespace) -> int:
     named = named_models(args.models, args.served_model_name)
     adapters = named_adapters(args.lora)

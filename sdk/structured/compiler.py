@@ -20,6 +20,8 @@ from sdk.quant.tokenizer import Tokenizer
 from sdk.structured.bound import Bound, longest_completion, longest_match
 from sdk.structured.definition import Definition, definition_of
 from sdk.structured.library import GrammarError, Matcher, SearchLimit, Vocabulary
+from sdk.structured.library import DEAD_END, GrammarError, Matcher, SearchLimit, Vocabulary
+from sdk.structured.params import StructuredOutputsParams
 from sdk.structured.shortest import Search, TokenShapes
 
 _T = TypeVar("_T")
@@ -156,7 +158,9 @@ class GrammarCompiler:
         try:
             return compiled()
         except GrammarError as error:
-            raise RequestError(f"{params.kind}: it cannot be enforced: {error}") from error
+            why = "a part of it has no end, such as a $ref that leads to itself"
+            why = why if DEAD_END in str(error) else str(error)
+            raise RequestError(f"{params.kind}: it cannot be enforced: {why}") from error
 
     def _compile(self, definition: Definition, tokens: GrammarTokens) -> Grammar:
         matcher = Matcher.of(tokens.vocabulary, definition.kind, definition.text, _LIMITS)
@@ -191,12 +195,13 @@ class GrammarCompiler:
         """The way as the tokenizer would write it, if that is no longer."""
         text = self._tokenizer.decode(way, skip_special_tokens=False)
         tokens = tuple(self._spelling.encode(text))
-        if len(tokens) > len(way) or matcher.allowed(tokens) < len(tokens):
+        if len(tokens) > len(way):
             return way
-        matcher.consume(tokens)
-        accepting = matcher.accepting
-        matcher.rollback(len(tokens))
-        return tokens if accepting else way
+        walk = matcher.copy()  # the states of 15,000 characters, 4.5 MB, stay out of what is kept
+        if walk.allowed(tokens) < len(tokens):
+            return way
+        walk.consume(tokens)
+        return tokens if walk.accepting else way
 
     def _is_special(self, text: str) -> bool:
         token = self._tokenizer.token_to_id(text)

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 from sdk.api.errors import RequestError
 from sdk.api.structured_params import MAX_TEXT, StructuredOutputsParams
 from sdk.quant.safe_repr import safe_repr
+from sdk.errors import RequestError
+from sdk.quant.safe_repr import lone_surrogate, safe_repr
 from sdk.structured import lark
 from sdk.structured.document import schemas_in
 from sdk.structured.gbnf import is_gbnf
@@ -38,7 +40,8 @@ def definition_of(params: StructuredOutputsParams, is_special: Callable[[str], b
 
     :raises RequestError: a construct is not supported; the message names it.
     """
-    return _DEFINITIONS[params.kind](params, is_special)
+    found = _DEFINITIONS[params.kind](params, is_special)
+    return found._replace(text=_unicode(params.kind, found.text))
 
 
 def _json(params: StructuredOutputsParams, _: Callable[[str], bool]) -> Definition:
@@ -66,7 +69,15 @@ def _prepared(schema: Schema, params: StructuredOutputsParams) -> Schema:
         check_pattern("whitespace_pattern", params.whitespace_pattern)
         guidance = {"whitespace_pattern": params.whitespace_pattern}
     prepared["x-guidance"] = guidance
+    _unicode("json", json.dumps(prepared, ensure_ascii=False))
     return prepared
+
+
+def _unicode(name: str, text: str) -> str:
+    """The text with surrogate pairs as characters. :raises RequestError: there is half a pair."""
+    if (half := lone_surrogate(text)) is not None:
+        raise RequestError(f"{name}: expected Unicode text, found the lone surrogate {half}")
+    return text.encode("utf-16", "surrogatepass").decode("utf-16")
 
 
 def _regex(params: StructuredOutputsParams, _: Callable[[str], bool]) -> Definition:
@@ -104,6 +115,7 @@ def _structural_tag(
 ) -> Definition:
     tag = params.structural_tag
     assert isinstance(tag, Mapping)
+    _unicode("structural_tag", json.dumps(tag, ensure_ascii=False))
     text = lark_of_tag(
         tag,
         lambda schema: _json_definition(_prepared(schema, params)).text,

@@ -29,6 +29,8 @@ _WIDTH, _BRANCHES = 8, 24
 #: The states of one search, each about 0.1 ms; and how often a state may repeat, as far as its mask
 #: says, until the search only goes on with the same token.
 _STATES, _LOOPS = 2000, 16
+#: Bytes of forced text that take as long as a mask.
+_BYTES_OF_A_MASK = 1024
 #: How often the search believes in the same state that a closing token closes something.
 _VISITS = 8
 #: The rank of a token after which nothing may follow.
@@ -188,6 +190,7 @@ class Search:
         if matcher.accepting:
             return ()
         self._masks_left = masks
+        matcher.forced_bytes()  # those of others
         self._hints = [tuple(hint) for hint in hints]
         # One state at a time nearly always succeeds; several find ways around dead ends and loops.
         found = error = None
@@ -229,7 +232,9 @@ class Search:
         taken: Counter[tuple[int, ...]] = Counter()
         while len(path) < most_tokens and states > 0:
             matcher = walk.matcher
-            if forced := matcher.forced(most_tokens - len(path)):
+            forced = matcher.forced(most_tokens - len(path))
+            self._count_forced(matcher)
+            if forced:
                 walk.take(forced)
                 if matcher.accepting:
                     return tuple(path)
@@ -339,9 +344,8 @@ class Search:
     def _allowed(self, matcher: Matcher, again: bool = True) -> tuple[bytes, NDArray[np.intp]]:
         """The tokens that may follow, and a hash of their mask."""
         self._masks_left -= 1
-        if self._masks_left < 0:
-            raise SearchLimit("it is too complex: a complete text needs too many steps of a search")
         matcher.mask(self._mask)
+        self._count_forced(matcher)
         bits = np.unpackbits(self._mask.view(np.uint8), bitorder="little")
         allowed = np.flatnonzero(bits[: len(self._shapes.lengths)])
         if again and len(allowed) and not matcher.allowed((int(allowed[0]),)):
@@ -354,3 +358,9 @@ class Search:
                 return self._allowed(matcher, again=False)
         key = hashlib.blake2b(self._mask.tobytes(), digest_size=16).digest()
         return key, allowed
+
+    def _count_forced(self, matcher: Matcher) -> None:
+        """:raises SearchLimit: the masks so far, and the forced texts, are too many."""
+        self._masks_left -= matcher.forced_bytes() // _BYTES_OF_A_MASK
+        if self._masks_left < 0:
+            raise SearchLimit("it is too complex: a complete text needs too many steps of a search")

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import StableLmConfig, StableLmForCausalLM
+from transformers import PersimmonConfig, PersimmonForCausalLM
 
 import sdk.engine.rank.drafting_model as drafting_model
 from sdk import LLM, CheckpointError, RequestError, SamplingParams, UnsupportedError
@@ -532,7 +532,8 @@ def test_a_model_of_transformers_own_code_gives_only_its_last_hidden_states(
     sizes = tiny_heads.model.config.to_dict()
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
     torch.manual_seed(0)
-    model = StableLmForCausalLM(StableLmConfig(**{name: sizes[name] for name in names}))
+    config = PersimmonConfig(**{name: sizes[name] for name in names}, num_attention_heads=4)
+    model = PersimmonForCausalLM(config)
     model.save_pretrained(tmp_path)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(golden / "arch-llama3" / "hf" / name, tmp_path)

@@ -130,6 +130,9 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "a huge key of a bias": {"logit_bias": {HUGE: 1.0}},
     "an endless list of words": {"bad_words": Endless()},
     "results of 100 MB": {"logprobs": -1, "n": 64, "max_tokens": 1000},
+    "half a character to stop at": {"stop": ["\ud83d"]},
+    "half a character that breaks repetitions": {"dry_sequence_breakers": ["a\udc00"]},
+    "half a character to choose": {"structured_outputs": {"choice": ["\ud83d"]}},
     "a pattern of 500 places": {"stop_regex": "(?:.?){500}\x00"},
     "a pattern that grows": {"stop_regex": "(((){999}){999}){999}a"},
 }

@@ -18,6 +18,10 @@ from sdk import LLM, AsyncLLM, CheckpointError, RequestError, SamplingParams
 from sdk.api.config import EngineConfig
 from sdk.api.options import EngineOptions, engine_config
 from sdk.api.other_names import CALLS, ENGINE, SAMPLING
+from sdk.config import EngineConfig
+from sdk.loaders.chat_template import TemplateError
+from sdk.options import EngineOptions, engine_config
+from sdk.other_names import CALLS, ENGINE, SAMPLING
 from sdk.requests.conversations import ChatOptions
 from tests.api.language_server import LanguageServer
 
@@ -204,3 +208,34 @@ def test_a_16_bit_dtype_is_met_or_exceeded_on_a_cpu(golden: Path, dtype: Any) ->
             said = f"dtype={dtype!r}: activations are at least that precise" in llm.explain()
             assert said == bool(options)
     assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"hf_overrides": "no"}, "hf_overrides: expected a dict of config.json's keys, found 'no'"),
+        ({"hf_overrides": [1]}, "hf_overrides: expected a dict"),
+        ({"hf_overrides": {1: 2}}, "hf_overrides: expected a dict"),
+        ({"tokenizer": 5}, "tokenizer: expected a folder, found 5"),
+        ({"revision": 5}, "revision: expected a string, found 5"),
+        ({"disk_offload": 4}, "disk_offload: 4 would mean bytes; write disk_offload='4GiB'"),
+        ({"disk_offload": 1.5}, "write disk_offload='1.5GiB'"),
+        ({"cpu_offload": 4, "device": "cuda"}, "write cpu_offload='4GiB'"),
+    ],
+)
+def test_an_option_of_a_wrong_type_or_unit_is_named(option: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=re.escape(message)):
+        EngineConfig(model="model.gguf", **option)
+
+
+def test_a_chat_template_that_is_no_template_is_refused_at_load(golden: Path) -> None:
+    """Every conversation would be the text "/nowhere.jinja"."""
+    model = golden / "gguf-Q8_0" / "model.gguf"
+    with pytest.raises(TemplateError, match=r"found '/nowhere\.jinja'; of a file pass its text"):
+        LLM(model, chat_template="/nowhere.jinja", max_model_len=64)
+
+
+def test_overrides_that_nothing_reads_are_reported(golden: Path) -> None:
+    given = {"rope_theta": 5000.0, "rope_thetta": 1.0}
+    with LLM(golden / "gguf-Q8_0" / "model.gguf", hf_overrides=given, max_model_len=64) as llm:
+        assert any(line.endswith("have no effect: rope_thetta") for line in llm.load_warnings)

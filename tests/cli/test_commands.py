@@ -66,8 +66,9 @@ def test_advice_names_commands_that_exist() -> None:
     assert not {*COMMANDS} & {*_OTHER_COMMANDS}
 
 
-def test_options_may_be_written_with_underscores(capsys: Captured) -> None:
-    assert main(["run", "m.gguf", "hi", "--max_tokens=0"]) == 2
+def test_options_may_be_written_with_underscores(golden: Path, capsys: Captured) -> None:
+    model = str(golden / "gguf-Q8_0" / "model.gguf")
+    assert main(["run", model, "hi", "--max_tokens=0"]) == 2
     assert "max_tokens must be an integer in [1," in capsys.readouterr().err
     assert main(["run", "/nowhere/m.gguf", "a_b", "--max_model_len", "64"]) == 2
     assert "/nowhere/m.gguf" in capsys.readouterr().err

@@ -162,11 +162,11 @@ def test_piped_text_is_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_prompt_may_follow_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", Terminal())
     args = parse("m.gguf", "Name three rivers.")
-    assert (run.model_name(args), run.read_prompt(args)) == ("m.gguf", "Name three rivers.")
+    assert (run.named_model(args), run.read_prompt(args)) == ("m.gguf", "Name three rivers.")
     with pytest.raises(RequestError, match=r"--prompt: expected one prompt, found 'b' and 'a'"):
         run.read_prompt(parse("m.gguf", "a", "--prompt", "b"))
     with pytest.raises(RequestError, match="a prompt is --prompt TEXT"):
-        run.model_name(parse("hi", "--model", "m.gguf"))
+        run.named_model(parse("hi", "--model", "m.gguf"))
 
 
 def test_a_terminal_without_a_prompt_is_a_chat(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,12 +188,13 @@ def test_raw_needs_a_prompt_and_no_system_message(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_model_is_named_once_or_is_the_demo_model() -> None:
-    assert run.model_name(parse("a.gguf")) == "a.gguf"
-    assert run.model_name(parse("--model", "a.gguf")) == "a.gguf"
+    assert run.named_model(parse("a.gguf")) == "a.gguf"
+    assert run.named_model(parse("--model", "a.gguf")) == "a.gguf"
     with pytest.raises(RequestError, match="model: expected one, found"):
-        run.model_name(parse("a.gguf", "--model", "b.gguf"))
-    with pytest.raises(CheckpointError, match="embedlm fetch-demo"):
-        run.model_name(parse())
+        run.named_model(parse("a.gguf", "--model", "b.gguf"))
+    assert run.named_model(parse()) is None
+    with pytest.raises(CheckpointError, match="embedlm fetch-demo"), run.opened(parse()):
+        pass
 
 
 def test_the_engine_is_for_one_user_and_gets_the_options_given(
@@ -315,8 +316,12 @@ def test_a_model_without_a_chat_template_names_raw(
     assert main(["run", str(model), "-p", "Hi", "--raw", "--max-tokens", "2"]) == 0
 
 
-def test_a_bad_parameter_is_refused_before_the_model_is_opened(capsys: Captured) -> None:
-    assert main(["run", "/nowhere.gguf", "-p", "x", "--temperature", "-1"]) == 2
+def test_a_bad_parameter_is_refused_before_the_model_is_loaded(
+    golden: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "opened", None)  # a call would be a TypeError
+    model = str(golden / "gguf-Q8_0" / "model.gguf")
+    assert main(["run", model, "-p", "x", "--temperature", "-1"]) == 2
     err = capsys.readouterr().err
     assert err.startswith("embedlm: ")
     assert "temperature" in err and err.count("\n") == 1

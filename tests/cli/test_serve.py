@@ -101,19 +101,25 @@ def test_options_of_a_file_and_of_arguments(tmp_path: Path) -> None:
             read_options(path)
 
 
-def test_an_address_that_cannot_be_used_is_an_error_before_loading(capsys: Captured) -> None:
+def test_an_address_that_cannot_be_used_is_an_error_before_loading(
+    golden: Path, capsys: Captured
+) -> None:
+    model = str(golden / "gguf-Q8_0" / "model.gguf")
+
+    def refused(*options: str) -> str:
+        assert main(["serve", model, *options]) == 2
+        err = capsys.readouterr().err
+        assert "loading" not in err
+        return err
+
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert main(["serve", "none.gguf", "--port", str(port)]) == 2
-        assert f"cannot listen at 127.0.0.1:{port}" in capsys.readouterr().err
-    assert main(["serve", "none.gguf", "--host", "no.such.host.invalid"]) == 2
-    assert "--host no.such.host.invalid" in capsys.readouterr().err
-    assert main(["serve", "none.gguf", "--port", "70000"]) == 2
-    assert "70000" in capsys.readouterr().err
-    assert main(["serve", "none.gguf", "--drain-seconds", "-1"]) == 2
-    assert "--drain-seconds: expected at least 0" in capsys.readouterr().err
-    assert main(["serve", "none.gguf", "--kept-responses", "much"]) == 2
-    assert "--kept-responses: expected a size" in capsys.readouterr().err
+        assert f"cannot listen at 127.0.0.1:{port}" in refused("--port", str(port))
+    host = "no.such.host.invalid"
+    assert f"--host {host}" in refused("--host", host)
+    assert "70000" in refused("--port", "70000")
+    assert "--drain-seconds: expected at least 0" in refused("--drain-seconds", "-1")
+    assert "--kept-responses: expected a size" in refused("--kept-responses", "much")
 
 
 def test_nobody_can_connect_before_the_model_is_loaded() -> None:
@@ -122,10 +128,10 @@ def test_nobody_can_connect_before_the_model_is_loaded() -> None:
 
 
 def test_a_missing_extra_says_how_to_install_it(
-    capsys: Captured, monkeypatch: pytest.MonkeyPatch
+    golden: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    assert main(["serve", "none.gguf"]) == 2
+    assert main(["serve", str(golden / "gguf-Q8_0" / "model.gguf")]) == 2
     assert 'pip install "embedlm[server]"' in capsys.readouterr().err
 
 

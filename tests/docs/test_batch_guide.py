@@ -68,6 +68,7 @@ def answers(program: Path) -> dict[int, str]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGKILL], ids=["SIGINT", "SIGKILL"])
 def test_the_guide_goes_on_where_it_was_stopped(program: Path, kind: signal.Signals) -> None:
     whole = start(program)

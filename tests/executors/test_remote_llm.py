@@ -151,6 +151,7 @@ def test_a_worker_killed_while_requests_run_fails_them_and_leaves_nothing(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("ctrl_c")
 def test_a_worker_that_ctrl_c_ends_says_nothing_more(golden: Path, workers: Workers) -> None:
     worker = workers.start(golden / "gguf-Q4_0" / "model.gguf")
     assert worker.stderr is not None

@@ -326,6 +326,7 @@ def test_workers_that_never_come_are_counted_and_the_refused_ones_named(
 ) -> None:
     port = remote.free_port()
     worker = remote.WorkerProcess(port, token="a wrong token of some length")
+    assert worker.says("pid", 200.0)  # from now on it tries to connect every second
     executor = remote.executor_at(port, size=3, remote={"timeout": 12.0})
     with pytest.raises(
         EngineDeadError,

@@ -47,7 +47,7 @@ def _start(code: str, *arguments: object) -> subprocess.Popen[str]:
 def _assert_interrupted(process: subprocess.Popen[str]) -> str:
     """It ended by the interrupt, not by an abort; its last words."""
     try:
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=200)
     finally:
         process.kill()  # no effect on one that has ended
     assert process.returncode in (-2, 130, 1), (process.returncode, errors)

@@ -44,6 +44,22 @@ def test_hang(): time.sleep(60)
 
 def test_right_too(): pass
 """
+TIMEOUTS = """
+import pytest
+
+def timeout(request):
+    marker = request.node.get_closest_marker("timeout")
+    return marker and marker.args
+
+@pytest.mark.slow
+def test_slow(request): assert timeout(request) == (1200,)
+
+@pytest.mark.slow
+@pytest.mark.timeout(7)
+def test_own(request): assert timeout(request) == (7,)
+
+def test_quick(request): assert timeout(request) is None
+"""
 #: How many tests have which marker.
 MARKED = ((1, "two_hosts"), (2, "peers"))
 Run = Callable[..., tuple[int, str]]
@@ -61,10 +77,15 @@ def run(tmp_path: Path) -> Run:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)
         return done.returncode, done.stdout + done.stderr
 
     return call
+
+
+def test_a_slow_test_hangs_later_than_a_quick_one(run: Run) -> None:
+    status, text = run({"areas/a/test_it.py": TIMEOUTS})
+    assert status == 0 and "3 passed" in text, text
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 
+from sdk import RequestError, StructuredOutputsParams
+from sdk.structured.definition import definition_of
+
 ROOT = Path(__file__).parents[2]
 FAR = 2**63
 Structure = dict[str, Any]
@@ -94,6 +97,40 @@ def test_what_the_library_cannot_take_is_refused_by_name(structures: list[Struct
     assert [one for one in found if not one.startswith("refused: ")] == []
     named = "not supported|nested up to|properties: expected|repetitions|room for|rules"
     assert [one for one in found if not re.search(named, one)] == []
+
+
+HALF = "\ud800"
+TAG = {"structures": [{"begin": f"<{HALF}", "schema": {}, "end": ">"}], "triggers": ["<"]}
+
+
+@pytest.mark.parametrize(
+    "structure",
+    [
+        {"choice": ["a", HALF]},
+        {"regex": f"a|{HALF}"},
+        {"grammar": f'start: "{HALF}"'},
+        {"grammar": f'root ::= "{HALF}"'},
+        {"grammar": 'start: %json {"const": "\\ud800"}'},
+        {"json": {"const": {"a": [HALF]}}},
+        {"json": '{"enum": ["\\udc00\\ud800"]}'},
+        {"json": {"properties": {HALF: {}}}},
+        {"json": {"pattern": HALF}},
+        {"json_object": True, "whitespace_pattern": HALF},
+        {"structural_tag": TAG},
+    ],
+    ids=lambda structure: ascii(structure)[:40],
+)
+def test_half_a_character_is_refused_by_name(structure: Structure) -> None:
+    """The library takes UTF-8, which such a text has none of."""
+    with pytest.raises(
+        RequestError, match=r"expected Unicode text, found the lone surrogate '\\ud"
+    ):
+        definition_of(StructuredOutputsParams(**structure), lambda text: False)
+
+
+def test_a_pair_of_surrogates_is_a_character() -> None:
+    params = StructuredOutputsParams(choice=["\ud83d\ude00"])
+    assert definition_of(params, lambda text: False).text == 'start: "\U0001f600"'
 
 
 def test_a_thread_with_a_small_stack_takes_fewer_levels() -> None:

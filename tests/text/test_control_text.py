@@ -201,4 +201,4 @@ def test_a_chat_without_a_template_says_so(make_metadata: Any) -> None:
     with pytest.raises(TemplateError, match="no chat template"):
         tokenizer.apply_chat_template([{"role": "user", "content": "x"}])
     with pytest.raises(TemplateError, match="a list of messages"):
-        tokenizer.encode_chat(json.loads('"x"'), chat_template="x")
+        tokenizer.encode_chat(json.loads('"x"'), chat_template="{{ 'x' }}")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from sdk.loaders.chat_template import TemplateError
 from sdk.loaders.tokenizer.from_gguf import tokenizer_from_gguf
 from sdk.quant.errors import CheckpointError, UnsupportedError
 
@@ -167,7 +168,11 @@ def test_named_templates_are_kept_apart(make_metadata: Any) -> None:
     assert tokenizer.chat_templates == {"tool_use": source}
     assert tokenizer.apply_chat_template(message, chat_template="tool_use") == "T"
     assert tokenizer.apply_chat_template(message, tools=[{"name": "f"}]) == "Tf"
-    assert tokenizer.apply_chat_template(message, chat_template="own") == "own"
+    assert tokenizer.apply_chat_template(message, chat_template="{{ 'own' }}") == "own"
+    with pytest.raises(
+        TemplateError, match=r"one of the model's \(tool_use\), found 'own'; of a file"
+    ):
+        tokenizer.apply_chat_template(message, chat_template="own")
     assert tokenizer.apply_chat_template(message) == "x<|im_end|>"
 
 

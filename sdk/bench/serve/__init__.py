@@ -15,6 +15,12 @@ from sdk.bench.engines import check_peer, parse_peers
 from sdk.bench.plots import check_matplotlib
 from sdk.bench.serve.opening import opened_subjects
 from sdk.bench.serve.options import (
+from sdk.cli.bench import parse_count, parse_numbers
+from sdk.cli.bench.engines import check_peer, parse_peers
+from sdk.cli.bench.models import files_of
+from sdk.cli.bench.plots import check_matplotlib
+from sdk.cli.bench.serve.opening import opened_subjects
+from sdk.cli.bench.serve.options import (
     add_workload_arguments,
     arrivals_of,
     parse_object,
@@ -146,6 +152,11 @@ def _add_load_arguments(how: argparse._ArgumentGroup) -> None:
         metavar="SECONDS",
         help="a request that takes longer has failed (default: 600)",
     )
+
+
+def model_arguments(args: argparse.Namespace) -> list[str]:
+    """The models of the command line."""
+    return files_of(args.model) if args.url is None else []
 
 
 def run(args: argparse.Namespace) -> int:

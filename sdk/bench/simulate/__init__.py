@@ -107,6 +107,11 @@ def _add_events(events: argparse._ArgumentGroup) -> None:
     )
 
 
+def model_arguments(args: argparse.Namespace) -> list[str]:
+    """The models of the command line."""
+    return [] if args.model is None else [args.model]
+
+
 def run(args: argparse.Namespace) -> int:
     if args.measure is not None:
         return _measure(args)

@@ -136,6 +136,11 @@ class Table:
         part.replace(self.path)
 
 
+def model_arguments(args: argparse.Namespace) -> list[str]:
+    """The models of the command line."""
+    return [] if args.model is None else [args.model]
+
+
 def run(args: argparse.Namespace) -> int:
     from sdk.bench.gpu.card import Card, no_card
 

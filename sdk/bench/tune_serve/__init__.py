@@ -21,6 +21,9 @@ from sdk.api.errors import RequestError
 from sdk.bench import parse_count
 from sdk.bench.models import ModelFiles
 from sdk.bench.serve.options import (
+from sdk.cli.bench import parse_count
+from sdk.cli.bench.models import ModelFiles, files_of
+from sdk.cli.bench.serve.options import (
     add_workload_arguments,
     arrivals_of,
     parse_positive,
@@ -117,6 +120,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--max-num-seqs", type=parse_count, help="the most requests at a time")
     engine.add_argument("--threads", type=parse_count, help="default: the CPUs of this process")
     parser.add_argument("--write", metavar="FILE", help="write the options, a JSON object")
+
+
+def model_arguments(args: argparse.Namespace) -> list[str]:
+    """The models of the command line."""
+    return files_of(args.model)
 
 
 def run(args: argparse.Namespace) -> int:
