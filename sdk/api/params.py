@@ -21,10 +21,7 @@ from sdk.api.errors import RequestError, SdkError
 from sdk.api.stop_regex import MAX_PATTERN_LEN, StopRegex
 from sdk.api.structured_params import StructuredOutputsParams, structure_of
 from sdk.kernels.dataclass import dataclass
-from sdk.quant.safe_repr import is_value_error, safe_message, safe_repr
 from sdk.quant.safe_repr import is_value_error, lone_surrogate, safe_message, safe_repr
-from sdk.structured.params import StructuredOutputsParams, structure_of
-from sdk.text.stop_regex import MAX_PATTERN_LEN, StopRegex
 
 #: Limits, so that one request cannot exhaust the process. Error messages name them.
 MAX_N = 64

@@ -21,20 +21,12 @@ from sdk.api.errors import RequestError
 from sdk.api.load_progress import is_terminal
 from sdk.bench.engines import PEERS, check_peer, parse_peers
 from sdk.bench.lora import parse_lora
-from sdk.bench.models import ModelFiles, Work, work_of
+from sdk.bench.models import ModelFiles, Work, files_of, work_of
 from sdk.bench.plots import check_matplotlib, write_plots
 from sdk.bench.random_models import SHAPES
 from sdk.bench.report import Section, to_markdown, to_text
 from sdk.bench.settings import Settings
 from sdk.bench.suites import SUITES, measure
-from sdk.cli.bench.engines import PEERS, check_peer, parse_peers
-from sdk.cli.bench.lora import parse_lora
-from sdk.cli.bench.models import ModelFiles, Work, files_of, work_of
-from sdk.cli.bench.plots import check_matplotlib, write_plots
-from sdk.cli.bench.random_models import SHAPES
-from sdk.cli.bench.report import Section, to_markdown, to_text
-from sdk.cli.bench.settings import Settings
-from sdk.cli.bench.suites import SUITES, measure
 from sdk.demo import MINILM, SMOLLM2
 
 #: Defaults of all options that affect results; a report's command lists those that differ.

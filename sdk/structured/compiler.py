@@ -19,9 +19,7 @@ from sdk.quant.once import Once
 from sdk.quant.tokenizer import Tokenizer
 from sdk.structured.bound import Bound, longest_completion, longest_match
 from sdk.structured.definition import Definition, definition_of
-from sdk.structured.library import GrammarError, Matcher, SearchLimit, Vocabulary
 from sdk.structured.library import DEAD_END, GrammarError, Matcher, SearchLimit, Vocabulary
-from sdk.structured.params import StructuredOutputsParams
 from sdk.structured.shortest import Search, TokenShapes
 
 _T = TypeVar("_T")

@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 
 from sdk.api.errors import RequestError
 from sdk.api.structured_params import MAX_TEXT, StructuredOutputsParams
-from sdk.quant.safe_repr import safe_repr
-from sdk.errors import RequestError
 from sdk.quant.safe_repr import lone_surrogate, safe_repr
 from sdk.structured import lark
 from sdk.structured.document import schemas_in

@@ -15,12 +15,12 @@ from sdk.bench.engines import check_peer, parse_peers
 from sdk.bench.plots import check_matplotlib
 from sdk.bench.serve.opening import opened_subjects
 from sdk.bench.serve.options import (
-from sdk.cli.bench import parse_count, parse_numbers
-from sdk.cli.bench.engines import check_peer, parse_peers
-from sdk.cli.bench.models import files_of
-from sdk.cli.bench.plots import check_matplotlib
-from sdk.cli.bench.serve.opening import opened_subjects
-from sdk.cli.bench.serve.options import (
+from sdk.bench import parse_count, parse_numbers
+from sdk.bench.engines import check_peer, parse_peers
+from sdk.bench.models import files_of
+from sdk.bench.plots import check_matplotlib
+from sdk.bench.serve.opening import opened_subjects
+from sdk.bench.serve.options import (
     add_workload_arguments,
     arrivals_of,
     parse_object,

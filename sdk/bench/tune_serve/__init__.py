@@ -21,9 +21,9 @@ from sdk.api.errors import RequestError
 from sdk.bench import parse_count
 from sdk.bench.models import ModelFiles
 from sdk.bench.serve.options import (
-from sdk.cli.bench import parse_count
-from sdk.cli.bench.models import ModelFiles, files_of
-from sdk.cli.bench.serve.options import (
+from sdk.bench import parse_count
+from sdk.bench.models import ModelFiles, files_of
+from sdk.bench.serve.options import (
     add_workload_arguments,
     arrivals_of,
     parse_positive,
