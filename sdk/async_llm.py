@@ -24,8 +24,6 @@ from sdk.requests.prompts import PromptLike
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from sdk.testing.fake_llm import FakeLLM
-
 
 class AsyncLLM(AsyncPooling):
     """Async methods for an :class:`LLM`; not a second engine.
@@ -35,12 +33,10 @@ class AsyncLLM(AsyncPooling):
     """
 
     @takes_options
-    def __init__(
-        self, model: LLM | FakeLLM | str | PathLike[str], **options: Unpack[EngineOptions]
-    ) -> None:
+    def __init__(self, model: LLM | str | PathLike[str], **options: Unpack[EngineOptions]) -> None:
         given: Any = model
-        self.llm: LLM | FakeLLM
-        if hasattr(given, "astream"):  # an LLM or a FakeLLM, not a path
+        self.llm: LLM
+        if hasattr(given, "astream"):  # an LLM, or what wraps one; not a path
             if options:
                 raise TypeError(f"AsyncLLM(llm) takes no options, found {sorted(options)}")
             self.llm, self._owned = given, False

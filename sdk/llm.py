@@ -28,34 +28,29 @@ from sdk.api.outputs import (
 from sdk.api.params import SamplingParams
 from sdk.engine.plan import PoolingMode
 from sdk.engine.running_requests import RequestInfo
-from sdk.engine.snapshot import Snapshot
-from sdk.loading.alternatives import plan, planned_config
 from sdk.loading.around import part_around
-from sdk.loading.load import load
-from sdk.loading.quant_report import QuantReport
-from sdk.memory.plan import MemoryPlan
 from sdk.metrics.slo import SLO
 from sdk.metrics.stats import EngineStats
 from sdk.metrics.trace import Trace
-from sdk.models.architecture import WITHOUT_HEAD
-from sdk.requests.advice import Advice
 from sdk.requests.as_completed import AsCompleted
 from sdk.requests.async_pooling import AsyncPooling
 from sdk.requests.async_stream import AnswerStream
-from sdk.requests.beam_searches import BeamSearches
 from sdk.requests.calls import Calls
 from sdk.requests.conversations import Message
-from sdk.requests.jobs import JobMaker, ParamsLike
-from sdk.requests.pooling import PoolingCalls
-from sdk.requests.prompts import Prompt, PromptLike, PromptReader, is_conversation
-from sdk.requests.served import Served, ServedEngine
+from sdk.requests.jobs import ParamsLike
+from sdk.requests.prompts import Prompt, PromptLike, is_conversation
 from sdk.requests.stepping import Stepping
 from sdk.requests.vectors import OutputDtype, Wanted
 from sdk.tokenizer import LLMTokenizer
 
-if TYPE_CHECKING:  # Unpack: in typing from Python 3.11 on
-    from typing_extensions import Unpack
+if TYPE_CHECKING:  # Self, Unpack: in typing from Python 3.11 on; the others come with a model
+    from typing_extensions import Self, Unpack
 
+    from sdk.engine.snapshot import Snapshot
+    from sdk.loading.quant_report import QuantReport
+    from sdk.memory.plan import MemoryPlan
+    from sdk.models.config import ModelConfig
+    from sdk.requests.served import Served
     from sdk.requests.typed_outputs import MessageOutput, ParsedOutput
     from sdk.tools import ToolRun
     from sdk.tools.definitions import ToolLike
@@ -88,8 +83,13 @@ class LLM(AsyncPooling):
         plan: MemoryPlan | None = None,
         **options: Unpack[EngineOptions],
     ) -> None:
+        from sdk.loading.alternatives import planned_config
+
         self.config = config = planned_config(plan, model, **options)
         if config.data_parallel_size == 1:
+            from sdk.loading.load import load
+            from sdk.requests.served_engine import ServedEngine
+
             self._open(ServedEngine(load(config)))
         else:
             self._open(part_around("replicas")(config))
@@ -98,55 +98,21 @@ class LLM(AsyncPooling):
     def _on(cls, served: Served) -> LLM:
         """An LLM whose parts exist."""
         llm = cls.__new__(cls)
-        llm.config = served.facts.config
+        llm.config = served.config
         llm._open(served)
         return llm
 
     def _open(self, served: Served) -> None:
-        facts, vocab_size = served.facts, served.facts.model_config.vocab_size
-        self.model_config = facts.model_config
-        self.max_model_len = facts.plan.max_model_len
         self.load_warnings = served.warnings
         self._served = served
-        self._defaults = facts.defaults
-        self._default_params = facts.defaults.params
-        hidden_size = facts.model_config.hidden_size
-        self._reader = PromptReader(
-            facts.tokenizer,
-            vocab_size=vocab_size,
-            max_model_len=self.max_model_len,
-            chat_template=self.config.chat_template,
-            hidden_size=hidden_size if self.config.enable_prompt_embeds else None,
-        )
-        self._driver = served.driver
+        self._driver, self._monitoring = served.driver, served.monitoring
+        self._prefixes, self._memory = served.prefixes, served.memory
         self._runner = served.model_runner
-        self._jobs = JobMaker(
-            self._reader,
-            self._default_params,
-            vocab_size=vocab_size,
-            eos_token_ids=facts.eos_token_ids,
-            max_model_len=self.max_model_len,
-            results=facts.results,
-            adapters=served.adapters,
-            classifier=facts.classifier,
-            encoder=None if facts.model_config.causal else facts.model_config.model_type,
-            has_head=not facts.values.get(WITHOUT_HEAD),
-            closed_schemas=self.config.disable_additional_properties,
-        )
-        head = facts.embedding_head
-        size = facts.model_config.hidden_size
-        self._pooling = PoolingCalls(
-            self._jobs, self._reader, facts.classifier, head, Advice(), size
-        )
-        self._beam_searches = BeamSearches(
-            self._jobs,
-            self._reader,
-            facts.eos_token_ids,
-            self.max_model_len,
-            self.config.on_progress,
-        )
+        frontend = served.frontend
+        self._reader, self._jobs, self._pooling, self._beam_searches, self._defaults = frontend
+        self._default_params = self._defaults.params
+        self.max_model_len = self._reader.max_model_len
         self._stepping = Stepping(self._driver, self._jobs)
-        self._monitoring = served.monitoring
         self._calls = Calls(
             self._driver,
             self._jobs,
@@ -155,7 +121,6 @@ class LLM(AsyncPooling):
             self._monitoring.list_requests,
             read_ahead=2 * self.config.max_num_seqs * self.config.data_parallel_size,
         )
-        self._prefixes, self._memory = served.saved_with(self._jobs)
         self._jobs.before_structures = self._memory.hold_vocabulary
         self._close = weakref.finalize(self, self._driver.close)
 
@@ -167,6 +132,8 @@ class LLM(AsyncPooling):
         A plan that does not fit has ``fits == False``, the memory breakdown in ``problem`` and
         options that fit in ``alternatives``.
         """
+        from sdk.loading.alternatives import plan
+
         return plan(engine_config(model, **options))
 
     @takes_options
@@ -221,7 +188,7 @@ class LLM(AsyncPooling):
             "path and options, and make an LLM there"
         )
 
-    def __enter__(self) -> LLM:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -784,6 +751,11 @@ class LLM(AsyncPooling):
     # ---- memory ----------------------------------------------------------------------------------
 
     @property
+    def model_config(self) -> ModelConfig:
+        """The model's config as the engine reads it."""
+        return self._served.model_config
+
+    @property
     def memory_plan(self) -> MemoryPlan:
         """The memory this LLM may use."""
         return self._memory.plan
@@ -986,7 +958,7 @@ class LLM(AsyncPooling):
         A string; a notebook shows a table.
         """
         self._driver.check_usable()
-        return Explanation(self._served.explain(self.memory_plan))
+        return Explanation(self._served.explain())
 
     def quant_report(self) -> QuantReport:
         """Format, bits, bytes and kernel of every linear layer, and why faster ones reject it."""
