@@ -16,16 +16,16 @@ from sdk.api.lora import LoRAInfo, LoRALike, LoRARequest
 from sdk.api.options import EngineOptions, takes_options
 from sdk.api.params import RequestOutputKind, SamplingParams
 from sdk.llm import LLM
-from sdk.requests.async_pooling import AsyncPooling
 from sdk.requests.async_stream import AnswerStream
 from sdk.requests.conversations import Message
+from sdk.requests.pooling_methods import AsyncPoolingMethods
 from sdk.requests.prompts import PromptLike
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-class AsyncLLM(AsyncPooling):
+class AsyncLLM(AsyncPoolingMethods):
     """Async methods for an :class:`LLM`; not a second engine.
 
     ``AsyncLLM(llm)`` shares ``llm``, which its owner closes. ``AsyncLLM("model.gguf")`` creates
@@ -97,11 +97,11 @@ class AsyncLLM(AsyncPooling):
         return await self._calls.ado(work, prompts, lora_request)
 
     # The same functions under vLLM's names, without the prefix that tells them apart in LLM.
-    embed = AsyncPooling.aembed
-    encode = AsyncPooling.aencode
-    classify = AsyncPooling.aclassify
-    score = AsyncPooling.ascore
-    rerank = AsyncPooling.arerank
+    embed = AsyncPoolingMethods.aembed
+    encode = AsyncPoolingMethods.aencode
+    classify = AsyncPoolingMethods.aclassify
+    score = AsyncPoolingMethods.ascore
+    rerank = AsyncPoolingMethods.arerank
 
     async def add_lora(
         self,
