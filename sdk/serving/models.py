@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class LanguageModel(Protocol):
-    """What the server uses of :class:`sdk.LLM` and :class:`sdk.testing.FakeLLM`."""
+    """What the server uses of an :class:`sdk.LLM`."""
 
     max_model_len: int
     config: Any
@@ -81,10 +81,10 @@ class Served:
     @property
     def memory(self) -> tuple[int, bool]:
         """The bytes that it may take, and whether they are a card's."""
-        served = getattr(self.llm, "_served", None)
-        if served is None:  # a fake model
+        facts = getattr(getattr(self.llm, "_served", None), "facts", None)
+        if facts is None:  # a fake model
             return 0, False
-        return self.llm.memory_plan.total, served.facts.runner_config.device != "cpu"
+        return self.llm.memory_plan.total, facts.runner_config.device != "cpu"
 
     def all_names(self) -> list[str]:
         """Its names, then those of its adapters."""

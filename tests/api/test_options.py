@@ -100,6 +100,27 @@ def test_an_editor_completes_options_and_says_what_they_are_for(tmp_path: Path) 
 
 
 @pytest.mark.slow
+def test_an_editor_completes_methods_and_says_what_they_are_for(tmp_path: Path) -> None:
+    source = (
+        "from sdk import LLM\n"
+        'llm = LLM("m")\n'
+        'typed = llm.generate("x", returns=int)\n'
+        'vectors = llm.embed("x")\n'
+        "llm.\n"
+    )
+    file = tmp_path / "use.py"
+    file.write_text(source)
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps({"extraPaths": [str(ROOT)]}))
+    with LanguageServer(tmp_path) as server:
+        server.open(file, source)
+        assert "list[ParsedOutput[int]]" in server.hover(file, 2, 1)
+        assert "Complete all prompts and wait" in server.hover(file, 2, 13)
+        assert "use_tqdm: bool = True" in server.hover(file, 3, 16)
+        methods = {name for name in dir(LLM) if name[0] != "_"}
+        assert methods <= set(server.completions(file, 4, 4))
+
+
+@pytest.mark.slow
 def test_a_type_checker_refuses_misspelt_options(tmp_path: Path) -> None:
     good = 'LLM("x", memory="1GiB", swap_path=Path("y"), dtype="half"); SamplingParams(top_k=3)'
     source = "from pathlib import Path\nfrom sdk import LLM, AsyncLLM, SamplingParams\n"

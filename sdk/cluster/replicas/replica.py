@@ -60,7 +60,7 @@ from sdk.llm import LLM
 from sdk.loading.load import Loaded
 from sdk.memory.demand import HAND_OVER_READ_BYTES, HAND_OVERS, hand_over_ring
 from sdk.requests.driver import Driver
-from sdk.requests.served import ServedEngine
+from sdk.requests.served_engine import ServedEngine
 
 #: Seconds between two signs of life.
 BEAT_S = 0.5
