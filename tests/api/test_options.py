@@ -123,7 +123,10 @@ def test_an_editor_completes_methods_and_says_what_they_are_for(tmp_path: Path) 
 @pytest.mark.slow
 def test_a_type_checker_refuses_misspelt_options(tmp_path: Path) -> None:
     good = 'LLM("x", memory="1GiB", swap_path=Path("y"), dtype="half"); SamplingParams(top_k=3)'
+    fake = 'with FakeLLM("1") as fake: number: int = fake.generate("x", returns=int)[0].parsed'
+    good = f"{good}\n{fake}; fake.requests[0].prompt; AsyncLLM(fake)"
     source = "from pathlib import Path\nfrom sdk import LLM, AsyncLLM, SamplingParams\n"
+    source += "from sdk.testing import FakeLLM\n"
     (tmp_path / "use.py").write_text("\n".join([source, *WRONG, good]))
     (tmp_path / "mypy.ini").write_text(MYPY)
     run = subprocess.run(
