@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from sdk.api.outputs import RequestOutput
 from sdk.engine.engine import Output
-from sdk.requests.job import Job, JobDriver
+from sdk.engine.job import Job
+from sdk.requests.job import JobDriver
 from sdk.requests.mailboxes import AsyncMailbox, Mailbox
 
 if TYPE_CHECKING:

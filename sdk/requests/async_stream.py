@@ -7,7 +7,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator
 from typing import TYPE_CHECKING, Any
 
 from sdk.api.outputs import RequestOutput
-from sdk.requests.job import Job, JobDriver
+from sdk.engine.job import Job
+from sdk.requests.job import JobDriver
 from sdk.requests.mailboxes import AsyncMailbox
 
 if TYPE_CHECKING:

@@ -22,9 +22,9 @@ from sdk.api.load_progress import reporting
 from sdk.api.logprobs import Logprobs
 from sdk.api.outputs import RequestOutput
 from sdk.api.params import MAX_LOGPROBS, SamplingParams
+from sdk.engine.job import Job
 from sdk.quant.safe_repr import safe_repr
 from sdk.requests.calls import Stage, Work
-from sdk.requests.job import Job
 from sdk.requests.jobs import JobMaker
 from sdk.requests.prompts import Prompt, PromptReader
 

@@ -12,12 +12,13 @@ from sdk.api.load_progress import reporting
 from sdk.api.outputs import RequestOutput
 from sdk.api.params import RequestOutputKind, SamplingParams
 from sdk.engine.engine import Output
+from sdk.engine.job import Job
 from sdk.engine.running_requests import RequestInfo
 from sdk.requests.advice import Advice
 from sdk.requests.as_completed import AsCompleted
 from sdk.requests.async_stream import AnswerStream, DeferredJob
 from sdk.requests.conversations import ChatOptions
-from sdk.requests.job import Job, JobDriver
+from sdk.requests.job import JobDriver
 from sdk.requests.jobs import Calling, JobMaker, arun_jobs, once_each, run_jobs
 from sdk.requests.mailboxes import Mailbox
 from sdk.requests.progress import RequestProgress, counting

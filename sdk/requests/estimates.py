@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from sdk.api.outputs import Estimate
 from sdk.api.params import SamplingParams
 from sdk.api.scheduling_policy import SchedulingPolicy
+from sdk.engine.job import Job
+from sdk.engine.plan import SequenceSpec
 from sdk.engine.scheduling.forecast import Work, forecast
 from sdk.engine.scheduling.request import Request
 from sdk.engine.scheduling.scheduler import Scheduler
@@ -29,14 +31,14 @@ def estimate(
 ) -> Estimate:
     """See :meth:`sdk.LLM.estimate`. Reads the scheduler's state while a step may change it."""
     queues, times = scheduler.queues, scheduler.times
-    request = Request(
-        "estimate",
+    job = Job(
+        SequenceSpec("estimate", params),
         prompt.token_ids,
-        params,
         priority=priority,
+        cache_salt=prompt.cache_salt,
         arrival_time=queues.clock(),
-        salt=prompt.cache_salt,
     )
+    request = Request(job)
     cached = scheduler.prefixes.cached_tokens(request)
     running, waiting = list(queues.running), queues.waiting.snapshot()
     policy = queues.policy.forecast()
@@ -121,7 +123,7 @@ def _lengths(scheduler: Scheduler, share: float | None) -> _Length:
     most = scheduler.config.max_model_len
 
     def length(request: Request) -> float:
-        if request.kind != "generate":
+        if request.spec.kind != "generate":
             return 0
         allowed = most - request.num_prompt_tokens
         if request.params.max_tokens is not None:
@@ -141,6 +143,7 @@ def _lengths(scheduler: Scheduler, share: float | None) -> _Length:
 
 def _work(request: Request, length: _Length) -> Work:
     left = request.num_tokens - request.num_computed
-    answer = max(length(request) - request.num_output_tokens, 0 if request.kind == "embed" else 1)
-    prompt = 0 if request.pages and left == 1 and request.kind == "generate" else max(left, 1)
+    generates = request.spec.kind == "generate"
+    answer = max(length(request) - request.num_output_tokens, 1 if generates else 0)
+    prompt = 0 if request.pages and left == 1 and generates else max(left, 1)
     return Work(prompt, request.num_computed, answer, len(request.sequences))

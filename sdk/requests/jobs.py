@@ -12,7 +12,8 @@ from sdk.api.errors import RequestError
 from sdk.api.params import SamplingParams
 from sdk.api.structured_params import StructuredOutputsParams
 from sdk.engine.engine import Output
-from sdk.engine.plan import LAST_TOKEN, Pooling, RequestKind
+from sdk.engine.job import Job
+from sdk.engine.plan import LAST_TOKEN, Pooling, RequestKind, SequenceSpec
 from sdk.engine.scheduling.results import ResultBudget
 from sdk.kernels.host.torch_import import torch_module
 from sdk.models.classifier import Classifier
@@ -20,7 +21,7 @@ from sdk.quant.once import Once
 from sdk.quant.safe_repr import safe_repr
 from sdk.requests.adapters import Adapters
 from sdk.requests.conversations import ChatOptions, tool_format_of
-from sdk.requests.job import Job, JobDriver
+from sdk.requests.job import JobDriver
 from sdk.requests.mailboxes import AsyncMailbox, Mailbox
 from sdk.requests.prompts import (
     Prompt,
@@ -288,17 +289,19 @@ class JobMaker:
         read = once_each(params, self.compiled)
         return [
             Job(
-                request_id=name,
+                SequenceSpec(
+                    request_id=name,
+                    params=param,
+                    kind=kind,
+                    pooling=_with_texts(pooling, prompt),
+                    resolved=_with_healing(resolved, prompt),
+                    prompt_embeds=prompt.embeds,
+                ),
                 prompt_token_ids=prompt.token_ids,
-                params=param,
                 prompt=prompt.text,
                 priority=urgency,
                 cache_salt=prompt.cache_salt,
-                prompt_embeds=prompt.embeds,
-                kind=kind,
-                pooling=_with_texts(pooling, prompt),
                 arrival_time=now,
-                resolved=_with_healing(resolved, prompt),
                 negative_prompt_token_ids=prompt.negative_token_ids,
                 stops=stops,
                 banned=banned,

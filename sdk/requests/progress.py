@@ -16,9 +16,9 @@ from sdk.api.errors import SdkError
 from sdk.api.load_progress import bar_of, reporting
 from sdk.api.outputs import RequestOutput
 from sdk.engine.engine import Output
+from sdk.engine.job import Job
 from sdk.engine.running_requests import RequestInfo
 from sdk.requests.advice import Advice
-from sdk.requests.job import Job
 
 #: Seconds between two looks, at least; and the most of its time that a call spends on them.
 _LOOK_EVERY_S = 0.5

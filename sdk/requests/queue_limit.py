@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from sdk.api.errors import QueueFullError
 from sdk.api.scheduling_policy import SchedulingPolicy
-from sdk.requests.job import Job, OutputSink
+from sdk.engine.job import Job
+from sdk.requests.job import OutputSink
 
 #: The rate at which requests end is that of the last so many.
 _LAST_ENDS = 64
@@ -31,7 +32,7 @@ class Place(NamedTuple):
         """The place of a new request."""
         params = job.params
         slots = 1
-        if job.kind == "generate":
+        if job.spec.kind == "generate":
             slots = params.num_answers * (1 if params.guidance_scale == 1.0 else 2)
         return cls(sink, params.tenant, slots, time.monotonic())
 

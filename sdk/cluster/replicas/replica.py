@@ -54,12 +54,12 @@ from sdk.cluster.transfer import (
 )
 from sdk.cluster.transfer.shared_memory import MOST_RING
 from sdk.engine.engine import Output
+from sdk.engine.job import Job
 from sdk.kernels.errors import CollectiveError
 from sdk.llm import LLM
 from sdk.loading.load import Loaded
 from sdk.memory.demand import HAND_OVER_READ_BYTES, HAND_OVERS, hand_over_ring
 from sdk.requests.driver import Driver
-from sdk.requests.job import Job
 from sdk.requests.served_engine import ServedEngine
 
 #: Seconds between two signs of life.
@@ -232,7 +232,8 @@ class Replica:
             adapter = None if plain.lora is None else self._calls.adapter(plain.lora)
             params = _ONE.clone(tenant=job.params.tenant, priority=job.params.priority)
             resolved = self._llm._jobs.compiled(params)[0]
-            only = replace(job, params=params, resolved=resolved, adapter=adapter, result_bytes=0)
+            only = job.with_spec(params=params, resolved=resolved)
+            only = replace(only, adapter=adapter, result_bytes=0)
             self._driver.submit([only], _Nobody(), run=False)
             self._slow.discard(name)
             outcome = self._sender.hand_over(
@@ -256,9 +257,10 @@ class Replica:
     def _compiled(self, plain: PlainJob) -> Job:
         job, maker = plain.job, self._llm._jobs
         resolved, stops, banned = maker.compiled(job.params)
-        resolved = replace(resolved, healing=job.resolved.healing)
+        resolved = replace(resolved, healing=job.spec.resolved.healing)
         adapter = None if plain.lora is None else self._calls.adapter(plain.lora)
-        return replace(job, resolved=resolved, stops=stops, banned=banned, adapter=adapter)
+        job = job.with_spec(resolved=resolved)
+        return replace(job, stops=stops, banned=banned, adapter=adapter)
 
     def _call(self, call: Call) -> None:
         part: Any = self._calls if call.part == "calls" else self._llm

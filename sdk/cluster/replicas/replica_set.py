@@ -40,8 +40,9 @@ from sdk.cluster.replicas.replay import Progress
 from sdk.cluster.replicas.routing import Routed, Router
 from sdk.engine.engine import Output
 from sdk.engine.executor import Executor
+from sdk.engine.job import Job
 from sdk.requests.driver import check_process
-from sdk.requests.job import Job, OutputSink, check_new
+from sdk.requests.job import OutputSink, check_new
 from sdk.requests.loop_inbox import LoopInbox, LoopInboxes
 from sdk.requests.prompts import Prompt
 from sdk.requests.queue_limit import Place, QueueLimit
@@ -76,7 +77,7 @@ class _Request:
     prompt_token_ids: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        shown = self.job.prompt_token_ids if self.job.prompt_embeds is None else ()
+        shown = self.job.prompt_token_ids if self.job.spec.prompt_embeds is None else ()
         self.prompt_token_ids = list(shown)
 
     def with_prompt(self, output: Output) -> Output:
@@ -191,10 +192,10 @@ class ReplicaSet:
 
     def _request(self, job: Job, sink: OutputSink) -> _Request:
         params = job.params
-        if job.kind == "generate" and params.seed is None:
+        if job.spec.kind == "generate" and params.seed is None:
             with self._lock:  # drawn here, so that the request can run again with the same one
                 params = params.with_seed(self._random.getrandbits(63))
-            job = replace(job, params=params)
+            job = job.with_spec(params=params)
         routed = Routed(
             job.request_id,
             job.prompt_token_ids,
@@ -202,7 +203,7 @@ class ReplicaSet:
             None if job.adapter is None else job.adapter.key,
             params.tenant,
             params.priority if job.priority is None else job.priority,
-            params.max_tokens if job.kind == "generate" else 0,
+            params.max_tokens if job.spec.kind == "generate" else 0,
             job.arrival_time,
         )
         data, place = packed_job(job), Place.of(job, sink)
@@ -232,8 +233,8 @@ class ReplicaSet:
         return (
             self._prefill_router.alive
             and not request.aborted
-            and job.kind == "generate"
-            and job.prompt_embeds is None
+            and job.spec.kind == "generate"
+            and job.spec.prompt_embeds is None
             and params.prompt_logprobs is None
             and params.guidance_scale == 1.0
             and self._router.uncached(job.request_id) >= _LEAST_HANDED_OVER
