@@ -183,7 +183,7 @@ class TokenProgress:
 
     def _advise(self, most: int) -> None:
         assert self._advice is not None
-        if self._advice.is_new("max_tokens"):
+        if most and self._advice.is_new("max_tokens"):  # 0: the engine has not taken it yet
             self._bar.write(
                 f"embedlm: without max_tokens an answer may take {most} tokens here, up to the end "
                 "of the context. SamplingParams(max_tokens=256) ends it sooner, Ctrl-C now.",

@@ -70,7 +70,7 @@ def test_what_editors_show_of_an_option_is_what_the_page_says() -> None:
     command = [sys.executable, ".ci/option_docs.py", "--check"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    text = (ROOT / "sdk" / "options.py").read_text(encoding="utf-8")
+    text = (ROOT / "sdk" / "api" / "options.py").read_text(encoding="utf-8")
     body = text.partition("class EngineOptions")[2].partition("\n\n\n")[0]
     assert body.count('    """') == len(EngineOptions.__annotations__) + 1  # and the class's own
 
@@ -123,7 +123,10 @@ def test_an_editor_completes_methods_and_says_what_they_are_for(tmp_path: Path) 
 @pytest.mark.slow
 def test_a_type_checker_refuses_misspelt_options(tmp_path: Path) -> None:
     good = 'LLM("x", memory="1GiB", swap_path=Path("y"), dtype="half"); SamplingParams(top_k=3)'
+    fake = 'with FakeLLM("1") as fake: number: int = fake.generate("x", returns=int)[0].parsed'
+    good = f"{good}\n{fake}; fake.requests[0].prompt; AsyncLLM(fake)"
     source = "from pathlib import Path\nfrom sdk import LLM, AsyncLLM, SamplingParams\n"
+    source += "from sdk.testing import FakeLLM\n"
     (tmp_path / "use.py").write_text("\n".join([source, *WRONG, good]))
     (tmp_path / "mypy.ini").write_text(MYPY)
     run = subprocess.run(
