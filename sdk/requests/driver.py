@@ -38,7 +38,8 @@ from sdk.quant.safe_repr import safe_repr
 from sdk.requests.error_frames import let_go
 from sdk.requests.job_driver import OutputSink, check_new
 from sdk.requests.prompts import Prompt
-from sdk.requests.waiting_times import Place, QueueLimit, StepSizes, estimate
+from sdk.requests.step_sizes import StepSizes
+from sdk.requests.waiting_times import Place, QueueLimit, estimate
 from sdk.requests.wakeups import LoopInbox, LoopInboxes, Wakeups
 
 logger = logging.getLogger("sdk")

@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from sdk.api.errors import RequestError
 from sdk.api.flags import check_flags
@@ -19,9 +16,14 @@ from sdk.quant.safe_repr import safe_repr
 from sdk.quant.tokenizer import FimTokens, Tokenizer
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from sdk.tools import Tool, ToolFormat
 
 Message = Mapping[str, Any]
+#: Float32 ``[tokens, hidden_size]``.
+Embeds: TypeAlias = "NDArray[np.float32]"
 
 #: Variables that every chat template gets; ``chat_template_kwargs`` adds others.
 _TEMPLATE_ARGUMENTS = frozenset(
@@ -204,14 +206,13 @@ def fim_prompt(
     return [*start, fim.suffix, *suffix, fim.prefix, *prefix, *middle]
 
 
-Embeds = NDArray[np.float32]
-
-
 def read_embeds(value: Any, hidden_size: int) -> Embeds:
     """A float32 copy of a tensor or an array ``[T, hidden_size]`` of floats.
 
     :raises RequestError: it has another type or shape, or a number that is not finite.
     """
+    import numpy as np  # options of chats, which the command line names, need none
+
     if hasattr(value, "detach"):  # a torch tensor; numpy has no bfloat16
         value = value.detach().cpu()
         value = value.float().numpy() if value.is_floating_point() else value.numpy()
