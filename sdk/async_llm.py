@@ -17,8 +17,8 @@ from sdk.api.options import EngineOptions, takes_options
 from sdk.api.params import RequestOutputKind, SamplingParams
 from sdk.llm import LLM
 from sdk.requests.async_stream import AnswerStream
-from sdk.requests.conversations import Message
 from sdk.requests.pooling_methods import AsyncPoolingMethods
+from sdk.requests.prompt_kinds import Message
 from sdk.requests.prompts import PromptLike
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class AsyncLLM(AsyncPoolingMethods):
             self.llm, self._owned = given, False
         else:
             self.llm, self._owned = LLM(given, **options), True
-        self._pooling, self._calls = self.llm._pooling, self.llm._calls
+        self._pooling, self._job_runner = self.llm._pooling, self.llm._job_runner
 
     async def __aenter__(self) -> AsyncLLM:
         return self
@@ -73,7 +73,7 @@ class AsyncLLM(AsyncPoolingMethods):
 
         :raises RequestError: by the call itself: an invalid request or a ``request_id`` in use.
         """
-        return self._calls.astream(
+        return self._job_runner.astream(
             "generate",
             prompt,
             sampling_params,
@@ -94,7 +94,7 @@ class AsyncLLM(AsyncPoolingMethods):
         """:meth:`LLM.beam_search`. Cancelling this, or a call below, aborts its requests."""
         llm = self.llm
         work = llm._beam_searches.search(prompts, params, False, lora_request)
-        return await self._calls.ado(work, prompts, lora_request)
+        return await self._job_runner.ado(work, prompts, lora_request)
 
     # The same functions under vLLM's names, without the prefix that tells them apart in LLM.
     embed = AsyncPoolingMethods.aembed

@@ -21,12 +21,11 @@ from sdk.loading.around import part_around
 from sdk.metrics.slo import SLO
 from sdk.metrics.stats import EngineStats
 from sdk.metrics.trace import Trace
-from sdk.requests.calls import Calls
-from sdk.requests.conversations import Message
 from sdk.requests.generation_methods import GenerationMethods
+from sdk.requests.job_runner import JobRunner, Stepping
 from sdk.requests.pooling_methods import AsyncPoolingMethods, PoolingMethods
+from sdk.requests.prompt_kinds import Message
 from sdk.requests.prompts import Prompt, PromptLike, is_conversation
-from sdk.requests.stepping import Stepping
 from sdk.tokenizer import LLMTokenizer
 
 if TYPE_CHECKING:  # Self, Unpack: in typing from Python 3.11 on; the others come with a model
@@ -90,19 +89,19 @@ class LLM(GenerationMethods, PoolingMethods, AsyncPoolingMethods):
         self._prefixes, self._memory = served.prefixes, served.memory
         self._runner = served.model_runner
         frontend = served.frontend
-        self._reader, self._jobs, self._pooling, self._beam_searches, self._defaults = frontend
+        self._reader, self._job_maker, self._pooling, self._beam_searches, self._defaults = frontend
         self._default_params = self._defaults.params
         self.max_model_len = self._reader.max_model_len
-        self._stepping = Stepping(self._driver, self._jobs)
-        self._calls = Calls(
+        self._stepping = Stepping(self._driver, self._job_maker)
+        self._job_runner = JobRunner(
             self._driver,
-            self._jobs,
+            self._job_maker,
             self._reader,
             self.config.on_progress,
             self._monitoring.list_requests,
             read_ahead=2 * self.config.max_num_seqs * self.config.data_parallel_size,
         )
-        self._jobs.before_structures = self._memory.hold_vocabulary
+        self._job_maker.before_structures = self._memory.hold_vocabulary
         self._close = weakref.finalize(self, self._driver.close)
 
     @staticmethod
@@ -183,7 +182,7 @@ class LLM(GenerationMethods, PoolingMethods, AsyncPoolingMethods):
             self._close.detach()
             self._monitoring.close()
             self._reader.close()
-            self._jobs.close()
+            self._job_maker.close()
             release_free_memory()
 
     # ---- scheduling ------------------------------------------------------------------------------
@@ -290,11 +289,11 @@ class LLM(GenerationMethods, PoolingMethods, AsyncPoolingMethods):
     ) -> Prompt:
         """Read one prompt or conversation; the latter without the opening of an answer."""
         if method != "unpin":  # which computes nothing
-            self._calls.advice.blocking(method)
+            self._job_runner.advice.blocking(method)
         if is_conversation(prompt):
             template = {"add_generation_prompt": False, **template}
         read = self._reader.read_one(method, prompt, self._default_params, template)
-        return self._jobs.adapted([read], lora)[0]
+        return self._job_maker.adapted([read], lora)[0]
 
     # ---- adapters --------------------------------------------------------------------------------
 
@@ -314,25 +313,25 @@ class LLM(GenerationMethods, PoolingMethods, AsyncPoolingMethods):
         :raises UnsupportedError: the adapter is of a kind that is not supported.
         :raises RequestError: the name is taken, or a limit is exceeded.
         """
-        return self._jobs.adapters.add(lora, path, pin=pin)
+        return self._job_maker.adapters.add(lora, path, pin=pin)
 
     def remove_lora(self, lora: LoRARequest | str | int) -> bool:
         """Forget an adapter, by its name or number. Requests that use it finish first.
 
         Returns ``False`` if there is none.
         """
-        return self._jobs.adapters.remove(lora)
+        return self._job_maker.adapters.remove(lora)
 
     def pin_lora(self, lora: LoRARequest | str | int) -> bool:
         """Load an adapter and keep it in memory until :meth:`remove_lora`.
 
         :raises RequestError: it was not added, or requests use all slots now.
         """
-        return self._jobs.adapters.pin(lora)
+        return self._job_maker.adapters.pin(lora)
 
     def list_loras(self) -> list[LoRAInfo]:
         """All adapters that were added, or came with a request."""
-        return self._jobs.adapters.list()
+        return self._job_maker.adapters.list()
 
     # ---- memory ----------------------------------------------------------------------------------
 

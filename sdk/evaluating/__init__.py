@@ -23,8 +23,7 @@ from sdk.evaluating.divergence import Comparison
 from sdk.evaluating.logits import opened
 from sdk.kernels.kv_tiers import TIER_PAGE_SIZE
 from sdk.loading.load import Loaded
-from sdk.memory.files import open_model
-from sdk.memory.resolve import model_config
+from sdk.memory.resolve import model_config, open_model
 from sdk.text.token_sequences import Text, evaluation_text, token_sequences
 
 #: The most tokens decoded to measure the speed.

@@ -36,13 +36,10 @@ from sdk.engine.executor import Executor
 from sdk.engine.job import Job
 from sdk.quant.safe_repr import safe_repr
 from sdk.requests.error_frames import let_go
-from sdk.requests.estimates import estimate
-from sdk.requests.job import OutputSink, check_new
-from sdk.requests.loop_inbox import LoopInbox, LoopInboxes
+from sdk.requests.job_driver import OutputSink, check_new
 from sdk.requests.prompts import Prompt
-from sdk.requests.queue_limit import Place, QueueLimit
-from sdk.requests.step_sizes import StepSizes
-from sdk.requests.wakeups import Wakeups
+from sdk.requests.waiting_times import Place, QueueLimit, StepSizes, estimate
+from sdk.requests.wakeups import LoopInbox, LoopInboxes, Wakeups
 
 logger = logging.getLogger("sdk")
 #: The most seconds of its thread that adding requests may add to a step. One request takes 0.1 ms,

@@ -14,15 +14,14 @@ from sdk.api.params import SamplingParams
 from sdk.requests.as_completed import AsCompleted
 from sdk.requests.async_stream import AnswerStream
 from sdk.requests.beam_searches import BeamSearches
-from sdk.requests.calls import Calls
-from sdk.requests.conversations import Message
-from sdk.requests.jobs import JobMaker, ParamsLike
+from sdk.requests.job_maker import JobMaker, ParamsLike
+from sdk.requests.job_runner import JobRunner, Stepping
+from sdk.requests.prompt_kinds import Message
 from sdk.requests.prompts import PromptLike
-from sdk.requests.stepping import Stepping
 
 if TYPE_CHECKING:  # tools and schemas: loaded with the first call that has some
+    from sdk.requests.answer_formats import ToolTurns
     from sdk.requests.typed_outputs import MessageOutput, ParsedOutput
-    from sdk.requests.views import ToolTurns
     from sdk.tools import ToolRun
     from sdk.tools.definitions import ToolLike
 
@@ -34,11 +33,11 @@ class GenerationMethods:
     text.
 
     Here are their arguments, types and descriptions, as editors, type checkers and ``help`` show
-    them; :class:`Calls`, :class:`BeamSearches` and :class:`Stepping` run them.
+    them; :class:`JobRunner`, :class:`BeamSearches` and :class:`Stepping` run them.
     """
 
-    _jobs: JobMaker
-    _calls: Calls
+    _job_maker: JobMaker
+    _job_runner: JobRunner
     _beam_searches: BeamSearches
     _stepping: Stepping
 
@@ -87,8 +86,8 @@ class GenerationMethods:
         :raises EngineDeadError: a worker died.
         :raises EngineClosedError: during or after ``close``.
         """
-        calling = self._jobs.read(prompts, sampling_params, returns, lora_request)
-        return self._calls.run("generate", calling, priority, use_tqdm)
+        batch = self._job_maker.read(prompts, sampling_params, returns, lora_request)
+        return self._job_runner.run("generate", batch, priority, use_tqdm)
 
     @overload
     def chat(
@@ -145,8 +144,8 @@ class GenerationMethods:
         ``parallel_tool_calls``, ``tool_format``.
         """
         given = sampling_params, template, returns, lora_request
-        calling = self._jobs.read_chats("chat", messages, *given)
-        return self._calls.run("chat", calling, priority, use_tqdm)
+        batch = self._job_maker.read_chats("chat", messages, *given)
+        return self._job_runner.run("chat", batch, priority, use_tqdm)
 
     def run_tools(
         self,
@@ -165,7 +164,7 @@ class GenerationMethods:
         ``tool_choice`` holds for the first answer. See :func:`sdk.tools.run_tools`.
         """
         turns = self._tool_turns(tools, tool_choice, sampling_params, template, lora_request)
-        self._calls.advice.blocking("run_tools")
+        self._job_runner.advice.blocking("run_tools")
         return turns.run(self.chat, messages, max_turns, on_error)
 
     @names_keywords
@@ -182,7 +181,7 @@ class GenerationMethods:
         :raises RequestError: a prompt or a parameter is invalid, or logits are not finite.
         """
         work = self._beam_searches.search(prompts, params, use_tqdm, lora_request)
-        return self._calls.do("beam_search", work)
+        return self._job_runner.do("beam_search", work)
 
     @overload
     def as_completed(
@@ -237,7 +236,7 @@ class GenerationMethods:
         :raises RequestError: in the loop, for an invalid prompt, with its index; unfinished ones
             are aborted then.
         """
-        return self._calls.as_completed(
+        return self._job_runner.as_completed(
             prompts, sampling_params, priority, template, returns, lora_request
         )
 
@@ -292,7 +291,7 @@ class GenerationMethods:
         right away. Leaving the loop early aborts it. With ``returns``, ``outputs[0].partial`` is
         the value so far; with ``tools``, ``outputs[0].delta`` is what is new in the message.
         """
-        return self._calls.stream(
+        return self._job_runner.stream(
             prompt, sampling_params, priority, template, returns, lora_request
         )
 
@@ -312,8 +311,8 @@ class GenerationMethods:
 
         Long prompts are tokenized in a thread, so that the loop goes on meanwhile.
         """
-        read = partial(self._jobs.read, prompts, sampling_params, returns, lora_request)
-        return await self._calls.abatch(read, prompts, sampling_params, priority, lora_request)
+        read = partial(self._job_maker.read, prompts, sampling_params, returns, lora_request)
+        return await self._job_runner.abatch(read, prompts, sampling_params, priority, lora_request)
 
     async def achat(
         self,
@@ -327,8 +326,10 @@ class GenerationMethods:
     ) -> list[Any]:
         """:meth:`chat` for an event loop."""
         given = sampling_params, template, returns, lora_request
-        read = partial(self._jobs.read_chats, "achat", messages, *given)
-        return await self._calls.abatch(read, messages, sampling_params, priority, lora_request)
+        read = partial(self._job_maker.read_chats, "achat", messages, *given)
+        return await self._job_runner.abatch(
+            read, messages, sampling_params, priority, lora_request
+        )
 
     async def arun_tools(
         self,
@@ -354,8 +355,8 @@ class GenerationMethods:
         template: dict[str, Any],
         lora_request: LoRALike | None,
     ) -> ToolTurns:
-        parsed = self._jobs.parses_arguments(template)
-        from sdk.requests.views import ToolTurns
+        parsed = self._job_maker.parses_arguments(template)
+        from sdk.requests.answer_formats import ToolTurns
 
         return ToolTurns(tools, tool_choice, sampling_params, template, parsed, lora_request)
 
@@ -375,7 +376,7 @@ class GenerationMethods:
         awaited. A long prompt is tokenized and checked in a thread, with the first piece or by
         ``stream = await llm.astream(...)``.
         """
-        return self._calls.astream(
+        return self._job_runner.astream(
             "astream", prompt, sampling_params, priority, template, returns, lora_request
         )
 
@@ -411,7 +412,7 @@ class GenerationMethods:
         fails, its error is raised and the next call returns the others. Ctrl-C aborts the
         requests; the next call returns what they had generated.
         """
-        self._calls.advice.blocking("wait_for_completion")
+        self._job_runner.advice.blocking("wait_for_completion")
         return self._stepping.wait_for_completion()
 
     def step(self) -> list[RequestOutput]:

@@ -19,7 +19,7 @@ from sdk.api.timeline import RequestEvent
 from sdk.engine.engine import Output
 from sdk.engine.job import Job
 from sdk.requests.driver import Driver
-from sdk.requests.job import OutputSink
+from sdk.requests.job_driver import OutputSink
 
 try:
     from opentelemetry import context as otel_context, trace

@@ -14,8 +14,8 @@ from sdk.api.outputs import (
     ScoringOutput,
 )
 from sdk.engine.plan import PoolingMode
-from sdk.requests.calls import Calls
-from sdk.requests.pooling import PoolingCalls
+from sdk.requests.job_runner import JobRunner
+from sdk.requests.pooling import PoolingRequests
 from sdk.requests.prompts import PromptLike
 from sdk.requests.vectors import OutputDtype, Wanted
 
@@ -24,11 +24,11 @@ class PoolingMethods:
     """``embed``, ``encode``, ``classify``, ``score`` and ``rerank`` of an :class:`sdk.LLM`.
 
     Here are their arguments, types and descriptions, as editors, type checkers and ``help`` show
-    them; :class:`PoolingCalls` has the work that they and their async twins do.
+    them; :class:`PoolingRequests` has the work that they and their async twins do.
     """
 
-    _pooling: PoolingCalls
-    _calls: Calls
+    _pooling: PoolingRequests
+    _job_runner: JobRunner
 
     @names_keywords
     def embed(
@@ -59,7 +59,7 @@ class PoolingMethods:
         """
         wanted = Wanted(prompt_name, prompt, dimensions, output_dtype)
         work = self._pooling.embed(prompts, truncate_prompt_tokens, lora_request, tenant, wanted)
-        return self._calls.do("embed", work, use_tqdm)
+        return self._job_runner.do("embed", work, use_tqdm)
 
     @names_keywords
     def encode(
@@ -90,7 +90,7 @@ class PoolingMethods:
         work = self._pooling.encode(
             prompts, pooling, normalize, truncate_prompt_tokens, lora_request, tenant, wanted
         )
-        return self._calls.do("encode", work, use_tqdm)
+        return self._job_runner.do("encode", work, use_tqdm)
 
     @names_keywords
     def classify(
@@ -112,7 +112,7 @@ class PoolingMethods:
         work = self._pooling.classify(
             prompts, use_activation, truncate_prompt_tokens, lora_request, tenant
         )
-        return self._calls.do("classify", work, use_tqdm)
+        return self._job_runner.do("classify", work, use_tqdm)
 
     @names_keywords
     def score(
@@ -137,7 +137,7 @@ class PoolingMethods:
 
         :raises RequestError: the lengths do not match.
         """
-        return self._calls.do(
+        return self._job_runner.do(
             "score",
             self._pooling.score(
                 data_1,
@@ -182,7 +182,7 @@ class PoolingMethods:
             cache_salt,
             truncate_prompt_tokens,
         )
-        return self._calls.do("rerank", work)
+        return self._job_runner.do("rerank", work)
 
 
 class AsyncPoolingMethods:
@@ -192,8 +192,8 @@ class AsyncPoolingMethods:
     Cancelling a call aborts its requests. Long texts are tokenized in a thread.
     """
 
-    _pooling: PoolingCalls
-    _calls: Calls
+    _pooling: PoolingRequests
+    _job_runner: JobRunner
 
     @names_keywords
     async def aembed(
@@ -211,7 +211,7 @@ class AsyncPoolingMethods:
         """:meth:`LLM.embed` for an event loop."""
         wanted = Wanted(prompt_name, prompt, dimensions, output_dtype)
         work = self._pooling.embed(prompts, truncate_prompt_tokens, lora_request, tenant, wanted)
-        return await self._calls.ado(work, prompts, lora_request)
+        return await self._job_runner.ado(work, prompts, lora_request)
 
     @names_keywords
     async def aencode(
@@ -231,7 +231,7 @@ class AsyncPoolingMethods:
         work = self._pooling.encode(
             prompts, pooling, normalize, truncate_prompt_tokens, lora_request, tenant, wanted
         )
-        return await self._calls.ado(work, prompts, lora_request)
+        return await self._job_runner.ado(work, prompts, lora_request)
 
     @names_keywords
     async def aclassify(
@@ -247,7 +247,7 @@ class AsyncPoolingMethods:
         work = self._pooling.classify(
             prompts, use_activation, truncate_prompt_tokens, lora_request, tenant
         )
-        return await self._calls.ado(work, prompts, lora_request)
+        return await self._job_runner.ado(work, prompts, lora_request)
 
     @names_keywords
     async def ascore(
@@ -265,7 +265,7 @@ class AsyncPoolingMethods:
         work = self._pooling.score(
             data_1, data_2, chat_template, lora_request, tenant, cache_salt, truncate_prompt_tokens
         )
-        return await self._calls.ado(work, [data_1, data_2], lora_request)
+        return await self._job_runner.ado(work, [data_1, data_2], lora_request)
 
     @names_keywords
     async def arerank(
@@ -291,4 +291,4 @@ class AsyncPoolingMethods:
             cache_salt,
             truncate_prompt_tokens,
         )
-        return await self._calls.ado(work, [query, documents], lora_request)
+        return await self._job_runner.ado(work, [query, documents], lora_request)

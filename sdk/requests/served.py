@@ -14,11 +14,11 @@ from sdk.metrics.stats import EngineStats
 from sdk.metrics.trace import Trace
 from sdk.models.architecture import WITHOUT_HEAD
 from sdk.requests.adapters import Adapters
-from sdk.requests.advice import Advice
 from sdk.requests.beam_searches import BeamSearches
-from sdk.requests.job import JobDriver
-from sdk.requests.jobs import JobMaker
-from sdk.requests.pooling import PoolingCalls
+from sdk.requests.job_driver import JobDriver
+from sdk.requests.job_maker import JobMaker
+from sdk.requests.pooling import PoolingRequests
+from sdk.requests.progress import Advice
 from sdk.requests.prompts import Prompt, PromptReader
 
 if TYPE_CHECKING:  # loaded with a model
@@ -71,8 +71,8 @@ class Frontend(NamedTuple):
     """What turns calls into jobs, wherever these run."""
 
     reader: PromptReader
-    jobs: JobMaker
-    pooling: PoolingCalls
+    job_maker: JobMaker
+    pooling: PoolingRequests
     beam_searches: BeamSearches
     defaults: SamplingDefaults
 
@@ -104,7 +104,7 @@ def frontend_of(facts: ModelFacts, adapters: Adapters) -> Frontend:
     return Frontend(
         reader,
         jobs,
-        PoolingCalls(jobs, reader, facts.classifier, head, Advice(), model.hidden_size),
+        PoolingRequests(jobs, reader, facts.classifier, head, Advice(), model.hidden_size),
         BeamSearches(jobs, reader, facts.eos_token_ids, max_model_len, config.on_progress),
         facts.defaults,
     )

@@ -10,8 +10,7 @@ from sdk.loading.explain import explain
 from sdk.loading.fork import fork_config
 from sdk.loading.load import Loaded, fork
 from sdk.loading.quant_report import QuantReport, quant_report
-from sdk.requests.adapter_residency import EngineResidency
-from sdk.requests.adapters import Adapters
+from sdk.requests.adapters import Adapters, EngineResidency
 from sdk.requests.driver import Driver
 from sdk.requests.engine_memory import EngineMemory
 from sdk.requests.monitoring import Monitoring
@@ -33,7 +32,7 @@ class ServedEngine:
             residency = EngineResidency(self.driver, loaded.engine)
         self.frontend = frontend_of(self.facts, Adapters(loaded.open_adapter, residency))
         self.monitoring = Monitoring(self.driver)
-        self.prefixes = SavedPrefixes(self.driver, loaded, self.frontend.jobs)
+        self.prefixes = SavedPrefixes(self.driver, loaded, self.frontend.job_maker)
         self.memory = EngineMemory(self.driver, loaded)
         lockstep = loaded.facts.runner_config.lockstep_redundant
         self._experts = ExpertBalance(

@@ -13,7 +13,7 @@ from sdk.api.errors import RequestError
 from sdk.api.lora import LoRAInfo
 from sdk.api.params import SamplingParams
 from sdk.quant.safe_repr import safe_repr
-from sdk.requests.conversations import ChatOptions, special_tokens_of
+from sdk.requests.prompt_kinds import ChatOptions, special_tokens_of
 from sdk.requests.prompts import Prompt, PromptLike
 from sdk.requests.vectors import Wanted
 from sdk.serving.access import Caller, Refused

@@ -12,8 +12,8 @@ from sdk.engine.job import Job
 from sdk.engine.plan import Pooling, RequestKind
 from sdk.engine.scheduling.results import ResultBudget
 from sdk.requests.adapters import Adapters
-from sdk.requests.conversations import ChatOptions, Message
-from sdk.requests.jobs import JobMaker
+from sdk.requests.job_maker import JobMaker
+from sdk.requests.prompt_kinds import ChatOptions, Message
 from sdk.requests.prompts import Prompt, PromptReader
 from sdk.testing.fake_executor import HIDDEN_SIZE
 from sdk.testing.fake_tokenizer import END, VOCAB_SIZE

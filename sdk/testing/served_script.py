@@ -16,7 +16,7 @@ from sdk.loading.sampling_defaults import SamplingDefaults
 from sdk.requests.beam_searches import BeamSearches
 from sdk.requests.driver import Driver
 from sdk.requests.monitoring import Monitoring
-from sdk.requests.pooling import PoolingCalls
+from sdk.requests.pooling import PoolingRequests
 from sdk.requests.prompts import Prompt
 from sdk.requests.served import Frontend
 from sdk.testing.fake_executor import ScriptedExecutor
@@ -64,7 +64,7 @@ class ServedScript:
         self.frontend = Frontend(
             reader,
             self.jobs,
-            PoolingCalls(self.jobs, reader, None),
+            PoolingRequests(self.jobs, reader, None),
             _NoBeams(self.jobs, reader, frozenset({END}), max_model_len, None),
             SamplingDefaults(default_params, "a fake model"),
         )

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 import sdk.requests.driver
-import sdk.requests.step_sizes
+import sdk.requests.waiting_times
 from sdk import LLM, RequestError, SamplingParams
-from sdk.requests.step_sizes import StepSizes
+from sdk.requests.waiting_times import StepSizes
 from tests.api.engines import SHORT, Caller, Gate, ask, ids, settle, tokens
 
 FIXED, EACH = 3.4, 0.34  # ms of a step, and of each token in it: SmolLM2 on two quiet cores
@@ -52,7 +52,7 @@ def long(tiny_path: Path) -> Iterator[LLM]:
 @pytest.fixture
 def clock(long: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     clock = Clock(long)
-    for module in (sdk.requests.driver, sdk.requests.step_sizes):
+    for module in (sdk.requests.driver, sdk.requests.waiting_times):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=clock.monotonic))
     long._driver._sizes = StepSizes(long._driver._engine.scheduler)
     yield clock

@@ -10,7 +10,7 @@ import pytest
 
 from sdk import LLM, MemoryPool, RequestOutput, SamplingParams
 from sdk.api.sizes import format_bytes
-from sdk.requests import step_sizes
+from sdk.requests import waiting_times
 
 PARAMS = SamplingParams(temperature=0.8, seed=7, max_tokens=60, logprobs=2, ignore_eos=True)
 EXACT = PARAMS.clone(kv_min_bits=16)
@@ -29,7 +29,7 @@ def steps_of_any_duration() -> Iterator[None]:
     """A slow machine would cut prompts into smaller chunks next to requests that decode. Which
     pages are full, and so move to a lower tier, would then depend on the time a step takes."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step_sizes, "MIXED_STEP_S", 1e6)
+        patch.setattr(waiting_times, "MIXED_STEP_S", 1e6)
         yield
 
 

@@ -231,7 +231,7 @@ class Replica:
             assert self._sender is not None
             adapter = None if plain.lora is None else self._calls.adapter(plain.lora)
             params = _ONE.clone(tenant=job.params.tenant, priority=job.params.priority)
-            resolved = self._llm._jobs.compiled(params)[0]
+            resolved = self._llm._job_maker.compiled(params)[0]
             only = job.with_spec(params=params, resolved=resolved)
             only = replace(only, adapter=adapter, result_bytes=0)
             self._driver.submit([only], _Nobody(), run=False)
@@ -255,7 +255,7 @@ class Replica:
         self._wake()
 
     def _compiled(self, plain: PlainJob) -> Job:
-        job, maker = plain.job, self._llm._jobs
+        job, maker = plain.job, self._llm._job_maker
         resolved, stops, banned = maker.compiled(job.params)
         resolved = replace(resolved, healing=job.spec.resolved.healing)
         adapter = None if plain.lora is None else self._calls.adapter(plain.lora)
@@ -280,13 +280,13 @@ class Replica:
     # ---- outputs: the sink of all requests -------------------------------------------------------
 
     def deliver(self, output: Output) -> bool:
-        """See :class:`sdk.requests.job.OutputSink`."""
+        """See :class:`sdk.requests.job_driver.OutputSink`."""
         self._outputs.append(output)
         self._wake_from_elsewhere()
         return True
 
     def fail(self, request_id: str, error: Exception) -> None:
-        """See :class:`sdk.requests.job.OutputSink`."""
+        """See :class:`sdk.requests.job_driver.OutputSink`."""
         if isinstance(error, EngineDeadError | EngineClosedError):
             return  # another replica runs it again
         self._failures.append((request_id, sendable(error)))
@@ -344,11 +344,11 @@ class _Nobody:
     """The sink of prompts that are handed over."""
 
     def deliver(self, output: Output) -> bool:
-        """See :class:`sdk.requests.job.OutputSink`."""
+        """See :class:`sdk.requests.job_driver.OutputSink`."""
         return True
 
     def fail(self, request_id: str, error: Exception) -> None:
-        """See :class:`sdk.requests.job.OutputSink`: the hand-over says how far it came."""
+        """See :class:`sdk.requests.job_driver.OutputSink`: the hand-over says how far it came."""
 
 
 def serve(

@@ -21,9 +21,8 @@ from sdk.loading.alternatives import checked_plan
 from sdk.loading.load import ModelFacts, read_facts
 from sdk.loading.quant_report import QuantReport
 from sdk.memory.demand import hand_over_bytes
-from sdk.memory.files import open_model
 from sdk.memory.plan import MemoryPlan
-from sdk.memory.resolve import threads_of
+from sdk.memory.resolve import open_model, threads_of
 from sdk.metrics.slo import SLO
 from sdk.metrics.stats import EngineStats
 from sdk.metrics.trace import Trace

@@ -12,8 +12,8 @@ from sdk.engine.engine import Output
 from sdk.engine.executor import Executor
 from sdk.engine.job import Job
 from sdk.quant.safe_repr import safe_repr
-from sdk.requests.loop_inbox import LoopInbox
 from sdk.requests.prompts import Prompt
+from sdk.requests.wakeups import LoopInbox
 
 
 class OutputSink(Protocol):
