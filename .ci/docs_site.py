@@ -154,10 +154,35 @@ def reference_pages() -> Iterator[tuple[str, str]]:
     modules = exports()
     for name, (title, *sources) in REFERENCE.items():
         names = [f"::: {source}.{one}" for source in sources for one in modules.pop(source)]
-        options = ["::: sdk.api.options.EngineOptions"] if name == "llm" else []
+        options = []
+        if name == "llm":
+            shown = ", ".join(methods("sdk.llm", "LLM"))
+            names[0] += f"\n    options:\n      inherited_members: true\n      members: [{shown}]"
+            options = ["::: sdk.api.options.EngineOptions"]
         yield f"reference/{name}.md", f"# {title}\n\n" + "\n\n".join([*names, *options]) + "\n"
     if modules:
         raise PluginError(f".ci/docs_site.py: no page of the reference has {sorted(modules)}")
+
+
+def methods(module: str, name: str) -> list[str]:
+    """The public methods and properties of a class, as in the sources; those of its bases first."""
+    file = ROOT.joinpath(*module.split(".")).with_suffix(".py")
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    origin = {
+        alias.name: node.module
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom) and node.module
+        for alias in node.names
+    }
+    [found] = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name]
+    names: list[str] = []
+    for base in found.bases:
+        assert isinstance(base, ast.Name)
+        names += methods(origin.get(base.id, module), base.id)
+    names += [
+        one.name for one in found.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    return [one for one in dict.fromkeys(names) if not one.startswith("_")]
 
 
 def exports() -> dict[str, list[str]]:

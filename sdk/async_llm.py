@@ -16,18 +16,16 @@ from sdk.api.lora import LoRAInfo, LoRALike, LoRARequest
 from sdk.api.options import EngineOptions, takes_options
 from sdk.api.params import RequestOutputKind, SamplingParams
 from sdk.llm import LLM
-from sdk.requests.async_pooling import AsyncPooling
 from sdk.requests.async_stream import AnswerStream
-from sdk.requests.conversations import Message
+from sdk.requests.pooling_methods import AsyncPoolingMethods
+from sdk.requests.prompt_kinds import Message
 from sdk.requests.prompts import PromptLike
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from sdk.testing.fake_llm import FakeLLM
 
-
-class AsyncLLM(AsyncPooling):
+class AsyncLLM(AsyncPoolingMethods):
     """Async methods for an :class:`LLM`; not a second engine.
 
     ``AsyncLLM(llm)`` shares ``llm``, which its owner closes. ``AsyncLLM("model.gguf")`` creates
@@ -35,18 +33,16 @@ class AsyncLLM(AsyncPooling):
     """
 
     @takes_options
-    def __init__(
-        self, model: LLM | FakeLLM | str | PathLike[str], **options: Unpack[EngineOptions]
-    ) -> None:
+    def __init__(self, model: LLM | str | PathLike[str], **options: Unpack[EngineOptions]) -> None:
         given: Any = model
-        self.llm: LLM | FakeLLM
-        if hasattr(given, "astream"):  # an LLM or a FakeLLM, not a path
+        self.llm: LLM
+        if hasattr(given, "astream"):  # an LLM, or what wraps one; not a path
             if options:
                 raise TypeError(f"AsyncLLM(llm) takes no options, found {sorted(options)}")
             self.llm, self._owned = given, False
         else:
             self.llm, self._owned = LLM(given, **options), True
-        self._pooling, self._calls = self.llm._pooling, self.llm._calls
+        self._pooling, self._job_runner = self.llm._pooling, self.llm._job_runner
 
     async def __aenter__(self) -> AsyncLLM:
         return self
@@ -77,7 +73,7 @@ class AsyncLLM(AsyncPooling):
 
         :raises RequestError: by the call itself: an invalid request or a ``request_id`` in use.
         """
-        return self._calls.astream(
+        return self._job_runner.astream(
             "generate",
             prompt,
             sampling_params,
@@ -98,14 +94,14 @@ class AsyncLLM(AsyncPooling):
         """:meth:`LLM.beam_search`. Cancelling this, or a call below, aborts its requests."""
         llm = self.llm
         work = llm._beam_searches.search(prompts, params, False, lora_request)
-        return await self._calls.ado(work, prompts, lora_request)
+        return await self._job_runner.ado(work, prompts, lora_request)
 
     # The same functions under vLLM's names, without the prefix that tells them apart in LLM.
-    embed = AsyncPooling.aembed
-    encode = AsyncPooling.aencode
-    classify = AsyncPooling.aclassify
-    score = AsyncPooling.ascore
-    rerank = AsyncPooling.arerank
+    embed = AsyncPoolingMethods.aembed
+    encode = AsyncPoolingMethods.aencode
+    classify = AsyncPoolingMethods.aclassify
+    score = AsyncPoolingMethods.ascore
+    rerank = AsyncPoolingMethods.arerank
 
     async def add_lora(
         self,

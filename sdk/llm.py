@@ -3,67 +3,42 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, overload
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from sdk.api.beam_search import BeamSearchOutput, BeamSearchParams
 from sdk.api.display import Explanation, html_table, llm_facts
 from sdk.api.errors import RequestError
-from sdk.api.lora import LoRAInfo, LoRALike, LoRARequest, LoRAsLike
+from sdk.api.lora import LoRAInfo, LoRALike, LoRARequest
 from sdk.api.machine import release_free_memory
-from sdk.api.near_misses import names_keywords, no_attribute
+from sdk.api.near_misses import no_attribute
 from sdk.api.options import EngineOptions, engine_config, takes_options
-from sdk.api.outputs import (
-    ClassificationOutput,
-    EmbeddingOutput,
-    Estimate,
-    PoolingRequestOutput,
-    RequestOutput,
-    RerankOutput,
-    ScoringOutput,
-)
+from sdk.api.outputs import Estimate
 from sdk.api.params import SamplingParams
-from sdk.engine.plan import PoolingMode
 from sdk.engine.running_requests import RequestInfo
-from sdk.engine.snapshot import Snapshot
-from sdk.loading.alternatives import plan, planned_config
 from sdk.loading.around import part_around
-from sdk.loading.load import load
-from sdk.loading.quant_report import QuantReport
-from sdk.memory.plan import MemoryPlan
 from sdk.metrics.slo import SLO
 from sdk.metrics.stats import EngineStats
 from sdk.metrics.trace import Trace
-from sdk.models.architecture import WITHOUT_HEAD
-from sdk.requests.advice import Advice
-from sdk.requests.as_completed import AsCompleted
-from sdk.requests.async_pooling import AsyncPooling
-from sdk.requests.async_stream import AnswerStream
-from sdk.requests.beam_searches import BeamSearches
-from sdk.requests.calls import Calls
-from sdk.requests.conversations import Message
-from sdk.requests.jobs import JobMaker, ParamsLike
-from sdk.requests.pooling import PoolingCalls
-from sdk.requests.prompts import Prompt, PromptLike, PromptReader, is_conversation
-from sdk.requests.served import Served, ServedEngine
-from sdk.requests.stepping import Stepping
-from sdk.requests.vectors import OutputDtype, Wanted
+from sdk.requests.generation_methods import GenerationMethods
+from sdk.requests.job_runner import JobRunner, Stepping
+from sdk.requests.pooling_methods import AsyncPoolingMethods, PoolingMethods
+from sdk.requests.prompt_kinds import Message
+from sdk.requests.prompts import Prompt, PromptLike, is_conversation
 from sdk.tokenizer import LLMTokenizer
 
-if TYPE_CHECKING:  # Unpack: in typing from Python 3.11 on
-    from typing_extensions import Unpack
+if TYPE_CHECKING:  # Self, Unpack: in typing from Python 3.11 on; the others come with a model
+    from typing_extensions import Self, Unpack
 
-    from sdk.requests.typed_outputs import MessageOutput, ParsedOutput
-    from sdk.tools import ToolRun
-    from sdk.tools.definitions import ToolLike
+    from sdk.engine.snapshot import Snapshot
+    from sdk.loading.quant_report import QuantReport
+    from sdk.memory.plan import MemoryPlan
+    from sdk.models.config import ModelConfig
+    from sdk.requests.served import Served
 
-T = TypeVar("T")
 
-
-class LLM(AsyncPooling):
+class LLM(GenerationMethods, PoolingMethods, AsyncPoolingMethods):
     """A model loaded into this process, and the engine that serves it.
 
     ``model`` is a GGUF file, a folder with safetensors and ``config.json``, or a hub id. The
@@ -88,8 +63,13 @@ class LLM(AsyncPooling):
         plan: MemoryPlan | None = None,
         **options: Unpack[EngineOptions],
     ) -> None:
+        from sdk.loading.alternatives import planned_config
+
         self.config = config = planned_config(plan, model, **options)
         if config.data_parallel_size == 1:
+            from sdk.loading.load import load
+            from sdk.requests.served_engine import ServedEngine
+
             self._open(ServedEngine(load(config)))
         else:
             self._open(part_around("replicas")(config))
@@ -98,65 +78,30 @@ class LLM(AsyncPooling):
     def _on(cls, served: Served) -> LLM:
         """An LLM whose parts exist."""
         llm = cls.__new__(cls)
-        llm.config = served.facts.config
+        llm.config = served.config
         llm._open(served)
         return llm
 
     def _open(self, served: Served) -> None:
-        facts, vocab_size = served.facts, served.facts.model_config.vocab_size
-        self.model_config = facts.model_config
-        self.max_model_len = facts.plan.max_model_len
         self.load_warnings = served.warnings
         self._served = served
-        self._defaults = facts.defaults
-        self._default_params = facts.defaults.params
-        hidden_size = facts.model_config.hidden_size
-        self._reader = PromptReader(
-            facts.tokenizer,
-            vocab_size=vocab_size,
-            max_model_len=self.max_model_len,
-            chat_template=self.config.chat_template,
-            hidden_size=hidden_size if self.config.enable_prompt_embeds else None,
-        )
-        self._driver = served.driver
+        self._driver, self._monitoring = served.driver, served.monitoring
+        self._prefixes, self._memory = served.prefixes, served.memory
         self._runner = served.model_runner
-        self._jobs = JobMaker(
-            self._reader,
-            self._default_params,
-            vocab_size=vocab_size,
-            eos_token_ids=facts.eos_token_ids,
-            max_model_len=self.max_model_len,
-            results=facts.results,
-            adapters=served.adapters,
-            classifier=facts.classifier,
-            encoder=None if facts.model_config.causal else facts.model_config.model_type,
-            has_head=not facts.values.get(WITHOUT_HEAD),
-            closed_schemas=self.config.disable_additional_properties,
-        )
-        head = facts.embedding_head
-        size = facts.model_config.hidden_size
-        self._pooling = PoolingCalls(
-            self._jobs, self._reader, facts.classifier, head, Advice(), size
-        )
-        self._beam_searches = BeamSearches(
-            self._jobs,
-            self._reader,
-            facts.eos_token_ids,
-            self.max_model_len,
-            self.config.on_progress,
-        )
-        self._stepping = Stepping(self._driver, self._jobs)
-        self._monitoring = served.monitoring
-        self._calls = Calls(
+        frontend = served.frontend
+        self._reader, self._job_maker, self._pooling, self._beam_searches, self._defaults = frontend
+        self._default_params = self._defaults.params
+        self.max_model_len = self._reader.max_model_len
+        self._stepping = Stepping(self._driver, self._job_maker)
+        self._job_runner = JobRunner(
             self._driver,
-            self._jobs,
+            self._job_maker,
             self._reader,
             self.config.on_progress,
             self._monitoring.list_requests,
             read_ahead=2 * self.config.max_num_seqs * self.config.data_parallel_size,
         )
-        self._prefixes, self._memory = served.saved_with(self._jobs)
-        self._jobs.before_structures = self._memory.hold_vocabulary
+        self._job_maker.before_structures = self._memory.hold_vocabulary
         self._close = weakref.finalize(self, self._driver.close)
 
     @staticmethod
@@ -167,6 +112,8 @@ class LLM(AsyncPooling):
         A plan that does not fit has ``fits == False``, the memory breakdown in ``problem`` and
         options that fit in ``alternatives``.
         """
+        from sdk.loading.alternatives import plan
+
         return plan(engine_config(model, **options))
 
     @takes_options
@@ -221,7 +168,7 @@ class LLM(AsyncPooling):
             "path and options, and make an LLM there"
         )
 
-    def __enter__(self) -> LLM:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -235,403 +182,8 @@ class LLM(AsyncPooling):
             self._close.detach()
             self._monitoring.close()
             self._reader.close()
-            self._jobs.close()
+            self._job_maker.close()
             release_free_memory()
-
-    # ---- batches ---------------------------------------------------------------------------------
-
-    @overload
-    def generate(
-        self,
-        prompts: PromptLike | Sequence[PromptLike],
-        sampling_params: ParamsLike = None,
-        *,
-        returns: None = None,
-        lora_request: LoRAsLike = None,
-        priority: int | Sequence[int] | None = None,
-        use_tqdm: bool = True,
-    ) -> list[RequestOutput]: ...
-    @overload
-    def generate(
-        self,
-        prompts: PromptLike | Sequence[PromptLike],
-        sampling_params: ParamsLike = None,
-        *,
-        returns: type[T] | Mapping[str, Any],
-        lora_request: LoRAsLike = None,
-        priority: int | Sequence[int] | None = None,
-        use_tqdm: bool = True,
-    ) -> list[ParsedOutput[T]]: ...
-    @names_keywords
-    def generate(
-        self,
-        prompts: PromptLike | Sequence[PromptLike],
-        sampling_params: ParamsLike = None,
-        *,
-        returns: Any = None,
-        lora_request: LoRAsLike = None,
-        priority: int | Sequence[int] | None = None,
-        use_tqdm: bool = True,
-    ) -> Any:
-        """Complete all prompts and wait; returns one output per prompt, in their order.
-
-        ``sampling_params``: one for all prompts or one for each (default: the model's own).
-        ``returns``: a Python type or a JSON schema; ``output.parsed`` is then a value of it.
-        Ctrl-C, or any exception raised here, aborts this call's requests and no others.
-
-        :raises RequestError: before anything runs, if a prompt or a parameter is invalid.
-        :raises EngineDeadError: a worker died.
-        :raises EngineClosedError: during or after ``close``.
-        """
-        calling = self._jobs.read(prompts, sampling_params, returns, lora_request)
-        return self._calls.run("generate", calling, priority, use_tqdm)
-
-    @overload
-    def chat(
-        self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
-        sampling_params: ParamsLike = None,
-        *,
-        tools: Sequence[ToolLike],
-        tool_choice: str | Mapping[str, Any] = "auto",
-        lora_request: LoRAsLike = None,
-        priority: int | Sequence[int] | None = None,
-        use_tqdm: bool = True,
-        **template: Any,
-    ) -> list[MessageOutput]: ...
-    @overload
-    def chat(
-        self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
-        sampling_params: ParamsLike = None,
-        *,
-        returns: type[T] | Mapping[str, Any],
-        lora_request: LoRAsLike = None,
-        priority: int | Sequence[int] | None = None,
-        use_tqdm: bool = True,
-        **template: Any,
-    ) -> list[ParsedOutput[T]]: ...
-    @overload
-    def chat(
-        self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
-        sampling_params: ParamsLike = None,
-        *,
-        lora_request: LoRAsLike = None,
-        priority: int | Sequence[int] | None = None,
-        use_tqdm: bool = True,
-        **template: Any,
-    ) -> list[RequestOutput]: ...
-    def chat(
-        self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
-        sampling_params: ParamsLike = None,
-        *,
-        returns: Any = None,
-        lora_request: LoRAsLike = None,
-        priority: int | Sequence[int] | None = None,
-        use_tqdm: bool = True,
-        **template: Any,
-    ) -> Any:
-        """Like :meth:`generate`, for one or more conversations, through the model's chat template.
-
-        ``template``: ``add_generation_prompt``, ``continue_final_message``, ``chat_template``,
-        ``chat_template_kwargs``, ``cache_salt``; ``tools`` (functions, dicts or ``Tool`` objects;
-        then ``output.message`` has the text, the reasoning and the tool calls), ``tool_choice``,
-        ``parallel_tool_calls``, ``tool_format``.
-        """
-        given = sampling_params, template, returns, lora_request
-        calling = self._jobs.read_chats("chat", messages, *given)
-        return self._calls.run("chat", calling, priority, use_tqdm)
-
-    def run_tools(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[ToolLike],
-        sampling_params: SamplingParams | None = None,
-        *,
-        max_turns: int = 8,
-        tool_choice: str | Mapping[str, Any] = "auto",
-        on_error: Literal["message", "raise"] = "message",
-        lora_request: LoRALike | None = None,
-        **template: Any,
-    ) -> ToolRun:
-        """Chat, call the functions the model asks for, and go on until it answers without a call.
-
-        ``tool_choice`` holds for the first answer. See :func:`sdk.tools.run_tools`.
-        """
-        parsed = self._jobs.parses_arguments(template)
-        from sdk.requests.views import ToolTurns
-
-        turns = ToolTurns(tools, tool_choice, sampling_params, template, parsed, lora_request)
-        self._calls.advice.blocking("run_tools")
-        return turns.run(self.chat, messages, max_turns, on_error)
-
-    @names_keywords
-    def beam_search(
-        self,
-        prompts: PromptLike | Sequence[PromptLike],
-        params: BeamSearchParams,
-        *,
-        lora_request: LoRALike | None = None,
-        use_tqdm: bool = True,
-    ) -> list[BeamSearchOutput]:
-        """Search each prompt's most probable answers; returns ``beam_width`` of each, best first.
-
-        :raises RequestError: a prompt or a parameter is invalid, or logits are not finite.
-        """
-        work = self._beam_searches.search(prompts, params, use_tqdm, lora_request)
-        return self._calls.do("beam_search", work)
-
-    @overload
-    def as_completed(
-        self,
-        prompts: PromptLike | Iterable[PromptLike | Sequence[Message]],
-        sampling_params: SamplingParams | None = None,
-        *,
-        tools: Sequence[ToolLike],
-        tool_choice: str | Mapping[str, Any] = "auto",
-        lora_request: LoRALike | None = None,
-        priority: int | None = None,
-        **template: Any,
-    ) -> AsCompleted[MessageOutput]: ...
-    @overload
-    def as_completed(
-        self,
-        prompts: PromptLike | Iterable[PromptLike | Sequence[Message]],
-        sampling_params: SamplingParams | None = None,
-        *,
-        returns: type[T] | Mapping[str, Any],
-        lora_request: LoRALike | None = None,
-        priority: int | None = None,
-        **template: Any,
-    ) -> AsCompleted[ParsedOutput[T]]: ...
-    @overload
-    def as_completed(
-        self,
-        prompts: PromptLike | Iterable[PromptLike | Sequence[Message]],
-        sampling_params: SamplingParams | None = None,
-        *,
-        lora_request: LoRALike | None = None,
-        priority: int | None = None,
-        **template: Any,
-    ) -> AsCompleted[RequestOutput]: ...
-    def as_completed(
-        self,
-        prompts: PromptLike | Iterable[PromptLike | Sequence[Message]],
-        sampling_params: SamplingParams | None = None,
-        *,
-        returns: Any = None,
-        lora_request: LoRALike | None = None,
-        priority: int | None = None,
-        **template: Any,
-    ) -> AsCompleted[Any]:
-        """Answer many prompts or conversations: ``for index, output in llm.as_completed(...)``, and
-        ``async for`` in an event loop. Pairs come in the order in which answers end.
-
-        ``prompts``: any iterable, also a generator; it is read ``2 * max_num_seqs`` ahead of the
-        answers, so that what has ended can be stored while the rest runs. Leaving the loop aborts
-        the rest. ``template``: for conversations, as in :meth:`chat`.
-
-        :raises RequestError: in the loop, for an invalid prompt, with its index; unfinished ones
-            are aborted then.
-        """
-        return self._calls.as_completed(
-            prompts, sampling_params, priority, template, returns, lora_request
-        )
-
-    # ---- streams ---------------------------------------------------------------------------------
-
-    @overload
-    def stream(
-        self,
-        prompt: Sequence[Message],
-        sampling_params: SamplingParams | None = None,
-        *,
-        tools: Sequence[ToolLike],
-        tool_choice: str | Mapping[str, Any] = "auto",
-        lora_request: LoRALike | None = None,
-        priority: int | None = None,
-        **template: Any,
-    ) -> Iterator[MessageOutput]: ...
-    @overload
-    def stream(
-        self,
-        prompt: PromptLike | Sequence[Message],
-        sampling_params: SamplingParams | None = None,
-        *,
-        returns: type[T] | Mapping[str, Any],
-        lora_request: LoRALike | None = None,
-        priority: int | None = None,
-        **template: Any,
-    ) -> Iterator[ParsedOutput[T]]: ...
-    @overload
-    def stream(
-        self,
-        prompt: PromptLike | Sequence[Message],
-        sampling_params: SamplingParams | None = None,
-        *,
-        lora_request: LoRALike | None = None,
-        priority: int | None = None,
-        **template: Any,
-    ) -> Iterator[RequestOutput]: ...
-    def stream(
-        self,
-        prompt: PromptLike | Sequence[Message],
-        sampling_params: SamplingParams | None = None,
-        *,
-        returns: Any = None,
-        lora_request: LoRALike | None = None,
-        priority: int | None = None,
-        **template: Any,
-    ) -> Iterator[Any]:
-        """Yield the answer to one prompt or conversation piece by piece; ``text`` is the new part.
-
-        ``output_kind=FINAL_ONLY`` yields the whole answer once, at its end. The request starts
-        right away. Leaving the loop early aborts it. With ``returns``, ``outputs[0].partial`` is
-        the value so far; with ``tools``, ``outputs[0].delta`` is what is new in the message.
-        """
-        return self._calls.stream(
-            prompt, sampling_params, priority, template, returns, lora_request
-        )
-
-    # ---- async twins -----------------------------------------------------------------------------
-
-    @names_keywords
-    async def agenerate(
-        self,
-        prompts: PromptLike | Sequence[PromptLike],
-        sampling_params: ParamsLike = None,
-        *,
-        returns: Any = None,
-        lora_request: LoRAsLike = None,
-        priority: int | Sequence[int] | None = None,
-    ) -> list[Any]:
-        """:meth:`generate` for an event loop; cancelling the task aborts its requests.
-
-        Long prompts are tokenized in a thread, so that the loop goes on meanwhile.
-        """
-        read = partial(self._jobs.read, prompts, sampling_params, returns, lora_request)
-        return await self._calls.abatch(read, prompts, sampling_params, priority, lora_request)
-
-    async def achat(
-        self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
-        sampling_params: ParamsLike = None,
-        *,
-        returns: Any = None,
-        lora_request: LoRAsLike = None,
-        priority: int | Sequence[int] | None = None,
-        **template: Any,
-    ) -> list[Any]:
-        """:meth:`chat` for an event loop."""
-        given = sampling_params, template, returns, lora_request
-        read = partial(self._jobs.read_chats, "achat", messages, *given)
-        return await self._calls.abatch(read, messages, sampling_params, priority, lora_request)
-
-    async def arun_tools(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[ToolLike],
-        sampling_params: SamplingParams | None = None,
-        *,
-        max_turns: int = 8,
-        tool_choice: str | Mapping[str, Any] = "auto",
-        on_error: Literal["message", "raise"] = "message",
-        lora_request: LoRALike | None = None,
-        **template: Any,
-    ) -> ToolRun:
-        """:meth:`run_tools` for an event loop; coroutine functions of one answer run together."""
-        parsed = self._jobs.parses_arguments(template)
-        from sdk.requests.views import ToolTurns
-
-        turns = ToolTurns(tools, tool_choice, sampling_params, template, parsed, lora_request)
-        return await turns.arun(self.achat, messages, max_turns, on_error)
-
-    def astream(
-        self,
-        prompt: PromptLike | Sequence[Message],
-        sampling_params: SamplingParams | None = None,
-        *,
-        returns: Any = None,
-        lora_request: LoRALike | None = None,
-        priority: int | None = None,
-        **template: Any,
-    ) -> AnswerStream:
-        """:meth:`stream` for an event loop: ``async for piece in llm.astream(...)``.
-
-        The call itself rejects an invalid request. The request starts when the first piece is
-        awaited. A long prompt is tokenized and checked in a thread, with the first piece or by
-        ``stream = await llm.astream(...)``.
-        """
-        return self._calls.astream(
-            "astream", prompt, sampling_params, priority, template, returns, lora_request
-        )
-
-    # ---- stepping by hand ------------------------------------------------------------------------
-
-    def enqueue(
-        self,
-        prompts: PromptLike | Sequence[Message] | Sequence[PromptLike | Sequence[Message]],
-        sampling_params: ParamsLike = None,
-        *,
-        lora_request: LoRAsLike = None,
-        priority: int | Sequence[int] | None = None,
-        request_id: str | Sequence[str] | None = None,
-        **template: Any,
-    ) -> list[str]:
-        """Queue prompts or conversations and return their request ids at once.
-
-        Nothing runs until :meth:`step`, :meth:`pump` or :meth:`wait_for_completion` is called (or
-        another call keeps the engine running). ``request_id``: your own ids, one for each
-        prompt. ``template``: for conversations, as in :meth:`chat`.
-
-        :raises RequestError: an invalid request, or an id that belongs to a request that is
-            unfinished or whose last output has not been collected.
-        """
-        return self._stepping.enqueue(
-            prompts, sampling_params, priority, request_id, template, lora_request
-        )
-
-    def wait_for_completion(self) -> list[RequestOutput]:
-        """Finish all requests enqueued so far; final outputs in the order of enqueueing.
-
-        Requests that other threads enqueue meanwhile are left for the next call. If a request
-        fails, its error is raised and the next call returns the others. Ctrl-C aborts the
-        requests; the next call returns what they had generated.
-        """
-        self._calls.advice.blocking("wait_for_completion")
-        return self._stepping.wait_for_completion()
-
-    def step(self) -> list[RequestOutput]:
-        """Run one engine step in this thread; return the new outputs of enqueued requests.
-
-        Some outputs may come from steps of other threads. Outputs that other threads wait for are
-        not returned here. If there is nothing to return and a request has failed, its error is
-        raised. An exception of a signal handler in the middle of a step may end the engine.
-        """
-        return self._stepping.step()
-
-    def pump(self, max_ms: float) -> list[RequestOutput]:
-        """Run steps for about ``max_ms`` milliseconds, for a host that draws frames.
-
-        Runs as many steps as should end in time, with as much of a waiting prompt as fits. The
-        time of a step is predicted from the steps before; the first steps are small. At least one
-        step runs if there is work, unless another thread is always inside a step. Returns early
-        when there is no work. A step in progress is not interrupted.
-
-        :raises RequestError: ``max_ms`` is negative or not a number.
-        """
-        return self._stepping.pump(max_ms)
-
-    @property
-    def has_unfinished_requests(self) -> bool:
-        """Whether a step would do or return anything."""
-        return self._stepping.has_unfinished_requests
-
-    def abort(self, request_id: str | Sequence[str]) -> None:
-        """End requests with ``finish_reason="abort"``; unknown and finished ids are ignored."""
-        self._stepping.abort(request_id)
 
     # ---- scheduling ------------------------------------------------------------------------------
 
@@ -737,11 +289,11 @@ class LLM(AsyncPooling):
     ) -> Prompt:
         """Read one prompt or conversation; the latter without the opening of an answer."""
         if method != "unpin":  # which computes nothing
-            self._calls.advice.blocking(method)
+            self._job_runner.advice.blocking(method)
         if is_conversation(prompt):
             template = {"add_generation_prompt": False, **template}
         read = self._reader.read_one(method, prompt, self._default_params, template)
-        return self._jobs.adapted([read], lora)[0]
+        return self._job_maker.adapted([read], lora)[0]
 
     # ---- adapters --------------------------------------------------------------------------------
 
@@ -761,27 +313,32 @@ class LLM(AsyncPooling):
         :raises UnsupportedError: the adapter is of a kind that is not supported.
         :raises RequestError: the name is taken, or a limit is exceeded.
         """
-        return self._jobs.adapters.add(lora, path, pin=pin)
+        return self._job_maker.adapters.add(lora, path, pin=pin)
 
     def remove_lora(self, lora: LoRARequest | str | int) -> bool:
         """Forget an adapter, by its name or number. Requests that use it finish first.
 
         Returns ``False`` if there is none.
         """
-        return self._jobs.adapters.remove(lora)
+        return self._job_maker.adapters.remove(lora)
 
     def pin_lora(self, lora: LoRARequest | str | int) -> bool:
         """Load an adapter and keep it in memory until :meth:`remove_lora`.
 
         :raises RequestError: it was not added, or requests use all slots now.
         """
-        return self._jobs.adapters.pin(lora)
+        return self._job_maker.adapters.pin(lora)
 
     def list_loras(self) -> list[LoRAInfo]:
         """All adapters that were added, or came with a request."""
-        return self._jobs.adapters.list()
+        return self._job_maker.adapters.list()
 
     # ---- memory ----------------------------------------------------------------------------------
+
+    @property
+    def model_config(self) -> ModelConfig:
+        """The model's config as the engine reads it."""
+        return self._served.model_config
 
     @property
     def memory_plan(self) -> MemoryPlan:
@@ -822,162 +379,6 @@ class LLM(AsyncPooling):
         """
         self._memory.wake_up()
 
-    # ---- embeddings ------------------------------------------------------------------------------
-
-    @names_keywords
-    def embed(
-        self,
-        prompts: PromptLike | Sequence[PromptLike],
-        *,
-        truncate_prompt_tokens: int | None = None,
-        prompt_name: str | None = None,
-        prompt: str | None = None,
-        dimensions: int | None = None,
-        output_dtype: OutputDtype = "float32",
-        lora_request: LoRAsLike = None,
-        tenant: str | None = None,
-        use_tqdm: bool = True,
-    ) -> list[EmbeddingOutput]:
-        """Each prompt's last hidden state after the final norm, scaled to length 1.
-
-        If the files describe embeddings (sentence-transformers' ``modules.json``, a GGUF file's
-        ``pooling_type``), it is what they describe: the pooling, dense layers, the length, and the
-        default prompt before texts.
-
-        ``prompt_name``: one of the prompts of a sentence-transformers folder (``"query"``), or
-        ``prompt``: any text; it is put before every text. ``dimensions``: only the first so many
-        numbers, scaled to length 1 again, for models that were trained for it (Matryoshka).
-        ``output_dtype``: vectors as integers, see docs/embeddings.md. ``truncate_prompt_tokens``:
-        texts with more tokens lose their end; ``-1``: than the model was trained for.
-        ``tenant``: see :class:`SamplingParams`.
-        """
-        wanted = Wanted(prompt_name, prompt, dimensions, output_dtype)
-        work = self._pooling.embed(prompts, truncate_prompt_tokens, lora_request, tenant, wanted)
-        return self._calls.do("embed", work, use_tqdm)
-
-    @names_keywords
-    def encode(
-        self,
-        prompts: PromptLike | Sequence[PromptLike],
-        *,
-        pooling: PoolingMode | None = None,
-        normalize: bool = True,
-        truncate_prompt_tokens: int | None = None,
-        prompt_name: str | None = None,
-        prompt: str | None = None,
-        lora_request: LoRAsLike = None,
-        tenant: str | None = None,
-        use_tqdm: bool = True,
-    ) -> list[PoolingRequestOutput]:
-        """Each prompt's hidden states after the final norm, pooled into ``outputs.data``.
-
-        ``pooling``: the last token's state, the first token's (``"cls"``), the ``"mean"`` or
-        ``"max"`` over all tokens, ``"weightedmean"`` (weights 1, 2, 3, ...), ``"mean_sqrt_len"``
-        (the sum over the square root of the number), or every token's (``"token"``). Default: what
-        the files describe (see :meth:`embed`), else the last token's. ``normalize`` scales each
-        vector to length 1. ``prompt_name``, ``prompt``: see :meth:`embed`. A model of late
-        interaction (ColBERT) has a vector for each token by default.
-
-        :raises RequestError: an invalid argument, or more results than memory is set aside for.
-        """
-        wanted = Wanted(prompt_name, prompt)
-        work = self._pooling.encode(
-            prompts, pooling, normalize, truncate_prompt_tokens, lora_request, tenant, wanted
-        )
-        return self._calls.do("encode", work, use_tqdm)
-
-    @names_keywords
-    def classify(
-        self,
-        prompts: PromptLike | Sequence[PromptLike],
-        *,
-        use_activation: bool = True,
-        truncate_prompt_tokens: int | None = None,
-        lora_request: LoRAsLike = None,
-        tenant: str | None = None,
-        use_tqdm: bool = True,
-    ) -> list[ClassificationOutput]:
-        """Each prompt's classes, with a checkpoint that has a classification head.
-
-        ``use_activation=False`` returns logits instead of probabilities.
-
-        :raises RequestError: the checkpoint has no classification head.
-        """
-        work = self._pooling.classify(
-            prompts, use_activation, truncate_prompt_tokens, lora_request, tenant
-        )
-        return self._calls.do("classify", work, use_tqdm)
-
-    @names_keywords
-    def score(
-        self,
-        data_1: PromptLike | Sequence[PromptLike],
-        data_2: PromptLike | Sequence[PromptLike],
-        *,
-        truncate_prompt_tokens: int | None = None,
-        lora_request: LoRALike | None = None,
-        chat_template: str | None = None,
-        tenant: str | None = None,
-        cache_salt: str | None = None,
-    ) -> list[ScoringOutput]:
-        """How well texts match, pair by pair; one ``data_1`` may be compared with many ``data_2``.
-
-        With a reranker the probability that ``data_2`` answers ``data_1``. With an embedding model
-        the cosine of their embeddings. With any other model the cosine of its last hidden states,
-        which says little about relevance; the first such call warns.
-        ``chat_template``: see :meth:`rerank`. ``cache_salt``: cached prefixes are shared only with
-        requests that have the same one. ``truncate_prompt_tokens``: of a pair with more tokens the
-        longer text loses its end; ``-1``: than the context holds.
-
-        :raises RequestError: the lengths do not match.
-        """
-        return self._calls.do(
-            "score",
-            self._pooling.score(
-                data_1,
-                data_2,
-                chat_template,
-                lora_request,
-                tenant,
-                cache_salt,
-                truncate_prompt_tokens,
-            ),
-        )
-
-    @names_keywords
-    def rerank(
-        self,
-        query: str,
-        documents: Sequence[str],
-        top_n: int | None = None,
-        *,
-        truncate_prompt_tokens: int | None = None,
-        lora_request: LoRALike | None = None,
-        chat_template: str | None = None,
-        tenant: str | None = None,
-        cache_salt: str | None = None,
-    ) -> list[RerankOutput]:
-        """The ``top_n`` documents (default: all) that match ``query`` best, best first.
-
-        Scores are those of :meth:`score`, so a model that is neither a reranker nor an embedding
-        model sorts badly, and the first call warns. ``chat_template`` formats a pair for a
-        reranker: it gets two messages with the roles ``query`` and ``document``. The default is the
-        checkpoint's.
-
-        :raises RequestError: an invalid argument, or a head with other classes.
-        """
-        work = self._pooling.rerank(
-            query,
-            documents,
-            top_n,
-            chat_template,
-            lora_request,
-            tenant,
-            cache_salt,
-            truncate_prompt_tokens,
-        )
-        return self._calls.do("rerank", work)
-
     # ---- information -----------------------------------------------------------------------------
 
     def explain(self) -> Explanation:
@@ -986,7 +387,7 @@ class LLM(AsyncPooling):
         A string; a notebook shows a table.
         """
         self._driver.check_usable()
-        return Explanation(self._served.explain(self.memory_plan))
+        return Explanation(self._served.explain())
 
     def quant_report(self) -> QuantReport:
         """Format, bits, bytes and kernel of every linear layer, and why faster ones reject it."""

@@ -94,7 +94,12 @@ class LoRAInfo(NamedTuple):
 
 @dataclass(frozen=True)
 class KnownAdapter:
-    """See :class:`sdk.engine.scheduling.adapter_slots.AdapterSource`."""
+    """An adapter that was checked against the model. Only its description is in memory.
+
+    ``key``: a hash of its contents. ``nbytes``: what it takes on all ranks together;
+    ``read_bytes``: what it takes in addition while it is read. ``read`` returns the adapter; it
+    runs in a thread, and raises SdkError if it cannot be read any more.
+    """
 
     lora_request: LoRARequest
     key: str

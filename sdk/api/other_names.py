@@ -250,7 +250,6 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
         "shape": "use len(output.embedding)",
     },
 }
-ATTRIBUTES["FakeLLM"] = ATTRIBUTES["LLM"]
 
 
 def without_effect(name: str, value: Any) -> bool:

@@ -64,7 +64,7 @@ def _adapters(settings: Settings, folder: Path, count: int) -> list[Path]:
 def _measure_own(settings: Settings, paths: Sequence[Path]) -> list[Result]:
     from sdk import __version__
     from sdk.llm import LLM
-    from sdk.memory.adapters import adapter_options
+    from sdk.memory.weights import adapter_options
 
     most = max(settings.requests)
     found: list[Result] = []

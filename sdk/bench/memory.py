@@ -17,6 +17,8 @@ from sdk.api.errors import RequestError
 from sdk.bench.engines import OURS, Engines
 from sdk.bench.report import Result
 from sdk.bench.settings import Settings, make_load
+from sdk.engine.job import Job
+from sdk.engine.plan import SequenceSpec
 from sdk.quant.spec import parse_tiers
 
 if TYPE_CHECKING:
@@ -144,7 +146,7 @@ def _recoding(settings: Settings) -> list[Result]:
         (prompt,) = make_load(vocab_size, 1, TIER_PAGE_SIZE, 1, seed=TIER_PAGE_SIZE).prompts
         for number in range(-1, settings.rounds):
             begin = time.perf_counter()
-            engine.add_request("page", prompt, params)
+            engine.add(Job(SequenceSpec("page", params), tuple(prompt)))
             while engine.has_unfinished:
                 engine.step()
             computed = time.perf_counter() - begin

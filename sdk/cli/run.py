@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     adapters = named_adapters(args.lora)
     with opened(args, list(adapters.values())) as llm:
         lora = add_adapters(llm, adapters)
-        llm._jobs.check_generates()
+        llm._job_maker.check_generates()
         if not args.raw and llm.get_tokenizer().chat_template is None:
             raise RequestError(
                 "the model has no chat template, so it cannot chat; use --raw --prompt TEXT to "
@@ -140,7 +140,7 @@ def opened(args: argparse.Namespace, adapters: Sequence[str] = ()) -> LLM:
     if args.threads is not None:
         options["num_threads"] = args.threads
     if adapters:
-        from sdk.memory.adapters import adapter_options
+        from sdk.memory.weights import adapter_options
 
         options |= {**adapter_options(adapters), "lora_dtype": args.lora_dtype}
     try:

@@ -1,8 +1,8 @@
 """The engine loop: plan a step, run it, commit it, turn its tokens into outputs.
 
 ``Engine`` owns a :class:`~sdk.engine.scheduling.scheduler.Scheduler` and an executor. It is not
-thread-safe: the caller (``LLM``) serializes the calls. Only ``add_request`` and ``abort`` may be
-called while ``step`` waits for the executor.
+thread-safe: the caller (``LLM``) serializes the calls. Only ``add`` and ``abort`` may be called
+while ``step`` waits for the executor.
 """
 
 from __future__ import annotations
@@ -10,36 +10,32 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from sdk.api.errors import EngineClosedError, EngineDeadError, RequestError
 from sdk.api.logprobs import Sampled
 from sdk.api.outputs import EmbeddingOutput, FinishReason, PoolingRequestOutput, RequestOutput
-from sdk.api.params import SamplingParams
 from sdk.engine.adapter_loader import AdapterLoader
-from sdk.engine.completion import Completion, Generation, is_watched
+from sdk.engine.answers import Answer, JobAnswers
 from sdk.engine.executor import Executor
+from sdk.engine.job import Job
 from sdk.engine.numbers import numbers, trace_step, traced
-from sdk.engine.plan import Pooling, RequestKind
+from sdk.engine.plan import SequenceSpec
 from sdk.engine.rewinds import Rewinder
 from sdk.engine.running_requests import RequestInfo, request_info
-from sdk.engine.scheduling.adapter_slots import AdapterSource
 from sdk.engine.scheduling.queues import RequestUpdate
 from sdk.engine.scheduling.request import Request
-from sdk.engine.scheduling.results import ResultReservation
 from sdk.engine.scheduling.scheduler import Scheduler
 from sdk.engine.stage_times import StageTimes
 from sdk.metrics.stats import EngineStats
 from sdk.metrics.trace import Trace
 from sdk.quant.tokenizer import Tokenizer
-from sdk.sampling.resolved import ResolvedParams
 from sdk.sampling.uniform import child_seed
-from sdk.text.automaton import StringAutomaton
 from sdk.text.banned import banned_strings
-from sdk.text.stops import StopStrings, stop_strings
+from sdk.text.stops import stop_strings
 from sdk.text.token_texts import TokenTexts
 
-_NOTHING_RESOLVED = ResolvedParams()
 #: For failures in the scheduler or while outputs are made. They leave queues, pages and answers
 #: inconsistent, so the engine cannot continue.
 _STEP_FAILED = "a step failed"
@@ -77,9 +73,9 @@ class Engine:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._random = random.Random(seed)
-        self._generations: dict[str, Generation] = {}  # unfinished, by the caller's id
-        self._completions: dict[str, tuple[Generation, Completion]] = {}  # by the scheduler's id
-        self._updated: dict[Generation, None] = {}  # need an output; an ordered set
+        self._unfinished: dict[str, JobAnswers] = {}  # by the caller's id
+        self._by_id: dict[str, tuple[JobAnswers, Answer]] = {}  # by the scheduler's id
+        self._updated: dict[JobAnswers, None] = {}  # need an output; an ordered set
         #: For log-probabilities.
         self._texts = None if tokenizer is None else TokenTexts(tokenizer)
         self._num_finished = 0
@@ -100,88 +96,39 @@ class Engine:
 
     # Requests
 
-    def add_request(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams,
-        *,
-        prompt_text: str | None = None,
-        priority: int | None = None,
-        cache_salt: str | None = None,
-        prompt_embeds: Any = None,
-        kind: RequestKind = "generate",
-        pooling: Pooling | None = None,
-        arrival_time: float | None = None,
-        resolved: ResolvedParams = _NOTHING_RESOLVED,
-        negative_prompt_token_ids: Sequence[int] | None = None,
-        stops: StopStrings | None = None,
-        banned: StringAutomaton | None = None,
-        result_bytes: int = 0,
-        adapter: AdapterSource | None = None,
-    ) -> None:
-        """Queue a request, or raise RequestError, EngineDeadError or EngineClosedError.
+    def add(self, job: Job) -> None:
+        """Queue a request. :raises RequestError, EngineDeadError, EngineClosedError: it cannot be.
 
-        ``arrival_time``: a time of the scheduler's clock (default: now) that orders requests.
-        ``priority`` overrides that of ``params``. ``negative_prompt_token_ids`` is for guidance
-        (default: the last prompt token). ``stops``, ``banned``: the compiled strings of ``params``.
-        ``result_bytes``: the most its log-probabilities may take; it starts when these are free.
-        ``prompt_embeds``: float32 ``[tokens, hidden]``, run in place of the prompt's token ids.
+        ``job.arrival_time``: a time of the scheduler's clock.
         """
         self._check_alive()
-        if self._tokenizer is None and (params.stop or params.stop_regex or params.banned_strings):
+        params, negative = job.params, job.negative_prompt_token_ids
+        strings = params.stop or params.stop_regex or params.banned_strings
+        if self._tokenizer is None and strings:
             raise RequestError(
                 "stop, stop_regex and banned_strings need a tokenizer; this engine has none"
             )
-        _check_guidance(params, kind, negative_prompt_token_ids)
-        self._check_token_ids([*prompt_token_ids, *(negative_prompt_token_ids or ())])
-        children = self._fan_out(request_id, params, kind)
-        arrival = self.scheduler.queues.clock() if arrival_time is None else arrival_time
-        shown = prompt_token_ids if prompt_embeds is None else ()
-        generation = Generation(request_id, prompt_text, shown, params, arrival)
-        generation.results = ResultReservation(result_bytes) if result_bytes else None
-        requests = [
-            Request(
-                child_id,
-                prompt_token_ids,
-                child_params,
-                kind=kind,
-                pooling=pooling,
-                priority=priority,
-                arrival_time=arrival,
-                salt=cache_salt,
-                adapter=None if adapter is None else adapter.key,
-                prompt_embeds=prompt_embeds,
-                resolved=resolved,
-                negative_prompt_token_ids=negative_prompt_token_ids,
-                watched=is_watched(child_params),
-            )
-            for child_id, child_params in children
+        _check_guidance(job)
+        self._check_token_ids([*job.prompt_token_ids, *(negative or ())])
+        specs = self._fan_out(job.spec)
+        if job.arrival_time is None:
+            job = replace(job, arrival_time=self.scheduler.queues.clock())
+        answers = JobAnswers(job)
+        stops, banned = job.stops, job.banned
+        if strings:
+            stops, banned = stops or stop_strings(params), banned or banned_strings(params)
+        # Answers first: they may raise, and then the scheduler must not have the requests.
+        answers.each = [
+            Answer(index, Request(job, spec), self._tokenizer, stops, self._texts, banned)
+            for index, spec in enumerate(specs)
         ]
-        compiled = stops or stop_strings(params), banned or banned_strings(params)
-        self._queue(generation, requests, *compiled, adapter)
-
-    def _queue(
-        self,
-        generation: Generation,
-        requests: Sequence[Request],
-        stops: StopStrings | None,
-        banned: StringAutomaton | None,
-        adapter: AdapterSource | None,
-    ) -> None:
-        generation.lora_request = None if adapter is None else adapter.lora_request
-        # Completions first: they may raise, and then the scheduler must not have the requests.
-        generation.completions = [
-            Completion(index, request, self._tokenizer, stops, self._texts, banned)
-            for index, request in enumerate(requests)
-        ]
-        for request, completion in zip(requests, generation.completions, strict=True):
-            request.results = generation.results
-            # checks what they share: only the first can raise
-            self.scheduler.queues.add(request, adapter)
+        for answer in answers.each:
+            request = answer.request
+            request.results = answers.results
+            self.scheduler.queues.add(request)  # checks what they share: only the first can raise
             self.scheduler.recorder.added(request)
-            self._completions[request.request_id] = (generation, completion)
-        self._generations[generation.request_id] = generation
+            self._by_id[request.request_id] = (answers, answer)
+        self._unfinished[answers.request_id] = answers
 
     def _check_token_ids(self, token_ids: Sequence[int]) -> None:
         limit = self._vocab_size
@@ -189,37 +136,31 @@ class Engine:
             wrong = next(token for token in token_ids if not 0 <= token < limit)
             raise RequestError(f"prompt token id {wrong} is outside the vocabulary [0, {limit})")
 
-    def _fan_out(
-        self, request_id: str, params: SamplingParams, kind: RequestKind
-    ) -> list[tuple[str, SamplingParams]]:
-        """The ids and parameters of a request's answers, which the scheduler runs as requests.
+    def _fan_out(self, spec: SequenceSpec) -> list[SequenceSpec]:
+        """What the scheduler runs for each answer.
 
         The seed of answer ``i`` is derived from the request's seed and ``i``. Only the first answer
         scores the prompt. ``best_of`` adds log-probabilities, to find the best answers.
         """
-        if request_id in self._generations:
+        request_id = spec.request_id
+        if request_id in self._unfinished:
             raise RequestError(f"request id {request_id!r} is already in use")
-        params = params.with_seed(self._random.getrandbits(63))
-        if kind == "embed" or params.num_answers == 1:
-            return [(request_id, params)]
+        params = spec.params.with_seed(self._random.getrandbits(63))
+        if spec.kind == "embed" or params.num_answers == 1:
+            return [spec if params is spec.params else replace(spec, params=params)]
         logprobs = params.logprobs
         if logprobs is None and params.num_answers > params.n:
             logprobs = 0
         child = params.clone(n=1, best_of=None, logprobs=logprobs)
         seed, scores = params.seed or 0, child.prompt_logprobs
-        children = [
-            (
-                f"{request_id}#{index}",
-                child.clone(
-                    seed=child_seed(seed, index), prompt_logprobs=None if index else scores
-                ),
-            )
-            for index in range(params.num_answers)
-        ]
-        for child_id, _ in children:
-            if child_id in self._completions:
-                raise RequestError(f"request id {request_id!r} is already in use (as {child_id!r})")
-        return children
+        specs = []
+        for index in range(params.num_answers):
+            name = f"{request_id}#{index}"
+            if name in self._by_id:
+                raise RequestError(f"request id {request_id!r} is already in use (as {name!r})")
+            drawn = {"seed": child_seed(seed, index), "prompt_logprobs": None if index else scores}
+            specs.append(replace(spec, request_id=name, params=child.clone(**drawn)))
+        return specs
 
     def abort(self, request_ids: Iterable[str]) -> list[Output]:
         """End requests now and free their pages. Unknown and finished ids are ignored.
@@ -228,20 +169,20 @@ class Engine:
         """
         last = []
         for request_id in request_ids:
-            generation = self._generations.get(request_id)
-            if generation is not None:
-                for completion in generation.completions:
-                    if completion.finish_reason is None:
-                        self.scheduler.queues.abort(completion.request.request_id)
-                        self._finish(generation, completion, "abort")
-                self._updated.pop(generation, None)
-                last.append(generation.output())
+            answers = self._unfinished.get(request_id)
+            if answers is not None:
+                for answer in answers.each:
+                    if answer.finish_reason is None:
+                        self.scheduler.queues.abort(answer.request.request_id)
+                        self._finish(answers, answer, "abort")
+                self._updated.pop(answers, None)
+                last.append(answers.output())
         return [output for output in last if output is not None]
 
     @property
     def has_unfinished(self) -> bool:
         """True while ``step`` has requests to run or outputs to return."""
-        return bool(self._generations or self._updated)
+        return bool(self._unfinished or self._updated)
 
     # The loop
 
@@ -256,7 +197,7 @@ class Engine:
         """
         if self._closed or self.dead is not None:
             self._check_alive()
-        if not (self._generations or self._updated):
+        if not (self._unfinished or self._updated):
             if self.adapters is not None and self.adapters.busy:
                 self.advance_adapters()
             return []
@@ -350,10 +291,10 @@ class Engine:
         assert slots is not None
         for adapter, reason in failed:
             key = adapter.source.key
-            for generation, completion in list(self._completions.values()):
-                if completion.request.adapter == key:
-                    queues.finish(completion.request.request_id, "error")
-                    self._finish(generation, completion, "error", str(reason))
+            for answers, answer in list(self._by_id.values()):
+                if answer.request.adapter == key:
+                    queues.finish(answer.request.request_id, "error")
+                    self._finish(answers, answer, "error", str(reason))
             adapter.error = reason
             slots.failed(adapter)
 
@@ -401,44 +342,44 @@ class Engine:
 
     def _apply(self, update: RequestUpdate) -> None:
         """Apply a request's update to its answer. An exception here ends only that request."""
-        owner = self._completions.get(update.request.request_id)
+        owner = self._by_id.get(update.request.request_id)
         if owner is None or owner[1].request is not update.request:
             return
-        generation, completion = owner
+        answers, answer = owner
         request, sampled = update.request, update.sampled
         stop: str | None = None
         problem: str | None = None
         try:
-            if completion.rewinder is not None and sampled:
-                sampled, problem = self._take_certain(request, completion.rewinder, sampled)
-            if update.prompt_logprobs and generation.prompt_logprobs is not None:
-                generation.prompt_logprobs += [
+            if answer.rewinder is not None and sampled:
+                sampled, problem = self._take_certain(request, answer.rewinder, sampled)
+            if update.prompt_logprobs and answers.prompt_logprobs is not None:
+                answers.prompt_logprobs += [
                     scored.top.with_texts(self._texts)
                     for scored in update.prompt_logprobs
                     if scored.top is not None
                 ]
             if sampled:
                 for one in sampled:
-                    if (stop := completion.push(one)) is not None:
+                    if (stop := answer.push(one)) is not None:
                         break
-                self._updated[generation] = None
+                self._updated[answers] = None
             elif update.hidden is not None:
-                completion.embedding = update.hidden
+                answer.embedding = update.hidden
         except Exception as error:
             logger.warning("request %s failed", request.request_id, exc_info=True)
             self.scheduler.queues.finish(request.request_id, "error")
-            self._finish(generation, completion, "error", f"{type(error).__name__}: {error}")
+            self._finish(answers, answer, "error", f"{type(error).__name__}: {error}")
             return
         if problem is not None:
             self.scheduler.queues.finish(request.request_id, "error")
-            self._finish(generation, completion, "error", problem)
+            self._finish(answers, answer, "error", problem)
         elif stop is not None:
             # The scheduler may have finished it at the same token; the stop string has precedence.
             self.scheduler.queues.finish(request.request_id, "stop", stop)
-            self.scheduler.committer.shorten(request, completion.num_read)
-            self._finish(generation, completion, "stop", stop)
+            self.scheduler.committer.shorten(request, answer.num_read)
+            self._finish(answers, answer, "stop", stop)
         elif request.finish_reason is not None:
-            self._finish(generation, completion, request.finish_reason, request.stop_reason)
+            self._finish(answers, answer, request.finish_reason, request.stop_reason)
 
     def _take_certain(
         self, request: Request, rewinder: Rewinder, sampled: Sequence[Sampled]
@@ -455,52 +396,52 @@ class Engine:
 
     def _finish(
         self,
-        generation: Generation,
-        completion: Completion,
+        answers: JobAnswers,
+        answer: Answer,
         reason: FinishReason,
         stop_reason: int | str | None = None,
     ) -> None:
         try:
-            completion.finish(reason, stop_reason)
+            answer.finish(reason, stop_reason)
         except Exception as error:
-            logger.warning("request %s failed", completion.request.request_id, exc_info=True)
-            completion.finish_reason = "error"
-            completion.stop_reason = f"{type(error).__name__}: {error}"
-        completion.finished_ts = now = self._clock()
-        ended = completion.finish_reason or reason  # an error if the text cannot be made
-        self.scheduler.recorder.finished(completion.request, ended, now)
+            logger.warning("request %s failed", answer.request.request_id, exc_info=True)
+            answer.finish_reason = "error"
+            answer.stop_reason = f"{type(error).__name__}: {error}"
+        answer.finished_ts = now = self._clock()
+        ended = answer.finish_reason or reason  # an error if the text cannot be made
+        self.scheduler.recorder.finished(answer.request, ended, now)
         if (trace := self.trace) is not None:
-            trace.request(*traced(generation, completion))
-        del self._completions[completion.request.request_id]
-        self._updated[generation] = None
-        if generation.finished:
+            trace.request(*traced(answers, answer))
+        del self._by_id[answer.request.request_id]
+        self._updated[answers] = None
+        if answers.finished:
             # Another request may use the id now. The last output is still due (_updated).
-            del self._generations[generation.request_id]
-            if generation.results is not None:
-                self.scheduler.admission.release_results(generation.results)
+            del self._unfinished[answers.request_id]
+            if answers.results is not None:
+                self.scheduler.admission.release_results(answers.results)
             self._num_finished += 1
-            if completion.request.kind == "generate":
-                tokens = max(one.request.num_output_tokens for one in generation.completions)
+            if answer.request.spec.kind == "generate":
+                tokens = max(one.request.num_output_tokens for one in answers.each)
                 self.scheduler.recorder.longest_answer.add(tokens)
 
     def trace_unfinished(self, trace: Trace) -> None:
         """Add the requests that are not finished to a trace that ends."""
-        for generation, completion in list(self._completions.values()):
-            trace.request(*traced(generation, completion))
+        for answers, answer in list(self._by_id.values()):
+            trace.request(*traced(answers, answer))
 
     def list_requests(self) -> list[RequestInfo]:
         """The unfinished answers, in the order in which they were added."""
         now = self._clock()
         return [
             request_info(one.request_id, answer.index, answer.request, self.scheduler, now)
-            for one in list(self._generations.values())
-            for answer in one.completions
+            for one in list(self._unfinished.values())
+            for answer in one.each
             if answer.finish_reason is None
         ]
 
     def _outputs(self) -> list[Output]:
         updated, self._updated = self._updated, {}
-        outputs = [generation.output() for generation in updated]
+        outputs = [answers.output() for answers in updated]
         return [output for output in outputs if output is not None]
 
     def _fail_engine(self, what: str, error: BaseException) -> None:
@@ -508,9 +449,9 @@ class Engine:
         logger.error("%s; the engine is dead", what, exc_info=error)
         self.dead = EngineDeadError(f"{what}: {type(error).__name__}: {error}")
         self.dead.__cause__ = error
-        for generation, completion in list(self._completions.values()):
-            self.scheduler.queues.finish(completion.request.request_id, "error", str(self.dead))
-            self._finish(generation, completion, "error", str(self.dead))
+        for answers, answer in list(self._by_id.values()):
+            self.scheduler.queues.finish(answer.request.request_id, "error", str(self.dead))
+            self._finish(answers, answer, "error", str(self.dead))
 
     # The engine itself
 
@@ -551,12 +492,12 @@ class Engine:
         if not self._closed:
             self._closed = True
             try:
-                self.abort(list(self._generations))
+                self.abort(list(self._unfinished))
             except Exception:  # the state after a failed step may be inconsistent
                 logger.warning("aborting requests on close failed", exc_info=True)
             finally:
-                self._generations.clear()
-                self._completions.clear()
+                self._unfinished.clear()
+                self._by_id.clear()
                 self._updated.clear()
                 self._tokenizer = self._texts = None
                 if self.adapters is not None:
@@ -564,13 +505,12 @@ class Engine:
                 self._executor.close()
 
 
-def _check_guidance(
-    params: SamplingParams, kind: RequestKind, negative_prompt: Sequence[int] | None
-) -> None:
-    if params.guidance_scale != 1.0 and kind == "embed":
+def _check_guidance(job: Job) -> None:
+    scale = job.params.guidance_scale
+    if scale != 1.0 and job.spec.kind == "embed":
         raise RequestError(
-            f"guidance_scale: expected 1 for an embedding, found {params.guidance_scale}; "
+            f"guidance_scale: expected 1 for an embedding, found {scale}; "
             "guidance applies only to generated answers"
         )
-    if params.guidance_scale == 1.0 and negative_prompt is not None:
+    if scale == 1.0 and job.negative_prompt_token_ids is not None:
         raise RequestError("a negative prompt has no effect without a guidance_scale other than 1")

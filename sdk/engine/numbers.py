@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sdk.api.timeline import Timeline
-from sdk.engine.completion import Completion, Generation
+from sdk.engine.answers import Answer, JobAnswers
 from sdk.engine.plan import StepPlan
 from sdk.engine.scheduling.scheduler import Scheduler
 from sdk.metrics.stats import flat_numbers
@@ -85,11 +85,11 @@ def trace_step(
     trace.step(started, planned, queues.clock(), len(rows), tokens, *counts)
 
 
-def traced(generation: Generation, completion: Completion) -> tuple[str, str | None, Timeline]:
+def traced(answers: JobAnswers, answer: Answer) -> tuple[str, str | None, Timeline]:
     """The name, the tenant and the timeline of an answer, for a trace."""
-    name, request = generation.request_id, completion.request
-    if len(generation.completions) > 1:
-        name += f"#{completion.index}"
-    reasons = (completion.finish_reason,)
-    timeline = Timeline.of(completion.metrics(), request.num_prompt_tokens, reasons)
+    name, request = answers.request_id, answer.request
+    if len(answers.each) > 1:
+        name += f"#{answer.index}"
+    reasons = (answer.finish_reason,)
+    timeline = Timeline.of(answer.metrics(), request.num_prompt_tokens, reasons)
     return name, request.params.tenant, timeline

@@ -48,7 +48,27 @@ LAST_TOKEN = Pooling()
 
 
 @dataclass(frozen=True, slots=True)
-class RequestStart:
+class SequenceSpec:
+    """What ranks know of a sequence besides its tokens and pages; it never changes.
+
+    A sequence is one answer of a request, one text to embed, or the negative prompt of an answer.
+    """
+
+    request_id: str
+    params: SamplingParams
+    kind: RequestKind = "generate"
+    #: Of an ``embed`` request; ``None``: the last token, normalized.
+    pooling: Pooling | None = None
+    #: Token ids of strings in ``params``: bad words, EOS, sequence breakers.
+    resolved: ResolvedParams = field(default_factory=ResolvedParams)
+    #: For the negative sequence of a request (CFG): the id of that request. A negative sequence is
+    #: never sampled; it continues with the tokens of its request.
+    negative_of: str | None = None
+    #: A float32 array ``[num_prompt_tokens, hidden]`` in place of the prompt's token ids.
+    prompt_embeds: Any = field(default=None, compare=False, repr=False)
+
+
+class RequestStart(NamedTuple):
     """Everything a rank must know about a request that is new to it, or that starts over: after a
     preemption, or a rewind of its answer.
 
@@ -56,27 +76,22 @@ class RequestStart:
     ``num_computed`` tokens are already in ``pages`` (a prefix hit).
     """
 
-    request_id: str
+    spec: SequenceSpec
     token_ids: tuple[int, ...]
     num_prompt_tokens: int
     num_computed: int
     pages: tuple[int, ...]
-    params: SamplingParams
-    kind: RequestKind = "generate"
-    pooling: Pooling = LAST_TOKEN
-    #: Token ids of strings in ``params``: bad words, EOS, sequence breakers.
-    resolved: ResolvedParams = field(default_factory=ResolvedParams)
-    #: For the negative sequence of a request (CFG): the id of that request. A negative sequence is
-    #: never sampled; it continues with the tokens of its request.
-    negative_of: str | None = None
     #: The most tokens, prompt and answer.
     max_len: int = 0
     #: Mirostat's target surprise for the next token, if a token was generated before.
     mirostat_mu: float | None = None
     #: Tokens that must not come next, because a banned string began with them.
     forbidden: tuple[int, ...] = ()
-    #: A float32 array ``[num_prompt_tokens, hidden]`` in place of the prompt's token ids.
-    prompt_embeds: Any = field(default=None, compare=False, repr=False)
+
+    @property
+    def request_id(self) -> str:
+        """The id of its sequence."""
+        return self.spec.request_id
 
 
 class Swap(NamedTuple):

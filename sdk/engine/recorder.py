@@ -207,7 +207,7 @@ class Recorder:
             series.num_within_slo += is_good
             series.e2e.add(e2e)
             series.prompt_tokens.add(request.num_prompt_tokens)
-            if request.kind == "generate":
+            if request.spec.kind == "generate":
                 series.generation_tokens.add(tokens)
             if tpot is not None:
                 series.tpot.add(tpot)
@@ -218,7 +218,7 @@ class Recorder:
                 series.prefill_time.add(first - begun)
                 series.decode_time.add(last - first)
                 series.inference_time.add(last - begun)
-            elif request.kind == "embed" and reason == "stop":
+            elif request.spec.kind == "embed" and reason == "stop":
                 series.prefill_time.add(now - begun)
                 series.inference_time.add(now - begun)
 

@@ -62,7 +62,7 @@ def request_info(
     return RequestInfo(
         request_id,
         index,
-        request.kind,
+        request.spec.kind,
         state,
         request.params.tenant,
         request.adapter_name,
@@ -71,7 +71,7 @@ def request_info(
         request.num_cached or 0,
         request.num_computed,
         request.num_output_tokens,
-        request.max_len - request.num_prompt_tokens if request.kind == "generate" else 0,
+        request.max_len - request.num_prompt_tokens if request.spec.kind == "generate" else 0,
         request.num_preemptions,
         max(now - request.arrival_time, 0.0),
         by_bits,

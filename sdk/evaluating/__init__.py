@@ -17,12 +17,13 @@ from sdk.api.load_progress import reporting
 from sdk.api.options import engine_config
 from sdk.api.params import RequestOutputKind, SamplingParams
 from sdk.engine.engine import Output
+from sdk.engine.job import Job
+from sdk.engine.plan import SequenceSpec
 from sdk.evaluating.divergence import Comparison
 from sdk.evaluating.logits import opened
 from sdk.kernels.kv_tiers import TIER_PAGE_SIZE
 from sdk.loading.load import Loaded
-from sdk.memory.files import open_model
-from sdk.memory.resolve import model_config
+from sdk.memory.resolve import model_config, open_model
 from sdk.text.token_sequences import Text, evaluation_text, token_sequences
 
 #: The most tokens decoded to measure the speed.
@@ -223,7 +224,7 @@ def _speeds(loaded: Loaded, tokens: Sequence[int]) -> tuple[float, float]:
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
     engine = loaded.engine
-    engine.add_request("speed", prompt, params)
+    engine.add(Job(SequenceSpec("speed", params), tuple(prompt)))
     outputs: list[Output] = []
     while engine.has_unfinished:
         outputs += engine.step()

@@ -51,7 +51,6 @@ from sdk.loading.load_warnings import load_warnings, other_stages, unread_keys
 from sdk.loading.quant_report import LayerReport
 from sdk.loading.sampling_defaults import SamplingDefaults, sampling_defaults
 from sdk.memory.drafting import check_same_vocabulary, opened_draft_model, opened_head
-from sdk.memory.files import open_model
 from sdk.memory.plan import MemoryPlan
 from sdk.memory.planning import activations_of
 from sdk.memory.resolve import (
@@ -60,10 +59,11 @@ from sdk.memory.resolve import (
     config_values,
     device_of,
     model_config,
+    open_model,
     ranks_here,
     threads_of,
 )
-from sdk.memory.stages import stage_layers
+from sdk.memory.split import stage_layers
 from sdk.models.classifier import Classifier, classifier_of
 from sdk.models.classifier_heads import with_layers
 from sdk.models.config import ModelConfig

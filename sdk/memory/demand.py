@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from sdk.api.config import EngineConfig
 from sdk.kernels.dataclass import dataclass
 from sdk.sampling.extra_rows import SCORED_BYTES, scored_rows, waiting_rows
 
@@ -53,7 +55,7 @@ class WeightBytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
+class MemoryDemand:
     """What a plan is computed from: weights, model and limits, in bytes unless stated otherwise.
 
     ``weights`` exclude the ``offloaded`` bytes; ``layers_away`` is the number of offloaded layers
@@ -130,7 +132,7 @@ def draft_tokens(vocab_size: int, most: int, requests: int) -> int:
     return min(fitting, most * min(requests, _DRAFT_REQUESTS))
 
 
-def workspace_bytes(demand: Demand, seqs: int, tokens: int) -> int:
+def workspace_bytes(demand: MemoryDemand, seqs: int, tokens: int) -> int:
     """The largest step's workspace: activations of its tokens, logits of its requests and drafts.
 
     A token has about six rows of hidden and three of intermediate size alive at once (residual,
@@ -161,7 +163,7 @@ def workspace_bytes(demand: Demand, seqs: int, tokens: int) -> int:
     return engine + steps * (activations + logits) + SCORED_BYTES
 
 
-def _exchanged_bytes(demand: Demand, rows: int, tokens: int) -> int:
+def _exchanged_bytes(demand: MemoryDemand, rows: int, tokens: int) -> int:
     """The memory that the ranks share: two areas each, for the largest sum or gather of a step.
 
     On GPUs each rank has the parts of all, before it adds them or puts them side by side.
@@ -182,7 +184,7 @@ def lockstep_floats(model: ModelConfig) -> int:
     return max(model.experts.per_token * model.hidden_size, model.experts.count)
 
 
-def _link_bytes(demand: Demand, tokens: int) -> int:
+def _link_bytes(demand: MemoryDemand, tokens: int) -> int:
     """The memory between the stages. A link has as many slots as there are stages, rounded up to a
     power of two."""
     slots = 1 << (demand.stages - 1).bit_length()
@@ -190,7 +192,7 @@ def _link_bytes(demand: Demand, tokens: int) -> int:
     return links * slots * 4 * tokens * demand.model.hidden_size
 
 
-def _token_bytes(model: ModelConfig, demand: Demand) -> int:
+def _token_bytes(model: ModelConfig, demand: MemoryDemand) -> int:
     """Of all ranks together."""
     short = 4 * demand.ranks * model.hidden_size + 3 * model.intermediate_size
     if model.experts is not None:
@@ -206,7 +208,7 @@ def _token_bytes(model: ModelConfig, demand: Demand) -> int:
     return 2 * demand.ranks * model.hidden_size * 4 + short * demand.activation_bytes
 
 
-def scratch_bytes(demand: Demand, seqs: int, tokens: int, context: int) -> int:
+def scratch_bytes(demand: MemoryDemand, seqs: int, tokens: int, context: int) -> int:
     """What a GPU's kernels need in the largest step, plus the largest recorded step, because graphs
     have a separate memory pool. Each rank has as much: the largest buffers have one size for all
     matrices."""
@@ -221,7 +223,7 @@ def scratch_bytes(demand: Demand, seqs: int, tokens: int, context: int) -> int:
     return asked * demand.ranks * demand.stages
 
 
-def graph_bytes(demand: Demand, seqs: int, tokens: int) -> int:
+def graph_bytes(demand: MemoryDemand, seqs: int, tokens: int) -> int:
     """What the recorded steps of a GPU hold in addition to the workspace of steps that are not
     recorded.
 
@@ -241,3 +243,56 @@ def graph_bytes(demand: Demand, seqs: int, tokens: int) -> int:
     results = rows * (hidden + 2 * vocab) + captured * hidden
     exchanged = captured * hidden if ranks > 1 else 0
     return largest * demand.stages + 4 * ranks * (results + exchanged) + attention * demand.stages
+
+
+#: ``"auto"`` makes room for a request of this many tokens, unless ``max_model_len`` is given.
+_CONTEXT = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLimits:
+    """The limits of a plan, in bytes and tokens."""
+
+    budget: int
+    kv_budget: int | None
+    max_model_len: int | None
+
+
+def with_offload(demand: MemoryDemand, config: EngineConfig, limits: MemoryLimits) -> MemoryDemand:
+    """The demand without the weights that ``config`` offloads."""
+    asked = config.disk_offload or config.cpu_offload
+    if asked == 0:
+        return demand
+    assert not isinstance(asked, str) or asked == "auto"  # EngineConfig has parsed it
+    nbytes = _excess_bytes(demand, limits) if isinstance(asked, str) else asked
+    weights, count = demand.weights, 0
+    nbytes = min(nbytes, weights.movable)
+    if nbytes == 0:
+        return demand
+    if weights.layers:
+        count, nbytes = _whole_layers(weights.layers, nbytes)
+    late = max(weights.loading - nbytes + weights.packing, weights.early)
+    kept = replace(weights, total=weights.total - nbytes, loading=late)
+    return replace(demand, weights=kept, offloaded=nbytes, layers_away=count)
+
+
+def _whole_layers(layers: tuple[int, ...], nbytes: int) -> tuple[int, int]:
+    """The smallest number of layers at the end with at least ``nbytes``, and their bytes."""
+    count = total = 0
+    while total < nbytes and count < len(layers):
+        count += 1
+        total += layers[-count]
+    return count, total
+
+
+def _excess_bytes(demand: MemoryDemand, limits: MemoryLimits) -> int:
+    """Bytes that must be offloaded so that a request of full length fits."""
+    context = limits.max_model_len or min(demand.model.max_position, _CONTEXT)
+    pages = -(-context // demand.page_size) * demand.page_bytes
+    tokens = min(demand.max_num_batched_tokens, demand.max_num_seqs * context)
+    scratch = workspace_bytes(demand, demand.max_num_seqs, tokens)
+    scratch += graph_bytes(demand, demand.max_num_seqs, tokens)
+    scratch += scratch_bytes(demand, demand.max_num_seqs, tokens, context)
+    serving = demand.weights.total + scratch + max(pages, limits.kv_budget or 0)
+    over = max(serving, demand.weights.loading) + demand.tokenizer - limits.budget
+    return over + max(demand.weights.window, demand.weights.packing) if over > 0 else 0

@@ -13,10 +13,9 @@ from sdk.api.speculative_config import SpeculativeConfig
 from sdk.engine.rank.kv_cache import drafting_kv_spec
 from sdk.engine.scheduling.prompt_lookup import LOOKUP_BYTES
 from sdk.loaders.hub import HubAccess
-from sdk.memory.demand import Demand, draft_tokens
+from sdk.memory.demand import MemoryDemand, draft_tokens
 from sdk.memory.drafting_heads import head_config
-from sdk.memory.files import open_model
-from sdk.memory.resolve import model_config
+from sdk.memory.resolve import model_config, open_model
 from sdk.memory.weights import end_bytes, weight_bytes
 from sdk.models.config import ModelConfig
 from sdk.models.drafting_heads import HeadConfig
@@ -95,7 +94,7 @@ def opened_head(
         folder.close()
 
 
-def with_drafts(demand: Demand, config: EngineConfig, checkpoint: Checkpoint) -> Demand:
+def with_drafts(demand: MemoryDemand, config: EngineConfig, checkpoint: Checkpoint) -> MemoryDemand:
     """The demand with what speculative decoding needs."""
     speculative = config.speculative_config
     if speculative is None:
@@ -115,8 +114,11 @@ def with_drafts(demand: Demand, config: EngineConfig, checkpoint: Checkpoint) ->
 
 
 def _with_own_weights(
-    demand: Demand, config: EngineConfig, checkpoint: Checkpoint, speculative: SpeculativeConfig
-) -> Demand:
+    demand: MemoryDemand,
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    speculative: SpeculativeConfig,
+) -> MemoryDemand:
     stored = checkpoint.inner if isinstance(checkpoint, OnlineQuantizedCheckpoint) else checkpoint
     try:
         packed = online_quantized(stored, speculative.scheme)
@@ -127,8 +129,8 @@ def _with_own_weights(
 
 
 def _with_draft_model(
-    demand: Demand, config: EngineConfig, speculative: SpeculativeConfig
-) -> Demand:
+    demand: MemoryDemand, config: EngineConfig, speculative: SpeculativeConfig
+) -> MemoryDemand:
     with opened_draft_model(config, speculative) as (own, checkpoint, model):
         if model.vocab_size != demand.model.vocab_size:
             raise RequestError(
@@ -140,8 +142,11 @@ def _with_draft_model(
 
 
 def _with_head(
-    demand: Demand, config: EngineConfig, checkpoint: Checkpoint, speculative: SpeculativeConfig
-) -> Demand:
+    demand: MemoryDemand,
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    speculative: SpeculativeConfig,
+) -> MemoryDemand:
     target, seqs = demand.model, demand.max_num_seqs
     with opened_head(config, speculative, target) as (own, folder, head):
         demand = _with_weights(demand, own, folder, head.model)
@@ -163,7 +168,7 @@ def _with_head(
     return _with_pages(demand, head.model) if head.has_layer else demand
 
 
-def _with_pages(demand: Demand, model: ModelConfig) -> Demand:
+def _with_pages(demand: MemoryDemand, model: ModelConfig) -> MemoryDemand:
     """With the keys and values of what drafts."""
     try:
         pages = drafting_kv_spec(model, demand.page_size, demand.kv_dtype).page_bytes
@@ -173,8 +178,8 @@ def _with_pages(demand: Demand, model: ModelConfig) -> Demand:
 
 
 def _with_weights(
-    demand: Demand, config: EngineConfig, checkpoint: Checkpoint, model: ModelConfig
-) -> Demand:
+    demand: MemoryDemand, config: EngineConfig, checkpoint: Checkpoint, model: ModelConfig
+) -> MemoryDemand:
     """With the weights of a checkpoint, which are loaded after the model's own."""
     own, drafting = demand.weights, weight_bytes(config, checkpoint, model)
     both = replace(

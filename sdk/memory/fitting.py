@@ -7,7 +7,7 @@ from dataclasses import replace
 from sdk.api.errors import RequestError
 from sdk.api.sizes import format_bytes
 from sdk.kernels.sized_graphs import FEW_TOKENS
-from sdk.memory.demand import Demand, graph_bytes, scratch_bytes, workspace_bytes
+from sdk.memory.demand import MemoryDemand, graph_bytes, scratch_bytes, workspace_bytes
 from sdk.memory.plan import DEFAULT_KV_BYTES, MemoryPlan
 
 #: The share of the memory that recording steps of more than 512 tokens may take besides: 0.5 GiB
@@ -16,7 +16,7 @@ RECORDED_SHARE = 1 / 32
 
 
 def plan_memory(
-    demand: Demand,
+    demand: MemoryDemand,
     *,
     budget: int | None,
     kv_budget: int | None,
@@ -82,7 +82,7 @@ def plan_memory(
     return plan
 
 
-def _check_context(demand: Demand, max_model_len: int | None) -> None:
+def _check_context(demand: MemoryDemand, max_model_len: int | None) -> None:
     if max_model_len is not None and max_model_len > demand.model.max_position:
         raise RequestError(
             f"max_model_len: expected at most {demand.model.max_position}, the model's context, "
@@ -90,7 +90,7 @@ def _check_context(demand: Demand, max_model_len: int | None) -> None:
         )
 
 
-def _default_pages(demand: Demand, most: int, context: int, *, asked: bool) -> int:
+def _default_pages(demand: MemoryDemand, most: int, context: int, *, asked: bool) -> int:
     """Pages if no budget is given and ``most`` fit: enough for one request, but at most half of
     what is free, unless its length was asked for.
     """
@@ -100,7 +100,9 @@ def _default_pages(demand: Demand, most: int, context: int, *, asked: bool) -> i
     return min(max(DEFAULT_KV_BYTES // demand.page_bytes, per_request), half)
 
 
-def _with_recorded_steps(demand: Demand, tokens: int, context: int, limit: int) -> Demand:
+def _with_recorded_steps(
+    demand: MemoryDemand, tokens: int, context: int, limit: int
+) -> MemoryDemand:
     """Record larger steps than :data:`~sdk.kernels.sized_graphs.FEW_TOKENS` only as far as that
     takes at most :data:`RECORDED_SHARE` of the memory: pages serve more requests."""
 
@@ -114,7 +116,7 @@ def _with_recorded_steps(demand: Demand, tokens: int, context: int, limit: int) 
     return replace(demand, captured_tokens=captured)
 
 
-def _working_memory(demand: Demand, tokens: int, context: int) -> tuple[int, int, int]:
+def _working_memory(demand: MemoryDemand, tokens: int, context: int) -> tuple[int, int, int]:
     """Workspace, graphs and scratch of steps with ``tokens`` and requests of up to ``context``."""
     seqs = demand.max_num_seqs
     return (

@@ -15,18 +15,14 @@ from sdk.kernels.registry import facts_of
 from sdk.kernels.scratch import Scratch
 from sdk.kernels.sized_graphs import MOST_TOKENS
 from sdk.memory import resolve
-from sdk.memory.adapters import adapter_bytes
-from sdk.memory.cards import NoRanks, largest_part, within_cards
-from sdk.memory.demand import Demand, WeightBytes, hand_over_bytes
+from sdk.memory.demand import MemoryDemand, MemoryLimits, WeightBytes, hand_over_bytes, with_offload
 from sdk.memory.drafting import with_drafts
-from sdk.memory.encoder_options import encoder_options, step_pages
 from sdk.memory.fitting import plan_memory
-from sdk.memory.offload import MemoryLimits, with_offload
 from sdk.memory.plan import MemoryPlan
 from sdk.memory.products import products_of
-from sdk.memory.resolve import compute_of, config_values, model_config
-from sdk.memory.stages import stage_layers
-from sdk.memory.weights import end_bytes, matrix_formats, weight_bytes
+from sdk.memory.resolve import compute_of, config_values, encoder_options, model_config, step_pages
+from sdk.memory.split import NoRanks, largest_part, stage_layers, within_cards
+from sdk.memory.weights import adapter_bytes, end_bytes, matrix_formats, weight_bytes
 from sdk.models.activation_type import activation_type
 from sdk.models.config import ModelConfig
 from sdk.models.expert_placement import check_spread
@@ -182,7 +178,7 @@ def _within_machine(made: MemoryPlan, budget: int, hosts: int) -> MemoryPlan:
 
 def _demand(
     config: EngineConfig, model: ModelConfig, weights: WeightBytes, activations: torch.dtype
-) -> Demand:
+) -> MemoryDemand:
     dtype = config.kv_policy or config.kv_cache_dtype
     on_cards = resolve.device_of(config) != "cpu"
     if dtype == "auto":
@@ -196,7 +192,7 @@ def _demand(
     page_bytes = kv_spec(model, heads, config.block_size, dtype).page_bytes
     # On a CPU the memory of a recorded step is its workspace.
     eager = config.enforce_eager or not on_cards
-    return Demand(
+    return MemoryDemand(
         weights=weights,
         model=model,
         page_bytes=page_bytes,

@@ -1,18 +1,25 @@
-"""Resolves options of an engine for this machine and for a model."""
+"""What the options of an engine mean: files, device, threads, ranks, and what a model changes."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from sdk.api.config import EngineConfig
-from sdk.api.errors import RequestError
+from sdk.api.errors import CheckpointError, RequestError
+from sdk.api.load_progress import reporting
 from sdk.api.machine import available_memory
 from sdk.kernels.context import Compute
 from sdk.kernels.lazy_torch import torch
+from sdk.loaders.open import is_remote, open_checkpoint
 from sdk.models.auto import read_config
 from sdk.models.config import ModelConfig
 from sdk.quant.checkpoint import Checkpoint
+from sdk.quant.online import online_quantized
+from sdk.quant.safe_repr import safe_repr
 
 #: The share of a GPU's free memory that an engine may take by default.
 _GPU_SHARE = 0.9
@@ -100,3 +107,69 @@ def config_values(config: EngineConfig, checkpoint: Checkpoint) -> dict[str, Any
 def model_config(config: EngineConfig, checkpoint: Checkpoint) -> ModelConfig:
     """The model that :func:`config_values` describes."""
     return read_config(config_values(config, checkpoint))
+
+
+def open_model(config: EngineConfig) -> Checkpoint:
+    """The files of a model, with checked headers; quantized while loading if ``config`` says so."""
+    remote = is_remote(config.model)
+    with reporting("download", "B", config.on_progress, bar=remote) as report:
+        checkpoint = open_checkpoint(
+            config.model,
+            filename=config.filename,
+            revision=config.revision,
+            local_files_only=config.local_files_only,
+            download_dir=config.download_dir,
+            on_download=report,
+            pre_tokenizer=config.pre_tokenizer,
+        )
+    if config.load_format not in ("auto", checkpoint.format):
+        checkpoint.close()
+        raise CheckpointError(
+            f"{checkpoint.path}: expected {config.load_format} (load_format), "
+            f"found {checkpoint.format}"
+        )
+    return online_quantized(checkpoint, config.quantization)
+
+
+#: Options that are about answers or about keys and values that stay: their values that ask for
+#: nothing.
+_OFF: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {
+        "speculative_config": (None,),
+        "pipeline_parallel_size": (1,),
+        "prefill_replicas": (0,),
+        "kv_policy": (None,),
+        "kv_cache_dtype": ("auto", "float32", "float16", "bfloat16"),
+        "swap_space": (0,),
+        "enable_prompt_embeds": (False,),
+    }
+)
+
+
+def encoder_options(config: EngineConfig, model: ModelConfig) -> EngineConfig:
+    """The options as an encoder runs with them.
+
+    :raises RequestError: an option that an encoder has no use for.
+    """
+    for name, allowed in _OFF.items():
+        found = getattr(config, name)
+        if found not in allowed:
+            expected = " or ".join(map(repr, allowed))
+            raise RequestError(
+                f"{name}: expected {expected}, found {safe_repr(found)}: this model ("
+                f"{model.model_type}) is an encoder, which runs a text in one step and generates "
+                "nothing; leave the option out"
+            )
+    longest = min(config.max_model_len or model.max_position, model.max_position)
+    return replace(
+        config,
+        max_num_batched_tokens=max(config.step_tokens, longest),
+        enable_prefix_caching=False,
+        enable_chunked_prefill=False,
+    )
+
+
+def step_pages(config: EngineConfig) -> int:
+    """The pages of a step with as many tokens and requests as there may be."""
+    tokens, requests = config.step_tokens, config.max_num_seqs
+    return -(-tokens // config.block_size) + requests

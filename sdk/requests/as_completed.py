@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from sdk.api.outputs import RequestOutput
 from sdk.engine.engine import Output
-from sdk.requests.job import Job, JobDriver
+from sdk.engine.job import Job
+from sdk.requests.job_driver import JobDriver
 from sdk.requests.mailboxes import AsyncMailbox, Mailbox
 
 if TYPE_CHECKING:
-    from sdk.requests.views import View
+    from sdk.requests.answer_formats import Formatter
 
 #: ``RequestOutput``, or what ``returns=`` or ``tools=`` make of it.
 Answer = TypeVar("Answer")
@@ -29,8 +30,8 @@ class AsCompleted(Generic[Answer]):
         self,
         driver: JobDriver,
         prompts: Iterable[Any],
-        make: Callable[[int, Any], tuple[Job, View]],
-        amake: Callable[[int, Any], Awaitable[tuple[Job, View]]],
+        make: Callable[[int, Any], tuple[Job, Formatter]],
+        amake: Callable[[int, Any], Awaitable[tuple[Job, Formatter]]],
         *,
         ahead: int,
         before: Callable[[], object],
@@ -88,15 +89,15 @@ class AsCompleted(Generic[Answer]):
             self._driver.abort(running)
 
 
-class _Running(dict[str, "tuple[int, View]"]):
+class _Running(dict[str, "tuple[int, Formatter]"]):
     """The requests that have not ended, by id: their index, and how their outputs are shown."""
 
-    def add(self, index: int, job: Job, view: View) -> Job:
-        self[job.request_id] = index, view
+    def add(self, index: int, job: Job, formatter: Formatter) -> Job:
+        self[job.request_id] = index, formatter
         return job
 
     def ended(self, output: Output) -> tuple[int, Any]:
         """The pair of a request that has ended."""
-        index, view = self.pop(output.request_id)
+        index, formatter = self.pop(output.request_id)
         assert isinstance(output, RequestOutput)
-        return index, view(output)
+        return index, formatter(output)

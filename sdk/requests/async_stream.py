@@ -7,11 +7,12 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator
 from typing import TYPE_CHECKING, Any
 
 from sdk.api.outputs import RequestOutput
-from sdk.requests.job import Job, JobDriver
+from sdk.engine.job import Job
+from sdk.requests.job_driver import JobDriver
 from sdk.requests.mailboxes import AsyncMailbox
 
 if TYPE_CHECKING:
-    from sdk.requests.views import View
+    from sdk.requests.answer_formats import Formatter
 
 
 class AnswerStream(AsyncIterator[RequestOutput]):
@@ -53,12 +54,12 @@ class AnswerStream(AsyncIterator[RequestOutput]):
 
 
 class DeferredJob:
-    """A job and its view, made right away if that is quick, otherwise in a thread when needed.
+    """A job and its formatter, made right away if that is quick, otherwise in a thread when needed.
 
     ``make`` raises if the request is invalid.
     """
 
-    def __init__(self, make: Callable[[], tuple[Job, View]], *, at_once: bool) -> None:
+    def __init__(self, make: Callable[[], tuple[Job, Formatter]], *, at_once: bool) -> None:
         self._make = make
         self._job = make() if at_once else None
 
@@ -69,7 +70,7 @@ class DeferredJob:
             raise RuntimeError("the prompt was not tokenized yet: await the stream first")
         return self._job[0]
 
-    async def made(self) -> tuple[Job, View]:
+    async def made(self) -> tuple[Job, Formatter]:
         if self._job is None:
             import asyncio  # see LoopInboxes.current
 
@@ -80,7 +81,7 @@ class DeferredJob:
 async def _batches(
     driver: JobDriver, request: DeferredJob
 ) -> AsyncGenerator[list[RequestOutput], None]:
-    job, view = await request.made()
+    job, formatter = await request.made()
     mailbox = AsyncMailbox(driver.loop_inbox())
     driver.submit([job], mailbox)
     finished = False
@@ -88,7 +89,7 @@ async def _batches(
         while not finished:
             outputs = [await mailbox.get(), *mailbox.get_more()]
             finished = outputs[-1].finished
-            yield [view(output) for output in outputs if isinstance(output, RequestOutput)]
+            yield [formatter(output) for output in outputs if isinstance(output, RequestOutput)]
     finally:
         if not finished:
             driver.abort([job.request_id])

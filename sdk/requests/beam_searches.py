@@ -22,10 +22,10 @@ from sdk.api.load_progress import reporting
 from sdk.api.logprobs import Logprobs
 from sdk.api.outputs import RequestOutput
 from sdk.api.params import MAX_LOGPROBS, SamplingParams
+from sdk.engine.job import Job
 from sdk.quant.safe_repr import safe_repr
-from sdk.requests.calls import Stage, Work
-from sdk.requests.job import Job
-from sdk.requests.jobs import JobMaker
+from sdk.requests.job_maker import JobMaker
+from sdk.requests.job_runner import BatchedCall, JobBatch
 from sdk.requests.prompts import Prompt, PromptReader
 
 
@@ -34,13 +34,13 @@ class BeamSearches:
 
     def __init__(
         self,
-        jobs: JobMaker,
+        job_maker: JobMaker,
         reader: PromptReader,
         eos_token_ids: frozenset[int],
         max_model_len: int,
         on_progress: ProgressCallback | None,
     ) -> None:
-        self._jobs = jobs
+        self._job_maker = job_maker
         self._reader = reader
         self._eos_token_ids = eos_token_ids
         self._max_model_len = max_model_len
@@ -48,11 +48,11 @@ class BeamSearches:
 
     def search(
         self, prompts: Any, params: BeamSearchParams, use_tqdm: bool = False, lora: Any = None
-    ) -> Work[list[BeamSearchOutput]]:
+    ) -> BatchedCall[list[BeamSearchOutput]]:
         """See :meth:`sdk.LLM.beam_search`."""
         if not isinstance(params, BeamSearchParams):
             raise RequestError(f"params: expected BeamSearchParams, found {safe_repr(params)}")
-        read = self._jobs.read(prompts, None, None, lora).prompts
+        read = self._job_maker.read(prompts, None, None, lora).prompts
         if any(prompt.embeds is not None for prompt in read):
             raise RequestError("beam_search: expected prompts of tokens, found prompt_embeds")
         searches = [
@@ -68,7 +68,7 @@ class BeamSearches:
             open_ = list(zip(read, searches, strict=True))
             while open_:
                 jobs = self._jobs_of_step(open_)
-                rows = map(_candidates, (yield Stage(jobs)))
+                rows = map(_candidates, (yield JobBatch(jobs)))
                 for _, beams in open_:
                     beams.advance([next(rows) for _ in beams.running])
                 open_ = [one for one in open_ if not one[1].done]
@@ -90,7 +90,7 @@ class BeamSearches:
             for prompt, beams in searches
             for beam in beams.running
         ]
-        return self._jobs.make(prompts, [params] * len(prompts))
+        return self._job_maker.make(prompts, [params] * len(prompts))
 
     def _output(self, prompt: Prompt, beams: Beams) -> BeamSearchOutput:
         return BeamSearchOutput([self._sequence(prompt, one) for one in beams.finished])

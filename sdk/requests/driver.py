@@ -33,15 +33,14 @@ from sdk.api.params import SamplingParams
 from sdk.api.scheduling_policy import FairPolicy
 from sdk.engine.engine import Engine, Output
 from sdk.engine.executor import Executor
+from sdk.engine.job import Job
 from sdk.quant.safe_repr import safe_repr
 from sdk.requests.error_frames import let_go
-from sdk.requests.estimates import estimate
-from sdk.requests.job import Job, OutputSink, check_new
-from sdk.requests.loop_inbox import LoopInbox, LoopInboxes
+from sdk.requests.job_driver import OutputSink, check_new
 from sdk.requests.prompts import Prompt
-from sdk.requests.queue_limit import Place, QueueLimit
 from sdk.requests.step_sizes import StepSizes
-from sdk.requests.wakeups import Wakeups
+from sdk.requests.waiting_times import Place, QueueLimit, estimate
+from sdk.requests.wakeups import LoopInbox, LoopInboxes, Wakeups
 
 logger = logging.getLogger("sdk")
 #: The most seconds of its thread that adding requests may add to a step. One request takes 0.1 ms,
@@ -230,24 +229,7 @@ class Driver:
 
     def _add(self, job: Job, sink: OutputSink) -> None:
         try:
-            self._engine.add_request(
-                job.request_id,
-                job.prompt_token_ids,
-                job.params,
-                prompt_text=job.prompt,
-                priority=job.priority,
-                cache_salt=job.cache_salt,
-                prompt_embeds=job.prompt_embeds,
-                kind=job.kind,
-                pooling=job.pooling,
-                arrival_time=job.arrival_time,
-                resolved=job.resolved,
-                negative_prompt_token_ids=job.negative_prompt_token_ids,
-                stops=job.stops,
-                banned=job.banned,
-                result_bytes=job.result_bytes,
-                adapter=job.adapter,
-            )
+            self._engine.add(job)
         except Exception as error:  # rejected: its caller gets the reason
             self._forget(job.request_id)
             sink.fail(job.request_id, error)

@@ -10,7 +10,7 @@ from types import FrameType
 #: need not import.
 _SUSPENDABLE = 0x20 | 0x80 | 0x200
 #: Modules whose generators are context managers, which have ended with the error.
-_CONTEXTS = ("sdk.engine.", "sdk.executors.", "sdk.kernels.")
+_CONTEXTS = ("sdk.engine.", "sdk.executors.", "sdk.cluster.executors.", "sdk.kernels.")
 
 
 def let_go(error: BaseException) -> None:

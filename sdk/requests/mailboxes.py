@@ -15,8 +15,7 @@ from sdk.api.errors import EngineClosedError, RequestError
 from sdk.engine.engine import Output
 from sdk.quant.safe_repr import safe_repr
 from sdk.requests.driver import check_process
-from sdk.requests.loop_inbox import LoopInbox
-from sdk.requests.wakeups import Wakeups
+from sdk.requests.wakeups import LoopInbox, Wakeups
 
 if TYPE_CHECKING:
     import asyncio

@@ -7,12 +7,12 @@ from contextlib import suppress
 from os import PathLike, fspath
 
 from sdk.api.errors import EngineClosedError, EngineDeadError, RequestError
+from sdk.engine.job import Job
 from sdk.engine.running_requests import RequestInfo
 from sdk.metrics.slo import SLO
 from sdk.metrics.stats import EngineStats
 from sdk.metrics.trace import Trace
 from sdk.requests.driver import Driver
-from sdk.requests.job import Job
 
 
 class Monitoring:
@@ -93,7 +93,7 @@ def _waiting(job: Job, now: float) -> RequestInfo:
     return RequestInfo(
         request_id=job.request_id,
         index=0,
-        kind=job.kind,
+        kind=job.spec.kind,
         state="waiting",
         tenant=params.tenant,
         adapter=None,
@@ -102,7 +102,7 @@ def _waiting(job: Job, now: float) -> RequestInfo:
         num_cached_tokens=0,
         num_computed_tokens=0,
         num_generated_tokens=0,
-        max_tokens=(params.max_tokens or 0) if job.kind == "generate" else 0,
+        max_tokens=(params.max_tokens or 0) if job.spec.kind == "generate" else 0,
         num_preemptions=0,
         age=0.0 if job.arrival_time is None else max(now - job.arrival_time, 0.0),
         kv_pages={},

@@ -17,8 +17,9 @@ from sdk.api.errors import RequestError
 from sdk.api.outputs import RequestOutput
 from sdk.api.timeline import RequestEvent
 from sdk.engine.engine import Output
+from sdk.engine.job import Job
 from sdk.requests.driver import Driver
-from sdk.requests.job import Job, OutputSink
+from sdk.requests.job_driver import OutputSink
 
 try:
     from opentelemetry import context as otel_context, trace
@@ -91,7 +92,7 @@ class Instrumentation:
             clock = self._driver.engine.scheduler.queues.clock
             spans = {}
             for job in jobs:
-                operation = _OPERATIONS[job.kind]
+                operation = _OPERATIONS[job.spec.kind]
                 span = self._tracer.start_span(
                     f"{operation} {self._model_name}",
                     context,
@@ -179,7 +180,7 @@ def _request_attributes(job: Job, operation: str, model: str) -> Iterator[tuple[
     yield "gen_ai.response.id", job.request_id
     if params.tenant is not None:
         yield "embedlm.tenant", params.tenant
-    if job.kind != "generate":
+    if job.spec.kind != "generate":
         return
     yield "gen_ai.request.temperature", params.temperature
     yield "gen_ai.request.top_p", params.top_p

@@ -26,14 +26,13 @@ from sdk.kernels.host.torch_import import torch_module
 from sdk.models.classifier import Classifier
 from sdk.quant.embedding_head import EmbeddingHead, NormalizeStep, unit
 from sdk.quant.safe_repr import safe_repr
-from sdk.requests.advice import Advice
-from sdk.requests.calls import Stage, Work
-from sdk.requests.conversations import check_salt
-from sdk.requests.jobs import JobMaker
+from sdk.requests.job_maker import JobMaker
+from sdk.requests.job_runner import BatchedCall, JobBatch
 from sdk.requests.pairs import pair_template, read_pair
+from sdk.requests.progress import Advice
+from sdk.requests.prompt_kinds import check_salt
 from sdk.requests.prompts import Prompt, PromptReader, as_list
-from sdk.requests.similarity import max_similarity, similarity
-from sdk.requests.vectors import Wanted, with_text_before
+from sdk.requests.vectors import Wanted, max_similarity, similarity, with_text_before
 
 _PLAIN = Wanted()
 #: Names of prompts for the two sides of a search, sentence-transformers' and those of models.
@@ -41,13 +40,13 @@ _QUERY = ("query",)
 _DOCUMENT = ("document", "passage", "corpus")
 
 
-class PoolingCalls:
+class PoolingRequests:
     """These calls of one ``LLM``. ``classifier``: the classes of its checkpoint, if it has any.
     ``head``: what its files say about embeddings, or why that cannot be followed."""
 
     def __init__(
         self,
-        jobs: JobMaker,
+        job_maker: JobMaker,
         reader: PromptReader,
         classifier: Classifier | None,
         head: EmbeddingHead | str | None = None,
@@ -59,7 +58,7 @@ class PoolingCalls:
         self._hidden_size = hidden_size
         self._head_of_files = head
         self._advice = advice
-        self._jobs = jobs
+        self._job_maker = job_maker
         self._reader = reader
         self._classifier = classifier
 
@@ -70,17 +69,17 @@ class PoolingCalls:
         lora: Any = None,
         tenant: str | None = None,
         wanted: Wanted = _PLAIN,
-    ) -> Work[list[EmbeddingOutput]]:
+    ) -> BatchedCall[list[EmbeddingOutput]]:
         """See :meth:`sdk.LLM.embed`."""
         head, is_unit = self._embedding_head(), self.gives_units
         self._check_one_vector(head)
         if self._hidden_size is not None:
             width = self._hidden_size if head is None else head.width(self._hidden_size)
             wanted.check_size(width)
-        read = self._jobs.adapted(self.read(prompts, truncate, wanted), lora)
+        read = self._job_maker.adapted(self.read(prompts, truncate, wanted), lora)
         if head is None:
             params = [SamplingParams(tenant=tenant)] * len(read)
-            outputs = yield Stage(self._jobs.make(read, params, kind="embed"), "embed")
+            outputs = yield JobBatch(self._job_maker.make(read, params, kind="embed"), "embed")
             found = [embedding_of(output) for output in outputs]
             if wanted == _PLAIN:
                 return found
@@ -145,13 +144,13 @@ class PoolingCalls:
         lora: Any = None,
         tenant: str | None = None,
         wanted: Wanted = _PLAIN,
-    ) -> Work[list[PoolingRequestOutput]]:
+    ) -> BatchedCall[list[PoolingRequestOutput]]:
         """See :meth:`sdk.LLM.encode`."""
         torch_module("encode, which returns tensors (embed returns lists),")
         head = self._head_of(pooling)
         if head is not None:
             check_flags(normalize=normalize)
-            ready = self._jobs.adapted(self.read(prompts, truncate, wanted), lora)
+            ready = self._job_maker.adapted(self.read(prompts, truncate, wanted), lora)
             found = yield from self._headed(head, ready, tenant, normalize)
             return [with_tensor(one) for one in found]
         pooling = pooling or "last"
@@ -160,7 +159,7 @@ class PoolingCalls:
             raise RequestError(f"pooling: expected one of {modes}, found {safe_repr(pooling)}")
         check_flags(normalize=normalize)
         mode: Any = pooling
-        ready = self._jobs.adapted(
+        ready = self._job_maker.adapted(
             self.read(prompts, truncate, wanted if wanted.asks else None), lora
         )
         found = yield from self._pooled(ready, tenant, Pooling(mode, normalize))
@@ -173,11 +172,11 @@ class PoolingCalls:
         truncate: int | None,
         lora: Any = None,
         tenant: str | None = None,
-    ) -> Work[list[ClassificationOutput]]:
+    ) -> BatchedCall[list[ClassificationOutput]]:
         """See :meth:`sdk.LLM.classify`."""
         check_flags(use_activation=use_activation)
         classifier = self._need_classifier()
-        read = self._jobs.adapted(self.read(prompts, truncate), lora)
+        read = self._job_maker.adapted(self.read(prompts, truncate), lora)
         found = yield from self._classes(read, tenant, classifier)
         return [
             ClassificationOutput(
@@ -199,7 +198,7 @@ class PoolingCalls:
         tenant: str | None = None,
         salt: str | None = None,
         truncate: int | None = None,
-    ) -> Work[list[ScoringOutput]]:
+    ) -> BatchedCall[list[ScoringOutput]]:
         """See :meth:`sdk.LLM.score`. ``salt``: the ``cache_salt`` of all prompts."""
         self._say_what_scores_are("score")  # in the caller's thread, unlike the work
         return self._score(data_1, data_2, template, lora, tenant, salt, truncate)
@@ -213,7 +212,7 @@ class PoolingCalls:
         tenant: str | None,
         salt: str | None,
         truncate: int | None,
-    ) -> Work[list[ScoringOutput]]:
+    ) -> BatchedCall[list[ScoringOutput]]:
         left, right = as_list(data_1), as_list(data_2)
         check_pairs(len(left), len(right))
         if self._classifier is not None:
@@ -235,7 +234,7 @@ class PoolingCalls:
                     "its files), which is not supported: the scores would be others; "
                     "encode(texts) gives the vectors of tokens"
                 )
-            read = self._jobs.adapted(read, lora)
+            read = self._job_maker.adapted(read, lora)
             rows = yield from self._headed(head, read, tenant)
             return self._late(head, rows[: len(left)], rows[len(left) :])
         embedded = yield from self.embed(read, None, lora, tenant)
@@ -299,7 +298,7 @@ class PoolingCalls:
         tenant: str | None = None,
         salt: str | None = None,
         truncate: int | None = None,
-    ) -> Work[list[RerankOutput]]:
+    ) -> BatchedCall[list[RerankOutput]]:
         """See :meth:`sdk.LLM.rerank`. ``salt``: the ``cache_salt`` of all prompts."""
         self._say_what_scores_are("rerank")
         return self._rerank(query, documents, top_n, template, lora, tenant, salt, truncate)
@@ -314,7 +313,7 @@ class PoolingCalls:
         tenant: str | None,
         salt: str | None,
         truncate: int | None,
-    ) -> Work[list[RerankOutput]]:
+    ) -> BatchedCall[list[RerankOutput]]:
         if not isinstance(query, str):
             raise RequestError(f"query: expected a string, found {safe_repr(query)}")
         if isinstance(documents, str) or not isinstance(documents, Sequence):
@@ -388,7 +387,7 @@ class PoolingCalls:
         read: Sequence[Prompt],
         tenant: str | None,
         normalize: bool = False,
-    ) -> Work[list[PoolingRequestOutput]]:
+    ) -> BatchedCall[list[PoolingRequestOutput]]:
         """The embeddings as the files describe them: lists, or a matrix for each text."""
         mode: Any = head.mode
         found = yield from self._pooled(read, tenant, Pooling(mode, False))
@@ -409,10 +408,10 @@ class PoolingCalls:
 
     def _pooled(
         self, read: Sequence[Prompt], tenant: str | None, pooling: Pooling
-    ) -> Work[list[PoolingRequestOutput]]:
+    ) -> BatchedCall[list[PoolingRequestOutput]]:
         params = [SamplingParams(tenant=tenant)] * len(read)
-        jobs = self._jobs.make(read, params, kind="embed", pooling=pooling)
-        outputs = yield Stage(jobs, "encode")
+        jobs = self._job_maker.make(read, params, kind="embed", pooling=pooling)
+        outputs = yield JobBatch(jobs, "encode")
         return [pooled_of(output) for output in outputs]
 
     def _need_classifier(self) -> Classifier:
@@ -427,7 +426,7 @@ class PoolingCalls:
 
     def _classes(
         self, read: Sequence[Prompt], tenant: str | None, classifier: Classifier
-    ) -> Work[list[PoolingRequestOutput]]:
+    ) -> BatchedCall[list[PoolingRequestOutput]]:
         """The logits of the head."""
         found = yield from self._pooled(read, tenant, self._head(classifier))
         if not classifier.steps:
@@ -461,7 +460,7 @@ class PoolingCalls:
         tenant: str | None,
         salt: str | None,
         truncate: int | None,
-    ) -> Work[list[ScoringOutput]]:
+    ) -> BatchedCall[list[ScoringOutput]]:
         """The relevance of each pair by the classification head."""
         classifier = self._need_classifier()
         relevant = relevant_class(classifier)
@@ -471,7 +470,7 @@ class PoolingCalls:
             replace(read_pair(self._reader, pair, template, truncate), cache_salt=salt)
             for pair in pairs
         ]
-        read = self._jobs.adapted(read, lora)
+        read = self._job_maker.adapted(read, lora)
         found = yield from self._classes(read, tenant, classifier)
         return [
             ScoringOutput(one.request_id, probabilities(classifier, one.outputs.data)[relevant])

@@ -17,9 +17,19 @@ from sdk.kernels.dataclass import dataclass
 from sdk.quant.once import Once
 from sdk.quant.safe_repr import is_value_error, safe_message, safe_repr
 from sdk.quant.tokenizer import Tokenizer, TooManyTokens
-from sdk.requests.conversations import ChatOptions, Message, Turns, check_salt, tool_format_of
-from sdk.requests.embeds import Embeds, check_params, embeds_salt, read_embeds
-from sdk.requests.infill import fim_prompt, fim_tokens_of
+from sdk.requests.prompt_kinds import (
+    ChatOptions,
+    Embeds,
+    Message,
+    Turns,
+    check_params,
+    check_salt,
+    embeds_salt,
+    fim_prompt,
+    fim_tokens_of,
+    read_embeds,
+    tool_format_of,
+)
 from sdk.sampling.healing import Healing, TokenPrefixes
 
 #: Text, token ids, or a dict with ``prompt`` or ``prompt_token_ids`` and perhaps ``cache_salt``,

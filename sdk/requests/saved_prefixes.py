@@ -13,7 +13,8 @@ from sdk.api.params import SamplingParams
 from sdk.engine.snapshot import Snapshot
 from sdk.loading.load import Loaded
 from sdk.requests.driver import Driver
-from sdk.requests.jobs import JobMaker, run_jobs
+from sdk.requests.job_maker import JobMaker
+from sdk.requests.job_runner import run_jobs
 from sdk.requests.prompts import Prompt
 
 T = TypeVar("T")
@@ -26,14 +27,14 @@ _ATTEMPTS = 3
 class SavedPrefixes:
     """The saved prefixes of one ``LLM``."""
 
-    def __init__(self, driver: Driver, loaded: Loaded, jobs: JobMaker) -> None:
+    def __init__(self, driver: Driver, loaded: Loaded, job_maker: JobMaker) -> None:
         self._driver = driver
         self._engine = loaded.engine
         self.kept = loaded.kept
         self.model_key = loaded.model_key
         self._config = loaded.facts.model_config
         self._max_model_len = loaded.facts.plan.max_model_len
-        self._jobs = jobs
+        self._job_maker = job_maker
 
     def snapshot(self, prompt: Prompt) -> Snapshot:
         """The full pages of a prompt; missing ones are computed."""
@@ -126,7 +127,7 @@ class SavedPrefixes:
 
         :raises RequestError: the request failed or was aborted.
         """
-        [output] = run_jobs(self._driver, self._jobs.make([prompt], [_ONE]))
+        [output] = run_jobs(self._driver, self._job_maker.make([prompt], [_ONE]))
         assert isinstance(output, RequestOutput)
         [answer] = output.outputs
         if answer.finish_reason not in ("stop", "length"):

@@ -1,31 +1,34 @@
-"""What an ``LLM`` is made of: one engine in this process, or replicas in other ones."""
+"""What an ``LLM`` is made of. Its requests run on one engine in this process
+(:mod:`sdk.requests.served_engine`), on replicas in other ones (:mod:`sdk.cluster.replicas.served`),
+or a script answers them (:mod:`sdk.testing.served_script`)."""
 
 from __future__ import annotations
 
 from os import PathLike
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from sdk.engine.expert_balance import ExpertBalance
-from sdk.engine.rank.runner import ModelRunner
+from sdk.api.config import EngineConfig
 from sdk.engine.running_requests import RequestInfo
-from sdk.engine.snapshot import Snapshot
-from sdk.loading.explain import explain
-from sdk.loading.fork import fork_config
-from sdk.loading.load import Loaded, ModelFacts, fork
-from sdk.loading.quant_report import QuantReport, quant_report
-from sdk.memory.plan import MemoryPlan
 from sdk.metrics.slo import SLO
 from sdk.metrics.stats import EngineStats
 from sdk.metrics.trace import Trace
-from sdk.requests.adapter_residency import EngineResidency
+from sdk.models.architecture import WITHOUT_HEAD
 from sdk.requests.adapters import Adapters
-from sdk.requests.driver import Driver
-from sdk.requests.engine_memory import EngineMemory
-from sdk.requests.job import JobDriver
-from sdk.requests.jobs import JobMaker
-from sdk.requests.monitoring import Monitoring
-from sdk.requests.prompts import Prompt
-from sdk.requests.saved_prefixes import SavedPrefixes
+from sdk.requests.beam_searches import BeamSearches
+from sdk.requests.job_driver import JobDriver
+from sdk.requests.job_maker import JobMaker
+from sdk.requests.pooling import PoolingRequests
+from sdk.requests.progress import Advice
+from sdk.requests.prompts import Prompt, PromptReader
+
+if TYPE_CHECKING:  # loaded with a model
+    from sdk.engine.rank.runner import ModelRunner
+    from sdk.engine.snapshot import Snapshot
+    from sdk.loading.load import ModelFacts
+    from sdk.loading.quant_report import QuantReport
+    from sdk.loading.sampling_defaults import SamplingDefaults
+    from sdk.memory.plan import MemoryPlan
+    from sdk.models.config import ModelConfig
 
 
 class Prefixes(Protocol):
@@ -64,22 +67,68 @@ class Monitor(Protocol):
     def close(self) -> None: ...
 
 
+class Frontend(NamedTuple):
+    """What turns calls into jobs, wherever these run."""
+
+    reader: PromptReader
+    job_maker: JobMaker
+    pooling: PoolingRequests
+    beam_searches: BeamSearches
+    defaults: SamplingDefaults
+
+
+def frontend_of(facts: ModelFacts, adapters: Adapters) -> Frontend:
+    """The frontend for a model."""
+    config, model, max_model_len = facts.config, facts.model_config, facts.plan.max_model_len
+    reader = PromptReader(
+        facts.tokenizer,
+        vocab_size=model.vocab_size,
+        max_model_len=max_model_len,
+        chat_template=config.chat_template,
+        hidden_size=model.hidden_size if config.enable_prompt_embeds else None,
+    )
+    jobs = JobMaker(
+        reader,
+        facts.defaults.params,
+        vocab_size=model.vocab_size,
+        eos_token_ids=facts.eos_token_ids,
+        max_model_len=max_model_len,
+        results=facts.results,
+        adapters=adapters,
+        classifier=facts.classifier,
+        encoder=None if model.causal else model.model_type,
+        has_head=not facts.values.get(WITHOUT_HEAD),
+        closed_schemas=config.disable_additional_properties,
+    )
+    head = facts.embedding_head
+    return Frontend(
+        reader,
+        jobs,
+        PoolingRequests(jobs, reader, facts.classifier, head, Advice(), model.hidden_size),
+        BeamSearches(jobs, reader, facts.eos_token_ids, max_model_len, config.on_progress),
+        facts.defaults,
+    )
+
+
 class Served(Protocol):
     """The parts of an :class:`sdk.LLM` that depend on where its requests run."""
 
     @property
-    def facts(self) -> ModelFacts: ...
+    def config(self) -> EngineConfig: ...
+    @property
+    def model_config(self) -> ModelConfig: ...
+    @property
+    def frontend(self) -> Frontend: ...
     @property
     def driver(self) -> JobDriver: ...
     @property
-    def adapters(self) -> Adapters: ...
+    def prefixes(self) -> Prefixes: ...
+    @property
+    def memory(self) -> Memory: ...
     @property
     def monitoring(self) -> Monitor: ...
     @property
     def warnings(self) -> tuple[str, ...]: ...
-
-    def saved_with(self, jobs: JobMaker) -> tuple[Prefixes, Memory]:
-        """The parts that run jobs of their own."""
 
     def expert_load(self) -> dict[int, list[int]]:
         """See :meth:`sdk.LLM.expert_load`."""
@@ -90,10 +139,10 @@ class Served(Protocol):
     def model_runner(self) -> ModelRunner:
         """Rank 0's; a new one after a sleep that freed the weights.
 
-        :raises RequestError: it is in another process.
+        :raises RequestError: there is none in this process.
         """
 
-    def explain(self, memory: MemoryPlan) -> str:
+    def explain(self) -> str:
         """See :meth:`sdk.LLM.explain`."""
 
     def quant_report(self) -> QuantReport:
@@ -101,78 +150,3 @@ class Served(Protocol):
 
     def fork(self, **options: Any) -> Served:
         """See :meth:`sdk.LLM.fork`."""
-
-
-class ServedEngine:
-    """See :class:`Served`: one engine in this process."""
-
-    def __init__(self, loaded: Loaded) -> None:
-        self.facts = loaded.facts
-        self.warnings = loaded.warnings
-        config = loaded.facts.config
-        self.driver = Driver(loaded.engine, max_waiting=config.max_waiting)
-        residency = None
-        if loaded.open_adapter is not None:
-            residency = EngineResidency(self.driver, loaded.engine)
-        self.adapters = Adapters(loaded.open_adapter, residency)
-        self.monitoring = Monitoring(self.driver)
-        self._memory = EngineMemory(self.driver, loaded)
-        lockstep = loaded.facts.runner_config.lockstep_redundant
-        self._experts = ExpertBalance(
-            loaded.executor,
-            lambda: loaded.runner,  # a method would keep this object in a reference cycle
-            config.redundant_experts if lockstep is None else lockstep,
-            lockstep=lockstep is not None,
-        )
-        self._loaded = loaded
-
-    def saved_with(self, jobs: JobMaker) -> tuple[Prefixes, Memory]:
-        """See :class:`Served`."""
-        loaded = self._loaded
-        return SavedPrefixes(self.driver, loaded, jobs), self._memory
-
-    def expert_load(self) -> dict[int, list[int]]:
-        """See :class:`Served`."""
-        self._experts.check("expert_load")
-        return self.driver.between_steps(self._experts.load)
-
-    def rebalance_experts(self) -> int:
-        """See :class:`Served`."""
-        self._experts.check("rebalance_experts")
-
-        def rebalance() -> int:
-            self._memory.expect_same_model("rebalance_experts")
-            return self._experts.rebalance()
-
-        return self.driver.between_steps(rebalance)
-
-    def explain(self, memory: MemoryPlan) -> str:
-        """See :class:`Served`."""
-        facts = self.facts
-        return explain(
-            facts.config,
-            facts.model_config,
-            memory,
-            facts.defaults,
-            self._loaded.runner,
-            self.warnings,
-            self._loaded.other_layers,
-            self.facts.device,
-        )
-
-    def model_runner(self) -> ModelRunner:
-        """See :class:`Served`."""
-        return self._loaded.runner
-
-    def fork(self, **options: Any) -> ServedEngine:
-        """See :class:`Served`."""
-        config = fork_config(self._memory.plan, self.facts.values, **options)
-
-        weights = self.driver.between_steps(lambda: self._loaded.runner.weights)
-        return ServedEngine(fork(self._loaded, weights, config))
-
-    def quant_report(self) -> QuantReport:
-        """See :class:`Served`."""
-        loaded = self._loaded
-        linears = loaded.runner.model.linears()
-        return quant_report(linears, self.facts.kv_scales, loaded.other_layers)

@@ -42,10 +42,9 @@ class ModelFiles:
 
 def files_of(llm: Any) -> ModelFiles:
     """Those of an LLM; empty for one without weights (:class:`sdk.testing.FakeLLM`)."""
-    served = getattr(llm, "_served", None)
-    if served is None:
+    facts = getattr(getattr(llm, "_served", None), "facts", None)
+    if facts is None:
         return ModelFiles()
-    facts = served.facts
     entries, formats = facts.headers.entries(), Counter[str]()
     for entry in entries:
         formats[entry.format] += entry.nbytes

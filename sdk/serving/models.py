@@ -13,7 +13,7 @@ from sdk.api.errors import RequestError
 from sdk.api.lora import LoRAInfo
 from sdk.api.params import SamplingParams
 from sdk.quant.safe_repr import safe_repr
-from sdk.requests.conversations import ChatOptions, special_tokens_of
+from sdk.requests.prompt_kinds import ChatOptions, special_tokens_of
 from sdk.requests.prompts import Prompt, PromptLike
 from sdk.requests.vectors import Wanted
 from sdk.serving.access import Caller, Refused
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class LanguageModel(Protocol):
-    """What the server uses of :class:`sdk.LLM` and :class:`sdk.testing.FakeLLM`."""
+    """What the server uses of an :class:`sdk.LLM`."""
 
     max_model_len: int
     config: Any
@@ -81,10 +81,10 @@ class Served:
     @property
     def memory(self) -> tuple[int, bool]:
         """The bytes that it may take, and whether they are a card's."""
-        served = getattr(self.llm, "_served", None)
-        if served is None:  # a fake model
+        facts = getattr(getattr(self.llm, "_served", None), "facts", None)
+        if facts is None:  # a fake model
             return 0, False
-        return self.llm.memory_plan.total, served.facts.runner_config.device != "cpu"
+        return self.llm.memory_plan.total, facts.runner_config.device != "cpu"
 
     def all_names(self) -> list[str]:
         """Its names, then those of its adapters."""

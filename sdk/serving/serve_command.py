@@ -295,7 +295,7 @@ def with_options(
 
     options = {} if args.options is None else read_options(args.options)
     if adapters:
-        from sdk.memory.adapters import adapter_options
+        from sdk.memory.weights import adapter_options
 
         own = {**adapter_options(list(adapters.values())), "lora_dtype": args.lora_dtype}
         options = {**own, **options}

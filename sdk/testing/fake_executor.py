@@ -27,7 +27,7 @@ class _Running:
         self.start = start
         self.num_computed = start.num_computed
         self.num_generated = len(start.token_ids) - start.num_prompt_tokens
-        params = start.resolved
+        params = start.spec.resolved
         answers = params.answers if isinstance(params, ScriptedParams) else ()
         index = int(start.request_id.rpartition("#")[2]) if len(answers) > 1 else 0
         self.script, self.error = answers[index] if answers else ((), None)
@@ -38,7 +38,7 @@ class _Running:
 
     def next_token(self) -> int:
         """The next token of the script, then EOS; the script again where EOS may not come yet."""
-        params, number = self.start.params, self.num_generated
+        params, number = self.start.spec.params, self.num_generated
         if self.is_at_end and not (params.ignore_eos or number < params.min_tokens):
             return END
         return self.script[number % len(self.script)] if self.script else END
@@ -104,8 +104,8 @@ class ScriptedExecutor:
         for row in plan.rows:
             running = self._requests[row.request_id]
             self._compute(row, running, scored, hidden)
-            generates = row.num_output_rows and running.start.negative_of is None
-            if not generates or running.start.kind == "embed":
+            generates = row.num_output_rows and running.start.spec.negative_of is None
+            if not generates or running.start.spec.kind == "embed":
                 tokens.append(())
             elif running.error is not None and running.is_at_end:
                 if isinstance(running.error, EngineDeadError):
@@ -116,7 +116,7 @@ class ScriptedExecutor:
                 token = running.next_token()
                 running.num_generated += 1
                 tokens.append((token,))
-                if running.start.params.logprobs is not None:
+                if running.start.spec.params.logprobs is not None:
                     details[row.request_id] = (_certain(token),)
         return StepResult(plan.step_id, tokens, details, scored, hidden, errors)
 
@@ -131,16 +131,16 @@ class ScriptedExecutor:
         start, first = running.start, running.num_computed
         running.num_computed += row.num_scheduled_tokens
         prompt = start.token_ids[: start.num_prompt_tokens]
-        if start.params.prompt_logprobs is not None and first < len(prompt):
+        if start.spec.params.prompt_logprobs is not None and first < len(prompt):
             scored[row.request_id] = tuple(
                 map(_certain, prompt[first + 1 : running.num_computed + 1])
             )
-        if start.kind == "embed" and running.num_computed >= len(prompt):
+        if start.spec.kind == "embed" and running.num_computed >= len(prompt):
             hidden[row.request_id] = self._pooled(start, prompt)
 
     def _pooled(self, start: RequestStart, prompt: Sequence[int]) -> Pooled:
         decode = self._tokenizer.decode
-        if start.pooling.mode == "token":
+        if start.spec.pooling is not None and start.spec.pooling.mode == "token":
             import numpy as np
 
             vectors = [_unit(_direction(decode([token]))) for token in prompt]

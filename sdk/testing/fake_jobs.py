@@ -8,12 +8,12 @@ from typing import Any
 
 from sdk.api.lora import KnownAdapter, LoRARequest
 from sdk.api.params import SamplingParams
+from sdk.engine.job import Job
 from sdk.engine.plan import Pooling, RequestKind
 from sdk.engine.scheduling.results import ResultBudget
 from sdk.requests.adapters import Adapters
-from sdk.requests.conversations import ChatOptions, Message
-from sdk.requests.job import Job
-from sdk.requests.jobs import JobMaker
+from sdk.requests.job_maker import JobMaker
+from sdk.requests.prompt_kinds import ChatOptions, Message
 from sdk.requests.prompts import Prompt, PromptReader
 from sdk.testing.fake_executor import HIDDEN_SIZE
 from sdk.testing.fake_tokenizer import END, VOCAB_SIZE
@@ -104,8 +104,9 @@ class ScriptedJobs(JobMaker):
                 )
             least = min(lengths.pop(), params.max_tokens or VOCAB_SIZE)
             params = params.clone(max_tokens=least, min_tokens=min(params.min_tokens, least))
-        values = {field.name: getattr(job.resolved, field.name) for field in fields(job.resolved)}
-        return replace(job, params=params, resolved=ScriptedParams(**values, answers=read))
+        resolved = job.spec.resolved
+        values = {field.name: getattr(resolved, field.name) for field in fields(resolved)}
+        return job.with_spec(params=params, resolved=ScriptedParams(**values, answers=read))
 
     def _tokens(self, answer: FakeAnswer) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(answer.written, False, False))

@@ -18,7 +18,6 @@ from sdk.quant.safe_repr import safe_repr
 
 if TYPE_CHECKING:
     from sdk.llm import LLM
-    from sdk.testing.fake_llm import FakeLLM
 
 FaultKind = Literal["out_of_memory", "nan_logits", "slow_step", "worker_died"]
 T = TypeVar("T")
@@ -39,7 +38,7 @@ class Fault:
 
 @contextmanager
 def fault(
-    llm: LLM | FakeLLM,
+    llm: LLM,
     kind: FaultKind,
     at_step: int = 0,
     *,

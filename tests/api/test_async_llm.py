@@ -19,7 +19,6 @@ from sdk import (
     SamplingParams,
     UnsupportedError,
 )
-from sdk.requests.async_pooling import AsyncPooling
 from sdk.testing import FakeLLM
 from tests.api.engines import Caller, Gate, settle
 
@@ -110,20 +109,30 @@ NOT_ASYNC = {
 }  # fmt: skip
 
 
+def public(owner: type, kind: Callable[[Any], bool]) -> set[str]:
+    return {name for name, _ in inspect.getmembers(owner, kind) if name[0] != "_"}
+
+
+def without_tqdm(method: Any) -> list[inspect.Parameter]:
+    shown = inspect.signature(method).parameters.values()
+    return [one for one in shown if one.name != "use_tqdm"]
+
+
 def test_every_method_that_waits_for_answers_has_an_async_twin() -> None:
-    names = {n for n, one in vars(LLM).items() if inspect.isfunction(one) and n[0] != "_"}
-    names |= {"plan"}
+    names = public(LLM, inspect.isfunction)
     twins = {name for name in names if f"a{name}" in names}
-    assert twins == {"generate", "chat", "stream", "run_tools"}
+    without_text = {"embed", "encode", "classify", "score", "rerank"}
+    assert twins == {"generate", "chat", "stream", "run_tools", *without_text}
+    for name in twins:
+        there = inspect.signature(getattr(LLM, f"a{name}")).parameters.values()
+        assert without_tqdm(getattr(LLM, name)) == list(there), name
     rest = names - twins - {f"a{name}" for name in twins}
     assert rest >= NOT_ASYNC
-    own = {n for n, one in vars(AsyncLLM).items() if inspect.iscoroutinefunction(one)}
-    assert {f"a{name}" for name in own} >= {n for n in vars(AsyncPooling) if n[0] != "_"}
-    assert {name for name in own if name[0] != "_"} == rest - NOT_ASYNC
-    for name in rest - NOT_ASYNC:
-        here, there = (inspect.signature(getattr(owner, name)) for owner in (AsyncLLM, LLM))
-        shared = [one for one in there.parameters.values() if one.name != "use_tqdm"]
-        assert here == there.replace(parameters=shared), name
+    own = public(AsyncLLM, inspect.iscoroutinefunction)
+    assert own == {*without_text, *(f"a{name}" for name in without_text), *(rest - NOT_ASYNC)}
+    for name in own & names:
+        here, there_too = (inspect.signature(getattr(owner, name)) for owner in (AsyncLLM, LLM))
+        assert here == there_too.replace(parameters=without_tqdm(getattr(LLM, name))), name
 
 
 def plain(output: Any) -> Any:

@@ -62,7 +62,7 @@ USES: dict[str, Callable[[LLM], Any]] = {
 def test_engine_weights_and_vocabulary_go_with_the_last_name(smollm2: Path, name: str) -> None:
     llm = LLM(smollm2, max_model_len=512)
     USES[name](llm)
-    jobs = llm._jobs
+    jobs = llm._job_maker
     parts: dict[str, Any] = {
         "driver": llm._driver,
         "runner": llm._runner(),

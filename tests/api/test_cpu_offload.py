@@ -21,7 +21,7 @@ from sdk.kernels.packed_shapes import packed_bytes
 from sdk.loading import checks as load_checks, load as loading
 from sdk.loading.alternatives import alternatives
 from sdk.loading.checks import check_options, room_shortage
-from sdk.memory import files, planning, resolve
+from sdk.memory import planning, resolve
 from sdk.memory.plan import MemoryPlan
 
 MIB = 2**20
@@ -42,7 +42,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> None:
 def _planned(path: Path, **options: object) -> tuple[MemoryPlan, dict[str, Any]]:
     """The plan, and what a rank is told of the layers."""
     config = engine_config(path, **{"memory": "1GiB", **LIMITS, **options})
-    with contextlib.closing(files.open_model(config)) as checkpoint:
+    with contextlib.closing(resolve.open_model(config)) as checkpoint:
         made = planning.plan_for(config, checkpoint)
         model = planning.model_config(config, checkpoint)
         return made, loading._offload_options(config, model, made)
@@ -120,7 +120,7 @@ def test_steps_that_are_not_recorded_are_an_alternative_without_loss(smollm2: Pa
     assert whole.graphs > 8 * MIB
     least = eager.total - eager.kv_cache + 16 * eager.page_bytes  # a request of 256 tokens
     config = engine_config(smollm2, **{**LIMITS, **options, "memory": least})
-    with contextlib.closing(files.open_model(config)) as checkpoint:
+    with contextlib.closing(resolve.open_model(config)) as checkpoint:
         asked = planning.plan_for(config, checkpoint)
         assert not asked.fits
         found = alternatives(config, checkpoint, asked)
@@ -159,7 +159,7 @@ def test_a_model_whose_layers_are_not_ours_is_refused(smollm2: Path) -> None:
     ):
         config = engine_config(smollm2, **options, **override)
         with (
-            contextlib.closing(files.open_model(config)) as checkpoint,
+            contextlib.closing(resolve.open_model(config)) as checkpoint,
             pytest.raises(UnsupportedError, match=message),
         ):
             check_options(config, checkpoint, made)

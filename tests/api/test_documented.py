@@ -65,7 +65,7 @@ def test_every_option_is_documented(api: str) -> None:
 
 @pytest.mark.parametrize("kind", [LLM, LLMTokenizer])
 def test_every_method_is_documented(kind: type, api: str) -> None:
-    names = [name for name in vars(kind) if not name.startswith("_")]
+    names = [name for name in dir(kind) if not name.startswith("_")]
     assert sorted(name for name in names if not re.search(rf"\b{name}\b", api)) == []
 
 

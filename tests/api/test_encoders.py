@@ -163,13 +163,13 @@ def test_calls_of_an_event_loop_run_in_the_same_steps(folder: Path, llm: LLM) ->
 
 
 def test_token_types_tell_a_second_text_apart(llm: LLM, oracle: Any) -> None:
-    jobs = llm._jobs.make(
+    jobs = llm._job_maker.make(
         [llm._reader.read(PROMPTS[1], llm._default_params, room=0)],
         [llm._default_params],
         kind="embed",
         pooling=Pooling("mean", False, second_text=20),
     )
-    [output] = llm._calls.do("encode", _stage(jobs))
+    [output] = llm._job_runner.do("encode", _batch(jobs))
     types = torch.tensor([[0] * 20 + [1] * 41])
     with torch.no_grad():
         states = oracle(input_ids=torch.tensor(IDS[1:2]), token_type_ids=types)
@@ -177,10 +177,10 @@ def test_token_types_tell_a_second_text_apart(llm: LLM, oracle: Any) -> None:
     assert np.abs(np.array(output) - wanted).max() < 1e-5
 
 
-def _stage(jobs: Any) -> Any:
-    from sdk.requests.calls import Stage
+def _batch(jobs: Any) -> Any:
+    from sdk.requests.job_runner import JobBatch
 
-    outputs = yield Stage(jobs, "encode")
+    outputs = yield JobBatch(jobs, "encode")
     return [output.outputs.data for output in outputs]
 
 

@@ -90,8 +90,8 @@ def test_the_first_structures_read_the_vocabulary_once(smollm2: Path, made: Coun
     params = SamplingParams(max_tokens=8, structured_outputs={"choice": ["yes", "no"]})
     with LLM(smollm2, max_model_len=64, max_num_seqs=8) as llm:
         held = []
-        hold = llm._jobs.before_structures
-        llm._jobs.before_structures = lambda: (held.append(1), hold())
+        hold = llm._job_maker.before_structures
+        llm._job_maker.before_structures = lambda: (held.append(1), hold())
         burst(lambda: llm.chat([{"role": "user", "content": "Hi"}], params, use_tqdm=False))
         assert dict(made) == {
             "Vocabulary": 1, "TokenShapes": 1, "_compile": 1, "ChatTemplate": 1,
@@ -128,7 +128,7 @@ def test_the_first_requests_of_an_adapter_open_its_file_once(golden: Path, tmp_p
     model = golden / "gguf-Q8_0" / "model.gguf"
     request = LoRARequest("a", 1, str(tiny_adapter(tmp_path / "a", model)))
     with LLM(model, max_model_len=32, enable_lora=True) as llm:
-        adapters, opened = llm._jobs.adapters, Counter[str]()
+        adapters, opened = llm._job_maker.adapters, Counter[str]()
         assert adapters._open is not None
         original, pause = adapters._open, threading.Event()
 

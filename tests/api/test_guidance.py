@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from sdk import LLM, RequestError, SamplingParams
+from sdk.engine.job import Job
+from sdk.engine.plan import SequenceSpec
 
 OWN = [3 + i * 37 % 400 for i in range(40)]
 NEGATIVE = [5 + i * 53 % 400 for i in range(21)]
@@ -167,8 +169,9 @@ def test_a_bad_negative_prompt_is_refused(
 def test_the_engine_refuses_guidance_where_it_means_nothing(llm: LLM) -> None:
     engine = llm._driver._engine
     with pytest.raises(RequestError, match="guidance_scale: expected 1 for an embedding, found"):
-        engine.add_request("e", OWN, GUIDED, kind="embed")
+        engine.add(Job(SequenceSpec("e", GUIDED, "embed"), tuple(OWN)))
     with pytest.raises(RequestError, match="no effect without"):
-        engine.add_request("e", OWN, PLAIN, negative_prompt_token_ids=NEGATIVE)
+        spec = SequenceSpec("e", PLAIN)
+        engine.add(Job(spec, tuple(OWN), negative_prompt_token_ids=tuple(NEGATIVE)))
     with pytest.raises(RequestError, match="negative_prompt_token_ids has no effect"):
         llm.embed(PROMPT)

@@ -18,8 +18,8 @@ from sdk.api.sizes import parse_bytes
 from sdk.kernels import gpu
 from sdk.loaders.open import open_checkpoint
 from sdk.loading.alternatives import expected_losses
-from sdk.memory import files, planning, resolve
-from sdk.memory.demand import Demand, WeightBytes
+from sdk.memory import planning, resolve
+from sdk.memory.demand import MemoryDemand, WeightBytes
 from sdk.memory.fitting import plan_memory
 from sdk.memory.plan import MemoryPlan
 from sdk.memory.weights import held_bytes
@@ -271,10 +271,10 @@ def test_a_gguf_files_attn_output_is_no_head_where_it_is_packed_at_load(
     assert bits["output.weight"] > 8
 
 
-def demand_on_a_gpu(monkeypatch: pytest.MonkeyPatch, path: Path, **options: object) -> Demand:
+def demand_on_a_gpu(monkeypatch: pytest.MonkeyPatch, path: Path, **options: object) -> MemoryDemand:
     monkeypatch.setattr(resolve, "device_of", lambda config: "cuda")
     config = engine_config(path, **{"max_num_seqs": 8, **options})
-    with contextlib.closing(files.open_model(config)) as checkpoint:
+    with contextlib.closing(resolve.open_model(config)) as checkpoint:
         model = planning.model_config(config, checkpoint)
         weights = WeightBytes(1000, 1000, 1000)
         return planning._demand(config, model, weights, torch.bfloat16)
@@ -347,7 +347,7 @@ def test_activations_are_what_all_matrices_are_stored_as_where_a_file_says_nothi
     def found(name: str, **options: object) -> torch.dtype:
         silent = {"dtype": None, "torch_dtype": None}
         config = engine_config(golden / name, **{"hf_overrides": silent, **options})
-        with contextlib.closing(files.open_model(config)) as checkpoint:
+        with contextlib.closing(resolve.open_model(config)) as checkpoint:
             return planning.activations_of(config, checkpoint)
 
     assert found("arch-llama3") == torch.float16

@@ -20,6 +20,7 @@ from sdk.api.options import EngineOptions, engine_config
 from sdk.api.other_names import CALLS, ENGINE, SAMPLING
 from sdk.loaders.chat_template import TemplateError
 from sdk.requests.conversations import ChatOptions
+from sdk.requests.prompt_kinds import ChatOptions
 from tests.api.language_server import LanguageServer
 
 ROOT = Path(__file__).parents[2]
@@ -101,9 +102,33 @@ def test_an_editor_completes_options_and_says_what_they_are_for(tmp_path: Path) 
 
 
 @pytest.mark.slow
+def test_an_editor_completes_methods_and_says_what_they_are_for(tmp_path: Path) -> None:
+    source = (
+        "from sdk import LLM\n"
+        'llm = LLM("m")\n'
+        'typed = llm.generate("x", returns=int)\n'
+        'vectors = llm.embed("x")\n'
+        "llm.\n"
+    )
+    file = tmp_path / "use.py"
+    file.write_text(source)
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps({"extraPaths": [str(ROOT)]}))
+    with LanguageServer(tmp_path) as server:
+        server.open(file, source)
+        assert "list[ParsedOutput[int]]" in server.hover(file, 2, 1)
+        assert "Complete all prompts and wait" in server.hover(file, 2, 13)
+        assert "use_tqdm: bool = True" in server.hover(file, 3, 16)
+        methods = {name for name in dir(LLM) if name[0] != "_"}
+        assert methods <= set(server.completions(file, 4, 4))
+
+
+@pytest.mark.slow
 def test_a_type_checker_refuses_misspelt_options(tmp_path: Path) -> None:
     good = 'LLM("x", memory="1GiB", swap_path=Path("y"), dtype="half"); SamplingParams(top_k=3)'
+    fake = 'with FakeLLM("1") as fake: number: int = fake.generate("x", returns=int)[0].parsed'
+    good = f"{good}\n{fake}; fake.requests[0].prompt; AsyncLLM(fake)"
     source = "from pathlib import Path\nfrom sdk import LLM, AsyncLLM, SamplingParams\n"
+    source += "from sdk.testing import FakeLLM\n"
     (tmp_path / "use.py").write_text("\n".join([source, *WRONG, good]))
     (tmp_path / "mypy.ini").write_text(MYPY)
     run = subprocess.run(

@@ -18,9 +18,8 @@ import pytest
 from sdk import LLM, AlignmentError, EngineDeadError, RequestError, SamplingParams, UnsupportedError
 from sdk.api.config import EngineConfig
 from sdk.engine.plan import StepPlan
-from sdk.memory.files import open_model
-from sdk.memory.resolve import model_config
-from sdk.memory.stages import stage_layers
+from sdk.memory.resolve import model_config, open_model
+from sdk.memory.split import stage_layers
 from sdk.memory.weights import costs
 from sdk.testing import tiny_adapter, tiny_model
 from tests.api.engines import LIMIT

@@ -133,14 +133,14 @@ def test_no_prompts_give_no_outputs(qwen: LLM) -> None:
 
 
 def test_more_token_states_than_memory_is_set_aside_for_are_rejected(qwen: LLM) -> None:
-    before = qwen._jobs._results.nbytes
-    qwen._jobs._results.nbytes = 4 * 64 * 40
+    before = qwen._job_maker._results.nbytes
+    qwen._job_maker._results.nbytes = 4 * 64 * 40
     try:
         with pytest.raises(RequestError, match=r"pooling='token': 70 tokens .* enough for 40 tok"):
             qwen.encode(PROMPTS, pooling="token")
         assert len(qwen.encode(PROMPTS[2], pooling="token")[0].outputs.data) == 33
     finally:
-        qwen._jobs._results.nbytes = before
+        qwen._job_maker._results.nbytes = before
 
 
 def scores_said(call: Any) -> list[str]:

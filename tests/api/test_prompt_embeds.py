@@ -212,7 +212,7 @@ def test_the_plan_counts_the_second_workspace(tiny_path: Path) -> None:
 
 
 def test_embeddings_count_against_the_memory_for_results(llm: LLM) -> None:
-    budget = llm._jobs._results
+    budget = llm._job_maker._results
     before, budget.nbytes = budget.nbytes, 4 * llm.model_config.hidden_size * 30
     try:
         with pytest.raises(RequestError, match=r"prompt_embeds: 70 tokens .* enough for 30 tok"):

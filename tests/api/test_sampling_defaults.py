@@ -12,7 +12,7 @@ import pytest
 from sdk import LLM, CheckpointError, RequestError, SamplingParams
 from sdk.api.options import engine_config
 from sdk.loading.sampling_defaults import OWN, SamplingDefaults, sampling_defaults
-from sdk.memory.files import open_model
+from sdk.memory.resolve import open_model
 
 
 @pytest.fixture(scope="module")

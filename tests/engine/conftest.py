@@ -22,6 +22,8 @@ fake_cuda = _loaded("fake_cuda")
 fake_card = _loaded("fake_card")
 
 from sdk.api.params import SamplingParams  # noqa: E402
+from sdk.engine.job import Job  # noqa: E402
+from sdk.engine.plan import SequenceSpec  # noqa: E402
 from sdk.engine.scheduling.request import Request  # noqa: E402
 from sdk.engine.scheduling.scheduler import Scheduler  # noqa: E402
 from sdk.engine.scheduling.scheduler_config import SchedulerConfig  # noqa: E402
@@ -59,15 +61,16 @@ class Rig:
         negative=None,
         **params,
     ):
+        spec = SequenceSpec(request_id, SamplingParams(**{"max_tokens": 8, **params}), kind)
         request = Request(
-            request_id,
-            prompt,
-            SamplingParams(**{"max_tokens": 8, **params}),
-            kind=kind,
-            salt=salt,
-            priority=priority,
-            arrival_time=self.now,
-            negative_prompt_token_ids=negative,
+            Job(
+                spec,
+                tuple(prompt),
+                priority=priority,
+                cache_salt=salt,
+                arrival_time=self.now,
+                negative_prompt_token_ids=negative,
+            )
         )
         self.scheduler.queues.add(request)
         self.requests[request_id] = request

@@ -169,8 +169,8 @@ class FakeRunner:
                 "start": start,
                 "negative": None,
             }
-            if start.negative_of is not None:
-                self.requests[start.negative_of]["negative"] = self.requests[start.request_id]
+            if start.spec.negative_of is not None:
+                self.requests[start.spec.negative_of]["negative"] = self.requests[start.request_id]
         assert not plan.sampled, "this rank samples itself"
         scored, hidden = {}, {}
         states = [self.requests[row.request_id] for row in plan.rows]
@@ -227,17 +227,17 @@ class FakeRunner:
         """The token behind each output; drafts are accepted while they equal these."""
         guides = {}
         for row, state in zip(rows, states, strict=True):
-            if row.num_output_rows and state["start"].negative_of is not None:
-                guides[state["start"].negative_of] = state["values"][-1]
+            if row.num_output_rows and state["start"].spec.negative_of is not None:
+                guides[state["start"].spec.negative_of] = state["values"][-1]
         sampled, details = [], {}
         for row, state in zip(rows, states, strict=True):
             start, found = state["start"], []
             sampled.append(found)
             assert row.num_output_rows in (0, 1 + len(row.drafts)), "drafts without outputs"
-            if not row.num_output_rows or start.negative_of is not None:
+            if not row.num_output_rows or start.spec.negative_of is not None:
                 continue
             guided = row.request_id in guides
-            assert guided == (start.params.guidance_scale != 1), "no guide"
+            assert guided == (start.spec.params.guidance_scale != 1), "no guide"
             more = [guides.pop(row.request_id)] if guided else []
             for value, draft in zip(
                 state["values"][-row.num_output_rows :], [*row.drafts, None], strict=True
@@ -246,7 +246,7 @@ class FakeRunner:
                 found.append(_allowed(_token(value, *more), start.forbidden if begins else ()))
                 if found[-1] != draft:
                     break
-            if start.params.logprobs is not None:
+            if start.spec.params.logprobs is not None:
                 details[row.request_id] = [_scored(token, -0.5) for token in found]
         assert not guides, "a guide completes without its request"
         return sampled, details
@@ -259,10 +259,10 @@ class FakeRunner:
         state["computed"] = end - len(row.drafts)
         assert end <= len(tokens), "more tokens than are known"
         assert not row.drafts or end == len(tokens), "drafts behind a hole"
-        ends = start.kind == "generate" and end == len(tokens)
+        ends = start.spec.kind == "generate" and end == len(tokens)
         assert bool(row.num_output_rows) == ends, "an output in the wrong place"
         values = [self.slots.get(self._slot(pages, i), b"unwritten") for i in range(begin)]
-        least = start.params.kv_min_bits or 0
+        least = start.spec.params.kv_min_bits or 0
         assert all(16 >> page_tier(page)[0] >= least for page in pages), "below its floor"
         for position in range(begin, end):
             slot = self._slot(pages, position)
@@ -271,10 +271,10 @@ class FakeRunner:
             values.append(_value(values, tokens[position]))
             self._write(*slot, values[-1], self.slots)
         state["values"] = values
-        if start.params.prompt_logprobs is not None and begin < start.num_prompt_tokens:
+        if start.spec.params.prompt_logprobs is not None and begin < start.num_prompt_tokens:
             last = min(end, start.num_prompt_tokens - 1)
             scored[request_id] = tuple(
                 _scored(tokens[i + 1], -float(i + 1)) for i in range(begin, last)
             )
-        if end == len(tokens) and start.kind == "embed":
+        if end == len(tokens) and start.spec.kind == "embed":
             hidden[request_id] = [float(_token(value)) for value in values]

@@ -10,6 +10,8 @@ from hypothesis import given, settings, strategies as st
 
 from sdk.api.errors import RequestError
 from sdk.api.params import SamplingParams
+from sdk.engine.job import Job
+from sdk.engine.plan import SequenceSpec
 from sdk.engine.scheduling.adapter_slots import AdapterSlots
 from sdk.engine.scheduling.request import Request
 from sdk.engine.scheduling.scheduler import Scheduler
@@ -60,10 +62,10 @@ class Rig:
     def add(self, source: Source | None, name: str = "", tokens: int = 5, length: int = 4) -> str:
         self._number += 1
         name = name or f"{source.key if source else 'base'}{self._number}"
-        key = None if source is None else source.key
         params = PARAMS.clone(max_tokens=length)
-        prompt = [self._number, *range(1, tokens)]
-        self.scheduler.queues.add(Request(name, prompt, params, adapter=key), source)
+        prompt = (self._number, *range(1, tokens))
+        job = Job(SequenceSpec(name, params), prompt, adapter=source)
+        self.scheduler.queues.add(Request(job))
         return name
 
     def step(self) -> None:

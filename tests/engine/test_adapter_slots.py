@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from sdk import LLM, SamplingParams
+from sdk.engine.job import Job
+from sdk.engine.plan import SequenceSpec
 from sdk.engine.scheduling.drafts import Drafter, Drafts
 from sdk.models.adapters import ModelAdapters
 from sdk.models.layers import Projection
@@ -53,7 +55,7 @@ def answers(llm: LLM, indices: list[int], slots: list[int] | None = None) -> lis
     """Tokens and the scores of the prompts, of requests that run together."""
     engine = llm._driver._engine
     for index in indices:
-        engine.add_request(str(index), PROMPTS[index], PARAMS)
+        engine.add(Job(SequenceSpec(str(index), PARAMS), tuple(PROMPTS[index])))
         request = engine.scheduler.queues.unfinished[str(index)]
         request.adapter_slot = (slots or SLOTS)[index]
         request.adapter = str(request.adapter_slot)  # prefixes are kept apart by it

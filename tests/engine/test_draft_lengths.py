@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from sdk import SamplingParams
+from sdk.engine.job import Job
 from sdk.engine.pages.page_pool import PagePool
-from sdk.engine.plan import StepRow
+from sdk.engine.plan import SequenceSpec, StepRow
 from sdk.engine.scheduling.decode_costs import DecodeCosts
 from sdk.engine.scheduling.draft_lengths import Acceptance, DraftHistory, DraftLengths
 from sdk.engine.scheduling.drafts import Drafter, Drafts
@@ -142,7 +143,8 @@ class Wrong(Drafter):
 def test_what_does_not_pay_off_is_tried_again_ever_more_rarely() -> None:
     """All drafts are rejected, and a step takes longer with them: at most 1 in 30 has any."""
     drafts = Drafts(Wrong(), 8, DraftLengths(), 64)
-    pool, request = PagePool(100, 16, True), Request("r", [1, 2, 3], SamplingParams())
+    pool = PagePool(100, 16, True)
+    request = Request(Job(SequenceSpec("r", SamplingParams()), (1, 2, 3)))
     request.max_len, request.pages = 10**6, pool.acquire((), 20) or []
     verified = []
     for step in range(3000):
@@ -168,7 +170,7 @@ def test_a_repeated_batch_is_not_looked_at_before_it_is_due() -> None:
 
     drafter = Nothing()
     drafts = Drafts(drafter, 8, DraftLengths(), 64)
-    request = Request("r", [1, 2, 3], SamplingParams())
+    request = Request(Job(SequenceSpec("r", SamplingParams()), (1, 2, 3)))
     request.max_len = 1000
     for step in range(400):
         assert not drafts.choose([request], 64, step, repeats=True)

@@ -8,6 +8,8 @@ from fake_runner import VOCAB, FakeRunner, expected_tokens
 from sdk.api.errors import EngineClosedError, EngineDeadError, RequestError
 from sdk.api.params import RequestOutputKind, SamplingParams
 from sdk.engine.engine import Engine
+from sdk.engine.job import Job
+from sdk.engine.plan import SequenceSpec
 from sdk.engine.scheduling.scheduler import Scheduler
 from sdk.engine.scheduling.scheduler_config import SchedulerConfig
 from sdk.sampling.uniform import child_seed
@@ -45,7 +47,8 @@ class Rig:
 
     def add(self, request_id="a", prompt=PROMPT, prompt_text=None, kind="generate", **params):
         params = SamplingParams(**{"max_tokens": 6, "temperature": 0, **params})
-        self.engine.add_request(request_id, prompt, params, prompt_text=prompt_text, kind=kind)
+        spec = SequenceSpec(request_id, params, kind)
+        self.engine.add(Job(spec, tuple(prompt), prompt=prompt_text))
 
     def run(self) -> list:
         outputs = []
@@ -200,8 +203,8 @@ def test_several_answers_share_the_prompt_through_the_cache():
     assert not any(o.finished for o in outputs[:-1])
     starts = [s for plan in rig.runner.plans for s in plan.started]
     assert [s.num_computed for s in starts] == [0, 9, 9]
-    assert [s.params.seed for s in starts] == [child_seed(7, index) for index in range(3)]
-    assert [s.params.prompt_logprobs for s in starts] == [0, None, None]
+    assert [s.spec.params.seed for s in starts] == [child_seed(7, index) for index in range(3)]
+    assert [s.spec.params.prompt_logprobs for s in starts] == [0, None, None]
     assert final.metrics.num_generation_tokens == 18
     assert len(final.prompt_logprobs) == len(PROMPT)
 
@@ -233,7 +236,7 @@ def test_requests_without_a_seed_get_different_ones_and_the_same_next_time():
         rig.add("a")
         rig.add("b")
         rig.run()
-        seeds.append([s.params.seed for plan in rig.runner.plans for s in plan.started])
+        seeds.append([s.spec.params.seed for plan in rig.runner.plans for s in plan.started])
     assert seeds[0] == seeds[1] and len(set(seeds[0])) == 2 and None not in seeds[0]
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from sdk.api.outputs import RequestEvent
 from sdk.api.params import SamplingParams
-from sdk.engine.completion import Completion, Generation
+from sdk.engine.answers import Answer, JobAnswers
+from sdk.engine.job import Job
+from sdk.engine.plan import SequenceSpec
 
 
 def prompt(number: int, tokens: int) -> list[int]:
@@ -80,12 +82,11 @@ def test_pages_that_move_to_a_lower_tier_are_told_to_those_who_hold_them(rig):
 def test_several_answers_tell_their_events_in_the_order_of_time(rig):
     r = rig(num_pages=9, max_model_len=32, max_num_seqs=3, enable_prefix_caching=False)
     params = SamplingParams(n=3, max_tokens=24)
-    generation = Generation("g", None, prompt(0, 7), params, 0.0)
+    answers = JobAnswers(Job(SequenceSpec("g", params), tuple(prompt(0, 7))))
     for index in range(3):
         request = r.add(str(index), prompt(index, 7), max_tokens=24)
-        completion = Completion(index, request, None, None, lambda token: None)
-        generation.completions.append(completion)
+        answers.each.append(Answer(index, request, None, None, lambda token: None))
     advance(r)
-    events = generation.metrics().events
-    assert len(events) == sum(len(one.request.events) for one in generation.completions) > 2
+    events = answers.metrics().events
+    assert len(events) == sum(len(one.request.events) for one in answers.each) > 2
     assert [event.ts for event in events] == sorted(event.ts for event in events)

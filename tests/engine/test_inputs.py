@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sdk.api.params import SamplingParams
-from sdk.engine.plan import RequestStart, StepRow
+from sdk.engine.plan import RequestStart, SequenceSpec, StepRow
 from sdk.engine.rank.inputs import StepInputs
 from sdk.engine.rank.request import RankRequest
 from sdk.engine.rank.step_batch import StepBatch
@@ -18,13 +18,17 @@ PAGE = 16
 
 def request(name: str, length: int, pages: list[int]) -> RankRequest:
     start = RequestStart(
-        name, tuple(range(length)), length, length - 1, tuple(pages), SamplingParams()
+        SequenceSpec(name, SamplingParams()),
+        tuple(range(length)),
+        length,
+        length - 1,
+        tuple(pages),
     )
     return RankRequest(start)
 
 
 def decoding(requests: list[RankRequest]) -> StepBatch:
-    rows = [StepRow(one.start.request_id, 1, 1) for one in requests]
+    rows = [StepRow(one.spec.request_id, 1, 1) for one in requests]
     return StepBatch(rows, requests, range(len(rows)))
 
 

@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 
 from sdk import SamplingParams
+from sdk.api.lora import KnownAdapter, LoRARequest
+from sdk.engine.job import Job
+from sdk.engine.plan import SequenceSpec
 from sdk.engine.scheduling import prompt_lookup
 from sdk.engine.scheduling.prompt_lookup import PromptLookup, RecentAnswers
 from sdk.engine.scheduling.request import Request, RequestStatus
@@ -22,7 +25,7 @@ def lookup(least: int = 2, most: int | None = None, num_bytes: int = MIB) -> Pro
 
 def request(tokens: list[int], prompt: int | None = None, **more: Any) -> Request:
     """A request with these tokens; the first ``prompt`` of them are its prompt."""
-    made = Request("r", tokens, SamplingParams(), **more)
+    made = Request(Job(SequenceSpec("r", SamplingParams()), tuple(tokens), **more))
     made.num_prompt_tokens = len(tokens) if prompt is None else prompt
     return made
 
@@ -78,14 +81,26 @@ def test_answers_of_other_requests_are_used_if_they_match_longer() -> None:
     assert proposed(drafter, own, 1) == [55]  # four tokens match, in the answer three
 
 
-@pytest.mark.parametrize("owner", [{"salt": "a"}, {"adapter": "a"}])
-def test_answers_are_not_shared_across_salts_and_adapters(owner: dict[str, str]) -> None:
+def adapter(key: str) -> KnownAdapter:
+    return KnownAdapter(LoRARequest(key, 1, key), key, 8, 0, 0, lambda: None)
+
+
+@pytest.mark.parametrize(
+    ("owner", "other"),
+    [
+        ({"cache_salt": "a"}, {"cache_salt": "b"}),
+        ({"adapter": adapter("a")}, {"adapter": adapter("b")}),
+    ],
+)
+def test_answers_are_not_shared_across_salts_and_adapters(
+    owner: dict[str, Any], other: dict[str, Any]
+) -> None:
     drafter, first = lookup(), request([1, 2, 3, 20, 21], prompt=3, **owner)
     drafter.match(first)
     end(drafter, first)
     assert proposed(drafter, request([1, 2, 3])) == []
     assert proposed(drafter, request([1, 2, 3], **owner)) == [20, 21]
-    assert proposed(drafter, request([1, 2, 3], **dict.fromkeys(owner, "b"))) == []
+    assert proposed(drafter, request([1, 2, 3], **other)) == []
 
 
 def test_answers_are_not_shared_without_a_prefix_cache() -> None:

@@ -16,6 +16,8 @@ from fake_card import on_a_card
 from torch import Tensor
 
 from sdk import LLM, SamplingParams
+from sdk.engine.job import Job
+from sdk.engine.plan import SequenceSpec
 from sdk.engine.rank import inputs
 from sdk.engine.rank.run_ahead import Readback, RunAhead
 from sdk.kernels import packed_shapes
@@ -67,6 +69,10 @@ def load(path: Path, *, ahead: bool, **options: Any) -> Iterator[LLM]:
         return
     with on_a_card(path, **options) as (llm, _):
         yield llm
+
+
+def job(name: str, prompt: list[int], params: SamplingParams) -> Job:
+    return Job(SequenceSpec(name, params), tuple(prompt))
 
 
 def params(length: int, **options: Any) -> SamplingParams:
@@ -293,7 +299,7 @@ def test_an_aborted_request_leaves_the_others_their_tokens(path: Path, launches:
     with load(path, ahead=True) as llm:
         engine = llm._driver._engine
         for index, prompt in enumerate(PROMPTS):
-            engine.add_request(str(index), prompt, params(20, ignore_eos=True))
+            engine.add(job(str(index), prompt, params(20, ignore_eos=True)))
         found: dict[str, Any] = {}
         for step in range(200):
             found |= {output.request_id: output for output in engine.step()}
@@ -327,7 +333,7 @@ def test_logits_that_are_not_finite_fail_their_request_alone(
             runner.record()
             runner.capture_all()
         for name, prompt in (("good", PROMPTS[0][:3]), ("bad", PROMPTS[2])):
-            engine.add_request(name, prompt, params(16, ignore_eos=True))
+            engine.add(job(name, prompt, params(16, ignore_eos=True)))
         found: dict[str, Any] = {}
         steps = 0
         while engine.has_unfinished:
@@ -362,7 +368,7 @@ def test_prompts_are_launched_beside_those_who_decode(path: Path, options: dict[
         both = 0
         for burst in ([0, 1], [2, 3, 4], [5, 6, 7]):
             for i in burst:
-                engine.add_request(str(i), prompts[i], wanted[i])
+                engine.add(job(str(i), prompts[i], wanted[i]))
             for _ in range(8):
                 found |= {output.request_id: output for output in engine.step()}
                 both += scheduler.num_in_flight  # one is left when a step has ended

@@ -162,7 +162,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         except RequestError:
             assert prefixes.num_pinned
             return
-        if rewinds and request.kind == "generate":
+        if rewinds and request.spec.kind == "generate":
             self.forbidden[request_id] = {}
             for sequence in request.sequences:
                 sequence.num_certain = sequence.num_prompt_tokens
@@ -299,7 +299,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         started = [
             self.rig.requests[start.request_id]
             for start in plan.started
-            if start.negative_of is None
+            if start.spec.negative_of is None
         ]
         started = [request for request in started if request not in rewound]
         if not started:
@@ -400,8 +400,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         kept = PrefixStore(rig.scheduler, rig.runner, SPEC)
         with suppress(OutOfMemoryError):
-            if kept.pin(tokens, request.salt):
-                self.pinned.append((tokens, request.salt))
+            if kept.pin(tokens, request.job.cache_salt):
+                self.pinned.append((tokens, request.job.cache_salt))
 
     @precondition(lambda self: self.pinned)
     @rule()
@@ -485,7 +485,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if reason == "deadline":
             assert params.deadline is not None and not updates[-1].sampled
             return
-        if request.kind == "embed":
+        if request.spec.kind == "embed":
             assert reason == "stop" and len(updates[-1].hidden) == len(prompt) and not output
             return
         longest = min(

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from sdk.api.params import SamplingParams
-from sdk.engine.plan import RequestStart, StepPlan, StepResult, StepRow
+from sdk.engine.plan import RequestStart, SequenceSpec, StepPlan, StepResult, StepRow
 from sdk.engine.rank.runner_config import RunnerConfig
 
 PROMPTS = {"a": tuple(range(3, 40)), "b": (7, 300, 12)}
@@ -23,7 +23,9 @@ def decode(
         temperature=0, logprobs=1, prompt_logprobs=1, logits_processors=[lambda _, row: row]
     )
     started = tuple(
-        RequestStart(name, ids, len(ids), 0, tuple(range(1 + 8 * i, 9 + 8 * i)), params)
+        RequestStart(
+            SequenceSpec(name, params), ids, len(ids), 0, tuple(range(1 + 8 * i, 9 + 8 * i))
+        )
         for i, (name, ids) in enumerate(PROMPTS.items())
     )
     executor.start()

@@ -28,6 +28,7 @@ from sdk.engine.plan import (
     Move,
     Pooling,
     RequestStart,
+    SequenceSpec,
     StepPlan,
     StepRow,
     Swap,
@@ -46,17 +47,22 @@ ids = st.text(max_size=8)
 small = st.integers(0, 2**31 - 1)
 many = st.lists(small, max_size=6).map(tuple)
 rows = st.builds(StepRow, ids, small, small, st.lists(st.integers(-1, 9)).map(tuple), small)
+poolings = st.builds(Pooling, st.sampled_from(["last", "mean"]), st.booleans(), token_ids=many)
+specs = st.builds(
+    SequenceSpec,
+    request_id=ids,
+    params=st.builds(SamplingParams, prompt_logprobs=st.none() | st.integers(0, 5)),
+    kind=st.sampled_from(["generate", "embed"]),
+    pooling=st.none() | poolings,
+    negative_of=st.none() | ids,
+)
 starts = st.builds(
     RequestStart,
-    request_id=ids,
+    spec=specs,
     token_ids=many,
     num_prompt_tokens=small,
     num_computed=small,
     pages=many,
-    params=st.builds(SamplingParams, prompt_logprobs=st.none() | st.integers(0, 5)),
-    kind=st.sampled_from(["generate", "embed"]),
-    pooling=st.builds(Pooling, st.sampled_from(["last", "mean"]), st.booleans(), token_ids=many),
-    negative_of=st.none() | ids,
     max_len=small,
     mirostat_mu=st.none() | st.floats(allow_nan=False),
     forbidden=many,
@@ -186,7 +192,8 @@ def test_sampling_parameters_keep_only_what_the_other_ranks_need() -> None:
     params = SamplingParams(temperature=0.3, stop=["x"], prompt_logprobs=2)
     found = CODEC.decode(CODEC.encode(params))
     assert found == SamplingParams(prompt_logprobs=2)
-    assert CODEC.decode(CODEC.encode(ResolvedParams(end_ids=(1,)))) == ResolvedParams()
+    spec = SequenceSpec("a", SamplingParams(), resolved=ResolvedParams(end_ids=(1,)))
+    assert CODEC.decode(CODEC.encode(spec)).resolved == ResolvedParams()
 
 
 def test_our_exceptions_come_back_and_others_are_not_sent() -> None:
@@ -272,9 +279,10 @@ def test_a_constructor_that_rejects_its_values_is_the_same_error() -> None:
 
 def test_every_field_of_a_plan_and_of_a_config_is_sent() -> None:
     records = CODEC._records
-    for kind in (RunnerConfig, RequestStart):
-        assert records[kind.__name__].fields == tuple(field.name for field in fields(kind))
-    for kind in (StepPlan, StepRow, RankCall):
+    assert records["RunnerConfig"].fields == tuple(field.name for field in fields(RunnerConfig))
+    not_sampled = {field.name for field in fields(SequenceSpec)} - {"resolved"}
+    assert set(records["SequenceSpec"].fields) == not_sampled
+    for kind in (StepPlan, StepRow, RequestStart, RankCall):
         assert records[kind.__name__].fields == kind._fields
 
 

@@ -19,7 +19,7 @@ from sdk.api.params import SamplingParams
 from sdk.cluster.executors import grid as grids
 from sdk.cluster.executors.grid import Grid
 from sdk.cluster.executors.process import ProcessExecutor
-from sdk.engine.plan import RequestStart, StepPlan, StepRow
+from sdk.engine.plan import RequestStart, SequenceSpec, StepPlan, StepRow
 from sdk.engine.rank.runner_config import RunnerConfig
 from sdk.engine.stage_times import StageTimes
 from sdk.loading.load import _executor
@@ -57,7 +57,7 @@ def started(ranks: ModuleType, tmp_path: Path) -> Iterator[Callable[..., Process
 
 
 def start_of(name: str) -> RequestStart:
-    return RequestStart(name, (1, 2), 2, 0, (1,), SamplingParams())
+    return RequestStart(SequenceSpec(name, SamplingParams()), (1, 2), 2, 0, (1,))
 
 
 def test_ranks_are_numbered_from_the_last_stage_on() -> None:

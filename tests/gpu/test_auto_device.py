@@ -22,7 +22,7 @@ from sdk.kernels.gpu import GpuBackend, linear, norm
 from sdk.kernels.reference.decode import decode
 from sdk.kernels.reference.norm import GatedActivation
 from sdk.loading import device as devices, load as loading
-from sdk.memory import kernel_shares, resolve
+from sdk.memory import products, resolve
 from sdk.requests import engine_memory
 
 MACHINE = {"card": "a card that is not here"}
@@ -49,7 +49,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(known_answers, "machine", lambda device: MACHINE)
     for name, value in (("current_device", 0), ("is_available", True), ("device_count", 1)):
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
-    for module in (resolve, loading, kernel_shares, engine_memory):  # plans would ask the card
+    for module in (resolve, loading, products, engine_memory):  # plans would ask the card
         monkeypatch.setattr(module, "device_of", lambda config: "cpu")
 
 

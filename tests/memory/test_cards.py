@@ -17,10 +17,10 @@ from sdk.kernels import gpu
 from sdk.kernels.gpu.tuning import Tuning
 from sdk.kernels.scratch import Matrix, Products
 from sdk.loading import load as loading
-from sdk.memory import files, planning, resolve
-from sdk.memory.cards import largest_part
+from sdk.memory import planning, resolve
 from sdk.memory.demand import WeightBytes
 from sdk.memory.plan import MemoryPlan
+from sdk.memory.split import largest_part
 
 GIB = 2**30
 LIMITS: dict[str, Any] = {"max_model_len": 64, "max_num_seqs": 2, "device": "cuda"}
@@ -65,7 +65,7 @@ def cards(monkeypatch: pytest.MonkeyPatch) -> Cards:
 
 def planned(path: Path, **options: Any) -> MemoryPlan:
     config = engine_config(path, **LIMITS | options)
-    with contextlib.closing(files.open_model(config)) as checkpoint:
+    with contextlib.closing(resolve.open_model(config)) as checkpoint:
         return planning.plan_for(config, checkpoint)
 
 

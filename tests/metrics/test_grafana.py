@@ -33,7 +33,7 @@ def scrape():
         registry.register(collector(llm))
         llm.set_slo("e2e=100")
         llm.generate(["a", "b"], SamplingParams(tenant="acme", n=2), use_tqdm=False)
-        recorder = llm._engine.scheduler.recorder
+        recorder = llm._driver.engine.scheduler.recorder
         recorder.by_adapter["style"] = recorder.by_tenant["acme"]  # no fake can load one
         text = generate_latest(registry).decode()
     found: dict[str, set[str]] = {}

@@ -53,7 +53,7 @@ def test_waiting_and_preempted_requests(llm):
     llm.enqueue(["a", "b", "c"], SamplingParams(max_tokens=4))
     llm.step()
     assert [info.state for info in llm.list_requests()] == ["decoding", "decoding", "waiting"]
-    llm._driver.between_steps(llm._engine.scheduler.queues.preempt_last)
+    llm._driver.between_steps(llm._driver.engine.scheduler.queues.preempt_last)
     info = llm.list_requests()[1]
     assert (info.state, info.num_computed_tokens, info.num_preemptions) == ("preempted", 0, 1)
     assert info.num_generated_tokens == 1 and info.kv_pages == {16: 0}

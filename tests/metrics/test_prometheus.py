@@ -139,7 +139,7 @@ def test_tokens_taken_back_do_not_lower_a_counter(llm):
     llm.generate("a", use_tqdm=False)
     name, labels = "embedlm:generation_tokens_total", {"model_name": "fake"}
     before = registry.get_sample_value(name, labels)
-    llm._engine.scheduler.committer.num_generation_tokens -= 2
+    llm._driver.engine.scheduler.committer.num_generation_tokens -= 2
     assert registry.get_sample_value(name, labels) == before
 
 

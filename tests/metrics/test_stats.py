@@ -76,7 +76,7 @@ def test_a_preempted_request_counts_its_wait_between_two_tokens(make):
     llm = make()
     llm.enqueue("a", SamplingParams(max_tokens=3))
     llm.step()
-    llm._driver.between_steps(llm._engine.scheduler.queues.preempt_last)
+    llm._driver.between_steps(llm._driver.engine.scheduler.queues.preempt_last)
     llm.wait_for_completion()
     stats = llm.stats()
     assert stats.inter_token_latency.count == 2
@@ -235,7 +235,7 @@ def test_every_token_after_the_first_has_one_interval_whatever_happens(make, see
     """Requests come, are preempted and aborted at random; the sums agree with their tokens."""
     chance = random.Random(seed)
     llm = make(lambda prompt: "w " * chance.randrange(1, 9), max_num_seqs=4)
-    queues = llm._engine.scheduler.queues
+    queues = llm._driver.engine.scheduler.queues
     outputs, open_ids, number = {}, [], 0
     for _ in range(60):
         act = chance.randrange(8)

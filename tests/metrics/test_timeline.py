@@ -54,7 +54,7 @@ def test_a_stream_shows_what_has_happened_so_far(llm):
 def test_a_preempted_request_tells_so(llm):
     llm.enqueue("hello there", SamplingParams(max_tokens=3))
     llm.step()
-    llm._driver.between_steps(llm._engine.scheduler.queues.preempt_last)
+    llm._driver.between_steps(llm._driver.engine.scheduler.queues.preempt_last)
     [output] = llm.wait_for_completion()
     kinds = [event.kind for event in output.timeline]
     assert kinds == [

@@ -96,7 +96,7 @@ def test_requests_are_tracks_with_phases(llm, tmp_path):
     with llm.trace(tmp_path / "trace.json"):
         llm.enqueue("hello there", SamplingParams(max_tokens=3, tenant="acme"), request_id="r")
         llm.step()
-        llm._driver.between_steps(llm._engine.scheduler.queues.preempt_last)
+        llm._driver.between_steps(llm._driver.engine.scheduler.queues.preempt_last)
         llm.wait_for_completion()
     events, _ = checked(tmp_path / "trace.json")
     whole, *phases = of_process(events, 2)
@@ -141,7 +141,7 @@ def test_nothing_is_recorded_after_the_end_and_stop_may_be_called_again(llm, tmp
     llm.generate("b", use_tqdm=False)
     trace.stop()
     assert (tmp_path / "trace.json").stat().st_size == size
-    assert llm._engine.trace is None
+    assert llm._driver.engine.trace is None
 
 
 def test_only_the_last_steps_are_kept(llm, tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sdk.kernels.ops import Ops
-from sdk.memory.demand import Demand, WeightBytes, workspace_bytes
+from sdk.memory.demand import MemoryDemand, WeightBytes, workspace_bytes
 from sdk.models.auto import build_model
 from sdk.models.parallel import Mesh
 from tests.models.conftest import Paged, checkpoint_of, prompt, tiny
@@ -39,7 +39,7 @@ class Counting:
 
 def planned(config: Any, dtype: torch.dtype) -> int:
     """What the plan's workspace has for the activations of ``TOKENS`` tokens."""
-    demand = Demand(
+    demand = MemoryDemand(
         weights=WeightBytes(0, 0, 0),
         model=config,
         page_bytes=1,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sdk.api.params import SamplingParams
-from sdk.engine.plan import RequestStart, StepRow
+from sdk.engine.plan import RequestStart, SequenceSpec, StepRow
 from sdk.engine.rank.inputs import StepInputs
 from sdk.engine.rank.kv_cache import KVCache, kv_spec
 from sdk.engine.rank.request import RankRequest
@@ -42,12 +42,11 @@ class Steps:
         self.requests = [
             RankRequest(
                 RequestStart(
-                    f"r{i}",
+                    SequenceSpec(f"r{i}", SamplingParams()),
                     tuple(prompt(40 + 9 * i, i)),
                     40 + 9 * i,
                     0,
                     tuple(range(1 + 8 * i, 9 + 8 * i)),
-                    SamplingParams(),
                 )
             )
             for i in range(3)

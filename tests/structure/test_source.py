@@ -58,15 +58,9 @@ PRINTING = (
 UPWARDS = {
     ("sdk/api/scheduling_policy.py", "sdk.engine.scheduling.request"): "policies order requests",
     ("sdk/sampling/resolved.py", "sdk.structured.compiler"): "a grammar is one of the parameters",
-    ("sdk/async_llm.py", "sdk.testing.fake_llm"): "AsyncLLM takes a FakeLLM where it takes an LLM",
 }
 MAX_FILE_LINES = 600  # an upper bound, not a target: meaning decides where a file ends
 MAX_FUNCTION_LINES = 60
-#: Files that would only get harder to read by being cut: their own limit, and why.
-LONG_FILES: dict[str, tuple[int, str]] = {
-    "sdk/llm.py": (1080, "the facade: one short method each, and their types for editors"),
-    "sdk/testing/fake_llm.py": (720, "the same methods, for tests of applications"),
-}
 
 TOP_LEVEL = {
     *("sdk", "quant", "kernels", "models", "loaders", "tests", "docs", "pyproject.toml"),
@@ -369,14 +363,7 @@ def lines_of(name: str) -> int:
 
 def test_files_are_short_enough_to_read() -> None:
     lengths = {name_of(path): lines_of(name_of(path)) for path in sources(*FOLDERS)}
-    limits = {name: limit for name, (limit, _) in LONG_FILES.items()}
-    long = {name: n for name, n in lengths.items() if n > limits.get(name, MAX_FILE_LINES)}
-    assert long == {}
-
-
-def test_a_file_that_became_short_has_no_limit_of_its_own() -> None:
-    listed = [name for name in LONG_FILES if (ROOT / name).exists()]
-    assert [name for name in listed if lines_of(name) <= MAX_FILE_LINES] == []
+    assert {name: n for name, n in lengths.items() if n > MAX_FILE_LINES} == {}
 
 
 def function_lines(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, int]]:

@@ -1,4 +1,4 @@
-"""FakeLLM: scripted answers, everything else as in LLM; signatures do not drift apart."""
+"""FakeLLM: scripted answers, everything else as in LLM."""
 
 from __future__ import annotations
 
@@ -37,17 +37,13 @@ def text(outputs: list[Any]) -> str:
     return str(outputs[0].outputs[0].text)
 
 
-def test_every_public_name_of_llm_has_the_same_signature() -> None:
-    names = [name for name in vars(LLM) if not name.startswith("_")]
-    assert "generate" in names and "wait_for_completion" in names
-    for name in names:
-        real, fake = vars(LLM)[name], vars(FakeLLM).get(name)
-        assert fake is not None, f"FakeLLM lacks {name}"
-        assert type(fake) is type(real), name
-        if name == "plan" or isinstance(real, property):
-            continue
-        assert inspect.iscoroutinefunction(fake) == inspect.iscoroutinefunction(real), name
-        assert inspect.signature(fake) == inspect.signature(real), name
+def test_it_is_an_llm_and_has_few_methods_of_its_own() -> None:
+    with FakeLLM() as llm:
+        assert isinstance(llm, LLM)
+    own = {name for name in vars(FakeLLM) if not name.startswith("_")}
+    assert own == {"requests", "plan", "quantize"}
+    for name in ("plan", "quantize"):
+        assert inspect.signature(getattr(FakeLLM, name)) == inspect.signature(getattr(LLM, name))
 
 
 def test_attributes_of_llm_exist(tiny_llm: Any) -> None:
@@ -70,8 +66,11 @@ def test_it_imports_neither_torch_nor_a_tokenizer() -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
     )
-    modules = {name.partition(".")[0] for name in json.loads(done.stdout)}
+    loaded = json.loads(done.stdout)
+    modules = {name.partition(".")[0] for name in loaded}
     assert modules & {"torch", "transformers", "tokenizers", "pytest", "llguidance"} == set()
+    parts = ("sdk.engine.rank.runner", "sdk.loading.load", "sdk.memory.", "sdk.models.decoder")
+    assert [name for name in loaded if name.startswith((*parts, "sdk.kernels.cpu"))] == []
 
 
 def test_a_list_is_answered_in_order_and_ends_loudly() -> None:
@@ -358,7 +357,10 @@ def test_methods_that_need_weights_say_so() -> None:
             lambda: llm.restore("x"),
             lambda: llm.pin("x"),
             lambda: llm.unpin("x"),
+            lambda: llm.snapshot(request_id="x"),
             lambda: llm.resize(1),
+            llm.fork,
+            llm._runner,
             llm.explain,
             llm.quant_report,
         ]
@@ -367,6 +369,10 @@ def test_methods_that_need_weights_say_so() -> None:
                 call()
         with pytest.raises(RequestError, match="no classification head"):
             llm.classify("x")
+        for call in (llm.expert_load, llm.rebalance_experts):
+            with pytest.raises(RequestError, match="a fake model has no experts"):
+                call()
+        assert "<td" in llm._repr_html_()
 
 
 def test_many_threads_and_tasks_share_one_fake() -> None:

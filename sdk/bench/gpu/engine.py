@@ -19,6 +19,8 @@ from sdk.bench.gpu.card import Card
 from sdk.bench.gpu.models import RandomCheckpoint, llama_config, qwen3_config
 from sdk.bench.gpu.rows import Finding, ratio, share
 from sdk.engine.engine import Engine
+from sdk.engine.job import Job
+from sdk.engine.plan import SequenceSpec
 from sdk.kernels.sized_graphs import token_buckets
 from sdk.loading.load import Loaded, load
 
@@ -58,7 +60,7 @@ def add(engine: Engine, name: str, vocabulary: int, prompt: int, output: int) ->
     draw = random.Random(name)
     ids = [draw.randrange(vocabulary) for _ in range(prompt)]
     params = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True, detokenize=False)
-    engine.add_request(name, ids, params)
+    engine.add(Job(SequenceSpec(name, params), tuple(ids)))
 
 
 def finish(engine: Engine) -> int:

@@ -126,8 +126,7 @@ def own_contests(card: Card, model: str | None) -> Iterator[Contest]:
 def _of_model(model: str) -> tuple[list[tuple[str, int]], list[tuple[int, int, tuple[int, int]]]]:
     """The heads of a model, and its experts if they are 16-bit floats."""
     from sdk.api.config import EngineConfig
-    from sdk.memory.files import open_model
-    from sdk.memory.resolve import model_config
+    from sdk.memory.resolve import model_config, open_model
     from sdk.memory.weights import matrix_formats
 
     config = EngineConfig(model=model, device="cpu", max_model_len=64, skip_tokenizer_init=True)

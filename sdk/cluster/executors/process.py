@@ -348,10 +348,12 @@ def _for_workers(plan: StepPlan, sampled: tuple[tuple[str, tuple[int, ...]], ...
     logits all ranks compute.
     """
     started = (
-        replace(
-            start,
-            params=SamplingParams(prompt_logprobs=start.params.prompt_logprobs),
-            resolved=ResolvedParams(),
+        start._replace(
+            spec=replace(
+                start.spec,
+                params=SamplingParams(prompt_logprobs=start.spec.params.prompt_logprobs),
+                resolved=ResolvedParams(),
+            )
         )
         for start in plan.started
     )

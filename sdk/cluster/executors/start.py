@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 from sdk.api.config import EngineConfig
 from sdk.api.errors import RequestError
 from sdk.api.remote_workers import RemoteWorkers
-from sdk.cluster.executors.nccl import Cards, process_may_end
-from sdk.cluster.executors.process import ProcessExecutor, Workers
 from sdk.engine.rank.runner import ModelRunner
 from sdk.engine.rank.runner_config import RunnerConfig
 from sdk.executors.local import RankFactory
 from sdk.kernels.lazy_torch import import_torch
 from sdk.loading.load import ModelFacts
+
+if TYPE_CHECKING:
+    from sdk.cluster.executors.process import ProcessExecutor, Workers
 
 
 def make_ranks(facts: ModelFacts, own: RankFactory[ModelRunner]) -> ProcessExecutor[ModelRunner]:
@@ -24,7 +26,12 @@ def make_ranks(facts: ModelFacts, own: RankFactory[ModelRunner]) -> ProcessExecu
 
     :raises RequestError: a package is missing.
     """
-    import_torch()  # for the exchange between ranks
+    # For the exchange between ranks, and before the modules that import it: in this thread Ctrl-C
+    # could abort its import, and a cycle in it would keep the frames of our callers.
+    import_torch()
+    from sdk.cluster.executors.nccl import Cards, process_may_end
+    from sdk.cluster.executors.process import ProcessExecutor
+
     config, runner_config = facts.config, facts.runner_config
     on_cards = runner_config.device != "cpu"
     return ProcessExecutor(

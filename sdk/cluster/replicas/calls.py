@@ -21,7 +21,7 @@ class ReplicaCalls:
 
     def adapter(self, lora: LoRARequest) -> KnownAdapter:
         """The adapter, opened if it is new here."""
-        [found] = self._llm._jobs.adapters.of(lora, 1)
+        [found] = self._llm._job_maker.adapters.of(lora, 1)
         assert found is not None
         return found
 

@@ -16,7 +16,7 @@ from sdk.api.errors import RequestError
 from sdk.api.lora import LoRARequest
 from sdk.cluster.executors.channel import MAX_MESSAGE, pack
 from sdk.engine.engine import Output
-from sdk.requests.job import Job
+from sdk.engine.job import Job
 from sdk.sampling.resolved import ResolvedParams
 
 #: A request with what surrounds it fits one message.
@@ -181,8 +181,9 @@ class PlainJob(NamedTuple):
     @classmethod
     def of(cls, job: Job) -> PlainJob:
         lora = None if job.adapter is None else job.adapter.lora_request
-        resolved = ResolvedParams(healing=job.resolved.healing)
-        plain = replace(job, resolved=resolved, stops=None, banned=None, adapter=None)
+        resolved = ResolvedParams(healing=job.spec.resolved.healing)
+        job = job.with_spec(resolved=resolved)
+        plain = replace(job, stops=None, banned=None, adapter=None)
         return cls(plain, lora)
 
 

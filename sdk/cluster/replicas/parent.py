@@ -115,7 +115,7 @@ class _Parent:
         from sdk.engine.rank.rank_model import RankModel
         from sdk.loading.alternatives import checked_plan
         from sdk.loading.load import read_facts
-        from sdk.memory.files import open_model
+        from sdk.memory.resolve import open_model
         from sdk.models.parallel import Mesh
 
         config = message.config

@@ -54,13 +54,13 @@ from sdk.cluster.transfer import (
 )
 from sdk.cluster.transfer.shared_memory import MOST_RING
 from sdk.engine.engine import Output
+from sdk.engine.job import Job
 from sdk.kernels.errors import CollectiveError
 from sdk.llm import LLM
 from sdk.loading.load import Loaded
 from sdk.memory.demand import HAND_OVER_READ_BYTES, HAND_OVERS, hand_over_ring
 from sdk.requests.driver import Driver
-from sdk.requests.job import Job
-from sdk.requests.served import ServedEngine
+from sdk.requests.served_engine import ServedEngine
 
 #: Seconds between two signs of life.
 BEAT_S = 0.5
@@ -231,8 +231,9 @@ class Replica:
             assert self._sender is not None
             adapter = None if plain.lora is None else self._calls.adapter(plain.lora)
             params = _ONE.clone(tenant=job.params.tenant, priority=job.params.priority)
-            resolved = self._llm._jobs.compiled(params)[0]
-            only = replace(job, params=params, resolved=resolved, adapter=adapter, result_bytes=0)
+            resolved = self._llm._job_maker.compiled(params)[0]
+            only = job.with_spec(params=params, resolved=resolved)
+            only = replace(only, adapter=adapter, result_bytes=0)
             self._driver.submit([only], _Nobody(), run=False)
             self._slow.discard(name)
             outcome = self._sender.hand_over(
@@ -254,11 +255,12 @@ class Replica:
         self._wake()
 
     def _compiled(self, plain: PlainJob) -> Job:
-        job, maker = plain.job, self._llm._jobs
+        job, maker = plain.job, self._llm._job_maker
         resolved, stops, banned = maker.compiled(job.params)
-        resolved = replace(resolved, healing=job.resolved.healing)
+        resolved = replace(resolved, healing=job.spec.resolved.healing)
         adapter = None if plain.lora is None else self._calls.adapter(plain.lora)
-        return replace(job, resolved=resolved, stops=stops, banned=banned, adapter=adapter)
+        job = job.with_spec(resolved=resolved)
+        return replace(job, stops=stops, banned=banned, adapter=adapter)
 
     def _call(self, call: Call) -> None:
         part: Any = self._calls if call.part == "calls" else self._llm
@@ -278,13 +280,13 @@ class Replica:
     # ---- outputs: the sink of all requests -------------------------------------------------------
 
     def deliver(self, output: Output) -> bool:
-        """See :class:`sdk.requests.job.OutputSink`."""
+        """See :class:`sdk.requests.job_driver.OutputSink`."""
         self._outputs.append(output)
         self._wake_from_elsewhere()
         return True
 
     def fail(self, request_id: str, error: Exception) -> None:
-        """See :class:`sdk.requests.job.OutputSink`."""
+        """See :class:`sdk.requests.job_driver.OutputSink`."""
         if isinstance(error, EngineDeadError | EngineClosedError):
             return  # another replica runs it again
         self._failures.append((request_id, sendable(error)))
@@ -342,11 +344,11 @@ class _Nobody:
     """The sink of prompts that are handed over."""
 
     def deliver(self, output: Output) -> bool:
-        """See :class:`sdk.requests.job.OutputSink`."""
+        """See :class:`sdk.requests.job_driver.OutputSink`."""
         return True
 
     def fail(self, request_id: str, error: Exception) -> None:
-        """See :class:`sdk.requests.job.OutputSink`: the hand-over says how far it came."""
+        """See :class:`sdk.requests.job_driver.OutputSink`: the hand-over says how far it came."""
 
 
 def serve(

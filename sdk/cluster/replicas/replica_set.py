@@ -40,11 +40,12 @@ from sdk.cluster.replicas.replay import Progress
 from sdk.cluster.replicas.routing import Routed, Router
 from sdk.engine.engine import Output
 from sdk.engine.executor import Executor
+from sdk.engine.job import Job
 from sdk.requests.driver import check_process
-from sdk.requests.job import Job, OutputSink, check_new
-from sdk.requests.loop_inbox import LoopInbox, LoopInboxes
+from sdk.requests.job_driver import OutputSink, check_new
 from sdk.requests.prompts import Prompt
-from sdk.requests.queue_limit import Place, QueueLimit
+from sdk.requests.waiting_times import Place, QueueLimit
+from sdk.requests.wakeups import LoopInbox, LoopInboxes
 
 logger = logging.getLogger("sdk")
 
@@ -76,7 +77,7 @@ class _Request:
     prompt_token_ids: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        shown = self.job.prompt_token_ids if self.job.prompt_embeds is None else ()
+        shown = self.job.prompt_token_ids if self.job.spec.prompt_embeds is None else ()
         self.prompt_token_ids = list(shown)
 
     def with_prompt(self, output: Output) -> Output:
@@ -95,7 +96,7 @@ class _Waiting(NamedTuple):
 
 
 class ReplicaSet:
-    """See the module, :class:`sdk.requests.job.JobDriver` and
+    """See the module, :class:`sdk.requests.job_driver.JobDriver` and
     :class:`sdk.cluster.replicas.processes.Events`.
 
     ``config``: that of the whole; ``own``: that of each replica. The constructor returns when all
@@ -146,11 +147,11 @@ class ReplicaSet:
     # ---- commands --------------------------------------------------------------------------------
 
     def loop_inbox(self) -> LoopInbox:
-        """See :class:`sdk.requests.job.JobDriver`."""
+        """See :class:`sdk.requests.job_driver.JobDriver`."""
         return self._inboxes.current()
 
     def check_usable(self, *, asleep: bool = False) -> None:
-        """See :class:`sdk.requests.job.JobDriver`."""
+        """See :class:`sdk.requests.job_driver.JobDriver`."""
         check_process(self._owner)
         if self._closed:
             raise EngineClosedError(_CLOSED)
@@ -161,7 +162,7 @@ class ReplicaSet:
 
     @property
     def has_work(self) -> bool:
-        """See :class:`sdk.requests.job.JobDriver`."""
+        """See :class:`sdk.requests.job_driver.JobDriver`."""
         return bool(self._requests)
 
     def replica_of(self, request_id: str) -> int:
@@ -172,7 +173,7 @@ class ReplicaSet:
     def submit(
         self, jobs: Sequence[Job], sink: OutputSink, *, run: bool = True, goes_on: bool = False
     ) -> None:
-        """See :class:`sdk.requests.job.JobDriver`. The replicas run them in any case.
+        """See :class:`sdk.requests.job_driver.JobDriver`. The replicas run them in any case.
 
         :raises RequestError: parameters that cannot be pickled, or an id that is in use.
         :raises QueueFullError: too many requests are unfinished; none of these was added.
@@ -191,10 +192,10 @@ class ReplicaSet:
 
     def _request(self, job: Job, sink: OutputSink) -> _Request:
         params = job.params
-        if job.kind == "generate" and params.seed is None:
+        if job.spec.kind == "generate" and params.seed is None:
             with self._lock:  # drawn here, so that the request can run again with the same one
                 params = params.with_seed(self._random.getrandbits(63))
-            job = replace(job, params=params)
+            job = job.with_spec(params=params)
         routed = Routed(
             job.request_id,
             job.prompt_token_ids,
@@ -202,7 +203,7 @@ class ReplicaSet:
             None if job.adapter is None else job.adapter.key,
             params.tenant,
             params.priority if job.priority is None else job.priority,
-            params.max_tokens if job.kind == "generate" else 0,
+            params.max_tokens if job.spec.kind == "generate" else 0,
             job.arrival_time,
         )
         data, place = packed_job(job), Place.of(job, sink)
@@ -232,8 +233,8 @@ class ReplicaSet:
         return (
             self._prefill_router.alive
             and not request.aborted
-            and job.kind == "generate"
-            and job.prompt_embeds is None
+            and job.spec.kind == "generate"
+            and job.spec.prompt_embeds is None
             and params.prompt_logprobs is None
             and params.guidance_scale == 1.0
             and self._router.uncached(job.request_id) >= _LEAST_HANDED_OVER
@@ -259,7 +260,7 @@ class ReplicaSet:
         """Nothing: replicas take them by themselves."""
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """See :class:`sdk.requests.job.JobDriver`."""
+        """See :class:`sdk.requests.job_driver.JobDriver`."""
         if os.getpid() != self._owner:
             return
         with self._lock:
@@ -277,7 +278,7 @@ class ReplicaSet:
                     self.processes.send(request.replica, Abort((name,)))
 
     def run(self, request_ids: Iterable[str]) -> None:
-        """See :class:`sdk.requests.job.JobDriver`: the replicas run all requests."""
+        """See :class:`sdk.requests.job_driver.JobDriver`: the replicas run all requests."""
         self.check_usable()
 
     def step(self) -> Sequence[Output]:
@@ -540,7 +541,8 @@ class ReplicaSet:
         self._asleep = why
 
     def close(self) -> None:
-        """See :class:`sdk.requests.job.JobDriver`. Takes a few seconds if a step does not end."""
+        """See :class:`sdk.requests.job_driver.JobDriver`. Takes a few seconds if a step does not
+        end."""
         if os.getpid() != self._owner:
             return
         with self._lock:

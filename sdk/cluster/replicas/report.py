@@ -173,7 +173,7 @@ class Reporter:
                 left = request.num_tokens - request.num_computed
                 if waits:
                     left = uncached[request.request_id] = self._left(request)
-                elif left == 1 and request.kind == "generate":
+                elif left == 1 and request.spec.kind == "generate":
                     decoding += 1
                     left = 0
                 if left:
@@ -235,7 +235,7 @@ class Reporter:
 
 def _output_left(request: Request, answer: float) -> float:
     """Expected tokens that are left of an answer: as long as the last ones, but at least 1."""
-    if request.kind != "generate":
+    if request.spec.kind != "generate":
         return 0.0
     generated = request.num_output_tokens
     return max(min(answer, request.max_len - request.num_prompt_tokens) - generated, 1.0)

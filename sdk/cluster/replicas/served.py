@@ -21,16 +21,14 @@ from sdk.loading.alternatives import checked_plan
 from sdk.loading.load import ModelFacts, read_facts
 from sdk.loading.quant_report import QuantReport
 from sdk.memory.demand import hand_over_bytes
-from sdk.memory.files import open_model
 from sdk.memory.plan import MemoryPlan
-from sdk.memory.resolve import threads_of
+from sdk.memory.resolve import open_model, threads_of
 from sdk.metrics.slo import SLO
 from sdk.metrics.stats import EngineStats
 from sdk.metrics.trace import Trace
 from sdk.requests.adapters import Adapters
-from sdk.requests.jobs import JobMaker
 from sdk.requests.prompts import Prompt
-from sdk.requests.served import Memory, Prefixes, Served
+from sdk.requests.served import Served, frontend_of
 
 
 def replica_config(config: EngineConfig, memory: MemoryPlan) -> EngineConfig:
@@ -65,19 +63,17 @@ class ServedReplicas:
         with reporting("load", "B", config.on_progress) as report:
             own = replica_config(config, memory)
             self.driver = ReplicaSet(config, own, threads_of(config), report)
-        self.adapters = Adapters(
-            self._open_adapter if config.enable_lora else None, _Residency(self.driver)
-        )
+        self.config, self.model_config = config, self.facts.model_config
+        open_adapter = self._open_adapter if config.enable_lora else None
+        self.frontend = frontend_of(self.facts, Adapters(open_adapter, _Residency(self.driver)))
+        self.prefixes = _Prefixes(self.driver, memory.page_size)
+        self.memory = _Memory(self.driver, self.facts)
         self.monitoring = _Monitoring(self.driver)
 
     @property
     def warnings(self) -> tuple[str, ...]:
         """See :class:`sdk.requests.served.Served`."""
         return self.driver.warnings
-
-    def saved_with(self, jobs: JobMaker) -> tuple[Prefixes, Memory]:
-        """See :class:`sdk.requests.served.Served`."""
-        return _Prefixes(self.driver, self.facts.plan.page_size), _Memory(self.driver, self.facts)
 
     def expert_load(self) -> dict[int, list[int]]:
         """See :class:`sdk.requests.served.Served`: of all replicas together."""
@@ -106,7 +102,7 @@ class ServedReplicas:
         """See :class:`sdk.requests.served.Served`."""
         raise RequestError("with data_parallel_size > 1 the ranks are in other processes")
 
-    def explain(self, memory: MemoryPlan) -> str:
+    def explain(self) -> str:
         """See :class:`sdk.requests.served.Served`."""
         count = self.facts.config.data_parallel_size
         first: str = self.driver.call_one(0, "", "explain")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from sdk.api.params import SamplingParams
+from sdk.api.params import RequestOutputKind, SamplingParams
 from sdk.cluster.replicas.report import ReplicaReport, Reporter
 from sdk.cluster.simulation.costs import StepCosts
 from sdk.cluster.simulation.executor import END, CostExecutor
 from sdk.cluster.simulation.workload import SimulatedRequest
+from sdk.engine.job import Job
+from sdk.engine.plan import SequenceSpec
 from sdk.engine.scheduling.queues import RequestUpdate
 from sdk.engine.scheduling.request import Request
 from sdk.engine.scheduling.scheduler import Scheduler
@@ -53,14 +55,10 @@ class SimulatedReplica:
         self._news = True
         most = request.max_tokens
         if most not in self._params:
-            self._params[most] = SamplingParams(max_tokens=most)
-        added = Request(
-            name,
-            token_ids,
-            self._params[most],
-            arrival_time=self._clock(),
-            watched=False,
-        )
+            final = RequestOutputKind.FINAL_ONLY  # nobody watches the tokens
+            self._params[most] = SamplingParams(max_tokens=most, output_kind=final)
+        spec = SequenceSpec(name, self._params[most])
+        added = Request(Job(spec, tuple(token_ids), arrival_time=self._clock()))
         self.executor.answers[name] = request.answer
         self.scheduler.queues.add(added)
         return added

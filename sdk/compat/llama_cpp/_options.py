@@ -12,7 +12,7 @@ from sdk.api.errors import RequestError, SdkError
 from sdk.compat.llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 from sdk.compat.llama_cpp.llama_tokenizer import LlamaHFTokenizer
 from sdk.kernels.lazy_torch import torch
-from sdk.memory.adapters import adapter_options
+from sdk.memory.weights import adapter_options
 from sdk.quant.safe_repr import safe_repr
 
 LLAMA_DEFAULT_SEED = 0xFFFFFFFF

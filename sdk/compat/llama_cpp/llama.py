@@ -171,7 +171,7 @@ class Llama(LlamaTokens):
             self.llm = LLM(self.model_path, **{**options, **more})
         if given["lora_path"] is not None:
             adapter = LoRARequest("lora", 1, given["lora_path"], lora_scale=given["lora_scale"])
-            self.llm._jobs.adapters.default = self.llm.add_lora(adapter, pin=True).lora_name
+            self.llm._job_maker.adapters.default = self.llm.add_lora(adapter, pin=True).lora_name
         if self._format is None and not self._has_template():
             self.chat_format, self._format = FALLBACK, chat_format(FALLBACK)
         self._tokens: list[int] = []  # of the last request; eval adds to them
@@ -249,7 +249,7 @@ class Llama(LlamaTokens):
         callbacks = None
         if Callbacks.needed(given):
             with in_llama_words():
-                read = self.llm._jobs.read(asked, None).prompts[0]
+                read = self.llm._job_maker.read(asked, None).prompts[0]
             callbacks = Callbacks(given, read.token_ids, self.last_n_tokens_size)
         params = self._params(given, callbacks)
         tokenizer = self.llm.get_tokenizer()
@@ -406,7 +406,7 @@ class Llama(LlamaTokens):
         callbacks = None
         if Callbacks.needed(given):
             with in_llama_words():
-                chats = self.llm._jobs.read_chats(
+                chats = self.llm._job_maker.read_chats(
                     "create_chat_completion", messages, None, template
                 )
             callbacks = Callbacks(given, chats.prompts[0].token_ids, self.last_n_tokens_size)

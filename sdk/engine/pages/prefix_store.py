@@ -14,7 +14,9 @@ from numpy.typing import NDArray
 from sdk.api.errors import OutOfMemoryError, RequestError
 from sdk.api.params import SamplingParams
 from sdk.engine.executor import Executor
+from sdk.engine.job import Job
 from sdk.engine.pages.page_pool import PageKey
+from sdk.engine.plan import SequenceSpec
 from sdk.engine.rank.kv_transfer import (
     Bytes,
     LayerKV,
@@ -58,7 +60,9 @@ class PrefixStore:
                 f"a saved or pinned prefix consists of pages of {config.page_size} tokens; this "
                 f"one has only {len(token_ids)} tokens"
             )
-        prefix = Request("", token_ids, SamplingParams(), salt=salt, adapter=adapter)
+        job = Job(SequenceSpec("", SamplingParams()), tuple(token_ids), cache_salt=salt)
+        prefix = Request(job)
+        prefix.adapter = adapter
         self._scheduler.prefixes.extend_keys(prefix, len(token_ids) // config.page_size)
         return prefix.keys
 
@@ -69,7 +73,7 @@ class PrefixStore:
             raise RequestError(
                 f"request {request_id!r} is unknown or finished; pass its tokens instead"
             )
-        if request.prompt_embeds is not None:
+        if request.spec.prompt_embeds is not None:
             raise RequestError(f"request {request_id!r}: a snapshot needs tokens, found embeddings")
         if request.adapter is not None:
             raise RequestError(
@@ -77,7 +81,7 @@ class PrefixStore:
                 "not supported"
             )
         size = self._scheduler.config.page_size
-        return request.token_ids[: request.num_computed // size * size], request.salt
+        return request.token_ids[: request.num_computed // size * size], request.job.cache_salt
 
     # Pins
 
@@ -288,6 +292,6 @@ def run_copies(scheduler: Scheduler, executor: Executor) -> None:
 
 def max_pages(request: Request, page_size: int) -> int:
     """The most pages that an unfinished request may need."""
-    if request.kind == "embed":
+    if request.spec.kind == "embed":
         return -(-request.num_tokens // page_size)
     return sum(-(-(one.max_len - 1) // page_size) for one in request.sequences)

@@ -68,7 +68,7 @@ class Prefixes:
         request.extend_keys(self._root(request), self.pool.page_size, num_pages)
 
     def _root(self, request: Request) -> bytes:
-        return root_digest(request.adapter, self._kv_type, request.salt)
+        return root_digest(request.adapter, self._kv_type, request.job.cache_salt)
 
     def find(self, request: Request) -> Prefix:
         """The cached pages that a request may use. Sets ``waits_for`` if another request is about

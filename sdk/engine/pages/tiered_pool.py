@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Literal
 
 from sdk.api.errors import RequestError
@@ -302,7 +301,7 @@ class TieredPagePool(PagePool):
         """The plan with the locations of its pages instead of their ids."""
         return plan._replace(
             started=tuple(
-                replace(start, pages=tuple(self.locations(start.pages))) for start in plan.started
+                start._replace(pages=tuple(self.locations(start.pages))) for start in plan.started
             ),
             new_pages=tuple((name, tuple(self.locations(pages))) for name, pages in plan.new_pages),
         )

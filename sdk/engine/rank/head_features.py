@@ -129,7 +129,7 @@ class HeadFeatures:
 
 def drafts_for(request: RankRequest) -> bool:
     """Whether a request may get drafts when its prompt has run."""
-    start = request.start
-    excluded = start.params.mirostat_mode or start.params.logits_processors
-    guided = request.negative is not None or start.negative_of is not None
-    return start.kind == "generate" and not (guided or excluded)
+    spec = request.spec
+    excluded = spec.params.mirostat_mode or spec.params.logits_processors
+    guided = request.negative is not None or spec.negative_of is not None
+    return spec.kind == "generate" and not (guided or excluded)

@@ -127,8 +127,9 @@ class StepInputs:
             self._lengths[index] = first + count
             if self.attention_batch.token_types is not None:
                 self._types[begin:end] = 0
-                if (second := request.start.pooling.second_text) is not None:
-                    self._types[begin + max(second - first, 0) : end] = 1
+                pooling = request.spec.pooling
+                if pooling is not None and pooling.second_text is not None:
+                    self._types[begin + max(pooling.second_text - first, 0) : end] = 1
             self.write_pages(index, request)
         self._output_rows[: len(batch.output_rows)] = batch.output_rows
         if self._adapted or any(row.adapter >= 0 for row in batch.rows):

@@ -28,17 +28,17 @@ _SUMS: Mapping[str, Callable[[int], float]] = MappingProxyType(
 class Pooler:
     """The hidden states of a prompt so far, pooled."""
 
-    __slots__ = ("_count", "_kept", "_pooling", "_sum")
+    __slots__ = ("_count", "_kept", "_sum", "pooling")
 
     def __init__(self, pooling: Pooling) -> None:
-        self._pooling = pooling
+        self.pooling = pooling
         self._kept: list[Tensor] = []  # copies: the next step overwrites hidden states
         self._sum: NDArray[np.float64] | None = None
         self._count = 0
 
     def add(self, rows: Tensor) -> None:
         """The next hidden states, float32 ``[n, hidden]``."""
-        mode = self._pooling.mode
+        mode = self.pooling.mode
         if mode in _SUMS:
             self._add_to_sum(rows)
         elif mode == "token":
@@ -54,7 +54,7 @@ class Pooler:
         values = rows.cpu().numpy().astype(np.float64)
         first = self._count + 1
         self._count += len(values)
-        if self._pooling.mode == "weightedmean":
+        if self.pooling.mode == "weightedmean":
             values *= np.arange(first, self._count + 1, dtype=np.float64)[:, None]
         if self._sum is not None:
             values = np.concatenate([self._sum[None], values])
@@ -63,13 +63,13 @@ class Pooler:
     def result(self) -> Tensor:
         """The pooled vector float32 ``[hidden]``; all rows ``[tokens, hidden]`` for "token"."""
         if self._sum is not None:
-            mean = self._sum / _SUMS[self._pooling.mode](self._count)
+            mean = self._sum / _SUMS[self.pooling.mode](self._count)
             found = torch.from_numpy(mean.astype(np.float32))
         else:
             found = torch.cat(self._kept)
-            if self._pooling.mode != "token":
+            if self.pooling.mode != "token":
                 found = found[0]
-        return _unit(found) if self._pooling.normalize else found
+        return _unit(found) if self.pooling.normalize else found
 
 
 def _unit(x: Tensor) -> Tensor:

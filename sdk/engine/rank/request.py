@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from sdk.engine.plan import RequestStart
+from sdk.engine.plan import LAST_TOKEN, RequestStart
 from sdk.engine.rank.pooling import Pooler
 from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.sampling.state import RequestState
@@ -24,7 +24,7 @@ class RankRequest:
         "num_prompt",
         "pages",
         "pooler",
-        "start",
+        "spec",
         "state",
         "structured",
         "token_ids",
@@ -32,7 +32,7 @@ class RankRequest:
     )
 
     def __init__(self, start: RequestStart) -> None:
-        self.start = start
+        self.spec = spec = start.spec
         self.token_ids = list(start.token_ids)
         self.num_prompt = start.num_prompt_tokens
         self.num_computed = start.num_computed
@@ -40,15 +40,15 @@ class RankRequest:
         #: Its negative sequence, which continues with the same tokens.
         self.negative: RankRequest | None = None
         #: Whether hidden states of its rows are used, for prompt log-probabilities or an embedding.
-        self.uses_hidden = start.kind == "embed" or start.params.prompt_logprobs is not None
-        self.pooler = Pooler(start.pooling) if start.kind == "embed" else None
+        self.uses_hidden = spec.kind == "embed" or spec.params.prompt_logprobs is not None
+        self.pooler = Pooler(spec.pooling or LAST_TOKEN) if spec.kind == "embed" else None
         self.embeds: Tensor | None = None
-        if start.prompt_embeds is not None:
-            self.embeds = torch.from_numpy(start.prompt_embeds)
+        if spec.prompt_embeds is not None:
+            self.embeds = torch.from_numpy(spec.prompt_embeds)
         #: Not used by negative sequences.
         self.state = RequestState(
-            start.params,
-            start.resolved,
+            spec.params,
+            spec.resolved,
             start.token_ids[: start.num_prompt_tokens] if self.embeds is None else (),
             start.token_ids[start.num_prompt_tokens :],
             start.mirostat_mu,
@@ -57,11 +57,11 @@ class RankRequest:
 
         #: The structured part of its answer, if it has one.
         self.structured: StructuredAnswer | None = None
-        grammar = start.resolved.grammar
+        grammar = spec.resolved.grammar
         if grammar is not None:
             from sdk.structured.answer import StructuredAnswer  # with the first structure
 
-            resolved, output = start.resolved, start.token_ids[start.num_prompt_tokens :]
+            resolved, output = spec.resolved, start.token_ids[start.num_prompt_tokens :]
             reasoning = None
             if resolved.think_start_id is not None and resolved.think_end_id is not None:
                 reasoning = resolved.think_start_id, resolved.think_end_id

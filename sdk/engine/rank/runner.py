@@ -13,7 +13,7 @@ from sdk.api.machine import release_free_memory
 from sdk.api.params import SamplingParams
 from sdk.engine.executor import Pending
 from sdk.engine.pages.tiered_pool import moves_to_lowest_tier
-from sdk.engine.plan import RequestStart, StepPlan, StepResult, StepRow
+from sdk.engine.plan import RequestStart, SequenceSpec, StepPlan, StepResult, StepRow
 from sdk.engine.rank.adapters import RankAdapters
 from sdk.engine.rank.device_graphs import DeviceGraphs
 from sdk.engine.rank.drafting_model import DraftingModel
@@ -270,8 +270,8 @@ class ModelRunner:
             self._requests.pop(request_id, None)
         for start in plan.started:
             request = self._requests[start.request_id] = RankRequest(start)
-            if start.negative_of is not None:
-                self._requests[start.negative_of].negative = request
+            if request.spec.negative_of is not None:
+                self._requests[request.spec.negative_of].negative = request
         return dict(self.kv.unwritten()) if plan.copies and self.kv.has_swap_file else {}
 
     def finish(self, step: _LaunchedStep) -> StepResult:
@@ -354,38 +354,37 @@ class ModelRunner:
 
     def _score(self, scored_row: ScoredRow, launched: LaunchedBatch, result: Results) -> None:
         """Add log-probabilities of prompt tokens that follow those just run, or an embedding."""
-        start = scored_row.request.start
+        spec = scored_row.request.spec
         hidden = launched.hidden[scored_row.begin : scored_row.end]
-        request_id = start.request_id
-        if start.params.prompt_logprobs is not None:
+        if spec.params.prompt_logprobs is not None:
             try:
                 if scored := score_prompt(
                     self.sampler, scored_row, hidden, self._passes.logits_in_parts
                 ):
-                    result.prompt_logprobs[request_id] = scored
+                    result.prompt_logprobs[spec.request_id] = scored
             except RequestError as error:  # its logits are not finite
-                result.errors[request_id] = str(error)
+                result.errors[spec.request_id] = str(error)
         if scored_row.request.pooler is not None:
             self._pool(scored_row, hidden, result)
 
     def _pool(self, scored_row: ScoredRow, hidden: Tensor, result: Results) -> None:
         """Pool the hidden states just run; at the end of the prompt, add the request's result."""
-        start, pooler = scored_row.request.start, scored_row.request.pooler
+        spec, pooler = scored_row.request.spec, scored_row.request.pooler
         assert pooler is not None
         pooler.add(hidden)
         if not scored_row.ends:
             return
         found = pooler.result()
         if not bool(found.isfinite().all()):
-            result.errors[start.request_id] = "the model's hidden state is not finite"
+            result.errors[spec.request_id] = "the model's hidden state is not finite"
             return
-        if start.pooling.token_ids:
+        if pooler.pooling.token_ids:
             [logits] = self._passes.logits_in_parts(found[None], scored_row.row.adapter)
-            found = logits[0, list(start.pooling.token_ids)]
-        elif start.pooling.score:
+            found = logits[0, list(pooler.pooling.token_ids)]
+        elif pooler.pooling.score:
             assert self._score_head is not None
             found = self._score_head @ found.cpu()
-        result.hidden[start.request_id] = as_numbers(found)
+        result.hidden[spec.request_id] = as_numbers(found)
 
     def _prepare_repeat(self, plan: StepPlan, batch: StepBatch, result: Results) -> None:
         """Prepare for plans with the same rows again."""
@@ -424,8 +423,8 @@ class ModelRunner:
     def _prompt_logits(self, token_ids: Sequence[int]) -> Iterator[Tensor]:
         pages = -(-len(token_ids) // self._inputs.attention_batch.page_size)
         page_ids, count = tuple(range(1, pages + 1)), len(token_ids)
-        start = RequestStart("prompt", tuple(token_ids), count, 0, page_ids, SamplingParams())
-        request = RankRequest(start)
+        spec = SequenceSpec("prompt", SamplingParams())
+        request = RankRequest(RequestStart(spec, tuple(token_ids), count, 0, page_ids))
         for begin in range(0, len(token_ids), len(self._inputs.token_ids)):
             moves = moves_to_lowest_tier(request.pages, begin, self.kv.spec, self.kv.keep)
             self.kv.copy(moves, self.ops)
@@ -515,7 +514,7 @@ class _RepeatedSteps:
             if not request.state.foreseeable
         ]
         self._structured = [
-            (row, request.start.request_id, request.structured)
+            (row, request.spec.request_id, request.structured)
             for row, request in enumerate(batch.requests)
             if request.structured is not None
         ]

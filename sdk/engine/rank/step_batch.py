@@ -80,14 +80,14 @@ class StepBatch:
             _, num_tokens, count, drafts, _ = row
             end = begin + num_tokens
             if request.uses_hidden and (
-                request.start.kind == "embed" or request.num_computed < request.num_prompt - 1
+                request.spec.kind == "embed" or request.num_computed < request.num_prompt - 1
             ):
                 self.scored.append(ScoredRow(row, request, begin, end, request.num_computed))
             if request.embeds is not None and request.num_computed < request.num_prompt:
                 known = request.num_computed
                 self.embedded.append((begin, request.embeds[known : known + num_tokens]))
-            if count and request.start.negative_of is not None:
-                self.negatives[request.start.negative_of] = end - 1
+            if count and request.spec.negative_of is not None:
+                self.negatives[request.spec.negative_of] = end - 1
             elif count:
                 self.sampled.append(SampledRow(plan_index, row, request, len(output_rows)))
                 output_rows += range(end - count, end)
@@ -154,10 +154,10 @@ def guided_logits(batch: StepBatch, logits: Tensor) -> Tensor:
     """The logits of sampled rows, with guidance applied in place to those of guided requests."""
     drawn = len(batch.draws)
     logits, negative = logits[:drawn], logits[drawn : len(batch.output_rows)]
-    own = {one.request.start.request_id: one for one in batch.sampled}
+    own = {one.request.spec.request_id: one for one in batch.sampled}
     for row, request_id in zip(negative, batch.negatives, strict=True):
         one = own[request_id]
-        apply_guidance(logits[one.first_output], row, one.request.start.params.guidance_scale)
+        apply_guidance(logits[one.first_output], row, one.request.spec.params.guidance_scale)
     return logits
 
 
@@ -173,7 +173,7 @@ def score_prompt(
     """
     request, first = scored_row.request, scored_row.first
     following = request.token_ids[first + 1 : min(first + 1 + len(hidden), request.num_prompt)]
-    count = request.start.params.prompt_logprobs
+    count = request.spec.params.prompt_logprobs
     assert count is not None
     also = request.state.rules.scored_ids
     scored: list[Sampled] = []

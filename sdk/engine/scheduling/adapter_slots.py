@@ -13,39 +13,11 @@ overtaken it, no more of those start. Then the slot becomes free when the runnin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from collections.abc import Iterable
 
 from sdk.api.errors import RequestError
+from sdk.api.lora import KnownAdapter
 from sdk.engine.scheduling.request import Request
-
-
-class AdapterSource(Protocol):
-    """An adapter that was checked against the model. Only its description is in memory.
-
-    ``key``: a hash of its contents. ``nbytes``: what it takes on all ranks together;
-    ``read_bytes``: what it takes in addition while it is read.
-    """
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def key(self) -> str: ...
-
-    @property
-    def nbytes(self) -> int: ...
-
-    @property
-    def read_bytes(self) -> int: ...
-
-    @property
-    def lora_request(self) -> object:
-        """What outputs show."""
-
-    @property
-    def read(self) -> Callable[[], Any]:
-        """Returns the adapter; runs in a thread. :raises SdkError: it cannot be read any more."""
 
 
 class Resident:
@@ -62,7 +34,7 @@ class Resident:
         "source",
     )
 
-    def __init__(self, source: AdapterSource) -> None:
+    def __init__(self, source: KnownAdapter) -> None:
         self.source = source
         self.slot = -1
         self.ready = False
@@ -135,7 +107,7 @@ class AdapterSlots:
         """The adapter with this key, if it is known."""
         return self._known.get(key)
 
-    def check(self, source: AdapterSource) -> None:
+    def check(self, source: KnownAdapter) -> None:
         """:raises RequestError: it can never get a slot; the message says why."""
         need = source.nbytes + source.read_bytes
         if need > self.max_bytes:
@@ -147,7 +119,7 @@ class AdapterSlots:
         if known is None or known.slot < 0:
             self._check_pins(source)
 
-    def _check_pins(self, source: AdapterSource) -> None:
+    def _check_pins(self, source: KnownAdapter) -> None:
         """:raises RequestError: pinned adapters would never leave room for this one."""
         known, need = self._known.get(source.key), source.nbytes + source.read_bytes
         pinned = [one for one in self._known.values() if one.pinned and one is not known]
@@ -161,7 +133,7 @@ class AdapterSlots:
 
     # ---- requests --------------------------------------------------------------------------------
 
-    def attach(self, source: AdapterSource) -> None:
+    def attach(self, source: KnownAdapter) -> None:
         """A new request needs an adapter. :raises RequestError: it can never run."""
         self.check(source)
         self._know(source).num_requests += 1
@@ -176,7 +148,7 @@ class AdapterSlots:
         if request.adapter is not None:
             self._known[request.adapter].num_requests += 1
 
-    def _know(self, source: AdapterSource) -> Resident:
+    def _know(self, source: KnownAdapter) -> Resident:
         known = self._known.get(source.key)
         if known is None:
             known = self._known[source.key] = Resident(source)
@@ -315,7 +287,7 @@ class AdapterSlots:
 
     # ---- the user --------------------------------------------------------------------------------
 
-    def load(self, source: AdapterSource, *, pin: bool) -> Resident | None:
+    def load(self, source: KnownAdapter, *, pin: bool) -> Resident | None:
         """Give an adapter a slot now. ``None``: it has none, because requests use all of them.
 
         ``pin``: it stays there until it is unpinned or removed.

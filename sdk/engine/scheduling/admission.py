@@ -182,7 +182,7 @@ class Admission:
 
     def _may_grow(self, request: Request) -> int:
         """How many of its sequences need more pages than they hold for the longest answer."""
-        if request.kind == "embed":
+        if request.spec.kind == "embed":
             return 0
         size = self._config.page_size
         # the last token of an answer is never read back: its KV is not stored

@@ -62,7 +62,7 @@ class Committer:
                 continue
             tokens: Sequence[int] = ()
             before = request.num_computed
-            if num_output_rows and request.negative_of is None:
+            if num_output_rows and request.spec.negative_of is None:
                 if not (tokens := found[index] if found else ()):
                     self._fail(request, "the step returned no token", updates)
                     continue
@@ -79,7 +79,7 @@ class Committer:
                 self._publish(request, after)
             scored = self._scored(request, before, prompt_logprobs) if prompt_logprobs else ()
             if not tokens:
-                if request.kind == "embed" or scored:
+                if request.spec.kind == "embed" or scored:
                     self._report_prompt(request, result.hidden.get(request_id), scored, updates)
                 continue
             full = repeats and (after + ahead) % page_size <= ahead
@@ -143,7 +143,7 @@ class Committer:
             self._prefixes.swap.drop_unwritten(result.unwritten)
         if result.mask_seconds:
             for request in batch.sequences:
-                if request.resolved.grammar is not None:
+                if request.spec.resolved.grammar is not None:
                     request.mask_seconds += result.mask_seconds
         if result.left_out:
             for request in batch.sequences:
@@ -191,7 +191,7 @@ class Committer:
         updates: list[RequestUpdate],
     ) -> None:
         """More of a prompt has run: report its scores, or its embedding at the end."""
-        if request.kind != "embed" or request.num_computed < len(request.token_ids):
+        if request.spec.kind != "embed" or request.num_computed < len(request.token_ids):
             if scored:
                 updates.append(RequestUpdate(request, (), scored))
             return

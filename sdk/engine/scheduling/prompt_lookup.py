@@ -110,7 +110,11 @@ class PromptLookup(Drafter):
             return False
         text = reader.text
         before = text.num_states
-        answers = None if self.answers is None else self.answers.of((request.salt, request.adapter))
+        answers = (
+            None
+            if self.answers is None
+            else self.answers.of((request.job.cache_salt, request.adapter))
+        )
         if answers is not reader.answers:  # these are new to the request
             reader.answers, reader.answers_match = answers, (0, 0)
             begin = max(0, begin - _CONTEXT)
@@ -155,7 +159,7 @@ class PromptLookup(Drafter):
         self._states_left += reader.text.num_states - 1
         if self.answers is not None and request.finish_reason in ("stop", "length"):
             first = max(0, request.num_prompt_tokens - _CONTEXT)
-            self.answers.add((request.salt, request.adapter), request.token_ids[first:])
+            self.answers.add((request.job.cache_salt, request.adapter), request.token_ids[first:])
 
     def reset(self) -> None:
         """See :class:`~sdk.engine.scheduling.drafts.Drafter`."""

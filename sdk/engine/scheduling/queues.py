@@ -17,7 +17,7 @@ from sdk.api.scheduling_policy import make_policy
 from sdk.engine.pages.prefixes import Prefixes
 from sdk.engine.pages.tiered_pool import check_min_bits
 from sdk.engine.plan import Pooled
-from sdk.engine.scheduling.adapter_slots import AdapterSlots, AdapterSource
+from sdk.engine.scheduling.adapter_slots import AdapterSlots
 from sdk.engine.scheduling.in_flight import InFlightBatches
 from sdk.engine.scheduling.negative_prompt import longest_answer
 from sdk.engine.scheduling.request import NEGATIVE_SUFFIX, Request, RequestStatus
@@ -95,11 +95,11 @@ class RequestQueues:
         """Requests that hold no pages, including preempted ones."""
         return len(self.waiting)
 
-    def add(self, request: Request, adapter: AdapterSource | None = None) -> None:
+    def add(self, request: Request) -> None:
         """Queue a request. :raises RequestError: it could never run; the message says why."""
         self._check(request)
         self._limit_length(request)
-        if self._adapters is not None and adapter is not None:
+        if self._adapters is not None and (adapter := request.job.adapter) is not None:
             self._adapters.attach(adapter)
             request.adapter_name = adapter.name
         if not request.params.ignore_eos:
@@ -145,7 +145,7 @@ class RequestQueues:
             )
         if num_tokens == 0:
             raise RequestError("the prompt is empty: at least one token is needed")
-        answer = 1 if request.kind == "generate" else 0
+        answer = 1 if request.spec.kind == "generate" else 0
         if num_tokens + answer > config.max_model_len:
             raise RequestError(
                 f"the prompt has {num_tokens} tokens; max_model_len is {config.max_model_len}"
@@ -173,7 +173,7 @@ class RequestQueues:
             request.max_len = min(request.max_len, num_tokens + request.params.max_tokens)
         if negative is not None:
             negative.max_len = negative.num_tokens + request.max_len - num_tokens
-        grammar = request.resolved.grammar
+        grammar = request.spec.resolved.grammar
         if grammar is not None and request.max_len - num_tokens < len(grammar.way):
             raise RequestError(
                 f"structured_outputs: the shortest answer has {len(grammar.way)} tokens, and at "
@@ -212,7 +212,7 @@ class RequestQueues:
         request.stop_reason = stop
         del self._requests[request.request_id]
         self.policy.ended(request)
-        if request.kind == "generate" and reason in ("stop", "length"):
+        if request.spec.kind == "generate" and reason in ("stop", "length"):
             self.answer_lengths.append(request.num_output_tokens)
         if self._adapters is not None:
             self._adapters.detach(request)

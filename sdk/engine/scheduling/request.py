@@ -12,17 +12,16 @@ import enum
 import math
 import sys
 from collections.abc import Hashable, Sequence
-from typing import Any
+from dataclasses import replace
 
 from sdk.api.outputs import FinishReason
-from sdk.api.params import SamplingParams
+from sdk.api.params import RequestOutputKind, SamplingParams
 from sdk.api.timeline import RequestEvent, with_event
+from sdk.engine.job import Job
 from sdk.engine.pages.page_pool import PageKey, page_key
-from sdk.engine.plan import LAST_TOKEN, Pooling, RequestKind, RequestStart
+from sdk.engine.plan import RequestStart, SequenceSpec
 from sdk.engine.scheduling.results import ResultReservation
-from sdk.sampling.resolved import ResolvedParams
 
-_NOTHING_RESOLVED = ResolvedParams()
 _NEGATIVE_PARAMS = SamplingParams()
 
 #: The id of a negative sequence is its request's id with this suffix.
@@ -51,6 +50,15 @@ _FINISHED: dict[RequestStatus, FinishReason] = {
 }
 
 
+def is_watched(params: SamplingParams) -> bool:
+    """Whether an answer must be updated at every token, not only at its end."""
+    return (
+        params.output_kind is not RequestOutputKind.FINAL_ONLY
+        or params.logprobs is not None
+        or bool(params.stop or params.stop_regex or params.banned_strings)
+    )
+
+
 class Request:
     """One generation (one of the ``n`` answers a caller asked for) or one embedding.
 
@@ -59,8 +67,8 @@ class Request:
     admitted, preempted and ended together; queues contain the request, never its negative sequence.
 
     ``arrival_time`` orders requests (first come, first served). ``deadline`` is a time of the
-    scheduler's clock or infinity. ``salt`` and ``adapter`` separate entries of the prefix cache.
-    If a request is not ``watched``, steps report only its end, not each token.
+    scheduler's clock or infinity. If a request is not ``watched`` (:func:`is_watched`), steps
+    report only its end, not each token.
     """
 
     __slots__ = (
@@ -76,15 +84,14 @@ class Request:
         "forced",
         "is_complete",
         "is_drafted",
+        "job",
         "keys",
-        "kind",
         "last_token_ts",
         "mask_seconds",
         "max_len",
         "min_available",
         "mirostat_mu",
         "negative",
-        "negative_of",
         "num_accepted_tokens",
         "num_cached",
         "num_certain",
@@ -98,18 +105,15 @@ class Request:
         "order",
         "pages",
         "params",
-        "pooling",
         "position",
         "priority",
-        "prompt_embeds",
         "publishes",
         "queue",
         "queued_ts",
         "request_id",
-        "resolved",
         "results",
-        "salt",
         "scheduled_ts",
+        "spec",
         "status",
         "stop_reason",
         "stop_token_ids",
@@ -120,39 +124,22 @@ class Request:
         "watched",
     )
 
-    def __init__(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams,
-        *,
-        kind: RequestKind = "generate",
-        pooling: Pooling | None = None,
-        priority: int | None = None,
-        arrival_time: float = 0.0,
-        salt: str | None = None,
-        adapter: str | None = None,
-        prompt_embeds: Any = None,
-        resolved: ResolvedParams = _NOTHING_RESOLVED,
-        negative_prompt_token_ids: Sequence[int] | None = None,
-        watched: bool = True,
-    ) -> None:
-        self.request_id, self.params = request_id, params
-        self.kind: RequestKind = kind
-        self.pooling = pooling  # of an "embed" request; None: the last token, normalized
-        self.priority = params.priority if priority is None else priority
-        self.arrival_time = arrival_time
-        self.salt, self.adapter = salt, adapter
+    def __init__(self, job: Job, spec: SequenceSpec | None = None) -> None:
+        """``spec``: of this answer, if the job has several (default: that of the job)."""
+        self.job = job
+        self.spec = spec = job.spec if spec is None else spec
+        self.request_id, self.params = spec.request_id, spec.params
+        self.priority = self.params.priority if job.priority is None else job.priority
+        self.arrival_time = job.arrival_time or 0.0
+        self.adapter = None if job.adapter is None else job.adapter.key
         self.adapter_name: str | None = None  # for metrics
-        self.prompt_embeds = prompt_embeds
         self.adapter_slot = -1  # of the adapter on the ranks, while the request runs
-        self.resolved, self.watched = resolved, watched
+        self.watched = is_watched(self.params)
         self.status = RequestStatus.WAITING
         self.stop_reason: int | str | None = None
         self.results: ResultReservation | None = None  # shared by the answers of one call
-        self.negative_of: str | None = None  # in a negative sequence: the id of its request
-        self.negative = self._make_negative(prompt_token_ids, negative_prompt_token_ids)
-        self.token_ids = list(prompt_token_ids)  # prompt, then output
+        self.negative = self._make_negative()
+        self.token_ids = list(job.prompt_token_ids)  # prompt, then output
         self.num_prompt_tokens = len(self.token_ids)
         self.num_computed = 0
         self.num_cached: int | None = None  # the first prefix hit; a preemption does not change it
@@ -167,7 +154,7 @@ class Request:
         self.forbidden: tuple[int, tuple[int, ...]] | None = None
         self._init_place()
         self.max_len = 0  # it finishes with "length" at this many tokens
-        self.stop_token_ids = frozenset(params.stop_token_ids or ())
+        self.stop_token_ids = frozenset(self.params.stop_token_ids or ())
         self.closed = False  # its structure was, because few tokens were left
         self.is_complete = False  # its structure is, so its last token is text
         self.is_drafted = True  # unless the ranks cannot draft for it
@@ -193,20 +180,17 @@ class Request:
         self.turn_ends = 0
         self.num_reported = 0  # the most tokens that the policy knows to have run or been cached
 
-    def _make_negative(
-        self, prompt_token_ids: Sequence[int], given: Sequence[int] | None
-    ) -> Request | None:
-        if self.params.guidance_scale == 1.0 or self.kind != "generate":
+    def _make_negative(self) -> Request | None:
+        job, spec = self.job, self.spec
+        if self.params.guidance_scale == 1.0 or spec.kind != "generate" or spec.negative_of:
             return None
-        negative = Request(
-            self.request_id + NEGATIVE_SUFFIX,
-            prompt_token_ids[-1:] if given is None else given,
-            _NEGATIVE_PARAMS,
-            salt=self.salt,
-            adapter=self.adapter,
+        prompt = job.negative_prompt_token_ids
+        if prompt is None:
+            prompt = job.prompt_token_ids[-1:]
+        negative = SequenceSpec(
+            spec.request_id + NEGATIVE_SUFFIX, _NEGATIVE_PARAMS, negative_of=spec.request_id
         )
-        negative.negative_of = self.request_id
-        return negative
+        return Request(replace(job, spec=negative, prompt_token_ids=prompt))
 
     def __repr__(self) -> str:
         return (
@@ -263,15 +247,15 @@ class Request:
         caller's logits processor would see drafts that are wrong, or if the ranks cannot draft.
         """
         params = self.params
-        guided = self.negative is not None or self.negative_of is not None
+        guided = self.negative is not None or self.spec.negative_of is not None
         excluded = guided or params.mirostat_mode or params.logits_processors
-        return self.kind == "generate" and not excluded and self.is_drafted
+        return self.spec.kind == "generate" and not excluded and self.is_drafted
 
     @property
     def uses_prefix_cache(self) -> bool:
         """False if every position must run: for prompt logprobs and embeddings (which may pool)."""
-        if self.kind == "embed":
-            return self.pooling is not None and self.pooling.reuse_prefix
+        if self.spec.kind == "embed":
+            return self.spec.pooling is not None and self.spec.pooling.reuse_prefix
         return not self.scores_prompt
 
     @property
@@ -289,20 +273,14 @@ class Request:
     def start(self) -> RequestStart:
         """What ranks that do not know the request need to run it."""
         return RequestStart(
-            request_id=self.request_id,
-            token_ids=tuple(self.token_ids),
-            num_prompt_tokens=self.num_prompt_tokens,
-            num_computed=self.num_computed,
-            pages=tuple(self.pages),
-            params=self.params,
-            kind=self.kind,
-            pooling=self.pooling or LAST_TOKEN,
-            resolved=self.resolved,
-            negative_of=self.negative_of,
-            max_len=self.max_len,
-            mirostat_mu=self.mirostat_mu,
-            forbidden=self._forbidden_next,
-            prompt_embeds=self.prompt_embeds,
+            self.spec,
+            tuple(self.token_ids),
+            self.num_prompt_tokens,
+            self.num_computed,
+            tuple(self.pages),
+            self.max_len,
+            self.mirostat_mu,
+            self._forbidden_next,
         )
 
     def extend_keys(self, root: bytes, page_size: int, num_pages: int) -> None:

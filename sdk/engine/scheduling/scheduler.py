@@ -554,7 +554,7 @@ class Scheduler:
 def _row(sequence: Request, num_tokens: int) -> StepRow:
     """A row of known tokens, without drafts."""
     ends = sequence.num_computed + num_tokens == sequence.num_tokens
-    outputs = 1 if ends and sequence.kind == "generate" else 0
+    outputs = 1 if ends and sequence.spec.kind == "generate" else 0
     return StepRow(sequence.request_id, num_tokens, outputs, (), sequence.adapter_slot)
 
 

@@ -135,7 +135,7 @@ def _parameters(target: Target) -> str:
 
 
 def _capabilities(served: Served, template: str) -> list[str]:
-    if not served.llm._jobs.generates:
+    if not served.llm._job_maker.generates:
         return ["embedding"]
     found = ["completion", "embedding"]
     if template:

@@ -143,8 +143,8 @@ def test_an_abort_does_not_wait_for_calls(two: LLM) -> None:
 def test_requests_and_results_have_a_largest_size(
     two: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sdk.cluster.replicas.messages._MOST_JOB", 1000)
-    with pytest.raises(RequestError, match="a request has at most 1000 bytes, found"):
+    monkeypatch.setattr("sdk.cluster.replicas.messages._MOST_JOB", 500)
+    with pytest.raises(RequestError, match="a request has at most 500 bytes, found"):
         two.generate([{"prompt_token_ids": [5] * 120}], SamplingParams(max_tokens=1))
     assert not two.has_unfinished_requests
     monkeypatch.setattr("sdk.cluster.executors.channel.MAX_MESSAGE", 500)

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
-from sdk.api.params import SamplingParams
+from sdk.api.params import RequestOutputKind, SamplingParams
 from sdk.cluster.replicas import report as report_module
 from sdk.cluster.replicas.report import ReplicaReport, Reporter
 from sdk.cluster.simulation.costs import StepCosts
 from sdk.cluster.simulation.executor import END, CostExecutor
+from sdk.engine.job import Job
+from sdk.engine.plan import SequenceSpec
 from sdk.engine.scheduling.request import Request
 from sdk.engine.scheduling.scheduler import Scheduler
 from sdk.engine.scheduling.scheduler_config import SchedulerConfig
@@ -49,9 +51,10 @@ class Replica:
         self.reporter = Reporter(self.scheduler)
 
     def add(self, name: str, prompt: list[int], answer: int = 40, **values: Any) -> None:
-        params = SamplingParams(max_tokens=500, **values)
+        final = RequestOutputKind.FINAL_ONLY
+        params = SamplingParams(max_tokens=500, output_kind=final, **values)
         self.executor.answers[name] = [*[7] * (answer - 1), END]
-        self.scheduler.queues.add(Request(name, prompt, params, watched=False))
+        self.scheduler.queues.add(Request(Job(SequenceSpec(name, params), tuple(prompt))))
 
     def step(self, count: int = 1) -> None:
         for _ in range(count):

@@ -18,6 +18,8 @@ from sdk.cluster.simulation.replica import scheduler_config
 from sdk.cluster.simulation.results import Results, deviation, percentile
 from sdk.cluster.simulation.workload import SimulatedRequest, SyntheticWorkload, parse_mix
 from sdk.engine.engine import Engine
+from sdk.engine.job import Job
+from sdk.engine.plan import SequenceSpec
 from sdk.engine.scheduling.scheduler import Scheduler
 from sdk.metrics.slo import SLO
 from sdk.requests.driver import Driver
@@ -82,8 +84,8 @@ def engine_times(
                 one = waiting.pop(0)
                 executor.answers[str(one.number)] = one.answer
                 params = SamplingParams(max_tokens=one.max_tokens, detokenize=False)
-                arrival = one.arrival
-                engine.add_request(str(one.number), list(one.prompt), params, arrival_time=arrival)
+                spec = SequenceSpec(str(one.number), params)
+                engine.add(Job(spec, tuple(one.prompt), arrival_time=one.arrival))
             for output in driver.step():
                 if output.finished:
                     metrics = output.metrics

@@ -136,7 +136,7 @@ def test_an_adapter_is_part_of_what_is_handed_over(tiny_path: Path, tmp_path: Pa
         [alone] = two.b.generate([PROMPT], PARAMS, lora_request="one")
         two.b.reset_prefix_cache()
         two.a.generate([PROMPT], PREFILL, lora_request="one")
-        [read] = two.a._jobs.read([PROMPT], None, lora="one").prompts
+        [read] = two.a._job_maker.read([PROMPT], None, lora="one").prompts
         assert read.adapter is not None
         assert two.end(two.begin(adapter=read.adapter.key)).num_tokens == USABLE
         [output] = two.b.generate([PROMPT], PARAMS, lora_request="one")

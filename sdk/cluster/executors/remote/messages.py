@@ -14,6 +14,7 @@ from sdk.engine.plan import (
     Move,
     Pooling,
     RequestStart,
+    SequenceSpec,
     StepPlan,
     StepRow,
     Swap,
@@ -22,7 +23,6 @@ from sdk.engine.rank import adapters, kv_transfer, page_rows
 from sdk.engine.rank.runner_config import DraftingWeights, RunnerConfig
 from sdk.quant.adapter import LowRank
 from sdk.quant.spec import KVSpec
-from sdk.sampling.resolved import ResolvedParams
 
 #: Whole, field by field.
 _WHOLE: tuple[type[Any], ...] = (
@@ -33,7 +33,7 @@ _WHOLE: tuple[type[Any], ...] = (
 #: all ranks compute.
 _PARTS = (
     Record(SamplingParams, ("prompt_logprobs",)),
-    Record(ResolvedParams, ()),
+    Record(SequenceSpec, tuple(one.name for one in fields(SequenceSpec) if one.name != "resolved")),
     Record(DraftingWeights, ("model", "quantization", "max_model_len", "has_pages")),
 )
 #: What ``Executor.on_ranks`` is called with.

@@ -162,11 +162,11 @@ class LLM:
         step = max(1, len(items)) if concurrency_limit is None else concurrency_limit
         if not isinstance(step, int) or step < 1:
             raise RequestError(f"concurrency_limit: expected at least 1, found {safe_repr(step)}")
-        adapters = self.llm._jobs.adapters.of(lora_request, len(items))
+        adapters = self.llm._job_maker.adapters.of(lora_request, len(items))
         found = [
             output
             for first in range(0, len(items), step)
-            for output in self.llm._calls.do(
+            for output in self.llm._job_runner.do(
                 "beam_search",
                 self.llm._beam_searches.search(
                     items[first : first + step],

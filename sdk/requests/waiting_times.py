@@ -1,18 +1,102 @@
-"""``LLM.estimate``: how long a request would take if it came now."""
+"""How long callers wait: how many requests may be unfinished (``max_waiting``), and how long a
+request would take if it came now (``LLM.estimate``).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
 
+from sdk.api.errors import QueueFullError
 from sdk.api.outputs import Estimate
 from sdk.api.params import SamplingParams
 from sdk.api.scheduling_policy import SchedulingPolicy
+from sdk.engine.job import Job
+from sdk.engine.plan import SequenceSpec
 from sdk.engine.scheduling.forecast import Work, forecast
 from sdk.engine.scheduling.request import Request
 from sdk.engine.scheduling.scheduler import Scheduler
 from sdk.engine.scheduling.waiting import WaitingRequests
+from sdk.requests.job_driver import OutputSink
 from sdk.requests.prompts import Prompt
 from sdk.requests.step_sizes import mixed_step_tokens
+
+#: The rate at which requests end is that of the last so many.
+_LAST_ENDS = 64
+#: Seconds that are expected at least, and while no request has ended.
+_LEAST_WAIT_S = 0.05
+_FIRST_WAIT_S = 1.0
+
+
+class Place(NamedTuple):
+    """An unfinished request: where its outputs go, and the slots that it takes while it runs."""
+
+    sink: OutputSink
+    tenant: str | None
+    slots: int
+    since: float
+
+    @classmethod
+    def of(cls, job: Job, sink: OutputSink) -> Place:
+        """The place of a new request."""
+        params = job.params
+        slots = 1
+        if job.spec.kind == "generate":
+            slots = params.num_answers * (1 if params.guidance_scale == 1.0 else 2)
+        return cls(sink, params.tenant, slots, time.monotonic())
+
+
+class QueueLimit:
+    """At most ``max_num_seqs + max_waiting`` slots may be asked for by unfinished requests. So the
+    limit is exact: it does not depend on how many of them the engine has started yet.
+
+    A call is accepted or refused as a whole, and accepted if there is room for at least one slot:
+    ``generate`` with 10,000 prompts works on an idle engine. A policy with weights reserves a share
+    of the places for each tenant: one that uses less than its share is accepted although others
+    have filled the queue. :class:`Driver` calls all methods with its lock.
+    """
+
+    def __init__(self, max_num_seqs: int, max_waiting: int, policy: SchedulingPolicy) -> None:
+        self._limit = max_num_seqs + max_waiting
+        self._what = f"max_num_seqs ({max_num_seqs}) + max_waiting ({max_waiting})"
+        self._policy = policy
+        self._ends: deque[tuple[float, int]] = deque(maxlen=_LAST_ENDS)  # time, slots
+
+    def check(self, unfinished: Collection[Place], jobs: Sequence[Job]) -> None:
+        """:raises QueueFullError: there is no room for ``jobs``, which are of one call."""
+        if not unfinished:
+            self._ends.clear()  # the time without requests says nothing about their speed
+            return
+        taken = sum(place.slots for place in unfinished)
+        if taken < self._limit:
+            return
+        for tenant in {job.params.tenant for job in jobs}:
+            own = sum(place.slots for place in unfinished if place.tenant == tenant)
+            share = self._policy.share(tenant, {place.tenant for place in unfinished})
+            if own + 1 > share * self._limit:
+                wait = self._expected_wait(unfinished, taken)
+                raise QueueFullError(
+                    f"the queue is full: unfinished requests take {taken} slots, and at most "
+                    f"{self._limit} are allowed, {self._what}; try again in about {wait:.2g} s",
+                    wait,
+                )
+
+    def _expected_wait(self, unfinished: Collection[Place], taken: int) -> float:
+        """Seconds until there is room, if requests go on ending as fast as the last ones did."""
+        now = time.monotonic()
+        if len(self._ends) < 2:
+            return max(now - min(place.since for place in unfinished), _FIRST_WAIT_S)
+        first = self._ends[0][0]
+        ended = sum(slots for _, slots in self._ends) - self._ends[0][1]
+        missing = taken - self._limit + 1
+        return max(missing * (now - first) / ended, _LEAST_WAIT_S)
+
+    def ended(self, place: Place) -> None:
+        """A request has ended."""
+        self._ends.append((time.monotonic(), place.slots))
+
 
 #: The length of an answer while none has ended.
 _FIRST_ANSWER = 256
@@ -29,14 +113,14 @@ def estimate(
 ) -> Estimate:
     """See :meth:`sdk.LLM.estimate`. Reads the scheduler's state while a step may change it."""
     queues, times = scheduler.queues, scheduler.times
-    request = Request(
-        "estimate",
+    job = Job(
+        SequenceSpec("estimate", params),
         prompt.token_ids,
-        params,
         priority=priority,
+        cache_salt=prompt.cache_salt,
         arrival_time=queues.clock(),
-        salt=prompt.cache_salt,
     )
+    request = Request(job)
     cached = scheduler.prefixes.cached_tokens(request)
     running, waiting = list(queues.running), queues.waiting.snapshot()
     policy = queues.policy.forecast()
@@ -121,7 +205,7 @@ def _lengths(scheduler: Scheduler, share: float | None) -> _Length:
     most = scheduler.config.max_model_len
 
     def length(request: Request) -> float:
-        if request.kind != "generate":
+        if request.spec.kind != "generate":
             return 0
         allowed = most - request.num_prompt_tokens
         if request.params.max_tokens is not None:
@@ -141,6 +225,7 @@ def _lengths(scheduler: Scheduler, share: float | None) -> _Length:
 
 def _work(request: Request, length: _Length) -> Work:
     left = request.num_tokens - request.num_computed
-    answer = max(length(request) - request.num_output_tokens, 0 if request.kind == "embed" else 1)
-    prompt = 0 if request.pages and left == 1 and request.kind == "generate" else max(left, 1)
+    generates = request.spec.kind == "generate"
+    answer = max(length(request) - request.num_output_tokens, 1 if generates else 0)
+    prompt = 0 if request.pages and left == 1 and generates else max(left, 1)
     return Work(prompt, request.num_computed, answer, len(request.sequences))

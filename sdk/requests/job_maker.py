@@ -1,4 +1,4 @@
-"""Turns the arguments of a call into jobs for the engine, and waits for jobs."""
+"""Turns the arguments of a call into jobs for the engine."""
 
 from __future__ import annotations
 
@@ -6,22 +6,20 @@ import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from sdk.api.errors import RequestError
 from sdk.api.params import SamplingParams
 from sdk.api.structured_params import StructuredOutputsParams
-from sdk.engine.engine import Output
-from sdk.engine.plan import LAST_TOKEN, Pooling, RequestKind
+from sdk.engine.job import Job
+from sdk.engine.plan import LAST_TOKEN, Pooling, RequestKind, SequenceSpec
 from sdk.engine.scheduling.results import ResultBudget
 from sdk.kernels.host.torch_import import torch_module
 from sdk.models.classifier import Classifier
 from sdk.quant.once import Once
 from sdk.quant.safe_repr import safe_repr
 from sdk.requests.adapters import Adapters
-from sdk.requests.conversations import ChatOptions, tool_format_of
-from sdk.requests.job import Job, JobDriver
-from sdk.requests.mailboxes import AsyncMailbox, Mailbox
+from sdk.requests.prompt_kinds import ChatOptions, tool_format_of
 from sdk.requests.prompts import (
     Prompt,
     PromptLike,
@@ -37,7 +35,7 @@ from sdk.text.banned import banned_strings
 from sdk.text.stops import StopStrings, stop_strings
 
 if TYPE_CHECKING:
-    from sdk.requests.views import Wish
+    from sdk.requests.answer_formats import AnswerFormat
     from sdk.structured.compiler import Grammar, GrammarCompiler
 
 MAX_PRIORITY = 2**31 - 1
@@ -53,12 +51,12 @@ def once_each(params: Sequence[SamplingParams], make: Callable[[SamplingParams],
     return [results[id(param)] for param in params]
 
 
-class Calling(NamedTuple):
+class PromptBatch(NamedTuple):
     """The prompts of one call with their parameters, and how their outputs are shown."""
 
     prompts: list[Prompt]
     params: list[SamplingParams]
-    wish: Wish | None = None
+    answer_format: AnswerFormat | None = None
 
 
 def _not_params(given: object) -> RequestError:
@@ -68,30 +66,23 @@ def _not_params(given: object) -> RequestError:
     return RequestError(text)
 
 
-def _returned(returns: Any) -> Wish | None:
+def _typed_answers(returns: Any) -> AnswerFormat | None:
     """What ``returns=`` asks for."""
     if returns is None:
         return None
-    from sdk.requests.views import Returned  # with tools and schemas: 15 ms
+    from sdk.requests.answer_formats import TypedAnswers  # with tools and schemas: 15 ms
 
-    return Returned(returns)
-
-
-def _calling(prompts: list[Prompt], params: list[SamplingParams], wish: Wish | None) -> Calling:
-    if wish is not None:
-        params = [wish.params(one, prompt) for one, prompt in zip(params, prompts, strict=True)]
-    return Calling(prompts, params, wish)
+    return TypedAnswers(returns)
 
 
-class Progress(Protocol):
-    """Shows how far a call has come."""
-
-    @property
-    def look_every(self) -> float | None:
-        """Show something after so many seconds even if no request has ended; None: only then."""
-
-    def show(self, done: Mapping[str, Output]) -> None:
-        """``done``: the last outputs of requests that have ended."""
+def _batch(
+    prompts: list[Prompt], params: list[SamplingParams], answer_format: AnswerFormat | None
+) -> PromptBatch:
+    if answer_format is not None:
+        params = [
+            answer_format.params(one, prompt) for one, prompt in zip(params, prompts, strict=True)
+        ]
+    return PromptBatch(prompts, params, answer_format)
 
 
 class JobMaker:
@@ -177,13 +168,13 @@ class JobMaker:
         given: ParamsLike,
         returns: Any = None,
         lora: Any = None,
-    ) -> Calling:
+    ) -> PromptBatch:
         """One or more prompts as token ids, each with its parameters and adapter."""
         items = as_list(prompts)
         params = self.params(given, len(items))
         read = [self._reader.read(p, q) for p, q in zip(items, params, strict=True)]
         read = self.adapted(read, lora)
-        return _calling(read, params, _returned(returns))
+        return _batch(read, params, _typed_answers(returns))
 
     def adapted(self, prompts: list[Prompt], lora: Any) -> list[Prompt]:
         """The prompts with the adapters that ``lora_request=`` asks for."""
@@ -200,7 +191,7 @@ class JobMaker:
         template: Mapping[str, Any],
         returns: Any = None,
         lora: Any = None,
-    ) -> Calling:
+    ) -> PromptBatch:
         """One or more conversations through the chat template, each with its parameters."""
         self.check_generates()
         options = ChatOptions.of(method, template)
@@ -208,7 +199,7 @@ class JobMaker:
         params = self.params(given, len(chats))
         pairs = zip(chats, params, strict=True)
         read = self.adapted([self._reader.read_chat(c, q, options) for c, q in pairs], lora)
-        return _calling(read, params, self._wish(options, returns))
+        return _batch(read, params, self._answer_format(options, returns))
 
     def read_one(
         self,
@@ -218,13 +209,13 @@ class JobMaker:
         template: Mapping[str, Any],
         returns: Any = None,
         lora: Any = None,
-    ) -> Calling:
+    ) -> PromptBatch:
         """One prompt or conversation."""
         self.check_generates()
         params = self.params(given, 1)
         read = [self._reader.read_one(method, prompt, params[0], template)]
         read = self.adapted(read, lora)
-        return _calling(read, params, self._wish(ChatOptions.of(method, template), returns))
+        return _batch(read, params, self._answer_format(ChatOptions.of(method, template), returns))
 
     def parses_arguments(self, template: Mapping[str, Any]) -> bool:
         """Whether the chat template wants the arguments of calls as objects: nearly all do."""
@@ -233,14 +224,14 @@ class JobMaker:
         format = tool_format_of(options, self._reader.template_of(options), tokenizer)
         return not format.name.startswith("deepseek")
 
-    def _wish(self, options: ChatOptions, returns: Any) -> Wish | None:
+    def _answer_format(self, options: ChatOptions, returns: Any) -> AnswerFormat | None:
         """What a call wants of its answers; ``None``: plain outputs."""
         if options.tools is None:
-            return _returned(returns)
+            return _typed_answers(returns)
         if returns is not None:
             raise RequestError("returns and tools cannot be combined; pass one of them")
         tokenizer = self._reader.need_tokenizer("tools")
-        from sdk.requests.views import ToolUse
+        from sdk.requests.answer_formats import ToolUse
 
         return ToolUse(options, self._reader.template_of(options), tokenizer)
 
@@ -251,7 +242,7 @@ class JobMaker:
         given: ParamsLike,
         template: Mapping[str, Any],
         lora: Any = None,
-    ) -> Calling:
+    ) -> PromptBatch:
         """Prompts and conversations, each with its parameters; ``template``: options of chats."""
         items: list[Any] = [prompts] if is_conversation(prompts) else as_list(prompts)
         params = self.params(given, len(items))
@@ -264,7 +255,7 @@ class JobMaker:
             for item, param, chat in zip(items, params, chats, strict=True)
         ]
         read = self.adapted(read, lora)
-        return _calling(read, params, self._wish(options, None))
+        return _batch(read, params, self._answer_format(options, None))
 
     def make(
         self,
@@ -288,17 +279,19 @@ class JobMaker:
         read = once_each(params, self.compiled)
         return [
             Job(
-                request_id=name,
+                SequenceSpec(
+                    request_id=name,
+                    params=param,
+                    kind=kind,
+                    pooling=_with_texts(pooling, prompt),
+                    resolved=_with_healing(resolved, prompt),
+                    prompt_embeds=prompt.embeds,
+                ),
                 prompt_token_ids=prompt.token_ids,
-                params=param,
                 prompt=prompt.text,
                 priority=urgency,
                 cache_salt=prompt.cache_salt,
-                prompt_embeds=prompt.embeds,
-                kind=kind,
-                pooling=_with_texts(pooling, prompt),
                 arrival_time=now,
-                resolved=_with_healing(resolved, prompt),
                 negative_prompt_token_ids=prompt.negative_token_ids,
                 stops=stops,
                 banned=banned,
@@ -422,48 +415,3 @@ def _priorities(given: Any, count: int) -> list[int | None]:
                     f"{safe_repr(item)}"
                 )
         return priorities
-
-
-async def arun_jobs(
-    driver: JobDriver, jobs: Sequence[Job], *, goes_on: bool = False
-) -> list[Output]:
-    """:func:`run_jobs` for an event loop."""
-    done: dict[str, Output] = {}
-    mailbox = AsyncMailbox(driver.loop_inbox())
-    try:
-        driver.submit(jobs, mailbox, goes_on=goes_on)
-        while len(done) < len(jobs):
-            output = await mailbox.get()
-            if output.finished:
-                done[output.request_id] = output
-    except BaseException:
-        driver.abort(job.request_id for job in jobs)
-        raise
-    return [done[job.request_id] for job in jobs]
-
-
-def run_jobs(
-    driver: JobDriver,
-    jobs: Sequence[Job],
-    progress: Progress | None = None,
-    *,
-    goes_on: bool = False,
-) -> list[Output]:
-    """Submit jobs and wait; their last outputs, in order. Any exception aborts them.
-
-    ``goes_on``: see :meth:`Driver.submit`.
-    """
-    done: dict[str, Output] = {}
-    mailbox = Mailbox()
-    try:
-        driver.submit(jobs, mailbox, goes_on=goes_on)
-        while len(done) < len(jobs):
-            output = mailbox.get(None if progress is None else progress.look_every)
-            if output is not None and output.finished:
-                done[output.request_id] = output
-            if progress is not None:
-                progress.show(done)
-    except BaseException:
-        driver.abort(job.request_id for job in jobs)
-        raise
-    return [done[job.request_id] for job in jobs]

@@ -1,22 +1,29 @@
-"""Conversations: the options of their chat template, and their turns."""
+"""Prompts that are more than a text: conversations, a prefix with a suffix, and embeddings."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from sdk.api.errors import RequestError
 from sdk.api.flags import check_flags
 from sdk.api.near_misses import unknown_keyword
+from sdk.api.params import SamplingParams
 from sdk.kernels.dataclass import dataclass
 from sdk.quant.safe_repr import safe_repr
-from sdk.quant.tokenizer import Tokenizer
+from sdk.quant.tokenizer import FimTokens, Tokenizer
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from sdk.tools import Tool, ToolFormat
 
 Message = Mapping[str, Any]
+#: Float32 ``[tokens, hidden_size]``.
+Embeds: TypeAlias = "NDArray[np.float32]"
 
 #: Variables that every chat template gets; ``chat_template_kwargs`` adds others.
 _TEMPLATE_ARGUMENTS = frozenset(
@@ -152,3 +159,94 @@ class Turns:
         """The conversation without its ``count`` oldest turns."""
         pairs = zip(self._messages, self._turns, strict=True)
         return [message for message, turn in pairs if turn is None or turn >= count]
+
+
+def fim_tokens_of(tokenizer: Tokenizer, suffix_first: bool | None) -> FimTokens:
+    """The model's tokens. :raises RequestError: it has none, or not for this order."""
+    fim = tokenizer.fim_tokens
+    if fim is None:
+        raise RequestError(
+            "suffix: the model's vocabulary has no fill-in-the-middle tokens (such as "
+            "<|fim_prefix|>, <|fim_suffix|> and <|fim_middle|>); use a code model that was trained "
+            "with them, or leave the suffix out"
+        )
+    if fim.middle is None and suffix_first is False:
+        raise RequestError(
+            "suffix_first: expected True or nothing for this model, found False; it has no token "
+            "between suffix and middle, so the suffix comes first"
+        )
+    return fim
+
+
+def fim_prompt(
+    tokenizer: Tokenizer,
+    prefix: Sequence[int],
+    suffix: Sequence[int],
+    suffix_first: bool | None,
+    keep: int | None,
+) -> list[int]:
+    """BOS and the tokens of a prompt, in the order of the model's training unless one is given.
+
+    ``keep``: the most tokens. The prefix keeps its last tokens and the suffix its first ones, at
+    least a quarter of the room if it is that long (as in llama.cpp).
+    """
+    fim = fim_tokens_of(tokenizer, suffix_first)
+    bos = tokenizer.bos_token_id
+    start = [bos] if bos is not None and tokenizer.encode("")[:1] == [bos] else []
+    middle = [] if fim.middle is None else [fim.middle]
+    if keep is not None:
+        room = max(0, keep - len(start) - 2 - len(middle))
+        taken = min(len(suffix), max(room // 4, room - len(prefix)))
+        suffix = suffix[:taken]
+        prefix = prefix[max(0, len(prefix) - (room - taken)) :]
+    if not (fim.suffix_first if suffix_first is None else suffix_first):
+        return [*start, fim.prefix, *prefix, fim.suffix, *suffix, *middle]
+    if fim.prefix_token_first:
+        return [*start, fim.prefix, fim.suffix, *suffix, *middle, *prefix]
+    return [*start, fim.suffix, *suffix, fim.prefix, *prefix, *middle]
+
+
+def read_embeds(value: Any, hidden_size: int) -> Embeds:
+    """A float32 copy of a tensor or an array ``[T, hidden_size]`` of floats.
+
+    :raises RequestError: it has another type or shape, or a number that is not finite.
+    """
+    import numpy as np  # options of chats, which the command line names, need none
+
+    if hasattr(value, "detach"):  # a torch tensor; numpy has no bfloat16
+        value = value.detach().cpu()
+        value = value.float().numpy() if value.is_floating_point() else value.numpy()
+    if not isinstance(value, np.ndarray) or value.dtype.kind != "f":
+        kind = f"an array of {value.dtype}" if hasattr(value, "dtype") else safe_repr(value)
+        raise RequestError(
+            f"prompt_embeds: expected a torch tensor or a numpy array of floats, found {kind}"
+        )
+    if value.ndim != 2 or value.shape[1] != hidden_size or not value.shape[0]:
+        raise RequestError(
+            f"prompt_embeds: expected shape [tokens, {hidden_size}] (the model's hidden size) with "
+            f"at least one token, found {list(value.shape)}"
+        )
+    with np.errstate(over="ignore"):  # a float64 beyond float32 becomes infinite: see below
+        embeds: Embeds = np.array(value, np.float32, order="C")
+    if not np.isfinite(embeds).all():
+        row = int(np.flatnonzero(~np.isfinite(embeds).all(axis=1))[0])
+        raise RequestError(f"prompt_embeds[{row}]: expected finite float32 numbers, found others")
+    return embeds
+
+
+def embeds_salt(embeds: Embeds, salt: str | None) -> str:
+    """A cache salt for these embeddings only: their placeholder token ids are all the same."""
+    return f"{blake2b(embeds.tobytes()).hexdigest()}{'' if salt is None else ' ' + salt}"
+
+
+def check_params(params: SamplingParams, has_negative: bool) -> None:
+    """:raises RequestError: a parameter reads the prompt's tokens, and there are none."""
+    if params.prompt_logprobs is not None:
+        raise RequestError("prompt_logprobs: prompt_embeds have no tokens to score; leave it out")
+    if params.token_healing:
+        raise RequestError("token_healing: prompt_embeds have no tokens to take; leave it out")
+    if params.guidance_scale != 1.0 and not has_negative:
+        raise RequestError(
+            "guidance_scale: prompt_embeds have no last token to use as the negative prompt; pass "
+            "a negative_prompt"
+        )

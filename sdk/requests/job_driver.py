@@ -1,25 +1,19 @@
-"""One request on its way to the engine, and where its outputs go."""
+"""Where jobs go, and where their outputs come."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Sequence
-from dataclasses import field
-from typing import Any, Protocol
+from typing import Protocol
 
 from sdk.api.errors import RequestError
-from sdk.api.lora import KnownAdapter
 from sdk.api.outputs import Estimate
 from sdk.api.params import SamplingParams
 from sdk.engine.engine import Output
 from sdk.engine.executor import Executor
-from sdk.engine.plan import Pooling, RequestKind
-from sdk.kernels.dataclass import dataclass
+from sdk.engine.job import Job
 from sdk.quant.safe_repr import safe_repr
-from sdk.requests.loop_inbox import LoopInbox
 from sdk.requests.prompts import Prompt
-from sdk.sampling.resolved import ResolvedParams
-from sdk.text.automaton import StringAutomaton
-from sdk.text.stops import StopStrings
+from sdk.requests.wakeups import LoopInbox
 
 
 class OutputSink(Protocol):
@@ -30,28 +24,6 @@ class OutputSink(Protocol):
 
     def fail(self, request_id: str, error: Exception) -> None:
         """The request has ended without a final output."""
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One request, ready for the engine."""
-
-    request_id: str
-    prompt_token_ids: tuple[int, ...]
-    params: SamplingParams
-    prompt: str | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
-    prompt_embeds: Any = None  # float32 [tokens, hidden_size]
-    kind: RequestKind = "generate"
-    pooling: Pooling | None = None
-    arrival_time: float | None = None
-    resolved: ResolvedParams = field(default_factory=ResolvedParams)
-    negative_prompt_token_ids: tuple[int, ...] | None = None
-    stops: StopStrings | None = None
-    banned: StringAutomaton | None = None
-    result_bytes: int = 0
-    adapter: KnownAdapter | None = None
 
 
 class JobDriver(Protocol):

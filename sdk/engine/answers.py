@@ -1,12 +1,11 @@
 """Turns sampled tokens into outputs: text, stop strings, log-probabilities.
 
-``Completion`` is one answer. ``Generation`` is one request of the caller with its ``n`` (or
-``best_of``) answers. The scheduler decides whether a request continues.
+``JobAnswers`` are the ``n`` (or ``best_of``) answers of one job. The scheduler decides whether an
+answer continues.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from operator import attrgetter
 
 from sdk.api.logprobs import Sampled, Texts
@@ -20,8 +19,9 @@ from sdk.api.outputs import (
     RequestMetrics,
     RequestOutput,
 )
-from sdk.api.params import RequestOutputKind, SamplingParams
+from sdk.api.params import RequestOutputKind
 from sdk.api.timeline import RequestEvent, merged_events
+from sdk.engine.job import Job
 from sdk.engine.plan import Pooled
 from sdk.engine.rewinds import Rewinder
 from sdk.engine.scheduling.request import Request, RequestStatus
@@ -36,16 +36,7 @@ _STOP = RequestStatus.STOP
 _REASON = attrgetter("finish_reason")
 
 
-def is_watched(params: SamplingParams) -> bool:
-    """Whether an answer must be updated at every token, not only at its end."""
-    return (
-        params.output_kind is not RequestOutputKind.FINAL_ONLY
-        or params.logprobs is not None
-        or bool(params.stop or params.stop_regex or params.banned_strings)
-    )
-
-
-class Completion:
+class Answer:
     """One answer: text and log-probabilities of its request's tokens. Finds stop strings.
 
     A watched request (:func:`is_watched`) is detokenized at every token, any other at its end. The
@@ -94,14 +85,14 @@ class Completion:
         self._texts = texts
         self._detokenizer: IncrementalDetokenizer | None = None
         self._stops: StopMatcher | None = None
-        if tokenizer is not None and params.detokenize and request.kind == "generate":
+        if tokenizer is not None and params.detokenize and request.spec.kind == "generate":
             self._detokenizer = IncrementalDetokenizer(
                 tokenizer,
                 prompt_token_ids=request.token_ids,
                 skip_special_tokens=params.skip_special_tokens,
                 spaces_between_special_tokens=params.spaces_between_special_tokens,
                 healed_bytes=0
-                if (healing := request.resolved.healing) is None
+                if (healing := request.spec.resolved.healing) is None
                 else len(healing.text),
             )
             if stops is not None:
@@ -218,25 +209,18 @@ class Completion:
         )
 
 
-class Generation:
-    """One request of the caller: its prompt, its answers, and the kind of its outputs."""
+class JobAnswers:
+    """The answers of one job, and the kind of its outputs."""
 
-    def __init__(
-        self,
-        request_id: str,
-        prompt_text: str | None,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams,
-        arrival_time: float,
-    ) -> None:
-        self.request_id = request_id
-        self.lora_request: object = None
-        self.prompt_text = prompt_text
-        self.prompt_token_ids = list(prompt_token_ids)
-        self.params = params
-        self.arrival_time = arrival_time
-        self.completions: list[Completion] = []
-        self.results: ResultReservation | None = None
+    def __init__(self, job: Job) -> None:
+        self.request_id = job.request_id
+        self.lora_request = None if job.adapter is None else job.adapter.lora_request
+        self.prompt_text = job.prompt
+        shown = job.spec.prompt_embeds is None
+        self.prompt_token_ids = list(job.prompt_token_ids) if shown else []
+        self.params = params = job.params
+        self.each: list[Answer] = []
+        self.results = ResultReservation(job.result_bytes) if job.result_bytes else None
         self._kind = params.output_kind
         self._selects = params.num_answers > params.n
         if self._selects:  # the best answers are known only at the end
@@ -250,12 +234,12 @@ class Generation:
     @property
     def finished(self) -> bool:
         """True when every answer is finished."""
-        return all(map(_REASON, self.completions))
+        return all(map(_REASON, self.each))
 
     def _pooled(self, found: Pooled) -> EmbeddingOutput | PoolingRequestOutput:
         prompt, metrics = list(self.prompt_token_ids), self.metrics()
-        request = self.completions[0].request
-        if request.pooling is None:
+        request = self.each[0].request
+        if request.spec.pooling is None:
             assert isinstance(found, list)
             return EmbeddingOutput(self.request_id, prompt, found, metrics=metrics)
         return PoolingRequestOutput(
@@ -268,17 +252,17 @@ class Generation:
         if self._kind is RequestOutputKind.FINAL_ONLY and not finished:
             return None
         delta = self._kind is RequestOutputKind.DELTA
-        found = self.completions[0].embedding
+        found = self.each[0].embedding
         if found is not None:
             return self._pooled(found)
         if self._selects:
             params = self.params
-            best = sorted(self.completions, key=_best_first)[: params.n]
-            outputs = [completion.output(False, index) for index, completion in enumerate(best)]
+            best = sorted(self.each, key=_best_first)[: params.n]
+            outputs = [answer.output(False, index) for index, answer in enumerate(best)]
             if params.logprobs is None:  # computed only to find the best
                 outputs = [output._replace(logprobs=None) for output in outputs]
         else:
-            outputs = [one.output(delta) for one in self.completions if not delta or one.has_delta]
+            outputs = [one.output(delta) for one in self.each if not delta or one.has_delta]
         rows = self.prompt_logprobs
         return RequestOutput(
             self.request_id,
@@ -289,15 +273,15 @@ class Generation:
             finished,
             self.metrics(),
             self.lora_request,
-            self.completions[0].request.num_cached,
+            self.each[0].request.num_cached,
         )
 
     def metrics(self) -> RequestMetrics:
         """Metrics over all answers: the earliest of first times, the latest of last times."""
-        metrics = self.completions[0].metrics()
-        if len(self.completions) == 1:
+        metrics = self.each[0].metrics()
+        if len(self.each) == 1:
             return metrics
-        requests = [completion.request for completion in self.completions]
+        requests = [answer.request for answer in self.each]
         return metrics._replace(
             scheduled_ts=min(
                 (r.scheduled_ts for r in requests if r.scheduled_ts is not None), default=None
@@ -319,8 +303,8 @@ class Generation:
 
     def _finished_ts(self) -> float | None:
         """When the last answer ended; ``None`` while one has not."""
-        ends = [one.finished_ts for one in self.completions if one.finished_ts is not None]
-        return max(ends) if len(ends) == len(self.completions) else None
+        ends = [one.finished_ts for one in self.each if one.finished_ts is not None]
+        return max(ends) if len(ends) == len(self.each) else None
 
     def _all_events(self, answers: list[Events]) -> Events:
         """The events of all answers. Merged again only if there are new ones: most steps have
@@ -330,6 +314,6 @@ class Generation:
         return self._events
 
 
-def _best_first(completion: Completion) -> tuple[bool, float]:
+def _best_first(answer: Answer) -> tuple[bool, float]:
     """Sort key: highest cumulative log-probability first, answers with an error last."""
-    return completion.finish_reason == "error", -(completion.cumulative_logprob or 0.0)
+    return answer.finish_reason == "error", -(answer.cumulative_logprob or 0.0)

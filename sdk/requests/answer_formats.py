@@ -1,4 +1,4 @@
-"""What callers asked to see of their answers: values of a type, or messages with tool calls."""
+"""The formats of answers that callers ask for: values of a type, or messages with tool calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sdk.api.params import RequestOutputKind, SamplingParams
 from sdk.api.schemas import is_pydantic, load
 from sdk.api.structured_params import StructuredOutputsParams
 from sdk.quant.tokenizer import Tokenizer
-from sdk.requests.conversations import ChatOptions, Message, special_tokens_of, tool_format_of
+from sdk.requests.prompt_kinds import ChatOptions, Message, special_tokens_of, tool_format_of
 from sdk.requests.prompts import Prompt
 from sdk.requests.typed_outputs import (
     MessageAnswer,
@@ -36,21 +36,21 @@ from sdk.tools import (
 )
 from sdk.tools.definitions import ToolLike
 
-#: Shows one output of a request.
-View = Callable[[RequestOutput], RequestOutput]
+#: Makes of one output of a request what its caller asked for.
+Formatter = Callable[[RequestOutput], RequestOutput]
 
 
-class Wish(Protocol):
-    """What one call wants of its answers."""
+class AnswerFormat(Protocol):
+    """How one call wants its answers."""
 
     def params(self, params: SamplingParams, prompt: Prompt) -> SamplingParams:
         """The parameters with which a prompt is answered."""
 
-    def view(self, params: SamplingParams, prompt: Prompt) -> View:
-        """Shows the outputs of one request, in their order."""
+    def formatter(self, params: SamplingParams, prompt: Prompt) -> Formatter:
+        """For the outputs of one request, in their order."""
 
 
-class Returned:
+class TypedAnswers:
     """``returns=``: values of a Python type, or of a JSON schema (then as parsed JSON)."""
 
     def __init__(self, kind: Any) -> None:
@@ -67,7 +67,7 @@ class Returned:
             self._changed = params, params.clone(structured_outputs=self._structure)
         return self._changed[1]
 
-    def view(self, params: SamplingParams, prompt: Prompt) -> View:
+    def formatter(self, params: SamplingParams, prompt: Prompt) -> Formatter:
         texts = _Texts(params)
 
         def show(output: RequestOutput) -> RequestOutput:
@@ -203,7 +203,7 @@ class ToolUse:
         )
         return changed.clone(structured_outputs=StructuredOutputsParams(grammar=grammar))
 
-    def view(self, params: SamplingParams, prompt: Prompt) -> View:
+    def formatter(self, params: SamplingParams, prompt: Prompt) -> Formatter:
         texts = _Texts(params)
         readers: dict[int, MessageReader] = {}
 
