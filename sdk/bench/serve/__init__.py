@@ -12,11 +12,6 @@ import argparse
 from sdk.api.errors import RequestError
 from sdk.bench import parse_count, parse_numbers
 from sdk.bench.engines import check_peer, parse_peers
-from sdk.bench.plots import check_matplotlib
-from sdk.bench.serve.opening import opened_subjects
-from sdk.bench.serve.options import (
-from sdk.bench import parse_count, parse_numbers
-from sdk.bench.engines import check_peer, parse_peers
 from sdk.bench.models import files_of
 from sdk.bench.plots import check_matplotlib
 from sdk.bench.serve.opening import opened_subjects

@@ -19,9 +19,6 @@ from typing import Any
 
 from sdk.api.errors import RequestError
 from sdk.bench import parse_count
-from sdk.bench.models import ModelFiles
-from sdk.bench.serve.options import (
-from sdk.bench import parse_count
 from sdk.bench.models import ModelFiles, files_of
 from sdk.bench.serve.options import (
     add_workload_arguments,
