@@ -72,7 +72,7 @@ def heads(count: int, head_dim: int = 64, dtype: torch.dtype = torch.bfloat16) -
 
 def attention(dtype: str, **changed: Any) -> tuple[str, Sequence[Any], dict[str, Any]]:
     own = pages(dtype, **changed)
-    like = [heads(4, own.head_dim), own, 0.2, None, None, None, None, True, True, None]
+    like = [heads(4, own.head_dim), own, 0.2, None, None, None, None, True, True]
     return "attention", like, {"head_dim": own.head_dim, "kv_dtype": own.dtype}
 
 
