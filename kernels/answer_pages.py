@@ -118,8 +118,8 @@ def _strided(values: Tensor, like: Tensor) -> Tensor:
 def attend(kernel: Any, place: Place, problem: Problem, like: Sequence[Any]) -> Found:
     """Decoding, alone, with drafts and after a shared prefix, and prompts: like q, pages, scale,
     window, softcap, sinks, slopes, whether prefixes are shared, whether tokens see earlier ones
-    only, biases."""
-    q, pages, scale, window, softcap, sinks, slopes, shares, causal, biases = like
+    only."""
+    q, pages, scale, window, softcap, sinks, slopes, shares, causal = like
     size, heads, kv_heads = pages.page_size, q.shape[1], pages.k.shape[1]
     host = place.on_host()
     filled = _pages_like(pages, host)
@@ -135,7 +135,6 @@ def attend(kernel: Any, place: Place, problem: Problem, like: Sequence[Any]) -> 
         kernel = kernel.for_any_length(own)
     sinks = None if sinks is None else place.floats(heads, seed=23)
     slopes = None if slopes is None else place.floats(heads, seed=25)
-    biases = None if biases is None else place.floats(heads, 2 * size + 1, seed=26)
     window = None if window is None else size + 21
     cases = {
         "decode": ([(1, 1), (size, 1), (size + 5, 1), (_LONG, 1)], 0),
@@ -151,8 +150,7 @@ def attend(kernel: Any, place: Place, problem: Problem, like: Sequence[Any]) -> 
         tokens = step.num_tokens
         queries = _strided(place.rows(tokens, heads, q.shape[2], seed=24), q)
         out = place.nan(tokens, heads * q.shape[2], dtype=place.given(q.dtype))
-        options = scale, window, softcap, sinks, slopes, out, causal, biases
-        kernel.run(queries, own, step, *options)
+        kernel.run(queries, own, step, scale, window, softcap, sinks, slopes, out, causal)
         found.append((f"{name} with {pages.dtype} pages", out, 2 * PRODUCT))
     return found
 

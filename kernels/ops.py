@@ -553,7 +553,7 @@ class Ops:
         out = self.empty(tokens, heads * head_dim, dtype=q.dtype)
         if tokens:
             given = (window, softcap, sinks, slopes)
-            like = (q, pages, scale, *given, self.shares_keys, causal, biases)
+            like = (q, pages, scale, *given, self.shares_keys, causal)
             has = (*(one is not None for one in given), not causal, biases is not None)
             kernel = self._kernel(
                 "attention",

@@ -75,7 +75,7 @@ def attention(
 ) -> tuple[str, Sequence[Any], dict[str, Any]]:
     own = pages(dtype, **changed)
     slopes = torch.zeros(4) if biased else None
-    like = [heads(4, own.head_dim), own, 0.2, None, None, None, slopes, True, not both, None]
+    like = [heads(4, own.head_dim), own, 0.2, None, None, None, slopes, True, not both]
     return "attention", like, {"head_dim": own.head_dim, "kv_dtype": own.dtype}
 
 
