@@ -305,7 +305,13 @@ def is_native(family: Family, form: Literal["gguf", "types"]) -> bool:
     """Whether a form of at least one model of the family runs, fast."""
     if form == "gguf":
         return not set(family.gguf).isdisjoint(gguf_names())
-    return any(architecture(one) is not None for one in family.types)
+    return any(map(_opens, family.types))
+
+
+def _opens(name: str) -> bool:
+    """Whether folders of this ``model_type`` run, fast."""
+    own = architecture(name)
+    return own is not None and own.folders
 
 
 def runs(family: Family) -> bool:
