@@ -345,7 +345,7 @@ def row(family: Family, slow: set[str]) -> str:
             (
                 name,
                 "runs"
-                if architecture(name) is not None
+                if _opens(name)
                 else "slowly"
                 if name in slow and not family.refused
                 else "not yet",
