@@ -310,7 +310,13 @@ def is_native(family: Family, form: Literal["gguf", "types"]) -> bool:
     """Whether a form of at least one model of the family runs, fast."""
     if form == "gguf":
         return not set(family.gguf).isdisjoint(gguf_names())
-    return any(architecture(one) is not None for one in family.types)
+    return any(map(_opens, family.types))
+
+
+def _opens(name: str) -> bool:
+    """Whether folders of this ``model_type`` run, fast."""
+    own = architecture(name)
+    return own is not None and own.folders
 
 
 def runs(family: Family) -> bool:
@@ -344,7 +350,7 @@ def row(family: Family, slow: set[str]) -> str:
             (
                 name,
                 "runs"
-                if architecture(name) is not None
+                if _opens(name)
                 else "slowly"
                 if name in slow and not family.refused
                 else "not yet",

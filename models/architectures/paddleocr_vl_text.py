@@ -1,4 +1,4 @@
-"""PaddleOCR-VL, the text part: ERNIE 4.5 that turns halves of a head, as Llama does.
+"""PaddleOCR-VL, the text part, from GGUF files: ERNIE 4.5 that turns halves of a head, as Llama.
 
 The rotation has one position for time, height and width each; for text all three are the same.
 Baidu (2025), arXiv 2510.14528; transformers' modeling_paddleocr_vl.py.
@@ -12,7 +12,6 @@ from sdk.models.architectures.qwen2_vl_text import MEDIA_KEYS
 
 ARCHITECTURE = Architecture(
     "paddleocr_vl_text",
-    aliases=("paddleocr_vl",),
     config=ConfigRules(
         keys=("use_bias",),
         ignored=MEDIA_KEYS,
@@ -20,4 +19,5 @@ ARCHITECTURE = Architecture(
         biases=biases,
     ),
     more_gguf=(GgufRules("paddleocr"),),
+    folders=False,
 )

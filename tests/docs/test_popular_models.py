@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sdk.models.architecture import architectures, gguf_names
+from sdk.models.architecture import Architecture, architectures, gguf_names
 from tests.docs.pages import ROOT
 
 
@@ -58,7 +58,7 @@ def test_a_row_follows_the_registry(script: Any, monkeypatch: pytest.MonkeyPatch
     assert "| not yet | not yet |" in script.row(family, set())
     known = gguf_names()
     monkeypatch.setattr(script, "gguf_names", lambda: [*known, "toy"])
-    monkeypatch.setattr(script, "architecture", lambda name: name)
+    monkeypatch.setattr(script, "architecture", lambda name: Architecture(name))
     assert script.row(family, set()) == "| Toy | runs | runs |  |"
     lfm = script.named("LFM2")
     monkeypatch.undo()

@@ -37,7 +37,9 @@ from tests.models.conftest import (
 Load = Callable[..., Any]
 #: Those that transformers has a class for.
 OURS = {
-    own.model_type: own for own in architectures() if own.model_type in transformers.CONFIG_MAPPING
+    own.model_type: own
+    for own in architectures()
+    if own.folders and own.model_type in transformers.CONFIG_MAPPING
 }
 #: Those that transformers has a causal language model for: not the text parts of vision models,
 #: which test_vision_text.py compares.

@@ -181,7 +181,7 @@ def test_blocks_of_multi_token_prediction_are_left_out_of_a_file(
         ("dots1", {"layer_types": ["sliding_attention"] * 3}, "only without layers that slide"),
         (
             "ernie4_5_moe",
-            {"moe_layer_end_index": 1, "use_bias": False},
+            {"moe_layer_end_index": 1, "use_bias": False, "moe_layer_interval": 1},
             "only with experts up to the last layer",
         ),
         ("exaone_moe", {}, "models of type exaone_moe cannot be written as GGUF files"),

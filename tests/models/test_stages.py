@@ -70,7 +70,7 @@ def test_stages_one_after_the_other_give_the_bits_of_the_whole(
 ) -> None:
     name, options = ONE_RANK[case]
     checkpoint = checkpoint_of(tiny(name, **options))
-    runs = [*runs[:-1], range(runs[-1].start, checkpoint.config["num_hidden_layers"])]
+    runs = [*runs[:-1], range(runs[-1].start, load(checkpoint).config.num_layers)]
     ids = prompt(37, 8)
     expected = Paged(load(checkpoint)).run("a", ids, [20])
     paged = stages_of(load, checkpoint, runs)
