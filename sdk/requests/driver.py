@@ -36,10 +36,10 @@ from sdk.engine.executor import Executor
 from sdk.engine.job import Job
 from sdk.quant.safe_repr import safe_repr
 from sdk.requests.error_frames import let_go
-from sdk.requests.job_driver import OutputSink, check_new
+from sdk.requests.job_driver import OutputSink
 from sdk.requests.prompts import Prompt
 from sdk.requests.step_sizes import StepSizes
-from sdk.requests.waiting_times import Place, QueueLimit, estimate
+from sdk.requests.waiting_times import Place, QueueLimit, check_new, estimate
 from sdk.requests.wakeups import LoopInbox, LoopInboxes, Wakeups
 
 logger = logging.getLogger("sdk")

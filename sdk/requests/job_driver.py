@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-from sdk.api.errors import RequestError
 from sdk.api.outputs import Estimate
 from sdk.api.params import SamplingParams
 from sdk.engine.engine import Output
 from sdk.engine.executor import Executor
 from sdk.engine.job import Job
-from sdk.quant.safe_repr import safe_repr
 from sdk.requests.prompts import Prompt
 from sdk.requests.wakeups import LoopInbox
 
@@ -76,13 +74,3 @@ class JobDriver(Protocol):
 
     def close(self) -> None:
         """End all requests and give everything back. Idempotent, from any thread."""
-
-
-def check_new(jobs: Sequence[Job], unfinished: Container[str]) -> None:
-    """Check the ids of new requests. :raises RequestError: one is in use."""
-    for job in jobs:
-        if job.request_id in unfinished:
-            raise RequestError(
-                f"request_id: {safe_repr(job.request_id)} belongs to an unfinished request; use "
-                "another id"
-            )

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from typing import NamedTuple
 
-from sdk.api.errors import QueueFullError
+from sdk.api.errors import QueueFullError, RequestError
 from sdk.api.outputs import Estimate
 from sdk.api.params import SamplingParams
 from sdk.api.scheduling_policy import SchedulingPolicy
@@ -19,6 +19,7 @@ from sdk.engine.scheduling.forecast import Work, forecast
 from sdk.engine.scheduling.request import Request
 from sdk.engine.scheduling.scheduler import Scheduler
 from sdk.engine.scheduling.waiting import WaitingRequests
+from sdk.quant.safe_repr import safe_repr
 from sdk.requests.job_driver import OutputSink
 from sdk.requests.prompts import Prompt
 from sdk.requests.step_sizes import mixed_step_tokens
@@ -28,6 +29,16 @@ _LAST_ENDS = 64
 #: Seconds that are expected at least, and while no request has ended.
 _LEAST_WAIT_S = 0.05
 _FIRST_WAIT_S = 1.0
+
+
+def check_new(jobs: Sequence[Job], unfinished: Container[str]) -> None:
+    """Check the ids of new requests. :raises RequestError: one is in use."""
+    for job in jobs:
+        if job.request_id in unfinished:
+            raise RequestError(
+                f"request_id: {safe_repr(job.request_id)} belongs to an unfinished request; use "
+                "another id"
+            )
 
 
 class Place(NamedTuple):

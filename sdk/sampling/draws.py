@@ -6,18 +6,18 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from sdk.kernels.sampling import GREEDY, SampleBuffers
-from sdk.sampling.state import RequestState
+from sdk.sampling.state import SamplerState
 from sdk.sampling.uniform import TOKEN
 
 
 class Draw(NamedTuple):
     """The draw of a request's token ``ahead`` positions after the next."""
 
-    state: RequestState
+    state: SamplerState
     ahead: int = 0
 
     @classmethod
-    def behind(cls, state: RequestState, drafts: Sequence[int]) -> Draw:
+    def behind(cls, state: SamplerState, drafts: Sequence[int]) -> Draw:
         """The draw after draft tokens, as if they were the request's tokens."""
         if not drafts or state.foreseeable:
             return cls(state, len(drafts))

@@ -3,7 +3,7 @@
 The order is vLLM's: allowed ids, bad words, ``min_tokens``, ``logit_bias``, ``logits_processors``,
 then repetition, frequency and presence penalties. DRY and ``no_repeat_ngram_size`` follow, and
 last the thinking budget, which forces a token in any case. Without ``logits_processors`` the
-sampling kernel applies the changes (``RequestState.shape``). ``row`` is ``[V]`` float32, changed in
+sampling kernel applies the changes (``SamplerState.shape``). ``row`` is ``[V]`` float32, changed in
 place; minus infinity forbids a token.
 """
 
@@ -15,10 +15,10 @@ from sdk.api.errors import RequestError
 from sdk.api.params import LogitsProcessor
 from sdk.kernels.lazy_torch import Tensor, as_torch, torch
 from sdk.kernels.reference.sampling import allow, apply
-from sdk.sampling.state import RequestState
+from sdk.sampling.state import SamplerState
 
 
-def process(row: Tensor, state: RequestState) -> Tensor:
+def process(row: Tensor, state: SamplerState) -> Tensor:
     """Apply all changes of ``state``.
 
     :raises RequestError: a callback raised, or did not return a row of logits.
@@ -33,7 +33,7 @@ def process(row: Tensor, state: RequestState) -> Tensor:
     return row
 
 
-def _call_processors(row: Tensor, state: RequestState) -> Tensor:
+def _call_processors(row: Tensor, state: SamplerState) -> Tensor:
     if not state.params.logits_processors:
         return row
     row = as_torch(row)
@@ -55,7 +55,7 @@ def _call_processors(row: Tensor, state: RequestState) -> Tensor:
     return row
 
 
-def _processors_of(state: RequestState) -> Sequence[LogitsProcessor]:
+def _processors_of(state: SamplerState) -> Sequence[LogitsProcessor]:
     """A callback with a method ``for_answer(prompt_token_ids)`` is asked once for each answer."""
     if state.processors is None:
         made = []

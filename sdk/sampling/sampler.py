@@ -23,7 +23,7 @@ from sdk.sampling.logprobs import NO_IDS, scored
 from sdk.sampling.processors import process
 from sdk.sampling.rows import Scratch
 from sdk.sampling.rules import Ids
-from sdk.sampling.state import RequestState
+from sdk.sampling.state import SamplerState
 from sdk.sampling.uniform import TOKEN
 
 
@@ -84,7 +84,7 @@ class Sampler:
         return results
 
     def replaced(
-        self, outcome: Sampled, token_id: int, logits: Tensor, state: RequestState
+        self, outcome: Sampled, token_id: int, logits: Tensor, state: SamplerState
     ) -> Sampled:
         """The result if ``token_id`` takes the place of the token drawn from ``logits [V]``."""
         if not state.wants_logprobs:
@@ -93,7 +93,7 @@ class Sampler:
         found = self._scored(logits, token_id, count, state.rules.scored_ids)
         return found._replace(mirostat_mu=outcome.mirostat_mu)
 
-    def _draw(self, logits: Tensor, states: Sequence[RequestState | None]) -> Tokens:
+    def _draw(self, logits: Tensor, states: Sequence[SamplerState | None]) -> Tokens:
         """One token per row; the argmax for a row without a state."""
         draws: list[bytes] = []
         uniforms: list[float] = []
@@ -113,7 +113,7 @@ class Sampler:
     def _process(
         self,
         logits: Tensor,
-        states: Sequence[RequestState],
+        states: Sequence[SamplerState],
         results: list[Sampled | str],
         masks: SampleBuffers | None,
     ) -> None:
@@ -128,7 +128,7 @@ class Sampler:
     def _process_some(
         self,
         logits: Tensor,
-        states: Sequence[RequestState],
+        states: Sequence[SamplerState],
         results: list[Sampled | str],
         indices: Sequence[int],
         masks: SampleBuffers | None,
@@ -136,7 +136,7 @@ class Sampler:
         """Process the rows ``indices``, few enough for the workspace. A row's mask comes last."""
         # A copy, in the operators' memory: the C allocator would keep a block of each size.
         rows = self._ops.empty(len(indices), logits.shape[1])
-        drawing: list[RequestState | None] = []
+        drawing: list[SamplerState | None] = []
         for row, i in zip(rows, indices, strict=True):
             _copy(row, logits[i])
             try:

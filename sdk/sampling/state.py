@@ -13,7 +13,7 @@ from sdk.sampling.resolved import ResolvedParams
 from sdk.sampling.uniform import XTC, uniform
 
 
-class RequestState:
+class SamplerState:
     """The tokens so far and the state derived from them; :meth:`append` updates it."""
 
     def __init__(
@@ -58,7 +58,7 @@ class RequestState:
         self.changes.extend(ids, 1)
         self.mu = self.next_mu
 
-    def fork(self) -> RequestState:
+    def fork(self) -> SamplerState:
         """A copy that can be appended to; this one, and its shape, do not change."""
         fork = copy.copy(self)
         fork.output = self.output.copy()

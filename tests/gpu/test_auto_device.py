@@ -23,7 +23,7 @@ from sdk.kernels.reference.decode import decode
 from sdk.kernels.reference.norm import GatedActivation
 from sdk.loading import device as devices, load as loading
 from sdk.memory import products, resolve
-from sdk.requests import engine_memory
+from sdk.requests import served_engine
 
 MACHINE = {"card": "a card that is not here"}
 LIMITS: dict[str, Any] = {"max_model_len": 64, "max_num_batched_tokens": 8, "max_num_seqs": 2}
@@ -49,7 +49,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(known_answers, "machine", lambda device: MACHINE)
     for name, value in (("current_device", 0), ("is_available", True), ("device_count", 1)):
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
-    for module in (resolve, loading, products, engine_memory):  # plans would ask the card
+    for module in (resolve, loading, products, served_engine):  # plans would ask the card
         monkeypatch.setattr(module, "device_of", lambda config: "cpu")
 
 

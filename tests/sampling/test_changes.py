@@ -19,7 +19,7 @@ from sdk.sampling.draws import Draw
 from sdk.sampling.processors import process
 from sdk.sampling.resolved import ResolvedParams, resolve
 from sdk.sampling.sampler import Sampler
-from sdk.sampling.state import RequestState
+from sdk.sampling.state import SamplerState
 from sdk.sampling.uniform import TOKEN
 from tests.shaping import changed
 
@@ -73,13 +73,13 @@ def test_token_by_token_the_shape_becomes_that_of_the_whole_text(
 ) -> None:
     params = params_of(names)
     resolved = resolved_for(params)
-    state, fork, stays = RequestState(params, resolved, prompt, output), None, []
+    state, fork, stays = SamplerState(params, resolved, prompt, output), None, []
     for i, ids in enumerate(later):
         if i == forked:
             fork, stays = state.fork(), result(state.shape())
             fork.append([1, 2])
             assert result(state.shape()) == stays
-            whole = RequestState(params, resolved, prompt, [*state.output, 1, 2])
+            whole = SamplerState(params, resolved, prompt, [*state.output, 1, 2])
             assert result(fork.shape()) == result(whole.shape())
             elsewhere = result(fork.shape())
         state.append(ids)
@@ -87,13 +87,13 @@ def test_token_by_token_the_shape_becomes_that_of_the_whole_text(
             state.shape()  # asking changes nothing
         if fork is not None:
             assert result(fork.shape()) == elsewhere
-    whole = RequestState(params, resolved, prompt, [*output, *(x for ids in later for x in ids)])
+    whole = SamplerState(params, resolved, prompt, [*output, *(x for ids in later for x in ids)])
     assert result(state.shape()) == result(whole.shape())
     assert result(state.shape()) == process(row(), state).tolist()
 
 
 def drawn_by(params: SamplingParams, prompt: Sequence[int] = ()) -> Draw:
-    return Draw(RequestState(params, ResolvedParams(), prompt, ()))
+    return Draw(SamplerState(params, ResolvedParams(), prompt, ()))
 
 
 def write(draws: Sequence[Draw], buffers: SampleBuffers) -> None:
@@ -113,13 +113,13 @@ def test_the_draw_is_that_of_a_processed_row(ops: Ops, name: str, drawn: dict) -
         text = np.random.default_rng(seed).integers(0, 12, 30).tolist()
         sampler = Sampler(V, ops)
         plain = drawn_by(SamplingParams(seed=seed))
-        draws = [plain, Draw(RequestState(params, resolved, text[:9], text[9:]))]
+        draws = [plain, Draw(SamplerState(params, resolved, text[:9], text[9:]))]
         logits = torch.stack([row(seed), row(seed)])
         buffers = SampleBuffers(2)
         write(draws, buffers)
         ops.sampling.sample_into(logits, buffers)
         found = buffers.read(2)
-        state = RequestState(params, resolved, text[:9], text[9:])
+        state = SamplerState(params, resolved, text[:9], text[9:])
         processed = process(row(seed), state)[None]
         uniform = 0.0 if state.greedy else state.uniform(TOKEN)
         wanted = ops.sampling.sample(processed, join_draws([state.draw()], [uniform]))
@@ -141,7 +141,7 @@ def test_callbacks_see_what_is_forbidden_and_come_before_penalties(ops: Ops) -> 
         return torch.where(logits > -1e9, 3.0, logits)
 
     params = params_of({"allowed", "bias", "penalties"}, logits_processors=[callback])
-    state = RequestState(params, ResolvedParams(), [1], [2, 2])
+    state = SamplerState(params, ResolvedParams(), [1], [2, 2])
     assert state.shape() is None and not state.foreseeable
     after = process(row(), state)
     before = row()
@@ -156,7 +156,7 @@ def test_callbacks_see_what_is_forbidden_and_come_before_penalties(ops: Ops) -> 
 @pytest.mark.parametrize("name", KINDS)
 def test_draws_are_foreseen_only_where_later_tokens_change_nothing(name: str) -> None:
     params = params_of({name}, seed=1)
-    state = RequestState(params, resolved_for(params), (), ())
+    state = SamplerState(params, resolved_for(params), (), ())
     assert state.foreseeable == (name in ("allowed", "bias"))
     state.append([20] * 5)  # of which min_tokens are 5
     assert state.foreseeable == (name in ("allowed", "bias", "min_tokens"))
@@ -164,15 +164,15 @@ def test_draws_are_foreseen_only_where_later_tokens_change_nothing(name: str) ->
 
 def test_single_bad_tokens_are_foreseen() -> None:
     resolved = ResolvedParams(bad_words=((7,), (8,)))
-    assert RequestState(SamplingParams(bad_words=["x"]), resolved, (), ()).foreseeable
-    state = RequestState(SamplingParams(bad_words=["x"]), resolved, [], [])
+    assert SamplerState(SamplingParams(bad_words=["x"]), resolved, (), ()).foreseeable
+    state = SamplerState(SamplingParams(bad_words=["x"]), resolved, [], [])
     shape = state.shape()
     state.append([7, 8, 9])
     assert state.shape() is shape and np.isneginf(result(shape)).sum() == 2
 
 
 def test_tokens_of_a_rewind_are_forbidden_at_one_position() -> None:
-    state = RequestState(SamplingParams(temperature=0), ResolvedParams(), [1], [2, 3], None, [5, 8])
+    state = SamplerState(SamplingParams(temperature=0), ResolvedParams(), [1], [2, 3], None, [5, 8])
     assert not state.foreseeable
     assert np.flatnonzero(np.isneginf(result(state.shape()))).tolist() == [5, 8]
     ahead = Draw.behind(state, [4]).state
@@ -185,7 +185,7 @@ def test_another_process_makes_the_same_shape_of_what_it_is_sent() -> None:
     params = params_of({"allowed", "bias", "penalties", "min_tokens"}, stop_token_ids=[7])
     resolved = resolve(params, None, V)
     there = pickle.loads(pickle.dumps(resolved))
-    shapes = [RequestState(params, x, [1, 2], [2]).shape() for x in (resolved, there)]
+    shapes = [SamplerState(params, x, [1, 2], [2]).shape() for x in (resolved, there)]
     assert result(shapes[0]) == result(shapes[1]) != row().tolist()
 
 

@@ -17,7 +17,7 @@ from sdk.sampling.draws import Draw
 from sdk.sampling.processors import process
 from sdk.sampling.resolved import ResolvedParams, resolve
 from sdk.sampling.sampler import Sampler
-from sdk.sampling.state import RequestState
+from sdk.sampling.state import SamplerState
 
 V = 12
 INF = float("inf")
@@ -29,11 +29,11 @@ def row() -> torch.Tensor:
 
 
 def processed(params: SamplingParams, prompt=(), output=(), resolved=None) -> torch.Tensor:
-    return process(row(), RequestState(params, resolved or ResolvedParams(), prompt, output))
+    return process(row(), SamplerState(params, resolved or ResolvedParams(), prompt, output))
 
 
 def drawn(params: SamplingParams) -> Draw:
-    return Draw(RequestState(params, ResolvedParams(), (), ()))
+    return Draw(SamplerState(params, ResolvedParams(), (), ()))
 
 
 def banned(result: torch.Tensor) -> set[int]:
@@ -144,7 +144,7 @@ def test_a_spent_thinking_budget_forces_the_end_of_thinking(ops: Ops) -> None:
         result = processed(params, (), output, resolved)
         assert (banned(result) == set(range(V)) - {9}) is forced
     sampler = Sampler(V, ops)
-    state = RequestState(params.clone(thinking_token_budget=0), resolved, (8,), ())
+    state = SamplerState(params.clone(thinking_token_budget=0), resolved, (8,), ())
     assert sampler.sample(row()[None], [Draw(state)]) == [Sampled(9)]
 
 
@@ -161,7 +161,7 @@ def test_user_processors_see_the_output_and_run_in_order(ops: Ops) -> None:
 
     sampler = Sampler(V, ops)
     params = SamplingParams(logits_processors=[first, second], temperature=0)
-    state = RequestState(params, ResolvedParams(), (1,), (2, 3))
+    state = SamplerState(params, ResolvedParams(), (1,), (2, 3))
     assert sampler.sample(row()[None], [Draw(state)]) == [Sampled(5)] and seen == [(2, 3)]
 
 
@@ -205,7 +205,7 @@ def test_a_misbehaving_user_processor_fails_its_request_alone(ops: Ops, processo
 def test_parameters_that_leave_no_token_fail_the_request(ops: Ops) -> None:
     sampler = Sampler(V, ops)
     resolved = ResolvedParams(end_ids=(3,))
-    state = RequestState(SamplingParams(allowed_token_ids=[3], min_tokens=1), resolved, (), ())
+    state = SamplerState(SamplingParams(allowed_token_ids=[3], min_tokens=1), resolved, (), ())
     assert sampler.sample(row()[None], [Draw(state)]) == [
         "the request's parameters forbid every token"
     ]

@@ -12,7 +12,7 @@ from sdk.api.params import SamplingParams
 from sdk.sampling.processors import process
 from sdk.sampling.repeats import Repeats
 from sdk.sampling.resolved import ResolvedParams, resolve
-from sdk.sampling.state import RequestState
+from sdk.sampling.state import SamplerState
 from tests.counted import lines_run
 
 texts = st.lists(st.integers(0, 2), max_size=40)
@@ -59,7 +59,7 @@ def test_a_long_repetitive_text_costs_its_length() -> None:
     rows: list[torch.Tensor] = []
 
     def run(length: int) -> None:
-        state = RequestState(params, ResolvedParams(), [3] * length, [])
+        state = SamplerState(params, ResolvedParams(), [3] * length, [])
         for _ in range(5):
             state.append([3])
             rows.append(process(torch.zeros(10), state))
@@ -77,7 +77,7 @@ def test_lists_are_made_arrays_once_for_all_answers_and_steps() -> None:
         min_tokens=5,
     )
     resolved = resolve(params, Words(), 2**20)
-    states = [RequestState(params.clone(seed=i), resolved, [1], []) for i in range(64)]
+    states = [SamplerState(params.clone(seed=i), resolved, [1], []) for i in range(64)]
     assert all(state.rules is resolved.rules for state in states)
     shapes = [state.shape() for state in states]
     assert len({id(shape.mask) for shape in shapes}) == 1
@@ -100,7 +100,7 @@ def test_many_bad_words_are_looked_up_by_their_beginnings() -> None:
     words = [f"{i % 7} {i % 11} {i}" for i in range(100, 1100)] + ["5"]
     params = SamplingParams(bad_words=words)
     resolved = resolve(params, Words(), 2**20)
-    state = RequestState(params, resolved, [], [9, 3, 4])
+    state = SamplerState(params, resolved, [], [9, 3, 4])
     banned = set(torch.isneginf(process(torch.zeros(1200), state)).nonzero()[:, 0].tolist())
     assert banned == {5, *(i for i in range(100, 1100) if (i % 7, i % 11) == (3, 4))}
     assert len(state.rules.completing(np.array([9, 3, 4]))) == 2

@@ -17,7 +17,7 @@ from sdk.kernels.ops import Ops
 from sdk.sampling.draws import Draw
 from sdk.sampling.resolved import ResolvedParams
 from sdk.sampling.sampler import Sampler
-from sdk.sampling.state import RequestState
+from sdk.sampling.state import SamplerState
 from sdk.sampling.uniform import TOKEN, XTC, child_seed, uniform
 
 INF = float("inf")
@@ -37,7 +37,7 @@ def drawn(
     params: SamplingParams, prompt: Sequence[int] = (), output: Sequence[int] = (), **more: object
 ) -> Draw:
     resolved = more.pop("resolved", ResolvedParams())
-    return Draw(RequestState(params, resolved, prompt, output, **more))
+    return Draw(SamplerState(params, resolved, prompt, output, **more))
 
 
 def test_uniforms_are_flat_independent_and_fixed_for_ever() -> None:

@@ -13,7 +13,7 @@ from sdk.kernels.ops import Ops
 from sdk.kernels.reference.sampling import keep_first, truncate
 from sdk.kernels.sampling import Draws, join_draws
 from sdk.sampling.resolved import ResolvedParams
-from sdk.sampling.state import RequestState
+from sdk.sampling.state import SamplerState
 from sdk.sampling.uniform import XTC, uniform
 
 INF = float("inf")
@@ -24,7 +24,7 @@ def some_logits(rows: int, vocab: int, seed: int = 0) -> torch.Tensor:
 
 
 def draw_of(values: dict, uniform: float = 0.0) -> Draws:
-    state = RequestState(SamplingParams(**values), ResolvedParams(), (), ())
+    state = SamplerState(SamplingParams(**values), ResolvedParams(), (), ())
     return join_draws([state.draw()], [uniform])
 
 

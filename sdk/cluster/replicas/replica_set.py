@@ -42,9 +42,9 @@ from sdk.engine.engine import Output
 from sdk.engine.executor import Executor
 from sdk.engine.job import Job
 from sdk.requests.driver import check_process
-from sdk.requests.job_driver import OutputSink, check_new
+from sdk.requests.job_driver import OutputSink
 from sdk.requests.prompts import Prompt
-from sdk.requests.waiting_times import Place, QueueLimit
+from sdk.requests.waiting_times import Place, QueueLimit, check_new
 from sdk.requests.wakeups import LoopInbox, LoopInboxes
 
 logger = logging.getLogger("sdk")

@@ -16,7 +16,7 @@ from sdk.engine.pages.page_pool import PageKey
 from sdk.engine.pages.prefix_store import PrefixStore
 from sdk.quant.safe_repr import safe_repr
 from sdk.requests.driver import Driver
-from sdk.requests.saved_prefixes import SavedPrefixes
+from sdk.requests.served_engine import SavedPrefixes
 
 if TYPE_CHECKING:
     from sdk.llm import LLM

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from sdk.engine.plan import LAST_TOKEN, RequestStart
 from sdk.engine.rank.pooling import Pooler
 from sdk.kernels.lazy_torch import Tensor, torch
-from sdk.sampling.state import RequestState
+from sdk.sampling.state import SamplerState
 
 if TYPE_CHECKING:
     from sdk.structured.answer import StructuredAnswer
@@ -46,7 +46,7 @@ class RankRequest:
         if spec.prompt_embeds is not None:
             self.embeds = torch.from_numpy(spec.prompt_embeds)
         #: Not used by negative sequences.
-        self.state = RequestState(
+        self.state = SamplerState(
             spec.params,
             spec.resolved,
             start.token_ids[: start.num_prompt_tokens] if self.embeds is None else (),

@@ -22,7 +22,7 @@ from sdk.kernels.card import Card
 from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.sampling import Tokens
 from sdk.kernels.sized_graphs import StepGraphs
-from sdk.sampling.state import RequestState
+from sdk.sampling.state import SamplerState
 from sdk.sampling.uniform import TOKEN
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ class RunAhead:
         return self._launch(requests, lengths)
 
     def launch_next(
-        self, last: InFlightStep, random_draws: Sequence[tuple[int, RequestState]], ahead: int
+        self, last: InFlightStep, random_draws: Sequence[tuple[int, SamplerState]], ahead: int
     ) -> None:
         """Launch the step after ``last``, unless one of its requests has no page for it.
 

@@ -12,7 +12,7 @@ from sdk.kernels.lazy_torch import Tensor
 from sdk.sampling.draws import Draw
 from sdk.sampling.guidance import apply_guidance
 from sdk.sampling.sampler import Sampler
-from sdk.sampling.state import RequestState
+from sdk.sampling.state import SamplerState
 
 
 class SampledRow(NamedTuple):
@@ -126,7 +126,7 @@ class StepBatch:
         )
 
     @property
-    def random_draws(self) -> list[tuple[int, RequestState]]:
+    def random_draws(self) -> list[tuple[int, SamplerState]]:
         """The output rows that are drawn at random, with their sampling states."""
         return [(row, draw.state) for row, draw in enumerate(self.draws) if not draw.state.greedy]
 

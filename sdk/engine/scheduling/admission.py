@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterator
 
@@ -10,11 +11,38 @@ from sdk.engine.pages.prefixes import Prefix, Prefixes
 from sdk.engine.recorder import Recorder
 from sdk.engine.scheduling.adapter_slots import AdapterSlots
 from sdk.engine.scheduling.negative_prompt import share
-from sdk.engine.scheduling.prompt_budget import PromptBudget
 from sdk.engine.scheduling.queues import RequestQueues
 from sdk.engine.scheduling.request import Request
 from sdk.engine.scheduling.results import ResultReservation
 from sdk.engine.scheduling.scheduler_config import SchedulerConfig
+from sdk.kernels.dataclass import dataclass
+
+
+@dataclass(slots=True)
+class PromptBudget:
+    """The tokens of prompts that a step may still run: ``tokens`` in all, ``scoring`` of them
+    scored (``prompt_logprobs``), and ``patient`` of requests that are not urgent."""
+
+    tokens: int
+    scoring: int
+    patient: int = sys.maxsize
+
+    def most(self, request: Request) -> int:
+        """How many of them ``request`` may run."""
+        most = self.tokens
+        if request.scores_prompt:
+            most = min(most, self.scoring)
+        if not request.urgent:
+            most = min(most, self.patient)
+        return most
+
+    def take(self, request: Request, num_tokens: int) -> None:
+        """``request`` runs so many. With an urgent one no others run, which would delay it."""
+        self.tokens -= num_tokens
+        if request.scores_prompt:
+            self.scoring -= num_tokens
+        if self.patient < sys.maxsize:
+            self.patient = 0 if request.urgent else self.patient - num_tokens
 
 
 class Admission:

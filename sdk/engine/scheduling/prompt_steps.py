@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sdk.engine.scheduling.admission import Admission
+from sdk.engine.scheduling.admission import Admission, PromptBudget
 from sdk.engine.scheduling.negative_prompt import share
-from sdk.engine.scheduling.prompt_budget import PromptBudget
 from sdk.engine.scheduling.queues import RequestQueues
 from sdk.engine.scheduling.request import Request
 from sdk.engine.scheduling.scheduler_config import SchedulerConfig
