@@ -138,8 +138,7 @@ class ModelConfig:
         config, fields = _checked(config, known)
         hidden = fields.count("hidden_size", MAX_WIDTH)
         layers = fields.count("num_hidden_layers", MAX_LAYERS)
-        layer_heads = _layer_heads(fields, layers)
-        heads, kv_heads, head_dim = _heads(fields, hidden, layer_heads)
+        layer_heads, heads, kv_heads, head_dim = _heads(fields, hidden, layers)
         embedding = EmbeddingRules() if known is None else known.embedding
         first, unused = _first_position(fields, embedding)
         biases = (rules.biases or _biases)(fields)
@@ -259,8 +258,10 @@ def _layer_heads(fields: Fields, layers: int) -> tuple[int, ...]:
     return counts if len({*counts}) > 1 else ()
 
 
-def _heads(fields: Fields, hidden: int, each: tuple[int, ...]) -> tuple[int, int, int]:
-    """Heads, key/value heads, and features of one. ``each``: the heads of each layer."""
+def _heads(fields: Fields, hidden: int, layers: int) -> tuple[tuple[int, ...], int, int, int]:
+    """The query heads of each layer (see above) and the most of them, key/value heads, and features
+    of one."""
+    each = _layer_heads(fields, layers)
     heads = max(each) if each else fields.count("num_attention_heads", MAX_WIDTH)
     kv_heads = fields.count("num_key_value_heads", MAX_WIDTH, default=heads)
     odd = next((one for one in each or (heads,) if one % kv_heads), None)
@@ -268,7 +269,7 @@ def _heads(fields: Fields, hidden: int, each: tuple[int, ...]) -> tuple[int, int
         fields.fail("num_key_value_heads", f"a divisor of {odd} heads", kv_heads)
     if not fields.has("head_dim") and hidden % heads:
         fields.fail("num_attention_heads", f"a divisor of hidden_size {hidden}", heads)
-    return heads, kv_heads, fields.count("head_dim", 4096, default=hidden // heads)
+    return each, heads, kv_heads, fields.count("head_dim", 4096, default=hidden // heads)
 
 
 def _first_position(fields: Fields, rules: EmbeddingRules) -> tuple[int | None, int]:

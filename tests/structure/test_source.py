@@ -318,7 +318,7 @@ NAMES_MODELS += ("sdk/testing/tiny_models.py",)
 #: Models that do not run; tests/models/test_other_models.py compares it with the registry.
 NAMES_MODELS += ("models/other_models.py",)
 #: Formats of tool calls and of chats, which are called like a model.
-NAMES_MODELS += ("sdk/tools/", "sdk/compat/llama_cpp/_chat.py", "sdk/requests/jobs.py")
+NAMES_MODELS += ("sdk/tools/", "sdk/compat/llama_cpp/_chat.py", "sdk/requests/job_maker.py")
 
 
 def test_only_its_own_file_names_a_model(library: Library) -> None:
