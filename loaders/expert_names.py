@@ -123,9 +123,8 @@ def joined_part(name: str, config: Mapping[str, Any]) -> JoinedPart | None:
     path, expert, part, bias = found.groups()
     suffix = "_bias" if bias else ""
     known = architecture(config.get("model_type"))
-    if known is not None and not known.layer.gated:
-        return JoinedPart(f"{path}.up_proj{suffix}", int(expert), 0, 1, False)
-    if part == "down" or (known is not None and known.tensors.experts_by_rows):
+    apart = known is not None and (known.tensors.experts_by_rows or not known.layer.gated)
+    if part == "down" or apart:
         return JoinedPart(f"{path}.{part}_proj{suffix}", int(expert), 0, 1, False)
     interleaved = known is not None and known.tensors.gate_up_interleaved
     at = ("gate", "up").index(part)

@@ -25,7 +25,7 @@ import inspect
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Lock
 from typing import Any
 
@@ -179,9 +179,9 @@ def _sizes(hf_config: Any, c: Any) -> ModelConfig:
     hidden = getattr(c, "hidden_size", None)
     if getattr(c, "kv_lora_rank", None):  # latent attention: kept as keys and values of every head
         kv_heads, head_dim = heads, c.qk_nope_head_dim + c.qk_rope_head_dim
-    return ModelConfig.from_dict(
+    found = ModelConfig.from_dict(
         {
-            "model_type": hf_config.model_type,
+            "model_type": "",  # the rules of a model of ours do not apply to transformers' code
             "vocab_size": getattr(c, "vocab_size", None),
             "hidden_size": hidden,
             "intermediate_size": getattr(c, "intermediate_size", None) or hidden,
@@ -194,6 +194,7 @@ def _sizes(hf_config: Any, c: Any) -> ModelConfig:
             "tie_word_embeddings": bool(getattr(c, "tie_word_embeddings", False)),
         }
     )
+    return replace(found, model_type=hf_config.model_type)
 
 
 def _construct(hf_config: Any) -> Any:
