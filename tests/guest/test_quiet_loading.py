@@ -29,7 +29,7 @@ def test_loading_any_golden_checkpoint_prints_nothing(golden: Path) -> None:
         models += [str(path) for path in folder.glob("*.gguf")]
     assert len(models) > 30
     child = subprocess.run(
-        [sys.executable, "-c", LOAD, *models], capture_output=True, text=True, timeout=500
+        [sys.executable, "-c", LOAD, *models], capture_output=True, text=True, timeout=1100
     )
     assert (child.stdout, child.stderr, child.returncode) == ("", "", 0)
 

@@ -67,7 +67,7 @@ def command(line: str, *arguments: object) -> subprocess.CompletedProcess[str]:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
     )
 
 
@@ -105,7 +105,7 @@ def test_a_notebook_shows_a_bar_under_the_cell_once_work_takes_a_second(tmp_path
         "PYTHONPATH": str(ROOT),
         "IPYTHONDIR": str(tmp_path / "ipython"),
     }
-    client = NotebookClient(notebook, timeout=100, kernel_name="python3")
+    client = NotebookClient(notebook, timeout=280, kernel_name="python3")
     client.execute(cwd=str(tmp_path), env=environment)
     found = "".join(str(output) for output in notebook.cells[0].outputs)
     assert "slow" in found and "2/3" in found
