@@ -22,7 +22,6 @@ import traceback
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from sdk.cluster.executors.channel import Channel, pack
 from sdk.cluster.executors.children import exit_text
 from sdk.cluster.executors.worker import limit_stderr
 from sdk.cluster.replicas.lockstep import LockstepStart
@@ -37,6 +36,7 @@ from sdk.cluster.replicas.messages import (
     Progress,
     sendable,
 )
+from sdk.cluster.wire.local import Channel, pack
 
 if TYPE_CHECKING:
     from sdk.engine.rank.rank_model import RankModel
@@ -170,7 +170,7 @@ class _Parent:
         code = 1
         try:
             _die_with_parent()
-            self._channel.close()
+            self._channel.forget()
             self._descriptors.close()
             self._pids.clear()
             from sdk.cluster.replicas.replica import serve
