@@ -98,9 +98,8 @@ def _signature(secret: int, data: bytes) -> bytes:
 
 def _der(tag: int, *parts: bytes) -> bytes:
     body = b"".join(parts)
-    size = bytes([len(body)])
+    size = len(body).to_bytes((len(body).bit_length() + 7) // 8 or 1, "big")
     if len(body) > 127:
-        size = len(body).to_bytes((len(body).bit_length() + 7) // 8, "big")
         size = bytes([0x80 | len(size)]) + size
     return bytes([tag]) + size + body
 

@@ -16,8 +16,6 @@ from collections import deque
 
 import numpy as np
 
-from sdk.api.remote_workers import Address
-
 Buffer = bytes | bytearray | memoryview
 #: 256 MiB hold a plan of 30 million prompt tokens: more than any step has, and far less than a
 #: length read from the wrong bytes.
@@ -61,13 +59,6 @@ class Stream:
         self._frames = FrameReader()
         # kept: memory of this size is mapped and given back for every message otherwise
         self._buffer = np.empty(READ_BYTES, dtype=np.uint8).data
-
-    @property
-    def peer(self) -> str:
-        """The address of the other end."""
-        with contextlib.suppress(OSError):
-            return str(Address(*self.socket.getpeername()[:2]))
-        return "a closed connection"
 
     # ---- without waiting -------------------------------------------------------------------------
 
@@ -128,8 +119,11 @@ class Stream:
 
     def wait(self, event: int, limit_s: float | None) -> bool:
         """Wait until the socket is ready for ``event`` of ``select.poll``, or has failed."""
+        descriptor = self.socket.fileno()
+        if descriptor < 0:  # another thread has closed it
+            raise ConnectionError("the connection was closed")
         poller = select.poll()  # select.select() cannot take descriptors above 1023
-        poller.register(self.socket, event)
+        poller.register(descriptor, event)
         return bool(poller.poll(None if limit_s is None else max(limit_s, 0.0) * 1000))
 
     def send(self, *buffers: Buffer, limit_s: float | None = None) -> None:
