@@ -50,10 +50,7 @@ _MAX_DEFERRED = 64
 
 
 class ModelRunner:
-    """Builds and runs the model of one rank. All work with tensors is here.
-
-    ``close`` frees weights, pages and threads.
-    """
+    """The model of one rank. All work with tensors is here. ``close`` frees weights and threads."""
 
     #: Experts on their way to this rank.
     moving: MovingExperts | None = None
