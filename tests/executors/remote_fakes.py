@@ -19,7 +19,7 @@ import rank_runner
 
 from sdk.api.remote_workers import Address, RemoteWorkers
 from sdk.cluster.executors.process import ProcessExecutor
-from sdk.cluster.executors.remote.messages import PROTOCOL, engine_codec, whole
+from sdk.cluster.executors.remote.engine_codec import PROTOCOL, engine_codec, whole
 from sdk.cluster.executors.remote.ranks import RemoteRanks
 from sdk.cluster.executors.remote.serve import WorkerOptions, WorkerParts, serve_engines
 from sdk.cluster.wire.codec import Codec

@@ -15,8 +15,8 @@ from sdk.api.errors import EngineDeadError
 from sdk.api.remote_workers import Address
 from sdk.cluster.executors.children import ChildLost
 from sdk.cluster.executors.remote import link as links
+from sdk.cluster.executors.remote.engine_codec import engine_codec
 from sdk.cluster.executors.remote.link import Link, LinkLost
-from sdk.cluster.executors.remote.messages import engine_codec
 from sdk.cluster.executors.remote.ranks import RemoteRank, accept_peers
 from sdk.cluster.executors.remote.serve import (
     WorkerOptions,

@@ -30,7 +30,7 @@ Role = Literal["both", "prefill", "decode"]
 
 
 class Load(NamedTuple):
-    """Read the model; the answer is :class:`Progress`, then :class:`Loaded` or :class:`Failed`."""
+    """Read the model; answers: :class:`Progress`, then :class:`ModelRead` or :class:`Failed`."""
 
     config: EngineConfig
     num_threads: int  # while the weights are packed
@@ -64,7 +64,7 @@ class Progress(NamedTuple):
     total: int
 
 
-class Loaded(NamedTuple):
+class ModelRead(NamedTuple):
     """The model was read: replicas can be started."""
 
 

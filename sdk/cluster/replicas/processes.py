@@ -24,8 +24,8 @@ from sdk.cluster.replicas.messages import (
     Forked,
     Kill,
     Load,
-    Loaded,
     Lost,
+    ModelRead,
     Prefilled,
     Progress,
     Ready,
@@ -282,7 +282,7 @@ class ReplicaProcesses:
             match message:
                 case Progress(done, total):
                     self._report(done, total)
-                case Loaded():
+                case ModelRead():
                     self._is_loaded = True
                     self._start_due()
                 case Failed(error):

@@ -13,7 +13,6 @@ import contextlib
 import os
 import select
 import socket
-import ssl
 import tempfile
 import threading
 import time
@@ -23,9 +22,15 @@ from typing import IO, cast
 
 import numpy as np
 
+from sdk.api.errors import RequestError
 from sdk.api.remote_workers import Address
 from sdk.cluster.wire.certificate import key_pair
 from sdk.cluster.wire.stream import READ_BYTES, Buffer, Stream, drop
+
+try:
+    import ssl
+except ImportError:  # Python was built without OpenSSL: all but other machines works
+    ssl = None  # type: ignore[assignment]
 
 #: Bytes that are encrypted at a time: 16 records, and what one call sends.
 _PIECE = 1 << 18
@@ -48,9 +53,15 @@ class SharedToken:
 
     :param protocol: what they say to each other, with its version: ends of different protocols do
         not connect, although they have the same token.
+    :raises RequestError: this Python has no TLS 1.3.
     """
 
     def __init__(self, token: bytes, protocol: str) -> None:
+        if ssl is None or not ssl.HAS_TLSv1_3:
+            raise RequestError(
+                "connections to other machines need Python's ssl module with TLS 1.3; use a Python "
+                "that was built with OpenSSL 1.1.1 or later"
+            )
         self._protocol = protocol
         pair = key_pair(token)
         self._certificate = pair.certificate

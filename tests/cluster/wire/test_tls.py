@@ -10,10 +10,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from sdk.api.errors import EngineDeadError
+from sdk.api.errors import EngineDeadError, RequestError
 from sdk.api.remote_workers import Address
 from sdk.cluster.wire import listener as listeners, stream as streams, tls
 from sdk.cluster.wire.certificate import key_pair
@@ -120,6 +121,15 @@ def test_a_key_leaves_no_file_and_can_be_read_where_there_are_none_in_memory(
     one.close()
     other.close()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("found", [None, SimpleNamespace(HAS_TLSv1_3=False)], ids=["none", "old"])
+def test_a_python_without_tls_1_3_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, found: object
+) -> None:
+    monkeypatch.setattr(tls, "ssl", found)
+    with pytest.raises(RequestError, match=r"need Python's ssl module with TLS 1\.3; use a Python"):
+        SharedToken(b"a token of these tests", "tests/1")
 
 
 # ---- the handshake -----------------------------------------------------------------------------

@@ -12,8 +12,8 @@ from typing import Any
 from sdk.api.errors import EngineDeadError
 from sdk.api.remote_workers import Address, RemoteWorkers
 from sdk.cluster.executors.children import ChildLost, Children, Worker
+from sdk.cluster.executors.remote.engine_codec import PROTOCOL, engine_codec
 from sdk.cluster.executors.remote.link import Link, LinkLost
-from sdk.cluster.executors.remote.messages import PROTOCOL, engine_codec
 from sdk.cluster.executors.remote.tcp_group import TcpGroup
 from sdk.cluster.executors.remote.world import Facts, difference, facts_of, host_name
 from sdk.cluster.executors.worker import WorkerStart

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from sdk.api.errors import EngineDeadError, RequestError
 from sdk.api.remote_workers import Address
+from sdk.cluster.executors.remote.engine_codec import PROTOCOL, engine_codec
 from sdk.cluster.executors.remote.link import Link, LinkLost
-from sdk.cluster.executors.remote.messages import PROTOCOL, engine_codec
 from sdk.cluster.executors.remote.ranks import accept_peers
 from sdk.cluster.executors.remote.tcp_group import TcpGroup
 from sdk.cluster.executors.remote.world import facts_of, host_name

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from sdk.cluster.executors.remote.messages import PROTOCOL
+from sdk.cluster.executors.remote.engine_codec import PROTOCOL
 from sdk.engine.model_key import files_key
 from sdk.kernels.cpu import simd_level
 from sdk.kernels.cpu.library import ABI_VERSION, find_library
