@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from sdk.api.errors import EngineDeadError, SdkError
+from sdk.api.errors import EngineDeadError
 from sdk.api.remote_workers import Address
 from sdk.cluster.wire.stream import Stream
 from sdk.cluster.wire.tls import SharedToken
@@ -79,8 +79,7 @@ class Listener:
             self._closed = True
             self._changed.notify_all()
             for sock in (self._socket, *self._strangers):  # wakes their threads
-                with contextlib.suppress(OSError):
-                    sock.shutdown(socket.SHUT_RDWR)
+                _shut(sock)
         self._thread.join()
         self._socket.close()
         with self._changed:
@@ -105,6 +104,7 @@ class Listener:
                 if room:
                     self._strangers.add(sock)
             if not room:
+                _shut(sock)
                 sock.close()
                 continue
             threading.Thread(
@@ -112,7 +112,7 @@ class Listener:
             ).start()
 
     def _greet(self, sock: socket.socket) -> None:
-        arrival = stream = None
+        arrival = None
         peer = "a closed connection"
         try:
             peer = str(Address(*sock.getpeername()[:2]))
@@ -123,13 +123,14 @@ class Listener:
                 data = stream.receive_frame(ends - time.monotonic(), _MAX_HELLO)
                 hello = self._read_hello(data)
             arrival = Arrival(stream, hello, peer)
-        except (OSError, EOFError, SdkError) as error:
+        except Exception as error:  # whatever a stranger sends, the place is free again
             self._refuse(f"{peer}: {error}")
         with self._changed:
             self._strangers.discard(sock)
             if arrival is not None and not self._closed:
                 self._arrived.append(arrival)
             else:
+                _shut(sock)
                 sock.close()
             self._changed.notify_all()
 
@@ -137,6 +138,12 @@ class Listener:
         if not self._closed:
             self.refused = [*self.refused[-9:], why]
             logger.warning("%s refused a connection: %s", self.address, why)
+
+
+def _shut(sock: socket.socket) -> None:
+    """End a connection, also where a forked child of this process has a copy of it."""
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
 
 
 def _bound(address: Address) -> socket.socket:
