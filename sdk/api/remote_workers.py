@@ -31,8 +31,8 @@ class RemoteWorkers:
     """Where an ``LLM`` with ``tensor_parallel_size`` N waits for its other N - 1 ranks.
 
     The calling process is rank 0. The others are started on their hosts with ``embedlm worker`` or
-    :func:`sdk.run_worker`, before or after, and connect over TCP. Both sides prove that they know
-    the token, and every message is signed; nothing is encrypted (``docs/security.md``).
+    :func:`sdk.run_worker`, before or after, and connect through TLS 1.3. Both sides prove that they
+    know the token (``docs/security.md``).
 
     :param listen: ``"host:port"``: the address of this machine at which rank 0 listens while it
         waits. Only that address is bound; ``"127.0.0.1:29500"`` is not reachable from outside.

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
+from sdk.api.remote_workers import Address
 from sdk.cluster.executors.groups import connect
-from sdk.cluster.executors.remote.handshake import answer_handshake, open_handshake
 from sdk.cluster.executors.remote.tcp_group import TcpGroup
-from sdk.cluster.executors.remote.wire import Wire
+from sdk.cluster.wire.tls import SharedToken
 
 TOKEN = b"0123456789abcdef-of-these-tests"
 SIZES = {"2.3 KB": 576, "16 KB": 4096, "590 KB": 147456}
@@ -29,10 +29,10 @@ def group_of(kind: str, rank: int, folder: str, server: socket.socket) -> Any:
     if kind != "tcp":
         return connect(kind, folder, rank, 2, connect_s=60, limit_s=60)
     if rank:
-        signed = open_handshake(Wire(socket.create_connection(server.getsockname())), TOKEN, 60)
+        stream = SharedToken(TOKEN, "sums").connect(Address(*server.getsockname()), 60)
     else:
-        signed = answer_handshake(Wire(server.accept()[0]), TOKEN, 60)
-    return TcpGroup(rank, {1 - rank: signed}, 60)
+        stream = SharedToken(TOKEN, "sums").accept(server.accept()[0], 60)
+    return TcpGroup(rank, {1 - rank: stream}, 60)
 
 
 def main(kind: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -18,12 +19,12 @@ import rank_runner
 
 from sdk.api.remote_workers import Address, RemoteWorkers
 from sdk.cluster.executors.process import ProcessExecutor
-from sdk.cluster.executors.remote.codec import Codec
-from sdk.cluster.executors.remote.handshake import answer_handshake, open_handshake
-from sdk.cluster.executors.remote.messages import engine_codec, whole
+from sdk.cluster.executors.remote.engine_codec import PROTOCOL, engine_codec, whole
 from sdk.cluster.executors.remote.ranks import RemoteRanks
 from sdk.cluster.executors.remote.serve import WorkerOptions, WorkerParts, serve_engines
-from sdk.cluster.executors.remote.wire import SignedWire, Wire
+from sdk.cluster.wire.codec import Codec
+from sdk.cluster.wire.stream import Stream
+from sdk.cluster.wire.tls import SharedToken
 
 HERE = Path(__file__).parent
 TOKEN = "0123456789abcdef-of-these-tests"
@@ -114,36 +115,37 @@ class WorkerProcess:
         self.process.stdout.close()
 
 
+@functools.cache
+def shared(token: str = TOKEN, protocol: str = PROTOCOL) -> SharedToken:
+    """Made once: it takes a tenth of a second."""
+    return SharedToken(token.encode(), protocol)
+
+
 @contextlib.contextmanager
-def connected() -> Iterator[tuple[Wire, Wire]]:
-    """Both ends of a TCP connection."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        one = Wire(socket.create_connection(server.getsockname()))
-        other = Wire(server.accept()[0])
-    try:
-        yield one, other
-    finally:
-        one.close()
-        other.close()
+def connected(
+    worker: SharedToken | None = None, listener: SharedToken | None = None
+) -> Iterator[tuple[Stream | Exception, Stream | Exception]]:
+    """Both ends of an encrypted connection, or what they raised."""
+    found: list[Stream | Exception] = [EOFError(), EOFError()]
 
-
-def shake_hands(
-    worker: Wire, listener: Wire, tokens: tuple[bytes, bytes] = (TOKEN.encode(),) * 2
-) -> tuple[SignedWire | Exception, SignedWire | Exception]:
-    """What both ends get, at the same time: the connection, or the error."""
-    found: list[SignedWire | Exception] = [EOFError(), EOFError()]
-
-    def run(index: int, call, wire: Wire) -> None:
+    def answer() -> None:
         try:
-            found[index] = call(wire, tokens[index], 5.0)
+            found[1] = (listener or shared()).accept(server.accept()[0], 5.0)
         except Exception as error:
-            found[index] = error
+            found[1] = error
 
-    other = threading.Thread(target=run, args=(1, answer_handshake, listener))
-    other.start()
-    run(0, open_handshake, worker)
-    other.join()
-    return found[0], found[1]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        answering = threading.Thread(target=answer)
+        answering.start()
+        try:
+            found[0] = (worker or shared()).connect(Address(*server.getsockname()), 5.0)
+        except Exception as error:
+            found[0] = error
+        answering.join()
+    yield found[0], found[1]
+    for end in found:
+        if isinstance(end, Stream):
+            end.close()
 
 
 def main(given: str) -> None:

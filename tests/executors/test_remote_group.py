@@ -1,4 +1,4 @@
-"""Sums over authenticated TCP connections; ranks are threads of this process."""
+"""Sums over encrypted TCP connections; ranks are threads of this process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def groups(remote: ModuleType):
             for low in range(size):
                 for high in range(low + 1, size):
                     ends = stack.enter_context(remote.connected())
-                    peers[high][low], peers[low][high] = remote.shake_hands(*ends)
+                    peers[high][low], peers[low][high] = ends
             made = [TcpGroup(rank, found, limit_s) for rank, found in enumerate(peers)]
             for group in made:
                 stack.callback(group.close)
@@ -157,23 +157,49 @@ def test_an_exchange_in_progress_fails_when_another_thread_gives_up(groups) -> N
         made[0].all_reduce(torch.ones(3))
 
 
-@pytest.mark.parametrize("what", ["payload", "tag", "repeated"])
+class Tampering:
+    """A socket on which somebody else changes what is sent."""
+
+    def __init__(self, sock, change) -> None:
+        self._sock, self._change = sock, change
+
+    def __getattr__(self, name: str):
+        return getattr(self._sock, name)
+
+    def send(self, data, *flags: int) -> int:
+        self._sock.sendall(self._change(bytes(data)))
+        return len(data)
+
+
+@pytest.mark.parametrize("what", ["payload", "tag", "repeated", "missing"])
 def test_a_tensor_that_was_tampered_with_ends_the_group(groups, what: str) -> None:
     made = groups(2)
     (peer,) = made[1]._peers
-    own = torch.ones(3)
-    data = own.numpy().tobytes()
-    if what == "repeated":
+    sent: list[bytes] = []
+
+    def change(data: bytes) -> bytes:
+        sent.append(data)
+        at = {"payload": 20, "tag": len(data) - 1}.get(what)
+        if at is not None:
+            return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+        return sent[0] if what == "repeated" else b"" if len(sent) == 2 else data
+
+    peer.stream.socket = Tampering(peer.stream.socket, change)
+    if what in ("repeated", "missing"):  # the first one arrives
         on_all(made, lambda rank, group: group.all_reduce(torch.ones(3)))
-        peer._sign.__self__._count -= 1  # as before
-    tag = peer._sign(data)
-    if what == "payload":
-        data = (own * 2).numpy().tobytes()
-    if what == "tag":
-        tag = bytes(32)
-    peer.wire.send(data + tag, 5)
-    with pytest.raises(CollectiveError, match="rank 1: a tensor has a wrong signature"):
-        made[0].all_reduce(torch.ones(3))
+    if what == "missing":
+        made[1]._exchange = lambda parts: [
+            (peer.begin(parts[1], parts[0]), peer.advance()) for _ in range(2)
+        ]
+    found = on_all(made, lambda rank, group: group.all_reduce(torch.ones(3)))
+    assert str(found[0]).startswith("rank 1: ") and "BAD_RECORD_MAC" in str(found[0])
+
+
+def test_ranks_that_exchange_different_tensors_are_named(groups) -> None:
+    """Another step, say: the sums would be wrong without a word."""
+    found = on_all(groups(2), lambda rank, group: group.all_reduce(torch.ones(3 + rank)))
+    assert "rank 1: expected a tensor of 12 bytes, found 16" in str(found[0])
+    assert isinstance(found[1], CollectiveError)
 
 
 def test_a_forked_child_leaves_the_group_alone(groups) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import select
 import socket
 import threading
 import time
@@ -16,33 +15,33 @@ from sdk.api.errors import EngineDeadError
 from sdk.api.remote_workers import Address
 from sdk.cluster.executors.children import ChildLost
 from sdk.cluster.executors.remote import link as links
+from sdk.cluster.executors.remote.engine_codec import engine_codec
 from sdk.cluster.executors.remote.link import Link, LinkLost
-from sdk.cluster.executors.remote.listener import MAX_STRANGERS, Listener
-from sdk.cluster.executors.remote.messages import engine_codec
 from sdk.cluster.executors.remote.ranks import RemoteRank, accept_peers
 from sdk.cluster.executors.remote.serve import (
     WorkerOptions,
     WorkerParts,
-    _connection,
     localized,
     serve_engines,
 )
-from sdk.cluster.executors.remote.wire import CHUNK, TAG, SignedWire
+from sdk.cluster.wire.listener import MAX_STRANGERS, Listener
+from sdk.cluster.wire.stream import LENGTH, Stream
+from sdk.cluster.wire.tls import _PIECE, SecureStream
 from sdk.engine.rank.runner_config import RunnerConfig
 
 CODEC = engine_codec()
 
 
 @pytest.fixture
-def signed(remote: ModuleType) -> Iterator[tuple[SignedWire, SignedWire]]:
+def ends(remote: ModuleType) -> Iterator[tuple[SecureStream, SecureStream]]:
     with remote.connected() as ends:
-        yield remote.shake_hands(*ends)
+        yield ends
 
 
-def test_messages_arrive_in_order_and_a_goodbye_after_them(signed) -> None:
+def test_messages_arrive_in_order_and_a_goodbye_after_them(ends) -> None:
     lost: list[int] = []
-    one = Link(signed[0], "one", lambda: lost.append(1))
-    other = Link(signed[1], "other", lambda: lost.append(2))
+    one = Link(ends[0], "one", lambda: lost.append(1))
+    other = Link(ends[1], "other", lambda: lost.append(2))
     for message in (b"first", b"", b"x" * 3_000_000):
         one.send(message, 30)
     one.close()
@@ -58,8 +57,8 @@ def test_messages_arrive_in_order_and_a_goodbye_after_them(signed) -> None:
     assert sorted(lost) == [1, 2]
 
 
-def test_what_was_sent_before_the_end_arrives_although_the_other_end_still_sends(signed) -> None:
-    link, other = Link(signed[0], "one", int), signed[1]
+def test_what_was_sent_before_the_end_arrives_although_the_other_end_still_sends(ends) -> None:
+    link, other = Link(ends[0], "one", int), ends[1]
 
     def send_and_close() -> None:
         link.send(bytes(20_000_000), 30)  # the last of it is still in this end's buffers
@@ -69,63 +68,67 @@ def test_what_was_sent_before_the_end_arrives_although_the_other_end_still_sends
     sending.start()
     kinds = []
     while b"e" not in kinds:
-        message = other.receive(30, meanwhile=lambda: other.send(b"b", 30))
-        kinds.append(bytes(message[:1]))
-        assert len(message) == (20_000_001 if kinds[-1] == b"m" else 1)
+        with contextlib.suppress(BlockingIOError):
+            for message in other.read_frames():
+                kinds.append(bytes(message[:1]))
+                assert len(message) == (20_000_001 if kinds[-1] == b"m" else 1)
+        other.send_frame(b"b", limit_s=30)
     assert kinds.count(b"m") == 1
-    other.wire.close()
+    other.close()
     sending.join(30)
     assert not sending.is_alive() and link.lost is not None
 
 
-def test_a_link_without_a_message_waits_only_so_long_and_stays(signed) -> None:
-    one, other = Link(signed[0], "one", int), Link(signed[1], "other", int)
+def test_a_link_without_a_message_waits_only_so_long_and_stays(ends) -> None:
+    one, other = Link(ends[0], "one", int), Link(ends[1], "other", int)
     assert one.receive(0.01) is None and not one.wait_closed(1.2)  # beats are no messages
     assert one.lost is None and other.lost is None
     one.close()
     other.close()
 
 
-def test_an_end_that_is_silent_is_lost(signed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_end_that_is_silent_is_lost(ends, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "_TICK_S", 0.02)
-    link = Link(signed[0], "one", int)
+    link = Link(ends[0], "one", int)
     assert link.wait_closed(30)
     assert link.lost == "no sign of life for 4 s"
     link.close()
 
 
 def test_an_end_that_receives_a_large_message_slowly_says_meanwhile_that_it_is_alive(
-    signed, monkeypatch: pytest.MonkeyPatch
+    ends, eventually: Callable[[Callable[[], bool]], bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(links, "_TICK_S", 0.02)
-    link, sender = Link(signed[0], "one", int), signed[1]
-    frames = bytearray()
-    with monkeypatch.context() as patch:
-        patch.setattr(sender.wire, "send", lambda data, _: frames.extend(data))
-        sender.send(b"m" + bytes(20 * CHUNK), 5)
-    header = len(frames) - 20 * CHUNK - 1 - TAG
-    sender.wire.send(frames[:header], 5)
-    for begin in range(header, header + 20 * CHUNK, CHUNK):
-        while sender.wire.wait(select.POLLIN, 0.03):  # more than a tick without a beat
-            assert sender.receive(5) == b"b"
-        sender.wire.send(frames[begin : begin + CHUNK], 5)
-        assert sender.receive(30) == b"b"
-    sender.wire.send(frames[header + 20 * CHUNK :], 5)
-    assert len(link.receive(30) or b"") == 20 * CHUNK
+    monkeypatch.setattr(links, "_SILENT_TICKS", 1_000_000)  # this end may be slow
+    link, sender = Link(ends[0], "one", int), ends[1]
+    sender.queue(LENGTH.pack(20 * _PIECE + 1) + b"m" + bytes(20 * _PIECE))
+
+    def beats() -> bool:
+        with contextlib.suppress(BlockingIOError):
+            return b"b" in sender.read_frames()
+        return False
+
+    while sender._queued:
+        while beats():
+            pass
+        sender._encrypted.append(sender._encrypt())
+        sender._send_encrypted(time.monotonic() + 30)
+        assert eventually(beats)
+    assert len(link.receive(30) or b"") == 20 * _PIECE
     link.close()
 
 
-def test_a_message_that_was_not_signed_ends_the_link(signed) -> None:
-    link = Link(signed[0], "one", int)
-    signed[1].wire.send(bytes(100), 5)
+def test_a_message_of_somebody_else_ends_the_link(ends) -> None:
+    link = Link(ends[0], "one", int)
+    ends[1].socket.sendall(b"\x17\x03\x03\0\x40" + bytes(64))  # a record that nobody encrypted
     assert link.wait_closed(30)
-    assert link.lost == "the connection failed: a message has a wrong signature"
+    assert link.lost is not None and "BAD_RECORD_MAC" in link.lost
     link.close()
 
 
 @pytest.mark.parametrize("message", [b"?", CODEC.encode(7), CODEC.encode(())])
-def test_a_worker_that_says_something_else_is_lost(signed, message: bytes) -> None:
-    one, other = Link(signed[0], "one", int), Link(signed[1], "other", int)
+def test_a_worker_that_says_something_else_is_lost(ends, message: bytes) -> None:
+    one, other = Link(ends[0], "one", int), Link(ends[1], "other", int)
     rank = RemoteRank(one, CODEC, "a host", None)
     other.send(message, 5)
     with pytest.raises(ChildLost, match=r"rank 0 on a host: (expected a message|message: )"):
@@ -134,27 +137,29 @@ def test_a_worker_that_says_something_else_is_lost(signed, message: bytes) -> No
     other.close()
 
 
-def test_peers_that_do_not_come_are_named_and_those_of_another_engine_sent_away() -> None:
-    listener = Listener(Address("127.0.0.1", 0), b"0123456789abcdef", CODEC)
-    stranger = _connection(listener.address, b"0123456789abcdef")
-    stranger.send(CODEC.encode(("tensors", b"another engine", 1)), 5)
-    found: dict[int, SignedWire] = {}
+def test_peers_that_do_not_come_are_named_and_those_of_another_engine_sent_away(
+    remote: ModuleType,
+) -> None:
+    listener = Listener(Address("127.0.0.1", 0), remote.shared(), CODEC.decode)
+    stranger = remote.shared().connect(listener.address, 5)
+    stranger.send_frame(CODEC.encode(("tensors", b"another engine", 1)), limit_s=5)
+    found: dict[int, Stream] = {}
     with pytest.raises(EngineDeadError, match=r"rank 1, 2: no connection for tensors within 1 s"):
         accept_peers(listener, found, {1, 2}, b"this engine", 1.0, int)
     assert found == {}
     with pytest.raises((EOFError, OSError)):
-        stranger.wire.receive(1, 5)
-    stranger.wire.close()
+        stranger.receive(1, 5)
+    stranger.close()
     listener.close()
 
 
 @pytest.fixture
-def worker_of() -> Iterator[Callable[..., list[str]]]:
+def worker_of(remote: ModuleType) -> Iterator[Callable[..., list[str]]]:
     """``worker_of(*messages)``: what a worker in a thread raises when rank 0 says these."""
-    token = b"0123456789abcdef"
+    token = remote.TOKEN.encode()
 
     def run(*messages: object) -> list[str]:
-        listener = Listener(Address("127.0.0.1", 0), token, CODEC)
+        listener = Listener(Address("127.0.0.1", 0), remote.shared(), CODEC.decode)
         errors: list[str] = []
 
         def work() -> None:
@@ -169,7 +174,7 @@ def worker_of() -> Iterator[Callable[..., list[str]]]:
         working.start()
         arrival = listener.accept(30)
         assert arrival is not None and arrival.hello[0] == "control"
-        link = Link(arrival.signed, "worker", int)
+        link = Link(arrival.stream, "worker", int)
         for message in messages:
             link.send(CODEC.encode(message), 5)
         working.join(30)
@@ -199,13 +204,13 @@ def test_a_worker_names_what_rank_0_should_not_have_said(
     assert f"rank 1 at 127.0.0.1:{port}: " in why and "refused" in why
 
 
-def test_a_worker_tries_again_while_strangers_have_all_places_of_a_lower_rank() -> None:
-    token = b"0123456789abcdef"
-    first, second = (Listener(Address("127.0.0.1", 0), token, CODEC) for _ in range(2))
+def test_a_worker_tries_again_while_strangers_have_all_places_of_a_lower_rank(
+    remote: ModuleType, eventually: Callable[[Callable[[], bool]], bool]
+) -> None:
+    token, here = remote.TOKEN.encode(), Address("127.0.0.1", 0)
+    first, second = (Listener(here, remote.shared(), CODEC.decode) for _ in range(2))
     strangers = [socket.create_connection(second.address) for _ in range(MAX_STRANGERS)]
-    for stranger in strangers:
-        stranger.settimeout(10)
-        assert stranger.recv(8) == b"embedlm\0"
+    assert eventually(lambda: len(second._strangers) == MAX_STRANGERS)
     options = WorkerOptions("", first.address, token, 1)
     parts = WorkerParts(CODEC, lambda config, mesh: None, lambda config, options: config)
 
@@ -217,7 +222,7 @@ def test_a_worker_tries_again_while_strangers_have_all_places_of_a_lower_rank() 
     working.start()
     arrival = first.accept(30)
     assert arrival is not None
-    link = Link(arrival.signed, "worker", int)
+    link = Link(arrival.stream, "worker", int)
     link.send(CODEC.encode(("start", 2, 3, b"session", 30.0, None)), 5)
     link.send(CODEC.encode(("connect", [None, tuple(second.address), None])), 5)
     found = [first.accept(30), second.accept(0.5)]
@@ -230,7 +235,7 @@ def test_a_worker_tries_again_while_strangers_have_all_places_of_a_lower_rank() 
     assert [one and one.hello for one in found] == [("tensors", b"session", 2)] * 2
     for one in found:
         assert one is not None
-        one.signed.wire.close()
+        one.stream.close()
     first.close()
     second.close()
 

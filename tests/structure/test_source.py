@@ -82,11 +82,7 @@ EXEMPT = {
         "torch.set_num_threads",
     ): "the same: the child's torch is ours",
     ("sdk/bench/peers/embedding.py", "torch.set_num_threads"): "a worker process of the bench",
-    (
-        "sdk/cluster/executors/channel.py",
-        "pickle.loads",
-    ): "plans and results from our own child process",
-    ("sdk/cluster/replicas/connection.py", "pickle.loads"): "messages of our own child processes",
+    ("sdk/cluster/wire/local.py", "pickle.loads"): "messages of our own child processes",
     (
         "sdk/cluster/replicas/messages.py",
         "pickle.loads",

@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from sdk.api.errors import EngineDeadError
-from sdk.cluster.executors.channel import Channel, pack
 from sdk.cluster.executors.grid import Grid
 from sdk.cluster.executors.groups import RankGroup, meeting_place
 from sdk.cluster.executors.worker import WorkerStart
+from sdk.cluster.wire.local import Channel, pack
 from sdk.kernels.errors import CollectiveError
 from sdk.models.parallel import Mesh
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from sdk.cluster.executors.channel import Channel, pack
+from sdk.cluster.wire.local import Channel, pack
 from sdk.engine.executor import RankCall
 
 if TYPE_CHECKING:

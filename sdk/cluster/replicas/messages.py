@@ -1,7 +1,7 @@
 """The messages between an ``LLM``, the parent of its replicas, and the replicas.
 
 They are pickled and cross unnamed socket pairs, both ends of which are this program
-(:mod:`sdk.cluster.executors.channel`).
+(:mod:`sdk.cluster.wire.local`).
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from typing import Any, Literal, NamedTuple
 from sdk.api.config import EngineConfig
 from sdk.api.errors import RequestError
 from sdk.api.lora import LoRARequest
-from sdk.cluster.executors.channel import MAX_MESSAGE, pack
+from sdk.cluster.wire.local import pack
+from sdk.cluster.wire.stream import MAX_FRAME
 from sdk.engine.engine import Output
 from sdk.engine.job import Job
 from sdk.sampling.resolved import ResolvedParams
 
 #: A request with what surrounds it fits one message.
-_MOST_JOB = MAX_MESSAGE - 4096
+_MOST_JOB = MAX_FRAME - 4096
 #: What a replica does: everything; only prompts, whose keys and values it hands over; or the rest
 #: of prompts that others computed, and all answers.
 Role = Literal["both", "prefill", "decode"]
@@ -29,7 +30,7 @@ Role = Literal["both", "prefill", "decode"]
 
 
 class Load(NamedTuple):
-    """Read the model; the answer is :class:`Progress`, then :class:`Loaded` or :class:`Failed`."""
+    """Read the model; answers: :class:`Progress`, then :class:`ModelRead` or :class:`Failed`."""
 
     config: EngineConfig
     num_threads: int  # while the weights are packed
@@ -63,7 +64,7 @@ class Progress(NamedTuple):
     total: int
 
 
-class Loaded(NamedTuple):
+class ModelRead(NamedTuple):
     """The model was read: replicas can be started."""
 
 
@@ -209,13 +210,13 @@ def packed_job(job: Job) -> bytes:
 
 
 def packed(message: object) -> bytes:
-    """:func:`~sdk.cluster.executors.channel.pack`. :raises RequestError: it is too large."""
+    """:func:`~sdk.cluster.wire.local.pack`. :raises RequestError: it is too large."""
     try:
         return pack(message)
     except ValueError as error:
         raise RequestError(
             f"with data_parallel_size > 1 requests, results and snapshots cross processes, at most "
-            f"{MAX_MESSAGE} bytes at a time; use data_parallel_size=1, or a file for a snapshot "
+            f"{MAX_FRAME} bytes at a time; use data_parallel_size=1, or a file for a snapshot "
             f"({error})"
         ) from error
 

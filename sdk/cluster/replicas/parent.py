@@ -22,7 +22,6 @@ import traceback
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from sdk.cluster.executors.channel import Channel, pack
 from sdk.cluster.executors.children import exit_text
 from sdk.cluster.executors.worker import limit_stderr
 from sdk.cluster.replicas.lockstep import LockstepStart
@@ -33,14 +32,15 @@ from sdk.cluster.replicas.messages import (
     Forked,
     Kill,
     Load,
-    Loaded,
+    ModelRead,
     Progress,
     sendable,
 )
+from sdk.cluster.wire.local import Channel, pack
 
 if TYPE_CHECKING:
     from sdk.engine.rank.rank_model import RankModel
-    from sdk.loading.load import Loaded as LoadedEngine, ModelFacts
+    from sdk.loading.load import Loaded, ModelFacts
 
 _PR_SET_PDEATHSIG = 1
 _TICK_MS = 100
@@ -94,7 +94,7 @@ class _Parent:
                     traceback.print_exc()
                     self._send(Failed(sendable(error)))
                     return
-                self._send(Loaded())
+                self._send(ModelRead())
             case Fork():
                 _, (descriptor,), _, _ = socket.recv_fds(self._descriptors, 1, 1)
                 self._fork(message, socket.socket(fileno=descriptor))
@@ -170,7 +170,7 @@ class _Parent:
         code = 1
         try:
             _die_with_parent()
-            self._channel.close()
+            self._channel.forget()
             self._descriptors.close()
             self._pids.clear()
             from sdk.cluster.replicas.replica import serve
@@ -193,7 +193,7 @@ class _Parent:
         self._lockstep = LockstepStart(self._num_replicas, redundant)
         self._lockstep.take(number)
 
-    def _make(self, number: int) -> LoadedEngine:
+    def _make(self, number: int) -> Loaded:
         """The engine of replica ``number``, in the forked child."""
         import torch
 

@@ -11,8 +11,8 @@ from multiprocessing import spawn
 
 from sdk.api.errors import EngineDeadError
 from sdk.cluster.executors.children import import_path, last_messages
-from sdk.cluster.replicas.connection import Connection
-from sdk.cluster.replicas.messages import Fork, Load, Role
+from sdk.cluster.replicas.messages import Fork, Load, Role, packed
+from sdk.cluster.wire.local import Channel
 
 #: Seconds in which the parent and its replicas end by themselves.
 _PATIENCE_S = 5.0
@@ -62,8 +62,8 @@ class ParentProcess:
                         )
             except OSError as error:
                 raise EngineDeadError(f"cannot start replicas with {python}: {error}") from error
-            self.connection = Connection(ours)
-            self.connection.queue(load)
+            self.channel = Channel(ours)
+            self.channel.stream.queue(packed(load))
             undo.pop_all()
 
     @property
@@ -71,13 +71,13 @@ class ParentProcess:
         """The process."""
         return self._process.pid
 
-    def fork(self, launch: int, role: Role, number: int) -> Connection:
-        """Start a replica; the connection to it."""
+    def fork(self, launch: int, role: Role, number: int) -> Channel:
+        """Start a replica; the channel to it."""
         ours, theirs = socket.socketpair()
         with theirs:
             socket.send_fds(self._descriptors, [b"\0"], [theirs.fileno()])
-        self.connection.queue(Fork(launch, role, number))
-        return Connection(ours)
+        self.channel.stream.queue(packed(Fork(launch, role, number)))
+        return Channel(ours)
 
     def last_words(self) -> str:
         """The end of what the parent and the replicas wrote to their standard error."""
@@ -85,7 +85,7 @@ class ParentProcess:
 
     def close(self, patience_s: float = _PATIENCE_S) -> None:
         """End the process and with it all replicas. Idempotent."""
-        self.connection.close()
+        self.channel.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(patience_s)
         self._process.kill()  # the kernel kills the replicas then

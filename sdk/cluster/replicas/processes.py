@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from sdk.api.errors import EngineDeadError
-from sdk.cluster.replicas.connection import Connection
 from sdk.cluster.replicas.messages import (
     Answer,
     Ended,
@@ -25,15 +24,17 @@ from sdk.cluster.replicas.messages import (
     Forked,
     Kill,
     Load,
-    Loaded,
     Lost,
+    ModelRead,
     Prefilled,
     Progress,
     Ready,
     Role,
     Update,
+    packed,
 )
 from sdk.cluster.replicas.parent_process import ParentProcess
+from sdk.cluster.wire.local import Channel
 
 logger = logging.getLogger("sdk")
 
@@ -75,7 +76,7 @@ class _Replica:
 
     number: int
     role: Role
-    connection: Connection | None = None
+    channel: Channel | None = None
     launch: int = -1
     pid: int = 0
     is_ready: bool = False
@@ -138,10 +139,10 @@ class ReplicaProcesses:
 
         :raises RequestError: the message is too large.
         """
-        connection = self.replicas[number].connection
-        if connection is None:
+        channel = self.replicas[number].channel
+        if channel is None:
             return False
-        connection.queue(message)
+        channel.stream.queue(packed(message))
         self._wake()
         return True
 
@@ -159,7 +160,7 @@ class ReplicaProcesses:
         self._is_loaded = False
         self._parent_starts += 1
         self.parent = ParentProcess(self._load)
-        self._watch(self.parent.connection, self.parent)
+        self._watch(self.parent.channel, self.parent)
 
     def _await_start(self) -> None:
         """Wait in the constructor until all replicas run."""
@@ -182,14 +183,14 @@ class ReplicaProcesses:
                 continue
             one.launch, one.starts = next(self._launches), one.starts + 1
             try:
-                one.connection = self.parent.fork(one.launch, one.role, one.number)
+                one.channel = self.parent.fork(one.launch, one.role, one.number)
             except OSError as error:  # no descriptor is left, say: tried again soon
                 one.reason = f"it cannot be started: {error}"
                 self._expect_hope(one.reason)
                 continue
             one.is_due, one.is_ready, one.pid, one.heard = False, False, 0, time.monotonic()
             one.is_cut, one.reason = False, ""
-            self._watch(one.connection, one)
+            self._watch(one.channel, one)
 
     def _expect_hope(self, reason: str) -> None:
         """Give up if no replica runs or can be started."""
@@ -199,7 +200,7 @@ class ReplicaProcesses:
             for one in self.replicas:
                 one.is_due = False
         if self._thread is not None and not any(
-            one.is_due or one.connection is not None for one in self.replicas
+            one.is_due or one.channel is not None for one in self.replicas
         ):
             self._fail(EngineDeadError(f"all replicas were lost; the last one: {reason}"))
 
@@ -217,8 +218,8 @@ class ReplicaProcesses:
         with suppress(BlockingIOError, OSError):
             self._waker.send(b"\0")
 
-    def _watch(self, connection: Connection, owner: ParentProcess | _Replica) -> None:
-        self._selector.register(connection.socket, selectors.EVENT_READ, owner)
+    def _watch(self, channel: Channel, owner: ParentProcess | _Replica) -> None:
+        self._selector.register(channel.socket, selectors.EVENT_READ, owner)
 
     def _turn(self) -> None:
         """Move messages once, and look for silent replicas."""
@@ -232,7 +233,7 @@ class ReplicaProcesses:
             elif isinstance(owner, ParentProcess):
                 if owner is self.parent:
                     self._read_parent(owner)
-            elif owner.connection is not None and owner.connection.socket is key.fileobj:
+            elif owner.channel is not None and owner.channel.socket is key.fileobj:
                 self._read(owner)
         now = time.monotonic()
         if now - self._last_tick > _TICK_S:
@@ -240,23 +241,22 @@ class ReplicaProcesses:
 
     def _flush(self) -> None:
         """Send what waits, and be woken when a full socket takes more."""
-        owners: list[tuple[Connection | None, ParentProcess | _Replica]] = [
-            (one.connection, one) for one in self.replicas
+        owners: list[tuple[Channel | None, ParentProcess | _Replica]] = [
+            (one.channel, one) for one in self.replicas
         ]
         if self.parent is not None:
-            owners.append((self.parent.connection, self.parent))
-        for connection, owner in owners:
-            if connection is None or (isinstance(owner, _Replica) and owner.is_cut):
+            owners.append((self.parent.channel, self.parent))
+        for channel, owner in owners:
+            if channel is None or (isinstance(owner, _Replica) and owner.is_cut):
                 continue
             events = selectors.EVENT_READ
             try:
-                connection.flush()
+                if not channel.stream.flush():
+                    events |= selectors.EVENT_WRITE
             except OSError:
                 continue  # its end is read below
-            if connection.has_waiting:
-                events |= selectors.EVENT_WRITE
-            if self._selector.get_key(connection.socket).events != events:
-                self._selector.modify(connection.socket, events, owner)
+            if self._selector.get_key(channel.socket).events != events:
+                self._selector.modify(channel.socket, events, owner)
 
     def _tick(self, now: float) -> None:
         """Kill replicas that are silent: stopped, or stuck."""
@@ -274,7 +274,7 @@ class ReplicaProcesses:
 
     def _read_parent(self, parent: ParentProcess) -> None:
         try:
-            messages = parent.connection.read()
+            messages = parent.channel.read()
         except (EOFError, OSError):
             self._parent_lost(parent)
             return
@@ -282,7 +282,7 @@ class ReplicaProcesses:
             match message:
                 case Progress(done, total):
                     self._report(done, total)
-                case Loaded():
+                case ModelRead():
                     self._is_loaded = True
                     self._start_due()
                 case Failed(error):
@@ -301,7 +301,7 @@ class ReplicaProcesses:
     def _parent_lost(self, parent: ParentProcess) -> None:
         """The parent has ended, and the kernel has killed all replicas with it."""
         words = parent.last_words()
-        self._selector.unregister(parent.connection.socket)
+        self._selector.unregister(parent.channel.socket)
         parent.close(0.0)
         self.parent = None
         if self._thread is None:
@@ -319,11 +319,11 @@ class ReplicaProcesses:
     # ---- messages from replicas ------------------------------------------------------------------
 
     def _read(self, one: _Replica) -> None:
-        assert one.connection is not None
+        assert one.channel is not None
         try:
-            messages = one.connection.read()
+            messages = one.channel.read()
         except (EOFError, OSError):
-            self._selector.unregister(one.connection.socket)
+            self._selector.unregister(one.channel.socket)
             one.is_cut = True
             return
         one.heard = time.monotonic()
@@ -346,12 +346,12 @@ class ReplicaProcesses:
 
     def _lost(self, one: _Replica, reason: str) -> None:
         """A replica is gone: replace it."""
-        if one.connection is None:
+        if one.channel is None:
             return
         self._drop(one, reason)
         if self._in_lockstep:
             for other in self.replicas:
-                if other.connection is not None:
+                if other.channel is not None:
                     self._drop(
                         other, f"it ran in lockstep with replica {one.number}, which is lost"
                     )
@@ -362,12 +362,12 @@ class ReplicaProcesses:
 
     def _drop(self, one: _Replica, reason: str) -> None:
         """Close the connection of a replica, and kill it if it still runs."""
-        assert one.connection is not None
-        connection, one.connection = one.connection, None
+        assert one.channel is not None
+        channel, one.channel = one.channel, None
         one.is_ready, one.reason = False, reason
         if not one.is_cut:
-            self._selector.unregister(connection.socket)
-        connection.close()
+            self._selector.unregister(channel.socket)
+        channel.close()
         if self._thread is None or self._is_over:
             return
         logger.warning("replica %d was lost: %s", one.number, reason)
@@ -375,7 +375,7 @@ class ReplicaProcesses:
         one.is_due = True
         self.num_replaced += 1
         if self.parent is not None:
-            self.parent.connection.queue(Kill(one.launch))
+            self.parent.channel.stream.queue(packed(Kill(one.launch)))
 
     def _fail(self, error: EngineDeadError) -> None:
         logger.error("engine stopped: %s", error)
@@ -384,9 +384,9 @@ class ReplicaProcesses:
 
     def _release(self) -> None:
         for one in self.replicas:
-            connection, one.connection = one.connection, None
-            if connection is not None:
-                connection.close()
+            channel, one.channel = one.channel, None
+            if channel is not None:
+                channel.close()
         parent, self.parent = self.parent, None
         if parent is not None:
             parent.close()

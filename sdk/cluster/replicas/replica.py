@@ -19,13 +19,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from operator import methodcaller
-from time import monotonic
 from typing import Any
 
 from sdk.api.errors import EngineAsleepError, EngineClosedError, EngineDeadError, RequestError
 from sdk.api.outputs import RequestOutput
 from sdk.api.params import SamplingParams
-from sdk.cluster.executors.channel import Channel, pack
 from sdk.cluster.replicas.calls import ReplicaCalls
 from sdk.cluster.replicas.lockstep import Doorbells
 from sdk.cluster.replicas.messages import (
@@ -53,6 +51,7 @@ from sdk.cluster.transfer import (
     SharedMemoryListener,
 )
 from sdk.cluster.transfer.shared_memory import MOST_RING
+from sdk.cluster.wire.local import Channel, pack
 from sdk.engine.engine import Output
 from sdk.engine.job import Job
 from sdk.kernels.errors import CollectiveError
@@ -64,8 +63,6 @@ from sdk.requests.served_engine import ServedEngine
 
 #: Seconds between two signs of life.
 BEAT_S = 0.5
-#: The most seconds that messages are taken before the next step.
-_TAKE_S = 0.02
 _JOIN_STEP = methodcaller("join_step")
 _ONE = SamplingParams(temperature=0.0, max_tokens=1)
 
@@ -169,11 +166,8 @@ class Replica:
 
     def _take_all(self) -> None:
         """Act on the messages that are here: the next step runs all new requests together."""
-        ends = monotonic() + _TAKE_S
-        while True:
-            self._take(self._channel.receive())
-            if not self._channel.readable(0) or monotonic() > ends:
-                return
+        for message in self._channel.read():
+            self._take(message)
 
     def _take(self, message: Any) -> None:
         match message:

@@ -59,13 +59,16 @@ class Header(NamedTuple):
     payload_crc: int
     position: int
 
-    def check(self, head: Bytes, payload: Bytes) -> None:
-        """:raises TransferError: they are not what the header describes."""
+    def check(self, head: Bytes, payload: Bytes | None) -> None:
+        """``payload``: ``None`` if TLS has checked it.
+
+        :raises TransferError: they are not what the header describes.
+        """
         for what, data, crc in (
             ("head", head, self.head_crc),
             ("payload", payload, self.payload_crc),
         ):
-            if crc32(data) != crc:
+            if data is not None and crc32(data) != crc:
                 raise TransferError(
                     f"a {self.kind.name} frame is damaged: the checksum of its {what} does not "
                     "match; send it again"
@@ -80,9 +83,12 @@ class Frame(NamedTuple):
     payload: memoryview
 
 
-def pack_header(kind: Kind, head: Bytes, payload: Bytes, position: int = 0) -> bytes:
-    """The header of a frame. ``position``: of its payload in shared memory."""
-    fields = len(head), crc32(head), len(payload), crc32(payload), position
+def pack_header(
+    kind: Kind, head: Bytes, payload: Bytes, position: int = 0, *, with_crc: bool = True
+) -> bytes:
+    """The header of a frame. ``position``: of its payload in shared memory. ``with_crc``: with a
+    checksum of the payload, which takes 0.24 ms per MiB on each side."""
+    fields = len(head), crc32(head), len(payload), crc32(payload) if with_crc else 0, position
     start = _HEADER.pack(_MAGIC, kind, *fields, 0)[: -_CRC.size]
     return start + _CRC.pack(crc32(start))
 

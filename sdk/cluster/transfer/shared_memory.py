@@ -15,6 +15,8 @@ import secrets
 import select
 import socket
 import struct
+import time
+from contextlib import suppress
 
 import numpy as np
 
@@ -34,10 +36,9 @@ from sdk.cluster.transfer.stream import (
     FramedSending,
     FrameStream,
     OpenStreams,
-    accepted,
     checked_seconds,
-    close_listening,
 )
+from sdk.cluster.wire.stream import Stream
 from sdk.quant.safe_repr import safe_repr
 
 _PREFIX = "embedlm-kv-"
@@ -129,7 +130,7 @@ class _SenderRing(FrameStream):
     """The sender's end. Positions count all bytes that were ever placed in the ring."""
 
     def __init__(self, sock: socket.socket, timeout: float, size: int) -> None:
-        super().__init__(sock, timeout)
+        super().__init__(Stream(sock), timeout)
         self._size = size
         self._file = os.memfd_create(_PREFIX + "ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -147,8 +148,8 @@ class _SenderRing(FrameStream):
     def handshake(self) -> None:
         """Pass the memory to a process of the same user."""
         try:
-            _check_user(self._socket)
-            socket.send_fds(self._socket, [_HELLO.pack(_MAGIC, self._size)], [self._file])
+            _check_user(self._stream.socket)
+            socket.send_fds(self._stream.socket, [_HELLO.pack(_MAGIC, self._size)], [self._file])
         except OSError as error:
             raise TransferError(f"the connection is lost: {error}") from error
 
@@ -202,17 +203,18 @@ class _ReceiverRing(FrameStream):
     """The receiver's end."""
 
     def __init__(self, sock: socket.socket, timeout: float) -> None:
-        super().__init__(sock, timeout)
+        super().__init__(Stream(sock), timeout)
         self._ring = memoryview(b"")
         self._seen = self._freed = 0
 
     def handshake(self) -> None:
         """Map the memory of a process of the same user."""
         try:
-            _check_user(self._socket)
-            self._socket.settimeout(self._timeout)
+            _check_user(self._stream.socket)
+            if not self._stream.wait(select.POLLIN, self._timeout):
+                raise TimeoutError("the other side sends nothing")
             data, files, _, _ = socket.recv_fds(
-                self._socket, _HELLO.size, 1, socket.MSG_CMSG_CLOEXEC
+                self._stream.socket, _HELLO.size, 1, socket.MSG_CMSG_CLOEXEC
             )
         except OSError as error:
             raise TransferError(f"the connection is lost: {error}") from error
@@ -250,6 +252,32 @@ class _ReceiverRing(FrameStream):
         """See the base class. The memory lives until the last view of it is gone."""
         super().close()
         self._ring = memoryview(b"")
+
+
+def accepted(listening: socket.socket) -> socket.socket | None:
+    """The next connection; ``None`` after :func:`close_listening`."""
+    while True:
+        try:
+            return listening.accept()[0]
+        except ConnectionError:  # it was gone before it was accepted
+            continue
+        except OSError:
+            if listening.fileno() < 0 or not _is_listening(listening):
+                return None
+            time.sleep(0.1)  # out of descriptors: others may be closed
+
+
+def _is_listening(sock: socket.socket) -> bool:
+    with suppress(OSError):
+        return bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+    return False
+
+
+def close_listening(sock: socket.socket) -> None:
+    """Close a listening socket, also while another thread waits in ``accept``."""
+    with suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
+    sock.close()
 
 
 def _too_small(what: str, count: int, size: int) -> TransferError:

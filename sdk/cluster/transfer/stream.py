@@ -4,14 +4,11 @@ memory overrides where payloads lie.
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
-
-import numpy as np
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from sdk.api.errors import RequestError, TransferError
 from sdk.cluster.transfer.connector import End, Offer, Part
@@ -34,6 +31,7 @@ from sdk.cluster.transfer.messages import (
     read_offer,
     read_reason,
 )
+from sdk.cluster.wire.stream import Stream
 from sdk.quant.safe_repr import safe_repr
 
 #: Bytes of the tokens of an offer: 4 million tokens, which take 150 MB as Python integers.
@@ -41,36 +39,10 @@ _MOST_OFFER = 1 << 24
 
 
 def checked_seconds(timeout: float) -> float:
-    """:raises RequestError: it is no time to wait."""
+    """:raises RequestError: not a valid duration."""
     if not isinstance(timeout, int | float) or not 0 < timeout <= 86400:
         raise RequestError(f"timeout: expected 0 to 86400 seconds, found {safe_repr(timeout)}")
     return float(timeout)
-
-
-def accepted(listening: socket.socket) -> socket.socket | None:
-    """The next connection; ``None`` after :func:`close_listening`."""
-    while True:
-        try:
-            return listening.accept()[0]
-        except ConnectionError:  # it was gone before it was accepted
-            continue
-        except OSError:
-            if listening.fileno() < 0 or not _is_listening(listening):
-                return None
-            time.sleep(0.1)  # out of descriptors: others may be closed
-
-
-def _is_listening(sock: socket.socket) -> bool:
-    with suppress(OSError):
-        return bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
-    return False
-
-
-def close_listening(sock: socket.socket) -> None:
-    """Close a listening socket, also while another thread waits in ``accept``."""
-    with suppress(OSError):
-        sock.shutdown(socket.SHUT_RDWR)
-    sock.close()
 
 
 class FrameStream:
@@ -79,8 +51,11 @@ class FrameStream:
     Raises only TransferError, also after ``close`` in another thread.
     """
 
-    def __init__(self, sock: socket.socket, timeout: float) -> None:
-        self._socket = sock
+    #: Payloads have checksums. Through TLS they need none.
+    with_crc = True
+
+    def __init__(self, stream: Stream, timeout: float) -> None:
+        self._stream = stream
         self._timeout = timeout
         #: Of a frame that is received. Above it no memory is taken.
         self.most_payload = _MOST_OFFER
@@ -90,10 +65,8 @@ class FrameStream:
 
     def send(self, kind: Kind, head: Bytes = b"", payload: Bytes = b"") -> None:
         """Send one frame; ``payload`` may be changed afterwards."""
-        data = pack_header(kind, head, payload) + bytes(head)
-        self.send_bytes(data)
-        if len(payload):
-            self.send_bytes(payload)
+        header = pack_header(kind, head, payload, with_crc=self.with_crc)
+        self.send_bytes(header + bytes(head), payload)
 
     def receive(self) -> Frame:
         """The next frame, checked. The payload is valid until :meth:`release`."""
@@ -106,16 +79,16 @@ class FrameStream:
             )
         head = self.read(header.head_bytes, ends)
         payload = self._payload(header, ends)
-        header.check(head, payload)
+        header.check(head, payload if self.with_crc else None)
         return Frame(header.kind, head, payload)
 
     def _payload(self, header: Header, ends: float) -> memoryview:
         return self.read(header.payload_bytes, ends)
 
     def expect(self, *kinds: Kind) -> Frame:
-        """The next frame, which has one of these kinds.
+        """The next frame, which must be of one of these kinds.
 
-        :raises TransferError: it has another; a REFUSE says why.
+        :raises TransferError: it is of another; a REFUSE says why.
         """
         frame = self.receive()
         if frame.kind in kinds:
@@ -128,38 +101,32 @@ class FrameStream:
     def release(self) -> None:
         """The payloads of all frames received so far are not needed any more."""
 
-    def send_bytes(self, data: Bytes) -> None:
-        """Send all of ``data``."""
-        self._attempt(time.monotonic() + self._timeout, self._socket.sendall, data)
+    def send_bytes(self, *buffers: Bytes) -> None:
+        """Send all of these bytes."""
+        with self._checked():
+            self._stream.send(*buffers, limit_s=self._timeout)
 
     def read(self, size: int, ends: float) -> memoryview:
         """Exactly ``size`` bytes, until the time ``ends``."""
-        # not zeroed, so the memory of bytes that never arrive is not taken
-        data = np.empty(size, dtype=np.uint8).data
-        at = 0
-        while at < size:
-            count = self._attempt(ends, self._socket.recv_into, data[at:])
-            if not count:
-                raise TransferError("the other side has closed the connection")
-            at += count
-        return data
+        with self._checked():
+            return self._stream.receive(size, ends - time.monotonic())
 
-    def _attempt(self, ends: float, call: Callable[[Bytes], int | None], data: Bytes) -> int:
+    @contextmanager
+    def _checked(self) -> Iterator[None]:
         try:
-            self._socket.settimeout(max(ends - time.monotonic(), 1e-3))
-            return call(data) or 0
+            yield
         except TimeoutError:
             raise TransferError(
                 f"the other side made no progress within {self._timeout:g} s"
             ) from None
+        except EOFError as error:
+            raise TransferError(str(error)) from None
         except OSError as error:
             raise TransferError(f"the connection is lost: {error}") from error
 
     def close(self) -> None:
         """Close the connection; a call that waits in another thread fails. Idempotent."""
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
+        self._stream.close()
 
 
 class OpenStreams:

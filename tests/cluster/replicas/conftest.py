@@ -42,7 +42,7 @@ def replicas(llm: LLM) -> list[Any]:
     """The host's view of the replicas. Those that are connected have a process id: their parent
     tells it at about the time at which they are ready."""
     found = list(llm._driver.processes.replicas)
-    wait_for(lambda: all(one.pid or one.connection is None for one in found), "process ids")
+    wait_for(lambda: all(one.pid or one.channel is None for one in found), "process ids")
     return found
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from sdk.api.config import EngineConfig
-from sdk.cluster.executors.channel import Channel
 from sdk.cluster.replicas.messages import Load
 from sdk.cluster.replicas.parent import _Parent
+from sdk.cluster.wire.local import Channel
 
 
 def test_replicas_know_how_many_engines_compute_on_their_machine(

@@ -147,7 +147,7 @@ def test_requests_and_results_have_a_largest_size(
     with pytest.raises(RequestError, match="a request has at most 500 bytes, found"):
         two.generate([{"prompt_token_ids": [5] * 120}], SamplingParams(max_tokens=1))
     assert not two.has_unfinished_requests
-    monkeypatch.setattr("sdk.cluster.executors.channel.MAX_MESSAGE", 500)
+    monkeypatch.setattr("sdk.cluster.wire.stream.MAX_FRAME", 500)
     with pytest.raises(RequestError, match="cross processes, at most"):
         two.snapshot("a prompt of some length that is sent to a replica " * 3)
 

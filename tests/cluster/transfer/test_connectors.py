@@ -15,6 +15,7 @@ import pytest
 
 from sdk import RequestError
 from sdk.api.errors import TransferError
+from sdk.api.remote_workers import parse_address
 from sdk.cluster.transfer import (
     KVConnector,
     KVListener,
@@ -26,7 +27,9 @@ from sdk.cluster.transfer import (
 )
 from sdk.cluster.transfer.connector import End, Part, Receiving, Sending
 from sdk.cluster.transfer.messages import HEADER_BYTES, Kind, pack_count, pack_header
-from sdk.cluster.transfer.tcp import accepted
+from sdk.cluster.transfer.shared_memory import accepted
+from sdk.cluster.wire.listener import MAX_STRANGERS
+from sdk.cluster.wire.tls import HandshakeError, SharedToken
 from sdk.engine.rank.kv_transfer import row_widths
 from sdk.quant.spec import KVSpec
 from tests.cluster.transfer.pairs import CONNECTORS, LIMIT, TOKEN
@@ -298,18 +301,13 @@ def test_an_address_that_is_taken_is_an_error(monkeypatch: pytest.MonkeyPatch) -
     listener.close()
 
 
-def _said(listener: KVListener, say: Callable[[socket.socket], object]) -> str:
+def _said(listener: SharedMemoryListener, say: Callable[[socket.socket], object]) -> str:
     """What a receiver finds wrong with a sender that does this."""
     receiving: list[Receiving | None] = []
     thread = threading.Thread(target=lambda: receiving.append(listener.accept()))
     thread.start()
-    unix = isinstance(listener, SharedMemoryListener)
-    with socket.socket(socket.AF_UNIX if unix else socket.AF_INET) as sock:
-        address: object = "\0" + listener.address
-        if not unix:
-            host, _, port = listener.address.rpartition(":")
-            address = host, int(port)
-        sock.connect(address)  # type: ignore[arg-type]
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.connect("\0" + listener.address)
         say(sock)
         thread.join(LIMIT)
         assert receiving[0] is not None
@@ -361,42 +359,73 @@ def test_another_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "expected 12345" in _said(listener, lambda sock: None)
 
 
-def test_whoever_does_not_know_the_token_gets_nothing() -> None:
-    listener = TcpListener(TOKEN, timeout=2)
-    assert "another token" in _said(listener, lambda sock: sock.sendall(bytes(64)))
-    listener = TcpListener(TOKEN, timeout=0.1)
-    assert "made no progress within" in _said(listener, lambda sock: None)
-    listener = TcpListener(TOKEN, timeout=2)
-    assert "has closed" in _said(listener, lambda sock: sock.shutdown(socket.SHUT_WR))
+def test_whoever_does_not_know_the_token_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sdk.cluster.wire.listener.HANDSHAKE_S", 0.2)
+    listener = TcpListener(TOKEN)
+    host, _, port = listener.address.rpartition(":")
+    for count, (say, expected) in enumerate(
+        [
+            (lambda sock: sock.sendall(bytes(64)), "it is not embedlm"),
+            (lambda sock: None, "sends nothing"),
+            (lambda sock: sock.shutdown(socket.SHUT_WR), "has closed"),
+        ],
+        1,
+    ):
+        with socket.create_connection((host, int(port))) as sock:
+            say(sock)
+            while sock.recv(100):
+                pass
+        ends = time.monotonic() + LIMIT
+        while len(refused := listener._listener.refused) < count and time.monotonic() < ends:
+            time.sleep(0.01)
+        assert len(refused) == count and expected in refused[-1]
+    assert not listener._listener._arrived
+    listener.close()
 
 
-def test_a_proof_cannot_be_sent_back() -> None:
-    """The receiver's proof is another one, although both use one token and the same nonces."""
-    from sdk.cluster.transfer.tcp import _proof
+def test_a_token_of_ranks_does_not_connect_hand_overs() -> None:
+    listener = TcpListener(TOKEN)
+    ranks = SharedToken(TOKEN.encode(), "embedlm-ranks/2")
+    with pytest.raises(HandshakeError, match="serves something else with the same token"):
+        ranks.connect(parse_address(listener.address, "address"), 5)
+    listener.close()
 
-    nonce = bytes(32)
-    assert _proof(b"x", b"sender", nonce, nonce) != _proof(b"x", b"receiver", nonce, nonce)
+
+def test_a_sender_tries_again_while_strangers_have_all_places(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sdk.cluster.wire.listener.HANDSHAKE_S", 1.0)
+    connector, listener = TcpConnector(TOKEN), TcpListener(TOKEN)
+    host, _, port = listener.address.rpartition(":")
+    strangers = [socket.create_connection((host, int(port))) for _ in range(MAX_STRANGERS)]
+    sending, receiving = _open(connector, listener)
+    for one in (*strangers, sending, receiving, listener, connector):
+        one.close()
 
 
-@pytest.mark.parametrize(
-    ("hello", "message"),
-    [(b"HTTP/1.1" + bytes(32), "not a receiver of ours"), (b"EMBEDKV1" + bytes(64), "token")],
-)
-def test_a_receiver_that_does_not_know_the_token_gets_nothing(hello: bytes, message: str) -> None:
+def test_a_receiver_that_does_not_know_the_token_gets_nothing() -> None:
+    listener = TcpListener("another token of the tests")
+    with pytest.raises(TransferError, match=rf"{listener.address}: it has another token"):
+        TcpConnector(TOKEN).open(OFFER, listener.address)
+    listener.close()
+
+
+def test_another_program_at_the_address_gets_nothing() -> None:
+    heard: list[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve() -> None:
-            sock = server.accept()[0]
-            sock.sendall(hello)
-            sock.recv(1 << 16)
-            time.sleep(0.2)
-            sock.close()
+            with server.accept()[0] as sock:
+                sock.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" + bytes(32))
+                while data := sock.recv(1 << 16):
+                    heard.append(data)
 
         thread = threading.Thread(target=serve)
         thread.start()
-        with pytest.raises(TransferError, match=message):
+        with pytest.raises(TransferError, match="not embedlm"):
             TcpConnector(TOKEN).open(OFFER, f"127.0.0.1:{server.getsockname()[1]}")
         thread.join()
+    assert OFFER.transfer_id.encode() + b'"' not in b"".join(heard)
 
 
 @pytest.mark.parametrize(
@@ -408,7 +437,7 @@ def test_a_destination_is_a_host_and_a_port(destination: str) -> None:
 
 
 def test_options_must_make_sense() -> None:
-    with pytest.raises(RequestError, match="token: expected a secret of at least 16 characters"):
+    with pytest.raises(RequestError, match="token: expected at least 16 characters"):
         TcpListener("short")
     for timeout in (0, -1, "1", float("nan")):
         with pytest.raises(RequestError, match="timeout: expected 0 to 86400 seconds"):

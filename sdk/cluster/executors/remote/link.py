@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from sdk.cluster.executors.remote.wire import Buffer, SignedWire
+from sdk.cluster.wire.stream import Buffer, Stream
 
 _TICK_S = 0.5
 #: Ticks without a byte from the other end.
@@ -33,11 +33,11 @@ class Link:
     :param on_lost: called once, by the link's thread, when the other end is gone.
     """
 
-    def __init__(self, signed: SignedWire, peer: str, on_lost: Callable[[], object]) -> None:
+    def __init__(self, stream: Stream, peer: str, on_lost: Callable[[], object]) -> None:
         self.peer = peer
-        self._signed, self._on_lost = signed, on_lost
+        self._stream, self._on_lost = stream, on_lost
         self._sending = threading.Lock()
-        self._arrived: deque[bytearray] = deque()
+        self._arrived: deque[memoryview] = deque()
         self._changed = threading.Condition()
         self._lost: str | None = None
         self._closed = False
@@ -54,12 +54,12 @@ class Link:
         """:raises LinkLost: the other end is gone or does not read for ``limit_s`` seconds."""
         try:
             with self._sending:
-                self._signed.send(_MESSAGE + message, limit_s)
+                self._stream.send_frame(_MESSAGE, message, limit_s=limit_s)
         except (OSError, EOFError) as error:
             self.wait_closed(_TICK_S)  # the thread knows more
             raise LinkLost(self._lost or str(error)) from error
 
-    def receive(self, limit_s: float) -> bytearray | None:
+    def receive(self, limit_s: float) -> memoryview | None:
         """The next message; None after ``limit_s`` seconds.
 
         :raises LinkLost: the other end is gone, and all its messages were received.
@@ -89,17 +89,17 @@ class Link:
             # The thread reads meanwhile. A socket that is closed while bytes arrive resets the
             # connection, and what the other end has not received yet is lost (RFC 1122, 4.2.2.13).
             self.wait_closed(SILENCE_S)
-        self._signed.wire.shut()
+        self._stream.shut()
         if joins:
             self._thread.join()
-            self._signed.wire.close()
+            self._stream.close()
 
     def _say_goodbye(self) -> bool:
         if not self._sending.acquire(timeout=_TICK_S):
             return False  # another thread sends, and the other end does not read
         try:
-            self._signed.send(_BYE, SILENCE_S)
-            self._signed.wire.end_sending()
+            self._stream.send_frame(_BYE, limit_s=SILENCE_S)
+            self._stream.end_sending()
         except OSError:
             return False
         finally:
@@ -116,28 +116,30 @@ class Link:
         with self._changed:
             self._lost = reason
             self._changed.notify_all()
-        self._signed.wire.shut()
+        self._stream.shut()
         self._on_lost()
 
     def _read_messages(self) -> str:
         silent = 0
         while True:
             self._beat()
-            if not self._signed.wire.wait(select.POLLIN, _TICK_S):
+            try:
+                frames = self._stream.read_frames()
+            except BlockingIOError:
                 silent += 1
-                if silent >= _SILENT_TICKS:
+                if self._stream.wait(select.POLLIN, _TICK_S):
+                    silent = 0
+                elif silent >= _SILENT_TICKS:
                     return f"no sign of life for {SILENCE_S:g} s"
                 continue
-            silent = 0
-            message = self._signed.receive(SILENCE_S, meanwhile=self._beat)
-            kind = bytes(message[:1])
-            if kind == _BYE:
-                return "it has ended"
-            if kind == _MESSAGE:
-                del message[:1]
-                with self._changed:
-                    self._arrived.append(message)
-                    self._changed.notify_all()
+            for frame in frames:
+                kind = bytes(frame[:1])
+                if kind == _BYE:
+                    return "it has ended"
+                if kind == _MESSAGE:
+                    with self._changed:
+                        self._arrived.append(memoryview(frame)[1:])
+                        self._changed.notify_all()
 
     def _beat(self) -> None:
         """Every tick, unless a message is on its way, which shows as much. Never waits for the
@@ -147,7 +149,7 @@ class Link:
         self._next_beat = time.monotonic() + _TICK_S
         if self._sending.acquire(blocking=False):
             try:
-                if not self._closed and self._signed.wire.wait(select.POLLOUT, 0.0):
-                    self._signed.send(_BEAT, SILENCE_S)
+                if not self._closed and self._stream.wait(select.POLLOUT, 0.0):
+                    self._stream.send_frame(_BEAT, limit_s=SILENCE_S)
             finally:
                 self._sending.release()

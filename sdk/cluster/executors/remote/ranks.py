@@ -12,14 +12,15 @@ from typing import Any
 from sdk.api.errors import EngineDeadError
 from sdk.api.remote_workers import Address, RemoteWorkers
 from sdk.cluster.executors.children import ChildLost, Children, Worker
-from sdk.cluster.executors.remote.codec import Codec, CodecError
+from sdk.cluster.executors.remote.engine_codec import PROTOCOL, engine_codec
 from sdk.cluster.executors.remote.link import Link, LinkLost
-from sdk.cluster.executors.remote.listener import Arrival, Listener
-from sdk.cluster.executors.remote.messages import engine_codec
 from sdk.cluster.executors.remote.tcp_group import TcpGroup
-from sdk.cluster.executors.remote.wire import SignedWire
 from sdk.cluster.executors.remote.world import Facts, difference, facts_of, host_name
 from sdk.cluster.executors.worker import WorkerStart
+from sdk.cluster.wire.codec import Codec, CodecError
+from sdk.cluster.wire.listener import Arrival, Listener
+from sdk.cluster.wire.stream import Stream
+from sdk.cluster.wire.tls import SharedToken
 from sdk.models.parallel import Mesh
 
 logger = logging.getLogger("sdk")
@@ -85,6 +86,7 @@ class RemoteRanks(Children):
         self._options = options
         self._codec = codec or engine_codec()
         self._listeners: list[Listener] = []
+        self._token: SharedToken | None = None
         self._stopped = False
 
     def watch(self, works: Callable[[], int]) -> None:
@@ -120,7 +122,9 @@ class RemoteRanks(Children):
         return Mesh(0, start.grid.size, group)
 
     def _listen(self, address: Address) -> Listener:
-        listener = Listener(address, self._options.secret(), self._codec)
+        if self._token is None:
+            self._token = SharedToken(self._options.secret(), PROTOCOL)
+        listener = Listener(address, self._token, self._codec.decode)
         self._listeners.append(listener)
         if self._stopped:
             self._stop_listening()
@@ -149,10 +153,10 @@ class RemoteRanks(Children):
             case ("control", str(host), int() | None as wanted):
                 pass
             case _:  # the tensors of an engine that has ended
-                arrival.signed.wire.close()
+                arrival.stream.close()
                 return
         name = f"{host[:64] if host.isprintable() else 'a host'} ({arrival.peer})"
-        link = Link(arrival.signed, name, self._give_up)
+        link = Link(arrival.stream, name, self._give_up)
         worker = RemoteRank(link, self._codec, name, wanted)
         taken = {child.wanted for child in self._ranks()} - {None}
         if wanted is not None and (not 1 <= wanted < size or wanted in taken):
@@ -211,14 +215,14 @@ class RemoteRanks(Children):
 
     def _connections(
         self, listener: Listener, size: int, session: bytes, limit_s: float
-    ) -> dict[int, SignedWire]:
+    ) -> dict[int, Stream]:
         """The connections of all other ranks for tensors."""
-        found: dict[int, SignedWire] = {}
+        found: dict[int, Stream] = {}
         try:
             accept_peers(listener, found, set(range(1, size)), session, limit_s, self._check_all)
         except BaseException:
-            for signed in found.values():
-                signed.wire.close()
+            for stream in found.values():
+                stream.close()
             raise
         return found
 
@@ -247,7 +251,7 @@ class RemoteRanks(Children):
 
 def accept_peers(
     listener: Listener,
-    found: dict[int, SignedWire],
+    found: dict[int, Stream],
     wanted: set[int],
     session: bytes,
     limit_s: float,
@@ -273,6 +277,6 @@ def accept_peers(
         match arrival.hello:
             case ("tensors", bytes() as theirs, int() as rank) if theirs == session:
                 if rank in missing:
-                    found[rank] = arrival.signed
+                    found[rank] = arrival.stream
                     continue
-        arrival.signed.wire.close()
+        arrival.stream.close()

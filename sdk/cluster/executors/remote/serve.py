@@ -11,15 +11,15 @@ from typing import Any, NamedTuple
 
 from sdk.api.errors import EngineDeadError, RequestError
 from sdk.api.remote_workers import Address
-from sdk.cluster.executors.remote.codec import Codec
-from sdk.cluster.executors.remote.handshake import HandshakeError, open_handshake
+from sdk.cluster.executors.remote.engine_codec import PROTOCOL, engine_codec
 from sdk.cluster.executors.remote.link import Link, LinkLost
-from sdk.cluster.executors.remote.listener import HANDSHAKE_S, Listener
-from sdk.cluster.executors.remote.messages import engine_codec
 from sdk.cluster.executors.remote.ranks import accept_peers
 from sdk.cluster.executors.remote.tcp_group import TcpGroup
-from sdk.cluster.executors.remote.wire import SignedWire, Wire
 from sdk.cluster.executors.remote.world import facts_of, host_name
+from sdk.cluster.wire.codec import Codec
+from sdk.cluster.wire.listener import HANDSHAKE_S, Listener
+from sdk.cluster.wire.stream import Stream
+from sdk.cluster.wire.tls import HandshakeError, SharedToken
 from sdk.engine.executor import RankCall
 from sdk.engine.rank.runner_config import RunnerConfig
 from sdk.kernels.errors import CollectiveError
@@ -93,11 +93,12 @@ def serve_engines(
     if parts is None:
         options = options._replace(model=_path_of(options.model))
         parts = engine_parts()
+    token = SharedToken(options.token, PROTOCOL)
     while True:
         say(f"waiting for an engine at {options.address}")
-        with _joined(options, parts.codec) as link:
+        with _joined(options, token, parts.codec) as link:
             try:
-                _serve(link, options, parts, say)
+                _serve(link, options, token, parts, say)
                 say("the engine was closed")
             except _Refused:
                 raise
@@ -124,10 +125,10 @@ def _path_of(model: str) -> str:
 class _Join(Link):
     """The link to rank 0. When it is lost, so is the group."""
 
-    def __init__(self, signed: SignedWire, address: Address) -> None:
+    def __init__(self, stream: Stream, address: Address) -> None:
         self.group: TcpGroup | None = None
-        self.own_host = str(signed.wire.socket.getsockname()[0])
-        super().__init__(signed, str(address), self.give_up)
+        self.own_host = str(stream.socket.getsockname()[0])
+        super().__init__(stream, str(address), self.give_up)
 
     def give_up(self) -> None:
         if self.group is not None:
@@ -135,12 +136,12 @@ class _Join(Link):
 
 
 @contextlib.contextmanager
-def _joined(options: WorkerOptions, codec: Codec) -> Iterator[_Join]:
+def _joined(options: WorkerOptions, token: SharedToken, codec: Codec) -> Iterator[_Join]:
     """A link to the next engine; closed afterwards."""
     deadline = None if options.timeout is None else time.monotonic() + options.timeout
     while True:
         try:
-            signed = _connection(options.address, options.token)
+            stream = token.connect(options.address, HANDSHAKE_S)
             break
         except HandshakeError as error:
             if error.is_token:
@@ -153,21 +154,13 @@ def _joined(options: WorkerOptions, codec: Codec) -> Iterator[_Join]:
                 ) from error
         time.sleep(_RETRY_S)
     with contextlib.suppress(OSError):  # if rank 0 has gone, the link says so
-        signed.send(codec.encode(("control", host_name(), options.rank)), HANDSHAKE_S)
-    link = _Join(signed, options.address)
+        hello = codec.encode(("control", host_name(), options.rank))
+        stream.send_frame(hello, limit_s=HANDSHAKE_S)
+    link = _Join(stream, options.address)
     try:
         yield link
     finally:
         link.close()
-
-
-def _connection(address: Address, token: bytes) -> SignedWire:
-    wire = Wire.connect(address, HANDSHAKE_S)
-    try:
-        return open_handshake(wire, token, HANDSHAKE_S)
-    except BaseException:
-        wire.close()
-        raise
 
 
 class _Place(NamedTuple):
@@ -181,7 +174,11 @@ class _Place(NamedTuple):
 
 
 def _serve(
-    link: _Join, options: WorkerOptions, parts: WorkerParts, say: Callable[[str], object]
+    link: _Join,
+    options: WorkerOptions,
+    token: SharedToken,
+    parts: WorkerParts,
+    say: Callable[[str], object],
 ) -> None:
     """Join the engine and run its steps until it is closed."""
     talk = _Talk(link, parts.codec)
@@ -193,7 +190,7 @@ def _serve(
         case message:
             raise EngineDeadError(f"rank 0: expected a start, found {message!r:.100}")
     config = parts.localize(sent, options)
-    found = _connections(link, options, parts.codec, place, config)
+    found = _connections(link, token, options, parts.codec, place, config)
     link.group = group = TcpGroup(rank, found, _PATIENCE_S)
     try:
         talk.check()  # a link that was lost before did not give up the group
@@ -242,15 +239,20 @@ class _Talk:
 
 
 def _connections(
-    link: _Join, options: WorkerOptions, codec: Codec, place: _Place, config: Any
-) -> dict[int, SignedWire]:
+    link: _Join,
+    token: SharedToken,
+    options: WorkerOptions,
+    codec: Codec,
+    place: _Place,
+    config: Any,
+) -> dict[int, Stream]:
     """Compare the hosts, then connect to all lower ranks and wait for the higher ones."""
     talk = _Talk(link, codec)
-    found: dict[int, SignedWire] = {}
+    found: dict[int, Stream] = {}
     with contextlib.ExitStack() as undo:
         listener = None
         if 0 < place.rank < place.size - 1:  # at the address that reaches rank 0
-            listener = Listener(Address(link.own_host, 0), options.token, codec)
+            listener = Listener(Address(link.own_host, 0), token, codec.decode)
             undo.callback(listener.close)
         own = None if listener is None else tuple(listener.address)
         talk.say("joining", facts_of(getattr(config, "model", "")), own)
@@ -267,31 +269,31 @@ def _connections(
                 address = Address(*addresses[other])
                 while other not in found:
                     talk.check()
-                    signed = _to_lower_rank(other, address, options.token, hello, deadline)
-                    if signed is not None:
-                        found[other] = signed
+                    stream = _to_lower_rank(other, address, token, hello, deadline)
+                    if stream is not None:
+                        found[other] = stream
             if listener is not None:
                 others = set(range(place.rank + 1, place.size))
                 accept_peers(listener, found, others, place.session, place.limit_s, talk.check)
         except BaseException:
-            for signed in found.values():
-                signed.wire.close()
+            for stream in found.values():
+                stream.close()
             raise
     return found
 
 
 def _to_lower_rank(
-    rank: int, where: Address, token: bytes, hello: bytes, deadline: float
-) -> SignedWire | None:
+    rank: int, where: Address, token: SharedToken, hello: bytes, deadline: float
+) -> Stream | None:
     """A connection to a rank that listens; None after a failure that another try may mend, such as
     strangers at all places of its listener.
 
     :raises EngineDeadError: it is another program, or ``deadline`` has passed.
     """
     try:
-        signed = _connection(where, token)
-        signed.send(hello, HANDSHAKE_S)
-        return signed
+        stream = token.connect(where, HANDSHAKE_S)
+        stream.send_frame(hello, limit_s=HANDSHAKE_S)
+        return stream
     except (OSError, EOFError) as error:
         if isinstance(error, HandshakeError) or time.monotonic() + _RETRY_S >= deadline:
             raise EngineDeadError(f"rank {rank} at {where}: {error}") from error

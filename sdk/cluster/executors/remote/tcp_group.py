@@ -1,9 +1,8 @@
-"""Sums and gathers between ranks on different hosts, over authenticated TCP connections.
+"""Sums and gathers between ranks on different hosts, over encrypted TCP connections.
 
 Every rank sends its tensor to all others and adds what it gets in rank order, so all ranks have
-the same bits, which are those of ranks that share memory. A payload is followed by a tag that
-depends on the connection's key and on the payload's number (wire.py): a changed, repeated or
-missing payload ends the group. Payloads are not encrypted.
+the same bits, which are those of ranks that share memory. A payload is a frame whose length must be
+that of this rank's own. TLS finds a changed, repeated or missing payload, which ends the group.
 
 All connections are read and written at the same time, because two ranks that only send large
 tensors to each other would wait for ever.
@@ -11,7 +10,6 @@ tensors to each other would wait for ever.
 
 from __future__ import annotations
 
-import hmac
 import select
 import threading
 import time
@@ -22,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sdk.cluster.executors.remote.wire import TAG, SignedWire
+from sdk.cluster.wire.stream import LENGTH, Stream
 from sdk.kernels.errors import CollectiveError
 
 
@@ -33,7 +31,7 @@ class TcpGroup:
     :param limit_s: seconds that one collective may wait for another rank.
     """
 
-    def __init__(self, rank: int, peers: Mapping[int, SignedWire], limit_s: float) -> None:
+    def __init__(self, rank: int, peers: Mapping[int, Stream], limit_s: float) -> None:
         self._rank, self._limit_s = rank, limit_s
         self._peers = [_Peer(other, peers[other]) for other in sorted(peers)]
         self._closed = False
@@ -89,7 +87,7 @@ class TcpGroup:
         while busy := [peer for peer in busy if not self._advance(peer)]:
             poller = select.poll()
             for peer in busy:
-                poller.register(peer.wire.socket, peer.events)
+                poller.register(peer.stream.socket, peer.events)
             if not poller.poll(max(deadline - time.monotonic(), 0.0) * 1000):
                 raise CollectiveError(f"rank {busy[0].rank}: nothing within {self._limit_s:g} s")
 
@@ -105,14 +103,14 @@ class TcpGroup:
         """Let all exchanges fail, here and on the other ranks; from any thread."""
         self._closed = True
         for peer in self._peers:
-            peer.wire.shut()
+            peer.stream.shut()
 
     def close(self) -> None:
         """Close the connections; an exchange in another thread fails first. Idempotent."""
         self.give_up()
         with self._exchanging:
             for peer in self._peers:
-                peer.wire.close()
+                peer.stream.close()
 
     def abandon(self) -> None:
         """For a forked child, in which the group does nothing."""
@@ -121,13 +119,12 @@ class TcpGroup:
 class _Peer:
     """One connection, and what is still to be sent and received in this exchange."""
 
-    def __init__(self, rank: int, signed: SignedWire) -> None:
-        self.rank, self.wire = rank, signed.wire
-        self._sign, self._check = signed.sign, signed.check
-        self._out: list[memoryview] = []
+    def __init__(self, rank: int, stream: Stream) -> None:
+        self.rank, self.stream = rank, stream
+        self._header = memoryview(bytearray(LENGTH.size))
+        #: What is still to be filled: the header first.
         self._into: list[memoryview] = []
-        self._tag = memoryview(bytearray(TAG))
-        self._target = self._tag
+        self._expected = b""
         self._memory = bytearray()
 
     def array_like(self, x: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -137,43 +134,33 @@ class _Peer:
         return np.frombuffer(self._memory, x.dtype, x.size).reshape(x.shape)
 
     def begin(self, data: memoryview, target: memoryview) -> None:
-        self._out = [data, memoryview(self._sign(data))]
-        self._into = [target, self._tag]
-        self._target = target
+        self._expected = LENGTH.pack(len(data))  # may be more than a message has
+        self.stream.queue(self._expected, data)
+        self._into = [self._header, target]
 
     @property
     def events(self) -> int:
-        return (select.POLLOUT if self._out else 0) | (select.POLLIN if self._into else 0)
+        out = select.POLLOUT if self.stream.has_queued else 0
+        return out | (select.POLLIN if self._into else 0)
 
     def advance(self) -> bool:
         """Send and receive what is possible now; whether all is done."""
-        try:
-            while self._out:
-                self._out = _after(self._out, self.wire.socket.sendmsg(self._out))
-        except BlockingIOError:
-            pass
+        sent = self.stream.flush()
         try:
             while self._into:
-                count = self.wire.socket.recvmsg_into(self._into)[0]
-                if not count:
-                    raise EOFError("it has closed the connection")
-                self._into = _after(self._into, count)
-                if not self._into and not hmac.compare_digest(self._tag, self._check(self._target)):
-                    raise OSError("a tensor has a wrong signature")
+                first = self._into[0]
+                left = first[self.stream.read_into(first) :]
+                self._into = [left, *self._into[1:]] if left else self._into[1:]
+                if len(self._into) == 1 and self._header != self._expected:
+                    raise OSError(
+                        f"expected a tensor of {LENGTH.unpack(self._expected)[0]} bytes, found "
+                        f"{LENGTH.unpack(self._header)[0]}: the ranks are not in the same step"
+                    )
         except BlockingIOError:
             pass
-        return not self._out and not self._into
+        return sent and not self._into
 
 
 def _bytes_of(x: Tensor) -> memoryview:
     """The memory of a contiguous tensor."""
     return x.detach().view(-1).view(torch.uint8).numpy().data
-
-
-def _after(buffers: list[memoryview], count: int) -> list[memoryview]:
-    """What is left of ``buffers`` behind the first ``count`` bytes."""
-    for index, buffer in enumerate(buffers):
-        if count < len(buffer):
-            return [buffer[count:], *buffers[index + 1 :]]
-        count -= len(buffer)
-    return []

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from sdk.cluster.executors.remote.handshake import PROTOCOL
+from sdk.cluster.executors.remote.engine_codec import PROTOCOL
 from sdk.engine.model_key import files_key
 from sdk.kernels.cpu import simd_level
 from sdk.kernels.cpu.library import ABI_VERSION, find_library
@@ -27,7 +27,7 @@ def facts_of(model: str) -> Facts:
     facts = {
         # sdk imports all of us for type checkers, so importing its name would close a circle
         "embedlm": sys.modules["sdk"].__version__,
-        "protocol": str(PROTOCOL),
+        "protocol": PROTOCOL,
         "machine": f"{platform.machine()}, {sys.byteorder} endian",
         "native module": native,
         "SIMD level": simd_level() or "none",

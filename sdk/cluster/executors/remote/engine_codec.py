@@ -6,7 +6,7 @@ from dataclasses import fields
 from typing import Any
 
 from sdk.api.params import SamplingParams
-from sdk.cluster.executors.remote.codec import Codec, Record
+from sdk.cluster.wire.codec import Codec, Record
 from sdk.engine.executor import RankCall
 from sdk.engine.pages import elastic
 from sdk.engine.plan import (
@@ -24,6 +24,8 @@ from sdk.engine.rank.runner_config import DraftingWeights, RunnerConfig
 from sdk.quant.adapter import LowRank
 from sdk.quant.spec import KVSpec
 
+#: What ranks on different hosts say to each other, and its version.
+PROTOCOL = "embedlm-ranks/2"
 #: Whole, field by field.
 _WHOLE: tuple[type[Any], ...] = (
     *(StepPlan, StepRow, RequestStart, Pooling, Swap, Move, Duplicate, RankCall),

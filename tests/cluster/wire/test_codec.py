@@ -19,8 +19,8 @@ from hypothesis.extra import numpy as numbers
 import sdk
 from sdk.api.errors import CheckpointError, OutOfMemoryError
 from sdk.api.params import SamplingParams
-from sdk.cluster.executors.remote.codec import Codec, CodecError, Record
-from sdk.cluster.executors.remote.messages import engine_codec
+from sdk.cluster.executors.remote.engine_codec import engine_codec
+from sdk.cluster.wire.codec import Codec, CodecError, Record
 from sdk.engine.executor import RankCall
 from sdk.engine.pages import elastic
 from sdk.engine.plan import (
