@@ -156,7 +156,7 @@ $(VENV)/.embedlm-installed: $(CONSTRAINTS) $(BUILT_FROM)
 	@touch $@
 
 packages: $(CONSTRAINTS)
-	@echo "embedlm: downloading and installing torch and the other packages"
+	@echo "embedlm: downloading and installing packages"
 	@sed -n '/^dependencies = \[/,/^\]/s/^ *"\(.*\)",$$/\1/p' pyproject.toml > $(REQUIREMENTS)
 	@$(PIP_INSTALL) --quiet --progress-bar off -r $(REQUIREMENTS)
 	@echo "embedlm: packages are installed"
@@ -167,7 +167,7 @@ native: $(CONSTRAINTS)
 
 # embedlm is installed by then: this installs what the extra asks for, without a second build.
 $(VENV)/.embedlm-dev: $(VENV)/.embedlm-installed .ci/constraints-dev.txt
-	@echo "embedlm: downloading and installing what the tests need"
+	@echo "embedlm: downloading and installing what the tests need, torch among it"
 	@cp .ci/constraints-dev.txt $(VENV)/embedlm-constraints-dev.txt
 	@if $(PY) -c 'import torch; raise SystemExit(torch.version.cuda is None)'; then \
 	  grep -v '^triton' .ci/constraints-dev.txt > $(VENV)/embedlm-constraints-dev.txt; fi

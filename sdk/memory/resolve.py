@@ -10,6 +10,7 @@ from sdk.api.errors import RequestError
 from sdk.api.machine import available_memory
 from sdk.kernels.context import Compute
 from sdk.kernels.lazy_torch import torch
+from sdk.kernels.packages import check_installed
 from sdk.models.auto import read_config
 from sdk.models.config import ModelConfig
 from sdk.quant.checkpoint import Checkpoint
@@ -27,10 +28,12 @@ def compute_of(config: EngineConfig) -> Compute:
 def device_of(config: EngineConfig) -> str:
     """``"auto"`` is the CPU here: ``sdk/loading/device.py`` tries a card with options that name it.
 
+    :raises MissingPackageError: torch is not installed.
     :raises RequestError: the device cannot be used here.
     """
     if config.device != "cuda":
         return "cpu"
+    check_installed("torch", "device='cuda' needs", extra="gpu")
     if not torch.cuda.is_available():
         raise RequestError("device='cuda': torch finds no GPU here; leave device unset for the CPU")
     found = torch.cuda.device_count()
