@@ -10,6 +10,7 @@ import subprocess
 import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -178,6 +179,19 @@ def test_running_out_of_memory_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime, "find_library", Full)
     with pytest.raises(KernelError, match="CPU kernels with 8 threads: out of memory"):
         cpu.open_backend("cpu", 8)
+
+
+def test_a_library_for_another_cpu_alone_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """EMBEDLM_LEVELS=host, and then another machine."""
+    found = library.find_library()
+    assert not isinstance(found, str)
+    none = Mock(
+        embedlm_abi_version=lambda: library.ABI_VERSION, embedlm_levels=Mock(return_value=0)
+    )
+    monkeypatch.setattr(library.ctypes, "CDLL", lambda path: none)
+    assert library.load_library("there.so") == (
+        "native module was compiled for another CPU alone (there.so): run `make build`"
+    )
 
 
 def products(backend: Any, weights: list[Any], x: Any, rounds: int, out: list[Any]) -> None:
