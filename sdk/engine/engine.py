@@ -10,13 +10,12 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from sdk.api.errors import EngineClosedError, EngineDeadError, RequestError
 from sdk.api.logprobs import Sampled
 from sdk.api.outputs import EmbeddingOutput, FinishReason, PoolingRequestOutput, RequestOutput
 from sdk.api.params import SamplingParams
-from sdk.engine.adapter_loader import AdapterLoader
 from sdk.engine.completion import Completion, Generation, is_watched
 from sdk.engine.executor import Executor
 from sdk.engine.numbers import numbers, trace_step, traced
@@ -38,6 +37,9 @@ from sdk.text.automaton import StringAutomaton
 from sdk.text.banned import banned_strings
 from sdk.text.stops import StopStrings, stop_strings
 from sdk.text.token_texts import TokenTexts
+
+if TYPE_CHECKING:
+    from sdk.engine.adapter_loader import AdapterLoader
 
 _NOTHING_RESOLVED = ResolvedParams()
 #: For failures in the scheduler or while outputs are made. They leave queues, pages and answers

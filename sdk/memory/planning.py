@@ -18,10 +18,8 @@ from sdk.memory import resolve
 from sdk.memory.adapters import adapter_bytes
 from sdk.memory.cards import NoRanks, largest_part, within_cards
 from sdk.memory.demand import Demand, WeightBytes, hand_over_bytes
-from sdk.memory.drafting import with_drafts
 from sdk.memory.encoder_options import encoder_options, step_pages
 from sdk.memory.fitting import plan_memory
-from sdk.memory.offload import MemoryLimits, with_offload
 from sdk.memory.plan import MemoryPlan
 from sdk.memory.products import products_of
 from sdk.memory.resolve import compute_of, config_values, model_config
@@ -119,7 +117,10 @@ def _plan(
     if stages and model.tie_word_embeddings:
         demand = replace(demand, weights=_with_copy(weights, end_bytes(config, checkpoint)))
     demand = replace(demand, scratch=_scratch(config, model, checkpoint, activations))
-    demand = with_drafts(demand, config, checkpoint)
+    if config.speculative_config is not None:
+        from sdk.memory.drafting import with_drafts
+
+        demand = with_drafts(demand, config, checkpoint)
     whole, replicas = budget, config.data_parallel_size
     if replicas > 1:
         shared = demand.weights.total - demand.drafting_weights if config.num_ranks == 1 else 0
@@ -127,6 +128,8 @@ def _plan(
         budget = None if budget is None else _part(budget, shared, replicas)
         kv_budget = None if kv_budget is None else kv_budget // replicas
     if config.disk_offload or config.cpu_offload:
+        from sdk.memory.offload import MemoryLimits, with_offload
+
         demand = with_offload(demand, config, MemoryLimits(limit, kv_budget, config.max_model_len))
     made = plan_memory(
         demand,

@@ -348,6 +348,9 @@ def test_a_broken_torch_is_an_error_that_says_what_needs_it(golden: Path) -> Non
 
 # ---- what every start pays for -------------------------------------------------------------------
 
+#: Modules of ours with a file that one token of a GGUF file imports. An import that only a feature
+#: needs belongs where the feature is switched on.
+MOST_FILES = 330
 ANSWER = """
 import sys
 from sdk import LLM
@@ -369,7 +372,7 @@ def test_modules_of_every_start_make_their_dataclasses_quickly() -> None:
     """The standard library takes 0.8 ms for a class: see sdk/kernels/dataclass.py."""
     model = model_of(ROOT / "tests" / "golden" / "gguf-Q8_0")
     files = [Path(name) for name in run_python(ANSWER, model).split()]
-    assert len(files) > 200
+    assert 200 < len(files) <= MOST_FILES
     slow = re.compile(r"^from dataclasses import .*\bdataclass\b|^import dataclasses", re.M)
     found = {path.stem for path in files if slow.search(path.read_text(encoding="utf-8"))}
     assert found == {"dataclass"}
