@@ -12,7 +12,7 @@ import textwrap
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-OPTIONS = ROOT / "sdk" / "options.py"
+OPTIONS = ROOT / "sdk" / "api" / "options.py"
 FIELD = re.compile(r'^    (\w+): [^\n]+\n(?:    """.*?"""\n)?', re.MULTILINE | re.DOTALL)
 
 

@@ -31,7 +31,7 @@ _NO_FRACTIONS = 1.5 * 2**23
 
 @dataclass(frozen=True, kw_only=True)
 class KVType:
-    """A type of keys or values; this class: floats without scales."""
+    """How keys or values are stored. This class: floats without scales."""
 
     #: The name that is printed; ``aliases`` and, in texts like ``k8v4``, ``short`` are read too.
     name: str

@@ -12,8 +12,8 @@ from sdk.kernels.lazy_torch import torch
 
 @dataclass(frozen=True, slots=True)
 class OnDisk:
-    """CPU only: packed weights stay in memory until ``stays`` bytes are used, in the order in which
-    they are packed. The others are in ``file``.
+    """Packed weights of a CPU that are in a file. The first ``stays`` bytes that are packed stay in
+    memory, the others are in ``file``.
 
     ``file``: an unnamed file, open for reading and writing, with room for ``size`` bytes. The
     backend closes it.
@@ -26,7 +26,7 @@ class OnDisk:
 
 @dataclass(frozen=True, slots=True)
 class OnHost:
-    """GPU only: the weights of layer ``first`` and all later layers are in host memory."""
+    """A GPU's weights in host memory: those of layer ``first`` and of all later layers."""
 
     first: int
 

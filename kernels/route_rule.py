@@ -14,7 +14,7 @@ MAX_SCORED = 1024
 
 
 class RouteRule(NamedTuple):
-    """The scores of a token's experts are ``gate`` of its logits; the best k are chosen.
+    """How a router chooses: scores are ``gate`` of the logits; the best k experts are chosen.
 
     The first of equal experts wins, here and of groups. Weights of the chosen experts are their
     scores. ``normalized``: divided by ``max(sum + epsilon, least)``, where the sum is that of the

@@ -118,7 +118,7 @@ class Calls:
 
 
 class TorchTape(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside, torch's row-wise operations on buffers of ``pool`` join ``recorder``.
+    """A mode in which torch's row-wise operations on buffers of ``pool`` join ``recorder``.
 
     ``rows``: a tensor with one row for each token, whose memory begins with them. ``unowned``: a
     tensor in the same memory that does not keep it. ``empty``: a buffer of a shape and type.

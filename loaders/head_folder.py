@@ -43,7 +43,7 @@ _MEDUSA_HEAD = re.compile(r"^heads\.(\d+)\.")
 
 
 class HeadFolder(HfFolder):
-    """A :class:`sdk.quant.checkpoint.Checkpoint` of a head.
+    """A :class:`sdk.quant.checkpoint.Checkpoint` of a head that drafts.
 
     ``config`` has the ``model_type`` ``eagle``, ``eagle3`` or ``medusa``, whatever the folder says.
     The shapes of tensors are not checked by it: they depend on the model, too.

@@ -69,7 +69,10 @@ class ModelEnds(NamedTuple):
 
 
 class DraftingHead(ABC):
-    """What the methods share. ``inputs`` float32 ``[tokens, hidden]``: the buffer of the inputs."""
+    """A head that drafts: what EAGLE, EAGLE-3 and Medusa share.
+
+    ``inputs`` float32 ``[tokens, hidden]``: the buffer of the inputs.
+    """
 
     def __init__(self, source: Source, head: HeadConfig, inputs: Tensor) -> None:
         self.config = head.model

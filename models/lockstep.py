@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Lockstep:
-    """One engine's end.
+    """An engine among those that run their steps together and share the experts.
 
     ``rank`` of ``size`` engines, which exchange over ``group``. ``most_tokens``: of one of them in
     a step. ``row_floats``: the most numbers per token that an exchange moves. ``redundant``: copies

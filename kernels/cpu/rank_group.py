@@ -67,7 +67,7 @@ class _Shared:
 
 
 class SharedGroup(_Shared):
-    """A :class:`sdk.kernels.groups.Group`. The native operators exchange through it directly.
+    """A :class:`sdk.kernels.groups.Group` in shared memory. The native operators use it directly.
 
     The ranks meet in ``folder``, best one in memory (``/dev/shm``); they need it only until all
     have joined. Sums are added in the order of the ranks.
@@ -116,7 +116,7 @@ class SharedGroup(_Shared):
 
 
 class SharedLink(_Shared):
-    """One end of a :class:`sdk.kernels.groups.Link`; the native operators use it directly.
+    """One end of a :class:`sdk.kernels.groups.Link` in shared memory, as :class:`SharedGroup`.
 
     :param sends: which end it is.
     :param slots: tensors that may be on the way (rounded up to a power of two).

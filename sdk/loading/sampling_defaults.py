@@ -34,7 +34,7 @@ _FILE, _MAX_BYTES = "generation_config.json", 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """The parameters of a request without any, and ``source``: where they come from."""
+    """The sampling parameters of a request that gives none. ``source``: where they come from."""
 
     params: SamplingParams
     source: str

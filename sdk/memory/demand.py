@@ -54,7 +54,7 @@ class WeightBytes:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """The inputs of a plan: weights, model and limits. In bytes, unless stated otherwise.
+    """What a plan is computed from: weights, model and limits, in bytes unless stated otherwise.
 
     ``weights`` exclude the ``offloaded`` bytes; ``layers_away`` is the number of offloaded layers
     (GPU). ``page_bytes``: one page of the KV cache, all layers and ranks. ``activation_bytes``: one

@@ -70,7 +70,7 @@ def test_what_editors_show_of_an_option_is_what_the_page_says() -> None:
     command = [sys.executable, ".ci/option_docs.py", "--check"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    text = (ROOT / "sdk" / "options.py").read_text(encoding="utf-8")
+    text = (ROOT / "sdk" / "api" / "options.py").read_text(encoding="utf-8")
     body = text.partition("class EngineOptions")[2].partition("\n\n\n")[0]
     assert body.count('    """') == len(EngineOptions.__annotations__) + 1  # and the class's own
 

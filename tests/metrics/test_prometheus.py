@@ -209,13 +209,16 @@ def test_the_sdk_imports_no_client_by_itself():
 
 @pytest.mark.parametrize(
     ("module", "package"),
-    [("metrics.prometheus", "prometheus_client"), ("requests.opentelemetry", "opentelemetry")],
+    [
+        ("sdk.metrics.prometheus", "prometheus_client"),
+        ("sdk.requests.opentelemetry", "opentelemetry"),
+    ],
 )
 def test_without_the_package_the_error_says_what_to_install(module, package):
     code = (
         f"import sys; sys.modules['{package}'] = None\n"
         "try:\n"
-        f"    import sdk.{module}\n"
+        f"    import {module}\n"
         "except ImportError as error:\n"
         "    assert 'pip install \"embedlm[metrics]\"' in str(error), error\n"
         "else:\n"

@@ -202,7 +202,7 @@ def test_the_hook_of_pyinstaller_collects_modules_tables_and_the_native_library(
         ("expected_loss.json", "sdk/quant"),
         ("predicted.json", "sdk/bench/gpu"),
         ("some-card.json", "sdk/kernels/tuned"),
-        ("smollm2_135m.json", "sdk/simulation"),
+        ("smollm2_135m.json", "sdk/cluster/simulation"),
         ("py.typed", "sdk"),
     }
     assert found["aliases"]["embedlm.cli"] == "sdk.cli" and "embedlm" not in found["aliases"]

@@ -21,8 +21,10 @@ _PRIOR = 1e-3
 
 
 class StepTimes:
-    """Times are seconds. The scheduler's clock gives them, so they contain what the host does
-    between two steps."""
+    """How long steps take, by what they run, in seconds of the scheduler's clock.
+
+    Times contain what the host does between two steps.
+    """
 
     def __init__(self) -> None:
         self._decode = Curve()

@@ -126,7 +126,9 @@ def test_an_actor_whose_memory_is_too_small_for_python_and_torch_is_refused(
 
 
 def test_only_what_is_named_is_there() -> None:
-    with pytest.raises(AttributeError, match=r"'sdk\.integrations\.ray' has no attribute 'LLM'"):
+    with pytest.raises(
+        AttributeError, match=r"'sdk\.cluster\.integrations\.ray' has no attribute 'LLM'"
+    ):
         sdk.cluster.integrations.ray.LLM  # noqa: B018
 
 
