@@ -1,6 +1,7 @@
-"""The table of docs/models.md: every architecture, for GGUF files and folders.
+"""The table of docs/models.md: every architecture, for GGUF files and folders; and the list of the
+files of models/architectures that a name may mean (models/architecture_names.py).
 
-python .ci/model_docs.py            # rewrites the part of the page between its marks
+python .ci/model_docs.py            # rewrites the part of the page between its marks, and the list
 python .ci/model_docs.py --check    # exit code 1 if it would
 
 What is native comes from the registry (models/architectures), why GGUF names do not run from
@@ -20,10 +21,16 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from sdk.models.architecture import architecture, architectures, gguf_names  # noqa: E402
+from sdk.models.architecture import (  # noqa: E402
+    architecture,
+    architectures,
+    gguf_names,
+    gguf_rules,
+)
 from sdk.models.other_models import FOLDERS, refused_gguf  # noqa: E402
 
 PAGE = ROOT / "docs" / "models.md"
+NAMES = ROOT / "models" / "architecture_names.py"
 SWEEP = ROOT / "tests" / "models" / "sweep.json"
 GGUF = ROOT / "tests" / "models" / "gguf_names.txt"
 BEGIN, END = "<!-- begin: .ci/model_docs.py -->\n", "<!-- end: .ci/model_docs.py -->\n"
@@ -159,7 +166,39 @@ def paragraph(text: str) -> str:
     return textwrap.fill(" ".join(text.split()), 120, break_on_hyphens=False)
 
 
+def names_module() -> str:
+    """The source of models/architecture_names.py."""
+    types: dict[str, list[str]] = {}
+    files: dict[str, list[str]] = {}
+    for own in architectures():
+        for name in (own.model_type, *own.aliases):
+            types.setdefault(name, []).append(own.model_type)
+        for name in sorted({rules.name for rules in gguf_rules(own)}):
+            files.setdefault(name, []).append(own.model_type)
+    lines = [
+        '"""The files of ``models/architectures`` that a name may mean; others are not imported.',
+        "",
+        "Written by .ci/model_docs.py from their descriptions.",
+        '"""',
+        "",
+    ]
+    for title, found in (("MODEL_TYPES", types), ("GGUF_NAMES", files)):
+        what = "Of configs." if title == "MODEL_TYPES" else "Of GGUF files."
+        lines += [f"#: {what}", f"{title}: dict[str, tuple[str, ...]] = {{"]
+        for name, modules in sorted(found.items()):
+            listed = ", ".join(map(json.dumps, modules)) + "," * (len(modules) == 1)
+            one = f'    "{name}": ({listed}),'
+            wrapped = [f'    "{name}": (', *(f'        "{one}",' for one in modules), "    ),"]
+            lines += [one] if len(one) <= 100 else wrapped
+        lines += ["}"]
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
+    if NAMES.read_text(encoding="utf-8") != (names := names_module()):
+        if "--check" in sys.argv[1:]:
+            raise SystemExit(f"model_docs: {NAMES.relative_to(ROOT)} is old: run this script")
+        NAMES.write_text(names, encoding="utf-8")
     text = PAGE.read_text(encoding="utf-8")
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)

@@ -17,6 +17,7 @@ from sdk.kernels.errors import KernelError
 from sdk.kernels.host.torch_import import torch_module
 from sdk.kernels.layouts import Affine, Blocks, Dense, Float8, Layout, inputs_of
 from sdk.kernels.offload import OnDisk
+from sdk.kernels.packages import check_installed
 
 #: Backends, best first. A backend is a folder here with ``available``, ``open_backend`` and
 #: ``ACTIVATIONS``, the activation types of its operators. Memory plans use a device's best backend
@@ -56,7 +57,7 @@ def open_backends(
             missing.append((name, reason))
     if [backend.name for backend in opened] == ["reference"]:
         why = "; ".join(reason for name, reason in missing if name != "gpu" or device != "cpu")
-        torch_module("the reference kernels, which run everything here" + (why and f" ({why}),"))
+        torch_module("the reference backend, which runs everything here" + (why and f" ({why}),"))
     return opened, tuple(missing)
 
 
@@ -68,6 +69,7 @@ def choose(
     """The first implementation that accepts ``problem`` and for which ``check`` finds no reason.
 
     :raises KernelError: there is none.
+    :raises MissingPackageError: only a reference kernel does, and torch is not installed.
     """
     declined: list[tuple[str, str]] = []
     for backend in backends:
@@ -76,10 +78,17 @@ def choose(
             if reason is None:
                 reason = check(implementation)
             if reason is None:
+                if backend.name == "reference":  # not by the first request, which needs it
+                    check_installed("torch", _on_reference(problem, declined))
                 return Choice(implementation, tuple(declined))
             declined.append((implementation.name, reason))
     why = "; ".join(f"{name}: {reason}" for name, reason in declined) or "no backend has this op"
     raise KernelError(f"no kernel runs {problem}: {why}")
+
+
+def _on_reference(problem: Problem, declined: Sequence[tuple[str, str]]) -> str:
+    why = "; ".join(f"{name}: {reason}" for name, reason in declined)
+    return f"{problem} runs on the reference backend only{why and f' ({why})'}, which needs"
 
 
 def linear_problem(layout: Layout, compute: str, activation_bits: int) -> Problem:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from sdk.kernels.dataclass import dataclass
 from sdk.kernels.packages import package
-from sdk.loaders.hub_download import RemoteFile, fetch_file
 from sdk.loaders.hub_files import gguf_files, has_gguf, small_files, weight_files
 from sdk.quant.errors import CheckpointError, SdkError
 
@@ -195,6 +194,8 @@ class _Online:
         self._total += sum(self.sizes[name] for name in missing)
         for name in names:
             with _translated(self.model, self.hub):
+                from sdk.loaders.hub_download import RemoteFile, fetch_file
+
                 remote = RemoteFile(repo, name, self.commit, self.sizes[name])
                 local = fetch_file(remote, cache, self._advance)
             folder = local.parents[name.count("/")]

@@ -13,6 +13,7 @@ import zipfile
 from pathlib import Path
 
 from sdk.kernels.lazy_torch import Tensor, torch, type_name
+from sdk.kernels.packages import check_installed
 from sdk.loaders.model_file import ModelFile
 from sdk.loaders.safetensors_reader import DTYPES, StoredTensor
 from sdk.quant.errors import CheckpointError, UnsupportedError
@@ -31,6 +32,7 @@ def torch_header(file: ModelFile) -> tuple[list[StoredTensor], dict[str, str]]:
         UnsupportedError: it holds something other than a dict of contiguous tensors.
     """
     _check_archive(file.path)
+    check_installed("torch", f"{file.path}: to read it needs")
     try:
         loaded = torch.load(file.path, map_location="meta", weights_only=True)
     except pickle.UnpicklingError as error:

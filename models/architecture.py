@@ -13,13 +13,14 @@ in 0.2 ms, a dataclass in 1.8 ms.
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from sdk.kernels.route_rule import SOFTMAX, RouteRule
+from sdk.models.architecture_names import GGUF_NAMES, MODEL_TYPES
 from sdk.models.sliding import SlidingRule, no_layer
 
 if TYPE_CHECKING:
@@ -414,12 +415,27 @@ def architectures() -> tuple[Architecture, ...]:
     """The ``ARCHITECTURE`` of every module of ``models/architectures``, by file name."""
     package = import_module("sdk.models.architectures")
     names = sorted(module.name for module in pkgutil.iter_modules(package.__path__))
-    return tuple(import_module(f"{package.__name__}.{name}").ARCHITECTURE for name in names)
+    return tuple(map(_described, names))
+
+
+def _described(module: str) -> Architecture:
+    found: Architecture = import_module(f"sdk.models.architectures.{module}").ARCHITECTURE
+    return found
+
+
+def _named(name: object, modules: Mapping[str, Sequence[str]]) -> Iterable[Architecture]:
+    """The architectures that ``name`` may mean. An unlisted name may be that of a new file."""
+    listed = modules.get(name) if isinstance(name, str) else None
+    return architectures() if listed is None else map(_described, listed)
 
 
 def architecture(model_type: object) -> Architecture | None:
     """The architecture that a config's ``model_type`` names; ``None`` for one we do not have."""
-    found = (own for own in architectures() if model_type in (own.model_type, *own.aliases))
+    found = (
+        own
+        for own in _named(model_type, MODEL_TYPES)
+        if model_type in (own.model_type, *own.aliases)
+    )
     return next(found, None)
 
 
@@ -446,7 +462,7 @@ def states_everything(config: Mapping[str, Any]) -> bool:
 def gguf_architecture(name: object, keys: GgufKeys) -> tuple[Architecture, GgufRules] | None:
     """The architecture of a GGUF file that calls itself ``name``; ``None`` if there is none."""
     rest = None
-    for own in architectures():
+    for own in _named(name, GGUF_NAMES):
         for rules in gguf_rules(own):
             if rules.name != name:
                 continue

@@ -152,9 +152,9 @@ def __getattr__(name: str) -> object:
     if module is None:
         raise AttributeError(f"module 'sdk' has no attribute {name!r}")
     if module in _NEED_TORCH:
-        from sdk.kernels.host.torch_import import import_torch
+        from sdk.kernels.host.torch_import import torch_module
 
-        import_torch()
+        torch_module(f"sdk.{name}")
     return getattr(import_module(module), name)
 
 

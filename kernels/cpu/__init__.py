@@ -22,20 +22,9 @@ from sdk.kernels.cpu.elementwise import (
     SelectRows,
     TakeColumns,
 )
-from sdk.kernels.cpu.exchange import AllGather, AllReduce, Receive, Send
 from sdk.kernels.cpu.library import find_library, levels
-from sdk.kernels.cpu.low_rank import LowRank
-from sdk.kernels.cpu.moe import (
-    AddOwnersBias,
-    Combine,
-    CombineRanks,
-    GatherRanks,
-    Group,
-    Route,
-)
 from sdk.kernels.cpu.packed_linear import PackedLinear
 from sdk.kernels.cpu.packed_weight import BLOCK_SOURCES, packed_bytes
-from sdk.kernels.cpu.recode import RecodePage
 from sdk.kernels.cpu.rope import RopeAndCache, RopeAngles
 from sdk.kernels.cpu.runtime import NativeRuntime, Program
 from sdk.kernels.cpu.sampling import Sample
@@ -109,18 +98,6 @@ class CpuBackend:
                 *(PackedLinear(runtime, self._memory, bits) for bits in (8, 16, 32)),
                 SchemeLinear(runtime, self._memory),
             ),
-            "low_rank": (LowRank(runtime),),
-            "all_reduce": (AllReduce(runtime),),
-            "all_gather": (AllGather(runtime),),
-            "send": (Send(runtime),),
-            "receive": (Receive(runtime),),
-            "route": (Route(runtime),),
-            "group": (Group(runtime),),
-            "group_ranks": (Group(runtime),),
-            "add_owners_bias": (AddOwnersBias(runtime),),
-            "combine": (Combine(runtime),),
-            "combine_ranks": (CombineRanks(runtime),),
-            "gather_ranks": (GatherRanks(runtime),),
             "norm": (Normalize(runtime),),
             "add_norm": (AddNormalize(runtime),),
             "gated_activation": (Activate(runtime, gated=True),),
@@ -133,7 +110,6 @@ class CpuBackend:
             "find_places": (Places(runtime),),
             "rope_and_cache": (RopeAndCache(runtime),),
             "attention": (Attention(runtime),),
-            "recode_page": (RecodePage(runtime),),
             "sample": (Sample(runtime),),
         }
 
@@ -146,7 +122,40 @@ class CpuBackend:
         return None
 
     def implementations(self, op: str) -> Sequence[Any]:
+        if op not in self._implementations:
+            self._implementations = {**self._others(), **self._implementations}
         return self._implementations.get(op, ())
+
+    def _others(self) -> dict[str, Sequence[Any]]:
+        """Operators of adapters, experts, several ranks and KV tiers: most engines have none."""
+        from sdk.kernels.cpu.exchange import AllGather, AllReduce, Receive, Send
+        from sdk.kernels.cpu.low_rank import LowRank
+        from sdk.kernels.cpu.moe import (
+            AddOwnersBias,
+            Combine,
+            CombineRanks,
+            GatherRanks,
+            Group,
+            Route,
+        )
+        from sdk.kernels.cpu.recode import RecodePage
+
+        runtime = self.runtime
+        return {
+            "low_rank": (LowRank(runtime),),
+            "all_reduce": (AllReduce(runtime),),
+            "all_gather": (AllGather(runtime),),
+            "send": (Send(runtime),),
+            "receive": (Receive(runtime),),
+            "route": (Route(runtime),),
+            "group": (Group(runtime),),
+            "group_ranks": (Group(runtime),),
+            "add_owners_bias": (AddOwnersBias(runtime),),
+            "combine": (Combine(runtime),),
+            "combine_ranks": (CombineRanks(runtime),),
+            "gather_ranks": (GatherRanks(runtime),),
+            "recode_page": (RecodePage(runtime),),
+        }
 
     @contextmanager
     def record(self, limits: tuple[int, int, int]) -> Iterator[Program]:

@@ -371,6 +371,8 @@ def load_library(path: str) -> ctypes.CDLL | str:
         function = getattr(library, f"embedlm_{name}")
         function.restype = result
         function.argtypes = arguments
+    if not library.embedlm_levels():
+        return f"native module was compiled for another CPU alone ({path}): run `make build`"
     return library
 
 

@@ -19,6 +19,7 @@ from sdk.kernels.gpu.scratch import LIBRARY, OLDER_LIBRARY, CardScratch, work_sh
 from sdk.kernels.layouts import BLOCK_TYPES
 from sdk.kernels.lazy_torch import torch
 from sdk.kernels.offload import OnDisk
+from sdk.kernels.packages import install
 from sdk.kernels.scratch import Products
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def available(device: str) -> str | None:
     if torch.version.cuda is None and torch.version.hip is None:
         return f"torch {torch.__version__} is built for CPUs alone: install its build for this GPU"
     if find_spec("triton") is None:
-        return "triton is not installed: pip install 'embedlm[gpu]'"
+        return f"triton is not installed: {install('triton')}"
     if not torch.cuda.is_available():
         return "torch finds no GPU"
     release = tuple(int(part) for part in torch.__version__.split(".")[:2])

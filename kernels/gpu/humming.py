@@ -27,6 +27,7 @@ from sdk.kernels.gpu.linear import TritonLinear, activate_rows, before_activatio
 from sdk.kernels.gpu.packing import Packed
 from sdk.kernels.gpu.tuning import NOT_FASTER, type_of
 from sdk.kernels.layouts import Affine, Layout
+from sdk.kernels.packages import install
 from sdk.kernels.rounding import Rows
 
 BITS = (4, 8)
@@ -79,7 +80,7 @@ class HummingLinear(TritonLinear):
         if torch.version.hip is not None:
             return "humming-kernels has none for AMD's cards"
         if not installed():
-            return "humming-kernels is not installed: pip install 'embedlm[humming]'"
+            return f"humming-kernels is not installed: {install('humming')}"
         kind = f"int{problem.bits}g{problem.group}"
         if self._from(kind, (problem.out_features, problem.in_features)) is None:
             return NOT_FASTER

@@ -15,7 +15,7 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any
 
-from sdk.kernels.errors import MissingPackageError
+from sdk.kernels.packages import missing
 
 
 class _Mode(threading.local):
@@ -51,15 +51,14 @@ class one_mode:
 def torch_module(what: str) -> Any:
     """torch, imported now if nobody has, because ``what`` needs it.
 
-    :raises ImportError: it is not installed, or broken.
+    :raises MissingPackageError: it is not installed, or broken.
     """
     _mode.without_torch = False
     import_torch()
     try:
         return importlib.import_module("torch")
     except ImportError as error:
-        text = f"{what} needs torch, which cannot be imported: {error}"
-        raise MissingPackageError(text, name="torch") from error
+        raise missing(error, f"{what} needs") from error
 
 
 def import_torch() -> None:

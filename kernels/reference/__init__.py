@@ -7,27 +7,10 @@ so that a row's result has the same bits whatever else is in the batch.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 from sdk.kernels.offload import OnDisk
-from sdk.kernels.reference.attention import Attention
-from sdk.kernels.reference.elementwise import MAPS, Map, Places, SelectRows, TakeColumns
-from sdk.kernels.reference.exchange import AllGather, AllReduce, Receive, Send
-from sdk.kernels.reference.linear import ReferenceLinear, ReferenceLinearAsFile
-from sdk.kernels.reference.low_rank import LowRank
-from sdk.kernels.reference.moe import (
-    AddOwnersBias,
-    Combine,
-    CombineRanks,
-    GatherRanks,
-    Group,
-    GroupRanks,
-    Route,
-)
-from sdk.kernels.reference.norm import Activation, AddNormalize, Gate, GatedActivation, Normalize
-from sdk.kernels.reference.recode import RecodePage
-from sdk.kernels.reference.rope import RopeAndCache, RopeAngles
-from sdk.kernels.reference.sampling import Sample
 
 #: 16-bit activations are read as float32, and rounded when they are written.
 ACTIVATIONS = ("float32", "bfloat16", "float16")
@@ -56,36 +39,12 @@ class ReferenceBackend:
     shares_keys = False
     captures = False
 
-    def __init__(self) -> None:
-        self._implementations: dict[str, Sequence[Any]] = {
-            "linear": (ReferenceLinear(), ReferenceLinearAsFile()),
-            "low_rank": (LowRank(),),
-            "all_reduce": (AllReduce(),),
-            "all_gather": (AllGather(),),
-            "send": (Send(),),
-            "receive": (Receive(),),
-            "route": (Route(),),
-            "group": (Group(),),
-            "group_ranks": (GroupRanks(),),
-            "add_owners_bias": (AddOwnersBias(),),
-            "combine": (Combine(),),
-            "combine_ranks": (CombineRanks(),),
-            "gather_ranks": (GatherRanks(),),
-            "norm": (Normalize(),),
-            "add_norm": (AddNormalize(),),
-            "gated_activation": (GatedActivation(),),
-            "gate": (Gate(),),
-            "activation": (Activation(),),
-            **{kind: (Map(kind),) for kind in MAPS},
-            "rope_angles": (RopeAngles(),),
-            "select_rows": (SelectRows(),),
-            "take_columns": (TakeColumns(),),
-            "find_places": (Places(),),
-            "rope_and_cache": (RopeAndCache(),),
-            "attention": (Attention(),),
-            "recode_page": (RecodePage(),),
-            "sample": (Sample(),),
-        }
+    @cached_property
+    def _implementations(self) -> dict[str, Sequence[Any]]:
+        # Most engines fall back on none of them.
+        from sdk.kernels.reference.operators import operators
+
+        return operators()
 
     def work_shape(self, requests: int, heads: int, kv_heads: int, head_dim: int) -> None:
         return None

@@ -9,15 +9,16 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sdk.loaders.folder_file import folder_file
 from sdk.loaders.tokenizer.base import TokenizerFacts
-from sdk.loaders.tokenizer.hf import JsonTokenizer
-from sdk.loaders.tokenizer.json_parts import load_tokenizer_json
 from sdk.loaders.tokenizer.metadata import Metadata
 from sdk.loaders.tokenizer.vocab import NORMAL, Vocabulary
 from sdk.quant.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from sdk.loaders.tokenizer.hf import JsonTokenizer
 
 _LOG = logging.getLogger("sdk")
 _KEY = "tokenizer.huggingface.json"
@@ -41,6 +42,11 @@ def tokenizer_json_for(
     stored = meta.text(_KEY)
     if stored is not None:
         sources.append((f"{meta.file}: {_KEY}", stored))
+    if not sources:
+        return None
+    from sdk.loaders.tokenizer.hf import JsonTokenizer
+    from sdk.loaders.tokenizer.json_parts import load_tokenizer_json
+
     for where, source in sources:
         try:
             backend = load_tokenizer_json(source, where)

@@ -28,6 +28,7 @@ from sdk.bench.report import Section, to_markdown, to_text
 from sdk.bench.settings import Settings
 from sdk.bench.suites import SUITES, measure
 from sdk.demo import MINILM, SMOLLM2
+from sdk.kernels.packages import check_installed
 
 #: Defaults of all options that affect results; a report's command lists those that differ.
 DEFAULTS: dict[str, Any] = {
@@ -44,6 +45,10 @@ DEFAULTS: dict[str, Any] = {
     "rounds": 5,
     "threads": None,
 }
+
+
+#: Suites that compute with it themselves.
+_NEED_TORCH = {"accuracy", "gemm"}
 
 
 def parse_numbers(text: str, low: int, high: int) -> tuple[int, ...]:
@@ -179,6 +184,8 @@ def run(args: argparse.Namespace) -> int:
         check_peer(peer)
     if args.plots:
         check_matplotlib()
+    for suite in _NEED_TORCH & {*args.suite}:
+        check_installed("torch", f"--suite {suite} needs")
     if "embed" in args.suite and len(args.suite) > 1:
         raise RequestError("--suite: expected embed alone, because it takes an embedding model")
     with ModelFiles(args.file, MINILM if "embed" in args.suite else SMOLLM2) as model:

@@ -10,6 +10,7 @@ from sdk.api.errors import RequestError
 from sdk.bench.engines import OURS
 from sdk.bench.models import Work
 from sdk.bench.report import Section
+from sdk.kernels.packages import install, is_installed
 from sdk.quant.spec import KVTypes
 
 #: Suites drawn as lines over a case: its key and label. The others are bars.
@@ -22,12 +23,8 @@ _OVER = {
 
 def check_matplotlib() -> None:
     """Call before a long measurement. :raises RequestError: it is not installed."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise RequestError(
-            "--plots: matplotlib is not installed: pip install 'embedlm[bench]'"
-        ) from None
+    if not is_installed("matplotlib"):
+        raise RequestError(f"--plots: matplotlib is not installed: {install('matplotlib')}")
 
 
 def write_plots(

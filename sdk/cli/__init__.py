@@ -24,6 +24,7 @@ from typing import Any, TextIO
 
 from sdk import __version__
 from sdk.api.errors import SdkError
+from sdk.kernels.packages import missing
 
 #: Command -> its module. A command may have two words. Those of the parts around the library are
 #: beside what they start.
@@ -136,6 +137,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (SdkError, OSError, ModuleNotFoundError) as error:
         if isinstance(error, ModuleNotFoundError) and (error.name or "").startswith("sdk"):
             raise  # a module of ours is missing: a bug, which needs its traceback
+        if isinstance(error, ModuleNotFoundError) and not isinstance(error, SdkError):
+            error = missing(error, f"the command {args.command} needs")
         if args.verbose:
             traceback.print_exc()
         if sys.stderr is not None:  # print would use stdout instead of None

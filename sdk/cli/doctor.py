@@ -12,6 +12,7 @@ import platform
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 from sdk import __version__
 from sdk.api.errors import SdkError
@@ -19,8 +20,18 @@ from sdk.api.machine import available_memory, cache_folder
 from sdk.api.sizes import format_bytes
 from sdk.demo import demo_model
 from sdk.kernels.gpu_driver import gpu_driver
+from sdk.kernels.packages import install
 
-NEEDED = ("torch", "numpy", "safetensors", "gguf", "transformers", "accelerate", "tqdm")
+NEEDED = ("numpy", "jinja2", "tokenizers", "huggingface_hub", "tqdm")
+#: Modules of extras: their distribution, and what they are for.
+OPTIONAL = {
+    "torch": ("torch", "GPUs, several ranks, quantizing, models through transformers' code"),
+    "transformers": ("transformers", "models without native code"),
+    "triton": ("triton", "GPUs"),
+    "llguidance": ("llguidance", "structured output"),
+    "fastapi": ("fastapi", "serve"),
+}
+_NO_DRIVER = "no GPU driver found; models run on the CPU"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +79,9 @@ def check_native() -> list[Finding]:
     why_not = cpu.available("cpu")
     if why_not is not None:
         text = f"models run on the reference kernels, about 100 times slower: {why_not}"
+        if find_spec("torch") is None:
+            text = f"no model runs: {why_not}. Models would run on the reference kernels, about "
+            text += f"100 times slower, with torch: {install('torch')}"
         return [Finding("native module", text, False)]
     return [Finding("native module", f"built, SIMD level {cpu.simd_level()}")]
 
@@ -80,13 +94,18 @@ def check_device() -> list[Finding]:
 
 def check_gpu() -> list[Finding]:
     """Which GPUs can be used; if a driver is loaded but none can, what to install."""
+    driver = gpu_driver()
+    if find_spec("torch") is None and driver is not None:
+        text = 'torch is not installed: pip install "embedlm[gpu]"; models run on the CPU'
+        return [Finding("gpu driver", driver), Finding("gpu", text, False)]
+    if driver is None and find_spec("torch") is None:
+        return [Finding("gpu", _NO_DRIVER)]
     import torch
 
     from sdk.kernels import gpu
 
-    driver = gpu_driver()
     if driver is None and not torch.cuda.is_available():
-        return [Finding("gpu", "no GPU driver found; models run on the CPU")]
+        return [Finding("gpu", _NO_DRIVER)]
     found = [Finding("gpu driver", driver or "not found")]
     if not torch.cuda.is_available():
         why = gpu.available("cuda")
@@ -156,10 +175,11 @@ def _card(device: str) -> Finding:
 
 def check_versions() -> list[Finding]:
     found = [_version(name) for name in NEEDED]
-    try:
-        found.append(Finding("triton", importlib.metadata.version("triton")))
-    except importlib.metadata.PackageNotFoundError:
-        found.append(Finding("triton", "not installed (only GPUs need it)"))
+    for module, (name, what) in OPTIONAL.items():
+        try:
+            found.append(Finding(name, importlib.metadata.version(name)))
+        except importlib.metadata.PackageNotFoundError:
+            found.append(Finding(name, f"not installed ({what}): {install(module)}"))
     return found
 
 

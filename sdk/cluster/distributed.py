@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from sdk.api.errors import RequestError
 from sdk.api.remote_workers import RemoteWorkers, parse_address, read_token
+from sdk.kernels.packages import check_installed
 from sdk.quant.safe_repr import safe_repr
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ def run_worker(
     :raises sdk.EngineDeadError: rank 0 refuses this worker (its message says why), no engine came
         within ``timeout``, or (``once``) the engine was lost.
     """
+    check_installed("torch", "run_worker needs")
     from sdk.cluster.executors.remote.serve import WorkerOptions, serve_engines
 
     if num_threads is not None and not (isinstance(num_threads, int) and num_threads > 0):

@@ -11,12 +11,11 @@ import logging
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from sdk.api.errors import EngineClosedError, EngineDeadError, RequestError
 from sdk.api.logprobs import Sampled
 from sdk.api.outputs import EmbeddingOutput, FinishReason, PoolingRequestOutput, RequestOutput
-from sdk.engine.adapter_loader import AdapterLoader
 from sdk.engine.answers import Answer, JobAnswers
 from sdk.engine.executor import Executor
 from sdk.engine.job import Job
@@ -35,6 +34,9 @@ from sdk.sampling.uniform import child_seed
 from sdk.text.banned import banned_strings
 from sdk.text.stops import stop_strings
 from sdk.text.token_texts import TokenTexts
+
+if TYPE_CHECKING:
+    from sdk.engine.adapter_loader import AdapterLoader
 
 #: For failures in the scheduler or while outputs are made. They leave queues, pages and answers
 #: inconsistent, so the engine cannot continue.

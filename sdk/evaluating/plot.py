@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from os import PathLike
 from typing import Any, NamedTuple
 
 from sdk.api.errors import RequestError
+from sdk.kernels.packages import install, is_installed
 
 #: The lowest loss on the logarithmic axis, which has no 0: all schemes are well above.
 _FLOOR = 1e-5
@@ -26,8 +26,8 @@ class Placed(NamedTuple):
 
 def check_matplotlib(option: str) -> None:
     """Call before a long measurement. :raises RequestError: it is not installed."""
-    if find_spec("matplotlib") is None:
-        raise RequestError(f"{option}: matplotlib is not installed: pip install 'embedlm[bench]'")
+    if not is_installed("matplotlib"):
+        raise RequestError(f"{option}: matplotlib is not installed: {install('matplotlib')}")
 
 
 def frontier(models: Sequence[Placed]) -> list[Placed]:

@@ -9,15 +9,29 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+from sdk.kernels.packages import check_installed
+
+#: Module, name in it, and the options that ask for it.
 _PARTS = {
-    # tensor_parallel_size, pipeline_parallel_size, remote_workers
-    "ranks": ("sdk.cluster.executors.start", "make_ranks"),
-    # data_parallel_size
-    "replicas": ("sdk.cluster.replicas.served", "ServedReplicas"),
+    "ranks": (
+        "sdk.cluster.executors.start",
+        "make_ranks",
+        "several ranks (tensor_parallel_size, pipeline_parallel_size, remote_workers)",
+    ),
+    "replicas": (
+        "sdk.cluster.replicas.served",
+        "ServedReplicas",
+        "several replicas (data_parallel_size)",
+    ),
 }
 
 
 def part_around(name: str) -> Any:
-    """The class or function that starts the part ``name``."""
-    module, attribute = _PARTS[name]
+    """The class or function that starts the part ``name``, whose processes exchange tensors of
+    torch.
+
+    :raises MissingPackageError: torch is not installed. No weights have been read yet.
+    """
+    module, attribute, options = _PARTS[name]
+    check_installed("torch", f"{options} need")
     return getattr(import_module(module), attribute)

@@ -10,7 +10,6 @@ from sdk.api.errors import CheckpointError, OutOfMemoryError, RequestError, Unsu
 from sdk.api.machine import available_memory
 from sdk.api.sizes import format_bytes
 from sdk.engine.pages.disk_space import disk_folder, disk_space_problem
-from sdk.kernels.cpu.rank_group import why_not_shared
 from sdk.loading.sampling_defaults import sampling_defaults
 from sdk.memory.plan import MemoryPlan
 from sdk.memory.resolve import available_to, config_values
@@ -35,12 +34,14 @@ def check_options(config: EngineConfig, checkpoint: Checkpoint, made: MemoryPlan
             f"({config.step_tokens}) must be at least "
             f"max_model_len ({made.max_model_len}), because a prompt runs in one step"
         )
-    on_cpus = config.pipeline_parallel_size > 1 and config.device != "cuda"
-    if on_cpus and (reason := why_not_shared()) is not None:
-        raise UnsupportedError(
-            f"pipeline_parallel_size={config.pipeline_parallel_size}: stages exchange tensors "
-            f"through shared memory only, which is not possible here: {reason}"
-        )
+    if config.pipeline_parallel_size > 1 and config.device != "cuda":
+        from sdk.kernels.cpu.rank_group import why_not_shared
+
+        if (reason := why_not_shared()) is not None:
+            raise UnsupportedError(
+                f"pipeline_parallel_size={config.pipeline_parallel_size}: stages exchange tensors "
+                f"through shared memory only, which is not possible here: {reason}"
+            )
     name = model_type(config_values(config, checkpoint))
     if architecture(name) is None:
         for option in ("tensor_parallel_size", "pipeline_parallel_size"):

@@ -17,22 +17,16 @@ from sdk.api.load_progress import reporting
 from sdk.api.machine import release_free_memory
 from sdk.api.memory_pool import Lease, MemoryPool
 from sdk.api.speculative_config import SpeculativeConfig
-from sdk.engine.adapter_loader import AdapterLoader
 from sdk.engine.engine import Engine
 from sdk.engine.executor import Ranks
 from sdk.engine.model_key import ModelKey, key_of_fork, model_key
 from sdk.engine.pages.disk_space import disk_folder
 from sdk.engine.pages.elastic import ElasticPages
 from sdk.engine.pages.prefix_store import PrefixStore
-from sdk.engine.rank.adapters import RankAdapters
 from sdk.engine.rank.kv_cache import kv_spec
 from sdk.engine.rank.rank_model import RankModel
 from sdk.engine.rank.runner import ModelRunner
 from sdk.engine.rank.runner_config import DraftingWeights, RunnerConfig
-from sdk.engine.scheduling.draft_lengths import DraftLengths
-from sdk.engine.scheduling.drafts import Drafter, Drafts, FirstMatch, RankDrafter
-from sdk.engine.scheduling.forced_tokens import ForcedTokens
-from sdk.engine.scheduling.prompt_lookup import LOOKUP_BYTES, PromptLookup
 from sdk.engine.scheduling.results import ResultBudget
 from sdk.engine.scheduling.scheduler import Scheduler
 from sdk.engine.scheduling.scheduler_config import SHORT_STEP, SHORT_STEP_GPU, SchedulerConfig
@@ -46,7 +40,6 @@ from sdk.loading.around import part_around
 from sdk.loading.checks import named_tokenizer
 from sdk.loading.device import Device, answers_folder, card_for, check_certain
 from sdk.loading.embedding_head import embedding_head
-from sdk.loading.fork import fork_plan
 from sdk.loading.load_warnings import load_warnings, other_stages, unread_keys
 from sdk.loading.quant_report import LayerReport
 from sdk.loading.sampling_defaults import SamplingDefaults, sampling_defaults
@@ -74,6 +67,8 @@ from sdk.quant.spec import kv_bits
 from sdk.quant.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from sdk.engine.rank.adapters import RankAdapters
+    from sdk.engine.scheduling.drafts import Drafter, Drafts
     from sdk.loading.adapters import AdapterOpener
 
 logger = logging.getLogger("sdk")
@@ -199,6 +194,8 @@ def fork(first: Loaded, weights: RankModel, config: EngineConfig) -> Loaded:
     ``config``: see :func:`sdk.loading.fork.fork_config`. On any error everything built so far is
     freed.
     """
+    from sdk.loading.fork import fork_plan
+
     headers, model = first.facts.headers, first.facts.model_config
     memory = fork_plan(config, headers)
     config = memory.config or config
@@ -328,6 +325,7 @@ def _with_adapters(
     slots = engine.scheduler.adapters
     if slots is None:
         return None
+    from sdk.engine.adapter_loader import AdapterLoader
     from sdk.loading.adapters import AdapterOpener
 
     def own_rank() -> RankAdapters:
@@ -383,6 +381,11 @@ def _drafts(
     speculative = config.speculative_config
     if speculative is None:
         return None
+    from sdk.engine.scheduling.draft_lengths import DraftLengths
+    from sdk.engine.scheduling.drafts import Drafts, FirstMatch, RankDrafter
+    from sdk.engine.scheduling.forced_tokens import ForcedTokens
+    from sdk.engine.scheduling.prompt_lookup import LOOKUP_BYTES, PromptLookup
+
     assert isinstance(speculative, SpeculativeConfig)  # EngineConfig has parsed it
     drafters: list[Drafter] = [ForcedTokens()]
     if (least := speculative.least_match) is not None:

@@ -15,8 +15,14 @@ from sdk.kernels.registry import facts_of
 from sdk.kernels.scratch import Scratch
 from sdk.kernels.sized_graphs import MOST_TOKENS
 from sdk.memory import resolve
-from sdk.memory.demand import MemoryDemand, MemoryLimits, WeightBytes, hand_over_bytes, with_offload
-from sdk.memory.drafting import with_drafts
+from sdk.memory.adapters import adapter_bytes
+from sdk.memory.cards import NoRanks, largest_part, within_cards
+from sdk.memory.demand import (
+    MemoryDemand,
+    WeightBytes,
+    hand_over_bytes,
+)
+from sdk.memory.encoder_options import encoder_options, step_pages
 from sdk.memory.fitting import plan_memory
 from sdk.memory.plan import MemoryPlan
 from sdk.memory.products import products_of
@@ -115,7 +121,10 @@ def _plan(
     if stages and model.tie_word_embeddings:
         demand = replace(demand, weights=_with_copy(weights, end_bytes(config, checkpoint)))
     demand = replace(demand, scratch=_scratch(config, model, checkpoint, activations))
-    demand = with_drafts(demand, config, checkpoint)
+    if config.speculative_config is not None:
+        from sdk.memory.drafting import with_drafts
+
+        demand = with_drafts(demand, config, checkpoint)
     whole, replicas = budget, config.data_parallel_size
     if replicas > 1:
         shared = demand.weights.total - demand.drafting_weights if config.num_ranks == 1 else 0
@@ -123,6 +132,8 @@ def _plan(
         budget = None if budget is None else _part(budget, shared, replicas)
         kv_budget = None if kv_budget is None else kv_budget // replicas
     if config.disk_offload or config.cpu_offload:
+        from sdk.memory.offload import MemoryLimits, with_offload
+
         demand = with_offload(demand, config, MemoryLimits(limit, kv_budget, config.max_model_len))
     made = plan_memory(
         demand,

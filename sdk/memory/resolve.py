@@ -14,6 +14,7 @@ from sdk.api.load_progress import reporting
 from sdk.api.machine import available_memory
 from sdk.kernels.context import Compute
 from sdk.kernels.lazy_torch import torch
+from sdk.kernels.packages import check_installed
 from sdk.loaders.open import is_remote, open_checkpoint
 from sdk.models.auto import read_config
 from sdk.models.config import ModelConfig
@@ -34,10 +35,12 @@ def compute_of(config: EngineConfig) -> Compute:
 def device_of(config: EngineConfig) -> str:
     """``"auto"`` is the CPU here: ``sdk/loading/device.py`` tries a card with options that name it.
 
+    :raises MissingPackageError: torch is not installed.
     :raises RequestError: the device cannot be used here.
     """
     if config.device != "cuda":
         return "cpu"
+    check_installed("torch", "device='cuda' needs", extra="gpu")
     if not torch.cuda.is_available():
         raise RequestError("device='cuda': torch finds no GPU here; leave device unset for the CPU")
     found = torch.cuda.device_count()

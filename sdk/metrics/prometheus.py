@@ -12,6 +12,7 @@ from math import inf
 from typing import Any, Protocol, cast
 
 from sdk.api.errors import EngineClosedError, EngineDeadError, RequestError
+from sdk.kernels.packages import missing
 from sdk.metrics.histogram import (
     REQUEST_TIME_BOUNDS,
     TOKEN_BOUNDS,
@@ -30,9 +31,7 @@ try:
     )
     from prometheus_client.registry import Collector
 except ImportError as error:
-    raise ImportError(
-        "sdk.metrics.prometheus needs prometheus-client: pip install 'embedlm[metrics]'"
-    ) from error
+    raise missing(error, "sdk.metrics.prometheus needs") from error
 
 _PREFIX = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 _LABEL = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")

@@ -25,6 +25,7 @@ import numpy as np
 from torch import Tensor
 
 from sdk.api.errors import QuantizationError, UnsupportedError
+from sdk.kernels.packages import install
 from sdk.loaders.model_shapes import num_experts
 from sdk.loaders.open import open_checkpoint
 from sdk.loaders.writers.hf_writer import copy_beside
@@ -72,7 +73,7 @@ def library_for(name: str, scheme: Scheme) -> Library:
         )
     if importlib.util.find_spec(library.module) is None:
         raise QuantizationError(
-            f"{name} is not installed: pip install 'embedlm[{library.method}]' (docs/interop.md)"
+            f"{name} is not installed: {install(library.module)} (docs/interop.md)"
         )
     return library
 

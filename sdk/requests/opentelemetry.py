@@ -18,6 +18,7 @@ from sdk.api.outputs import RequestOutput
 from sdk.api.timeline import RequestEvent
 from sdk.engine.engine import Output
 from sdk.engine.job import Job
+from sdk.kernels.packages import missing
 from sdk.requests.driver import Driver
 from sdk.requests.job_driver import OutputSink
 
@@ -25,9 +26,7 @@ try:
     from opentelemetry import context as otel_context, trace
     from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, TracerProvider
 except ImportError as error:
-    raise ImportError(
-        "sdk.requests.opentelemetry needs opentelemetry-api: pip install 'embedlm[metrics]'"
-    ) from error
+    raise missing(error, "sdk.requests.opentelemetry needs") from error
 
 logger = logging.getLogger("sdk")
 _PROVIDER = "embedlm"

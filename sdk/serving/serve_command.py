@@ -23,6 +23,7 @@ from sdk.api.sizes import parse_bytes
 from sdk.cli.engine_arguments import add_engine_arguments, as_arguments, engine_options
 from sdk.cli.lora_arguments import add_adapters, add_lora_argument, named_adapters
 from sdk.demo import demo_model
+from sdk.kernels.packages import missing
 from sdk.serving.guard_arguments import Protection, add_guard_arguments, protection, warning
 
 if TYPE_CHECKING:
@@ -96,9 +97,7 @@ def run(args: argparse.Namespace) -> int:
         import fastapi  # noqa: F401  # before the model is loaded
         import uvicorn  # noqa: F401
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f'{error.name} is not installed: pip install "embedlm[server]"', name=error.name
-        ) from error
+        raise missing(error, "the command serve needs") from error
     with contextlib.ExitStack() as stack:
         guard = stack.enter_context(protection(args))
         if (text := warning(args)) is not None:

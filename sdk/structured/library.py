@@ -33,8 +33,8 @@ import numpy as np
 
 from sdk.api.errors import RequestError
 from sdk.kernels.mask_tasks import MaskFunctions
+from sdk.kernels.packages import install, not_installed
 
-_HINT = "pip install 'embedlm[structured]'"
 #: Parts of the vocabulary whose masks are computed once. Strings of JSON are made of them: without
 #: them a mask inside a string takes 1 ms for 49,152 tokens and 5 ms for 262,144, with them 0.02 to
 #: 0.3 ms. Each part costs a copy of the tree of tokens: 1.3 MiB and 11 MiB.
@@ -116,7 +116,7 @@ def library() -> Any:
     """The C functions, with their signatures. :raises RequestError: llguidance is missing."""
     spec = importlib.util.find_spec("llguidance")
     if spec is None or not spec.submodule_search_locations:
-        raise RequestError(f"structured output needs the package llguidance: {_HINT}")
+        raise RequestError(f"structured output needs {not_installed('llguidance')}")
     folders = [Path(folder) for folder in spec.submodule_search_locations]
     files = [
         file
@@ -131,7 +131,8 @@ def library() -> Any:
             function.restype, function.argtypes = result, arguments
     except (IndexError, OSError, AttributeError) as error:
         raise RequestError(
-            f"structured output cannot use the installed llguidance ({error}): {_HINT}"
+            f"structured output cannot use the installed llguidance ({error}): "
+            f"{install('llguidance')}"
         ) from error
     return loaded
 

@@ -31,12 +31,18 @@ _EXPORTS = {
     "tiny_model": "sdk.testing.tiny_models",
 }
 __all__ = [*_EXPORTS]
+#: They make weights with it.
+_NEED_TORCH = {"sdk.testing.tiny_adapters", "sdk.testing.tiny_models"}
 
 
 def __getattr__(name: str) -> object:
     module = _EXPORTS.get(name)
     if module is None:
         raise AttributeError(f"module 'sdk.testing' has no attribute {name!r}")
+    if module in _NEED_TORCH:
+        from sdk.kernels.host.torch_import import torch_module
+
+        torch_module(f"sdk.testing.{name}")
     return getattr(import_module(module), name)
 
 

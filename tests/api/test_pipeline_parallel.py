@@ -365,7 +365,7 @@ def test_options_that_stages_do_not_support_are_named(tiny_path: Path, tmp_path:
 def test_stages_without_shared_memory_are_refused(
     tiny_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sdk.loading.checks.why_not_shared", lambda: "no native module")
+    monkeypatch.setattr("sdk.kernels.cpu.rank_group.why_not_shared", lambda: "no native module")
     for make in (LLM, LLM.plan):
         with pytest.raises(UnsupportedError, match=r"shared memory only.*no native module"):
             make(tiny_path, pipeline_parallel_size=2)

@@ -124,7 +124,7 @@ def test_a_plot_without_matplotlib_is_refused_before_anything_is_measured(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     found = run("--llm-plot", "out.png")
     assert found.ret == pytest.ExitCode.USAGE_ERROR
-    found.stderr.fnmatch_lines(["*matplotlib is not installed: pip install 'embedlm[[]bench]'*"])
+    found.stderr.fnmatch_lines(['*matplotlib is not installed: pip install "embedlm[[]bench]"*'])
 
 
 def test_a_missing_model_fails_in_one_line(run: Run) -> None:

@@ -153,8 +153,8 @@ def test_a_stopped_library_ends_at_once_and_leaves_nothing_behind(
 @pytest.mark.parametrize(
     ("library", "scheme", "message"),
     [
-        ("auto-gptq", "gptq-w4g32", r"auto-gptq is not installed: pip install 'embedlm\[gptq\]'"),
-        ("autoawq", "awq-w4g32", r"autoawq is not installed: pip install 'embedlm\[awq\]'"),
+        ("auto-gptq", "gptq-w4g32", r'auto-gptq is not installed: pip install "embedlm\[gptq\]"'),
+        ("autoawq", "awq-w4g32", r'autoawq is not installed: pip install "embedlm\[awq\]"'),
         ("autoawq", "gptq-w4g32", "autoawq: expected a scheme like awq-w4g128, found gptq-w4g32"),
         (
             "auto-gptq",
@@ -200,4 +200,4 @@ def test_the_command_names_the_library(
 ) -> None:
     out = str(tmp_path / "made")
     assert main(["quantize", str(llama), out, "--scheme", "awq-w4g32", "--with", "autoawq"]) == 2
-    assert "autoawq is not installed: pip install 'embedlm[awq]'" in capsys.readouterr().err
+    assert 'autoawq is not installed: pip install "embedlm[awq]"' in capsys.readouterr().err

@@ -135,7 +135,7 @@ def test_a_card_that_the_kernels_do_not_run_on_is_no_good(
     card(monkeypatch, 9, 0)
     monkeypatch.setattr(gpu, "find_spec", lambda name: None)
     assert main(["doctor", "--only", "gpu"]) == 1
-    assert "triton is not installed: pip install 'embedlm[gpu]'" in capsys.readouterr().out
+    assert 'triton is not installed: pip install "embedlm[gpu]"' in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

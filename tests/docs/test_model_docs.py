@@ -27,6 +27,14 @@ def script() -> Any:
 def test_the_page_is_current(script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "argv", ["model_docs.py", "--check"])
     script.main()
+    names = tmp_path / "architecture_names.py"
+    names.write_text(script.NAMES.read_text("utf-8").replace('"llama", "mistral", ', '"llama", '))
+    monkeypatch.setattr(script, "NAMES", names)
+    monkeypatch.setattr(script, "ROOT", tmp_path)
+    with pytest.raises(SystemExit, match=r"architecture_names.py is old: run this script"):
+        script.main()
+    monkeypatch.undo()
+    monkeypatch.setattr(sys, "argv", ["model_docs.py", "--check"])
     old = tmp_path / "page.md"
     old.write_text(script.PAGE.read_text("utf-8").replace("native** |", "ours** |"), "utf-8")
     monkeypatch.setattr(script, "PAGE", old)

@@ -74,7 +74,7 @@ def test_what_a_gpu_lacks_is_said_with_what_to_install(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert available("cuda") is None
     monkeypatch.setattr("sdk.kernels.gpu.find_spec", lambda name: None)
-    assert available("cuda") == "triton is not installed: pip install 'embedlm[gpu]'"
+    assert available("cuda") == 'triton is not installed: pip install "embedlm[gpu]"'
 
 
 def test_without_the_interpreter_a_cpu_does_not_even_import_triton() -> None:

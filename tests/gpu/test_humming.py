@@ -174,7 +174,7 @@ def test_what_it_does_not_take_is_said(
         patch.setattr(torch.version, "hip", "6.0")
         assert kernel.reject(problem) == "humming-kernels has none for AMD's cards"
     monkeypatch.setattr(humming, "installed", lambda: False)
-    expected = "humming-kernels is not installed: pip install 'embedlm[humming]'"
+    expected = 'humming-kernels is not installed: pip install "embedlm[humming]"'
     assert kernel.reject(problem) == expected
 
 

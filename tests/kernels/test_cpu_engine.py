@@ -10,6 +10,7 @@ import subprocess
 import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -180,6 +181,19 @@ def test_running_out_of_memory_raises(monkeypatch: pytest.MonkeyPatch) -> None:
         cpu.open_backend("cpu", 8)
 
 
+def test_a_library_for_another_cpu_alone_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """EMBEDLM_LEVELS=host, and then another machine."""
+    found = library.find_library()
+    assert not isinstance(found, str)
+    none = Mock(
+        embedlm_abi_version=lambda: library.ABI_VERSION, embedlm_levels=Mock(return_value=0)
+    )
+    monkeypatch.setattr(library.ctypes, "CDLL", lambda path: none)
+    assert library.load_library("there.so") == (
+        "native module was compiled for another CPU alone (there.so): run `make build`"
+    )
+
+
 def products(backend: Any, weights: list[Any], x: Any, rounds: int, out: list[Any]) -> None:
     kernel = backend.implementations("linear")[0]
     packed = [kernel.pack(weight) for weight in weights]
@@ -224,6 +238,12 @@ def test_a_forked_child_can_close_what_it_inherited(cases: Any) -> None:
     backend.close()
 
 
+def level_of(function: str) -> str:
+    """The namespace of a kernel; of what native/kernels.hpp declares, the end of its name."""
+    named = [level for level in library.LEVELS if function.endswith(f"_{level}")]
+    return named[0] if named else function.partition("::")[0]
+
+
 def test_the_baseline_holds_no_wide_instructions() -> None:
     """Only the kernel tables may differ by level: anything else the linker could merge would bring
     AVX code, or ARM's dot products, to a CPU without them."""
@@ -242,7 +262,7 @@ def test_the_baseline_holds_no_wide_instructions() -> None:
         elif function.startswith("(anonymous namespace)::loop_"):
             continue  # the peak probe: assembly of one level each, chosen at run time
         elif re.search(r"%[yz]mm|\t(s|us?)dot\b|mmla\b", line):
-            wide.add(function.removeprefix("void ").partition("::")[0])
+            wide.add(level_of(function.removeprefix("void ").removesuffix(">:")))
     compiled = {level for level in library.LEVELS if f"{level}::" in listing}
     assert "portable" in compiled
     assert wide == compiled - {"portable", "neon"}

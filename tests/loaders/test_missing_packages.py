@@ -63,7 +63,7 @@ def test_a_missing_torch_is_named_before_anything_runs(
     with LLM(golden / "gguf-Q8_0" / "model.gguf", max_model_len=64) as llm:
         before = llm.get_metrics()["num_steps"]
         monkeypatch.setitem(sys.modules, "torch", None)
-        with pytest.raises(MissingPackageError, match=r"encode, which .* needs torch"):
+        with pytest.raises(MissingPackageError, match=r"encode, which .* needs the package torch"):
             llm.encode("x")
         assert llm.get_metrics()["num_steps"] == before
 

@@ -220,7 +220,7 @@ def test_without_the_package_the_error_says_what_to_install(module, package):
         "try:\n"
         f"    import {module}\n"
         "except ImportError as error:\n"
-        "    assert \"pip install 'embedlm[metrics]'\" in str(error), error\n"
+        "    assert 'pip install \"embedlm[metrics]\"' in str(error), error\n"
         "else:\n"
         "    raise AssertionError\n"
     )

@@ -42,7 +42,7 @@ def test_without_prometheus_client_it_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     found = serve()[0].get("/metrics")
-    assert found.status == 501 and "embedlm[server]" in found.error["message"]
+    assert found.status == 501 and "embedlm[metrics]" in found.error["message"]
 
 
 def test_metrics_have_a_role_of_their_own(serve: Serve) -> None:

@@ -177,6 +177,28 @@ def test_make_test_builds_the_native_module_once(tmp_path: Path) -> None:
     builds = [line for line in commands if "pip install" in line and " -e " in line]
     assert len(builds) == 1
     assert any(line.endswith('"embedlm[dev]"') for line in commands)
+    assert "EMBEDLM_LEVELS=all" in "\n".join(commands)
+
+
+def test_make_run_installs_no_extra_and_builds_one_level(tmp_path: Path) -> None:
+    commands = recipe("run", tmp_path / "new")
+    assert commands.count(" -e .") == 1 and "embedlm[" not in commands
+    assert "EMBEDLM_LEVELS=host" in commands and "EMBEDLM_LEVELS=all" not in commands
+    needs = re.search(r"sed -n '(.*?)' pyproject.toml", commands)
+    assert needs is not None
+    listed = subprocess.run(
+        ["sed", "-n", needs[1], "pyproject.toml"], capture_output=True, text=True, cwd=ROOT
+    ).stdout
+    assert re.findall(r"^[\w-]+", listed, re.MULTILINE) == [
+        one.name for one in extra_sizes().extras()[""]
+    ]
+
+
+def test_make_run_keeps_a_native_module_with_every_level(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").touch()
+    (tmp_path / ".embedlm-installed").touch()
+    assert ".embedlm-here" not in recipe("run", tmp_path)
 
 
 def test_the_workflows_run_what_there_is_on_every_python_that_is_supported() -> None:

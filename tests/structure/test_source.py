@@ -311,6 +311,8 @@ def test_the_circle_check_notices_one() -> None:
 NAMES_MODELS = ("loaders/tokenizer/", "loaders/writers/gguf_vocabulary.py", "sdk/bench/")
 NAMES_MODELS += ("loaders/mistral_params.py", "sdk/api/other_names.py", "models/architectures/")
 NAMES_MODELS += ("sdk/testing/tiny_models.py",)
+#: Written from what the files say.
+NAMES_MODELS += ("models/architecture_names.py",)
 #: Models that do not run; tests/models/test_other_models.py compares it with the registry.
 NAMES_MODELS += ("models/other_models.py",)
 #: Formats of tool calls and of chats, which are called like a model.

@@ -1,23 +1,18 @@
-// Compiled once per instruction-set level (CMakeLists.txt sets LEVEL and the flags). Exports one table;
-// nothing else in this object is visible to the linker.
-#include "attention.hpp"
+// The table of a level, and its kernels but for attention and products with weights.
+#include "kernels.hpp"
+
 #include "elementwise.hpp"
-#include "linear_float.hpp"
-#include "linear_int.hpp"
 #include "low_rank.hpp"
 #include "recode.hpp"
 #include "rope.hpp"
 #include "sampling.hpp"
 
-#define JOIN_(a, b) a##b
-#define JOIN(a, b) JOIN_(a, b)
-
 extern "C" {
-extern const KernelTable JOIN(kernels_, LEVEL);
-const KernelTable JOIN(kernels_, LEVEL) = {
+extern const KernelTable OF_LEVEL(kernels);
+const KernelTable OF_LEVEL(kernels) = {
     LEVEL::kWideInWords > 0,
-    LEVEL::quantize, LEVEL::linear_int, LEVEL::linear_float, LEVEL::norm,
-    LEVEL::activation, LEVEL::map, LEVEL::gate, LEVEL::rope, LEVEL::attention,
+    OF_LEVEL(quantize), OF_LEVEL(linear_int), OF_LEVEL(linear_float), LEVEL::norm,
+    LEVEL::activation, LEVEL::map, LEVEL::gate, LEVEL::rope, OF_LEVEL(attention),
     LEVEL::recode,   LEVEL::rope_angles, LEVEL::sample, LEVEL::sample_scratch,
     LEVEL::low_rank_down, LEVEL::low_rank_up,
 };

@@ -1,9 +1,11 @@
-// Which instruction-set levels this CPU and its operating system offer.
+// Which instruction-set levels this CPU and its operating system offer, and which of them this library
+// was compiled for.
 #pragma once
 
 #include "abi.hpp"
 
-// Worst to best of each architecture; kernels/cpu/library.py names them in the same order.
+// Worst to best of each architecture; kernels/cpu/library.py and CMakeLists.txt name them in the same
+// order.
 enum Level {
     kPortable = 0,
     kAvx2 = 1,
@@ -16,6 +18,7 @@ enum Level {
 };
 static_assert(kLevelCount < 31, "available_levels has a bit for each");
 
-int available_levels();  // bit mask
-int best_level();
-const KernelTable* kernel_table(int level);
+int cpu_levels();        // bit mask: what the CPU and its operating system offer
+int available_levels();  // those of them that are in this library
+int best_level();        // of those; kPortable if there are none
+const KernelTable* kernel_table(int level);  // nullptr: not in this library

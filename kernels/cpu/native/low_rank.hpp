@@ -15,6 +15,7 @@
 
 #include "low_rank_plan.hpp"
 #include "simd.hpp"
+#include "subgroup_scales.hpp"
 
 namespace LEVEL {
 

@@ -13,6 +13,7 @@ from sdk.engine.rank.runner import ModelRunner
 from sdk.engine.rank.runner_config import RunnerConfig
 from sdk.executors.local import RankFactory
 from sdk.kernels.lazy_torch import import_torch
+from sdk.kernels.packages import missing
 from sdk.loading.load import ModelFacts
 
 if TYPE_CHECKING:
@@ -63,7 +64,6 @@ def _workers(config: EngineConfig, runner_config: RunnerConfig) -> Callable[[], 
         from sdk.cluster.executors.ray_ranks import RayRanks
     except ModuleNotFoundError as error:
         raise RequestError(
-            f"distributed_executor_backend='ray': {error}; install it with "
-            'pip install "embedlm[ray]"'
+            str(missing(error, "distributed_executor_backend='ray' needs"))
         ) from error
     return partial(RayRanks, runner_config.num_threads)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from sdk.api.errors import RequestError
+from sdk.kernels.packages import package
 from sdk.quant.safe_repr import safe_repr
 from sdk.tokenizer import LLMTokenizer
 
@@ -81,9 +82,9 @@ class LlamaHFTokenizer(BaseLlamaTokenizer):
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str) -> LlamaHFTokenizer:
         """The tokenizer of a folder or a repository on the hub."""
-        from transformers import AutoTokenizer
+        transformers = package("transformers", "LlamaHFTokenizer.from_pretrained needs")
 
-        return cls(AutoTokenizer.from_pretrained(pretrained_model_name_or_path))
+        return cls(transformers.AutoTokenizer.from_pretrained(pretrained_model_name_or_path))
 
     def tokenize(self, text: bytes, add_bos: bool = True, special: bool = True) -> list[int]:
         """The tokens of UTF-8 text. ``special``: with the tokens that begin and end a text."""

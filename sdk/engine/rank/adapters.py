@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from sdk.api.errors import OutOfMemoryError, RequestError, SdkError
+from sdk.engine.rank.runner_config import RunnerConfig
+from sdk.kernels.lazy_torch import torch
+from sdk.kernels.ops import Ops
+from sdk.models.adapters import ModelAdapters, PackedAdapter
+from sdk.models.decoder import CausalLM
 from sdk.quant.adapter import Adapter, LowRank
 
-if TYPE_CHECKING:
-    from sdk.models.adapters import ModelAdapters, PackedAdapter
+
+def rank_adapters(model: CausalLM, ops: Ops, config: RunnerConfig) -> RankAdapters:
+    """The slots that the options ask for."""
+    name = config.adapter_dtype
+    dtype = None if name is None else getattr(torch, name)
+    slots = ModelAdapters(model, ops, config.adapter_slots, config.max_adapter_rank, dtype)
+    return RankAdapters(slots)
 
 
 class RankAdapters:

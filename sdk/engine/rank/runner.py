@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sdk.api.errors import RequestError
 from sdk.api.logprobs import Sampled
@@ -15,7 +15,6 @@ from sdk.engine.executor import Pending
 from sdk.engine.pages.tiered_pool import moves_to_lowest_tier
 from sdk.engine.plan import RequestStart, SequenceSpec, StepPlan, StepResult, StepRow
 from sdk.engine.rank.adapters import RankAdapters
-from sdk.engine.rank.device_graphs import DeviceGraphs
 from sdk.engine.rank.drafting_model import DraftingModel
 from sdk.engine.rank.eager import Eager
 from sdk.engine.rank.experts import MovingExperts, all_record
@@ -40,10 +39,13 @@ from sdk.engine.rank.step_batch import (
 from sdk.engine.rank.strategy import LaunchedBatch, Repeater, Strategy
 from sdk.kernels.errors import CaptureError
 from sdk.kernels.lazy_torch import Tensor, torch
-from sdk.models.adapters import ModelAdapters
 from sdk.models.parallel import Mesh
 from sdk.sampling.sampler import Sampler
 from sdk.structured.library import GrammarError
+
+if TYPE_CHECKING:
+    from sdk.engine.rank.adapters import RankAdapters
+    from sdk.engine.rank.drafting_model import DraftingModel
 
 #: Requests get deferred tokens at the next page boundary after this many repeated steps.
 _MAX_DEFERRED = 64
@@ -78,7 +80,7 @@ class ModelRunner:
         """Everything around the model; ``undo`` is what frees it."""
         config, mesh, facts = self.config, self.mesh, self.model.config
         #: The slots of adapters, if requests may have any.
-        self.adapters = self._make_adapters(config)
+        self.adapters = self._make_adapters(config) if config.adapter_slots else None
         #: The classes of the checkpoint, if it has any.
         self.classifier, self._score_head = weights.classifier, weights.score_head
         self.unused_tensors = weights.unused_tensors
@@ -108,6 +110,8 @@ class ModelRunner:
         self.drafting: DraftingModel | None = None
         self._is_drafted = config.drafting is not None
         if config.drafting is not None and mesh.samples:
+            from sdk.engine.rank.drafting_model import DraftingModel
+
             release_free_memory()  # before more weights, perhaps of the same file, are loaded
             self.drafting = DraftingModel(
                 config.drafting, config, self.ops, mesh, self.model, self.kv
@@ -121,13 +125,10 @@ class ModelRunner:
             self.record()
             self.capture_all()
 
-    def _make_adapters(self, config: RunnerConfig) -> RankAdapters | None:
-        if not config.adapter_slots:
-            return None
-        most, name = config.max_adapter_rank, config.adapter_dtype
-        dtype = None if name is None else getattr(torch, name)
-        slots = ModelAdapters(self.model, self.ops, config.adapter_slots, most, dtype)
-        return RankAdapters(slots)
+    def _make_adapters(self, config: RunnerConfig) -> RankAdapters:
+        from sdk.engine.rank.adapters import rank_adapters
+
+        return rank_adapters(self.model, self.ops, config)
 
     def close(self) -> None:
         """Free everything. Idempotent; the runner must not be used afterwards."""
@@ -160,6 +161,8 @@ class ModelRunner:
         self.forget_graphs()
         card = self.ops.recording.card
         if card is not None:
+            from sdk.engine.rank.device_graphs import DeviceGraphs
+
             reads = self.drafting is not None and self.drafting.reads_hidden
             most = self.config.recorded_tokens
             self.strategy = DeviceGraphs(self._passes, self._inputs, card, most, reads_hidden=reads)

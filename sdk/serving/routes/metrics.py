@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from sdk.kernels.packages import missing
 from sdk.serving.access import Refused
 from sdk.serving.endpoint import Services
 from sdk.serving.exchange import Exchange
@@ -39,8 +40,7 @@ class Metrics:
             from prometheus_client import CollectorRegistry
             from prometheus_client.exposition import choose_encoder
         except ModuleNotFoundError as error:
-            message = f"/metrics needs the package {error.name}: pip install 'embedlm[server]'"
-            raise Refused(501, message, "not_installed") from error
+            raise Refused(501, str(missing(error, "/metrics needs")), "not_installed") from error
         from sdk.metrics.prometheus import collector
 
         registry = CollectorRegistry()

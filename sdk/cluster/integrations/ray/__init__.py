@@ -8,9 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from sdk.kernels.packages import check_installed
+
 if TYPE_CHECKING:
     from sdk.cluster.integrations.ray.data import Embed as Embed, Generate as Generate
     from sdk.cluster.integrations.ray.serve import LLMServer as LLMServer, llm_app as llm_app
+
+check_installed("ray", "sdk.cluster.integrations.ray needs")
 
 
 def __getattr__(name: str) -> object:

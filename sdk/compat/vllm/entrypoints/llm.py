@@ -35,6 +35,7 @@ from sdk.compat.vllm.outputs import (
 from sdk.compat.vllm.pooling_params import PoolingParams
 from sdk.compat.vllm.sampling_params import BeamSearchParams, SamplingParams, our_params
 from sdk.compat.vllm.v1.metrics.reader import Metric, MetricsReader
+from sdk.kernels.host.torch_import import torch_module
 from sdk.loading.sampling_defaults import OWN, OWN_SOURCE
 from sdk.metrics.trace import Trace
 from sdk.quant.safe_repr import safe_repr
@@ -292,6 +293,7 @@ class LLM:
                 f"pooling_task: expected one of {', '.join(_TASKS)}, found {safe_repr(task)}"
             )
         if task == "classify":
+            torch_module("encode, which returns tensors (classify returns lists),")
             classes = self.classify(prompts, pooling_params=params, lora_request=lora_request)
             return [_as_tensor(one) for one in classes]
         items = [our_prompt(one)[0] for one in as_list(prompts)]
