@@ -24,9 +24,9 @@ from sdk.api.speculative_config import SpeculativeConfig
 from sdk.kernels.dataclass import dataclass
 from sdk.kernels.kv_tiers import KEPT_PAGES
 from sdk.loading.checks import check_options, memory_shortage, room_shortage, whole_prompts
-from sdk.memory.files import open_model
 from sdk.memory.plan import Alternative, MemoryPlan
 from sdk.memory.planning import plan_for
+from sdk.memory.products import kernel_shares
 from sdk.memory.resolve import available_to, model_config, open_model
 from sdk.memory.weights import weight_bytes
 from sdk.quant import scheme as schemes
@@ -51,8 +51,6 @@ def plan(config: EngineConfig) -> MemoryPlan:
     checkpoint = open_model(config)
     try:
         made = _loadable(config, checkpoint, plan_for(config, checkpoint))
-        from sdk.memory.kernel_shares import kernel_shares
-
         return replace(made, kernels=tuple(kernel_shares(config, checkpoint)))
     finally:
         checkpoint.close()

@@ -15,14 +15,13 @@ from sdk.kernels.registry import facts_of
 from sdk.kernels.scratch import Scratch
 from sdk.kernels.sized_graphs import MOST_TOKENS
 from sdk.memory import resolve
-from sdk.memory.adapters import adapter_bytes
-from sdk.memory.cards import NoRanks, largest_part, within_cards
 from sdk.memory.demand import (
     MemoryDemand,
+    MemoryLimits,
     WeightBytes,
     hand_over_bytes,
+    with_offload,
 )
-from sdk.memory.encoder_options import encoder_options, step_pages
 from sdk.memory.fitting import plan_memory
 from sdk.memory.plan import MemoryPlan
 from sdk.memory.products import products_of
@@ -132,8 +131,6 @@ def _plan(
         budget = None if budget is None else _part(budget, shared, replicas)
         kv_budget = None if kv_budget is None else kv_budget // replicas
     if config.disk_offload or config.cpu_offload:
-        from sdk.memory.offload import MemoryLimits, with_offload
-
         demand = with_offload(demand, config, MemoryLimits(limit, kv_budget, config.max_model_len))
     made = plan_memory(
         demand,
