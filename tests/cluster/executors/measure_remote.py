@@ -1,5 +1,5 @@
 """Steps of two ranks over loopback TCP, recorded and operator by operator, in turn:
-``python tests/executors/measure_remote.py MODEL [ROUNDS]``.
+``python tests/cluster/executors/measure_remote.py MODEL [ROUNDS]``.
 
 Each rank has one thread. Also prints the time of a sum, as rank 0 sees it: it includes waiting for
 the other rank. Two local ranks, which share memory, are for comparison.

@@ -17,7 +17,7 @@ from sdk.bench.serve.http_connection import (
 from sdk.bench.serve.http_target import HttpTarget, find_model
 from sdk.bench.serve.load import RequestFailed
 from sdk.bench.serve.record import Record
-from tests.cli.load.fake_server import (
+from tests.bench.serve.fake_server import (
     DONE,
     HEAD,
     Asked,

@@ -13,7 +13,7 @@ import pytest
 
 from sdk.cluster.executors.children import _STOPPED_S
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 HOST = """
 import sys
 from sdk import LLM, SamplingParams

@@ -26,7 +26,7 @@ from sdk.bench.serve.summary import Summary
 from sdk.bench.serve.sweep import sweep
 from sdk.cli import build_parser, main
 from sdk.testing import tiny_model
-from tests.cli.load.fake_server import Asked, FakeServer, running
+from tests.bench.serve.fake_server import Asked, FakeServer, running
 
 Captured = pytest.CaptureFixture[str]
 

@@ -1,0 +1,1 @@
+from tests.cli.conftest import _own_cache  # noqa: F401
